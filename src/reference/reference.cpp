@@ -1,0 +1,375 @@
+#include "reference/reference.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <optional>
+
+#include "attention/text.h"
+#include "reference/numbers.h"
+#include "reference/philox.h"
+
+namespace strobe {
+namespace {
+
+using oracle::Dropout;
+using oracle::load;
+using oracle::store;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+using Vector = std::vector<double>;
+
+double dot(const double *x, const double *y, int64_t n) {
+  double sum = 0;
+  for (int64_t c = 0; c < n; c++) sum += x[c] * y[c];
+  return sum;
+}
+
+void add(Vector &sum, double factor, const double *x) {
+  for (size_t c = 0; c < sum.size(); c++) sum[c] += factor * x[c];
+}
+
+// ---- one head of one sequence ----------------------------------------------------------------------------------------------------------
+
+// The tokens [begin, begin + length) of sequence b. Dense tensors hold theirs under a batch axis of their own.
+struct Tokens {
+  int64_t begin, length;
+};
+Tokens queries(const Problem &p, int64_t b) {
+  return p.varlen ? Tokens{p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]} : Tokens{0, p.seqlen_q};
+}
+Tokens keys(const Problem &p, int64_t b) {
+  return p.varlen ? Tokens{p.cu_seqlens_k[b], p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]} : Tokens{0, p.seqlen_k};
+}
+
+// (tokens, columns) of one head, in double.
+class Matrix {
+public:
+  Matrix(const View &x, int64_t b, int64_t h, Tokens t, int64_t columns) : columns(columns), values(x ? size_t(t.length * columns) : 0) {
+    for (size_t n = 0; n < values.size(); n++) values[n] = load(x, b, h, t.begin + int64_t(n) / columns, int64_t(n) % columns);
+  }
+  const double *operator[](int64_t i) const { return values.data() + i * columns; }
+
+private:
+  int64_t columns;
+  Vector values;
+};
+
+// P = exp(s - LSE) of one row. The maximum is kept apart from the sum so that LSE's own rounding does not enter P.
+struct Softmax {
+  double max = 0, sum = 0; // a row that sees nothing: LSE = log 0 = -inf, P = 0
+  double lse() const { return max + std::log(sum); }
+  double operator()(double s) const { return sum == 0 || s == -kInfinity ? 0 : std::exp(s - max) / sum; }
+};
+
+struct Score {
+  double s;     // -inf where the query does not see the key
+  double slope; // ds / d(scale q.k): the softcap's
+};
+
+// What the backward needs to know of a row.
+struct Row {
+  Softmax softmax;
+  double D, dlse;
+};
+
+struct Gradient {
+  double P; // after dropout
+  double dS, dx;
+};
+
+struct Head {
+  const Problem &p;
+  const int64_t b, h, h_kv;
+  const Tokens q, k;
+  const int64_t offset;
+  const double slope, sink;
+  const Dropout dropout;
+  const Matrix Q, K, V, dO;
+
+  Head(const Problem &p, int64_t b, int64_t h)
+      : p(p), b(b), h(h), h_kv(h / p.group()), q(queries(p, b)), k(keys(p, b)), offset(p.bottom_right ? k.length - q.length : 0),
+        slope(p.alibi_slopes ? load(p.alibi_slopes, b, h, 0, 0) : 0), sink(p.sinks ? load(p.sinks, 0, h, 0, 0) : -kInfinity),
+        dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset), Q(p.q, b, h, q, p.head_dim),
+        K(p.k, b, h_kv, k, p.head_dim), V(p.v, b, h_kv, k, p.head_dim_v), dO(p.dout, b, h, q, p.head_dim_v) {}
+
+  bool visible(int64_t i, int64_t j) const {
+    const int64_t behind = i + offset - j; // how far key j lies behind query i
+    return behind <= p.window_left && -behind <= p.window_right && (!p.mask || *p.mask.at<uint8_t>(b, h, i, j)) && in_kept_block(i, j);
+  }
+
+  bool in_kept_block(int64_t i, int64_t j) const {
+    const auto &blocks = p.blocks;
+    if (!blocks.present) return true;
+    const int64_t matrix = (blocks.batch > 1 ? b : 0) * blocks.heads + (blocks.heads > 1 ? h : 0);
+    const int32_t *row = blocks.row_ptr + matrix * (blocks.rows + 1) + i / blocks.block_q;
+    return std::binary_search(blocks.col + row[0], blocks.col + row[1], j / blocks.block_k);
+  }
+
+  Score score(int64_t i, int64_t j) const {
+    if (!visible(i, j)) return {-kInfinity, 0};
+    double s = p.scale * dot(Q[i], K[j], p.head_dim), ds = 1;
+    if (p.softcap > 0) {
+      const double t = std::tanh(s / p.softcap);
+      s = p.softcap * t;
+      ds = 1 - t * t;
+    }
+    if (p.alibi_slopes) s += -slope * double(std::abs(i + offset - j));
+    if (p.bias) s += load(p.bias, b, h, i, j);
+    return {s, ds};
+  }
+
+  std::vector<Score> scores(int64_t i) const {
+    std::vector<Score> row;
+    for (int64_t j = 0; j < k.length; j++) row.push_back(score(i, j));
+    return row;
+  }
+
+  Softmax softmax(const std::vector<Score> &row) const {
+    double max = sink, sum = 0;
+    for (const Score &x : row) max = std::max(max, x.s);
+    if (max == -kInfinity) max = 0; // nothing visible: every term below is 0, or NaN from a NaN score
+    for (const Score &x : row) sum += std::exp(x.s - max);
+    return {max, sum + std::exp(sink - max)};
+  }
+
+  Vector output(int64_t i, const std::vector<Score> &row, const Softmax &P) const {
+    Vector O(size_t(p.head_dim_v));
+    for (int64_t j = 0; j < k.length; j++)
+      if (row[j].s != -kInfinity) add(O, P(row[j].s) * dropout.factor(b, h, i, j), V[j]);
+    return O;
+  }
+
+  double dlse(int64_t i) const { return p.dlse ? load(p.dlse, b, h, q.begin + i, 0) : 0; }
+
+  Row row(int64_t i, const std::vector<Score> &scores) const {
+    const Softmax P = softmax(scores);
+    return {P, dot(dO[i], output(i, scores, P).data(), p.head_dim_v), dlse(i)};
+  }
+
+  // The same from the caller's LSE and O.
+  Row given_row(int64_t i) const {
+    const double lse = load(p.lse, b, h, q.begin + i, 0);
+    double D = 0;
+    for (int64_t c = 0; c < p.head_dim_v; c++) D += dO[i][c] * load(p.out, b, h, q.begin + i, c);
+    return {lse == -kInfinity ? Softmax{} : Softmax{lse, 1}, D, dlse(i)};
+  }
+
+  Gradient gradient(int64_t i, int64_t j, const Score &x, const Row &r) const {
+    const double P = r.softmax(x.s), keep = dropout.factor(b, h, i, j);
+    const double dP = keep * dot(dO[i], V[j], p.head_dim_v);
+    const double dS = P * (dP - r.D + r.dlse);
+    return {P * keep, dS, dS * x.slope};
+  }
+};
+
+// ---- selections ------------------------------------------------------------------------------------------------------------------------
+
+// Flat indices, ascending; absent: all.
+struct Indices {
+  const int64_t *begin = nullptr, *end = nullptr;
+  explicit operator bool() const { return begin != nullptr; }
+
+  // Those among [first, first + length), counted from first.
+  std::vector<int64_t> within(int64_t first, int64_t length) const {
+    if (!*this) {
+      std::vector<int64_t> all(size_t(length), 0);
+      std::iota(all.begin(), all.end(), 0);
+      return all;
+    }
+    std::vector<int64_t> chosen(std::lower_bound(begin, end, first), std::lower_bound(begin, end, first + length));
+    for (int64_t &x : chosen) x -= first;
+    return chosen;
+  }
+};
+
+Indices checked(const char *argument, const int64_t *indices, int64_t count, int64_t limit) {
+  if (count < 0 || (count > 0 && !indices))
+    throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", count, " indices", indices ? "" : " at a null pointer",
+                                              "; accepted is an array and its length, or null and 0 for all"));
+  for (int64_t n = 0; n < count; n++)
+    if (indices[n] < 0 || indices[n] >= limit || (n > 0 && indices[n] <= indices[n - 1]))
+      throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": [", n, "] is ", indices[n], n ? text(" after ", indices[n - 1]) : "",
+                                                "; accepted are flat indices from 0 to ", limit - 1, ", strictly ascending"));
+  return {indices, indices + count};
+}
+
+// ---- the passes: each owns its outputs, so the result does not depend on the threads ---------------------------------------------------
+
+class Reference {
+public:
+  Reference(const Problem &p, const Execution &execution, Direction direction, const strobe_selection *selection)
+      : p(p), execution(execution) {
+    if (!selection) return;
+    const int64_t tokens_q = p.varlen ? p.total_q : p.batch * p.seqlen_q, tokens_k = p.varlen ? p.total_k : p.batch * p.seqlen_k;
+    rows = checked("rows", selection->rows, selection->n_rows, tokens_q * p.heads);
+    cols = checked("cols", selection->cols, selection->n_cols, tokens_k * p.heads_kv);
+    if (direction == Direction::forward && cols)
+      throw Error(STROBE_INVALID_ARGUMENT, "cols: given in forward; accepted is null, for they are those of dk and dv");
+    if (direction == Direction::backward && rows && (p.dbias || p.dsinks))
+      throw Error(STROBE_INVALID_ARGUMENT,
+                  text(p.dbias ? "dbias" : "dsinks", ": given with rows; accepted is null, for it is a sum over all rows"));
+  }
+
+  void forward() const {
+    each(p.batch * p.heads, [&](int64_t n) { forward(n / p.heads, n % p.heads); });
+  }
+
+  void backward() const {
+    if (p.dq) each(p.batch * p.heads, [&](int64_t n) { rows_of_dq(n / p.heads, n % p.heads); });
+    if (p.dk || p.dv) each(p.batch * p.heads_kv, [&](int64_t n) { columns_of_dk_dv(n / p.heads_kv, n % p.heads_kv); });
+    if (p.dbias) {
+      const int64_t batch = p.dbias.stride[0] ? p.batch : 1, heads = p.dbias.stride[1] ? p.heads : 1;
+      each(batch * heads, [&](int64_t n) { matrix_of_dbias(n / heads, n % heads); });
+    }
+    if (p.dsinks) each(p.heads, [&](int64_t h) { entry_of_dsinks(h); });
+  }
+
+private:
+  template <class F> void each(int64_t n, F &&f) const {
+    const int32_t shares = int32_t(std::min<int64_t>(n, std::numeric_limits<int32_t>::max()));
+    execution.run(shares, [&](int32_t share) {
+      for (int64_t i = share; i < n; i += shares) f(i);
+    });
+  }
+
+  std::vector<int64_t> selected(const Indices &indices, int64_t b, int64_t h, int64_t heads, Tokens t, int64_t total) const {
+    return indices.within(p.varlen ? h * total + t.begin : (b * heads + h) * t.length, t.length);
+  }
+
+  void forward(int64_t b, int64_t h) const {
+    const auto chosen = selected(rows, b, h, p.heads, queries(p, b), p.total_q);
+    if (chosen.empty()) return;
+    const Head head(p, b, h);
+    for (const int64_t i : chosen) {
+      const auto scores = head.scores(i);
+      const Softmax P = head.softmax(scores);
+      write(p.out, b, h, head.q.begin + i, head.output(i, scores, P));
+      if (p.lse) store(p.lse, b, h, head.q.begin + i, 0, P.lse());
+    }
+  }
+
+  // dQ_i = scale sum_j dx_ij K_j
+  void rows_of_dq(int64_t b, int64_t h) const {
+    const auto chosen = selected(rows, b, h, p.heads, queries(p, b), p.total_q);
+    if (chosen.empty()) return;
+    const Head head(p, b, h);
+    for (const int64_t i : chosen) {
+      Vector dQ(size_t(p.head_dim));
+      each_gradient(head, i, [&](int64_t j, const Gradient &g) { add(dQ, p.scale * g.dx, head.K[j]); });
+      write(p.dq, b, h, head.q.begin + i, dQ);
+    }
+  }
+
+  // dK_j = scale sum_i dx_ij Q_i, dV_j = sum_i P_ij dO_i, over all query heads of the key head
+  void columns_of_dk_dv(int64_t b, int64_t h_kv) const {
+    const Tokens k = keys(p, b);
+    const auto chosen = selected(cols, b, h_kv, p.heads_kv, k, p.total_k);
+    if (chosen.empty()) return;
+    const bool given = cols && p.lse.dtype == DType::f64 && p.out.dtype == DType::f64;
+    std::vector<Vector> dK(chosen.size(), Vector(size_t(p.head_dim))), dV(chosen.size(), Vector(size_t(p.head_dim_v)));
+    for (int64_t h = h_kv * p.group(); h < (h_kv + 1) * p.group(); h++) {
+      const Head head(p, b, h);
+      for (int64_t i = 0; i < head.q.length; i++) {
+        std::optional<Row> row; // once a chosen column is seen from it
+        for (size_t n = 0; n < chosen.size(); n++) {
+          const Score score = head.score(i, chosen[n]);
+          if (score.s == -kInfinity) continue;
+          if (!row) row = given ? head.given_row(i) : head.row(i, head.scores(i));
+          const Gradient g = head.gradient(i, chosen[n], score, *row);
+          add(dK[n], p.scale * g.dx, head.Q[i]);
+          add(dV[n], g.P, head.dO[i]);
+        }
+      }
+    }
+    for (size_t n = 0; n < chosen.size(); n++) {
+      write(p.dk, b, h_kv, k.begin + chosen[n], dK[n]);
+      write(p.dv, b, h_kv, k.begin + chosen[n], dV[n]);
+    }
+  }
+
+  // dbias = dS, summed over the axes that dbias lacks (stride 0); (b, h) is the place in dbias.
+  void matrix_of_dbias(int64_t b, int64_t h) const {
+    const bool all_b = !p.dbias.stride[0], all_h = !p.dbias.stride[1], all_i = !p.dbias.stride[2], all_j = !p.dbias.stride[3];
+    const int64_t n_i = all_i ? 1 : p.seqlen_q, n_j = all_j ? 1 : p.seqlen_k;
+    Vector sum(size_t(n_i * n_j));
+    for (int64_t batch = all_b ? 0 : b; batch < (all_b ? p.batch : b + 1); batch++)
+      for (int64_t query_head = all_h ? 0 : h; query_head < (all_h ? p.heads : h + 1); query_head++) {
+        const Head head(p, batch, query_head);
+        for (int64_t i = 0; i < head.q.length; i++)
+          each_gradient(head, i, [&](int64_t j, const Gradient &g) { sum[size_t((all_i ? 0 : i * n_j) + (all_j ? 0 : j))] += g.dS; });
+      }
+    for (int64_t i = 0; i < n_i; i++)
+      for (int64_t j = 0; j < n_j; j++) store(p.dbias, b, h, i, j, sum[size_t(i * n_j + j)]);
+  }
+
+  // dsink_h = sum_i exp(sink_h - LSE_i) (dLSE_i - D_i)
+  void entry_of_dsinks(int64_t h) const {
+    double sum = 0;
+    for (int64_t b = 0; b < p.batch; b++) {
+      const Head head(p, b, h);
+      for (int64_t i = 0; i < head.q.length; i++) {
+        const Row r = head.row(i, head.scores(i));
+        sum += r.softmax(head.sink) * (r.dlse - r.D);
+      }
+    }
+    store(p.dsinks, 0, h, 0, 0, sum);
+  }
+
+  // f(j, gradient) for each key that query i sees.
+  template <class F> void each_gradient(const Head &head, int64_t i, F &&f) const {
+    const auto scores = head.scores(i);
+    const Row row = head.row(i, scores);
+    for (int64_t j = 0; j < head.k.length; j++)
+      if (scores[j].s != -kInfinity) f(j, head.gradient(i, j, scores[j], row));
+  }
+
+  void write(const View &x, int64_t b, int64_t h, int64_t i, const Vector &values) const {
+    if (!x) return;
+    for (size_t c = 0; c < values.size(); c++) store(x, b, h, i, int64_t(c), values[c]);
+  }
+
+  const Problem &p;
+  const Execution &execution;
+  Indices rows, cols;
+};
+
+class ReferenceEngine final : public Engine {
+public:
+  const char *name() const override { return "reference"; }
+  std::string missing() const override { return {}; }
+  bool only_by_name() const override { return true; }
+
+  Answer plan(const Problem &p, const Execution &, Direction direction) const override {
+    if (p.device_type != STROBE_CPU) return "runs on the CPU only";
+    Plan plan;
+    plan.engine = name();
+    plan.kernel = "the formulas in fp64, row by row";
+    plan.tile_q = 1;
+    plan.tile_k = p.seqlen_k;
+    // About one multiply-add per nanosecond; backward recomputes the forward for each gradient.
+    const double scores = double(p.batch) * double(p.heads) * double(p.seqlen_q) * double(p.seqlen_k);
+    plan.predicted_seconds = 1e-9 * scores * double(p.head_dim + p.head_dim_v) * (direction == Direction::forward ? 1 : 5);
+    if (p.tile_q || p.tile_k) plan.notes.push_back("tile_q, tile_k: no tiles here, each row is computed whole");
+    return plan;
+  }
+
+  void run(const Problem &p, const Execution &execution, Direction direction, const Plan &, void *) const override {
+    reference(p, execution, direction, nullptr);
+  }
+};
+
+} // namespace
+
+void reference(const Problem &p, const Execution &execution, Direction direction, const strobe_selection *selection) {
+  const Reference oracle(p, execution, direction, selection);
+  direction == Direction::forward ? oracle.forward() : oracle.backward();
+}
+
+const Engine *reference_engine() {
+  static const ReferenceEngine engine;
+  return &engine;
+}
+
+} // namespace strobe

@@ -1,0 +1,19 @@
+// The fp64 oracle: the contract's formulas (docs/semantics.md), row by row and column by column. It shares no code with any engine.
+#pragma once
+#include "engine.h"
+
+namespace strobe {
+
+// The engine "reference", by name only. Writes what it computes in the dtype of each output.
+const Engine *reference_engine();
+
+// strobe_reference_forward and strobe_reference_backward after validation. Every output that is present is written in its view's dtype.
+//
+// A selection (null: everything) limits what is computed and written: forward to `rows`; backward to `rows` of dq and `cols` of dk and dv.
+// Selected rows cost O(rows * Sk * (D + Dv)). A selected column needs the LSE and D = sum dO * O of each query that sees it: where cols are
+// given and the problem's lse and out are both float64, these are used; otherwise each such query is computed from scratch, O(Sk) each.
+// Everywhere else the backward computes its own O and LSE and reads neither. dbias and dsinks are sums over all rows: an error with rows.
+// Throws Error(STROBE_INVALID_ARGUMENT) on a bad selection, before anything is written.
+void reference(const Problem &, const Execution &, Direction, const strobe_selection *);
+
+} // namespace strobe
