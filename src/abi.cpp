@@ -1,0 +1,209 @@
+// The C ABI: nothing but the way from its structs to the core and from exceptions to a status.
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "attention/dropout_mask.h"
+#include "attention/text.h"
+#include "attention/versioned.h"
+#include "attention/workspace.h"
+#include "engines.h"
+#include "reference/reference.h"
+
+#define STROBE_STRING_(x) #x
+#define STROBE_STRING(x) STROBE_STRING_(x)
+
+namespace strobe {
+namespace {
+
+thread_local std::string last_error;
+
+int32_t fail(strobe_status status, const char *what) noexcept {
+  try {
+    last_error = what;
+  } catch (...) {
+    last_error.clear(); // no memory even for the text
+  }
+  return status;
+}
+
+// No exception leaves the library.
+template <class F> int32_t guarded(F &&body) noexcept {
+  try {
+    body();
+    return STROBE_OK;
+  } catch (const Error &e) {
+    return fail(e.status, e.what());
+  } catch (const std::bad_alloc &) {
+    return fail(STROBE_OUT_OF_MEMORY, "out of host memory");
+  } catch (const std::exception &e) {
+    return fail(STROBE_INTERNAL, e.what());
+  } catch (...) {
+    return fail(STROBE_INTERNAL, "unknown exception");
+  }
+}
+
+// A call on its way: validated, answered.
+struct Call {
+  Problem problem;
+  Execution execution;
+  Direction direction;
+  Choice choice;
+
+  Call(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction)
+      : problem(validate(a, t, direction)), execution(validate(e)), direction(direction), choice(choose(problem, execution, direction)) {}
+};
+
+Direction checked(int32_t direction) {
+  if (direction != STROBE_FORWARD && direction != STROBE_BACKWARD)
+    throw Error(STROBE_INVALID_ARGUMENT, text("direction: ", direction, "; accepted is ", int(STROBE_FORWARD), " (forward) or ",
+                                              int(STROBE_BACKWARD), " (backward)"));
+  return static_cast<Direction>(direction);
+}
+
+struct AlignedDelete {
+  void operator()(void *memory) const { ::operator delete(memory, std::align_val_t{kWorkspaceAlignment}); }
+};
+using Workspace = std::unique_ptr<void, AlignedDelete>;
+
+Workspace allocate(uint64_t bytes) {
+  void *memory = ::operator new(bytes, std::align_val_t{kWorkspaceAlignment}, std::nothrow);
+  if (!memory) throw Error(STROBE_OUT_OF_MEMORY, text("no host memory for a workspace of ", bytes, " bytes"));
+  return Workspace(memory);
+}
+
+void run(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction) {
+  const Call call(a, t, e, direction);
+  const auto [engine, plan] = decide(call.problem, call.choice);
+  Workspace own;
+  void *workspace = call.execution.workspace;
+  if (!workspace && plan.workspace_bytes) {
+    own = allocate(plan.workspace_bytes);
+    workspace = own.get();
+  } else if (call.execution.workspace_bytes < plan.workspace_bytes) {
+    throw Error(STROBE_INVALID_ARGUMENT, text("execution.workspace_bytes: ", call.execution.workspace_bytes, "; accepted is ",
+                                              plan.workspace_bytes, " or more, as strobe_workspace_size() says"));
+  }
+  engine->run(call.problem, call.execution, direction, plan, workspace);
+}
+
+void run_reference(const strobe_attention *attention, const strobe_tensors *t, const strobe_execution *e, const strobe_selection *selection,
+                   Direction direction) {
+  Reasons reasons;
+  strobe_attention a = read_versioned("attention", attention, reasons);
+  strobe_selection selected{};
+  if (selection) selected = read_versioned("selection", selection, reasons);
+  reasons.raise_if_any();
+  a.engine = reference_engine()->name();
+  reference(validate(&a, t, direction), validate(e), direction, selection ? &selected : nullptr);
+}
+
+const Engine *engine_at(int32_t index) {
+  const auto &list = engines();
+  return index >= 0 && static_cast<size_t>(index) < list.size() ? list[index] : nullptr;
+}
+
+} // namespace
+} // namespace strobe
+
+using namespace strobe;
+
+const char *strobe_version(void) {
+  return STROBE_STRING(STROBE_VERSION_MAJOR) "." STROBE_STRING(STROBE_VERSION_MINOR) "." STROBE_STRING(STROBE_VERSION_PATCH);
+}
+
+const char *strobe_last_error(void) { return last_error.c_str(); }
+
+const char *strobe_status_name(int32_t status) {
+  switch (status) {
+  case STROBE_OK:
+    return "ok";
+  case STROBE_INVALID_ARGUMENT:
+    return "invalid argument";
+  case STROBE_UNSUPPORTED:
+    return "unsupported";
+  case STROBE_OUT_OF_MEMORY:
+    return "out of memory";
+  case STROBE_DEVICE_ERROR:
+    return "device error";
+  case STROBE_INTERNAL:
+    return "internal error";
+  }
+  return "unknown status";
+}
+
+int32_t strobe_forward(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e) {
+  return guarded([&] { run(a, t, e, Direction::forward); });
+}
+
+int32_t strobe_backward(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e) {
+  return guarded([&] { run(a, t, e, Direction::backward); });
+}
+
+int32_t strobe_make_plan(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction,
+                         strobe_plan *plan) {
+  return guarded([&] {
+    Reasons reasons;
+    if (!plan)
+      reasons.add("plan", "missing; accepted is a pointer to a strobe_plan");
+    else
+      size_is_sane<strobe_plan>("plan", plan->size, reasons);
+    reasons.raise_if_any();
+    const Call call(a, t, e, checked(direction));
+    const Plan &chosen = decide(call.problem, call.choice).plan;
+    const strobe_plan result = {plan->size, chosen.engine, chosen.tile_q, chosen.tile_k, chosen.workspace_bytes, chosen.predicted_seconds};
+    std::memcpy(plan, &result, std::min<size_t>(plan->size, sizeof result));
+  });
+}
+
+int32_t strobe_workspace_size(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction,
+                              uint64_t *bytes) {
+  return guarded([&] {
+    if (!bytes) throw Error(STROBE_INVALID_ARGUMENT, "bytes: null; accepted is where to write the size");
+    const Call call(a, t, e, checked(direction));
+    *bytes = decide(call.problem, call.choice).plan.workspace_bytes;
+  });
+}
+
+int32_t strobe_explain(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction, char *text,
+                       size_t capacity, size_t *needed) {
+  return guarded([&] {
+    if (!text && capacity)
+      throw Error(STROBE_INVALID_ARGUMENT, "text: null; accepted is memory of `capacity` bytes, or null with capacity 0");
+    const Call call(a, t, e, checked(direction));
+    const std::string all = explain(call.problem, call.execution, call.direction, call.choice);
+    if (needed) *needed = all.size() + 1;
+    if (capacity) {
+      const size_t length = std::min(all.size(), capacity - 1);
+      std::memcpy(text, all.data(), length);
+      text[length] = 0;
+    }
+  });
+}
+
+const char *strobe_engine_name(int32_t index) {
+  const Engine *engine = engine_at(index);
+  return engine ? engine->name() : nullptr;
+}
+
+const char *strobe_engine_missing(int32_t index) {
+  static const std::vector<std::string> reasons = [] {
+    std::vector<std::string> all;
+    for (const Engine *engine : engines()) all.push_back(engine->missing());
+    return all;
+  }();
+  return engine_at(index) && !reasons[index].empty() ? reasons[index].c_str() : nullptr;
+}
+
+int32_t strobe_dropout_mask(const strobe_attention *a, const strobe_tensor *rng, const strobe_tensor *keep) {
+  return guarded([&] { dropout_mask(a, rng, keep); });
+}
+
+int32_t strobe_reference_forward(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, const strobe_selection *s) {
+  return guarded([&] { run_reference(a, t, e, s, Direction::forward); });
+}
+
+int32_t strobe_reference_backward(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e,
+                                  const strobe_selection *s) {
+  return guarded([&] { run_reference(a, t, e, s, Direction::backward); });
+}

@@ -1,0 +1,70 @@
+#include "attention/contents.h"
+
+#include <vector>
+
+#include "attention/text.h"
+
+namespace strobe {
+
+std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, int64_t max_seqlen) {
+  if (cu[0] != 0) return text("starts at ", cu[0], "; accepted is 0");
+  for (int64_t b = 0; b < batch; b++) {
+    int64_t length = int64_t{cu[b + 1]} - cu[b];
+    if (length < 0) return text("falls from ", cu[b], " at [", b, "] to ", cu[b + 1], "; accepted are values that never fall");
+    if (length > max_seqlen) return text("sequence ", b, " has ", length, " tokens; accepted is at most max_seqlen = ", max_seqlen);
+  }
+  if (cu[batch] != total) return text("ends at ", cu[batch], "; accepted is the number of packed tokens, ", total);
+  return {};
+}
+
+std::string check_offsets(const Csr &m) {
+  int64_t at = 0; // where the next row has to begin
+  for (int64_t n = 0; n < m.matrices; n++) {
+    const int32_t *row = m.offsets + n * (m.rows + 1);
+    if (row[0] != at)
+      return text("row 0 of matrix ", n, " begins at ", row[0], "; accepted is ", at, n ? ", where the matrix before ends" : "");
+    for (int64_t i = 0; i < m.rows; i++)
+      if (row[i + 1] < row[i])
+        return text("falls from ", row[i], " to ", row[i + 1], " after row ", i, " of matrix ", n, "; accepted are values that never fall");
+    at = row[m.rows];
+  }
+  if (at != m.kept) return text("ends at ", at, "; accepted is the number of columns' entries, ", m.kept);
+  return {};
+}
+
+std::string check_indices(const Csr &m) {
+  for (int64_t n = 0; n < m.matrices; n++) {
+    const int32_t *row = m.offsets + n * (m.rows + 1);
+    for (int64_t i = 0; i < m.rows; i++) {
+      int64_t before = -1;
+      for (int64_t e = row[i]; e < row[i + 1]; e++) {
+        int64_t j = m.indices[e];
+        if (j < 0 || j >= m.cols) return text("[", e, "] is ", j, " (row ", i, " of matrix ", n, "); accepted is 0 to ", m.cols - 1);
+        if (j <= before)
+          return text("[", e, "] is ", j, " after ", before, " (row ", i, " of matrix ", n,
+                      "); accepted are strictly ascending entries per row");
+        before = j;
+      }
+    }
+  }
+  return {};
+}
+
+// Rows are walked in ascending order, so the entries of each transposed row must turn up in their own order.
+std::string check_transpose(const Csr &m, const Csr &t) {
+  std::vector<int32_t> next(m.cols);
+  for (int64_t n = 0; n < m.matrices; n++) {
+    const int32_t *row = m.offsets + n * (m.rows + 1), *row_t = t.offsets + n * (t.rows + 1);
+    next.assign(row_t, row_t + m.cols);
+    for (int64_t i = 0; i < m.rows; i++)
+      for (int64_t e = row[i]; e < row[i + 1]; e++) {
+        int64_t j = m.indices[e];
+        if (next[j] == row_t[j + 1] || t.indices[next[j]++] != i)
+          return text("row ", j, " of matrix ", n, " is not what block_cols holds: query block ", i,
+                      " comes next; accepted is its transpose");
+      }
+  }
+  return {};
+}
+
+} // namespace strobe

@@ -1,0 +1,47 @@
+// How the caller wants it run: strobe_execution, checked, its defaults resolved.
+#include <thread>
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+#include "attention/versioned.h"
+#include "attention/workspace.h"
+
+namespace strobe {
+namespace {
+
+constexpr int32_t kMaxThreads = 1024;
+
+// As many as this process may run on.
+int32_t usable_processors() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::min(CPU_COUNT(&set), kMaxThreads);
+#endif
+  return std::clamp(static_cast<int32_t>(std::thread::hardware_concurrency()), 1, kMaxThreads);
+}
+
+} // namespace
+
+Execution validate(const strobe_execution *execution) {
+  Execution result;
+  Reasons reasons;
+  strobe_execution e{};
+  if (execution) e = read_versioned("execution", execution, reasons);
+  if (e.threads < 0 || e.threads > kMaxThreads)
+    reasons.add("execution.threads", e.threads, "; accepted is 1 to ", kMaxThreads, ", or 0 for as many as the process may run on");
+  if (e.reserved) reasons.add("execution.reserved", e.reserved, "; accepted is 0");
+  if (reinterpret_cast<uintptr_t>(e.workspace) % kWorkspaceAlignment)
+    reasons.add("execution.workspace", e.workspace, "; accepted is an address aligned to ", kWorkspaceAlignment, " bytes");
+  if (!e.workspace && e.workspace_bytes)
+    reasons.add("execution.workspace", "null, with workspace_bytes ", e.workspace_bytes,
+                "; accepted is null with 0, or memory of that size");
+  reasons.raise_if_any();
+
+  result.threads = e.threads ? e.threads : usable_processors();
+  result.parallel = e.parallel, result.pool = e.pool, result.stream = e.stream;
+  result.workspace = e.workspace, result.workspace_bytes = e.workspace_bytes;
+  return result;
+}
+
+} // namespace strobe

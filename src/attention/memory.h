@@ -1,0 +1,31 @@
+// Where a tensor's elements lie, and whether two tensors may share a byte.
+#pragma once
+#include <cstdint>
+#include <optional>
+
+#include "strobe/strobe.h"
+
+namespace strobe {
+
+// The bytes begin + sum(i_a * stride_a) + [0, element), 0 <= i_a < count_a, over axes of more than one element; strides made positive.
+struct Footprint {
+  struct Axis {
+    int64_t stride, count;
+  };
+  int64_t begin = 0, end = 0; // the range that holds them all; empty if the tensor is
+  int64_t element = 0;
+  int32_t axes = 0;
+  Axis axis[4]; // strides ascending
+};
+
+// Nothing if the tensor's number of elements or the distance between them passes 64 bits.
+std::optional<Footprint> footprint(const strobe_tensor &, int64_t element_bytes);
+
+// True only if no two indices share a byte (sufficient: each stride clears all that smaller strides reach).
+bool each_element_apart(const Footprint &);
+
+// True only if no byte belongs to both: by their ranges, or because both repeat with a common period within which they stay apart (as do q, k
+// and v cut out of one packed tensor).
+bool disjoint(const Footprint &, const Footprint &);
+
+} // namespace strobe

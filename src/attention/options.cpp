@@ -1,0 +1,51 @@
+#include "attention/options.h"
+
+#include <cmath>
+#include <utility>
+
+namespace strobe {
+
+void check_dropout(const strobe_attention &a, Reasons &reasons) {
+  if (!(a.dropout >= 0 && a.dropout < 1)) reasons.add("dropout", a.dropout, "; accepted is 0 to below 1, the probability of dropping");
+}
+
+void check_options(const strobe_attention &a, Reasons &reasons) {
+  const std::pair<const char *, int32_t> flags[] = {
+      {"has_scale", a.has_scale},
+      {"causal", a.causal},
+      {"has_window_left", a.has_window_left},
+      {"has_window_right", a.has_window_right},
+      {"deterministic", a.deterministic},
+      {"exact_max", a.exact_max},
+      {"allow_tf32", a.allow_tf32},
+      {"strict", a.strict},
+      {"check", a.check},
+  };
+  for (auto [field, value] : flags)
+    if (value != 0 && value != 1) reasons.add(field, value, "; accepted is 0 or 1");
+
+  if (a.has_scale && !std::isfinite(a.scale)) reasons.add("scale", a.scale, "; accepted is any finite number");
+  if (!a.has_scale && a.scale != 0) reasons.add("scale", a.scale, " while has_scale is 0; accepted is 0, or has_scale = 1");
+  if (!(a.softcap >= 0 && std::isfinite(a.softcap)))
+    reasons.add("softcap", a.softcap, "; accepted is 0 (none) or a positive finite number");
+  check_dropout(a, reasons);
+  if (a.alignment != STROBE_BOTTOM_RIGHT && a.alignment != STROBE_TOP_LEFT)
+    reasons.add("alignment", a.alignment, "; accepted is ", int(STROBE_BOTTOM_RIGHT), " (bottom right) or ", int(STROBE_TOP_LEFT),
+                " (top left)");
+
+  auto window = [&](const char *field, int64_t keys, bool given, const char *flag) {
+    if (keys < 0) reasons.add(field, keys, "; accepted is 0 or more; for no bound on this side, ", flag, " = 0");
+    if (keys > 0 && !given) reasons.add(field, keys, " while ", flag, " is 0; accepted is 0, or ", flag, " = 1");
+  };
+  window("window_left", a.window_left, a.has_window_left, "has_window_left");
+  window("window_right", a.window_right, a.has_window_right, "has_window_right");
+
+  auto wish = [&](const char *field, int64_t tile) {
+    constexpr int64_t most = 65536;
+    if (tile < 0 || tile > most) reasons.add(field, tile, "; accepted is 1 to ", most, ", or 0 for the engine's own choice");
+  };
+  wish("tile_q", a.tile_q);
+  wish("tile_k", a.tile_k);
+}
+
+} // namespace strobe

@@ -1,0 +1,138 @@
+#include "attention/tensor_check.h"
+
+#include <algorithm>
+
+namespace strobe {
+namespace {
+
+std::string describe(const Axes &axes) {
+  std::string names, sizes;
+  bool known = false;
+  for (const Axis &axis : axes) {
+    std::string comma = names.empty() ? "" : ", ", one = axis.or_one ? "|1" : "";
+    names += comma + axis.symbol + one;
+    sizes += comma + (axis.size == kAny ? "any" : std::to_string(axis.size) + one);
+    known |= axis.size != kAny;
+  }
+  return "(" + names + ")" + (known ? " = (" + sizes + ")" : "");
+}
+
+std::string device_name(const strobe_tensor &t) { return t.device_type == STROBE_CPU ? "the CPU" : text("CUDA device ", t.device_index); }
+
+bool on_same_device(const strobe_tensor &x, const strobe_tensor &y) {
+  return x.device_type == y.device_type && x.device_index == y.device_index;
+}
+
+} // namespace
+
+bool TensorChecks::has_rank(const strobe_tensor *t, int32_t rank) {
+  return t && t->rank == rank && std::all_of(t->shape, t->shape + rank, [](int64_t size) { return size >= 0; });
+}
+
+bool TensorChecks::accept(const char *argument, const strobe_tensor &t, const Axes &axes, const Types &types, Access access) {
+  bool good = shape(argument, t, axes);
+  good &= dtype(argument, t, types);
+  good &= place(argument, t);
+  return good && memory(argument, t, access);
+}
+
+bool TensorChecks::shape(const char *argument, const strobe_tensor &t, const Axes &axes) {
+  if (t.rank != static_cast<int32_t>(axes.size())) {
+    reasons.add(argument, "rank ", t.rank, "; accepted is rank ", axes.size(), ", ", describe(axes));
+    return false;
+  }
+  const int64_t *size = t.shape;
+  for (const Axis &axis : axes) {
+    bool fits = *size >= 0 && (axis.size == kAny || *size == axis.size || (axis.or_one && *size == 1));
+    if (!fits) {
+      reasons.add(argument, "shape ", tuple(t.shape, t.rank), "; accepted is ", describe(axes));
+      return false;
+    }
+    size++;
+  }
+  return true;
+}
+
+bool TensorChecks::dtype(const char *argument, const strobe_tensor &t, const Types &types) {
+  std::string accepted;
+  for (DType type : types) {
+    if (t.dtype == static_cast<int32_t>(type)) return true;
+    accepted += (accepted.empty() ? "" : ", ") + std::string(name(type));
+  }
+  reasons.add(argument, "dtype ", t.dtype, " (", name(static_cast<DType>(t.dtype)), "); accepted is ", accepted);
+  return false;
+}
+
+bool TensorChecks::place(const char *argument, const strobe_tensor &t) {
+  if (t.device_type != STROBE_CPU && t.device_type != STROBE_CUDA) {
+    reasons.add(argument, "device_type ", t.device_type, "; accepted is ", int(STROBE_CPU), " (CPU) or ", int(STROBE_CUDA), " (CUDA)");
+    return false;
+  }
+  if (t.device_index < 0 || (t.device_type == STROBE_CPU && t.device_index != 0)) {
+    reasons.add(argument, "device_index ", t.device_index, "; accepted is 0 on the CPU and 0 or more on CUDA");
+    return false;
+  }
+  if (device && !on_same_device(t, *device)) {
+    reasons.add(argument, "lies on ", device_name(t), "; accepted is ", device_name(*device), ", as ", home);
+    return false;
+  }
+  return true;
+}
+
+bool TensorChecks::memory(const char *argument, const strobe_tensor &t, Access access) {
+  const int64_t element = bytes(static_cast<DType>(t.dtype));
+  std::optional<Footprint> f = footprint(t, element);
+  if (!f) {
+    reasons.add(argument, "shape ", tuple(t.shape, t.rank), " with strides ", tuple(t.strides, t.rank),
+                " passes the end of memory; accepted are sizes and offsets within 63 bits, in bytes");
+    return false;
+  }
+  const bool empty = f->begin == f->end;
+  if (!empty && !t.data) {
+    reasons.add(argument, "data is null, shape ", tuple(t.shape, t.rank), "; accepted is null only for a tensor without elements");
+    return false;
+  }
+  if (!empty && reinterpret_cast<uintptr_t>(t.data) % element) {
+    reasons.add(argument, "data is not aligned to its element; accepted are addresses that are multiples of ", element);
+    return false;
+  }
+  if (access == Access::write && !empty) {
+    for (int32_t a = 0; a < t.rank; a++)
+      if (t.shape[a] > 1 && t.strides[a] <= 0) {
+        reasons.add(argument, "strides ", tuple(t.strides, t.rank), "; accepted are positive strides where the tensor is written");
+        return false;
+      }
+    if (!each_element_apart(*f)) {
+      reasons.add(argument, "strides ", tuple(t.strides, t.rank), " let elements of shape ", tuple(t.shape, t.rank),
+                  " overlap; accepted are strides that each clear the reach of the smaller ones where the tensor is written");
+      return false;
+    }
+  }
+  seen.push_back({argument, *f, access == Access::write});
+  return true;
+}
+
+bool TensorChecks::contiguous(const char *argument, const strobe_tensor &t) {
+  int64_t stride = 1;
+  for (int32_t a = t.rank - 1; a >= 0; a--) {
+    if (t.shape[a] > 1 && t.strides[a] != stride) {
+      reasons.add(argument, "strides ", tuple(t.strides, t.rank), " for shape ", tuple(t.shape, t.rank),
+                  "; accepted is a contiguous tensor");
+      return false;
+    }
+    stride *= std::max<int64_t>(t.shape[a], 1);
+  }
+  return true;
+}
+
+void TensorChecks::overlaps() {
+  for (size_t x = 0; x < seen.size(); x++)
+    for (size_t y = 0; y < seen.size(); y++) {
+      const bool once = !seen[y].written || y < x;
+      if (x != y && seen[x].written && once && !disjoint(seen[x].bytes, seen[y].bytes))
+        reasons.add(seen[x].argument, "shares memory with ", seen[y].argument,
+                    "; accepted is memory of its own where the tensor is written");
+    }
+}
+
+} // namespace strobe

@@ -1,0 +1,56 @@
+// Checks of one tensor against what its argument may be.
+#pragma once
+#include <vector>
+
+#include "attention/memory.h"
+#include "attention/reasons.h"
+
+namespace strobe {
+
+inline constexpr int64_t kAny = -1;
+
+// An axis by its name in the documentation, and the size that it must have; or_one: 1, to be broadcast, as well.
+struct Axis {
+  const char *symbol;
+  int64_t size = kAny;
+  bool or_one = false;
+};
+
+using Axes = std::vector<Axis>;
+using Types = std::vector<DType>;
+enum class Access { read, write };
+
+class TensorChecks {
+public:
+  explicit TensorChecks(Reasons &reasons) : reasons(reasons) {}
+
+  // Every tensor from here on has to lie where that argument lies.
+  void on_device_of(const char *argument, const strobe_tensor &t) { home = argument, device = &t; }
+
+  // False, with reasons, if anything is wrong. A tensor that is accepted takes part in overlaps().
+  bool accept(const char *argument, const strobe_tensor &, const Axes &, const Types &, Access);
+  bool contiguous(const char *argument, const strobe_tensor &);
+  // Rank and sizes alone; without a reason.
+  static bool has_rank(const strobe_tensor *, int32_t rank);
+
+  // What is written shares no byte with any other tensor.
+  void overlaps();
+
+private:
+  bool shape(const char *, const strobe_tensor &, const Axes &);
+  bool dtype(const char *, const strobe_tensor &, const Types &);
+  bool place(const char *, const strobe_tensor &);
+  bool memory(const char *, const strobe_tensor &, Access);
+
+  struct Seen {
+    const char *argument;
+    Footprint bytes;
+    bool written;
+  };
+  Reasons &reasons;
+  const char *home = nullptr;
+  const strobe_tensor *device = nullptr;
+  std::vector<Seen> seen;
+};
+
+} // namespace strobe

@@ -1,0 +1,328 @@
+// From the structs of the C ABI to a Problem, or to every reason why there is none.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+
+#include "attention/contents.h"
+#include "attention/options.h"
+#include "attention/tensor_check.h"
+#include "attention/versioned.h"
+
+namespace strobe {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 256;
+constexpr const char *kOracle = "reference"; // the engine whose results are float64
+
+const Types kFloats = {DType::f32, DType::f16, DType::bf16, DType::f64};
+
+int64_t div_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// Where a tensor has its batch, head, row and column; -1: nowhere.
+using AxisMap = std::array<int, 4>;
+constexpr AxisMap kDense = {0, 1, 2, 3}, kPacked = {-1, 1, 0, 2};           // q and its like
+constexpr AxisMap kDenseRows = {0, 1, 2, -1}, kPackedRows = {-1, 0, 1, -1}; // lse
+constexpr AxisMap kHead = {-1, 0, -1, -1}, kBatchHead = {0, 1, -1, -1};     // sinks, ALiBi's slopes
+
+View view(const strobe_tensor *t, const AxisMap &map) {
+  View v;
+  if (!t) return v;
+  v.data = static_cast<char *>(t->data);
+  v.dtype = static_cast<DType>(t->dtype);
+  for (int a = 0; a < 4; a++)
+    if (map[a] >= 0 && t->shape[map[a]] > 1) v.stride[a] = t->strides[map[a]];
+  return v;
+}
+
+const int32_t *ints(const strobe_tensor *t) { return t ? static_cast<const int32_t *>(t->data) : nullptr; }
+
+class Validator {
+public:
+  Validator(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction)
+      : a(read_versioned("attention", attention, reasons)), t(read_versioned("tensors", tensors, reasons)),
+        backward(direction == Direction::backward), oracle(a.engine && std::strcmp(a.engine, kOracle) == 0),
+        varlen(t.cu_seqlens_q || t.cu_seqlens_k) {}
+
+  Problem problem() {
+    reasons.raise_if_any(); // without the structs all that follows would be noise
+    check_options(a, reasons);
+    inputs();
+    sequences();
+    extras();
+    blocks();
+    results();
+    checks.overlaps();
+    reasons.raise_if_any();
+    total_size();
+    reasons.raise_if_any();
+    return assembled();
+  }
+
+private:
+  // Sizes as the tensors that define them say; kAny where they cannot be told, and then nothing is held against the others.
+  struct Sizes {
+    int64_t batch = kAny, heads = kAny, heads_kv = kAny, dim = kAny, dim_v = kAny;
+    int64_t rows_q = kAny, rows_k = kAny;     // Sq, Sk; varlen: Tq, Tk
+    int64_t seqlen_q = kAny, seqlen_k = kAny; // Sq, Sk; varlen: max_seqlen_q, max_seqlen_k
+    int64_t blocks_q = kAny, blocks_k = kAny;
+  };
+
+  Axes queries(Axis width) const {
+    if (varlen) return {{"Tq", n.rows_q}, {"H", n.heads}, width};
+    return {{"B", n.batch}, {"H", n.heads}, {"Sq", n.rows_q}, width};
+  }
+  Axes keys(Axis width) const {
+    if (varlen) return {{"Tk", n.rows_k}, {"Hkv", n.heads_kv}, width};
+    return {{"B", n.batch}, {"Hkv", n.heads_kv}, {"Sk", n.rows_k}, width};
+  }
+  Axes query_rows() const {
+    if (varlen) return {{"H", n.heads}, {"Tq", n.rows_q}};
+    return {{"B", n.batch}, {"H", n.heads}, {"Sq", n.rows_q}};
+  }
+  Axes scores() const {
+    return {{"B", n.batch, true},
+            {"H", n.heads, true},
+            {varlen ? "max_seqlen_q" : "Sq", n.seqlen_q, true},
+            {varlen ? "max_seqlen_k" : "Sk", n.seqlen_k, true}};
+  }
+
+  bool accept(const char *argument, const strobe_tensor *tensor, const Axes &axes, const Types &types, Access access = Access::read) {
+    return tensor && checks.accept(argument, *tensor, axes, types, access);
+  }
+  bool require(const char *argument, const strobe_tensor *tensor, const Axes &axes, const Types &types, Access access = Access::read) {
+    if (!tensor) reasons.add(argument, "missing; accepted is a tensor");
+    return accept(argument, tensor, axes, types, access);
+  }
+  // A tensor that has a meaning only beside another one.
+  bool beside(const char *argument, const strobe_tensor *tensor, const char *other, const strobe_tensor *needed) {
+    if (tensor && !needed) reasons.add(argument, "given without ", other, "; accepted is both, or ", other, " alone");
+    return tensor && needed;
+  }
+
+  Types input_types() const { return dtype == DType::none ? kFloats : Types{dtype}; }
+  Types result_types() const { return oracle ? Types{DType::f64} : input_types(); }
+  Types statistics_types() const { // of what is kept per row or per head
+    if (dtype == DType::none && !oracle) return {DType::f32, DType::f64};
+    return {oracle || dtype == DType::f64 ? DType::f64 : DType::f32};
+  }
+
+  // q, k and v define the sizes.
+  void inputs() {
+    const int32_t rank = varlen ? 3 : 4, row = varlen ? 0 : 2;
+    auto width = [&](const char *argument, int64_t size) {
+      if (size < 1 || size > kMaxHeadDim) reasons.add(argument, "head dimension ", size, "; accepted is 1 to ", kMaxHeadDim);
+      return size;
+    };
+    if (t.q && (t.q->device_type == STROBE_CPU || t.q->device_type == STROBE_CUDA)) checks.on_device_of("q", *t.q);
+    require("q", t.q, queries({"D"}), kFloats);
+    if (TensorChecks::has_rank(t.q, rank)) {
+      if (!varlen) n.batch = t.q->shape[0];
+      n.heads = t.q->shape[1], n.rows_q = t.q->shape[row], n.dim = width("q", t.q->shape[rank - 1]);
+      if (n.heads < 1) reasons.add("q", n.heads, " heads; accepted is 1 or more");
+    }
+    if (t.q && std::count(kFloats.begin(), kFloats.end(), static_cast<DType>(t.q->dtype))) dtype = static_cast<DType>(t.q->dtype);
+
+    require("k", t.k, keys({"D", n.dim}), input_types());
+    if (TensorChecks::has_rank(t.k, rank)) {
+      n.heads_kv = t.k->shape[1], n.rows_k = t.k->shape[row];
+      if (n.heads > 0 && (n.heads_kv < 1 || n.heads % n.heads_kv))
+        reasons.add("k", n.heads_kv, " heads for the ", n.heads, " of q; accepted are the divisors of ", n.heads);
+    }
+    require("v", t.v, keys({"Dv"}), input_types());
+    if (TensorChecks::has_rank(t.v, rank)) n.dim_v = width("v", t.v->shape[rank - 1]);
+  }
+
+  void sequences() {
+    n.seqlen_q = longest("max_seqlen_q", a.max_seqlen_q, n.rows_q);
+    n.seqlen_k = longest("max_seqlen_k", a.max_seqlen_k, n.rows_k);
+    if (!varlen) return;
+    if (t.cu_seqlens_q && t.cu_seqlens_q->rank == 1 && t.cu_seqlens_q->shape[0] > 0) n.batch = t.cu_seqlens_q->shape[0] - 1;
+    cu_seqlens("cu_seqlens_q", t.cu_seqlens_q, n.rows_q, n.seqlen_q);
+    cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, n.seqlen_k);
+  }
+  int64_t longest(const char *field, int64_t given, int64_t rows) {
+    if (!varlen && given != 0) reasons.add(field, given, " without cu_seqlens; accepted is 0");
+    if (varlen && (given < 0 || given > INT32_MAX)) {
+      reasons.add(field, given, "; accepted is 0 (the number of tokens) to ", INT32_MAX);
+      return kAny;
+    }
+    return varlen && given ? given : rows;
+  }
+  void cu_seqlens(const char *argument, const strobe_tensor *cu, int64_t rows, int64_t most) {
+    if (!cu) {
+      reasons.add(argument, "missing; accepted is cu_seqlens_q and cu_seqlens_k, or neither");
+    } else if (cu->rank == 1 && cu->shape[0] == 0) {
+      reasons.add(argument, "shape (0); accepted is (B+1), which is 1 or more");
+    } else if (accept(argument, cu, {{"B+1", n.batch == kAny ? kAny : n.batch + 1}}, {DType::i32}) && checks.contiguous(argument, *cu)) {
+      if (on_cpu(*cu) && rows != kAny && most != kAny) add(argument, check_cu_seqlens(ints(cu), cu->shape[0] - 1, rows, most));
+    }
+  }
+
+  void extras() {
+    accept("mask", t.mask, scores(), {DType::boolean});
+    Types bias = input_types();
+    if (dtype == DType::f16 || dtype == DType::bf16) bias.push_back(DType::f32);
+    accept("bias", t.bias, scores(), bias);
+    const bool per_batch = t.alibi_slopes && t.alibi_slopes->rank == 2;
+    accept("alibi_slopes", t.alibi_slopes, per_batch ? Axes{{"B", n.batch}, {"H", n.heads}} : Axes{{"H", n.heads}}, {DType::f32});
+    accept("sinks", t.sinks, {{"H", n.heads}}, dtype == DType::none ? Types{DType::f32, DType::f64} : Types{sink_type()});
+    if (accept("rng", t.rng, {{"seed and offset", 2}}, {DType::i64})) checks.contiguous("rng", *t.rng);
+  }
+  DType sink_type() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
+
+  void blocks() {
+    if (!t.block_rows) {
+      for (auto [field, size] : {std::pair{"block_q", a.block_q}, std::pair{"block_k", a.block_k}})
+        if (size) reasons.add(field, size, " without block_rows; accepted is 0");
+      beside("block_cols", t.block_cols, "block_rows", t.block_rows);
+      beside("block_rows_t", t.block_rows_t, "block_rows", t.block_rows);
+      beside("block_cols_t", t.block_cols_t, "block_rows", t.block_rows);
+      return;
+    }
+    n.blocks_q = block_count("block_q", a.block_q, n.seqlen_q);
+    n.blocks_k = block_count("block_k", a.block_k, n.seqlen_k);
+    Csr m{}, mt{};
+    const bool good = csr("block_rows", t.block_rows, {{"B", n.batch, true}, {"H", n.heads, true}, {"nq+1", plus_one(n.blocks_q)}},
+                          "block_cols", t.block_cols, kAny, n.blocks_k, m);
+    if (!t.block_rows_t) {
+      beside("block_cols_t", t.block_cols_t, "block_rows_t", t.block_rows_t);
+      return;
+    }
+    const bool shaped = TensorChecks::has_rank(t.block_rows, 3);
+    const int64_t batch = shaped ? t.block_rows->shape[0] : kAny, heads = shaped ? t.block_rows->shape[1] : kAny;
+    const int64_t kept = TensorChecks::has_rank(t.block_cols, 1) ? t.block_cols->shape[0] : kAny;
+    const bool good_t =
+        csr("block_rows_t", t.block_rows_t, {{"B of block_rows", batch}, {"H of block_rows", heads}, {"nk+1", plus_one(n.blocks_k)}},
+            "block_cols_t", t.block_cols_t, kept, n.blocks_q, mt);
+    if (good && good_t && on_cpu(*t.block_rows)) add("block_rows_t", check_transpose(m, mt));
+  }
+  static int64_t plus_one(int64_t size) { return size == kAny ? kAny : size + 1; }
+  int64_t block_count(const char *field, int64_t block, int64_t seqlen) {
+    constexpr int64_t most = 1 << 30;
+    if (block < 16 || block > most || block % 16) {
+      reasons.add(field, block, "; accepted are the multiples of 16 up to ", most, " beside block_rows");
+      return kAny;
+    }
+    return seqlen == kAny ? kAny : div_up(seqlen, block);
+  }
+  // True if the CSR may be walked: its shapes and, in host memory, its contents are right.
+  bool csr(const char *rows_argument, const strobe_tensor *rows, const Axes &axes, const char *cols_argument, const strobe_tensor *cols,
+           int64_t kept, int64_t bound, Csr &m) {
+    const bool good_rows = require(rows_argument, rows, axes, {DType::i32}) && checks.contiguous(rows_argument, *rows);
+    const bool good_cols = require(cols_argument, cols, {{"kept", kept}}, {DType::i32}) && checks.contiguous(cols_argument, *cols);
+    if (!good_rows || !good_cols || bound == kAny || axes[2].size == kAny) return false;
+    m = {rows->shape[0] * rows->shape[1], rows->shape[2] - 1, bound, cols->shape[0], ints(rows), ints(cols)};
+    if (!on_cpu(*rows)) return true;
+    return add(rows_argument, check_offsets(m)) && add(cols_argument, check_indices(m));
+  }
+
+  void results() {
+    if (!backward) {
+      require("out", t.out, queries({"Dv", n.dim_v}), result_types(), Access::write);
+      accept("lse", t.lse, query_rows(), statistics_types(), Access::write);
+      return;
+    }
+    // The oracle works its own out and lse out again.
+    if (!oracle || t.out) require("out", t.out, queries({"Dv", n.dim_v}), result_types());
+    if (!oracle || t.lse) require("lse", t.lse, query_rows(), statistics_types());
+    Types dout = input_types();
+    if (oracle) dout.push_back(DType::f64);
+    require("dout", t.dout, queries({"Dv", n.dim_v}), dout);
+    accept("dlse", t.dlse, query_rows(), oracle ? Types{DType::f32, DType::f64} : statistics_types());
+
+    accept("dq", t.dq, queries({"D", n.dim}), result_types(), Access::write);
+    accept("dk", t.dk, keys({"D", n.dim}), result_types(), Access::write);
+    accept("dv", t.dv, keys({"Dv", n.dim_v}), result_types(), Access::write);
+    if (beside("dbias", t.dbias, "bias", t.bias)) gradient_like("dbias", *t.dbias, *t.bias, {"B", "H", "Sq", "Sk"});
+    if (beside("dsinks", t.dsinks, "sinks", t.sinks)) gradient_like("dsinks", *t.dsinks, *t.sinks, {"H"});
+  }
+  void gradient_like(const char *argument, const strobe_tensor &gradient, const strobe_tensor &of,
+                     std::initializer_list<const char *> symbols) {
+    if (!TensorChecks::has_rank(&of, static_cast<int32_t>(symbols.size()))) return;
+    Axes axes;
+    for (const char *symbol : symbols) axes.push_back({symbol, of.shape[axes.size()]});
+    accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
+  }
+
+  // Engines count rows, scores' rows and blocks over batch and heads in 64 bits, whatever the strides let the tensors claim.
+  void total_size() {
+    int64_t count = 0;
+    if (__builtin_add_overflow(n.seqlen_q, n.seqlen_k, &count) || __builtin_mul_overflow(count, n.batch, &count) ||
+        __builtin_mul_overflow(count, n.heads, &count) || __builtin_mul_overflow(count, kMaxHeadDim * int64_t{sizeof(double)}, &count))
+      reasons.add("q", "batch ", n.batch, ", heads ", n.heads, ", lengths ", n.seqlen_q, " and ", n.seqlen_k,
+                  " pass 63 bits together; accepted is B * H * (Sq + Sk) below 2^52");
+  }
+
+  static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }
+  bool add(const char *argument, const std::string &reason) {
+    if (!reason.empty()) reasons.add(argument, reason);
+    return reason.empty();
+  }
+
+  Problem assembled() const {
+    Problem p;
+    p.batch = n.batch, p.heads = n.heads, p.heads_kv = n.heads_kv, p.head_dim = n.dim, p.head_dim_v = n.dim_v;
+    p.seqlen_q = n.seqlen_q, p.seqlen_k = n.seqlen_k, p.varlen = varlen;
+    p.total_q = varlen ? n.rows_q : n.batch * n.rows_q, p.total_k = varlen ? n.rows_k : n.batch * n.rows_k;
+    p.dtype = dtype, p.device_type = t.q->device_type, p.device_index = t.q->device_index;
+
+    p.scale = a.has_scale ? a.scale : 1 / std::sqrt(static_cast<double>(n.dim));
+    p.softcap = a.softcap;
+    p.bottom_right = a.alignment == STROBE_BOTTOM_RIGHT;
+    const int64_t all = n.seqlen_q + n.seqlen_k; // a window this wide hides nothing
+    if (a.has_window_left && a.window_left < all) p.window_left = a.window_left;
+    if (a.has_window_right && a.window_right < all) p.window_right = a.window_right;
+    if (a.causal) p.window_right = 0;
+    p.dropout = a.dropout, p.seed = a.seed, p.offset = a.offset;
+    p.tile_q = a.tile_q, p.tile_k = a.tile_k;
+    p.deterministic = a.deterministic, p.exact_max = a.exact_max, p.allow_tf32 = a.allow_tf32, p.strict = a.strict, p.check = a.check;
+    p.engine = a.engine ? a.engine : "";
+
+    const AxisMap &tokens = varlen ? kPacked : kDense, &rows = varlen ? kPackedRows : kDenseRows;
+    p.q = view(t.q, tokens), p.k = view(t.k, tokens), p.v = view(t.v, tokens);
+    p.mask = view(t.mask, kDense), p.bias = view(t.bias, kDense);
+    p.alibi_slopes = view(t.alibi_slopes, t.alibi_slopes && t.alibi_slopes->rank == 2 ? kBatchHead : kHead);
+    p.sinks = view(t.sinks, kHead);
+    p.cu_seqlens_q = ints(t.cu_seqlens_q), p.cu_seqlens_k = ints(t.cu_seqlens_k);
+    p.rng = t.rng ? static_cast<const int64_t *>(t.rng->data) : nullptr;
+    if (t.block_rows) {
+      p.blocks = {true,
+                  t.block_rows_t != nullptr,
+                  a.block_q,
+                  a.block_k,
+                  n.blocks_q,
+                  n.blocks_k,
+                  t.block_cols->shape[0],
+                  t.block_rows->shape[0],
+                  t.block_rows->shape[1],
+                  ints(t.block_rows),
+                  ints(t.block_cols),
+                  ints(t.block_rows_t),
+                  ints(t.block_cols_t)};
+    }
+    p.out = view(t.out, tokens), p.lse = view(t.lse, rows);
+    if (backward) {
+      p.dout = view(t.dout, tokens), p.dlse = view(t.dlse, rows);
+      p.dq = view(t.dq, tokens), p.dk = view(t.dk, tokens), p.dv = view(t.dv, tokens);
+      p.dbias = view(t.dbias, kDense), p.dsinks = view(t.dsinks, kHead);
+    }
+    return p;
+  }
+
+  Reasons reasons;
+  const strobe_attention a;
+  const strobe_tensors t;
+  const bool backward, oracle, varlen;
+  TensorChecks checks{reasons};
+  Sizes n;
+  DType dtype = DType::none;
+};
+
+} // namespace
+
+Problem validate(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction) {
+  return Validator(attention, tensors, direction).problem();
+}
+
+} // namespace strobe

@@ -1,0 +1,7 @@
+// What every engine may rely on of a workspace.
+#pragma once
+#include <cstdint>
+
+namespace strobe {
+inline constexpr uint64_t kWorkspaceAlignment = 256;
+}

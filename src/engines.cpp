@@ -1,0 +1,79 @@
+#include "engines.h"
+
+#include "attention/text.h"
+#if __has_include("cpu/engine.h")
+#include "cpu/engine.h"
+#endif
+#if __has_include("reference/reference.h")
+#include "reference/reference.h"
+#endif
+
+namespace strobe {
+
+// From the fastest family to the slowest, device by device: the order is what `strict` goes by.
+const std::vector<const Engine *> &engines() {
+  static const std::vector<const Engine *> list = [] {
+    std::vector<const Engine *> all;
+#if __has_include("cpu/engine.h")
+    all = cpu_engines();
+#endif
+#if __has_include("reference/reference.h")
+    all.push_back(reference_engine());
+#endif
+    return all;
+  }();
+  return list;
+}
+
+static void check_name(const std::string &wanted) {
+  std::string names;
+  for (const Engine *engine : engines()) {
+    if (wanted == engine->name()) return;
+    names += (names.empty() ? "" : ", ") + std::string(engine->name());
+  }
+  throw Error(STROBE_INVALID_ARGUMENT, text("engine: \"", wanted, "\" is unknown; accepted are ", names, ", or none for the fastest"));
+}
+
+Choice choose(const Problem &problem, const Execution &execution, Direction direction) {
+  if (!problem.engine.empty()) check_name(problem.engine);
+  Choice choice;
+  double least = 0;
+  for (const Engine *engine : engines()) {
+    const bool named = problem.engine == engine->name();
+    Answer answer = "runs only when asked for by name";
+    if (std::string missing = engine->missing(); !missing.empty())
+      answer = missing;
+    else if (named || !engine->only_by_name())
+      answer = engine->plan(problem, execution, direction);
+
+    if (const Plan *plan = std::get_if<Plan>(&answer); plan && (named || problem.engine.empty()))
+      if (choice.chosen < 0 || plan->predicted_seconds < least) {
+        choice.chosen = static_cast<int>(choice.rows.size());
+        least = plan->predicted_seconds;
+      }
+    choice.rows.push_back({engine, std::move(answer)});
+  }
+  return choice;
+}
+
+Decision decide(const Problem &problem, const Choice &choice) {
+  if (choice.chosen < 0) {
+    std::string reasons;
+    for (const Choice::Row &row : choice.rows)
+      if (problem.engine.empty() || problem.engine == row.engine->name())
+        reasons += text("\n", row.engine->name(), ": ", std::get<std::string>(row.answer));
+    throw Error(STROBE_UNSUPPORTED, "no engine takes this problem:" + reasons);
+  }
+  if (problem.strict)
+    for (int i = 0; i < choice.chosen; i++) {
+      const Choice::Row &row = choice.rows[i];
+      const std::string *reason = std::get_if<std::string>(&row.answer);
+      if (reason && row.engine->missing().empty() && !row.engine->only_by_name())
+        throw Error(STROBE_UNSUPPORTED, text("strict: ", choice.rows[choice.chosen].engine->name(), " would run, for the faster ",
+                                             row.engine->name(), " refuses: ", *reason));
+    }
+  const Choice::Row &row = choice.rows[choice.chosen];
+  return {row.engine, std::get<Plan>(row.answer)};
+}
+
+} // namespace strobe

@@ -1,0 +1,17 @@
+// What the ABI asks of the list of engines.
+#pragma once
+#include "engine.h"
+
+namespace strobe {
+
+// The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if none took the problem, or if `strict` forbids the one that did.
+struct Decision {
+  const Engine *engine;
+  const Plan &plan;
+};
+Decision decide(const Problem &, const Choice &);
+
+// The walk in words: what was asked, each engine's plan or reason, the choice and its notes.
+std::string explain(const Problem &, const Execution &, Direction, const Choice &);
+
+} // namespace strobe

@@ -1,0 +1,120 @@
+// The answers to "what would run, and why" in words.
+#include <algorithm>
+#include <cmath>
+#include <iomanip>
+
+#include "attention/text.h"
+#include "engines.h"
+#include "kernels/attention/dropout.h"
+
+namespace strobe {
+namespace {
+
+// "label      value" lines under headings, values aligned.
+class Page {
+public:
+  void heading(const std::string &title) { page << title << "\n"; }
+  void line(const std::string &label, const std::string &value) {
+    page << "  " << std::left << std::setw(width) << label << "  " << value << "\n";
+  }
+  void fit(const std::string &label) { width = std::max(width, static_cast<int>(label.size())); }
+  std::string str() const { return page.str(); }
+
+private:
+  int width = 10;
+  std::ostringstream page;
+};
+
+std::string duration(double seconds) {
+  const auto [factor, unit] = seconds < 1e-3 ? std::pair{1e6, "us"} : seconds < 1 ? std::pair{1e3, "ms"} : std::pair{1.0, "s"};
+  return text(std::setprecision(3), seconds * factor, " ", unit);
+}
+
+std::string size(uint64_t bytes) {
+  if (bytes < 1024) return text(bytes, " B");
+  const bool mega = bytes >= 1024 * 1024;
+  return text(std::setprecision(4), double(bytes) / (mega ? 1024 * 1024 : 1024), mega ? " MiB" : " KiB");
+}
+
+std::string shape(const Problem &p) {
+  std::string heads = p.heads == p.heads_kv ? text("H ", p.heads) : text("H ", p.heads, ", Hkv ", p.heads_kv);
+  std::string dims = text("D ", p.head_dim, ", Dv ", p.head_dim_v);
+  if (!p.varlen) return text("B ", p.batch, ", ", heads, ", Sq ", p.seqlen_q, ", Sk ", p.seqlen_k, ", ", dims);
+  return text(p.batch, " sequences, Tq ", p.total_q, ", Tk ", p.total_k, ", max_seqlen_q ", p.seqlen_q, ", max_seqlen_k ", p.seqlen_k, ", ",
+              heads, ", ", dims);
+}
+
+std::string bound(int64_t keys) { return keys == kUnbounded ? "unbounded" : std::to_string(keys); }
+
+std::string dropout(const Problem &p) {
+  const double rate = dropout_threshold(p.dropout) / 256.0;
+  std::string bits = p.rng ? "from rng" : text("seed ", p.seed, ", offset ", p.offset);
+  return text(p.dropout, ", quantised to ", 1 - rate, " (keeps ", rate * 256, "/256); ", bits);
+}
+
+std::string blocks(const Problem::Blocks &b) {
+  const double all = double(b.batch) * double(b.heads) * double(b.rows) * double(b.cols);
+  std::string share = all > 0 ? text(" (", std::setprecision(3), 100 * double(b.kept) / all, "%)") : "";
+  return text(b.block_q, " x ", b.block_k, ", ", b.rows, " x ", b.cols, " blocks over B ", b.batch, ", H ", b.heads, ", ", b.kept, " kept",
+              share, b.transposed ? ", with the transpose" : "");
+}
+
+void asked(Page &page, const Problem &p, const Execution &e) {
+  page.line("shape", shape(p));
+  page.line("dtype", text(name(p.dtype), " on ",
+                          p.device_type == STROBE_CPU ? text("the CPU, ", e.threads, " threads") : text("CUDA device ", p.device_index)));
+  page.line("scale", text(p.scale));
+  if (p.softcap > 0) page.line("softcap", text(p.softcap));
+  if (p.window_left != kUnbounded || p.window_right != kUnbounded)
+    page.line("window", text(bound(p.window_left), " keys to the left, ", bound(p.window_right), " to the right",
+                             p.window_left == kUnbounded && p.window_right == 0 ? " (causal)" : ""));
+  page.line("alignment",
+            p.bottom_right ? "bottom right: the last query sees the last key" : "top left: the first query sees the first key");
+  std::string extras;
+  for (auto [present, what] :
+       {std::pair{bool(p.mask), "mask"}, {bool(p.bias), "bias"}, {bool(p.alibi_slopes), "ALiBi"}, {bool(p.sinks), "sinks"}})
+    if (present) extras += (extras.empty() ? "" : ", ") + std::string(what);
+  if (!extras.empty()) page.line("with", extras);
+  if (p.blocks.present) page.line("blocks", blocks(p.blocks));
+  if (p.dropout > 0) page.line("dropout", dropout(p));
+  if (p.tile_q || p.tile_k)
+    page.line("tile wish", text(p.tile_q ? std::to_string(p.tile_q) : "any", " x ", p.tile_k ? std::to_string(p.tile_k) : "any"));
+  std::string wishes;
+  for (auto [on, what] : {std::pair{p.deterministic, "deterministic"},
+                          {p.exact_max, "exact_max"},
+                          {p.allow_tf32, "allow_tf32"},
+                          {p.strict, "strict"},
+                          {p.check, "check"}})
+    if (on) wishes += (wishes.empty() ? "" : ", ") + std::string(what);
+  if (!p.engine.empty()) wishes += (wishes.empty() ? "" : ", ") + ("engine " + p.engine);
+  if (!wishes.empty()) page.line("options", wishes);
+}
+
+std::string in_words(const Answer &answer) {
+  if (const auto *reason = std::get_if<std::string>(&answer)) return "no: " + *reason;
+  const Plan &plan = std::get<Plan>(answer);
+  return text(duration(plan.predicted_seconds), " predicted; ", plan.kernel, "; tile ", plan.tile_q, " x ", plan.tile_k, "; workspace ",
+              size(plan.workspace_bytes));
+}
+
+} // namespace
+
+std::string explain(const Problem &problem, const Execution &execution, Direction direction, const Choice &choice) {
+  Page page;
+  for (const Choice::Row &row : choice.rows) page.fit(row.engine->name());
+  page.heading(direction == Direction::forward ? "attention, forward" : "attention, backward");
+  asked(page, problem, execution);
+  page.heading("engines");
+  for (const Choice::Row &row : choice.rows) page.line(row.engine->name(), in_words(row.answer));
+  page.heading("choice");
+  try {
+    const Decision decision = decide(problem, choice);
+    page.line(decision.engine->name(), problem.engine.empty() ? "the least predicted time" : "asked for by name");
+    for (const std::string &note : decision.plan.notes) page.line("note", note);
+  } catch (const Error &refusal) {
+    page.line("none", refusal.what());
+  }
+  return page.str();
+}
+
+} // namespace strobe
