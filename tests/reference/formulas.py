@@ -1,0 +1,84 @@
+"""Attention written out in torch operations, float64: every mask a dense tensor, every gradient autograd's."""
+
+import math
+
+import torch
+
+
+def visible(Sq, Sk, *, causal, window, alignment):
+    """(Sq, Sk) of bool from the three options that depend on positions alone."""
+    left, right = window
+    i = torch.arange(Sq)[:, None] + (Sk - Sq if alignment == "bottom_right" else 0)
+    j = torch.arange(Sk)[None, :]
+    seen = torch.ones(Sq, Sk, dtype=torch.bool)
+    if left is not None:
+        seen &= j >= i - left
+    if right is not None:
+        seen &= j <= i + right
+    if causal:
+        seen &= j <= i
+    return seen
+
+
+def attention(
+    q, k, v, *, causal=False, window=(None, None), alignment="bottom_right", scale=None, softcap=0.0, mask=None, bias=None, alibi_slopes=None,
+    sinks=None, kept=None, keep_rate=1.0, blocks=None,
+):  # fmt: skip
+    """(B, H, Sq, D) and so on -> out, lse. kept: what dropout keeps, and blocks: what block sparsity keeps, (B, H, Sq, Sk) or broadcast to it."""
+    B, H, Sq, D = q.shape
+    Sk = k.shape[2]
+    k, v = (x.repeat_interleave(H // max(k.shape[1], 1), dim=1) for x in (k, v))
+    s = torch.einsum("bhid,bhjd->bhij", q, k) * (1 / math.sqrt(D) if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        offset = Sk - Sq if alignment == "bottom_right" else 0
+        distance = (torch.arange(Sq)[:, None] + offset - torch.arange(Sk)[None, :]).abs()
+        s = s - alibi_slopes.reshape(-1, H, 1, 1) * distance
+    if bias is not None:
+        s = s + bias
+    seen = visible(Sq, Sk, causal=causal, window=window, alignment=alignment)
+    for more in (mask, blocks):
+        if more is not None:
+            seen = seen & more
+    s = s.masked_fill(~seen, -math.inf)
+
+    # The sink is one more column, which no value belongs to. A column of -inf stands in where there is none, so that no row is of length 0.
+    sink = torch.full((B, H, Sq, 1), -math.inf, dtype=s.dtype) if sinks is None else sinks.reshape(1, H, 1, 1).expand(B, H, Sq, 1)
+    s = torch.cat([s, sink], dim=-1)
+    m = s.detach().amax(-1, keepdim=True)
+    m = m.masked_fill(m == -math.inf, 0)
+    e = torch.exp(s - m)
+    l = e.sum(-1, keepdim=True)
+    nothing = l == 0
+    safe = l.masked_fill(nothing, 1)
+    P = e / safe
+    lse = (m + torch.log(safe)).masked_fill(nothing, -math.inf).squeeze(-1)
+    P = P[..., :Sk]
+    if kept is not None:
+        P = P * kept / keep_rate
+    return torch.einsum("bhij,bhjd->bhid", P, v), lse
+
+
+def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, mask=None, bias=None, alibi_slopes=None, kept=None, blocks=None, **options):
+    """(Tq, H, D) and so on -> out (Tq, H, Dv), lse (H, Tq): each sequence by itself. mask, bias, kept and blocks have a row per sequence, or one."""
+    outs, lses = [], []
+    cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for b in range(len(cu_q) - 1):
+        Sq, Sk = cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b]
+
+        def of_sequence(x, b=b, Sq=Sq, Sk=Sk):
+            if x is None:
+                return None
+            x = x[b : b + 1] if x.shape[0] > 1 else x
+            return x[:, :, :Sq, :Sk]
+
+        rows, cols = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        out, lse = attention(
+            *(x.transpose(0, 1)[None] for x in (q[rows], k[cols], v[cols])),
+            mask=of_sequence(mask), bias=of_sequence(bias), alibi_slopes=slopes, kept=of_sequence(kept), blocks=of_sequence(blocks), **options,
+        )  # fmt: skip
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, dim=1)
