@@ -1,0 +1,347 @@
+"""The options of the contract as factors, their pairs (or triples) as cases, and each case as inputs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import plain
+import strobe
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# Every value of every option that the pairs cover. The first value of each is the plain one.
+FACTORS: dict[str, list[Any]] = {
+    "dtype": ["float32", "float64", "float16", "bfloat16"],
+    "dims": [(64, 64), (128, 128), (32, 32), (1, 1), (7, 5), (80, 80), (96, 40), (33, 65), (16, 24), (192, 128), (256, 256)],
+    "lengths": [(64, 64), (1, 1), (17, 17), (129, 129), (1, 129), (129, 1), (17, 129), (129, 64), (64, 17), (5, 300)],
+    "batch": [2, 1, 3],
+    "heads": [(2, 2), (1, 1), (3, 3), (4, 2), (6, 1), (8, 2)],
+    "varlen": [None, "lengths", "zero lengths"],
+    "storage": ["bhsd", "bshd", "transposed", "expanded batch", "expanded heads", "sliced", "reversed"],
+    "dout": ["contiguous", "transposed", "expanded"],
+    "band": [
+        "full",
+        "causal",
+        "window 8,0",
+        "window 16,16",
+        "window 0,0",
+        "window None,5",
+        "window 40,None",
+        "int window 7",
+        "causal window 33,20",
+    ],
+    "alignment": ["bottom_right", "top_left"],
+    "scale": [None, 0.1, -0.3, 0.0],
+    "softcap": [0.0, 3.0, 30.0],
+    "alibi": [None, "H", "BH"],
+    "bias": [None, "BHQK", "1HQK", "B1QK", "B11K", "11QK", "1HQ1", "1111", "BH1K"],
+    "bias kind": [None, "gradient", "fixed", "float32", "-inf"],
+    "mask": [None, "BHQK", "B11K", "11QK", "1HQ1", "1H1K", "all but nothing"],
+    "sinks": [None, "gradient", "fixed"],
+    "dropout": [0.0, 0.1, 0.5, "rng"],
+    "blocks": [None, (16, 16, "11"), (32, 64, "BH"), (64, 16, "1H"), (48, 48, "B1"), (64, 32, "11")],
+    "lse": ["none", "returned", "gradient"],
+    "tile": [None, (1, 1), (16, 16), (64, 32), (128, 256)],
+    "threads": [None, 1, 2, 3],
+    "values": ["normal", "mean 1", "large"],
+    "flag": [None, "deterministic", "exact_max", "allow_tf32", "check"],
+}
+NAMES = list(FACTORS)
+
+
+def _valid(case: dict[str, Any]) -> bool:
+    """Whether the values, of some or of all options, can stand in one call. Every rule speaks of two options."""
+    rules = [
+        # negative strides come from NumPy, which has no bfloat16 and whose gradients nobody expands
+        not (case.get("storage") == "reversed" and case.get("dtype") == "bfloat16"),
+        not (case.get("storage") == "reversed" and case.get("dout") == "expanded"),
+        # packed tokens have one layout and no batch axis
+        not (case.get("varlen") and case.get("storage") in ("bshd", "expanded batch")),
+        not ({"bias", "bias kind"} <= case.keys() and (case["bias"] is None) != (case["bias kind"] is None)),
+        not (case.get("bias kind") == "float32" and case.get("dtype") == "float64"),
+    ]
+    return all(rules)
+
+
+def tuples(strength: int) -> dict[tuple[str, ...], set[tuple[int, ...]]]:
+    """For every `strength` options, the combinations of their values (as indices) that can stand in one call."""
+    found = {}
+    for names in itertools.combinations(FACTORS, strength):
+        indices = itertools.product(*(range(len(FACTORS[name])) for name in names))
+        found[names] = {index for index in indices if _valid({n: FACTORS[n][i] for n, i in zip(names, index, strict=True)})}
+    return found
+
+
+def combinations(strength: int) -> list[dict[str, Any]]:
+    """Cases that hold every possible combination of `strength` options' values at least once: each starts from a combination not yet
+    held, then gives every other option the value that holds the most of what is left."""
+    left = tuples(strength)
+    shuffle = random.Random(strength)
+
+    def held(row: dict[str, int], name: str) -> int:
+        """How many missing combinations the option of that name holds with the others of the row."""
+        groups = (sorted((name, *rest), key=NAMES.index) for rest in itertools.combinations(row.keys() - {name}, strength - 1))
+        return sum(tuple(row[n] for n in group) in left[tuple(group)] for group in groups)
+
+    cases = []
+    for names in left:
+        while left[names]:
+            row = dict(zip(names, min(left[names]), strict=True))
+            for name in shuffle.sample(NAMES, len(NAMES)):
+                if name in row:
+                    continue
+                values = shuffle.sample(range(len(FACTORS[name])), len(FACTORS[name]))
+                rows = [row | {name: value} for value in values]
+                row = max((r for r in rows if _valid({n: FACTORS[n][i] for n, i in r.items()})), key=lambda r, name=name: held(r, name))
+            for group, missing in left.items():
+                missing.discard(tuple(row[n] for n in group))
+            cases.append({name: FACTORS[name][row[name]] for name in NAMES})
+    return cases
+
+
+@dataclass
+class Inputs:
+    """One call: the tensors as the caller lays them out, and strobe.attention's options."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    options: dict[str, Any]
+    gradients: list[str] = field(default_factory=list)  # of "bias" and "sinks", those that are wanted
+    lse: bool = True
+    numpy: bool = False  # pass NumPy arrays with negative strides, backward through attention_backward
+    run: dict[str, Any] = field(default_factory=dict)  # how, not what: tile, threads, flags
+
+    @property
+    def varlen(self) -> bool:
+        return "cu_seqlens_q" in self.options
+
+
+def _storage(kind: str, t: Tensor) -> Tensor:
+    """The same values as t (for the expanded kinds: those of its first batch or head) in other strides."""
+    if kind == "transposed":
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if kind == "expanded batch":
+        return t[:1].expand(t.shape)
+    if kind == "expanded heads":
+        return t[..., :1, :, :].expand(t.shape) if t.dim() == 4 else t[:, :1].expand(t.shape)
+    if kind == "sliced":
+        wide = torch.full([n * 2 + 1 for n in t.shape], torch.nan, dtype=t.dtype)
+        view = wide[tuple(slice(1, 1 + 2 * n, 2) for n in t.shape)]
+        view.copy_(t)
+        return view
+    return t
+
+
+def _lengths(generator: torch.Generator, n: int, most: int, zeros: bool) -> list[int]:
+    lengths = [int(x) for x in torch.randint(1, most + 1, (n,), generator=generator)]
+    lengths[0] = most
+    if zeros:
+        lengths[-1] = 0
+        lengths.insert(0, 0)
+        lengths.insert(2, 0)
+    return lengths
+
+
+def _cumulated(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+
+
+def _window(band: str) -> Any:
+    words = band.split()
+    if words[0] == "int":
+        return int(words[2])
+    if "window" not in words:
+        return None
+    return tuple(None if side == "None" else int(side) for side in words[-1].split(","))
+
+
+def build(case: dict[str, Any], seed: int | None = None) -> Inputs:
+    """The inputs of a case; the same for the same case."""
+    g = torch.Generator().manual_seed(zlib.crc32(repr(sorted(case.items(), key=str)).encode()) if seed is None else seed)
+    dtype = DTYPES[case["dtype"]]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32  # of lse, sinks and, if asked for, bias
+    (d, dv), (sq, sk), (h, hkv), b = case["dims"], case["lengths"], case["heads"], case["batch"]
+    options: dict[str, Any] = {}
+    varlen = case["varlen"]
+    if varlen:
+        zeros = varlen == "zero lengths"
+        lengths_q, lengths_k = _lengths(g, b + 1, sq, zeros), _lengths(g, b + 1, sk, zeros)
+        if zeros:
+            lengths_q[1], lengths_k[-2] = 0, 0  # keys without queries, queries without keys
+        b = len(lengths_q)
+        options |= {"cu_seqlens_q": _cumulated(lengths_q), "cu_seqlens_k": _cumulated(lengths_k)}
+        sq, sk = max(1, *lengths_q), max(1, *lengths_k)
+        options |= {"max_seqlen_q": sq, "max_seqlen_k": sk}
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    def shaped(s: int, heads: int, width: int, total: Tensor | None) -> tuple[int, ...]:
+        if total is not None:
+            return int(total[-1]), heads, width
+        return (b, s, heads, width) if case["storage"] == "bshd" else (b, heads, s, width)
+
+    total_q, total_k = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
+    if case["storage"] == "bshd":
+        options["layout"] = "bshd"
+    q, k, v = (normal(*shaped(*a)) for a in ((sq, h, d, total_q), (sk, hkv, d, total_k), (sk, hkv, dv, total_k)))
+    if case["values"] == "mean 1":
+        v += 1.0
+    if case["values"] == "large":
+        q, k = 8 * q, 8 * k
+    storage = case["storage"]
+    q, k, v = (_storage(storage, t.to(dtype)) for t in (q, k, v))
+
+    dout = normal(*shaped(sq, h, dv, total_q)).to(dtype)
+    if case["dout"] == "transposed":
+        dout = _storage("transposed", dout)
+    if case["dout"] == "expanded":
+        dout = dout.flatten()[:1].expand(dout.shape) if dout.numel() else dout
+    dlse = None
+    if case["lse"] == "gradient":
+        dlse = normal(h, q.shape[0]) if varlen else normal(b, h, sq)
+        dlse = dlse.to(wide)
+
+    options |= {"causal": "causal" in case["band"], "window": _window(case["band"]), "alignment": case["alignment"], "scale": case["scale"]}
+    options["softcap"] = case["softcap"]
+    if case["alibi"]:
+        options["alibi_slopes"] = (normal(h) if case["alibi"] == "H" else normal(b, h)).abs().to(torch.float32) / 4
+    gradients = []
+
+    def broadcast(spec: str) -> tuple[int, ...]:
+        return tuple(1 if c == "1" else n for c, n in zip(spec, (b, h, sq, sk), strict=True))
+
+    if case["bias"]:
+        bias = normal(*broadcast(case["bias"]))
+        kind = case["bias kind"]
+        if kind == "-inf":
+            bias[torch.rand(bias.shape, generator=g) < 0.2] = -torch.inf
+            if bias.shape[2] > 1:
+                bias[:, :, 1] = -torch.inf
+        options["bias"] = bias.to(wide if kind == "float32" else dtype)
+        if kind in ("gradient", "float32"):
+            gradients.append("bias")
+    if case["mask"]:
+        if case["mask"] == "all but nothing":
+            mask = torch.zeros(b, 1, sq, sk, dtype=torch.bool)
+            mask[..., -1, 0] = True
+        else:
+            mask = torch.rand(broadcast(case["mask"]), generator=g) < 0.7
+        options["mask"] = _storage("transposed", mask) if case["mask"] == "BHQK" else mask
+    if case["sinks"]:
+        options["sinks"] = normal(h).to(wide)
+        if case["sinks"] == "gradient":
+            gradients.append("sinks")
+    if case["dropout"]:
+        if case["dropout"] == "rng":
+            options |= {"dropout": 0.3, "rng": torch.tensor([-7, 2**40 + 5])}
+        else:
+            options |= {"dropout": case["dropout"], "seed": 1234, "offset": 2**33 + 1}
+    if case["blocks"]:
+        block_q, block_k, axes = case["blocks"]
+        rows, cols = -(-sq // block_q), -(-sk // block_k)
+        kept = torch.rand(b if axes[0] == "B" else 1, h if axes[1] == "H" else 1, rows, cols, generator=g) < 0.6
+        options["block_mask"] = strobe.BlockMask.from_dense(kept, block_q, block_k)
+
+    run: dict[str, Any] = {"threads": case["threads"]}
+    if case["tile"]:
+        run |= dict(zip(("tile_q", "tile_k"), case["tile"], strict=True))
+    if case["flag"]:
+        run[case["flag"]] = True
+    return Inputs(q, k, v, dout, dlse, options, gradients, case["lse"] != "none", storage == "reversed", run)
+
+
+def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], plain.Score, Any]]:
+    """The call as dense ones for the formulas: ((q, k, v, dout, dlse), score, where the sequence lies), one for each sequence of a
+    varlen call."""
+    o = inputs.options
+    q, k, v = inputs.q, inputs.k, inputs.v
+    alignment, softcap, dropout = o.get("alignment", "bottom_right"), o.get("softcap", 0.0), o.get("dropout", 0.0)
+    h, d = q.shape[1 if inputs.varlen or o.get("layout") != "bshd" else 2], q.shape[-1]
+    window = o.get("window")
+    window = (None, None) if window is None else (window, window) if isinstance(window, int) else window
+    scale = o["scale"] if o.get("scale") is not None else d**-0.5
+
+    def score(b: int | None, sq: int, sk: int) -> plain.Score:
+        """b: the sequence of a varlen call, or None for the whole batch."""
+        rows = slice(None) if b is None else slice(b, b + 1)
+
+        def part(t: Tensor) -> Tensor:  # (B|1, H|1, Sq|1, Sk|1) for this sequence
+            t = t if t.shape[0] == 1 else t[rows]
+            return t[:, :, : min(sq, t.shape[2]) if t.shape[2] > 1 else 1, : min(sk, t.shape[3]) if t.shape[3] > 1 else 1]
+
+        visible = plain.band(sq, sk, o.get("causal", False), window, alignment)[None, None]
+        if "mask" in o:
+            visible = visible & part(o["mask"])
+        if "block_mask" in o:
+            blocks = o["block_mask"]
+            kept = blocks.to_dense()
+            kept = kept.repeat_interleave(blocks.block_q, 2).repeat_interleave(blocks.block_k, 3)
+            visible = visible & (kept if kept.shape[0] == 1 else kept[rows])[:, :, :sq, :sk]
+        alibi = None
+        if "alibi_slopes" in o:
+            slopes = o["alibi_slopes"].double()
+            slopes = slopes[None] if slopes.dim() == 1 else slopes[rows]
+            alibi = -slopes[:, :, None, None] * plain.distance(sq, sk, alignment).abs()
+        keep = None
+        if dropout:
+            n = 1 if inputs.varlen else q.shape[0]
+            shape = (n if b is None else b + 1, h, sq, sk)
+            keep = strobe.dropout_mask(shape, dropout, **{key: o[key] for key in ("seed", "offset", "rng") if key in o})[rows]
+        bias = part(o["bias"]) if "bias" in o else None
+        return plain.Score(scale, softcap, alibi, bias, visible, o.get("sinks"), keep, plain.keep_rate(dropout))
+
+    if not inputs.varlen:
+        tensors = (q, k, v, inputs.dout)
+        if o.get("layout") == "bshd":
+            tensors = tuple(t.transpose(1, 2) for t in tensors)
+        sq, sk = tensors[0].shape[2], tensors[1].shape[2]
+        return [((*tensors, inputs.dlse), score(None, sq, sk), None)]
+    problems = []
+    cu_q, cu_k = o["cu_seqlens_q"].tolist(), o["cu_seqlens_k"].tolist()
+    for b in range(len(cu_q) - 1):
+        here_q, here_k = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        packed = ((q, here_q), (k, here_k), (v, here_k), (inputs.dout, here_q))
+        tensors = tuple(t[here].transpose(0, 1)[None] for t, here in packed)
+        dlse = None if inputs.dlse is None else inputs.dlse[None, :, here_q]
+        problems.append(((*tensors, dlse), score(b, here_q.stop - here_q.start, here_k.stop - here_k.start), (here_q, here_k)))
+    return problems
+
+
+def call(
+    b: int = 1,
+    h: int = 2,
+    sq: int = 33,
+    sk: int | None = None,
+    d: int = 16,
+    dv: int | None = None,
+    hkv: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    dlse: bool = True,
+    gradients: tuple[str, ...] = (),
+    seed: int = 0,
+    **options: Any,
+) -> Inputs:
+    """A dense (B,H,S,D) call of normal numbers; a varlen one where cu_seqlens_q is among the options (sq, sk: the totals)."""
+    g = torch.Generator().manual_seed(seed)
+    sk, dv, hkv = sq if sk is None else sk, d if dv is None else dv, h if hkv is None else hkv
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def normal(s: int, heads: int, width: int) -> Tensor:
+        shape = (s, heads, width) if "cu_seqlens_q" in options else (b, heads, s, width)
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+
+    q, k, v, dout = normal(sq, h, d), normal(sk, hkv, d), normal(sk, hkv, dv), normal(sq, h, dv)
+    shape = (h, sq) if "cu_seqlens_q" in options else (b, h, sq)
+    return Inputs(q, k, v, dout, torch.randn(shape, generator=g).to(wide) if dlse else None, options, list(gradients))

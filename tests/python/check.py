@@ -1,0 +1,201 @@
+"""Runs a call on an engine, on the fp64 oracle and as the plain formulas, and holds the first to the accuracy clause."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import plain
+import strobe
+from cases import Inputs, dense_problems
+
+Results = dict[str, Tensor]  # of "out", "lse", "dq", "dk", "dv", "dbias", "dsinks"
+
+FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
+ORDERS = 3  # in how many orders the plain formulas are summed: their error is the largest
+
+
+def available_engines() -> list[str]:
+    return [name for name, missing in strobe.engines() if missing is None]
+
+
+def run(inputs: Inputs, engine: str | None = None, **run: Any) -> Results:
+    """Forward and every gradient, as a user gets them: through autograd, or with NumPy arrays through attention_backward."""
+    options = inputs.options | inputs.run | run | {"engine": engine}
+    return _run_numpy(inputs, options) if inputs.numpy else _run_autograd(inputs, options)
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_()
+
+
+def _run_autograd(inputs: Inputs, options: dict[str, Any]) -> Results:
+    q, k, v = (_leaf(t) for t in (inputs.q, inputs.k, inputs.v))
+    options = options | {name: _leaf(options[name]) for name in inputs.gradients}
+    leaves = {"dq": q, "dk": k, "dv": v} | {"d" + name: options[name] for name in inputs.gradients}
+    result = strobe.attention(q, k, v, **options, return_lse=inputs.lse)
+    out, lse = result if inputs.lse else (result, None)
+    outputs, gradients = [out], [inputs.dout]
+    if inputs.dlse is not None:
+        outputs, gradients = [out, lse], [inputs.dout, inputs.dlse]
+    found = torch.autograd.grad(outputs, list(leaves.values()), gradients)
+    results = {"out": out.detach()} | dict(zip(leaves, found, strict=True))
+    if lse is not None:
+        results["lse"] = lse.detach()
+    return results
+
+
+def _reversed(t: Tensor) -> np.ndarray:
+    """The values of t behind negative strides on every axis."""
+    flip = (slice(None, None, -1),) * t.dim()
+    return np.ascontiguousarray(t.numpy()[flip])[flip]
+
+
+def _run_numpy(inputs: Inputs, options: dict[str, Any]) -> Results:
+    options = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in options.items()}
+    q, k, v, dout = (_reversed(t) for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    out, lse = strobe.attention(q, k, v, **options, return_lse=True)
+    dlse = None if inputs.dlse is None else _reversed(inputs.dlse)
+    found = strobe.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
+    results = {"out": out, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv}
+    results |= {"d" + name: getattr(found, "d" + name) for name in inputs.gradients}
+    return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in results.items()}
+
+
+def oracle(inputs: Inputs) -> Results:
+    """The reference: float64, from the same inputs."""
+    out, lse = strobe.reference(inputs.q, inputs.k, inputs.v, **inputs.options)
+    found = strobe.reference_backward(inputs.dout, inputs.q, inputs.k, inputs.v, dlse=inputs.dlse, **inputs.options)
+    results = {"out": out, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv}
+    return results | {"d" + name: getattr(found, "d" + name) for name in inputs.gradients}
+
+
+def run_plain(inputs: Inputs, dtype: torch.dtype | None = None, seed: int | None = None) -> Results:
+    """The plain formulas in dtype (the inputs' own), summed in the order that seed shuffles."""
+    dtype = inputs.q.dtype if dtype is None else dtype
+    q, k, v = (_leaf(t.to(dtype)) for t in (inputs.q, inputs.k, inputs.v))
+    options = dict(inputs.options)
+    for name in ("bias", "sinks"):
+        if name in options:
+            options[name] = _leaf(options[name].to(dtype) if dtype == torch.float64 else options[name])
+    leaves = {"dq": q, "dk": k, "dv": v} | {"d" + name: options[name] for name in inputs.gradients}
+    dlse = None if inputs.dlse is None else inputs.dlse.to(dtype)
+    leaf_inputs = dataclasses.replace(inputs, q=q, k=k, v=v, dout=inputs.dout.to(dtype), dlse=dlse, options=options)
+    outs, lses, outputs, gradients = [], [], [], []
+    for (qs, ks, vs, dout, dl), score, _ in dense_problems(leaf_inputs):
+        order = None
+        if seed is not None:
+            g = torch.Generator().manual_seed(seed)
+            order = torch.randperm(qs.shape[-1], generator=g), torch.randperm(ks.shape[2], generator=g)
+        out, lse = plain.attention(qs, ks, vs, score, order)
+        outs.append(out)
+        lses.append(lse)
+        outputs.append(out)
+        gradients.append(dout)
+        if dl is not None:
+            outputs.append(lse)
+            gradients.append(dl)
+    found = torch.autograd.grad(outputs, list(leaves.values()), gradients, allow_unused=True)
+    found = [torch.zeros_like(leaf) if x is None else x for x, leaf in zip(found, leaves.values(), strict=True)]
+    if inputs.varlen:
+        out, lse = torch.cat([o[0].transpose(0, 1) for o in outs]), torch.cat([x[0] for x in lses], dim=1)
+    else:
+        out, lse = outs[0].transpose(1, 2) if options.get("layout") == "bshd" else outs[0], lses[0]
+    return {"out": out.detach(), "lse": lse.detach()} | dict(zip(leaves, found, strict=True))
+
+
+def _magnitude(t: Tensor) -> float:
+    t = t.double()
+    finite = t[t.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def error(t: Tensor, ref: Tensor) -> float:
+    """The largest difference; infinite where one is infinite or NaN and the other is not the same."""
+    t, ref = t.double(), ref.double()
+    same = (t == ref) | (t.isnan() & ref.isnan())
+    difference = torch.where(same, 0.0, (t - ref).abs())
+    return float(difference.nan_to_num(nan=math.inf).max()) if difference.numel() else 0.0
+
+
+def ulp(dtype: torch.dtype, magnitude: float) -> float:
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(magnitude)) if magnitude else 0.0
+
+
+def cancelled(inputs: Inputs, ref: Results) -> dict[str, float]:
+    """The gradients that vanish identically (every row sees one key: P = 1, dP = D), with the size of the terms that cancel.
+
+    Relative to max|ref| = 0 no error but zero would pass, though the terms have one."""
+    q, k, out, dout = (t.double() for t in (inputs.q, inputs.k, ref["out"], inputs.dout))
+    scale = abs(inputs.options["scale"] if inputs.options.get("scale") is not None else q.shape[-1] ** -0.5)
+    d = _magnitude((dout * out).sum(-1))
+    gross = {"dq": scale * d * _magnitude(k), "dk": scale * d * _magnitude(q), "dbias": d}
+    return {name: size for name, size in gross.items() if name in ref and size and _magnitude(ref[name]) < 1e-9 * size}
+
+
+class Yardstick:
+    """What each result may differ from the oracle by: the accuracy clause of the contract.
+
+    float32 (float64): max(1e-6 (1e-12) of max|ref|, twice the plain formulas' error); float16 and bfloat16: twice the plain
+    formulas' error in that precision and one ulp of the output."""
+
+    def __init__(self, inputs: Inputs):
+        self.inputs = inputs
+        self.ref = oracle(inputs)
+        runs = [run_plain(inputs, seed=seed) for seed in [None, *range(1, ORDERS)]]
+        plain_error = {name: max(error(r[name], self.ref[name]) for r in runs) for name in runs[0]}
+        vanishing = cancelled(inputs, self.ref)
+        dtype = inputs.q.dtype
+        half = dtype in (torch.float16, torch.bfloat16)
+        self.size = {name: vanishing.get(name, _magnitude(ref)) for name, ref in self.ref.items()}
+        self.allowed = {
+            name: max(FLOOR[dtype] * size, 2 * plain_error[name]) + (ulp(self._dtype(name), size) if half else 0.0)
+            for name, size in self.size.items()
+        }
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Of a result, by the contract."""
+        wide = torch.float64 if self.inputs.q.dtype == torch.float64 else torch.float32
+        if name in ("dbias", "dsinks"):
+            return self.inputs.options[name[1:]].dtype
+        return wide if name == "lse" else self.inputs.q.dtype
+
+    def faults(self, results: Results) -> list[str]:
+        found = []
+        for name, t in results.items():
+            ref = self.ref[name]
+            if t.dtype != self._dtype(name):
+                found.append(f"{name} is {t.dtype}, not {self._dtype(name)}")
+            if t.shape != ref.shape:
+                found.append(f"{name} has shape {tuple(t.shape)}, not {tuple(ref.shape)}")
+                continue
+            off = error(t, ref)
+            if not off <= self.allowed[name]:
+                found.append(f"{name}: error {off:.3g}, allowed {self.allowed[name]:.3g}, max|ref| {self.size[name]:.3g}")
+        empty = (self.ref["lse"] == -torch.inf)[..., None]
+        out = results["out"]
+        if self.inputs.varlen:
+            empty = empty.transpose(0, 1)
+        elif self.inputs.options.get("layout") == "bshd":
+            empty = empty.transpose(1, 2)
+        if out.shape[:-1] == empty.shape[:-1] and (out[empty.expand(out.shape)] != 0).any():
+            found.append("out is not zero in a row that sees no key")
+        return found
+
+
+def assert_matches(inputs: Inputs, **how: Any) -> None:
+    """Holds every engine that runs here, and the library's own choice, to the accuracy clause on this call."""
+    yardstick = Yardstick(inputs)
+    faults = [f"default: {fault}" for fault in yardstick.faults(run(inputs, **how))]
+    for engine in available_engines():
+        try:
+            results = run(inputs, engine, **how)
+        except NotImplementedError:  # an engine asked for by name may refuse; the library may not
+            continue
+        faults += [f"{engine}: {fault}" for fault in yardstick.faults(results)]
+    assert not faults, "\n".join(faults)

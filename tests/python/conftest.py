@@ -1,0 +1,31 @@
+"""Counts what test_contract.py compared, prints it at the end and records it in build/contract.json."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+RECORD = Path(__file__).parents[2] / "build" / "contract.json"
+
+
+def pytest_terminal_summary(terminalreporter):
+    outcomes, cases, compared, strength = Counter(), Counter(), Counter(), ""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            properties = dict(report.user_properties)
+            if report.when == "call" and "compared" in properties:
+                strength = properties["strength"]
+                outcomes[outcome] += 1
+                for engine, results in properties["compared"].items():
+                    cases[engine] += 1
+                    compared[engine] += results
+    if not outcomes:
+        return
+    terminalreporter.section("contract")
+    terminalreporter.line(f"{outcomes.total()} cases, all {strength} of the options; {compared.total()} results held to the oracle")
+    for engine, n in sorted(cases.items()):
+        terminalreporter.line(f"  {engine}: {n} cases, {compared[engine]} results")
+    record = {"combinations": strength, "outcomes": outcomes, "cases": cases, "results": compared}
+    RECORD.parent.mkdir(exist_ok=True)
+    RECORD.write_text(json.dumps(record, indent=2) + "\n")

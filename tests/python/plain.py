@@ -1,0 +1,93 @@
+"""The plain formulas of attention in torch, every step in the precision of its inputs: the yardstick of the accuracy clause.
+
+As PyTorch's math path evaluates them: whole S and P matrices, torch.softmax, gradients by autograd. Nothing here is shared with Strobe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def offset_of(sq: int, sk: int, alignment: str) -> int:
+    return sk - sq if alignment == "bottom_right" else 0
+
+
+def distance(sq: int, sk: int, alignment: str) -> Tensor:
+    """i + offset - j for every query i and key j, int64 (sq, sk)."""
+    return torch.arange(sq)[:, None] + offset_of(sq, sk, alignment) - torch.arange(sk)[None, :]
+
+
+def band(sq: int, sk: int, causal: bool, window: tuple[int | None, int | None], alignment: str) -> Tensor:
+    """Which keys causal and the window leave to each query, bool (sq, sk)."""
+    d = distance(sq, sk, alignment)
+    seen = torch.ones(sq, sk, dtype=torch.bool)
+    left, right = window
+    if left is not None:
+        seen &= d <= left
+    if right is not None:
+        seen &= -d <= right
+    if causal:
+        seen &= d >= 0
+    return seen
+
+
+def keep_rate(dropout: float) -> float:
+    """The quantised share of kept elements: a random byte below T keeps, T in 1..255."""
+    if dropout == 0.0:
+        return 1.0
+    return min(max(round((1.0 - dropout) * 256), 1), 255) / 256
+
+
+@dataclass
+class Score:
+    """What stands between q·k and the softmax, all dense: broadcastable to (B, H, Sq, Sk)."""
+
+    scale: float
+    softcap: float = 0.0
+    alibi: Tensor | None = None  # -slope * |i + offset - j|
+    bias: Tensor | None = None
+    visible: Tensor | None = None
+    sinks: Tensor | None = None  # (H,)
+    keep: Tensor | None = None
+    keep_rate: float = 1.0
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, score: Score, order: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """q (B,H,Sq,D), k (B,Hkv,Sk,D), v (B,Hkv,Sk,Dv) -> out (B,H,Sq,Dv), lse (B,H,Sq), all of q's dtype.
+
+    order permutes (head dimension of q and k, keys): the same formulas, summed in another order.
+    """
+    dtype = q.dtype
+    b, h, sq, _ = q.shape
+    hkv, sk = k.shape[1], k.shape[2]
+    k = k[:, :, None].expand(b, hkv, h // hkv, sk, k.shape[3]).reshape(b, h, sk, k.shape[3])
+    v = v[:, :, None].expand(b, hkv, h // hkv, sk, v.shape[3]).reshape(b, h, sk, v.shape[3])
+
+    def dense(t: Tensor) -> Tensor:
+        t = t.expand(b, h, sq, sk)
+        return t if order is None else t[..., order[1]]
+
+    if order is not None:
+        q, k, v = q[..., order[0]], k[:, :, order[1]][..., order[0]], v[:, :, order[1]]
+    s = (q @ k.transpose(-1, -2)) * score.scale
+    if score.softcap:
+        s = score.softcap * torch.tanh(s / score.softcap)
+    if score.alibi is not None:
+        s = (s + dense(score.alibi)).to(dtype)
+    if score.bias is not None:
+        s = (s + dense(score.bias)).to(dtype)
+    if score.visible is not None:
+        s = s.masked_fill(~dense(score.visible), -torch.inf)
+    if score.sinks is not None:
+        s = torch.cat([s, score.sinks.to(dtype)[None, :, None, None].expand(b, h, sq, 1)], dim=-1)
+    # A row of nothing but -inf: any finite value keeps NaN out of the gradients, and the row is taken out below.
+    empty = (s == -torch.inf).all(dim=-1, keepdim=True)
+    filled = s.masked_fill(empty, 0.0)
+    p = torch.softmax(filled, dim=-1).masked_fill(empty, 0.0)[..., :sk]
+    lse = torch.logsumexp(filled, dim=-1).masked_fill(empty[..., 0], -torch.inf) if filled.shape[-1] else s.new_full((b, h, sq), -torch.inf)
+    if score.keep is not None:
+        p = p * dense(score.keep) / score.keep_rate
+    return p @ v, lse

@@ -1,0 +1,47 @@
+"""All pairs (STROBE_TRIPLES=1: all triples) of the contract's options, on every engine, forward and every gradient, against the oracle."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from cases import FACTORS, build, combinations, tuples
+from check import Yardstick, available_engines, error, run, run_plain
+
+STRENGTH = 3 if os.environ.get("STROBE_TRIPLES") else 2
+CASES = combinations(STRENGTH)
+# The dtypes of an engine that does not take all of them.
+SPECIAL = {"cpu-avx512bf16": {"bfloat16"}, "cpu-amx": {"bfloat16"}}
+
+
+def test_every_combination_is_among_the_cases():
+    for names, possible in tuples(STRENGTH).items():
+        held = {tuple(FACTORS[name].index(case[name]) for name in names) for case in CASES}
+        assert possible <= held, names
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_case(number, record_property):
+    case = CASES[number]
+    inputs = build(case)
+    yardstick = Yardstick(inputs)
+    faults = []
+    for name, t in run_plain(inputs, torch.float64).items():  # two independent evaluations in float64: the oracle has its own faults
+        off = error(t, yardstick.ref[name])
+        if not off <= max(1e-11 * yardstick.size[name], yardstick.allowed[name] / 4):
+            faults.append(f"the oracle and the formulas in float64 differ by {off:.3g} in {name}")
+    compared = {}
+    for engine in (None, *available_engines()):
+        try:
+            results = run(inputs, engine)
+        except NotImplementedError as refusal:
+            if case["dtype"] in SPECIAL.get(engine, {case["dtype"]}):
+                faults.append(f"{engine or 'default'} refuses: {refusal}")
+            continue
+        compared[engine or "default"] = len(results)
+        faults += [f"{engine or 'default'}: {fault}" for fault in yardstick.faults(results)]
+    record_property("strength", {2: "pairs", 3: "triples"}[STRENGTH])
+    record_property("compared", compared)
+    assert not faults, "\n".join([f"{name} = {value!r}" for name, value in case.items()] + faults)

@@ -1,0 +1,450 @@
+"""Reported bugs of other attention libraries, each as the call that showed it. None of them may happen here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import strobe
+from cases import call
+from check import assert_matches, available_engines, run
+
+DTYPES = (torch.float32, torch.bfloat16)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
+engines = pytest.mark.parametrize("engine", available_engines())
+
+
+def cumulated(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+# Causal alignment
+
+
+@engines
+def test_causal_aligns_the_last_query_with_the_last_key(engine):
+    """Dao-AILab/flash-attention#282, #402, #517, NVIDIA/cutlass#2336, pytorch/pytorch#110144: with a past, causal hid it."""
+    for sq, sk, expected in ((2, 5, [4, 5]), (5, 2, [0, 0, 0, 1, 2])):
+        inputs = call(h=1, sq=sq, sk=sk, causal=True)
+        inputs.q.zero_()  # every visible key weighs the same, and LSE counts them
+        counts = run(inputs, engine)["lse"].exp()[0, 0]
+        torch.testing.assert_close(counts, torch.tensor(expected, dtype=counts.dtype))
+
+
+@dtypes
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+@pytest.mark.parametrize(("sq", "sk"), [(3, 128), (128, 3), (65, 64), (63, 200), (200, 63)])
+def test_causal_with_other_lengths(sq, sk, alignment, dtype):
+    """Dao-AILab/flash-attention#1778, #436: more queries than keys, and diagonals that cross tile boundaries."""
+    assert_matches(call(sq=sq, sk=sk, dtype=dtype, causal=True, alignment=alignment))
+
+
+# Windows
+
+
+@engines
+def test_window_ends_are_inclusive(engine):
+    """huggingface/transformers#39408, #29623: a window (w, 0) holds w + 1 keys."""
+    inputs = call(h=1, sq=100, window=(7, 0))
+    inputs.q.zero_()
+    counts = run(inputs, engine)["lse"].exp()[0, 0]
+    expected = torch.arange(1, 101).clamp(max=8).to(counts.dtype)
+    torch.testing.assert_close(counts, expected)
+
+
+@engines
+@pytest.mark.parametrize("s", [64, 100, 257])
+def test_window_as_wide_as_the_sequence_is_causal(s, engine):
+    """Dao-AILab/flash-attention#1133: causal, (None, 0), (S, 0) and (S - 1, 0) are one thing."""
+    causal = run(call(sq=s, causal=True), engine)
+    for window in ((None, 0), (s, 0), (s - 1, 0), (2**62, 0)):
+        for name, t in run(call(sq=s, window=window), engine).items():
+            assert torch.equal(t, causal[name]), f"{name} with window {window}"
+
+
+@dtypes
+@pytest.mark.parametrize("window", [(2047, 0), (0, 2047), (31, 32), (32, 31), (15, None), (None, 16)])
+def test_window_backward(window, dtype):
+    """ROCm/aiter#3742: the backward of a window repeated the forward's tile bounds wrongly."""
+    assert_matches(call(h=4, hkv=2, sq=150, sk=190, dtype=dtype, window=window))
+
+
+# ALiBi
+
+
+@dtypes
+@pytest.mark.parametrize(("sq", "sk"), [(1, 90), (90, 1), (33, 90), (90, 33)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_alibi_measures_from_the_aligned_diagonal(sq, sk, causal, dtype):
+    """vllm-project/vllm#945, Dao-AILab/flash-attention#907, #1585, meta-pytorch/attention-gym#86: distances off by one, by the past, or
+    of the wrong sign."""
+    for alignment in ("bottom_right", "top_left"):
+        assert_matches(call(sq=sq, sk=sk, dtype=dtype, causal=causal, alignment=alignment, alibi_slopes=torch.tensor([0.5, 0.03])))
+
+
+def test_alibi_of_packed_sequences():
+    """Dao-AILab/flash-attention#1585: positions count within each sequence, slopes may differ by sequence."""
+    options = {"cu_seqlens_q": cumulated(3, 40, 0, 20), "cu_seqlens_k": cumulated(30, 17, 5, 20)}
+    assert_matches(call(sq=63, sk=72, alibi_slopes=torch.rand(4, 2), **options))
+
+
+# The gradient through LSE
+
+
+@engines
+def test_lse_alone_has_gradients(engine):
+    """Dao-AILab/flash-attention#1817, #889, #141: a loss of LSE alone gave zero gradients, silently."""
+    inputs = call(sq=20, sk=30)
+    q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    _, lse = strobe.attention(q, k, v, return_lse=True, engine=engine)
+    lse.mean().backward()
+    s = (inputs.q.double() @ inputs.k.double().transpose(-1, -2)) * 0.25
+    p = s.softmax(-1) / lse.numel()
+    torch.testing.assert_close(q.grad, (0.25 * p @ inputs.k.double()).float())
+    torch.testing.assert_close(k.grad, (0.25 * p.transpose(-1, -2) @ inputs.q.double()).float())
+    assert v.grad is None or (v.grad == 0).all()
+
+
+@engines
+def test_output_alone_after_lse_was_asked_for(engine):
+    """An LSE that is returned and not used has no gradient, and changes none."""
+    inputs = call()
+    with_lse = run(dataclasses.replace(inputs, dlse=None), engine)
+    without = run(dataclasses.replace(inputs, dlse=None, lse=False), engine)
+    zero = run(dataclasses.replace(inputs, dlse=torch.zeros_like(inputs.dlse)), engine)
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(with_lse[name], without[name])
+        assert torch.equal(with_lse[name], zero[name])
+
+
+# Strides
+
+
+@dtypes
+def test_expanded_gradient(dtype):
+    """facebookresearch/xformers#282: attention(...).sum().backward() hands over a gradient of stride 0."""
+    inputs = call(dtype=dtype)
+    inputs.dout = torch.ones((), dtype=dtype).expand(inputs.dout.shape)
+    inputs.dlse = torch.ones(()).expand(inputs.dlse.shape)
+    assert_matches(inputs)
+
+
+@dtypes
+def test_transposed_gradient(dtype):
+    """Dao-AILab/flash-attention#355, #1149: an output gradient read as if it were contiguous."""
+    inputs = call(b=2, dtype=dtype)
+    inputs.dout = inputs.dout.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_matches(inputs)
+    inputs.dout = inputs.dout.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    assert_matches(inputs)
+
+
+@dtypes
+def test_values_alone_transposed(dtype):
+    """ROCm/pytorch#3230, torch-spyre/torch-spyre#4331: the strides of q were used for v."""
+    inputs = call(b=2, sq=62, d=64, dtype=dtype)
+    inputs.v = inputs.v.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_matches(inputs)
+    inputs.v = inputs.v.transpose(2, 3).contiguous().transpose(2, 3)
+    assert_matches(inputs)
+
+
+@engines
+def test_sliced_keys_get_their_gradient(engine):
+    """pytorch/pytorch#146377: the gradient of a sliced K came back as garbage, and reached the part that was cut off."""
+    inputs = call(sq=40, sk=200)
+    whole = {name: torch.randn(1, 2, 328, 16).requires_grad_() for name in "kv"}
+    out = strobe.attention(inputs.q, whole["k"][:, :, :-128], whole["v"][:, :, :-128], engine=engine)
+    out.backward(inputs.dout)
+    inputs.k, inputs.v = (whole[name].detach()[:, :, :-128].contiguous() for name in "kv")
+    expected = run(dataclasses.replace(inputs, dlse=None), engine)
+    for name in "kv":
+        assert torch.equal(whole[name].grad[:, :, :-128], expected["d" + name])
+        assert (whole[name].grad[:, :, -128:] == 0).all()
+
+
+def test_one_projection_for_q_k_and_v():
+    """fla-org/flash-linear-attention#871: q, k and v as slices of one buffer; their gradients land in one buffer again."""
+    x = torch.randn(2, 50, 3, 2, 16, dtype=torch.float64, requires_grad=True)
+    q, k, v = x.unbind(2)
+    out = strobe.attention(q, k, v, layout="bshd", causal=True)
+    dout = torch.randn(out.shape, dtype=torch.float64)
+    out.backward(dout)
+    ref = strobe.reference_backward(dout, q.detach(), k.detach(), v.detach(), layout="bshd", causal=True)
+    expected = torch.stack([ref.dq, ref.dk, ref.dv], dim=2)
+    assert (x.grad - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+# Bias and mask
+
+
+@dtypes
+def test_bias_of_odd_width(dtype):
+    """facebookresearch/xformers#808: 77 keys, the bias a slice of 80 columns."""
+    bias = torch.randn(3, 2, 77, 80, dtype=dtype)[:, :, :, :77]
+    assert_matches(call(b=3, sq=77, dtype=dtype, gradients=("bias",), bias=bias))
+
+
+@dtypes
+def test_bias_whose_last_axis_is_not_contiguous(dtype):
+    """pytorch/pytorch#109607."""
+    bias = torch.randn(1, 2, 70, 50, dtype=dtype).transpose(2, 3)
+    assert_matches(call(sq=50, sk=70, dtype=dtype, gradients=("bias",), bias=bias))
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(1, 1, 60, 70), (3, 1, 60, 70), (1, 2, 60, 70), (3, 1, 1, 70), (1, 2, 60, 1), (1, 1, 1, 1)])
+def test_gradient_of_a_broadcast_bias(shape, dtype):
+    """facebookresearch/xformers#783, #587, HKUSTDial/flash-sparse-attention#193: it is summed over what was broadcast."""
+    assert_matches(call(b=3, sq=60, sk=70, dtype=dtype, gradients=("bias",), bias=torch.randn(shape, dtype=dtype)))
+
+
+def test_expanded_bias_gets_a_dense_gradient():
+    """The same bias by expand() instead of by size 1: no element of the gradient may be shared."""
+    base = torch.randn(1, 1, 20, 30, dtype=torch.float64)
+    assert_matches(call(b=2, sq=20, sk=30, dtype=torch.float64, gradients=("bias",), bias=base.expand(2, 2, 20, 30)))
+
+
+@engines
+def test_padding_mask_is_not_ignored(engine):
+    """pytorch/pytorch#122753, #108503: the result of a padding mask is that of the shorter keys."""
+    inputs = call(b=2, sq=40, sk=90)
+    keep = torch.tensor([90, 33])
+    mask = (torch.arange(90) < keep[:, None])[:, None, None, :]
+    out = strobe.attention(inputs.q, inputs.k, inputs.v, mask=mask, engine=engine)
+    for b, n in enumerate(keep.tolist()):
+        alone = strobe.attention(
+            *(t[b : b + 1, :, :n] if t is not inputs.q else t[b : b + 1] for t in (inputs.q, inputs.k, inputs.v)), engine=engine
+        )
+        torch.testing.assert_close(out[b : b + 1], alone)
+
+
+# Dropout
+
+
+def attend(q, k, v):
+    return strobe.attention(q, k, v, dropout=0.4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_draws_the_same_mask(reentrant):
+    """allenai/OLMo-core#828, pytorch/pytorch#190717, #198333: the recomputation drew another dropout mask."""
+    inputs = call(sq=70)
+    gradients = []
+    for checkpointed in (False, True):
+        q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+        torch.manual_seed(5)
+        out = checkpoint(attend, q, k, v, use_reentrant=reentrant) if checkpointed else attend(q, k, v)
+        out.backward(inputs.dout)
+        gradients.append((out.detach(), q.grad, k.grad, v.grad))
+    for direct, again in zip(*gradients, strict=True):
+        assert torch.equal(direct, again)
+
+
+def test_dropout_bits_are_independent():
+    """pytorch/pytorch#198333: groups of four neighbours shared one draw. No pair of elements near each other may agree too often."""
+    n = 512
+    keep = strobe.dropout_mask((1, 1, n, n), 0.5, 42, 0)[0, 0].double() * 2 - 1
+    sigma = 1 / n
+    assert abs(keep.mean()) < 5 * sigma
+    for di in range(18):
+        for dj in range(-17, 18):
+            if (di, dj) > (0, 0):
+                a = keep[: n - di, max(0, -dj) : n - max(0, dj)]
+                b = keep[di:, max(0, dj) : n + min(0, dj)]
+                assert abs((a * b).mean()) < 6 / math.sqrt(a.numel()), f"elements ({di}, {dj}) apart agree"
+
+
+def test_dropout_masks_of_heads_batches_seeds_and_offsets_differ():
+    masks = [strobe.dropout_mask((2, 2, 64, 64), 0.5, seed, offset).flatten(0, 1) for seed in (0, 1) for offset in (0, 1)]
+    flat = torch.cat(masks).flatten(1).double() * 2 - 1
+    correlation = flat @ flat.T / flat.shape[1]
+    assert (correlation - torch.eye(len(flat))).abs().max() < 6 / math.sqrt(flat.shape[1])
+
+
+@engines
+def test_dropout_keeps_the_expected_output(engine):
+    """Kept values are scaled by the rate that is kept in fact, so the mean over masks is the output without dropout."""
+    inputs = call(h=1, sq=16, sk=64, d=4, dtype=torch.float64)
+    plain = strobe.attention(inputs.q, inputs.k, inputs.v, engine=engine)
+    n = 2000
+    q, k, v = (t.expand(n, *t.shape[1:]) for t in (inputs.q, inputs.k, inputs.v))
+    outs = strobe.attention(q, k, v, dropout=0.3, seed=1, offset=2, engine=engine)
+    error = (outs.mean(0) - plain[0]).abs() / (outs.std(0) / math.sqrt(n))
+    assert error.max() < 5
+
+
+# Packed sequences
+
+
+@dtypes
+@pytest.mark.parametrize("d", [64, 256])
+def test_sequences_without_queries(d, dtype):
+    """Dao-AILab/flash-attention#2562, #2421, #1713: dK and dV of keys that no query sees, at every head dimension."""
+    options = {"cu_seqlens_q": cumulated(0, 40, 33, 0), "cu_seqlens_k": cumulated(30, 20, 17, 50)}
+    inputs = call(sq=73, sk=117, h=4, hkv=1, d=d, dtype=dtype, causal=True, **options)
+    assert_matches(inputs)
+    for engine in available_engines():
+        results = run(inputs, engine)
+        for name in ("dk", "dv"):
+            assert (results[name][:30] == 0).all()
+            assert (results[name][67:] == 0).all()
+
+
+@dtypes
+def test_sequences_without_keys(dtype):
+    """Dao-AILab/flash-attention#2568: rows of a sequence that has no key are zero, with LSE -inf, and so are their gradients."""
+    options = {"cu_seqlens_q": cumulated(20, 30, 10), "cu_seqlens_k": cumulated(0, 25, 0)}
+    inputs = call(sq=60, sk=25, dtype=dtype, **options)
+    assert_matches(inputs)
+    for engine in available_engines():
+        results = run(inputs, engine)
+        for part in (slice(0, 20), slice(50, 60)):
+            assert (results["out"][part] == 0).all()
+            assert (results["dq"][part] == 0).all()
+            assert (results["lse"][:, part] == -torch.inf).all()
+
+
+def test_decode_with_zero_lengths():
+    """Dao-AILab/flash-attention#1537: max_seqlen_q = 1 with empty sequences among the others."""
+    options = {"cu_seqlens_q": cumulated(0, 1, 0, 1), "cu_seqlens_k": cumulated(0, 3, 0, 5), "max_seqlen_q": 1, "max_seqlen_k": 5}
+    assert_matches(call(sq=2, sk=8, h=9, hkv=3, d=64, scale=1.0, causal=True, **options))
+
+
+@dtypes
+def test_packed_is_each_alone(dtype):
+    """tile-ai/tilelang#2461, Dao-AILab/flash-attention#752: what lies beyond a sequence's end leaked into its last tile."""
+    lengths = (137, 1, 349)
+    packed = call(sq=487, dtype=dtype, causal=True, cu_seqlens_q=cumulated(*lengths), cu_seqlens_k=cumulated(*lengths), dlse=False)
+    for engine in available_engines():
+        results = run(packed, engine)
+        begin = 0
+        for n in lengths:
+            here = slice(begin, begin + n)
+            alone = call(sq=n, dtype=dtype, causal=True, dlse=False)
+            for name in ("q", "k", "v", "dout"):
+                setattr(alone, name, getattr(packed, name)[here].transpose(0, 1)[None])
+            expected = run(alone, engine)
+            for name in ("out", "dq", "dk", "dv"):
+                torch.testing.assert_close(results[name][here].transpose(0, 1)[None], expected[name])
+            begin += n
+
+
+# Heads
+
+
+@dtypes
+@pytest.mark.parametrize("hkv", [1, 2, 4])
+def test_gradients_of_grouped_heads(hkv, dtype):
+    """marin-community/levanter#449, ROCm/flash-attention#100: dK and dV sum over the query heads of their group."""
+    assert_matches(call(b=2, h=8, hkv=hkv, sq=50, sk=70, dtype=dtype, causal=True))
+
+
+@engines
+def test_large_batch_times_heads(engine):
+    """pytorch/pytorch#142228, facebookresearch/xformers#845, flashinfer-ai/flashinfer#3125: more than 65535 of them."""
+    inputs = call(b=65537, h=1, sq=1, sk=2, d=2)
+    out = strobe.attention(inputs.q, inputs.k, inputs.v, engine=engine)
+    last = strobe.attention(inputs.q[-1:], inputs.k[-1:], inputs.v[-1:], engine=engine)
+    assert torch.equal(out[-1:], last)
+
+
+@dtypes
+def test_scale_of_a_padded_head_dimension(dtype):
+    """tile-ai/tilelang-ascend#1670: D = 129 was padded to 144, and the default scale with it."""
+    assert_matches(call(d=129, dtype=dtype))
+
+
+# Sinks
+
+
+@dtypes
+def test_sink_above_every_logit(dtype):
+    """Dao-AILab/flash-attention#2752: a sink of 100 overflowed, and LSE was infinite."""
+    inputs = call(dtype=dtype, gradients=("sinks",), sinks=torch.tensor([100.0, -100.0]), causal=True)
+    assert_matches(inputs)
+
+
+@engines
+def test_sink_of_each_head(engine):
+    """modular/modular#6591: with more than one query, rows took another head's sink. Here logits are 0 and V is 1."""
+    inputs = call(h=3, sq=7, sk=40)
+    sinks = torch.tensor([2.0, -1.0, 4.0])
+    out = strobe.attention(torch.zeros_like(inputs.q), inputs.k, torch.ones_like(inputs.v), sinks=sinks, engine=engine)
+    expected = (40 / (40 + sinks.exp()))[None, :, None, None].expand(out.shape)
+    torch.testing.assert_close(out, expected)
+
+
+@dtypes
+def test_gradient_of_sinks(dtype):
+    """Dao-AILab/flash-attention#1973, #2102: learnable sinks had none."""
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1))
+    assert_matches(
+        call(b=2, h=4, hkv=2, sq=50, sk=70, dtype=dtype, gradients=("sinks",), sinks=sinks, causal=True, dropout=0.2, seed=1, offset=1)
+    )
+
+
+# Softcap
+
+
+@dtypes
+@pytest.mark.parametrize("softcap", [0.5, 15.0, 1e6])
+def test_softcap_forward_and_backward(softcap, dtype):
+    """Dao-AILab/flash-attention#2402, #1181, openxla/tokamax#1121: s tanh(s) for c tanh(s/c), and no or a wrong derivative, also where tanh
+    has saturated."""
+    inputs = call(sq=60, sk=70, dtype=dtype, softcap=softcap, causal=True, gradients=("bias",), bias=torch.randn(1, 1, 60, 70).to(dtype))
+    inputs.q = inputs.q * 12
+    assert_matches(inputs)
+
+
+# Block sparsity
+
+
+@dtypes
+@pytest.mark.parametrize("s", [1025, 129, 101])
+def test_last_block_is_partial(s, dtype):
+    """pytorch/pytorch#153799, #143534: lengths that no block divides, with a score modification; NaN in the backward."""
+    n = -(-s // 64)
+    kept = torch.tril(torch.ones(n, n, dtype=torch.bool))[None, None]
+    blocks = strobe.BlockMask.from_dense(kept, 64, 64)
+    assert_matches(call(h=1, sq=s, dtype=dtype, causal=True, block_mask=blocks, alibi_slopes=torch.tensor([0.01])))
+
+
+@dtypes
+def test_simple_block_mask(dtype):
+    """pytorch/pytorch#141126: a diagonal of blocks is a batch of independent sequences."""
+    blocks = strobe.BlockMask.from_dense(torch.eye(5, dtype=torch.bool)[None, None], 32, 32)
+    sparse = call(sq=160, dtype=dtype, block_mask=blocks)
+    assert_matches(sparse)
+    cu = torch.arange(0, 161, 32, dtype=torch.int32)
+    packed = call(sq=160, dtype=dtype, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    for name in ("q", "k", "v", "dout"):
+        setattr(packed, name, getattr(sparse, name)[0].transpose(0, 1))
+    packed.dlse = sparse.dlse[0]
+    for engine in available_engines():
+        a, b = run(sparse, engine), run(packed, engine)
+        for name in ("out", "dq", "dk", "dv"):
+            torch.testing.assert_close(a[name][0].transpose(0, 1), b[name])
+
+
+# Autograd
+
+
+@engines
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sinks", "qv", "kb"])
+def test_some_gradients_only(wanted, engine):
+    """A gradient does not depend on which others are asked for."""
+    inputs = call(sq=50, sk=70, gradients=("bias", "sinks"), bias=torch.randn(1, 2, 50, 70), sinks=torch.randn(2))
+    every = run(inputs, engine)
+    names = {"bias": ["bias"], "sinks": ["sinks"]}.get(wanted, [{"b": "bias"}.get(c, c) for c in wanted])
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.options}
+    leaves = {name: tensors[name].clone().requires_grad_() for name in names}
+    call_with = {**tensors, **leaves}
+    out, lse = strobe.attention(call_with.pop("q"), call_with.pop("k"), call_with.pop("v"), return_lse=True, engine=engine, **call_with)
+    found = torch.autograd.grad([out, lse], list(leaves.values()), [inputs.dout, inputs.dlse])
+    for name, t in zip(names, found, strict=True):
+        assert torch.equal(t, every["d" + name]), name
