@@ -1,0 +1,319 @@
+// Strobe for C++20: the C ABI (strobe.h, which documents every field) with spans, designated initialisers and exceptions. Header-only.
+//
+//   std::vector<float> q(2 * 8 * 128 * 64), k = q, v = q, out = q;
+//   const strobe::Shape shape = {2, 8, 128, 64}; // batch, heads, sequence, head dimension
+//   strobe::forward({.q = {q, shape}, .k = {k, shape}, .v = {v, shape}, .causal = true}, {.out = {out, shape}});
+//
+// Views only: nothing here owns or copies an element, and nothing is kept after a call.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <ranges>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "strobe/strobe.h"
+
+namespace strobe {
+inline namespace api {
+
+// ---- errors ----------------------------------------------------------------------------------------------------------------------------
+
+struct Error : std::runtime_error {
+  strobe_status status;
+  Error(strobe_status status, const std::string &text) : std::runtime_error(text), status(status) {}
+};
+template <strobe_status S> struct ErrorOf : Error {
+  explicit ErrorOf(const std::string &text) : Error(S, text) {}
+};
+using InvalidArgument = ErrorOf<STROBE_INVALID_ARGUMENT>;
+using Unsupported = ErrorOf<STROBE_UNSUPPORTED>;
+using OutOfMemory = ErrorOf<STROBE_OUT_OF_MEMORY>;
+using DeviceError = ErrorOf<STROBE_DEVICE_ERROR>;
+using InternalError = ErrorOf<STROBE_INTERNAL>;
+
+namespace detail {
+inline void check(int32_t status) {
+  switch (status) {
+  case STROBE_OK:
+    return;
+  case STROBE_INVALID_ARGUMENT:
+    throw InvalidArgument(strobe_last_error());
+  case STROBE_UNSUPPORTED:
+    throw Unsupported(strobe_last_error());
+  case STROBE_OUT_OF_MEMORY:
+    throw OutOfMemory(strobe_last_error());
+  case STROBE_DEVICE_ERROR:
+    throw DeviceError(strobe_last_error());
+  default:
+    throw InternalError(strobe_last_error());
+  }
+}
+} // namespace detail
+
+// ---- tensors ---------------------------------------------------------------------------------------------------------------------------
+
+// Element types that C++20 has no name for.
+struct float16 {
+  uint16_t bits;
+};
+struct bfloat16 {
+  uint16_t bits;
+};
+
+template <class T> struct dtype_of;
+template <> struct dtype_of<float> : std::integral_constant<strobe_dtype, STROBE_FLOAT32> {};
+template <> struct dtype_of<double> : std::integral_constant<strobe_dtype, STROBE_FLOAT64> {};
+template <> struct dtype_of<float16> : std::integral_constant<strobe_dtype, STROBE_FLOAT16> {};
+template <> struct dtype_of<bfloat16> : std::integral_constant<strobe_dtype, STROBE_BFLOAT16> {};
+template <> struct dtype_of<bool> : std::integral_constant<strobe_dtype, STROBE_BOOL> {};
+template <> struct dtype_of<uint8_t> : std::integral_constant<strobe_dtype, STROBE_BOOL> {};
+template <> struct dtype_of<int32_t> : std::integral_constant<strobe_dtype, STROBE_INT32> {};
+template <> struct dtype_of<int64_t> : std::integral_constant<strobe_dtype, STROBE_INT64> {};
+
+// Up to four sizes, or strides in elements.
+struct Shape {
+  std::array<int64_t, 4> size{};
+  int32_t rank = 0;
+
+  Shape(std::initializer_list<int64_t> sizes) : Shape(std::span(sizes.begin(), sizes.size())) {}
+  explicit Shape(std::span<const int64_t> sizes) : rank(static_cast<int32_t>(sizes.size())) {
+    if (sizes.size() > 4) throw InvalidArgument("shape: rank " + std::to_string(sizes.size()) + "; accepted is at most 4");
+    for (size_t a = 0; a < sizes.size(); a++) size[a] = sizes[a];
+  }
+};
+
+// What a call may read: memory that the caller owns, seen through a shape. Default: absent.
+class ConstTensor {
+public:
+  ConstTensor() = default;
+  explicit ConstTensor(const strobe_tensor &tensor) : tensor(tensor), present(true) {} // device memory, or any other of strobe.h's
+  // Contiguous, or with strides. The range has to hold every element that they reach.
+  template <std::ranges::contiguous_range Range>
+  ConstTensor(Range &&elements, const Shape &shape) : ConstTensor(elements, shape, contiguous(shape)) {}
+  template <std::ranges::contiguous_range Range> ConstTensor(Range &&elements, const Shape &shape, const Shape &strides) : present(true) {
+    const std::span view(elements);
+    using Element = typename decltype(view)::element_type;
+    tensor.data = const_cast<std::remove_const_t<Element> *>(view.data());
+    tensor.dtype = dtype_of<std::remove_const_t<Element>>::value;
+    tensor.rank = shape.rank;
+    bool empty = false;
+    int64_t last = 0;
+    for (int32_t a = 0; a < shape.rank; a++) {
+      tensor.shape[a] = shape.size[a];
+      tensor.strides[a] = strides.size[a];
+      empty |= shape.size[a] <= 0;
+      if (shape.size[a] > 1) last += (shape.size[a] - 1) * strides.size[a];
+      if (shape.size[a] > 1 && strides.size[a] < 0) throw InvalidArgument("strides: negative; accepted through a strobe_tensor alone");
+    }
+    if (strides.rank != shape.rank) throw InvalidArgument("strides: accepted are as many as the shape has sizes");
+    if (!empty && static_cast<uint64_t>(last) >= view.size())
+      throw InvalidArgument("shape: it reaches element " + std::to_string(last) + " of a range of " + std::to_string(view.size()));
+  }
+
+  explicit operator bool() const { return present; }
+  const strobe_tensor *get() const { return present ? &tensor : nullptr; }
+
+  static Shape contiguous(const Shape &shape) {
+    Shape strides = shape;
+    int64_t stride = 1;
+    for (int32_t a = shape.rank - 1; a >= 0; a--) {
+      strides.size[a] = stride;
+      stride *= shape.size[a] > 1 ? shape.size[a] : 1;
+    }
+    return strides;
+  }
+
+private:
+  strobe_tensor tensor{};
+  bool present = false;
+};
+
+// What a call may write.
+class Tensor : public ConstTensor {
+public:
+  Tensor() = default;
+  explicit Tensor(const strobe_tensor &tensor) : ConstTensor(tensor) {}
+  template <std::ranges::contiguous_range Range>
+    requires(!std::is_const_v<std::remove_reference_t<std::ranges::range_reference_t<Range>>>)
+  Tensor(Range &&elements, const Shape &shape) : ConstTensor(elements, shape) {}
+  template <std::ranges::contiguous_range Range>
+    requires(!std::is_const_v<std::remove_reference_t<std::ranges::range_reference_t<Range>>>)
+  Tensor(Range &&elements, const Shape &shape, const Shape &strides) : ConstTensor(elements, shape, strides) {}
+};
+
+// ---- calls -----------------------------------------------------------------------------------------------------------------------------
+
+enum class Alignment : int32_t { bottom_right = STROBE_BOTTOM_RIGHT, top_left = STROBE_TOP_LEFT };
+
+// What is computed, and on what. A tensor left out is absent.
+struct Attention {
+  ConstTensor q = {}, k = {}, v = {};
+
+  bool causal = false;
+  std::optional<int64_t> window_left = {}, window_right = {}; // absent: unbounded
+  Alignment alignment = Alignment::bottom_right;
+  std::optional<double> scale = {}; // absent: 1 / sqrt(D)
+  double softcap = 0;
+  ConstTensor mask = {}, bias = {}, alibi_slopes = {}, sinks = {};
+
+  double dropout = 0;
+  uint64_t seed = 0, offset = 0;
+  ConstTensor rng = {}; // instead of seed and offset
+
+  ConstTensor cu_seqlens_q = {}, cu_seqlens_k = {}; // given: packed sequences
+  int64_t max_seqlen_q = 0, max_seqlen_k = 0;
+
+  int64_t block_q = 0, block_k = 0; // block sparsity
+  ConstTensor block_rows = {}, block_cols = {}, block_rows_t = {}, block_cols_t = {};
+
+  int64_t tile_q = 0, tile_k = 0;
+  bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false;
+  std::string engine = {}; // empty: the fastest
+};
+
+struct Forward {
+  Tensor out = {}, lse = {};
+};
+// A gradient left out is not computed.
+struct Backward {
+  ConstTensor out = {}, lse = {}, dout = {}, dlse = {};
+  Tensor dq = {}, dk = {}, dv = {}, dbias = {}, dsinks = {};
+};
+
+// With what. The default: threads started for the call, as many as the process may run on, and a workspace allocated for it.
+struct Execution {
+  int32_t threads = 0;
+  strobe_parallel parallel = nullptr;
+  void *pool = nullptr;
+  void *stream = nullptr;
+  std::span<std::byte> workspace = {};
+};
+
+namespace detail {
+
+inline strobe_attention raw(const Attention &a) {
+  strobe_attention raw{};
+  raw.size = sizeof raw;
+  raw.scale = a.scale.value_or(0), raw.has_scale = a.scale.has_value();
+  raw.causal = a.causal, raw.alignment = static_cast<int32_t>(a.alignment);
+  raw.has_window_left = a.window_left.has_value(), raw.window_left = a.window_left.value_or(0);
+  raw.has_window_right = a.window_right.has_value(), raw.window_right = a.window_right.value_or(0);
+  raw.deterministic = a.deterministic, raw.softcap = a.softcap;
+  raw.dropout = a.dropout, raw.seed = a.seed, raw.offset = a.offset;
+  raw.block_q = a.block_q, raw.block_k = a.block_k, raw.tile_q = a.tile_q, raw.tile_k = a.tile_k;
+  raw.max_seqlen_q = a.max_seqlen_q, raw.max_seqlen_k = a.max_seqlen_k;
+  raw.exact_max = a.exact_max, raw.allow_tf32 = a.allow_tf32, raw.strict = a.strict, raw.check = a.check;
+  raw.engine = a.engine.empty() ? nullptr : a.engine.c_str();
+  return raw;
+}
+
+inline strobe_tensors raw_inputs(const Attention &a) {
+  strobe_tensors raw{};
+  raw.size = sizeof raw;
+  raw.q = a.q.get(), raw.k = a.k.get(), raw.v = a.v.get();
+  raw.mask = a.mask.get(), raw.bias = a.bias.get(), raw.alibi_slopes = a.alibi_slopes.get(), raw.sinks = a.sinks.get();
+  raw.cu_seqlens_q = a.cu_seqlens_q.get(), raw.cu_seqlens_k = a.cu_seqlens_k.get();
+  raw.block_rows = a.block_rows.get(), raw.block_cols = a.block_cols.get();
+  raw.block_rows_t = a.block_rows_t.get(), raw.block_cols_t = a.block_cols_t.get();
+  raw.rng = a.rng.get();
+  return raw;
+}
+
+inline strobe_tensors raw(const Attention &a, const Forward &f) {
+  strobe_tensors raw = raw_inputs(a);
+  raw.out = f.out.get(), raw.lse = f.lse.get();
+  return raw;
+}
+
+inline strobe_tensors raw(const Attention &a, const Backward &b) {
+  strobe_tensors raw = raw_inputs(a);
+  raw.out = b.out.get(), raw.lse = b.lse.get(), raw.dout = b.dout.get(), raw.dlse = b.dlse.get();
+  raw.dq = b.dq.get(), raw.dk = b.dk.get(), raw.dv = b.dv.get(), raw.dbias = b.dbias.get(), raw.dsinks = b.dsinks.get();
+  return raw;
+}
+
+inline strobe_execution raw(const Execution &e) {
+  strobe_execution raw{};
+  raw.size = sizeof raw;
+  raw.threads = e.threads, raw.parallel = e.parallel, raw.pool = e.pool, raw.stream = e.stream;
+  raw.workspace = e.workspace.data(), raw.workspace_bytes = e.workspace.size();
+  return raw;
+}
+
+template <class Direction> inline constexpr int32_t direction_of = std::is_same_v<Direction, Forward> ? STROBE_FORWARD : STROBE_BACKWARD;
+
+template <class T>
+concept Direction = std::is_same_v<T, Forward> || std::is_same_v<T, Backward>;
+
+} // namespace detail
+
+inline void forward(const Attention &attention, const Forward &results, const Execution &execution = {}) {
+  const auto a = detail::raw(attention);
+  const auto t = detail::raw(attention, results);
+  const auto e = detail::raw(execution);
+  detail::check(strobe_forward(&a, &t, &e));
+}
+
+inline void backward(const Attention &attention, const Backward &gradients, const Execution &execution = {}) {
+  const auto a = detail::raw(attention);
+  const auto t = detail::raw(attention, gradients);
+  const auto e = detail::raw(execution);
+  detail::check(strobe_backward(&a, &t, &e));
+}
+
+// What would run for these arguments of forward() or backward().
+template <detail::Direction D> strobe_plan plan(const Attention &attention, const D &direction, const Execution &execution = {}) {
+  const auto a = detail::raw(attention);
+  const auto t = detail::raw(attention, direction);
+  const auto e = detail::raw(execution);
+  strobe_plan plan{};
+  plan.size = sizeof plan;
+  detail::check(strobe_make_plan(&a, &t, &e, detail::direction_of<D>, &plan));
+  return plan;
+}
+
+template <detail::Direction D> uint64_t workspace_size(const Attention &attention, const D &direction, const Execution &execution = {}) {
+  return plan(attention, direction, execution).workspace_bytes;
+}
+
+template <detail::Direction D> std::string explain(const Attention &attention, const D &direction, const Execution &execution = {}) {
+  const auto a = detail::raw(attention);
+  const auto t = detail::raw(attention, direction);
+  const auto e = detail::raw(execution);
+  size_t needed = 0;
+  detail::check(strobe_explain(&a, &t, &e, detail::direction_of<D>, nullptr, 0, &needed));
+  std::string text(needed, '\0');
+  detail::check(strobe_explain(&a, &t, &e, detail::direction_of<D>, text.data(), text.size(), nullptr));
+  text.resize(needed - 1);
+  return text;
+}
+
+// keep: bool (B,H,Sq,Sk); true where dropout keeps the element. Reads attention's dropout, seed, offset and rng.
+inline void dropout_mask(const Attention &attention, const Tensor &keep) {
+  const auto a = detail::raw(attention);
+  detail::check(strobe_dropout_mask(&a, attention.rng.get(), keep.get()));
+}
+
+struct EngineInfo {
+  std::string name;
+  std::optional<std::string> missing; // why it cannot run on this machine
+};
+inline std::vector<EngineInfo> engines() {
+  std::vector<EngineInfo> list;
+  for (int32_t i = 0; const char *name = strobe_engine_name(i); i++) {
+    const char *missing = strobe_engine_missing(i);
+    list.push_back({name, missing ? std::optional<std::string>(missing) : std::nullopt});
+  }
+  return list;
+}
+
+} // namespace api
+} // namespace strobe
