@@ -1,0 +1,28 @@
+// The ground every shared piece stands on: no standard or CUDA header, so that NVRTC compiles these files unchanged.
+// On the host each instruction set's translation unit defines STROBE_ISA, so that its inline functions are its own.
+#pragma once
+
+#if defined(__CUDACC__)
+#define STROBE_FN __host__ __device__ __forceinline__
+#else
+#define STROBE_FN inline __attribute__((always_inline))
+#endif
+#ifndef STROBE_ISA
+#define STROBE_ISA portable
+#endif
+
+namespace strobe::inline STROBE_ISA {
+
+using u8 = unsigned char;
+using u32 = unsigned int;
+using i32 = int;
+using i64 = long long;
+using u64 = unsigned long long;
+
+template <class T> STROBE_FN constexpr T min(T a, T b) { return b < a ? b : a; }
+template <class T> STROBE_FN constexpr T max(T a, T b) { return a < b ? b : a; }
+STROBE_FN constexpr i64 div_up(i64 a, i64 b) { return (a + b - 1) / b; }
+STROBE_FN constexpr i64 round_up(i64 a, i64 b) { return div_up(a, b) * b; }
+STROBE_FN constexpr i64 round_down(i64 a, i64 b) { return a / b * b; }
+
+} // namespace strobe::inline STROBE_ISA

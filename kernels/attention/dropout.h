@@ -1,0 +1,66 @@
+// Which elements dropout keeps: a pure function of (seed, offset, batch, head, query, key), the same on every engine, tile and device.
+// Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). One call gives 16 bytes to a 4x4 group of elements.
+// A group's queries are {a, a+1, a+8, a+9} and its keys {b, b+1, b+8, b+9} (a, b even, below 8, within a block of 16): in the accumulator
+// fragments of mma.sync and wgmma two neighbouring lanes own it, of S and of S transposed alike, so each lane makes one call per 16
+// elements and exchanges half of it with its neighbour.
+#pragma once
+#include "base.h"
+
+namespace strobe::inline STROBE_ISA {
+
+struct Philox {
+  u32 x[4];
+};
+
+STROBE_FN u32 mul_hi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+
+STROBE_FN Philox philox4x32_7(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
+#pragma unroll
+  for (int round = 0; round < 7; ++round) {
+    u32 hi0 = mul_hi(0xD2511F53u, c0), lo0 = 0xD2511F53u * c0;
+    u32 hi1 = mul_hi(0xCD9E8D57u, c2), lo1 = 0xCD9E8D57u * c2;
+    c0 = hi1 ^ c1 ^ k0;
+    c1 = lo1;
+    c2 = hi0 ^ c3 ^ k1;
+    c3 = lo0;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+struct DropoutKey {
+  u32 k0, k1;
+};
+
+STROBE_FN u64 mix64(u64 x) { // the finaliser of splitmix64
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+  return x ^ x >> 31;
+}
+STROBE_FN DropoutKey dropout_key(u64 seed, u64 offset) {
+  u64 key = mix64(seed + 0x9E3779B97F4A7C15ull * (mix64(offset) | 1));
+  return {(u32)key, (u32)(key >> 32)};
+}
+
+// An element is kept if its byte is below the threshold: the keep rate is threshold / 256, never 0 and, with p > 0, never 1.
+STROBE_FN constexpr u32 dropout_threshold(double p) {
+  u32 t = (u32)((1.0 - p) * 256.0 + 0.5);
+  return p == 0 ? 256u : t < 1 ? 1u : t > 255 ? 255u : t;
+}
+STROBE_FN constexpr float dropout_keep_rate(u32 threshold) { return (float)threshold / 256.0f; }
+
+// Position -> its group (a coordinate of the counter) and its slot (which of the group's 4 rows or columns), the same for queries and keys.
+STROBE_FN constexpr u32 dropout_group(i64 position) { return (u32)((position >> 4) * 4 + ((position & 7) >> 1)); }
+STROBE_FN constexpr u32 dropout_slot(i64 position) { return (u32)((position & 1) + 2 * ((position >> 3) & 1)); }
+
+// word = slot of the query, byte = slot of the key
+STROBE_FN Philox dropout_bits(DropoutKey key, u32 key_group, u32 query_group, u32 head, u32 batch) {
+  return philox4x32_7(key_group, query_group, head, batch, key.k0, key.k1);
+}
+STROBE_FN bool dropout_keep(DropoutKey key, u32 threshold, i64 batch, i64 head, i64 i, i64 j) {
+  Philox bits = dropout_bits(key, dropout_group(j), dropout_group(i), (u32)head, (u32)batch);
+  return (bits.x[dropout_slot(i)] >> 8 * dropout_slot(j) & 0xFF) < threshold;
+}
+
+} // namespace strobe::inline STROBE_ISA

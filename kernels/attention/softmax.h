@@ -1,0 +1,24 @@
+// Online softmax (Milakov & Gimelshein 2018; FlashAttention's m and l), one row a lane. m is the running maximum of the scores in their own
+// unit, l the sum of exp2((s - m) * unit). -inf is an ordinary value: there is no finite sentinel.
+#pragma once
+#include "base.h"
+
+namespace strobe::inline STROBE_ISA {
+
+template <class V> struct RowState {
+  V m, l;
+};
+
+// What scores are measured against: m, or 0 in a row that has seen nothing yet (-inf - -inf is not a number).
+template <class V> STROBE_FN V reference_of(V m, V minus_infinity) { return select(m == minus_infinity, V(0), m); }
+
+// Takes the row's new maximum in; returns the factor that O and l were multiplied by.
+template <class V> STROBE_FN V rescale(RowState<V> &row, V tile_max, V unit, V minus_infinity) {
+  V m = max(row.m, tile_max);
+  V alpha = exp2((row.m - reference_of(m, minus_infinity)) * unit);
+  row.m = m;
+  row.l *= alpha;
+  return alpha;
+}
+
+} // namespace strobe::inline STROBE_ISA

@@ -1,0 +1,132 @@
+// What is computed: the problem as every engine sees it, after validation. No engine's concern lives here.
+#pragma once
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "strobe/strobe.h"
+
+namespace strobe {
+
+// A status and its text; the C ABI turns it into a code plus strobe_last_error().
+struct Error : std::runtime_error {
+  strobe_status status;
+  Error(strobe_status s, const std::string &text) : std::runtime_error(text), status(s) {}
+};
+
+enum class DType : int32_t {
+  none = 0,
+  f32 = STROBE_FLOAT32,
+  f16 = STROBE_FLOAT16,
+  bf16 = STROBE_BFLOAT16,
+  f64 = STROBE_FLOAT64,
+  boolean = STROBE_BOOL,
+  i32 = STROBE_INT32,
+  i64 = STROBE_INT64
+};
+enum class Direction : int32_t { forward = STROBE_FORWARD, backward = STROBE_BACKWARD };
+
+const char *name(DType);
+int64_t bytes(DType);
+
+// A tensor seen through the axes (batch, head, row, column). Strides count elements; an axis that the tensor lacks or broadcasts has
+// stride 0. Varlen tensors have batch stride 0: the row is the packed token.
+struct View {
+  char *data = nullptr;
+  DType dtype = DType::none;
+  int64_t stride[4] = {0, 0, 0, 0};
+
+  __attribute__((always_inline)) explicit operator bool() const { return dtype != DType::none; }
+  __attribute__((always_inline)) int64_t index(int64_t b, int64_t h, int64_t i, int64_t c) const { return b * stride[0] + h * stride[1] + i * stride[2] + c * stride[3]; }
+  template <class T> __attribute__((always_inline)) T *at(int64_t b, int64_t h, int64_t i, int64_t c) const { return reinterpret_cast<T *>(data) + index(b, h, i, c); }
+};
+
+inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
+
+// The validated call. Sizes are those of the longest sequence; varlen lengths come from cu_seqlens.
+struct Problem {
+  // sizes
+  int64_t batch = 0, heads = 0, heads_kv = 0;
+  int64_t seqlen_q = 0, seqlen_k = 0; // varlen: max_seqlen_q, max_seqlen_k
+  int64_t head_dim = 0, head_dim_v = 0;
+  bool varlen = false;
+  int64_t total_q = 0, total_k = 0; // varlen: packed tokens; dense: batch * seqlen
+  DType dtype = DType::none;        // of q, k, v, out
+  int32_t device_type = STROBE_CPU, device_index = 0;
+
+  // score
+  double scale = 1, softcap = 0; // softcap 0: none
+  // visibility: i + offset - left <= j <= i + offset + right, where offset = bottom_right ? Sk - Sq : 0 (of the sequence at hand).
+  // Causal has become right = min(right, 0).
+  bool bottom_right = true;
+  int64_t window_left = kUnbounded, window_right = kUnbounded;
+  // dropout
+  double dropout = 0;
+  uint64_t seed = 0, offset = 0; // unless rng
+  // wishes
+  int64_t tile_q = 0, tile_k = 0;
+  bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false;
+  std::string engine; // empty: any
+
+  // tensors
+  View q, k, v;
+  View mask, bias;               // (batch, head, query, key), stride 0 where broadcast
+  View alibi_slopes;             // (batch, head, -, -)
+  View sinks;                    // (-, head, -, -)
+  const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
+  const int64_t *rng = nullptr;
+  // block sparsity: CSR over query blocks, and its transpose over key blocks
+  struct Blocks {
+    bool present = false, transposed = false;
+    int64_t block_q = 0, block_k = 0;             // tokens per block
+    int64_t rows = 0, cols = 0, kept = 0;         // ceil(seqlen_q / block_q), ceil(seqlen_k / block_k), entries
+    int64_t batch = 1, heads = 1;                 // 1 or the problem's: what the CSR is broadcast over
+    const int32_t *row_ptr = nullptr, *col = nullptr;     // row_ptr: (batch, heads, rows + 1) absolute offsets into col
+    const int32_t *row_ptr_t = nullptr, *col_t = nullptr; // (batch, heads, cols + 1)
+  } blocks;
+
+  View out, lse; // lse: (batch, head, query, -)
+  View dout, dlse, dq, dk, dv, dbias, dsinks;
+
+  __attribute__((always_inline)) int64_t group() const { return heads_kv > 0 ? heads / heads_kv : 1; } // query heads per key head
+
+  // The sequence b: its first packed token and its length (dense: row 0 of batch b). cu_seqlens is clamped, never trusted.
+  struct Rows {
+    int64_t begin, length;
+  };
+  __attribute__((always_inline)) Rows rows_q(int64_t b) const { return rows(cu_seqlens_q, b, total_q, seqlen_q); }
+  __attribute__((always_inline)) Rows rows_k(int64_t b) const { return rows(cu_seqlens_k, b, total_k, seqlen_k); }
+
+private:
+  __attribute__((always_inline)) Rows rows(const int32_t *cu, int64_t b, int64_t total, int64_t most) const {
+    if (!varlen) return {0, most};
+    auto clamp = [](int64_t x, int64_t lo, int64_t hi) { return x < lo ? lo : x > hi ? hi : x; };
+    int64_t begin = clamp(cu[b], 0, total), end = clamp(cu[b + 1], begin, total);
+    return {begin, end - begin < most ? end - begin : most};
+  }
+};
+
+// How the caller wants it run.
+struct Execution {
+  int32_t threads = 1; // >= 1, resolved
+  strobe_parallel parallel = nullptr;
+  void *pool = nullptr;
+  void *stream = nullptr;
+  void *workspace = nullptr;
+  uint64_t workspace_bytes = 0;
+
+  // body(i) for each i in [0, n), on the caller's threads or on threads started for this call. Defined in src/attention/parallel.cpp.
+  void run(int32_t n, void (*body)(void *arg, int32_t i), void *arg) const;
+  template <class F> void run(int32_t n, F &&f) const {
+    run(n, [](void *arg, int32_t i) { (*static_cast<F *>(arg))(i); }, &f);
+  }
+};
+
+// Checks everything; throws Error(STROBE_INVALID_ARGUMENT) listing each reason on a line of its own. A null execution is the default one.
+Problem validate(const strobe_attention *, const strobe_tensors *, Direction);
+Execution validate(const strobe_execution *);
+
+} // namespace strobe

@@ -1,0 +1,256 @@
+// The backward: FlashAttention-2's recomputation (Dao 2023, Algorithm 2), five products a tile. An item is one key head of one sequence:
+// its query tiles are walked in order, dQ of a tile is complete when its keys are done, dK and dV gather in fp32 rows. So the order of
+// every sum is fixed by the shape alone, whatever the number of threads.
+#pragma once
+#include "forward.h"
+
+namespace strobe::inline STROBE_ISA {
+
+template <class Math> struct BackwardScratch {
+  using T = typename Math::Real;
+  T *q, *d_o, *q_rows, *do_rows, *k, *v, *p_lanes, *p_rows, *s, *dp, *dq, *lse, *delta, *ones, *row, *keep = nullptr, *slopes = nullptr;
+  ScoreScratch<T> score;
+
+  BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile)
+      : score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
+    const int64_t d = problem.head_dim, dv = problem.head_dim_v;
+    Math::take_lanes(arena, tile.q, d, q);
+    Math::take_lanes(arena, tile.q, dv, d_o);
+    Math::take_rows(arena, tile.q, d, q_rows);
+    Math::take_rows(arena, tile.q, dv, do_rows);
+    Math::take_keys(arena, tile.k, d, k, true, true);
+    Math::take_keys(arena, tile.k, dv, v, true, false);
+    Math::take_scores(arena, tile.k, tile.width, p_lanes);
+    Math::take_scores(arena, tile.k, tile.width, p_rows);
+    s = arena.take<T>(tile.k * tile.width);
+    dp = arena.take<T>(tile.k * tile.width);
+    dq = arena.take<T>(round_to(d, 16) * tile.q);
+    lse = arena.take<T>(tile.q);
+    delta = arena.take<T>(tile.q);
+    ones = arena.take<T>(tile.q);
+    row = arena.take<T>(2 * round_to(dv, 16));
+    if (problem.dropout > 0) keep = arena.take<T>(tile.k * tile.width);
+    if (problem.softcap > 0) slopes = arena.take<T>(tile.k * tile.width);
+  }
+};
+
+// A tile of queries, ready: Q and dO as lanes and as rows, LSE and D - dLSE.
+template <class Math> struct QueryTile {
+  using T = typename Math::Real;
+  int64_t i0, i1, rows, pieces, width;
+  typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows[kMaxPieces], do_rows[kMaxPieces];
+
+  int64_t piece_lanes(int64_t n) const { return min((i64)width, (i64)(i1 - i0 - n * width)); }
+  int64_t piece_width(int64_t n) const { return min((i64)width, (i64)(rows - n * width)); }
+};
+
+// D_i - dLSE_i, D_i = sum_c dO_ic O_ic (FlashAttention-2, section 3.1.2), in double: one rounding for the whole row.
+template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t token, T *buffer) {
+  const Problem &p = *head.p;
+  const int64_t dv = p.head_dim_v, ld = round_to(dv, 16);
+  load_row(p.dout, head.b, head.h, token, 0, dv, buffer);
+  load_row(p.out, head.b, head.h, token, 0, dv, buffer + ld);
+  double sum = 0;
+  for (int64_t c = 0; c < dv; ++c) sum += double(buffer[c]) * double(buffer[ld + c]);
+  return p.dlse ? sum - double(*p.dlse.at<T>(head.b, head.h, token, 0)) : sum;
+}
+
+template <class Math>
+void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, bool rows_too, BackwardScratch<Math> &scratch, QueryTile<Math> &out) {
+  using T = typename Math::Real;
+  const Problem &p = *head.p;
+  const int64_t d = p.head_dim, dv = p.head_dim_v, token = head.q0 + i0;
+  out.i0 = i0;
+  out.i1 = min((i64)(i0 + tile.q), head.band.seqlen_q);
+  out.rows = round_to(out.i1 - i0, 16);
+  out.width = tile.width;
+  out.pieces = div_up(out.rows, tile.width);
+  for (int64_t n = 0; n < out.pieces; ++n) {
+    int64_t lane = n * tile.width, count = out.piece_lanes(n), width = out.piece_width(n);
+    out.q[n] = Math::load_lanes(p.q, head.b, head.h, token + lane, count, d, head.sign, width, scratch.q + Math::lanes_size(lane, d), scratch.score.buffer);
+    out.d_o[n] = Math::load_lanes(p.dout, head.b, head.h, token + lane, count, dv, T(1), width, scratch.d_o + Math::lanes_size(lane, dv), scratch.score.buffer);
+    if (!rows_too) continue;
+    out.q_rows[n] = Math::load_rows(p.q, head.b, head.h, token + lane, count, d, scratch.q_rows + Math::rows_size(lane, d));
+    out.do_rows[n] = Math::load_rows(p.dout, head.b, head.h, token + lane, count, dv, scratch.do_rows + Math::rows_size(lane, dv));
+  }
+  for (int64_t i = 0; i < out.rows; ++i) {
+    bool real = i0 + i < out.i1;
+    T lse = real ? *p.lse.at<T>(head.b, head.h, token + i, 0) : T(0);
+    scratch.lse[i] = real && lse != -kInfinity<T> ? lse : kInfinity<T>; // P = 0 in lanes past the end and in rows that see nothing
+    scratch.delta[i] = real ? T(row_delta(head, token + i, scratch.row)) : T(0);
+  }
+}
+
+// P (after dropout) into scratch.s and dS = P (dP - D + dLSE) into scratch.dp, for one piece of a tile.
+template <class Math>
+void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n, const Piece<typename Math::Real> &piece,
+               typename Math::Left k_rows, typename Math::Left v_rows, BackwardScratch<Math> &scratch) {
+  using T = typename Math::Real;
+  using V = Vec<T>;
+  constexpr int L = V::kLanes;
+  const Problem &p = *head.p;
+  const TileSpan &t = piece.span;
+  const int64_t lane = n * queries.width;
+  Math::multiply(t.keys, t.width, p.head_dim, k_rows, queries.q[n], scratch.s, t.width, false);      // S = K Q^T
+  Math::multiply(t.keys, t.width, p.head_dim_v, v_rows, queries.d_o[n], scratch.dp, t.width, false); // dP = V dO^T
+  if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, scratch.slopes);
+  if (head.dropout) load_keep(head, t, scratch.keep);
+  const V scale(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074));
+  for (int64_t c = 0; c < t.width; c += L) {
+    V lse = V::load(scratch.lse + lane + c), delta = V::load(scratch.delta + lane + c);
+    for (int64_t j = 0; j < t.keys; ++j) {
+      T *s = scratch.s + j * t.width + c, *dp = scratch.dp + j * t.width + c;
+      V prob = exp2((V::load(s) * scale - lse) * log2e), grad = V::load(dp);
+      if (head.dropout) {
+        V keep = V::load(scratch.keep + j * t.width + c);
+        (prob * keep).store(s);
+        grad *= keep;
+      } else {
+        prob.store(s);
+      }
+      (prob * (grad - delta)).store(dp);
+    }
+  }
+}
+
+// dK and dV of one key head gather here, keys x round_to(d, 16).
+template <class T> struct KeyGradients {
+  T *dk, *dv;
+  static int64_t size(const Problem &p) { return p.seqlen_k * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16)); }
+  void clear(const Problem &p, int64_t keys) const {
+    fill(dk, keys * round_to(p.head_dim, 16), T(0));
+    fill(dv, keys * round_to(p.head_dim_v, 16), T(0));
+  }
+  KeyGradients(T *base, const Problem &p) : dk(base), dv(base + p.seqlen_k * round_to(p.head_dim, 16)) {}
+};
+
+template <class Math>
+void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, BackwardScratch<Math> &scratch,
+                   const KeyGradients<typename Math::Real> &sums) {
+  using T = typename Math::Real;
+  const Problem &p = *head.p;
+  const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16);
+  const bool want_dq(p.dq), want_dk(p.dk), want_dv(p.dv);
+  QueryTile<Math> queries;
+  load_queries(head, tile, i0, want_dk || want_dv, scratch, queries);
+  fill(scratch.dq, d * queries.rows, T(0));
+
+  Schedule schedule(head.band, i0, queries.i1, tile.k, 16, head.blocks(i0));
+  for (KeyTile keys; schedule.next(keys);) {
+    typename Math::Keys k, v;
+    bool loaded = false;
+    for (int64_t n = 0; n < queries.pieces; ++n) {
+      const int64_t lane = n * tile.width, count = queries.piece_lanes(n);
+      Piece<T> piece;
+      if (!make_piece(head, i0 + lane, count, queries.piece_width(n), keys, piece)) continue;
+      if (!loaded) {
+        k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, d, scratch.k, true, want_dq);
+        v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, dv, scratch.v, true, false);
+        loaded = true;
+      }
+      const TileSpan &t = piece.span;
+      const int64_t skipped = t.j0 - keys.begin;
+      recompute(head, queries, n, piece, Math::rows_from(k.rows, skipped), Math::rows_from(v.rows, skipped), scratch);
+      if (want_dv) // dV += P^T dO
+        Math::multiply(t.keys, ldv, count, Math::score_rows(scratch.s, t.keys, t.width, scratch.p_rows), queries.do_rows[n], sums.dv + t.j0 * ldv, ldv, true);
+      if (scratch.slopes) scale_elements(scratch.dp, t.keys * t.width, scratch.slopes);
+      if (want_dk) // dK += dS^T Q
+        Math::multiply(t.keys, ldk, count, Math::score_rows(scratch.dp, t.keys, t.width, scratch.p_rows), queries.q_rows[n], sums.dk + t.j0 * ldk, ldk, true);
+      if (want_dq) // dQ^T += K^T dS
+        Math::multiply(d, t.width, t.keys, Math::columns_from(k.columns, skipped), Math::score_lanes(scratch.dp, t.keys, t.width, scratch.p_lanes),
+                       scratch.dq + d * lane, t.width, true);
+    }
+  }
+  if (!want_dq) return;
+  fill(scratch.ones, queries.rows, T(p.scale));
+  for (int64_t n = 0; n < queries.pieces; ++n) {
+    int64_t lane = n * tile.width;
+    store_lanes(p.dq, head.b, head.h, head.q0 + i0 + lane, queries.piece_lanes(n), d, scratch.ones + lane, scratch.dq + d * lane, queries.piece_width(n),
+                scratch.score.buffer);
+  }
+}
+
+// Items: key heads; where these are few, their query tiles are cut into chunks with sums of their own. Both follow from the shape alone.
+struct BackwardItems {
+  int64_t heads, chunks, tiles; // tiles: of the queries of all heads of a group
+  BackwardItems(const Problem &p, const TileSizes &tile) {
+    constexpr int64_t kEnough = 8;
+    heads = p.batch * p.heads_kv;
+    tiles = p.group() * div_up(p.seqlen_q, tile.q);
+    chunks = heads > 0 ? max(1ll, min((i64)tiles, div_up(kEnough, heads))) : 1;
+  }
+  int64_t count() const { return heads * chunks; }
+  // Sums are kept an item where chunks must be added up, else a thread.
+  int64_t sums(int64_t threads) const { return chunks > 1 ? count() : min((i64)threads, (i64)count()); }
+};
+
+// dst = scale * sum over parts (stride apart), rows [j0, j1) of one key head.
+template <class T>
+void store_key_gradients(const View &dst, int64_t b, int64_t h, int64_t k0, int64_t j0, int64_t j1, int64_t d, T scale, const T *first,
+                         int64_t parts, int64_t stride, T *buffer) {
+  if (!dst) return;
+  int64_t ld = round_to(d, 16);
+  for (int64_t j = j0; j < j1; ++j) {
+    fill(buffer, ld, T(0));
+    for (int64_t n = 0; n < parts; ++n)
+      for (int64_t c = 0; c < ld; ++c) buffer[c] += first[n * stride + j * ld + c];
+    for (int64_t c = 0; c < ld; ++c) buffer[c] *= scale;
+    store_row(dst, b, h, k0 + j, d, buffer);
+  }
+}
+
+template <class Math> void backward_keys(const Problem &p, const Execution &execution, const TileSizes &tile, char *workspace, int64_t each) {
+  using T = typename Math::Real;
+  const BackwardItems items(p, tile);
+  const int64_t size = KeyGradients<T>::size(p), threads = min((i64)execution.threads, (i64)items.count());
+  T *sums = reinterpret_cast<T *>(workspace + execution.threads * each);
+  const int64_t query_tiles = div_up(p.seqlen_q, tile.q);
+
+  auto store = [&](int64_t kv_head, int64_t j0, int64_t j1, const T *first, T *buffer) {
+    const int64_t b = kv_head / p.heads_kv, h = kv_head % p.heads_kv;
+    auto k = p.rows_k(b);
+    KeyGradients<T> part(const_cast<T *>(first), p);
+    j1 = min((i64)j1, (i64)k.length);
+    store_key_gradients(p.dk, b, h, k.begin, j0, j1, p.head_dim, T(p.scale), part.dk, items.chunks, size, buffer);
+    store_key_gradients(p.dv, b, h, k.begin, j0, j1, p.head_dim_v, T(1), part.dv, items.chunks, size, buffer);
+  };
+
+  int64_t next = 0;
+  execution.run(int32_t(threads), [&](int32_t thread) {
+    Arena arena(workspace + thread * each);
+    BackwardScratch<Math> scratch(arena, p, tile);
+    for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count();) {
+      const int64_t kv_head = item / items.chunks, chunk = item % items.chunks;
+      T *sum = sums + (items.chunks > 1 ? item : thread) * size;
+      KeyGradients<T> gradients(sum, p);
+      gradients.clear(p, p.rows_k(kv_head / p.heads_kv).length);
+      for (int64_t n = chunk * items.tiles / items.chunks; n < (chunk + 1) * items.tiles / items.chunks; ++n) {
+        Head<T> head(p, kv_head / p.heads_kv, kv_head % p.heads_kv * p.group() + n / query_tiles);
+        const int64_t i0 = n % query_tiles * tile.q;
+        if (i0 < head.band.seqlen_q) backward_tile<Math>(head, tile, i0, scratch, gradients);
+      }
+      if (items.chunks == 1) store(kv_head, 0, p.seqlen_k, sum, scratch.score.buffer);
+    }
+  });
+  if (items.chunks == 1 || (!p.dk && !p.dv)) return;
+
+  constexpr int64_t kRows = 64; // of keys an item
+  const int64_t pieces = div_up(p.seqlen_k, kRows), stores = items.heads * pieces;
+  next = 0;
+  execution.run(int32_t(min((i64)execution.threads, (i64)stores)), [&](int32_t thread) {
+    Arena arena(workspace + thread * each);
+    BackwardScratch<Math> scratch(arena, p, tile);
+    for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < stores;) {
+      int64_t kv_head = item / pieces, j0 = item % pieces * kRows;
+      store(kv_head, j0, j0 + kRows, sums + kv_head * items.chunks * size, scratch.score.buffer);
+    }
+  });
+}
+
+template <class Math> int64_t backward_scratch(const Problem &p, const TileSizes &tile) {
+  Arena arena(nullptr);
+  BackwardScratch<Math> scratch(arena, p, tile);
+  return round_to(arena.used(), 256);
+}
+
+} // namespace strobe::inline STROBE_ISA

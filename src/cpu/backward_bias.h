@@ -1,0 +1,148 @@
+// dbias: dS summed over the axes that bias is broadcast over, each sum in a fixed order. A pass of its own (two products a tile), so that
+// the order does not depend on how the other gradients are shared out.
+#pragma once
+#include "backward.h"
+
+namespace strobe::inline STROBE_ISA {
+
+// Where bias has a row for each query, an item is a tile of queries of one slice of bias: it walks the heads that share the slice and sums
+// keys x queries. Where one row serves all queries, an item is one head, and sums keys; the heads' sums are then added in order.
+struct BiasItems {
+  bool rows;               // bias has a row for each query
+  int64_t batch, heads;    // slices of bias
+  int64_t tiles;           // of queries
+  int64_t count, sum_size; // items, elements of an item's sum
+  BiasItems(const Problem &p, const TileSizes &tile) {
+    rows = p.dbias.stride[2] != 0;
+    batch = p.dbias.stride[0] != 0 ? p.batch : 1;
+    heads = p.dbias.stride[1] != 0 ? p.heads : 1;
+    tiles = div_up(p.seqlen_q, tile.q);
+    count = rows ? batch * heads * tiles : p.batch * p.heads;
+    sum_size = rows ? round_to(p.seqlen_k, 16) * tile.q : round_to(p.seqlen_k, 16);
+  }
+  int64_t sums(int64_t threads) const { return rows ? min((i64)threads, (i64)count) : count; }
+};
+
+// Adds dS of one tile of queries of one head to the sum.
+template <class Math>
+void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, bool rows, BackwardScratch<Math> &scratch,
+                        typename Math::Real *sum) {
+  using T = typename Math::Real;
+  using V = Vec<T>;
+  const Problem &p = *head.p;
+  QueryTile<Math> queries;
+  load_queries(head, tile, i0, false, scratch, queries);
+  Schedule schedule(head.band, i0, queries.i1, tile.k, 16, head.blocks(i0));
+  for (KeyTile keys; schedule.next(keys);) {
+    auto k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, p.head_dim, scratch.k, true, false);
+    auto v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, p.head_dim_v, scratch.v, true, false);
+    for (int64_t n = 0; n < queries.pieces; ++n) {
+      Piece<T> piece;
+      if (!make_piece(head, i0 + n * tile.width, queries.piece_lanes(n), queries.piece_width(n), keys, piece)) continue;
+      const TileSpan &t = piece.span;
+      recompute(head, queries, n, piece, Math::rows_from(k.rows, t.j0 - keys.begin), Math::rows_from(v.rows, t.j0 - keys.begin), scratch);
+      for (int64_t j = 0; j < t.keys; ++j) {
+        const T *ds = scratch.dp + j * t.width;
+        if (rows) {
+          T *to = sum + (t.j0 + j) * tile.q + n * tile.width;
+          for (int64_t c = 0; c < t.width; c += V::kLanes) (V::load(to + c) + V::load(ds + c)).store(to + c);
+        } else {
+          for (int64_t c = 0; c < t.lanes; ++c) sum[t.j0 + j] += ds[c];
+        }
+      }
+    }
+  }
+}
+
+// One row of dbias, from sum[j * stride], j < seqlen_k; one element if bias has one column.
+template <class T> STROBE_INLINE void store_bias_row(const Problem &p, int64_t b, int64_t h, int64_t i, const T *sum, int64_t stride) {
+  with_type(p.dbias.dtype, [&](auto *type) {
+    using To = std::remove_pointer_t<decltype(type)>;
+    T all = 0;
+    for (int64_t j = 0; j < p.seqlen_k; ++j) {
+      if (p.dbias.stride[3] != 0)
+        narrow(Narrow<To>(sum[j * stride]), *p.dbias.at<To>(b, h, i, j));
+      else
+        all += sum[j * stride];
+    }
+    if (p.dbias.stride[3] == 0) narrow(Narrow<To>(all), *p.dbias.at<To>(b, h, i, 0));
+  });
+}
+
+template <class Math> void backward_bias(const Problem &p, const Execution &execution, const TileSizes &tile, char *workspace, int64_t each) {
+  using T = typename Math::Real;
+  const BiasItems items(p, tile);
+  T *sums = reinterpret_cast<T *>(workspace + execution.threads * each);
+  int64_t next = 0;
+  execution.run(int32_t(min((i64)execution.threads, (i64)items.count)), [&](int32_t thread) {
+    Arena arena(workspace + thread * each);
+    BackwardScratch<Math> scratch(arena, p, tile);
+    auto tile_of = [&](int64_t b, int64_t h, int64_t i0, T *sum) {
+      Head<T> head(p, b, h);
+      if (i0 < head.band.seqlen_q) backward_bias_tile<Math>(head, tile, i0, items.rows, scratch, sum);
+    };
+    for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count;) {
+      T *sum = sums + (items.rows ? thread : item) * items.sum_size;
+      fill(sum, items.sum_size, T(0));
+      if (!items.rows) {
+        for (int64_t n = 0; n < items.tiles; ++n) tile_of(item / p.heads, item % p.heads, n * tile.q, sum);
+        continue;
+      }
+      const int64_t i0 = item % items.tiles * tile.q, slice_b = item / items.tiles / items.heads, slice_h = item / items.tiles % items.heads;
+      for (int64_t b = items.batch > 1 ? slice_b : 0; b < (items.batch > 1 ? slice_b + 1 : p.batch); ++b)
+        for (int64_t h = items.heads > 1 ? slice_h : 0; h < (items.heads > 1 ? slice_h + 1 : p.heads); ++h) tile_of(b, h, i0, sum);
+      for (int64_t i = i0; i < min((i64)(i0 + tile.q), (i64)p.seqlen_q); ++i) store_bias_row(p, slice_b, slice_h, i, sum + i - i0, tile.q);
+    }
+  });
+  if (items.rows) return;
+  for (int64_t slice = 0; slice < items.batch * items.heads; ++slice) {
+    const int64_t slice_b = slice / items.heads, slice_h = slice % items.heads;
+    T *total = sums + (slice_b * p.heads + slice_h) * items.sum_size; // the first head of the slice: the others are added to it
+    for (int64_t b = items.batch > 1 ? slice_b : 0; b < (items.batch > 1 ? slice_b + 1 : p.batch); ++b)
+      for (int64_t h = items.heads > 1 ? slice_h : 0; h < (items.heads > 1 ? slice_h + 1 : p.heads); ++h) {
+        const T *sum = sums + (b * p.heads + h) * items.sum_size;
+        if (sum == total) continue;
+        for (int64_t j = 0; j < p.seqlen_k; ++j) total[j] += sum[j];
+      }
+    if (p.seqlen_q > 0) store_bias_row(p, slice_b, slice_h, 0, total, 1);
+  }
+}
+
+// dsinks_h = sum over b, i of exp(sink_h - LSE_i) (dLSE_i - D_i)
+template <class T> void backward_sinks(const Problem &p, int64_t h, T *buffer) {
+  double sum = 0, sink = load_as<double>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, h, 0, 0));
+  for (int64_t b = 0; b < p.batch; ++b) {
+    Head<T> head(p, b, h);
+    for (int64_t i = 0; i < head.band.seqlen_q; ++i) {
+      double lse = double(*p.lse.at<T>(b, h, head.q0 + i, 0));
+      if (lse > -__builtin_inf()) sum -= __builtin_exp(sink - lse) * row_delta(head, head.q0 + i, buffer);
+    }
+  }
+  *p.dsinks.at<T>(0, h, 0, 0) = T(sum);
+}
+
+template <class Math> int64_t backward_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
+  using T = typename Math::Real;
+  int64_t most = BackwardItems(p, tile).sums(threads) * KeyGradients<T>::size(p);
+  if (p.dbias) {
+    BiasItems items(p, tile);
+    most = max((i64)most, (i64)(items.sums(threads) * items.sum_size));
+  }
+  return threads * backward_scratch<Math>(p, tile) + most * int64_t(sizeof(T));
+}
+
+template <class Math> void backward(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
+  using T = typename Math::Real;
+  char *base = static_cast<char *>(workspace);
+  const int64_t each = backward_scratch<Math>(p, tile);
+  if (p.dq || p.dk || p.dv) backward_keys<Math>(p, execution, tile, base, each);
+  if (p.dbias) backward_bias<Math>(p, execution, tile, base, each);
+  if (!p.dsinks) return;
+  execution.run(int32_t(min((i64)execution.threads, (i64)p.heads)), [&](int32_t thread) {
+    Arena arena(base + thread * each);
+    BackwardScratch<Math> scratch(arena, p, tile);
+    for (int64_t h = thread; h < p.heads; h += min((i64)execution.threads, (i64)p.heads)) backward_sinks<T>(p, h, scratch.row);
+  });
+}
+
+} // namespace strobe::inline STROBE_ISA

@@ -1,0 +1,125 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "isa.h"
+
+namespace strobe {
+
+namespace baseline { const CpuKernels *kernels(DType); }
+namespace neon { const CpuKernels *kernels(DType); }
+namespace avx2 { const CpuKernels *kernels(DType); }
+namespace avx512 { const CpuKernels *kernels(DType); }
+
+namespace {
+
+std::string never_missing() { return {}; }
+
+// From the fastest to the slowest.
+const InstructionSet kInstructionSets[] = {
+#if defined(__x86_64__)
+    {"cpu-avx512",
+     [] {
+       bool all = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+       return std::string(all ? "" : "this CPU lacks AVX-512 (F, BW, DQ, VL)");
+     },
+     avx512::kernels,
+     {64, 64}},
+    {"cpu-avx2",
+     [] {
+       bool all = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+       return std::string(all ? "" : "this CPU lacks AVX2 and FMA");
+     },
+     avx2::kernels,
+     {32, 32}},
+#endif
+#if defined(__aarch64__)
+    {"cpu-neon", never_missing, neon::kernels, {16, 16}},
+#else
+    {"cpu-baseline", never_missing, baseline::kernels, {8, 8}},
+#endif
+};
+
+std::string rounded(const char *what, int64_t wish, int64_t got, const char *why) {
+  char text[160];
+  std::snprintf(text, sizeof text, "%s %lld rounded to %lld: %s", what, (long long)wish, (long long)got, why);
+  return text;
+}
+
+constexpr int64_t kLongestTileQ = 256, kLongestTileK = 512, kWidth = 64;
+
+// Br: a multiple of 16 that, under block sparsity, divides the query block.
+TileSizes choose_tiles(const Problem &p, std::vector<std::string> &notes) {
+  auto round16 = [](int64_t x) { return (x + 15) / 16 * 16; };
+  TileSizes tile;
+  int64_t most = std::min(kLongestTileQ, std::max<int64_t>(16, round16(p.seqlen_q)));
+  tile.q = std::min(most, p.tile_q > 0 ? round16(p.tile_q) : kWidth);
+  if (p.blocks.present)
+    while (p.blocks.block_q % tile.q != 0) tile.q -= 16;
+  tile.k = std::min(kLongestTileK, p.tile_k > 0 ? round16(p.tile_k) : int64_t(64));
+  tile.width = std::min(kWidth, tile.q);
+  if (p.tile_q > 0 && tile.q != p.tile_q)
+    notes.push_back(rounded("tile_q", p.tile_q, tile.q, "a multiple of 16, at most 256 and the queries, dividing the block of a block-sparse mask"));
+  if (p.tile_k > 0 && tile.k != p.tile_k) notes.push_back(rounded("tile_k", p.tile_k, tile.k, "a multiple of 16, at most 512"));
+  return tile;
+}
+
+// Scores that are visible by position and blocks: causal halves, a window bounds, a sparse mask keeps its share.
+double visible_scores(const Problem &p) {
+  double q = double(p.seqlen_q), k = double(p.seqlen_k), keys = k;
+  if (p.window_right != kUnbounded && p.window_left != kUnbounded)
+    keys = std::min(k, double(p.window_left) + double(p.window_right) + 1);
+  else if (p.window_right != kUnbounded || p.window_left != kUnbounded)
+    keys = k / 2;
+  double share = 1;
+  if (p.blocks.present) share = double(p.blocks.kept) / std::max(1.0, double(p.blocks.batch * p.blocks.heads * p.blocks.rows * p.blocks.cols));
+  double sequences = p.varlen ? double(p.total_q) / std::max(1.0, q) : double(p.batch);
+  return sequences * double(p.heads) * q * keys * share;
+}
+
+class CpuEngine final : public Engine {
+public:
+  explicit CpuEngine(const InstructionSet &set) : set_(set) {}
+  const char *name() const override { return set_.name; }
+  std::string missing() const override { return set_.missing(); }
+
+  Answer plan(const Problem &p, const Execution &execution, Direction direction) const override {
+    if (p.device_type != STROBE_CPU) return "the tensors are not on the CPU";
+    const CpuKernels *kernels = set_.kernels(p.dtype);
+    if (!kernels) return std::string("adds nothing for ") + strobe::name(p.dtype);
+    Plan plan;
+    plan.engine = set_.name;
+    TileSizes tile = choose_tiles(p, plan.notes);
+    plan.kernel = std::string(kernels->arithmetic) + ", " + std::to_string(tile.width) + " queries at once";
+    plan.tile_q = tile.q;
+    plan.tile_k = tile.k;
+    const bool forward = direction == Direction::forward;
+    plan.workspace_bytes = uint64_t((forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
+    constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, share of the peak, and cost of a call
+    double flops = visible_scores(p) * 2 * double(forward ? p.head_dim + p.head_dim_v : 3 * p.head_dim + 2 * p.head_dim_v);
+    double rate = set_.flops_per_cycle[p.dtype == DType::bf16] * (p.dtype == DType::f64 ? 0.5 : 1.0);
+    plan.predicted_seconds = kStart + flops / (rate * kHertz * kShare * execution.threads);
+    return plan;
+  }
+
+  void run(const Problem &p, const Execution &execution, Direction direction, const Plan &plan, void *workspace) const override {
+    const CpuKernels *kernels = set_.kernels(p.dtype);
+    TileSizes tile{plan.tile_q, plan.tile_k, std::min(kWidth, plan.tile_q)};
+    (direction == Direction::forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
+  }
+
+private:
+  const InstructionSet &set_;
+};
+
+} // namespace
+
+std::vector<const Engine *> cpu_engines() {
+  static const std::vector<CpuEngine> all(std::begin(kInstructionSets), std::end(kInstructionSets));
+  std::vector<const Engine *> list;
+  for (const CpuEngine &engine : all) list.push_back(&engine);
+  return list;
+}
+
+} // namespace strobe

@@ -1,0 +1,193 @@
+// The forward: FlashAttention-2's loop (Dao 2023, Algorithm 1), a tile of queries an item, one query a lane.
+#pragma once
+#include "../../kernels/attention/softmax.h"
+#include "isa.h"
+#include "scores.h"
+
+namespace strobe::inline STROBE_ISA {
+
+inline constexpr int64_t kMaxPieces = 16; // Br / width at most
+
+// Everything one thread needs for one tile of queries.
+template <class Math> struct ForwardScratch {
+  using T = typename Math::Real;
+  T *q, *k, *v, *p, *s, *o, *m, *l, *alpha, *keep = nullptr;
+  ScoreScratch<T> score;
+
+  ForwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile)
+      : score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
+    Math::take_lanes(arena, tile.q, problem.head_dim, q);
+    Math::take_keys(arena, tile.k, problem.head_dim, k, true, false);
+    Math::take_keys(arena, tile.k, problem.head_dim_v, v, false, true);
+    Math::take_scores(arena, tile.k, tile.width, p);
+    s = arena.take<T>(tile.k * tile.width);
+    o = arena.take<T>(round_to(problem.head_dim_v, 16) * tile.q);
+    m = arena.take<T>(tile.q);
+    l = arena.take<T>(tile.q);
+    alpha = arena.take<T>(tile.width);
+    if (problem.dropout > 0) keep = arena.take<T>(tile.k * tile.width);
+  }
+};
+
+// One step of online softmax over a tile: s becomes P, m and l move on; alpha is what O must be multiplied by. Returns whether any is not 1.
+template <class T> __attribute__((noinline)) bool softmax_step(const Head<T> &head, const TileSpan &t, T *s, T *m, T *l, T *alpha) {
+  using V = Vec<T>;
+  constexpr int L = V::kLanes, kColumns = 4;
+  const V unit(head.unit), hidden(-kInfinity<T>);
+  bool moved = false;
+  auto columns = [&](auto count, int64_t lane) __attribute__((always_inline)) {
+    constexpr int n = count;
+    V most[n], sum[n], reference[n];
+    unroll<n>(STROBE_UNROLL(c) { most[c] = hidden; });
+    for (int64_t j = 0; j < t.keys; ++j) unroll<n>(STROBE_UNROLL(c) { most[c] = max(most[c], V::load(s + j * t.width + lane + c * L)); });
+    unroll<n>(STROBE_UNROLL(c) {
+      RowState<V> row{V::load(m + lane + c * L), V::load(l + lane + c * L)};
+      V factor = rescale(row, most[c], unit, hidden);
+      factor.store(alpha + lane + c * L);
+      moved |= !all_equal(factor, T(1));
+      row.m.store(m + lane + c * L);
+      reference[c] = reference_of(row.m, hidden);
+      sum[c] = row.l;
+    });
+    for (int64_t j = 0; j < t.keys; ++j) {
+      unroll<n>(STROBE_UNROLL(c) {
+        T *at = s + j * t.width + lane + c * L;
+        V p = exp2((V::load(at) - reference[c]) * unit);
+        sum[c] += p;
+        p.store(at);
+      });
+    }
+    unroll<n>(STROBE_UNROLL(c) { sum[c].store(l + lane + c * L); });
+  };
+  int64_t lane = 0;
+  for (; lane + kColumns * L <= t.width; lane += kColumns * L) columns(Index<kColumns>{}, lane);
+  for (; lane < t.width; lane += L) columns(Index<1>{}, lane);
+  return moved;
+}
+
+// x[row * width + lane] *= factor[lane] (or factor[row * width + lane] when each row has its own)
+template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t width, const T *factor) {
+  constexpr int L = Vec<T>::kLanes;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t lane = 0; lane < width; lane += L) (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
+}
+template <class T> STROBE_INLINE void scale_elements(T *x, int64_t count, const T *factor) {
+  constexpr int L = Vec<T>::kLanes;
+  for (int64_t i = 0; i < count; i += L) (Vec<T>::load(x + i) * Vec<T>::load(factor + i)).store(x + i);
+}
+
+// Whether, and how, a piece of lanes takes part in a tile of keys: the tile cut to what it sees.
+template <class T> struct Piece {
+  TileSpan span;
+  bool band_masked, use_mask;
+  bool options(const Head<T> &head) const { return head.additive || band_masked || use_mask; }
+};
+template <class T> STROBE_INLINE bool make_piece(const Head<T> &head, int64_t i0, int64_t lanes, int64_t width, const KeyTile &tile, Piece<T> &piece) {
+  Range any = intersect({tile.begin, tile.end}, head.band.keys_any(i0, i0 + lanes)), all = head.band.keys_all(i0, i0 + lanes);
+  if (any.empty()) return false;
+  int64_t begin = max(round_down(any.begin, 16), (i64)tile.begin);
+  piece.span = {i0, lanes, width, begin, any.end - begin};
+  piece.band_masked = begin < all.begin || any.end > all.end;
+  piece.use_mask = false;
+  if (head.p->mask) {
+    Visible seen = classify(*head.p, head.b, head.h, piece.span);
+    if (seen == Visible::none) return false;
+    piece.use_mask = seen == Visible::some;
+  }
+  return true;
+}
+
+template <class Math> void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, ForwardScratch<Math> &scratch) {
+  using T = typename Math::Real;
+  using V = Vec<T>;
+  constexpr int L = V::kLanes;
+  const Problem &p = *head.p;
+  const int64_t i1 = min((i64)(i0 + tile.q), head.band.seqlen_q), d = p.head_dim, dv = p.head_dim_v;
+  const int64_t rows = round_to(i1 - i0, 16);
+
+  // Q transposed, piece by piece of width lanes; O likewise
+  typename Math::Right q[kMaxPieces];
+  int64_t pieces = 0;
+  for (int64_t lane = 0; lane < rows; lane += tile.width, ++pieces) {
+    int64_t width = min((i64)tile.width, (i64)(rows - lane)), count = min((i64)width, (i64)(i1 - i0 - lane));
+    q[pieces] = Math::load_lanes(p.q, head.b, head.h, head.q0 + i0 + lane, count, d, head.sign, width, scratch.q + Math::lanes_size(lane, d), scratch.score.buffer);
+  }
+  fill(scratch.o, dv * rows, T(0));
+  fill(scratch.m, rows, -kInfinity<T>);
+  fill(scratch.l, rows, T(0));
+
+  Schedule schedule(head.band, i0, i1, tile.k, 16, head.blocks(i0));
+  for (KeyTile keys; schedule.next(keys);) {
+    typename Math::Keys k, v;
+    bool loaded = false;
+    for (int64_t n = 0; n < pieces; ++n) {
+      int64_t lane = n * tile.width, width = min((i64)tile.width, (i64)(rows - lane));
+      Piece<T> piece;
+      if (!make_piece(head, i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), width, keys, piece)) continue;
+      if (!loaded) {
+        k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, d, scratch.k, true, false);
+        v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, dv, scratch.v, false, true);
+        loaded = true;
+      }
+      const TileSpan &t = piece.span;
+      int64_t skipped = t.j0 - keys.begin;
+      T *o = scratch.o + dv * lane, *m = scratch.m + lane, *l = scratch.l + lane;
+
+      Math::multiply(t.keys, width, d, Math::rows_from(k.rows, skipped), q[n], scratch.s, width, false); // S = K Q^T
+      if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, (T *)nullptr);
+      if (softmax_step(head, t, scratch.s, m, l, scratch.alpha)) scale_lanes(o, dv, width, scratch.alpha);
+      if (head.dropout) {
+        load_keep(head, t, scratch.keep);
+        scale_elements(scratch.s, t.keys * width, scratch.keep);
+      }
+      Math::multiply(dv, width, t.keys, Math::columns_from(v.columns, skipped), Math::score_lanes(scratch.s, t.keys, width, scratch.p), o, width, true); // O += V^T P
+    }
+  }
+
+  // O / l and LSE; the sink joins the denominator
+  for (int64_t lane = 0; lane < rows; lane += L) {
+    V m = V::load(scratch.m + lane), l = V::load(scratch.l + lane), factor(T(1));
+    if (p.sinks) {
+      RowState<V> row{m, l};
+      T sink = load_as<T>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0));
+      V logit(head.additive ? sink : sink / head.scale);
+      factor = rescale(row, logit, V(head.unit), V(-kInfinity<T>));
+      m = row.m;
+      l = row.l + exp2((logit - reference_of(m, V(-kInfinity<T>))) * V(head.unit));
+    }
+    factor = select(l == V(T(0)), V(T(0)), factor / l);
+    factor.store(scratch.l + lane);
+    for (int64_t n = 0; n < L && i0 + lane + n < i1; ++n) {
+      if (!p.lse) break;
+      double natural = head.additive ? double(m.v[n]) : double(m.v[n]) * double(head.scale);
+      T lse = l.v[n] == T(0) ? -kInfinity<T> : T(natural + __builtin_log(double(l.v[n])));
+      *p.lse.at<T>(head.b, head.h, head.q0 + i0 + lane + n, 0) = lse;
+    }
+  }
+  for (int64_t n = 0; n < pieces; ++n) {
+    int64_t lane = n * tile.width, width = min((i64)tile.width, (i64)(rows - lane));
+    store_lanes(p.out, head.b, head.h, head.q0 + i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), dv, scratch.l + lane, scratch.o + dv * lane, width, scratch.score.buffer);
+  }
+}
+
+template <class Math> int64_t forward_scratch(const Problem &p, const TileSizes &tile) {
+  Arena arena(nullptr);
+  ForwardScratch<Math> scratch(arena, p, tile);
+  return round_to(arena.used(), 256);
+}
+
+template <class Math> void forward(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
+  const int64_t tiles = div_up(p.seqlen_q, tile.q), items = p.batch * p.heads * tiles, each = forward_scratch<Math>(p, tile);
+  int64_t next = 0; // by builtins, not std::atomic: see isa.h on inline functions of std
+  execution.run(int32_t(min((i64)execution.threads, (i64)items)), [&](int32_t thread) {
+    Arena arena(static_cast<char *>(workspace) + thread * each);
+    ForwardScratch<Math> scratch(arena, p, tile);
+    for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) {
+      Head<typename Math::Real> head(p, item / tiles / p.heads, item / tiles % p.heads);
+      int64_t i0 = (tiles - 1 - item % tiles) * tile.q; // causal: the longest rows first
+      if (i0 < head.band.seqlen_q) forward_tile<Math>(head, tile, i0, scratch);
+    }
+  });
+}
+
+} // namespace strobe::inline STROBE_ISA

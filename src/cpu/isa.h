@@ -1,0 +1,31 @@
+// What the translation unit of an instruction set offers. Such a unit is compiled for that set, so nothing inline that other units share may
+// come out of it: the linker could choose its copy for a CPU without the set. Its own code lives in a namespace of its own (STROBE_ISA), what
+// it includes from elsewhere is always_inline, and tests/cpp checks the object files' symbols.
+#pragma once
+#include <string>
+
+#include "attention/attention.h"
+
+namespace strobe {
+
+struct TileSizes {
+  int64_t q, k;  // Br, Bc, multiples of 16
+  int64_t width; // lanes worked on at once: a tile of queries is cut into pieces of so many
+};
+
+struct CpuKernels {
+  const char *arithmetic; // in words
+  int64_t (*forward_workspace)(const Problem &, const TileSizes &, int64_t threads);
+  void (*forward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
+  int64_t (*backward_workspace)(const Problem &, const TileSizes &, int64_t threads);
+  void (*backward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
+};
+
+struct InstructionSet {
+  const char *name;          // of the engine
+  std::string (*missing)();  // why this machine cannot run it; empty if it can
+  const CpuKernels *(*kernels)(DType); // null where the set adds nothing for this type
+  double flops_per_cycle[2]; // multiply-adds count two: {fp32 (fp64: half), bf16}; for the predicted time alone
+};
+
+} // namespace strobe

@@ -1,0 +1,203 @@
+// One tile of scores: what the options of the problem do to it before softmax sees it. Keys are rows, queries lanes.
+#pragma once
+#include "../../kernels/attention/dropout.h"
+#include "../../kernels/attention/schedule.h"
+#include "../../kernels/attention/score.h"
+#include "tile.h"
+
+namespace strobe::inline STROBE_ISA {
+
+// A tile of scores: queries [i0, i0 + lanes), keys [j0, j0 + keys), in s[key * width + lane].
+struct TileSpan {
+  int64_t i0, lanes, width;
+  int64_t j0, keys;
+};
+
+// The constants of a problem, and of one head of one sequence of it.
+template <class T> struct Head {
+  int64_t b, h;            // batch or sequence, query head
+  int64_t kv;              // its key head
+  int64_t q0, k0;          // first packed token (0 when dense)
+  Band band;
+  BlockRow no_blocks{nullptr, 0, 0};
+  const Problem *p;
+
+  bool additive;           // softcap, ALiBi or bias: scores are kept in their own unit, else as raw q.k
+  T scale, unit;           // score = raw * scale; exp2's argument = (s - m) * unit
+  T sign;                  // what Q is multiplied by, so that raw scores grow with the score
+  T cap, slope;
+  bool dropout;
+  DropoutKey key;
+  u32 threshold;
+
+  Head(const Problem &problem, int64_t batch, int64_t head) : b(batch), h(head), p(&problem) {
+    kv = head / problem.group();
+    auto q = problem.rows_q(batch), k = problem.rows_k(batch);
+    q0 = q.begin;
+    k0 = k.begin;
+    band = Band::make(q.length, k.length, problem.bottom_right, problem.window_left, problem.window_right);
+    constexpr double kLog2e = 1.4426950408889634074;
+    additive = problem.softcap > 0 || problem.alibi_slopes || problem.bias || problem.scale == 0;
+    sign = !additive && problem.scale < 0 ? T(-1) : T(1);
+    scale = T(additive ? problem.scale : problem.scale * double(sign));
+    unit = T(additive ? kLog2e : double(scale) * kLog2e);
+    cap = T(problem.softcap);
+    slope = problem.alibi_slopes ? load_as<T>(problem.alibi_slopes.dtype, problem.alibi_slopes.data, problem.alibi_slopes.index(batch, head, 0, 0)) : T(0);
+    dropout = problem.dropout > 0;
+    if (dropout) {
+      key = problem.rng ? dropout_key(u64(problem.rng[0]), u64(problem.rng[1])) : dropout_key(problem.seed, problem.offset);
+      threshold = dropout_threshold(problem.dropout);
+    }
+  }
+
+  STROBE_INLINE int64_t seqlen_q() const { return band.seqlen_q; }
+  STROBE_INLINE int64_t seqlen_k() const { return band.seqlen_k; }
+
+  // The row of blocks that the queries from i0 lie in.
+  STROBE_INLINE BlockRow blocks(int64_t i0) const {
+    const Problem::Blocks &m = p->blocks;
+    if (!m.present) return no_blocks;
+    int64_t row = i0 / m.block_q, base = ((m.batch > 1 ? b : 0) * m.heads + (m.heads > 1 ? h : 0)) * (m.rows + 1);
+    int64_t begin = clamp(m.row_ptr[base + row], 0, m.kept), end = clamp(m.row_ptr[base + row + 1], begin, m.kept);
+    static const i32 nothing = 0; // a row of no entries is still a row
+    return {m.kept > 0 ? m.col + begin : &nothing, end - begin, m.block_k};
+  }
+
+private:
+  static STROBE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+};
+
+enum class Visible { none, some, all };
+
+// What the mask tensor says of a tile: a scan, so that blocks it hides cost nothing.
+inline Visible classify(const Problem &p, int64_t b, int64_t h, const TileSpan &t) {
+  const View &m = p.mask;
+  bool any = false, all = true;
+  int64_t rows = m.stride[2] == 0 ? 1 : t.lanes;
+  for (int64_t i = 0; i < rows && !(any && !all); ++i) {
+    const uint8_t *row = m.at<uint8_t>(b, h, t.i0 + i, t.j0);
+    int64_t stride = m.stride[3];
+    unsigned low = 0xFF, high = 0;
+    if (stride == 1) {
+      for (int64_t j = 0; j < t.keys; ++j) {
+        unsigned x = row[j] != 0;
+        low &= x;
+        high |= x;
+      }
+    } else {
+      for (int64_t j = 0; j < t.keys; ++j) {
+        unsigned x = row[j * stride] != 0;
+        low &= x;
+        high |= x;
+      }
+    }
+    any |= high != 0;
+    all &= low != 0;
+  }
+  return all ? Visible::all : any ? Visible::some : Visible::none;
+}
+
+// Scratch of one tile; what the problem has no use for stays null.
+template <class T> struct ScoreScratch {
+  T *add = nullptr;    // bias, and -inf where the mask hides
+  T *buffer = nullptr; // 16 rows
+  T *first = nullptr, *last = nullptr; // visible keys of each lane, relative to the tile
+
+  ScoreScratch(Arena &arena, const Problem &p, int64_t tile_k, int64_t width, int64_t columns) {
+    if (p.mask || p.bias) add = arena.take<T>(tile_k * width);
+    buffer = arena.take<T>(16 * round_to(columns, 16));
+    first = arena.take<T>(width);
+    last = arena.take<T>(width);
+  }
+};
+
+template <class T> constexpr T kInfinity = T(__builtin_inf());
+
+// add[key][lane] = bias, -inf where mask is false
+template <class T> __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan &t, bool use_mask, ScoreScratch<T> &scratch) {
+  const Problem &p = *head.p;
+  T *add = scratch.add;
+  if (p.bias && p.bias.stride[2] != 0) {
+    load_lanes(p.bias, head.b, head.h, t.i0, t.lanes, t.j0, t.keys, T(1), add, t.width, scratch.buffer);
+  } else {
+    for (int64_t j = 0; j < t.keys; ++j) {
+      T value = p.bias ? load_as<T>(p.bias.dtype, p.bias.data, p.bias.index(head.b, head.h, 0, t.j0 + j)) : T(0);
+      fill(add + j * t.width, t.width, value);
+    }
+  }
+  if (!use_mask) return;
+  const View &m = p.mask;
+  for (int64_t j = 0; j < t.keys; ++j) {
+    const uint8_t *column = m.at<uint8_t>(head.b, head.h, t.i0, t.j0 + j);
+    T *row = add + j * t.width;
+    if (m.stride[2] == 0) {
+      if (!*column) fill(row, t.width, -kInfinity<T>);
+    } else {
+      for (int64_t i = 0; i < t.lanes; ++i) row[i] = column[i * m.stride[2]] ? row[i] : -kInfinity<T>;
+    }
+  }
+}
+
+// Raw q.k -> score, in place. slopes (optional): d score / d (scaled q.k), through softcap.
+template <class T>
+__attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan &t, bool band_masked, bool use_mask, ScoreScratch<T> &scratch, T *s, T *slopes) {
+  using V = Vec<T>;
+  constexpr int L = V::kLanes;
+  const Problem &p = *head.p;
+  bool use_add = use_mask || p.bias;
+  if (use_add) load_additive(head, t, use_mask, scratch);
+  if (band_masked) {
+    for (int64_t lane = 0; lane < t.width; ++lane) {
+      Range seen = head.band.keys(t.i0 + lane);
+      scratch.first[lane] = T(min(max(seen.begin - t.j0, 0ll), (i64)t.keys));
+      scratch.last[lane] = T(min(max(seen.end - 1 - t.j0, -1ll), (i64)t.keys));
+    }
+  }
+  const V hidden(-kInfinity<T>), scale(head.scale), cap(head.cap), inverse_cap(T(1) / head.cap), slope(head.slope);
+  for (int64_t lane = 0; lane < t.width; lane += L) {
+    V distance = V(T(t.i0 + lane + head.band.offset - t.j0)) + V::iota();
+    V first = band_masked ? V::load(scratch.first + lane) : V(T(0)), last = band_masked ? V::load(scratch.last + lane) : V(T(0));
+    for (int64_t j = 0; j < t.keys; ++j) {
+      T *at = s + j * t.width + lane;
+      V x = V::load(at);
+      if (head.additive) {
+        x *= scale;
+        if (p.softcap > 0) {
+          x = softcap(x, cap, inverse_cap);
+          if (slopes) softcap_slope(x, inverse_cap).store(slopes + j * t.width + lane);
+        }
+        if (p.alibi_slopes) x += alibi(slope, distance - V(T(j)));
+      }
+      if (use_add) {
+        V add = V::load(scratch.add + j * t.width + lane);
+        x = select(add == hidden, hidden, x + add);
+      }
+      if (band_masked) x = select((V(T(j)) >= first) & (V(T(j)) <= last), x, hidden);
+      x.store(at);
+    }
+  }
+}
+
+// keep[key][lane] = 1 / keep rate where dropout keeps the element, else 0. i0 and j0 are multiples of 16.
+template <class T> __attribute__((noinline)) void load_keep(const Head<T> &head, const TileSpan &t, T *keep) {
+  const T kept = T(1) / T(dropout_keep_rate(head.threshold));
+  for (int64_t j = 0; j < t.keys; j += 16) {
+    for (int64_t i = 0; i < t.width; i += 16) {
+      u32 key_group = dropout_group(t.j0 + j), query_group = dropout_group(t.i0 + i);
+      u32 bits[4][16]; // [word][4 * key group + query group]: sixteen calls side by side
+      for (u32 g = 0; g < 16; ++g) {
+        Philox x = dropout_bits(head.key, key_group + g / 4, query_group + g % 4, u32(head.h), u32(head.b));
+        for (int w = 0; w < 4; ++w) bits[w][g] = x.x[w];
+      }
+      int64_t rows = t.keys - j < 16 ? t.keys - j : 16;
+      for (int64_t r = 0; r < rows; ++r) {
+        u32 g = dropout_group(r), shift = 8 * dropout_slot(r);
+        T *to = keep + (j + r) * t.width + i;
+        for (int64_t c = 0; c < 16; ++c)
+          to[c] = (bits[dropout_slot(c)][4 * g + dropout_group(c)] >> shift & 0xFF) < head.threshold ? kept : T(0);
+      }
+    }
+  }
+}
+
+} // namespace strobe::inline STROBE_ISA

@@ -1,0 +1,155 @@
+// A vector of lanes over the compiler's vector extension, and the few functions of it that attention needs. One definition serves SSE2,
+// AVX2, AVX-512 and NEON: the translation unit sets STROBE_VECTOR_BYTES and the target flags.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "../../kernels/attention/base.h"
+
+#define STROBE_INLINE inline __attribute__((always_inline))
+
+namespace strobe::inline STROBE_ISA {
+
+// f(Index<0>) ... f(Index<n - 1>), so that arrays indexed by it live in registers.
+template <int i> struct Index {
+  STROBE_INLINE constexpr operator int() const { return i; }
+};
+template <int n, int i = 0, class F> STROBE_INLINE void unroll(F &&f) {
+  if constexpr (i < n) {
+    f(Index<i>{});
+    unroll<n, i + 1>(f);
+  }
+}
+#define STROBE_UNROLL(i) [&](auto i) __attribute__((always_inline))
+
+#define STROBE_VECTOR(T) T __attribute__((vector_size(STROBE_VECTOR_BYTES)))
+#define STROBE_VECTOR_UNALIGNED(T) T __attribute__((vector_size(STROBE_VECTOR_BYTES), aligned(sizeof(T)), may_alias))
+
+template <class T> struct Bits;
+template <> struct Bits<float> {
+  using Int = int32_t;
+  typedef STROBE_VECTOR(float) Raw;
+  typedef STROBE_VECTOR(int32_t) RawInt;
+  typedef STROBE_VECTOR_UNALIGNED(float) Unaligned;
+  static constexpr int kMantissa = 23, kBias = 127;
+};
+template <> struct Bits<double> {
+  using Int = int64_t;
+  typedef STROBE_VECTOR(double) Raw;
+  typedef STROBE_VECTOR(int64_t) RawInt;
+  typedef STROBE_VECTOR_UNALIGNED(double) Unaligned;
+  static constexpr int kMantissa = 52, kBias = 1023;
+};
+
+template <class T> struct Vec {
+  static constexpr int kLanes = STROBE_VECTOR_BYTES / sizeof(T);
+  using Int = typename Bits<T>::Int;
+  using Raw = typename Bits<T>::Raw;
+  using RawInt = typename Bits<T>::RawInt;
+
+  Raw v;
+
+  Vec() = default;
+  STROBE_INLINE explicit Vec(Raw raw) : v(raw) {}
+  STROBE_INLINE Vec(T x) : v(x - Raw{}) {} // the compiler's idiom for a broadcast
+  STROBE_INLINE static Vec load(const T *p) { return Vec(Raw(*reinterpret_cast<const typename Bits<T>::Unaligned *>(p))); }
+  STROBE_INLINE void store(T *p) const { *reinterpret_cast<typename Bits<T>::Unaligned *>(p) = v; }
+  STROBE_INLINE static Vec iota() {
+    Vec r;
+    for (int i = 0; i < kLanes; ++i) r.v[i] = T(i);
+    return r;
+  }
+
+  friend STROBE_INLINE Vec operator+(Vec a, Vec b) { return Vec(a.v + b.v); }
+  friend STROBE_INLINE Vec operator-(Vec a, Vec b) { return Vec(a.v - b.v); }
+  friend STROBE_INLINE Vec operator*(Vec a, Vec b) { return Vec(a.v * b.v); }
+  friend STROBE_INLINE Vec operator/(Vec a, Vec b) { return Vec(a.v / b.v); }
+  friend STROBE_INLINE Vec operator-(Vec a) { return Vec(-a.v); }
+  STROBE_INLINE Vec &operator+=(Vec b) { return v += b.v, *this; }
+  STROBE_INLINE Vec &operator*=(Vec b) { return v *= b.v, *this; }
+
+  using Mask = RawInt; // all ones or all zeros a lane
+  friend STROBE_INLINE Mask operator==(Vec a, Vec b) { return a.v == b.v; }
+  friend STROBE_INLINE Mask operator<(Vec a, Vec b) { return a.v < b.v; }
+  friend STROBE_INLINE Mask operator>=(Vec a, Vec b) { return a.v >= b.v; }
+  friend STROBE_INLINE Mask operator<=(Vec a, Vec b) { return a.v <= b.v; }
+  friend STROBE_INLINE Vec select(Mask m, Vec a, Vec b) { return Vec(m ? a.v : b.v); }
+  friend STROBE_INLINE Vec max(Vec a, Vec b) { return Vec(a.v < b.v ? b.v : a.v); }
+  friend STROBE_INLINE Vec abs(Vec a) {
+    return Vec((Raw)((RawInt)a.v & ~((RawInt){} + (Int(1) << (8 * sizeof(T) - 1)))));
+  }
+  friend STROBE_INLINE bool all_equal(Vec a, T x) {
+    Mask m = a.v == Vec(x).v;
+    Int all = -1;
+    for (int i = 0; i < kLanes; ++i) all &= m[i];
+    return all != 0;
+  }
+};
+
+// 2^r for r in [0, 1]: minimax for the relative error with p(0) = 1; 8e-8 in float, 3e-18 in double.
+STROBE_INLINE Vec<float> exp2_fraction(Vec<float> r) {
+  Vec<float> p = 0.0018671300819070081778f;
+  p = p * r + 0.0090170302844367490406f;
+  p = p * r + 0.055799913145968066977f;
+  p = p * r + 0.24016445013606755314f;
+  p = p * r + 0.69315131180752295536f;
+  return p * r + 1.0f;
+}
+STROBE_INLINE Vec<double> exp2_fraction(Vec<double> r) {
+  Vec<double> p = 6.2634652734225902742e-10;
+  p = p * r + 6.5595298355172712178e-9;
+  p = p * r + 1.025321230405209001e-7;
+  p = p * r + 1.3208367308220049348e-6;
+  p = p * r + 0.00001525317505379524616;
+  p = p * r + 0.00015403512309733948746;
+  p = p * r + 0.0013333558629562675936;
+  p = p * r + 0.0096181290995508956128;
+  p = p * r + 0.055504108665602238723;
+  p = p * r + 0.24022650695906330315;
+  p = p * r + 0.69314718055994592839;
+  return p * r + 1.0;
+}
+
+// 2^x for x <= a little over 0 (attention never needs more); exactly 0 at -inf, NaN stays NaN.
+#if defined(__AVX512DQ__)
+STROBE_INLINE Vec<float> exp2(Vec<float> x) {
+  constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+  Vec<float> r(Vec<float>::Raw(_mm512_reduce_ps((__m512)x.v, kFloor)));
+  return Vec<float>(Vec<float>::Raw(_mm512_scalef_ps((__m512)exp2_fraction(r).v, (__m512)x.v)));
+}
+STROBE_INLINE Vec<double> exp2(Vec<double> x) {
+  constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+  Vec<double> r(Vec<double>::Raw(_mm512_reduce_pd((__m512d)x.v, kFloor)));
+  return Vec<double>(Vec<double>::Raw(_mm512_scalef_pd((__m512d)exp2_fraction(r).v, (__m512d)x.v)));
+}
+#else
+template <class T> STROBE_INLINE Vec<T> exp2(Vec<T> x) {
+  using V = Vec<T>;
+  using B = Bits<T>;
+  const T magic = T(typename B::Int(3) << (B::kMantissa - 1)); // adding it rounds to an integer, kept in the low bits
+  const T lowest = T(1) / 2 - B::kBias;                        // from here down the exponent's bits are 0
+  x = select(x < V(lowest), V(lowest), x);
+  typename V::Raw shifted = (x.v - T(0.5)) + magic;
+  V r = x - V(shifted - magic);
+  typename V::RawInt exponent = ((typename V::RawInt)shifted + B::kBias) << B::kMantissa;
+  return exp2_fraction(r) * V((typename V::Raw)exponent);
+}
+#endif
+
+// Cephes' rational form below 0.625 (there 1 - 2/(e+1) would cancel), 1 - 2/(e^2x + 1) above.
+template <class T> STROBE_INLINE Vec<T> tanh(Vec<T> x) {
+  using V = Vec<T>;
+  V a = abs(x), z = x * x;
+  V p = (V(T(-9.64399179425052238628e-1)) * z + T(-9.92877231001918586564e1)) * z + T(-1.61468768441708447952e3);
+  V q = ((z + T(1.12811678491632931402e2)) * z + T(2.23548839060100448583e3)) * z + T(4.84406305325125486048e3);
+  V small = x + x * z * p / q;
+  V e = exp2(a * T(-2.88539008177792681472)); // e^-2a
+  V large = V(1) - e * T(2) / (V(1) + e);
+  large = select(x < V(0), -large, large);
+  return select(a < V(T(0.625)), small, large);
+}
+
+} // namespace strobe::inline STROBE_ISA

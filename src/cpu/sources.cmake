@@ -1,0 +1,23 @@
+# Each instruction set is one file compiled for it; the CPU picks at run time (engine.cpp).
+target_sources(strobe_core PRIVATE ${CMAKE_CURRENT_LIST_DIR}/engine.cpp)
+
+set(strobe_kernel_flags -ffp-contract=fast -fno-trapping-math -fno-math-errno -fno-exceptions -fno-rtti)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  list(APPEND strobe_kernel_flags -Wno-maybe-uninitialized) # GCC bug 105593: in its own AVX-512 intrinsics
+endif()
+function(strobe_instruction_set name)
+  set(file ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/isa_${name}.cpp)
+  target_sources(strobe_core PRIVATE ${file})
+  set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "${strobe_kernel_flags};${ARGN}")
+endfunction()
+
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
+  strobe_instruction_set(baseline)
+  strobe_instruction_set(avx2 -mavx2 -mfma -mf16c)
+  strobe_instruction_set(avx512 ${avx512})
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64|ARM64")
+  strobe_instruction_set(neon)
+else()
+  strobe_instruction_set(baseline)
+endif()

@@ -1,0 +1,105 @@
+// Tiles in memory: scratch, and the loads that bring a tile of a tensor into the layout of lanes (one query a lane).
+#pragma once
+#include <utility>
+
+#include "convert.h"
+
+namespace strobe::inline STROBE_ISA {
+
+// Hands out 64-byte aligned pieces of the caller's workspace; over a null base it only counts.
+class Arena {
+public:
+  explicit Arena(void *base) : base_(static_cast<char *>(base)) {}
+  template <class T> STROBE_INLINE T *take(int64_t count) {
+    char *p = base_ ? base_ + used_ : nullptr;
+    used_ += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+    return reinterpret_cast<T *>(p);
+  }
+  STROBE_INLINE int64_t used() const { return used_; }
+
+private:
+  char *base_;
+  int64_t used_ = 0;
+};
+
+STROBE_INLINE int64_t round_to(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+template <class T> STROBE_INLINE void fill(T *p, int64_t count, T value) {
+  for (int64_t i = 0; i < count; ++i) p[i] = value;
+}
+
+// Swaps rows and columns of a kLanes x kLanes block held in registers: log2 steps of pairwise exchanges.
+template <class T> STROBE_INLINE void transpose_block(Vec<T> (&x)[Vec<T>::kLanes]) {
+  constexpr int L = Vec<T>::kLanes;
+  using M = typename Vec<T>::RawInt;
+  [&]<int... kStep>(std::integer_sequence<int, kStep...>) __attribute__((always_inline)) {
+    (
+        [&] {
+          constexpr int s = 1 << kStep;
+          M low, high; // of the pair (a, b): a's and b's lanes without, and with, bit s
+          for (int i = 0; i < L; ++i) {
+            low[i] = i & s ? i - s + L : i;
+            high[i] = i & s ? i + L : i + s;
+          }
+          unroll<L>(STROBE_UNROLL(i) {
+            if constexpr ((i & s) == 0) {
+              auto a = x[i].v, b = x[i + s].v;
+              x[i].v = __builtin_shuffle(a, b, low);
+              x[i + s].v = __builtin_shuffle(a, b, high);
+            }
+          });
+        }(),
+        ...);
+  }(std::make_integer_sequence<int, __builtin_ctz(L)>{});
+}
+
+// dst[c * width + lane] = src(b, h, i0 + lane, c0 + c) * factor for lane < count (0 in the lanes above, up to width) and c < columns.
+// width is a multiple of 16; buffer holds 16 rows of round_to(columns, 16).
+template <class T>
+__attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t c0, int64_t columns, T factor, T *dst,
+                                          int64_t width, T *buffer) {
+  constexpr int L = Vec<T>::kLanes;
+  int64_t padded = round_to(columns, 16);
+  for (int64_t lane = 0; lane < width; lane += L) {
+    for (int64_t r = 0; r < L; ++r) {
+      T *row = buffer + r * padded;
+      if (lane + r < count)
+        load_row(src, b, h, i0 + lane + r, c0, columns, row);
+      else
+        fill(row, columns, T(0));
+    }
+    for (int64_t c = 0; c < columns; c += L) {
+      Vec<T> block[L];
+      unroll<L>(STROBE_UNROLL(r) { block[r] = Vec<T>::load(buffer + r * padded + c) * Vec<T>(factor); });
+      transpose_block(block);
+      int64_t n = columns - c < L ? columns - c : L;
+      if (n == L) {
+        unroll<L>(STROBE_UNROLL(r) { block[r].store(dst + (c + r) * width + lane); });
+      } else {
+        T tail[L * L];
+        unroll<L>(STROBE_UNROLL(r) { block[r].store(tail + r * L); });
+        for (int64_t r = 0; r < n; ++r) std::memcpy(dst + (c + r) * width + lane, tail + r * L, sizeof(T) * L);
+      }
+    }
+  }
+}
+
+// The way back: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count. buffer: 16 rows of round_to(columns, 16).
+template <class T>
+__attribute__((noinline)) void store_lanes(const View &dst, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t columns, const T *factor, const T *src,
+                                           int64_t width, T *buffer) {
+  constexpr int L = Vec<T>::kLanes;
+  int64_t padded = round_to(columns, 16);
+  for (int64_t lane = 0; lane < count; lane += L) {
+    Vec<T> scale = Vec<T>::load(factor + lane);
+    for (int64_t c = 0; c < columns; c += L) {
+      Vec<T> block[L];
+      unroll<L>(STROBE_UNROLL(r) { block[r] = c + r < columns ? Vec<T>::load(src + (c + r) * width + lane) * scale : Vec<T>(T(0)); });
+      transpose_block(block);
+      unroll<L>(STROBE_UNROLL(r) { block[r].store(buffer + r * padded + c); });
+    }
+    for (int64_t r = 0; r < L && lane + r < count; ++r) store_row(dst, b, h, i0 + lane + r, columns, buffer + r * padded);
+  }
+}
+
+} // namespace strobe::inline STROBE_ISA

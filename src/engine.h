@@ -1,0 +1,48 @@
+// What an engine is: it answers a problem with a plan or with the reason against it, and runs its plans.
+#pragma once
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "attention/attention.h"
+
+namespace strobe {
+
+struct Plan {
+  const char *engine = nullptr;
+  std::string kernel;                // what runs, in words, e.g. "fp32 FMA, 16 lanes, 4x4 accumulators"
+  int64_t tile_q = 0, tile_k = 0;    // the tile (Br, Bc) that runs
+  uint64_t workspace_bytes = 0;
+  double predicted_seconds = 0;
+  std::vector<std::string> notes;    // what was rounded or fell back, and why; explain() prints them
+};
+
+using Answer = std::variant<Plan, std::string>; // a plan, or the reason against
+
+class Engine {
+public:
+  virtual ~Engine() = default;
+  virtual const char *name() const = 0;
+  // Why this engine cannot run on this machine at all; empty if it can.
+  virtual std::string missing() const = 0;
+  // True: runs only when asked for by name (the oracle).
+  virtual bool only_by_name() const { return false; }
+  virtual Answer plan(const Problem &, const Execution &, Direction) const = 0;
+  // The workspace holds at least plan.workspace_bytes, 256-byte aligned.
+  virtual void run(const Problem &, const Execution &, Direction, const Plan &, void *workspace) const = 0;
+};
+
+// The one list, in src/engines.cpp.
+const std::vector<const Engine *> &engines();
+// Every engine's answer, and the choice: the plan with the least predicted time.
+struct Choice {
+  struct Row {
+    const Engine *engine;
+    Answer answer;
+  };
+  std::vector<Row> rows;
+  int chosen = -1; // index into rows; -1: none
+};
+Choice choose(const Problem &, const Execution &, Direction);
+
+} // namespace strobe
