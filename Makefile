@@ -1,0 +1,102 @@
+# What a developer runs. On a fresh machine: make train, make test.
+# They need a C++20 compiler, make and Python >= 3.10 with venv; the rest goes into .venv.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0# what pip installs where $(PYTHON) has no PyTorch; e.g. TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+JOBS ?= $(shell nproc)
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CMAKE := $(BIN)/cmake
+CTEST := $(BIN)/ctest --output-on-failure --parallel $(JOBS)
+
+NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src python/CMakeLists.txt python/glue -type f 2>/dev/null)
+C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-cpp test-python test-long notebook lint format sanitize-cpu cross bench wheel clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 22
+
+# The environment. Stamps lie in .venv, so that nothing is done twice and removing .venv starts anew.
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	@# A PyTorch that is installed for $(PYTHON), be it in a virtual environment of its own, is used as it is.
+	$(PYTHON) -c 'import importlib.util, sys; \
+	  dirs = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]; \
+	  print(*(dirs if importlib.util.find_spec("torch") else []), sep="\n")' > $(VENV)/installed.pth
+	mv $(VENV)/installed.pth $(VENV)/lib/python3.*/site-packages/
+	$(PIP) 'cffi>=1.16' 'cmake>=3.26' ninja 'scikit-build-core>=0.10'
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.python
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(TORCH)
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.torch $(NATIVE)
+	$(PIP) --no-build-isolation --config-settings=build-dir=build/python --editable '.[train]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch requirements-dev.txt
+	$(PIP) --requirement requirements-dev.txt
+	@touch $@
+
+setup: $(VENV)/.package $(VENV)/.dev ## .venv with PyTorch, the package (editable) and what the tests need
+
+train: $(VENV)/.package ## train a GPT on real text; ARGS="--help" lists the options
+	$(BIN)/strobe train $(ARGS)
+
+bench: $(VENV)/.package ## speed beside PyTorch, in one run
+	$(BIN)/strobe bench $(ARGS)
+
+# Tests
+
+test: test-cpp test-python ## all tests, C++ and Python
+
+test-cpp: $(VENV)/.python
+	$(CMAKE) -S . -B build/cpp -G Ninja
+	$(CMAKE) --build build/cpp --parallel $(JOBS)
+	$(CTEST) --test-dir build/cpp
+
+test-python: setup
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-long: setup ## all triples of the contract's options, some hours
+	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py $(ARGS)
+
+sanitize-cpu: $(VENV)/.python ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(CMAKE) -S . -B build/sanitize -G Ninja -DSTROBE_SANITIZE=ON
+	$(CMAKE) --build build/sanitize --parallel $(JOBS)
+	$(CTEST) --test-dir build/sanitize
+
+cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
+	tests/cross/run $(CMAKE) $(JOBS)
+
+# Style
+
+lint: $(VENV)/.package $(VENV)/.dev ## formatting, lint and types
+	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## rewrite the files as lint wants them
+	$(BIN)/clang-format -i $(C_FILES)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+# The wheel
+
+wheel: $(VENV)/.dev ## a manylinux wheel in wheelhouse/, proven in an environment of its own
+	rm -rf dist wheelhouse
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir wheelhouse dist/*.whl
+	$(PYTHON) tests/wheel.py wheelhouse
+
+clean: ## remove what was built; rm -r .venv removes the environment too
+	rm -rf build dist wheelhouse .mypy_cache .pytest_cache .ruff_cache $(VENV)/.package

@@ -1,0 +1,41 @@
+"""Installs the one wheel of a folder into an environment that has nothing else, and computes with it. Usage: tests/wheel.py FOLDER"""
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+MOST_BYTES = 5_000_000
+
+PROOF = """
+import sys
+import numpy as np
+import strobe
+rng = np.random.default_rng(0)
+q, k, v, dout = (rng.standard_normal((1, 2, 65, 16)).astype(np.float32) for _ in range(4))
+out, lse = strobe.attention(q, k, v, causal=True, return_lse=True)
+gradients = strobe.attention_backward(dout, q, k, v, out, lse, causal=True)
+reference, _ = strobe.reference(q, k, v, causal=True)
+assert abs(out - reference).max() <= 1e-6 * abs(reference).max()
+assert gradients.dq.shape == q.shape
+assert "torch" not in sys.modules
+"""
+
+
+def main(folder: Path) -> None:
+    (wheel,) = folder.glob("*.whl")
+    assert "manylinux" in wheel.name, wheel.name
+    assert "-cp310-abi3-" in wheel.name, f"{wheel.name}: not one wheel for every CPython from 3.10 on"
+    assert wheel.stat().st_size < MOST_BYTES, f"{wheel.name}: {wheel.stat().st_size} bytes"
+    with tempfile.TemporaryDirectory() as place:
+        venv.create(place, with_pip=True)
+        python = Path(place) / "bin" / "python"
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "numpy", wheel], check=True)
+        subprocess.run([python, "-c", PROOF], check=True, cwd=place)
+        subprocess.run([Path(place) / "bin" / "strobe", "--help"], check=True, stdout=subprocess.DEVNULL)
+    print(f"{wheel.name}: {wheel.stat().st_size} bytes, installs and computes without PyTorch")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
