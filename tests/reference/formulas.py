@@ -21,10 +21,10 @@ def visible(Sq, Sk, *, causal, window, alignment):
 
 
 def attention(
-    q, k, v, *, causal=False, window=(None, None), alignment="bottom_right", scale=None, softcap=0.0, mask=None, bias=None, alibi_slopes=None,
-    sinks=None, kept=None, keep_rate=1.0, blocks=None,
+    q, k, v, *, causal=False, window=(None, None), alignment="bottom_right", scale=None, softcap=0.0, mask=None, bias=None,
+    alibi_slopes=None, sinks=None, kept=None, keep_rate=1.0, blocks=None,
 ):  # fmt: skip
-    """(B, H, Sq, D) and so on -> out, lse. kept: what dropout keeps, and blocks: what block sparsity keeps, (B, H, Sq, Sk) or broadcast to it."""
+    """(B, H, Sq, D) and so on -> out, lse. kept and blocks: what dropout and block sparsity keep, (B, H, Sq, Sk) or broadcast to it."""
     B, H, Sq, D = q.shape
     Sk = k.shape[2]
     k, v = (x.repeat_interleave(H // max(k.shape[1], 1), dim=1) for x in (k, v))
@@ -61,7 +61,7 @@ def attention(
 
 
 def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, mask=None, bias=None, alibi_slopes=None, kept=None, blocks=None, **options):
-    """(Tq, H, D) and so on -> out (Tq, H, Dv), lse (H, Tq): each sequence by itself. mask, bias, kept and blocks have a row per sequence, or one."""
+    """(Tq, H, D) and so on -> out (Tq, H, Dv), lse (H, Tq): each sequence by itself. The batch axis of mask and so on counts sequences."""
     outs, lses = [], []
     cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(cu_q) - 1):
@@ -77,7 +77,8 @@ def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, mask=None, bias=None, alibi_s
         slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
         out, lse = attention(
             *(x.transpose(0, 1)[None] for x in (q[rows], k[cols], v[cols])),
-            mask=of_sequence(mask), bias=of_sequence(bias), alibi_slopes=slopes, kept=of_sequence(kept), blocks=of_sequence(blocks), **options,
+            mask=of_sequence(mask), bias=of_sequence(bias), kept=of_sequence(kept), blocks=of_sequence(blocks),
+            alibi_slopes=slopes, **options,
         )  # fmt: skip
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
