@@ -252,7 +252,7 @@ def build(case: dict[str, Any], seed: int | None = None) -> Inputs:
         block_q, block_k, axes = case["blocks"]
         rows, cols = -(-sq // block_q), -(-sk // block_k)
         kept = torch.rand(b if axes[0] == "B" else 1, h if axes[1] == "H" else 1, rows, cols, generator=g) < 0.6
-        options["block_mask"] = strobe.BlockMask.from_dense(kept, block_q, block_k)
+        options["block_mask"] = strobe.BlockMask.from_kept(kept, block_q, block_k, sq, sk)
 
     run: dict[str, Any] = {"threads": case["threads"]}
     if case["tile"]:
@@ -285,10 +285,7 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
         if "mask" in o:
             visible = visible & part(o["mask"])
         if "block_mask" in o:
-            blocks = o["block_mask"]
-            kept = blocks.to_dense()
-            kept = kept.repeat_interleave(blocks.block_q, 2).repeat_interleave(blocks.block_k, 3)
-            visible = visible & (kept if kept.shape[0] == 1 else kept[rows])[:, :, :sq, :sk]
+            visible = visible & part(o["block_mask"].to_dense())
         alibi = None
         if "alibi_slopes" in o:
             slopes = o["alibi_slopes"].double()

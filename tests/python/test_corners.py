@@ -98,7 +98,7 @@ def test_rows_that_see_nothing(why, sinks, dtype):
     if why in ("blocks", "everything"):
         kept = torch.ones(1, 1, 5, 3, dtype=torch.bool)
         kept[0, 0, 1] = False
-        options["block_mask"] = strobe.BlockMask.from_dense(kept, 16, 16)
+        options["block_mask"] = strobe.BlockMask.from_kept(kept, 16, 16, sq, sk)
     gradients = ("bias",) * ("bias" in options)
     if sinks:
         options["sinks"] = torch.tensor([0.25, -1.0], dtype=wide)
@@ -276,7 +276,7 @@ def test_nan_reaches_only_the_rows_that_see_it(hidden_by, what, value, engine):
         "causal": {"causal": True},
         "window": {"window": (4, 9)},
         "mask": {"mask": ~hide},
-        "blocks": {"block_mask": strobe.BlockMask.from_dense(kept, 16, 16)},
+        "blocks": {"block_mask": strobe.BlockMask.from_kept(kept, 16, 16, 50, 70)},
     }[hidden_by]
     inputs = call(b=2, h=2, sq=50, sk=70, d=16, dlse=False, **options)
     getattr(inputs, what)[1, 1, 37, 5] = value

@@ -410,14 +410,14 @@ def test_last_block_is_partial(s, dtype):
     """pytorch/pytorch#153799, #143534: lengths that no block divides, with a score modification; NaN in the backward."""
     n = -(-s // 64)
     kept = torch.tril(torch.ones(n, n, dtype=torch.bool))[None, None]
-    blocks = strobe.BlockMask.from_dense(kept, 64, 64)
+    blocks = strobe.BlockMask.from_kept(kept, 64, 64, s, s)
     assert_matches(call(h=1, sq=s, dtype=dtype, causal=True, block_mask=blocks, alibi_slopes=torch.tensor([0.01])))
 
 
 @dtypes
 def test_simple_block_mask(dtype):
     """pytorch/pytorch#141126: a diagonal of blocks is a batch of independent sequences."""
-    blocks = strobe.BlockMask.from_dense(torch.eye(5, dtype=torch.bool)[None, None], 32, 32)
+    blocks = strobe.BlockMask.from_kept(torch.eye(5, dtype=torch.bool)[None, None], 32, 32)
     sparse = call(sq=160, dtype=dtype, block_mask=blocks)
     assert_matches(sparse)
     cu = torch.arange(0, 161, 32, dtype=torch.int32)

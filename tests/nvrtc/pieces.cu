@@ -1,0 +1,47 @@
+// One kernel that calls every piece of kernels/attention, float on the device: they compile with nothing but NVRTC itself.
+__device__ inline float select(bool condition, float a, float b) { return condition ? a : b; }
+
+#include "attention/base.h"
+#include "attention/dropout.h"
+#include "attention/geometry.h"
+#include "attention/schedule.h"
+#include "attention/score.h"
+#include "attention/softmax.h"
+
+using namespace strobe;
+
+struct Arguments {
+  const float *scores; // (seqlen_q, seqlen_k)
+  const i32 *cols;     // of the one block row, or null
+  float *lse;          // (seqlen_q)
+  float *slopes;       // d capped / d s summed over the row
+  i64 seqlen_q, seqlen_k, left, right, blocks, block;
+  bool bottom_right;
+  double dropout;
+  u64 seed, offset;
+};
+
+// A thread a query.
+extern "C" __global__ void pieces(Arguments a) {
+  const float minus_infinity = __int_as_float(0xff800000), log2e = 1.4426950408889634f, cap = 30.0f;
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= a.seqlen_q) return;
+  const DropoutKey key = dropout_key(a.seed, a.offset);
+  const u32 threshold = dropout_threshold(a.dropout);
+  const Band band = Band::make(a.seqlen_q, a.seqlen_k, a.bottom_right, a.left, a.right);
+  RowState<float> row{minus_infinity, 0};
+  float slopes = 0;
+  Schedule schedule(band, i, i + 1, 64, 16, {a.cols, a.blocks, a.block});
+  for (KeyTile tile; schedule.next(tile);) {
+    for (i64 j = tile.begin; j < tile.end; ++j) {
+      if (tile.masked && !band.visible(i, j)) continue;
+      float capped = softcap(a.scores[i * a.seqlen_k + j], cap, 1 / cap);
+      slopes += softcap_slope(capped, 1 / cap);
+      float s = capped + alibi(0.1f, (float)(i + band.offset - j));
+      rescale(row, s, log2e, minus_infinity);
+      if (dropout_keep(key, threshold, 0, 0, i, j)) row.l += exp2((s - row.m) * log2e) / dropout_keep_rate(threshold);
+    }
+  }
+  a.lse[i] = row.m + log(row.l);
+  a.slopes[i] = slopes + (float)band.transposed().keys(0).begin;
+}

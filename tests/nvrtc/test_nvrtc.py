@@ -1,0 +1,30 @@
+"""What the CPU engine includes from kernels/attention, CUDA code includes unchanged: NVRTC compiles it, without a header of std or CUDA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from nvrtc import compile_source
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).with_name("pieces.cu")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_shared_pieces_compile(arch):
+    status, log, cubin = compile_source(SOURCE, ROOT / "kernels", arch)
+    assert status == 0, log
+    assert "warning" not in log, log
+    assert cubin > 0
+
+
+def test_every_shared_piece_is_compiled():
+    included = SOURCE.read_text()
+    for header in (ROOT / "kernels" / "attention").glob("*.h"):
+        assert f'#include "attention/{header.name}"' in included, header.name
+
+
+def test_no_header_from_outside():
+    for header in (ROOT / "kernels" / "attention").glob("*.h"):
+        assert "#include <" not in header.read_text(), header.name

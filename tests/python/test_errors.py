@@ -1,0 +1,316 @@
+"""Bad input: one clear error that names the argument, what was wrong and what is accepted; nothing is computed and nothing written."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import strobe
+
+B, H, HKV, SQ, SK, D, DV = 2, 4, 2, 20, 30, 16, 24
+NAN, INF = float("nan"), float("inf")
+
+
+def good() -> dict:
+    """Valid arguments with every tensor present."""
+    return {
+        "q": torch.randn(B, H, SQ, D),
+        "k": torch.randn(B, HKV, SK, D),
+        "v": torch.randn(B, HKV, SK, DV),
+        "mask": torch.ones(B, 1, SQ, SK, dtype=torch.bool),
+        "bias": torch.randn(1, H, SQ, SK),
+        "alibi_slopes": torch.rand(H),
+        "sinks": torch.randn(H),
+        "rng": torch.tensor([1, 2]),
+        "dropout": 0.1,
+        "block_mask": strobe.BlockMask.causal(SQ, SK, 16, 16),
+    }
+
+
+def packed() -> dict:
+    return {
+        "q": torch.randn(SQ, H, D),
+        "k": torch.randn(SK, HKV, D),
+        "v": torch.randn(SK, HKV, DV),
+        "cu_seqlens_q": torch.tensor([0, 12, SQ], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 10, SK], dtype=torch.int32),
+        "max_seqlen_q": 12,
+        "max_seqlen_k": 20,
+        "mask": torch.ones(2, 1, 12, 20, dtype=torch.bool),
+        "bias": torch.randn(1, 1, 12, 20),
+        "block_mask": strobe.BlockMask.causal(12, 20, 16, 16),
+    }
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def tampered(rows: torch.Tensor, cols: torch.Tensor) -> strobe.BlockMask:
+    """A mask whose arrays were replaced after it was made (rows 0, 2, 4 and cols 0, 1, 0, 1), as nothing stops a caller from doing."""
+    blocks = strobe.BlockMask.causal(SQ, SK, 16, 16)
+    blocks.rows, blocks.cols = rows.reshape(1, 1, 3), cols
+    return blocks
+
+
+# (argument that the message names, what replaces the good values)
+DENSE = [
+    ("q", {"q": None}),
+    ("q", {"q": [[1.0]]}),
+    ("q", {"q": torch.randn(H, SQ, D)}),
+    ("q", {"q": torch.randn(1, B, H, SQ, D)}),
+    ("q", {"q": torch.randint(0, 5, (B, H, SQ, D))}),
+    ("q", {"q": torch.randn(B, H, SQ, D, dtype=torch.complex64)}),
+    ("q", {"q": torch.randn(B, H, SQ, D).to(torch.float8_e4m3fn)}),
+    ("q", {"q": torch.randn(B, H, SQ, D).to_sparse()}),
+    ("q", {"q": torch.randn(B, H, SQ, 0), "k": torch.randn(B, HKV, SK, 0)}),
+    ("q", {"q": torch.randn(B, H, SQ, 257), "k": torch.randn(B, HKV, SK, 257)}),
+    ("q", {"q": torch.randn(B, 0, SQ, D), "bias": None, "alibi_slopes": None, "sinks": None}),
+    ("k", {"k": None}),
+    ("k", {"k": np.zeros((B, HKV, SK, D), np.float32)}),
+    ("k", {"k": torch.randn(B, HKV, SK, D + 1)}),
+    ("k", {"k": torch.randn(B + 1, HKV, SK, D)}),
+    ("k", {"k": torch.randn(HKV, SK, D)}),
+    ("k", {"k": torch.randn(B, HKV, SK, D).half()}),
+    ("k", {"k": torch.randn(B, HKV, SK, D).double()}),
+    ("k", {"k": torch.randn(B, 3, SK, D), "v": torch.randn(B, 3, SK, DV)}),
+    ("k", {"k": torch.randn(B, 8, SK, D), "v": torch.randn(B, 8, SK, DV)}),
+    ("k", {"k": torch.randn(B, 0, SK, D), "v": torch.randn(B, 0, SK, DV)}),
+    ("k", {"k": torch.randn(B, HKV, SK, D, device="meta")}),
+    ("v", {"v": None}),
+    ("v", {"v": torch.randn(B, HKV, SK - 1, DV)}),
+    ("v", {"v": torch.randn(B, 1, SK, DV)}),
+    ("v", {"v": torch.randn(B + 1, HKV, SK, DV)}),
+    ("v", {"v": torch.randn(B, HKV, SK, 0)}),
+    ("v", {"v": torch.randn(B, HKV, SK, 300)}),
+    ("v", {"v": torch.randn(B, HKV, SK, DV).bfloat16()}),
+    ("mask", {"mask": torch.ones(B, 1, SQ, SK)}),
+    ("mask", {"mask": torch.ones(B, 1, SQ, SK, dtype=torch.uint8)}),
+    ("mask", {"mask": torch.ones(B, 1, SK, SQ, dtype=torch.bool)}),
+    ("mask", {"mask": torch.ones(B, HKV, SQ, SK, dtype=torch.bool)}),
+    ("mask", {"mask": torch.ones(1, B, 1, SQ, SK, dtype=torch.bool)}),
+    ("mask", {"mask": "causal"}),
+    ("mask", {"mask": np.ones((B, 1, SQ, SK), bool)}),
+    ("bias", {"bias": torch.randn(1, H, SQ, SK + 1)}),
+    ("bias", {"bias": torch.randn(B + 1, H, SQ, SK)}),
+    ("bias", {"bias": torch.randn(1, H, SQ, SK).double()}),
+    ("bias", {"bias": torch.randn(1, H, SQ, SK).half()}),
+    ("bias", {"bias": torch.ones(1, H, SQ, SK, dtype=torch.bool)}),
+    ("bias", {"bias": 0.5}),
+    ("alibi_slopes", {"alibi_slopes": torch.rand(H + 1)}),
+    ("alibi_slopes", {"alibi_slopes": torch.rand(B + 1, H)}),
+    ("alibi_slopes", {"alibi_slopes": torch.rand(H).double()}),
+    ("alibi_slopes", {"alibi_slopes": torch.rand(1, B, H)}),
+    ("alibi_slopes", {"alibi_slopes": True}),
+    ("sinks", {"sinks": torch.randn(HKV)}),
+    ("sinks", {"sinks": torch.randn(H).half()}),
+    ("sinks", {"sinks": torch.randn(H).double()}),
+    ("sinks", {"sinks": torch.randn(1, H)}),
+    ("sinks", {"sinks": [0.0] * H}),
+    ("rng", {"rng": torch.tensor([1])}),
+    ("rng", {"rng": torch.tensor([1, 2, 3])}),
+    ("rng", {"rng": ints(1, 2)}),
+    ("rng", {"rng": torch.tensor([1.0, 2.0])}),
+    ("rng", {"rng": (1, 2)}),
+    ("rng", {"seed": 3}),
+    ("rng", {"offset": 3}),
+    ("seed", {"rng": None, "seed": 1.5}),
+    ("seed", {"rng": None, "seed": 2**64}),
+    ("seed", {"rng": None, "seed": torch.tensor(3)}),
+    ("offset", {"rng": None, "seed": 1, "offset": "2"}),
+    ("offset", {"rng": None, "seed": 1, "offset": -(2**63) - 1}),
+    ("offset", {"rng": None, "offset": 1}),
+    ("dropout", {"dropout": 1.0}),
+    ("dropout", {"dropout": -0.1}),
+    ("dropout", {"dropout": NAN}),
+    ("dropout", {"dropout": "0.1"}),
+    ("dropout", {"dropout": None}),
+    ("scale", {"scale": NAN}),
+    ("scale", {"scale": INF}),
+    ("scale", {"scale": "auto"}),
+    ("scale", {"scale": torch.ones(2)}),
+    ("softcap", {"softcap": -1.0}),
+    ("softcap", {"softcap": NAN}),
+    ("softcap", {"softcap": INF}),
+    ("softcap", {"softcap": None}),
+    ("causal", {"causal": 1}),
+    ("causal", {"causal": None}),
+    ("window", {"window": -1}),
+    ("window", {"window": (-1, 0)}),
+    ("window", {"window": (0, -1)}),
+    ("window", {"window": (1, 2, 3)}),
+    ("window", {"window": (1.5, 0)}),
+    ("window", {"window": "8"}),
+    ("window", {"window": True}),
+    ("window", {"window": 2**63}),
+    ("alignment", {"alignment": "top_right"}),
+    ("alignment", {"alignment": None}),
+    ("alignment", {"alignment": 0}),
+    ("layout", {"layout": "bsdh"}),
+    ("layout", {"layout": None}),
+    ("layout", {"layout": ["bhsd"]}),
+    ("tile_q", {"tile_q": 0}),
+    ("tile_q", {"tile_q": -64}),
+    ("tile_q", {"tile_q": 64.0}),
+    ("tile_q", {"tile_q": 2**40}),
+    ("tile_k", {"tile_k": "64"}),
+    ("tile_k", {"tile_k": -1}),
+    ("threads", {"threads": 0}),
+    ("threads", {"threads": -2}),
+    ("threads", {"threads": 1.5}),
+    ("threads", {"threads": 2**40}),
+    ("engine", {"engine": "cpu-avx1024"}),
+    ("engine", {"engine": ""}),
+    ("engine", {"engine": 3}),
+    ("return_lse", {"return_lse": "yes"}),
+    *((flag, {flag: wrong}) for flag in ("deterministic", "exact_max", "allow_tf32", "strict", "check") for wrong in (1, None, "yes")),
+    ("block_mask", {"block_mask": torch.ones(2, 2, dtype=torch.bool)}),
+    ("block_mask", {"block_mask": strobe.BlockMask.causal(SQ, SK, 8, 16)}),
+    ("block_mask", {"block_mask": strobe.BlockMask.causal(SQ, SK, 16, 24)}),
+    ("block_mask", {"block_mask": strobe.BlockMask.causal(SQ + 16, SK, 16, 16)}),
+    ("block_mask", {"block_mask": strobe.BlockMask.causal(SQ, SK + 16, 16, 16)}),
+    ("block_mask", {"block_mask": strobe.BlockMask.from_kept(torch.ones(1, 3, 2, 2, dtype=torch.bool), 16, 16, SQ, SK)}),
+    ("block_mask", {"block_mask": strobe.BlockMask.from_kept(torch.ones(3, 1, 2, 2, dtype=torch.bool), 16, 16, SQ, SK)}),
+    ("block_mask", {"block_mask": tampered(ints(1, 2, 4), ints(0, 1, 0, 1))}),
+    ("block_mask", {"block_mask": tampered(ints(0, 5, 4), ints(0, 1, 0, 1))}),
+    ("block_mask", {"block_mask": tampered(ints(0, 2, 3), ints(0, 1, 0, 1))}),
+    ("block_mask", {"block_mask": tampered(ints(0, 2, 4), ints(0, 2, 0, 1))}),
+    ("block_mask", {"block_mask": tampered(ints(0, 2, 4), ints(-1, 1, 0, 1))}),
+    ("block_mask", {"block_mask": tampered(ints(0, 2, 4), ints(1, 0, 0, 1))}),
+    ("block_mask", {"block_mask": tampered(ints(0, 2, 4), ints(1, 1, 0, 1))}),
+    ("max_seqlen_q", {"max_seqlen_q": SQ}),
+    ("max_seqlen_k", {"max_seqlen_k": SK}),
+]
+
+PACKED = [
+    ("q", {"q": torch.randn(1, SQ, H, D)}),
+    ("k", {"k": torch.randn(1, SK, HKV, D)}),
+    ("v", {"v": torch.randn(SK + 1, HKV, DV)}),
+    ("cu_seqlens_q", {"cu_seqlens_q": None}),
+    ("cu_seqlens_k", {"cu_seqlens_k": None}),
+    ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([0, 12, SQ])}),
+    ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([0.0, 12, SQ])}),
+    ("cu_seqlens_q", {"cu_seqlens_q": [0, 12, SQ]}),
+    ("cu_seqlens_q", {"cu_seqlens_q": ints(0, 12, SQ)[None]}),
+    ("cu_seqlens_q", {"cu_seqlens_q": ints(1, 12, SQ)}),
+    ("cu_seqlens_q", {"cu_seqlens_q": ints(0, 12, SQ - 1)}),
+    ("cu_seqlens_q", {"cu_seqlens_q": ints(0, 12, SQ + 1)}),
+    ("cu_seqlens_q", {"cu_seqlens_q": ints(0, 13, SQ)}),
+    ("cu_seqlens_k", {"cu_seqlens_k": ints(0, -1, SK)}),
+    ("cu_seqlens_k", {"cu_seqlens_k": ints(0, 31, SK)}),
+    ("cu_seqlens_k", {"cu_seqlens_k": ints(0, 10, 20, SK)}),
+    ("cu_seqlens_k", {"cu_seqlens_k": torch.zeros(0, dtype=torch.int32)}),
+    ("max_seqlen_q", {"max_seqlen_q": -1}),
+    ("max_seqlen_q", {"max_seqlen_q": 12.0}),
+    ("max_seqlen_k", {"max_seqlen_k": 2**40}),
+    ("mask", {"mask": torch.ones(2, 1, SQ, SK, dtype=torch.bool)}),
+    ("bias", {"bias": torch.randn(3, 1, 12, 20)}),
+]
+
+
+# For attention_backward, beside what it shares with attention.
+BACKWARD = [
+    ("dout", {"dout": None}),
+    ("dout", {"dout": torch.randn(B, H, SQ, D)}),
+    ("dout", {"dout": torch.randn(B, H, SQ, DV).half()}),
+    ("dout", {"dout": torch.randn(B, HKV, SQ, DV)}),
+    ("out", {"out": torch.randn(B, H, SQ, DV + 1)}),
+    ("out", {"out": torch.randn(B, H, SQ, DV).double()}),
+    ("out", {"out": None}),
+    ("lse", {"lse": torch.randn(B, SQ, H)}),
+    ("lse", {"lse": torch.randn(B, H, SQ).half()}),
+    ("lse", {"lse": torch.randn(B, H, SQ, 1)}),
+    ("lse", {"lse": None}),
+    ("dlse", {"dlse": torch.randn(B, H, SQ, 1)}),
+    ("dlse", {"dlse": torch.randn(H, SQ)}),
+    ("dlse", {"dlse": torch.randn(B, H, SQ).double()}),
+    ("k", {"k": torch.randn(B, HKV, SK, D + 1)}),
+    ("dropout", {"dropout": 2.0}),
+]
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().contiguous().view(torch.uint8).clone()
+
+
+def expect(name: str, arguments: dict, function=strobe.attention, positional: tuple[str, ...] = ("q", "k", "v")) -> str:
+    """The call fails with one line that starts with the argument's name; its tensors hold what they held. Returns the line."""
+    readable = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.numel() and not x.is_sparse]
+    before = [bits(x) for x in readable]
+    options = dict(arguments)
+    with pytest.raises((ValueError, TypeError)) as raised:
+        function(*(options.pop(n) for n in positional), **options)
+    message = str(raised.value)
+    assert re.match(rf"{name}\b", message), message
+    assert "accepted" in message, message
+    assert "\n" not in message, message
+    assert all(torch.equal(bits(x), b) for x, b in zip(readable, before, strict=True))
+    return message
+
+
+def ids(rows: list) -> list[str]:
+    return [f"{name}-{i}" for i, (name, _) in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("name", "wrong"), DENSE, ids=ids(DENSE))
+def test_dense(name, wrong):
+    expect(name, good() | wrong)
+
+
+@pytest.mark.parametrize(("name", "wrong"), PACKED, ids=ids(PACKED))
+def test_packed(name, wrong):
+    expect(name, packed() | wrong)
+
+
+@pytest.mark.parametrize(("name", "wrong"), BACKWARD, ids=ids(BACKWARD))
+def test_backward(name, wrong):
+    arguments = good()
+    out, lse = strobe.attention(**arguments, return_lse=True)
+    arguments |= {"dout": torch.randn_like(out), "out": out, "lse": lse, "dlse": torch.randn_like(lse)} | wrong
+    expect(name, arguments, strobe.attention_backward, ("dout", "q", "k", "v", "out", "lse"))
+
+
+@pytest.mark.parametrize("function", [strobe.reference, strobe.explain])
+@pytest.mark.parametrize(("name", "wrong"), [DENSE[2], DENSE[13], DENSE[24], ("softcap", {"softcap": -1.0})])
+def test_the_other_functions_say_the_same(name, wrong, function):
+    assert expect(name, good() | wrong, function) == expect(name, good() | wrong)
+
+
+def test_shapes_are_shown_as_they_were_given():
+    arguments = {"q": torch.randn(2, 20, 4, 16), "k": torch.randn(2, 30, 2, 17), "v": torch.randn(2, 30, 2, 16), "layout": "bshd"}
+    assert "(2, 30, 2, 17)" in expect("k", arguments)
+
+
+def test_every_reason_is_told():
+    """Two wrong arguments: two lines, so that nobody mends a call one error at a time."""
+    with pytest.raises(ValueError, match=r"(?s)softcap: .*\nsinks: |sinks: .*\nsoftcap: "):
+        strobe.attention(**good() | {"softcap": -1.0, "sinks": torch.randn(H + 1)})
+
+
+def test_an_unknown_argument_is_refused():
+    with pytest.raises(TypeError, match="is_causal"):
+        strobe.attention(**good(), is_causal=True)
+
+
+def test_strict_names_what_stands_in_the_way():
+    """strict refuses what would not run on the fastest engine; the oracle never is that."""
+    with pytest.raises((NotImplementedError, ValueError), match="strict"):
+        strobe.attention(**good(), engine="reference", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("dropout", ((1, 1, 4, 4), 1.5, 0, 0)),
+        ("dropout", ((1, 1, 4, 4), NAN, 0, 0)),
+        ("shape", ((1, 4, 4), 0.5, 0, 0)),
+        ("shape", ((1, 1, -4, 4), 0.5, 0, 0)),
+        ("seed", ((1, 1, 4, 4), 0.5, 1.5, 0)),
+    ],
+)
+def test_dropout_mask(name, arguments):
+    with pytest.raises((ValueError, TypeError), match=rf"^{name}: .*accepted"):
+        strobe.dropout_mask(*arguments)

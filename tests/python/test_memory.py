@@ -1,0 +1,58 @@
+"""Extra memory is linear in the sequence length: peaks of forward + backward at two lengths, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from check import available_engines
+
+# Peak resident memory over what stands before the call, with every page of the inputs touched. glibc's arenas would keep what was freed.
+SCRIPT = """
+import json, resource, sys
+import torch, strobe
+engine, dtype, length = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])
+h, hkv, d = 2, 1, 64
+torch.set_num_threads(2)
+
+def step(n):
+    q, k, v = (torch.randn(1, heads, n, d).to(dtype).requires_grad_() for heads in (h, hkv, hkv))
+    dout = torch.randn(1, h, n, d).to(dtype)
+    before = int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0])
+    out = strobe.attention(q, k, v, causal=True, engine=engine)
+    out.backward(dout)
+    return before
+
+step(64)  # what is paid once: threads, code, tables
+open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+before = step(length)
+peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+print(json.dumps((peak - before) * 1024))
+"""
+
+SHORT, LONG = 2048, 8192
+
+
+def extra(engine: str, dtype: str, length: int) -> int:
+    words = [sys.executable, "-c", SCRIPT, engine, dtype, str(length)]
+    return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.parametrize("engine", [name for name in available_engines() if name != "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_extra_memory_per_token(engine, dtype, record_property):
+    """Per token, the results themselves (out and dq for each query head, dk and dv for each key head, lse) and as scratch at most as
+    much again, held in float32. One row of S alone, at the longer length, is more than that."""
+    heads, heads_kv, d = 2, 1, 64
+    element = 4 if dtype == "float32" else 2
+    results = (2 * heads + 2 * heads_kv) * d * element + heads * 4
+    scratch = (2 * heads + 2 * heads_kv) * d * 4 + 2 * heads * 4
+    bound = results + scratch
+    assert bound < heads * LONG * 4
+    slope = (extra(engine, dtype, LONG) - extra(engine, dtype, SHORT)) / (LONG - SHORT)
+    record_property("bytes per token", slope)
+    record_property("bound", bound)
+    assert slope <= bound
