@@ -1,25 +1,16 @@
 #include "engines.h"
 
 #include "attention/text.h"
-#if __has_include("cpu/engine.h")
 #include "cpu/engine.h"
-#endif
-#if __has_include("reference/reference.h")
 #include "reference/reference.h"
-#endif
 
 namespace strobe {
 
 // From the fastest family to the slowest, device by device: the order is what `strict` goes by.
 const std::vector<const Engine *> &engines() {
   static const std::vector<const Engine *> list = [] {
-    std::vector<const Engine *> all;
-#if __has_include("cpu/engine.h")
-    all = cpu_engines();
-#endif
-#if __has_include("reference/reference.h")
+    std::vector<const Engine *> all = cpu_engines();
     all.push_back(reference_engine());
-#endif
     return all;
   }();
   return list;

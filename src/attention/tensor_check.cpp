@@ -19,6 +19,8 @@ std::string describe(const Axes &axes) {
 
 std::string device_name(const strobe_tensor &t) { return t.device_type == STROBE_CPU ? "the CPU" : text("CUDA device ", t.device_index); }
 
+bool is_device_type(const strobe_tensor &t) { return t.device_type == STROBE_CPU || t.device_type == STROBE_CUDA; }
+bool is_device_index(const strobe_tensor &t) { return t.device_type == STROBE_CPU ? t.device_index == 0 : t.device_index >= 0; }
 bool on_same_device(const strobe_tensor &x, const strobe_tensor &y) {
   return x.device_type == y.device_type && x.device_index == y.device_index;
 }
@@ -27,6 +29,10 @@ bool on_same_device(const strobe_tensor &x, const strobe_tensor &y) {
 
 bool TensorChecks::has_rank(const strobe_tensor *t, int32_t rank) {
   return t && t->rank == rank && std::all_of(t->shape, t->shape + rank, [](int64_t size) { return size >= 0; });
+}
+
+void TensorChecks::on_device_of(const char *argument, const strobe_tensor &t) {
+  if (is_device_type(t) && is_device_index(t)) home = argument, device = &t;
 }
 
 bool TensorChecks::accept(const char *argument, const strobe_tensor &t, const Axes &axes, const Types &types, Access access) {
@@ -64,19 +70,16 @@ bool TensorChecks::dtype(const char *argument, const strobe_tensor &t, const Typ
 }
 
 bool TensorChecks::place(const char *argument, const strobe_tensor &t) {
-  if (t.device_type != STROBE_CPU && t.device_type != STROBE_CUDA) {
+  if (!is_device_type(t)) {
     reasons.add(argument, "device_type ", t.device_type, "; accepted is ", int(STROBE_CPU), " (CPU) or ", int(STROBE_CUDA), " (CUDA)");
-    return false;
-  }
-  if (t.device_index < 0 || (t.device_type == STROBE_CPU && t.device_index != 0)) {
+  } else if (!is_device_index(t)) {
     reasons.add(argument, "device_index ", t.device_index, "; accepted is 0 on the CPU and 0 or more on CUDA");
-    return false;
-  }
-  if (device && !on_same_device(t, *device)) {
+  } else if (device && !on_same_device(t, *device)) {
     reasons.add(argument, "lies on ", device_name(t), "; accepted is ", device_name(*device), ", as ", home);
-    return false;
+  } else {
+    return true;
   }
-  return true;
+  return false;
 }
 
 bool TensorChecks::memory(const char *argument, const strobe_tensor &t, Access access) {

@@ -24,12 +24,12 @@ class TensorChecks {
 public:
   explicit TensorChecks(Reasons &reasons) : reasons(reasons) {}
 
-  // Every tensor from here on has to lie where that argument lies.
-  void on_device_of(const char *argument, const strobe_tensor &t) { home = argument, device = &t; }
+  // Every tensor from here on has to lie where that argument lies, if that is a place at all.
+  void on_device_of(const char *argument, const strobe_tensor &);
 
   // False, with reasons, if anything is wrong. A tensor that is accepted takes part in overlaps().
   bool accept(const char *argument, const strobe_tensor &, const Axes &, const Types &, Access);
-  bool contiguous(const char *argument, const strobe_tensor &);
+  bool contiguous(const char *argument, const strobe_tensor &); // in row-major order
   // Rank and sizes alone; without a reason.
   static bool has_rank(const strobe_tensor *, int32_t rank);
 

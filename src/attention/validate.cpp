@@ -114,7 +114,7 @@ private:
       if (size < 1 || size > kMaxHeadDim) reasons.add(argument, "head dimension ", size, "; accepted is 1 to ", kMaxHeadDim);
       return size;
     };
-    if (t.q && (t.q->device_type == STROBE_CPU || t.q->device_type == STROBE_CUDA)) checks.on_device_of("q", *t.q);
+    if (t.q) checks.on_device_of("q", *t.q);
     require("q", t.q, queries({"D"}), kFloats);
     if (TensorChecks::has_rank(t.q, rank)) {
       if (!varlen) n.batch = t.q->shape[0];
@@ -163,10 +163,10 @@ private:
     accept("mask", t.mask, scores(), {DType::boolean});
     Types bias = input_types();
     if (dtype == DType::f16 || dtype == DType::bf16) bias.push_back(DType::f32);
-    accept("bias", t.bias, scores(), bias);
+    good_bias = accept("bias", t.bias, scores(), bias);
     const bool per_batch = t.alibi_slopes && t.alibi_slopes->rank == 2;
     accept("alibi_slopes", t.alibi_slopes, per_batch ? Axes{{"B", n.batch}, {"H", n.heads}} : Axes{{"H", n.heads}}, {DType::f32});
-    accept("sinks", t.sinks, {{"H", n.heads}}, dtype == DType::none ? Types{DType::f32, DType::f64} : Types{sink_type()});
+    good_sinks = accept("sinks", t.sinks, {{"H", n.heads}}, dtype == DType::none ? Types{DType::f32, DType::f64} : Types{sink_type()});
     if (accept("rng", t.rng, {{"seed and offset", 2}}, {DType::i64})) checks.contiguous("rng", *t.rng);
   }
   DType sink_type() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
@@ -189,12 +189,10 @@ private:
       beside("block_cols_t", t.block_cols_t, "block_rows_t", t.block_rows_t);
       return;
     }
-    const bool shaped = TensorChecks::has_rank(t.block_rows, 3);
-    const int64_t batch = shaped ? t.block_rows->shape[0] : kAny, heads = shaped ? t.block_rows->shape[1] : kAny;
-    const int64_t kept = TensorChecks::has_rank(t.block_cols, 1) ? t.block_cols->shape[0] : kAny;
-    const bool good_t =
-        csr("block_rows_t", t.block_rows_t, {{"B of block_rows", batch}, {"H of block_rows", heads}, {"nk+1", plus_one(n.blocks_k)}},
-            "block_cols_t", t.block_cols_t, kept, n.blocks_q, mt);
+    const Axis batch = good ? Axis{"B of block_rows", t.block_rows->shape[0]} : Axis{"B", n.batch, true};
+    const Axis heads = good ? Axis{"H of block_rows", t.block_rows->shape[1]} : Axis{"H", n.heads, true};
+    const bool good_t = csr("block_rows_t", t.block_rows_t, {batch, heads, {"nk+1", plus_one(n.blocks_k)}}, "block_cols_t", t.block_cols_t,
+                            good ? m.kept : kAny, n.blocks_q, mt);
     if (good && good_t && on_cpu(*t.block_rows)) add("block_rows_t", check_transpose(m, mt));
   }
   static int64_t plus_one(int64_t size) { return size == kAny ? kAny : size + 1; }
@@ -234,12 +232,11 @@ private:
     accept("dq", t.dq, queries({"D", n.dim}), result_types(), Access::write);
     accept("dk", t.dk, keys({"D", n.dim}), result_types(), Access::write);
     accept("dv", t.dv, keys({"Dv", n.dim_v}), result_types(), Access::write);
-    if (beside("dbias", t.dbias, "bias", t.bias)) gradient_like("dbias", *t.dbias, *t.bias, {"B", "H", "Sq", "Sk"});
-    if (beside("dsinks", t.dsinks, "sinks", t.sinks)) gradient_like("dsinks", *t.dsinks, *t.sinks, {"H"});
+    if (beside("dbias", t.dbias, "bias", t.bias) && good_bias) gradient_like("dbias", *t.dbias, *t.bias, {"B", "H", "Sq", "Sk"});
+    if (beside("dsinks", t.dsinks, "sinks", t.sinks) && good_sinks) gradient_like("dsinks", *t.dsinks, *t.sinks, {"H"});
   }
   void gradient_like(const char *argument, const strobe_tensor &gradient, const strobe_tensor &of,
                      std::initializer_list<const char *> symbols) {
-    if (!TensorChecks::has_rank(&of, static_cast<int32_t>(symbols.size()))) return;
     Axes axes;
     for (const char *symbol : symbols) axes.push_back({symbol, of.shape[axes.size()]});
     accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
@@ -317,6 +314,7 @@ private:
   TensorChecks checks{reasons};
   Sizes n;
   DType dtype = DType::none;
+  bool good_bias = false, good_sinks = false;
 };
 
 } // namespace

@@ -1,0 +1,207 @@
+// A call of the C ABI with memory of its own, for tests to bend.
+#pragma once
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "attention/attention.h"
+
+// doctest prints what it compares.
+namespace strobe {
+inline doctest::String toString(DType type) { return name(type); }
+} // namespace strobe
+
+namespace strobe::test {
+
+using Slot = const strobe_tensor *strobe_tensors::*;
+struct NamedSlot {
+  const char *name;
+  Slot slot;
+};
+inline constexpr NamedSlot kSlots[] = {
+    {"q", &strobe_tensors::q},
+    {"k", &strobe_tensors::k},
+    {"v", &strobe_tensors::v},
+    {"mask", &strobe_tensors::mask},
+    {"bias", &strobe_tensors::bias},
+    {"alibi_slopes", &strobe_tensors::alibi_slopes},
+    {"sinks", &strobe_tensors::sinks},
+    {"cu_seqlens_q", &strobe_tensors::cu_seqlens_q},
+    {"cu_seqlens_k", &strobe_tensors::cu_seqlens_k},
+    {"block_rows", &strobe_tensors::block_rows},
+    {"block_cols", &strobe_tensors::block_cols},
+    {"block_rows_t", &strobe_tensors::block_rows_t},
+    {"block_cols_t", &strobe_tensors::block_cols_t},
+    {"rng", &strobe_tensors::rng},
+    {"out", &strobe_tensors::out},
+    {"lse", &strobe_tensors::lse},
+    {"dout", &strobe_tensors::dout},
+    {"dlse", &strobe_tensors::dlse},
+    {"dq", &strobe_tensors::dq},
+    {"dk", &strobe_tensors::dk},
+    {"dv", &strobe_tensors::dv},
+    {"dbias", &strobe_tensors::dbias},
+    {"dsinks", &strobe_tensors::dsinks},
+};
+
+class Call {
+public:
+  strobe_attention attention{};
+  strobe_tensors tensors{};
+  strobe_execution execution{};
+  Direction direction = Direction::forward;
+
+  Call() { attention.size = sizeof attention, tensors.size = sizeof tensors, execution.size = sizeof execution, execution.threads = 1; }
+  Call(const Call &) = delete; // tensors points into held
+
+  bool has(const std::string &name) const { return held.count(name) > 0; }
+  strobe_tensor &operator[](const std::string &name) { return held.at(name).tensor; }
+  template <class T> T *data(const std::string &name) { return reinterpret_cast<T *>(held.at(name).memory.data()); }
+  size_t memory_bytes(const std::string &name) const { return held.at(name).memory.size(); }
+
+  // A contiguous tensor of bytes kFill.
+  strobe_tensor &add(const std::string &name, DType dtype, const std::vector<int64_t> &shape) {
+    Held &h = held[name];
+    h.tensor = {};
+    h.tensor.dtype = static_cast<int32_t>(dtype);
+    h.tensor.rank = static_cast<int32_t>(shape.size());
+    int64_t stride = 1;
+    for (int a = h.tensor.rank - 1; a >= 0; a--) {
+      h.tensor.shape[a] = shape[a], h.tensor.strides[a] = stride;
+      stride *= shape[a];
+    }
+    h.memory.assign(static_cast<size_t>(stride * bytes(dtype)), kFill);
+    h.tensor.data = h.memory.data();
+    point(name, &h.tensor);
+    return h.tensor;
+  }
+  template <class T> strobe_tensor &add_values(const std::string &name, DType dtype, const std::vector<T> &values) {
+    strobe_tensor &t = add(name, dtype, {static_cast<int64_t>(values.size())});
+    if (!values.empty()) std::memcpy(t.data, values.data(), values.size() * sizeof(T));
+    return t;
+  }
+  void drop(const std::string &name) { point(name, nullptr); }
+  template <class T> void fill(const std::string &name, double from, double step) {
+    T *x = data<T>(name);
+    for (size_t n = 0; n < memory_bytes(name) / sizeof(T); n++) x[n] = static_cast<T>(std::sin(from + step * double(n)));
+  }
+  void resize_memory(const std::string &name, size_t bytes) {
+    Held &h = held.at(name);
+    h.memory.assign(bytes, kFill);
+    h.tensor.data = h.memory.data();
+  }
+
+  int32_t run() {
+    return direction == Direction::forward ? strobe_forward(&attention, &tensors, &execution)
+                                           : strobe_backward(&attention, &tensors, &execution);
+  }
+  Problem validated() { return validate(&attention, &tensors, direction); }
+
+  // Whether the results still hold what they were filled with.
+  bool untouched() const {
+    for (const char *name : direction == Direction::forward ? kForwardResults : kBackwardResults)
+      if (auto h = held.find(name); h != held.end())
+        for (unsigned char byte : h->second.memory)
+          if (byte != kFill) return false;
+    return true;
+  }
+
+private:
+  static constexpr unsigned char kFill = 0x3C; // as a float of any width: small and finite
+  static inline const std::vector<const char *> kForwardResults = {"out", "lse"};
+  static inline const std::vector<const char *> kBackwardResults = {"dq", "dk", "dv", "dbias", "dsinks"};
+
+  void point(const std::string &name, const strobe_tensor *tensor) {
+    for (const NamedSlot &s : kSlots)
+      if (name == s.name) {
+        tensors.*s.slot = tensor;
+        return;
+      }
+    FAIL("no such tensor: " << name);
+  }
+
+  struct Held {
+    strobe_tensor tensor;
+    std::vector<unsigned char> memory;
+  };
+  std::map<std::string, Held> held; // nodes stay where they are
+};
+
+// Sizes that differ from one another, so that no check passes by accident.
+inline constexpr int64_t B = 2, H = 4, Hkv = 2, Sq = 21, Sk = 38, D = 8, Dv = 6;
+
+inline void add_results(Call &c, Direction direction, const std::vector<int64_t> &q, const std::vector<int64_t> &k,
+                        const std::vector<int64_t> &v, const std::vector<int64_t> &out, const std::vector<int64_t> &rows) {
+  c.direction = direction;
+  c.add("out", DType::f32, out);
+  c.add("lse", DType::f32, rows);
+  if (direction == Direction::forward) return;
+  c.add("dout", DType::f32, out);
+  c.add("dlse", DType::f32, rows);
+  c.add("dq", DType::f32, q);
+  c.add("dk", DType::f32, k);
+  c.add("dv", DType::f32, v);
+  if (c.has("bias")) c.add("dbias", DType::f32, {1, H, 1, Sk});
+  if (c.has("sinks")) c.add("dsinks", DType::f32, {H});
+}
+
+// Every option that a dense problem can have.
+inline void make_dense(Call &c, Direction direction) {
+  c.add("q", DType::f32, {B, H, Sq, D});
+  c.add("k", DType::f32, {B, Hkv, Sk, D});
+  c.add("v", DType::f32, {B, Hkv, Sk, Dv});
+  c.add("mask", DType::boolean, {B, 1, Sq, Sk});
+  c.add("bias", DType::f32, {1, H, 1, Sk});
+  c.add("alibi_slopes", DType::f32, {B, H});
+  c.add("sinks", DType::f32, {H});
+  c.add_values<int64_t>("rng", DType::i64, {1, 2});
+  c.attention.dropout = 0.25;
+  add_results(c, direction, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+}
+
+// Two sequences: 13 and 8 queries, 0 and 38 keys.
+inline void make_varlen(Call &c, Direction direction) {
+  c.add("q", DType::f32, {Sq, H, D});
+  c.add("k", DType::f32, {Sk, Hkv, D});
+  c.add("v", DType::f32, {Sk, Hkv, Dv});
+  c.add_values<int32_t>("cu_seqlens_q", DType::i32, {0, 13, Sq});
+  c.add_values<int32_t>("cu_seqlens_k", DType::i32, {0, 0, Sk});
+  c.attention.max_seqlen_q = 13, c.attention.max_seqlen_k = Sk;
+  add_results(c, direction, {Sq, H, D}, {Sk, Hkv, D}, {Sk, Hkv, Dv}, {Sq, H, Dv}, {H, Sq});
+}
+
+// Blocks of 16 x 16: 2 x 3 for each of the batch, one pattern for all heads. Kept: {0}, {0, 2} and {}, {1, 2}.
+inline void make_sparse(Call &c, Direction direction) {
+  c.add("q", DType::f32, {B, H, Sq, D});
+  c.add("k", DType::f32, {B, Hkv, Sk, D});
+  c.add("v", DType::f32, {B, Hkv, Sk, Dv});
+  c.attention.block_q = c.attention.block_k = 16;
+  auto ints = [&](const char *name, const std::vector<int32_t> &values, int64_t row) {
+    c.add_values(name, DType::i32, values);
+    if (row)
+      c[name].rank = 3, c[name].shape[0] = B, c[name].shape[1] = 1, c[name].shape[2] = row, c[name].strides[0] = c[name].strides[1] = row,
+      c[name].strides[2] = 1;
+  };
+  ints("block_rows", {0, 1, 3, 3, 3, 5}, 3);
+  ints("block_cols", {0, 0, 2, 1, 2}, 0);
+  ints("block_rows_t", {0, 2, 2, 3, 3, 3, 4, 5}, 4);
+  ints("block_cols_t", {0, 1, 1, 1, 1}, 0);
+  c["block_rows_t"].shape[2] = 4;
+  add_results(c, direction, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+}
+
+inline std::vector<std::string> lines(const std::string &text) {
+  std::vector<std::string> out(1);
+  for (char c : text)
+    if (c == '\n')
+      out.emplace_back();
+    else
+      out.back() += c;
+  return out;
+}
+
+} // namespace strobe::test

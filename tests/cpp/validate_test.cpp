@@ -1,0 +1,443 @@
+// Each argument, wrong in each way: one clear message that names it and says what is accepted, and nothing written.
+#include "call.h"
+
+#include <cmath>
+#include <functional>
+#include <limits>
+
+using namespace strobe;
+using namespace strobe::test;
+
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr int64_t kHuge = int64_t{1} << 62;
+
+using Make = void (*)(Call &, Direction);
+using Break = std::function<void(Call &)>;
+
+struct Wrong {
+  const char *message; // its beginning: the argument and what was wrong
+  Break how;
+};
+
+void expect_one_message(Make make, Direction direction, const Wrong &wrong) {
+  const std::string expected = wrong.message;
+  CAPTURE(expected);
+  Call call;
+  make(call, direction);
+  wrong.how(call);
+  REQUIRE(call.run() == STROBE_INVALID_ARGUMENT);
+  const std::string text = strobe_last_error();
+  CAPTURE(text);
+  CHECK(lines(text).size() == 1);
+  CHECK(text.starts_with(expected));
+  CHECK(text.find("; accepted ") != std::string::npos);
+  CHECK(call.untouched());
+}
+
+void expect_each(Make make, Direction direction, const std::vector<Wrong> &all) {
+  for (const Wrong &wrong : all) expect_one_message(make, direction, wrong);
+}
+
+Break set(double strobe_attention::*field, double value) {
+  return [=](Call &c) { c.attention.*field = value; };
+}
+Break set(int32_t strobe_attention::*field, int32_t value) {
+  return [=](Call &c) { c.attention.*field = value; };
+}
+Break set(int64_t strobe_attention::*field, int64_t value) {
+  return [=](Call &c) { c.attention.*field = value; };
+}
+Break shape(const char *name, int axis, int64_t size) {
+  return [=](Call &c) { c[name].shape[axis] = size; };
+}
+Break stride(const char *name, int axis, int64_t stride) {
+  return [=](Call &c) { c[name].strides[axis] = stride; };
+}
+Break dtype(const char *name, DType type) {
+  return [=](Call &c) { c[name].dtype = static_cast<int32_t>(type); };
+}
+template <class T> Break value(const char *name, int index, T value) {
+  return [=](Call &c) { c.data<T>(name)[index] = value; };
+}
+Break drop(const char *name) {
+  return [=](Call &c) { c.drop(name); };
+}
+
+} // namespace
+
+TEST_CASE("validate: the calls that the tests below break are valid") {
+  for (Make make : {make_dense, make_varlen, make_sparse})
+    for (Direction direction : {Direction::forward, Direction::backward}) {
+      Call call;
+      make(call, direction);
+      CHECK_NOTHROW(call.validated());
+    }
+}
+
+TEST_CASE("validate: every tensor wrong as a tensor") {
+  for (Make make : {make_dense, make_varlen, make_sparse})
+    for (Direction direction : {Direction::forward, Direction::backward}) {
+      Call whole;
+      make(whole, direction);
+      for (const NamedSlot &s : kSlots) {
+        if (!whole.has(s.name)) continue;
+        const std::string prefix = s.name;
+        auto wrong = [&](const std::string &message, auto how) {
+          const std::string all = prefix + ": " + message;
+          expect_one_message(make, direction, {all.c_str(), [&](Call &c) { how(c[s.name]); }});
+        };
+        wrong("dtype 42 (unknown)", [](strobe_tensor &t) { t.dtype = 42; });
+        wrong("dtype 0 (none)", [](strobe_tensor &t) { t.dtype = 0; });
+        wrong("rank 0", [](strobe_tensor &t) { t.rank = 0; });
+        wrong("rank -1", [](strobe_tensor &t) { t.rank = -1; });
+        wrong("rank 5", [](strobe_tensor &t) { t.rank = 5; });
+        wrong("shape (", [](strobe_tensor &t) { t.shape[t.rank - 1] = -1; });
+        wrong("device_type 7", [](strobe_tensor &t) { t.device_type = 7; });
+        wrong("device_index 3", [](strobe_tensor &t) { t.device_index = 3; });
+        wrong("data is null", [](strobe_tensor &t) { t.data = nullptr; });
+        if (whole[s.name].dtype != STROBE_BOOL)
+          wrong("data is not aligned", [](strobe_tensor &t) { t.data = static_cast<char *>(t.data) + 1; });
+        wrong("shape (", [](strobe_tensor &t) { t.strides[t.rank - 1] = kHuge; });
+        if (prefix != "q") wrong("lies on CUDA device 0", [](strobe_tensor &t) { t.device_type = STROBE_CUDA; });
+      }
+    }
+}
+
+TEST_CASE("validate: what is missing") {
+  expect_each(make_dense, Direction::forward,
+              {{"q: missing", drop("q")}, {"k: missing", drop("k")}, {"v: missing", drop("v")}, {"out: missing", drop("out")}});
+  expect_each(make_dense, Direction::backward,
+              {{"out: missing", drop("out")},
+               {"lse: missing", drop("lse")},
+               {"dout: missing", drop("dout")},
+               {"dbias: given without bias", drop("bias")},
+               {"dsinks: given without sinks", drop("sinks")}});
+  expect_each(make_varlen, Direction::forward,
+              {{"cu_seqlens_q: missing", drop("cu_seqlens_q")}, {"cu_seqlens_k: missing", drop("cu_seqlens_k")}});
+  expect_each(make_sparse, Direction::forward,
+              {{"block_cols: missing", drop("block_cols")},
+               {"block_cols_t: missing", drop("block_cols_t")},
+               {"block_cols_t: given without block_rows_t", drop("block_rows_t")}});
+}
+
+TEST_CASE("validate: shapes that do not agree") {
+  expect_each(
+      make_dense, Direction::forward,
+      {{"q: head dimension 0", [](Call &c) { c["q"].shape[3] = c["k"].shape[3] = 0; }},
+       {"q: head dimension 257", [](Call &c) { c.add("q", DType::f32, {B, H, Sq, 257}), c.add("k", DType::f32, {B, Hkv, Sk, 257}); }},
+       {"v: head dimension 257", [](Call &c) { c.add("v", DType::f32, {B, Hkv, Sk, 257}), c.add("out", DType::f32, {B, H, Sq, 257}); }},
+       {"k: shape (1, 2, 38, 8); accepted is (B, Hkv, Sk, D) = (2, any, any, 8)", shape("k", 0, 1)},
+       {"k: shape (2, 2, 38, 7)", shape("k", 3, 7)},
+       {"k: 3 heads for the 4 of q", [](Call &c) { c.add("k", DType::f32, {B, 3, Sk, D}), c.add("v", DType::f32, {B, 3, Sk, Dv}); }},
+       {"k: 0 heads", [](Call &c) { c["k"].shape[1] = c["v"].shape[1] = 0; }},
+       {"v: shape (1, 2, 38, 6)", shape("v", 0, 1)},
+       {"v: shape (2, 1, 38, 6)", shape("v", 1, 1)},
+       {"v: shape (2, 2, 37, 6)", shape("v", 2, 37)},
+       {"mask: shape (2, 2, 21, 38); accepted is (B|1, H|1, Sq|1, Sk|1) = (2|1, 4|1, 21|1, 38|1)", shape("mask", 1, 2)},
+       {"mask: shape (2, 1, 20, 38)", shape("mask", 2, 20)},
+       {"bias: shape (1, 4, 1, 37)", shape("bias", 3, 37)},
+       {"alibi_slopes: shape (2, 3)", shape("alibi_slopes", 1, 3)},
+       {"alibi_slopes: shape (1, 4)", shape("alibi_slopes", 0, 1)},
+       {"sinks: shape (3)", shape("sinks", 0, 3)},
+       {"rng: shape (1)", shape("rng", 0, 1)},
+       {"out: shape (2, 4, 21, 5)", shape("out", 3, 5)},
+       {"out: shape (2, 4, 20, 6)", shape("out", 2, 20)},
+       {"lse: shape (2, 4, 20)", shape("lse", 2, 20)}});
+  expect_each(make_dense, Direction::backward,
+              {{"dout: shape (2, 4, 20, 6)", shape("dout", 2, 20)},
+               {"dlse: shape (2, 3, 21)", shape("dlse", 1, 3)},
+               {"dq: shape (2, 4, 20, 8)", shape("dq", 2, 20)},
+               {"dk: shape (2, 1, 38, 8)", shape("dk", 1, 1)},
+               {"dv: shape (2, 2, 38, 5)", shape("dv", 3, 5)},
+               {"dbias: shape (1, 4, 1, 37)", shape("dbias", 3, 37)},
+               {"dsinks: shape (3)", shape("dsinks", 0, 3)}});
+  expect_each(make_varlen, Direction::forward,
+              {{"cu_seqlens_k: shape (2); accepted is (B+1) = (3)", shape("cu_seqlens_k", 0, 2)},
+               {"cu_seqlens_q: shape (0)", [](Call &c) { c["cu_seqlens_q"].shape[0] = 0; }},
+               {"v: shape (37, 2, 6); accepted is (Tk, Hkv, Dv) = (38, 2, any)", shape("v", 0, 37)},
+               {"out: shape (20, 4, 6); accepted is (Tq, H, Dv) = (21, 4, 6)", shape("out", 0, 20)},
+               {"lse: shape (4, 20)", shape("lse", 1, 20)}});
+  expect_each(make_sparse, Direction::forward,
+              {{"block_rows: shape (2, 3, 3); accepted is (B|1, H|1, nq+1) = (2|1, 4|1, 3)", shape("block_rows", 1, 3)},
+               {"block_rows: shape (2, 1, 2)", shape("block_rows", 2, 2)},
+               {"block_rows_t: shape (1, 1, 4)", shape("block_rows_t", 0, 1)},
+               {"block_rows_t: shape (2, 1, 3)", shape("block_rows_t", 2, 3)},
+               {"block_cols_t: shape (4)", shape("block_cols_t", 0, 4)}});
+  Call call;
+  make_dense(call, Direction::forward);
+  call["q"].shape[1] = 0;
+  CHECK(call.run() == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()).starts_with("q: 0 heads"));
+}
+
+TEST_CASE("validate: dtypes that do not agree") {
+  expect_each(make_dense, Direction::forward,
+              {{"q: dtype 6 (int32); accepted is float32, float16, bfloat16, float64", dtype("q", DType::i32)},
+               {"k: dtype 2 (float16); accepted is float32", dtype("k", DType::f16)},
+               {"v: dtype 4 (float64); accepted is float32", dtype("v", DType::f64)},
+               {"mask: dtype 1 (float32); accepted is bool", dtype("mask", DType::f32)},
+               {"bias: dtype 3 (bfloat16); accepted is float32", dtype("bias", DType::bf16)},
+               {"alibi_slopes: dtype 4 (float64); accepted is float32", dtype("alibi_slopes", DType::f64)},
+               {"sinks: dtype 2 (float16); accepted is float32", dtype("sinks", DType::f16)},
+               {"rng: dtype 6 (int32); accepted is int64", dtype("rng", DType::i32)},
+               {"out: dtype 4 (float64); accepted is float32", dtype("out", DType::f64)},
+               {"lse: dtype 4 (float64); accepted is float32", dtype("lse", DType::f64)}});
+  expect_each(make_dense, Direction::backward,
+              {{"dlse: dtype 2", dtype("dlse", DType::f16)},
+               {"dq: dtype 2", dtype("dq", DType::f16)},
+               {"dbias: dtype 4", dtype("dbias", DType::f64)}});
+  expect_each(make_varlen, Direction::forward, {{"cu_seqlens_q: dtype 7 (int64); accepted is int32", dtype("cu_seqlens_q", DType::i64)}});
+  expect_each(make_sparse, Direction::forward, {{"block_cols: dtype 7 (int64); accepted is int32", dtype("block_cols", DType::i64)}});
+}
+
+TEST_CASE("validate: options") {
+  using A = strobe_attention;
+  expect_each(make_dense, Direction::forward,
+              {{"scale: inf", [](Call &c) { c.attention.has_scale = 1, c.attention.scale = kInf; }},
+               {"scale: nan", [](Call &c) { c.attention.has_scale = 1, c.attention.scale = kNan; }},
+               {"scale: 0.5 while has_scale is 0", set(&A::scale, 0.5)},
+               {"softcap: -1", set(&A::softcap, -1.0)},
+               {"softcap: inf", set(&A::softcap, kInf)},
+               {"softcap: nan", set(&A::softcap, kNan)},
+               {"dropout: 1;", set(&A::dropout, 1.0)},
+               {"dropout: -0.1", set(&A::dropout, -0.1)},
+               {"dropout: nan", set(&A::dropout, kNan)},
+               {"alignment: 2", set(&A::alignment, 2)},
+               {"has_scale: 2", set(&A::has_scale, 2)},
+               {"causal: -1", set(&A::causal, -1)},
+               {"has_window_left: 3", set(&A::has_window_left, 3)},
+               {"has_window_right: 3", set(&A::has_window_right, 3)},
+               {"deterministic: 7", set(&A::deterministic, 7)},
+               {"exact_max: 7", set(&A::exact_max, 7)},
+               {"allow_tf32: 7", set(&A::allow_tf32, 7)},
+               {"strict: 7", set(&A::strict, 7)},
+               {"check: 7", set(&A::check, 7)},
+               {"window_left: -1", [](Call &c) { c.attention.has_window_left = 1, c.attention.window_left = -1; }},
+               {"window_left: 4 while has_window_left is 0", set(&A::window_left, int64_t{4})},
+               {"window_right: -1", [](Call &c) { c.attention.has_window_right = 1, c.attention.window_right = -1; }},
+               {"window_right: 4 while has_window_right is 0", set(&A::window_right, int64_t{4})},
+               {"tile_q: -1", set(&A::tile_q, int64_t{-1})},
+               {"tile_k: 1099511627776", set(&A::tile_k, int64_t{1} << 40)},
+               {"max_seqlen_q: 5 without cu_seqlens", set(&A::max_seqlen_q, int64_t{5})},
+               {"max_seqlen_k: 5 without cu_seqlens", set(&A::max_seqlen_k, int64_t{5})},
+               {"block_q: 16 without block_rows", set(&A::block_q, int64_t{16})},
+               {"block_k: 16 without block_rows", set(&A::block_k, int64_t{16})},
+               {"engine: \"no-such\" is unknown; accepted are ", [](Call &c) { c.attention.engine = "no-such"; }}});
+  expect_each(
+      make_varlen, Direction::forward,
+      {{"max_seqlen_q: -1", set(&A::max_seqlen_q, int64_t{-1})}, {"max_seqlen_k: 2147483648", set(&A::max_seqlen_k, int64_t{1} << 31)}});
+  expect_each(make_sparse, Direction::forward,
+              {{"block_q: 0", set(&A::block_q, int64_t{0})},
+               {"block_q: 24", set(&A::block_q, int64_t{24})},
+               {"block_k: -16", set(&A::block_k, int64_t{-16})}});
+}
+
+TEST_CASE("validate: what host memory holds") {
+  expect_each(
+      make_varlen, Direction::forward,
+      {{"cu_seqlens_q: starts at 1", value("cu_seqlens_q", 0, 1)},
+       {"cu_seqlens_q: falls from 22 at [1] to 21",
+        [](Call &c) { c.attention.max_seqlen_q = 30, c.data<int32_t>("cu_seqlens_q")[1] = 22; }},
+       {"cu_seqlens_q: ends at 20", value("cu_seqlens_q", 2, 20)},
+       {"cu_seqlens_q: sequence 0 has 13 tokens; accepted is at most max_seqlen = 12", set(&strobe_attention::max_seqlen_q, int64_t{12})},
+       {"cu_seqlens_k: falls from 0 at [0] to -1", value("cu_seqlens_k", 1, -1)},
+       {"cu_seqlens_k: ends at 36", value("cu_seqlens_k", 2, 36)},
+       {"cu_seqlens_k: strides (2)", [](Call &c) {
+          c.resize_memory("cu_seqlens_k", 5 * sizeof(int32_t));
+          c["cu_seqlens_k"].strides[0] = 2;
+        }}});
+  expect_each(
+      make_sparse, Direction::forward,
+      {{"block_rows: row 0 of matrix 0 begins at 1", value("block_rows", 0, 1)},
+       {"block_rows: falls from 4 to 3 after row 1 of matrix 0", value("block_rows", 1, 4)},
+       {"block_rows: row 0 of matrix 1 begins at 2; accepted is 3", value("block_rows", 3, 2)},
+       {"block_rows: ends at 4", value("block_rows", 5, 4)},
+       {"block_cols: [2] is 3", value("block_cols", 2, 3)},
+       {"block_cols: [0] is -1", value("block_cols", 0, -1)},
+       {"block_cols: [2] is 0 after 0", value("block_cols", 2, 0)},
+       {"block_cols: [4] is 1 after 2", [](Call &c) { c.data<int32_t>("block_cols")[3] = 2, c.data<int32_t>("block_cols")[4] = 1; }},
+       {"block_rows_t: ends at 6", value("block_rows_t", 7, 6)},
+       {"block_cols_t: [1] is 2", value("block_cols_t", 1, 2)},
+       {"block_rows_t: row 2 of matrix 0 is not what block_cols holds", value("block_cols_t", 2, 0)},
+       {"block_rows_t: row 0 of matrix 0 is not what block_cols holds", [](Call &c) { // as many, in other rows
+          c.data<int32_t>("block_rows_t")[1] = 1, c.data<int32_t>("block_rows_t")[2] = 2;
+        }}});
+  Call call;
+  make_sparse(call, Direction::forward);
+  call.data<int32_t>("block_cols")[4] = 1;
+  CHECK(call.run() == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()).starts_with("block_cols: [4] is 1 after 1"));
+}
+
+TEST_CASE("validate: what is written has memory of its own") {
+  expect_each(make_dense, Direction::forward,
+              {{"out: strides (504, 126, 0, 1)", stride("out", 2, 0)},
+               {"out: strides (504, 126, -6, 1)", stride("out", 2, -6)},
+               {"out: strides (504, 126, 5, 1)", stride("out", 2, 5)},
+               {"out: shares memory with q", [](Call &c) { c["out"].data = c["q"].data; }},
+               {"out: shares memory with mask", [](Call &c) { c["mask"].data = static_cast<char *>(c["out"].data) + 8; }},
+               {"lse: shares memory with out", [](Call &c) { c["lse"].data = c["out"].data; }}});
+  expect_each(make_dense, Direction::backward,
+              {{"dq: shares memory with q", [](Call &c) { c["dq"].data = c["q"].data; }},
+               {"dv: shares memory with dk", [](Call &c) { c["dv"].data = c["dk"].data; }},
+               {"dq: shares memory with lse", [](Call &c) { c["lse"].data = c["dq"].data; }},
+               {"dsinks: strides (0)", stride("dsinks", 0, 0)}});
+}
+
+TEST_CASE("validate: sizes beyond 63 bits together") {
+  Call call;
+  make_dense(call, Direction::forward);
+  for (const char *extra : {"mask", "bias", "alibi_slopes", "sinks", "rng", "lse"}) call.drop(extra);
+  for (const char *name : {"q", "k", "v"})
+    for (int a = 0; a < 4; a++) call[name].strides[a] = 0;
+  const int64_t most = int64_t{1} << 52;
+  call["q"].shape[0] = call["k"].shape[0] = call["v"].shape[0] = call["out"].shape[0] = 1;
+  call["q"].shape[1] = call["out"].shape[1] = 2;
+  call["q"].shape[2] = call["out"].shape[2] = 0;
+  call["k"].shape[2] = call["v"].shape[2] = most;
+  REQUIRE(call.run() == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()).starts_with("q: batch 1, heads 2, lengths 0 and 4503599627370496 pass 63 bits"));
+}
+
+TEST_CASE("validate: every reason at once, a line each") {
+  Call call;
+  make_dense(call, Direction::backward);
+  call.attention.dropout = 2;
+  call["k"].dtype = STROBE_FLOAT16;
+  call["k"].shape[3] = 9;
+  call["dv"].data = nullptr;
+  call.drop("dout");
+  REQUIRE(call.run() == STROBE_INVALID_ARGUMENT);
+  const std::vector<std::string> all = lines(strobe_last_error());
+  REQUIRE(all.size() == 5);
+  CHECK(all[0].starts_with("dropout: 2"));
+  CHECK(all[1].starts_with("k: shape (2, 2, 38, 9)"));
+  CHECK(all[2].starts_with("k: dtype 2"));
+  CHECK(all[3].starts_with("dout: missing"));
+  CHECK(all[4].starts_with("dv: data is null"));
+}
+
+TEST_CASE("validate: what is legal although it looks odd") {
+  auto accepted = [](Make make, Direction direction, const Break &how) {
+    Call call;
+    make(call, direction);
+    how(call);
+    CHECK_NOTHROW(call.validated());
+  };
+  SUBCASE("no batch, no queries, no keys") {
+    for (Direction direction : {Direction::forward, Direction::backward})
+      for (auto [names, axis] : {std::pair<std::vector<const char *>, int>{
+                                     {"q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "alibi_slopes", "mask"}, 0},
+                                 {{"q", "out", "lse", "dout", "dlse", "dq", "mask"}, 2},
+                                 {{"k", "v", "dk", "dv"}, 2}})
+        accepted(make_dense, direction, [&](Call &c) {
+          for (const char *name : names)
+            if (c.has(name)) c[name].shape[axis] = 0, c[name].data = nullptr;
+          if (std::string(names[0]) == "k") c["mask"].shape[3] = c["bias"].shape[3] = 0;
+          if (c.has("dbias")) c["dbias"].shape[3] = c["bias"].shape[3];
+        });
+  }
+  SUBCASE("inputs with strides 0 and negative") {
+    accepted(make_dense, Direction::forward, [](Call &c) {
+      c["q"].strides[0] = 0, c["k"].strides[3] = 0;
+      c["v"].data = static_cast<float *>(c["v"].data) + (Sk - 1) * Dv, c["v"].strides[2] = -Dv;
+    });
+  }
+  SUBCASE("gradients cut out of one packed tensor") {
+    accepted(make_dense, Direction::backward, [](Call &c) {
+      for (const char *name : {"k", "dk", "v", "dv"}) c.add(name, DType::f32, {B, Hkv, Sk, D});
+      for (const char *name : {"out", "dout"}) c.add(name, DType::f32, {B, H, Sq, D});
+      c.resize_memory("dk", B * Sk * 2 * Hkv * D * sizeof(float)); // (B, Sk, 2, Hkv, D)
+      const int64_t strides[4] = {Sk * 2 * Hkv * D, D, 2 * Hkv * D, 1};
+      for (const char *name : {"dk", "dv"}) std::copy_n(strides, 4, c[name].strides);
+      c["dv"].data = c.data<float>("dk") + Hkv * D;
+    });
+  }
+  SUBCASE("upper bounds above every length") {
+    accepted(make_varlen, Direction::forward, set(&strobe_attention::max_seqlen_q, int64_t{1000}));
+  }
+  SUBCASE("float32 bias with bfloat16") {
+    accepted(make_dense, Direction::forward, [](Call &c) {
+      for (const char *name : {"q", "k", "v", "out"}) c[name].dtype = STROBE_BFLOAT16;
+    });
+  }
+  SUBCASE("float64 throughout") {
+    accepted(make_dense, Direction::backward, [](Call &c) {
+      for (const NamedSlot &s : kSlots) {
+        const std::string name = s.name;
+        if (!c.has(name) || name == "mask" || name == "rng" || name == "alibi_slopes") continue;
+        const strobe_tensor &t = c[name];
+        c.add(name, DType::f64, std::vector<int64_t>(t.shape, t.shape + t.rank));
+      }
+    });
+  }
+  SUBCASE("the reference writes float64 and needs neither out nor lse") {
+    accepted(make_dense, Direction::backward, [](Call &c) {
+      c.attention.engine = "reference";
+      c.drop("out"), c.drop("lse");
+      for (const char *name : {"dq", "dk", "dv", "dbias", "dsinks"}) {
+        const strobe_tensor &t = c[name];
+        c.add(name, DType::f64, std::vector<int64_t>(t.shape, t.shape + t.rank));
+      }
+    });
+  }
+}
+
+TEST_CASE("validate: what the problem says") {
+  SUBCASE("dense") {
+    Call call;
+    make_dense(call, Direction::forward);
+    call.attention.causal = 1;
+    call.attention.has_window_left = call.attention.has_window_right = 1;
+    call.attention.window_left = Sq + Sk, call.attention.window_right = 9;
+    const Problem p = call.validated();
+    CHECK(p.batch == B);
+    CHECK(p.heads == H);
+    CHECK(p.heads_kv == Hkv);
+    CHECK(p.group() == 2);
+    CHECK(p.seqlen_q == Sq);
+    CHECK(p.seqlen_k == Sk);
+    CHECK(p.total_q == B * Sq);
+    CHECK(p.head_dim == D);
+    CHECK(p.head_dim_v == Dv);
+    CHECK(p.dtype == DType::f32);
+    CHECK(p.scale == 1 / std::sqrt(double(D)));
+    CHECK(p.window_left == kUnbounded);
+    CHECK(p.window_right == 0);
+    CHECK(p.q.index(1, 2, 3, 4) == ((1 * H + 2) * Sq + 3) * D + 4);
+    CHECK(p.mask.index(1, 2, 3, 4) == (1 * Sq + 3) * Sk + 4);
+    CHECK(p.bias.index(1, 2, 3, 4) == 2 * Sk + 4);
+    CHECK(p.alibi_slopes.index(1, 2, 3, 4) == H + 2);
+    CHECK(p.sinks.index(1, 2, 3, 4) == 2);
+    CHECK(p.lse.index(1, 2, 3, 4) == (1 * H + 2) * Sq + 3);
+  }
+  SUBCASE("varlen") {
+    Call call;
+    make_varlen(call, Direction::backward);
+    const Problem p = call.validated();
+    CHECK(p.batch == 2);
+    CHECK(p.seqlen_q == 13);
+    CHECK(p.seqlen_k == Sk);
+    CHECK(p.total_q == Sq);
+    CHECK(p.rows_q(1).begin == 13);
+    CHECK(p.rows_q(1).length == 8);
+    CHECK(p.rows_k(0).length == 0);
+    CHECK(p.q.index(1, 2, 3, 4) == (3 * H + 2) * D + 4);
+    CHECK(p.dk.index(1, 1, 3, 4) == (3 * Hkv + 1) * D + 4);
+    CHECK(p.lse.index(1, 2, 3, 4) == 2 * Sq + 3);
+  }
+  SUBCASE("sparse") {
+    Call call;
+    make_sparse(call, Direction::forward);
+    const Problem p = call.validated();
+    CHECK(p.blocks.present);
+    CHECK(p.blocks.transposed);
+    CHECK(p.blocks.rows == 2);
+    CHECK(p.blocks.cols == 3);
+    CHECK(p.blocks.kept == 5);
+    CHECK(p.blocks.batch == B);
+    CHECK(p.blocks.heads == 1);
+  }
+}
