@@ -12,11 +12,11 @@ void dropout_mask(const strobe_attention *attention, const strobe_tensor *rng, c
   const strobe_attention a = read_versioned("attention", attention, reasons);
   check_dropout(a, reasons);
   TensorChecks checks(reasons);
+  const strobe_tensor host{}; // zeros: the CPU
+  checks.on_device_of(host, "");
   if (!keep) {
     reasons.add("keep", "missing; accepted is a tensor");
   } else {
-    if (keep->device_type != STROBE_CPU) reasons.add("keep", "device_type ", keep->device_type, "; accepted is the CPU");
-    checks.on_device_of("keep", *keep);
     checks.accept("keep", *keep, {{"B"}, {"H"}, {"Sq"}, {"Sk"}}, {DType::boolean}, Access::write);
   }
   if (rng && checks.accept("rng", *rng, {{"seed and offset", 2}}, {DType::i64}, Access::read)) checks.contiguous("rng", *rng);

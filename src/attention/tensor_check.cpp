@@ -31,8 +31,8 @@ bool TensorChecks::has_rank(const strobe_tensor *t, int32_t rank) {
   return t && t->rank == rank && std::all_of(t->shape, t->shape + rank, [](int64_t size) { return size >= 0; });
 }
 
-void TensorChecks::on_device_of(const char *argument, const strobe_tensor &t) {
-  if (is_device_type(t) && is_device_index(t)) home = argument, device = &t;
+void TensorChecks::on_device_of(const strobe_tensor &t, const char *why) {
+  if (is_device_type(t) && is_device_index(t)) device = &t, why_there = why;
 }
 
 bool TensorChecks::accept(const char *argument, const strobe_tensor &t, const Axes &axes, const Types &types, Access access) {
@@ -75,7 +75,7 @@ bool TensorChecks::place(const char *argument, const strobe_tensor &t) {
   } else if (!is_device_index(t)) {
     reasons.add(argument, "device_index ", t.device_index, "; accepted is 0 on the CPU and 0 or more on CUDA");
   } else if (device && !on_same_device(t, *device)) {
-    reasons.add(argument, "lies on ", device_name(t), "; accepted is ", device_name(*device), ", as ", home);
+    reasons.add(argument, "lies on ", device_name(t), "; accepted is ", device_name(*device), why_there);
   } else {
     return true;
   }

@@ -24,8 +24,8 @@ class TensorChecks {
 public:
   explicit TensorChecks(Reasons &reasons) : reasons(reasons) {}
 
-  // Every tensor from here on has to lie where that argument lies, if that is a place at all.
-  void on_device_of(const char *argument, const strobe_tensor &);
+  // Every tensor from here on has to lie where that one lies, if that is a place at all; `why` ends the message.
+  void on_device_of(const strobe_tensor &, const char *why);
 
   // False, with reasons, if anything is wrong. A tensor that is accepted takes part in overlaps().
   bool accept(const char *argument, const strobe_tensor &, const Axes &, const Types &, Access);
@@ -48,7 +48,7 @@ private:
     bool written;
   };
   Reasons &reasons;
-  const char *home = nullptr;
+  const char *why_there = nullptr;
   const strobe_tensor *device = nullptr;
   std::vector<Seen> seen;
 };

@@ -114,7 +114,7 @@ private:
       if (size < 1 || size > kMaxHeadDim) reasons.add(argument, "head dimension ", size, "; accepted is 1 to ", kMaxHeadDim);
       return size;
     };
-    if (t.q) checks.on_device_of("q", *t.q);
+    if (t.q) checks.on_device_of(*t.q, ", where q lies");
     require("q", t.q, queries({"D"}), kFloats);
     if (TensorChecks::has_rank(t.q, rank)) {
       if (!varlen) n.batch = t.q->shape[0];
