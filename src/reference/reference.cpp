@@ -14,7 +14,6 @@ namespace {
 
 using oracle::Dropout;
 using oracle::load;
-using oracle::store;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -246,7 +245,7 @@ private:
       const auto scores = head.scores(i);
       const Softmax P = head.softmax(scores);
       write(p.out, b, h, head.q.begin + i, head.output(i, scores, P));
-      if (p.lse) store(p.lse, b, h, head.q.begin + i, 0, P.lse());
+      if (p.lse) *p.lse.at<double>(b, h, head.q.begin + i, 0) = P.lse();
     }
   }
 
@@ -267,7 +266,7 @@ private:
     const Tokens k = keys(p, b);
     const auto chosen = selected(cols, b, h_kv, p.heads_kv, k, p.total_k);
     if (chosen.empty()) return;
-    const bool given = cols && p.lse.dtype == DType::f64 && p.out.dtype == DType::f64;
+    const bool given = cols && p.lse && p.out;
     std::vector<Vector> dK(chosen.size(), Vector(size_t(p.head_dim))), dV(chosen.size(), Vector(size_t(p.head_dim_v)));
     for (int64_t h = h_kv * p.group(); h < (h_kv + 1) * p.group(); h++) {
       const Head head(p, b, h);
@@ -301,7 +300,7 @@ private:
           each_gradient(head, i, [&](int64_t j, const Gradient &g) { sum[size_t((all_i ? 0 : i * n_j) + (all_j ? 0 : j))] += g.dS; });
       }
     for (int64_t i = 0; i < n_i; i++)
-      for (int64_t j = 0; j < n_j; j++) store(p.dbias, b, h, i, j, sum[size_t(i * n_j + j)]);
+      for (int64_t j = 0; j < n_j; j++) *p.dbias.at<double>(b, h, i, j) = sum[size_t(i * n_j + j)];
   }
 
   // dsink_h = sum_i exp(sink_h - LSE_i) (dLSE_i - D_i)
@@ -314,7 +313,7 @@ private:
         sum += r.softmax(head.sink) * (r.dlse - r.D);
       }
     }
-    store(p.dsinks, 0, h, 0, 0, sum);
+    *p.dsinks.at<double>(0, h, 0, 0) = sum;
   }
 
   // f(j, gradient) for each key that query i sees.
@@ -327,7 +326,7 @@ private:
 
   void write(const View &x, int64_t b, int64_t h, int64_t i, const Vector &values) const {
     if (!x) return;
-    for (size_t c = 0; c < values.size(); c++) store(x, b, h, i, int64_t(c), values[c]);
+    for (size_t c = 0; c < values.size(); c++) *x.at<double>(b, h, i, int64_t(c)) = values[c];
   }
 
   const Problem &p;

@@ -4,14 +4,14 @@
 
 namespace strobe {
 
-// The engine "reference", by name only. Writes what it computes in the dtype of each output.
+// The engine "reference", by name only.
 const Engine *reference_engine();
 
-// strobe_reference_forward and strobe_reference_backward after validation. Every output that is present is written in its view's dtype.
+// strobe_reference_forward and strobe_reference_backward after validation: inputs of any float dtype, every output float64.
 //
 // A selection (null: everything) limits what is computed and written: forward to `rows`; backward to `rows` of dq and `cols` of dk and dv.
 // Selected rows cost O(rows * Sk * (D + Dv)). A selected column needs the LSE and D = sum dO * O of each query that sees it: where cols are
-// given and the problem's lse and out are both float64, these are used; otherwise each such query is computed from scratch, O(Sk) each.
+// given and the problem has both lse and out, these are used; otherwise each such query is computed from scratch, O(Sk * (D + Dv)) each.
 // Everywhere else the backward computes its own O and LSE and reads neither. dbias and dsinks are sums over all rows: an error with rows.
 // Throws Error(STROBE_INVALID_ARGUMENT) on a bad selection, before anything is written.
 void reference(const Problem &, const Execution &, Direction, const strobe_selection *);

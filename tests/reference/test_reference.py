@@ -116,8 +116,8 @@ class Case:
         if o["blocks"]:
             block_q, block_k, letters = o["blocks"]
             kept = torch.rand(*spread(letters), -(-Sq // block_q), -(-Sk // block_k), generator=self.random) < 0.6
-            self.blocks = {"block_mask": strobe.BlockMask.from_dense(kept, block_q, block_k)}
             self.dense["blocks"] = kept.repeat_interleave(block_q, -2)[..., :Sq, :].repeat_interleave(block_k, -1)[..., :Sk]
+            self.blocks = {"block_mask": strobe.BlockMask.from_dense(self.dense["blocks"], block_q, block_k)}
 
     def normal(self, *shape):
         return torch.randn(shape, generator=self.random, dtype=torch.float64)
