@@ -8,20 +8,22 @@ namespace strobe::inline STROBE_ISA {
 
 template <class Math> struct BackwardScratch {
   using T = typename Math::Real;
-  T *q, *d_o, *q_rows, *do_rows, *k, *v, *p_lanes, *p_rows, *s, *dp, *dq, *lse, *delta, *ones, *row, *keep = nullptr, *slopes = nullptr;
+  using Element = typename Math::Element;
+  typename Math::KeyScratch k, v;
   ScoreScratch<T> score;
+  Element *q, *d_o, *q_rows, *do_rows, *p_lanes, *p_rows;
+  T *s, *dp, *dq, *lse, *delta, *ones, *row, *keep = nullptr, *slopes = nullptr;
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile)
-      : score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
-    const int64_t d = problem.head_dim, dv = problem.head_dim_v;
-    Math::take_lanes(arena, tile.q, d, q);
-    Math::take_lanes(arena, tile.q, dv, d_o);
-    Math::take_rows(arena, tile.q, d, q_rows);
-    Math::take_rows(arena, tile.q, dv, do_rows);
-    Math::take_keys(arena, tile.k, d, k, true, true);
-    Math::take_keys(arena, tile.k, dv, v, true, false);
-    Math::take_scores(arena, tile.k, tile.width, p_lanes);
-    Math::take_scores(arena, tile.k, tile.width, p_rows);
+      : k(arena, tile.k, problem.head_dim, true, true), v(arena, tile.k, problem.head_dim_v, true, false),
+        score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
+    const int64_t d = problem.head_dim, dv = problem.head_dim_v, pieces = pieces_of(tile);
+    q = arena.take<Element>(pieces * Math::lanes_size(tile.width, d));
+    d_o = arena.take<Element>(pieces * Math::lanes_size(tile.width, dv));
+    q_rows = arena.take<Element>(pieces * Math::rows_size(tile.width, d));
+    do_rows = arena.take<Element>(pieces * Math::rows_size(tile.width, dv));
+    p_lanes = arena.take<Element>(Math::scores_size(tile.k, tile.width));
+    p_rows = arena.take<Element>(Math::scores_size(tile.k, tile.width));
     s = arena.take<T>(tile.k * tile.width);
     dp = arena.take<T>(tile.k * tile.width);
     dq = arena.take<T>(round_to(d, 16) * tile.q);
@@ -67,11 +69,11 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
   out.pieces = div_up(out.rows, tile.width);
   for (int64_t n = 0; n < out.pieces; ++n) {
     int64_t lane = n * tile.width, count = out.piece_lanes(n), width = out.piece_width(n);
-    out.q[n] = Math::load_lanes(p.q, head.b, head.h, token + lane, count, d, head.sign, width, scratch.q + Math::lanes_size(lane, d), scratch.score.buffer);
-    out.d_o[n] = Math::load_lanes(p.dout, head.b, head.h, token + lane, count, dv, T(1), width, scratch.d_o + Math::lanes_size(lane, dv), scratch.score.buffer);
+    out.q[n] = Math::load_lanes(p.q, head.b, head.h, token + lane, count, d, head.sign, width, scratch.q + n * Math::lanes_size(tile.width, d), scratch.score.buffer);
+    out.d_o[n] = Math::load_lanes(p.dout, head.b, head.h, token + lane, count, dv, T(1), width, scratch.d_o + n * Math::lanes_size(tile.width, dv), scratch.score.buffer);
     if (!rows_too) continue;
-    out.q_rows[n] = Math::load_rows(p.q, head.b, head.h, token + lane, count, d, scratch.q_rows + Math::rows_size(lane, d));
-    out.do_rows[n] = Math::load_rows(p.dout, head.b, head.h, token + lane, count, dv, scratch.do_rows + Math::rows_size(lane, dv));
+    out.q_rows[n] = Math::load_rows(p.q, head.b, head.h, token + lane, count, d, scratch.q_rows + n * Math::rows_size(tile.width, d));
+    out.do_rows[n] = Math::load_rows(p.dout, head.b, head.h, token + lane, count, dv, scratch.do_rows + n * Math::rows_size(tile.width, dv));
   }
   for (int64_t i = 0; i < out.rows; ++i) {
     bool real = i0 + i < out.i1;
@@ -116,12 +118,12 @@ void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &que
 // dK and dV of one key head gather here, keys x round_to(d, 16).
 template <class T> struct KeyGradients {
   T *dk, *dv;
-  static int64_t size(const Problem &p) { return p.seqlen_k * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16)); }
+  static int64_t size(const Problem &p) { return round_to(p.seqlen_k, 16) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16)); }
   void clear(const Problem &p, int64_t keys) const {
     fill(dk, keys * round_to(p.head_dim, 16), T(0));
     fill(dv, keys * round_to(p.head_dim_v, 16), T(0));
   }
-  KeyGradients(T *base, const Problem &p) : dk(base), dv(base + p.seqlen_k * round_to(p.head_dim, 16)) {}
+  KeyGradients(T *base, const Problem &p) : dk(base), dv(base + round_to(p.seqlen_k, 16) * round_to(p.head_dim, 16)) {}
 };
 
 template <class Math>
@@ -133,7 +135,7 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   const bool want_dq(p.dq), want_dk(p.dk), want_dv(p.dv);
   QueryTile<Math> queries;
   load_queries(head, tile, i0, want_dk || want_dv, scratch, queries);
-  fill(scratch.dq, d * queries.rows, T(0));
+  fill(scratch.dq, ldk * queries.rows, T(0));
 
   Schedule schedule(head.band, i0, queries.i1, tile.k, 16, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
@@ -144,8 +146,8 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       Piece<T> piece;
       if (!make_piece(head, i0 + lane, count, queries.piece_width(n), keys, piece)) continue;
       if (!loaded) {
-        k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, d, scratch.k, true, want_dq);
-        v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, dv, scratch.v, true, false);
+        k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, d, scratch.k, scratch.score.buffer);
+        v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, dv, scratch.v, scratch.score.buffer);
         loaded = true;
       }
       const TileSpan &t = piece.span;
@@ -158,14 +160,14 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
         Math::multiply(t.keys, ldk, count, Math::score_rows(scratch.dp, t.keys, t.width, scratch.p_rows), queries.q_rows[n], sums.dk + t.j0 * ldk, ldk, true);
       if (want_dq) // dQ^T += K^T dS
         Math::multiply(d, t.width, t.keys, Math::columns_from(k.columns, skipped), Math::score_lanes(scratch.dp, t.keys, t.width, scratch.p_lanes),
-                       scratch.dq + d * lane, t.width, true);
+                       scratch.dq + ldk * lane, t.width, true);
     }
   }
   if (!want_dq) return;
   fill(scratch.ones, queries.rows, T(p.scale));
   for (int64_t n = 0; n < queries.pieces; ++n) {
     int64_t lane = n * tile.width;
-    store_lanes(p.dq, head.b, head.h, head.q0 + i0 + lane, queries.piece_lanes(n), d, scratch.ones + lane, scratch.dq + d * lane, queries.piece_width(n),
+    store_lanes(p.dq, head.b, head.h, head.q0 + i0 + lane, queries.piece_lanes(n), d, scratch.ones + lane, scratch.dq + ldk * lane, queries.piece_width(n),
                 scratch.score.buffer);
   }
 }
@@ -219,6 +221,7 @@ template <class Math> void backward_keys(const Problem &p, const Execution &exec
   execution.run(int32_t(threads), [&](int32_t thread) {
     Arena arena(workspace + thread * each);
     BackwardScratch<Math> scratch(arena, p, tile);
+    [[maybe_unused]] typename Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count();) {
       const int64_t kv_head = item / items.chunks, chunk = item % items.chunks;
       T *sum = sums + (items.chunks > 1 ? item : thread) * size;

@@ -34,8 +34,8 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
   load_queries(head, tile, i0, false, scratch, queries);
   Schedule schedule(head.band, i0, queries.i1, tile.k, 16, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
-    auto k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, p.head_dim, scratch.k, true, false);
-    auto v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, p.head_dim_v, scratch.v, true, false);
+    auto k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, p.head_dim, scratch.k, scratch.score.buffer);
+    auto v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, p.head_dim_v, scratch.v, scratch.score.buffer);
     for (int64_t n = 0; n < queries.pieces; ++n) {
       Piece<T> piece;
       if (!make_piece(head, i0 + n * tile.width, queries.piece_lanes(n), queries.piece_width(n), keys, piece)) continue;
@@ -77,6 +77,7 @@ template <class Math> void backward_bias(const Problem &p, const Execution &exec
   execution.run(int32_t(min((i64)execution.threads, (i64)items.count)), [&](int32_t thread) {
     Arena arena(workspace + thread * each);
     BackwardScratch<Math> scratch(arena, p, tile);
+    [[maybe_unused]] typename Math::Session session;
     auto tile_of = [&](int64_t b, int64_t h, int64_t i0, T *sum) {
       Head<T> head(p, b, h);
       if (i0 < head.band.seqlen_q) backward_bias_tile<Math>(head, tile, i0, items.rows, scratch, sum);

@@ -4,40 +4,59 @@
 #include <cstdio>
 
 #include "isa.h"
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace strobe {
 
 namespace baseline { const CpuKernels *kernels(DType); }
 namespace neon { const CpuKernels *kernels(DType); }
 namespace avx2 { const CpuKernels *kernels(DType); }
+namespace amx { const CpuKernels *kernels(DType); }
 namespace avx512 { const CpuKernels *kernels(DType); }
 
 namespace {
 
 std::string never_missing() { return {}; }
 
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+std::string amx_missing() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return "this CPU lacks AMX (TILE, BF16)";
+  if (!has_avx512() || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return "this CPU lacks AVX512-BF16";
+  constexpr long kRequest = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM: for this process, once for all its threads
+  if (syscall(SYS_arch_prctl, kRequest, kTileData) != 0) return "the kernel does not grant AMX's tile registers";
+  return {};
+}
+#endif
+
 // From the fastest to the slowest.
 const InstructionSet kInstructionSets[] = {
 #if defined(__x86_64__)
+    {"cpu-amx", amx_missing, amx::kernels, {170, 340, 1024}},
     {"cpu-avx512",
-     [] {
-       bool all = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-       return std::string(all ? "" : "this CPU lacks AVX-512 (F, BW, DQ, VL)");
-     },
+     [] { return std::string(has_avx512() ? "" : "this CPU lacks AVX-512 (F, BW, DQ, VL)"); },
      avx512::kernels,
-     {64, 64}},
+     {64, 64, 64}},
     {"cpu-avx2",
      [] {
        bool all = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
        return std::string(all ? "" : "this CPU lacks AVX2 and FMA");
      },
      avx2::kernels,
-     {32, 32}},
+     {32, 32, 32}},
 #endif
 #if defined(__aarch64__)
-    {"cpu-neon", never_missing, neon::kernels, {16, 16}},
+    {"cpu-neon", never_missing, neon::kernels, {16, 16, 16}},
 #else
-    {"cpu-baseline", never_missing, baseline::kernels, {8, 8}},
+    {"cpu-baseline", never_missing, baseline::kernels, {8, 8, 8}},
 #endif
 };
 
@@ -98,7 +117,7 @@ public:
     plan.workspace_bytes = uint64_t((forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
     constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, share of the peak, and cost of a call
     double flops = visible_scores(p) * 2 * double(forward ? p.head_dim + p.head_dim_v : 3 * p.head_dim + 2 * p.head_dim_v);
-    double rate = set_.flops_per_cycle[p.dtype == DType::bf16] * (p.dtype == DType::f64 ? 0.5 : 1.0);
+    double rate = set_.flops_per_cycle[p.dtype == DType::bf16 ? 2 : p.dtype == DType::f16 ? 1 : 0] * (p.dtype == DType::f64 ? 0.5 : 1.0);
     plan.predicted_seconds = kStart + flops / (rate * kHertz * kShare * execution.threads);
     return plan;
   }

@@ -7,7 +7,9 @@
 namespace strobe::inline STROBE_ISA {
 
 template <class T> struct Fma {
-  using Real = T; // of scores, statistics and accumulators
+  using Real = T;    // of scores, statistics and accumulators
+  using Element = T; // of packed operands
+  struct Session {}; // what a thread holds while it works
 
   struct Left { // the operand of a product whose elements are broadcast
     Broadcast<T> a;
@@ -25,18 +27,19 @@ template <class T> struct Fma {
   struct Keys {
     Left rows, columns;
   };
-  static void take_keys(Arena &arena, int64_t tile_k, int64_t d, T *&scratch, bool /*rows*/, bool /*columns*/) {
-    scratch = arena.take<T>(tile_k * round_to(d, 16));
-  }
-  static Keys load_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, T *scratch, bool /*rows*/, bool /*columns*/) {
+  struct KeyScratch {
+    T *wide;
+    KeyScratch(Arena &arena, int64_t tile_k, int64_t d, bool /*rows*/, bool /*columns*/) : wide(arena.take<T>(tile_k * round_to(d, 16))) {}
+  };
+  static Keys load_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, const KeyScratch &scratch, T * /*buffer*/) {
     if (bytes_match(x) && (x.stride[3] == 1 || x.stride[2] == 1)) { // in place
       const T *p = x.at<T>(b, h, j0, 0);
       int64_t row = x.stride[2], column = x.stride[3];
       return {{{p, row, column}}, {{p, column, row}}};
     }
     int64_t ld = round_to(d, 16);
-    for (int64_t j = 0; j < n; ++j) load_row(x, b, h, j0 + j, 0, d, scratch + j * ld);
-    return {{{scratch, ld, 1}}, {{scratch, 1, ld}}};
+    for (int64_t j = 0; j < n; ++j) load_row(x, b, h, j0 + j, 0, d, scratch.wide + j * ld);
+    return {{{scratch.wide, ld, 1}}, {{scratch.wide, 1, ld}}};
   }
 
   // The same operands from key `skip` of the tile on.
@@ -44,14 +47,12 @@ template <class T> struct Fma {
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.col, x.a.row, x.a.col}}; }
 
   // Queries: rows of Q or dO, one a lane (d x width).
-  static void take_lanes(Arena &arena, int64_t width, int64_t d, T *&scratch) { scratch = arena.take<T>(d * width); }
   static STROBE_INLINE int64_t lanes_size(int64_t lanes, int64_t d) { return lanes * d; } // of scratch
   static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T factor, int64_t width, T *scratch, T *buffer) {
     STROBE_ISA::load_lanes(x, b, h, i0, n, 0, d, factor, scratch, width, buffer);
     return {scratch, width};
   }
   // Queries: rows of Q or dO as they are (n x d), d padded to lanes.
-  static void take_rows(Arena &arena, int64_t n, int64_t d, T *&scratch) { scratch = arena.take<T>(n * round_to(d, 16)); }
   static STROBE_INLINE int64_t rows_size(int64_t n, int64_t d) { return n * round_to(d, 16); } // of scratch
   static Right load_rows(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *scratch) {
     int64_t ld = round_to(d, 16);
@@ -64,7 +65,7 @@ template <class T> struct Fma {
   }
 
   // Scores (P or dS), keys x width: as the right operand of a product over keys, as the left operand of a product over queries.
-  static void take_scores(Arena &, int64_t /*tile_k*/, int64_t /*width*/, T *&scratch) { scratch = nullptr; }
+  static int64_t scores_size(int64_t /*tile_k*/, int64_t /*width*/) { return 0; }
   static Right score_lanes(const T *s, int64_t /*keys*/, int64_t width, T * /*scratch*/) { return {s, width}; }
   static Left score_rows(const T *s, int64_t /*keys*/, int64_t width, T * /*scratch*/) { return {{s, width, 1}}; }
 

@@ -8,18 +8,21 @@ namespace strobe::inline STROBE_ISA {
 
 inline constexpr int64_t kMaxPieces = 16; // Br / width at most
 
+STROBE_INLINE int64_t pieces_of(const TileSizes &tile) { return (tile.q + tile.width - 1) / tile.width; }
+
 // Everything one thread needs for one tile of queries.
 template <class Math> struct ForwardScratch {
   using T = typename Math::Real;
-  T *q, *k, *v, *p, *s, *o, *m, *l, *alpha, *keep = nullptr;
+  typename Math::KeyScratch k, v;
   ScoreScratch<T> score;
+  typename Math::Element *q, *p;
+  T *s, *o, *m, *l, *alpha, *keep = nullptr;
 
   ForwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile)
-      : score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
-    Math::take_lanes(arena, tile.q, problem.head_dim, q);
-    Math::take_keys(arena, tile.k, problem.head_dim, k, true, false);
-    Math::take_keys(arena, tile.k, problem.head_dim_v, v, false, true);
-    Math::take_scores(arena, tile.k, tile.width, p);
+      : k(arena, tile.k, problem.head_dim, true, false), v(arena, tile.k, problem.head_dim_v, false, true),
+        score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
+    q = arena.take<typename Math::Element>(pieces_of(tile) * Math::lanes_size(tile.width, problem.head_dim));
+    p = arena.take<typename Math::Element>(Math::scores_size(tile.k, tile.width));
     s = arena.take<T>(tile.k * tile.width);
     o = arena.take<T>(round_to(problem.head_dim_v, 16) * tile.q);
     m = arena.take<T>(tile.q);
@@ -102,7 +105,7 @@ template <class Math> void forward_tile(const Head<typename Math::Real> &head, c
   using V = Vec<T>;
   constexpr int L = V::kLanes;
   const Problem &p = *head.p;
-  const int64_t i1 = min((i64)(i0 + tile.q), head.band.seqlen_q), d = p.head_dim, dv = p.head_dim_v;
+  const int64_t i1 = min((i64)(i0 + tile.q), head.band.seqlen_q), d = p.head_dim, dv = p.head_dim_v, ldo = round_to(dv, 16);
   const int64_t rows = round_to(i1 - i0, 16);
 
   // Q transposed, piece by piece of width lanes; O likewise
@@ -110,9 +113,9 @@ template <class Math> void forward_tile(const Head<typename Math::Real> &head, c
   int64_t pieces = 0;
   for (int64_t lane = 0; lane < rows; lane += tile.width, ++pieces) {
     int64_t width = min((i64)tile.width, (i64)(rows - lane)), count = min((i64)width, (i64)(i1 - i0 - lane));
-    q[pieces] = Math::load_lanes(p.q, head.b, head.h, head.q0 + i0 + lane, count, d, head.sign, width, scratch.q + Math::lanes_size(lane, d), scratch.score.buffer);
+    q[pieces] = Math::load_lanes(p.q, head.b, head.h, head.q0 + i0 + lane, count, d, head.sign, width, scratch.q + pieces * Math::lanes_size(tile.width, d), scratch.score.buffer);
   }
-  fill(scratch.o, dv * rows, T(0));
+  fill(scratch.o, ldo * rows, T(0));
   fill(scratch.m, rows, -kInfinity<T>);
   fill(scratch.l, rows, T(0));
 
@@ -125,13 +128,13 @@ template <class Math> void forward_tile(const Head<typename Math::Real> &head, c
       Piece<T> piece;
       if (!make_piece(head, i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), width, keys, piece)) continue;
       if (!loaded) {
-        k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, d, scratch.k, true, false);
-        v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, dv, scratch.v, false, true);
+        k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, d, scratch.k, scratch.score.buffer);
+        v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, dv, scratch.v, scratch.score.buffer);
         loaded = true;
       }
       const TileSpan &t = piece.span;
       int64_t skipped = t.j0 - keys.begin;
-      T *o = scratch.o + dv * lane, *m = scratch.m + lane, *l = scratch.l + lane;
+      T *o = scratch.o + ldo * lane, *m = scratch.m + lane, *l = scratch.l + lane;
 
       Math::multiply(t.keys, width, d, Math::rows_from(k.rows, skipped), q[n], scratch.s, width, false); // S = K Q^T
       if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, (T *)nullptr);
@@ -166,7 +169,7 @@ template <class Math> void forward_tile(const Head<typename Math::Real> &head, c
   }
   for (int64_t n = 0; n < pieces; ++n) {
     int64_t lane = n * tile.width, width = min((i64)tile.width, (i64)(rows - lane));
-    store_lanes(p.out, head.b, head.h, head.q0 + i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), dv, scratch.l + lane, scratch.o + dv * lane, width, scratch.score.buffer);
+    store_lanes(p.out, head.b, head.h, head.q0 + i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), dv, scratch.l + lane, scratch.o + ldo * lane, width, scratch.score.buffer);
   }
 }
 
@@ -182,6 +185,7 @@ template <class Math> void forward(const Problem &p, const Execution &execution,
   execution.run(int32_t(min((i64)execution.threads, (i64)items)), [&](int32_t thread) {
     Arena arena(static_cast<char *>(workspace) + thread * each);
     ForwardScratch<Math> scratch(arena, p, tile);
+    [[maybe_unused]] typename Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) {
       Head<typename Math::Real> head(p, item / tiles / p.heads, item / tiles % p.heads);
       int64_t i0 = (tiles - 1 - item % tiles) * tile.q; // causal: the longest rows first

@@ -53,7 +53,7 @@ STROBE_INLINE void multiply_rows(int64_t rows, int64_t depth, Broadcast<T> a, co
     a.a += kRows * a.row;
     c += kRows * ldc;
   }
-  if constexpr (kRows > 1) multiply_rows<kRows / 2, kColumns, kUnitRow>(rows, depth, a, b, ldb, c, ldc, accumulate);
+  if constexpr (kRows > 1) multiply_rows<kRows == 6 ? 4 : kRows / 2, kColumns, kUnitRow>(rows, depth, a, b, ldb, c, ldc, accumulate);
 }
 
 template <int kColumns, bool kUnitRow, class T>

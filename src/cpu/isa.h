@@ -25,7 +25,7 @@ struct InstructionSet {
   const char *name;          // of the engine
   std::string (*missing)();  // why this machine cannot run it; empty if it can
   const CpuKernels *(*kernels)(DType); // null where the set adds nothing for this type
-  double flops_per_cycle[2]; // multiply-adds count two: {fp32 (fp64: half), bf16}; for the predicted time alone
+  double flops_per_cycle[3]; // a multiply-add counts two: {fp32 (fp64: half), fp16, bf16}; for the predicted time alone
 };
 
 } // namespace strobe

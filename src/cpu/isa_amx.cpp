@@ -1,0 +1,14 @@
+#define STROBE_ISA amx
+#define STROBE_VECTOR_BYTES 64
+#include "kernels.h"
+#include "pairs.h"
+
+namespace strobe::inline STROBE_ISA {
+
+const CpuKernels *kernels(DType dtype) {
+  static constexpr CpuKernels bf16 = kernels_of<Pairs<1>>("bf16 tiles"), fp16 = kernels_of<Pairs<2>>("fp16 as two bf16 tiles, three products"),
+                              fp32 = kernels_of<Pairs<3>>("fp32 as three bf16 tiles, six products");
+  return dtype == DType::bf16 ? &bf16 : dtype == DType::f16 ? &fp16 : dtype == DType::f32 ? &fp32 : nullptr;
+}
+
+} // namespace strobe::inline STROBE_ISA
