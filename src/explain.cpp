@@ -62,7 +62,8 @@ std::string blocks(const Problem::Blocks &b) {
 void asked(Page &page, const Problem &p, const Execution &e) {
   page.line("shape", shape(p));
   page.line("dtype", text(name(p.dtype), " on ",
-                          p.device_type == STROBE_CPU ? text("the CPU, ", e.threads, " threads") : text("CUDA device ", p.device_index)));
+                          p.device_type == STROBE_CPU ? text("the CPU, ", e.threads, e.threads == 1 ? " thread" : " threads")
+                                                      : text("CUDA device ", p.device_index)));
   page.line("scale", text(p.scale));
   if (p.softcap > 0) page.line("softcap", text(p.softcap));
   if (p.window_left != kUnbounded || p.window_right != kUnbounded)

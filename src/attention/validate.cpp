@@ -283,21 +283,7 @@ private:
     p.sinks = view(t.sinks, kHead);
     p.cu_seqlens_q = ints(t.cu_seqlens_q), p.cu_seqlens_k = ints(t.cu_seqlens_k);
     p.rng = t.rng ? static_cast<const int64_t *>(t.rng->data) : nullptr;
-    if (t.block_rows) {
-      p.blocks = {true,
-                  t.block_rows_t != nullptr,
-                  a.block_q,
-                  a.block_k,
-                  n.blocks_q,
-                  n.blocks_k,
-                  t.block_cols->shape[0],
-                  t.block_rows->shape[0],
-                  t.block_rows->shape[1],
-                  ints(t.block_rows),
-                  ints(t.block_cols),
-                  ints(t.block_rows_t),
-                  ints(t.block_cols_t)};
-    }
+    if (t.block_rows) p.blocks = kept_blocks();
     p.out = view(t.out, tokens), p.lse = view(t.lse, rows);
     if (backward) {
       p.dout = view(t.dout, tokens), p.dlse = view(t.dlse, rows);
@@ -305,6 +291,19 @@ private:
       p.dbias = view(t.dbias, kDense), p.dsinks = view(t.dsinks, kHead);
     }
     return p;
+  }
+
+  Problem::Blocks kept_blocks() const {
+    static const int32_t nothing = 0; // what a CSR that keeps nothing may leave null
+    auto columns = [](const strobe_tensor *cols) { return cols && !cols->data ? &nothing : ints(cols); };
+    Problem::Blocks blocks;
+    blocks.present = true, blocks.transposed = t.block_rows_t != nullptr;
+    blocks.block_q = a.block_q, blocks.block_k = a.block_k;
+    blocks.rows = n.blocks_q, blocks.cols = n.blocks_k, blocks.kept = t.block_cols->shape[0];
+    blocks.batch = t.block_rows->shape[0], blocks.heads = t.block_rows->shape[1];
+    blocks.row_ptr = ints(t.block_rows), blocks.col = columns(t.block_cols);
+    blocks.row_ptr_t = ints(t.block_rows_t), blocks.col_t = columns(t.block_cols_t);
+    return blocks;
   }
 
   Reasons reasons;

@@ -1,0 +1,92 @@
+// The choice among engines, on engines that answer what the test wants.
+#include "engines.h"
+
+#include <doctest/doctest.h>
+
+#include "call.h"
+
+using namespace strobe;
+
+namespace {
+
+class Fake final : public Engine {
+public:
+  Fake(const char *name, const char *missing = "", bool only_by_name = false)
+      : name_(name), missing_(missing), only_by_name_(only_by_name) {}
+  const char *name() const override { return name_; }
+  std::string missing() const override { return missing_; }
+  bool only_by_name() const override { return only_by_name_; }
+  Answer plan(const Problem &, const Execution &, Direction) const override { return "not asked here"; }
+  void run(const Problem &, const Execution &, Direction, const Plan &, void *) const override {}
+
+private:
+  const char *name_, *missing_;
+  bool only_by_name_;
+};
+
+const Fake best("best"), absent("absent", "this CPU lacks it"), plain("plain"), oracle("oracle", "", true);
+
+Plan plan(const Engine &engine, double seconds) {
+  Plan p;
+  p.engine = engine.name(), p.predicted_seconds = seconds;
+  return p;
+}
+
+} // namespace
+
+TEST_CASE("decide: nobody takes it") {
+  const Choice choice = {{{&best, "no bias"}, {&absent, "this CPU lacks it"}, {&plain, "no masks"}}, -1};
+  Problem p;
+  CHECK_THROWS_WITH_AS(decide(p, choice), "no engine takes this problem:\nbest: no bias\nabsent: this CPU lacks it\nplain: no masks",
+                       Error);
+  p.engine = "plain"; // only the reason of the one asked for
+  CHECK_THROWS_WITH_AS(decide(p, choice), "no engine takes this problem:\nplain: no masks", Error);
+}
+
+TEST_CASE("decide: strict refuses a slower engine where a faster one that is here refused") {
+  Problem p;
+  p.strict = true;
+  const Choice refused = {{{&best, "no bias"}, {&plain, plan(plain, 2)}}, 1};
+  CHECK_THROWS_WITH_AS(decide(p, refused), "strict: plain would run, for the faster best refuses: no bias", Error);
+  const Choice missing = {{{&absent, "this CPU lacks it"}, {&oracle, "by name only"}, {&plain, plan(plain, 2)}}, 2};
+  CHECK(decide(p, missing).engine == &plain);
+  const Choice predicted_slower = {{{&best, plan(best, 3)}, {&plain, plan(plain, 2)}}, 1};
+  CHECK(decide(p, predicted_slower).engine == &plain);
+  p.strict = false;
+  CHECK(decide(p, refused).engine == &plain);
+}
+
+TEST_CASE("choose: every engine of the list answers, the least predicted time wins") {
+  test::Call call;
+  test::make_dense(call, Direction::forward);
+  const Problem p = call.validated();
+  Execution e;
+  const Choice choice = choose(p, e, Direction::forward);
+  REQUIRE(choice.rows.size() == engines().size());
+  REQUIRE(choice.chosen >= 0);
+  const double least = std::get<Plan>(choice.rows[choice.chosen].answer).predicted_seconds;
+  for (const Choice::Row &row : choice.rows) {
+    if (const Plan *other = std::get_if<Plan>(&row.answer)) {
+      CHECK(other->predicted_seconds >= least);
+      CHECK(row.engine->missing().empty());
+    }
+    if (!row.engine->missing().empty()) CHECK(std::get<std::string>(row.answer) == row.engine->missing());
+    if (row.engine->only_by_name()) CHECK(std::get<std::string>(row.answer) == "runs only when asked for by name");
+  }
+}
+
+TEST_CASE("choose: a name forces its engine") {
+  for (const Engine *engine : engines()) {
+    test::Call call;
+    test::make_dense(call, Direction::forward);
+    call.attention.engine = engine->name();
+    if (engine->only_by_name())
+      call.add("out", DType::f64, {test::B, test::H, test::Sq, test::Dv}), call.add("lse", DType::f64, {test::B, test::H, test::Sq});
+    const Problem p = call.validated();
+    const Choice choice = choose(p, {}, Direction::forward);
+    if (engine->missing().empty())
+      CHECK(decide(p, choice).engine == engine);
+    else
+      CHECK_THROWS_WITH_AS(decide(p, choice), doctest::Contains(engine->missing().c_str()), Error);
+  }
+}
