@@ -152,7 +152,7 @@ struct Head {
     const double lse = load(p.lse, b, h, q.begin + i, 0);
     double D = 0;
     for (int64_t c = 0; c < p.head_dim_v; c++) D += dO[i][c] * load(p.out, b, h, q.begin + i, c);
-    return {lse == -kInfinity ? Softmax{} : Softmax{lse, 1}, D, dlse(i)};
+    return {{lse, 1}, D, dlse(i)};
   }
 
   Gradient gradient(int64_t i, int64_t j, const Score &x, const Row &r) const {
