@@ -1,0 +1,32 @@
+/* What the Python package needs in C beside the library. */
+#ifndef STROBE_GLUE_H
+#define STROBE_GLUE_H
+
+#include <stdint.h>
+
+#include "strobe/strobe.h"
+
+/* Fills *t. swap_1_2: the axes 1 and 2 change places, which makes a (B,S,H,D) tensor the (B,H,S,D) one that the library speaks of. */
+void strobe_glue_tensor(strobe_tensor *t, uintptr_t data, int32_t dtype, int32_t device_type, int32_t device_index, int32_t rank,
+                        const int64_t *shape, const int64_t *strides, int32_t swap_1_2);
+
+/* Looks for the OpenMP runtime that this process has loaded. Without it the library starts threads for each call. */
+void strobe_glue_find_openmp(void);
+
+/* Fills *e so that CPU work runs on `threads` threads: those of the OpenMP runtime if there is one that can be used. */
+void strobe_glue_execution(strobe_execution *e, int32_t threads);
+
+/* A stack of `matrices` block matrices of rows x cols, from elements to blocks and from blocks to CSR. `offsets` is (matrices, rows + 1). */
+
+/* kept[m, i / block_q, j / block_k] |= mask[m, i, j]; kept (matrices, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k)) begins as zeros. */
+void strobe_glue_blocks_of_mask(const uint8_t *mask, int64_t matrices, int64_t seqlen_q, int64_t seqlen_k, int64_t block_q, int64_t block_k,
+                                uint8_t *kept);
+/* The offsets of kept; returns how many blocks are kept. */
+int64_t strobe_glue_count_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int32_t *offsets);
+void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int32_t *indices);
+/* Writes the transposes: offsets_t (matrices, cols + 1), indices_t (kept). Returns 0, and writes nothing, unless the matrices follow one
+ * another in absolute offsets from 0 to kept and the indices of each row are in [0, cols) and strictly ascending. */
+int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices,
+                              int32_t *offsets_t, int32_t *indices_t);
+
+#endif

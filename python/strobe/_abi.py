@@ -1,0 +1,133 @@
+"""The C ABI seen from Python: structs to fill, functions to call, a status turned into an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from ._core import ffi, lib
+
+FORWARD: int = lib.STROBE_FORWARD
+BACKWARD: int = lib.STROBE_BACKWARD
+CPU: int = lib.STROBE_CPU
+CUDA: int = lib.STROBE_CUDA
+
+DTYPES: dict[str, int] = {
+    "float32": lib.STROBE_FLOAT32,
+    "float16": lib.STROBE_FLOAT16,
+    "bfloat16": lib.STROBE_BFLOAT16,
+    "float64": lib.STROBE_FLOAT64,
+    "bool": lib.STROBE_BOOL,
+    "int32": lib.STROBE_INT32,
+    "int64": lib.STROBE_INT64,
+}
+MAX_RANK = 4
+
+# The tensors that a call reads: their names in strobe_tensors, and the order of the torch operators' arguments.
+INPUTS = (
+    *("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k"),
+    *("block_rows", "block_cols", "block_rows_t", "block_cols_t", "rng"),
+)
+GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsinks": "sinks"}
+_MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse")) + len(GRADIENTS)
+# Those whose axes are (B,S,H,D) with layout "bshd".
+_TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
+
+# What a call says beside its tensors, name -> (type, default): the fields of strobe_attention, and the two at the end.
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "causal": (bool, False),
+    "window_left": (int | None, None),
+    "window_right": (int | None, None),
+    "alignment": (int, lib.STROBE_BOTTOM_RIGHT),
+    "scale": (float | None, None),
+    "softcap": (float, 0.0),
+    "dropout": (float, 0.0),
+    "max_seqlen_q": (int, 0),
+    "max_seqlen_k": (int, 0),
+    "block_q": (int, 0),
+    "block_k": (int, 0),
+    "tile_q": (int, 0),
+    "tile_k": (int, 0),
+    "deterministic": (bool, False),
+    "exact_max": (bool, False),
+    "allow_tf32": (bool, False),
+    "strict": (bool, False),
+    "check": (bool, False),
+    "engine": (str | None, None),
+    "bshd": (bool, False),
+    "threads": (int, 0),  # 0: the framework's number
+}
+
+
+_EXCEPTIONS: dict[int, type[Exception]] = {
+    lib.STROBE_INVALID_ARGUMENT: ValueError,
+    lib.STROBE_UNSUPPORTED: NotImplementedError,
+    lib.STROBE_OUT_OF_MEMORY: MemoryError,
+}
+
+
+def text(chars: Any) -> str:
+    return ffi.string(chars).decode()
+
+
+def raise_if(status: int) -> None:
+    if status != lib.STROBE_OK:
+        raise _EXCEPTIONS.get(status, RuntimeError)(text(lib.strobe_last_error()))
+
+
+@lru_cache(maxsize=1024)
+def _attention(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
+    """A strobe_attention and what must live as long. Nobody writes to it, so that calls share it."""
+    fields = {"size": ffi.sizeof("strobe_attention"), **dict(options)}
+    for name in ("bshd", "threads"):
+        fields.pop(name, None)
+    for name in ("scale", "window_left", "window_right"):
+        if name in fields:
+            fields["has_" + name] = True
+    engine = fields.get("engine")
+    if engine is not None:
+        fields["engine"] = engine = ffi.new("char[]", engine.encode())
+    return ffi.new("strobe_attention *", fields), engine
+
+
+# Fills a strobe_tensor: (struct, name for messages, array, whether its axes 1 and 2 change places).
+View = Callable[[Any, str, Any, bool], None]
+
+
+class Call:
+    """One call's structs: what, on what, with what. `options` holds those of OPTIONS that are not at their default."""
+
+    __slots__ = ("_alive", "_attention", "_execution", "_tensors")
+
+    def __init__(self, arrays: dict[str, Any], options: dict[str, Any], view: View, threads: int):
+        attention = _attention(tuple(options.items()))
+        bshd = "bshd" in options
+        views = ffi.new("strobe_tensor[]", _MOST_TENSORS)
+        tensors = ffi.new("strobe_tensors *")
+        tensors.size = ffi.sizeof("strobe_tensors")
+        t = views + 0
+        for name, array in arrays.items():
+            view(t, name, array, bshd and name in _TOKENS)
+            setattr(tensors, name, t)
+            t += 1
+        execution = ffi.new("strobe_execution *")
+        lib.strobe_glue_execution(execution, threads)
+        self._attention, self._tensors, self._execution = attention[0], tensors, execution
+        self._alive = views, attention
+
+    def run(self, function: Any, *more: Any) -> None:
+        raise_if(function(self._attention, self._tensors, self._execution, *more))
+
+
+def version() -> str:
+    return text(lib.strobe_version())
+
+
+def engines() -> list[tuple[str, str | None]]:
+    """The engines of this library: (name, None), or (name, the reason why it cannot run on this machine)."""
+    found: list[tuple[str, str | None]] = []
+    while (name := lib.strobe_engine_name(len(found))) != ffi.NULL:
+        missing = lib.strobe_engine_missing(len(found))
+        found.append((text(name), None if missing == ffi.NULL else text(missing)))
+    return found

@@ -1,0 +1,214 @@
+"""The functions of the package that compute."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from . import _run
+from ._abi import GRADIENTS
+from ._framework import Array, Framework, default_framework, framework_of
+from ._prepare import DEFAULTS, AttentionOptions, Prepared, dropout_rng, prepare
+from ._run import Gradients
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ArrayT = TypeVar("ArrayT")
+
+
+@overload
+def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[False] = ..., **options: Unpack[AttentionOptions]) -> ArrayT: ...
+@overload
+def attention(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool, **options: Unpack[AttentionOptions]) -> Any: ...
+def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[AttentionOptions]) -> Any:
+    """Exact softmax attention: softmax(scale · q·kᵀ, as the options have it) · v, in memory linear in the sequence length.
+
+    For torch tensors it is differentiable once, in q, k, v, bias and sinks, and through the returned lse; it works under torch.compile,
+    autocast and activation checkpointing. NumPy arrays give NumPy arrays (see attention_backward for their gradients).
+
+    With B batches, H query heads, Hkv key heads (H a multiple of Hkv: query head h reads key head h // (H / Hkv)), lengths Sq and Sk,
+    head dimensions D and Dv (1 to 256):
+
+    Args:
+        q: (B, H, Sq, D); layout "bshd": (B, Sq, H, D). float32, float16, bfloat16 or float64, any strides; never copied.
+        k: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), q's dtype.
+        v: (B, Hkv, Sk, Dv) or (B, Sk, Hkv, Dv), q's dtype.
+        causal: query i sees the keys j <= i + offset of the alignment.
+        window: (left, right): i + offset - left <= j <= i + offset + right; None on a side: no bound; one integer: both sides.
+        alignment: of causal, window and alibi_slopes. "bottom_right": the last query stands at the last key, offset = Sk - Sq;
+            "top_left": the first at the first, offset = 0.
+        scale: of q·k; 1/sqrt(D) if None.
+        softcap: c > 0 makes each score c · tanh(score / c), before what is added to it.
+        mask: bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory.
+        bias: added to the scores; broadcasts likewise; q's dtype or float32. Its gradient is summed over what was broadcast.
+        alibi_slopes: float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores.
+        sinks: float32 (float64 with float64) (H,): a logit per head that joins the softmax's denominator and no value.
+        dropout: the probability of dropping an element of the softmax, 0 <= p < 1, in steps of 1/256; what is kept is scaled up.
+        seed, offset: integers that choose the dropout mask. Without them and rng they are drawn from the default generator of torch
+            (torch.manual_seed) or NumPy (np.random.seed).
+        rng: the same two as an int64 tensor (2,), where q lies.
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): packed sequences of various lengths; sequence b holds the tokens
+            [cu_seqlens[b], cu_seqlens[b + 1]). Then q is (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), whatever layout says.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; the size of mask and bias there. None: Tq, Tk.
+        block_mask: which blocks of the scores exist at all.
+        layout: of q, k, v and the output: "bhsd" or "bshd".
+        return_lse: return (out, lse).
+        deterministic: bitwise the same gradients over runs; on the CPU they always are.
+        exact_max: keep the running maximum of the softmax where an engine would do without.
+        allow_tf32: let float32 run as single-pass TF32 on a GPU.
+        tile_q, tile_k: a wish for the tile (Br, Bc); explain() says to what it was rounded.
+        engine: run on this engine of strobe.engines() alone; None: on the one with the least predicted time.
+        strict: refuse to run on anything but the fastest engine of this device.
+        check: check what lies in device memory (cu_seqlens, block_mask) first, which synchronises; host memory always is.
+        threads: CPU threads; None: torch.get_num_threads(), for NumPy as many as the process may run on.
+
+    Returns:
+        out (B, H, Sq, Dv), (B, Sq, H, Dv) or (Tq, H, Dv), q's dtype; heads and sequence lie in memory in the order that q's do.
+        lse, if asked for: (B, H, Sq) in either layout, or (H, Tq), float32 (float64 with float64): the natural log of the softmax's
+        denominator. A query that sees no key has output 0 and lse -inf, or the sink.
+
+    Raises:
+        TypeError: an argument is of a wrong kind.
+        ValueError: an argument has a wrong shape, dtype or value; the message says which one and what is accepted.
+        NotImplementedError: no engine here takes the call; the message has every engine's reason.
+        MemoryError: no memory for the results or the work.
+
+    Sources: FlashAttention (Dao et al. 2022, arXiv:2205.14135), FlashAttention-2 (Dao 2023, arXiv:2307.08691), ALiBi (Press et al. 2021,
+    arXiv:2108.12409), softcap (Gemma 2, arXiv:2408.00118), sinks (gpt-oss, arXiv:2508.10925), Philox (Salmon et al. 2011).
+    docs/semantics.md has the formulas.
+    """
+    framework = framework_of("q", q)
+    out, lse = framework.forward(prepare("attention", framework, q, k, v, options))
+    return (out, lse) if return_lse else out
+
+
+def _signature() -> inspect.Signature:
+    """What help() shows: every option with its type and default."""
+    parameters = list(inspect.signature(attention).parameters.values())[:-1]
+    types = AttentionOptions.__annotations__
+    parameters += [parameters[-1].replace(name=name, default=x, annotation=types[name]) for name, x in DEFAULTS.items()]
+    return inspect.Signature(parameters)
+
+
+attention.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def _repeat(function: str, q: Array, k: Array, v: Array, options: AttentionOptions) -> tuple[Framework, Prepared]:
+    """A call that has to apply the dropout mask of another."""
+    if options.get("dropout") and options.get("rng") is None and options.get("seed") is None:
+        raise ValueError("rng: missing beside dropout; accepted is the rng, or the seed and offset, of the forward")
+    framework = framework_of("q", q)
+    return framework, prepare(function, framework, q, k, v, options)
+
+
+def attention_backward(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *, dlse: Array | None = None, **options: Unpack[AttentionOptions]
+) -> Gradients:
+    """The gradients of attention, for who does without autograd.
+
+    Args:
+        dout: the gradient of out, out's shape, q's dtype; any strides, 0 included.
+        q, k, v, options: those of attention(); with dropout also its seed and offset, or rng.
+        out, lse: what it returned.
+        dlse: the gradient of lse, lse's shape and dtype; None: lse was not used.
+
+    Returns:
+        Gradients(dq, dk, dv, dbias, dsinks) of the shapes and dtypes of q, k, v, bias and sinks; None for what was not given.
+
+    Raises:
+        As attention().
+    """
+    framework, p = _repeat("attention_backward", q, k, v, options)
+    needed = [name for name, of in GRADIENTS.items() if of in p.arrays]
+    return Gradients(**framework.backward(p, dout, dlse, out, lse, needed))
+
+
+def reference(
+    q: Array, k: Array, v: Array, *, rows: Iterable[int] | None = None, **options: Unpack[AttentionOptions]
+) -> tuple[Array, Array]:
+    """attention() by the formulas in float64, on the CPU, row by row: what every engine is tested against. Slow; not differentiable.
+
+    Args:
+        q, k, v, options: as attention().
+        rows: only these queries, counted flat over (B, H, Sq), or (H, Tq) of packed sequences, ascending. The rest is NaN.
+
+    Returns:
+        out, lse: shapes of attention()'s, float64.
+
+    Raises:
+        As attention().
+    """
+    framework = framework_of("q", q)
+    p = prepare("reference", framework, q, k, v, options)
+    return _run.reference(framework, p, rows)
+
+
+def reference_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None = None,
+    lse: Array | None = None,
+    *,
+    dlse: Array | None = None,
+    rows: Iterable[int] | None = None,
+    cols: Iterable[int] | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Gradients:
+    """The gradients of reference(), in float64 likewise.
+
+    Args:
+        dout, dlse: gradients of out and lse; any float dtype.
+        q, k, v, options: as attention_backward().
+        out, lse: what reference() returned; only to save time where few `cols` are asked for.
+        rows: only these rows of dq, counted as in reference(). The rest is NaN, and dbias and dsinks, sums over all rows, are None.
+        cols: only these rows of dk and dv, counted flat over (B, Hkv, Sk), or (Hkv, Tk), ascending. The rest is NaN.
+
+    Returns:
+        Gradients(dq, dk, dv, dbias, dsinks), float64.
+
+    Raises:
+        As attention().
+    """
+    framework, p = _repeat("reference_backward", q, k, v, options)
+    return _run.reference_backward(framework, p, {"out": out, "lse": lse, "dout": dout, "dlse": dlse}, rows, cols)
+
+
+def explain(q: Array, k: Array, v: Array, *, backward: bool = False, **options: Unpack[AttentionOptions]) -> str:
+    """What attention(), or its backward, would run for this call: each engine's plan or reason against, the choice, what was rounded.
+
+    Nothing is computed. Arguments and errors as attention()'s, but that no engine takes the call is an answer here.
+    """
+    framework = framework_of("q", q)
+    p = prepare("explain", framework, q, k, v, options)
+    return _run.explain(framework, p, backward)
+
+
+def dropout_mask(
+    shape: tuple[int, int, int, int], dropout: float, seed: int | None = None, offset: int | None = None, *, rng: Array | None = None
+) -> Array:
+    """The dropout mask that attention() applies, the same for every engine, tile and device.
+
+    Args:
+        shape: (B, H, Sq, Sk); for packed sequences B counts them, and Sq and Sk are at least the longest.
+        dropout, seed, offset, rng: those of attention(); rng on the CPU, and in place of seed and offset.
+
+    Returns:
+        bool, True = kept; a torch.Tensor if rng is one or the program has imported torch, else a numpy.ndarray.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above.
+    """
+    framework = default_framework() if rng is None else framework_of("rng", rng)
+    if (seed is None) == (rng is None):
+        raise ValueError("seed: accepted is seed (and offset), or rng")
+    if rng is None:
+        rng = dropout_rng(framework, None, seed, 0 if offset is None else offset)
+    return _run.dropout_mask(framework, tuple(shape), dropout, rng)

@@ -1,0 +1,309 @@
+"""Block-sparse masks: which blocks of the score matrix are kept."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from copy import copy
+from typing import Any
+
+from ._abi import MAX_RANK
+from ._core import ffi, lib
+from ._framework import Array, Framework, default_framework, framework_of, kind
+
+_MOST_KEPT = 2**31 - 1  # the CSR is int32
+
+
+class BlockMask:
+    """Keeps or skips whole blocks of block_q queries by block_k keys; what is skipped costs nothing, forward and backward.
+
+    It joins the other masks: a score counts if its block is kept and causal, window and mask let it through. One mask serves all
+    batches or heads (its own size there is 1), or each has its own. With cu_seqlens, blocks are counted within each sequence, from
+    max_seqlen_q and max_seqlen_k.
+
+    The blocks are held as CSR, int32: query block i of (batch b, head h) keeps the key blocks ``cols[rows[b, h, i]:rows[b, h, i + 1]]``,
+    ascending; the offsets are absolute in cols. The transpose (key block to query blocks) is built along with it for the backward.
+    The arrays are torch tensors if the program has imported torch when the mask is made, else NumPy's; either serves both.
+
+    Args:
+        rows: int32 (B|1, H|1, nq + 1), nq = ceil(seqlen_q / block_q).
+        cols: int32 (kept,).
+        seqlen_q, seqlen_k: lengths of queries and keys.
+        block_q, block_k: size of a block; attention takes multiples of 16.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above.
+
+    Sources: FlashAttention, block-sparse (Dao et al. 2022, arXiv:2205.14135, section 3.3).
+    """
+
+    rows: Array
+    cols: Array
+    rows_t: Array
+    cols_t: Array
+
+    def __init__(self, rows: Array, cols: Array, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int):
+        self.seqlen_q, self.seqlen_k = _length("seqlen_q", seqlen_q, 0), _length("seqlen_k", seqlen_k, 0)
+        self.block_q, self.block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
+        framework = framework_of("rows", rows)
+        nq, nk = self._grid
+        for name, x in (("rows", rows), ("cols", cols)):
+            if not isinstance(x, framework.array_type) or x.dtype != framework.xp.int32:
+                raise TypeError(f"{name}: {getattr(x, 'dtype', kind(x))}; accepted is a {framework.name} of int32")
+        if rows.ndim != 3 or rows.shape[2] != nq + 1:
+            raise ValueError(f"rows: shape {tuple(rows.shape)}; accepted is (B|1, H|1, {nq + 1}), one more than the query blocks")
+        if cols.ndim != 1:
+            raise ValueError(f"cols: shape {tuple(cols.shape)}; accepted is (kept,)")
+        batch, heads = rows.shape[:2]
+        kept = cols.shape[0]
+        host_rows, host_cols = framework.on_host(rows), framework.on_host(cols)
+        rows_t = array("i", bytes(4 * batch * heads * (nk + 1)))
+        cols_t = array("i", bytes(4 * kept))
+        sizes = (batch * heads, nq, nk, kept)
+        csr = (_pointer(framework, "int32_t *", host_rows), _pointer(framework, "int32_t *", host_cols))
+        if not lib.strobe_glue_transpose(*sizes, *csr, ffi.from_buffer("int32_t[]", rows_t), ffi.from_buffer("int32_t[]", cols_t)):
+            raise ValueError(
+                f"rows, cols: not a CSR of {nq} x {nk} blocks; accepted are absolute offsets that ascend from 0 to {kept}, the size of "
+                f"cols, and key blocks of 0 to {nk - 1}, strictly ascending within a row"
+            )
+        self.rows, self.cols = rows, cols
+        self.rows_t = framework.int32(rows_t, rows).reshape(batch, heads, nk + 1)
+        self.cols_t = framework.int32(cols_t, rows)
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        return -(-self.seqlen_q // self.block_q), -(-self.seqlen_k // self.block_k)
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array, Array]:
+        return self.rows, self.cols, self.rows_t, self.cols_t
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B|1, H|1, query blocks, key blocks)."""
+        return (self.rows.shape[0], self.rows.shape[1], *self._grid)
+
+    @property
+    def density(self) -> float:
+        """The share of blocks that are kept; 0.0 where there is no block."""
+        batch, heads, nq, nk = self.shape
+        return self.cols.shape[0] / max(batch * heads * nq * nk, 1)
+
+    def __repr__(self) -> str:
+        batch, heads, nq, nk = self.shape
+        return (
+            f"BlockMask({self.seqlen_q} queries in {nq} blocks of {self.block_q}, {self.seqlen_k} keys in {nk} blocks of {self.block_k}, "
+            f"batch {batch}, heads {heads}, {self.cols.shape[0]} blocks kept, density {self.density:.3g})"
+        )
+
+    def to(self, device: Any) -> BlockMask:
+        """The same mask as torch tensors on `device`."""
+        return self.map(lambda x: x.to(device))
+
+    def map(self, function: Callable[[Array], Array]) -> BlockMask:
+        """The same mask with `function` of each of its arrays, as torch tensors, in their place."""
+        import torch
+
+        mapped = copy(self)
+        for name in ("rows", "cols", "rows_t", "cols_t"):
+            setattr(mapped, name, function(torch.as_tensor(getattr(self, name))))
+        return mapped
+
+    def to_kept(self) -> Array:
+        """Which blocks are kept: bool (B|1, H|1, query blocks, key blocks)."""
+        framework = framework_of("rows", self.rows)
+        batch, heads, nq, nk = self.shape
+        counts = (self.rows[..., 1:] - self.rows[..., :-1]).reshape(-1)
+        block_rows = framework.cast(framework.int32(array("i", range(batch * heads * nq)), self.rows), framework.xp.int64)
+        kept = framework.empty(self.rows, (batch * heads * nq * nk,), framework.bool_dtype)
+        kept[...] = False
+        kept[framework.repeat(block_rows, counts, 0) * nk + self.cols] = True
+        return kept.reshape(self.shape)
+
+    def to_dense(self) -> Array:
+        """Which scores lie in a kept block: bool (B|1, H|1, seqlen_q, seqlen_k)."""
+        framework = framework_of("rows", self.rows)
+        wide = framework.repeat(framework.repeat(self.to_kept(), self.block_q, 2), self.block_k, 3)
+        return wide[:, :, : self.seqlen_q, : self.seqlen_k]
+
+    @classmethod
+    def from_kept(cls, kept: Array, block_q: int, block_k: int, seqlen_q: int | None = None, seqlen_k: int | None = None) -> BlockMask:
+        """From which blocks are kept.
+
+        Args:
+            kept: bool (..., query blocks, key blocks), up to two leading axes: (B|1, H|1).
+            seqlen_q, seqlen_k: lengths, where the last block is not full; None: it is.
+        """
+        framework, kept = _matrices("kept", kept)
+        nq, nk = kept.shape[2:]
+        sizes = []
+        for name, length, count, block in (("seqlen_q", seqlen_q, nq, block_q), ("seqlen_k", seqlen_k, nk, block_k)):
+            block = _length(name.replace("seqlen", "block"), block, 1)
+            length = count * block if length is None else _length(name, length, 0)
+            if -(-length // block) != count:
+                raise ValueError(f"{name}: {length}; accepted is a length of {count} blocks of {block}, as kept has")
+            sizes.append(length)
+        host = framework.on_host(kept)
+        return cls._beside(kept, _csr(_pointer(framework, "uint8_t *", host), kept.shape), (sizes[0], sizes[1], block_q, block_k))
+
+    @classmethod
+    def from_dense(cls, mask: Array, block_q: int, block_k: int) -> BlockMask:
+        """Keeps each block in which any element of `mask` is True.
+
+        Whole blocks are kept: where `mask` cuts through one, pass it as `mask` to the attention as well.
+
+        Args:
+            mask: bool (..., Sq, Sk), up to two leading axes: (B|1, H|1).
+        """
+        framework, mask = _matrices("mask", mask)
+        block_q, block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
+        batch, heads, seqlen_q, seqlen_k = mask.shape
+        shape = (batch, heads, -(-seqlen_q // block_q), -(-seqlen_k // block_k))
+        kept = ffi.new("uint8_t[]", batch * heads * shape[2] * shape[3])
+        host = framework.on_host(mask)
+        pointer = _pointer(framework, "uint8_t *", host)
+        lib.strobe_glue_blocks_of_mask(pointer, batch * heads, seqlen_q, seqlen_k, block_q, block_k, kept)
+        return cls._beside(mask, _csr(kept, shape), (seqlen_q, seqlen_k, block_q, block_k))
+
+    @classmethod
+    def _beside(cls, like: Array, csr: tuple[array[int], array[int]], sizes: tuple[int, int, int, int]) -> BlockMask:
+        """Of an offset for each row of each matrix of `like` (batch, heads, ...); where `like` lies."""
+        framework = framework_of("like", like)
+        rows, cols = (framework.int32(x, like) for x in csr)
+        return cls(rows.reshape(*like.shape[:2], -1), cols, *sizes)
+
+    @classmethod
+    def causal(cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right") -> BlockMask:
+        """Keeps the blocks that causal attention sees any part of."""
+
+        def row(diagonal: range, nk: int) -> list[Iterable[int]]:
+            return [range(min(diagonal.stop, nk))]
+
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+
+    @classmethod
+    def local_global(
+        cls,
+        seqlen_q: int,
+        seqlen_k: int,
+        block_q: int,
+        block_k: int,
+        *,
+        local_blocks: int = 1,
+        global_blocks: int = 1,
+        alignment: str = "bottom_right",
+    ) -> BlockMask:
+        """Keeps, around the diagonal, `local_blocks` key blocks to either side; the first `global_blocks` see all and are seen by all.
+
+        Sources: Longformer (Beltagy et al. 2020, arXiv:2004.05150), BigBird (Zaheer et al. 2020, arXiv:2007.14062).
+        """
+        near, everywhere = _length("local_blocks", local_blocks, 0), _length("global_blocks", global_blocks, 0)
+
+        def row(diagonal: range, nk: int) -> list[Iterable[int]]:
+            if diagonal.start < everywhere:
+                return [range(nk)]
+            return [range(min(everywhere, nk)), range(max(diagonal.start - near, everywhere), min(diagonal.stop + near, nk))]
+
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+
+    @classmethod
+    def strided(
+        cls,
+        seqlen_q: int,
+        seqlen_k: int,
+        block_q: int,
+        block_k: int,
+        *,
+        stride: int,
+        local_blocks: int = 1,
+        alignment: str = "bottom_right",
+    ) -> BlockMask:
+        """Keeps, around the diagonal, `local_blocks` key blocks to either side, and the last of every `stride` key blocks.
+
+        Sources: Sparse Transformers, "fixed" attention (Child et al. 2019, arXiv:1904.10509).
+        """
+        stride, near = _length("stride", stride, 1), _length("local_blocks", local_blocks, 0)
+
+        def row(diagonal: range, nk: int) -> list[Iterable[int]]:
+            low, high = max(diagonal.start - near, 0), min(diagonal.stop + near, nk)
+            after = max(low, high)
+            return [range(stride - 1, min(low, nk), stride), range(low, high), range(after + (stride - 1 - after) % stride, nk, stride)]
+
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+
+    @classmethod
+    def butterfly(cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right") -> BlockMask:
+        """Keeps the diagonal and the key blocks whose number differs from its in one bit: log2(blocks) + 1 of them in a row.
+
+        Sources: Pixelated Butterfly, flat butterfly (Chen et al. 2021, arXiv:2112.00029).
+        """
+
+        def row(diagonal: range, nk: int) -> list[Iterable[int]]:
+            bits = range((nk - 1).bit_length())
+            return [sorted({j for d in diagonal for j in (d, *(d ^ (1 << bit) for bit in bits)) if 0 <= j < nk})]
+
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+
+    @classmethod
+    def _of_pattern(
+        cls,
+        seqlen_q: int,
+        seqlen_k: int,
+        block_q: int,
+        block_k: int,
+        alignment: str,
+        row: Callable[[range, int], list[Iterable[int]]],
+    ) -> BlockMask:
+        """row(diagonal, nk): what a query block keeps of the nk key blocks, in ascending pieces. Its queries stand at the key blocks
+        `diagonal`, which may reach past either end."""
+        seqlen_q, seqlen_k = _length("seqlen_q", seqlen_q, 0), _length("seqlen_k", seqlen_k, 0)
+        block_q, block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
+        if alignment not in ("bottom_right", "top_left"):
+            raise ValueError(f"alignment: {alignment!r}; accepted is 'bottom_right' or 'top_left'")
+        offset = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
+        nk = -(-seqlen_k // block_k)
+        rows, cols = array("i", [0]), array("i")
+        for first in range(0, seqlen_q, block_q):
+            last = min(first + block_q, seqlen_q) - 1
+            for piece in row(range((first + offset) // block_k, (last + offset) // block_k + 1), nk):
+                cols.extend(piece)
+            _limit(len(cols))
+            rows.append(len(cols))
+        framework = default_framework()
+        return cls(framework.int32(rows)[None, None], framework.int32(cols), seqlen_q, seqlen_k, block_q, block_k)
+
+
+def _length(name: str, x: Any, least: int) -> int:
+    if not isinstance(x, int) or isinstance(x, bool) or x < least:
+        raise ValueError(f"{name}: {x!r}; accepted is an integer of {least} or more")
+    return x
+
+
+def _limit(kept: int) -> None:
+    if kept > _MOST_KEPT:
+        raise ValueError(f"{kept} blocks kept; accepted are {_MOST_KEPT}, what the int32 of a CSR can count; larger blocks are fewer")
+
+
+def _matrices(name: str, x: Array) -> tuple[Framework, Array]:
+    """x as (B|1, H|1, rows, columns)."""
+    framework = framework_of(name, x)
+    if x.dtype != framework.bool_dtype or not 2 <= x.ndim <= MAX_RANK:
+        raise ValueError(
+            f"{name}: {x.dtype} of shape {tuple(x.shape)}; accepted is bool of shape (..., rows, columns) with up to two axes before"
+        )
+    return framework, x[(None,) * (MAX_RANK - x.ndim)]
+
+
+def _pointer(framework: Framework, ctype: str, x: Array) -> Any:
+    return ffi.cast(ctype, framework.address(x))
+
+
+def _csr(kept: Any, shape: tuple[int, ...]) -> tuple[array[int], array[int]]:
+    """Offsets and indices of the bytes `kept`, (batch, heads, rows, columns)."""
+    batch, heads, nq, nk = shape
+    offsets = array("i", bytes(4 * batch * heads * (nq + 1)))
+    n = lib.strobe_glue_count_kept(kept, batch * heads, nq, nk, ffi.from_buffer("int32_t[]", offsets))
+    _limit(n)
+    indices = array("i", bytes(4 * n))
+    lib.strobe_glue_indices_of_kept(kept, batch * heads, nq, nk, ffi.from_buffer("int32_t[]", indices))
+    return offsets, indices

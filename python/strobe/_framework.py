@@ -1,0 +1,104 @@
+"""What the package asks of an array library. Torch and NumPy each answer it; neither needs the other to be installed."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from array import array
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._prepare import Prepared
+
+Array = Any  # a torch.Tensor or a numpy.ndarray: one kind throughout a call
+
+
+class Framework(ABC):
+    xp: Any  # the module torch or numpy: its dtypes and functions
+    array_type: type
+    name: str  # of array_type, for messages
+    bool_dtype: Any
+
+    @abstractmethod
+    def forward(self, p: Prepared) -> tuple[Array, Array]:
+        """out and lse; differentiable in torch."""
+
+    @abstractmethod
+    def backward(self, p: Prepared, dout: Array, dlse: Array | None, out: Array, lse: Array, needed: list[str]) -> dict[str, Array]:
+        """Those of _abi.GRADIENTS that are needed."""
+
+    @abstractmethod
+    def drawn_rng(self, q: Array) -> Array:
+        """The dropout mask's (seed, offset) from the default generator: int64 (2,), where q lies."""
+
+    @abstractmethod
+    def given_rng(self, seed: int, offset: int, q: Array | None) -> Array: ...
+
+    @abstractmethod
+    def own(self, x: Array) -> Array:
+        """An array of either framework as one of this."""
+
+    @abstractmethod
+    def view(self, tensor: Any, name: str, x: Array, swap_1_2: bool) -> None:
+        """Fills a strobe_tensor; `name` is for messages, swap_1_2 as in strobe_glue_tensor."""
+
+    @abstractmethod
+    def default_threads(self) -> int: ...
+
+    @abstractmethod
+    def empty(self, like: Array | None, shape: tuple[int, ...], dtype: Any) -> Array: ...
+
+    @abstractmethod
+    def dense_like(self, x: Array, width: int, dtype: Any) -> Array:
+        """x's shape but for the last axis, uninitialised, without gaps; of four axes, 1 and 2 lie in memory in the order that x has."""
+
+    @abstractmethod
+    def cast(self, x: Array, dtype: Any) -> Array: ...
+
+    @abstractmethod
+    def constant(self, x: Array) -> Array:
+        """x, through which no gradient flows."""
+
+    @abstractmethod
+    def repeat(self, x: Array, counts: Any, axis: int) -> Array: ...
+
+    @abstractmethod
+    def on_host(self, x: Array) -> Array:
+        """x, or a copy of it, contiguous in host memory."""
+
+    @abstractmethod
+    def address(self, x: Array) -> int: ...
+
+    @abstractmethod
+    def int32(self, values: array[int], like: Array | None = None) -> Array:
+        """On the device of `like`."""
+
+
+def kind(x: object) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+
+
+def framework_of(name: str, x: object) -> Framework:
+    """For arrays of x's kind; `name` is x's in a message. Imports neither torch nor NumPy: whoever has an array has done so."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        from ._torch import TORCH
+
+        return TORCH
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(x, numpy.ndarray):
+        from ._numpy import NUMPY
+
+        return NUMPY
+    raise TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor or a numpy.ndarray")
+
+
+def default_framework() -> Framework:
+    """For arrays that come from no other: torch if the program has imported it, else NumPy."""
+    if "torch" in sys.modules:
+        from ._torch import TORCH
+
+        return TORCH
+    from ._numpy import NUMPY
+
+    return NUMPY

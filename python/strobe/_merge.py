@@ -1,0 +1,56 @@
+"""Two partial attentions over disjoint sets of keys, made one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._framework import Array, framework_of, kind
+
+
+def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, layout: str = "bhsd") -> tuple[Array, Array]:
+    """The attention over all keys from those over two disjoint parts of them. Torch: differentiable in all four arguments.
+
+    Give a sink to one of the parts only. -inf is a legal lse (the part has no key for this query), in both parts as well.
+
+    Args:
+        out_a, out_b: (B, H, Sq, Dv), (B, Sq, H, Dv) with layout "bshd", or (Tq, H, Dv) packed; any float dtype.
+        lse_a, lse_b: (B, H, Sq), or (H, Tq) packed; float32 or float64, as attention() returns it. The sums are in its precision.
+
+    Returns:
+        out of out_a's shape and dtype, lse of lse_a's.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above.
+
+    Sources: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), as FlashAttention splits keys with it.
+    """
+    framework = framework_of("out_a", out_a)
+    xp: Any = framework.xp
+    for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if not isinstance(x, framework.array_type):
+            raise TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as out_a is")
+    if layout not in ("bhsd", "bshd"):
+        raise ValueError(f"layout: {layout!r}; accepted is 'bhsd' or 'bshd'")
+    if out_a.ndim not in (3, 4):
+        raise ValueError(f"out_a: shape {tuple(out_a.shape)}; accepted is rank 4, or rank 3 for packed sequences")
+    rows_first = out_a.ndim == 3 or layout == "bshd"  # in out; in lse the heads are
+    rows = tuple(out_a.shape[:-1])
+    if rows_first:
+        rows = (*rows[:-2], rows[-1], rows[-2])
+    for name, x, shape in (("out_b", out_b, tuple(out_a.shape)), ("lse_a", lse_a, rows), ("lse_b", lse_b, rows)):
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {shape}, as out_a has shape {tuple(out_a.shape)}")
+
+    m = xp.maximum(lse_a, lse_b)
+    m = framework.constant(xp.where(m == -xp.inf, 0.0, m))  # any value gives the same result
+    weight_a, weight_b = xp.exp(lse_a - m), xp.exp(lse_b - m)
+    total = weight_a + weight_b
+    none = total == 0
+    total = xp.where(none, 1.0, total)
+    lse = xp.where(none, -xp.inf, m + xp.log(total))
+
+    def scaled(out: Array, weight: Array) -> Array:
+        weight = weight / total
+        return (weight.swapaxes(-1, -2) if rows_first else weight)[..., None] * out
+
+    return framework.cast(scaled(out_a, weight_a) + scaled(out_b, weight_b), out_a.dtype), lse

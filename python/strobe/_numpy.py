@@ -1,0 +1,86 @@
+"""NumPy arrays, without torch. bfloat16 is the dtype of that name out of ml_dtypes."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from typing import Any
+
+import numpy as np
+
+from . import _run
+from ._abi import CPU, DTYPES, MAX_RANK
+from ._core import lib
+from ._framework import Framework
+from ._prepare import Prepared
+
+_NDArray = np.ndarray[Any, Any]
+
+
+class NumPy(Framework):
+    xp = np
+    array_type = np.ndarray
+    name = "numpy.ndarray"
+    bool_dtype = np.bool_
+
+    def forward(self, p: Prepared) -> tuple[_NDArray, _NDArray]:
+        return _run.forward(self, p)
+
+    def backward(
+        self, p: Prepared, dout: _NDArray, dlse: _NDArray | None, out: _NDArray, lse: _NDArray, needed: list[str]
+    ) -> dict[str, _NDArray]:
+        known = {"dout": dout, "out": out, "lse": lse}
+        return _run.backward(self, p, known if dlse is None else {**known, "dlse": dlse}, needed)
+
+    def drawn_rng(self, q: _NDArray) -> _NDArray:
+        return np.random.randint(0, 2**63 - 1, 2, np.int64)  # the generator that np.random.seed() seeds
+
+    def given_rng(self, seed: int, offset: int, q: _NDArray | None) -> _NDArray:
+        return np.array([seed % 2**64, offset % 2**64], np.uint64).view(np.int64)
+
+    def own(self, x: Any) -> _NDArray:
+        return np.asarray(x)
+
+    def view(self, tensor: Any, name: str, x: _NDArray, swap_1_2: bool) -> None:
+        dtype = DTYPES.get(x.dtype.name) if x.dtype.isnative else None
+        if dtype is None:
+            raise ValueError(f"{name}: dtype {x.dtype}; accepted are {', '.join(DTYPES)}, in native byte order")
+        if x.ndim > MAX_RANK:
+            raise ValueError(f"{name}: shape {x.shape}; accepted are up to {MAX_RANK} axes")
+        if any(stride % x.itemsize for stride in x.strides):
+            raise ValueError(f"{name}: strides of {x.strides} bytes; accepted are multiples of the item size, {x.itemsize}")
+        strides = [stride // x.itemsize for stride in x.strides]
+        lib.strobe_glue_tensor(tensor, self.address(x), dtype, CPU, 0, x.ndim, x.shape, strides, swap_1_2)
+
+    def default_threads(self) -> int:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+
+    def empty(self, like: _NDArray | None, shape: tuple[int, ...], dtype: Any) -> _NDArray:
+        return np.empty(shape, dtype)
+
+    def dense_like(self, x: _NDArray, width: int, dtype: Any) -> _NDArray:
+        shape = (*x.shape[:-1], width)
+        if x.ndim == 4 and abs(x.strides[1]) < abs(x.strides[2]):
+            return np.empty((shape[0], shape[2], shape[1], width), dtype).transpose(0, 2, 1, 3)
+        return np.empty(shape, dtype)
+
+    def cast(self, x: _NDArray, dtype: Any) -> _NDArray:
+        return x.astype(dtype)
+
+    def constant(self, x: _NDArray) -> _NDArray:
+        return x
+
+    def repeat(self, x: _NDArray, counts: Any, axis: int) -> _NDArray:
+        return np.repeat(x, counts, axis)
+
+    def on_host(self, x: _NDArray) -> _NDArray:
+        return np.ascontiguousarray(x)
+
+    def address(self, x: _NDArray) -> int:
+        return x.__array_interface__["data"][0]
+
+    def int32(self, values: array[int], like: _NDArray | None = None) -> _NDArray:
+        return np.array(values, np.int32)
+
+
+NUMPY = NumPy()

@@ -1,0 +1,137 @@
+"""The library's functions on the arrays of a framework: results allocated, structs filled, the call made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ._abi import BACKWARD, FORWARD, GRADIENTS, Call, raise_if, text
+from ._core import ffi, lib
+from ._framework import Array, Framework
+from ._prepare import Prepared
+
+_ORACLE = "reference"  # the engine that writes float64 whatever it reads
+
+
+class Gradients(NamedTuple):
+    """Of the inputs of the same names; None for what was not given."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsinks: Any = None
+
+
+def results(framework: Framework, p: Prepared, wide: bool = False) -> dict[str, Array]:
+    """Uninitialised out and lse. wide: in float64."""
+    q, v = p.arrays["q"], p.arrays["v"]
+    double, single = framework.xp.float64, framework.xp.float32
+    head, row = (1, 0) if q.ndim == 3 else (2, 1) if "bshd" in p.options else (1, 2)
+    rows = (*q.shape[: q.ndim - 3], q.shape[head], q.shape[row])
+    out = framework.dense_like(q, v.shape[-1], double if wide else q.dtype)
+    return {"out": out, "lse": framework.empty(q, rows, double if wide or q.dtype == double else single)}
+
+
+def gradients(framework: Framework, p: Prepared, needed: Iterable[str], wide: bool = False) -> dict[str, Array]:
+    """Uninitialised, those of _abi.GRADIENTS that are needed. wide: in float64."""
+    found = {}
+    for name in needed:
+        x = p.arrays[GRADIENTS[name]]
+        dtype = framework.xp.float64 if wide else x.dtype
+        found[name] = framework.empty(x, x.shape, dtype) if name in ("dbias", "dsinks") else framework.dense_like(x, x.shape[-1], dtype)
+    return found
+
+
+def forward(framework: Framework, p: Prepared) -> tuple[Array, Array]:
+    oracle = _is_oracle(p)
+    found = results(framework, p, oracle)
+    _call(framework, p, found).run(lib.strobe_forward)
+    out, lse = found.values()
+    if oracle:
+        q, xp = p.arrays["q"], framework.xp
+        return framework.cast(out, q.dtype), framework.cast(lse, xp.float64 if q.dtype == xp.float64 else xp.float32)
+    return out, lse
+
+
+def backward(framework: Framework, p: Prepared, known: dict[str, Array], needed: Iterable[str]) -> dict[str, Array]:
+    """known: out, lse, dout and, if there is one, dlse."""
+    oracle = _is_oracle(p)
+    found = gradients(framework, p, needed, oracle)
+    if oracle:
+        known = {name: x for name, x in known.items() if name not in ("out", "lse")}  # works its own out again
+    _call(framework, p, known | found).run(lib.strobe_backward)
+    return {name: framework.cast(x, p.arrays[GRADIENTS[name]].dtype) for name, x in found.items()} if oracle else found
+
+
+def reference(framework: Framework, p: Prepared, rows: Iterable[int] | None) -> tuple[Array, Array]:
+    found = results(framework, p, True)
+    out, lse = found.values()
+    if rows is not None:
+        out[...] = lse[...] = float("nan")
+    selection, _alive = _selection(rows, None)
+    _call(framework, p, found).run(lib.strobe_reference_forward, selection)
+    return out, lse
+
+
+def reference_backward(
+    framework: Framework, p: Prepared, known: dict[str, Array | None], rows: Iterable[int] | None, cols: Iterable[int] | None
+) -> Gradients:
+    # dbias and dsinks are sums over all rows, not of some
+    needed = [name for name, of in GRADIENTS.items() if of in p.arrays and (rows is None or of in ("q", "k", "v"))]
+    found = gradients(framework, p, needed, True)
+    for name, chosen in (("dq", rows), ("dk", cols), ("dv", cols)):
+        if chosen is not None:
+            found[name][...] = float("nan")
+    selection, _alive = _selection(rows, cols)
+    given = {name: x for name, x in known.items() if x is not None}
+    _call(framework, p, given | found).run(lib.strobe_reference_backward, selection)
+    return Gradients(**found)
+
+
+def dropout_mask(framework: Framework, shape: tuple[int, ...], dropout: float, rng: Array) -> Array:
+    keep = framework.empty(None, shape, framework.bool_dtype)
+    attention = ffi.new("strobe_attention *", {"size": ffi.sizeof("strobe_attention"), "dropout": dropout})
+    views = ffi.new("strobe_tensor[2]")
+    framework.view(views + 0, "shape", keep, False)
+    framework.view(views + 1, "rng", rng, False)
+    raise_if(lib.strobe_dropout_mask(attention, views + 1, views + 0))
+    return keep
+
+
+def explain(framework: Framework, p: Prepared, of_backward: bool) -> str:
+    oracle = _is_oracle(p)
+    more = results(framework, p, oracle)
+    if of_backward:
+        more["dout"], more["dlse"] = results(framework, p).values()
+        more |= gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], oracle)
+    call = _call(framework, p, more)
+    direction = BACKWARD if of_backward else FORWARD
+    needed = ffi.new("size_t *")
+    call.run(lib.strobe_explain, direction, ffi.NULL, 0, needed)
+    chars = ffi.new("char[]", needed[0])
+    call.run(lib.strobe_explain, direction, chars, needed[0], needed)
+    return text(chars)
+
+
+def _is_oracle(p: Prepared) -> bool:
+    return p.options.get("engine") == _ORACLE
+
+
+def _call(framework: Framework, p: Prepared, more: dict[str, Array]) -> Call:
+    return Call(p.arrays | more, p.options, framework.view, p.options.get("threads") or framework.default_threads())
+
+
+def _selection(rows: Iterable[int] | None, cols: Iterable[int] | None) -> tuple[Any, Any]:
+    """A strobe_selection and what must live as long."""
+    if rows is None and cols is None:
+        return ffi.NULL, None
+    selection = ffi.new("strobe_selection *", {"size": ffi.sizeof("strobe_selection")})
+    alive = []
+    for name, chosen in (("rows", rows), ("cols", cols)):
+        if chosen is not None:
+            numbers = ffi.new("int64_t[]", [int(i) for i in chosen])
+            setattr(selection, name, numbers)
+            setattr(selection, "n_" + name, len(numbers))
+            alive.append(numbers)
+    return selection, alive

@@ -1,0 +1,229 @@
+"""Torch tensors, and the operators strobe::attention_forward and strobe::attention_backward that autograd and torch.compile see."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _run
+from ._abi import CPU, CUDA, DTYPES, GRADIENTS, INPUTS, MAX_RANK, OPTIONS
+from ._core import lib
+from ._framework import Framework
+from ._prepare import Prepared
+
+_DTYPES = {getattr(torch, name): code for name, code in DTYPES.items()}
+
+# In PyTorch's runtime the CPU's operators run on OpenMP threads; share them.
+lib.strobe_glue_find_openmp()
+
+
+class Torch(Framework):
+    xp = torch
+    array_type = Tensor
+    name = "torch.Tensor"
+    bool_dtype = torch.bool
+
+    def forward(self, p: Prepared) -> tuple[Tensor, Tensor]:
+        arrays = p.arrays
+        device = arrays["q"].device.type
+        if torch.is_autocast_enabled(device):
+            arrays = _autocast(arrays, torch.get_autocast_dtype(device))
+        return _forward(**arrays, **p.options)
+
+    def backward(self, p: Prepared, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[str]) -> dict[str, Tensor]:
+        found = _backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])
+        return dict(zip(needed, found, strict=True))
+
+    def drawn_rng(self, q: Tensor) -> Tensor:
+        return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+
+    def given_rng(self, seed: int, offset: int, q: Tensor | None) -> Tensor:
+        signed = [x - 2**64 if x >= 2**63 else x for x in (seed, offset)]
+        return torch.tensor(signed, dtype=torch.int64, device=None if q is None else q.device)
+
+    def own(self, x: Any) -> Tensor:
+        return torch.as_tensor(x)
+
+    def view(self, tensor: Any, name: str, x: Tensor, swap_1_2: bool) -> None:
+        dtype = _DTYPES.get(x.dtype)
+        if dtype is None:
+            raise ValueError(f"{name}: dtype {x.dtype}; accepted are {', '.join(DTYPES)}")
+        rank = x.dim()
+        if rank > MAX_RANK:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes")
+        if x.is_cpu:
+            device, index = CPU, 0
+        elif x.is_cuda:
+            device, index = CUDA, x.get_device()
+        else:
+            raise NotImplementedError(f"{name}: on device {x.device}; accepted are cpu and cuda")
+        lib.strobe_glue_tensor(tensor, x.data_ptr(), dtype, device, index, rank, x.shape, x.stride(), swap_1_2)
+
+    def default_threads(self) -> int:
+        return torch.get_num_threads()
+
+    def empty(self, like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=None if like is None else like.device)
+
+    def dense_like(self, x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        shape = (*x.shape[:-1], width)
+        if x.dim() == 4 and x.stride(1) < x.stride(2):
+            _, m, n, _ = shape
+            return torch.empty_strided(shape, (m * n * width, width, m * width, 1), dtype=dtype, device=x.device)
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
+    def constant(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+    def repeat(self, x: Tensor, counts: Any, axis: int) -> Tensor:
+        return torch.repeat_interleave(x, counts, axis)
+
+    def on_host(self, x: Tensor) -> Tensor:
+        return x.cpu().contiguous()
+
+    def address(self, x: Tensor) -> int:
+        return x.data_ptr()
+
+    def int32(self, values: array[int], like: Tensor | None = None) -> Tensor:
+        found = torch.frombuffer(values, dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
+        return found if like is None else found.to(like.device)
+
+
+TORCH = Torch()
+
+
+def _autocast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """As autocast treats scaled_dot_product_attention: q, k, v in `dtype`, float64 left alone. A float32 bias is taken as it is."""
+    cast = dict(arrays)
+    for name in ("q", "k", "v", "bias"):
+        x = arrays.get(name)
+        if x is not None and x.is_floating_point() and x.dtype != torch.float64 and not (name == "bias" and x.dtype == torch.float32):
+            cast[name] = x.to(dtype)
+    return cast
+
+
+# The operators take everything that a call consists of, so that a graph holds nothing else. What is at its default is neither passed
+# nor kept in a graph.
+_SCHEMA_TYPES = {bool: "bool", int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?", str | None: "str?"}
+_ARGUMENTS = ", ".join(
+    ["Tensor q, Tensor k, Tensor v, *"]
+    + [f"Tensor? {name}=None" for name in INPUTS if name not in ("q", "k", "v")]
+    + [f"{_SCHEMA_TYPES[kind]} {name}={default}" for name, (kind, default) in OPTIONS.items()]
+)
+# Results lie in memory as the inputs do: a compiler may not choose other strides for these.
+_TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
+_FORWARD, _BACKWARD = "strobe::attention_forward", "strobe::attention_backward"
+torch.library.define(_FORWARD, f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+torch.library.define(
+    _BACKWARD,
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needed) -> Tensor[]",  # as _abi.GRADIENTS
+    tags=_TAGS,
+)
+_forward = torch.ops.strobe.attention_forward.default
+_backward = torch.ops.strobe.attention_backward.default
+
+
+def _prepared(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Prepared:
+    p = Prepared({"q": q, "k": k, "v": v}, {})
+    for name, x in given.items():
+        (p.options if name in OPTIONS else p.arrays)[name] = x
+    return p
+
+
+def _names(needed: list[bool]) -> list[str]:
+    return [name for name, wanted in zip(GRADIENTS, needed, strict=True) if wanted]
+
+
+@torch.library.impl(_FORWARD, "CompositeExplicitAutograd")
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    return _run.forward(TORCH, _prepared(q, k, v, given))
+
+
+@torch.library.register_fake(_FORWARD)
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    return tuple(_run.results(TORCH, _prepared(q, k, v, given)).values())
+
+
+@torch.library.impl(_BACKWARD, "CompositeExplicitAutograd")
+def _run_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
+) -> list[Tensor]:
+    known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    return list(_run.backward(TORCH, _prepared(q, k, v, given), known, _names(needed)).values())
+
+
+@torch.library.register_fake(_BACKWARD)
+def _fake_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
+) -> list[Tensor]:
+    return list(_run.gradients(TORCH, _prepared(q, k, v, given), _names(needed)).values())
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _forward(q, k, v, **given)
+        ctx.options = {name: x for name, x in given.items() if name in OPTIONS}
+        arrays = {name: x for name, x in given.items() if name not in OPTIONS}
+        ctx.names = tuple(arrays)
+        ctx.save_for_backward(out, lse, q, k, v, *arrays.values())
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        out, lse, q, k, v, *arrays = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        needed = ctx.needs_input_grad[:5]  # in the order of GRADIENTS
+        given = dict(zip(ctx.names, arrays, strict=True))
+        found = iter(_backward(dout, dlse, out, lse, q, k, v, **given, **ctx.options, needed=needed))
+        return *(next(found) if wanted else None for wanted in needed), None
+
+
+class _Gradients(torch.autograd.Function):
+    """Differentiable once: nothing follows the first gradient but the words why."""
+
+    @staticmethod
+    def forward(ctx: Any, given: dict[str, Any], *arguments: Tensor | None) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(_backward(*arguments, **given))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError("strobe.attention has no second derivative: a gradient of it cannot be differentiated again")
+
+
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    """By reverse mode; or perhaps by forward mode, whose want of a formula autograd.Function reports by itself."""
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if (tracked or forward_ad._current_level >= 0) and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("strobe.attention under torch.func.grad, vjp, jvp, ...: accepted are torch.autograd.grad and backward()")
+    return tracked or forward_ad._current_level >= 0
+
+
+@torch.library.impl(_FORWARD, "Autograd")
+def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    bias, sinks = given.get("bias"), given.get("sinks")
+    if _is_differentiated(q, k, v, bias, sinks):
+        return _Attention.apply(q, k, v, bias, sinks, given)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward(q, k, v, **given)
+
+
+@torch.library.impl(_BACKWARD, "Autograd")
+def _differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Tensor]:
+    if _is_differentiated(*arguments):
+        return list(_Gradients.apply(given, *arguments))
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward(*arguments, **given)

@@ -1,0 +1,65 @@
+"""Modules for PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ._attention import attention
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from ._prepare import AttentionOptions
+
+
+class FlashAttention(torch.nn.Module):
+    """strobe.attention as a module, with its options set once. It has no parameters.
+
+    Args:
+        head_dim: D, the last axis of q and k; held against every call.
+        dropout: in training mode only.
+        causal, window, softcap, layout, block_mask and the other options of strobe.attention() that are not tensors. Those that are
+            (mask, bias, ...) go to the call.
+
+    Shape:
+        q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), output (B, H, Sq, Dv); layout "bshd" and packed sequences as in
+        strobe.attention().
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as strobe.attention(), at the call.
+
+    Example:
+        >>> attend = strobe.nn.FlashAttention(64, dropout=0.1, causal=True)
+        >>> out = attend(q, k, v)
+        >>> out = attend(q, k, v, mask=not_padding)
+    """
+
+    def __init__(self, head_dim: int, **options: Unpack[AttentionOptions]):
+        super().__init__()
+        for name, value in options.items():
+            if isinstance(value, Tensor):
+                raise TypeError(f"{name}: a tensor; accepted here are options that are not, tensors go to the call")
+        self.head_dim = head_dim
+        self.options: AttentionOptions = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **overrides: Unpack[AttentionOptions]) -> Any:
+        """Overrides, for this call, any option given to the module; an overriding dropout holds in evaluation too."""
+        if q.shape[-1] != self.head_dim:
+            raise ValueError(f"q: head dimension {q.shape[-1]}; accepted is the module's, {self.head_dim}")
+        options: AttentionOptions = {**self.options, **overrides}
+        if not self.training and "dropout" not in overrides:
+            options["dropout"] = 0.0
+        return attention(q, k, v, return_lse=return_lse, **options)
+
+    def extra_repr(self) -> str:
+        return ", ".join([str(self.head_dim), *(f"{name}={value!r}" for name, value in self.options.items())])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        block_mask = self.options.get("block_mask")
+        if block_mask is not None:
+            self.options["block_mask"] = block_mask.map(fn)
+        return super()._apply(fn, recurse)
