@@ -27,7 +27,7 @@ constexpr AxisMap kHead = {-1, 0, -1, -1}, kBatchHead = {0, 1, -1, -1};     // s
 
 View view(const strobe_tensor *t, const AxisMap &map) {
   View v;
-  if (!t) return v;
+  if (!t || std::count(t->shape, t->shape + t->rank, 0)) return v; // without elements: as if absent
   v.data = static_cast<char *>(t->data);
   v.dtype = static_cast<DType>(t->dtype);
   for (int a = 0; a < 4; a++)

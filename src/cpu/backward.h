@@ -9,21 +9,22 @@ namespace strobe::inline STROBE_ISA {
 template <class Math> struct BackwardScratch {
   using T = typename Math::Real;
   using Element = typename Math::Element;
-  typename Math::KeyScratch k, v;
+  typename KeySource<Math>::Scratch k, v;
   ScoreScratch<T> score;
-  Element *q, *d_o, *q_rows, *do_rows, *p_lanes, *p_rows;
+  Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
   T *s, *dp, *dq, *lse, *delta, *ones, *row, *keep = nullptr, *slopes = nullptr;
 
-  BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile)
-      : k(arena, tile.k, problem.head_dim, true, true), v(arena, tile.k, problem.head_dim_v, true, false),
+  BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
+      : k(keys.k.take(arena)), v(keys.v.take(arena)),
         score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
     const int64_t d = problem.head_dim, dv = problem.head_dim_v, pieces = pieces_of(tile);
     q = arena.take<Element>(pieces * Math::lanes_size(tile.width, d));
     d_o = arena.take<Element>(pieces * Math::lanes_size(tile.width, dv));
     q_rows = arena.take<Element>(pieces * Math::rows_size(tile.width, d));
     do_rows = arena.take<Element>(pieces * Math::rows_size(tile.width, dv));
-    p_lanes = arena.take<Element>(Math::scores_size(tile.k, tile.width));
     p_rows = arena.take<Element>(Math::scores_size(tile.k, tile.width));
+    ds_lanes = arena.take<Element>(Math::scores_size(tile.k, tile.width));
+    ds_rows = arena.take<Element>(Math::scores_size(tile.k, tile.width));
     s = arena.take<T>(tile.k * tile.width);
     dp = arena.take<T>(tile.k * tile.width);
     dq = arena.take<T>(round_to(d, 16) * tile.q);
@@ -83,10 +84,10 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
   }
 }
 
-// P (after dropout) into scratch.s and dS = P (dP - D + dLSE) into scratch.dp, for one piece of a tile.
-template <class Math>
-void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n, const Piece<typename Math::Real> &piece,
-               typename Math::Left k_rows, typename Math::Left v_rows, BackwardScratch<Math> &scratch) {
+// P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, handed on by pairs of keys: emit(key, lane, P, P', dS, dS', both).
+template <class Math, class Emit>
+STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n, const Piece<typename Math::Real> &piece,
+                             typename Math::Left k_rows, typename Math::Left v_rows, BackwardScratch<Math> &scratch, Emit &&emit) {
   using T = typename Math::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes;
@@ -99,18 +100,24 @@ void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &que
   if (head.dropout) load_keep(head, t, scratch.keep);
   const V scale(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074));
   for (int64_t c = 0; c < t.width; c += L) {
-    V lse = V::load(scratch.lse + lane + c), delta = V::load(scratch.delta + lane + c);
-    for (int64_t j = 0; j < t.keys; ++j) {
-      T *s = scratch.s + j * t.width + c, *dp = scratch.dp + j * t.width + c;
-      V prob = exp2((V::load(s) * scale - lse) * log2e), grad = V::load(dp);
-      if (head.dropout) {
-        V keep = V::load(scratch.keep + j * t.width + c);
-        (prob * keep).store(s);
-        grad *= keep;
-      } else {
-        prob.store(s);
+    const V lse = V::load(scratch.lse + lane + c), delta = V::load(scratch.delta + lane + c);
+    auto element = [&](int64_t at, V &prob, V &grad) __attribute__((always_inline)) {
+      prob = exp2((V::load(scratch.s + at) * scale - lse) * log2e);
+      grad = V::load(scratch.dp + at);
+      if (!head.dropout) {
+        grad = prob * (grad - delta);
+        return;
       }
-      (prob * (grad - delta)).store(dp);
+      V keep = V::load(scratch.keep + at);
+      grad = prob * (grad * keep - delta);
+      prob *= keep;
+    };
+    for (int64_t j = 0; j < t.keys; j += 2) {
+      const bool both = j + 1 < t.keys;
+      V p0, p1 = T(0), g0, g1 = T(0);
+      element(j * t.width + c, p0, g0);
+      if (both) element((j + 1) * t.width + c, p1, g1);
+      emit(j, c, p0, p1, g0, g1, both);
     }
   }
 }
@@ -127,9 +134,10 @@ template <class T> struct KeyGradients {
 };
 
 template <class Math>
-void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, BackwardScratch<Math> &scratch,
+void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source, BackwardScratch<Math> &scratch,
                    const KeyGradients<typename Math::Real> &sums) {
   using T = typename Math::Real;
+  using V = Vec<T>;
   const Problem &p = *head.p;
   const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16);
   const bool want_dq(p.dq), want_dk(p.dk), want_dv(p.dv);
@@ -139,28 +147,35 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
 
   Schedule schedule(head.band, i0, queries.i1, tile.k, 16, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
-    typename Math::Keys k, v;
+    typename KeySource<Math>::Tile k, v;
     bool loaded = false;
     for (int64_t n = 0; n < queries.pieces; ++n) {
       const int64_t lane = n * tile.width, count = queries.piece_lanes(n);
       Piece<T> piece;
       if (!make_piece(head, i0 + lane, count, queries.piece_width(n), keys, piece)) continue;
       if (!loaded) {
-        k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, d, scratch.k, scratch.score.buffer);
-        v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, dv, scratch.v, scratch.score.buffer);
+        k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
+        v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
         loaded = true;
       }
       const TileSpan &t = piece.span;
-      const int64_t skipped = t.j0 - keys.begin;
-      recompute(head, queries, n, piece, Math::rows_from(k.rows, skipped), Math::rows_from(v.rows, skipped), scratch);
-      if (want_dv) // dV += P^T dO
-        Math::multiply(t.keys, ldv, count, Math::score_rows(scratch.s, t.keys, t.width, scratch.p_rows), queries.do_rows[n], sums.dv + t.j0 * ldv, ldv, true);
-      if (scratch.slopes) scale_elements(scratch.dp, t.keys * t.width, scratch.slopes);
-      if (want_dk) // dK += dS^T Q
-        Math::multiply(t.keys, ldk, count, Math::score_rows(scratch.dp, t.keys, t.width, scratch.p_rows), queries.q_rows[n], sums.dk + t.j0 * ldk, ldk, true);
+      auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width);
+      auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width);
+      recompute(head, queries, n, piece, Math::rows_from(k.keys.rows, t.j0 - k.origin), Math::rows_from(v.keys.rows, t.j0 - v.origin), scratch,
+                [&](int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
+                  probs.put(j, c, p0, p1, both);
+                  if (scratch.slopes) {
+                    g0 *= V::load(scratch.slopes + j * t.width + c);
+                    if (both) g1 *= V::load(scratch.slopes + (j + 1) * t.width + c);
+                  }
+                  grads.put(j, c, g0, g1, both);
+                });
+      probs.finish(t.keys);
+      grads.finish(t.keys);
+      if (want_dv) Math::multiply(t.keys, ldv, count, probs.rows(), queries.do_rows[n], sums.dv + t.j0 * ldv, ldv, true); // dV += P^T dO
+      if (want_dk) Math::multiply(t.keys, ldk, count, grads.rows(), queries.q_rows[n], sums.dk + t.j0 * ldk, ldk, true);  // dK += dS^T Q
       if (want_dq) // dQ^T += K^T dS
-        Math::multiply(d, t.width, t.keys, Math::columns_from(k.columns, skipped), Math::score_lanes(scratch.dp, t.keys, t.width, scratch.p_lanes),
-                       scratch.dq + ldk * lane, t.width, true);
+        Math::multiply(d, t.width, t.keys, Math::columns_from(k.keys.columns, t.j0 - k.origin), grads.lanes(), scratch.dq + ldk * lane, t.width, true);
     }
   }
   if (!want_dq) return;
@@ -201,11 +216,12 @@ void store_key_gradients(const View &dst, int64_t b, int64_t h, int64_t k0, int6
   }
 }
 
-template <class Math> void backward_keys(const Problem &p, const Execution &execution, const TileSizes &tile, char *workspace, int64_t each) {
+template <class Math>
+void backward_keys(const Problem &p, const Execution &execution, const TileSizes &tile, const KeyPair<Math> &source, char *scratches, int64_t each,
+                   typename Math::Real *sums) {
   using T = typename Math::Real;
   const BackwardItems items(p, tile);
   const int64_t size = KeyGradients<T>::size(p), threads = min((i64)execution.threads, (i64)items.count());
-  T *sums = reinterpret_cast<T *>(workspace + execution.threads * each);
   const int64_t query_tiles = div_up(p.seqlen_q, tile.q);
 
   auto store = [&](int64_t kv_head, int64_t j0, int64_t j1, const T *first, T *buffer) {
@@ -219,8 +235,8 @@ template <class Math> void backward_keys(const Problem &p, const Execution &exec
 
   int64_t next = 0;
   execution.run(int32_t(threads), [&](int32_t thread) {
-    Arena arena(workspace + thread * each);
-    BackwardScratch<Math> scratch(arena, p, tile);
+    Arena arena(scratches + thread * each);
+    BackwardScratch<Math> scratch(arena, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count();) {
       const int64_t kv_head = item / items.chunks, chunk = item % items.chunks;
@@ -230,7 +246,7 @@ template <class Math> void backward_keys(const Problem &p, const Execution &exec
       for (int64_t n = chunk * items.tiles / items.chunks; n < (chunk + 1) * items.tiles / items.chunks; ++n) {
         Head<T> head(p, kv_head / p.heads_kv, kv_head % p.heads_kv * p.group() + n / query_tiles);
         const int64_t i0 = n % query_tiles * tile.q;
-        if (i0 < head.band.seqlen_q) backward_tile<Math>(head, tile, i0, scratch, gradients);
+        if (i0 < head.band.seqlen_q) backward_tile<Math>(head, tile, i0, source, scratch, gradients);
       }
       if (items.chunks == 1) store(kv_head, 0, p.seqlen_k, sum, scratch.score.buffer);
     }
@@ -241,19 +257,13 @@ template <class Math> void backward_keys(const Problem &p, const Execution &exec
   const int64_t pieces = div_up(p.seqlen_k, kRows), stores = items.heads * pieces;
   next = 0;
   execution.run(int32_t(min((i64)execution.threads, (i64)stores)), [&](int32_t thread) {
-    Arena arena(workspace + thread * each);
-    BackwardScratch<Math> scratch(arena, p, tile);
+    Arena arena(scratches + thread * each);
+    BackwardScratch<Math> scratch(arena, p, tile, source);
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < stores;) {
       int64_t kv_head = item / pieces, j0 = item % pieces * kRows;
       store(kv_head, j0, j0 + kRows, sums + kv_head * items.chunks * size, scratch.score.buffer);
     }
   });
-}
-
-template <class Math> int64_t backward_scratch(const Problem &p, const TileSizes &tile) {
-  Arena arena(nullptr);
-  BackwardScratch<Math> scratch(arena, p, tile);
-  return round_to(arena.used(), 256);
 }
 
 } // namespace strobe::inline STROBE_ISA

@@ -25,31 +25,33 @@ struct BiasItems {
 
 // Adds dS of one tile of queries of one head to the sum.
 template <class Math>
-void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, bool rows, BackwardScratch<Math> &scratch,
-                        typename Math::Real *sum) {
+void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, bool rows, const KeyPair<Math> &source,
+                        BackwardScratch<Math> &scratch, typename Math::Real *sum) {
   using T = typename Math::Real;
   using V = Vec<T>;
-  const Problem &p = *head.p;
   QueryTile<Math> queries;
   load_queries(head, tile, i0, false, scratch, queries);
   Schedule schedule(head.band, i0, queries.i1, tile.k, 16, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
-    auto k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, p.head_dim, scratch.k, scratch.score.buffer);
-    auto v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, p.head_dim_v, scratch.v, scratch.score.buffer);
+    auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
+    auto v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
     for (int64_t n = 0; n < queries.pieces; ++n) {
       Piece<T> piece;
       if (!make_piece(head, i0 + n * tile.width, queries.piece_lanes(n), queries.piece_width(n), keys, piece)) continue;
       const TileSpan &t = piece.span;
-      recompute(head, queries, n, piece, Math::rows_from(k.rows, t.j0 - keys.begin), Math::rows_from(v.rows, t.j0 - keys.begin), scratch);
-      for (int64_t j = 0; j < t.keys; ++j) {
-        const T *ds = scratch.dp + j * t.width;
+      auto add = [&](int64_t j, int64_t c, V grad) __attribute__((always_inline)) {
         if (rows) {
-          T *to = sum + (t.j0 + j) * tile.q + n * tile.width;
-          for (int64_t c = 0; c < t.width; c += V::kLanes) (V::load(to + c) + V::load(ds + c)).store(to + c);
+          T *to = sum + (t.j0 + j) * tile.q + n * tile.width + c;
+          (V::load(to) + grad).store(to);
         } else {
-          for (int64_t c = 0; c < t.lanes; ++c) sum[t.j0 + j] += ds[c];
+          for (int64_t i = 0; i < V::kLanes; ++i) sum[t.j0 + j] += grad.v[i];
         }
-      }
+      };
+      recompute(head, queries, n, piece, Math::rows_from(k.keys.rows, t.j0 - k.origin), Math::rows_from(v.keys.rows, t.j0 - v.origin), scratch,
+                [&](int64_t j, int64_t c, V, V, V g0, V g1, bool both) __attribute__((always_inline)) {
+                  add(j, c, g0);
+                  if (both) add(j + 1, c, g1);
+                });
     }
   }
 }
@@ -69,18 +71,19 @@ template <class T> STROBE_INLINE void store_bias_row(const Problem &p, int64_t b
   });
 }
 
-template <class Math> void backward_bias(const Problem &p, const Execution &execution, const TileSizes &tile, char *workspace, int64_t each) {
+template <class Math>
+void backward_bias(const Problem &p, const Execution &execution, const TileSizes &tile, const KeyPair<Math> &source, char *scratches, int64_t each,
+                   typename Math::Real *sums) {
   using T = typename Math::Real;
   const BiasItems items(p, tile);
-  T *sums = reinterpret_cast<T *>(workspace + execution.threads * each);
   int64_t next = 0;
   execution.run(int32_t(min((i64)execution.threads, (i64)items.count)), [&](int32_t thread) {
-    Arena arena(workspace + thread * each);
-    BackwardScratch<Math> scratch(arena, p, tile);
+    Arena arena(scratches + thread * each);
+    BackwardScratch<Math> scratch(arena, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     auto tile_of = [&](int64_t b, int64_t h, int64_t i0, T *sum) {
       Head<T> head(p, b, h);
-      if (i0 < head.band.seqlen_q) backward_bias_tile<Math>(head, tile, i0, items.rows, scratch, sum);
+      if (i0 < head.band.seqlen_q) backward_bias_tile<Math>(head, tile, i0, items.rows, source, scratch, sum);
     };
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count;) {
       T *sum = sums + (items.rows ? thread : item) * items.sum_size;
@@ -122,27 +125,49 @@ template <class T> void backward_sinks(const Problem &p, int64_t h, T *buffer) {
   *p.dsinks.at<T>(0, h, 0, 0) = T(sum);
 }
 
-template <class Math> int64_t backward_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
-  using T = typename Math::Real;
-  int64_t most = BackwardItems(p, tile).sums(threads) * KeyGradients<T>::size(p);
+template <class Math> KeyPair<Math> backward_sources(const Problem &p, const TileSizes &tile) {
+  return {{p, p.k, p.head_dim, true, bool(p.dq), tile}, {p, p.v, p.head_dim_v, true, false, tile}};
+}
+template <class Math> int64_t backward_scratch(const Problem &p, const TileSizes &tile) {
+  Arena arena(nullptr);
+  BackwardScratch<Math> scratch(arena, p, tile, backward_sources<Math>(p, tile));
+  return round_to(arena.used(), 256);
+}
+// Elements of the sums of backward_keys and of backward_bias, which follow one another.
+template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &tile, int64_t threads) {
+  int64_t most = p.dq || p.dk || p.dv ? BackwardItems(p, tile).sums(threads) * KeyGradients<typename Math::Real>::size(p) : 0;
   if (p.dbias) {
     BiasItems items(p, tile);
     most = max((i64)most, (i64)(items.sums(threads) * items.sum_size));
   }
-  return threads * backward_scratch<Math>(p, tile) + most * int64_t(sizeof(T));
+  return most;
+}
+
+template <class Math> int64_t backward_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
+  Arena arena(nullptr);
+  arena.take<char>(threads * backward_scratch<Math>(p, tile));
+  backward_sources<Math>(p, tile).take(arena);
+  arena.take<typename Math::Real>(backward_sums<Math>(p, tile, threads));
+  return arena.used();
 }
 
 template <class Math> void backward(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
   using T = typename Math::Real;
-  char *base = static_cast<char *>(workspace);
   const int64_t each = backward_scratch<Math>(p, tile);
-  if (p.dq || p.dk || p.dv) backward_keys<Math>(p, execution, tile, base, each);
-  if (p.dbias) backward_bias<Math>(p, execution, tile, base, each);
+  Arena arena(workspace);
+  char *scratches = arena.take<char>(execution.threads * each);
+  KeyPair<Math> source = backward_sources<Math>(p, tile);
+  source.take(arena);
+  T *sums = arena.take<T>(backward_sums<Math>(p, tile, execution.threads));
+  source.pack(p, execution, scratches, each);
+  if (p.dq || p.dk || p.dv) backward_keys<Math>(p, execution, tile, source, scratches, each, sums);
+  if (p.dbias) backward_bias<Math>(p, execution, tile, source, scratches, each, sums);
   if (!p.dsinks) return;
-  execution.run(int32_t(min((i64)execution.threads, (i64)p.heads)), [&](int32_t thread) {
-    Arena arena(base + thread * each);
-    BackwardScratch<Math> scratch(arena, p, tile);
-    for (int64_t h = thread; h < p.heads; h += min((i64)execution.threads, (i64)p.heads)) backward_sinks<T>(p, h, scratch.row);
+  const int32_t threads = int32_t(min((i64)execution.threads, (i64)p.heads));
+  execution.run(threads, [&](int32_t thread) {
+    Arena own(scratches + thread * each);
+    BackwardScratch<Math> scratch(own, p, tile, source);
+    for (int64_t h = thread; h < p.heads; h += threads) backward_sinks<T>(p, h, scratch.row);
   });
 }
 

@@ -23,25 +23,25 @@ template <class T> struct Fma {
     STROBE_ISA::multiply(rows, columns, depth, a.a, b.b, b.ld, c, ldc, accumulate);
   }
 
-  // Keys: rows [j0, j0 + n) of K or V, to be multiplied from the left as they are (n x d) or transposed (d x n).
+  // Keys: rows of K or V of one head, to be multiplied from the left as they are (n x d) or transposed (d x n).
   struct Keys {
     Left rows, columns;
   };
-  struct KeyScratch {
-    T *wide;
-    KeyScratch(Arena &arena, int64_t tile_k, int64_t d, bool /*rows*/, bool /*columns*/) : wide(arena.take<T>(tile_k * round_to(d, 16))) {}
-  };
-  static Keys load_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, const KeyScratch &scratch, T * /*buffer*/) {
-    if (bytes_match(x) && (x.stride[3] == 1 || x.stride[2] == 1)) { // in place
-      const T *p = x.at<T>(b, h, j0, 0);
-      int64_t row = x.stride[2], column = x.stride[3];
-      return {{{p, row, column}}, {{p, column, row}}};
-    }
-    int64_t ld = round_to(d, 16);
-    for (int64_t j = 0; j < n; ++j) load_row(x, b, h, j0 + j, 0, d, scratch.wide + j * ld);
-    return {{{scratch.wide, ld, 1}}, {{scratch.wide, 1, ld}}};
+  // Whether a tensor serves as it lies in memory.
+  static STROBE_INLINE bool in_place(const View &x, int64_t /*d*/) { return matches(x) && (x.stride[3] == 1 || x.stride[2] == 1); }
+  static STROBE_INLINE Keys keys_in_place(const View &x, int64_t b, int64_t h, int64_t j0) {
+    const T *p = x.at<T>(b, h, j0, 0);
+    return {{{p, x.stride[2], x.stride[3]}}, {{p, x.stride[3], x.stride[2]}}};
   }
-
+  static int64_t key_size(int64_t d, bool /*rows*/, bool /*columns*/) { return round_to(d, 16); } // elements a packed key takes
+  static Keys keys_at(const Element *base, int64_t /*n*/, int64_t d, bool /*rows*/) {
+    int64_t ld = round_to(d, 16);
+    return {{{base, ld, 1}}, {{base, 1, ld}}};
+  }
+  static void pack_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, Keys to, bool /*rows*/, bool /*columns*/, T * /*wide*/,
+                        T * /*buffer*/) {
+    for (int64_t j = 0; j < n; ++j) load_row(x, b, h, j0 + j, 0, d, const_cast<T *>(to.rows.a.a) + j * to.rows.a.row);
+  }
   // The same operands from key `skip` of the tile on.
   static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.row, x.a.row, x.a.col}}; }
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.col, x.a.row, x.a.col}}; }
@@ -56,7 +56,7 @@ template <class T> struct Fma {
   static STROBE_INLINE int64_t rows_size(int64_t n, int64_t d) { return n * round_to(d, 16); } // of scratch
   static Right load_rows(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *scratch) {
     int64_t ld = round_to(d, 16);
-    if (bytes_match(x) && x.stride[3] == 1 && d == ld) return {x.at<T>(b, h, i0, 0), x.stride[2]};
+    if (matches(x) && x.stride[3] == 1 && d == ld) return {x.at<T>(b, h, i0, 0), x.stride[2]};
     for (int64_t i = 0; i < n; ++i) {
       load_row(x, b, h, i0 + i, 0, d, scratch + i * ld);
       fill(scratch + i * ld + d, ld - d, T(0));
@@ -64,13 +64,24 @@ template <class T> struct Fma {
     return {scratch, ld};
   }
 
-  // Scores (P or dS), keys x width: as the right operand of a product over keys, as the left operand of a product over queries.
+  // Scores (P or dS) on their way into a product: keys x width, taken in by pairs of keys; the right operand of a product over keys, the left
+  // one of a product over queries.
+  struct Scores {
+    T *s;
+    int64_t width;
+    STROBE_INLINE void put(int64_t j, int64_t lane, Vec<T> first, Vec<T> second, bool both) const {
+      first.store(s + j * width + lane);
+      if (both) second.store(s + (j + 1) * width + lane);
+    }
+    STROBE_INLINE void finish(int64_t /*keys*/) const {}
+    STROBE_INLINE Right lanes() const { return {s, width}; }
+    STROBE_INLINE Left rows() const { return {{s, width, 1}}; }
+  };
   static int64_t scores_size(int64_t /*tile_k*/, int64_t /*width*/) { return 0; }
-  static Right score_lanes(const T *s, int64_t /*keys*/, int64_t width, T * /*scratch*/) { return {s, width}; }
-  static Left score_rows(const T *s, int64_t /*keys*/, int64_t width, T * /*scratch*/) { return {{s, width, 1}}; }
+  static STROBE_INLINE Scores scores(T *s, Element * /*lanes*/, Element * /*rows*/, int64_t /*keys*/, int64_t width) { return {s, width}; }
 
 private:
-  static STROBE_INLINE bool bytes_match(const View &x) { return x.dtype == (sizeof(T) == 8 ? DType::f64 : DType::f32); }
+  static STROBE_INLINE bool matches(const View &x) { return x.dtype == (sizeof(T) == 8 ? DType::f64 : DType::f32); }
 };
 
 } // namespace strobe::inline STROBE_ISA

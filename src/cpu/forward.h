@@ -2,7 +2,7 @@
 #pragma once
 #include "../../kernels/attention/softmax.h"
 #include "isa.h"
-#include "scores.h"
+#include "keys.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -13,13 +13,13 @@ STROBE_INLINE int64_t pieces_of(const TileSizes &tile) { return (tile.q + tile.w
 // Everything one thread needs for one tile of queries.
 template <class Math> struct ForwardScratch {
   using T = typename Math::Real;
-  typename Math::KeyScratch k, v;
+  typename KeySource<Math>::Scratch k, v;
   ScoreScratch<T> score;
   typename Math::Element *q, *p;
   T *s, *o, *m, *l, *alpha, *keep = nullptr;
 
-  ForwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile)
-      : k(arena, tile.k, problem.head_dim, true, false), v(arena, tile.k, problem.head_dim_v, false, true),
+  ForwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
+      : k(keys.k.take(arena)), v(keys.v.take(arena)),
         score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
     q = arena.take<typename Math::Element>(pieces_of(tile) * Math::lanes_size(tile.width, problem.head_dim));
     p = arena.take<typename Math::Element>(Math::scores_size(tile.k, tile.width));
@@ -32,8 +32,13 @@ template <class Math> struct ForwardScratch {
   }
 };
 
-// One step of online softmax over a tile: s becomes P, m and l move on; alpha is what O must be multiplied by. Returns whether any is not 1.
-template <class T> __attribute__((noinline)) bool softmax_step(const Head<T> &head, const TileSpan &t, T *s, T *m, T *l, T *alpha) {
+// One step of online softmax over a tile of scores s: P goes to `out`, m and l move on. alpha is what O must be multiplied by; returns whether
+// any of it is not 1.
+template <class Math>
+__attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &head, const TileSpan &t, const typename Math::Real *s,
+                                            const typename Math::Real *keep, typename Math::Real *m, typename Math::Real *l,
+                                            typename Math::Real *alpha, const typename Math::Scores &out) {
+  using T = typename Math::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes, kColumns = 4;
   const V unit(head.unit), hidden(-kInfinity<T>);
@@ -52,12 +57,19 @@ template <class T> __attribute__((noinline)) bool softmax_step(const Head<T> &he
       reference[c] = reference_of(row.m, hidden);
       sum[c] = row.l;
     });
-    for (int64_t j = 0; j < t.keys; ++j) {
+    for (int64_t j = 0; j < t.keys; j += 2) {
+      const bool both = j + 1 < t.keys;
       unroll<n>(STROBE_UNROLL(c) {
-        T *at = s + j * t.width + lane + c * L;
-        V p = exp2((V::load(at) - reference[c]) * unit);
-        sum[c] += p;
-        p.store(at);
+        const int64_t at = j * t.width + lane + c * L;
+        V first = exp2((V::load(s + at) - reference[c]) * unit);
+        V second = both ? exp2((V::load(s + at + t.width) - reference[c]) * unit) : V(T(0));
+        sum[c] += first;
+        sum[c] += second;
+        if (keep) {
+          first *= V::load(keep + at);
+          if (both) second *= V::load(keep + at + t.width);
+        }
+        out.put(j, lane + c * L, first, second, both);
       });
     }
     unroll<n>(STROBE_UNROLL(c) { sum[c].store(l + lane + c * L); });
@@ -65,20 +77,16 @@ template <class T> __attribute__((noinline)) bool softmax_step(const Head<T> &he
   int64_t lane = 0;
   for (; lane + kColumns * L <= t.width; lane += kColumns * L) columns(Index<kColumns>{}, lane);
   for (; lane < t.width; lane += L) columns(Index<1>{}, lane);
+  out.finish(t.keys);
   return moved;
 }
 
-// x[row * width + lane] *= factor[lane] (or factor[row * width + lane] when each row has its own)
+// x[row * width + lane] *= factor[lane]
 template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t width, const T *factor) {
   constexpr int L = Vec<T>::kLanes;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t lane = 0; lane < width; lane += L) (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
 }
-template <class T> STROBE_INLINE void scale_elements(T *x, int64_t count, const T *factor) {
-  constexpr int L = Vec<T>::kLanes;
-  for (int64_t i = 0; i < count; i += L) (Vec<T>::load(x + i) * Vec<T>::load(factor + i)).store(x + i);
-}
-
 // Whether, and how, a piece of lanes takes part in a tile of keys: the tile cut to what it sees.
 template <class T> struct Piece {
   TileSpan span;
@@ -100,7 +108,8 @@ template <class T> STROBE_INLINE bool make_piece(const Head<T> &head, int64_t i0
   return true;
 }
 
-template <class Math> void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, ForwardScratch<Math> &scratch) {
+template <class Math>
+void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source, ForwardScratch<Math> &scratch) {
   using T = typename Math::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes;
@@ -121,29 +130,27 @@ template <class Math> void forward_tile(const Head<typename Math::Real> &head, c
 
   Schedule schedule(head.band, i0, i1, tile.k, 16, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
-    typename Math::Keys k, v;
+    typename KeySource<Math>::Tile k, v;
     bool loaded = false;
     for (int64_t n = 0; n < pieces; ++n) {
       int64_t lane = n * tile.width, width = min((i64)tile.width, (i64)(rows - lane));
       Piece<T> piece;
       if (!make_piece(head, i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), width, keys, piece)) continue;
       if (!loaded) {
-        k = Math::load_keys(p.k, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, d, scratch.k, scratch.score.buffer);
-        v = Math::load_keys(p.v, head.b, head.kv, head.k0 + keys.begin, keys.end - keys.begin, dv, scratch.v, scratch.score.buffer);
+        k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
+        v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
         loaded = true;
       }
       const TileSpan &t = piece.span;
-      int64_t skipped = t.j0 - keys.begin;
-      T *o = scratch.o + ldo * lane, *m = scratch.m + lane, *l = scratch.l + lane;
+      T *o = scratch.o + ldo * lane;
 
-      Math::multiply(t.keys, width, d, Math::rows_from(k.rows, skipped), q[n], scratch.s, width, false); // S = K Q^T
+      Math::multiply(t.keys, width, d, Math::rows_from(k.keys.rows, t.j0 - k.origin), q[n], scratch.s, width, false); // S = K Q^T
       if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, (T *)nullptr);
-      if (softmax_step(head, t, scratch.s, m, l, scratch.alpha)) scale_lanes(o, dv, width, scratch.alpha);
-      if (head.dropout) {
-        load_keep(head, t, scratch.keep);
-        scale_elements(scratch.s, t.keys * width, scratch.keep);
-      }
-      Math::multiply(dv, width, t.keys, Math::columns_from(v.columns, skipped), Math::score_lanes(scratch.s, t.keys, width, scratch.p), o, width, true); // O += V^T P
+      if (head.dropout) load_keep(head, t, scratch.keep);
+      auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width);
+      if (softmax_step<Math>(head, t, scratch.s, scratch.keep, scratch.m + lane, scratch.l + lane, scratch.alpha, probs))
+        scale_lanes(o, dv, width, scratch.alpha);
+      Math::multiply(dv, width, t.keys, Math::columns_from(v.keys.columns, t.j0 - v.origin), probs.lanes(), o, width, true); // O += V^T P
     }
   }
 
@@ -173,23 +180,38 @@ template <class Math> void forward_tile(const Head<typename Math::Real> &head, c
   }
 }
 
+template <class Math> KeyPair<Math> forward_keys(const Problem &p, const TileSizes &tile) {
+  return {{p, p.k, p.head_dim, true, false, tile}, {p, p.v, p.head_dim_v, false, true, tile}};
+}
 template <class Math> int64_t forward_scratch(const Problem &p, const TileSizes &tile) {
   Arena arena(nullptr);
-  ForwardScratch<Math> scratch(arena, p, tile);
+  ForwardScratch<Math> scratch(arena, p, tile, forward_keys<Math>(p, tile));
   return round_to(arena.used(), 256);
+}
+
+template <class Math> int64_t forward_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
+  Arena arena(nullptr);
+  arena.take<char>(threads * forward_scratch<Math>(p, tile));
+  forward_keys<Math>(p, tile).take(arena);
+  return arena.used();
 }
 
 template <class Math> void forward(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
   const int64_t tiles = div_up(p.seqlen_q, tile.q), items = p.batch * p.heads * tiles, each = forward_scratch<Math>(p, tile);
-  int64_t next = 0; // by builtins, not std::atomic: see isa.h on inline functions of std
+  Arena arena(workspace);
+  char *scratches = arena.take<char>(execution.threads * each);
+  KeyPair<Math> source = forward_keys<Math>(p, tile);
+  source.take(arena);
+  source.pack(p, execution, scratches, each);
+  int64_t next = 0;
   execution.run(int32_t(min((i64)execution.threads, (i64)items)), [&](int32_t thread) {
-    Arena arena(static_cast<char *>(workspace) + thread * each);
-    ForwardScratch<Math> scratch(arena, p, tile);
+    Arena own(scratches + thread * each);
+    ForwardScratch<Math> scratch(own, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) {
       Head<typename Math::Real> head(p, item / tiles / p.heads, item / tiles % p.heads);
       int64_t i0 = (tiles - 1 - item % tiles) * tile.q; // causal: the longest rows first
-      if (i0 < head.band.seqlen_q) forward_tile<Math>(head, tile, i0, scratch);
+      if (i0 < head.band.seqlen_q) forward_tile<Math>(head, tile, i0, source, scratch);
     }
   });
 }

@@ -25,10 +25,13 @@ template <int kPlanes> struct Split {
   }
 };
 
+STROBE_INLINE __m512i interleave_order() {
+  return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+}
+
 // src[k][width] -> pairs dst[plane][round_to(k, 32) / 2][width]: 32 bits hold rows k (low) and k + 1
 template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *src, int64_t depth, int64_t width, uint32_t *dst) {
   const int64_t padded = round_to(depth, 32), plane_size = padded / 2 * width;
-  const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   for (int64_t k = 0; k < padded; k += 2) {
     for (int64_t c = 0; c < width; c += 16) {
       __m512 even = k < depth ? _mm512_loadu_ps(src + k * width + c) : _mm512_setzero_ps();
@@ -36,17 +39,18 @@ template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *sr
       Split<kPlanes> low(even), high(odd);
       for (int p = 0; p < kPlanes; ++p) {
         __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high.plane[p], low.plane[p]);
-        _mm512_storeu_si512(dst + p * plane_size + k / 2 * width + c, _mm512_permutexvar_epi16(interleave, both));
+        _mm512_storeu_si512(dst + p * plane_size + k / 2 * width + c, _mm512_permutexvar_epi16(interleave_order(), both));
       }
     }
   }
 }
 
-// src[rows][width] -> dst[plane][rows][ld]; columns from `columns` to ld are zero. width and ld are multiples of 16.
+// src[rows][width] -> dst[plane][rows][ld], columns [0, end), of which those past `columns` are zero. width and end are multiples of 16.
 template <int kPlanes>
-__attribute__((noinline)) void pack_rows(const float *src, int64_t rows, int64_t columns, int64_t width, uint16_t *dst, int64_t ld, int64_t plane_size) {
+__attribute__((noinline)) void pack_rows(const float *src, int64_t rows, int64_t columns, int64_t width, uint16_t *dst, int64_t end, int64_t ld,
+                                         int64_t plane_size) {
   for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < ld; c += 16) {
+    for (int64_t c = 0; c < end; c += 16) {
       int64_t left = columns - c;
       __mmask16 some = left >= 16 ? 0xFFFF : left > 0 ? __mmask16((1u << left) - 1) : 0;
       Split<kPlanes> x(_mm512_maskz_loadu_ps(some, src + r * width + c));
@@ -139,35 +143,29 @@ template <int planes> struct Pairs {
   struct Keys {
     Left rows, columns;
   };
-  struct KeyScratch {
-    float *wide = nullptr;
-    uint16_t *rows = nullptr, *columns = nullptr;
-    KeyScratch(Arena &arena, int64_t tile_k, int64_t d, bool want_rows, bool want_columns) {
-      const int64_t n = round_to(tile_k, 32) + 32;
-      wide = arena.take<float>(round_to(d, 32) * n);
-      if (want_rows) rows = arena.take<uint16_t>(kPlanes * n * round_to(d, 32));
-      if (want_columns) columns = arena.take<uint16_t>(kPlanes * n * round_to(d, 16));
-    }
-  };
-  static Keys load_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, const KeyScratch &scratch, float *buffer) {
-    Keys keys{};
-    if (scratch.rows) {
-      if (kPlanes == 1 && x.dtype == DType::bf16 && x.stride[3] == 1 && d % 32 == 0 && n % 16 == 0) {
-        keys.rows = {&x.at<BFloat16>(b, h, j0, 0)->bits, x.stride[2], 0};
-      } else {
-        const int64_t ld = round_to(d, 32), plane = round_to(n, 16) * ld;
-        for (int64_t j = 0; j < n; ++j) load_row(x, b, h, j0 + j, 0, d, scratch.wide + j * ld);
-        pack_rows<kPlanes>(scratch.wide, n, d, ld, scratch.rows, ld, plane);
-        keys.rows = {scratch.rows, ld, plane};
+  static STROBE_INLINE bool in_place(const View &, int64_t) { return false; }
+  static STROBE_INLINE Keys keys_in_place(const View &, int64_t, int64_t, int64_t) { return {}; }
+  // Elements a packed key takes; n keys are padded to at most n + 64.
+  static int64_t key_size(int64_t d, bool rows, bool columns) { return kPlanes * ((rows ? round_to(d, 32) : 0) + (columns ? round_to(d, 16) : 0)); }
+  static Keys keys_at(const uint16_t *base, int64_t n, int64_t d, bool rows) {
+    const int64_t row_plane = round_to(n, 16) * round_to(d, 32), ld = round_to(n, 32) + 32;
+    return {{base, round_to(d, 32), row_plane}, {base + (rows ? kPlanes * row_plane : 0), ld, round_to(d, 16) * ld}};
+  }
+  // wide: 64 x round_to(d, 32)
+  static void pack_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, Keys to, bool rows, bool columns, float *wide, float *buffer) {
+    const int64_t ld = round_to(d, 32);
+    for (int64_t j = 0; j < n; j += 64) {
+      const int64_t count = n - j < 64 ? n - j : 64, width = round_to(count, 16);
+      if (rows) {
+        for (int64_t r = 0; r < count; ++r) load_row(x, b, h, j0 + j + r, 0, d, wide + r * ld);
+        pack_rows<kPlanes>(wide, count, d, ld, const_cast<uint16_t *>(to.rows.a) + j * to.rows.ld, ld, ld, to.rows.plane);
+      }
+      if (columns) {
+        load_lanes_of(x, b, h, j0 + j, count, d, 1.0f, wide, width, buffer);
+        const int64_t end = j + 64 < n ? 64 : to.columns.ld - j; // the last piece fills up with zeros
+        pack_rows<kPlanes>(wide, d, width, width, const_cast<uint16_t *>(to.columns.a) + j, end, to.columns.ld, to.columns.plane);
       }
     }
-    if (scratch.columns) {
-      const int64_t width = round_to(n, 16), ld = round_to(n, 32) + 32, plane = round_to(d, 16) * ld;
-      load_lanes_of(x, b, h, j0, n, d, 1.0f, scratch.wide, width, buffer);
-      pack_rows<kPlanes>(scratch.wide, d, width, width, scratch.columns, ld, plane);
-      keys.columns = {scratch.columns, ld, plane};
-    }
-    return keys;
   }
   static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return {x.a + skip * x.ld, x.ld, x.plane}; }
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {x.a + skip, x.ld, x.plane}; }
@@ -194,17 +192,39 @@ template <int planes> struct Pairs {
     return {packed, ld, round_to(n, 32) / 2 * ld};
   }
 
+  struct Scores {
+    uint32_t *pairs;   // [plane][round_to(keys, 32) / 2][width], or null
+    uint16_t *bf16;    // [plane][round_to(keys, 16)][ld], or null
+    int64_t width, ld, pairs_plane, rows_plane;
+    STROBE_INLINE void put(int64_t j, int64_t lane, Vec<float> first, Vec<float> second, bool /*both: zero where not*/) const {
+      Split<kPlanes> a((__m512)first.v), b((__m512)second.v);
+      for (int p = 0; p < kPlanes; ++p) {
+        __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b.plane[p], a.plane[p]);
+        if (bf16) {
+          uint16_t *to = bf16 + p * rows_plane + j * ld + lane;
+          _mm256_storeu_si256((__m256i *)to, _mm512_castsi512_si256(both));
+          _mm256_storeu_si256((__m256i *)(to + ld), _mm512_extracti64x4_epi64(both, 1));
+        }
+        if (pairs) _mm512_storeu_si512(pairs + p * pairs_plane + j / 2 * width + lane, _mm512_permutexvar_epi16(interleave_order(), both));
+      }
+    }
+    STROBE_INLINE void finish(int64_t keys) const { // zeros where the padding lies
+      const int64_t even = round_to(keys, 2);
+      for (int p = 0; p < kPlanes; ++p) {
+        if (pairs) fill(pairs + p * pairs_plane + even / 2 * width, (round_to(keys, 32) - even) / 2 * width, 0u);
+        if (!bf16) continue;
+        fill(bf16 + p * rows_plane + even * ld, (round_to(keys, 16) - even) * ld, uint16_t(0));
+        if (width < ld)
+          for (int64_t j = 0; j < even; ++j) fill(bf16 + p * rows_plane + j * ld + width, ld - width, uint16_t(0));
+      }
+    }
+    STROBE_INLINE Right lanes() const { return {pairs, width, pairs_plane}; }
+    STROBE_INLINE Left rows() const { return {bf16, ld, rows_plane}; }
+  };
   static int64_t scores_size(int64_t tile_k, int64_t width) { return kPlanes * round_to(tile_k, 32) * round_to(width, 32); }
-  static STROBE_INLINE Right score_lanes(const float *s, int64_t keys, int64_t width, uint16_t *scratch) {
-    uint32_t *packed = reinterpret_cast<uint32_t *>(scratch);
-    pack_pairs<kPlanes>(s, keys, width, packed);
-    return {packed, width, round_to(keys, 32) / 2 * width};
-  }
-  static STROBE_INLINE Left score_rows(const float *s, int64_t keys, int64_t width, uint16_t *scratch) {
-    const int64_t ld = round_to(width, 32), rows = round_to(keys, 16), plane = rows * ld;
-    pack_rows<kPlanes>(s, keys, width, width, scratch, ld, plane);
-    for (int p = 0; p < kPlanes; ++p) fill(scratch + p * plane + keys * ld, (rows - keys) * ld, uint16_t(0));
-    return {scratch, ld, plane};
+  static STROBE_INLINE Scores scores(float * /*s*/, uint16_t *lanes, uint16_t *rows, int64_t keys, int64_t width) {
+    const int64_t ld = round_to(width, 32);
+    return {reinterpret_cast<uint32_t *>(lanes), rows, width, ld, round_to(keys, 32) / 2 * width, round_to(keys, 16) * ld};
   }
 
 private:

@@ -1,0 +1,101 @@
+// K and V as the arithmetic wants them: in place where that serves; packed once a head where several tiles of queries will read them; else
+// packed tile by tile.
+#pragma once
+#include "scores.h"
+
+namespace strobe::inline STROBE_ISA {
+
+template <class Math> class KeySource {
+public:
+  using T = typename Math::Real;
+  using Element = typename Math::Element;
+
+  // x: K or V, with its head dimension d, to be multiplied as rows, as columns or both.
+  KeySource(const Problem &p, const View &x, int64_t d, bool rows, bool columns, const TileSizes &tile)
+      : p_(p), x_(x), d_(d), tile_k_(tile.k), rows_(rows), columns_(columns), in_place_(Math::in_place(x, d)),
+        once_(!in_place_ && p.group() * div_up(p.seqlen_q, tile.q) > 1) {}
+
+  // Elements that the threads share: every head packed.
+  int64_t shared_size() const { return once_ ? (p_.total_k + kSlack * p_.batch) * p_.heads_kv * Math::key_size(d_, rows_, columns_) : 0; }
+
+  // What each thread has of its own.
+  struct Scratch {
+    Element *packed = nullptr;
+    T *wide = nullptr, *buffer = nullptr;
+  };
+  Scratch take(Arena &arena) const {
+    Scratch scratch;
+    if (in_place_) return scratch;
+    if (!once_) scratch.packed = arena.take<Element>((tile_k_ + kSlack) * Math::key_size(d_, rows_, columns_));
+    scratch.wide = arena.take<T>(64 * round_to(d_, 32));
+    scratch.buffer = arena.take<T>(16 * round_to(d_, 16));
+    return scratch;
+  }
+
+  // Packs key head kv of sequence b, if that is to be done once.
+  void pack(Element *shared, int64_t b, int64_t kv, const Scratch &scratch) const {
+    if (!once_) return;
+    auto k = p_.rows_k(b);
+    pack_to(Math::keys_at(head_at(shared, b, kv), k.length, d_, rows_), b, kv, k.begin, k.length, scratch);
+  }
+  bool once() const { return once_; }
+
+  // The operands of a tile of keys; their first key is key `origin` of the sequence.
+  struct Tile {
+    typename Math::Keys keys;
+    int64_t origin;
+  };
+  Tile tile(Element *shared, int64_t b, int64_t kv, int64_t k0, const KeyTile &keys, const Scratch &scratch) const {
+    if (in_place_) return {Math::keys_in_place(x_, b, kv, k0 + keys.begin), keys.begin};
+    if (once_) return {Math::keys_at(head_at(shared, b, kv), p_.rows_k(b).length, d_, rows_), 0};
+    const int64_t n = keys.end - keys.begin;
+    auto packed = Math::keys_at(scratch.packed, n, d_, rows_);
+    pack_to(packed, b, kv, k0 + keys.begin, n, scratch);
+    return {packed, keys.begin};
+  }
+
+private:
+  static constexpr int64_t kSlack = 64; // keys of padding a head: see Math::keys_at
+
+  Element *head_at(Element *shared, int64_t b, int64_t kv) const {
+    auto k = p_.rows_k(b);
+    int64_t start = (p_.varlen ? k.begin : b * p_.seqlen_k) + kSlack * b;
+    return shared + (start * p_.heads_kv + kv * (k.length + kSlack)) * Math::key_size(d_, rows_, columns_);
+  }
+  void pack_to(typename Math::Keys to, int64_t b, int64_t kv, int64_t j0, int64_t n, const Scratch &scratch) const {
+    Math::pack_keys(x_, b, kv, j0, n, d_, to, rows_, columns_, scratch.wide, scratch.buffer);
+  }
+
+  const Problem &p_;
+  const View &x_;
+  int64_t d_, tile_k_;
+  bool rows_, columns_, in_place_, once_;
+};
+
+// K and V of one direction, and the elements of them that the threads share.
+template <class Math> struct KeyPair {
+  using Element = typename Math::Element;
+  KeySource<Math> k, v;
+  Element *shared_k = nullptr, *shared_v = nullptr;
+
+  void take(Arena &arena) {
+    shared_k = arena.take<Element>(k.shared_size());
+    shared_v = arena.take<Element>(v.shared_size());
+  }
+  // Packs what is to be packed once, a head an item.
+  void pack(const Problem &p, const Execution &execution, char *scratch, int64_t each) const {
+    const int64_t heads = p.batch * p.heads_kv;
+    if (!k.once() && !v.once()) return;
+    int64_t next = 0; // by builtins, not std::atomic: see isa.h on inline functions of std
+    execution.run(int32_t(min((i64)execution.threads, (i64)heads)), [&](int32_t thread) {
+      Arena arena(scratch + thread * each);
+      auto scratch_k = k.take(arena), scratch_v = v.take(arena);
+      for (int64_t head; (head = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < heads;) {
+        k.pack(shared_k, head / p.heads_kv, head % p.heads_kv, scratch_k);
+        v.pack(shared_v, head / p.heads_kv, head % p.heads_kv, scratch_v);
+      }
+    });
+  }
+};
+
+} // namespace strobe::inline STROBE_ISA
