@@ -98,11 +98,12 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   Math::multiply(t.keys, t.width, p.head_dim_v, v_rows, queries.d_o[n], scratch.dp, t.width, false); // dP = V dO^T
   if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, scratch.slopes);
   if (head.dropout) load_keep(head, t, scratch.keep);
-  const V scale(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074));
+  const T natural = head.additive ? T(1) : head.scale; // s * natural is the score
   for (int64_t c = 0; c < t.width; c += L) {
-    const V lse = V::load(scratch.lse + lane + c), delta = V::load(scratch.delta + lane + c);
+    const V delta = V::load(scratch.delta + lane + c);
+    const typename Math::Normaliser normaliser(V::load(scratch.lse + lane + c), natural);
     auto element = [&](int64_t at, V &prob, V &grad) __attribute__((always_inline)) {
-      prob = exp2((V::load(scratch.s + at) * scale - lse) * log2e);
+      prob = normaliser(V::load(scratch.s + at));
       grad = V::load(scratch.dp + at);
       if (!head.dropout) {
         grad = prob * (grad - delta);
@@ -145,7 +146,7 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   load_queries(head, tile, i0, want_dk || want_dv, scratch, queries);
   fill(scratch.dq, ldk * queries.rows, T(0));
 
-  Schedule schedule(head.band, i0, queries.i1, tile.k, 16, head.blocks(i0));
+  Schedule schedule(head.band, i0, queries.i1, tile.k, kKeyAlign, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
     typename KeySource<Math>::Tile k, v;
     bool loaded = false;

@@ -31,7 +31,7 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
   using V = Vec<T>;
   QueryTile<Math> queries;
   load_queries(head, tile, i0, false, scratch, queries);
-  Schedule schedule(head.band, i0, queries.i1, tile.k, 16, head.blocks(i0));
+  Schedule schedule(head.band, i0, queries.i1, tile.k, kKeyAlign, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
     auto v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);

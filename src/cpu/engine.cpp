@@ -76,11 +76,11 @@ TileSizes choose_tiles(const Problem &p, std::vector<std::string> &notes) {
   tile.q = std::min(most, p.tile_q > 0 ? round16(p.tile_q) : kWidth);
   if (p.blocks.present)
     while (p.blocks.block_q % tile.q != 0) tile.q -= 16;
-  tile.k = std::min(kLongestTileK, p.tile_k > 0 ? round16(p.tile_k) : int64_t(64));
+  tile.k = std::min(kLongestTileK, p.tile_k > 0 ? (p.tile_k + 31) / 32 * 32 : int64_t(64));
   tile.width = std::min(kWidth, tile.q);
   if (p.tile_q > 0 && tile.q != p.tile_q)
     notes.push_back(rounded("tile_q", p.tile_q, tile.q, "a multiple of 16, at most 256 and the queries, dividing the block of a block-sparse mask"));
-  if (p.tile_k > 0 && tile.k != p.tile_k) notes.push_back(rounded("tile_k", p.tile_k, tile.k, "a multiple of 16, at most 512"));
+  if (p.tile_k > 0 && tile.k != p.tile_k) notes.push_back(rounded("tile_k", p.tile_k, tile.k, "a multiple of 32, at most 512"));
   return tile;
 }
 

@@ -41,7 +41,7 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
   using T = typename Math::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes, kColumns = 4;
-  const V unit(head.unit), hidden(-kInfinity<T>);
+  const V unit(head.unit), hidden(-kInfinity<T>), slack(head.slack);
   bool moved = false;
   auto columns = [&](auto count, int64_t lane) __attribute__((always_inline)) {
     constexpr int n = count;
@@ -50,19 +50,19 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
     for (int64_t j = 0; j < t.keys; ++j) unroll<n>(STROBE_UNROLL(c) { most[c] = max(most[c], V::load(s + j * t.width + lane + c * L)); });
     unroll<n>(STROBE_UNROLL(c) {
       RowState<V> row{V::load(m + lane + c * L), V::load(l + lane + c * L)};
-      V factor = rescale(row, most[c], unit, hidden);
+      V factor = rescale(row, most[c], unit, slack, hidden);
       factor.store(alpha + lane + c * L);
       moved |= !all_equal(factor, T(1));
       row.m.store(m + lane + c * L);
-      reference[c] = reference_of(row.m, hidden);
+      reference[c] = Math::reference(reference_of(row.m, hidden), unit);
       sum[c] = row.l;
     });
     for (int64_t j = 0; j < t.keys; j += 2) {
       const bool both = j + 1 < t.keys;
       unroll<n>(STROBE_UNROLL(c) {
         const int64_t at = j * t.width + lane + c * L;
-        V first = exp2((V::load(s + at) - reference[c]) * unit);
-        V second = both ? exp2((V::load(s + at + t.width) - reference[c]) * unit) : V(T(0));
+        V first = Math::power(V::load(s + at), reference[c], unit);
+        V second = both ? Math::power(V::load(s + at + t.width), reference[c], unit) : V(T(0));
         sum[c] += first;
         sum[c] += second;
         if (keep) {
@@ -96,7 +96,7 @@ template <class T> struct Piece {
 template <class T> STROBE_INLINE bool make_piece(const Head<T> &head, int64_t i0, int64_t lanes, int64_t width, const KeyTile &tile, Piece<T> &piece) {
   Range any = intersect({tile.begin, tile.end}, head.band.keys_any(i0, i0 + lanes)), all = head.band.keys_all(i0, i0 + lanes);
   if (any.empty()) return false;
-  int64_t begin = max(round_down(any.begin, 16), (i64)tile.begin);
+  int64_t begin = tile.begin + round_down(any.begin - tile.begin, kKeyAlign);
   piece.span = {i0, lanes, width, begin, any.end - begin};
   piece.band_masked = begin < all.begin || any.end > all.end;
   piece.use_mask = false;
@@ -119,16 +119,16 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
 
   // Q transposed, piece by piece of width lanes; O likewise
   typename Math::Right q[kMaxPieces];
+  bool started[kMaxPieces] = {}; // O holds something
   int64_t pieces = 0;
   for (int64_t lane = 0; lane < rows; lane += tile.width, ++pieces) {
     int64_t width = min((i64)tile.width, (i64)(rows - lane)), count = min((i64)width, (i64)(i1 - i0 - lane));
     q[pieces] = Math::load_lanes(p.q, head.b, head.h, head.q0 + i0 + lane, count, d, head.sign, width, scratch.q + pieces * Math::lanes_size(tile.width, d), scratch.score.buffer);
   }
-  fill(scratch.o, ldo * rows, T(0));
   fill(scratch.m, rows, -kInfinity<T>);
   fill(scratch.l, rows, T(0));
 
-  Schedule schedule(head.band, i0, i1, tile.k, 16, head.blocks(i0));
+  Schedule schedule(head.band, i0, i1, tile.k, kKeyAlign, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
     typename KeySource<Math>::Tile k, v;
     bool loaded = false;
@@ -148,9 +148,10 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
       if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, (T *)nullptr);
       if (head.dropout) load_keep(head, t, scratch.keep);
       auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width);
-      if (softmax_step<Math>(head, t, scratch.s, scratch.keep, scratch.m + lane, scratch.l + lane, scratch.alpha, probs))
-        scale_lanes(o, dv, width, scratch.alpha);
-      Math::multiply(dv, width, t.keys, Math::columns_from(v.keys.columns, t.j0 - v.origin), probs.lanes(), o, width, true); // O += V^T P
+      bool moved = softmax_step<Math>(head, t, scratch.s, scratch.keep, scratch.m + lane, scratch.l + lane, scratch.alpha, probs);
+      if (moved && started[n]) scale_lanes(o, dv, width, scratch.alpha);
+      Math::multiply(dv, width, t.keys, Math::columns_from(v.keys.columns, t.j0 - v.origin), probs.lanes(), o, width, started[n]); // O += V^T P
+      started[n] = true;
     }
   }
 
@@ -161,7 +162,7 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
       RowState<V> row{m, l};
       T sink = load_as<T>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0));
       V logit(head.additive ? sink : sink / head.scale);
-      factor = rescale(row, logit, V(head.unit), V(-kInfinity<T>));
+      factor = rescale(row, logit, V(head.unit), V(T(0)), V(-kInfinity<T>));
       m = row.m;
       l = row.l + exp2((logit - reference_of(m, V(-kInfinity<T>))) * V(head.unit));
     }
@@ -176,6 +177,7 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   }
   for (int64_t n = 0; n < pieces; ++n) {
     int64_t lane = n * tile.width, width = min((i64)tile.width, (i64)(rows - lane));
+    if (!started[n]) fill(scratch.o + ldo * lane, dv * width, T(0));
     store_lanes(p.out, head.b, head.h, head.q0 + i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), dv, scratch.l + lane, scratch.o + ldo * lane, width, scratch.score.buffer);
   }
 }

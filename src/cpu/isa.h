@@ -9,7 +9,7 @@
 namespace strobe {
 
 struct TileSizes {
-  int64_t q, k;  // Br, Bc, multiples of 16
+  int64_t q, k;  // Br, a multiple of 16, and Bc, of 32
   int64_t width; // lanes worked on at once: a tile of queries is cut into pieces of so many
 };
 

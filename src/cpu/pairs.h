@@ -6,7 +6,7 @@
 #pragma once
 #include <immintrin.h>
 
-#include "tile.h"
+#include "fma.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -45,21 +45,6 @@ template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *sr
   }
 }
 
-// src[rows][width] -> dst[plane][rows][ld], columns [0, end), of which those past `columns` are zero. width and end are multiples of 16.
-template <int kPlanes>
-__attribute__((noinline)) void pack_rows(const float *src, int64_t rows, int64_t columns, int64_t width, uint16_t *dst, int64_t end, int64_t ld,
-                                         int64_t plane_size) {
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < end; c += 16) {
-      int64_t left = columns - c;
-      __mmask16 some = left >= 16 ? 0xFFFF : left > 0 ? __mmask16((1u << left) - 1) : 0;
-      Split<kPlanes> x(_mm512_maskz_loadu_ps(some, src + r * width + c));
-      for (int p = 0; p < kPlanes; ++p)
-        _mm256_storeu_si256((__m256i *)(dst + p * plane_size + r * ld + c), (__m256i)_mm512_cvtneps_pbh(x.plane[p]));
-    }
-  }
-}
-
 // Tile registers 0-3 hold C, 4-5 A, 6-7 B, all of 16 rows of 64 bytes.
 template <int t> STROBE_INLINE void tile_zero() { asm volatile("tilezero %%tmm%c0" ::"i"(t)); }
 template <int t> STROBE_INLINE void tile_load(const void *p, int64_t stride) {
@@ -77,9 +62,21 @@ template <int planes> struct Pairs {
   using Element = uint16_t;
   static constexpr int kPlanes = planes;
 
-  struct Left {
+  // fp32 and fp16 as Fma does; bf16, whose P is rounded to 8 bits, in one multiply-add and a shorter polynomial (3e-6).
+  using V = Vec<float>;
+  static STROBE_INLINE V reference(V m, V unit) { return kPlanes > 1 ? m : m * unit; }
+  static STROBE_INLINE V power(V s, V reference, V unit) {
+    return kPlanes > 1 ? Fma<float>::power(s, reference, unit) : exp2<4>(s * unit - reference);
+  }
+  struct Normaliser : Fma<float>::Normaliser {
+    STROBE_INLINE Normaliser(V lse, float natural)
+        : Fma<float>::Normaliser(kPlanes > 1 ? lse : lse * V(1.44269504f), kPlanes > 1 ? natural : natural * 1.44269504f) {}
+    STROBE_INLINE V operator()(V s) const { return kPlanes > 1 ? Fma<float>::Normaliser::operator()(s) : exp2<4>(s * this->natural - this->lse); }
+  };
+
+  struct Left { // rows of 32 along k, `step` from one 32 to the next
     const uint16_t *a;
-    int64_t ld, plane;
+    int64_t ld, step, plane;
   };
   struct Right {
     const uint32_t *b;
@@ -116,7 +113,7 @@ template <int planes> struct Pairs {
     });
     for (int64_t k = 0; k < depth; k += 32) {
       unroll<kPlanes>(STROBE_UNROLL(pa) {
-        unroll<kRows>(STROBE_UNROLL(m) { tile_load<4 + m>(a.a + pa * a.plane + 16 * m * a.ld + k, a.ld * 2); });
+        unroll<kRows>(STROBE_UNROLL(m) { tile_load<4 + m>(a.a + pa * a.plane + 16 * m * a.ld + k / 32 * a.step, a.ld * 2); });
         unroll<kPlanes - pa>(STROBE_UNROLL(pb) {
           unroll<kColumns>(STROBE_UNROLL(n) { tile_load<6 + n>(b.b + pb * b.plane + k / 2 * b.ld + 16 * n, b.ld * 4); });
           unroll<kRows>(STROBE_UNROLL(m) {
@@ -136,8 +133,8 @@ template <int planes> struct Pairs {
   }
   static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Left a, Right b, float *c, int64_t ldc, bool accumulate) {
     int64_t m = 0;
-    for (; m + 16 < rows; m += 32) multiply_rows<2>(columns, depth, {a.a + m * a.ld, a.ld, a.plane}, b, c + m * ldc, ldc, accumulate);
-    if (m < rows) multiply_rows<1>(columns, depth, {a.a + m * a.ld, a.ld, a.plane}, b, c + m * ldc, ldc, accumulate);
+    for (; m + 16 < rows; m += 32) multiply_rows<2>(columns, depth, {a.a + m * a.ld, a.ld, a.step, a.plane}, b, c + m * ldc, ldc, accumulate);
+    if (m < rows) multiply_rows<1>(columns, depth, {a.a + m * a.ld, a.ld, a.step, a.plane}, b, c + m * ldc, ldc, accumulate);
   }
 
   struct Keys {
@@ -148,27 +145,27 @@ template <int planes> struct Pairs {
   // Elements a packed key takes; n keys are padded to at most n + 64.
   static int64_t key_size(int64_t d, bool rows, bool columns) { return kPlanes * ((rows ? round_to(d, 32) : 0) + (columns ? round_to(d, 16) : 0)); }
   static Keys keys_at(const uint16_t *base, int64_t n, int64_t d, bool rows) {
-    const int64_t row_plane = round_to(n, 16) * round_to(d, 32), ld = round_to(n, 32) + 32;
-    return {{base, round_to(d, 32), row_plane}, {base + (rows ? kPlanes * row_plane : 0), ld, round_to(d, 16) * ld}};
+    const int64_t wide = round_to(d, 32), tall = round_to(d, 16), row_plane = round_to(n, 16) * wide;
+    return {{base, wide, 32, row_plane}, {base + (rows ? kPlanes * row_plane : 0), 32, 32 * tall, round_to(n, 32) * tall}};
   }
   // wide: 64 x round_to(d, 32)
   static void pack_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, Keys to, bool rows, bool columns, float *wide, float *buffer) {
     const int64_t ld = round_to(d, 32);
     for (int64_t j = 0; j < n; j += 64) {
-      const int64_t count = n - j < 64 ? n - j : 64, width = round_to(count, 16);
+      const int64_t count = n - j < 64 ? n - j : 64, width = round_to(count, 32);
       if (rows) {
         for (int64_t r = 0; r < count; ++r) load_row(x, b, h, j0 + j + r, 0, d, wide + r * ld);
-        pack_rows<kPlanes>(wide, count, d, ld, const_cast<uint16_t *>(to.rows.a) + j * to.rows.ld, ld, ld, to.rows.plane);
+        pack_rows(wide, count, d, ld, rows_from(to.rows, j), ld);
       }
       if (columns) {
         load_lanes_of(x, b, h, j0 + j, count, d, 1.0f, wide, width, buffer);
-        const int64_t end = j + 64 < n ? 64 : to.columns.ld - j; // the last piece fills up with zeros
-        pack_rows<kPlanes>(wide, d, width, width, const_cast<uint16_t *>(to.columns.a) + j, end, to.columns.ld, to.columns.plane);
+        pack_rows(wide, d, width, width, columns_from(to.columns, j), width);
       }
     }
   }
-  static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return {x.a + skip * x.ld, x.ld, x.plane}; }
-  static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {x.a + skip, x.ld, x.plane}; }
+  // From key `skip` on, a multiple of kKeyAlign.
+  static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return {x.a + skip * x.ld, x.ld, x.step, x.plane}; }
+  static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {x.a + skip / 32 * x.step, x.ld, x.step, x.plane}; }
 
   static int64_t lanes_size(int64_t width, int64_t d) { return kPlanes * round_to(d, 32) * width + 2 * d * width; } // packed, and wide
   static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, float factor, int64_t width, uint16_t *scratch, float *buffer) {
@@ -219,7 +216,7 @@ template <int planes> struct Pairs {
       }
     }
     STROBE_INLINE Right lanes() const { return {pairs, width, pairs_plane}; }
-    STROBE_INLINE Left rows() const { return {bf16, ld, rows_plane}; }
+    STROBE_INLINE Left rows() const { return {bf16, ld, 32, rows_plane}; }
   };
   static int64_t scores_size(int64_t tile_k, int64_t width) { return kPlanes * round_to(tile_k, 32) * round_to(width, 32); }
   static STROBE_INLINE Scores scores(float * /*s*/, uint16_t *lanes, uint16_t *rows, int64_t keys, int64_t width) {
@@ -228,6 +225,18 @@ template <int planes> struct Pairs {
   }
 
 private:
+  // src[rows][width] -> the left operand `to`; of its columns [0, end) those past `columns` are zero. width and end are multiples of 16.
+  static __attribute__((noinline)) void pack_rows(const float *src, int64_t rows, int64_t columns, int64_t width, Left to, int64_t end) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < end; c += 16) {
+        int64_t left = columns - c;
+        __mmask16 some = left >= 16 ? 0xFFFF : left > 0 ? __mmask16((1u << left) - 1) : 0;
+        Split<kPlanes> x(_mm512_maskz_loadu_ps(some, src + r * width + c));
+        uint16_t *dst = const_cast<uint16_t *>(to.a) + r * to.ld + c / 32 * to.step + c % 32;
+        for (int p = 0; p < kPlanes; ++p) _mm256_storeu_si256((__m256i *)(dst + p * to.plane), (__m256i)_mm512_cvtneps_pbh(x.plane[p]));
+      }
+    }
+  }
   static STROBE_INLINE void load_lanes_of(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, float factor, float *dst, int64_t width,
                                           float *buffer) {
     STROBE_ISA::load_lanes(x, b, h, i0, n, 0, d, factor, dst, width, buffer);

@@ -24,6 +24,7 @@ template <class T> struct Head {
 
   bool additive;           // softcap, ALiBi or bias: scores are kept in their own unit, else as raw q.k
   T scale, unit;           // score = raw * scale; exp2's argument = (s - m) * unit
+  T slack;                 // how far m may stay behind the running maximum
   T sign;                  // what Q is multiplied by, so that raw scores grow with the score
   T cap, slope;
   bool dropout;
@@ -41,6 +42,7 @@ template <class T> struct Head {
     sign = !additive && problem.scale < 0 ? T(-1) : T(1);
     scale = T(additive ? problem.scale : problem.scale * double(sign));
     unit = T(additive ? kLog2e : double(scale) * kLog2e);
+    slack = problem.exact_max ? T(0) : T(8) / unit; // P <= 2^8
     cap = T(problem.softcap);
     slope = problem.alibi_slopes ? load_as<T>(problem.alibi_slopes.dtype, problem.alibi_slopes.data, problem.alibi_slopes.index(batch, head, 0, 0)) : T(0);
     dropout = problem.dropout > 0;
