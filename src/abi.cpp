@@ -52,6 +52,7 @@ struct Call {
 
   Call(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction)
       : problem(validate(a, t, direction)), execution(validate(e)), direction(direction), choice(choose(problem, execution, direction)) {}
+  Decision decision() const { return decide(problem, execution, direction, choice); }
 };
 
 Direction checked(int32_t direction) {
@@ -74,7 +75,7 @@ Workspace allocate(uint64_t bytes) {
 
 void run(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction) {
   const Call call(a, t, e, direction);
-  const auto [engine, plan] = decide(call.problem, call.choice);
+  const auto [engine, plan] = call.decision();
   Workspace own;
   void *workspace = call.execution.workspace;
   if (!workspace && plan.workspace_bytes) {
@@ -150,7 +151,7 @@ int32_t strobe_make_plan(const strobe_attention *a, const strobe_tensors *t, con
       size_is_sane<strobe_plan>("plan", plan->size, reasons);
     reasons.raise_if_any();
     const Call call(a, t, e, checked(direction));
-    const Plan &chosen = decide(call.problem, call.choice).plan;
+    const Plan &chosen = call.decision().plan;
     const strobe_plan result = {plan->size, chosen.engine, chosen.tile_q, chosen.tile_k, chosen.workspace_bytes, chosen.predicted_seconds};
     std::memcpy(plan, &result, std::min<size_t>(plan->size, sizeof result));
   });
@@ -161,7 +162,7 @@ int32_t strobe_workspace_size(const strobe_attention *a, const strobe_tensors *t
   return guarded([&] {
     if (!bytes) throw Error(STROBE_INVALID_ARGUMENT, "bytes: null; accepted is where to write the size");
     const Call call(a, t, e, checked(direction));
-    *bytes = decide(call.problem, call.choice).plan.workspace_bytes;
+    *bytes = call.decision().plan.workspace_bytes;
   });
 }
 

@@ -47,7 +47,18 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
   return choice;
 }
 
-Decision decide(const Problem &problem, const Choice &choice) {
+// The same dtype and shape without a single option.
+static Problem without_options(Problem p) {
+  p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = {};
+  p.blocks = {};
+  p.window_left = p.window_right = kUnbounded;
+  p.softcap = p.dropout = 0;
+  p.tile_q = p.tile_k = 0;
+  p.deterministic = p.exact_max = false;
+  return p;
+}
+
+Decision decide(const Problem &problem, const Execution &execution, Direction direction, const Choice &choice) {
   if (choice.chosen < 0) {
     std::string reasons;
     for (const Choice::Row &row : choice.rows)
@@ -55,16 +66,16 @@ Decision decide(const Problem &problem, const Choice &choice) {
         reasons += text("\n", row.engine->name(), ": ", std::get<std::string>(row.answer));
     throw Error(STROBE_UNSUPPORTED, "no engine takes this problem:" + reasons);
   }
-  if (problem.strict)
-    for (int i = 0; i < choice.chosen; i++) {
-      const Choice::Row &row = choice.rows[i];
-      const std::string *reason = std::get_if<std::string>(&row.answer);
-      if (reason && row.engine->missing().empty() && !row.engine->only_by_name())
-        throw Error(STROBE_UNSUPPORTED, text("strict: ", choice.rows[choice.chosen].engine->name(), " would run, for the faster ",
-                                             row.engine->name(), " refuses: ", *reason));
-    }
-  const Choice::Row &row = choice.rows[choice.chosen];
-  return {row.engine, std::get<Plan>(row.answer)};
+  const Choice::Row &chosen = choice.rows[choice.chosen];
+  for (int i = 0; problem.strict && i < choice.chosen; i++) {
+    const auto &[engine, answer] = choice.rows[i];
+    const std::string *reason = std::get_if<std::string>(&answer);
+    if (!reason || engine->only_by_name() || !engine->missing().empty()) continue;
+    if (std::holds_alternative<Plan>(engine->plan(without_options(problem), execution, direction)))
+      throw Error(STROBE_UNSUPPORTED,
+                  text("strict: ", chosen.engine->name(), " would run, for the faster ", engine->name(), " refuses: ", *reason));
+  }
+  return {chosen.engine, std::get<Plan>(chosen.answer)};
 }
 
 } // namespace strobe

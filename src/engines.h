@@ -4,12 +4,13 @@
 
 namespace strobe {
 
-// The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if none took the problem, or if `strict` forbids the one that did.
+// The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if none took the problem, or if `strict` forbids the one that did:
+// an engine further up the list is here and takes this dtype and shape, but not with these options.
 struct Decision {
   const Engine *engine;
   const Plan &plan;
 };
-Decision decide(const Problem &, const Choice &);
+Decision decide(const Problem &, const Execution &, Direction, const Choice &);
 
 // The walk in words: what was asked, each engine's plan or reason, the choice and its notes.
 std::string explain(const Problem &, const Execution &, Direction, const Choice &);

@@ -109,7 +109,7 @@ std::string explain(const Problem &problem, const Execution &execution, Directio
   for (const Choice::Row &row : choice.rows) page.line(row.engine->name(), in_words(row.answer));
   page.heading("choice");
   try {
-    const Decision decision = decide(problem, choice);
+    const Decision decision = decide(problem, execution, direction, choice);
     page.line(decision.engine->name(), problem.engine.empty() ? "the least predicted time" : "asked for by name");
     for (const std::string &note : decision.plan.notes) page.line("note", note);
   } catch (const Error &refusal) {

@@ -16,7 +16,11 @@ public:
   const char *name() const override { return name_; }
   std::string missing() const override { return missing_; }
   bool only_by_name() const override { return only_by_name_; }
-  Answer plan(const Problem &, const Execution &, Direction) const override { return "not asked here"; }
+  Answer plan(const Problem &p, const Execution &, Direction) const override { // takes float32, and no softcap
+    if (p.dtype != DType::f32) return "float32 only";
+    if (p.softcap > 0) return "no softcap";
+    return Plan{name_, "", 1, 1, 0, 1, {}};
+  }
   void run(const Problem &, const Execution &, Direction, const Plan &, void *) const override {}
 
 private:
@@ -32,28 +36,33 @@ Plan plan(const Engine &engine, double seconds) {
   return p;
 }
 
+Decision decide(const Problem &p, const Choice &choice) { return strobe::decide(p, {}, Direction::forward, choice); }
+
 } // namespace
 
 TEST_CASE("decide: nobody takes it") {
-  const Choice choice = {{{&best, "no bias"}, {&absent, "this CPU lacks it"}, {&plain, "no masks"}}, -1};
+  const Choice choice = {{{&best, "no softcap"}, {&absent, "this CPU lacks it"}, {&plain, "no masks"}}, -1};
   Problem p;
-  CHECK_THROWS_WITH_AS(decide(p, choice), "no engine takes this problem:\nbest: no bias\nabsent: this CPU lacks it\nplain: no masks",
+  CHECK_THROWS_WITH_AS(decide(p, choice), "no engine takes this problem:\nbest: no softcap\nabsent: this CPU lacks it\nplain: no masks",
                        Error);
   p.engine = "plain"; // only the reason of the one asked for
   CHECK_THROWS_WITH_AS(decide(p, choice), "no engine takes this problem:\nplain: no masks", Error);
 }
 
-TEST_CASE("decide: strict refuses a slower engine where a faster one that is here refused") {
+TEST_CASE("decide: strict refuses a slower engine where a faster one, here and for this dtype, refused an option") {
   Problem p;
+  p.dtype = DType::f32, p.softcap = 20;
+  const Choice refused = {{{&best, "no softcap"}, {&plain, plan(plain, 2)}}, 1};
+  CHECK(decide(p, refused).engine == &plain);
   p.strict = true;
-  const Choice refused = {{{&best, "no bias"}, {&plain, plan(plain, 2)}}, 1};
-  CHECK_THROWS_WITH_AS(decide(p, refused), "strict: plain would run, for the faster best refuses: no bias", Error);
+  CHECK_THROWS_WITH_AS(decide(p, refused), "strict: plain would run, for the faster best refuses: no softcap", Error);
   const Choice missing = {{{&absent, "this CPU lacks it"}, {&oracle, "by name only"}, {&plain, plan(plain, 2)}}, 2};
   CHECK(decide(p, missing).engine == &plain);
   const Choice predicted_slower = {{{&best, plan(best, 3)}, {&plain, plan(plain, 2)}}, 1};
   CHECK(decide(p, predicted_slower).engine == &plain);
-  p.strict = false;
-  CHECK(decide(p, refused).engine == &plain);
+  p.dtype = DType::f64;
+  const Choice other_dtype = {{{&best, "float32 only"}, {&plain, plan(plain, 2)}}, 1};
+  CHECK(decide(p, other_dtype).engine == &plain);
 }
 
 TEST_CASE("choose: every engine of the list answers, the least predicted time wins") {

@@ -77,10 +77,10 @@ private:
     case 5:
       call.execution.*pick<int32_t strobe_execution::*>({&strobe_execution::threads, &strobe_execution::reserved}) = flag();
       return;
-    case 6: { // what an int32 tensor holds
-      const std::string name = tensor();
-      if (call[name].dtype == STROBE_INT32 && call.memory_bytes(name))
-        call.data<int32_t>(name)[draw(static_cast<int>(call.memory_bytes(name) / 4))] = static_cast<int32_t>(size());
+    case 6: { // what cu_seqlens and the CSR hold
+      const std::string name =
+          pick<const char *>({"cu_seqlens_q", "cu_seqlens_k", "block_rows", "block_cols", "block_rows_t", "block_cols_t"});
+      if (call.has(name)) call.data<int32_t>(name)[draw(static_cast<int>(call.memory_bytes(name) / 4))] = static_cast<int32_t>(size());
       return;
     }
     default:
