@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -71,9 +72,13 @@ def text(chars: Any) -> str:
     return ffi.string(chars).decode()
 
 
-def raise_if(status: int) -> None:
-    if status != lib.STROBE_OK:
-        raise _EXCEPTIONS.get(status, RuntimeError)(text(lib.strobe_last_error()))
+def error(status: int, in_callers_words: Callable[[str], str]) -> Exception:
+    """Of a call that failed, with the library's reasons in words that fit the Python function; no argument is named twice."""
+    message = text(lib.strobe_last_error())
+    if status == lib.STROBE_INVALID_ARGUMENT:
+        reasons = {reason.partition(":")[0]: reason for reason in map(in_callers_words, reversed(message.splitlines())) if reason}
+        message = "\n".join(reversed(reasons.values())) or message
+    return _EXCEPTIONS.get(status, RuntimeError)(message)
 
 
 @lru_cache(maxsize=1024)
@@ -96,28 +101,45 @@ View = Callable[[Any, str, Any, bool], None]
 
 
 class Call:
-    """One call's structs: what, on what, with what. `options` holds those of OPTIONS that are not at their default."""
+    """One call's structs: what, on what, with what.
 
-    __slots__ = ("_alive", "_attention", "_execution", "_tensors")
+    arrays: the caller's; made: those that the package has allocated for the call; options: those of OPTIONS not at their default."""
 
-    def __init__(self, arrays: dict[str, Any], options: dict[str, Any], view: View, threads: int):
+    __slots__ = ("_alive", "_attention", "_bshd", "_execution", "_made", "_tensors")
+
+    def __init__(self, arrays: dict[str, Any], made: dict[str, Any], options: dict[str, Any], view: View, threads: int):
         attention = _attention(tuple(options.items()))
-        bshd = "bshd" in options
+        self._bshd = bshd = "bshd" in options
+        self._made = made
         views = ffi.new("strobe_tensor[]", _MOST_TENSORS)
         tensors = ffi.new("strobe_tensors *")
         tensors.size = ffi.sizeof("strobe_tensors")
         t = views + 0
-        for name, array in arrays.items():
-            view(t, name, array, bshd and name in _TOKENS)
-            setattr(tensors, name, t)
-            t += 1
+        for named in (arrays, made):
+            for name, array in named.items():
+                view(t, name, array, bshd and name in _TOKENS)
+                setattr(tensors, name, t)
+                t += 1
         execution = ffi.new("strobe_execution *")
         lib.strobe_glue_execution(execution, threads)
         self._attention, self._tensors, self._execution = attention[0], tensors, execution
         self._alive = views, attention
 
     def run(self, function: Any, *more: Any) -> None:
-        raise_if(function(self._attention, self._tensors, self._execution, *more))
+        status = function(self._attention, self._tensors, self._execution, *more)
+        if status != lib.STROBE_OK:
+            raise error(status, self._in_callers_words)
+
+    def _in_callers_words(self, reason: str) -> str:
+        """One of the library's reasons, which begins with the name of what is wrong; empty if that is none of the caller's."""
+        name = reason.partition(":")[0]
+        if name in self._made:
+            return ""
+        if name.startswith("block_"):
+            return "block_mask: " + reason
+        if self._bshd and name in _TOKENS:
+            reason = re.sub(r"\(([^(),]+), ([^(),]+), ([^(),]+), ([^(),]+)\)", r"(\1, \3, \2, \4)", reason)
+        return reason.removeprefix("execution.")
 
 
 def version() -> str:

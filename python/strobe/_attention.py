@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from . import _run
 from ._abi import GRADIENTS
 from ._framework import Array, Framework, default_framework, framework_of
-from ._prepare import DEFAULTS, AttentionOptions, Prepared, dropout_rng, prepare
+from ._prepare import DEFAULTS, AttentionOptions, Prepared, array_of, dropout_rng, flag, integer, number, prepare
 from ._run import Gradients
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     arXiv:2108.12409), softcap (Gemma 2, arXiv:2408.00118), sinks (gpt-oss, arXiv:2508.10925), Philox (Salmon et al. 2011).
     docs/semantics.md has the formulas.
     """
+    flag("return_lse", return_lse)
     framework = framework_of("q", q)
     out, lse = framework.forward(prepare("attention", framework, q, k, v, options))
     return (out, lse) if return_lse else out
@@ -125,6 +126,9 @@ def attention_backward(
         As attention().
     """
     framework, p = _repeat("attention_backward", q, k, v, options)
+    for name, x in (("dout", dout), ("out", out), ("lse", lse), ("dlse", dlse)):
+        if x is not None or name != "dlse":
+            array_of(name, x, framework, q)
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays]
     return Gradients(**framework.backward(p, dout, dlse, out, lse, needed))
 
@@ -178,7 +182,9 @@ def reference_backward(
         As attention().
     """
     framework, p = _repeat("reference_backward", q, k, v, options)
-    return _run.reference_backward(framework, p, {"out": out, "lse": lse, "dout": dout, "dlse": dlse}, rows, cols)
+    known = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    known = {name: array_of(name, x, framework, q) for name, x in known.items() if x is not None or name == "dout"}
+    return _run.reference_backward(framework, p, known, rows, cols)
 
 
 def explain(q: Array, k: Array, v: Array, *, backward: bool = False, **options: Unpack[AttentionOptions]) -> str:
@@ -207,8 +213,11 @@ def dropout_mask(
         TypeError, ValueError: an argument is not what is said above.
     """
     framework = default_framework() if rng is None else framework_of("rng", rng)
+    sizes = [integer("shape", size, 0, 2**63 - 1, framework) for size in shape]
+    if len(sizes) != 4:
+        raise ValueError(f"shape: {tuple(shape)}; accepted is (B, H, Sq, Sk)")
     if (seed is None) == (rng is None):
         raise ValueError("seed: accepted is seed (and offset), or rng")
     if rng is None:
         rng = dropout_rng(framework, None, seed, 0 if offset is None else offset)
-    return _run.dropout_mask(framework, tuple(shape), dropout, rng)
+    return _run.dropout_mask(framework, tuple(sizes), number("dropout", dropout, framework), rng)

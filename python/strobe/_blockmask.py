@@ -47,8 +47,8 @@ class BlockMask:
         self.block_q, self.block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
         framework = framework_of("rows", rows)
         nq, nk = self._grid
-        for name, x in (("rows", rows), ("cols", cols)):
-            if not isinstance(x, framework.array_type) or x.dtype != framework.xp.int32:
+        for name, x in {"rows": rows, "cols": cols}.items():
+            if not framework.is_array(x) or x.dtype != framework.xp.int32:
                 raise TypeError(f"{name}: {getattr(x, 'dtype', kind(x))}; accepted is a {framework.name} of int32")
         if rows.ndim != 3 or rows.shape[2] != nq + 1:
             raise ValueError(f"rows: shape {tuple(rows.shape)}; accepted is (B|1, H|1, {nq + 1}), one more than the query blocks")

@@ -15,9 +15,15 @@ Array = Any  # a torch.Tensor or a numpy.ndarray: one kind throughout a call
 
 class Framework(ABC):
     xp: Any  # the module torch or numpy: its dtypes and functions
-    array_type: type
-    name: str  # of array_type, for messages
+    name: str  # of an array, for messages
     bool_dtype: Any
+
+    @abstractmethod
+    def is_array(self, x: object) -> bool: ...
+
+    @abstractmethod
+    def check_place(self, name: str, x: Array, q: Array) -> None:
+        """Raises unless x is dense and lies where q does."""
 
     @abstractmethod
     def forward(self, p: Prepared) -> tuple[Array, Array]:

@@ -27,7 +27,7 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, layout: str
     framework = framework_of("out_a", out_a)
     xp: Any = framework.xp
     for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        if not isinstance(x, framework.array_type):
+        if not framework.is_array(x):
             raise TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as out_a is")
     if layout not in ("bhsd", "bshd"):
         raise ValueError(f"layout: {layout!r}; accepted is 'bhsd' or 'bshd'")

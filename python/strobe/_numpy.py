@@ -19,9 +19,14 @@ _NDArray = np.ndarray[Any, Any]
 
 class NumPy(Framework):
     xp = np
-    array_type = np.ndarray
     name = "numpy.ndarray"
     bool_dtype = np.bool_
+
+    def is_array(self, x: object) -> bool:
+        return isinstance(x, np.ndarray)
+
+    def check_place(self, name: str, x: _NDArray, q: _NDArray) -> None:
+        pass  # host memory all
 
     def forward(self, p: Prepared) -> tuple[_NDArray, _NDArray]:
         return _run.forward(self, p)

@@ -56,10 +56,17 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(AttentionOptions.__annotations__) | {
     "layout": "bhsd",
 }
 
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _ARRAYS = frozenset({"mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng"})
 _FLAGS = frozenset({"causal", "deterministic", "exact_max", "allow_tf32", "strict", "check"})
 _NUMBERS = frozenset({"scale", "softcap", "dropout"})
-_LEAST = {"max_seqlen_q": 0, "max_seqlen_k": 0, "tile_q": 1, "tile_k": 1, "threads": 1}
+_INTEGERS = {
+    "max_seqlen_q": (0, _INT64_MAX),
+    "max_seqlen_k": (0, _INT64_MAX),
+    "tile_q": (1, _INT64_MAX),
+    "tile_k": (1, _INT64_MAX),
+    "threads": (1, 2**31 - 1),
+}
 _LAYOUTS = {"bhsd": False, "bshd": True}
 _ALIGNMENTS = {"bottom_right": lib.STROBE_BOTTOM_RIGHT, "top_left": lib.STROBE_TOP_LEFT}
 _SHAPES = {
@@ -67,7 +74,6 @@ _SHAPES = {
     "k": {"bhsd": "(B, Hkv, Sk, D)", "bshd": "(B, Sk, Hkv, D)", "packed": "(Tk, Hkv, D) with cu_seqlens"},
     "v": {"bhsd": "(B, Hkv, Sk, Dv)", "bshd": "(B, Sk, Hkv, Dv)", "packed": "(Tk, Hkv, Dv) with cu_seqlens"},
 }
-_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
 class Prepared(NamedTuple):
@@ -79,7 +85,7 @@ class Prepared(NamedTuple):
 
 def prepare(function: str, framework: Framework, q: Array, k: Array, v: Array, given: Mapping[str, Any]) -> Prepared:
     """`given`: AttentionOptions; `function` is whose, for messages."""
-    arrays = {"q": q, "k": _array("k", k, framework), "v": _array("v", v, framework)}
+    arrays = {name: array_of(name, x, framework, q) for name, x in (("q", q), ("k", k), ("v", v))}
     options: dict[str, Any] = {}
     for name, x in given.items():
         if name not in DEFAULTS:
@@ -87,21 +93,21 @@ def prepare(function: str, framework: Framework, q: Array, k: Array, v: Array, g
         if x is DEFAULTS[name]:
             continue
         if name in _ARRAYS:
-            arrays[name] = _array(name, x, framework)
+            arrays[name] = array_of(name, x, framework, q)
         elif name in _FLAGS:
-            if _flag(name, x):
+            if flag(name, x):
                 options[name] = True
         elif name in _NUMBERS:
-            options[name] = _number(name, x, framework)
-        elif name in _LEAST:
-            options[name] = _integer(name, x, _LEAST[name], framework)
+            options[name] = number(name, x, framework)
+        elif name in _INTEGERS:
+            options[name] = integer(name, x, *_INTEGERS[name], framework)
         elif name == "window":
             _window(x, options, framework)
         elif name == "alignment":
             options[name] = _choice(name, x, _ALIGNMENTS)
         elif name == "engine":
-            if not isinstance(x, str):
-                raise TypeError(f"engine: {kind(x)}; accepted is a name out of strobe.engines(), or None")
+            if not isinstance(x, str) or not x:
+                raise TypeError(f"engine: {x!r}; accepted is a name out of strobe.engines(), or None")
             options[name] = x
         elif name == "block_mask":
             if not isinstance(x, BlockMask):
@@ -151,29 +157,31 @@ def _dropout(arrays: dict[str, Array], options: dict[str, Any], given: Mapping[s
         arrays["rng"] = framework.drawn_rng(arrays["q"]) if from_seed is None else from_seed
 
 
-def _array(name: str, x: Any, framework: Framework) -> Array:
-    if not isinstance(x, framework.array_type):
+def array_of(name: str, x: Any, framework: Framework, q: Array) -> Array:
+    """x, which must be of q's kind and lie where q does."""
+    if not framework.is_array(x):
         raise TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as q is")
+    framework.check_place(name, x, q)
     return x
 
 
-def _flag(name: str, x: Any) -> bool:
+def flag(name: str, x: Any) -> bool:
     if not isinstance(x, bool):
         raise TypeError(f"{name}: {kind(x)} {x!r}; accepted is True or False")
     return x
 
 
-def _number(name: str, x: Any, framework: Framework) -> float:
-    if not hasattr(x, "__float__") or isinstance(x, (bool, framework.array_type)):
+def number(name: str, x: Any, framework: Framework) -> float:
+    if not hasattr(x, "__float__") or isinstance(x, bool) or framework.is_array(x):
         raise TypeError(f"{name}: {kind(x)}; accepted is a number")
     return float(x)
 
 
-def _integer(name: str, x: Any, least: int, framework: Framework) -> int:
-    if not hasattr(x, "__index__") or isinstance(x, (bool, framework.array_type)):
+def integer(name: str, x: Any, least: int, most: int, framework: Framework) -> int:
+    if not hasattr(x, "__index__") or isinstance(x, bool) or framework.is_array(x):
         raise TypeError(f"{name}: {kind(x)}; accepted is an integer")
-    if not least <= x <= _INT64_MAX:
-        raise ValueError(f"{name}: {x}; accepted are integers of {least} or more, in 64 bits, or None")
+    if not least <= x <= most:
+        raise ValueError(f"{name}: {x}; accepted are integers from {least} to {most}")
     return x
 
 
@@ -189,7 +197,7 @@ def _window(window: Any, options: dict[str, Any], framework: Framework) -> None:
         raise ValueError(f"window: {window!r}; accepted is (left, right), each an integer or None (no bound), or one integer for both")
     for name, side in zip(("left", "right"), sides, strict=True):
         if side is not None:
-            options["window_" + name] = _integer("window", side, 0, framework)
+            options["window_" + name] = integer("window", side, 0, _INT64_MAX, framework)
 
 
 def _scores(x: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, GRADIENTS, Call, raise_if, text
+from ._abi import BACKWARD, FORWARD, GRADIENTS, Call, error, text
 from ._core import ffi, lib
 from ._framework import Array, Framework
 from ._prepare import Prepared
@@ -46,7 +46,7 @@ def gradients(framework: Framework, p: Prepared, needed: Iterable[str], wide: bo
 def forward(framework: Framework, p: Prepared) -> tuple[Array, Array]:
     oracle = _is_oracle(p)
     found = results(framework, p, oracle)
-    _call(framework, p, found).run(lib.strobe_forward)
+    _call(framework, p, {}, found).run(lib.strobe_forward)
     out, lse = found.values()
     if oracle:
         q, xp = p.arrays["q"], framework.xp
@@ -60,7 +60,7 @@ def backward(framework: Framework, p: Prepared, known: dict[str, Array], needed:
     found = gradients(framework, p, needed, oracle)
     if oracle:
         known = {name: x for name, x in known.items() if name not in ("out", "lse")}  # works its own out again
-    _call(framework, p, known | found).run(lib.strobe_backward)
+    _call(framework, p, known, found).run(lib.strobe_backward)
     return {name: framework.cast(x, p.arrays[GRADIENTS[name]].dtype) for name, x in found.items()} if oracle else found
 
 
@@ -70,12 +70,12 @@ def reference(framework: Framework, p: Prepared, rows: Iterable[int] | None) -> 
     if rows is not None:
         out[...] = lse[...] = float("nan")
     selection, _alive = _selection(rows, None)
-    _call(framework, p, found).run(lib.strobe_reference_forward, selection)
+    _call(framework, p, {}, found).run(lib.strobe_reference_forward, selection)
     return out, lse
 
 
 def reference_backward(
-    framework: Framework, p: Prepared, known: dict[str, Array | None], rows: Iterable[int] | None, cols: Iterable[int] | None
+    framework: Framework, p: Prepared, known: dict[str, Array], rows: Iterable[int] | None, cols: Iterable[int] | None
 ) -> Gradients:
     # dbias and dsinks are sums over all rows, not of some
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays and (rows is None or of in ("q", "k", "v"))]
@@ -84,8 +84,7 @@ def reference_backward(
         if chosen is not None:
             found[name][...] = float("nan")
     selection, _alive = _selection(rows, cols)
-    given = {name: x for name, x in known.items() if x is not None}
-    _call(framework, p, given | found).run(lib.strobe_reference_backward, selection)
+    _call(framework, p, known, found).run(lib.strobe_reference_backward, selection)
     return Gradients(**found)
 
 
@@ -93,9 +92,11 @@ def dropout_mask(framework: Framework, shape: tuple[int, ...], dropout: float, r
     keep = framework.empty(None, shape, framework.bool_dtype)
     attention = ffi.new("strobe_attention *", {"size": ffi.sizeof("strobe_attention"), "dropout": dropout})
     views = ffi.new("strobe_tensor[2]")
-    framework.view(views + 0, "shape", keep, False)
+    framework.view(views + 0, "keep", keep, False)
     framework.view(views + 1, "rng", rng, False)
-    raise_if(lib.strobe_dropout_mask(attention, views + 1, views + 0))
+    status = lib.strobe_dropout_mask(attention, views + 1, views + 0)
+    if status != lib.STROBE_OK:
+        raise error(status, str)
     return keep
 
 
@@ -105,7 +106,7 @@ def explain(framework: Framework, p: Prepared, of_backward: bool) -> str:
     if of_backward:
         more["dout"], more["dlse"] = results(framework, p).values()
         more |= gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], oracle)
-    call = _call(framework, p, more)
+    call = _call(framework, p, {}, more)
     direction = BACKWARD if of_backward else FORWARD
     needed = ffi.new("size_t *")
     call.run(lib.strobe_explain, direction, ffi.NULL, 0, needed)
@@ -118,8 +119,9 @@ def _is_oracle(p: Prepared) -> bool:
     return p.options.get("engine") == _ORACLE
 
 
-def _call(framework: Framework, p: Prepared, more: dict[str, Array]) -> Call:
-    return Call(p.arrays | more, p.options, framework.view, p.options.get("threads") or framework.default_threads())
+def _call(framework: Framework, p: Prepared, known: dict[str, Array], made: dict[str, Array]) -> Call:
+    """known: beside p.arrays, from the caller."""
+    return Call(p.arrays | known, made, p.options, framework.view, p.options.get("threads") or framework.default_threads())
 
 
 def _selection(rows: Iterable[int] | None, cols: Iterable[int] | None) -> tuple[Any, Any]:

@@ -23,9 +23,17 @@ lib.strobe_glue_find_openmp()
 
 class Torch(Framework):
     xp = torch
-    array_type = Tensor
     name = "torch.Tensor"
     bool_dtype = torch.bool
+
+    def is_array(self, x: object) -> bool:
+        return isinstance(x, Tensor)
+
+    def check_place(self, name: str, x: Tensor, q: Tensor) -> None:
+        if x.layout != torch.strided:
+            raise ValueError(f"{name}: layout {x.layout}; accepted is torch.strided")
+        if x.device != q.device:
+            raise ValueError(f"{name}: on device {x.device}; accepted is {q.device}, where q lies")
 
     def forward(self, p: Prepared) -> tuple[Tensor, Tensor]:
         arrays = p.arrays
