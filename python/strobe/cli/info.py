@@ -1,0 +1,44 @@
+"""``strobe info``: the version, the machine, and which engines run here."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from rich.console import Console
+from rich.table import Table
+
+import strobe
+from strobe.cli import machine
+
+
+def _torch() -> str:
+    if importlib.util.find_spec("torch") is None:
+        return "not installed"
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{torch.__version__}, {torch.get_num_threads()} threads, {', '.join(gpus) or 'no GPU'}"
+
+
+def _numpy() -> str:
+    if importlib.util.find_spec("numpy") is None:
+        return "not installed"
+    import numpy
+
+    return numpy.__version__
+
+
+def command() -> None:
+    """Version, machine, and the engines: which run here, and why not the others."""
+    console = Console()
+    facts = Table(show_header=False, box=None)
+    facts.add_column(style="bold")
+    for name, fact in {"Strobe": strobe.__version__, **machine.describe(), "PyTorch": _torch(), "NumPy": _numpy()}.items():
+        facts.add_row(name, fact)
+    console.print(facts)
+    engines = Table(title="Engines", title_justify="left")
+    engines.add_column("engine")
+    engines.add_column("runs here")
+    for name, missing in strobe.engines():
+        engines.add_row(name, "[green]yes[/green]" if missing is None else f"no: {missing}")
+    console.print(engines)

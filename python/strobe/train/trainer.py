@@ -1,0 +1,207 @@
+"""The training loop: AdamW, warm-up and cosine, accumulation, mixed precision, and checkpoints that continue bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strobe.train import data
+from strobe.train.config import Config
+from strobe.train.data import Corpus
+from strobe.train.model import GPT
+
+
+@dataclass
+class History:
+    """What a run has seen: the training loss of every step, and (step, validation loss) where it was measured."""
+
+    train: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def final(self) -> float:
+        return self.validation[-1][1]
+
+
+def pick_device(wish: str) -> torch.device:
+    if wish != "auto":
+        return torch.device(wish)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pick_precision(config: Config, device: torch.device) -> str:
+    """Of the matrix products. "auto": on a GPU bf16 if it has that, else fp16; on a CPU bf16 if that is measurably faster, else fp32."""
+    if config.precision != "auto":
+        return config.precision
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if device.type == "cpu" and _bf16_speedup(config) > 1.5 else "fp32"
+
+
+def _bf16_speedup(config: Config) -> float:
+    """fp32's time over bf16's, for the model's own largest kind of product."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        a = torch.ones(config.batch * config.sequence, config.d_model, dtype=dtype)
+        b = torch.ones(config.d_model, config.d_ff, dtype=dtype)
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            a @ b
+            times.append(time.perf_counter() - start)
+        return min(times)  # the least: other processes only ever add
+
+    return seconds(torch.float32) / seconds(torch.bfloat16)
+
+
+class Trainer:
+    """One run. ``Trainer.load`` continues one from its checkpoint as if it had never stopped."""
+
+    def __init__(self, config: Config, corpus: Corpus) -> None:
+        self.device = pick_device(config.device)
+        self.config = config.replace(precision=pick_precision(config, self.device))
+        self.corpus = corpus
+        self.step = 0
+        self.history = History()
+        windows = (len(corpus.train) - 1) // config.sequence - 1  # one less: each epoch begins at an offset of its own
+        self.steps_per_epoch = windows // (config.batch * config.accumulation)
+        if self.steps_per_epoch < 1:
+            raise ValueError(
+                f"text: {len(corpus.train)} training tokens, where one step takes "
+                f"{self.tokens_per_step}; accepted: a longer text, or a smaller batch, accumulation or sequence"
+            )
+        self.steps = config.steps or max(1, round((config.epochs or 0) * self.steps_per_epoch))
+        self.validation = data.windows(corpus.validation, config.sequence, config.val_tokens)
+        torch.manual_seed(config.seed)
+        self.model = GPT(config).to(self.device)
+        self.loss: Callable[[Tensor], Tensor] = torch.compile(self.model.loss) if config.compile else self.model.loss
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+        )
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "fp16")
+        self._order: tuple[int, Tensor] | None = None  # an epoch and the starts of its windows
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.batch * self.config.accumulation * self.config.sequence
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to nothing."""
+        warmup = min(self.config.warmup, self.steps)
+        if step < warmup:
+            return self.config.lr * (step + 1) / warmup
+        return self.config.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
+
+    def _batches(self) -> Iterator[Tensor]:
+        """The step's micro-batches (batch, sequence + 1), a function of the seed and the step alone."""
+        epoch, index = divmod(self.step, self.steps_per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
+            sequence = self.config.sequence
+            first = int(torch.randint(sequence, (1,), generator=generator))
+            starts = torch.arange(first, len(self.corpus.train) - sequence, sequence)
+            self._order = epoch, starts[torch.randperm(len(starts), generator=generator)]
+        per_step = self.config.batch * self.config.accumulation
+        starts = self._order[1][index * per_step : (index + 1) * per_step]
+        for part in starts.split(self.config.batch):
+            yield self.corpus.train[part[:, None] + torch.arange(self.config.sequence + 1)].to(self.device, non_blocking=True)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.config.precision]
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
+
+    def train_step(self) -> float:
+        """One step of the optimizer; the mean training loss of its batches."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.step)
+        total = torch.zeros((), device=self.device)
+        for batch in self._batches():
+            with self._autocast():
+                loss = self.loss(batch)
+            self.scaler.scale(loss / self.config.accumulation).backward()
+            total += loss.detach() / self.config.accumulation
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.history.train.append(total.item())
+        return self.history.train[-1]
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss, in nats per token, on the validation windows."""
+        self.model.eval()
+        total = 0.0
+        for batch in self.validation.split(self.config.batch):
+            with self._autocast():
+                total += self.model.loss(batch.to(self.device)).item() * len(batch)
+        self.model.train()
+        self.history.validation.append((self.step, total / len(self.validation)))
+        return self.history.final
+
+    def run(self, checkpoint: Path | None = None, on_step: Callable[[Trainer], None] = lambda trainer: None) -> History:
+        """Trains to the end, measuring and saving on the way; an interrupt (Ctrl-C) saves too, then goes on as KeyboardInterrupt."""
+        try:
+            while self.step < self.steps:
+                self.train_step()
+                if self.step % self.config.evaluate_every == 0 or self.step == self.steps:
+                    self.evaluate()
+                on_step(self)
+                if checkpoint and (self.step % self.config.save_every == 0 or self.step == self.steps):
+                    self.save(checkpoint)
+        except KeyboardInterrupt:
+            if checkpoint:
+                self.save(checkpoint)
+            raise
+        return self.history
+
+    def save(self, path: Path) -> None:
+        """Everything that the next step depends on, under a temporary name first, so that a crash leaves the last checkpoint whole."""
+        state = {
+            "config": dataclasses.asdict(self.config),
+            "corpus": self.corpus.digest,
+            "step": self.step,
+            "history": dataclasses.asdict(self.history),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        torch.save(state, part)
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, config: Config, corpus: Corpus) -> Trainer:
+        """Raises ValueError if the checkpoint is of another configuration or text."""
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        saved = Config(**state["config"])
+        if config.precision == "auto":  # what was measured then is what was trained with
+            config = config.replace(precision=saved.precision)
+        differ = [f.name for f in dataclasses.fields(Config) if getattr(saved, f.name) != getattr(config, f.name)]
+        if differ:
+            told = ", ".join(f"{name} {getattr(saved, name)!r} instead of {getattr(config, name)!r}" for name in differ)
+            raise ValueError(f"resume: {path} was trained with {told}; accepted: the same configuration, or another --out")
+        if state["corpus"] != corpus.digest:
+            raise ValueError(f"resume: {path} was trained on another text; accepted: the same text, or another --out")
+        trainer = cls(config, corpus)
+        trainer.step = state["step"]
+        trainer.history = History(state["history"]["train"], [(step, loss) for step, loss in state["history"]["validation"]])
+        trainer.model.load_state_dict(state["model"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        trainer.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
+        return trainer
