@@ -188,12 +188,8 @@ const char *strobe_engine_name(int32_t index) {
 }
 
 const char *strobe_engine_missing(int32_t index) {
-  static const std::vector<std::string> reasons = [] {
-    std::vector<std::string> all;
-    for (const Engine *engine : engines()) all.push_back(engine->missing());
-    return all;
-  }();
-  return engine_at(index) && !reasons[index].empty() ? reasons[index].c_str() : nullptr;
+  const bool missing = engine_at(index) && !missing_engines()[index].empty();
+  return missing ? missing_engines()[index].c_str() : nullptr;
 }
 
 int32_t strobe_dropout_mask(const strobe_attention *a, const strobe_tensor *rng, const strobe_tensor *keep) {

@@ -16,6 +16,15 @@ const std::vector<const Engine *> &engines() {
   return list;
 }
 
+const std::vector<std::string> &missing_engines() {
+  static const std::vector<std::string> reasons = [] {
+    std::vector<std::string> all;
+    for (const Engine *engine : engines()) all.push_back(engine->missing());
+    return all;
+  }();
+  return reasons;
+}
+
 static void check_name(const std::string &wanted) {
   std::string names;
   for (const Engine *engine : engines()) {
@@ -29,10 +38,12 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
   if (!problem.engine.empty()) check_name(problem.engine);
   Choice choice;
   double least = 0;
-  for (const Engine *engine : engines()) {
+  for (size_t i = 0; i < engines().size(); i++) {
+    const Engine *engine = engines()[i];
+    const std::string &missing = missing_engines()[i];
     const bool named = problem.engine == engine->name();
     Answer answer = "runs only when asked for by name";
-    if (std::string missing = engine->missing(); !missing.empty())
+    if (!missing.empty())
       answer = missing;
     else if (named || !engine->only_by_name())
       answer = engine->plan(problem, execution, direction);

@@ -1,4 +1,5 @@
-// What must hold of the integers in host memory: cu_seqlens and the block-sparse CSR. Each answers with the first thing wrong; empty: all is well.
+// What must hold of the integers in host memory: cu_seqlens and the block-sparse CSR. Each check answers with the first thing wrong, or
+// with an empty text.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -245,7 +245,7 @@ private:
   // Engines count rows, scores' rows and blocks over batch and heads in 64 bits, whatever the strides let the tensors claim.
   void total_size() {
     int64_t count = 0;
-    if (__builtin_add_overflow(n.seqlen_q, n.seqlen_k, &count) || __builtin_mul_overflow(count, n.batch, &count) ||
+    if (__builtin_add_overflow(n.seqlen_q, n.seqlen_k, &count) || __builtin_mul_overflow(count, std::max<int64_t>(n.batch, 1), &count) ||
         __builtin_mul_overflow(count, n.heads, &count) || __builtin_mul_overflow(count, kMaxHeadDim * int64_t{sizeof(double)}, &count))
       reasons.add("q", "batch ", n.batch, ", heads ", n.heads, ", lengths ", n.seqlen_q, " and ", n.seqlen_k,
                   " pass 63 bits together; accepted is B * H * (Sq + Sk) below 2^52");

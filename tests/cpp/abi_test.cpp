@@ -276,6 +276,26 @@ TEST_CASE("abi: explain answers where nothing would run") {
   CHECK(text.find("none") != std::string::npos);
 }
 
+TEST_CASE("abi: no exception leaves, not even one of the caller's pool") {
+  const std::pair<strobe_parallel, int32_t> pools[] = {
+      {[](void *, int32_t, void (*)(void *, int32_t), void *) { throw std::bad_alloc(); }, STROBE_OUT_OF_MEMORY},
+      {[](void *, int32_t, void (*)(void *, int32_t), void *) { throw std::runtime_error("the pool is closed"); }, STROBE_INTERNAL},
+      {[](void *, int32_t, void (*)(void *, int32_t), void *) { throw 7; }, STROBE_INTERNAL},
+      {[](void *, int32_t, void (*)(void *, int32_t), void *) {}, STROBE_INVALID_ARGUMENT}};
+  std::vector<std::string> texts;
+  for (auto [pool, status] : pools) {
+    Call call;
+    make_filled(call, Direction::forward);
+    call.execution.threads = 2, call.execution.parallel = pool;
+    CHECK(call.run() == status);
+    texts.push_back(error());
+  }
+  CHECK(texts[0] == "out of host memory");
+  CHECK(texts[1] == "the pool is closed");
+  CHECK(texts[2] == "unknown exception");
+  CHECK(texts[3].starts_with("execution.parallel: ran 0 bodies of "));
+}
+
 TEST_CASE("abi: the last error is the thread's own") {
   CHECK(strobe_forward(nullptr, nullptr, nullptr) == STROBE_INVALID_ARGUMENT);
   const std::string mine = error();
