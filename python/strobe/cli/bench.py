@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SHAPES = ((1, 8, 2048, 64), (1, 4, 2048, 128))
 DTYPES = ("float32", "bfloat16")
 LENGTHS = (4096, 16384)
+MASK_SHAPE = (8, 2048, 64)  # heads, length, head dimension
 
 
 def flops(shape: tuple[int, int, int, int], backward: bool, causal: bool) -> float:
@@ -96,7 +97,7 @@ def masks(repeats: int) -> list[dict[str, Any]]:
     """What masks cost, forward and backward together: the masked call over the call that never had what is masked."""
     import torch
 
-    heads, seqlen, head_dim, block = 8, 2048, 64, 64
+    (heads, seqlen, head_dim), block = MASK_SHAPE, 64
     lengths = torch.tensor([seqlen, seqlen * 3 // 4, seqlen // 2, seqlen // 4])
     batch = len(lengths)
     rows = []

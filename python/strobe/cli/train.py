@@ -71,7 +71,7 @@ def command(
             changes |= {"steps": steps, "epochs": epochs}
         chosen = chosen.replace(**changes)
         result = run(chosen, text=text, out=folder, resume=resume, console=Console())
-    except (ValueError, OSError) as error:
+    except (ValueError, NotImplementedError, OSError) as error:
         typer.echo(f"strobe train: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

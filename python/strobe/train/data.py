@@ -38,16 +38,16 @@ class Corpus:
 
 def standard_library() -> list[Path]:
     """The running Python's own sources, without its tests and installed packages."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return _sources(root, "*.py")
+    return [path for path in _files(Path(sysconfig.get_path("stdlib"))) if path.suffix == ".py"]
 
 
-def _sources(root: Path, pattern: str) -> list[Path]:
-    def wanted(path: Path) -> bool:
-        folders = path.relative_to(root).parts[:-1]
-        return path.is_file() and not any(f in _SKIPPED_FOLDERS or f.startswith(".") for f in folders)
-
-    return sorted(p for p in root.rglob(pattern) if wanted(p))
+def _files(root: Path) -> list[Path]:
+    """All files below, sorted, but for those in hidden and in skipped folders."""
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [f for f in subfolders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
+        found += [Path(folder, name) for name in names]
+    return sorted(found)
 
 
 def gather(source: Path | None, most_bytes: int | None) -> list[str]:
@@ -61,7 +61,7 @@ def gather(source: Path | None, most_bytes: int | None) -> list[str]:
     elif source.is_file():
         paths = [source]
     elif source.is_dir():
-        paths = _sources(source, "*")
+        paths = _files(source)
     else:
         raise FileNotFoundError(f"text: {source} does not exist; accepted: a text file or a folder of text files")
     random.Random(0).shuffle(paths)

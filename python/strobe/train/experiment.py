@@ -30,6 +30,8 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
         f"{corpus.tokenizer.get_vocab_size():,}, {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held back"
     )
     main = _run(config, corpus, out / "attention.pt", resume, console, config.attention)
+    if config.device == "auto" and main.device.type == "cpu" and torch.cuda.is_available():
+        console.print(f"The GPU was left alone, since {config.attention} attention does not run there yet; --attention sdpa does.")
     ablation: History | None = None
     if config.ablation and config.attention != "none":
         ablation = _run(main.config.replace(attention="none"), corpus, out / "no-attention.pt", resume, console, "no attention").history

@@ -42,7 +42,7 @@ class Result:
         without = self.ablation.final
         if self.learned:
             return f"Attention learned: {val:.3f} is below the bigram entropy {bigram:.3f} and below {without:.3f} without attention."
-        over = [f"the bigram entropy {bigram:.3f}"] * (val >= bigram) + [f"{without:.3f} without attention"] * (val >= without)
+        over = [f"the bigram entropy {bigram:.3f}"] * (not val < bigram) + [f"{without:.3f} without attention"] * (not val < without)
         return f"Attention did NOT learn: {val:.3f} is not below {' nor below '.join(over)}."
 
 

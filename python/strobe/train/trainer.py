@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from strobe.train import data
+from strobe.train.attention import ATTENTIONS
 from strobe.train.config import Config
 from strobe.train.data import Corpus
 from strobe.train.model import GPT
@@ -32,10 +33,28 @@ class History:
         return self.validation[-1][1]
 
 
-def pick_device(wish: str) -> torch.device:
-    if wish != "auto":
-        return torch.device(wish)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def pick_device(config: Config) -> torch.device:
+    """ "auto": the GPU if there is one and the attention runs there, else the CPU."""
+    wish = config.device
+    if wish == "auto":
+        wish = "cuda" if torch.cuda.is_available() and _runs_on_gpu(config) else "cpu"
+    try:
+        return torch.empty(0, device=wish).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device is {config.device!r}, which PyTorch does not have here ({error}); accepted: auto, cpu, cuda, cuda:1, ..."
+        ) from None
+
+
+def _runs_on_gpu(config: Config) -> bool:
+    if config.attention == "none":
+        return True
+    q = torch.zeros(1, 16, config.heads, config.head_dim, dtype=torch.float16, device="cuda")
+    try:
+        ATTENTIONS[config.attention](q, q, q, 0.0, config.block_size)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def pick_precision(config: Config, device: torch.device) -> str:
@@ -67,8 +86,8 @@ class Trainer:
     """One run. ``Trainer.load`` continues one from its checkpoint as if it had never stopped."""
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
-        self.device = pick_device(config.device)
-        self.config = config.replace(precision=pick_precision(config, self.device))
+        self.device = pick_device(config)
+        self.config = config.replace(device=str(self.device), precision=pick_precision(config, self.device))
         self.corpus = corpus
         self.step = 0
         self.history = History()
@@ -187,8 +206,11 @@ class Trainer:
         """Raises ValueError if the checkpoint is of another configuration or text."""
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         saved = Config(**state["config"])
-        if config.precision == "auto":  # what was measured then is what was trained with
-            config = config.replace(precision=saved.precision)
+        # "auto" means what was picked then, whatever would be picked now
+        config = config.replace(
+            device=saved.device if config.device == "auto" else str(pick_device(config)),
+            precision=saved.precision if config.precision == "auto" else config.precision,
+        )
         differ = [f.name for f in dataclasses.fields(Config) if getattr(saved, f.name) != getattr(config, f.name)]
         if differ:
             told = ", ".join(f"{name} {getattr(saved, name)!r} instead of {getattr(config, name)!r}" for name in differ)

@@ -1,0 +1,5 @@
+"""``python -m strobe`` is the ``strobe`` command."""
+
+from strobe.cli import main
+
+main()

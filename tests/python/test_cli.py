@@ -1,0 +1,264 @@
+"""The strobe command, as typed."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from typer.testing import CliRunner
+
+import strobe
+from strobe.cli import app, bench, check, memory, peak, requirements, timing
+from strobe.train.trainer import Trainer
+
+
+@pytest.fixture
+def run():
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("STROBE_CACHE", str(tmp_path_factory.getbasetemp() / "cli-cache"))
+
+
+def test_python_m_strobe():
+    done = subprocess.run([sys.executable, "-m", "strobe", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == strobe.__version__
+
+
+def test_help_lists_the_commands(run):
+    help_text = run("--help").output
+    assert all(name in help_text for name in ("info", "check", "bench", "train"))
+
+
+def test_info_names_every_engine(run):
+    done = run("info")
+    assert done.exit_code == 0
+    assert strobe.__version__ in done.output
+    for name, missing in strobe.engines():
+        line = next(line for line in done.output.splitlines() if name in line)
+        assert ("yes" if missing is None else "no: ") in line
+
+
+def test_a_missing_package_has_its_remedy(run, monkeypatch):
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "tokenizers" else name)
+    done = run("train")
+    assert done.exit_code == 2
+    assert done.output.strip() == "strobe train needs tokenizers: pip install 'strobe-attention[train]'"
+
+
+# check
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    every = check.cases
+    monkeypatch.setattr(check, "cases", lambda dtypes: random.Random(0).sample(every(dtypes), 24))
+
+
+def test_check_is_a_product_of_the_options():
+    cases = check.cases(list(check.TOLERANCE))
+    assert len(set(cases)) == len(cases) == 4 * len(check.SHAPES) * len(check.MASKS) * len(check.EXTRAS)
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_check_passes_and_counts(run):
+    done = run("check")
+    assert done.exit_code == 0, done.output
+    available = [name for name, missing in strobe.engines() if missing is None and name != "reference"]
+    rows = {line.split("│")[1].strip(): [int(n) for n in line.split("│")[2:5]] for line in done.output.splitlines() if "│ cpu" in line}
+    assert sorted(rows) == sorted(available)
+    assert all(passed > 0 and failed == 0 and passed + not_taken == 24 for passed, failed, not_taken in rows.values())
+    assert f"{sum(row[0] for row in rows.values())} cases checked" in done.output
+
+
+@pytest.mark.usefixtures("few_cases")
+@pytest.mark.parametrize("wrong", ["out", "dq", "dv", "nan"])
+def test_check_finds_a_wrong_engine(run, monkeypatch, wrong):
+    attention, backward = strobe.attention, strobe.attention_backward
+
+    def bent(x):
+        x = x + 0
+        x[(0,) * x.ndim] += float("nan") if wrong == "nan" else 0.25
+        return x
+
+    def bent_attention(*arrays, **options):
+        out, lse = attention(*arrays, **options)
+        return (bent(out) if wrong in ("out", "nan") else out), lse
+
+    def bent_backward(*arrays, **options):
+        gradients = backward(*arrays, **options)
+        return gradients._replace(**{wrong: bent(getattr(gradients, wrong))}) if wrong in ("dq", "dv") else gradients
+
+    monkeypatch.setattr(strobe, "attention", bent_attention)
+    monkeypatch.setattr(strobe, "attention_backward", bent_backward)
+    done = run("check", "--engine", "cpu-baseline")
+    assert done.exit_code == 1
+    assert "error of " in done.output
+    assert "24 failed" in done.output
+
+
+def test_check_refuses_an_engine_that_is_not_here(run):
+    done = run("check", "--engine", "abacus")
+    assert done.exit_code == 2
+    assert done.output.startswith("--engine: abacus does not run here; accepted: cpu")
+
+
+# bench
+
+
+def test_flops():
+    assert bench.flops((1, 8, 2048, 64), backward=False, causal=False) == 4 * 8 * 2048 * 2048 * 64
+    assert bench.flops((1, 8, 2048, 64), backward=True, causal=True) == 2.5 * 0.5 * 4 * 8 * 2048 * 2048 * 64
+
+
+def test_medians_interleave_in_shuffled_order(monkeypatch):
+    clock = 0.0
+    order = []
+
+    def call(name, seconds):
+        def function():
+            nonlocal clock
+            order.append(name)
+            clock += seconds[order.count(name) - 1]
+
+        return function
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock)
+    first = [9.0, 1.0, 5.0, 2.0, 4.0, 3.0]  # the first call of each is not counted
+    found = timing.medians({"a": call("a", first), "b": call("b", [x * 10 for x in first])}, repeats=5)
+    assert found == {"a": 3.0, "b": 30.0}
+    assert Counter(order) == {"a": 6, "b": 6}
+    assert order[2:] not in (["a", "b"] * 5, ["a"] * 5 + ["b"] * 5)
+
+
+def test_bench_prints_and_keeps_its_figures(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "SHAPES", ((1, 2, 128, 32),))
+    monkeypatch.setattr(peak, "measure", lambda threads: {"fma": 1e12, "dot": 2e12})
+    done = run("bench", "--repeats", 1, "--json", tmp_path / "new" / "bench.json")
+    assert done.exit_code == 0, done.output
+    assert "1,000 GFLOP/s in fp32 multiply-adds, 2,000 GFLOP/s in bf16 dot products" in done.output
+    report = json.loads((tmp_path / "new" / "bench.json").read_text())
+    assert len(report["speed"]) == 2 * 2 * 2  # dtypes, masks, directions
+    for row in report["speed"]:
+        assert row["ratio"] == pytest.approx(row["strobe_flops"] / row["torch_flops"])
+        assert row["share_of_peak"] == pytest.approx(row["strobe_flops"] / (1e12 if row["dtype"] == "float32" else 2e12))
+        assert f"{row['ratio']:.2f}×" in done.output
+    assert not {"masks", "memory"} & set(report)
+
+
+def test_mask_rows_compare_equal_work(monkeypatch):
+    results = []
+
+    def medians(functions, repeats):
+        results.append({name: function() for name, function in functions.items()})
+        return {"masked": 1.2, "without": 1.0}
+
+    monkeypatch.setattr(bench, "MASK_SHAPE", (2, 256, 16))
+    monkeypatch.setattr(bench, "DTYPES", ("float32",))
+    monkeypatch.setattr(bench, "medians", medians)
+    rows = bench.masks(1)
+    assert [row["cost"] for row in rows] == [pytest.approx(0.2)] * 2
+    padding, blocks = results
+    packed = padding["without"][0].unflatten(0, (4, 256)).transpose(1, 2)
+    assert (padding["masked"][0] - packed).abs().max() < 1e-5  # dq of the same problem
+    assert (blocks["masked"][0] - blocks["without"][0]).abs().max() < 1e-5
+
+
+def test_memory_is_linear_in_the_length():
+    short, long = (memory.peak(length, "float32") for length in (1024, 4096))
+    scores = memory.BATCH * memory.HEADS * 4096**2 * 4
+    assert 0 < short < long < scores / 10
+
+
+def test_peak_is_measured():
+    peaks = peak.measure(1)
+    assert peaks["fma"] > 1e9
+    assert peak.of_dtype(peaks, "float32") == peaks["fma"]
+    assert peak.of_dtype(peaks, "bfloat16") == max(peaks.values())
+
+
+def test_without_a_compiler_there_is_no_peak(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(peak.shutil, "which", lambda name: None)
+    assert peak.measure(1) == {}
+    assert peak.of_dtype({}, "float32") is None
+
+
+# train
+
+
+def train(run, out, *more):
+    return run("train", "--config", "smoke", "--device", "cpu", "--out", out, *more)
+
+
+def test_train_leaves_everything(run, tmp_path):
+    done = train(run, tmp_path)
+    assert done.exit_code == 0, done.output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for figure in ("validation_loss", "bigram_entropy", "validation_loss_without_attention"):
+        assert f"{summary[figure]:.3f}" in done.output
+    assert summary["attention_learned"] is False
+    assert "Attention did NOT learn" in done.output
+    assert (tmp_path / "sample.txt").read_text().strip() in done.output
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_fails_if_attention_had_to_learn(run, tmp_path):
+    assert train(run, tmp_path, "--set", "must_learn=True").exit_code == 1
+    assert train(run, tmp_path, "--set", "must_learn=True", "--no-ablation").exit_code == 0
+
+
+def test_interrupt_and_resume_is_the_whole_run(run, tmp_path, monkeypatch):
+    assert train(run, tmp_path / "whole").exit_code == 0
+    step = Trainer.train_step
+
+    def interrupted(trainer):
+        if trainer.step == 4:
+            raise KeyboardInterrupt
+        return step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", interrupted)
+        done = train(run, tmp_path / "parts")
+    assert done.exit_code == 130
+    assert "the same command with --resume goes on" in done.output
+    done = train(run, tmp_path / "parts", "--resume")
+    assert "continues at step 4 of 6" in done.output
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts")]
+    assert summaries[0] == summaries[1]
+    assert train(run, tmp_path / "parts").exit_code == 0  # afresh, and what was there is kept
+    assert (tmp_path / "parts" / "attention.previous.pt").exists()
+
+
+def test_train_takes_a_text(run, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(1000)))
+    done = train(run, tmp_path / "out", "--text", text, "--set", "vocab_size=270", "--steps", "2", "--attention", "math", "--no-ablation")
+    assert done.exit_code == 0, done.output
+    assert f"Text: {text}" in done.output
+    config = json.loads((tmp_path / "out" / "summary.json").read_text())["config"]
+    assert (config["vocab_size"], config["steps"], config["attention"]) == (270, 2, "math")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "/nowhere"], "text: /nowhere does not exist; accepted: a text file or a folder of text files"),
+        (["--config", "gpt9"], "--config gpt9; accepted: default, gpt3-small, smoke"),
+        (["--attention", "flash"], "attention is 'flash'; accepted: strobe, sdpa, math, block-sparse, none"),
+        (["--set", "colour=red"], "--set colour=red: no such field; accepted is NAME=VALUE with NAME one of vocab_size, "),
+        (["--set", "layers=many"], "--set layers=many: 'many' is no int, as layers is (2 by default)"),
+        (["--device", "abacus"], "device is 'abacus', which PyTorch does not have here"),
+    ],
+)
+def test_train_names_what_is_wrong(run, tmp_path, arguments, message):
+    done = train(run, tmp_path, *arguments)
+    assert done.exit_code == 2
+    assert done.output.replace("\n", " ").split("strobe train: ")[1].startswith(message)
