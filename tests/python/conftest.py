@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
+
+# Tests run beside each other, and the plain formulas are small: threads are what a test asks for, never the default.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 RECORD = Path(__file__).parents[2] / "build" / "contract.json"
 

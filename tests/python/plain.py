@@ -55,10 +55,42 @@ class Score:
     keep_rate: float = 1.0
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, score: Score, order: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+def _drop(p: Tensor, keep: Tensor | None, rate: float) -> Tensor:
+    return p if keep is None else p * keep / rate
+
+
+class SoftmaxTimesV(torch.autograd.Function):
+    """softmax(s) V, with the backward of the contract's formulas: D = rowsum(dO * O), from O as it was rounded for the caller.
+
+    s holds one column more than v has rows where there is a sink."""
+
+    @staticmethod
+    def forward(ctx, s: Tensor, v: Tensor, empty: Tensor, keep: Tensor | None, rate: float) -> tuple[Tensor, Tensor]:
+        p = torch.softmax(s, dim=-1).masked_fill(empty, 0.0)
+        out = _drop(p[..., : v.shape[-2]], keep, rate) @ v
+        lse = torch.logsumexp(s, dim=-1).masked_fill(empty[..., 0], -torch.inf)
+        ctx.save_for_backward(p, v, out, keep)
+        ctx.rate = rate
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        p, v, out, keep = ctx.saved_tensors
+        sk, wide = v.shape[-2], torch.promote_types(p.dtype, torch.float32)
+        d = (dout.to(wide) * out.to(wide)).sum(dim=-1, keepdim=True)
+        dp = torch.zeros_like(p)
+        dp[..., :sk] = _drop(dout @ v.transpose(-1, -2), keep, ctx.rate)
+        ds = (p.to(wide) * (dp.to(wide) - d + dlse.to(wide)[..., None])).to(p.dtype)
+        return ds, _drop(p[..., :sk], keep, ctx.rate).transpose(-1, -2) @ dout, None, None, None
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, order: tuple[Tensor, Tensor] | None = None, from_output: bool = False
+) -> tuple[Tensor, Tensor]:
     """q (B,H,Sq,D), k (B,Hkv,Sk,D), v (B,Hkv,Sk,Dv) -> out (B,H,Sq,Dv), lse (B,H,Sq), all of q's dtype.
 
     order permutes (head dimension of q and k, keys): the same formulas, summed in another order.
+    from_output: the backward takes D from the output, not from P and dP.
     """
     dtype = q.dtype
     b, h, sq, _ = q.shape
@@ -83,11 +115,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, score: Score, order: tuple[Tensor
         s = s.masked_fill(~dense(score.visible), -torch.inf)
     if score.sinks is not None:
         s = torch.cat([s, score.sinks.to(dtype)[None, :, None, None].expand(b, h, sq, 1)], dim=-1)
-    # A row of nothing but -inf: any finite value keeps NaN out of the gradients, and the row is taken out below.
+    if not s.shape[-1]:
+        return s @ v, s.sum(dim=-1) - torch.inf
+    # A row of nothing but -inf: any finite value keeps NaN out of the gradients, and the row is taken out of P.
     empty = (s == -torch.inf).all(dim=-1, keepdim=True)
-    filled = s.masked_fill(empty, 0.0)
-    p = torch.softmax(filled, dim=-1).masked_fill(empty, 0.0)[..., :sk]
-    lse = torch.logsumexp(filled, dim=-1).masked_fill(empty[..., 0], -torch.inf) if filled.shape[-1] else s.new_full((b, h, sq), -torch.inf)
-    if score.keep is not None:
-        p = p * dense(score.keep) / score.keep_rate
-    return p @ v, lse
+    s = s.masked_fill(empty, 0.0)
+    keep = None if score.keep is None else dense(score.keep)
+    if from_output:
+        return SoftmaxTimesV.apply(s, v, empty, keep, score.keep_rate)
+    p = torch.softmax(s, dim=-1).masked_fill(empty, 0.0)[..., :sk]
+    lse = torch.logsumexp(s, dim=-1).masked_fill(empty[..., 0], -torch.inf)
+    return _drop(p, keep, score.keep_rate) @ v, lse

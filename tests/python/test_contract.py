@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cases import FACTORS, build, combinations, tuples
-from check import Yardstick, available_engines, error, run, run_plain
+from check import Yardstick, available_engines, error, oracle, run, run_plain
 
 STRENGTH = 3 if os.environ.get("STROBE_TRIPLES") else 2
 CASES = combinations(STRENGTH)
@@ -45,3 +45,12 @@ def test_case(number, record_property):
     record_property("strength", {2: "pairs", 3: "triples"}[STRENGTH])
     record_property("compared", compared)
     assert not faults, "\n".join([f"{name} = {value!r}" for name, value in case.items()] + faults)
+
+
+@pytest.mark.parametrize("number", range(0, len(CASES), 10))
+def test_the_oracle_as_an_engine(number):
+    """engine="reference": the oracle's numbers, rounded once, in the dtypes of every engine."""
+    inputs = build(CASES[number])
+    expected = oracle(inputs)
+    for name, t in run(inputs, "reference").items():
+        assert error(t, expected[name].to(t.dtype)) == 0, name
