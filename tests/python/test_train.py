@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import subprocess
 import sys
@@ -157,7 +158,7 @@ def test_a_wrong_device_is_named(corpus):
 def test_a_text_too_short_is_named(corpus):
     with pytest.raises(ValueError, match=r"text: \d+ training tokens, where one step takes"):
         Trainer(SMOKE.replace(batch=10_000), corpus)
-    with pytest.raises(ValueError, match="text: .* where one sequence alone takes"):
+    with pytest.raises(ValueError, match=r"text: .* where one sequence alone takes"):
         data.windows(torch.arange(8), 8, 100)
 
 
@@ -238,7 +239,7 @@ def test_resume_refuses_another_run(corpus, tmp_path):
     config = SMOKE.replace(precision="auto")
     Trainer(config.replace(precision="bf16"), corpus).save(tmp_path / "run.pt")
     assert Trainer.load(tmp_path / "run.pt", config, corpus).config.precision == "bf16"  # what was picked then
-    with pytest.raises(ValueError, match="trained with lr 0.003 instead of 1.0; accepted: the same configuration, or another --out"):
+    with pytest.raises(ValueError, match=r"trained with lr 0\.003 instead of 1\.0; accepted: the same configuration, or another --out"):
         Trainer.load(tmp_path / "run.pt", config.replace(lr=1.0), corpus)
     other = data.load(None, vocab_size=SMOKE.vocab_size, most_bytes=50_000)
     with pytest.raises(ValueError, match="trained on another text"):
@@ -299,7 +300,7 @@ def test_gather_takes_text_in_a_fixed_order_up_to_the_cap(tmp_path):
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_gather_says_that_there_is_no_text(tmp_path, missing):
-    with pytest.raises((FileNotFoundError, ValueError), match="text: .* accepted: a text file or a folder of text files"):
+    with pytest.raises((FileNotFoundError, ValueError), match=r"text: .* accepted: a text file or a folder of text files"):
         data.gather(tmp_path / "nowhere" if missing else tmp_path, None)
 
 
@@ -360,7 +361,7 @@ def test_bigram_entropy_against_counting():
     rng = np.random.default_rng(0)
     vocab = 7
     train, windows = rng.integers(0, vocab - 1, 200), rng.integers(0, vocab, (5, 9))  # token 6 is never seen in training
-    counts = Counter(zip(train.tolist(), train[1:].tolist(), strict=False))
+    counts = Counter(itertools.pairwise(train.tolist()))
     followers, preceders, totals = Counter(), Counter(), Counter()
     for (a, b), n in counts.items():
         followers[a] += 1
@@ -374,7 +375,7 @@ def test_bigram_entropy_against_counting():
         return (max(counts[a, b] - discount, 0) + discount * followers[a] * backoff) / totals[a]
 
     def entropy(discount: float) -> float:
-        pairs = [(a, b) for w in windows.tolist() for a, b in zip(w, w[1:], strict=False)]
+        pairs = [(a, b) for w in windows.tolist() for a, b in itertools.pairwise(w)]
         return -sum(math.log(probability(a, b, discount)) for a, b in pairs) / len(pairs)
 
     for a in range(vocab):

@@ -1,0 +1,13 @@
+"""First use: causal attention, its gradients, and the same forward in NumPy."""
+
+import torch
+
+import strobe
+
+q, k, v = (torch.randn(2, 8, 1024, 64, requires_grad=True) for _ in range(3))  # (batch, heads, sequence, head dimension)
+out = strobe.attention(q, k, v, causal=True)
+out.sum().backward()
+print(out.shape, q.grad.shape)
+
+as_numpy = strobe.attention(*(x.detach().numpy() for x in (q, k, v)), causal=True)
+print("PyTorch and NumPy differ by", abs(out.detach().numpy() - as_numpy).max())
