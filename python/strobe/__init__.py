@@ -15,7 +15,7 @@ from ._run import Gradients
 if TYPE_CHECKING:
     from . import nn
 
-if "torch" in sys.modules:  # else with the first tensor
+if sys.modules.get("torch") is not None:  # else with the first tensor
     from . import _torch as _torch  # registers the operators torch.ops.strobe.*
 
 __version__ = version()

@@ -200,7 +200,7 @@ class BlockMask:
         near, everywhere = _length("local_blocks", local_blocks, 0), _length("global_blocks", global_blocks, 0)
 
         def row(diagonal: range, nk: int) -> list[Iterable[int]]:
-            if diagonal.start < everywhere:
+            if any(0 <= d < everywhere for d in diagonal):
                 return [range(nk)]
             return [range(min(everywhere, nk)), range(max(diagonal.start - near, everywhere), min(diagonal.stop + near, nk))]
 
@@ -239,7 +239,7 @@ class BlockMask:
         """
 
         def row(diagonal: range, nk: int) -> list[Iterable[int]]:
-            bits = range((nk - 1).bit_length())
+            bits = range((max(nk, diagonal.stop) - 1).bit_length())
             return [sorted({j for d in diagonal for j in (d, *(d ^ (1 << bit) for bit in bits)) if 0 <= j < nk})]
 
         return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)

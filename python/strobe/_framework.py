@@ -101,7 +101,7 @@ def framework_of(name: str, x: object) -> Framework:
 
 def default_framework() -> Framework:
     """For arrays that come from no other: torch if the program has imported it, else NumPy."""
-    if "torch" in sys.modules:
+    if sys.modules.get("torch") is not None:
         from ._torch import TORCH
 
         return TORCH

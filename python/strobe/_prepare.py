@@ -172,13 +172,13 @@ def flag(name: str, x: Any) -> bool:
 
 
 def number(name: str, x: Any, framework: Framework) -> float:
-    if not hasattr(x, "__float__") or isinstance(x, bool) or framework.is_array(x):
+    if not (isinstance(x, (int, float)) or hasattr(x, "__float__")) or isinstance(x, bool) or framework.is_array(x):
         raise TypeError(f"{name}: {kind(x)}; accepted is a number")
     return float(x)
 
 
 def integer(name: str, x: Any, least: int, most: int, framework: Framework) -> int:
-    if not hasattr(x, "__index__") or isinstance(x, bool) or framework.is_array(x):
+    if not (isinstance(x, int) or hasattr(x, "__index__")) or isinstance(x, bool) or framework.is_array(x):
         raise TypeError(f"{name}: {kind(x)}; accepted is an integer")
     if not least <= x <= most:
         raise ValueError(f"{name}: {x}; accepted are integers from {least} to {most}")

@@ -38,7 +38,7 @@ class Torch(Framework):
     def forward(self, p: Prepared) -> tuple[Tensor, Tensor]:
         arrays = p.arrays
         device = arrays["q"].device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             arrays = _autocast(arrays, torch.get_autocast_dtype(device))
         return _forward(**arrays, **p.options)
 

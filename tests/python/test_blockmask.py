@@ -1,0 +1,251 @@
+"""BlockMask: the patterns against brute force, CSR and transpose against the dense blocks, linear construction, torch and NumPy alike."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import strobe
+from strobe import BlockMask
+
+# (Sq, Sk, block_q, block_k)
+SIZES = [
+    (64, 64, 16, 16),
+    (100, 100, 16, 16),
+    (70, 130, 16, 32),
+    (130, 70, 32, 16),
+    (1, 200, 16, 16),
+    (200, 1, 16, 16),
+    (0, 48, 16, 16),
+    (33, 0, 16, 16),
+]
+
+
+def diagonal(sq: int, sk: int, block_q: int, block_k: int, alignment: str, i: int) -> set[int]:
+    """The key blocks, which may lie outside, at which the queries of block i stand."""
+    offset = sk - sq if alignment == "bottom_right" else 0
+    return {(token + offset) // block_k for token in range(i * block_q, min((i + 1) * block_q, sq))}
+
+
+def kept_by_brute_force(sizes: tuple[int, int, int, int], alignment: str, keeps: Callable[[set[int], int], bool]) -> np.ndarray:
+    sq, sk, block_q, block_k = sizes
+    nq, nk = -(-sq // block_q), -(-sk // block_k)
+    kept = np.zeros((nq, nk), bool)
+    for i in range(nq):
+        here = diagonal(*sizes, alignment, i)
+        for j in range(nk):
+            kept[i, j] = keeps(here, j)
+    return kept
+
+
+def near(here: set[int], j: int, blocks: int) -> bool:
+    return min(here) - blocks <= j <= max(here) + blocks
+
+
+PATTERNS = {
+    "causal": (lambda s, a: BlockMask.causal(*s, alignment=a), lambda here, j: j <= max(here)),
+    "local_global": (
+        lambda s, a: BlockMask.local_global(*s, local_blocks=2, global_blocks=1, alignment=a),
+        lambda here, j: near(here, j, 2) or j < 1 or 0 in here,
+    ),
+    "local": (lambda s, a: BlockMask.local_global(*s, local_blocks=0, global_blocks=0, alignment=a), lambda here, j: near(here, j, 0)),
+    "global": (
+        lambda s, a: BlockMask.local_global(*s, local_blocks=1, global_blocks=3, alignment=a),
+        lambda here, j: near(here, j, 1) or j < 3 or any(0 <= d < 3 for d in here),
+    ),
+    "strided": (lambda s, a: BlockMask.strided(*s, stride=3, local_blocks=1, alignment=a), lambda here, j: near(here, j, 1) or j % 3 == 2),
+    "strided 1": (lambda s, a: BlockMask.strided(*s, stride=1, local_blocks=0, alignment=a), lambda here, j: True),
+    "butterfly": (
+        lambda s, a: BlockMask.butterfly(*s, alignment=a),
+        lambda here, j: any(d == j or (d >= 0 and (d ^ j).bit_count() == 1) for d in here),
+    ),
+}
+
+
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_pattern(pattern, sizes, alignment):
+    make, keeps = PATTERNS[pattern]
+    blocks = make(sizes, alignment)
+    expected = kept_by_brute_force(sizes, alignment, keeps)
+    np.testing.assert_array_equal(blocks.to_kept()[0, 0], expected)
+    assert_consistent(blocks)
+
+
+def assert_consistent(blocks: BlockMask) -> None:
+    """CSR and transpose say what to_kept() says, in the order and type that the library wants."""
+    kept = np.asarray(blocks.to_kept())
+    matrices = kept.reshape(kept.shape[0] * kept.shape[1], *kept.shape[2:])
+    for rows, cols, dense in ((blocks.rows, blocks.cols, matrices), (blocks.rows_t, blocks.cols_t, matrices.swapaxes(1, 2))):
+        rows, cols = np.asarray(rows), np.asarray(cols)
+        assert rows.dtype == cols.dtype == np.int32
+        assert rows.shape == (*kept.shape[:2], dense.shape[1] + 1)
+        n = 0
+        for offsets, matrix in zip(rows.reshape(-1, dense.shape[1] + 1), dense, strict=True):
+            assert offsets[0] == n
+            for i, row in enumerate(matrix):
+                np.testing.assert_array_equal(cols[offsets[i] : offsets[i + 1]], np.flatnonzero(row))
+            n = offsets[-1]
+        assert n == len(cols) == matrices.sum()
+    assert blocks.density == pytest.approx(kept.mean() if kept.size else 0.0)
+
+
+@pytest.mark.parametrize("axes", [(), (1,), (3,), (1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize("array", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
+def test_from_kept_and_back(axes, array):
+    kept = np.random.default_rng(len(axes)).random((*axes, 5, 7)) < 0.4
+    blocks = BlockMask.from_kept(array(kept), 16, 32)
+    assert (blocks.seqlen_q, blocks.seqlen_k) == (80, 224)
+    np.testing.assert_array_equal(blocks.to_kept(), kept.reshape((1,) * (2 - len(axes)) + kept.shape))
+    assert isinstance(blocks.rows, type(array(kept)))
+    assert_consistent(blocks)
+
+
+@pytest.mark.parametrize("sizes", [(64, 96, 16, 16), (70, 50, 16, 32), (5, 5, 16, 16)])
+def test_from_dense_keeps_blocks_with_any_element(sizes):
+    sq, sk, block_q, block_k = sizes
+    mask = np.random.default_rng(0).random((2, 1, sq, sk)) < 0.003
+    blocks = BlockMask.from_dense(torch.from_numpy(mask), block_q, block_k)
+    expected = np.zeros((2, 1, -(-sq // block_q), -(-sk // block_k)), bool)
+    for b, h, i, j in np.argwhere(mask):
+        expected[b, h, i // block_q, j // block_k] = True
+    np.testing.assert_array_equal(blocks.to_kept(), expected)
+    assert_consistent(blocks)
+    wide = np.asarray(blocks.to_dense())
+    assert wide.shape == mask.shape
+    assert (wide >= mask).all()
+    np.testing.assert_array_equal(wide, expected.repeat(block_q, 2).repeat(block_k, 3)[:, :, :sq, :sk])
+
+
+def test_from_dense_of_any_strides():
+    mask = torch.rand(3, 40, 64).permute(2, 0, 1)[::2] > 0.98
+    found = BlockMask.from_dense(mask.transpose(0, 1), 16, 16)
+    assert torch.equal(found.to_kept(), BlockMask.from_dense(mask.transpose(0, 1).contiguous(), 16, 16).to_kept())
+
+
+def test_nothing_kept():
+    blocks = BlockMask.from_kept(torch.zeros(4, 4, dtype=torch.bool), 16, 16)
+    assert blocks.density == 0
+    assert_consistent(blocks)
+    q = torch.randn(1, 2, 64, 8)
+    assert (strobe.attention(q, q, q, block_mask=blocks) == 0).all()
+
+
+def test_construction_is_linear_in_the_blocks_kept():
+    """A million tokens: the dense blocks alone would be 2^28 bytes."""
+    tracemalloc.start()
+    blocks = BlockMask.local_global(2**20, 2**20, 64, 64, local_blocks=2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    kept = blocks.cols.shape[0]
+    assert kept == sum(len(set(range(max(i - 2, 0), min(i + 3, 2**14))) | {0}) for i in range(1, 2**14)) + 2**14
+    assert peak < 2**24
+    assert blocks.rows_t[0, 0, -1] == kept
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (20, 3)}], ids=str)
+def test_attention_sees_the_blocks(options):
+    q, k, v = (torch.randn(2, 2, 100, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    kept = torch.rand(2, 2, 7, 4) < 0.5
+    blocks = BlockMask.from_kept(kept, 16, 32, 100, 100)
+    found, expected = (strobe.attention(q, k, v, **options, **given) for given in ({"block_mask": blocks}, {"mask": blocks.to_dense()}))
+    torch.testing.assert_close(found, expected)
+    dout = torch.randn_like(found)
+    for x, y in zip(*(torch.autograd.grad(out, (q, k, v), dout) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_either_kind_of_array_serves_both():
+    q = np.random.default_rng(0).standard_normal((1, 2, 64, 16)).astype(np.float32)
+    kept = np.tri(4, dtype=bool)
+    ours, theirs = BlockMask.from_kept(kept, 16, 16), BlockMask.from_kept(torch.from_numpy(kept), 16, 16)
+    t = torch.from_numpy(q)
+    outs = [strobe.attention(q, q, q, block_mask=ours), strobe.attention(q, q, q, block_mask=theirs)]
+    outs += [strobe.attention(t, t, t, block_mask=ours).numpy(), strobe.attention(t, t, t, block_mask=theirs).numpy()]
+    assert all(np.array_equal(outs[0], out) for out in outs[1:])
+
+
+def test_to():
+    blocks = BlockMask.from_kept(np.tri(4, dtype=bool), 16, 16)
+    moved = blocks.to("meta")
+    assert [x.device.type for x in moved.arrays] == ["meta"] * 4
+    assert (moved.shape, moved.block_q, moved.seqlen_k) == (blocks.shape, 16, 64)
+    assert isinstance(blocks.rows, np.ndarray)
+    assert torch.equal(blocks.to("cpu").to_kept(), torch.from_numpy(blocks.to_kept()))
+
+
+def test_repr():
+    assert repr(BlockMask.causal(100, 64, 16, 32, alignment="top_left")) == (
+        "BlockMask(100 queries in 7 blocks of 16, 64 keys in 2 blocks of 32, batch 1, heads 1, 12 blocks kept, density 0.857)"
+    )
+
+
+def test_without_torch():
+    code = (
+        "import strobe, sys; b = strobe.BlockMask.butterfly(256, 256, 16, 16); "
+        "print(type(b.rows).__module__, b.to_kept().sum(), 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["numpy", str(16 * 5), "False"]
+
+
+def i32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("rows", {"rows": [0, 1, 2]}),
+        ("rows", {"rows": torch.tensor([[[0, 1, 2]]])}),
+        ("rows", {"rows": i32(0, 1, 2)}),
+        ("rows", {"rows": i32(0, 1, 2, 2)[None, None]}),
+        ("rows, cols", {"rows": i32(1, 1, 2)[None, None]}),
+        ("rows, cols", {"rows": i32(0, 2, 1)[None, None]}),
+        ("rows, cols", {"rows": i32(0, 1, 1)[None, None]}),
+        ("rows, cols", {"rows": i32(0, 1, 3)[None, None]}),
+        ("cols", {"cols": np.zeros(2, np.int32)}),
+        ("cols", {"cols": torch.zeros(2)}),
+        ("cols", {"cols": i32(0, 1)[None]}),
+        ("rows, cols", {"cols": i32(0, 2)}),
+        ("rows, cols", {"cols": i32(-1, 0)}),
+        ("rows, cols", {"rows": i32(0, 2, 2)[None, None], "cols": i32(1, 0)}),
+        ("rows, cols", {"rows": i32(0, 2, 2)[None, None], "cols": i32(1, 1)}),
+        ("seqlen_q", {"seqlen_q": -1}),
+        ("seqlen_k", {"seqlen_k": 1.5}),
+        ("block_q", {"block_q": 0}),
+        ("block_k", {"block_k": True}),
+    ],
+)
+def test_bad_csr(name, wrong):
+    good = {"rows": i32(0, 1, 2)[None, None], "cols": i32(0, 1), "seqlen_q": 32, "seqlen_k": 20, "block_q": 16, "block_k": 16}
+    assert_consistent(BlockMask(**good))
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*accepted"):
+        BlockMask(**good | wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("kept", lambda: BlockMask.from_kept(torch.ones(4, 4), 16, 16)),
+        ("kept", lambda: BlockMask.from_kept(torch.ones(4, dtype=torch.bool), 16, 16)),
+        ("kept", lambda: BlockMask.from_kept([[True]], 16, 16)),
+        ("seqlen_q", lambda: BlockMask.from_kept(torch.ones(4, 4, dtype=torch.bool), 16, 16, 65)),
+        ("seqlen_k", lambda: BlockMask.from_kept(torch.ones(4, 4, dtype=torch.bool), 16, 16, 64, 48)),
+        ("mask", lambda: BlockMask.from_dense(torch.ones(1, 1, 1, 4, 4, dtype=torch.bool), 16, 16)),
+        ("block_k", lambda: BlockMask.from_dense(torch.ones(4, 4, dtype=torch.bool), 16, 0)),
+        ("alignment", lambda: BlockMask.causal(64, 64, 16, 16, alignment="top")),
+        ("local_blocks", lambda: BlockMask.local_global(64, 64, 16, 16, local_blocks=-1)),
+        ("stride", lambda: BlockMask.strided(64, 64, 16, 16, stride=0)),
+    ],
+)
+def test_bad_arguments(name, make):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*accepted"):
+        make()

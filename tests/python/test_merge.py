@@ -1,0 +1,141 @@
+"""merge: attention over parts of the keys, put together, is attention over all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import strobe
+
+
+def parts(q, k, v, at: int, axis: int, **options):
+    """out and lse over the keys before and after `at`, as the arguments of merge."""
+    before, after = (slice(None),) * axis + (slice(0, at),), (slice(None),) * axis + (slice(at, None),)
+    return *strobe.attention(q, k[before], v[before], return_lse=True, **options), *strobe.attention(
+        q, k[after], v[after], return_lse=True, **options
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_two_parts_are_the_whole(layout, dtype):
+    torch.manual_seed(0)
+    shape = (2, 3, 20, 16) if layout == "bhsd" else (2, 20, 3, 16)
+    q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
+    halves = parts(q, k, v, 7, 2 if layout == "bhsd" else 1, layout=layout)
+    out, lse = strobe.merge(*halves, layout=layout)
+    expected, expected_lse = strobe.attention(q, k, v, layout=layout, return_lse=True)
+    assert (out.dtype, lse.dtype) == (dtype, expected_lse.dtype)
+    largest = max(x.abs().max() for x in (halves[0], halves[2]))
+    rounding = 2 * torch.finfo(dtype).eps * float(largest)  # of the parts, of the whole and of the merged
+    torch.testing.assert_close(out, expected, atol=rounding, rtol=0)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_packed():
+    q, k, v = (torch.randn(12, 3, 8) for _ in range(3))
+    cu = torch.tensor([0, 12], dtype=torch.int32)
+
+    def attention(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        n = torch.tensor([0, len(k[keys])], dtype=torch.int32)
+        return strobe.attention(q, k[keys], v[keys], cu_seqlens_q=cu, cu_seqlens_k=n, return_lse=True)
+
+    found = strobe.merge(*attention(slice(0, 5)), *attention(slice(5, 12)))
+    for x, y in zip(found, attention(slice(0, 12)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_are_those_of_the_whole(layout):
+    torch.manual_seed(0)
+    shape = (1, 2, 6, 8) if layout == "bhsd" else (1, 6, 2, 8)
+    q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    found = strobe.merge(*parts(q, k, v, 2, 2 if layout == "bhsd" else 1, layout=layout), layout=layout)
+    expected = strobe.attention(q, k, v, layout=layout, return_lse=True)
+    incoming = [torch.randn_like(x) for x in expected]
+    for x, y in zip(torch.autograd.grad(found, (q, k, v), incoming), torch.autograd.grad(expected, (q, k, v), incoming), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    outs = [torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    lses = [10 * torch.randn(1, 2, 3, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    assert torch.autograd.gradcheck(strobe.merge, (outs[0], lses[0], outs[1], lses[1]))
+
+
+def test_parts_without_keys():
+    """-inf on one side leaves the other; on both, output 0, lse -inf and no gradient."""
+    torch.manual_seed(0)
+    out_a, out_b = (torch.randn(1, 1, 4, 8, requires_grad=True) for _ in range(2))
+    inf = -torch.inf
+    lse_a = torch.tensor([[[0.5, inf, 1.0, inf]]], requires_grad=True)
+    lse_b = torch.tensor([[[inf, 2.0, 1.0, inf]]], requires_grad=True)
+    out, lse = strobe.merge(out_a, lse_a, out_b, lse_b)
+    assert torch.equal(out[..., 0, :], out_a[..., 0, :])
+    assert torch.equal(out[..., 1, :], out_b[..., 1, :])
+    torch.testing.assert_close(out[..., 2, :], (out_a + out_b)[..., 2, :] / 2)
+    assert (out[..., 3, :] == 0).all()
+    torch.testing.assert_close(lse, torch.tensor([[[0.5, 2.0, 1.0 + np.log(2), inf]]]).float())
+    gradients = torch.autograd.grad((out.sum() + lse[..., :3].sum()), (out_a, lse_a, out_b, lse_b))
+    assert all(x.isfinite().all() for x in gradients)
+    assert all((x[..., 3] == 0).all() for x in (gradients[1], gradients[3]))
+
+
+def test_far_apart():
+    """Logits of 1e4 neither overflow nor push each other out wrongly."""
+    out_a, out_b = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4)
+    lse_a, lse_b = torch.tensor([[[1e4, -1e4, 1e4]]]), torch.tensor([[[-1e4, 1e4, 1e4]]])
+    out, lse = strobe.merge(out_a, lse_a, out_b, lse_b)
+    assert torch.equal(out[..., 0, :], out_a[..., 0, :])
+    assert torch.equal(out[..., 1, :], out_b[..., 1, :])
+    torch.testing.assert_close(out[..., 2, :], (out_a + out_b)[..., 2, :] / 2)
+    assert torch.equal(lse, torch.tensor([[[1e4, 1e4, 1e4 + np.float32(np.log(2))]]]))
+
+
+def test_numpy():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 10, 3, 8)).astype(np.float32) for _ in range(3))
+    out, lse = strobe.merge(*parts(q, k, v, 4, 1, layout="bshd"), layout="bshd")
+    expected = strobe.attention(q, k, v, layout="bshd", return_lse=True)
+    assert isinstance(out, np.ndarray)
+    assert (out.dtype, lse.dtype) == (np.float32, np.float32)
+    np.testing.assert_allclose(out, expected[0], atol=1e-6)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-6)
+    with np.errstate(all="raise"):
+        out, lse = strobe.merge(out, np.full_like(lse, -np.inf), out, np.full_like(lse, -np.inf), layout="bshd")
+    assert (out == 0).all()
+    assert (lse == -np.inf).all()
+
+
+def test_compile():
+    torch._dynamo.reset()
+    arguments = [torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6)]
+    for x, y in zip(torch.compile(strobe.merge, fullgraph=True, backend="aot_eager")(*arguments), strobe.merge(*arguments), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("out_a", {"out_a": [1.0]}),
+        ("out_a", {"out_a": torch.zeros(2, 3)}),
+        ("out_b", {"out_b": np.zeros((1, 2, 6, 8), np.float32)}),
+        ("out_b", {"out_b": torch.zeros(1, 2, 6, 7)}),
+        ("lse_a", {"lse_a": torch.zeros(1, 6, 2)}),
+        ("lse_b", {"lse_b": torch.zeros(1, 2, 6, 1)}),
+        ("lse_b", {"lse_b": None}),
+        ("layout", {"layout": "bsdh"}),
+    ],
+)
+def test_bad_arguments(name, wrong):
+    good = {
+        "out_a": torch.zeros(1, 2, 6, 8),
+        "lse_a": torch.zeros(1, 2, 6),
+        "out_b": torch.zeros(1, 2, 6, 8),
+        "lse_b": torch.zeros(1, 2, 6),
+    }
+    strobe.merge(**good)
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*accepted"):
+        strobe.merge(**good | wrong)

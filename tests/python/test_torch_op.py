@@ -1,0 +1,584 @@
+"""The torch operators: what PyTorch asks of an operator, and that strobe.attention keeps its promises under each of PyTorch's machines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import strobe
+
+FORWARD = torch.ops.strobe.attention_forward.default
+BACKWARD = torch.ops.strobe.attention_backward.default
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    return torch.randn(*shape, dtype=dtype).requires_grad_(grad)
+
+
+def qkv(dtype: torch.dtype = torch.float32, grad: bool = True, bshd: bool = False) -> list[Tensor]:
+    """Grouped heads, other lengths and another value width: B 2, H 4, Hkv 2, Sq 9, Sk 11, D 16, Dv 8."""
+    shapes = [(2, 4, 9, 16), (2, 2, 11, 16), (2, 2, 11, 8)]
+    if bshd:
+        shapes = [(b, s, h, d) for b, h, s, d in shapes]
+    return [randn(*shape, dtype=dtype, grad=grad) for shape in shapes]
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def everything(dtype: torch.dtype = torch.float32, grad: bool = True) -> dict[str, Any]:
+    """Options beside each other that reach every argument of the dense operators."""
+    torch.manual_seed(1)
+    return {
+        "causal": True,
+        "window": (5, None),
+        "scale": 0.3,
+        "softcap": 4.0,
+        "mask": torch.rand(2, 1, 1, 11) > 0.2,
+        "bias": randn(1, 4, 9, 11, dtype=dtype, grad=grad),
+        "alibi_slopes": torch.rand(4),
+        "sinks": randn(4, dtype=torch.float64 if dtype == torch.float64 else torch.float32, grad=grad),
+        "dropout": 0.3,
+        "rng": torch.tensor([3, 4]),
+        "block_mask": strobe.BlockMask.causal(9, 11, 16, 16),
+    }
+
+
+def packed(grad: bool = True) -> tuple[list[Tensor], dict[str, Any]]:
+    tensors = [randn(20, 4, 16, grad=grad), randn(24, 2, 16, grad=grad), randn(24, 2, 8, grad=grad)]
+    lengths = {"cu_seqlens_q": ints(0, 7, 7, 20), "cu_seqlens_k": ints(0, 9, 10, 24), "max_seqlen_q": 13, "max_seqlen_k": 14}
+    return tensors, lengths
+
+
+def leaves(tensors: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    return [x for x in (*tensors, *options.values()) if isinstance(x, Tensor) and x.requires_grad]
+
+
+def run(function: Any, tensors: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    """out, lse and every gradient, the one through lse included."""
+    out, lse = function(*tensors, **options, return_lse=True)
+    torch.manual_seed(2)
+    return [out, lse, *torch.autograd.grad([out, lse], leaves(tensors, options), [torch.randn_like(out), torch.randn_like(lse)])]
+
+
+def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)
+
+
+# opcheck: the schema, the registrations, the fake kernels with static and dynamic shapes, autograd through AOTAutograd
+
+OPERATOR_CASES = {
+    "plain": lambda: (qkv(), {}),
+    "one gradient": lambda: ([*qkv(grad=False)[:2], qkv()[2]], {}),
+    "no gradient": lambda: (qkv(grad=False), {}),
+    "bshd": lambda: (qkv(bshd=True), {"bshd": True}),
+    "transposed": lambda: ([x.detach().transpose(1, 2).requires_grad_() for x in qkv(bshd=True)], {}),
+    "float64": lambda: (qkv(torch.float64), {}),
+    "bfloat16": lambda: (qkv(torch.bfloat16), {"tile_q": 32, "threads": 2}),
+    "packed": packed,
+    "reference": lambda: (qkv(), {"engine": "reference"}),
+    "everything": lambda: (
+        qkv(),
+        {
+            **{name: x for name, x in everything().items() if name not in ("window", "block_mask")},
+            "window_left": 5,
+            **dict(zip(("block_rows", "block_cols", "block_rows_t", "block_cols_t"), everything()["block_mask"].arrays, strict=True)),
+            "block_q": 16,
+            "block_k": 16,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OPERATOR_CASES)
+def test_opcheck(case):
+    torch.manual_seed(0)
+    tensors, options = OPERATOR_CASES[case]()
+    torch.library.opcheck(FORWARD, tuple(tensors), options)
+
+    tensors = [x.detach() for x in tensors]
+    options = {name: x.detach() if isinstance(x, Tensor) else x for name, x in options.items()}
+    out, lse = FORWARD(*tensors, **options)
+    needed = [True, True, case != "one gradient", "bias" in options, "sinks" in options]
+    for dlse in (None, torch.randn_like(lse)):
+        torch.library.opcheck(BACKWARD, (torch.randn_like(out), dlse, out, lse, *tensors), {**options, "needed": needed})
+
+
+# autograd
+
+
+@pytest.mark.parametrize("case", ["plain", "everything", "packed", "bshd"])
+def test_gradcheck(case):
+    torch.manual_seed(0)
+    options: dict[str, Any] = {}
+    if case == "packed":
+        tensors, options = packed(grad=False)
+        tensors = [x.double().requires_grad_() for x in tensors]
+    else:
+        tensors = qkv(torch.float64, bshd=case == "bshd")
+        options = everything(torch.float64) if case == "everything" else {"layout": case} if case == "bshd" else {}
+    names = [name for name, x in options.items() if isinstance(x, Tensor) and x.requires_grad]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+        return strobe.attention(q, k, v, **options | dict(zip(names, more, strict=True)), return_lse=True)
+
+    assert torch.autograd.gradcheck(function, (*tensors, *(options[name] for name in names)))
+
+
+def test_second_derivative_is_refused():
+    q, k, v = qkv()
+    (dq,) = torch.autograd.grad(strobe.attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        dq.sum().backward()
+
+
+def test_forward_mode_is_refused():
+    q, k, v = qkv(grad=False)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode"):
+        strobe.attention(torch.autograd.forward_ad.make_dual(q, q), k, v)
+    with pytest.raises(NotImplementedError, match=r"strobe\.attention under torch\.func"):
+        torch.func.grad(lambda q: strobe.attention(q, k, v).sum())(q)
+    with pytest.raises(NotImplementedError, match=r"strobe\.attention under torch\.func"):
+        torch.func.jvp(lambda q: strobe.attention(q, k, v), (q,), (q,))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_is_a_loop():
+    q, k, v = qkv(grad=False)
+    many = torch.stack([q, 2 * q, 3 * q])
+    found = torch.vmap(lambda q: strobe.attention(q, k, v, causal=True))(many)
+    assert_same_bits(list(found), [strobe.attention(q, k, v, causal=True) for q in many])
+
+
+class Calls(TorchDispatchMode):
+    """Notes every operator that runs below autograd, and with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls.append((function, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def functions(self) -> list[Any]:
+        return [function for function, _ in self.calls]
+
+
+@pytest.mark.parametrize("wanted", [["k"], ["q", "v"], ["bias"], ["q", "k", "v", "bias", "sinks"]])
+def test_only_the_gradients_that_are_needed(wanted):
+    options = everything(grad=False)
+    arguments = dict(zip("qkv", qkv(grad=False), strict=True)) | options
+    for name in wanted:
+        arguments[name].requires_grad_()
+    out = strobe.attention(**arguments)
+    with Calls() as calls:
+        found = torch.autograd.grad(out.sum(), [arguments[name] for name in wanted])
+    (needed,) = (given["needed"] for function, given in calls.calls if function is BACKWARD)
+    assert list(needed) == [name in wanted for name in ("q", "k", "v", "bias", "sinks")]
+    assert [x.shape for x in found] == [arguments[name].shape for name in wanted]
+
+
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "reversed storage", "sliced"])
+def test_any_strides_of_the_incoming_gradient(kind):
+    q, k, v = qkv()
+    out = strobe.attention(q, k, v)
+    dout = {
+        "expanded": torch.tensor(0.7).expand(out.shape),
+        "transposed": torch.randn(out.shape[::-1]).permute(3, 2, 1, 0),
+        "reversed storage": torch.randn(2, 9, 4, 8).transpose(1, 2),
+        "sliced": torch.randn(2, 4, 9, 16)[..., ::2],
+    }[kind]
+    assert not dout.is_contiguous()
+    found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    assert_same_bits(list(found), list(torch.autograd.grad(out, (q, k, v), dout.contiguous())))
+
+
+def test_gradient_through_lse_alone():
+    q, k, v = qkv()
+    _, lse = strobe.attention(q, k, v, return_lse=True)
+    dq, dv = torch.autograd.grad(lse.sum(), (q, v))
+    scores = q.detach().double() @ k.detach().double().repeat_interleave(2, 1).transpose(-1, -2) / 4
+    expected = scores.softmax(-1) @ k.detach().double().repeat_interleave(2, 1) / 4
+    torch.testing.assert_close(dq.double(), expected, atol=1e-6, rtol=1e-6)
+    assert (dv == 0).all()
+
+
+# layouts
+
+
+def test_no_layout_is_copied():
+    """Nothing but the operator runs, whatever the strides."""
+    for bshd in (False, True):
+        tensors = qkv(grad=False, bshd=bshd)
+        for layout, views in (("bshd" if bshd else "bhsd", tensors), ("bhsd" if bshd else "bshd", [x.transpose(1, 2) for x in tensors])):
+            with Calls() as calls:
+                strobe.attention(*views, layout=layout)
+            assert calls.functions == [FORWARD]
+
+
+def test_layouts_are_the_same_memory():
+    tensors = qkv(bshd=True)
+    turned = [x.detach().transpose(1, 2).requires_grad_() for x in tensors]
+    found, expected = run(strobe.attention, tensors, {"layout": "bshd"}), run(strobe.attention, turned, {})
+    assert found[0].stride() == expected[0].transpose(1, 2).stride()
+    assert found[0].is_contiguous()
+    assert_same_bits([found[1]], [expected[1]])
+    assert_same_bits([found[0]], [expected[0].transpose(1, 2)])
+    for x, y in zip(found[2:], expected[2:], strict=True):
+        assert x.stride() == y.transpose(1, 2).stride()
+
+
+def test_output_lies_in_memory_as_q_does():
+    q, k, v = qkv()
+    assert strobe.attention(q, k, v).is_contiguous()
+    assert strobe.attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v).transpose(1, 2).is_contiguous()
+    projected = torch.randn(2, 9, 3, 4, 16)  # one projection of q, k and v
+    q, k, v = (x.transpose(1, 2) for x in projected.unbind(2))
+    assert strobe.attention(q, k, v).transpose(1, 2).is_contiguous()
+
+
+def test_few_axes_of_mask_and_bias_are_the_last():
+    q, k, v = qkv(grad=False)
+    bias = torch.randn(9, 11, requires_grad=True)
+    mask = torch.rand(11) > 0.3
+    found = strobe.attention(q, k, v, bias=bias, mask=mask)
+    assert torch.equal(found, strobe.attention(q, k, v, bias=bias[None, None], mask=mask[None, None, None]))
+    found.sum().backward()
+    assert bias.grad.shape == (9, 11)
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("case", ["plain", "everything", "bshd", "packed"])
+def test_compile(case, backend):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    tensors, options = qkv(bshd=case == "bshd"), {}
+    if case == "packed":
+        tensors, options = packed()
+    elif case == "everything":
+        options = everything()
+    elif case == "bshd":
+        options = {"layout": "bshd", "causal": True}
+    expected = run(strobe.attention, tensors, options)
+    compiled = torch.compile(strobe.attention, fullgraph=True, backend=backend)
+    assert_same_bits(run(compiled, tensors, options), expected)
+
+
+def test_compile_with_dynamic_shapes_once():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return strobe.attention(q * 2, k, v, causal=True, window=(q.shape[2] // 2, None), mask=mask)
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+    for b, s in ((3, 17), (5, 40), (7, 33)):  # other than the numbers of heads, with which sizes would be unified
+        tensors = [randn(b, 4, s, 16), randn(b, 2, s, 16), randn(b, 2, s, 16)]
+        mask = torch.rand(b, 1, 1, s) > 0.2
+        found, expected = (torch.autograd.grad(f(*tensors, mask).square().sum(), tensors) for f in (compiled, block))
+        assert_same_bits(list(found), list(expected))
+    assert counter.frame_count == 1
+
+
+def test_compiled_dropout_follows_the_generator():
+    torch._dynamo.reset()
+    q, k, v = qkv(grad=False)
+    compiled = torch.compile(lambda *x: strobe.attention(*x, dropout=0.5), fullgraph=True, backend="inductor")
+    torch.manual_seed(5)
+    first, second = compiled(q, k, v), compiled(q, k, v)
+    torch.manual_seed(5)
+    assert torch.equal(compiled(q, k, v), first)
+    assert not torch.equal(first, second)
+
+
+def test_compiled_module_with_a_block_mask():
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
+    module = strobe.nn.FlashAttention(16, block_mask=strobe.BlockMask.local_global(64, 64, 16, 16))
+    assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(q, k, v), module(q, k, v))
+
+
+def test_export():
+    q, k, v = qkv(grad=False)
+    module = strobe.nn.FlashAttention(16, causal=True)
+    program = torch.export.export(module, (q, k, v))
+    assert torch.equal(program.module()(q, k, v), module(q, k, v))
+
+
+# autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    q, k, v = qkv()
+    bias = randn(1, 4, 9, 11)
+    with torch.autocast("cpu", dtype):
+        out = strobe.attention(q, k, v, bias=bias)
+        assert out.dtype == torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True).dtype == dtype
+    expected = strobe.attention(q.to(dtype), k.to(dtype), v.to(dtype), bias=bias)
+    assert torch.equal(out, expected)
+    found = torch.autograd.grad(out.float().sum(), (q, k, v, bias))
+    assert [x.dtype for x in found] == [torch.float32] * 4
+    assert_same_bits(list(found), list(torch.autograd.grad(expected.float().sum(), (q, k, v, bias))))
+
+
+def test_autocast_leaves_float64_alone():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert strobe.attention(*qkv(torch.float64)).dtype == torch.float64
+
+
+def test_compiled_autocast():
+    torch._dynamo.reset()
+    q, k, v = qkv(grad=False)
+    compiled = torch.compile(lambda *x: strobe.attention(*x), fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(q, k, v), strobe.attention(q, k, v))
+
+
+# dropout and the generator
+
+
+def test_the_same_seed_draws_the_same_mask():
+    q, k, v = qkv(grad=False)
+    torch.manual_seed(7)
+    first, second = strobe.attention(q, k, v, dropout=0.5), strobe.attention(q, k, v, dropout=0.5)
+    torch.manual_seed(7)
+    assert torch.equal(strobe.attention(q, k, v, dropout=0.5), first)
+    assert not torch.equal(first, second)
+
+
+def test_a_given_mask_leaves_the_generator_alone():
+    q, k, v = qkv(grad=False)
+    state = torch.get_rng_state()
+    by_seed = strobe.attention(q, k, v, dropout=0.5, seed=2**64 - 1, offset=12)
+    by_tensor = strobe.attention(q, k, v, dropout=0.5, rng=torch.tensor([-1, 12]))
+    strobe.attention(q, k, v)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(by_seed, by_tensor)
+
+
+def test_dropout_mask_is_the_one_that_is_applied():
+    q, k, v = (torch.randn(2, 3, 20, 20, dtype=torch.float64) for _ in range(3))
+    keep = strobe.dropout_mask((2, 3, 20, 20), 0.25, 9, 10)
+    probabilities = (q @ k.transpose(-1, -2) * 20**-0.5).softmax(-1)
+    torch.testing.assert_close(strobe.attention(q, k, v, dropout=0.25, seed=9, offset=10), (probabilities * keep / 0.75) @ v)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpoint_redraws_the_mask(reentrant, compiled):
+    torch._dynamo.reset()
+    tensors = qkv()
+
+    def layer(*x: Tensor) -> Tensor:
+        return strobe.attention(*x, dropout=0.4, causal=True)
+
+    if compiled:
+        layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(11)
+    expected = torch.autograd.grad(layer(*tensors).square().sum(), tensors)
+    torch.manual_seed(11)
+    out = checkpoint(layer, *tensors, use_reentrant=reentrant)
+    for x in tensors:
+        x.grad = None
+    out.square().sum().backward()  # reentrant checkpoints know no autograd.grad
+    assert_same_bits([x.grad for x in tensors], list(expected))
+
+
+# devices, modes, modules
+
+
+def test_meta_and_fake_tensors():
+    q, k, v = (x.to("meta") for x in qkv(torch.bfloat16, grad=False, bshd=True))
+    out, lse = strobe.attention(q, k, v, layout="bshd", return_lse=True)
+    assert (out.device.type, out.shape, out.dtype) == ("meta", (2, 9, 4, 8), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
+    with pytest.raises(NotImplementedError, match="^q: on device meta; accepted are cpu and cuda"):
+        strobe.reference(q, k, v, layout="bshd")
+
+
+def test_inference_mode():
+    q, k, v = qkv()
+    with torch.inference_mode():
+        assert torch.equal(strobe.attention(q, k, v), strobe.attention(q.detach(), k.detach(), v.detach()))
+
+
+def test_attention_backward_is_what_autograd_calls():
+    options = everything()
+    tensors = qkv()
+    out, lse, *expected = run(strobe.attention, tensors, options)
+    torch.manual_seed(2)
+    found = strobe.attention_backward(torch.randn_like(out), *tensors, out, lse, dlse=torch.randn_like(lse), **options)
+    assert_same_bits([x.detach() for x in found], expected)
+
+
+def test_attention_backward_asks_for_the_mask_of_the_forward():
+    q, k, v = qkv(grad=False)
+    out, lse = strobe.attention(q, k, v, dropout=0.5, return_lse=True)
+    with pytest.raises(ValueError, match="^rng: missing beside dropout"):
+        strobe.attention_backward(out, q, k, v, out, lse, dropout=0.5)
+
+
+def test_module():
+    q, k, v = qkv(grad=False)
+    module = strobe.nn.FlashAttention(16, dropout=0.5, causal=True)
+    assert not list(module.parameters())
+    assert not module.state_dict()
+    torch.manual_seed(0)
+    dropped = module(q, k, v)
+    assert torch.equal(module.eval()(q, k, v), strobe.attention(q, k, v, causal=True))
+    torch.manual_seed(0)
+    assert torch.equal(module(q, k, v, dropout=0.5), dropped)
+    assert torch.equal(module(q, k, v, causal=False), strobe.attention(q, k, v))
+    assert repr(module) == "FlashAttention(16, dropout=0.5, causal=True)"
+    with pytest.raises(ValueError, match="^q: head dimension 16; accepted is the module's, 32"):
+        strobe.nn.FlashAttention(32)(q, k, v)
+    with pytest.raises(TypeError, match="^bias: a tensor"):
+        strobe.nn.FlashAttention(16, bias=torch.zeros(1, 1, 9, 11))
+
+
+def test_module_moves_its_block_mask():
+    module = strobe.nn.FlashAttention(16, block_mask=strobe.BlockMask.causal(64, 64, 16, 16)).half().to("meta")
+    blocks = module.options["block_mask"]
+    assert {(x.device.type, x.dtype) for x in blocks.arrays} == {("meta", torch.int32)}
+
+
+# threads and fork
+
+
+def test_threads_follow_torch():
+    q, k, v = (torch.randn(1, 4, 256, 32) for _ in range(3))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert f", {threads} thread" in strobe.explain(q, k, v)
+    finally:
+        torch.set_num_threads(before)
+    assert ", 5 threads" in strobe.explain(q, k, v, threads=5)
+
+
+def python(code: str, *arguments: str, timeout: float = 120) -> str:
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, timeout=timeout)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_work_runs_on_the_threads_that_torch_has():
+    """No thread is started beside those of PyTorch's runtime."""
+    started = python("""
+        import os, torch, strobe
+        torch.set_num_threads(2)
+        q = torch.randn(1, 8, 512, 64)
+        (q @ q.transpose(-1, -2)).softmax(-1)
+        before = set(os.listdir("/proc/self/task"))
+        for _ in range(20):
+            strobe.attention(q, q, q)
+        print(len(set(os.listdir("/proc/self/task")) - before), len(before) > 1)
+    """)
+    assert started == "0 True"
+
+
+@pytest.mark.parametrize("imported", ["in the parent", "in the child"])
+def test_fork_after_torch_has_used_its_threads(imported):
+    """The child of a fork lacks the threads that the OpenMP runtime remembers: it must not wait for them."""
+    code = """
+        import os, sys, torch
+        in_parent = sys.argv[1] == "in the parent"
+        if in_parent:
+            import strobe
+        torch.set_num_threads(2)
+        q = torch.randn(1, 8, 512, 64)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        if in_parent:
+            expected = strobe.attention(q, q, q)
+        child = os.fork()
+        if child == 0:
+            import strobe
+            out = strobe.attention(q, q, q).numpy()  # no more of torch: its own work would wait for ever here
+            error = abs(out - expected.numpy()).max()
+            os._exit(0 if error <= (0 if in_parent else 1e-5) else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert python(code, imported) == "0"
+
+
+def test_torch_multiprocessing_fork():
+    assert (
+        python("""
+        import torch, strobe
+        import torch.multiprocessing as mp
+        q = torch.randn(1, 4, 256, 32)
+        expected = strobe.attention(q, q, q, causal=True)
+        def child(queue):
+            torch.set_num_threads(1)
+            queue.put(strobe.attention(q, q, q, causal=True, threads=2).numpy().tobytes())
+        context = mp.get_context("fork")
+        queue = context.SimpleQueue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        print(queue.get() == expected.numpy().tobytes())
+        process.join()
+    """)
+        == "True"
+    )
+
+
+def test_the_interpreter_is_free_during_a_call():
+    """Another Python thread makes progress while the library works."""
+    q = torch.randn(1, 8, 2048, 64)
+    ticks, done = [0], threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            ticks[0] += 1
+            time.sleep(0)  # gives up the interpreter's lock, and has to get it back
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    start = ticks[0]
+    strobe.attention(q, q, q, threads=1)
+    progress = ticks[0] - start
+    done.set()
+    counter.join()
+    assert progress > 100
+
+
+def test_operators_are_there_once_strobe_is_imported():
+    assert python("import torch, strobe; print(torch.ops.strobe.attention_forward.default.name())") == "strobe::attention_forward"
+
+
+def test_torch_works_without_numpy():
+    assert (
+        python("""
+        import sys, warnings
+        sys.modules["numpy"] = None
+        warnings.simplefilter("ignore")
+        import torch, strobe
+        q = torch.randn(1, 2, 32, 16, requires_grad=True)
+        blocks = strobe.BlockMask.local_global(32, 32, 16, 16)
+        strobe.attention(q, q, q, block_mask=blocks, dropout=0.1).sum().backward()
+        print(q.grad.shape, strobe.dropout_mask((1, 1, 4, 4), 0.5, 1).dtype)
+    """)
+        == "torch.Size([1, 2, 32, 16]) torch.bool"
+    )
