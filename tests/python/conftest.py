@@ -10,7 +10,16 @@ from pathlib import Path
 # Tests run beside each other, and the plain formulas are small: threads are what a test asks for, never the default.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
+import torch
+
 RECORD = Path(__file__).parents[2] / "build" / "contract.json"
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every run draws the same numbers, whichever worker a test falls to."""
+    torch.manual_seed(0)
 
 
 def pytest_terminal_summary(terminalreporter):
