@@ -20,20 +20,20 @@ template <class Math> struct BackwardScratch {
     const int64_t d = problem.head_dim, dv = problem.head_dim_v, pieces = pieces_of(tile);
     q = arena.take<Element>(pieces * Math::lanes_size(tile.width, d));
     d_o = arena.take<Element>(pieces * Math::lanes_size(tile.width, dv));
-    q_rows = arena.take<Element>(pieces * Math::rows_size(tile.width, d));
-    do_rows = arena.take<Element>(pieces * Math::rows_size(tile.width, dv));
-    p_rows = arena.take<Element>(Math::scores_size(tile.k, tile.width));
+    q_rows = arena.take<Element>(Math::rows_size(tile.q, d));
+    do_rows = arena.take<Element>(Math::rows_size(tile.q, dv));
+    p_rows = arena.take<Element>(Math::scores_size(tile.k, tile.q));
     ds_lanes = arena.take<Element>(Math::scores_size(tile.k, tile.width));
-    ds_rows = arena.take<Element>(Math::scores_size(tile.k, tile.width));
-    s = arena.take<T>(tile.k * tile.width);
-    dp = arena.take<T>(tile.k * tile.width);
+    ds_rows = arena.take<Element>(Math::scores_size(tile.k, tile.q));
+    s = arena.take<T>((Math::kScoresInPlace ? tile.k : Math::kChunk) * tile.width);
+    dp = arena.take<T>((Math::kScoresInPlace ? tile.k : Math::kChunk) * tile.width);
     dq = arena.take<T>(round_to(d, 16) * tile.q);
     lse = arena.take<T>(tile.q);
     delta = arena.take<T>(tile.q);
     ones = arena.take<T>(tile.q);
     row = arena.take<T>(2 * round_to(dv, 16));
-    if (problem.dropout > 0) keep = arena.take<T>(tile.k * tile.width);
-    if (problem.softcap > 0) slopes = arena.take<T>(tile.k * tile.width);
+    if (problem.dropout > 0) keep = arena.take<T>(Math::kChunk * tile.width);
+    if (problem.softcap > 0) slopes = arena.take<T>(Math::kChunk * tile.width);
   }
 };
 
@@ -41,7 +41,7 @@ template <class Math> struct BackwardScratch {
 template <class Math> struct QueryTile {
   using T = typename Math::Real;
   int64_t i0, i1, rows, pieces, width;
-  typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows[kMaxPieces], do_rows[kMaxPieces];
+  typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows, do_rows;
 
   int64_t piece_lanes(int64_t n) const { return min((i64)width, (i64)(i1 - i0 - n * width)); }
   int64_t piece_width(int64_t n) const { return min((i64)width, (i64)(rows - n * width)); }
@@ -72,9 +72,10 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
     int64_t lane = n * tile.width, count = out.piece_lanes(n), width = out.piece_width(n);
     out.q[n] = Math::load_lanes(p.q, head.b, head.h, token + lane, count, d, head.sign, width, scratch.q + n * Math::lanes_size(tile.width, d), scratch.score.buffer);
     out.d_o[n] = Math::load_lanes(p.dout, head.b, head.h, token + lane, count, dv, T(1), width, scratch.d_o + n * Math::lanes_size(tile.width, dv), scratch.score.buffer);
-    if (!rows_too) continue;
-    out.q_rows[n] = Math::load_rows(p.q, head.b, head.h, token + lane, count, d, scratch.q_rows + n * Math::rows_size(tile.width, d));
-    out.do_rows[n] = Math::load_rows(p.dout, head.b, head.h, token + lane, count, dv, scratch.do_rows + n * Math::rows_size(tile.width, dv));
+  }
+  if (rows_too) {
+    out.q_rows = Math::load_rows(p.q, head.b, head.h, token, out.i1 - i0, d, scratch.q_rows);
+    out.do_rows = Math::load_rows(p.dout, head.b, head.h, token, out.i1 - i0, dv, scratch.do_rows);
   }
   for (int64_t i = 0; i < out.rows; ++i) {
     bool real = i0 + i < out.i1;
@@ -84,7 +85,8 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
   }
 }
 
-// P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, handed on by pairs of keys: emit(key, lane, P, P', dS, dS', both).
+// P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, a chunk of keys at a time, handed on by pairs of keys:
+// emit(first key of the chunk, key in the chunk, lane, P, P', dS, dS', both).
 template <class Math, class Emit>
 STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n, const Piece<typename Math::Real> &piece,
                              typename Math::Left k_rows, typename Math::Left v_rows, BackwardScratch<Math> &scratch, Emit &&emit) {
@@ -92,33 +94,38 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   using V = Vec<T>;
   constexpr int L = V::kLanes;
   const Problem &p = *head.p;
-  const TileSpan &t = piece.span;
-  const int64_t lane = n * queries.width;
-  Math::multiply(t.keys, t.width, p.head_dim, k_rows, queries.q[n], scratch.s, t.width, false);      // S = K Q^T
-  Math::multiply(t.keys, t.width, p.head_dim_v, v_rows, queries.d_o[n], scratch.dp, t.width, false); // dP = V dO^T
-  if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, scratch.slopes);
-  if (head.dropout) load_keep(head, t, scratch.keep);
+  const int64_t lane = n * queries.width, width = piece.span.width;
   const T natural = head.additive ? T(1) : head.scale; // s * natural is the score
-  for (int64_t c = 0; c < t.width; c += L) {
-    const V delta = V::load(scratch.delta + lane + c);
-    const typename Math::Normaliser normaliser(V::load(scratch.lse + lane + c), natural);
-    auto element = [&](int64_t at, V &prob, V &grad) __attribute__((always_inline)) {
-      prob = normaliser(V::load(scratch.s + at));
-      grad = V::load(scratch.dp + at);
-      if (!head.dropout) {
-        grad = prob * (grad - delta);
-        return;
+  for (int64_t done = 0; done < piece.span.keys; done += Math::kChunk) {
+    TileSpan t = piece.span;
+    t.j0 += done;
+    t.keys = min((i64)Math::kChunk, (i64)(t.keys - done));
+    T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0), *dp = scratch.dp + (Math::kScoresInPlace ? done * width : 0);
+    Math::multiply(t.keys, width, p.head_dim, Math::rows_from(k_rows, done), queries.q[n], s, width, false);      // S = K Q^T
+    Math::multiply(t.keys, width, p.head_dim_v, Math::rows_from(v_rows, done), queries.d_o[n], dp, width, false); // dP = V dO^T
+    if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, s, scratch.slopes);
+    if (head.dropout) load_keep(head, t, scratch.keep);
+    for (int64_t c = 0; c < width; c += L) {
+      const V delta = V::load(scratch.delta + lane + c);
+      const typename Math::Normaliser normaliser(V::load(scratch.lse + lane + c), natural);
+      auto element = [&](int64_t at, V &prob, V &grad) __attribute__((always_inline)) {
+        prob = normaliser(V::load(s + at));
+        grad = V::load(dp + at);
+        if (!head.dropout) {
+          grad = prob * (grad - delta);
+          return;
+        }
+        V keep = V::load(scratch.keep + at);
+        grad = prob * (grad * keep - delta);
+        prob *= keep;
+      };
+      for (int64_t j = 0; j < t.keys; j += 2) {
+        const bool both = j + 1 < t.keys;
+        V p0, p1 = T(0), g0, g1 = T(0);
+        element(j * width + c, p0, g0);
+        if (both) element((j + 1) * width + c, p1, g1);
+        emit(done, j, c, p0, p1, g0, g1, both);
       }
-      V keep = V::load(scratch.keep + at);
-      grad = prob * (grad * keep - delta);
-      prob *= keep;
-    };
-    for (int64_t j = 0; j < t.keys; j += 2) {
-      const bool both = j + 1 < t.keys;
-      V p0, p1 = T(0), g0, g1 = T(0);
-      element(j * t.width + c, p0, g0);
-      if (both) element((j + 1) * t.width + c, p1, g1);
-      emit(j, c, p0, p1, g0, g1, both);
     }
   }
 }
@@ -139,6 +146,7 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
                    const KeyGradients<typename Math::Real> &sums) {
   using T = typename Math::Real;
   using V = Vec<T>;
+  using Element = typename Math::Element;
   const Problem &p = *head.p;
   const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16);
   const bool want_dq(p.dq), want_dk(p.dk), want_dv(p.dv);
@@ -148,35 +156,56 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
 
   Schedule schedule(head.band, i0, queries.i1, tile.k, kKeyAlign, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
-    typename KeySource<Math>::Tile k, v;
+    typename KeySource<Math>::Tile k{}, v{};
     bool loaded = false;
+    // dV += P^T dO and dK += dS^T Q over the queries [lane, lane + count) of the tile
+    auto multiply_queries = [&](const TileSpan &t, typename Math::Left probs, typename Math::Left grads, int64_t lane, int64_t count) {
+      if (want_dv) Math::multiply(t.keys, ldv, count, probs, Math::right_from(queries.do_rows, lane), sums.dv + t.j0 * ldv, ldv, true);
+      if (want_dk) Math::multiply(t.keys, ldk, count, grads, Math::right_from(queries.q_rows, lane), sums.dk + t.j0 * ldk, ldk, true);
+    };
+    TileSpan spans[kMaxPieces];
+    bool joint = Math::kJointQueries; // every piece takes part in the whole tile
     for (int64_t n = 0; n < queries.pieces; ++n) {
       const int64_t lane = n * tile.width, count = queries.piece_lanes(n);
       Piece<T> piece;
-      if (!make_piece(head, i0 + lane, count, queries.piece_width(n), keys, piece)) continue;
+      if (!make_piece(head, i0 + lane, count, queries.piece_width(n), keys, piece)) {
+        spans[n].keys = 0;
+        joint = false;
+        continue;
+      }
       if (!loaded) {
         k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
         v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
         loaded = true;
       }
-      const TileSpan &t = piece.span;
-      auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width);
-      auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width);
+      const TileSpan &t = spans[n] = piece.span;
+      joint &= t.j0 == keys.begin && t.j0 + t.keys == keys.end;
+      auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
+      auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width, tile.q, lane);
       recompute(head, queries, n, piece, Math::rows_from(k.keys.rows, t.j0 - k.origin), Math::rows_from(v.keys.rows, t.j0 - v.origin), scratch,
-                [&](int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
-                  probs.put(j, c, p0, p1, both);
+                [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
+                  probs.put(done + j, c, p0, p1, both);
                   if (scratch.slopes) {
                     g0 *= V::load(scratch.slopes + j * t.width + c);
                     if (both) g1 *= V::load(scratch.slopes + (j + 1) * t.width + c);
                   }
-                  grads.put(j, c, g0, g1, both);
+                  grads.put(done + j, c, g0, g1, both);
                 });
       probs.finish(t.keys);
       grads.finish(t.keys);
-      if (want_dv) Math::multiply(t.keys, ldv, count, probs.rows(), queries.do_rows[n], sums.dv + t.j0 * ldv, ldv, true); // dV += P^T dO
-      if (want_dk) Math::multiply(t.keys, ldk, count, grads.rows(), queries.q_rows[n], sums.dk + t.j0 * ldk, ldk, true);  // dK += dS^T Q
+      if (!Math::kJointQueries) multiply_queries(t, probs.rows(), grads.rows(), lane, count);
       if (want_dq) // dQ^T += K^T dS
         Math::multiply(d, t.width, t.keys, Math::columns_from(k.keys.columns, t.j0 - k.origin), grads.lanes(), scratch.dq + ldk * lane, t.width, true);
+    }
+    if constexpr (Math::kJointQueries) {
+      auto rows_at = [&](Element *rows, int64_t keys_of, int64_t lane) { return Math::scores(nullptr, nullptr, rows, keys_of, tile.width, tile.q, lane).rows(); };
+      const int64_t n_keys = keys.end - keys.begin;
+      if (joint) multiply_queries({i0, queries.i1 - i0, 0, keys.begin, n_keys}, rows_at(scratch.p_rows, n_keys, 0), rows_at(scratch.ds_rows, n_keys, 0), 0, queries.i1 - i0);
+      for (int64_t n = 0; n < queries.pieces && !joint; ++n) {
+        const int64_t lane = n * tile.width;
+        if (spans[n].keys > 0)
+          multiply_queries(spans[n], rows_at(scratch.p_rows, spans[n].keys, lane), rows_at(scratch.ds_rows, spans[n].keys, lane), lane, queries.piece_lanes(n));
+      }
     }
   }
   if (!want_dq) return;

@@ -48,9 +48,9 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
         }
       };
       recompute(head, queries, n, piece, Math::rows_from(k.keys.rows, t.j0 - k.origin), Math::rows_from(v.keys.rows, t.j0 - v.origin), scratch,
-                [&](int64_t j, int64_t c, V, V, V g0, V g1, bool both) __attribute__((always_inline)) {
-                  add(j, c, g0);
-                  if (both) add(j + 1, c, g1);
+                [&](int64_t done, int64_t j, int64_t c, V, V, V g0, V g1, bool both) __attribute__((always_inline)) {
+                  add(done + j, c, g0);
+                  if (both) add(done + j + 1, c, g1);
                 });
     }
   }

@@ -66,18 +66,23 @@ std::string rounded(const char *what, int64_t wish, int64_t got, const char *why
   return text;
 }
 
-constexpr int64_t kLongestTileQ = 256, kLongestTileK = 512, kWidth = 64;
+constexpr int64_t kLongestTileQ = 256, kLongestTileK = 512;
 
-// Br: a multiple of 16 that, under block sparsity, divides the query block.
-TileSizes choose_tiles(const Problem &p, std::vector<std::string> &notes) {
-  auto round16 = [](int64_t x) { return (x + 15) / 16 * 16; };
-  TileSizes tile;
-  int64_t most = std::min(kLongestTileQ, std::max<int64_t>(16, round16(p.seqlen_q)));
-  tile.q = std::min(most, p.tile_q > 0 ? round16(p.tile_q) : kWidth);
+// Br: a multiple of 16 that, under block sparsity, divides the query block. Wishes are rounded; without one the kernels' own preference is
+// halved until there is work for many threads. All of it follows from the shape alone: the threads there are must not change a bit.
+TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, std::vector<std::string> &notes) {
+  auto round_up = [](int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; };
+  TileSizes tile = preferred;
+  auto items = [&] { return p.batch * p.heads * (p.seqlen_q + tile.q - 1) / tile.q; };
+  if (p.tile_q > 0)
+    tile.q = std::min(kLongestTileQ, round_up(p.tile_q, 16));
+  else
+    while (tile.q > 64 && items() < 32) tile.q /= 2;
+  tile.q = std::min(tile.q, std::max<int64_t>(16, round_up(p.seqlen_q, 16)));
   if (p.blocks.present)
     while (p.blocks.block_q % tile.q != 0) tile.q -= 16;
-  tile.k = std::min(kLongestTileK, p.tile_k > 0 ? (p.tile_k + 31) / 32 * 32 : int64_t(64));
-  tile.width = std::min(kWidth, tile.q);
+  if (p.tile_k > 0) tile.k = std::min(kLongestTileK, round_up(p.tile_k, 32));
+  tile.width = std::min(tile.width, tile.q);
   if (p.tile_q > 0 && tile.q != p.tile_q)
     notes.push_back(rounded("tile_q", p.tile_q, tile.q, "a multiple of 16, at most 256 and the queries, dividing the block of a block-sparse mask"));
   if (p.tile_k > 0 && tile.k != p.tile_k) notes.push_back(rounded("tile_k", p.tile_k, tile.k, "a multiple of 32, at most 512"));
@@ -109,11 +114,12 @@ public:
     if (!kernels) return std::string("adds nothing for ") + strobe::name(p.dtype);
     Plan plan;
     plan.engine = set_.name;
-    TileSizes tile = choose_tiles(p, plan.notes);
+    const bool forward = direction == Direction::forward;
+    const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
+    TileSizes tile = choose_tiles(p, preferred, plan.notes);
     plan.kernel = std::string(kernels->arithmetic) + ", " + std::to_string(tile.width) + " queries at once";
     plan.tile_q = tile.q;
     plan.tile_k = tile.k;
-    const bool forward = direction == Direction::forward;
     plan.workspace_bytes = uint64_t((forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
     constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, share of the peak, and cost of a call
     double flops = visible_scores(p) * 2 * double(forward ? p.head_dim + p.head_dim_v : 3 * p.head_dim + 2 * p.head_dim_v);
@@ -124,8 +130,10 @@ public:
 
   void run(const Problem &p, const Execution &execution, Direction direction, const Plan &plan, void *workspace) const override {
     const CpuKernels *kernels = set_.kernels(p.dtype);
-    TileSizes tile{plan.tile_q, plan.tile_k, std::min(kWidth, plan.tile_q)};
-    (direction == Direction::forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
+    const bool forward = direction == Direction::forward;
+    const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
+    TileSizes tile{plan.tile_q, plan.tile_k, std::min(preferred.width, plan.tile_q)};
+    (forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
   }
 
 private:

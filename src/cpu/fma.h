@@ -10,6 +10,9 @@ template <class T> struct Fma {
   using Real = T;    // of scores, statistics and accumulators
   using Element = T; // of packed operands
   struct Session {}; // what a thread holds while it works
+  static constexpr int64_t kChunk = 64;        // keys whose scores are computed at once
+  static constexpr bool kScoresInPlace = true; // Scores overwrites its source
+  static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
 
   // P = 2^((s - m) * unit), s - m first: exact where it matters.
   static STROBE_INLINE Vec<T> reference(Vec<T> m, Vec<T> /*unit*/) { return m; }
@@ -74,6 +77,8 @@ template <class T> struct Fma {
     return {scratch, ld};
   }
 
+  static STROBE_INLINE Right right_from(Right x, int64_t row) { return {x.b + row * x.ld, x.ld}; }
+
   // Scores (P or dS) on their way into a product: keys x width, taken in by pairs of keys; the right operand of a product over keys, the left
   // one of a product over queries.
   struct Scores {
@@ -84,11 +89,13 @@ template <class T> struct Fma {
       if (both) second.store(s + (j + 1) * width + lane);
     }
     STROBE_INLINE void finish(int64_t /*keys*/) const {}
-    STROBE_INLINE Right lanes() const { return {s, width}; }
+    STROBE_INLINE Right lanes(int64_t from = 0) const { return {s + from * width, width}; } // from key `from` on
     STROBE_INLINE Left rows() const { return {{s, width, 1}}; }
   };
   static int64_t scores_size(int64_t /*tile_k*/, int64_t /*width*/) { return 0; }
-  static STROBE_INLINE Scores scores(T *s, Element * /*lanes*/, Element * /*rows*/, int64_t /*keys*/, int64_t width) { return {s, width}; }
+  static STROBE_INLINE Scores scores(T *s, Element * /*lanes*/, Element * /*rows*/, int64_t /*keys*/, int64_t width, int64_t /*tile_q*/, int64_t /*lane*/) {
+    return {s, width};
+  }
 
 private:
   static STROBE_INLINE bool matches(const View &x) { return x.dtype == (sizeof(T) == 8 ? DType::f64 : DType::f32); }

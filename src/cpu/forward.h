@@ -23,21 +23,21 @@ template <class Math> struct ForwardScratch {
         score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
     q = arena.take<typename Math::Element>(pieces_of(tile) * Math::lanes_size(tile.width, problem.head_dim));
     p = arena.take<typename Math::Element>(Math::scores_size(tile.k, tile.width));
-    s = arena.take<T>(tile.k * tile.width);
+    s = arena.take<T>((Math::kScoresInPlace ? tile.k : Math::kChunk) * tile.width);
     o = arena.take<T>(round_to(problem.head_dim_v, 16) * tile.q);
     m = arena.take<T>(tile.q);
     l = arena.take<T>(tile.q);
     alpha = arena.take<T>(tile.width);
-    if (problem.dropout > 0) keep = arena.take<T>(tile.k * tile.width);
+    if (problem.dropout > 0) keep = arena.take<T>(Math::kChunk * tile.width);
   }
 };
 
-// One step of online softmax over a tile of scores s: P goes to `out`, m and l move on. alpha is what O must be multiplied by; returns whether
-// any of it is not 1.
+// One step of online softmax over a chunk of scores s: P goes to `out` from its key `at_key` on, m and l move on. Returns whether m moved: then
+// alpha is what O must be multiplied by.
 template <class Math>
 __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &head, const TileSpan &t, const typename Math::Real *s,
                                             const typename Math::Real *keep, typename Math::Real *m, typename Math::Real *l,
-                                            typename Math::Real *alpha, const typename Math::Scores &out) {
+                                            typename Math::Real *alpha, const typename Math::Scores &out, int64_t at_key) {
   using T = typename Math::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes, kColumns = 4;
@@ -48,15 +48,20 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
     V most[n], sum[n], reference[n];
     unroll<n>(STROBE_UNROLL(c) { most[c] = hidden; });
     for (int64_t j = 0; j < t.keys; ++j) unroll<n>(STROBE_UNROLL(c) { most[c] = max(most[c], V::load(s + j * t.width + lane + c * L)); });
+    bool ahead = false; // of some row's m, by more than the slack
+    unroll<n>(STROBE_UNROLL(c) { ahead |= any(V::load(m + lane + c * L) + slack < most[c]); });
     unroll<n>(STROBE_UNROLL(c) {
       RowState<V> row{V::load(m + lane + c * L), V::load(l + lane + c * L)};
-      V factor = rescale(row, most[c], unit, slack, hidden);
-      factor.store(alpha + lane + c * L);
-      moved |= !all_equal(factor, T(1));
-      row.m.store(m + lane + c * L);
+      if (ahead) {
+        rescale(row, most[c], unit, slack, hidden).store(alpha + lane + c * L);
+        row.m.store(m + lane + c * L);
+      }
       reference[c] = Math::reference(reference_of(row.m, hidden), unit);
       sum[c] = row.l;
     });
+    if (ahead && !moved) fill(alpha, lane, T(1));
+    moved |= ahead;
+    if (moved && !ahead) fill(alpha + lane, n * L, T(1));
     for (int64_t j = 0; j < t.keys; j += 2) {
       const bool both = j + 1 < t.keys;
       unroll<n>(STROBE_UNROLL(c) {
@@ -69,15 +74,15 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
           first *= V::load(keep + at);
           if (both) second *= V::load(keep + at + t.width);
         }
-        out.put(j, lane + c * L, first, second, both);
+        out.put(at_key + j, lane + c * L, first, second, both);
       });
     }
     unroll<n>(STROBE_UNROLL(c) { sum[c].store(l + lane + c * L); });
   };
   int64_t lane = 0;
   for (; lane + kColumns * L <= t.width; lane += kColumns * L) columns(Index<kColumns>{}, lane);
+  for (; lane + 2 * L <= t.width; lane += 2 * L) columns(Index<2>{}, lane);
   for (; lane < t.width; lane += L) columns(Index<1>{}, lane);
-  out.finish(t.keys);
   return moved;
 }
 
@@ -130,7 +135,7 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
 
   Schedule schedule(head.band, i0, i1, tile.k, kKeyAlign, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
-    typename KeySource<Math>::Tile k, v;
+    typename KeySource<Math>::Tile k{}, v{};
     bool loaded = false;
     for (int64_t n = 0; n < pieces; ++n) {
       int64_t lane = n * tile.width, width = min((i64)tile.width, (i64)(rows - lane));
@@ -142,16 +147,28 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
         loaded = true;
       }
       const TileSpan &t = piece.span;
+      const int64_t skipped = t.j0 - v.origin;
       T *o = scratch.o + ldo * lane;
-
-      Math::multiply(t.keys, width, d, Math::rows_from(k.keys.rows, t.j0 - k.origin), q[n], scratch.s, width, false); // S = K Q^T
-      if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, (T *)nullptr);
-      if (head.dropout) load_keep(head, t, scratch.keep);
-      auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width);
-      bool moved = softmax_step<Math>(head, t, scratch.s, scratch.keep, scratch.m + lane, scratch.l + lane, scratch.alpha, probs);
-      if (moved && started[n]) scale_lanes(o, dv, width, scratch.alpha);
-      Math::multiply(dv, width, t.keys, Math::columns_from(v.keys.columns, t.j0 - v.origin), probs.lanes(), o, width, started[n]); // O += V^T P
-      started[n] = true;
+      auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width, width, 0);
+      int64_t multiplied = 0; // keys of the tile whose P V is in O
+      auto multiply_values = [&](int64_t end) { // O += V^T P
+        Math::multiply(dv, width, end - multiplied, Math::columns_from(v.keys.columns, skipped + multiplied), probs.lanes(multiplied), o, width, started[n]);
+        started[n] = true;
+        multiplied = end;
+      };
+      for (int64_t done = 0; done < t.keys; done += Math::kChunk) {
+        const TileSpan chunk{t.i0, t.lanes, width, t.j0 + done, min((i64)Math::kChunk, (i64)(t.keys - done))};
+        T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0);
+        Math::multiply(chunk.keys, width, d, Math::rows_from(k.keys.rows, chunk.j0 - k.origin), q[n], s, width, false); // S = K Q^T
+        if (piece.options(head)) apply_options(head, chunk, piece.band_masked, piece.use_mask, scratch.score, s, (T *)nullptr);
+        if (head.dropout) load_keep(head, chunk, scratch.keep);
+        if (softmax_step<Math>(head, chunk, s, scratch.keep, scratch.m + lane, scratch.l + lane, scratch.alpha, probs, done)) {
+          if (done > multiplied) multiply_values(done); // what was measured against the old m
+          if (started[n]) scale_lanes(o, dv, width, scratch.alpha);
+        }
+      }
+      probs.finish(t.keys);
+      multiply_values(t.keys);
     }
   }
 

@@ -15,6 +15,7 @@ struct TileSizes {
 
 struct CpuKernels {
   const char *arithmetic; // in words
+  TileSizes forward_tile, backward_tile; // where nothing else is wished
   int64_t (*forward_workspace)(const Problem &, const TileSizes &, int64_t threads);
   void (*forward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
   int64_t (*backward_workspace)(const Problem &, const TileSizes &, int64_t threads);

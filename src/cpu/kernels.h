@@ -6,8 +6,8 @@
 
 namespace strobe::inline STROBE_ISA {
 
-template <class Math> constexpr CpuKernels kernels_of(const char *arithmetic) {
-  return {arithmetic, forward_workspace<Math>, forward<Math>, backward_workspace<Math>, backward<Math>};
+template <class Math> constexpr CpuKernels kernels_of(const char *arithmetic, TileSizes forward_tile, TileSizes backward_tile) {
+  return {arithmetic, forward_tile, backward_tile, forward_workspace<Math>, forward<Math>, backward_workspace<Math>, backward<Math>};
 }
 
 } // namespace strobe::inline STROBE_ISA

@@ -10,23 +10,30 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// x = sum of planes, each a bf16 held in the high half of a lane
+// x = sum of planes, each to be cut to the 8 significant bits of a bf16, the high half of a lane: the first ones are rounded to them, so that
+// what is left for the last is small and of either sign.
 template <int kPlanes> struct Split {
   __m512 plane[kPlanes];
   STROBE_INLINE explicit Split(__m512 x) {
-    for (int p = 0; p < kPlanes; ++p) {
+    unroll<kPlanes>(STROBE_UNROLL(p) {
       plane[p] = x;
-      if (p + 1 < kPlanes) {
-        __m512 rounded = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
-        plane[p] = rounded;
-        x = _mm512_sub_ps(x, rounded);
+      if constexpr (p + 1 < kPlanes) {
+        __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+        plane[p] = _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(int(0xFFFF0000))));
+        x = _mm512_sub_ps(x, plane[p]);
       }
-    }
+    });
   }
 };
 
 STROBE_INLINE __m512i interleave_order() {
   return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+}
+
+// The bf16 of two vectors: low's in the low, high's in the high half of each lane.
+template <int kPlanes> STROBE_INLINE __m512i pair_up(__m512 low, __m512 high) {
+  if constexpr (kPlanes == 1) return _mm512_permutexvar_epi16(interleave_order(), (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  return _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high), _mm512_set1_epi32(int(0xFFFF0000)), 0xF8); // low | (high & mask)
 }
 
 // src[k][width] -> pairs dst[plane][round_to(k, 32) / 2][width]: 32 bits hold rows k (low) and k + 1
@@ -38,8 +45,7 @@ template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *sr
       __m512 odd = k + 1 < depth ? _mm512_loadu_ps(src + (k + 1) * width + c) : _mm512_setzero_ps();
       Split<kPlanes> low(even), high(odd);
       for (int p = 0; p < kPlanes; ++p) {
-        __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high.plane[p], low.plane[p]);
-        _mm512_storeu_si512(dst + p * plane_size + k / 2 * width + c, _mm512_permutexvar_epi16(interleave_order(), both));
+        _mm512_storeu_si512(dst + p * plane_size + k / 2 * width + c, pair_up<kPlanes>(low.plane[p], high.plane[p]));
       }
     }
   }
@@ -61,6 +67,9 @@ template <int planes> struct Pairs {
   using Real = float;
   using Element = uint16_t;
   static constexpr int kPlanes = planes;
+  static constexpr int64_t kChunk = 32;         // keys whose scores are held at once
+  static constexpr bool kScoresInPlace = false; // Scores leaves its source alone
+  static constexpr bool kJointQueries = true;   // the products over queries are made over the whole tile: C moves less
 
   // fp32 and fp16 as Fma does; bf16, whose P is rounded to 8 bits, in one multiply-add and a shorter polynomial (3e-6).
   using V = Vec<float>;
@@ -74,9 +83,11 @@ template <int planes> struct Pairs {
     STROBE_INLINE V operator()(V s) const { return kPlanes > 1 ? Fma<float>::Normaliser::operator()(s) : exp2<4>(s * this->natural - this->lse); }
   };
 
-  struct Left { // rows of 32 along k, `step` from one 32 to the next
+  // Rows of 32 elements along k. Strides in elements: of a row, from one 32 along k to the next, from 32 rows to the next, of planes.
+  struct Left {
     const uint16_t *a;
-    int64_t ld, step, plane;
+    int64_t row, step, block, plane;
+    STROBE_INLINE Left rows_from(int64_t m) const { return {a + m / 32 * block, row, step, block, plane}; } // m: a multiple of 32
   };
   struct Right {
     const uint32_t *b;
@@ -101,6 +112,23 @@ template <int planes> struct Pairs {
     STROBE_INLINE ~Session() { asm volatile("tilerelease"); }
   };
 
+  // The products of planes, the smallest first, in an order that reloads few tiles.
+  struct Product {
+    int a, b;
+  };
+  static constexpr int kProducts = kPlanes * (kPlanes + 1) / 2;
+  static constexpr Product product(int i) {
+    constexpr Product three[] = {{2, 0}, {1, 0}, {1, 1}, {0, 1}, {0, 0}, {0, 2}}, two[] = {{1, 0}, {0, 0}, {0, 1}};
+    return kPlanes == 3 ? three[i] : kPlanes == 2 ? two[i] : Product{0, 0};
+  }
+
+  template <int kRows> static STROBE_INLINE void load_left(const uint16_t *a, int64_t row) {
+    unroll<kRows>(STROBE_UNROLL(m) { tile_load<4 + m>(a + 16 * m * row, row * 2); });
+  }
+  template <int kColumns> static STROBE_INLINE void load_right(const uint32_t *b, int64_t ld) {
+    unroll<kColumns>(STROBE_UNROLL(n) { tile_load<6 + n>(b + 16 * n, ld * 4); });
+  }
+
   // One block of C: kRows x kColumns tiles.
   template <int kRows, int kColumns> static STROBE_INLINE void multiply_block(int64_t depth, Left a, Right b, float *c, int64_t ldc, bool accumulate) {
     unroll<kRows>(STROBE_UNROLL(m) {
@@ -112,13 +140,12 @@ template <int planes> struct Pairs {
       });
     });
     for (int64_t k = 0; k < depth; k += 32) {
-      unroll<kPlanes>(STROBE_UNROLL(pa) {
-        unroll<kRows>(STROBE_UNROLL(m) { tile_load<4 + m>(a.a + pa * a.plane + 16 * m * a.ld + k / 32 * a.step, a.ld * 2); });
-        unroll<kPlanes - pa>(STROBE_UNROLL(pb) {
-          unroll<kColumns>(STROBE_UNROLL(n) { tile_load<6 + n>(b.b + pb * b.plane + k / 2 * b.ld + 16 * n, b.ld * 4); });
-          unroll<kRows>(STROBE_UNROLL(m) {
-            unroll<kColumns>(STROBE_UNROLL(n) { tile_multiply<2 * m + n, 4 + m, 6 + n>(); });
-          });
+      unroll<kProducts>(STROBE_UNROLL(i) {
+        constexpr int kA = product(i).a, kB = product(i).b;
+        if constexpr (i == 0 || kA != product(i - 1).a) load_left<kRows>(a.a + kA * a.plane + k / 32 * a.step, a.row);
+        if constexpr (i == 0 || kB != product(i - 1).b) load_right<kColumns>(b.b + kB * b.plane + k / 2 * b.ld, b.ld);
+        unroll<kRows>(STROBE_UNROLL(m) {
+          unroll<kColumns>(STROBE_UNROLL(n) { tile_multiply<2 * m + n, 4 + m, 6 + n>(); });
         });
       });
     }
@@ -133,8 +160,8 @@ template <int planes> struct Pairs {
   }
   static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Left a, Right b, float *c, int64_t ldc, bool accumulate) {
     int64_t m = 0;
-    for (; m + 16 < rows; m += 32) multiply_rows<2>(columns, depth, {a.a + m * a.ld, a.ld, a.step, a.plane}, b, c + m * ldc, ldc, accumulate);
-    if (m < rows) multiply_rows<1>(columns, depth, {a.a + m * a.ld, a.ld, a.step, a.plane}, b, c + m * ldc, ldc, accumulate);
+    for (; m + 16 < rows; m += 32) multiply_rows<2>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
+    if (m < rows) multiply_rows<1>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
   }
 
   struct Keys {
@@ -145,8 +172,9 @@ template <int planes> struct Pairs {
   // Elements a packed key takes; n keys are padded to at most n + 64.
   static int64_t key_size(int64_t d, bool rows, bool columns) { return kPlanes * ((rows ? round_to(d, 32) : 0) + (columns ? round_to(d, 16) : 0)); }
   static Keys keys_at(const uint16_t *base, int64_t n, int64_t d, bool rows) {
-    const int64_t wide = round_to(d, 32), tall = round_to(d, 16), row_plane = round_to(n, 16) * wide;
-    return {{base, wide, 32, row_plane}, {base + (rows ? kPlanes * row_plane : 0), 32, 32 * tall, round_to(n, 32) * tall}};
+    const int64_t wide = round_to(d, 32), tall = round_to(d, 16), unit = 32 * 32;
+    return {{base, 32, kPlanes * unit, kPlanes * 32 * wide, unit}, // [n / 32][d / 32][plane][32][32]
+            {base + (rows ? kPlanes * round_to(n, 32) * wide : 0), 32, kPlanes * 32 * tall, unit, 32 * tall}}; // [n / 32][plane][d][32]
   }
   // wide: 64 x round_to(d, 32)
   static void pack_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, Keys to, bool rows, bool columns, float *wide, float *buffer) {
@@ -164,8 +192,8 @@ template <int planes> struct Pairs {
     }
   }
   // From key `skip` on, a multiple of kKeyAlign.
-  static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return {x.a + skip * x.ld, x.ld, x.step, x.plane}; }
-  static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {x.a + skip / 32 * x.step, x.ld, x.step, x.plane}; }
+  static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return x.rows_from(skip); }
+  static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {x.a + skip / 32 * x.step, x.row, x.step, x.block, x.plane}; }
 
   static int64_t lanes_size(int64_t width, int64_t d) { return kPlanes * round_to(d, 32) * width + 2 * d * width; } // packed, and wide
   static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, float factor, int64_t width, uint16_t *scratch, float *buffer) {
@@ -189,39 +217,47 @@ template <int planes> struct Pairs {
     return {packed, ld, round_to(n, 32) / 2 * ld};
   }
 
+  static STROBE_INLINE Right right_from(Right x, int64_t row) { return {x.b + row / 2 * x.ld, x.ld, x.plane}; }
+
   struct Scores {
-    uint32_t *pairs;   // [plane][round_to(keys, 32) / 2][width], or null
-    uint16_t *bf16;    // [plane][round_to(keys, 16)][ld], or null
-    int64_t width, ld, pairs_plane, rows_plane;
-    STROBE_INLINE void put(int64_t j, int64_t lane, Vec<float> first, Vec<float> second, bool /*both: zero where not*/) const {
+    uint32_t *pairs; // [plane][round_to(keys, 32) / 2][width], or null
+    Left left;       // of the lanes of this piece, or null; like Keys::rows [keys / 32][tile_q / 32][plane][32][32]
+    int64_t width, pairs_plane;
+    STROBE_INLINE void put(int64_t j, int64_t lane, V first, V second, bool /*both: zero where not*/) const {
       Split<kPlanes> a((__m512)first.v), b((__m512)second.v);
-      for (int p = 0; p < kPlanes; ++p) {
-        __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b.plane[p], a.plane[p]);
-        if (bf16) {
-          uint16_t *to = bf16 + p * rows_plane + j * ld + lane;
-          _mm256_storeu_si256((__m256i *)to, _mm512_castsi512_si256(both));
-          _mm256_storeu_si256((__m256i *)(to + ld), _mm512_extracti64x4_epi64(both, 1));
+      uint16_t *to = row_at(j, lane);
+      unroll<kPlanes>(STROBE_UNROLL(p) {
+        if (left.a) {
+          __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b.plane[p], a.plane[p]);
+          _mm256_storeu_si256((__m256i *)(to + p * left.plane), _mm512_castsi512_si256(both));
+          _mm256_storeu_si256((__m256i *)(to + p * left.plane + 32), _mm512_extracti64x4_epi64(both, 1));
         }
-        if (pairs) _mm512_storeu_si512(pairs + p * pairs_plane + j / 2 * width + lane, _mm512_permutexvar_epi16(interleave_order(), both));
-      }
+        if (pairs) _mm512_storeu_si512(pairs + p * pairs_plane + j / 2 * width + lane, pair_up<kPlanes>(a.plane[p], b.plane[p]));
+      });
     }
     STROBE_INLINE void finish(int64_t keys) const { // zeros where the padding lies
-      const int64_t even = round_to(keys, 2);
+      const int64_t even = round_to(keys, 2), end = round_to(keys, 32);
       for (int p = 0; p < kPlanes; ++p) {
-        if (pairs) fill(pairs + p * pairs_plane + even / 2 * width, (round_to(keys, 32) - even) / 2 * width, 0u);
-        if (!bf16) continue;
-        fill(bf16 + p * rows_plane + even * ld, (round_to(keys, 16) - even) * ld, uint16_t(0));
-        if (width < ld)
-          for (int64_t j = 0; j < even; ++j) fill(bf16 + p * rows_plane + j * ld + width, ld - width, uint16_t(0));
+        if (pairs) fill(pairs + p * pairs_plane + even / 2 * width, (end - even) / 2 * width, 0u);
+        if (!left.a) continue;
+        for (int64_t lane = 0; lane < round_to(width, 32); lane += 16)
+          for (int64_t j = lane < width ? even : 0; j < end; ++j) fill(row_at(j, lane) + p * left.plane, 16, uint16_t(0));
       }
     }
-    STROBE_INLINE Right lanes() const { return {pairs, width, pairs_plane}; }
-    STROBE_INLINE Left rows() const { return {bf16, ld, 32, rows_plane}; }
+    STROBE_INLINE Right lanes(int64_t from = 0) const { return {pairs + from / 2 * width, width, pairs_plane}; } // from key `from`, a multiple of 32
+    STROBE_INLINE Left rows() const { return left; }
+
+  private:
+    STROBE_INLINE uint16_t *row_at(int64_t j, int64_t lane) const {
+      return const_cast<uint16_t *>(left.a) + j / 32 * left.block + lane / 32 * left.step + j % 32 * 32 + lane % 32;
+    }
   };
   static int64_t scores_size(int64_t tile_k, int64_t width) { return kPlanes * round_to(tile_k, 32) * round_to(width, 32); }
-  static STROBE_INLINE Scores scores(float * /*s*/, uint16_t *lanes, uint16_t *rows, int64_t keys, int64_t width) {
-    const int64_t ld = round_to(width, 32);
-    return {reinterpret_cast<uint32_t *>(lanes), rows, width, ld, round_to(keys, 32) / 2 * width, round_to(keys, 16) * ld};
+  // rows: of the whole tile of tile_q queries, of which these are the lanes from `lane` on, a multiple of 32.
+  static STROBE_INLINE Scores scores(float * /*s*/, uint16_t *lanes, uint16_t *rows, int64_t keys, int64_t width, int64_t tile_q, int64_t lane) {
+    const int64_t unit = 32 * 32, step = kPlanes * unit;
+    return {reinterpret_cast<uint32_t *>(lanes), {rows ? rows + lane / 32 * step : nullptr, 32, step, step * (round_to(tile_q, 32) / 32), unit}, width,
+            round_to(keys, 32) / 2 * width};
   }
 
 private:
@@ -232,7 +268,7 @@ private:
         int64_t left = columns - c;
         __mmask16 some = left >= 16 ? 0xFFFF : left > 0 ? __mmask16((1u << left) - 1) : 0;
         Split<kPlanes> x(_mm512_maskz_loadu_ps(some, src + r * width + c));
-        uint16_t *dst = const_cast<uint16_t *>(to.a) + r * to.ld + c / 32 * to.step + c % 32;
+        uint16_t *dst = const_cast<uint16_t *>(to.a) + r / 32 * to.block + r % 32 * to.row + c / 32 * to.step + c % 32;
         for (int p = 0; p < kPlanes; ++p) _mm256_storeu_si256((__m256i *)(dst + p * to.plane), (__m256i)_mm512_cvtneps_pbh(x.plane[p]));
       }
     }

@@ -81,13 +81,18 @@ template <class T> struct Vec {
   friend STROBE_INLINE Vec abs(Vec a) {
     return Vec((Raw)((RawInt)a.v & ~((RawInt){} + (Int(1) << (8 * sizeof(T) - 1)))));
   }
-  friend STROBE_INLINE bool all_equal(Vec a, T x) {
-    Mask m = a.v == Vec(x).v;
-    Int all = -1;
-    for (int i = 0; i < kLanes; ++i) all &= m[i];
-    return all != 0;
-  }
 };
+
+// Whether any lane of a mask is set. (The mask is a vector of its own, whatever made it.)
+template <class M> STROBE_INLINE bool any(M mask) {
+#if defined(__AVX512DQ__)
+  if constexpr (sizeof(mask[0]) == 4) return _mm512_movepi32_mask((__m512i)mask) != 0;
+  if constexpr (sizeof(mask[0]) == 8) return _mm512_movepi64_mask((__m512i)mask) != 0;
+#endif
+  auto bits = mask[0];
+  for (size_t i = 1; i < sizeof(mask) / sizeof(mask[0]); ++i) bits |= mask[i];
+  return bits != 0;
+}
 
 // 2^r for r in [0, 1]: minimax for the relative error with p(0) = 1; 8e-8 in float (3e-6 with degree 4), 3e-18 in double.
 template <int kDegree> STROBE_INLINE Vec<float> exp2_fraction(Vec<float> r) {
