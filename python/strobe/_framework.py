@@ -14,9 +14,13 @@ Array = Any  # a torch.Tensor or a numpy.ndarray: one kind throughout a call
 
 
 class Framework(ABC):
-    xp: Any  # the module torch or numpy: its dtypes and functions
     name: str  # of an array, for messages
     bool_dtype: Any
+
+    @property
+    @abstractmethod
+    def xp(self) -> Any:
+        """The module torch or numpy: its dtypes and functions."""
 
     @abstractmethod
     def is_array(self, x: object) -> bool: ...

@@ -18,9 +18,12 @@ _NDArray = np.ndarray[Any, Any]
 
 
 class NumPy(Framework):
-    xp = np
     name = "numpy.ndarray"
     bool_dtype = np.bool_
+
+    @property
+    def xp(self) -> Any:
+        return np
 
     def is_array(self, x: object) -> bool:
         return isinstance(x, np.ndarray)

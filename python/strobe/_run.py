@@ -26,11 +26,12 @@ class Gradients(NamedTuple):
 def results(framework: Framework, p: Prepared, wide: bool = False) -> dict[str, Array]:
     """Uninitialised out and lse. wide: in float64."""
     q, v = p.arrays["q"], p.arrays["v"]
-    double, single = framework.xp.float64, framework.xp.float32
+    xp = framework.xp
+    double = xp.float64
     head, row = (1, 0) if q.ndim == 3 else (2, 1) if "bshd" in p.options else (1, 2)
     rows = (*q.shape[: q.ndim - 3], q.shape[head], q.shape[row])
     out = framework.dense_like(q, v.shape[-1], double if wide else q.dtype)
-    return {"out": out, "lse": framework.empty(q, rows, double if wide or q.dtype == double else single)}
+    return {"out": out, "lse": framework.empty(q, rows, double if wide or q.dtype == double else xp.float32)}
 
 
 def gradients(framework: Framework, p: Prepared, needed: Iterable[str], wide: bool = False) -> dict[str, Array]:

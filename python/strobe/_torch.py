@@ -22,9 +22,12 @@ lib.strobe_glue_find_openmp()
 
 
 class Torch(Framework):
-    xp = torch
     name = "torch.Tensor"
     bool_dtype = torch.bool
+
+    @property
+    def xp(self) -> Any:
+        return torch
 
     def is_array(self, x: object) -> bool:
         return isinstance(x, Tensor)

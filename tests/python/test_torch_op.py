@@ -334,7 +334,7 @@ def test_autocast(dtype):
     bias = randn(1, 4, 9, 11)
     with torch.autocast("cpu", dtype):
         out = strobe.attention(q, k, v, bias=bias)
-        assert out.dtype == torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True).dtype == dtype
+        assert out.dtype == torch.nn.functional.scaled_dot_product_attention(q, q, q).dtype == dtype
     expected = strobe.attention(q.to(dtype), k.to(dtype), v.to(dtype), bias=bias)
     assert torch.equal(out, expected)
     found = torch.autograd.grad(out.float().sum(), (q, k, v, bias))
@@ -508,7 +508,7 @@ def test_fork_after_torch_has_used_its_threads(imported):
         if in_parent:
             import strobe
         torch.set_num_threads(2)
-        q = torch.randn(1, 8, 512, 64)
+        q = torch.randn(1, 8, 512, 64) / 4
         expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
         if in_parent:
             expected = strobe.attention(q, q, q)
