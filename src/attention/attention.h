@@ -5,6 +5,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "strobe/strobe.h"
@@ -121,7 +122,7 @@ struct Execution {
   // body(i) for each i in [0, n), on the caller's threads or on threads started for this call. Defined in src/attention/parallel.cpp.
   void run(int32_t n, void (*body)(void *arg, int32_t i), void *arg) const;
   template <class F> void run(int32_t n, F &&f) const {
-    run(n, [](void *arg, int32_t i) { (*static_cast<F *>(arg))(i); }, &f);
+    run(n, [](void *arg, int32_t i) { (*static_cast<std::remove_reference_t<F> *>(arg))(i); }, &f);
   }
 };
 

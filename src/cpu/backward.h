@@ -133,12 +133,13 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
 // dK and dV of one key head gather here, keys x round_to(d, 16).
 template <class T> struct KeyGradients {
   T *dk, *dv;
-  static int64_t size(const Problem &p) { return round_to(p.seqlen_k, 16) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16)); }
+  static int64_t keys(const Problem &p) { return round_to(p.seqlen_k < p.total_k ? p.seqlen_k : p.total_k, 16); }
+  static int64_t size(const Problem &p) { return keys(p) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16)); }
   void clear(const Problem &p, int64_t keys) const {
     fill(dk, keys * round_to(p.head_dim, 16), T(0));
     fill(dv, keys * round_to(p.head_dim_v, 16), T(0));
   }
-  KeyGradients(T *base, const Problem &p) : dk(base), dv(base + round_to(p.seqlen_k, 16) * round_to(p.head_dim, 16)) {}
+  KeyGradients(T *base, const Problem &p) : dk(base), dv(base + keys(p) * round_to(p.head_dim, 16)) {}
 };
 
 template <class Math>

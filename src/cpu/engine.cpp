@@ -73,7 +73,7 @@ constexpr int64_t kLongestTileQ = 256, kLongestTileK = 512;
 TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, std::vector<std::string> &notes) {
   auto round_up = [](int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; };
   TileSizes tile = preferred;
-  auto items = [&] { return p.batch * p.heads * (p.seqlen_q + tile.q - 1) / tile.q; };
+  auto items = [&] { return p.batch * p.heads * ((p.seqlen_q + tile.q - 1) / tile.q); };
   if (p.tile_q > 0)
     tile.q = std::min(kLongestTileQ, round_up(p.tile_q, 16));
   else

@@ -28,29 +28,21 @@ template <class T> STROBE_INLINE void fill(T *p, int64_t count, T value) {
   for (int64_t i = 0; i < count; ++i) p[i] = value;
 }
 
-// Swaps rows and columns of a kLanes x kLanes block held in registers: log2 steps of pairwise exchanges.
-template <class T> STROBE_INLINE void transpose_block(Vec<T> (&x)[Vec<T>::kLanes]) {
+// Swaps rows and columns of a kLanes x kLanes block held in registers: log2 steps, each of which exchanges rows i and i + s, s a power of two.
+template <int s, class T, int... lane> STROBE_INLINE void exchange(Vec<T> &x, Vec<T> &y, std::integer_sequence<int, lane...>) {
+  constexpr int L = sizeof...(lane);
+  auto a = x.v, b = y.v; // x keeps a's lanes without bit s and takes b's, y gets the others
+  x.v = __builtin_shufflevector(a, b, (lane & s ? lane - s + L : lane)...);
+  y.v = __builtin_shufflevector(a, b, (lane & s ? lane + L : lane + s)...);
+}
+template <int s = 1, class T> STROBE_INLINE void transpose_block(Vec<T> (&x)[Vec<T>::kLanes]) {
   constexpr int L = Vec<T>::kLanes;
-  using M = typename Vec<T>::RawInt;
-  [&]<int... kStep>(std::integer_sequence<int, kStep...>) __attribute__((always_inline)) {
-    (
-        [&] {
-          constexpr int s = 1 << kStep;
-          M low, high; // of the pair (a, b): a's and b's lanes without, and with, bit s
-          for (int i = 0; i < L; ++i) {
-            low[i] = i & s ? i - s + L : i;
-            high[i] = i & s ? i + L : i + s;
-          }
-          unroll<L>(STROBE_UNROLL(i) {
-            if constexpr ((i & s) == 0) {
-              auto a = x[i].v, b = x[i + s].v;
-              x[i].v = __builtin_shuffle(a, b, low);
-              x[i + s].v = __builtin_shuffle(a, b, high);
-            }
-          });
-        }(),
-        ...);
-  }(std::make_integer_sequence<int, __builtin_ctz(L)>{});
+  if constexpr (s < L) {
+    unroll<L>(STROBE_UNROLL(i) {
+      if constexpr ((i & s) == 0) exchange<s>(x[i], x[i + s], std::make_integer_sequence<int, L>{});
+    });
+    transpose_block<2 * s>(x);
+  }
 }
 
 // dst[c * width + lane] = src(b, h, i0 + lane, c0 + c) * factor for lane < count (0 in the lanes above, up to width) and c < columns.
