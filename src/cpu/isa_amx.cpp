@@ -1,16 +1,16 @@
 #define STROBE_ISA amx
 #define STROBE_VECTOR_BYTES 64
+#include "amx.h"
 #include "kernels.h"
-#include "pairs.h"
 
 namespace strobe::inline STROBE_ISA {
 
 const CpuKernels *kernels(DType dtype) {
   // Br, Bc, lanes: measured at d 64 and 128 (docs/performance.md)
   constexpr TileSizes many{256, 64, 32};
-  static constexpr CpuKernels bf16 = kernels_of<Pairs<1>>("bf16 tiles", {128, 256, 64}, {256, 128, 32}),
-                              fp16 = kernels_of<Pairs<2>>("fp16 as two bf16 tiles, three products", many, many),
-                              fp32 = kernels_of<Pairs<3>>("fp32 as three bf16 tiles, six products", many, many);
+  static constexpr CpuKernels bf16 = kernels_of<Pairs<1, Amx>>("bf16 tiles", {128, 256, 64}, {256, 128, 32}),
+                              fp16 = kernels_of<Pairs<2, Amx>>("fp16 as two bf16 tiles, three products", many, many),
+                              fp32 = kernels_of<Pairs<3, Amx>>("fp32 as three bf16 tiles, six products", many, many);
   return dtype == DType::bf16 ? &bf16 : dtype == DType::f16 ? &fp16 : dtype == DType::f32 ? &fp32 : nullptr;
 }
 

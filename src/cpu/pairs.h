@@ -1,4 +1,4 @@
-// The arithmetic of bf16 dot products: AMX tiles, or AVX512-BF16. Both want the left operand as bf16 rows and the right one as pairs of rows
+// The arithmetic of bf16 dot products, of AMX or of AVX512-BF16. Both want the left operand as bf16 rows and the right one as pairs of rows
 // interleaved (k, k+1 side by side in 32 bits), both padded with zeros to 32 along k and to 16 along the rest.
 // kPlanes 1: bf16 operands. 2: fp16 operands as a sum of two bf16 (8 bits of the significand each), three products. 3: fp32 operands as a sum
 // of three, of whose nine products the six above 2^-24 are added up in fp32 (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial
@@ -26,6 +26,20 @@ template <int kPlanes> struct Split {
   }
 };
 
+// The left operand: rows of 32 elements along k. Strides in elements: of a row, from one 32 along k to the next, from 32 rows to the next, of
+// planes.
+struct PairsLeft {
+  const uint16_t *a;
+  int64_t row, step, block, plane;
+  STROBE_INLINE PairsLeft rows_from(int64_t m) const { return {a + m / 32 * block, row, step, block, plane}; } // m: a multiple of 32
+};
+// The right operand: [plane][k / 2][ld], two along k in each 32 bits.
+struct PairsRight {
+  const uint32_t *b;
+  int64_t ld, plane;
+  STROBE_INLINE PairsRight columns_from(int64_t n) const { return {b + n, ld, plane}; }
+};
+
 STROBE_INLINE __m512i interleave_order() {
   return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
 }
@@ -51,19 +65,8 @@ template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *sr
   }
 }
 
-// Tile registers 0-3 hold C, 4-5 A, 6-7 B, all of 16 rows of 64 bytes.
-template <int t> STROBE_INLINE void tile_zero() { asm volatile("tilezero %%tmm%c0" ::"i"(t)); }
-template <int t> STROBE_INLINE void tile_load(const void *p, int64_t stride) {
-  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(t), "r"(p), "r"(stride) : "memory");
-}
-template <int t> STROBE_INLINE void tile_store(void *p, int64_t stride) {
-  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(t), "r"(p), "r"(stride) : "memory");
-}
-template <int c, int a, int b> STROBE_INLINE void tile_multiply() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
-}
-
-template <int planes> struct Pairs {
+// Unit: what multiplies, amx.h or dot.h.
+template <int planes, class Unit> struct Pairs {
   using Real = float;
   using Element = uint16_t;
   static constexpr int kPlanes = planes;
@@ -83,85 +86,11 @@ template <int planes> struct Pairs {
     STROBE_INLINE V operator()(V s) const { return kPlanes > 1 ? Fma<float>::Normaliser::operator()(s) : exp2<4>(s * this->natural - this->lse); }
   };
 
-  // Rows of 32 elements along k. Strides in elements: of a row, from one 32 along k to the next, from 32 rows to the next, of planes.
-  struct Left {
-    const uint16_t *a;
-    int64_t row, step, block, plane;
-    STROBE_INLINE Left rows_from(int64_t m) const { return {a + m / 32 * block, row, step, block, plane}; } // m: a multiple of 32
-  };
-  struct Right {
-    const uint32_t *b;
-    int64_t ld, plane;
-  };
-
-  // The thread's tile registers, configured for the time it works.
-  struct Session {
-    STROBE_INLINE Session() {
-      alignas(64) struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t columns[16];
-        uint8_t rows[16];
-      } config = {};
-      config.palette = 1;
-      for (int t = 0; t < 8; ++t) {
-        config.columns[t] = 64;
-        config.rows[t] = 16;
-      }
-      asm volatile("ldtilecfg %0" ::"m"(config));
-    }
-    STROBE_INLINE ~Session() { asm volatile("tilerelease"); }
-  };
-
-  // The products of planes, the smallest first, in an order that reloads few tiles.
-  struct Product {
-    int a, b;
-  };
-  static constexpr int kProducts = kPlanes * (kPlanes + 1) / 2;
-  static constexpr Product product(int i) {
-    constexpr Product three[] = {{2, 0}, {1, 0}, {1, 1}, {0, 1}, {0, 0}, {0, 2}}, two[] = {{1, 0}, {0, 0}, {0, 1}};
-    return kPlanes == 3 ? three[i] : kPlanes == 2 ? two[i] : Product{0, 0};
-  }
-
-  template <int kRows> static STROBE_INLINE void load_left(const uint16_t *a, int64_t row) {
-    unroll<kRows>(STROBE_UNROLL(m) { tile_load<4 + m>(a + 16 * m * row, row * 2); });
-  }
-  template <int kColumns> static STROBE_INLINE void load_right(const uint32_t *b, int64_t ld) {
-    unroll<kColumns>(STROBE_UNROLL(n) { tile_load<6 + n>(b + 16 * n, ld * 4); });
-  }
-
-  // One block of C: kRows x kColumns tiles.
-  template <int kRows, int kColumns> static STROBE_INLINE void multiply_block(int64_t depth, Left a, Right b, float *c, int64_t ldc, bool accumulate) {
-    unroll<kRows>(STROBE_UNROLL(m) {
-      unroll<kColumns>(STROBE_UNROLL(n) {
-        if (accumulate)
-          tile_load<2 * m + n>(c + 16 * m * ldc + 16 * n, ldc * 4);
-        else
-          tile_zero<2 * m + n>();
-      });
-    });
-    for (int64_t k = 0; k < depth; k += 32) {
-      unroll<kProducts>(STROBE_UNROLL(i) {
-        constexpr int kA = product(i).a, kB = product(i).b;
-        if constexpr (i == 0 || kA != product(i - 1).a) load_left<kRows>(a.a + kA * a.plane + k / 32 * a.step, a.row);
-        if constexpr (i == 0 || kB != product(i - 1).b) load_right<kColumns>(b.b + kB * b.plane + k / 2 * b.ld, b.ld);
-        unroll<kRows>(STROBE_UNROLL(m) {
-          unroll<kColumns>(STROBE_UNROLL(n) { tile_multiply<2 * m + n, 4 + m, 6 + n>(); });
-        });
-      });
-    }
-    unroll<kRows>(STROBE_UNROLL(m) {
-      unroll<kColumns>(STROBE_UNROLL(n) { tile_store<2 * m + n>(c + 16 * m * ldc + 16 * n, ldc * 4); });
-    });
-  }
-  template <int kRows> static STROBE_INLINE void multiply_rows(int64_t columns, int64_t depth, Left a, Right b, float *c, int64_t ldc, bool accumulate) {
-    int64_t n = 0;
-    for (; n + 32 <= columns; n += 32) multiply_block<kRows, 2>(depth, a, {b.b + n, b.ld, b.plane}, c + n, ldc, accumulate);
-    if (n < columns) multiply_block<kRows, 1>(depth, a, {b.b + n, b.ld, b.plane}, c + n, ldc, accumulate);
-  }
-  static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Left a, Right b, float *c, int64_t ldc, bool accumulate) {
-    int64_t m = 0;
-    for (; m + 16 < rows; m += 32) multiply_rows<2>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
-    if (m < rows) multiply_rows<1>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
+  using Left = PairsLeft;
+  using Right = PairsRight;
+  using Session = typename Unit::Session;
+  static STROBE_INLINE void multiply(int64_t rows, int64_t columns, int64_t depth, Left a, Right b, float *c, int64_t ldc, bool accumulate) {
+    Unit::template multiply<kPlanes>(rows, columns, depth, a, b, c, ldc, accumulate);
   }
 
   struct Keys {

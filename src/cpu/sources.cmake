@@ -16,6 +16,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   strobe_instruction_set(baseline)
   strobe_instruction_set(avx2 -mavx2 -mfma -mf16c)
   strobe_instruction_set(avx512 ${avx512})
+  strobe_instruction_set(avx512bf16 ${avx512} -mavx512bf16)
   strobe_instruction_set(amx ${avx512} -mavx512bf16) # AMX's own instructions are inline assembly
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64|ARM64")
   strobe_instruction_set(neon)

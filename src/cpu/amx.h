@@ -1,0 +1,96 @@
+// Products of bf16 tiles in AMX's registers.
+#pragma once
+#include "pairs.h"
+
+namespace strobe::inline STROBE_ISA {
+
+// Tile registers 0-3 hold C, 4-5 A, 6-7 B, all of 16 rows of 64 bytes.
+template <int t> STROBE_INLINE void tile_zero() { asm volatile("tilezero %%tmm%c0" ::"i"(t)); }
+template <int t> STROBE_INLINE void tile_load(const void *p, int64_t stride) {
+  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(t), "r"(p), "r"(stride) : "memory");
+}
+template <int t> STROBE_INLINE void tile_store(void *p, int64_t stride) {
+  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(t), "r"(p), "r"(stride) : "memory");
+}
+template <int c, int a, int b> STROBE_INLINE void tile_multiply() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
+}
+
+struct Amx {
+  // The thread's tile registers, configured for the time it works.
+  struct Session {
+    STROBE_INLINE Session() {
+      alignas(64) struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t columns[16];
+        uint8_t rows[16];
+      } config = {};
+      config.palette = 1;
+      for (int t = 0; t < 8; ++t) {
+        config.columns[t] = 64;
+        config.rows[t] = 16;
+      }
+      asm volatile("ldtilecfg %0" ::"m"(config));
+    }
+    STROBE_INLINE ~Session() { asm volatile("tilerelease"); }
+  };
+
+  template <int kPlanes>
+  static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc,
+                                                 bool accumulate) {
+    int64_t m = 0;
+    for (; m + 16 < rows; m += 32) multiply_rows<kPlanes, 2>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
+    if (m < rows) multiply_rows<kPlanes, 1>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
+  }
+
+private:
+  template <int kPlanes, int kRows>
+  static STROBE_INLINE void multiply_rows(int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc, bool accumulate) {
+    int64_t n = 0;
+    for (; n + 32 <= columns; n += 32) multiply_block<kPlanes, kRows, 2>(depth, a, b.columns_from(n), c + n, ldc, accumulate);
+    if (n < columns) multiply_block<kPlanes, kRows, 1>(depth, a, b.columns_from(n), c + n, ldc, accumulate);
+  }
+
+  // One block of C: kRows x kColumns tiles.
+  template <int kPlanes, int kRows, int kColumns>
+  static STROBE_INLINE void multiply_block(int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc, bool accumulate) {
+    unroll<kRows>(STROBE_UNROLL(m) {
+      unroll<kColumns>(STROBE_UNROLL(n) {
+        if (accumulate)
+          tile_load<2 * m + n>(c + 16 * m * ldc + 16 * n, ldc * 4);
+        else
+          tile_zero<2 * m + n>();
+      });
+    });
+    for (int64_t k = 0; k < depth; k += 32) {
+      unroll<kPlanes *(kPlanes + 1) / 2>(STROBE_UNROLL(i) {
+        constexpr int kA = product<kPlanes>(i).a, kB = product<kPlanes>(i).b;
+        if constexpr (i == 0 || kA != product<kPlanes>(i - 1).a) load_left<kRows>(a.a + kA * a.plane + k / 32 * a.step, a.row);
+        if constexpr (i == 0 || kB != product<kPlanes>(i - 1).b) load_right<kColumns>(b.b + kB * b.plane + k / 2 * b.ld, b.ld);
+        unroll<kRows>(STROBE_UNROLL(m) {
+          unroll<kColumns>(STROBE_UNROLL(n) { tile_multiply<2 * m + n, 4 + m, 6 + n>(); });
+        });
+      });
+    }
+    unroll<kRows>(STROBE_UNROLL(m) {
+      unroll<kColumns>(STROBE_UNROLL(n) { tile_store<2 * m + n>(c + 16 * m * ldc + 16 * n, ldc * 4); });
+    });
+  }
+
+  // The products of planes, the smallest first, in an order that reloads few tiles.
+  struct Product {
+    int a, b;
+  };
+  template <int kPlanes> static constexpr Product product(int i) {
+    constexpr Product three[] = {{2, 0}, {1, 0}, {1, 1}, {0, 1}, {0, 0}, {0, 2}}, two[] = {{1, 0}, {0, 0}, {0, 1}};
+    return kPlanes == 3 ? three[i] : kPlanes == 2 ? two[i] : Product{0, 0};
+  }
+  template <int kRows> static STROBE_INLINE void load_left(const uint16_t *a, int64_t row) {
+    unroll<kRows>(STROBE_UNROLL(m) { tile_load<4 + m>(a + 16 * m * row, row * 2); });
+  }
+  template <int kColumns> static STROBE_INLINE void load_right(const uint32_t *b, int64_t ld) {
+    unroll<kColumns>(STROBE_UNROLL(n) { tile_load<6 + n>(b + 16 * n, ld * 4); });
+  }
+};
+
+} // namespace strobe::inline STROBE_ISA

@@ -1,0 +1,49 @@
+// Products of bf16 pairs by AVX512-BF16: a vector of pairs of B times a broadcast pair of A.
+#pragma once
+#include "pairs.h"
+
+namespace strobe::inline STROBE_ISA {
+
+struct Dot {
+  struct Session {};
+
+  template <int kPlanes>
+  static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc,
+                                                 bool accumulate) {
+    static_assert(kPlanes == 1); // with more, fp32 multiply-adds are as fast
+    int64_t n = 0;
+    for (; n + 32 <= columns; n += 32) multiply_columns<2>(rows, depth, a, b.columns_from(n), c + n, ldc, accumulate);
+    if (n < columns) multiply_columns<1>(rows, depth, a, b.columns_from(n), c + n, ldc, accumulate);
+  }
+
+private:
+  static constexpr int kRows = 8;
+
+  // The left operand is padded to blocks of 32 rows and C to 16, so that rows of C come by eights.
+  template <int kColumns>
+  static STROBE_INLINE void multiply_columns(int64_t rows, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc, bool accumulate) {
+    for (int64_t m = 0; m < rows; m += kRows) {
+      const uint16_t *left = a.rows_from(m).a + m % 32 * a.row;
+      __m512 sum[kRows][kColumns];
+      unroll<kRows>(STROBE_UNROLL(r) {
+        unroll<kColumns>(STROBE_UNROLL(n) { sum[r][n] = accumulate ? _mm512_loadu_ps(c + (m + r) * ldc + 16 * n) : _mm512_setzero_ps(); });
+      });
+      for (int64_t k = 0; k < depth; k += 2) {
+        const uint16_t *at = left + k / 32 * a.step + k % 32;
+        __m512bh pairs[kColumns];
+        unroll<kColumns>(STROBE_UNROLL(n) { pairs[n] = (__m512bh)_mm512_loadu_si512(b.b + k / 2 * b.ld + 16 * n); });
+        unroll<kRows>(STROBE_UNROLL(r) {
+          int32_t pair;
+          std::memcpy(&pair, at + r * a.row, sizeof pair);
+          __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+          unroll<kColumns>(STROBE_UNROLL(n) { sum[r][n] = _mm512_dpbf16_ps(sum[r][n], pairs[n], x); });
+        });
+      }
+      unroll<kRows>(STROBE_UNROLL(r) {
+        unroll<kColumns>(STROBE_UNROLL(n) { _mm512_storeu_ps(c + (m + r) * ldc + 16 * n, sum[r][n]); });
+      });
+    }
+  }
+};
+
+} // namespace strobe::inline STROBE_ISA
