@@ -13,7 +13,7 @@ from ._merge import merge
 from ._run import Gradients
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import nn as nn
 
 if sys.modules.get("torch") is not None:  # else with the first tensor
     from . import _torch as _torch  # registers the operators torch.ops.strobe.*
@@ -29,7 +29,6 @@ __all__ = [
     "engines",
     "explain",
     "merge",
-    "nn",
     "reference",
     "reference_backward",
 ]

@@ -102,11 +102,10 @@ class BlockMask:
 
     def map(self, function: Callable[[Array], Array]) -> BlockMask:
         """The same mask with `function` of each of its arrays, as torch tensors, in their place."""
-        import torch
+        from ._torch import TORCH
 
         mapped = copy(self)
-        for name in ("rows", "cols", "rows_t", "cols_t"):
-            setattr(mapped, name, function(torch.as_tensor(getattr(self, name))))
+        mapped.rows, mapped.cols, mapped.rows_t, mapped.cols_t = (function(TORCH.own(x)) for x in self.arrays)
         return mapped
 
     def to_kept(self) -> Array:

@@ -43,7 +43,9 @@ class Torch(Framework):
         device = arrays["q"].device.type
         if device != "meta" and torch.is_autocast_enabled(device):
             arrays = _autocast(arrays, torch.get_autocast_dtype(device))
-        return _forward(**arrays, **p.options)
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return _forward(**arrays, **p.options)
+        return _differentiable_forward(**arrays, **p.options)  # where the dispatcher's first step would lead
 
     def backward(self, p: Prepared, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[str]) -> dict[str, Tensor]:
         found = _backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])
@@ -54,10 +56,10 @@ class Torch(Framework):
 
     def given_rng(self, seed: int, offset: int, q: Tensor | None) -> Tensor:
         signed = [x - 2**64 if x >= 2**63 else x for x in (seed, offset)]
-        return torch.tensor(signed, dtype=torch.int64, device=None if q is None else q.device)
+        return torch.tensor(signed, dtype=torch.int64, device="cpu" if q is None else q.device)
 
     def own(self, x: Any) -> Tensor:
-        return torch.as_tensor(x)
+        return x if isinstance(x, Tensor) else torch.from_numpy(x)
 
     def view(self, tensor: Any, name: str, x: Tensor, swap_1_2: bool) -> None:
         dtype = _DTYPES.get(x.dtype)
@@ -78,7 +80,7 @@ class Torch(Framework):
         return torch.get_num_threads()
 
     def empty(self, like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=None if like is None else like.device)
+        return torch.empty(shape, dtype=dtype, device="cpu" if like is None else like.device)
 
     def dense_like(self, x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         shape = (*x.shape[:-1], width)
@@ -103,7 +105,7 @@ class Torch(Framework):
         return x.data_ptr()
 
     def int32(self, values: array[int], like: Tensor | None = None) -> Tensor:
-        found = torch.frombuffer(values, dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
+        found = torch.frombuffer(values, dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32, device="cpu")
         return found if like is None else found.to(like.device)
 
 
@@ -198,7 +200,7 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         needed = ctx.needs_input_grad[:5]  # in the order of GRADIENTS
         given = dict(zip(ctx.names, arrays, strict=True))
-        found = iter(_backward(dout, dlse, out, lse, q, k, v, **given, **ctx.options, needed=needed))
+        found = iter(_differentiable_backward(dout, dlse, out, lse, q, k, v, **given, **ctx.options, needed=needed))
         return *(next(found) if wanted else None for wanted in needed), None
 
 
@@ -223,7 +225,6 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     return tracked or forward_ad._current_level >= 0
 
 
-@torch.library.impl(_FORWARD, "Autograd")
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     bias, sinks = given.get("bias"), given.get("sinks")
     if _is_differentiated(q, k, v, bias, sinks):
@@ -232,9 +233,12 @@ def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tu
         return _forward(q, k, v, **given)
 
 
-@torch.library.impl(_BACKWARD, "Autograd")
 def _differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Tensor]:
     if _is_differentiated(*arguments):
         return list(_Gradients.apply(given, *arguments))
     with torch._C._AutoDispatchBelowAutograd():
         return _backward(*arguments, **given)
+
+
+torch.library.impl(_FORWARD, "Autograd", _differentiable_forward)
+torch.library.impl(_BACKWARD, "Autograd", _differentiable_backward)

@@ -87,6 +87,7 @@ OPERATOR_CASES = {
     "one gradient": lambda: ([*qkv(grad=False)[:2], qkv()[2]], {}),
     "no gradient": lambda: (qkv(grad=False), {}),
     "bshd": lambda: (qkv(bshd=True), {"bshd": True}),
+    "expanded": lambda: ([qkv()[0], *(x[:, :1].detach().expand(x.shape).requires_grad_() for x in qkv()[1:])], {}),
     "transposed": lambda: ([x.detach().transpose(1, 2).requires_grad_() for x in qkv(bshd=True)], {}),
     "float64": lambda: (qkv(torch.float64), {}),
     "bfloat16": lambda: (qkv(torch.bfloat16), {"tile_q": 32, "threads": 2}),
@@ -268,7 +269,7 @@ def test_few_axes_of_mask_and_bias_are_the_last():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("case", ["plain", "everything", "bshd", "packed"])
+@pytest.mark.parametrize("case", ["plain", "everything", "bshd", "packed", "expanded"])
 def test_compile(case, backend):
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -279,6 +280,8 @@ def test_compile(case, backend):
         options = everything()
     elif case == "bshd":
         options = {"layout": "bshd", "causal": True}
+    elif case == "expanded":
+        tensors[1:] = [x[:, :1].detach().expand(x.shape).requires_grad_() for x in tensors[1:]]
     expected = run(strobe.attention, tensors, options)
     compiled = torch.compile(strobe.attention, fullgraph=True, backend=backend)
     assert_same_bits(run(compiled, tensors, options), expected)
@@ -415,6 +418,19 @@ def test_meta_and_fake_tensors():
     assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
     with pytest.raises(NotImplementedError, match="^q: on device meta; accepted are cpu and cuda"):
         strobe.reference(q, k, v, layout="bshd")
+
+
+def test_the_default_device_changes_nothing():
+    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
+
+    def call() -> Tensor:
+        blocks = strobe.BlockMask.local_global(64, 64, 16, 16)
+        assert strobe.dropout_mask((1, 1, 4, 4), 0.5, 3).device.type == "cpu"
+        return strobe.attention(q, k, v, block_mask=blocks, dropout=0.2, seed=3)
+
+    with torch.device("meta"):
+        found = call()
+    assert torch.equal(found, call())
 
 
 def test_inference_mode():
@@ -562,6 +578,16 @@ def test_the_interpreter_is_free_during_a_call():
     done.set()
     counter.join()
     assert progress > 100
+
+
+def test_torch_may_be_imported_after_strobe():
+    """Even if the first call of all is compiled."""
+    code = """
+        import strobe, torch
+        q = torch.randn(1, 2, 32, 16)
+        print(torch.equal(torch.compile(strobe.attention, fullgraph=True, backend="aot_eager")(q, q, q), strobe.attention(q, q, q)))
+    """
+    assert python(code) == "True"
 
 
 def test_operators_are_there_once_strobe_is_imported():
