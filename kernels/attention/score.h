@@ -5,13 +5,8 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// c tanh(s / c) (Gemma 2)
-template <class V> STROBE_FN V softcap(V s, V cap, V inverse_cap) { return cap * tanh(s * inverse_cap); }
-// d capped / d s, from the capped value
-template <class V> STROBE_FN V softcap_slope(V capped, V inverse_cap) {
-  V t = capped * inverse_cap;
-  return V(1) - t * t;
-}
+// c tanh(s / c) (Gemma 2), and its derivative by s. tanh(x, slope) comes with the type: 1 - tanh^2 would cancel where it saturates.
+template <class V> STROBE_FN V softcap(V s, V cap, V inverse_cap, V &slope) { return cap * tanh(s * inverse_cap, slope); }
 // -slope |i + offset - j| (Press et al. 2022)
 template <class V> STROBE_FN V alibi(V slope, V distance) { return -slope * abs(distance); }
 

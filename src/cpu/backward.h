@@ -12,7 +12,7 @@ template <class Math> struct BackwardScratch {
   typename KeySource<Math>::Scratch k, v;
   ScoreScratch<T> score;
   Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
-  T *s, *dp, *dq, *lse, *delta, *ones, *row, *keep = nullptr, *slopes = nullptr;
+  T *s, *dp, *dq, *lse, *excess, *delta, *ones, *row, *keep = nullptr, *slopes = nullptr;
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)),
@@ -29,6 +29,7 @@ template <class Math> struct BackwardScratch {
     dp = arena.take<T>((Math::kScoresInPlace ? tile.k : Math::kChunk) * tile.width);
     dq = arena.take<T>(round_to(d, 16) * tile.q);
     lse = arena.take<T>(tile.q);
+    excess = arena.take<T>(tile.q);
     delta = arena.take<T>(tile.q);
     ones = arena.take<T>(tile.q);
     row = arena.take<T>(2 * round_to(dv, 16));
@@ -41,6 +42,7 @@ template <class Math> struct BackwardScratch {
 template <class Math> struct QueryTile {
   using T = typename Math::Real;
   int64_t i0, i1, rows, pieces, width;
+  bool large; // some LSE is so large that its rounding shows in P
   typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows, do_rows;
 
   int64_t piece_lanes(int64_t n) const { return min((i64)width, (i64)(i1 - i0 - n * width)); }
@@ -77,11 +79,50 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
     out.q_rows = Math::load_rows(p.q, head.b, head.h, token, out.i1 - i0, d, scratch.q_rows);
     out.do_rows = Math::load_rows(p.dout, head.b, head.h, token, out.i1 - i0, dv, scratch.do_rows);
   }
+  out.large = false;
+  fill(scratch.excess, out.rows, T(0));
   for (int64_t i = 0; i < out.rows; ++i) {
     bool real = i0 + i < out.i1;
     T lse = real ? *p.lse.at<T>(head.b, head.h, token + i, 0) : T(0);
     scratch.lse[i] = real && lse != -kInfinity<T> ? lse : kInfinity<T>; // P = 0 in lanes past the end and in rows that see nothing
+    out.large |= real && __builtin_fabs(double(lse)) > 64 && __builtin_isfinite(lse);
     scratch.delta[i] = real ? T(row_delta(head, token + i, scratch.row)) : T(0);
+  }
+}
+
+// Rounded to its last bit, a large LSE is off by eps |LSE|, and P = e^(s - LSE) by that factor, in a whole row. So where some LSE is large the
+// rows are summed up once more: P = e^(s - LSE) / sum. excess = log2 of the sum.
+template <class Math>
+__attribute__((noinline)) void normalise(const Head<typename Math::Real> &head, const TileSizes &tile, const QueryTile<Math> &queries,
+                                         const KeyPair<Math> &source, BackwardScratch<Math> &scratch) {
+  using T = typename Math::Real;
+  using V = Vec<T>;
+  const Problem &p = *head.p;
+  const V natural(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074));
+  Schedule schedule(head.band, queries.i0, queries.i1, tile.k, kKeyAlign, head.blocks(queries.i0));
+  for (KeyTile keys; schedule.next(keys);) {
+    auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
+    for (int64_t n = 0; n < queries.pieces; ++n) {
+      const int64_t lane = n * queries.width, width = queries.piece_width(n);
+      Piece<T> piece;
+      if (!make_piece(head, queries.i0 + lane, queries.piece_lanes(n), width, keys, piece)) continue;
+      for (int64_t done = 0; done < piece.span.keys; done += Math::kChunk) {
+        const TileSpan t = piece.span.chunk(done, Math::kChunk);
+        Math::multiply(t.keys, width, p.head_dim, Math::rows_from(k.keys.rows, t.j0 - k.origin), queries.q[n], scratch.s, width, false);
+        if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, (T *)nullptr);
+        for (int64_t c = 0; c < width; c += V::kLanes) {
+          const V lse = V::load(scratch.lse + lane + c);
+          V sum = V::load(scratch.excess + lane + c);
+          for (int64_t j = 0; j < t.keys; ++j) sum += Math::power((V::load(scratch.s + j * width + c) * natural - lse) * log2e);
+          sum.store(scratch.excess + lane + c);
+        }
+      }
+    }
+  }
+  const double sink = p.sinks ? load_as<double>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0)) : -__builtin_inf();
+  for (int64_t i = 0; i < queries.rows; ++i) {
+    double sum = double(scratch.excess[i]) + __builtin_exp(sink - double(scratch.lse[i]));
+    scratch.excess[i] = sum > 0 && __builtin_isfinite(sum) ? T(__builtin_log2(sum)) : T(0);
   }
 }
 
@@ -95,11 +136,9 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   constexpr int L = V::kLanes;
   const Problem &p = *head.p;
   const int64_t lane = n * queries.width, width = piece.span.width;
-  const T natural = head.additive ? T(1) : head.scale; // s * natural is the score
+  const V natural(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074)); // s * natural is the score
   for (int64_t done = 0; done < piece.span.keys; done += Math::kChunk) {
-    TileSpan t = piece.span;
-    t.j0 += done;
-    t.keys = min((i64)Math::kChunk, (i64)(t.keys - done));
+    const TileSpan t = piece.span.chunk(done, Math::kChunk);
     T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0), *dp = scratch.dp + (Math::kScoresInPlace ? done * width : 0);
     Math::multiply(t.keys, width, p.head_dim, Math::rows_from(k_rows, done), queries.q[n], s, width, false);      // S = K Q^T
     Math::multiply(t.keys, width, p.head_dim_v, Math::rows_from(v_rows, done), queries.d_o[n], dp, width, false); // dP = V dO^T
@@ -107,9 +146,9 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
     if (head.dropout) load_keep(head, t, scratch.keep);
     for (int64_t c = 0; c < width; c += L) {
       const V delta = V::load(scratch.delta + lane + c);
-      const typename Math::Normaliser normaliser(V::load(scratch.lse + lane + c), natural);
+      const V lse = V::load(scratch.lse + lane + c), excess = V::load(scratch.excess + lane + c);
       auto element = [&](int64_t at, V &prob, V &grad) __attribute__((always_inline)) {
-        prob = normaliser(V::load(s + at));
+        prob = Math::power((V::load(s + at) * natural - lse) * log2e - excess);
         grad = V::load(dp + at);
         if (!head.dropout) {
           grad = prob * (grad - delta);
@@ -130,16 +169,48 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   }
 }
 
-// dK and dV of one key head gather here, keys x round_to(d, 16).
+// dK and dV of one key head gather here, keys x round_to(d, 16). Tile after tile added to one running sum would lose bits in long sequences:
+// every kRun tiles the running sum is added to the total and starts again.
 template <class T> struct KeyGradients {
-  T *dk, *dv;
+  static constexpr int64_t kRun = 32;
+  T *dk, *dv;             // the running sum
+  T *total_dk, *total_dv; // the same where one run is all
+  int64_t size_dk, size_dv;
+  int64_t tiles = 0;
+
   static int64_t keys(const Problem &p) { return round_to(p.seqlen_k < p.total_k ? p.seqlen_k : p.total_k, 16); }
-  static int64_t size(const Problem &p) { return keys(p) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16)); }
-  void clear(const Problem &p, int64_t keys) const {
-    fill(dk, keys * round_to(p.head_dim, 16), T(0));
-    fill(dv, keys * round_to(p.head_dim_v, 16), T(0));
+  static int64_t sums(int64_t tiles) { return tiles > kRun ? 2 : 1; }
+  static int64_t size(const Problem &p, int64_t tiles) { return sums(tiles) * keys(p) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16)); }
+  // length: keys of the sequence
+  KeyGradients(T *base, const Problem &p, int64_t tiles_at_most, int64_t length)
+      : size_dk(length * round_to(p.head_dim, 16)), size_dv(length * round_to(p.head_dim_v, 16)) {
+    const int64_t all_dk = keys(p) * round_to(p.head_dim, 16), all_dv = keys(p) * round_to(p.head_dim_v, 16);
+    total_dk = base;
+    total_dv = base + all_dk;
+    dk = sums(tiles_at_most) > 1 ? total_dv + all_dv : total_dk;
+    dv = sums(tiles_at_most) > 1 ? dk + all_dk : total_dv;
   }
-  KeyGradients(T *base, const Problem &p) : dk(base), dv(base + keys(p) * round_to(p.head_dim, 16)) {}
+  void clear() const {
+    fill(total_dk, size_dk, T(0));
+    fill(total_dv, size_dv, T(0));
+    if (dk == total_dk) return;
+    fill(dk, size_dk, T(0));
+    fill(dv, size_dv, T(0));
+  }
+  void tile_done() {
+    if (++tiles % kRun == 0) add_up();
+  }
+  void add_up() const {
+    if (dk == total_dk) return;
+    add_up(total_dk, dk, size_dk);
+    add_up(total_dv, dv, size_dv);
+  }
+
+private:
+  static void add_up(T *total, T *run, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) total[i] += run[i];
+    fill(run, size, T(0));
+  }
 };
 
 template <class Math>
@@ -153,6 +224,7 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   const bool want_dq(p.dq), want_dk(p.dk), want_dv(p.dv);
   QueryTile<Math> queries;
   load_queries(head, tile, i0, want_dk || want_dv, scratch, queries);
+  if (queries.large) normalise(head, tile, queries, source, scratch);
   fill(scratch.dq, ldk * queries.rows, T(0));
 
   Schedule schedule(head.band, i0, queries.i1, tile.k, kKeyAlign, head.blocks(i0));
@@ -228,6 +300,7 @@ struct BackwardItems {
     chunks = heads > 0 ? max(1ll, min((i64)tiles, div_up(kEnough, heads))) : 1;
   }
   int64_t count() const { return heads * chunks; }
+  int64_t tiles_each() const { return div_up(tiles, chunks); }
   // Sums are kept an item where chunks must be added up, else a thread.
   int64_t sums(int64_t threads) const { return chunks > 1 ? count() : min((i64)threads, (i64)count()); }
 };
@@ -252,16 +325,16 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
                    typename Math::Real *sums) {
   using T = typename Math::Real;
   const BackwardItems items(p, tile);
-  const int64_t size = KeyGradients<T>::size(p), threads = min((i64)execution.threads, (i64)items.count());
+  const int64_t size = KeyGradients<T>::size(p, items.tiles_each()), threads = min((i64)execution.threads, (i64)items.count());
   const int64_t query_tiles = div_up(p.seqlen_q, tile.q);
 
   auto store = [&](int64_t kv_head, int64_t j0, int64_t j1, const T *first, T *buffer) {
     const int64_t b = kv_head / p.heads_kv, h = kv_head % p.heads_kv;
     auto k = p.rows_k(b);
-    KeyGradients<T> part(const_cast<T *>(first), p);
+    const KeyGradients<T> part(const_cast<T *>(first), p, items.tiles_each(), k.length);
     j1 = min((i64)j1, (i64)k.length);
-    store_key_gradients(p.dk, b, h, k.begin, j0, j1, p.head_dim, T(p.scale), part.dk, items.chunks, size, buffer);
-    store_key_gradients(p.dv, b, h, k.begin, j0, j1, p.head_dim_v, T(1), part.dv, items.chunks, size, buffer);
+    store_key_gradients(p.dk, b, h, k.begin, j0, j1, p.head_dim, T(p.scale), part.total_dk, items.chunks, size, buffer);
+    store_key_gradients(p.dv, b, h, k.begin, j0, j1, p.head_dim_v, T(1), part.total_dv, items.chunks, size, buffer);
   };
 
   int64_t next = 0;
@@ -272,13 +345,16 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count();) {
       const int64_t kv_head = item / items.chunks, chunk = item % items.chunks;
       T *sum = sums + (items.chunks > 1 ? item : thread) * size;
-      KeyGradients<T> gradients(sum, p);
-      gradients.clear(p, p.rows_k(kv_head / p.heads_kv).length);
+      KeyGradients<T> gradients(sum, p, items.tiles_each(), p.rows_k(kv_head / p.heads_kv).length);
+      gradients.clear();
       for (int64_t n = chunk * items.tiles / items.chunks; n < (chunk + 1) * items.tiles / items.chunks; ++n) {
         Head<T> head(p, kv_head / p.heads_kv, kv_head % p.heads_kv * p.group() + n / query_tiles);
         const int64_t i0 = n % query_tiles * tile.q;
-        if (i0 < head.band.seqlen_q) backward_tile<Math>(head, tile, i0, source, scratch, gradients);
+        if (i0 >= head.band.seqlen_q) continue;
+        backward_tile<Math>(head, tile, i0, source, scratch, gradients);
+        gradients.tile_done();
       }
+      gradients.add_up();
       if (items.chunks == 1) store(kv_head, 0, p.seqlen_k, sum, scratch.score.buffer);
     }
   });

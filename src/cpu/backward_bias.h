@@ -31,6 +31,7 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
   using V = Vec<T>;
   QueryTile<Math> queries;
   load_queries(head, tile, i0, false, scratch, queries);
+  if (queries.large) normalise(head, tile, queries, source, scratch);
   Schedule schedule(head.band, i0, queries.i1, tile.k, kKeyAlign, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
@@ -135,7 +136,7 @@ template <class Math> int64_t backward_scratch(const Problem &p, const TileSizes
 }
 // Elements of the sums of backward_keys and of backward_bias, which follow one another.
 template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &tile, int64_t threads) {
-  int64_t most = p.dq || p.dk || p.dv ? BackwardItems(p, tile).sums(threads) * KeyGradients<typename Math::Real>::size(p) : 0;
+  int64_t most = p.dq || p.dk || p.dv ? BackwardItems(p, tile).sums(threads) * KeyGradients<typename Math::Real>::size(p, BackwardItems(p, tile).tiles_each()) : 0;
   if (p.dbias) {
     BiasItems items(p, tile);
     most = max((i64)most, (i64)(items.sums(threads) * items.sum_size));

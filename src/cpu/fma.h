@@ -14,15 +14,7 @@ template <class T> struct Fma {
   static constexpr bool kScoresInPlace = true; // Scores overwrites its source
   static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
 
-  // P = 2^((s - m) * unit), s - m first: exact where it matters.
-  static STROBE_INLINE Vec<T> reference(Vec<T> m, Vec<T> /*unit*/) { return m; }
-  static STROBE_INLINE Vec<T> power(Vec<T> s, Vec<T> reference, Vec<T> unit) { return exp2((s - reference) * unit); }
-  // P = e^(s * natural - LSE)
-  struct Normaliser {
-    Vec<T> lse, natural;
-    STROBE_INLINE Normaliser(Vec<T> lse, T natural) : lse(lse), natural(natural) {}
-    STROBE_INLINE Vec<T> operator()(Vec<T> s) const { return exp2((s * natural - lse) * Vec<T>(T(1.4426950408889634074))); }
-  };
+  static STROBE_INLINE Vec<T> power(Vec<T> x) { return exp2(x); } // 2^x
 
   struct Left { // the operand of a product whose elements are broadcast
     Broadcast<T> a;

@@ -56,7 +56,7 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
         rescale(row, most[c], unit, slack, hidden).store(alpha + lane + c * L);
         row.m.store(m + lane + c * L);
       }
-      reference[c] = Math::reference(reference_of(row.m, hidden), unit);
+      reference[c] = reference_of(row.m, hidden);
       sum[c] = row.l;
     });
     if (ahead && !moved) fill(alpha, lane, T(1));
@@ -66,8 +66,8 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
       const bool both = j + 1 < t.keys;
       unroll<n>(STROBE_UNROLL(c) {
         const int64_t at = j * t.width + lane + c * L;
-        V first = Math::power(V::load(s + at), reference[c], unit);
-        V second = both ? Math::power(V::load(s + at + t.width), reference[c], unit) : V(T(0));
+        V first = Math::power((V::load(s + at) - reference[c]) * unit);
+        V second = both ? Math::power((V::load(s + at + t.width) - reference[c]) * unit) : V(T(0));
         sum[c] += first;
         sum[c] += second;
         if (keep) {
@@ -157,7 +157,7 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
         multiplied = end;
       };
       for (int64_t done = 0; done < t.keys; done += Math::kChunk) {
-        const TileSpan chunk{t.i0, t.lanes, width, t.j0 + done, min((i64)Math::kChunk, (i64)(t.keys - done))};
+        const TileSpan chunk = t.chunk(done, Math::kChunk);
         T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0);
         Math::multiply(chunk.keys, width, d, Math::rows_from(k.keys.rows, chunk.j0 - k.origin), q[n], s, width, false); // S = K Q^T
         if (piece.options(head)) apply_options(head, chunk, piece.band_masked, piece.use_mask, scratch.score, s, (T *)nullptr);

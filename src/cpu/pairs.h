@@ -74,17 +74,9 @@ template <int planes, class Unit> struct Pairs {
   static constexpr bool kScoresInPlace = false; // Scores leaves its source alone
   static constexpr bool kJointQueries = true;   // the products over queries are made over the whole tile: C moves less
 
-  // fp32 and fp16 as Fma does; bf16, whose P is rounded to 8 bits, in one multiply-add and a shorter polynomial (3e-6).
   using V = Vec<float>;
-  static STROBE_INLINE V reference(V m, V unit) { return kPlanes > 1 ? m : m * unit; }
-  static STROBE_INLINE V power(V s, V reference, V unit) {
-    return kPlanes > 1 ? Fma<float>::power(s, reference, unit) : exp2<4>(s * unit - reference);
-  }
-  struct Normaliser : Fma<float>::Normaliser {
-    STROBE_INLINE Normaliser(V lse, float natural)
-        : Fma<float>::Normaliser(kPlanes > 1 ? lse : lse * V(1.44269504f), kPlanes > 1 ? natural : natural * 1.44269504f) {}
-    STROBE_INLINE V operator()(V s) const { return kPlanes > 1 ? Fma<float>::Normaliser::operator()(s) : exp2<4>(s * this->natural - this->lse); }
-  };
+  // bf16's P is rounded to 8 bits: a shorter polynomial (3e-6) serves it.
+  static STROBE_INLINE V power(V x) { return exp2<kPlanes == 1 ? 4 : 5>(x); }
 
   using Left = PairsLeft;
   using Right = PairsRight;

@@ -11,6 +11,7 @@ namespace strobe::inline STROBE_ISA {
 struct TileSpan {
   int64_t i0, lanes, width;
   int64_t j0, keys;
+  STROBE_INLINE TileSpan chunk(int64_t from, int64_t most) const { return {i0, lanes, width, j0 + from, keys - from < most ? keys - from : most}; }
 };
 
 // The constants of a problem, and of one head of one sequence of it.
@@ -165,8 +166,9 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
       if (head.additive) {
         x *= scale;
         if (p.softcap > 0) {
-          x = softcap(x, cap, inverse_cap);
-          if (slopes) softcap_slope(x, inverse_cap).store(slopes + j * t.width + lane);
+          V capped_slope;
+          x = softcap(x, cap, inverse_cap, capped_slope);
+          if (slopes) capped_slope.store(slopes + j * t.width + lane);
         }
         if (p.alibi_slopes) x += alibi(slope, distance - V(T(j)));
       }

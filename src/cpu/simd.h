@@ -127,18 +127,18 @@ template <int kDegree> STROBE_INLINE Vec<double> exp2_fraction(Vec<double> r) {
 
 // 2^x for x <= a little over 0 (attention never needs more); exactly 0 at -inf, NaN stays NaN.
 #if defined(__AVX512DQ__)
-template <int kDegree = 0> STROBE_INLINE Vec<float> exp2(Vec<float> x) {
+template <int kDegree = 5> STROBE_INLINE Vec<float> exp2(Vec<float> x) {
   constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
   Vec<float> r(Vec<float>::Raw(_mm512_reduce_ps((__m512)x.v, kFloor)));
   return Vec<float>(Vec<float>::Raw(_mm512_scalef_ps((__m512)exp2_fraction<kDegree>(r).v, (__m512)x.v)));
 }
-template <int kDegree = 0> STROBE_INLINE Vec<double> exp2(Vec<double> x) {
+template <int kDegree = 11> STROBE_INLINE Vec<double> exp2(Vec<double> x) {
   constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
   Vec<double> r(Vec<double>::Raw(_mm512_reduce_pd((__m512d)x.v, kFloor)));
   return Vec<double>(Vec<double>::Raw(_mm512_scalef_pd((__m512d)exp2_fraction<kDegree>(r).v, (__m512d)x.v)));
 }
 #else
-template <int kDegree = 0, class T> STROBE_INLINE Vec<T> exp2(Vec<T> x) {
+template <int kDegree = 5, class T> STROBE_INLINE Vec<T> exp2(Vec<T> x) {
   using V = Vec<T>;
   using B = Bits<T>;
   const T magic = T(typename B::Int(3) << (B::kMantissa - 1)); // adding it rounds to an integer, kept in the low bits
@@ -151,16 +151,17 @@ template <int kDegree = 0, class T> STROBE_INLINE Vec<T> exp2(Vec<T> x) {
 }
 #endif
 
-// Cephes' rational form below 0.625 (there 1 - 2/(e+1) would cancel), 1 - 2/(e^2x + 1) above.
-template <class T> STROBE_INLINE Vec<T> tanh(Vec<T> x) {
+// tanh and its derivative, neither by a difference that cancels: Cephes' rational form below 0.625, e^-2|x| above.
+template <class T> STROBE_INLINE Vec<T> tanh(Vec<T> x, Vec<T> &slope) {
   using V = Vec<T>;
   V a = abs(x), z = x * x;
   V p = (V(T(-9.64399179425052238628e-1)) * z + T(-9.92877231001918586564e1)) * z + T(-1.61468768441708447952e3);
   V q = ((z + T(1.12811678491632931402e2)) * z + T(2.23548839060100448583e3)) * z + T(4.84406305325125486048e3);
   V small = x + x * z * p / q;
-  V e = exp2(a * T(-2.88539008177792681472)); // e^-2a
-  V large = V(1) - e * T(2) / (V(1) + e);
+  V e = exp2(a * T(-2.88539008177792681472)), inverse = V(1) / (V(1) + e); // e^-2a
+  V large = V(1) - e * T(2) * inverse;
   large = select(x < V(0), -large, large);
+  slope = select(a < V(T(0.625)), V(1) - small * small, e * T(4) * inverse * inverse);
   return select(a < V(T(0.625)), small, large);
 }
 

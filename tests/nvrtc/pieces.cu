@@ -1,5 +1,10 @@
 // One kernel that calls every piece of kernels/attention, float on the device: they compile with nothing but NVRTC itself.
 __device__ inline float select(bool condition, float a, float b) { return condition ? a : b; }
+__device__ inline float tanh(float x, float &slope) {
+  float e = expf(-2 * fabsf(x)), inverse = 1 / (1 + e);
+  slope = 4 * e * inverse * inverse;
+  return copysignf((1 - e) * inverse, x);
+}
 
 #include "attention/base.h"
 #include "attention/dropout.h"
@@ -35,10 +40,10 @@ extern "C" __global__ void pieces(Arguments a) {
   for (KeyTile tile; schedule.next(tile);) {
     for (i64 j = tile.begin; j < tile.end; ++j) {
       if (tile.masked && !band.visible(i, j)) continue;
-      float capped = softcap(a.scores[i * a.seqlen_k + j], cap, 1 / cap);
-      slopes += softcap_slope(capped, 1 / cap);
+      float slope, capped = softcap(a.scores[i * a.seqlen_k + j], cap, 1 / cap, slope);
+      slopes += slope;
       float s = capped + alibi(0.1f, (float)(i + band.offset - j));
-      rescale(row, s, log2e, minus_infinity);
+      rescale(row, s, log2e, 0.0f, minus_infinity);
       if (dropout_keep(key, threshold, 0, 0, i, j)) row.l += exp2((s - row.m) * log2e) / dropout_keep_rate(threshold);
     }
   }
