@@ -92,8 +92,9 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
 def _signature() -> inspect.Signature:
     """What help() shows: every option with its type and default."""
     parameters = list(inspect.signature(attention).parameters.values())[:-1]
-    types = AttentionOptions.__annotations__
-    parameters += [parameters[-1].replace(name=name, default=x, annotation=types[name]) for name, x in DEFAULTS.items()]
+    for name, x in DEFAULTS.items():
+        written = AttentionOptions.__annotations__[name]  # a ForwardRef, for nothing needs its meaning here
+        parameters.append(parameters[-1].replace(name=name, default=x, annotation=getattr(written, "__forward_arg__", written)))
     return inspect.Signature(parameters)
 
 
