@@ -1,0 +1,232 @@
+// Every engine that runs here against the oracle, forward and every gradient, over options and shapes drawn at random. tests/python judges
+// accuracy and covers all pairs of options; this is for where there is no Python: other machines, emulated or not, and the sanitizers.
+// STROBE_AGREEMENT_ROUNDS sets how many.
+#include "call.h"
+
+#include <cstdlib>
+
+using namespace strobe;
+using namespace strobe::test;
+
+namespace {
+
+constexpr const char *kOracle = "reference";
+
+// Far above rounding, far below what a lost lane, row or tile does.
+double tolerance(DType type) { return type == DType::f64 ? 1e-11 : type == DType::f32 ? 2e-5 : type == DType::f16 ? 1e-2 : 6e-2; }
+
+double half(uint16_t bits, int mantissa, int bias) {
+  const int exponent = bits >> mantissa & ((1 << (15 - mantissa)) - 1), fraction = bits & ((1 << mantissa) - 1);
+  const double size =
+      exponent ? std::ldexp((1 << mantissa) + fraction, exponent - bias - mantissa) : std::ldexp(fraction, 1 - bias - mantissa);
+  return bits >> 15 ? -size : size;
+}
+
+// The calls that one seed stands for: the same inputs whatever the direction and the engine.
+class Drawn {
+public:
+  Drawn(uint32_t seed, Call &call, Direction direction, bool oracle) : random(seed), c(call), oracle(oracle) {
+    c.direction = direction;
+    dtype = pick<DType>({DType::f32, DType::f32, DType::f64, DType::f16, DType::bf16});
+    wide = dtype == DType::f64 ? DType::f64 : DType::f32;
+    group = 1 + draw(3), hkv = 1 + draw(2), h = group * hkv, b = 1 + draw(2);
+    d = size(), dv = size();
+    varlen = draw(3) == 0;
+    varlen ? packed() : dense();
+    options();
+    results(direction);
+  }
+
+  DType dtype;
+
+private:
+  std::mt19937 random;
+  Call &c;
+  const bool oracle;
+  DType wide;
+  int64_t group, hkv, h, b, d, dv, sq, sk, total_q, total_k;
+  bool varlen;
+
+  int draw(int n) { return std::uniform_int_distribution<int>(0, n - 1)(random); }
+  template <class T> T pick(std::initializer_list<T> from) { return from.begin()[draw(static_cast<int>(from.size()))]; }
+  int64_t size() { return pick<int64_t>({1, 3, 8, 16, 17, 31, 32, 40, 64, 65, 80, 128}); }
+
+  // +-[1/4, 2), of any float type
+  void numbers(const char *name, DType type, const std::vector<int64_t> &shape) {
+    const strobe_tensor &t = c.add(name, type, shape);
+    const size_t count = c.memory_bytes(name) / static_cast<size_t>(bytes(type));
+    for (size_t n = 0; n < count; n++) {
+      const uint32_t bits = random();
+      const double x = std::ldexp(1 + (bits & 1023) / 1024.0, static_cast<int>(bits >> 10 & 1023) % 3 - 2) * (bits >> 31 ? -1 : 1);
+      const uint16_t sign = static_cast<uint16_t>(bits >> 31 << 15), exponent = static_cast<uint16_t>((bits >> 10 & 1023) % 3);
+      switch (type) {
+      case DType::f64:
+        static_cast<double *>(t.data)[n] = x;
+        break;
+      case DType::f32:
+        static_cast<float *>(t.data)[n] = static_cast<float>(x);
+        break;
+      case DType::f16:
+        static_cast<uint16_t *>(t.data)[n] = static_cast<uint16_t>(sign | (13 + exponent) << 10 | (bits & 1023));
+        break;
+      default:
+        static_cast<uint16_t *>(t.data)[n] = static_cast<uint16_t>(sign | (125 + exponent) << 7 | (bits & 127));
+      }
+    }
+  }
+
+  void dense() {
+    sq = total_q = pick<int64_t>({1, 5, 16, 33, 64, 100, 130}), sk = total_k = pick<int64_t>({1, 7, 16, 33, 64, 100, 130});
+    numbers("q", dtype, {b, h, sq, d});
+    numbers("k", dtype, {b, hkv, sk, d});
+    numbers("v", dtype, {b, hkv, sk, dv});
+  }
+  void packed() {
+    std::vector<int32_t> cu_q{0}, cu_k{0};
+    sq = sk = 1;
+    for (int64_t n = 0; n < b + 2; n++) {
+      const int32_t q = draw(4) ? draw(70) : 0, k = draw(4) ? draw(70) : 0;
+      cu_q.push_back(cu_q.back() + q), cu_k.push_back(cu_k.back() + k);
+      sq = std::max<int64_t>(sq, q), sk = std::max<int64_t>(sk, k);
+    }
+    b += 2, total_q = cu_q.back(), total_k = cu_k.back();
+    c.add_values("cu_seqlens_q", DType::i32, cu_q);
+    c.add_values("cu_seqlens_k", DType::i32, cu_k);
+    c.attention.max_seqlen_q = sq, c.attention.max_seqlen_k = sk;
+    numbers("q", dtype, {total_q, h, d});
+    numbers("k", dtype, {total_k, hkv, d});
+    numbers("v", dtype, {total_k, hkv, dv});
+  }
+
+  int64_t or_one(int64_t n) { return draw(2) ? n : 1; }
+  void options() {
+    strobe_attention &a = c.attention;
+    a.causal = draw(2);
+    a.alignment = draw(2) ? STROBE_TOP_LEFT : STROBE_BOTTOM_RIGHT;
+    if (draw(3) == 0) a.has_window_left = 1, a.window_left = draw(60);
+    if (draw(3) == 0) a.has_window_right = 1, a.window_right = draw(60);
+    if (draw(3) == 0) a.has_scale = 1, a.scale = pick({0.05, -0.2, 0.0});
+    if (draw(4) == 0) a.softcap = pick({2.0, 20.0});
+    if (draw(3) == 0) a.dropout = pick({0.1, 0.6}), a.seed = 7, a.offset = 1ull << 40;
+    if (draw(4) == 0) a.tile_q = pick({1, 32, 256}), a.tile_k = pick({1, 32, 256});
+    c.execution.threads = 1 + draw(3);
+    if (draw(3) == 0) numbers("bias", draw(2) ? dtype : wide, {or_one(b), or_one(h), or_one(sq), or_one(sk)});
+    if (draw(3) == 0) {
+      c.add("mask", DType::boolean, {or_one(b), or_one(h), or_one(sq), or_one(sk)});
+      for (size_t n = 0; n < c.memory_bytes("mask"); n++) c.data<bool>("mask")[n] = draw(4) > 0;
+    }
+    if (draw(4) == 0) numbers("alibi_slopes", DType::f32, {h});
+    if (draw(3) == 0) numbers("sinks", wide, {h});
+    if (draw(4) == 0) blocks();
+  }
+  void blocks() {
+    c.attention.block_q = pick({16, 32, 48}), c.attention.block_k = pick({16, 64});
+    const int64_t rows = (sq + c.attention.block_q - 1) / c.attention.block_q, cols = (sk + c.attention.block_k - 1) / c.attention.block_k;
+    std::vector<int32_t> row{0}, col, row_t{0}, col_t;
+    std::vector<bool> kept;
+    for (int64_t n = 0; n < rows * cols; n++) kept.push_back(draw(3) > 0);
+    for (int64_t i = 0; i < rows; i++, row.push_back(static_cast<int32_t>(col.size())))
+      for (int64_t j = 0; j < cols; j++)
+        if (kept[static_cast<size_t>(i * cols + j)]) col.push_back(static_cast<int32_t>(j));
+    for (int64_t j = 0; j < cols; j++, row_t.push_back(static_cast<int32_t>(col_t.size())))
+      for (int64_t i = 0; i < rows; i++)
+        if (kept[static_cast<size_t>(i * cols + j)]) col_t.push_back(static_cast<int32_t>(i));
+    for (auto [name, values] : {std::pair{"block_rows", &row}, std::pair{"block_rows_t", &row_t}}) {
+      strobe_tensor &t = c.add_values(name, DType::i32, *values);
+      t.rank = 3, t.shape[2] = t.shape[0], t.shape[0] = t.shape[1] = 1, t.strides[2] = 1;
+    }
+    c.add_values("block_cols", DType::i32, col);
+    c.add_values("block_cols_t", DType::i32, col_t);
+  }
+
+  std::vector<int64_t> shape(const char *name) { return {c[name].shape, c[name].shape + c[name].rank}; }
+  void results(Direction direction) {
+    const DType narrow_result = oracle ? DType::f64 : dtype, wide_result = oracle ? DType::f64 : wide;
+    std::vector<int64_t> out = shape("q"), lse = varlen ? std::vector{h, total_q} : std::vector{b, h, sq};
+    out.back() = dv;
+    if (direction == Direction::forward) {
+      c.add("out", narrow_result, out);
+      c.add("lse", wide_result, lse);
+      return;
+    }
+    numbers("dout", dtype, out);
+    numbers("dlse", wide, lse);
+    for (auto [gradient, of] : {std::pair{"dq", "q"}, std::pair{"dk", "k"}, std::pair{"dv", "v"}})
+      c.add(gradient, narrow_result, shape(of));
+    for (auto [gradient, of] : {std::pair{"dbias", "bias"}, std::pair{"dsinks", "sinks"}})
+      if (c.has(of)) c.add(gradient, oracle ? DType::f64 : static_cast<DType>(c[of].dtype), shape(of));
+  }
+};
+
+std::vector<double> values(Call &c, const char *name) {
+  const DType type = static_cast<DType>(c[name].dtype);
+  std::vector<double> out(c.memory_bytes(name) / static_cast<size_t>(bytes(type)));
+  for (size_t n = 0; n < out.size(); n++)
+    out[n] = type == DType::f64   ? c.data<double>(name)[n]
+             : type == DType::f32 ? c.data<float>(name)[n]
+             : type == DType::f16 ? half(c.data<uint16_t>(name)[n], 10, 15)
+                                  : half(c.data<uint16_t>(name)[n], 7, 127);
+  return out;
+}
+
+void compare(Call &found, Call &expected, const char *name, DType dtype) {
+  CAPTURE(std::string(name));
+  const std::vector<double> x = values(found, name), ref = values(expected, name);
+  REQUIRE(x.size() == ref.size());
+  double most = 1e-3; // of numbers of size 1; what is smaller has cancelled
+  for (double r : ref)
+    if (std::isfinite(r)) most = std::max(most, std::fabs(r));
+  for (size_t n = 0; n < x.size(); n++) {
+    const bool good = x[n] == ref[n] || std::fabs(x[n] - ref[n]) <= tolerance(dtype) * most;
+    if (!good) {
+      CAPTURE(n);
+      CAPTURE(most);
+      REQUIRE(x[n] == ref[n]);
+    }
+  }
+}
+
+// False: the engine does not take it.
+bool agrees(uint32_t seed, const char *engine) {
+  Call forward, forward_oracle, backward, backward_oracle;
+  const Drawn drawn(seed, forward, Direction::forward, false);
+  const int32_t status = (forward.attention.engine = engine, forward.run());
+  if (status == STROBE_UNSUPPORTED) return false;
+  REQUIRE_MESSAGE(status == STROBE_OK, strobe_last_error());
+  Drawn(seed, forward_oracle, Direction::forward, true);
+  forward_oracle.attention.engine = kOracle;
+  REQUIRE_MESSAGE(forward_oracle.run() == STROBE_OK, strobe_last_error());
+  for (const char *name : {"out", "lse"}) compare(forward, forward_oracle, name, drawn.dtype);
+
+  Drawn(seed, backward, Direction::backward, false);
+  backward.attention.engine = engine;
+  backward.tensors.out = forward.tensors.out, backward.tensors.lse = forward.tensors.lse;
+  REQUIRE_MESSAGE(backward.run() == STROBE_OK, strobe_last_error());
+  Drawn(seed, backward_oracle, Direction::backward, true);
+  backward_oracle.attention.engine = kOracle;
+  REQUIRE_MESSAGE(backward_oracle.run() == STROBE_OK, strobe_last_error());
+  for (const char *name : {"dq", "dk", "dv", "dbias", "dsinks"})
+    if (backward.has(name)) compare(backward, backward_oracle, name, drawn.dtype);
+  return true;
+}
+
+} // namespace
+
+TEST_CASE("agreement: every engine with the oracle") {
+  const char *wanted = std::getenv("STROBE_AGREEMENT_ROUNDS");
+  const int rounds = wanted ? std::atoi(wanted) : 150;
+  int engines = 0;
+  for (int32_t e = 0; const char *engine = strobe_engine_name(e); e++) {
+    if (strobe_engine_missing(e) || std::strcmp(engine, kOracle) == 0) continue;
+    CAPTURE(std::string(engine));
+    int taken = 0;
+    for (int n = 0; n < rounds; n++) {
+      CAPTURE(n);
+      taken += agrees(static_cast<uint32_t>(n), engine);
+    }
+    MESSAGE(std::string(engine) << ": " << taken << " of " << rounds << " calls");
+    CHECK(taken > 0);
+    engines++;
+  }
+  CHECK(engines > 0);
+}
