@@ -13,6 +13,7 @@ template <class Math> struct BackwardScratch {
   ScoreScratch<T> score;
   Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
   T *s, *dp, *dq, *lse, *excess, *delta, *ones, *row, *keep = nullptr, *slopes = nullptr;
+  T *wide_p = nullptr, *wide_ds = nullptr; // of a tile that is masked and holds what is not finite
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)),
@@ -34,6 +35,10 @@ template <class Math> struct BackwardScratch {
     ones = arena.take<T>(tile.q);
     row = arena.take<T>(2 * round_to(dv, 16));
     if (problem.dropout > 0) keep = arena.take<T>(Math::kChunk * tile.width);
+    if (problem.mask || problem.window_left != kUnbounded || problem.window_right != kUnbounded) {
+      wide_p = arena.take<T>(tile.k * tile.width);
+      wide_ds = arena.take<T>(tile.k * tile.width);
+    }
     if (problem.softcap > 0) slopes = arena.take<T>(Math::kChunk * tile.width);
   }
 };
@@ -42,6 +47,7 @@ template <class Math> struct BackwardScratch {
 template <class Math> struct QueryTile {
   using T = typename Math::Real;
   int64_t i0, i1, rows, pieces, width;
+  bool finite; // Q and dO are
   bool large; // some LSE is so large that its rounding shows in P
   typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows, do_rows;
 
@@ -79,6 +85,7 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
     out.q_rows = Math::load_rows(p.q, head.b, head.h, token, out.i1 - i0, d, scratch.q_rows);
     out.do_rows = Math::load_rows(p.dout, head.b, head.h, token, out.i1 - i0, dv, scratch.do_rows);
   }
+  out.finite = all_finite(p.q, head.b, head.h, token, out.i1 - i0, d) && all_finite(p.dout, head.b, head.h, token, out.i1 - i0, dv);
   out.large = false;
   fill(scratch.excess, out.rows, T(0));
   for (int64_t i = 0; i < out.rows; ++i) {
@@ -136,6 +143,7 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   constexpr int L = V::kLanes;
   const Problem &p = *head.p;
   const int64_t lane = n * queries.width, width = piece.span.width;
+  const bool masked = piece.masked();
   const V natural(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074)); // s * natural is the score
   for (int64_t done = 0; done < piece.span.keys; done += Math::kChunk) {
     const TileSpan t = piece.span.chunk(done, Math::kChunk);
@@ -148,15 +156,17 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
       const V delta = V::load(scratch.delta + lane + c);
       const V lse = V::load(scratch.lse + lane + c), excess = V::load(scratch.excess + lane + c);
       auto element = [&](int64_t at, V &prob, V &grad) __attribute__((always_inline)) {
-        prob = Math::power((V::load(s + at) * natural - lse) * log2e - excess);
+        const V score = V::load(s + at);
+        prob = Math::power((score * natural - lse) * log2e - excess);
         grad = V::load(dp + at);
-        if (!head.dropout) {
-          grad = prob * (grad - delta);
-          return;
+        const V keep = head.dropout ? V::load(scratch.keep + at) : V(T(1));
+        grad = prob * (head.dropout ? grad * keep - delta : grad - delta);
+        if (masked) { // hidden is 0, whatever LSE, dP and D are
+          const auto hidden = score == V(-kInfinity<T>);
+          prob = select(hidden, V(T(0)), prob);
+          grad = select(hidden, V(T(0)), grad);
         }
-        V keep = V::load(scratch.keep + at);
-        grad = prob * (grad * keep - delta);
-        prob *= keep;
+        if (head.dropout) prob *= keep;
       };
       for (int64_t j = 0; j < t.keys; j += 2) {
         const bool both = j + 1 < t.keys;
@@ -213,6 +223,42 @@ private:
   }
 };
 
+// The products of one piece without the elements that are hidden: see add_visible.
+template <class Math>
+__attribute__((noinline)) void backward_guarded(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
+                                                const Piece<typename Math::Real> &piece, typename Math::Left k_rows, typename Math::Left v_rows,
+                                                BackwardScratch<Math> &scratch, const KeyGradients<typename Math::Real> &sums) {
+  using T = typename Math::Real;
+  using V = Vec<T>;
+  const Problem &p = *head.p;
+  const TileSpan &t = piece.span;
+  const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16), lane = n * queries.width;
+  const auto probs = Fma<T>::in_place(scratch.wide_p, t.width), grads = Fma<T>::in_place(scratch.wide_ds, t.width);
+  recompute(head, queries, n, piece, k_rows, v_rows, scratch,
+            [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
+              if (scratch.slopes) {
+                g0 *= V::load(scratch.slopes + j * t.width + c);
+                if (both) g1 *= V::load(scratch.slopes + (j + 1) * t.width + c);
+              }
+              probs.put(done + j, c, p0, p1, both);
+              grads.put(done + j, c, g0, g1, both);
+            });
+  T *row = scratch.score.buffer;
+  auto add_queries = [&](const View &x, int64_t columns, const T *weights, T *sum, int64_t ld) { // sum[key] += weights[key][i] x[i]
+    for (int64_t i = 0; i < t.lanes; ++i) {
+      load_row(x, head.b, head.h, head.q0 + t.i0 + i, 0, columns, row);
+      for (int64_t j = 0; j < t.keys; ++j) {
+        const T weight = weights[j * t.width + i];
+        if (weight == T(0)) continue;
+        for (int64_t c = 0; c < columns; ++c) sum[(t.j0 + j) * ld + c] += weight * row[c];
+      }
+    }
+  };
+  if (p.dv) add_queries(p.dout, dv, scratch.wide_p, sums.dv, ldv);
+  if (p.dk) add_queries(p.q, d, scratch.wide_ds, sums.dk, ldk);
+  if (p.dq) add_visible(t, scratch.wide_ds, p.k, head.b, head.kv, head.k0, d, scratch.dq + ldk * lane, row);
+}
+
 template <class Math>
 void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source, BackwardScratch<Math> &scratch,
                    const KeyGradients<typename Math::Real> &sums) {
@@ -252,10 +298,17 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
         loaded = true;
       }
       const TileSpan &t = spans[n] = piece.span;
+      const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
+      if (piece.masked() && !(queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, t.keys, d))) {
+        backward_guarded(head, queries, n, piece, k_rows, v_rows, scratch, sums);
+        spans[n].keys = 0;
+        joint = false;
+        continue;
+      }
       joint &= t.j0 == keys.begin && t.j0 + t.keys == keys.end;
       auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
       auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width, tile.q, lane);
-      recompute(head, queries, n, piece, Math::rows_from(k.keys.rows, t.j0 - k.origin), Math::rows_from(v.keys.rows, t.j0 - v.origin), scratch,
+      recompute(head, queries, n, piece, k_rows, v_rows, scratch,
                 [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
                   probs.put(done + j, c, p0, p1, both);
                   if (scratch.slopes) {

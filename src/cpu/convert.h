@@ -67,6 +67,31 @@ template <class T> STROBE_INLINE T load_as(DType dtype, const char *base, int64_
   return r;
 }
 
+// Whether the rows [i, i + n) of a head, d columns, hold no infinity and no NaN.
+inline bool all_finite(const View &view, int64_t b, int64_t h, int64_t i, int64_t n, int64_t d) {
+  bool finite = true;
+  with_type(view.dtype, [&](auto *type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    using Word = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+    constexpr Word kExponent = std::is_same_v<T, Half> ? Word(0x7C00) : std::is_same_v<T, BFloat16> ? Word(0x7F80) : sizeof(T) == 4 ? Word(0x7F800000) : Word(0x7FF0000000000000);
+    for (int64_t r = 0; r < n && finite; ++r) {
+      const auto *row = view.at<T>(b, h, i + r, 0);
+      const int64_t stride = view.stride[3];
+      Word most = 0;
+      auto look = [&](const T &x) __attribute__((always_inline)) {
+        Word exponent = bit_cast<Word>(x) & kExponent;
+        most = exponent > most ? exponent : most;
+      };
+      if (stride == 1)
+        for (int64_t c = 0; c < d; ++c) look(row[c]);
+      else
+        for (int64_t c = 0; c < d; ++c) look(row[c * stride]);
+      finite = most != kExponent;
+    }
+  });
+  return finite;
+}
+
 // dst[c] = view(b, h, i, c) for c in [0, n)
 template <class T> void load_row(const View &view, int64_t b, int64_t h, int64_t i, int64_t c0, int64_t n, T *dst) {
   with_type(view.dtype, [&](auto *type) {

@@ -85,6 +85,7 @@ template <class T> struct Fma {
     STROBE_INLINE Left rows() const { return {{s, width, 1}}; }
   };
   static int64_t scores_size(int64_t /*tile_k*/, int64_t /*width*/) { return 0; }
+  static STROBE_INLINE Scores in_place(T *s, int64_t width) { return {s, width}; }
   static STROBE_INLINE Scores scores(T *s, Element * /*lanes*/, Element * /*rows*/, int64_t /*keys*/, int64_t width, int64_t /*tile_q*/, int64_t /*lane*/) {
     return {s, width};
   }

@@ -1,6 +1,7 @@
 // The forward: FlashAttention-2's loop (Dao 2023, Algorithm 1), a tile of queries an item, one query a lane.
 #pragma once
 #include "../../kernels/attention/softmax.h"
+#include "fma.h"
 #include "isa.h"
 #include "keys.h"
 
@@ -34,10 +35,10 @@ template <class Math> struct ForwardScratch {
 
 // One step of online softmax over a chunk of scores s: P goes to `out` from its key `at_key` on, m and l move on. Returns whether m moved: then
 // alpha is what O must be multiplied by.
-template <class Math>
+template <class Math, class Scores>
 __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &head, const TileSpan &t, const typename Math::Real *s,
                                             const typename Math::Real *keep, typename Math::Real *m, typename Math::Real *l,
-                                            typename Math::Real *alpha, const typename Math::Scores &out, int64_t at_key) {
+                                            typename Math::Real *alpha, const Scores &out, int64_t at_key) {
   using T = typename Math::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes, kColumns = 4;
@@ -96,7 +97,8 @@ template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t wi
 template <class T> struct Piece {
   TileSpan span;
   bool band_masked, use_mask;
-  bool options(const Head<T> &head) const { return head.additive || band_masked || use_mask; }
+  bool masked() const { return band_masked || use_mask; }
+  bool options(const Head<T> &head) const { return head.additive || masked(); }
 };
 template <class T> STROBE_INLINE bool make_piece(const Head<T> &head, int64_t i0, int64_t lanes, int64_t width, const KeyTile &tile, Piece<T> &piece) {
   Range any = intersect({tile.begin, tile.end}, head.band.keys_any(i0, i0 + lanes)), all = head.band.keys_all(i0, i0 + lanes);
@@ -111,6 +113,20 @@ template <class T> STROBE_INLINE bool make_piece(const Head<T> &head, int64_t i0
     piece.use_mask = seen == Visible::some;
   }
   return true;
+}
+
+// sum[c * width + lane] += sum over keys of s[key * width + lane] x(key, c), without the elements where s is 0: a hidden key's V, or K, may hold
+// anything, and 0 times an infinity is not a number. For tiles that are masked and hold one; row: scratch of a row of x.
+template <class T>
+__attribute__((noinline)) void add_visible(const TileSpan &t, const T *s, const View &x, int64_t b, int64_t h, int64_t k0, int64_t d, T *sum, T *row) {
+  for (int64_t j = 0; j < t.keys; ++j) {
+    load_row(x, b, h, k0 + t.j0 + j, 0, d, row);
+    for (int64_t c = 0; c < d; ++c)
+      for (int64_t lane = 0; lane < t.width; ++lane) {
+        const T weight = s[j * t.width + lane];
+        sum[c * t.width + lane] += weight != T(0) ? weight * row[c] : T(0);
+      }
+  }
 }
 
 template <class Math>
@@ -150,6 +166,9 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
       const int64_t skipped = t.j0 - v.origin;
       T *o = scratch.o + ldo * lane;
       auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width, width, 0);
+      const bool guarded = piece.masked() && !all_finite(p.v, head.b, head.kv, head.k0 + t.j0, t.keys, dv);
+      if (guarded && !started[n]) fill(o, dv * width, T(0));
+      started[n] |= guarded;
       int64_t multiplied = 0; // keys of the tile whose P V is in O
       auto multiply_values = [&](int64_t end) { // O += V^T P
         Math::multiply(dv, width, end - multiplied, Math::columns_from(v.keys.columns, skipped + multiplied), probs.lanes(multiplied), o, width, started[n]);
@@ -162,11 +181,16 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
         Math::multiply(chunk.keys, width, d, Math::rows_from(k.keys.rows, chunk.j0 - k.origin), q[n], s, width, false); // S = K Q^T
         if (piece.options(head)) apply_options(head, chunk, piece.band_masked, piece.use_mask, scratch.score, s, (T *)nullptr);
         if (head.dropout) load_keep(head, chunk, scratch.keep);
-        if (softmax_step<Math>(head, chunk, s, scratch.keep, scratch.m + lane, scratch.l + lane, scratch.alpha, probs, done)) {
-          if (done > multiplied) multiply_values(done); // what was measured against the old m
+        T *m = scratch.m + lane, *l = scratch.l + lane;
+        const bool moved = guarded ? softmax_step<Math>(head, chunk, s, scratch.keep, m, l, scratch.alpha, Fma<T>::in_place(s, width), 0)
+                                   : softmax_step<Math>(head, chunk, s, scratch.keep, m, l, scratch.alpha, probs, done);
+        if (moved) {
+          if (!guarded && done > multiplied) multiply_values(done); // what was measured against the old m
           if (started[n]) scale_lanes(o, dv, width, scratch.alpha);
         }
+        if (guarded) add_visible(chunk, s, p.v, head.b, head.kv, head.k0, dv, o, scratch.score.buffer);
       }
+      if (guarded) continue;
       probs.finish(t.keys);
       multiply_values(t.keys);
     }
