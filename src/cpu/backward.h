@@ -86,13 +86,14 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
     out.do_rows = Math::load_rows(p.dout, head.b, head.h, token, out.i1 - i0, dv, scratch.do_rows);
   }
   out.finite = all_finite(p.q, head.b, head.h, token, out.i1 - i0, d) && all_finite(p.dout, head.b, head.h, token, out.i1 - i0, dv);
+  const double large = p.dtype == DType::f16 || p.dtype == DType::bf16 ? 1024 : 16; // the last bit of LSE: 6e-5, 1e-6
   out.large = false;
   fill(scratch.excess, out.rows, T(0));
   for (int64_t i = 0; i < out.rows; ++i) {
     bool real = i0 + i < out.i1;
     T lse = real ? *p.lse.at<T>(head.b, head.h, token + i, 0) : T(0);
     scratch.lse[i] = real && lse != -kInfinity<T> ? lse : kInfinity<T>; // P = 0 in lanes past the end and in rows that see nothing
-    out.large |= real && __builtin_fabs(double(lse)) > 64 && __builtin_isfinite(lse);
+    out.large |= real && __builtin_fabs(double(lse)) > large && __builtin_isfinite(lse);
     scratch.delta[i] = real ? T(row_delta(head, token + i, scratch.row)) : T(0);
   }
 }
