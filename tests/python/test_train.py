@@ -266,9 +266,12 @@ def test_bf16_trains(corpus):
     assert losses["bf16"] == pytest.approx(losses["fp32"], abs=0.05)
 
 
-def test_compiled_trains_the_same(corpus, monkeypatch):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))  # traced, no C++ compiled
-    losses = {c: Trainer(SMOKE.replace(compile=c, dropout=0.0, steps=2), corpus).run().train for c in (True, False)}
+@pytest.mark.parametrize("attention", ["strobe", "sdpa", "math", "block-sparse", "none"])
+def test_compiled_trains_the_same(corpus, monkeypatch, attention):
+    whole = attention in ("strobe", "sdpa", "none")  # in one graph
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=whole))  # traced, no C++ compiled
+    config = SMOKE.replace(attention=attention, steps=2)
+    losses = {compiled: Trainer(config.replace(compile=compiled), corpus).run().train for compiled in (True, False)}
     assert losses[True] == pytest.approx(losses[False], abs=1e-4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +58,8 @@ def command(
     The default configuration takes about three minutes on two CPU cores, and fails unless attention was seen to learn.
     """
     require("train", "torch", "numpy", "tokenizers", "matplotlib", extra="train")
+    # Before torch comes in: beside other work, threads that wait actively make small steps several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from strobe.train.experiment import train as run
 
     folder = out or Path("runs") / config

@@ -31,6 +31,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float, block: int) -> Tensor
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout).transpose(1, 2)
 
 
+@torch.compiler.disable
+def _keep(shape: tuple[int, int, int, int], dropout: float, rng: Tensor) -> Tensor:
+    return strobe.dropout_mask(shape, dropout, rng=rng.cpu()).to(rng.device)
+
+
 def _math(q: Tensor, k: Tensor, v: Tensor, dropout: float, block: int) -> Tensor:
     """The formulas as they stand, with the dropout mask that strobe would use."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -40,10 +45,11 @@ def _math(q: Tensor, k: Tensor, v: Tensor, dropout: float, block: int) -> Tensor
     rng = _draw(dropout, q.device)
     if rng is not None:
         keep_rate = min(max(round((1 - dropout) * 256), 1), 255) / 256
-        p = p * strobe.dropout_mask((*q.shape[:3], k.shape[2]), dropout, rng=rng.cpu()).to(p.device) / keep_rate
+        p = p * _keep((*q.shape[:3], k.shape[2]), dropout, rng) / keep_rate
     return (p.to(v.dtype) @ v).transpose(1, 2)
 
 
+@torch.compiler.disable  # made once, outside the graph
 @functools.cache
 def _block_mask(sequence: int, block: int) -> strobe.BlockMask:
     """Each query block sees the block before it, its own, and the first."""

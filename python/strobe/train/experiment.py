@@ -30,8 +30,6 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
         f"{corpus.tokenizer.get_vocab_size():,}, {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held back"
     )
     main = _run(config, corpus, out / "attention.pt", resume, console, config.attention)
-    if config.device == "auto" and main.device.type == "cpu" and torch.cuda.is_available():
-        console.print(f"The GPU was left alone, since {config.attention} attention does not run there yet; --attention sdpa does.")
     ablation: History | None = None
     if config.ablation and config.attention != "none":
         ablation = _run(main.config.replace(attention="none"), corpus, out / "no-attention.pt", resume, console, "no attention").history
@@ -66,6 +64,8 @@ def _run(config: Config, corpus: Corpus, checkpoint: Path, resume: bool, console
         if checkpoint.exists():  # hours may lie in it
             checkpoint.replace(checkpoint.with_suffix(".previous.pt"))
         trainer = Trainer(config, corpus)
+    if config.device == "auto" and trainer.device.type == "cpu" and torch.cuda.is_available():
+        console.print(f"The GPU is left alone, since {config.attention} attention does not run there yet; --attention sdpa does.")
     parameters = sum(p.numel() for p in trainer.model.parameters())
     console.print(
         f"{name}: {parameters / 1e6:.1f} M parameters, {trainer.steps:,} steps of {trainer.tokens_per_step:,} tokens, "
