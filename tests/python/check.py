@@ -27,6 +27,19 @@ def available_engines() -> list[str]:
     return [name for name, missing in strobe.engines() if missing is None and name != "reference"]
 
 
+def takes(engine: str, dtype: torch.dtype) -> bool:
+    """Whether the engine takes a plain call of that dtype; some are for one dtype alone."""
+    try:
+        strobe.attention(*(torch.zeros(1, 1, 1, 1, dtype=dtype) for _ in "qkv"), engine=engine)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def dtype_of(engine: str) -> torch.dtype:
+    return torch.float32 if takes(engine, torch.float32) else torch.bfloat16
+
+
 def runs(inputs: Inputs, **how: Any) -> Iterator[tuple[str, Results]]:
     """The call on each engine that takes it: one that is asked for by name may refuse, the library may not."""
     for engine in available_engines():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cases import Inputs, call
-from check import available_engines, run, run_or_skip
+from check import available_engines, dtype_of, run, run_or_skip
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 engines = pytest.mark.parametrize("engine", available_engines())
@@ -64,14 +64,15 @@ def test_any_number_of_threads(make, engine):
 
 @engines
 def test_one_row_and_many_threads(engine):
-    for inputs in (call(h=1, sq=1, sk=2000, d=64), call(h=1, sq=2000, sk=1, d=64)):
+    dtype = dtype_of(engine)
+    for inputs in (call(h=1, sq=1, sk=2000, d=64, dtype=dtype), call(h=1, sq=2000, sk=1, d=64, dtype=dtype)):
         assert same(run(inputs, engine, threads=8), run(inputs, engine, threads=1))
 
 
 @engines
 def test_run_to_run(engine):
     """Dao-AILab/flash-attention#414, #359: the same call gave other gradients."""
-    inputs = everything(torch.float32)
+    inputs = everything(dtype_of(engine))
     first = run(inputs, engine, threads=4)
     for _ in range(20):
         assert same(run(inputs, engine, threads=4), first)
@@ -80,14 +81,14 @@ def test_run_to_run(engine):
 def in_child(inputs: Inputs, engine: str, connection) -> None:
     results = run(inputs, engine, threads=4)
     torch.set_num_threads(1)  # PyTorch's own operators wait for ever for the parent's threads
-    connection.send({name: t.numpy() for name, t in results.items()})
+    connection.send({name: t.float().numpy() for name, t in results.items()})
     connection.close()
 
 
 @engines
 def test_after_fork(engine):
     """A child of a process that has used threads computes the same, and the parent goes on; a data loader's worker does that."""
-    inputs = everything(torch.float32)
+    inputs = everything(dtype_of(engine))
     torch.set_num_threads(2)
     expected = run(inputs, engine, threads=4)
     context = multiprocessing.get_context("fork")
@@ -97,7 +98,7 @@ def test_after_fork(engine):
         child.start()
         there.close()
         assert here.poll(60), "the child hangs"
-        assert same({name: torch.from_numpy(x) for name, x in here.recv().items()}, expected)
+        assert same({name: torch.from_numpy(x) for name, x in here.recv().items()}, {name: t.float() for name, t in expected.items()})
         child.join(60)
         assert child.exitcode == 0
         assert same(run(inputs, engine, threads=4), expected)
@@ -106,7 +107,7 @@ def test_after_fork(engine):
 @engines
 def test_after_fork_with_the_default_threads(engine):
     """With threads=None, strobe runs on PyTorch's own threads, which a child does not inherit."""
-    inputs = everything(torch.float32)
+    inputs = everything(dtype_of(engine))
     torch.set_num_threads(2)
     expected = run(inputs, engine)
     pid = os.fork()

@@ -9,7 +9,7 @@ import torch
 
 import strobe
 from cases import call
-from check import Yardstick, assert_matches, available_engines, oracle, run, run_or_skip, runs
+from check import Yardstick, assert_matches, available_engines, dtype_of, oracle, run, run_or_skip, runs
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *HALF)
@@ -270,7 +270,7 @@ def test_nan_reaches_only_the_rows_that_see_it(hidden_by, what, value, engine):
         "mask": {"mask": ~hide},
         "blocks": {"block_mask": strobe.BlockMask.from_kept(kept, 16, 16, 50, 70)},
     }[hidden_by]
-    inputs = call(b=2, h=2, sq=50, sk=70, d=16, dlse=False, **options)
+    inputs = call(b=2, h=2, sq=50, sk=70, d=16, dtype=dtype_of(engine), dlse=False, **options)
     getattr(inputs, what)[1, 1, 37, 5] = value
     ref = oracle(inputs)
     results = run(inputs, engine)
@@ -288,7 +288,7 @@ def test_nan_reaches_only_the_rows_that_see_it(hidden_by, what, value, engine):
 def test_nan_stays_in_its_sequence(engine):
     """Packed neighbours share tiles but nothing else."""
     cu = torch.tensor([0, 13, 13, 40, 60], dtype=torch.int32)
-    inputs = call(sq=60, sk=60, dlse=False, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    inputs = call(sq=60, sk=60, dtype=dtype_of(engine), dlse=False, cu_seqlens_q=cu, cu_seqlens_k=cu)
     clean = run(inputs, engine)
     for t in (inputs.q, inputs.k, inputs.v, inputs.dout):
         t[13:40] = torch.nan
@@ -306,7 +306,7 @@ def test_nan_stays_in_its_sequence(engine):
 @engines
 def test_all_nan_is_not_zero(engine):
     """pytorch/pytorch#141128: a NaN query turned into zeros by a 'no visible key' test on the row's maximum."""
-    inputs = call(dlse=False)
+    inputs = call(dtype=dtype_of(engine), dlse=False)
     inputs.q = torch.full_like(inputs.q, torch.nan)
     results = run(inputs, engine)
     assert results["out"].isnan().all()

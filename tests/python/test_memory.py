@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from check import available_engines
+from check import available_engines, takes
 
 # Peak resident memory over what stands before the call, with every page of the inputs touched. glibc's arenas would keep what was freed.
 SCRIPT = """
@@ -46,6 +47,8 @@ def extra(engine: str, dtype: str, length: int) -> int:
 def test_extra_memory_per_token(engine, dtype, record_property):
     """Per token and with two threads: the results, and as scratch at most twice what q, k, v, out and their gradients take in float32.
     One row of S alone, at the longer length, is far more than that."""
+    if not takes(engine, getattr(torch, dtype)):
+        pytest.skip(f"{engine} does not take {dtype}")
     heads, heads_kv, d = 2, 1, 64
     element = 4 if dtype == "float32" else 2
     results = 2 * (heads + heads_kv) * d * element + heads * 4
