@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -219,8 +220,8 @@ def test_interrupt_and_resume_is_the_whole_run(run, tmp_path, monkeypatch):
     step = Trainer.train_step
 
     def interrupted(trainer):
-        if trainer.step == 4:
-            raise KeyboardInterrupt
+        if trainer.step == 3:
+            signal.raise_signal(signal.SIGINT)
         return step(trainer)
 
     with monkeypatch.context() as patch:

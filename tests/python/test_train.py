@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -217,13 +218,15 @@ def test_resume_is_bitwise(corpus, tmp_path, attention):
     whole = Trainer(config, corpus)
     whole.run()
 
-    def stop(run: Trainer) -> None:
-        if run.step == 4:
-            raise KeyboardInterrupt
+    class Stopped(Trainer):
+        def train_step(self) -> float:
+            if self.step == 3:
+                signal.raise_signal(signal.SIGINT)  # Ctrl-C, in the midst of a step
+            return super().train_step()
 
     torch.manual_seed(123)  # what else the process draws is no matter
     with pytest.raises(KeyboardInterrupt):
-        Trainer(config, corpus).run(tmp_path / "run.pt", stop)
+        Stopped(config, corpus).run(tmp_path / "run.pt")
     torch.manual_seed(456)
     resumed = Trainer.load(tmp_path / "run.pt", config, corpus)
     assert resumed.step == 4
@@ -233,6 +236,20 @@ def test_resume_is_bitwise(corpus, tmp_path, attention):
     assert resumed.history == whole.history
     states = [run.optimizer.state_dict()["state"] for run in (resumed, whole)]
     assert same(*([t for state in s.values() for t in state.values()] for s in states))
+
+
+def test_a_second_interrupt_strikes_at_once(corpus, tmp_path):
+    class Stopped(Trainer):
+        def train_step(self) -> float:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the second was held back, too")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        Stopped(SMOKE, corpus).run(tmp_path / "run.pt")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not (tmp_path / "run.pt").exists()
 
 
 def test_resume_refuses_another_run(corpus, tmp_path):

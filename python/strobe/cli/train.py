@@ -78,7 +78,7 @@ def command(
         typer.echo(f"strobe train: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        typer.echo(f"\nInterrupted; {folder} holds a checkpoint, and the same command with --resume goes on from there.", err=True)
+        typer.echo(f"\nInterrupted; the same command with --resume goes on from what {folder} holds.", err=True)
         raise typer.Exit(130) from None
     if chosen.must_learn and result.learned is False:
         raise typer.Exit(1)

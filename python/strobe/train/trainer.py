@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -80,6 +83,26 @@ def _bf16_speedup(config: Config) -> float:
         return min(times)  # the least: other processes only ever add
 
     return seconds(torch.float32) / seconds(torch.bfloat16)
+
+
+@contextlib.contextmanager
+def _held_interrupt() -> Iterator[Callable[[], bool]]:
+    """Holds Ctrl-C back, since half a step could not be resumed bit for bit, and yields what tells of it. A second one strikes at once."""
+    interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, before)
+
+    if threading.current_thread() is not threading.main_thread():  # where Python takes no signals
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Trainer:
@@ -168,19 +191,17 @@ class Trainer:
         return self.history.final
 
     def run(self, checkpoint: Path | None = None, on_step: Callable[[Trainer], None] = lambda trainer: None) -> History:
-        """Trains to the end, measuring and saving on the way; an interrupt (Ctrl-C) saves too, then goes on as KeyboardInterrupt."""
-        try:
+        """Trains to the end, measuring and saving on the way. Ctrl-C lets the step end, saves too, then goes on as KeyboardInterrupt."""
+        with _held_interrupt() as interrupted:
             while self.step < self.steps:
                 self.train_step()
                 if self.step % self.config.evaluate_every == 0 or self.step == self.steps:
                     self.evaluate()
                 on_step(self)
-                if checkpoint and (self.step % self.config.save_every == 0 or self.step == self.steps):
+                if checkpoint and (self.step % self.config.save_every == 0 or self.step == self.steps or interrupted()):
                     self.save(checkpoint)
-        except KeyboardInterrupt:
-            if checkpoint:
-                self.save(checkpoint)
-            raise
+                if interrupted():
+                    raise KeyboardInterrupt
         return self.history
 
     def save(self, path: Path) -> None:
