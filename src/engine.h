@@ -10,11 +10,11 @@ namespace strobe {
 
 struct Plan {
   const char *engine = nullptr;
-  std::string kernel;                // what runs, in words, e.g. "fp32 FMA, 16 lanes, 4x4 accumulators"
-  int64_t tile_q = 0, tile_k = 0;    // the tile (Br, Bc) that runs
+  std::string kernel;             // what runs, in words, e.g. "fp32 FMA, 16 lanes, 4x4 accumulators"
+  int64_t tile_q = 0, tile_k = 0; // the tile (Br, Bc) that runs
   uint64_t workspace_bytes = 0;
   double predicted_seconds = 0;
-  std::vector<std::string> notes;    // what was rounded or fell back, and why; explain() prints them
+  std::vector<std::string> notes; // what was rounded or fell back, and why; explain() prints them
 };
 
 using Answer = std::variant<Plan, std::string>; // a plan, or the reason against

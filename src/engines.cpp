@@ -80,11 +80,14 @@ Decision decide(const Problem &problem, const Execution &execution, Direction di
   const Choice::Row &chosen = choice.rows[choice.chosen];
   for (int i = 0; problem.strict && i < choice.chosen; i++) {
     const auto &[engine, answer] = choice.rows[i];
-    const std::string *reason = std::get_if<std::string>(&answer);
-    if (!reason || engine->only_by_name() || !engine->missing().empty()) continue;
-    if (std::holds_alternative<Plan>(engine->plan(without_options(problem), execution, direction)))
-      throw Error(STROBE_UNSUPPORTED,
-                  text("strict: ", chosen.engine->name(), " would run, for the faster ", engine->name(), " refuses: ", *reason));
+    if (engine->only_by_name() || !engine->missing().empty()) continue;
+    if (const Plan *plan = std::get_if<Plan>(&answer)) {
+      if (plan->predicted_seconds < std::get<Plan>(chosen.answer).predicted_seconds)
+        throw Error(STROBE_UNSUPPORTED, text("strict: ", chosen.engine->name(), " was asked for by name, and ", engine->name(), " is faster"));
+    } else if (std::holds_alternative<Plan>(engine->plan(without_options(problem), execution, direction))) {
+      throw Error(STROBE_UNSUPPORTED, text("strict: ", chosen.engine->name(), " would run, for the faster ", engine->name(),
+                                           " refuses: ", std::get<std::string>(answer)));
+    }
   }
   return {chosen.engine, std::get<Plan>(chosen.answer)};
 }

@@ -9,7 +9,7 @@
  *
  * Shapes (B batch, H query heads, Hkv key heads (H a multiple of Hkv), Sq queries, Sk keys, D = Dqk head dimension, Dv value dimension)
  *   dense    q (B,H,Sq,D)   k (B,Hkv,Sk,D)   v (B,Hkv,Sk,Dv)   out, dout (B,H,Sq,Dv)   lse, dlse (B,H,Sq)
- *   varlen   q (Tq,H,D)     k (Tk,Hkv,D)     v (Tk,Hkv,Dv)     out, dout (Tq,H,Dv)     lse, dlse (H,Tq)     with cu_seqlens_q, cu_seqlens_k (B+1)
+ *   varlen   q (Tq,H,D)     k (Tk,Hkv,D)     v (Tk,Hkv,Dv)     out, dout (Tq,H,Dv)     lse, dlse (H,Tq)     with both cu_seqlens (B+1)
  *   dq, dk, dv have the shapes of q, k, v. Any strides (in elements; 0 and negative included for what is read).
  *   docs/semantics.md holds the formulas.
  */
@@ -77,43 +77,43 @@ typedef struct strobe_attention {
   uint64_t size;
   double scale; /* of q.k; 1/sqrt(D) unless has_scale */
   int32_t has_scale;
-  int32_t causal;                 /* key j is visible to query i if j <= i + offset */
-  int32_t alignment;              /* strobe_alignment: the offset of causal, window and ALiBi alike */
-  int32_t has_window_left;        /* j >= i + offset - window_left */
-  int64_t window_left;            /* >= 0 */
-  int64_t window_right;           /* >= 0; j <= i + offset + window_right */
+  int32_t causal;          /* key j is visible to query i if j <= i + offset */
+  int32_t alignment;       /* strobe_alignment: the offset of causal, window and ALiBi alike */
+  int32_t has_window_left; /* j >= i + offset - window_left */
+  int64_t window_left;     /* >= 0 */
+  int64_t window_right;    /* >= 0; j <= i + offset + window_right */
   int32_t has_window_right;
-  int32_t deterministic;          /* bitwise the same over runs; the CPU always is */
-  double softcap;                 /* c * tanh(s / c); 0: none */
-  double dropout;                 /* probability of dropping, in [0, 1); quantised to 1/256, see docs/semantics.md */
-  uint64_t seed, offset;          /* of the dropout mask, unless strobe_tensors.rng is given */
-  int64_t block_q, block_k;       /* the blocks of the block-sparse mask, multiples of 16 */
-  int64_t tile_q, tile_k;         /* a wish (Br, Bc); 0: the engine's own choice. explain() says to what it was rounded */
+  int32_t deterministic;              /* bitwise the same over runs; the CPU always is */
+  double softcap;                     /* c * tanh(s / c); 0: none */
+  double dropout;                     /* probability of dropping, in [0, 1); quantised to 1/256, see docs/semantics.md */
+  uint64_t seed, offset;              /* of the dropout mask, unless strobe_tensors.rng is given */
+  int64_t block_q, block_k;           /* the blocks of the block-sparse mask, multiples of 16 */
+  int64_t tile_q, tile_k;             /* a wish (Br, Bc); 0: the engine's own choice. explain() says to what it was rounded */
   int64_t max_seqlen_q, max_seqlen_k; /* varlen only: upper bounds of the lengths; 0: Tq, Tk */
-  int32_t exact_max;              /* keep the running maximum where an engine would do without */
-  int32_t allow_tf32;             /* let fp32 run as single-pass TF32 */
-  int32_t strict;                 /* refuse what would not run on the fastest engine of this device */
-  int32_t check;                  /* check what lies in device memory (cu_seqlens, CSR); synchronises. Host memory is always checked */
-  const char *engine;             /* only this engine, e.g. "cpu-avx2"; null: the one with the least predicted time */
+  int32_t exact_max;                  /* keep the running maximum where an engine would do without */
+  int32_t allow_tf32;                 /* let fp32 run as single-pass TF32 */
+  int32_t strict;                     /* refuse what would not run on the fastest engine of this device */
+  int32_t check;                      /* check what lies in device memory (cu_seqlens, CSR); synchronises. Host memory is always checked */
+  const char *engine;                 /* only this engine, e.g. "cpu-avx2"; null: the one with the least predicted time */
 } strobe_attention;
 
 /* ON WHAT. Forward reads the first part and writes out and lse; backward reads all and writes d*. A gradient left null is not computed. */
 typedef struct strobe_tensors {
   uint64_t size;
   const strobe_tensor *q, *k, *v;
-  const strobe_tensor *mask;         /* bool, true = attend; (B|1, H|1, Sq|1, Sk|1); varlen: per sequence, (.., max_seqlen_q|1, max_seqlen_k|1) */
-  const strobe_tensor *bias;         /* added to the score; shaped like mask; q's dtype or float32 (float64 with float64) */
+  const strobe_tensor *mask; /* bool, true = attend; (B|1, H|1, Sq|1, Sk|1); varlen: per sequence, (.., max_seqlen_q|1, max_seqlen_k|1) */
+  const strobe_tensor *bias; /* added to the score; shaped like mask; q's dtype or float32 (float64 with float64) */
   const strobe_tensor *alibi_slopes; /* float32 (H) or (B,H): -slope * |i + offset - j| is added to the score */
   const strobe_tensor *sinks;        /* float32, or float64 with float64, (H): a logit that joins the denominator alone */
   const strobe_tensor *cu_seqlens_q; /* int32 (B+1), contiguous: sequence b holds tokens [cu[b], cu[b+1]) */
   const strobe_tensor *cu_seqlens_k; /* both or none */
-  const strobe_tensor *block_rows;   /* int32 (B|1, H|1, nq+1), contiguous: entries of block_cols that query block holds; absolute offsets */
-  const strobe_tensor *block_cols;   /* int32 (kept): key blocks, strictly ascending within a row */
+  const strobe_tensor *block_rows; /* int32 (B|1, H|1, nq+1), contiguous: entries of block_cols that query block holds; absolute offsets */
+  const strobe_tensor *block_cols; /* int32 (kept): key blocks, strictly ascending within a row */
   const strobe_tensor *block_rows_t; /* the transpose: int32 (B|1, H|1, nk+1) and int32 (kept); optional, engines that want it say so */
   const strobe_tensor *block_cols_t;
-  const strobe_tensor *rng;          /* int64 (2): seed, offset, on the device of q; read when the work runs */
-  const strobe_tensor *out;          /* q's dtype, but for the reference engine: float64 */
-  const strobe_tensor *lse;          /* float32 (float64 with float64); optional in forward, needed in backward */
+  const strobe_tensor *rng; /* int64 (2): seed, offset, on the device of q; read when the work runs */
+  const strobe_tensor *out; /* q's dtype, but for the reference engine: float64 */
+  const strobe_tensor *lse; /* float32 (float64 with float64); optional in forward, needed in backward */
   /* backward */
   const strobe_tensor *dout;
   const strobe_tensor *dlse; /* optional: the gradient through lse */
@@ -122,13 +122,14 @@ typedef struct strobe_tensors {
   const strobe_tensor *dsinks; /* sinks' shape and dtype */
 } strobe_tensors;
 
-/* A parallel region of the caller's: run body(arg, i) once for each i in [0, n), on as many threads as it likes, and return when all are done. */
+/* A parallel region of the caller's: run body(arg, i) once for each i in [0, n), on as many threads as it likes, and return when all are
+ * done. */
 typedef void (*strobe_parallel)(void *pool, int32_t n, void (*body)(void *arg, int32_t i), void *arg);
 
 /* WITH WHAT. A null strobe_execution is one of zeros. */
 typedef struct strobe_execution {
   uint64_t size;
-  int32_t threads;          /* CPU: how many to use; 0: as many as the process may run on */
+  int32_t threads; /* CPU: how many to use; 0: as many as the process may run on */
   int32_t reserved;
   strobe_parallel parallel; /* CPU: how to run them; null: threads started for the call, so nothing outlives it and fork is safe */
   void *pool;               /* passed to parallel */
@@ -154,24 +155,28 @@ STROBE_API int32_t strobe_forward(const strobe_attention *, const strobe_tensors
 STROBE_API int32_t strobe_backward(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
 
 /* Validates, then answers what would run and how much workspace it wants. */
-STROBE_API int32_t strobe_make_plan(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction, strobe_plan *plan);
-STROBE_API int32_t strobe_workspace_size(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction, uint64_t *bytes);
+STROBE_API int32_t strobe_make_plan(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
+                                    strobe_plan *plan);
+STROBE_API int32_t strobe_workspace_size(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
+                                         uint64_t *bytes);
 
 /* The same walk in words: what was asked, each engine's plan or reason, what was chosen and what was rounded. Writes at most capacity bytes
  * (always terminated); needed (optional) receives the whole length with its terminator. */
-STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction, char *text, size_t capacity,
-                                  size_t *needed);
+STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction, char *text,
+                                  size_t capacity, size_t *needed);
 
 /* The engines of this library on this machine: name, and the reason why it cannot run here (null if it can). Returns null past the last. */
 STROBE_API const char *strobe_engine_name(int32_t index);
 STROBE_API const char *strobe_engine_missing(int32_t index);
 
-/* keep: bool (B,H,Sq,Sk) on the CPU; true where dropout keeps the element. Reads attention.dropout, seed, offset (or rng, int64 (2), CPU). */
+/* keep: bool (B,H,Sq,Sk) on the CPU; true where dropout keeps the element. Reads attention.dropout, seed, offset (or rng, int64 (2),
+ * CPU). */
 STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep);
 
 /* The fp64 oracle (CPU): the formulas, row by row; slow on purpose. Inputs of any float dtype; out, lse and all gradients are float64 here.
- * rows (optional): only these flat queries, ascending ((b*H + h)*Sq + i; varlen h*Tq + t), are computed and written in forward; in backward only their dq.
- * cols (optional): in backward only these flat keys ((b*Hkv + h)*Sk + j; varlen h*Tk + t) of dk and dv. dbias and dsinks are computed only without rows. */
+ * rows (optional): only these flat queries, ascending ((b*H + h)*Sq + i; varlen h*Tq + t), are computed and written in forward; in
+ * backward only their dq; dbias and dsinks are then an error.
+ * cols (optional): in backward only these flat keys ((b*Hkv + h)*Sk + j; varlen h*Tk + t) of dk and dv. */
 typedef struct strobe_selection {
   uint64_t size;
   const int64_t *rows;
@@ -179,8 +184,10 @@ typedef struct strobe_selection {
   const int64_t *cols;
   int64_t n_cols;
 } strobe_selection;
-STROBE_API int32_t strobe_reference_forward(const strobe_attention *, const strobe_tensors *, const strobe_execution *, const strobe_selection *);
-STROBE_API int32_t strobe_reference_backward(const strobe_attention *, const strobe_tensors *, const strobe_execution *, const strobe_selection *);
+STROBE_API int32_t strobe_reference_forward(const strobe_attention *, const strobe_tensors *, const strobe_execution *,
+                                            const strobe_selection *);
+STROBE_API int32_t strobe_reference_backward(const strobe_attention *, const strobe_tensors *, const strobe_execution *,
+                                             const strobe_selection *);
 
 #ifdef __cplusplus
 }

@@ -12,8 +12,8 @@ template <class V> struct RowState {
 // What scores are measured against: m, or 0 in a row that has seen nothing yet (-inf - -inf is not a number).
 template <class V> STROBE_FN V reference_of(V m, V minus_infinity) { return select(m == minus_infinity, V(0), m); }
 
-// Takes a tile's maximum in; returns the factor that l was multiplied by and O must be. m may stay behind by up to `slack` (scores' unit; 0:
-// the running maximum itself): P then grows to exp2(slack * unit) at most, and most tiles need no rescaling.
+// Takes a tile's maximum in; returns the factor that l was multiplied by and O must be. m may stay behind by up to `slack` (in the scores'
+// unit; 0: the running maximum itself): P then grows to exp2(slack * unit) at most, and most tiles need no rescaling.
 template <class V> STROBE_FN V rescale(RowState<V> &row, V tile_max, V unit, V slack, V minus_infinity) {
   V m = select(row.m + slack < tile_max, tile_max, row.m);
   V alpha = exp2((row.m - reference_of(m, minus_infinity)) * unit);

@@ -41,8 +41,12 @@ struct View {
   int64_t stride[4] = {0, 0, 0, 0};
 
   __attribute__((always_inline)) explicit operator bool() const { return dtype != DType::none; }
-  __attribute__((always_inline)) int64_t index(int64_t b, int64_t h, int64_t i, int64_t c) const { return b * stride[0] + h * stride[1] + i * stride[2] + c * stride[3]; }
-  template <class T> __attribute__((always_inline)) T *at(int64_t b, int64_t h, int64_t i, int64_t c) const { return reinterpret_cast<T *>(data) + index(b, h, i, c); }
+  __attribute__((always_inline)) int64_t index(int64_t b, int64_t h, int64_t i, int64_t c) const {
+    return b * stride[0] + h * stride[1] + i * stride[2] + c * stride[3];
+  }
+  template <class T> __attribute__((always_inline)) T *at(int64_t b, int64_t h, int64_t i, int64_t c) const {
+    return reinterpret_cast<T *>(data) + index(b, h, i, c);
+  }
 };
 
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
@@ -74,17 +78,17 @@ struct Problem {
 
   // tensors
   View q, k, v;
-  View mask, bias;               // (batch, head, query, key), stride 0 where broadcast
-  View alibi_slopes;             // (batch, head, -, -)
-  View sinks;                    // (-, head, -, -)
+  View mask, bias;   // (batch, head, query, key), stride 0 where broadcast
+  View alibi_slopes; // (batch, head, -, -)
+  View sinks;        // (-, head, -, -)
   const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
   const int64_t *rng = nullptr;
   // block sparsity: CSR over query blocks, and its transpose over key blocks
   struct Blocks {
     bool present = false, transposed = false;
-    int64_t block_q = 0, block_k = 0;             // tokens per block
-    int64_t rows = 0, cols = 0, kept = 0;         // ceil(seqlen_q / block_q), ceil(seqlen_k / block_k), entries
-    int64_t batch = 1, heads = 1;                 // 1 or the problem's: what the CSR is broadcast over
+    int64_t block_q = 0, block_k = 0;                     // tokens per block
+    int64_t rows = 0, cols = 0, kept = 0;                 // ceil(seqlen_q / block_q), ceil(seqlen_k / block_k), entries
+    int64_t batch = 1, heads = 1;                         // 1 or the problem's: what the CSR is broadcast over
     const int32_t *row_ptr = nullptr, *col = nullptr;     // row_ptr: (batch, heads, rows + 1) absolute offsets into col
     const int32_t *row_ptr_t = nullptr, *col_t = nullptr; // (batch, heads, cols + 1)
   } blocks;

@@ -36,8 +36,8 @@ struct Amx {
   };
 
   template <int kPlanes>
-  static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc,
-                                                 bool accumulate) {
+  static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c,
+                                                 int64_t ldc, bool accumulate) {
     int64_t m = 0;
     for (; m + 16 < rows; m += 32) multiply_rows<kPlanes, 2>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
     if (m < rows) multiply_rows<kPlanes, 1>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
@@ -45,7 +45,8 @@ struct Amx {
 
 private:
   template <int kPlanes, int kRows>
-  static STROBE_INLINE void multiply_rows(int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc, bool accumulate) {
+  static STROBE_INLINE void multiply_rows(int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc,
+                                          bool accumulate) {
     int64_t n = 0;
     for (; n + 32 <= columns; n += 32) multiply_block<kPlanes, kRows, 2>(depth, a, b.columns_from(n), c + n, ldc, accumulate);
     if (n < columns) multiply_block<kPlanes, kRows, 1>(depth, a, b.columns_from(n), c + n, ldc, accumulate);
@@ -67,14 +68,10 @@ private:
         constexpr int kA = product<kPlanes>(i).a, kB = product<kPlanes>(i).b;
         if constexpr (i == 0 || kA != product<kPlanes>(i - 1).a) load_left<kRows>(a.a + kA * a.plane + k / 32 * a.step, a.row);
         if constexpr (i == 0 || kB != product<kPlanes>(i - 1).b) load_right<kColumns>(b.b + kB * b.plane + k / 2 * b.ld, b.ld);
-        unroll<kRows>(STROBE_UNROLL(m) {
-          unroll<kColumns>(STROBE_UNROLL(n) { tile_multiply<2 * m + n, 4 + m, 6 + n>(); });
-        });
+        unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { tile_multiply<2 * m + n, 4 + m, 6 + n>(); }); });
       });
     }
-    unroll<kRows>(STROBE_UNROLL(m) {
-      unroll<kColumns>(STROBE_UNROLL(n) { tile_store<2 * m + n>(c + 16 * m * ldc + 16 * n, ldc * 4); });
-    });
+    unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { tile_store<2 * m + n>(c + 16 * m * ldc + 16 * n, ldc * 4); }); });
   }
 
   // The products of planes, the smallest first, in an order that reloads few tiles.

@@ -35,7 +35,7 @@ template <class Math> struct BackwardScratch {
     ones = arena.take<T>(tile.q);
     row = arena.take<T>(2 * round_to(dv, 16));
     if (problem.dropout > 0) keep = arena.take<T>(Math::kChunk * tile.width);
-    if (problem.mask || problem.window_left != kUnbounded || problem.window_right != kUnbounded) {
+    if (problem.mask || problem.bias || problem.window_left != kUnbounded || problem.window_right != kUnbounded) {
       wide_p = arena.take<T>(tile.k * tile.width);
       wide_ds = arena.take<T>(tile.k * tile.width);
     }
@@ -48,7 +48,7 @@ template <class Math> struct QueryTile {
   using T = typename Math::Real;
   int64_t i0, i1, rows, pieces, width;
   bool finite; // Q and dO are
-  bool large; // some LSE is so large that its rounding shows in P
+  bool large;  // some LSE is so large that its rounding shows in P
   typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows, do_rows;
 
   int64_t piece_lanes(int64_t n) const { return min((i64)width, (i64)(i1 - i0 - n * width)); }
@@ -67,7 +67,8 @@ template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t t
 }
 
 template <class Math>
-void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, bool rows_too, BackwardScratch<Math> &scratch, QueryTile<Math> &out) {
+void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, bool rows_too, BackwardScratch<Math> &scratch,
+                  QueryTile<Math> &out) {
   using T = typename Math::Real;
   const Problem &p = *head.p;
   const int64_t d = p.head_dim, dv = p.head_dim_v, token = head.q0 + i0;
@@ -78,8 +79,10 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
   out.pieces = div_up(out.rows, tile.width);
   for (int64_t n = 0; n < out.pieces; ++n) {
     int64_t lane = n * tile.width, count = out.piece_lanes(n), width = out.piece_width(n);
-    out.q[n] = Math::load_lanes(p.q, head.b, head.h, token + lane, count, d, head.sign, width, scratch.q + n * Math::lanes_size(tile.width, d), scratch.score.buffer);
-    out.d_o[n] = Math::load_lanes(p.dout, head.b, head.h, token + lane, count, dv, T(1), width, scratch.d_o + n * Math::lanes_size(tile.width, dv), scratch.score.buffer);
+    out.q[n] = Math::load_lanes(p.q, head.b, head.h, token + lane, count, d, head.sign, width,
+                                scratch.q + n * Math::lanes_size(tile.width, d), scratch.score.buffer);
+    out.d_o[n] = Math::load_lanes(p.dout, head.b, head.h, token + lane, count, dv, T(1), width,
+                                  scratch.d_o + n * Math::lanes_size(tile.width, dv), scratch.score.buffer);
   }
   if (rows_too) {
     out.q_rows = Math::load_rows(p.q, head.b, head.h, token, out.i1 - i0, d, scratch.q_rows);
@@ -98,8 +101,8 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
   }
 }
 
-// Rounded to its last bit, a large LSE is off by eps |LSE|, and P = e^(s - LSE) by that factor, in a whole row. So where some LSE is large the
-// rows are summed up once more: P = e^(s - LSE) / sum. excess = log2 of the sum.
+// Rounded to its last bit, a large LSE is off by eps |LSE|, and P = e^(s - LSE) by that factor, in a whole row. So where some LSE is large
+// the rows are summed up once more: P = e^(s - LSE) / sum. excess = log2 of the sum.
 template <class Math>
 __attribute__((noinline)) void normalise(const Head<typename Math::Real> &head, const TileSizes &tile, const QueryTile<Math> &queries,
                                          const KeyPair<Math> &source, BackwardScratch<Math> &scratch) {
@@ -137,14 +140,15 @@ __attribute__((noinline)) void normalise(const Head<typename Math::Real> &head, 
 // P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, a chunk of keys at a time, handed on by pairs of keys:
 // emit(first key of the chunk, key in the chunk, lane, P, P', dS, dS', both).
 template <class Math, class Emit>
-STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n, const Piece<typename Math::Real> &piece,
-                             typename Math::Left k_rows, typename Math::Left v_rows, BackwardScratch<Math> &scratch, Emit &&emit) {
+STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
+                             const Piece<typename Math::Real> &piece, typename Math::Left k_rows, typename Math::Left v_rows,
+                             BackwardScratch<Math> &scratch, Emit &&emit) {
   using T = typename Math::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes;
   const Problem &p = *head.p;
   const int64_t lane = n * queries.width, width = piece.span.width;
-  const bool masked = piece.masked();
+  const bool masked = piece.masked(head);
   const V natural(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074)); // s * natural is the score
   for (int64_t done = 0; done < piece.span.keys; done += Math::kChunk) {
     const TileSpan t = piece.span.chunk(done, Math::kChunk);
@@ -180,8 +184,8 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   }
 }
 
-// dK and dV of one key head gather here, keys x round_to(d, 16). Tile after tile added to one running sum would lose bits in long sequences:
-// every kRun tiles the running sum is added to the total and starts again.
+// dK and dV of one key head gather here, keys x round_to(d, 16). Tile after tile added to one running sum would lose bits in long
+// sequences: every kRun tiles the running sum is added to the total and starts again.
 template <class T> struct KeyGradients {
   static constexpr int64_t kRun = 32;
   T *dk, *dv;             // the running sum
@@ -191,7 +195,9 @@ template <class T> struct KeyGradients {
 
   static int64_t keys(const Problem &p) { return round_to(p.seqlen_k < p.total_k ? p.seqlen_k : p.total_k, 16); }
   static int64_t sums(int64_t tiles) { return tiles > kRun ? 2 : 1; }
-  static int64_t size(const Problem &p, int64_t tiles) { return sums(tiles) * keys(p) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16)); }
+  static int64_t size(const Problem &p, int64_t tiles) {
+    return sums(tiles) * keys(p) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16));
+  }
   // length: keys of the sequence
   KeyGradients(T *base, const Problem &p, int64_t tiles_at_most, int64_t length)
       : size_dk(length * round_to(p.head_dim, 16)), size_dv(length * round_to(p.head_dim_v, 16)) {
@@ -227,8 +233,9 @@ private:
 // The products of one piece without the elements that are hidden: see add_visible.
 template <class Math>
 __attribute__((noinline)) void backward_guarded(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
-                                                const Piece<typename Math::Real> &piece, typename Math::Left k_rows, typename Math::Left v_rows,
-                                                BackwardScratch<Math> &scratch, const KeyGradients<typename Math::Real> &sums) {
+                                                const Piece<typename Math::Real> &piece, typename Math::Left k_rows,
+                                                typename Math::Left v_rows, BackwardScratch<Math> &scratch,
+                                                const KeyGradients<typename Math::Real> &sums) {
   using T = typename Math::Real;
   using V = Vec<T>;
   const Problem &p = *head.p;
@@ -261,8 +268,8 @@ __attribute__((noinline)) void backward_guarded(const Head<typename Math::Real> 
 }
 
 template <class Math>
-void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source, BackwardScratch<Math> &scratch,
-                   const KeyGradients<typename Math::Real> &sums) {
+void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source,
+                   BackwardScratch<Math> &scratch, const KeyGradients<typename Math::Real> &sums) {
   using T = typename Math::Real;
   using V = Vec<T>;
   using Element = typename Math::Element;
@@ -300,7 +307,7 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       }
       const TileSpan &t = spans[n] = piece.span;
       const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
-      if (piece.masked() && !(queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, t.keys, d))) {
+      if (piece.masked(head) && !(queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, t.keys, d))) {
         backward_guarded(head, queries, n, piece, k_rows, v_rows, scratch, sums);
         spans[n].keys = 0;
         joint = false;
@@ -308,7 +315,8 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       }
       joint &= t.j0 == keys.begin && t.j0 + t.keys == keys.end;
       auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
-      auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width, tile.q, lane);
+      auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width,
+                                tile.q, lane);
       recompute(head, queries, n, piece, k_rows, v_rows, scratch,
                 [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
                   probs.put(done + j, c, p0, p1, both);
@@ -322,16 +330,22 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       grads.finish(t.keys);
       if (!Math::kJointQueries) multiply_queries(t, probs.rows(), grads.rows(), lane, count);
       if (want_dq) // dQ^T += K^T dS
-        Math::multiply(d, t.width, t.keys, Math::columns_from(k.keys.columns, t.j0 - k.origin), grads.lanes(), scratch.dq + ldk * lane, t.width, true);
+        Math::multiply(d, t.width, t.keys, Math::columns_from(k.keys.columns, t.j0 - k.origin), grads.lanes(), scratch.dq + ldk * lane,
+                       t.width, true);
     }
     if constexpr (Math::kJointQueries) {
-      auto rows_at = [&](Element *rows, int64_t keys_of, int64_t lane) { return Math::scores(nullptr, nullptr, rows, keys_of, tile.width, tile.q, lane).rows(); };
+      auto rows_at = [&](Element *rows, int64_t keys_of, int64_t lane) {
+        return Math::scores(nullptr, nullptr, rows, keys_of, tile.width, tile.q, lane).rows();
+      };
       const int64_t n_keys = keys.end - keys.begin;
-      if (joint) multiply_queries({i0, queries.i1 - i0, 0, keys.begin, n_keys}, rows_at(scratch.p_rows, n_keys, 0), rows_at(scratch.ds_rows, n_keys, 0), 0, queries.i1 - i0);
+      if (joint)
+        multiply_queries({i0, queries.i1 - i0, 0, keys.begin, n_keys}, rows_at(scratch.p_rows, n_keys, 0),
+                         rows_at(scratch.ds_rows, n_keys, 0), 0, queries.i1 - i0);
       for (int64_t n = 0; n < queries.pieces && !joint; ++n) {
         const int64_t lane = n * tile.width;
         if (spans[n].keys > 0)
-          multiply_queries(spans[n], rows_at(scratch.p_rows, spans[n].keys, lane), rows_at(scratch.ds_rows, spans[n].keys, lane), lane, queries.piece_lanes(n));
+          multiply_queries(spans[n], rows_at(scratch.p_rows, spans[n].keys, lane), rows_at(scratch.ds_rows, spans[n].keys, lane), lane,
+                           queries.piece_lanes(n));
       }
     }
   }
@@ -339,8 +353,8 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   fill(scratch.ones, queries.rows, T(p.scale));
   for (int64_t n = 0; n < queries.pieces; ++n) {
     int64_t lane = n * tile.width;
-    store_lanes(p.dq, head.b, head.h, head.q0 + i0 + lane, queries.piece_lanes(n), d, scratch.ones + lane, scratch.dq + ldk * lane, queries.piece_width(n),
-                scratch.score.buffer);
+    store_lanes(p.dq, head.b, head.h, head.q0 + i0 + lane, queries.piece_lanes(n), d, scratch.ones + lane, scratch.dq + ldk * lane,
+                queries.piece_width(n), scratch.score.buffer);
   }
 }
 
@@ -375,8 +389,8 @@ void store_key_gradients(const View &dst, int64_t b, int64_t h, int64_t k0, int6
 }
 
 template <class Math>
-void backward_keys(const Problem &p, const Execution &execution, const TileSizes &tile, const KeyPair<Math> &source, char *scratches, int64_t each,
-                   typename Math::Real *sums) {
+void backward_keys(const Problem &p, const Execution &execution, const TileSizes &tile, const KeyPair<Math> &source, char *scratches,
+                   int64_t each, typename Math::Real *sums) {
   using T = typename Math::Real;
   const BackwardItems items(p, tile);
   const int64_t size = KeyGradients<T>::size(p, items.tiles_each()), threads = min((i64)execution.threads, (i64)items.count());

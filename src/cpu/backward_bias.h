@@ -48,8 +48,8 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
           for (int64_t i = 0; i < V::kLanes; ++i) sum[t.j0 + j] += grad.v[i];
         }
       };
-      recompute(head, queries, n, piece, Math::rows_from(k.keys.rows, t.j0 - k.origin), Math::rows_from(v.keys.rows, t.j0 - v.origin), scratch,
-                [&](int64_t done, int64_t j, int64_t c, V, V, V g0, V g1, bool both) __attribute__((always_inline)) {
+      recompute(head, queries, n, piece, Math::rows_from(k.keys.rows, t.j0 - k.origin), Math::rows_from(v.keys.rows, t.j0 - v.origin),
+                scratch, [&](int64_t done, int64_t j, int64_t c, V, V, V g0, V g1, bool both) __attribute__((always_inline)) {
                   add(done + j, c, g0);
                   if (both) add(done + j + 1, c, g1);
                 });
@@ -73,8 +73,8 @@ template <class T> STROBE_INLINE void store_bias_row(const Problem &p, int64_t b
 }
 
 template <class Math>
-void backward_bias(const Problem &p, const Execution &execution, const TileSizes &tile, const KeyPair<Math> &source, char *scratches, int64_t each,
-                   typename Math::Real *sums) {
+void backward_bias(const Problem &p, const Execution &execution, const TileSizes &tile, const KeyPair<Math> &source, char *scratches,
+                   int64_t each, typename Math::Real *sums) {
   using T = typename Math::Real;
   const BiasItems items(p, tile);
   int64_t next = 0;
@@ -93,7 +93,8 @@ void backward_bias(const Problem &p, const Execution &execution, const TileSizes
         for (int64_t n = 0; n < items.tiles; ++n) tile_of(item / p.heads, item % p.heads, n * tile.q, sum);
         continue;
       }
-      const int64_t i0 = item % items.tiles * tile.q, slice_b = item / items.tiles / items.heads, slice_h = item / items.tiles % items.heads;
+      const int64_t i0 = item % items.tiles * tile.q, slice_b = item / items.tiles / items.heads,
+                    slice_h = item / items.tiles % items.heads;
       for (int64_t b = items.batch > 1 ? slice_b : 0; b < (items.batch > 1 ? slice_b + 1 : p.batch); ++b)
         for (int64_t h = items.heads > 1 ? slice_h : 0; h < (items.heads > 1 ? slice_h + 1 : p.heads); ++h) tile_of(b, h, i0, sum);
       for (int64_t i = i0; i < min((i64)(i0 + tile.q), (i64)p.seqlen_q); ++i) store_bias_row(p, slice_b, slice_h, i, sum + i - i0, tile.q);
@@ -136,7 +137,9 @@ template <class Math> int64_t backward_scratch(const Problem &p, const TileSizes
 }
 // Elements of the sums of backward_keys and of backward_bias, which follow one another.
 template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &tile, int64_t threads) {
-  int64_t most = p.dq || p.dk || p.dv ? BackwardItems(p, tile).sums(threads) * KeyGradients<typename Math::Real>::size(p, BackwardItems(p, tile).tiles_each()) : 0;
+  int64_t most = p.dq || p.dk || p.dv ? BackwardItems(p, tile).sums(threads) *
+                                            KeyGradients<typename Math::Real>::size(p, BackwardItems(p, tile).tiles_each())
+                                      : 0;
   if (p.dbias) {
     BiasItems items(p, tile);
     most = max((i64)most, (i64)(items.sums(threads) * items.sum_size));

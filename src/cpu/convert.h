@@ -53,11 +53,16 @@ template <class To> using Narrow = std::conditional_t<std::is_same_v<To, double>
 // Calls f with a null pointer of the element type behind a float dtype.
 template <class F> STROBE_INLINE void with_type(DType dtype, F &&f) {
   switch (dtype) {
-  case DType::f32: return f((float *)nullptr);
-  case DType::f64: return f((double *)nullptr);
-  case DType::f16: return f((Half *)nullptr);
-  case DType::bf16: return f((BFloat16 *)nullptr);
-  default: __builtin_unreachable();
+  case DType::f32:
+    return f((float *)nullptr);
+  case DType::f64:
+    return f((double *)nullptr);
+  case DType::f16:
+    return f((Half *)nullptr);
+  case DType::bf16:
+    return f((BFloat16 *)nullptr);
+  default:
+    __builtin_unreachable();
   }
 }
 
@@ -73,7 +78,10 @@ inline bool all_finite(const View &view, int64_t b, int64_t h, int64_t i, int64_
   with_type(view.dtype, [&](auto *type) {
     using T = std::remove_pointer_t<decltype(type)>;
     using Word = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
-    constexpr Word kExponent = std::is_same_v<T, Half> ? Word(0x7C00) : std::is_same_v<T, BFloat16> ? Word(0x7F80) : sizeof(T) == 4 ? Word(0x7F800000) : Word(0x7FF0000000000000);
+    constexpr Word kExponent = std::is_same_v<T, Half>       ? Word(0x7C00)
+                               : std::is_same_v<T, BFloat16> ? Word(0x7F80)
+                               : sizeof(T) == 4              ? Word(0x7F800000)
+                                                             : Word(0x7FF0000000000000);
     for (int64_t r = 0; r < n && finite; ++r) {
       const auto *row = view.at<T>(b, h, i + r, 0);
       const int64_t stride = view.stride[3];

@@ -8,8 +8,8 @@ struct Dot {
   struct Session {};
 
   template <int kPlanes>
-  static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc,
-                                                 bool accumulate) {
+  static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c,
+                                                 int64_t ldc, bool accumulate) {
     static_assert(kPlanes == 1); // with more, fp32 multiply-adds are as fast
     int64_t n = 0;
     for (; n + 32 <= columns; n += 32) multiply_columns<2>(rows, depth, a, b.columns_from(n), c + n, ldc, accumulate);
@@ -21,7 +21,8 @@ private:
 
   // The left operand is padded to blocks of 32 rows and C to 16, so that rows of C come by eights.
   template <int kColumns>
-  static STROBE_INLINE void multiply_columns(int64_t rows, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc, bool accumulate) {
+  static STROBE_INLINE void multiply_columns(int64_t rows, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc,
+                                             bool accumulate) {
     for (int64_t m = 0; m < rows; m += kRows) {
       const uint16_t *left = a.rows_from(m).a + m % 32 * a.row;
       __m512 sum[kRows][kColumns];
@@ -39,9 +40,7 @@ private:
           unroll<kColumns>(STROBE_UNROLL(n) { sum[r][n] = _mm512_dpbf16_ps(sum[r][n], pairs[n], x); });
         });
       }
-      unroll<kRows>(STROBE_UNROLL(r) {
-        unroll<kColumns>(STROBE_UNROLL(n) { _mm512_storeu_ps(c + (m + r) * ldc + 16 * n, sum[r][n]); });
-      });
+      unroll<kRows>(STROBE_UNROLL(r) { unroll<kColumns>(STROBE_UNROLL(n) { _mm512_storeu_ps(c + (m + r) * ldc + 16 * n, sum[r][n]); }); });
     }
   }
 };

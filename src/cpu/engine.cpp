@@ -12,12 +12,24 @@
 
 namespace strobe {
 
-namespace baseline { const CpuKernels *kernels(DType); }
-namespace neon { const CpuKernels *kernels(DType); }
-namespace avx2 { const CpuKernels *kernels(DType); }
-namespace amx { const CpuKernels *kernels(DType); }
-namespace avx512bf16 { const CpuKernels *kernels(DType); }
-namespace avx512 { const CpuKernels *kernels(DType); }
+namespace baseline {
+const CpuKernels *kernels(DType);
+}
+namespace neon {
+const CpuKernels *kernels(DType);
+}
+namespace avx2 {
+const CpuKernels *kernels(DType);
+}
+namespace amx {
+const CpuKernels *kernels(DType);
+}
+namespace avx512bf16 {
+const CpuKernels *kernels(DType);
+}
+namespace avx512 {
+const CpuKernels *kernels(DType);
+}
 
 namespace {
 
@@ -25,7 +37,8 @@ std::string never_missing() { return {}; }
 
 #if defined(__x86_64__)
 bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl");
 }
 
 // cpuid leaf 7: AVX512_BF16 is bit 5 of EAX in its subleaf 1, AMX_BF16 and AMX_TILE bits 22 and 24 of EDX in its subleaf 0
@@ -57,10 +70,7 @@ const InstructionSet kInstructionSets[] = {
      [] { return std::string(has_bf16_dot() ? "" : "this CPU lacks AVX512-BF16"); },
      avx512bf16::kernels,
      {0, 0, bf16_dot_rate()}},
-    {"cpu-avx512",
-     [] { return std::string(has_avx512() ? "" : "this CPU lacks AVX-512 (F, BW, DQ, VL)"); },
-     avx512::kernels,
-     {64, 64, 64}},
+    {"cpu-avx512", [] { return std::string(has_avx512() ? "" : "this CPU lacks AVX-512 (F, BW, DQ, VL)"); }, avx512::kernels, {64, 64, 64}},
     {"cpu-avx2",
      [] {
        bool all = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -100,7 +110,8 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, std::vector
   if (p.tile_k > 0) tile.k = std::min(kLongestTileK, round_up(p.tile_k, 32));
   tile.width = std::min(tile.width, tile.q);
   if (p.tile_q > 0 && tile.q != p.tile_q)
-    notes.push_back(rounded("tile_q", p.tile_q, tile.q, "a multiple of 16, at most 256 and the queries, dividing the block of a block-sparse mask"));
+    notes.push_back(
+        rounded("tile_q", p.tile_q, tile.q, "a multiple of 16, at most 256 and the queries, dividing the block of a block-sparse mask"));
   if (p.tile_k > 0 && tile.k != p.tile_k) notes.push_back(rounded("tile_k", p.tile_k, tile.k, "a multiple of 32, at most 512"));
   return tile;
 }
@@ -113,7 +124,8 @@ double visible_scores(const Problem &p) {
   else if (p.window_right != kUnbounded || p.window_left != kUnbounded)
     keys = k / 2;
   double share = 1;
-  if (p.blocks.present) share = double(p.blocks.kept) / std::max(1.0, double(p.blocks.batch * p.blocks.heads * p.blocks.rows * p.blocks.cols));
+  if (p.blocks.present)
+    share = double(p.blocks.kept) / std::max(1.0, double(p.blocks.batch * p.blocks.heads * p.blocks.rows * p.blocks.cols));
   double sequences = p.varlen ? double(p.total_q) / std::max(1.0, q) : double(p.batch);
   return sequences * double(p.heads) * q * keys * share;
 }

@@ -7,9 +7,9 @@
 namespace strobe::inline STROBE_ISA {
 
 template <class T> struct Fma {
-  using Real = T;    // of scores, statistics and accumulators
-  using Element = T; // of packed operands
-  struct Session {}; // what a thread holds while it works
+  using Real = T;                              // of scores, statistics and accumulators
+  using Element = T;                           // of packed operands
+  struct Session {};                           // what a thread holds while it works
   static constexpr int64_t kChunk = 64;        // keys whose scores are computed at once
   static constexpr bool kScoresInPlace = true; // Scores overwrites its source
   static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
@@ -43,8 +43,8 @@ template <class T> struct Fma {
     int64_t ld = round_to(d, 16);
     return {{{base, ld, 1}}, {{base, 1, ld}}};
   }
-  static void pack_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, Keys to, bool /*rows*/, bool /*columns*/, T * /*wide*/,
-                        T * /*buffer*/) {
+  static void pack_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, Keys to, bool /*rows*/, bool /*columns*/,
+                        T * /*wide*/, T * /*buffer*/) {
     for (int64_t j = 0; j < n; ++j) load_row(x, b, h, j0 + j, 0, d, const_cast<T *>(to.rows.a.a) + j * to.rows.a.row);
   }
   // The same operands from key `skip` of the tile on.
@@ -53,7 +53,8 @@ template <class T> struct Fma {
 
   // Queries: rows of Q or dO, one a lane (d x width).
   static STROBE_INLINE int64_t lanes_size(int64_t lanes, int64_t d) { return lanes * d; } // of scratch
-  static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T factor, int64_t width, T *scratch, T *buffer) {
+  static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T factor, int64_t width, T *scratch,
+                          T *buffer) {
     STROBE_ISA::load_lanes(x, b, h, i0, n, 0, d, factor, scratch, width, buffer);
     return {scratch, width};
   }
@@ -86,7 +87,8 @@ template <class T> struct Fma {
   };
   static int64_t scores_size(int64_t /*tile_k*/, int64_t /*width*/) { return 0; }
   static STROBE_INLINE Scores in_place(T *s, int64_t width) { return {s, width}; }
-  static STROBE_INLINE Scores scores(T *s, Element * /*lanes*/, Element * /*rows*/, int64_t /*keys*/, int64_t width, int64_t /*tile_q*/, int64_t /*lane*/) {
+  static STROBE_INLINE Scores scores(T *s, Element * /*lanes*/, Element * /*rows*/, int64_t /*keys*/, int64_t width, int64_t /*tile_q*/,
+                                     int64_t /*lane*/) {
     return {s, width};
   }
 

@@ -91,16 +91,18 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
 template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t width, const T *factor) {
   constexpr int L = Vec<T>::kLanes;
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t lane = 0; lane < width; lane += L) (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
+    for (int64_t lane = 0; lane < width; lane += L)
+      (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
 }
 // Whether, and how, a piece of lanes takes part in a tile of keys: the tile cut to what it sees.
 template <class T> struct Piece {
   TileSpan span;
   bool band_masked, use_mask;
-  bool masked() const { return band_masked || use_mask; }
-  bool options(const Head<T> &head) const { return head.additive || masked(); }
+  bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias; } // some score may be -inf
+  bool options(const Head<T> &head) const { return head.additive || band_masked || use_mask; }
 };
-template <class T> STROBE_INLINE bool make_piece(const Head<T> &head, int64_t i0, int64_t lanes, int64_t width, const KeyTile &tile, Piece<T> &piece) {
+template <class T>
+STROBE_INLINE bool make_piece(const Head<T> &head, int64_t i0, int64_t lanes, int64_t width, const KeyTile &tile, Piece<T> &piece) {
   Range any = intersect({tile.begin, tile.end}, head.band.keys_any(i0, i0 + lanes)), all = head.band.keys_all(i0, i0 + lanes);
   if (any.empty()) return false;
   int64_t begin = tile.begin + round_down(any.begin - tile.begin, kKeyAlign);
@@ -118,7 +120,8 @@ template <class T> STROBE_INLINE bool make_piece(const Head<T> &head, int64_t i0
 // sum[c * width + lane] += sum over keys of s[key * width + lane] x(key, c), without the elements where s is 0: a hidden key's V, or K, may hold
 // anything, and 0 times an infinity is not a number. For tiles that are masked and hold one; row: scratch of a row of x.
 template <class T>
-__attribute__((noinline)) void add_visible(const TileSpan &t, const T *s, const View &x, int64_t b, int64_t h, int64_t k0, int64_t d, T *sum, T *row) {
+__attribute__((noinline)) void add_visible(const TileSpan &t, const T *s, const View &x, int64_t b, int64_t h, int64_t k0, int64_t d,
+                                           T *sum, T *row) {
   for (int64_t j = 0; j < t.keys; ++j) {
     load_row(x, b, h, k0 + t.j0 + j, 0, d, row);
     for (int64_t c = 0; c < d; ++c)
@@ -130,7 +133,8 @@ __attribute__((noinline)) void add_visible(const TileSpan &t, const T *s, const 
 }
 
 template <class Math>
-void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source, ForwardScratch<Math> &scratch) {
+void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source,
+                  ForwardScratch<Math> &scratch) {
   using T = typename Math::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes;
@@ -144,7 +148,8 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   int64_t pieces = 0;
   for (int64_t lane = 0; lane < rows; lane += tile.width, ++pieces) {
     int64_t width = min((i64)tile.width, (i64)(rows - lane)), count = min((i64)width, (i64)(i1 - i0 - lane));
-    q[pieces] = Math::load_lanes(p.q, head.b, head.h, head.q0 + i0 + lane, count, d, head.sign, width, scratch.q + pieces * Math::lanes_size(tile.width, d), scratch.score.buffer);
+    q[pieces] = Math::load_lanes(p.q, head.b, head.h, head.q0 + i0 + lane, count, d, head.sign, width,
+                                 scratch.q + pieces * Math::lanes_size(tile.width, d), scratch.score.buffer);
   }
   fill(scratch.m, rows, -kInfinity<T>);
   fill(scratch.l, rows, T(0));
@@ -166,12 +171,13 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
       const int64_t skipped = t.j0 - v.origin;
       T *o = scratch.o + ldo * lane;
       auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width, width, 0);
-      const bool guarded = piece.masked() && !all_finite(p.v, head.b, head.kv, head.k0 + t.j0, t.keys, dv);
+      const bool guarded = piece.masked(head) && !all_finite(p.v, head.b, head.kv, head.k0 + t.j0, t.keys, dv);
       if (guarded && !started[n]) fill(o, dv * width, T(0));
       started[n] |= guarded;
-      int64_t multiplied = 0; // keys of the tile whose P V is in O
+      int64_t multiplied = 0;                   // keys of the tile whose P V is in O
       auto multiply_values = [&](int64_t end) { // O += V^T P
-        Math::multiply(dv, width, end - multiplied, Math::columns_from(v.keys.columns, skipped + multiplied), probs.lanes(multiplied), o, width, started[n]);
+        Math::multiply(dv, width, end - multiplied, Math::columns_from(v.keys.columns, skipped + multiplied), probs.lanes(multiplied), o,
+                       width, started[n]);
         started[n] = true;
         multiplied = end;
       };
@@ -219,7 +225,8 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   for (int64_t n = 0; n < pieces; ++n) {
     int64_t lane = n * tile.width, width = min((i64)tile.width, (i64)(rows - lane));
     if (!started[n]) fill(scratch.o + ldo * lane, dv * width, T(0));
-    store_lanes(p.out, head.b, head.h, head.q0 + i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), dv, scratch.l + lane, scratch.o + ldo * lane, width, scratch.score.buffer);
+    store_lanes(p.out, head.b, head.h, head.q0 + i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), dv, scratch.l + lane,
+                scratch.o + ldo * lane, width, scratch.score.buffer);
   }
 }
 

@@ -41,9 +41,7 @@ STROBE_INLINE void multiply_block(int64_t depth, Broadcast<T> a, const T *b, int
     b += ldb;
     if constexpr (kUnitRow) a.a += a.col;
   }
-  unroll<kRows>(STROBE_UNROLL(m) {
-    unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n].store(c + m * ldc + n * L); });
-  });
+  unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n].store(c + m * ldc + n * L); }); });
 }
 
 template <int kRows, int kColumns, bool kUnitRow, class T>
@@ -57,8 +55,8 @@ STROBE_INLINE void multiply_rows(int64_t rows, int64_t depth, Broadcast<T> a, co
 }
 
 template <int kColumns, bool kUnitRow, class T>
-STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc,
-                                    bool accumulate) {
+STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
+                                    int64_t ldc, bool accumulate) {
   constexpr int kWidth = kColumns * Vec<T>::kLanes;
   for (; columns >= kWidth; columns -= kWidth) {
     multiply_rows<block_rows(kColumns), kColumns, kUnitRow>(rows, depth, a, b, ldb, c, ldc, accumulate);
@@ -70,8 +68,8 @@ STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth
 
 // C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns a multiple of the lanes.
 template <class T>
-__attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc,
-                                        bool accumulate) {
+__attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
+                                        int64_t ldc, bool accumulate) {
   if (a.row == 1)
     multiply_columns<kMaxColumns, true>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
   else

@@ -14,7 +14,7 @@ struct TileSizes {
 };
 
 struct CpuKernels {
-  const char *arithmetic; // in words
+  const char *arithmetic;                // in words
   TileSizes forward_tile, backward_tile; // where nothing else is wished
   int64_t (*forward_workspace)(const Problem &, const TileSizes &, int64_t threads);
   void (*forward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
@@ -23,10 +23,10 @@ struct CpuKernels {
 };
 
 struct InstructionSet {
-  const char *name;          // of the engine
-  std::string (*missing)();  // why this machine cannot run it; empty if it can
+  const char *name;                    // of the engine
+  std::string (*missing)();            // why this machine cannot run it; empty if it can
   const CpuKernels *(*kernels)(DType); // null where the set adds nothing for this type
-  double flops_per_cycle[3]; // a multiply-add counts two: {fp32 (fp64: half), fp16, bf16}; for the predicted time alone
+  double flops_per_cycle[3];           // a multiply-add counts two: {fp32 (fp64: half), fp16, bf16}; for the predicted time alone
 };
 
 } // namespace strobe

@@ -41,13 +41,15 @@ struct PairsRight {
 };
 
 STROBE_INLINE __m512i interleave_order() {
-  return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16,
+                          0);
 }
 
 // The bf16 of two vectors: low's in the low, high's in the high half of each lane.
 template <int kPlanes> STROBE_INLINE __m512i pair_up(__m512 low, __m512 high) {
   if constexpr (kPlanes == 1) return _mm512_permutexvar_epi16(interleave_order(), (__m512i)_mm512_cvtne2ps_pbh(high, low));
-  return _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high), _mm512_set1_epi32(int(0xFFFF0000)), 0xF8); // low | (high & mask)
+  return _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high),
+                                   _mm512_set1_epi32(int(0xFFFF0000)), 0xF8); // low | (high & mask)
 }
 
 // src[k][width] -> pairs dst[plane][round_to(k, 32) / 2][width]: 32 bits hold rows k (low) and k + 1
@@ -81,7 +83,8 @@ template <int planes, class Unit> struct Pairs {
   using Left = PairsLeft;
   using Right = PairsRight;
   using Session = typename Unit::Session;
-  static STROBE_INLINE void multiply(int64_t rows, int64_t columns, int64_t depth, Left a, Right b, float *c, int64_t ldc, bool accumulate) {
+  static STROBE_INLINE void multiply(int64_t rows, int64_t columns, int64_t depth, Left a, Right b, float *c, int64_t ldc,
+                                     bool accumulate) {
     Unit::template multiply<kPlanes>(rows, columns, depth, a, b, c, ldc, accumulate);
   }
 
@@ -91,14 +94,17 @@ template <int planes, class Unit> struct Pairs {
   static STROBE_INLINE bool in_place(const View &, int64_t) { return false; }
   static STROBE_INLINE Keys keys_in_place(const View &, int64_t, int64_t, int64_t) { return {}; }
   // Elements a packed key takes; n keys are padded to at most n + 64.
-  static int64_t key_size(int64_t d, bool rows, bool columns) { return kPlanes * ((rows ? round_to(d, 32) : 0) + (columns ? round_to(d, 16) : 0)); }
+  static int64_t key_size(int64_t d, bool rows, bool columns) {
+    return kPlanes * ((rows ? round_to(d, 32) : 0) + (columns ? round_to(d, 16) : 0));
+  }
   static Keys keys_at(const uint16_t *base, int64_t n, int64_t d, bool rows) {
     const int64_t wide = round_to(d, 32), tall = round_to(d, 16), unit = 32 * 32;
     return {{base, 32, kPlanes * unit, kPlanes * 32 * wide, unit}, // [n / 32][d / 32][plane][32][32]
             {base + (rows ? kPlanes * round_to(n, 32) * wide : 0), 32, kPlanes * 32 * tall, unit, 32 * tall}}; // [n / 32][plane][d][32]
   }
   // wide: 64 x round_to(d, 32)
-  static void pack_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, Keys to, bool rows, bool columns, float *wide, float *buffer) {
+  static void pack_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, Keys to, bool rows, bool columns,
+                        float *wide, float *buffer) {
     const int64_t ld = round_to(d, 32);
     for (int64_t j = 0; j < n; j += 64) {
       const int64_t count = n - j < 64 ? n - j : 64, width = round_to(count, 32);
@@ -117,7 +123,8 @@ template <int planes, class Unit> struct Pairs {
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {x.a + skip / 32 * x.step, x.row, x.step, x.block, x.plane}; }
 
   static int64_t lanes_size(int64_t width, int64_t d) { return kPlanes * round_to(d, 32) * width + 2 * d * width; } // packed, and wide
-  static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, float factor, int64_t width, uint16_t *scratch, float *buffer) {
+  static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, float factor, int64_t width,
+                          uint16_t *scratch, float *buffer) {
     float *wide = reinterpret_cast<float *>(scratch);
     uint32_t *packed = reinterpret_cast<uint32_t *>(scratch + 2 * d * width);
     load_lanes_of(x, b, h, i0, n, d, factor, wide, width, buffer);
@@ -165,7 +172,9 @@ template <int planes, class Unit> struct Pairs {
           for (int64_t j = lane < width ? even : 0; j < end; ++j) fill(row_at(j, lane) + p * left.plane, 16, uint16_t(0));
       }
     }
-    STROBE_INLINE Right lanes(int64_t from = 0) const { return {pairs + from / 2 * width, width, pairs_plane}; } // from key `from`, a multiple of 32
+    STROBE_INLINE Right lanes(int64_t from = 0) const {
+      return {pairs + from / 2 * width, width, pairs_plane};
+    } // from key `from`, a multiple of 32
     STROBE_INLINE Left rows() const { return left; }
 
   private:
@@ -175,9 +184,12 @@ template <int planes, class Unit> struct Pairs {
   };
   static int64_t scores_size(int64_t tile_k, int64_t width) { return kPlanes * round_to(tile_k, 32) * round_to(width, 32); }
   // rows: of the whole tile of tile_q queries, of which these are the lanes from `lane` on, a multiple of 32.
-  static STROBE_INLINE Scores scores(float * /*s*/, uint16_t *lanes, uint16_t *rows, int64_t keys, int64_t width, int64_t tile_q, int64_t lane) {
+  static STROBE_INLINE Scores scores(float * /*s*/, uint16_t *lanes, uint16_t *rows, int64_t keys, int64_t width, int64_t tile_q,
+                                     int64_t lane) {
     const int64_t unit = 32 * 32, step = kPlanes * unit;
-    return {reinterpret_cast<uint32_t *>(lanes), {rows ? rows + lane / 32 * step : nullptr, 32, step, step * (round_to(tile_q, 32) / 32), unit}, width,
+    return {reinterpret_cast<uint32_t *>(lanes),
+            {rows ? rows + lane / 32 * step : nullptr, 32, step, step * (round_to(tile_q, 32) / 32), unit},
+            width,
             round_to(keys, 32) / 2 * width};
   }
 
@@ -194,8 +206,8 @@ private:
       }
     }
   }
-  static STROBE_INLINE void load_lanes_of(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, float factor, float *dst, int64_t width,
-                                          float *buffer) {
+  static STROBE_INLINE void load_lanes_of(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, float factor, float *dst,
+                                          int64_t width, float *buffer) {
     STROBE_ISA::load_lanes(x, b, h, i0, n, 0, d, factor, dst, width, buffer);
   }
 };

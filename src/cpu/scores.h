@@ -11,22 +11,24 @@ namespace strobe::inline STROBE_ISA {
 struct TileSpan {
   int64_t i0, lanes, width;
   int64_t j0, keys;
-  STROBE_INLINE TileSpan chunk(int64_t from, int64_t most) const { return {i0, lanes, width, j0 + from, keys - from < most ? keys - from : most}; }
+  STROBE_INLINE TileSpan chunk(int64_t from, int64_t most) const {
+    return {i0, lanes, width, j0 + from, keys - from < most ? keys - from : most};
+  }
 };
 
 // The constants of a problem, and of one head of one sequence of it.
 template <class T> struct Head {
-  int64_t b, h;            // batch or sequence, query head
-  int64_t kv;              // its key head
-  int64_t q0, k0;          // first packed token (0 when dense)
+  int64_t b, h;   // batch or sequence, query head
+  int64_t kv;     // its key head
+  int64_t q0, k0; // first packed token (0 when dense)
   Band band;
   BlockRow no_blocks{nullptr, 0, 0};
   const Problem *p;
 
-  bool additive;           // softcap, ALiBi or bias: scores are kept in their own unit, else as raw q.k
-  T scale, unit;           // score = raw * scale; exp2's argument = (s - m) * unit
-  T slack;                 // how far m may stay behind the running maximum
-  T sign;                  // what Q is multiplied by, so that raw scores grow with the score
+  bool additive; // softcap, ALiBi or bias: scores are kept in their own unit, else as raw q.k
+  T scale, unit; // score = raw * scale; exp2's argument = (s - m) * unit
+  T slack;       // how far m may stay behind the running maximum
+  T sign;        // what Q is multiplied by, so that raw scores grow with the score
   T cap, slope;
   bool dropout;
   DropoutKey key;
@@ -45,7 +47,9 @@ template <class T> struct Head {
     unit = T(additive ? kLog2e : double(scale) * kLog2e);
     slack = problem.exact_max ? T(0) : T(8) / unit; // P <= 2^8
     cap = T(problem.softcap);
-    slope = problem.alibi_slopes ? load_as<T>(problem.alibi_slopes.dtype, problem.alibi_slopes.data, problem.alibi_slopes.index(batch, head, 0, 0)) : T(0);
+    slope = problem.alibi_slopes
+                ? load_as<T>(problem.alibi_slopes.dtype, problem.alibi_slopes.data, problem.alibi_slopes.index(batch, head, 0, 0))
+                : T(0);
     dropout = problem.dropout > 0;
     if (dropout) {
       key = problem.rng ? dropout_key(u64(problem.rng[0]), u64(problem.rng[1])) : dropout_key(problem.seed, problem.offset);
@@ -102,8 +106,8 @@ inline Visible classify(const Problem &p, int64_t b, int64_t h, const TileSpan &
 
 // Scratch of one tile; what the problem has no use for stays null.
 template <class T> struct ScoreScratch {
-  T *add = nullptr;    // bias, and -inf where the mask hides
-  T *buffer = nullptr; // 16 rows
+  T *add = nullptr;                    // bias, and -inf where the mask hides
+  T *buffer = nullptr;                 // 16 rows
   T *first = nullptr, *last = nullptr; // visible keys of each lane, relative to the tile
 
   ScoreScratch(Arena &arena, const Problem &p, int64_t tile_k, int64_t width, int64_t columns) {
@@ -117,7 +121,8 @@ template <class T> struct ScoreScratch {
 template <class T> constexpr T kInfinity = T(__builtin_inf());
 
 // add[key][lane] = bias, -inf where mask is false
-template <class T> __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan &t, bool use_mask, ScoreScratch<T> &scratch) {
+template <class T>
+__attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan &t, bool use_mask, ScoreScratch<T> &scratch) {
   const Problem &p = *head.p;
   T *add = scratch.add;
   if (p.bias && p.bias.stride[2] != 0) {
@@ -143,7 +148,8 @@ template <class T> __attribute__((noinline)) void load_additive(const Head<T> &h
 
 // Raw q.k -> score, in place. slopes (optional): d score / d (scaled q.k), through softcap.
 template <class T>
-__attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan &t, bool band_masked, bool use_mask, ScoreScratch<T> &scratch, T *s, T *slopes) {
+__attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan &t, bool band_masked, bool use_mask,
+                                             ScoreScratch<T> &scratch, T *s, T *slopes) {
   using V = Vec<T>;
   constexpr int L = V::kLanes;
   const Problem &p = *head.p;

@@ -78,9 +78,7 @@ template <class T> struct Vec {
   friend STROBE_INLINE Mask operator<=(Vec a, Vec b) { return a.v <= b.v; }
   friend STROBE_INLINE Vec select(Mask m, Vec a, Vec b) { return Vec(m ? a.v : b.v); }
   friend STROBE_INLINE Vec max(Vec a, Vec b) { return Vec(a.v < b.v ? b.v : a.v); }
-  friend STROBE_INLINE Vec abs(Vec a) {
-    return Vec((Raw)((RawInt)a.v & ~((RawInt){} + (Int(1) << (8 * sizeof(T) - 1)))));
-  }
+  friend STROBE_INLINE Vec abs(Vec a) { return Vec((Raw)((RawInt)a.v & ~((RawInt){} + (Int(1) << (8 * sizeof(T) - 1))))); }
 };
 
 // Whether any lane of a mask is set. (The mask is a vector of its own, whatever made it.)

@@ -48,8 +48,8 @@ template <int s = 1, class T> STROBE_INLINE void transpose_block(Vec<T> (&x)[Vec
 // dst[c * width + lane] = src(b, h, i0 + lane, c0 + c) * factor for lane < count (0 in the lanes above, up to width) and c < columns.
 // width is a multiple of 16; buffer holds 16 rows of round_to(columns, 16).
 template <class T>
-__attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t c0, int64_t columns, T factor, T *dst,
-                                          int64_t width, T *buffer) {
+__attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t c0, int64_t columns,
+                                          T factor, T *dst, int64_t width, T *buffer) {
   constexpr int L = Vec<T>::kLanes;
   int64_t padded = round_to(columns, 16);
   for (int64_t lane = 0; lane < width; lane += L) {
@@ -78,8 +78,8 @@ __attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h,
 
 // The way back: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count. buffer: 16 rows of round_to(columns, 16).
 template <class T>
-__attribute__((noinline)) void store_lanes(const View &dst, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t columns, const T *factor, const T *src,
-                                           int64_t width, T *buffer) {
+__attribute__((noinline)) void store_lanes(const View &dst, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t columns,
+                                           const T *factor, const T *src, int64_t width, T *buffer) {
   constexpr int L = Vec<T>::kLanes;
   int64_t padded = round_to(columns, 16);
   for (int64_t lane = 0; lane < count; lane += L) {

@@ -17,25 +17,25 @@ static double now(void) {
 #define UNROLLED _Pragma("GCC unroll 12") for (int i = 0; i < CHAINS; i++)
 
 /* Defines a function that repeats STEP, an update of x. */
-#define PEAK(NAME, VECTOR, INPUT, STEP, FLOPS)                                                                                            \
-  double NAME(double seconds) {                                                                                                           \
-    volatile float start_value = 0; /* opaque, else the compiler sees that all chains are one */                                          \
-    VECTOR acc[CHAINS];                                                                                                                   \
-    UNROLLED acc[i] = (VECTOR){0} + start_value;                                                                                          \
-    INPUT;                                                                                                                                \
-    double start = now(), elapsed, rounds = 0;                                                                                            \
-    do {                                                                                                                                  \
-      for (int r = 0; r < ROUNDS; r++) UNROLLED {                                                                                         \
-        VECTOR x = acc[i];                                                                                                                \
-        acc[i] = STEP;                                                                                                                    \
-      }                                                                                                                                   \
-      rounds += ROUNDS;                                                                                                                   \
-      elapsed = now() - start;                                                                                                            \
-    } while (elapsed < seconds);                                                                                                          \
-    volatile VECTOR sink; /* keeps the work */                                                                                            \
-    UNROLLED sink = acc[i];                                                                                                               \
-    (void)sink;                                                                                                                           \
-    return rounds * CHAINS * (FLOPS) / elapsed;                                                                                           \
+#define PEAK(NAME, VECTOR, INPUT, STEP, FLOPS)                                                                                             \
+  double NAME(double seconds) {                                                                                                            \
+    volatile float start_value = 0; /* opaque, else the compiler sees that all chains are one */                                           \
+    VECTOR acc[CHAINS];                                                                                                                    \
+    UNROLLED acc[i] = (VECTOR){0} + start_value;                                                                                           \
+    INPUT;                                                                                                                                 \
+    double start = now(), elapsed, rounds = 0;                                                                                             \
+    do {                                                                                                                                   \
+      for (int r = 0; r < ROUNDS; r++) UNROLLED {                                                                                          \
+          VECTOR x = acc[i];                                                                                                               \
+          acc[i] = STEP;                                                                                                                   \
+        }                                                                                                                                  \
+      rounds += ROUNDS;                                                                                                                    \
+      elapsed = now() - start;                                                                                                             \
+    } while (elapsed < seconds);                                                                                                           \
+    volatile VECTOR sink; /* keeps the work */                                                                                             \
+    UNROLLED sink = acc[i];                                                                                                                \
+    (void)sink;                                                                                                                            \
+    return rounds * CHAINS * (FLOPS) / elapsed;                                                                                            \
   }
 
 #if defined(__AVX512F__)
@@ -47,7 +47,7 @@ enum { LANES = 4 };
 #endif
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
-PEAK(peak_fma, floats, floats a = {0}; a += 0.999f, x * a + a, 2 * LANES)
+PEAK(peak_fma, floats, floats a = {0}; a += 0.999f, x *a + a, 2 * LANES)
 
 /* Dot products of pairs of bf16. */
 #if defined(__AVX512BF16__)
