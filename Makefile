@@ -70,7 +70,8 @@ test-long: setup ## all triples of the contract's options, some hours
 	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py $(ARGS)
 
 sanitize-cpu: $(VENV)/.python ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(CMAKE) -S . -B build/sanitize -G Ninja -DSTROBE_SANITIZE=ON
+	$(CMAKE) -S . -B build/sanitize -G Ninja -DSTROBE_SANITIZE=ON -DCMAKE_BUILD_TYPE=Sanitize \
+	  -DCMAKE_CXX_FLAGS='-O1 -fno-var-tracking-assignments' # more takes minutes to compile
 	$(CMAKE) --build build/sanitize --parallel $(JOBS)
 	$(CTEST) --test-dir build/sanitize
 
