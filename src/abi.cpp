@@ -183,13 +183,19 @@ int32_t strobe_explain(const strobe_attention *a, const strobe_tensors *t, const
 }
 
 const char *strobe_engine_name(int32_t index) {
-  const Engine *engine = engine_at(index);
-  return engine ? engine->name() : nullptr;
+  const char *name = nullptr;
+  guarded([&] {
+    if (const Engine *engine = engine_at(index)) name = engine->name();
+  });
+  return name;
 }
 
 const char *strobe_engine_missing(int32_t index) {
-  const bool missing = engine_at(index) && !missing_engines()[index].empty();
-  return missing ? missing_engines()[index].c_str() : nullptr;
+  const char *missing = nullptr;
+  guarded([&] {
+    if (engine_at(index) && !missing_engines()[index].empty()) missing = missing_engines()[index].c_str();
+  });
+  return missing;
 }
 
 int32_t strobe_dropout_mask(const strobe_attention *a, const strobe_tensor *rng, const strobe_tensor *keep) {

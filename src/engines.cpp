@@ -80,10 +80,11 @@ Decision decide(const Problem &problem, const Execution &execution, Direction di
   const Choice::Row &chosen = choice.rows[choice.chosen];
   for (int i = 0; problem.strict && i < choice.chosen; i++) {
     const auto &[engine, answer] = choice.rows[i];
-    if (engine->only_by_name() || !engine->missing().empty()) continue;
+    if (engine->only_by_name() || !missing_engines()[i].empty()) continue;
     if (const Plan *plan = std::get_if<Plan>(&answer)) {
       if (plan->predicted_seconds < std::get<Plan>(chosen.answer).predicted_seconds)
-        throw Error(STROBE_UNSUPPORTED, text("strict: ", chosen.engine->name(), " was asked for by name, and ", engine->name(), " is faster"));
+        throw Error(STROBE_UNSUPPORTED,
+                    text("strict: ", chosen.engine->name(), " was asked for by name, and ", engine->name(), " is faster"));
     } else if (std::holds_alternative<Plan>(engine->plan(without_options(problem), execution, direction))) {
       throw Error(STROBE_UNSUPPORTED, text("strict: ", chosen.engine->name(), " would run, for the faster ", engine->name(),
                                            " refuses: ", std::get<std::string>(answer)));

@@ -98,6 +98,9 @@ struct Problem {
 
   __attribute__((always_inline)) int64_t group() const { return heads_kv > 0 ? heads / heads_kv : 1; } // query heads per key head
 
+  // No sequence has more queries, whatever max_seqlen_q bounds.
+  __attribute__((always_inline)) int64_t longest_q() const { return seqlen_q < total_q ? seqlen_q : total_q; }
+
   // The sequence b: its first packed token and its length (dense: row 0 of batch b). cu_seqlens is clamped, never trusted.
   struct Rows {
     int64_t begin, length;

@@ -242,13 +242,13 @@ private:
     accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
   }
 
-  // Engines count rows, scores' rows and blocks over batch and heads in 64 bits, whatever the strides let the tensors claim.
+  // Engines count bytes of workspace in 64 bits, up to 2^20 a row, whatever the strides let the tensors claim.
   void total_size() {
     int64_t count = 0;
     if (__builtin_add_overflow(n.seqlen_q, n.seqlen_k, &count) || __builtin_mul_overflow(count, std::max<int64_t>(n.batch, 1), &count) ||
-        __builtin_mul_overflow(count, n.heads, &count) || __builtin_mul_overflow(count, kMaxHeadDim * int64_t{sizeof(double)}, &count))
+        __builtin_mul_overflow(count, n.heads, &count) || count >= int64_t{1} << 40)
       reasons.add("q", "batch ", n.batch, ", heads ", n.heads, ", lengths ", n.seqlen_q, " and ", n.seqlen_k,
-                  " pass 63 bits together; accepted is B * H * (Sq + Sk) below 2^52");
+                  " are more than engines count; accepted is B * H * (Sq + Sk) below 2^40");
   }
 
   static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }

@@ -13,11 +13,11 @@ template <class Math> struct BackwardScratch {
   ScoreScratch<T> score;
   Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
   T *s, *dp, *dq, *lse, *excess, *delta, *ones, *row, *keep = nullptr, *slopes = nullptr;
-  T *wide_p = nullptr, *wide_ds = nullptr; // of a tile that is masked and holds what is not finite
+  T *wide_p, *wide_ds; // of a piece with something hidden and something not finite
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)),
-        score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
+        score(arena, problem, Math::kChunk, tile.width, max(max(problem.head_dim, problem.head_dim_v), Math::kChunk)) {
     const int64_t d = problem.head_dim, dv = problem.head_dim_v, pieces = pieces_of(tile);
     q = arena.take<Element>(pieces * Math::lanes_size(tile.width, d));
     d_o = arena.take<Element>(pieces * Math::lanes_size(tile.width, dv));
@@ -35,10 +35,8 @@ template <class Math> struct BackwardScratch {
     ones = arena.take<T>(tile.q);
     row = arena.take<T>(2 * round_to(dv, 16));
     if (problem.dropout > 0) keep = arena.take<T>(Math::kChunk * tile.width);
-    if (problem.mask || problem.bias || problem.window_left != kUnbounded || problem.window_right != kUnbounded) {
-      wide_p = arena.take<T>(tile.k * tile.width);
-      wide_ds = arena.take<T>(tile.k * tile.width);
-    }
+    wide_p = arena.take<T>(tile.k * tile.width);
+    wide_ds = arena.take<T>(tile.k * tile.width);
     if (problem.softcap > 0) slopes = arena.take<T>(Math::kChunk * tile.width);
   }
 };
@@ -89,7 +87,7 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
     out.do_rows = Math::load_rows(p.dout, head.b, head.h, token, out.i1 - i0, dv, scratch.do_rows);
   }
   out.finite = all_finite(p.q, head.b, head.h, token, out.i1 - i0, d) && all_finite(p.dout, head.b, head.h, token, out.i1 - i0, dv);
-  const double large = p.dtype == DType::f16 || p.dtype == DType::bf16 ? 1024 : 16; // the last bit of LSE: 6e-5, 1e-6
+  const double large = p.dtype == DType::f64 ? 1e4 : p.dtype == DType::f32 ? 16 : 1024; // half the last bit of LSE: 1e-12, 1e-6, 6e-5
   out.large = false;
   fill(scratch.excess, out.rows, T(0));
   for (int64_t i = 0; i < out.rows; ++i) {
@@ -138,8 +136,8 @@ __attribute__((noinline)) void normalise(const Head<typename Math::Real> &head, 
 }
 
 // P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, a chunk of keys at a time, handed on by pairs of keys:
-// emit(first key of the chunk, key in the chunk, lane, P, P', dS, dS', both).
-template <class Math, class Emit>
+// emit(first key of the chunk, key in the chunk, lane, P, P', dS, dS', both). kThroughSoftcap: dS is by scale q.k, not by the capped score.
+template <bool kThroughSoftcap, class Math, class Emit>
 STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
                              const Piece<typename Math::Real> &piece, typename Math::Left k_rows, typename Math::Left v_rows,
                              BackwardScratch<Math> &scratch, Emit &&emit) {
@@ -166,8 +164,9 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
         grad = V::load(dp + at);
         const V keep = head.dropout ? V::load(scratch.keep + at) : V(T(1));
         grad = prob * (head.dropout ? grad * keep - delta : grad - delta);
-        if (masked) { // hidden is 0, whatever LSE, dP and D are
-          const auto hidden = score == V(-kInfinity<T>);
+        if (scratch.slopes && kThroughSoftcap) grad *= V::load(scratch.slopes + at);
+        if (masked) { // hidden, or past the last query: 0, whatever LSE, dP and D are
+          const auto hidden = (score == V(-kInfinity<T>)) | (lse == V(kInfinity<T>));
           prob = select(hidden, V(T(0)), prob);
           grad = select(hidden, V(T(0)), grad);
         }
@@ -242,15 +241,11 @@ __attribute__((noinline)) void backward_guarded(const Head<typename Math::Real> 
   const TileSpan &t = piece.span;
   const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16), lane = n * queries.width;
   const auto probs = Fma<T>::in_place(scratch.wide_p, t.width), grads = Fma<T>::in_place(scratch.wide_ds, t.width);
-  recompute(head, queries, n, piece, k_rows, v_rows, scratch,
-            [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
-              if (scratch.slopes) {
-                g0 *= V::load(scratch.slopes + j * t.width + c);
-                if (both) g1 *= V::load(scratch.slopes + (j + 1) * t.width + c);
-              }
-              probs.put(done + j, c, p0, p1, both);
-              grads.put(done + j, c, g0, g1, both);
-            });
+  recompute<true>(head, queries, n, piece, k_rows, v_rows, scratch,
+                  [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
+                    probs.put(done + j, c, p0, p1, both);
+                    grads.put(done + j, c, g0, g1, both);
+                  });
   T *row = scratch.score.buffer;
   auto add_queries = [&](const View &x, int64_t columns, const T *weights, T *sum, int64_t ld) { // sum[key] += weights[key][i] x[i]
     for (int64_t i = 0; i < t.lanes; ++i) {
@@ -307,7 +302,9 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       }
       const TileSpan &t = spans[n] = piece.span;
       const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
-      if (piece.masked(head) && !(queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, t.keys, d))) {
+      // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
+      const bool finite = queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), d);
+      if (!finite && (piece.reads_hidden(head) || t.keys % 16 != 0)) {
         backward_guarded(head, queries, n, piece, k_rows, v_rows, scratch, sums);
         spans[n].keys = 0;
         joint = false;
@@ -317,15 +314,11 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
       auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width,
                                 tile.q, lane);
-      recompute(head, queries, n, piece, k_rows, v_rows, scratch,
-                [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
-                  probs.put(done + j, c, p0, p1, both);
-                  if (scratch.slopes) {
-                    g0 *= V::load(scratch.slopes + j * t.width + c);
-                    if (both) g1 *= V::load(scratch.slopes + (j + 1) * t.width + c);
-                  }
-                  grads.put(done + j, c, g0, g1, both);
-                });
+      recompute<true>(head, queries, n, piece, k_rows, v_rows, scratch,
+                      [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
+                        probs.put(done + j, c, p0, p1, both);
+                        grads.put(done + j, c, g0, g1, both);
+                      });
       probs.finish(t.keys);
       grads.finish(t.keys);
       if (!Math::kJointQueries) multiply_queries(t, probs.rows(), grads.rows(), lane, count);
@@ -364,7 +357,7 @@ struct BackwardItems {
   BackwardItems(const Problem &p, const TileSizes &tile) {
     constexpr int64_t kEnough = 8;
     heads = p.batch * p.heads_kv;
-    tiles = p.group() * div_up(p.seqlen_q, tile.q);
+    tiles = p.group() * div_up(p.longest_q(), tile.q);
     chunks = heads > 0 ? max(1ll, min((i64)tiles, div_up(kEnough, heads))) : 1;
   }
   int64_t count() const { return heads * chunks; }
@@ -394,7 +387,7 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
   using T = typename Math::Real;
   const BackwardItems items(p, tile);
   const int64_t size = KeyGradients<T>::size(p, items.tiles_each()), threads = min((i64)execution.threads, (i64)items.count());
-  const int64_t query_tiles = div_up(p.seqlen_q, tile.q);
+  const int64_t query_tiles = div_up(p.longest_q(), tile.q);
 
   auto store = [&](int64_t kv_head, int64_t j0, int64_t j1, const T *first, T *buffer) {
     const int64_t b = kv_head / p.heads_kv, h = kv_head % p.heads_kv;

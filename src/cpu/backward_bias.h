@@ -48,11 +48,12 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
           for (int64_t i = 0; i < V::kLanes; ++i) sum[t.j0 + j] += grad.v[i];
         }
       };
-      recompute(head, queries, n, piece, Math::rows_from(k.keys.rows, t.j0 - k.origin), Math::rows_from(v.keys.rows, t.j0 - v.origin),
-                scratch, [&](int64_t done, int64_t j, int64_t c, V, V, V g0, V g1, bool both) __attribute__((always_inline)) {
-                  add(done + j, c, g0);
-                  if (both) add(done + j + 1, c, g1);
-                });
+      recompute<false>(head, queries, n, piece, Math::rows_from(k.keys.rows, t.j0 - k.origin),
+                       Math::rows_from(v.keys.rows, t.j0 - v.origin), scratch,
+                       [&](int64_t done, int64_t j, int64_t c, V, V, V g0, V g1, bool both) __attribute__((always_inline)) {
+                         add(done + j, c, g0);
+                         if (both) add(done + j + 1, c, g1);
+                       });
     }
   }
 }
@@ -77,6 +78,12 @@ void backward_bias(const Problem &p, const Execution &execution, const TileSizes
                    int64_t each, typename Math::Real *sums) {
   using T = typename Math::Real;
   const BiasItems items(p, tile);
+  if (p.batch == 0 || p.seqlen_q == 0) { // nobody to sum over
+    const T zero = 0;
+    for (int64_t slice = 0; slice < items.batch * items.heads; ++slice)
+      for (int64_t i = 0; i < (items.rows ? p.seqlen_q : 1); ++i) store_bias_row(p, slice / items.heads, slice % items.heads, i, &zero, 0);
+    return;
+  }
   int64_t next = 0;
   execution.run(int32_t(min((i64)execution.threads, (i64)items.count)), [&](int32_t thread) {
     Arena arena(scratches + thread * each);
@@ -110,7 +117,7 @@ void backward_bias(const Problem &p, const Execution &execution, const TileSizes
         if (sum == total) continue;
         for (int64_t j = 0; j < p.seqlen_k; ++j) total[j] += sum[j];
       }
-    if (p.seqlen_q > 0) store_bias_row(p, slice_b, slice_h, 0, total, 1);
+    store_bias_row(p, slice_b, slice_h, 0, total, 1);
   }
 }
 

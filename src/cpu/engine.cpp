@@ -94,19 +94,26 @@ std::string rounded(const char *what, int64_t wish, int64_t got, const char *why
 
 constexpr int64_t kLongestTileQ = 256, kLongestTileK = 512;
 
+// The multiple of 16 nearest to the wish that divides a block of queries, the larger of two.
+int64_t nearest_divisor(int64_t block, int64_t wish) {
+  int64_t best = 16;
+  for (int64_t q = 32; q <= kLongestTileQ; q += 16)
+    if (block % q == 0 && std::abs(q - wish) <= std::abs(best - wish)) best = q;
+  return best;
+}
+
 // Br: a multiple of 16 that, under block sparsity, divides the query block. Wishes are rounded; without one the kernels' own preference is
 // halved until there is work for many threads. All of it follows from the shape alone: the threads there are must not change a bit.
 TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, std::vector<std::string> &notes) {
   auto round_up = [](int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; };
   TileSizes tile = preferred;
-  auto items = [&] { return p.batch * p.heads * ((p.seqlen_q + tile.q - 1) / tile.q); };
+  auto items = [&] { return p.batch * p.heads * ((p.longest_q() + tile.q - 1) / tile.q); };
   if (p.tile_q > 0)
     tile.q = std::min(kLongestTileQ, round_up(p.tile_q, 16));
   else
     while (tile.q > 64 && items() < 32) tile.q /= 2;
   tile.q = std::min(tile.q, std::max<int64_t>(16, round_up(p.seqlen_q, 16)));
-  if (p.blocks.present)
-    while (p.blocks.block_q % tile.q != 0) tile.q -= 16;
+  if (p.blocks.present) tile.q = nearest_divisor(p.blocks.block_q, tile.q);
   if (p.tile_k > 0) tile.k = std::min(kLongestTileK, round_up(p.tile_k, 32));
   tile.width = std::min(tile.width, tile.q);
   if (p.tile_q > 0 && tile.q != p.tile_q)

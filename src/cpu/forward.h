@@ -21,7 +21,7 @@ template <class Math> struct ForwardScratch {
 
   ForwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)),
-        score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
+        score(arena, problem, Math::kChunk, tile.width, max(max(problem.head_dim, problem.head_dim_v), Math::kChunk)) {
     q = arena.take<typename Math::Element>(pieces_of(tile) * Math::lanes_size(tile.width, problem.head_dim));
     p = arena.take<typename Math::Element>(Math::scores_size(tile.k, tile.width));
     s = arena.take<T>((Math::kScoresInPlace ? tile.k : Math::kChunk) * tile.width);
@@ -99,6 +99,9 @@ template <class T> struct Piece {
   TileSpan span;
   bool band_masked, use_mask;
   bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias; } // some score may be -inf
+  // Products over keys run in steps of kKeyAlign and may read keys past the piece, times a P of 0.
+  int64_t keys_read(const Head<T> &head) const { return min((i64)round_to(span.keys, kKeyAlign), (i64)(head.band.seqlen_k - span.j0)); }
+  bool reads_hidden(const Head<T> &head) const { return masked(head) || keys_read(head) > span.keys; }
   bool options(const Head<T> &head) const { return head.additive || band_masked || use_mask; }
 };
 template <class T>
@@ -171,7 +174,7 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
       const int64_t skipped = t.j0 - v.origin;
       T *o = scratch.o + ldo * lane;
       auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width, width, 0);
-      const bool guarded = piece.masked(head) && !all_finite(p.v, head.b, head.kv, head.k0 + t.j0, t.keys, dv);
+      const bool guarded = piece.reads_hidden(head) && !all_finite(p.v, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), dv);
       if (guarded && !started[n]) fill(o, dv * width, T(0));
       started[n] |= guarded;
       int64_t multiplied = 0;                   // keys of the tile whose P V is in O
@@ -247,7 +250,7 @@ template <class Math> int64_t forward_workspace(const Problem &p, const TileSize
 }
 
 template <class Math> void forward(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
-  const int64_t tiles = div_up(p.seqlen_q, tile.q), items = p.batch * p.heads * tiles, each = forward_scratch<Math>(p, tile);
+  const int64_t tiles = div_up(p.longest_q(), tile.q), items = p.batch * p.heads * tiles, each = forward_scratch<Math>(p, tile);
   Arena arena(workspace);
   char *scratches = arena.take<char>(execution.threads * each);
   KeyPair<Math> source = forward_keys<Math>(p, tile);

@@ -41,7 +41,7 @@ template <class T> struct Head {
     k0 = k.begin;
     band = Band::make(q.length, k.length, problem.bottom_right, problem.window_left, problem.window_right);
     constexpr double kLog2e = 1.4426950408889634074;
-    additive = problem.softcap > 0 || problem.alibi_slopes || problem.bias || problem.scale == 0;
+    additive = problem.softcap > 0 || problem.alibi_slopes || problem.bias || outsized(problem.scale);
     sign = !additive && problem.scale < 0 ? T(-1) : T(1);
     scale = T(additive ? problem.scale : problem.scale * double(sign));
     unit = T(additive ? kLog2e : double(scale) * kLog2e);
@@ -71,6 +71,8 @@ template <class T> struct Head {
   }
 
 private:
+  // A scale whose reciprocal or product with a score leaves the range of fp32 is applied to the scores, not to exp2's argument.
+  static STROBE_INLINE bool outsized(double scale) { return !(__builtin_fabs(scale) > 1e-30 && __builtin_fabs(scale) < 1e30); }
   static STROBE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 };
 

@@ -1,0 +1,84 @@
+"""What is hidden reaches no result, whatever it holds and whatever lies beside it in a tile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cases import Inputs, call
+from check import available_engines, oracle, run_or_skip
+
+INF, NAN = torch.inf, torch.nan
+engines = pytest.mark.parametrize("engine", available_engines())
+
+
+def assert_clean(inputs: Inputs, engine: str) -> None:
+    ref = oracle(inputs)
+    for name, t in run_or_skip(inputs, engine).items():
+        spoiled = ~t.isfinite() & ref[name].isfinite()
+        assert not spoiled.any(), f"{name} is not finite at {spoiled.nonzero()[0].tolist()}, which sees nothing of the kind"
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("what", "value"), [("k", NAN), ("v", INF), ("v", NAN)])
+def test_behind_the_diagonal(what, value, dtype, engine):
+    """A tile of keys packed once a head: what a product reads in its last step lies past the diagonal."""
+    inputs = call(h=4, hkv=1, sq=128, sk=141, d=64, dtype=dtype, causal=True)
+    getattr(inputs, what)[..., 78:, :] = value
+    assert_clean(inputs, engine)
+
+
+@engines
+@pytest.mark.parametrize("what", ["k", "v"])
+@pytest.mark.parametrize("options", [{"softcap": 20.0}, {"scale": -0.3}, {"dropout": 0.2, "seed": 1, "offset": 2}], ids=str)
+def test_padding_with_other_options(options, what, engine):
+    inputs = call(sq=64, sk=64, mask=torch.arange(64).view(1, 1, 1, 64) < 60, **options)
+    getattr(inputs, what)[..., 60:, :] = NAN
+    assert_clean(inputs, engine)
+
+
+@engines
+@pytest.mark.parametrize("what", ["k", "v"])
+def test_mask_of_each_query_and_a_bias_gradient(what, engine):
+    """40 queries do not fill their lanes: the mask says nothing of the rest."""
+    mask = (torch.arange(64).view(1, 1, 1, 64) < 60).expand(1, 1, 40, 64).contiguous()
+    inputs = call(sq=40, sk=64, mask=mask, bias=torch.randn(1, 1, 1, 64), gradients=("bias",))
+    getattr(inputs, what)[..., 60:, :] = NAN
+    assert_clean(inputs, engine)
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sq", [1, 65, 257])
+def test_gradient_that_is_not_finite(sq, dtype, engine):
+    """The last query's dO spoils the keys that it sees, not those beside them."""
+    inputs = call(sq=sq, sk=400, dtype=dtype, causal=True, alignment="top_left")
+    inputs.dout[..., -1, :] = INF
+    assert_clean(inputs, engine)
+
+
+@engines
+def test_bias_of_minus_infinity(engine):
+    bias = torch.zeros(1, 1, 1, 70)
+    bias[..., 50:] = -INF
+    inputs = call(sq=33, sk=70, bias=bias)
+    inputs.v[..., 50:, :] = NAN
+    assert_clean(inputs, engine)
+
+
+@engines
+@pytest.mark.parametrize(("b", "sq"), [(0, 5), (2, 0), (0, 0)])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 64), (1, 2, 1, 1)])
+def test_bias_gradient_of_nothing_is_zero(b, sq, shape, engine):
+    inputs = call(b=b, sq=sq, sk=64, bias=torch.randn(shape), gradients=("bias",))
+    assert (run_or_skip(inputs, engine)["dbias"] == 0).all()
+
+
+@engines
+@pytest.mark.parametrize("scale", [1e-38, 1e-50, 1e-40, 1e31])
+def test_scale_at_the_ends_of_fp32(scale, engine):
+    inputs = call(sq=20, sk=64, scale=scale, dlse=False)
+    ref, results = oracle(inputs), run_or_skip(inputs, engine)
+    assert torch.allclose(results["lse"].double(), ref["lse"], rtol=1e-5)
+    assert torch.allclose(results["out"].double(), ref["out"], atol=1e-5)
