@@ -43,7 +43,7 @@ def cases(draw):
     return case
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_legal_call(case):
     inputs = build(case)
