@@ -404,8 +404,9 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
     BackwardScratch<Math> scratch(arena, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count();) {
-      const int64_t kv_head = item / items.chunks, chunk = item % items.chunks;
-      T *sum = sums + (items.chunks > 1 ? item : thread) * size;
+      // causal: the last chunk of queries is the longest, and is done first
+      const int64_t kv_head = item % items.heads, chunk = items.chunks - 1 - item / items.heads;
+      T *sum = sums + (items.chunks > 1 ? kv_head * items.chunks + chunk : thread) * size;
       KeyGradients<T> gradients(sum, p, items.tiles_each(), p.rows_k(kv_head / p.heads_kv).length);
       gradients.clear();
       for (int64_t n = chunk * items.tiles / items.chunks; n < (chunk + 1) * items.tiles / items.chunks; ++n) {

@@ -65,24 +65,27 @@ double bf16_dot_rate() { return has_amx() ? 26 : 128; }
 // From the fastest to the slowest.
 const InstructionSet kInstructionSets[] = {
 #if defined(__x86_64__)
-    {"cpu-amx", amx_missing, amx::kernels, {170, 340, 1024}},
+    {"cpu-amx", amx_missing, amx::kernels, {{80, 160, 240}, {66, 130, 240}}},
     {"cpu-avx512bf16",
      [] { return std::string(has_bf16_dot() ? "" : "this CPU lacks AVX512-BF16"); },
      avx512bf16::kernels,
-     {0, 0, bf16_dot_rate()}},
-    {"cpu-avx512", [] { return std::string(has_avx512() ? "" : "this CPU lacks AVX-512 (F, BW, DQ, VL)"); }, avx512::kernels, {64, 64, 64}},
+     {{0, 0, bf16_dot_rate()}, {0, 0, bf16_dot_rate()}}},
+    {"cpu-avx512",
+     [] { return std::string(has_avx512() ? "" : "this CPU lacks AVX-512 (F, BW, DQ, VL)"); },
+     avx512::kernels,
+     {{64, 64, 64}, {64, 64, 64}}},
     {"cpu-avx2",
      [] {
        bool all = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
        return std::string(all ? "" : "this CPU lacks AVX2 and FMA");
      },
      avx2::kernels,
-     {32, 32, 32}},
+     {{32, 32, 32}, {32, 32, 32}}},
 #endif
 #if defined(__aarch64__)
-    {"cpu-neon", never_missing, neon::kernels, {16, 16, 16}},
+    {"cpu-neon", never_missing, neon::kernels, {{16, 16, 16}, {16, 16, 16}}},
 #else
-    {"cpu-baseline", never_missing, baseline::kernels, {8, 8, 8}},
+    {"cpu-baseline", never_missing, baseline::kernels, {{8, 8, 8}, {8, 8, 8}}},
 #endif
 };
 
@@ -158,7 +161,10 @@ public:
     plan.workspace_bytes = uint64_t((forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
     constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, share of the peak, and cost of a call
     double flops = visible_scores(p) * 2 * double(forward ? p.head_dim + p.head_dim_v : 3 * p.head_dim + 2 * p.head_dim_v);
-    double rate = set_.flops_per_cycle[p.dtype == DType::bf16 ? 2 : p.dtype == DType::f16 ? 1 : 0] * (p.dtype == DType::f64 ? 0.5 : 1.0);
+    double rate = set_.flops_per_cycle[!forward][p.dtype == DType::bf16  ? 2
+                                                 : p.dtype == DType::f16 ? 1
+                                                                         : 0] *
+                  (p.dtype == DType::f64 ? 0.5 : 1.0);
     plan.predicted_seconds = kStart + flops / (rate * kHertz * kShare * execution.threads);
     return plan;
   }

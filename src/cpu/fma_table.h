@@ -5,9 +5,9 @@
 namespace strobe::inline STROBE_ISA {
 
 const CpuKernels *kernels(DType dtype) {
-  constexpr TileSizes tile{64, 64, 64};
-  static constexpr CpuKernels single = kernels_of<Fma<float>>("fp32 multiply-add", tile, tile),
-                              twice = kernels_of<Fma<double>>("fp64 multiply-add", tile, tile);
+  constexpr TileSizes forward{128, 128, 64}, backward{256, 128, 64}; // Br, Bc, lanes: measured (docs/performance.md)
+  static constexpr CpuKernels single = kernels_of<Fma<float>>("fp32 multiply-add", forward, backward),
+                              twice = kernels_of<Fma<double>>("fp64 multiply-add", forward, backward);
   return dtype == DType::f64 ? &twice : &single;
 }
 

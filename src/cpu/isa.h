@@ -26,7 +26,9 @@ struct InstructionSet {
   const char *name;                    // of the engine
   std::string (*missing)();            // why this machine cannot run it; empty if it can
   const CpuKernels *(*kernels)(DType); // null where the set adds nothing for this type
-  double flops_per_cycle[3];           // a multiply-add counts two: {fp32 (fp64: half), fp16, bf16}; for the predicted time alone
+  // Forward, backward: {fp32 (fp64: half), fp16, bf16}, a multiply-add two; for the predicted time alone. A set that leads forward leads
+  // backward: P = e^(s - LSE) is exact only where both directions round s alike.
+  double flops_per_cycle[2][3];
 };
 
 } // namespace strobe
