@@ -157,6 +157,8 @@ TEST_CASE("abi: every engine here computes what the reference does, forward and 
     Call f;
     make_filled(f, Direction::forward);
     f.attention.engine = engine->name();
+    uint64_t bytes = 0;
+    if (strobe_workspace_size(&f.attention, &f.tensors, &f.execution, STROBE_FORWARD, &bytes) == STROBE_UNSUPPORTED) continue; // no float32
     REQUIRE_MESSAGE(f.run() == STROBE_OK, error());
     for (const char *name : {"out", "lse"}) CHECK(worst(f, forward, name) < 1e-5);
 
