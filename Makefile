@@ -8,6 +8,8 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# cmake finds ninja there
+export PATH := $(abspath $(BIN)):$(PATH)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CMAKE := $(BIN)/cmake
 CTEST := $(BIN)/ctest --output-on-failure --parallel $(JOBS)
@@ -66,7 +68,7 @@ test-cpp: $(VENV)/.python
 test-python: setup
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-test-long: setup ## all triples of the contract's options, some hours
+test-long: setup ## all triples of the contract's options, some minutes
 	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py $(ARGS)
 
 sanitize-cpu: $(VENV)/.python ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
