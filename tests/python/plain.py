@@ -85,7 +85,7 @@ class SoftmaxTimesV(torch.autograd.Function):
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, order: tuple[Tensor, Tensor] | None = None, from_output: bool = False
+    q: Tensor, k: Tensor, v: Tensor, score: Score, from_output: bool = False, order: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """q (B,H,Sq,D), k (B,Hkv,Sk,D), v (B,Hkv,Sk,Dv) -> out (B,H,Sq,Dv), lse (B,H,Sq), all of q's dtype.
 
@@ -98,9 +98,8 @@ def attention(
     k = k[:, :, None].expand(b, hkv, h // hkv, sk, k.shape[3]).reshape(b, h, sk, k.shape[3])
     v = v[:, :, None].expand(b, hkv, h // hkv, sk, v.shape[3]).reshape(b, h, sk, v.shape[3])
 
-    def dense(t: Tensor) -> Tensor:
-        t = t.expand(b, h, sq, sk)
-        return t if order is None else t[..., order[1]]
+    def ordered(t: Tensor) -> Tensor:  # over the keys
+        return t if order is None else t.expand(*t.shape[:-1], sk)[..., order[1]]
 
     if order is not None:
         q, k, v = q[..., order[0]], k[:, :, order[1]][..., order[0]], v[:, :, order[1]]
@@ -108,11 +107,11 @@ def attention(
     if score.softcap:
         s = score.softcap * torch.tanh(s / score.softcap)
     if score.alibi is not None:
-        s = (s + dense(score.alibi)).to(dtype)
+        s = (s + ordered(score.alibi)).to(dtype)
     if score.bias is not None:
-        s = (s + dense(score.bias)).to(dtype)
+        s = (s + ordered(score.bias)).to(dtype)
     if score.visible is not None:
-        s = s.masked_fill(~dense(score.visible), -torch.inf)
+        s = s.masked_fill(~ordered(score.visible), -torch.inf)
     if score.sinks is not None:
         s = torch.cat([s, score.sinks.to(dtype)[None, :, None, None].expand(b, h, sq, 1)], dim=-1)
     if not s.shape[-1]:
@@ -120,7 +119,7 @@ def attention(
     # A row of nothing but -inf: any finite value keeps NaN out of the gradients, and the row is taken out of P.
     empty = (s == -torch.inf).all(dim=-1, keepdim=True)
     s = s.masked_fill(empty, 0.0)
-    keep = None if score.keep is None else dense(score.keep)
+    keep = None if score.keep is None else ordered(score.keep)
     if from_output:
         return SoftmaxTimesV.apply(s, v, empty, keep, score.keep_rate)
     p = torch.softmax(s, dim=-1).masked_fill(empty, 0.0)[..., :sk]
