@@ -169,7 +169,8 @@ class BlockMask:
         """Of an offset for each row of each matrix of `like` (batch, heads, ...); where `like` lies."""
         framework = framework_of("like", like)
         rows, cols = (framework.int32(x, like) for x in csr)
-        return cls(rows.reshape(*like.shape[:2], -1), cols, *sizes)
+        seqlen_q, _, block_q, _ = sizes
+        return cls(rows.reshape(*like.shape[:2], -(-seqlen_q // block_q) + 1), cols, *sizes)  # -1 would not do: batch may be 0
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right") -> BlockMask:

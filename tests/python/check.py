@@ -189,7 +189,7 @@ class Yardstick:
         plain_error = self._plain_errors(calls, dtype)
         gross = self._gross()
         # A gradient that vanishes identically (every row sees one key: P = 1, dP = D) is measured by the terms that cancel.
-        vanishing = {name for name, size in gross.items() if _magnitude(self.ref[name]) < 1e-9 * size}
+        self.vanishing = vanishing = {name for name, size in gross.items() if _magnitude(self.ref[name]) < 1e-9 * size}
         self.size = {name: gross[name] if name in vanishing else _magnitude(ref) for name, ref in self.ref.items()}
         # The oracle is float64: it too rounds terms before they cancel, and scores of the size of LSE.
         lse = min(max(_magnitude(self.ref["lse"]), 1.0), 1e5)
