@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +46,7 @@ def cases(draw):
     return case
 
 
+@pytest.mark.skipif(not os.environ.get("STROBE_TRIPLES"), reason="part of the long run (make test-long)")
 @settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_legal_call(case):
