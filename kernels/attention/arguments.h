@@ -1,0 +1,87 @@
+// What a kernel is called with, written by the host and read by the device: plain structs, the same bytes in both.
+#pragma once
+#include "geometry.h"
+#include "schedule.h"
+
+namespace strobe::inline STROBE_ISA {
+
+// Axes (batch, head, row, column); strides count elements, 0 where the axis is broadcast or absent. Varlen: batch stride 0, rows are the
+// packed tokens. mask, bias: (batch, head, query, key); slopes (batch, head, -, -); sinks (-, head, -, -); lse, dlse (batch, head, query, -).
+struct Operand {
+  void *data;
+  i64 stride[4];
+  template <class T> STROBE_FN T *at(i64 b, i64 h, i64 i, i64 c) const {
+    return (T *)data + (b * stride[0] + h * stride[1] + i * stride[2] + c * stride[3]);
+  }
+  STROBE_FN explicit operator bool() const { return data != nullptr; }
+};
+
+// CSR over query blocks, or its transpose over key blocks.
+struct BlockList {
+  const i32 *offsets, *indices;        // offsets: (batch, heads, rows + 1), absolute
+  i64 count;                           // entries
+  i64 rows, batch_stride, head_stride; // strides of offsets; 0: broadcast
+  i64 row_tokens, column_tokens;       // of a block
+
+  // The list of block row `row`. Entries are clamped, never trusted.
+  STROBE_FN BlockRow row(i64 b, i64 h, i64 row) const {
+    const i32 *o = offsets + b * batch_stride + h * head_stride + row;
+    i64 begin = min(max((i64)o[0], 0ll), count), end = min(max((i64)o[1], begin), count);
+    return {indices + begin, end - begin, column_tokens};
+  }
+};
+
+// One sequence of the batch: where its tokens lie and what sees what. Positions within a sequence fit 31 bits (the host refuses more).
+struct Sequence {
+  i64 q0, k0; // first packed token; 0 when dense
+  Band band;
+};
+
+struct Inputs {
+  Operand q, k, v, mask, bias, slopes, sinks;
+  const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense
+  i64 seqlen_q, seqlen_k;                 // of the longest sequence
+  i64 total_q, total_k;                   // varlen: packed tokens
+  i64 left, right;                        // the window; Band::kFar: unbounded
+  i32 batch, heads, heads_kv, group;      // group = heads / heads_kv
+  i32 head_dim, head_dim_v;
+  i32 bottom_right;
+  u32 threshold; // of dropout: keep if byte < threshold
+  double scale, softcap;
+  u64 seed, offset;
+  const i64 *rng; // seed, offset on the device, if not null
+  BlockList blocks, blocks_t;
+
+  STROBE_FN Sequence sequence(i64 b) const {
+    i64 q0 = 0, k0 = 0, nq = seqlen_q, nk = seqlen_k;
+    if (cu_seqlens_q) { // clamped, never trusted
+      q0 = min(max((i64)cu_seqlens_q[b], 0ll), total_q);
+      nq = min(min(max((i64)cu_seqlens_q[b + 1], q0), total_q) - q0, seqlen_q);
+      k0 = min(max((i64)cu_seqlens_k[b], 0ll), total_k);
+      nk = min(min(max((i64)cu_seqlens_k[b + 1], k0), total_k) - k0, seqlen_k);
+    }
+    return {q0, k0, Band::make(nq, nk, bottom_right != 0, left, right)};
+  }
+  // Index of a query's row in contiguous per-row scratch: (batch, head, query), varlen (head, token).
+  STROBE_FN i64 row_index(i64 b, i64 h, i64 row) const { return cu_seqlens_q ? h * total_q + row : (b * heads + h) * seqlen_q + row; }
+  STROBE_FN i64 rows() const { return cu_seqlens_q ? heads * total_q : (i64)batch * heads * seqlen_q; }
+};
+
+struct ForwardArguments {
+  Inputs in;
+  Operand out, lse; // lse may be null
+  // Split over keys: part s of `splits` writes its O (normalised, fp32, (splits, rows, head_dim_v)) and LSE ((splits, rows)) here.
+  i32 splits, reserved;
+  float *partial_out, *partial_lse;
+};
+
+struct BackwardArguments {
+  Inputs in;
+  Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that nobody wants are null
+  void *delta;                                             // (rows): D = rowsum(dO * O) - dLSE, in lse's type
+  float *dq_sum;                                           // (rows, head_dim rounded up to 32): where several key tiles add to dQ
+  u32 *turns;                                              // deterministic: (query tiles of all rows) who may add next
+  i32 deterministic, reserved;
+};
+
+} // namespace strobe::inline STROBE_ISA

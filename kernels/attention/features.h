@@ -1,0 +1,26 @@
+// What of the contract a kernel must know when it is compiled. All else (lengths, strides, scale, window, GQA, varlen, sinks) are arguments.
+#pragma once
+#include "base.h"
+
+namespace strobe::inline STROBE_ISA {
+
+// int32 fields only: a kernel's Config holds one, and its bytes are the key that the compiled kernel is cached under.
+struct Features {
+  i32 band;   // causal or a window: which keys are visible differs from query to query
+  i32 blocks; // block-sparse
+  i32 mask;   // a bool tensor
+  i32 bias;   // 0: none; else the strobe_dtype of the tensor
+  i32 alibi;
+  i32 softcap;
+  i32 scaled; // the scale cannot be left to exp2's argument (not positive, or out of fp32's range)
+  i32 dropout;
+
+  // Scores are kept in their own unit, else as raw q.k with the scale left to exp2's argument.
+  STROBE_FN constexpr bool additive() const { return bias || alibi || softcap || scaled; }
+};
+
+// As strobe_dtype.
+inline constexpr i32 kF32 = 1, kF16 = 2, kBF16 = 3, kF64 = 4;
+STROBE_FN constexpr i32 element_bytes(i32 dtype) { return dtype == kF64 ? 8 : dtype == kF32 ? 4 : 2; }
+
+} // namespace strobe::inline STROBE_ISA

@@ -1,0 +1,93 @@
+// Numbers of the GPU: conversions and the special functions, one instruction each where there is one. No CUDA header.
+#pragma once
+#include "../attention/base.h"
+
+namespace strobe {
+
+struct f16 {
+  unsigned short bits;
+};
+struct bf16 {
+  unsigned short bits;
+};
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+__device__ __forceinline__ float to_float(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+
+template <class T> struct Convert;
+template <> struct Convert<float> {
+  static __device__ __forceinline__ float from(float x) { return x; }
+};
+template <> struct Convert<double> {
+  static __device__ __forceinline__ double from(double x) { return x; }
+};
+template <> struct Convert<f16> {
+  static __device__ __forceinline__ f16 from(float x) {
+    f16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+  }
+};
+template <> struct Convert<bf16> { // to nearest even; NaN stays NaN
+  static __device__ __forceinline__ bf16 from(float x) {
+#if __CUDA_ARCH__ >= 800
+    bf16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+#else
+    u32 u = __float_as_uint(x);
+    return {(unsigned short)(x != x ? 0x7FFF : (u + 0x7FFF + (u >> 16 & 1)) >> 16)};
+#endif
+  }
+};
+
+// The type of a strobe_dtype, and the type that its arithmetic is done in.
+template <i32 DType> struct Element;
+template <> struct Element<1> {
+  using type = float;
+  using real = float;
+};
+template <> struct Element<2> {
+  using type = f16;
+  using real = float;
+};
+template <> struct Element<3> {
+  using type = bf16;
+  using real = float;
+};
+template <> struct Element<4> {
+  using type = double;
+  using real = double;
+};
+
+template <class T> __device__ __forceinline__ T minus_infinity();
+template <> __device__ __forceinline__ float minus_infinity<float>() { return __int_as_float(0xff800000); }
+template <> __device__ __forceinline__ double minus_infinity<double>() { return __longlong_as_double(0xfff0000000000000ll); }
+
+__device__ __forceinline__ float exp2(float x) { // ex2: 2 ulp; results below 2^-126 are 0
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ double exp2(double x) { return ::exp2(x); }
+__device__ __forceinline__ float log2(float x) { return ::log2f(x); }
+__device__ __forceinline__ double log2(double x) { return ::log2(x); }
+__device__ __forceinline__ float abs(float x) { return fabsf(x); }
+__device__ __forceinline__ double abs(double x) { return fabs(x); }
+template <class T> __device__ __forceinline__ T select(bool condition, T a, T b) { return condition ? a : b; }
+
+__device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }
+__device__ __forceinline__ double tanh(double x) { return ::tanh(x); }
+// tanh and its derivative 4 e / (1 + e)^2, e = exp(-2|x|): 1 - tanh^2 would cancel where it saturates
+template <class T> __device__ __forceinline__ T tanh(T x, T &slope) {
+  T e = exp2(T(-2.88539008177792681472) * abs(x)), inverse = T(1) / (T(1) + e);
+  slope = T(4) * e * inverse * inverse;
+  return tanh(x);
+}
+
+} // namespace strobe
