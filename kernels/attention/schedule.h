@@ -19,11 +19,13 @@ struct KeyTile {
 };
 
 // Tiles of at most tile keys, ascending, none twice, none without a visible key in its hull. The queries [q0, q1), q0 < q1, lie within one
-// row of blocks. Runs of adjacent kept blocks are walked as one; align divides tile and, for block-sparse, block.
+// row of blocks. Runs of adjacent kept blocks are walked as one; align divides tile and, for block-sparse, block. part: only these keys (where
+// several share the work); its begin a multiple of align.
 class Schedule {
 public:
-  STROBE_FN Schedule(const Band &band, i64 q0, i64 q1, i64 tile, i64 align, BlockRow row = {nullptr, 0, 0})
-      : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align), seqlen_(band.seqlen_k) {
+  STROBE_FN Schedule(const Band &band, i64 q0, i64 q1, i64 tile, i64 align, BlockRow row = {nullptr, 0, 0}, Range part = {0, Band::kFar})
+      : any_(intersect(band.keys_any(q0, q1), part)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align),
+        seqlen_(band.seqlen_k) {
     if (row_.cols) {
       run_ = {0, 0};
     } else {
