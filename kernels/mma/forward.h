@@ -9,7 +9,8 @@
 
 namespace strobe::mma {
 
-using tile::Fragment;
+using tile::Left;
+using tile::Right;
 
 template <Config C> struct Forward {
   using Arguments = ForwardArguments;
@@ -138,15 +139,16 @@ private:
 
   // S = Q K^T
   __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], int stage) const {
-    tile::Blocks<kD> Q(q_shared + warp_row * kD * 2), K(k_shared + stage * kKBytes);
+    tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2);
+    tile::Blocks<Right, kD> K(k_shared + stage * kKBytes);
 #pragma unroll
     for (int c = 0; c < kD; c += 16) {
-      Fragment q[kM];
+      Left q[kM];
 #pragma unroll
       for (int m = 0; m < kM; ++m) q[m] = Q.load(16 * m, c);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        Fragment key = K.load(16 * n, c);
+        Right key = K.load(16 * n, c);
 #pragma unroll
         for (int m = 0; m < kM; ++m) tile::multiply_add<T>(S[m][n], q[m], key);
       }
@@ -181,7 +183,7 @@ private:
   // P = exp2(S * unit - M); O += P V
   __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kDv / 16], Accumulator (&S)[kM][kN], Softmax<kM> &softmax,
                                                const KeyTile &tile, int stage) const {
-    tile::Blocks<kDv> V(v_shared + stage * kVBytes);
+    tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
 #pragma unroll
     for (int pair = 0; pair < kN; pair += 2) {
 #pragma unroll
@@ -192,12 +194,12 @@ private:
       }
 #pragma unroll
       for (int n = pair; n < pair + 2; ++n) {
-        Fragment p[kM];
+        Left p[kM];
 #pragma unroll
         for (int m = 0; m < kM; ++m) p[m] = tile::rounded<T>(S[m][n]);
 #pragma unroll
         for (int c = 0; c < kDv / 16; ++c) {
-          Fragment value = V.load_transposed(16 * n, 16 * c);
+          Right value = V.load(16 * n, 16 * c);
 #pragma unroll
           for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], p[m], value);
         }
