@@ -77,7 +77,7 @@ private:
   }
   __device__ __forceinline__ void load_v(const KeyTile &t, int stage) {
     tile::Matrix<const T> m{v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], (i32)(t.end - t.begin), in.head_dim_v};
-    tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, m, threadIdx.x);
+    tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, m, computed_here(threadIdx.x));
   }
 
   __device__ __forceinline__ Schedule schedule() const {
@@ -164,12 +164,12 @@ private:
       finish_scores<false>(S, tile);
   }
   template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    i32 begin = (i32)tile.begin, end = (i32)tile.end;
+    i32 begin = (i32)tile.begin, end = (i32)tile.end, first = computed_here(item.q + warp_row);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        auto row = scores.row(item.q + warp_row + 16 * m + tile::lane_row(r), item.h);
+        auto row = scores.row(first + 16 * m + tile::lane_row(r), item.h);
 #pragma unroll
         for (int k = 0; k < 4 * kN; ++k) {
           int n = k / 4, c = k / 2 % 2, e = k % 2;
