@@ -84,13 +84,7 @@ private:
     i64 q1 = min((i64)item.q + C.tile_q, sequence.band.seqlen_q);
     BlockRow row{nullptr, 0, 0};
     if constexpr (F.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
-    return Schedule(sequence.band, item.q, q1, C.tile_k, 16, row, part());
-  }
-  // The keys of this block's share of the splits.
-  __device__ __forceinline__ Range part() const {
-    if (a.splits == 1) return {0, sequence.band.seqlen_k};
-    i64 share = round_up(div_up(sequence.band.seqlen_k, a.splits), C.tile_k);
-    return {item.split * share, (item.split + 1) * share};
+    return Schedule(sequence.band, item.q, q1, C.tile_k, 16, row, {item.split, a.splits});
   }
 
   __device__ __forceinline__ void compute() {
