@@ -7,6 +7,7 @@
 #include "attention/text.h"
 #include "attention/versioned.h"
 #include "attention/workspace.h"
+#include "cuda/info.h"
 #include "engines.h"
 #include "reference/reference.h"
 
@@ -99,6 +100,19 @@ void run_reference(const strobe_attention *attention, const strobe_tensors *t, c
   reference(validate(&a, t, direction), validate(e), direction, selection ? &selected : nullptr);
 }
 
+void check_text(const char *text, size_t capacity) {
+  if (!text && capacity)
+    throw Error(STROBE_INVALID_ARGUMENT, "text: null; accepted is memory of `capacity` bytes, or null with capacity 0");
+}
+
+void write_text(const std::string &all, char *text, size_t capacity, size_t *needed) {
+  if (needed) *needed = all.size() + 1;
+  if (!capacity) return;
+  const size_t length = std::min(all.size(), capacity - 1);
+  std::memcpy(text, all.data(), length);
+  text[length] = 0;
+}
+
 const Engine *engine_at(int32_t index) {
   const auto &list = engines();
   return index >= 0 && static_cast<size_t>(index) < list.size() ? list[index] : nullptr;
@@ -169,16 +183,16 @@ int32_t strobe_workspace_size(const strobe_attention *a, const strobe_tensors *t
 int32_t strobe_explain(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction, char *text,
                        size_t capacity, size_t *needed) {
   return guarded([&] {
-    if (!text && capacity)
-      throw Error(STROBE_INVALID_ARGUMENT, "text: null; accepted is memory of `capacity` bytes, or null with capacity 0");
+    check_text(text, capacity);
     const Call call(a, t, e, checked(direction));
-    const std::string all = explain(call.problem, call.execution, call.direction, call.choice);
-    if (needed) *needed = all.size() + 1;
-    if (capacity) {
-      const size_t length = std::min(all.size(), capacity - 1);
-      std::memcpy(text, all.data(), length);
-      text[length] = 0;
-    }
+    write_text(explain(call.problem, call.execution, call.direction, call.choice), text, capacity, needed);
+  });
+}
+
+int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed) {
+  return guarded([&] {
+    check_text(text, capacity);
+    write_text(cuda::info(), text, capacity, needed);
   });
 }
 

@@ -169,6 +169,10 @@ STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors
 STROBE_API const char *strobe_engine_name(int32_t index);
 STROBE_API const char *strobe_engine_missing(int32_t index);
 
+/* CUDA here, a line each: driver, devices, NVRTC, cache folder, with paths and versions, or the reason why not. Writes as strobe_explain
+ * does. Initialises the driver, after which a forked child of this process cannot use CUDA. */
+STROBE_API int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed);
+
 /* keep: bool (B,H,Sq,Sk) on the CPU; true where dropout keeps the element. Reads attention.dropout, seed, offset (or rng, int64 (2),
  * CPU). */
 STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep);
