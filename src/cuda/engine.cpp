@@ -3,7 +3,6 @@
 #include "attention/contents.h"
 #include "attention/text.h"
 #include "cuda/driver.h"
-#include "cuda/nvrtc.h"
 #include "cuda/stream.h"
 
 namespace strobe::cuda {
