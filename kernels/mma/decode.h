@@ -5,6 +5,7 @@
 #include "../tile/copy.h"
 #include "config.h"
 #include "softmax.h"
+#include "specials.h"
 
 namespace strobe::mma {
 
@@ -124,6 +125,7 @@ private:
       }
       finish_scores(S, tile);
       softmax.template follow<C.exact_max>(S, scores.unit, O);
+      if (masked(tile)) set_specials_aside(O, S, stage);
       tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -146,8 +148,11 @@ private:
     merge(O, softmax);
   }
 
+  static __device__ __forceinline__ bool by_position(const KeyTile &tile) { return tile.masked || tile.end - tile.begin < C.tile_k; }
+  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || by_position(tile); }
+
   __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    if (tile.masked || tile.end - tile.begin < C.tile_k)
+    if (by_position(tile))
       finish_scores<true>(S, tile);
     else if constexpr (F.additive() || F.mask)
       finish_scores<false>(S, tile);
@@ -166,6 +171,17 @@ private:
       }
     }
   }
+  // As in the forward, within the warp.
+  __device__ __forceinline__ void set_specials_aside(Accumulator (&O)[kM][kDv / 16], const Accumulator (&S)[kM][kN], int stage) const {
+    Specials<C.dtype, C.tile_k, kDv, 32> specials{v_shared + stage * kVBytes, k_shared + stage * kKBytes};
+    static_assert(specials.kBytes <= kKBytes);
+    if (!__any_sync(0xFFFFFFFFu, specials.found(tile::lane_id()))) return;
+    specials.set_aside(tile::lane_id());
+    __syncwarp();
+    specials.add(O, Seen<kM, kN>(S));
+    __syncwarp();
+  }
+
   // A group of dropout's 4x4 elements is spread over heads here: every element asks for itself.
   __device__ __forceinline__ void drop(Accumulator &P, i32 row, i32 key) const {
 #pragma unroll

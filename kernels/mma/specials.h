@@ -82,7 +82,7 @@ template <i32 kDType, int kRows, int kColumns, int kThreads> struct Specials {
                                     : 0.0f;
 #pragma unroll
           for (int i = 0; i < 2 * kM; ++i) {
-            if (sees[i / 2][i % 2]) O[i / 2][k / 2].x[k % 2][2 * (i % 2) + e] += value;
+            O[i / 2][k / 2].x[k % 2][2 * (i % 2) + e] += sees[i / 2][i % 2] ? value : 0.0f;
           }
         }
       }

@@ -29,8 +29,8 @@ template <class Operand, int kColumns, bool kTransposed = false> class Blocks {
   u32 lane_[kPhases];
 
 public:
-  __device__ __forceinline__ explicit Blocks(u32 base) { // base: a multiple of 128
-    int lane = lane_id(), low = lane >> 3 & 1, high = lane >> 4;
+  __device__ __forceinline__ explicit Blocks(u32 base, int lane = lane_id()) { // base: a multiple of 128
+    int low = lane >> 3 & 1, high = lane >> 4;
     int row = (lane & 7) + 8 * (kDown ? low : high), chunk = kDown ? high : low;
 #pragma unroll
     for (int i = 0; i < kPhases; ++i) lane_[i] = base + L::offset(row, 2 * i + chunk);
