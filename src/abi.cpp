@@ -199,11 +199,13 @@ const char *strobe_engine_name(int32_t index) {
   return name;
 }
 
-int32_t strobe_prewarm(const strobe_attention *a, const strobe_tensors *t, int32_t direction, int32_t compute_capability) {
+int32_t strobe_prewarm(const strobe_attention *a, const strobe_tensors *t, int32_t direction, int32_t compute_capability, char *text,
+                       size_t capacity, size_t *needed) {
   return guarded([&] {
+    check_text(text, capacity);
     const Problem problem = validate(a, t, checked(direction));
     if (problem.device_type != STROBE_CUDA) throw Error(STROBE_INVALID_ARGUMENT, "q: on the CPU; accepted is a tensor on a CUDA device");
-    cuda::prewarm(problem, checked(direction), compute_capability);
+    write_text(cuda::prewarm(problem, checked(direction), compute_capability), text, capacity, needed);
   });
 }
 

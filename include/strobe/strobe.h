@@ -169,8 +169,10 @@ STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors
                                   size_t capacity, size_t *needed);
 
 /* Compiles what the call would run on a GPU of this compute capability (90 for 9.0) into the kernel cache, or finds it there. Needs NVRTC but
- * no GPU; of the tensors, which say that they lie on a CUDA device, shapes, strides and the alignment of addresses count. */
-STROBE_API int32_t strobe_prewarm(const strobe_attention *, const strobe_tensors *, int32_t direction, int32_t compute_capability);
+ * no GPU; of the tensors, which say that they lie on a CUDA device, shapes, strides and the alignment of addresses count. The text is a line
+ * per kernel: "compiled|cached <registers> <bytes spilled> <name>"; written as by strobe_explain. */
+STROBE_API int32_t strobe_prewarm(const strobe_attention *, const strobe_tensors *, int32_t direction, int32_t compute_capability,
+                                  char *text, size_t capacity, size_t *needed);
 
 /* The engines of this library on this machine: name, and the reason why it cannot run here (null if it can). Returns null past the last. */
 STROBE_API const char *strobe_engine_name(int32_t index);

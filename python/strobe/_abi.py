@@ -161,7 +161,10 @@ class Call:
         self._alive = views, attention
 
     def run(self, function: Any, *more: Any) -> None:
-        status = function(self._attention, self._tensors, self._execution, *more)
+        self.run_without_execution(function, self._execution, *more)
+
+    def run_without_execution(self, function: Any, *more: Any) -> None:
+        status = function(self._attention, self._tensors, *more)
         if status != lib.STROBE_OK:
             if self._allocator is not None:
                 self._allocator.raise_if_failed()

@@ -103,7 +103,7 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction dir
   }
 }
 
-void prewarm(const Problem &p, Direction direction, int cc) {
+std::string prewarm(const Problem &p, Direction direction, int cc) {
   const Device device = described(cc);
   std::string reasons;
   Program fastest;
@@ -121,8 +121,14 @@ void prewarm(const Problem &p, Direction direction, int cc) {
     }
   }
   if (!found) throw Error(STROBE_UNSUPPORTED, "no engine takes this problem:" + reasons);
+  std::string report;
   for (const Step &step : fastest.steps)
-    if (const Launch *l = std::get_if<Launch>(&step)) build(*l->source, l->config, cc);
+    if (const Launch *l = std::get_if<Launch>(&step)) {
+      const Build built = build(*l->source, l->config, cc);
+      report += text(built.compiled ? "compiled " : "cached ", built.registers, " ", built.spill_bytes, " ",
+                     kernel_name(*l->source, l->config), "\n");
+    }
+  return report;
 }
 
 } // namespace strobe::cuda

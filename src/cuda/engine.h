@@ -30,7 +30,7 @@ protected:
 };
 
 // Compiles, or finds in the cache, the kernels that the problem would run on a GPU of this compute capability; needs none. Throws with
-// every engine's reason if none takes it.
-void prewarm(const Problem &, Direction, int cc);
+// every engine's reason if none takes it. A line per kernel: "compiled|cached registers spilled-bytes name".
+std::string prewarm(const Problem &, Direction, int cc);
 
 } // namespace strobe::cuda
