@@ -76,6 +76,7 @@ __device__ __forceinline__ void load(SharedHalf<T, Rows, Columns> tile, const Ma
     T x[8];
   };
   constexpr i32 kUnit = Aligned ? 8 : 1;
+#pragma unroll 2
   for (i32 n = threadIdx.x; n < Rows * Columns / kUnit; n += Threads) {
     const i32 i = n / (Columns / kUnit), c = n % (Columns / kUnit) * kUnit;
     if constexpr (Aligned)

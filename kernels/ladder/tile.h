@@ -10,7 +10,7 @@
 namespace strobe::ladder {
 
 inline constexpr i32 kTileThreads = 256;
-inline constexpr float kInfinity = __builtin_huge_valf(), kLog2e = 1.44269504f;
+inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000), kLog2e = 1.44269504f;
 
 // One head's matrix in global memory.
 template <class T> struct Matrix {
@@ -75,15 +75,15 @@ template <i32 Rows, i32 Columns> struct Registers {
 template <i32 K, i32 M, i32 N, class A, class B> __device__ __forceinline__ void multiply(Registers<M, N> &C, A a, B b) {
 #pragma unroll 4
   for (i32 k = 0; k < K; k++) {
-    float column[C.kRows], row[C.kColumns];
+    float column[M / 16], row[N / 16];
 #pragma unroll
-    for (i32 r = 0; r < C.kRows; r++) column[r] = a(C.row(r), k);
+    for (i32 r = 0; r < M / 16; r++) column[r] = a(C.row(r), k);
 #pragma unroll
-    for (i32 c = 0; c < C.kColumns; c++) row[c] = b(k, C.column(c));
+    for (i32 c = 0; c < N / 16; c++) row[c] = b(k, C.column(c));
 #pragma unroll
-    for (i32 r = 0; r < C.kRows; r++)
+    for (i32 r = 0; r < M / 16; r++)
 #pragma unroll
-      for (i32 c = 0; c < C.kColumns; c++) C.x[r][c] += column[r] * row[c];
+      for (i32 c = 0; c < N / 16; c++) C.x[r][c] += column[r] * row[c];
   }
 }
 

@@ -10,6 +10,7 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/headers.cpp
   ${CMAKE_CURRENT_LIST_DIR}/info.cpp
   ${CMAKE_CURRENT_LIST_DIR}/jit.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/ladder.cpp
   ${CMAKE_CURRENT_LIST_DIR}/launch.cpp
   ${CMAKE_CURRENT_LIST_DIR}/nvrtc.cpp
   ${CMAKE_CURRENT_LIST_DIR}/sha256.cpp
