@@ -2,6 +2,7 @@
 // over a warp. Lane 4g + t holds of C: rows g and g + 8, columns 2t and 2t + 1. That is how A wants its left and right half, too, so a C
 // rounded to 16 bits is an A without moving a number between lanes: P = exp(S) goes straight into P V.
 #pragma once
+#include "../ptx/cp_async.h"
 #include "../ptx/ldmatrix.h"
 #include "../ptx/mma.h"
 #include "tile.h"
@@ -69,21 +70,25 @@ template <i32 Columns> struct Sums {
   }
 };
 
-// Global to shared memory, from row i0 on; zeros beyond the matrix. Aligned: 16 bytes at a time.
+// Global to shared memory, from row i0 on; zeros beyond the matrix. Aligned: 16 bytes at a time, which are there after arrived().
 template <i32 Threads, bool Aligned, class T, i32 Rows, i32 Columns>
 __device__ __forceinline__ void load(SharedHalf<T, Rows, Columns> tile, const Matrix<const T> &matrix, i64 i0) {
-  struct alignas(16) Eight {
-    T x[8];
-  };
   constexpr i32 kUnit = Aligned ? 8 : 1;
 #pragma unroll 2
   for (i32 n = threadIdx.x; n < Rows * Columns / kUnit; n += Threads) {
     const i32 i = n / (Columns / kUnit), c = n % (Columns / kUnit) * kUnit;
+    const bool holds = matrix.holds(i0 + i, c);
     if constexpr (Aligned)
-      *(Eight *)tile.at(i, c) = matrix.holds(i0 + i, c) ? *(const Eight *)&matrix(i0 + i, c) : Eight{};
+      cp_async(shared_address(tile.at(i, c)), holds ? &matrix(i0 + i, c) : matrix.data, holds);
     else
-      *tile.at(i, c) = matrix.holds(i0 + i, c) ? matrix(i0 + i, c) : T{};
+      *tile.at(i, c) = holds ? matrix(i0 + i, c) : T{};
   }
+}
+// All that the CTA's threads have loaded is in shared memory.
+__device__ __forceinline__ void arrived() {
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
 }
 
 } // namespace strobe::ladder

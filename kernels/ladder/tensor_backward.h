@@ -53,12 +53,12 @@ template <Config C> struct TensorBackward {
         for (i32 i = threadIdx.x; i < Br; i += kThreads) {
           L[i] = log2_sum(a.lse, b, h, i0 + i, in.seqlen_q), D[i] = i0 + i < in.seqlen_q ? delta[i0 + i] : 0;
         }
-        __syncthreads();
+        arrived();
         u32 x[4], y[4];
         for (i32 q = 0; q < Br; q += 16) {
           // 10: S_ij^T = K_j Q_i^T; 13: dP_ij^T = V_j dO_i^T.
           Sums<16> P, dS;
-#pragma unroll
+#pragma unroll 2
           for (i32 k = 0; k < d; k += 16) {
             Kj.read_a(x, key, k);
             Qi.read_b_transposed(y, q, k);

@@ -41,7 +41,7 @@ template <Config C> struct TensorForward {
       // 7: Load K_j, V_j from HBM to on-chip SRAM.
       load<kThreads, C.aligned>(Kj, K, tile.begin);
       load<kThreads, C.aligned>(Vj, V, tile.begin);
-      __syncthreads();
+      arrived();
       // 8: On chip, compute S_ij = Q_i K_j^T.
       Sums<Bc> S;
       u32 x[4], y[4];
