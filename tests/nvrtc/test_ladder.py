@@ -16,7 +16,9 @@ def kernels(rung, cc, head_dim, tile, backward, dtype=None):
     options |= {name: wish for name, wish in zip(("tile_q", "tile_k"), tile, strict=True) if wish}
     try:
         return prewarm(arrays, options, backward, cc)
-    except RuntimeError as error:  # NVRTC
+    except RuntimeError as error:
+        if "no NVRTC" not in str(error):
+            raise
         pytest.skip(str(error))
 
 
