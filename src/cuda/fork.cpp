@@ -2,16 +2,17 @@
 
 #include <pthread.h>
 
+#include <condition_variable>
 #include <mutex>
-#include <new>
-#include <shared_mutex>
 
 namespace strobe::cuda {
 namespace {
 
 struct Gate {
-  std::shared_mutex mutex; // shared by those within
-  std::mutex door;         // each passes it; a fork that waits holds it, so that nobody new keeps it waiting
+  std::mutex door; // passed on the way in; a fork that waits holds it, so that nobody new keeps it waiting
+  std::mutex mutex;
+  std::condition_variable empty;
+  int within = 0;
   int forks = 0;
 
   Gate();
@@ -22,15 +23,17 @@ Gate &gate() {
   return *only;
 }
 
-void before_fork() { gate().door.lock(), gate().mutex.lock(); }
-void in_parent() { gate().mutex.unlock(), gate().door.unlock(); }
-void in_child() {
-  new (&gate().mutex) std::shared_mutex; // its owner has another thread id here, so it cannot be unlocked
-  gate().door.unlock();
-  gate().forks++;
+void before_fork() {
+  Gate &g = gate();
+  g.door.lock();
+  std::unique_lock lock(g.mutex);
+  g.empty.wait(lock, [&] { return g.within == 0; });
+  lock.release(); // held until the fork is done
 }
+void after_fork() { gate().mutex.unlock(), gate().door.unlock(); }
+void in_child() { gate().forks++, after_fork(); }
 
-Gate::Gate() { pthread_atfork(before_fork, in_parent, in_child); }
+Gate::Gate() { pthread_atfork(before_fork, after_fork, in_child); }
 
 // Before main or in dlopen: no other thread can be halfway through the first call when a process forks.
 [[maybe_unused]] const Gate &early = gate();
@@ -39,9 +42,13 @@ Gate::Gate() { pthread_atfork(before_fork, in_parent, in_child); }
 
 ForkGate::ForkGate() {
   const std::lock_guard pass(gate().door);
-  gate().mutex.lock_shared();
+  const std::lock_guard lock(gate().mutex);
+  gate().within++;
 }
-ForkGate::~ForkGate() { gate().mutex.unlock_shared(); }
+ForkGate::~ForkGate() {
+  const std::lock_guard lock(gate().mutex);
+  if (--gate().within == 0) gate().empty.notify_all();
+}
 int forks() { return gate().forks; }
 
 } // namespace strobe::cuda

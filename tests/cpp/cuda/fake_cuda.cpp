@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 using namespace strobe::cuda;
 using namespace strobe::cuda::test;
@@ -64,6 +65,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext *context) { return *context = stack.back()
 CUresult cuLibraryLoadData(CUlibrary *library, const void *code, void *, void **, unsigned, void *, void **, unsigned) {
   if (!usable()) return CUDA_ERROR_NOT_INITIALIZED;
   fake.loads++;
+  const std::lock_guard lock(fake.mutex);
   fake.code = static_cast<const char *>(code);
   *library = reinterpret_cast<CUlibrary>(&fake);
   return fake.load;
@@ -83,6 +85,7 @@ CUresult cuKernelGetParamInfo(CUkernel, size_t, size_t *offset, size_t *size) { 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction, void **parameters, void **) {
   if (!usable()) return CUDA_ERROR_NOT_INITIALIZED;
   fake.launches++;
+  const std::lock_guard lock(fake.mutex);
   fake.config = *config;
   if (config->numAttrs) fake.attribute = config->attrs[0];
   const char *arguments = static_cast<const char *>(parameters[0]);

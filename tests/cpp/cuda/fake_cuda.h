@@ -1,6 +1,7 @@
 // The pretended driver's memory, which a test reads and sets.
 #pragma once
 #include <atomic>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@ struct FakeCuda {
   // what it was asked
   std::atomic<int> inits = 0, loads = 0, retains = 0, pushes = 0, launches = 0, relaxed = 0, synchronised = 0;
   std::atomic<int> most_shared = -1, most_shared_device = -1;
+  std::mutex mutex; // of all below
   std::string code; // of the last library
   CUlaunchConfig config{};
   CUlaunchAttribute attribute{};
