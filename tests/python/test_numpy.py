@@ -99,6 +99,12 @@ def test_any_strides(kind):
     np.testing.assert_array_equal(strobe.attention(**turned), expected)
 
 
+def test_a_block_mask_of_no_batch():
+    none = np.zeros((0, 2, 40, 16), np.float32)
+    kept = strobe.BlockMask.from_kept(np.ones((0, 2, 3, 3), bool), 16, 16, 40, 40)
+    assert strobe.attention(none, none, none, block_mask=kept).shape == none.shape
+
+
 def test_layout():
     given = arrays()
     turned = {name: np.ascontiguousarray(x.swapaxes(1, 2)) for name, x in given.items()}
