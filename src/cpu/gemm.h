@@ -16,6 +16,11 @@ inline constexpr int kVectorRegisters = 32;
 #else
 inline constexpr int kVectorRegisters = 16;
 #endif
+#if defined(__FMA__) || defined(__aarch64__)
+inline constexpr int64_t kRun = 32; // terms that a sum adds up before it starts anew
+#else
+inline constexpr int64_t kRun = 16; // each product is rounded too
+#endif
 inline constexpr int kMaxColumns = kVectorRegisters == 32 ? 4 : 2; // vectors of C's columns held at once
 constexpr int block_rows(int columns) { return kVectorRegisters == 32 ? (columns == 4 ? 6 : 8) : (columns == 2 ? 4 : 8); }
 
@@ -83,7 +88,6 @@ STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth
 template <class T>
 __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
                                         int64_t ldc, bool accumulate) {
-  constexpr int64_t kRun = 32;
   const int64_t runs = (depth + kRun - 1) / kRun, run = accumulate || runs < 2 ? depth : (depth + runs - 1) / runs;
   if (a.row == 1)
     multiply_columns<kMaxColumns, true>(rows, columns, depth, run, a, b, ldb, c, ldc, accumulate);
