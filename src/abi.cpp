@@ -7,6 +7,7 @@
 #include "attention/text.h"
 #include "attention/versioned.h"
 #include "attention/workspace.h"
+#include "cuda/engine.h"
 #include "cuda/info.h"
 #include "engines.h"
 #include "reference/reference.h"
@@ -63,25 +64,19 @@ Direction checked(int32_t direction) {
   return static_cast<Direction>(direction);
 }
 
-struct AlignedDelete {
-  void operator()(void *memory) const { ::operator delete(memory, std::align_val_t{kWorkspaceAlignment}); }
-};
-using Workspace = std::unique_ptr<void, AlignedDelete>;
-
-Workspace allocate(uint64_t bytes) {
-  void *memory = ::operator new(bytes, std::align_val_t{kWorkspaceAlignment}, std::nothrow);
-  if (!memory) throw Error(STROBE_OUT_OF_MEMORY, text("no host memory for a workspace of ", bytes, " bytes"));
-  return Workspace(memory);
-}
-
 void run(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction) {
   const Call call(a, t, e, direction);
   const auto [engine, plan] = call.decision();
   Workspace own;
   void *workspace = call.execution.workspace;
   if (!workspace && plan.workspace_bytes) {
-    own = allocate(plan.workspace_bytes);
-    workspace = own.get();
+    if (call.execution.allocate) {
+      workspace = call.execution.allocate(call.execution.allocator, plan.workspace_bytes);
+      if (!workspace) throw Error(STROBE_OUT_OF_MEMORY, text("execution.allocate: no workspace of ", plan.workspace_bytes, " bytes"));
+    } else {
+      own = engine->allocate(call.problem, call.execution, plan.workspace_bytes);
+      workspace = own.get();
+    }
   } else if (call.execution.workspace_bytes < plan.workspace_bytes) {
     throw Error(STROBE_INVALID_ARGUMENT, text("execution.workspace_bytes: ", call.execution.workspace_bytes, "; accepted is ",
                                               plan.workspace_bytes, " or more, as strobe_workspace_size() says"));
@@ -204,10 +199,20 @@ const char *strobe_engine_name(int32_t index) {
   return name;
 }
 
+int32_t strobe_prewarm(const strobe_attention *a, const strobe_tensors *t, int32_t direction, int32_t compute_capability, char *text,
+                       size_t capacity, size_t *needed) {
+  return guarded([&] {
+    check_text(text, capacity);
+    const Problem problem = validate(a, t, checked(direction));
+    if (problem.device_type != STROBE_CUDA) throw Error(STROBE_INVALID_ARGUMENT, "q: on the CPU; accepted is a tensor on a CUDA device");
+    write_text(cuda::prewarm(problem, checked(direction), compute_capability), text, capacity, needed);
+  });
+}
+
 const char *strobe_engine_missing(int32_t index) {
   const char *missing = nullptr;
   guarded([&] {
-    if (engine_at(index) && !missing_engines()[index].empty()) missing = missing_engines()[index].c_str();
+    if (engine_at(index) && !strobe::missing(size_t(index)).empty()) missing = strobe::missing(size_t(index)).c_str();
   });
   return missing;
 }

@@ -17,7 +17,7 @@ std::string source_text(const KernelSource &source, const std::string &name, int
               "Kernel::Arguments a) { Kernel::run(a); }\n");
 }
 
-Program program(const KernelSource &source, std::span<const int32_t> config, int cc) {
+Translation translation(const KernelSource &source, std::span<const int32_t> config, int cc) {
   const std::string name = kernel_name(source, config), arch = text("sm_", cc, source.specific ? "a" : "");
   return {.name = text(name, " for ", arch),
           .text = source_text(source, name, cc),
@@ -25,7 +25,7 @@ Program program(const KernelSource &source, std::span<const int32_t> config, int
           .options = {"--gpu-architecture=" + arch, "-std=c++20", "-default-device", "--ptxas-options=-v"}};
 }
 
-Sha256::Digest digest(const Program &p) {
+Sha256::Digest digest(const Translation &p) {
   Sha256 all;
   all.add_field(p.text);
   for (const std::string &option : p.options) all.add_field(option);
@@ -44,7 +44,7 @@ template <class F> void numbers_before(std::string_view log, std::string_view wh
   }
 }
 
-Build compile_now(const Nvrtc &compiler, const Program &p) {
+Build compile_now(const Nvrtc &compiler, const Translation &p) {
   Compiled result = compile(compiler, p);
   Build b{.cubin = std::move(result.cubin), .log = std::move(result.log), .nvrtc = compiler.version(), .compiled = true};
   numbers_before(b.log, " registers", [&](int32_t n) { b.registers = std::max(b.registers, n); });
@@ -53,7 +53,7 @@ Build compile_now(const Nvrtc &compiler, const Program &p) {
   return b;
 }
 
-[[noreturn]] void not_found(const Program &p, const CacheSettings &settings, const std::string &why) {
+[[noreturn]] void not_found(const Translation &p, const CacheSettings &settings, const std::string &why) {
   std::string folders = settings.folder;
   for (const std::string &folder : settings.further) folders += (folders.empty() ? "" : ", ") + folder;
   throw Error(STROBE_UNSUPPORTED, text(p.name, ": not in a cache (", folders.empty() ? "there is none" : folders, "), and ", why));
@@ -68,7 +68,7 @@ std::string kernel_name(const KernelSource &source, std::span<const int32_t> con
 }
 
 Build build(const KernelSource &source, std::span<const int32_t> config, int cc) {
-  const Program p = program(source, config, cc);
+  const Translation p = translation(source, config, cc);
   const Sha256::Digest key = digest(p);
   const CacheSettings settings = CacheSettings::from_environment();
   for (const std::string &folder : settings.further)

@@ -48,6 +48,8 @@ struct Loaded {
     find(d.cuLaunchKernelEx, "cuLaunchKernelEx");
     find(d.cuMemsetD8Async, "cuMemsetD8Async");
     find(d.cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2");
+    find(d.cuMemAllocAsync, "cuMemAllocAsync");
+    find(d.cuMemFreeAsync, "cuMemFreeAsync");
     find(d.cuStreamSynchronize, "cuStreamSynchronize");
     find(d.cuStreamIsCapturing, "cuStreamIsCapturing");
     find(d.cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");

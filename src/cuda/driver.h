@@ -78,6 +78,8 @@ struct Driver {
 
   Call<CUdeviceptr, unsigned char, size_t, CUstream> cuMemsetD8Async;
   Call<void *, CUdeviceptr, size_t, CUstream> cuMemcpyDtoHAsync;
+  Call<CUdeviceptr *, size_t, CUstream> cuMemAllocAsync;
+  Call<CUdeviceptr, CUstream> cuMemFreeAsync;
   Call<CUstream> cuStreamSynchronize;
   Call<CUstream, CUstreamCaptureStatus *> cuStreamIsCapturing;
   Call<CUstreamCaptureMode *> cuThreadExchangeStreamCaptureMode;

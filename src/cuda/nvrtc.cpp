@@ -174,7 +174,7 @@ std::string nvrtc_missing(int cc) {
               "\", or name the library in STROBE_NVRTC", result.failures.empty() ? "" : "; tried:", result.failures);
 }
 
-Compiled compile(const Nvrtc &n, const Program &program) {
+Compiled compile(const Nvrtc &n, const Translation &program) {
   const ForkGate gate;
   std::vector<const char *> names, texts, options;
   for (const Included &header : program.headers) names.push_back(header.name.c_str()), texts.push_back(header.text.c_str());

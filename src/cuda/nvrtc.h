@@ -36,7 +36,7 @@ std::string nvrtc_missing(int cc);
 // False if the driver is of an older major version than a cubin's compiler.
 bool driver_follows(int nvrtc_major);
 
-struct Program {
+struct Translation {
   std::string name; // in messages
   std::string text;
   std::vector<Included> headers;
@@ -46,6 +46,6 @@ struct Compiled {
   std::string cubin, log;
 };
 // Throws with the whole log if it does not compile.
-Compiled compile(const Nvrtc &, const Program &);
+Compiled compile(const Nvrtc &, const Translation &);
 
 } // namespace strobe::cuda

@@ -1,8 +1,11 @@
 target_sources(strobe_core PRIVATE
+  ${CMAKE_CURRENT_LIST_DIR}/arguments.cpp
   ${CMAKE_CURRENT_LIST_DIR}/build.cpp
   ${CMAKE_CURRENT_LIST_DIR}/cache.cpp
   ${CMAKE_CURRENT_LIST_DIR}/device.cpp
   ${CMAKE_CURRENT_LIST_DIR}/driver.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/engine.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/engines.cpp
   ${CMAKE_CURRENT_LIST_DIR}/fork.cpp
   ${CMAKE_CURRENT_LIST_DIR}/headers.cpp
   ${CMAKE_CURRENT_LIST_DIR}/info.cpp

@@ -19,6 +19,17 @@ bool capturing(CUstream stream) {
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
+void *allocate(size_t bytes, CUstream stream) {
+  CUdeviceptr memory = 0;
+  const CUresult result = driver()->cuMemAllocAsync(&memory, bytes, stream);
+  if (result == CUDA_ERROR_OUT_OF_MEMORY)
+    throw Error(STROBE_OUT_OF_MEMORY, "no device memory for a workspace of " + std::to_string(bytes) + " bytes");
+  check(result, "cuMemAllocAsync");
+  return reinterpret_cast<void *>(memory);
+}
+
+void free(void *memory, CUstream stream) noexcept { driver()->cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(memory), stream); }
+
 RelaxedCapture::RelaxedCapture() { check(driver()->cuThreadExchangeStreamCaptureMode(&mode_), "cuThreadExchangeStreamCaptureMode"); }
 RelaxedCapture::~RelaxedCapture() { driver()->cuThreadExchangeStreamCaptureMode(&mode_); }
 
