@@ -19,9 +19,9 @@ template <Config C> struct BiasGradient {
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Inputs &in = a.in;
-    T *whole = reinterpret_cast<T *>(shared);
-    const RowStatistics<C, T> rows(whole + C.p_elements());
-    Multiply multiply(whole + C.p_elements() + 2 * C.tile_q);
+    T *P = reinterpret_cast<T *>(shared), *dS = P + C.p_elements(), *whole = P;
+    const RowStatistics<C, T> rows(dS + C.p_elements());
+    Multiply multiply(dS + C.p_elements() + 2 * C.tile_q);
     const auto grid = multiply.grid;
     const Dropout<C.features> dropout(in);
 
@@ -48,8 +48,11 @@ template <Config C> struct BiasGradient {
           for (i32 k0 = keys.begin * C.tile_k; k0 < min(keys.end * C.tile_k, seqlen_k); k0 += C.tile_k) {
             const i32 k1 = min(k0 + C.tile_k, seqlen_k);
             if (k1 <= any.begin || k0 >= any.end || !kept(in, b, h, q0, k0)) continue;
-            recompute<C>(multiply, scores, dropout, rows, Q, K, dO, V, h, q0, q1, k0, k1, k0 < all.begin || k1 > all.end,
-                         [&](int i, int j, T, T ds, T) { add(sum[i][j], lost[i][j], ds); });
+            recompute<C, false>(multiply, scores, dropout, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, k0 < all.begin || k1 > all.end);
+#pragma unroll
+            for (int i = 0; i < kRows; ++i)
+#pragma unroll
+              for (int j = 0; j < kKeys; ++j) add(sum[i][j], lost[i][j], dS[grid.row(i) * C.p_stride() + grid.column(j)]);
           }
         }
       }
@@ -65,7 +68,8 @@ template <Config C> struct BiasGradient {
     if (!stride[3]) total(whole, t, stride[2] ? C.tile_q : 1, C.p_stride(), C.tile_k, 1);
 
     const i32 q0 = queries.begin * C.tile_q, k0 = keys.begin * C.tile_k;
-    const i32 nq = stride[2] ? (i32)min((i64)C.tile_q, in.seqlen_q - q0) : 1, nk = stride[3] ? (i32)min((i64)C.tile_k, in.seqlen_k - k0) : 1;
+    const i32 nq = stride[2] ? (i32)min((i64)C.tile_q, in.seqlen_q - q0) : 1,
+              nk = stride[3] ? (i32)min((i64)C.tile_k, in.seqlen_k - k0) : 1;
     for (i32 i = t; i < nq * C.tile_k; i += kThreads) {
       const i32 r = i / C.tile_k, c = i % C.tile_k;
       if (c < nk) *a.dbias.template at<B>(batches.begin, heads.begin, q0 + r, k0 + c) = Convert<B>::from(whole[r * C.p_stride() + c]);

@@ -1,8 +1,8 @@
 // Forward, FlashAttention-2 (Dao 2023) with plain FMA: a CTA owns a tile of queries and walks the tiles of keys that they see.
 #pragma once
-#include "../attention/schedule.h"
 #include "../attention/scores.h"
 #include "tile.h"
+#include "walk.h"
 
 namespace strobe::simt {
 
@@ -18,16 +18,12 @@ template <Config C> struct Forward {
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
+    static_assert(sizeof(Walk) <= Config::kWalkBytes);
     const Inputs &in = a.in;
 
-    // Tiles of one head are neighbours, the last first: with a causal mask it is the longest.
-    const i32 tiles = (i32)div_up(in.seqlen_q, C.tile_q);
-    u32 item = blockIdx.x;
-    const i32 split = (i32)(item % (u32)a.splits);
-    item /= (u32)a.splits;
-    const i32 q0 = (tiles - 1 - (i32)(item % (u32)tiles)) * C.tile_q;
-    item /= (u32)tiles;
-    const i32 h = (i32)(item % (u32)in.heads), b = (i32)(item / (u32)in.heads), h_kv = h / in.group;
+    const Item item = Item::of(blockIdx.x, a.splits, div_up(in.seqlen_q, C.tile_q), in.heads, in.batch, C.features.band);
+    const i32 split = item.split, q0 = ((i32)div_up(in.seqlen_q, C.tile_q) - 1 - item.tile) * C.tile_q;
+    const i32 h = item.head, b = item.batch, h_kv = h / in.group;
     const Sequence s = in.sequence(b);
     const i32 seqlen_q = (i32)s.band.seqlen_q, seqlen_k = (i32)s.band.seqlen_k;
     if (q0 >= seqlen_q) return;
@@ -35,7 +31,8 @@ template <Config C> struct Forward {
 
     const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(in.k, b, h_kv, s.k0, seqlen_k, in.head_dim),
         V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
-    T *P = reinterpret_cast<T *>(shared);
+    Walk &walk = *reinterpret_cast<Walk *>(shared);
+    T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes);
     Multiply multiply(P + C.p_elements());
     const auto grid = multiply.grid;
     const Scores<C.features, T> scores(in, s, b);
@@ -46,27 +43,22 @@ template <Config C> struct Forward {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) m[i] = minus_infinity<T>(), l[i] = T(0);
 
-    Schedule schedule(s.band, q0, q1, C.tile_k, 16, C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
-    KeyTile tile;
-    for (i32 n = 0; schedule.next(tile); ++n) {
-      if (n % a.splits != split) continue;
-      const i32 k0 = (i32)tile.begin, k1 = (i32)tile.end;
+    const Schedule schedule(s.band, q0, q1, C.tile_k, 16, C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
+    walk.run(schedule, split, a.splits, [&](const Tile &tile) {
+      const i32 k0 = tile.begin, k1 = tile.end;
       const bool by_position = tile.masked || k1 - k0 < C.tile_k;
 
       // S = Q K^T
       T S[kRows][kKeys] = {};
       multiply.template nt<C.head_dim>(S, Q, q0, K, k0);
 
+      score<kStaged>(scores, h, q0, k0, k1, by_position, S, P, grid);
       // P = exp(S - m), left in shared memory for the threads of the same row: those of one warp
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const auto row = scores.row(q0 + grid.row(i), h);
-        T most = minus_infinity<T>();
+        T most = S[i][0];
 #pragma unroll
-        for (int j = 0; j < kKeys; ++j) {
-          S[i][j] = scores.score(S[i][j], row, k0 + grid.column(j), by_position, k1);
-          most = maximum(most, S[i][j]);
-        }
+        for (int j = 1; j < kKeys; ++j) most = maximum(most, S[i][j]);
         most = grid.reduce(most, [](T x, T y) { return maximum(x, y); });
         const T m_new = maximum(m[i], most);
         const T reference = m_new == minus_infinity<T>() ? T(0) : m_new; // nothing seen yet: exp2(-inf - 0) = 0
@@ -77,16 +69,22 @@ template <Config C> struct Forward {
         for (int j = 0; j < kColumns; ++j) O[i][j] *= alpha;
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) {
-          T p = exp2((S[i][j] - reference) * scores.unit);
+          const T p = exp2((S[i][j] - reference) * scores.unit);
           l[i] += p;
-          if (!dropout.keep(b, h, q0 + grid.row(i), k0 + grid.column(j))) p = T(0);
           P[grid.row(i) * C.p_stride() + grid.column(j)] = p;
         }
+      }
+      if constexpr (C.features.dropout) {
+#pragma unroll 1
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+          for (int j = 0; j < kKeys; ++j)
+            if (!dropout.keep(b, h, q0 + grid.row(i), k0 + grid.column(j))) P[grid.row(i) * C.p_stride() + grid.column(j)] = T(0);
       }
 
       // O += P V. Its first barrier comes after all of P is written; that of the next product after all of P is read.
       multiply.template nn<C.head_dim_v>(O, P, V, k0, k1 - k0);
-    }
+    });
 
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -109,6 +107,39 @@ template <Config C> struct Forward {
   }
 
 private:
+  // Scores that take more than a comparison are made element by element, by way of shared memory, in a loop that is not unrolled: it would
+  // take the registers of O and seconds to compile.
+  static constexpr bool kStaged = C.features.additive() || C.features.mask;
+
+  template <bool kStage>
+  static __device__ __forceinline__ void score(const Scores<C.features, T> &scores, i32 h, i32 q0, i32 k0, i32 k1, bool by_position,
+                                               T (&S)[kRows][kKeys], T *P, const typename Multiply::Grid &grid) {
+    const auto at = [&](int i, int j) -> T & { return P[grid.row(i) * C.p_stride() + grid.column(j)]; };
+    if constexpr (kStage) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < kKeys; ++j) at(i, j) = S[i][j];
+#pragma unroll 1
+      for (int i = 0; i < kRows; ++i) {
+        const auto row = scores.row(q0 + grid.row(i), h);
+#pragma unroll
+        for (int j = 0; j < kKeys; ++j) at(i, j) = scores.score(at(i, j), row, k0 + grid.column(j), by_position, k1);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < kKeys; ++j) S[i][j] = at(i, j);
+    } else if (by_position) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const auto row = scores.row(q0 + grid.row(i), h);
+#pragma unroll
+        for (int j = 0; j < kKeys; ++j) S[i][j] = scores.score(S[i][j], row, k0 + grid.column(j), true, k1);
+      }
+    }
+  }
+
   static __device__ __forceinline__ void store(const Arguments &a, i64 b, i64 h, i64 row, i32 split, const T (&O)[kColumns], T scale, T lse,
                                                const typename Multiply::Grid &grid) {
     if (a.splits > 1) {

@@ -24,20 +24,34 @@ template <Config C, class T> struct RowStatistics {
   }
 };
 
-// S = Q K^T, dP = dO V^T -> for each element: write(i, j, kept P, dS, d score / d (scale * raw)). P without dropout's factor.
-template <Config C, class Multiply, class T, class E, class F>
+// S = Q K^T, dP = dO V^T -> in shared memory, in their place, P (kept elements, without dropout's factor) and dS; dx: write not dS but d loss /
+// d (scale * q.k), which a softcap tells apart. Each thread writes what it then reads, element by element: registers are for products.
+template <Config C, bool kThroughScore, class Multiply, class T, class E>
 __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.features, T> &scores, const Dropout<C.features> &dropout,
-                                          const RowStatistics<C, T> &rows, const Rows<E> &Q, const Rows<E> &K, const Rows<E> &dO,
-                                          const Rows<E> &V, i32 h, i32 q0, i32 q1, i32 k0, i32 k1, bool masked, F &&write) {
+                                          const RowStatistics<C, T> &rows, T *P, T *dS, const Rows<E> &Q, const Rows<E> &K,
+                                          const Rows<E> &dO, const Rows<E> &V, i32 h, i32 q0, i32 q1, i32 k0, i32 k1, bool masked) {
   constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k;
   const auto grid = multiply.grid;
+  const auto leave = [&](T *where, const T(&x)[kRows][kKeys]) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j) where[grid.row(i) * C.p_stride() + grid.column(j)] = x[i][j];
+  };
+  {
+    T S[kRows][kKeys] = {};
+    multiply.template nt<C.head_dim>(S, Q, q0, K, k0);
+    leave(P, S);
+  }
+  {
+    T dP[kRows][kKeys] = {};
+    multiply.template nt<C.head_dim_v>(dP, dO, q0, V, k0);
+    leave(dS, dP);
+  }
+
   const bool by_position = masked || q1 - q0 < C.tile_q || k1 - k0 < C.tile_k;
   const T scale = natural<C.features, T>(scores.in), factor = T(dropout.factor());
-
-  T S[kRows][kKeys] = {}, dP[kRows][kKeys] = {};
-  multiply.template nt<C.head_dim>(S, Q, q0, K, k0);
-  multiply.template nt<C.head_dim_v>(dP, dO, q0, V, k0);
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kRows; ++i) {
     const i32 r = grid.row(i);
     auto row = scores.row(q0 + r, h);
@@ -46,12 +60,13 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
       const i32 key = k0 + grid.column(j);
-      T slope;
-      const T s = scores.score(S[i][j], row, key, by_position, k1, slope);
+      T &p = P[r * C.p_stride() + grid.column(j)], &ds = dS[r * C.p_stride() + grid.column(j)], slope;
+      const T s = scores.score(p, row, key, by_position, k1, slope);
       const bool hidden = s == minus_infinity<T>(), kept = dropout.keep(scores.b, h, q0 + r, key);
-      const T p = hidden ? T(0) : exp2(fma(s, scale, -lse) * log2_e<T>());
-      const T dp = C.features.dropout ? (kept ? dP[i][j] * factor : T(0)) : dP[i][j];
-      write(i, j, kept ? p : T(0), hidden ? T(0) : p * (dp - D), slope);
+      const T x = hidden ? T(0) : exp2(fma(s, scale, -lse) * log2_e<T>());
+      if constexpr (C.features.dropout) ds = kept ? ds * factor : T(0);
+      ds = hidden ? T(0) : x * (ds - D) * (kThroughScore ? slope : T(1));
+      p = kept ? x : T(0);
     }
   }
 }

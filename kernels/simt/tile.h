@@ -45,16 +45,33 @@ __device__ __forceinline__ void multiply_nt(const Grid &g, T (&acc)[M][N], const
   constexpr int V = 16 / sizeof(T);
 #pragma unroll 1
   for (int c = 0; c < kDepth; c += V) {
-    Pack<T, V> rows[M];
+    const auto row = [&](int i) { return read<T, V>(a + g.row(i) * kStride + c); };
+    const auto column = [&](int j) { return read<T, V>(b + g.column(j) * kStride + c); };
+    const auto add = [&](T &sum, const Pack<T, V> &x, const Pack<T, V> &y, int v) { sum = fma(x.x[v], y.x[v], sum); };
+    if constexpr (M <= N) { // the fewer are held, the others pass by
+      Pack<T, V> rows[M];
 #pragma unroll
-    for (int i = 0; i < M; ++i) rows[i] = read<T, V>(a + g.row(i) * kStride + c);
+      for (int i = 0; i < M; ++i) rows[i] = row(i);
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      Pack<T, V> column = read<T, V>(b + g.column(j) * kStride + c);
+      for (int j = 0; j < N; ++j) {
+        const Pack<T, V> y = column(j);
 #pragma unroll
-      for (int v = 0; v < V; ++v)
+        for (int v = 0; v < V; ++v)
 #pragma unroll
-        for (int i = 0; i < M; ++i) acc[i][j] = fma(rows[i].x[v], column.x[v], acc[i][j]);
+          for (int i = 0; i < M; ++i) add(acc[i][j], rows[i], y, v);
+      }
+    } else {
+      Pack<T, V> columns[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) columns[j] = column(j);
+#pragma unroll
+      for (int i = 0; i < M; ++i) {
+        const Pack<T, V> x = row(i);
+#pragma unroll
+        for (int v = 0; v < V; ++v)
+#pragma unroll
+          for (int j = 0; j < N; ++j) add(acc[i][j], x, columns[j], v);
+      }
     }
   }
 }
@@ -207,28 +224,27 @@ template <Config C> struct Products {
     }
   }
 
-  // acc += P B for the `length` rows b0... of B, of kDim columns; P in shared memory.
+  // acc += P B for the `length` rows b0... of B and kDim columns from `column` on; P in shared memory.
   template <int kDim, int M, int N>
-  __device__ __forceinline__ void nn(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length) {
-    by_rows<false, C.rows_staged(C.tile_k, kDim), kDim>(acc, p, B, b0, length);
+  __device__ __forceinline__ void nn(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length, i32 column = 0) {
+    by_rows<false, C.rows_staged(C.tile_k, kDim), kDim>(acc, p, B, b0, length, column);
   }
   // acc += P^T B for the `length` rows b0... of B, of kDim columns; P in shared memory.
-  template <int kDim, int M, int N>
-  __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length) {
-    by_rows<true, C.rows_staged(C.tile_q, kDim), kDim>(acc, p, B, b0, length);
+  template <int kDim, int M, int N> __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length) {
+    by_rows<true, C.rows_staged(C.tile_q, kDim), kDim>(acc, p, B, b0, length, 0);
   }
 
 private:
   template <bool kTransposed, int kRows, int kDim, int M, int N>
-  __device__ __forceinline__ void by_rows(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length) {
+  __device__ __forceinline__ void by_rows(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length, i32 column) {
     Part<kRows, kDim> b;
-    b.load(B, b0, 0);
+    b.load(B, b0, column);
 #pragma unroll 1
     for (int k = 0; k < length; k += kRows) {
       T *sb = next_stage();
       const bool finite = b.template store<kDim>(sb);
       const bool careful = __syncthreads_or(!finite);
-      if (k + kRows < length) b.load(B, b0 + k + kRows, 0);
+      if (k + kRows < length) b.load(B, b0 + k + kRows, column);
       const T *pk = p + (kTransposed ? k * C.p_stride() : k);
       if (careful)
         multiply_seen<kTransposed, kRows, C.p_stride(), kDim>(grid, acc, pk, sb);

@@ -23,9 +23,7 @@ constexpr KernelSource kBiasGradient{"simt/bias_gradient.h", "strobe::simt::Bias
 
 enum class Kind { forward, backward, bias_gradient };
 
-int64_t shared_bytes(const Config &c, Kind kind) {
-  return kind == Kind::forward ? c.forward_shared_bytes() : kind == Kind::backward ? c.backward_shared_bytes() : c.bias_gradient_shared_bytes();
-}
+int64_t shared_bytes(const Config &c, Kind kind) { return kind == Kind::forward ? c.forward_shared_bytes() : c.backward_shared_bytes(); }
 
 // The accumulators of a thread, in registers, at the moment when most of them live.
 int64_t accumulators(const Config &c, Kind kind) {
@@ -33,8 +31,8 @@ int64_t accumulators(const Config &c, Kind kind) {
   const int64_t columns = c.head_dim / c.threads_k, columns_v = c.head_dim_v / c.threads_k, words = c.real_bytes() / 4;
   const int64_t s = rows * keys;
   if (kind == Kind::forward) return words * (s + rows * columns_v);
-  if (kind == Kind::bias_gradient) return words * 4 * s; // S, dP, the sum and what it lost
-  return words * (keys_owned * (columns + columns_v) + std::max(2 * s, rows * columns));
+  if (kind == Kind::bias_gradient) return words * 3 * s; // S or dP, the sum and what it lost
+  return words * (keys_owned * (columns + columns_v) + std::max(s, rows * std::min<int64_t>(columns, 6)));
 }
 constexpr int64_t kMostAccumulators = 192; // of 255 registers
 
@@ -77,9 +75,7 @@ Config config_for(const Problem &p) {
   return c;
 }
 // Kernels that look at elements and not at scores do not vary with the features.
-Config plain(Config c) {
-  return {.dtype = c.dtype, .head_dim = c.head_dim, .head_dim_v = c.head_dim_v, .features = {}};
-}
+Config plain(Config c) { return {.dtype = c.dtype, .head_dim = c.head_dim, .head_dim_v = c.head_dim_v, .features = {}}; }
 
 // FMA per clock and SM.
 double rate(const Device &device, DType dtype) {
@@ -189,7 +185,7 @@ private:
       const int64_t parts[4] = {p.batch, p.heads, tiles(p.seqlen_q, d.tile_q), tiles(p.seqlen_k, d.tile_k)};
       for (int axis = 0; axis < 4; axis++)
         if (p.dbias.stride[axis]) ctas *= parts[axis];
-      program.steps.push_back(Launch(kBiasGradient, d, ctas, d.threads(), d.bias_gradient_shared_bytes(), a));
+      program.steps.push_back(Launch(kBiasGradient, d, ctas, d.threads(), d.backward_shared_bytes(), a));
     }
     return program;
   }
