@@ -3,6 +3,10 @@
 
 namespace strobe {
 
-std::vector<const Engine *> cuda_engines() { return ladder_engines(); }
+std::vector<const Engine *> cuda_engines() {
+  std::vector<const Engine *> all{&cuda::simt_engine()};
+  for (const Engine *rung : ladder_engines()) all.push_back(rung);
+  return all;
+}
 
 } // namespace strobe
