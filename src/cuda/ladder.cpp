@@ -1,5 +1,7 @@
 #include "cuda/ladder.h"
 
+#include <iterator>
+
 #include "../../kernels/ladder/arguments.h"
 #include "../../kernels/ladder/config.h"
 #include "attention/text.h"
@@ -109,9 +111,11 @@ private:
       return i32(rounded);
     };
     const i32 wish_q = wished("tile_q", p.tile_q), wish_k = wished("tile_k", p.tile_k);
+    static constexpr std::pair<i32, i32> kTiles[] = {{64, 64}, {64, 32}, {32, 32}, {32, 16}, {16, 16}};
     std::string reason;
-    for (const auto &[tile_q, tile_k] : {std::pair(128, 64), {64, 64}, {64, 32}, {32, 32}, {32, 16}, {16, 16}}) {
-      c.tile_q = wish_q ? wish_q : tile_q, c.tile_k = wish_k ? wish_k : tile_k;
+    // Measured on an H200: with (64, 32) two CTAs of FlashAttention-2's forward share an SM, and it is the fastest.
+    for (size_t i = kind_ == Kind::flash2 && direction == Direction::forward; i < std::size(kTiles); i++) {
+      c.tile_q = wish_q ? wish_q : kTiles[i].first, c.tile_k = wish_k ? wish_k : kTiles[i].second;
       reason = too_large(kind_, c, direction, device);
       if (reason.empty()) break;
     }
