@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import strobe
-from strobe.cli import ladder, machine, memory, peak
+from strobe.cli import gpu, ladder, machine, memory, peak
 from strobe.cli.requirements import require
 from strobe.cli.timing import flops, medians
 
@@ -172,6 +172,7 @@ def _memory_table(rows: list[dict[str, Any]]) -> Table:
 
 app = typer.Typer(invoke_without_command=True)
 app.command("ladder")(ladder.command)
+app.command("gpu")(gpu.command)
 
 
 @app.callback()
