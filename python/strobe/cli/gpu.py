@@ -49,7 +49,7 @@ def _peer(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
 def _inputs(shape: tuple[int, int, int, int], dtype: str, heads_kv: int | None = None, seqlen_k: int | None = None) -> tuple[Tensor, ...]:
     import torch
 
-    batch, heads, seqlen, dim = shape
+    _, _, seqlen, dim = shape
     of_keys = (batch, heads_kv or heads, seqlen_k or seqlen, dim)
     return tuple(torch.randn(*s, device="cuda", dtype=getattr(torch, dtype)) for s in (shape, of_keys, of_keys))
 
@@ -69,7 +69,7 @@ def _both(
     shape: tuple[int, int, int, int], dtype: str, causal: bool, engines: tuple[str | None, ...], peers: tuple[str, ...]
 ) -> Iterator[Case]:
     leaves = _inputs(shape, dtype)
-    batch, heads, seqlen, dim = shape
+    _, _, seqlen, dim = shape
     for backward in (False, True):
         calls: dict[str, Call] = {}
 
@@ -134,7 +134,7 @@ def features(*_: Any) -> Iterator[Case]:
     import torch
 
     shape = (4, 16, 4096, 128)
-    batch, heads, seqlen, _dim = shape
+    _, heads, seqlen, _ = shape
     leaves = _inputs(shape, "bfloat16")
     slopes = torch.tensor([2.0 ** -(8 * (h + 1) / heads) for h in range(heads)], device="cuda")
     options: dict[str, dict[str, Any]] = {
