@@ -49,7 +49,7 @@ def _peer(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
 def _inputs(shape: tuple[int, int, int, int], dtype: str, heads_kv: int | None = None, seqlen_k: int | None = None) -> tuple[Tensor, ...]:
     import torch
 
-    _, _, seqlen, dim = shape
+    batch, heads, seqlen, dim = shape
     of_keys = (batch, heads_kv or heads, seqlen_k or seqlen, dim)
     return tuple(torch.randn(*s, device="cuda", dtype=getattr(torch, dtype)) for s in (shape, of_keys, of_keys))
 
