@@ -32,10 +32,11 @@ template <int kColumns> class Blocks {
   }
 
 public:
-  __device__ __forceinline__ explicit Blocks(u32 base) { // base: a multiple of 128
+  // base: a multiple of 128; column: where the blocks' columns count from, a multiple of 16.
+  __device__ __forceinline__ explicit Blocks(u32 base, int column = 0) {
     int lane = lane_id();
 #pragma unroll
-    for (int i = 0; i < kPhases; ++i) lane_[i] = base + L::offset(lane & 15, 2 * i + (lane >> 4));
+    for (int i = 0; i < kPhases; ++i) lane_[i] = base + L::offset(lane & 15, column / 8 + 2 * i + (lane >> 4));
   }
   __device__ __forceinline__ Fragment load(int row, int column) const {
     Fragment f;

@@ -1,0 +1,55 @@
+// What a backward kernel of the mma family is compiled for, and how much it needs.
+#pragma once
+#include "../attention/features.h"
+
+namespace strobe::mma {
+
+struct BackwardConfig {
+  i32 dtype;                // kF16 or kBF16
+  i32 head_dim, head_dim_v; // rounded up to multiples of 16 * dim_warps
+  i32 tile_q, tile_k;       // queries of an iteration, a multiple of step_q * dim_warps; keys of a block of threads, of 16 * key_warps
+  i32 key_warps, dim_warps; // tile_k is divided among key_warps; head dims (and S, by queries) among dim_warps; all of it twice, for two roles
+  i32 step_q;               // queries of which a warp computes S at once, a multiple of 16
+  i32 aligned;              // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
+  i32 deterministic;
+  Features features;
+
+  STROBE_FN constexpr i32 warps() const { return 2 * key_warps * dim_warps; }
+  STROBE_FN constexpr i32 threads() const { return 32 * warps(); }
+
+  // Bytes of shared memory.
+  STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * head_dim; }
+  STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * head_dim_v; }
+  STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * head_dim; }
+  STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * head_dim_v; }
+  STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
+  // With softcap what dS needs is P * slope, what dV needs is P: another warp may need either.
+  STROBE_FN constexpr i32 p_planes() const { return features.softcap && dim_warps > 1 ? 2 : 1; }
+  STROBE_FN constexpr i32 shared_bytes() const {
+    return k_bytes() + v_bytes() + 2 * (q_bytes() + dout_bytes()) + (p_planes() + 2) * p_bytes() + 2 * 2 * tile_q * 4;
+  }
+
+  // How dQ of an iteration (tile_q x head_dim) is divided: dq_rows x dq_columns warps, as many as go, and as square as can be.
+  STROBE_FN constexpr i32 dq_rows() const { return dq_split(true); }
+  STROBE_FN constexpr i32 dq_columns() const { return dq_split(false); }
+
+  // BackwardArguments::turns, in words: a ticket, and one for each warp's part of each query tile.
+  STROBE_FN constexpr i64 query_tiles(i64 seqlen_q) const { return div_up(seqlen_q, tile_q); }
+  STROBE_FN constexpr i64 turns(i64 batch, i64 heads, i64 seqlen_q) const { return 1 + batch * heads * query_tiles(seqlen_q) * warps(); }
+
+private:
+  STROBE_FN constexpr i32 dq_split(bool rows) const {
+    i32 best_rows = 1, best_columns = 1;
+    i64 best = -1;
+    for (i32 r = 1; r <= warps(); ++r) {
+      for (i32 c = 1; r * c <= warps(); ++c) {
+        if (tile_q % (16 * r) || head_dim % (16 * c)) continue;
+        i64 merit = (i64)r * c * 65536 - (tile_q / r + head_dim / c);
+        if (merit > best) best = merit, best_rows = r, best_columns = c;
+      }
+    }
+    return rows ? best_rows : best_columns;
+  }
+};
+
+} // namespace strobe::mma
