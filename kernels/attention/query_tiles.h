@@ -8,12 +8,13 @@ namespace strobe {
 
 struct QueryTile {
   i32 begin; // a multiple of the tile
-  bool masked;
+  i32 masked;  // some key does not see, or is not seen by, some query of it
 };
 
 // Tiles of kTile queries on a fixed grid; kTile divides the blocks' queries.
 template <bool kBlocks, int kTile> class QueryTiles {
 public:
+  QueryTiles() = default;
   // The keys [k0, k1), which lie within one block; row: that block's queries.
   __device__ __forceinline__ QueryTiles(const Band &band, i64 k0, i64 k1, i64 tile_k, const BlockRow &row) {
     Band t = band.transposed();

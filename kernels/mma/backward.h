@@ -28,7 +28,7 @@ template <BackwardConfig C> struct Backward {
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
-    Backward(a, shared_address(shared)).run();
+    Backward(a, shared).run();
   }
 
 private:
@@ -44,69 +44,77 @@ private:
 
   // In shared memory
   static constexpr u32 kV = C.k_bytes(), kQ = kV + C.v_bytes(), kDo = kQ + 2 * C.q_bytes(), kP = kDo + 2 * C.dout_bytes(),
-                       kDs = kP + C.p_planes() * C.p_bytes(), kStats = kDs + 2 * C.p_bytes();
+                       kDs = kP + C.p_planes() * C.p_bytes(), kStats = kDs + 2 * C.p_bytes(), kState = kStats + C.stats_bytes();
 
-  struct Tile { // of queries
+  using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
+  struct __align__(16) Tile { // of queries of a head; -1: there are no more
     i32 head;
     QueryTile queries;
   };
+  // What the threads have in common lies in shared memory: registers are short.
+  struct State {
+    Tile ring[4]; // iteration n's at n % 4
+    i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
+    Sequence sequence;
+    Tiles tiles;
+    i32 head; // that tiles is about
+  };
+  static_assert(sizeof(State) <= C.state_bytes());
 
   const Arguments &a;
   const Inputs &in;
+  State &state;
   u32 shared;
   int thread, warp, role, key_warp, dim_warp; // role 0: P and dV, 1: dS and dK
 
-  i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
-  Sequence sequence;
+  __device__ __forceinline__ Backward(const Arguments &a, unsigned char *memory)
+      : a(a), in(a.in), state(*(State *)(memory + kState)), shared(shared_address(memory)), thread((int)threadIdx.x), warp(thread / 32),
+        role(warp / (C.warps() / 2)), key_warp(warp % C.key_warps), dim_warp(warp / C.key_warps % C.dim_warps) {}
 
-  __device__ __forceinline__ Backward(const Arguments &a, u32 shared)
-      : a(a), in(a.in), shared(shared), thread((int)threadIdx.x), warp(thread / 32), role(warp / (C.warps() / 2)),
-        key_warp(warp % C.key_warps), dim_warp(warp / C.key_warps % C.dim_warps) {}
-
-  // Bundles of heads run together and share the L2 cache; within one, tiles of the first keys come first: they are the longest.
-  __device__ __forceinline__ bool choose_keys() {
+  // By one thread. Bundles of heads run together and share the L2 cache; within one, tiles of the first keys come first: they are the longest.
+  __device__ __forceinline__ void choose_keys() const {
     u32 index = blockIdx.x;
-    if constexpr (C.deterministic) { // whatever a block waits for has drawn its ticket before
-      __shared__ u32 ticket;
-      if (thread == 0) ticket = atomicAdd(a.turns, 1u);
-      __syncthreads();
-      index = ticket;
-    }
+    if constexpr (C.deterministic) index = atomicAdd(a.turns, 1u); // a ticket: whatever a block waits for has drawn its own before
     u32 tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
     u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
     u32 pair = first + rest % n;
-    batch = (i32)(pair / in.heads_kv), head_kv = (i32)(pair % in.heads_kv), k0 = (i32)(rest / n) * kTileK;
-    sequence = in.sequence(batch);
-    k1 = min(k0 + kTileK, (i32)sequence.band.seqlen_k);
-    return k0 < k1;
+    state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
+    state.sequence = in.sequence(state.batch);
+    state.k1 = min(state.k0 + kTileK, (i32)state.sequence.band.seqlen_k);
+    state.head = state.head_kv * in.group;
+    state.tiles = tiles_of(state.head);
   }
-
-  __device__ __forceinline__ BlockRow block_row(i32 head) const {
-    if constexpr (F.blocks) return in.blocks_t.row(batch, head, k0 / in.blocks_t.row_tokens);
-    return {nullptr, 0, 0};
+  __device__ __forceinline__ Tiles tiles_of(i32 head) const {
+    BlockRow row{nullptr, 0, 0};
+    if constexpr (F.blocks) row = in.blocks_t.row(state.batch, head, state.k0 / in.blocks_t.row_tokens);
+    return Tiles(state.sequence.band, state.k0, state.k1, kTileK, row);
   }
-
-  using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
-  __device__ __forceinline__ Tiles tiles_of(i32 head) const { return Tiles(sequence.band, k0, k1, kTileK, block_row(head)); }
-  __device__ __forceinline__ bool next(Tiles &tiles, Tile &tile) const {
-    while (!tiles.next(tile.queries)) {
-      if (++tile.head == (head_kv + 1) * in.group) return false;
-      tiles = tiles_of(tile.head);
+  // By one thread: the tile of iteration n.
+  __device__ __forceinline__ void schedule(int n) const {
+    Tile &t = state.ring[n % 4];
+    i32 heads_end = (state.head_kv + 1) * in.group;
+    while (state.head < heads_end && !state.tiles.next(t.queries)) {
+      if (++state.head < heads_end) state.tiles = tiles_of(state.head);
     }
-    return true;
+    t.head = state.head < heads_end ? state.head : -1;
+  }
+  __device__ __forceinline__ Tile tile_of(int n) const {
+    u32 x[4];
+    load_shared(x, shared + kState + n % 4 * (u32)sizeof(Tile));
+    return {(i32)x[0], {(i32)x[1], x[2] != 0}};
   }
 
   template <int kRows, int kColumns> __device__ __forceinline__ void load(u32 target, const Operand &x, i32 h, i64 row, i32 rows, i32 columns) const {
-    tile::Matrix<const T> m{x.at<const T>(batch, h, row, 0), x.stride[2], x.stride[3], rows, columns};
+    tile::Matrix<const T> m{x.at<const T>(state.batch, h, row, 0), x.stride[2], x.stride[3], rows, columns};
     tile::load<kRows, kColumns, kThreads, C.aligned != 0>(shared + target, m, thread);
   }
   __device__ __forceinline__ void load_keys() const {
-    load<kTileK, kD>(0, in.k, head_kv, sequence.k0 + k0, k1 - k0, in.head_dim);
-    load<kTileK, kDv>(kV, in.v, head_kv, sequence.k0 + k0, k1 - k0, in.head_dim_v);
+    load<kTileK, kD>(0, in.k, state.head_kv, state.sequence.k0 + state.k0, state.k1 - state.k0, in.head_dim);
+    load<kTileK, kDv>(kV, in.v, state.head_kv, state.sequence.k0 + state.k0, state.k1 - state.k0, in.head_dim_v);
   }
-  __device__ __forceinline__ i32 rows_of(const Tile &t) const { return min(kTileQ, (i32)sequence.band.seqlen_q - t.queries.begin); }
+  __device__ __forceinline__ i32 rows_of(const Tile &t) const { return min(kTileQ, (i32)state.sequence.band.seqlen_q - t.queries.begin); }
   __device__ __forceinline__ void load_queries(const Tile &t, int stage) const {
-    i64 row = sequence.q0 + t.queries.begin;
+    i64 row = state.sequence.q0 + t.queries.begin;
     load<kTileQ, kD>(kQ + stage * C.q_bytes(), in.q, t.head, row, rows_of(t), in.head_dim);
     load<kTileQ, kDv>(kDo + stage * C.dout_bytes(), a.dout, t.head, row, rows_of(t), in.head_dim_v);
   }
@@ -123,10 +131,10 @@ private:
     for (int k = 0; k < kStatsEach; ++k) {
       int n = thread + k * kThreads, i = n % kTileQ;
       bool lse = n < kTileQ, inside = i < rows_of(t) && n < 2 * kTileQ;
-      i64 row = sequence.q0 + t.queries.begin + i;
+      i64 row = state.sequence.q0 + t.queries.begin + i;
       float x = lse ? -minus_infinity<float>() : 0.0f;
       if (inside) {
-        x = lse ? *a.lse.at<const float>(batch, t.head, row, 0) * 1.4426950408889634f : ((const float *)a.delta)[in.row_index(batch, t.head, row)];
+        x = lse ? *a.lse.at<const float>(state.batch, t.head, row, 0) * 1.4426950408889634f : ((const float *)a.delta)[in.row_index(state.batch, t.head, row)];
         if (lse && x == minus_infinity<float>()) x = -x;
       }
       s.x[k] = x;
@@ -182,7 +190,11 @@ private:
 
   // Where block (m of this warp's keys, n of the tile's queries) lies among those that are handed on.
   __device__ __forceinline__ int block(int m, int n) const { return (key_warp * kKeys + m) * kQueries + n; }
-  __device__ __forceinline__ int barrier_of(int which) const { return 1 + 3 * key_warp + which; } // 0: P, for both; 1, 2: of a role
+  // Barriers of the warps that share keys: a role's own, if it is several warps; and for P one a span, since who writes it does not wait.
+  static constexpr int kSpans = kQueries / kSpan, kBarriers = kSpans + (C.dim_warps > 1 ? 2 : 0);
+  static_assert(C.key_warps * kBarriers < 16);
+  __device__ __forceinline__ int barrier_of_p(int span) const { return 1 + kBarriers * key_warp + span; }
+  __device__ __forceinline__ int barrier_of_role() const { return 1 + kBarriers * key_warp + kSpans + role; }
 
   // P of a lane's elements, from S. Sign: dropped. softcap: P * slope goes into s, P stays in P.
   template <bool kMasked>
@@ -202,14 +214,14 @@ private:
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
               float &x = s[m][n].x[c][2 * r + e];
-              i32 j = k0 + (key_warp * kKeys + m) * 16 + tile::lane_row(r);
+              i32 j = state.k0 + (key_warp * kKeys + m) * 16 + tile::lane_row(r);
               if constexpr (F.softcap) {
-                float slope, y = scores.score(x, row, j, kMasked, k1, slope);
+                float slope, y = scores.score(x, row, j, kMasked, state.k1, slope);
                 float p = exp2(fmaf(y, scores.unit, -lse[e]));
                 P[m][n].x[c][2 * r + e] = p;
                 x = p * slope;
               } else {
-                x = exp2(fmaf(scores.score(x, row, j, kMasked, k1), scores.unit, -lse[e]));
+                x = exp2(fmaf(scores.score(x, row, j, kMasked, state.k1), scores.unit, -lse[e]));
               }
             }
           }
@@ -249,21 +261,23 @@ private:
 
   // P and dV of an iteration.
   __device__ __forceinline__ void left(Accumulator (&dV)[kKeys][max(kColumns, kColumnsV)], const Scores<F, float> &scores,
-                                       const BlockDropout<F> &dropout, const Tile &t, int stage) const {
+                                       const BlockDropout<F> &dropout, int iteration) const {
+    int stage = iteration % 2;
     Blocks<kDv> dO(shared + kDo + stage * C.dout_bytes(), dim_warp * kColumnsV * 16);
 #pragma unroll
     for (int span = 0; span < kQueries; span += kSpan) {
       int n0 = span + dim_warp * kStep;
       Accumulator s[kKeys][kStep], P[kKeys][kStep];
       multiply<kD>(s, 0, kQ + stage * C.q_bytes(), n0);
+      Tile t = tile_of(iteration);
       if (t.queries.masked)
         probabilities<true>(scores, t, s, P, n0, stage);
       else
         probabilities<false>(scores, t, s, P, n0, stage);
       if constexpr (F.dropout) {
-        i32 i = t.queries.begin + 16 * n0, j = k0 + key_warp * kKeys * 16;
-        dropout.mark(s, i, j, t.head, batch);
-        if constexpr (F.softcap) dropout.mark(P, i, j, t.head, batch);
+        i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
+        dropout.mark(s, i, j, t.head, state.batch);
+        if constexpr (F.softcap) dropout.mark(P, i, j, t.head, state.batch);
       }
       Fragment p[kKeys][kStep];
 #pragma unroll
@@ -278,8 +292,8 @@ private:
           }
         }
       }
-      barrier_arrive(barrier_of(0), 64 * C.dim_warps);
-      if constexpr (C.dim_warps > 1) barrier_sync(barrier_of(1), 32 * C.dim_warps);
+      barrier_arrive(barrier_of_p(span / kSpan), 64 * C.dim_warps);
+      if constexpr (C.dim_warps > 1) barrier_sync(barrier_of_role(), 32 * C.dim_warps);
 #pragma unroll
       for (int n = 0; n < kSpan; ++n) {
         Fragment x[kKeys];
@@ -297,15 +311,16 @@ private:
   }
 
   // dS and dK of an iteration.
-  __device__ __forceinline__ void right(Accumulator (&dK)[kKeys][max(kColumns, kColumnsV)], float factor, const Tile &t, int stage) const {
+  __device__ __forceinline__ void right(Accumulator (&dK)[kKeys][max(kColumns, kColumnsV)], float factor, int iteration) const {
+    int stage = iteration % 2;
     Blocks<kD> Q(shared + kQ + stage * C.q_bytes(), dim_warp * kColumns * 16);
 #pragma unroll
     for (int span = 0; span < kQueries; span += kSpan) {
       int n0 = span + dim_warp * kStep;
       Accumulator s[kKeys][kStep];
       multiply<kDv>(s, kV, kDo + stage * C.dout_bytes(), n0);
-      barrier_sync(barrier_of(0), 64 * C.dim_warps);
-      if (kHides || t.queries.masked)
+      barrier_sync(barrier_of_p(span / kSpan), 64 * C.dim_warps);
+      if (kHides || tile_of(iteration).queries.masked)
         differentiate<true>(s, factor, n0, stage);
       else
         differentiate<false>(s, factor, n0, stage);
@@ -318,7 +333,7 @@ private:
           tile::put_parts(shared + kDs + stage * C.p_bytes(), block(m, n0 + n), dS[m][n]);
         }
       }
-      if constexpr (C.dim_warps > 1) barrier_sync(barrier_of(2), 32 * C.dim_warps);
+      if constexpr (C.dim_warps > 1) barrier_sync(barrier_of_role(), 32 * C.dim_warps);
 #pragma unroll
       for (int n = 0; n < kSpan; ++n) {
         Fragment x[kKeys];
@@ -334,7 +349,8 @@ private:
   static __device__ __forceinline__ i32 dq_pitch(i32 head_dim) { return (head_dim + 31) / 32 * 32; }
 
   // Adds an iteration's dQ (without the scale) to the rows of its tile.
-  __device__ __forceinline__ void add_dq(const Tile &t, int stage) const {
+  __device__ __forceinline__ void add_dq(int iteration) const {
+    int stage = iteration % 2;
     if (!a.dq_sum || warp >= C.dq_rows() * C.dq_columns()) return;
     int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
     Accumulator dQ[kDqRows][kDqColumns] = {};
@@ -352,16 +368,17 @@ private:
         for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
       }
     }
+    Tile t = tile_of(iteration);
     u32 *turn = nullptr;
     u32 before = 0;
     if constexpr (C.deterministic) {
-      turn = a.turns + 1 + ((batch * in.heads + t.head) * C.query_tiles(in.seqlen_q) + t.queries.begin / kTileQ) * C.warps() + warp;
+      turn = a.turns + 1 + ((state.batch * in.heads + t.head) * C.query_tiles(in.seqlen_q) + t.queries.begin / kTileQ) * C.warps() + warp;
       before = key_tiles_before(t);
       if (tile::lane_id() == 0) await(turn, before);
       __syncwarp();
     }
     int rows = rows_of(t) - row - tile::lane_row(0);
-    i64 first = in.row_index(batch, t.head, sequence.q0 + t.queries.begin + row + tile::lane_row(0));
+    i64 first = in.row_index(state.batch, t.head, state.sequence.q0 + t.queries.begin + row + tile::lane_row(0));
     float *target = a.dq_sum + first * dq_pitch(in.head_dim) + column + 4 * (tile::lane_id() & 3);
 #pragma unroll
     for (int m = 0; m < kDqRows; ++m) {
@@ -385,11 +402,11 @@ private:
 
   // How many tiles of smaller keys add to dQ of these queries.
   __device__ __forceinline__ u32 key_tiles_before(const Tile &t) const {
-    const Band &band = sequence.band;
-    i64 first = max(0ll, band.low + t.queries.begin) / kTileK, own = k0 / kTileK;
+    const Band &band = state.sequence.band;
+    i64 first = max(0ll, band.low + t.queries.begin) / kTileK, own = state.k0 / kTileK;
     if constexpr (F.blocks) {
       i64 each = in.blocks.column_tokens / kTileK; // key tiles of a block
-      BlockRow row = in.blocks.row(batch, t.head, t.queries.begin / in.blocks.row_tokens);
+      BlockRow row = in.blocks.row(state.batch, t.head, t.queries.begin / in.blocks.row_tokens);
       i64 entry = entries_below(row, first / each), kept = entries_below(row, own / each) - entry;
       bool cut = entry < row.count && row.cols[entry] == first / each;
       return (u32)(kept * each + own % each - (cut ? first % each : 0));
@@ -428,50 +445,53 @@ private:
     }
     barrier_sync(1 + role, kThreads / 2);
     if (!out) return;
-    tile::Matrix<T> m{out.at<T>(batch, head_kv, sequence.k0 + k0, 0), out.stride[2], out.stride[3], k1 - k0, columns};
+    tile::Matrix<T> m{out.at<T>(state.batch, state.head_kv, state.sequence.k0 + state.k0, 0), out.stride[2], out.stride[3], state.k1 - state.k0, columns};
     tile::store<kTileK, kInner, kThreads / 2, C.aligned != 0>(m, shared + place, thread % (kThreads / 2));
   }
 
   __device__ __forceinline__ void run() {
-    if (!choose_keys()) return;
-    Scores<F, float> scores(in, sequence, batch);
+    if (thread == 0) {
+      choose_keys();
+      schedule(0);
+      schedule(1);
+    }
+    __syncthreads();
+    if (state.k0 >= state.k1) return;
+    Scores<F, float> scores(in, state.sequence, state.batch);
     BlockDropout<F> dropout{Dropout<F>(in)};
     Accumulator sum[kKeys][max(kColumns, kColumnsV)] = {}; // dV or dK
 
-    Tile tile{head_kv * in.group, {}}, previous;
-    Tiles tiles = tiles_of(tile.head);
-    bool more = next(tiles, tile), any = more;
-    int stage = 0;
     load_keys();
-    if (more) {
-      load_queries(tile, stage);
-      write_stats(read_stats(tile), stage);
+    if (tile_of(0).head >= 0) {
+      load_queries(tile_of(0), 0);
+      write_stats(read_stats(tile_of(0)), 0);
     }
     cp_async_commit();
-    for (bool first = true; more; first = false, stage ^= 1) {
+    int n = 0;
+    for (; tile_of(n).head >= 0; ++n) {
+      int stage = n % 2;
       cp_async_wait<0>();
       __syncthreads();
-      Tile current = tile;
       Stats stats;
-      more = next(tiles, tile);
+      bool more = tile_of(n + 1).head >= 0;
       if (more) {
-        load_queries(tile, stage ^ 1);
-        stats = read_stats(tile);
+        load_queries(tile_of(n + 1), stage ^ 1);
+        stats = read_stats(tile_of(n + 1));
       }
       cp_async_commit();
       if (role == 0) {
-        left(sum, scores, dropout, current, stage);
-        if (!first) add_dq(previous, stage ^ 1);
+        left(sum, scores, dropout, n);
+        if (n > 0) add_dq(n - 1);
       } else {
-        if (!first) add_dq(previous, stage ^ 1);
-        right(sum, dropout.dropout.factor(), current, stage);
+        if (thread == kThreads / 2) schedule(n + 2);
+        if (n > 0) add_dq(n - 1);
+        right(sum, dropout.dropout.factor(), n);
       }
       if (more) write_stats(stats, stage ^ 1);
-      previous = current;
     }
     cp_async_wait<0>();
     __syncthreads();
-    if (any) add_dq(previous, stage ^ 1);
+    if (n > 0) add_dq(n - 1);
     __syncthreads();
     if (role == 0)
       store<kDv, kColumnsV>(a.dv, sum, dropout.dropout.factor(), kV, in.head_dim_v);

@@ -25,8 +25,10 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
   // With softcap what dS needs is P * slope, what dV needs is P: another warp may need either.
   STROBE_FN constexpr i32 p_planes() const { return features.softcap && dim_warps > 1 ? 2 : 1; }
+  STROBE_FN constexpr i32 stats_bytes() const { return 2 * 2 * tile_q * 4; }
+  STROBE_FN static constexpr i32 state_bytes() { return 384; }
   STROBE_FN constexpr i32 shared_bytes() const {
-    return k_bytes() + v_bytes() + 2 * (q_bytes() + dout_bytes()) + (p_planes() + 2) * p_bytes() + 2 * 2 * tile_q * 4;
+    return k_bytes() + v_bytes() + 2 * (q_bytes() + dout_bytes()) + (p_planes() + 2) * p_bytes() + stats_bytes() + state_bytes();
   }
 
   // How dQ of an iteration (tile_q x head_dim) is divided: dq_rows x dq_columns warps, as many as go, and as square as can be.

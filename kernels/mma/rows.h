@@ -34,7 +34,7 @@ __device__ __forceinline__ Row row_of_group(const Inputs &in, int step) {
 template <RowsConfig C> struct Delta {
   using Arguments = BackwardArguments;
   using T = typename Element<C.dtype>::type;
-  static constexpr int kThreads = C.threads(), kBlocksPerSm = 4;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = 2;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     const Inputs &in = a.in;
@@ -80,7 +80,7 @@ private:
 template <RowsConfig C> struct ConvertDq {
   using Arguments = BackwardArguments;
   using T = typename Element<C.dtype>::type;
-  static constexpr int kThreads = C.threads(), kBlocksPerSm = 4;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = 2;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     const Inputs &in = a.in;
