@@ -7,8 +7,8 @@
 namespace strobe {
 
 struct QueryTile {
-  i32 begin; // a multiple of the tile
-  i32 masked;  // some key does not see, or is not seen by, some query of it
+  i32 begin;  // a multiple of the tile
+  i32 masked; // some key does not see, or is not seen by, some query of it
 };
 
 // Tiles of kTile queries on a fixed grid; kTile divides the blocks' queries.

@@ -15,12 +15,9 @@
 #include "../tile/exchange.h"
 #include "backward_config.h"
 #include "backward_dropout.h"
+#include "backward_scores.h"
 
 namespace strobe::mma {
-
-using tile::Accumulator;
-using tile::Blocks;
-using tile::Fragment;
 
 template <BackwardConfig C> struct Backward {
   using Arguments = BackwardArguments;
@@ -53,7 +50,7 @@ private:
   };
   // What the threads have in common lies in shared memory: registers are short.
   struct State {
-    Tile ring[4]; // iteration n's at n % 4
+    Tile ring[4];               // iteration n's at n % 4
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
     Sequence sequence;
     Tiles tiles;
@@ -104,7 +101,8 @@ private:
     return {(i32)x[0], {(i32)x[1], x[2] != 0}};
   }
 
-  template <int kRows, int kColumns> __device__ __forceinline__ void load(u32 target, const Operand &x, i32 h, i64 row, i32 rows, i32 columns) const {
+  template <int kRows, int kColumns>
+  __device__ __forceinline__ void load(u32 target, const Operand &x, i32 h, i64 row, i32 rows, i32 columns) const {
     tile::Matrix<const T> m{x.at<const T>(state.batch, h, row, 0), x.stride[2], x.stride[3], rows, columns};
     tile::load<kRows, kColumns, kThreads, C.aligned != 0>(shared + target, m, thread);
   }
@@ -134,7 +132,8 @@ private:
       i64 row = state.sequence.q0 + t.queries.begin + i;
       float x = lse ? -minus_infinity<float>() : 0.0f;
       if (inside) {
-        x = lse ? *a.lse.at<const float>(state.batch, t.head, row, 0) * 1.4426950408889634f : ((const float *)a.delta)[in.row_index(state.batch, t.head, row)];
+        x = lse ? *a.lse.at<const float>(state.batch, t.head, row, 0) * 1.4426950408889634f
+                : ((const float *)a.delta)[in.row_index(state.batch, t.head, row)];
         if (lse && x == minus_infinity<float>()) x = -x;
       }
       s.x[k] = x;
@@ -145,41 +144,22 @@ private:
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
       int n = thread + k * kThreads;
-      if (2 * kTileQ % kThreads == 0 || n < 2 * kTileQ) store_shared(shared + kStats + (stage * 2 * kTileQ + n) * 4, __float_as_uint(s.x[k]));
+      if (2 * kTileQ % kThreads == 0 || n < 2 * kTileQ)
+        store_shared(shared + kStats + (stage * 2 * kTileQ + n) * 4, __float_as_uint(s.x[k]));
     }
   }
   // Those of a lane's two queries of block n, half c.
-  __device__ __forceinline__ void stats(float (&x)[2], int stage, int which, int n, int c) const {
+  __device__ __forceinline__ float2 stats(int stage, int which, int n, int c) const {
     u32 address = shared + kStats + ((stage * 2 + which) * kTileQ + 16 * n + tile::lane_column(c, 0)) * 4;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address));
-  }
-
-  // A (this warp's keys x kStep blocks of queries from block n0 on) = rows * transpose(columns)
-  template <int kInner>
-  __device__ __forceinline__ void multiply(Accumulator (&s)[kKeys][kStep], u32 rows, u32 columns, int n0) const {
-    Blocks<kInner> A(shared + rows + key_warp * kKeys * 16 * kInner * 2), B(shared + columns + n0 * 16 * kInner * 2);
-#pragma unroll
-    for (int m = 0; m < kKeys; ++m) {
-#pragma unroll
-      for (int n = 0; n < kStep; ++n) s[m][n] = {};
-    }
-#pragma unroll
-    for (int k = 0; k < kInner / 16; ++k) {
-      Fragment x[kKeys];
-#pragma unroll
-      for (int m = 0; m < kKeys; ++m) x[m] = A.load(16 * m, 16 * k);
-#pragma unroll
-      for (int n = 0; n < kStep; ++n) {
-        Fragment y = B.load(16 * n, 16 * k);
-#pragma unroll
-        for (int m = 0; m < kKeys; ++m) tile::multiply_add<T>(s[m][n], x[m], y);
-      }
-    }
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+    return x;
   }
 
   // sum (this warp's keys and columns) += x (keys x 16 queries) * block n of queries of y
   template <int kInner, int kN, int kSums>
-  __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kSums], const Fragment (&x)[kKeys], const Blocks<kInner> &Y, int n) const {
+  __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kSums], const Fragment (&x)[kKeys], const Blocks<kInner> &Y,
+                                             int n) const {
 #pragma unroll
     for (int c = 0; c < kN; ++c) {
       Fragment y = Y.load_transposed(16 * n, 16 * c);
@@ -196,48 +176,12 @@ private:
   __device__ __forceinline__ int barrier_of_p(int span) const { return 1 + kBarriers * key_warp + span; }
   __device__ __forceinline__ int barrier_of_role() const { return 1 + kBarriers * key_warp + kSpans + role; }
 
-  // P of a lane's elements, from S. Sign: dropped. softcap: P * slope goes into s, P stays in P.
-  template <bool kMasked>
-  __device__ __forceinline__ void probabilities(const Scores<F, float> &scores, const Tile &t, Accumulator (&s)[kKeys][kStep],
-                                                Accumulator (&P)[kKeys][kStep], int n0, int stage) const {
-#pragma unroll
-    for (int n = 0; n < kStep; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float lse[2];
-        stats(lse, stage, 0, n0 + n, c);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          auto row = scores.row(t.queries.begin + 16 * (n0 + n) + tile::lane_column(c, e), t.head);
-#pragma unroll
-          for (int m = 0; m < kKeys; ++m) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              float &x = s[m][n].x[c][2 * r + e];
-              i32 j = state.k0 + (key_warp * kKeys + m) * 16 + tile::lane_row(r);
-              if constexpr (F.softcap) {
-                float slope, y = scores.score(x, row, j, kMasked, state.k1, slope);
-                float p = exp2(fmaf(y, scores.unit, -lse[e]));
-                P[m][n].x[c][2 * r + e] = p;
-                x = p * slope;
-              } else {
-                x = exp2(fmaf(scores.score(x, row, j, kMasked, state.k1), scores.unit, -lse[e]));
-              }
-            }
-          }
-        }
-      }
-    }
-  }
-
   // dS^T from dP^T and P^T.
   template <bool kHidden>
   __device__ __forceinline__ void differentiate(Accumulator (&dP)[kKeys][kStep], float factor, int n0, int stage) const {
 #pragma unroll
     for (int n = 0; n < kStep; ++n) {
-      float D[2][2];
-      stats(D[0], stage, 1, n0 + n, 0);
-      stats(D[1], stage, 1, n0 + n, 1);
+      float2 D[2] = {stats(stage, 1, n0 + n, 0), stats(stage, 1, n0 + n, 1)};
 #pragma unroll
       for (int m = 0; m < kKeys; ++m) {
         Fragment P = tile::take(shared + kP, block(m, n0 + n));
@@ -251,7 +195,7 @@ private:
               x = __float_as_uint(p) >> 31 ? 0.0f : x * factor;
               p = fabsf(p);
             }
-            x = p * (x - D[c][e]);
+            x = p * (x - (e ? D[c].y : D[c].x));
             if (kHidden && p == 0) x = 0; // whatever dP is: what is not seen may be no number
           }
         }
@@ -268,14 +212,15 @@ private:
     for (int span = 0; span < kQueries; span += kSpan) {
       int n0 = span + dim_warp * kStep;
       Accumulator s[kKeys][kStep], P[kKeys][kStep];
-      multiply<kD>(s, 0, kQ + stage * C.q_bytes(), n0);
+      multiply<T, kD>(s, shared + key_warp * kKeys * 16 * kD * 2, shared + kQ + stage * C.q_bytes() + n0 * 16 * kD * 2);
       Tile t = tile_of(iteration);
+      i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
+      auto lse = [&](int n, int c) { return stats(stage, 0, n0 + n, c); };
       if (t.queries.masked)
-        probabilities<true>(scores, t, s, P, n0, stage);
+        probabilities<F, true, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       else
-        probabilities<false>(scores, t, s, P, n0, stage);
+        probabilities<F, false, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       if constexpr (F.dropout) {
-        i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
         dropout.mark(s, i, j, t.head, state.batch);
         if constexpr (F.softcap) dropout.mark(P, i, j, t.head, state.batch);
       }
@@ -318,7 +263,7 @@ private:
     for (int span = 0; span < kQueries; span += kSpan) {
       int n0 = span + dim_warp * kStep;
       Accumulator s[kKeys][kStep];
-      multiply<kDv>(s, kV, kDo + stage * C.dout_bytes(), n0);
+      multiply<T, kDv>(s, shared + kV + key_warp * kKeys * 16 * kDv * 2, shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
       barrier_sync(barrier_of_p(span / kSpan), 64 * C.dim_warps);
       if (kHides || tile_of(iteration).queries.masked)
         differentiate<true>(s, factor, n0, stage);
@@ -426,8 +371,7 @@ private:
   }
   // Block lists come from the caller: if they contradict one another, the wait ends all the same.
   static __device__ __forceinline__ void await(const u32 *turn, u32 before) {
-    for (i64 tries = 0; load_acquire(turn) != before && (!F.blocks || tries < 1 << 24); ++tries) {
-    }
+    for (i64 tries = 0; load_acquire(turn) != before && (!F.blocks || tries < 1 << 24); ++tries) {}
   }
 
   // Writes dK or dV: x, rounded, through what was K's or V's place.
@@ -445,7 +389,8 @@ private:
     }
     barrier_sync(1 + role, kThreads / 2);
     if (!out) return;
-    tile::Matrix<T> m{out.at<T>(state.batch, state.head_kv, state.sequence.k0 + state.k0, 0), out.stride[2], out.stride[3], state.k1 - state.k0, columns};
+    tile::Matrix<T> m{out.at<T>(state.batch, state.head_kv, state.sequence.k0 + state.k0, 0), out.stride[2], out.stride[3],
+                      state.k1 - state.k0, columns};
     tile::store<kTileK, kInner, kThreads / 2, C.aligned != 0>(m, shared + place, thread % (kThreads / 2));
   }
 

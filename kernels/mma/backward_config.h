@@ -8,9 +8,10 @@ struct BackwardConfig {
   i32 dtype;                // kF16 or kBF16
   i32 head_dim, head_dim_v; // rounded up to multiples of 16 * dim_warps
   i32 tile_q, tile_k;       // queries of an iteration, a multiple of step_q * dim_warps; keys of a block of threads, of 16 * key_warps
-  i32 key_warps, dim_warps; // tile_k is divided among key_warps; head dims (and S, by queries) among dim_warps; all of it twice, for two roles
-  i32 step_q;               // queries of which a warp computes S at once, a multiple of 16
-  i32 aligned;              // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
+  i32 key_warps,
+      dim_warps; // tile_k is divided among key_warps; head dims (and S, by queries) among dim_warps; all of it twice, for two roles
+  i32 step_q;    // queries of which a warp computes S at once, a multiple of 16
+  i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 deterministic;
   Features features;
 
@@ -51,6 +52,27 @@ private:
       }
     }
     return rows ? best_rows : best_columns;
+  }
+};
+
+struct BiasGradientConfig {
+  i32 dtype, head_dim, head_dim_v; // as above; head dims rounded up to multiples of 16
+  i32 tile_q, tile_k;              // of scores; with block sparsity a tile lies within a block
+  i32 key_warps, query_warps;      // a tile is divided among key_warps x query_warps
+  i32 aligned, blocks_per_sm;
+  Features features;
+
+  STROBE_FN constexpr i32 threads() const { return 32 * key_warps * query_warps; }
+  STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * head_dim; }
+  STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * head_dim_v; }
+  STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * head_dim; }
+  STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * head_dim_v; }
+  STROBE_FN constexpr i32 sums_pitch() const { return tile_q + 1; } // floats
+  STROBE_FN constexpr i32 shared_bytes() const { return max(k_bytes() + v_bytes() + q_bytes() + dout_bytes(), 4 * sums_pitch() * tile_k); }
+  // Which of dbias's axes are longer than 1?
+  STROBE_FN constexpr i64 blocks(bool batches, bool heads, bool rows, bool columns, i64 batch, i64 n_heads, i64 seqlen_q,
+                                 i64 seqlen_k) const {
+    return (batches ? batch : 1) * (heads ? n_heads : 1) * (rows ? div_up(seqlen_q, tile_q) : 1) * (columns ? div_up(seqlen_k, tile_k) : 1);
   }
 };
 

@@ -23,7 +23,8 @@ struct Row {
 };
 __device__ __forceinline__ Row row_of_group(const Inputs &in, int step) {
   i64 tiles = div_up(in.seqlen_q, RowsConfig::rows_per_block());
-  i64 pair = blockIdx.x / tiles, i = blockIdx.x % tiles * RowsConfig::rows_per_block() + threadIdx.x / 8 + step * (RowsConfig::threads() / 8);
+  i64 pair = blockIdx.x / tiles,
+      i = blockIdx.x % tiles * RowsConfig::rows_per_block() + threadIdx.x / 8 + step * (RowsConfig::threads() / 8);
   Row r{(i32)(pair / in.heads), (i32)(pair % in.heads), 0, 0, false};
   Sequence s = in.sequence(r.batch);
   r.row = s.q0 + i, r.index = in.row_index(r.batch, r.head, r.row), r.inside = i < s.band.seqlen_q;

@@ -1,14 +1,16 @@
 // Tiles that warps hand to one another through shared memory: 16x16 blocks of 512 bytes, one after another.
 #pragma once
-#include "registers.h"
 #include "../ptx/ldmatrix.h"
+#include "registers.h"
 
 namespace strobe::tile {
 
 inline constexpr int kBlockBytes = 512;
 
 // A block as its lanes hold it: the same lane of another warp takes it with one load.
-__device__ __forceinline__ void put(u32 base, int block, const Fragment &f) { store_shared(base + block * kBlockBytes + lane_id() * 16, f.x); }
+__device__ __forceinline__ void put(u32 base, int block, const Fragment &f) {
+  store_shared(base + block * kBlockBytes + lane_id() * 16, f.x);
+}
 __device__ __forceinline__ Fragment take(u32 base, int block) {
   Fragment f;
   load_shared(f.x, base + block * kBlockBytes + lane_id() * 16);
@@ -33,7 +35,9 @@ __device__ __forceinline__ Fragment take_parts_transposed(u32 base, int block) {
 
 // Element e of a packed pair.
 template <class T> __device__ __forceinline__ float unpacked(u32 pair, int e);
-template <> __device__ __forceinline__ float unpacked<bf16>(u32 pair, int e) { return __uint_as_float(e ? pair & 0xFFFF0000u : pair << 16); }
+template <> __device__ __forceinline__ float unpacked<bf16>(u32 pair, int e) {
+  return __uint_as_float(e ? pair & 0xFFFF0000u : pair << 16);
+}
 template <> __device__ __forceinline__ float unpacked<f16>(u32 pair, int e) { return to_float(f16{(unsigned short)(pair >> 16 * e)}); }
 
 // Elements with a sign become 0.
