@@ -21,7 +21,7 @@ namespace strobe::mma {
 
 template <BackwardConfig C> struct Backward {
   using Arguments = BackwardArguments;
-  static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -157,8 +157,8 @@ private:
   }
 
   // sum (this warp's keys and columns) += x (keys x 16 queries) * block n of queries of y
-  template <int kInner, int kN, int kSums>
-  __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kSums], const Fragment (&x)[kKeys], const Blocks<kInner> &Y,
+  template <int kInner, int kN>
+  __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kN], const Fragment (&x)[kKeys], const Blocks<kInner> &Y,
                                              int n) const {
 #pragma unroll
     for (int c = 0; c < kN; ++c) {
@@ -204,8 +204,8 @@ private:
   }
 
   // P and dV of an iteration.
-  __device__ __forceinline__ void left(Accumulator (&dV)[kKeys][max(kColumns, kColumnsV)], const Scores<F, float> &scores,
-                                       const BlockDropout<F> &dropout, int iteration) const {
+  __device__ __forceinline__ void left(Accumulator (&dV)[kKeys][kColumnsV], const Scores<F, float> &scores, const BlockDropout<F> &dropout,
+                                       int iteration) const {
     int stage = iteration % 2;
     Blocks<kDv> dO(shared + kDo + stage * C.dout_bytes(), dim_warp * kColumnsV * 16);
 #pragma unroll
@@ -250,13 +250,13 @@ private:
             x[m] = p[m][n];
           if constexpr (F.dropout) x[m] = tile::positive(x[m]);
         }
-        accumulate<kDv, kColumnsV>(dV, x, dO, span + n);
+        accumulate<kDv>(dV, x, dO, span + n);
       }
     }
   }
 
   // dS and dK of an iteration.
-  __device__ __forceinline__ void right(Accumulator (&dK)[kKeys][max(kColumns, kColumnsV)], float factor, int iteration) const {
+  __device__ __forceinline__ void right(Accumulator (&dK)[kKeys][kColumns], float factor, int iteration) const {
     int stage = iteration % 2;
     Blocks<kD> Q(shared + kQ + stage * C.q_bytes(), dim_warp * kColumns * 16);
 #pragma unroll
@@ -285,7 +285,7 @@ private:
 #pragma unroll
         for (int m = 0; m < kKeys; ++m)
           x[m] = C.dim_warps > 1 ? tile::take_parts(shared + kDs + stage * C.p_bytes(), block(m, span + n)) : dS[m][n % kStep];
-        accumulate<kD, kColumns>(dK, x, Q, span + n);
+        accumulate<kD>(dK, x, Q, span + n);
       }
     }
   }
@@ -376,8 +376,7 @@ private:
 
   // Writes dK or dV: x, rounded, through what was K's or V's place.
   template <int kInner, int kN>
-  __device__ __forceinline__ void store(const Operand &out, Accumulator (&x)[kKeys][max(kColumns, kColumnsV)], float factor, u32 place,
-                                        i32 columns) const {
+  __device__ __forceinline__ void store(const Operand &out, Accumulator (&x)[kKeys][kN], float factor, u32 place, i32 columns) const {
 #pragma unroll
     for (int m = 0; m < kKeys; ++m) {
 #pragma unroll
@@ -394,17 +393,12 @@ private:
     tile::store<kTileK, kInner, kThreads / 2, C.aligned != 0>(m, shared + place, thread % (kThreads / 2));
   }
 
-  __device__ __forceinline__ void run() {
-    if (thread == 0) {
-      choose_keys();
-      schedule(0);
-      schedule(1);
-    }
-    __syncthreads();
-    if (state.k0 >= state.k1) return;
+  // The whole of a role.
+  template <int kRole> __device__ __forceinline__ void walk() const {
+    Accumulator sum[kKeys][kRole == 0 ? kColumnsV : kColumns] = {}; // dV or dK
     Scores<F, float> scores(in, state.sequence, state.batch);
     BlockDropout<F> dropout{Dropout<F>(in)};
-    Accumulator sum[kKeys][max(kColumns, kColumnsV)] = {}; // dV or dK
+    float factor = dropout.dropout.factor();
 
     load_keys();
     if (tile_of(0).head >= 0) {
@@ -414,34 +408,47 @@ private:
     cp_async_commit();
     int n = 0;
     for (; tile_of(n).head >= 0; ++n) {
-      int stage = n % 2;
       cp_async_wait<0>();
-      __syncthreads();
+      barrier_sync(0, kThreads);
       Stats stats;
       bool more = tile_of(n + 1).head >= 0;
       if (more) {
-        load_queries(tile_of(n + 1), stage ^ 1);
+        load_queries(tile_of(n + 1), (n + 1) % 2);
         stats = read_stats(tile_of(n + 1));
       }
       cp_async_commit();
-      if (role == 0) {
+      if constexpr (kRole == 0) {
         left(sum, scores, dropout, n);
         if (n > 0) add_dq(n - 1);
       } else {
         if (thread == kThreads / 2) schedule(n + 2);
         if (n > 0) add_dq(n - 1);
-        right(sum, dropout.dropout.factor(), n);
+        right(sum, factor, n);
       }
-      if (more) write_stats(stats, stage ^ 1);
+      if (more) write_stats(stats, (n + 1) % 2);
     }
     cp_async_wait<0>();
-    __syncthreads();
+    barrier_sync(0, kThreads);
     if (n > 0) add_dq(n - 1);
-    __syncthreads();
-    if (role == 0)
-      store<kDv, kColumnsV>(a.dv, sum, dropout.dropout.factor(), kV, in.head_dim_v);
+    barrier_sync(0, kThreads);
+    if constexpr (kRole == 0)
+      store<kDv>(a.dv, sum, factor, kV, in.head_dim_v);
     else
-      store<kD, kColumns>(a.dk, sum, (float)in.scale, 0, in.head_dim);
+      store<kD>(a.dk, sum, (float)in.scale, 0, in.head_dim);
+  }
+
+  __device__ __forceinline__ void run() const {
+    if (thread == 0) {
+      choose_keys();
+      schedule(0);
+      schedule(1);
+    }
+    __syncthreads();
+    if (state.k0 >= state.k1) return;
+    if (role == 0)
+      walk<0>();
+    else
+      walk<1>();
   }
 };
 

@@ -13,6 +13,7 @@ struct BackwardConfig {
   i32 step_q;    // queries of which a warp computes S at once, a multiple of 16
   i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 deterministic;
+  i32 blocks_per_sm;
   Features features;
 
   STROBE_FN constexpr i32 warps() const { return 2 * key_warps * dim_warps; }
