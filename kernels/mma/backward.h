@@ -158,11 +158,11 @@ private:
 
   // sum (this warp's keys and columns) += x (keys x 16 queries) * block n of queries of y
   template <int kInner, int kN>
-  __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kN], const Fragment (&x)[kKeys], const Blocks<kInner> &Y,
+  __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kN], const Left (&x)[kKeys], const Blocks<Right, kInner, true> &Y,
                                              int n) const {
 #pragma unroll
     for (int c = 0; c < kN; ++c) {
-      Fragment y = Y.load_transposed(16 * n, 16 * c);
+      Right y = Y.load(16 * n, 16 * c);
 #pragma unroll
       for (int m = 0; m < kKeys; ++m) tile::multiply_add<T>(sum[m][c], x[m], y);
     }
@@ -184,7 +184,7 @@ private:
       float2 D[2] = {stats(stage, 1, n0 + n, 0), stats(stage, 1, n0 + n, 1)};
 #pragma unroll
       for (int m = 0; m < kKeys; ++m) {
-        Fragment P = tile::take(shared + kP, block(m, n0 + n));
+        Left P = tile::take(shared + kP, block(m, n0 + n));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           int r = i & 1, c = i >> 1;
@@ -207,7 +207,7 @@ private:
   __device__ __forceinline__ void left(Accumulator (&dV)[kKeys][kColumnsV], const Scores<F, float> &scores, const BlockDropout<F> &dropout,
                                        int iteration) const {
     int stage = iteration % 2;
-    Blocks<kDv> dO(shared + kDo + stage * C.dout_bytes(), dim_warp * kColumnsV * 16);
+    Blocks<Right, kDv, true> dO(shared + kDo + stage * C.dout_bytes(), dim_warp * kColumnsV * 16);
 #pragma unroll
     for (int span = 0; span < kQueries; span += kSpan) {
       int n0 = span + dim_warp * kStep;
@@ -224,7 +224,7 @@ private:
         dropout.mark(s, i, j, t.head, state.batch);
         if constexpr (F.softcap) dropout.mark(P, i, j, t.head, state.batch);
       }
-      Fragment p[kKeys][kStep];
+      Left p[kKeys][kStep];
 #pragma unroll
       for (int m = 0; m < kKeys; ++m) {
 #pragma unroll
@@ -241,7 +241,7 @@ private:
       if constexpr (C.dim_warps > 1) barrier_sync(barrier_of_role(), 32 * C.dim_warps);
 #pragma unroll
       for (int n = 0; n < kSpan; ++n) {
-        Fragment x[kKeys];
+        Left x[kKeys];
 #pragma unroll
         for (int m = 0; m < kKeys; ++m) {
           if constexpr (C.dim_warps > 1)
@@ -258,7 +258,7 @@ private:
   // dS and dK of an iteration.
   __device__ __forceinline__ void right(Accumulator (&dK)[kKeys][kColumns], float factor, int iteration) const {
     int stage = iteration % 2;
-    Blocks<kD> Q(shared + kQ + stage * C.q_bytes(), dim_warp * kColumns * 16);
+    Blocks<Right, kD, true> Q(shared + kQ + stage * C.q_bytes(), dim_warp * kColumns * 16);
 #pragma unroll
     for (int span = 0; span < kQueries; span += kSpan) {
       int n0 = span + dim_warp * kStep;
@@ -269,7 +269,7 @@ private:
         differentiate<true>(s, factor, n0, stage);
       else
         differentiate<false>(s, factor, n0, stage);
-      Fragment dS[kKeys][kStep];
+      Left dS[kKeys][kStep];
 #pragma unroll
       for (int m = 0; m < kKeys; ++m) {
 #pragma unroll
@@ -281,7 +281,7 @@ private:
       if constexpr (C.dim_warps > 1) barrier_sync(barrier_of_role(), 32 * C.dim_warps);
 #pragma unroll
       for (int n = 0; n < kSpan; ++n) {
-        Fragment x[kKeys];
+        Left x[kKeys];
 #pragma unroll
         for (int m = 0; m < kKeys; ++m)
           x[m] = C.dim_warps > 1 ? tile::take_parts(shared + kDs + stage * C.p_bytes(), block(m, span + n)) : dS[m][n % kStep];
@@ -299,16 +299,16 @@ private:
     if (!a.dq_sum || warp >= C.dq_rows() * C.dq_columns()) return;
     int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
     Accumulator dQ[kDqRows][kDqColumns] = {};
-    Blocks<kD> K(shared, column);
+    Blocks<Right, kD, true> K(shared, column);
 #pragma unroll
     for (int k = 0; k < kTileK / 16; ++k) {
-      Fragment dS[kDqRows];
+      Left dS[kDqRows];
 #pragma unroll
       for (int m = 0; m < kDqRows; ++m)
         dS[m] = tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
 #pragma unroll
       for (int c = 0; c < kDqColumns; ++c) {
-        Fragment y = K.load_transposed(16 * k, 16 * c);
+        Right y = K.load(16 * k, 16 * c);
 #pragma unroll
         for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
       }

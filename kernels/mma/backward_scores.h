@@ -7,11 +7,13 @@ namespace strobe::mma {
 
 using tile::Accumulator;
 using tile::Blocks;
-using tile::Fragment;
+using tile::Left;
+using tile::Right;
 
 // s = rows * transpose(columns), both kInner wide; their addresses in shared memory.
 template <class T, int kInner, int kM, int kN> __device__ __forceinline__ void multiply(Accumulator (&s)[kM][kN], u32 rows, u32 columns) {
-  Blocks<kInner> A(rows), B(columns);
+  Blocks<Left, kInner> A(rows);
+  Blocks<Right, kInner> B(columns);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -19,12 +21,12 @@ template <class T, int kInner, int kM, int kN> __device__ __forceinline__ void m
   }
 #pragma unroll
   for (int k = 0; k < kInner / 16; ++k) {
-    Fragment x[kM];
+    Left x[kM];
 #pragma unroll
     for (int m = 0; m < kM; ++m) x[m] = A.load(16 * m, 16 * k);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      Fragment y = B.load(16 * n, 16 * k);
+      Right y = B.load(16 * n, 16 * k);
 #pragma unroll
       for (int m = 0; m < kM; ++m) tile::multiply_add<T>(s[m][n], x[m], y);
     }

@@ -16,6 +16,13 @@ struct Config {
   Features features;
 
   STROBE_FN constexpr i32 threads() const { return 32 * warps; }
+  // Shared memory of the forward: Q, where O takes its place, then the stages of K, then those of V.
+  STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * max(head_dim, head_dim_v); }
+  STROBE_FN constexpr i32 forward_shared_bytes() const { return q_bytes() + 2 * stages * tile_k * (head_dim + head_dim_v); }
+  // Of decode: Q, then every warp's stages of K, then those of V; at the end M, l and O of every warp.
+  STROBE_FN constexpr i32 decode_shared_bytes() const {
+    return max(2 * tile_q * head_dim + 2 * warps * stages * tile_k * (head_dim + head_dim_v), 4 * warps * tile_q * (2 + head_dim_v + 8));
+  }
 };
 
 } // namespace strobe::mma

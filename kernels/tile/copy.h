@@ -9,6 +9,7 @@ template <class T> struct Matrix {
   T *data;
   i64 row_stride, column_stride; // elements
   i32 rows, columns;
+  __device__ __forceinline__ T *row(i32 i) const { return data + i * row_stride; }
 };
 
 // Which chunks of a tile a thread copies: chunk + k * kAcross of row + i * kDown.
@@ -21,20 +22,21 @@ template <int kRows, int kColumns, int kThreads> struct Share {
   __device__ __forceinline__ bool inside(int i) const { return kRows % kDown == 0 || row + i * kDown < kRows; }
 };
 
-// Global to shared memory. kAligned (for both directions): columns lie side by side; base, rows and m.columns are multiples of 16 bytes; the
+// Global to shared memory; m: a Matrix, or what has its row(), rows, columns and column_stride. kAligned (for both directions): columns lie side by side; base, rows and m.columns are multiples of 16 bytes; the
 // copies are asynchronous.
-template <int kRows, int kColumns, int kThreads, bool kAligned, class T>
-__device__ __forceinline__ void load(u32 base, const Matrix<const T> &m, int thread) {
+template <int kRows, int kColumns, int kThreads, bool kAligned, class Rows>
+__device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   using S = Share<kRows, kColumns, kThreads>;
   S s(thread);
 #pragma unroll
   for (int k = 0; k < S::kAlong; ++k) {
     int chunk = s.chunk + k * S::kAcross;
     i32 columns = m.columns - 8 * chunk, rows = columns > 0 ? m.rows - s.row : 0;
-    const T *source = m.data + (s.row * m.row_stride + 8 * chunk * (kAligned ? 1 : m.column_stride));
+    i64 column = 8 * chunk * (kAligned ? 1 : m.column_stride);
 #pragma unroll
-    for (int i = 0; i < S::kSteps; ++i, source += S::kDown * m.row_stride) {
+    for (int i = 0; i < S::kSteps; ++i) {
       if (!s.inside(i)) continue;
+      auto source = m.row(s.row + i * S::kDown) + column;
       u32 target = base + S::L::offset(s.row + i * S::kDown, chunk);
       bool valid = i * S::kDown < rows;
       if constexpr (kAligned) {
@@ -60,10 +62,11 @@ __device__ __forceinline__ void store(const Matrix<T> &m, u32 base, int thread) 
   for (int k = 0; k < S::kAlong; ++k) {
     int chunk = s.chunk + k * S::kAcross;
     i32 columns = m.columns - 8 * chunk, rows = columns > 0 ? m.rows - s.row : 0;
-    T *target = m.data + (s.row * m.row_stride + 8 * chunk * (kAligned ? 1 : m.column_stride));
+    i64 column = 8 * chunk * (kAligned ? 1 : m.column_stride);
 #pragma unroll
-    for (int i = 0; i < S::kSteps; ++i, target += S::kDown * m.row_stride) {
+    for (int i = 0; i < S::kSteps; ++i) {
       if (!s.inside(i) || i * S::kDown >= rows) continue;
+      T *target = m.row(s.row + i * S::kDown) + column;
       u32 x[4];
       load_shared(x, base + S::L::offset(s.row + i * S::kDown, chunk));
       if constexpr (kAligned) {

@@ -8,29 +8,30 @@ namespace strobe::tile {
 inline constexpr int kBlockBytes = 512;
 
 // A block as its lanes hold it: the same lane of another warp takes it with one load.
-__device__ __forceinline__ void put(u32 base, int block, const Fragment &f) {
+__device__ __forceinline__ void put(u32 base, int block, const Left &f) {
   store_shared(base + block * kBlockBytes + lane_id() * 16, f.x);
 }
-__device__ __forceinline__ Fragment take(u32 base, int block) {
-  Fragment f;
+__device__ __forceinline__ Left take(u32 base, int block) {
+  Left f;
   load_shared(f.x, base + block * kBlockBytes + lane_id() * 16);
   return f;
 }
 
 // A block as its four 8x8 parts, rows of 16 bytes: it can be taken transposed as well.
-__device__ __forceinline__ void put_parts(u32 base, int block, const Fragment &f) {
+__device__ __forceinline__ void put_parts(u32 base, int block, const Left &f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) store_shared(base + block * kBlockBytes + i * 128 + lane_id() * 4, f.x[i]);
 }
-__device__ __forceinline__ Fragment take_parts(u32 base, int block) {
-  Fragment f;
+__device__ __forceinline__ Left take_parts(u32 base, int block) {
+  Left f;
   ldmatrix(f.x, base + block * kBlockBytes + lane_id() * 16);
   return f;
 }
-__device__ __forceinline__ Fragment take_parts_transposed(u32 base, int block) {
-  u32 x[4];
-  ldmatrix_transposed(x, base + block * kBlockBytes + lane_id() * 16);
-  return {{x[0], x[2], x[1], x[3]}};
+__device__ __forceinline__ Left take_parts_transposed(u32 base, int block) {
+  int lane = lane_id(), part = lane >> 4 | (lane >> 3 & 1) << 1;
+  Left f;
+  ldmatrix_transposed(f.x, base + block * kBlockBytes + part * 128 + (lane & 7) * 16);
+  return f;
 }
 
 // Element e of a packed pair.
@@ -41,7 +42,7 @@ template <> __device__ __forceinline__ float unpacked<bf16>(u32 pair, int e) {
 template <> __device__ __forceinline__ float unpacked<f16>(u32 pair, int e) { return to_float(f16{(unsigned short)(pair >> 16 * e)}); }
 
 // Elements with a sign become 0.
-__device__ __forceinline__ Fragment positive(Fragment f) {
+__device__ __forceinline__ Left positive(Left f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     u32 signs;

@@ -19,39 +19,37 @@ template <int kColumns> struct Layout {
   }
 };
 
-// Reads and writes blocks of a tile as fragments. row, column: of the block's corner, multiples of 16; when known at compile time they
+// Reads blocks of a tile as Left or Right operands. row, column: of the block's corner, multiples of 16; when known at compile time they
 // become immediate offsets to one of a few addresses that a lane keeps.
-template <int kColumns> class Blocks {
+template <class Operand, int kColumns, bool kTransposed = false> class Blocks {
   using L = Layout<kColumns>;
   static constexpr int kPhases = L::kGroup / 2;
+  // Which of the four 8x8 matrices come to lie in adjacent registers: those above one another in shared memory, or those side by side.
+  static constexpr bool kDown = Operand::kLeft != kTransposed;
   u32 lane_[kPhases];
-
-  __device__ __forceinline__ u32 address(int row, int column) const {
-    int chunk = column / 8;
-    return lane_[chunk % L::kGroup / 2] + (u32)(row * L::kPitch + chunk / L::kGroup * L::kGroup * 16);
-  }
 
 public:
   // base: a multiple of 128; column: where the blocks' columns count from, a multiple of 16.
   __device__ __forceinline__ explicit Blocks(u32 base, int column = 0) {
-    int lane = lane_id();
+    int lane = lane_id(), low = lane >> 3 & 1, high = lane >> 4;
+    int row = (lane & 7) + 8 * (kDown ? low : high), chunk = kDown ? high : low;
 #pragma unroll
-    for (int i = 0; i < kPhases; ++i) lane_[i] = base + L::offset(lane & 15, column / 8 + 2 * i + (lane >> 4));
+    for (int i = 0; i < kPhases; ++i) lane_[i] = base + L::offset(row, column / 8 + 2 * i + chunk);
   }
-  __device__ __forceinline__ Fragment load(int row, int column) const {
-    Fragment f;
-    ldmatrix(f.x, address(row, column));
+  // The block at (row, column), or its transpose.
+  __device__ __forceinline__ Operand load(int row, int column) const {
+    int chunk = column / 8;
+    u32 address = lane_[chunk % L::kGroup / 2] + (u32)(row * L::kPitch + chunk / L::kGroup * L::kGroup * 16);
+    Operand f;
+    if constexpr (kTransposed)
+      ldmatrix_transposed(f.x, address);
+    else
+      ldmatrix(f.x, address);
     return f;
-  }
-  // The transpose of the block at (row, column).
-  __device__ __forceinline__ Fragment load_transposed(int row, int column) const {
-    u32 x[4];
-    ldmatrix_transposed(x, address(row, column));
-    return {{x[0], x[2], x[1], x[3]}};
   }
 };
 
-template <int kColumns> __device__ __forceinline__ void store(u32 base, int row, int column, const Fragment &f) {
+template <int kColumns> __device__ __forceinline__ void store(u32 base, int row, int column, const Left &f) {
   using L = Layout<kColumns>;
 #pragma unroll
   for (int i = 0; i < 4; ++i) store_shared(base + L::offset(row + lane_row(i & 1), column / 8 + (i >> 1)) + 4 * (lane_id() & 3), f.x[i]);
