@@ -44,17 +44,26 @@ private:
                        kDs = kP + C.p_planes() * C.p_bytes(), kStats = kDs + 2 * C.p_bytes(), kState = kStats + C.stats_bytes();
 
   using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
-  struct __align__(16) Tile { // of queries of a head; -1: there are no more
-    i32 head;
+  // Where the rows of a head of the sequence begin.
+  struct Head {
+    const T *q, *dout;
+    const float *lse, *delta;
+    float *dq;
+  };
+  struct __align__(16) Tile { // of queries
+    i32 head;                 // -1: there are no more
     QueryTile queries;
+    i32 rows; // that are there
+    Head at;
   };
   // What the threads have in common lies in shared memory: registers are short.
   struct State {
     Tile ring[4];               // iteration n's at n % 4
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
     Sequence sequence;
+    i32 head; // that the following are about
     Tiles tiles;
-    i32 head; // that tiles is about
+    Head at;
   };
   static_assert(sizeof(State) <= C.state_bytes());
 
@@ -78,28 +87,28 @@ private:
     state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
     state.sequence = in.sequence(state.batch);
     state.k1 = min(state.k0 + kTileK, (i32)state.sequence.band.seqlen_k);
-    state.head = state.head_kv * in.group;
-    state.tiles = tiles_of(state.head);
+    take_head(state.head_kv * in.group);
   }
-  __device__ __forceinline__ Tiles tiles_of(i32 head) const {
+  __device__ __forceinline__ void take_head(i32 head) const {
+    state.head = head;
+    if (head == (state.head_kv + 1) * in.group) return;
     BlockRow row{nullptr, 0, 0};
-    if constexpr (F.blocks) row = in.blocks_t.row(state.batch, head, state.k0 / in.blocks_t.row_tokens);
-    return Tiles(state.sequence.band, state.k0, state.k1, kTileK, row);
+    if constexpr (F.blocks) row = in.blocks_t.row(state.batch, head, state.k0 / (u32)in.blocks_t.row_tokens);
+    state.tiles = Tiles(state.sequence.band, state.k0, state.k1, kTileK, row);
+    i64 b = state.batch, q0 = state.sequence.q0, index = in.row_index(b, head, q0);
+    state.at = {in.q.at<const T>(b, head, q0, 0), a.dout.at<const T>(b, head, q0, 0), a.lse.at<const float>(b, head, q0, 0),
+                (const float *)a.delta + index, a.dq_sum ? a.dq_sum + index * C.dq_pitch() : nullptr};
   }
   // By one thread: the tile of iteration n.
   __device__ __forceinline__ void schedule(int n) const {
     Tile &t = state.ring[n % 4];
     i32 heads_end = (state.head_kv + 1) * in.group;
-    while (state.head < heads_end && !state.tiles.next(t.queries)) {
-      if (++state.head < heads_end) state.tiles = tiles_of(state.head);
-    }
+    while (state.head < heads_end && !state.tiles.next(t.queries)) take_head(state.head + 1);
     t.head = state.head < heads_end ? state.head : -1;
+    t.rows = min(kTileQ, (i32)state.sequence.band.seqlen_q - t.queries.begin);
+    t.at = state.at;
   }
-  __device__ __forceinline__ Tile tile_of(int n) const {
-    u32 x[4];
-    load_shared(x, shared + kState + n % 4 * (u32)sizeof(Tile));
-    return {(i32)x[0], {(i32)x[1], x[2] != 0}};
-  }
+  __device__ __forceinline__ const Tile &tile_of(int n) const { return state.ring[n % 4]; }
 
   template <int kRows, int kColumns>
   __device__ __forceinline__ void load(u32 target, const Operand &x, i32 h, i64 row, i32 rows, i32 columns) const {
@@ -110,14 +119,23 @@ private:
     load<kTileK, kD>(0, in.k, state.head_kv, state.sequence.k0 + state.k0, state.k1 - state.k0, in.head_dim);
     load<kTileK, kDv>(kV, in.v, state.head_kv, state.sequence.k0 + state.k0, state.k1 - state.k0, in.head_dim_v);
   }
-  __device__ __forceinline__ i32 rows_of(const Tile &t) const { return min(kTileQ, (i32)state.sequence.band.seqlen_q - t.queries.begin); }
+  template <int kColumns>
+  __device__ __forceinline__ void load_queries(u32 target, const T *rows, const Operand &x, const Tile &t, i32 columns) const {
+    int thread = thread_index();
+    i64 stride = x.stride[2];
+    rows += t.queries.begin * stride;
+    if (C.aligned && t.rows == kTileQ && columns == kColumns)
+      tile::load_whole<kTileQ, kColumns, kThreads>(shared + target, rows, stride, thread);
+    else
+      tile::load<kTileQ, kColumns, kThreads, C.aligned != 0>(shared + target,
+                                                             tile::Matrix<const T>{rows, stride, x.stride[3], t.rows, columns}, thread);
+  }
   __device__ __forceinline__ void load_queries(const Tile &t, int stage) const {
-    i64 row = state.sequence.q0 + t.queries.begin;
-    load<kTileQ, kD>(kQ + stage * C.q_bytes(), in.q, t.head, row, rows_of(t), in.head_dim);
-    load<kTileQ, kDv>(kDo + stage * C.dout_bytes(), a.dout, t.head, row, rows_of(t), in.head_dim_v);
+    load_queries<kD>(kQ + stage * C.q_bytes(), t.at.q, in.q, t, in.head_dim);
+    load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
   }
 
-  // LSE (in exp2's unit; of rows that see nothing and of those that are not there +inf: P = 0) and D of a tile's rows, held by the threads
+  // LSE (in exp2's unit; of rows that see nothing and of those that are not there +inf: P = 0) and -D of a tile's rows, held by the threads
   // until there is room for them.
   static constexpr int kStatsEach = (int)div_up(2 * kTileQ, kThreads);
   struct Stats {
@@ -125,36 +143,43 @@ private:
   };
   __device__ __forceinline__ Stats read_stats(const Tile &t) const {
     Stats s;
+    int thread = thread_index();
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
-      int n = thread + k * kThreads, i = n % kTileQ;
-      bool lse = n < kTileQ, inside = i < rows_of(t) && n < 2 * kTileQ;
-      i64 row = state.sequence.q0 + t.queries.begin + i;
-      float x = lse ? -minus_infinity<float>() : 0.0f;
-      if (inside) {
-        x = lse ? *a.lse.at<const float>(state.batch, t.head, row, 0) * 1.4426950408889634f
-                : ((const float *)a.delta)[in.row_index(state.batch, t.head, row)];
-        if (lse && x == minus_infinity<float>()) x = -x;
+      int n = thread + k * kThreads, i = n % kTileQ, row = t.queries.begin + i;
+      float &x = s.x[k];
+      x = 0;
+      if (n < kTileQ) {
+        x = i < t.rows ? t.at.lse[row * a.lse.stride[2]] * 1.4426950408889634f : minus_infinity<float>();
+        if (x == minus_infinity<float>()) x = -x;
+      } else if (n < 2 * kTileQ) {
+        if (i < t.rows) x = -t.at.delta[row];
       }
-      s.x[k] = x;
     }
     return s;
   }
+  // In the order in which lanes want them: of each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side; -D of 2t and 2t + 1 twice, the
+  // two rows of an accumulator.
+  static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
   __device__ __forceinline__ void write_stats(const Stats &s, int stage) const {
+    int thread = thread_index();
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
-      int n = thread + k * kThreads;
-      if (2 * kTileQ % kThreads == 0 || n < 2 * kTileQ)
-        store_shared(shared + kStats + (stage * 2 * kTileQ + n) * 4, __float_as_uint(s.x[k]));
+      int n = thread + k * kThreads, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
+      u32 base = shared + kStats + stage * kStatsBytes, x = __float_as_uint(s.x[k]);
+      if (n < kTileQ) {
+        store_shared(base + (i / 16 * 16 + 4 * t + 2 * c + e) * 4, x);
+      } else if (n < 2 * kTileQ) {
+        u32 target = base + (kTileQ + i / 8 * 16 + 4 * t + e) * 4;
+        store_shared(target, x);
+        store_shared(target + 8, x);
+      }
     }
   }
-  // Those of a lane's two queries of block n, half c.
-  __device__ __forceinline__ float2 stats(int stage, int which, int n, int c) const {
-    u32 address = shared + kStats + ((stage * 2 + which) * kTileQ + 16 * n + tile::lane_column(c, 0)) * 4;
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
-    return x;
+  __device__ __forceinline__ u32 lse_of(int stage, int n) const {
+    return shared + kStats + stage * kStatsBytes + n * 64 + (tile::lane_id() & 3) * 16;
   }
+  __device__ __forceinline__ u32 delta_of(int stage, int n) const { return lse_of(stage, 2 * n) + kTileQ * 4; }
 
   // sum (this warp's keys and columns) += x (keys x 16 queries) * block n of queries of y
   template <int kInner, int kN>
@@ -176,28 +201,35 @@ private:
   __device__ __forceinline__ int barrier_of_p(int span) const { return 1 + kBarriers * key_warp + span; }
   __device__ __forceinline__ int barrier_of_role() const { return 1 + kBarriers * key_warp + kSpans + role; }
 
-  // dS^T from dP^T and P^T.
+  // dS^T from dP^T - D and P^T. Dropout: from dP^T.
   template <bool kHidden>
-  __device__ __forceinline__ void differentiate(Accumulator (&dP)[kKeys][kStep], float factor, int n0, int stage) const {
+  __device__ __forceinline__ void differentiate(Left (&dS)[kKeys][kStep], Accumulator (&dP)[kKeys][kStep], float factor, int n0,
+                                                int stage) const {
 #pragma unroll
     for (int n = 0; n < kStep; ++n) {
-      float2 D[2] = {stats(stage, 1, n0 + n, 0), stats(stage, 1, n0 + n, 1)};
 #pragma unroll
       for (int m = 0; m < kKeys; ++m) {
         Left P = tile::take(shared + kP, block(m, n0 + n));
+        Accumulator &x = dP[m][n];
+        if constexpr (C.dtype == kBF16 && !kHidden && !F.dropout) {
+          dS[m][n] = tile::rounded<T>(x);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          int r = i & 1, c = i >> 1;
+          for (int i = 0; i < 4; ++i) dS[m][n].x[i] = tile::multiply_pairs<T>(dS[m][n].x[i], P.x[i]);
+        } else {
+          float D[2][4] = {};
+          if constexpr (F.dropout) load_shared<0>(D[0], delta_of(stage, n0 + n)), load_shared<64>(D[1], delta_of(stage, n0 + n));
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float &x = dP[m][n].x[c][2 * r + e], p = tile::unpacked<T>(P.x[i], e);
+          for (int i = 0; i < 8; ++i) {
+            int c = i / 4, r = i / 2 % 2, e = i % 2;
+            float &y = x.x[c][i % 4], p = tile::unpacked<T>(P.x[r + 2 * c], e);
             if constexpr (F.dropout) {
-              x = __float_as_uint(p) >> 31 ? 0.0f : x * factor;
+              y = (__float_as_uint(p) >> 31 ? 0.0f : y * factor) + D[c][e];
               p = fabsf(p);
             }
-            x = p * (x - (e ? D[c].y : D[c].x));
-            if (kHidden && p == 0) x = 0; // whatever dP is: what is not seen may be no number
+            y *= p;
+            if (kHidden && p == 0) y = 0; // whatever dP is: what is not seen may be no number
           }
+          dS[m][n] = tile::rounded<T>(x);
         }
       }
     }
@@ -211,11 +243,11 @@ private:
 #pragma unroll
     for (int span = 0; span < kQueries; span += kSpan) {
       int n0 = span + dim_warp * kStep;
-      Accumulator s[kKeys][kStep], P[kKeys][kStep];
+      Accumulator s[kKeys][kStep] = {}, P[kKeys][kStep];
       multiply<T, kD>(s, shared + key_warp * kKeys * 16 * kD * 2, shared + kQ + stage * C.q_bytes() + n0 * 16 * kD * 2);
-      Tile t = tile_of(iteration);
+      const Tile &t = tile_of(iteration);
       i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
-      auto lse = [&](int n, int c) { return stats(stage, 0, n0 + n, c); };
+      auto lse = [&](float (&x)[4], int n) { load_shared<0>(x, lse_of(stage, n0 + n)); };
       if (t.queries.masked)
         probabilities<F, true, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       else
@@ -262,19 +294,27 @@ private:
 #pragma unroll
     for (int span = 0; span < kQueries; span += kSpan) {
       int n0 = span + dim_warp * kStep;
-      Accumulator s[kKeys][kStep];
+      Accumulator s[kKeys][kStep] = {};
+      if constexpr (!F.dropout) {
+#pragma unroll
+        for (int n = 0; n < kStep; ++n) {
+          load_shared<0>(s[0][n].x[0], delta_of(stage, n0 + n));
+          load_shared<64>(s[0][n].x[1], delta_of(stage, n0 + n));
+#pragma unroll
+          for (int m = 1; m < kKeys; ++m) s[m][n] = s[0][n];
+        }
+      }
       multiply<T, kDv>(s, shared + kV + key_warp * kKeys * 16 * kDv * 2, shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
       barrier_sync(barrier_of_p(span / kSpan), 64 * C.dim_warps);
-      if (kHides || tile_of(iteration).queries.masked)
-        differentiate<true>(s, factor, n0, stage);
-      else
-        differentiate<false>(s, factor, n0, stage);
       Left dS[kKeys][kStep];
+      if (kHides || tile_of(iteration).queries.masked)
+        differentiate<true>(dS, s, factor, n0, stage);
+      else
+        differentiate<false>(dS, s, factor, n0, stage);
 #pragma unroll
       for (int m = 0; m < kKeys; ++m) {
 #pragma unroll
         for (int n = 0; n < kStep; ++n) {
-          dS[m][n] = tile::rounded<T>(s[m][n]);
           tile::put_parts(shared + kDs + stage * C.p_bytes(), block(m, n0 + n), dS[m][n]);
         }
       }
@@ -289,9 +329,6 @@ private:
       }
     }
   }
-
-  // Floats of a row of dq_sum. Within 16 columns c = 8n + 2t + e lies at 4t + 2n + e: what a lane holds, side by side.
-  static __device__ __forceinline__ i32 dq_pitch(i32 head_dim) { return (head_dim + 31) / 32 * 32; }
 
   // Adds an iteration's dQ (without the scale) to the rows of its tile.
   __device__ __forceinline__ void add_dq(int iteration) const {
@@ -313,7 +350,7 @@ private:
         for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
       }
     }
-    Tile t = tile_of(iteration);
+    const Tile &t = tile_of(iteration);
     u32 *turn = nullptr;
     u32 before = 0;
     if constexpr (C.deterministic) {
@@ -322,20 +359,17 @@ private:
       if (tile::lane_id() == 0) await(turn, before);
       __syncwarp();
     }
-    int rows = rows_of(t) - row - tile::lane_row(0);
-    i64 first = in.row_index(state.batch, t.head, state.sequence.q0 + t.queries.begin + row + tile::lane_row(0));
-    float *target = a.dq_sum + first * dq_pitch(in.head_dim) + column + 4 * (tile::lane_id() & 3);
+    int first = row + tile::lane_row(0);
+    float *target = t.at.dq + ((i64)(t.queries.begin + first) * C.dq_pitch() + column + tile::lane_column(0, 0));
 #pragma unroll
     for (int m = 0; m < kDqRows; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (16 * m + 8 * r >= rows) continue;
+        if (first + 16 * m + 8 * r >= t.rows) continue;
 #pragma unroll
-        for (int c = 0; c < kDqColumns; ++c) {
-          const Accumulator &x = dQ[m][c];
-          if (column + 16 * c < dq_pitch(in.head_dim))
-            add_global(target + (16 * m + 8 * r) * (i64)dq_pitch(in.head_dim) + 16 * c, x.x[0][2 * r], x.x[0][2 * r + 1], x.x[1][2 * r],
-                       x.x[1][2 * r + 1]);
+        for (int c = 0; c < 2 * kDqColumns; ++c) {
+          const float *x = dQ[m][c / 2].x[c % 2];
+          add_global(target + ((16 * m + 8 * r) * C.dq_pitch() + 8 * c), x[2 * r], x[2 * r + 1]);
         }
       }
     }
@@ -348,15 +382,15 @@ private:
   // How many tiles of smaller keys add to dQ of these queries.
   __device__ __forceinline__ u32 key_tiles_before(const Tile &t) const {
     const Band &band = state.sequence.band;
-    i64 first = max(0ll, band.low + t.queries.begin) / kTileK, own = state.k0 / kTileK;
+    u32 first = (u32)max(0ll, band.low + t.queries.begin) / kTileK, own = (u32)state.k0 / kTileK;
     if constexpr (F.blocks) {
-      i64 each = in.blocks.column_tokens / kTileK; // key tiles of a block
-      BlockRow row = in.blocks.row(state.batch, t.head, t.queries.begin / in.blocks.row_tokens);
+      u32 each = (u32)in.blocks.column_tokens / kTileK; // key tiles of a block
+      BlockRow row = in.blocks.row(state.batch, t.head, t.queries.begin / (u32)in.blocks.row_tokens);
       i64 entry = entries_below(row, first / each), kept = entries_below(row, own / each) - entry;
       bool cut = entry < row.count && row.cols[entry] == first / each;
-      return (u32)(kept * each + own % each - (cut ? first % each : 0));
+      return (u32)kept * each + own % each - (cut ? first % each : 0);
     }
-    return (u32)(own - first);
+    return own - first;
   }
   static __device__ __forceinline__ i64 entries_below(const BlockRow &row, i64 block) {
     i64 low = 0, high = row.count;

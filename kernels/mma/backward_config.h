@@ -6,7 +6,7 @@ namespace strobe::mma {
 
 struct BackwardConfig {
   i32 dtype;                // kF16 or kBF16
-  i32 head_dim, head_dim_v; // rounded up to multiples of 16 * dim_warps
+  i32 head_dim, head_dim_v; // rounded up to the next multiple of 16 * dim_warps
   i32 tile_q, tile_k;       // queries of an iteration, a multiple of step_q * dim_warps; keys of a block of threads, of 16 * key_warps
   i32 key_warps,
       dim_warps; // tile_k is divided among key_warps; head dims (and S, by queries) among dim_warps; all of it twice, for two roles
@@ -27,8 +27,8 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
   // With softcap what dS needs is P * slope, what dV needs is P: another warp may need either.
   STROBE_FN constexpr i32 p_planes() const { return features.softcap && dim_warps > 1 ? 2 : 1; }
-  STROBE_FN constexpr i32 stats_bytes() const { return 2 * 2 * tile_q * 4; }
-  STROBE_FN static constexpr i32 state_bytes() { return 384; }
+  STROBE_FN constexpr i32 stats_bytes() const { return 2 * 3 * tile_q * 4; } // LSE, and D twice
+  STROBE_FN static constexpr i32 state_bytes() { return 512; }
   STROBE_FN constexpr i32 shared_bytes() const {
     return k_bytes() + v_bytes() + 2 * (q_bytes() + dout_bytes()) + (p_planes() + 2) * p_bytes() + stats_bytes() + state_bytes();
   }
@@ -36,6 +36,9 @@ struct BackwardConfig {
   // How dQ of an iteration (tile_q x head_dim) is divided: dq_rows x dq_columns warps, as many as go, and as square as can be.
   STROBE_FN constexpr i32 dq_rows() const { return dq_split(true); }
   STROBE_FN constexpr i32 dq_columns() const { return dq_split(false); }
+
+  // Floats of a row of BackwardArguments::dq_sum.
+  STROBE_FN constexpr i32 dq_pitch() const { return (head_dim + 31) / 32 * 32; }
 
   // BackwardArguments::turns, in words: a ticket, and one for each warp's part of each query tile.
   STROBE_FN constexpr i64 query_tiles(i64 seqlen_q) const { return div_up(seqlen_q, tile_q); }

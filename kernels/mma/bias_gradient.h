@@ -83,17 +83,15 @@ private:
 
     Scores<F, float> scores(in, sequence, p.batch);
     i32 i = p.q0 + query_warp * kQueries * 16, j = p.k0 + key_warp * kKeys * 16;
-    Accumulator P[kKeys][kQueries], dP[kKeys][kQueries];
+    Accumulator P[kKeys][kQueries] = {}, dP[kKeys][kQueries] = {};
     multiply<T, kD>(P, shared + kK + key_warp * kKeys * 16 * kD * 2, shared + kQ + query_warp * kQueries * 16 * kD * 2);
-    auto lse = [&](int n, int c) { // of rows that are not there, or see nothing: +inf
-      float x[2];
+    auto lse = [&](float (&x)[4], int n) { // of rows that are not there, or see nothing: +inf
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        i32 row = i + 16 * n + tile::lane_column(c, e);
-        x[e] = row < q1 ? *a.lse.at<const float>(p.batch, p.head, sequence.q0 + row, 0) * 1.4426950408889634f : minus_infinity<float>();
-        if (x[e] == minus_infinity<float>()) x[e] = -x[e];
+      for (int k = 0; k < 4; ++k) {
+        i32 row = i + 16 * n + tile::lane_column(k / 2, k % 2);
+        x[k] = row < q1 ? *a.lse.at<const float>(p.batch, p.head, sequence.q0 + row, 0) * 1.4426950408889634f : minus_infinity<float>();
+        if (x[k] == minus_infinity<float>()) x[k] = -x[k];
       }
-      return float2{x[0], x[1]};
     };
     if (masked)
       probabilities<F, true, false>(P, P, scores, p.head, i, j, k1, lse);

@@ -77,7 +77,7 @@ private:
   }
 };
 
-// dQ = scale * dq_sum, rounded. The sum's columns lie as mma.sync left them: 8n + 2t + e of 16 at 4t + 2n + e.
+// dQ = scale * dq_sum, rounded.
 template <RowsConfig C> struct ConvertDq {
   using Arguments = BackwardArguments;
   using T = typename Element<C.dtype>::type;
@@ -97,7 +97,7 @@ template <RowsConfig C> struct ConvertDq {
         for (int k = 0; k < 4; ++k) *(float4 *)(x + 4 * k) = *(const float4 *)(a.dq_sum + r.index * pitch + c + 4 * k);
         alignas(16) T y[16];
 #pragma unroll
-        for (int k = 0; k < 16; ++k) y[8 * (k / 2 % 2) + 2 * (k / 4) + k % 2] = Convert<T>::from(scale * x[k]);
+        for (int k = 0; k < 16; ++k) y[k] = Convert<T>::from(scale * x[k]);
         T *p = a.dq.at<T>(r.batch, r.head, r.row, c);
         if constexpr (C.aligned) {
           *(uint4 *)p = *(const uint4 *)y;

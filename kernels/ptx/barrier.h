@@ -4,21 +4,26 @@
 
 namespace strobe {
 
+// threadIdx.x, asked anew each time: nothing that follows from it is kept in registers around a loop.
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // Waits until `threads` threads have come; `arrive` comes without waiting.
 __device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// *p += x, 16 bytes aligned
-__device__ __forceinline__ void add_global(float *p, float x0, float x1, float x2, float x3) {
+// p[0] += x0, p[1] += x1; 8 bytes aligned
+__device__ __forceinline__ void add_global(float *p, float x0, float x1) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x0), "f"(x1) : "memory");
 #else
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x0) : "memory");
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 1), "f"(x1) : "memory");
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 2), "f"(x2) : "memory");
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 3), "f"(x3) : "memory");
 #endif
 }
 

@@ -8,9 +8,7 @@ namespace strobe::tile {
 inline constexpr int kBlockBytes = 512;
 
 // A block as its lanes hold it: the same lane of another warp takes it with one load.
-__device__ __forceinline__ void put(u32 base, int block, const Left &f) {
-  store_shared(base + block * kBlockBytes + lane_id() * 16, f.x);
-}
+__device__ __forceinline__ void put(u32 base, int block, const Left &f) { store_shared(base + block * kBlockBytes + lane_id() * 16, f.x); }
 __device__ __forceinline__ Left take(u32 base, int block) {
   Left f;
   load_shared(f.x, base + block * kBlockBytes + lane_id() * 16);
@@ -19,8 +17,12 @@ __device__ __forceinline__ Left take(u32 base, int block) {
 
 // A block as its four 8x8 parts, rows of 16 bytes: it can be taken transposed as well.
 __device__ __forceinline__ void put_parts(u32 base, int block, const Left &f) {
+#if __CUDA_ARCH__ >= 900
+  stmatrix(base + block * kBlockBytes + lane_id() * 16, f.x);
+#else
 #pragma unroll
   for (int i = 0; i < 4; ++i) store_shared(base + block * kBlockBytes + i * 128 + lane_id() * 4, f.x[i]);
+#endif
 }
 __device__ __forceinline__ Left take_parts(u32 base, int block) {
   Left f;
@@ -50,6 +52,14 @@ __device__ __forceinline__ Left positive(Left f) {
     f.x[i] &= ~signs;
   }
   return f;
+}
+
+// Products of packed pairs.
+template <class T> __device__ __forceinline__ u32 multiply_pairs(u32 x, u32 y);
+template <> __device__ __forceinline__ u32 multiply_pairs<bf16>(u32 x, u32 y) {
+  u32 z;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
+  return z;
 }
 
 } // namespace strobe::tile
