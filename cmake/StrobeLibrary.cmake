@@ -5,7 +5,7 @@ add_library(strobe $<TARGET_OBJECTS:strobe_core>)
 add_library(strobe::strobe ALIAS strobe)
 target_include_directories(strobe PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
 target_compile_features(strobe INTERFACE c_std_99)
-target_link_libraries(strobe PRIVATE Threads::Threads $<BUILD_INTERFACE:strobe_options>)
+target_link_libraries(strobe PRIVATE Threads::Threads ${CMAKE_DL_LIBS} $<BUILD_INTERFACE:strobe_options>)
 set_target_properties(strobe PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINKER_LANGUAGE CXX)
 
 if(BUILD_SHARED_LIBS AND CMAKE_SYSTEM_NAME STREQUAL "Linux")

@@ -7,6 +7,8 @@
 #include "attention/text.h"
 #include "attention/versioned.h"
 #include "attention/workspace.h"
+#include "cuda/engine.h"
+#include "cuda/info.h"
 #include "engines.h"
 #include "reference/reference.h"
 
@@ -62,25 +64,19 @@ Direction checked(int32_t direction) {
   return static_cast<Direction>(direction);
 }
 
-struct AlignedDelete {
-  void operator()(void *memory) const { ::operator delete(memory, std::align_val_t{kWorkspaceAlignment}); }
-};
-using Workspace = std::unique_ptr<void, AlignedDelete>;
-
-Workspace allocate(uint64_t bytes) {
-  void *memory = ::operator new(bytes, std::align_val_t{kWorkspaceAlignment}, std::nothrow);
-  if (!memory) throw Error(STROBE_OUT_OF_MEMORY, text("no host memory for a workspace of ", bytes, " bytes"));
-  return Workspace(memory);
-}
-
 void run(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction) {
   const Call call(a, t, e, direction);
   const auto [engine, plan] = call.decision();
   Workspace own;
   void *workspace = call.execution.workspace;
   if (!workspace && plan.workspace_bytes) {
-    own = allocate(plan.workspace_bytes);
-    workspace = own.get();
+    if (call.execution.allocate) {
+      workspace = call.execution.allocate(call.execution.allocator, plan.workspace_bytes);
+      if (!workspace) throw Error(STROBE_OUT_OF_MEMORY, text("execution.allocate: no workspace of ", plan.workspace_bytes, " bytes"));
+    } else {
+      own = engine->allocate(call.problem, call.execution, plan.workspace_bytes);
+      workspace = own.get();
+    }
   } else if (call.execution.workspace_bytes < plan.workspace_bytes) {
     throw Error(STROBE_INVALID_ARGUMENT, text("execution.workspace_bytes: ", call.execution.workspace_bytes, "; accepted is ",
                                               plan.workspace_bytes, " or more, as strobe_workspace_size() says"));
@@ -97,6 +93,19 @@ void run_reference(const strobe_attention *attention, const strobe_tensors *t, c
   reasons.raise_if_any();
   a.engine = reference_engine()->name();
   reference(validate(&a, t, direction), validate(e), direction, selection ? &selected : nullptr);
+}
+
+void check_text(const char *text, size_t capacity) {
+  if (!text && capacity)
+    throw Error(STROBE_INVALID_ARGUMENT, "text: null; accepted is memory of `capacity` bytes, or null with capacity 0");
+}
+
+void write_text(const std::string &all, char *text, size_t capacity, size_t *needed) {
+  if (needed) *needed = all.size() + 1;
+  if (!capacity) return;
+  const size_t length = std::min(all.size(), capacity - 1);
+  std::memcpy(text, all.data(), length);
+  text[length] = 0;
 }
 
 const Engine *engine_at(int32_t index) {
@@ -169,16 +178,16 @@ int32_t strobe_workspace_size(const strobe_attention *a, const strobe_tensors *t
 int32_t strobe_explain(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction, char *text,
                        size_t capacity, size_t *needed) {
   return guarded([&] {
-    if (!text && capacity)
-      throw Error(STROBE_INVALID_ARGUMENT, "text: null; accepted is memory of `capacity` bytes, or null with capacity 0");
+    check_text(text, capacity);
     const Call call(a, t, e, checked(direction));
-    const std::string all = explain(call.problem, call.execution, call.direction, call.choice);
-    if (needed) *needed = all.size() + 1;
-    if (capacity) {
-      const size_t length = std::min(all.size(), capacity - 1);
-      std::memcpy(text, all.data(), length);
-      text[length] = 0;
-    }
+    write_text(explain(call.problem, call.execution, call.direction, call.choice), text, capacity, needed);
+  });
+}
+
+int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed) {
+  return guarded([&] {
+    check_text(text, capacity);
+    write_text(cuda::info(), text, capacity, needed);
   });
 }
 
@@ -190,10 +199,20 @@ const char *strobe_engine_name(int32_t index) {
   return name;
 }
 
+int32_t strobe_prewarm(const strobe_attention *a, const strobe_tensors *t, int32_t direction, int32_t compute_capability, char *text,
+                       size_t capacity, size_t *needed) {
+  return guarded([&] {
+    check_text(text, capacity);
+    const Problem problem = validate(a, t, checked(direction));
+    if (problem.device_type != STROBE_CUDA) throw Error(STROBE_INVALID_ARGUMENT, "q: on the CPU; accepted is a tensor on a CUDA device");
+    write_text(cuda::prewarm(problem, checked(direction), compute_capability), text, capacity, needed);
+  });
+}
+
 const char *strobe_engine_missing(int32_t index) {
   const char *missing = nullptr;
   guarded([&] {
-    if (engine_at(index) && !missing_engines()[index].empty()) missing = missing_engines()[index].c_str();
+    if (engine_at(index) && !strobe::missing(size_t(index)).empty()) missing = strobe::missing(size_t(index)).c_str();
   });
   return missing;
 }

@@ -1,5 +1,7 @@
 // What an engine is: it answers a problem with a plan or with the reason against it, and runs its plans.
 #pragma once
+#include <functional>
+#include <memory>
 #include <string>
 #include <variant>
 #include <vector>
@@ -17,17 +19,22 @@ struct Plan {
   std::vector<std::string> notes; // what was rounded or fell back, and why; explain() prints them
 };
 
+using Workspace = std::unique_ptr<void, std::function<void(void *)>>;
 using Answer = std::variant<Plan, std::string>; // a plan, or the reason against
 
 class Engine {
 public:
   virtual ~Engine() = default;
   virtual const char *name() const = 0;
-  // Why this engine cannot run on this machine at all; empty if it can.
+  virtual int32_t device_type() const { return STROBE_CPU; } // where its tensors lie
+  // Why this engine cannot run on this machine at all; empty if it can. Asked of the engines of a problem's device alone: a CUDA driver that
+  // was once initialised cannot be used after a fork.
   virtual std::string missing() const = 0;
   // True: runs only when asked for by name (the oracle).
   virtual bool only_by_name() const { return false; }
   virtual Answer plan(const Problem &, const Execution &, Direction) const = 0;
+  // A workspace of the call's own, given back when the call returns.
+  virtual Workspace allocate(const Problem &, const Execution &, uint64_t bytes) const;
   // The workspace holds at least plan.workspace_bytes, 256-byte aligned.
   virtual void run(const Problem &, const Execution &, Direction, const Plan &, void *workspace) const = 0;
 };

@@ -1,28 +1,43 @@
 #include "engines.h"
 
+#include <mutex>
+#include <new>
+
 #include "attention/text.h"
+#include "attention/workspace.h"
 #include "cpu/engine.h"
+#include "cuda/engine.h"
 #include "reference/reference.h"
 
 namespace strobe {
 
+Workspace Engine::allocate(const Problem &, const Execution &, uint64_t bytes) const {
+  constexpr std::align_val_t alignment{kWorkspaceAlignment};
+  void *memory = ::operator new(bytes, alignment, std::nothrow);
+  if (!memory) throw Error(STROBE_OUT_OF_MEMORY, text("no host memory for a workspace of ", bytes, " bytes"));
+  return Workspace(memory, [](void *memory) { ::operator delete(memory, alignment); });
+}
+
 // From the fastest family to the slowest, device by device: the order is what `strict` goes by.
 const std::vector<const Engine *> &engines() {
   static const std::vector<const Engine *> list = [] {
-    std::vector<const Engine *> all = cpu_engines();
+    std::vector<const Engine *> all = cuda_engines();
+    for (const Engine *engine : cpu_engines()) all.push_back(engine);
     all.push_back(reference_engine());
     return all;
   }();
   return list;
 }
 
-const std::vector<std::string> &missing_engines() {
-  static const std::vector<std::string> reasons = [] {
-    std::vector<std::string> all;
-    for (const Engine *engine : engines()) all.push_back(engine->missing());
-    return all;
-  }();
-  return reasons;
+const std::string &missing(size_t index) {
+  struct Reason {
+    std::once_flag once;
+    std::string text;
+  };
+  static std::vector<Reason> reasons(engines().size());
+  Reason &reason = reasons[index];
+  std::call_once(reason.once, [&] { reason.text = engines()[index]->missing(); });
+  return reason.text;
 }
 
 static void check_name(const std::string &wanted) {
@@ -40,11 +55,12 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
   double least = 0;
   for (size_t i = 0; i < engines().size(); i++) {
     const Engine *engine = engines()[i];
-    const std::string &missing = missing_engines()[i];
     const bool named = problem.engine == engine->name();
     Answer answer = "runs only when asked for by name";
-    if (!missing.empty())
-      answer = missing;
+    if (engine->device_type() != problem.device_type)
+      answer = problem.device_type == STROBE_CPU ? "the tensors are on the CPU" : "the tensors are on a CUDA device";
+    else if (!missing(i).empty())
+      answer = missing(i);
     else if (named || !engine->only_by_name())
       answer = engine->plan(problem, execution, direction);
 
@@ -80,7 +96,7 @@ Decision decide(const Problem &problem, const Execution &execution, Direction di
   const Choice::Row &chosen = choice.rows[choice.chosen];
   for (int i = 0; problem.strict && i < choice.chosen; i++) {
     const auto &[engine, answer] = choice.rows[i];
-    if (engine->only_by_name() || !engine->missing().empty()) continue;
+    if (engine->only_by_name() || engine->device_type() != problem.device_type || !missing(size_t(i)).empty()) continue;
     if (const Plan *plan = std::get_if<Plan>(&answer)) {
       if (plan->predicted_seconds < std::get<Plan>(chosen.answer).predicted_seconds)
         throw Error(STROBE_UNSUPPORTED,

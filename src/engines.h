@@ -4,8 +4,8 @@
 
 namespace strobe {
 
-// For each of engines(), why it cannot run on this machine (empty if it can); found out once, for it costs system calls.
-const std::vector<std::string> &missing_engines();
+// Why engines()[index] cannot run on this machine (empty if it can); found out once, for it costs system calls.
+const std::string &missing(size_t index);
 
 // The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if none took the problem, or if `strict` forbids the one that
 // did: an engine further up the list is here and takes this dtype and shape, but not with these options.

@@ -134,8 +134,11 @@ typedef struct strobe_execution {
   strobe_parallel parallel; /* CPU: how to run them; null: threads started for the call, so nothing outlives it and fork is safe */
   void *pool;               /* passed to parallel */
   void *stream;             /* CUDA: a CUstream */
-  void *workspace;          /* at least strobe_workspace_size() bytes, aligned to 256; null: allocated for the call (CPU) */
+  void *workspace;          /* at least strobe_workspace_size() bytes, aligned to 256, where q lies; null: allocated for the call */
   uint64_t workspace_bytes;
+  void *(*allocate)(void *allocator, uint64_t bytes); /* where the workspace comes from if it is null and one is needed; aligned to 256,
+                                                         alive until the call's work is done. Null: host memory, or the stream's own pool */
+  void *allocator;                                    /* passed to allocate */
 } strobe_execution;
 
 /* What would run. Strings live as long as the library. */
@@ -165,9 +168,19 @@ STROBE_API int32_t strobe_workspace_size(const strobe_attention *, const strobe_
 STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction, char *text,
                                   size_t capacity, size_t *needed);
 
+/* Compiles what the call would run on a GPU of this compute capability (90 for 9.0) into the kernel cache, or finds it there. Needs NVRTC but
+ * no GPU; of the tensors, which say that they lie on a CUDA device, shapes, strides and the alignment of addresses count. The text is a line
+ * per kernel: "compiled|cached <registers> <bytes spilled> <name>"; written as by strobe_explain. */
+STROBE_API int32_t strobe_prewarm(const strobe_attention *, const strobe_tensors *, int32_t direction, int32_t compute_capability,
+                                  char *text, size_t capacity, size_t *needed);
+
 /* The engines of this library on this machine: name, and the reason why it cannot run here (null if it can). Returns null past the last. */
 STROBE_API const char *strobe_engine_name(int32_t index);
 STROBE_API const char *strobe_engine_missing(int32_t index);
+
+/* CUDA here, a line each: driver, devices, NVRTC, cache folder, with paths and versions, or the reason why not. Writes as strobe_explain
+ * does. Initialises the driver, after which a forked child of this process cannot use CUDA. */
+STROBE_API int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed);
 
 /* keep: bool (B,H,Sq,Sk) on the CPU; true where dropout keeps the element. Reads attention.dropout, seed, offset (or rng, int64 (2),
  * CPU). */

@@ -23,6 +23,7 @@ def main() -> None:
     ffi = cffi.FFI()
     for header in arguments.headers:
         ffi.cdef(declarations(header.read_text(encoding="utf-8")))
+    ffi.cdef('extern "Python" void *strobe_python_allocate(void *allocator, uint64_t bytes);')
     ffi.set_source("strobe._core", "".join(f'#include "{header.as_posix()}"\n' for header in arguments.headers))
     ffi.emit_c_code(str(arguments.output))
 

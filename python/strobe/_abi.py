@@ -100,14 +100,48 @@ def _attention(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
 View = Callable[[Any, str, Any, bool], None]
 
 
+class Allocator:
+    """Where a call's workspace comes from: `allocate(bytes)` returns its owner, kept while the call is made, and its address.
+
+    The owner may go before the work is done if its memory is used again in the stream's order."""
+
+    def __init__(self, allocate: Callable[[int], tuple[Any, int]]):
+        self._allocate = allocate
+        self._owner: Any = None
+        self._error: BaseException | None = None
+        self.handle = ffi.new_handle(self)
+
+    def __call__(self, count: int) -> Any:
+        try:
+            self._owner, address = self._allocate(count)
+            return ffi.cast("void *", address)
+        except BaseException as error:  # no exception crosses the library: Call.run raises it
+            self._error = error
+            return ffi.NULL
+
+    def raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+# Fills a strobe_execution; returns where the workspace comes from, None for the library's own memory.
+Place = Callable[[Any], "Allocator | None"]
+
+
+@ffi.def_extern()
+def strobe_python_allocate(allocator: Any, count: int) -> Any:
+    return ffi.from_handle(allocator)(count)
+
+
 class Call:
     """One call's structs: what, on what, with what.
 
-    arrays: the caller's; made: those that the package has allocated for the call; options: those of OPTIONS not at their default."""
+    arrays: the caller's; made: those that the package has allocated for the call; options: those of OPTIONS not at their default;
+    place: says where it runs."""
 
-    __slots__ = ("_alive", "_attention", "_bshd", "_execution", "_made", "_tensors")
+    __slots__ = ("_alive", "_allocator", "_attention", "_bshd", "_execution", "_made", "_tensors")
 
-    def __init__(self, arrays: dict[str, Any], made: dict[str, Any], options: dict[str, Any], view: View, threads: int):
+    def __init__(self, arrays: dict[str, Any], made: dict[str, Any], options: dict[str, Any], view: View, place: Place):
         attention = _attention(tuple(options.items()))
         self._bshd = bshd = "bshd" in options
         self._made = made
@@ -121,13 +155,21 @@ class Call:
                 setattr(tensors, name, t)
                 t += 1
         execution = ffi.new("strobe_execution *")
-        lib.strobe_glue_execution(execution, threads)
+        self._allocator = allocator = place(execution)
+        if allocator is not None:
+            execution.allocate = lib.strobe_python_allocate
+            execution.allocator = allocator.handle
         self._attention, self._tensors, self._execution = attention[0], tensors, execution
         self._alive = views, attention
 
     def run(self, function: Any, *more: Any) -> None:
-        status = function(self._attention, self._tensors, self._execution, *more)
+        self.run_without_execution(function, self._execution, *more)
+
+    def run_without_execution(self, function: Any, *more: Any) -> None:
+        status = function(self._attention, self._tensors, *more)
         if status != lib.STROBE_OK:
+            if self._allocator is not None:
+                self._allocator.raise_if_failed()
             raise error(status, self._in_callers_words)
 
     def _in_callers_words(self, reason: str) -> str:

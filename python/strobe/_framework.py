@@ -7,7 +7,10 @@ from abc import ABC, abstractmethod
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from ._core import lib
+
 if TYPE_CHECKING:
+    from ._abi import Allocator
     from ._prepare import Prepared
 
 Array = Any  # a torch.Tensor or a numpy.ndarray: one kind throughout a call
@@ -54,6 +57,11 @@ class Framework(ABC):
 
     @abstractmethod
     def default_threads(self) -> int: ...
+
+    def place(self, execution: Any, q: Array, threads: int | None) -> Allocator | None:
+        """Fills a strobe_execution for work where q lies; returns where its workspace comes from, None for the library's own memory."""
+        lib.strobe_glue_execution(execution, threads or self.default_threads())
+        return None
 
     @abstractmethod
     def empty(self, like: Array | None, shape: tuple[int, ...], dtype: Any) -> Array: ...

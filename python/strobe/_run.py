@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, GRADIENTS, Call, error, text
+from ._abi import BACKWARD, FORWARD, GRADIENTS, Allocator, Call, error, text
 from ._core import ffi, lib
 from ._framework import Array, Framework
 from ._prepare import Prepared
@@ -122,7 +122,11 @@ def _is_oracle(p: Prepared) -> bool:
 
 def _call(framework: Framework, p: Prepared, known: dict[str, Array], made: dict[str, Array]) -> Call:
     """known: beside p.arrays, from the caller."""
-    return Call(p.arrays | known, made, p.options, framework.view, p.options.get("threads") or framework.default_threads())
+
+    def place(execution: Any) -> Allocator | None:
+        return framework.place(execution, p.arrays["q"], p.options.get("threads"))
+
+    return Call(p.arrays | known, made, p.options, framework.view, place)
 
 
 def _selection(rows: Iterable[int] | None, cols: Iterable[int] | None) -> tuple[Any, Any]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _run
-from ._abi import CPU, CUDA, DTYPES, GRADIENTS, INPUTS, MAX_RANK, OPTIONS
-from ._core import lib
+from ._abi import CPU, CUDA, DTYPES, GRADIENTS, INPUTS, MAX_RANK, OPTIONS, Allocator
+from ._core import ffi, lib
 from ._framework import Framework
 from ._prepare import Prepared
 
@@ -78,6 +78,19 @@ class Torch(Framework):
 
     def default_threads(self) -> int:
         return torch.get_num_threads()
+
+    def place(self, execution: Any, q: Tensor, threads: int | None) -> Allocator | None:
+        if not q.is_cuda:
+            return super().place(execution, q, threads)
+        device = q.get_device()
+        execution.size = ffi.sizeof("strobe_execution")
+        execution.stream = ffi.cast("void *", torch._C._cuda_getCurrentRawStream(device))
+
+        def allocate(count: int) -> tuple[Tensor, int]:
+            workspace = torch.empty(count, dtype=torch.uint8, device=q.device)
+            return workspace, workspace.data_ptr()
+
+        return Allocator(allocate)
 
     def empty(self, like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu" if like is None else like.device)

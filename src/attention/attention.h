@@ -125,6 +125,8 @@ struct Execution {
   void *stream = nullptr;
   void *workspace = nullptr;
   uint64_t workspace_bytes = 0;
+  void *(*allocate)(void *allocator, uint64_t bytes) = nullptr;
+  void *allocator = nullptr;
 
   // body(i) for each i in [0, n), on the caller's threads or on threads started for this call. Defined in src/attention/parallel.cpp.
   void run(int32_t n, void (*body)(void *arg, int32_t i), void *arg) const;

@@ -41,6 +41,7 @@ Execution validate(const strobe_execution *execution) {
   result.threads = e.threads ? e.threads : usable_processors();
   result.parallel = e.parallel, result.pool = e.pool, result.stream = e.stream;
   result.workspace = e.workspace, result.workspace_bytes = e.workspace_bytes;
+  result.allocate = e.allocate, result.allocator = e.allocator;
   return result;
 }
 

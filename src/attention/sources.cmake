@@ -7,4 +7,5 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/options.cpp
   ${CMAKE_CURRENT_LIST_DIR}/parallel.cpp
   ${CMAKE_CURRENT_LIST_DIR}/tensor_check.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/validate.cpp)
+  ${CMAKE_CURRENT_LIST_DIR}/validate.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/work.cpp)

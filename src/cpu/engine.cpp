@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "attention/work.h"
 #include "isa.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -126,20 +127,6 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, std::vector
   return tile;
 }
 
-// Scores that are visible by position and blocks: causal halves, a window bounds, a sparse mask keeps its share.
-double visible_scores(const Problem &p) {
-  double q = double(p.seqlen_q), k = double(p.seqlen_k), keys = k;
-  if (p.window_right != kUnbounded && p.window_left != kUnbounded)
-    keys = std::min(k, double(p.window_left) + double(p.window_right) + 1);
-  else if (p.window_right != kUnbounded || p.window_left != kUnbounded)
-    keys = k / 2;
-  double share = 1;
-  if (p.blocks.present)
-    share = double(p.blocks.kept) / std::max(1.0, double(p.blocks.batch * p.blocks.heads * p.blocks.rows * p.blocks.cols));
-  double sequences = p.varlen ? double(p.total_q) / std::max(1.0, q) : double(p.batch);
-  return sequences * double(p.heads) * q * keys * share;
-}
-
 class CpuEngine final : public Engine {
 public:
   explicit CpuEngine(const InstructionSet &set) : set_(set) {}
@@ -147,7 +134,6 @@ public:
   std::string missing() const override { return set_.missing(); }
 
   Answer plan(const Problem &p, const Execution &execution, Direction direction) const override {
-    if (p.device_type != STROBE_CPU) return "the tensors are not on the CPU";
     const CpuKernels *kernels = set_.kernels(p.dtype);
     if (!kernels) return std::string("adds nothing for ") + strobe::name(p.dtype);
     Plan plan;
@@ -160,12 +146,11 @@ public:
     plan.tile_k = tile.k;
     plan.workspace_bytes = uint64_t((forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
     constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, share of the peak, and cost of a call
-    double flops = visible_scores(p) * 2 * double(forward ? p.head_dim + p.head_dim_v : 3 * p.head_dim + 2 * p.head_dim_v);
     double rate = set_.flops_per_cycle[!forward][p.dtype == DType::bf16  ? 2
                                                  : p.dtype == DType::f16 ? 1
                                                                          : 0] *
                   (p.dtype == DType::f64 ? 0.5 : 1.0);
-    plan.predicted_seconds = kStart + flops / (rate * kHertz * kShare * execution.threads);
+    plan.predicted_seconds = kStart + flops(p, direction) / (rate * kHertz * kShare * execution.threads);
     return plan;
   }
 

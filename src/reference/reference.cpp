@@ -341,7 +341,6 @@ public:
   bool only_by_name() const override { return true; }
 
   Answer plan(const Problem &p, const Execution &, Direction direction) const override {
-    if (p.device_type != STROBE_CPU) return "runs on the CPU only";
     Plan plan;
     plan.engine = name();
     plan.kernel = "the formulas in fp64, row by row";

@@ -1,0 +1,69 @@
+"""Kernels compiled for GPUs that need not be here, into the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+from ._abi import BACKWARD, CUDA, DTYPES, FORWARD, GRADIENTS, Call, text
+from ._core import ffi, lib
+
+_TEXT_BYTES = 1 << 16
+
+
+class Kernel(NamedTuple):
+    name: str
+    registers: int
+    spilled: int  # bytes
+    compiled: bool  # now; else found in the cache
+
+
+class Shape(NamedTuple):
+    """A tensor that nobody reads."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def prewarm(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> list[Kernel]:
+    """Compiles what strobe.attention would run on a GPU of this compute capability (90 for 9.0), or finds it in the cache.
+
+    arrays: q, k, v and whatever of _abi.INPUTS the call has, in the library's layout; options: those of _abi.OPTIONS not at their default.
+    Raises as strobe.attention does; RuntimeError where NVRTC is missing."""
+    made = dict(_results(arrays, backward))
+    call = Call(dict(arrays), made, dict(options), _Addresses(), lambda _: None)
+    chars = ffi.new("char[]", _TEXT_BYTES)
+    call.run_without_execution(lib.strobe_prewarm, BACKWARD if backward else FORWARD, compute_capability, chars, _TEXT_BYTES, ffi.NULL)
+    return [_kernel(line) for line in text(chars).splitlines()]
+
+
+def _kernel(line: str) -> Kernel:
+    how, registers, spilled, name = line.split(" ", 3)
+    return Kernel(name, int(registers), int(spilled), how == "compiled")
+
+
+def _results(arrays: Mapping[str, Shape], backward: bool) -> Iterator[tuple[str, Shape]]:
+    q, v = arrays["q"], arrays["v"]
+    out = Shape((*q.shape[:-1], v.shape[-1]), q.dtype)
+    rows = (q.shape[1], q.shape[0]) if len(q.shape) == 3 else q.shape[:-1]
+    yield "out", out
+    yield "lse", Shape(rows, "float64" if q.dtype == "float64" else "float32")
+    if backward:
+        yield "dout", out
+        for name, of in GRADIENTS.items():
+            if of in arrays:
+                yield name, arrays[of]
+
+
+class _Addresses:
+    """Gives every tensor an address of its own, dense strides and a place on device 0."""
+
+    def __init__(self) -> None:
+        self._next = 1 << 40
+
+    def __call__(self, tensor: Any, name: str, x: Shape, swap_1_2: bool) -> None:
+        strides = [1, *accumulate(reversed(x.shape[1:]), lambda a, b: a * b)][::-1] if x.shape else []
+        lib.strobe_glue_tensor(tensor, self._next, DTYPES[x.dtype], CUDA, 0, len(x.shape), x.shape, strides, swap_1_2)
+        self._next += (prod(x.shape) * 8 + 255) // 256 * 256

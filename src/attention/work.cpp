@@ -1,0 +1,25 @@
+#include "attention/work.h"
+
+#include <algorithm>
+
+namespace strobe {
+
+double visible_scores(const Problem &p) {
+  double q = double(p.seqlen_q), k = double(p.seqlen_k), keys = k;
+  if (p.window_right != kUnbounded && p.window_left != kUnbounded)
+    keys = std::min(k, double(p.window_left) + double(p.window_right) + 1);
+  else if (p.window_right != kUnbounded || p.window_left != kUnbounded)
+    keys = k / 2;
+  double share = 1;
+  if (p.blocks.present)
+    share = double(p.blocks.kept) / std::max(1.0, double(p.blocks.batch * p.blocks.heads * p.blocks.rows * p.blocks.cols));
+  double sequences = p.varlen ? double(p.total_q) / std::max(1.0, q) : double(p.batch);
+  return sequences * double(p.heads) * q * keys * share;
+}
+
+double flops(const Problem &p, Direction direction) {
+  const bool forward = direction == Direction::forward;
+  return visible_scores(p) * 2 * double(forward ? p.head_dim + p.head_dim_v : 3 * p.head_dim + 2 * p.head_dim_v);
+}
+
+} // namespace strobe

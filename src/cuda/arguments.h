@@ -1,0 +1,19 @@
+// From a Problem to what kernels are called with.
+#pragma once
+#include "../../kernels/attention/arguments.h"
+#include "../../kernels/attention/features.h"
+#include "attention/attention.h"
+
+namespace strobe::cuda {
+
+Features features_of(const Problem &);
+ForwardArguments forward_arguments(const Problem &);   // but for the split over keys
+BackwardArguments backward_arguments(const Problem &); // but for the workspace
+
+// Base and rows lie on 16-byte addresses and a row's elements are adjacent: tiles may be copied 16 bytes at a time.
+bool aligned(const View &, int64_t row_elements);
+
+// Tiles of `tile` queries (keys) over all sequences, and the longest's; varlen counts max_seqlen for each.
+inline int64_t tiles(int64_t seqlen, int64_t tile) { return (seqlen + tile - 1) / tile; }
+
+} // namespace strobe::cuda

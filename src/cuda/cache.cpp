@@ -1,0 +1,156 @@
+#include "cuda/cache.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "attention/text.h"
+#include "cuda/environment.h"
+#include "cuda/nvrtc.h"
+
+namespace strobe::cuda {
+namespace fs = std::filesystem;
+namespace {
+
+// A file: this, the log, the cubin.
+struct Head {
+  char magic[8];
+  Sha256::Digest digest; // of all that follows
+  Sha256::Digest key;
+  int32_t registers, spill_bytes;
+  uint64_t log_bytes, cubin_bytes;
+};
+static_assert(std::has_unique_object_representations_v<Head>);
+constexpr char kMagic[8] = {'S', 'T', 'R', 'O', 'B', 'E', '0', '1'};
+constexpr size_t kDigested = offsetof(Head, key);
+constexpr std::string_view kFolderPrefix = "nvrtc-";
+
+std::string read_file(const std::string &path) {
+  std::ifstream in(path, std::ios::binary);
+  std::ostringstream out;
+  out << in.rdbuf(); // turns every failure into fewer bytes
+  return std::move(out).str();
+}
+
+bool write_file(const std::string &path, const std::string &bytes) {
+  std::ofstream out(path, std::ios::binary | std::ios::trunc);
+  out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  out.close();
+  return !out.fail();
+}
+
+} // namespace
+
+CacheSettings CacheSettings::from_environment() {
+  CacheSettings s;
+  if (const std::string folder = environment("STROBE_CACHE_DIR"); !folder.empty())
+    s.folder = folder;
+  else if (const std::string caches = environment("XDG_CACHE_HOME"); !caches.empty())
+    s.folder = caches + "/strobe";
+  else if (const std::string home = environment("HOME"); !home.empty())
+    s.folder = home + "/.cache/strobe";
+  s.further = environment_list("STROBE_CACHE_PATH");
+  s.readonly = environment_flag("STROBE_CACHE_READONLY");
+  s.offline = environment_flag("STROBE_OFFLINE");
+  return s;
+}
+
+std::string cache_file(const std::string &folder, const std::string &nvrtc, const Sha256::Digest &key) {
+  return text(folder, "/", kFolderPrefix, nvrtc, "/", hex(key), ".kernel");
+}
+
+std::optional<Build> cache_read(const std::string &file, const Sha256::Digest &key) {
+  const std::string bytes = read_file(file);
+  Head head;
+  if (bytes.size() < sizeof head) return {};
+  std::memcpy(&head, bytes.data(), sizeof head);
+  if (std::memcmp(head.magic, kMagic, sizeof kMagic) || head.key != key) return {};
+  if (Sha256().add(std::string_view(bytes).substr(kDigested)).digest() != head.digest) return {};
+  Build b;
+  b.log = bytes.substr(sizeof head, head.log_bytes);
+  b.cubin = bytes.substr(sizeof head + head.log_bytes, head.cubin_bytes);
+  b.registers = head.registers, b.spill_bytes = head.spill_bytes;
+  b.nvrtc = fs::path(file).parent_path().filename().string().substr(kFolderPrefix.size());
+  return b;
+}
+
+std::optional<Build> cache_read_any(const std::string &folder, const Sha256::Digest &key) {
+  std::vector<std::pair<int, int>> versions;
+  std::error_code ignored;
+  for (const auto &entry : fs::directory_iterator(folder, ignored)) {
+    int major = 0, minor = 0;
+    if (std::sscanf(entry.path().filename().c_str(), "nvrtc-%d.%d", &major, &minor) == 2 && driver_follows(major))
+      versions.push_back({major, minor});
+  }
+  std::ranges::sort(versions, std::greater());
+  for (auto [major, minor] : versions)
+    if (auto found = cache_read(cache_file(folder, text(major, ".", minor), key), key)) return found;
+  return {};
+}
+
+bool cache_write(const std::string &file, const Sha256::Digest &key, const Build &b) {
+  Head head{};
+  std::memcpy(head.magic, kMagic, sizeof kMagic);
+  head.key = key;
+  head.registers = b.registers, head.spill_bytes = b.spill_bytes;
+  head.log_bytes = b.log.size(), head.cubin_bytes = b.cubin.size();
+  std::string bytes(reinterpret_cast<const char *>(&head), sizeof head);
+  bytes += b.log + b.cubin;
+  const Sha256::Digest digest = Sha256().add(std::string_view(bytes).substr(kDigested)).digest();
+  std::memcpy(bytes.data() + offsetof(Head, digest), digest.data(), digest.size());
+
+  // Nobody sees half a file: it gets its name when it is whole.
+  static std::atomic<int> count = 0;
+  const std::string temporary = text(file, ".", getpid(), ".", count++);
+  std::error_code failed;
+  fs::create_directories(fs::path(file).parent_path(), failed);
+  if (write_file(temporary, bytes)) {
+    fs::rename(temporary, file, failed);
+    if (!failed) return true;
+  }
+  fs::remove(temporary, failed);
+  return false;
+}
+
+CacheLock::CacheLock(const std::string &file) : path_(file + ".lock") {
+  using namespace std::chrono;
+  std::error_code ignored;
+  fs::create_directories(fs::path(file).parent_path(), ignored);
+  for (const auto give_up = steady_clock::now() + 1min; steady_clock::now() < give_up; std::this_thread::sleep_for(2ms)) {
+    if (fd_ < 0) fd_ = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (fd_ < 0) return;
+    if (flock(fd_, LOCK_EX | LOCK_NB) == 0) {
+      // The last holder removes the file: the lock counts if it is still this one that bears the name.
+      struct stat held, named;
+      if (fstat(fd_, &held) == 0 && stat(path_.c_str(), &named) == 0 && held.st_ino == named.st_ino && held.st_dev == named.st_dev) return;
+    } else if (errno == EWOULDBLOCK || errno == EINTR) {
+      continue;
+    } else {
+      break; // this file system has no locks
+    }
+    close(fd_);
+    fd_ = -1;
+  }
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
+}
+
+CacheLock::~CacheLock() {
+  if (fd_ < 0) return;
+  unlink(path_.c_str());
+  flock(fd_, LOCK_UN); // a forked child may hold the file open too
+  close(fd_);
+}
+
+} // namespace strobe::cuda

@@ -1,0 +1,44 @@
+// Compiled kernels on disk: <folder>/nvrtc-13.0/<digest>.kernel, where the digest is that of all that was compiled and how.
+// Whoever compiles holds the file's lock meanwhile, so that others wait and then read. Entries carry their own digest: a broken one is no
+// entry. Nothing here fails: without a usable folder nothing is found and nothing kept.
+#pragma once
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cuda/jit.h"
+#include "cuda/sha256.h"
+
+namespace strobe::cuda {
+
+struct CacheSettings {
+  std::string folder;               // STROBE_CACHE_DIR, else $XDG_CACHE_HOME/strobe, else ~/.cache/strobe; empty: none
+  std::vector<std::string> further; // STROBE_CACHE_PATH: made elsewhere, only read; by any NVRTC
+  bool readonly = false;            // STROBE_CACHE_READONLY: write nothing
+  bool offline = false;             // STROBE_OFFLINE: compile nothing
+
+  static CacheSettings from_environment();
+};
+
+std::string cache_file(const std::string &folder, const std::string &nvrtc, const Sha256::Digest &key);
+std::optional<Build> cache_read(const std::string &file, const Sha256::Digest &key);
+// Of any NVRTC that the driver can follow, the newest first.
+std::optional<Build> cache_read_any(const std::string &folder, const Sha256::Digest &key);
+// False if it could not.
+bool cache_write(const std::string &file, const Sha256::Digest &key, const Build &);
+
+// Among all processes and threads, one holds the lock of a file. Not held where the folder cannot be written or the holder takes more than a
+// minute: then each compiles for itself, which is slower but not wrong.
+class CacheLock {
+public:
+  explicit CacheLock(const std::string &file);
+  ~CacheLock();
+  CacheLock(const CacheLock &) = delete;
+  CacheLock &operator=(const CacheLock &) = delete;
+
+private:
+  std::string path_;
+  int fd_ = -1;
+};
+
+} // namespace strobe::cuda

@@ -1,0 +1,134 @@
+#include "cuda/engine.h"
+
+#include "attention/contents.h"
+#include "attention/text.h"
+#include "cuda/driver.h"
+#include "cuda/stream.h"
+
+namespace strobe::cuda {
+namespace {
+
+constexpr int64_t kMostPositions = int64_t{1} << 30; // of one sequence: kernels count them in 32 bits
+constexpr int64_t kMostCtas = (int64_t{1} << 31) - 1;
+
+std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream) {
+  std::vector<int32_t> host(static_cast<size_t>(count));
+  read(host.data(), ints, host.size() * sizeof(int32_t), stream);
+  return host;
+}
+
+void require(const char *argument, const std::string &reason) {
+  if (!reason.empty()) throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", reason));
+}
+
+// What lies in device memory, on request: the kernels clamp it, they do not complain.
+void check_contents(const Problem &p, CUstream stream) {
+  if (p.varlen) {
+    require("cu_seqlens_q", check_cu_seqlens(fetched(p.cu_seqlens_q, p.batch + 1, stream).data(), p.batch, p.total_q, p.seqlen_q));
+    require("cu_seqlens_k", check_cu_seqlens(fetched(p.cu_seqlens_k, p.batch + 1, stream).data(), p.batch, p.total_k, p.seqlen_k));
+  }
+  const Problem::Blocks &m = p.blocks;
+  if (!m.present) return;
+  const int64_t matrices = m.batch * m.heads;
+  const auto offsets = fetched(m.row_ptr, matrices * (m.rows + 1), stream), indices = fetched(m.col, m.kept, stream);
+  const Csr csr{matrices, m.rows, m.cols, m.kept, offsets.data(), indices.data()};
+  require("block_rows", check_offsets(csr));
+  require("block_cols", check_indices(csr));
+  if (!m.transposed) return;
+  const auto offsets_t = fetched(m.row_ptr_t, matrices * (m.cols + 1), stream), indices_t = fetched(m.col_t, m.kept, stream);
+  const Csr transpose{matrices, m.cols, m.rows, m.kept, offsets_t.data(), indices_t.data()};
+  require("block_rows_t", check_offsets(transpose));
+  require("block_cols_t", check_indices(transpose));
+  require("block_rows_t", check_transpose(csr, transpose));
+}
+
+} // namespace
+
+std::string CudaEngine::missing() const { return devices_missing(); }
+
+CudaEngine::Made CudaEngine::program_for(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const {
+  if (p.seqlen_q > kMostPositions || p.seqlen_k > kMostPositions) return text("a sequence is longer than 2^30 = ", kMostPositions);
+  if (p.batch > kMostCtas || p.heads > kMostCtas) return text("more than ", kMostCtas, " sequences or heads");
+  if (p.blocks.present && direction == Direction::backward && !p.blocks.transposed)
+    return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
+  Made made = program(p, direction, device, scratch);
+  if (const Program *program = std::get_if<Program>(&made))
+    for (const Step &step : program->steps)
+      if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
+        return text(launch->grid, " thread blocks; a launch takes ", kMostCtas);
+  return made;
+}
+
+Answer CudaEngine::plan(const Problem &p, const Execution &, Direction direction) const {
+  Scratch scratch(nullptr);
+  Made made = program_for(p, direction, device(p.device_index), scratch);
+  if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
+  Program &program = std::get<Program>(made);
+  Plan plan;
+  plan.engine = name();
+  plan.kernel = std::move(program.kernel);
+  plan.tile_q = program.tile_q;
+  plan.tile_k = program.tile_k;
+  plan.workspace_bytes = scratch.bytes();
+  plan.predicted_seconds = program.predicted_seconds;
+  plan.notes = std::move(program.notes);
+  return plan;
+}
+
+Workspace CudaEngine::allocate(const Problem &p, const Execution &execution, uint64_t bytes) const {
+  const Device &on = device(p.device_index);
+  DeviceGuard guard(on);
+  const CUstream stream = static_cast<CUstream>(execution.stream);
+  return Workspace(cuda::allocate(bytes, stream), [&on, stream](void *memory) {
+    DeviceGuard guard(on);
+    cuda::free(memory, stream);
+  });
+}
+
+void CudaEngine::run(const Problem &p, const Execution &execution, Direction direction, const Plan &, void *workspace) const {
+  const Device &on = device(p.device_index);
+  Scratch scratch(workspace);
+  const Made made = program_for(p, direction, on, scratch);
+  DeviceGuard guard(on);
+  const CUstream stream = static_cast<CUstream>(execution.stream);
+  if (p.check) check_contents(p, stream);
+  for (const Step &step : std::get<Program>(made).steps) {
+    if (const Zero *zero = std::get_if<Zero>(&step)) {
+      fill(zero->begin, 0, zero->bytes, stream);
+    } else {
+      const Launch &l = std::get<Launch>(step);
+      if (l.grid)
+        launch(load(*l.source, l.config, on), {.x = l.grid}, l.threads, l.shared_bytes, stream, l.arguments.data(), l.arguments.size());
+    }
+  }
+}
+
+std::string prewarm(const Problem &p, Direction direction, int cc) {
+  const Device device = described(cc);
+  std::string reasons;
+  Program fastest;
+  bool found = false;
+  for (const Engine *candidate : cuda_engines()) {
+    const CudaEngine &engine = static_cast<const CudaEngine &>(*candidate);
+    if (p.engine.empty() ? engine.only_by_name() : p.engine != engine.name()) continue;
+    Scratch scratch(nullptr);
+    CudaEngine::Made made = engine.program_for(p, direction, device, scratch);
+    if (Program *program = std::get_if<Program>(&made)) {
+      if (!found || program->predicted_seconds < fastest.predicted_seconds) fastest = std::move(*program);
+      found = true;
+    } else {
+      reasons += text("\n", engine.name(), ": ", std::get<std::string>(made));
+    }
+  }
+  if (!found) throw Error(STROBE_UNSUPPORTED, "no engine takes this problem:" + reasons);
+  std::string report;
+  for (const Step &step : fastest.steps)
+    if (const Launch *l = std::get_if<Launch>(&step)) {
+      const Build built = build(*l->source, l->config, cc);
+      report += text(built.compiled ? "compiled " : "cached ", built.registers, " ", built.spill_bytes, " ",
+                     kernel_name(*l->source, l->config), "\n");
+    }
+  return report;
+}
+
+} // namespace strobe::cuda

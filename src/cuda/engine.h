@@ -1,0 +1,38 @@
+// The CUDA engines: what they share, and the list of them.
+#pragma once
+#include <variant>
+
+#include "../engine.h"
+#include "cuda/device.h"
+#include "cuda/program.h"
+
+namespace strobe {
+std::vector<const Engine *> cuda_engines(); // from the fastest family to the slowest
+}
+
+namespace strobe::cuda {
+
+// A family of kernels: it answers with a program or with the reason against it.
+class CudaEngine : public Engine {
+public:
+  int32_t device_type() const override { return STROBE_CUDA; }
+  std::string missing() const override;
+  Answer plan(const Problem &, const Execution &, Direction) const override;
+  Workspace allocate(const Problem &, const Execution &, uint64_t bytes) const override; // from the stream's memory pool
+  void run(const Problem &, const Execution &, Direction, const Plan &, void *workspace) const override;
+  // What would run, or the reason against it; the device may be one that is only described.
+  using Made = std::variant<Program, std::string>;
+  Made program_for(const Problem &, Direction, const Device &, Scratch &) const;
+
+protected:
+  // scratch may have no memory behind it: then the program's pointers mean nothing, but its kernels, grids and scratch.bytes() do.
+  virtual Made program(const Problem &, Direction, const Device &, Scratch &) const = 0;
+};
+
+const CudaEngine &simt_engine();
+
+// Compiles, or finds in the cache, the kernels that the problem would run on a GPU of this compute capability; needs none. Throws with
+// every engine's reason if none takes it. A line per kernel: "compiled|cached registers spilled-bytes name".
+std::string prewarm(const Problem &, Direction, int cc);
+
+} // namespace strobe::cuda
