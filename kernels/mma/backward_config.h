@@ -59,6 +59,16 @@ private:
   }
 };
 
+// What looks at rows, and not at scores.
+struct RowsConfig {
+  i32 dtype;   // of the tensors
+  i32 aligned; // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8
+
+  STROBE_FN static constexpr i32 threads() { return 256; }
+  STROBE_FN static constexpr i32 rows_per_block() { return 64; } // of one head of one sequence
+  STROBE_FN static constexpr i64 blocks(i64 batch, i64 heads, i64 seqlen_q) { return batch * heads * div_up(seqlen_q, rows_per_block()); }
+};
+
 struct BiasGradientConfig {
   i32 dtype, head_dim, head_dim_v; // as above; head dims rounded up to multiples of 16
   i32 tile_q, tile_k;              // of scores; with block sparsity a tile lies within a block

@@ -2,17 +2,9 @@
 #pragma once
 #include "../attention/arguments.h"
 #include "../ptx/math.h"
+#include "backward_config.h"
 
 namespace strobe::mma {
-
-struct RowsConfig {
-  i32 dtype;   // of the tensors
-  i32 aligned; // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8
-
-  STROBE_FN static constexpr i32 threads() { return 256; }
-  STROBE_FN static constexpr i32 rows_per_block() { return 64; } // of one head of one sequence
-  STROBE_FN static constexpr i64 blocks(i64 batch, i64 heads, i64 seqlen_q) { return batch * heads * div_up(seqlen_q, rows_per_block()); }
-};
 
 // Which row a group of 8 threads has.
 struct Row {
