@@ -71,7 +71,8 @@ struct ForwardArguments {
   Inputs in;
   Operand out, lse; // lse may be null
   // Split over keys: part s of `splits` writes its O (normalised, fp32, (splits, rows, head_dim_v)) and LSE ((splits, rows)) here.
-  i32 splits, reserved;
+  i32 splits;
+  i32 bundle; // (batch, head) pairs whose tiles run together, sharing the L2 cache
   float *partial_out, *partial_lse;
 };
 
