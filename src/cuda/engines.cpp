@@ -2,6 +2,6 @@
 
 namespace strobe {
 
-std::vector<const Engine *> cuda_engines() { return {}; }
+std::vector<const Engine *> cuda_engines() { return {&cuda::sm90_engine()}; }
 
 } // namespace strobe
