@@ -30,6 +30,7 @@ protected:
 };
 
 // The families.
+const CudaEngine &sm90_engine();
 const CudaEngine &mma_engine();
 const CudaEngine &simt_engine();
 
