@@ -31,7 +31,7 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
   using V = Vec<T>;
   QueryTile<Math> queries;
   load_queries(head, tile, i0, false, scratch, queries);
-  if (queries.large) normalise(head, tile, queries, source, scratch);
+  if (queries.large && !queries.whole) sum_rows(head, tile, queries, source, scratch);
   Schedule schedule(head.band, i0, queries.i1, tile.k, kKeyAlign, head.blocks(i0));
   for (KeyTile keys; schedule.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
@@ -127,8 +127,8 @@ template <class T> void backward_sinks(const Problem &p, int64_t h, T *buffer) {
   for (int64_t b = 0; b < p.batch; ++b) {
     Head<T> head(p, b, h);
     for (int64_t i = 0; i < head.band.seqlen_q; ++i) {
-      double lse = double(*p.lse.at<T>(b, h, head.q0 + i, 0));
-      if (lse > -__builtin_inf()) sum -= __builtin_exp(sink - lse) * row_delta(head, head.q0 + i, buffer);
+      double lse = double(*p.lse.at<T>(b, h, head.q0 + i, 0)), dlse = p.dlse ? double(*p.dlse.at<T>(b, h, head.q0 + i, 0)) : 0;
+      if (lse > -__builtin_inf()) sum += __builtin_exp(sink - lse) * (dlse - row_delta(head, head.q0 + i, buffer));
     }
   }
   *p.dsinks.at<T>(0, h, 0, 0) = T(sum);

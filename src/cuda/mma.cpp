@@ -4,8 +4,9 @@
 
 #include "../../kernels/mma/config.h"
 #include "attention/text.h"
+#include "attention/work.h"
 #include "cuda/arguments.h"
-#include "cuda/engine.h"
+#include "cuda/mma_backward.h"
 
 namespace strobe::cuda {
 namespace {
@@ -94,20 +95,6 @@ int32_t splits(int64_t ctas, int64_t slots, int64_t seqlen_k, int64_t least) {
   return int32_t(std::clamp<int64_t>(slots / ctas, 1, std::clamp<int64_t>(seqlen_k / least, 1, 256)));
 }
 
-// Scores that are visible by position and blocks.
-double visible_scores(const Problem &p) {
-  const double q = double(p.seqlen_q), k = double(p.seqlen_k);
-  double keys = k, share = 1;
-  if (p.window_right != kUnbounded && p.window_left != kUnbounded)
-    keys = std::min(k, double(p.window_left) + double(p.window_right) + 1);
-  else if (p.window_right != kUnbounded || p.window_left != kUnbounded)
-    keys = q < k ? k - q / 2 : k / 2;
-  if (p.blocks.present)
-    share = double(p.blocks.kept) / std::max(1.0, double(p.blocks.batch * p.blocks.heads * p.blocks.rows * p.blocks.cols));
-  const double sequences = p.varlen ? double(p.total_q) / std::max(1.0, q) : double(p.batch);
-  return sequences * double(p.heads) * q * keys * share;
-}
-
 // Dense FLOP per clock and SM of mma.sync with FP32 sums.
 double rate(const Device &device) {
   switch (device.cc) {
@@ -142,7 +129,7 @@ protected:
     if (device.cc < 75) return text(device.name, " has no mma.sync of this shape: sm_75 or newer is needed, this is sm_", device.cc);
     if (device.cc < 80 && p.dtype == DType::bf16)
       return text(device.name, " multiplies no bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
-    if (direction == Direction::backward) return "has no backward yet";
+    if (direction == Direction::backward) return mma_backward(p, device, scratch, visible_scores(p));
     return forward(p, device, scratch);
   }
 
