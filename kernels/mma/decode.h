@@ -69,15 +69,13 @@ private:
     }
   };
 
-  __device__ __forceinline__ Schedule schedule() const {
-    i64 q1 = query(min(first + C.tile_q, rows) - 1) + 1;
-    return Schedule(sequence.band, query(first), q1, C.tile_k, 16, {nullptr, 0, 0}, {(i64)split * C.warps + warp, (i64)a.splits * C.warps});
-  }
+  __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // query + 1
+  __device__ __forceinline__ Schedule::Part part(int w) const { return {(i64)split * C.warps + w, (i64)a.splits * C.warps}; }
 
   __device__ __forceinline__ void compute() {
     const T *k = in.k.at<const T>(b, head, sequence.k0, 0), *v = in.v.at<const T>(b, head, sequence.k0, 0);
     int lane = tile::lane_id(), loading = 0;
-    Schedule ahead = schedule(), tiles = ahead;
+    Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, part(warp)), tiles = ahead;
     auto load = [&] { // the next tile of keys; a group of copies, even if empty
       KeyTile t;
       if (ahead.next(t)) {
@@ -108,6 +106,7 @@ private:
     Softmax<kM> softmax;
     KeyTile tile;
     int stage = 0;
+    bool specials = false;
     while (tiles.next(tile)) {
       cp_async_wait<C.stages - 2>();
       __syncwarp(); // this tile is here, and the warp no longer reads the one before it
@@ -125,7 +124,8 @@ private:
       }
       finish_scores(S, tile);
       softmax.template follow<C.exact_max>(S, scores.unit, O);
-      if (masked(tile)) set_specials_aside(O, S, stage);
+      if (masked(tile)) specials |= clear_specials<C.dtype, C.tile_k, kDv, 32>(v_shared + stage * kVBytes, lane);
+      __syncwarp();
       tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -146,6 +146,7 @@ private:
       stage = stage + 1 == C.stages ? 0 : stage + 1;
     }
     merge(O, softmax);
+    if (__syncthreads_or(specials)) restore(v);
   }
 
   static __device__ __forceinline__ bool by_position(const KeyTile &tile) { return tile.masked || tile.end - tile.begin < C.tile_k; }
@@ -171,17 +172,6 @@ private:
       }
     }
   }
-  // As in the forward, within the warp.
-  __device__ __forceinline__ void set_specials_aside(Accumulator (&O)[kM][kDv / 16], const Accumulator (&S)[kM][kN], int stage) const {
-    Specials<C.dtype, C.tile_k, kDv, 32> specials{v_shared + stage * kVBytes, k_shared + stage * kKBytes};
-    static_assert(specials.kBytes <= kKBytes);
-    if (!__any_sync(0xFFFFFFFFu, specials.found(tile::lane_id()))) return;
-    specials.set_aside(tile::lane_id());
-    __syncwarp();
-    specials.add(O, Seen<kM, kN>(S));
-    __syncwarp();
-  }
-
   // A group of dropout's 4x4 elements is spread over heads here: every element asks for itself.
   __device__ __forceinline__ void drop(Accumulator &P, i32 row, i32 key) const {
 #pragma unroll
@@ -243,6 +233,29 @@ private:
         *a.out.at<T>(b, h, q, c) = Convert<T>::from(x);
       else
         a.partial_out[row * in.head_dim_v + c] = x;
+    }
+  }
+
+  struct Results {
+    const Decode &d;
+    i32 count;
+    __device__ __forceinline__ i32 query(i32 r) const { return d.query(d.first + r); }
+    __device__ __forceinline__ i32 head(i32 r) const { return d.query_head(d.first + r); }
+    __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
+      i64 q = d.sequence.q0 + query(r);
+      if (d.a.splits > 1) {
+        d.a.partial_out[(d.split * d.in.rows() + d.in.row_index(d.b, head(r), q)) * d.in.head_dim_v + c] += x;
+      } else {
+        T *o = d.a.out.template at<T>(d.b, head(r), q, c);
+        *o = Convert<T>::from(to_float(*o) + x);
+      }
+    }
+  };
+  __device__ __forceinline__ void restore(const T *v) const {
+    Results results{*this, min((i32)C.tile_q, rows - first)};
+    for (int w = 0; w < C.warps; ++w) {
+      Range keys = Schedule::share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, part(w));
+      restore_specials<kThreads>(scores, dropout, v, keys, {nullptr, 0, 0}, results);
     }
   }
 };
