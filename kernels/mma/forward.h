@@ -165,7 +165,7 @@ private:
       finish_scores<false>(S, tile);
   }
   template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    i32 begin = (i32)tile.begin, end = (i32)tile.end, first = computed_here(item.q + warp_row);
+    i32 begin = (i32)tile.begin, end = (i32)tile.end, first = item.q + computed_here(threadIdx.x) / 32 * kRows;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
