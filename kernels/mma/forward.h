@@ -136,10 +136,13 @@ private:
     __syncthreads();
   }
 
+  // Where registers are short, addresses of fragments are computed anew for every tile.
+  static __device__ __forceinline__ int lane() { return kD > 64 ? computed_here(tile::lane_id()) : tile::lane_id(); }
+
   // S = Q K^T
   __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], int stage) const {
-    tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2, 0, computed_here(tile::lane_id()));
-    tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 0, computed_here(tile::lane_id()));
+    tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2, 0, lane());
+    tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 0, lane());
 #pragma unroll
     for (int c = 0; c < kD; c += 16) {
       Left q[kM];
@@ -184,7 +187,7 @@ private:
   // P = exp2(S * unit - M); O += P V
   __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kDv / 16], Accumulator (&S)[kM][kN], Softmax<kM> &softmax,
                                                const KeyTile &tile, int stage) const {
-    tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, 0, computed_here(tile::lane_id()));
+    tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, 0, lane());
 #pragma unroll
     for (int pair = 0; pair < kN; pair += 2) {
 #pragma unroll

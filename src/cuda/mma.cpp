@@ -32,7 +32,6 @@ struct ForwardTile : Tile {
 };
 constexpr ForwardTile kForwardTiles[] = {
     {{64, 128, 96, 4, 2, 2}, plain, 80},
-    {{96, 128, 64, 4, 1, 2}, plain, 80},
     {{128, 128, 64, 4, 2, 2}, plain, 90, 90}, // whose uniform registers hold the loop's state
     {{128, 128, 32, 4, 2, 2}, plain, 80},
     {{192, 128, 128, 8, 1, 1}, plain, 90, 90, 4096},
