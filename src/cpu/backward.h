@@ -108,17 +108,17 @@ __attribute__((noinline)) void normalise(const Head<typename Math::Real> &head, 
   using V = Vec<T>;
   const Problem &p = *head.p;
   const V natural(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074));
-  Schedule schedule(head.band, queries.i0, queries.i1, tile.k, kKeyAlign, head.blocks(queries.i0));
-  for (KeyTile keys; schedule.next(keys);) {
+  KeyTiles<T> tiles(head, source.mask, tile, queries.i0, queries.i1);
+  for (KeyTile keys; tiles.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
     for (int64_t n = 0; n < queries.pieces; ++n) {
       const int64_t lane = n * queries.width, width = queries.piece_width(n);
       Piece<T> piece;
-      if (!make_piece(head, queries.i0 + lane, queries.piece_lanes(n), width, keys, piece)) continue;
+      if (!make_piece(head, source.mask, queries.i0 + lane, queries.piece_lanes(n), width, keys, piece)) continue;
       for (int64_t done = 0; done < piece.span.keys; done += Math::kChunk) {
         const TileSpan t = piece.span.chunk(done, Math::kChunk);
         Math::multiply(t.keys, width, p.head_dim, Math::rows_from(k.keys.rows, t.j0 - k.origin), queries.q[n], scratch.s, width, false);
-        if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, (T *)nullptr);
+        apply_options(head, piece, t, scratch.score, scratch.s, (T *)nullptr);
         for (int64_t c = 0; c < width; c += V::kLanes) {
           const V lse = V::load(scratch.lse + lane + c);
           V sum = V::load(scratch.excess + lane + c);
@@ -153,7 +153,7 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
     T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0), *dp = scratch.dp + (Math::kScoresInPlace ? done * width : 0);
     Math::multiply(t.keys, width, p.head_dim, Math::rows_from(k_rows, done), queries.q[n], s, width, false);      // S = K Q^T
     Math::multiply(t.keys, width, p.head_dim_v, Math::rows_from(v_rows, done), queries.d_o[n], dp, width, false); // dP = V dO^T
-    if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, s, scratch.slopes);
+    apply_options(head, piece, t, scratch.score, s, scratch.slopes);
     if (head.dropout) load_keep(head, t, scratch.keep);
     for (int64_t c = 0; c < width; c += L) {
       const V delta = V::load(scratch.delta + lane + c);
@@ -192,7 +192,7 @@ template <class T> struct KeyGradients {
   int64_t size_dk, size_dv;
   int64_t tiles = 0;
 
-  static int64_t keys(const Problem &p) { return round_to(p.seqlen_k < p.total_k ? p.seqlen_k : p.total_k, 16); }
+  static int64_t keys(const Problem &p) { return round_to(p.longest_k(), 16); }
   static int64_t sums(int64_t tiles) { return tiles > kRun ? 2 : 1; }
   static int64_t size(const Problem &p, int64_t tiles) {
     return sums(tiles) * keys(p) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16));
@@ -276,8 +276,8 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   if (queries.large) normalise(head, tile, queries, source, scratch);
   fill(scratch.dq, ldk * queries.rows, T(0));
 
-  Schedule schedule(head.band, i0, queries.i1, tile.k, kKeyAlign, head.blocks(i0));
-  for (KeyTile keys; schedule.next(keys);) {
+  KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
+  for (KeyTile keys; tiles.next(keys);) {
     typename KeySource<Math>::Tile k{}, v{};
     bool loaded = false;
     // dV += P^T dO and dK += dS^T Q over the queries [lane, lane + count) of the tile
@@ -286,13 +286,11 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       if (want_dk) Math::multiply(t.keys, ldk, count, grads, Math::right_from(queries.q_rows, lane), sums.dk + t.j0 * ldk, ldk, true);
     };
     TileSpan spans[kMaxPieces];
-    bool joint = Math::kJointQueries; // every piece takes part in the whole tile
     for (int64_t n = 0; n < queries.pieces; ++n) {
       const int64_t lane = n * tile.width, count = queries.piece_lanes(n);
       Piece<T> piece;
-      if (!make_piece(head, i0 + lane, count, queries.piece_width(n), keys, piece)) {
-        spans[n].keys = 0;
-        joint = false;
+      if (!make_piece(head, source.mask, i0 + lane, count, queries.piece_width(n), keys, piece)) {
+        spans[n] = {};
         continue;
       }
       if (!loaded) {
@@ -303,14 +301,12 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       const TileSpan &t = spans[n] = piece.span;
       const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
       // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
-      const bool finite = queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), d);
-      if (!finite && (piece.reads_hidden(head) || t.keys % 16 != 0)) {
+      const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0;
+      if (reads_others && !(queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), d))) {
         backward_guarded(head, queries, n, piece, k_rows, v_rows, scratch, sums);
-        spans[n].keys = 0;
-        joint = false;
+        spans[n] = {};
         continue;
       }
-      joint &= t.j0 == keys.begin && t.j0 + t.keys == keys.end;
       auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
       auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width,
                                 tile.q, lane);
@@ -326,19 +322,16 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
         Math::multiply(d, t.width, t.keys, Math::columns_from(k.keys.columns, t.j0 - k.origin), grads.lanes(), scratch.dq + ldk * lane,
                        t.width, true);
     }
-    if constexpr (Math::kJointQueries) {
-      auto rows_at = [&](Element *rows, int64_t keys_of, int64_t lane) {
-        return Math::scores(nullptr, nullptr, rows, keys_of, tile.width, tile.q, lane).rows();
-      };
-      const int64_t n_keys = keys.end - keys.begin;
-      if (joint)
-        multiply_queries({i0, queries.i1 - i0, 0, keys.begin, n_keys}, rows_at(scratch.p_rows, n_keys, 0),
-                         rows_at(scratch.ds_rows, n_keys, 0), 0, queries.i1 - i0);
-      for (int64_t n = 0; n < queries.pieces && !joint; ++n) {
-        const int64_t lane = n * tile.width;
-        if (spans[n].keys > 0)
-          multiply_queries(spans[n], rows_at(scratch.p_rows, spans[n].keys, lane), rows_at(scratch.ds_rows, spans[n].keys, lane), lane,
-                           queries.piece_lanes(n));
+    if constexpr (Math::kJointQueries) { // neighbours that take part in the same keys at once
+      for (int64_t n = 0, end; n < queries.pieces; n = end) {
+        const TileSpan &t = spans[n];
+        int64_t count = 0;
+        for (end = n; end < queries.pieces && spans[end].keys == t.keys && (end == n || spans[end].j0 == t.j0); ++end)
+          count += queries.piece_lanes(end);
+        auto rows_of = [&](Element *rows) {
+          return Math::scores(nullptr, nullptr, rows, t.keys, tile.width, tile.q, n * tile.width).rows();
+        };
+        if (t.keys > 0) multiply_queries(t, rows_of(scratch.p_rows), rows_of(scratch.ds_rows), n * tile.width, count);
       }
     }
   }
