@@ -69,8 +69,8 @@ template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t t
 }
 
 template <class Math>
-void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, bool rows_too, BackwardScratch<Math> &scratch,
-                  QueryTile<Math> &out) {
+void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, const TileSizes &tile, int64_t i0, bool rows_too,
+                  BackwardScratch<Math> &scratch, QueryTile<Math> &out) {
   using T = typename Math::Real;
   const Problem &p = *head.p;
   const int64_t d = p.head_dim, dv = p.head_dim_v, token = head.q0 + i0;
@@ -102,9 +102,9 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
     scratch.dlse[i] = real && p.dlse ? *p.dlse.at<T>(head.b, head.h, token + i, 0) : T(0);
     scratch.delta[i] = real ? T(row_delta(head, token + i, scratch.row)) : T(0);
   }
-  Schedule schedule(head.band, i0, out.i1, tile.k, kKeyAlign, head.blocks(i0));
+  KeyTiles<T> tiles(head, mask, tile, i0, out.i1);
   KeyTile keys;
-  out.whole = schedule.next(keys) && !schedule.next(keys);
+  out.whole = tiles.next(keys) && !tiles.next(keys);
 }
 
 // Where a row sees few keys, or all its P falls to one, dP and D cancel; summed up apart, in different orders, they leave their rounding. And
@@ -161,20 +161,20 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
   const Problem &p = *head.p;
   fill(scratch.sum, queries.rows, T(0));
   fill(scratch.rest, queries.rows, T(0));
-  Schedule schedule(head.band, queries.i0, queries.i1, tile.k, kKeyAlign, head.blocks(queries.i0));
-  for (KeyTile keys; schedule.next(keys);) {
+  KeyTiles<T> tiles(head, source.mask, tile, queries.i0, queries.i1);
+  for (KeyTile keys; tiles.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
     auto v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
     for (int64_t n = 0; n < queries.pieces; ++n) {
       const int64_t lane = n * queries.width, width = queries.piece_width(n);
       Piece<T> piece;
-      if (!make_piece(head, queries.i0 + lane, queries.piece_lanes(n), width, keys, piece)) continue;
+      if (!make_piece(head, source.mask, queries.i0 + lane, queries.piece_lanes(n), width, keys, piece)) continue;
       for (int64_t done = 0; done < piece.span.keys; done += Math::kChunk) {
         const TileSpan t = piece.span.chunk(done, Math::kChunk);
         Math::multiply(t.keys, width, p.head_dim, Math::rows_from(k.keys.rows, t.j0 - k.origin), queries.q[n], scratch.s, width, false);
         Math::multiply(t.keys, width, p.head_dim_v, Math::rows_from(v.keys.rows, t.j0 - v.origin), queries.d_o[n], scratch.dp, width,
                        false);
-        if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, (T *)nullptr);
+        apply_options(head, piece, t, scratch.score, scratch.s, (T *)nullptr);
         if (head.dropout) load_keep(head, t, scratch.keep);
         add_rows(head, t, lane, scratch.s, scratch.dp, scratch);
       }
@@ -202,7 +202,7 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
     T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0), *dp = scratch.dp + (Math::kScoresInPlace ? done * width : 0);
     Math::multiply(t.keys, width, p.head_dim, Math::rows_from(k_rows, done), queries.q[n], s, width, false);      // S = K Q^T
     Math::multiply(t.keys, width, p.head_dim_v, Math::rows_from(v_rows, done), queries.d_o[n], dp, width, false); // dP = V dO^T
-    if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, s, scratch.slopes);
+    apply_options(head, piece, t, scratch.score, s, scratch.slopes);
     if (head.dropout) load_keep(head, t, scratch.keep);
     if (queries.whole) {
       fill(scratch.sum + lane, width, T(0));
@@ -248,7 +248,7 @@ template <class T> struct KeyGradients {
   int64_t size_dk, size_dv;
   int64_t tiles = 0;
 
-  static int64_t keys(const Problem &p) { return round_to(p.seqlen_k < p.total_k ? p.seqlen_k : p.total_k, 16); }
+  static int64_t keys(const Problem &p) { return round_to(p.longest_k(), 16); }
   static int64_t sums(int64_t tiles) { return tiles > kRun ? 2 : 1; }
   static int64_t size(const Problem &p, int64_t tiles) {
     return sums(tiles) * keys(p) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16));
@@ -328,12 +328,12 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16);
   const bool want_dq(p.dq), want_dk(p.dk), want_dv(p.dv);
   QueryTile<Math> queries;
-  load_queries(head, tile, i0, want_dk || want_dv, scratch, queries);
+  load_queries(head, source.mask, tile, i0, want_dk || want_dv, scratch, queries);
   if (queries.large && !queries.whole) sum_rows(head, tile, queries, source, scratch);
   fill(scratch.dq, ldk * queries.rows, T(0));
 
-  Schedule schedule(head.band, i0, queries.i1, tile.k, kKeyAlign, head.blocks(i0));
-  for (KeyTile keys; schedule.next(keys);) {
+  KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
+  for (KeyTile keys; tiles.next(keys);) {
     typename KeySource<Math>::Tile k{}, v{};
     bool loaded = false;
     // dV += P^T dO and dK += dS^T Q over the queries [lane, lane + count) of the tile
@@ -342,13 +342,11 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       if (want_dk) Math::multiply(t.keys, ldk, count, grads, Math::right_from(queries.q_rows, lane), sums.dk + t.j0 * ldk, ldk, true);
     };
     TileSpan spans[kMaxPieces];
-    bool joint = Math::kJointQueries; // every piece takes part in the whole tile
     for (int64_t n = 0; n < queries.pieces; ++n) {
       const int64_t lane = n * tile.width, count = queries.piece_lanes(n);
       Piece<T> piece;
-      if (!make_piece(head, i0 + lane, count, queries.piece_width(n), keys, piece)) {
-        spans[n].keys = 0;
-        joint = false;
+      if (!make_piece(head, source.mask, i0 + lane, count, queries.piece_width(n), keys, piece)) {
+        spans[n] = {};
         continue;
       }
       if (!loaded) {
@@ -359,14 +357,12 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       const TileSpan &t = spans[n] = piece.span;
       const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
       // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
-      const bool finite = queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), d);
-      if (!finite && (piece.reads_hidden(head) || t.keys % 16 != 0)) {
+      const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0;
+      if (reads_others && !(queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), d))) {
         backward_guarded(head, queries, n, piece, k_rows, v_rows, scratch, sums);
-        spans[n].keys = 0;
-        joint = false;
+        spans[n] = {};
         continue;
       }
-      joint &= t.j0 == keys.begin && t.j0 + t.keys == keys.end;
       auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
       auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width,
                                 tile.q, lane);
@@ -382,19 +378,16 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
         Math::multiply(d, t.width, t.keys, Math::columns_from(k.keys.columns, t.j0 - k.origin), grads.lanes(), scratch.dq + ldk * lane,
                        t.width, true);
     }
-    if constexpr (Math::kJointQueries) {
-      auto rows_at = [&](Element *rows, int64_t keys_of, int64_t lane) {
-        return Math::scores(nullptr, nullptr, rows, keys_of, tile.width, tile.q, lane).rows();
-      };
-      const int64_t n_keys = keys.end - keys.begin;
-      if (joint)
-        multiply_queries({i0, queries.i1 - i0, 0, keys.begin, n_keys}, rows_at(scratch.p_rows, n_keys, 0),
-                         rows_at(scratch.ds_rows, n_keys, 0), 0, queries.i1 - i0);
-      for (int64_t n = 0; n < queries.pieces && !joint; ++n) {
-        const int64_t lane = n * tile.width;
-        if (spans[n].keys > 0)
-          multiply_queries(spans[n], rows_at(scratch.p_rows, spans[n].keys, lane), rows_at(scratch.ds_rows, spans[n].keys, lane), lane,
-                           queries.piece_lanes(n));
+    if constexpr (Math::kJointQueries) { // neighbours that take part in the same keys at once
+      for (int64_t n = 0, end; n < queries.pieces; n = end) {
+        const TileSpan &t = spans[n];
+        int64_t count = 0;
+        for (end = n; end < queries.pieces && spans[end].keys == t.keys && (end == n || spans[end].j0 == t.j0); ++end)
+          count += queries.piece_lanes(end);
+        auto rows_of = [&](Element *rows) {
+          return Math::scores(nullptr, nullptr, rows, t.keys, tile.width, tile.q, n * tile.width).rows();
+        };
+        if (t.keys > 0) multiply_queries(t, rows_of(scratch.p_rows), rows_of(scratch.ds_rows), n * tile.width, count);
       }
     }
   }

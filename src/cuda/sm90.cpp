@@ -2,6 +2,7 @@
 #include "../../kernels/sm90/arguments.h"
 #include "../../kernels/sm90/config.h"
 #include <algorithm>
+#include <cmath>
 
 #include "attention/text.h"
 #include "attention/work.h"
@@ -66,6 +67,16 @@ Config configuration(const Problem &p) {
   return c;
 }
 
+// A thread block's rate does not depend on how many others run; what counts are whole tiles and whole waves of them.
+double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t items) {
+  constexpr double kFlopsPerSm = 600e12 / 132, kStart = 4e-6; // measured
+  const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads));
+  const double keys = visible_scores(p) / queries; // of one query
+  const double tile = 2.0 * c.tile_q() * keys * (c.head_dim + c.head_dim_v) / kFlopsPerSm;
+  const double waves = double(items) / device.sms;
+  return kStart + tile * (waves < 4 ? std::ceil(waves) : waves);
+}
+
 class Sm90Engine final : public CudaEngine {
 public:
   const char *name() const override { return "cuda-sm90"; }
@@ -112,8 +123,7 @@ protected:
       config.reference = sm90::kLagging, config.redo = 1;
       program.steps.push_back(Launch(kForward, config, std::min<int64_t>(a.items, device.sms), config.threads(), config.shared_bytes(), a));
     }
-    constexpr double kRate = 600e12, kStart = 4e-6;
-    program.predicted_seconds = kStart + flops(p, direction) / kRate;
+    program.predicted_seconds = predicted_seconds(p, config, device, a.items);
     return program;
   }
 };

@@ -113,6 +113,7 @@ def masks(repeats: int) -> list[dict[str, Any]]:
         pairs: dict[str, tuple[_Call, _Call]] = {
             "padding, over varlen": (((q, k, v), {"mask": kept[:, None, None]}), ((packed, short_k, short_v), cumulated)),
             "half the blocks, over half the keys": (((q, k, v), {"block_mask": block_mask}), ((q, half_k, half_v), {})),
+            "half by a bool mask, over half the keys": (((q, k, v), {"mask": block_mask.to_dense()}), ((q, half_k, half_v), {})),
         }
         for name, calls in pairs.items():
 
