@@ -31,13 +31,14 @@ struct ForwardTile : Tile {
   int32_t least_dim = 0;
 };
 constexpr ForwardTile kForwardTiles[] = {
-    {{64, 128, 96, 4, 2, 2}, plain, 80},
+    {{64, 128, 96, 4, 2, 2}, plain, 80, 99},
     {{64, 128, 64, 4, 2, 2}, sparse, 80},
     {{128, 128, 64, 4, 2, 2}, plain, 90, 90}, // whose uniform registers hold the loop's state
-    {{128, 128, 64, 4, 1, 2}, sparse, 90, 90},
-    {{128, 128, 32, 4, 2, 2}, plain, 80},
+    {{96, 128, 64, 4, 1, 2}, plain, 80, 90},
+    {{128, 128, 64, 4, 1, 2}, sparse, 80, 90, 0, 97},
     {{192, 128, 128, 8, 1, 1}, plain, 90, 90, 4096},
     {{256, 128, 128, 8, 1, 1}, plain, 90, 90, 4096, 225},
+    {{128, 64, 64, 4, 1, 2}, features, 100},
     {{128, 64, 64, 4, 2, 2}, features},
     {{128, 64, 64, 4, 1, 2}, features},
     {{192, 64, 64, 4, 1, 2}, sparse, 90, 90},
@@ -162,7 +163,7 @@ private:
     const int32_t shared = decode ? c.decode_shared_bytes() : c.forward_shared_bytes();
     const int64_t ctas =
         decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
-    a.splits = splits(ctas, device.sms * resident(c, shared, device), p.seqlen_k, 256);
+    a.splits = splits(ctas, device.sms * (decode ? 1 : resident(c, shared, device)), p.seqlen_k, 256); // decode: fewer parts to merge
     a.bundle = bundle(p, device);
     if (a.splits > 1) {
       const int64_t rows = a.in.rows();
