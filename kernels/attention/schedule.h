@@ -11,6 +11,12 @@ struct BlockRow {
   const i32 *cols;
   i64 count;
   i64 block; // keys per block
+  STROBE_FN bool keeps(i64 key) const {
+    for (i64 i = 0; i < count; ++i) {
+      if (cols[i] == key / block) return true;
+    }
+    return !cols;
+  }
 };
 
 struct KeyTile {
@@ -27,17 +33,23 @@ public:
     i64 index, count;
   };
   STROBE_FN Schedule(const Band &band, i64 q0, i64 q1, i64 tile, i64 align, BlockRow row = {nullptr, 0, 0}, Part part = {0, 1})
-      : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align), seqlen_(band.seqlen_k) {
-    if (part.count > 1) {
-      i64 first = round_down(any_.begin, align_), share = round_up(div_up(max(any_.end - first, 0ll), part.count), tile_);
-      any_ = intersect(any_, {first + part.index * share, first + (part.index + 1) * share});
-    }
+      : any_(share(band.keys_any(q0, q1), tile, align, part)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align),
+        seqlen_(band.seqlen_k) {
     if (row_.cols) {
       run_ = {0, 0};
     } else {
       run_ = any_;
       next_ = run_.empty() ? 0 : round_down(run_.begin, align_);
     }
+  }
+
+  // The part of the keys that one of several walks over.
+  STROBE_FN static Range share(Range keys, i64 tile, i64 align, Part part) {
+    if (part.count == 1) return keys;
+    i64 first = round_down(keys.begin, align);
+    u32 some = (u32)(max(keys.end - first, 0ll) + part.count - 1) / (u32)part.count; // positions fit 31 bits; a 64-bit division is a call
+    i64 length = round_up(some, tile);
+    return intersect(keys, {first + part.index * length, first + (part.index + 1) * length});
   }
 
   STROBE_FN bool next(KeyTile &tile) {
