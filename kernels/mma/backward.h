@@ -13,6 +13,7 @@
 #include "../ptx/barrier.h"
 #include "../tile/copy.h"
 #include "../tile/exchange.h"
+#include "../tile/finite.h"
 #include "backward_config.h"
 #include "backward_dropout.h"
 #include "backward_scores.h"
@@ -48,7 +49,7 @@ private:
   struct Head {
     const T *q, *dout;
     const float *lse, *delta;
-    float *dq;
+    i64 query_tile; // its first one's number
   };
   struct __align__(16) Tile { // of queries
     i32 head;                 // -1: there are no more
@@ -61,7 +62,8 @@ private:
     Tile ring[4];               // iteration n's at n % 4
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
     Sequence sequence;
-    i32 head; // that the following are about
+    i32 bad_keys; // some number in K is not finite
+    i32 head;     // that the following are about
     Tiles tiles;
     Head at;
   };
@@ -95,9 +97,9 @@ private:
     BlockRow row{nullptr, 0, 0};
     if constexpr (F.blocks) row = in.blocks_t.row(state.batch, head, state.k0 / (u32)in.blocks_t.row_tokens);
     state.tiles = Tiles(state.sequence.band, state.k0, state.k1, kTileK, row);
-    i64 b = state.batch, q0 = state.sequence.q0, index = in.row_index(b, head, q0);
+    i64 b = state.batch, q0 = state.sequence.q0;
     state.at = {in.q.at<const T>(b, head, q0, 0), a.dout.at<const T>(b, head, q0, 0), a.lse.at<const float>(b, head, q0, 0),
-                (const float *)a.delta + index, a.dq_sum ? a.dq_sum + index * C.dq_pitch() : nullptr};
+                (const float *)a.delta + in.row_index(b, head, q0), query_tile(in, b, head, kTileQ)};
   }
   // By one thread: the tile of iteration n.
   __device__ __forceinline__ void schedule(int n) const {
@@ -133,6 +135,11 @@ private:
   __device__ __forceinline__ void load_queries(const Tile &t, int stage) const {
     load_queries<kD>(kQ + stage * C.q_bytes(), t.at.q, in.q, t, in.head_dim);
     load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
+  }
+
+  __device__ __forceinline__ bool queries_not_finite(int stage) const {
+    return tile::any_not_finite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
+           tile::any_not_finite<T>(shared + kDo + stage * C.dout_bytes(), C.dout_bytes(), thread, kThreads);
   }
 
   // LSE (in exp2's unit; of rows that see nothing and of those that are not there +inf: P = 0) and -D of a tile's rows, held by the threads
@@ -193,6 +200,28 @@ private:
     }
   }
 
+  // The same over all of a tile's queries, where Y has numbers that are not finite: they count only where x(m, n) is not 0.
+  template <int kInner, int kN, class X>
+  __device__ __forceinline__ void accumulate_carefully(Accumulator (&sum)[kKeys][kN], const X &x, const Blocks<Right, kInner, true> &Y,
+                                                       int n0) const {
+#pragma unroll
+    for (int c = 0; c < kN; ++c) {
+      Accumulator count[kKeys] = {};
+#pragma unroll 1
+      for (int n = n0; n < n0 + kSpan; ++n) {
+        Right y = Y.load(16 * n, 16 * c), bad = tile::set_aside<T>(y);
+#pragma unroll
+        for (int m = 0; m < kKeys; ++m) {
+          Left z = x(m, n);
+          tile::multiply_add<T>(sum[m][c], z, y);
+          tile::multiply_add<T>(count[m], tile::nonzero<T>(z), bad);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kKeys; ++m) tile::spoil(sum[m][c], count[m]);
+    }
+  }
+
   // Where block (m of this warp's keys, n of the tile's queries) lies among those that are handed on.
   __device__ __forceinline__ int block(int m, int n) const { return (key_warp * kKeys + m) * kQueries + n; }
   // Barriers of the warps that share keys: a role's own, if it is several warps; and for P one a span, since who writes it does not wait.
@@ -237,7 +266,7 @@ private:
 
   // P and dV of an iteration.
   __device__ __forceinline__ void left(Accumulator (&dV)[kKeys][kColumnsV], const Scores<F, float> &scores, const BlockDropout<F> &dropout,
-                                       int iteration) const {
+                                       int iteration, bool bad) const {
     int stage = iteration % 2;
     Blocks<Right, kDv, true> dO(shared + kDo + stage * C.dout_bytes(), dim_warp * kColumnsV * 16);
 #pragma unroll
@@ -265,22 +294,29 @@ private:
           tile::put(shared + kP, block(m, n0 + n), p[m][n]);
           if constexpr (F.softcap) {
             p[m][n] = tile::rounded<T>(P[m][n]);
-            if constexpr (C.dim_warps > 1) tile::put(shared + kP + C.p_bytes(), block(m, n0 + n), p[m][n]);
+            tile::put(shared + kP + C.p_bytes(), block(m, n0 + n), p[m][n]);
           }
         }
       }
       barrier_arrive(barrier_of_p(span / kSpan), 64 * C.dim_warps);
       if constexpr (C.dim_warps > 1) barrier_sync(barrier_of_role(), 32 * C.dim_warps);
+      auto taken = [&](int m, int n) {
+        Left x = tile::take(shared + kP + (C.p_planes() - 1) * C.p_bytes(), block(m, n));
+        return F.dropout ? tile::positive(x) : x;
+      };
+      if (bad) {
+        accumulate_carefully<kDv>(dV, taken, dO, span);
+        continue;
+      }
 #pragma unroll
       for (int n = 0; n < kSpan; ++n) {
         Left x[kKeys];
 #pragma unroll
         for (int m = 0; m < kKeys; ++m) {
           if constexpr (C.dim_warps > 1)
-            x[m] = tile::take(shared + kP + (C.p_planes() - 1) * C.p_bytes(), block(m, span + n));
+            x[m] = taken(m, span + n);
           else
-            x[m] = p[m][n];
-          if constexpr (F.dropout) x[m] = tile::positive(x[m]);
+            x[m] = F.dropout ? tile::positive(p[m][n]) : p[m][n];
         }
         accumulate<kDv>(dV, x, dO, span + n);
       }
@@ -288,7 +324,7 @@ private:
   }
 
   // dS and dK of an iteration.
-  __device__ __forceinline__ void right(Accumulator (&dK)[kKeys][kColumns], float factor, int iteration) const {
+  __device__ __forceinline__ void right(Accumulator (&dK)[kKeys][kColumns], float factor, int iteration, bool bad) const {
     int stage = iteration % 2;
     Blocks<Right, kD, true> Q(shared + kQ + stage * C.q_bytes(), dim_warp * kColumns * 16);
 #pragma unroll
@@ -319,12 +355,22 @@ private:
         }
       }
       if constexpr (C.dim_warps > 1) barrier_sync(barrier_of_role(), 32 * C.dim_warps);
+      auto taken = [&](int m, int n) { return tile::take_parts(shared + kDs + stage * C.p_bytes(), block(m, n)); };
+      if (bad) {
+        __syncwarp();
+        accumulate_carefully<kD>(dK, taken, Q, span);
+        continue;
+      }
 #pragma unroll
       for (int n = 0; n < kSpan; ++n) {
         Left x[kKeys];
 #pragma unroll
-        for (int m = 0; m < kKeys; ++m)
-          x[m] = C.dim_warps > 1 ? tile::take_parts(shared + kDs + stage * C.p_bytes(), block(m, span + n)) : dS[m][n % kStep];
+        for (int m = 0; m < kKeys; ++m) {
+          if constexpr (C.dim_warps > 1)
+            x[m] = taken(m, span + n);
+          else
+            x[m] = dS[m][n];
+        }
         accumulate<kD>(dK, x, Q, span + n);
       }
     }
@@ -337,40 +383,57 @@ private:
     int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
     Accumulator dQ[kDqRows][kDqColumns] = {};
     Blocks<Right, kD, true> K(shared, column);
-#pragma unroll
-    for (int k = 0; k < kTileK / 16; ++k) {
-      Left dS[kDqRows];
-#pragma unroll
-      for (int m = 0; m < kDqRows; ++m)
-        dS[m] = tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
+    auto taken = [&](int m, int k) {
+      return tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
+    };
+    if (state.bad_keys) { // they count only where dS is not 0
 #pragma unroll
       for (int c = 0; c < kDqColumns; ++c) {
-        Right y = K.load(16 * k, 16 * c);
+        Accumulator count[kDqRows] = {};
+#pragma unroll 1
+        for (int k = 0; k < kTileK / 16; ++k) {
+          Right y = K.load(16 * k, 16 * c), bad = tile::set_aside<T>(y);
 #pragma unroll
-        for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
+          for (int m = 0; m < kDqRows; ++m) {
+            tile::multiply_add<T>(dQ[m][c], taken(m, k), y);
+            tile::multiply_add<T>(count[m], tile::nonzero<T>(taken(m, k)), bad);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < kDqRows; ++m) tile::spoil(dQ[m][c], count[m]);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kTileK / 16; ++k) {
+        Left dS[kDqRows];
+#pragma unroll
+        for (int m = 0; m < kDqRows; ++m) dS[m] = taken(m, k);
+#pragma unroll
+        for (int c = 0; c < kDqColumns; ++c) {
+          Right y = K.load(16 * k, 16 * c);
+#pragma unroll
+          for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
+        }
       }
     }
     const Tile &t = tile_of(iteration);
+    i64 number = t.at.query_tile + t.queries.begin / kTileQ;
     u32 *turn = nullptr;
     u32 before = 0;
     if constexpr (C.deterministic) {
-      turn = a.turns + 1 + ((state.batch * in.heads + t.head) * C.query_tiles(in.seqlen_q) + t.queries.begin / kTileQ) * C.warps() + warp;
+      turn = a.turns + 1 + number * C.warps() + warp;
       before = key_tiles_before(t);
       if (tile::lane_id() == 0) await(turn, before);
       __syncwarp();
     }
-    int first = row + tile::lane_row(0);
-    float *target = t.at.dq + ((i64)(t.queries.begin + first) * C.dq_pitch() + column + tile::lane_column(0, 0));
+    // dq_sum holds 16x16 blocks as the lanes hold them, row by row of blocks.
+    float *target = a.dq_sum + (number * (kTileQ * kD) + row * kD + column * 16);
 #pragma unroll
     for (int m = 0; m < kDqRows; ++m) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (first + 16 * m + 8 * r >= t.rows) continue;
-#pragma unroll
-        for (int c = 0; c < 2 * kDqColumns; ++c) {
-          const float *x = dQ[m][c / 2].x[c % 2];
-          add_global(target + ((16 * m + 8 * r) * C.dq_pitch() + 8 * c), x[2 * r], x[2 * r + 1]);
-        }
+      for (int c = 0; c < kDqColumns; ++c) {
+        add_quad(target + m * 16 * kD + c * 256, dQ[m][c].x[0]);
+        add_quad(target + m * 16 * kD + c * 256 + 128, dQ[m][c].x[1]);
       }
     }
     if constexpr (C.deterministic) {
@@ -444,6 +507,9 @@ private:
     for (; tile_of(n).head >= 0; ++n) {
       cp_async_wait<0>();
       barrier_sync(0, kThreads);
+      if (n == 0) state.bad_keys = barrier_any(tile::any_not_finite<T>(shared, C.k_bytes(), thread, kThreads), kThreads);
+      // Who may be hidden from whom: are all numbers finite?
+      bool bad = (kHides || tile_of(n).queries.masked) && barrier_any(queries_not_finite(n % 2), kThreads);
       Stats stats;
       bool more = tile_of(n + 1).head >= 0;
       if (more) {
@@ -452,12 +518,12 @@ private:
       }
       cp_async_commit();
       if constexpr (kRole == 0) {
-        left(sum, scores, dropout, n);
+        left(sum, scores, dropout, n, bad);
         if (n > 0) add_dq(n - 1);
       } else {
         if (thread == kThreads / 2) schedule(n + 2);
         if (n > 0) add_dq(n - 1);
-        right(sum, factor, n);
+        right(sum, factor, n, bad);
       }
       if (more) write_stats(stats, (n + 1) % 2);
     }

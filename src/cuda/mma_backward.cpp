@@ -98,13 +98,14 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   BackwardArguments a = backward_arguments(p);
   a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
   a.deterministic = c.deterministic;
-  const int64_t rows = a.in.rows(), row_blocks = RowsConfig::blocks(p.batch, p.heads, p.seqlen_q);
-  const RowsConfig each{c.dtype, c.aligned};
+  const int64_t rows = a.in.rows(), query_tiles = mma::query_tiles(a.in, c.tile_q);
+  const RowsConfig each{c.dtype, c.head_dim, c.tile_q, c.aligned};
+  const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
   Program program;
   a.delta = scratch.take<float>(rows);
-  if (p.dq) a.dq_sum = scratch.take<float>(rows * c.dq_pitch());
+  if (p.dq) a.dq_sum = scratch.take<float>(query_tiles * c.tile_q * c.head_dim);
   if (c.deterministic) {
-    const int64_t turns = c.turns(p.batch, p.heads, p.seqlen_q);
+    const int64_t turns = c.turns(query_tiles);
     a.turns = scratch.take<uint32_t>(turns);
     program.steps.push_back(Zero{a.turns, uint64_t(turns) * 4});
   }
