@@ -59,7 +59,7 @@ private:
       for (i32 c = 1; r * c <= warps(); ++c) {
         if (tile_q % (16 * r) || head_dim % (16 * c)) continue;
         i64 merit = (i64)r * c * 65536 - (tile_q / r + head_dim / c);
-        if (merit > best) best = merit, best_rows = r, best_columns = c;
+        if (merit >= best) best = merit, best_rows = r, best_columns = c;
       }
     }
     return rows ? best_rows : best_columns;
