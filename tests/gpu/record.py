@@ -1,7 +1,7 @@
 """Runs the tests that need a GPU and writes tests/gpu-record.json: what ran, where, and of which sources.
 
-    python tests/gpu/record.py [pytest's arguments]    runs
-    python tests/gpu/record.py --check                 exits with 1 if the record is of other sources than today's, or of a failure
+python tests/gpu/record.py [pytest's arguments]    runs
+python tests/gpu/record.py --check                 exits with 1 if the record is of other sources than today's, or of a failure
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def check() -> int:
         return 1
     record = json.loads(RECORD.read_text())
     if record["digest"] != digest():
-        print(f"{RECORD.name} is stale: kernels/, src/cuda/, src/attention/ or tests/ have changed since {record['date']}; run make test-gpu")
+        print(
+            f"{RECORD.name} is stale: kernels/, src/cuda/, src/attention/ or tests/ have changed since {record['date']}; run make test-gpu"
+        )
         return 1
     if record["failed"]:
         print(f"{RECORD.name}: {record['failed']} tests failed on {record['device']}")
