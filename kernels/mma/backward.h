@@ -138,6 +138,7 @@ private:
   }
 
   __device__ __forceinline__ bool queries_not_finite(int stage) const {
+    int thread = thread_index();
     return tile::any_not_finite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
            tile::any_not_finite<T>(shared + kDo + stage * C.dout_bytes(), C.dout_bytes(), thread, kThreads);
   }
@@ -379,9 +380,14 @@ private:
   // Adds an iteration's dQ (without the scale) to the rows of its tile.
   __device__ __forceinline__ void add_dq(int iteration) const {
     int stage = iteration % 2;
+    int warp = thread_index() / 32;
     if (!a.dq_sum || warp >= C.dq_rows() * C.dq_columns()) return;
     int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
     Accumulator dQ[kDqRows][kDqColumns] = {};
+    const Tile &t = tile_of(iteration);
+    i64 number = t.at.query_tile + t.queries.begin / kTileQ;
+    u32 *turn = a.turns + 1 + number * C.warps() + warp, seen = 0;
+    if constexpr (C.deterministic) seen = load_relaxed(turn); // most often it is our turn: then nobody waits
     Blocks<Right, kD, true> K(shared, column);
     auto taken = [&](int m, int k) {
       return tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
@@ -416,14 +422,8 @@ private:
         }
       }
     }
-    const Tile &t = tile_of(iteration);
-    i64 number = t.at.query_tile + t.queries.begin / kTileQ;
-    u32 *turn = nullptr;
-    u32 before = 0;
     if constexpr (C.deterministic) {
-      turn = a.turns + 1 + number * C.warps() + warp;
-      before = key_tiles_before(t);
-      if (tile::lane_id() == 0) await(turn, before);
+      if (tile::lane_id() == 0) await(turn, seen, key_tiles_before(t));
       __syncwarp();
     }
     // dq_sum holds 16x16 blocks as the lanes hold them, row by row of blocks.
@@ -438,7 +438,7 @@ private:
     }
     if constexpr (C.deterministic) {
       __syncwarp();
-      if (tile::lane_id() == 0) store_release(turn, before + 1);
+      if (tile::lane_id() == 0) store_release(turn, key_tiles_before(t) + 1);
     }
   }
 
@@ -467,8 +467,8 @@ private:
     return low;
   }
   // Block lists come from the caller: if they contradict one another, the wait ends all the same.
-  static __device__ __forceinline__ void await(const u32 *turn, u32 before) {
-    for (i64 tries = 0; load_acquire(turn) != before && (!F.blocks || tries < 1 << 24); ++tries) {}
+  static __device__ __forceinline__ void await(const u32 *turn, u32 seen, u32 before) {
+    for (i64 tries = 0; seen != before && (!F.blocks || tries < 1 << 24); ++tries) seen = load_acquire(turn);
   }
 
   // Writes dK or dV: x, rounded, through what was K's or V's place.
@@ -507,7 +507,7 @@ private:
     for (; tile_of(n).head >= 0; ++n) {
       cp_async_wait<0>();
       barrier_sync(0, kThreads);
-      if (n == 0) state.bad_keys = barrier_any(tile::any_not_finite<T>(shared, C.k_bytes(), thread, kThreads), kThreads);
+      if (n == 0) state.bad_keys = barrier_any(tile::any_not_finite<T>(shared, C.k_bytes(), thread_index(), kThreads), kThreads);
       // Who may be hidden from whom: are all numbers finite?
       bool bad = (kHides || tile_of(n).queries.masked) && barrier_any(queries_not_finite(n % 2), kThreads);
       Stats stats;
@@ -521,7 +521,7 @@ private:
         left(sum, scores, dropout, n, bad);
         if (n > 0) add_dq(n - 1);
       } else {
-        if (thread == kThreads / 2) schedule(n + 2);
+        if (thread_index() == kThreads / 2) schedule(n + 2);
         if (n > 0) add_dq(n - 1);
         right(sum, factor, n, bad);
       }
