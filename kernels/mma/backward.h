@@ -56,6 +56,7 @@ private:
     QueryTile queries;
     i32 rows; // that are there
     Head at;
+    i32 suspect; // LSE or D of some row is not finite
   };
   // What the threads have in common lies in shared memory: registers are short.
   struct State {
@@ -108,9 +109,12 @@ private:
     while (state.head < heads_end && !state.tiles.next(t.queries)) take_head(state.head + 1);
     t.head = state.head < heads_end ? state.head : -1;
     t.rows = min(kTileQ, (i32)state.sequence.band.seqlen_q - t.queries.begin);
-    t.at = state.at;
+    t.at = state.at, t.suspect = 0;
   }
-  __device__ __forceinline__ const Tile &tile_of(int n) const { return state.ring[n % 4]; }
+  __device__ __forceinline__ const Tile &tile_of(int n) const {
+    asm volatile("" : "+r"(n)); // its address is found anew, not kept in a register
+    return state.ring[n % 4];
+  }
 
   template <int kRows, int kColumns>
   __device__ __forceinline__ void load(u32 target, const Operand &x, i32 h, i64 row, i32 rows, i32 columns) const {
@@ -137,10 +141,14 @@ private:
     load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
   }
 
-  __device__ __forceinline__ bool queries_not_finite(int stage) const {
+  // Is some number of Q or dO not finite, of a tile in which something is hidden? It would have shown in LSE or D, unless there was a sink
+  // and nothing else to see.
+  __device__ __forceinline__ bool queries_not_finite(const Tile &t, int stage) const {
+    if (!(kHides || t.queries.masked) || !(t.suspect || in.sinks)) return false;
     int thread = thread_index();
-    return tile::any_not_finite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
-           tile::any_not_finite<T>(shared + kDo + stage * C.dout_bytes(), C.dout_bytes(), thread, kThreads);
+    return barrier_any(tile::any_not_finite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
+                           tile::any_not_finite<T>(shared + kDo + stage * C.dout_bytes(), C.dout_bytes(), thread, kThreads),
+                       kThreads);
   }
 
   // LSE (in exp2's unit; of rows that see nothing and of those that are not there +inf: P = 0) and -D of a tile's rows, held by the threads
@@ -169,12 +177,13 @@ private:
   // In the order in which lanes want them: of each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side; -D of 2t and 2t + 1 twice, the
   // two rows of an accumulator.
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
-  __device__ __forceinline__ void write_stats(const Stats &s, int stage) const {
-    int thread = thread_index();
+  __device__ __forceinline__ void write_stats(const Stats &s, int iteration) const {
+    int thread = thread_index(), stage = iteration % 2;
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
       int n = thread + k * kThreads, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
       u32 base = shared + kStats + stage * kStatsBytes, x = __float_as_uint(s.x[k]);
+      if ((x & 0x7F800000) == 0x7F800000) state.ring[iteration % 4].suspect = 1;
       if (n < kTileQ) {
         store_shared(base + (i / 16 * 16 + 4 * t + 2 * c + e) * 4, x);
       } else if (n < 2 * kTileQ) {
@@ -508,8 +517,7 @@ private:
       cp_async_wait<0>();
       barrier_sync(0, kThreads);
       if (n == 0) state.bad_keys = barrier_any(tile::any_not_finite<T>(shared, C.k_bytes(), thread_index(), kThreads), kThreads);
-      // Who may be hidden from whom: are all numbers finite?
-      bool bad = (kHides || tile_of(n).queries.masked) && barrier_any(queries_not_finite(n % 2), kThreads);
+      bool bad = queries_not_finite(tile_of(n), n % 2);
       Stats stats;
       bool more = tile_of(n + 1).head >= 0;
       if (more) {
@@ -525,7 +533,7 @@ private:
         if (n > 0) add_dq(n - 1);
         right(sum, factor, n, bad);
       }
-      if (more) write_stats(stats, (n + 1) % 2);
+      if (more) write_stats(stats, n + 1);
     }
     cp_async_wait<0>();
     barrier_sync(0, kThreads);
