@@ -125,15 +125,17 @@ private:
     load<kTileK, kD>(0, in.k, state.head_kv, state.sequence.k0 + state.k0, state.k1 - state.k0, in.head_dim);
     load<kTileK, kDv>(kV, in.v, state.head_kv, state.sequence.k0 + state.k0, state.k1 - state.k0, in.head_dim_v);
   }
+  // By the threads of the role on the right, while the other one begins to multiply.
+  static constexpr int kLoaders = kThreads / 2;
   template <int kColumns>
   __device__ __forceinline__ void load_queries(u32 target, const T *rows, const Operand &x, const Tile &t, i32 columns) const {
-    int thread = thread_index();
+    int thread = thread_index() % kLoaders;
     i64 stride = x.stride[2];
     rows += t.queries.begin * stride;
     if (C.aligned && t.rows == kTileQ && columns == kColumns)
-      tile::load_whole<kTileQ, kColumns, kThreads>(shared + target, rows, stride, thread);
+      tile::load_whole<kTileQ, kColumns, kLoaders>(shared + target, rows, stride, thread);
     else
-      tile::load<kTileQ, kColumns, kThreads, C.aligned != 0>(shared + target,
+      tile::load<kTileQ, kColumns, kLoaders, C.aligned != 0>(shared + target,
                                                              tile::Matrix<const T>{rows, stride, x.stride[3], t.rows, columns}, thread);
   }
   __device__ __forceinline__ void load_queries(const Tile &t, int stage) const {
@@ -153,16 +155,16 @@ private:
 
   // LSE (in exp2's unit; of rows that see nothing and of those that are not there +inf: P = 0) and -D of a tile's rows, held by the threads
   // until there is room for them.
-  static constexpr int kStatsEach = (int)div_up(2 * kTileQ, kThreads);
+  static constexpr int kStatsEach = (int)div_up(2 * kTileQ, kLoaders);
   struct Stats {
     float x[kStatsEach];
   };
   __device__ __forceinline__ Stats read_stats(const Tile &t) const {
     Stats s;
-    int thread = thread_index();
+    int thread = thread_index() % kLoaders;
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
-      int n = thread + k * kThreads, i = n % kTileQ, row = t.queries.begin + i;
+      int n = thread + k * kLoaders, i = n % kTileQ, row = t.queries.begin + i;
       float &x = s.x[k];
       x = 0;
       if (n < kTileQ) {
@@ -178,10 +180,10 @@ private:
   // two rows of an accumulator.
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
   __device__ __forceinline__ void write_stats(const Stats &s, int iteration) const {
-    int thread = thread_index(), stage = iteration % 2;
+    int thread = thread_index() % kLoaders, stage = iteration % 2;
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
-      int n = thread + k * kThreads, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
+      int n = thread + k * kLoaders, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
       u32 base = shared + kStats + stage * kStatsBytes, x = __float_as_uint(s.x[k]);
       if ((x & 0x7F800000) == 0x7F800000) state.ring[iteration % 4].suspect = 1;
       if (n < kTileQ) {
@@ -507,7 +509,7 @@ private:
     float factor = dropout.dropout.factor();
 
     load_keys();
-    if (tile_of(0).head >= 0) {
+    if (kRole == 1 && tile_of(0).head >= 0) {
       load_queries(tile_of(0), 0);
       write_stats(read_stats(tile_of(0)), 0);
     }
@@ -518,22 +520,22 @@ private:
       barrier_sync(0, kThreads);
       if (n == 0) state.bad_keys = barrier_any(tile::any_not_finite<T>(shared, C.k_bytes(), thread_index(), kThreads), kThreads);
       bool bad = queries_not_finite(tile_of(n), n % 2);
-      Stats stats;
-      bool more = tile_of(n + 1).head >= 0;
-      if (more) {
-        load_queries(tile_of(n + 1), (n + 1) % 2);
-        stats = read_stats(tile_of(n + 1));
-      }
-      cp_async_commit();
       if constexpr (kRole == 0) {
         left(sum, scores, dropout, n, bad);
         if (n > 0) add_dq(n - 1);
       } else {
-        if (thread_index() == kThreads / 2) schedule(n + 2);
         if (n > 0) add_dq(n - 1);
+        Stats stats;
+        bool more = tile_of(n + 1).head >= 0;
+        if (more) {
+          load_queries(tile_of(n + 1), (n + 1) % 2);
+          stats = read_stats(tile_of(n + 1));
+        }
+        cp_async_commit();
+        if (thread_index() == kThreads / 2) schedule(n + 2);
         right(sum, factor, n, bad);
+        if (more) write_stats(stats, n + 1);
       }
-      if (more) write_stats(stats, n + 1);
     }
     cp_async_wait<0>();
     barrier_sync(0, kThreads);
