@@ -129,14 +129,11 @@ private:
   static constexpr int kLoaders = kThreads / 2;
   template <int kColumns>
   __device__ __forceinline__ void load_queries(u32 target, const T *rows, const Operand &x, const Tile &t, i32 columns) const {
-    int thread = thread_index() % kLoaders;
+    int thread = this->thread % kLoaders;
     i64 stride = x.stride[2];
     rows += t.queries.begin * stride;
-    if (C.aligned && t.rows == kTileQ && columns == kColumns)
-      tile::load_whole<kTileQ, kColumns, kLoaders>(shared + target, rows, stride, thread);
-    else
-      tile::load<kTileQ, kColumns, kLoaders, C.aligned != 0>(shared + target,
-                                                             tile::Matrix<const T>{rows, stride, x.stride[3], t.rows, columns}, thread);
+    tile::load<kTileQ, kColumns, kLoaders, C.aligned != 0>(shared + target,
+                                                           tile::Matrix<const T>{rows, stride, x.stride[3], t.rows, columns}, thread);
   }
   __device__ __forceinline__ void load_queries(const Tile &t, int stage) const {
     load_queries<kD>(kQ + stage * C.q_bytes(), t.at.q, in.q, t, in.head_dim);
@@ -147,7 +144,6 @@ private:
   // and nothing else to see.
   __device__ __forceinline__ bool queries_not_finite(const Tile &t, int stage) const {
     if (!(kHides || t.queries.masked) || !(t.suspect || in.sinks)) return false;
-    int thread = thread_index();
     return barrier_any(tile::any_not_finite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
                            tile::any_not_finite<T>(shared + kDo + stage * C.dout_bytes(), C.dout_bytes(), thread, kThreads),
                        kThreads);
@@ -161,7 +157,7 @@ private:
   };
   __device__ __forceinline__ Stats read_stats(const Tile &t) const {
     Stats s;
-    int thread = thread_index() % kLoaders;
+    int thread = this->thread % kLoaders;
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
       int n = thread + k * kLoaders, i = n % kTileQ, row = t.queries.begin + i;
@@ -180,7 +176,7 @@ private:
   // two rows of an accumulator.
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
   __device__ __forceinline__ void write_stats(const Stats &s, int iteration) const {
-    int thread = thread_index() % kLoaders, stage = iteration % 2;
+    int thread = this->thread % kLoaders, stage = iteration % 2;
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
       int n = thread + k * kLoaders, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
@@ -289,7 +285,7 @@ private:
       const Tile &t = tile_of(iteration);
       i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
       auto lse = [&](float (&x)[4], int n) { load_shared<0>(x, lse_of(stage, n0 + n)); };
-      if (t.queries.masked)
+      if (__builtin_expect(t.queries.masked, 0))
         probabilities<F, true, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       else
         probabilities<F, false, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
@@ -316,7 +312,7 @@ private:
         Left x = tile::take(shared + kP + (C.p_planes() - 1) * C.p_bytes(), block(m, n));
         return F.dropout ? tile::positive(x) : x;
       };
-      if (bad) {
+      if (__builtin_expect(bad, 0)) {
         accumulate_carefully<kDv>(dV, taken, dO, span);
         continue;
       }
@@ -355,7 +351,7 @@ private:
       multiply<T, kDv>(s, shared + kV + key_warp * kKeys * 16 * kDv * 2, shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
       barrier_sync(barrier_of_p(span / kSpan), 64 * C.dim_warps);
       Left dS[kKeys][kStep];
-      if (kHides || tile_of(iteration).queries.masked)
+      if (kHides || __builtin_expect(tile_of(iteration).queries.masked, 0))
         differentiate<true>(dS, s, factor, n0, stage);
       else
         differentiate<false>(dS, s, factor, n0, stage);
@@ -368,7 +364,7 @@ private:
       }
       if constexpr (C.dim_warps > 1) barrier_sync(barrier_of_role(), 32 * C.dim_warps);
       auto taken = [&](int m, int n) { return tile::take_parts(shared + kDs + stage * C.p_bytes(), block(m, n)); };
-      if (bad) {
+      if (__builtin_expect(bad, 0)) {
         __syncwarp();
         accumulate_carefully<kD>(dK, taken, Q, span);
         continue;
@@ -391,7 +387,6 @@ private:
   // Adds an iteration's dQ (without the scale) to the rows of its tile.
   __device__ __forceinline__ void add_dq(int iteration) const {
     int stage = iteration % 2;
-    int warp = thread_index() / 32;
     if (!a.dq_sum || warp >= C.dq_rows() * C.dq_columns()) return;
     int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
     Accumulator dQ[kDqRows][kDqColumns] = {};
@@ -403,7 +398,7 @@ private:
     auto taken = [&](int m, int k) {
       return tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
     };
-    if (state.bad_keys) { // they count only where dS is not 0
+    if (__builtin_expect(state.bad_keys, 0)) { // they count only where dS is not 0
 #pragma unroll
       for (int c = 0; c < kDqColumns; ++c) {
         Accumulator count[kDqRows] = {};
@@ -518,7 +513,7 @@ private:
     for (; tile_of(n).head >= 0; ++n) {
       cp_async_wait<0>();
       barrier_sync(0, kThreads);
-      if (n == 0) state.bad_keys = barrier_any(tile::any_not_finite<T>(shared, C.k_bytes(), thread_index(), kThreads), kThreads);
+      if (n == 0) state.bad_keys = barrier_any(tile::any_not_finite<T>(shared, C.k_bytes(), thread, kThreads), kThreads);
       bool bad = queries_not_finite(tile_of(n), n % 2);
       if constexpr (kRole == 0) {
         left(sum, scores, dropout, n, bad);
@@ -532,7 +527,7 @@ private:
           stats = read_stats(tile_of(n + 1));
         }
         cp_async_commit();
-        if (thread_index() == kThreads / 2) schedule(n + 2);
+        if (thread == kThreads / 2) schedule(n + 2);
         right(sum, factor, n, bad);
         if (more) write_stats(stats, n + 1);
       }
