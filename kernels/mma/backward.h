@@ -63,8 +63,7 @@ private:
     Tile ring[4];               // iteration n's at n % 4
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
     Sequence sequence;
-    i32 bad_keys; // some number in K is not finite
-    i32 head;     // that the following are about
+    i32 head; // that the following are about
     Tiles tiles;
     Head at;
   };
@@ -273,8 +272,9 @@ private:
   }
 
   // P and dV of an iteration.
+  template <bool kCareful>
   __device__ __forceinline__ void left(Accumulator (&dV)[kKeys][kColumnsV], const Scores<F, float> &scores, const BlockDropout<F> &dropout,
-                                       int iteration, bool bad) const {
+                                       int iteration) const {
     int stage = iteration % 2;
     Blocks<Right, kDv, true> dO(shared + kDo + stage * C.dout_bytes(), dim_warp * kColumnsV * 16);
 #pragma unroll
@@ -285,7 +285,7 @@ private:
       const Tile &t = tile_of(iteration);
       i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
       auto lse = [&](float (&x)[4], int n) { load_shared<0>(x, lse_of(stage, n0 + n)); };
-      if (__builtin_expect(t.queries.masked, 0))
+      if (t.queries.masked)
         probabilities<F, true, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       else
         probabilities<F, false, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
@@ -312,7 +312,7 @@ private:
         Left x = tile::take(shared + kP + (C.p_planes() - 1) * C.p_bytes(), block(m, n));
         return F.dropout ? tile::positive(x) : x;
       };
-      if (__builtin_expect(bad, 0)) {
+      if constexpr (kCareful) {
         accumulate_carefully<kDv>(dV, taken, dO, span);
         continue;
       }
@@ -332,7 +332,7 @@ private:
   }
 
   // dS and dK of an iteration.
-  __device__ __forceinline__ void right(Accumulator (&dK)[kKeys][kColumns], float factor, int iteration, bool bad) const {
+  template <bool kCareful> __device__ __forceinline__ void right(Accumulator (&dK)[kKeys][kColumns], float factor, int iteration) const {
     int stage = iteration % 2;
     Blocks<Right, kD, true> Q(shared + kQ + stage * C.q_bytes(), dim_warp * kColumns * 16);
 #pragma unroll
@@ -351,7 +351,7 @@ private:
       multiply<T, kDv>(s, shared + kV + key_warp * kKeys * 16 * kDv * 2, shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
       barrier_sync(barrier_of_p(span / kSpan), 64 * C.dim_warps);
       Left dS[kKeys][kStep];
-      if (kHides || __builtin_expect(tile_of(iteration).queries.masked, 0))
+      if (kHides || tile_of(iteration).queries.masked)
         differentiate<true>(dS, s, factor, n0, stage);
       else
         differentiate<false>(dS, s, factor, n0, stage);
@@ -364,7 +364,7 @@ private:
       }
       if constexpr (C.dim_warps > 1) barrier_sync(barrier_of_role(), 32 * C.dim_warps);
       auto taken = [&](int m, int n) { return tile::take_parts(shared + kDs + stage * C.p_bytes(), block(m, n)); };
-      if (__builtin_expect(bad, 0)) {
+      if constexpr (kCareful) {
         __syncwarp();
         accumulate_carefully<kD>(dK, taken, Q, span);
         continue;
@@ -385,7 +385,7 @@ private:
   }
 
   // Adds an iteration's dQ (without the scale) to the rows of its tile.
-  __device__ __forceinline__ void add_dq(int iteration) const {
+  template <bool kCareful> __device__ __forceinline__ void add_dq(int iteration) const {
     int stage = iteration % 2;
     if (!a.dq_sum || warp >= C.dq_rows() * C.dq_columns()) return;
     int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
@@ -398,7 +398,7 @@ private:
     auto taken = [&](int m, int k) {
       return tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
     };
-    if (__builtin_expect(state.bad_keys, 0)) { // they count only where dS is not 0
+    if constexpr (kCareful) { // not finite numbers of K count only where dS is not 0
 #pragma unroll
       for (int c = 0; c < kDqColumns; ++c) {
         Accumulator count[kDqRows] = {};
@@ -496,6 +496,33 @@ private:
     tile::store<kTileK, kInner, kThreads / 2, C.aligned != 0>(m, shared + place, thread % (kThreads / 2));
   }
 
+  // An iteration of a role.
+  template <int kRole, bool kCareful, int kN>
+  __device__ __forceinline__ void iterate(Accumulator (&sum)[kKeys][kN], const Scores<F, float> &scores, const BlockDropout<F> &dropout,
+                                          float factor, int n) const {
+    if constexpr (kRole == 0) {
+      left<kCareful>(sum, scores, dropout, n);
+      if (n > 0) add_dq<kCareful>(n - 1);
+    } else {
+      if (n > 0) add_dq<kCareful>(n - 1);
+      Stats stats;
+      bool more = tile_of(n + 1).head >= 0;
+      if (more) {
+        load_queries(tile_of(n + 1), (n + 1) % 2);
+        stats = read_stats(tile_of(n + 1));
+      }
+      cp_async_commit();
+      if (thread == kThreads / 2) schedule(n + 2);
+      right<kCareful>(sum, factor, n);
+      if (more) write_stats(stats, n + 1);
+    }
+  }
+  // All threads have come, and what they loaded is there.
+  static __device__ __forceinline__ void meet() {
+    cp_async_wait<0>();
+    barrier_sync(0, kThreads);
+  }
+
   // The whole of a role.
   template <int kRole> __device__ __forceinline__ void walk() const {
     Accumulator sum[kKeys][kRole == 0 ? kColumnsV : kColumns] = {}; // dV or dK
@@ -509,32 +536,25 @@ private:
       write_stats(read_stats(tile_of(0)), 0);
     }
     cp_async_commit();
+    meet();
+    // From the first number on that is not finite and may be hidden, tiles are multiplied with care.
+    bool careful = barrier_any(tile::any_not_finite<T>(shared, C.k_bytes(), thread, kThreads), kThreads);
     int n = 0;
     for (; tile_of(n).head >= 0; ++n) {
-      cp_async_wait<0>();
-      barrier_sync(0, kThreads);
-      if (n == 0) state.bad_keys = barrier_any(tile::any_not_finite<T>(shared, C.k_bytes(), thread, kThreads), kThreads);
-      bool bad = queries_not_finite(tile_of(n), n % 2);
-      if constexpr (kRole == 0) {
-        left(sum, scores, dropout, n, bad);
-        if (n > 0) add_dq(n - 1);
-      } else {
-        if (n > 0) add_dq(n - 1);
-        Stats stats;
-        bool more = tile_of(n + 1).head >= 0;
-        if (more) {
-          load_queries(tile_of(n + 1), (n + 1) % 2);
-          stats = read_stats(tile_of(n + 1));
-        }
-        cp_async_commit();
-        if (thread == kThreads / 2) schedule(n + 2);
-        right(sum, factor, n, bad);
-        if (more) write_stats(stats, n + 1);
-      }
+      if (n > 0) meet();
+      if (careful |= queries_not_finite(tile_of(n), n % 2)) break;
+      iterate<kRole, false>(sum, scores, dropout, factor, n);
     }
-    cp_async_wait<0>();
-    barrier_sync(0, kThreads);
-    if (n > 0) add_dq(n - 1);
+    if (careful) {
+      while (tile_of(n).head >= 0) {
+        iterate<kRole, true>(sum, scores, dropout, factor, n++);
+        meet();
+      }
+      if (n > 0) add_dq<true>(n - 1);
+    } else {
+      meet();
+      if (n > 0) add_dq<false>(n - 1);
+    }
     barrier_sync(0, kThreads);
     if constexpr (kRole == 0)
       store<kDv>(a.dv, sum, factor, kV, in.head_dim_v);
