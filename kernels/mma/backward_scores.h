@@ -49,7 +49,9 @@ __device__ __forceinline__ void probabilities(Accumulator (&s)[kM][kN], Accumula
             float &x = s[m][n].x[c][2 * r + e], slope = 1;
             i32 key = j + 16 * m + tile::lane_row(r);
             float p = kSlope ? scores.score(x, row, key, kMasked, limit, slope) : scores.score(x, row, key, kMasked, limit);
+            bool hidden = (kMasked || F.mask || F.bias) && p == minus_infinity<float>();
             p = exp2(fmaf(p, scores.unit, -l[2 * c + e]));
+            if (hidden) p = 0; // LSE may be no number
             if constexpr (kSlope) P[m][n].x[c][2 * r + e] = p;
             x = kSlope ? p * slope : p;
           }
