@@ -45,17 +45,18 @@ template <Config C> struct Backward {
     const Rows<E> K(in.k, b, h_kv, s.k0, seqlen_k, in.head_dim), V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
     const Scores<C.features, T> scores(in, s, b);
     const Dropout<C.features> dropout(in);
+    const Kept<C> kept(dS + C.p_elements() + 2 * C.tile_q + 2 * C.stage_elements());
 
     T dK[kKeys][kColumns] = {}, dV[kKeys][kColumnsV] = {};
-    for (i32 h = h_kv * in.group; h < (h_kv + 1) * in.group; ++h) {
-      if (seqlen_q == 0) break;
+    const i32 first = h_kv * in.group, last = first + in.group - 1;
+    for (i32 h = first; h <= last; ++h) {
       const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v);
       const Schedule schedule(s.band.transposed(), k0, k1, C.tile_q, C.tile_q,
                               C.features.blocks ? in.blocks_t.row(b, h, k0 / in.blocks_t.row_tokens) : BlockRow{});
       walk.run(schedule, 0, 1, [&](const Tile &tile) { // of queries
         const i32 q0 = tile.begin, q1 = tile.end;
         rows.load(a, b, h, s, q0, q1);
-        recompute<C, true>(multiply, scores, dropout, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, tile.masked);
+        recompute<C, true>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, tile.masked);
 
         multiply.template tn<C.head_dim_v>(dV, P, dO, q0, q1 - q0); // dV += P^T dO
         multiply.template tn<C.head_dim>(dK, dS, Q, q0, q1 - q0);   // dK += dS^T Q
@@ -71,10 +72,14 @@ template <Config C> struct Backward {
         }
         __syncthreads(); // P, dS and the rows' statistics have been read
       });
-    }
 
-    store<kColumns>(a.dk, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim, dK, T(in.scale), grid);
-    store<kColumnsV>(a.dv, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim_v, dV, T(dropout.factor()), grid);
+      // Each head's sums are sums of their own, which round less than one over all heads; but not in 16 bits.
+      constexpr bool kByHead = sizeof(E) == sizeof(T);
+      if (!kByHead && h < last) continue;
+      const bool add = kByHead && h > first;
+      store<kColumns>(a.dk, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim, dK, T(in.scale), add, grid);
+      store<kColumnsV>(a.dv, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim_v, dV, Kept<C>::template factor<T>(dropout), add, grid);
+    }
   }
 
 private:
@@ -84,21 +89,21 @@ private:
     if constexpr (!C.features.blocks) return n - first;
     const BlockRow kept = in.blocks.row(b, h, q0 / in.blocks.row_tokens);
     const i32 per_block = (i32)(kept.block / C.tile_k);
-    i32 turn = 0;
-    for (i64 e = 0; e < kept.count; ++e) {
-      const i32 begin = max(kept.cols[e] * per_block, first), end = min((kept.cols[e] + 1) * per_block, n);
-      if (begin < end) turn += end - begin;
-    }
-    return turn;
+    const i64 from = first_entry(kept, first / per_block), to = first_entry(kept, n / per_block);
+    const bool begins_inside = from < kept.count && kept.cols[from] == first / per_block;
+    return (i32)(to - from) * per_block - (begins_inside ? first % per_block : 0) + n % per_block;
   }
-
   static __device__ __forceinline__ u32 *turns(const Arguments &a, i64 b, i64 h, i32 q0) {
     return a.turns + 1 + (b * a.in.heads + h) * div_up(a.in.seqlen_q, C.tile_q) + q0 / C.tile_q;
   }
+  // Lists of blocks that contradict their transpose would have a CTA wait for one that never comes: after seconds nobody waits any more.
+  static constexpr u32 kPatience = 1u << 24, kNoMoreTurns = 1u << 31;
   static __device__ void await_turn(const Arguments &a, i64 b, i64 h, const Sequence &s, i32 q0, i32 q1, i32 n) {
     if (threadIdx.x == 0) {
       const u32 mine = (u32)turn_of(a.in, b, h, s, q0, q1, n);
-      while (*(const volatile u32 *)turns(a, b, h, q0) < mine) {}
+      const volatile u32 *turn = turns(a, b, h, q0), *tickets = a.turns;
+      for (u32 polls = 0; *turn < mine && *tickets < kNoMoreTurns; ++polls)
+        if (polls == kPatience) atomicOr(a.turns, kNoMoreTurns);
       __threadfence();
     }
     __syncthreads();
@@ -122,15 +127,18 @@ private:
   }
 
   template <int kColumns> // adjacent to another in pieces, as multiply_tn left them
-  static __device__ __forceinline__ void store(const Operand &to, i64 b, i64 h, i64 row, i32 count, i32 columns,
-                                               const T (&x)[kKeys][kColumns], T scale, const typename Multiply::Grid &grid) {
-    if (!to) return;
+  static __device__ __forceinline__ void store(const Operand &to, i64 b, i64 h, i64 row, i32 count, i32 columns, T (&x)[kKeys][kColumns],
+                                               T scale, bool add, const typename Multiply::Grid &grid) {
 #pragma unroll
     for (int i = 0; i < kKeys; ++i)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const i32 r = grid.template row<piece<T>(kKeys)>(i), c = grid.template column<piece<T>(kColumns)>(j);
-        if (r < count && c < columns) *to.at<E>(b, h, row + r, c) = Convert<E>::from(x[i][j] * scale);
+        if (to && r < count && c < columns) {
+          E *at = to.at<E>(b, h, row + r, c);
+          *at = Convert<E>::from(add ? fma(x[i][j], scale, to_real<T>(*at)) : x[i][j] * scale);
+        }
+        x[i][j] = T(0);
       }
   }
 };

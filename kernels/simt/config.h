@@ -5,6 +5,11 @@
 
 namespace strobe::simt {
 
+// How rows of q, k, v and dout are copied.
+inline constexpr i32 kElements = 0; // any strides
+inline constexpr i32 kPieces = 1;   // rows on 16-byte addresses, their elements adjacent: 16 (16-bit types: 8) bytes at a time
+inline constexpr i32 kWhole = 2;    // the same, and no column is missing: the head dimensions are the Config's
+
 struct Config {
   i32 dtype;                // of q, k, v
   i32 head_dim, head_dim_v; // rounded up to kDimStep
@@ -12,7 +17,7 @@ struct Config {
   i32 threads_q, threads_k; // a thread owns tile_q / threads_q rows by tile_k / threads_k columns of S; threads_k: lanes of one warp
   i32 chunk;                // how much of the sum over the head dimension is staged in shared memory at a time
   i32 blocks_per_sm;        // resident CTAs that registers are limited for
-  i32 aligned;              // rows of q, k, v and dout are copied in 16 (16-bit types: 8) byte pieces
+  i32 copy;                 // kElements, kPieces or kWhole
   Features features;
 
   static constexpr i32 kDimStep = 32;
@@ -35,10 +40,14 @@ struct Config {
     while (n > pad() && n * dim > stage_elements()) n /= 2;
     return n;
   }
-  STROBE_FN constexpr i32 forward_shared_bytes() const { return kWalkBytes + (2 * stage_elements() + p_elements()) * real_bytes(); }
+  // Dropout of a tile of S, 16 elements in 2 bytes.
+  STROBE_FN constexpr i32 kept_bytes() const { return features.dropout ? tile_q * tile_k / 8 : 0; }
+  STROBE_FN constexpr i32 forward_shared_bytes() const {
+    return kWalkBytes + (2 * stage_elements() + p_elements()) * real_bytes() + kept_bytes();
+  }
   // P, dS; LSE and D of the queries. Also of the gradient of the bias.
   STROBE_FN constexpr i32 backward_shared_bytes() const {
-    return kWalkBytes + (2 * stage_elements() + 2 * p_elements() + 2 * tile_q) * real_bytes();
+    return kWalkBytes + (2 * stage_elements() + 2 * p_elements() + 2 * tile_q) * real_bytes() + kept_bytes();
   }
 };
 

@@ -1,6 +1,6 @@
 // Forward, FlashAttention-2 (Dao 2023) with plain FMA: a CTA owns a tile of queries and walks the tiles of keys that they see.
 #pragma once
-#include "../attention/scores.h"
+#include "kept.h"
 #include "tile.h"
 #include "walk.h"
 
@@ -37,6 +37,7 @@ template <Config C> struct Forward {
     const auto grid = multiply.grid;
     const Scores<C.features, T> scores(in, s, b);
     const Dropout<C.features> dropout(in);
+    const Kept<C> kept(P + C.p_elements() + 2 * C.stage_elements());
 
     T O[kRows][kColumns] = {};
     T m[kRows], l[kRows]; // m: the same in all threads of a row; l: of this thread's keys
@@ -48,6 +49,7 @@ template <Config C> struct Forward {
       const i32 k0 = tile.begin, k1 = tile.end;
       const bool by_position = tile.masked || k1 - k0 < C.tile_k;
 
+      kept.draw(dropout, b, h, q0, k0);
       // S = Q K^T
       T S[kRows][kKeys] = {};
       multiply.template nt<C.head_dim>(S, Q, q0, K, k0);
@@ -71,17 +73,9 @@ template <Config C> struct Forward {
         for (int j = 0; j < kKeys; ++j) {
           const T p = exp2((S[i][j] - reference) * scores.unit);
           l[i] += p;
-          P[grid.row(i) * C.p_stride() + grid.column(j)] = p;
+          P[grid.row(i) * C.p_stride() + grid.column(j)] = kept(grid.row(i), grid.column(j)) ? p : T(0);
         }
       }
-      if constexpr (C.features.dropout) {
-#pragma unroll 1
-        for (int i = 0; i < kRows; ++i)
-#pragma unroll
-          for (int j = 0; j < kKeys; ++j)
-            if (!dropout.keep(b, h, q0 + grid.row(i), k0 + grid.column(j))) P[grid.row(i) * C.p_stride() + grid.column(j)] = T(0);
-      }
-
       // O += P V. Its first barrier comes after all of P is written; that of the next product after all of P is read.
       multiply.template nn<C.head_dim_v>(O, P, V, k0, k1 - k0);
     });
@@ -101,7 +95,7 @@ template <Config C> struct Forward {
       }
       const bool empty = total == T(0);
       const T lse = empty ? minus_infinity<T>() : most + log2(total) * ln_2<T>();
-      scale = empty ? T(0) : scale * dropout.factor() / total;
+      scale = empty ? T(0) : scale * Kept<C>::template factor<T>(dropout) / total;
       store(a, b, h, s.q0 + r, split, O[i], scale, lse, grid);
     }
   }

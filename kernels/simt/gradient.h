@@ -1,6 +1,6 @@
 // One tile of P and dS, recomputed from Q, K, dO, V, LSE and D: what every gradient starts from.
 #pragma once
-#include "../attention/scores.h"
+#include "kept.h"
 #include "tile.h"
 
 namespace strobe::simt {
@@ -28,8 +28,9 @@ template <Config C, class T> struct RowStatistics {
 // d (scale * q.k), which a softcap tells apart. Each thread writes what it then reads, element by element: registers are for products.
 template <Config C, bool kThroughScore, class Multiply, class T, class E>
 __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.features, T> &scores, const Dropout<C.features> &dropout,
-                                          const RowStatistics<C, T> &rows, T *P, T *dS, const Rows<E> &Q, const Rows<E> &K,
-                                          const Rows<E> &dO, const Rows<E> &V, i32 h, i32 q0, i32 q1, i32 k0, i32 k1, bool masked) {
+                                          const Kept<C> &kept_of, const RowStatistics<C, T> &rows, T *P, T *dS, const Rows<E> &Q,
+                                          const Rows<E> &K, const Rows<E> &dO, const Rows<E> &V, i32 h, i32 q0, i32 q1, i32 k0, i32 k1,
+                                          bool masked) {
   constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k;
   const auto grid = multiply.grid;
   const auto leave = [&](T *where, const T(&x)[kRows][kKeys]) {
@@ -38,6 +39,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
 #pragma unroll
       for (int j = 0; j < kKeys; ++j) where[grid.row(i) * C.p_stride() + grid.column(j)] = x[i][j];
   };
+  kept_of.draw(dropout, scores.b, h, q0, k0);
   {
     T S[kRows][kKeys] = {};
     multiply.template nt<C.head_dim>(S, Q, q0, K, k0);
@@ -50,7 +52,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
   }
 
   const bool by_position = masked || q1 - q0 < C.tile_q || k1 - k0 < C.tile_k;
-  const T scale = natural<C.features, T>(scores.in), factor = T(dropout.factor());
+  const T scale = natural<C.features, T>(scores.in), factor = Kept<C>::template factor<T>(dropout);
 #pragma unroll 1
   for (int i = 0; i < kRows; ++i) {
     const i32 r = grid.row(i);
@@ -62,7 +64,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
       const i32 key = k0 + grid.column(j);
       T &p = P[r * C.p_stride() + grid.column(j)], &ds = dS[r * C.p_stride() + grid.column(j)], slope;
       const T s = scores.score(p, row, key, by_position, k1, slope);
-      const bool hidden = s == minus_infinity<T>(), kept = dropout.keep(scores.b, h, q0 + r, key);
+      const bool hidden = s == minus_infinity<T>(), kept = kept_of(r, grid.column(j));
       const T x = hidden ? T(0) : exp2(fma(s, scale, -lse) * log2_e<T>());
       if constexpr (C.features.dropout) ds = kept ? ds * factor : T(0);
       ds = hidden ? T(0) : x * (ds - D) * (kThroughScore ? slope : T(1));

@@ -17,7 +17,7 @@ template <class T> STROBE_FN constexpr int piece(int n) { return n % 4 == 0 && s
 // The threads as a grid of kY x kX. 16-byte reads of shared memory are served in two passes instead of four where neighbouring lanes, or
 // lanes two apart, read the same address: so bit 0 of a lane goes to x, bit 1 to y.
 template <int kY, int kX> struct Threads {
-  static constexpr int kCount = kY * kX;
+  static constexpr int kRows = kY, kColumns = kX, kCount = kY * kX;
   static_assert(kX % 4 == 0 && kX <= 16 && kCount % 32 == 0);
   int x, y;
   __device__ Threads() {
@@ -42,11 +42,12 @@ template <int kY, int kX> struct Threads {
 // acc += A B^T; A: kY*M rows, B: kX*N rows, both with the summed axis adjacent. acc(i, j) belongs to row(i), column(j).
 template <int kDepth, int kStride, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply_nt(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
-  constexpr int V = 16 / sizeof(T);
-#pragma unroll 1
-  for (int c = 0; c < kDepth; c += V) {
-    const auto row = [&](int i) { return read<T, V>(a + g.row(i) * kStride + c); };
-    const auto column = [&](int j) { return read<T, V>(b + g.column(j) * kStride + c); };
+  constexpr int V = 16 / sizeof(T), kUnroll = max(1, 512 / (V * M * N));
+  a += g.row(0) * kStride, b += g.column(0) * kStride;
+#pragma unroll kUnroll
+  for (int c = 0; c < kDepth; c += V, a += V, b += V) {
+    const auto row = [&](int i) { return read<T, V>(a + i * Grid::kRows * kStride); };
+    const auto column = [&](int j) { return read<T, V>(b + j * Grid::kColumns * kStride); };
     const auto add = [&](T &sum, const Pack<T, V> &x, const Pack<T, V> &y, int v) { sum = fma(x.x[v], y.x[v], sum); };
     if constexpr (M <= N) { // the fewer are held, the others pass by
       Pack<T, V> rows[M];
@@ -79,17 +80,18 @@ __device__ __forceinline__ void multiply_nt(const Grid &g, T (&acc)[M][N], const
 // acc += A B; A: kY*M rows with the summed axis adjacent, B: kDepth rows. acc(i, j) belongs to row(i), column<W>(j).
 template <int kDepth, int kStrideA, int kStrideB, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply_nn(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
-  constexpr int V = 16 / sizeof(T), W = piece<T>(N);
-#pragma unroll 1
-  for (int k = 0; k < kDepth; k += V) {
+  constexpr int V = 16 / sizeof(T), W = piece<T>(N), kUnroll = max(1, 512 / (V * M * N));
+  a += g.row(0) * kStrideA, b += g.template column<W>(0);
+#pragma unroll kUnroll
+  for (int k = 0; k < kDepth; k += V, a += V, b += V * kStrideB) {
     Pack<T, V> rows[M];
 #pragma unroll
-    for (int i = 0; i < M; ++i) rows[i] = read<T, V>(a + g.row(i) * kStrideA + k);
+    for (int i = 0; i < M; ++i) rows[i] = read<T, V>(a + i * Grid::kRows * kStrideA);
 #pragma unroll
     for (int v = 0; v < V; ++v)
 #pragma unroll
       for (int j = 0; j < N; j += W) {
-        Pack<T, W> columns = read<T, W>(b + (k + v) * kStrideB + g.template column<W>(j));
+        const Pack<T, W> columns = read<T, W>(b + v * kStrideB + j * Grid::kColumns);
 #pragma unroll
         for (int w = 0; w < W; ++w)
 #pragma unroll
@@ -101,15 +103,16 @@ __device__ __forceinline__ void multiply_nn(const Grid &g, T (&acc)[M][N], const
 // acc += A^T B; A and B: kDepth rows. acc(i, j) belongs to row<WM>(i), column<WN>(j).
 template <int kDepth, int kStrideA, int kStrideB, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply_tn(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
-  constexpr int WM = piece<T>(M), WN = piece<T>(N), kUnroll = max(1, 256 / (M * N));
+  constexpr int WM = piece<T>(M), WN = piece<T>(N), kUnroll = max(1, 512 / (M * N));
+  a += g.template row<WM>(0), b += g.template column<WN>(0);
 #pragma unroll kUnroll
-  for (int k = 0; k < kDepth; ++k) {
+  for (int k = 0; k < kDepth; ++k, a += kStrideA, b += kStrideB) {
     Pack<T, WM> rows[M / WM];
 #pragma unroll
-    for (int i = 0; i < M / WM; ++i) rows[i] = read<T, WM>(a + k * kStrideA + g.template row<WM>(i * WM));
+    for (int i = 0; i < M / WM; ++i) rows[i] = read<T, WM>(a + i * WM * Grid::kRows);
 #pragma unroll
     for (int j = 0; j < N; j += WN) {
-      Pack<T, WN> columns = read<T, WN>(b + k * kStrideB + g.template column<WN>(j));
+      const Pack<T, WN> columns = read<T, WN>(b + j * Grid::kColumns);
 #pragma unroll
       for (int w = 0; w < WN; ++w)
 #pragma unroll
@@ -148,46 +151,66 @@ template <class E> struct Rows {
       : data(o.at<const E>(b, h, first, 0)), stride(o.stride[2]), column_stride(o.stride[3]), count(count), columns(columns) {}
 };
 
-// kRows x kColumns elements on their way from global to shared memory, in the registers of the CTA's threads.
-template <class E, class T, int kThreads, bool kAligned, int kRows, int kColumns> class Chunk {
-  static constexpr int V = 16 / sizeof(T), kPieces = kRows * kColumns / V, kMine = (kPieces + kThreads - 1) / kThreads;
+// kRows x kColumns elements on their way from global to shared memory, in the registers of the CTA's threads. Each thread takes pieces of V
+// elements from a few rows, always at the same columns: one address, and one comparison a row, serve them all. Columns that do not exist read
+// as 0; rows that do not exist, as 0 or as an earlier row: they are multiplied by 0 or their scores are hidden.
+template <class E, class T, int kThreads, i32 kCopy, int kRows, int kColumns> class Chunk {
+  static constexpr int V = 16 / sizeof(T), kAcrossAll = kColumns / V; // pieces of a row
   static_assert(kColumns % V == 0);
-  Pack<E, V> x_[kMine];
+  static constexpr int kAcross = min(kAcrossAll & -kAcrossAll, kThreads), kDown = kThreads / kAcross;
+  static constexpr int kMine = (kRows + kDown - 1) / kDown, kMineAcross = kAcrossAll / kAcross;
+
+  Pack<E, V> x_[kMine][kMineAcross] = {};
+  const E *at_;
+  i32 rows_, columns_; // that exist from this thread's first on
+
+  static __device__ __forceinline__ i32 row() { return (i32)threadIdx.x / kAcross; }
+  static __device__ __forceinline__ i32 column() { return (i32)threadIdx.x % kAcross * V; }
+  static __device__ __forceinline__ i64 step(const Rows<E> &from) { return kCopy == kElements ? from.column_stride : 1; }
+  static __device__ __forceinline__ bool mine(int n) { return kRows % kDown == 0 || row() + n * kDown < kRows; }
 
 public:
-  __device__ __forceinline__ void load(const Rows<E> &from, i32 row, i32 column) {
+  __device__ __forceinline__ Chunk(const Rows<E> &from, i32 first_row, i32 first_column)
+      : at_(from.data + (first_row + row()) * from.stride + (first_column + column()) * step(from)), rows_(from.count - first_row - row()),
+        columns_(from.columns - first_column - column()) {}
+
+  __device__ __forceinline__ void load(const Rows<E> &from) {
 #pragma unroll
-    for (int n = 0; n < kMine; ++n) {
-      int p = n * kThreads + (int)threadIdx.x, r = row + p / (kColumns / V), c = column + p % (kColumns / V) * V;
+    for (int n = 0; n < kMine; ++n)
 #pragma unroll
-      for (int v = 0; v < V; ++v) x_[n].x[v] = E{};
-      if ((kPieces % kThreads == 0 || p < kPieces) && r < from.count && c < from.columns) {
-        const E *at = from.data + r * from.stride;
-        if constexpr (kAligned) {
-          x_[n] = read<E, V>(at + c);
+      for (int m = 0; m < kMineAcross; ++m) {
+        if (n * kDown >= rows_ || !mine(n)) continue;
+        const E *at = at_ + n * kDown * from.stride + m * kAcross * V * step(from);
+        const i32 left = columns_ - m * kAcross * V;
+        if constexpr (kCopy == kWhole) {
+          x_[n][m] = read<E, V>(at);
+        } else if constexpr (kCopy == kPieces) {
+          x_[n][m] = left > 0 ? read<E, V>(at) : Pack<E, V>{};
         } else {
 #pragma unroll
-          for (int v = 0; v < V; ++v)
-            if (c + v < from.columns) x_[n].x[v] = at[(c + v) * from.column_stride];
+          for (int v = 0; v < V; ++v) x_[n][m].x[v] = v < left ? at[v * from.column_stride] : E{};
         }
       }
-    }
   }
+  __device__ __forceinline__ void next_columns(const Rows<E> &from) { at_ += kColumns * step(from), columns_ -= kColumns; }
+  __device__ __forceinline__ void next_rows(const Rows<E> &from) { at_ += kRows * from.stride, rows_ -= kRows; }
+
   // Returns whether all of it is finite.
   template <int kStride> __device__ __forceinline__ bool store(T *shared) const {
     T zero = T(0);
+    shared += row() * kStride + column();
 #pragma unroll
-    for (int n = 0; n < kMine; ++n) {
-      int p = n * kThreads + (int)threadIdx.x;
-      Pack<T, V> y;
+    for (int n = 0; n < kMine; ++n)
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        y.x[v] = to_real<T>(x_[n].x[v]);
-        zero = fma(y.x[v], T(0), zero);
+      for (int m = 0; m < kMineAcross; ++m) {
+        Pack<T, V> y;
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          y.x[v] = to_real<T>(x_[n][m].x[v]);
+          zero = fma(y.x[v], T(0), zero);
+        }
+        if (mine(n)) *reinterpret_cast<Pack<T, V> *>(shared + n * kDown * kStride + m * kAcross * V) = y;
       }
-      if (kPieces % kThreads == 0 || p < kPieces)
-        *reinterpret_cast<Pack<T, V> *>(shared + p / (kColumns / V) * kStride + p % (kColumns / V) * V) = y;
-    }
     return zero == T(0);
   }
 };
@@ -199,27 +222,33 @@ template <Config C> struct Products {
   using T = typename Element<C.dtype>::real;
   using Grid = Threads<C.threads_q, C.threads_k>;
   static constexpr int kThreads = Grid::kCount, kChunk = C.chunk, kStride = C.chunk_stride();
-  template <int kRows, int kColumns> using Part = Chunk<E, T, kThreads, C.aligned != 0, kRows, kColumns>;
+  template <int kRows, int kColumns> using Part = Chunk<E, T, kThreads, C.copy, kRows, kColumns>;
 
   Grid grid;
-  T *stages;
-  int turn = 0;
+  T *stage, *other_stage;
 
-  __device__ explicit Products(T *stages) : stages(stages) {}
+  __device__ explicit Products(T *stages) : stage(stages), other_stage(stages + C.stage_elements()) {}
 
-  __device__ __forceinline__ T *next_stage() { return stages + (turn ^= 1) * C.stage_elements(); }
+  __device__ __forceinline__ T *next_stage() {
+    T *next = other_stage;
+    other_stage = stage;
+    return stage = next;
+  }
 
   // acc += A B^T for the rows a0... of A and b0... of B, over kDim columns.
   template <int kDim, int M, int N> __device__ __forceinline__ void nt(T (&acc)[M][N], const Rows<E> &A, i32 a0, const Rows<E> &B, i32 b0) {
-    Part<C.threads_q * M, kChunk> a;
-    Part<C.threads_k * N, kChunk> b;
-    a.load(A, a0, 0), b.load(B, b0, 0);
+    Part<C.threads_q * M, kChunk> a(A, a0, 0);
+    Part<C.threads_k * N, kChunk> b(B, b0, 0);
+    a.load(A), b.load(B);
 #pragma unroll 1
     for (int c = 0; c < kDim; c += kChunk) {
       T *sa = next_stage(), *sb = sa + C.threads_q * M * kStride;
       a.template store<kStride>(sa), b.template store<kStride>(sb);
       __syncthreads();
-      if (c + kChunk < kDim) a.load(A, a0, c + kChunk), b.load(B, b0, c + kChunk);
+      if (c + kChunk < kDim) {
+        a.next_columns(A), b.next_columns(B);
+        a.load(A), b.load(B);
+      }
       multiply_nt<kChunk, kStride>(grid, acc, sa, sb);
     }
   }
@@ -237,14 +266,17 @@ template <Config C> struct Products {
 private:
   template <bool kTransposed, int kRows, int kDim, int M, int N>
   __device__ __forceinline__ void by_rows(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length, i32 column) {
-    Part<kRows, kDim> b;
-    b.load(B, b0, column);
+    Part<kRows, kDim> b(B, b0, column);
+    b.load(B);
 #pragma unroll 1
     for (int k = 0; k < length; k += kRows) {
       T *sb = next_stage();
       const bool finite = b.template store<kDim>(sb);
       const bool careful = __syncthreads_or(!finite);
-      if (k + kRows < length) b.load(B, b0 + k + kRows, column);
+      if (k + kRows < length) {
+        b.next_rows(B);
+        b.load(B);
+      }
       const T *pk = p + (kTransposed ? k * C.p_stride() : k);
       if (careful)
         multiply_seen<kTransposed, kRows, C.p_stride(), kDim>(grid, acc, pk, sb);

@@ -32,6 +32,19 @@ private:
   }
 };
 
+// The first entry of a row of blocks that is `block` or lies beyond it.
+__device__ inline i64 first_entry(const BlockRow &row, i64 block) {
+  i64 first = 0, last = row.count;
+  while (first < last) {
+    const i64 middle = (first + last) / 2;
+    if (row.cols[middle] < block)
+      first = middle + 1;
+    else
+      last = middle;
+  }
+  return first;
+}
+
 // Lies in shared memory. The tile after the current one is found while that is worked on.
 class Walk {
   struct Slot {

@@ -39,7 +39,8 @@ constexpr int64_t kMostAccumulators = 192; // of 255 registers
 struct TileSizes {
   int32_t q, k;
 };
-constexpr std::array<int32_t, 4> kTilesQ{64, 32, 16, 8}, kTilesK{128, 64, 32, 16};
+constexpr std::array<int32_t, 3> kTilesQ{64, 32, 16};
+constexpr std::array<int32_t, 4> kTilesK{128, 64, 32, 16};
 
 // The largest tile, in the order of preference, that registers and shared memory hold, that the blocks of a sparse mask divide into and that
 // comes nearest to the wishes.
@@ -70,7 +71,9 @@ Config config_for(const Problem &p) {
   c.head_dim = rounded_dim(p.head_dim), c.head_dim_v = rounded_dim(p.head_dim_v);
   c.threads_q = 8, c.threads_k = 16, c.chunk = 16;
   c.blocks_per_sm = 2;
-  c.aligned = aligned(p.q, p.head_dim) && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v) && aligned(p.dout, p.head_dim_v);
+  const bool pieces = aligned(p.q, p.head_dim) && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v) && aligned(p.dout, p.head_dim_v);
+  const bool whole = p.head_dim == c.head_dim && p.head_dim_v == c.head_dim_v;
+  c.copy = !pieces ? simt::kElements : whole ? simt::kWhole : simt::kPieces;
   c.features = features_of(p);
   return c;
 }
@@ -120,7 +123,8 @@ private:
                           c.head_dim_v);
     if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
     if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
-    if (!c.aligned) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+    if (c.copy == simt::kElements)
+      program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
     const double fma = products * visible_scores(p) * double(c.head_dim + c.head_dim_v) / 2;
     program.predicted_seconds =
         kLaunchSeconds * double(program.steps.size()) + fma / (kShareOfPeak * rate(device, p.dtype) * device.sms * device.clock_hz);
