@@ -16,8 +16,7 @@ template <Config C> struct Backward {
   using T = typename Multiply::T;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows of a thread; dK's and dV's
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
-  // Columns of dQ that are in registers at a time, beside dK and dV.
-  static constexpr int kPass = C.head_dim <= 96 ? C.head_dim : C.head_dim % 64 ? 32 : 64;
+  static constexpr int kPass = C.columns_at_once(); // columns of dQ
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -128,18 +127,15 @@ private:
 
   template <int kColumns> // adjacent to another in pieces, as multiply_tn left them
   static __device__ __forceinline__ void store(const Operand &to, i64 b, i64 h, i64 row, i32 count, i32 columns, T (&x)[kKeys][kColumns],
-                                               T scale, bool add, const typename Multiply::Grid &grid) {
+                                               T scale, bool add, typename Multiply::Grid grid) {
+    grid.x = opaque(grid.x), grid.y = opaque(grid.y);
 #pragma unroll
-    for (int i = 0; i < kKeys; ++i)
+    for (int i = 0; i < kKeys; ++i) {
+      const i32 r = grid.template row<piece<T>(kKeys)>(i);
+      if (to && r < count) store_row<C.copy>(grid, to.at<E>(b, h, row + r, 0), to.stride[3], columns, x[i], scale, add);
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const i32 r = grid.template row<piece<T>(kKeys)>(i), c = grid.template column<piece<T>(kColumns)>(j);
-        if (to && r < count && c < columns) {
-          E *at = to.at<E>(b, h, row + r, c);
-          *at = Convert<E>::from(add ? fma(x[i][j], scale, to_real<T>(*at)) : x[i][j] * scale);
-        }
-        x[i][j] = T(0);
-      }
+      for (int j = 0; j < kColumns; ++j) x[i][j] = T(0);
+    }
   }
 };
 

@@ -5,7 +5,7 @@
 
 namespace strobe::simt {
 
-// How rows of q, k, v and dout are copied.
+// How rows of q, k, v, out, dout, dk and dv are copied.
 inline constexpr i32 kElements = 0; // any strides
 inline constexpr i32 kPieces = 1;   // rows on 16-byte addresses, their elements adjacent: 16 (16-bit types: 8) bytes at a time
 inline constexpr i32 kWhole = 2;    // the same, and no column is missing: the head dimensions are the Config's
@@ -40,12 +40,18 @@ struct Config {
     while (n > pad() && n * dim > stage_elements()) n /= 2;
     return n;
   }
+  // Columns of dQ that the backward has in registers at a time, beside dK and dV.
+  STROBE_FN constexpr i32 columns_at_once() const { return head_dim <= 96 ? head_dim : head_dim % 64 ? 32 : 64; }
   // Dropout of a tile of S, 16 elements in 2 bytes.
   STROBE_FN constexpr i32 kept_bytes() const { return features.dropout ? tile_q * tile_k / 8 : 0; }
-  STROBE_FN constexpr i32 forward_shared_bytes() const {
+  // Walk, P, stages, dropout; m of a row, l of a thread and row
+  STROBE_FN constexpr i32 forward_states_at() const {
     return kWalkBytes + (2 * stage_elements() + p_elements()) * real_bytes() + kept_bytes();
   }
-  // P, dS; LSE and D of the queries. Also of the gradient of the bias.
+  STROBE_FN constexpr i32 forward_shared_bytes() const {
+    return forward_states_at() + (tile_q + tile_q / threads_q * threads()) * real_bytes();
+  }
+  // Walk, P, dS, LSE and D of the queries, stages, dropout. Also of the gradient of the bias.
   STROBE_FN constexpr i32 backward_shared_bytes() const {
     return kWalkBytes + (2 * stage_elements() + 2 * p_elements() + 2 * tile_q) * real_bytes() + kept_bytes();
   }

@@ -14,7 +14,6 @@ template <Config C> struct Forward {
   using E = typename Multiply::E;
   using T = typename Multiply::T;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k, kColumns = C.head_dim_v / C.threads_k;
-  static constexpr int W = piece<T>(kColumns);
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -40,9 +39,9 @@ template <Config C> struct Forward {
     const Kept<C> kept(P + C.p_elements() + 2 * C.stage_elements());
 
     T O[kRows][kColumns] = {};
-    T m[kRows], l[kRows]; // m: the same in all threads of a row; l: of this thread's keys
+    const RowStates rows(multiply.grid, reinterpret_cast<T *>(shared + C.forward_states_at()));
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) m[i] = minus_infinity<T>(), l[i] = T(0);
+    for (int i = 0; i < kRows; ++i) rows.m(i) = minus_infinity<T>(), rows.l(i) = T(0);
 
     const Schedule schedule(s.band, q0, q1, C.tile_k, 16, C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
     walk.run(schedule, split, a.splits, [&](const Tile &tile) {
@@ -62,19 +61,20 @@ template <Config C> struct Forward {
 #pragma unroll
         for (int j = 1; j < kKeys; ++j) most = maximum(most, S[i][j]);
         most = grid.reduce(most, [](T x, T y) { return maximum(x, y); });
-        const T m_new = maximum(m[i], most);
+        const T m_old = rows.m(i), m_new = maximum(m_old, most);
         const T reference = m_new == minus_infinity<T>() ? T(0) : m_new; // nothing seen yet: exp2(-inf - 0) = 0
-        const T alpha = exp2((m[i] - reference) * scores.unit);
-        m[i] = m_new;
-        l[i] *= alpha;
+        const T alpha = exp2((m_old - reference) * scores.unit);
+        rows.m(i) = m_new;
+        T l = rows.l(i) * alpha;
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) O[i][j] *= alpha;
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) {
           const T p = exp2((S[i][j] - reference) * scores.unit);
-          l[i] += p;
+          l += p;
           P[grid.row(i) * C.p_stride() + grid.column(j)] = kept(grid.row(i), grid.column(j)) ? p : T(0);
         }
+        rows.l(i) = l;
       }
       // O += P V. Its first barrier comes after all of P is written; that of the next product after all of P is read.
       multiply.template nn<C.head_dim_v>(O, P, V, k0, k1 - k0);
@@ -82,10 +82,10 @@ template <Config C> struct Forward {
 
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      T total = grid.reduce(l[i], [](T x, T y) { return x + y; });
+      T total = grid.reduce(rows.l(i), [](T x, T y) { return x + y; });
       const i32 r = q0 + grid.row(i);
       if (r >= q1) continue;
-      T scale = T(1), most = m[i] * natural<C.features, T>(in);
+      T scale = T(1), most = rows.m(i) * natural<C.features, T>(in);
       if (a.splits == 1 && in.sinks) { // one more term of the denominator
         const T sink = *in.sinks.template at<const T>(0, h, 0, 0);
         const T larger = maximum(most, sink), reference = larger == minus_infinity<T>() ? T(0) : larger;
@@ -101,6 +101,15 @@ template <Config C> struct Forward {
   }
 
 private:
+  // m and l of the online softmax, in shared memory between tiles. m is the same for all threads of a row; l is of a thread's own keys.
+  struct RowStates {
+    T *m_, *l_;
+    __device__ RowStates(const typename Multiply::Grid &grid, T *shared)
+        : m_(shared + grid.row(0)), l_(shared + C.tile_q + (i32)threadIdx.x) {}
+    __device__ __forceinline__ T &m(int i) const { return m_[i * C.threads_q]; }
+    __device__ __forceinline__ T &l(int i) const { return l_[i * kThreads]; }
+  };
+
   // Scores that take more than a comparison are made element by element, by way of shared memory, in a loop that is not unrolled: it would
   // take the registers of O and seconds to compile.
   static constexpr bool kStaged = C.features.additive() || C.features.mask;
@@ -138,18 +147,10 @@ private:
                                                const typename Multiply::Grid &grid) {
     if (a.splits > 1) {
       const i64 index = split * a.in.rows() + a.in.row_index(b, h, row);
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const i32 c = grid.template column<W>(j);
-        if (c < a.in.head_dim_v) a.partial_out[index * a.in.head_dim_v + c] = (float)(O[j] * scale);
-      }
+      store_row<kElements>(grid, a.partial_out + index * a.in.head_dim_v, 1, a.in.head_dim_v, O, scale);
       if (grid.x == 0) a.partial_lse[index] = (float)lse;
     } else {
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const i32 c = grid.template column<W>(j);
-        if (c < a.in.head_dim_v) *a.out.template at<E>(b, h, row, c) = Convert<E>::from(O[j] * scale);
-      }
+      store_row<C.copy>(grid, a.out.template at<E>(b, h, row, 0), a.out.stride[3], a.in.head_dim_v, O, scale);
       if (grid.x == 0 && a.lse) *a.lse.template at<T>(b, h, row, 0) = lse;
     }
   }

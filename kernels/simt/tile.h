@@ -42,7 +42,7 @@ template <int kY, int kX> struct Threads {
 // acc += A B^T; A: kY*M rows, B: kX*N rows, both with the summed axis adjacent. acc(i, j) belongs to row(i), column(j).
 template <int kDepth, int kStride, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply_nt(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
-  constexpr int V = 16 / sizeof(T), kUnroll = max(1, 512 / (V * M * N));
+  constexpr int V = 16 / sizeof(T), kUnroll = max(1, 1024 / ((int)sizeof(T) * V * M * N));
   a += g.row(0) * kStride, b += g.column(0) * kStride;
 #pragma unroll kUnroll
   for (int c = 0; c < kDepth; c += V, a += V, b += V) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void multiply_nt(const Grid &g, T (&acc)[M][N], const
 // acc += A B; A: kY*M rows with the summed axis adjacent, B: kDepth rows. acc(i, j) belongs to row(i), column<W>(j).
 template <int kDepth, int kStrideA, int kStrideB, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply_nn(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
-  constexpr int V = 16 / sizeof(T), W = piece<T>(N), kUnroll = max(1, 512 / (V * M * N));
+  constexpr int V = 16 / sizeof(T), W = piece<T>(N), kUnroll = max(1, 2048 / ((int)sizeof(T) * V * M * N));
   a += g.row(0) * kStrideA, b += g.template column<W>(0);
 #pragma unroll kUnroll
   for (int k = 0; k < kDepth; k += V, a += V, b += V * kStrideB) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void multiply_nn(const Grid &g, T (&acc)[M][N], const
 // acc += A^T B; A and B: kDepth rows. acc(i, j) belongs to row<WM>(i), column<WN>(j).
 template <int kDepth, int kStrideA, int kStrideB, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply_tn(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
-  constexpr int WM = piece<T>(M), WN = piece<T>(N), kUnroll = max(1, 512 / (M * N));
+  constexpr int WM = piece<T>(M), WN = piece<T>(N), kUnroll = max(1, 2048 / ((int)sizeof(T) * M * N));
   a += g.template row<WM>(0), b += g.template column<WN>(0);
 #pragma unroll kUnroll
   for (int k = 0; k < kDepth; ++k, a += kStrideA, b += kStrideB) {
@@ -150,6 +150,32 @@ template <class E> struct Rows {
   __device__ Rows(const Operand &o, i64 b, i64 h, i64 first, i32 count, i32 columns)
       : data(o.at<const E>(b, h, first, 0)), stride(o.stride[2]), column_stride(o.stride[3]), count(count), columns(columns) {}
 };
+
+// A thread's elements of one row, scaled, to global memory; add: to what is there. columns: how many exist.
+template <i32 kCopy, class E, class Grid, class T, int N>
+__device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stride, i32 columns, const T (&x)[N], T scale,
+                                          bool add = false) {
+  constexpr int W = piece<T>(N);
+#pragma unroll
+  for (int j = 0; j < N; j += W) {
+    const i32 c = g.template column<W>(j);
+    if constexpr (kCopy != kElements) {
+      if (c >= columns) continue;
+      Pack<E, W> y{};
+      if (add) y = read<E, W>(row + c);
+#pragma unroll
+      for (int w = 0; w < W; ++w) y.x[w] = Convert<E>::from(add ? fma(x[j + w], scale, to_real<T>(y.x[w])) : x[j + w] * scale);
+      *reinterpret_cast<Pack<E, W> *>(row + c) = y;
+    } else {
+#pragma unroll
+      for (int w = 0; w < W; ++w)
+        if (c + w < columns) {
+          E &y = row[(c + w) * column_stride];
+          y = Convert<E>::from(add ? fma(x[j + w], scale, to_real<T>(y)) : x[j + w] * scale);
+        }
+    }
+  }
+}
 
 // kRows x kColumns elements on their way from global to shared memory, in the registers of the CTA's threads. Each thread takes pieces of V
 // elements from a few rows, always at the same columns: one address, and one comparison a row, serve them all. Columns that do not exist read

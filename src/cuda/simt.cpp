@@ -25,20 +25,27 @@ enum class Kind { forward, backward, bias_gradient };
 
 int64_t shared_bytes(const Config &c, Kind kind) { return kind == Kind::forward ? c.forward_shared_bytes() : c.backward_shared_bytes(); }
 
-// The accumulators of a thread, in registers, at the moment when most of them live.
-int64_t accumulators(const Config &c, Kind kind) {
-  const int64_t rows = c.tile_q / c.threads_q, keys = c.tile_k / c.threads_k, keys_owned = c.tile_k / c.threads_q;
-  const int64_t columns = c.head_dim / c.threads_k, columns_v = c.head_dim_v / c.threads_k, words = c.real_bytes() / 4;
-  const int64_t s = rows * keys;
-  if (kind == Kind::forward) return words * (s + rows * columns_v);
-  if (kind == Kind::bias_gradient) return words * 3 * s; // S or dP, the sum and what it lost
-  return words * (keys_owned * (columns + columns_v) + std::max(s, rows * std::min<int64_t>(columns, 6)));
+// Registers that a thread's numbers take in the product that needs the most: accumulators, operands, the chunk on its way.
+int64_t registers(const Config &c, Kind kind) {
+  const int64_t words = c.real_bytes() / 4, rows = c.tile_q / c.threads_q, keys = c.tile_k / c.threads_k;
+  const auto nt = [&](int64_t held) { // S or dP
+    return held + words * rows * keys + 4 * (std::min(rows, keys) + 1) + words * (c.tile_q + c.tile_k) * c.chunk / c.threads();
+  };
+  const auto by_rows = [&](int64_t held, int64_t operands, int64_t dim, int64_t staged) { // O, dV, dK, dQ
+    return held + 4 * (operands + 1) + words * staged * dim / c.threads();
+  };
+  if (kind == Kind::bias_gradient) return nt(2 * words * rows * keys); // the sum and what it lost
+  if (kind == Kind::forward) {
+    const int64_t o = words * rows * c.head_dim_v / c.threads_k;
+    return std::max(nt(o), by_rows(o, rows, c.head_dim_v, c.rows_staged(c.tile_k, c.head_dim_v)));
+  }
+  const int64_t dk_dv = words * (c.tile_k / c.threads_q) * (c.head_dim + c.head_dim_v) / c.threads_k;
+  const int64_t dq = words * rows * c.columns_at_once() / c.threads_k;
+  return std::max(nt(dk_dv), by_rows(dk_dv + dq, rows, c.columns_at_once(), c.rows_staged(c.tile_k, c.columns_at_once())));
 }
-constexpr int64_t kMostAccumulators = 192; // of 255 registers
+// Of 255; addresses and loops take the rest. FP64's loops want more.
+int64_t most_registers(const Config &c) { return c.dtype == kF64 ? 170 : 204; }
 
-struct TileSizes {
-  int32_t q, k;
-};
 constexpr std::array<int32_t, 3> kTilesQ{64, 32, 16};
 constexpr std::array<int32_t, 4> kTilesK{128, 64, 32, 16};
 
@@ -53,7 +60,7 @@ bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
       c.tile_q = q, c.tile_k = k;
       if (kind != Kind::forward && k % c.threads_q) continue;
       if (p.blocks.present && (p.blocks.block_q % q || (kind != Kind::forward && p.blocks.block_k % k))) continue;
-      if (shared_bytes(c, kind) > device.shared_per_block || accumulators(c, kind) > kMostAccumulators) continue;
+      if (shared_bytes(c, kind) > device.shared_per_block || registers(c, kind) > most_registers(c)) continue;
       const auto off = [](int64_t wish, int32_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / got)) : 0.0; };
       const double cost = 16 * (off(p.tile_q, q) + off(p.tile_k, k)) - std::log2(double(q)) - 0.5 * std::log2(double(k));
       if (cost < least) least = cost, best = c;
@@ -71,7 +78,9 @@ Config config_for(const Problem &p) {
   c.head_dim = rounded_dim(p.head_dim), c.head_dim_v = rounded_dim(p.head_dim_v);
   c.threads_q = 8, c.threads_k = 16, c.chunk = 16;
   c.blocks_per_sm = 2;
-  const bool pieces = aligned(p.q, p.head_dim) && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v) && aligned(p.dout, p.head_dim_v);
+  bool pieces = true;
+  for (const View *x : {&p.q, &p.k, &p.dk}) pieces = pieces && aligned(*x, p.head_dim);
+  for (const View *x : {&p.v, &p.out, &p.dout, &p.dv}) pieces = pieces && aligned(*x, p.head_dim_v);
   const bool whole = p.head_dim == c.head_dim && p.head_dim_v == c.head_dim_v;
   c.copy = !pieces ? simt::kElements : whole ? simt::kWhole : simt::kPieces;
   c.features = features_of(p);
