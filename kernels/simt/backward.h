@@ -16,6 +16,8 @@ template <Config C> struct Backward {
   using T = typename Multiply::T;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows of a thread; dK's and dV's
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
+  // Sums over many queries are summed in parts, a head's or so many tiles', which rounds less. Not where the output would round them: 16 bits.
+  static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? 2048 / C.tile_q : 0;
   static constexpr int kPass = C.columns_at_once(); // columns of dQ
 
   static __device__ void run(const Arguments &a) {
@@ -25,7 +27,7 @@ template <Config C> struct Backward {
     Walk &walk = *reinterpret_cast<Walk *>(shared);
     T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes), *dS = P + C.p_elements();
     const RowStatistics<C, T> rows(dS + C.p_elements());
-    Multiply multiply(dS + C.p_elements() + 2 * C.tile_q);
+    Multiply multiply(dS + C.p_elements() + 3 * C.tile_q);
     const auto grid = multiply.grid;
 
     u32 number = blockIdx.x;
@@ -44,18 +46,28 @@ template <Config C> struct Backward {
     const Rows<E> K(in.k, b, h_kv, s.k0, seqlen_k, in.head_dim), V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
     const Scores<C.features, T> scores(in, s, b);
     const Dropout<C.features> dropout(in);
-    const Kept<C> kept(dS + C.p_elements() + 2 * C.tile_q + 2 * C.stage_elements());
+    const Kept<C> kept(dS + C.p_elements() + 3 * C.tile_q + 2 * C.stage_elements());
 
     T dK[kKeys][kColumns] = {}, dV[kKeys][kColumnsV] = {};
-    const i32 first = h_kv * in.group, last = first + in.group - 1;
-    for (i32 h = first; h <= last; ++h) {
+    i32 summed = 0; // tiles in dK and dV
+    bool flushed = false;
+    const auto flush = [&] {
+      store<kColumns>(a.dk, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim, dK, T(in.scale), flushed, grid);
+      store<kColumnsV>(a.dv, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim_v, dV, Kept<C>::template factor<T>(dropout), flushed, grid);
+      flushed = true;
+    };
+    for (i32 h = h_kv * in.group; h < (h_kv + 1) * in.group; ++h) {
       const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v);
       const Schedule schedule(s.band.transposed(), k0, k1, C.tile_q, C.tile_q,
                               C.features.blocks ? in.blocks_t.row(b, h, k0 / in.blocks_t.row_tokens) : BlockRow{});
-      walk.run(schedule, 0, 1, [&](const Tile &tile) { // of queries
+      walk.run(schedule, 0, 1, [&](const Tile &tile, const bool &more) { // of queries
         const i32 q0 = tile.begin, q1 = tile.end;
         rows.load(a, b, h, s, q0, q1);
-        recompute<C, true>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, tile.masked);
+        recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, tile.masked,
+                     [](T &p, T &ds, T x, bool kept, T gradient, T slope) {
+                       p = kept ? x : T(0);
+                       ds = gradient * slope;
+                     });
 
         multiply.template tn<C.head_dim_v>(dV, P, dO, q0, q1 - q0); // dV += P^T dO
         multiply.template tn<C.head_dim>(dK, dS, Q, q0, q1 - q0);   // dK += dS^T Q
@@ -70,15 +82,13 @@ template <Config C> struct Backward {
           if (a.deterministic) end_turn(a, b, h, q0);
         }
         __syncthreads(); // P, dS and the rows' statistics have been read
+        if (kFlush && (++summed == kFlush || !more)) {
+          flush();
+          summed = 0;
+        }
       });
-
-      // Each head's sums are sums of their own, which round less than one over all heads; but not in 16 bits.
-      constexpr bool kByHead = sizeof(E) == sizeof(T);
-      if (!kByHead && h < last) continue;
-      const bool add = kByHead && h > first;
-      store<kColumns>(a.dk, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim, dK, T(in.scale), add, grid);
-      store<kColumnsV>(a.dv, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim_v, dV, Kept<C>::template factor<T>(dropout), add, grid);
     }
+    if (!flushed) flush();
   }
 
 private:

@@ -21,10 +21,10 @@ template <Config C> struct BiasGradient {
     const Inputs &in = a.in;
     T *P = reinterpret_cast<T *>(shared), *dS = P + C.p_elements(), *whole = P;
     const RowStatistics<C, T> rows(dS + C.p_elements());
-    Multiply multiply(dS + C.p_elements() + 2 * C.tile_q);
+    Multiply multiply(dS + C.p_elements() + 3 * C.tile_q);
     const auto grid = multiply.grid;
     const Dropout<C.features> dropout(in);
-    const Kept<C> kept(dS + C.p_elements() + 2 * C.tile_q + 2 * C.stage_elements());
+    const Kept<C> kept(dS + C.p_elements() + 3 * C.tile_q + 2 * C.stage_elements());
 
     // Along each axis this CTA's tile, or all of them
     const i64 *stride = a.dbias.stride;
@@ -49,8 +49,8 @@ template <Config C> struct BiasGradient {
           for (i32 k0 = keys.begin * C.tile_k; k0 < min(keys.end * C.tile_k, seqlen_k); k0 += C.tile_k) {
             const i32 k1 = min(k0 + C.tile_k, seqlen_k);
             if (k1 <= any.begin || k0 >= any.end || !block_kept(in, b, h, q0, k0)) continue;
-            recompute<C, false>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1,
-                                k0 < all.begin || k1 > all.end);
+            recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, k0 < all.begin || k1 > all.end,
+                         [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
 #pragma unroll
             for (int i = 0; i < kRows; ++i)
 #pragma unroll

@@ -51,9 +51,9 @@ struct Config {
   STROBE_FN constexpr i32 forward_shared_bytes() const {
     return forward_states_at() + (tile_q + tile_q / threads_q * threads()) * real_bytes();
   }
-  // Walk, P, dS, LSE and D of the queries, stages, dropout. Also of the gradient of the bias.
+  // Walk, P, dS, three numbers of each query, stages, dropout. Also of the gradient of the bias.
   STROBE_FN constexpr i32 backward_shared_bytes() const {
-    return kWalkBytes + (2 * stage_elements() + 2 * p_elements() + 2 * tile_q) * real_bytes() + kept_bytes();
+    return kWalkBytes + (2 * stage_elements() + 2 * p_elements() + 3 * tile_q) * real_bytes() + kept_bytes();
   }
 };
 

@@ -44,7 +44,7 @@ template <Config C> struct Forward {
     for (int i = 0; i < kRows; ++i) rows.m(i) = minus_infinity<T>(), rows.l(i) = T(0);
 
     const Schedule schedule(s.band, q0, q1, C.tile_k, 16, C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
-    walk.run(schedule, split, a.splits, [&](const Tile &tile) {
+    walk.run(schedule, split, a.splits, [&](const Tile &tile, const bool &) {
       const i32 k0 = tile.begin, k1 = tile.end;
       const bool by_position = tile.masked || k1 - k0 < C.tile_k;
 
@@ -53,6 +53,7 @@ template <Config C> struct Forward {
       T S[kRows][kKeys] = {};
       multiply.template nt<C.head_dim>(S, Q, q0, K, k0);
 
+      T rescale[kRows];
       score<kStaged>(scores, h, q0, k0, k1, by_position, S, P, grid);
       // P = exp(S - m), left in shared memory for the threads of the same row: those of one warp
 #pragma unroll
@@ -66,8 +67,7 @@ template <Config C> struct Forward {
         const T alpha = exp2((m_old - reference) * scores.unit);
         rows.m(i) = m_new;
         T l = rows.l(i) * alpha;
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) O[i][j] *= alpha;
+        rescale[i] = alpha;
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) {
           const T p = exp2((S[i][j] - reference) * scores.unit);
@@ -76,8 +76,14 @@ template <Config C> struct Forward {
         }
         rows.l(i) = l;
       }
-      // O += P V. Its first barrier comes after all of P is written; that of the next product after all of P is read.
-      multiply.template nn<C.head_dim_v>(O, P, V, k0, k1 - k0);
+      // O = alpha O + P V, each tile's sum a sum of its own, which rounds less. Its first barrier comes after all of P is written; that of the
+      // next product after all of P is read.
+      T PV[kRows][kColumns] = {};
+      multiply.template nn<C.head_dim_v>(PV, P, V, k0, k1 - k0);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) O[i][j] = fma(O[i][j], rescale[i], PV[i][j]);
     });
 
 #pragma unroll

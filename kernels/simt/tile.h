@@ -196,9 +196,12 @@ template <class E, class T, int kThreads, i32 kCopy, int kRows, int kColumns> cl
   static __device__ __forceinline__ bool mine(int n) { return kRows % kDown == 0 || row() + n * kDown < kRows; }
 
 public:
-  __device__ __forceinline__ Chunk(const Rows<E> &from, i32 first_row, i32 first_column)
-      : at_(from.data + (first_row + row()) * from.stride + (first_column + column()) * step(from)), rows_(from.count - first_row - row()),
-        columns_(from.columns - first_column - column()) {}
+  __device__ __forceinline__ Chunk(const Rows<E> &from, i32 first_row, i32 first_column) {
+    const i32 r = opaque(first_row + row()), c = first_column + column(); // addresses of several operands are not to wait in registers
+    at_ = from.data + r * from.stride + c * step(from);
+    rows_ = from.count - r;
+    columns_ = from.columns - c;
+  }
 
   __device__ __forceinline__ void load(const Rows<E> &from) {
 #pragma unroll

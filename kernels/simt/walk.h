@@ -63,7 +63,8 @@ class Walk {
   }
 
 public:
-  // body(tile) for every `stride`-th tile from number `first` on. Between the starts of two calls of body the CTA must meet at a barrier.
+  // body(tile, more) for every `stride`-th tile from number `first` on. Between the starts of two calls of body the CTA must meet at a
+  // barrier, and only then is `more` right: whether another tile follows.
   template <class F> __device__ __forceinline__ void run(const Schedule &schedule, i32 first, i32 stride, F &&body) {
     __syncthreads(); // the last walk is over
     if (threadIdx.x == 0) {
@@ -74,7 +75,7 @@ public:
     for (i32 current = 0; slots_[current].valid; current ^= 1) {
       if (threadIdx.x == 0) find(slots_[current ^ 1], stride);
       const Tile tile = slots_[current].tile;
-      body(tile);
+      body(tile, slots_[current ^ 1].valid);
     }
   }
 };

@@ -16,6 +16,7 @@ using simt::Config;
 constexpr KernelSource kForward{"simt/forward.h", "strobe::simt::Forward", "strobe::simt::Config"};
 constexpr KernelSource kCombine{"simt/combine.h", "strobe::simt::Combine", "strobe::simt::Config"};
 constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
+constexpr KernelSource kSettle{"simt/settle.h", "strobe::simt::Settle", "strobe::simt::Config"};
 constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
 constexpr KernelSource kBackward{"simt/backward.h", "strobe::simt::Backward", "strobe::simt::Config"};
 constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
@@ -37,7 +38,7 @@ int64_t registers(const Config &c, Kind kind) {
   if (kind == Kind::bias_gradient) return nt(2 * words * rows * keys); // the sum and what it lost
   if (kind == Kind::forward) {
     const int64_t o = words * rows * c.head_dim_v / c.threads_k;
-    return std::max(nt(o), by_rows(o, rows, c.head_dim_v, c.rows_staged(c.tile_k, c.head_dim_v)));
+    return std::max(nt(o), by_rows(2 * o, rows, c.head_dim_v, c.rows_staged(c.tile_k, c.head_dim_v)));
   }
   const int64_t dk_dv = words * (c.tile_k / c.threads_q) * (c.head_dim + c.head_dim_v) / c.threads_k;
   const int64_t dq = words * rows * c.columns_at_once() / c.threads_k;
@@ -172,8 +173,9 @@ private:
     const int64_t rows = a.in.rows(), real = c.real_bytes(), row_tiles = p.batch * p.heads * tiles(p.seqlen_q, Config::kDeltaRows);
 
     Program program;
-    a.delta = scratch.take<char>(rows * real);
+    a.delta = scratch.take<char>(2 * rows * real); // D, and what LSE lacks
     program.steps.push_back(Launch(kDelta, plain(c), row_tiles, Config::kDeltaRows, 0, a));
+    program.steps.push_back(Launch(kSettle, c, p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), c.threads(), c.backward_shared_bytes(), a));
     if (p.dsinks) program.steps.push_back(Launch(kSinkGradient, plain(c), p.heads, 256, 0, a));
     if (p.dq) {
       const uint64_t bytes = uint64_t(rows * c.head_dim * real);
