@@ -24,15 +24,16 @@ template <Config C> struct Backward {
     extern __shared__ __align__(128) unsigned char shared[];
     static_assert(sizeof(Walk) <= Config::kWalkBytes);
     const Inputs &in = a.in;
+    constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
     Walk &walk = *reinterpret_cast<Walk *>(shared);
-    T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes), *dS = P + C.p_elements();
-    const RowStatistics<C, T> rows(dS + C.p_elements());
-    Multiply multiply(dS + C.p_elements() + 3 * C.tile_q);
+    T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes), *dS = P + kPlace;
+    const RowStatistics<C, T> rows(dS + kPlace);
+    Multiply multiply(dS + kPlace + 3 * C.tile_q);
     const auto grid = multiply.grid;
 
     u32 number = blockIdx.x;
     if (a.deterministic) { // Key tiles wait for the ones before them, so those must have started: numbers in the order of arrival.
-      __shared__ u32 ticket;
+      u32 &ticket = *reinterpret_cast<u32 *>(P);
       if (threadIdx.x == 0) ticket = atomicAdd(a.turns, 1u);
       __syncthreads();
       number = ticket;
@@ -46,7 +47,7 @@ template <Config C> struct Backward {
     const Rows<E> K(in.k, b, h_kv, s.k0, seqlen_k, in.head_dim), V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
     const Scores<C.features, T> scores(in, s, b);
     const Dropout<C.features> dropout(in);
-    const Kept<C> kept(dS + C.p_elements() + 3 * C.tile_q + 2 * C.stage_elements());
+    const Kept<C> kept(dS + kPlace + 3 * C.tile_q + 2 * C.stage_elements());
 
     T dK[kKeys][kColumns] = {}, dV[kKeys][kColumnsV] = {};
     i32 summed = 0; // tiles in dK and dV
@@ -69,13 +70,16 @@ template <Config C> struct Backward {
                        ds = gradient * slope;
                      });
 
-        multiply.template tn<C.head_dim_v>(dV, P, dO, q0, q1 - q0); // dV += P^T dO
-        multiply.template tn<C.head_dim>(dK, dS, Q, q0, q1 - q0);   // dK += dS^T Q
+        multiply.template tn<C.head_dim_v, C.tile_q, C.p_stride()>(dV, P, dO, q0, q1 - q0); // dV += P^T dO
+        __syncthreads();
+        T *const dS_t = P; // P has been read: dS, a line a key
+        transpose(dS_t, dS, grid);
+        multiply.template tn<C.head_dim, C.tile_q, C.p_stride()>(dK, dS, Q, q0, q1 - q0); // dK += dS^T Q
         if (a.dq_sum) {
 #pragma unroll 1
           for (i32 column = 0; column < C.head_dim; column += kPass) {
             T dQ[kRows][kPass / C.threads_k] = {};
-            multiply.template nn<kPass>(dQ, dS, K, k0, k1 - k0, column); // dQ = dS K
+            multiply.template tn<kPass, C.tile_k, C.pt_stride()>(dQ, dS_t, K, k0, k1 - k0, column); // dQ = dS K
             if (a.deterministic && column == 0) await_turn(a, b, h, s, q0, q1, n);
             add_dq(a, b, h, s, q0, q1, column, dQ, grid);
           }
@@ -92,6 +96,20 @@ template <Config C> struct Backward {
   }
 
 private:
+  // Each thread's own elements, as recompute left them.
+  static __device__ __forceinline__ void transpose(T *to, const T *from, const typename Multiply::Grid &grid) {
+    constexpr int kAcross = C.tile_k / C.threads_k, WM = piece<T>(kRows), WN = piece<T>(kAcross);
+#pragma unroll
+    for (int i = 0; i < kRows; i += WM)
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+        const i32 r = grid.template row<WM>(i), c = grid.template column<WN>(j);
+        Pack<T, WM> x;
+#pragma unroll
+        for (int w = 0; w < WM; ++w) x.x[w] = from[(r + w) * C.p_stride() + c];
+        *reinterpret_cast<Pack<T, WM> *>(to + c * C.pt_stride() + r) = x;
+      }
+  }
   // How many key tiles add to the query tile at q0 before tile n does.
   static __device__ i32 turn_of(const Inputs &in, i64 b, i64 h, const Sequence &s, i32 q0, i32 q1, i32 n) {
     const i32 first = (i32)(s.band.keys_any(q0, q1).begin / C.tile_k);
@@ -130,9 +148,9 @@ private:
     T *sum = reinterpret_cast<T *>(a.dq_sum) + a.in.row_index(b, h, s.q0 + q0) * C.head_dim + column;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (q0 + grid.row(i) < q1)
+      if (const i32 r = grid.template row<piece<T>(kRows)>(i); q0 + r < q1)
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) atomicAdd(sum + grid.row(i) * C.head_dim + grid.template column<W>(j), dQ[i][j] * scale);
+        for (int j = 0; j < kColumns; ++j) atomicAdd(sum + r * C.head_dim + grid.template column<W>(j), dQ[i][j] * scale);
   }
 
   template <int kColumns> // adjacent to another in pieces, as multiply_tn left them

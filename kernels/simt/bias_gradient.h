@@ -19,12 +19,13 @@ template <Config C> struct BiasGradient {
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Inputs &in = a.in;
-    T *P = reinterpret_cast<T *>(shared), *dS = P + C.p_elements(), *whole = P;
-    const RowStatistics<C, T> rows(dS + C.p_elements());
-    Multiply multiply(dS + C.p_elements() + 3 * C.tile_q);
+    constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
+    T *P = reinterpret_cast<T *>(shared), *dS = P + kPlace, *whole = P;
+    const RowStatistics<C, T> rows(dS + kPlace);
+    Multiply multiply(dS + kPlace + 3 * C.tile_q);
     const auto grid = multiply.grid;
     const Dropout<C.features> dropout(in);
-    const Kept<C> kept(dS + C.p_elements() + 3 * C.tile_q + 2 * C.stage_elements());
+    const Kept<C> kept(dS + kPlace + 3 * C.tile_q + 2 * C.stage_elements());
 
     // Along each axis this CTA's tile, or all of them
     const i64 *stride = a.dbias.stride;
@@ -54,7 +55,7 @@ template <Config C> struct BiasGradient {
 #pragma unroll
             for (int i = 0; i < kRows; ++i)
 #pragma unroll
-              for (int j = 0; j < kKeys; ++j) add(sum[i][j], lost[i][j], dS[grid.row(i) * C.p_stride() + grid.column(j)]);
+              for (int j = 0; j < kKeys; ++j) add(sum[i][j], lost[i][j], dS[place(grid, i, j)]);
           }
         }
       }
@@ -63,7 +64,7 @@ template <Config C> struct BiasGradient {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
-      for (int j = 0; j < kKeys; ++j) whole[grid.row(i) * C.p_stride() + grid.column(j)] = sum[i][j];
+      for (int j = 0; j < kKeys; ++j) whole[place(grid, i, j)] = sum[i][j];
     __syncthreads();
     const i32 t = (i32)threadIdx.x;
     if (!stride[2]) total(whole, t, C.tile_k, 1, C.tile_q, C.p_stride());
@@ -79,6 +80,10 @@ template <Config C> struct BiasGradient {
   }
 
 private:
+  // Where recompute has the same thread leave its element (i, j).
+  static __device__ __forceinline__ i32 place(const typename Multiply::Grid &grid, int i, int j) {
+    return grid.template row<piece<T>(kRows)>(i) * C.p_stride() + grid.template column<piece<T>(kKeys)>(j);
+  }
   struct Part {
     i32 begin, end;
     __device__ Part(u32 &item, i64 stride, i64 count) {

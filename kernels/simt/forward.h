@@ -14,6 +14,7 @@ template <Config C> struct Forward {
   using E = typename Multiply::E;
   using T = typename Multiply::T;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k, kColumns = C.head_dim_v / C.threads_k;
+  static constexpr int WM = piece<T>(kRows), WN = piece<T>(kKeys);
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -32,11 +33,11 @@ template <Config C> struct Forward {
         V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
     Walk &walk = *reinterpret_cast<Walk *>(shared);
     T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes);
-    Multiply multiply(P + C.p_elements());
+    Multiply multiply(P + C.pt_elements());
     const auto grid = multiply.grid;
     const Scores<C.features, T> scores(in, s, b);
     const Dropout<C.features> dropout(in);
-    const Kept<C> kept(P + C.p_elements() + 2 * C.stage_elements());
+    const Kept<C> kept(P + C.pt_elements() + 2 * C.stage_elements());
 
     T O[kRows][kColumns] = {};
     const RowStates rows(multiply.grid, reinterpret_cast<T *>(shared + C.forward_states_at()));
@@ -72,14 +73,15 @@ template <Config C> struct Forward {
         for (int j = 0; j < kKeys; ++j) {
           const T p = exp2((S[i][j] - reference) * scores.unit);
           l += p;
-          P[grid.row(i) * C.p_stride() + grid.column(j)] = kept(grid.row(i), grid.column(j)) ? p : T(0);
+          S[i][j] = kept(row(grid, i), column(grid, j)) ? p : T(0);
         }
         rows.l(i) = l;
       }
+      transfer(grid, P, [&](T &p, int i, int j) { p = S[i][j]; });
       // O = alpha O + P V, each tile's sum a sum of its own, which rounds less. Its first barrier comes after all of P is written; that of the
       // next product after all of P is read.
       T PV[kRows][kColumns] = {};
-      multiply.template nn<C.head_dim_v>(PV, P, V, k0, k1 - k0);
+      multiply.template tn<C.head_dim_v, C.tile_k, C.pt_stride()>(PV, P, V, k0, k1 - k0);
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -89,7 +91,7 @@ template <Config C> struct Forward {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       T total = grid.reduce(rows.l(i), [](T x, T y) { return x + y; });
-      const i32 r = q0 + grid.row(i);
+      const i32 r = q0 + row(grid, i);
       if (r >= q1) continue;
       T scale = T(1), most = rows.m(i) * natural<C.features, T>(in);
       if (a.splits == 1 && in.sinks) { // one more term of the denominator
@@ -107,12 +109,28 @@ template <Config C> struct Forward {
   }
 
 private:
+  static __device__ __forceinline__ i32 row(const typename Multiply::Grid &grid, int i) { return grid.template row<WM>(i); }
+  static __device__ __forceinline__ i32 column(const typename Multiply::Grid &grid, int j) { return grid.template column<WN>(j); }
+  // f(element in shared memory, i, j) for each of the thread's elements of S or P, which lie there a row a key.
+  template <class F> static __device__ __forceinline__ void transfer(const typename Multiply::Grid &grid, T *P, F &&f) {
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j)
+#pragma unroll
+      for (int i = 0; i < kRows; i += WM) {
+        auto &pack = *reinterpret_cast<Pack<T, WM> *>(P + column(grid, j) * C.pt_stride() + row(grid, i));
+        Pack<T, WM> x = pack;
+#pragma unroll
+        for (int w = 0; w < WM; ++w) f(x.x[w], i + w, j);
+        pack = x;
+      }
+  }
+
   // m and l of the online softmax, in shared memory between tiles. m is the same for all threads of a row; l is of a thread's own keys.
   struct RowStates {
     T *m_, *l_;
     __device__ RowStates(const typename Multiply::Grid &grid, T *shared)
-        : m_(shared + grid.row(0)), l_(shared + C.tile_q + (i32)threadIdx.x) {}
-    __device__ __forceinline__ T &m(int i) const { return m_[i * C.threads_q]; }
+        : m_(shared + grid.template row<WM>(0)), l_(shared + C.tile_q + (i32)threadIdx.x) {}
+    __device__ __forceinline__ T &m(int i) const { return m_[WM * C.threads_q * (i / WM) + i % WM]; }
     __device__ __forceinline__ T &l(int i) const { return l_[i * kThreads]; }
   };
 
@@ -123,28 +141,24 @@ private:
   template <bool kStage>
   static __device__ __forceinline__ void score(const Scores<C.features, T> &scores, i32 h, i32 q0, i32 k0, i32 k1, bool by_position,
                                                T (&S)[kRows][kKeys], T *P, const typename Multiply::Grid &grid) {
-    const auto at = [&](int i, int j) -> T & { return P[grid.row(i) * C.p_stride() + grid.column(j)]; };
     if constexpr (kStage) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int j = 0; j < kKeys; ++j) at(i, j) = S[i][j];
+      transfer(grid, P, [&](T &p, int i, int j) { p = S[i][j]; });
 #pragma unroll 1
       for (int i = 0; i < kRows; ++i) {
-        const auto row = scores.row(q0 + grid.row(i), h);
+        const auto r = scores.row(q0 + row(grid, i), h);
 #pragma unroll
-        for (int j = 0; j < kKeys; ++j) at(i, j) = scores.score(at(i, j), row, k0 + grid.column(j), by_position, k1);
+        for (int j = 0; j < kKeys; ++j) {
+          T &s = P[column(grid, j) * C.pt_stride() + row(grid, i)];
+          s = scores.score(s, r, k0 + column(grid, j), by_position, k1);
+        }
       }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int j = 0; j < kKeys; ++j) S[i][j] = at(i, j);
+      transfer(grid, P, [&](T &p, int i, int j) { S[i][j] = p; });
     } else if (by_position) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const auto row = scores.row(q0 + grid.row(i), h);
+        const auto r = scores.row(q0 + row(grid, i), h);
 #pragma unroll
-        for (int j = 0; j < kKeys; ++j) S[i][j] = scores.score(S[i][j], row, k0 + grid.column(j), true, k1);
+        for (int j = 0; j < kKeys; ++j) S[i][j] = scores.score(S[i][j], r, k0 + column(grid, j), true, k1);
       }
     }
   }

@@ -36,11 +36,17 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
                                           bool masked, F &&write) {
   constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k;
   const auto grid = multiply.grid;
+  constexpr int WM = piece<T>(kRows), WN = piece<T>(kKeys);
   const auto leave = [&](T *where, const T(&x)[kRows][kKeys]) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
-      for (int j = 0; j < kKeys; ++j) where[grid.row(i) * C.p_stride() + grid.column(j)] = x[i][j];
+      for (int j = 0; j < kKeys; j += WN) {
+        Pack<T, WN> y;
+#pragma unroll
+        for (int w = 0; w < WN; ++w) y.x[w] = x[i][j + w];
+        *reinterpret_cast<Pack<T, WN> *>(where + grid.template row<WM>(i) * C.p_stride() + grid.template column<WN>(j)) = y;
+      }
   };
   kept_of.draw(dropout, scores.b, h, q0, k0);
   {
@@ -58,16 +64,16 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
   const T scale = natural<C.features, T>(scores.in), factor = Kept<C>::template factor<T>(dropout);
 #pragma unroll 1
   for (int i = 0; i < kRows; ++i) {
-    const i32 r = grid.row(i);
+    const i32 r = grid.template row<WM>(i);
     auto row = scores.row(q0 + r, h);
     if (q0 + r >= q1) row.end = 0;
     const T lse = rows.lse[r], excess = rows.excess[r], D = rows.delta[r];
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
-      const i32 key = k0 + grid.column(j);
-      T &p = P[r * C.p_stride() + grid.column(j)], &ds = dS[r * C.p_stride() + grid.column(j)], slope;
+      const i32 c = grid.template column<WN>(j), key = k0 + c;
+      T &p = P[r * C.p_stride() + c], &ds = dS[r * C.p_stride() + c], slope;
       const T s = scores.score(p, row, key, by_position, k1, slope);
-      const bool hidden = s == minus_infinity<T>(), kept = kept_of(r, grid.column(j));
+      const bool hidden = s == minus_infinity<T>(), kept = kept_of(r, c);
       const T x = hidden ? T(0) : exp2((fma(s, scale, -lse) - excess) * log2_e<T>());
       T dp = ds;
       if constexpr (C.features.dropout) dp = kept ? dp * factor : T(0);

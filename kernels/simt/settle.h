@@ -20,12 +20,13 @@ template <Config C> struct Settle {
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Inputs &in = a.in;
+    constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
     Walk &walk = *reinterpret_cast<Walk *>(shared);
-    T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes), *dS = P + C.p_elements();
-    const RowStatistics<C, T> rows(dS + C.p_elements());
-    Multiply multiply(dS + C.p_elements() + 3 * C.tile_q);
+    T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes), *dS = P + kPlace;
+    const RowStatistics<C, T> rows(dS + kPlace);
+    Multiply multiply(dS + kPlace + 3 * C.tile_q);
     const Dropout<C.features> dropout(in);
-    const Kept<C> kept(dS + C.p_elements() + 3 * C.tile_q + 2 * C.stage_elements());
+    const Kept<C> kept(dS + kPlace + 3 * C.tile_q + 2 * C.stage_elements());
 
     const Item item = Item::of(blockIdx.x, 1, div_up(in.seqlen_q, C.tile_q), in.heads, in.batch, false);
     const i32 q0 = item.tile * C.tile_q, h = item.head, b = item.batch, h_kv = h / in.group, t = (i32)threadIdx.x;

@@ -30,10 +30,10 @@ int64_t shared_bytes(const Config &c, Kind kind) { return kind == Kind::forward 
 int64_t registers(const Config &c, Kind kind) {
   const int64_t words = c.real_bytes() / 4, rows = c.tile_q / c.threads_q, keys = c.tile_k / c.threads_k;
   const auto nt = [&](int64_t held) { // S or dP
-    return held + words * rows * keys + 4 * (std::min(rows, keys) + 1) + words * (c.tile_q + c.tile_k) * c.chunk / c.threads();
+    return held + words * (rows * keys + rows + 4) + words * (c.tile_q + c.tile_k) * c.chunk / c.threads();
   };
   const auto by_rows = [&](int64_t held, int64_t operands, int64_t dim, int64_t staged) { // O, dV, dK, dQ
-    return held + 4 * (operands + 1) + words * staged * dim / c.threads();
+    return held + words * (operands + 4) + words * staged * dim / c.threads();
   };
   if (kind == Kind::bias_gradient) return nt(2 * words * rows * keys); // the sum and what it lost
   if (kind == Kind::forward) {
