@@ -39,10 +39,10 @@ template <int kY, int kX> struct Threads {
 
 // The loops below are unrolled to a few hundred FMA and no further: more compile for seconds and run no faster.
 
-// Where row r of a tile of kRows rows lies in a line of a transposed chunk (see Chunk::store_transposed): threads that write a column apart
-// meet in different banks.
-template <int kRows, class T> STROBE_FN constexpr int swizzled(int r, int line) {
-  return r ^ (8 * (line / (16 / (int)sizeof(T)) % 4) & (kRows - 1));
+// Where row r lies in a line of a transposed chunk (see Chunk::store_transposed): threads that write a column apart meet in different banks.
+// kSpan: rows that the threads own at a stretch, a power of two of which whole multiples stay in place.
+template <int kSpan, class T> STROBE_FN constexpr int swizzled(int r, int line) {
+  return r ^ (8 * (line / (16 / (int)sizeof(T)) % 4) & (kSpan - 1));
 }
 
 // acc += A^T B; A and B: kDepth lines of kY*M and kX*N elements. acc(i, j) belongs to row<WM>(i), column<WN>(j). Of the forms measured (lines or
@@ -54,8 +54,8 @@ __device__ __forceinline__ void multiply(const Grid &g, T (&acc)[M][N], const T 
 #pragma unroll kUnroll
   for (int k = 0; k < kDepth; ++k, a += kStrideA, b += kStrideB) {
     Pack<T, WM> rows[M / WM];
-    const T *ak = a + (kSwizzled ? swizzled<Grid::kRows * M, T>(r, k) : r),
-            *bk = b + (kSwizzled ? swizzled<Grid::kColumns * N, T>(c, k) : c);
+    const T *ak = a + (kSwizzled ? swizzled<Grid::kRows * WM, T>(r, k) : r),
+            *bk = b + (kSwizzled ? swizzled<Grid::kColumns * WN, T>(c, k) : c);
 #pragma unroll
     for (int i = 0; i < M / WM; ++i) rows[i] = read<T, WM>(ak + i * WM * Grid::kRows);
 #pragma unroll
@@ -173,14 +173,14 @@ public:
   __device__ __forceinline__ void next_rows(const Rows<E> &from) { at_ += kRows * from.stride, rows_ -= kRows; }
 
   // A line a column, rows swizzled.
-  __device__ __forceinline__ void store_transposed(T *shared) const {
+  template <int kSpan> __device__ __forceinline__ void store_transposed(T *shared) const {
 #pragma unroll
     for (int n = 0; n < kMine; ++n)
 #pragma unroll
       for (int m = 0; m < kMineAcross; ++m)
         if (mine(n)) {
           const int line = column() + m * kAcross * V;
-          T *at = shared + line * kRows + swizzled<kRows, T>(row() + n * kDown, line);
+          T *at = shared + line * kRows + swizzled<kSpan, T>(row() + n * kDown, line);
 #pragma unroll
           for (int v = 0; v < V; ++v) at[v * kRows] = to_real<T>(x_[n][m].x[v]);
         }
@@ -234,7 +234,7 @@ template <Config C> struct Products {
 #pragma unroll 1
     for (int c = 0; c < kDim; c += kChunk) {
       T *sa = next_stage(), *sb = sa + kRowsA * kChunk;
-      a.store_transposed(sa), b.store_transposed(sb);
+      a.template store_transposed<C.threads_q * piece<T>(M)>(sa), b.template store_transposed<C.threads_k * piece<T>(N)>(sb);
       __syncthreads();
       if (c + kChunk < kDim) {
         a.next_columns(A), b.next_columns(B);

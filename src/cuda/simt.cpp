@@ -45,7 +45,7 @@ int64_t registers(const Config &c, Kind kind) {
   return std::max(nt(dk_dv), by_rows(dk_dv + dq, rows, c.columns_at_once(), c.rows_staged(c.tile_k, c.columns_at_once())));
 }
 // Of 255; addresses and loops take the rest. FP64's loops want more.
-int64_t most_registers(const Config &c) { return c.dtype == kF64 ? 170 : 204; }
+int64_t most_registers(const Config &c) { return c.dtype == kF64 ? 160 : 204; }
 
 struct Shape {
   int32_t tile_q, tile_k, threads_q, threads_k;
@@ -69,7 +69,8 @@ bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
     if (shared_bytes(c, kind) > device.shared_per_block || registers(c, kind) > most_registers(c)) continue;
     const auto off = [](int64_t wish, int32_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / got)) : 0.0; };
     const int64_t spare = c.tile_q - std::max<int64_t>(16, p.longest_q());
-    const double cost = 1e3 * (off(p.tile_q, c.tile_q) + off(p.tile_k, c.tile_k)) + (spare >= 16 ? double(spare) : 0.0);
+    double cost = 1e3 * (off(p.tile_q, c.tile_q) + off(p.tile_k, c.tile_k)) + (spare >= 16 ? double(spare) : 0.0);
+    if (p.blocks.present && p.blocks.block_k % c.tile_k) cost += 10.0 * c.tile_k / double(p.blocks.block_k); // computed, not kept
     if (cost < least) least = cost, best = c;
   }
   config = best;
