@@ -71,7 +71,8 @@ struct ForwardArguments {
   Inputs in;
   Operand out, lse; // lse may be null
   // Split over keys: part s of `splits` writes its O (normalised, fp32, (splits, rows, head_dim_v)) and LSE ((splits, rows)) here.
-  i32 splits, reserved;
+  i32 splits;
+  i32 bundle; // (batch, head) pairs whose tiles run together, sharing the L2 cache
   float *partial_out, *partial_lse;
 };
 
@@ -81,7 +82,8 @@ struct BackwardArguments {
   void *delta;                                             // (rows): D = rowsum(dO * O) - dLSE, in lse's type
   float *dq_sum;                                           // (rows, head_dim rounded up to 32): where several key tiles add to dQ
   u32 *turns;                                              // deterministic: (query tiles of all rows) who may add next
-  i32 deterministic, reserved;
+  i32 deterministic;
+  i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -19,11 +19,19 @@ struct KeyTile {
 };
 
 // Tiles of at most tile keys, ascending, none twice, none without a visible key in its hull. The queries [q0, q1), q0 < q1, lie within one
-// row of blocks. Runs of adjacent kept blocks are walked as one; align divides tile and, for block-sparse, block.
+// row of blocks. Runs of adjacent kept blocks are walked as one; align divides tile and, for block-sparse, block. part:
+// where several share the work over the keys.
 class Schedule {
 public:
-  STROBE_FN Schedule(const Band &band, i64 q0, i64 q1, i64 tile, i64 align, BlockRow row = {nullptr, 0, 0})
+  struct Part {
+    i64 index, count;
+  };
+  STROBE_FN Schedule(const Band &band, i64 q0, i64 q1, i64 tile, i64 align, BlockRow row = {nullptr, 0, 0}, Part part = {0, 1})
       : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align), seqlen_(band.seqlen_k) {
+    if (part.count > 1) {
+      i64 first = round_down(any_.begin, align_), share = round_up(div_up(max(any_.end - first, 0ll), part.count), tile_);
+      any_ = intersect(any_, {first + part.index * share, first + (part.index + 1) * share});
+    }
     if (row_.cols) {
       run_ = {0, 0};
     } else {

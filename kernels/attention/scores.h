@@ -60,7 +60,7 @@ private:
 
   template <bool kSlope> __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit, T &slope) const {
     T s = raw;
-    bool seen = !by_position || (j >= r.begin && j < r.end && j < limit);
+    bool seen = !by_position || (F.band ? j >= r.begin && j < min(r.end, limit) : j < limit); // limit <= seqlen_k
     if constexpr (kSlope) slope = T(1);
     if constexpr (F.additive()) {
       s *= scale;

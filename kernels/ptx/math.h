@@ -79,6 +79,11 @@ __device__ __forceinline__ float log2(float x) { return ::log2f(x); }
 __device__ __forceinline__ double log2(double x) { return ::log2(x); }
 __device__ __forceinline__ float abs(float x) { return fabsf(x); }
 __device__ __forceinline__ double abs(double x) { return fabs(x); }
+// x, of which the compiler knows nothing: what follows from it is computed where it is used, not kept in registers around a loop.
+__device__ __forceinline__ i32 computed_here(i32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 template <class T> __device__ __forceinline__ T select(bool condition, T a, T b) { return condition ? a : b; }
 
 __device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }

@@ -98,6 +98,8 @@ def _attention(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
 
 # Fills a strobe_tensor: (struct, name for messages, array, whether its axes 1 and 2 change places).
 View = Callable[[Any, str, Any, bool], None]
+
+
 class Allocator:
     """Where a call's workspace comes from: `allocate(bytes)` returns its owner, kept while the call is made, and its address.
 

@@ -27,9 +27,7 @@ class Shape(NamedTuple):
     dtype: str
 
 
-def prewarm(
-    arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int
-) -> list[Kernel]:
+def prewarm(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> list[Kernel]:
     """Compiles what strobe.attention would run on a GPU of this compute capability (90 for 9.0), or finds it in the cache.
 
     arrays: q, k, v and whatever of _abi.INPUTS the call has, in the library's layout; options: those of _abi.OPTIONS not at their default.

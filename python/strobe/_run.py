@@ -122,6 +122,7 @@ def _is_oracle(p: Prepared) -> bool:
 
 def _call(framework: Framework, p: Prepared, known: dict[str, Array], made: dict[str, Array]) -> Call:
     """known: beside p.arrays, from the caller."""
+
     def place(execution: Any) -> Allocator | None:
         return framework.place(execution, p.arrays["q"], p.options.get("threads"))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import plain
 import strobe
 from cases import Inputs, dense_problems
+from device import DEVICE, here, on_device
 
 Results = dict[str, Tensor]  # of "out", "lse", "dq", "dk", "dv", "dbias", "dsinks"
 
@@ -26,13 +27,13 @@ DRAWS = 4
 
 def available_engines() -> list[str]:
     """Those that the oracle judges; it runs by the name "reference" itself."""
-    return [name for name, missing in strobe.engines() if missing is None and name != "reference"]
+    return [name for name, missing in strobe.engines() if missing is None and name != "reference" and here(name)]
 
 
 def takes(engine: str, dtype: torch.dtype) -> bool:
     """Whether the engine takes a plain call of that dtype; some are for one dtype alone."""
     try:
-        strobe.attention(*(torch.zeros(1, 1, 1, 1, dtype=dtype) for _ in "qkv"), engine=engine)
+        strobe.attention(*(torch.zeros(1, 1, 1, 1, dtype=dtype, device=DEVICE) for _ in "qkv"), engine=engine)
     except NotImplementedError:
         return False
     return True
@@ -60,8 +61,10 @@ def run_or_skip(inputs: Inputs, engine: str, **how: Any) -> Results:
 
 def run(inputs: Inputs, engine: str | None = None, **run: Any) -> Results:
     """Forward and every gradient, as a user gets them: through autograd, or with NumPy arrays through attention_backward."""
-    options = inputs.options | inputs.run | run | {"engine": engine}
-    return _run_numpy(inputs, options) if inputs.numpy else _run_autograd(inputs, options)
+    there = on_device(inputs, "cpu" if engine == "reference" else DEVICE)
+    options = there.options | inputs.run | run | {"engine": engine}
+    results = _run_numpy(there, options) if there.numpy else _run_autograd(there, options)
+    return {name: t.cpu() for name, t in results.items()}
 
 
 def _leaf(t: Tensor) -> Tensor:

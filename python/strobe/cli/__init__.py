@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from strobe.cli import bench, check, info, train
+from strobe.cli import bench, check, info, prewarm, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,8 +31,9 @@ def _strobe(
     pass
 
 
-for module in (info, check, bench, train):
+for module in (info, check, prewarm, train):
     app.command(module.__name__.rpartition(".")[2])(module.command)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -1,0 +1,28 @@
+// What a kernel of the mma family is compiled for: FP16 and BF16 on tensor cores by mma.sync, sm_80 and later (FP16: sm_75).
+#pragma once
+#include "../attention/features.h"
+
+namespace strobe::mma {
+
+struct Config {
+  i32 dtype;                // kF16 or kBF16
+  i32 head_dim, head_dim_v; // rounded up to multiples of 16
+  i32 tile_q, tile_k;       // multiples of 16
+  i32 warps;
+  i32 stages;    // K and V tiles (backward: Q and dO tiles) in shared memory at a time
+  i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
+  i32 exact_max; // the running maximum is followed exactly; else it may stay behind by a factor of 2^8
+  i32 blocks_per_sm;
+  Features features;
+
+  STROBE_FN constexpr i32 threads() const { return 32 * warps; }
+  // Shared memory of the forward: Q, where O takes its place, then the stages of K, then those of V.
+  STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * max(head_dim, head_dim_v); }
+  STROBE_FN constexpr i32 forward_shared_bytes() const { return q_bytes() + 2 * stages * tile_k * (head_dim + head_dim_v); }
+  // Of decode: Q, then every warp's stages of K, then those of V; at the end M, l and O of every warp.
+  STROBE_FN constexpr i32 decode_shared_bytes() const {
+    return max(2 * tile_q * head_dim + 2 * warps * stages * tile_k * (head_dim + head_dim_v), 4 * warps * tile_q * (2 + head_dim_v + 8));
+  }
+};
+
+} // namespace strobe::mma

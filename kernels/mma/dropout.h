@@ -1,0 +1,38 @@
+// Dropout of a pair of 16x16 blocks side by side: 16 elements a lane, one Philox call, whose halves two lanes exchange.
+#pragma once
+#include "../attention/scores.h"
+#include "../tile/registers.h"
+
+namespace strobe::mma {
+
+using tile::Accumulator;
+
+template <Features F> struct BlockDropout {
+  Dropout<F> dropout;
+  u32 head, batch;
+
+  // Sets what is dropped of P to 0. i, j: query and key of the corner, multiples of 16.
+  __device__ __forceinline__ void apply(Accumulator &left, Accumulator &right, i32 i, i32 j) const {
+    int lane = tile::lane_id(), odd = lane >> 2 & 1;
+    // Lanes 4g+t with even g call for the left block, those with odd g for the right one: both own rows g, g^1, 8 more, of either.
+    u32 query_group = (u32)(i / 4 + (lane >> 3)), key_group = (u32)(j / 4 + 4 * odd + (lane & 3));
+    Philox own = dropout_bits(dropout.key, key_group, query_group, head, batch);
+    u32 low = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[0] : own.x[1], 4), high = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[2] : own.x[3], 4);
+    u32 first = odd ? own.x[1] : own.x[0], second = odd ? own.x[3] : own.x[2];
+    keep(left, odd ? low : first, odd ? high : second);
+    keep(right, odd ? first : low, odd ? second : high);
+  }
+
+private:
+  // words of rows g and g + 8
+  __device__ __forceinline__ void keep(Accumulator &P, u32 low, u32 high) const {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      int c = k / 4, r = k / 2 % 2, e = k % 2;
+      u32 byte = (r ? high : low) >> 8 * (2 * c + e) & 0xFF;
+      if (byte >= dropout.threshold) P.x[c][2 * r + e] = 0;
+    }
+  }
+};
+
+} // namespace strobe::mma

@@ -1,0 +1,261 @@
+// FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a block of threads owns a tile of queries and walks over the tiles of keys;
+// a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
+#pragma once
+#include "../attention/scores.h"
+#include "../tile/copy.h"
+#include "config.h"
+#include "dropout.h"
+#include "softmax.h"
+#include "specials.h"
+
+namespace strobe::mma {
+
+using tile::Left;
+using tile::Right;
+
+template <Config C> struct Forward {
+  using Arguments = ForwardArguments;
+  using T = typename Element<C.dtype>::type;
+  static constexpr Features F = C.features;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
+  static constexpr int kD = C.head_dim, kDv = C.head_dim_v;
+  static constexpr int kRows = C.tile_q / C.warps; // of a warp
+  static constexpr int kM = kRows / 16, kN = C.tile_k / 16;
+  static constexpr bool kAligned = C.aligned;
+  static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0 && kD % 16 == 0 && kDv % 16 == 0);
+
+  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the last (longest, if causal) tile first.
+  struct Item {
+    i32 b, h, q, split;
+    __device__ __forceinline__ explicit Item(const Arguments &a) {
+      u32 tiles = (u32)div_up(a.in.seqlen_q, C.tile_q), all = (u32)(a.in.batch * a.in.heads), x = blockIdx.x;
+      split = (i32)(x % a.splits);
+      x /= a.splits;
+      u32 bundle = x / (tiles * a.bundle), first = bundle * a.bundle, size = min(all - first, (u32)a.bundle);
+      x -= first * tiles;
+      u32 bh = first + x % size;
+      q = (i32)(tiles - 1 - x / size) * C.tile_q;
+      b = (i32)(bh / a.in.heads);
+      h = (i32)(bh % a.in.heads);
+    }
+  };
+
+  static __device__ __forceinline__ void run(const Arguments &a) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    Item item(a);
+    Sequence sequence = a.in.sequence(item.b);
+    if (item.q < sequence.band.seqlen_q) Forward(a, item, sequence, shared_address(shared)).compute();
+  }
+
+private:
+  const Arguments &a;
+  const Inputs &in;
+  Item item;
+  Sequence sequence;
+  Scores<F, float> scores;
+  BlockDropout<F> dropout;
+  const T *k, *v;
+  u32 q_shared, k_shared, v_shared; // Q's place takes O at the end
+  int warp_row = (int)threadIdx.x / 32 * kRows;
+
+  static constexpr u32 kKBytes = C.tile_k * kD * 2, kVBytes = C.tile_k * kDv * 2;
+
+  __device__ __forceinline__ Forward(const Arguments &a, const Item &item, const Sequence &sequence, u32 shared)
+      : a(a), in(a.in), item(item), sequence(sequence), scores(in, sequence, item.b), dropout{Dropout<F>(in), (u32)item.h, (u32)item.b},
+        k(in.k.at<const T>(item.b, item.h / in.group, sequence.k0, 0)), v(in.v.at<const T>(item.b, item.h / in.group, sequence.k0, 0)),
+        q_shared(shared), k_shared(shared + C.q_bytes()), v_shared(k_shared + C.stages * kKBytes) {}
+
+  __device__ __forceinline__ void load_q() {
+    const T *q = in.q.at<const T>(item.b, item.h, sequence.q0 + item.q, 0);
+    tile::load<C.tile_q, kD, kThreads, kAligned>(
+        q_shared, tile::Matrix<const T>{q, in.q.stride[2], in.q.stride[3], scores.seqlen_q - item.q, in.head_dim}, threadIdx.x);
+  }
+  __device__ __forceinline__ void load_k(const KeyTile &t, int stage) {
+    tile::Matrix<const T> m{k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], (i32)(t.end - t.begin), in.head_dim};
+    tile::load<C.tile_k, kD, kThreads, kAligned>(k_shared + stage * kKBytes, m, threadIdx.x);
+  }
+  __device__ __forceinline__ void load_v(const KeyTile &t, int stage) {
+    tile::Matrix<const T> m{v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], (i32)(t.end - t.begin), in.head_dim_v};
+    tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, m, computed_here(threadIdx.x));
+  }
+
+  __device__ __forceinline__ Schedule schedule() const {
+    i64 q1 = min((i64)item.q + C.tile_q, sequence.band.seqlen_q);
+    BlockRow row{nullptr, 0, 0};
+    if constexpr (F.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
+    return Schedule(sequence.band, item.q, q1, C.tile_k, 16, row, {item.split, a.splits});
+  }
+
+  __device__ __forceinline__ void compute() {
+    Accumulator O[kM][kDv / 16] = {};
+    Softmax<kM> softmax;
+    Schedule tiles = schedule();
+    KeyTile tile, next;
+    bool more = tiles.next(next);
+    int stage = 0;
+
+    load_q();
+    if (more) load_k(next, 0);
+    if (more && C.stages > 1) load_v(next, 0);
+    cp_async_commit();
+    while (more) {
+      tile = next;
+      more = tiles.next(next);
+      arrive(); // K (with two stages: and V) of this tile is here, and nobody reads the last one's any more
+      if constexpr (C.stages == 1) {
+        load_v(tile, 0);
+      } else if (more) {
+        load_k(next, stage ^ 1);
+        load_v(next, stage ^ 1);
+      }
+      cp_async_commit();
+
+      Accumulator S[kM][kN] = {};
+      multiply_q_k(S, stage);
+      finish_scores(S, tile);
+      softmax.template follow<C.exact_max>(S, scores.unit, O);
+      if constexpr (C.stages == 1) arrive(); // V is here, and nobody reads K any more
+      if (masked(tile)) set_specials_aside(O, S, stage);
+      if constexpr (C.stages == 1) {
+        if (more) load_k(next, 0);
+        cp_async_commit();
+      }
+      multiply_p_v(O, S, softmax, tile, stage);
+      if constexpr (C.stages > 1) stage ^= 1;
+    }
+    finish(O, softmax);
+  }
+
+  static __device__ __forceinline__ void arrive() {
+    cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  // S = Q K^T
+  __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], int stage) const {
+    tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2);
+    tile::Blocks<Right, kD> K(k_shared + stage * kKBytes);
+#pragma unroll
+    for (int c = 0; c < kD; c += 16) {
+      Left q[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) q[m] = Q.load(16 * m, c);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        Right key = K.load(16 * n, c);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) tile::multiply_add<T>(S[m][n], q[m], key);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ bool by_position(const KeyTile &tile) { return tile.masked || tile.end - tile.begin < C.tile_k; }
+  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || by_position(tile); }
+
+  // Raw products -> scores, -inf where hidden.
+  __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
+    if (by_position(tile))
+      finish_scores<true>(S, tile);
+    else if constexpr (F.additive() || F.mask)
+      finish_scores<false>(S, tile);
+  }
+  template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
+    i32 begin = (i32)tile.begin, end = (i32)tile.end, first = computed_here(item.q + warp_row);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        auto row = scores.row(first + 16 * m + tile::lane_row(r), item.h);
+#pragma unroll
+        for (int k = 0; k < 4 * kN; ++k) {
+          int n = k / 4, c = k / 2 % 2, e = k % 2;
+          float &s = S[m][n].x[c][2 * r + e];
+          s = scores.score(s, row, begin + 16 * n + tile::lane_column(c, e), kByPosition, end);
+        }
+      }
+    }
+  }
+
+  // P = exp2(S * unit - M); O += P V
+  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kDv / 16], Accumulator (&S)[kM][kN], Softmax<kM> &softmax,
+                                               const KeyTile &tile, int stage) const {
+    tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
+#pragma unroll
+    for (int pair = 0; pair < kN; pair += 2) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        softmax.exponentiate(S[m][pair], m, scores.unit);
+        softmax.exponentiate(S[m][pair + 1], m, scores.unit);
+        if constexpr (F.dropout) dropout.apply(S[m][pair], S[m][pair + 1], item.q + warp_row + 16 * m, (i32)tile.begin + 16 * pair);
+      }
+#pragma unroll
+      for (int n = pair; n < pair + 2; ++n) {
+        Left p[kM];
+#pragma unroll
+        for (int m = 0; m < kM; ++m) p[m] = tile::rounded<T>(S[m][n]);
+#pragma unroll
+        for (int c = 0; c < kDv / 16; ++c) {
+          Right value = V.load(16 * n, 16 * c);
+#pragma unroll
+          for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], p[m], value);
+        }
+      }
+    }
+  }
+
+  // Where something is hidden, it must stay so even if V is not finite there. What is set aside takes K's place.
+  __device__ __forceinline__ void set_specials_aside(Accumulator (&O)[kM][kDv / 16], const Accumulator (&S)[kM][kN], int stage) const {
+    Specials<C.dtype, C.tile_k, kDv, kThreads> specials{v_shared + stage * kVBytes, k_shared + stage * kKBytes};
+    static_assert(specials.kBytes <= kKBytes);
+    if (!__syncthreads_or(specials.found(computed_here(threadIdx.x)))) return; // and nobody reads K any more
+    specials.set_aside(computed_here(threadIdx.x));
+    __syncthreads();
+    specials.add(O, Seen<kM, kN>(S));
+    __syncthreads();
+  }
+
+  // O / l and LSE to memory.
+  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kDv / 16], Softmax<kM> &softmax) {
+    constexpr float kLog2e = 1.44269504088896340736f;
+    bool whole = a.splits == 1;
+    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      int m = i / 2, r = i % 2;
+      RowEnd end(softmax.M[m][r], tile::row_sum(softmax.l[m][r]), sink);
+      float factor = end.factor * dropout.dropout.factor();
+#pragma unroll
+      for (int k = 0; k < kDv / 4; ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= factor;
+      i32 q = item.q + warp_row + 16 * m + tile::lane_row(r);
+      if (q >= scores.seqlen_q) continue;
+      if (!whole) {
+        i64 row = item.split * in.rows() + in.row_index(item.b, item.h, sequence.q0 + q);
+        if (tile::lane_column(0, 0) == 0) a.partial_lse[row] = end.lse;
+        float *out = a.partial_out + row * in.head_dim_v;
+#pragma unroll
+        for (int k = 0; k < kDv / 4; ++k) {
+          int c = 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
+          if (c < in.head_dim_v) out[c] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
+        }
+      } else if (a.lse && tile::lane_column(0, 0) == 0) {
+        *a.lse.at<float>(item.b, item.h, sequence.q0 + q, 0) = end.lse;
+      }
+    }
+    if (whole) store_o(O);
+  }
+  __device__ __forceinline__ void store_o(const Accumulator (&O)[kM][kDv / 16]) {
+    cp_async_wait<0>();
+    __syncthreads(); // Q's place is O's now
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int c = 0; c < kDv / 16; ++c) tile::store<kDv>(q_shared, warp_row + 16 * m, 16 * c, tile::rounded<T>(O[m][c]));
+    }
+    __syncthreads();
+    T *out = a.out.at<T>(item.b, item.h, sequence.q0 + item.q, 0);
+    tile::store<C.tile_q, kDv, kThreads, kAligned>(
+        tile::Matrix<T>{out, a.out.stride[2], a.out.stride[3], scores.seqlen_q - item.q, in.head_dim_v}, q_shared, threadIdx.x);
+  }
+};
+
+} // namespace strobe::mma

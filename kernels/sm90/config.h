@@ -1,0 +1,39 @@
+// What a Hopper kernel is compiled for: FP16 and BF16 on wgmma, fed by the copy engine (sm_90a).
+#pragma once
+#include "../attention/features.h"
+
+namespace strobe::sm90 {
+
+// How far m, which scores are measured against, may stay behind the running maximum.
+inline constexpr i32 kExact = 0;   // not at all
+inline constexpr i32 kLagging = 1; // by a factor of 2^8 in P: most tiles need no rescaling
+inline constexpr i32 kFixed = 2;   // without bound after a row's first whole tile: no maximum is taken; a tile of queries that overflows is
+                                   // flagged, and computed again by a kernel that lags
+
+struct Config {
+  i32 dtype;                // kF16 or kBF16
+  i32 head_dim, head_dim_v; // rounded up to multiples of 16
+  i32 warpgroups;           // that compute; each owns 64 queries of the tile
+  i32 tile_k;               // a multiple of 16
+  i32 stages;               // tiles of K, and of V, in shared memory at a time
+  i32 registers_load, registers_compute;
+  i32 q_in_registers;
+  i32 o_in_q;    // O leaves through Q's place in shared memory, else through its own
+  i32 reference; // kExact, kLagging or kFixed
+  i32 redo;      // computes only the tiles that are flagged
+  Features features;
+
+  STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
+  STROBE_FN constexpr i32 threads() const { return 128 * (warpgroups + 1); }
+  // Tiles in shared memory are blocks of 64 columns.
+  STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }
+  STROBE_FN constexpr i32 columns_v() const { return (head_dim_v + 63) / 64 * 64; }
+  STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q() * (o_in_q ? max(columns(), columns_v()) : columns()); }
+  STROBE_FN constexpr i32 o_bytes() const { return o_in_q ? 0 : 2 * tile_q() * columns_v(); }
+  STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * columns(); }
+  STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * columns_v(); }
+  // Q, O, the stages of K, those of V; then barriers and the tiles' bounds; and what aligning to 1024 may cost.
+  STROBE_FN constexpr i32 shared_bytes() const { return q_bytes() + o_bytes() + stages * (k_bytes() + v_bytes()) + 1024 + 1024; }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,48 @@
+// Online softmax of the two rows that a lane holds of a warpgroup's S: s[4j + 2r + e] is row r, column 8j + e (and the lane's share). M is the
+// reference in exp2's unit: P = exp2(S * unit - M).
+#pragma once
+#include "../ptx/math.h"
+#include "../tile/registers.h"
+#include "config.h"
+
+namespace strobe::sm90 {
+
+struct Softmax {
+  float M[2] = {minus_infinity<float>(), minus_infinity<float>()};
+  float l[2] = {0, 0}; // of the columns that this lane has seen
+
+  // Takes a tile's maxima in; alpha is what l was multiplied by, and O must be. Without a branch: O may be in the making meanwhile.
+  template <i32 kReference, int N> __device__ __forceinline__ void follow(const float (&s)[N], float unit, float (&alpha)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float x = s[2 * r], y = s[2 * r + 1];
+#pragma unroll
+      for (int j = 1; j < N / 4; ++j) x = fmaxf(x, s[4 * j + 2 * r]), y = fmaxf(y, s[4 * j + 2 * r + 1]);
+      float top = tile::row_max(fmaxf(x, y)) * unit, before = M[r];
+      float now = kReference == kExact ? fmaxf(before, top) : top > before + 8.0f ? top : before;
+      alpha[r] = now == before ? 1.0f : exp2(before - now);
+      M[r] = now;
+      l[r] *= alpha[r];
+    }
+  }
+
+  // S -> P. kSet: both rows have a reference.
+  template <bool kSet, int N> __device__ __forceinline__ void exponentiate(float (&s)[N], float unit) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float negative = !kSet && M[r] == minus_infinity<float>() ? 0.0f : -M[r], x = 0, y = 0;
+#pragma unroll
+      for (int j = 0; j < N / 4; ++j) {
+        float &p = s[4 * j + 2 * r], &q = s[4 * j + 2 * r + 1];
+        x += p = exp2(__fmaf_rn(p, unit, negative));
+        y += q = exp2(__fmaf_rn(q, unit, negative));
+      }
+      l[r] += x + y;
+    }
+  }
+
+  // Whether P may have left what bf16 and fp32 hold: O is then worth nothing.
+  __device__ __forceinline__ bool overflowed() const { return !(l[0] < 1e30f && l[1] < 1e30f); }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,102 @@
+// Tiles between global and shared memory, by kThreads threads, of which this one is number `thread`.
+#pragma once
+#include "shared.h"
+
+namespace strobe::tile {
+
+// A matrix in global memory; what lies beyond its rows and columns is not touched, and read as zero.
+template <class T> struct Matrix {
+  T *data;
+  i64 row_stride, column_stride; // elements
+  i32 rows, columns;
+  __device__ __forceinline__ T *row(i32 i) const { return data + i * row_stride; }
+};
+
+// Which chunks of a tile a thread copies: chunk + k * kAcross of row + i * kDown.
+template <int kRows, int kColumns, int kThreads> struct Share {
+  using L = Layout<kColumns>;
+  static constexpr int kAcross = min(L::kPower, 32), kAlong = L::kChunks / kAcross;
+  static constexpr int kDown = kThreads / kAcross, kSteps = (int)div_up(kRows, kDown);
+  int chunk, row;
+  __device__ __forceinline__ explicit Share(int thread) : chunk(thread % kAcross), row(thread / kAcross) {}
+  __device__ __forceinline__ bool inside(int i) const { return kRows % kDown == 0 || row + i * kDown < kRows; }
+};
+
+// Global to shared memory; m: a Matrix, or what has its row(), rows, columns and column_stride. kAligned (for both directions): columns lie side by side; base, rows and m.columns are multiples of 16 bytes; the
+// copies are asynchronous.
+template <int kRows, int kColumns, int kThreads, bool kAligned, class Rows>
+__device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
+  using S = Share<kRows, kColumns, kThreads>;
+  S s(thread);
+#pragma unroll
+  for (int k = 0; k < S::kAlong; ++k) {
+    int chunk = s.chunk + k * S::kAcross;
+    i32 columns = m.columns - 8 * chunk, rows = columns > 0 ? m.rows - s.row : 0;
+    i64 column = 8 * chunk * (kAligned ? 1 : m.column_stride);
+#pragma unroll
+    for (int i = 0; i < S::kSteps; ++i) {
+      if (!s.inside(i)) continue;
+      auto source = m.row(s.row + i * S::kDown) + column;
+      u32 target = base + S::L::offset(s.row + i * S::kDown, chunk);
+      bool valid = i * S::kDown < rows;
+      if constexpr (kAligned) {
+        cp_async(target, source, valid);
+      } else {
+        u32 x[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (valid && e < columns) x[e / 2] |= (u32)source[e * m.column_stride].bits << 16 * (e % 2);
+        }
+        store_shared(target, x);
+      }
+    }
+  }
+}
+
+// The same of a whole, aligned tile: all rows and columns are there.
+template <int kRows, int kColumns, int kThreads, class T>
+__device__ __forceinline__ void load_whole(u32 base, const T *data, i64 row_stride, int thread) {
+  using S = Share<kRows, kColumns, kThreads>;
+  S s(thread);
+#pragma unroll
+  for (int k = 0; k < S::kAlong; ++k) {
+    int chunk = s.chunk + k * S::kAcross;
+    const T *source = data + s.row * row_stride + 8 * chunk;
+    u32 target = base + S::L::offset(s.row, chunk);
+#pragma unroll
+    for (int i = 0; i < S::kSteps; ++i, source += S::kDown * row_stride) {
+      // the chunks' permutation comes again every 8 rows
+      if (s.inside(i)) cp_async(S::kDown % 8 == 0 ? target + i * S::kDown * S::L::kPitch : base + S::L::offset(s.row + i * S::kDown, chunk), source);
+    }
+  }
+}
+
+// Shared to global memory.
+template <int kRows, int kColumns, int kThreads, bool kAligned, class T>
+__device__ __forceinline__ void store(const Matrix<T> &m, u32 base, int thread) {
+  using S = Share<kRows, kColumns, kThreads>;
+  S s(thread);
+#pragma unroll
+  for (int k = 0; k < S::kAlong; ++k) {
+    int chunk = s.chunk + k * S::kAcross;
+    i32 columns = m.columns - 8 * chunk, rows = columns > 0 ? m.rows - s.row : 0;
+    i64 column = 8 * chunk * (kAligned ? 1 : m.column_stride);
+#pragma unroll
+    for (int i = 0; i < S::kSteps; ++i) {
+      if (!s.inside(i) || i * S::kDown >= rows) continue;
+      T *target = m.row(s.row + i * S::kDown) + column;
+      u32 x[4];
+      load_shared(x, base + S::L::offset(s.row + i * S::kDown, chunk));
+      if constexpr (kAligned) {
+        store_global(target, x);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (e < columns) target[e * m.column_stride].bits = (unsigned short)(x[e / 2] >> 16 * (e % 2));
+        }
+      }
+    }
+  }
+}
+
+} // namespace strobe::tile

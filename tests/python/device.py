@@ -1,0 +1,43 @@
+"""Where the tests run: STROBE_TEST_DEVICE=cuda moves every call to the GPU, strides and all, and its results back."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import strobe
+from cases import Inputs
+
+DEVICE = os.environ.get("STROBE_TEST_DEVICE", "cpu")
+
+
+def moved(t: Tensor, device: str) -> Tensor:
+    """t with its strides, 0 and gaps included, on another device."""
+    if t.device.type == device:
+        return t
+    storage = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())  # type: ignore[call-overload]
+    return torch.as_strided(storage.to(device), t.size(), t.stride(), t.storage_offset())
+
+
+def _moved(x: Any, device: str) -> Any:
+    if isinstance(x, Tensor):
+        return moved(x, device)
+    return x.to(device) if isinstance(x, strobe.BlockMask) else x
+
+
+def on_device(inputs: Inputs, device: str) -> Inputs:
+    """NumPy calls, which know the CPU alone, become calls with torch tensors."""
+    if device == "cpu":
+        return inputs
+    tensors = {name: _moved(getattr(inputs, name), device) for name in ("q", "k", "v", "dout", "dlse")}
+    options = {name: _moved(x, device) for name, x in inputs.options.items()}
+    return dataclasses.replace(inputs, **tensors, options=options, numpy=False)
+
+
+def here(engine: str) -> bool:
+    """Whether the engine computes where the tests run."""
+    return engine.startswith("cuda-") == (DEVICE == "cuda") and not engine.startswith("ladder-")
