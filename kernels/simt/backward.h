@@ -102,12 +102,18 @@ private:
 #pragma unroll
     for (int i = 0; i < kRows; i += WM)
 #pragma unroll
-      for (int j = 0; j < kAcross; ++j) {
+      for (int j = 0; j < kAcross; j += WN) {
         const i32 r = grid.template row<WM>(i), c = grid.template column<WN>(j);
-        Pack<T, WM> x;
+        Pack<T, WN> x[WM];
 #pragma unroll
-        for (int w = 0; w < WM; ++w) x.x[w] = from[(r + w) * C.p_stride() + c];
-        *reinterpret_cast<Pack<T, WM> *>(to + c * C.pt_stride() + r) = x;
+        for (int m = 0; m < WM; ++m) x[m] = read<T, WN>(from + (r + m) * C.p_stride() + c);
+#pragma unroll
+        for (int n = 0; n < WN; ++n) {
+          Pack<T, WM> y;
+#pragma unroll
+          for (int m = 0; m < WM; ++m) y.x[m] = x[m].x[n];
+          *reinterpret_cast<Pack<T, WM> *>(to + (c + n) * C.pt_stride() + r) = y;
+        }
       }
   }
   // How many key tiles add to the query tile at q0 before tile n does.

@@ -69,15 +69,22 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
     if (q0 + r >= q1) row.end = 0;
     const T lse = rows.lse[r], excess = rows.excess[r], D = rows.delta[r];
 #pragma unroll
-    for (int j = 0; j < kKeys; ++j) {
-      const i32 c = grid.template column<WN>(j), key = k0 + c;
-      T &p = P[r * C.p_stride() + c], &ds = dS[r * C.p_stride() + c], slope;
-      const T s = scores.score(p, row, key, by_position, k1, slope);
-      const bool hidden = s == minus_infinity<T>(), kept = kept_of(r, c);
-      const T x = hidden ? T(0) : exp2((fma(s, scale, -lse) - excess) * log2_e<T>());
-      T dp = ds;
-      if constexpr (C.features.dropout) dp = kept ? dp * factor : T(0);
-      write(p, ds, x, kept, hidden ? T(0) : x * (dp - D), slope);
+    for (int j = 0; j < kKeys; j += WN) {
+      const i32 c = grid.template column<WN>(j);
+      auto &p_place = *reinterpret_cast<Pack<T, WN> *>(P + r * C.p_stride() + c);
+      auto &ds_place = *reinterpret_cast<Pack<T, WN> *>(dS + r * C.p_stride() + c);
+      Pack<T, WN> p = p_place, ds = ds_place;
+#pragma unroll
+      for (int w = 0; w < WN; ++w) {
+        T slope;
+        const T s = scores.score(p.x[w], row, k0 + c + w, by_position, k1, slope);
+        const bool hidden = s == minus_infinity<T>(), kept = kept_of(r, c + w);
+        const T x = hidden ? T(0) : exp2((fma(s, scale, -lse) - excess) * log2_e<T>());
+        T dp = ds.x[w];
+        if constexpr (C.features.dropout) dp = kept ? dp * factor : T(0);
+        write(p.x[w], ds.x[w], x, kept, hidden ? T(0) : x * (dp - D), slope);
+      }
+      p_place = p, ds_place = ds;
     }
   }
 }

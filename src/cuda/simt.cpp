@@ -56,7 +56,7 @@ constexpr Shape kForwardShapes[] = {{128, 64, 16, 8}, {64, 128, 8, 16}, {64, 64,
 constexpr Shape kBackwardShapes[] = {{128, 64, 8, 16}, {64, 64, 8, 16}, {64, 32, 8, 16}, {32, 64, 8, 16}, {32, 32, 8, 16},
                                      {64, 16, 8, 16},  {32, 16, 8, 16}, {16, 64, 8, 16}, {16, 32, 8, 16}, {16, 16, 8, 16}};
 
-// The first shape that registers and shared memory hold and that the blocks of a sparse mask divide into; of those, where there are wishes,
+// The first shape that shared memory and, if any, registers hold and that the blocks of a sparse mask divide into; of those, where there are wishes,
 // the one that comes nearest; and none that is longer than the queries if a shorter one will do.
 bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
   const std::span<const Shape> shapes = kind == Kind::forward ? std::span<const Shape>(kForwardShapes) : kBackwardShapes;
@@ -66,10 +66,11 @@ bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
     Config c = config;
     c.tile_q = shape.tile_q, c.tile_k = shape.tile_k, c.threads_q = shape.threads_q, c.threads_k = shape.threads_k;
     if (p.blocks.present && (p.blocks.block_q % c.tile_q || (kind != Kind::forward && p.blocks.block_k % c.tile_k))) continue;
-    if (shared_bytes(c, kind) > device.shared_per_block || registers(c, kind) > most_registers(c)) continue;
+    if (shared_bytes(c, kind) > device.shared_per_block) continue;
     const auto off = [](int64_t wish, int32_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / got)) : 0.0; };
     const int64_t spare = c.tile_q - std::max<int64_t>(16, p.longest_q());
     double cost = 1e3 * (off(p.tile_q, c.tile_q) + off(p.tile_k, c.tile_k)) + (spare >= 16 ? double(spare) : 0.0);
+    cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c))); // they would spill
     if (p.blocks.present && p.blocks.block_k % c.tile_k) cost += 10.0 * c.tile_k / double(p.blocks.block_k); // computed, not kept
     if (cost < least) least = cost, best = c;
   }
