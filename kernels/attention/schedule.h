@@ -11,9 +11,10 @@ struct BlockRow {
   const i32 *cols;
   i64 count;
   i64 block; // keys per block
-  STROBE_FN bool keeps(i64 key) const {
+  STROBE_FN bool keeps(i32 key) const {
+    i32 column = (i32)((u32)key / (u32)block);
     for (i64 i = 0; i < count; ++i) {
-      if (cols[i] == key / block) return true;
+      if (cols[i] == column) return true;
     }
     return !cols;
   }

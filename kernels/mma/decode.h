@@ -97,10 +97,13 @@ private:
     for (int i = 0; i < C.stages - 1; ++i) load();
     cp_async_wait<C.stages - 1>();
     __syncthreads();
-    Left Q[kM][kD / 16];
     tile::Blocks<Left, kD> q_blocks(q_shared);
+    constexpr bool kKeepQ = kM * kD <= 128; // in registers
+    Left Q[kM][kD / 16];
+    if constexpr (kKeepQ) {
 #pragma unroll
-    for (int i = 0; i < kM * kD / 16; ++i) Q[i / (kD / 16)][i % (kD / 16)] = q_blocks.load(i / (kD / 16) * 16, i % (kD / 16) * 16);
+      for (int i = 0; i < kM * kD / 16; ++i) Q[i / (kD / 16)][i % (kD / 16)] = q_blocks.load(i / (kD / 16) * 16, i % (kD / 16) * 16);
+    }
 
     Accumulator O[kM][kDv / 16] = {};
     Softmax<kM> softmax;
@@ -115,6 +118,10 @@ private:
       tile::Blocks<Right, kD> K(k_shared + stage * kKBytes);
 #pragma unroll
       for (int c = 0; c < kD / 16; ++c) {
+        if constexpr (!kKeepQ) {
+#pragma unroll
+          for (int m = 0; m < kM; ++m) Q[m][c] = q_blocks.load(16 * m, 16 * c);
+        }
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
           Right key = K.load(16 * n, 16 * c);

@@ -28,7 +28,7 @@ template <int kRows, int kColumns, int kThreads, bool kAligned, class Rows>
 __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   using S = Share<kRows, kColumns, kThreads>;
   S s(thread);
-#pragma unroll
+#pragma unroll(kAligned ? S::kAlong : 1)
   for (int k = 0; k < S::kAlong; ++k) {
     int chunk = s.chunk + k * S::kAcross;
     i32 columns = m.columns - 8 * chunk, rows = columns > 0 ? m.rows - s.row : 0;
