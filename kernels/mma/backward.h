@@ -281,11 +281,11 @@ private:
     for (int span = 0; span < kQueries; span += kSpan) {
       int n0 = span + dim_warp * kStep;
       Accumulator s[kKeys][kStep] = {}, P[kKeys][kStep];
-      multiply<T, kD>(s, shared + key_warp * kKeys * 16 * kD * 2, shared + kQ + stage * C.q_bytes() + n0 * 16 * kD * 2);
+      multiply<T, kD, kCareful>(s, shared + key_warp * kKeys * 16 * kD * 2, shared + kQ + stage * C.q_bytes() + n0 * 16 * kD * 2);
       const Tile &t = tile_of(iteration);
       i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
       auto lse = [&](float (&x)[4], int n) { load_shared<0>(x, lse_of(stage, n0 + n)); };
-      if (t.queries.masked)
+      if (kCareful || t.queries.masked)
         probabilities<F, true, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       else
         probabilities<F, false, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
@@ -348,10 +348,11 @@ private:
           for (int m = 1; m < kKeys; ++m) s[m][n] = s[0][n];
         }
       }
-      multiply<T, kDv>(s, shared + kV + key_warp * kKeys * 16 * kDv * 2, shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
+      multiply<T, kDv, kCareful>(s, shared + kV + key_warp * kKeys * 16 * kDv * 2,
+                                 shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
       barrier_sync(barrier_of_p(span / kSpan), 64 * C.dim_warps);
       Left dS[kKeys][kStep];
-      if (kHides || tile_of(iteration).queries.masked)
+      if (kCareful || kHides || tile_of(iteration).queries.masked)
         differentiate<true>(dS, s, factor, n0, stage);
       else
         differentiate<false>(dS, s, factor, n0, stage);

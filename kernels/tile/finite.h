@@ -52,6 +52,7 @@ __device__ __forceinline__ void spoil(Accumulator &d, const Accumulator &count) 
 // Is there one among the bytes (a multiple of 16) at base? This thread's share.
 template <class T> __device__ __forceinline__ bool any_not_finite(u32 base, int bytes, int thread, int threads) {
   u32 found = 0;
+#pragma unroll 1
   for (int i = 16 * thread; i < bytes; i += 16 * threads) {
     u32 x[4];
     load_shared(x, base + i);
