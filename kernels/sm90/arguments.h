@@ -14,8 +14,7 @@ struct MappedOperand {
 struct HopperForwardArguments {
   ForwardArguments a;
   MappedOperand q, k, v;
-  u32 *flags; // kFixed and redo: (items, warpgroups), a byte a warp: overflowed
-  i64 items;
+  i64 items; // tiles of queries
 };
 
 } // namespace strobe::inline STROBE_ISA
