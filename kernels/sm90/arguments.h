@@ -1,6 +1,7 @@
 // What the Hopper kernels are called with.
 #pragma once
 #include "../attention/arguments.h"
+#include "../attention/divisor.h"
 #include "../ptx/tensor_map.h"
 
 namespace strobe::inline STROBE_ISA {
@@ -14,7 +15,10 @@ struct MappedOperand {
 struct HopperForwardArguments {
   ForwardArguments a;
   MappedOperand q, k, v;
-  i64 items; // tiles of queries
+  u32 items; // tiles of queries: `tiles` of each of batch * heads heads
+  i32 tiles;
+  // Heads come in bundles, a.bundle of them, that share the L2 cache; their number is a multiple.
+  Divisor bundle_items, bundle, heads, group;
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -104,6 +104,7 @@ template <Config C> struct Forward {
     }
   }
 
+  // Tells the copy engine what to fetch.
   struct Load {
     const Arguments &a;
     const Inputs &in;
@@ -112,37 +113,36 @@ template <Config C> struct Forward {
     u32 q_parity = 0, verdicts = 0;
 
     __device__ __forceinline__ void all() {
-      Item before{0, 0, 0, kNone};
+      tma_prefetch(a.q.map), tma_prefetch(a.k.map), tma_prefetch(a.v.map);
+      Item before{0, 0, 0, kNone}, redo = before; // before: loaded last
+      u32 round = 0;
       i32 kind = C.reference == kFixed ? kOnce : kSafely;
-      for (u32 round = 0;; ++round) {
-        // There and back again: if the items shrink, every block gets about the same.
-        const u32 x = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        Item item{0, 0, 0, kNone};
-        if (x < a.items) {
-          item = this->item(x, kind);
-          const Sequence sequence = in.sequence(item.b);
-          if (item.q >= sequence.band.seqlen_q) continue;
-          load(item, sequence);
-        }
-        if (C.reference == kFixed && before.kind == kOnce && overflowed()) { // again, and no more risks
-          kind = before.kind = kSafely;
-          load(before, in.sequence(before.b));
-        }
+#pragma unroll 1
+      for (;;) {
+        const Item item = redo.kind != kNone ? redo : next(round, kind);
+        if (item.kind != kNone) load(item);
+        redo.kind = kNone;
+        if (C.reference == kFixed && before.kind == kOnce && overflowed()) redo = before, redo.kind = kind = kSafely; // and no more risks
+        if (item.kind == kNone && redo.kind == kNone) break;
         before = item;
-        if (item.kind == kNone) break;
       }
       mbarrier_wait(shared.q_empty(), q_parity ^ 1);
       write(shared.item(), 0, 0, 0, kNone);
       mbarrier_arrive(shared.q_full());
     }
 
-    // Heads in bundles that share the L2 cache, in a bundle the last (longest, if causal) tile first.
-    __device__ __forceinline__ Item item(u32 x, i32 kind) const {
-      const u32 tiles = (u32)div_up(in.seqlen_q, C.tile_q()), all = (u32)(in.batch * in.heads);
-      const u32 first = x / (tiles * a.a.bundle) * a.a.bundle, size = min(all - first, (u32)a.a.bundle);
-      x -= first * tiles;
-      const u32 bh = first + x % size;
-      return {(i32)(bh / in.heads), (i32)(bh % in.heads), (i32)(tiles - 1 - x / size) * C.tile_q(), kind};
+    // Within a bundle the last (longest, if causal) tile first. The blocks draw there and back again, so that of shrinking items each gets about
+    // the same.
+    __device__ __forceinline__ Item next(u32 &round, i32 kind) const {
+      for (;;) {
+        const u32 x = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        if (x >= a.items) return {0, 0, 0, kNone};
+        ++round;
+        const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle.divide(within);
+        const u32 head = bundle * a.bundle.by + within - tile * a.bundle.by, b = a.heads.divide(head);
+        const Item item{(i32)b, (i32)(head - b * a.heads.by), (a.tiles - 1 - (i32)tile) * C.tile_q(), kind};
+        if (!in.cu_seqlens_q || item.q < in.sequence(item.b).band.seqlen_q) return item;
+      }
     }
 
     // The verdict on the next item of kind kOnce that has none yet.
@@ -154,33 +154,35 @@ template <Config C> struct Forward {
       return yes;
     }
 
-    __device__ __forceinline__ void load(const Item &item, const Sequence &sequence) {
-      const i32 kv = item.h / in.group;
+    __device__ __forceinline__ void load(const Item &item) {
+      const Sequence sequence = in.sequence(item.b);
+      const BasicBand<i32> band = narrow(sequence.band);
+      const i32 kv = (i32)a.group.divide(item.h), k0 = (i32)sequence.k0;
       BlockRow row{nullptr, 0, 0};
       if constexpr (F.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
-      Schedule tiles(sequence.band, item.q, min((i64)item.q + C.tile_q(), sequence.band.seqlen_q), kN, 16, row);
-      KeyTile next;
+      BasicSchedule<i32> tiles(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN, 16, row);
+      BasicKeyTile<i32> next;
       bool more = tiles.next(next);
       if (!more) next = {0, 0, true};
       i32 before = -1; // where the tile begins whose V is still to be loaded
+#pragma unroll 1
       do {
-        const KeyTile tile = next;
+        const BasicKeyTile<i32> tile = next;
         more = more && tiles.next(next);
         mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
-        write(shared.tile(k.index), (i32)tile.begin, (i32)tile.end, tile.masked || tile.end - tile.begin < kN, !more);
-        load<C.columns(), C.k_bytes()>(a.k, shared.k_full(k.index), shared.k + k.index * C.k_bytes(), (i32)(sequence.k0 + tile.begin), kv,
-                                       item.b);
+        write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
+        load<C.columns(), C.k_bytes()>(a.k, shared.k_full(k.index), shared.k + k.index * C.k_bytes(), k0 + tile.begin, kv, item.b);
         k.advance();
         if (before < 0)
-          load_q(item, sequence);
+          load_q(item, (i32)sequence.q0 + item.q);
         else
-          load_v(sequence, before, kv, item.b);
-        before = (i32)tile.begin;
+          load_v(k0 + before, kv, item.b);
+        before = tile.begin;
       } while (more);
-      load_v(sequence, before, kv, item.b);
+      load_v(k0 + before, kv, item.b);
     }
 
-    __device__ __forceinline__ void load_q(const Item &item, const Sequence &sequence) {
+    __device__ __forceinline__ void load_q(const Item &item, i32 row) {
       mbarrier_wait(shared.q_empty(), q_parity ^ 1);
       q_parity ^= 1;
       write(shared.item(), item.b, item.h, item.q, item.kind);
@@ -188,11 +190,11 @@ template <Config C> struct Forward {
       for (int w = 0; w < C.warpgroups; ++w)
         for (int c = 0; c < C.columns(); c += 64)
           tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kBlock * (c / 64), a.q.map, shared.q_full(), c,
-                   (i32)sequence.q0 + item.q + 64 * w, item.h * a.q.head_step, item.b * a.q.batch_step);
+                   row + 64 * w, item.h * a.q.head_step, item.b * a.q.batch_step);
     }
-    __device__ __forceinline__ void load_v(const Sequence &sequence, i32 begin, i32 kv, i32 b) {
+    __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
       mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);
-      load<C.columns_v(), C.v_bytes()>(a.v, shared.v_full(v.index), shared.v + v.index * C.v_bytes(), (i32)sequence.k0 + begin, kv, b);
+      load<C.columns_v(), C.v_bytes()>(a.v, shared.v_full(v.index), shared.v + v.index * C.v_bytes(), row, kv, b);
       v.advance();
     }
     template <int kColumns, u32 kBytes>
@@ -238,9 +240,8 @@ template <Config C> struct Forward {
       const typename Scores<F, float>::Row rows[2] = {scores.row(q + 16 * warp + tile::lane_row(0), item.h),
                                                       scores.row(q + 16 * warp + tile::lane_row(1), item.h)};
       // Keys that some query of this warpgroup sees by position.
-      const Range visible = q < scores.seqlen_q ? sequence.band.keys_any(q, min(q + 64, scores.seqlen_q)) : Range{0, 0};
-      const i32 first = (i32)visible.begin, end = (i32)visible.end;
-      auto sees = [&](const Tile &t) { return t.begin < end && t.end > first; };
+      const auto visible = q < scores.seqlen_q ? narrow(sequence.band).keys_any(q, min(q + 64, scores.seqlen_q)) : BasicRange<i32>{0, 0};
+      auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
       Softmax softmax;
       bool follows = true; // the reference follows the maxima
 
@@ -337,6 +338,7 @@ template <Config C> struct Forward {
         release(shared.v_empty(v.index));
         v.advance();
       } else if constexpr (!C.q_in_registers) {
+        __syncwarp();
         release(shared.q_empty());
       }
       if (!sees(t)) { // this one, and what follows it

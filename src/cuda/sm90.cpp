@@ -47,6 +47,17 @@ MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t he
   return operand;
 }
 
+// Heads whose tiles run together: as many as share the L2 cache. Where later tiles take longer, a block's share of them evens out if a bundle is
+// small beside what all blocks draw at once, or large.
+int64_t bundle(const Problem &p, int64_t tiles, bool uneven) {
+  constexpr int64_t kCache = 16 << 20, kMost = 16;
+  const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), heads = p.batch * p.heads;
+  int64_t most = std::clamp<int64_t>(kCache / head_bytes, 1, kMost);
+  if (uneven) most = tiles > 64 ? kMost : std::max<int64_t>(1, 64 / std::max<int64_t>(1, tiles));
+  while (most > 1 && heads % most) most--;
+  return most;
+}
+
 Config configuration(const Problem &p) {
   Config c{};
   c.dtype = i32(p.dtype);
@@ -59,8 +70,7 @@ Config configuration(const Problem &p) {
   else if (widest <= 128)
     c.warpgroups = 2, c.tile_k = 128, c.registers_load = 24, c.registers_compute = 240;
   else
-    c.warpgroups = 2, c.tile_k = widest <= 192 ? 96 : 80, c.registers_load = 24, c.registers_compute = 240, c.q_in_registers = 0,
-    c.o_in_q = 1;
+    c.warpgroups = 2, c.tile_k = widest <= 192 ? 96 : 80, c.registers_load = 24, c.registers_compute = 240, c.q_in_registers = 0;
   const bool fixed = p.dtype == DType::bf16 && !c.features.mask && !c.features.bias;
   c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
   return c;
@@ -71,7 +81,7 @@ public:
   const char *name() const override { return "cuda-sm90"; }
 
 protected:
-  Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
+  Made program(const Problem &p, Direction direction, const Device &device, Scratch &) const override {
     if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (direction == Direction::backward) return "has no backward yet";
@@ -96,22 +106,21 @@ protected:
     HopperForwardArguments a{};
     a.a = forward_arguments(p);
     const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-    a.items = tiles(p.seqlen_q, config.tile_q()) * p.batch * p.heads;
-    if (a.items > (int64_t{1} << 31)) return text(a.items, " tiles of queries; accepted are 2^31");
-    a.a.bundle = i32(std::clamp<int64_t>(int64_t(16) << 20 / std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), 1, 16));
+    const int64_t heads = p.batch * p.heads, tiles_of_head = tiles(p.seqlen_q, config.tile_q()), items = tiles_of_head * heads;
+    if (items > int64_t{1} << 30) return text(items, " tiles of queries; accepted are 2^30");
+    const bool persistent = !config.features.blocks && !p.varlen; // else the items differ, and the GPU hands them out better
+    a.items = uint32_t(items), a.tiles = i32(tiles_of_head);
+    a.a.bundle = i32(bundle(p, tiles_of_head, persistent && config.features.band));
+    a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * tiles_of_head)));
+    a.bundle = Divisor::make(uint32_t(a.a.bundle));
+    a.heads = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))), a.group = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
     if (p.q && p.k && p.v) {
       a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
       a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
       a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     }
-    if (config.reference == sm90::kFixed) a.flags = scratch.take<u32>(a.items * config.warpgroups);
-    const bool persistent = !config.features.band && !config.features.blocks && !p.varlen;
-    const int64_t grid = persistent ? std::min<int64_t>(a.items, device.sms) : a.items;
+    const int64_t grid = persistent ? std::min<int64_t>(items, device.sms) : items;
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
-    if (config.reference == sm90::kFixed) {
-      config.reference = sm90::kLagging, config.redo = 1;
-      program.steps.push_back(Launch(kForward, config, std::min<int64_t>(a.items, device.sms), config.threads(), config.shared_bytes(), a));
-    }
     constexpr double kRate = 600e12, kStart = 4e-6;
     program.predicted_seconds = kStart + flops(p, direction) / kRate;
     return program;
