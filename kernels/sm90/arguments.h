@@ -12,6 +12,11 @@ struct MappedOperand {
   i32 head_step, batch_step;
 };
 
+struct alignas(16) TicketCounter {
+  u32 count;
+  u32 mark[3]; // that count is meant
+};
+
 struct HopperForwardArguments {
   ForwardArguments a;
   MappedOperand q, k, v;
@@ -19,6 +24,7 @@ struct HopperForwardArguments {
   i32 tiles;
   // Heads come in bundles, a.bundle of them, that share the L2 cache; their number is a multiple.
   Divisor bundle_items, bundle, heads, group;
+  TicketCounter *tickets; // for who computes which; unused if there are as many blocks as items
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -12,6 +12,7 @@
 #include "arguments.h"
 #include "config.h"
 #include "softmax.h"
+#include "tickets.h"
 
 namespace strobe::sm90 {
 
@@ -33,13 +34,15 @@ template <Config C> struct Forward {
           messages(barriers + 256) {}
     __device__ __forceinline__ u32 q_full() const { return barriers; }
     __device__ __forceinline__ u32 q_empty() const { return barriers + 8; }
-    __device__ __forceinline__ u32 judged(u32 n) const { return barriers + 16 + 8 * (n & 1); }
-    __device__ __forceinline__ u32 k_full(int stage) const { return barriers + 32 + 32 * stage; }
-    __device__ __forceinline__ u32 k_empty(int stage) const { return barriers + 40 + 32 * stage; }
-    __device__ __forceinline__ u32 v_full(int stage) const { return barriers + 48 + 32 * stage; }
-    __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 56 + 32 * stage; }
+    __device__ __forceinline__ u32 item_full() const { return barriers + 16; }
+    __device__ __forceinline__ u32 item_empty() const { return barriers + 24; }
+    __device__ __forceinline__ u32 judged(u32 n) const { return barriers + 32 + 8 * (n % 2); }
+    __device__ __forceinline__ u32 k_full(int stage) const { return barriers + 48 + 32 * stage; }
+    __device__ __forceinline__ u32 k_empty(int stage) const { return barriers + 56 + 32 * stage; }
+    __device__ __forceinline__ u32 v_full(int stage) const { return barriers + 64 + 32 * stage; }
+    __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 72 + 32 * stage; }
     __device__ __forceinline__ u32 item() const { return messages; }
-    __device__ __forceinline__ u32 overflow(u32 n) const { return messages + 16 + 4 * (n & 1); }
+    __device__ __forceinline__ u32 overflow(u32 n) const { return messages + 16 + 4 * (n % 2); }
     __device__ __forceinline__ u32 tile(int stage) const { return messages + 32 + 16 * stage; }
   };
   // Named barrier: it is this warpgroup's turn, + its number.
@@ -54,13 +57,13 @@ template <Config C> struct Forward {
     }
   };
 
-  // What the loading thread tells the others: a tile of queries, which reaches them with Q, or that there is none left;
+  // What the assigning thread tells the others: a tile of queries, or that there is none left.
   enum Kind : i32 { kNone, kOnce, kSafely }; // kOnce: with the fixed reference
   struct Item {
     i32 b, h, q;
     i32 kind;
   };
-  // a tile of keys, which reaches them with K.
+  // What the loading thread tells the others: a tile of keys. It reaches them with K.
   struct Tile {
     i32 begin, end;
     i32 masked, last;
@@ -81,6 +84,8 @@ template <Config C> struct Forward {
     if (threadIdx.x == 0) {
       mbarrier_init(shared.q_full(), 1);
       mbarrier_init(shared.q_empty(), 4 * C.warpgroups);
+      mbarrier_init(shared.item_full(), 1);
+      mbarrier_init(shared.item_empty(), 4 * C.warpgroups + 1);
       for (int n = 0; n < 2; ++n) {
         mbarrier_init(shared.judged(n), 4 * C.warpgroups);
         store_shared(shared.overflow(n), 0);
@@ -98,11 +103,67 @@ template <Config C> struct Forward {
     if (warpgroup == 0) {
       registers_lower<C.registers_load>();
       if (threadIdx.x == 0) Load{a, a.a.in, shared}.all();
+      if (threadIdx.x == 32) Assign{a, a.a.in, shared}.all();
     } else {
       registers_raise<C.registers_compute>();
       Compute(a, shared, warpgroup - 1).all();
     }
   }
+
+  // Decides which tiles of queries this block computes.
+  struct Assign {
+    const Arguments &a;
+    const Inputs &in;
+    const SharedMemory &shared;
+    u32 told = 0, verdicts = 0;
+
+    __device__ __forceinline__ void all() {
+      Item before{0, 0, 0, kNone};
+      i32 kind = C.reference == kFixed ? kOnce : kSafely;
+      bool first = true;
+#pragma unroll 1
+      for (u32 x = blockIdx.x; x < a.items;) {
+        const Item item = this->item(x, kind);
+        if (item.kind != kNone) tell(item);
+        x = a.items;
+        if (gridDim.x < a.items) {
+          const u32 ticket = first ? first_ticket(a.tickets) : next_ticket(a.tickets);
+          first = false;
+          if (ticket == a.items - 1) return_tickets(a.tickets);
+          x = gridDim.x + ticket;
+        }
+        if (item.kind == kNone) continue;
+        if (overflowed(before)) kind = kSafely; // and no more risks
+        before = item;
+      }
+      overflowed(before);
+      tell({0, 0, 0, kNone});
+    }
+
+    // Within a bundle of heads the last (longest, if causal) tile first.
+    __device__ __forceinline__ Item item(u32 x, i32 kind) const {
+      const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle.divide(within);
+      const u32 head = bundle * a.bundle.by + within - tile * a.bundle.by, b = a.heads.divide(head);
+      const i32 q = (a.tiles - 1 - (i32)tile) * C.tile_q();
+      const bool empty = in.cu_seqlens_q && q >= in.sequence(b).band.seqlen_q;
+      return {(i32)b, (i32)(head - b * a.heads.by), q, empty ? kNone : kind};
+    }
+    __device__ __forceinline__ void tell(const Item &item) {
+      mbarrier_wait(shared.item_empty(), told++ % 2 ^ 1);
+      write(shared.item(), item.b, item.h, item.q, item.kind);
+      mbarrier_arrive(shared.item_full());
+    }
+    // Waits for the verdict on an item that was computed kOnce; has it computed again if need be.
+    __device__ __forceinline__ bool overflowed(const Item &item) {
+      if (item.kind != kOnce) return false;
+      const u32 n = verdicts++;
+      mbarrier_wait(shared.judged(n), n / 2 % 2);
+      if (!load_shared(shared.overflow(n))) return false;
+      store_shared(shared.overflow(n), 0);
+      tell({item.b, item.h, item.q, kSafely});
+      return true;
+    }
+  };
 
   // Tells the copy engine what to fetch.
   struct Load {
@@ -110,48 +171,18 @@ template <Config C> struct Forward {
     const Inputs &in;
     const SharedMemory &shared;
     Stage k{}, v{};
-    u32 q_parity = 0, verdicts = 0;
+    u32 items = 0;
 
     __device__ __forceinline__ void all() {
       tma_prefetch(a.q.map), tma_prefetch(a.k.map), tma_prefetch(a.v.map);
-      Item before{0, 0, 0, kNone}, redo = before; // before: loaded last
-      u32 round = 0;
-      i32 kind = C.reference == kFixed ? kOnce : kSafely;
 #pragma unroll 1
-      for (;;) {
-        const Item item = redo.kind != kNone ? redo : next(round, kind);
-        if (item.kind != kNone) load(item);
-        redo.kind = kNone;
-        if (C.reference == kFixed && before.kind == kOnce && overflowed()) redo = before, redo.kind = kind = kSafely; // and no more risks
-        if (item.kind == kNone && redo.kind == kNone) break;
-        before = item;
+      for (;; ++items) {
+        mbarrier_wait(shared.item_full(), items % 2);
+        const Item item = read<Item>(shared.item());
+        mbarrier_arrive(shared.item_empty());
+        if (item.kind == kNone) break;
+        load(item);
       }
-      mbarrier_wait(shared.q_empty(), q_parity ^ 1);
-      write(shared.item(), 0, 0, 0, kNone);
-      mbarrier_arrive(shared.q_full());
-    }
-
-    // Within a bundle the last (longest, if causal) tile first. The blocks draw there and back again, so that of shrinking items each gets about
-    // the same.
-    __device__ __forceinline__ Item next(u32 &round, i32 kind) const {
-      for (;;) {
-        const u32 x = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        if (x >= a.items) return {0, 0, 0, kNone};
-        ++round;
-        const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle.divide(within);
-        const u32 head = bundle * a.bundle.by + within - tile * a.bundle.by, b = a.heads.divide(head);
-        const Item item{(i32)b, (i32)(head - b * a.heads.by), (a.tiles - 1 - (i32)tile) * C.tile_q(), kind};
-        if (!in.cu_seqlens_q || item.q < in.sequence(item.b).band.seqlen_q) return item;
-      }
-    }
-
-    // The verdict on the next item of kind kOnce that has none yet.
-    __device__ __forceinline__ bool overflowed() {
-      const u32 n = verdicts++;
-      mbarrier_wait(shared.judged(n), n / 2 % 2);
-      const bool yes = load_shared(shared.overflow(n)) != 0;
-      store_shared(shared.overflow(n), 0);
-      return yes;
     }
 
     __device__ __forceinline__ void load(const Item &item) {
@@ -183,9 +214,7 @@ template <Config C> struct Forward {
     }
 
     __device__ __forceinline__ void load_q(const Item &item, i32 row) {
-      mbarrier_wait(shared.q_empty(), q_parity ^ 1);
-      q_parity ^= 1;
-      write(shared.item(), item.b, item.h, item.q, item.kind);
+      mbarrier_wait(shared.q_empty(), items % 2 ^ 1);
       mbarrier_expect(shared.q_full(), C.q_bytes());
       for (int w = 0; w < C.warpgroups; ++w)
         for (int c = 0; c < C.columns(); c += 64)
@@ -212,7 +241,7 @@ template <Config C> struct Forward {
     const SharedMemory &shared;
     const int w, lane, warp; // warpgroup; warp within it
     Stage k{}, v{};
-    u32 q_parity = 0, verdicts = 0;
+    u32 verdicts = 0;
     float O[kDv / 2], S[kN / 2];
     u32 P[kN / 4], Q[C.q_in_registers ? kD / 4 : 1];
 
@@ -222,11 +251,13 @@ template <Config C> struct Forward {
 
     __device__ __forceinline__ void all() {
       if (C.warpgroups > 1 && w == C.warpgroups - 1) barrier_arrive(kTurn, 256); // the first turn is warpgroup 0's
-      for (;;) {
-        mbarrier_wait(shared.q_full(), q_parity);
-        q_parity ^= 1;
+      for (u32 items = 0;; ++items) {
+        mbarrier_wait(shared.item_full(), items % 2);
         const Item item = read<Item>(shared.item());
+        __syncwarp();
+        release(shared.item_empty());
         if (item.kind == kNone) break;
+        mbarrier_wait(shared.q_full(), items % 2);
         compute(item);
       }
     }
