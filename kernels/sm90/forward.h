@@ -298,7 +298,7 @@ template <Config C> struct Forward {
       auto next = [&](Tile &t) {
         if constexpr (C.reference == kFixed) follows = follows && (t.masked || item.kind == kSafely);
         if (t.last) return false;
-        t = wait_tile();
+        t = wait_tile(__any_sync(0xFFFFFFFFu, softmax.l[0] + softmax.l[1] < 0)); // it is not: but the compiler has to finish the softmax first
         return sees(t);
       };
 
@@ -383,8 +383,8 @@ template <Config C> struct Forward {
       finish(item, sequence, scores.seqlen_q, softmax, dropout.dropout.factor());
     }
 
-    __device__ __forceinline__ Tile wait_tile() {
-      mbarrier_wait(shared.k_full(k.index), k.parity);
+    __device__ __forceinline__ Tile wait_tile(bool other_parity = false) {
+      mbarrier_wait(shared.k_full(k.index), k.parity ^ other_parity);
       return read<Tile>(shared.tile(k.index));
     }
     __device__ __forceinline__ void release(u32 empty) const {

@@ -47,15 +47,14 @@ MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t he
   return operand;
 }
 
-// Heads whose tiles run together: as many as share the L2 cache. Where later tiles take longer, a block's share of them evens out if a bundle is
-// small beside what all blocks draw at once, or large.
-int64_t bundle(const Problem &p, int64_t tiles, bool uneven) {
+// Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
+int64_t bundle(const Problem &p) {
   constexpr int64_t kCache = 16 << 20, kMost = 16;
+  const bool uneven = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen || p.blocks.present;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), heads = p.batch * p.heads;
-  int64_t most = std::clamp<int64_t>(kCache / head_bytes, 1, kMost);
-  if (uneven) most = tiles > 64 ? kMost : std::max<int64_t>(1, 64 / std::max<int64_t>(1, tiles));
-  while (most > 1 && heads % most) most--;
-  return most;
+  int64_t size = uneven ? kMost : std::clamp<int64_t>(kCache / head_bytes, 1, kMost);
+  while (size > 1 && heads % size) size--;
+  return size;
 }
 
 Config configuration(const Problem &p) {
@@ -81,7 +80,7 @@ public:
   const char *name() const override { return "cuda-sm90"; }
 
 protected:
-  Made program(const Problem &p, Direction direction, const Device &device, Scratch &) const override {
+  Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (direction == Direction::backward) return "has no backward yet";
@@ -108,9 +107,8 @@ protected:
     const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
     const int64_t heads = p.batch * p.heads, tiles_of_head = tiles(p.seqlen_q, config.tile_q()), items = tiles_of_head * heads;
     if (items > int64_t{1} << 30) return text(items, " tiles of queries; accepted are 2^30");
-    const bool persistent = !config.features.blocks && !p.varlen; // else the items differ, and the GPU hands them out better
     a.items = uint32_t(items), a.tiles = i32(tiles_of_head);
-    a.a.bundle = i32(bundle(p, tiles_of_head, persistent && config.features.band));
+    a.a.bundle = i32(bundle(p));
     a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * tiles_of_head)));
     a.bundle = Divisor::make(uint32_t(a.a.bundle));
     a.heads = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))), a.group = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
@@ -119,7 +117,8 @@ protected:
       a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
       a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     }
-    const int64_t grid = persistent ? std::min<int64_t>(items, device.sms) : items;
+    const int64_t grid = std::min<int64_t>(items, device.sms);
+    if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
     constexpr double kRate = 600e12, kStart = 4e-6;
     program.predicted_seconds = kStart + flops(p, direction) / kRate;
