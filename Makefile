@@ -18,7 +18,7 @@ NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src p
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-cpp test-python test-long notebook lint format sanitize-cpu cross bench wheel clean
+.PHONY: help setup train test test-cpp test-python test-long test-gpu sanitize bench-gpu prewarm lint format sanitize-cpu cross bench wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -76,6 +76,22 @@ sanitize-cpu: $(VENV)/.python ## the C++ tests under AddressSanitizer and Undefi
 	  -DCMAKE_CXX_FLAGS='-O1 -fno-var-tracking-assignments' # more takes minutes to compile
 	$(CMAKE) --build build/sanitize --parallel $(JOBS)
 	$(CTEST) --test-dir build/sanitize
+
+# The GPU. The kernels are compiled when first used; `make prewarm` does so without a GPU, into a cache that can be taken along.
+
+ARCHS ?= 80 90 120
+
+prewarm: setup ## compile the shipped kernels for ARCHS="80 90 120" into STROBE_CACHE_DIR (~/.cache/strobe); no kernel may spill
+	$(BIN)/strobe prewarm $(foreach arch,$(ARCHS),--arch $(arch)) --max-spill 0 $(ARGS)
+
+test-gpu: setup ## the contract on a GPU, recorded in tests/gpu-record.json
+	$(BIN)/python tests/gpu/record.py $(ARGS)
+
+sanitize: setup ## compute-sanitizer over a cover of the contract on a GPU
+	$(BIN)/python tests/gpu/sanitize.py $(ARGS)
+
+bench-gpu: setup ## speed on a GPU beside PyTorch's backends, in one run
+	$(BIN)/strobe bench gpu --json bench/results/gpu.json $(ARGS)
 
 cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
 	tests/cross/run $(CMAKE) $(JOBS)

@@ -146,7 +146,7 @@ typedef struct strobe_plan {
   uint64_t size;
   const char *engine;       /* e.g. "cpu-avx512" */
   int64_t tile_q, tile_k;   /* the tile (Br, Bc) that runs */
-  uint64_t workspace_bytes; /* device or host scratch, linear in the sequence */
+  uint64_t workspace_bytes; /* device or host scratch, linear in the sequence, but for a byte per 16 queries x 32 keys of a mask (CPU) */
   double predicted_seconds;
 } strobe_plan;
 

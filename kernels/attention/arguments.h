@@ -82,7 +82,8 @@ struct BackwardArguments {
   void *delta;                                             // (rows): D = rowsum(dO * O) - dLSE, in lse's type
   float *dq_sum;                                           // (rows, head_dim rounded up to 32): where several key tiles add to dQ
   u32 *turns;                                              // deterministic: (query tiles of all rows) who may add next
-  i32 deterministic, reserved;
+  i32 deterministic;
+  i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -43,9 +43,9 @@ private:
   i32 rows;                  // of the sequence
   Scores<F, float> scores;
   Dropout<F> dropout;
+  int warp = (int)threadIdx.x / 32;
   unsigned char *shared;
   u32 q_shared, k_shared, v_shared; // K, V: this warp's
-  int warp = (int)threadIdx.x / 32;
 
   static constexpr u32 kKBytes = C.tile_k * kD * 2, kVBytes = C.tile_k * kDv * 2;
   static constexpr int kOPitch = kDv + 8; // floats; spreads rows over the banks

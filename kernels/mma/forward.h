@@ -6,6 +6,7 @@
 #include "config.h"
 #include "dropout.h"
 #include "softmax.h"
+#include "specials.h"
 
 namespace strobe::mma {
 
@@ -41,11 +42,9 @@ template <Config C> struct Forward {
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
-    const Inputs &in = a.in;
     Item item(a);
-    Sequence sequence = in.sequence(item.b);
-    if (item.q >= sequence.band.seqlen_q) return;
-    Forward(a, item, sequence, shared_address(shared)).compute();
+    Sequence sequence = a.in.sequence(item.b);
+    if (item.q < sequence.band.seqlen_q) Forward(a, item, sequence, shared_address(shared)).compute();
   }
 
 private:
@@ -115,8 +114,9 @@ private:
       multiply_q_k(S, stage);
       finish_scores(S, tile);
       softmax.template follow<C.exact_max>(S, scores.unit, O);
+      if constexpr (C.stages == 1) arrive(); // V is here, and nobody reads K any more
+      if (masked(tile)) set_specials_aside(O, S, stage);
       if constexpr (C.stages == 1) {
-        arrive(); // V is here, and nobody reads K any more
         if (more) load_k(next, 0);
         cp_async_commit();
       }
@@ -149,10 +149,12 @@ private:
     }
   }
 
+  static __device__ __forceinline__ bool by_position(const KeyTile &tile) { return tile.masked || tile.end - tile.begin < C.tile_k; }
+  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || by_position(tile); }
+
   // Raw products -> scores, -inf where hidden.
   __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    bool masked = tile.masked || tile.end - tile.begin < C.tile_k;
-    if (masked)
+    if (by_position(tile))
       finish_scores<true>(S, tile);
     else if constexpr (F.additive() || F.mask)
       finish_scores<false>(S, tile);
@@ -199,6 +201,17 @@ private:
         }
       }
     }
+  }
+
+  // Where something is hidden, it must stay so even if V is not finite there. What is set aside takes K's place.
+  __device__ __forceinline__ void set_specials_aside(Accumulator (&O)[kM][kDv / 16], const Accumulator (&S)[kM][kN], int stage) const {
+    Specials<C.dtype, C.tile_k, kDv, kThreads> specials{v_shared + stage * kVBytes, k_shared + stage * kKBytes};
+    static_assert(specials.kBytes <= kKBytes);
+    if (!__syncthreads_or(specials.found(computed_here(threadIdx.x)))) return; // and nobody reads K any more
+    specials.set_aside(computed_here(threadIdx.x));
+    __syncthreads();
+    specials.add(O, Seen<kM, kN>(S));
+    __syncthreads();
   }
 
   // O / l and LSE to memory.

@@ -43,6 +43,17 @@ template <int kM> struct Softmax {
       for (int k = 0; k < 4 * kDv; ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= alpha;
     }
   }
+  // Whether all of O and l is.
+  template <int kDv> __device__ __forceinline__ bool finite(const Accumulator (&O)[kM][kDv]) const {
+    float zero = 0; // or NaN
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int k = 0; k < 8 * kDv; ++k) zero = __fmaf_rn(O[m][k / 8].x[k / 4 % 2][k % 4], 0.0f, zero);
+      zero += (l[m][0] + l[m][1]) * 0.0f;
+    }
+    return zero == 0;
+  }
 
   // What scores are measured against: M, or 0 in a row that has seen nothing yet (-inf - -inf is not a number).
   __device__ __forceinline__ float reference(int m, int r) const { return M[m][r] == minus_infinity<float>() ? 0.0f : M[m][r]; }

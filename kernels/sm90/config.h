@@ -15,7 +15,7 @@ struct Config {
   i32 head_dim, head_dim_v; // rounded up to multiples of 16
   i32 warpgroups;           // that compute; each owns 64 queries of the tile
   i32 tile_k;               // a multiple of 16
-  i32 stages;               // tiles of K, and of V, in shared memory at a time
+  i32 stages;               // tiles of K, and of V, in shared memory at a time: at most 6
   i32 registers_load, registers_compute;
   i32 q_in_registers;
   i32 reference; // kExact, kLagging or kFixed

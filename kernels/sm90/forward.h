@@ -25,6 +25,7 @@ template <Config C> struct Forward {
   static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
   static constexpr u32 kBlock = 64 * 2; // bytes of a row in shared memory
+  static_assert(C.stages <= 6, "the barriers' place");
 
   // Shared memory, from an address that is a multiple of 1024.
   struct SharedMemory {

@@ -53,6 +53,24 @@ __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   }
 }
 
+// The same of a whole, aligned tile: all rows and columns are there.
+template <int kRows, int kColumns, int kThreads, class T>
+__device__ __forceinline__ void load_whole(u32 base, const T *data, i64 row_stride, int thread) {
+  using S = Share<kRows, kColumns, kThreads>;
+  S s(thread);
+#pragma unroll
+  for (int k = 0; k < S::kAlong; ++k) {
+    int chunk = s.chunk + k * S::kAcross;
+    const T *source = data + s.row * row_stride + 8 * chunk;
+    u32 target = base + S::L::offset(s.row, chunk);
+#pragma unroll
+    for (int i = 0; i < S::kSteps; ++i, source += S::kDown * row_stride) {
+      // the chunks' permutation comes again every 8 rows
+      if (s.inside(i)) cp_async(S::kDown % 8 == 0 ? target + i * S::kDown * S::L::kPitch : base + S::L::offset(s.row + i * S::kDown, chunk), source);
+    }
+  }
+}
+
 // Shared to global memory.
 template <int kRows, int kColumns, int kThreads, bool kAligned, class T>
 __device__ __forceinline__ void store(const Matrix<T> &m, u32 base, int thread) {

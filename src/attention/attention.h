@@ -98,8 +98,9 @@ struct Problem {
 
   __attribute__((always_inline)) int64_t group() const { return heads_kv > 0 ? heads / heads_kv : 1; } // query heads per key head
 
-  // No sequence has more queries, whatever max_seqlen_q bounds.
+  // No sequence has more queries or keys, whatever max_seqlen_q and max_seqlen_k bound.
   __attribute__((always_inline)) int64_t longest_q() const { return seqlen_q < total_q ? seqlen_q : total_q; }
+  __attribute__((always_inline)) int64_t longest_k() const { return seqlen_k < total_k ? seqlen_k : total_k; }
 
   // The sequence b: its first packed token and its length (dense: row 0 of batch b). cu_seqlens is clamped, never trusted.
   struct Rows {

@@ -116,6 +116,7 @@ bool TensorChecks::memory(const char *argument, const strobe_tensor &t, Access a
 }
 
 bool TensorChecks::contiguous(const char *argument, const strobe_tensor &t) {
+  if (std::find(t.shape, t.shape + t.rank, 0) != t.shape + t.rank) return true; // no elements: NumPy's strides are 0 there
   int64_t stride = 1;
   for (int32_t a = t.rank - 1; a >= 0; a--) {
     if (t.shape[a] > 1 && t.strides[a] != stride) {

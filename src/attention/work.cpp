@@ -9,7 +9,7 @@ double visible_scores(const Problem &p) {
   if (p.window_right != kUnbounded && p.window_left != kUnbounded)
     keys = std::min(k, double(p.window_left) + double(p.window_right) + 1);
   else if (p.window_right != kUnbounded || p.window_left != kUnbounded)
-    keys = k / 2;
+    keys = q < k ? k - q / 2 : k / 2; // of a triangle, or of the trapezium where the queries are the last ones
   double share = 1;
   if (p.blocks.present)
     share = double(p.blocks.kept) / std::max(1.0, double(p.blocks.batch * p.blocks.heads * p.blocks.rows * p.blocks.cols));

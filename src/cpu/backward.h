@@ -12,12 +12,12 @@ template <class Math> struct BackwardScratch {
   typename KeySource<Math>::Scratch k, v;
   ScoreScratch<T> score;
   Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
-  T *s, *dp, *dq, *lse, *excess, *delta, *ones, *row, *keep = nullptr, *slopes = nullptr;
+  T *s, *dp, *dq, *lse, *dlse, *excess, *delta, *sum, *rest, *ones, *row, *keep = nullptr, *slopes = nullptr;
   T *wide_p, *wide_ds; // of a piece with something hidden and something not finite
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)),
-        score(arena, problem, Math::kChunk, tile.width, max(max(problem.head_dim, problem.head_dim_v), Math::kChunk)) {
+        score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
     const int64_t d = problem.head_dim, dv = problem.head_dim_v, pieces = pieces_of(tile);
     q = arena.take<Element>(pieces * Math::lanes_size(tile.width, d));
     d_o = arena.take<Element>(pieces * Math::lanes_size(tile.width, dv));
@@ -26,34 +26,38 @@ template <class Math> struct BackwardScratch {
     p_rows = arena.take<Element>(Math::scores_size(tile.k, tile.q));
     ds_lanes = arena.take<Element>(Math::scores_size(tile.k, tile.width));
     ds_rows = arena.take<Element>(Math::scores_size(tile.k, tile.q));
-    s = arena.take<T>((Math::kScoresInPlace ? tile.k : Math::kChunk) * tile.width);
-    dp = arena.take<T>((Math::kScoresInPlace ? tile.k : Math::kChunk) * tile.width);
+    s = arena.take<T>(tile.k * tile.width);
+    dp = arena.take<T>(tile.k * tile.width);
     dq = arena.take<T>(round_to(d, 16) * tile.q);
     lse = arena.take<T>(tile.q);
+    dlse = arena.take<T>(tile.q);
     excess = arena.take<T>(tile.q);
     delta = arena.take<T>(tile.q);
+    sum = arena.take<T>(tile.q);
+    rest = arena.take<T>(tile.q);
     ones = arena.take<T>(tile.q);
     row = arena.take<T>(2 * round_to(dv, 16));
-    if (problem.dropout > 0) keep = arena.take<T>(Math::kChunk * tile.width);
+    if (problem.dropout > 0) keep = arena.take<T>(tile.k * tile.width);
     wide_p = arena.take<T>(tile.k * tile.width);
     wide_ds = arena.take<T>(tile.k * tile.width);
-    if (problem.softcap > 0) slopes = arena.take<T>(Math::kChunk * tile.width);
+    if (problem.softcap > 0) slopes = arena.take<T>(tile.k * tile.width);
   }
 };
 
-// A tile of queries, ready: Q and dO as lanes and as rows, LSE and D - dLSE.
+// A tile of queries, ready: Q and dO as lanes and as rows, LSE, D and dLSE.
 template <class Math> struct QueryTile {
   using T = typename Math::Real;
   int64_t i0, i1, rows, pieces, width;
   bool finite; // Q and dO are
   bool large;  // some LSE is so large that its rounding shows in P
+  bool whole;  // all keys that they see lie in one tile
   typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows, do_rows;
 
   int64_t piece_lanes(int64_t n) const { return min((i64)width, (i64)(i1 - i0 - n * width)); }
   int64_t piece_width(int64_t n) const { return min((i64)width, (i64)(rows - n * width)); }
 };
 
-// D_i - dLSE_i, D_i = sum_c dO_ic O_ic (FlashAttention-2, section 3.1.2), in double: one rounding for the whole row.
+// D_i = sum_c dO_ic O_ic (FlashAttention-2, section 3.1.2), in double: one rounding for the whole row.
 template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t token, T *buffer) {
   const Problem &p = *head.p;
   const int64_t dv = p.head_dim_v, ld = round_to(dv, 16);
@@ -61,12 +65,12 @@ template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t t
   load_row(p.out, head.b, head.h, token, 0, dv, buffer + ld);
   double sum = 0;
   for (int64_t c = 0; c < dv; ++c) sum += double(buffer[c]) * double(buffer[ld + c]);
-  return p.dlse ? sum - double(*p.dlse.at<T>(head.b, head.h, token, 0)) : sum;
+  return sum;
 }
 
 template <class Math>
-void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, bool rows_too, BackwardScratch<Math> &scratch,
-                  QueryTile<Math> &out) {
+void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, const TileSizes &tile, int64_t i0, bool rows_too,
+                  BackwardScratch<Math> &scratch, QueryTile<Math> &out) {
   using T = typename Math::Real;
   const Problem &p = *head.p;
   const int64_t d = p.head_dim, dv = p.head_dim_v, token = head.q0 + i0;
@@ -95,44 +99,88 @@ void load_queries(const Head<typename Math::Real> &head, const TileSizes &tile, 
     T lse = real ? *p.lse.at<T>(head.b, head.h, token + i, 0) : T(0);
     scratch.lse[i] = real && lse != -kInfinity<T> ? lse : kInfinity<T>; // P = 0 in lanes past the end and in rows that see nothing
     out.large |= real && __builtin_fabs(double(lse)) > large && __builtin_isfinite(lse);
+    scratch.dlse[i] = real && p.dlse ? *p.dlse.at<T>(head.b, head.h, token + i, 0) : T(0);
     scratch.delta[i] = real ? T(row_delta(head, token + i, scratch.row)) : T(0);
+  }
+  KeyTiles<T> tiles(head, mask, tile, i0, out.i1);
+  KeyTile keys;
+  out.whole = tiles.next(keys) && !tiles.next(keys);
+}
+
+// Where a row sees few keys, or all its P falls to one, dP and D cancel; summed up apart, in different orders, they leave their rounding. And
+// rounded to its last bit, a large LSE is off by eps |LSE|, and P = e^(s - LSE) by that factor, in a whole row. So rows whose keys lie in
+// one tile, and those of a tile where some LSE is large, are summed up once more, P and P (dP - D), and D and P follow from the sums.
+template <class Math>
+__attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, const TileSpan &t, int64_t lane,
+                                        const typename Math::Real *s, const typename Math::Real *dp, BackwardScratch<Math> &scratch) {
+  using T = typename Math::Real;
+  using V = Vec<T>;
+  const V natural(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074));
+  for (int64_t c = 0; c < t.width; c += V::kLanes) {
+    const V lse = V::load(scratch.lse + lane + c), delta = V::load(scratch.delta + lane + c);
+    V sum = V::load(scratch.sum + lane + c), rest = V::load(scratch.rest + lane + c);
+    for (int64_t j = 0; j < t.keys; ++j) {
+      const int64_t at = j * t.width + c;
+      const V prob = Math::power((V::load(s + at) * natural - lse) * log2e);
+      V grad = V::load(dp + at);
+      if (head.dropout) grad *= V::load(scratch.keep + at);
+      sum += prob;
+      rest += select(prob == V(T(0)), V(T(0)), prob * (grad - delta));
+    }
+    sum.store(scratch.sum + lane + c);
+    rest.store(scratch.rest + lane + c);
   }
 }
 
-// Rounded to its last bit, a large LSE is off by eps |LSE|, and P = e^(s - LSE) by that factor, in a whole row. So where some LSE is large
-// the rows are summed up once more: P = e^(s - LSE) / sum. excess = log2 of the sum.
+// From the sums: D = sum of P dP / sum of P, the sink's P among the latter; excess = log2 of the sum of P.
 template <class Math>
-__attribute__((noinline)) void normalise(const Head<typename Math::Real> &head, const TileSizes &tile, const QueryTile<Math> &queries,
-                                         const KeyPair<Math> &source, BackwardScratch<Math> &scratch) {
+__attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head, bool large, int64_t lane, int64_t width,
+                                           BackwardScratch<Math> &scratch) {
   using T = typename Math::Real;
   using V = Vec<T>;
   const Problem &p = *head.p;
-  const V natural(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074));
-  Schedule schedule(head.band, queries.i0, queries.i1, tile.k, kKeyAlign, head.blocks(queries.i0));
-  for (KeyTile keys; schedule.next(keys);) {
+  const T sink = p.sinks ? load_as<T>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0)) : -kInfinity<T>;
+  for (int64_t c = lane; c < lane + width; c += V::kLanes) {
+    const V delta = V::load(scratch.delta + c), rest = V::load(scratch.rest + c);
+    const V of_sink = Math::power((V(sink) - V::load(scratch.lse + c)) * V(T(1.4426950408889634074)));
+    const V sum = V::load(scratch.sum + c) + of_sink;
+    select(sum == V(T(0)), delta, delta + (rest - of_sink * delta) / sum).store(scratch.delta + c);
+    sum.store(scratch.sum + c);
+  }
+  for (int64_t i = lane; large && i < lane + width; ++i) {
+    const double sum = double(scratch.sum[i]);
+    scratch.excess[i] = sum > 0 && __builtin_isfinite(sum) ? T(__builtin_log2(sum)) : T(0);
+  }
+}
+
+// The sums of a whole tile of queries, ahead of its gradients.
+template <class Math>
+__attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, const TileSizes &tile, const QueryTile<Math> &queries,
+                                        const KeyPair<Math> &source, BackwardScratch<Math> &scratch) {
+  using T = typename Math::Real;
+  const Problem &p = *head.p;
+  fill(scratch.sum, queries.rows, T(0));
+  fill(scratch.rest, queries.rows, T(0));
+  KeyTiles<T> tiles(head, source.mask, tile, queries.i0, queries.i1);
+  for (KeyTile keys; tiles.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
+    auto v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
     for (int64_t n = 0; n < queries.pieces; ++n) {
       const int64_t lane = n * queries.width, width = queries.piece_width(n);
       Piece<T> piece;
-      if (!make_piece(head, queries.i0 + lane, queries.piece_lanes(n), width, keys, piece)) continue;
+      if (!make_piece(head, source.mask, queries.i0 + lane, queries.piece_lanes(n), width, keys, piece)) continue;
       for (int64_t done = 0; done < piece.span.keys; done += Math::kChunk) {
         const TileSpan t = piece.span.chunk(done, Math::kChunk);
         Math::multiply(t.keys, width, p.head_dim, Math::rows_from(k.keys.rows, t.j0 - k.origin), queries.q[n], scratch.s, width, false);
-        if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, scratch.s, (T *)nullptr);
-        for (int64_t c = 0; c < width; c += V::kLanes) {
-          const V lse = V::load(scratch.lse + lane + c);
-          V sum = V::load(scratch.excess + lane + c);
-          for (int64_t j = 0; j < t.keys; ++j) sum += Math::power((V::load(scratch.s + j * width + c) * natural - lse) * log2e);
-          sum.store(scratch.excess + lane + c);
-        }
+        Math::multiply(t.keys, width, p.head_dim_v, Math::rows_from(v.keys.rows, t.j0 - v.origin), queries.d_o[n], scratch.dp, width,
+                       false);
+        apply_options(head, piece, t, scratch.score, scratch.s, (T *)nullptr);
+        if (head.dropout) load_keep(head, t, scratch.keep);
+        add_rows(head, t, lane, scratch.s, scratch.dp, scratch);
       }
     }
   }
-  const double sink = p.sinks ? load_as<double>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0)) : -__builtin_inf();
-  for (int64_t i = 0; i < queries.rows; ++i) {
-    double sum = double(scratch.excess[i]) + __builtin_exp(sink - double(scratch.lse[i]));
-    scratch.excess[i] = sum > 0 && __builtin_isfinite(sum) ? T(__builtin_log2(sum)) : T(0);
-  }
+  settle_rows(head, queries.large, 0, queries.rows, scratch);
 }
 
 // P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, a chunk of keys at a time, handed on by pairs of keys:
@@ -148,22 +196,30 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   const int64_t lane = n * queries.width, width = piece.span.width;
   const bool masked = piece.masked(head);
   const V natural(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074)); // s * natural is the score
-  for (int64_t done = 0; done < piece.span.keys; done += Math::kChunk) {
-    const TileSpan t = piece.span.chunk(done, Math::kChunk);
+  const int64_t step = queries.whole ? piece.span.keys : Math::kChunk;                 // D needs all scores of the rows at once
+  for (int64_t done = 0; done < piece.span.keys; done += step) {
+    const TileSpan t = piece.span.chunk(done, step);
     T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0), *dp = scratch.dp + (Math::kScoresInPlace ? done * width : 0);
     Math::multiply(t.keys, width, p.head_dim, Math::rows_from(k_rows, done), queries.q[n], s, width, false);      // S = K Q^T
     Math::multiply(t.keys, width, p.head_dim_v, Math::rows_from(v_rows, done), queries.d_o[n], dp, width, false); // dP = V dO^T
-    if (piece.options(head)) apply_options(head, t, piece.band_masked, piece.use_mask, scratch.score, s, scratch.slopes);
+    apply_options(head, piece, t, scratch.score, s, scratch.slopes);
     if (head.dropout) load_keep(head, t, scratch.keep);
+    if (queries.whole) {
+      fill(scratch.sum + lane, width, T(0));
+      fill(scratch.rest + lane, width, T(0));
+      add_rows(head, t, lane, s, dp, scratch);
+      settle_rows(head, queries.large, lane, width, scratch);
+    }
     for (int64_t c = 0; c < width; c += L) {
-      const V delta = V::load(scratch.delta + lane + c);
+      const V delta = V::load(scratch.delta + lane + c), dlse = V::load(scratch.dlse + lane + c);
       const V lse = V::load(scratch.lse + lane + c), excess = V::load(scratch.excess + lane + c);
       auto element = [&](int64_t at, V &prob, V &grad) __attribute__((always_inline)) {
         const V score = V::load(s + at);
         prob = Math::power((score * natural - lse) * log2e - excess);
         grad = V::load(dp + at);
         const V keep = head.dropout ? V::load(scratch.keep + at) : V(T(1));
-        grad = prob * (head.dropout ? grad * keep - delta : grad - delta);
+        grad = (head.dropout ? grad * keep : grad) - delta;
+        grad = prob * (p.dlse ? grad + dlse : grad); // dP and D may cancel: dLSE is not to be rounded with either
         if (scratch.slopes && kThroughSoftcap) grad *= V::load(scratch.slopes + at);
         if (masked) { // hidden, or past the last query: 0, whatever LSE, dP and D are
           const auto hidden = (score == V(-kInfinity<T>)) | (lse == V(kInfinity<T>));
@@ -192,7 +248,7 @@ template <class T> struct KeyGradients {
   int64_t size_dk, size_dv;
   int64_t tiles = 0;
 
-  static int64_t keys(const Problem &p) { return round_to(p.seqlen_k < p.total_k ? p.seqlen_k : p.total_k, 16); }
+  static int64_t keys(const Problem &p) { return round_to(p.longest_k(), 16); }
   static int64_t sums(int64_t tiles) { return tiles > kRun ? 2 : 1; }
   static int64_t size(const Problem &p, int64_t tiles) {
     return sums(tiles) * keys(p) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16));
@@ -272,12 +328,12 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16);
   const bool want_dq(p.dq), want_dk(p.dk), want_dv(p.dv);
   QueryTile<Math> queries;
-  load_queries(head, tile, i0, want_dk || want_dv, scratch, queries);
-  if (queries.large) normalise(head, tile, queries, source, scratch);
+  load_queries(head, source.mask, tile, i0, want_dk || want_dv, scratch, queries);
+  if (queries.large && !queries.whole) sum_rows(head, tile, queries, source, scratch);
   fill(scratch.dq, ldk * queries.rows, T(0));
 
-  Schedule schedule(head.band, i0, queries.i1, tile.k, kKeyAlign, head.blocks(i0));
-  for (KeyTile keys; schedule.next(keys);) {
+  KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
+  for (KeyTile keys; tiles.next(keys);) {
     typename KeySource<Math>::Tile k{}, v{};
     bool loaded = false;
     // dV += P^T dO and dK += dS^T Q over the queries [lane, lane + count) of the tile
@@ -286,13 +342,11 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       if (want_dk) Math::multiply(t.keys, ldk, count, grads, Math::right_from(queries.q_rows, lane), sums.dk + t.j0 * ldk, ldk, true);
     };
     TileSpan spans[kMaxPieces];
-    bool joint = Math::kJointQueries; // every piece takes part in the whole tile
     for (int64_t n = 0; n < queries.pieces; ++n) {
       const int64_t lane = n * tile.width, count = queries.piece_lanes(n);
       Piece<T> piece;
-      if (!make_piece(head, i0 + lane, count, queries.piece_width(n), keys, piece)) {
-        spans[n].keys = 0;
-        joint = false;
+      if (!make_piece(head, source.mask, i0 + lane, count, queries.piece_width(n), keys, piece)) {
+        spans[n] = {};
         continue;
       }
       if (!loaded) {
@@ -303,14 +357,12 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       const TileSpan &t = spans[n] = piece.span;
       const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
       // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
-      const bool finite = queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), d);
-      if (!finite && (piece.reads_hidden(head) || t.keys % 16 != 0)) {
+      const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0;
+      if (reads_others && !(queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), d))) {
         backward_guarded(head, queries, n, piece, k_rows, v_rows, scratch, sums);
-        spans[n].keys = 0;
-        joint = false;
+        spans[n] = {};
         continue;
       }
-      joint &= t.j0 == keys.begin && t.j0 + t.keys == keys.end;
       auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
       auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width,
                                 tile.q, lane);
@@ -326,19 +378,16 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
         Math::multiply(d, t.width, t.keys, Math::columns_from(k.keys.columns, t.j0 - k.origin), grads.lanes(), scratch.dq + ldk * lane,
                        t.width, true);
     }
-    if constexpr (Math::kJointQueries) {
-      auto rows_at = [&](Element *rows, int64_t keys_of, int64_t lane) {
-        return Math::scores(nullptr, nullptr, rows, keys_of, tile.width, tile.q, lane).rows();
-      };
-      const int64_t n_keys = keys.end - keys.begin;
-      if (joint)
-        multiply_queries({i0, queries.i1 - i0, 0, keys.begin, n_keys}, rows_at(scratch.p_rows, n_keys, 0),
-                         rows_at(scratch.ds_rows, n_keys, 0), 0, queries.i1 - i0);
-      for (int64_t n = 0; n < queries.pieces && !joint; ++n) {
-        const int64_t lane = n * tile.width;
-        if (spans[n].keys > 0)
-          multiply_queries(spans[n], rows_at(scratch.p_rows, spans[n].keys, lane), rows_at(scratch.ds_rows, spans[n].keys, lane), lane,
-                           queries.piece_lanes(n));
+    if constexpr (Math::kJointQueries) { // neighbours that take part in the same keys at once
+      for (int64_t n = 0, end; n < queries.pieces; n = end) {
+        const TileSpan &t = spans[n];
+        int64_t count = 0;
+        for (end = n; end < queries.pieces && spans[end].keys == t.keys && (end == n || spans[end].j0 == t.j0); ++end)
+          count += queries.piece_lanes(end);
+        auto rows_of = [&](Element *rows) {
+          return Math::scores(nullptr, nullptr, rows, t.keys, tile.width, tile.q, n * tile.width).rows();
+        };
+        if (t.keys > 0) multiply_queries(t, rows_of(scratch.p_rows), rows_of(scratch.ds_rows), n * tile.width, count);
       }
     }
   }

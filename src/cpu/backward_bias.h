@@ -30,15 +30,15 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
   using T = typename Math::Real;
   using V = Vec<T>;
   QueryTile<Math> queries;
-  load_queries(head, tile, i0, false, scratch, queries);
-  if (queries.large) normalise(head, tile, queries, source, scratch);
-  Schedule schedule(head.band, i0, queries.i1, tile.k, kKeyAlign, head.blocks(i0));
-  for (KeyTile keys; schedule.next(keys);) {
+  load_queries(head, source.mask, tile, i0, false, scratch, queries);
+  if (queries.large && !queries.whole) sum_rows(head, tile, queries, source, scratch);
+  KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
+  for (KeyTile keys; tiles.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
     auto v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
     for (int64_t n = 0; n < queries.pieces; ++n) {
       Piece<T> piece;
-      if (!make_piece(head, i0 + n * tile.width, queries.piece_lanes(n), queries.piece_width(n), keys, piece)) continue;
+      if (!make_piece(head, source.mask, i0 + n * tile.width, queries.piece_lanes(n), queries.piece_width(n), keys, piece)) continue;
       const TileSpan &t = piece.span;
       auto add = [&](int64_t j, int64_t c, V grad) __attribute__((always_inline)) {
         if (rows) {
@@ -127,15 +127,15 @@ template <class T> void backward_sinks(const Problem &p, int64_t h, T *buffer) {
   for (int64_t b = 0; b < p.batch; ++b) {
     Head<T> head(p, b, h);
     for (int64_t i = 0; i < head.band.seqlen_q; ++i) {
-      double lse = double(*p.lse.at<T>(b, h, head.q0 + i, 0));
-      if (lse > -__builtin_inf()) sum -= __builtin_exp(sink - lse) * row_delta(head, head.q0 + i, buffer);
+      double lse = double(*p.lse.at<T>(b, h, head.q0 + i, 0)), dlse = p.dlse ? double(*p.dlse.at<T>(b, h, head.q0 + i, 0)) : 0;
+      if (lse > -__builtin_inf()) sum += __builtin_exp(sink - lse) * (dlse - row_delta(head, head.q0 + i, buffer));
     }
   }
   *p.dsinks.at<T>(0, h, 0, 0) = T(sum);
 }
 
 template <class Math> KeyPair<Math> backward_sources(const Problem &p, const TileSizes &tile) {
-  return {{p, p.k, p.head_dim, true, bool(p.dq), tile}, {p, p.v, p.head_dim_v, true, false, tile}};
+  return {{p, p.k, p.head_dim, true, bool(p.dq), tile}, {p, p.v, p.head_dim_v, true, false, tile}, {p, tile}};
 }
 template <class Math> int64_t backward_scratch(const Problem &p, const TileSizes &tile) {
   Arena arena(nullptr);
@@ -157,7 +157,7 @@ template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &t
 template <class Math> int64_t backward_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
   Arena arena(nullptr);
   arena.take<char>(threads * backward_scratch<Math>(p, tile));
-  backward_sources<Math>(p, tile).take(arena);
+  backward_sources<Math>(p, tile).take(arena, p);
   arena.take<typename Math::Real>(backward_sums<Math>(p, tile, threads));
   return arena.used();
 }
@@ -168,9 +168,9 @@ template <class Math> void backward(const Problem &p, const Execution &execution
   Arena arena(workspace);
   char *scratches = arena.take<char>(execution.threads * each);
   KeyPair<Math> source = backward_sources<Math>(p, tile);
-  source.take(arena);
+  source.take(arena, p);
   T *sums = arena.take<T>(backward_sums<Math>(p, tile, execution.threads));
-  source.pack(p, execution, scratches, each);
+  source.prepare(p, execution, scratches, each);
   if (p.dq || p.dk || p.dv) backward_keys<Math>(p, execution, tile, source, scratches, each, sums);
   if (p.dbias) backward_bias<Math>(p, execution, tile, source, scratches, each, sums);
   if (!p.dsinks) return;

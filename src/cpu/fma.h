@@ -55,7 +55,7 @@ template <class T> struct Fma {
   static STROBE_INLINE int64_t lanes_size(int64_t lanes, int64_t d) { return lanes * d; } // of scratch
   static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T factor, int64_t width, T *scratch,
                           T *buffer) {
-    STROBE_ISA::load_lanes(x, b, h, i0, n, 0, d, factor, scratch, width, buffer);
+    STROBE_ISA::load_lanes(x, b, h, i0, n, d, factor, scratch, width, buffer);
     return {scratch, width};
   }
   // Queries: rows of Q or dO as they are (n x d), d padded to lanes.

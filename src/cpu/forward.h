@@ -3,13 +3,11 @@
 #include "../../kernels/attention/softmax.h"
 #include "fma.h"
 #include "isa.h"
-#include "keys.h"
+#include "pieces.h"
 
 namespace strobe::inline STROBE_ISA {
 
 inline constexpr int64_t kMaxPieces = 16; // Br / width at most
-
-STROBE_INLINE int64_t pieces_of(const TileSizes &tile) { return (tile.q + tile.width - 1) / tile.width; }
 
 // Everything one thread needs for one tile of queries.
 template <class Math> struct ForwardScratch {
@@ -94,32 +92,6 @@ template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t wi
     for (int64_t lane = 0; lane < width; lane += L)
       (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
 }
-// Whether, and how, a piece of lanes takes part in a tile of keys: the tile cut to what it sees.
-template <class T> struct Piece {
-  TileSpan span;
-  bool band_masked, use_mask;
-  bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias; } // some score may be -inf
-  // Products over keys run in steps of kKeyAlign and may read keys past the piece, times a P of 0.
-  int64_t keys_read(const Head<T> &head) const { return min((i64)round_to(span.keys, kKeyAlign), (i64)(head.band.seqlen_k - span.j0)); }
-  bool reads_hidden(const Head<T> &head) const { return masked(head) || keys_read(head) > span.keys; }
-  bool options(const Head<T> &head) const { return head.additive || band_masked || use_mask; }
-};
-template <class T>
-STROBE_INLINE bool make_piece(const Head<T> &head, int64_t i0, int64_t lanes, int64_t width, const KeyTile &tile, Piece<T> &piece) {
-  Range any = intersect({tile.begin, tile.end}, head.band.keys_any(i0, i0 + lanes)), all = head.band.keys_all(i0, i0 + lanes);
-  if (any.empty()) return false;
-  int64_t begin = tile.begin + round_down(any.begin - tile.begin, kKeyAlign);
-  piece.span = {i0, lanes, width, begin, any.end - begin};
-  piece.band_masked = begin < all.begin || any.end > all.end;
-  piece.use_mask = false;
-  if (head.p->mask) {
-    Visible seen = classify(*head.p, head.b, head.h, piece.span);
-    if (seen == Visible::none) return false;
-    piece.use_mask = seen == Visible::some;
-  }
-  return true;
-}
-
 // sum[c * width + lane] += sum over keys of s[key * width + lane] x(key, c), without the elements where s is 0: a hidden key's V, or K, may hold
 // anything, and 0 times an infinity is not a number. For tiles that are masked and hold one; row: scratch of a row of x.
 template <class T>
@@ -157,14 +129,14 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   fill(scratch.m, rows, -kInfinity<T>);
   fill(scratch.l, rows, T(0));
 
-  Schedule schedule(head.band, i0, i1, tile.k, kKeyAlign, head.blocks(i0));
-  for (KeyTile keys; schedule.next(keys);) {
+  KeyTiles<T> tiles(head, source.mask, tile, i0, i1);
+  for (KeyTile keys; tiles.next(keys);) {
     typename KeySource<Math>::Tile k{}, v{};
     bool loaded = false;
     for (int64_t n = 0; n < pieces; ++n) {
       int64_t lane = n * tile.width, width = min((i64)tile.width, (i64)(rows - lane));
       Piece<T> piece;
-      if (!make_piece(head, i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), width, keys, piece)) continue;
+      if (!make_piece(head, source.mask, i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), width, keys, piece)) continue;
       if (!loaded) {
         k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
         v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
@@ -188,7 +160,7 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
         const TileSpan chunk = t.chunk(done, Math::kChunk);
         T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0);
         Math::multiply(chunk.keys, width, d, Math::rows_from(k.keys.rows, chunk.j0 - k.origin), q[n], s, width, false); // S = K Q^T
-        if (piece.options(head)) apply_options(head, chunk, piece.band_masked, piece.use_mask, scratch.score, s, (T *)nullptr);
+        apply_options(head, piece, chunk, scratch.score, s, (T *)nullptr);
         if (head.dropout) load_keep(head, chunk, scratch.keep);
         T *m = scratch.m + lane, *l = scratch.l + lane;
         const bool moved = guarded ? softmax_step<Math>(head, chunk, s, scratch.keep, m, l, scratch.alpha, Fma<T>::in_place(s, width), 0)
@@ -234,7 +206,7 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
 }
 
 template <class Math> KeyPair<Math> forward_keys(const Problem &p, const TileSizes &tile) {
-  return {{p, p.k, p.head_dim, true, false, tile}, {p, p.v, p.head_dim_v, false, true, tile}};
+  return {{p, p.k, p.head_dim, true, false, tile}, {p, p.v, p.head_dim_v, false, true, tile}, {p, tile}};
 }
 template <class Math> int64_t forward_scratch(const Problem &p, const TileSizes &tile) {
   Arena arena(nullptr);
@@ -245,7 +217,7 @@ template <class Math> int64_t forward_scratch(const Problem &p, const TileSizes 
 template <class Math> int64_t forward_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
   Arena arena(nullptr);
   arena.take<char>(threads * forward_scratch<Math>(p, tile));
-  forward_keys<Math>(p, tile).take(arena);
+  forward_keys<Math>(p, tile).take(arena, p);
   return arena.used();
 }
 
@@ -254,8 +226,8 @@ template <class Math> void forward(const Problem &p, const Execution &execution,
   Arena arena(workspace);
   char *scratches = arena.take<char>(execution.threads * each);
   KeyPair<Math> source = forward_keys<Math>(p, tile);
-  source.take(arena);
-  source.pack(p, execution, scratches, each);
+  source.take(arena, p);
+  source.prepare(p, execution, scratches, each);
   int64_t next = 0;
   execution.run(int32_t(min((i64)execution.threads, (i64)items)), [&](int32_t thread) {
     Arena own(scratches + thread * each);

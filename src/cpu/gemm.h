@@ -16,12 +16,17 @@ inline constexpr int kVectorRegisters = 32;
 #else
 inline constexpr int kVectorRegisters = 16;
 #endif
+#if defined(__FMA__) || defined(__aarch64__)
+inline constexpr int64_t kRun = 32; // terms that a sum adds up before it starts anew
+#else
+inline constexpr int64_t kRun = 16; // each product is rounded too
+#endif
 inline constexpr int kMaxColumns = kVectorRegisters == 32 ? 4 : 2; // vectors of C's columns held at once
 constexpr int block_rows(int columns) { return kVectorRegisters == 32 ? (columns == 4 ? 6 : 8) : (columns == 2 ? 4 : 8); }
 
-// A block of C, rows x columns vectors, in registers over the whole of k.
+// A block of C, rows x columns vectors, in registers over a run of k.
 template <int kRows, int kColumns, bool kUnitRow, class T>
-STROBE_INLINE void multiply_block(int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc, bool accumulate) {
+STROBE_INLINE void multiply_block(int64_t depth, int64_t run, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc, bool accumulate) {
   using V = Vec<T>;
   constexpr int L = V::kLanes;
   V sum[kRows][kColumns];
@@ -30,50 +35,64 @@ STROBE_INLINE void multiply_block(int64_t depth, Broadcast<T> a, const T *b, int
     rows[m] = a.a + m * a.row;
     unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] = accumulate ? V::load(c + m * ldc + n * L) : V(T(0)); });
   });
-#pragma GCC unroll 1
-  for (int64_t k = 0; k < depth; ++k) {
-    V column[kColumns];
-    unroll<kColumns>(STROBE_UNROLL(n) { column[n] = V::load(b + n * L); });
+  for (int64_t k = 0;;) {
+    const int64_t end = run < depth - k ? k + run : depth;
+#pragma GCC unroll 4
+    for (; k < end; ++k) {
+      V column[kColumns];
+      unroll<kColumns>(STROBE_UNROLL(n) { column[n] = V::load(b + n * L); });
+      unroll<kRows>(STROBE_UNROLL(m) {
+        V x = kUnitRow ? a.a[m] : rows[m][k];
+        unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] += x * column[n]; });
+      });
+      b += ldb;
+      if constexpr (kUnitRow) a.a += a.col;
+    }
+    if (end > run) unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] += V::load(c + m * ldc + n * L); }); });
+    if (end == depth) break;
     unroll<kRows>(STROBE_UNROLL(m) {
-      V x = kUnitRow ? a.a[m] : rows[m][k];
-      unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] += x * column[n]; });
+      unroll<kColumns>(STROBE_UNROLL(n) {
+        sum[m][n].store(c + m * ldc + n * L);
+        sum[m][n] = V(T(0));
+      });
     });
-    b += ldb;
-    if constexpr (kUnitRow) a.a += a.col;
   }
   unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n].store(c + m * ldc + n * L); }); });
 }
 
 template <int kRows, int kColumns, bool kUnitRow, class T>
-STROBE_INLINE void multiply_rows(int64_t rows, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc, bool accumulate) {
+STROBE_INLINE void multiply_rows(int64_t rows, int64_t depth, int64_t run, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc,
+                                 bool accumulate) {
   for (; rows >= kRows; rows -= kRows) {
-    multiply_block<kRows, kColumns, kUnitRow>(depth, a, b, ldb, c, ldc, accumulate);
+    multiply_block<kRows, kColumns, kUnitRow>(depth, run, a, b, ldb, c, ldc, accumulate);
     a.a += kRows * a.row;
     c += kRows * ldc;
   }
-  if constexpr (kRows > 1) multiply_rows<kRows == 6 ? 4 : kRows / 2, kColumns, kUnitRow>(rows, depth, a, b, ldb, c, ldc, accumulate);
+  if constexpr (kRows > 1) multiply_rows<kRows == 6 ? 4 : kRows / 2, kColumns, kUnitRow>(rows, depth, run, a, b, ldb, c, ldc, accumulate);
 }
 
 template <int kColumns, bool kUnitRow, class T>
-STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
-                                    int64_t ldc, bool accumulate) {
+STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth, int64_t run, Broadcast<T> a, const T *b, int64_t ldb,
+                                    T *c, int64_t ldc, bool accumulate) {
   constexpr int kWidth = kColumns * Vec<T>::kLanes;
   for (; columns >= kWidth; columns -= kWidth) {
-    multiply_rows<block_rows(kColumns), kColumns, kUnitRow>(rows, depth, a, b, ldb, c, ldc, accumulate);
+    multiply_rows<block_rows(kColumns), kColumns, kUnitRow>(rows, depth, run, a, b, ldb, c, ldc, accumulate);
     b += kWidth;
     c += kWidth;
   }
-  if constexpr (kColumns > 1) multiply_columns<kColumns - 1, kUnitRow>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
+  if constexpr (kColumns > 1) multiply_columns<kColumns - 1, kUnitRow>(rows, columns, depth, run, a, b, ldb, c, ldc, accumulate);
 }
 
-// C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns a multiple of the lanes.
+// C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns a multiple of the lanes. A sum of depth terms one after the other loses bits
+// as its running sum grows: what starts anew is summed in runs of at most kRun.
 template <class T>
 __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
                                         int64_t ldc, bool accumulate) {
+  const int64_t runs = (depth + kRun - 1) / kRun, run = accumulate || runs < 2 ? depth : (depth + runs - 1) / runs;
   if (a.row == 1)
-    multiply_columns<kMaxColumns, true>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
+    multiply_columns<kMaxColumns, true>(rows, columns, depth, run, a, b, ldb, c, ldc, accumulate);
   else
-    multiply_columns<kMaxColumns, false>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
+    multiply_columns<kMaxColumns, false>(rows, columns, depth, run, a, b, ldb, c, ldc, accumulate);
 }
 
 } // namespace strobe::inline STROBE_ISA

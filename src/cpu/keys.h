@@ -5,8 +5,6 @@
 
 namespace strobe::inline STROBE_ISA {
 
-inline constexpr int64_t kKeyAlign = 32; // pieces of a tile of keys begin at multiples of it (from the tile's first key)
-
 template <class Math> class KeySource {
 public:
   using T = typename Math::Real;
@@ -34,11 +32,12 @@ public:
     return scratch;
   }
 
-  // Packs key head kv of sequence b, if that is to be done once.
-  void pack(Element *shared, int64_t b, int64_t kv, const Scratch &scratch) const {
+  // Packs keys [j0, j1) of key head kv of sequence b, j0 a multiple of kPacked, if that is to be done once.
+  void pack(Element *shared, int64_t b, int64_t kv, int64_t j0, int64_t j1, const Scratch &scratch) const {
     if (!once_) return;
     auto k = p_.rows_k(b);
-    pack_to(Math::keys_at(head_at(shared, b, kv), k.length, d_, rows_), b, kv, k.begin, k.length, scratch);
+    auto keys = Math::keys_at(head_at(shared, b, kv), k.length, d_, rows_);
+    pack_to({Math::rows_from(keys.rows, j0), Math::columns_from(keys.columns, j0)}, b, kv, k.begin + j0, j1 - j0, scratch);
   }
   bool once() const { return once_; }
 
@@ -74,18 +73,26 @@ private:
   bool rows_, columns_, in_place_, once_;
 };
 
-// K and V of one direction, and the elements of them that the threads share.
+// K and V of one direction, the elements of them that the threads share, and what the mask says of them.
 template <class Math> struct KeyPair {
+  using T = typename Math::Real;
   using Element = typename Math::Element;
   KeySource<Math> k, v;
+  MaskMap mask;
   Element *shared_k = nullptr, *shared_v = nullptr;
+  uint8_t *used = nullptr; // of each key head, by kPacked keys: some query sees one of them
 
-  void take(Arena &arena) {
+  static constexpr int64_t kPacked = 64;
+  static int64_t groups(const Problem &p) { return div_up(p.longest_k(), kPacked); }
+  void take(Arena &arena, const Problem &p) {
+    mask.take(arena);
     shared_k = arena.take<Element>(k.shared_size());
     shared_v = arena.take<Element>(v.shared_size());
+    used = arena.take<uint8_t>(p.batch * p.heads_kv * groups(p));
   }
-  // Packs what is to be packed once, a head an item.
-  void pack(const Problem &p, const Execution &execution, char *scratch, int64_t each) const {
+  // Reads the mask; packs what is to be packed once, a head an item.
+  void prepare(const Problem &p, const Execution &execution, char *scratch, int64_t each) const {
+    if (mask) mask.make(execution);
     const int64_t heads = p.batch * p.heads_kv;
     if (!k.once() && !v.once()) return;
     int64_t next = 0; // by builtins, not std::atomic: see isa.h on inline functions of std
@@ -93,10 +100,36 @@ template <class Math> struct KeyPair {
       Arena arena(scratch + thread * each);
       auto scratch_k = k.take(arena), scratch_v = v.take(arena);
       for (int64_t head; (head = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < heads;) {
-        k.pack(shared_k, head / p.heads_kv, head % p.heads_kv, scratch_k);
-        v.pack(shared_v, head / p.heads_kv, head % p.heads_kv, scratch_v);
+        const int64_t b = head / p.heads_kv, kv = head % p.heads_kv, length = p.rows_k(b).length;
+        uint8_t *groups_used = used + head * groups(p);
+        mark_used(p, b, kv, groups_used);
+        for (int64_t j0 = 0, j1; j0 < length; j0 = j1) {
+          const bool wanted = groups_used[j0 / kPacked];
+          for (j1 = j0 + kPacked; j1 < length && bool(groups_used[j1 / kPacked]) == wanted;) j1 += kPacked;
+          j1 = min(j1, length);
+          if (!wanted) continue;
+          k.pack(shared_k, b, kv, j0, j1, scratch_k);
+          v.pack(shared_v, b, kv, j0, j1, scratch_v);
+        }
       }
     });
+  }
+
+private:
+  void mark_used(const Problem &p, int64_t b, int64_t kv, uint8_t *groups_used) const {
+    fill(groups_used, groups(p), uint8_t(0));
+    for (int64_t h = kv * p.group(); h < (kv + 1) * p.group(); ++h) {
+      const Head<T> head(p, b, h);
+      auto mark = [&](Range keys) {
+        for (int64_t j = round_down(keys.begin, kKeyAlign); j < keys.end; j += kKeyAlign)
+          groups_used[j / kPacked] |= !mask || mask.of_all(b, h, j) & kSeen;
+      };
+      const int64_t queries = head.band.seqlen_q, rows = p.blocks.present ? p.blocks.block_q : queries; // that lie in one row of blocks
+      for (int64_t i0 = 0; i0 < queries; i0 += rows) {
+        Schedule schedule(head.band, i0, min((i64)(i0 + rows), (i64)queries), head.band.seqlen_k, kKeyAlign, head.blocks(i0));
+        for (KeyTile tile; schedule.next(tile);) mark({tile.begin, tile.end});
+      }
+    }
   }
 };
 

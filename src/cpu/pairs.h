@@ -208,7 +208,7 @@ private:
   }
   static STROBE_INLINE void load_lanes_of(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, float factor, float *dst,
                                           int64_t width, float *buffer) {
-    STROBE_ISA::load_lanes(x, b, h, i0, n, 0, d, factor, dst, width, buffer);
+    STROBE_ISA::load_lanes(x, b, h, i0, n, d, factor, dst, width, buffer);
   }
 };
 

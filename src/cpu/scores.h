@@ -3,7 +3,7 @@
 #include "../../kernels/attention/dropout.h"
 #include "../../kernels/attention/schedule.h"
 #include "../../kernels/attention/score.h"
-#include "tile.h"
+#include "mask_map.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -76,36 +76,6 @@ private:
   static STROBE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 };
 
-enum class Visible { none, some, all };
-
-// What the mask tensor says of a tile: a scan, so that blocks it hides cost nothing.
-inline Visible classify(const Problem &p, int64_t b, int64_t h, const TileSpan &t) {
-  const View &m = p.mask;
-  bool any = false, all = true;
-  int64_t rows = m.stride[2] == 0 ? 1 : t.lanes;
-  for (int64_t i = 0; i < rows && !(any && !all); ++i) {
-    const uint8_t *row = m.at<uint8_t>(b, h, t.i0 + i, t.j0);
-    int64_t stride = m.stride[3];
-    unsigned low = 0xFF, high = 0;
-    if (stride == 1) {
-      for (int64_t j = 0; j < t.keys; ++j) {
-        unsigned x = row[j] != 0;
-        low &= x;
-        high |= x;
-      }
-    } else {
-      for (int64_t j = 0; j < t.keys; ++j) {
-        unsigned x = row[j * stride] != 0;
-        low &= x;
-        high |= x;
-      }
-    }
-    any |= high != 0;
-    all &= low != 0;
-  }
-  return all ? Visible::all : any ? Visible::some : Visible::none;
-}
-
 // Scratch of one tile; what the problem has no use for stays null.
 template <class T> struct ScoreScratch {
   T *add = nullptr;                    // bias, and -inf where the mask hides
@@ -126,25 +96,24 @@ template <class T> constexpr T kInfinity = T(__builtin_inf());
 template <class T>
 __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan &t, bool use_mask, ScoreScratch<T> &scratch) {
   const Problem &p = *head.p;
-  T *add = scratch.add;
-  if (p.bias && p.bias.stride[2] != 0) {
-    load_lanes(p.bias, head.b, head.h, t.i0, t.lanes, t.j0, t.keys, T(1), add, t.width, scratch.buffer);
-  } else {
-    for (int64_t j = 0; j < t.keys; ++j) {
-      T value = p.bias ? load_as<T>(p.bias.dtype, p.bias.data, p.bias.index(head.b, head.h, 0, t.j0 + j)) : T(0);
-      fill(add + j * t.width, t.width, value);
-    }
-  }
-  if (!use_mask) return;
   const View &m = p.mask;
-  for (int64_t j = 0; j < t.keys; ++j) {
-    const uint8_t *column = m.at<uint8_t>(head.b, head.h, t.i0, t.j0 + j);
-    T *row = add + j * t.width;
-    if (m.stride[2] == 0) {
-      if (!*column) fill(row, t.width, -kInfinity<T>);
-    } else {
-      for (int64_t i = 0; i < t.lanes; ++i) row[i] = column[i * m.stride[2]] ? row[i] : -kInfinity<T>;
-    }
+  auto row_of = [&](int64_t i, T *row) { // of a query
+    if (p.bias)
+      load_row(p.bias, head.b, head.h, i, t.j0, t.keys, row);
+    else
+      fill(row, t.keys, T(0));
+    if (!use_mask) return;
+    const uint8_t *seen = m.at<uint8_t>(head.b, head.h, i, t.j0);
+    if (m.stride[3] == 1)
+      for (int64_t j = 0; j < t.keys; ++j) row[j] = seen[j] ? row[j] : -kInfinity<T>;
+    else
+      for (int64_t j = 0; j < t.keys; ++j) row[j] = seen[j * m.stride[3]] ? row[j] : -kInfinity<T>;
+  };
+  if ((p.bias && p.bias.stride[2] != 0) || (use_mask && m.stride[2] != 0)) {
+    load_lanes<T>([&](int64_t lane, T *row) { row_of(t.i0 + lane, row); }, t.lanes, t.keys, T(1), scratch.add, t.width, scratch.buffer);
+  } else {
+    row_of(0, scratch.buffer);
+    for (int64_t j = 0; j < t.keys; ++j) fill(scratch.add + j * t.width, t.width, scratch.buffer[j]);
   }
 }
 

@@ -45,18 +45,17 @@ template <int s = 1, class T> STROBE_INLINE void transpose_block(Vec<T> (&x)[Vec
   }
 }
 
-// dst[c * width + lane] = src(b, h, i0 + lane, c0 + c) * factor for lane < count (0 in the lanes above, up to width) and c < columns.
+// dst[c * width + lane] = x[c] * factor for lane < count (0 in the lanes above, up to width) and c < columns, where row_of(lane, x) writes x.
 // width is a multiple of 16; buffer holds 16 rows of round_to(columns, 16).
-template <class T>
-__attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t c0, int64_t columns,
-                                          T factor, T *dst, int64_t width, T *buffer) {
+template <class T, class Row>
+STROBE_INLINE void load_lanes(Row &&row_of, int64_t count, int64_t columns, T factor, T *dst, int64_t width, T *buffer) {
   constexpr int L = Vec<T>::kLanes;
   int64_t padded = round_to(columns, 16);
   for (int64_t lane = 0; lane < width; lane += L) {
     for (int64_t r = 0; r < L; ++r) {
       T *row = buffer + r * padded;
       if (lane + r < count)
-        load_row(src, b, h, i0 + lane + r, c0, columns, row);
+        row_of(lane + r, row);
       else
         fill(row, columns, T(0));
     }
@@ -74,6 +73,13 @@ __attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h,
       }
     }
   }
+}
+
+// The same of rows i0 + lane of a tensor.
+template <class T>
+__attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t columns, T factor,
+                                          T *dst, int64_t width, T *buffer) {
+  load_lanes([&](int64_t lane, T *row) { load_row(src, b, h, i0 + lane, 0, columns, row); }, count, columns, factor, dst, width, buffer);
 }
 
 // The way back: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count. buffer: 16 rows of round_to(columns, 16).

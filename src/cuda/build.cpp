@@ -55,7 +55,7 @@ Build compile_now(const Nvrtc &compiler, const Translation &p) {
 
 [[noreturn]] void not_found(const Translation &p, const CacheSettings &settings, const std::string &why) {
   std::string folders = settings.folder;
-  for (const std::string &folder : settings.further) folders += (folders.empty() ? "" : ", ") + folder;
+  for (const std::string &folder : settings.further) folders += text(folders.empty() ? "" : ", ", folder);
   throw Error(STROBE_UNSUPPORTED, text(p.name, ": not in a cache (", folders.empty() ? "there is none" : folders, "), and ", why));
 }
 
@@ -63,7 +63,7 @@ Build compile_now(const Nvrtc &compiler, const Translation &p) {
 
 std::string kernel_name(const KernelSource &source, std::span<const int32_t> config) {
   std::string values;
-  for (int32_t value : config) values += (values.empty() ? "" : ",") + std::to_string(value);
+  for (int32_t value : config) values += text(values.empty() ? "" : ",", value);
   return text(source.entry, "<", source.config, "{", values, "}>");
 }
 

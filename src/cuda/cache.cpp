@@ -12,7 +12,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
+#include <sstream>
 #include <thread>
 
 #include "attention/text.h"
@@ -38,7 +38,9 @@ constexpr std::string_view kFolderPrefix = "nvrtc-";
 
 std::string read_file(const std::string &path) {
   std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
+  std::ostringstream out;
+  out << in.rdbuf(); // turns every failure into fewer bytes
+  return std::move(out).str();
 }
 
 bool write_file(const std::string &path, const std::string &bytes) {

@@ -44,7 +44,6 @@ struct Loaded {
     find(d.cuKernelGetFunction, "cuKernelGetFunction");
     find(d.cuKernelGetAttribute, "cuKernelGetAttribute");
     find(d.cuKernelSetAttribute, "cuKernelSetAttribute");
-    find(d.cuLaunchKernel, "cuLaunchKernel");
     find(d.cuLaunchKernelEx, "cuLaunchKernelEx");
     find(d.cuMemsetD8Async, "cuMemsetD8Async");
     find(d.cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2");

@@ -19,7 +19,6 @@ using CUfunction = struct CUfunc_st *;
 
 enum : CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_OUT_OF_MEMORY = 2, CUDA_ERROR_NOT_INITIALIZED = 3 };
 enum CUdevice_attribute : int {
-  CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK = 8,
   CU_DEVICE_ATTRIBUTE_CLOCK_RATE = 13,
   CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
   CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE = 38,
@@ -48,7 +47,7 @@ struct CUlaunchConfig {
   CUlaunchAttribute *attrs;
   unsigned numAttrs;
 };
-struct alignas(64) CUtensorMap {
+struct alignas(128) CUtensorMap {
   uint64_t opaque[16];
 };
 
@@ -73,7 +72,6 @@ struct Driver {
   Call<CUfunction *, CUkernel> cuKernelGetFunction;
   Call<int *, CUfunction_attribute, CUkernel, CUdevice> cuKernelGetAttribute;
   Call<CUfunction_attribute, int, CUkernel, CUdevice> cuKernelSetAttribute;
-  Call<CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void **, void **> cuLaunchKernel;
   Call<const CUlaunchConfig *, CUfunction, void **, void **> cuLaunchKernelEx;
 
   Call<CUdeviceptr, unsigned char, size_t, CUstream> cuMemsetD8Async;

@@ -29,7 +29,10 @@ protected:
   virtual Made program(const Problem &, Direction, const Device &, Scratch &) const = 0;
 };
 
+// The families.
 const CudaEngine &sm90_engine();
+const CudaEngine &mma_engine();
+const CudaEngine &simt_engine();
 
 // Compiles, or finds in the cache, the kernels that the problem would run on a GPU of this compute capability; needs none. Throws with
 // every engine's reason if none takes it. A line per kernel: "compiled|cached registers spilled-bytes name".

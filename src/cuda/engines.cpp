@@ -1,7 +1,13 @@
 #include "cuda/engine.h"
+#include "cuda/ladder.h"
 
 namespace strobe {
 
-std::vector<const Engine *> cuda_engines() { return {&cuda::sm90_engine()}; }
+// From the fastest family to the slowest; the ladder's rungs run by name.
+std::vector<const Engine *> cuda_engines() {
+  std::vector<const Engine *> all{&cuda::sm90_engine(), &cuda::mma_engine(), &cuda::simt_engine()};
+  for (const Engine *rung : ladder_engines()) all.push_back(rung);
+  return all;
+}
 
 } // namespace strobe

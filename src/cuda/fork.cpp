@@ -2,14 +2,17 @@
 
 #include <pthread.h>
 
-#include <new>
-#include <shared_mutex>
+#include <condition_variable>
+#include <mutex>
 
 namespace strobe::cuda {
 namespace {
 
 struct Gate {
-  std::shared_mutex mutex;
+  std::mutex door; // passed on the way in; a fork that waits holds it, so that nobody new keeps it waiting
+  std::mutex mutex;
+  std::condition_variable empty;
+  int within = 0;
   int forks = 0;
 
   Gate();
@@ -20,21 +23,32 @@ Gate &gate() {
   return *only;
 }
 
-Gate::Gate() {
-  pthread_atfork([] { gate().mutex.lock(); }, [] { gate().mutex.unlock(); },
-                 [] {
-                   new (&gate().mutex) std::shared_mutex; // its owner has another thread id here, so it cannot be unlocked
-                   gate().forks++;
-                 });
+void before_fork() {
+  Gate &g = gate();
+  g.door.lock();
+  std::unique_lock lock(g.mutex);
+  g.empty.wait(lock, [&] { return g.within == 0; });
+  lock.release(); // held until the fork is done
 }
+void after_fork() { gate().mutex.unlock(), gate().door.unlock(); }
+void in_child() { gate().forks++, after_fork(); }
+
+Gate::Gate() { pthread_atfork(before_fork, after_fork, in_child); }
 
 // Before main or in dlopen: no other thread can be halfway through the first call when a process forks.
 [[maybe_unused]] const Gate &early = gate();
 
 } // namespace
 
-ForkGate::ForkGate() { gate().mutex.lock_shared(); }
-ForkGate::~ForkGate() { gate().mutex.unlock_shared(); }
+ForkGate::ForkGate() {
+  const std::lock_guard pass(gate().door);
+  const std::lock_guard lock(gate().mutex);
+  gate().within++;
+}
+ForkGate::~ForkGate() {
+  const std::lock_guard lock(gate().mutex);
+  if (--gate().within == 0) gate().empty.notify_all();
+}
 int forks() { return gate().forks; }
 
 } // namespace strobe::cuda

@@ -3,7 +3,7 @@
 
 namespace strobe::cuda {
 
-// A fork waits until nobody is within: around work that a child could not finish (loading a library, compiling).
+// A fork waits until nobody is within: around work that a child could not finish (loading a library, compiling). Not within itself.
 class ForkGate {
 public:
   ForkGate();

@@ -179,6 +179,8 @@ Compiled compile(const Nvrtc &n, const Translation &program) {
   std::vector<const char *> names, texts, options;
   for (const Included &header : program.headers) names.push_back(header.name.c_str()), texts.push_back(header.text.c_str());
   for (const std::string &option : program.options) options.push_back(option.c_str());
+  // From 12.9 it has a cache of its own, for which it asks the driver; ours is enough.
+  if (n.major > 12 || (n.major == 12 && n.minor >= 9)) options.push_back("--no-cache");
 
   Nvrtc::Program handle = nullptr;
   auto check = [&](int result, const char *what, const std::string &log = {}) {

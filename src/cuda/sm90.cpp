@@ -2,6 +2,7 @@
 #include "../../kernels/sm90/arguments.h"
 #include "../../kernels/sm90/config.h"
 #include <algorithm>
+#include <cmath>
 
 #include "attention/text.h"
 #include "attention/work.h"
@@ -57,22 +58,48 @@ int64_t bundle(const Problem &p) {
   return size;
 }
 
-Config configuration(const Problem &p) {
+// warpgroups, tile_k, stages, registers (loading, computing), Q in registers
+struct Tiles {
+  i32 warpgroups, tile_k, stages, registers_load, registers_compute, q_in_registers;
+};
+
+Tiles tiles_for(const Problem &p, const Features &f, const Device &device) {
+  const int64_t d = p.head_dim, v = p.head_dim_v, widest = std::max(d, v);
+  if (f.mask || f.bias || f.softcap || f.blocks) { // more registers for what becomes of a score, or for the walk over blocks
+    if (widest <= 64) return {2, 96, 4, 56, 224, 1};
+    if (widest <= 128) return {2, 80, 3, 56, 224, 0};
+    return {2, 48, 2, 56, 224, 0};
+  }
+  if (widest <= 64) {
+    const bool fills = p.seqlen_q > 128 && tiles(p.seqlen_q, 256) * p.batch * p.heads >= device.sms;
+    return fills ? Tiles{4, 64, 5, 32, 112, 0} : Tiles{2, 128, 4, 40, 232, 1};
+  }
+  if (widest <= 128) return {2, 128, 3, 40, 232, 1};
+  if (widest <= 192) return v <= 128 ? Tiles{2, 128, 2, 40, 232, 0} : Tiles{2, 96, 2, 40, 232, 0};
+  return {2, p.seqlen_k <= 512 ? 64 : 80, 2, 40, 232, 0};
+}
+
+Config configuration(const Problem &p, const Device &device) {
   Config c{};
   c.dtype = i32(p.dtype);
   c.head_dim = i32(rounded_up(p.head_dim, 16)), c.head_dim_v = i32(rounded_up(p.head_dim_v, 16));
   c.features = features_of(p);
-  const i32 widest = max(c.head_dim, c.head_dim_v);
-  c.stages = 2, c.q_in_registers = 1;
-  if (widest <= 64)
-    c.warpgroups = 3, c.tile_k = 128, c.registers_load = 32, c.registers_compute = 160, c.q_in_registers = 0;
-  else if (widest <= 128)
-    c.warpgroups = 2, c.tile_k = 128, c.registers_load = 24, c.registers_compute = 240;
-  else
-    c.warpgroups = 2, c.tile_k = widest <= 192 ? 96 : 80, c.registers_load = 24, c.registers_compute = 240, c.q_in_registers = 0;
+  const Tiles t = tiles_for(p, c.features, device);
+  c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
+  c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
   const bool fixed = p.dtype == DType::bf16 && !c.features.mask && !c.features.bias;
   c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
   return c;
+}
+
+// A thread block's rate does not depend on how many others run; what counts are whole tiles and whole waves of them.
+double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t items) {
+  constexpr double kFlopsPerSm = 600e12 / 132, kStart = 4e-6; // measured
+  const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads));
+  const double keys = visible_scores(p) / queries; // of one query
+  const double tile = 2.0 * c.tile_q() * keys * (c.head_dim + c.head_dim_v) / kFlopsPerSm;
+  const double waves = double(items) / device.sms;
+  return kStart + tile * (waves < 4 ? std::ceil(waves) : waves);
 }
 
 class Sm90Engine final : public CudaEngine {
@@ -91,7 +118,7 @@ protected:
         (p.q && p.q.stride[2] == 0 && p.seqlen_q > 1))
       return "a row is broadcast over its sequence";
 
-    Config config = configuration(p);
+    const Config config = configuration(p, device);
     if (p.blocks.present && p.blocks.block_q % config.tile_q())
       return text("query blocks of ", p.blocks.block_q, "; its tile is ", config.tile_q());
 
@@ -120,8 +147,7 @@ protected:
     const int64_t grid = std::min<int64_t>(items, device.sms);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
-    constexpr double kRate = 600e12, kStart = 4e-6;
-    program.predicted_seconds = kStart + flops(p, direction) / kRate;
+    program.predicted_seconds = predicted_seconds(p, config, device, items);
     return program;
   }
 };

@@ -10,9 +10,13 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/headers.cpp
   ${CMAKE_CURRENT_LIST_DIR}/info.cpp
   ${CMAKE_CURRENT_LIST_DIR}/jit.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/ladder.cpp
   ${CMAKE_CURRENT_LIST_DIR}/launch.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/mma.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/mma_backward.cpp
   ${CMAKE_CURRENT_LIST_DIR}/nvrtc.cpp
   ${CMAKE_CURRENT_LIST_DIR}/sha256.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/simt.cpp
   ${CMAKE_CURRENT_LIST_DIR}/sm90.cpp
   ${CMAKE_CURRENT_LIST_DIR}/stream.cpp)
 

@@ -74,6 +74,25 @@ def test_one_token(dtype):
     assert_matches(inputs)
 
 
+@engines
+@pytest.mark.parametrize("sk", [1, 40])
+@pytest.mark.parametrize("dlse", [False, True])
+def test_one_key_of_a_row(engine, sk, dlse):
+    """P = 1 and dP = D, each row to the last bits of its own D, however long the sum behind it: dLSE alone is left of dS."""
+    if dtype_of(engine) != torch.float32:
+        pytest.skip(f"{engine} is not for float32")
+    inputs = call(b=300, h=1, sq=1, sk=sk, d=256, dlse=dlse, mask=(torch.arange(sk) == sk // 2)[None, None, None])
+    found = run(inputs, engine)
+    k, v = inputs.k[:, :, sk // 2 : sk // 2 + 1].double(), inputs.v[:, :, sk // 2 : sk // 2 + 1].double()
+    left = inputs.dlse[..., None].double() if dlse else torch.zeros(300, 1, 1, 1, dtype=torch.float64)
+    d = (inputs.dout.double() * v).sum(dim=-1, keepdim=True)
+    allowed = 1e-6 * (d.abs() + left.abs()) / 16
+    assert ((found["dq"] - left * k / 16).abs().amax(-1, keepdim=True) <= allowed * k.abs().amax(-1, keepdim=True)).all()
+    assert (
+        (found["dk"].double().sum(2, keepdim=True) - left * inputs.q.double() / 16).abs() <= allowed * inputs.q.abs().amax(-1, True)
+    ).all()
+
+
 # Nothing to see
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import strobe
 from cases import Inputs, call
-from check import available_engines, oracle, run_or_skip
+from check import assert_matches, available_engines, oracle, run, run_or_skip
 
 INF, NAN = torch.inf, torch.nan
 engines = pytest.mark.parametrize("engine", available_engines())
@@ -83,3 +84,51 @@ def test_scale_at_the_ends_of_fp32(scale, engine):
     ref, results = oracle(inputs), run_or_skip(inputs, engine)
     assert torch.allclose(results["lse"].double(), ref["lse"], rtol=1e-5)
     assert torch.allclose(results["out"].double(), ref["out"], atol=1e-5)
+
+
+# What a mask hides whole blocks of, it costs nothing: such keys are not even packed
+
+
+def blocks_of(kept: torch.Tensor, sq: int, sk: int, block: int) -> torch.Tensor:
+    return kept.repeat_interleave(block, -2).repeat_interleave(block, -1)[..., :sq, :sk]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shared", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout": 0.2, "seed": 1, "offset": 2}], ids=str)
+def test_hidden_blocks(options, shared, dtype):
+    """Holes in every tile, of queries and of keys, the same for the heads or sequences that share the mask or not."""
+    sq, sk = 200, 330
+    kept = torch.rand(*shared, 7, 11, generator=torch.Generator().manual_seed(4)) < 0.4
+    inputs = call(b=2, h=4, hkv=2, sq=sq, sk=sk, d=32, dtype=dtype, mask=blocks_of(kept, sq, sk, 32), **options)
+    assert_matches(inputs)
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("by", ["mask", "blocks"])
+def test_keys_that_nobody_sees(by, dtype, engine):
+    kept = torch.zeros(5, 6, dtype=torch.bool)
+    kept[:2, 2], kept[3:, 5] = True, True
+    mask = {"mask": blocks_of(kept, 300, 370, 64)} if by == "mask" else {"block_mask": strobe.BlockMask.from_kept(kept, 64, 64, 300, 370)}
+    inputs = call(h=4, hkv=1, sq=300, sk=370, d=48, dtype=dtype, **mask)
+    clean = run_or_skip(inputs, engine)
+    unseen = ~blocks_of(kept, 300, 370, 64).any(0)
+    for t in (inputs.k, inputs.v):
+        t[..., unseen, :] = NAN
+    for name, t in run(inputs, engine).items():
+        assert torch.equal(t, clean[name]), name
+    for name in ("dk", "dv"):
+        assert (clean[name][..., unseen, :] == 0).all()
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 20.0}], ids=str)
+def test_mask_that_hides_nothing(options, dtype, engine):
+    """It takes the path without one, to the bit."""
+    inputs = call(b=2, h=4, hkv=2, sq=150, sk=290, d=32, dtype=dtype, **options)
+    without = run_or_skip(inputs, engine)
+    inputs.options["mask"] = torch.ones(1, 1, 150, 290, dtype=torch.bool)
+    for name, t in run(inputs, engine).items():
+        assert torch.equal(t, without[name]), name

@@ -99,6 +99,13 @@ def test_any_strides(kind):
     np.testing.assert_array_equal(strobe.attention(**turned), expected)
 
 
+def test_a_block_mask_of_no_batch():
+    """torch hands NumPy strides of 0 where there is no element."""
+    none = np.zeros((0, 2, 40, 16), np.float32)
+    kept = strobe.BlockMask.from_kept(torch.ones(0, 2, 3, 3, dtype=torch.bool), 16, 16, 40, 40)
+    assert strobe.attention(none, none, none, block_mask=kept).shape == none.shape
+
+
 def test_layout():
     given = arrays()
     turned = {name: np.ascontiguousarray(x.swapaxes(1, 2)) for name, x in given.items()}

@@ -66,7 +66,9 @@ def test_what_runs_where(engine, backward):
             assert f" predicted; {entry}" in answer
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/semantics.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/ladder.md", "docs/semantics.md"]
+)
 def test_links_lead_somewhere(page):
     path = ROOT / page
     for link in re.findall(r"\]\(([^)#]+)", path.read_text()):

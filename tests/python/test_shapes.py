@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cases import FACTORS, build
 from check import Yardstick, available_engines, run
 
+LONG = bool(os.environ.get("STROBE_TRIPLES"))  # more shapes, others each time
 LENGTH = st.one_of(
     st.integers(0, 20), st.integers(0, 300), st.sampled_from([15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257])
 )
@@ -46,14 +46,11 @@ def cases(draw):
     return case
 
 
-@pytest.mark.skipif(not os.environ.get("STROBE_TRIPLES"), reason="part of the long run (make test-long)")
-@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3000 if LONG else 250, deadline=None, derandomize=not LONG, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_legal_call(case):
     inputs = build(case)
     yardstick = Yardstick(inputs)
-    # Open: dP and D are summed in different orders; where each row sees one key and they cancel, float32 keeps 3e-6 of them.
-    assume(not (yardstick.vanishing and case["dtype"] == "float32"))
     faults = []
     for engine in (None, *available_engines()):
         try:

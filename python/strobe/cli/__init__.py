@@ -31,8 +31,9 @@ def _strobe(
     pass
 
 
-for module in (info, check, bench, prewarm, train):
+for module in (info, check, prewarm, train):
     app.command(module.__name__.rpartition(".")[2])(module.command)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

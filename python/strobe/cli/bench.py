@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 import strobe
-from strobe.cli import machine, memory, peak
+from strobe.cli import gpu, ladder, machine, memory, peak
 from strobe.cli.requirements import require
-from strobe.cli.timing import medians
+from strobe.cli.timing import flops, medians
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,12 +27,6 @@ SHAPES = ((1, 8, 2048, 64), (1, 4, 2048, 128))
 DTYPES = ("float32", "bfloat16")
 LENGTHS = (4096, 16384)
 MASK_SHAPE = (8, 2048, 64)  # heads, length, head dimension
-
-
-def flops(shape: tuple[int, int, int, int], backward: bool, causal: bool) -> float:
-    """4·B·H·S²·D forward, 2.5 times that backward, half when causal."""
-    batch, heads, seqlen, head_dim = shape
-    return 4.0 * batch * heads * seqlen**2 * head_dim * (2.5 if backward else 1) * (0.5 if causal else 1)
 
 
 def _normal(*shape: int, dtype: str) -> Tensor:
@@ -119,6 +113,7 @@ def masks(repeats: int) -> list[dict[str, Any]]:
         pairs: dict[str, tuple[_Call, _Call]] = {
             "padding, over varlen": (((q, k, v), {"mask": kept[:, None, None]}), ((packed, short_k, short_v), cumulated)),
             "half the blocks, over half the keys": (((q, k, v), {"block_mask": block_mask}), ((q, half_k, half_v), {})),
+            "half by a bool mask, over half the keys": (((q, k, v), {"mask": block_mask.to_dense()}), ((q, half_k, half_v), {})),
         }
         for name, calls in pairs.items():
 
@@ -176,13 +171,22 @@ def _memory_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+app = typer.Typer(invoke_without_command=True)
+app.command("ladder")(ladder.command)
+app.command("gpu")(gpu.command)
+
+
+@app.callback()
 def command(
+    context: typer.Context,
     json_path: Annotated[Path | None, typer.Option("--json", help="Keep the figures in this file, too.")] = None,
     with_memory: Annotated[bool, typer.Option("--memory", help="The peak of memory at two lengths, too.")] = False,
     with_masks: Annotated[bool, typer.Option("--masks", help="What a padding mask and masked-out blocks cost, too.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Calls per figure, of which the median counts.")] = 15,
 ) -> None:
     """Speed of forward and backward on the CPU, beside PyTorch's scaled_dot_product_attention in the same run."""
+    if context.invoked_subcommand:
+        return
     require("bench", "torch", "numpy", extra="torch")
     import torch
 

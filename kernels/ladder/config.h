@@ -1,0 +1,45 @@
+// What a kernel of the ladder is compiled for. The host reads here what a tile costs; the kernels are in the headers beside.
+#pragma once
+#include "../attention/features.h"
+
+namespace strobe::ladder {
+
+struct Config {
+  i32 tile_q, tile_k; // (Br, Bc) of the papers, multiples of 16
+  i32 head_dim;       // d, rounded up to a multiple of 16 (tensor cores: of 32 beyond 128); the rest is zeros
+  i32 dtype;          // of q, k, v: a strobe_dtype
+  i32 aligned;        // tensor cores: rows may be copied 16 bytes at a time
+
+  // Shared memory ("SRAM" in the papers), bytes. FP32: rows have one float more than they need, 16-bit: eight numbers (see tile.h,
+  // fragment.h).
+  STROBE_FN constexpr i32 shared(i32 rows, i32 columns) const {
+    return dtype == kF32 ? rows * (columns + 1) * 4 : rows * (columns + 8) * 2;
+  }
+  STROBE_FN constexpr i32 shared_scores() const { return shared(tile_q, head_dim) + shared(tile_k, head_dim); }  // naive: S = Q K^T
+  STROBE_FN constexpr i32 shared_product() const { return shared(tile_q, tile_k) + shared(tile_k, head_dim); }   // naive: P V
+  STROBE_FN constexpr i32 shared_product_t() const { return shared(tile_q, tile_k) + shared(tile_q, head_dim); } // naive: P^T dO
+  STROBE_FN constexpr i32 shared_forward() const {                                                               // Q, K, V, P
+    return shared(tile_q, head_dim) + 2 * shared(tile_k, head_dim) + (dtype == kF32 ? shared(tile_q, tile_k) : 0);
+  }
+  STROBE_FN constexpr i32 shared_backward() const { // Q, dO, K, V, P or dS; tensor cores: L and D
+    return 2 * (shared(tile_q, head_dim) + shared(tile_k, head_dim)) +
+           (dtype == kF32 ? shared(tile_q, tile_k) : shared(tile_k, tile_q) + 8 * tile_q);
+  }
+
+  // Tensor cores: a warp owns 16 queries of the tile (backward: 16 keys, of which at d > 128 two warps hold half of dK and dV each).
+  STROBE_FN constexpr i32 parts() const { return head_dim > 128 ? 2 : 1; }
+  STROBE_FN constexpr i32 threads_forward() const { return dtype == kF32 ? 256 : tile_q / 16 * 32; }
+  STROBE_FN constexpr i32 threads_backward() const { return dtype == kF32 ? 256 : tile_k / 16 * parts() * 32; }
+
+  // Sums that a thread holds at once, at most.
+  STROBE_FN constexpr i32 sums_naive() const { return max(tile_q, tile_k) * max(tile_k, head_dim) / 256; }
+  STROBE_FN constexpr i32 sums_forward() const { return tile_q * (tile_k + head_dim) / threads_forward(); } // S, O
+  STROBE_FN constexpr i32 sums_backward() const {                                                           // dK, dV; P and dS, or dQ
+    if (dtype != kF32) return head_dim / parts() + 24;
+    return (2 * tile_k * head_dim + tile_q * max(2 * tile_k, head_dim)) / 256;
+  }
+  // How many CTAs share an SM's 65,536 registers, if all else of a thread takes 96.
+  static STROBE_FN constexpr i32 blocks_per_sm(i32 threads, i32 sums) { return max(1, 65536 / (threads * (sums + 96))); }
+};
+
+} // namespace strobe::ladder

@@ -1,0 +1,93 @@
+// What a backward kernel of the mma family is compiled for, and how much it needs.
+#pragma once
+#include "../attention/features.h"
+
+namespace strobe::mma {
+
+struct BackwardConfig {
+  i32 dtype;                // kF16 or kBF16
+  i32 head_dim, head_dim_v; // rounded up to the next multiple of 16 * dim_warps
+  i32 tile_q, tile_k;       // queries of an iteration, a multiple of step_q * dim_warps; keys of a block of threads, of 16 * key_warps
+  i32 key_warps,
+      dim_warps; // tile_k is divided among key_warps; head dims (and S, by queries) among dim_warps; all of it twice, for two roles
+  i32 step_q;    // queries of which a warp computes S at once, a multiple of 16
+  i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
+  i32 deterministic;
+  i32 blocks_per_sm;
+  Features features;
+
+  STROBE_FN constexpr i32 warps() const { return 2 * key_warps * dim_warps; }
+  STROBE_FN constexpr i32 threads() const { return 32 * warps(); }
+
+  // Bytes of shared memory.
+  STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * head_dim; }
+  STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * head_dim_v; }
+  STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * head_dim; }
+  STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * head_dim_v; }
+  STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
+  // With softcap what dS needs is P * slope, what dV needs is P: another warp may need either.
+  STROBE_FN constexpr i32 p_planes() const { return features.softcap && dim_warps > 1 ? 2 : 1; }
+  STROBE_FN constexpr i32 stats_bytes() const { return 2 * 3 * tile_q * 4; } // LSE, and D twice
+  STROBE_FN static constexpr i32 state_bytes() { return 512; }
+  STROBE_FN constexpr i32 shared_bytes() const {
+    return k_bytes() + v_bytes() + 2 * (q_bytes() + dout_bytes()) + (p_planes() + 2) * p_bytes() + stats_bytes() + state_bytes();
+  }
+
+  // How dQ of an iteration (tile_q x head_dim) is divided: dq_rows x dq_columns warps, as many as go, and as square as can be.
+  STROBE_FN constexpr i32 dq_rows() const { return dq_split(true); }
+  STROBE_FN constexpr i32 dq_columns() const { return dq_split(false); }
+
+  // Floats of a row of BackwardArguments::dq_sum.
+  STROBE_FN constexpr i32 dq_pitch() const { return (head_dim + 31) / 32 * 32; }
+
+  // BackwardArguments::turns, in words: a ticket, and one for each warp's part of each query tile.
+  STROBE_FN constexpr i64 query_tiles(i64 seqlen_q) const { return div_up(seqlen_q, tile_q); }
+  STROBE_FN constexpr i64 turns(i64 batch, i64 heads, i64 seqlen_q) const { return 1 + batch * heads * query_tiles(seqlen_q) * warps(); }
+
+private:
+  STROBE_FN constexpr i32 dq_split(bool rows) const {
+    i32 best_rows = 1, best_columns = 1;
+    i64 best = -1;
+    for (i32 r = 1; r <= warps(); ++r) {
+      for (i32 c = 1; r * c <= warps(); ++c) {
+        if (tile_q % (16 * r) || head_dim % (16 * c)) continue;
+        i64 merit = (i64)r * c * 65536 - (tile_q / r + head_dim / c);
+        if (merit > best) best = merit, best_rows = r, best_columns = c;
+      }
+    }
+    return rows ? best_rows : best_columns;
+  }
+};
+
+// What looks at rows, and not at scores.
+struct RowsConfig {
+  i32 dtype;   // of the tensors
+  i32 aligned; // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8
+
+  STROBE_FN static constexpr i32 threads() { return 256; }
+  STROBE_FN static constexpr i32 rows_per_block() { return 64; } // of one head of one sequence
+  STROBE_FN static constexpr i64 blocks(i64 batch, i64 heads, i64 seqlen_q) { return batch * heads * div_up(seqlen_q, rows_per_block()); }
+};
+
+struct BiasGradientConfig {
+  i32 dtype, head_dim, head_dim_v; // as above; head dims rounded up to multiples of 16
+  i32 tile_q, tile_k;              // of scores; with block sparsity a tile lies within a block
+  i32 key_warps, query_warps;      // a tile is divided among key_warps x query_warps
+  i32 aligned, blocks_per_sm;
+  Features features;
+
+  STROBE_FN constexpr i32 threads() const { return 32 * key_warps * query_warps; }
+  STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * head_dim; }
+  STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * head_dim_v; }
+  STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * head_dim; }
+  STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * head_dim_v; }
+  STROBE_FN constexpr i32 sums_pitch() const { return tile_q + 1; } // floats
+  STROBE_FN constexpr i32 shared_bytes() const { return max(k_bytes() + v_bytes() + q_bytes() + dout_bytes(), 4 * sums_pitch() * tile_k); }
+  // Which of dbias's axes are longer than 1?
+  STROBE_FN constexpr i64 blocks(bool batches, bool heads, bool rows, bool columns, i64 batch, i64 n_heads, i64 seqlen_q,
+                                 i64 seqlen_k) const {
+    return (batches ? batch : 1) * (heads ? n_heads : 1) * (rows ? div_up(seqlen_q, tile_q) : 1) * (columns ? div_up(seqlen_k, tile_k) : 1);
+  }
+};
+
+} // namespace strobe::mma

@@ -1,0 +1,62 @@
+// Scores of the backward, transposed: rows are keys, columns are queries.
+#pragma once
+#include "../attention/scores.h"
+#include "../tile/shared.h"
+
+namespace strobe::mma {
+
+using tile::Accumulator;
+using tile::Blocks;
+using tile::Left;
+using tile::Right;
+
+// s += rows * transpose(columns), both kInner wide; their addresses in shared memory.
+template <class T, int kInner, int kM, int kN> __device__ __forceinline__ void multiply(Accumulator (&s)[kM][kN], u32 rows, u32 columns) {
+  Blocks<Left, kInner> A(rows);
+  Blocks<Right, kInner> B(columns);
+#pragma unroll
+  for (int k = 0; k < kInner / 16; ++k) {
+    Left x[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) x[m] = A.load(16 * m, 16 * k);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      Right y = B.load(16 * n, 16 * k);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) tile::multiply_add<T>(s[m][n], x[m], y);
+    }
+  }
+}
+
+// S^T -> P^T, of keys from j on and queries from i on; lse(x, n): of the queries in this lane's columns of block n.
+// kSlope (for a softcap): P goes into `P`, and s becomes P times the softcap's slope; else s becomes P.
+template <Features F, bool kMasked, bool kSlope, int kM, int kN, class Lse>
+__device__ __forceinline__ void probabilities(Accumulator (&s)[kM][kN], Accumulator (&P)[kM][kN], const Scores<F, float> &scores, i32 head,
+                                              i32 i, i32 j, i32 limit, const Lse &lse) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    float l[4];
+    lse(l, n);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        auto row = scores.row(i + 16 * n + tile::lane_column(c, e), head);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            float &x = s[m][n].x[c][2 * r + e], slope = 1;
+            i32 key = j + 16 * m + tile::lane_row(r);
+            float p = kSlope ? scores.score(x, row, key, kMasked, limit, slope) : scores.score(x, row, key, kMasked, limit);
+            p = exp2(fmaf(p, scores.unit, -l[2 * c + e]));
+            if constexpr (kSlope) P[m][n].x[c][2 * r + e] = p;
+            x = kSlope ? p * slope : p;
+          }
+        }
+      }
+    }
+  }
+}
+
+} // namespace strobe::mma

@@ -1,0 +1,32 @@
+// Arithmetic in the kernel's real type.
+#pragma once
+#include "../attention/arguments.h"
+#include "../attention/features.h"
+#include "../ptx/math.h"
+
+namespace strobe::simt {
+
+__device__ __forceinline__ float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
+__device__ __forceinline__ double fma(double a, double b, double c) { return ::fma(a, b, c); }
+// Of a number and not a number: the number.
+__device__ __forceinline__ float maximum(float a, float b) { return ::fmaxf(a, b); }
+__device__ __forceinline__ double maximum(double a, double b) { return ::fmax(a, b); }
+
+template <class T, class E> __device__ __forceinline__ T to_real(E x) {
+  if constexpr (sizeof(E) == 8)
+    return x;
+  else
+    return T(to_float(x));
+}
+template <class T> __device__ __forceinline__ constexpr T log2_e() { return T(1.4426950408889634074); }
+template <class T> __device__ __forceinline__ constexpr T ln_2() { return T(0.69314718055994530942); }
+// sum + x; `lost` is what roundings added too much so far (Kahan 1965).
+template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {
+  const T y = x - lost, t = sum + y;
+  lost = (t - sum) - y;
+  sum = t;
+}
+// What a score of Scores is multiplied by to be a natural logarithm.
+template <Features F, class T> __device__ __forceinline__ T natural(const Inputs &in) { return F.additive() ? T(1) : T(in.scale); }
+
+} // namespace strobe::simt

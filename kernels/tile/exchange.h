@@ -1,0 +1,65 @@
+// Tiles that warps hand to one another through shared memory: 16x16 blocks of 512 bytes, one after another.
+#pragma once
+#include "../ptx/ldmatrix.h"
+#include "registers.h"
+
+namespace strobe::tile {
+
+inline constexpr int kBlockBytes = 512;
+
+// A block as its lanes hold it: the same lane of another warp takes it with one load.
+__device__ __forceinline__ void put(u32 base, int block, const Left &f) { store_shared(base + block * kBlockBytes + lane_id() * 16, f.x); }
+__device__ __forceinline__ Left take(u32 base, int block) {
+  Left f;
+  load_shared(f.x, base + block * kBlockBytes + lane_id() * 16);
+  return f;
+}
+
+// A block as its four 8x8 parts, rows of 16 bytes: it can be taken transposed as well.
+__device__ __forceinline__ void put_parts(u32 base, int block, const Left &f) {
+#if __CUDA_ARCH__ >= 900
+  stmatrix(base + block * kBlockBytes + lane_id() * 16, f.x);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) store_shared(base + block * kBlockBytes + i * 128 + lane_id() * 4, f.x[i]);
+#endif
+}
+__device__ __forceinline__ Left take_parts(u32 base, int block) {
+  Left f;
+  ldmatrix(f.x, base + block * kBlockBytes + lane_id() * 16);
+  return f;
+}
+__device__ __forceinline__ Left take_parts_transposed(u32 base, int block) {
+  int lane = lane_id(), part = lane >> 4 | (lane >> 3 & 1) << 1;
+  Left f;
+  ldmatrix_transposed(f.x, base + block * kBlockBytes + part * 128 + (lane & 7) * 16);
+  return f;
+}
+
+// Element e of a packed pair.
+template <class T> __device__ __forceinline__ float unpacked(u32 pair, int e);
+template <> __device__ __forceinline__ float unpacked<bf16>(u32 pair, int e) {
+  return __uint_as_float(e ? pair & 0xFFFF0000u : pair << 16);
+}
+template <> __device__ __forceinline__ float unpacked<f16>(u32 pair, int e) { return to_float(f16{(unsigned short)(pair >> 16 * e)}); }
+
+// Elements with a sign become 0.
+__device__ __forceinline__ Left positive(Left f) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    u32 signs;
+    asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(signs) : "r"(f.x[i])); // of each half, in all of its bits
+    f.x[i] &= ~signs;
+  }
+  return f;
+}
+
+// Products of packed pairs.
+template <class T> __device__ __forceinline__ u32 multiply_pairs(u32 x, u32 y);
+template <> __device__ __forceinline__ u32 multiply_pairs<bf16>(u32 x, u32 y) {
+  u32 z;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
+  return z;
+}
+
+} // namespace strobe::tile

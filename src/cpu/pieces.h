@@ -1,0 +1,73 @@
+// Which keys a tile of queries works on, and which of them a piece of it.
+#pragma once
+#include "keys.h"
+
+namespace strobe::inline STROBE_ISA {
+
+// The schedule's tiles of keys, cut where a mask hides a cell from every query of the tile.
+template <class T> class KeyTiles {
+public:
+  KeyTiles(const Head<T> &head, const MaskMap &mask, const TileSizes &tile, int64_t i0, int64_t i1)
+      : head_(head), mask_(mask), i0_(i0), schedule_(head.band, i0, i1, tile.k, kKeyAlign, head.blocks(i0)) {}
+
+  bool next(KeyTile &keys) {
+    if (!mask_) return schedule_.next(keys);
+    for (;;) {
+      while (rest_.begin < rest_.end && !seen(rest_.begin)) rest_.begin = mask_.cell_end(rest_.begin);
+      if (rest_.begin < rest_.end) break;
+      if (!schedule_.next(rest_)) return false;
+    }
+    keys = rest_;
+    keys.end = mask_.cell_end(keys.begin);
+    while (keys.end < rest_.end && seen(keys.end)) keys.end = mask_.cell_end(keys.end);
+    keys.end = min(keys.end, rest_.end);
+    rest_.begin = keys.end;
+    return true;
+  }
+
+private:
+  bool seen(int64_t j) const { return mask_.of_tile(head_.b, head_.h, i0_, j) & kSeen; }
+
+  const Head<T> &head_;
+  const MaskMap &mask_;
+  int64_t i0_;
+  Schedule schedule_;
+  KeyTile rest_{0, 0, false};
+};
+
+// Whether, and how, a piece of lanes takes part in a tile of keys: the tile cut to what it sees.
+template <class T> struct Piece {
+  TileSpan span;
+  bool band_masked, use_mask;
+  const MaskMap *mask;
+  const uint8_t *cells;                                                                      // of the mask's map, if there is one
+  bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias; } // some score may be -inf
+  // Products over keys run in steps of kKeyAlign and may read keys past the piece, times a P of 0.
+  int64_t keys_read(const Head<T> &head) const { return min((i64)round_to(span.keys, kKeyAlign), (i64)(head.band.seqlen_k - span.j0)); }
+  bool reads_hidden(const Head<T> &head) const { return masked(head) || keys_read(head) > span.keys; }
+  bool uses_mask(int64_t j0, int64_t keys) const { return cells && mask->of(cells, j0, j0 + keys) & kHidden; }
+};
+template <class T>
+STROBE_INLINE bool make_piece(const Head<T> &head, const MaskMap &mask, int64_t i0, int64_t lanes, int64_t width, const KeyTile &tile,
+                              Piece<T> &piece) {
+  Range any = intersect({tile.begin, tile.end}, head.band.keys_any(i0, i0 + lanes)), all = head.band.keys_all(i0, i0 + lanes);
+  piece.mask = &mask;
+  piece.cells = mask ? mask.row(head.b, head.h, i0) : nullptr;
+  if (mask) any = mask.seen(piece.cells, any);
+  if (any.empty()) return false;
+  int64_t begin = tile.begin + round_down(any.begin - tile.begin, kKeyAlign);
+  piece.span = {i0, lanes, width, begin, any.end - begin};
+  piece.band_masked = begin < all.begin || any.end > all.end;
+  piece.use_mask = piece.uses_mask(begin, piece.span.keys);
+  return true;
+}
+
+// A chunk of a piece's raw q.k -> score.
+template <class T>
+STROBE_INLINE void apply_options(const Head<T> &head, const Piece<T> &piece, const TileSpan &chunk, ScoreScratch<T> &scratch, T *s,
+                                 T *slopes) {
+  const bool use_mask = piece.use_mask && piece.uses_mask(chunk.j0, chunk.keys);
+  if (head.additive || piece.band_masked || use_mask) apply_options(head, chunk, piece.band_masked, use_mask, scratch, s, slopes);
+}
+
+} // namespace strobe::inline STROBE_ISA

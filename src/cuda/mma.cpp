@@ -1,0 +1,188 @@
+// The kernels of kernels/mma: FP16 and BF16 on tensor cores by mma.sync, from sm_80 (FP16: sm_75).
+#include <algorithm>
+#include <cmath>
+
+#include "../../kernels/mma/config.h"
+#include "attention/text.h"
+#include "attention/work.h"
+#include "cuda/arguments.h"
+#include "cuda/mma_backward.h"
+
+namespace strobe::cuda {
+namespace {
+
+using mma::Config;
+
+constexpr KernelSource kForward{"mma/forward.h", "strobe::mma::Forward", "strobe::mma::Config"};
+constexpr KernelSource kDecode{"mma/decode.h", "strobe::mma::Decode", "strobe::mma::Config"};
+constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
+
+struct Tile {
+  int32_t most_dim, q, k, warps, stages, ctas; // ctas: per SM, what the registers are limited for
+};
+
+// From the fastest to the smallest, measured on an H200. A warp owns q / warps rows: 32 read K and V from shared memory half as often as 16
+// do, but leave no registers for features or for element copies (`plain` only).
+struct ForwardTile : Tile {
+  bool plain;
+};
+constexpr ForwardTile kForwardTiles[] = {
+    {{64, 128, 96, 4, 2, 2}, true},  {{128, 128, 64, 4, 2, 2}, true}, {{128, 128, 64, 4, 1, 2}, true}, {{64, 64, 64, 4, 2, 3}, false},
+    {{128, 64, 64, 4, 2, 2}, false}, {{128, 64, 64, 4, 1, 2}, false}, {{256, 64, 64, 4, 1, 2}, false}, {{256, 64, 32, 4, 1, 2}, false},
+    {{256, 32, 64, 2, 1, 2}, false}, {{256, 32, 32, 2, 1, 2}, false}, {{256, 16, 64, 1, 1, 2}, false}, {{256, 16, 32, 1, 1, 2}, false},
+};
+constexpr Tile kDecodeTiles[] = {
+    {128, 16, 16, 4, 3, 2}, {256, 16, 16, 4, 3, 1}, {256, 16, 16, 2, 2, 1}, // up to 16 packed rows
+    {128, 32, 16, 4, 3, 1}, {256, 16, 16, 4, 2, 1},                         // more
+};
+
+int32_t rounded(int64_t dim) { return int32_t((dim + 31) / 32 * 32); }
+
+Config config_for(const Problem &p, const Tile &tile) {
+  Config c{};
+  c.dtype = int32_t(p.dtype);
+  c.head_dim = rounded(p.head_dim), c.head_dim_v = rounded(p.head_dim_v);
+  c.tile_q = tile.q, c.tile_k = tile.k, c.warps = tile.warps, c.stages = tile.stages, c.blocks_per_sm = tile.ctas;
+  c.aligned = aligned(p.q, p.head_dim) && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v) && aligned(p.out, p.head_dim_v);
+  c.exact_max = p.exact_max;
+  c.features = features_of(p);
+  return c;
+}
+
+bool plain(const Config &c) {
+  const Features &f = c.features;
+  return c.aligned && !f.additive() && !f.mask && !f.dropout;
+}
+
+// Thread blocks of this configuration that an SM runs at a time.
+int64_t resident(const Config &c, int64_t shared_bytes, const Device &device) {
+  return std::max<int64_t>(1, std::min<int64_t>(c.blocks_per_sm, device.shared_per_sm / (shared_bytes + 1024)));
+}
+
+// The first tile that fits, or with wishes the nearest.
+bool choose(Config &chosen, const Problem &p, const Device &device) {
+  const auto off = [](int64_t wish, int64_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / double(got))) : 0.0; };
+  double least = HUGE_VAL;
+  for (const ForwardTile &tile : kForwardTiles) {
+    const Config c = config_for(p, tile);
+    if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || (tile.plain && !plain(c))) continue;
+    if (c.forward_shared_bytes() > device.shared_per_block || (p.blocks.present && p.blocks.block_q % tile.q)) continue;
+    const double cost = off(p.tile_q, tile.q) + off(p.tile_k, tile.k);
+    if (cost < least) least = cost, chosen = c;
+  }
+  return least < HUGE_VAL;
+}
+
+constexpr int64_t kMostPackedRows = 64;
+
+// Decode packs the query heads of a group into the rows of a tile; a block-sparse mask may differ between them.
+bool decodes(const Problem &p) { return !p.blocks.present && p.seqlen_q * p.group() <= kMostPackedRows; }
+bool choose_decode(Config &chosen, const Problem &p, const Device &device) {
+  const int64_t rows = p.seqlen_q * p.group();
+  for (const Tile &tile : kDecodeTiles) {
+    const Config c = config_for(p, tile);
+    if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || c.decode_shared_bytes() > device.shared_per_block) continue;
+    if (rows > 16 && tile.q == 16 && &tile != &kDecodeTiles[std::size(kDecodeTiles) - 1]) continue;
+    chosen = c;
+    return true;
+  }
+  return false;
+}
+
+// As many parts as fill the GPU once: too few leave it idle, more are a second wave. Each part is worth its own O: at least `least` keys.
+int32_t splits(int64_t ctas, int64_t slots, int64_t seqlen_k, int64_t least) {
+  if (ctas <= 0) return 1;
+  return int32_t(std::clamp<int64_t>(slots / ctas, 1, std::clamp<int64_t>(seqlen_k / least, 1, 256)));
+}
+
+// Dense FLOP per clock and SM of mma.sync with FP32 sums.
+double rate(const Device &device) {
+  switch (device.cc) {
+  case 80:
+  case 90:
+    return 2048;
+  case 100:
+  case 103:
+    return 2048;
+  default:
+    return device.cc >= 87 && device.cc < 89 ? 1024 : 512;
+  }
+}
+
+constexpr double kShareOfPeak = 0.7, kLaunchSeconds = 3e-6, kBytesPerClock = 16; // of an SM, from memory
+
+double predicted_seconds(const Problem &p, const Config &c, const Device &device, size_t launches) {
+  const double clocks = device.clock_hz * device.sms;
+  const double flop = 2 * visible_scores(p) * (c.head_dim + c.head_dim_v) / (p.seqlen_q < 16 ? double(p.seqlen_q) / 16 : 1.0);
+  const double keys = p.varlen ? double(p.total_k) : double(p.batch) * double(p.seqlen_k);
+  const double bytes = 2 * keys * double(p.heads_kv) * double(p.head_dim + p.head_dim_v);
+  return kLaunchSeconds * double(launches) + std::max(flop / (kShareOfPeak * rate(device) * clocks), bytes / (kBytesPerClock * clocks));
+}
+
+class MmaEngine final : public CudaEngine {
+public:
+  const char *name() const override { return "cuda-mma"; }
+
+protected:
+  Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
+    if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("takes float16 and bfloat16, not ", strobe::name(p.dtype));
+    if (device.cc < 75) return text(device.name, " has no mma.sync of this shape: sm_75 or newer is needed, this is sm_", device.cc);
+    if (device.cc < 80 && p.dtype == DType::bf16)
+      return text(device.name, " multiplies no bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
+    if (direction == Direction::backward) return mma_backward(p, device, scratch, visible_scores(p));
+    return forward(p, device, scratch);
+  }
+
+private:
+  static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
+    ForwardArguments a = forward_arguments(p);
+    Config c;
+    const bool decode = decodes(p) && choose_decode(c, p, device);
+    if (!decode && !choose(c, p, device))
+      return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
+    const int32_t shared = decode ? c.decode_shared_bytes() : c.forward_shared_bytes();
+    const int64_t ctas =
+        decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
+    a.splits = splits(ctas, device.sms * resident(c, shared, device), p.seqlen_k, 256);
+    a.bundle = bundle(p, device);
+    if (a.splits > 1) {
+      const int64_t rows = a.in.rows();
+      a.partial_out = scratch.take<float>(a.splits * rows * p.head_dim_v);
+      a.partial_lse = scratch.take<float>(a.splits * rows);
+    }
+    Program program;
+    program.steps.push_back(Launch(decode ? kDecode : kForward, c, ctas * a.splits, c.threads(), shared, a));
+    if (a.splits > 1) {
+      const Config combine{.dtype = c.dtype, .warps = 4, .blocks_per_sm = 1, .features = {}};
+      program.steps.push_back(Launch(kCombine, combine, a.in.rows(), combine.threads(), 0, a));
+    }
+    describe(program, p, c, decode, a.splits);
+    program.predicted_seconds = predicted_seconds(p, c, device, program.steps.size());
+    return program;
+  }
+
+  // (batch, head) pairs whose tiles run together: their K and V should stay in half of the L2 cache.
+  static int32_t bundle(const Problem &p, const Device &device) {
+    const double bytes = 2 * double(p.seqlen_k) * double(p.head_dim + p.head_dim_v) / double(p.group());
+    return int32_t(std::clamp(double(device.l2) / 2 / std::max(1.0, bytes), 4.0, 64.0));
+  }
+
+  static void describe(Program &program, const Problem &p, const Config &c, bool decode, int32_t splits) {
+    program.tile_q = c.tile_q, program.tile_k = c.tile_k;
+    program.kernel = text(strobe::name(p.dtype), " mma.sync, ", c.warps, " warps, ", c.stages, " stages, head dimensions ", c.head_dim,
+                          " and ", c.head_dim_v, decode ? ", query heads packed" : "");
+    if (splits > 1) program.kernel += text(", keys split in ", splits);
+    if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
+    if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
+    if (!c.aligned) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+  }
+};
+
+} // namespace
+
+const CudaEngine &mma_engine() {
+  static const MmaEngine engine;
+  return engine;
+}
+
+} // namespace strobe::cuda

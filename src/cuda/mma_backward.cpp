@@ -1,0 +1,132 @@
+// The backward of kernels/mma: D and room for dQ; dQ, dK and dV; dQ in 16 bits; dbias, dsinks.
+#include "cuda/mma_backward.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "../../kernels/mma/backward_config.h"
+#include "attention/text.h"
+#include "cuda/arguments.h"
+
+namespace strobe::cuda {
+namespace {
+
+using mma::BackwardConfig;
+using mma::BiasGradientConfig;
+using mma::RowsConfig;
+
+constexpr KernelSource kBackward{"mma/backward.h", "strobe::mma::Backward", "strobe::mma::BackwardConfig"};
+constexpr KernelSource kBiasGradient{"mma/bias_gradient.h", "strobe::mma::BiasGradient", "strobe::mma::BiasGradientConfig"};
+constexpr KernelSource kDelta{"mma/rows.h", "strobe::mma::Delta", "strobe::mma::RowsConfig"};
+constexpr KernelSource kConvertDq{"mma/rows.h", "strobe::mma::ConvertDq", "strobe::mma::RowsConfig"};
+constexpr KernelSource kSinks{"mma/rows.h", "strobe::mma::Sinks", "strobe::mma::RowsConfig"};
+
+// Each kind from the fastest to the smallest, measured on an H200. most_dim is what the registers hold.
+struct BackwardTile {
+  int32_t most_dim, q, k, key_warps, dim_warps, step_q;
+  bool plain; // no registers are left for features of the score, or for element copies
+};
+constexpr BackwardTile kBackwardTiles[] = {
+    {64, 64, 256, 4, 1, 32, true},  {64, 128, 128, 4, 1, 64, true}, {128, 64, 128, 4, 1, 64, true}, {128, 64, 128, 4, 1, 32, false},
+    {128, 64, 64, 2, 2, 32, false}, {256, 64, 64, 2, 2, 32, false}, {128, 32, 64, 2, 2, 16, false}, {256, 32, 64, 2, 2, 16, false},
+    {256, 16, 64, 4, 1, 16, false}, {256, 16, 32, 2, 1, 16, false}, {256, 16, 16, 1, 1, 16, false},
+};
+struct BiasTile {
+  int32_t q, k, key_warps, query_warps;
+};
+constexpr BiasTile kBiasTiles[] = {{64, 128, 4, 2}, {64, 64, 2, 2}, {32, 32, 2, 1}, {16, 16, 1, 1}};
+
+int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit - 1) / unit * unit); }
+
+bool all_aligned(const Problem &p) {
+  for (const View *view : {&p.q, &p.k, &p.dq, &p.dk})
+    if (!aligned(*view, p.head_dim)) return false;
+  for (const View *view : {&p.v, &p.out, &p.dout, &p.dv})
+    if (!aligned(*view, p.head_dim_v)) return false;
+  return true;
+}
+
+double off(int64_t wish, int64_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / double(got))) : 0.0; }
+
+// With block sparsity a tile lies within a block.
+bool divides(const Problem &p, int32_t tile_q, int32_t tile_k) {
+  return !p.blocks.present || (p.blocks.block_q % tile_q == 0 && p.blocks.block_k % tile_k == 0);
+}
+
+// The first tile that fits, or with wishes the nearest.
+bool choose(BackwardConfig &chosen, const Problem &p, const Device &device) {
+  double least = HUGE_VAL;
+  for (const BackwardTile &tile : kBackwardTiles) {
+    BackwardConfig c{};
+    c.dtype = int32_t(p.dtype);
+    c.head_dim = rounded(p.head_dim, 16 * tile.dim_warps), c.head_dim_v = rounded(p.head_dim_v, 16 * tile.dim_warps);
+    c.tile_q = tile.q, c.tile_k = tile.k, c.key_warps = tile.key_warps, c.dim_warps = tile.dim_warps, c.step_q = tile.step_q;
+    c.aligned = all_aligned(p), c.deterministic = p.deterministic && p.dq, c.blocks_per_sm = 1;
+    c.features = features_of(p);
+    if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || c.shared_bytes() > device.shared_per_block) continue;
+    if (tile.plain && (c.features.additive() || c.features.mask || !c.aligned)) continue;
+    if (!divides(p, tile.q, tile.k)) continue;
+    const double cost = off(p.tile_q, tile.q) + off(p.tile_k, tile.k);
+    if (cost < least) least = cost, chosen = c;
+  }
+  return least < HUGE_VAL;
+}
+
+bool choose(BiasGradientConfig &chosen, const Problem &p, const Device &device) {
+  for (const BiasTile &tile : kBiasTiles) {
+    BiasGradientConfig c{};
+    c.dtype = int32_t(p.dtype), c.head_dim = rounded(p.head_dim, 16), c.head_dim_v = rounded(p.head_dim_v, 16);
+    c.tile_q = tile.q, c.tile_k = tile.k, c.key_warps = tile.key_warps, c.query_warps = tile.query_warps;
+    c.aligned = all_aligned(p), c.blocks_per_sm = 1, c.features = features_of(p);
+    if (c.shared_bytes() > device.shared_per_block || !divides(p, tile.q, tile.k)) continue;
+    chosen = c;
+    return true;
+  }
+  return false;
+}
+
+constexpr double kFlopPerClock = 1400, kLaunchSeconds = 3e-6; // of an SM of the H200, measured
+
+} // namespace
+
+CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &scratch, double scores) {
+  BackwardConfig c{};
+  BiasGradientConfig bias{};
+  if (!choose(c, p, device) || (p.dbias && !choose(bias, p, device)))
+    return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
+
+  BackwardArguments a = backward_arguments(p);
+  a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
+  a.deterministic = c.deterministic;
+  const int64_t rows = a.in.rows(), row_blocks = RowsConfig::blocks(p.batch, p.heads, p.seqlen_q);
+  const RowsConfig each{c.dtype, c.aligned};
+  Program program;
+  a.delta = scratch.take<float>(rows);
+  if (p.dq) a.dq_sum = scratch.take<float>(rows * c.dq_pitch());
+  if (c.deterministic) {
+    const int64_t turns = c.turns(p.batch, p.heads, p.seqlen_q);
+    a.turns = scratch.take<uint32_t>(turns);
+    program.steps.push_back(Zero{a.turns, uint64_t(turns) * 4});
+  }
+  program.steps.push_back(Launch(kDelta, each, row_blocks, RowsConfig::threads(), 0, a));
+  if (p.dq || p.dk || p.dv)
+    program.steps.push_back(Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.shared_bytes(), a));
+  if (p.dq) program.steps.push_back(Launch(kConvertDq, each, row_blocks, RowsConfig::threads(), 0, a));
+  if (p.dsinks) program.steps.push_back(Launch(kSinks, each, p.heads, RowsConfig::threads(), 0, a));
+  if (p.dbias) {
+    const i64 *s = a.dbias.stride;
+    const int64_t blocks = bias.blocks(s[0] != 0, s[1] != 0, s[2] != 0, s[3] != 0, p.batch, p.heads, p.seqlen_q, p.seqlen_k);
+    program.steps.push_back(Launch(kBiasGradient, bias, blocks, bias.threads(), bias.shared_bytes(), a));
+  }
+
+  program.tile_q = c.tile_q, program.tile_k = c.tile_k;
+  program.kernel = text(strobe::name(p.dtype), " mma.sync, ", c.warps(), " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);
+  if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
+  if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
+  if (!c.aligned) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+  const double flop = 5 * scores * (c.head_dim + c.head_dim_v) + (p.dbias ? 2 * scores * (c.head_dim + c.head_dim_v) : 0);
+  program.predicted_seconds = kLaunchSeconds * double(program.steps.size()) + flop / (kFlopPerClock * device.sms * device.clock_hz);
+  return program;
+}
+
+} // namespace strobe::cuda

@@ -1,0 +1,201 @@
+// The kernels of kernels/simt: plain FMA on any GPU, every dtype and feature.
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "../../kernels/simt/config.h"
+#include "attention/text.h"
+#include "cuda/arguments.h"
+#include "cuda/engine.h"
+
+namespace strobe::cuda {
+namespace {
+
+using simt::Config;
+
+constexpr KernelSource kForward{"simt/forward.h", "strobe::simt::Forward", "strobe::simt::Config"};
+constexpr KernelSource kCombine{"simt/combine.h", "strobe::simt::Combine", "strobe::simt::Config"};
+constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
+constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
+constexpr KernelSource kBackward{"simt/backward.h", "strobe::simt::Backward", "strobe::simt::Config"};
+constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
+constexpr KernelSource kBiasGradient{"simt/bias_gradient.h", "strobe::simt::BiasGradient", "strobe::simt::Config"};
+
+enum class Kind { forward, backward, bias_gradient };
+
+int64_t shared_bytes(const Config &c, Kind kind) { return kind == Kind::forward ? c.forward_shared_bytes() : c.backward_shared_bytes(); }
+
+// The accumulators of a thread, in registers, at the moment when most of them live.
+int64_t accumulators(const Config &c, Kind kind) {
+  const int64_t rows = c.tile_q / c.threads_q, keys = c.tile_k / c.threads_k, keys_owned = c.tile_k / c.threads_q;
+  const int64_t columns = c.head_dim / c.threads_k, columns_v = c.head_dim_v / c.threads_k, words = c.real_bytes() / 4;
+  const int64_t s = rows * keys;
+  if (kind == Kind::forward) return words * (s + rows * columns_v);
+  if (kind == Kind::bias_gradient) return words * 3 * s; // S or dP, the sum and what it lost
+  return words * (keys_owned * (columns + columns_v) + std::max(s, rows * std::min<int64_t>(columns, 6)));
+}
+constexpr int64_t kMostAccumulators = 192; // of 255 registers
+
+struct TileSizes {
+  int32_t q, k;
+};
+constexpr std::array<int32_t, 4> kTilesQ{64, 32, 16, 8}, kTilesK{128, 64, 32, 16};
+
+// The largest tile, in the order of preference, that registers and shared memory hold, that the blocks of a sparse mask divide into and that
+// comes nearest to the wishes.
+bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
+  double least = HUGE_VAL;
+  Config best = config;
+  for (int32_t q : kTilesQ)
+    for (int32_t k : kTilesK) {
+      Config c = config;
+      c.tile_q = q, c.tile_k = k;
+      if (kind != Kind::forward && k % c.threads_q) continue;
+      if (p.blocks.present && (p.blocks.block_q % q || (kind != Kind::forward && p.blocks.block_k % k))) continue;
+      if (shared_bytes(c, kind) > device.shared_per_block || accumulators(c, kind) > kMostAccumulators) continue;
+      const auto off = [](int64_t wish, int32_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / got)) : 0.0; };
+      const double cost = 16 * (off(p.tile_q, q) + off(p.tile_k, k)) - std::log2(double(q)) - 0.5 * std::log2(double(k));
+      if (cost < least) least = cost, best = c;
+    }
+  config = best;
+  return least < HUGE_VAL;
+}
+
+int32_t rounded_dim(int64_t dim) { return int32_t((dim + Config::kDimStep - 1) / Config::kDimStep * Config::kDimStep); }
+
+// What all kernels of a call share.
+Config config_for(const Problem &p) {
+  Config c{};
+  c.dtype = int32_t(p.dtype);
+  c.head_dim = rounded_dim(p.head_dim), c.head_dim_v = rounded_dim(p.head_dim_v);
+  c.threads_q = 8, c.threads_k = 16, c.chunk = 16;
+  c.blocks_per_sm = 2;
+  c.aligned = aligned(p.q, p.head_dim) && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v) && aligned(p.dout, p.head_dim_v);
+  c.features = features_of(p);
+  return c;
+}
+// Kernels that look at elements and not at scores do not vary with the features.
+Config plain(Config c) { return {.dtype = c.dtype, .head_dim = c.head_dim, .head_dim_v = c.head_dim_v, .features = {}}; }
+
+// FMA per clock and SM.
+double rate(const Device &device, DType dtype) {
+  const bool wide = device.cc == 61 || device.cc >= 86;
+  if (dtype != DType::f64) return device.cc == 90 || wide ? 128 : 64;
+  return device.cc == 60 || device.cc == 70 || device.cc == 80 || device.cc == 90 || device.cc == 100 ? (device.cc >= 90 ? 64 : 32) : 2;
+}
+
+// Scores that are visible by position and blocks.
+double visible_scores(const Problem &p) {
+  const double q = double(p.seqlen_q), k = double(p.seqlen_k);
+  double keys = k;
+  if (p.window_right != kUnbounded && p.window_left != kUnbounded)
+    keys = std::min(k, double(p.window_left) + double(p.window_right) + 1);
+  else if (p.window_right != kUnbounded || p.window_left != kUnbounded)
+    keys = k / 2;
+  double share = 1;
+  if (p.blocks.present)
+    share = double(p.blocks.kept) / std::max(1.0, double(p.blocks.batch * p.blocks.heads * p.blocks.rows * p.blocks.cols));
+  const double sequences = p.varlen ? double(p.total_q) / std::max(1.0, q) : double(p.batch);
+  return sequences * double(p.heads) * q * keys * share;
+}
+
+constexpr double kShareOfPeak = 0.6, kLaunchSeconds = 4e-6;
+
+class SimtEngine final : public CudaEngine {
+public:
+  const char *name() const override { return "cuda-simt"; }
+
+protected:
+  Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
+    return direction == Direction::forward ? forward(p, device, scratch) : backward(p, device, scratch);
+  }
+
+private:
+  static Made too_small(const Device &device) {
+    return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
+  }
+  static void describe(Program &program, const Problem &p, const Config &c, const Device &device, double products) {
+    program.tile_q = c.tile_q, program.tile_k = c.tile_k;
+    program.kernel = text(p.dtype == DType::f64 ? "fp64" : "fp32", " FMA, ", c.threads(), " threads, head dimensions ", c.head_dim, " and ",
+                          c.head_dim_v);
+    if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
+    if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
+    if (!c.aligned) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+    const double fma = products * visible_scores(p) * double(c.head_dim + c.head_dim_v) / 2;
+    program.predicted_seconds =
+        kLaunchSeconds * double(program.steps.size()) + fma / (kShareOfPeak * rate(device, p.dtype) * device.sms * device.clock_hz);
+  }
+
+  Made forward(const Problem &p, const Device &device, Scratch &scratch) const {
+    Config c = config_for(p);
+    if (!choose(c, Kind::forward, p, device)) return too_small(device);
+    ForwardArguments a = forward_arguments(p);
+    const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
+
+    // Too few CTAs to fill the GPU: several share the keys of one tile. FP64 has no partial results.
+    if (p.dtype != DType::f64 && ctas > 0) {
+      const int64_t slots = int64_t{device.sms} * c.blocks_per_sm, most = tiles(p.seqlen_k, c.tile_k) / 2;
+      a.splits = int32_t(std::max<int64_t>(1, std::min<int64_t>({slots / ctas, most, 64})));
+    }
+    Program program;
+    if (a.splits > 1) {
+      const int64_t rows = a.in.rows();
+      a.partial_out = scratch.take<float>(a.splits * rows * p.head_dim_v);
+      a.partial_lse = scratch.take<float>(a.splits * rows);
+    }
+    program.steps.push_back(Launch(kForward, c, ctas * a.splits, c.threads(), c.forward_shared_bytes(), a));
+    if (a.splits > 1)
+      program.steps.push_back(
+          Launch(kCombine, plain(c), p.batch * p.heads * tiles(p.seqlen_q, Config::kCombineRows), 32 * Config::kCombineRows, 0, a));
+    describe(program, p, c, device, 2);
+    if (a.splits > 1) program.kernel += text(", keys split in ", a.splits);
+    return program;
+  }
+
+  Made backward(const Problem &p, const Device &device, Scratch &scratch) const {
+    Config c = config_for(p);
+    if (!choose(c, Kind::backward, p, device)) return too_small(device);
+    BackwardArguments a = backward_arguments(p);
+    const int64_t rows = a.in.rows(), real = c.real_bytes(), row_tiles = p.batch * p.heads * tiles(p.seqlen_q, Config::kDeltaRows);
+
+    Program program;
+    a.delta = scratch.take<char>(rows * real);
+    program.steps.push_back(Launch(kDelta, plain(c), row_tiles, Config::kDeltaRows, 0, a));
+    if (p.dsinks) program.steps.push_back(Launch(kSinkGradient, plain(c), p.heads, 256, 0, a));
+    if (p.dq) {
+      const uint64_t bytes = uint64_t(rows * c.head_dim * real);
+      a.dq_sum = reinterpret_cast<float *>(scratch.take<char>(int64_t(bytes)));
+      program.steps.push_back(Zero{a.dq_sum, bytes});
+    }
+    a.deterministic = a.deterministic && p.dq;
+    if (a.deterministic) {
+      const int64_t turns = 1 + p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
+      a.turns = scratch.take<uint32_t>(turns);
+      program.steps.push_back(Zero{a.turns, uint64_t(turns) * 4});
+    }
+    if (p.dq || p.dk || p.dv)
+      program.steps.push_back(
+          Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.backward_shared_bytes(), a));
+    if (p.dq) program.steps.push_back(Launch(kQueryGradient, plain(c), row_tiles, 256, 0, a));
+    describe(program, p, c, device, 5);
+    if (p.dbias) {
+      Config d = c;
+      if (!choose(d, Kind::bias_gradient, p, device)) return too_small(device);
+      int64_t ctas = 1;
+      const int64_t parts[4] = {p.batch, p.heads, tiles(p.seqlen_q, d.tile_q), tiles(p.seqlen_k, d.tile_k)};
+      for (int axis = 0; axis < 4; axis++)
+        if (p.dbias.stride[axis]) ctas *= parts[axis];
+      program.steps.push_back(Launch(kBiasGradient, d, ctas, d.threads(), d.backward_shared_bytes(), a));
+    }
+    return program;
+  }
+};
+
+} // namespace
+
+const CudaEngine &simt_engine() {
+  static const SimtEngine engine;
+  return engine;
+}
+
+} // namespace strobe::cuda

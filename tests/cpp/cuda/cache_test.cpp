@@ -1,0 +1,257 @@
+// The disk cache: what is found, what is not, and what happens when it cannot be used. The compiler is the pretended one, which counts.
+#include "cuda/cache.h"
+
+#include <thread>
+
+#include "surroundings.h"
+
+using namespace strobe;
+using namespace strobe::cuda;
+using namespace strobe::cuda::test;
+
+namespace {
+
+void same(const Build &a, const Build &b) {
+  CHECK(a.cubin == b.cubin);
+  CHECK(a.log == b.log);
+  CHECK(a.registers == b.registers);
+  CHECK(a.spill_bytes == b.spill_bytes);
+  CHECK(a.nvrtc == b.nvrtc);
+}
+
+} // namespace
+
+TEST_CASE("cache: compiled once, then read") {
+  const Compiling c;
+  const Build first = build(plain(1), 90), second = build(plain(1), 90);
+  CHECK(first.compiled);
+  CHECK_FALSE(second.compiled);
+  same(first, second);
+  CHECK(first.registers == 42);
+  CHECK(first.spill_bytes == 20);
+  CHECK(first.nvrtc == "13.7");
+  CHECK(c.compiled() == 1);
+  REQUIRE(c.files().size() == 1); // no lock, no temporary file is left
+  CHECK(has(c.files()[0], "/cache/nvrtc-13.7/"));
+}
+
+TEST_CASE("cache: what is compiled") {
+  const Compiling c;
+  const std::string cubin = build(plain(7), 90).cubin;
+  CHECK(cubin.starts_with("--gpu-architecture=sm_90\n-std=c++20\n-default-device\n--ptxas-options=-v\n--no-cache\n"
+                          "#include \"test/plain.h\"\n"
+                          "using Kernel = test::Plain<test::Config{7,2}>;\n"
+                          "extern \"C\" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm) "
+                          "kernel(const __grid_constant__ Kernel::Arguments a) { Kernel::run(a); }\n"
+                          "== test/plain.h\n"));
+  CHECK(has(cubin, "== test/circle.h\n"));
+  CHECK_FALSE(has(cubin, "unrelated"));
+  const KernelSource specific{"test/plain.h", "test::Plain", "test::Config", true};
+  CHECK(build(specific, plain(7).integers(), 90).cubin.starts_with("--gpu-architecture=sm_90a\n"));
+  const Variable both("STROBE_NVRTC", nvrtc_file(12));
+  CHECK_FALSE(has(build(plain(7), 61).cubin, "__grid_constant__")); // a word that begins at sm_70
+}
+
+TEST_CASE("cache: another kernel, config, architecture or compiler is another entry") {
+  const Compiling c;
+  const KernelSource same_text{"test/plain.h", "test::Plain", "::test::Config"},
+      specific{"test/plain.h", "test::Plain", "test::Config", true};
+  build(plain(1), 90);
+  build(plain(2), 90);
+  build(plain(1), 80);
+  build(same_text, plain(1).integers(), 90);
+  build(specific, plain(1).integers(), 90);
+  const Variable other("STROBE_NVRTC", nvrtc_file(12));
+  CHECK(build(plain(1), 90).nvrtc == "12.9");
+  CHECK(c.compiled() == 6);
+  CHECK(c.files().size() == 6);
+}
+
+TEST_CASE("cache: a broken entry is no entry, and is replaced") {
+  const Compiling c;
+  const Build good = build(plain(1), 90);
+  const std::string file = c.files().at(0), whole = contents(file);
+  int compiled = 1;
+  auto rebuilt = [&](const std::string &bytes) {
+    write(file, bytes);
+    const Build again = build(plain(1), 90);
+    CHECK(again.compiled);
+    same(good, again);
+    CHECK(c.compiled() == ++compiled);
+    CHECK((contents(file) == whole));
+  };
+  for (size_t at : {size_t(0), size_t(9), size_t(45), size_t(75), size_t(85), size_t(100), whole.size() / 2, whole.size() - 1}) {
+    std::string flipped = whole;
+    flipped[at] ^= 1;
+    rebuilt(flipped);
+  }
+  for (size_t length : {size_t(0), size_t(1), size_t(60), size_t(100), whole.size() - 1}) rebuilt(whole.substr(0, length));
+  rebuilt(whole + "more");
+
+  build(plain(2), 90); // an entry under another's name
+  compiled++;
+  for (const std::string &other : c.files())
+    if (other != file) rebuilt(contents(other));
+}
+
+TEST_CASE("cache: a folder in the file's place") {
+  const Compiling c;
+  build(plain(1), 90);
+  const std::string file = c.files().at(0);
+  fs::remove(file);
+  fs::create_directory(file);
+  CHECK(build(plain(1), 90).compiled);
+}
+
+TEST_CASE("cache: read-only writes nothing") {
+  const Compiling c;
+  const Variable readonly("STROBE_CACHE_READONLY", "1");
+  CHECK(build(plain(1), 90).compiled);
+  CHECK(build(plain(1), 90).compiled);
+  CHECK_FALSE(fs::exists(c.folder / "cache"));
+  {
+    const Variable writing("STROBE_CACHE_READONLY", "0");
+    CHECK(build(plain(1), 90).compiled);
+  }
+  CHECK_FALSE(build(plain(1), 90).compiled);
+}
+
+TEST_CASE("cache: where nothing can be written, kernels compile all the same") {
+  const Compiling c;
+  write(c.folder / "file", "");
+  for (const std::string &folder : {c.folder / "file/cache", std::string("/proc/strobe"), c.folder / std::string(300, 'x')}) {
+    const Variable unwritable("STROBE_CACHE_DIR", folder);
+    CHECK(build(plain(1), 90).compiled);
+    CHECK(build(plain(1), 90).compiled);
+  }
+  const Variable none("STROBE_CACHE_DIR", nullptr), no_xdg("XDG_CACHE_HOME", nullptr), no_home("HOME", nullptr);
+  CHECK(build(plain(1), 90).compiled);
+}
+
+TEST_CASE("cache: the folder") {
+  const Variable dir("STROBE_CACHE_DIR", "/a"), xdg("XDG_CACHE_HOME", "/b"), home("HOME", "/c"), path("STROBE_CACHE_PATH", "/d::/e:");
+  CHECK(CacheSettings::from_environment().folder == "/a");
+  CHECK(CacheSettings::from_environment().further == std::vector<std::string>{"/d", "/e"});
+  const Variable no_dir("STROBE_CACHE_DIR", nullptr);
+  CHECK(CacheSettings::from_environment().folder == "/b/strobe");
+  const Variable no_xdg("XDG_CACHE_HOME", nullptr);
+  CHECK(CacheSettings::from_environment().folder == "/c/.cache/strobe");
+}
+
+TEST_CASE("cache: offline compiles nothing, and takes what any compiler left") {
+  const Compiling c;
+  build(plain(1), 90);
+  const Variable offline("STROBE_OFFLINE", "1"), other("STROBE_NVRTC", nvrtc_file(12));
+  CHECK(build(plain(1), 90).nvrtc == "13.7");
+  const std::string message = thrown(STROBE_UNSUPPORTED, [] { build(plain(2), 90); });
+  CHECK(has(message, "test::Plain<test::Config{2,2}> for sm_90: not in a cache (" + c.folder / "cache" + ")"));
+  CHECK(has(message, "STROBE_OFFLINE"));
+  CHECK(has(message, "strobe prewarm"));
+  CHECK(c.compiled() == 1);
+}
+
+TEST_CASE("cache: without a compiler, what any compiler left") {
+  const Compiling c;
+  build(plain(1), 90);
+  const Variable none("STROBE_NVRTC", c.folder / "nothing.so");
+  CHECK_FALSE(build(plain(1), 90).compiled);
+  CHECK(has(thrown(STROBE_UNSUPPORTED, [] { build(plain(2), 90); }), "no NVRTC that compiles for sm_90"));
+}
+
+TEST_CASE("cache: made elsewhere") {
+  const Compiling c;
+  build(plain(1), 90);
+  fs::rename(c.folder / "cache", c.folder / "elsewhere");
+  {
+    const Variable further("STROBE_CACHE_PATH", c.folder / "none" + ":" + c.folder / "elsewhere"), other("STROBE_NVRTC", nvrtc_file(12));
+    CHECK(build(plain(1), 90).nvrtc == "13.7"); // whichever compiler made it
+    CHECK_FALSE(fs::exists(c.folder / "cache"));
+    CHECK(build(plain(2), 90).nvrtc == "12.9");
+    CHECK(c.files().size() == 1); // the own folder keeps what is compiled
+  }
+  CHECK(build(plain(1), 90).compiled);
+}
+
+TEST_CASE("cache: of two compilers' entries made elsewhere, the newer") {
+  const Compiling c;
+  build(plain(1), 90);
+  {
+    const Variable other("STROBE_NVRTC", nvrtc_file(12));
+    build(plain(1), 90);
+  }
+  const Variable further("STROBE_CACHE_PATH", c.folder / "cache");
+  CHECK(build(plain(1), 90).nvrtc == "13.7");
+  fs::remove_all(c.folder / "cache/nvrtc-13.7");
+  CHECK(build(plain(1), 90).nvrtc == "12.9");
+}
+
+TEST_CASE("cache: 8 cold processes of 4 threads compile each kernel once") {
+  const Compiling c;
+  constexpr int processes = 8, threads = 4, keys = 3;
+  int start[2]; // closes once all are there
+  REQUIRE(pipe(start) == 0);
+  std::vector<pid_t> children;
+  for (int p = 0; p < processes; p++) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(60);
+      close(start[1]);
+      char byte;
+      if (::read(start[0], &byte, 1) != 0) _exit(2);
+      std::atomic<int> wrong = 0;
+      std::vector<std::thread> all;
+      for (int t = 0; t < threads; t++)
+        all.emplace_back([&, t] {
+          for (int k = 0; k < keys; k++)
+            if (!has(build(plain((k + t) % keys), 90).cubin, "Config{" + std::to_string((k + t) % keys) + ",2}")) wrong++;
+        });
+      for (std::thread &thread : all) thread.join();
+      _exit(wrong ? 1 : 0);
+    }
+    children.push_back(child);
+  }
+  close(start[0]);
+  close(start[1]);
+  for (const pid_t child : children) {
+    int status = 1;
+    waitpid(child, &status, 0);
+    CHECK(status == 0);
+  }
+  CHECK(c.compiled() == keys);
+  CHECK(c.files().size() == keys);
+}
+
+TEST_CASE("cache: a lock that a dead process left holds nobody up") {
+  const Compiling c;
+  build(plain(1), 90);
+  const std::string file = c.files().at(0);
+  fs::remove(file);
+  in_child([&] { // ends without letting go
+    new CacheLock(file);
+    return std::string();
+  });
+  CHECK(fs::exists(file + ".lock"));
+  CHECK(build(plain(1), 90).compiled);
+  CHECK(c.files() == std::vector{file});
+}
+
+TEST_CASE("cache: one holder at a time") {
+  const Folder folder;
+  std::atomic<int> inside = 0, most = 0, turns = 0;
+  std::vector<std::thread> all;
+  for (int t = 0; t < 8; t++)
+    all.emplace_back([&] {
+      for (int i = 0; i < 20; i++) {
+        const CacheLock lock(folder / "deep/entry");
+        const int now = ++inside;
+        if (now > most) most = now;
+        turns++;
+        std::this_thread::yield();
+        inside--;
+      }
+    });
+  for (std::thread &thread : all) thread.join();
+  CHECK(most == 1);
+  CHECK(turns == 160);
+  CHECK_FALSE(fs::exists(folder / "deep/entry.lock"));
+}

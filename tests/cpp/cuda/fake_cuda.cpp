@@ -1,0 +1,111 @@
+// A libcuda.so.1 of two devices, as far as Strobe calls it. Device pointers are host pointers.
+#include "fake_cuda.h"
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+using namespace strobe::cuda;
+using namespace strobe::cuda::test;
+
+namespace {
+
+FakeCuda fake;
+int initialised_by = 0;
+thread_local std::vector<CUcontext> stack;
+thread_local CUstreamCaptureMode mode{};
+
+CUcontext primary(CUdevice device) { return reinterpret_cast<CUcontext>(0x1000L + device); }
+bool usable() { return initialised_by == getpid(); }
+
+} // namespace
+
+extern "C" {
+
+FakeCuda *fake_cuda() { return &fake; }
+
+CUresult cuInit(unsigned) {
+  fake.inits++;
+  if (initialised_by && !usable()) return CUDA_ERROR_NOT_INITIALIZED;
+  if (!fake.init) initialised_by = getpid();
+  return fake.init;
+}
+CUresult cuDriverGetVersion(int *version) { return *version = fake.version, 0; }
+CUresult cuGetErrorName(CUresult, const char **name) { return *name = "CUDA_ERROR_PRETENDED", 0; }
+CUresult cuGetErrorString(CUresult, const char **words) { return *words = "a pretended error", 0; }
+CUresult cuDeviceGetCount(int *count) { return *count = kFakeDevices, 0; }
+CUresult cuDeviceGet(CUdevice *device, int ordinal) { return *device = ordinal + 10, 0; } // a handle is not an ordinal
+CUresult cuDeviceGetName(char *name, int length, CUdevice device) { return std::snprintf(name, length, "Fake %d", device - 10), 0; }
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
+  switch (attribute) {
+  case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+    *value = 8 + device - 10;
+    break;
+  case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
+    *value = 0;
+    break;
+  case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
+    *value = 163 * 1024;
+    break;
+  default:
+    *value = 1000 + attribute;
+  }
+  return 0;
+}
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return fake.retains++, *context = primary(device), 0; }
+CUresult cuCtxGetCurrent(CUcontext *context) {
+  if (!usable()) return CUDA_ERROR_NOT_INITIALIZED;
+  return *context = stack.empty() ? nullptr : stack.back(), 0;
+}
+CUresult cuCtxPushCurrent_v2(CUcontext context) { return fake.pushes++, stack.push_back(context), 0; }
+CUresult cuCtxPopCurrent_v2(CUcontext *context) { return *context = stack.back(), stack.pop_back(), 0; }
+
+CUresult cuLibraryLoadData(CUlibrary *library, const void *code, void *, void **, unsigned, void *, void **, unsigned) {
+  if (!usable()) return CUDA_ERROR_NOT_INITIALIZED;
+  fake.loads++;
+  const std::lock_guard lock(fake.mutex);
+  fake.code = static_cast<const char *>(code);
+  *library = reinterpret_cast<CUlibrary>(&fake);
+  return fake.load;
+}
+CUresult cuLibraryUnload(CUlibrary) { return 0; }
+CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary, const char *name) {
+  *kernel = reinterpret_cast<CUkernel>(&fake.code);
+  return std::strcmp(name, "kernel") ? 500 : 0;
+}
+CUresult cuKernelGetFunction(CUfunction *function, CUkernel) { return *function = nullptr, stack.empty(); }
+CUresult cuKernelGetAttribute(int *value, CUfunction_attribute, CUkernel, CUdevice) { return *value = fake.static_shared, 0; }
+CUresult cuKernelSetAttribute(CUfunction_attribute, int value, CUkernel, CUdevice device) {
+  fake.most_shared = value, fake.most_shared_device = device;
+  return 0;
+}
+CUresult cuKernelGetParamInfo(CUkernel, size_t, size_t *offset, size_t *size) { return *offset = 0, *size = fake.argument_bytes, 0; }
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction, void **parameters, void **) {
+  if (!usable()) return CUDA_ERROR_NOT_INITIALIZED;
+  fake.launches++;
+  const std::lock_guard lock(fake.mutex);
+  fake.config = *config;
+  if (config->numAttrs) fake.attribute = config->attrs[0];
+  const char *arguments = static_cast<const char *>(parameters[0]);
+  fake.arguments.assign(arguments, arguments + fake.argument_bytes);
+  return fake.launch;
+}
+
+CUresult cuMemsetD8Async(CUdeviceptr memory, unsigned char value, size_t bytes, CUstream) {
+  return std::memset(reinterpret_cast<void *>(memory), value, bytes), 0;
+}
+CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream) {
+  return std::memcpy(to, reinterpret_cast<void *>(from), bytes), 0;
+}
+CUresult cuStreamSynchronize(CUstream) { return fake.synchronised++, 0; }
+CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus *status) {
+  return *status = static_cast<CUstreamCaptureStatus>(fake.capturing.load()), 0;
+}
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *wanted) {
+  std::swap(*wanted, mode);
+  fake.relaxed += mode == CU_STREAM_CAPTURE_MODE_RELAXED ? 1 : -1;
+  return 0;
+}
+}

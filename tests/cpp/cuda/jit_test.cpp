@@ -1,0 +1,166 @@
+// Loaded kernels and launches, against the pretended driver and compiler.
+#include "cuda/jit.h"
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "surroundings.h"
+
+using namespace strobe;
+using namespace strobe::cuda;
+using namespace strobe::cuda::test;
+
+namespace {
+
+const char kArguments[16] = "fifteen letters";
+
+} // namespace
+
+TEST_CASE("jit: loaded once for each kernel, config and device") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  const int loads = fake.loads;
+  const Kernel &first = load(plain(1), device(1));
+  CHECK(&load(plain(1), device(1)) == &first);
+  CHECK(fake.loads == loads + 1);
+  CHECK(has(fake.code, "--gpu-architecture=sm_90"));
+  CHECK(first.name == "test::Plain<test::Config{1,2}>");
+  CHECK(first.cc == 90);
+  CHECK(first.registers == 42);
+  CHECK(first.spill_bytes == 20);
+  CHECK(first.argument_bytes == 16);
+
+  CHECK(&load(plain(2), device(1)) != &first);
+  const KernelSource twin = kPlain; // the address is the identity
+  CHECK(&load(twin, plain(1).integers(), device(1)) != &first);
+  CHECK(fake.loads == loads + 3);
+  CHECK(load(plain(1), device(0)).cc == 80);
+  CHECK(has(fake.code, "--gpu-architecture=sm_80"));
+}
+
+TEST_CASE("jit: all the shared memory that the static leaves may be asked for, on its own device") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  CHECK(load(plain(10), device(1)).most_shared == 162 * 1024);
+  CHECK(fake.most_shared == 162 * 1024);
+  CHECK(fake.most_shared_device == 11);
+  load(plain(10), device(0));
+  CHECK(fake.most_shared_device == 10);
+}
+
+TEST_CASE("jit: loading leaves context and capture mode as they were") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  load(plain(20), device(1));
+  CUcontext context = nullptr;
+  check(driver()->cuCtxGetCurrent(&context), "cuCtxGetCurrent");
+  CHECK(context == nullptr);
+  fake.load = 200;
+  const std::string message = thrown(STROBE_DEVICE_ERROR, [] { load(plain(21), device(1)); });
+  fake.load = 0;
+  CHECK(message == "cuLibraryLoadData of test::Plain<test::Config{21,2}>, compiled for sm_90 by NVRTC 13.7: "
+                   "CUDA_ERROR_PRETENDED (200, a pretended error)");
+  check(driver()->cuCtxGetCurrent(&context), "cuCtxGetCurrent");
+  CHECK(context == nullptr);
+  CUstreamCaptureMode mode{};
+  check(driver()->cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
+  CHECK(mode == CUstreamCaptureMode{});
+  CHECK(load(plain(21), device(1)).cc == 90); // a failure is not kept
+}
+
+TEST_CASE("jit: many threads, many kernels, each loaded once and found again") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  constexpr int threads = 8, kernels = 400; // the table grows twice
+  const Variable no_disk("STROBE_CACHE_READONLY", "1");
+  std::vector<std::vector<const Kernel *>> found(threads, std::vector<const Kernel *>(kernels));
+  const int loads = fake.loads;
+  std::vector<std::thread> all;
+  for (int t = 0; t < threads; t++)
+    all.emplace_back([&, t] {
+      for (int k = 0; k < kernels; k++) {
+        const int mine = (k + 50 * t) % kernels;
+        found[t][mine] = &load(plain(1000 + mine), device(1));
+      }
+    });
+  for (std::thread &thread : all) thread.join();
+  CHECK(fake.loads == loads + kernels);
+  CHECK(c.compiled() == kernels);
+  for (int k = 0; k < kernels; k++) {
+    CHECK(found[0][k]->name == "test::Plain<test::Config{" + std::to_string(1000 + k) + ",2}>");
+    for (int t = 1; t < threads; t++) CHECK(found[t][k] == found[0][k]);
+  }
+}
+
+TEST_CASE("jit: a loaded kernel is found each time; how fast is printed") {
+  const Compiling c;
+  fake_cuda();
+  const Device &here = device(1);
+  const auto key = plain(30);
+  const Kernel *kernel = &load(key, here);
+  constexpr int n = 1000000;
+  double least = 1;
+  for (int repeat = 0; repeat < 5; repeat++) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < n; i++)
+      if (&load(key, here) != kernel) FAIL("another kernel");
+    least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / n);
+  }
+  MESSAGE("load() of a loaded kernel: " << least * 1e9 << " ns");
+}
+
+TEST_CASE("jit: a launch is what was asked for") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  const Kernel &kernel = load(plain(40), device(1));
+  const auto stream = reinterpret_cast<CUstream>(0x77);
+  launch(kernel, {70000, 2, 3}, 256, 100 * 1024, stream, kArguments, sizeof kArguments);
+  CHECK(fake.launches == 1);
+  CHECK(fake.config.gridDimX == 70000);
+  CHECK(fake.config.gridDimY == 2);
+  CHECK(fake.config.gridDimZ == 3);
+  CHECK(fake.config.blockDimX == 256);
+  CHECK(fake.config.blockDimY * fake.config.blockDimZ == 1);
+  CHECK(fake.config.sharedMemBytes == 100 * 1024);
+  CHECK(fake.config.hStream == stream);
+  CHECK(fake.config.numAttrs == 0);
+  CHECK(std::memcmp(fake.arguments.data(), kArguments, sizeof kArguments) == 0);
+
+  launch(kernel, {1}, 128, 0, stream, kArguments, sizeof kArguments, true);
+  REQUIRE(fake.config.numAttrs == 1);
+  CHECK(fake.attribute.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+  CHECK(fake.attribute.value.programmaticStreamSerializationAllowed == 1);
+  launch(load(plain(40), device(0)), {1}, 128, 0, stream, kArguments, sizeof kArguments, true);
+  CHECK(fake.config.numAttrs == 0); // sm_80 has none
+}
+
+TEST_CASE("jit: launches that cannot be") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  const Kernel &kernel = load(plain(50), device(1));
+  const int launches = fake.launches;
+  auto with = [&](Grid grid, int64_t shared = 0, size_t bytes = sizeof kArguments) {
+    return thrown(STROBE_INTERNAL, [&] { launch(kernel, grid, 128, shared, nullptr, kArguments, bytes); });
+  };
+  CHECK(with({0, 1, 1}) == ""); // nothing to do
+  CHECK(with({1, 1, 0}) == "");
+  CHECK(with({1, 65536, 1}) ==
+        "launch of test::Plain<test::Config{50,2}>: grid 1 x 65536 x 1; accepted is up to 2147483647 x 65535 x 65535");
+  CHECK(has(with({1, 1, 65536}), "grid 1 x 1 x 65536"));
+  CHECK(has(with({int64_t(1) << 31, 1, 1}), "grid 2147483648 x 1 x 1"));
+  CHECK(has(with({-1, 1, 1}), "grid -1 x 1 x 1"));
+  CHECK(has(with({1}, kernel.most_shared + 1), "165889 bytes of dynamic shared memory; accepted is up to 165888"));
+  CHECK(has(with({1}, 0, 12), "12 bytes of arguments; the kernel takes 16"));
+  CHECK(fake.launches == launches);
+
+  fake.launch = 701;
+  CHECK(thrown(STROBE_DEVICE_ERROR, [&] { launch(kernel, {1}, 128, 0, nullptr, kArguments, sizeof kArguments); }) ==
+        "launch of test::Plain<test::Config{50,2}>: CUDA_ERROR_PRETENDED (701, a pretended error)");
+  fake.launch = 0;
+}
+
+TEST_CASE("jit: no kernel on a device that is only described") {
+  fake_cuda();
+  CHECK(thrown(STROBE_INVALID_ARGUMENT, [] { load(plain(1), described(90)); }) == "device_index: -1; accepted is 0 to 1");
+}

@@ -1,0 +1,6 @@
+"""What the contract's tests are made of serves here, too."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))

@@ -1,0 +1,84 @@
+"""Runs the tests that need a GPU and writes tests/gpu-record.json: what ran, where, and of which sources.
+
+python tests/gpu/record.py [pytest's arguments]    runs
+python tests/gpu/record.py --check                 exits with 1 if the record is of other sources than today's, or of a failure
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "tests" / "gpu-record.json"
+SOURCES = ("kernels", "src/cuda", "src/attention", "tests")
+SUFFIXES = {".h", ".cpp", ".py", ".cu", ".cmake", ".txt"}
+# The contract on the GPU's engines, beside what tests/gpu holds.
+CONTRACT = ("test_contract.py", "test_corners.py")
+
+
+def digest() -> str:
+    """Of the sources that a record speaks of."""
+    files = sorted(f for folder in SOURCES for f in (ROOT / folder).rglob("*") if f.suffix in SUFFIXES and "third_party" not in f.parts)
+    sha = hashlib.sha256()
+    for file in files:
+        sha.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return sha.hexdigest()
+
+
+def check() -> int:
+    if not RECORD.exists():
+        print(f"{RECORD.name}: missing; make test-gpu writes it on a machine with a GPU")
+        return 1
+    record = json.loads(RECORD.read_text())
+    if record["digest"] != digest():
+        print(
+            f"{RECORD.name} is stale: kernels/, src/cuda/, src/attention/ or tests/ have changed since {record['date']}; run make test-gpu"
+        )
+        return 1
+    if record["failed"]:
+        print(f"{RECORD.name}: {record['failed']} tests failed on {record['device']}")
+        return 1
+    print(f"{record['passed']} passed, {record['skipped']} skipped on {record['device']}, {record['date']}")
+    return 0
+
+
+def run(arguments: list[str]) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        print("PyTorch sees no CUDA device here", file=sys.stderr)
+        return 2
+    before = digest()
+    report = ROOT / "build" / "gpu-tests.xml"
+    report.parent.mkdir(exist_ok=True)
+    tests = [str(ROOT / "tests" / "gpu"), *(str(ROOT / "tests" / "python" / name) for name in CONTRACT)]
+    command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *(arguments or tests)]
+    status = subprocess.run(command, cwd=ROOT, env={**os.environ, "STROBE_TEST_DEVICE": "cuda"}, check=False).returncode
+    suite = ElementTree.parse(report).getroot()
+    suite = suite if suite.tag == "testsuite" else suite[0]
+    total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
+    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    record = {
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "passed": total - skipped - failed,
+        "failed": failed,
+        "skipped": skipped,
+        "seconds": round(float(suite.get("time", 0))),
+        "torch": torch.__version__,
+        "digest": before,
+    }
+    RECORD.write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(check() if sys.argv[1:] == ["--check"] else run(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""The teaching kernels against the float64 reference: every rung, tiles that change for real, both directions. They need a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import strobe
+from cases import Inputs
+from check import Yardstick
+from device import moved
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+RUNGS = ("ladder-naive", "ladder-flash1", "ladder-flash2", "ladder-tensor-cores")
+LENGTHS = [(64, 64), (1, 1), (1, 129), (129, 1), (33, 77), (130, 65), (257, 300)]
+HEAD_DIMS = [1, 7, 64, 80, 128, 200, 256]
+TILES = [(16, 16), (64, 32), (32, 48), (128, 16)]
+GENERATOR = torch.Generator()
+
+
+def dtypes(rung: str) -> tuple[torch.dtype, ...]:
+    return (torch.float16, torch.bfloat16) if rung == "ladder-tensor-cores" else (torch.float32,)
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
+    """(B, H, S, D), the rows of one token beside each other as a model has them."""
+    b, h, s, d = shape
+    return torch.randn(b, s, h, d, generator=GENERATOR).to(dtype).transpose(1, 2)
+
+
+def check(rung: str, q: Tensor, k: Tensor, v: Tensor, tile: tuple[int, int] | None = None, **options: Any) -> None:
+    """Forward and backward on the GPU, held to the accuracy clause of the contract."""
+    inputs = Inputs(q, k, v, drawn(*q.shape, dtype=q.dtype), None, options)
+    how = {"engine": rung} | ({} if tile is None else {"tile_q": tile[0], "tile_k": tile[1]})
+    leaves = [moved(x, "cuda").detach().requires_grad_() for x in (q, k, v)]
+    out, lse = strobe.attention(*leaves, return_lse=True, **options, **how)
+    gradients = torch.autograd.grad(out, leaves, inputs.dout.cuda())
+    results = zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)
+    faults = Yardstick(inputs).faults({name: x.detach().cpu() for name, x in results})
+    assert not faults, f"{rung} {q.dtype}: " + "\n".join(faults)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    GENERATOR.manual_seed(0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_lengths(rung, lengths, causal):
+    sq, sk = lengths
+    for dtype in dtypes(rung):
+        q, k, v = (drawn(2, 2, s, 40, dtype=dtype) for s in (sq, sk, sk))
+        check(rung, q, k, v, (32, 48), causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_head_dimensions(rung, head_dim):
+    for dtype in dtypes(rung):
+        check(rung, *(drawn(1, 2, 77, head_dim, dtype=dtype) for _ in "qkv"), causal=True)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_tiles(rung, tile):
+    q, k, v = (drawn(1, 2, 150, 64, dtype=dtypes(rung)[0]) for _ in "qkv")
+    for causal in (False, True):
+        check(rung, q, k, v, tile, causal=causal)
+    explained = strobe.explain(*(x.cuda() for x in (q, k, v)), engine=rung, tile_q=tile[0], tile_k=tile[1])
+    assert f"; tile {tile[0]} x {tile[1]};" in explained, explained
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_grouped_heads(rung):
+    q, k, v = (drawn(2, heads, 90, 64, dtype=dtypes(rung)[0]) for heads in (6, 2, 2))
+    check(rung, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_any_strides(rung):
+    dtype = dtypes(rung)[0]
+    q = torch.randn(2, 2, 64, 50, generator=GENERATOR).to(dtype).transpose(2, 3)  # columns that are far apart
+    k = drawn(1, 2, 70, 64, dtype=dtype).expand(2, 2, 70, 64)
+    v = drawn(2, 2, 140, 65, dtype=dtype)[:, :, ::2, 1:]
+    check(rung, q, k, v, causal=False)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("window", [(20, 0), (5, None), (0, 0), (8, 8)])
+def test_windows(rung, window):
+    q, k, v = (drawn(1, 2, s, 64, dtype=dtypes(rung)[0]) for s in (100, 150, 150))
+    check(rung, q, k, v, (32, 16), window=window)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_nothing_to_do(rung):
+    dtype = dtypes(rung)[0]
+    for sq, sk in itertools.product((0, 5), (0, 5)):
+        leaves = [torch.ones(1, 2, s, 16, dtype=dtype, device="cuda", requires_grad=True) for s in (sq, sk, sk)]
+        out, lse = strobe.attention(*leaves, return_lse=True, engine=rung)
+        if sk == 0:
+            assert (out == 0).all()
+            assert (lse == -math.inf).all()
+        for gradient in torch.autograd.grad(out.sum(), leaves):
+            assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("rung", ["ladder-naive", "ladder-flash1"])
+def test_deterministic(rung):
+    leaves = [drawn(2, 4, 200, 64, dtype=torch.float32).cuda().requires_grad_() for _ in "qkv"]
+
+    def gradients():
+        out = strobe.attention(*leaves, causal=True, deterministic=True, engine=rung)
+        return torch.autograd.grad(out.sum(), leaves)
+
+    first = gradients()
+    for _ in range(5):
+        assert all(map(torch.equal, first, gradients()))
+
+
+@pytest.mark.parametrize("rung", ["ladder-flash2", "ladder-tensor-cores"])
+def test_atomic_additions_are_refused_where_determinism_is_asked_for(rung):
+    leaves = [drawn(1, 1, 20, 64, dtype=dtypes(rung)[0]).cuda().requires_grad_() for _ in "qkv"]
+    out = strobe.attention(*leaves, deterministic=True, engine=rung)
+    with pytest.raises(NotImplementedError, match="atomic"):
+        torch.autograd.grad(out.sum(), leaves)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"softcap": 3.0}, "softcap"), ({"dropout": 0.5, "seed": 1, "offset": 0}, "dropout"), ({"scale": -1.0}, "positive")],
+)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_what_is_refused(rung, options, reason):
+    x = torch.ones(1, 1, 20, 64, dtype=dtypes(rung)[0], device="cuda")
+    with pytest.raises(NotImplementedError, match=reason):
+        strobe.attention(x, x, x, engine=rung, **options)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_tile_that_does_not_fit(rung):
+    x = torch.ones(1, 1, 20, 256, dtype=dtypes(rung)[0], device="cuda")
+    with pytest.raises(NotImplementedError, match=r"a tile of \(512, 512\)"):
+        strobe.attention(x, x, x, engine=rung, tile_q=512, tile_k=512)
+
+
+def test_nobody_climbs_the_ladder_unasked():
+    x = torch.ones(1, 1, 20, 64, device="cuda")
+    try:
+        chosen = strobe.explain(x, x, x)
+    except NotImplementedError:
+        return
+    assert not any(line.startswith("ladder") for line in chosen.splitlines() if "runs" in line)
