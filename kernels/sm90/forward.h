@@ -26,6 +26,7 @@ template <Config C> struct Forward {
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
   static constexpr u32 kBlock = 64 * 2; // bytes of a row in shared memory
   static_assert(C.stages <= 6, "the barriers' place");
+  static_assert(!F.dropout || kN % 32 == 0, "dropout draws for 32 keys");
 
   // Shared memory, from an address that is a multiple of 1024.
   struct SharedMemory {

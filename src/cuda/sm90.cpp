@@ -65,11 +65,10 @@ struct Tiles {
 
 Tiles tiles_for(const Problem &p, const Features &f, const Device &device) {
   const int64_t d = p.head_dim, v = p.head_dim_v, widest = std::max(d, v);
-  if (f.mask || f.bias || f.softcap || f.blocks) { // more registers for what becomes of a score, or for the walk over blocks
-    if (widest <= 64) return {2, 96, 4, 56, 224, 1};
-    if (widest <= 128) return {2, 80, 3, 56, 224, 0};
-    return {2, 48, 2, 56, 224, 0};
-  }
+  if (f.mask || f.bias || f.softcap || f.blocks) // more registers for what becomes of a score, or for the walk over blocks
+    return widest <= 128 ? Tiles{2, 64, 4, 56, 224, 1} : Tiles{2, f.dropout ? 32 : 48, 2, 56, 224, 0};
+  if (f.dropout) // in multiples of 32 keys
+    return widest <= 64 ? Tiles{2, 128, 4, 40, 232, 1} : widest <= 128 ? Tiles{2, 96, 3, 56, 224, 1} : Tiles{2, 64, 2, 40, 232, 0};
   if (widest <= 64) {
     const bool fills = p.seqlen_q > 128 && tiles(p.seqlen_q, 256) * p.batch * p.heads >= device.sms;
     return fills ? Tiles{4, 64, 5, 32, 112, 0} : Tiles{2, 128, 4, 40, 232, 1};
