@@ -28,7 +28,8 @@ public:
   struct Part {
     Int index, count;
   };
-  STROBE_FN BasicSchedule(const BasicBand<Int> &band, Int q0, Int q1, Int tile, Int align, BlockRow row = {nullptr, 0, 0}, Part part = {0, 1})
+  STROBE_FN BasicSchedule(const BasicBand<Int> &band, Int q0, Int q1, Int tile, Int align, BlockRow row = {nullptr, 0, 0},
+                          Part part = {0, 1})
       : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align), seqlen_(band.seqlen_k) {
     if (part.count > 1) {
       Int first = Int(round_down(any_.begin, align_)), share = Int(round_up(div_up(max(any_.end - first, Int(0)), part.count), tile_));

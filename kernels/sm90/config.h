@@ -18,6 +18,7 @@ struct Config {
   i32 stages;               // tiles of K, and of V, in shared memory at a time: at most 6
   i32 registers_load, registers_compute;
   i32 q_in_registers;
+  i32 blocks_per_sm;
   i32 reference; // kExact, kLagging or kFixed
   Features features;
 

@@ -22,7 +22,7 @@ template <Config C> struct Forward {
   using Arguments = HopperForwardArguments;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
-  static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
   static constexpr u32 kBlock = 64 * 2; // bytes of a row in shared memory
   static_assert(C.stages <= 6, "the barriers' place");
@@ -220,8 +220,8 @@ template <Config C> struct Forward {
       mbarrier_expect(shared.q_full(), C.q_bytes());
       for (int w = 0; w < C.warpgroups; ++w)
         for (int c = 0; c < C.columns(); c += 64)
-          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kBlock * (c / 64), a.q.map, shared.q_full(), c,
-                   row + 64 * w, item.h * a.q.head_step, item.b * a.q.batch_step);
+          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kBlock * (c / 64), a.q.map, shared.q_full(), c, row + 64 * w,
+                   item.h * a.q.head_step, item.b * a.q.batch_step);
     }
     __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
       mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);
@@ -300,7 +300,8 @@ template <Config C> struct Forward {
       auto next = [&](Tile &t) {
         if constexpr (C.reference == kFixed) follows = follows && (t.masked || item.kind == kSafely);
         if (t.last) return false;
-        t = wait_tile(__any_sync(0xFFFFFFFFu, softmax.l[0] + softmax.l[1] < 0)); // it is not: but the compiler has to finish the softmax first
+        t = wait_tile(
+            __any_sync(0xFFFFFFFFu, softmax.l[0] + softmax.l[1] < 0)); // it is not: but the compiler has to finish the softmax first
         return sees(t);
       };
 

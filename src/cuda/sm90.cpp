@@ -63,7 +63,7 @@ struct Tiles {
   i32 warpgroups, tile_k, stages, registers_load, registers_compute, q_in_registers;
 };
 
-Tiles tiles_for(const Problem &p, const Features &f, const Device &device) {
+Tiles tiles_for(const Problem &p, const Features &f, i32 reference, const Device &device) {
   const int64_t d = p.head_dim, v = p.head_dim_v, widest = std::max(d, v);
   if (f.mask || f.bias || f.softcap || f.blocks) // more registers for what becomes of a score, or for the walk over blocks
     return widest <= 128 ? Tiles{2, 64, 4, 56, 224, 1} : Tiles{2, f.dropout ? 32 : 48, 2, 56, 224, 0};
@@ -73,7 +73,7 @@ Tiles tiles_for(const Problem &p, const Features &f, const Device &device) {
     const bool fills = p.seqlen_q > 128 && tiles(p.seqlen_q, 256) * p.batch * p.heads >= device.sms;
     return fills ? Tiles{4, 64, 5, 32, 112, 0} : Tiles{2, 128, 4, 40, 232, 1};
   }
-  if (widest <= 128) return {2, 128, 3, 40, 232, 1};
+  if (widest <= 128) return {2, 128, 3, 40, 232, reference == sm90::kFixed};
   if (widest <= 192) return v <= 128 ? Tiles{2, 128, 2, 40, 232, 0} : Tiles{2, 96, 2, 40, 232, 0};
   return {2, p.seqlen_k <= 512 ? 64 : 80, 2, 40, 232, 0};
 }
@@ -83,11 +83,12 @@ Config configuration(const Problem &p, const Device &device) {
   c.dtype = i32(p.dtype);
   c.head_dim = i32(rounded_up(p.head_dim, 16)), c.head_dim_v = i32(rounded_up(p.head_dim_v, 16));
   c.features = features_of(p);
-  const Tiles t = tiles_for(p, c.features, device);
-  c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
-  c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
   const bool fixed = p.dtype == DType::bf16 && !c.features.mask && !c.features.bias;
   c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
+  const Tiles t = tiles_for(p, c.features, c.reference, device);
+  c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
+  c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
+  c.blocks_per_sm = 1;
   return c;
 }
 
@@ -143,7 +144,7 @@ protected:
       a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
       a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     }
-    const int64_t grid = std::min<int64_t>(items, device.sms);
+    const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
     program.predicted_seconds = predicted_seconds(p, config, device, items);
