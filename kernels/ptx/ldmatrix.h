@@ -38,6 +38,11 @@ template <int kOffset> __device__ __forceinline__ void load_shared(float (&x)[4]
 __device__ __forceinline__ void load_shared(u32 (&x)[4], u32 address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
+__device__ __forceinline__ float load_shared(u32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
 __device__ __forceinline__ void store_shared_16(u32 address, u32 x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((unsigned short)x) : "memory");
 }
