@@ -22,8 +22,9 @@ struct Config {
     return 4 * (tile_q * head_dim + stages * tile_k * (head_dim + head_dim_v)) + state_bytes();
   }
   STROBE_FN constexpr i32 backward_shared_bytes() const {
-    return 4 * ((tile_k + tile_q) * (head_dim + head_dim_v) + tile_q * tile_k + 2 * tile_q) + state_bytes();
+    return 4 * ((tile_k + tile_q) * (head_dim + head_dim_v) + tile_q * ds_pitch() + 2 * tile_q) + state_bytes();
   }
+  STROBE_FN constexpr i32 ds_pitch() const { return tile_k + 8; } // floats; pairs of a row are read without bank conflicts
 };
 
 } // namespace strobe::tf32

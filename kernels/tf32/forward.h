@@ -243,21 +243,7 @@ private:
       }
       float *out = whole ? a.out.at<float>(item.b, item.h, row, 0) : a.partial_out + part * in.head_dim_v;
       i64 stride = whole ? a.out.stride[3] : 1;
-#pragma unroll
-      for (int k = 0; k < kC; ++k) {
-        int column = 32 * (k / 2) + first_column() + 4 * (k % 2);
-        u32 x[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = __float_as_uint(element(O, m, r, k / 2, 4 * (k % 2) + e) * factor);
-        if constexpr (C.aligned != 0) {
-          if (column < in.head_dim_v) store_global(out + column, x);
-        } else {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (column + e < in.head_dim_v) out[(column + e) * stride] = __uint_as_float(x[e]);
-          }
-        }
-      }
+store_row<C.aligned != 0>(O, m, r, factor, out, stride, in.head_dim_v);
     }
   }
 };

@@ -10,7 +10,7 @@ namespace strobe::tf32 {
 using tile::Accumulator;
 
 // Operands of mma.m16n8k8.
-template <int n> struct Operand {
+template <int n> struct Split {
   u32 hi[n], lo[n];
   template <int kProducts> __device__ __forceinline__ void set(int i, float x) {
     if constexpr (kProducts == 1) {
@@ -21,8 +21,8 @@ template <int n> struct Operand {
     }
   }
 };
-using Left = Operand<4>;  // 16x8
-using Right = Operand<2>; // 8x8
+using Left = Split<4>;  // 16x8
+using Right = Split<2>; // 8x8
 
 // d += a b over an inner axis of 32.
 template <int kProducts> __device__ __forceinline__ void multiply_add(float (&d)[4], const Left (&a)[4], const Right (&b)[4]) {
@@ -89,6 +89,26 @@ template <int kProducts> __device__ __forceinline__ void set_left(Left (&x)[4], 
 __device__ __forceinline__ int first_column() { return 8 * (tile::lane_id() & 3); }
 template <int kM, int kC> __device__ __forceinline__ float &element(Accumulator (&d)[kM][kC], int m, int r, int c, int k) {
   return d[m][2 * c + k % 4 / 2].x[k % 2][2 * r + k / 4];
+}
+
+// Row r of block m of a sum, times factor, to memory; kAligned: columns adjacent, 16-byte addresses, a multiple of 4 of them.
+template <bool kAligned, int kM, int kC>
+__device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r, float factor, float *row, i64 stride, i32 columns) {
+#pragma unroll
+  for (int k = 0; k < kC; ++k) {
+    int column = 32 * (k / 2) + first_column() + 4 * (k % 2);
+    u32 x[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] = __float_as_uint(element(d, m, r, k / 2, 4 * (k % 2) + e) * factor);
+    if constexpr (kAligned) {
+      if (column < columns) store_global(row + column, x);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (column + e < columns) row[(column + e) * stride] = __uint_as_float(x[e]);
+      }
+    }
+  }
 }
 
 // d += x (32 columns of it) times 32 rows of a tile.
