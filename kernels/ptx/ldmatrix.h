@@ -40,6 +40,14 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
 __device__ __forceinline__ void store_global(void *address, u32 x, u32 y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
 }
+__device__ __forceinline__ void load_shared(float (&x)[2], u32 address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ float load_shared_float(u32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
 __device__ __forceinline__ void store_shared_16(u32 address, u32 x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((unsigned short)x) : "memory");
 }
