@@ -74,11 +74,11 @@ private:
         q_shared, tile::Matrix<const T>{q, in.q.stride[2], in.q.stride[3], scores.seqlen_q - item.q, in.head_dim}, threadIdx.x);
   }
   __device__ __forceinline__ void load_k(const KeyTile &t, int stage) {
-    tile::Matrix<const T> m{k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], (i32)(t.end - t.begin), in.head_dim};
+    tile::Matrix<const T> m{k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], (i32)t.end - (i32)t.begin, in.head_dim};
     tile::load<C.tile_k, kD, kThreads, kAligned>(k_shared + stage * kKBytes, m, threadIdx.x);
   }
   __device__ __forceinline__ void load_v(const KeyTile &t, int stage) {
-    tile::Matrix<const T> m{v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], (i32)(t.end - t.begin), in.head_dim_v};
+    tile::Matrix<const T> m{v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], (i32)t.end - (i32)t.begin, in.head_dim_v};
     tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, m, computed_here(threadIdx.x));
   }
 
@@ -136,13 +136,10 @@ private:
     __syncthreads();
   }
 
-  // Where registers are short, addresses of fragments are computed anew for every tile.
-  static __device__ __forceinline__ int lane() { return kD > 64 ? computed_here(tile::lane_id()) : tile::lane_id(); }
-
   // S = Q K^T
   __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], int stage) const {
-    tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2, 0, lane());
-    tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 0, lane());
+    tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2);
+    tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 0, computed_here(tile::lane_id()));
 #pragma unroll
     for (int c = 0; c < kD; c += 16) {
       Left q[kM];
@@ -187,7 +184,7 @@ private:
   // P = exp2(S * unit - M); O += P V
   __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kDv / 16], Accumulator (&S)[kM][kN], Softmax<kM> &softmax,
                                                const KeyTile &tile, int stage) const {
-    tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, 0, lane());
+    tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
 #pragma unroll
     for (int pair = 0; pair < kN; pair += 2) {
 #pragma unroll

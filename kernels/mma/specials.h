@@ -29,7 +29,7 @@ template <i32 kDType, int kRows, int kColumns, int kThreads> __device__ __forcei
 }
 
 // Rows: count, query(row), head(row), add(row, column, x). keys: those that were walked over, of them only blocks' ones; v: the sequence's, in
-// global memory. (With a Schedule here ptxas would use no uniform registers in the main loop.)
+// global memory.
 template <int kThreads, Features F, class T, class Rows>
 __device__ __forceinline__ void restore_specials(const Scores<F, float> &scores, const Dropout<F> &dropout, const T *v, Range keys,
                                                  BlockRow blocks, Rows rows) {
