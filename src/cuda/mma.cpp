@@ -23,7 +23,7 @@ struct Tile {
 
 // From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 read K and V from shared memory half as
 // often as 16 do, but leave no registers for features or copies by element.
-enum Load { plain, sparse, features, anything }; // what a tile has registers for
+enum Load { plain, sparse, sparse_band, features, anything }; // what a tile has registers for
 struct ForwardTile : Tile {
   Load most;
   int32_t least_cc = 75, most_cc = 1000;
@@ -32,16 +32,16 @@ struct ForwardTile : Tile {
 };
 constexpr ForwardTile kForwardTiles[] = {
     {{64, 128, 96, 4, 2, 2}, plain, 80, 99},
-    {{64, 128, 64, 4, 2, 2}, sparse, 80},
+    {{64, 128, 64, 4, 2, 2}, sparse_band, 80},
     {{128, 128, 64, 4, 2, 2}, plain, 90, 90}, // whose uniform registers hold the loop's state
-    {{96, 128, 64, 4, 1, 2}, plain, 80, 90},
-    {{128, 128, 64, 4, 1, 2}, sparse, 80, 90, 0, 97},
+    {{128, 128, 64, 4, 2, 2}, sparse, 90, 90, 0, 97},
+    {{128, 128, 32, 4, 2, 2}, sparse_band, 80, 90},
     {{192, 128, 128, 8, 1, 1}, plain, 90, 90, 4096},
     {{256, 128, 128, 8, 1, 1}, plain, 90, 90, 4096, 225},
     {{128, 64, 64, 4, 1, 2}, features, 100},
     {{128, 64, 64, 4, 2, 2}, features},
     {{128, 64, 64, 4, 1, 2}, features},
-    {{192, 64, 64, 4, 1, 2}, sparse, 90, 90},
+    {{192, 64, 64, 4, 1, 2}, sparse_band, 90, 90},
     {{256, 64, 64, 4, 1, 2}, plain, 90, 90},
     {{128, 64, 32, 4, 2, 2}, anything},
     {{256, 64, 32, 4, 1, 2}, anything},
@@ -69,7 +69,9 @@ Config config_for(const Problem &p, const Tile &tile) {
 Load load_of(const Config &c) {
   const Features &f = c.features;
   const int many = 2 * !!f.softcap + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
-  return many > 2 ? anything : many || !c.aligned ? features : f.blocks ? sparse : plain;
+  if (many > 2) return anything;
+  if (many || !c.aligned) return features;
+  return !f.blocks ? plain : f.band ? sparse_band : sparse;
 }
 
 // Thread blocks of this configuration that an SM runs at a time.
