@@ -27,12 +27,12 @@ enum Load { plain, sparse, sparse_band, features, anything }; // what a tile has
 struct ForwardTile : Tile {
   Load most;
   int32_t least_cc = 75, most_cc = 1000;
-  int64_t least_queries = 0; // of shorter sequences more, smaller tiles are faster
+  int64_t least_queries = 0; // of shorter causal sequences smaller tiles waste less
   int32_t least_dim = 0;
 };
 constexpr ForwardTile kForwardTiles[] = {
-    {{64, 128, 96, 4, 2, 2}, plain, 80, 99},
-    {{64, 128, 64, 4, 2, 2}, sparse_band, 80},
+    {{64, 128, 96, 4, 2, 2}, plain, 80, 99, 2048},
+    {{64, 128, 64, 4, 2, 2}, sparse_band, 80, 1000, 2048},
     {{128, 128, 64, 4, 2, 2}, plain, 90, 90}, // whose uniform registers hold the loop's state
     {{128, 128, 64, 4, 2, 2}, sparse, 90, 90, 0, 97},
     {{128, 128, 32, 4, 2, 2}, sparse_band, 80, 90},
@@ -87,7 +87,7 @@ bool choose(Config &chosen, const Problem &p, const Device &device) {
     const Config c = config_for(p, tile);
     const int32_t dim = std::max(c.head_dim, c.head_dim_v);
     if (dim > tile.most_dim || dim < tile.least_dim || load_of(c) > tile.most) continue;
-    if (device.cc < tile.least_cc || device.cc > tile.most_cc || p.seqlen_q < tile.least_queries) continue;
+    if (device.cc < tile.least_cc || device.cc > tile.most_cc || (c.features.band && p.seqlen_q < tile.least_queries)) continue;
     if (c.forward_shared_bytes() > device.shared_per_block || (p.blocks.present && p.blocks.block_q % tile.q)) continue;
     const double cost = off(p.tile_q, tile.q) + off(p.tile_k, tile.k);
     if (cost < least) least = cost, chosen = c;
