@@ -4,6 +4,13 @@
 
 namespace strobe {
 
+// threadIdx.x, asked anew each time: nothing that follows from it is kept in registers around a loop.
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // Waits until `threads` threads have come; `arrive` comes without waiting.
 __device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
