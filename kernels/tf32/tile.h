@@ -1,10 +1,17 @@
 // Tiles of FP32 in shared memory. Rows lie one after another, their 16-byte chunks permuted by the row's number, so that both ways of reading
 // below are free of bank conflicts: four chunks side by side of two adjacent rows, and two chunks of every other row of eight.
 #pragma once
+#include "../ptx/barrier.h"
 #include "../ptx/cp_async.h"
 #include "../tile/copy.h"
 
 namespace strobe::tf32 {
+
+// All of a block's shared memory; its address is a constant, which no register holds.
+__device__ __forceinline__ unsigned char *shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared[];
+  return shared;
+}
 
 template <int kColumns> struct Layout {
   static_assert(kColumns % 32 == 0);
@@ -20,7 +27,7 @@ template <int kColumns> class Rows {
 
 public:
   __device__ __forceinline__ explicit Rows(u32 base) {
-    int lane = tile::lane_id();
+    int lane = thread_index() & 31;
 #pragma unroll
     for (int i = 0; i < 2; ++i) lane_[i] = base + Layout<kColumns>::offset(lane >> 2, 4 * i + (lane & 3));
   }
@@ -39,7 +46,7 @@ template <int kColumns> class Pairs {
 
 public:
   __device__ __forceinline__ explicit Pairs(u32 base) {
-    int lane = tile::lane_id();
+    int lane = thread_index() & 31;
 #pragma unroll
     for (int e = 0; e < 2; ++e) lane_[e] = base + Layout<kColumns>::offset(2 * (lane & 3) + e, lane >> 2);
   }
