@@ -73,7 +73,8 @@ template <i32 Rows, i32 Columns> struct Registers {
 
 // C += A B, the inner axis of length K; A and B in shared memory.
 template <i32 K, i32 M, i32 N, class A, class B> __device__ __forceinline__ void multiply(Registers<M, N> &C, A a, B b) {
-#pragma unroll(M * N > 64 * 64 ? 2 : 4)
+  constexpr i32 kUnroll = M * N > 64 * 64 ? 2 : 4;
+#pragma unroll kUnroll
   for (i32 k = 0; k < K; k++) {
     float column[M / 16], row[N / 16];
 #pragma unroll

@@ -20,19 +20,18 @@ template <Config C> struct Backward {
   using Arguments = BackwardArguments;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
 
-  static __device__ __forceinline__ void run(const Arguments &a) {
-    Backward(a).run();
-  }
+  static __device__ __forceinline__ void run(const Arguments &a) { Backward(a).run(); }
 
 private:
   static constexpr Features F = C.features;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
   static constexpr int kM = kTileK / C.warps / 16, kN = kTileQ / 16; // a warp's keys, the queries, in blocks
+  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // of queries that dK and dV take at a time: registers are short
   static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0);
 
   // In shared memory
   static constexpr u32 kV = 4 * kTileK * kD, kQ = kV + 4 * kTileK * kDv, kDo = kQ + 4 * kTileQ * kD, kDs = kDo + 4 * kTileQ * kDv,
-                       kStats = kDs + 4 * kTileQ * C.ds_pitch(), kState = kStats + 8 * kTileQ;
+                       kStats = kDs + 4 * kTileQ * C.ds_pitch(), kState = kStats + 12 * kTileQ;
   static_assert(kState + C.state_bytes() == C.backward_shared_bytes());
 
   using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
@@ -66,7 +65,8 @@ private:
     u32 index = blockIdx.x, tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
     u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
     u32 pair = first + rest % n;
-    shared_state().batch = (i32)(pair / in.heads_kv), shared_state().head_kv = (i32)(pair % in.heads_kv), shared_state().k0 = (i32)(rest / n) * kTileK;
+    shared_state().batch = (i32)(pair / in.heads_kv), shared_state().head_kv = (i32)(pair % in.heads_kv),
+    shared_state().k0 = (i32)(rest / n) * kTileK;
     shared_state().sequence = in.sequence(shared_state().batch);
     shared_state().k1 = min(shared_state().k0 + kTileK, (i32)shared_state().sequence.band.seqlen_k);
     shared_state().careful = 0;
@@ -97,28 +97,27 @@ private:
     load_rows<kTileK, kD>(0, in.k, shared_state().head_kv, row, shared_state().k1 - shared_state().k0, in.head_dim);
     load_rows<kTileK, kDv>(kV, in.v, shared_state().head_kv, row, shared_state().k1 - shared_state().k0, in.head_dim_v);
   }
-  // Also LSE (of rows that see nothing and of those that are not there +inf: P = 0) and D.
+  // Also LSE (of rows that see nothing and of those that are not there +inf: P = 0), D, and what LSE lacks.
   __device__ __forceinline__ void load_queries(const Tile &t) const {
     i64 row = shared_state().sequence.q0 + t.queries.begin;
     load_rows<kTileQ, kD>(kQ, in.q, t.head, row, t.rows, in.head_dim);
     load_rows<kTileQ, kDv>(kDo, a.dout, t.head, row, t.rows, in.head_dim_v);
     for (int i = thread_index(); i < kTileQ; i += kThreads) {
-      float lse = minus_infinity<float>(), D = 0;
+      float lse = minus_infinity<float>(), D = 0, excess = 0;
       if (i < t.rows) {
+        const float *delta = (const float *)a.delta + in.row_index(shared_state().batch, t.head, row + i);
         lse = *a.lse.at<const float>(shared_state().batch, t.head, row + i, 0);
-        D = ((const float *)a.delta)[in.row_index(shared_state().batch, t.head, row + i)];
+        D = delta[0], excess = delta[in.rows()];
       }
       if (lse == minus_infinity<float>()) lse = -lse;
       store_shared(shared(kStats) + 4 * i, __float_as_uint(lse));
       store_shared(shared(kStats) + 4 * (kTileQ + i), __float_as_uint(D));
+      store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(excess));
     }
   }
-  // of the query in this lane's column (c, e) of block n
-  __device__ __forceinline__ float lse(int n, int c, int e) const {
-    return load_shared(shared(kStats) + 4 * (16 * n + tile::lane_column(c, e)));
-  }
-  __device__ __forceinline__ float delta(int n, int c, int e) const {
-    return load_shared(shared(kStats) + 4 * (kTileQ + 16 * n + tile::lane_column(c, e)));
+  // of the query in this lane's column (c, e) of block n: 0: LSE, 1: D, 2: what LSE lacks
+  __device__ __forceinline__ float statistic(int which, int n, int c, int e) const {
+    return load_shared_float(shared(kStats) + 4 * (which * kTileQ + 16 * n + tile::lane_column(c, e)));
   }
 
   // S^T -> P^T. For a softcap: through[..] = P^T times its slope.
@@ -132,14 +131,14 @@ private:
     for (int k = 0; k < 4 * kN; ++k) {
       int n = k / 4, c = k / 2 % 2, e = k % 2;
       auto row = scores.row(t.queries.begin + 16 * n + tile::lane_column(c, e), t.head);
-      float l = lse(n, c, e);
+      float l = statistic(0, n, c, e), excess = statistic(2, n, c, e);
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i) {
         int m = i / 2, r = i % 2;
         float &s = S[m][n].x[c][2 * r + e], slope = 1;
         i32 key = first + 16 * m + tile::lane_row(r);
         float x = F.softcap ? scores.score(s, row, key, kMasked, limit, slope) : scores.score(s, row, key, kMasked, limit);
-        s = exp2(fmaf(x, natural, -l) * kLog2e);
+        s = exp2((fmaf(x, natural, -l) - excess) * kLog2e);
         if constexpr (F.softcap) through[m][n].x[c][2 * r + e] = s * slope;
       }
     }
@@ -151,11 +150,11 @@ private:
 #pragma unroll
     for (int k = 0; k < 4 * kN; ++k) {
       int n = k / 4, c = k / 2 % 2, e = k % 2;
-      float D = delta(n, c, e);
+      float D = statistic(1, n, c, e);
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i) {
         int at = 2 * (i % 2) + e;
-        float &x = dP[i / 2][n].x[c][at], p = load_shared(address_of(i / 2, n, c, i % 2, e));
+        float &x = dP[i / 2][n].x[c][at], p = load_shared_float(address_of(i / 2, n, c, i % 2, e));
         if constexpr (F.dropout) x = dropped(p) ? 0.0f : x * factor;
         x = p == 0 ? 0.0f : (F.softcap ? through[i / 2][n].x[c][at] : fabsf(p)) * (x - D);
       }
@@ -185,18 +184,18 @@ private:
     if (shared_state().careful) return accumulate_carefully<kColumns, kP>(sum, b);
     Pairs<kColumns> B(b);
 #pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      Left f[kM][4];
+    for (int n = 0; n < kN; n += kBlocks) {
+      Left f[kM][2 * kBlocks];
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         if constexpr (kP && F.dropout) {
 #pragma unroll
-          for (int i = 0; i < 16; ++i) {
+          for (int i = 0; i < 8 * kBlocks; ++i) {
             float &p = x[m][n + i / 8].x[i / 4 % 2][i % 4];
             if (dropped(p)) p = 0;
           }
         }
-        set_left<C.products>(f[m], x[m][n], x[m][n + 1]);
+        set_left<C.products>(f[m], x[m] + n);
       }
       multiply_pairs<kColumns, C.products>(sum, f, B, 16 * n);
     }
@@ -209,10 +208,11 @@ private:
 #pragma unroll
       for (int k = 0; k < kColumns / 4; ++k) {
         int column = 32 * (k / 8) + first_column() + k % 8;
-        float y = load_shared(b + Layout<kColumns>::offset(j, column / 4) + column % 4 * 4);
+        float y = load_shared_float(b + Layout<kColumns>::offset(j, column / 4) + column % 4 * 4);
 #pragma unroll
         for (int i = 0; i < 2 * kM; ++i) {
-          float x = load_shared(address_ds(j, first_key() + 16 * (i / 2) + tile::lane_row(i % 2))), &z = element(sum, i / 2, i % 2, k / 8, k % 8);
+          float x = load_shared_float(address_ds(j, first_key() + 16 * (i / 2) + tile::lane_row(i % 2))),
+                &z = element(sum, i / 2, i % 2, k / 8, k % 8);
           if (x != 0 && !(kP && dropped(x))) z = fmaf(x, y, z);
         }
       }
@@ -246,8 +246,8 @@ private:
       for (int i = 0; i < 8; ++i) {
         int r = i / 4, k = i % 4 * 2;
         if (row + 8 * r >= t.rows) continue;
-        add_global(target + (row + 8 * r) * kD + column + first_column() + k, element(dQ, 0, r, 0, k) * scale,
-                   element(dQ, 0, r, 0, k + 1) * scale);
+        add_pair(target + (row + 8 * r) * kD + column + first_column() + k, element(dQ, 0, r, 0, k) * scale,
+                 element(dQ, 0, r, 0, k + 1) * scale);
       }
     }
   }
@@ -258,7 +258,8 @@ private:
       float sum = 0;
 #pragma unroll 1
       for (int j = 0; j < kTileK; ++j) {
-        float x = load_shared(address_ds(row, j)), y = load_shared(shared(0) + Layout<kD>::offset(j, column / 4) + column % 4 * 4);
+        float x = load_shared_float(address_ds(row, j)),
+              y = load_shared_float(shared(0) + Layout<kD>::offset(j, column / 4) + column % 4 * 4);
         if (x != 0) sum = fmaf(x, y, sum);
       }
       atomicAdd(target + i, sum * scale);
@@ -321,12 +322,11 @@ private:
   __device__ __forceinline__ bool keys_finite() const {
     bool yes = true;
 #pragma unroll 1
-    for (int i = thread_index(); i < kTileK * kD; i += kThreads) yes = yes && finite(load_shared(shared(0) + 4 * i));
+    for (int i = thread_index(); i < kTileK * kD; i += kThreads) yes = yes && finite(load_shared_float(shared(0) + 4 * i));
     return yes;
   }
 
-  template <int kC>
-  __device__ __forceinline__ void store(const Operand &out, Accumulator (&x)[kM][kC], float factor, i32 columns) const {
+  template <int kC> __device__ __forceinline__ void store(const Operand &out, Accumulator (&x)[kM][kC], float factor, i32 columns) const {
     if (!out) return;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {

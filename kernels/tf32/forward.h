@@ -4,8 +4,6 @@
 #include "../attention/scores.h"
 #include "../mma/dropout.h"
 #include "../mma/softmax.h"
-#include "../mma/specials.h"
-#include "../ptx/barrier.h"
 #include "config.h"
 #include "multiply.h"
 #include "specials.h"
@@ -37,9 +35,7 @@ template <Config C> struct Forward {
     }
   };
 
-  static __device__ __forceinline__ void run(const Arguments &a) {
-    Forward(a).compute();
-  }
+  static __device__ __forceinline__ void run(const Arguments &a) { Forward(a).compute(); }
 
 private:
   struct Tile { // of keys
@@ -75,7 +71,8 @@ private:
     Item item(a);
     Sequence s = in.sequence(item.b);
     shared_state().item = item, shared_state().sequence = s, shared_state().specials = 0;
-    shared_state().k = in.k.at<const float>(item.b, item.h / in.group, s.k0, 0), shared_state().v = in.v.at<const float>(item.b, item.h / in.group, s.k0, 0);
+    shared_state().k = in.k.at<const float>(item.b, item.h / in.group, s.k0, 0),
+    shared_state().v = in.v.at<const float>(item.b, item.h / in.group, s.k0, 0);
   }
   __device__ __forceinline__ void begin() const {
     const Item &item = shared_state().item;
@@ -92,7 +89,9 @@ private:
     bool valid = shared_state().schedule.next(t);
     shared_state().ring[n % 4] = valid ? Tile{(i32)t.begin, (i32)t.end, t.masked, 1} : Tile{0, 0, 0, 0};
   }
-  __device__ __forceinline__ i32 rows() const { return (i32)shared_state().sequence.band.seqlen_q - shared_state().item.q; } // of Q that are there
+  __device__ __forceinline__ i32 rows() const {
+    return (i32)shared_state().sequence.band.seqlen_q - shared_state().item.q;
+  } // of Q that are there
 
   __device__ __forceinline__ void load_q() const {
     const Item &item = shared_state().item;
@@ -161,7 +160,7 @@ private:
       }
       if (shared_state().specials) {
         drop_specials<C.tile_k, kDv, kThreads>(shared(kV) + stage * kVBytes, (int)threadIdx.x);
-        add_specials(O, mma::Seen<kM, kN>(S).bits, matrix_v(tile));
+        add_specials(O, Seen<kM, kN>(S).bits, matrix_v(tile));
         __syncthreads();
       }
       multiply_p_v(O, S, softmax, tile, stage);
@@ -213,7 +212,7 @@ private:
         softmax.exponentiate(S[m][n], m, unit);
         softmax.exponentiate(S[m][n + 1], m, unit);
         if constexpr (F.dropout) dropout.apply(S[m][n], S[m][n + 1], shared_state().item.q + warp_row() + 16 * m, tile.begin + 16 * n);
-        set_left<C.products>(P[m], S[m][n], S[m][n + 1]);
+        set_left<C.products>(P[m], S[m] + n);
       }
       multiply_pairs<kDv, C.products>(O, P, V, 16 * n);
     }
@@ -221,7 +220,7 @@ private:
 
   // O / l and LSE to memory.
   __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], mma::Softmax<kM> &softmax) const {
-    constexpr float kLog2e = 1.44269504088896340736f;
+    constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
     const Item item = shared_state().item;
     bool whole = a.splits == 1;
     float dropped = Dropout<F>(in).factor();
@@ -229,20 +228,22 @@ private:
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       int m = i / 2, r = i % 2;
-      mma::RowEnd end(softmax.M[m][r], tile::row_sum(softmax.l[m][r]), sink);
-      float factor = end.factor * dropped;
+      float M = softmax.M[m][r], top = fmaxf(M, sink), alpha = top == minus_infinity<float>() ? 0.0f : exp2(M - top);
+      float l = tile::row_sum(softmax.l[m][r]) * alpha;
+      if (sink != minus_infinity<float>()) l += exp2(sink - top);
+      float factor = l == 0 ? 0.0f : alpha / l * dropped, lse = l == 0 ? minus_infinity<float>() : (top + log2(l)) * kLn2;
       i32 q = item.q + warp_row() + 16 * m + tile::lane_row(r);
       if (q >= shared_state().sequence.band.seqlen_q) continue;
       i64 row = shared_state().sequence.q0 + q, part = item.split * in.rows() + in.row_index(item.b, item.h, row);
       if (first_column() == 0) {
         if (!whole)
-          a.partial_lse[part] = end.lse;
+          a.partial_lse[part] = lse;
         else if (a.lse)
-          *a.lse.at<float>(item.b, item.h, row, 0) = end.lse;
+          *a.lse.at<float>(item.b, item.h, row, 0) = lse;
       }
       float *out = whole ? a.out.at<float>(item.b, item.h, row, 0) : a.partial_out + part * in.head_dim_v;
       i64 stride = whole ? a.out.stride[3] : 1;
-store_row<C.aligned != 0>(O, m, r, factor, out, stride, in.head_dim_v);
+      store_row<C.aligned != 0>(O, m, r, factor, out, stride, in.head_dim_v);
     }
   }
 };

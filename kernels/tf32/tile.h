@@ -1,7 +1,6 @@
 // Tiles of FP32 in shared memory. Rows lie one after another, their 16-byte chunks permuted by the row's number, so that both ways of reading
 // below are free of bank conflicts: four chunks side by side of two adjacent rows, and two chunks of every other row of eight.
 #pragma once
-#include "../ptx/barrier.h"
 #include "../ptx/cp_async.h"
 #include "../tile/copy.h"
 
@@ -11,6 +10,13 @@ namespace strobe::tf32 {
 __device__ __forceinline__ unsigned char *shared_memory() {
   extern __shared__ __align__(128) unsigned char shared[];
   return shared;
+}
+
+// threadIdx.x, asked anew each time: nothing that follows from it is kept in registers around a loop.
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
 }
 
 template <int kColumns> struct Layout {

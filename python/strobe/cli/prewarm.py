@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -38,15 +42,40 @@ HEAD_DIMS = tuple(range(32, 257, 32))
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def calls(
-    head_dims: tuple[int, ...], dtypes: tuple[str, ...], features: tuple[str, ...]
-) -> Iterator[tuple[str, dict[str, Shape], dict[str, Any]]]:
-    for dtype in dtypes:
-        for dim in head_dims:
-            for name in features:
-                more, options = FEATURES[name]
-                x = Shape((_B, _H, _S, dim), dtype)
-                yield f"{dtype} d{dim} {name}", {"q": x, "k": x, "v": x, **more}, options
+_EVERY_DIM = ("plain", "causal")  # the other features are compiled for these dimensions alone
+_FEATURE_DIMS = (64, 128)
+
+
+class Job(NamedTuple):
+    """One call, in one direction, for one GPU."""
+
+    compute_capability: int
+    dtype: str
+    head_dim: int
+    feature: str
+    backward: bool
+
+    def __str__(self) -> str:
+        return f"sm_{self.compute_capability} {self.dtype} d{self.head_dim} {self.feature} {'backward' if self.backward else 'forward'}"
+
+    def run(self) -> tuple[list[Kernel], str]:
+        """The kernels, or the reason why no engine takes the call."""
+        more, options = FEATURES[self.feature]
+        x = Shape((_B, _H, _S, self.head_dim), self.dtype)
+        try:
+            return prewarm({"q": x, "k": x, "v": x, **more}, options, self.backward, self.compute_capability), ""
+        except NotImplementedError as refusal:
+            return [], str(refusal)
+
+
+def jobs(
+    archs: Sequence[int], head_dims: Sequence[int] | None, dtypes: Sequence[str] | None, features: Sequence[str] | None
+) -> Iterator[Job]:
+    """All that are asked for; by default the table that Strobe ships."""
+    for arch, dtype, feature in product(archs, dtypes or DTYPES, features or FEATURES):
+        for dim in head_dims or (HEAD_DIMS if feature in _EVERY_DIM else _FEATURE_DIMS):
+            yield Job(arch, dtype, dim, feature, False)
+            yield Job(arch, dtype, dim, feature, True)
 
 
 def command(
@@ -56,32 +85,37 @@ def command(
     feature: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FEATURES)}; by default all, each alone.")] = None,
     max_spill: Annotated[int | None, typer.Option(help="Exit with 1 if a kernel spills more than this many bytes.")] = None,
     list_kernels: Annotated[bool, typer.Option("--list", help="Print every kernel with its registers and spills.")] = False,
+    processes: Annotated[int, typer.Option("--jobs", min=1, help="Processes that compile.")] = os.cpu_count() or 1,
 ) -> None:
     """Compile the kernels of the usual calls into the cache (STROBE_CACHE_DIR, else ~/.cache/strobe)."""
     for name in feature or ():
         if name not in FEATURES:
             raise typer.BadParameter(f"{name!r}; accepted are {', '.join(FEATURES)}", param_hint="--feature")
     console = Console()
-    asked = list(calls(tuple(head_dim or HEAD_DIMS), tuple(dtype or DTYPES), tuple(feature or FEATURES)))
+    asked = list(jobs(arch, head_dim, dtype, feature))
     began = perf_counter()
     kernels: dict[tuple[int, str], Kernel] = {}
-    failed: dict[str, str] = {}
+    refused: dict[Job, str] = {}
     columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(arch) * len(asked) * 2)
-        for cc in arch:
-            for name, arrays, options in asked:
-                for backward in (False, True):
-                    what = f"sm_{cc} {name} {'backward' if backward else 'forward'}"
-                    progress.update(task, description=what)
-                    try:
-                        for kernel in prewarm(arrays, options, backward, cc):
-                            known = kernels.setdefault((cc, kernel.name), kernel)
-                            if kernel.compiled and not known.compiled:
-                                kernels[cc, kernel.name] = kernel
-                    except NotImplementedError as refusal:
-                        failed[what] = str(refusal)
-                    progress.advance(task)
+    with (
+        Progress(*columns, console=console, transient=True) as progress,
+        ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
+    ):
+        task = progress.add_task("", total=len(asked))
+        for job, (found, reason) in zip(asked, pool.map(Job.run, asked), strict=True):
+            progress.update(task, description=str(job), advance=1)
+            if reason:
+                refused[job] = reason
+            for kernel in found:
+                key = (job.compute_capability, kernel.name)
+                if key not in kernels or kernel.compiled:
+                    kernels[key] = kernel
+    for cc in arch:
+        if all(job in refused for job in asked if job.compute_capability == cc):
+            console.print(
+                f"[red]nothing for sm_{cc}[/red]: {next(r for job, r in refused.items() if job.compute_capability == cc)}", soft_wrap=True
+            )
+            raise typer.Exit(1)
     if list_kernels:
         for (cc, name), kernel in sorted(kernels.items()):
             console.print(f"sm_{cc} {kernel.registers:3} registers {kernel.spilled:4} B spilled  {name}", soft_wrap=True, highlight=False)
@@ -89,8 +123,8 @@ def command(
     console.print(
         f"{len(kernels)} kernels, {compiled} compiled, {len(kernels) - compiled} found in the cache, {perf_counter() - began:.1f} s"
     )
-    for what, reason in failed.items():
-        console.print(f"[yellow]not taken[/yellow] {what}: {reason}", soft_wrap=True)
+    for job, reason in refused.items():
+        console.print(f"[yellow]not taken[/yellow] {job}: {reason}", soft_wrap=True)
     spilling = [(cc, k) for (cc, _), k in kernels.items() if max_spill is not None and k.spilled > max_spill]
     for cc, kernel in spilling:
         console.print(f"[red]spills {kernel.spilled} bytes[/red] sm_{cc} {kernel.name}", soft_wrap=True)
