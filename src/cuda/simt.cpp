@@ -143,7 +143,7 @@ private:
     if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
     if (c.copy == simt::kElements)
       program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
-    const double fma = products * visible_scores(p) * double(c.head_dim + c.head_dim_v) / 2;
+    const double fma = products * computed_scores(p, c.tile_q) * double(c.head_dim + c.head_dim_v) / 2;
     program.predicted_seconds =
         kLaunchSeconds * double(program.steps.size()) + fma / (kShareOfPeak * rate(device, p.dtype) * device.sms * device.clock_hz);
   }
