@@ -187,7 +187,7 @@ def command(
     """Speed of forward and backward on the CPU, beside PyTorch's scaled_dot_product_attention in the same run."""
     if context.invoked_subcommand:
         return
-    require("bench", "torch", "numpy", extra="torch")
+    require("bench", "torch", "numpy", extra="bench")
     import torch
 
     console = Console()
