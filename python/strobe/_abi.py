@@ -189,10 +189,10 @@ class Call:
         array = self._arrays.get(name)
         if array is not None:
             reason = reason.replace(f"dtype {NO_DTYPE} (none)", f"dtype {array.dtype}")
-        if name in _SCORES and array.ndim < MAX_RANK:
-            reason = re.sub(r"shape \((1, )*([^()]+)\)", f"shape {tuple(array.shape)}", reason, count=1)
-            if array.ndim == 2 and ": shape" in reason:
-                reason += f"; of (B, Sk), {name}[:, None, None, :]"
+            if name in _SCORES and array.ndim < MAX_RANK and ": shape" in reason:
+                reason = re.sub(r"shape \([^()]*\)", f"shape {tuple(array.shape)}", reason, count=1)
+                if array.ndim == 2:
+                    reason += f"; of (B, Sk), {name}[:, None, None, :]"
         if name == "engine":
             reason = reason.replace("or none", "or None")
         return reason.removeprefix("execution.")

@@ -136,9 +136,7 @@ def _refusal(function: str, framework: Framework | None, p: Prepared, wrong: Wro
     return (TypeError if kinds_alone else ValueError)("\n".join(lines.values()))
 
 
-def _repeat(
-    function: str, q: Array, k: Array, v: Array, options: AttentionOptions, known: dict[str, Array]
-) -> tuple[Framework, Prepared]:
+def _repeat(function: str, q: Array, k: Array, v: Array, options: AttentionOptions, known: dict[str, Array]) -> tuple[Framework, Prepared]:
     """A call that has to apply the dropout mask of another."""
     wrong: Wrong = []
     if options.get("dropout") and options.get("rng") is None and options.get("seed") is None:

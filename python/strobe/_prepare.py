@@ -198,10 +198,10 @@ def _dropout(
 def is_array(wrong: Wrong, name: str, x: Any, q: Array | None) -> bool:
     """Whether x is an array: of q's kind, where q lies, if q itself is one."""
     own, of_q = known_framework(x), known_framework(q)
-    if own is None and of_q is None:
-        wrong.append(no_array(name, x))
-    elif own is None or (of_q is not None and own is not of_q):
+    if of_q is not None and own is not of_q:
         wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a {of_q.name}, as q is"))
+    elif own is None:
+        wrong.append(no_array(name, x))
     elif reason := own.misplaced(x, q):
         wrong.append(ValueError(f"{name}: {reason}"))
     elif x.ndim > MAX_RANK and name not in ("q", "k", "v"):  # those are held to a rank of their own

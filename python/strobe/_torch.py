@@ -242,7 +242,9 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError("alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()")
+        raise NotImplementedError(
+            "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
+        )
     if _is_differentiated(q, k, v, bias, sinks):
         return _Attention.apply(q, k, v, bias, sinks, given)
     with torch._C._AutoDispatchBelowAutograd():

@@ -76,6 +76,10 @@ TEST_CASE("choose: every engine of the list answers, the least predicted time wi
   REQUIRE(choice.chosen >= 0);
   const double least = std::get<Plan>(choice.rows[choice.chosen].answer).predicted_seconds;
   for (const Choice::Row &row : choice.rows) {
+    if (row.engine->device_type() != STROBE_CPU) {
+      CHECK(std::get<std::string>(row.answer) == "the tensors are on the CPU");
+      continue;
+    }
     if (const Plan *other = std::get_if<Plan>(&row.answer)) {
       CHECK(other->predicted_seconds >= least);
       CHECK(row.engine->missing().empty());
@@ -90,7 +94,7 @@ TEST_CASE("choose: a name forces its engine") {
     test::Call call;
     test::make_dense(call, Direction::forward);
     call.attention.engine = engine->name();
-    if (engine->only_by_name())
+    if (engine->name() == std::string("reference"))
       call.add("out", DType::f64, {test::B, test::H, test::Sq, test::Dv}), call.add("lse", DType::f64, {test::B, test::H, test::Sq});
     const Problem p = call.validated();
     const Choice choice = choose(p, {}, Direction::forward);
