@@ -4,32 +4,44 @@
 
 namespace strobe::inline STROBE_ISA {
 
-struct Range {
-  i64 begin, end;
+// Int: i64, or i32 for kernels that count in registers (positions within a sequence fit in 30 bits there).
+template <class Int> struct BasicRange {
+  Int begin, end;
   STROBE_FN bool empty() const { return begin >= end; }
 };
-STROBE_FN Range intersect(Range a, Range b) { return {max(a.begin, b.begin), min(a.end, b.end)}; }
+template <class Int> STROBE_FN BasicRange<Int> intersect(BasicRange<Int> a, BasicRange<Int> b) {
+  return {max(a.begin, b.begin), min(a.end, b.end)};
+}
+using Range = BasicRange<i64>;
 
 // Query i sees key j if i + low <= j <= i + high and 0 <= j < seqlen_k.
-struct Band {
+template <class Int> struct BasicBand {
+  using Range = BasicRange<Int>;
   static constexpr i64 kFar = 1ll << 62; // an unbounded side
-  i64 seqlen_q, seqlen_k;
-  i64 low, high;
-  i64 offset; // of the alignment: i + offset is the key opposite query i (ALiBi's distance is |i + offset - j|)
+  Int seqlen_q, seqlen_k;
+  Int low, high;
+  Int offset; // of the alignment: i + offset is the key opposite query i (ALiBi's distance is |i + offset - j|)
 
   // left, right >= 0, or kFar and beyond for an unbounded side
-  STROBE_FN static Band make(i64 seqlen_q, i64 seqlen_k, bool bottom_right, i64 left, i64 right) {
+  STROBE_FN static BasicBand make(i64 seqlen_q, i64 seqlen_k, bool bottom_right, i64 left, i64 right) {
     i64 offset = bottom_right ? seqlen_k - seqlen_q : 0;
     return {seqlen_q, seqlen_k, left >= kFar ? -kFar : offset - left, right >= kFar ? kFar : offset + right, offset};
   }
   // The same relation with the roles exchanged: the queries that a key is seen by.
-  STROBE_FN Band transposed() const { return {seqlen_k, seqlen_q, -high, -low, -offset}; }
+  STROBE_FN BasicBand transposed() const { return {seqlen_k, seqlen_q, -high, -low, -offset}; }
 
-  STROBE_FN bool visible(i64 i, i64 j) const { return j >= i + low && j <= i + high && j >= 0 && j < seqlen_k; }
-  STROBE_FN Range keys(i64 i) const { return {max(0ll, i + low), min(seqlen_k, i + high + 1)}; }
+  STROBE_FN bool visible(Int i, Int j) const { return j >= i + low && j <= i + high && j >= 0 && j < seqlen_k; }
+  STROBE_FN Range keys(Int i) const { return {max(Int(0), i + low), min(seqlen_k, i + high + 1)}; }
   // Keys that some query, or that every query, of [q0, q1) sees.
-  STROBE_FN Range keys_any(i64 q0, i64 q1) const { return {keys(q0).begin, keys(q1 - 1).end}; }
-  STROBE_FN Range keys_all(i64 q0, i64 q1) const { return {keys(q1 - 1).begin, keys(q0).end}; }
+  STROBE_FN Range keys_any(Int q0, Int q1) const { return {keys(q0).begin, keys(q1 - 1).end}; }
+  STROBE_FN Range keys_all(Int q0, Int q1) const { return {keys(q1 - 1).begin, keys(q0).end}; }
 };
+using Band = BasicBand<i64>;
+
+// The same relation, its far sides cut to what 32 bits hold.
+STROBE_FN BasicBand<i32> narrow(const Band &b) {
+  constexpr i64 kMost = (1ll << 30) - 1;
+  return {(i32)b.seqlen_q, (i32)b.seqlen_k, (i32)max(b.low, -kMost), (i32)min(b.high, kMost), (i32)b.offset};
+}
 
 } // namespace strobe::inline STROBE_ISA

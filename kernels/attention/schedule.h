@@ -11,36 +11,52 @@ struct BlockRow {
   const i32 *cols;
   i64 count;
   i64 block; // keys per block
+  STROBE_FN bool keeps(i32 key) const {
+    i32 column = (i32)((u32)key / (u32)block);
+    for (i64 i = 0; i < count; ++i) {
+      if (cols[i] == column) return true;
+    }
+    return !cols;
+  }
 };
 
-struct KeyTile {
-  i64 begin, end; // keys [begin, end), begin a multiple of the schedule's alignment
+template <class Int> struct BasicKeyTile {
+  Int begin, end; // keys [begin, end), begin a multiple of the schedule's alignment
   bool masked;    // some query of the tile does not see some key of it
 };
+using KeyTile = BasicKeyTile<i64>;
 
 // Tiles of at most tile keys, ascending, none twice, none without a visible key in its hull. The queries [q0, q1), q0 < q1, lie within one
 // row of blocks. Runs of adjacent kept blocks are walked as one; align divides tile and, for block-sparse, block. part:
 // where several share the work over the keys.
-class Schedule {
+template <class Int> class BasicSchedule {
 public:
+  using Range = BasicRange<Int>;
   struct Part {
-    i64 index, count;
+    Int index, count;
   };
-  STROBE_FN Schedule(const Band &band, i64 q0, i64 q1, i64 tile, i64 align, BlockRow row = {nullptr, 0, 0}, Part part = {0, 1})
-      : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align), seqlen_(band.seqlen_k) {
-    if (part.count > 1) {
-      i64 first = round_down(any_.begin, align_), share = round_up(div_up(max(any_.end - first, 0ll), part.count), tile_);
-      any_ = intersect(any_, {first + part.index * share, first + (part.index + 1) * share});
-    }
+  STROBE_FN BasicSchedule(const BasicBand<Int> &band, Int q0, Int q1, Int tile, Int align, BlockRow row = {nullptr, 0, 0},
+                          Part part = {0, 1})
+      : any_(share(band.keys_any(q0, q1), tile, align, part)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align),
+        seqlen_(band.seqlen_k) {
     if (row_.cols) {
       run_ = {0, 0};
     } else {
       run_ = any_;
-      next_ = run_.empty() ? 0 : round_down(run_.begin, align_);
+      next_ = run_.empty() ? 0 : below(run_.begin);
     }
   }
 
-  STROBE_FN bool next(KeyTile &tile) {
+  // The part of the keys that one of several walks over.
+  STROBE_FN static Range share(Range keys, Int tile, Int align, Part part) {
+    if (part.count == 1) return keys;
+    Int first = Int(round_down(keys.begin, align));
+    u32 some = (u32)(max(keys.end - first, Int(0)) + part.count - 1) / (u32)part.count; // positions fit 31 bits; a 64-bit division is a call
+    Int length = Int(round_up(some, tile));
+    return intersect(keys, {first + part.index * length, first + (part.index + 1) * length});
+  }
+
+  STROBE_FN bool next(BasicKeyTile<Int> &tile) {
     while (next_ >= run_.end || run_.empty()) {
       if (!next_run()) return false;
     }
@@ -52,10 +68,11 @@ public:
   }
 
 private:
+  STROBE_FN Int below(Int x) const { return x / align_ * align_; }
   STROBE_FN Range block(i64 entry) const { // of an entry of the row, cut to the sequence
     i64 c = row_.cols[entry];
     c = max(c, 0ll);
-    return {min(c * row_.block, seqlen_), min((c + 1) * row_.block, seqlen_)};
+    return {(Int)min(c * row_.block, (i64)seqlen_), (Int)min((c + 1) * row_.block, (i64)seqlen_)};
   }
   STROBE_FN bool next_run() { // dense has the one run that the constructor set
     if (!row_.cols) return false;
@@ -64,7 +81,7 @@ private:
       while (entry_ < row_.count && block(entry_).begin == run.end && run.end < seqlen_) run.end = block(entry_++).end;
       run_ = intersect(run, any_);
       if (run_.empty()) continue;
-      next_ = max(round_down(run_.begin, align_), run.begin);
+      next_ = max(below(run_.begin), run.begin);
       return true;
     }
     return false;
@@ -72,7 +89,9 @@ private:
 
   Range any_, all_, run_{0, 0};
   BlockRow row_;
-  i64 tile_, align_, seqlen_, entry_ = 0, next_ = 0;
+  Int tile_, align_, seqlen_, next_ = 0;
+  i64 entry_ = 0;
 };
+using Schedule = BasicSchedule<i64>;
 
 } // namespace strobe::inline STROBE_ISA

@@ -15,14 +15,15 @@ template <Features F, class T> struct Scores {
   const Inputs &in;
   i64 b;
   i32 seqlen_q, seqlen_k;
-  i32 low, high; // query i sees key j if i + low <= j <= i + high
+  i32 low, high; // query i sees key j if i + low <= j <= i + high; bounds that no query reaches are drawn in, so that sums fit 32 bits
   i32 offset;    // ALiBi's distance is |i + offset - j|
   T scale;       // score = raw * scale
   T unit;        // exp2's argument = (s - m) * unit
   T cap, inverse_cap;
 
   __device__ Scores(const Inputs &in, const Sequence &s, i64 b)
-      : in(in), b(b), seqlen_q((i32)s.band.seqlen_q), seqlen_k((i32)s.band.seqlen_k), low(clamped(s.band.low)), high(clamped(s.band.high)),
+      : in(in), b(b), seqlen_q((i32)s.band.seqlen_q), seqlen_k((i32)s.band.seqlen_k),
+        low((i32)min(max(s.band.low, -s.band.seqlen_q), (i64)kMost)), high((i32)max(min(s.band.high, s.band.seqlen_k - 1), -(i64)kMost)),
         offset((i32)s.band.offset), scale(T(in.scale)), unit(T((F.additive() ? 1.0 : in.scale) * kLog2e)), cap(T(in.softcap)),
         inverse_cap(T(1.0 / in.softcap)) {}
 
@@ -35,8 +36,8 @@ template <Features F, class T> struct Scores {
   __device__ __forceinline__ Row row(i32 i, i32 h) const {
     Row r{min(i, seqlen_q - 1), h, 0, seqlen_k, T(0)};
     if constexpr (F.band) {
-      r.begin = low <= -kMost ? 0 : max(0, r.i + low);
-      r.end = high >= kMost ? seqlen_k : min(seqlen_k, r.i + high + 1);
+      r.begin = max(0, r.i + low);
+      r.end = min(seqlen_k, r.i + high + 1);
     }
     if constexpr (F.alibi) r.slope = T(*in.slopes.at<const float>(b, h, 0, 0));
     return r;
@@ -56,7 +57,6 @@ template <Features F, class T> struct Scores {
 private:
   static constexpr double kLog2e = 1.4426950408889634074;
   static constexpr i32 kMost = 1 << 30;
-  static __device__ i32 clamped(i64 x) { return (i32)max(min(x, (i64)kMost), -(i64)kMost); }
 
   template <bool kSlope> __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit, T &slope) const {
     T s = raw;

@@ -13,6 +13,7 @@
 #include "../ptx/barrier.h"
 #include "../tile/copy.h"
 #include "../tile/exchange.h"
+#include "../tile/finite.h"
 #include "backward_config.h"
 #include "backward_dropout.h"
 #include "backward_scores.h"
@@ -48,13 +49,14 @@ private:
   struct Head {
     const T *q, *dout;
     const float *lse, *delta;
-    float *dq;
+    i64 query_tile; // its first one's number
   };
   struct __align__(16) Tile { // of queries
     i32 head;                 // -1: there are no more
     QueryTile queries;
     i32 rows; // that are there
     Head at;
+    i32 suspect; // LSE or D of some row is not finite
   };
   // What the threads have in common lies in shared memory: registers are short.
   struct State {
@@ -95,9 +97,9 @@ private:
     BlockRow row{nullptr, 0, 0};
     if constexpr (F.blocks) row = in.blocks_t.row(state.batch, head, state.k0 / (u32)in.blocks_t.row_tokens);
     state.tiles = Tiles(state.sequence.band, state.k0, state.k1, kTileK, row);
-    i64 b = state.batch, q0 = state.sequence.q0, index = in.row_index(b, head, q0);
+    i64 b = state.batch, q0 = state.sequence.q0;
     state.at = {in.q.at<const T>(b, head, q0, 0), a.dout.at<const T>(b, head, q0, 0), a.lse.at<const float>(b, head, q0, 0),
-                (const float *)a.delta + index, a.dq_sum ? a.dq_sum + index * C.dq_pitch() : nullptr};
+                (const float *)a.delta + in.row_index(b, head, q0), query_tile(in, b, head, kTileQ)};
   }
   // By one thread: the tile of iteration n.
   __device__ __forceinline__ void schedule(int n) const {
@@ -106,9 +108,12 @@ private:
     while (state.head < heads_end && !state.tiles.next(t.queries)) take_head(state.head + 1);
     t.head = state.head < heads_end ? state.head : -1;
     t.rows = min(kTileQ, (i32)state.sequence.band.seqlen_q - t.queries.begin);
-    t.at = state.at;
+    t.at = state.at, t.suspect = 0;
   }
-  __device__ __forceinline__ const Tile &tile_of(int n) const { return state.ring[n % 4]; }
+  __device__ __forceinline__ const Tile &tile_of(int n) const {
+    asm volatile("" : "+r"(n)); // its address is found anew, not kept in a register
+    return state.ring[n % 4];
+  }
 
   template <int kRows, int kColumns>
   __device__ __forceinline__ void load(u32 target, const Operand &x, i32 h, i64 row, i32 rows, i32 columns) const {
@@ -119,34 +124,42 @@ private:
     load<kTileK, kD>(0, in.k, state.head_kv, state.sequence.k0 + state.k0, state.k1 - state.k0, in.head_dim);
     load<kTileK, kDv>(kV, in.v, state.head_kv, state.sequence.k0 + state.k0, state.k1 - state.k0, in.head_dim_v);
   }
+  // By the threads of the role on the right, while the other one begins to multiply.
+  static constexpr int kLoaders = kThreads / 2;
   template <int kColumns>
   __device__ __forceinline__ void load_queries(u32 target, const T *rows, const Operand &x, const Tile &t, i32 columns) const {
-    int thread = thread_index();
+    int thread = this->thread % kLoaders;
     i64 stride = x.stride[2];
     rows += t.queries.begin * stride;
-    if (C.aligned && t.rows == kTileQ && columns == kColumns)
-      tile::load_whole<kTileQ, kColumns, kThreads>(shared + target, rows, stride, thread);
-    else
-      tile::load<kTileQ, kColumns, kThreads, C.aligned != 0>(shared + target,
-                                                             tile::Matrix<const T>{rows, stride, x.stride[3], t.rows, columns}, thread);
+    tile::load<kTileQ, kColumns, kLoaders, C.aligned != 0>(shared + target,
+                                                           tile::Matrix<const T>{rows, stride, x.stride[3], t.rows, columns}, thread);
   }
   __device__ __forceinline__ void load_queries(const Tile &t, int stage) const {
     load_queries<kD>(kQ + stage * C.q_bytes(), t.at.q, in.q, t, in.head_dim);
     load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
   }
 
+  // Is some number of Q or dO not finite, of a tile in which something is hidden? It would have shown in LSE or D, unless there was a sink
+  // and nothing else to see.
+  __device__ __forceinline__ bool queries_not_finite(const Tile &t, int stage) const {
+    if (!(kHides || t.queries.masked) || !(t.suspect || in.sinks)) return false;
+    return barrier_any(tile::any_not_finite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
+                           tile::any_not_finite<T>(shared + kDo + stage * C.dout_bytes(), C.dout_bytes(), thread, kThreads),
+                       kThreads);
+  }
+
   // LSE (in exp2's unit; of rows that see nothing and of those that are not there +inf: P = 0) and -D of a tile's rows, held by the threads
   // until there is room for them.
-  static constexpr int kStatsEach = (int)div_up(2 * kTileQ, kThreads);
+  static constexpr int kStatsEach = (int)div_up(2 * kTileQ, kLoaders);
   struct Stats {
     float x[kStatsEach];
   };
   __device__ __forceinline__ Stats read_stats(const Tile &t) const {
     Stats s;
-    int thread = thread_index();
+    int thread = this->thread % kLoaders;
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
-      int n = thread + k * kThreads, i = n % kTileQ, row = t.queries.begin + i;
+      int n = thread + k * kLoaders, i = n % kTileQ, row = t.queries.begin + i;
       float &x = s.x[k];
       x = 0;
       if (n < kTileQ) {
@@ -161,12 +174,13 @@ private:
   // In the order in which lanes want them: of each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side; -D of 2t and 2t + 1 twice, the
   // two rows of an accumulator.
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
-  __device__ __forceinline__ void write_stats(const Stats &s, int stage) const {
-    int thread = thread_index();
+  __device__ __forceinline__ void write_stats(const Stats &s, int iteration) const {
+    int thread = this->thread % kLoaders, stage = iteration % 2;
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
-      int n = thread + k * kThreads, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
+      int n = thread + k * kLoaders, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
       u32 base = shared + kStats + stage * kStatsBytes, x = __float_as_uint(s.x[k]);
+      if ((x & 0x7F800000) == 0x7F800000) state.ring[iteration % 4].suspect = 1;
       if (n < kTileQ) {
         store_shared(base + (i / 16 * 16 + 4 * t + 2 * c + e) * 4, x);
       } else if (n < 2 * kTileQ) {
@@ -190,6 +204,28 @@ private:
       Right y = Y.load(16 * n, 16 * c);
 #pragma unroll
       for (int m = 0; m < kKeys; ++m) tile::multiply_add<T>(sum[m][c], x[m], y);
+    }
+  }
+
+  // The same over all of a tile's queries, where Y has numbers that are not finite: they count only where x(m, n) is not 0.
+  template <int kInner, int kN, class X>
+  __device__ __forceinline__ void accumulate_carefully(Accumulator (&sum)[kKeys][kN], const X &x, const Blocks<Right, kInner, true> &Y,
+                                                       int n0) const {
+#pragma unroll
+    for (int c = 0; c < kN; ++c) {
+      Accumulator count[kKeys] = {};
+#pragma unroll 1
+      for (int n = n0; n < n0 + kSpan; ++n) {
+        Right y = Y.load(16 * n, 16 * c), bad = tile::set_aside<T>(y);
+#pragma unroll
+        for (int m = 0; m < kKeys; ++m) {
+          Left z = x(m, n);
+          tile::multiply_add<T>(sum[m][c], z, y);
+          tile::multiply_add<T>(count[m], tile::nonzero<T>(z), bad);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kKeys; ++m) tile::spoil(sum[m][c], count[m]);
     }
   }
 
@@ -236,6 +272,7 @@ private:
   }
 
   // P and dV of an iteration.
+  template <bool kCareful>
   __device__ __forceinline__ void left(Accumulator (&dV)[kKeys][kColumnsV], const Scores<F, float> &scores, const BlockDropout<F> &dropout,
                                        int iteration) const {
     int stage = iteration % 2;
@@ -244,11 +281,11 @@ private:
     for (int span = 0; span < kQueries; span += kSpan) {
       int n0 = span + dim_warp * kStep;
       Accumulator s[kKeys][kStep] = {}, P[kKeys][kStep];
-      multiply<T, kD>(s, shared + key_warp * kKeys * 16 * kD * 2, shared + kQ + stage * C.q_bytes() + n0 * 16 * kD * 2);
+      multiply<T, kD, kCareful>(s, shared + key_warp * kKeys * 16 * kD * 2, shared + kQ + stage * C.q_bytes() + n0 * 16 * kD * 2);
       const Tile &t = tile_of(iteration);
       i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
       auto lse = [&](float (&x)[4], int n) { load_shared<0>(x, lse_of(stage, n0 + n)); };
-      if (t.queries.masked)
+      if (kCareful || t.queries.masked)
         probabilities<F, true, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       else
         probabilities<F, false, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
@@ -265,22 +302,29 @@ private:
           tile::put(shared + kP, block(m, n0 + n), p[m][n]);
           if constexpr (F.softcap) {
             p[m][n] = tile::rounded<T>(P[m][n]);
-            if constexpr (C.dim_warps > 1) tile::put(shared + kP + C.p_bytes(), block(m, n0 + n), p[m][n]);
+            tile::put(shared + kP + C.p_bytes(), block(m, n0 + n), p[m][n]);
           }
         }
       }
       barrier_arrive(barrier_of_p(span / kSpan), 64 * C.dim_warps);
       if constexpr (C.dim_warps > 1) barrier_sync(barrier_of_role(), 32 * C.dim_warps);
+      auto taken = [&](int m, int n) {
+        Left x = tile::take(shared + kP + (C.p_planes() - 1) * C.p_bytes(), block(m, n));
+        return F.dropout ? tile::positive(x) : x;
+      };
+      if constexpr (kCareful) {
+        accumulate_carefully<kDv>(dV, taken, dO, span);
+        continue;
+      }
 #pragma unroll
       for (int n = 0; n < kSpan; ++n) {
         Left x[kKeys];
 #pragma unroll
         for (int m = 0; m < kKeys; ++m) {
           if constexpr (C.dim_warps > 1)
-            x[m] = tile::take(shared + kP + (C.p_planes() - 1) * C.p_bytes(), block(m, span + n));
+            x[m] = taken(m, span + n);
           else
-            x[m] = p[m][n];
-          if constexpr (F.dropout) x[m] = tile::positive(x[m]);
+            x[m] = F.dropout ? tile::positive(p[m][n]) : p[m][n];
         }
         accumulate<kDv>(dV, x, dO, span + n);
       }
@@ -288,7 +332,7 @@ private:
   }
 
   // dS and dK of an iteration.
-  __device__ __forceinline__ void right(Accumulator (&dK)[kKeys][kColumns], float factor, int iteration) const {
+  template <bool kCareful> __device__ __forceinline__ void right(Accumulator (&dK)[kKeys][kColumns], float factor, int iteration) const {
     int stage = iteration % 2;
     Blocks<Right, kD, true> Q(shared + kQ + stage * C.q_bytes(), dim_warp * kColumns * 16);
 #pragma unroll
@@ -304,10 +348,11 @@ private:
           for (int m = 1; m < kKeys; ++m) s[m][n] = s[0][n];
         }
       }
-      multiply<T, kDv>(s, shared + kV + key_warp * kKeys * 16 * kDv * 2, shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
+      multiply<T, kDv, kCareful>(s, shared + kV + key_warp * kKeys * 16 * kDv * 2,
+                                 shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
       barrier_sync(barrier_of_p(span / kSpan), 64 * C.dim_warps);
       Left dS[kKeys][kStep];
-      if (kHides || tile_of(iteration).queries.masked)
+      if (kCareful || kHides || tile_of(iteration).queries.masked)
         differentiate<true>(dS, s, factor, n0, stage);
       else
         differentiate<false>(dS, s, factor, n0, stage);
@@ -319,63 +364,88 @@ private:
         }
       }
       if constexpr (C.dim_warps > 1) barrier_sync(barrier_of_role(), 32 * C.dim_warps);
+      auto taken = [&](int m, int n) { return tile::take_parts(shared + kDs + stage * C.p_bytes(), block(m, n)); };
+      if constexpr (kCareful) {
+        __syncwarp();
+        accumulate_carefully<kD>(dK, taken, Q, span);
+        continue;
+      }
 #pragma unroll
       for (int n = 0; n < kSpan; ++n) {
         Left x[kKeys];
 #pragma unroll
-        for (int m = 0; m < kKeys; ++m)
-          x[m] = C.dim_warps > 1 ? tile::take_parts(shared + kDs + stage * C.p_bytes(), block(m, span + n)) : dS[m][n % kStep];
+        for (int m = 0; m < kKeys; ++m) {
+          if constexpr (C.dim_warps > 1)
+            x[m] = taken(m, span + n);
+          else
+            x[m] = dS[m][n];
+        }
         accumulate<kD>(dK, x, Q, span + n);
       }
     }
   }
 
   // Adds an iteration's dQ (without the scale) to the rows of its tile.
-  __device__ __forceinline__ void add_dq(int iteration) const {
+  template <bool kCareful> __device__ __forceinline__ void add_dq(int iteration) const {
     int stage = iteration % 2;
     if (!a.dq_sum || warp >= C.dq_rows() * C.dq_columns()) return;
     int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
     Accumulator dQ[kDqRows][kDqColumns] = {};
+    const Tile &t = tile_of(iteration);
+    i64 number = t.at.query_tile + t.queries.begin / kTileQ;
+    u32 *turn = a.turns + 1 + number * C.warps() + warp, seen = 0;
+    if constexpr (C.deterministic) seen = load_relaxed(turn); // most often it is our turn: then nobody waits
     Blocks<Right, kD, true> K(shared, column);
-#pragma unroll
-    for (int k = 0; k < kTileK / 16; ++k) {
-      Left dS[kDqRows];
-#pragma unroll
-      for (int m = 0; m < kDqRows; ++m)
-        dS[m] = tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
+    auto taken = [&](int m, int k) {
+      return tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
+    };
+    if constexpr (kCareful) { // not finite numbers of K count only where dS is not 0
 #pragma unroll
       for (int c = 0; c < kDqColumns; ++c) {
-        Right y = K.load(16 * k, 16 * c);
+        Accumulator count[kDqRows] = {};
+#pragma unroll 1
+        for (int k = 0; k < kTileK / 16; ++k) {
+          Right y = K.load(16 * k, 16 * c), bad = tile::set_aside<T>(y);
 #pragma unroll
-        for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
+          for (int m = 0; m < kDqRows; ++m) {
+            tile::multiply_add<T>(dQ[m][c], taken(m, k), y);
+            tile::multiply_add<T>(count[m], tile::nonzero<T>(taken(m, k)), bad);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < kDqRows; ++m) tile::spoil(dQ[m][c], count[m]);
       }
-    }
-    const Tile &t = tile_of(iteration);
-    u32 *turn = nullptr;
-    u32 before = 0;
-    if constexpr (C.deterministic) {
-      turn = a.turns + 1 + ((state.batch * in.heads + t.head) * C.query_tiles(in.seqlen_q) + t.queries.begin / kTileQ) * C.warps() + warp;
-      before = key_tiles_before(t);
-      if (tile::lane_id() == 0) await(turn, before);
-      __syncwarp();
-    }
-    int first = row + tile::lane_row(0);
-    float *target = t.at.dq + ((i64)(t.queries.begin + first) * C.dq_pitch() + column + tile::lane_column(0, 0));
+    } else {
 #pragma unroll
-    for (int m = 0; m < kDqRows; ++m) {
+      for (int k = 0; k < kTileK / 16; ++k) {
+        Left dS[kDqRows];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (first + 16 * m + 8 * r >= t.rows) continue;
+        for (int m = 0; m < kDqRows; ++m) dS[m] = taken(m, k);
 #pragma unroll
-        for (int c = 0; c < 2 * kDqColumns; ++c) {
-          const float *x = dQ[m][c / 2].x[c % 2];
-          add_global(target + ((16 * m + 8 * r) * C.dq_pitch() + 8 * c), x[2 * r], x[2 * r + 1]);
+        for (int c = 0; c < kDqColumns; ++c) {
+          Right y = K.load(16 * k, 16 * c);
+#pragma unroll
+          for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
         }
       }
     }
     if constexpr (C.deterministic) {
+      if (tile::lane_id() == 0) await(turn, seen, key_tiles_before(t));
       __syncwarp();
-      if (tile::lane_id() == 0) store_release(turn, before + 1);
+    }
+    // dq_sum holds 16x16 blocks as the lanes hold them, row by row of blocks.
+    float *target = a.dq_sum + (number * (kTileQ * kD) + row * kD + column * 16);
+#pragma unroll
+    for (int m = 0; m < kDqRows; ++m) {
+#pragma unroll
+      for (int c = 0; c < kDqColumns; ++c) {
+        add_quad(target + m * 16 * kD + c * 256, dQ[m][c].x[0]);
+        add_quad(target + m * 16 * kD + c * 256 + 128, dQ[m][c].x[1]);
+      }
+    }
+    if constexpr (C.deterministic) {
+      __syncwarp();
+      if (tile::lane_id() == 0) store_release(turn, key_tiles_before(t) + 1);
     }
   }
 
@@ -404,8 +474,8 @@ private:
     return low;
   }
   // Block lists come from the caller: if they contradict one another, the wait ends all the same.
-  static __device__ __forceinline__ void await(const u32 *turn, u32 before) {
-    for (i64 tries = 0; load_acquire(turn) != before && (!F.blocks || tries < 1 << 24); ++tries) {}
+  static __device__ __forceinline__ void await(const u32 *turn, u32 seen, u32 before) {
+    for (i64 tries = 0; seen != before && (!F.blocks || tries < 1 << 24); ++tries) seen = load_acquire(turn);
   }
 
   // Writes dK or dV: x, rounded, through what was K's or V's place.
@@ -427,6 +497,33 @@ private:
     tile::store<kTileK, kInner, kThreads / 2, C.aligned != 0>(m, shared + place, thread % (kThreads / 2));
   }
 
+  // An iteration of a role.
+  template <int kRole, bool kCareful, int kN>
+  __device__ __forceinline__ void iterate(Accumulator (&sum)[kKeys][kN], const Scores<F, float> &scores, const BlockDropout<F> &dropout,
+                                          float factor, int n) const {
+    if constexpr (kRole == 0) {
+      left<kCareful>(sum, scores, dropout, n);
+      if (n > 0) add_dq<kCareful>(n - 1);
+    } else {
+      if (n > 0) add_dq<kCareful>(n - 1);
+      Stats stats;
+      bool more = tile_of(n + 1).head >= 0;
+      if (more) {
+        load_queries(tile_of(n + 1), (n + 1) % 2);
+        stats = read_stats(tile_of(n + 1));
+      }
+      cp_async_commit();
+      if (thread == kThreads / 2) schedule(n + 2);
+      right<kCareful>(sum, factor, n);
+      if (more) write_stats(stats, n + 1);
+    }
+  }
+  // All threads have come, and what they loaded is there.
+  static __device__ __forceinline__ void meet() {
+    cp_async_wait<0>();
+    barrier_sync(0, kThreads);
+  }
+
   // The whole of a role.
   template <int kRole> __device__ __forceinline__ void walk() const {
     Accumulator sum[kKeys][kRole == 0 ? kColumnsV : kColumns] = {}; // dV or dK
@@ -435,35 +532,30 @@ private:
     float factor = dropout.dropout.factor();
 
     load_keys();
-    if (tile_of(0).head >= 0) {
+    if (kRole == 1 && tile_of(0).head >= 0) {
       load_queries(tile_of(0), 0);
       write_stats(read_stats(tile_of(0)), 0);
     }
     cp_async_commit();
+    meet();
+    // From the first number on that is not finite and may be hidden, tiles are multiplied with care.
+    bool careful = barrier_any(tile::any_not_finite<T>(shared, C.k_bytes(), thread, kThreads), kThreads);
     int n = 0;
     for (; tile_of(n).head >= 0; ++n) {
-      cp_async_wait<0>();
-      barrier_sync(0, kThreads);
-      Stats stats;
-      bool more = tile_of(n + 1).head >= 0;
-      if (more) {
-        load_queries(tile_of(n + 1), (n + 1) % 2);
-        stats = read_stats(tile_of(n + 1));
-      }
-      cp_async_commit();
-      if constexpr (kRole == 0) {
-        left(sum, scores, dropout, n);
-        if (n > 0) add_dq(n - 1);
-      } else {
-        if (thread == kThreads / 2) schedule(n + 2);
-        if (n > 0) add_dq(n - 1);
-        right(sum, factor, n);
-      }
-      if (more) write_stats(stats, (n + 1) % 2);
+      if (n > 0) meet();
+      if (careful |= queries_not_finite(tile_of(n), n % 2)) break;
+      iterate<kRole, false>(sum, scores, dropout, factor, n);
     }
-    cp_async_wait<0>();
-    barrier_sync(0, kThreads);
-    if (n > 0) add_dq(n - 1);
+    if (careful) {
+      while (tile_of(n).head >= 0) {
+        iterate<kRole, true>(sum, scores, dropout, factor, n++);
+        meet();
+      }
+      if (n > 0) add_dq<true>(n - 1);
+    } else {
+      meet();
+      if (n > 0) add_dq<false>(n - 1);
+    }
     barrier_sync(0, kThreads);
     if constexpr (kRole == 0)
       store<kDv>(a.dv, sum, factor, kV, in.head_dim_v);

@@ -1,8 +1,19 @@
 // What a backward kernel of the mma family is compiled for, and how much it needs.
 #pragma once
+#include "../attention/arguments.h"
 #include "../attention/features.h"
 
 namespace strobe::mma {
+
+// Tiles of `tile` queries, those of a head of a sequence one after another, and as many of all: the order of dq_sum and of the turns.
+STROBE_FN i64 query_tile(const Inputs &in, i64 b, i64 h, i64 tile) {
+  if (!in.cu_seqlens_q) return (b * in.heads + h) * div_up(in.seqlen_q, tile);
+  return h * (div_up(in.total_q, tile) + in.batch) + in.sequence(b).q0 / tile + b; // a sequence's last tile may be a part of one
+}
+STROBE_FN i64 query_tiles(const Inputs &in, i64 tile) {
+  if (!in.cu_seqlens_q) return (i64)in.batch * in.heads * div_up(in.seqlen_q, tile);
+  return in.heads * (div_up(in.total_q, tile) + in.batch);
+}
 
 struct BackwardConfig {
   i32 dtype;                // kF16 or kBF16
@@ -25,8 +36,8 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * head_dim; }
   STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * head_dim_v; }
   STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
-  // With softcap what dS needs is P * slope, what dV needs is P: another warp may need either.
-  STROBE_FN constexpr i32 p_planes() const { return features.softcap && dim_warps > 1 ? 2 : 1; }
+  // With softcap what dS needs is P * slope, what dV needs is P.
+  STROBE_FN constexpr i32 p_planes() const { return features.softcap ? 2 : 1; }
   STROBE_FN constexpr i32 stats_bytes() const { return 2 * 3 * tile_q * 4; } // LSE, and D twice
   STROBE_FN static constexpr i32 state_bytes() { return 512; }
   STROBE_FN constexpr i32 shared_bytes() const {
@@ -37,12 +48,8 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 dq_rows() const { return dq_split(true); }
   STROBE_FN constexpr i32 dq_columns() const { return dq_split(false); }
 
-  // Floats of a row of BackwardArguments::dq_sum.
-  STROBE_FN constexpr i32 dq_pitch() const { return (head_dim + 31) / 32 * 32; }
-
-  // BackwardArguments::turns, in words: a ticket, and one for each warp's part of each query tile.
-  STROBE_FN constexpr i64 query_tiles(i64 seqlen_q) const { return div_up(seqlen_q, tile_q); }
-  STROBE_FN constexpr i64 turns(i64 batch, i64 heads, i64 seqlen_q) const { return 1 + batch * heads * query_tiles(seqlen_q) * warps(); }
+  // BackwardArguments::turns, in words: a ticket, and one for each warp's part of each tile of queries.
+  STROBE_FN constexpr i64 turns(i64 query_tiles) const { return 1 + query_tiles * warps(); }
 
 private:
   STROBE_FN constexpr i32 dq_split(bool rows) const {
@@ -52,7 +59,7 @@ private:
       for (i32 c = 1; r * c <= warps(); ++c) {
         if (tile_q % (16 * r) || head_dim % (16 * c)) continue;
         i64 merit = (i64)r * c * 65536 - (tile_q / r + head_dim / c);
-        if (merit > best) best = merit, best_rows = r, best_columns = c;
+        if (merit >= best) best = merit, best_rows = r, best_columns = c;
       }
     }
     return rows ? best_rows : best_columns;
@@ -61,12 +68,12 @@ private:
 
 // What looks at rows, and not at scores.
 struct RowsConfig {
-  i32 dtype;   // of the tensors
-  i32 aligned; // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8
+  i32 dtype;
+  i32 head_dim, tile_q; // of the BackwardConfig
+  i32 aligned;
 
   STROBE_FN static constexpr i32 threads() { return 256; }
-  STROBE_FN static constexpr i32 rows_per_block() { return 64; } // of one head of one sequence
-  STROBE_FN static constexpr i64 blocks(i64 batch, i64 heads, i64 seqlen_q) { return batch * heads * div_up(seqlen_q, rows_per_block()); }
+  STROBE_FN constexpr i64 blocks(i64 batch, i64 heads, i64 seqlen_q) const { return batch * heads * div_up(seqlen_q, tile_q); }
 };
 
 struct BiasGradientConfig {

@@ -10,21 +10,28 @@ using tile::Blocks;
 using tile::Left;
 using tile::Right;
 
-// s += rows * transpose(columns), both kInner wide; their addresses in shared memory.
-template <class T, int kInner, int kM, int kN> __device__ __forceinline__ void multiply(Accumulator (&s)[kM][kN], u32 rows, u32 columns) {
-  Blocks<Left, kInner> A(rows);
-  Blocks<Right, kInner> B(columns);
-#pragma unroll
-  for (int k = 0; k < kInner / 16; ++k) {
+// s += rows * transpose(columns), both kInner wide; their addresses in shared memory. kShort: as a loop, for code that seldom runs.
+template <class T, int kInner, bool kShort, int kM, int kN>
+__device__ __forceinline__ void multiply(Accumulator (&s)[kM][kN], u32 rows, u32 columns) {
+  auto step = [&](const Blocks<Left, kInner> &A, const Blocks<Right, kInner> &B, int column) {
     Left x[kM];
 #pragma unroll
-    for (int m = 0; m < kM; ++m) x[m] = A.load(16 * m, 16 * k);
+    for (int m = 0; m < kM; ++m) x[m] = A.load(16 * m, column);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      Right y = B.load(16 * n, 16 * k);
+      Right y = B.load(16 * n, column);
 #pragma unroll
       for (int m = 0; m < kM; ++m) tile::multiply_add<T>(s[m][n], x[m], y);
     }
+  };
+  if constexpr (kShort) {
+#pragma unroll 1
+    for (int k = 0; k < kInner / 16; ++k) step(Blocks<Left, kInner>(rows, 16 * k), Blocks<Right, kInner>(columns, 16 * k), 0);
+  } else {
+    Blocks<Left, kInner> A(rows);
+    Blocks<Right, kInner> B(columns);
+#pragma unroll
+    for (int k = 0; k < kInner / 16; ++k) step(A, B, 16 * k);
   }
 }
 
@@ -49,7 +56,9 @@ __device__ __forceinline__ void probabilities(Accumulator (&s)[kM][kN], Accumula
             float &x = s[m][n].x[c][2 * r + e], slope = 1;
             i32 key = j + 16 * m + tile::lane_row(r);
             float p = kSlope ? scores.score(x, row, key, kMasked, limit, slope) : scores.score(x, row, key, kMasked, limit);
+            bool hidden = (kMasked || F.mask || F.bias) && p == minus_infinity<float>();
             p = exp2(fmaf(p, scores.unit, -l[2 * c + e]));
+            if (hidden) p = 0; // LSE may be no number
             if constexpr (kSlope) P[m][n].x[c][2 * r + e] = p;
             x = kSlope ? p * slope : p;
           }

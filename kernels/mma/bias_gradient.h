@@ -84,7 +84,7 @@ private:
     Scores<F, float> scores(in, sequence, p.batch);
     i32 i = p.q0 + query_warp * kQueries * 16, j = p.k0 + key_warp * kKeys * 16;
     Accumulator P[kKeys][kQueries] = {}, dP[kKeys][kQueries] = {};
-    multiply<T, kD>(P, shared + kK + key_warp * kKeys * 16 * kD * 2, shared + kQ + query_warp * kQueries * 16 * kD * 2);
+    multiply<T, kD, false>(P, shared + kK + key_warp * kKeys * 16 * kD * 2, shared + kQ + query_warp * kQueries * 16 * kD * 2);
     auto lse = [&](float (&x)[4], int n) { // of rows that are not there, or see nothing: +inf
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -99,7 +99,7 @@ private:
       probabilities<F, false, false>(P, P, scores, p.head, i, j, k1, lse);
     BlockDropout<F> dropout{Dropout<F>(in)};
     if constexpr (F.dropout) dropout.mark(P, i, j, p.head, p.batch);
-    multiply<T, kDv>(dP, shared + kV + key_warp * kKeys * 16 * kDv * 2, shared + kDo + query_warp * kQueries * 16 * kDv * 2);
+    multiply<T, kDv, false>(dP, shared + kV + key_warp * kKeys * 16 * kDv * 2, shared + kDo + query_warp * kQueries * 16 * kDv * 2);
 #pragma unroll
     for (int n = 0; n < kQueries; ++n) {
 #pragma unroll

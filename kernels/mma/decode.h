@@ -5,6 +5,7 @@
 #include "../tile/copy.h"
 #include "config.h"
 #include "softmax.h"
+#include "specials.h"
 
 namespace strobe::mma {
 
@@ -68,15 +69,13 @@ private:
     }
   };
 
-  __device__ __forceinline__ Schedule schedule() const {
-    i64 q1 = query(min(first + C.tile_q, rows) - 1) + 1;
-    return Schedule(sequence.band, query(first), q1, C.tile_k, 16, {nullptr, 0, 0}, {(i64)split * C.warps + warp, (i64)a.splits * C.warps});
-  }
+  __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // query + 1
+  __device__ __forceinline__ Schedule::Part part(int w) const { return {(i64)split * C.warps + w, (i64)a.splits * C.warps}; }
 
   __device__ __forceinline__ void compute() {
     const T *k = in.k.at<const T>(b, head, sequence.k0, 0), *v = in.v.at<const T>(b, head, sequence.k0, 0);
     int lane = tile::lane_id(), loading = 0;
-    Schedule ahead = schedule(), tiles = ahead;
+    Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, part(warp)), tiles = ahead;
     auto load = [&] { // the next tile of keys; a group of copies, even if empty
       KeyTile t;
       if (ahead.next(t)) {
@@ -98,15 +97,19 @@ private:
     for (int i = 0; i < C.stages - 1; ++i) load();
     cp_async_wait<C.stages - 1>();
     __syncthreads();
-    Left Q[kM][kD / 16];
     tile::Blocks<Left, kD> q_blocks(q_shared);
+    constexpr bool kKeepQ = kM * kD <= 128; // in registers
+    Left Q[kM][kD / 16];
+    if constexpr (kKeepQ) {
 #pragma unroll
-    for (int i = 0; i < kM * kD / 16; ++i) Q[i / (kD / 16)][i % (kD / 16)] = q_blocks.load(i / (kD / 16) * 16, i % (kD / 16) * 16);
+      for (int i = 0; i < kM * kD / 16; ++i) Q[i / (kD / 16)][i % (kD / 16)] = q_blocks.load(i / (kD / 16) * 16, i % (kD / 16) * 16);
+    }
 
     Accumulator O[kM][kDv / 16] = {};
     Softmax<kM> softmax;
     KeyTile tile;
     int stage = 0;
+    bool specials = false;
     while (tiles.next(tile)) {
       cp_async_wait<C.stages - 2>();
       __syncwarp(); // this tile is here, and the warp no longer reads the one before it
@@ -115,6 +118,10 @@ private:
       tile::Blocks<Right, kD> K(k_shared + stage * kKBytes);
 #pragma unroll
       for (int c = 0; c < kD / 16; ++c) {
+        if constexpr (!kKeepQ) {
+#pragma unroll
+          for (int m = 0; m < kM; ++m) Q[m][c] = q_blocks.load(16 * m, 16 * c);
+        }
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
           Right key = K.load(16 * n, 16 * c);
@@ -124,6 +131,8 @@ private:
       }
       finish_scores(S, tile);
       softmax.template follow<C.exact_max>(S, scores.unit, O);
+      if (masked(tile)) specials |= clear_specials<C.dtype, C.tile_k, kDv, 32>(v_shared + stage * kVBytes, lane);
+      __syncwarp();
       tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -144,10 +153,14 @@ private:
       stage = stage + 1 == C.stages ? 0 : stage + 1;
     }
     merge(O, softmax);
+    if (__syncthreads_or(specials)) restore(v);
   }
 
+  static __device__ __forceinline__ bool by_position(const KeyTile &tile) { return tile.masked || tile.end - tile.begin < C.tile_k; }
+  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || by_position(tile); }
+
   __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    if (tile.masked || tile.end - tile.begin < C.tile_k)
+    if (by_position(tile))
       finish_scores<true>(S, tile);
     else if constexpr (F.additive() || F.mask)
       finish_scores<false>(S, tile);
@@ -227,6 +240,29 @@ private:
         *a.out.at<T>(b, h, q, c) = Convert<T>::from(x);
       else
         a.partial_out[row * in.head_dim_v + c] = x;
+    }
+  }
+
+  struct Results {
+    const Decode &d;
+    i32 count;
+    __device__ __forceinline__ i32 query(i32 r) const { return d.query(d.first + r); }
+    __device__ __forceinline__ i32 head(i32 r) const { return d.query_head(d.first + r); }
+    __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
+      i64 q = d.sequence.q0 + query(r);
+      if (d.a.splits > 1) {
+        d.a.partial_out[(d.split * d.in.rows() + d.in.row_index(d.b, head(r), q)) * d.in.head_dim_v + c] += x;
+      } else {
+        T *o = d.a.out.template at<T>(d.b, head(r), q, c);
+        *o = Convert<T>::from(to_float(*o) + x);
+      }
+    }
+  };
+  __device__ __forceinline__ void restore(const T *v) const {
+    Results results{*this, min((i32)C.tile_q, rows - first)};
+    for (int w = 0; w < C.warps; ++w) {
+      Range keys = Schedule::share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, part(w));
+      restore_specials<kThreads>(scores, dropout, v, keys, {nullptr, 0, 0}, results);
     }
   }
 };

@@ -27,8 +27,8 @@ template <Config C> struct Forward {
   // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the last (longest, if causal) tile first.
   struct Item {
     i32 b, h, q, split;
-    __device__ __forceinline__ explicit Item(const Arguments &a) {
-      u32 tiles = (u32)div_up(a.in.seqlen_q, C.tile_q), all = (u32)(a.in.batch * a.in.heads), x = blockIdx.x;
+    __device__ __forceinline__ Item(const Arguments &a, u32 x) {
+      u32 tiles = (u32)div_up(a.in.seqlen_q, C.tile_q), all = (u32)(a.in.batch * a.in.heads);
       split = (i32)(x % a.splits);
       x /= a.splits;
       u32 bundle = x / (tiles * a.bundle), first = bundle * a.bundle, size = min(all - first, (u32)a.bundle);
@@ -42,9 +42,12 @@ template <Config C> struct Forward {
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
-    Item item(a);
+    Item item(a, blockIdx.x);
     Sequence sequence = a.in.sequence(item.b);
-    if (item.q < sequence.band.seqlen_q) Forward(a, item, sequence, shared_address(shared)).compute();
+    if (item.q >= sequence.band.seqlen_q) return;
+    if (!Forward(a, item, sequence, shared_address(shared)).compute()) return;
+    Item again(a, computed_here(blockIdx.x)); // nothing is kept in registers for this
+    Forward(a, again, a.in.sequence(again.b), 0).restore();
   }
 
 private:
@@ -79,19 +82,20 @@ private:
     tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, m, computed_here(threadIdx.x));
   }
 
-  __device__ __forceinline__ Schedule schedule() const {
-    i64 q1 = min((i64)item.q + C.tile_q, sequence.band.seqlen_q);
-    BlockRow row{nullptr, 0, 0};
-    if constexpr (F.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
-    return Schedule(sequence.band, item.q, q1, C.tile_k, 16, row, {item.split, a.splits});
+  __device__ __forceinline__ i64 last() const { return min((i64)item.q + C.tile_q, sequence.band.seqlen_q); } // query + 1
+  __device__ __forceinline__ BlockRow blocks() const {
+    if constexpr (F.blocks) return in.blocks.row(item.b, item.h, (u32)item.q / (u32)in.blocks.row_tokens);
+    return {nullptr, 0, 0};
   }
+  __device__ __forceinline__ Schedule::Part part() const { return {item.split, a.splits}; }
 
-  __device__ __forceinline__ void compute() {
+  // Returns whether V has numbers to restore.
+  __device__ __forceinline__ bool compute() {
     Accumulator O[kM][kDv / 16] = {};
     Softmax<kM> softmax;
-    Schedule tiles = schedule();
+    Schedule tiles(sequence.band, item.q, last(), C.tile_k, 16, blocks(), part());
     KeyTile tile, next;
-    bool more = tiles.next(next);
+    bool more = tiles.next(next), specials = false;
     int stage = 0;
 
     load_q();
@@ -115,7 +119,7 @@ private:
       finish_scores(S, tile);
       softmax.template follow<C.exact_max>(S, scores.unit, O);
       if constexpr (C.stages == 1) arrive(); // V is here, and nobody reads K any more
-      if (masked(tile)) set_specials_aside(O, S, stage);
+      if (masked(tile)) specials |= clear_specials(stage);
       if constexpr (C.stages == 1) {
         if (more) load_k(next, 0);
         cp_async_commit();
@@ -124,6 +128,7 @@ private:
       if constexpr (C.stages > 1) stage ^= 1;
     }
     finish(O, softmax);
+    return specials;
   }
 
   static __device__ __forceinline__ void arrive() {
@@ -131,10 +136,13 @@ private:
     __syncthreads();
   }
 
+  // Where registers are short, addresses of fragments are computed anew for every tile.
+  static __device__ __forceinline__ int lane() { return kD > 64 ? computed_here(tile::lane_id()) : tile::lane_id(); }
+
   // S = Q K^T
   __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], int stage) const {
-    tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2);
-    tile::Blocks<Right, kD> K(k_shared + stage * kKBytes);
+    tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2, 0, lane());
+    tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 0, lane());
 #pragma unroll
     for (int c = 0; c < kD; c += 16) {
       Left q[kM];
@@ -160,7 +168,7 @@ private:
       finish_scores<false>(S, tile);
   }
   template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    i32 begin = (i32)tile.begin, end = (i32)tile.end, first = computed_here(item.q + warp_row);
+    i32 begin = (i32)tile.begin, end = (i32)tile.end, first = item.q + computed_here(threadIdx.x) / 32 * kRows;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -179,7 +187,7 @@ private:
   // P = exp2(S * unit - M); O += P V
   __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kDv / 16], Accumulator (&S)[kM][kN], Softmax<kM> &softmax,
                                                const KeyTile &tile, int stage) const {
-    tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
+    tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, 0, lane());
 #pragma unroll
     for (int pair = 0; pair < kN; pair += 2) {
 #pragma unroll
@@ -203,15 +211,30 @@ private:
     }
   }
 
-  // Where something is hidden, it must stay so even if V is not finite there. What is set aside takes K's place.
-  __device__ __forceinline__ void set_specials_aside(Accumulator (&O)[kM][kDv / 16], const Accumulator (&S)[kM][kN], int stage) const {
-    Specials<C.dtype, C.tile_k, kDv, kThreads> specials{v_shared + stage * kVBytes, k_shared + stage * kKBytes};
-    static_assert(specials.kBytes <= kKBytes);
-    if (!__syncthreads_or(specials.found(computed_here(threadIdx.x)))) return; // and nobody reads K any more
-    specials.set_aside(computed_here(threadIdx.x));
-    __syncthreads();
-    specials.add(O, Seen<kM, kN>(S));
-    __syncthreads();
+  // Of V; the same for all threads.
+  __device__ __forceinline__ bool clear_specials(int stage) const {
+    return __any_sync(0xFFFFFFFFu, __syncthreads_or(mma::clear_specials<C.dtype, C.tile_k, kDv, kThreads>(v_shared + stage * kVBytes,
+                                                                                                          computed_here(threadIdx.x))));
+  }
+  struct Results {
+    const Forward &f;
+    i32 count;
+    __device__ __forceinline__ i32 query(i32 r) const { return f.item.q + r; }
+    __device__ __forceinline__ i32 head(i32) const { return f.item.h; }
+    __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
+      i64 q = f.sequence.q0 + query(r);
+      if (f.a.splits > 1) {
+        f.a.partial_out[(f.item.split * f.in.rows() + f.in.row_index(f.item.b, f.item.h, q)) * f.in.head_dim_v + c] += x;
+      } else {
+        T *o = f.a.out.template at<T>(f.item.b, f.item.h, q, c);
+        *o = Convert<T>::from(to_float(*o) + x);
+      }
+    }
+  };
+  __device__ __forceinline__ void restore() const {
+    Results results{*this, min((i32)C.tile_q, scores.seqlen_q - item.q)};
+    Range keys = Schedule::share(sequence.band.keys_any(item.q, last()), C.tile_k, 16, part());
+    restore_specials<kThreads>(scores, dropout.dropout, v, keys, blocks(), results);
   }
 
   // O / l and LSE to memory.

@@ -81,8 +81,8 @@ struct RowEnd {
     float top = fmaxf(M, sink), alpha = top == minus_infinity<float>() ? 0.0f : exp2(M - top);
     l *= alpha;
     if (sink != minus_infinity<float>()) l += exp2(sink - top);
-    factor = l == 0 ? 0.0f : alpha / l;
-    lse = l == 0 ? minus_infinity<float>() : (top + log2(l)) * kLn2;
+    factor = l == 0 ? 0.0f : __fdividef(alpha, l); // 2 ulp; l is far below 2^126
+    lse = l == 0 ? minus_infinity<float>() : (top + __log2f(l)) * kLn2;
   }
 };
 

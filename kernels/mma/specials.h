@@ -1,93 +1,55 @@
-// Infinities and NaN in V. What a query does not see must not reach it, but 0 * infinity in P V would: in tiles
-// where something is hidden, these numbers are set aside: V holds 0 in their place, and they are added for those who see them.
+// Infinities and NaN in V. What a query does not see must not reach it, but 0 * infinity in P V would: in tiles where something is hidden they
+// are replaced by 0, and at the end they are added to the results of those who see them.
 #pragma once
-#include "../tile/copy.h"
+#include "../attention/scores.h"
+#include "../tile/shared.h"
 
 namespace strobe::mma {
 
-using tile::Accumulator;
-
-// Of the columns of a warp's S that this lane holds, in a row of its: which it sees. Bit 4n + 2c + e.
-template <int kM, int kN> struct Seen {
-  static_assert(4 * kN <= 32);
-  u32 bits[kM][2];
-  __device__ __forceinline__ explicit Seen(const Accumulator (&S)[kM][kN]) {
+// This thread's share of a tile of V in shared memory. Returns whether anything was replaced.
+template <i32 kDType, int kRows, int kColumns, int kThreads> __device__ __forceinline__ bool clear_specials(u32 v, int thread) {
+  constexpr u32 kExponent = kDType == kF16 ? 0x7C007C00 : 0x7F807F80, kLowest = kDType == kF16 ? 0x04000400 : 0x00800080;
+  constexpr int kChunks = kRows * kColumns / 8;
+  u32 any = 0;
+#pragma unroll 2
+  for (int i = 0; i < kChunks; i += kThreads) { // no thread takes another way than its warp: that would cost the main loop registers
+    u32 x[4], special[4], place = v + 16 * min(i + thread, kChunks - 1);
+    load_shared(x, place);
 #pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      int m = i / 2, r = i % 2;
-      bits[m][r] = 0;
+    for (int w = 0; w < 4; ++w) special[w] = ((x[w] & kExponent) + kLowest) & 0x80008000; // an exponent of all ones carries into the sign
+    u32 here = special[0] | special[1] | special[2] | special[3];
+    if (__any_sync(0xFFFFFFFFu, here)) {
 #pragma unroll
-      for (int k = 0; k < 4 * kN; ++k) bits[m][r] |= (u32)(S[m][k / 4].x[k / 2 % 2][2 * r + k % 2] != minus_infinity<float>()) << k;
+      for (int w = 0; w < 4; ++w) x[w] &= ~((special[w] >> 15) * 0xFFFF);
+      store_shared(place, x);
     }
+    any |= here;
   }
-};
+  return any;
+}
 
-// kRows x kColumns of V, and two bits for each of its elements: 0: finite, 1: infinity, 2: -infinity, 3: NaN.
-template <i32 kDType, int kRows, int kColumns, int kThreads> struct Specials {
-  using T = typename Element<kDType>::type;
-  using L = tile::Layout<kColumns>;
-  static constexpr u32 kBytes = kRows * L::kChunks * 2;
-  u32 v, codes; // shared memory
-
-  // Each thread looks through its share, finds whether there are any, and sets them aside.
-  __device__ __forceinline__ bool found(int thread) const {
-    constexpr u32 kExponent = (kDType == kF16 ? 0x7C007C00 : 0x7F807F80), kLowest = (kDType == kF16 ? 0x04000400 : 0x00800080);
-    u32 any = 0; // the exponent of all ones carries into the sign
-#pragma unroll
-    for (int i = 0; i < kRows * L::kChunks; i += kThreads) {
-      u32 x[4];
-      if (i + thread < kRows * L::kChunks) {
-        load_shared(x, v + 16 * (i + thread));
-#pragma unroll
-        for (int w = 0; w < 4; ++w) any |= (x[w] & kExponent) + kLowest;
-      }
-    }
-    return any & 0x80008000u;
-  }
-  __device__ __forceinline__ void set_aside(int thread) const {
+// Rows: count, query(row), head(row), add(row, column, x). keys: those that were walked over, of them only blocks' ones; v: the sequence's, in
+// global memory. (With a Schedule here ptxas would use no uniform registers in the main loop.)
+template <int kThreads, Features F, class T, class Rows>
+__device__ __forceinline__ void restore_specials(const Scores<F, float> &scores, const Dropout<F> &dropout, const T *v, Range keys,
+                                                 BlockRow blocks, Rows rows) {
+  const Inputs &in = scores.in;
+  __syncthreads(); // the results are in memory
 #pragma unroll 1
-    for (int i = thread; i < kRows * L::kChunks; i += kThreads) {
-      u32 x[4], code = 0, place = v + L::offset(i / L::kChunks, i % L::kChunks);
-      load_shared(x, place);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        float value = to_float(T{(unsigned short)(x[e / 2] >> 16 * (e % 2))});
-        u32 kind = value != value ? 3 : value == -minus_infinity<float>() ? 1 : value == minus_infinity<float>() ? 2 : 0;
-        if (kind) x[e / 2] &= e % 2 ? 0xFFFFu : 0xFFFF0000u;
-        code |= kind << 2 * e;
-      }
-      if (code) store_shared(place, x);
-      store_shared_16(codes + 2 * i, code);
-    }
-  }
-
-  template <int kM, int kN> __device__ __forceinline__ void add(Accumulator (&O)[kM][kColumns / 16], const Seen<kM, kN> &seen) const {
-    int lane = tile::lane_id();
+  for (i32 j = (i32)keys.begin; j < (i32)keys.end; ++j) {
+    if (F.blocks && !blocks.keeps(j)) continue;
 #pragma unroll 1
-    for (int j = 0; j < kRows; ++j) {
-      u32 bit = (u32)(j / 16 * 4 + j / 8 % 2 * 2 + j % 2);
-      bool sees[kM][2];
-#pragma unroll
-      for (int i = 0; i < 2 * kM; ++i)
-        sees[i / 2][i % 2] = __shfl_sync(0xFFFFFFFFu, seen.bits[i / 2][i % 2], (lane & 28) + j % 8 / 2) >> bit & 1;
-#pragma unroll
-      for (int k = 0; k < L::kChunks; ++k) {
-        u32 code = load_shared_16(codes + 2 * (j * L::kChunks + k)) >> 4 * (lane & 3);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          u32 kind = code >> 2 * e & 3;
-          float value = kind == 3   ? __int_as_float(0x7fffffff)
-                        : kind == 2 ? minus_infinity<float>()
-                        : kind      ? -minus_infinity<float>()
-                                    : 0.0f;
-#pragma unroll
-          for (int i = 0; i < 2 * kM; ++i) {
-            if (sees[i / 2][i % 2]) O[i / 2][k / 2].x[k % 2][2 * (i % 2) + e] += value;
-          }
-        }
+    for (i32 c = (i32)threadIdx.x; c < in.head_dim_v; c += kThreads) {
+      float x = to_float(v[j * in.v.stride[2] + c * in.v.stride[3]]);
+      if (x - x == 0) continue;
+#pragma unroll 1
+      for (i32 r = 0; r < rows.count; ++r) {
+        auto row = scores.row(rows.query(r), rows.head(r));
+        if (scores.score(0.0f, row, j, true, scores.seqlen_k) == minus_infinity<float>()) continue;
+        rows.add(r, c, dropout.keep(scores.b, row.h, row.i, j) ? x : x - x);
       }
     }
   }
-};
+}
 
 } // namespace strobe::mma

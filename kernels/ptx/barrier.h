@@ -4,32 +4,47 @@
 
 namespace strobe {
 
-// threadIdx.x, asked anew each time: nothing that follows from it is kept in registers around a loop.
-__device__ __forceinline__ int thread_index() {
-  int x;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-  return x;
-}
-
 // Waits until `threads` threads have come; `arrive` comes without waiting.
 __device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// p[0] += x0, p[1] += x1; 8 bytes aligned
-__device__ __forceinline__ void add_global(float *p, float x0, float x1) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x0), "f"(x1) : "memory");
-#else
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x0) : "memory");
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 1), "f"(x1) : "memory");
-#endif
+// Barrier 0 for `threads` threads; whether the condition held for one of them.
+__device__ __forceinline__ bool barrier_any(bool condition, int threads) {
+  int any;
+  asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, 0, %2, p; selp.b32 %0, 1, 0, q; }"
+               : "=r"(any)
+               : "r"((int)condition), "r"(threads)
+               : "memory");
+  return any != 0;
 }
+
+// Every lane adds its four numbers to those of its own at base, 512 bytes in all, where quad() says.
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ int quad(int lane, int i) { return 4 * lane + i; }
+__device__ __forceinline__ void add_quad(float *base, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(base + quad((int)(threadIdx.x & 31), 0)), "f"(x[0]),
+               "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+#else
+__device__ __forceinline__ int quad(int lane, int i) { return 32 * i + lane; }
+__device__ __forceinline__ void add_quad(float *base, const float (&x)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(base + quad((int)(threadIdx.x & 31), i)), "f"(x[i]) : "memory");
+}
+#endif
 
 __device__ __forceinline__ u32 load_acquire(const u32 *p) {
   u32 x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ u32 load_relaxed(const u32 *p) {
+  u32 x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
   return x;
 }
 __device__ __forceinline__ void store_release(u32 *p, u32 x) {

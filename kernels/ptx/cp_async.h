@@ -16,14 +16,6 @@ __device__ __forceinline__ void cp_async(u32 shared, const void *global, bool va
 #endif
 }
 
-__device__ __forceinline__ void cp_async(u32 shared, const void *global) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-#else
-  cp_async(shared, global, true);
-#endif
-}
-
 // All copies since the last commit become one group.
 __device__ __forceinline__ void cp_async_commit() {
 #if __CUDA_ARCH__ >= 800

@@ -17,12 +17,6 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&x)[4], u32 address) {
                : "r"(address));
 }
 
-// The inverse of ldmatrix, sm_90.
-__device__ __forceinline__ void stmatrix(u32 address, const u32 (&x)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
-}
-
 __device__ __forceinline__ void store_shared(u32 address, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
@@ -37,6 +31,22 @@ template <int kOffset> __device__ __forceinline__ void load_shared(float (&x)[4]
 }
 __device__ __forceinline__ void load_shared(u32 (&x)[4], u32 address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ u32 load_shared(u32 address) {
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_global(void *address, u32 x, u32 y) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ void load_shared(float (&x)[2], u32 address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ float load_shared_float(u32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
 }
 __device__ __forceinline__ void store_shared_16(u32 address, u32 x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((unsigned short)x) : "memory");

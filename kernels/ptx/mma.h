@@ -27,6 +27,20 @@ template <> __device__ __forceinline__ void mma_m16n8k16<bf16>(float (&d)[4], co
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// D (16x8) += A (16x8) B (8x8) in TF32, sm_80 and later: of A lane 4g+t holds rows g, g + 8 of inner t, then those of inner t + 4; of B column g,
+// inner t, t + 4; of D what it holds above. The lowest 13 bits of an operand do not count.
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// Rounded to TF32's 10 bits, ties away from zero.
+__device__ __forceinline__ u32 round_to_tf32(float x) {
+  u32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
 // Two numbers in one register, the first in the low half, rounded to nearest even.
 template <class T> __device__ __forceinline__ u32 pack(float low, float high);
 template <> __device__ __forceinline__ u32 pack<f16>(float low, float high) {

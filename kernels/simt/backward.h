@@ -16,22 +16,24 @@ template <Config C> struct Backward {
   using T = typename Multiply::T;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows of a thread; dK's and dV's
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
-  // Columns of dQ that are in registers at a time, beside dK and dV.
-  static constexpr int kPass = C.head_dim <= 96 ? C.head_dim : C.head_dim % 64 ? 32 : 64;
+  // Sums over many queries are summed in parts, a head's or so many tiles', which rounds less. Not where the output would round them: 16 bits.
+  static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? 2048 / C.tile_q : 0;
+  static constexpr int kPass = C.columns_at_once(); // columns of dQ
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     static_assert(sizeof(Walk) <= Config::kWalkBytes);
     const Inputs &in = a.in;
+    constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
     Walk &walk = *reinterpret_cast<Walk *>(shared);
-    T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes), *dS = P + C.p_elements();
-    const RowStatistics<C, T> rows(dS + C.p_elements());
-    Multiply multiply(dS + C.p_elements() + 2 * C.tile_q);
+    T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes), *dS = P + kPlace;
+    const RowStatistics<C, T> rows(dS + kPlace);
+    Multiply multiply(dS + kPlace + 3 * C.tile_q);
     const auto grid = multiply.grid;
 
     u32 number = blockIdx.x;
     if (a.deterministic) { // Key tiles wait for the ones before them, so those must have started: numbers in the order of arrival.
-      __shared__ u32 ticket;
+      u32 &ticket = *reinterpret_cast<u32 *>(P);
       if (threadIdx.x == 0) ticket = atomicAdd(a.turns, 1u);
       __syncthreads();
       number = ticket;
@@ -45,60 +47,96 @@ template <Config C> struct Backward {
     const Rows<E> K(in.k, b, h_kv, s.k0, seqlen_k, in.head_dim), V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
     const Scores<C.features, T> scores(in, s, b);
     const Dropout<C.features> dropout(in);
+    const Kept<C> kept(dS + kPlace + 3 * C.tile_q + 2 * C.stage_elements());
 
     T dK[kKeys][kColumns] = {}, dV[kKeys][kColumnsV] = {};
+    i32 summed = 0; // tiles in dK and dV
+    bool flushed = false;
+    const auto flush = [&] {
+      store<kColumns>(a.dk, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim, dK, T(in.scale), flushed, grid);
+      store<kColumnsV>(a.dv, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim_v, dV, Kept<C>::template factor<T>(dropout), flushed, grid);
+      flushed = true;
+    };
     for (i32 h = h_kv * in.group; h < (h_kv + 1) * in.group; ++h) {
-      if (seqlen_q == 0) break;
       const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v);
       const Schedule schedule(s.band.transposed(), k0, k1, C.tile_q, C.tile_q,
                               C.features.blocks ? in.blocks_t.row(b, h, k0 / in.blocks_t.row_tokens) : BlockRow{});
-      walk.run(schedule, 0, 1, [&](const Tile &tile) { // of queries
+      walk.run(schedule, 0, 1, [&](const Tile &tile, const bool &more) { // of queries
         const i32 q0 = tile.begin, q1 = tile.end;
         rows.load(a, b, h, s, q0, q1);
-        recompute<C, true>(multiply, scores, dropout, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, tile.masked);
+        recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, tile.masked,
+                     [](T &p, T &ds, T x, bool kept, T gradient, T slope) {
+                       p = kept ? x : T(0);
+                       ds = gradient * slope;
+                     });
 
-        multiply.template tn<C.head_dim_v>(dV, P, dO, q0, q1 - q0); // dV += P^T dO
-        multiply.template tn<C.head_dim>(dK, dS, Q, q0, q1 - q0);   // dK += dS^T Q
+        multiply.template tn<C.head_dim_v, C.tile_q, C.p_stride()>(dV, P, dO, q0, q1 - q0); // dV += P^T dO
+        __syncthreads();
+        T *const dS_t = P; // P has been read: dS, a line a key
+        transpose(dS_t, dS, grid);
+        multiply.template tn<C.head_dim, C.tile_q, C.p_stride()>(dK, dS, Q, q0, q1 - q0); // dK += dS^T Q
         if (a.dq_sum) {
 #pragma unroll 1
           for (i32 column = 0; column < C.head_dim; column += kPass) {
             T dQ[kRows][kPass / C.threads_k] = {};
-            multiply.template nn<kPass>(dQ, dS, K, k0, k1 - k0, column); // dQ = dS K
+            multiply.template tn<kPass, C.tile_k, C.pt_stride()>(dQ, dS_t, K, k0, k1 - k0, column); // dQ = dS K
             if (a.deterministic && column == 0) await_turn(a, b, h, s, q0, q1, n);
             add_dq(a, b, h, s, q0, q1, column, dQ, grid);
           }
           if (a.deterministic) end_turn(a, b, h, q0);
         }
         __syncthreads(); // P, dS and the rows' statistics have been read
+        if (kFlush && (++summed == kFlush || !more)) {
+          flush();
+          summed = 0;
+        }
       });
     }
-
-    store<kColumns>(a.dk, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim, dK, T(in.scale), grid);
-    store<kColumnsV>(a.dv, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim_v, dV, T(dropout.factor()), grid);
+    if (!flushed) flush();
   }
 
 private:
+  // Each thread's own elements, as recompute left them.
+  static __device__ __forceinline__ void transpose(T *to, const T *from, const typename Multiply::Grid &grid) {
+    constexpr int kAcross = C.tile_k / C.threads_k, WM = piece<T>(kRows), WN = piece<T>(kAcross);
+#pragma unroll
+    for (int i = 0; i < kRows; i += WM)
+#pragma unroll
+      for (int j = 0; j < kAcross; j += WN) {
+        const i32 r = grid.template row<WM>(i), c = grid.template column<WN>(j);
+        Pack<T, WN> x[WM];
+#pragma unroll
+        for (int m = 0; m < WM; ++m) x[m] = read<T, WN>(from + (r + m) * C.p_stride() + c);
+#pragma unroll
+        for (int n = 0; n < WN; ++n) {
+          Pack<T, WM> y;
+#pragma unroll
+          for (int m = 0; m < WM; ++m) y.x[m] = x[m].x[n];
+          *reinterpret_cast<Pack<T, WM> *>(to + (c + n) * C.pt_stride() + r) = y;
+        }
+      }
+  }
   // How many key tiles add to the query tile at q0 before tile n does.
   static __device__ i32 turn_of(const Inputs &in, i64 b, i64 h, const Sequence &s, i32 q0, i32 q1, i32 n) {
     const i32 first = (i32)(s.band.keys_any(q0, q1).begin / C.tile_k);
     if constexpr (!C.features.blocks) return n - first;
     const BlockRow kept = in.blocks.row(b, h, q0 / in.blocks.row_tokens);
     const i32 per_block = (i32)(kept.block / C.tile_k);
-    i32 turn = 0;
-    for (i64 e = 0; e < kept.count; ++e) {
-      const i32 begin = max(kept.cols[e] * per_block, first), end = min((kept.cols[e] + 1) * per_block, n);
-      if (begin < end) turn += end - begin;
-    }
-    return turn;
+    const i64 from = first_entry(kept, first / per_block), to = first_entry(kept, n / per_block);
+    const bool begins_inside = from < kept.count && kept.cols[from] == first / per_block;
+    return (i32)(to - from) * per_block - (begins_inside ? first % per_block : 0) + n % per_block;
   }
-
   static __device__ __forceinline__ u32 *turns(const Arguments &a, i64 b, i64 h, i32 q0) {
     return a.turns + 1 + (b * a.in.heads + h) * div_up(a.in.seqlen_q, C.tile_q) + q0 / C.tile_q;
   }
+  // Lists of blocks that contradict their transpose would have a CTA wait for one that never comes: after seconds nobody waits any more.
+  static constexpr u32 kPatience = 1u << 24, kNoMoreTurns = 1u << 31;
   static __device__ void await_turn(const Arguments &a, i64 b, i64 h, const Sequence &s, i32 q0, i32 q1, i32 n) {
     if (threadIdx.x == 0) {
       const u32 mine = (u32)turn_of(a.in, b, h, s, q0, q1, n);
-      while (*(const volatile u32 *)turns(a, b, h, q0) < mine) {}
+      const volatile u32 *turn = turns(a, b, h, q0), *tickets = a.turns;
+      for (u32 polls = 0; *turn < mine && *tickets < kNoMoreTurns; ++polls)
+        if (polls == kPatience) atomicOr(a.turns, kNoMoreTurns);
       __threadfence();
     }
     __syncthreads();
@@ -116,22 +154,22 @@ private:
     T *sum = reinterpret_cast<T *>(a.dq_sum) + a.in.row_index(b, h, s.q0 + q0) * C.head_dim + column;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (q0 + grid.row(i) < q1)
+      if (const i32 r = grid.template row<piece<T>(kRows)>(i); q0 + r < q1)
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) atomicAdd(sum + grid.row(i) * C.head_dim + grid.template column<W>(j), dQ[i][j] * scale);
+        for (int j = 0; j < kColumns; ++j) atomicAdd(sum + r * C.head_dim + grid.template column<W>(j), dQ[i][j] * scale);
   }
 
   template <int kColumns> // adjacent to another in pieces, as multiply_tn left them
-  static __device__ __forceinline__ void store(const Operand &to, i64 b, i64 h, i64 row, i32 count, i32 columns,
-                                               const T (&x)[kKeys][kColumns], T scale, const typename Multiply::Grid &grid) {
-    if (!to) return;
+  static __device__ __forceinline__ void store(const Operand &to, i64 b, i64 h, i64 row, i32 count, i32 columns, T (&x)[kKeys][kColumns],
+                                               T scale, bool add, typename Multiply::Grid grid) {
+    grid.x = opaque(grid.x), grid.y = opaque(grid.y);
 #pragma unroll
-    for (int i = 0; i < kKeys; ++i)
+    for (int i = 0; i < kKeys; ++i) {
+      const i32 r = grid.template row<piece<T>(kKeys)>(i);
+      if (to && r < count) store_row<C.copy>(grid, to.at<E>(b, h, row + r, 0), to.stride[3], columns, x[i], scale, add);
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const i32 r = grid.template row<piece<T>(kKeys)>(i), c = grid.template column<piece<T>(kColumns)>(j);
-        if (r < count && c < columns) *to.at<E>(b, h, row + r, c) = Convert<E>::from(x[i][j] * scale);
-      }
+      for (int j = 0; j < kColumns; ++j) x[i][j] = T(0);
+    }
   }
 };
 

@@ -1,8 +1,8 @@
 // d bias = dS, summed over the axes along which the bias was broadcast. A CTA owns a tile of it and walks what was broadcast, always in the
 // same order, and needs no memory beside: P and dP are recomputed.
 #pragma once
-#include "../attention/schedule.h"
 #include "gradient.h"
+#include "walk.h"
 
 namespace strobe::simt {
 
@@ -19,11 +19,13 @@ template <Config C> struct BiasGradient {
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Inputs &in = a.in;
-    T *P = reinterpret_cast<T *>(shared), *dS = P + C.p_elements(), *whole = P;
-    const RowStatistics<C, T> rows(dS + C.p_elements());
-    Multiply multiply(dS + C.p_elements() + 2 * C.tile_q);
+    constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
+    T *P = reinterpret_cast<T *>(shared), *dS = P + kPlace, *whole = P;
+    const RowStatistics<C, T> rows(dS + kPlace);
+    Multiply multiply(dS + kPlace + 3 * C.tile_q);
     const auto grid = multiply.grid;
     const Dropout<C.features> dropout(in);
+    const Kept<C> kept(dS + kPlace + 3 * C.tile_q + 2 * C.stage_elements());
 
     // Along each axis this CTA's tile, or all of them
     const i64 *stride = a.dbias.stride;
@@ -47,12 +49,13 @@ template <Config C> struct BiasGradient {
           rows.load(a, b, h, s, q0, q1);
           for (i32 k0 = keys.begin * C.tile_k; k0 < min(keys.end * C.tile_k, seqlen_k); k0 += C.tile_k) {
             const i32 k1 = min(k0 + C.tile_k, seqlen_k);
-            if (k1 <= any.begin || k0 >= any.end || !kept(in, b, h, q0, k0)) continue;
-            recompute<C, false>(multiply, scores, dropout, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, k0 < all.begin || k1 > all.end);
+            if (k1 <= any.begin || k0 >= any.end || !block_kept(in, b, h, q0, k0)) continue;
+            recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, k0 < all.begin || k1 > all.end,
+                         [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
 #pragma unroll
             for (int i = 0; i < kRows; ++i)
 #pragma unroll
-              for (int j = 0; j < kKeys; ++j) add(sum[i][j], lost[i][j], dS[grid.row(i) * C.p_stride() + grid.column(j)]);
+              for (int j = 0; j < kKeys; ++j) add(sum[i][j], lost[i][j], dS[place(grid, i, j)]);
           }
         }
       }
@@ -61,7 +64,7 @@ template <Config C> struct BiasGradient {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
-      for (int j = 0; j < kKeys; ++j) whole[grid.row(i) * C.p_stride() + grid.column(j)] = sum[i][j];
+      for (int j = 0; j < kKeys; ++j) whole[place(grid, i, j)] = sum[i][j];
     __syncthreads();
     const i32 t = (i32)threadIdx.x;
     if (!stride[2]) total(whole, t, C.tile_k, 1, C.tile_q, C.p_stride());
@@ -77,6 +80,10 @@ template <Config C> struct BiasGradient {
   }
 
 private:
+  // Where recompute has the same thread leave its element (i, j).
+  static __device__ __forceinline__ i32 place(const typename Multiply::Grid &grid, int i, int j) {
+    return grid.template row<piece<T>(kRows)>(i) * C.p_stride() + grid.template column<piece<T>(kKeys)>(j);
+  }
   struct Part {
     i32 begin, end;
     __device__ Part(u32 &item, i64 stride, i64 count) {
@@ -85,19 +92,11 @@ private:
       if (stride) item /= (u32)count;
     }
   };
-  static __device__ bool kept(const Inputs &in, i64 b, i64 h, i32 q0, i32 k0) {
+  static __device__ bool block_kept(const Inputs &in, i64 b, i64 h, i32 q0, i32 k0) {
     if constexpr (!C.features.blocks) return true;
     const BlockRow row = in.blocks.row(b, h, q0 / in.blocks.row_tokens);
-    const i32 wanted = (i32)(k0 / row.block);
-    i64 first = 0, last = row.count;
-    while (first < last) {
-      const i64 middle = (first + last) / 2;
-      if (row.cols[middle] < wanted)
-        first = middle + 1;
-      else
-        last = middle;
-    }
-    return first < row.count && row.cols[first] == wanted;
+    const i64 block = k0 / row.block, entry = first_entry(row, block);
+    return entry < row.count && row.cols[entry] == block;
   }
   // x[i * step] += x[i * step + n * other_step] for n in [1, count)
   static __device__ void total(T *x, i32 t, i32 lines, i32 step, i32 count, i32 other_step) {

@@ -5,6 +5,11 @@
 
 namespace strobe::simt {
 
+// How rows of q, k, v, out, dout, dk and dv are copied.
+inline constexpr i32 kElements = 0; // any strides
+inline constexpr i32 kPieces = 1;   // rows on 16-byte addresses, their elements adjacent: 16 (16-bit types: 8) bytes at a time
+inline constexpr i32 kWhole = 2;    // the same, and no column is missing: the head dimensions are the Config's
+
 struct Config {
   i32 dtype;                // of q, k, v
   i32 head_dim, head_dim_v; // rounded up to kDimStep
@@ -12,7 +17,7 @@ struct Config {
   i32 threads_q, threads_k; // a thread owns tile_q / threads_q rows by tile_k / threads_k columns of S; threads_k: lanes of one warp
   i32 chunk;                // how much of the sum over the head dimension is staged in shared memory at a time
   i32 blocks_per_sm;        // resident CTAs that registers are limited for
-  i32 aligned;              // rows of q, k, v and dout are copied in 16 (16-bit types: 8) byte pieces
+  i32 copy;                 // kElements, kPieces or kWhole
   Features features;
 
   static constexpr i32 kDimStep = 32;
@@ -22,23 +27,34 @@ struct Config {
   STROBE_FN constexpr i32 threads() const { return threads_q * threads_k; }
   STROBE_FN constexpr i32 real_bytes() const { return dtype == kF64 ? 8 : 4; }
   STROBE_FN constexpr i32 pad() const { return 16 / real_bytes(); }
-  // Distances of rows in shared memory, in elements: no two of a quarter warp's 16-byte reads in one bank.
-  STROBE_FN constexpr i32 chunk_stride() const { return chunk + pad(); }
-  STROBE_FN constexpr i32 p_stride() const { return tile_k + threads_k; }
+  // P and dS, a line a query; the forward's P and the backward's second dS, a line a key. The distance of lines, in elements, spreads neighbours over the banks.
+  STROBE_FN constexpr i32 p_stride() const { return tile_k + pad(); }
   STROBE_FN constexpr i32 p_elements() const { return tile_q * p_stride(); }
+  STROBE_FN constexpr i32 pt_stride() const { return tile_q + pad(); }
+  STROBE_FN constexpr i32 pt_elements() const { return tile_k * pt_stride(); }
 
   // One of the two stages that operands pass through: a chunk of two tiles along the head dimension, or some rows of one.
-  STROBE_FN constexpr i32 stage_elements() const { return max((tile_q + tile_k) * chunk_stride(), pad() * max(head_dim, head_dim_v)); }
+  STROBE_FN constexpr i32 stage_elements() const { return max((tile_q + tile_k) * chunk, pad() * max(head_dim, head_dim_v)); }
   // Rows of a tile of `rows` that are staged at a time when whole rows of `dim` elements are.
   STROBE_FN constexpr i32 rows_staged(i32 rows, i32 dim) const {
     i32 n = rows < 16 ? rows : 16;
     while (n > pad() && n * dim > stage_elements()) n /= 2;
     return n;
   }
-  STROBE_FN constexpr i32 forward_shared_bytes() const { return kWalkBytes + (2 * stage_elements() + p_elements()) * real_bytes(); }
-  // P, dS; LSE and D of the queries. Also of the gradient of the bias.
+  // Columns of dQ that the backward has in registers at a time, beside dK and dV.
+  STROBE_FN constexpr i32 columns_at_once() const { return head_dim <= 96 ? head_dim : head_dim % 64 ? 32 : 64; }
+  // Dropout of a tile of S, 16 elements in 2 bytes.
+  STROBE_FN constexpr i32 kept_bytes() const { return features.dropout ? tile_q * tile_k / 8 : 0; }
+  // Walk, P, stages, dropout; m of a row, l of a thread and row
+  STROBE_FN constexpr i32 forward_states_at() const {
+    return kWalkBytes + (2 * stage_elements() + pt_elements()) * real_bytes() + kept_bytes();
+  }
+  STROBE_FN constexpr i32 forward_shared_bytes() const {
+    return forward_states_at() + (tile_q + tile_q / threads_q * threads()) * real_bytes();
+  }
+  // Walk, P (then dS, a line a key), dS, three numbers of each query, stages, dropout. Also of the gradient of the bias.
   STROBE_FN constexpr i32 backward_shared_bytes() const {
-    return kWalkBytes + (2 * stage_elements() + 2 * p_elements() + 2 * tile_q) * real_bytes();
+    return kWalkBytes + (2 * stage_elements() + 2 * max(p_elements(), pt_elements()) + 3 * tile_q) * real_bytes() + kept_bytes();
   }
 };
 

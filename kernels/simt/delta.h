@@ -43,7 +43,8 @@ template <Config C> struct Delta {
     }
     if (t >= count) return;
     if (a.dlse) D -= *a.dlse.at<const T>(b, h, row + t, 0);
-    static_cast<T *>(a.delta)[in.row_index(b, h, row + t)] = D;
+    T *delta = static_cast<T *>(a.delta) + in.row_index(b, h, row + t);
+    delta[0] = D, delta[in.rows()] = T(0); // and what LSE lacks: settle.h
   }
 };
 
@@ -64,7 +65,8 @@ template <Config C> struct SinkGradient {
       for (i64 i = t; i < s.band.seqlen_q; i += kThreads) {
         const T lse = *a.lse.at<const T>(b, h, s.q0 + i, 0);
         if (lse == minus_infinity<T>()) continue; // a sink of -inf and nothing visible
-        const T term = -exp2((sink - lse) * log2_e<T>()) * static_cast<const T *>(a.delta)[in.row_index(b, h, s.q0 + i)];
+        const T *delta = static_cast<const T *>(a.delta) + in.row_index(b, h, s.q0 + i);
+        const T term = -exp2((sink - lse - delta[in.rows()]) * log2_e<T>()) * delta[0];
         add(sum, lost, term);
       }
     }

@@ -1,6 +1,6 @@
 // Forward, FlashAttention-2 (Dao 2023) with plain FMA: a CTA owns a tile of queries and walks the tiles of keys that they see.
 #pragma once
-#include "../attention/scores.h"
+#include "kept.h"
 #include "tile.h"
 #include "walk.h"
 
@@ -14,7 +14,7 @@ template <Config C> struct Forward {
   using E = typename Multiply::E;
   using T = typename Multiply::T;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k, kColumns = C.head_dim_v / C.threads_k;
-  static constexpr int W = piece<T>(kColumns);
+  static constexpr int WM = piece<T>(kRows), WN = piece<T>(kKeys);
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -33,25 +33,28 @@ template <Config C> struct Forward {
         V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
     Walk &walk = *reinterpret_cast<Walk *>(shared);
     T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes);
-    Multiply multiply(P + C.p_elements());
+    Multiply multiply(P + C.pt_elements());
     const auto grid = multiply.grid;
     const Scores<C.features, T> scores(in, s, b);
     const Dropout<C.features> dropout(in);
+    const Kept<C> kept(P + C.pt_elements() + 2 * C.stage_elements());
 
     T O[kRows][kColumns] = {};
-    T m[kRows], l[kRows]; // m: the same in all threads of a row; l: of this thread's keys
+    const RowStates rows(multiply.grid, reinterpret_cast<T *>(shared + C.forward_states_at()));
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) m[i] = minus_infinity<T>(), l[i] = T(0);
+    for (int i = 0; i < kRows; ++i) rows.m(i) = minus_infinity<T>(), rows.l(i) = T(0);
 
     const Schedule schedule(s.band, q0, q1, C.tile_k, 16, C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
-    walk.run(schedule, split, a.splits, [&](const Tile &tile) {
+    walk.run(schedule, split, a.splits, [&](const Tile &tile, const bool &) {
       const i32 k0 = tile.begin, k1 = tile.end;
       const bool by_position = tile.masked || k1 - k0 < C.tile_k;
 
+      kept.draw(dropout, b, h, q0, k0);
       // S = Q K^T
       T S[kRows][kKeys] = {};
       multiply.template nt<C.head_dim>(S, Q, q0, K, k0);
 
+      T rescale[kRows];
       score<kStaged>(scores, h, q0, k0, k1, by_position, S, P, grid);
       // P = exp(S - m), left in shared memory for the threads of the same row: those of one warp
 #pragma unroll
@@ -60,38 +63,37 @@ template <Config C> struct Forward {
 #pragma unroll
         for (int j = 1; j < kKeys; ++j) most = maximum(most, S[i][j]);
         most = grid.reduce(most, [](T x, T y) { return maximum(x, y); });
-        const T m_new = maximum(m[i], most);
+        const T m_old = rows.m(i), m_new = maximum(m_old, most);
         const T reference = m_new == minus_infinity<T>() ? T(0) : m_new; // nothing seen yet: exp2(-inf - 0) = 0
-        const T alpha = exp2((m[i] - reference) * scores.unit);
-        m[i] = m_new;
-        l[i] *= alpha;
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) O[i][j] *= alpha;
+        const T alpha = exp2((m_old - reference) * scores.unit);
+        rows.m(i) = m_new;
+        T l = rows.l(i) * alpha;
+        rescale[i] = alpha;
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) {
           const T p = exp2((S[i][j] - reference) * scores.unit);
-          l[i] += p;
-          P[grid.row(i) * C.p_stride() + grid.column(j)] = p;
+          l += p;
+          S[i][j] = kept(row(grid, i), column(grid, j)) ? p : T(0);
         }
+        rows.l(i) = l;
       }
-      if constexpr (C.features.dropout) {
-#pragma unroll 1
-        for (int i = 0; i < kRows; ++i)
+      transfer(grid, P, [&](T &p, int i, int j) { p = S[i][j]; });
+      // O = alpha O + P V, each tile's sum a sum of its own, which rounds less. Its first barrier comes after all of P is written; that of the
+      // next product after all of P is read.
+      T PV[kRows][kColumns] = {};
+      multiply.template tn<C.head_dim_v, C.tile_k, C.pt_stride()>(PV, P, V, k0, k1 - k0);
 #pragma unroll
-          for (int j = 0; j < kKeys; ++j)
-            if (!dropout.keep(b, h, q0 + grid.row(i), k0 + grid.column(j))) P[grid.row(i) * C.p_stride() + grid.column(j)] = T(0);
-      }
-
-      // O += P V. Its first barrier comes after all of P is written; that of the next product after all of P is read.
-      multiply.template nn<C.head_dim_v>(O, P, V, k0, k1 - k0);
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) O[i][j] = fma(O[i][j], rescale[i], PV[i][j]);
     });
 
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      T total = grid.reduce(l[i], [](T x, T y) { return x + y; });
-      const i32 r = q0 + grid.row(i);
+      T total = grid.reduce(rows.l(i), [](T x, T y) { return x + y; });
+      const i32 r = q0 + row(grid, i);
       if (r >= q1) continue;
-      T scale = T(1), most = m[i] * natural<C.features, T>(in);
+      T scale = T(1), most = rows.m(i) * natural<C.features, T>(in);
       if (a.splits == 1 && in.sinks) { // one more term of the denominator
         const T sink = *in.sinks.template at<const T>(0, h, 0, 0);
         const T larger = maximum(most, sink), reference = larger == minus_infinity<T>() ? T(0) : larger;
@@ -101,12 +103,37 @@ template <Config C> struct Forward {
       }
       const bool empty = total == T(0);
       const T lse = empty ? minus_infinity<T>() : most + log2(total) * ln_2<T>();
-      scale = empty ? T(0) : scale * dropout.factor() / total;
+      scale = empty ? T(0) : scale * Kept<C>::template factor<T>(dropout) / total;
       store(a, b, h, s.q0 + r, split, O[i], scale, lse, grid);
     }
   }
 
 private:
+  static __device__ __forceinline__ i32 row(const typename Multiply::Grid &grid, int i) { return grid.template row<WM>(i); }
+  static __device__ __forceinline__ i32 column(const typename Multiply::Grid &grid, int j) { return grid.template column<WN>(j); }
+  // f(element in shared memory, i, j) for each of the thread's elements of S or P, which lie there a row a key.
+  template <class F> static __device__ __forceinline__ void transfer(const typename Multiply::Grid &grid, T *P, F &&f) {
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j)
+#pragma unroll
+      for (int i = 0; i < kRows; i += WM) {
+        auto &pack = *reinterpret_cast<Pack<T, WM> *>(P + column(grid, j) * C.pt_stride() + row(grid, i));
+        Pack<T, WM> x = pack;
+#pragma unroll
+        for (int w = 0; w < WM; ++w) f(x.x[w], i + w, j);
+        pack = x;
+      }
+  }
+
+  // m and l of the online softmax, in shared memory between tiles. m is the same for all threads of a row; l is of a thread's own keys.
+  struct RowStates {
+    T *m_, *l_;
+    __device__ RowStates(const typename Multiply::Grid &grid, T *shared)
+        : m_(shared + grid.template row<WM>(0)), l_(shared + C.tile_q + (i32)threadIdx.x) {}
+    __device__ __forceinline__ T &m(int i) const { return m_[WM * C.threads_q * (i / WM) + i % WM]; }
+    __device__ __forceinline__ T &l(int i) const { return l_[i * kThreads]; }
+  };
+
   // Scores that take more than a comparison are made element by element, by way of shared memory, in a loop that is not unrolled: it would
   // take the registers of O and seconds to compile.
   static constexpr bool kStaged = C.features.additive() || C.features.mask;
@@ -114,28 +141,24 @@ private:
   template <bool kStage>
   static __device__ __forceinline__ void score(const Scores<C.features, T> &scores, i32 h, i32 q0, i32 k0, i32 k1, bool by_position,
                                                T (&S)[kRows][kKeys], T *P, const typename Multiply::Grid &grid) {
-    const auto at = [&](int i, int j) -> T & { return P[grid.row(i) * C.p_stride() + grid.column(j)]; };
     if constexpr (kStage) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int j = 0; j < kKeys; ++j) at(i, j) = S[i][j];
+      transfer(grid, P, [&](T &p, int i, int j) { p = S[i][j]; });
 #pragma unroll 1
       for (int i = 0; i < kRows; ++i) {
-        const auto row = scores.row(q0 + grid.row(i), h);
+        const auto r = scores.row(q0 + row(grid, i), h);
 #pragma unroll
-        for (int j = 0; j < kKeys; ++j) at(i, j) = scores.score(at(i, j), row, k0 + grid.column(j), by_position, k1);
+        for (int j = 0; j < kKeys; ++j) {
+          T &s = P[column(grid, j) * C.pt_stride() + row(grid, i)];
+          s = scores.score(s, r, k0 + column(grid, j), by_position, k1);
+        }
       }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int j = 0; j < kKeys; ++j) S[i][j] = at(i, j);
+      transfer(grid, P, [&](T &p, int i, int j) { S[i][j] = p; });
     } else if (by_position) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const auto row = scores.row(q0 + grid.row(i), h);
+        const auto r = scores.row(q0 + row(grid, i), h);
 #pragma unroll
-        for (int j = 0; j < kKeys; ++j) S[i][j] = scores.score(S[i][j], row, k0 + grid.column(j), true, k1);
+        for (int j = 0; j < kKeys; ++j) S[i][j] = scores.score(S[i][j], r, k0 + column(grid, j), true, k1);
       }
     }
   }
@@ -144,18 +167,10 @@ private:
                                                const typename Multiply::Grid &grid) {
     if (a.splits > 1) {
       const i64 index = split * a.in.rows() + a.in.row_index(b, h, row);
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const i32 c = grid.template column<W>(j);
-        if (c < a.in.head_dim_v) a.partial_out[index * a.in.head_dim_v + c] = (float)(O[j] * scale);
-      }
+      store_row<kElements>(grid, a.partial_out + index * a.in.head_dim_v, 1, a.in.head_dim_v, O, scale);
       if (grid.x == 0) a.partial_lse[index] = (float)lse;
     } else {
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const i32 c = grid.template column<W>(j);
-        if (c < a.in.head_dim_v) *a.out.template at<E>(b, h, row, c) = Convert<E>::from(O[j] * scale);
-      }
+      store_row<C.copy>(grid, a.out.template at<E>(b, h, row, 0), a.out.stride[3], a.in.head_dim_v, O, scale);
       if (grid.x == 0 && a.lse) *a.lse.template at<T>(b, h, row, 0) = lse;
     }
   }

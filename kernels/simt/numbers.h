@@ -20,6 +20,12 @@ template <class T, class E> __device__ __forceinline__ T to_real(E x) {
 }
 template <class T> __device__ __forceinline__ constexpr T log2_e() { return T(1.4426950408889634074); }
 template <class T> __device__ __forceinline__ constexpr T ln_2() { return T(0.69314718055994530942); }
+// x, of which the compiler knows nothing: what is computed from it is not computed before, to wait in registers.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // sum + x; `lost` is what roundings added too much so far (Kahan 1965).
 template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {
   const T y = x - lost, t = sum + y;

@@ -17,7 +17,7 @@ template <class T> STROBE_FN constexpr int piece(int n) { return n % 4 == 0 && s
 // The threads as a grid of kY x kX. 16-byte reads of shared memory are served in two passes instead of four where neighbouring lanes, or
 // lanes two apart, read the same address: so bit 0 of a lane goes to x, bit 1 to y.
 template <int kY, int kX> struct Threads {
-  static constexpr int kCount = kY * kX;
+  static constexpr int kRows = kY, kColumns = kX, kCount = kY * kX;
   static_assert(kX % 4 == 0 && kX <= 16 && kCount % 32 == 0);
   int x, y;
   __device__ Threads() {
@@ -39,77 +39,28 @@ template <int kY, int kX> struct Threads {
 
 // The loops below are unrolled to a few hundred FMA and no further: more compile for seconds and run no faster.
 
-// acc += A B^T; A: kY*M rows, B: kX*N rows, both with the summed axis adjacent. acc(i, j) belongs to row(i), column(j).
-template <int kDepth, int kStride, class Grid, class T, int M, int N>
-__device__ __forceinline__ void multiply_nt(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
-  constexpr int V = 16 / sizeof(T);
-#pragma unroll 1
-  for (int c = 0; c < kDepth; c += V) {
-    const auto row = [&](int i) { return read<T, V>(a + g.row(i) * kStride + c); };
-    const auto column = [&](int j) { return read<T, V>(b + g.column(j) * kStride + c); };
-    const auto add = [&](T &sum, const Pack<T, V> &x, const Pack<T, V> &y, int v) { sum = fma(x.x[v], y.x[v], sum); };
-    if constexpr (M <= N) { // the fewer are held, the others pass by
-      Pack<T, V> rows[M];
-#pragma unroll
-      for (int i = 0; i < M; ++i) rows[i] = row(i);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const Pack<T, V> y = column(j);
-#pragma unroll
-        for (int v = 0; v < V; ++v)
-#pragma unroll
-          for (int i = 0; i < M; ++i) add(acc[i][j], rows[i], y, v);
-      }
-    } else {
-      Pack<T, V> columns[N];
-#pragma unroll
-      for (int j = 0; j < N; ++j) columns[j] = column(j);
-#pragma unroll
-      for (int i = 0; i < M; ++i) {
-        const Pack<T, V> x = row(i);
-#pragma unroll
-        for (int v = 0; v < V; ++v)
-#pragma unroll
-          for (int j = 0; j < N; ++j) add(acc[i][j], x, columns[j], v);
-      }
-    }
-  }
+// Where row r lies in a line of a transposed chunk (see Chunk::store_transposed): threads that write a column apart meet in different banks.
+// kSpan: rows that the threads own at a stretch, a power of two of which whole multiples stay in place.
+template <int kSpan, class T> STROBE_FN constexpr int swizzled(int r, int line) {
+  return r ^ (8 * (line / (16 / (int)sizeof(T)) % 4) & (kSpan - 1));
 }
 
-// acc += A B; A: kY*M rows with the summed axis adjacent, B: kDepth rows. acc(i, j) belongs to row(i), column<W>(j).
-template <int kDepth, int kStrideA, int kStrideB, class Grid, class T, int M, int N>
-__device__ __forceinline__ void multiply_nn(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
-  constexpr int V = 16 / sizeof(T), W = piece<T>(N);
-#pragma unroll 1
-  for (int k = 0; k < kDepth; k += V) {
-    Pack<T, V> rows[M];
-#pragma unroll
-    for (int i = 0; i < M; ++i) rows[i] = read<T, V>(a + g.row(i) * kStrideA + k);
-#pragma unroll
-    for (int v = 0; v < V; ++v)
-#pragma unroll
-      for (int j = 0; j < N; j += W) {
-        Pack<T, W> columns = read<T, W>(b + (k + v) * kStrideB + g.template column<W>(j));
-#pragma unroll
-        for (int w = 0; w < W; ++w)
-#pragma unroll
-          for (int i = 0; i < M; ++i) acc[i][j + w] = fma(rows[i].x[v], columns.x[w], acc[i][j + w]);
-      }
-  }
-}
-
-// acc += A^T B; A and B: kDepth rows. acc(i, j) belongs to row<WM>(i), column<WN>(j).
-template <int kDepth, int kStrideA, int kStrideB, class Grid, class T, int M, int N>
-__device__ __forceinline__ void multiply_tn(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
-  constexpr int WM = piece<T>(M), WN = piece<T>(N), kUnroll = max(1, 256 / (M * N));
+// acc += A^T B; A and B: kDepth lines of kY*M and kX*N elements. acc(i, j) belongs to row<WM>(i), column<WN>(j). Of the forms measured (lines or
+// pieces of the sum side by side, operands held or read ahead) the fastest: 53 of 65 TFLOP/s on an H200, where pieces of the sum reach 43 to 48.
+template <int kDepth, int kStrideA, int kStrideB, bool kSwizzled, class Grid, class T, int M, int N>
+__device__ __forceinline__ void multiply(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
+  constexpr int WM = piece<T>(M), WN = piece<T>(N), kUnroll = max(1, 2048 / ((int)sizeof(T) * M * N));
+  const int r = g.template row<WM>(0), c = g.template column<WN>(0);
 #pragma unroll kUnroll
-  for (int k = 0; k < kDepth; ++k) {
+  for (int k = 0; k < kDepth; ++k, a += kStrideA, b += kStrideB) {
     Pack<T, WM> rows[M / WM];
+    const T *ak = a + (kSwizzled ? swizzled<Grid::kRows * WM, T>(r, k) : r),
+            *bk = b + (kSwizzled ? swizzled<Grid::kColumns * WN, T>(c, k) : c);
 #pragma unroll
-    for (int i = 0; i < M / WM; ++i) rows[i] = read<T, WM>(a + k * kStrideA + g.template row<WM>(i * WM));
+    for (int i = 0; i < M / WM; ++i) rows[i] = read<T, WM>(ak + i * WM * Grid::kRows);
 #pragma unroll
     for (int j = 0; j < N; j += WN) {
-      Pack<T, WN> columns = read<T, WN>(b + k * kStrideB + g.template column<WN>(j));
+      const Pack<T, WN> columns = read<T, WN>(bk + j * Grid::kColumns);
 #pragma unroll
       for (int w = 0; w < WN; ++w)
 #pragma unroll
@@ -118,8 +69,8 @@ __device__ __forceinline__ void multiply_tn(const Grid &g, T (&acc)[M][N], const
   }
 }
 
-// The same as multiply_nn or multiply_tn where B is not finite: what A has at 0, hidden or dropped, leaves the sum alone. Slow.
-template <bool kTransposed, int kDepth, int kStrideA, int kStrideB, class Grid, class T, int M, int N>
+// The same where B is not finite: what A has at 0, hidden or dropped, leaves the sum alone. Slow.
+template <int kDepth, int kStrideA, int kStrideB, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply_seen(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
   constexpr int WM = piece<T>(M), WN = piece<T>(N);
 #pragma unroll 1
@@ -129,7 +80,7 @@ __device__ __forceinline__ void multiply_seen(const Grid &g, T (&acc)[M][N], con
     for (int j = 0; j < N; ++j) column[j] = b[k * kStrideB + g.template column<WN>(j)];
 #pragma unroll
     for (int i = 0; i < M; ++i) {
-      const T x = kTransposed ? a[k * kStrideA + g.template row<WM>(i)] : a[g.row(i) * kStrideA + k];
+      const T x = a[k * kStrideA + g.template row<WM>(i)];
       if (x == T(0)) continue;
 #pragma unroll
       for (int j = 0; j < N; ++j) acc[i][j] = fma(x, column[j], acc[i][j]);
@@ -148,46 +99,108 @@ template <class E> struct Rows {
       : data(o.at<const E>(b, h, first, 0)), stride(o.stride[2]), column_stride(o.stride[3]), count(count), columns(columns) {}
 };
 
-// kRows x kColumns elements on their way from global to shared memory, in the registers of the CTA's threads.
-template <class E, class T, int kThreads, bool kAligned, int kRows, int kColumns> class Chunk {
-  static constexpr int V = 16 / sizeof(T), kPieces = kRows * kColumns / V, kMine = (kPieces + kThreads - 1) / kThreads;
+// A thread's elements of one row, scaled, to global memory; add: to what is there. columns: how many exist.
+template <i32 kCopy, class E, class Grid, class T, int N>
+__device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stride, i32 columns, const T (&x)[N], T scale,
+                                          bool add = false) {
+  constexpr int W = piece<T>(N);
+#pragma unroll
+  for (int j = 0; j < N; j += W) {
+    const i32 c = g.template column<W>(j);
+    if constexpr (kCopy != kElements) {
+      if (c >= columns) continue;
+      Pack<E, W> y{};
+      if (add) y = read<E, W>(row + c);
+#pragma unroll
+      for (int w = 0; w < W; ++w) y.x[w] = Convert<E>::from(add ? fma(x[j + w], scale, to_real<T>(y.x[w])) : x[j + w] * scale);
+      *reinterpret_cast<Pack<E, W> *>(row + c) = y;
+    } else {
+#pragma unroll
+      for (int w = 0; w < W; ++w)
+        if (c + w < columns) {
+          E &y = row[(c + w) * column_stride];
+          y = Convert<E>::from(add ? fma(x[j + w], scale, to_real<T>(y)) : x[j + w] * scale);
+        }
+    }
+  }
+}
+
+// kRows x kColumns elements on their way from global to shared memory, in the registers of the CTA's threads. Each thread takes pieces of V
+// elements from a few rows, always at the same columns: one address, and one comparison a row, serve them all. Columns that do not exist read
+// as 0; rows that do not exist, as 0 or as an earlier row: they are multiplied by 0 or their scores are hidden.
+template <class E, class T, int kThreads, i32 kCopy, int kRows, int kColumns> class Chunk {
+  static constexpr int V = 16 / sizeof(T), kAcrossAll = kColumns / V; // pieces of a row
   static_assert(kColumns % V == 0);
-  Pack<E, V> x_[kMine];
+  static constexpr int kAcross = min(kAcrossAll & -kAcrossAll, kThreads), kDown = kThreads / kAcross;
+  static constexpr int kMine = (kRows + kDown - 1) / kDown, kMineAcross = kAcrossAll / kAcross;
+
+  Pack<E, V> x_[kMine][kMineAcross] = {};
+  const E *at_;
+  i32 rows_, columns_; // that exist from this thread's first on
+
+  static __device__ __forceinline__ i32 row() { return (i32)threadIdx.x / kAcross; }
+  static __device__ __forceinline__ i32 column() { return (i32)threadIdx.x % kAcross * V; }
+  static __device__ __forceinline__ i64 step(const Rows<E> &from) { return kCopy == kElements ? from.column_stride : 1; }
+  static __device__ __forceinline__ bool mine(int n) { return kRows % kDown == 0 || row() + n * kDown < kRows; }
 
 public:
-  __device__ __forceinline__ void load(const Rows<E> &from, i32 row, i32 column) {
+  __device__ __forceinline__ Chunk(const Rows<E> &from, i32 first_row, i32 first_column) {
+    const i32 r = opaque(first_row + row()), c = first_column + column(); // addresses of several operands are not to wait in registers
+    at_ = from.data + r * from.stride + c * step(from);
+    rows_ = from.count - r;
+    columns_ = from.columns - c;
+  }
+
+  __device__ __forceinline__ void load(const Rows<E> &from) {
 #pragma unroll
-    for (int n = 0; n < kMine; ++n) {
-      int p = n * kThreads + (int)threadIdx.x, r = row + p / (kColumns / V), c = column + p % (kColumns / V) * V;
+    for (int n = 0; n < kMine; ++n)
 #pragma unroll
-      for (int v = 0; v < V; ++v) x_[n].x[v] = E{};
-      if ((kPieces % kThreads == 0 || p < kPieces) && r < from.count && c < from.columns) {
-        const E *at = from.data + r * from.stride;
-        if constexpr (kAligned) {
-          x_[n] = read<E, V>(at + c);
+      for (int m = 0; m < kMineAcross; ++m) {
+        if (n * kDown >= rows_ || !mine(n)) continue;
+        const E *at = at_ + n * kDown * from.stride + m * kAcross * V * step(from);
+        const i32 left = columns_ - m * kAcross * V;
+        if constexpr (kCopy == kWhole) {
+          x_[n][m] = read<E, V>(at);
+        } else if constexpr (kCopy == kPieces) {
+          x_[n][m] = left > 0 ? read<E, V>(at) : Pack<E, V>{};
         } else {
 #pragma unroll
-          for (int v = 0; v < V; ++v)
-            if (c + v < from.columns) x_[n].x[v] = at[(c + v) * from.column_stride];
+          for (int v = 0; v < V; ++v) x_[n][m].x[v] = v < left ? at[v * from.column_stride] : E{};
         }
       }
-    }
+  }
+  __device__ __forceinline__ void next_columns(const Rows<E> &from) { at_ += kColumns * step(from), columns_ -= kColumns; }
+  __device__ __forceinline__ void next_rows(const Rows<E> &from) { at_ += kRows * from.stride, rows_ -= kRows; }
+
+  // A line a column, rows swizzled.
+  template <int kSpan> __device__ __forceinline__ void store_transposed(T *shared) const {
+#pragma unroll
+    for (int n = 0; n < kMine; ++n)
+#pragma unroll
+      for (int m = 0; m < kMineAcross; ++m)
+        if (mine(n)) {
+          const int line = column() + m * kAcross * V;
+          T *at = shared + line * kRows + swizzled<kSpan, T>(row() + n * kDown, line);
+#pragma unroll
+          for (int v = 0; v < V; ++v) at[v * kRows] = to_real<T>(x_[n][m].x[v]);
+        }
   }
   // Returns whether all of it is finite.
   template <int kStride> __device__ __forceinline__ bool store(T *shared) const {
     T zero = T(0);
+    shared += row() * kStride + column();
 #pragma unroll
-    for (int n = 0; n < kMine; ++n) {
-      int p = n * kThreads + (int)threadIdx.x;
-      Pack<T, V> y;
+    for (int n = 0; n < kMine; ++n)
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        y.x[v] = to_real<T>(x_[n].x[v]);
-        zero = fma(y.x[v], T(0), zero);
+      for (int m = 0; m < kMineAcross; ++m) {
+        Pack<T, V> y;
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          y.x[v] = to_real<T>(x_[n][m].x[v]);
+          zero = fma(y.x[v], T(0), zero);
+        }
+        if (mine(n)) *reinterpret_cast<Pack<T, V> *>(shared + n * kDown * kStride + m * kAcross * V) = y;
       }
-      if (kPieces % kThreads == 0 || p < kPieces)
-        *reinterpret_cast<Pack<T, V> *>(shared + p / (kColumns / V) * kStride + p % (kColumns / V) * V) = y;
-    }
     return zero == T(0);
   }
 };
@@ -198,60 +211,58 @@ template <Config C> struct Products {
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
   using Grid = Threads<C.threads_q, C.threads_k>;
-  static constexpr int kThreads = Grid::kCount, kChunk = C.chunk, kStride = C.chunk_stride();
-  template <int kRows, int kColumns> using Part = Chunk<E, T, kThreads, C.aligned != 0, kRows, kColumns>;
+  static constexpr int kThreads = Grid::kCount, kChunk = C.chunk;
+  template <int kRows, int kColumns> using Part = Chunk<E, T, kThreads, C.copy, kRows, kColumns>;
 
   Grid grid;
-  T *stages;
-  int turn = 0;
+  T *stage, *other_stage;
 
-  __device__ explicit Products(T *stages) : stages(stages) {}
+  __device__ explicit Products(T *stages) : stage(stages), other_stage(stages + C.stage_elements()) {}
 
-  __device__ __forceinline__ T *next_stage() { return stages + (turn ^= 1) * C.stage_elements(); }
+  __device__ __forceinline__ T *next_stage() {
+    T *next = other_stage;
+    other_stage = stage;
+    return stage = next;
+  }
 
-  // acc += A B^T for the rows a0... of A and b0... of B, over kDim columns.
+  // acc += A B^T for the rows a0... of A and b0... of B, over kDim columns. acc(i, j) belongs to row<WM>(i), column<WN>(j).
   template <int kDim, int M, int N> __device__ __forceinline__ void nt(T (&acc)[M][N], const Rows<E> &A, i32 a0, const Rows<E> &B, i32 b0) {
-    Part<C.threads_q * M, kChunk> a;
-    Part<C.threads_k * N, kChunk> b;
-    a.load(A, a0, 0), b.load(B, b0, 0);
+    constexpr int kRowsA = C.threads_q * M, kRowsB = C.threads_k * N;
+    Part<kRowsA, kChunk> a(A, a0, 0);
+    Part<kRowsB, kChunk> b(B, b0, 0);
+    a.load(A), b.load(B);
 #pragma unroll 1
     for (int c = 0; c < kDim; c += kChunk) {
-      T *sa = next_stage(), *sb = sa + C.threads_q * M * kStride;
-      a.template store<kStride>(sa), b.template store<kStride>(sb);
+      T *sa = next_stage(), *sb = sa + kRowsA * kChunk;
+      a.template store_transposed<C.threads_q * piece<T>(M)>(sa), b.template store_transposed<C.threads_k * piece<T>(N)>(sb);
       __syncthreads();
-      if (c + kChunk < kDim) a.load(A, a0, c + kChunk), b.load(B, b0, c + kChunk);
-      multiply_nt<kChunk, kStride>(grid, acc, sa, sb);
+      if (c + kChunk < kDim) {
+        a.next_columns(A), b.next_columns(B);
+        a.load(A), b.load(B);
+      }
+      multiply<kChunk, kRowsA, kRowsB, true>(grid, acc, sa, sb);
     }
   }
 
-  // acc += P B for the `length` rows b0... of B and kDim columns from `column` on; P in shared memory.
-  template <int kDim, int M, int N>
-  __device__ __forceinline__ void nn(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length, i32 column = 0) {
-    by_rows<false, C.rows_staged(C.tile_k, kDim), kDim>(acc, p, B, b0, length, column);
-  }
-  // acc += P^T B for the `length` rows b0... of B, of kDim columns; P in shared memory.
-  template <int kDim, int M, int N> __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length) {
-    by_rows<true, C.rows_staged(C.tile_q, kDim), kDim>(acc, p, B, b0, length, 0);
-  }
-
-private:
-  template <bool kTransposed, int kRows, int kDim, int M, int N>
-  __device__ __forceinline__ void by_rows(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length, i32 column) {
-    Part<kRows, kDim> b;
-    b.load(B, b0, column);
+  // acc += P^T B for the `length` rows b0... of B and kDim columns from `column` on; P in shared memory, at most kLines lines kStride apart.
+  template <int kDim, int kLines, int kStride, int M, int N>
+  __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length, i32 column = 0) {
+    constexpr int kRows = C.rows_staged(kLines, kDim);
+    Part<kRows, kDim> b(B, b0, column);
+    b.load(B);
 #pragma unroll 1
-    for (int k = 0; k < length; k += kRows) {
+    for (int k = 0; k < length; k += kRows, p += kRows * kStride) {
       T *sb = next_stage();
       const bool finite = b.template store<kDim>(sb);
-      const bool careful = __syncthreads_or(!finite);
-      if (k + kRows < length) b.load(B, b0 + k + kRows, column);
-      const T *pk = p + (kTransposed ? k * C.p_stride() : k);
-      if (careful)
-        multiply_seen<kTransposed, kRows, C.p_stride(), kDim>(grid, acc, pk, sb);
-      else if constexpr (kTransposed)
-        multiply_tn<kRows, C.p_stride(), kDim>(grid, acc, pk, sb);
+      const bool seldom = __syncthreads_or(!finite);
+      if (k + kRows < length) {
+        b.next_rows(B);
+        b.load(B);
+      }
+      if (seldom)
+        multiply_seen<kRows, kStride, kDim>(grid, acc, p, sb);
       else
-        multiply_nn<kRows, C.p_stride(), kDim>(grid, acc, pk, sb);
+        multiply<kRows, kStride, kDim, false>(grid, acc, p, sb);
     }
   }
 };

@@ -32,6 +32,19 @@ private:
   }
 };
 
+// The first entry of a row of blocks that is `block` or lies beyond it.
+__device__ inline i64 first_entry(const BlockRow &row, i64 block) {
+  i64 first = 0, last = row.count;
+  while (first < last) {
+    const i64 middle = (first + last) / 2;
+    if (row.cols[middle] < block)
+      first = middle + 1;
+    else
+      last = middle;
+  }
+  return first;
+}
+
 // Lies in shared memory. The tile after the current one is found while that is worked on.
 class Walk {
   struct Slot {
@@ -50,7 +63,8 @@ class Walk {
   }
 
 public:
-  // body(tile) for every `stride`-th tile from number `first` on. Between the starts of two calls of body the CTA must meet at a barrier.
+  // body(tile, more) for every `stride`-th tile from number `first` on. Between the starts of two calls of body the CTA must meet at a
+  // barrier, and only then is `more` right: whether another tile follows.
   template <class F> __device__ __forceinline__ void run(const Schedule &schedule, i32 first, i32 stride, F &&body) {
     __syncthreads(); // the last walk is over
     if (threadIdx.x == 0) {
@@ -61,7 +75,7 @@ public:
     for (i32 current = 0; slots_[current].valid; current ^= 1) {
       if (threadIdx.x == 0) find(slots_[current ^ 1], stride);
       const Tile tile = slots_[current].tile;
-      body(tile);
+      body(tile, slots_[current ^ 1].valid);
     }
   }
 };

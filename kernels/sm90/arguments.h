@@ -1,6 +1,7 @@
 // What the Hopper kernels are called with.
 #pragma once
 #include "../attention/arguments.h"
+#include "../attention/divisor.h"
 #include "../ptx/tensor_map.h"
 
 namespace strobe::inline STROBE_ISA {
@@ -11,11 +12,19 @@ struct MappedOperand {
   i32 head_step, batch_step;
 };
 
+struct alignas(16) TicketCounter {
+  u32 count;
+  u32 mark[3]; // that count is meant
+};
+
 struct HopperForwardArguments {
   ForwardArguments a;
   MappedOperand q, k, v;
-  u32 *flags; // kFixed and redo: (items, warpgroups), a byte a warp: overflowed
-  i64 items;
+  u32 items; // tiles of queries: `tiles` of each of batch * heads heads
+  i32 tiles;
+  // Heads come in bundles, a.bundle of them, that share the L2 cache; their number is a multiple.
+  Divisor bundle_items, bundle, heads, group;
+  TicketCounter *tickets; // for who computes which; unused if there are as many blocks as items
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -8,19 +8,18 @@ namespace strobe::sm90 {
 inline constexpr i32 kExact = 0;   // not at all
 inline constexpr i32 kLagging = 1; // by a factor of 2^8 in P: most tiles need no rescaling
 inline constexpr i32 kFixed = 2;   // without bound after a row's first whole tile: no maximum is taken; a tile of queries that overflows is
-                                   // flagged, and computed again by a kernel that lags
+                                   // computed again, lagging
 
 struct Config {
   i32 dtype;                // kF16 or kBF16
   i32 head_dim, head_dim_v; // rounded up to multiples of 16
   i32 warpgroups;           // that compute; each owns 64 queries of the tile
   i32 tile_k;               // a multiple of 16
-  i32 stages;               // tiles of K, and of V, in shared memory at a time
+  i32 stages;               // tiles of K, and of V, in shared memory at a time: at most 6
   i32 registers_load, registers_compute;
   i32 q_in_registers;
-  i32 o_in_q;    // O leaves through Q's place in shared memory, else through its own
+  i32 blocks_per_sm;
   i32 reference; // kExact, kLagging or kFixed
-  i32 redo;      // computes only the tiles that are flagged
   Features features;
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
@@ -28,12 +27,11 @@ struct Config {
   // Tiles in shared memory are blocks of 64 columns.
   STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }
   STROBE_FN constexpr i32 columns_v() const { return (head_dim_v + 63) / 64 * 64; }
-  STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q() * (o_in_q ? max(columns(), columns_v()) : columns()); }
-  STROBE_FN constexpr i32 o_bytes() const { return o_in_q ? 0 : 2 * tile_q() * columns_v(); }
+  STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q() * columns(); }
   STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * columns(); }
   STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * columns_v(); }
-  // Q, O, the stages of K, those of V; then barriers and the tiles' bounds; and what aligning to 1024 may cost.
-  STROBE_FN constexpr i32 shared_bytes() const { return q_bytes() + o_bytes() + stages * (k_bytes() + v_bytes()) + 1024 + 1024; }
+  // Q, the stages of K, those of V; then barriers and messages; and what aligning to 1024 may cost.
+  STROBE_FN constexpr i32 shared_bytes() const { return q_bytes() + stages * (k_bytes() + v_bytes()) + 512 + 1024; }
 };
 
 } // namespace strobe::sm90

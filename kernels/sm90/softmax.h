@@ -9,35 +9,42 @@ namespace strobe::sm90 {
 
 struct Softmax {
   float M[2] = {minus_infinity<float>(), minus_infinity<float>()};
-  float l[2] = {0, 0}; // of the columns that this lane has seen
+  float l[2] = {0, 0};     // of the columns that this lane has seen
+  float alpha[2] = {1, 1}; // what l was multiplied by last, and O is to be
 
-  // Takes a tile's maxima in; alpha is what l was multiplied by, and O must be. Without a branch: O may be in the making meanwhile.
-  template <i32 kReference, int N> __device__ __forceinline__ void follow(const float (&s)[N], float unit, float (&alpha)[2]) {
+  // Takes a tile's maxima in. Without a branch: O may be in the making meanwhile.
+  template <bool kExact, int N> __device__ __forceinline__ void follow(const float (&s)[N], float unit) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float x = s[2 * r], y = s[2 * r + 1];
 #pragma unroll
       for (int j = 1; j < N / 4; ++j) x = fmaxf(x, s[4 * j + 2 * r]), y = fmaxf(y, s[4 * j + 2 * r + 1]);
       float top = tile::row_max(fmaxf(x, y)) * unit, before = M[r];
-      float now = kReference == kExact ? fmaxf(before, top) : top > before + 8.0f ? top : before;
+      float now = kExact ? fmaxf(before, top) : top > before + 8.0f ? top : before;
       alpha[r] = now == before ? 1.0f : exp2(before - now);
       M[r] = now;
       l[r] *= alpha[r];
     }
   }
+  __device__ __forceinline__ bool moved() const { return __any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f); }
+  template <int N> __device__ __forceinline__ void rescale(float (&o)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) o[i] *= alpha[i / 2 % 2];
+  }
 
-  // S -> P. kSet: both rows have a reference.
-  template <bool kSet, int N> __device__ __forceinline__ void exponentiate(float (&s)[N], float unit) {
+  // S -> P
+  template <int N> __device__ __forceinline__ void exponentiate(float (&s)[N], float unit) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float negative = !kSet && M[r] == minus_infinity<float>() ? 0.0f : -M[r], x = 0, y = 0;
+      float negative = M[r] == minus_infinity<float>() ? 0.0f : -M[r], x = l[r], y = 0;
 #pragma unroll
       for (int j = 0; j < N / 4; ++j) {
         float &p = s[4 * j + 2 * r], &q = s[4 * j + 2 * r + 1];
         x += p = exp2(__fmaf_rn(p, unit, negative));
-        y += q = exp2(__fmaf_rn(q, unit, negative));
+        q = exp2(__fmaf_rn(q, unit, negative));
+        y = j ? y + q : q;
       }
-      l[r] += x + y;
+      l[r] = x + y;
     }
   }
 

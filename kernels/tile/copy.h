@@ -28,45 +28,27 @@ template <int kRows, int kColumns, int kThreads, bool kAligned, class Rows>
 __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   using S = Share<kRows, kColumns, kThreads>;
   S s(thread);
-#pragma unroll
+#pragma unroll(kAligned ? S::kAlong : 1)
   for (int k = 0; k < S::kAlong; ++k) {
     int chunk = s.chunk + k * S::kAcross;
     i32 columns = m.columns - 8 * chunk, rows = columns > 0 ? m.rows - s.row : 0;
-    i64 column = 8 * chunk * (kAligned ? 1 : m.column_stride);
+    if constexpr (kAligned) {
 #pragma unroll
-    for (int i = 0; i < S::kSteps; ++i) {
-      if (!s.inside(i)) continue;
-      auto source = m.row(s.row + i * S::kDown) + column;
-      u32 target = base + S::L::offset(s.row + i * S::kDown, chunk);
-      bool valid = i * S::kDown < rows;
-      if constexpr (kAligned) {
-        cp_async(target, source, valid);
-      } else {
+      for (int i = 0; i < S::kSteps; ++i) {
+        if (s.inside(i))
+          cp_async(base + S::L::offset(s.row + i * S::kDown, chunk), m.row(s.row + i * S::kDown) + 8 * chunk, i * S::kDown < rows);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < S::kSteps && s.inside(i); ++i) {
+        auto source = m.row(s.row + i * S::kDown) + 8 * chunk * m.column_stride;
         u32 x[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          if (valid && e < columns) x[e / 2] |= (u32)source[e * m.column_stride].bits << 16 * (e % 2);
+          if (i * S::kDown < rows && e < columns) x[e / 2] |= (u32)source[e * m.column_stride].bits << 16 * (e % 2);
         }
-        store_shared(target, x);
+        store_shared(base + S::L::offset(s.row + i * S::kDown, chunk), x);
       }
-    }
-  }
-}
-
-// The same of a whole, aligned tile: all rows and columns are there.
-template <int kRows, int kColumns, int kThreads, class T>
-__device__ __forceinline__ void load_whole(u32 base, const T *data, i64 row_stride, int thread) {
-  using S = Share<kRows, kColumns, kThreads>;
-  S s(thread);
-#pragma unroll
-  for (int k = 0; k < S::kAlong; ++k) {
-    int chunk = s.chunk + k * S::kAcross;
-    const T *source = data + s.row * row_stride + 8 * chunk;
-    u32 target = base + S::L::offset(s.row, chunk);
-#pragma unroll
-    for (int i = 0; i < S::kSteps; ++i, source += S::kDown * row_stride) {
-      // the chunks' permutation comes again every 8 rows
-      if (s.inside(i)) cp_async(S::kDown % 8 == 0 ? target + i * S::kDown * S::L::kPitch : base + S::L::offset(s.row + i * S::kDown, chunk), source);
     }
   }
 }

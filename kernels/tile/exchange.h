@@ -17,12 +17,8 @@ __device__ __forceinline__ Left take(u32 base, int block) {
 
 // A block as its four 8x8 parts, rows of 16 bytes: it can be taken transposed as well.
 __device__ __forceinline__ void put_parts(u32 base, int block, const Left &f) {
-#if __CUDA_ARCH__ >= 900
-  stmatrix(base + block * kBlockBytes + lane_id() * 16, f.x);
-#else
 #pragma unroll
   for (int i = 0; i < 4; ++i) store_shared(base + block * kBlockBytes + i * 128 + lane_id() * 4, f.x[i]);
-#endif
 }
 __device__ __forceinline__ Left take_parts(u32 base, int block) {
   Left f;

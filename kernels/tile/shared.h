@@ -30,8 +30,8 @@ template <class Operand, int kColumns, bool kTransposed = false> class Blocks {
 
 public:
   // base: a multiple of 128; column: where the blocks' columns count from, a multiple of 16.
-  __device__ __forceinline__ explicit Blocks(u32 base, int column = 0) {
-    int lane = lane_id(), low = lane >> 3 & 1, high = lane >> 4;
+  __device__ __forceinline__ explicit Blocks(u32 base, int column = 0, int lane = lane_id()) {
+    int low = lane >> 3 & 1, high = lane >> 4;
     int row = (lane & 7) + 8 * (kDown ? low : high), chunk = kDown ? high : low;
 #pragma unroll
     for (int i = 0; i < kPhases; ++i) lane_[i] = base + L::offset(row, column / 8 + 2 * i + chunk);

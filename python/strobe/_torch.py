@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -168,7 +169,6 @@ def _names(needed: list[bool]) -> list[str]:
     return [name for name, wanted in zip(GRADIENTS, needed, strict=True) if wanted]
 
 
-@torch.library.impl(_FORWARD, "CompositeExplicitAutograd")
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     return _run.forward(TORCH, _prepared(q, k, v, given))
 
@@ -178,7 +178,6 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor
     return tuple(_run.results(TORCH, _prepared(q, k, v, given)).values())
 
 
-@torch.library.impl(_BACKWARD, "CompositeExplicitAutograd")
 def _run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
 ) -> list[Tensor]:
@@ -193,13 +192,37 @@ def _fake_backward(
     return list(_run.gradients(TORCH, _prepared(q, k, v, given), _names(needed)).values())
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_plain(arrays: Iterable[Any]) -> bool:
+    """Whether nobody but the operators' own implementation wants to see the call: no mode that traces or fakes, no subclass of Tensor, no
+    tensor without memory."""
+    tensors = (x for x in arrays if isinstance(x, Tensor))
+    return torch._C._len_torch_dispatch_stack() == 0 and all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
+
+
+def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The operator, past the dispatcher (some 10 µs) where it would lead straight to _run_forward."""
+    if _is_plain((q, k, v, *given.values())):
+        return _run_forward(q, k, v, **given)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward(q, k, v, **given)
+
+
+def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[str, Any]) -> list[Tensor]:
+    if _is_plain((*arguments, *given.values())):
+        return _run_backward(*arguments, **given)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward(*arguments, **given)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _forward(q, k, v, **given)
+        out, lse = _below_autograd_forward(q, k, v, given)
         ctx.options = {name: x for name, x in given.items() if name in OPTIONS}
         arrays = {name: x for name, x in given.items() if name not in OPTIONS}
         ctx.names = tuple(arrays)
@@ -223,8 +246,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, given: dict[str, Any], *arguments: Tensor | None) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return tuple(_backward(*arguments, **given))
+        return tuple(_below_autograd_backward(arguments, given))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
@@ -247,16 +269,16 @@ def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tu
         )
     if _is_differentiated(q, k, v, bias, sinks):
         return _Attention.apply(q, k, v, bias, sinks, given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _forward(q, k, v, **given)
+    return _below_autograd_forward(q, k, v, given)
 
 
 def _differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Tensor]:
     if _is_differentiated(*arguments):
         return list(_Gradients.apply(given, *arguments))
-    with torch._C._AutoDispatchBelowAutograd():
-        return _backward(*arguments, **given)
+    return _below_autograd_backward(arguments, given)
 
 
+torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _run_forward)
+torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _run_backward)
 torch.library.impl(_FORWARD, "Autograd", _differentiable_forward)
 torch.library.impl(_BACKWARD, "Autograd", _differentiable_backward)

@@ -32,6 +32,7 @@ protected:
 // The families.
 const CudaEngine &sm90_engine();
 const CudaEngine &mma_engine();
+const CudaEngine &tf32_engine();
 const CudaEngine &simt_engine();
 
 // Compiles, or finds in the cache, the kernels that the problem would run on a GPU of this compute capability; needs none. Throws with

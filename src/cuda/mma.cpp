@@ -21,15 +21,29 @@ struct Tile {
   int32_t most_dim, q, k, warps, stages, ctas; // ctas: per SM, what the registers are limited for
 };
 
-// From the fastest to the smallest, measured on an H200. A warp owns q / warps rows: 32 read K and V from shared memory half as often as 16
-// do, but leave no registers for features or for element copies (`plain` only).
+// From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 read K and V from shared memory half as
+// often as 16 do, but leave no registers for features or copies by element.
+enum Load { plain, features, anything }; // what a tile has registers for
 struct ForwardTile : Tile {
-  bool plain;
+  Load most;
+  int32_t least_cc = 75, most_cc = 1000;
+  int64_t least_queries = 0; // of shorter sequences more, smaller tiles are faster
+  int32_t least_dim = 0;
 };
 constexpr ForwardTile kForwardTiles[] = {
-    {{64, 128, 96, 4, 2, 2}, true},  {{128, 128, 64, 4, 2, 2}, true}, {{128, 128, 64, 4, 1, 2}, true}, {{64, 64, 64, 4, 2, 3}, false},
-    {{128, 64, 64, 4, 2, 2}, false}, {{128, 64, 64, 4, 1, 2}, false}, {{256, 64, 64, 4, 1, 2}, false}, {{256, 64, 32, 4, 1, 2}, false},
-    {{256, 32, 64, 2, 1, 2}, false}, {{256, 32, 32, 2, 1, 2}, false}, {{256, 16, 64, 1, 1, 2}, false}, {{256, 16, 32, 1, 1, 2}, false},
+    {{64, 128, 96, 4, 2, 2}, plain, 80},
+    {{128, 128, 64, 4, 2, 2}, plain, 90, 90}, // whose uniform registers hold the loop's state
+    {{128, 128, 32, 4, 2, 2}, plain, 80},
+    {{192, 128, 128, 8, 1, 1}, plain, 90, 90, 4096},
+    {{256, 128, 128, 8, 1, 1}, plain, 90, 90, 4096, 225},
+    {{64, 64, 64, 4, 2, 2}, features},
+    {{128, 64, 64, 4, 2, 2}, features},
+    {{128, 64, 64, 4, 1, 2}, features},
+    {{256, 64, 64, 4, 1, 2}, plain, 90, 90},
+    {{128, 64, 32, 4, 2, 2}, anything},
+    {{256, 64, 32, 4, 1, 2}, anything},
+    {{256, 32, 32, 2, 1, 2}, anything},
+    {{256, 16, 32, 1, 1, 2}, anything},
 };
 constexpr Tile kDecodeTiles[] = {
     {128, 16, 16, 4, 3, 2}, {256, 16, 16, 4, 3, 1}, {256, 16, 16, 2, 2, 1}, // up to 16 packed rows
@@ -49,9 +63,10 @@ Config config_for(const Problem &p, const Tile &tile) {
   return c;
 }
 
-bool plain(const Config &c) {
+Load load_of(const Config &c) {
   const Features &f = c.features;
-  return c.aligned && !f.additive() && !f.mask && !f.dropout;
+  const int many = 2 * !!f.softcap + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
+  return many > 2 ? anything : many || !c.aligned ? features : plain;
 }
 
 // Thread blocks of this configuration that an SM runs at a time.
@@ -65,7 +80,9 @@ bool choose(Config &chosen, const Problem &p, const Device &device) {
   double least = HUGE_VAL;
   for (const ForwardTile &tile : kForwardTiles) {
     const Config c = config_for(p, tile);
-    if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || (tile.plain && !plain(c))) continue;
+    const int32_t dim = std::max(c.head_dim, c.head_dim_v);
+    if (dim > tile.most_dim || dim < tile.least_dim || load_of(c) > tile.most) continue;
+    if (device.cc < tile.least_cc || device.cc > tile.most_cc || p.seqlen_q < tile.least_queries) continue;
     if (c.forward_shared_bytes() > device.shared_per_block || (p.blocks.present && p.blocks.block_q % tile.q)) continue;
     const double cost = off(p.tile_q, tile.q) + off(p.tile_k, tile.k);
     if (cost < least) least = cost, chosen = c;

@@ -21,15 +21,17 @@ constexpr KernelSource kDelta{"mma/rows.h", "strobe::mma::Delta", "strobe::mma::
 constexpr KernelSource kConvertDq{"mma/rows.h", "strobe::mma::ConvertDq", "strobe::mma::RowsConfig"};
 constexpr KernelSource kSinks{"mma/rows.h", "strobe::mma::Sinks", "strobe::mma::RowsConfig"};
 
-// Each kind from the fastest to the smallest, measured on an H200. most_dim is what the registers hold.
+// most_dim and most_features are what the registers hold; speed: of large problems, relative to other rows, on an H200.
 struct BackwardTile {
-  int32_t most_dim, q, k, key_warps, dim_warps, step_q;
-  bool plain; // no registers are left for features of the score, or for element copies
+  int32_t most_dim, q, k, key_warps, dim_warps, step_q, most_features;
+  double speed;
 };
+constexpr int32_t kAll = 8;
 constexpr BackwardTile kBackwardTiles[] = {
-    {64, 64, 256, 4, 1, 32, true},  {64, 128, 128, 4, 1, 64, true}, {128, 64, 128, 4, 1, 64, true}, {128, 64, 128, 4, 1, 32, false},
-    {128, 64, 64, 2, 2, 32, false}, {256, 64, 64, 2, 2, 32, false}, {128, 32, 64, 2, 2, 16, false}, {256, 32, 64, 2, 2, 16, false},
-    {256, 16, 64, 4, 1, 16, false}, {256, 16, 32, 2, 1, 16, false}, {256, 16, 16, 1, 1, 16, false},
+    {64, 64, 256, 4, 1, 32, 0, 1.05},   {128, 64, 128, 4, 1, 64, 0, 1.0},   {64, 128, 128, 4, 1, 64, 0, 1.02},
+    {128, 64, 128, 4, 1, 32, 2, 0.95},  {128, 64, 64, 2, 2, 32, kAll, 0.8}, {256, 64, 64, 2, 2, 32, 2, 0.85},
+    {256, 32, 64, 2, 2, 16, kAll, 0.7}, {256, 16, 64, 4, 1, 16, 2, 0.4},    {256, 16, 32, 2, 1, 16, kAll, 0.3},
+    {256, 16, 16, 1, 1, 16, kAll, 0.2},
 };
 struct BiasTile {
   int32_t q, k, key_warps, query_warps;
@@ -53,7 +55,13 @@ bool divides(const Problem &p, int32_t tile_q, int32_t tile_k) {
   return !p.blocks.present || (p.blocks.block_q % tile_q == 0 && p.blocks.block_k % tile_k == 0);
 }
 
-// The first tile that fits, or with wishes the nearest.
+// Features that take registers.
+int32_t heavy(const BackwardConfig &c) {
+  const Features &f = c.features;
+  return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) + 2 * (f.softcap != 0) + (f.dropout != 0 && f.additive()) + !c.aligned;
+}
+
+// The fastest tile that fits, or with wishes the nearest. A small grid does not fill the GPU: then tiles of fewer keys may be faster.
 bool choose(BackwardConfig &chosen, const Problem &p, const Device &device) {
   double least = HUGE_VAL;
   for (const BackwardTile &tile : kBackwardTiles) {
@@ -63,10 +71,10 @@ bool choose(BackwardConfig &chosen, const Problem &p, const Device &device) {
     c.tile_q = tile.q, c.tile_k = tile.k, c.key_warps = tile.key_warps, c.dim_warps = tile.dim_warps, c.step_q = tile.step_q;
     c.aligned = all_aligned(p), c.deterministic = p.deterministic && p.dq, c.blocks_per_sm = 1;
     c.features = features_of(p);
-    if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || c.shared_bytes() > device.shared_per_block) continue;
-    if (tile.plain && (c.features.additive() || c.features.mask || !c.aligned)) continue;
-    if (!divides(p, tile.q, tile.k)) continue;
-    const double cost = off(p.tile_q, tile.q) + off(p.tile_k, tile.k);
+    if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || heavy(c) > tile.most_features) continue;
+    if (c.shared_bytes() > device.shared_per_block || !divides(p, tile.q, tile.k)) continue;
+    const double waves = double(p.batch * p.heads_kv * tiles(p.seqlen_k, tile.k)) / device.sms;
+    const double cost = 16 * (off(p.tile_q, tile.q) + off(p.tile_k, tile.k)) + std::log2(std::max(1.0, waves) * tile.k / tile.speed);
     if (cost < least) least = cost, chosen = c;
   }
   return least < HUGE_VAL;
@@ -98,13 +106,14 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   BackwardArguments a = backward_arguments(p);
   a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
   a.deterministic = c.deterministic;
-  const int64_t rows = a.in.rows(), row_blocks = RowsConfig::blocks(p.batch, p.heads, p.seqlen_q);
-  const RowsConfig each{c.dtype, c.aligned};
+  const int64_t rows = a.in.rows(), query_tiles = mma::query_tiles(a.in, c.tile_q);
+  const RowsConfig each{c.dtype, c.head_dim, c.tile_q, c.aligned};
+  const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
   Program program;
   a.delta = scratch.take<float>(rows);
-  if (p.dq) a.dq_sum = scratch.take<float>(rows * c.dq_pitch());
+  if (p.dq) a.dq_sum = scratch.take<float>(query_tiles * c.tile_q * c.head_dim);
   if (c.deterministic) {
-    const int64_t turns = c.turns(p.batch, p.heads, p.seqlen_q);
+    const int64_t turns = c.turns(query_tiles);
     a.turns = scratch.take<uint32_t>(turns);
     program.steps.push_back(Zero{a.turns, uint64_t(turns) * 4});
   }

@@ -1,7 +1,7 @@
 // The kernels of kernels/simt: plain FMA on any GPU, every dtype and feature.
 #include <algorithm>
-#include <array>
 #include <cmath>
+#include <span>
 
 #include "../../kernels/simt/config.h"
 #include "attention/text.h"
@@ -16,6 +16,7 @@ using simt::Config;
 constexpr KernelSource kForward{"simt/forward.h", "strobe::simt::Forward", "strobe::simt::Config"};
 constexpr KernelSource kCombine{"simt/combine.h", "strobe::simt::Combine", "strobe::simt::Config"};
 constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
+constexpr KernelSource kSettle{"simt/settle.h", "strobe::simt::Settle", "strobe::simt::Config"};
 constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
 constexpr KernelSource kBackward{"simt/backward.h", "strobe::simt::Backward", "strobe::simt::Config"};
 constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
@@ -25,38 +26,54 @@ enum class Kind { forward, backward, bias_gradient };
 
 int64_t shared_bytes(const Config &c, Kind kind) { return kind == Kind::forward ? c.forward_shared_bytes() : c.backward_shared_bytes(); }
 
-// The accumulators of a thread, in registers, at the moment when most of them live.
-int64_t accumulators(const Config &c, Kind kind) {
-  const int64_t rows = c.tile_q / c.threads_q, keys = c.tile_k / c.threads_k, keys_owned = c.tile_k / c.threads_q;
-  const int64_t columns = c.head_dim / c.threads_k, columns_v = c.head_dim_v / c.threads_k, words = c.real_bytes() / 4;
-  const int64_t s = rows * keys;
-  if (kind == Kind::forward) return words * (s + rows * columns_v);
-  if (kind == Kind::bias_gradient) return words * 3 * s; // S or dP, the sum and what it lost
-  return words * (keys_owned * (columns + columns_v) + std::max(s, rows * std::min<int64_t>(columns, 6)));
+// Registers that a thread's numbers take in the product that needs the most: accumulators, operands, the chunk on its way.
+int64_t registers(const Config &c, Kind kind) {
+  const int64_t words = c.real_bytes() / 4, rows = c.tile_q / c.threads_q, keys = c.tile_k / c.threads_k;
+  const auto nt = [&](int64_t held) { // S or dP
+    return held + words * (rows * keys + rows + 4) + words * (c.tile_q + c.tile_k) * c.chunk / c.threads();
+  };
+  const auto by_rows = [&](int64_t held, int64_t operands, int64_t dim, int64_t staged) { // O, dV, dK, dQ
+    return held + words * (operands + 4) + words * staged * dim / c.threads();
+  };
+  if (kind == Kind::bias_gradient) return nt(2 * words * rows * keys); // the sum and what it lost
+  if (kind == Kind::forward) {
+    const int64_t o = words * rows * c.head_dim_v / c.threads_k;
+    return std::max(nt(o), by_rows(2 * o, rows, c.head_dim_v, c.rows_staged(c.tile_k, c.head_dim_v)));
+  }
+  const int64_t dk_dv = words * (c.tile_k / c.threads_q) * (c.head_dim + c.head_dim_v) / c.threads_k;
+  const int64_t dq = words * rows * c.columns_at_once() / c.threads_k;
+  return std::max(nt(dk_dv), by_rows(dk_dv + dq, rows, c.columns_at_once(), c.rows_staged(c.tile_k, c.columns_at_once())));
 }
-constexpr int64_t kMostAccumulators = 192; // of 255 registers
+// Of 255; addresses and loops take the rest. FP64's loops want more.
+int64_t most_registers(const Config &c) { return c.dtype == kF64 ? 160 : 204; }
 
-struct TileSizes {
-  int32_t q, k;
+struct Shape {
+  int32_t tile_q, tile_k, threads_q, threads_k;
 };
-constexpr std::array<int32_t, 4> kTilesQ{64, 32, 16, 8}, kTilesK{128, 64, 32, 16};
+// From the fastest to the smallest, as measured on an H200.
+constexpr Shape kForwardShapes[] = {{128, 64, 16, 8}, {64, 128, 8, 16}, {64, 64, 8, 16}, {32, 128, 8, 16}, {32, 64, 8, 16},
+                                    {32, 32, 8, 16},  {16, 128, 8, 16}, {16, 64, 8, 16}, {16, 32, 8, 16},  {16, 16, 8, 16}};
+constexpr Shape kBackwardShapes[] = {{128, 64, 8, 16}, {64, 64, 8, 16}, {64, 32, 8, 16}, {32, 64, 8, 16}, {32, 32, 8, 16},
+                                     {64, 16, 8, 16},  {32, 16, 8, 16}, {16, 64, 8, 16}, {16, 32, 8, 16}, {16, 16, 8, 16}};
 
-// The largest tile, in the order of preference, that registers and shared memory hold, that the blocks of a sparse mask divide into and that
-// comes nearest to the wishes.
+// The first shape that shared memory and, if any, registers hold and that the blocks of a sparse mask divide into; of those, where there are wishes,
+// the one that comes nearest; and none that is longer than the queries if a shorter one will do.
 bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
+  const std::span<const Shape> shapes = kind == Kind::forward ? std::span<const Shape>(kForwardShapes) : kBackwardShapes;
   double least = HUGE_VAL;
   Config best = config;
-  for (int32_t q : kTilesQ)
-    for (int32_t k : kTilesK) {
-      Config c = config;
-      c.tile_q = q, c.tile_k = k;
-      if (kind != Kind::forward && k % c.threads_q) continue;
-      if (p.blocks.present && (p.blocks.block_q % q || (kind != Kind::forward && p.blocks.block_k % k))) continue;
-      if (shared_bytes(c, kind) > device.shared_per_block || accumulators(c, kind) > kMostAccumulators) continue;
-      const auto off = [](int64_t wish, int32_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / got)) : 0.0; };
-      const double cost = 16 * (off(p.tile_q, q) + off(p.tile_k, k)) - std::log2(double(q)) - 0.5 * std::log2(double(k));
-      if (cost < least) least = cost, best = c;
-    }
+  for (const Shape &shape : shapes) {
+    Config c = config;
+    c.tile_q = shape.tile_q, c.tile_k = shape.tile_k, c.threads_q = shape.threads_q, c.threads_k = shape.threads_k;
+    if (p.blocks.present && (p.blocks.block_q % c.tile_q || (kind != Kind::forward && p.blocks.block_k % c.tile_k))) continue;
+    if (shared_bytes(c, kind) > device.shared_per_block) continue;
+    const auto off = [](int64_t wish, int32_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / got)) : 0.0; };
+    const int64_t spare = c.tile_q - std::max<int64_t>(16, p.longest_q());
+    double cost = 1e3 * (off(p.tile_q, c.tile_q) + off(p.tile_k, c.tile_k)) + (spare >= 16 ? double(spare) : 0.0);
+    cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c))); // they would spill
+    if (p.blocks.present && p.blocks.block_k % c.tile_k) cost += 10.0 * c.tile_k / double(p.blocks.block_k); // computed, not kept
+    if (cost < least) least = cost, best = c;
+  }
   config = best;
   return least < HUGE_VAL;
 }
@@ -68,9 +85,13 @@ Config config_for(const Problem &p) {
   Config c{};
   c.dtype = int32_t(p.dtype);
   c.head_dim = rounded_dim(p.head_dim), c.head_dim_v = rounded_dim(p.head_dim_v);
-  c.threads_q = 8, c.threads_k = 16, c.chunk = 16;
+  c.chunk = 16;
   c.blocks_per_sm = 2;
-  c.aligned = aligned(p.q, p.head_dim) && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v) && aligned(p.dout, p.head_dim_v);
+  bool pieces = true;
+  for (const View *x : {&p.q, &p.k, &p.dk}) pieces = pieces && aligned(*x, p.head_dim);
+  for (const View *x : {&p.v, &p.out, &p.dout, &p.dv}) pieces = pieces && aligned(*x, p.head_dim_v);
+  const bool whole = p.head_dim == c.head_dim && p.head_dim_v == c.head_dim_v;
+  c.copy = !pieces ? simt::kElements : whole ? simt::kWhole : simt::kPieces;
   c.features = features_of(p);
   return c;
 }
@@ -120,7 +141,8 @@ private:
                           c.head_dim_v);
     if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
     if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
-    if (!c.aligned) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+    if (c.copy == simt::kElements)
+      program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
     const double fma = products * visible_scores(p) * double(c.head_dim + c.head_dim_v) / 2;
     program.predicted_seconds =
         kLaunchSeconds * double(program.steps.size()) + fma / (kShareOfPeak * rate(device, p.dtype) * device.sms * device.clock_hz);
@@ -159,8 +181,9 @@ private:
     const int64_t rows = a.in.rows(), real = c.real_bytes(), row_tiles = p.batch * p.heads * tiles(p.seqlen_q, Config::kDeltaRows);
 
     Program program;
-    a.delta = scratch.take<char>(rows * real);
+    a.delta = scratch.take<char>(2 * rows * real); // D, and what LSE lacks
     program.steps.push_back(Launch(kDelta, plain(c), row_tiles, Config::kDeltaRows, 0, a));
+    program.steps.push_back(Launch(kSettle, c, p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), c.threads(), c.backward_shared_bytes(), a));
     if (p.dsinks) program.steps.push_back(Launch(kSinkGradient, plain(c), p.heads, 256, 0, a));
     if (p.dq) {
       const uint64_t bytes = uint64_t(rows * c.head_dim * real);

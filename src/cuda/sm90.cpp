@@ -48,22 +48,47 @@ MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t he
   return operand;
 }
 
-Config configuration(const Problem &p) {
+// Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
+int64_t bundle(const Problem &p) {
+  constexpr int64_t kCache = 16 << 20, kMost = 16;
+  const bool uneven = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen || p.blocks.present;
+  const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), heads = p.batch * p.heads;
+  int64_t size = uneven ? kMost : std::clamp<int64_t>(kCache / head_bytes, 1, kMost);
+  while (size > 1 && heads % size) size--;
+  return size;
+}
+
+// warpgroups, tile_k, stages, registers (loading, computing), Q in registers
+struct Tiles {
+  i32 warpgroups, tile_k, stages, registers_load, registers_compute, q_in_registers;
+};
+
+Tiles tiles_for(const Problem &p, const Features &f, i32 reference, const Device &device) {
+  const int64_t d = p.head_dim, v = p.head_dim_v, widest = std::max(d, v);
+  if (f.mask || f.bias || f.softcap || f.blocks) // more registers for what becomes of a score, or for the walk over blocks
+    return widest <= 128 ? Tiles{2, 64, 4, 56, 224, 1} : Tiles{2, f.dropout ? 32 : 48, 2, 56, 224, 0};
+  if (f.dropout) // in multiples of 32 keys
+    return widest <= 64 ? Tiles{2, 128, 4, 40, 232, 1} : widest <= 128 ? Tiles{2, 96, 3, 56, 224, 1} : Tiles{2, 64, 2, 40, 232, 0};
+  if (widest <= 64) {
+    const bool fills = p.seqlen_q > 128 && tiles(p.seqlen_q, 256) * p.batch * p.heads >= device.sms;
+    return fills ? Tiles{4, 64, 5, 32, 112, 0} : Tiles{2, 128, 4, 40, 232, 1};
+  }
+  if (widest <= 128) return {2, 128, 3, 40, 232, reference == sm90::kFixed};
+  if (widest <= 192) return v <= 128 ? Tiles{2, 128, 2, 40, 232, 0} : Tiles{2, 96, 2, 40, 232, 0};
+  return {2, p.seqlen_k <= 512 ? 64 : 80, 2, 40, 232, 0};
+}
+
+Config configuration(const Problem &p, const Device &device) {
   Config c{};
   c.dtype = i32(p.dtype);
   c.head_dim = i32(rounded_up(p.head_dim, 16)), c.head_dim_v = i32(rounded_up(p.head_dim_v, 16));
   c.features = features_of(p);
-  const i32 widest = max(c.head_dim, c.head_dim_v);
-  c.stages = 2, c.q_in_registers = 1;
-  if (widest <= 64)
-    c.warpgroups = 3, c.tile_k = 128, c.registers_load = 32, c.registers_compute = 160, c.q_in_registers = 0;
-  else if (widest <= 128)
-    c.warpgroups = 2, c.tile_k = 128, c.registers_load = 24, c.registers_compute = 240;
-  else
-    c.warpgroups = 2, c.tile_k = widest <= 192 ? 96 : 80, c.registers_load = 24, c.registers_compute = 240, c.q_in_registers = 0,
-    c.o_in_q = 1;
   const bool fixed = p.dtype == DType::bf16 && !c.features.mask && !c.features.bias;
   c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
+  const Tiles t = tiles_for(p, c.features, c.reference, device);
+  c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
+  c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
+  c.blocks_per_sm = 1;
   return c;
 }
 
@@ -93,7 +118,7 @@ protected:
         (p.q && p.q.stride[2] == 0 && p.seqlen_q > 1))
       return "a row is broadcast over its sequence";
 
-    Config config = configuration(p);
+    const Config config = configuration(p, device);
     if (p.blocks.present && p.blocks.block_q % config.tile_q())
       return text("query blocks of ", p.blocks.block_q, "; its tile is ", config.tile_q());
 
@@ -107,23 +132,22 @@ protected:
     HopperForwardArguments a{};
     a.a = forward_arguments(p);
     const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-    a.items = tiles(p.seqlen_q, config.tile_q()) * p.batch * p.heads;
-    if (a.items > (int64_t{1} << 31)) return text(a.items, " tiles of queries; accepted are 2^31");
-    a.a.bundle = i32(std::clamp<int64_t>(int64_t(16) << 20 / std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), 1, 16));
+    const int64_t heads = p.batch * p.heads, tiles_of_head = tiles(p.seqlen_q, config.tile_q()), items = tiles_of_head * heads;
+    if (items > int64_t{1} << 30) return text(items, " tiles of queries; accepted are 2^30");
+    a.items = uint32_t(items), a.tiles = i32(tiles_of_head);
+    a.a.bundle = i32(bundle(p));
+    a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * tiles_of_head)));
+    a.bundle = Divisor::make(uint32_t(a.a.bundle));
+    a.heads = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))), a.group = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
     if (p.q && p.k && p.v) {
       a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
       a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
       a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     }
-    if (config.reference == sm90::kFixed) a.flags = scratch.take<u32>(a.items * config.warpgroups);
-    const bool persistent = !config.features.band && !config.features.blocks && !p.varlen;
-    const int64_t grid = persistent ? std::min<int64_t>(a.items, device.sms) : a.items;
+    const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
+    if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
-    if (config.reference == sm90::kFixed) {
-      config.reference = sm90::kLagging, config.redo = 1;
-      program.steps.push_back(Launch(kForward, config, std::min<int64_t>(a.items, device.sms), config.threads(), config.shared_bytes(), a));
-    }
-    program.predicted_seconds = predicted_seconds(p, config, device, a.items);
+    program.predicted_seconds = predicted_seconds(p, config, device, items);
     return program;
   }
 };

@@ -186,6 +186,7 @@ def spread(t: torch.Tensor, axis: int) -> torch.Tensor:
     return virtual((t.shape[axis] - 1) * strides[axis] + size, t.dtype).as_strided(t.shape, strides).copy_(t)
 
 
+@pytest.mark.xdist_group("gigabytes")
 @pytest.mark.parametrize("axis", range(4), ids=["batch", "head", "token", "element"])
 def test_offsets_beyond_31_bits(axis):
     """fla-org/flash-linear-attention#1080, thu-ml/SageAttention#386, Dao-AILab/flash-attention#1500: offsets that wrap."""

@@ -1,0 +1,22 @@
+// Division by a number that the host knows: one multiplication.
+#pragma once
+#include "base.h"
+
+namespace strobe::inline STROBE_ISA {
+
+// Exact for dividends below 2^31 (Granlund and Montgomery 1994).
+struct Divisor {
+  u32 by, multiplier, shift;
+
+  // 0 < by < 2^31
+  static Divisor make(u32 by) {
+    u32 bits = 0;
+    while ((u64(1) << bits) < by) ++bits;
+    return {by, (u32)(((u64(1) << (31 + bits)) + by - 1) / by), bits};
+  }
+#if defined(__CUDACC__)
+  __device__ __forceinline__ u32 divide(u32 x) const { return by == 1 ? x : __umulhi(x, multiplier) >> (shift - 1); }
+#endif
+};
+
+} // namespace strobe::inline STROBE_ISA

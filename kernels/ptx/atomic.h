@@ -1,0 +1,25 @@
+// Atomic operations on global memory.
+#pragma once
+#include "../attention/base.h"
+
+namespace strobe {
+
+// 16 bytes, compared and exchanged as one (sm_90). Returns whether they were `before`; else before becomes what they are.
+__device__ __forceinline__ bool compare_exchange(void *address, u64 (&before)[2], u64 low, u64 high) {
+  u64 x = before[0], y = before[1];
+  asm volatile("{\n.reg .b128 old, expected, wanted;\n"
+               "mov.b128 expected, {%0, %1};\nmov.b128 wanted, {%3, %4};\n"
+               "atom.relaxed.gpu.global.cas.b128 old, [%2], expected, wanted;\n"
+               "mov.b128 {%0, %1}, old;\n}"
+               : "+l"(before[0]), "+l"(before[1])
+               : "l"(address), "l"(low), "l"(high)
+               : "memory");
+  return before[0] == x && before[1] == y;
+}
+__device__ __forceinline__ u32 fetch_add(u32 *address, u32 x) {
+  u32 y;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(y) : "l"(address), "r"(x) : "memory");
+  return y;
+}
+
+} // namespace strobe

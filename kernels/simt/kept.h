@@ -1,0 +1,41 @@
+// What dropout keeps of a tile of S, in shared memory: the CTA draws each group of 4x4 elements once (kernels/attention/dropout.h).
+#pragma once
+#include "../attention/scores.h"
+#include "config.h"
+
+namespace strobe::simt {
+
+template <Config C> class Kept {
+  static constexpr int kGroupsAcross = C.tile_k / 4;
+  static_assert(C.tile_q % 16 == 0 && C.tile_k % 16 == 0);
+  unsigned short *groups_; // bit 4 * row's slot + key's slot
+
+public:
+  __device__ explicit Kept(void *shared) : groups_(static_cast<unsigned short *>(shared)) {}
+
+  // A barrier must follow before the tile is asked, and one after that before the next is drawn. q0 and k0 are multiples of 16.
+  __device__ __forceinline__ void draw(const Dropout<C.features> &dropout, i64 b, i32 h, i32 q0, i32 k0) const {
+    if constexpr (C.features.dropout)
+      for (i32 n = (i32)threadIdx.x; n < C.tile_q * C.tile_k / 16; n += C.threads()) {
+        const u32 query_group = (u32)(q0 / 4 + n / kGroupsAcross), key_group = (u32)(k0 / 4 + n % kGroupsAcross);
+        const Philox bits = dropout_bits(dropout.key, key_group, query_group, (u32)h, (u32)b);
+        u32 kept = 0;
+#pragma unroll
+        for (int e = 0; e < 16; ++e) kept |= u32((bits.x[e / 4] >> 8 * (e % 4) & 0xFF) < dropout.threshold) << e;
+        groups_[n] = (unsigned short)kept;
+      }
+  }
+  // What kept elements are multiplied by.
+  template <class T> static __device__ __forceinline__ T factor(const Dropout<C.features> &dropout) {
+    return C.features.dropout ? T(256) / T(dropout.threshold) : T(1);
+  }
+  // Element (r, c) of the tile.
+  __device__ __forceinline__ bool operator()(i32 r, i32 c) const {
+    if constexpr (C.features.dropout)
+      return groups_[dropout_group(r) * kGroupsAcross + dropout_group(c)] >> (4 * dropout_slot(r) + dropout_slot(c)) & 1;
+    else
+      return true;
+  }
+};
+
+} // namespace strobe::simt

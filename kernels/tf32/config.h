@@ -1,0 +1,30 @@
+// What a kernel of the tf32 family is compiled for: FP32 on tensor cores, each product as three of TF32, sm_80 and later.
+#pragma once
+#include "../attention/features.h"
+
+namespace strobe::tf32 {
+
+struct Config {
+  i32 head_dim, head_dim_v; // rounded up to multiples of 32
+  i32 tile_q, tile_k;       // tile_q (backward: tile_k): a multiple of 16 * warps; the other one: of 32
+  i32 warps;
+  i32 stages;    // forward: K and V tiles in shared memory at a time
+  i32 products;  // 3: as exact as FP32; 1: plain TF32
+  i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 4: 16-byte copies
+  i32 exact_max; // the running maximum is followed exactly; else it may stay behind by a factor of 2^8
+  i32 blocks_per_sm;
+  Features features;
+
+  STROBE_FN constexpr i32 threads() const { return 32 * warps; }
+  // Bytes of shared memory. Forward: Q, the stages of K, those of V; backward: K, V, Q, dO, dS, LSE and D; both: the schedule.
+  STROBE_FN static constexpr i32 state_bytes() { return 512; }
+  STROBE_FN constexpr i32 forward_shared_bytes() const {
+    return 4 * (tile_q * head_dim + stages * tile_k * (head_dim + head_dim_v)) + state_bytes();
+  }
+  STROBE_FN constexpr i32 backward_shared_bytes() const {
+    return 4 * ((tile_k + tile_q) * (head_dim + head_dim_v) + tile_q * ds_pitch() + 2 * tile_q) + state_bytes();
+  }
+  STROBE_FN constexpr i32 ds_pitch() const { return tile_k + 8; } // floats; pairs of a row are read without bank conflicts
+};
+
+} // namespace strobe::tf32

@@ -1,0 +1,251 @@
+// FlashAttention-2's forward (Dao 2023, algorithm 1) in FP32 on tensor cores: a block of threads owns a tile of queries and walks over the
+// tiles of keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
+#pragma once
+#include "../attention/scores.h"
+#include "../mma/dropout.h"
+#include "../mma/softmax.h"
+#include "../mma/specials.h"
+#include "../ptx/barrier.h"
+#include "config.h"
+#include "multiply.h"
+#include "specials.h"
+
+namespace strobe::tf32 {
+
+template <Config C> struct Forward {
+  using Arguments = ForwardArguments;
+  static constexpr Features F = C.features;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
+  static constexpr int kD = C.head_dim, kDv = C.head_dim_v;
+  static constexpr int kRows = C.tile_q / C.warps; // of a warp
+  static constexpr int kM = kRows / 16, kN = C.tile_k / 16, kC = kDv / 16;
+  static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0);
+
+  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the last (longest, if causal) tile first.
+  struct Item {
+    i32 b, h, q, split;
+    __device__ __forceinline__ explicit Item(const Arguments &a) {
+      u32 tiles = (u32)div_up(a.in.seqlen_q, C.tile_q), all = (u32)(a.in.batch * a.in.heads), x = blockIdx.x;
+      split = (i32)(x % a.splits);
+      x /= a.splits;
+      u32 bundle = x / (tiles * a.bundle), first = bundle * a.bundle, size = min(all - first, (u32)a.bundle);
+      x -= first * tiles;
+      u32 bh = first + x % size;
+      q = (i32)(tiles - 1 - x / size) * C.tile_q;
+      b = (i32)(bh / a.in.heads);
+      h = (i32)(bh % a.in.heads);
+    }
+  };
+
+  static __device__ __forceinline__ void run(const Arguments &a) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    Forward(a, shared).compute();
+  }
+
+private:
+  struct Tile { // of keys
+    i32 begin, end, masked, valid;
+    __device__ __forceinline__ bool by_position() const { return masked || end - begin < C.tile_k; }
+  };
+  // What the threads have in common lies in shared memory: registers are short.
+  struct State {
+    Tile ring[4]; // iteration n's at n % 4
+    Item item;
+    Sequence sequence;
+    Schedule schedule;
+    const float *k, *v; // of the sequence
+    i32 specials;       // V holds some that are not finite
+  };
+  static_assert(sizeof(State) <= C.state_bytes());
+
+  const Arguments &a;
+  const Inputs &in;
+  State &state;
+  u32 q_shared, k_shared, v_shared;
+  float unit;
+  int warp_row = (int)threadIdx.x / 32 * kRows;
+
+  static constexpr u32 kKBytes = C.tile_k * kD * 4, kVBytes = C.tile_k * kDv * 4;
+
+  __device__ __forceinline__ Forward(const Arguments &a, unsigned char *shared)
+      : a(a), in(a.in), state(*(State *)(shared + C.forward_shared_bytes() - C.state_bytes())), q_shared(shared_address(shared)),
+        k_shared(q_shared + C.tile_q * kD * 4), v_shared(k_shared + C.stages * kKBytes) {}
+
+  // By one thread.
+  __device__ __forceinline__ void choose_queries() const {
+    Item item(a);
+    Sequence s = in.sequence(item.b);
+    state.item = item, state.sequence = s, state.specials = 0;
+    state.k = in.k.at<const float>(item.b, item.h / in.group, s.k0, 0), state.v = in.v.at<const float>(item.b, item.h / in.group, s.k0, 0);
+  }
+  __device__ __forceinline__ void begin() const {
+    const Item &item = state.item;
+    i64 q1 = min((i64)item.q + C.tile_q, state.sequence.band.seqlen_q);
+    BlockRow row{nullptr, 0, 0};
+    if constexpr (F.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
+    state.schedule = Schedule(state.sequence.band, item.q, q1, C.tile_k, 16, row, {item.split, a.splits});
+    find(0);
+    find(1);
+  }
+  // The tile of iteration n.
+  __device__ __forceinline__ void find(int n) const {
+    KeyTile t;
+    bool valid = state.schedule.next(t);
+    state.ring[n % 4] = valid ? Tile{(i32)t.begin, (i32)t.end, t.masked, 1} : Tile{0, 0, 0, 0};
+  }
+  __device__ __forceinline__ i32 rows() const { return (i32)state.sequence.band.seqlen_q - state.item.q; } // of Q that are there
+
+  __device__ __forceinline__ void load_q() const {
+    const Item &item = state.item;
+    const float *q = in.q.at<const float>(item.b, item.h, state.sequence.q0 + item.q, 0);
+    load<C.tile_q, kD, kThreads, C.aligned != 0>(q_shared, {q, in.q.stride[2], in.q.stride[3], rows(), in.head_dim}, thread_index());
+  }
+  __device__ __forceinline__ void load_k(const Tile &t, int stage) const {
+    tile::Matrix<const float> m{state.k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], t.end - t.begin, in.head_dim};
+    load<C.tile_k, kD, kThreads, C.aligned != 0>(k_shared + stage * kKBytes, m, thread_index());
+  }
+  __device__ __forceinline__ tile::Matrix<const float> matrix_v(const Tile &t) const {
+    return {state.v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], t.end - t.begin, in.head_dim_v};
+  }
+  __device__ __forceinline__ void load_v(const Tile &t, int stage) const {
+    load<C.tile_k, kDv, kThreads, C.aligned != 0>(v_shared + stage * kVBytes, matrix_v(t), thread_index());
+  }
+
+  __device__ __forceinline__ void compute() {
+    Accumulator O[kM][kC];
+    mma::Softmax<kM> softmax;
+    if (threadIdx.x == 0) choose_queries();
+    __syncthreads();
+    if (rows() <= 0) return;
+    unit = Scores<F, float>(in, state.sequence, 0).unit;
+    load_q();
+#pragma unroll 1
+    while (true) {
+      walk(O, softmax);
+      if (__syncthreads_and(state.specials || softmax.finite(O))) break;
+      if (threadIdx.x == 0) state.specials = 1;
+    }
+    finish(O, softmax);
+  }
+
+  __device__ __forceinline__ void walk(Accumulator (&O)[kM][kC], mma::Softmax<kM> &softmax) {
+#pragma unroll
+    for (int i = 0; i < 8 * kM * kC; ++i) O[i / (8 * kC)][i / 8 % kC].x[i / 4 % 2][i % 4] = 0;
+    softmax = {};
+    if (threadIdx.x == 0) begin();
+    __syncthreads();
+    if (state.ring[0].valid) load_k(state.ring[0], 0);
+    if (state.ring[0].valid && C.stages > 1) load_v(state.ring[0], 0);
+    cp_async_commit();
+#pragma unroll 1
+    for (int n = 0; state.ring[n % 4].valid; ++n) {
+      const Tile &tile = state.ring[n % 4], &next = state.ring[(n + 1) % 4];
+      int stage = C.stages > 1 ? n % 2 : 0;
+      arrive(); // K (with two stages: and V) of this tile is here, and nobody reads the last one's any more
+      if (threadIdx.x == 0) find(n + 2);
+      if constexpr (C.stages == 1) {
+        load_v(tile, 0);
+      } else if (next.valid) {
+        load_k(next, stage ^ 1);
+        load_v(next, stage ^ 1);
+      }
+      cp_async_commit();
+
+      Accumulator S[kM][kN] = {};
+      multiply_rows<kD, C.products>(S, q_shared + warp_row * kD * 4, k_shared + stage * kKBytes); // S = Q K^T
+      finish_scores(S, tile);
+      softmax.template follow<C.exact_max != 0>(S, unit, O);
+      if constexpr (C.stages == 1) {
+        arrive(); // V is here, and nobody reads K any more
+        if (next.valid) load_k(next, 0);
+        cp_async_commit();
+      }
+      if (state.specials) {
+        drop_specials<C.tile_k, kDv, kThreads>(v_shared + stage * kVBytes, (int)threadIdx.x);
+        add_specials(O, mma::Seen<kM, kN>(S).bits, matrix_v(tile));
+        __syncthreads();
+      }
+      multiply_p_v(O, S, softmax, tile, stage);
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  static __device__ __forceinline__ void arrive() {
+    cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  // Raw products -> scores, -inf where hidden.
+  __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const Tile &tile) const {
+    if (tile.by_position())
+      finish_scores<true>(S, tile);
+    else if constexpr (F.additive() || F.mask)
+      finish_scores<false>(S, tile);
+  }
+  template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const Tile &tile) const {
+    Scores<F, float> scores(in, state.sequence, state.item.b);
+    i32 begin = tile.begin, end = tile.end, first = state.item.q + warp_row, head = state.item.h;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        auto row = scores.row(first + 16 * m + tile::lane_row(r), head);
+#pragma unroll
+        for (int k = 0; k < 4 * kN; ++k) {
+          int n = k / 4, c = k / 2 % 2, e = k % 2;
+          float &s = S[m][n].x[c][2 * r + e];
+          s = scores.score(s, row, begin + 16 * n + tile::lane_column(c, e), kByPosition, end);
+        }
+      }
+    }
+  }
+
+  // P = exp2(S * unit - M); O += P V
+  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kC], Accumulator (&S)[kM][kN], mma::Softmax<kM> &softmax,
+                                               const Tile &tile, int stage) const {
+    Pairs<kDv> V(v_shared + stage * kVBytes);
+    mma::BlockDropout<F> dropout{Dropout<F>(in), (u32)state.item.h, (u32)state.item.b};
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      Left P[kM][4];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        softmax.exponentiate(S[m][n], m, unit);
+        softmax.exponentiate(S[m][n + 1], m, unit);
+        if constexpr (F.dropout) dropout.apply(S[m][n], S[m][n + 1], state.item.q + warp_row + 16 * m, tile.begin + 16 * n);
+        set_left<C.products>(P[m], S[m][n], S[m][n + 1]);
+      }
+      multiply_pairs<kDv, C.products>(O, P, V, 16 * n);
+    }
+  }
+
+  // O / l and LSE to memory.
+  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], mma::Softmax<kM> &softmax) const {
+    constexpr float kLog2e = 1.44269504088896340736f;
+    const Item item = state.item;
+    bool whole = a.splits == 1;
+    float dropped = Dropout<F>(in).factor();
+    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      int m = i / 2, r = i % 2;
+      mma::RowEnd end(softmax.M[m][r], tile::row_sum(softmax.l[m][r]), sink);
+      float factor = end.factor * dropped;
+      i32 q = item.q + warp_row + 16 * m + tile::lane_row(r);
+      if (q >= state.sequence.band.seqlen_q) continue;
+      i64 row = state.sequence.q0 + q, part = item.split * in.rows() + in.row_index(item.b, item.h, row);
+      if (first_column() == 0) {
+        if (!whole)
+          a.partial_lse[part] = end.lse;
+        else if (a.lse)
+          *a.lse.at<float>(item.b, item.h, row, 0) = end.lse;
+      }
+      float *out = whole ? a.out.at<float>(item.b, item.h, row, 0) : a.partial_out + part * in.head_dim_v;
+      i64 stride = whole ? a.out.stride[3] : 1;
+store_row<C.aligned != 0>(O, m, r, factor, out, stride, in.head_dim_v);
+    }
+  }
+};
+
+} // namespace strobe::tf32

@@ -1,0 +1,43 @@
+// Infinities and NaN in a right operand. What a row does not see must not reach it, but 0 * infinity would, and the split into hi and lo makes
+// NaN of any infinity. They are rare: where a result is not finite, the work is done again with them set aside, as 0 in shared memory, and
+// added for the rows that see them.
+#pragma once
+#include "multiply.h"
+
+namespace strobe::tf32 {
+
+__device__ __forceinline__ bool finite(float x) { return fabsf(x) < -minus_infinity<float>(); }
+
+// In kRows x kColumns elements; between barriers.
+template <int kRows, int kColumns, int kThreads> __device__ __forceinline__ void drop_specials(u32 base, int thread) {
+#pragma unroll 1
+  for (int i = thread; i < kRows * kColumns; i += kThreads) {
+    float x = load_shared_float(base + 4 * i);
+    if (!finite(x)) store_shared(base + 4 * i, 0);
+  }
+}
+
+// d += what is not finite in the matrix B, for the rows that see it. seen: of a lane's rows, which of its columns of the left operand, bit
+// 4n + 2c + e.
+template <int kM, int kC>
+__device__ __forceinline__ void add_specials(Accumulator (&d)[kM][kC], const u32 (&seen)[kM][2], const tile::Matrix<const float> &B) {
+#pragma unroll 1
+  for (int j = 0; j < B.rows; ++j) {
+    bool sees[kM][2];
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i)
+      sees[i / 2][i % 2] = __shfl_sync(0xFFFFFFFFu, seen[i / 2][i % 2], (tile::lane_id() & 28) + j % 8 / 2) >> (j / 8 * 2 + j % 2) & 1;
+#pragma unroll
+    for (int k = 0; k < 4 * kC; ++k) {
+      int column = 32 * (k / 8) + first_column() + k % 8;
+      float x = column < B.columns ? B.row(j)[column * B.column_stride] : 0;
+      if (finite(x)) continue;
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i) {
+        if (sees[i / 2][i % 2]) element(d, i / 2, i % 2, k / 8, k % 8) += x;
+      }
+    }
+  }
+}
+
+} // namespace strobe::tf32

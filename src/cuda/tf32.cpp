@@ -1,0 +1,179 @@
+// The kernels of kernels/tf32: FP32 on tensor cores, from sm_80. What looks at rows and not at scores is done by kernels of the other families.
+#include <algorithm>
+#include <cmath>
+
+#include "../../kernels/mma/config.h"
+#include "../../kernels/simt/config.h"
+#include "../../kernels/tf32/config.h"
+#include "attention/text.h"
+#include "attention/work.h"
+#include "cuda/arguments.h"
+#include "cuda/engine.h"
+
+namespace strobe::cuda {
+namespace {
+
+using tf32::Config;
+
+constexpr KernelSource kForward{"tf32/forward.h", "strobe::tf32::Forward", "strobe::tf32::Config"};
+constexpr KernelSource kBackward{"tf32/backward.h", "strobe::tf32::Backward", "strobe::tf32::Config"};
+constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
+constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
+constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
+constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
+
+// From the fastest to the smallest. most_dims: of Q and V together, what the registers hold; ctas: per SM, what they are limited for.
+struct Tile {
+  int32_t most_dims, q, k, warps, stages, ctas;
+};
+constexpr Tile kForwardTiles[] = {
+    {128, 64, 32, 4, 2, 3}, {256, 64, 32, 4, 2, 2}, {256, 32, 32, 2, 1, 3}, {512, 64, 32, 4, 1, 1}, {512, 32, 32, 2, 1, 2}, {512, 16, 32, 1, 1, 4},
+};
+constexpr Tile kBackwardTiles[] = {{256, 32, 64, 4, 1, 2}, {256, 32, 32, 2, 1, 4}};
+
+int32_t rounded(int64_t dim) { return int32_t((dim + 31) / 32 * 32); }
+
+Config config_for(const Problem &p, const Tile &tile, Direction direction) {
+  Config c{};
+  c.head_dim = rounded(p.head_dim), c.head_dim_v = rounded(p.head_dim_v);
+  c.tile_q = tile.q, c.tile_k = tile.k, c.warps = tile.warps, c.stages = tile.stages, c.blocks_per_sm = tile.ctas;
+  c.products = p.allow_tf32 ? 1 : 3;
+  c.aligned = aligned(p.q, p.head_dim) && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v);
+  if (direction == Direction::forward)
+    c.aligned = c.aligned && aligned(p.out, p.head_dim_v);
+  else
+    c.aligned = c.aligned && aligned(p.dout, p.head_dim_v) && aligned(p.dk, p.head_dim) && aligned(p.dv, p.head_dim_v);
+  c.exact_max = direction == Direction::forward && p.exact_max;
+  c.features = features_of(p);
+  return c;
+}
+
+int32_t shared_bytes(const Config &c, Direction direction) {
+  return direction == Direction::forward ? c.forward_shared_bytes() : c.backward_shared_bytes();
+}
+
+// The first tile that fits, or with wishes the nearest.
+template <size_t n> bool choose(Config &chosen, const Tile (&tiles)[n], const Problem &p, const Device &device, Direction direction) {
+  const auto off = [](int64_t wish, int64_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / double(got))) : 0.0; };
+  double least = HUGE_VAL;
+  for (const Tile &tile : tiles) {
+    const Config c = config_for(p, tile, direction);
+    if (c.head_dim + c.head_dim_v > tile.most_dims || shared_bytes(c, direction) > device.shared_per_block) continue;
+    if (p.blocks.present && (p.blocks.block_q % tile.q || (direction == Direction::backward && p.blocks.block_k % tile.k))) continue;
+    const double cost = off(p.tile_q, tile.q) + off(p.tile_k, tile.k);
+    if (cost < least) least = cost, chosen = c;
+  }
+  return least < HUGE_VAL;
+}
+
+// Dense FLOP per clock and SM of mma.sync in TF32.
+double rate(const Device &device) {
+  switch (device.cc) {
+  case 80:
+    return 1024;
+  case 90:
+    return 1615; // measured on an H200
+  case 100:
+  case 103:
+    return 1024;
+  default:
+    return 256;
+  }
+}
+
+constexpr double kShareOfPeak = 0.6, kLaunchSeconds = 3e-6;
+
+class Tf32Engine final : public CudaEngine {
+public:
+  const char *name() const override { return "cuda-tf32"; }
+
+protected:
+  Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
+    if (p.dtype != DType::f32) return text("takes float32, not ", strobe::name(p.dtype));
+    if (device.cc < 80) return text(device.name, " has no TF32: sm_80 or newer is needed, this is sm_", device.cc);
+    return direction == Direction::forward ? forward(p, device, scratch) : backward(p, device, scratch);
+  }
+
+private:
+  static Made no_tile(const Device &device) {
+    return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
+  }
+
+  static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
+    Config c;
+    if (!choose(c, kForwardTiles, p, device, Direction::forward)) return no_tile(device);
+    ForwardArguments a = forward_arguments(p);
+    const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), rows = a.in.rows();
+    // As many parts as fill the GPU once; each is worth its own O: at least 256 keys.
+    const int64_t resident = std::clamp<int64_t>(device.shared_per_sm / (c.forward_shared_bytes() + 1024), 1, c.blocks_per_sm);
+    if (ctas > 0)
+      a.splits = int32_t(std::clamp<int64_t>(device.sms * resident / ctas, 1, std::clamp<int64_t>(p.seqlen_k / 256, 1, 256)));
+    // (batch, head) pairs whose tiles run together: their K and V should stay in half of the L2 cache.
+    const double bytes = 4 * double(p.seqlen_k) * double(p.head_dim + p.head_dim_v) / double(p.group());
+    a.bundle = int32_t(std::clamp(double(device.l2) / 2 / std::max(1.0, bytes), 4.0, 64.0));
+    if (a.splits > 1) {
+      a.partial_out = scratch.take<float>(a.splits * rows * p.head_dim_v);
+      a.partial_lse = scratch.take<float>(a.splits * rows);
+    }
+    Program program;
+    program.steps.push_back(Launch(kForward, c, ctas * a.splits, c.threads(), c.forward_shared_bytes(), a));
+    if (a.splits > 1) {
+      mma::Config combine{};
+      combine.dtype = kF32, combine.warps = 4, combine.blocks_per_sm = 1;
+      program.steps.push_back(Launch(kCombine, combine, rows, combine.threads(), 0, a));
+    }
+    describe(program, p, c, device, 2);
+    if (a.splits > 1) program.kernel += text(", keys split in ", a.splits);
+    return program;
+  }
+
+  static Made backward(const Problem &p, const Device &device, Scratch &scratch) {
+    if (p.deterministic && p.dq) return "dQ is added up in any order, which deterministic forbids";
+    if (p.dbias) return "has no gradient of the bias";
+    if (rounded(p.head_dim) + rounded(p.head_dim_v) > 256) return "dK and dV of head dimensions beyond 256 together do not fit the registers";
+    Config c;
+    if (!choose(c, kBackwardTiles, p, device, Direction::backward)) return no_tile(device);
+    BackwardArguments a = backward_arguments(p);
+    a.bundle = 4;
+    const int64_t rows = a.in.rows();
+    simt::Config each{};
+    each.dtype = kF32, each.head_dim = c.head_dim, each.head_dim_v = c.head_dim_v;
+    const int64_t row_tiles = p.batch * p.heads * tiles(p.seqlen_q, simt::Config::kDeltaRows);
+
+    Program program;
+    a.delta = scratch.take<float>(rows);
+    program.steps.push_back(Launch(kDelta, each, row_tiles, simt::Config::kDeltaRows, 0, a));
+    if (p.dsinks) program.steps.push_back(Launch(kSinkGradient, each, p.heads, 256, 0, a));
+    if (p.dq) {
+      a.dq_sum = scratch.take<float>(rows * c.head_dim);
+      program.steps.push_back(Zero{a.dq_sum, uint64_t(rows * c.head_dim) * 4});
+    }
+    if (p.dq || p.dk || p.dv)
+      program.steps.push_back(
+          Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.backward_shared_bytes(), a));
+    if (p.dq) program.steps.push_back(Launch(kQueryGradient, each, row_tiles, 256, 0, a));
+    describe(program, p, c, device, 5);
+    return program;
+  }
+
+  static void describe(Program &program, const Problem &p, const Config &c, const Device &device, double products) {
+    program.tile_q = c.tile_q, program.tile_k = c.tile_k;
+    program.kernel = text("fp32 as ", c.products, c.products > 1 ? " products" : " product", " in TF32, ", c.warps, " warps, head dimensions ",
+                          c.head_dim, " and ", c.head_dim_v);
+    if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
+    if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
+    if (!c.aligned) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+    const double flop = products * visible_scores(p) * (c.head_dim + c.head_dim_v);
+    program.predicted_seconds = kLaunchSeconds * double(program.steps.size()) +
+                                flop * c.products / (kShareOfPeak * rate(device) * device.sms * device.clock_hz);
+  }
+};
+
+} // namespace
+
+const CudaEngine &tf32_engine() {
+  static const Tf32Engine engine;
+  return engine;
+}
+
+} // namespace strobe::cuda

@@ -1,0 +1,136 @@
+"""What a GPU adds to the contract: graphs, streams, determinism on request, contents of device memory, decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import strobe
+
+ENGINES = [name for name, missing in strobe.engines() if missing is None and name.startswith("cuda-")]
+
+
+def tensors(*shape: int, dtype: torch.dtype, n: int = 3) -> list[torch.Tensor]:
+    return [torch.randn(*shape, device="cuda", dtype=dtype) for _ in range(n)]
+
+
+def gradients(q, k, v, dout, **options):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = strobe.attention(*leaves, **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_replays_with_other_lengths_and_other_dropout(dtype):
+    total, heads, dim = 384, 4, 64
+    q, k, v, dout = tensors(total, heads, dim, dtype=dtype, n=4)
+    first, second = (torch.tensor(x, device="cuda", dtype=torch.int32) for x in ([0, 100, 228, 384], [0, 0, 256, 384]))
+    cu, rng = first.clone(), torch.tensor([1, 2], device="cuda")
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 256, "max_seqlen_k": 256, "causal": True, "dropout": 0.2, "rng": rng}
+    gradients(q, k, v, dout, **options)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(q, k, v, dout, **options, deterministic=True)
+    for lengths, seed in ((second, 7), (first, 1)):
+        cu.copy_(lengths)
+        rng[0] = seed
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = gradients(q, k, v, dout, **options, deterministic=True)
+        for got, want in zip(captured, expected, strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("heads_kv", [4, 1])
+def test_deterministic_bits(engine, heads_kv):
+    dtype = torch.bfloat16 if engine in ("cuda-mma", "cuda-sm90") else torch.float32
+    q, dout = tensors(2, 4, 700, 64, dtype=dtype, n=2)
+    k, v = tensors(2, heads_kv, 700, 64, dtype=dtype, n=2)
+    options = {"causal": True, "deterministic": True, "engine": engine}
+    try:
+        expected = gradients(q, k, v, dout, **options)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    for _ in range(100):
+        for got, want in zip(gradients(q, k, v, dout, **options), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_a_broadcast_bias_has_one_gradient():
+    q, k, v, dout = tensors(3, 4, 200, 64, dtype=torch.bfloat16, n=4)
+    bias = torch.randn(1, 1, 200, 200, device="cuda", requires_grad=True)
+    expected = None
+    for _ in range(20):
+        (found,) = torch.autograd.grad(strobe.attention(q, k, v, bias=bias), bias, dout)
+        expected = found if expected is None else expected
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dropout_drops_what_the_cpu_drops(engine):
+    """V is the identity: O is P after dropout."""
+    dtype = torch.float16 if engine in ("cuda-mma", "cuda-sm90") else torch.float32
+    q, k = tensors(2, 3, 150, 64, dtype=dtype, n=2)
+    k = k[:, :, :100]
+    v = torch.eye(100, device="cuda", dtype=dtype).expand(2, 3, 100, 100).contiguous()
+    out = strobe.attention(q, k, v, dropout=0.3, seed=5, offset=9, engine=engine)
+    keep = strobe.dropout_mask((2, 3, 150, 100), 0.3, 5, 9)
+    assert torch.equal(out.cpu() != 0, keep)
+
+
+def test_another_stream():
+    q, k, v = tensors(1, 4, 2048, 64, dtype=torch.bfloat16)
+    expected = strobe.attention(q, k, v)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        late = q * 1
+        found = strobe.attention(late, k, v)
+    stream.synchronize()
+    assert torch.equal(found, expected)
+
+
+def test_device_memory_is_clamped_and_checked_on_request():
+    q, k, v = tensors(64, 2, 64, dtype=torch.float32)
+    cu = torch.tensor([0, 500, -3, 64], device="cuda", dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        strobe.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=64, max_seqlen_k=64, check=True)
+    strobe.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=64, max_seqlen_k=64)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("queries", [1, 3, 16])
+@pytest.mark.parametrize("heads", [(8, 8), (32, 8), (16, 1)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_decoding(queries, heads, dim):
+    q = torch.randn(3, heads[0], queries, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = tensors(3, heads[1], 5000, dim, dtype=torch.bfloat16, n=2)
+    out, lse = strobe.attention(q, k, v, causal=True, return_lse=True)
+    expected, expected_lse = strobe.attention(q.float(), k.float(), v.float(), causal=True, return_lse=True)
+    assert (out.float() - expected).abs().max() <= 2e-2 * expected.abs().max()
+    assert (lse - expected_lse).abs().max() <= 1e-3
+
+
+def test_the_callers_device_stays_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU here")
+    q, k, v = (x.to("cuda:1") for x in tensors(1, 2, 128, 64, dtype=torch.bfloat16))
+    with torch.cuda.device(0):
+        out = strobe.attention(q, k, v)
+        assert torch.cuda.current_device() == 0
+    assert out.device == q.device
+
+
+def test_compiled_and_under_autocast():
+    attend = torch.compile(lambda q, k, v: strobe.attention(q, k, v, causal=True), fullgraph=True)
+    q, k, v = (x.requires_grad_() for x in tensors(2, 4, 256, 64, dtype=torch.float32))
+    with torch.autocast("cuda", torch.bfloat16):
+        out = attend(q, k, v)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    expected = strobe.attention(q.detach(), k.detach(), v.detach(), causal=True)
+    assert (out.float() - expected).abs().max() <= 2e-2 * expected.abs().max()
+    assert q.grad is not None
+    assert bool(q.grad.isfinite().all())
