@@ -47,7 +47,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
         softcap: c > 0 makes each score c · tanh(score / c), before what is added to it.
         mask: bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory.
         bias: added to the scores; broadcasts likewise; q's dtype or float32. Its gradient is summed over what was broadcast.
-        alibi_slopes: float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores.
+        alibi_slopes: float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores. They have no gradient.
         sinks: float32 (float64 with float64) (H,): a logit per head that joins the softmax's denominator and no value.
         dropout: the probability of dropping an element of the softmax, 0 <= p < 1, in steps of 1/256; what is kept is scaled up.
         seed, offset: integers that choose the dropout mask. Without them and rng they are drawn from the default generator of torch
@@ -75,8 +75,8 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
 
     Raises:
         TypeError: an argument is of a wrong kind.
-        ValueError: an argument has a wrong shape, dtype or value; the message says which one and what is accepted.
-        NotImplementedError: no engine here takes the call; the message has every engine's reason.
+        ValueError: an argument has a wrong shape, dtype or value. Of either, the message names each wrong argument and what is accepted.
+        NotImplementedError: no engine here takes the call; the message has every engine's reason. Or alibi_slopes require grad.
         MemoryError: no memory for the results or the work.
 
     Sources: FlashAttention (Dao et al. 2022, arXiv:2205.14135), FlashAttention-2 (Dao 2023, arXiv:2307.08691), ALiBi (Press et al. 2021,
