@@ -109,7 +109,7 @@ def _prepared(
     framework, p = prepare(function, q, k, v, options, wrong)
     known = known or {}
     for name, x in known.items():
-        is_array(wrong, name, x, q if framework else None)
+        is_array(wrong, name, x, framework, q)
     if wrong or framework is None:
         raise _refusal(function, framework, p, wrong, known)
     return framework, p
@@ -256,7 +256,7 @@ def dropout_mask(
         wrong.append(ValueError("seed: accepted is seed (and offset), or rng"))
     framework = default_framework() if rng is None else known_framework(rng)
     if rng is not None:
-        is_array(wrong, "rng", rng, None)
+        is_array(wrong, "rng", rng, None, None)
     if len(wrong) == 1:
         raise wrong[0]
     if wrong or framework is None:

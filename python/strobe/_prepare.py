@@ -108,11 +108,10 @@ def check_names(function: str, given: Mapping[str, Any], wrong: Wrong) -> None:
 def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> tuple[Framework | None, Prepared]:
     """The framework is q's. `given`: AttentionOptions. What is wrong is added to `wrong`, and missing in the result."""
     framework = known_framework(q)
-    like = None if framework is None else q
     arrays: dict[str, Array] = {}
     options: dict[str, Any] = {}
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if is_array(wrong, name, x, like):
+        if is_array(wrong, name, x, framework, q):
             arrays[name] = x
     for name, x in given.items():
         if name not in DEFAULTS:
@@ -120,7 +119,7 @@ def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any
         elif x is DEFAULTS[name]:
             continue
         elif name in _ARRAYS:
-            if is_array(wrong, name, x, like):
+            if is_array(wrong, name, x, framework, q):
                 arrays[name] = x
         elif name in _FLAGS:
             if flag(wrong, name, x):
@@ -195,14 +194,14 @@ def _dropout(
         arrays["rng"] = framework.drawn_rng(q) if seed is None else framework.given_rng(seed, 0 if offset is None else offset, q)
 
 
-def is_array(wrong: Wrong, name: str, x: Any, q: Array | None) -> bool:
-    """Whether x is an array: of q's kind, where q lies, if q itself is one."""
-    own, of_q = known_framework(x), known_framework(q)
-    if of_q is not None and own is not of_q:
-        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a {of_q.name}, as q is"))
+def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Array) -> bool:
+    """Whether x is an array: of q's kind, where q lies, unless q itself is none; then framework is None."""
+    own = framework if framework is not None and framework.is_array(x) else known_framework(x)
+    if framework is not None and own is not framework:
+        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as q is"))
     elif own is None:
         wrong.append(no_array(name, x))
-    elif reason := own.misplaced(x, q):
+    elif reason := own.misplaced(x, None if framework is None else q):
         wrong.append(ValueError(f"{name}: {reason}"))
     elif x.ndim > MAX_RANK and name not in ("q", "k", "v"):  # those are held to a rank of their own
         wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes"))
@@ -218,14 +217,14 @@ def flag(wrong: Wrong, name: str, x: Any) -> bool:
 
 
 def is_number(wrong: Wrong, name: str, x: Any) -> bool:
-    if not (isinstance(x, (int, float)) or hasattr(x, "__float__")) or isinstance(x, bool) or known_framework(x) is not None:
+    if not (isinstance(x, (int, float)) or (hasattr(x, "__float__") and known_framework(x) is None)) or isinstance(x, bool):
         wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a number"))
         return False
     return True
 
 
 def _is_whole(x: Any) -> bool:
-    return (isinstance(x, int) or hasattr(x, "__index__")) and not isinstance(x, bool) and known_framework(x) is None
+    return (isinstance(x, int) or (hasattr(x, "__index__") and known_framework(x) is None)) and not isinstance(x, bool)
 
 
 def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:

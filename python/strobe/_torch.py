@@ -212,7 +212,7 @@ def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, An
 
 def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[str, Any]) -> list[Tensor]:
     if _is_plain((*arguments, *given.values())):
-        return _run_backward(*arguments, **given)
+        return _run_backward(*arguments, **given)  # type: ignore[arg-type]
     with torch._C._AutoDispatchBelowAutograd():
         return _backward(*arguments, **given)
 
