@@ -14,9 +14,7 @@ struct Divisor {
     while ((u64(1) << bits) < by) ++bits;
     return {by, (u32)(((u64(1) << (31 + bits)) + by - 1) / by), bits};
   }
-#if defined(__CUDACC__)
-  __device__ __forceinline__ u32 divide(u32 x) const { return by == 1 ? x : __umulhi(x, multiplier) >> (shift - 1); }
-#endif
+  STROBE_FN u32 divide(u32 x) const { return by == 1 ? x : (u32)((u64)x * multiplier >> 32) >> (shift - 1); }
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -126,9 +126,12 @@ private:
   }
   // By the threads of the role on the right, while the other one begins to multiply.
   static constexpr int kLoaders = kThreads / 2;
+  // Where registers are short its number is asked anew, so that nothing that follows from it is kept in one.
+  static constexpr bool kShort = kD > 128 || kDv > 128 || F.additive() || F.mask || kTileK > 128;
+  __device__ __forceinline__ int loader() const { return (kShort ? thread_index() : thread) % kLoaders; }
   template <int kColumns>
   __device__ __forceinline__ void load_queries(u32 target, const T *rows, const Operand &x, const Tile &t, i32 columns) const {
-    int thread = this->thread % kLoaders;
+    int thread = loader();
     i64 stride = x.stride[2];
     rows += t.queries.begin * stride;
     tile::load<kTileQ, kColumns, kLoaders, C.aligned != 0>(shared + target,
@@ -156,7 +159,7 @@ private:
   };
   __device__ __forceinline__ Stats read_stats(const Tile &t) const {
     Stats s;
-    int thread = this->thread % kLoaders;
+    int thread = loader();
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
       int n = thread + k * kLoaders, i = n % kTileQ, row = t.queries.begin + i;
@@ -175,7 +178,7 @@ private:
   // two rows of an accumulator.
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
   __device__ __forceinline__ void write_stats(const Stats &s, int iteration) const {
-    int thread = this->thread % kLoaders, stage = iteration % 2;
+    int thread = loader(), stage = iteration % 2;
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
       int n = thread + k * kLoaders, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
@@ -388,6 +391,7 @@ private:
   // Adds an iteration's dQ (without the scale) to the rows of its tile.
   template <bool kCareful> __device__ __forceinline__ void add_dq(int iteration) const {
     int stage = iteration % 2;
+    int warp = (kShort ? thread_index() : thread) / 32;
     if (!a.dq_sum || warp >= C.dq_rows() * C.dq_columns()) return;
     int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
     Accumulator dQ[kDqRows][kDqColumns] = {};

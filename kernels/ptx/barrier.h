@@ -4,6 +4,13 @@
 
 namespace strobe {
 
+// threadIdx.x, asked anew each time: nothing that follows from it is kept in registers around a loop.
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // Waits until `threads` threads have come; `arrive` comes without waiting.
 __device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
@@ -36,6 +43,16 @@ __device__ __forceinline__ void add_quad(float *base, const float (&x)[4]) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(base + quad((int)(threadIdx.x & 31), i)), "f"(x[i]) : "memory");
 }
 #endif
+
+// p[0] += x, p[1] += y; 8 bytes aligned
+__device__ __forceinline__ void add_pair(float *p, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
+#else
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 1), "f"(y) : "memory");
+#endif
+}
 
 __device__ __forceinline__ u32 load_acquire(const u32 *p) {
   u32 x;

@@ -62,10 +62,12 @@ template <Config C> struct Forward {
         T most = S[i][0];
 #pragma unroll
         for (int j = 1; j < kKeys; ++j) most = maximum(most, S[i][j]);
+        const T m_old = rows.m(i);
         most = grid.reduce(most, [](T x, T y) { return maximum(x, y); });
-        const T m_old = rows.m(i), m_new = maximum(m_old, most);
+        const T m_new = maximum(m_old, most);
         const T reference = m_new == minus_infinity<T>() ? T(0) : m_new; // nothing seen yet: exp2(-inf - 0) = 0
         const T alpha = exp2((m_old - reference) * scores.unit);
+        __syncwarp(); // all of the row have read m
         rows.m(i) = m_new;
         T l = rows.l(i) * alpha;
         rescale[i] = alpha;

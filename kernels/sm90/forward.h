@@ -5,14 +5,11 @@
 #include "../attention/scores.h"
 #include "../mma/dropout.h"
 #include "../mma/softmax.h"
-#include "../ptx/mbarrier.h"
-#include "../ptx/tma.h"
 #include "../ptx/wgmma.h"
 #include "../tile/shared.h"
-#include "arguments.h"
-#include "config.h"
+#include "assign.h"
+#include "load.h"
 #include "softmax.h"
-#include "tickets.h"
 
 namespace strobe::sm90 {
 
@@ -24,230 +21,38 @@ template <Config C> struct Forward {
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
-  static constexpr u32 kBlock = 64 * 2; // bytes of a row in shared memory
-  static_assert(C.stages <= 6, "the barriers' place");
   static_assert(!F.dropout || kN % 32 == 0, "dropout draws for 32 keys");
 
-  // Shared memory, from an address that is a multiple of 1024.
-  struct SharedMemory {
-    u32 q, k, v, barriers, messages;
-    __device__ __forceinline__ explicit SharedMemory(u32 base)
-        : q((base + 1023) & ~1023u), k(q + C.q_bytes()), v(k + C.stages * C.k_bytes()), barriers(v + C.stages * C.v_bytes()),
-          messages(barriers + 256) {}
-    __device__ __forceinline__ u32 q_full() const { return barriers; }
-    __device__ __forceinline__ u32 q_empty() const { return barriers + 8; }
-    __device__ __forceinline__ u32 item_full() const { return barriers + 16; }
-    __device__ __forceinline__ u32 item_empty() const { return barriers + 24; }
-    __device__ __forceinline__ u32 judged(u32 n) const { return barriers + 32 + 8 * (n % 2); }
-    __device__ __forceinline__ u32 k_full(int stage) const { return barriers + 48 + 32 * stage; }
-    __device__ __forceinline__ u32 k_empty(int stage) const { return barriers + 56 + 32 * stage; }
-    __device__ __forceinline__ u32 v_full(int stage) const { return barriers + 64 + 32 * stage; }
-    __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 72 + 32 * stage; }
-    __device__ __forceinline__ u32 item() const { return messages; }
-    __device__ __forceinline__ u32 overflow(u32 n) const { return messages + 16 + 4 * (n % 2); }
-    __device__ __forceinline__ u32 tile(int stage) const { return messages + 32 + 16 * stage; }
-  };
   // Named barrier: it is this warpgroup's turn, + its number.
   static constexpr int kTurn = 1;
 
-  // The stage of shared memory that is next, and the parity of its barriers.
-  struct Stage {
-    int index = 0;
-    u32 parity = 0;
-    __device__ __forceinline__ void advance() {
-      if (++index == C.stages) index = 0, parity ^= 1;
-    }
-  };
-
-  // What the assigning thread tells the others: a tile of queries, or that there is none left.
-  enum Kind : i32 { kNone, kOnce, kSafely }; // kOnce: with the fixed reference
-  struct Item {
-    i32 b, h, q;
-    i32 kind;
-  };
-  // What the loading thread tells the others: a tile of keys. It reaches them with K.
-  struct Tile {
-    i32 begin, end;
-    i32 masked, last;
-  };
-  template <class Message> static __device__ __forceinline__ Message read(u32 address) {
-    u32 x[4];
-    load_shared(x, address);
-    return {(i32)x[0], (i32)x[1], (i32)x[2], (i32)x[3]};
-  }
-  static __device__ __forceinline__ void write(u32 address, i32 a, i32 b, i32 c, i32 d) {
-    u32 x[4] = {(u32)a, (u32)b, (u32)c, (u32)d};
-    store_shared(address, x);
-  }
-
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char dynamic[];
-    const SharedMemory shared(shared_address(dynamic));
-    if (threadIdx.x == 0) {
-      mbarrier_init(shared.q_full(), 1);
-      mbarrier_init(shared.q_empty(), 4 * C.warpgroups);
-      mbarrier_init(shared.item_full(), 1);
-      mbarrier_init(shared.item_empty(), 4 * C.warpgroups + 1);
-      for (int n = 0; n < 2; ++n) {
-        mbarrier_init(shared.judged(n), 4 * C.warpgroups);
-        store_shared(shared.overflow(n), 0);
-      }
-      for (int s = 0; s < C.stages; ++s) {
-        mbarrier_init(shared.k_full(s), 1);
-        mbarrier_init(shared.k_empty(s), 4 * C.warpgroups);
-        mbarrier_init(shared.v_full(s), 1);
-        mbarrier_init(shared.v_empty(s), 4 * C.warpgroups);
-      }
-      mbarrier_init_fence();
-    }
+    const SharedMemory<C> shared(shared_address(dynamic));
+    if (threadIdx.x == 0) shared.begin();
     __syncthreads();
     const int warpgroup = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);
     if (warpgroup == 0) {
       registers_lower<C.registers_load>();
-      if (threadIdx.x == 0) Load{a, a.a.in, shared}.all();
-      if (threadIdx.x == 32) Assign{a, a.a.in, shared}.all();
+      if (threadIdx.x == 0) Load<C>{a, a.a.in, shared}.all();
+      if (threadIdx.x == 32) Assign<C>{a, a.a.in, shared}.all();
     } else {
       registers_raise<C.registers_compute>();
       Compute(a, shared, warpgroup - 1).all();
     }
   }
 
-  // Decides which tiles of queries this block computes.
-  struct Assign {
-    const Arguments &a;
-    const Inputs &in;
-    const SharedMemory &shared;
-    u32 told = 0, verdicts = 0;
-
-    __device__ __forceinline__ void all() {
-      Item before{0, 0, 0, kNone};
-      i32 kind = C.reference == kFixed ? kOnce : kSafely;
-      bool first = true;
-#pragma unroll 1
-      for (u32 x = blockIdx.x; x < a.items;) {
-        const Item item = this->item(x, kind);
-        if (item.kind != kNone) tell(item);
-        x = a.items;
-        if (gridDim.x < a.items) {
-          const u32 ticket = first ? first_ticket(a.tickets) : next_ticket(a.tickets);
-          first = false;
-          if (ticket == a.items - 1) return_tickets(a.tickets);
-          x = gridDim.x + ticket;
-        }
-        if (item.kind == kNone) continue;
-        if (overflowed(before)) kind = kSafely; // and no more risks
-        before = item;
-      }
-      overflowed(before);
-      tell({0, 0, 0, kNone});
-    }
-
-    // Within a bundle of heads the last (longest, if causal) tile first.
-    __device__ __forceinline__ Item item(u32 x, i32 kind) const {
-      const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle.divide(within);
-      const u32 head = bundle * a.bundle.by + within - tile * a.bundle.by, b = a.heads.divide(head);
-      const i32 q = (a.tiles - 1 - (i32)tile) * C.tile_q();
-      const bool empty = in.cu_seqlens_q && q >= in.sequence(b).band.seqlen_q;
-      return {(i32)b, (i32)(head - b * a.heads.by), q, empty ? kNone : kind};
-    }
-    __device__ __forceinline__ void tell(const Item &item) {
-      mbarrier_wait(shared.item_empty(), told++ % 2 ^ 1);
-      write(shared.item(), item.b, item.h, item.q, item.kind);
-      mbarrier_arrive(shared.item_full());
-    }
-    // Waits for the verdict on an item that was computed kOnce; has it computed again if need be.
-    __device__ __forceinline__ bool overflowed(const Item &item) {
-      if (item.kind != kOnce) return false;
-      const u32 n = verdicts++;
-      mbarrier_wait(shared.judged(n), n / 2 % 2);
-      if (!load_shared(shared.overflow(n))) return false;
-      store_shared(shared.overflow(n), 0);
-      tell({item.b, item.h, item.q, kSafely});
-      return true;
-    }
-  };
-
-  // Tells the copy engine what to fetch.
-  struct Load {
-    const Arguments &a;
-    const Inputs &in;
-    const SharedMemory &shared;
-    Stage k{}, v{};
-    u32 items = 0;
-
-    __device__ __forceinline__ void all() {
-      tma_prefetch(a.q.map), tma_prefetch(a.k.map), tma_prefetch(a.v.map);
-#pragma unroll 1
-      for (;; ++items) {
-        mbarrier_wait(shared.item_full(), items % 2);
-        const Item item = read<Item>(shared.item());
-        mbarrier_arrive(shared.item_empty());
-        if (item.kind == kNone) break;
-        load(item);
-      }
-    }
-
-    __device__ __forceinline__ void load(const Item &item) {
-      const Sequence sequence = in.sequence(item.b);
-      const BasicBand<i32> band = narrow(sequence.band);
-      const i32 kv = (i32)a.group.divide(item.h), k0 = (i32)sequence.k0;
-      BlockRow row{nullptr, 0, 0};
-      if constexpr (F.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
-      BasicSchedule<i32> tiles(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN, 16, row);
-      BasicKeyTile<i32> next;
-      bool more = tiles.next(next);
-      if (!more) next = {0, 0, true};
-      i32 before = -1; // where the tile begins whose V is still to be loaded
-#pragma unroll 1
-      do {
-        const BasicKeyTile<i32> tile = next;
-        more = more && tiles.next(next);
-        mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
-        write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
-        load<C.columns(), C.k_bytes()>(a.k, shared.k_full(k.index), shared.k + k.index * C.k_bytes(), k0 + tile.begin, kv, item.b);
-        k.advance();
-        if (before < 0)
-          load_q(item, (i32)sequence.q0 + item.q);
-        else
-          load_v(k0 + before, kv, item.b);
-        before = tile.begin;
-      } while (more);
-      load_v(k0 + before, kv, item.b);
-    }
-
-    __device__ __forceinline__ void load_q(const Item &item, i32 row) {
-      mbarrier_wait(shared.q_empty(), items % 2 ^ 1);
-      mbarrier_expect(shared.q_full(), C.q_bytes());
-      for (int w = 0; w < C.warpgroups; ++w)
-        for (int c = 0; c < C.columns(); c += 64)
-          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kBlock * (c / 64), a.q.map, shared.q_full(), c, row + 64 * w,
-                   item.h * a.q.head_step, item.b * a.q.batch_step);
-    }
-    __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
-      mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);
-      load<C.columns_v(), C.v_bytes()>(a.v, shared.v_full(v.index), shared.v + v.index * C.v_bytes(), row, kv, b);
-      v.advance();
-    }
-    template <int kColumns, u32 kBytes>
-    static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 row, i32 head, i32 b) {
-      mbarrier_expect(full, kBytes);
-#pragma unroll
-      for (int c = 0; c < kColumns; c += 64)
-        tma_load(address + kN * kBlock * (c / 64), x.map, full, c, row, head * x.head_step, b * x.batch_step);
-    }
-  };
-
   struct Compute {
     const Arguments &a;
     const Inputs &in;
-    const SharedMemory &shared;
+    const SharedMemory<C> &shared;
     const int w, lane, warp; // warpgroup; warp within it
-    Stage k{}, v{};
+    Stage<C> k{}, v{};
     u32 verdicts = 0;
     float O[kDv / 2], S[kN / 2];
     u32 P[kN / 4], Q[C.q_in_registers ? kD / 4 : 1];
 
-    __device__ __forceinline__ Compute(const Arguments &a, const SharedMemory &shared, int w)
+    __device__ __forceinline__ Compute(const Arguments &a, const SharedMemory<C> &shared, int w)
         : a(a), in(a.a.in), shared(shared), w(w), lane((int)threadIdx.x % 32),
           warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)) {}
 
@@ -425,7 +230,8 @@ template <Config C> struct Forward {
 #pragma unroll
       for (int c = 0; c < kD / 16; ++c) {
         const int chunk = c % 4 * 2 + lane / 16;
-        ldmatrix(reinterpret_cast<u32(&)[4]>(Q[4 * c]), q_address() + 64 * kBlock * (c / 4) + row * kBlock + ((chunk ^ row % 8) << 4));
+        ldmatrix(reinterpret_cast<u32(&)[4]>(Q[4 * c]),
+                 q_address() + 64 * kRowBytes * (c / 4) + row * kRowBytes + ((chunk ^ row % 8) << 4));
       }
       __syncwarp();
       release(shared.q_empty());
@@ -436,20 +242,20 @@ template <Config C> struct Forward {
       const u64 q = descriptor_k_major(q_address()), key = descriptor_k_major(shared.k + k.index * C.k_bytes());
 #pragma unroll
       for (int c = 0; c < kD / 16; ++c) {
-        const u64 b = advance(key, kN * kBlock * (c / 4) + 32 * (c % 4));
+        const u64 b = advance(key, kN * kRowBytes * (c / 4) + 32 * (c % 4));
         if constexpr (C.q_in_registers) {
           c ? Wgmma<T, kN>::template registers<true, 0>(S, Q + 4 * c, b) : Wgmma<T, kN>::template registers<false, 0>(S, Q, b);
         } else {
-          const u64 left = advance(q, 64 * kBlock * (c / 4) + 32 * (c % 4));
+          const u64 left = advance(q, 64 * kRowBytes * (c / 4) + 32 * (c % 4));
           c ? Wgmma<T, kN>::template shared<true>(S, left, b) : Wgmma<T, kN>::template shared<false>(S, left, b);
         }
       }
     }
     // O += P V
     __device__ __forceinline__ void multiply_p_v() {
-      const u64 value = descriptor_mn_major(shared.v + v.index * C.v_bytes(), kN * kBlock);
+      const u64 value = descriptor_mn_major(shared.v + v.index * C.v_bytes(), kN * kRowBytes);
 #pragma unroll
-      for (int n = 0; n < kN / 16; ++n) Wgmma<T, kDv>::template registers<true, 1>(O, P + 4 * n, advance(value, 16 * kBlock * n));
+      for (int n = 0; n < kN / 16; ++n) Wgmma<T, kDv>::template registers<true, 1>(O, P + 4 * n, advance(value, 16 * kRowBytes * n));
     }
     __device__ __forceinline__ void round_p() {
 #pragma unroll

@@ -20,21 +20,18 @@ template <Config C> struct Backward {
   using Arguments = BackwardArguments;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
 
-  static __device__ __forceinline__ void run(const Arguments &a) {
-    extern __shared__ __align__(128) unsigned char shared[];
-    Backward(a, shared).run();
-  }
+  static __device__ __forceinline__ void run(const Arguments &a) { Backward(a).run(); }
 
 private:
   static constexpr Features F = C.features;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
   static constexpr int kM = kTileK / C.warps / 16, kN = kTileQ / 16; // a warp's keys, the queries, in blocks
-  static constexpr bool kHides = F.mask || F.bias;                   // elements may be hidden in any tile
+  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // of queries that dK and dV take at a time: registers are short
   static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0);
 
   // In shared memory
   static constexpr u32 kV = 4 * kTileK * kD, kQ = kV + 4 * kTileK * kDv, kDo = kQ + 4 * kTileQ * kD, kDs = kDo + 4 * kTileQ * kDv,
-                       kStats = kDs + 4 * kTileQ * C.ds_pitch(), kState = kStats + 8 * kTileQ;
+                       kStats = kDs + 4 * kTileQ * C.ds_pitch(), kState = kStats + 12 * kTileQ;
   static_assert(kState + C.state_bytes() == C.backward_shared_bytes());
 
   using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
@@ -57,147 +54,155 @@ private:
 
   const Arguments &a;
   const Inputs &in;
-  State &state;
-  u32 shared;
-  int warp;
+  __device__ __forceinline__ explicit Backward(const Arguments &a) : a(a), in(a.in) {}
 
-  __device__ __forceinline__ Backward(const Arguments &a, unsigned char *memory)
-      : a(a), in(a.in), state(*(State *)(memory + kState)), shared(shared_address(memory)), warp((int)threadIdx.x / 32) {}
+  static __device__ __forceinline__ State &shared_state() { return *(State *)(shared_memory() + kState); }
+  static __device__ __forceinline__ u32 shared(u32 offset) { return shared_address(shared_memory()) + offset; }
+  static __device__ __forceinline__ int first_key() { return thread_index() / 32 * kM * 16; } // of this warp's, within the tile
 
   // By one thread. Bundles of heads run together and share the L2 cache; within one, tiles of the first keys come first: they are the longest.
   __device__ __forceinline__ void choose_keys() const {
     u32 index = blockIdx.x, tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
     u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
     u32 pair = first + rest % n;
-    state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
-    state.sequence = in.sequence(state.batch);
-    state.k1 = min(state.k0 + kTileK, (i32)state.sequence.band.seqlen_k);
-    state.careful = 0;
+    shared_state().batch = (i32)(pair / in.heads_kv), shared_state().head_kv = (i32)(pair % in.heads_kv),
+    shared_state().k0 = (i32)(rest / n) * kTileK;
+    shared_state().sequence = in.sequence(shared_state().batch);
+    shared_state().k1 = min(shared_state().k0 + kTileK, (i32)shared_state().sequence.band.seqlen_k);
+    shared_state().careful = 0;
   }
   __device__ __forceinline__ void take_head(i32 head) const {
-    state.head = head;
-    if (head == (state.head_kv + 1) * in.group) return;
+    shared_state().head = head;
+    if (head == (shared_state().head_kv + 1) * in.group) return;
     BlockRow row{nullptr, 0, 0};
-    if constexpr (F.blocks) row = in.blocks_t.row(state.batch, head, state.k0 / (u32)in.blocks_t.row_tokens);
-    state.tiles = Tiles(state.sequence.band, state.k0, state.k1, kTileK, row);
+    if constexpr (F.blocks) row = in.blocks_t.row(shared_state().batch, head, shared_state().k0 / (u32)in.blocks_t.row_tokens);
+    shared_state().tiles = Tiles(shared_state().sequence.band, shared_state().k0, shared_state().k1, kTileK, row);
   }
   // The tile of iteration n.
   __device__ __forceinline__ void find(int n) const {
-    Tile &t = state.ring[n % 2];
-    i32 end = (state.head_kv + 1) * in.group;
-    while (state.head < end && !state.tiles.next(t.queries)) take_head(state.head + 1);
-    t.head = state.head < end ? state.head : -1;
-    t.rows = min(kTileQ, (i32)state.sequence.band.seqlen_q - t.queries.begin);
+    Tile &t = shared_state().ring[n % 2];
+    i32 end = (shared_state().head_kv + 1) * in.group;
+    while (shared_state().head < end && !shared_state().tiles.next(t.queries)) take_head(shared_state().head + 1);
+    t.head = shared_state().head < end ? shared_state().head : -1;
+    t.rows = min(kTileQ, (i32)shared_state().sequence.band.seqlen_q - t.queries.begin);
   }
 
   template <int kRows, int kColumns>
   __device__ __forceinline__ void load_rows(u32 target, const Operand &x, i32 h, i64 row, i32 rows, i32 columns) const {
-    tile::Matrix<const float> m{x.at<const float>(state.batch, h, row, 0), x.stride[2], x.stride[3], rows, columns};
-    load<kRows, kColumns, kThreads, C.aligned != 0>(shared + target, m, thread_index());
+    tile::Matrix<const float> m{x.at<const float>(shared_state().batch, h, row, 0), x.stride[2], x.stride[3], rows, columns};
+    load<kRows, kColumns, kThreads, C.aligned != 0>(shared(target), m, thread_index());
   }
   __device__ __forceinline__ void load_keys() const {
-    i64 row = state.sequence.k0 + state.k0;
-    load_rows<kTileK, kD>(0, in.k, state.head_kv, row, state.k1 - state.k0, in.head_dim);
-    load_rows<kTileK, kDv>(kV, in.v, state.head_kv, row, state.k1 - state.k0, in.head_dim_v);
+    i64 row = shared_state().sequence.k0 + shared_state().k0;
+    load_rows<kTileK, kD>(0, in.k, shared_state().head_kv, row, shared_state().k1 - shared_state().k0, in.head_dim);
+    load_rows<kTileK, kDv>(kV, in.v, shared_state().head_kv, row, shared_state().k1 - shared_state().k0, in.head_dim_v);
   }
-  // Also LSE (of rows that see nothing and of those that are not there +inf: P = 0) and D.
+  // Also LSE (of rows that see nothing and of those that are not there +inf: P = 0), D, and what LSE lacks.
   __device__ __forceinline__ void load_queries(const Tile &t) const {
-    i64 row = state.sequence.q0 + t.queries.begin;
+    i64 row = shared_state().sequence.q0 + t.queries.begin;
     load_rows<kTileQ, kD>(kQ, in.q, t.head, row, t.rows, in.head_dim);
     load_rows<kTileQ, kDv>(kDo, a.dout, t.head, row, t.rows, in.head_dim_v);
     for (int i = thread_index(); i < kTileQ; i += kThreads) {
-      float lse = minus_infinity<float>(), D = 0;
+      float lse = minus_infinity<float>(), D = 0, excess = 0;
       if (i < t.rows) {
-        lse = *a.lse.at<const float>(state.batch, t.head, row + i, 0);
-        D = ((const float *)a.delta)[in.row_index(state.batch, t.head, row + i)];
+        const float *delta = (const float *)a.delta + in.row_index(shared_state().batch, t.head, row + i);
+        lse = *a.lse.at<const float>(shared_state().batch, t.head, row + i, 0);
+        D = delta[0], excess = delta[in.rows()];
       }
       if (lse == minus_infinity<float>()) lse = -lse;
-      store_shared(shared + kStats + 4 * i, __float_as_uint(lse));
-      store_shared(shared + kStats + 4 * (kTileQ + i), __float_as_uint(D));
+      store_shared(shared(kStats) + 4 * i, __float_as_uint(lse));
+      store_shared(shared(kStats) + 4 * (kTileQ + i), __float_as_uint(D));
+      store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(excess));
     }
   }
-  // of the query in this lane's column (c, e) of block n
-  __device__ __forceinline__ float lse(int n, int c, int e) const {
-    return load_shared_float(shared + kStats + 4 * (16 * n + tile::lane_column(c, e)));
-  }
-  __device__ __forceinline__ float delta(int n, int c, int e) const {
-    return load_shared_float(shared + kStats + 4 * (kTileQ + 16 * n + tile::lane_column(c, e)));
+  // of the query in this lane's column (c, e) of block n: 0: LSE, 1: D, 2: what LSE lacks
+  __device__ __forceinline__ float statistic(int which, int n, int c, int e) const {
+    return load_shared_float(shared(kStats) + 4 * (which * kTileQ + 16 * n + tile::lane_column(c, e)));
   }
 
   // S^T -> P^T. For a softcap: through[..] = P^T times its slope.
   template <bool kMasked>
   __device__ __forceinline__ void probabilities(Accumulator (&S)[kM][kN], Accumulator (&through)[kM][kN], const Tile &t) const {
     constexpr float kLog2e = 1.44269504088896340736f;
-    Scores<F, float> scores(in, state.sequence, state.batch);
+    Scores<F, float> scores(in, shared_state().sequence, shared_state().batch);
     float natural = F.additive() ? 1.0f : (float)in.scale;
-    i32 first = state.k0 + warp * kM * 16, limit = state.k1;
+    i32 first = shared_state().k0 + first_key(), limit = shared_state().k1;
 #pragma unroll
     for (int k = 0; k < 4 * kN; ++k) {
       int n = k / 4, c = k / 2 % 2, e = k % 2;
       auto row = scores.row(t.queries.begin + 16 * n + tile::lane_column(c, e), t.head);
-      float l = lse(n, c, e);
+      float l = statistic(0, n, c, e), excess = statistic(2, n, c, e);
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i) {
         int m = i / 2, r = i % 2;
         float &s = S[m][n].x[c][2 * r + e], slope = 1;
         i32 key = first + 16 * m + tile::lane_row(r);
         float x = F.softcap ? scores.score(s, row, key, kMasked, limit, slope) : scores.score(s, row, key, kMasked, limit);
-        s = exp2(fmaf(x, natural, -l) * kLog2e);
+        s = exp2((fmaf(x, natural, -l) - excess) * kLog2e);
         if constexpr (F.softcap) through[m][n].x[c][2 * r + e] = s * slope;
       }
     }
   }
 
-  // dP^T -> dS^T; where nothing is seen it is 0, whatever dP is.
-  __device__ __forceinline__ void differentiate(Accumulator (&dP)[kM][kN], const Accumulator (&P)[kM][kN],
-                                                const Accumulator (&through)[kM][kN]) const {
+  // dP^T -> dS^T, with P^T from shared memory, where this lane put it; where nothing is seen dS is 0, whatever dP is.
+  __device__ __forceinline__ void differentiate(Accumulator (&dP)[kM][kN], const Accumulator (&through)[kM][kN]) const {
     float factor = Dropout<F>(in).factor();
 #pragma unroll
     for (int k = 0; k < 4 * kN; ++k) {
       int n = k / 4, c = k / 2 % 2, e = k % 2;
-      float D = delta(n, c, e);
+      float D = statistic(1, n, c, e);
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i) {
         int at = 2 * (i % 2) + e;
-        float &x = dP[i / 2][n].x[c][at], p = P[i / 2][n].x[c][at];
-        if constexpr (F.dropout) x = __float_as_uint(p) >> 31 ? 0.0f : x * factor;
+        float &x = dP[i / 2][n].x[c][at], p = load_shared_float(address_of(i / 2, n, c, i % 2, e));
+        if constexpr (F.dropout) x = dropped(p) ? 0.0f : x * factor;
         x = p == 0 ? 0.0f : (F.softcap ? through[i / 2][n].x[c][at] : fabsf(p)) * (x - D);
       }
     }
   }
 
-  // P^T or dS^T to shared memory, rows are queries.
-  __device__ __forceinline__ u32 address_ds(int query, int key) const { return shared + kDs + 4 * (query * C.ds_pitch() + key); }
+  // What dropout takes away of P^T has a sign.
+  static __device__ __forceinline__ bool dropped(float p) { return F.dropout && __float_as_uint(p) >> 31; }
+
+  // Of P^T and later dS^T in shared memory; rows are queries.
+  __device__ __forceinline__ u32 address_ds(int query, int key) const { return shared(kDs) + 4 * (query * C.ds_pitch() + key); }
+  __device__ __forceinline__ u32 address_of(int m, int n, int c, int r, int e) const { // of what this lane holds
+    return address_ds(16 * n + tile::lane_column(c, e), first_key() + 16 * m + tile::lane_row(r));
+  }
   __device__ __forceinline__ void put(const Accumulator (&x)[kM][kN]) const {
 #pragma unroll
     for (int i = 0; i < 8 * kM * kN; ++i) {
       int m = i / (8 * kN), n = i / 8 % kN, c = i / 4 % 2, r = i / 2 % 2, e = i % 2;
-      store_shared(address_ds(16 * n + tile::lane_column(c, e), (warp * kM + m) * 16 + tile::lane_row(r)),
-                   __float_as_uint(x[m][n].x[c][2 * r + e]));
+      store_shared(address_of(m, n, c, r, e), __float_as_uint(x[m][n].x[c][2 * r + e]));
     }
+    __syncwarp();
   }
 
-  // sum += x B, B: the tile's queries, in shared memory
-  template <int kColumns>
-  __device__ __forceinline__ void accumulate(Accumulator (&sum)[kM][kColumns / 16], const Accumulator (&x)[kM][kN], u32 b) const {
-    if (state.careful) {
-      __syncwarp();
-      put(x);
-      __syncwarp();
-      accumulate_carefully<kColumns>(sum, b);
-      return;
-    }
+  // sum += x B, B: the tile's queries, x: P^T or dS^T, which also lies in shared memory
+  template <int kColumns, bool kP>
+  __device__ __forceinline__ void accumulate(Accumulator (&sum)[kM][kColumns / 16], Accumulator (&x)[kM][kN], u32 b) const {
+    if (shared_state().careful) return accumulate_carefully<kColumns, kP>(sum, b);
     Pairs<kColumns> B(b);
 #pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      Left f[kM][4];
+    for (int n = 0; n < kN; n += kBlocks) {
+      Left f[kM][2 * kBlocks];
 #pragma unroll
-      for (int m = 0; m < kM; ++m) set_left<C.products>(f[m], x[m][n], x[m][n + 1]);
+      for (int m = 0; m < kM; ++m) {
+        if constexpr (kP && F.dropout) {
+#pragma unroll
+          for (int i = 0; i < 8 * kBlocks; ++i) {
+            float &p = x[m][n + i / 8].x[i / 4 % 2][i % 4];
+            if (dropped(p)) p = 0;
+          }
+        }
+        set_left<C.products>(f[m], x[m] + n);
+      }
       multiply_pairs<kColumns, C.products>(sum, f, B, 16 * n);
     }
   }
-  // Where B is not finite: what x, now in dS's place, has at 0 leaves the sum alone.
-  template <int kColumns> __device__ __forceinline__ void accumulate_carefully(Accumulator (&sum)[kM][kColumns / 16], u32 b) const {
+  // Where B is not finite: what x has at 0 leaves the sum alone.
+  template <int kColumns, bool kP>
+  __device__ __forceinline__ void accumulate_carefully(Accumulator (&sum)[kM][kColumns / 16], u32 b) const {
 #pragma unroll 1
     for (int j = 0; j < kTileQ; ++j) {
 #pragma unroll
@@ -206,8 +211,9 @@ private:
         float y = load_shared_float(b + Layout<kColumns>::offset(j, column / 4) + column % 4 * 4);
 #pragma unroll
         for (int i = 0; i < 2 * kM; ++i) {
-          float x = load_shared_float(address_ds(j, (warp * kM + i / 2) * 16 + tile::lane_row(i % 2)));
-          if (x != 0) element(sum, i / 2, i % 2, k / 8, k % 8) = fmaf(x, y, element(sum, i / 2, i % 2, k / 8, k % 8));
+          float x = load_shared_float(address_ds(j, first_key() + 16 * (i / 2) + tile::lane_row(i % 2))),
+                &z = element(sum, i / 2, i % 2, k / 8, k % 8);
+          if (x != 0 && !(kP && dropped(x))) z = fmaf(x, y, z);
         }
       }
     }
@@ -215,13 +221,13 @@ private:
 
   // Adds dS K, 16 queries by 32 columns at a time, to the rows of the tile.
   __device__ __forceinline__ void add_dq(const Tile &t) const {
-    if (!a.dq_sum || state.careful) return;
-    float *target = a.dq_sum + in.row_index(state.batch, t.head, state.sequence.q0 + t.queries.begin) * kD;
+    if (!a.dq_sum || shared_state().careful) return;
+    float *target = a.dq_sum + in.row_index(shared_state().batch, t.head, shared_state().sequence.q0 + t.queries.begin) * kD;
     float scale = (float)in.scale;
-    if (!state.k_finite) return add_dq_carefully(t, target, scale);
-    Pairs<kD> K(shared);
+    if (!shared_state().k_finite) return add_dq_carefully(t, target, scale);
+    Pairs<kD> K(shared(0));
 #pragma unroll 1
-    for (int part = warp; part < kN * (kD / 32); part += C.warps) {
+    for (int part = thread_index() / 32; part < kN * (kD / 32); part += C.warps) {
       int row = part % kN * 16 + tile::lane_row(0), column = part / kN * 32;
       Accumulator dQ[1][2] = {};
 #pragma unroll
@@ -240,8 +246,8 @@ private:
       for (int i = 0; i < 8; ++i) {
         int r = i / 4, k = i % 4 * 2;
         if (row + 8 * r >= t.rows) continue;
-        add_global(target + (row + 8 * r) * kD + column + first_column() + k, element(dQ, 0, r, 0, k) * scale,
-                   element(dQ, 0, r, 0, k + 1) * scale);
+        add_pair(target + (row + 8 * r) * kD + column + first_column() + k, element(dQ, 0, r, 0, k) * scale,
+                 element(dQ, 0, r, 0, k + 1) * scale);
       }
     }
   }
@@ -252,7 +258,8 @@ private:
       float sum = 0;
 #pragma unroll 1
       for (int j = 0; j < kTileK; ++j) {
-        float x = load_shared_float(address_ds(row, j)), y = load_shared_float(shared + Layout<kD>::offset(j, column / 4) + column % 4 * 4);
+        float x = load_shared_float(address_ds(row, j)),
+              y = load_shared_float(shared(0) + Layout<kD>::offset(j, column / 4) + column % 4 * 4);
         if (x != 0) sum = fmaf(x, y, sum);
       }
       atomicAdd(target + i, sum * scale);
@@ -267,43 +274,36 @@ private:
 #pragma unroll
     for (int i = 0; i < kM * kDv / 2; ++i) dV[i / (kDv / 2)][i / 8 % (kDv / 16)].x[i / 4 % 2][i % 4] = 0;
     if (threadIdx.x == 0) {
-      take_head(state.head_kv * in.group);
+      take_head(shared_state().head_kv * in.group);
       find(0);
     }
     __syncthreads();
-    if (state.ring[0].head >= 0) load_queries(state.ring[0]);
+    if (shared_state().ring[0].head >= 0) load_queries(shared_state().ring[0]);
     cp_async_commit();
 #pragma unroll 1
-    for (int n = 0; state.ring[n % 2].head >= 0; ++n) {
-      const Tile &t = state.ring[n % 2], &next = state.ring[(n + 1) % 2];
+    for (int n = 0; shared_state().ring[n % 2].head >= 0; ++n) {
+      const Tile &t = shared_state().ring[n % 2], &next = shared_state().ring[(n + 1) % 2];
       cp_async_wait<0>();
       __syncthreads(); // Q and dO are here, and nobody reads the last dS
       if (threadIdx.x == 0) find(n + 1);
-      u32 keys = warp * kM * 16;
+      u32 keys = first_key();
 
       Accumulator P[kM][kN] = {}, through[kM][kN], dS[kM][kN] = {};
-      multiply_rows<kD, C.products>(P, shared + 4 * keys * kD, shared + kQ);
+      multiply_rows<kD, C.products>(P, shared(0) + 4 * keys * kD, shared(kQ));
       if (t.queries.masked)
         probabilities<true>(P, through, t);
       else
         probabilities<false>(P, through, t);
       if constexpr (F.dropout) {
         mma::BlockDropout<F> dropout{Dropout<F>(in)};
-        dropout.mark(P, t.queries.begin, state.k0 + (i32)keys, t.head, state.batch);
+        dropout.mark(P, t.queries.begin, shared_state().k0 + (i32)keys, t.head, shared_state().batch);
       }
-      multiply_rows<kDv, C.products>(dS, shared + kV + 4 * keys * kDv, shared + kDo);
-      differentiate(dS, P, through);
-      if constexpr (F.dropout) {
-#pragma unroll
-        for (int i = 0; i < 8 * kM * kN; ++i) {
-          float &p = P[i / (8 * kN)][i / 8 % kN].x[i / 4 % 2][i % 4];
-          p = __float_as_uint(p) >> 31 ? 0.0f : p;
-        }
-      }
-      accumulate<kDv>(dV, P, shared + kDo);
-      accumulate<kD>(dK, dS, shared + kQ);
-      __syncwarp();
+      put(P);
+      accumulate<kDv, true>(dV, P, shared(kDo));
+      multiply_rows<kDv, C.products>(dS, shared(kV) + 4 * keys * kDv, shared(kDo));
+      differentiate(dS, through);
       put(dS);
+      accumulate<kD, false>(dK, dS, shared(kQ));
       __syncthreads(); // all of dS is here, and nobody reads Q and dO any more
       if (next.head >= 0) load_queries(next);
       cp_async_commit();
@@ -322,18 +322,17 @@ private:
   __device__ __forceinline__ bool keys_finite() const {
     bool yes = true;
 #pragma unroll 1
-    for (int i = thread_index(); i < kTileK * kD; i += kThreads) yes = yes && finite(load_shared_float(shared + 4 * i));
+    for (int i = thread_index(); i < kTileK * kD; i += kThreads) yes = yes && finite(load_shared_float(shared(0) + 4 * i));
     return yes;
   }
 
-  template <int kC>
-  __device__ __forceinline__ void store(const Operand &out, Accumulator (&x)[kM][kC], float factor, i32 columns) const {
+  template <int kC> __device__ __forceinline__ void store(const Operand &out, Accumulator (&x)[kM][kC], float factor, i32 columns) const {
     if (!out) return;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      i32 key = state.k0 + (warp * kM + i / 2) * 16 + tile::lane_row(i % 2);
-      if (key >= state.k1) continue;
-      float *row = out.at<float>(state.batch, state.head_kv, state.sequence.k0 + key, 0);
+      i32 key = shared_state().k0 + first_key() + 16 * (i / 2) + tile::lane_row(i % 2);
+      if (key >= shared_state().k1) continue;
+      float *row = out.at<float>(shared_state().batch, shared_state().head_kv, shared_state().sequence.k0 + key, 0);
       store_row<C.aligned != 0>(x, i / 2, i % 2, factor, row, out.stride[3], columns);
     }
   }
@@ -341,20 +340,20 @@ private:
   __device__ __forceinline__ void run() const {
     if (threadIdx.x == 0) choose_keys();
     __syncthreads();
-    if (state.k0 >= state.k1) return;
+    if (shared_state().k0 >= shared_state().k1) return;
     load_keys();
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
     bool k_finite = __syncthreads_and(keys_finite());
-    if (threadIdx.x == 0) state.k_finite = k_finite;
+    if (threadIdx.x == 0) shared_state().k_finite = k_finite;
 
     Accumulator dK[kM][kD / 16], dV[kM][kDv / 16];
 #pragma unroll 1
     while (true) {
       walk(dK, dV);
-      if (__syncthreads_and(state.careful || (all_finite(dK) && all_finite(dV)))) break;
-      if (threadIdx.x == 0) state.careful = 1;
+      if (__syncthreads_and(shared_state().careful || (all_finite(dK) && all_finite(dV)))) break;
+      if (threadIdx.x == 0) shared_state().careful = 1;
       __syncthreads();
     }
     store(a.dk, dK, (float)in.scale, in.head_dim);

@@ -16,13 +16,13 @@ struct Config {
   Features features;
 
   STROBE_FN constexpr i32 threads() const { return 32 * warps; }
-  // Bytes of shared memory. Forward: Q, the stages of K, those of V; backward: K, V, Q, dO, dS, LSE and D; both: the schedule.
+  // Bytes of shared memory. Forward: Q, the stages of K, those of V; backward: K, V, Q, dO, dS, three numbers of each query; both: the schedule.
   STROBE_FN static constexpr i32 state_bytes() { return 512; }
   STROBE_FN constexpr i32 forward_shared_bytes() const {
     return 4 * (tile_q * head_dim + stages * tile_k * (head_dim + head_dim_v)) + state_bytes();
   }
   STROBE_FN constexpr i32 backward_shared_bytes() const {
-    return 4 * ((tile_k + tile_q) * (head_dim + head_dim_v) + tile_q * ds_pitch() + 2 * tile_q) + state_bytes();
+    return 4 * ((tile_k + tile_q) * (head_dim + head_dim_v) + tile_q * ds_pitch() + 3 * tile_q) + state_bytes();
   }
   STROBE_FN constexpr i32 ds_pitch() const { return tile_k + 8; } // floats; pairs of a row are read without bank conflicts
 };

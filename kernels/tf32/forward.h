@@ -4,8 +4,6 @@
 #include "../attention/scores.h"
 #include "../mma/dropout.h"
 #include "../mma/softmax.h"
-#include "../mma/specials.h"
-#include "../ptx/barrier.h"
 #include "config.h"
 #include "multiply.h"
 #include "specials.h"
@@ -37,10 +35,7 @@ template <Config C> struct Forward {
     }
   };
 
-  static __device__ __forceinline__ void run(const Arguments &a) {
-    extern __shared__ __align__(128) unsigned char shared[];
-    Forward(a, shared).compute();
-  }
+  static __device__ __forceinline__ void run(const Arguments &a) { Forward(a).compute(); }
 
 private:
   struct Tile { // of keys
@@ -60,55 +55,58 @@ private:
 
   const Arguments &a;
   const Inputs &in;
-  State &state;
-  u32 q_shared, k_shared, v_shared;
   float unit;
-  int warp_row = (int)threadIdx.x / 32 * kRows;
 
   static constexpr u32 kKBytes = C.tile_k * kD * 4, kVBytes = C.tile_k * kDv * 4;
+  static constexpr u32 kK = C.tile_q * kD * 4, kV = kK + C.stages * kKBytes, kState = kV + C.stages * kVBytes; // in shared memory
 
-  __device__ __forceinline__ Forward(const Arguments &a, unsigned char *shared)
-      : a(a), in(a.in), state(*(State *)(shared + C.forward_shared_bytes() - C.state_bytes())), q_shared(shared_address(shared)),
-        k_shared(q_shared + C.tile_q * kD * 4), v_shared(k_shared + C.stages * kKBytes) {}
+  __device__ __forceinline__ explicit Forward(const Arguments &a) : a(a), in(a.in) {}
+
+  static __device__ __forceinline__ State &shared_state() { return *(State *)(shared_memory() + kState); }
+  static __device__ __forceinline__ u32 shared(u32 offset) { return shared_address(shared_memory()) + offset; }
+  static __device__ __forceinline__ int warp_row() { return thread_index() / 32 * kRows; }
 
   // By one thread.
   __device__ __forceinline__ void choose_queries() const {
     Item item(a);
     Sequence s = in.sequence(item.b);
-    state.item = item, state.sequence = s, state.specials = 0;
-    state.k = in.k.at<const float>(item.b, item.h / in.group, s.k0, 0), state.v = in.v.at<const float>(item.b, item.h / in.group, s.k0, 0);
+    shared_state().item = item, shared_state().sequence = s, shared_state().specials = 0;
+    shared_state().k = in.k.at<const float>(item.b, item.h / in.group, s.k0, 0),
+    shared_state().v = in.v.at<const float>(item.b, item.h / in.group, s.k0, 0);
   }
   __device__ __forceinline__ void begin() const {
-    const Item &item = state.item;
-    i64 q1 = min((i64)item.q + C.tile_q, state.sequence.band.seqlen_q);
+    const Item &item = shared_state().item;
+    i64 q1 = min((i64)item.q + C.tile_q, shared_state().sequence.band.seqlen_q);
     BlockRow row{nullptr, 0, 0};
     if constexpr (F.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
-    state.schedule = Schedule(state.sequence.band, item.q, q1, C.tile_k, 16, row, {item.split, a.splits});
+    shared_state().schedule = Schedule(shared_state().sequence.band, item.q, q1, C.tile_k, 16, row, {item.split, a.splits});
     find(0);
     find(1);
   }
   // The tile of iteration n.
   __device__ __forceinline__ void find(int n) const {
     KeyTile t;
-    bool valid = state.schedule.next(t);
-    state.ring[n % 4] = valid ? Tile{(i32)t.begin, (i32)t.end, t.masked, 1} : Tile{0, 0, 0, 0};
+    bool valid = shared_state().schedule.next(t);
+    shared_state().ring[n % 4] = valid ? Tile{(i32)t.begin, (i32)t.end, t.masked, 1} : Tile{0, 0, 0, 0};
   }
-  __device__ __forceinline__ i32 rows() const { return (i32)state.sequence.band.seqlen_q - state.item.q; } // of Q that are there
+  __device__ __forceinline__ i32 rows() const {
+    return (i32)shared_state().sequence.band.seqlen_q - shared_state().item.q;
+  } // of Q that are there
 
   __device__ __forceinline__ void load_q() const {
-    const Item &item = state.item;
-    const float *q = in.q.at<const float>(item.b, item.h, state.sequence.q0 + item.q, 0);
-    load<C.tile_q, kD, kThreads, C.aligned != 0>(q_shared, {q, in.q.stride[2], in.q.stride[3], rows(), in.head_dim}, thread_index());
+    const Item &item = shared_state().item;
+    const float *q = in.q.at<const float>(item.b, item.h, shared_state().sequence.q0 + item.q, 0);
+    load<C.tile_q, kD, kThreads, C.aligned != 0>(shared(0), {q, in.q.stride[2], in.q.stride[3], rows(), in.head_dim}, thread_index());
   }
   __device__ __forceinline__ void load_k(const Tile &t, int stage) const {
-    tile::Matrix<const float> m{state.k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], t.end - t.begin, in.head_dim};
-    load<C.tile_k, kD, kThreads, C.aligned != 0>(k_shared + stage * kKBytes, m, thread_index());
+    tile::Matrix<const float> m{shared_state().k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], t.end - t.begin, in.head_dim};
+    load<C.tile_k, kD, kThreads, C.aligned != 0>(shared(kK) + stage * kKBytes, m, thread_index());
   }
   __device__ __forceinline__ tile::Matrix<const float> matrix_v(const Tile &t) const {
-    return {state.v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], t.end - t.begin, in.head_dim_v};
+    return {shared_state().v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], t.end - t.begin, in.head_dim_v};
   }
   __device__ __forceinline__ void load_v(const Tile &t, int stage) const {
-    load<C.tile_k, kDv, kThreads, C.aligned != 0>(v_shared + stage * kVBytes, matrix_v(t), thread_index());
+    load<C.tile_k, kDv, kThreads, C.aligned != 0>(shared(kV) + stage * kVBytes, matrix_v(t), thread_index());
   }
 
   __device__ __forceinline__ void compute() {
@@ -117,13 +115,13 @@ private:
     if (threadIdx.x == 0) choose_queries();
     __syncthreads();
     if (rows() <= 0) return;
-    unit = Scores<F, float>(in, state.sequence, 0).unit;
+    unit = Scores<F, float>(in, shared_state().sequence, 0).unit;
     load_q();
 #pragma unroll 1
     while (true) {
       walk(O, softmax);
-      if (__syncthreads_and(state.specials || softmax.finite(O))) break;
-      if (threadIdx.x == 0) state.specials = 1;
+      if (__syncthreads_and(shared_state().specials || softmax.finite(O))) break;
+      if (threadIdx.x == 0) shared_state().specials = 1;
     }
     finish(O, softmax);
   }
@@ -134,12 +132,12 @@ private:
     softmax = {};
     if (threadIdx.x == 0) begin();
     __syncthreads();
-    if (state.ring[0].valid) load_k(state.ring[0], 0);
-    if (state.ring[0].valid && C.stages > 1) load_v(state.ring[0], 0);
+    if (shared_state().ring[0].valid) load_k(shared_state().ring[0], 0);
+    if (shared_state().ring[0].valid && C.stages > 1) load_v(shared_state().ring[0], 0);
     cp_async_commit();
 #pragma unroll 1
-    for (int n = 0; state.ring[n % 4].valid; ++n) {
-      const Tile &tile = state.ring[n % 4], &next = state.ring[(n + 1) % 4];
+    for (int n = 0; shared_state().ring[n % 4].valid; ++n) {
+      const Tile &tile = shared_state().ring[n % 4], &next = shared_state().ring[(n + 1) % 4];
       int stage = C.stages > 1 ? n % 2 : 0;
       arrive(); // K (with two stages: and V) of this tile is here, and nobody reads the last one's any more
       if (threadIdx.x == 0) find(n + 2);
@@ -152,7 +150,7 @@ private:
       cp_async_commit();
 
       Accumulator S[kM][kN] = {};
-      multiply_rows<kD, C.products>(S, q_shared + warp_row * kD * 4, k_shared + stage * kKBytes); // S = Q K^T
+      multiply_rows<kD, C.products>(S, shared(0) + warp_row() * kD * 4, shared(kK) + stage * kKBytes); // S = Q K^T
       finish_scores(S, tile);
       softmax.template follow<C.exact_max != 0>(S, unit, O);
       if constexpr (C.stages == 1) {
@@ -160,9 +158,9 @@ private:
         if (next.valid) load_k(next, 0);
         cp_async_commit();
       }
-      if (state.specials) {
-        drop_specials<C.tile_k, kDv, kThreads>(v_shared + stage * kVBytes, (int)threadIdx.x);
-        add_specials(O, mma::Seen<kM, kN>(S).bits, matrix_v(tile));
+      if (shared_state().specials) {
+        drop_specials<C.tile_k, kDv, kThreads>(shared(kV) + stage * kVBytes, (int)threadIdx.x);
+        add_specials(O, Seen<kM, kN>(S).bits, matrix_v(tile));
         __syncthreads();
       }
       multiply_p_v(O, S, softmax, tile, stage);
@@ -184,8 +182,8 @@ private:
       finish_scores<false>(S, tile);
   }
   template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const Tile &tile) const {
-    Scores<F, float> scores(in, state.sequence, state.item.b);
-    i32 begin = tile.begin, end = tile.end, first = state.item.q + warp_row, head = state.item.h;
+    Scores<F, float> scores(in, shared_state().sequence, shared_state().item.b);
+    i32 begin = tile.begin, end = tile.end, first = shared_state().item.q + warp_row(), head = shared_state().item.h;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -204,8 +202,8 @@ private:
   // P = exp2(S * unit - M); O += P V
   __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kC], Accumulator (&S)[kM][kN], mma::Softmax<kM> &softmax,
                                                const Tile &tile, int stage) const {
-    Pairs<kDv> V(v_shared + stage * kVBytes);
-    mma::BlockDropout<F> dropout{Dropout<F>(in), (u32)state.item.h, (u32)state.item.b};
+    Pairs<kDv> V(shared(kV) + stage * kVBytes);
+    mma::BlockDropout<F> dropout{Dropout<F>(in), (u32)shared_state().item.h, (u32)shared_state().item.b};
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
       Left P[kM][4];
@@ -213,8 +211,8 @@ private:
       for (int m = 0; m < kM; ++m) {
         softmax.exponentiate(S[m][n], m, unit);
         softmax.exponentiate(S[m][n + 1], m, unit);
-        if constexpr (F.dropout) dropout.apply(S[m][n], S[m][n + 1], state.item.q + warp_row + 16 * m, tile.begin + 16 * n);
-        set_left<C.products>(P[m], S[m][n], S[m][n + 1]);
+        if constexpr (F.dropout) dropout.apply(S[m][n], S[m][n + 1], shared_state().item.q + warp_row() + 16 * m, tile.begin + 16 * n);
+        set_left<C.products>(P[m], S[m] + n);
       }
       multiply_pairs<kDv, C.products>(O, P, V, 16 * n);
     }
@@ -222,28 +220,30 @@ private:
 
   // O / l and LSE to memory.
   __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], mma::Softmax<kM> &softmax) const {
-    constexpr float kLog2e = 1.44269504088896340736f;
-    const Item item = state.item;
+    constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
+    const Item item = shared_state().item;
     bool whole = a.splits == 1;
     float dropped = Dropout<F>(in).factor();
     float sink = whole && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       int m = i / 2, r = i % 2;
-      mma::RowEnd end(softmax.M[m][r], tile::row_sum(softmax.l[m][r]), sink);
-      float factor = end.factor * dropped;
-      i32 q = item.q + warp_row + 16 * m + tile::lane_row(r);
-      if (q >= state.sequence.band.seqlen_q) continue;
-      i64 row = state.sequence.q0 + q, part = item.split * in.rows() + in.row_index(item.b, item.h, row);
+      float M = softmax.M[m][r], top = fmaxf(M, sink), alpha = top == minus_infinity<float>() ? 0.0f : exp2(M - top);
+      float l = tile::row_sum(softmax.l[m][r]) * alpha;
+      if (sink != minus_infinity<float>()) l += exp2(sink - top);
+      float factor = l == 0 ? 0.0f : alpha / l * dropped, lse = l == 0 ? minus_infinity<float>() : (top + log2(l)) * kLn2;
+      i32 q = item.q + warp_row() + 16 * m + tile::lane_row(r);
+      if (q >= shared_state().sequence.band.seqlen_q) continue;
+      i64 row = shared_state().sequence.q0 + q, part = item.split * in.rows() + in.row_index(item.b, item.h, row);
       if (first_column() == 0) {
         if (!whole)
-          a.partial_lse[part] = end.lse;
+          a.partial_lse[part] = lse;
         else if (a.lse)
-          *a.lse.at<float>(item.b, item.h, row, 0) = end.lse;
+          *a.lse.at<float>(item.b, item.h, row, 0) = lse;
       }
       float *out = whole ? a.out.at<float>(item.b, item.h, row, 0) : a.partial_out + part * in.head_dim_v;
       i64 stride = whole ? a.out.stride[3] : 1;
-store_row<C.aligned != 0>(O, m, r, factor, out, stride, in.head_dim_v);
+      store_row<C.aligned != 0>(O, m, r, factor, out, stride, in.head_dim_v);
     }
   }
 };

@@ -16,7 +16,7 @@ template <int n> struct Split {
     if constexpr (kProducts == 1) {
       hi[i] = round_to_tf32(x);
     } else {
-      hi[i] = __float_as_uint(x) + 0x1000 & 0xFFFFE000; // the same, but for NaN, which then lo is: half of the instructions
+      hi[i] = __float_as_uint(x) + 0x1000 & 0xFFFFE000;    // the same, but for NaN, which then lo is: half of the instructions
       lo[i] = __float_as_uint(x - __uint_as_float(hi[i])); // exact
     }
   }
@@ -24,24 +24,24 @@ template <int n> struct Split {
 using Left = Split<4>;  // 16x8
 using Right = Split<2>; // 8x8
 
-// d += a b over an inner axis of 32.
-template <int kProducts> __device__ __forceinline__ void multiply_add(float (&d)[4], const Left (&a)[4], const Right (&b)[4]) {
+// d += a b over an inner axis of 8 kSteps.
+template <int kProducts, int kSteps>
+__device__ __forceinline__ void multiply_add(float (&d)[4], const Left (&a)[kSteps], const Right (&b)[kSteps]) {
   float sum[4] = {};
   if constexpr (kProducts == 3) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) mma_m16n8k8_tf32(sum, a[k].lo, b[k].hi);
+    for (int k = 0; k < kSteps; ++k) mma_m16n8k8_tf32(sum, a[k].lo, b[k].hi);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) mma_m16n8k8_tf32(sum, a[k].hi, b[k].lo);
+    for (int k = 0; k < kSteps; ++k) mma_m16n8k8_tf32(sum, a[k].hi, b[k].lo);
   }
 #pragma unroll
-  for (int k = 0; k < 4; ++k) mma_m16n8k8_tf32(sum, a[k].hi, b[k].hi);
+  for (int k = 0; k < kSteps; ++k) mma_m16n8k8_tf32(sum, a[k].hi, b[k].hi);
 #pragma unroll
   for (int i = 0; i < 4; ++i) d[i] += sum[i];
 }
 
 // s += A transpose(B), both kInner wide; their addresses in shared memory.
-template <int kInner, int kProducts, int kM, int kN>
-__device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u32 b) {
+template <int kInner, int kProducts, int kM, int kN> __device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u32 b) {
   Rows<kInner> A(a), B(b);
 #pragma unroll 1
   for (int c = 0; c < kInner; c += 32) {
@@ -74,13 +74,12 @@ __device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u
   }
 }
 
-// Two blocks side by side as left operands: columns 2t, 2t+1 of each 8 are inner t, t+4.
-template <int kProducts> __device__ __forceinline__ void set_left(Left (&x)[4], const Accumulator &first, const Accumulator &second) {
+// Blocks side by side, from `first` on, as left operands: columns 2t, 2t+1 of each 8 are inner t, t+4.
+template <int kProducts, int kSteps> __device__ __forceinline__ void set_left(Left (&x)[kSteps], const Accumulator *first) {
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const float *s = (k < 2 ? first : second).x[k % 2];
+  for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[k].set<kProducts>(2 * (i % 2) + i / 2, s[i]);
+    for (int i = 0; i < 4; ++i) x[k].set<kProducts>(2 * (i % 2) + i / 2, first[k / 2].x[k % 2][i]);
   }
 }
 
@@ -111,20 +110,20 @@ __device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r
   }
 }
 
-// d += x (32 columns of it) times 32 rows of a tile.
-template <int kColumns, int kProducts, int kM, int kC>
-__device__ __forceinline__ void multiply_pairs(Accumulator (&d)[kM][kC], const Left (&x)[kM][4], const Pairs<kColumns> &B, int row,
+// d += x (8 kSteps columns of it) times as many rows of a tile.
+template <int kColumns, int kProducts, int kSteps, int kM, int kC>
+__device__ __forceinline__ void multiply_pairs(Accumulator (&d)[kM][kC], const Left (&x)[kM][kSteps], const Pairs<kColumns> &B, int row,
                                                int column = 0) {
 #pragma unroll
   for (int c = 0; c < kC / 2; ++c) {
-    float rows[4][2][4];
+    float rows[kSteps][2][4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) B.load(rows[k], row + 8 * k, column + 32 * c);
+    for (int k = 0; k < kSteps; ++k) B.load(rows[k], row + 8 * k, column + 32 * c);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      Right y[4];
+      Right y[kSteps];
 #pragma unroll
-      for (int k = 0; k < 8; ++k) y[k / 2].set<kProducts>(k % 2, rows[k / 2][k % 2][j]);
+      for (int k = 0; k < 2 * kSteps; ++k) y[k / 2].set<kProducts>(k % 2, rows[k / 2][k % 2][j]);
 #pragma unroll
       for (int m = 0; m < kM; ++m) multiply_add<kProducts>(d[m][2 * c + j / 2].x[j % 2], x[m], y);
     }

@@ -8,6 +8,21 @@ namespace strobe::tf32 {
 
 __device__ __forceinline__ bool finite(float x) { return fabsf(x) < -minus_infinity<float>(); }
 
+// Of the columns of a warp's S that this lane holds, in a row of its: which it sees. Bit 4n + 2c + e.
+template <int kM, int kN> struct Seen {
+  static_assert(4 * kN <= 32);
+  u32 bits[kM][2];
+  __device__ __forceinline__ explicit Seen(const Accumulator (&S)[kM][kN]) {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      int m = i / 2, r = i % 2;
+      bits[m][r] = 0;
+#pragma unroll
+      for (int k = 0; k < 4 * kN; ++k) bits[m][r] |= (u32)(S[m][k / 4].x[k / 2 % 2][2 * r + k % 2] != minus_infinity<float>()) << k;
+    }
+  }
+};
+
 // In kRows x kColumns elements; between barriers.
 template <int kRows, int kColumns, int kThreads> __device__ __forceinline__ void drop_specials(u32 base, int thread) {
 #pragma unroll 1

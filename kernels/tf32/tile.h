@@ -6,6 +6,19 @@
 
 namespace strobe::tf32 {
 
+// All of a block's shared memory; its address is a constant, which no register holds.
+__device__ __forceinline__ unsigned char *shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared[];
+  return shared;
+}
+
+// threadIdx.x, asked anew each time: nothing that follows from it is kept in registers around a loop.
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 template <int kColumns> struct Layout {
   static_assert(kColumns % 32 == 0);
   static constexpr int kPitch = 4 * kColumns, kChunks = kColumns / 4;
@@ -20,7 +33,7 @@ template <int kColumns> class Rows {
 
 public:
   __device__ __forceinline__ explicit Rows(u32 base) {
-    int lane = tile::lane_id();
+    int lane = thread_index() & 31;
 #pragma unroll
     for (int i = 0; i < 2; ++i) lane_[i] = base + Layout<kColumns>::offset(lane >> 2, 4 * i + (lane & 3));
   }
@@ -39,7 +52,7 @@ template <int kColumns> class Pairs {
 
 public:
   __device__ __forceinline__ explicit Pairs(u32 base) {
-    int lane = tile::lane_id();
+    int lane = thread_index() & 31;
 #pragma unroll
     for (int e = 0; e < 2; ++e) lane_[e] = base + Layout<kColumns>::offset(2 * (lane & 3) + e, lane >> 2);
   }

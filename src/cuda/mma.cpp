@@ -23,7 +23,7 @@ struct Tile {
 
 // From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 read K and V from shared memory half as
 // often as 16 do, but leave no registers for features or copies by element.
-enum Load { plain, features, anything }; // what a tile has registers for
+enum Load { plain, sparse, features, anything }; // what a tile has registers for
 struct ForwardTile : Tile {
   Load most;
   int32_t least_cc = 75, most_cc = 1000;
@@ -31,14 +31,17 @@ struct ForwardTile : Tile {
   int32_t least_dim = 0;
 };
 constexpr ForwardTile kForwardTiles[] = {
-    {{64, 128, 96, 4, 2, 2}, plain, 80},
+    {{64, 128, 96, 4, 2, 2}, plain, 80, 99},
+    {{64, 128, 64, 4, 2, 2}, sparse, 80},
     {{128, 128, 64, 4, 2, 2}, plain, 90, 90}, // whose uniform registers hold the loop's state
-    {{128, 128, 32, 4, 2, 2}, plain, 80},
+    {{96, 128, 64, 4, 1, 2}, plain, 80, 90},
+    {{128, 128, 64, 4, 1, 2}, sparse, 80, 90, 0, 97},
     {{192, 128, 128, 8, 1, 1}, plain, 90, 90, 4096},
     {{256, 128, 128, 8, 1, 1}, plain, 90, 90, 4096, 225},
-    {{64, 64, 64, 4, 2, 2}, features},
+    {{128, 64, 64, 4, 1, 2}, features, 100},
     {{128, 64, 64, 4, 2, 2}, features},
     {{128, 64, 64, 4, 1, 2}, features},
+    {{192, 64, 64, 4, 1, 2}, sparse, 90, 90},
     {{256, 64, 64, 4, 1, 2}, plain, 90, 90},
     {{128, 64, 32, 4, 2, 2}, anything},
     {{256, 64, 32, 4, 1, 2}, anything},
@@ -66,7 +69,7 @@ Config config_for(const Problem &p, const Tile &tile) {
 Load load_of(const Config &c) {
   const Features &f = c.features;
   const int many = 2 * !!f.softcap + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
-  return many > 2 ? anything : many || !c.aligned ? features : plain;
+  return many > 2 ? anything : many || !c.aligned ? features : f.blocks ? sparse : plain;
 }
 
 // Thread blocks of this configuration that an SM runs at a time.
@@ -160,7 +163,7 @@ private:
     const int32_t shared = decode ? c.decode_shared_bytes() : c.forward_shared_bytes();
     const int64_t ctas =
         decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
-    a.splits = splits(ctas, device.sms * resident(c, shared, device), p.seqlen_k, 256);
+    a.splits = splits(ctas, device.sms * (decode ? 1 : resident(c, shared, device)), p.seqlen_k, 256); // decode: fewer parts to merge
     a.bundle = bundle(p, device);
     if (a.splits > 1) {
       const int64_t rows = a.in.rows();

@@ -19,6 +19,7 @@ constexpr KernelSource kForward{"tf32/forward.h", "strobe::tf32::Forward", "stro
 constexpr KernelSource kBackward{"tf32/backward.h", "strobe::tf32::Backward", "strobe::tf32::Config"};
 constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
 constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
+constexpr KernelSource kSettle{"simt/settle.h", "strobe::simt::Settle", "strobe::simt::Config"};
 constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
 constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
 
@@ -27,7 +28,8 @@ struct Tile {
   int32_t most_dims, q, k, warps, stages, ctas;
 };
 constexpr Tile kForwardTiles[] = {
-    {128, 64, 32, 4, 2, 3}, {256, 64, 32, 4, 2, 2}, {256, 32, 32, 2, 1, 3}, {512, 64, 32, 4, 1, 1}, {512, 32, 32, 2, 1, 2}, {512, 16, 32, 1, 1, 4},
+    {128, 64, 32, 4, 2, 3}, {256, 64, 32, 4, 2, 2}, {256, 32, 32, 2, 1, 3},
+    {512, 64, 32, 4, 1, 1}, {512, 32, 32, 2, 1, 2}, {512, 16, 32, 1, 1, 4},
 };
 constexpr Tile kBackwardTiles[] = {{256, 32, 64, 4, 1, 2}, {256, 32, 32, 2, 1, 4}};
 
@@ -106,8 +108,7 @@ private:
     const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), rows = a.in.rows();
     // As many parts as fill the GPU once; each is worth its own O: at least 256 keys.
     const int64_t resident = std::clamp<int64_t>(device.shared_per_sm / (c.forward_shared_bytes() + 1024), 1, c.blocks_per_sm);
-    if (ctas > 0)
-      a.splits = int32_t(std::clamp<int64_t>(device.sms * resident / ctas, 1, std::clamp<int64_t>(p.seqlen_k / 256, 1, 256)));
+    if (ctas > 0) a.splits = int32_t(std::clamp<int64_t>(device.sms * resident / ctas, 1, std::clamp<int64_t>(p.seqlen_k / 256, 1, 256)));
     // (batch, head) pairs whose tiles run together: their K and V should stay in half of the L2 cache.
     const double bytes = 4 * double(p.seqlen_k) * double(p.head_dim + p.head_dim_v) / double(p.group());
     a.bundle = int32_t(std::clamp(double(device.l2) / 2 / std::max(1.0, bytes), 4.0, 64.0));
@@ -130,7 +131,8 @@ private:
   static Made backward(const Problem &p, const Device &device, Scratch &scratch) {
     if (p.deterministic && p.dq) return "dQ is added up in any order, which deterministic forbids";
     if (p.dbias) return "has no gradient of the bias";
-    if (rounded(p.head_dim) + rounded(p.head_dim_v) > 256) return "dK and dV of head dimensions beyond 256 together do not fit the registers";
+    if (rounded(p.head_dim) + rounded(p.head_dim_v) > 256)
+      return "dK and dV of head dimensions beyond 256 together do not fit the registers";
     Config c;
     if (!choose(c, kBackwardTiles, p, device, Direction::backward)) return no_tile(device);
     BackwardArguments a = backward_arguments(p);
@@ -138,11 +140,18 @@ private:
     const int64_t rows = a.in.rows();
     simt::Config each{};
     each.dtype = kF32, each.head_dim = c.head_dim, each.head_dim_v = c.head_dim_v;
+    simt::Config settle = each;
+    settle.tile_q = 32, settle.tile_k = 64, settle.threads_q = 8, settle.threads_k = 16, settle.chunk = 16, settle.blocks_per_sm = 2;
+    const bool whole = p.head_dim == c.head_dim && p.head_dim_v == c.head_dim_v;
+    settle.copy = !c.aligned || !aligned(p.out, p.head_dim_v) ? simt::kElements : whole ? simt::kWhole : simt::kPieces;
+    settle.features = c.features;
     const int64_t row_tiles = p.batch * p.heads * tiles(p.seqlen_q, simt::Config::kDeltaRows);
 
     Program program;
-    a.delta = scratch.take<float>(rows);
+    a.delta = scratch.take<float>(2 * rows); // D, and what LSE lacks
     program.steps.push_back(Launch(kDelta, each, row_tiles, simt::Config::kDeltaRows, 0, a));
+    program.steps.push_back(
+        Launch(kSettle, settle, p.batch * p.heads * tiles(p.seqlen_q, settle.tile_q), settle.threads(), settle.backward_shared_bytes(), a));
     if (p.dsinks) program.steps.push_back(Launch(kSinkGradient, each, p.heads, 256, 0, a));
     if (p.dq) {
       a.dq_sum = scratch.take<float>(rows * c.head_dim);
@@ -158,14 +167,14 @@ private:
 
   static void describe(Program &program, const Problem &p, const Config &c, const Device &device, double products) {
     program.tile_q = c.tile_q, program.tile_k = c.tile_k;
-    program.kernel = text("fp32 as ", c.products, c.products > 1 ? " products" : " product", " in TF32, ", c.warps, " warps, head dimensions ",
-                          c.head_dim, " and ", c.head_dim_v);
+    program.kernel = text("fp32 as ", c.products, c.products > 1 ? " products" : " product", " in TF32, ", c.warps,
+                          " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);
     if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
     if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
     if (!c.aligned) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
     const double flop = products * visible_scores(p) * (c.head_dim + c.head_dim_v);
-    program.predicted_seconds = kLaunchSeconds * double(program.steps.size()) +
-                                flop * c.products / (kShareOfPeak * rate(device) * device.sms * device.clock_hz);
+    program.predicted_seconds =
+        kLaunchSeconds * double(program.steps.size()) + flop * c.products / (kShareOfPeak * rate(device) * device.sms * device.clock_hz);
   }
 };
 

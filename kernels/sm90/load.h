@@ -1,0 +1,81 @@
+// One thread of a block tells the copy engine what to fetch: Q, and tile by tile K and V.
+#pragma once
+#include "../attention/schedule.h"
+#include "../ptx/tma.h"
+#include "arguments.h"
+#include "shared.h"
+
+namespace strobe::sm90 {
+
+template <Config C> struct Load {
+  static constexpr Features F = C.features;
+  static constexpr int kN = C.tile_k;
+  const HopperForwardArguments &a;
+  const Inputs &in;
+  const SharedMemory<C> &shared;
+  Stage<C> k{}, v{};
+  u32 items = 0;
+
+  __device__ __forceinline__ void all() {
+    tma_prefetch(a.q.map), tma_prefetch(a.k.map), tma_prefetch(a.v.map);
+#pragma unroll 1
+    for (;; ++items) {
+      mbarrier_wait(shared.item_full(), items % 2);
+      const Item item = read<Item>(shared.item());
+      mbarrier_arrive(shared.item_empty());
+      if (item.kind == kNone) break;
+      load(item);
+    }
+  }
+
+  __device__ __forceinline__ void load(const Item &item) {
+    const Sequence sequence = in.sequence(item.b);
+    const BasicBand<i32> band = narrow(sequence.band);
+    const i32 kv = (i32)a.group.divide(item.h), k0 = (i32)sequence.k0;
+    BlockRow row{nullptr, 0, 0};
+    if constexpr (F.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
+    BasicSchedule<i32> tiles(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN, 16, row);
+    BasicKeyTile<i32> next;
+    bool more = tiles.next(next);
+    if (!more) next = {0, 0, true};
+    i32 before = -1; // where the tile begins whose V is still to be loaded
+#pragma unroll 1
+    do {
+      const BasicKeyTile<i32> tile = next;
+      more = more && tiles.next(next);
+      mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
+      write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
+      load<C.columns(), C.k_bytes()>(a.k, shared.k_full(k.index), shared.k + k.index * C.k_bytes(), k0 + tile.begin, kv, item.b);
+      k.advance();
+      if (before < 0)
+        load_q(item, (i32)sequence.q0 + item.q);
+      else
+        load_v(k0 + before, kv, item.b);
+      before = tile.begin;
+    } while (more);
+    load_v(k0 + before, kv, item.b);
+  }
+
+  __device__ __forceinline__ void load_q(const Item &item, i32 row) {
+    mbarrier_wait(shared.q_empty(), items % 2 ^ 1);
+    mbarrier_expect(shared.q_full(), C.q_bytes());
+    for (int w = 0; w < C.warpgroups; ++w)
+      for (int c = 0; c < C.columns(); c += 64)
+        tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.q.map, shared.q_full(), c, row + 64 * w,
+                 item.h * a.q.head_step, item.b * a.q.batch_step);
+  }
+  __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
+    mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);
+    load<C.columns_v(), C.v_bytes()>(a.v, shared.v_full(v.index), shared.v + v.index * C.v_bytes(), row, kv, b);
+    v.advance();
+  }
+  template <int kColumns, u32 kBytes>
+  static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 row, i32 head, i32 b) {
+    mbarrier_expect(full, kBytes);
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 64)
+      tma_load(address + kN * kRowBytes * (c / 64), x.map, full, c, row, head * x.head_step, b * x.batch_step);
+  }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,80 @@
+// Shared memory of a Hopper kernel, and what the threads of a block tell each other through it.
+#pragma once
+#include "../ptx/ldmatrix.h"
+#include "../ptx/mbarrier.h"
+#include "config.h"
+
+namespace strobe::sm90 {
+
+// What the assigning thread tells the others: a tile of queries, or that there is none left.
+enum Kind : i32 { kNone, kOnce, kSafely }; // kOnce: with the fixed reference
+struct Item {
+  i32 b, h, q;
+  i32 kind;
+};
+// What the loading thread tells the others: a tile of keys. It reaches them with K.
+struct Tile {
+  i32 begin, end;
+  i32 masked, last;
+};
+template <class Message> __device__ __forceinline__ Message read(u32 address) {
+  u32 x[4];
+  load_shared(x, address);
+  return {(i32)x[0], (i32)x[1], (i32)x[2], (i32)x[3]};
+}
+__device__ __forceinline__ void write(u32 address, i32 a, i32 b, i32 c, i32 d) {
+  u32 x[4] = {(u32)a, (u32)b, (u32)c, (u32)d};
+  store_shared(address, x);
+}
+
+inline constexpr u32 kRowBytes = 64 * 2; // tiles are blocks of 64 columns
+
+// From an address that is a multiple of 1024.
+template <Config C> struct SharedMemory {
+  static_assert(C.stages <= 6, "the barriers' place");
+  u32 q, k, v, barriers, messages;
+  __device__ __forceinline__ explicit SharedMemory(u32 base)
+      : q((base + 1023) & ~1023u), k(q + C.q_bytes()), v(k + C.stages * C.k_bytes()), barriers(v + C.stages * C.v_bytes()),
+        messages(barriers + 256) {}
+  __device__ __forceinline__ u32 q_full() const { return barriers; }
+  __device__ __forceinline__ u32 q_empty() const { return barriers + 8; }
+  __device__ __forceinline__ u32 item_full() const { return barriers + 16; }
+  __device__ __forceinline__ u32 item_empty() const { return barriers + 24; }
+  __device__ __forceinline__ u32 judged(u32 n) const { return barriers + 32 + 8 * (n % 2); }
+  __device__ __forceinline__ u32 k_full(int stage) const { return barriers + 48 + 32 * stage; }
+  __device__ __forceinline__ u32 k_empty(int stage) const { return barriers + 56 + 32 * stage; }
+  __device__ __forceinline__ u32 v_full(int stage) const { return barriers + 64 + 32 * stage; }
+  __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 72 + 32 * stage; }
+  __device__ __forceinline__ u32 item() const { return messages; }
+  __device__ __forceinline__ u32 overflow(u32 n) const { return messages + 16 + 4 * (n % 2); }
+  __device__ __forceinline__ u32 tile(int stage) const { return messages + 32 + 16 * stage; }
+
+  __device__ __forceinline__ void begin() const {
+    mbarrier_init(q_full(), 1);
+    mbarrier_init(q_empty(), 4 * C.warpgroups);
+    mbarrier_init(item_full(), 1);
+    mbarrier_init(item_empty(), 4 * C.warpgroups + 1);
+    for (int n = 0; n < 2; ++n) {
+      mbarrier_init(judged(n), 4 * C.warpgroups);
+      store_shared(overflow(n), 0);
+    }
+    for (int s = 0; s < C.stages; ++s) {
+      mbarrier_init(k_full(s), 1);
+      mbarrier_init(k_empty(s), 4 * C.warpgroups);
+      mbarrier_init(v_full(s), 1);
+      mbarrier_init(v_empty(s), 4 * C.warpgroups);
+    }
+    mbarrier_init_fence();
+  }
+};
+
+// The stage of shared memory that is next, and the parity of its barriers.
+template <Config C> struct Stage {
+  int index = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++index == C.stages) index = 0, parity ^= 1;
+  }
+};
+
+} // namespace strobe::sm90
