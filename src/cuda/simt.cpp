@@ -70,7 +70,7 @@ bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
     const auto off = [](int64_t wish, int32_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / got)) : 0.0; };
     const int64_t spare = c.tile_q - std::max<int64_t>(16, p.longest_q());
     double cost = 1e3 * (off(p.tile_q, c.tile_q) + off(p.tile_k, c.tile_k)) + (spare >= 16 ? double(spare) : 0.0);
-    cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c))); // they would spill
+    cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c)));                      // they would spill
     if (p.blocks.present && p.blocks.block_k % c.tile_k) cost += 10.0 * c.tile_k / double(p.blocks.block_k); // computed, not kept
     if (cost < least) least = cost, best = c;
   }

@@ -136,8 +136,7 @@ private:
   static Made backward(const Problem &p, const Device &device, Scratch &scratch) {
     if (p.deterministic) return "dQ is added up in any order, which deterministic forbids";
     if (p.bias) return "leaves calls with a bias to an engine that has its gradient";
-    if (too_wide(p))
-      return "dK and dV of head dimensions beyond 256 together do not fit the registers";
+    if (too_wide(p)) return "dK and dV of head dimensions beyond 256 together do not fit the registers";
     Config c;
     if (!choose(c, kBackwardTiles, p, device, Direction::backward)) return no_tile(device);
     BackwardArguments a = backward_arguments(p);

@@ -80,6 +80,15 @@ def test_dropout_drops_what_the_cpu_drops(engine):
     assert torch.equal(out.cpu() != 0, keep)
 
 
+def test_single_tf32_products_only_on_request():
+    q, k, v = tensors(2, 4, 512, 64, dtype=torch.float32)
+    expected = strobe.attention(q.double(), k.double(), v.double())
+    exact, single = (strobe.attention(q, k, v, allow_tf32=allow).double() for allow in (False, True))
+    size = expected.abs().max()
+    assert (exact - expected).abs().max() <= 2e-6 * size
+    assert (single - expected).abs().max() <= 2**-9 * size
+
+
 def test_another_stream():
     q, k, v = tensors(1, 4, 2048, 64, dtype=torch.bfloat16)
     expected = strobe.attention(q, k, v)
