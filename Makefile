@@ -33,7 +33,7 @@ $(VENV)/.python:
 	  dirs = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]; \
 	  print(*(dirs if importlib.util.find_spec("torch") else []), sep="\n")' > $(VENV)/installed.pth
 	mv $(VENV)/installed.pth $(VENV)/lib/python3.*/site-packages/
-	$(PIP) 'cffi>=1.16' 'cmake>=3.26' ninja 'scikit-build-core>=0.10'
+	$(PIP) 'cffi>=1.16' 'cmake>=3.26' ninja 'scikit-build-core>=0.11'
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.python
@@ -68,7 +68,7 @@ test-cpp: $(VENV)/.python
 test-python: setup
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-test-long: setup ## all triples of the contract's options, some minutes
+test-long: setup ## all triples of the contract's options; takes hours
 	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py tests/python/test_shapes.py $(ARGS)
 
 sanitize-cpu: $(VENV)/.python ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer

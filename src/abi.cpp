@@ -45,6 +45,21 @@ template <class F> int32_t guarded(F &&body) noexcept {
   }
 }
 
+// Makes every check and throws what any of them found, as one.
+template <class... Checks> void check_all(Checks &&...checks) {
+  std::string found;
+  auto run = [&](auto &check) {
+    try {
+      check();
+    } catch (const Error &e) {
+      if (e.status != STROBE_INVALID_ARGUMENT) throw;
+      found += (found.empty() ? "" : "\n") + std::string(e.what());
+    }
+  };
+  (run(checks), ...);
+  if (!found.empty()) throw Error(STROBE_INVALID_ARGUMENT, found);
+}
+
 // A call on its way: validated, answered.
 struct Call {
   Problem problem;
@@ -52,8 +67,12 @@ struct Call {
   Direction direction;
   Choice choice;
 
-  Call(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction)
-      : problem(validate(a, t, direction)), execution(validate(e)), direction(direction), choice(choose(problem, execution, direction)) {}
+  Call(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction) : direction(direction) {
+    Reasons told; // by validate
+    check_all([&] { problem = validate(a, t, direction); }, [&] { execution = validate(e); },
+              [&] { check_engine(read_versioned("attention", a, told).engine); });
+    choice = choose(problem, execution, direction);
+  }
   Decision decision() const { return decide(problem, execution, direction, choice); }
 };
 
@@ -92,7 +111,10 @@ void run_reference(const strobe_attention *attention, const strobe_tensors *t, c
   if (selection) selected = read_versioned("selection", selection, reasons);
   reasons.raise_if_any();
   a.engine = reference_engine()->name();
-  reference(validate(&a, t, direction), validate(e), direction, selection ? &selected : nullptr);
+  Problem problem;
+  Execution execution;
+  check_all([&] { problem = validate(&a, t, direction); }, [&] { execution = validate(e); });
+  reference(problem, execution, direction, selection ? &selected : nullptr);
 }
 
 void check_text(const char *text, size_t capacity) {

@@ -40,17 +40,19 @@ const std::string &missing(size_t index) {
   return reason.text;
 }
 
-static void check_name(const std::string &wanted) {
+void check_engine(const char *wanted) {
   std::string names;
+  if (!wanted || !*wanted) return;
   for (const Engine *engine : engines()) {
-    if (wanted == engine->name()) return;
+    if (engine->name() == std::string(wanted)) return;
     names += (names.empty() ? "" : ", ") + std::string(engine->name());
   }
-  throw Error(STROBE_INVALID_ARGUMENT, text("engine: \"", wanted, "\" is unknown; accepted are ", names, ", or none for the fastest"));
+  const char *elsewhere = foreign_architecture(wanted);
+  throw Error(STROBE_INVALID_ARGUMENT, text("engine: \"", wanted, "\" ", elsewhere ? text("runs on ", elsewhere, " alone") : "is unknown",
+                                            "; accepted are ", names, ", or none for the fastest"));
 }
 
 Choice choose(const Problem &problem, const Execution &execution, Direction direction) {
-  if (!problem.engine.empty()) check_name(problem.engine);
   Choice choice;
   double least = 0;
   for (size_t i = 0; i < engines().size(); i++) {
@@ -96,7 +98,7 @@ Decision decide(const Problem &problem, const Execution &execution, Direction di
   const Choice::Row &chosen = choice.rows[choice.chosen];
   for (int i = 0; problem.strict && i < choice.chosen; i++) {
     const auto &[engine, answer] = choice.rows[i];
-    if (engine->only_by_name() || engine->device_type() != problem.device_type || !missing(size_t(i)).empty()) continue;
+    if (engine->only_by_name() || engine->device_type() != problem.device_type || !engine->missing().empty()) continue;
     if (const Plan *plan = std::get_if<Plan>(&answer)) {
       if (plan->predicted_seconds < std::get<Plan>(chosen.answer).predicted_seconds)
         throw Error(STROBE_UNSUPPORTED,

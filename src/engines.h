@@ -7,6 +7,9 @@ namespace strobe {
 // Why engines()[index] cannot run on this machine (empty if it can); found out once, for it costs system calls.
 const std::string &missing(size_t index);
 
+// Throws Error(STROBE_INVALID_ARGUMENT) unless it is null, empty or the name of an engine.
+void check_engine(const char *wanted);
+
 // The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if none took the problem, or if `strict` forbids the one that
 // did: an engine further up the list is here and takes this dtype and shape, but not with these options.
 struct Decision {

@@ -59,6 +59,9 @@ typedef enum strobe_alignment {
   STROBE_TOP_LEFT = 1      /* the first query sees the first key: offset = 0 */
 } strobe_alignment;
 
+/* The most that strobe_execution.threads, and strobe_attention.tile_q and tile_k, may be. */
+enum { STROBE_MAX_THREADS = 1024, STROBE_MAX_TILE = 65536 };
+
 typedef enum strobe_direction { STROBE_FORWARD = 0, STROBE_BACKWARD = 1 } strobe_direction;
 
 /* A view of memory that the caller owns. rank <= 4; entries of shape and strides past rank are ignored; strides count elements. */
@@ -186,7 +189,7 @@ STROBE_API int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed)
  * CPU). */
 STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep);
 
-/* The fp64 oracle (CPU): the formulas, row by row; slow on purpose. Inputs of any float dtype; out, lse and all gradients are float64 here.
+/* The float64 reference (CPU): the formulas, row by row; slow on purpose. Inputs of any float dtype; out, lse and all gradients are float64 here.
  * rows (optional): only these flat queries, ascending ((b*H + h)*Sq + i; varlen h*Tq + t), are computed and written in forward; in
  * backward only their dq; dbias and dsinks are then an error.
  * cols (optional): in backward only these flat keys ((b*Hkv + h)*Sk + j; varlen h*Tk + t) of dk and dv. */

@@ -7,6 +7,10 @@
 // Views only: nothing here owns or copies an element, and nothing is kept after a call.
 #pragma once
 
+#if __cplusplus < 202002L
+#error "strobe.hpp needs C++20: compile with -std=c++20, or include strobe.h"
+#endif
+
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -111,15 +115,21 @@ public:
       tensor.strides[a] = strides.size[a];
       empty |= shape.size[a] <= 0;
       if (shape.size[a] > 1) last += (shape.size[a] - 1) * strides.size[a];
-      if (shape.size[a] > 1 && strides.size[a] < 0) throw InvalidArgument("strides: negative; accepted through a strobe_tensor alone");
+      if (shape.size[a] > 1 && strides.size[a] < 0) wrong = "a negative stride; accepted through a strobe_tensor alone";
     }
-    if (strides.rank != shape.rank) throw InvalidArgument("strides: accepted are as many as the shape has sizes");
-    if (!empty && static_cast<uint64_t>(last) >= view.size())
-      throw InvalidArgument("shape: it reaches element " + std::to_string(last) + " of a range of " + std::to_string(view.size()));
+    if (strides.rank != shape.rank)
+      wrong = std::to_string(strides.rank) + " strides; accepted are as many as the shape has sizes, " + std::to_string(shape.rank);
+    else if (wrong.empty() && !empty && static_cast<uint64_t>(last) >= view.size())
+      wrong = "a range of " + std::to_string(view.size()) + " elements; accepted are " + std::to_string(last + 1) +
+              " or more, as its shape and strides reach";
   }
 
   explicit operator bool() const { return present; }
-  const strobe_tensor *get() const { return present ? &tensor : nullptr; }
+  // `name`: the argument's, for the InvalidArgument that a range too short for its shape is.
+  const strobe_tensor *get(const char *name) const {
+    if (!wrong.empty()) throw InvalidArgument(std::string(name) + ": " + wrong);
+    return present ? &tensor : nullptr;
+  }
 
   static Shape contiguous(const Shape &shape) {
     Shape strides = shape;
@@ -134,6 +144,7 @@ public:
 private:
   strobe_tensor tensor{};
   bool present = false;
+  std::string wrong; // nothing, or why no call may have it
 };
 
 // What a call may write.
@@ -218,25 +229,27 @@ inline strobe_attention raw(const Attention &a) {
 inline strobe_tensors raw_inputs(const Attention &a) {
   strobe_tensors raw{};
   raw.size = sizeof raw;
-  raw.q = a.q.get(), raw.k = a.k.get(), raw.v = a.v.get();
-  raw.mask = a.mask.get(), raw.bias = a.bias.get(), raw.alibi_slopes = a.alibi_slopes.get(), raw.sinks = a.sinks.get();
-  raw.cu_seqlens_q = a.cu_seqlens_q.get(), raw.cu_seqlens_k = a.cu_seqlens_k.get();
-  raw.block_rows = a.block_rows.get(), raw.block_cols = a.block_cols.get();
-  raw.block_rows_t = a.block_rows_t.get(), raw.block_cols_t = a.block_cols_t.get();
-  raw.rng = a.rng.get();
+  raw.q = a.q.get("q"), raw.k = a.k.get("k"), raw.v = a.v.get("v");
+  raw.mask = a.mask.get("mask"), raw.bias = a.bias.get("bias"), raw.alibi_slopes = a.alibi_slopes.get("alibi_slopes"),
+  raw.sinks = a.sinks.get("sinks");
+  raw.cu_seqlens_q = a.cu_seqlens_q.get("cu_seqlens_q"), raw.cu_seqlens_k = a.cu_seqlens_k.get("cu_seqlens_k");
+  raw.block_rows = a.block_rows.get("block_rows"), raw.block_cols = a.block_cols.get("block_cols");
+  raw.block_rows_t = a.block_rows_t.get("block_rows_t"), raw.block_cols_t = a.block_cols_t.get("block_cols_t");
+  raw.rng = a.rng.get("rng");
   return raw;
 }
 
 inline strobe_tensors raw(const Attention &a, const Forward &f) {
   strobe_tensors raw = raw_inputs(a);
-  raw.out = f.out.get(), raw.lse = f.lse.get();
+  raw.out = f.out.get("out"), raw.lse = f.lse.get("lse");
   return raw;
 }
 
 inline strobe_tensors raw(const Attention &a, const Backward &b) {
   strobe_tensors raw = raw_inputs(a);
-  raw.out = b.out.get(), raw.lse = b.lse.get(), raw.dout = b.dout.get(), raw.dlse = b.dlse.get();
-  raw.dq = b.dq.get(), raw.dk = b.dk.get(), raw.dv = b.dv.get(), raw.dbias = b.dbias.get(), raw.dsinks = b.dsinks.get();
+  raw.out = b.out.get("out"), raw.lse = b.lse.get("lse"), raw.dout = b.dout.get("dout"), raw.dlse = b.dlse.get("dlse");
+  raw.dq = b.dq.get("dq"), raw.dk = b.dk.get("dk"), raw.dv = b.dv.get("dv"), raw.dbias = b.dbias.get("dbias"),
+  raw.dsinks = b.dsinks.get("dsinks");
   return raw;
 }
 
@@ -299,7 +312,7 @@ template <detail::Direction D> std::string explain(const Attention &attention, c
 // keep: bool (B,H,Sq,Sk); true where dropout keeps the element. Reads attention's dropout, seed, offset and rng.
 inline void dropout_mask(const Attention &attention, const Tensor &keep) {
   const auto a = detail::raw(attention);
-  detail::check(strobe_dropout_mask(&a, attention.rng.get(), keep.get()));
+  detail::check(strobe_dropout_mask(&a, attention.rng.get("rng"), keep.get("keep")));
 }
 
 struct EngineInfo {

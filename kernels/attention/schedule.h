@@ -51,7 +51,8 @@ public:
   STROBE_FN static Range share(Range keys, Int tile, Int align, Part part) {
     if (part.count == 1) return keys;
     Int first = Int(round_down(keys.begin, align));
-    u32 some = (u32)(max(keys.end - first, Int(0)) + part.count - 1) / (u32)part.count; // positions fit 31 bits; a 64-bit division is a call
+    u32 some =
+        (u32)(max(keys.end - first, Int(0)) + part.count - 1) / (u32)part.count; // positions fit 31 bits; a 64-bit division is a call
     Int length = Int(round_up(some, tile));
     return intersect(keys, {first + part.index * length, first + (part.index + 1) * length});
   }

@@ -1,6 +1,8 @@
-"""Strobe: exact attention, forward and backward, at the speed of the hardware and in memory linear in the sequence length.
+"""Strobe: exact attention, forward and backward, in memory linear in the sequence length.
 
 >>> out = strobe.attention(q, k, v, causal=True)  # torch tensors or NumPy arrays, (B, H, S, D)
+
+strobe.nn.FlashAttention is the same as a torch.nn.Module, its options set once: see help(strobe.nn).
 """
 
 import sys

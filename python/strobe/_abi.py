@@ -23,6 +23,7 @@ DTYPES: dict[str, int] = {
     "int32": lib.STROBE_INT32,
     "int64": lib.STROBE_INT64,
 }
+NO_DTYPE = 0  # of what the library has no name for
 MAX_RANK = 4
 
 # The tensors that a call reads: their names in strobe_tensors, and the order of the torch operators' arguments.
@@ -32,6 +33,8 @@ INPUTS = (
 )
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsinks": "sinks"}
 _MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse")) + len(GRADIENTS)
+# Those that broadcast to (B, H, Sq, Sk): what they have fewer axes lacks the first ones, as in NumPy.
+_SCORES = frozenset({"mask", "bias", "dbias"})
 # Those whose axes are (B,S,H,D) with layout "bshd".
 _TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
 
@@ -139,18 +142,20 @@ class Call:
     arrays: the caller's; made: those that the package has allocated for the call; options: those of OPTIONS not at their default;
     place: says where it runs."""
 
-    __slots__ = ("_alive", "_allocator", "_attention", "_bshd", "_execution", "_made", "_tensors")
+    __slots__ = ("_alive", "_allocator", "_arrays", "_attention", "_bshd", "_execution", "_made", "_tensors")
 
     def __init__(self, arrays: dict[str, Any], made: dict[str, Any], options: dict[str, Any], view: View, place: Place):
         attention = _attention(tuple(options.items()))
         self._bshd = bshd = "bshd" in options
-        self._made = made
+        self._arrays, self._made = arrays, made
         views = ffi.new("strobe_tensor[]", _MOST_TENSORS)
         tensors = ffi.new("strobe_tensors *")
         tensors.size = ffi.sizeof("strobe_tensors")
         t = views + 0
         for named in (arrays, made):
             for name, array in named.items():
+                if name in _SCORES and array.ndim < MAX_RANK:
+                    array = array[(None,) * (MAX_RANK - array.ndim)]
                 view(t, name, array, bshd and name in _TOKENS)
                 setattr(tensors, name, t)
                 t += 1
@@ -181,6 +186,15 @@ class Call:
             return "block_mask: " + reason
         if self._bshd and name in _TOKENS:
             reason = re.sub(r"\(([^(),]+), ([^(),]+), ([^(),]+), ([^(),]+)\)", r"(\1, \3, \2, \4)", reason)
+        array = self._arrays.get(name)
+        if array is not None:
+            reason = reason.replace(f"dtype {NO_DTYPE} (none)", f"dtype {array.dtype}")
+            if name in _SCORES and array.ndim < MAX_RANK and ": shape" in reason:
+                reason = re.sub(r"shape \([^()]*\)", f"shape {tuple(array.shape)}", reason, count=1)
+                if array.ndim == 2:
+                    reason += f"; of (B, Sk), {name}[:, None, None, :]"
+        if name == "engine":
+            reason = reason.replace("or none", "or None")
         return reason.removeprefix("execution.")
 
 

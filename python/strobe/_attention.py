@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 from . import _run
 from ._abi import GRADIENTS
-from ._framework import Array, Framework, default_framework, framework_of
-from ._prepare import DEFAULTS, AttentionOptions, Prepared, array_of, dropout_rng, flag, integer, number, prepare
+from ._framework import Array, Framework, default_framework, known_framework
+from ._prepare import DEFAULTS, AttentionOptions, Prepared, Wrong, flag, is_array, is_integer, is_number, is_seed, prepare
 from ._run import Gradients
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
         softcap: c > 0 makes each score c · tanh(score / c), before what is added to it.
         mask: bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory.
         bias: added to the scores; broadcasts likewise; q's dtype or float32. Its gradient is summed over what was broadcast.
-        alibi_slopes: float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores.
+        alibi_slopes: float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores. They have no gradient.
         sinks: float32 (float64 with float64) (H,): a logit per head that joins the softmax's denominator and no value.
         dropout: the probability of dropping an element of the softmax, 0 <= p < 1, in steps of 1/256; what is kept is scaled up.
         seed, offset: integers that choose the dropout mask. Without them and rng they are drawn from the default generator of torch
@@ -75,17 +75,18 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
 
     Raises:
         TypeError: an argument is of a wrong kind.
-        ValueError: an argument has a wrong shape, dtype or value; the message says which one and what is accepted.
-        NotImplementedError: no engine here takes the call; the message has every engine's reason.
+        ValueError: an argument has a wrong shape, dtype or value. Of either, the message names each wrong argument and what is accepted.
+        NotImplementedError: no engine here takes the call; the message has every engine's reason. Or alibi_slopes require grad.
         MemoryError: no memory for the results or the work.
 
     Sources: FlashAttention (Dao et al. 2022, arXiv:2205.14135), FlashAttention-2 (Dao 2023, arXiv:2307.08691), ALiBi (Press et al. 2021,
     arXiv:2108.12409), softcap (Gemma 2, arXiv:2408.00118), sinks (gpt-oss, arXiv:2508.10925), Philox (Salmon et al. 2011).
     docs/semantics.md has the formulas.
     """
-    flag("return_lse", return_lse)
-    framework = framework_of("q", q)
-    out, lse = framework.forward(prepare("attention", framework, q, k, v, options))
+    wrong: Wrong = []
+    flag(wrong, "return_lse", return_lse)
+    framework, p = _prepared("attention", q, k, v, options, wrong)
+    out, lse = framework.forward(p)
     return (out, lse) if return_lse else out
 
 
@@ -101,12 +102,46 @@ def _signature() -> inspect.Signature:
 attention.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
-def _repeat(function: str, q: Array, k: Array, v: Array, options: AttentionOptions) -> tuple[Framework, Prepared]:
+def _prepared(
+    function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array] | None = None
+) -> tuple[Framework, Prepared]:
+    """prepare(), or the exception that tells all that is wrong. known: beside q, k and v."""
+    framework, p = prepare(function, q, k, v, options, wrong)
+    known = known or {}
+    for name, x in known.items():
+        is_array(wrong, name, x, framework, q)
+    if wrong or framework is None:
+        raise _refusal(function, framework, p, wrong, known)
+    return framework, p
+
+
+# Where one of these is wrong, nobody can tell what the others should be.
+_SIZES = frozenset({"q", "k", "v", "layout", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"})
+
+
+def _refusal(function: str, framework: Framework | None, p: Prepared, wrong: Wrong, known: dict[str, Array]) -> Exception:
+    """One exception of all that is wrong, the library's reasons too."""
+    lines = {str(error).partition(":")[0]: str(error) for error in wrong}
+    kinds_alone = all(isinstance(error, TypeError) for error in wrong)
+    if framework and not _SIZES & lines.keys():
+        if function.startswith("reference"):
+            p.options["engine"] = _run.ORACLE
+        known = {name: x for name, x in known.items() if name not in lines}
+        more = _run.reasons_against(framework, p, known, "backward" in function)
+        for line in more:
+            lines.setdefault(line.partition(":")[0], line)
+            kinds_alone = False
+    if len(lines) == 1:
+        return wrong[0]
+    return (TypeError if kinds_alone else ValueError)("\n".join(lines.values()))
+
+
+def _repeat(function: str, q: Array, k: Array, v: Array, options: AttentionOptions, known: dict[str, Array]) -> tuple[Framework, Prepared]:
     """A call that has to apply the dropout mask of another."""
+    wrong: Wrong = []
     if options.get("dropout") and options.get("rng") is None and options.get("seed") is None:
-        raise ValueError("rng: missing beside dropout; accepted is the rng, or the seed and offset, of the forward")
-    framework = framework_of("q", q)
-    return framework, prepare(function, framework, q, k, v, options)
+        wrong.append(ValueError("rng: missing beside dropout; accepted is the rng, or the seed and offset, of the forward"))
+    return _prepared(function, q, k, v, options, wrong, known)
 
 
 def attention_backward(
@@ -126,10 +161,8 @@ def attention_backward(
     Raises:
         As attention().
     """
-    framework, p = _repeat("attention_backward", q, k, v, options)
-    for name, x in (("dout", dout), ("out", out), ("lse", lse), ("dlse", dlse)):
-        if x is not None or name != "dlse":
-            array_of(name, x, framework, q)
+    known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    framework, p = _repeat("attention_backward", q, k, v, options, known)
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays]
     return Gradients(**framework.backward(p, dout, dlse, out, lse, needed))
 
@@ -149,8 +182,7 @@ def reference(
     Raises:
         As attention().
     """
-    framework = framework_of("q", q)
-    p = prepare("reference", framework, q, k, v, options)
+    framework, p = _prepared("reference", q, k, v, options, [])
     return _run.reference(framework, p, rows)
 
 
@@ -182,9 +214,9 @@ def reference_backward(
     Raises:
         As attention().
     """
-    framework, p = _repeat("reference_backward", q, k, v, options)
-    known = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    known = {name: array_of(name, x, framework, q) for name, x in known.items() if x is not None or name == "dout"}
+    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    known = {name: x for name, x in given.items() if x is not None or name == "dout"}
+    framework, p = _repeat("reference_backward", q, k, v, options, known)
     return _run.reference_backward(framework, p, known, rows, cols)
 
 
@@ -193,8 +225,7 @@ def explain(q: Array, k: Array, v: Array, *, backward: bool = False, **options: 
 
     Nothing is computed. Arguments and errors as attention()'s, but that no engine takes the call is an answer here.
     """
-    framework = framework_of("q", q)
-    p = prepare("explain", framework, q, k, v, options)
+    framework, p = _prepared("explain", q, k, v, options, [])
     return _run.explain(framework, p, backward)
 
 
@@ -213,12 +244,23 @@ def dropout_mask(
     Raises:
         TypeError, ValueError: an argument is not what is said above.
     """
-    framework = default_framework() if rng is None else framework_of("rng", rng)
-    sizes = [integer("shape", size, 0, 2**63 - 1, framework) for size in shape]
-    if len(sizes) != 4:
-        raise ValueError(f"shape: {tuple(shape)}; accepted is (B, H, Sq, Sk)")
+    wrong: Wrong = []
+    sizes = [size for size in shape if is_integer(wrong, "shape", size, 0, 2**63 - 1)]
+    if not wrong and len(sizes) != 4:
+        wrong.append(ValueError(f"shape: {tuple(shape)}; accepted is (B, H, Sq, Sk)"))
+    is_number(wrong, "dropout", dropout)
+    for name, x in (("seed", seed), ("offset", offset)):
+        if x is not None:
+            is_seed(wrong, name, x)
     if (seed is None) == (rng is None):
-        raise ValueError("seed: accepted is seed (and offset), or rng")
+        wrong.append(ValueError("seed: accepted is seed (and offset), or rng"))
+    framework = default_framework() if rng is None else known_framework(rng)
+    if rng is not None:
+        is_array(wrong, "rng", rng, None, None)
+    if len(wrong) == 1:
+        raise wrong[0]
+    if wrong or framework is None:
+        raise ValueError("\n".join(map(str, wrong)))
     if rng is None:
-        rng = dropout_rng(framework, None, seed, 0 if offset is None else offset)
-    return _run.dropout_mask(framework, tuple(sizes), number("dropout", dropout, framework), rng)
+        rng = framework.given_rng(cast(int, seed), 0 if offset is None else offset, None)
+    return _run.dropout_mask(framework, tuple(sizes), float(dropout), rng)

@@ -76,6 +76,7 @@ class BlockMask:
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array]:
+        """rows, cols, and the same of the transpose."""
         return self.rows, self.cols, self.rows_t, self.cols_t
 
     @property

@@ -29,8 +29,12 @@ class Framework(ABC):
     def is_array(self, x: object) -> bool: ...
 
     @abstractmethod
-    def check_place(self, name: str, x: Array, q: Array) -> None:
-        """Raises unless x is dense and lies where q does."""
+    def misplaced(self, x: Array, q: Array | None) -> str:
+        """What is wrong with x unless it is dense and lies where q does, if that is known; else empty."""
+
+    def autocast(self, arrays: dict[str, Array]) -> dict[str, Array]:
+        """The arrays as forward() hands them on."""
+        return arrays
 
     @abstractmethod
     def forward(self, p: Prepared) -> tuple[Array, Array]:
@@ -96,8 +100,8 @@ def kind(x: object) -> str:
     return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
 
 
-def framework_of(name: str, x: object) -> Framework:
-    """For arrays of x's kind; `name` is x's in a message. Imports neither torch nor NumPy: whoever has an array has done so."""
+def known_framework(x: object) -> Framework | None:
+    """For arrays of x's kind; None if it is no array. Imports neither torch nor NumPy: whoever has an array has done so."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         from ._torch import TORCH
@@ -108,7 +112,19 @@ def framework_of(name: str, x: object) -> Framework:
         from ._numpy import NUMPY
 
         return NUMPY
-    raise TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor or a numpy.ndarray")
+    return None
+
+
+def no_array(name: str, x: object) -> TypeError:
+    return TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor or a numpy.ndarray")
+
+
+def framework_of(name: str, x: object) -> Framework:
+    """known_framework, where x has to be an array; `name` is x's in a message."""
+    framework = known_framework(x)
+    if framework is None:
+        raise no_array(name, x)
+    return framework
 
 
 def default_framework() -> Framework:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _run
-from ._abi import CPU, DTYPES, MAX_RANK
+from ._abi import CPU, DTYPES, MAX_RANK, NO_DTYPE
 from ._core import lib
 from ._framework import Framework
 from ._prepare import Prepared
@@ -28,8 +28,8 @@ class NumPy(Framework):
     def is_array(self, x: object) -> bool:
         return isinstance(x, np.ndarray)
 
-    def check_place(self, name: str, x: _NDArray, q: _NDArray) -> None:
-        pass  # host memory all
+    def misplaced(self, x: _NDArray, q: _NDArray | None) -> str:
+        return ""  # host memory all
 
     def forward(self, p: Prepared) -> tuple[_NDArray, _NDArray]:
         return _run.forward(self, p)
@@ -50,15 +50,14 @@ class NumPy(Framework):
         return np.asarray(x)
 
     def view(self, tensor: Any, name: str, x: _NDArray, swap_1_2: bool) -> None:
-        dtype = DTYPES.get(x.dtype.name) if x.dtype.isnative else None
-        if dtype is None:
-            raise ValueError(f"{name}: dtype {x.dtype}; accepted are {', '.join(DTYPES)}, in native byte order")
+        if not x.dtype.isnative:
+            raise ValueError(f"{name}: dtype {x.dtype}; accepted is native byte order")
         if x.ndim > MAX_RANK:
             raise ValueError(f"{name}: shape {x.shape}; accepted are up to {MAX_RANK} axes")
         if any(stride % x.itemsize for stride in x.strides):
             raise ValueError(f"{name}: strides of {x.strides} bytes; accepted are multiples of the item size, {x.itemsize}")
         strides = [stride // x.itemsize for stride in x.strides]
-        lib.strobe_glue_tensor(tensor, self.address(x), dtype, CPU, 0, x.ndim, x.shape, strides, swap_1_2)
+        lib.strobe_glue_tensor(tensor, self.address(x), DTYPES.get(x.dtype.name, NO_DTYPE), CPU, 0, x.ndim, x.shape, strides, swap_1_2)
 
     def default_threads(self) -> int:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0

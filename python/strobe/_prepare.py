@@ -1,16 +1,18 @@
 """From what the caller wrote to what the library reads; the same for torch tensors and NumPy arrays.
 
-Kinds and spellings are checked here, shapes and values in the library: it sees every caller, C and C++ included.
+Kinds and spellings are checked here, shapes and values in the library: it sees every caller, C and C++ included. What is wrong is gathered
+in a list, an exception an argument, so that a caller sees all of it at once.
 """
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ._abi import MAX_RANK
 from ._blockmask import BlockMask
 from ._core import lib
-from ._framework import Array, Framework, kind
+from ._framework import Array, Framework, kind, known_framework, no_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,19 +58,28 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(AttentionOptions.__annotations__) | {
     "layout": "bhsd",
 }
 
-_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+_INT32_MAX, _INT64_MIN, _INT64_MAX = 2**31 - 1, -(2**63), 2**63 - 1
 _ARRAYS = frozenset({"mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng"})
 _FLAGS = frozenset({"causal", "deterministic", "exact_max", "allow_tf32", "strict", "check"})
 _NUMBERS = frozenset({"scale", "softcap", "dropout"})
 _INTEGERS = {
-    "max_seqlen_q": (0, _INT64_MAX),
-    "max_seqlen_k": (0, _INT64_MAX),
-    "tile_q": (1, _INT64_MAX),
-    "tile_k": (1, _INT64_MAX),
-    "threads": (1, 2**31 - 1),
+    "max_seqlen_q": (0, _INT32_MAX),
+    "max_seqlen_k": (0, _INT32_MAX),
+    "tile_q": (1, lib.STROBE_MAX_TILE),
+    "tile_k": (1, lib.STROBE_MAX_TILE),
+    "threads": (1, lib.STROBE_MAX_THREADS),
 }
 _LAYOUTS = {"bhsd": False, "bshd": True}
 _ALIGNMENTS = {"bottom_right": lib.STROBE_BOTTOM_RIGHT, "top_left": lib.STROBE_TOP_LEFT}
+# What other attention functions have.
+_ELSEWHERE = {
+    "is_causal": "did you mean causal?",
+    "attn_mask": "did you mean mask (bool, True = attend) or bias (added to the scores)?",
+    "dropout_p": "did you mean dropout?",
+    "enable_gqa": "k and v may have fewer heads than q without it",
+    "softmax_scale": "did you mean scale?",
+    "window_size": "did you mean window?",
+}
 _SHAPES = {
     "q": {"bhsd": "(B, H, Sq, D)", "bshd": "(B, Sq, H, D)", "packed": "(Tq, H, D) with cu_seqlens"},
     "k": {"bhsd": "(B, Hkv, Sk, D)", "bshd": "(B, Sk, Hkv, D)", "packed": "(Tk, Hkv, D) with cu_seqlens"},
@@ -83,123 +94,168 @@ class Prepared(NamedTuple):
     options: dict[str, Any]  # those of _abi.OPTIONS that are not at their default
 
 
-def prepare(function: str, framework: Framework, q: Array, k: Array, v: Array, given: Mapping[str, Any]) -> Prepared:
-    """`given`: AttentionOptions; `function` is whose, for messages."""
-    arrays = {name: array_of(name, x, framework, q) for name, x in (("q", q), ("k", k), ("v", v))}
+Wrong = list[Exception]
+
+
+def check_names(function: str, given: Mapping[str, Any], wrong: Wrong) -> None:
+    """`function` is whose options they are, for messages."""
+    for name in given:
+        if name not in DEFAULTS:
+            hint = _ELSEWHERE.get(name) or "".join(f"did you mean {known}?" for known in get_close_matches(name, DEFAULTS, 1))
+            wrong.append(TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (hint and f"; {hint}")))
+
+
+def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> tuple[Framework | None, Prepared]:
+    """The framework is q's. `given`: AttentionOptions. What is wrong is added to `wrong`, and missing in the result."""
+    framework = known_framework(q)
+    arrays: dict[str, Array] = {}
     options: dict[str, Any] = {}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if is_array(wrong, name, x, framework, q):
+            arrays[name] = x
     for name, x in given.items():
         if name not in DEFAULTS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        if x is DEFAULTS[name]:
+            check_names(function, {name: x}, wrong)
+        elif x is DEFAULTS[name]:
             continue
-        if name in _ARRAYS:
-            arrays[name] = array_of(name, x, framework, q)
+        elif name in _ARRAYS:
+            if is_array(wrong, name, x, framework, q):
+                arrays[name] = x
         elif name in _FLAGS:
-            if flag(name, x):
+            if flag(wrong, name, x):
                 options[name] = True
         elif name in _NUMBERS:
-            options[name] = number(name, x, framework)
+            if is_number(wrong, name, x):
+                options[name] = float(x)
         elif name in _INTEGERS:
-            options[name] = integer(name, x, *_INTEGERS[name], framework)
+            if is_integer(wrong, name, x, *_INTEGERS[name]):
+                options[name] = x
         elif name == "window":
-            _window(x, options, framework)
+            _window(wrong, x, options)
         elif name == "alignment":
-            options[name] = _choice(name, x, _ALIGNMENTS)
+            if _is_choice(wrong, name, x, _ALIGNMENTS):
+                options[name] = _ALIGNMENTS[x]
         elif name == "engine":
-            if not isinstance(x, str) or not x:
-                raise TypeError(f"engine: {x!r}; accepted is a name out of strobe.engines(), or None")
-            options[name] = x
+            if isinstance(x, str) and x:
+                options[name] = x
+            else:
+                wrong.append(TypeError(f"engine: {x!r}; accepted is a name out of strobe.engines(), or None"))
         elif name == "block_mask":
             if not isinstance(x, BlockMask):
-                raise TypeError(f"block_mask: {kind(x)}; accepted is a strobe.BlockMask")
-            arrays.update(zip(_BLOCKS, (framework.own(a) for a in x.arrays), strict=True))
-            options["block_q"], options["block_k"] = x.block_q, x.block_k
+                wrong.append(TypeError(f"block_mask: {kind(x)}; accepted is a strobe.BlockMask"))
+            elif framework is not None:
+                arrays.update(zip(_BLOCKS, (framework.own(a) for a in x.arrays), strict=True))
+                options["block_q"], options["block_k"] = x.block_q, x.block_k
 
     layout = given.get("layout", "bhsd")
-    swapped = _choice("layout", layout, _LAYOUTS)
-    packed = "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays
-    for name in ("q", "k", "v"):
-        if arrays[name].ndim != (3 if packed else 4):
-            raise ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name]['packed' if packed else layout]}")
-    if swapped and not packed:
-        options["bshd"] = True
-    for name in ("mask", "bias"):
-        if name in arrays:
-            arrays[name] = _scores(arrays[name])
-    _dropout(arrays, options, given, framework)
-    return Prepared(arrays, options)
+    packed = given.get("cu_seqlens_q") is not None or given.get("cu_seqlens_k") is not None
+    if _is_choice(wrong, "layout", layout, _LAYOUTS):
+        shapes, rank = ("packed", 3) if packed else (layout, 4)
+        for name in ("q", "k", "v"):
+            if name in arrays and arrays[name].ndim != rank:
+                wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}"))
+        if _LAYOUTS[layout] and not packed:
+            options["bshd"] = True
+    if not packed:
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            if options.get(name):
+                wrong.append(ValueError(f"{name}: {options[name]} without cu_seqlens; accepted is None"))
+    _dropout(wrong, arrays, options, given, framework)
+    return framework, Prepared(arrays, options)
 
 
 _BLOCKS = ("block_rows", "block_cols", "block_rows_t", "block_cols_t")
 
 
-def dropout_rng(framework: Framework, like: Array | None, seed: Any, offset: Any) -> Array:
-    """(seed, offset) as an array where `like` lies."""
-    for name, x in (("seed", seed), ("offset", offset)):
-        if not isinstance(x, int) or isinstance(x, bool):
-            raise TypeError(f"{name}: {kind(x)}; accepted is an integer; an array goes into rng")
-        if not _INT64_MIN <= x < 2**64:
-            raise ValueError(f"{name}: {x}; accepted are integers of 64 bits")
-    return framework.given_rng(seed, offset, like)
+def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
+    if not isinstance(x, int) or isinstance(x, bool):
+        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer; an array goes into rng"))
+    elif not _INT64_MIN <= x < 2**64:
+        wrong.append(ValueError(f"{name}: {x}; accepted are integers of 64 bits"))
+    else:
+        return True
+    return False
 
 
-def _dropout(arrays: dict[str, Array], options: dict[str, Any], given: Mapping[str, Any], framework: Framework) -> None:
+def _dropout(
+    wrong: Wrong, arrays: dict[str, Array], options: dict[str, Any], given: Mapping[str, Any], framework: Framework | None
+) -> None:
     """Sees to it that rng is there if dropout is, and only then."""
     seed, offset = given.get("seed"), given.get("offset")
-    if "rng" in arrays and (seed is not None or offset is not None):
-        raise ValueError("rng: given beside seed or offset; accepted is one of the two")
-    if offset is not None and seed is None:
-        raise ValueError("offset: given without seed; accepted is seed alone, or both")
-    from_seed = None if seed is None else dropout_rng(framework, arrays["q"], seed, 0 if offset is None else offset)
+    seeded = [is_seed(wrong, name, x) for name, x in (("seed", seed), ("offset", offset)) if x is not None]
+    if given.get("rng") is not None and seeded:
+        wrong.append(ValueError("rng: given beside seed or offset; accepted is one of the two"))
+    elif offset is not None and seed is None and all(seeded):
+        wrong.append(ValueError("offset: given without seed; accepted is seed alone, or both"))
     if options.get("dropout", 0.0) == 0.0:
         arrays.pop("rng", None)
-    elif "rng" not in arrays:
-        arrays["rng"] = framework.drawn_rng(arrays["q"]) if from_seed is None else from_seed
+    elif "rng" not in arrays and framework is not None and not wrong:
+        q = arrays["q"]
+        arrays["rng"] = framework.drawn_rng(q) if seed is None else framework.given_rng(seed, 0 if offset is None else offset, q)
 
 
-def array_of(name: str, x: Any, framework: Framework, q: Array) -> Array:
-    """x, which must be of q's kind and lie where q does."""
-    if not framework.is_array(x):
-        raise TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as q is")
-    framework.check_place(name, x, q)
-    return x
+def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Array) -> bool:
+    """Whether x is an array: of q's kind, where q lies, unless q itself is none; then framework is None."""
+    own = framework if framework is not None and framework.is_array(x) else known_framework(x)
+    if framework is not None and own is not framework:
+        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as q is"))
+    elif own is None:
+        wrong.append(no_array(name, x))
+    elif reason := own.misplaced(x, None if framework is None else q):
+        wrong.append(ValueError(f"{name}: {reason}"))
+    elif x.ndim > MAX_RANK and name not in ("q", "k", "v"):  # those are held to a rank of their own
+        wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes"))
+    else:
+        return True
+    return False
 
 
-def flag(name: str, x: Any) -> bool:
+def flag(wrong: Wrong, name: str, x: Any) -> bool:
     if not isinstance(x, bool):
-        raise TypeError(f"{name}: {kind(x)} {x!r}; accepted is True or False")
-    return x
+        wrong.append(TypeError(f"{name}: {kind(x)} {x!r}; accepted is True or False"))
+    return x is True
 
 
-def number(name: str, x: Any, framework: Framework) -> float:
-    if not (isinstance(x, (int, float)) or hasattr(x, "__float__")) or isinstance(x, bool) or framework.is_array(x):
-        raise TypeError(f"{name}: {kind(x)}; accepted is a number")
-    return float(x)
+def is_number(wrong: Wrong, name: str, x: Any) -> bool:
+    if not (isinstance(x, (int, float)) or (hasattr(x, "__float__") and known_framework(x) is None)) or isinstance(x, bool):
+        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a number"))
+        return False
+    return True
 
 
-def integer(name: str, x: Any, least: int, most: int, framework: Framework) -> int:
-    if not (isinstance(x, int) or hasattr(x, "__index__")) or isinstance(x, bool) or framework.is_array(x):
-        raise TypeError(f"{name}: {kind(x)}; accepted is an integer")
-    if not least <= x <= most:
-        raise ValueError(f"{name}: {x}; accepted are integers from {least} to {most}")
-    return x
+def _is_whole(x: Any) -> bool:
+    return (isinstance(x, int) or (hasattr(x, "__index__") and known_framework(x) is None)) and not isinstance(x, bool)
 
 
-def _choice(name: str, x: Any, choices: Mapping[str, Any]) -> Any:
+def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:
+    if not _is_whole(x):
+        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer"))
+    elif not least <= x <= most:
+        wrong.append(ValueError(f"{name}: {x}; accepted are integers from {least} to {most}"))
+    else:
+        return True
+    return False
+
+
+def _is_choice(wrong: Wrong, name: str, x: Any, choices: Mapping[str, Any]) -> bool:
     if not isinstance(x, str) or x not in choices:
-        raise ValueError(f"{name}: {x!r}; accepted is {' or '.join(map(repr, choices))}")
-    return choices[x]
+        wrong.append(ValueError(f"{name}: {x!r}; accepted is {' or '.join(map(repr, choices))}"))
+        return False
+    return True
 
 
-def _window(window: Any, options: dict[str, Any], framework: Framework) -> None:
+def _window(wrong: Wrong, window: Any, options: dict[str, Any]) -> None:
     sides = window if isinstance(window, (tuple, list)) else (window, window)
-    if len(sides) != 2:
-        raise ValueError(f"window: {window!r}; accepted is (left, right), each an integer or None (no bound), or one integer for both")
-    for name, side in zip(("left", "right"), sides, strict=True):
+    whole = all(side is None or _is_whole(side) for side in sides)
+    if len(sides) != 2 or not whole or not all(side is None or 0 <= side <= _INT64_MAX for side in sides):
+        error = ValueError if whole else TypeError
+        wrong.append(
+            error(
+                f"window: {window!r}; accepted is (left, right), each an integer from 0 to {_INT64_MAX} or None (no bound), "
+                f"or one integer for both"
+            )
+        )
+        return
+    for name, side in zip(("window_left", "window_right"), sides, strict=True):
         if side is not None:
-            options["window_" + name] = integer("window", side, 0, _INT64_MAX, framework)
-
-
-def _scores(x: Array) -> Array:
-    """A mask or bias of fewer axes than (B, H, Sq, Sk) lacks the first ones, as in NumPy's broadcasting."""
-    return x if x.ndim >= MAX_RANK else x[(None,) * (MAX_RANK - x.ndim)]
+            options[name] = side

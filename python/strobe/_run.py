@@ -10,7 +10,7 @@ from ._core import ffi, lib
 from ._framework import Array, Framework
 from ._prepare import Prepared
 
-_ORACLE = "reference"  # the engine that writes float64 whatever it reads
+ORACLE = "reference"  # the engine that writes float64 whatever it reads
 
 
 class Gradients(NamedTuple):
@@ -116,8 +116,23 @@ def explain(framework: Framework, p: Prepared, of_backward: bool) -> str:
     return text(chars)
 
 
+def reasons_against(framework: Framework, p: Prepared, known: dict[str, Array], of_backward: bool) -> list[str]:
+    """What the library finds wrong with a call's arguments, a line each. known: beside p.arrays."""
+    made = gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], _is_oracle(p)) if of_backward else {}
+    made |= {name: x for name, x in results(framework, p, _is_oracle(p)).items() if name not in known}
+    if not of_backward:
+        p = p._replace(arrays=framework.autocast(p.arrays))
+    try:
+        _call(framework, p, known, made).run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
+    except ValueError as refusal:
+        return str(refusal).splitlines()
+    except RuntimeError:  # not of the arguments' making, or where tensors have no memory
+        pass
+    return []
+
+
 def _is_oracle(p: Prepared) -> bool:
-    return p.options.get("engine") == _ORACLE
+    return p.options.get("engine") == ORACLE
 
 
 def _call(framework: Framework, p: Prepared, known: dict[str, Array], made: dict[str, Array]) -> Call:

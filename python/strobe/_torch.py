@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _run
-from ._abi import CPU, CUDA, DTYPES, GRADIENTS, INPUTS, MAX_RANK, OPTIONS, Allocator
+from ._abi import CPU, CUDA, DTYPES, GRADIENTS, INPUTS, MAX_RANK, NO_DTYPE, OPTIONS, Allocator
 from ._core import ffi, lib
 from ._framework import Framework
 from ._prepare import Prepared
@@ -33,17 +33,21 @@ class Torch(Framework):
     def is_array(self, x: object) -> bool:
         return isinstance(x, Tensor)
 
-    def check_place(self, name: str, x: Tensor, q: Tensor) -> None:
+    def misplaced(self, x: Tensor, q: Tensor | None) -> str:
         if x.layout != torch.strided:
-            raise ValueError(f"{name}: layout {x.layout}; accepted is torch.strided")
-        if x.device != q.device:
-            raise ValueError(f"{name}: on device {x.device}; accepted is {q.device}, where q lies")
+            return f"layout {x.layout}; accepted is torch.strided"
+        if q is not None and x.device != q.device:
+            return f"on device {x.device}; accepted is {q.device}, where q lies"
+        return ""
 
-    def forward(self, p: Prepared) -> tuple[Tensor, Tensor]:
-        arrays = p.arrays
+    def autocast(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
         device = arrays["q"].device.type
         if device != "meta" and torch.is_autocast_enabled(device):
-            arrays = _autocast(arrays, torch.get_autocast_dtype(device))
+            return _autocast(arrays, torch.get_autocast_dtype(device))
+        return arrays
+
+    def forward(self, p: Prepared) -> tuple[Tensor, Tensor]:
+        arrays = self.autocast(p.arrays)
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return _forward(**arrays, **p.options)
         return _differentiable_forward(**arrays, **p.options)  # where the dispatcher's first step would lead
@@ -63,9 +67,6 @@ class Torch(Framework):
         return x if isinstance(x, Tensor) else torch.from_numpy(x)
 
     def view(self, tensor: Any, name: str, x: Tensor, swap_1_2: bool) -> None:
-        dtype = _DTYPES.get(x.dtype)
-        if dtype is None:
-            raise ValueError(f"{name}: dtype {x.dtype}; accepted are {', '.join(DTYPES)}")
         rank = x.dim()
         if rank > MAX_RANK:
             raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes")
@@ -75,7 +76,7 @@ class Torch(Framework):
             device, index = CUDA, x.get_device()
         else:
             raise NotImplementedError(f"{name}: on device {x.device}; accepted are cpu and cuda")
-        lib.strobe_glue_tensor(tensor, x.data_ptr(), dtype, device, index, rank, x.shape, x.stride(), swap_1_2)
+        lib.strobe_glue_tensor(tensor, x.data_ptr(), _DTYPES.get(x.dtype, NO_DTYPE), device, index, rank, x.shape, x.stride(), swap_1_2)
 
     def default_threads(self) -> int:
         return torch.get_num_threads()
@@ -211,7 +212,7 @@ def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, An
 
 def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[str, Any]) -> list[Tensor]:
     if _is_plain((*arguments, *given.values())):
-        return _run_backward(*arguments, **given)
+        return _run_backward(*arguments, **given)  # type: ignore[arg-type]
     with torch._C._AutoDispatchBelowAutograd():
         return _backward(*arguments, **given)
 
@@ -261,7 +262,11 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    bias, sinks = given.get("bias"), given.get("sinks")
+    bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
+        )
     if _is_differentiated(q, k, v, bias, sinks):
         return _Attention.apply(q, k, v, bias, sinks, given)
     return _below_autograd_forward(q, k, v, given)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._attention import attention
+from ._prepare import check_names
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -40,6 +41,10 @@ class FlashAttention(torch.nn.Module):
 
     def __init__(self, head_dim: int, **options: Unpack[AttentionOptions]):
         super().__init__()
+        unknown: list[Exception] = []
+        check_names("FlashAttention", options, unknown)
+        if unknown:
+            raise TypeError("\n".join(map(str, unknown)))
         for name, value in options.items():
             if isinstance(value, Tensor):
                 raise TypeError(f"{name}: a tensor; accepted here are options that are not, tensors go to the call")

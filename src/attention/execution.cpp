@@ -10,15 +10,13 @@
 namespace strobe {
 namespace {
 
-constexpr int32_t kMaxThreads = 1024;
-
 // As many as this process may run on.
 int32_t usable_processors() {
 #if defined(__linux__)
   cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::min(CPU_COUNT(&set), kMaxThreads);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::min<int32_t>(CPU_COUNT(&set), STROBE_MAX_THREADS);
 #endif
-  return std::clamp(static_cast<int32_t>(std::thread::hardware_concurrency()), 1, kMaxThreads);
+  return std::clamp<int32_t>(static_cast<int32_t>(std::thread::hardware_concurrency()), 1, STROBE_MAX_THREADS);
 }
 
 } // namespace
@@ -28,8 +26,9 @@ Execution validate(const strobe_execution *execution) {
   Reasons reasons;
   strobe_execution e{};
   if (execution) e = read_versioned("execution", execution, reasons);
-  if (e.threads < 0 || e.threads > kMaxThreads)
-    reasons.add("execution.threads", e.threads, "; accepted is 1 to ", kMaxThreads, ", or 0 for as many as the process may run on");
+  if (e.threads < 0 || e.threads > STROBE_MAX_THREADS)
+    reasons.add("execution.threads", e.threads, "; accepted is 1 to ", int(STROBE_MAX_THREADS),
+                ", or 0 for as many as the process may run on");
   if (e.reserved) reasons.add("execution.reserved", e.reserved, "; accepted is 0");
   if (reinterpret_cast<uintptr_t>(e.workspace) % kWorkspaceAlignment)
     reasons.add("execution.workspace", e.workspace, "; accepted is an address aligned to ", kWorkspaceAlignment, " bytes");

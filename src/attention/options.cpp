@@ -41,8 +41,8 @@ void check_options(const strobe_attention &a, Reasons &reasons) {
   window("window_right", a.window_right, a.has_window_right, "has_window_right");
 
   auto wish = [&](const char *field, int64_t tile) {
-    constexpr int64_t most = 65536;
-    if (tile < 0 || tile > most) reasons.add(field, tile, "; accepted is 1 to ", most, ", or 0 for the engine's own choice");
+    if (tile < 0 || tile > STROBE_MAX_TILE)
+      reasons.add(field, tile, "; accepted is 1 to ", int(STROBE_MAX_TILE), ", or 0 for the engine's own choice");
   };
   wish("tile_q", a.tile_q);
   wish("tile_k", a.tile_k);

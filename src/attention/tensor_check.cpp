@@ -65,7 +65,8 @@ bool TensorChecks::dtype(const char *argument, const strobe_tensor &t, const Typ
     if (t.dtype == static_cast<int32_t>(type)) return true;
     accepted += (accepted.empty() ? "" : ", ") + std::string(name(type));
   }
-  reasons.add(argument, "dtype ", t.dtype, " (", name(static_cast<DType>(t.dtype)), "); accepted is ", accepted);
+  const DType given = static_cast<DType>(t.dtype);
+  reasons.add(argument, "dtype ", bytes(given) ? name(given) : text(t.dtype, " (", name(given), ")"), "; accepted is ", accepted);
   return false;
 }
 

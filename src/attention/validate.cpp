@@ -111,8 +111,9 @@ private:
   void inputs() {
     const int32_t rank = varlen ? 3 : 4, row = varlen ? 0 : 2;
     auto width = [&](const char *argument, int64_t size) {
-      if (size < 1 || size > kMaxHeadDim) reasons.add(argument, "head dimension ", size, "; accepted is 1 to ", kMaxHeadDim);
-      return size;
+      if (size >= 1 && size <= kMaxHeadDim) return size;
+      reasons.add(argument, "head dimension ", size, "; accepted is 1 to ", kMaxHeadDim);
+      return kAny;
     };
     if (t.q) checks.on_device_of(*t.q, ", where q lies");
     require("q", t.q, queries({"D"}), kFloats);
@@ -125,6 +126,7 @@ private:
 
     require("k", t.k, keys({"D", n.dim}), input_types());
     if (TensorChecks::has_rank(t.k, rank)) {
+      if (n.dim == kAny) width("k", t.k->shape[rank - 1]);
       n.heads_kv = t.k->shape[1], n.rows_k = t.k->shape[row];
       if (n.heads > 0 && (n.heads_kv < 1 || n.heads % n.heads_kv))
         reasons.add("k", n.heads_kv, " heads for the ", n.heads, " of q; accepted are the divisors of ", n.heads);

@@ -17,6 +17,12 @@ double visible_scores(const Problem &p) {
   return sequences * double(p.heads) * q * keys * share;
 }
 
+double keys_read(const Problem &p) {
+  const bool bounded = p.window_right != kUnbounded && p.window_left != kUnbounded;
+  const double most = bounded ? double(p.seqlen_q) + double(p.window_left) + double(p.window_right) : double(p.seqlen_k);
+  return double(p.heads_kv) * std::min(double(p.total_k), double(p.batch) * most);
+}
+
 double flops(const Problem &p, Direction direction) {
   const bool forward = direction == Direction::forward;
   return visible_scores(p) * 2 * double(forward ? p.head_dim + p.head_dim_v : 3 * p.head_dim + 2 * p.head_dim_v);

@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 #include "attention/work.h"
@@ -63,32 +64,70 @@ std::string amx_missing() {
 double bf16_dot_rate() { return has_amx() ? 26 : 128; }
 #endif
 
-// From the fastest to the slowest.
+// From the fastest to the slowest. Idle lanes and packing are measured: 1 to 256 queries, 512 to 8192 keys, D 64 and 128.
 const InstructionSet kInstructionSets[] = {
 #if defined(__x86_64__)
-    {"cpu-amx", amx_missing, amx::kernels, {{80, 160, 240}, {66, 130, 240}}},
+    {"cpu-amx", amx_missing, amx::kernels, {80, 160, 240}, 0, {1.5, 1.3, 1.0}},
     {"cpu-avx512bf16",
      [] { return std::string(has_bf16_dot() ? "" : "this CPU lacks AVX512-BF16"); },
      avx512bf16::kernels,
-     {{0, 0, bf16_dot_rate()}, {0, 0, bf16_dot_rate()}}},
+     {0, 0, bf16_dot_rate()},
+     0,
+     {0, 0, 1.0}},
     {"cpu-avx512",
      [] { return std::string(has_avx512() ? "" : "this CPU lacks AVX-512 (F, BW, DQ, VL)"); },
      avx512::kernels,
-     {{64, 64, 64}, {64, 64, 64}}},
+     {64, 64, 64},
+     24,
+     {0, 0.15, 0.15}},
     {"cpu-avx2",
      [] {
        bool all = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
        return std::string(all ? "" : "this CPU lacks AVX2 and FMA");
      },
      avx2::kernels,
-     {{32, 32, 32}, {32, 32, 32}}},
+     {32, 32, 32},
+     5,
+     {0, 0.4, 0.1}},
 #endif
 #if defined(__aarch64__)
-    {"cpu-neon", never_missing, neon::kernels, {{16, 16, 16}, {16, 16, 16}}},
+    {"cpu-neon", never_missing, neon::kernels, {16, 16, 16}, 0, {0, 0, 0}},
 #else
-    {"cpu-baseline", never_missing, baseline::kernels, {{8, 8, 8}, {8, 8, 8}}},
+    {"cpu-baseline", never_missing, baseline::kernels, {8, 8, 8}, 0, {0, 0, 0}},
 #endif
 };
+
+struct Foreign {
+  const char *engine, *architecture;
+};
+constexpr Foreign kForeign[] = {
+#if !defined(__x86_64__)
+    {"cpu-amx", "x86-64"},      {"cpu-avx512bf16", "x86-64"}, {"cpu-avx512", "x86-64"}, {"cpu-avx2", "x86-64"},
+#endif
+#if defined(__aarch64__)
+    {"cpu-baseline", "x86-64"},
+#else
+    {"cpu-neon", "aarch64"},
+#endif
+};
+
+// The model: the products of all lanes, padding included, and the packing of K and V. Backward takes as many times the forward as it has
+// products, in every set alike: one that leads forward leads backward, for P = e^(s - LSE) is exact only where both round s alike. Nor does
+// the order of the sets depend on the threads: their number must not change a bit.
+double predict(const InstructionSet &set, const Problem &p, int64_t width, int64_t threads, Direction direction) {
+  constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, share of the peak, and cost of a call
+  constexpr int64_t kShortestTile = 64;                       // of those that are made smaller until there is work for all
+  const int column = p.dtype == DType::bf16 ? 2 : p.dtype == DType::f16 ? 1 : 0;
+  const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.seqlen_q) / double(std::max<int64_t>(p.varlen ? p.batch : 1, 1)));
+  const double pieces = std::ceil(queries / double(width)), lanes = std::ceil(queries / 16) * 16 + pieces * set.idle_lanes;
+  const double padded = lanes / queries * double(width) / (double(width) + set.idle_lanes);
+  const double rate = set.flops_per_cycle[column] * kShare * (p.dtype == DType::f64 ? 0.5 : 1.0);
+  const double packed = keys_read(p) * double(p.head_dim + p.head_dim_v) * set.pack_cycles[column];
+  const double items = double(p.batch * p.heads) * double((p.longest_q() + kShortestTile - 1) / kShortestTile);
+  const double cycles = flops(p, Direction::forward) * padded / rate + packed;
+  const double passes = direction == Direction::forward ? 1 : flops(p, direction) / std::max(1.0, flops(p, Direction::forward));
+  return kStart + passes * cycles / kHertz / std::clamp(items, 1.0, double(threads));
+}
 
 std::string rounded(const char *what, int64_t wish, int64_t got, const char *why) {
   char text[160];
@@ -145,12 +184,7 @@ public:
     plan.tile_q = tile.q;
     plan.tile_k = tile.k;
     plan.workspace_bytes = uint64_t((forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
-    constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, share of the peak, and cost of a call
-    double rate = set_.flops_per_cycle[!forward][p.dtype == DType::bf16  ? 2
-                                                 : p.dtype == DType::f16 ? 1
-                                                                         : 0] *
-                  (p.dtype == DType::f64 ? 0.5 : 1.0);
-    plan.predicted_seconds = kStart + flops(p, direction) / (rate * kHertz * kShare * execution.threads);
+    plan.predicted_seconds = predict(set_, p, kernels->forward_tile.width, execution.threads, direction);
     return plan;
   }
 
@@ -173,6 +207,12 @@ std::vector<const Engine *> cpu_engines() {
   std::vector<const Engine *> list;
   for (const CpuEngine &engine : all) list.push_back(&engine);
   return list;
+}
+
+const char *foreign_architecture(const std::string &engine) {
+  for (const Foreign &foreign : kForeign)
+    if (engine == foreign.engine) return foreign.architecture;
+  return nullptr;
 }
 
 } // namespace strobe

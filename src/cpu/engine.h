@@ -6,4 +6,6 @@
 
 namespace strobe {
 std::vector<const Engine *> cpu_engines();
-}
+// The architecture that an engine needs which this library was not built for; null for any other name.
+const char *foreign_architecture(const std::string &engine);
+} // namespace strobe

@@ -26,9 +26,10 @@ struct InstructionSet {
   const char *name;                    // of the engine
   std::string (*missing)();            // why this machine cannot run it; empty if it can
   const CpuKernels *(*kernels)(DType); // null where the set adds nothing for this type
-  // Forward, backward: {fp32 (fp64: half), fp16, bf16}, a multiply-add two; for the predicted time alone. A set that leads forward leads
-  // backward: P = e^(s - LSE) is exact only where both directions round s alike.
-  double flops_per_cycle[2][3];
+  // For the predicted time alone; {fp32 (fp64: half the rate), fp16, bf16}.
+  double flops_per_cycle[3]; // where pieces are full, a multiply-add two
+  double idle_lanes;         // what a piece costs beside its lanes, in lanes: K and V are read once a piece, however narrow it is
+  double pack_cycles[3];     // of an element of K or V
 };
 
 } // namespace strobe

@@ -70,7 +70,7 @@ bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
     const auto off = [](int64_t wish, int32_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / got)) : 0.0; };
     const int64_t spare = c.tile_q - std::max<int64_t>(16, p.longest_q());
     double cost = 1e3 * (off(p.tile_q, c.tile_q) + off(p.tile_k, c.tile_k)) + (spare >= 16 ? double(spare) : 0.0);
-    cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c))); // they would spill
+    cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c)));                      // they would spill
     if (p.blocks.present && p.blocks.block_k % c.tile_k) cost += 10.0 * c.tile_k / double(p.blocks.block_k); // computed, not kept
     if (cost < least) least = cost, best = c;
   }
@@ -143,7 +143,7 @@ private:
     if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
     if (c.copy == simt::kElements)
       program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
-    const double fma = products * visible_scores(p) * double(c.head_dim + c.head_dim_v) / 2;
+    const double fma = products * computed_scores(p, c.tile_q) * double(c.head_dim + c.head_dim_v) / 2;
     program.predicted_seconds =
         kLaunchSeconds * double(program.steps.size()) + fma / (kShareOfPeak * rate(device, p.dtype) * device.sms * device.clock_hz);
   }

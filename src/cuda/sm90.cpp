@@ -111,11 +111,11 @@ protected:
     if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (direction == Direction::backward) return "has no backward yet";
+    if (!p.q || !p.k || !p.v) return "there are no queries or no keys to fetch";
     for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
       if (!reason.empty()) return reason;
     if (!aligned(p.out, p.head_dim_v)) return "out's rows do not lie on 16-byte addresses";
-    if ((p.k && p.k.stride[2] == 0 && p.seqlen_k > 1) || (p.v && p.v.stride[2] == 0 && p.seqlen_k > 1) ||
-        (p.q && p.q.stride[2] == 0 && p.seqlen_q > 1))
+    if (((p.k.stride[2] == 0 || p.v.stride[2] == 0) && p.seqlen_k > 1) || (p.q.stride[2] == 0 && p.seqlen_q > 1))
       return "a row is broadcast over its sequence";
 
     const Config config = configuration(p, device);
@@ -139,11 +139,9 @@ protected:
     a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * tiles_of_head)));
     a.bundle = Divisor::make(uint32_t(a.a.bundle));
     a.heads = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))), a.group = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
-    if (p.q && p.k && p.v) {
-      a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
-      a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
-      a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
-    }
+    a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
+    a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));

@@ -97,12 +97,17 @@ protected:
   }
 
 private:
+  static bool too_wide(const Problem &p) { return rounded(p.head_dim) + rounded(p.head_dim_v) > 256; }
   static Made no_tile(const Device &device) {
     return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
   }
 
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
     Config c;
+    // The backward rebuilds P from this forward's LSE: it must come from the same arithmetic, or rows of P no longer sum to 1.
+    Config unused;
+    if (p.deterministic || p.bias || too_wide(p) || !choose(unused, kBackwardTiles, p, device, Direction::backward))
+      return "takes no forward whose backward it would leave to another arithmetic: deterministic, with a bias, or of this shape";
     if (!choose(c, kForwardTiles, p, device, Direction::forward)) return no_tile(device);
     ForwardArguments a = forward_arguments(p);
     const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), rows = a.in.rows();
@@ -129,10 +134,9 @@ private:
   }
 
   static Made backward(const Problem &p, const Device &device, Scratch &scratch) {
-    if (p.deterministic && p.dq) return "dQ is added up in any order, which deterministic forbids";
-    if (p.dbias) return "has no gradient of the bias";
-    if (rounded(p.head_dim) + rounded(p.head_dim_v) > 256)
-      return "dK and dV of head dimensions beyond 256 together do not fit the registers";
+    if (p.deterministic) return "dQ is added up in any order, which deterministic forbids";
+    if (p.bias) return "leaves calls with a bias to an engine that has its gradient";
+    if (too_wide(p)) return "dK and dV of head dimensions beyond 256 together do not fit the registers";
     Config c;
     if (!choose(c, kBackwardTiles, p, device, Direction::backward)) return no_tile(device);
     BackwardArguments a = backward_arguments(p);
@@ -172,7 +176,7 @@ private:
     if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
     if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
     if (!c.aligned) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
-    const double flop = products * visible_scores(p) * (c.head_dim + c.head_dim_v);
+    const double flop = products * computed_scores(p, c.tile_q) * (c.head_dim + c.head_dim_v);
     program.predicted_seconds =
         kLaunchSeconds * double(program.steps.size()) + flop * c.products / (kShareOfPeak * rate(device) * device.sms * device.clock_hz);
   }

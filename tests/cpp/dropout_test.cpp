@@ -114,7 +114,7 @@ TEST_CASE("dropout: strobe_dropout_mask refuses what it cannot write") {
   call.attention.dropout = 1;
   refused("dropout: 1;");
   keep.dtype = STROBE_FLOAT32;
-  refused("keep: dtype 1 (float32); accepted is bool");
+  refused("keep: dtype float32; accepted is bool");
   keep.rank = 3;
   refused("keep: rank 3");
   keep.strides[3] = 0;

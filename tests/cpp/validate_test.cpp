@@ -125,8 +125,8 @@ TEST_CASE("validate: what is missing") {
 TEST_CASE("validate: shapes that do not agree") {
   expect_each(
       make_dense, Direction::forward,
-      {{"q: head dimension 0", [](Call &c) { c["q"].shape[3] = c["k"].shape[3] = 0; }},
-       {"q: head dimension 257", [](Call &c) { c.add("q", DType::f32, {B, H, Sq, 257}), c.add("k", DType::f32, {B, Hkv, Sk, 257}); }},
+      {{"q: head dimension 0", shape("q", 3, 0)},
+       {"q: head dimension 257", [](Call &c) { c.add("q", DType::f32, {B, H, Sq, 257}); }},
        {"v: head dimension 257", [](Call &c) { c.add("v", DType::f32, {B, Hkv, Sk, 257}), c.add("out", DType::f32, {B, H, Sq, 257}); }},
        {"k: shape (1, 2, 38, 8); accepted is (B, Hkv, Sk, D) = (2, any, any, 8)", shape("k", 0, 1)},
        {"k: shape (2, 2, 38, 7)", shape("k", 3, 7)},
@@ -174,22 +174,22 @@ TEST_CASE("validate: shapes that do not agree") {
 
 TEST_CASE("validate: dtypes that do not agree") {
   expect_each(make_dense, Direction::forward,
-              {{"q: dtype 6 (int32); accepted is float32, float16, bfloat16, float64", dtype("q", DType::i32)},
-               {"k: dtype 2 (float16); accepted is float32", dtype("k", DType::f16)},
-               {"v: dtype 4 (float64); accepted is float32", dtype("v", DType::f64)},
-               {"mask: dtype 1 (float32); accepted is bool", dtype("mask", DType::f32)},
-               {"bias: dtype 3 (bfloat16); accepted is float32", dtype("bias", DType::bf16)},
-               {"alibi_slopes: dtype 4 (float64); accepted is float32", dtype("alibi_slopes", DType::f64)},
-               {"sinks: dtype 2 (float16); accepted is float32", dtype("sinks", DType::f16)},
-               {"rng: dtype 6 (int32); accepted is int64", dtype("rng", DType::i32)},
-               {"out: dtype 4 (float64); accepted is float32", dtype("out", DType::f64)},
-               {"lse: dtype 4 (float64); accepted is float32", dtype("lse", DType::f64)}});
+              {{"q: dtype int32; accepted is float32, float16, bfloat16, float64", dtype("q", DType::i32)},
+               {"k: dtype float16; accepted is float32", dtype("k", DType::f16)},
+               {"v: dtype float64; accepted is float32", dtype("v", DType::f64)},
+               {"mask: dtype float32; accepted is bool", dtype("mask", DType::f32)},
+               {"bias: dtype bfloat16; accepted is float32", dtype("bias", DType::bf16)},
+               {"alibi_slopes: dtype float64; accepted is float32", dtype("alibi_slopes", DType::f64)},
+               {"sinks: dtype float16; accepted is float32", dtype("sinks", DType::f16)},
+               {"rng: dtype int32; accepted is int64", dtype("rng", DType::i32)},
+               {"out: dtype float64; accepted is float32", dtype("out", DType::f64)},
+               {"lse: dtype float64; accepted is float32", dtype("lse", DType::f64)}});
   expect_each(make_dense, Direction::backward,
-              {{"dlse: dtype 2", dtype("dlse", DType::f16)},
-               {"dq: dtype 2", dtype("dq", DType::f16)},
-               {"dbias: dtype 4", dtype("dbias", DType::f64)}});
-  expect_each(make_varlen, Direction::forward, {{"cu_seqlens_q: dtype 7 (int64); accepted is int32", dtype("cu_seqlens_q", DType::i64)}});
-  expect_each(make_sparse, Direction::forward, {{"block_cols: dtype 7 (int64); accepted is int32", dtype("block_cols", DType::i64)}});
+              {{"dlse: dtype float16", dtype("dlse", DType::f16)},
+               {"dq: dtype float16", dtype("dq", DType::f16)},
+               {"dbias: dtype float64", dtype("dbias", DType::f64)}});
+  expect_each(make_varlen, Direction::forward, {{"cu_seqlens_q: dtype int64; accepted is int32", dtype("cu_seqlens_q", DType::i64)}});
+  expect_each(make_sparse, Direction::forward, {{"block_cols: dtype int64; accepted is int32", dtype("block_cols", DType::i64)}});
 }
 
 TEST_CASE("validate: options") {
@@ -224,7 +224,13 @@ TEST_CASE("validate: options") {
                {"max_seqlen_k: 5 without cu_seqlens", set(&A::max_seqlen_k, int64_t{5})},
                {"block_q: 16 without block_rows", set(&A::block_q, int64_t{16})},
                {"block_k: 16 without block_rows", set(&A::block_k, int64_t{16})},
-               {"engine: \"no-such\" is unknown; accepted are ", [](Call &c) { c.attention.engine = "no-such"; }}});
+               {"engine: \"no-such\" is unknown; accepted are ", [](Call &c) { c.attention.engine = "no-such"; }},
+#if defined(__aarch64__)
+               {"engine: \"cpu-avx2\" runs on x86-64 alone; accepted are ", [](Call &c) { c.attention.engine = "cpu-avx2"; }},
+#else
+               {"engine: \"cpu-neon\" runs on aarch64 alone; accepted are ", [](Call &c) { c.attention.engine = "cpu-neon"; }},
+#endif
+               {"execution.threads: 1025; accepted is 1 to 1024", [](Call &c) { c.execution.threads = 1025; }}});
   expect_each(
       make_varlen, Direction::forward,
       {{"max_seqlen_q: -1", set(&A::max_seqlen_q, int64_t{-1})}, {"max_seqlen_k: 2147483648", set(&A::max_seqlen_k, int64_t{1} << 31)}});
@@ -314,9 +320,24 @@ TEST_CASE("validate: every reason at once, a line each") {
   REQUIRE(all.size() == 5);
   CHECK(all[0].starts_with("dropout: 2"));
   CHECK(all[1].starts_with("k: shape (2, 2, 38, 9)"));
-  CHECK(all[2].starts_with("k: dtype 2"));
+  CHECK(all[2].starts_with("k: dtype float16"));
   CHECK(all[3].starts_with("dout: missing"));
   CHECK(all[4].starts_with("dv: data is null"));
+}
+
+TEST_CASE("validate: also those of the head dimension, the execution and the engine") {
+  Call call;
+  make_dense(call, Direction::forward);
+  call.add("q", DType::f32, {B, H, Sq, 300}), call.add("k", DType::f32, {B, Hkv, Sk, 300}), call.add("v", DType::f32, {B, Hkv, Sk, 300});
+  call.execution.threads = -1, call.attention.engine = "no-such";
+  REQUIRE(call.run() == STROBE_INVALID_ARGUMENT);
+  const std::vector<std::string> all = lines(strobe_last_error());
+  REQUIRE(all.size() == 5);
+  CHECK(all[0].starts_with("q: head dimension 300"));
+  CHECK(all[1].starts_with("k: head dimension 300"));
+  CHECK(all[2].starts_with("v: head dimension 300"));
+  CHECK(all[3].starts_with("execution.threads: -1"));
+  CHECK(all[4].starts_with("engine: \"no-such\" is unknown"));
 }
 
 TEST_CASE("validate: what is legal although it looks odd") {

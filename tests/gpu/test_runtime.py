@@ -73,11 +73,20 @@ def test_dropout_drops_what_the_cpu_drops(engine):
     """V is the identity: O is P after dropout."""
     dtype = torch.float16 if engine in ("cuda-mma", "cuda-sm90") else torch.float32
     q, k = tensors(2, 3, 150, 64, dtype=dtype, n=2)
-    k = k[:, :, :100]
-    v = torch.eye(100, device="cuda", dtype=dtype).expand(2, 3, 100, 100).contiguous()
+    k = k[:, :, :96]
+    v = torch.eye(96, device="cuda", dtype=dtype).expand(2, 3, 96, 96).contiguous()
     out = strobe.attention(q, k, v, dropout=0.3, seed=5, offset=9, engine=engine)
-    keep = strobe.dropout_mask((2, 3, 150, 100), 0.3, 5, 9)
+    keep = strobe.dropout_mask((2, 3, 150, 96), 0.3, 5, 9)
     assert torch.equal(out.cpu() != 0, keep)
+
+
+def test_single_tf32_products_only_on_request():
+    q, k, v = tensors(2, 4, 512, 64, dtype=torch.float32)
+    expected = strobe.attention(q.double(), k.double(), v.double())
+    exact, single = (strobe.attention(q, k, v, allow_tf32=allow).double() for allow in (False, True))
+    size = expected.abs().max()
+    assert (exact - expected).abs().max() <= 2e-6 * size
+    assert (single - expected).abs().max() <= 2**-9 * size
 
 
 def test_another_stream():

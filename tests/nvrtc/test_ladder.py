@@ -19,7 +19,7 @@ def kernels(rung, cc, head_dim, tile, backward, dtype=None):
     except RuntimeError as error:
         if "no NVRTC" not in str(error):
             raise
-        pytest.skip(str(error))
+        pytest.skip(f"needs NVRTC: {error}")
 
 
 @pytest.mark.parametrize("cc", [80, 90])

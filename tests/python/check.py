@@ -56,7 +56,7 @@ def run_or_skip(inputs: Inputs, engine: str, **how: Any) -> Results:
     try:
         return run(inputs, engine, **how)
     except NotImplementedError as refusal:
-        pytest.skip(str(refusal))
+        pytest.skip(f"{engine} is not for this call: {str(refusal).rpartition(': ')[2]}")
 
 
 def run(inputs: Inputs, engine: str | None = None, **run: Any) -> Results:

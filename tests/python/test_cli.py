@@ -10,10 +10,11 @@ import sys
 from collections import Counter
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import strobe
-from strobe.cli import app, bench, check, memory, peak, requirements, timing
+from strobe.cli import app, bench, check, ladder, memory, peak, requirements, timing
 from strobe.train.trainer import Trainer
 
 
@@ -154,6 +155,19 @@ def test_bench_prints_and_keeps_its_figures(run, monkeypatch, tmp_path):
     assert not {"masks", "memory"} & set(report)
 
 
+def test_tables_fit_80_columns():
+    speed = {"dtype": "bfloat16", "direction": "backward", "causal": True, "strobe_flops": 1.2e12, "torch_flops": 1.1e12}
+    speeds = [{**speed, "shape": shape, "ratio": 12.69, "share_of_peak": 1.19} for shape in bench.SHAPES]
+    mask = {"dtype": "bfloat16", "masked": 0.0931, "without": 0.0911, "cost": 0.13}
+    masks = [{**mask, "mask": "half the blocks, over half the keys"}]
+    memories = [{"dtype": "bfloat16", "bytes": dict.fromkeys(bench.LENGTHS, 5e8), "bytes_per_token": 19871.0}]
+    rung = {"engine": "ladder-tensor-cores", "tile": (128, 128), "dtype": "float16", "flops": 3e14, "before": 12.3, "best": True}
+    rungs = [{**rung, ladder.SDPA: 0.123, ladder.STROBE: 0.456}]
+    console = Console(width=200)
+    for table in (bench._speed_table(speeds), bench._mask_table(masks), bench._memory_table(memories), ladder._table("rungs", rungs)):
+        assert console.measure(table).maximum <= 80
+
+
 def test_mask_rows_compare_equal_work(monkeypatch):
     results = []
 
@@ -234,6 +248,7 @@ def test_interrupt_and_resume_is_the_whole_run(run, tmp_path, monkeypatch):
     assert "continues at step 4 of 6" in done.output
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts")]
     assert summaries[0] == summaries[1]
+    assert f"no attention: {tmp_path / 'parts' / 'no-attention.pt'} does not exist; starts at step 0" in done.output
     assert train(run, tmp_path / "parts").exit_code == 0  # afresh, and what was there is kept
     assert (tmp_path / "parts" / "attention.previous.pt").exists()
 
@@ -246,6 +261,8 @@ def test_train_takes_a_text(run, tmp_path):
     assert f"Text: {text}" in done.output
     config = json.loads((tmp_path / "out" / "summary.json").read_text())["config"]
     assert (config["vocab_size"], config["steps"], config["attention"]) == (270, 2, "math")
+    assert f", {text.stat().st_size / 1e3:.1f} kB, vocabulary 270," in done.output
+    assert " 0 tokens/s" not in done.output
 
 
 @pytest.mark.parametrize(
@@ -257,6 +274,8 @@ def test_train_takes_a_text(run, tmp_path):
         (["--set", "colour=red"], "--set colour=red: no such field; accepted is NAME=VALUE with NAME one of vocab_size, "),
         (["--set", "layers=many"], "--set layers=many: 'many' is no int, as layers is (2 by default)"),
         (["--device", "abacus"], "device is 'abacus', which PyTorch does not have here"),
+        (["--device", "abacus", "--text", "/nowhere"], "device is 'abacus'"),  # before the text is read
+        (["--steps", "5", "--epochs", "1"], "--steps and --epochs: both given; accepted is one of the two"),
     ],
 )
 def test_train_names_what_is_wrong(run, tmp_path, arguments, message):

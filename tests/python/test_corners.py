@@ -223,7 +223,9 @@ def test_differences_of_1e5(dtype):
     inputs.k = torch.zeros_like(inputs.k)
     inputs.q[..., 0] = torch.where(torch.arange(n) % 2 == 0, 220.0, -220.0).to(dtype)
     inputs.k[..., 0] = (220 * ramp).to(dtype)
-    for _, results in runs(inputs):
+    for engine, results in runs(inputs):
+        if engine == "cuda-tf32":  # V as the sum of two TF32 numbers has 22 bits, not 24: assert_matches holds it to the contract
+            continue
         assert torch.equal(results["out"][0, 0, 0::2], inputs.v[0, 0, -1:].expand(n // 2, 4))
         assert torch.equal(results["out"][0, 0, 1::2], inputs.v[0, 0, :1].expand(n // 2, 4))
     assert_matches(inputs)
@@ -293,7 +295,7 @@ def test_nan_reaches_only_the_rows_that_see_it(hidden_by, what, value, engine):
     inputs = call(b=2, h=2, sq=50, sk=70, d=16, dtype=dtype_of(engine), dlse=False, **options)
     getattr(inputs, what)[1, 1, 37, 5] = value
     ref = oracle(inputs)
-    results = run(inputs, engine)
+    results = run_or_skip(inputs, engine)
     affected = ~ref["out"].isfinite().all(-1)
     assert affected.any()
     assert not affected.all()

@@ -66,8 +66,8 @@ DENSE = [
     ("q", {"q": torch.randn(B, H, SQ, D, dtype=torch.complex64)}),
     ("q", {"q": torch.randn(B, H, SQ, D).to(torch.float8_e4m3fn)}),
     ("q", {"q": torch.randn(B, H, SQ, D).to_sparse()}),
-    ("q", {"q": torch.randn(B, H, SQ, 0), "k": torch.randn(B, HKV, SK, 0)}),
-    ("q", {"q": torch.randn(B, H, SQ, 257), "k": torch.randn(B, HKV, SK, 257)}),
+    ("q", {"q": torch.randn(B, H, SQ, 0)}),
+    ("q", {"q": torch.randn(B, H, SQ, 257)}),
     ("q", {"q": torch.randn(B, 0, SQ, D), "bias": None, "alibi_slopes": None, "sinks": None}),
     ("k", {"k": None}),
     ("k", {"k": np.zeros((B, HKV, SK, D), np.float32)}),
@@ -290,9 +290,113 @@ def test_every_reason_is_told():
         strobe.attention(**good() | {"softcap": -1.0, "sinks": torch.randn(H + 1)})
 
 
-def test_an_unknown_argument_is_refused():
-    with pytest.raises(TypeError, match="is_causal"):
-        strobe.attention(**good(), is_causal=True)
+def names(arguments: dict, function=strobe.attention) -> list[str]:
+    """The arguments that the refusal names, a line each."""
+    with pytest.raises((ValueError, TypeError)) as raised:
+        function(**arguments)
+    lines = str(raised.value).splitlines()
+    assert all("accepted" in line for line in lines)
+    return sorted(line.partition(":")[0] for line in lines)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"window": "a", "causal": "x", "layout": "y", "threads": -1, "engine": ""},
+        {"causal": "x", "softcap": -1.0, "engine": "no-such", "mask": torch.ones(B, 1, SQ, SK + 1, dtype=torch.bool)},
+        {"q": torch.randn(B, H, SQ, 512), "k": torch.randn(B, HKV, SK, 512), "v": torch.randn(B, HKV, SK, 512)},
+        {"q": None, "k": [1.0], "v": 3, "bias": 0.5, "scale": "auto"},
+        {"q": torch.randn(H, SQ, D), "k": torch.randn(HKV, SK, D), "tile_q": 0},
+        {"rng": None, "seed": 1.5, "offset": "2", "max_seqlen_q": SQ, "alignment": 0, "return_lse": 1, "block_mask": 1},
+        {"rng": ints(1, 2), "scale": NAN, "threads": 1025, "deterministic": 1},
+    ],
+    ids=lambda wrong: "-".join(wrong),
+)
+def test_every_wrong_argument_is_named(wrong):
+    """Those that Python finds and those that the library finds, in one message."""
+    assert names(good() | wrong) == sorted(name for name, x in wrong.items() if x is not None or name == "q")
+
+
+def test_every_wrong_argument_of_a_backward_is_named():
+    arguments = good()
+    out, lse = strobe.attention(**arguments, return_lse=True)
+    arguments |= {"dout": out[:1], "out": None, "lse": lse.half(), "causal": 2, "softcap": -1.0}
+    assert names(arguments, strobe.attention_backward) == ["causal", "dout", "lse", "out", "softcap"]
+
+
+def test_wrong_kinds_alone_are_a_type_error():
+    with pytest.raises(TypeError):
+        strobe.attention(**good() | {"causal": 1, "scale": "auto"})
+    with pytest.raises(ValueError, match=r"(?s)causal: .*\nsoftcap: "):
+        strobe.attention(**good() | {"causal": 1, "softcap": -1.0})
+
+
+def test_a_mask_is_shown_as_it_was_given():
+    message = expect("mask", good() | {"mask": torch.ones(B, SK, dtype=torch.bool)})
+    assert "shape (2, 30);" in message
+    assert "mask[:, None, None, :]" in message
+
+
+@pytest.mark.parametrize("shape", [(SK,), (SQ, SK), (1, SQ, SK)])
+def test_a_bias_of_fewer_axes_has_a_gradient_of_its_shape(shape):
+    q, k, v = (good()[name] for name in "qkv")
+    bias = torch.randn(shape, requires_grad=True)
+    full = bias.detach().expand(1, 1, SQ, SK).clone().requires_grad_()
+    for x in (bias, full):
+        strobe.attention(q, k, v, bias=x).square().sum().backward()
+    assert torch.allclose(bias.grad, full.grad.sum_to_size(shape), atol=1e-4)
+
+
+def test_dtypes_are_shown_by_name():
+    q = torch.randn(B, H, SQ, D)
+    assert expect("k", good() | {"k": good()["k"].half()}) == "k: dtype float16; accepted is float32"
+    for x in (q.to(torch.float8_e4m3fn), q.to(torch.complex64), q.int()):
+        message = expect("q", good() | {"q": x})
+        assert f"dtype {str(x.dtype).removeprefix('torch.')};" in message.replace("torch.", "")
+        assert message.endswith("accepted is float32, float16, bfloat16, float64")
+
+
+def test_bounds_agree():
+    for threads in (0, 10_000):
+        assert expect("threads", good() | {"threads": threads}).endswith("accepted are integers from 1 to 1024")
+    for tile in (0, 65537):
+        assert expect("tile_q", good() | {"tile_q": tile}).endswith("accepted are integers from 1 to 65536")
+    assert expect("max_seqlen_q", good() | {"max_seqlen_q": SQ}).endswith("accepted is None")
+    for window in ((-1, -1), 4.0):
+        assert "(left, right), each an integer from 0 to" in expect("window", good() | {"window": window})
+
+
+def test_an_engine_of_another_architecture():
+    foreign = next(name for name in ("cpu-neon", "cpu-avx2") if name not in dict(strobe.engines()))
+    message = expect("engine", good() | {"engine": foreign})
+    assert " alone; accepted are " in message
+    assert message.endswith("or None for the fastest")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("is_causal", "did you mean causal?"),
+        ("attn_mask", "did you mean mask (bool, True = attend) or bias"),
+        ("dropout_p", "did you mean dropout?"),
+        ("enable_gqa", "k and v may have fewer heads than q"),
+        ("sofcap", "did you mean softcap?"),
+        ("xyzzy", "'xyzzy'"),
+    ],
+)
+def test_an_unknown_argument_is_refused(name, hint):
+    for call in (lambda **wrong: strobe.attention(**good(), **wrong), lambda **wrong: strobe.nn.FlashAttention(D, **wrong)):
+        with pytest.raises(TypeError, match=name) as raised:
+            call(**{name: True})
+        assert hint in str(raised.value)
+
+
+def test_slopes_that_require_grad_are_refused():
+    slopes = torch.rand(H, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="alibi_slopes: requires grad"):
+        strobe.attention(**good() | {"alibi_slopes": slopes})
+    with torch.no_grad():
+        strobe.attention(**good() | {"alibi_slopes": slopes})
 
 
 def test_strict_names_what_stands_in_the_way():

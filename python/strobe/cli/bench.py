@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import strobe
 from strobe.cli import gpu, ladder, machine, memory, peak
 from strobe.cli.requirements import require
+from strobe.cli.table import table
 from strobe.cli.timing import flops, medians
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def masks(repeats: int) -> list[dict[str, Any]]:
         pairs: dict[str, tuple[_Call, _Call]] = {
             "padding, over varlen": (((q, k, v), {"mask": kept[:, None, None]}), ((packed, short_k, short_v), cumulated)),
             "half the blocks, over half the keys": (((q, k, v), {"block_mask": block_mask}), ((q, half_k, half_v), {})),
-            "half by a bool mask, over half the keys": (((q, k, v), {"mask": block_mask.to_dense()}), ((q, half_k, half_v), {})),
+            "half by a mask, over half the keys": (((q, k, v), {"mask": block_mask.to_dense()}), ((q, half_k, half_v), {})),
         }
         for name, calls in pairs.items():
 
@@ -136,39 +136,32 @@ def memory_use() -> list[dict[str, Any]]:
     return rows
 
 
-def _table(title: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
-    return table
-
-
 def _speed_table(rows: list[dict[str, Any]]) -> Table:
     columns = ("B,H,S,D", "dtype", "direction", "Strobe", "PyTorch", "ratio", "of peak")
-    table = _table("GFLOP/s, and the ratio to PyTorch's FLASH_ATTENTION", columns)
+    made = table("GFLOP/s, and the ratio to PyTorch's FLASH_ATTENTION", columns)
     for row in rows:
         share = "" if row["share_of_peak"] is None else f"{row['share_of_peak']:.0%}"
         figures = (f"{row['strobe_flops'] / 1e9:,.0f}", f"{row['torch_flops'] / 1e9:,.0f}", f"{row['ratio']:.2f}×", share)
-        table.add_row(",".join(map(str, row["shape"])), row["dtype"], row["direction"] + " causal" * row["causal"], *figures)
-    return table
+        made.add_row(",".join(map(str, row["shape"])), row["dtype"], row["direction"] + " causal" * row["causal"], *figures)
+    return made
 
 
 def _mask_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("What masks cost, forward + backward", ("mask", "dtype", "with, ms", "without, ms", "cost"))
+    made = table("What masks cost, forward + backward", ("mask", "dtype", "with, ms", "without, ms", "cost"))
     for row in rows:
-        table.add_row(row["mask"], row["dtype"], f"{row['masked'] * 1e3:.1f}", f"{row['without'] * 1e3:.1f}", f"{row['cost']:+.0%}")
-    return table
+        made.add_row(row["mask"], row["dtype"], f"{row['masked'] * 1e3:.1f}", f"{row['without'] * 1e3:.1f}", f"{row['cost']:+.0%}")
+    return made
 
 
 def _memory_table(rows: list[dict[str, Any]]) -> Table:
     shape = f"({memory.BATCH}, {memory.HEADS}, S, {memory.HEAD_DIM})"
     lengths = tuple(f"S={length}, MiB" for length in LENGTHS)
-    table = _table(f"Peak memory beyond the inputs, forward + backward, {shape}", ("dtype", *lengths, "bytes/token", "the scores, MiB"))
+    made = table(f"Peak memory beyond the inputs, forward + backward, {shape}", ("dtype", *lengths, "bytes/token", "the scores, MiB"))
     for row in rows:
         scores = memory.BATCH * memory.HEADS * LENGTHS[1] ** 2 * (4 if row["dtype"] == "float32" else 2)
         megabytes = (f"{n / 2**20:,.1f}" for n in row["bytes"].values())
-        table.add_row(row["dtype"], *megabytes, f"{row['bytes_per_token']:,.0f}", f"{scores / 2**20:,.0f}")
-    return table
+        made.add_row(row["dtype"], *megabytes, f"{row['bytes_per_token']:,.0f}", f"{scores / 2**20:,.0f}")
+    return made
 
 
 app = typer.Typer(invoke_without_command=True)
@@ -187,7 +180,7 @@ def command(
     """Speed of forward and backward on the CPU, beside PyTorch's scaled_dot_product_attention in the same run."""
     if context.invoked_subcommand:
         return
-    require("bench", "torch", "numpy", extra="torch")
+    require("bench", "torch", "numpy", extra="bench")
     import torch
 
     console = Console()

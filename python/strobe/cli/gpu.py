@@ -134,7 +134,7 @@ def features(*_: Any) -> Iterator[Case]:
     import torch
 
     shape = (4, 16, 4096, 128)
-    _, heads, seqlen, _ = shape
+    heads, seqlen = shape[1:3]
     leaves = _inputs(shape, "bfloat16")
     slopes = torch.tensor([2.0 ** -(8 * (h + 1) / heads) for h in range(heads)], device="cuda")
     options: dict[str, dict[str, Any]] = {
@@ -163,7 +163,8 @@ def host(repeats: int = 300) -> dict[str, float]:
 
     leaves = _inputs((1, 8, 128, 64), "bfloat16")
     found = {}
-    for name, attend in {"Strobe": strobe.attention, "cuDNN": partial(_peer, PEERS["cuDNN"], causal=False)}.items():
+    attends: dict[str, Callable[..., Any]] = {"Strobe": strobe.attention, "cuDNN": partial(_peer, PEERS["cuDNN"], causal=False)}
+    for name, attend in attends.items():
         call = _directions(attend, leaves, False)
         times = []
         for _ in range(repeats):

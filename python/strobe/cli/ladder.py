@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import strobe
 from strobe.cli.requirements import require
+from strobe.cli.table import table
 from strobe.cli.timing import flops, medians_on_gpu
 
 if TYPE_CHECKING:
@@ -87,15 +87,13 @@ def rows(seconds: dict[_Run, float], work: float) -> list[dict[str, Any]]:
 
 
 def _table(title: str, found: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for number, column in enumerate(("rung", "dtype", "Br, Bc", "TFLOP/s", "× rung before", "× SDPA", "× Strobe")):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    made = table(title, ("rung", "dtype", "Br, Bc", "TFLOP/s", "× before", "× SDPA", "× Strobe"))
     for row in found:
         tile = ", ".join(map(str, row["tile"])) if row["tile"] else ""
         ratios = ["" if x is None else f"{x:.3g}" for x in (row["before"], row[SDPA], row[STROBE])]
         style = "bold" if row["best"] else None
-        table.add_row(row["engine"], row["dtype"], tile, f"{row['flops'] / 1e12:.2f}", *ratios, style=style)
-    return table
+        made.add_row(row["engine"], row["dtype"], tile, f"{row['flops'] / 1e12:.2f}", *ratios, style=style)
+    return made
 
 
 def command(

@@ -70,10 +70,12 @@ def command(
         changes = _overrides(chosen, fields or [])
         options = {"attention": attention, "precision": precision, "device": device, "compile": compile, "ablation": ablation, "seed": seed}
         changes |= {name: value for name, value in options.items() if value is not None}
+        if steps is not None and epochs is not None:
+            raise ValueError("--steps and --epochs: both given; accepted is one of the two")
         if steps is not None or epochs is not None:
             changes |= {"steps": steps, "epochs": epochs}
         chosen = chosen.replace(**changes)
-        result = run(chosen, text=text, out=folder, resume=resume, console=Console())
+        result = run(chosen, text=text, out=folder, resume=resume, console=Console(soft_wrap=True))
     except (ValueError, NotImplementedError, OSError) as error:
         typer.echo(f"strobe train: {error}", err=True)
         raise typer.Exit(2) from None

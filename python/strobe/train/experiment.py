@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from strobe.train import data
 from strobe.train.config import Config
 from strobe.train.data import Corpus
 from strobe.train.report import Result, draw
-from strobe.train.trainer import History, Trainer
+from strobe.train.trainer import History, Trainer, pick_device
 
 
 def train(config: Config, *, text: Path | None, out: Path, resume: bool, console: Console) -> Result:
@@ -22,11 +23,12 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
 
     Raises ValueError or FileNotFoundError, naming the argument, for a text or a checkpoint that does not fit.
     """
+    pick_device(config)  # before the text takes its time
     out.mkdir(parents=True, exist_ok=True)
     with console.status("gathering the text, training its tokenizer"):
         corpus = data.load(text, vocab_size=config.vocab_size, most_bytes=config.text_bytes)
     console.print(
-        f"Text: {text or 'the standard library of this Python'}, {corpus.text_bytes / 1e6:.1f} MB, vocabulary "
+        f"Text: {text or 'the standard library of this Python'}, {_size(corpus.text_bytes)}, vocabulary "
         f"{corpus.tokenizer.get_vocab_size():,}, {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held back"
     )
     main = _run(config, corpus, out / "attention.pt", resume, console, config.attention)
@@ -61,6 +63,8 @@ def _run(config: Config, corpus: Corpus, checkpoint: Path, resume: bool, console
         trainer = Trainer.load(checkpoint, config, corpus)
         console.print(f"{name}: continues at step {trainer.step} of {trainer.steps}")
     else:
+        if resume:
+            console.print(f"{name}: {checkpoint} does not exist; starts at step 0")
         if checkpoint.exists():  # hours may lie in it
             checkpoint.replace(checkpoint.with_suffix(".previous.pt"))
         trainer = Trainer(config, corpus)
@@ -79,10 +83,11 @@ def _run(config: Config, corpus: Corpus, checkpoint: Path, resume: bool, console
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=console) as progress:
+        start, first = time.perf_counter(), trainer.step
         task = progress.add_task(name, total=trainer.steps, completed=trainer.step, loss=float("nan"), rate=0.0)
 
         def on_step(trainer: Trainer) -> None:
-            rate = (progress.tasks[0].speed or 0.0) * trainer.tokens_per_step
+            rate = (trainer.step - first) * trainer.tokens_per_step / (time.perf_counter() - start)
             progress.update(task, completed=trainer.step, loss=trainer.history.train[-1], rate=rate)
             if trainer.history.validation and trainer.history.validation[-1][0] == trainer.step:
                 progress.console.print(
@@ -91,6 +96,10 @@ def _run(config: Config, corpus: Corpus, checkpoint: Path, resume: bool, console
 
         trainer.run(checkpoint, on_step)
     return trainer
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
 
 def _sample(trainer: Trainer) -> str:

@@ -57,11 +57,17 @@ int main() {
   std::printf("out differs by at most %.2g, dv by %.2g\n%s", error, error_dv,
               strobe::explain(attention, strobe::Forward{.out = {out, queries}}).c_str());
 
-  bool refused = false;
-  try {
-    strobe::forward({.q = {q, queries}, .k = {k, keys}}, {.out = {out, queries}});
-  } catch (const strobe::InvalidArgument &e) {
-    refused = std::string(e.what()).starts_with("v: missing");
-  }
+  auto refused_for = [&](const strobe::Attention &wrong, const char *reason) {
+    try {
+      strobe::forward(wrong, {.out = {out, queries}});
+    } catch (const strobe::InvalidArgument &e) {
+      return std::string(e.what()).starts_with(reason);
+    }
+    return false;
+  };
+  const std::vector<float> half(v.size() / 2);
+  const bool refused =
+      refused_for({.q = {q, queries}, .k = {k, keys}}, "v: missing") &&
+      refused_for({.q = {q, queries}, .k = {k, keys}, .v = {half, keys}}, "v: a range of 424 elements; accepted are 848 or more");
   return error < 1e-6 && error_dv < 1e-6 * kQueries && refused ? 0 : 1;
 }
