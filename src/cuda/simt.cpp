@@ -70,7 +70,7 @@ bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
     const auto off = [](int64_t wish, int32_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / got)) : 0.0; };
     const int64_t spare = c.tile_q - std::max<int64_t>(16, p.longest_q());
     double cost = 1e3 * (off(p.tile_q, c.tile_q) + off(p.tile_k, c.tile_k)) + (spare >= 16 ? double(spare) : 0.0);
-    cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c))); // they would spill
+    cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c)));                      // they would spill
     if (p.blocks.present && p.blocks.block_k % c.tile_k) cost += 10.0 * c.tile_k / double(p.blocks.block_k); // computed, not kept
     if (cost < least) least = cost, best = c;
   }
@@ -96,7 +96,11 @@ Config config_for(const Problem &p) {
   return c;
 }
 // Kernels that look at elements and not at scores do not vary with the features.
-Config plain(Config c) { return {.dtype = c.dtype, .head_dim = c.head_dim, .head_dim_v = c.head_dim_v, .features = {}}; }
+Config plain(const Config &c) {
+  Config x{};
+  x.dtype = c.dtype, x.head_dim = c.head_dim, x.head_dim_v = c.head_dim_v;
+  return x;
+}
 
 // FMA per clock and SM.
 double rate(const Device &device, DType dtype) {
