@@ -96,7 +96,11 @@ Config config_for(const Problem &p) {
   return c;
 }
 // Kernels that look at elements and not at scores do not vary with the features.
-Config plain(Config c) { return {.dtype = c.dtype, .head_dim = c.head_dim, .head_dim_v = c.head_dim_v, .features = {}}; }
+Config plain(const Config &c) {
+  Config x{};
+  x.dtype = c.dtype, x.head_dim = c.head_dim, x.head_dim_v = c.head_dim_v;
+  return x;
+}
 
 // FMA per clock and SM.
 double rate(const Device &device, DType dtype) {
