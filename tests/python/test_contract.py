@@ -13,7 +13,7 @@ from check import Yardstick, available_engines, error, oracle, run, run_plain
 STRENGTH = 3 if os.environ.get("STROBE_TRIPLES") else 2
 CASES = combinations(STRENGTH)
 # The dtypes of an engine that does not take all of them.
-SPECIAL = {"cpu-avx512bf16": {"bfloat16"}, "cpu-amx": {"bfloat16"}, "cuda-mma": {"float16", "bfloat16"}, "cuda-sm90": set()}
+SPECIAL = {"cpu-avx512bf16": {"bfloat16"}, "cpu-amx": {"bfloat16"}, "cuda-mma": {"float16", "bfloat16"}, "cuda-tf32": set(), "cuda-sm90": set()}
 
 
 def test_every_combination_is_among_the_cases():
