@@ -21,6 +21,7 @@ constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe
 constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
 constexpr KernelSource kSettle{"simt/settle.h", "strobe::simt::Settle", "strobe::simt::Config"};
 constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
+constexpr KernelSource kBiasGradient{"simt/bias_gradient.h", "strobe::simt::BiasGradient", "strobe::simt::Config"};
 constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
 
 // From the fastest to the smallest. most_dims: of Q and V together, what the registers hold; ctas: per SM, what they are limited for.
@@ -130,7 +131,6 @@ private:
 
   static Made backward(const Problem &p, const Device &device, Scratch &scratch) {
     if (p.deterministic && p.dq) return "dQ is added up in any order, which deterministic forbids";
-    if (p.dbias) return "has no gradient of the bias";
     if (rounded(p.head_dim) + rounded(p.head_dim_v) > 256)
       return "dK and dV of head dimensions beyond 256 together do not fit the registers";
     Config c;
@@ -140,18 +140,19 @@ private:
     const int64_t rows = a.in.rows();
     simt::Config each{};
     each.dtype = kF32, each.head_dim = c.head_dim, each.head_dim_v = c.head_dim_v;
-    simt::Config settle = each;
-    settle.tile_q = 32, settle.tile_k = 64, settle.threads_q = 8, settle.threads_k = 16, settle.chunk = 16, settle.blocks_per_sm = 2;
+    simt::Config scores = each;
+    scores.tile_q = c.tile_q, scores.tile_k = c.tile_k, scores.threads_q = 8, scores.threads_k = 16, scores.chunk = 16,
+    scores.blocks_per_sm = 2;
     const bool whole = p.head_dim == c.head_dim && p.head_dim_v == c.head_dim_v;
-    settle.copy = !c.aligned || !aligned(p.out, p.head_dim_v) ? simt::kElements : whole ? simt::kWhole : simt::kPieces;
-    settle.features = c.features;
+    scores.copy = !c.aligned || !aligned(p.out, p.head_dim_v) ? simt::kElements : whole ? simt::kWhole : simt::kPieces;
+    scores.features = c.features;
     const int64_t row_tiles = p.batch * p.heads * tiles(p.seqlen_q, simt::Config::kDeltaRows);
 
     Program program;
     a.delta = scratch.take<float>(2 * rows); // D, and what LSE lacks
     program.steps.push_back(Launch(kDelta, each, row_tiles, simt::Config::kDeltaRows, 0, a));
     program.steps.push_back(
-        Launch(kSettle, settle, p.batch * p.heads * tiles(p.seqlen_q, settle.tile_q), settle.threads(), settle.backward_shared_bytes(), a));
+        Launch(kSettle, scores, p.batch * p.heads * tiles(p.seqlen_q, scores.tile_q), scores.threads(), scores.backward_shared_bytes(), a));
     if (p.dsinks) program.steps.push_back(Launch(kSinkGradient, each, p.heads, 256, 0, a));
     if (p.dq) {
       a.dq_sum = scratch.take<float>(rows * c.head_dim);
@@ -161,6 +162,13 @@ private:
       program.steps.push_back(
           Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.backward_shared_bytes(), a));
     if (p.dq) program.steps.push_back(Launch(kQueryGradient, each, row_tiles, 256, 0, a));
+    if (p.dbias) {
+      int64_t ctas = 1;
+      const int64_t parts[4] = {p.batch, p.heads, tiles(p.seqlen_q, scores.tile_q), tiles(p.seqlen_k, scores.tile_k)};
+      for (int axis = 0; axis < 4; axis++)
+        if (a.dbias.stride[axis]) ctas *= parts[axis];
+      program.steps.push_back(Launch(kBiasGradient, scores, ctas, scores.threads(), scores.backward_shared_bytes(), a));
+    }
     describe(program, p, c, device, 5);
     return program;
   }
