@@ -60,7 +60,8 @@ private:
   static __device__ __forceinline__ u32 shared(u32 offset) { return shared_address(shared_memory()) + offset; }
   static __device__ __forceinline__ int first_key() { return thread_index() / 32 * kM * 16; } // of this warp's, within the tile
 
-  // By one thread. Bundles of heads run together and share the L2 cache; within one, tiles of the first keys come first: they are the longest.
+  // By one thread. Bundles of heads run together and share the L2 cache; within one, tiles of the first keys come first: they are the
+  // longest.
   __device__ __forceinline__ void choose_keys() const {
     u32 index = blockIdx.x, tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
     u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
@@ -266,8 +267,8 @@ private:
     }
   }
 
-  // All tiles of queries. Infinities and NaN in dO and Q must reach the keys that they see and no others: they are rare, and if dK or dV are
-  // not finite, all but dQ is done again, carefully.
+  // All tiles of queries. Infinities and NaN in dO and Q must reach the keys that they see and no others: they are rare, and if dK or dV
+  // are not finite, all but dQ is done again, carefully.
   __device__ __forceinline__ void walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
 #pragma unroll
     for (int i = 0; i < kM * kD / 2; ++i) dK[i / (kD / 2)][i / 8 % (kD / 16)].x[i / 4 % 2][i % 4] = 0;

@@ -16,7 +16,8 @@ struct Config {
   Features features;
 
   STROBE_FN constexpr i32 threads() const { return 32 * warps; }
-  // Bytes of shared memory. Forward: Q, the stages of K, those of V; backward: K, V, Q, dO, dS, three numbers of each query; both: the schedule.
+  // Bytes of shared memory. Forward: Q, the stages of K, those of V; backward: K, V, Q, dO, dS, three numbers of each query; both: the
+  // schedule.
   STROBE_FN static constexpr i32 state_bytes() { return 512; }
   STROBE_FN constexpr i32 forward_shared_bytes() const {
     return 4 * (tile_q * head_dim + stages * tile_k * (head_dim + head_dim_v)) + state_bytes();

@@ -1,7 +1,8 @@
-// FP32 products from TF32 ones: x = hi + lo, x y = hi hi + (hi lo + lo hi); lo lo is below FP32's precision. Tensor cores truncate when they
-// add, so a sum runs in them over 32 products at most, the small ones first, and joins the others in FP32.
+// FP32 products from TF32 ones: x = hi + lo, x y = hi hi + (hi lo + lo hi); lo lo is below FP32's precision. Tensor cores truncate when
+// they add, so a sum runs in them over 32 products at most, the small ones first, and joins the others in FP32.
 //
-// The inner axis has no order: both operands are read so that 16-byte loads are whole fragments and an accumulator is a left operand as it is.
+// The inner axis has no order: both operands are read so that 16-byte loads are whole fragments and an accumulator is a left operand as it
+// is.
 #pragma once
 #include "tile.h"
 

@@ -1,5 +1,5 @@
-// Tiles of FP32 in shared memory. Rows lie one after another, their 16-byte chunks permuted by the row's number, so that both ways of reading
-// below are free of bank conflicts: four chunks side by side of two adjacent rows, and two chunks of every other row of eight.
+// Tiles of FP32 in shared memory. Rows lie one after another, their 16-byte chunks permuted by the row's number, so that both ways of
+// reading below are free of bank conflicts: four chunks side by side of two adjacent rows, and two chunks of every other row of eight.
 #pragma once
 #include "../ptx/cp_async.h"
 #include "../tile/copy.h"
