@@ -1,0 +1,22 @@
+"""Kernels that most calls run compile for GPUs that are not here, and keep their registers. `make prewarm` does it for all that ship."""
+
+from __future__ import annotations
+
+import pytest
+
+from strobe.cli.prewarm import Job
+
+# Known: the fp32 backward at d128 keeps some numbers of its prologue in memory (bytes).
+SPILLS = {"strobe::tf32::Backward": 144}
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_causal(arch, dtype, backward):
+    kernels, refusal = Job(arch, dtype, 128, "causal", backward).run()
+    if "no NVRTC" in refusal:
+        pytest.skip(refusal)
+    assert kernels, refusal
+    for kernel in kernels:
+        assert kernel.spilled <= SPILLS.get(kernel.name.partition("<")[0], 0), kernel
