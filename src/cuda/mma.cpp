@@ -175,7 +175,8 @@ private:
     Program program;
     program.steps.push_back(Launch(decode ? kDecode : kForward, c, ctas * a.splits, c.threads(), shared, a));
     if (a.splits > 1) {
-      const Config combine{.dtype = c.dtype, .warps = 4, .blocks_per_sm = 1, .features = {}};
+      Config combine{};
+      combine.dtype = c.dtype, combine.warps = 4, combine.blocks_per_sm = 1;
       program.steps.push_back(Launch(kCombine, combine, a.in.rows(), combine.threads(), 0, a));
     }
     describe(program, p, c, decode, a.splits);

@@ -109,21 +109,6 @@ double rate(const Device &device, DType dtype) {
   return device.cc == 60 || device.cc == 70 || device.cc == 80 || device.cc == 90 || device.cc == 100 ? (device.cc >= 90 ? 64 : 32) : 2;
 }
 
-// Scores that are visible by position and blocks.
-double visible_scores(const Problem &p) {
-  const double q = double(p.seqlen_q), k = double(p.seqlen_k);
-  double keys = k;
-  if (p.window_right != kUnbounded && p.window_left != kUnbounded)
-    keys = std::min(k, double(p.window_left) + double(p.window_right) + 1);
-  else if (p.window_right != kUnbounded || p.window_left != kUnbounded)
-    keys = k / 2;
-  double share = 1;
-  if (p.blocks.present)
-    share = double(p.blocks.kept) / std::max(1.0, double(p.blocks.batch * p.blocks.heads * p.blocks.rows * p.blocks.cols));
-  const double sequences = p.varlen ? double(p.total_q) / std::max(1.0, q) : double(p.batch);
-  return sequences * double(p.heads) * q * keys * share;
-}
-
 constexpr double kShareOfPeak = 0.6, kLaunchSeconds = 4e-6;
 
 class SimtEngine final : public CudaEngine {
