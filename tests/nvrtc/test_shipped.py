@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from strobe._prewarm import Shape, prewarm
 from strobe.cli.prewarm import Job
 
 # Known: the fp32 backward at d128 keeps some numbers of its prologue in memory (bytes).
@@ -20,3 +21,16 @@ def test_causal(arch, dtype, backward):
     assert kernels, refusal
     for kernel in kernels:
         assert kernel.spilled <= SPILLS.get(kernel.name.partition("<")[0], 0), kernel
+
+
+@pytest.mark.parametrize(("batch", "keys"), [(1, 65536), (64, 4096)])
+def test_one_query_runs_on_packed_heads(batch, keys):
+    """The least predicted time: reading K and V once, not computing tiles of which one row counts."""
+    q, k = Shape((batch, 32, 1, 128), "bfloat16"), Shape((batch, 8, keys, 128), "bfloat16")
+    try:
+        names = [kernel.name for kernel in prewarm({"q": q, "k": k, "v": k}, {}, False, 90)]
+    except NotImplementedError as refusal:
+        if "no NVRTC" not in str(refusal):
+            raise
+        pytest.skip(str(refusal))
+    assert names[0].startswith("strobe::mma::Decode")
