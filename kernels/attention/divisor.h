@@ -9,7 +9,7 @@ struct Divisor {
   u32 by, multiplier, shift;
 
   // 0 < by < 2^31
-  static Divisor make(u32 by) {
+  STROBE_FN static Divisor make(u32 by) {
     u32 bits = 0;
     while ((u64(1) << bits) < by) ++bits;
     return {by, (u32)(((u64(1) << (31 + bits)) + by - 1) / by), bits};

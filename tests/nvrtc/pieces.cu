@@ -1,19 +1,19 @@
 // One kernel that calls every piece of kernels/attention, float on the device: they compile with nothing but NVRTC itself.
-__device__ inline float select(bool condition, float a, float b) { return condition ? a : b; }
-__device__ inline float tanh(float x, float &slope) {
-  float e = expf(-2 * fabsf(x)), inverse = 1 / (1 + e);
-  slope = 4 * e * inverse * inverse;
-  return copysignf((1 - e) * inverse, x);
-}
+#include "ptx/math.h" // first: what numbers offer must be declared before the templates that use it
 
+#include "attention/arguments.h"
 #include "attention/base.h"
+#include "attention/divisor.h"
 #include "attention/dropout.h"
+#include "attention/features.h"
 #include "attention/geometry.h"
+#include "attention/query_tiles.h"
 #include "attention/schedule.h"
 #include "attention/score.h"
+#include "attention/scores.h"
 #include "attention/softmax.h"
 
-using namespace strobe;
+namespace strobe {
 
 struct Arguments {
   const float *scores; // (seqlen_q, seqlen_k)
@@ -28,13 +28,13 @@ struct Arguments {
 
 // A thread a query.
 extern "C" __global__ void pieces(Arguments a) {
-  const float minus_infinity = __int_as_float(0xff800000), log2e = 1.4426950408889634f, cap = 30.0f;
+  const float lowest = minus_infinity<float>(), log2e = 1.4426950408889634f, cap = 30.0f;
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= a.seqlen_q) return;
   const DropoutKey key = dropout_key(a.seed, a.offset);
   const u32 threshold = dropout_threshold(a.dropout);
   const Band band = Band::make(a.seqlen_q, a.seqlen_k, a.bottom_right, a.left, a.right);
-  RowState<float> row{minus_infinity, 0};
+  RowState<float> row{lowest, 0};
   float slopes = 0;
   Schedule schedule(band, i, i + 1, 64, 16, {a.cols, a.blocks, a.block});
   for (KeyTile tile; schedule.next(tile);) {
@@ -43,10 +43,12 @@ extern "C" __global__ void pieces(Arguments a) {
       float slope, capped = softcap(a.scores[i * a.seqlen_k + j], cap, 1 / cap, slope);
       slopes += slope;
       float s = capped + alibi(0.1f, (float)(i + band.offset - j));
-      rescale(row, s, log2e, 0.0f, minus_infinity);
+      rescale(row, s, log2e, 0.0f, lowest);
       if (dropout_keep(key, threshold, 0, 0, i, j)) row.l += exp2((s - row.m) * log2e) / dropout_keep_rate(threshold);
     }
   }
   a.lse[i] = row.m + log(row.l);
   a.slopes[i] = slopes + (float)band.transposed().keys(0).begin;
 }
+
+} // namespace strobe
