@@ -46,6 +46,8 @@ TEST_CASE("declarations: calls") {
   STROBE_SAME_CALL(cuLaunchKernelEx);
   STROBE_SAME_CALL(cuMemsetD8Async);
   STROBE_SAME_CALL(cuMemcpyDtoHAsync);
+  STROBE_SAME_CALL(cuMemAllocAsync);
+  STROBE_SAME_CALL(cuMemFreeAsync);
   STROBE_SAME_CALL(cuStreamSynchronize);
   STROBE_SAME_CALL(cuStreamIsCapturing);
   STROBE_SAME_CALL(cuThreadExchangeStreamCaptureMode);

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -99,6 +100,10 @@ CUresult cuMemsetD8Async(CUdeviceptr memory, unsigned char value, size_t bytes, 
 CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream) {
   return std::memcpy(to, reinterpret_cast<void *>(from), bytes), 0;
 }
+CUresult cuMemAllocAsync(CUdeviceptr *memory, size_t bytes, CUstream) {
+  return *memory = reinterpret_cast<CUdeviceptr>(std::malloc(bytes)), *memory ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+CUresult cuMemFreeAsync(CUdeviceptr memory, CUstream) { return std::free(reinterpret_cast<void *>(memory)), 0; }
 CUresult cuStreamSynchronize(CUstream) { return fake.synchronised++, 0; }
 CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus *status) {
   return *status = static_cast<CUstreamCaptureStatus>(fake.capturing.load()), 0;
