@@ -7,6 +7,7 @@
 #include "attention/work.h"
 #include "cuda/arguments.h"
 #include "cuda/mma_backward.h"
+#include "cuda/wishes.h"
 
 namespace strobe::cuda {
 namespace {
@@ -81,7 +82,6 @@ int64_t resident(const Config &c, int64_t shared_bytes, const Device &device) {
 
 // The first tile that fits, or with wishes the nearest.
 bool choose(Config &chosen, const Problem &p, const Device &device) {
-  const auto off = [](int64_t wish, int64_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / double(got))) : 0.0; };
   double least = HUGE_VAL;
   for (const ForwardTile &tile : kForwardTiles) {
     const Config c = config_for(p, tile);
@@ -89,7 +89,7 @@ bool choose(Config &chosen, const Problem &p, const Device &device) {
     if (dim > tile.most_dim || dim < tile.least_dim || load_of(c) > tile.most) continue;
     if (device.cc < tile.least_cc || device.cc > tile.most_cc || (c.features.band && p.seqlen_q < tile.least_queries)) continue;
     if (c.forward_shared_bytes() > device.shared_per_block || (p.blocks.present && p.blocks.block_q % tile.q)) continue;
-    const double cost = off(p.tile_q, tile.q) + off(p.tile_k, tile.k);
+    const double cost = distance(p.tile_q, tile.q) + distance(p.tile_k, tile.k);
     if (cost < least) least = cost, chosen = c;
   }
   return least < HUGE_VAL;
@@ -191,13 +191,10 @@ private:
   }
 
   static void describe(Program &program, const Problem &p, const Config &c, bool decode, int32_t splits) {
-    program.tile_q = c.tile_q, program.tile_k = c.tile_k;
     program.kernel = text(strobe::name(p.dtype), " mma.sync, ", c.warps, " warps, ", c.stages, " stages, head dimensions ", c.head_dim,
                           " and ", c.head_dim_v, decode ? ", query heads packed" : "");
     if (splits > 1) program.kernel += text(", keys split in ", splits);
-    if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
-    if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
-    if (!c.aligned) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+    describe_tile(program, p, c.tile_q, c.tile_k, c.aligned);
   }
 };
 

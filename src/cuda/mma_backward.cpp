@@ -7,6 +7,7 @@
 #include "../../kernels/mma/backward_config.h"
 #include "attention/text.h"
 #include "cuda/arguments.h"
+#include "cuda/wishes.h"
 
 namespace strobe::cuda {
 namespace {
@@ -48,8 +49,6 @@ bool all_aligned(const Problem &p) {
   return true;
 }
 
-double off(int64_t wish, int64_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / double(got))) : 0.0; }
-
 // With block sparsity a tile lies within a block.
 bool divides(const Problem &p, int32_t tile_q, int32_t tile_k) {
   return !p.blocks.present || (p.blocks.block_q % tile_q == 0 && p.blocks.block_k % tile_k == 0);
@@ -74,7 +73,8 @@ bool choose(BackwardConfig &chosen, const Problem &p, const Device &device) {
     if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || heavy(c) > tile.most_features) continue;
     if (c.shared_bytes() > device.shared_per_block || !divides(p, tile.q, tile.k)) continue;
     const double waves = double(p.batch * p.heads_kv * tiles(p.seqlen_k, tile.k)) / device.sms;
-    const double cost = 16 * (off(p.tile_q, tile.q) + off(p.tile_k, tile.k)) + std::log2(std::max(1.0, waves) * tile.k / tile.speed);
+    const double cost =
+        16 * (distance(p.tile_q, tile.q) + distance(p.tile_k, tile.k)) + std::log2(std::max(1.0, waves) * tile.k / tile.speed);
     if (cost < least) least = cost, chosen = c;
   }
   return least < HUGE_VAL;
@@ -128,11 +128,8 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
     program.steps.push_back(Launch(kBiasGradient, bias, blocks, bias.threads(), bias.shared_bytes(), a));
   }
 
-  program.tile_q = c.tile_q, program.tile_k = c.tile_k;
   program.kernel = text(strobe::name(p.dtype), " mma.sync, ", c.warps(), " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);
-  if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
-  if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
-  if (!c.aligned) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+  describe_tile(program, p, c.tile_q, c.tile_k, c.aligned);
   const double flop = 5 * scores * (c.head_dim + c.head_dim_v) + (p.dbias ? 2 * scores * (c.head_dim + c.head_dim_v) : 0);
   program.predicted_seconds = kLaunchSeconds * double(program.steps.size()) + flop / (kFlopPerClock * device.sms * device.clock_hz);
   return program;

@@ -7,6 +7,7 @@
 #include "attention/text.h"
 #include "cuda/arguments.h"
 #include "cuda/engine.h"
+#include "cuda/wishes.h"
 
 namespace strobe::cuda {
 namespace {
@@ -67,9 +68,8 @@ bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
     c.tile_q = shape.tile_q, c.tile_k = shape.tile_k, c.threads_q = shape.threads_q, c.threads_k = shape.threads_k;
     if (p.blocks.present && (p.blocks.block_q % c.tile_q || (kind != Kind::forward && p.blocks.block_k % c.tile_k))) continue;
     if (shared_bytes(c, kind) > device.shared_per_block) continue;
-    const auto off = [](int64_t wish, int32_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / got)) : 0.0; };
     const int64_t spare = c.tile_q - std::max<int64_t>(16, p.longest_q());
-    double cost = 1e3 * (off(p.tile_q, c.tile_q) + off(p.tile_k, c.tile_k)) + (spare >= 16 ? double(spare) : 0.0);
+    double cost = 1e3 * (distance(p.tile_q, c.tile_q) + distance(p.tile_k, c.tile_k)) + (spare >= 16 ? double(spare) : 0.0);
     cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c)));                      // they would spill
     if (p.blocks.present && p.blocks.block_k % c.tile_k) cost += 10.0 * c.tile_k / double(p.blocks.block_k); // computed, not kept
     if (cost < least) least = cost, best = c;
@@ -125,13 +125,9 @@ private:
     return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
   }
   static void describe(Program &program, const Problem &p, const Config &c, const Device &device, double products) {
-    program.tile_q = c.tile_q, program.tile_k = c.tile_k;
     program.kernel = text(p.dtype == DType::f64 ? "fp64" : "fp32", " FMA, ", c.threads(), " threads, head dimensions ", c.head_dim, " and ",
                           c.head_dim_v);
-    if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
-    if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
-    if (c.copy == simt::kElements)
-      program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+    describe_tile(program, p, c.tile_q, c.tile_k, c.copy != simt::kElements);
     const double fma = products * computed_scores(p, c.tile_q) * double(c.head_dim + c.head_dim_v) / 2;
     program.predicted_seconds =
         kLaunchSeconds * double(program.steps.size()) + fma / (kShareOfPeak * rate(device, p.dtype) * device.sms * device.clock_hz);

@@ -9,6 +9,7 @@
 #include "attention/work.h"
 #include "cuda/arguments.h"
 #include "cuda/engine.h"
+#include "cuda/wishes.h"
 
 namespace strobe::cuda {
 namespace {
@@ -56,13 +57,12 @@ int32_t shared_bytes(const Config &c, Direction direction) {
 
 // The first tile that fits, or with wishes the nearest.
 template <size_t n> bool choose(Config &chosen, const Tile (&tiles)[n], const Problem &p, const Device &device, Direction direction) {
-  const auto off = [](int64_t wish, int64_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / double(got))) : 0.0; };
   double least = HUGE_VAL;
   for (const Tile &tile : tiles) {
     const Config c = config_for(p, tile, direction);
     if (c.head_dim + c.head_dim_v > tile.most_dims || shared_bytes(c, direction) > device.shared_per_block) continue;
     if (p.blocks.present && (p.blocks.block_q % tile.q || (direction == Direction::backward && p.blocks.block_k % tile.k))) continue;
-    const double cost = off(p.tile_q, tile.q) + off(p.tile_k, tile.k);
+    const double cost = distance(p.tile_q, tile.q) + distance(p.tile_k, tile.k);
     if (cost < least) least = cost, chosen = c;
   }
   return least < HUGE_VAL;
@@ -170,12 +170,9 @@ private:
   }
 
   static void describe(Program &program, const Problem &p, const Config &c, const Device &device, double products) {
-    program.tile_q = c.tile_q, program.tile_k = c.tile_k;
     program.kernel = text("fp32 as ", c.products, c.products > 1 ? " products" : " product", " in TF32, ", c.warps,
                           " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);
-    if (p.tile_q > 0 && p.tile_q != c.tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", c.tile_q, ": what fits"));
-    if (p.tile_k > 0 && p.tile_k != c.tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", c.tile_k, ": what fits"));
-    if (!c.aligned) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+    describe_tile(program, p, c.tile_q, c.tile_k, c.aligned);
     const double flop = products * computed_scores(p, c.tile_q) * (c.head_dim + c.head_dim_v);
     program.predicted_seconds =
         kLaunchSeconds * double(program.steps.size()) + flop * c.products / (kShareOfPeak * rate(device) * device.sms * device.clock_hz);
