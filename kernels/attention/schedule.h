@@ -11,12 +11,23 @@ struct BlockRow {
   const i32 *cols;
   i64 count;
   i64 block; // keys per block
-  STROBE_FN bool keeps(i32 key) const {
-    i32 column = (i32)((u32)key / (u32)block);
-    for (i64 i = 0; i < count; ++i) {
-      if (cols[i] == column) return true;
+  // The first entry at or beyond a column of blocks.
+  STROBE_FN i64 first_from(i64 column) const {
+    i64 low = 0, high = count;
+    while (low < high) {
+      i64 middle = (low + high) / 2;
+      if (cols[middle] < column)
+        low = middle + 1;
+      else
+        high = middle;
     }
-    return !cols;
+    return low;
+  }
+  STROBE_FN bool keeps(i32 key) const {
+    if (!cols) return true;
+    i32 column = (i32)((u32)key / (u32)block);
+    i64 entry = first_from(column);
+    return entry < count && cols[entry] == column;
   }
 };
 
@@ -27,7 +38,8 @@ template <class Int> struct BasicKeyTile {
 using KeyTile = BasicKeyTile<i64>;
 
 // Tiles of at most tile keys, ascending, none twice, none without a visible key in its hull. The queries [q0, q1), q0 < q1, lie within one
-// row of blocks. Runs of adjacent kept blocks are walked as one; align divides tile and, for block-sparse, block. part:
+// row of blocks. Runs of adjacent kept blocks that do
+// not hold whole tiles are walked as one; align divides tile and, for block-sparse, block. part:
 // where several share the work over the keys.
 template <class Int> class BasicSchedule {
 public:
@@ -41,6 +53,8 @@ public:
         seqlen_(band.seqlen_k) {
     if (row_.cols) {
       run_ = {0, 0};
+      join_ = (u32)row_.block % (u32)tile_ != 0;
+      if (row_.count) column_ = row_.cols[0];
     } else {
       run_ = any_;
       next_ = run_.empty() ? 0 : below(run_.begin);
@@ -70,16 +84,19 @@ public:
 
 private:
   STROBE_FN Int below(Int x) const { return x / align_ * align_; }
-  STROBE_FN Range block(i64 entry) const { // of an entry of the row, cut to the sequence
-    i64 c = row_.cols[entry];
-    c = max(c, 0ll);
+  STROBE_FN Range block() const { // of the next entry, cut to the sequence
+    i64 c = max((i64)column_, 0ll);
     return {(Int)min(c * row_.block, (i64)seqlen_), (Int)min((c + 1) * row_.block, (i64)seqlen_)};
+  }
+  STROBE_FN void step() { // read now, for the next run
+    if (++entry_ < row_.count) column_ = row_.cols[entry_];
   }
   STROBE_FN bool next_run() { // dense has the one run that the constructor set
     if (!row_.cols) return false;
     while (entry_ < row_.count) {
-      Range run = block(entry_++);
-      while (entry_ < row_.count && block(entry_).begin == run.end && run.end < seqlen_) run.end = block(entry_++).end;
+      Range run = block();
+      step();
+      while (join_ && entry_ < row_.count && block().begin == run.end && run.end < seqlen_) run.end = block().end, step();
       run_ = intersect(run, any_);
       if (run_.empty()) continue;
       next_ = max(below(run_.begin), run.begin);
@@ -92,6 +109,8 @@ private:
   BlockRow row_;
   Int tile_, align_, seqlen_, next_ = 0;
   i64 entry_ = 0;
+  i32 column_ = 0; // of the next entry
+  bool join_ = false;
 };
 using Schedule = BasicSchedule<i64>;
 
