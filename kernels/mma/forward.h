@@ -14,16 +14,6 @@ namespace strobe::mma {
 using tile::Left;
 using tile::Right;
 
-// Positions: 32 bits where a list of blocks is walked; else uniform registers hold the walk, and the compiler keeps to them with 64 bits alone.
-template <bool kBlocks> struct Positions {
-  using Int = i64;
-  static __device__ __forceinline__ const Band &of(const Band &band) { return band; }
-};
-template <> struct Positions<true> {
-  using Int = i32;
-  static __device__ __forceinline__ BasicBand<i32> of(const Band &band) { return narrow(band); }
-};
-
 template <Config C> struct Forward {
   using Arguments = ForwardArguments;
   using T = typename Element<C.dtype>::type;
@@ -48,26 +38,25 @@ template <Config C> struct Forward {
       q = (i32)(tiles - 1 - x / size) * C.tile_q;
       b = (i32)(bh / a.in.heads);
       h = (i32)(bh % a.in.heads);
-      if constexpr (F.blocks) q = longest_query_tile<F, kThreads, C.tile_q>(a.in, b, h, (i32)(x / size)) * C.tile_q;
     }
   };
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     Item item(a, blockIdx.x);
+    if constexpr (F.blocks)
+      item.q =
+          longest_query_tile<F, kThreads, C.tile_q>(a.in, item.b, item.h, (i32)div_up(a.in.seqlen_q, C.tile_q) - 1 - item.q / C.tile_q) *
+          C.tile_q;
     Sequence sequence = a.in.sequence(item.b);
     if (item.q >= sequence.band.seqlen_q) return;
     if (!Forward(a, item, sequence, shared_address(shared)).compute()) return;
     Item again(a, computed_here(blockIdx.x)); // nothing is kept in registers for this
+    again.q = item.q;
     Forward(a, again, a.in.sequence(again.b), 0).restore();
   }
 
 private:
-  using Position = Positions<F.blocks != 0>;
-  using Int = typename Position::Int;
-  using Schedule = BasicSchedule<Int>;
-  using KeyTile = BasicKeyTile<Int>;
-
   const Arguments &a;
   const Inputs &in;
   Item item;
@@ -104,13 +93,13 @@ private:
     if constexpr (F.blocks) return in.blocks.row(item.b, item.h, (u32)item.q / (u32)in.blocks.row_tokens);
     return {nullptr, 0, 0};
   }
-  __device__ __forceinline__ typename Schedule::Part part() const { return {item.split, a.splits}; }
+  __device__ __forceinline__ Schedule::Part part() const { return {item.split, a.splits}; }
 
   // Returns whether V has numbers to restore.
   __device__ __forceinline__ bool compute() {
     Accumulator O[kM][kDv / 16] = {};
     Softmax<kM, F.bias != 0> softmax;
-    Schedule tiles(Position::of(sequence.band), item.q, (Int)last(), C.tile_k, 16, blocks(), part());
+    Schedule tiles(sequence.band, item.q, last(), C.tile_k, 16, blocks(), part());
     KeyTile tile, next;
     bool more = tiles.next(next), specials = false;
     int stage = 0;
@@ -247,8 +236,8 @@ private:
   };
   __device__ __forceinline__ void restore() const {
     Results results{*this, min((i32)C.tile_q, scores.seqlen_q - item.q)};
-    BasicRange<Int> keys = Schedule::share(Position::of(sequence.band).keys_any(item.q, (Int)last()), C.tile_k, 16, part());
-    restore_specials<kThreads>(scores, dropout.dropout, v, {keys.begin, keys.end}, blocks(), results);
+    Range keys = Schedule::share(sequence.band.keys_any(item.q, last()), C.tile_k, 16, part());
+    restore_specials<kThreads>(scores, dropout.dropout, v, keys, blocks(), results);
   }
 
   // O / l and LSE to memory.
