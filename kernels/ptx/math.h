@@ -46,6 +46,19 @@ template <> struct Convert<bf16> { // to nearest even; NaN stays NaN
   }
 };
 
+// a * b + c of packed pairs, rounded once.
+template <class T> __device__ __forceinline__ u32 multiply_add_pairs(u32 a, u32 b, u32 c);
+template <> __device__ __forceinline__ u32 multiply_add_pairs<bf16>(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+template <> __device__ __forceinline__ u32 multiply_add_pairs<f16>(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // The type of a strobe_dtype, and the type that its arithmetic is done in.
 template <i32 DType> struct Element;
 template <> struct Element<1> {

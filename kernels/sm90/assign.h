@@ -40,7 +40,7 @@ template <Config C> struct Assign {
     const u32 head = bundle * a.bundle.by + within - tile * a.bundle.by, b = a.heads.divide(head);
     const i32 q = (a.tiles - 1 - (i32)tile) * C.tile_q();
     const bool empty = in.cu_seqlens_q && q >= in.sequence(b).band.seqlen_q;
-    return {(i32)b, (i32)(head - b * a.heads.by), q, empty ? kNone : C.reference == kFixed ? kOnce : kSafely};
+    return {(i32)b, (i32)(head - b * a.heads.by), q, empty ? kNone : kOnce};
   }
   __device__ __forceinline__ void tell(const Item &item) {
     mbarrier_wait(shared.item_empty(), told++ % 2 ^ 1);
@@ -53,9 +53,10 @@ template <Config C> struct Assign {
     if (item.kind != kOnce) return;
     const u32 n = verdicts++;
     mbarrier_wait(shared.judged(n), n / 2 % 2);
-    if (!load_shared(shared.overflow(n))) return;
-    store_shared(shared.overflow(n), 0);
-    tell({item.b, item.h, item.q, kSafely});
+    const bool overflow = load_shared(shared.overflow(n)), not_finite = load_shared(shared.not_finite(n));
+    if (!overflow && !not_finite) return;
+    store_shared(shared.overflow(n), 0), store_shared(shared.not_finite(n), 0);
+    tell({item.b, item.h, item.q, overflow ? kSafely : kCarefully});
   }
 };
 

@@ -5,6 +5,7 @@
 #include "../attention/scores.h"
 #include "../mma/dropout.h"
 #include "../mma/softmax.h"
+#include "../mma/specials.h"
 #include "../ptx/wgmma.h"
 #include "../tile/shared.h"
 #include "assign.h"
@@ -23,8 +24,8 @@ template <Config C> struct Forward {
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
   static_assert(!F.dropout || kN % 32 == 0, "dropout draws for 32 keys");
 
-  // Named barrier: it is this warpgroup's turn, + its number.
-  static constexpr int kTurn = 1;
+  // Named barriers, + the warpgroup's number: it is its turn; all of it have come.
+  static constexpr int kTurn = 1, kTogether = kTurn + C.warpgroups;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char dynamic[];
@@ -81,7 +82,8 @@ template <Config C> struct Forward {
       const auto visible = q < scores.seqlen_q ? narrow(sequence.band).keys_any(q, min(q + 64, scores.seqlen_q)) : BasicRange<i32>{0, 0};
       auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
       Softmax softmax;
-      bool follows = true; // the reference follows the maxima
+      bool follows = true;   // the reference follows the maxima
+      bool careful = false;  // of the tile in P
 
       // Q K^T of tile t, in S -> P, in S
       auto softmax_of = [&](const Tile &t) {
@@ -104,6 +106,7 @@ template <Config C> struct Forward {
       // Whether there is a tile after t to be computed; t becomes it.
       auto next = [&](Tile &t) {
         if constexpr (C.reference == kFixed) follows = follows && (t.masked || item.kind == kSafely);
+        careful = item.kind != kOnce && hides(t);
         if (t.last) return false;
         t = wait_tile(
             __any_sync(0xFFFFFFFFu, softmax.l[0] + softmax.l[1] < 0)); // it is not: but the compiler has to finish the softmax first
@@ -136,6 +139,7 @@ template <Config C> struct Forward {
         bool more = next(t);
 #pragma unroll 1
         while (more) { // Q K^T of this tile and P V of the one before; meanwhile the softmax of this one
+          if (careful) clear_v();
           wait_turn();
           registers_changed(S);
           registers_changed(O);
@@ -165,6 +169,7 @@ template <Config C> struct Forward {
           if (followed && softmax.moved()) softmax.rescale(O);
         }
         if constexpr (!C.q_in_registers) release(shared.q_empty());
+        if (careful) clear_v();
         mbarrier_wait(shared.v_full(v.index), v.parity);
         registers_changed(O);
         registers_changed(P);
@@ -187,8 +192,8 @@ template <Config C> struct Forward {
           skip(true);
         }
       }
-      if (C.reference == kFixed && item.kind == kOnce) judge(softmax.overflowed());
       finish(item, sequence, scores.seqlen_q, softmax, dropout.dropout.factor());
+      if (item.kind != kOnce) restore(item, sequence, scores, dropout.dropout);
     }
 
     __device__ __forceinline__ Tile wait_tile(bool other_parity = false) {
@@ -198,10 +203,11 @@ template <Config C> struct Forward {
     __device__ __forceinline__ void release(u32 empty) const {
       if (lane == 0) mbarrier_arrive(empty);
     }
-    __device__ __forceinline__ void judge(bool overflowed) {
+    __device__ __forceinline__ void judge(bool overflow, bool not_finite) {
       const u32 n = verdicts++;
-      const bool any = __any_sync(0xFFFFFFFFu, overflowed);
-      if (any && lane == 0) store_shared(shared.overflow(n), 1);
+      overflow = __any_sync(0xFFFFFFFFu, overflow), not_finite = __any_sync(0xFFFFFFFFu, not_finite);
+      if (overflow && lane == 0) store_shared(shared.overflow(n), 1);
+      if (not_finite && lane == 0) store_shared(shared.not_finite(n), 1);
       release(shared.judged(n));
     }
     // A tile that this warpgroup sees nothing of.
@@ -282,15 +288,56 @@ template <Config C> struct Forward {
         S[i] = scores.score(S[i], rows[i / 2 % 2], t.begin + i / 4 * 8 + tile::lane_column(0, i % 2), kByPosition, t.end);
     }
 
+    // Whether some query of the item may see less of the tile than others.
+    static __device__ __forceinline__ bool hides(const Tile &t) { return F.mask || F.bias || t.masked; }
+    // Infinities and NaN in this tile of V become 0, until restore().
+    __device__ __forceinline__ void clear_v() const {
+      mbarrier_wait(shared.v_full(v.index), v.parity);
+      mma::clear_specials<C.dtype, kN, C.columns_v(), 128>(shared.v + v.index * C.v_bytes(), (int)threadIdx.x % 128);
+      async_proxy_fence();
+      barrier_sync(kTogether + w, 128);
+    }
+    struct Results {
+      const Compute &compute;
+      const Item &item;
+      i64 q0;
+      i32 first, count; // of the sequence's queries
+      __device__ __forceinline__ i32 query(i32 r) const { return first + r; }
+      __device__ __forceinline__ i32 head(i32) const { return item.h; }
+      __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
+        T *o = compute.a.a.out.template at<T>(item.b, item.h, q0 + query(r), c);
+        *o = Convert<T>::from(to_float(*o) + x);
+      }
+    };
+    __device__ __forceinline__ void restore(const Item &item, const Sequence &sequence, const Scores<F, float> &scores,
+                                            const Dropout<F> &dropout) const {
+      barrier_sync(kTogether + w, 128); // the results are in memory
+      const i32 first = item.q + 64 * w;
+      const Results results{*this, item, sequence.q0, first, min(64, scores.seqlen_q - first)};
+      const T *value = in.v.template at<const T>(item.b, (i32)a.group.divide(item.h), sequence.k0, 0);
+      BasicSchedule<i32> tiles = schedule<C>(in, narrow(sequence.band), item);
+      BasicKeyTile<i32> t;
+#pragma unroll 1
+      while (tiles.next(t)) {
+        if (F.mask || F.bias || t.masked || t.end - t.begin < kN)
+          mma::restore_specials<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results,
+                                     (int)threadIdx.x % 128);
+      }
+    }
+
     // O / l and LSE to memory.
     __device__ __forceinline__ void finish(const Item &item, const Sequence &sequence, i32 seqlen_q, const Softmax &softmax, float factor) {
-      constexpr float kLog2e = 1.44269504088896340736f;
+      constexpr float kLog2e = 1.44269504088896340736f, kMost = 1e30f; // of l: beyond it P may have left what bf16 and fp32 hold
       const float sink = in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
       const i32 odd = lane % 2, column = 8 * odd + lane % 4 / 2 * 4;
+      bool overflow = false;
+      u32 zero = 0; // NaN if something is not finite
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const mma::RowEnd end(softmax.M[r], tile::row_sum(softmax.l[r]), sink);
+        const float l = tile::row_sum(softmax.l[r]);
+        const mma::RowEnd end(softmax.M[r], l, sink);
         const i32 i = item.q + 64 * w + 16 * warp + tile::lane_row(r);
+        overflow = overflow || (i < seqlen_q && !(l < kMost));
         if (a.a.lse && lane % 4 == 0 && i < seqlen_q) *a.a.lse.template at<float>(item.b, item.h, sequence.q0 + i, 0) = end.lse;
         T *out = a.a.out.template at<T>(item.b, item.h, sequence.q0 + i, 0) + column;
         const float by = end.factor * factor;
@@ -300,9 +347,13 @@ template <Config C> struct Forward {
           const float *o = O + c / 2 + 2 * r;
           const u32 left = pack<T>(o[0] * by, o[1] * by), right = pack<T>(o[4] * by, o[5] * by);
           const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
-          if (i < seqlen_q && c + column < in.head_dim_v) store_global(out + c, odd ? other : left, odd ? right : other);
+          const u32 x = odd ? other : left, y = odd ? right : other;
+          if (i >= seqlen_q || c + column >= in.head_dim_v) continue;
+          store_global(out + c, x, y);
+          zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero));
         }
       }
+      if (item.kind == kOnce) judge(C.reference == kFixed && overflow, multiply_add_pairs<T>(zero, 0, 0) != 0);
     }
   };
 };

@@ -7,8 +7,15 @@
 
 namespace strobe::sm90 {
 
+// The tiles of keys for a tile of queries.
+template <Config C>
+__device__ __forceinline__ BasicSchedule<i32> schedule(const Inputs &in, const BasicBand<i32> &band, const Item &item) {
+  BlockRow row{nullptr, 0, 0};
+  if constexpr (C.features.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
+  return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, 16, row};
+}
+
 template <Config C> struct Load {
-  static constexpr Features F = C.features;
   static constexpr int kN = C.tile_k;
   const HopperForwardArguments &a;
   const Inputs &in;
@@ -30,11 +37,8 @@ template <Config C> struct Load {
 
   __device__ __forceinline__ void load(const Item &item) {
     const Sequence sequence = in.sequence(item.b);
-    const BasicBand<i32> band = narrow(sequence.band);
     const i32 kv = (i32)a.group.divide(item.h), k0 = (i32)sequence.k0;
-    BlockRow row{nullptr, 0, 0};
-    if constexpr (F.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
-    BasicSchedule<i32> tiles(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN, 16, row);
+    BasicSchedule<i32> tiles = schedule<C>(in, narrow(sequence.band), item);
     BasicKeyTile<i32> next;
     bool more = tiles.next(next);
     if (!more) next = {0, 0, true};

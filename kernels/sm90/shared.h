@@ -7,7 +7,12 @@
 namespace strobe::sm90 {
 
 // What the assigning thread tells the others: a tile of queries, or that there is none left.
-enum Kind : i32 { kNone, kOnce, kSafely }; // kOnce: with the fixed reference
+enum Kind : i32 {
+  kNone,
+  kOnce,
+  kCarefully, // again: infinities and NaN in V are kept from those who do not see them
+  kSafely,    // again, and the reference follows the maxima
+};
 struct Item {
   i32 b, h, q;
   i32 kind;
@@ -47,6 +52,7 @@ template <Config C> struct SharedMemory {
   __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 72 + 32 * stage; }
   __device__ __forceinline__ u32 item() const { return messages; }
   __device__ __forceinline__ u32 overflow(u32 n) const { return messages + 16 + 4 * (n % 2); }
+  __device__ __forceinline__ u32 not_finite(u32 n) const { return messages + 24 + 4 * (n % 2); }
   __device__ __forceinline__ u32 tile(int stage) const { return messages + 32 + 16 * stage; }
 
   __device__ __forceinline__ void begin() const {
@@ -56,7 +62,7 @@ template <Config C> struct SharedMemory {
     mbarrier_init(item_empty(), 4 * C.warpgroups + 1);
     for (int n = 0; n < 2; ++n) {
       mbarrier_init(judged(n), 4 * C.warpgroups);
-      store_shared(overflow(n), 0);
+      store_shared(overflow(n), 0), store_shared(not_finite(n), 0);
     }
     for (int s = 0; s < C.stages; ++s) {
       mbarrier_init(k_full(s), 1);
