@@ -82,8 +82,8 @@ template <Config C> struct Forward {
       const auto visible = q < scores.seqlen_q ? narrow(sequence.band).keys_any(q, min(q + 64, scores.seqlen_q)) : BasicRange<i32>{0, 0};
       auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
       Softmax softmax;
-      bool follows = true;   // the reference follows the maxima
-      bool careful = false;  // of the tile in P
+      bool follows = true;  // the reference follows the maxima
+      bool careful = false; // of the tile in P
 
       // Q K^T of tile t, in S -> P, in S
       auto softmax_of = [&](const Tile &t) {
@@ -320,14 +320,13 @@ template <Config C> struct Forward {
 #pragma unroll 1
       while (tiles.next(t)) {
         if (F.mask || F.bias || t.masked || t.end - t.begin < kN)
-          mma::restore_specials<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results,
-                                     (int)threadIdx.x % 128);
+          mma::restore_specials<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
       }
     }
 
     // O / l and LSE to memory.
     __device__ __forceinline__ void finish(const Item &item, const Sequence &sequence, i32 seqlen_q, const Softmax &softmax, float factor) {
-      constexpr float kLog2e = 1.44269504088896340736f, kMost = 1e30f; // of l: beyond it P may have left what bf16 and fp32 hold
+      constexpr float kLog2e = 1.44269504088896340736f, kMost = C.dtype == kF16 ? 65504.0f : 1e30f; // of l: then P is what its type holds
       const float sink = in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
       const i32 odd = lane % 2, column = 8 * odd + lane % 4 / 2 * 4;
       bool overflow = false;

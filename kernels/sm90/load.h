@@ -8,8 +8,7 @@
 namespace strobe::sm90 {
 
 // The tiles of keys for a tile of queries.
-template <Config C>
-__device__ __forceinline__ BasicSchedule<i32> schedule(const Inputs &in, const BasicBand<i32> &band, const Item &item) {
+template <Config C> __device__ __forceinline__ BasicSchedule<i32> schedule(const Inputs &in, const BasicBand<i32> &band, const Item &item) {
   BlockRow row{nullptr, 0, 0};
   if constexpr (C.features.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
   return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, 16, row};
