@@ -30,9 +30,9 @@ template <i32 kDType, int kRows, int kColumns, int kThreads> __device__ __forcei
 
 // By kThreads threads, of which this is `thread`; the results are in memory. Rows: count, query(row), head(row), add(row, column, x). keys:
 // those that were walked over, of them only blocks' ones; v: the sequence's, in global memory.
-template <int kThreads, Features F, class T, class Rows>
-__device__ __forceinline__ void restore_specials(const Scores<F, float> &scores, const Dropout<F> &dropout, const T *v, Range keys,
-                                                 BlockRow blocks, Rows rows, int thread) {
+template <int kThreads, Features F, bool kApproximate, class T, class Rows>
+__device__ __forceinline__ void restore_specials(const Scores<F, float, kApproximate> &scores, const Dropout<F> &dropout, const T *v,
+                                                 Range keys, BlockRow blocks, Rows rows, int thread) {
   const Inputs &in = scores.in;
 #pragma unroll 1
   for (i32 j = (i32)keys.begin; j < (i32)keys.end; ++j) {

@@ -20,6 +20,7 @@ template <Config C> struct Forward {
   using Arguments = HopperForwardArguments;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
+  using Score = Scores<F, float, C.reference != kExact>;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
   static_assert(!F.dropout || kN % 32 == 0, "dropout draws for 32 keys");
@@ -73,11 +74,11 @@ template <Config C> struct Forward {
     __device__ __forceinline__ void compute(const Item &item) {
       if constexpr (C.q_in_registers) load_q();
       const Sequence sequence = in.sequence(item.b);
-      const Scores<F, float> scores(in, sequence, item.b);
+      const Score scores(in, sequence, item.b);
       const mma::BlockDropout<F> dropout{Dropout<F>(in), (u32)item.h, (u32)item.b};
       const i32 q = item.q + 64 * w;
-      const typename Scores<F, float>::Row rows[2] = {scores.row(q + 16 * warp + tile::lane_row(0), item.h),
-                                                      scores.row(q + 16 * warp + tile::lane_row(1), item.h)};
+      const typename Score::Row rows[2] = {scores.row(q + 16 * warp + tile::lane_row(0), item.h),
+                                           scores.row(q + 16 * warp + tile::lane_row(1), item.h)};
       // Keys that some query of this warpgroup sees by position.
       const auto visible = q < scores.seqlen_q ? narrow(sequence.band).keys_any(q, min(q + 64, scores.seqlen_q)) : BasicRange<i32>{0, 0};
       auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
@@ -281,11 +282,14 @@ template <Config C> struct Forward {
         }
       }
     }
-    template <bool kByPosition, class Row>
-    __device__ __forceinline__ void score(const Scores<F, float> &scores, const Row (&rows)[2], const Tile &t) {
+    template <bool kByPosition, class Row> __device__ __forceinline__ void score(const Score &scores, const Row (&rows)[2], const Tile &t) {
+      const i32 column = t.begin + tile::lane_column(0, 0);
+      const float distance[2] = {(float)(rows[0].i + scores.offset - column), (float)(rows[1].i + scores.offset - column)};
 #pragma unroll
-      for (int i = 0; i < kN / 2; ++i)
-        S[i] = scores.score(S[i], rows[i / 2 % 2], t.begin + i / 4 * 8 + tile::lane_column(0, i % 2), kByPosition, t.end);
+      for (int i = 0; i < kN / 2; ++i) {
+        const i32 r = i / 2 % 2, j = i / 4 * 8 + i % 2;
+        S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, kByPosition, t.end);
+      }
     }
 
     // Whether some query of the item may see less of the tile than others.
@@ -309,7 +313,7 @@ template <Config C> struct Forward {
         *o = Convert<T>::from(to_float(*o) + x);
       }
     };
-    __device__ __forceinline__ void restore(const Item &item, const Sequence &sequence, const Scores<F, float> &scores,
+    __device__ __forceinline__ void restore(const Item &item, const Sequence &sequence, const Score &scores,
                                             const Dropout<F> &dropout) const {
       barrier_sync(kTogether + w, 128); // the results are in memory
       const i32 first = item.q + 64 * w;

@@ -14,8 +14,30 @@ template <Config C> __device__ __forceinline__ BasicSchedule<i32> schedule(const
   return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, 16, row};
 }
 
+// The same, the last first, where they are one run: so ALiBi's penalty grows from tile to tile, and the fixed reference holds.
+class Descending {
+public:
+  __device__ __forceinline__ Descending(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
+      : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), tile_(tile) {
+    any_.begin = any_.begin / 16 * 16;
+    next_ = any_.begin + (i32)((u32)max(any_.end - any_.begin + tile - 1, 0) / (u32)tile) * tile;
+  }
+  __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
+    if (next_ <= any_.begin) return false;
+    const i32 end = min(next_, any_.end);
+    next_ -= tile_;
+    t = {next_, end, next_ < all_.begin || end > all_.end};
+    return true;
+  }
+
+private:
+  BasicRange<i32> any_, all_;
+  i32 tile_, next_;
+};
+
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
+  static constexpr bool kDescending = C.features.alibi && !C.features.blocks && C.reference == kFixed;
   const HopperForwardArguments &a;
   const Inputs &in;
   const SharedMemory<C> &shared;
@@ -36,8 +58,14 @@ template <Config C> struct Load {
 
   __device__ __forceinline__ void load(const Item &item) {
     const Sequence sequence = in.sequence(item.b);
+    const BasicBand<i32> band = narrow(sequence.band);
+    if constexpr (kDescending)
+      load(item, sequence, Descending(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
+    else
+      load(item, sequence, schedule<C>(in, band, item));
+  }
+  template <class Tiles> __device__ __forceinline__ void load(const Item &item, const Sequence &sequence, Tiles tiles) {
     const i32 kv = (i32)a.group.divide(item.h), k0 = (i32)sequence.k0;
-    BasicSchedule<i32> tiles = schedule<C>(in, narrow(sequence.band), item);
     BasicKeyTile<i32> next;
     bool more = tiles.next(next);
     if (!more) next = {0, 0, true};

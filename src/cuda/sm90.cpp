@@ -58,54 +58,60 @@ int64_t bundle(const Problem &p, const Device &device) {
   return size;
 }
 
-// What a tile has registers for; each includes those before it.
-enum Load {
-  fixed,    // following no maximum after the first tile
-  lagging,  // a maximum of every tile
-  drawing,  // dropout: tile_k a multiple of 32
-  anything, // masks, bias, softcap; walking over blocks
-};
+// What a tile has registers for.
+constexpr int kFixed = 1;     // the fixed reference
+constexpr int kLagging = 2;   // a maximum of every tile
+constexpr int kScoring = 4;   // ALiBi, softcap
+constexpr int kWalking = 8;   // blocks, with the fixed reference
+constexpr int kDrawing = 16;  // dropout: tile_k a multiple of 32
+constexpr int kAnything = 32; // masks, bias, and all of these at a time
 
-enum Keys { all, some }; // that a query sees: some, if causal, with a window, ...
+enum Keys { all, some, any }; // that a query sees: some, if causal, with a window, block-sparse, or packed
 
 struct ForwardTile {
   int32_t most_dim, most_dim_v;
   int32_t warpgroups, tile_k, stages, registers_load, registers_compute, q_in_registers, blocks_per_sm;
-  Load most;
+  int loads;
   // Without a wish the first that suits runs: for so many keys, and with tiles enough for `blocks` thread blocks on every SM.
-  Keys keys = all, or_keys = some;
+  Keys keys = any;
   int64_t least_keys = 0, most_keys = INT64_MAX;
   double blocks = 0;
 };
 
 // From the fastest to the slowest where they suit, measured on an H200 (bench/search_forward.py). None spills.
 constexpr ForwardTile kForwardTiles[] = {
-    {64, 64, 1, 64, 4, 32, 128, 1, 3, fixed, some, some, 0, 1024},
-    {64, 64, 3, 128, 4, 32, 160, 0, 1, fixed, all, all, 8192, INT64_MAX, 1},
-    {64, 64, 4, 64, 5, 32, 112, 0, 1, lagging, all, some, 0, INT64_MAX, 1},
-    {64, 64, 1, 64, 4, 32, 128, 1, 3, fixed},
-    {64, 64, 2, 128, 4, 40, 232, 1, 1, drawing},
-    {128, 128, 3, 80, 3, 32, 160, 0, 1, fixed, all, all, 4096, INT64_MAX, 1},
-    {128, 128, 2, 144, 2, 40, 232, 1, 1, fixed, some, some, 16384, INT64_MAX, 1},
-    {128, 128, 2, 128, 3, 40, 232, 1, 1, fixed, all, some, 0, INT64_MAX, 0.5},
-    {128, 128, 1, 64, 3, 40, 208, 1, 2, fixed},
-    {128, 128, 2, 128, 3, 40, 232, 0, 1, lagging},
-    {128, 128, 2, 96, 3, 56, 224, 1, 1, drawing},
-    {128, 128, 2, 64, 4, 56, 224, 1, 1, anything},
-    {192, 128, 2, 128, 2, 40, 232, 0, 1, lagging},
-    {192, 192, 2, 96, 2, 40, 232, 0, 1, lagging},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, lagging, all, some, 0, 512},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, lagging, all, all, 8192},
-    {256, 256, 2, 80, 2, 40, 232, 0, 1, lagging},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, drawing},
-    {256, 256, 2, 48, 2, 56, 224, 0, 1, anything},
-    {256, 256, 2, 32, 2, 56, 224, 0, 1, anything},
+    {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed, some, 0, 1024},
+    {64, 64, 3, 128, 4, 32, 160, 0, 1, kFixed, all, 8192, INT64_MAX, 1},
+    {64, 64, 4, 64, 5, 32, 112, 0, 1, kFixed | kLagging, any, 0, INT64_MAX, 1},
+    {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed},
+    {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring},
+    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing},
+    {64, 64, 2, 128, 4, 56, 224, 1, 1, kWalking},
+    {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, all, 4096, INT64_MAX, 1},
+    {128, 128, 2, 144, 2, 40, 232, 1, 1, kFixed, some, 16384, INT64_MAX, 1},
+    {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
+    {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed},
+    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring},
+    {128, 128, 2, 128, 3, 56, 224, 1, 1, kWalking},
+    {128, 128, 2, 96, 3, 56, 224, 1, 1, kDrawing},
+    {128, 128, 2, 64, 4, 56, 224, 1, 1, kAnything},
+    {192, 128, 2, 128, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
+    {192, 192, 2, 96, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, any, 0, 512},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, all, 8192},
+    {256, 256, 2, 80, 2, 40, 232, 0, 1, kFixed | kLagging},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing},
+    {256, 256, 2, 64, 2, 56, 224, 0, 1, kWalking},
+    {256, 256, 2, 48, 2, 56, 224, 0, 1, kAnything},
+    {256, 256, 2, 32, 2, 56, 224, 0, 1, kAnything},
 };
 
-Load load_of(const Config &c) {
+int load_of(const Config &c) {
   const Features &f = c.features;
-  if (f.mask || f.bias || f.softcap || f.blocks) return anything;
-  return f.dropout ? drawing : c.reference == sm90::kFixed ? fixed : lagging;
+  const bool scoring = f.alibi || f.softcap || f.scaled, exact_softcap = f.softcap && c.reference == sm90::kExact;
+  if (f.mask || f.bias || exact_softcap || scoring + !!f.blocks + !!f.dropout > 1) return kAnything;
+  if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
+  return f.blocks ? kWalking : f.dropout ? kDrawing : scoring ? kScoring : c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
 Config config_for(const Problem &p, const ForwardTile &t) {
@@ -113,8 +119,9 @@ Config config_for(const Problem &p, const ForwardTile &t) {
   c.dtype = i32(p.dtype);
   c.head_dim = i32(rounded_up(p.head_dim, 16)), c.head_dim_v = i32(rounded_up(p.head_dim_v, 16));
   c.features = features_of(p);
-  // With FP16 a sum of 64k numbers near 1 would look like an overflow.
-  const bool fixed = !c.features.mask && !c.features.bias && (p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15);
+  // Where maxima do not grow for long: not towards ALiBi's own keys. With FP16 a sum of 64k numbers near 1 would look like an overflow.
+  const bool fixed = !c.features.mask && !c.features.bias && !(c.features.alibi && (p.window_right > 0 || p.blocks.present)) &&
+                     (p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15);
   c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
   c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
   c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
@@ -124,7 +131,7 @@ Config config_for(const Problem &p, const ForwardTile &t) {
 
 bool suits(const ForwardTile &t, const Problem &p, const Config &c, const Device &device) {
   const Keys keys = c.features.band || c.features.blocks || p.varlen ? some : all;
-  if (p.seqlen_k < t.least_keys || p.seqlen_k > t.most_keys || (keys != t.keys && keys != t.or_keys)) return false;
+  if (p.seqlen_k < t.least_keys || p.seqlen_k > t.most_keys || (t.keys != any && t.keys != keys)) return false;
   const int64_t rows = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q;
   return double(tiles(rows, c.tile_q()) * p.batch * p.heads) >= t.blocks * device.sms;
 }
@@ -135,7 +142,8 @@ bool choose(Config &chosen, const Problem &p, const Device &device) {
   double least = HUGE_VAL;
   for (const ForwardTile &t : kForwardTiles) {
     const Config c = config_for(p, t);
-    if (c.head_dim > t.most_dim || c.head_dim_v > t.most_dim_v || load_of(c) > t.most || (c.features.dropout && t.tile_k % 32)) continue;
+    if (c.head_dim > t.most_dim || c.head_dim_v > t.most_dim_v || !(load_of(c) & t.loads) || (c.features.dropout && t.tile_k % 32))
+      continue;
     if (p.blocks.present && p.blocks.block_q % c.tile_q()) continue;
     const double cost = wishes ? distance(p.tile_q, c.tile_q()) + distance(p.tile_k, c.tile_k) : suits(t, p, c, device) ? 0 : 1;
     if (cost < least) least = cost, chosen = c;
