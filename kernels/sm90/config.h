@@ -20,6 +20,7 @@ struct Config {
   i32 q_in_registers;
   i32 blocks_per_sm;
   i32 reference; // kExact, kLagging or kFixed
+  i32 split;     // over keys: results are partial ones, to be combined
   Features features;
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }

@@ -22,6 +22,7 @@ template <Config C> struct Forward {
   static constexpr Features F = C.features;
   using Score = Scores<F, float, C.reference != kExact>;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
+  static constexpr float kMost = C.dtype == kF16 ? 65504.0f : 1e30f; // of l: until then P is what its type holds
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
   static_assert(!F.dropout || kN % 32 == 0, "dropout draws for 32 keys");
 
@@ -50,7 +51,7 @@ template <Config C> struct Forward {
     const SharedMemory<C> &shared;
     const int w, lane, warp; // warpgroup; warp within it
     Stage<C> k{}, v{};
-    u32 verdicts = 0;
+    u32 items = 0, verdicts = 0;
     float O[kDv / 2], S[kN / 2];
     u32 P[kN / 4], Q[C.q_in_registers ? kD / 4 : 1];
 
@@ -60,12 +61,12 @@ template <Config C> struct Forward {
 
     __device__ __forceinline__ void all() {
       if (C.warpgroups > 1 && w == C.warpgroups - 1) barrier_arrive(kTurn, 256); // the first turn is warpgroup 0's
-      for (u32 items = 0;; ++items) {
+      for (;; ++items) {
         mbarrier_wait(shared.item_full(), items % 2);
         const Item item = read<Item>(shared.item());
         __syncwarp();
         release(shared.item_empty());
-        if (item.kind == kNone) break;
+        if (item.kind() == kNone) break;
         mbarrier_wait(shared.q_full(), items % 2);
         compute(item);
       }
@@ -106,9 +107,12 @@ template <Config C> struct Forward {
       };
       // Whether there is a tile after t to be computed; t becomes it.
       auto next = [&](Tile &t) {
-        if constexpr (C.reference == kFixed) follows = follows && (t.masked || item.kind == kSafely);
-        careful = item.kind != kOnce && hides(t);
+        if constexpr (C.reference == kFixed) follows = follows && (t.masked || item.kind() == kSafely);
+        careful = item.kind() != kOnce && hides(t);
         if (t.last) return false;
+        if constexpr (C.reference == kFixed) {
+          if (!follows && !(fmaxf(softmax.l[0], softmax.l[1]) < kMost)) store_shared(shared.lost(), items);
+        }
         t = wait_tile(
             __any_sync(0xFFFFFFFFu, softmax.l[0] + softmax.l[1] < 0)); // it is not: but the compiler has to finish the softmax first
         return sees(t);
@@ -194,7 +198,7 @@ template <Config C> struct Forward {
         }
       }
       finish(item, sequence, scores.seqlen_q, softmax, dropout.dropout.factor());
-      if (item.kind != kOnce) restore(item, sequence, scores, dropout.dropout);
+      if (item.kind() != kOnce) restore(item, sequence, scores, dropout.dropout);
     }
 
     __device__ __forceinline__ Tile wait_tile(bool other_parity = false) {
@@ -309,8 +313,12 @@ template <Config C> struct Forward {
       __device__ __forceinline__ i32 query(i32 r) const { return first + r; }
       __device__ __forceinline__ i32 head(i32) const { return item.h; }
       __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
-        T *o = compute.a.a.out.template at<T>(item.b, item.h, q0 + query(r), c);
-        *o = Convert<T>::from(to_float(*o) + x);
+        if constexpr (C.split) {
+          compute.partial_out(item, q0 + query(r))[c] += x;
+        } else {
+          T *o = compute.a.a.out.template at<T>(item.b, item.h, q0 + query(r), c);
+          *o = Convert<T>::from(to_float(*o) + x);
+        }
       }
     };
     __device__ __forceinline__ void restore(const Item &item, const Sequence &sequence, const Score &scores,
@@ -319,7 +327,7 @@ template <Config C> struct Forward {
       const i32 first = item.q + 64 * w;
       const Results results{*this, item, sequence.q0, first, min(64, scores.seqlen_q - first)};
       const T *value = in.v.template at<const T>(item.b, (i32)a.group.divide(item.h), sequence.k0, 0);
-      BasicSchedule<i32> tiles = schedule<C>(in, narrow(sequence.band), item);
+      BasicSchedule<i32> tiles = schedule<C>(a.a, narrow(sequence.band), item);
       BasicKeyTile<i32> t;
 #pragma unroll 1
       while (tiles.next(t)) {
@@ -328,35 +336,53 @@ template <Config C> struct Forward {
       }
     }
 
+    // A row of what this part of the keys makes of O.
+    __device__ __forceinline__ float *partial_out(const Item &item, i64 row) const {
+      return a.a.partial_out + (item.split() * in.rows() + in.row_index(item.b, item.h, row)) * in.head_dim_v;
+    }
     // O / l and LSE to memory.
     __device__ __forceinline__ void finish(const Item &item, const Sequence &sequence, i32 seqlen_q, const Softmax &softmax, float factor) {
-      constexpr float kLog2e = 1.44269504088896340736f, kMost = C.dtype == kF16 ? 65504.0f : 1e30f; // of l: then P is what its type holds
-      const float sink = in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
+      constexpr float kLog2e = 1.44269504088896340736f;
+      const float sink = !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
       const i32 odd = lane % 2, column = 8 * odd + lane % 4 / 2 * 4;
-      bool overflow = false;
-      u32 zero = 0; // NaN if something is not finite
+      bool overflow = false, not_finite = false;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float l = tile::row_sum(softmax.l[r]);
-        const mma::RowEnd end(softmax.M[r], l, sink);
+        const mma::RowEnd end(softmax.M[r], tile::row_sum(softmax.l[r]), sink);
         const i32 i = item.q + 64 * w + 16 * warp + tile::lane_row(r);
-        overflow = overflow || (i < seqlen_q && !(l < kMost));
-        if (a.a.lse && lane % 4 == 0 && i < seqlen_q) *a.a.lse.template at<float>(item.b, item.h, sequence.q0 + i, 0) = end.lse;
-        T *out = a.a.out.template at<T>(item.b, item.h, sequence.q0 + i, 0) + column;
+        overflow = overflow || (i < seqlen_q && !(softmax.l[r] < kMost));
+        const i64 row = sequence.q0 + i;
         const float by = end.factor * factor;
-        // Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of them whole sectors.
+        if constexpr (C.split) {
+          if (i >= seqlen_q) continue;
+          if (lane % 4 == 0) a.a.partial_lse[item.split() * in.rows() + in.row_index(item.b, item.h, row)] = end.lse;
+          float *out = partial_out(item, row) + tile::lane_column(0, 0);
 #pragma unroll
-        for (int c = 0; c < kDv; c += 16) {
-          const float *o = O + c / 2 + 2 * r;
-          const u32 left = pack<T>(o[0] * by, o[1] * by), right = pack<T>(o[4] * by, o[5] * by);
-          const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
-          const u32 x = odd ? other : left, y = odd ? right : other;
-          if (i >= seqlen_q || c + column >= in.head_dim_v) continue;
-          store_global(out + c, x, y);
-          zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero));
+          for (int n = 0; n < kDv / 4; ++n) {
+            const i32 c = n / 2 * 8 + n % 2;
+            const float x = O[n / 2 * 4 + 2 * r + n % 2] * by;
+            if (c + tile::lane_column(0, 0) < in.head_dim_v) out[c] = x;
+            not_finite |= !(x - x == 0);
+          }
+        } else {
+          if (a.a.lse && lane % 4 == 0 && i < seqlen_q) *a.a.lse.template at<float>(item.b, item.h, row, 0) = end.lse;
+          T *out = a.a.out.template at<T>(item.b, item.h, row, 0) + column;
+          // Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of them whole sectors.
+          u32 zero = 0; // NaN if something is not finite
+#pragma unroll
+          for (int c = 0; c < kDv; c += 16) {
+            const float *o = O + c / 2 + 2 * r;
+            const u32 left = pack<T>(o[0] * by, o[1] * by), right = pack<T>(o[4] * by, o[5] * by);
+            const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
+            const u32 x = odd ? other : left, y = odd ? right : other;
+            if (i >= seqlen_q || c + column >= in.head_dim_v) continue;
+            store_global(out + c, x, y);
+            zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero));
+          }
+          not_finite |= multiply_add_pairs<T>(zero, 0, 0) != 0;
         }
       }
-      if (item.kind == kOnce) judge(C.reference == kFixed && overflow, multiply_add_pairs<T>(zero, 0, 0) != 0);
+      if (item.kind() == kOnce) judge(C.reference == kFixed && overflow, not_finite);
     }
   };
 };

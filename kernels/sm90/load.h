@@ -8,10 +8,11 @@
 namespace strobe::sm90 {
 
 // The tiles of keys for a tile of queries.
-template <Config C> __device__ __forceinline__ BasicSchedule<i32> schedule(const Inputs &in, const BasicBand<i32> &band, const Item &item) {
+template <Config C>
+__device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
   BlockRow row{nullptr, 0, 0};
-  if constexpr (C.features.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
-  return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, 16, row};
+  if constexpr (C.features.blocks) row = a.in.blocks.row(item.b, item.h, item.q / a.in.blocks.row_tokens);
+  return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, 16, row, {item.split(), C.split ? a.splits : 1}};
 }
 
 // The same, the last first, where they are one run: so ALiBi's penalty grows from tile to tile, and the fixed reference holds.
@@ -37,7 +38,7 @@ private:
 
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
-  static constexpr bool kDescending = C.features.alibi && !C.features.blocks && C.reference == kFixed;
+  static constexpr bool kDescending = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
   const Inputs &in;
   const SharedMemory<C> &shared;
@@ -51,7 +52,7 @@ template <Config C> struct Load {
       mbarrier_wait(shared.item_full(), items % 2);
       const Item item = read<Item>(shared.item());
       mbarrier_arrive(shared.item_empty());
-      if (item.kind == kNone) break;
+      if (item.kind() == kNone) break;
       load(item);
     }
   }
@@ -62,7 +63,7 @@ template <Config C> struct Load {
     if constexpr (kDescending)
       load(item, sequence, Descending(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
     else
-      load(item, sequence, schedule<C>(in, band, item));
+      load(item, sequence, schedule<C>(a.a, band, item));
   }
   template <class Tiles> __device__ __forceinline__ void load(const Item &item, const Sequence &sequence, Tiles tiles) {
     const i32 kv = (i32)a.group.divide(item.h), k0 = (i32)sequence.k0;
@@ -73,6 +74,7 @@ template <Config C> struct Load {
 #pragma unroll 1
     do {
       const BasicKeyTile<i32> tile = next;
+      if constexpr (C.reference == kFixed) more = more && load_shared(shared.lost()) != items;
       more = more && tiles.next(next);
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
       write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);

@@ -1,4 +1,5 @@
 // The Hopper family: which configuration, which maps, which launches.
+#include "../../kernels/mma/config.h"
 #include "../../kernels/sm90/arguments.h"
 #include "../../kernels/sm90/config.h"
 #include <algorithm>
@@ -16,6 +17,7 @@ namespace {
 using sm90::Config;
 
 constexpr KernelSource kForward{"sm90/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
+constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
 
 int64_t rounded_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
@@ -151,14 +153,28 @@ bool choose(Config &chosen, const Problem &p, const Device &device) {
   return least < HUGE_VAL;
 }
 
-// A thread block's rate does not depend on how many others run; what counts are whole tiles and whole waves of them.
-double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t items) {
-  constexpr double kFlopsPerSm = 600e12 / 132, kStart = 4e-6; // measured
+// Of a tile of queries, while its SM computes nothing else.
+double tile_seconds(const Problem &p, const Config &c) {
+  constexpr double kFlopsPerSm = 600e12 / 132; // measured
   const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads));
   const double keys = visible_scores(p) / queries; // of one query
-  const double tile = 2.0 * c.tile_q() * keys * (c.head_dim + c.head_dim_v) / kFlopsPerSm * c.blocks_per_sm;
+  return 2.0 * c.tile_q() * keys * (c.head_dim + c.head_dim_v) / kFlopsPerSm;
+}
+
+// Where tiles of queries leave SMs idle: in how many parts each takes its keys. As many as fill the GPU once, if that gains more than
+// combining them takes.
+int32_t splits(const Problem &p, const Config &c, const Device &device, int64_t items) {
+  constexpr int64_t kLeastKeys = 512; // of a part
+  constexpr double kCombineSeconds = 5e-6;
+  const int64_t most = std::min(device.sms / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeys);
+  return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > kCombineSeconds ? int32_t(most) : 1;
+}
+
+// A thread block's rate does not depend on how many others run; what counts are whole tiles and whole waves of them.
+double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t items, int64_t launches) {
+  constexpr double kStart = 4e-6; // measured
   const double waves = double(items) / (device.sms * c.blocks_per_sm);
-  return kStart + tile * (waves < 4 ? std::ceil(waves) : waves);
+  return kStart * double(launches) + tile_seconds(p, c) * c.blocks_per_sm * (waves < 4 ? std::ceil(waves) : waves);
 }
 
 class Sm90Engine final : public CudaEngine {
@@ -189,9 +205,13 @@ protected:
     HopperForwardArguments a{};
     a.a = forward_arguments(p);
     const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-    const int64_t heads = p.batch * p.heads, tiles_of_head = tiles(p.seqlen_q, config.tile_q()), items = tiles_of_head * heads;
+    const int64_t heads = p.batch * p.heads, tiles_of_head = tiles(p.seqlen_q, config.tile_q());
+    a.a.splits = splits(p, config, device, tiles_of_head * heads);
+    config.split = a.a.splits > 1;
+    const int64_t items = tiles_of_head * heads * a.a.splits;
     if (items > int64_t{1} << 30) return text(items, " tiles of queries; accepted are 2^30");
     a.items = uint32_t(items), a.tiles = i32(tiles_of_head);
+    a.splits = Divisor::make(uint32_t(a.a.splits));
     a.a.bundle = i32(bundle(p, device));
     a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * tiles_of_head)));
     a.bundle = Divisor::make(uint32_t(a.a.bundle));
@@ -201,8 +221,18 @@ protected:
     a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
+    if (config.split) {
+      a.a.partial_out = scratch.take<float>(a.a.splits * a.a.in.rows() * p.head_dim_v);
+      a.a.partial_lse = scratch.take<float>(a.a.splits * a.a.in.rows());
+      program.kernel += text(", keys split in ", a.a.splits);
+    }
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
-    program.predicted_seconds = predicted_seconds(p, config, device, items);
+    if (config.split) {
+      mma::Config combine{};
+      combine.dtype = config.dtype, combine.warps = 4, combine.blocks_per_sm = 1;
+      program.steps.push_back(Launch(kCombine, combine, a.a.in.rows(), combine.threads(), 0, a.a));
+    }
+    program.predicted_seconds = predicted_seconds(p, config, device, items, int64_t(program.steps.size()));
     return program;
   }
 };
