@@ -9,6 +9,7 @@
 #include "../ptx/wgmma.h"
 #include "../tile/shared.h"
 #include "assign.h"
+#include "given.h"
 #include "load.h"
 #include "softmax.h"
 
@@ -83,19 +84,25 @@ template <Config C> struct Forward {
       // Keys that some query of this warpgroup sees by position.
       const auto visible = q < scores.seqlen_q ? narrow(sequence.band).keys_any(q, min(q + 64, scores.seqlen_q)) : BasicRange<i32>{0, 0};
       auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
+      Given<C, Score> given(scores, rows);
       Softmax softmax;
-      bool follows = true;  // the reference follows the maxima
-      bool careful = false; // of the tile in P
+      bool follows = true; // the reference follows the maxima
 
-      // Q K^T of tile t, in S -> P, in S
-      auto softmax_of = [&](const Tile &t) {
-        if constexpr (F.additive() || F.mask) {
-          if (t.masked)
-            score<true>(scores, rows, t);
+      // Q K^T of tile t, in S -> P, in S. value: where its V lies.
+      auto softmax_of = [&](const Tile &t, const Stage<C> &value) {
+        if constexpr (F.mask || F.bias) {
+          if (item.kind() != kOnce) clear_v(value);
+        }
+        if (t.masked) {
+          if constexpr (!F.mask && !F.bias) {
+            if (item.kind() != kOnce) clear_v(value);
+          }
+          if constexpr (F.additive() || F.mask)
+            score<true>(scores, rows, given, t);
           else
-            score<false>(scores, rows, t);
-        } else if (t.masked) {
-          hide(rows, t);
+            hide(rows, t);
+        } else if constexpr (F.additive() || F.mask) {
+          score<false>(scores, rows, given, t);
         }
         if (follows) softmax.template follow<C.reference == kExact>(S, scores.unit);
         softmax.exponentiate(S, scores.unit);
@@ -108,7 +115,6 @@ template <Config C> struct Forward {
       // Whether there is a tile after t to be computed; t becomes it.
       auto next = [&](Tile &t) {
         if constexpr (C.reference == kFixed) follows = follows && (t.masked || item.kind() == kSafely);
-        careful = item.kind() != kOnce && hides(t);
         if (t.last) return false;
         if constexpr (C.reference == kFixed) {
           if (!follows && !(fmaxf(softmax.l[0], softmax.l[1]) < kMost)) store_shared(shared.lost(), items);
@@ -135,16 +141,16 @@ template <Config C> struct Forward {
         multiply_q_k();
         wgmma_commit();
         if (turn) pass_turn();
+        given.fetch(t.begin, (i32)in.seqlen_k);
         wgmma_wait<0>();
         registers_changed(S);
         release(shared.k_empty(k.index));
         k.advance();
-        softmax_of(t);
+        softmax_of(t, v);
         round_p();
         bool more = next(t);
 #pragma unroll 1
         while (more) { // Q K^T of this tile and P V of the one before; meanwhile the softmax of this one
-          if (careful) clear_v();
           wait_turn();
           registers_changed(S);
           registers_changed(O);
@@ -157,12 +163,13 @@ template <Config C> struct Forward {
           multiply_p_v();
           wgmma_commit();
           pass_turn();
+          given.fetch(t.begin, (i32)in.seqlen_k);
           wgmma_wait<1>();
           registers_changed(S);
           release(shared.k_empty(k.index));
           k.advance();
           const bool followed = follows;
-          softmax_of(t);
+          softmax_of(t, v.next());
           registers_changed(S);
           more = next(t); // its wait also keeps the compiler from waiting for P V before the softmax
           wgmma_wait<0>();
@@ -174,7 +181,6 @@ template <Config C> struct Forward {
           if (followed && softmax.moved()) softmax.rescale(O);
         }
         if constexpr (!C.q_in_registers) release(shared.q_empty());
-        if (careful) clear_v();
         mbarrier_wait(shared.v_full(v.index), v.parity);
         registers_changed(O);
         registers_changed(P);
@@ -198,7 +204,7 @@ template <Config C> struct Forward {
         }
       }
       finish(item, sequence, scores.seqlen_q, softmax, dropout.dropout.factor());
-      if (item.kind() != kOnce) restore(item, sequence, scores, dropout.dropout);
+      if (item.kind() != kOnce) restore(item, dropout.dropout);
     }
 
     __device__ __forceinline__ Tile wait_tile(bool other_parity = false) {
@@ -286,22 +292,23 @@ template <Config C> struct Forward {
         }
       }
     }
-    template <bool kByPosition, class Row> __device__ __forceinline__ void score(const Score &scores, const Row (&rows)[2], const Tile &t) {
+    template <bool kByPosition, class Row>
+    __device__ __forceinline__ void score(const Score &scores, const Row (&rows)[2], Given<C, Score> &given, const Tile &t) {
+      given.share();
       const i32 column = t.begin + tile::lane_column(0, 0);
       const float distance[2] = {(float)(rows[0].i + scores.offset - column), (float)(rows[1].i + scores.offset - column)};
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) {
         const i32 r = i / 2 % 2, j = i / 4 * 8 + i % 2;
-        S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, kByPosition, t.end);
+        const typename Given<C, Score>::At at{given, {scores, rows[r], column + j}, r, j};
+        S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, at, kByPosition, t.end);
       }
     }
 
-    // Whether some query of the item may see less of the tile than others.
-    static __device__ __forceinline__ bool hides(const Tile &t) { return F.mask || F.bias || t.masked; }
-    // Infinities and NaN in this tile of V become 0, until restore().
-    __device__ __forceinline__ void clear_v() const {
-      mbarrier_wait(shared.v_full(v.index), v.parity);
-      mma::clear_specials<C.dtype, kN, C.columns_v(), 128>(shared.v + v.index * C.v_bytes(), (int)threadIdx.x % 128);
+    // Infinities and NaN in a tile of V become 0, until restore().
+    __device__ __forceinline__ void clear_v(const Stage<C> &value) const {
+      mbarrier_wait(shared.v_full(value.index), value.parity);
+      mma::clear_specials<C.dtype, kN, C.columns_v(), 128>(shared.v + value.index * C.v_bytes(), (int)threadIdx.x % 128);
       async_proxy_fence();
       barrier_sync(kTogether + w, 128);
     }
@@ -321,8 +328,9 @@ template <Config C> struct Forward {
         }
       }
     };
-    __device__ __forceinline__ void restore(const Item &item, const Sequence &sequence, const Score &scores,
-                                            const Dropout<F> &dropout) const {
+    __device__ __forceinline__ void restore(const Item &item, const Dropout<F> &dropout) const {
+      const Sequence sequence = in.sequence(item.b); // again: nothing is kept in registers for this
+      const Score scores(in, sequence, item.b);
       barrier_sync(kTogether + w, 128); // the results are in memory
       const i32 first = item.q + 64 * w;
       const Results results{*this, item, sequence.q0, first, min(64, scores.seqlen_q - first)};

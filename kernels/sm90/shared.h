@@ -88,6 +88,11 @@ template <Config C> struct Stage {
   __device__ __forceinline__ void advance() {
     if (++index == C.stages) index = 0, parity ^= 1;
   }
+  __device__ __forceinline__ Stage next() const {
+    Stage s = *this;
+    s.advance();
+    return s;
+  }
 };
 
 } // namespace strobe::sm90

@@ -66,7 +66,8 @@ constexpr int kLagging = 2;   // a maximum of every tile
 constexpr int kScoring = 4;   // ALiBi, softcap
 constexpr int kWalking = 8;   // blocks, with the fixed reference
 constexpr int kDrawing = 16;  // dropout: tile_k a multiple of 32
-constexpr int kAnything = 32; // masks, bias, and all of these at a time
+constexpr int kGiven = 32;    // a mask or a bias, read 16 bytes at a time
+constexpr int kAnything = 64; // all of these at a time
 
 enum Keys { all, some, any }; // that a query sees: some, if causal, with a window, block-sparse, or packed
 
@@ -83,26 +84,25 @@ struct ForwardTile {
 // From the fastest to the slowest where they suit, measured on an H200 (bench/search_forward.py). None spills.
 constexpr ForwardTile kForwardTiles[] = {
     {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed, some, 0, 1024},
-    {64, 64, 3, 128, 4, 32, 160, 0, 1, kFixed, all, 8192, INT64_MAX, 1},
+    {64, 64, 3, 128, 4, 32, 160, 0, 1, kFixed, any, 8192, INT64_MAX, 1},
     {64, 64, 4, 64, 5, 32, 112, 0, 1, kFixed | kLagging, any, 0, INT64_MAX, 1},
     {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed},
+    {64, 64, 3, 64, 4, 40, 152, 0, 1, kGiven},
     {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring},
-    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing},
+    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing | kGiven},
     {64, 64, 2, 128, 4, 56, 224, 1, 1, kWalking},
-    {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, all, 4096, INT64_MAX, 1},
-    {128, 128, 2, 144, 2, 40, 232, 1, 1, kFixed, some, 16384, INT64_MAX, 1},
+    {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, any, 2048, INT64_MAX, 1},
     {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
     {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed},
-    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring},
+    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kGiven},
     {128, 128, 2, 128, 3, 56, 224, 1, 1, kWalking},
     {128, 128, 2, 96, 3, 56, 224, 1, 1, kDrawing},
     {128, 128, 2, 64, 4, 56, 224, 1, 1, kAnything},
     {192, 128, 2, 128, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
     {192, 192, 2, 96, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
     {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, any, 0, 512},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, all, 8192},
     {256, 256, 2, 80, 2, 40, 232, 0, 1, kFixed | kLagging},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing | kGiven},
     {256, 256, 2, 64, 2, 56, 224, 0, 1, kWalking},
     {256, 256, 2, 48, 2, 56, 224, 0, 1, kAnything},
     {256, 256, 2, 32, 2, 56, 224, 0, 1, kAnything},
@@ -111,9 +111,17 @@ constexpr ForwardTile kForwardTiles[] = {
 int load_of(const Config &c) {
   const Features &f = c.features;
   const bool scoring = f.alibi || f.softcap || f.scaled, exact_softcap = f.softcap && c.reference == sm90::kExact;
-  if (f.mask || f.bias || exact_softcap || scoring + !!f.blocks + !!f.dropout > 1) return kAnything;
+  const bool given = f.mask || f.bias;
+  if (given && !(f.mask && f.bias) && c.wide && !scoring && !f.blocks && !f.dropout) return kGiven;
+  if (given || exact_softcap || scoring + !!f.blocks + !!f.dropout > 1) return kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   return f.blocks ? kWalking : f.dropout ? kDrawing : scoring ? kScoring : c.reference == sm90::kFixed ? kFixed : kLagging;
+}
+
+// Whether rows of a mask or bias can be read 16 bytes at a time.
+bool wide(const View &view, int64_t bytes, int64_t keys) {
+  if (reinterpret_cast<uintptr_t>(view.data) % 16 || view.stride[3] != 1 || keys * bytes % 16) return false;
+  return std::none_of(view.stride, view.stride + 3, [&](int64_t stride) { return stride * bytes % 16; });
 }
 
 Config config_for(const Problem &p, const ForwardTile &t) {
@@ -128,6 +136,10 @@ Config config_for(const Problem &p, const ForwardTile &t) {
   c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
   c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
   c.blocks_per_sm = t.blocks_per_sm;
+  const bool given = c.features.mask || c.features.bias;
+  const bool mask_wide = !c.features.mask || (t.tile_k % 64 == 0 && wide(p.mask, 1, p.seqlen_k));
+  const bool bias_wide = !c.features.bias || (t.tile_k % 32 == 0 && p.bias.dtype != DType::f32 && wide(p.bias, 2, p.seqlen_k));
+  c.wide = given && mask_wide && bias_wide;
   return c;
 }
 
