@@ -231,7 +231,8 @@ private:
   __device__ __forceinline__ void restore() const {
     Results results{*this, min((i32)C.tile_q, scores.seqlen_q - item.q)};
     Range keys = Schedule::share(sequence.band.keys_any(item.q, last()), C.tile_k, 16, part());
-    restore_specials<kThreads>(scores, dropout.dropout, v, keys, blocks(), results);
+    __syncthreads();
+    restore_specials<kThreads>(scores, dropout.dropout, v, keys, blocks(), results, (int)threadIdx.x);
   }
 
   // O / l and LSE to memory.

@@ -46,6 +46,19 @@ template <> struct Convert<bf16> { // to nearest even; NaN stays NaN
   }
 };
 
+// a * b + c of packed pairs, rounded once.
+template <class T> __device__ __forceinline__ u32 multiply_add_pairs(u32 a, u32 b, u32 c);
+template <> __device__ __forceinline__ u32 multiply_add_pairs<bf16>(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+template <> __device__ __forceinline__ u32 multiply_add_pairs<f16>(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // The type of a strobe_dtype, and the type that its arithmetic is done in.
 template <i32 DType> struct Element;
 template <> struct Element<1> {
@@ -88,6 +101,11 @@ template <class T> __device__ __forceinline__ T select(bool condition, T a, T b)
 
 __device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }
 __device__ __forceinline__ double tanh(double x) { return ::tanh(x); }
+__device__ __forceinline__ float tanh_approximate(float x) { // relative error 2^-11
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // tanh and its derivative 4 e / (1 + e)^2, e = exp(-2|x|): 1 - tanh^2 would cancel where it saturates
 template <class T> __device__ __forceinline__ T tanh(T x, T &slope) {
   T e = exp2(T(-2.88539008177792681472) * abs(x)), inverse = T(1) / (T(1) + e);

@@ -14,4 +14,7 @@ __device__ __forceinline__ void tma_load(u32 shared, const TensorMap &map, u32 b
       : "memory");
 }
 
+// What this thread has written to shared memory is there for the copy engine and wgmma.
+__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 } // namespace strobe
