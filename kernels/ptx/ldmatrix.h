@@ -41,7 +41,7 @@ template <int kOffset> __device__ __forceinline__ void load_shared(float (&x)[4]
                : "r"(address), "n"(kOffset)
                : "memory");
 }
-__device__ __forceinline__ void store_shared(u32 address, const float *x) {
+__device__ __forceinline__ void store_shared(u32 address, const float (&x)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 __device__ __forceinline__ void load_shared(u32 (&x)[4], u32 address) {

@@ -7,14 +7,18 @@
 // S is transposed, so that P and dS are operands where they lie, in registers; dS goes to shared memory for dQ, which needs both warpgroups'.
 // dQ is one iteration late and S one early: the warpgroups do not wait for one another, and one multiplies while the other exponentiates.
 #pragma once
+#include "../attention/scores.h"
 #include "../mma/backward_dropout.h"
 #include "../ptx/tma.h"
 #include "../ptx/wgmma.h"
 #include "../tile/exchange.h"
+#include "../tile/finite.h"
 #include "backward_load.h"
 #include "store.h"
 
 namespace strobe::sm90 {
+
+using tile::Accumulator;
 
 template <BackwardConfig C> struct Backward {
   using Arguments = HopperBackwardArguments;
@@ -24,8 +28,13 @@ template <BackwardConfig C> struct Backward {
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kTileK = C.kTileK;
   static constexpr int kComputing = 128 * C.kWarpgroups;
 
-  // Named barrier: the first warpgroup has its first scores. The second one begins then, so that they are out of step.
-  static constexpr int kStagger = 1;
+  // Named barriers. The first warpgroup has its first scores: the second one begins then, so that they are out of step. All of a warpgroup
+  // have come, + its number.
+  static constexpr int kStagger = 1, kTogether = 2;
+  // Elements may be hidden in any tile, not in those alone that position masks.
+  static constexpr bool kHides = F.mask || F.bias;
+  static_assert(!(F.dropout || F.softcap) || C.exact_p, "dS is made of what S becomes");
+  static_assert(!(F.dropout && F.softcap), "S cannot hold what is dropped and the slope");
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char dynamic[];
@@ -44,7 +53,7 @@ template <BackwardConfig C> struct Backward {
       if (threadIdx.x == 32) BackwardLoad<C>{a, shared}.dout();
     } else {
       registers_raise<C.registers_compute>();
-      Compute(a, shared, warpgroup - 1).all();
+      Compute(a, shared, keys, warpgroup - 1).all();
     }
   }
 
@@ -52,14 +61,15 @@ template <BackwardConfig C> struct Backward {
     const Arguments &a;
     const BackwardShared<C> &shared;
     const int w, lane, warp; // warpgroup; warp within it
-    const float unit;        // exp2's argument = score * unit - LSE
+    const Scores<F, float> scores;
+    const mma::BlockDropout<F> dropout;
     float dK[kD / 2], dV[kDv / 2];
     float S[kM / 2], dP[kM / 2], dQ[C.dq_queries() / 2];
     u32 P[kM / 4], dS[kM / 4];
 
-    __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, int w)
+    __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
         : a(a), shared(shared), w(w), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)),
-          unit((float)(a.a.in.scale * 1.4426950408889634074)) {}
+          scores(a.a.in, a.a.in.sequence(keys.batch), keys.batch), dropout{Dropout<F>(a.a.in)} {}
 
     __device__ __forceinline__ void all() {
 #pragma unroll
@@ -79,6 +89,7 @@ template <BackwardConfig C> struct Backward {
       if (w == 1) barrier_sync(kStagger, kComputing);
       multiply_s(0);
       mbarrier_wait(shared.v_full(), 0);
+      if (F.band || kHides || partial()) clean_keys();
       u32 n = 0;
       i32 before = 0; // the number of the tile of the iteration before
 #pragma unroll 1
@@ -184,50 +195,153 @@ template <BackwardConfig C> struct Backward {
       wgmma_commit();
     }
 
-    // S -> P, in S and, rounded, in P. Dropout: what is dropped has a sign in S and is 0 in P.
+    // S -> P, in S and, rounded, in P. With a softcap S becomes P times its slope; with dropout what is dropped has a sign in S and is 0 in P.
     __device__ __forceinline__ void exponentiate(u32 n, const QueryStep &step) {
+      const bool masked = step.flags & kMasked << w;
+      if constexpr (F.additive() || F.mask) {
+        if (masked)
+          score<true>(n, step);
+        else
+          score<false>(n, step);
+      } else {
+        const u32 lse = shared.lse_of(n) + lane % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < kM / 8; ++i) {
+          float negative[2];
+          load_shared(negative, lse + 32 * i);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) S[4 * i + k] = exp2(__fmaf_rn(S[4 * i + k], scores.unit, negative[k % 2]));
+        }
+        if (masked) hide(step.begin);
+      }
+      if (masked || kHides) clean_queries(n);
+      if constexpr (F.dropout) {
+        const KeyBlock keys = read<KeyBlock>(shared.keys());
+        dropout.mark(reinterpret_cast<Accumulator(&)[1][kM / 16]>(S), step.begin, keys.begin + 64 * w + 16 * warp, step.head, keys.batch);
+      }
+      if constexpr (!F.softcap) {
+#pragma unroll
+        for (int i = 0; i < kM / 4; ++i) {
+          const float x = S[2 * i], y = S[2 * i + 1];
+          P[i] = F.dropout ? pack<T>(fmaxf(x, 0), fmaxf(y, 0)) : pack<T>(x, y);
+        }
+      }
+    }
+    // The same for scores that are more than products.
+    template <bool kByPosition> __device__ __forceinline__ void score(u32 n, const QueryStep &step) {
       const u32 lse = shared.lse_of(n) + lane % 4 * 8;
+      const i32 q = step.begin + tile::lane_column(0, 0), j = key();
+      const auto first = scores.row(q, step.head);
 #pragma unroll
       for (int i = 0; i < kM / 8; ++i) {
         float negative[2];
         load_shared(negative, lse + 32 * i);
+        float p[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) S[4 * i + k] = exp2(__fmaf_rn(S[4 * i + k], unit, negative[k % 2]));
+        for (int k = 0; k < 4; ++k) {
+          auto row = first;
+          row.i = min(q + 8 * i + k % 2, scores.seqlen_q - 1);
+          if constexpr (F.band) row.begin = max(0, row.i + scores.low), row.end = min(scores.seqlen_k, row.i + scores.high + 1);
+          float &x = S[4 * i + k], slope = 1;
+          x = F.softcap ? scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k, slope)
+                        : scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k);
+          const bool hidden = (kByPosition || kHides) && x == minus_infinity<float>();
+          p[k] = hidden ? 0 : exp2(__fmaf_rn(x, scores.unit, negative[k % 2])); // LSE may be no number
+          x = F.softcap ? p[k] * slope : p[k];
+        }
+        if constexpr (F.softcap) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
       }
-      if (step.flags & kMasked << w) hide(step.begin);
-#pragma unroll
-      for (int i = 0; i < kM / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
+    }
+    // This lane's first key; the other one is 8 further.
+    __device__ __forceinline__ i32 key() const { return (i32)load_shared(shared.keys() + 8) + 64 * w + 16 * warp + tile::lane_row(0); }
+    __device__ __forceinline__ bool partial() const {
+      const KeyBlock keys = read<KeyBlock>(shared.keys());
+      return keys.begin + kTileK > keys.seqlen_k;
     }
     // P of what is not seen by position: 0.
     __device__ __forceinline__ void hide(i32 q) {
-      const KeyBlock keys = read<KeyBlock>(shared.keys());
-      const Reach reach = read<Reach>(shared.reach());
       const i32 column = q + tile::lane_column(0, 0);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const i32 j = keys.begin + 64 * w + 16 * warp + tile::lane_row(r);
-        const i32 begin = F.band ? j - reach.high - column : 0, end = j >= keys.seqlen_k ? begin : F.band ? j - reach.low + 1 - column : kM;
+        const i32 j = key() + 8 * r;
+        const i32 begin = F.band ? j - scores.high - column : 0;
+        const i32 end = j >= scores.seqlen_k ? begin : min(F.band ? j - scores.low + 1 : kM + column, scores.seqlen_q) - column;
 #pragma unroll
         for (int i = 2 * r; i < kM / 2; i += i % 2 ? 3 : 1) {
           const i32 at = i / 4 * 8 + i % 2;
-          if (F.band ? at < begin || at >= end : end == begin) S[i] = 0;
+          if ((F.band && at < begin) || at >= end) S[i] = 0;
         }
       }
     }
+
+    // What is hidden may be no number, but times 0 it is to be 0. Queries whose LSE or D is none, or that see nothing or are not there: P is no
+    // number where they are seen, 0 elsewhere, and so are all products with P, whatever Q and dO: they become 0.
+    __device__ __forceinline__ void clean_queries(u32 n) const {
+      bool found = false;
+#pragma unroll
+      for (int i = 0; i < (kM + 31) / 32; ++i) found |= !finite(n, min(32 * i + lane, kM - 1));
+      if (!__any_sync(0xFFFFFFFFu, found)) return;
+      wait_full(shared.dout_full(n), n);
+      const int row = 32 * warp + lane;
+      if (row < kM && !finite(n, row)) {
+        const u32 zero[4] = {0, 0, 0, 0};
+#pragma unroll 1
+        for (int c = 0; c < kRowBytes; c += 16) {
+#pragma unroll
+          for (int block = 0; block < C.columns() / 64; ++block) store_shared(shared.q_of(n) + (block * kM + row) * kRowBytes + c, zero);
+#pragma unroll
+          for (int block = 0; block < C.columns_v() / 64; ++block)
+            store_shared(shared.dout_of(n) + (block * kM + row) * kRowBytes + c, zero);
+        }
+      }
+      async_proxy_fence();
+      barrier_sync(kTogether + w, 128);
+    }
+    __device__ __forceinline__ bool finite(u32 n, int row) const {
+      return (load_shared(shared.lse_of(n) + 4 * row) & 0x7F800000) != 0x7F800000;
+    }
+    // V of keys that someone sees shows in O, and so in D; K in LSE. What is not finite becomes 0 in V, and in K (which may yet make a score of
+    // -inf) the largest number.
+    __device__ __forceinline__ void clean_keys() const {
+      constexpr int kBlock = kTileK * kRowBytes;
+      clean<true>(shared.k + (C.columns() > 64 ? w * kBlock : 0), kBlock); // what multiply_dq takes
+#pragma unroll
+      for (int block = 0; block < C.columns_v() / 64; ++block) clean<false>(shared.v + block * kBlock + 64 * kRowBytes * w, 64 * kRowBytes);
+      async_proxy_fence();
+      barrier_sync(kTogether + w, 128);
+    }
+    template <bool kLargest> __device__ __forceinline__ void clean(u32 base, int bytes) const {
+#pragma unroll 4
+      for (int i = 16 * (32 * warp + lane); i < bytes; i += 16 * 128) {
+        u32 x[4], bad[4];
+        load_shared(x, base + i);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) bad[k] = tile::not_finite<T>(x[k]);
+        if (!(bad[0] | bad[1] | bad[2] | bad[3])) continue;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const u32 all = tile::spread(bad[k]);
+          x[k] = (x[k] & (~all | 0x80008000u)) | (kLargest ? all & (0x7FFF7FFFu - tile::Exponent<T>::kUnit) : 0);
+        }
+        store_shared(base + i, x);
+      }
+    }
+
     // dP -> dS
     __device__ __forceinline__ void differentiate(u32 n) {
       const u32 delta = shared.delta_of(n) + lane % 4 * 8;
+      const float factor = dropout.dropout.factor();
 #pragma unroll
       for (int i = 0; i < kM / 8; ++i) {
         float D[2];
         load_shared(D, delta + 32 * i);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const u32 p = P[2 * i + r];
-          const float x = C.exact_p ? S[4 * i + 2 * r] : tile::unpacked<T>(p, 0),
-                      y = C.exact_p ? S[4 * i + 2 * r + 1] : tile::unpacked<T>(p, 1);
-          dS[2 * i + r] = pack<T>(x * (dP[4 * i + 2 * r] - D[0]), y * (dP[4 * i + 2 * r + 1] - D[1]));
-        }
+        auto dS_of = [&](int k) {
+          const int at = 4 * i + k;
+          const float p = C.exact_p ? S[at] : tile::unpacked<T>(P[at / 2], k % 2);
+          if constexpr (F.dropout) return fabsf(p) * ((__float_as_uint(p) >> 31 ? 0.0f : dP[at] * factor) - D[k % 2]);
+          return p * (dP[at] - D[k % 2]);
+        };
+        dS[2 * i] = pack<T>(dS_of(0), dS_of(1)), dS[2 * i + 1] = pack<T>(dS_of(2), dS_of(3));
       }
     }
     // dS to shared memory, for dQ: rows are queries, columns keys.
@@ -252,7 +366,7 @@ template <BackwardConfig C> struct Backward {
         if (lane == 0) bulk_wait_read();
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < kN / 8; ++i) store_shared(place + 512 * i + 16 * lane, dQ + 4 * i);
+        for (int i = 0; i < kN / 8; ++i) store_shared(place + 512 * i + 16 * lane, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));
         async_proxy_fence();
         __syncwarp();
         if (lane == 0) {
@@ -269,7 +383,7 @@ template <BackwardConfig C> struct Backward {
     __device__ __forceinline__ void finish() {
       const KeyBlock keys = read<KeyBlock>(shared.keys());
       const i64 k0 = a.a.in.sequence(keys.batch).k0;
-      store<kDv>(a.a.dv, dV, 1.0f, keys, k0, a.a.in.head_dim_v);
+      store<kDv>(a.a.dv, dV, dropout.dropout.factor(), keys, k0, a.a.in.head_dim_v);
       store<kD>(a.a.dk, dK, (float)a.a.in.scale, keys, k0, a.a.in.head_dim);
       if (C.dq_shared && lane == 0) bulk_wait();
     }

@@ -85,7 +85,8 @@ private:
   __device__ __forceinline__ i32 masks(i32 q) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Reach reach = read<Reach>(shared.reach());
-    i32 flags = 0;
+    // Queries that are not there are another sequence's.
+    i32 flags = a.a.in.cu_seqlens_q && q + kM > reach.seqlen_q ? kMasked | kMasked << 1 : 0;
 #pragma unroll
     for (int w = 0; w < C.kWarpgroups; ++w) {
       const i32 j = keys.begin + 64 * w;

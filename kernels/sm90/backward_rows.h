@@ -45,10 +45,14 @@ template <RowsConfig C> struct BackwardRows {
       for (int n = kLanes / 2; n > 0; n /= 2) D += __shfl_xor_sync(0xFFFFFFFFu, D, n);
       if (lane) continue;
       if (i < tile.rows && a.dlse) D -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
-      if (i < tile.rows && a.delta) ((float *)a.delta)[tile.index + i] = D;
-      const bool sees = lse != minus_infinity<float>();
-      rows[i] = sees ? lse * -1.4426950408889634f : lse;
-      rows[C.tile_q + i] = sees ? D : 0;
+      if (i < tile.rows && a.delta) {
+        float *delta = (float *)a.delta + tile.index + i;
+        delta[0] = D, delta[in.rows()] = 0; // and what LSE lacks: kernels/simt/settle.h
+      }
+      // A row that holds something that is no number: so is its P.
+      const float x = lse * -1.4426950408889634f, limit = -minus_infinity<float>();
+      rows[i] = lse == -limit ? lse : fabsf(D) < limit ? x : D - D;
+      rows[C.tile_q + i] = fabsf(x) < limit && fabsf(D) < limit ? D : 0;
     }
   }
 };

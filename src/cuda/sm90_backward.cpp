@@ -29,9 +29,9 @@ constexpr int64_t kMostDim = 128;
 std::string refusal(const Problem &p, const Features &f) {
   const int64_t widest = std::max(p.head_dim, p.head_dim_v);
   if (widest > kMostDim) return text("its backward takes head dimensions up to ", kMostDim, ", not ", widest);
-  if (f.blocks || f.mask || f.bias || f.alibi || f.softcap || f.dropout)
-    return "its backward takes no block_rows, mask, bias, alibi_slopes, softcap or dropout";
-  if (f.scaled) return text("its backward takes scales from 1e-30 to 1e30, not ", p.scale);
+  if (f.bias) return "its backward takes no bias";
+  if (f.dropout && f.softcap) return "its backward takes dropout or softcap, not both";
+  if (f.mask && f.alibi && widest > 64) return "its backward takes mask or alibi_slopes, not both, where head dimensions exceed 64";
   if (p.deterministic && p.dq) return "its backward adds up dq in any order; deterministic asks for one";
   const int64_t queries = p.varlen ? p.total_q : p.batch * p.seqlen_q, keys = p.varlen ? p.total_k : p.batch * p.seqlen_k;
   if (!p.q || !p.k || !p.v || !p.dout || queries * keys == 0) return "there are no queries or no keys to fetch";
@@ -51,12 +51,16 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
   c.dtype = i32(p.dtype);
   c.head_dim = i32((p.head_dim + 15) / 16 * 16), c.head_dim_v = i32((p.head_dim_v + 15) / 16 * 16);
   c.features = f;
-  if (c.head_dim <= 64 && c.head_dim_v <= 64)
-    c.tile_q = 128, c.registers_load = 40, c.registers_compute = 232;
-  else if (c.head_dim <= 64)
-    c.tile_q = 64, c.registers_load = 40, c.registers_compute = 232;
+  const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
+  c.exact_p = f.softcap || f.dropout;
+  c.dq_shared = c.head_dim > 64;
+  c.registers_load = 40, c.registers_compute = 232;
+  if (std::max(c.head_dim, c.head_dim_v) <= 64)
+    c.tile_q = heavy ? 64 : 128;
+  else if (heavy || c.head_dim <= 64)
+    c.tile_q = 64;
   else
-    c.tile_q = 80, c.registers_load = 24, c.registers_compute = 240, c.dq_shared = 1;
+    c.tile_q = 80, c.registers_load = 24, c.registers_compute = 240;
   return c;
 }
 
@@ -82,6 +86,8 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   const Features features = features_of(p);
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
   const BackwardConfig c = configuration(p, features);
+  if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.kTileK))
+    return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.kTileK);
   const int64_t key_tiles = tiles(p.seqlen_k, c.kTileK), pairs = p.batch * p.heads_kv, blocks = key_tiles * pairs;
 
   HopperBackwardArguments a{};
@@ -91,7 +97,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
     if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
   a.rows = scratch.take<float>(query_tiles * 2 * c.tile_q);
   if (p.dq) a.a.dq_sum = scratch.take<float>(query_tiles * c.tile_q * c.columns());
-  if (p.dsinks) a.a.delta = scratch.take<float>(a.a.in.rows());
+  if (p.dsinks) a.a.delta = scratch.take<float>(2 * a.a.in.rows());
   a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
   a.tiles = i32(key_tiles);
   a.a.bundle = i32(bundle(p));
