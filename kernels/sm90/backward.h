@@ -14,6 +14,7 @@
 #include "../tile/exchange.h"
 #include "../tile/finite.h"
 #include "backward_load.h"
+#include "backward_order.h"
 #include "store.h"
 
 namespace strobe::sm90 {
@@ -51,6 +52,10 @@ template <BackwardConfig C> struct Backward {
       registers_lower<C.registers_load>();
       if (threadIdx.x == 0) BackwardLoad<C>{a, shared}.q();
       if (threadIdx.x == 32) BackwardLoad<C>{a, shared}.dout();
+      if constexpr (C.deterministic) {
+        if (threadIdx.x == 64) BackwardOrder<C>{a, shared, 0}.all();
+        if (threadIdx.x == 96) BackwardOrder<C>{a, shared, 1}.all();
+      }
     } else {
       registers_raise<C.registers_compute>();
       Compute(a, shared, keys, warpgroup - 1).all();
@@ -80,7 +85,10 @@ template <BackwardConfig C> struct Backward {
       registers_changed(dV);
       wait_full(shared.q_full(0), 0);
       QueryStep step = read<QueryStep>(shared.step(0));
-      if (!(step.flags & kNothing)) walk(step);
+      if (!(step.flags & kNothing))
+        walk(step);
+      else if constexpr (C.deterministic)
+        order(step);
       finish();
     }
 
@@ -91,7 +99,7 @@ template <BackwardConfig C> struct Backward {
       mbarrier_wait(shared.v_full(), 0);
       if (F.band || kHides || partial()) clean_keys();
       u32 n = 0;
-      i32 before = 0; // the number of the tile of the iteration before
+      QueryStep before{}; // the tile of the iteration before
 #pragma unroll 1
       for (;; ++n) {
         wgmma_wait<0>();
@@ -123,7 +131,7 @@ template <BackwardConfig C> struct Backward {
           wgmma_wait<1>();
           registers_changed(dQ);
           release(shared.ds_empty(n - 1));
-          add_dq(before);
+          add_dq(n - 1, before);
         } else {
           wgmma_wait<0>();
           registers_changed(dK);
@@ -132,7 +140,7 @@ template <BackwardConfig C> struct Backward {
           wait_full(shared.q_full(next), next);
           multiply_s(next);
         }
-        before = step.number;
+        before = step;
         if (!more) break;
         step = read<QueryStep>(shared.step(next));
       }
@@ -142,7 +150,7 @@ template <BackwardConfig C> struct Backward {
       multiply_dq(n);
       wgmma_wait<0>();
       registers_changed(dQ);
-      add_dq(before);
+      add_dq(n, before);
     }
 
     __device__ __forceinline__ void release(u32 empty) const {
@@ -356,27 +364,42 @@ template <BackwardConfig C> struct Backward {
       release(shared.ds_full(n));
     }
 
-    // dQ to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries of a warp.
-    __device__ __forceinline__ void add_dq(i32 number) {
+    // dQ of iteration n to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries of a
+    // warp.
+    __device__ __forceinline__ void add_dq(u32 n, const QueryStep &step) {
       if (!a.a.dq_sum) return;
       constexpr int kN = C.dq_queries();
-      float *target = a.a.dq_sum + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
+      float *target = a.a.dq_sum + (i64)step.number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
       if constexpr (C.dq_shared) {
         const u32 place = shared.dq + (w * 4 + warp) * (64 * kN);
-        if (lane == 0) bulk_wait_read();
-        __syncwarp();
+        if constexpr (C.deterministic) {
+          mbarrier_wait(shared.dq_empty(w), n % 2 ^ 1);
+        } else {
+          if (lane == 0) bulk_wait_read();
+          __syncwarp();
+        }
 #pragma unroll
         for (int i = 0; i < kN / 8; ++i) store_shared(place + 512 * i + 16 * lane, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));
         async_proxy_fence();
-        __syncwarp();
-        if (lane == 0) {
-          bulk_add(target, place, 64 * kN);
-          bulk_commit();
+        if constexpr (C.deterministic) {
+          order(step);
+        } else {
+          __syncwarp();
+          if (lane == 0) {
+            bulk_add(target, place, 64 * kN);
+            bulk_commit();
+          }
         }
       } else {
 #pragma unroll
         for (int i = 0; i < kN / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));
       }
+    }
+    // Has this warp's part of dQ added in order.
+    __device__ __forceinline__ void order(const QueryStep &step) const {
+      if (warp == 0 && lane == 0) write(shared.dq_step(w), step.begin, 0, step.number, step.flags);
+      __syncwarp();
+      release(shared.dq_full(w));
     }
 
     // dK and dV to memory.
@@ -385,7 +408,7 @@ template <BackwardConfig C> struct Backward {
       const i64 k0 = a.a.in.sequence(keys.batch).k0;
       store<kDv>(a.a.dv, dV, dropout.dropout.factor(), keys, k0, a.a.in.head_dim_v);
       store<kD>(a.a.dk, dK, (float)a.a.in.scale, keys, k0, a.a.in.head_dim);
-      if (C.dq_shared && lane == 0) bulk_wait();
+      if (C.dq_shared && !C.deterministic && lane == 0) bulk_wait();
     }
     template <int kColumns>
     __device__ __forceinline__ void store(const Operand &out, const float (&x)[kColumns / 2], float factor, const KeyBlock &keys, i64 k0,

@@ -13,8 +13,9 @@ struct BackwardConfig {
   i32 head_dim, head_dim_v; // rounded up to multiples of 16; at most 128
   i32 tile_q;               // queries of an iteration, a multiple of 16; of 32 for head_dim up to 64
   i32 registers_load, registers_compute;
-  i32 exact_p;   // dS is made of P in fp32, not of P as dV takes it
-  i32 dq_shared; // dQ leaves through shared memory, not from registers
+  i32 exact_p;       // dS is made of P in fp32, not of P as dV takes it
+  i32 dq_shared;     // dQ leaves through shared memory, not from registers
+  i32 deterministic; // in the same order on every run; through shared memory
   Features features;
 
   static constexpr i32 kWarpgroups = 2;           // that compute; each owns 64 of a thread block's keys

@@ -1,6 +1,7 @@
 // Two threads of a block tell the copy engine what to fetch: one K and, tile by tile, Q with LSE; the other one V and dO with D.
 #pragma once
 #include "../attention/query_tiles.h"
+#include "../ptx/atomic.h"
 #include "../ptx/tma.h"
 #include "backward_shared.h"
 
@@ -15,7 +16,9 @@ template <BackwardConfig C> struct BackwardLoad {
 
   // This block's keys; by one thread, before the others begin. Within a bundle of heads the first tile (the longest, if causal) first.
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
-    const u32 x = blockIdx.x, bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle.divide(within);
+    // A ticket: whatever a block waits for has drawn its own before.
+    const u32 x = C.deterministic ? fetch_add(a.a.turns, 1) : blockIdx.x;
+    const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle.divide(within);
     const u32 pair = bundle * a.bundle.by + within - tile * a.bundle.by, b = a.heads_kv.divide(pair);
     const BasicBand<i32> band = narrow(a.a.in.sequence(b).band);
     write(shared.keys(), (i32)b, (i32)(pair - b * a.heads_kv.by), (i32)tile * kTileK, band.seqlen_k);

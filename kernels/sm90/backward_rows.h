@@ -1,4 +1,4 @@
-// What the Hopper backward does to each row before and after: LSE and D, room for dQ; dQ's conversion.
+// What the Hopper backward does to each row before and after: LSE and D, room for dQ, whose turn it is; dQ's conversion.
 #pragma once
 #include "../mma/rows.h"
 #include "../ptx/mma.h"
@@ -10,7 +10,7 @@ namespace strobe::sm90 {
 using mma::RowsConfig;
 using mma::RowTile;
 
-// LSE and D = rowsum(dO * O) - dLSE, a tile of queries side by side; the tile's part of dq_sum becomes 0.
+// LSE and D = rowsum(dO * O) - dLSE, a tile of queries side by side; the tile's part of dq_sum, and its turns, become 0.
 template <RowsConfig C> struct BackwardRows {
   using Arguments = HopperBackwardArguments;
   using T = typename Element<C.dtype>::type;
@@ -20,7 +20,9 @@ template <RowsConfig C> struct BackwardRows {
     const BackwardArguments &a = arguments.a;
     const Inputs &in = a.in;
     const RowTile<C> tile(in);
+    if (a.turns && blockIdx.x == 0 && threadIdx.x == 0) a.turns[0] = 0;
     if (tile.rows == 0) return;
+    if (a.turns && threadIdx.x < 2) a.turns[1 + 2 * tile.number + threadIdx.x] = 0;
     if (a.dq_sum) {
       float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
       for (int i = (int)threadIdx.x; i < C.tile_q * C.head_dim / 4; i += kThreads) sum[i] = float4{0, 0, 0, 0};

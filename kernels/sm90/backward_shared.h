@@ -48,6 +48,9 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 ds_empty(u32 n) const { return barriers + 80 + n % 2 * 8; }
   __device__ __forceinline__ u32 k_full() const { return barriers + 96; }
   __device__ __forceinline__ u32 v_full() const { return barriers + 104; }
+  __device__ __forceinline__ u32 dq_full(int w) const { return barriers + 112 + 8 * w; }
+  __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
+  __device__ __forceinline__ u32 dq_step(int w) const { return barriers + 208 + 16 * w; }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
   __device__ __forceinline__ u32 keys() const { return barriers + 160; }
   __device__ __forceinline__ u32 reach() const { return barriers + 176; }
@@ -61,6 +64,10 @@ template <BackwardConfig C> struct BackwardShared {
       mbarrier_init(dout_empty(n), kWarps);
       mbarrier_init(ds_full(n), kWarps);
       mbarrier_init(ds_empty(n), kWarps);
+    }
+    for (int w = 0; w < C.kWarpgroups; ++w) {
+      mbarrier_init(dq_full(w), 4);
+      mbarrier_init(dq_empty(w), 1);
     }
     mbarrier_init(k_full(), 1);
     mbarrier_init(v_full(), 1);

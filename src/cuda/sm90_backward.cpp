@@ -32,7 +32,7 @@ std::string refusal(const Problem &p, const Features &f) {
   if (f.bias) return "its backward takes no bias";
   if (f.dropout && f.softcap) return "its backward takes dropout or softcap, not both";
   if (f.mask && f.alibi && widest > 64) return "its backward takes mask or alibi_slopes, not both, where head dimensions exceed 64";
-  if (p.deterministic && p.dq) return "its backward adds up dq in any order; deterministic asks for one";
+  if (p.deterministic && p.dq && f.blocks) return "its backward of block_rows adds up dq in any order; deterministic asks for one";
   const int64_t queries = p.varlen ? p.total_q : p.batch * p.seqlen_q, keys = p.varlen ? p.total_k : p.batch * p.seqlen_k;
   if (!p.q || !p.k || !p.v || !p.dout || queries * keys == 0) return "there are no queries or no keys to fetch";
   for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v),
@@ -53,7 +53,8 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
   c.features = f;
   const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
   c.exact_p = f.softcap || f.dropout;
-  c.dq_shared = c.head_dim > 64;
+  c.deterministic = p.deterministic && p.dq;
+  c.dq_shared = c.head_dim > 64 || c.deterministic;
   c.registers_load = 40, c.registers_compute = 232;
   if (std::max(c.head_dim, c.head_dim_v) <= 64)
     c.tile_q = heavy ? 64 : 128;
@@ -64,9 +65,10 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
   return c;
 }
 
-// (batch, key head) pairs whose tiles run together: they begin with the long ones.
-int64_t bundle(const Problem &p) {
-  int64_t size = p.window_right != kUnbounded || p.window_left != kUnbounded || p.varlen ? 4 : 1;
+// (batch, key head) pairs whose tiles run together: they begin with the long ones. More at a time: fewer key tiles of one
+// wait for their turn.
+int64_t bundle(const Problem &p, const BackwardConfig &c) {
+  int64_t size = c.deterministic ? 16 : p.window_right != kUnbounded || p.window_left != kUnbounded || p.varlen ? 4 : 1;
   while (p.batch * p.heads_kv % size) size--;
   return size;
 }
@@ -97,10 +99,11 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
     if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
   a.rows = scratch.take<float>(query_tiles * 2 * c.tile_q);
   if (p.dq) a.a.dq_sum = scratch.take<float>(query_tiles * c.tile_q * c.columns());
+  if (c.deterministic) a.a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
   if (p.dsinks) a.a.delta = scratch.take<float>(2 * a.a.in.rows());
   a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
   a.tiles = i32(key_tiles);
-  a.a.bundle = i32(bundle(p));
+  a.a.bundle = i32(bundle(p, c));
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * key_tiles)));
   a.bundle = Divisor::make(uint32_t(a.a.bundle)), a.heads_kv = Divisor::make(uint32_t(p.heads_kv));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
