@@ -65,10 +65,13 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
   return c;
 }
 
-// (batch, key head) pairs whose tiles run together: they begin with the long ones. More at a time: fewer key tiles of one
-// wait for their turn.
+// (batch, key head) pairs whose tiles run together: what they read and add up shares the L2 cache. Where some tiles take longer, more of them
+// begin with long ones; where they take turns, fewer of one head wait.
 int64_t bundle(const Problem &p, const BackwardConfig &c) {
-  int64_t size = c.deterministic ? 16 : p.window_right != kUnbounded || p.window_left != kUnbounded || p.varlen ? 4 : 1;
+  constexpr int64_t kCache = 64 << 20;
+  const bool uneven = c.features.band || c.features.blocks || c.deterministic || p.varlen;
+  const int64_t pair_bytes = std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
+  int64_t size = uneven ? std::clamp<int64_t>(kCache / pair_bytes, 4, 16) : std::clamp<int64_t>(kCache / 4 / pair_bytes, 1, 4);
   while (p.batch * p.heads_kv % size) size--;
   return size;
 }
