@@ -65,7 +65,7 @@ struct Tiles {
 
 Tiles tiles_for(const Problem &p, const Features &f, i32 reference, const Device &device) {
   const int64_t d = p.head_dim, v = p.head_dim_v, widest = std::max(d, v);
-  if (f.mask || f.bias || f.softcap || f.blocks) // more registers for what becomes of a score, or for the walk over blocks
+  if (f.mask || f.bias || f.function || f.blocks) // more registers for what becomes of a score, or for the walk over blocks
     return widest <= 128 ? Tiles{2, 64, 4, 56, 224, 1} : Tiles{2, f.dropout ? 32 : 48, 2, 56, 224, 0};
   if (f.dropout) // in multiples of 32 keys
     return widest <= 64 ? Tiles{2, 128, 4, 40, 232, 1} : widest <= 128 ? Tiles{2, 96, 3, 56, 224, 1} : Tiles{2, 64, 2, 40, 232, 0};
