@@ -74,7 +74,8 @@ _INTEGERS = {
     "threads": (1, lib.STROBE_MAX_THREADS),
 }
 _LAYOUTS = {"bhsd": False, "bshd": True}
-_SCORES = {"dot": lib.STROBE_DOT, "hyperbolic": lib.STROBE_HYPERBOLIC}
+_HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
+_SCORES = {"dot": lib.STROBE_DOT, "hyperbolic": _HYPERBOLIC}
 _ALIGNMENTS = {"bottom_right": lib.STROBE_BOTTOM_RIGHT, "top_left": lib.STROBE_TOP_LEFT}
 # What other attention functions have.
 _ELSEWHERE = {
@@ -155,7 +156,7 @@ def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any
                 arrays.update(zip(_BLOCKS, (framework.own(a) for a in x.arrays), strict=True))
                 options["block_q"], options["block_k"] = x.block_q, x.block_k
 
-    if options.get("score") == lib.STROBE_HYPERBOLIC:
+    if options.get("score") == _HYPERBOLIC:
         options.setdefault("beta", 1.0)
     layout = given.get("layout", "bhsd")
     packed = given.get("cu_seqlens_q") is not None or given.get("cu_seqlens_k") is not None
