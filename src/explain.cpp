@@ -66,6 +66,7 @@ void asked(Page &page, const Problem &p, const Execution &e) {
                                                       : text("CUDA device ", p.device_index)));
   page.line("scale", text(p.scale));
   if (p.softcap > 0) page.line("softcap", text(p.softcap));
+  if (p.score == ScoreFunction::hyperbolic) page.line("score", text("hyperbolic: -", p.beta, " arccosh(max(-x, 1)) - ", p.shift));
   if (p.window_left != kUnbounded || p.window_right != kUnbounded)
     page.line("window", text(bound(p.window_left), " keys to the left, ", bound(p.window_right), " to the right",
                              p.window_left == kUnbounded && p.window_right == 0 ? " (causal)" : ""));

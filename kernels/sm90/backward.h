@@ -34,8 +34,8 @@ template <BackwardConfig C> struct Backward {
   static constexpr int kStagger = 1, kTogether = 2;
   // Elements may be hidden in any tile, not in those alone that position masks.
   static constexpr bool kHides = F.mask || F.bias;
-  static_assert(!(F.dropout || F.softcap) || C.exact_p, "dS is made of what S becomes");
-  static_assert(!(F.dropout && F.softcap), "S cannot hold what is dropped and the slope");
+  static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
+  static_assert(!(F.dropout && F.function), "S cannot hold what is dropped and the slope");
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char dynamic[];
@@ -227,7 +227,7 @@ template <BackwardConfig C> struct Backward {
         const KeyBlock keys = read<KeyBlock>(shared.keys());
         dropout.mark(reinterpret_cast<Accumulator(&)[1][kM / 16]>(S), step.begin, keys.begin + 64 * w + 16 * warp, step.head, keys.batch);
       }
-      if constexpr (!F.softcap) {
+      if constexpr (!F.function) {
 #pragma unroll
         for (int i = 0; i < kM / 4; ++i) {
           const float x = S[2 * i], y = S[2 * i + 1];
@@ -251,13 +251,13 @@ template <BackwardConfig C> struct Backward {
           row.i = min(q + 8 * i + k % 2, scores.seqlen_q - 1);
           if constexpr (F.band) row.begin = max(0, row.i + scores.low), row.end = min(scores.seqlen_k, row.i + scores.high + 1);
           float &x = S[4 * i + k], slope = 1;
-          x = F.softcap ? scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k, slope)
+          x = F.function ? scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k, slope)
                         : scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k);
           const bool hidden = (kByPosition || kHides) && x == minus_infinity<float>();
           p[k] = hidden ? 0 : exp2(__fmaf_rn(x, scores.unit, negative[k % 2])); // LSE may be no number
-          x = F.softcap ? p[k] * slope : p[k];
+          x = F.function ? p[k] * slope : p[k];
         }
-        if constexpr (F.softcap) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
+        if constexpr (F.function) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
       }
     }
     // This lane's first key; the other one is 8 further.

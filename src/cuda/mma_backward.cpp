@@ -57,7 +57,7 @@ bool divides(const Problem &p, int32_t tile_q, int32_t tile_k) {
 // Features that take registers.
 int32_t heavy(const BackwardConfig &c) {
   const Features &f = c.features;
-  return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) + 2 * (f.softcap != 0) + (f.dropout != 0 && f.additive()) + !c.aligned;
+  return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) + 2 * (f.function != 0) + (f.dropout != 0 && f.additive()) + !c.aligned;
 }
 
 // The fastest tile that fits, or with wishes the nearest. A small grid does not fill the GPU: then tiles of fewer keys may be faster.

@@ -82,7 +82,7 @@ constexpr ForwardTile kForwardTiles[] = {
 
 int load_of(const Config &c) {
   const Features &f = c.features;
-  const bool scoring = f.alibi || f.softcap || f.scaled, exact_softcap = f.softcap && c.reference == sm90::kExact;
+  const bool scoring = f.alibi || f.function || f.scaled, exact_softcap = f.function == kSoftcap && c.reference == sm90::kExact;
   const bool given = f.mask || f.bias;
   if (given && !(f.mask && f.bias) && c.wide && !scoring && !f.blocks && !f.dropout) return kGiven;
   if (given || exact_softcap || scoring + !!f.blocks + !!f.dropout > 1) return kAnything;

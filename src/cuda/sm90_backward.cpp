@@ -30,7 +30,7 @@ std::string refusal(const Problem &p, const Features &f) {
   const int64_t widest = std::max(p.head_dim, p.head_dim_v);
   if (widest > kMostDim) return text("its backward takes head dimensions up to ", kMostDim, ", not ", widest);
   if (f.bias) return "its backward takes no bias";
-  if (f.dropout && f.softcap) return "its backward takes dropout or softcap, not both";
+  if (f.dropout && f.function) return "its backward takes dropout or a function of the scores (softcap, hyperbolic), not both";
   if (f.mask && f.alibi && widest > 64) return "its backward takes mask or alibi_slopes, not both, where head dimensions exceed 64";
   if (p.deterministic && p.dq && f.blocks) return "its backward of block_rows adds up dq in any order; deterministic asks for one";
   const int64_t queries = p.varlen ? p.total_q : p.batch * p.seqlen_q, keys = p.varlen ? p.total_k : p.batch * p.seqlen_k;
@@ -52,7 +52,7 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
   c.head_dim = i32((p.head_dim + 15) / 16 * 16), c.head_dim_v = i32((p.head_dim_v + 15) / 16 * 16);
   c.features = f;
   const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
-  c.exact_p = f.softcap || f.dropout;
+  c.exact_p = f.function || f.dropout;
   c.deterministic = p.deterministic && p.dq;
   c.dq_shared = c.head_dim > 64 || c.deterministic;
   c.registers_load = 40, c.registers_compute = 232;

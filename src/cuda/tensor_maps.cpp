@@ -1,6 +1,7 @@
 #include "cuda/tensor_maps.h"
 
 #include "attention/text.h"
+#include "cuda/device.h"
 #include "cuda/driver.h"
 
 namespace strobe::cuda {
