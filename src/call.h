@@ -11,7 +11,7 @@ struct Call {
   Direction direction;
   Choice choice;
 
-  Call(const strobe_attention *, const strobe_tensors *, const strobe_execution *, Direction);
+  Call(const strobe_attention *, const strobe_tensors *, const strobe_execution *, Direction, std::vector<Placed> *placed = nullptr);
   Decision decision() const { return decide(problem, execution, direction, choice); }
 };
 

@@ -1,7 +1,8 @@
 // A call made ready once, to be run often on other addresses.
 #pragma once
-#include <array>
+#include <vector>
 
+#include "attention/tensor_check.h"
 #include "call.h"
 
 namespace strobe {
@@ -9,23 +10,25 @@ namespace strobe {
 class Prepared {
 public:
   Prepared(const strobe_attention *, const strobe_tensors *, const strobe_execution *, Direction);
-  Prepared(const Prepared &) = delete; // attention_ points into engine_name_
 
   const Plan &plan() const { return plan_; }
   void run(const strobe_addresses *, const strobe_execution *) const;
 
 private:
-  static constexpr size_t kMostTensors = 23;
-  using Tensors = std::array<strobe_tensor, kMostTensors>;
+  // A tensor as it was when the call was prepared.
+  struct Was {
+    bool present = false;
+    const char *address = nullptr;
+    int32_t placed = -1; // index into placed_; -1: this direction has no use for it
+  };
 
-  strobe_attention attention_{};
-  std::string engine_name_;
-  Tensors tensors_{};
-  std::array<bool, kMostTensors> present_{};
+  Problem problem_; // its addresses are those of the call that was prepared
   Direction direction_;
-  int32_t threads_ = 0;
-  const Engine *engine_ = nullptr;
+  int32_t threads_;
+  const Engine *engine_;
   Plan plan_;
+  std::vector<Placed> placed_;
+  std::vector<Was> was_; // by field
 };
 
 } // namespace strobe
