@@ -176,6 +176,27 @@ STROBE_API int32_t strobe_make_plan(const strobe_attention *, const strobe_tenso
 STROBE_API int32_t strobe_workspace_size(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                          uint64_t *bytes);
 
+/* A call made ready once, to be run often on other addresses: it is validated and its engine is chosen; shapes, strides, dtypes, devices and
+ * options are kept, addresses are not. Several threads may run it at the same time. */
+typedef struct strobe_prepared strobe_prepared;
+
+/* Where the tensors of a prepared call lie now: null where the call was prepared without one. Whether an address is a multiple of 16 decides
+ * how memory is read, so it has to be one where it was one when the call was prepared, and only there. */
+typedef struct strobe_addresses {
+  uint64_t size;
+  void *q, *k, *v, *mask, *bias, *alibi_slopes, *sinks, *cu_seqlens_q, *cu_seqlens_k;
+  void *block_rows, *block_cols, *block_rows_t, *block_cols_t, *rng, *out, *lse;
+  void *dout, *dlse, *dq, *dk, *dv, *dbias, *dsinks;
+} strobe_addresses;
+
+/* Of the execution, the number of threads alone is kept. *prepared is written on success, and is the caller's to release. */
+STROBE_API int32_t strobe_prepare(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
+                                  strobe_prepared **prepared);
+STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *plan);
+/* As strobe_forward or strobe_backward, every check included. execution.threads: 0, or as prepared. */
+STROBE_API int32_t strobe_run(const strobe_prepared *, const strobe_addresses *, const strobe_execution *);
+STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; when no run is under way */
+
 /* The same walk in words: what was asked, each engine's plan or reason, what was chosen and what was rounded. Writes at most capacity bytes
  * (always terminated); needed (optional) receives the whole length with its terminator. */
 STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction, char *text,

@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <optional>
 #include <ranges>
 #include <span>
@@ -312,6 +313,37 @@ template <detail::Direction D> std::string explain(const Attention &attention, c
   text.resize(needed - 1);
   return text;
 }
+
+// A call made ready once, to be run often on other addresses (strobe_prepare). Several threads may run it at the same time.
+class Prepared {
+public:
+  template <detail::Direction D> Prepared(const Attention &attention, const D &direction, const Execution &execution = {}) {
+    const auto a = detail::raw(attention);
+    const auto t = detail::raw(attention, direction);
+    const auto e = detail::raw(execution);
+    strobe_prepared *made = nullptr;
+    detail::check(strobe_prepare(&a, &t, &e, detail::direction_of<D>, &made));
+    prepared.reset(made);
+  }
+  strobe_plan plan() const {
+    strobe_plan plan{};
+    plan.size = sizeof plan;
+    detail::check(strobe_prepared_plan(prepared.get(), &plan));
+    return plan;
+  }
+  // `size` is filled in.
+  void run(strobe_addresses addresses, const Execution &execution = {}) const {
+    addresses.size = sizeof addresses;
+    const auto e = detail::raw(execution);
+    detail::check(strobe_run(prepared.get(), &addresses, &e));
+  }
+
+private:
+  struct Release {
+    void operator()(strobe_prepared *made) const { strobe_release(made); }
+  };
+  std::unique_ptr<strobe_prepared, Release> prepared;
+};
 
 // keep: bool (B,H,Sq,Sk); true where dropout keeps the element. Reads attention's dropout, seed, offset and rng.
 inline void dropout_mask(const Attention &attention, const Tensor &keep) {

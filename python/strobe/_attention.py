@@ -86,10 +86,15 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     arXiv:2108.12409), softcap (Gemma 2, arXiv:2408.00118), sinks (gpt-oss, arXiv:2508.10925), Philox (Salmon et al. 2011).
     docs/semantics.md has the formulas.
     """
+    framework = known_framework(q)
+    if framework is not None and isinstance(return_lse, bool) and (found := framework.again(q, k, v, options)) is not None:
+        out, lse = found
+        return (out, lse) if return_lse else out
     wrong: Wrong = []
     flag(wrong, "return_lse", return_lse)
     framework, p = _prepared("attention", q, k, v, options, wrong)
     out, lse = framework.forward(p)
+    framework.remember(q, k, v, options, p)
     return (out, lse) if return_lse else out
 
 

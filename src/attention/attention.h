@@ -142,7 +142,9 @@ struct Execution {
 };
 
 // Checks everything; throws Error(STROBE_INVALID_ARGUMENT) listing each reason on a line of its own. A null execution is the default one.
-Problem validate(const strobe_attention *, const strobe_tensors *, Direction);
+// placed (optional): receives what bytes are whose (tensor_check.h).
+struct Placed;
+Problem validate(const strobe_attention *, const strobe_tensors *, Direction, std::vector<Placed> *placed = nullptr);
 Execution validate(const strobe_execution *);
 
 } // namespace strobe

@@ -52,12 +52,14 @@ public:
     extras();
     blocks();
     results();
-    checks.overlaps();
+    check_overlaps(checks.placed(), reasons);
     reasons.raise_if_any();
     total_size();
     reasons.raise_if_any();
     return assembled();
   }
+
+  const std::vector<Placed> &placed() const { return checks.placed(); }
 
 private:
   // Sizes as the tensors that define them say; kAny where they cannot be told, and then nothing is held against the others.
@@ -321,8 +323,11 @@ private:
 
 } // namespace
 
-Problem validate(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction) {
-  return Validator(attention, tensors, direction).problem();
+Problem validate(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction, std::vector<Placed> *placed) {
+  Validator validator(attention, tensors, direction);
+  const Problem problem = validator.problem();
+  if (placed) *placed = validator.placed();
+  return problem;
 }
 
 } // namespace strobe
