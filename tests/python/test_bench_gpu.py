@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,3 +269,9 @@ def test_what_is_accepted_is_said(run, arguments, message):
     done = run("gpu", *arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", "").split())
+
+
+def test_the_documentation_has_the_figures_that_were_measured():
+    root = Path(__file__).parents[2]
+    files = [root / "bench" / "results" / f"h200-{direction}.json" for direction in ("forward", "backward")]
+    assert (root / "docs" / "figures.md").read_text() == report.page([json.loads(file.read_text()) for file in files]) + "\n"

@@ -162,6 +162,5 @@ def command(
 def report_command(
     files: Annotated[list[Path], typer.Argument(help="What `strobe bench gpu --results` wrote.", exists=True, dir_okay=False)],
 ) -> None:
-    """The figures of `strobe bench gpu` as Markdown, as they stand in docs/performance.md."""
-    for file in files:
-        typer.echo(report.markdown(json.loads(file.read_text(encoding="utf-8"))))
+    """The figures of `strobe bench gpu` as a page of the documentation, in Markdown."""
+    typer.echo(report.page([json.loads(file.read_text(encoding="utf-8")) for file in files]))

@@ -131,14 +131,27 @@ def _length(s: int) -> str:
     return f"{s // 1024}k" if s % 1024 == 0 else str(s)
 
 
-def markdown(record: dict[str, Any]) -> str:
-    """All of a figures' file, as it stands in the documentation."""
+_METHOD = """\
+Written by `make figures` from what `make bench-gpu` left in bench/results, not by hand. FLOP: 4·B·H·S²·D forward, 2.5 times that backward,
+half when causal. Times are the GPU's own, by CUDA events: under load, in shuffled order in one run, each call with an L2 cache of other
+data. cuDNN, FlashAttention-2 and memory-efficient are PyTorch's. Everyone gets the memory layout that it likes."""
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
+    """Figures' files as a page of the documentation."""
+    return "\n\n".join((f"# Figures of an {records[0]['device']}", _METHOD, *map(_section, records)))
+
+
+def _section(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    parts = [f"{record['device']}, {record['date']}, commit {record['commit']}; {versions}; {record['repeats']} calls a figure, median."]
+    parts = [
+        f"## {record['direction'].capitalize()}",
+        f"{record['device']}, {record['date']}, commit {record['commit']}; {versions}; {record['repeats']} calls a figure, median.",
+        "\n".join(f"- {line}" for line in summary(record["rows"], record["direction"])),
+    ]
     for name, rows in by_set(record["rows"]):
         heads, lines = _by_length(rows) if name == "core36" else columns(rows)
         table = [heads, ["---"] * len(heads), *lines]
-        parts.append(f"{TITLES[name]}, {record['direction']}:" if name != "step" else f"{TITLES[name]}:")
+        parts.append(f"### {TITLES[name]}")
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in table))
-    parts.append("\n".join(f"- {line}" for line in summary(record["rows"], record["direction"])))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
