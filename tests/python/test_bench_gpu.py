@@ -172,7 +172,7 @@ class FakeGpu:
 
         other = types.SimpleNamespace(zero_=lambda: self.kernel(1e-5))
         monkeypatch.setattr(torch, "empty", lambda *shape, **of: other)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: types.SimpleNamespace(L2_cache_size=1 << 20))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(L2_cache_size=1 << 20))
         for name, function in (("Event", Event), ("_sleep", sleep), ("synchronize", synchronize)):
             monkeypatch.setattr(torch.cuda, name, function)
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.host_time)

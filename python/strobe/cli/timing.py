@@ -44,7 +44,7 @@ def medians_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) ->
     """
     import torch
 
-    properties = torch.cuda.get_device_properties()
+    properties = torch.cuda.get_device_properties("cuda")
     other = torch.empty(2 * properties.L2_cache_size, dtype=torch.uint8, device="cuda")
 
     def timed(function: Callable[[], Any], clocks: int) -> tuple[Any, Any]:

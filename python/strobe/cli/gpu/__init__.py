@@ -7,12 +7,9 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
-from multiprocessing import get_context
 from pathlib import Path
-from random import Random
 from typing import Annotated, Any
 
 import typer
@@ -20,26 +17,14 @@ from rich.console import Console
 
 import strobe
 from strobe.cli.gpu import contestants, report
-from strobe.cli.gpu.measurement import make, measure
+from strobe.cli.gpu.kernels import compile_all
+from strobe.cli.gpu.measurement import measure
 from strobe.cli.gpu.problem import Problem
-from strobe.cli.gpu.sets import SETS, Group
+from strobe.cli.gpu.sets import SETS
 from strobe.cli.requirements import require
 from strobe.cli.table import table
 
 _FILES = {"forward": "forward", "backward": "backward", "both": "backward"}  # where a group's rows go
-
-
-def compile_kernels(group: Group) -> None:
-    """In a process of its own: calls everything once, so that all kernels are in the caches on disk."""
-    make(group, "cuda")
-
-
-def _compile_all(groups: list[Group], jobs: int) -> None:
-    """Neighbours share kernels, and would wait for one another: therefore in shuffled order."""
-    shuffled = Random(0).sample(groups, len(groups))
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for _ in pool.map(compile_kernels, shuffled):
-            pass
 
 
 def host(repeats: int = 300) -> dict[str, float]:
@@ -118,9 +103,10 @@ def command(
     groups = {name: [g for g in SETS[name]() if direction in (None, _FILES[g.direction])] for name in sets or SETS}
     began = time.perf_counter()
     if jobs:
+        major, minor = torch.cuda.get_device_capability()
         with console.status("compiling kernels"):
-            _compile_all([group for of_set in groups.values() for group in of_set], jobs)
-        console.print(f"compiled in {time.perf_counter() - began:.0f} s")
+            calls = compile_all([group for of_set in groups.values() for group in of_set], 10 * major + minor, jobs)
+        console.print(f"the kernels of {calls} calls: {time.perf_counter() - began:.0f} s")
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "date": datetime.now(timezone.utc).date().isoformat(),
