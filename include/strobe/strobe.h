@@ -204,7 +204,7 @@ STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors
 
 /* Compiles what the call would run on a GPU of this compute capability (90 for 9.0) into the kernel cache, or finds it there. Needs NVRTC but
  * no GPU; of the tensors, which say that they lie on a CUDA device, shapes, strides and the alignment of addresses count. The text is a line
- * per kernel: "compiled|cached <registers> <bytes spilled> <name>"; written as by strobe_explain. */
+ * per kernel: "compiled|cached <registers> <bytes spilled> <1 if its wgmma are serialized, else 0> <name>"; written as by strobe_explain. */
 STROBE_API int32_t strobe_prewarm(const strobe_attention *, const strobe_tensors *, int32_t direction, int32_t compute_capability,
                                   char *text, size_t capacity, size_t *needed);
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +56,8 @@ FACTORS: dict[str, list[Any]] = {
     "values": ["normal", "mean 1", "large"],
     "flag": [None, "deterministic", "exact_max", "allow_tf32", "check"],
 }
-NAMES = list(FACTORS)
+Factors = dict[str, list[Any]]
+Names, Indices = tuple[str, ...], tuple[int, ...]
 
 
 def _valid(case: dict[str, Any]) -> bool:
@@ -74,39 +76,40 @@ def _valid(case: dict[str, Any]) -> bool:
     return all(rules)
 
 
-def tuples(strength: int) -> dict[tuple[str, ...], set[tuple[int, ...]]]:
+def tuples(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid) -> dict[Names, set[Indices]]:
     """For every `strength` options, the combinations of their values (as indices) that can stand in one call."""
     found = {}
-    for names in itertools.combinations(FACTORS, strength):
-        indices = itertools.product(*(range(len(FACTORS[name])) for name in names))
-        found[names] = {index for index in indices if _valid({n: FACTORS[n][i] for n, i in zip(names, index, strict=True)})}
+    for names in itertools.combinations(factors, strength):
+        indices = itertools.product(*(range(len(factors[name])) for name in names))
+        found[names] = {index for index in indices if valid({n: factors[n][i] for n, i in zip(names, index, strict=True)})}
     return found
 
 
-def combinations(strength: int) -> list[dict[str, Any]]:
+def combinations(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid) -> list[dict[str, Any]]:
     """Cases that hold every possible combination of `strength` options' values at least once: each starts from a combination not yet
     held, then gives every other option the value that holds the most of what is left."""
-    left = tuples(strength)
+    left = tuples(strength, factors, valid)
+    order = list(factors)
     shuffle = random.Random(strength)
 
     def held(row: dict[str, int], name: str) -> int:
         """How many missing combinations the option of that name holds with the others of the row."""
-        groups = (sorted((name, *rest), key=NAMES.index) for rest in itertools.combinations(row.keys() - {name}, strength - 1))
+        groups = (sorted((name, *rest), key=order.index) for rest in itertools.combinations(row.keys() - {name}, strength - 1))
         return sum(tuple(row[n] for n in group) in left[tuple(group)] for group in groups)
 
     cases = []
     for names in left:
         while left[names]:
             row = dict(zip(names, min(left[names]), strict=True))
-            for name in shuffle.sample(NAMES, len(NAMES)):
+            for name in shuffle.sample(order, len(order)):
                 if name in row:
                     continue
-                values = shuffle.sample(range(len(FACTORS[name])), len(FACTORS[name]))
+                values = shuffle.sample(range(len(factors[name])), len(factors[name]))
                 rows = [row | {name: value} for value in values]
-                row = max((r for r in rows if _valid({n: FACTORS[n][i] for n, i in r.items()})), key=lambda r, name=name: held(r, name))
+                row = max((r for r in rows if valid({n: factors[n][i] for n, i in r.items()})), key=lambda r, name=name: held(r, name))
             for group, missing in left.items():
                 missing.discard(tuple(row[n] for n in group))
-            cases.append({name: FACTORS[name][row[name]] for name in NAMES})
+            cases.append({name: factors[name][row[name]] for name in order})
     return cases
 
 
