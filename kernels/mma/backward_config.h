@@ -38,7 +38,9 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
   // With a function of q.k what dS needs is P * slope, what dV needs is P.
   STROBE_FN constexpr i32 p_planes() const { return features.function ? 2 : 1; }
-  STROBE_FN constexpr i32 stats_bytes() const { return 2 * 3 * tile_q * 4; } // LSE, and D twice
+  // Numbers of a query: LSE, D twice, with a bias what LSE lacks.
+  STROBE_FN constexpr i32 stats() const { return features.bias ? 4 : 3; }
+  STROBE_FN constexpr i32 stats_bytes() const { return 2 * stats() * tile_q * 4; }
   STROBE_FN static constexpr i32 state_bytes() { return 512; }
   STROBE_FN constexpr i32 shared_bytes() const {
     return k_bytes() + v_bytes() + 2 * (q_bytes() + dout_bytes()) + (p_planes() + 2) * p_bytes() + stats_bytes() + state_bytes();

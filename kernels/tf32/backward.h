@@ -139,7 +139,8 @@ private:
         float &s = S[m][n].x[c][2 * r + e], slope = 1;
         i32 key = first + 16 * m + tile::lane_row(r);
         float x = F.function ? scores.score(s, row, key, kMasked, limit, slope) : scores.score(s, row, key, kMasked, limit);
-        s = exp2((fmaf(x, natural, -l) - excess) * kLog2e);
+        bool hidden = (kMasked || F.mask || F.bias) && x == minus_infinity<float>();
+        s = hidden ? 0.0f : exp2((fmaf(x, natural, -l) - excess) * kLog2e); // LSE may be no number
         if constexpr (F.function) through[m][n].x[c][2 * r + e] = s * slope;
       }
     }
