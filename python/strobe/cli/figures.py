@@ -39,9 +39,8 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
     (out / MACHINE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     columns = (TextColumn("{task.description:45}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        for name, (title, cases) in FIGURES.items():
-            if name not in wanted:
-                continue
+        for name in wanted:
+            title, cases = FIGURES[name]
             rows: list[Row] = []
             steps = cases(setting)
             task = progress.add_task(title, total=len(steps))
