@@ -57,7 +57,7 @@ public:
           const float l_new = of_old + of_tile * l_tile;
           // 12: Write O_i <- diag(l_new)^-1 (diag(l_i) exp(m_i - m_new) O_i + exp(m~ - m_new) P~ V_j) to HBM.
           std::fill_n(PV[r], d, 0.0f);
-          for (int64_t j = 0; j < S.columns; j++) add_row(PV[r], S[r][j], Vj[j], d);
+          multiply_add_row(PV[r], S[r], 1, Vj);
           for (int64_t c = 0; c < d && l_new != 0; c++) O(i0 + r, c) = (of_old * O(i0 + r, c) + of_tile * PV[r][c]) / l_new;
           // 13: Write l_i <- l_new, m_i <- m_new to HBM.
           l_i = l_new, m_i = m_new;

@@ -29,8 +29,8 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PINK, GREY = (
     "#CC79A7",
     "#999999",
 )
-COLOURS = (VERMILLION, BLUE, GREEN, ORANGE, SKY, PINK, BLACK, GREY, YELLOW)
-MARKERS = "osD^vPX*h"
+COLOURS = (BLUE, GREEN, ORANGE, SKY, PINK, BLACK, GREY, YELLOW)  # of the others; Strobe is vermillion
+MARKERS = "sD^vPX*h"
 PNG_DPI = 100
 STYLE: Any = {
     "font.size": 9,
@@ -99,18 +99,30 @@ def _log2(axes: Axes, values: Iterable[float], label: str) -> None:
     axes.set_xlabel(label)
 
 
+def _looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """How each line is drawn: Strobe's the thickest, what it does beside dashed."""
+    looks: dict[str, dict[str, Any]] = {}
+    others = iter(zip(COLOURS, MARKERS, strict=True))
+    for name in dict.fromkeys(names):
+        if name.startswith("Strobe"):
+            looks[name] = {"color": VERMILLION, "marker": "o", "linewidth": 2.2, "linestyle": "-" if name == "Strobe" else "--"}
+        else:
+            colour, marker = next(others)
+            looks[name] = {"color": colour, "marker": marker, "linewidth": 1.2}
+    return looks
+
+
 def _lines(axes: Axes, rows: Sequence[Row], by: str, x: str, y: Callable[[Row], float | None]) -> None:
     """A line for each value of `by`, in the order of the rows."""
-    for i, name in enumerate(dict.fromkeys(row[by] for row in rows)):
+    for name, look in _looks(row[by] for row in rows).items():
         points = [(row[x], y(row)) for row in rows if row[by] == name and y(row) is not None]
         if points:
-            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, linewidth=1.4, label=name)
+            axes.plot(*zip(*points, strict=True), markersize=4, label=name, **look)
 
 
 def standard_against_flash(rows: list[Row]) -> Figure:
     figure = _figure(7.2, 2.9)
-    names, colours = [row["attention"] for row in rows], (GREY, VERMILLION)
+    names, colours = ["standard", "Strobe"], (GREY, VERMILLION)
     work, traffic, time = figure.subplots(1, 3)
     _bars(work, names, [row["gflop"] for row in rows], colours, "GFLOP")
     work.set_title("arithmetic")
@@ -151,11 +163,11 @@ def block_size(rows: list[Row]) -> Figure:
         if points:
             time.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=names[engine])
     traffic.set(ylabel="GB", title="between memory and chip", yscale="log")
-    time.set(ylabel="ms", title="runtime", yscale="log")
+    traffic.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    traffic.yaxis.set_minor_locator(NullLocator())
+    time.set(ylabel="ms", title="runtime", ylim=(0, None))
     for axes in (traffic, time):
         _log2(axes, blocks, "block size, Br = Bc")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: f"{y:g}" if str(y).strip("0.")[:1] in "25" else ""))
         axes.legend(fontsize=7)
     figure.suptitle(f"Block size, forward, float32, {_shape(rows[0])}", fontsize=10)
     return figure
@@ -182,8 +194,7 @@ def sequence_length(rows: list[Row]) -> Figure:
     time, memory = figure.subplots(1, 2)
     _lines(time, rows, "method", "length", lambda row: row["seconds"] and row["seconds"] * 1e3)
     _lines(memory, rows, "method", "length", lambda row: row["peak_bytes"] and row["peak_bytes"] / 2**20)
-    names = list(dict.fromkeys(row["method"] for row in rows))
-    for i, name in enumerate(names):  # where each line ends before the others
+    for i, (name, look) in enumerate(_looks(row["method"] for row in rows).items()):  # where a line ends before the others
         of_method = [row for row in rows if row["method"] == name]
         fits = [row for row in of_method if row["seconds"] is not None]
         first = next((row for row in of_method if row["note"] == "out of memory"), None)
@@ -196,7 +207,7 @@ def sequence_length(rows: list[Row]) -> Figure:
                     textcoords="offset points",
                     ha="center",
                     fontsize=6.5,
-                    color=COLOURS[i % len(COLOURS)],
+                    color=look["color"],
                 )
     for axes, unit, title in ((time, "ms", "runtime, forward + backward"), (memory, "MiB beyond the inputs", "peak memory")):
         axes.set(yscale="log", ylabel=unit, title=title)
