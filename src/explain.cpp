@@ -108,7 +108,8 @@ std::string explain(const Problem &problem, const Execution &execution, Directio
   page.heading(direction == Direction::forward ? "attention, forward" : "attention, backward");
   asked(page, problem, execution);
   page.heading("engines");
-  for (const Choice::Row &row : choice.rows) page.line(row.engine->name(), in_words(row.answer));
+  for (const Choice::Row &row : choice.rows)
+    if (!stands_elsewhere(row, choice, problem)) page.line(row.engine->name(), in_words(row.answer));
   page.heading("choice");
   try {
     const Decision decision = decide(problem, execution, direction, choice);

@@ -208,7 +208,8 @@ STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors
 STROBE_API int32_t strobe_prewarm(const strobe_attention *, const strobe_tensors *, int32_t direction, int32_t compute_capability,
                                   char *text, size_t capacity, size_t *needed);
 
-/* The engines of this library on this machine: name, and the reason why it cannot run here (null if it can). Returns null past the last. */
+/* The engines of this library on this machine: name, and the reason why it cannot run here (null if it can). Returns null past the last.
+   A name that has a form for each device stands there twice. */
 STROBE_API const char *strobe_engine_name(int32_t index);
 STROBE_API const char *strobe_engine_missing(int32_t index);
 
