@@ -35,7 +35,7 @@ CudaEngine::Made CudaEngine::program_for(const Problem &p, Direction direction, 
 }
 
 Answer CudaEngine::plan(const Problem &p, const Execution &, Direction direction) const {
-  Scratch scratch(nullptr);
+  Scratch scratch;
   Made made = program_for(p, direction, device(p.device_index), scratch);
   if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
   Program &program = std::get<Program>(made);
@@ -63,8 +63,8 @@ Workspace CudaEngine::allocate(const Problem &p, const Execution &execution, uin
 void CudaEngine::run(const Problem &p, const Execution &execution, Direction direction, const Plan &, void *workspace) const {
   const Device &on = device(p.device_index);
   Scratch scratch(workspace);
+  DeviceGuard guard(on); // the driver encodes tensor maps for a context
   const Made made = program_for(p, direction, on, scratch);
-  DeviceGuard guard(on);
   const CUstream stream = static_cast<CUstream>(execution.stream);
   if (p.check) check_contents(p, [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
   for (const Step &step : std::get<Program>(made).steps) {
@@ -86,7 +86,7 @@ std::string prewarm(const Problem &p, Direction direction, int cc) {
   for (const Engine *candidate : cuda_engines()) {
     const CudaEngine &engine = static_cast<const CudaEngine &>(*candidate);
     if (p.engine.empty() ? engine.only_by_name() : p.engine != engine.name()) continue;
-    Scratch scratch(nullptr);
+    Scratch scratch;
     CudaEngine::Made made = engine.program_for(p, direction, device, scratch);
     if (Program *program = std::get_if<Program>(&made)) {
       if (!found || program->predicted_seconds < fastest.predicted_seconds) fastest = std::move(*program);

@@ -9,6 +9,7 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/arguments.h"
+#include "cuda/simt.h"
 #include "cuda/tensor_maps.h"
 #include "cuda/wishes.h"
 
@@ -21,7 +22,6 @@ using sm90::BackwardConfig;
 constexpr KernelSource kBackward{"sm90/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
 constexpr KernelSource kRows{"sm90/backward_rows.h", "strobe::sm90::BackwardRows", "strobe::mma::RowsConfig"};
 constexpr KernelSource kDq{"sm90/backward_rows.h", "strobe::sm90::BackwardDq", "strobe::mma::RowsConfig"};
-constexpr KernelSource kSinks{"mma/rows.h", "strobe::mma::Sinks", "strobe::mma::RowsConfig"};
 
 constexpr int64_t kMostDim = 128;
 
@@ -110,10 +110,10 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * key_tiles)));
   a.bundle = Divisor::make(uint32_t(a.a.bundle)), a.heads_kv = Divisor::make(uint32_t(p.heads_kv));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-  a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.kTileK));
-  a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.kTileK));
+  a.q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.dout = mapped(scratch, p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.kTileK));
+  a.v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.kTileK));
 
   Program program;
   const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1};
@@ -121,7 +121,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   program.steps.push_back(Launch(kRows, each, row_blocks, RowsConfig::threads(), 0, a));
   if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
   if (p.dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
-  if (p.dsinks) program.steps.push_back(Launch(kSinks, each, p.heads, RowsConfig::threads(), 0, a.a));
+  if (p.dsinks) program.steps.push_back(sink_gradient(p, a.a));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   describe_tile(program, p, c.tile_q, c.kTileK, true);

@@ -14,12 +14,12 @@ from check import Yardstick, available_engines, oracle, run
 pytestmark = pytest.mark.skipif("cuda-sm90" not in available_engines(), reason="no Hopper GPU")
 BF16, F16 = torch.bfloat16, torch.float16
 NAN, INF = torch.nan, torch.inf
-GRADIENTS = ("dq", "dk", "dv", "dsinks")
+RESULTS = ("out", "dq", "dk", "dv", "dsinks")
 
 
 def faults(inputs, **how: Any) -> list[str]:
     results = run(inputs, "cuda-sm90", **how)
-    return list(Yardstick(inputs).faults({name: results[name] for name in GRADIENTS if name in results}))
+    return list(Yardstick(inputs).faults({name: results[name] for name in RESULTS if name in results}))
 
 
 def lengths(*each: int) -> torch.Tensor:
