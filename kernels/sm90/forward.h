@@ -7,6 +7,7 @@
 #include "../mma/softmax.h"
 #include "../mma/specials.h"
 #include "../ptx/wgmma.h"
+#include "../tile/finite.h"
 #include "../tile/shared.h"
 #include "assign.h"
 #include "given.h"
@@ -308,7 +309,11 @@ template <Config C> struct Forward {
     // Infinities and NaN in a tile of V become 0, until restore().
     __device__ __forceinline__ void clear_v(const Stage<C> &value) const {
       mbarrier_wait(shared.v_full(value.index), value.parity);
-      mma::clear_specials<C.dtype, kN, C.columns_v(), 128>(shared.v + value.index * C.v_bytes(), (int)threadIdx.x % 128);
+#pragma unroll 1
+      for (i32 i = (i32)threadIdx.x % 128 * 4; i < C.v_bytes(); i += 128 * 4) { // a few registers: S, O, P and Q are in use
+        const u32 place = shared.v + value.index * C.v_bytes() + i, x = load_shared(place), bad = tile::spread(tile::not_finite<T>(x));
+        if (bad) store_shared(place, x & ~bad);
+      }
       async_proxy_fence();
       barrier_sync(kTogether + w, 128);
     }
