@@ -20,12 +20,13 @@ template <Features F, class T, bool kApproximate = false> struct Scores {
   T scale;       // score = raw * scale
   T unit;        // exp2's argument = (s - m) * unit
   T cap, inverse_cap;
+  T beta, beta_ln2, shift;
 
   __device__ Scores(const Inputs &in, const Sequence &s, i64 b)
       : in(in), b(b), seqlen_q((i32)s.band.seqlen_q), seqlen_k((i32)s.band.seqlen_k),
         low((i32)min(max(s.band.low, -s.band.seqlen_q), (i64)kMost)), high((i32)max(min(s.band.high, s.band.seqlen_k - 1), -(i64)kMost)),
         offset((i32)s.band.offset), scale(T(in.scale)), unit(T((F.additive() ? 1.0 : in.scale) * kLog2e)), cap(T(in.softcap)),
-        inverse_cap(T(1.0 / in.softcap)) {}
+        inverse_cap(T(1.0 / in.softcap)), beta(T(in.beta)), beta_ln2(T(in.beta * 0.69314718055994530942)), shift(T(in.shift)) {}
 
   // One query: what of it does not change from key to key.
   struct Row {
@@ -82,7 +83,7 @@ private:
     if constexpr (kSlope) slope = T(1);
     if constexpr (F.additive()) {
       s *= scale;
-      if constexpr (F.softcap) {
+      if constexpr (F.function == kSoftcap) {
         if constexpr (kSlope)
           s = softcap(s, cap, inverse_cap, slope);
         else if constexpr (kApproximate)
@@ -90,6 +91,7 @@ private:
         else
           s = cap * tanh(s * inverse_cap);
       }
+      if constexpr (F.function == kHyperbolic) s = hyperbolic(s, beta, beta_ln2, shift, slope);
       if constexpr (F.alibi) s += alibi(r.slope, distance);
       if constexpr (F.bias) {
         if (seen) {

@@ -113,4 +113,26 @@ template <class T> __device__ __forceinline__ T tanh(T x, T &slope) {
   return tanh(x);
 }
 
+// arccosh(max(y, 1)) / ln 2 and arccosh's derivative: 1 / sqrt(y^2 - 1), 0 where y <= 1. NaN stays NaN. y^2 - 1 is rounded once; where it
+// overflows its root is y.
+__device__ __forceinline__ float arccosh2(float y, float &slope) {
+#if __CUDA_ARCH__ >= 800
+  asm("max.NaN.f32 %0, %0, 0f3F800000;" : "+f"(y));
+#else
+  y = y < 1 ? 1 : y;
+#endif
+  float sinh, inverse, log2;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(sinh) : "f"(fmaf(y, y, -1.0f)));
+  sinh = fminf(sinh, y);
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sinh));
+  slope = sinh > 0 ? inverse : 0.0f;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(y + sinh)); // error 2^-22, absolute up to 2, then relative
+  return log2;
+}
+__device__ __forceinline__ double arccosh2(double y, double &slope) {
+  double t = y < 1 ? 0.0 : y - 1, sinh = ::fmin(::sqrt(t * (t + 2)), t + 1);
+  slope = sinh > 0 ? 1 / sinh : 0.0;
+  return ::log1p(t + sinh) * 1.4426950408889634074;
+}
+
 } // namespace strobe

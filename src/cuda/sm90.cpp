@@ -9,6 +9,8 @@
 #include "attention/work.h"
 #include "cuda/arguments.h"
 #include "cuda/engine.h"
+#include "cuda/sm90_backward.h"
+#include "cuda/tensor_maps.h"
 #include "cuda/wishes.h"
 
 namespace strobe::cuda {
@@ -20,36 +22,6 @@ constexpr KernelSource kForward{"sm90/forward.h", "strobe::sm90::Forward", "stro
 constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
 
 int64_t rounded_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
-
-// Why the copy engine cannot fetch it; empty if it can.
-std::string unmapped(const char *argument, const View &view, int64_t columns) {
-  if (!view) return {};
-  if (reinterpret_cast<uintptr_t>(view.data) % 16) return text(argument, " does not lie on a 16-byte address");
-  if (view.stride[3] != 1 && columns > 1) return text(argument, "'s columns do not lie side by side");
-  constexpr const char *axes[] = {"batches", "heads", "rows"};
-  for (int a = 0; a < 3; a++)
-    if (view.stride[a] < 0 || view.stride[a] % 8)
-      return text(argument, "'s ", axes[a], " lie ", view.stride[a], " elements apart, no multiple of 16 bytes above 0");
-  return {};
-}
-
-// box: rows fetched at a time, 64 columns each.
-MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, uint32_t box) {
-  MappedOperand operand{};
-  operand.head_step = view.stride[1] != 0, operand.batch_step = view.stride[0] != 0;
-  if (!driver() || !driver()->cuTensorMapEncodeTiled) return operand; // only planned
-  const uint64_t sizes[4] = {uint64_t(columns), uint64_t(rows), uint64_t(operand.head_step ? heads : 1),
-                             uint64_t(operand.batch_step ? batch : 1)};
-  const uint64_t unused = uint64_t(rounded_up(columns * 2, 16)); // of an axis of size 1
-  uint64_t strides[3];                                           // bytes
-  for (int a = 0; a < 3; a++) strides[a] = view.stride[2 - a] ? uint64_t(view.stride[2 - a]) * 2 : unused;
-  const uint32_t boxes[4] = {64, box, 1, 1}, steps[4] = {1, 1, 1, 1};
-  constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle128 = 3, kPromote256 = 3;
-  check(driver()->cuTensorMapEncodeTiled(reinterpret_cast<CUtensorMap *>(&operand.map), view.dtype == DType::f16 ? kFloat16 : kBfloat16, 4,
-                                         view.data, sizes, strides, boxes, steps, 0, kSwizzle128, kPromote256, 0),
-        "cuTensorMapEncodeTiled");
-  return operand;
-}
 
 // Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
 int64_t bundle(const Problem &p, const Device &device) {
@@ -110,7 +82,7 @@ constexpr ForwardTile kForwardTiles[] = {
 
 int load_of(const Config &c) {
   const Features &f = c.features;
-  const bool scoring = f.alibi || f.softcap || f.scaled, exact_softcap = f.softcap && c.reference == sm90::kExact;
+  const bool scoring = f.alibi || f.function || f.scaled, exact_softcap = f.function == kSoftcap && c.reference == sm90::kExact;
   const bool given = f.mask || f.bias;
   if (given && !(f.mask && f.bias) && c.wide && !scoring && !f.blocks && !f.dropout) return kGiven;
   if (given || exact_softcap || scoring + !!f.blocks + !!f.dropout > 1) return kAnything;
@@ -197,7 +169,7 @@ protected:
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
-    if (direction == Direction::backward) return "has no backward yet";
+    if (direction == Direction::backward) return sm90_backward(p, device, scratch);
     if (!p.q || !p.k || !p.v) return "there are no queries or no keys to fetch";
     for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
       if (!reason.empty()) return reason;
