@@ -252,7 +252,7 @@ template <BackwardConfig C> struct Backward {
           if constexpr (F.band) row.begin = max(0, row.i + scores.low), row.end = min(scores.seqlen_k, row.i + scores.high + 1);
           float &x = S[4 * i + k], slope = 1;
           x = F.function ? scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k, slope)
-                        : scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k);
+                         : scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k);
           const bool hidden = (kByPosition || kHides) && x == minus_infinity<float>();
           p[k] = hidden ? 0 : exp2(__fmaf_rn(x, scores.unit, negative[k % 2])); // LSE may be no number
           x = F.function ? p[k] * slope : p[k];

@@ -34,13 +34,14 @@ int64_t bundle(const Problem &p, const Device &device) {
 }
 
 // What a tile has registers for.
-constexpr int kFixed = 1;     // the fixed reference
-constexpr int kLagging = 2;   // a maximum of every tile
-constexpr int kScoring = 4;   // ALiBi, softcap
-constexpr int kWalking = 8;   // blocks, with the fixed reference
-constexpr int kDrawing = 16;  // dropout: tile_k a multiple of 32
-constexpr int kGiven = 32;    // a mask or a bias, read 16 bytes at a time
-constexpr int kAnything = 64; // all of these at a time
+constexpr int kFixed = 1;      // the fixed reference
+constexpr int kLagging = 2;    // a maximum of every tile
+constexpr int kScoring = 4;    // ALiBi, softcap
+constexpr int kWalking = 8;    // blocks, with the fixed reference
+constexpr int kDrawing = 16;   // dropout: tile_k a multiple of 32
+constexpr int kMasked = 32;    // a mask, read 16 bytes at a time
+constexpr int kBiased = 64;    // a bias, read 16 bytes at a time
+constexpr int kAnything = 128; // all of these at a time
 
 enum Keys { all, some, any }; // that a query sees: some, if causal, with a window, block-sparse, or packed
 
@@ -60,14 +61,15 @@ constexpr ForwardTile kForwardTiles[] = {
     {64, 64, 3, 128, 4, 32, 160, 0, 1, kFixed, any, 8192, INT64_MAX, 1},
     {64, 64, 4, 64, 5, 32, 112, 0, 1, kFixed | kLagging, any, 0, INT64_MAX, 1},
     {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed},
-    {64, 64, 3, 64, 4, 40, 152, 0, 1, kGiven},
+    {64, 64, 3, 64, 4, 40, 152, 0, 1, kDrawing | kMasked | kBiased},
     {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring},
-    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing | kGiven},
+    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing | kMasked | kBiased},
     {64, 64, 2, 128, 4, 56, 224, 1, 1, kWalking},
     {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, any, 2048, INT64_MAX, 1},
     {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
     {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed},
-    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kGiven},
+    {128, 128, 3, 64, 3, 40, 152, 0, 1, kScoring | kDrawing | kMasked},
+    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kMasked | kBiased},
     {128, 128, 2, 128, 3, 56, 224, 1, 1, kWalking},
     {128, 128, 2, 96, 3, 56, 224, 1, 1, kDrawing},
     {128, 128, 2, 64, 4, 56, 224, 1, 1, kAnything},
@@ -75,7 +77,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {192, 192, 2, 96, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
     {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, any, 0, 512},
     {256, 256, 2, 80, 2, 40, 232, 0, 1, kFixed | kLagging},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing | kGiven},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing | kMasked | kBiased},
     {256, 256, 2, 64, 2, 56, 224, 0, 1, kWalking},
     {256, 256, 2, 48, 2, 56, 224, 0, 1, kAnything},
     {256, 256, 2, 32, 2, 56, 224, 0, 1, kAnything},
@@ -85,7 +87,7 @@ int load_of(const Config &c) {
   const Features &f = c.features;
   const bool scoring = f.alibi || f.function || f.scaled, exact_softcap = f.function == kSoftcap && c.reference == sm90::kExact;
   const bool given = f.mask || f.bias;
-  if (given && !(f.mask && f.bias) && c.wide && !scoring && !f.blocks && !f.dropout) return kGiven;
+  if (given && !(f.mask && f.bias) && c.wide && !scoring && !f.blocks && !f.dropout) return f.mask ? kMasked : kBiased;
   if (given || exact_softcap || scoring + !!f.blocks + !!f.dropout > 1) return kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   return f.blocks ? kWalking : f.dropout ? kDrawing : scoring ? kScoring : c.reference == sm90::kFixed ? kFixed : kLagging;
@@ -102,9 +104,8 @@ Config config_for(const Problem &p, const ForwardTile &t) {
   c.dtype = i32(p.dtype);
   c.head_dim = i32(rounded_up(p.head_dim, 16)), c.head_dim_v = i32(rounded_up(p.head_dim_v, 16));
   c.features = features_of(p);
-  // Where maxima do not grow for long: not towards ALiBi's own keys. With FP16 a sum of 64k numbers near 1 would look like an overflow.
-  const bool fixed = !c.features.mask && !c.features.bias && !(c.features.alibi && (p.window_right > 0 || p.blocks.present)) &&
-                     (p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15);
+  // With FP16 a sum of 64k numbers near 1 would look like an overflow.
+  const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
   c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
   c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
   c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
