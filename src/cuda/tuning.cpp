@@ -12,6 +12,7 @@
 #include "attention/text.h"
 #include "cuda/arguments.h"
 #include "cuda/cache.h"
+#include "cuda/environment.h"
 #include "cuda/headers.h"
 #include "cuda/json.h"
 
@@ -130,7 +131,9 @@ const Tuning &tuning(const Device &device) {
   if (device.ordinal < 0) return none; // only described
   static auto *const tables = new std::vector<Table>(static_cast<size_t>(device_count()));
   Table &table = tables->at(static_cast<size_t>(device.ordinal));
-  std::call_once(table.once, [&] { table.tuning = Tuning(tuning_file(device.name), device.name); });
+  std::call_once(table.once, [&] {
+    if (environment("STROBE_TUNING") != "0") table.tuning = Tuning(tuning_file(device.name), device.name);
+  });
   return table.tuning;
 }
 

@@ -45,7 +45,7 @@ private:
 std::string tuning_file(const std::string &device_name);
 // Of all that kernels are compiled from: a table measured with others is stale.
 const std::string &kernels_digest();
-// The device's, read when first asked for.
+// The device's, read when first asked for; none with STROBE_TUNING=0.
 const Tuning &tuning(const Device &);
 
 // As JSON: file, device and kernels (what a table has to say of itself to be used), ignored.

@@ -131,6 +131,10 @@ TEST_CASE("tuning: an engine takes the table's tile where the caller has no wish
   const std::string tuned = explained(table(entry(64, 32)), 0);
   CHECK(has(tuned, "tile 64 x 32;"));
   CHECK(has(tuned, "the tile that `strobe tune` measured to be the fastest"));
+  {
+    const Variable off("STROBE_TUNING", "0");
+    CHECK_FALSE(has(explained(table(entry(64, 32)), 0), "strobe tune"));
+  }
   const std::string wished = explained(table(entry(64, 32)), 128);
   CHECK(has(wished, "tile 128 x "));
   CHECK_FALSE(has(wished, "strobe tune"));
