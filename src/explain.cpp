@@ -67,6 +67,7 @@ void asked(Page &page, const Problem &p, const Execution &e) {
                                                       : text("CUDA device ", p.device_index)));
   page.line("scale", text(p.scale));
   if (p.softcap > 0) page.line("softcap", text(p.softcap));
+  if (p.score == ScoreFunction::hyperbolic) page.line("score", text("hyperbolic: -", p.beta, " arccosh(max(-x, 1)) - ", p.shift));
   if (p.window_left != kUnbounded || p.window_right != kUnbounded)
     page.line("window", text(bound(p.window_left), " keys to the left, ", bound(p.window_right), " to the right",
                              p.window_left == kUnbounded && p.window_right == 0 ? " (causal)" : ""));
@@ -107,7 +108,8 @@ std::string explain(const Problem &problem, const Execution &execution, Directio
   page.heading(direction == Direction::forward ? "attention, forward" : "attention, backward");
   asked(page, problem, execution);
   page.heading("engines");
-  for (const Choice::Row &row : choice.rows) page.line(row.engine->name(), in_words(row.answer));
+  for (const Choice::Row &row : choice.rows)
+    if (!stands_elsewhere(row, choice, problem)) page.line(row.engine->name(), in_words(row.answer));
   page.heading("choice");
   try {
     const Decision decision = decide(problem, execution, direction, choice);

@@ -164,6 +164,7 @@ public:
 // ---- calls -----------------------------------------------------------------------------------------------------------------------------
 
 enum class Alignment : int32_t { bottom_right = STROBE_BOTTOM_RIGHT, top_left = STROBE_TOP_LEFT };
+enum class Score : int32_t { dot = STROBE_DOT, hyperbolic = STROBE_HYPERBOLIC };
 
 // What is computed, and on what. A tensor left out is absent.
 struct Attention {
@@ -172,8 +173,10 @@ struct Attention {
   bool causal = false;
   std::optional<int64_t> window_left = {}, window_right = {}; // absent: unbounded
   Alignment alignment = Alignment::bottom_right;
-  std::optional<double> scale = {}; // absent: 1 / sqrt(D)
+  std::optional<double> scale = {}; // absent: 1 / sqrt(D), and 1 for hyperbolic scores
   double softcap = 0;
+  Score score = Score::dot;
+  double beta = 0, shift = 0; // of hyperbolic scores
   ConstTensor mask = {}, bias = {}, alibi_slopes = {}, sinks = {};
 
   double dropout = 0;
@@ -219,6 +222,7 @@ inline strobe_attention raw(const Attention &a) {
   raw.has_window_left = a.window_left.has_value(), raw.window_left = a.window_left.value_or(0);
   raw.has_window_right = a.window_right.has_value(), raw.window_right = a.window_right.value_or(0);
   raw.deterministic = a.deterministic, raw.softcap = a.softcap;
+  raw.score = static_cast<int32_t>(a.score), raw.beta = a.beta, raw.shift = a.shift;
   raw.dropout = a.dropout, raw.seed = a.seed, raw.offset = a.offset;
   raw.block_q = a.block_q, raw.block_k = a.block_k, raw.tile_q = a.tile_q, raw.tile_k = a.tile_k;
   raw.max_seqlen_q = a.max_seqlen_q, raw.max_seqlen_k = a.max_seqlen_k;

@@ -47,6 +47,9 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "alignment": (int, lib.STROBE_BOTTOM_RIGHT),
     "scale": (float | None, None),
     "softcap": (float, 0.0),
+    "score": (int, lib.STROBE_DOT),
+    "beta": (float, 0.0),
+    "shift": (float, 0.0),
     "dropout": (float, 0.0),
     "max_seqlen_q": (int, 0),
     "max_seqlen_k": (int, 0),
@@ -215,9 +218,14 @@ def version() -> str:
 
 
 def engines() -> list[tuple[str, str | None]]:
-    """The engines of this library: (name, None), or (name, the reason why it cannot run on this machine)."""
-    found: list[tuple[str, str | None]] = []
-    while (name := lib.strobe_engine_name(len(found))) != ffi.NULL:
-        missing = lib.strobe_engine_missing(len(found))
-        found.append((text(name), None if missing == ffi.NULL else text(missing)))
-    return found
+    """The engines of this library: (name, None), or (name, the reason why it cannot run on this machine).
+
+    One that has a form for each device runs here if either does."""
+    found: dict[str, str | None] = {}
+    index = 0
+    while (chars := lib.strobe_engine_name(index)) != ffi.NULL:
+        name, missing = text(chars), lib.strobe_engine_missing(index)
+        if found.get(name, "") is not None:
+            found[name] = None if missing == ffi.NULL else text(missing)
+        index += 1
+    return list(found.items())

@@ -45,6 +45,9 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
             "top_left": the first at the first, offset = 0.
         scale: of q·k; 1/sqrt(D) if None.
         softcap: c > 0 makes each score c · tanh(score / c), before what is added to it.
+        score: "dot": scale · q·k, or its softcap; "hyperbolic": -beta · arccosh(max(-x, 1)) - shift of x = scale · q·k, which is to be a
+            Lorentz product, and scale 1 if None. hyperbolic_attention() makes it one.
+        beta, shift: of a hyperbolic score. beta > 0, 1 if None.
         mask: bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory.
         bias: added to the scores; broadcasts likewise; q's dtype or float32. Its gradient is summed over what was broadcast.
         alibi_slopes: float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores. They have no gradient.

@@ -94,6 +94,10 @@ class Framework(ABC):
     def repeat(self, x: Array, counts: Any, axis: int) -> Array: ...
 
     @abstractmethod
+    def arange(self, n: int, like: Array) -> Array:
+        """0 ... n - 1, int64, on the device of `like`."""
+
+    @abstractmethod
     def on_host(self, x: Array) -> Array:
         """x, or a copy of it, contiguous in host memory."""
 

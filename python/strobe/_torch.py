@@ -136,6 +136,9 @@ class Torch(Framework):
     def repeat(self, x: Tensor, counts: Any, axis: int) -> Tensor:
         return torch.repeat_interleave(x, counts, axis)
 
+    def arange(self, n: int, like: Tensor) -> Tensor:
+        return torch.arange(n, device=like.device)
+
     def on_host(self, x: Tensor) -> Tensor:
         return x.cpu().contiguous()
 

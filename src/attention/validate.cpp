@@ -268,8 +268,9 @@ private:
     p.total_q = varlen ? n.rows_q : n.batch * n.rows_q, p.total_k = varlen ? n.rows_k : n.batch * n.rows_k;
     p.dtype = dtype, p.device_type = t.q->device_type, p.device_index = t.q->device_index;
 
-    p.scale = a.has_scale ? a.scale : 1 / std::sqrt(static_cast<double>(n.dim));
-    p.softcap = a.softcap;
+    p.score = static_cast<ScoreFunction>(a.score);
+    p.scale = a.has_scale ? a.scale : p.score == ScoreFunction::hyperbolic ? 1 : 1 / std::sqrt(static_cast<double>(n.dim));
+    p.softcap = a.softcap, p.beta = a.beta, p.shift = a.shift;
     p.bottom_right = a.alignment == STROBE_BOTTOM_RIGHT;
     const int64_t all = n.seqlen_q + n.seqlen_k; // a window this wide hides nothing
     if (a.has_window_left && a.window_left < all) p.window_left = a.window_left;

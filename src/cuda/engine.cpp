@@ -118,7 +118,8 @@ std::string prewarm(const Problem &p, Direction direction, int cc) {
   for (const Step &step : fastest.steps)
     if (const Launch *l = std::get_if<Launch>(&step)) {
       const Build built = build(*l->source, l->config, cc);
-      report += text(built.compiled ? "compiled " : "cached ", built.registers, " ", built.spill_bytes, " ",
+      const int serialized = built.log.find("instructions are serialized") != built.log.npos;
+      report += text(built.compiled ? "compiled " : "cached ", built.registers, " ", built.spill_bytes, " ", serialized, " ",
                      kernel_name(*l->source, l->config), "\n");
     }
   return report;

@@ -74,7 +74,7 @@ Config with(Config c, const Tile &tile) {
 
 Load load_of(const Config &c) {
   const Features &f = c.features;
-  const int many = 2 * !!f.softcap + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
+  const int many = 2 * !!f.function + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
   if (many > 2) return anything;
   if (many || !c.aligned) return features;
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
