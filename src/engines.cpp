@@ -85,6 +85,7 @@ static Problem without_options(Problem p) {
   p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = {};
   p.blocks = {};
   p.window_left = p.window_right = kUnbounded;
+  p.score = ScoreFunction::dot, p.beta = p.shift = 0;
   p.softcap = p.dropout = 0;
   p.tile_q = p.tile_k = 0;
   p.deterministic = p.exact_max = false;

@@ -36,7 +36,7 @@ const CudaEngine &tf32_engine();
 const CudaEngine &simt_engine();
 
 // Compiles, or finds in the cache, the kernels that the problem would run on a GPU of this compute capability; needs none. Throws with
-// every engine's reason if none takes it. A line per kernel: "compiled|cached registers spilled-bytes name".
+// every engine's reason if none takes it. A line per kernel: "compiled|cached registers spilled-bytes wgmma-serialized name".
 std::string prewarm(const Problem &, Direction, int cc);
 
 } // namespace strobe::cuda

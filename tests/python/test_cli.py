@@ -249,6 +249,7 @@ def test_interrupt_and_resume_is_the_whole_run(run, tmp_path, monkeypatch):
     done = train(run, tmp_path / "parts", "--resume")
     assert "continues at step 4 of 6" in done.output
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts")]
+    assert all(summary.pop("tokens_per_second") > 0 for summary in summaries)
     assert summaries[0] == summaries[1]
     assert f"no attention: {tmp_path / 'parts' / 'no-attention.pt'} does not exist; starts at step 0" in done.output
     assert train(run, tmp_path / "parts").exit_code == 0  # afresh, and what was there is kept
