@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from .case import Row, read_csv
 from .measure import FIGURES
@@ -161,6 +161,7 @@ def block_size(rows: list[Row]) -> Figure:
         if points:
             time.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=names[engine])
     traffic.set(ylabel="GB", title="between memory and chip", yscale="log")
+    traffic.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     traffic.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     traffic.yaxis.set_minor_locator(NullLocator())
     time.set(ylabel="ms", title="runtime", ylim=(0, None))
