@@ -163,4 +163,34 @@ template <class T> STROBE_INLINE Vec<T> tanh(Vec<T> x, Vec<T> &slope) {
   return select(a < V(T(0.625)), small, large);
 }
 
+template <class T> STROBE_INLINE Vec<T> sqrt(Vec<T> x) {
+  Vec<T> y;
+  for (int i = 0; i < Vec<T>::kLanes; ++i) y.v[i] = sizeof(T) == 4 ? __builtin_sqrtf(x.v[i]) : __builtin_sqrt(x.v[i]);
+  return y;
+}
+
+// log2 of x >= 1, inf or NaN: the exponent, and 2 artanh((m - 1) / (m + 1)) / ln 2 of the fraction m in [sqrt(1/2), sqrt(2)) as a power series.
+template <class T> STROBE_INLINE Vec<T> log2(Vec<T> x) {
+  using V = Vec<T>;
+  using B = Bits<T>;
+  using RawInt = typename V::RawInt;
+  constexpr int kTerms = sizeof(T) == 4 ? 5 : 12;
+  const RawInt half = (RawInt)V(T(0.70710678118654752440)).v;
+  const RawInt exponent = ((RawInt)x.v - half) >> B::kMantissa;
+  const V m((typename V::Raw)((RawInt)x.v - (exponent << B::kMantissa)));
+  const V z = (m - V(1)) / (m + V(1)), square = z * z;
+  V p = T(0);
+  unroll<kTerms>(STROBE_UNROLL(i) { p = p * square + V(T(2.88539008177792681472 / (2 * (kTerms - 1 - i) + 1))); });
+  return select(x < V(T(__builtin_inf())), V(__builtin_convertvector(exponent, typename V::Raw)) + z * p, x);
+}
+
+// arccosh(max(y, 1)) / ln 2 and arccosh's derivative: 1 / sqrt(y^2 - 1), 0 where y <= 1. Where y^2 overflows the root is y.
+template <class T> STROBE_INLINE Vec<T> arccosh2(Vec<T> y, Vec<T> &slope) {
+  using V = Vec<T>;
+  y = max(y, V(1));
+  const V t = y - V(1), root = sqrt(t * (t + V(2))), sinh = select(root < y, root, y);
+  slope = select(V(0) < sinh, V(1) / sinh, V(0));
+  return log2(y + sinh);
+}
+
 } // namespace strobe::inline STROBE_ISA

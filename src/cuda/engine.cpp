@@ -17,31 +17,6 @@ std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream
   return host;
 }
 
-void require(const char *argument, const std::string &reason) {
-  if (!reason.empty()) throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", reason));
-}
-
-// What lies in device memory, on request: the kernels clamp it, they do not complain.
-void check_contents(const Problem &p, CUstream stream) {
-  if (p.varlen) {
-    require("cu_seqlens_q", check_cu_seqlens(fetched(p.cu_seqlens_q, p.batch + 1, stream).data(), p.batch, p.total_q, p.seqlen_q));
-    require("cu_seqlens_k", check_cu_seqlens(fetched(p.cu_seqlens_k, p.batch + 1, stream).data(), p.batch, p.total_k, p.seqlen_k));
-  }
-  const Problem::Blocks &m = p.blocks;
-  if (!m.present) return;
-  const int64_t matrices = m.batch * m.heads;
-  const auto offsets = fetched(m.row_ptr, matrices * (m.rows + 1), stream), indices = fetched(m.col, m.kept, stream);
-  const Csr csr{matrices, m.rows, m.cols, m.kept, offsets.data(), indices.data()};
-  require("block_rows", check_offsets(csr));
-  require("block_cols", check_indices(csr));
-  if (!m.transposed) return;
-  const auto offsets_t = fetched(m.row_ptr_t, matrices * (m.cols + 1), stream), indices_t = fetched(m.col_t, m.kept, stream);
-  const Csr transpose{matrices, m.cols, m.rows, m.kept, offsets_t.data(), indices_t.data()};
-  require("block_rows_t", check_offsets(transpose));
-  require("block_cols_t", check_indices(transpose));
-  require("block_rows_t", check_transpose(csr, transpose));
-}
-
 } // namespace
 
 std::string CudaEngine::missing() const { return devices_missing(); }
@@ -91,7 +66,7 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction dir
   const Made made = program_for(p, direction, on, scratch);
   DeviceGuard guard(on);
   const CUstream stream = static_cast<CUstream>(execution.stream);
-  if (p.check) check_contents(p, stream);
+  if (p.check) check_contents(p, [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
   for (const Step &step : std::get<Program>(made).steps) {
     if (const Zero *zero = std::get_if<Zero>(&step)) {
       fill(zero->begin, 0, zero->bytes, stream);

@@ -18,7 +18,9 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/sha256.cpp
   ${CMAKE_CURRENT_LIST_DIR}/simt.cpp
   ${CMAKE_CURRENT_LIST_DIR}/sm90.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/sm90_backward.cpp
   ${CMAKE_CURRENT_LIST_DIR}/stream.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/tensor_maps.cpp
   ${CMAKE_CURRENT_LIST_DIR}/tf32.cpp)
 
 # Writes a C++ file that holds every header below the folders given, under its name there.

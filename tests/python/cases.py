@@ -42,6 +42,7 @@ FACTORS: dict[str, list[Any]] = {
     "alignment": ["bottom_right", "top_left"],
     "scale": [None, 0.1, -0.3, 0.0],
     "softcap": [0.0, 3.0, 30.0],
+    "score": ["dot", "hyperbolic 1,0", "hyperbolic 2.5,-0.7"],
     "alibi": [None, "H", "BH"],
     "bias": [None, "BHQK", "1HQK", "B1QK", "B11K", "11QK", "1HQ1", "1111", "BH1K"],
     "bias kind": [None, "gradient", "fixed", "float32", "-inf"],
@@ -68,6 +69,8 @@ def _valid(case: dict[str, Any]) -> bool:
         # packed tokens have one layout and no batch axis
         not (case.get("varlen") and case.get("storage") in ("bshd", "expanded batch")),
         not ({"bias", "bias kind"} <= case.keys() and (case["bias"] is None) != (case["bias kind"] is None)),
+        # a score is one function of q.k
+        not (case.get("score", "dot") != "dot" and case.get("softcap")),
         not (case.get("bias kind") == "float32" and case.get("dtype") == "float64"),
     ]
     return all(rules)
@@ -146,6 +149,16 @@ def _storage(kind: str, t: Tensor) -> Tensor:
     return t
 
 
+def _on_hyperboloid(x: Tensor) -> Tensor:
+    """The points that these are above, their first coordinate left out."""
+    return torch.cat([(1 + (x[..., 1:] ** 2).sum(-1, keepdim=True)).sqrt(), x[..., 1:]], dim=-1)
+
+
+def _flipped(x: Tensor) -> Tensor:
+    """Of which a product with a point is the Lorentz product."""
+    return torch.cat([-x[..., :1], x[..., 1:]], dim=-1)
+
+
 def _lengths(generator: torch.Generator, n: int, most: int, zeros: bool) -> list[int]:
     lengths = [int(x) for x in torch.randint(1, most + 1, (n,), generator=generator)]
     lengths[0] = most
@@ -203,6 +216,10 @@ def build(case: dict[str, Any]) -> Inputs:
         v += 1.0
     if case["values"] == "large":
         q, k = 8 * q, 8 * k
+    if case["score"] != "dot":
+        beta, shift = map(float, case["score"].split()[1].split(","))
+        options |= {"score": "hyperbolic", "beta": beta, "shift": shift}
+        q, k = _flipped(_on_hyperboloid(q)), _on_hyperboloid(k)
     storage = case["storage"]
     q, k, v = (_storage(storage, t.to(dtype)) for t in (q, k, v))
 
@@ -274,7 +291,8 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
     h, d = q.shape[1 if inputs.varlen or o.get("layout") != "bshd" else 2], q.shape[-1]
     window = o.get("window")
     window = (None, None) if window is None else (window, window) if isinstance(window, int) else window
-    scale = o["scale"] if o.get("scale") is not None else d**-0.5
+    hyperbolic = (o["beta"], o["shift"]) if o.get("score") == "hyperbolic" else None
+    scale = o["scale"] if o.get("scale") is not None else 1.0 if hyperbolic else d**-0.5
 
     def score(b: int | None, sq: int, sk: int) -> plain.Score:
         """b: the sequence of a varlen call, or None for the whole batch."""
@@ -300,7 +318,7 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
             shape = (n if b is None else b + 1, h, sq, sk)
             keep = strobe.dropout_mask(shape, dropout, **{key: o[key] for key in ("seed", "offset", "rng") if key in o})[rows]
         bias = part(o["bias"]) if "bias" in o else None
-        return plain.Score(scale, softcap, alibi, bias, visible, o.get("sinks"), keep, plain.keep_rate(dropout))
+        return plain.Score(scale, softcap, hyperbolic, alibi, bias, visible, o.get("sinks"), keep, plain.keep_rate(dropout))
 
     if not inputs.varlen:
         tensors = (q, k, v, inputs.dout)

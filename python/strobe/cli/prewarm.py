@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from strobe._core import lib
 from strobe._prewarm import Kernel, Shape, prewarm
 
 # One feature alone: tensors and options beside q, k and v. B, H, S: of the example.
@@ -29,6 +30,7 @@ FEATURES: dict[str, tuple[dict[str, Shape], dict[str, Any]]] = {
     "bias": ({"bias": Shape(_SCORES, "float32")}, {}),
     "ALiBi": ({"alibi_slopes": Shape((_H,), "float32")}, {"window_right": 0}),
     "softcap": ({}, {"softcap": 30.0, "window_right": 0}),
+    "hyperbolic": ({}, {"score": lib.STROBE_HYPERBOLIC, "beta": 1.0}),
     "sinks": ({"sinks": Shape((_H,), "float32")}, {"window_right": 0}),
     "dropout": ({"rng": Shape((2,), "int64")}, {"dropout": 0.1, "window_right": 0}),
     "block-sparse": (

@@ -21,17 +21,18 @@ def flops(shape: tuple[int, int, int, int], backward: bool, causal: bool) -> flo
     return 4.0 * batch * heads * seqlen**2 * head_dim * (2.5 if backward else 1) * (0.5 if causal else 1)
 
 
-def medians(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Seconds of each function, the median over ``repeats`` calls after one that is not counted."""
+def medians(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] | None = None) -> dict[str, float]:
+    """Seconds of each function, the median over ``repeats`` calls after one that is not counted. clock: else time.perf_counter."""
+    now = clock or time.perf_counter
     for function in functions.values():
         function()
     order = list(functions) * repeats
     random.Random(0).shuffle(order)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for name in order:
-        start = time.perf_counter()
+        start = now()
         functions[name]()
-        seconds[name].append(time.perf_counter() - start)
+        seconds[name].append(now() - start)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
