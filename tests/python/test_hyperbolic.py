@@ -65,7 +65,9 @@ def test_maps_lead_back_and_keep_distances():
 
 
 @pytest.mark.parametrize(
-    "function", [h.poincare_to_lorentz, h.klein_to_lorentz, h.poincare_to_klein, h.klein_to_poincare, h.lift, h.exp_map], ids=lambda f: f.__name__
+    "function",
+    [h.poincare_to_lorentz, h.klein_to_lorentz, h.poincare_to_klein, h.klein_to_poincare, h.lift, h.exp_map],
+    ids=lambda f: f.__name__,
 )
 def test_gradients_of_maps_of_the_ball(function):
     x = ball(4, 3)
