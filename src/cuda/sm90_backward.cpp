@@ -19,16 +19,22 @@ using mma::RowsConfig;
 using sm90::BackwardConfig;
 
 constexpr KernelSource kBackward{"sm90/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
+constexpr KernelSource kWide{"sm90/backward_wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
 constexpr KernelSource kRows{"sm90/backward_rows.h", "strobe::sm90::BackwardRows", "strobe::mma::RowsConfig"};
 constexpr KernelSource kDq{"sm90/backward_rows.h", "strobe::sm90::BackwardDq", "strobe::mma::RowsConfig"};
 constexpr KernelSource kSinks{"mma/rows.h", "strobe::mma::Sinks", "strobe::mma::RowsConfig"};
 
-constexpr int64_t kMostDim = 128;
+constexpr int64_t kNarrow = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
 
 // Why it does not carry this; empty if it does.
 std::string refusal(const Problem &p, const Features &f) {
   const int64_t widest = std::max(p.head_dim, p.head_dim_v);
-  if (widest > kMostDim) return text("its backward takes head dimensions up to ", kMostDim, ", not ", widest);
+  if (widest > kNarrow) {
+    if (p.head_dim <= 64) return text("its backward takes no ", p.head_dim, " columns of q beside ", p.head_dim_v, " of v");
+    if (f.mask || f.alibi || f.softcap || f.scaled)
+      return text("its backward takes no mask, alibi_slopes, softcap or extreme scale where head dimensions exceed ", kNarrow);
+    if (p.deterministic && p.dq) return text("its backward adds up dq in any order where head dimensions exceed ", kNarrow);
+  }
   if (f.bias) return "its backward takes no bias";
   if (f.dropout && f.softcap) return "its backward takes dropout or softcap, not both";
   if (f.mask && f.alibi && widest > 64) return "its backward takes mask or alibi_slopes, not both, where head dimensions exceed 64";
@@ -51,11 +57,15 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
   c.dtype = i32(p.dtype);
   c.head_dim = i32((p.head_dim + 15) / 16 * 16), c.head_dim_v = i32((p.head_dim_v + 15) / 16 * 16);
   c.features = f;
+  c.registers_load = 40, c.registers_compute = 232;
+  if (std::max(c.head_dim, c.head_dim_v) > kNarrow) {
+    c.wide = 1, c.tile_q = 64;
+    return c;
+  }
   const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
   c.exact_p = f.softcap || f.dropout;
   c.deterministic = p.deterministic && p.dq;
   c.dq_shared = c.head_dim > 64 || c.deterministic;
-  c.registers_load = 40, c.registers_compute = 232;
   if (std::max(c.head_dim, c.head_dim_v) <= 64)
     c.tile_q = heavy ? 64 : 128;
   else if (heavy || c.head_dim <= 64)
@@ -91,9 +101,9 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   const Features features = features_of(p);
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
   const BackwardConfig c = configuration(p, features);
-  if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.kTileK))
-    return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.kTileK);
-  const int64_t key_tiles = tiles(p.seqlen_k, c.kTileK), pairs = p.batch * p.heads_kv, blocks = key_tiles * pairs;
+  if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.tile_k()))
+    return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
+  const int64_t key_tiles = tiles(p.seqlen_k, c.tile_k()), pairs = p.batch * p.heads_kv, blocks = key_tiles * pairs;
 
   HopperBackwardArguments a{};
   a.a = backward_arguments(p);
@@ -112,19 +122,19 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
   a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
   a.dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.kTileK));
-  a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.kTileK));
+  a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+  a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
 
   Program program;
   const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1};
   const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
   program.steps.push_back(Launch(kRows, each, row_blocks, RowsConfig::threads(), 0, a));
-  if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
+  if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
   if (p.dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
   if (p.dsinks) program.steps.push_back(Launch(kSinks, each, p.heads, RowsConfig::threads(), 0, a.a));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
-  describe_tile(program, p, c.tile_q, c.kTileK, true);
+  describe_tile(program, p, c.tile_q, c.tile_k(), true);
   program.predicted_seconds = predicted_seconds(p, c, device, blocks);
   return program;
 }
