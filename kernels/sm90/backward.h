@@ -51,7 +51,7 @@ template <BackwardConfig C> struct Backward {
       if (!(step.flags & kNothing))
         walk(step);
       else if constexpr (C.deterministic)
-        order(step);
+        scores.release(shared.dq_full(w));
       finish();
     }
 
@@ -62,7 +62,7 @@ template <BackwardConfig C> struct Backward {
       mbarrier_wait(shared.v_full(), 0);
       clean_keys();
       u32 n = 0;
-      QueryStep before{}; // the tile of the iteration before
+      i32 before = 0; // the number of the tile of the iteration before
 #pragma unroll 1
       for (;; ++n) {
         wgmma_wait<0>();
@@ -104,7 +104,7 @@ template <BackwardConfig C> struct Backward {
           wait_full(shared.q_full(next), next);
           multiply_s(next);
         }
-        before = step;
+        before = step.number;
         if (!more) break;
         step = read<QueryStep>(shared.step(next));
       }
@@ -159,10 +159,10 @@ template <BackwardConfig C> struct Backward {
     }
     // dQ of iteration n to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries of a
     // warp.
-    __device__ __forceinline__ void add_dq(u32 n, const QueryStep &step) {
+    __device__ __forceinline__ void add_dq(u32 n, i32 number) {
       if (!a.a.dq_sum) return;
       constexpr int kN = C.dq_queries();
-      float *target = a.a.dq_sum + (i64)step.number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
+      float *target = a.a.dq_sum + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
       if constexpr (C.dq_shared) {
         const u32 place = shared.dq + (w * 4 + warp) * (64 * kN);
         if constexpr (C.deterministic) {
@@ -174,27 +174,18 @@ template <BackwardConfig C> struct Backward {
 #pragma unroll
         for (int i = 0; i < kN / 8; ++i) store_shared(place + 512 * i + 16 * lane, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));
         async_proxy_fence();
+        __syncwarp();
         if constexpr (C.deterministic) {
-          order(step);
-        } else {
-          __syncwarp();
-          if (lane == 0) {
-            bulk_add(target, place, 64 * kN);
-            bulk_commit();
-          }
+          scores.release(shared.dq_full(w));
+        } else if (lane == 0) {
+          bulk_add(target, place, 64 * kN);
+          bulk_commit();
         }
       } else {
 #pragma unroll
         for (int i = 0; i < kN / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));
       }
     }
-    // Has this warp's part of dQ added in order.
-    __device__ __forceinline__ void order(const QueryStep &step) const {
-      if (warp == 0 && lane == 0) write(shared.dq_step(w), step.begin, 0, step.number, step.flags);
-      __syncwarp();
-      scores.release(shared.dq_full(w));
-    }
-
     // dK and dV to memory.
     __device__ __forceinline__ void finish() const {
       const Inputs &in = a.a.in;

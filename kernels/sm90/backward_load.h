@@ -32,6 +32,7 @@ template <BackwardConfig C> struct BackwardLoad {
     walk([&](u32 n, i32 row, const QueryStep &step) {
       wait_empty(shared.q_empty(n), n);
       write(shared.step(n), step.begin, step.head, step.number, step.flags);
+      if constexpr (C.deterministic) write(shared.dq_step(n), step.begin, step.head, step.number, step.flags);
       if (step.flags & kNothing) return mbarrier_arrive(shared.q_full(n));
       load<C.columns(), C.q_bytes(), kM>(a.q, shared.q_full(n), shared.q_of(n), row, step.head, batch, C.row_bytes());
       bulk_load(shared.lse_of(n), a.rows + (i64)step.number * (2 * kM), C.row_bytes(), shared.q_full(n));

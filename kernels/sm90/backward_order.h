@@ -17,7 +17,7 @@ template <BackwardConfig C> struct BackwardOrder {
 #pragma unroll 1
     for (u32 n = 0;; ++n) {
       mbarrier_wait(shared.dq_full(w), n % 2);
-      const QueryStep step = read<QueryStep>(shared.dq_step(w));
+      const QueryStep step = read<QueryStep>(shared.dq_step(n));
       if (step.flags & kNothing) return;
       u32 *const turn = a.a.turns + 1 + 2 * (i64)step.number + w;
       const u32 before = tiles_before(keys, step.begin);

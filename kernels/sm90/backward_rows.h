@@ -10,6 +10,9 @@ namespace strobe::sm90 {
 using mma::RowsConfig;
 using mma::RowTile;
 
+// The first tiles' dq_sum is written last, and is in the L2 cache yet when Backward begins with them; at the end the other way round.
+__device__ __forceinline__ u32 last_first() { return gridDim.x - 1 - blockIdx.x; }
+
 // LSE and D = rowsum(dO * O) - dLSE, a tile of queries side by side; the tile's part of dq_sum, and its turns, become 0.
 template <RowsConfig C> struct BackwardRows {
   using Arguments = HopperBackwardArguments;
@@ -19,7 +22,7 @@ template <RowsConfig C> struct BackwardRows {
   static __device__ __forceinline__ void run(const Arguments &arguments) {
     const BackwardArguments &a = arguments.a;
     const Inputs &in = a.in;
-    const RowTile<C> tile(in);
+    const RowTile<C> tile(in, last_first());
     if (a.turns && blockIdx.x == 0 && threadIdx.x == 0) a.turns[0] = 0;
     if (tile.rows == 0) return;
     float *rows = arguments.rows + tile.number * (2 * C.tile_q);
@@ -90,7 +93,7 @@ template <RowsConfig C> struct BackwardDq {
 
   static __device__ __forceinline__ void run(const Arguments &arguments) {
     const BackwardArguments &a = arguments.a;
-    const RowTile<C> tile(a.in);
+    const RowTile<C> tile(a.in, last_first());
     const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4, w = (int)threadIdx.x / 128;
     const float scale = (float)a.in.scale;
 #pragma unroll 1

@@ -50,13 +50,14 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 v_full() const { return barriers + 104; }
   __device__ __forceinline__ u32 dq_full(int w) const { return barriers + 112 + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
-  __device__ __forceinline__ u32 dq_step(int w) const { return barriers + 208 + 16 * w; }
   // Wide: P of an iteration, from one warpgroup to the other.
   __device__ __forceinline__ u32 p_full() const { return dq_full(0); }
   __device__ __forceinline__ u32 p_empty() const { return dq_full(1); }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
   __device__ __forceinline__ u32 keys() const { return barriers + 160; }
   __device__ __forceinline__ u32 reach() const { return barriers + 176; }
+  // Deterministic: the steps once more, for who adds up dQ; he is never eight behind.
+  __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
 
   __device__ __forceinline__ void begin() const {
     constexpr int kWarps = 4 * C.kWarpgroups;

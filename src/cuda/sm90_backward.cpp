@@ -71,7 +71,8 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
   else if (heavy || c.head_dim <= 64)
     c.tile_q = 64;
   else
-    c.tile_q = 80, c.registers_load = 24, c.registers_compute = 240;
+    c.tile_q = 80;
+  if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64 && !f.blocks)) c.registers_load = 24, c.registers_compute = 240;
   return c;
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strobe._prewarm import Shape, prewarm
-from strobe.cli.prewarm import Job
+from strobe.cli.prewarm import FEATURES, Job
 
 # Known: the fp32 backward at d128 keeps some numbers of its prologue in memory (bytes).
 SPILLS = {"strobe::tf32::Backward": 144}
@@ -34,3 +34,18 @@ def test_one_query_runs_on_packed_heads(batch, keys):
             raise
         pytest.skip(str(refusal))
     assert names[0].startswith("strobe::mma::Decode")
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("feature", ["plain", "causal", "ALiBi", "softcap", "dropout", "block-sparse"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hopper_backward(head_dim, feature, deterministic):
+    more, options = FEATURES[feature]
+    x = Shape((2, 4, 4096, head_dim), "bfloat16")
+    try:
+        kernels = prewarm({"q": x, "k": x, "v": x, **more}, {**options, "engine": "cuda-sm90", "deterministic": deterministic}, True, 90)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    assert any(kernel.name.startswith("strobe::sm90::Backward") for kernel in kernels)
+    for kernel in kernels:
+        assert kernel.spilled == 0, kernel
