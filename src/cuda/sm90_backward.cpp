@@ -99,7 +99,9 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device
 } // namespace
 
 CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &scratch) {
-  const Features features = features_of(p);
+  Features features = features_of(p);
+  const double size = std::abs(p.scale); // its sign does not matter where LSE is known
+  features.scaled = !(size == 0 || (size > 1e-30 && size < 1e30));
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
   const BackwardConfig c = configuration(p, features);
   if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.tile_k()))
