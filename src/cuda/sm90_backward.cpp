@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "../../kernels/mma/backward_config.h"
 #include "../../kernels/sm90/backward_config.h"
@@ -123,6 +124,8 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * key_tiles)));
   a.bundle = Divisor::make(uint32_t(a.a.bundle)), a.heads_kv = Divisor::make(uint32_t(p.heads_kv));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
+  std::optional<DeviceGuard> current; // the driver encodes maps in a context, and autograd's threads have none
+  if (device.ordinal >= 0) current.emplace(device);
   a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
   a.dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
   a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
