@@ -51,6 +51,7 @@ struct Inputs {
   u64 seed, offset;
   const i64 *rng; // seed, offset on the device, if not null
   BlockList blocks, blocks_t;
+  double beta, shift; // of hyperbolic scores
 
   STROBE_FN Sequence sequence(i64 b) const {
     i64 q0 = 0, k0 = 0, nq = seqlen_q, nk = seqlen_k;

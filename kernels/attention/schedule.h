@@ -38,9 +38,8 @@ template <class Int> struct BasicKeyTile {
 using KeyTile = BasicKeyTile<i64>;
 
 // Tiles of at most tile keys, ascending, none twice, none without a visible key in its hull. The queries [q0, q1), q0 < q1, lie within one
-// row of blocks. Runs of adjacent kept blocks that do
-// not hold whole tiles are walked as one; align divides tile and, for block-sparse, block. part:
-// where several share the work over the keys.
+// row of blocks. Runs of adjacent kept blocks are walked as one, unless each holds whole tiles; align divides tile and, for block-sparse, block.
+// part: where several share the work over the keys.
 template <class Int> class BasicSchedule {
 public:
   using Range = BasicRange<Int>;
@@ -52,9 +51,10 @@ public:
       : any_(share(band.keys_any(q0, q1), tile, align, part)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align),
         seqlen_(band.seqlen_k) {
     if (row_.cols) {
-      run_ = {0, 0};
-      join_ = (u32)row_.block % (u32)tile_ != 0;
-      if (row_.count) column_ = row_.cols[0];
+      block_ = max((Int)min(row_.block, (i64)seqlen_), Int(1));
+      blocks_ = (seqlen_ + block_ - 1) / block_;
+      join_ = (u32)block_ % (u32)tile_ != 0;
+      advance();
     } else {
       run_ = any_;
       next_ = run_.empty() ? 0 : below(run_.begin);
@@ -84,19 +84,18 @@ public:
 
 private:
   STROBE_FN Int below(Int x) const { return x / align_ * align_; }
-  STROBE_FN Range block() const { // of the next entry, cut to the sequence
-    i64 c = max((i64)column_, 0ll);
-    return {(Int)min(c * row_.block, (i64)seqlen_), (Int)min((c + 1) * row_.block, (i64)seqlen_)};
-  }
-  STROBE_FN void step() { // read now, for the next run
-    if (++entry_ < row_.count) column_ = row_.cols[entry_];
+  // ahead_: the next entry's block, cut to the sequence; behind it, and so empty, if there is none.
+  STROBE_FN void advance() {
+    ahead_ = {seqlen_, seqlen_};
+    if (entry_ >= row_.count) return;
+    const Int c = max((Int)row_.cols[entry_++], Int(0));
+    if (c < blocks_) ahead_ = {c * block_, min(c * block_ + block_, seqlen_)};
   }
   STROBE_FN bool next_run() { // dense has the one run that the constructor set
     if (!row_.cols) return false;
-    while (entry_ < row_.count) {
-      Range run = block();
-      step();
-      while (join_ && entry_ < row_.count && block().begin == run.end && run.end < seqlen_) run.end = block().end, step();
+    while (entry_ < row_.count || !ahead_.empty()) {
+      Range run = ahead_;
+      for (advance(); join_ && ahead_.begin == run.end && !ahead_.empty(); advance()) run.end = ahead_.end;
       run_ = intersect(run, any_);
       if (run_.empty()) continue;
       next_ = max(below(run_.begin), run.begin);
@@ -105,12 +104,12 @@ private:
     return false;
   }
 
-  Range any_, all_, run_{0, 0};
+  Range any_, all_, run_{0, 0}, ahead_{0, 0};
   BlockRow row_;
   Int tile_, align_, seqlen_, next_ = 0;
+  Int block_ = 1, blocks_ = 0; // keys of a block, blocks of the sequence
   i64 entry_ = 0;
-  i32 column_ = 0; // of the next entry
-  bool join_ = false;
+  bool join_ = false; // adjacent blocks: they do not hold whole tiles
 };
 using Schedule = BasicSchedule<i64>;
 

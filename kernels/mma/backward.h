@@ -314,12 +314,12 @@ private:
       i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
       auto lse = [&](int n) { return StagedLse(lse_of(stage, n0 + n)); };
       if (kCareful || t.queries.masked)
-        probabilities<F, true, F.softcap != 0, F.bias != 0>(s, P, scores, t.head, i, j, state.k1, lse);
+        probabilities<F, true, F.function != 0, F.bias != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       else
-        probabilities<F, false, F.softcap != 0, F.bias != 0>(s, P, scores, t.head, i, j, state.k1, lse);
+        probabilities<F, false, F.function != 0, F.bias != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       if constexpr (F.dropout) {
         dropout.mark(s, i, j, t.head, state.batch);
-        if constexpr (F.softcap) dropout.mark(P, i, j, t.head, state.batch);
+        if constexpr (F.function) dropout.mark(P, i, j, t.head, state.batch);
       }
       Left p[kKeys][kStep];
 #pragma unroll
@@ -328,7 +328,7 @@ private:
         for (int n = 0; n < kStep; ++n) {
           p[m][n] = tile::rounded<T>(s[m][n]);
           tile::put(shared + kP, block(m, n0 + n), p[m][n]);
-          if constexpr (F.softcap) {
+          if constexpr (F.function) {
             p[m][n] = tile::rounded<T>(P[m][n]);
             tile::put(shared + kP + C.p_bytes(), block(m, n0 + n), p[m][n]);
           }

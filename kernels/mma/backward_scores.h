@@ -44,7 +44,7 @@ struct RowLse {
 };
 
 // S^T -> P^T, of keys from j on and queries from i on; lse(n): what has lse(c, e) and, kExact, excess(c, e) of block n.
-// kSlope (for a softcap): P goes into `P`, and s becomes P times the softcap's slope; else s becomes P.
+// kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's slope; else s becomes P.
 template <Features F, bool kMasked, bool kSlope, bool kExact, int kM, int kN, class Lse>
 __device__ __forceinline__ void probabilities(Accumulator (&s)[kM][kN], Accumulator (&P)[kM][kN], const Scores<F, float> &scores, i32 head,
                                               i32 i, i32 j, i32 limit, const Lse &lse) {

@@ -261,7 +261,8 @@ private:
     Results results{*this, min((i32)C.tile_q, rows - first)};
     for (int w = 0; w < C.warps; ++w) {
       Range keys = Schedule::share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, part(w));
-      restore_specials<kThreads>(scores, dropout, v, keys, {nullptr, 0, 0}, results);
+      __syncthreads();
+      restore_specials<kThreads>(scores, dropout, v, keys, {nullptr, 0, 0}, results, (int)threadIdx.x);
     }
   }
 };

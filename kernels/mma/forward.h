@@ -1,7 +1,6 @@
 // FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a block of threads owns a tile of queries and walks over the tiles of keys;
 // a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
 #pragma once
-#include "../attention/longest_first.h"
 #include "../attention/scores.h"
 #include "../tile/copy.h"
 #include "config.h"
@@ -25,7 +24,7 @@ template <Config C> struct Forward {
   static constexpr bool kAligned = C.aligned;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0 && kD % 16 == 0 && kDv % 16 == 0);
 
-  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the longest tile (dense: the last) first.
+  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the last (longest, if causal) tile first.
   struct Item {
     i32 b, h, q, split;
     __device__ __forceinline__ Item(const Arguments &a, u32 x) {
@@ -44,15 +43,10 @@ template <Config C> struct Forward {
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     Item item(a, blockIdx.x);
-    if constexpr (F.blocks)
-      item.q =
-          longest_query_tile<F, kThreads, C.tile_q>(a.in, item.b, item.h, (i32)div_up(a.in.seqlen_q, C.tile_q) - 1 - item.q / C.tile_q) *
-          C.tile_q;
     Sequence sequence = a.in.sequence(item.b);
     if (item.q >= sequence.band.seqlen_q) return;
     if (!Forward(a, item, sequence, shared_address(shared)).compute()) return;
     Item again(a, computed_here(blockIdx.x)); // nothing is kept in registers for this
-    again.q = item.q;
     Forward(a, again, a.in.sequence(again.b), 0).restore();
   }
 
@@ -237,7 +231,8 @@ private:
   __device__ __forceinline__ void restore() const {
     Results results{*this, min((i32)C.tile_q, scores.seqlen_q - item.q)};
     Range keys = Schedule::share(sequence.band.keys_any(item.q, last()), C.tile_k, 16, part());
-    restore_specials<kThreads>(scores, dropout.dropout, v, keys, blocks(), results);
+    __syncthreads();
+    restore_specials<kThreads>(scores, dropout.dropout, v, keys, blocks(), results, (int)threadIdx.x);
   }
 
   // O / l and LSE to memory.

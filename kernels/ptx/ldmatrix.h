@@ -16,6 +16,18 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&x)[4], u32 address) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address));
 }
+// The other way, each matrix transposed.
+__device__ __forceinline__ void stmatrix_transposed(u32 address, const u32 *x) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+               "r"(x[3])
+               : "memory");
+}
+// A matrix in the warp's registers, lane 4r + t holding columns 2t and 2t + 1 of row r, transposed.
+__device__ __forceinline__ u32 transposed(u32 x) {
+  u32 y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
 
 __device__ __forceinline__ void store_shared(u32 address, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
@@ -28,6 +40,9 @@ template <int kOffset> __device__ __forceinline__ void load_shared(float (&x)[4]
                : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
                : "r"(address), "n"(kOffset)
                : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 address, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 __device__ __forceinline__ void load_shared(u32 (&x)[4], u32 address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");

@@ -1,6 +1,6 @@
-// Barriers in shared memory that count arrivals and bytes (PTX mbarrier), and the named barriers of a block. Addresses are 32-bit shared ones.
+// Barriers in shared memory that count arrivals and bytes (PTX mbarrier). Addresses are 32-bit shared ones.
 #pragma once
-#include "../attention/base.h"
+#include "barrier.h"
 
 namespace strobe {
 
@@ -23,14 +23,6 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
                "@!done bra WAIT;\n}" ::"r"(barrier),
                "r"(parity)
                : "memory");
-}
-
-// Named barriers (0 to 15; 0 is __syncthreads'): `threads` of the block, those that wait and those that only arrive.
-__device__ __forceinline__ void barrier_sync(int name, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(int name, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
 // Registers handed from a warpgroup that needs few to one that needs many. The count is a multiple of 8.

@@ -1,4 +1,4 @@
-// The bulk copy engine (TMA, sm_90): boxes of tensors from global to shared memory.
+// The bulk copy engine (TMA, sm_90): boxes of tensors from global to shared memory, and runs of bytes either way.
 #pragma once
 #include "tensor_map.h"
 
@@ -13,5 +13,25 @@ __device__ __forceinline__ void tma_load(u32 shared, const TensorMap &map, u32 b
       "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
+
+// Runs of bytes: addresses and sizes are multiples of 16.
+__device__ __forceinline__ void bulk_load(u32 shared, const void *global, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// Adds floats of shared to those of global memory. Whoever wrote them has called async_proxy_fence() since.
+__device__ __forceinline__ void bulk_add(void *global, u32 shared, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until what this thread committed has been read from shared memory; or is done.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// What this thread wrote to shared memory is seen by the copy engine and by wgmma.
+__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What came before, by this thread, to global memory and what follows keep their order across generic and copy engine's accesses.
+__device__ __forceinline__ void async_proxy_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 } // namespace strobe

@@ -33,102 +33,110 @@ __device__ __forceinline__ u64 descriptor_mn_major(u32 base, u32 block_bytes) {
 // A descriptor `bytes` further on.
 __device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
 
-// Wgmma<T, N>: shared<kAccumulate>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b).
+// Wgmma<T, N>: shared<kAccumulate, kMnMajorA>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). shared_anew<kMnMajorA>(d, a, b): the
+// first product of a sum whose registers are free until then (where d keeps its place over a loop, shared<false>).
 template <class T, int N> struct Wgmma;
 
-#define STROBE_OUT(i) "+f"(d[i])
-#define STROBE_OUT8(i)                                                                                                                     \
-  STROBE_OUT(i), STROBE_OUT(i + 1), STROBE_OUT(i + 2), STROBE_OUT(i + 3), STROBE_OUT(i + 4), STROBE_OUT(i + 5), STROBE_OUT(i + 6),         \
-      STROBE_OUT(i + 7)
-#define STROBE_OUTS_16 STROBE_OUT8(0)
+#define STROBE_OUT(io, i) io(d[i])
+#define STROBE_OUT8(io, i)                                                                                                                 \
+  STROBE_OUT(io, i), STROBE_OUT(io, i + 1), STROBE_OUT(io, i + 2), STROBE_OUT(io, i + 3), STROBE_OUT(io, i + 4), STROBE_OUT(io, i + 5),    \
+      STROBE_OUT(io, i + 6), STROBE_OUT(io, i + 7)
+#define STROBE_OUTS_16(io) STROBE_OUT8(io, 0)
 #define STROBE_LIST_16 "{%0, %1, %2, %3, %4, %5, %6, %7}"
-#define STROBE_OUTS_32 STROBE_OUT8(0), STROBE_OUT8(8)
+#define STROBE_OUTS_32(io) STROBE_OUT8(io, 0), STROBE_OUT8(io, 8)
 #define STROBE_LIST_32 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
-#define STROBE_OUTS_48 STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16)
+#define STROBE_OUTS_48(io) STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16)
 #define STROBE_LIST_48 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}"
-#define STROBE_OUTS_64 STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24)
+#define STROBE_OUTS_64(io) STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24)
 #define STROBE_LIST_64                                                                                                                     \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31}"
-#define STROBE_OUTS_80 STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32)
+#define STROBE_OUTS_80(io) STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32)
 #define STROBE_LIST_80                                                                                                                     \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}"
-#define STROBE_OUTS_96 STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32), STROBE_OUT8(40)
+#define STROBE_OUTS_96(io)                                                                                                                 \
+  STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32), STROBE_OUT8(io, 40)
 #define STROBE_LIST_96                                                                                                                     \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}"
-#define STROBE_OUTS_112 STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32), STROBE_OUT8(40), STROBE_OUT8(48)
+#define STROBE_OUTS_112(io)                                                                                                                \
+  STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32), STROBE_OUT8(io, 40),              \
+      STROBE_OUT8(io, 48)
 #define STROBE_LIST_112                                                                                                                    \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "     \
   "%54, %55}"
-#define STROBE_OUTS_128                                                                                                                    \
-  STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32), STROBE_OUT8(40), STROBE_OUT8(48), STROBE_OUT8(56)
+#define STROBE_OUTS_128(io)                                                                                                                \
+  STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32), STROBE_OUT8(io, 40),              \
+      STROBE_OUT8(io, 48), STROBE_OUT8(io, 56)
 #define STROBE_LIST_128                                                                                                                    \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "     \
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
-#define STROBE_OUTS_144                                                                                                                    \
-  STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32), STROBE_OUT8(40), STROBE_OUT8(48), STROBE_OUT8(56),    \
-      STROBE_OUT8(64)
+#define STROBE_OUTS_144(io)                                                                                                                \
+  STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32), STROBE_OUT8(io, 40),              \
+      STROBE_OUT8(io, 48), STROBE_OUT8(io, 56), STROBE_OUT8(io, 64)
 #define STROBE_LIST_144                                                                                                                    \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "     \
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}"
-#define STROBE_OUTS_160                                                                                                                    \
-  STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32), STROBE_OUT8(40), STROBE_OUT8(48), STROBE_OUT8(56),    \
-      STROBE_OUT8(64), STROBE_OUT8(72)
+#define STROBE_OUTS_160(io)                                                                                                                \
+  STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32), STROBE_OUT8(io, 40),              \
+      STROBE_OUT8(io, 48), STROBE_OUT8(io, 56), STROBE_OUT8(io, 64), STROBE_OUT8(io, 72)
 #define STROBE_LIST_160                                                                                                                    \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "     \
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}"
-#define STROBE_OUTS_176                                                                                                                    \
-  STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32), STROBE_OUT8(40), STROBE_OUT8(48), STROBE_OUT8(56),    \
-      STROBE_OUT8(64), STROBE_OUT8(72), STROBE_OUT8(80)
+#define STROBE_OUTS_176(io)                                                                                                                \
+  STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32), STROBE_OUT8(io, 40),              \
+      STROBE_OUT8(io, 48), STROBE_OUT8(io, 56), STROBE_OUT8(io, 64), STROBE_OUT8(io, 72), STROBE_OUT8(io, 80)
 #define STROBE_LIST_176                                                                                                                    \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "     \
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "     \
   "%80, %81, %82, %83, %84, %85, %86, %87}"
-#define STROBE_OUTS_192                                                                                                                    \
-  STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32), STROBE_OUT8(40), STROBE_OUT8(48), STROBE_OUT8(56),    \
-      STROBE_OUT8(64), STROBE_OUT8(72), STROBE_OUT8(80), STROBE_OUT8(88)
+#define STROBE_OUTS_192(io)                                                                                                                \
+  STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32), STROBE_OUT8(io, 40),              \
+      STROBE_OUT8(io, 48), STROBE_OUT8(io, 56), STROBE_OUT8(io, 64), STROBE_OUT8(io, 72), STROBE_OUT8(io, 80), STROBE_OUT8(io, 88)
 #define STROBE_LIST_192                                                                                                                    \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "     \
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "     \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}"
-#define STROBE_OUTS_208                                                                                                                    \
-  STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32), STROBE_OUT8(40), STROBE_OUT8(48), STROBE_OUT8(56),    \
-      STROBE_OUT8(64), STROBE_OUT8(72), STROBE_OUT8(80), STROBE_OUT8(88), STROBE_OUT8(96)
+#define STROBE_OUTS_208(io)                                                                                                                \
+  STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32), STROBE_OUT8(io, 40),              \
+      STROBE_OUT8(io, 48), STROBE_OUT8(io, 56), STROBE_OUT8(io, 64), STROBE_OUT8(io, 72), STROBE_OUT8(io, 80), STROBE_OUT8(io, 88),        \
+      STROBE_OUT8(io, 96)
 #define STROBE_LIST_208                                                                                                                    \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "     \
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "     \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103}"
-#define STROBE_OUTS_224                                                                                                                    \
-  STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32), STROBE_OUT8(40), STROBE_OUT8(48), STROBE_OUT8(56),    \
-      STROBE_OUT8(64), STROBE_OUT8(72), STROBE_OUT8(80), STROBE_OUT8(88), STROBE_OUT8(96), STROBE_OUT8(104)
+#define STROBE_OUTS_224(io)                                                                                                                \
+  STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32), STROBE_OUT8(io, 40),              \
+      STROBE_OUT8(io, 48), STROBE_OUT8(io, 56), STROBE_OUT8(io, 64), STROBE_OUT8(io, 72), STROBE_OUT8(io, 80), STROBE_OUT8(io, 88),        \
+      STROBE_OUT8(io, 96), STROBE_OUT8(io, 104)
 #define STROBE_LIST_224                                                                                                                    \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "     \
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "     \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "     \
   "%105, %106, %107, %108, %109, %110, %111}"
-#define STROBE_OUTS_240                                                                                                                    \
-  STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32), STROBE_OUT8(40), STROBE_OUT8(48), STROBE_OUT8(56),    \
-      STROBE_OUT8(64), STROBE_OUT8(72), STROBE_OUT8(80), STROBE_OUT8(88), STROBE_OUT8(96), STROBE_OUT8(104), STROBE_OUT8(112)
+#define STROBE_OUTS_240(io)                                                                                                                \
+  STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32), STROBE_OUT8(io, 40),              \
+      STROBE_OUT8(io, 48), STROBE_OUT8(io, 56), STROBE_OUT8(io, 64), STROBE_OUT8(io, 72), STROBE_OUT8(io, 80), STROBE_OUT8(io, 88),        \
+      STROBE_OUT8(io, 96), STROBE_OUT8(io, 104), STROBE_OUT8(io, 112)
 #define STROBE_LIST_240                                                                                                                    \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "     \
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "     \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "     \
   "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119}"
-#define STROBE_OUTS_256                                                                                                                    \
-  STROBE_OUT8(0), STROBE_OUT8(8), STROBE_OUT8(16), STROBE_OUT8(24), STROBE_OUT8(32), STROBE_OUT8(40), STROBE_OUT8(48), STROBE_OUT8(56),    \
-      STROBE_OUT8(64), STROBE_OUT8(72), STROBE_OUT8(80), STROBE_OUT8(88), STROBE_OUT8(96), STROBE_OUT8(104), STROBE_OUT8(112),             \
-      STROBE_OUT8(120)
+#define STROBE_OUTS_256(io)                                                                                                                \
+  STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16), STROBE_OUT8(io, 24), STROBE_OUT8(io, 32), STROBE_OUT8(io, 40),              \
+      STROBE_OUT8(io, 48), STROBE_OUT8(io, 56), STROBE_OUT8(io, 64), STROBE_OUT8(io, 72), STROBE_OUT8(io, 80), STROBE_OUT8(io, 88),        \
+      STROBE_OUT8(io, 96), STROBE_OUT8(io, 104), STROBE_OUT8(io, 112), STROBE_OUT8(io, 120)
 #define STROBE_LIST_256                                                                                                                    \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "    \
   "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "     \
@@ -140,16 +148,22 @@ template <class T, int N> struct Wgmma;
 // o0 ... o5: the numbers of the operands after d's.
 #define STROBE_WGMMA(T, NAME, N, o0, o1, o2, o3, o4, o5)                                                                                   \
   template <> struct Wgmma<T, N> {                                                                                                         \
-    template <bool kAccumulate> static __device__ __forceinline__ void shared(float (&d)[N / 2], u64 a, u64 b) {                           \
+    template <bool kAccumulate, int kMnMajorA = 0> static __device__ __forceinline__ void shared(float (&d)[N / 2], u64 a, u64 b) {        \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME          \
-                   " " STROBE_LIST_##N ", %" #o0 ", %" #o1 ", p, 1, 1, 0, 0;\n}"                                                           \
-                   : STROBE_OUTS_##N                                                                                                       \
-                   : "l"(a), "l"(b), "n"((int)kAccumulate));                                                                               \
+                   " " STROBE_LIST_##N ", %" #o0 ", %" #o1 ", p, 1, 1, %" #o3 ", 0;\n}"                                                    \
+                   : STROBE_OUTS_##N("+f")                                                                                                 \
+                   : "l"(a), "l"(b), "n"((int)kAccumulate), "n"(kMnMajorA));                                                               \
+    }                                                                                                                                      \
+    template <int kMnMajorA> static __device__ __forceinline__ void shared_anew(float (&d)[N / 2], u64 a, u64 b) {                         \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                 \
+                   " " STROBE_LIST_##N ", %" #o0 ", %" #o1 ", p, 1, 1, %" #o2 ", 0;\n}"                                                    \
+                   : STROBE_OUTS_##N("=f")                                                                                                 \
+                   : "l"(a), "l"(b), "n"(kMnMajorA));                                                                                      \
     }                                                                                                                                      \
     template <bool kAccumulate, int kMnMajorB> static __device__ __forceinline__ void registers(float (&d)[N / 2], const u32 *a, u64 b) {  \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME          \
                    " " STROBE_LIST_##N ", {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1, " STROBE_NEXT_##N ";\n}"            \
-                   : STROBE_OUTS_##N                                                                                                       \
+                   : STROBE_OUTS_##N("+f")                                                                                                 \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)kAccumulate), "n"(kMnMajorB));                           \
     }                                                                                                                                      \
   };

@@ -150,15 +150,13 @@ private:
     __device__ __forceinline__ float lse(int c, int e) const { return backward.statistic(0, n, c, e); }
     __device__ __forceinline__ float excess(int c, int e) const { return backward.statistic(2, n, c, e); }
   };
-  // P^T. For a softcap: through[..] = P^T times its slope.
+  // S^T -> P^T. For a function of q.k: through[..] holds S^T, and then P^T times its slope.
   template <bool kMasked>
   __device__ __forceinline__ void probabilities(Accumulator (&P)[kM][kN], Accumulator (&through)[kM][kN], const Tile &t) const {
-    auto &S = F.softcap ? through : P;
-    multiply_rows<kD, C.products>(S, shared(0) + 4 * first_key() * kD, shared(kQ));
     const auto lse = [&](int n) { return RowLse{*this, n}; };
     Scores<F, float> scores(in, shared_state().sequence, shared_state().batch);
-    mma::probabilities<F, kMasked, F.softcap != 0, true>(S, P, scores, t.head, t.queries.begin, shared_state().k0 + first_key(),
-                                                         shared_state().k1, lse);
+    mma::probabilities<F, kMasked, F.function != 0, true>(F.function ? through : P, P, scores, t.head, t.queries.begin,
+                                                          shared_state().k0 + first_key(), shared_state().k1, lse);
   }
 
   // dP^T -> dS^T, with P^T from shared memory, where this lane put it; where nothing is seen dS is 0, whatever dP is.
@@ -173,7 +171,7 @@ private:
         int at = 2 * (i % 2) + e;
         float &x = dP[i / 2][n].x[c][at], p = load_shared_float(address_of(i / 2, n, c, i % 2, e));
         if constexpr (F.dropout) x = dropped(p) ? 0.0f : x * factor;
-        x = p == 0 ? 0.0f : (F.softcap ? through[i / 2][n].x[c][at] : fabsf(p)) * (x - D);
+        x = p == 0 ? 0.0f : (F.function ? through[i / 2][n].x[c][at] : fabsf(p)) * (x - D);
       }
     }
   }
@@ -335,6 +333,7 @@ private:
       u32 keys = first_key();
 
       Accumulator P[kM][kN] = {}, through[kM][kN] = {}, dS[kM][kN] = {};
+      multiply_rows<kD, C.products>(F.function ? through : P, shared(0) + 4 * keys * kD, shared(kQ));
       if (t.queries.masked)
         probabilities<true>(P, through, t);
       else

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from array import array
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ._core import lib
@@ -35,6 +36,14 @@ class Framework(ABC):
     def autocast(self, arrays: dict[str, Array]) -> dict[str, Array]:
         """The arrays as forward() hands them on."""
         return arrays
+
+    def again(self, q: Array, k: Array, v: Array, given: Mapping[str, Any]) -> Iterable[Array] | None:
+        """out and lse of a call of attention() that is known from one before; None if it is not."""
+        return None
+
+    def remember(self, q: Array, k: Array, v: Array, given: Mapping[str, Any], p: Prepared) -> None:
+        """For again(): a call of attention() that was made."""
+        return
 
     @abstractmethod
     def forward(self, p: Prepared) -> tuple[Array, Array]:
@@ -83,6 +92,10 @@ class Framework(ABC):
 
     @abstractmethod
     def repeat(self, x: Array, counts: Any, axis: int) -> Array: ...
+
+    @abstractmethod
+    def arange(self, n: int, like: Array) -> Array:
+        """0 ... n - 1, int64, on the device of `like`."""
 
     @abstractmethod
     def on_host(self, x: Array) -> Array:

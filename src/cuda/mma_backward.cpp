@@ -42,20 +42,22 @@ bool divides(const Problem &p, int32_t tile_q, int32_t tile_k) {
 // Features that take registers.
 int32_t heavy(const BackwardConfig &c) {
   const Features &f = c.features;
-  return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) + 2 * (f.softcap != 0) + (f.dropout != 0 && f.additive()) + !c.aligned;
+  return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) + 2 * (f.function != 0) + (f.dropout != 0 && f.additive()) + !c.aligned;
 }
 
 // The fastest tile that fits, or with wishes the nearest. A small grid does not fill the GPU: then tiles of fewer keys may be faster.
 bool choose(BackwardConfig &chosen, const Problem &p, const Device &device) {
+  BackwardConfig any{};
+  any.dtype = int32_t(p.dtype);
+  any.aligned = aligned_backward(p), any.deterministic = p.deterministic && p.dq, any.blocks_per_sm = 1;
+  any.features = features_of(p);
+  const int32_t features = heavy(any);
   double least = HUGE_VAL;
   for (const BackwardTile &tile : kBackwardTiles) {
-    BackwardConfig c{};
-    c.dtype = int32_t(p.dtype);
+    BackwardConfig c = any;
     c.head_dim = rounded(p.head_dim, 16 * tile.dim_warps), c.head_dim_v = rounded(p.head_dim_v, 16 * tile.dim_warps);
     c.tile_q = tile.q, c.tile_k = tile.k, c.key_warps = tile.key_warps, c.dim_warps = tile.dim_warps, c.step_q = tile.step_q;
-    c.aligned = aligned_backward(p), c.deterministic = p.deterministic && p.dq, c.blocks_per_sm = 1;
-    c.features = features_of(p);
-    if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || heavy(c) > tile.most_features) continue;
+    if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || features > tile.most_features) continue;
     if (c.shared_bytes() > device.shared_per_block || !divides(p, tile.q, tile.k)) continue;
     const double waves = double(p.batch * p.heads_kv * tiles(p.seqlen_k, tile.k)) / device.sms;
     const double cost =

@@ -1,0 +1,201 @@
+// dQ, dK and dV of attention on Hopper (FlashAttention-2's backward). A block of threads owns 128 keys, each of its two warpgroups that compute
+// 64 of them; two threads have the copy engine bring K, V and, tile by tile, Q and dO. Of each tile of queries a warpgroup computes
+//
+//   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
+//   dV += P^T dO                             dK += dS^T Q                             dQ^T = K^T dS^T, added up in global memory
+//
+// S is transposed, so that P and dS are operands where they lie, in registers; dS goes to shared memory for dQ, which needs both warpgroups'.
+// dQ is one iteration late and S one early: the warpgroups do not wait for one another, and one multiplies while the other exponentiates.
+#pragma once
+#include "backward_run.h"
+#include "backward_scores.h"
+
+namespace strobe::sm90 {
+
+template <BackwardConfig C> struct Backward {
+  using Arguments = HopperBackwardArguments;
+  using T = typename Element<C.dtype>::type;
+  static constexpr Features F = C.features;
+  static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
+  static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kTileK = C.tile_k();
+  static constexpr int kComputing = 128 * C.kWarpgroups;
+
+  static_assert(!C.wide && kD <= 128 && kDv <= 128);
+  static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
+
+  // Named barrier: the first warpgroup has its first scores. The second one begins then, so that they are out of step.
+  static constexpr int kStagger = 1;
+
+  struct Compute {
+    const Arguments &a;
+    const BackwardShared<C> &shared;
+    const int w, lane, warp; // warpgroup; warp within it
+    const BackwardScores<C> scores;
+    float dK[kD / 2], dV[kDv / 2];
+    float S[kM / 2], dP[kM / 2], dQ[C.dq_queries() / 2];
+    u32 P[kM / 4], dS[kM / 4];
+
+    __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
+        : a(a), shared(shared), w(w), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)),
+          scores(shared, a.a.in, keys, w) {}
+
+    __device__ __forceinline__ void all() {
+#pragma unroll
+      for (int i = 0; i < kD / 2; ++i) dK[i] = 0;
+#pragma unroll
+      for (int i = 0; i < kDv / 2; ++i) dV[i] = 0;
+      registers_changed(dK);
+      registers_changed(dV);
+      wait_full(shared.q_full(0), 0);
+      QueryStep step = read<QueryStep>(shared.step(0));
+      if (!(step.flags & kNothing))
+        walk(step);
+      else if constexpr (C.deterministic)
+        scores.release(shared.dq_full(w));
+      finish();
+    }
+
+    __device__ __forceinline__ void walk(QueryStep step) {
+      mbarrier_wait(shared.k_full(), 0);
+      if (w == 1) barrier_sync(kStagger, kComputing);
+      multiply_s(0);
+      mbarrier_wait(shared.v_full(), 0);
+      clean_keys();
+      u32 n = 0;
+      i32 before = 0; // the number of the tile of the iteration before
+#pragma unroll 1
+      for (;; ++n) {
+        wgmma_wait<0>();
+        registers_changed(S);
+        if (n == 0 && w == 0) barrier_arrive(kStagger, kComputing);
+        scores.exponentiate(S, P, n, step);
+        scores.round(P, S);
+        wait_full(shared.dout_full(n), n);
+        multiply_dp(n);
+        multiply_dv(n);
+        wgmma_wait<1>();
+        registers_changed(dP);
+        differentiate(n);
+        scores.hand_on(dS, n);
+        multiply_dk(n);
+        wgmma_wait<1>();
+        registers_changed(dV);
+        registers_changed(P);
+        scores.release(shared.dout_empty(n));
+        const u32 more = !(step.flags & kLast), next = n + more;
+        if (n > 0) {
+          wait_full(shared.ds_full(n - 1), n - 1);
+          multiply_dq(n - 1);
+          wgmma_wait<1>();
+          registers_changed(dK);
+          registers_changed(dS);
+          if (more) scores.release(shared.q_empty(n));
+          wait_full(shared.q_full(next), next);
+          multiply_s(next); // once in vain, after the last tile
+          wgmma_wait<1>();
+          registers_changed(dQ);
+          scores.release(shared.ds_empty(n - 1));
+          add_dq(n - 1, before);
+        } else {
+          wgmma_wait<0>();
+          registers_changed(dK);
+          registers_changed(dS);
+          if (more) scores.release(shared.q_empty(n));
+          wait_full(shared.q_full(next), next);
+          multiply_s(next);
+        }
+        before = step.number;
+        if (!more) break;
+        step = read<QueryStep>(shared.step(next));
+      }
+      wgmma_wait<0>();
+      registers_changed(S);
+      wait_full(shared.ds_full(n), n);
+      multiply_dq(n);
+      wgmma_wait<0>();
+      registers_changed(dQ);
+      add_dq(n, before);
+    }
+
+    __device__ __forceinline__ void multiply_s(u32 n) {
+      multiply_transposed<T, kD, kTileK, kM>(S, shared.k + 64 * kRowBytes * w, shared.q_of(n));
+    }
+    __device__ __forceinline__ void multiply_dp(u32 n) {
+      multiply_transposed<T, kDv, kTileK, kM>(dP, shared.v + 64 * kRowBytes * w, shared.dout_of(n));
+    }
+    __device__ __forceinline__ void multiply_dv(u32 n) { multiply_add<T, kM, kDv>(dV, P, shared.dout_of(n)); }
+    __device__ __forceinline__ void multiply_dk(u32 n) { multiply_add<T, kM, kD>(dK, dS, shared.q_of(n)); }
+    // This warpgroup's part of dQ.
+    static constexpr bool kByColumns = C.columns() > 64;
+    __device__ __forceinline__ u32 columns_of_k() const { return shared.k + (kByColumns ? w * kTileK * kRowBytes : 0); }
+    __device__ __forceinline__ void multiply_dq(u32 n) {
+      sm90::multiply_dq<T, kTileK, kM, C.dq_queries()>(dQ, columns_of_k(),
+                                                       shared.ds_of(n) + (kByColumns ? 0 : w * C.dq_queries() * kRowBytes));
+    }
+    __device__ __forceinline__ void clean_keys() const {
+      scores.template clean_keys<true>(columns_of_k(), kTileK * kRowBytes);
+#pragma unroll
+      for (int block = 0; block < C.columns_v() / 64; ++block)
+        scores.template clean_keys<false>(shared.v + (block * kTileK + 64 * w) * kRowBytes, 64 * kRowBytes);
+      scores.together();
+    }
+
+    // dP -> dS
+    __device__ __forceinline__ void differentiate(u32 n) {
+      const u32 delta = shared.delta_of(n) + lane % 4 * 8;
+      const float factor = scores.dropout.dropout.factor();
+#pragma unroll
+      for (int i = 0; i < kM / 8; ++i) {
+        float D[2];
+        load_shared(D, delta + 32 * i);
+        auto dS_of = [&](int k) {
+          const int at = 4 * i + k;
+          const float p = C.exact_p ? S[at] : tile::unpacked<T>(P[at / 2], k % 2);
+          if constexpr (F.dropout) return fabsf(p) * ((__float_as_uint(p) >> 31 ? 0.0f : dP[at] * factor) - D[k % 2]);
+          return p * (dP[at] - D[k % 2]);
+        };
+        dS[2 * i] = pack<T>(dS_of(0), dS_of(1)), dS[2 * i + 1] = pack<T>(dS_of(2), dS_of(3));
+      }
+    }
+    // dQ of iteration n to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries of a
+    // warp.
+    __device__ __forceinline__ void add_dq(u32 n, i32 number) {
+      if (!a.a.dq_sum) return;
+      constexpr int kN = C.dq_queries();
+      float *target = a.a.dq_sum + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
+      if constexpr (C.dq_shared) {
+        const u32 place = shared.dq + (w * 4 + warp) * (64 * kN);
+        if constexpr (C.deterministic) {
+          mbarrier_wait(shared.dq_empty(w), n % 2 ^ 1);
+        } else {
+          if (lane == 0) bulk_wait_read();
+          __syncwarp();
+        }
+#pragma unroll
+        for (int i = 0; i < kN / 8; ++i) store_shared(place + 512 * i + 16 * lane, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));
+        async_proxy_fence();
+        __syncwarp();
+        if constexpr (C.deterministic) {
+          scores.release(shared.dq_full(w));
+        } else if (lane == 0) {
+          bulk_add(target, place, 64 * kN);
+          bulk_commit();
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kN / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));
+      }
+    }
+    // dK and dV to memory.
+    __device__ __forceinline__ void finish() const {
+      const Inputs &in = a.a.in;
+      scores.template store<kDv>(a.a.dv, in, in.head_dim_v, dV, scores.dropout.dropout.factor());
+      scores.template store<kD>(a.a.dk, in, in.head_dim, dK, (float)in.scale);
+      if (C.dq_shared && !C.deterministic && lane == 0) bulk_wait();
+    }
+  };
+
+  static __device__ __forceinline__ void run(const Arguments &a) { run_backward<C, Compute>(a); }
+};
+
+} // namespace strobe::sm90

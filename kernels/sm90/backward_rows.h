@@ -1,0 +1,114 @@
+// What the Hopper backward does to each row before and after: LSE and D, room for dQ, whose turn it is; dQ's conversion.
+#pragma once
+#include "../mma/rows.h"
+#include "../tile/exchange.h"
+#include "backward_config.h"
+#include "store.h"
+
+namespace strobe::sm90 {
+
+using mma::RowsConfig;
+using mma::RowTile;
+
+// The first tiles' dq_sum is written last, and is in the L2 cache yet when Backward begins with them; at the end the other way round.
+__device__ __forceinline__ u32 last_first() { return gridDim.x - 1 - blockIdx.x; }
+
+// LSE and D = rowsum(dO * O) - dLSE, a tile of queries side by side; the tile's part of dq_sum, and its turns, become 0.
+template <RowsConfig C> struct BackwardRows {
+  using Arguments = HopperBackwardArguments;
+  using T = typename Element<C.dtype>::type;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = 2, kLanes = C.head_dim > 64 ? 16 : 8; // of a row
+
+  static __device__ __forceinline__ void run(const Arguments &arguments) {
+    const BackwardArguments &a = arguments.a;
+    const Inputs &in = a.in;
+    const RowTile<C> tile(in, last_first());
+    if (a.turns && blockIdx.x == 0 && threadIdx.x == 0) a.turns[0] = 0;
+    if (tile.rows == 0) return;
+    float *rows = arguments.rows + tile.number * (2 * C.tile_q);
+    constexpr int kRows = kThreads / kLanes, kSteps = C.tile_q / kRows; // at a time; unrolled, so that all loads are under way at once
+    static_assert(C.tile_q % kRows == 0);
+    const int first = (int)threadIdx.x / kLanes, lane = (int)threadIdx.x % kLanes;
+    float D[kSteps] = {};
+    for (i32 c = 8 * lane; c < in.head_dim_v; c += 8 * kLanes) {
+      uint4 x[kSteps] = {}, y[kSteps] = {};
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+        const int i = first + n * kRows;
+        if (i >= tile.rows) continue;
+        x[n] = *(const uint4 *)a.out.at<const T>(tile.batch, tile.head, tile.row + i, c);
+        y[n] = *(const uint4 *)a.dout.at<const T>(tile.batch, tile.head, tile.row + i, c);
+      }
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) D[n] += dot(x[n], y[n]);
+    }
+    if (a.turns && threadIdx.x < 2) a.turns[1 + 2 * tile.number + threadIdx.x] = 0;
+    if (a.dq_sum) {
+      float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
+      for (int i = (int)threadIdx.x; i < C.tile_q * C.head_dim / 4; i += kThreads) sum[i] = float4{0, 0, 0, 0};
+    }
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n) {
+      const int i = first + n * kRows;
+#pragma unroll
+      for (int m = kLanes / 2; m > 0; m /= 2) D[n] += __shfl_xor_sync(0xFFFFFFFFu, D[n], m);
+      if (lane == 0) write(a, tile, i, D[n], rows);
+    }
+  }
+
+private:
+  static __device__ __forceinline__ float dot(const uint4 &x, const uint4 &y) {
+    const u32 a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(tile::unpacked<T>(a[i / 2], i % 2), tile::unpacked<T>(b[i / 2], i % 2), sum);
+    return sum;
+  }
+  static __device__ __forceinline__ void write(const BackwardArguments &a, const RowTile<C> &tile, int i, float D, float *rows) {
+    constexpr float kLog2e = 1.44269504088896340736f;
+    const float infinity = -minus_infinity<float>();
+    float lse = -infinity;
+    if (i < tile.rows) {
+      lse = *a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
+      if (a.dlse) D -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
+      if (a.delta) {
+        float *delta = (float *)a.delta + tile.index + i;
+        delta[0] = D, delta[a.in.rows()] = 0; // and what LSE lacks: kernels/simt/settle.h
+      }
+    }
+    // A row of which something is no number: so is its P.
+    const bool sound = fabsf(D) < infinity;
+    rows[i] = lse == -infinity ? lse : sound ? -lse * kLog2e : D - D;
+    rows[C.tile_q + i] = sound && fabsf(lse) < infinity ? D : 0;
+  }
+};
+
+// dQ = scale * dq_sum, rounded. A warp takes what warps of Backward have added up.
+template <RowsConfig C> struct BackwardDq {
+  using Arguments = HopperBackwardArguments;
+  using T = typename Element<C.dtype>::type;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = 2;
+  static constexpr int kN = dq_queries(C.head_dim, C.tile_q);
+  static_assert(kThreads == 256);
+
+  static __device__ __forceinline__ void run(const Arguments &arguments) {
+    const BackwardArguments &a = arguments.a;
+    const RowTile<C> tile(a.in, last_first());
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4, w = (int)threadIdx.x / 128;
+    const float scale = (float)a.in.scale;
+#pragma unroll 1
+    for (int part = w; part < C.tile_q / kN * (C.head_dim / 64); part += 2) { // of 64 columns and kN queries
+      const i32 column = (kN == C.tile_q ? 64 * part : 0) + 16 * warp, first = (kN == C.tile_q ? 0 : kN * part) + lane / 4;
+      const float4 *sum = (const float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim) + (part * 4 + warp) * (16 * kN)) + lane;
+#pragma unroll
+      for (int i = 0; i < kN; i += 8) {
+        const float4 x = sum[4 * i];
+        const u32 left = transposed(pack<T>(x.x * scale, x.y * scale)), right = transposed(pack<T>(x.z * scale, x.w * scale));
+        store_sixteen(a.dq.at<T>(tile.batch, tile.head, tile.row + first + i, column), left, right,
+                      [&](int c) { return first + i < tile.rows && column + c < a.in.head_dim; });
+      }
+    }
+  }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,164 @@
+"""The Hopper backward, by name: each feature at each width, long enough for several tiles of queries and of keys, held to the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import strobe
+from cases import Inputs, call
+from check import Results, Yardstick, available_engines, oracle
+from device import on_device
+
+pytestmark = pytest.mark.skipif("cuda-sm90" not in available_engines(), reason="no Hopper GPU")
+BF16, F16 = torch.bfloat16, torch.float16
+NAN, INF = torch.nan, torch.inf
+
+
+def gradients(inputs: Inputs, ref: Results, **how: Any) -> Results:
+    """Of the oracle's out and lse, so that the backward alone is judged."""
+    there = on_device(inputs, "cuda")
+    out, lse = ref["out"].to("cuda", there.q.dtype), ref["lse"].to("cuda", torch.float32)
+    more = {"dlse": there.dlse, "engine": "cuda-sm90"} | how
+    found = strobe.attention_backward(there.dout, there.q, there.k, there.v, out, lse, **there.options, **more)
+    results = {"dq": found.dq, "dk": found.dk, "dv": found.dv} | {"d" + name: getattr(found, "d" + name) for name in inputs.gradients}
+    return {"out": out.cpu()} | {name: t.cpu() for name, t in results.items()}
+
+
+def faults(inputs: Inputs, **how: Any) -> list[str]:
+    yardstick = Yardstick(inputs)
+    return yardstick.faults(gradients(inputs, yardstick.ref, **how))
+
+
+def lengths(*each: int) -> torch.Tensor:
+    return torch.tensor((0, *each), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+SHAPES = [
+    {"h": 4, "hkv": 2, "sq": 211, "sk": 211},
+    {"h": 6, "sq": 130, "sk": 333},
+    {"h": 3, "hkv": 1, "sq": 333, "sk": 130},
+]
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "causal top left": {"causal": True, "alignment": "top_left"},
+    "window": {"window": (70, 9)},
+    "narrow window": {"window": (0, 0), "alignment": "top_left"},
+    "negative scale": {"scale": -0.3},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.1, 0.02, 0.004, 0.3, 0.06]), "causal": True},
+    "dropout": {"dropout": 0.3, "seed": 5, "offset": 7},
+    "dropout, causal": {"dropout": 0.1, "seed": 5, "offset": 7, "causal": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (96, 96), (80, 112), (64, 128), (40, 24), (256, 256), (192, 128), (136, 200)], ids=str
+)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(feature, dims, dtype):
+    if dtype == F16 and dims not in ((64, 64), (128, 128)):
+        pytest.skip("as bfloat16")
+    if max(dims) > 128 and feature in ("softcap", "alibi"):
+        pytest.skip("refused")
+    for shape in SHAPES:
+        options = dict(FEATURES[feature])
+        if "alibi_slopes" in options:
+            options["alibi_slopes"] = options["alibi_slopes"][: shape["h"]].contiguous()
+        assert not faults(call(d=dims[0], dv=dims[1], dtype=dtype, **shape, **options)), shape
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("feature", ["plain", "causal", "window", "dropout, causal"])
+def test_deterministic(feature, d):
+    for shape in SHAPES:
+        assert not faults(call(d=d, dtype=BF16, **shape, **FEATURES[feature]), deterministic=True), shape
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_mask(causal, d):
+    mask = torch.rand(2, 1, 300, 333) < 0.7
+    assert not faults(call(b=2, h=4, hkv=2, sq=300, sk=333, d=d, dtype=BF16, mask=mask, causal=causal))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout": 0.2, "seed": 1, "offset": 1}, {"softcap": 5.0}], ids=str)
+def test_blocks(options, d):
+    kept = torch.rand(1, 4, 5, 4, generator=torch.Generator().manual_seed(4)) < 0.4
+    mask = strobe.BlockMask.from_kept(kept, 128, 128, 600, 500)
+    assert not faults(call(b=2, h=4, hkv=2, sq=600, sk=500, d=d, dtype=BF16, block_mask=mask, **options))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (50, 0)}, {"dropout": 0.2, "seed": 1, "offset": 1, "causal": True}], ids=str
+)
+def test_packed_sequences(options, d):
+    q, k = lengths(100, 0, 257, 1, 400, 17), lengths(130, 33, 257, 300, 0, 64)
+    longest = {"max_seqlen_q": 500, "max_seqlen_k": 300}
+    inputs = call(h=4, hkv=2, sq=int(q[-1]), sk=int(k[-1]), d=d, dtype=BF16, cu_seqlens_q=q, cu_seqlens_k=k, **longest, **options)
+    assert not faults(inputs)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_sinks(d):
+    inputs = call(
+        b=2, h=4, hkv=2, sq=300, sk=222, d=d, dtype=BF16, causal=True, sinks=torch.tensor([0.0, 1.0, -2.0, 3.0]), gradients=("sinks",)
+    )
+    assert not faults(inputs)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("storage", ["bshd", "expanded batch", "expanded heads", "padded rows"])
+def test_storage(storage, d):
+    inputs = call(b=2, h=4, sq=300, sk=300, d=d, dtype=BF16, causal=True)
+    for name in ("q", "k", "v", "dout"):
+        t = getattr(inputs, name)
+        if storage == "bshd":
+            t = t.transpose(1, 2).contiguous().transpose(1, 2)
+        elif storage == "expanded batch":
+            t = t[:1].expand(t.shape)
+        elif storage == "expanded heads":
+            t = t[:, :1].expand(t.shape)
+        else:
+            t = torch.nn.functional.pad(t, (0, 24), value=NAN)[..., :d]
+        setattr(inputs, name, t)
+    assert not faults(inputs)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("value", [NAN, INF], ids=str)
+@pytest.mark.parametrize("where", ["causal", "window", "packed", "mask"])
+def test_what_is_hidden_reaches_nobody(where, value, what, d):
+    """The last keys, or the first queries, hold what is no number: only who sees them may learn of it."""
+    if where == "mask" and d == 256:
+        pytest.skip("refused")
+    options: dict[str, Any] = {"causal": True, "alignment": "top_left"}
+    if where == "window":
+        options = {"window": (20, 20)}
+    elif where == "packed":
+        both = lengths(100, 250)
+        options = {"cu_seqlens_q": both, "cu_seqlens_k": both, "max_seqlen_q": 250, "max_seqlen_k": 250}
+    elif where == "mask":
+        mask = torch.ones(1, 1, 350, 350, dtype=torch.bool)
+        mask[..., 340:], mask[..., :7, :] = False, False
+        options = {"mask": mask}
+    inputs = call(h=2, sq=350, sk=350, d=d, dtype=BF16, **options)
+    t = getattr(inputs, what)
+    if where == "packed":
+        t[100:] = value
+    else:
+        t[..., slice(345, 350) if what in ("k", "v") else slice(0, 5), :] = value
+    ref = oracle(inputs)
+    found = gradients(inputs, ref)
+    for name in ("dq", "dk", "dv"):
+        spoiled = ~found[name].isfinite() & ref[name].isfinite()
+        assert not spoiled.any(), f"{name} is not finite at {spoiled.nonzero()[0].tolist()}, which sees nothing of the kind"
+        missing = found[name].isfinite() & ref[name].isnan()
+        assert not missing.any(), f"{name} hides a NaN at {missing.nonzero()[0].tolist()}"
