@@ -7,6 +7,7 @@
 #include "../mma/softmax.h"
 #include "../mma/specials.h"
 #include "../ptx/wgmma.h"
+#include "../tile/finite.h"
 #include "../tile/shared.h"
 #include "assign.h"
 #include "given.h"
@@ -23,7 +24,8 @@ template <Config C> struct Forward {
   static constexpr Features F = C.features;
   using Score = Scores<F, float, C.reference != kExact>;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
-  static constexpr float kMost = C.dtype == kF16 ? 65504.0f : 1e30f; // of l: until then P is what its type holds
+  // Of l: up to kMost P is what its type holds; from kFar on the reference follows.
+  static constexpr float kMost = C.dtype == kF16 ? 65504.0f : 1e30f, kFar = C.dtype == kF16 ? 4096.0f : 1e12f;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
   static_assert(!F.dropout || kN % 32 == 0, "dropout draws for 32 keys");
 
@@ -86,7 +88,7 @@ template <Config C> struct Forward {
       auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
       Given<C, Score> given(scores, rows);
       Softmax softmax;
-      bool follows = true; // the reference follows the maxima
+      bool follows = true, rising = item.kind() == kSafely; // the reference follows the maxima, and always will
 
       // Q K^T of tile t, in S -> P, in S. value: where its V lies.
       auto softmax_of = [&](const Tile &t, const Stage<C> &value) {
@@ -114,10 +116,17 @@ template <Config C> struct Forward {
       };
       // Whether there is a tile after t to be computed; t becomes it.
       auto next = [&](Tile &t) {
-        if constexpr (C.reference == kFixed) follows = follows && (t.masked || item.kind() == kSafely);
         if (t.last) return false;
         if constexpr (C.reference == kFixed) {
-          if (!follows && !(fmaxf(softmax.l[0], softmax.l[1]) < kMost)) store_shared(shared.lost(), items);
+          const float l = fmaxf(softmax.l[0], softmax.l[1]);
+          if (__any_sync(0xFFFFFFFFu, !(l < kFar))) {
+            rising = true;
+            if (item.kind() == kOnce && !(l < kMost)) store_shared(shared.overflow(verdicts), 1), store_shared(shared.lost(), items);
+          }
+          bool hidden = t.masked; // it may be that a row has seen nothing yet
+          if constexpr (F.mask || F.bias)
+            hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(softmax.M[0], softmax.M[1]) == minus_infinity<float>());
+          follows = rising || (follows && hidden);
         }
         t = wait_tile(
             __any_sync(0xFFFFFFFFu, softmax.l[0] + softmax.l[1] < 0)); // it is not: but the compiler has to finish the softmax first
@@ -216,9 +225,9 @@ template <Config C> struct Forward {
     }
     __device__ __forceinline__ void judge(bool overflow, bool not_finite) {
       const u32 n = verdicts++;
-      overflow = __any_sync(0xFFFFFFFFu, overflow), not_finite = __any_sync(0xFFFFFFFFu, not_finite);
-      if (overflow && lane == 0) store_shared(shared.overflow(n), 1);
-      if (not_finite && lane == 0) store_shared(shared.not_finite(n), 1);
+      if (overflow) store_shared(shared.overflow(n), 1);
+      if (not_finite) store_shared(shared.not_finite(n), 1);
+      __syncwarp();
       release(shared.judged(n));
     }
     // A tile that this warpgroup sees nothing of.
@@ -308,7 +317,11 @@ template <Config C> struct Forward {
     // Infinities and NaN in a tile of V become 0, until restore().
     __device__ __forceinline__ void clear_v(const Stage<C> &value) const {
       mbarrier_wait(shared.v_full(value.index), value.parity);
-      mma::clear_specials<C.dtype, kN, C.columns_v(), 128>(shared.v + value.index * C.v_bytes(), (int)threadIdx.x % 128);
+#pragma unroll 1
+      for (i32 i = (i32)threadIdx.x % 128 * 4; i < C.v_bytes(); i += 128 * 4) { // a few registers: S, O, P and Q are in use
+        const u32 place = shared.v + value.index * C.v_bytes() + i, x = load_shared(place), bad = tile::spread(tile::not_finite<T>(x));
+        if (bad) store_shared(place, x & ~bad);
+      }
       async_proxy_fence();
       barrier_sync(kTogether + w, 128);
     }
@@ -370,7 +383,7 @@ template <Config C> struct Forward {
             const i32 c = n / 2 * 8 + n % 2;
             const float x = O[n / 2 * 4 + 2 * r + n % 2] * by;
             if (c + tile::lane_column(0, 0) < in.head_dim_v) out[c] = x;
-            not_finite |= !(x - x == 0);
+            if (r == 0) not_finite |= !(x - x == 0);
           }
         } else {
           if (a.a.lse && lane % 4 == 0 && i < seqlen_q) *a.a.lse.template at<float>(item.b, item.h, row, 0) = end.lse;
@@ -385,9 +398,9 @@ template <Config C> struct Forward {
             const u32 x = odd ? other : left, y = odd ? right : other;
             if (i >= seqlen_q || c + column >= in.head_dim_v) continue;
             store_global(out + c, x, y);
-            zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero));
+            if (r == 0) zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero)); // V spoils all rows of its columns
           }
-          not_finite |= multiply_add_pairs<T>(zero, 0, 0) != 0;
+          if (r == 0) not_finite = multiply_add_pairs<T>(zero, 0, 0) != 0;
         }
       }
       if (item.kind() == kOnce) judge(C.reference == kFixed && overflow, not_finite);

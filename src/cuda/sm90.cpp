@@ -8,6 +8,7 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/arguments.h"
+#include "cuda/driver.h"
 #include "cuda/engine.h"
 #include "cuda/sm90_backward.h"
 #include "cuda/tensor_maps.h"
@@ -33,13 +34,14 @@ int64_t bundle(const Problem &p, const Device &device) {
 }
 
 // What a tile has registers for.
-constexpr int kFixed = 1;     // the fixed reference
-constexpr int kLagging = 2;   // a maximum of every tile
-constexpr int kScoring = 4;   // ALiBi, softcap
-constexpr int kWalking = 8;   // blocks, with the fixed reference
-constexpr int kDrawing = 16;  // dropout: tile_k a multiple of 32
-constexpr int kGiven = 32;    // a mask or a bias, read 16 bytes at a time
-constexpr int kAnything = 64; // all of these at a time
+constexpr int kFixed = 1;      // the fixed reference
+constexpr int kLagging = 2;    // a maximum of every tile
+constexpr int kScoring = 4;    // ALiBi, softcap
+constexpr int kWalking = 8;    // blocks, with the fixed reference
+constexpr int kDrawing = 16;   // dropout: tile_k a multiple of 32
+constexpr int kMasked = 32;    // a mask, read 16 bytes at a time
+constexpr int kBiased = 64;    // a bias, read 16 bytes at a time
+constexpr int kAnything = 128; // all of these at a time
 
 enum Keys { all, some, any }; // that a query sees: some, if causal, with a window, block-sparse, or packed
 
@@ -59,14 +61,15 @@ constexpr ForwardTile kForwardTiles[] = {
     {64, 64, 3, 128, 4, 32, 160, 0, 1, kFixed, any, 8192, INT64_MAX, 1},
     {64, 64, 4, 64, 5, 32, 112, 0, 1, kFixed | kLagging, any, 0, INT64_MAX, 1},
     {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed},
-    {64, 64, 3, 64, 4, 40, 152, 0, 1, kGiven},
+    {64, 64, 3, 64, 4, 40, 152, 0, 1, kDrawing | kMasked | kBiased},
     {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring},
-    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing | kGiven},
+    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing | kMasked | kBiased},
     {64, 64, 2, 128, 4, 56, 224, 1, 1, kWalking},
     {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, any, 2048, INT64_MAX, 1},
     {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
     {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed},
-    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kGiven},
+    {128, 128, 3, 64, 3, 40, 152, 0, 1, kScoring | kDrawing | kMasked},
+    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kMasked | kBiased},
     {128, 128, 2, 128, 3, 56, 224, 1, 1, kWalking},
     {128, 128, 2, 96, 3, 56, 224, 1, 1, kDrawing},
     {128, 128, 2, 64, 4, 56, 224, 1, 1, kAnything},
@@ -74,7 +77,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {192, 192, 2, 96, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
     {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, any, 0, 512},
     {256, 256, 2, 80, 2, 40, 232, 0, 1, kFixed | kLagging},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing | kGiven},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing | kMasked | kBiased},
     {256, 256, 2, 64, 2, 56, 224, 0, 1, kWalking},
     {256, 256, 2, 48, 2, 56, 224, 0, 1, kAnything},
     {256, 256, 2, 32, 2, 56, 224, 0, 1, kAnything},
@@ -84,7 +87,7 @@ int load_of(const Config &c) {
   const Features &f = c.features;
   const bool scoring = f.alibi || f.function || f.scaled, exact_softcap = f.function == kSoftcap && c.reference == sm90::kExact;
   const bool given = f.mask || f.bias;
-  if (given && !(f.mask && f.bias) && c.wide && !scoring && !f.blocks && !f.dropout) return kGiven;
+  if (given && !(f.mask && f.bias) && c.wide && !scoring && !f.blocks && !f.dropout) return f.mask ? kMasked : kBiased;
   if (given || exact_softcap || scoring + !!f.blocks + !!f.dropout > 1) return kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   return f.blocks ? kWalking : f.dropout ? kDrawing : scoring ? kScoring : c.reference == sm90::kFixed ? kFixed : kLagging;
@@ -101,9 +104,8 @@ Config config_for(const Problem &p, const ForwardTile &t) {
   c.dtype = i32(p.dtype);
   c.head_dim = i32(rounded_up(p.head_dim, 16)), c.head_dim_v = i32(rounded_up(p.head_dim_v, 16));
   c.features = features_of(p);
-  // Where maxima do not grow for long: not towards ALiBi's own keys. With FP16 a sum of 64k numbers near 1 would look like an overflow.
-  const bool fixed = !c.features.mask && !c.features.bias && !(c.features.alibi && (p.window_right > 0 || p.blocks.present)) &&
-                     (p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15);
+  // With FP16 a sum of 64k numbers near 1 would look like an overflow.
+  const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
   c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
   c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
   c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
@@ -168,6 +170,7 @@ public:
 protected:
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
+    if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (direction == Direction::backward) return sm90_backward(p, device, scratch);
     if (!p.q || !p.k || !p.v) return "there are no queries or no keys to fetch";
@@ -200,9 +203,9 @@ protected:
     a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * tiles_of_head)));
     a.bundle = Divisor::make(uint32_t(a.a.bundle));
     a.heads = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))), a.group = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
-    a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
-    a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
-    a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
+    a.k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
     if (config.split) {
