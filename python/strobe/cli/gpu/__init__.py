@@ -127,6 +127,8 @@ def command(
             absent |= {f"{run} {group.direction}: {why}" for run, why in found.absent.items()}
             wrong |= any(row.strobe in found.absent for row in group.rows)
             torch.cuda.empty_cache()
+            if results:
+                _write(results, record, rows)  # what is measured is kept, whatever becomes of the rest
         for file, of_file in rows.items():
             if measured := [row for row in of_file if row["set"] == name]:
                 heads, lines = report.columns(measured)
@@ -137,8 +139,6 @@ def command(
         for why in sorted(absent):
             console.print(f"[yellow]not measured[/yellow] {why}", soft_wrap=True, highlight=False)
         console.print(f"{name}: {time.perf_counter() - begin:.1f} s")
-        if results:
-            _write(results, record, rows)
     for file, of_file in rows.items():
         console.print(*report.summary(of_file, file), sep="\n", soft_wrap=True)
     if wrong:
