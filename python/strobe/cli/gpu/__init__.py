@@ -105,8 +105,10 @@ def command(
     if jobs:
         major, minor = torch.cuda.get_device_capability()
         with console.status("compiling kernels"):
-            calls = compile_all([group for of_set in groups.values() for group in of_set], 10 * major + minor, jobs)
+            calls, failures = compile_all([group for of_set in groups.values() for group in of_set], 10 * major + minor, jobs)
         console.print(f"the kernels of {calls} calls: {time.perf_counter() - began:.0f} s")
+        for failure in dict.fromkeys(failures):
+            console.print(f"[yellow]not compiled[/yellow] {failure}", soft_wrap=True, highlight=False)
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "date": datetime.now(timezone.utc).date().isoformat(),
