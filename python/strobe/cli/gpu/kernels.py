@@ -16,7 +16,7 @@ from strobe.cli.gpu.sets import Group, Run
 
 
 def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int) -> tuple[int, list[str]]:
-    """How many calls' kernels were seen to, and what went wrong with others: they are compiled when they are timed, or found missing then."""
+    """How many calls' kernels were seen to, and what went wrong; that is tried again when the call is timed."""
     of_strobe = {(run, g.direction): None for g in groups for run in g.runs.values() if run.who not in contestants.PEERS}
     of_fa4 = {
         (run.problem._replace(batch=1, seqlen=1024), g.direction): Group(g.set, g.direction, {"fa4": run}, [])
