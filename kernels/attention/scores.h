@@ -82,7 +82,7 @@ private:
     bool seen = !by_position || (F.band ? j >= r.begin && j < min(r.end, limit) : j < limit); // limit <= seqlen_k
     if constexpr (kSlope) slope = T(1);
     if constexpr (F.additive()) {
-      s *= scale;
+      if constexpr (F.function != kHyperbolic || F.scaled) s *= scale;
       if constexpr (F.function == kSoftcap) {
         if constexpr (kSlope)
           s = softcap(s, cap, inverse_cap, slope);
