@@ -8,6 +8,7 @@
 #include "attention/versioned.h"
 #include "cuda/engine.h"
 #include "cuda/info.h"
+#include "cuda/tuning.h"
 #include "prepared.h"
 #include "reference/reference.h"
 
@@ -203,6 +204,13 @@ int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed) {
   return guarded([&] {
     check_text(text, capacity);
     write_text(cuda::info(), text, capacity, needed);
+  });
+}
+
+int32_t strobe_tuning(int32_t device_index, char *text, size_t capacity, size_t *needed) {
+  return guarded([&] {
+    check_text(text, capacity);
+    write_text(cuda::tuning_header(cuda::device(device_index)), text, capacity, needed);
   });
 }
 

@@ -5,12 +5,13 @@
 
 namespace strobe::sm90 {
 
-// A warpgroup's part of dQ, transposed: 64 columns of all of a tile's queries; where there are but 64, of half of them.
+// A warpgroup's part of dQ, transposed: blocks of 64 columns of all of a tile's queries; where there is but one, of half of them.
 STROBE_FN constexpr i32 dq_queries(i32 columns, i32 tile_q) { return columns > 64 ? tile_q : tile_q / 2; }
 
 struct BackwardConfig {
   i32 dtype;                // kF16 or kBF16
-  i32 head_dim, head_dim_v; // rounded up to multiples of 16; at most 128
+  i32 head_dim, head_dim_v; // rounded up to multiples of 16
+  i32 wide;                 // both warpgroups share 64 keys, one makes P and dV, the other one dS and dK; else each owns 64
   i32 tile_q;               // queries of an iteration, a multiple of 16; of 32 for head_dim up to 64
   i32 registers_load, registers_compute;
   i32 exact_p;       // dS is made of P in fp32, not of P as dV takes it
@@ -18,25 +19,26 @@ struct BackwardConfig {
   i32 deterministic; // in the same order on every run; through shared memory
   Features features;
 
-  static constexpr i32 kWarpgroups = 2;           // that compute; each owns 64 of a thread block's keys
-  static constexpr i32 kTileK = 64 * kWarpgroups; // keys
+  static constexpr i32 kWarpgroups = 2; // that compute
   static constexpr i32 kThreads = 128 * (kWarpgroups + 1);
   static constexpr i32 kStages = 2; // of Q, of dO, of dS
 
+  STROBE_FN constexpr i32 tile_k() const { return wide ? 64 : 64 * kWarpgroups; }
   // Tiles in shared memory are blocks of 64 columns.
   STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }
   STROBE_FN constexpr i32 columns_v() const { return (head_dim_v + 63) / 64 * 64; }
-  STROBE_FN constexpr i32 k_bytes() const { return 2 * kTileK * columns(); }
-  STROBE_FN constexpr i32 v_bytes() const { return 2 * kTileK * columns_v(); }
+  STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k() * columns(); }
+  STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k() * columns_v(); }
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * columns(); }
   STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * columns_v(); }
-  STROBE_FN constexpr i32 ds_bytes() const { return 2 * tile_q * kTileK; }
+  STROBE_FN constexpr i32 ds_bytes() const { return 2 * tile_q * tile_k(); }
+  STROBE_FN constexpr i32 p_bytes() const { return wide ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * columns() : 0; }
   STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or D
   STROBE_FN constexpr i32 shared_bytes() const {
-    return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + 2 * row_bytes()) + dq_bytes() + 256 + 1024;
+    return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + 2 * row_bytes()) + p_bytes() + dq_bytes() + 256 +
+           1024;
   }
-
   STROBE_FN constexpr i32 dq_queries() const { return sm90::dq_queries(columns(), tile_q); }
 };
 

@@ -9,7 +9,7 @@ namespace strobe::sm90 {
 
 template <BackwardConfig C> struct BackwardLoad {
   static constexpr Features F = C.features;
-  static constexpr int kM = C.tile_q, kTileK = C.kTileK;
+  static constexpr int kM = C.tile_q, kTileK = C.tile_k();
   using Tiles = QueryTiles<F.blocks != 0, kM>;
   const HopperBackwardArguments &a;
   const BackwardShared<C> &shared;
@@ -32,6 +32,7 @@ template <BackwardConfig C> struct BackwardLoad {
     walk([&](u32 n, i32 row, const QueryStep &step) {
       wait_empty(shared.q_empty(n), n);
       write(shared.step(n), step.begin, step.head, step.number, step.flags);
+      if constexpr (C.deterministic) write(shared.dq_step(n), step.begin, step.head, step.number, step.flags);
       if (step.flags & kNothing) return mbarrier_arrive(shared.q_full(n));
       load<C.columns(), C.q_bytes(), kM>(a.q, shared.q_full(n), shared.q_of(n), row, step.head, batch, C.row_bytes());
       bulk_load(shared.lse_of(n), a.rows + (i64)step.number * (2 * kM), C.row_bytes(), shared.q_full(n));
@@ -84,14 +85,14 @@ private:
     if constexpr (F.blocks) row = a.a.in.blocks_t.row(keys.batch, head, keys.begin / (u32)a.a.in.blocks_t.row_tokens);
     return Tiles(a.a.in.sequence(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
   }
-  // Which warpgroups mask the queries from q on.
+  // Which 64 keys mask the queries from q on.
   __device__ __forceinline__ i32 masks(i32 q) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Reach reach = read<Reach>(shared.reach());
     // Queries that are not there are another sequence's.
     i32 flags = a.a.in.cu_seqlens_q && q + kM > reach.seqlen_q ? kMasked | kMasked << 1 : 0;
 #pragma unroll
-    for (int w = 0; w < C.kWarpgroups; ++w) {
+    for (int w = 0; w < kTileK / 64; ++w) {
       const i32 j = keys.begin + 64 * w;
       if (j + 64 > keys.seqlen_k || (F.band && (q < j + 63 - reach.high || q + kM - 1 > j - reach.low))) flags |= kMasked << w;
     }

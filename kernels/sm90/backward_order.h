@@ -17,7 +17,7 @@ template <BackwardConfig C> struct BackwardOrder {
 #pragma unroll 1
     for (u32 n = 0;; ++n) {
       mbarrier_wait(shared.dq_full(w), n % 2);
-      const QueryStep step = read<QueryStep>(shared.dq_step(w));
+      const QueryStep step = read<QueryStep>(shared.dq_step(n));
       if (step.flags & kNothing) return;
       u32 *const turn = a.a.turns + 1 + 2 * (i64)step.number + w;
       const u32 before = tiles_before(keys, step.begin);
@@ -38,8 +38,8 @@ private:
   // Tiles of smaller keys that add to dQ of the queries from q on.
   __device__ __forceinline__ u32 tiles_before(const KeyBlock &keys, i32 q) const {
     const Reach reach = read<Reach>(shared.reach());
-    const i32 first = C.features.band ? max(0, reach.low + q) / C.kTileK : 0;
-    return (u32)(keys.begin / C.kTileK - first);
+    const i32 first = C.features.band ? max(0, reach.low + q) / C.tile_k() : 0;
+    return (u32)(keys.begin / C.tile_k() - first);
   }
 };
 

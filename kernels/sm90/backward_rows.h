@@ -10,6 +10,9 @@ namespace strobe::sm90 {
 using mma::RowsConfig;
 using mma::RowTile;
 
+// The first tiles' dq_sum is written last, and is in the L2 cache yet when Backward begins with them; at the end the other way round.
+__device__ __forceinline__ u32 last_first() { return gridDim.x - 1 - blockIdx.x; }
+
 // LSE and D = rowsum(dO * O) - dLSE, a tile of queries side by side; the tile's part of dq_sum, and its turns, become 0.
 template <RowsConfig C> struct BackwardRows {
   using Arguments = HopperBackwardArguments;
@@ -19,7 +22,7 @@ template <RowsConfig C> struct BackwardRows {
   static __device__ __forceinline__ void run(const Arguments &arguments) {
     const BackwardArguments &a = arguments.a;
     const Inputs &in = a.in;
-    const RowTile<C> tile(in);
+    const RowTile<C> tile(in, last_first());
     if (a.turns && blockIdx.x == 0 && threadIdx.x == 0) a.turns[0] = 0;
     if (tile.rows == 0) return;
     float *rows = arguments.rows + tile.number * (2 * C.tile_q);
@@ -80,27 +83,30 @@ private:
   }
 };
 
-// dQ = scale * dq_sum, rounded. A warp takes what a warp of Backward has added up.
+// dQ = scale * dq_sum, rounded. A warp takes what warps of Backward have added up.
 template <RowsConfig C> struct BackwardDq {
   using Arguments = HopperBackwardArguments;
   using T = typename Element<C.dtype>::type;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = 2;
   static constexpr int kN = dq_queries(C.head_dim, C.tile_q);
-  static_assert(kThreads == 256, "the warps that compute in Backward");
+  static_assert(kThreads == 256);
 
   static __device__ __forceinline__ void run(const Arguments &arguments) {
     const BackwardArguments &a = arguments.a;
-    const RowTile<C> tile(a.in);
+    const RowTile<C> tile(a.in, last_first());
     const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4, w = (int)threadIdx.x / 128;
-    const i32 column = (kN == C.tile_q ? 64 * w : 0) + 16 * warp, first = (kN == C.tile_q ? 0 : kN * w) + lane / 4;
     const float scale = (float)a.in.scale;
-    const float4 *sum = (const float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim) + (w * 4 + warp) * (16 * kN)) + lane;
+#pragma unroll 1
+    for (int part = w; part < C.tile_q / kN * (C.head_dim / 64); part += 2) { // of 64 columns and kN queries
+      const i32 column = (kN == C.tile_q ? 64 * part : 0) + 16 * warp, first = (kN == C.tile_q ? 0 : kN * part) + lane / 4;
+      const float4 *sum = (const float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim) + (part * 4 + warp) * (16 * kN)) + lane;
 #pragma unroll
-    for (int i = 0; i < kN; i += 8) {
-      const float4 x = sum[4 * i];
-      const u32 left = transposed(pack<T>(x.x * scale, x.y * scale)), right = transposed(pack<T>(x.z * scale, x.w * scale));
-      store_sixteen(a.dq.at<T>(tile.batch, tile.head, tile.row + first + i, column), left, right,
-                    [&](int c) { return first + i < tile.rows && column + c < a.in.head_dim; });
+      for (int i = 0; i < kN; i += 8) {
+        const float4 x = sum[4 * i];
+        const u32 left = transposed(pack<T>(x.x * scale, x.y * scale)), right = transposed(pack<T>(x.z * scale, x.w * scale));
+        store_sixteen(a.dq.at<T>(tile.batch, tile.head, tile.row + first + i, column), left, right,
+                      [&](int c) { return first + i < tile.rows && column + c < a.in.head_dim; });
+      }
     }
   }
 };

@@ -12,7 +12,7 @@ namespace strobe::sm90 {
 enum : i32 {
   kLast = 1,
   kNothing = 2, // there is no tile at all
-  kMasked = 4   // << warpgroup: some of its keys does not see, or is not seen by, some of the queries
+  kMasked = 4   // << 0 or 1: some of the first, or second, 64 keys is not seen by some of the queries
 };
 struct QueryStep {
   i32 begin, head;
@@ -30,10 +30,10 @@ struct Reach {
 
 // From an address that is a multiple of 1024.
 template <BackwardConfig C> struct BackwardShared {
-  u32 k, v, q, dout, ds, dq, rows, barriers;
+  u32 k, v, q, dout, ds, p, dq, rows, barriers;
   __device__ __forceinline__ explicit BackwardShared(u32 base)
       : k((base + 1023) & ~1023u), v(k + C.k_bytes()), q(v + C.v_bytes()), dout(q + 2 * C.q_bytes()), ds(dout + 2 * C.dout_bytes()),
-        dq(ds + 2 * C.ds_bytes()), rows(dq + C.dq_bytes()), barriers(rows + 4 * C.row_bytes()) {}
+        p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), rows(dq + C.dq_bytes()), barriers(rows + 4 * C.row_bytes()) {}
   // Of iteration n: the stage is n % 2.
   __device__ __forceinline__ u32 q_of(u32 n) const { return q + n % 2 * C.q_bytes(); }
   __device__ __forceinline__ u32 dout_of(u32 n) const { return dout + n % 2 * C.dout_bytes(); }
@@ -50,10 +50,14 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 v_full() const { return barriers + 104; }
   __device__ __forceinline__ u32 dq_full(int w) const { return barriers + 112 + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
-  __device__ __forceinline__ u32 dq_step(int w) const { return barriers + 208 + 16 * w; }
+  // Wide: P of an iteration, from one warpgroup to the other.
+  __device__ __forceinline__ u32 p_full() const { return dq_full(0); }
+  __device__ __forceinline__ u32 p_empty() const { return dq_full(1); }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
   __device__ __forceinline__ u32 keys() const { return barriers + 160; }
   __device__ __forceinline__ u32 reach() const { return barriers + 176; }
+  // Deterministic: the steps once more, for who adds up dQ; he is never eight behind.
+  __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
 
   __device__ __forceinline__ void begin() const {
     constexpr int kWarps = 4 * C.kWarpgroups;
@@ -62,7 +66,7 @@ template <BackwardConfig C> struct BackwardShared {
       mbarrier_init(q_empty(n), kWarps);
       mbarrier_init(dout_full(n), 1);
       mbarrier_init(dout_empty(n), kWarps);
-      mbarrier_init(ds_full(n), kWarps);
+      mbarrier_init(ds_full(n), C.wide ? 4 : kWarps);
       mbarrier_init(ds_empty(n), kWarps);
     }
     for (int w = 0; w < C.kWarpgroups; ++w) {

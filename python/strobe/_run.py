@@ -101,19 +101,31 @@ def dropout_mask(framework: Framework, shape: tuple[int, ...], dropout: float, r
     return keep
 
 
-def explain(framework: Framework, p: Prepared, of_backward: bool) -> str:
+def _whole(framework: Framework, p: Prepared, of_backward: bool) -> Call:
+    """The call with results, and with all gradients, that nobody wants to see."""
     oracle = _is_oracle(p)
     more = results(framework, p, oracle)
     if of_backward:
         more["dout"], more["dlse"] = results(framework, p).values()
         more |= gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], oracle)
-    made = call(framework, p, {}, more)
+    return call(framework, p, {}, more)
+
+
+def explain(framework: Framework, p: Prepared, of_backward: bool) -> str:
+    made = _whole(framework, p, of_backward)
     direction = BACKWARD if of_backward else FORWARD
     needed = ffi.new("size_t *")
     made.run(lib.strobe_explain, direction, ffi.NULL, 0, needed)
     chars = ffi.new("char[]", needed[0])
     made.run(lib.strobe_explain, direction, chars, needed[0], needed)
     return text(chars)
+
+
+def tile(framework: Framework, p: Prepared, of_backward: bool) -> tuple[int, int]:
+    """The tile (Br, Bc) that would run."""
+    plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
+    _whole(framework, p, of_backward).run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
+    return plan.tile_q, plan.tile_k
 
 
 def reasons_against(framework: Framework, p: Prepared, known: dict[str, Array], of_backward: bool) -> list[str]:

@@ -113,6 +113,18 @@ def lift(x: Array) -> Array:
     return _mapped(_lift, x)
 
 
+def exp_map(x: Array) -> Array:
+    """The point at distance |x| from the origin, in direction x (..., n): the exponential map there, (cosh |x|, sinh |x| x / |x|)."""
+
+    def formula(xp: Any, x: Array) -> Array:
+        square = _square(x)
+        near = square == 0
+        r = xp.sqrt(xp.where(near, 1.0, square))
+        return _lift(xp, x * xp.where(near, 1.0, xp.sinh(r) / r))
+
+    return _mapped(formula, x)
+
+
 def poincare_to_lorentz(x: Array) -> Array:
     """(1 + |x|², 2x) / (1 - |x|²)"""
     return _mapped(lambda xp, x: _joined(xp, 1 + _square(x), 2 * x) / (1 - _square(x)), x)

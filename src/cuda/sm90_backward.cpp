@@ -9,6 +9,7 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/arguments.h"
+#include "cuda/simt.h"
 #include "cuda/tensor_maps.h"
 #include "cuda/wishes.h"
 
@@ -19,16 +20,23 @@ using mma::RowsConfig;
 using sm90::BackwardConfig;
 
 constexpr KernelSource kBackward{"sm90/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
+constexpr KernelSource kWide{"sm90/backward_wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
 constexpr KernelSource kRows{"sm90/backward_rows.h", "strobe::sm90::BackwardRows", "strobe::mma::RowsConfig"};
 constexpr KernelSource kDq{"sm90/backward_rows.h", "strobe::sm90::BackwardDq", "strobe::mma::RowsConfig"};
-constexpr KernelSource kSinks{"mma/rows.h", "strobe::mma::Sinks", "strobe::mma::RowsConfig"};
 
-constexpr int64_t kMostDim = 128;
+constexpr int64_t kNarrow = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
 
 // Why it does not carry this; empty if it does.
 std::string refusal(const Problem &p, const Features &f) {
   const int64_t widest = std::max(p.head_dim, p.head_dim_v);
-  if (widest > kMostDim) return text("its backward takes head dimensions up to ", kMostDim, ", not ", widest);
+  if (widest > kNarrow) {
+    if (p.head_dim <= 64) return text("its backward takes no ", p.head_dim, " columns of q beside ", p.head_dim_v, " of v");
+    if (f.mask || f.alibi || f.function || f.scaled)
+      return text("its backward takes no mask, alibi_slopes, function of the scores (softcap, hyperbolic) or extreme scale where head "
+                  "dimensions exceed ",
+                  kNarrow);
+    if (p.deterministic && p.dq) return text("its backward adds up dq in any order where head dimensions exceed ", kNarrow);
+  }
   if (f.bias) return "its backward takes no bias";
   if (f.dropout && f.function) return "its backward takes dropout or a function of the scores (softcap, hyperbolic), not both";
   if (f.mask && f.alibi && widest > 64) return "its backward takes mask or alibi_slopes, not both, where head dimensions exceed 64";
@@ -51,17 +59,22 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
   c.dtype = i32(p.dtype);
   c.head_dim = i32((p.head_dim + 15) / 16 * 16), c.head_dim_v = i32((p.head_dim_v + 15) / 16 * 16);
   c.features = f;
+  c.registers_load = 40, c.registers_compute = 232;
+  if (std::max(c.head_dim, c.head_dim_v) > kNarrow) {
+    c.wide = 1, c.tile_q = 64;
+    return c;
+  }
   const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
   c.exact_p = f.function || f.dropout;
   c.deterministic = p.deterministic && p.dq;
   c.dq_shared = c.head_dim > 64 || c.deterministic;
-  c.registers_load = 40, c.registers_compute = 232;
   if (std::max(c.head_dim, c.head_dim_v) <= 64)
     c.tile_q = heavy ? 64 : 128;
   else if (heavy || c.head_dim <= 64)
     c.tile_q = 64;
   else
-    c.tile_q = 80, c.registers_load = 24, c.registers_compute = 240;
+    c.tile_q = 80;
+  if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64 && !f.blocks)) c.registers_load = 24, c.registers_compute = 240;
   return c;
 }
 
@@ -88,12 +101,14 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device
 } // namespace
 
 CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &scratch) {
-  const Features features = features_of(p);
+  Features features = features_of(p);
+  const double size = std::abs(p.scale); // its sign does not matter where LSE is known
+  features.scaled = !(size == 0 || (size > 1e-30 && size < 1e30));
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
   const BackwardConfig c = configuration(p, features);
-  if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.kTileK))
-    return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.kTileK);
-  const int64_t key_tiles = tiles(p.seqlen_k, c.kTileK), pairs = p.batch * p.heads_kv, blocks = key_tiles * pairs;
+  if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.tile_k()))
+    return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
+  const int64_t key_tiles = tiles(p.seqlen_k, c.tile_k()), pairs = p.batch * p.heads_kv, blocks = key_tiles * pairs;
 
   HopperBackwardArguments a{};
   a.a = backward_arguments(p);
@@ -110,21 +125,21 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * key_tiles)));
   a.bundle = Divisor::make(uint32_t(a.a.bundle)), a.heads_kv = Divisor::make(uint32_t(p.heads_kv));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-  a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.kTileK));
-  a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.kTileK));
+  a.q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.dout = mapped(scratch, p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+  a.v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
 
   Program program;
   const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1};
   const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
   program.steps.push_back(Launch(kRows, each, row_blocks, RowsConfig::threads(), 0, a));
-  if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
+  if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
   if (p.dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
-  if (p.dsinks) program.steps.push_back(Launch(kSinks, each, p.heads, RowsConfig::threads(), 0, a.a));
+  if (p.dsinks) program.steps.push_back(sink_gradient(p, a.a));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
-  describe_tile(program, p, c.tile_q, c.kTileK, true);
+  describe_tile(program, p, c.tile_q, c.tile_k(), true);
   program.predicted_seconds = predicted_seconds(p, c, device, blocks);
   return program;
 }

@@ -106,7 +106,10 @@ private:
     if (draw(3) == 0) a.has_window_left = 1, a.window_left = draw(60);
     if (draw(3) == 0) a.has_window_right = 1, a.window_right = draw(60);
     if (draw(3) == 0) a.has_scale = 1, a.scale = pick({0.05, -0.2, 0.0});
-    if (draw(4) == 0) a.softcap = pick({2.0, 20.0});
+    if (draw(4) == 0)
+      a.softcap = pick({2.0, 20.0});
+    else if (draw(4) == 0)
+      a.score = STROBE_HYPERBOLIC, a.beta = pick({0.5, 2.0}), a.shift = draw(2);
     if (draw(3) == 0) a.dropout = pick({0.1, 0.6}), a.seed = 7, a.offset = 1ull << 40;
     if (draw(4) == 0) a.tile_q = pick({1, 32, 256}), a.tile_k = pick({1, 32, 256});
     c.execution.threads = 1 + draw(3);

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 import strobe
+from device import DEVICE
 from strobe.compat import block_sizes, functional, ladder, learned_scale
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    with torch.device(DEVICE):
+        yield
 
 
 def qkv(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
@@ -225,7 +232,8 @@ def test_bc_and_br_change_the_tile(monkeypatch, bc, br):
 
     monkeypatch.setattr(block_sizes, "attention", attention)
     close(block_sizes.flash_attention_forward(Q, K, V, Bc=bc, Br=br), formulas(Q, K, V))
-    assert f"; tile {br} x {bc};" in strobe.explain(Q, K, V, tile_q=asked["tile_q"], tile_k=asked["tile_k"], engine="cpu-baseline")
+    here = (x.cpu() for x in (Q, K, V))
+    assert f"; tile {br} x {bc};" in strobe.explain(*here, tile_q=asked["tile_q"], tile_k=asked["tile_k"], engine="cpu-baseline")
     assert torch.equal(block_sizes.flash_attention_forward(Q, K, V, bc=bc, br=br), block_sizes.flash_attention_forward(Q, K, V, bc, br))
 
 
@@ -327,7 +335,7 @@ def test_the_state_of_the_random_numbers_goes_in_and_comes_out():
     assert not torch.equal(other[3], R)
     assert not torch.equal(other[0], O)
 
-    kept = strobe.dropout_mask((2, 2, 50, 50), 0.25, rng=R)
+    kept = strobe.dropout_mask((2, 2, 50, 50), 0.25, rng=R.cpu()).to(DEVICE)
     dropped = scores(Q, K).softmax(-1) * kept / 0.75
     close(O, dropped @ V.double())
     dO = torch.randn_like(O)
@@ -348,7 +356,7 @@ def test_block_sparse_forms(dropout_p):
     state = torch.tensor([3, 4])
     O, l, m, R = functional.block_sparse_flash_attention_forward(Q, K, V, **blocks, dropout_p=dropout_p, rng_state=state)
     assert R is state
-    factors = strobe.dropout_mask((2, 2, 90, 90), dropout_p, rng=R) / (1 - dropout_p) if dropout_p else 1.0
+    factors = strobe.dropout_mask((2, 2, 90, 90), dropout_p, rng=R.cpu()).to(DEVICE) / (1 - dropout_p) if dropout_p else 1.0
     S = scores(Q, K, visible=visible)
     P = torch.where(visible, torch.exp(S - S.logsumexp(-1, keepdim=True)), 0.0).nan_to_num() * factors
     close(O, P @ V.double())

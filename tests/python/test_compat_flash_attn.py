@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 
 import plain
+from device import DEVICE
 from strobe.compat import flash_attn
 
-SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    with torch.device(DEVICE):
+        yield
 
 
 def formulas(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -144,7 +151,7 @@ CACHE_OPTIONS = [{}, {"causal": True}, {"causal": True, "window_size": (6, 0)}, 
 CACHE_OPTIONS += [{"causal": True, "alibi_slopes": SLOPES}, {"alibi_slopes": torch.stack([SLOPES, 2 * SLOPES, 3 * SLOPES])}]
 
 
-@pytest.mark.parametrize("filled", [21, torch.tensor([21, 0, 30], dtype=torch.int32), None], ids=["int", "tensor", "all"])
+@pytest.mark.parametrize("filled", [21, torch.tensor([21, 0, 30], dtype=torch.int32, device=DEVICE), None], ids=["int", "tensor", "all"])
 @pytest.mark.parametrize("options", CACHE_OPTIONS, ids=str)
 def test_a_cache_that_is_only_read(options, filled):
     k_cache, v_cache = cache(3, 40)
@@ -159,7 +166,7 @@ def test_a_cache_that_is_only_read(options, filled):
         assert_close(lse[b], expected_lse[0])
 
 
-@pytest.mark.parametrize("filled", [21, torch.tensor([21, 0, 30], dtype=torch.int32)], ids=["int", "tensor"])
+@pytest.mark.parametrize("filled", [21, torch.tensor([21, 0, 30], dtype=torch.int32, device=DEVICE)], ids=["int", "tensor"])
 @pytest.mark.parametrize("new", [1, 5])
 def test_new_keys_are_written_in_place(filled, new):
     k_cache, v_cache = cache(3, 40)
@@ -227,7 +234,7 @@ def test_rotary(interleaved, causal):
         ({"dropout_p": 1.5}, ValueError, r"^dropout_p: 1\.5; accepted"),
         ({"window_size": 5}, TypeError, r"^window_size: 5; accepted is \(left, right\)"),
         ({"softmax_scale": "a"}, TypeError, "^softmax_scale: str"),
-        ({"alibi_slopes": torch.ones(3)}, ValueError, r"^alibi_slopes: shape \(3\)"),
+        ({"alibi_slopes": torch.ones(3, device=DEVICE)}, ValueError, r"^alibi_slopes: shape \(3\)"),
     ],
 )
 def test_refusals_speak_of_its_arguments(wrong, error, message):

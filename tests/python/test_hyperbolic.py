@@ -59,13 +59,20 @@ def test_maps_lead_back_and_keep_distances():
     lifted = h.lift(h.poincare_to_lorentz(x)[:, 1:])
     torch.testing.assert_close(lifted, h.poincare_to_lorentz(x), atol=1e-12, rtol=0)
     torch.testing.assert_close(h.distance(h.poincare_to_lorentz(x), h.poincare_to_lorentz(y)), poincare_distance(x, y))
+    origin = torch.zeros(1, 5, dtype=torch.float64)
+    torch.testing.assert_close(h.distance(h.exp_map(4 * x), h.lift(origin)), 4 * x.norm(dim=-1))
+    assert torch.equal(h.exp_map(origin), h.lift(origin))
 
 
 @pytest.mark.parametrize(
-    "function", [h.poincare_to_lorentz, h.klein_to_lorentz, h.poincare_to_klein, h.klein_to_poincare, h.lift], ids=lambda f: f.__name__
+    "function",
+    [h.poincare_to_lorentz, h.klein_to_lorentz, h.poincare_to_klein, h.klein_to_poincare, h.lift, h.exp_map],
+    ids=lambda f: f.__name__,
 )
 def test_gradients_of_maps_of_the_ball(function):
-    assert torch.autograd.gradcheck(function, ball(4, 3).requires_grad_())
+    x = ball(4, 3)
+    x[0] = 0
+    assert torch.autograd.gradcheck(function, x.requires_grad_())
 
 
 @pytest.mark.parametrize("function", [h.lorentz_to_poincare, h.lorentz_to_klein, h.centroid], ids=lambda f: f.__name__)
@@ -87,7 +94,7 @@ def test_distance_has_gradient_0_at_0_and_hides_no_nan():
 
 def test_numpy_has_the_same_maps():
     x = ball(20, 4)
-    for name in ("poincare_to_lorentz", "klein_to_lorentz", "poincare_to_klein", "klein_to_poincare", "lift"):
+    for name in ("poincare_to_lorentz", "klein_to_lorentz", "poincare_to_klein", "klein_to_poincare", "lift", "exp_map"):
         f = getattr(h, name)
         np.testing.assert_allclose(f(x.numpy()), f(x).numpy(), atol=1e-13)
     y = h.poincare_to_lorentz(x)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._call import Window, attend, refuse_pages
+from ._call import Window, attend, bounds, refuse_pages
 from ._rotary import rotate
 
 
@@ -69,7 +69,7 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None:
         if rotary_sin is None or k is None:
             raise ValueError("rotary_cos: given alone; accepted is it with rotary_sin, k and v")
-        from_each = causal or tuple(window_size) != (-1, -1)
+        from_each = causal or bounds(window_size) is not None
         q = rotate(q, rotary_cos, rotary_sin, _positions(start, queries if from_each else 1), rotary_interleaved)
         k = rotate(k, rotary_cos, rotary_sin, _positions(start, new), rotary_interleaved)
     if k is not None and v is not None:

@@ -51,15 +51,15 @@ def once(call: Call, setting: Setting) -> float:
     return time.perf_counter() - began
 
 
-def times(calls: Mapping[str, Call], setting: Setting) -> tuple[dict[str, float], dict[str, str]]:
+def times(calls: Mapping[str, Call], setting: Setting, warm: bool = False) -> tuple[dict[str, float], dict[str, str]]:
     """Seconds of each call, and the reasons of those that refuse. Medians of as many calls as the budget allows; what takes longer than the
-    budget is one call, after one that is not counted."""
+    budget is one call, after one that is not counted; warm: that one was made before."""
     single: dict[str, float] = {}
     refusals: dict[str, str] = {}
     for name, call in calls.items():
         try:
             single[name] = once(call, setting)
-            if single[name] < PATIENCE * setting.budget:  # the first call starts things and allocates
+            if not warm and single[name] < PATIENCE * setting.budget:  # the first call starts things and allocates
                 single[name] = once(call, setting)
         except RefusedError as refusal:
             refusals[name] = str(refusal)

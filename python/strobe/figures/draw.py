@@ -11,9 +11,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import FancyArrowPatch, Rectangle
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from .case import Row, read_csv
 from .measure import FIGURES
@@ -57,7 +56,7 @@ def draw(out: Path, wanted: Iterable[str], machine: dict[str, Any]) -> Iterator[
             if not source.exists():
                 continue
             figure = PICTURES[name](read_csv(source))
-            figure.text(0.995, 0.005, where, ha="right", va="bottom", fontsize=6, color="#555555")
+            figure.supxlabel(where, x=0.995, ha="right", fontsize=6, color="#555555")
             FigureCanvasAgg(figure)
             figure.savefig(out / f"{title}.svg", metadata={"Date": None})
             figure.savefig(out / f"{title}.png", dpi=PNG_DPI)
@@ -65,8 +64,7 @@ def draw(out: Path, wanted: Iterable[str], machine: dict[str, Any]) -> Iterator[
 
 
 def _figure(width: float, height: float) -> Figure:
-    """With room for a line of small print below."""
-    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(rect=(0, 0.03, 1, 0.97)))
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _shape(row: Row) -> str:
@@ -163,6 +161,7 @@ def block_size(rows: list[Row]) -> Figure:
         if points:
             time.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=names[engine])
     traffic.set(ylabel="GB", title="between memory and chip", yscale="log")
+    traffic.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     traffic.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     traffic.yaxis.set_minor_locator(NullLocator())
     time.set(ylabel="ms", title="runtime", ylim=(0, None))
@@ -214,7 +213,7 @@ def sequence_length(rows: list[Row]) -> Figure:
         _log2(axes, [row["length"] for row in rows], "sequence length")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     handles, labels = time.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=7.5)
+    figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=7.5)
     row = rows[0]
     what = f"B {row['batch']}, H {row['heads']}, d {row['head_dim']}, {row['dtype']}, dropout 0.1, padding mask"
     figure.suptitle(f"Sequence length: {what}", fontsize=10)
@@ -272,7 +271,7 @@ def peers(rows: list[Row]) -> Figure:
             if c == 0:
                 axes.set_ylabel(unit)
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    figure.legend(handles, labels, loc="outside lower left", ncols=4)
     first = rows[0]
     tokens, width = first["batch"] * first["length"], first["heads"] * first["head_dim"]
     figure.suptitle(f"Speed beside peers, {first['dtype']}, {tokens} tokens, H·d = {width}", fontsize=10)
@@ -286,7 +285,7 @@ def fused(rows: list[Row]) -> Figure:
     seconds = {row["name"]: row["seconds"] for row in rows}
     ops = [name for name in seconds if name != "fused"]
     bottom = 0.0
-    for name, colour in zip(ops, (BLUE, SKY, GREEN, YELLOW, ORANGE), strict=True):
+    for name, colour in zip(ops, (SKY, PINK, GREEN, YELLOW, ORANGE), strict=True):
         ms = (seconds[name] or 0.0) * 1e3
         bars.bar(0, ms, bottom=bottom, color=colour, edgecolor=BLACK, linewidth=0.6)
         bars.text(0, bottom + ms / 2, name, ha="center", va="center", fontsize=8)

@@ -21,7 +21,7 @@ from .clock import RefusedError, attempt, release, times
 SHAPE = {"cuda": (2, 8, 64), "cpu": (1, 2, 64)}  # batch, heads, head dimension
 LONGEST = {("cuda", False): 65536, ("cuda", True): 8192, ("cpu", False): 65536, ("cpu", True): 2048}
 CPU_LIMIT = 4 * 2**30  # bytes that a method may take beyond what its process holds to begin with
-MOST_SECONDS = 40.0  # of a call: where the next would take longer, by the square of its length, it is left out
+MOST_SECONDS = 25.0  # of a call: where the next would take longer, by the square of its length, it is left out
 
 
 def lengths(setting: Setting) -> list[int]:
@@ -55,11 +55,9 @@ def _measured(setting: Setting, method: str, n: int) -> Row:
     try:
         given = attempt(lambda: rivals.inputs(method, shape(setting, n), setting.dtype, setting.device))
         call = rivals.both(attend, given)
-        seconds, refusals = times({method: call}, setting)
-        if refusals:
-            return _row(setting, method, n, None, None, refusals[method])
         peak = (_gpu_peak if setting.on_gpu else _cpu_peak)(call)
-        return _row(setting, method, n, seconds[method], peak, "")
+        seconds, refusals = times({method: call}, setting, warm=True)
+        return _row(setting, method, n, seconds.get(method), peak, refusals.get(method, ""))
     except RefusedError as refusal:
         return _row(setting, method, n, None, None, str(refusal))
     finally:
@@ -70,6 +68,7 @@ def _gpu_peak(call: Callable[[], Any]) -> int:
     """Bytes that PyTorch's allocator hands out at once, beyond what it had handed out before."""
     import torch
 
+    attempt(call)  # a library's own workspace is not the method's
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     attempt(call)

@@ -1,0 +1,33 @@
+// The roles of a thread block of the Hopper backward: threads of the first warpgroup load (and order additions to dQ), the others compute.
+#pragma once
+#include "backward_load.h"
+#include "backward_order.h"
+
+namespace strobe::sm90 {
+
+template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_backward(const HopperBackwardArguments &a) {
+  extern __shared__ __align__(128) unsigned char dynamic[];
+  const BackwardShared<C> shared(shared_address(dynamic));
+  if (threadIdx.x == 0) {
+    shared.begin();
+    BackwardLoad<C>::choose_keys(a, shared);
+  }
+  __syncthreads();
+  const KeyBlock keys = read<KeyBlock>(shared.keys());
+  if (keys.begin >= keys.seqlen_k) return;
+  const int warpgroup = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    registers_lower<C.registers_load>();
+    if (threadIdx.x == 0) BackwardLoad<C>{a, shared}.q();
+    if (threadIdx.x == 32) BackwardLoad<C>{a, shared}.dout();
+    if constexpr (C.deterministic) {
+      if (threadIdx.x == 64) BackwardOrder<C>{a, shared, 0}.all();
+      if (threadIdx.x == 96) BackwardOrder<C>{a, shared, 1}.all();
+    }
+  } else {
+    registers_raise<C.registers_compute>();
+    Compute(a, shared, keys, warpgroup - 1).all();
+  }
+}
+
+} // namespace strobe::sm90
