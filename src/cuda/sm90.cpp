@@ -64,6 +64,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {64, 64, 3, 64, 4, 40, 152, 0, 1, kDrawing | kMasked | kBiased},
     {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring},
     {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing | kMasked | kBiased},
+    {64, 64, 1, 128, 3, 56, 200, 1, 2, kWalking},
     {64, 64, 2, 128, 4, 56, 224, 1, 1, kWalking},
     {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, any, 2048, INT64_MAX, 1},
     {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
