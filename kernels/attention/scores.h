@@ -88,7 +88,10 @@ private:
     bool seen = !by_position || (F.band ? j >= r.begin && j < min(r.end, limit) : j < limit); // limit <= seqlen_k
     if constexpr (kSlope) slope = T(1);
     if constexpr (F.additive()) {
-      s *= kInCaps ? scale * inverse_cap : scale;
+      if constexpr (kInCaps)
+        s *= scale * inverse_cap;
+      else if constexpr (F.function != kHyperbolic || F.scaled)
+        s *= scale;
       if constexpr (F.function == kSoftcap) {
         if constexpr (kInCaps)
           s = tanh_approximate(s);
