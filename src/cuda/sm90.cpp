@@ -120,13 +120,14 @@ Config config_for(const Problem &p, const ForwardTile &t) {
 }
 
 constexpr int64_t kLeastKeys = 512; // of a part, where keys are split
-constexpr double kMostRows = 1.2;   // that tiles compute for each that there is
 
 bool suits(const ForwardTile &t, const Problem &p, const Config &c, const Device &device) {
   const Keys keys = c.features.band || c.features.blocks || p.varlen ? some : all;
   if (p.seqlen_k < t.least_keys || p.seqlen_k > t.most_keys || (t.keys != any && t.keys != keys)) return false;
   const int64_t rows = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, count = tiles(rows, c.tile_q());
-  if (c.tile_q() > 64 && double(count * c.tile_q()) > kMostRows * double(rows)) return false;
+  // Rows computed for each that there is: beyond this the next smaller tile is the faster one.
+  const double most = c.tile_q() > 128 ? 1.2 : c.tile_q() > 64 ? 1.6 : HUGE_VAL;
+  if (double(count * c.tile_q()) > most * double(rows)) return false;
   const int64_t heads = p.batch * p.heads, parts = tiles(rows, 64) * heads < device.sms ? std::max<int64_t>(1, p.seqlen_k / kLeastKeys) : 1;
   return double(count * heads * parts) >= t.blocks * device.sms;
 }
