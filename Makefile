@@ -18,7 +18,7 @@ NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src p
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-cpp test-python test-long test-gpu sanitize bench-gpu prewarm lint format sanitize-cpu cross bench wheel clean
+.PHONY: help setup train test test-cpp test-python test-long test-gpu sanitize bench-gpu bench-report prewarm lint format sanitize-cpu cross bench wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -68,8 +68,8 @@ test-cpp: $(VENV)/.python
 test-python: setup
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-test-long: setup ## all triples of the contract's options; takes hours
-	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py tests/python/test_shapes.py $(ARGS)
+test-long: setup ## all triples of the contract's options, computed and compiled; takes hours
+	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py tests/python/test_shapes.py tests/nvrtc $(ARGS)
 
 sanitize-cpu: $(VENV)/.python ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CMAKE) -S . -B build/sanitize -G Ninja -DSTROBE_SANITIZE=ON -DCMAKE_BUILD_TYPE=Sanitize \
@@ -90,8 +90,11 @@ test-gpu: setup ## the contract on a GPU, recorded in tests/gpu-record.json
 sanitize: setup ## compute-sanitizer over a cover of the contract on a GPU
 	$(BIN)/python tests/gpu/sanitize.py $(ARGS)
 
-bench-gpu: setup ## speed on a GPU beside PyTorch's backends, in one run
-	$(BIN)/strobe bench gpu --json bench/results/gpu.json $(ARGS)
+bench-gpu: setup ## speed on a GPU beside PyTorch's backends, in one run; figures in bench/results
+	$(BIN)/strobe bench gpu --results bench/results $(ARGS)
+
+bench-report: $(VENV)/.package ## docs/h200.md from bench/results
+	$(BIN)/strobe bench report bench/results/h200-forward.json bench/results/h200-backward.json > docs/h200.md
 
 cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
 	tests/cross/run $(CMAKE) $(JOBS)

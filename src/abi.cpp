@@ -6,14 +6,18 @@
 #include "attention/dropout_mask.h"
 #include "attention/text.h"
 #include "attention/versioned.h"
-#include "attention/workspace.h"
 #include "cuda/engine.h"
 #include "cuda/info.h"
-#include "engines.h"
+#include "cuda/tuning.h"
+#include "prepared.h"
 #include "reference/reference.h"
 
 #define STROBE_STRING_(x) #x
 #define STROBE_STRING(x) STROBE_STRING_(x)
+
+struct strobe_prepared {
+  strobe::Prepared call;
+};
 
 namespace strobe {
 namespace {
@@ -45,37 +49,6 @@ template <class F> int32_t guarded(F &&body) noexcept {
   }
 }
 
-// Makes every check and throws what any of them found, as one.
-template <class... Checks> void check_all(Checks &&...checks) {
-  std::string found;
-  auto run = [&](auto &check) {
-    try {
-      check();
-    } catch (const Error &e) {
-      if (e.status != STROBE_INVALID_ARGUMENT) throw;
-      found += (found.empty() ? "" : "\n") + std::string(e.what());
-    }
-  };
-  (run(checks), ...);
-  if (!found.empty()) throw Error(STROBE_INVALID_ARGUMENT, found);
-}
-
-// A call on its way: validated, answered.
-struct Call {
-  Problem problem;
-  Execution execution;
-  Direction direction;
-  Choice choice;
-
-  Call(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction) : direction(direction) {
-    Reasons told; // by validate
-    check_all([&] { problem = validate(a, t, direction); }, [&] { execution = validate(e); },
-              [&] { check_engine(read_versioned("attention", a, told).engine); });
-    choice = choose(problem, execution, direction);
-  }
-  Decision decision() const { return decide(problem, execution, direction, choice); }
-};
-
 Direction checked(int32_t direction) {
   if (direction != STROBE_FORWARD && direction != STROBE_BACKWARD)
     throw Error(STROBE_INVALID_ARGUMENT, text("direction: ", direction, "; accepted is ", int(STROBE_FORWARD), " (forward) or ",
@@ -85,22 +58,25 @@ Direction checked(int32_t direction) {
 
 void run(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction) {
   const Call call(a, t, e, direction);
-  const auto [engine, plan] = call.decision();
-  Workspace own;
-  void *workspace = call.execution.workspace;
-  if (!workspace && plan.workspace_bytes) {
-    if (call.execution.allocate) {
-      workspace = call.execution.allocate(call.execution.allocator, plan.workspace_bytes);
-      if (!workspace) throw Error(STROBE_OUT_OF_MEMORY, text("execution.allocate: no workspace of ", plan.workspace_bytes, " bytes"));
-    } else {
-      own = engine->allocate(call.problem, call.execution, plan.workspace_bytes);
-      workspace = own.get();
-    }
-  } else if (call.execution.workspace_bytes < plan.workspace_bytes) {
-    throw Error(STROBE_INVALID_ARGUMENT, text("execution.workspace_bytes: ", call.execution.workspace_bytes, "; accepted is ",
-                                              plan.workspace_bytes, " or more, as strobe_workspace_size() says"));
-  }
-  engine->run(call.problem, call.execution, direction, plan, workspace);
+  perform(call.decision(), call.problem, call.execution, direction);
+}
+
+void check_plan(const strobe_plan *plan) {
+  Reasons reasons;
+  if (!plan)
+    reasons.add("plan", "missing; accepted is a pointer to a strobe_plan");
+  else
+    size_is_sane<strobe_plan>("plan", plan->size, reasons);
+  reasons.raise_if_any();
+}
+
+void write_plan(const Plan &chosen, strobe_plan *plan) {
+  const strobe_plan result = {plan->size, chosen.engine, chosen.tile_q, chosen.tile_k, chosen.workspace_bytes, chosen.predicted_seconds};
+  std::memcpy(plan, &result, std::min<size_t>(plan->size, sizeof result));
+}
+
+void check_prepared(const strobe_prepared *prepared) {
+  if (!prepared) throw Error(STROBE_INVALID_ARGUMENT, "prepared: null; accepted is what strobe_prepare wrote");
 }
 
 void run_reference(const strobe_attention *attention, const strobe_tensors *t, const strobe_execution *e, const strobe_selection *selection,
@@ -175,18 +151,36 @@ int32_t strobe_backward(const strobe_attention *a, const strobe_tensors *t, cons
 int32_t strobe_make_plan(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction,
                          strobe_plan *plan) {
   return guarded([&] {
-    Reasons reasons;
-    if (!plan)
-      reasons.add("plan", "missing; accepted is a pointer to a strobe_plan");
-    else
-      size_is_sane<strobe_plan>("plan", plan->size, reasons);
-    reasons.raise_if_any();
+    check_plan(plan);
     const Call call(a, t, e, checked(direction));
-    const Plan &chosen = call.decision().plan;
-    const strobe_plan result = {plan->size, chosen.engine, chosen.tile_q, chosen.tile_k, chosen.workspace_bytes, chosen.predicted_seconds};
-    std::memcpy(plan, &result, std::min<size_t>(plan->size, sizeof result));
+    write_plan(call.decision().plan, plan);
   });
 }
+
+int32_t strobe_prepare(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction,
+                       strobe_prepared **prepared) {
+  return guarded([&] {
+    if (!prepared) throw Error(STROBE_INVALID_ARGUMENT, "prepared: null; accepted is where to write the prepared call");
+    *prepared = new strobe_prepared{{a, t, e, checked(direction)}};
+  });
+}
+
+int32_t strobe_prepared_plan(const strobe_prepared *prepared, strobe_plan *plan) {
+  return guarded([&] {
+    check_prepared(prepared);
+    check_plan(plan);
+    write_plan(prepared->call.plan(), plan);
+  });
+}
+
+int32_t strobe_run(const strobe_prepared *prepared, const strobe_addresses *addresses, const strobe_execution *e) {
+  return guarded([&] {
+    check_prepared(prepared);
+    prepared->call.run(addresses, e);
+  });
+}
+
+void strobe_release(strobe_prepared *prepared) { delete prepared; }
 
 int32_t strobe_workspace_size(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction,
                               uint64_t *bytes) {
@@ -210,6 +204,13 @@ int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed) {
   return guarded([&] {
     check_text(text, capacity);
     write_text(cuda::info(), text, capacity, needed);
+  });
+}
+
+int32_t strobe_tuning(int32_t device_index, char *text, size_t capacity, size_t *needed) {
+  return guarded([&] {
+    check_text(text, capacity);
+    write_text(cuda::tuning_header(cuda::device(device_index)), text, capacity, needed);
   });
 }
 

@@ -1,5 +1,6 @@
 #include "engines.h"
 
+#include <algorithm>
 #include <mutex>
 #include <new>
 
@@ -7,6 +8,7 @@
 #include "attention/workspace.h"
 #include "cpu/engine.h"
 #include "cuda/engine.h"
+#include "ladder/engine.h"
 #include "reference/reference.h"
 
 namespace strobe {
@@ -18,11 +20,13 @@ Workspace Engine::allocate(const Problem &, const Execution &, uint64_t bytes) c
   return Workspace(memory, [](void *memory) { ::operator delete(memory, alignment); });
 }
 
-// From the fastest family to the slowest, device by device: the order is what `strict` goes by.
+// From the fastest family to the slowest, device by device: the order is what `strict` goes by. The ladder's rungs stand here twice, a form
+// for each device under one name.
 const std::vector<const Engine *> &engines() {
   static const std::vector<const Engine *> list = [] {
     std::vector<const Engine *> all = cuda_engines();
     for (const Engine *engine : cpu_engines()) all.push_back(engine);
+    for (const Engine *engine : cpu_ladder_engines()) all.push_back(engine);
     all.push_back(reference_engine());
     return all;
   }();
@@ -81,17 +85,25 @@ static Problem without_options(Problem p) {
   p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = {};
   p.blocks = {};
   p.window_left = p.window_right = kUnbounded;
+  p.score = ScoreFunction::dot, p.beta = p.shift = 0;
   p.softcap = p.dropout = 0;
   p.tile_q = p.tile_k = 0;
   p.deterministic = p.exact_max = false;
   return p;
 }
 
+bool stands_elsewhere(const Choice::Row &row, const Choice &choice, const Problem &problem) {
+  auto here = [&](const Engine *engine) { return engine->device_type() == problem.device_type; };
+  return !here(row.engine) && std::any_of(choice.rows.begin(), choice.rows.end(), [&](const Choice::Row &other) {
+    return here(other.engine) && std::string(other.engine->name()) == row.engine->name();
+  });
+}
+
 Decision decide(const Problem &problem, const Execution &execution, Direction direction, const Choice &choice) {
   if (choice.chosen < 0) {
     std::string reasons;
     for (const Choice::Row &row : choice.rows)
-      if (problem.engine.empty() || problem.engine == row.engine->name())
+      if ((problem.engine.empty() || problem.engine == row.engine->name()) && !stands_elsewhere(row, choice, problem))
         reasons += text("\n", row.engine->name(), ": ", std::get<std::string>(row.answer));
     throw Error(STROBE_UNSUPPORTED, "no engine takes this problem:" + reasons);
   }

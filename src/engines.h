@@ -10,6 +10,9 @@ const std::string &missing(size_t index);
 // Throws Error(STROBE_INVALID_ARGUMENT) unless it is null, empty or the name of an engine.
 void check_engine(const char *wanted);
 
+// Whether it is the other device's form of an engine that has one for the problem's.
+bool stands_elsewhere(const Choice::Row &, const Choice &, const Problem &);
+
 // The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if none took the problem, or if `strict` forbids the one that
 // did: an engine further up the list is here and takes this dtype and shape, but not with these options.
 struct Decision {

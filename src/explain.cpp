@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iomanip>
+#include <sstream>
 
 #include "attention/text.h"
 #include "engines.h"
@@ -27,13 +28,13 @@ private:
 
 std::string duration(double seconds) {
   const auto [factor, unit] = seconds < 1e-3 ? std::pair{1e6, "us"} : seconds < 1 ? std::pair{1e3, "ms"} : std::pair{1.0, "s"};
-  return text(std::setprecision(3), seconds * factor, " ", unit);
+  return text(Digits{seconds * factor, 3}, " ", unit);
 }
 
 std::string size(uint64_t bytes) {
   if (bytes < 1024) return text(bytes, " B");
   const bool mega = bytes >= 1024 * 1024;
-  return text(std::setprecision(4), double(bytes) / (mega ? 1024 * 1024 : 1024), mega ? " MiB" : " KiB");
+  return text(Digits{double(bytes) / (mega ? 1024 * 1024 : 1024), 4}, mega ? " MiB" : " KiB");
 }
 
 std::string shape(const Problem &p) {
@@ -54,7 +55,7 @@ std::string dropout(const Problem &p) {
 
 std::string blocks(const Problem::Blocks &b) {
   const double all = double(b.batch) * double(b.heads) * double(b.rows) * double(b.cols);
-  std::string share = all > 0 ? text(" (", std::setprecision(3), 100 * double(b.kept) / all, "%)") : "";
+  std::string share = all > 0 ? text(" (", Digits{100 * double(b.kept) / all, 3}, "%)") : "";
   return text(b.block_q, " x ", b.block_k, ", ", b.rows, " x ", b.cols, " blocks over B ", b.batch, ", H ", b.heads, ", ", b.kept, " kept",
               share, b.transposed ? ", with the transpose" : "");
 }
@@ -66,6 +67,7 @@ void asked(Page &page, const Problem &p, const Execution &e) {
                                                       : text("CUDA device ", p.device_index)));
   page.line("scale", text(p.scale));
   if (p.softcap > 0) page.line("softcap", text(p.softcap));
+  if (p.score == ScoreFunction::hyperbolic) page.line("score", text("hyperbolic: -", p.beta, " arccosh(max(-x, 1)) - ", p.shift));
   if (p.window_left != kUnbounded || p.window_right != kUnbounded)
     page.line("window", text(bound(p.window_left), " keys to the left, ", bound(p.window_right), " to the right",
                              p.window_left == kUnbounded && p.window_right == 0 ? " (causal)" : ""));
@@ -106,7 +108,8 @@ std::string explain(const Problem &problem, const Execution &execution, Directio
   page.heading(direction == Direction::forward ? "attention, forward" : "attention, backward");
   asked(page, problem, execution);
   page.heading("engines");
-  for (const Choice::Row &row : choice.rows) page.line(row.engine->name(), in_words(row.answer));
+  for (const Choice::Row &row : choice.rows)
+    if (!stands_elsewhere(row, choice, problem)) page.line(row.engine->name(), in_words(row.answer));
   page.heading("choice");
   try {
     const Decision decision = decide(problem, execution, direction, choice);

@@ -59,6 +59,12 @@ typedef enum strobe_alignment {
   STROBE_TOP_LEFT = 1      /* the first query sees the first key: offset = 0 */
 } strobe_alignment;
 
+/* What becomes of x = scale * q.k before a bias or ALiBi is added. */
+typedef enum strobe_score {
+  STROBE_DOT = 0,       /* x; with softcap c * tanh(x / c) */
+  STROBE_HYPERBOLIC = 1 /* -beta * arccosh(max(-x, 1)) - shift, x being a Lorentz product: see docs/hyperbolic.md */
+} strobe_score;
+
 /* The most that strobe_execution.threads, and strobe_attention.tile_q and tile_k, may be. */
 enum { STROBE_MAX_THREADS = 1024, STROBE_MAX_TILE = 65536 };
 
@@ -78,7 +84,7 @@ typedef struct strobe_tensor {
 /* WHAT is computed, but for the tensors. */
 typedef struct strobe_attention {
   uint64_t size;
-  double scale; /* of q.k; 1/sqrt(D) unless has_scale */
+  double scale; /* of q.k; unless has_scale 1/sqrt(D), and 1 with STROBE_HYPERBOLIC */
   int32_t has_scale;
   int32_t causal;          /* key j is visible to query i if j <= i + offset */
   int32_t alignment;       /* strobe_alignment: the offset of causal, window and ALiBi alike */
@@ -98,6 +104,10 @@ typedef struct strobe_attention {
   int32_t strict;                     /* refuse what would not run on the fastest engine of this device */
   int32_t check;                      /* check what lies in device memory (cu_seqlens, CSR); synchronises. Host memory is always checked */
   const char *engine;                 /* only this engine, e.g. "cpu-avx2"; null: the one with the least predicted time */
+  int32_t score;                      /* strobe_score */
+  int32_t reserved;
+  double beta;  /* STROBE_HYPERBOLIC: > 0 */
+  double shift; /* STROBE_HYPERBOLIC */
 } strobe_attention;
 
 /* ON WHAT. Forward reads the first part and writes out and lse; backward reads all and writes d*. A gradient left null is not computed. */
@@ -166,6 +176,27 @@ STROBE_API int32_t strobe_make_plan(const strobe_attention *, const strobe_tenso
 STROBE_API int32_t strobe_workspace_size(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                          uint64_t *bytes);
 
+/* A call made ready once, to be run often on other addresses: it is validated and its engine is chosen; shapes, strides, dtypes, devices and
+ * options are kept, addresses are not. Several threads may run it at the same time. */
+typedef struct strobe_prepared strobe_prepared;
+
+/* Where the tensors of a prepared call lie now: null where the call was prepared without one. Whether an address is a multiple of 16 decides
+ * how memory is read, so it has to be one where it was one when the call was prepared, and only there. */
+typedef struct strobe_addresses {
+  uint64_t size;
+  void *q, *k, *v, *mask, *bias, *alibi_slopes, *sinks, *cu_seqlens_q, *cu_seqlens_k;
+  void *block_rows, *block_cols, *block_rows_t, *block_cols_t, *rng, *out, *lse;
+  void *dout, *dlse, *dq, *dk, *dv, *dbias, *dsinks;
+} strobe_addresses;
+
+/* Of the execution, the number of threads alone is kept. *prepared is written on success, and is the caller's to release. */
+STROBE_API int32_t strobe_prepare(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
+                                  strobe_prepared **prepared);
+STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *plan);
+/* As strobe_forward or strobe_backward, every check included. execution.threads: 0, or as prepared. */
+STROBE_API int32_t strobe_run(const strobe_prepared *, const strobe_addresses *, const strobe_execution *);
+STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; when no run is under way */
+
 /* The same walk in words: what was asked, each engine's plan or reason, what was chosen and what was rounded. Writes at most capacity bytes
  * (always terminated); needed (optional) receives the whole length with its terminator. */
 STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction, char *text,
@@ -173,17 +204,23 @@ STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors
 
 /* Compiles what the call would run on a GPU of this compute capability (90 for 9.0) into the kernel cache, or finds it there. Needs NVRTC but
  * no GPU; of the tensors, which say that they lie on a CUDA device, shapes, strides and the alignment of addresses count. The text is a line
- * per kernel: "compiled|cached <registers> <bytes spilled> <name>"; written as by strobe_explain. */
+ * per kernel: "compiled|cached <registers> <bytes spilled> <1 if its wgmma are serialized, else 0> <name>"; written as by strobe_explain. */
 STROBE_API int32_t strobe_prewarm(const strobe_attention *, const strobe_tensors *, int32_t direction, int32_t compute_capability,
                                   char *text, size_t capacity, size_t *needed);
 
-/* The engines of this library on this machine: name, and the reason why it cannot run here (null if it can). Returns null past the last. */
+/* The engines of this library on this machine: name, and the reason why it cannot run here (null if it can). Returns null past the last.
+   A name that has a form for each device stands there twice. */
 STROBE_API const char *strobe_engine_name(int32_t index);
 STROBE_API const char *strobe_engine_missing(int32_t index);
 
 /* CUDA here, a line each: driver, devices, NVRTC, cache folder, with paths and versions, or the reason why not. Writes as strobe_explain
  * does. Initialises the driver, after which a forked child of this process cannot use CUDA. */
 STROBE_API int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed);
+
+/* Of the table of tiles that `strobe tune` measures on a GPU and keeps beside the kernel cache, as JSON: "file", where it lies (empty without
+ * a cache folder); "format", "device" and "kernels", which it has to repeat to be used; "ignored", why the one that is there is not. Writes as
+ * strobe_explain does. */
+STROBE_API int32_t strobe_tuning(int32_t device_index, char *text, size_t capacity, size_t *needed);
 
 /* keep: bool (B,H,Sq,Sk) on the CPU; true where dropout keeps the element. Reads attention.dropout, seed, offset (or rng, int64 (2),
  * CPU). */

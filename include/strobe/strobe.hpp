@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <optional>
 #include <ranges>
 #include <span>
@@ -163,6 +164,7 @@ public:
 // ---- calls -----------------------------------------------------------------------------------------------------------------------------
 
 enum class Alignment : int32_t { bottom_right = STROBE_BOTTOM_RIGHT, top_left = STROBE_TOP_LEFT };
+enum class Score : int32_t { dot = STROBE_DOT, hyperbolic = STROBE_HYPERBOLIC };
 
 // What is computed, and on what. A tensor left out is absent.
 struct Attention {
@@ -171,8 +173,10 @@ struct Attention {
   bool causal = false;
   std::optional<int64_t> window_left = {}, window_right = {}; // absent: unbounded
   Alignment alignment = Alignment::bottom_right;
-  std::optional<double> scale = {}; // absent: 1 / sqrt(D)
+  std::optional<double> scale = {}; // absent: 1 / sqrt(D), and 1 for hyperbolic scores
   double softcap = 0;
+  Score score = Score::dot;
+  double beta = 0, shift = 0; // of hyperbolic scores
   ConstTensor mask = {}, bias = {}, alibi_slopes = {}, sinks = {};
 
   double dropout = 0;
@@ -218,6 +222,7 @@ inline strobe_attention raw(const Attention &a) {
   raw.has_window_left = a.window_left.has_value(), raw.window_left = a.window_left.value_or(0);
   raw.has_window_right = a.window_right.has_value(), raw.window_right = a.window_right.value_or(0);
   raw.deterministic = a.deterministic, raw.softcap = a.softcap;
+  raw.score = static_cast<int32_t>(a.score), raw.beta = a.beta, raw.shift = a.shift;
   raw.dropout = a.dropout, raw.seed = a.seed, raw.offset = a.offset;
   raw.block_q = a.block_q, raw.block_k = a.block_k, raw.tile_q = a.tile_q, raw.tile_k = a.tile_k;
   raw.max_seqlen_q = a.max_seqlen_q, raw.max_seqlen_k = a.max_seqlen_k;
@@ -308,6 +313,37 @@ template <detail::Direction D> std::string explain(const Attention &attention, c
   text.resize(needed - 1);
   return text;
 }
+
+// A call made ready once, to be run often on other addresses (strobe_prepare). Several threads may run it at the same time.
+class Prepared {
+public:
+  template <detail::Direction D> Prepared(const Attention &attention, const D &direction, const Execution &execution = {}) {
+    const auto a = detail::raw(attention);
+    const auto t = detail::raw(attention, direction);
+    const auto e = detail::raw(execution);
+    strobe_prepared *made = nullptr;
+    detail::check(strobe_prepare(&a, &t, &e, detail::direction_of<D>, &made));
+    prepared.reset(made);
+  }
+  strobe_plan plan() const {
+    strobe_plan plan{};
+    plan.size = sizeof plan;
+    detail::check(strobe_prepared_plan(prepared.get(), &plan));
+    return plan;
+  }
+  // `size` is filled in.
+  void run(strobe_addresses addresses, const Execution &execution = {}) const {
+    addresses.size = sizeof addresses;
+    const auto e = detail::raw(execution);
+    detail::check(strobe_run(prepared.get(), &addresses, &e));
+  }
+
+private:
+  struct Release {
+    void operator()(strobe_prepared *made) const { strobe_release(made); }
+  };
+  std::unique_ptr<strobe_prepared, Release> prepared;
+};
 
 // keep: bool (B,H,Sq,Sk); true where dropout keeps the element. Reads attention's dropout, seed, offset and rng.
 inline void dropout_mask(const Attention &attention, const Tensor &keep) {

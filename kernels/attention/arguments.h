@@ -51,6 +51,7 @@ struct Inputs {
   u64 seed, offset;
   const i64 *rng; // seed, offset on the device, if not null
   BlockList blocks, blocks_t;
+  double beta, shift; // of hyperbolic scores
 
   STROBE_FN Sequence sequence(i64 b) const {
     i64 q0 = 0, k0 = 0, nq = seqlen_q, nk = seqlen_k;
@@ -79,9 +80,9 @@ struct ForwardArguments {
 struct BackwardArguments {
   Inputs in;
   Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that nobody wants are null
-  void *delta;                                             // (rows): D = rowsum(dO * O) - dLSE, in lse's type; simt: (2, rows), settle.h
-  float *dq_sum;                                           // (rows, head_dim rounded up to 32): where several key tiles add to dQ
-  u32 *turns;                                              // deterministic: (query tiles of all rows) who may add next
+  void *delta;   // (2, rows), in lse's type: D = rowsum(dO * O) - dLSE, and what LSE lacks (simt/settle.h; the ladder: D alone)
+  float *dq_sum; // (rows, head_dim rounded up to 32): where several key tiles add to dQ
+  u32 *turns;    // deterministic: (query tiles of all rows) who may add next
   i32 deterministic;
   i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache
 };

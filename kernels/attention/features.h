@@ -4,6 +4,9 @@
 
 namespace strobe::inline STROBE_ISA {
 
+// Values of Features::function. Other than kLinear, gradients by x need the function's slope, which is never negative.
+inline constexpr i32 kLinear = 0, kSoftcap = 1, kHyperbolic = 2;
+
 // int32 fields only: a kernel's Config holds one, and its bytes are the key that the compiled kernel is cached under.
 struct Features {
   i32 band;   // causal or a window: which keys are visible differs from query to query
@@ -11,12 +14,12 @@ struct Features {
   i32 mask;   // a bool tensor
   i32 bias;   // 0: none; else the strobe_dtype of the tensor
   i32 alibi;
-  i32 softcap;
-  i32 scaled; // the scale cannot be left to exp2's argument (not positive, or out of fp32's range)
+  i32 function; // what becomes of x = scale q.k: kLinear, kSoftcap or kHyperbolic
+  i32 scaled; // the scale cannot be left to exp2's argument: not positive, or out of fp32's range; kHyperbolic: it is not 1
   i32 dropout;
 
   // Scores are kept in their own unit, else as raw q.k with the scale left to exp2's argument.
-  STROBE_FN constexpr bool additive() const { return bias || alibi || softcap || scaled; }
+  STROBE_FN constexpr bool additive() const { return bias || alibi || function || scaled; }
 };
 
 // As strobe_dtype.

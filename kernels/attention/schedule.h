@@ -40,7 +40,9 @@ public:
       : any_(share(band.keys_any(q0, q1), tile, align, part)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align),
         seqlen_(band.seqlen_k) {
     if (row_.cols) {
-      run_ = {0, 0};
+      block_ = max((Int)min(row_.block, (i64)seqlen_), Int(1));
+      blocks_ = (seqlen_ + block_ - 1) / block_;
+      advance();
     } else {
       run_ = any_;
       next_ = run_.empty() ? 0 : below(run_.begin);
@@ -70,16 +72,18 @@ public:
 
 private:
   STROBE_FN Int below(Int x) const { return x / align_ * align_; }
-  STROBE_FN Range block(i64 entry) const { // of an entry of the row, cut to the sequence
-    i64 c = row_.cols[entry];
-    c = max(c, 0ll);
-    return {(Int)min(c * row_.block, (i64)seqlen_), (Int)min((c + 1) * row_.block, (i64)seqlen_)};
+  // ahead_: the next entry's block, cut to the sequence; behind it, and so empty, if there is none.
+  STROBE_FN void advance() {
+    ahead_ = {seqlen_, seqlen_};
+    if (entry_ >= row_.count) return;
+    const Int c = max((Int)row_.cols[entry_++], Int(0));
+    if (c < blocks_) ahead_ = {c * block_, min(c * block_ + block_, seqlen_)};
   }
   STROBE_FN bool next_run() { // dense has the one run that the constructor set
     if (!row_.cols) return false;
-    while (entry_ < row_.count) {
-      Range run = block(entry_++);
-      while (entry_ < row_.count && block(entry_).begin == run.end && run.end < seqlen_) run.end = block(entry_++).end;
+    while (entry_ < row_.count || !ahead_.empty()) {
+      Range run = ahead_;
+      for (advance(); ahead_.begin == run.end && !ahead_.empty(); advance()) run.end = ahead_.end;
       run_ = intersect(run, any_);
       if (run_.empty()) continue;
       next_ = max(below(run_.begin), run.begin);
@@ -88,9 +92,10 @@ private:
     return false;
   }
 
-  Range any_, all_, run_{0, 0};
+  Range any_, all_, run_{0, 0}, ahead_{0, 0};
   BlockRow row_;
   Int tile_, align_, seqlen_, next_ = 0;
+  Int block_ = 1, blocks_ = 0; // keys of a block, blocks of the sequence
   i64 entry_ = 0;
 };
 using Schedule = BasicSchedule<i64>;

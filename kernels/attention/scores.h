@@ -10,8 +10,8 @@
 namespace strobe {
 
 // The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a tile
-// ask with different h.
-template <Features F, class T> struct Scores {
+// ask with different h. kApproximate: softcap's tanh is one instruction, with a relative error of 2^-11, and alone it leaves scores in its cap's unit.
+template <Features F, class T, bool kApproximate = false> struct Scores {
   const Inputs &in;
   i64 b;
   i32 seqlen_q, seqlen_k;
@@ -19,13 +19,19 @@ template <Features F, class T> struct Scores {
   i32 offset;    // ALiBi's distance is |i + offset - j|
   T scale;       // score = raw * scale
   T unit;        // exp2's argument = (s - m) * unit
+  static constexpr bool kInCaps = kApproximate && F.function == kSoftcap && !F.alibi && !F.bias;
   T cap, inverse_cap;
+  T beta, beta_ln2, shift;
 
   __device__ Scores(const Inputs &in, const Sequence &s, i64 b)
       : in(in), b(b), seqlen_q((i32)s.band.seqlen_q), seqlen_k((i32)s.band.seqlen_k),
         low((i32)min(max(s.band.low, -s.band.seqlen_q), (i64)kMost)), high((i32)max(min(s.band.high, s.band.seqlen_k - 1), -(i64)kMost)),
-        offset((i32)s.band.offset), scale(T(in.scale)), unit(T((F.additive() ? 1.0 : in.scale) * kLog2e)), cap(T(in.softcap)),
-        inverse_cap(T(1.0 / in.softcap)) {}
+        offset((i32)s.band.offset), scale(T(in.scale)), unit(T((kInCaps        ? in.softcap
+                                                                : F.additive() ? 1.0
+                                                                               : in.scale) *
+                                                               kLog2e)),
+        cap(T(in.softcap)), inverse_cap(T(1.0 / in.softcap)), beta(T(in.beta)), beta_ln2(T(in.beta * 0.69314718055994530942)),
+        shift(T(in.shift)) {}
 
   // One query: what of it does not change from key to key.
   struct Row {
@@ -47,36 +53,67 @@ template <Features F, class T> struct Scores {
   // end of the sequence, or beyond `limit` (the end of the schedule's tile); else all of them lie inside.
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit) const {
     T unused;
-    return score<false>(raw, r, j, by_position, limit, unused);
+    return score<false>(raw, r, j, T(r.i + offset - j), InMemory{*this, r, j}, by_position, limit, unused);
   }
+  // For whom has distance = r.i + offset - j at less cost than by converting it, and what mask and bias say: given.bias(), given.allowed().
+  template <class Given>
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit) const {
+    T unused;
+    return score<false>(raw, r, j, distance, given, by_position, limit, unused);
+  }
+  // Mask and bias of a query and a key, from memory.
+  struct InMemory {
+    const Scores &s;
+    const Row &r;
+    i32 j;
+    __device__ __forceinline__ T bias() const {
+      return T(to_real(*s.in.bias.template at<const typename Element<F.bias>::type>(s.b, r.h, r.i, j)));
+    }
+    __device__ __forceinline__ bool allowed() const { return *s.in.mask.template at<const u8>(s.b, r.h, r.i, j) != 0; }
+  };
   // The same with d score / d (scale * raw).
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit, T &slope) const {
-    return score<true>(raw, r, j, by_position, limit, slope);
+    return score<true>(raw, r, j, T(r.i + offset - j), InMemory{*this, r, j}, by_position, limit, slope);
   }
 
 private:
   static constexpr double kLog2e = 1.4426950408889634074;
   static constexpr i32 kMost = 1 << 30;
 
-  template <bool kSlope> __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit, T &slope) const {
+  template <bool kSlope, class Given>
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit,
+                                     T &slope) const {
+    static_assert(!kSlope || !kApproximate);
     T s = raw;
     bool seen = !by_position || (F.band ? j >= r.begin && j < min(r.end, limit) : j < limit); // limit <= seqlen_k
     if constexpr (kSlope) slope = T(1);
     if constexpr (F.additive()) {
-      s *= scale;
-      if constexpr (F.softcap) {
-        if constexpr (kSlope)
+      if constexpr (kInCaps)
+        s *= scale * inverse_cap;
+      else if constexpr (F.function != kHyperbolic || F.scaled)
+        s *= scale;
+      if constexpr (F.function == kSoftcap) {
+        if constexpr (kInCaps)
+          s = tanh_approximate(s);
+        else if constexpr (kSlope)
           s = softcap(s, cap, inverse_cap, slope);
+        else if constexpr (kApproximate)
+          s = cap * tanh_approximate(s * inverse_cap);
         else
           s = cap * tanh(s * inverse_cap);
       }
-      if constexpr (F.alibi) s += alibi(r.slope, T(r.i + offset - j));
+      if constexpr (F.function == kHyperbolic) s = hyperbolic(s, beta, beta_ln2, shift, slope);
+      if constexpr (F.alibi) s += alibi(r.slope, distance);
       if constexpr (F.bias) {
-        if (seen) s += T(to_real(*in.bias.at<const typename Element<F.bias>::type>(b, r.h, r.i, j)));
+        if (seen) {
+          const T x = given.bias();
+          s += x;
+          seen = x != minus_infinity<T>(); // then s may be NaN
+        }
       }
     }
     if constexpr (F.mask) {
-      if (seen) seen = *in.mask.at<const u8>(b, r.h, r.i, j) != 0;
+      if (seen) seen = given.allowed();
     }
     return seen ? s : minus_infinity<T>();
   }

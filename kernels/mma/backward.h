@@ -8,6 +8,7 @@
 // they lie, and one role multiplies while the other one exponentiates. P goes from left to right through shared memory; dS goes there for
 // dQ, which all warps multiply one iteration later, so that the roles meet once an iteration. S is transposed: rows are keys.
 #pragma once
+#include "../attention/longest_first.h"
 #include "../attention/query_tiles.h"
 #include "../attention/scores.h"
 #include "../ptx/barrier.h"
@@ -79,17 +80,29 @@ private:
       : a(a), in(a.in), state(*(State *)(memory + kState)), shared(shared_address(memory)), thread((int)threadIdx.x), warp(thread / 32),
         role(warp / (C.warps() / 2)), key_warp(warp % C.key_warps), dim_warp(warp / C.key_warps % C.dim_warps) {}
 
-  // By one thread. Bundles of heads run together and share the L2 cache; within one, tiles of the first keys come first: they are the longest.
+  // Bundles of heads run together and share the L2 cache; within one, the longest tiles come first: those of the first keys, unless lists of
+  // blocks say otherwise. (In turns it must stay the first keys: they are waited for.)
   __device__ __forceinline__ void choose_keys() const {
-    u32 index = blockIdx.x;
-    if constexpr (C.deterministic) index = atomicAdd(a.turns, 1u); // a ticket: whatever a block waits for has drawn its own before
-    u32 tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
-    u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
-    u32 pair = first + rest % n;
-    state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
-    state.sequence = in.sequence(state.batch);
-    state.k1 = min(state.k0 + kTileK, (i32)state.sequence.band.seqlen_k);
-    take_head(state.head_kv * in.group);
+    if (thread == 0) {
+      u32 index = blockIdx.x;
+      if constexpr (C.deterministic) index = atomicAdd(a.turns, 1u); // a ticket: whatever a block waits for has drawn its own before
+      u32 tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
+      u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
+      u32 pair = first + rest % n;
+      state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
+      state.sequence = in.sequence(state.batch);
+    }
+    __syncthreads();
+    i32 k0 = state.k0;
+    if constexpr (F.blocks && !C.deterministic)
+      k0 = longest_key_tile<F, kThreads, kTileK>(in, state.batch, state.head_kv, k0 / kTileK) * kTileK;
+    if (thread == 0) {
+      state.k0 = k0, state.k1 = min(k0 + kTileK, (i32)state.sequence.band.seqlen_k);
+      take_head(state.head_kv * in.group);
+      schedule(0);
+      schedule(1);
+    }
+    __syncthreads();
   }
   __device__ __forceinline__ void take_head(i32 head) const {
     state.head = head;
@@ -151,13 +164,14 @@ private:
                        kThreads);
   }
 
-  // LSE (in exp2's unit; of rows that see nothing and of those that are not there +inf: P = 0) and -D of a tile's rows, held by the threads
-  // until there is room for them.
-  static constexpr int kStatsEach = (int)div_up(2 * kTileQ, kLoaders);
+  // LSE (of rows that see nothing and of those that are not there +inf: P = 0), -D and, with a bias, what LSE lacks, of a tile's rows, held by
+  // the threads until there is room for them.
+  static constexpr int kStatsEach = (int)div_up((C.stats() - 1) * kTileQ, kLoaders);
   struct Stats {
     float x[kStatsEach];
   };
   __device__ __forceinline__ Stats read_stats(const Tile &t) const {
+    constexpr float kLog2e = 1.4426950408889634f;
     Stats s;
     int thread = loader();
 #pragma unroll
@@ -166,16 +180,17 @@ private:
       float &x = s.x[k];
       x = 0;
       if (n < kTileQ) {
-        x = i < t.rows ? t.at.lse[row * a.lse.stride[2]] * 1.4426950408889634f : minus_infinity<float>();
+        x = i < t.rows ? t.at.lse[row * a.lse.stride[2]] * (F.bias ? 1.0f : kLog2e) : minus_infinity<float>();
         if (x == minus_infinity<float>()) x = -x;
-      } else if (n < 2 * kTileQ) {
-        if (i < t.rows) x = -t.at.delta[row];
+      } else if (i < t.rows) {
+        if (n < 2 * kTileQ) x = -t.at.delta[row];
+        if (F.bias && n >= 2 * kTileQ && n < 3 * kTileQ) x = t.at.delta[in.rows() + row] * kLog2e;
       }
     }
     return s;
   }
-  // In the order in which lanes want them: of each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side; -D of 2t and 2t + 1 twice, the
-  // two rows of an accumulator.
+  // In the order in which lanes want them: of each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and so what it lacks; -D of 2t
+  // and 2t + 1 twice, the two rows of an accumulator.
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
   __device__ __forceinline__ void write_stats(const Stats &s, int iteration) const {
     int thread = loader(), stage = iteration % 2;
@@ -184,8 +199,8 @@ private:
       int n = thread + k * kLoaders, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
       u32 base = shared + kStats + stage * kStatsBytes, x = __float_as_uint(s.x[k]);
       if ((x & 0x7F800000) == 0x7F800000) state.ring[iteration % 4].suspect = 1;
-      if (n < kTileQ) {
-        store_shared(base + (i / 16 * 16 + 4 * t + 2 * c + e) * 4, x);
+      if (n < kTileQ || (F.bias && n >= 2 * kTileQ && n < 3 * kTileQ)) {
+        store_shared(base + (n < kTileQ ? 0 : 12 * kTileQ) + (i / 16 * 16 + 4 * t + 2 * c + e) * 4, x);
       } else if (n < 2 * kTileQ) {
         u32 target = base + (kTileQ + i / 8 * 16 + 4 * t + e) * 4;
         store_shared(target, x);
@@ -287,14 +302,17 @@ private:
       multiply<T, kD, kCareful>(s, shared + key_warp * kKeys * 16 * kD * 2, shared + kQ + stage * C.q_bytes() + n0 * 16 * kD * 2);
       const Tile &t = tile_of(iteration);
       i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
-      auto lse = [&](float (&x)[4], int n) { load_shared<0>(x, lse_of(stage, n0 + n)); };
+      auto lse = [&](RowLse &x, int n) {
+        load_shared<0>(x.lse, lse_of(stage, n0 + n));
+        if constexpr (F.bias) load_shared<12 * kTileQ>(x.excess, lse_of(stage, n0 + n));
+      };
       if (kCareful || t.queries.masked)
-        probabilities<F, true, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
+        probabilities<F, true, F.function != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       else
-        probabilities<F, false, F.softcap != 0>(s, P, scores, t.head, i, j, state.k1, lse);
+        probabilities<F, false, F.function != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       if constexpr (F.dropout) {
         dropout.mark(s, i, j, t.head, state.batch);
-        if constexpr (F.softcap) dropout.mark(P, i, j, t.head, state.batch);
+        if constexpr (F.function) dropout.mark(P, i, j, t.head, state.batch);
       }
       Left p[kKeys][kStep];
 #pragma unroll
@@ -303,7 +321,7 @@ private:
         for (int n = 0; n < kStep; ++n) {
           p[m][n] = tile::rounded<T>(s[m][n]);
           tile::put(shared + kP, block(m, n0 + n), p[m][n]);
-          if constexpr (F.softcap) {
+          if constexpr (F.function) {
             p[m][n] = tile::rounded<T>(P[m][n]);
             tile::put(shared + kP + C.p_bytes(), block(m, n0 + n), p[m][n]);
           }
@@ -568,12 +586,7 @@ private:
   }
 
   __device__ __forceinline__ void run() const {
-    if (thread == 0) {
-      choose_keys();
-      schedule(0);
-      schedule(1);
-    }
-    __syncthreads();
+    choose_keys();
     if (state.k0 >= state.k1) return;
     if (role == 0)
       walk<0>();

@@ -36,9 +36,11 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * head_dim; }
   STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * head_dim_v; }
   STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
-  // With softcap what dS needs is P * slope, what dV needs is P.
-  STROBE_FN constexpr i32 p_planes() const { return features.softcap ? 2 : 1; }
-  STROBE_FN constexpr i32 stats_bytes() const { return 2 * 3 * tile_q * 4; } // LSE, and D twice
+  // With a function of q.k what dS needs is P * slope, what dV needs is P.
+  STROBE_FN constexpr i32 p_planes() const { return features.function ? 2 : 1; }
+  // Numbers of a query: LSE, D twice, with a bias what LSE lacks.
+  STROBE_FN constexpr i32 stats() const { return features.bias ? 4 : 3; }
+  STROBE_FN constexpr i32 stats_bytes() const { return 2 * stats() * tile_q * 4; }
   STROBE_FN static constexpr i32 state_bytes() { return 512; }
   STROBE_FN constexpr i32 shared_bytes() const {
     return k_bytes() + v_bytes() + 2 * (q_bytes() + dout_bytes()) + (p_planes() + 2) * p_bytes() + stats_bytes() + state_bytes();

@@ -35,14 +35,20 @@ __device__ __forceinline__ void multiply(Accumulator (&s)[kM][kN], u32 rows, u32
   }
 }
 
-// S^T -> P^T, of keys from j on and queries from i on; lse(x, n): of the queries in this lane's columns of block n.
-// kSlope (for a softcap): P goes into `P`, and s becomes P times the softcap's slope; else s becomes P.
+// LSE of the queries in this lane's columns of a block: in exp2's unit; with a bias, where it may be as large as numbers go, natural, and what
+// rounding took from it (kernels/simt/settle.h) in exp2's unit.
+struct RowLse {
+  float lse[4], excess[4];
+};
+
+// S^T -> P^T, of keys from j on and queries from i on; lse(x, n): a RowLse of block n.
+// kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's slope; else s becomes P.
 template <Features F, bool kMasked, bool kSlope, int kM, int kN, class Lse>
 __device__ __forceinline__ void probabilities(Accumulator (&s)[kM][kN], Accumulator (&P)[kM][kN], const Scores<F, float> &scores, i32 head,
                                               i32 i, i32 j, i32 limit, const Lse &lse) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    float l[4];
+    RowLse l;
     lse(l, n);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -57,7 +63,7 @@ __device__ __forceinline__ void probabilities(Accumulator (&s)[kM][kN], Accumula
             i32 key = j + 16 * m + tile::lane_row(r);
             float p = kSlope ? scores.score(x, row, key, kMasked, limit, slope) : scores.score(x, row, key, kMasked, limit);
             bool hidden = (kMasked || F.mask || F.bias) && p == minus_infinity<float>();
-            p = exp2(fmaf(p, scores.unit, -l[2 * c + e]));
+            p = exp2(F.bias ? fmaf(p - l.lse[2 * c + e], scores.unit, -l.excess[2 * c + e]) : fmaf(p, scores.unit, -l.lse[2 * c + e]));
             if (hidden) p = 0; // LSE may be no number
             if constexpr (kSlope) P[m][n].x[c][2 * r + e] = p;
             x = kSlope ? p * slope : p;

@@ -62,6 +62,11 @@ private:
     return true;
   }
 
+  // D of a row before q1, and in.rows() further what its LSE lacks.
+  __device__ __forceinline__ const float *delta_of(const Part &p, const Sequence &sequence, i32 row, i32 q1) const {
+    return (const float *)a.delta + in.row_index(p.batch, p.head, sequence.q0 + min(row, q1 - 1));
+  }
+
   // sum += dS^T of a tile
   __device__ __forceinline__ void add(Accumulator (&sum)[kKeys][kQueries], const Part &p) const {
     Sequence sequence = in.sequence(p.batch);
@@ -85,12 +90,13 @@ private:
     i32 i = p.q0 + query_warp * kQueries * 16, j = p.k0 + key_warp * kKeys * 16;
     Accumulator P[kKeys][kQueries] = {}, dP[kKeys][kQueries] = {};
     multiply<T, kD, false>(P, shared + kK + key_warp * kKeys * 16 * kD * 2, shared + kQ + query_warp * kQueries * 16 * kD * 2);
-    auto lse = [&](float (&x)[4], int n) { // of rows that are not there, or see nothing: +inf
+    auto lse = [&](RowLse &x, int n) { // of rows that are not there, or see nothing: +inf
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         i32 row = i + 16 * n + tile::lane_column(k / 2, k % 2);
-        x[k] = row < q1 ? *a.lse.at<const float>(p.batch, p.head, sequence.q0 + row, 0) * 1.4426950408889634f : minus_infinity<float>();
-        if (x[k] == minus_infinity<float>()) x[k] = -x[k];
+        x.lse[k] = row < q1 ? *a.lse.at<const float>(p.batch, p.head, sequence.q0 + row, 0) : minus_infinity<float>();
+        if (x.lse[k] == minus_infinity<float>()) x.lse[k] = -x.lse[k];
+        x.excess[k] = delta_of(p, sequence, row, q1)[in.rows()] * 1.4426950408889634f;
       }
     };
     if (masked)
@@ -105,8 +111,7 @@ private:
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         int c = k / 2, e = k % 2;
-        i32 row = min(i + 16 * n + tile::lane_column(c, e), q1 - 1);
-        float D = ((const float *)a.delta)[in.row_index(p.batch, p.head, sequence.q0 + row)];
+        float D = *delta_of(p, sequence, i + 16 * n + tile::lane_column(c, e), q1);
 #pragma unroll
         for (int m = 0; m < kKeys; ++m) {
 #pragma unroll

@@ -106,7 +106,7 @@ private:
     }
 
     Accumulator O[kM][kDv / 16] = {};
-    Softmax<kM> softmax;
+    Softmax<kM, F.bias != 0> softmax;
     KeyTile tile;
     int stage = 0;
     bool specials = false;
@@ -190,7 +190,7 @@ private:
   }
 
   // O of all warps -> memory. Shared memory now holds M and l (warp, row), then O (warp, row, column).
-  __device__ __forceinline__ void merge(const Accumulator (&O)[kM][kDv / 16], const Softmax<kM> &softmax) {
+  __device__ __forceinline__ void merge(const Accumulator (&O)[kM][kDv / 16], const Softmax<kM, F.bias != 0> &softmax) {
     cp_async_wait<0>();
     __syncthreads();
     float *M = (float *)shared, *l = M + C.warps * C.tile_q, *o = l + C.warps * C.tile_q;
@@ -209,20 +209,19 @@ private:
   }
   // A warp stores row r of the tile.
   __device__ __forceinline__ void store_row(int r, const float *M, const float *l, const float *o) const {
-    constexpr float kLog2e = 1.44269504088896340736f;
     i32 h = query_head(first + r);
     i64 q = sequence.q0 + query(first + r);
     bool whole = a.splits == 1;
-    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) * kLog2e : minus_infinity<float>();
+    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) / kLn<F.bias != 0> : minus_infinity<float>();
     float top = minus_infinity<float>(), sum = 0, weight[C.warps];
 #pragma unroll
     for (int w = 0; w < C.warps; ++w) top = fmaxf(top, M[w * C.tile_q + r]);
 #pragma unroll
     for (int w = 0; w < C.warps; ++w) {
-      weight[w] = top == minus_infinity<float>() ? 1.0f : exp2(M[w * C.tile_q + r] - top);
+      weight[w] = top == minus_infinity<float>() ? 1.0f : exp2((M[w * C.tile_q + r] - top) * kUnit<F.bias != 0>);
       sum += weight[w] * l[w * C.tile_q + r];
     }
-    RowEnd end(top, sum, sink);
+    RowEnd end(top, sum, sink, F.bias != 0);
     float factor = end.factor * dropout.factor();
     i64 row = split * in.rows() + in.row_index(b, h, q);
     if (tile::lane_id() == 0) {
@@ -262,7 +261,8 @@ private:
     Results results{*this, min((i32)C.tile_q, rows - first)};
     for (int w = 0; w < C.warps; ++w) {
       Range keys = Schedule::share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, part(w));
-      restore_specials<kThreads>(scores, dropout, v, keys, {nullptr, 0, 0}, results);
+      __syncthreads();
+      restore_specials<kThreads>(scores, dropout, v, keys, {nullptr, 0, 0}, results, (int)threadIdx.x);
     }
   }
 };

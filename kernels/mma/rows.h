@@ -1,4 +1,4 @@
-// What the backward does to each row before and after: D, room for dQ, dQ's conversion, dsinks.
+// What the backward does to each row before and after: D, room for dQ, dQ's conversion.
 #pragma once
 #include "../attention/arguments.h"
 #include "../ptx/barrier.h"
@@ -12,8 +12,8 @@ template <RowsConfig C> struct RowTile {
   i32 batch, head, rows;
   i64 row, index, number; // of its first row in the tensors and in contiguous scratch; of the tile
 
-  __device__ __forceinline__ explicit RowTile(const Inputs &in, u32 index = blockIdx.x) {
-    u32 tiles = (u32)div_up(in.seqlen_q, C.tile_q), pair = index / tiles, tile = index % tiles;
+  __device__ __forceinline__ explicit RowTile(const Inputs &in, u32 block = blockIdx.x) {
+    u32 tiles = (u32)div_up(in.seqlen_q, C.tile_q), pair = block / tiles, tile = block % tiles;
     batch = (i32)(pair / in.heads), head = (i32)(pair % in.heads);
     Sequence s = in.sequence(batch);
     i64 begin = (i64)tile * C.tile_q;
@@ -53,7 +53,8 @@ template <RowsConfig C> struct Delta {
       for (int n = kLanes / 2; n > 0; n /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, n);
       if (i < tile.rows && lane == 0) {
         if (a.dlse) sum -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
-        ((float *)a.delta)[tile.index + i] = sum;
+        float *delta = (float *)a.delta + tile.index + i;
+        delta[0] = sum, delta[in.rows()] = 0; // and what LSE lacks: kernels/simt/settle.h
       }
     }
   }
@@ -113,33 +114,6 @@ private:
         if (c + e < columns) p[e * o.stride[3]] = y[e];
       }
     }
-  }
-};
-
-// dsinks of one head: sum of exp(sink - LSE) (dLSE - rowsum(dO * O)) = -exp(sink - LSE) D over batch and queries, in a fixed order.
-template <RowsConfig C> struct Sinks {
-  using Arguments = BackwardArguments;
-  static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
-
-  static __device__ __forceinline__ void run(const Arguments &a) {
-    const Inputs &in = a.in;
-    __shared__ float part[kThreads];
-    i32 head = (i32)blockIdx.x;
-    float sink = *in.sinks.at<const float>(0, head, 0, 0), sum = 0;
-    for (i32 b = 0; b < in.batch; ++b) {
-      Sequence s = in.sequence(b);
-      for (i64 i = threadIdx.x; i < s.band.seqlen_q; i += kThreads) {
-        float lse = *a.lse.at<const float>(b, head, s.q0 + i, 0);
-        if (lse != minus_infinity<float>()) // else neither key nor sink has a part in the row
-          sum -= exp2((sink - lse) * 1.4426950408889634f) * ((const float *)a.delta)[in.row_index(b, head, s.q0 + i)];
-      }
-    }
-    part[threadIdx.x] = sum;
-    for (int n = kThreads / 2; n > 0; n /= 2) {
-      __syncthreads();
-      if ((int)threadIdx.x < n) part[threadIdx.x] += part[threadIdx.x + n];
-    }
-    if (threadIdx.x == 0) *a.dsinks.at<float>(0, head, 0, 0) = part[0];
   }
 };
 

@@ -1,5 +1,6 @@
-// Online softmax of the rows that a lane holds: kM blocks of 16 rows, two rows of each. M is the reference in exp2's unit: P = exp2(S * unit -
-// M). It is the running maximum, or stays behind it by at most kSlack, so that most tiles need no rescaling.
+// Online softmax of the rows that a lane holds: kM blocks of 16 rows, two rows of each. M is the reference: P = exp2(S * unit - M). It is the
+// running maximum, or stays behind it by at most kSlack, so that most tiles need no rescaling. M is kept in exp2's unit, which saves an
+// instruction; kNatural: in that of the scores, where those may be as large as numbers go.
 #pragma once
 #include "../ptx/math.h"
 #include "../tile/registers.h"
@@ -8,7 +9,11 @@ namespace strobe::mma {
 
 using tile::Accumulator;
 
-template <int kM> struct Softmax {
+// exp2's argument is (s - M) * kUnit<..>, a natural logarithm M * kLn<..>.
+template <bool kNatural> inline constexpr float kUnit = kNatural ? 1.44269504088896340736f : 1.0f;
+template <bool kNatural> inline constexpr float kLn = kNatural ? 1.0f : 0.693147180559945309417f;
+
+template <int kM, bool kNatural = false> struct Softmax {
   float M[kM][2], l[kM][2]; // l: of the columns that this lane has seen
 
   __device__ __forceinline__ Softmax() {
@@ -19,7 +24,7 @@ template <int kM> struct Softmax {
   // Takes the maxima of a tile in. If a reference moved, multiplies l and O by what that makes of them.
   template <bool kExact, int kN, int kDv>
   __device__ __forceinline__ void follow(const Accumulator (&S)[kM][kN], float unit, Accumulator (&O)[kM][kDv]) {
-    constexpr float kSlack = kExact ? 0 : 8;
+    constexpr float kSlack = kExact ? 0 : 8 / kUnit<kNatural>;
     float top[kM][2];
     bool far = false;
 #pragma unroll
@@ -28,7 +33,7 @@ template <int kM> struct Softmax {
       float x = S[m][0].x[0][2 * r];
 #pragma unroll
       for (int k = 1; k < 4 * kN; ++k) x = fmaxf(x, S[m][k / 4].x[k / 2 % 2][2 * r + k % 2]);
-      top[m][r] = x * unit;
+      top[m][r] = kNatural ? x : x * unit;
       far |= top[m][r] > M[m][r] + kSlack;
     }
     if (!__any_sync(0xFFFFFFFFu, far)) return;
@@ -36,7 +41,7 @@ template <int kM> struct Softmax {
     for (int i = 0; i < 2 * kM; ++i) {
       int m = i / 2, r = i % 2;
       float before = M[m][r], now = fmaxf(before, tile::row_max(top[m][r]));
-      float alpha = now == minus_infinity<float>() ? 1.0f : exp2(before - now);
+      float alpha = now == minus_infinity<float>() ? 1.0f : exp2((before - now) * kUnit<kNatural>);
       M[m][r] = now;
       l[m][r] *= alpha;
 #pragma unroll
@@ -66,23 +71,23 @@ template <int kM> struct Softmax {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         float &p = S.x[k / 2][2 * r + k % 2];
-        p = exp2(__fmaf_rn(p, unit, negative));
+        p = exp2(kNatural ? (p + negative) * unit : __fmaf_rn(p, unit, negative));
         l[m][r] += p;
       }
     }
   }
 };
 
-// A row's end: O is to be multiplied by `factor`; the natural LSE. sink (exp2's unit): one more term of the denominator, -inf: none.
+// A row's end: O is to be multiplied by `factor`; the natural LSE. sink (in M's unit): one more term of the denominator, -inf: none.
 struct RowEnd {
   float factor, lse;
-  __device__ __forceinline__ RowEnd(float M, float l, float sink) {
-    constexpr float kLn2 = 0.693147180559945309417f;
-    float top = fmaxf(M, sink), alpha = top == minus_infinity<float>() ? 0.0f : exp2(M - top);
+  __device__ __forceinline__ RowEnd(float M, float l, float sink, bool natural = false) {
+    const float unit = natural ? kUnit<true> : 1.0f, top = fmaxf(M, sink);
+    const float alpha = top == minus_infinity<float>() ? 0.0f : exp2((M - top) * unit);
     l *= alpha;
-    if (sink != minus_infinity<float>()) l += exp2(sink - top);
+    if (sink != minus_infinity<float>()) l += exp2((sink - top) * unit);
     factor = l == 0 ? 0.0f : __fdividef(alpha, l); // 2 ulp; l is far below 2^126
-    lse = l == 0 ? minus_infinity<float>() : (top + __log2f(l)) * kLn2;
+    lse = l == 0 ? minus_infinity<float>() : natural ? top + __log2f(l) * kLn<false> : (top + __log2f(l)) * kLn<false>;
   }
 };
 

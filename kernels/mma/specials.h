@@ -28,18 +28,17 @@ template <i32 kDType, int kRows, int kColumns, int kThreads> __device__ __forcei
   return any;
 }
 
-// Rows: count, query(row), head(row), add(row, column, x). keys: those that were walked over, of them only blocks' ones; v: the sequence's, in
-// global memory.
-template <int kThreads, Features F, class T, class Rows>
-__device__ __forceinline__ void restore_specials(const Scores<F, float> &scores, const Dropout<F> &dropout, const T *v, Range keys,
-                                                 BlockRow blocks, Rows rows) {
+// By kThreads threads, of which this is `thread`; the results are in memory. Rows: count, query(row), head(row), add(row, column, x). keys:
+// those that were walked over, of them only blocks' ones; v: the sequence's, in global memory.
+template <int kThreads, Features F, bool kApproximate, class T, class Rows>
+__device__ __forceinline__ void restore_specials(const Scores<F, float, kApproximate> &scores, const Dropout<F> &dropout, const T *v,
+                                                 Range keys, BlockRow blocks, Rows rows, int thread) {
   const Inputs &in = scores.in;
-  __syncthreads(); // the results are in memory
 #pragma unroll 1
   for (i32 j = (i32)keys.begin; j < (i32)keys.end; ++j) {
     if (F.blocks && !blocks.keeps(j)) continue;
 #pragma unroll 1
-    for (i32 c = (i32)threadIdx.x; c < in.head_dim_v; c += kThreads) {
+    for (i32 c = thread; c < in.head_dim_v; c += kThreads) {
       float x = to_float(v[j * in.v.stride[2] + c * in.v.stride[3]]);
       if (x - x == 0) continue;
 #pragma unroll 1

@@ -46,6 +46,19 @@ template <> struct Convert<bf16> { // to nearest even; NaN stays NaN
   }
 };
 
+// a * b + c of packed pairs, rounded once.
+template <class T> __device__ __forceinline__ u32 multiply_add_pairs(u32 a, u32 b, u32 c);
+template <> __device__ __forceinline__ u32 multiply_add_pairs<bf16>(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+template <> __device__ __forceinline__ u32 multiply_add_pairs<f16>(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // The type of a strobe_dtype, and the type that its arithmetic is done in.
 template <i32 DType> struct Element;
 template <> struct Element<1> {
@@ -88,11 +101,38 @@ template <class T> __device__ __forceinline__ T select(bool condition, T a, T b)
 
 __device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }
 __device__ __forceinline__ double tanh(double x) { return ::tanh(x); }
+__device__ __forceinline__ float tanh_approximate(float x) { // relative error 2^-11
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // tanh and its derivative 4 e / (1 + e)^2, e = exp(-2|x|): 1 - tanh^2 would cancel where it saturates
 template <class T> __device__ __forceinline__ T tanh(T x, T &slope) {
   T e = exp2(T(-2.88539008177792681472) * abs(x)), inverse = T(1) / (T(1) + e);
   slope = T(4) * e * inverse * inverse;
   return tanh(x);
+}
+
+// arccosh(max(y, 1)) / ln 2 and arccosh's derivative: 1 / sqrt(y^2 - 1), 0 where y <= 1. NaN stays NaN. y^2 - 1 is rounded once; where it
+// overflows its root is y.
+__device__ __forceinline__ float arccosh2(float y, float &slope) {
+#if __CUDA_ARCH__ >= 800
+  asm("max.NaN.f32 %0, %0, 0f3F800000;" : "+f"(y));
+#else
+  y = y < 1 ? 1 : y;
+#endif
+  float sinh, inverse, log2;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(sinh) : "f"(fmaf(y, y, -1.0f)));
+  sinh = fminf(sinh, y);
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sinh));
+  slope = sinh > 0 ? inverse : 0.0f;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(y + sinh)); // error 2^-22, absolute up to 2, then relative
+  return log2;
+}
+__device__ __forceinline__ double arccosh2(double y, double &slope) {
+  double t = y < 1 ? 0.0 : y - 1, sinh = ::fmin(::sqrt(t * (t + 2)), t + 1);
+  slope = sinh > 0 ? 1 / sinh : 0.0;
+  return ::log1p(t + sinh) * 1.4426950408889634074;
 }
 
 } // namespace strobe

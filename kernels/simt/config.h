@@ -21,6 +21,7 @@ struct Config {
   Features features;
 
   static constexpr i32 kDimStep = 32;
+  static constexpr i32 kRun = 32; // columns over which D and dP are summed in one run: where they cancel, what longer runs round shows
   static constexpr i32 kWalkBytes = 256;                  // of shared memory, for the schedule
   static constexpr i32 kDeltaRows = 64, kCombineRows = 4; // rows that a CTA of Delta and QueryGradient, of Combine takes
 

@@ -6,13 +6,13 @@
 
 namespace strobe::simt {
 
-// A CTA takes tile_q rows of one head. The sum runs over the columns in order, one FMA each, as the products of this family do: where a
-// query sees a single key, dP - D is then 0 and not a rounding error. Of Config it reads dtype and the head dimensions.
+// A CTA takes kRows rows of one head. The sum runs over the columns in the order and the runs of dP: where a query sees a single key, dP - D
+// is then 0 and not a rounding error. Of Config it reads dtype and the head dimensions.
 template <Config C> struct Delta {
   using Arguments = BackwardArguments;
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
-  static constexpr int kRows = Config::kDeltaRows, kThreads = kRows, kBlocksPerSm = 1, kWidth = 32;
+  static constexpr int kRows = Config::kDeltaRows, kThreads = kRows, kBlocksPerSm = 1, kWidth = Config::kRun;
 
   static __device__ void run(const Arguments &a) {
     __shared__ T dO[kRows][kWidth + 1], O[kRows][kWidth + 1];
@@ -38,8 +38,10 @@ template <Config C> struct Delta {
         }
       }
       __syncthreads();
+      T run = T(0);
       if (t < count)
-        for (i32 c = 0; c < min(kWidth, in.head_dim_v - c0); ++c) D = fma(dO[t][c], O[t][c], D);
+        for (i32 c = 0; c < min(kWidth, in.head_dim_v - c0); ++c) run = fma(dO[t][c], O[t][c], run);
+      D += run;
     }
     if (t >= count) return;
     if (a.dlse) D -= *a.dlse.at<const T>(b, h, row + t, 0);

@@ -37,28 +37,27 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
   constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k;
   const auto grid = multiply.grid;
   constexpr int WM = piece<T>(kRows), WN = piece<T>(kKeys);
-  const auto leave = [&](T *where, const T(&x)[kRows][kKeys]) {
+  const auto leave = [&](T *where, T(&x)[kRows][kKeys], bool first) { // or add to what is there
+    auto grid = multiply.grid;
+    grid.x = opaque(grid.x), grid.y = opaque(grid.y);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int j = 0; j < kKeys; j += WN) {
-        Pack<T, WN> y;
+        auto &place = *reinterpret_cast<Pack<T, WN> *>(where + grid.template row<WM>(i) * C.p_stride() + grid.template column<WN>(j));
+        Pack<T, WN> y{};
+        if (!first) y = place;
 #pragma unroll
-        for (int w = 0; w < WN; ++w) y.x[w] = x[i][j + w];
-        *reinterpret_cast<Pack<T, WN> *>(where + grid.template row<WM>(i) * C.p_stride() + grid.template column<WN>(j)) = y;
+        for (int w = 0; w < WN; ++w) y.x[w] += x[i][j + w], x[i][j + w] = T(0);
+        place = y;
       }
   };
   kept_of.draw(dropout, scores.b, h, q0, k0);
-  {
-    T S[kRows][kKeys] = {};
-    multiply.template nt<C.head_dim>(S, Q, q0, K, k0);
-    leave(P, S);
-  }
-  {
-    T dP[kRows][kKeys] = {};
-    multiply.template nt<C.head_dim_v>(dP, dO, q0, V, k0);
-    leave(dS, dP);
-  }
+  T sum[kRows][kKeys] = {};
+  multiply.template nt<C.head_dim>(sum, Q, q0, K, k0);
+  leave(P, sum, true);
+  multiply.template nt_in_runs<C.head_dim_v, Config::kRun>(sum, dO, q0, V, k0, [&](bool first) { leave(dS, sum, first); });
+  leave(dS, sum, C.head_dim_v == Config::kRun);
 
   const bool by_position = masked || q1 - q0 < C.tile_q || k1 - k0 < C.tile_k;
   const T scale = natural<C.features, T>(scores.in), factor = Kept<C>::template factor<T>(dropout);

@@ -225,9 +225,12 @@ template <Config C> struct Products {
     return stage = next;
   }
 
-  // acc += A B^T for the rows a0... of A and b0... of B, over kDim columns. acc(i, j) belongs to row<WM>(i), column<WN>(j).
-  template <int kDim, int M, int N> __device__ __forceinline__ void nt(T (&acc)[M][N], const Rows<E> &A, i32 a0, const Rows<E> &B, i32 b0) {
+  // acc += A B^T for the rows a0... of A and b0... of B, over kDim columns. acc(i, j) belongs to row<WM>(i), column<WN>(j). After each run of
+  // kRun columns but the last, end_of_run(whether it is the first) takes acc and lets it begin anew: a long sum in one run rounds more.
+  template <int kDim, int kRun, int M, int N, class F>
+  __device__ __forceinline__ void nt_in_runs(T (&acc)[M][N], const Rows<E> &A, i32 a0, const Rows<E> &B, i32 b0, F &&end_of_run) {
     constexpr int kRowsA = C.threads_q * M, kRowsB = C.threads_k * N;
+    static_assert(kRun % kChunk == 0 && kDim % kRun == 0);
     Part<kRowsA, kChunk> a(A, a0, 0);
     Part<kRowsB, kChunk> b(B, b0, 0);
     a.load(A), b.load(B);
@@ -236,12 +239,16 @@ template <Config C> struct Products {
       T *sa = next_stage(), *sb = sa + kRowsA * kChunk;
       a.template store_transposed<C.threads_q * piece<T>(M)>(sa), b.template store_transposed<C.threads_k * piece<T>(N)>(sb);
       __syncthreads();
+      if (c && c % kRun == 0) end_of_run(c == kRun); // here, where no operands wait in registers
       if (c + kChunk < kDim) {
         a.next_columns(A), b.next_columns(B);
         a.load(A), b.load(B);
       }
       multiply<kChunk, kRowsA, kRowsB, true>(grid, acc, sa, sb);
     }
+  }
+  template <int kDim, int M, int N> __device__ __forceinline__ void nt(T (&acc)[M][N], const Rows<E> &A, i32 a0, const Rows<E> &B, i32 b0) {
+    nt_in_runs<kDim, kDim>(acc, A, a0, B, b0, [](bool) {});
   }
 
   // acc += P^T B for the `length` rows b0... of B and kDim columns from `column` on; P in shared memory, at most kLines lines kStride apart.

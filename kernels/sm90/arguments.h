@@ -20,10 +20,10 @@ struct alignas(16) TicketCounter {
 struct HopperForwardArguments {
   ForwardArguments a;
   MappedOperand q, k, v;
-  u32 items; // tiles of queries: `tiles` of each of batch * heads heads
+  u32 items; // tiles of queries: `tiles` of each of batch * heads heads; each is split in a.splits
   i32 tiles;
   // Heads come in bundles, a.bundle of them, that share the L2 cache; their number is a multiple.
-  Divisor bundle_items, bundle, heads, group;
+  Divisor splits, bundle_items, bundle, heads, group;
   TicketCounter *tickets; // for who computes which; unused if there are as many blocks as items
 };
 

@@ -18,7 +18,7 @@ template <Config C> struct Assign {
 #pragma unroll 1
     for (u32 x = blockIdx.x; x < a.items;) {
       const Item item = this->item(x);
-      if (item.kind != kNone) tell(item);
+      if (item.kind() != kNone) tell(item);
       x = a.items;
       if (gridDim.x < a.items) {
         const u32 ticket = first ? first_ticket(a.tickets) : next_ticket(a.tickets);
@@ -26,7 +26,7 @@ template <Config C> struct Assign {
         if (ticket == a.items - 1) return_tickets(a.tickets);
         x = gridDim.x + ticket;
       }
-      if (item.kind == kNone) continue;
+      if (item.kind() == kNone) continue;
       judge(before);
       before = item;
     }
@@ -36,26 +36,29 @@ template <Config C> struct Assign {
 
   // Within a bundle of heads the last (longest, if causal) tile first.
   __device__ __forceinline__ Item item(u32 x) const {
+    const u32 split = C.split ? x - a.splits.divide(x) * a.splits.by : 0;
+    if constexpr (C.split) x = a.splits.divide(x);
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle.divide(within);
     const u32 head = bundle * a.bundle.by + within - tile * a.bundle.by, b = a.heads.divide(head);
     const i32 q = (a.tiles - 1 - (i32)tile) * C.tile_q();
     const bool empty = in.cu_seqlens_q && q >= in.sequence(b).band.seqlen_q;
-    return {(i32)b, (i32)(head - b * a.heads.by), q, empty ? kNone : C.reference == kFixed ? kOnce : kSafely};
+    return {(i32)b, (i32)(head - b * a.heads.by), q, (i32)split * Item::kKinds + (empty ? kNone : kOnce)};
   }
   __device__ __forceinline__ void tell(const Item &item) {
     mbarrier_wait(shared.item_empty(), told++ % 2 ^ 1);
-    write(shared.item(), item.b, item.h, item.q, item.kind);
+    write(shared.item(), item.b, item.h, item.q, item.how);
     mbarrier_arrive(shared.item_full());
   }
   // Waits for the verdict on an item that was computed kOnce; has it computed again if need be. (The next one is risked all the same: what is
   // computed how must not depend on which block computes it.)
   __device__ __forceinline__ void judge(const Item &item) {
-    if (item.kind != kOnce) return;
+    if (item.kind() != kOnce) return;
     const u32 n = verdicts++;
     mbarrier_wait(shared.judged(n), n / 2 % 2);
-    if (!load_shared(shared.overflow(n))) return;
-    store_shared(shared.overflow(n), 0);
-    tell({item.b, item.h, item.q, kSafely});
+    const bool overflow = load_shared(shared.overflow(n)), not_finite = load_shared(shared.not_finite(n));
+    if (!overflow && !not_finite) return;
+    store_shared(shared.overflow(n), 0), store_shared(shared.not_finite(n), 0);
+    tell(item.again(overflow ? kSafely : kCarefully));
   }
 };
 

@@ -21,7 +21,7 @@ template <BackwardConfig C> struct Backward {
   static constexpr int kComputing = 128 * C.kWarpgroups;
 
   static_assert(!C.wide && kD <= 128 && kDv <= 128);
-  static_assert(!(F.dropout || F.softcap) || C.exact_p, "dS is made of what S becomes");
+  static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 
   // Named barrier: the first warpgroup has its first scores. The second one begins then, so that they are out of step.
   static constexpr int kStagger = 1;

@@ -64,7 +64,7 @@ template <BackwardConfig C> struct BackwardScores {
   static constexpr bool kHides = F.mask || F.bias;
   // Named barrier: all of a warpgroup have come, + its number.
   static constexpr int kTogether = 2;
-  static_assert(!(F.dropout && F.softcap), "S cannot hold what is dropped and the slope");
+  static_assert(!(F.dropout && F.function), "S cannot hold what is dropped and the slope");
 
   const BackwardShared<C> &shared;
   const int w, part, lane, warp; // warpgroup; which 64 of the block's keys
@@ -104,7 +104,7 @@ template <BackwardConfig C> struct BackwardScores {
   }
   // P as dV takes it.
   static __device__ __forceinline__ void round(u32 (&P)[kM / 4], const float (&S)[kM / 2]) {
-    if constexpr (F.softcap) return;
+    if constexpr (F.function) return;
     auto kept = [](float x) { return F.dropout && x < 0 ? 0.0f : x; };
 #pragma unroll
     for (int i = 0; i < kM / 4; ++i) P[i] = pack<T>(kept(S[2 * i]), kept(S[2 * i + 1]));
@@ -152,13 +152,13 @@ private:
         row.i = min(at, scores.seqlen_q - 1);
         if constexpr (F.band) row.begin = max(0, row.i + scores.low), row.end = min(scores.seqlen_k, row.i + scores.high + 1);
         float &x = S[4 * i + k], slope = 1;
-        x = F.softcap ? scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k, slope)
-                      : scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k);
+        x = F.function ? scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k, slope)
+                       : scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k);
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= scores.seqlen_q);
         p[k] = hidden ? 0 : exp2(__fmaf_rn(x, scores.unit, negative[k % 2])); // LSE may be no number
-        x = F.softcap ? p[k] * slope : p[k];
+        x = F.function ? p[k] * slope : p[k];
       }
-      if constexpr (F.softcap) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
+      if constexpr (F.function) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
     }
   }
   // This lane's first key; the other one is 8 further.

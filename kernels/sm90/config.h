@@ -20,6 +20,8 @@ struct Config {
   i32 q_in_registers;
   i32 blocks_per_sm;
   i32 reference; // kExact, kLagging or kFixed
+  i32 split;     // over keys: results are partial ones, to be combined
+  i32 wide;      // mask and bias (of 16 bits) are read 16 bytes at a time
   Features features;
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }

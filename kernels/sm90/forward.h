@@ -5,9 +5,12 @@
 #include "../attention/scores.h"
 #include "../mma/dropout.h"
 #include "../mma/softmax.h"
+#include "../mma/specials.h"
 #include "../ptx/wgmma.h"
+#include "../tile/finite.h"
 #include "../tile/shared.h"
 #include "assign.h"
+#include "given.h"
 #include "load.h"
 #include "softmax.h"
 
@@ -19,12 +22,15 @@ template <Config C> struct Forward {
   using Arguments = HopperForwardArguments;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
+  using Score = Scores<F, float, C.reference != kExact>;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
+  // Of l: up to kMost P is what its type holds; from kFar on the reference follows.
+  static constexpr float kMost = C.dtype == kF16 ? 65504.0f : 1e30f, kFar = C.dtype == kF16 ? 4096.0f : 1e12f;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
   static_assert(!F.dropout || kN % 32 == 0, "dropout draws for 32 keys");
 
-  // Named barrier: it is this warpgroup's turn, + its number.
-  static constexpr int kTurn = 1;
+  // Named barriers, + the warpgroup's number: it is its turn; all of it have come.
+  static constexpr int kTurn = 1, kTogether = kTurn + C.warpgroups;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char dynamic[];
@@ -48,7 +54,7 @@ template <Config C> struct Forward {
     const SharedMemory<C> &shared;
     const int w, lane, warp; // warpgroup; warp within it
     Stage<C> k{}, v{};
-    u32 verdicts = 0;
+    u32 items = 0, verdicts = 0;
     float O[kDv / 2], S[kN / 2];
     u32 P[kN / 4], Q[C.q_in_registers ? kD / 4 : 1];
 
@@ -58,12 +64,12 @@ template <Config C> struct Forward {
 
     __device__ __forceinline__ void all() {
       if (C.warpgroups > 1 && w == C.warpgroups - 1) barrier_arrive(kTurn, 256); // the first turn is warpgroup 0's
-      for (u32 items = 0;; ++items) {
+      for (;; ++items) {
         mbarrier_wait(shared.item_full(), items % 2);
         const Item item = read<Item>(shared.item());
         __syncwarp();
         release(shared.item_empty());
-        if (item.kind == kNone) break;
+        if (item.kind() == kNone) break;
         mbarrier_wait(shared.q_full(), items % 2);
         compute(item);
       }
@@ -72,26 +78,33 @@ template <Config C> struct Forward {
     __device__ __forceinline__ void compute(const Item &item) {
       if constexpr (C.q_in_registers) load_q();
       const Sequence sequence = in.sequence(item.b);
-      const Scores<F, float> scores(in, sequence, item.b);
+      const Score scores(in, sequence, item.b);
       const mma::BlockDropout<F> dropout{Dropout<F>(in), (u32)item.h, (u32)item.b};
       const i32 q = item.q + 64 * w;
-      const typename Scores<F, float>::Row rows[2] = {scores.row(q + 16 * warp + tile::lane_row(0), item.h),
-                                                      scores.row(q + 16 * warp + tile::lane_row(1), item.h)};
+      const typename Score::Row rows[2] = {scores.row(q + 16 * warp + tile::lane_row(0), item.h),
+                                           scores.row(q + 16 * warp + tile::lane_row(1), item.h)};
       // Keys that some query of this warpgroup sees by position.
       const auto visible = q < scores.seqlen_q ? narrow(sequence.band).keys_any(q, min(q + 64, scores.seqlen_q)) : BasicRange<i32>{0, 0};
       auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
+      Given<C, Score> given(scores, rows);
       Softmax softmax;
-      bool follows = true; // the reference follows the maxima
+      bool follows = true, rising = item.kind() == kSafely; // the reference follows the maxima, and always will
 
-      // Q K^T of tile t, in S -> P, in S
-      auto softmax_of = [&](const Tile &t) {
-        if constexpr (F.additive() || F.mask) {
-          if (t.masked)
-            score<true>(scores, rows, t);
+      // Q K^T of tile t, in S -> P, in S. value: where its V lies.
+      auto softmax_of = [&](const Tile &t, const Stage<C> &value) {
+        if constexpr (F.mask || F.bias) {
+          if (item.kind() != kOnce) clear_v(value);
+        }
+        if (t.masked) {
+          if constexpr (!F.mask && !F.bias) {
+            if (item.kind() != kOnce) clear_v(value);
+          }
+          if constexpr (F.additive() || F.mask)
+            score<true>(scores, rows, given, t);
           else
-            score<false>(scores, rows, t);
-        } else if (t.masked) {
-          hide(rows, t);
+            hide(rows, t);
+        } else if constexpr (F.additive() || F.mask) {
+          score<false>(scores, rows, given, t);
         }
         if (follows) softmax.template follow<C.reference == kExact>(S, scores.unit);
         softmax.exponentiate(S, scores.unit);
@@ -103,8 +116,18 @@ template <Config C> struct Forward {
       };
       // Whether there is a tile after t to be computed; t becomes it.
       auto next = [&](Tile &t) {
-        if constexpr (C.reference == kFixed) follows = follows && (t.masked || item.kind == kSafely);
         if (t.last) return false;
+        if constexpr (C.reference == kFixed) {
+          const float l = fmaxf(softmax.l[0], softmax.l[1]);
+          if (__any_sync(0xFFFFFFFFu, !(l < kFar))) {
+            rising = true;
+            if (item.kind() == kOnce && !(l < kMost)) store_shared(shared.overflow(verdicts), 1), store_shared(shared.lost(), items);
+          }
+          bool hidden = t.masked; // it may be that a row has seen nothing yet
+          if constexpr (F.mask || F.bias)
+            hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(softmax.M[0], softmax.M[1]) == minus_infinity<float>());
+          follows = rising || (follows && hidden);
+        }
         t = wait_tile(
             __any_sync(0xFFFFFFFFu, softmax.l[0] + softmax.l[1] < 0)); // it is not: but the compiler has to finish the softmax first
         return sees(t);
@@ -127,11 +150,12 @@ template <Config C> struct Forward {
         multiply_q_k();
         wgmma_commit();
         if (turn) pass_turn();
+        given.fetch(t.begin, (i32)in.seqlen_k);
         wgmma_wait<0>();
         registers_changed(S);
         release(shared.k_empty(k.index));
         k.advance();
-        softmax_of(t);
+        softmax_of(t, v);
         round_p();
         bool more = next(t);
 #pragma unroll 1
@@ -148,12 +172,13 @@ template <Config C> struct Forward {
           multiply_p_v();
           wgmma_commit();
           pass_turn();
+          given.fetch(t.begin, (i32)in.seqlen_k);
           wgmma_wait<1>();
           registers_changed(S);
           release(shared.k_empty(k.index));
           k.advance();
           const bool followed = follows;
-          softmax_of(t);
+          softmax_of(t, v.next());
           registers_changed(S);
           more = next(t); // its wait also keeps the compiler from waiting for P V before the softmax
           wgmma_wait<0>();
@@ -187,8 +212,8 @@ template <Config C> struct Forward {
           skip(true);
         }
       }
-      if (C.reference == kFixed && item.kind == kOnce) judge(softmax.overflowed());
       finish(item, sequence, scores.seqlen_q, softmax, dropout.dropout.factor());
+      if (item.kind() != kOnce) restore(item, dropout.dropout);
     }
 
     __device__ __forceinline__ Tile wait_tile(bool other_parity = false) {
@@ -198,10 +223,11 @@ template <Config C> struct Forward {
     __device__ __forceinline__ void release(u32 empty) const {
       if (lane == 0) mbarrier_arrive(empty);
     }
-    __device__ __forceinline__ void judge(bool overflowed) {
+    __device__ __forceinline__ void judge(bool overflow, bool not_finite) {
       const u32 n = verdicts++;
-      const bool any = __any_sync(0xFFFFFFFFu, overflowed);
-      if (any && lane == 0) store_shared(shared.overflow(n), 1);
+      if (overflow) store_shared(shared.overflow(n), 1);
+      if (not_finite) store_shared(shared.not_finite(n), 1);
+      __syncwarp();
       release(shared.judged(n));
     }
     // A tile that this warpgroup sees nothing of.
@@ -276,33 +302,108 @@ template <Config C> struct Forward {
       }
     }
     template <bool kByPosition, class Row>
-    __device__ __forceinline__ void score(const Scores<F, float> &scores, const Row (&rows)[2], const Tile &t) {
+    __device__ __forceinline__ void score(const Score &scores, const Row (&rows)[2], Given<C, Score> &given, const Tile &t) {
+      given.share();
+      const i32 column = t.begin + tile::lane_column(0, 0);
+      const float distance[2] = {(float)(rows[0].i + scores.offset - column), (float)(rows[1].i + scores.offset - column)};
 #pragma unroll
-      for (int i = 0; i < kN / 2; ++i)
-        S[i] = scores.score(S[i], rows[i / 2 % 2], t.begin + i / 4 * 8 + tile::lane_column(0, i % 2), kByPosition, t.end);
+      for (int i = 0; i < kN / 2; ++i) {
+        const i32 r = i / 2 % 2, j = i / 4 * 8 + i % 2;
+        const typename Given<C, Score>::At at{given, {scores, rows[r], column + j}, r, j};
+        S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, at, kByPosition, t.end);
+      }
     }
 
+    // Infinities and NaN in a tile of V become 0, until restore().
+    __device__ __forceinline__ void clear_v(const Stage<C> &value) const {
+      mbarrier_wait(shared.v_full(value.index), value.parity);
+#pragma unroll 1
+      for (i32 i = (i32)threadIdx.x % 128 * 4; i < C.v_bytes(); i += 128 * 4) { // a few registers: S, O, P and Q are in use
+        const u32 place = shared.v + value.index * C.v_bytes() + i, x = load_shared(place), bad = tile::spread(tile::not_finite<T>(x));
+        if (bad) store_shared(place, x & ~bad);
+      }
+      async_proxy_fence();
+      barrier_sync(kTogether + w, 128);
+    }
+    struct Results {
+      const Compute &compute;
+      const Item &item;
+      i64 q0;
+      i32 first, count; // of the sequence's queries
+      __device__ __forceinline__ i32 query(i32 r) const { return first + r; }
+      __device__ __forceinline__ i32 head(i32) const { return item.h; }
+      __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
+        if constexpr (C.split) {
+          compute.partial_out(item, q0 + query(r))[c] += x;
+        } else {
+          T *o = compute.a.a.out.template at<T>(item.b, item.h, q0 + query(r), c);
+          *o = Convert<T>::from(to_float(*o) + x);
+        }
+      }
+    };
+    __device__ __forceinline__ void restore(const Item &item, const Dropout<F> &dropout) const {
+      const Sequence sequence = in.sequence(item.b); // again: nothing is kept in registers for this
+      const Score scores(in, sequence, item.b);
+      barrier_sync(kTogether + w, 128); // the results are in memory
+      const i32 first = item.q + 64 * w;
+      const Results results{*this, item, sequence.q0, first, min(64, scores.seqlen_q - first)};
+      const T *value = in.v.template at<const T>(item.b, (i32)a.group.divide(item.h), sequence.k0, 0);
+      BasicSchedule<i32> tiles = schedule<C>(a.a, narrow(sequence.band), item);
+      BasicKeyTile<i32> t;
+#pragma unroll 1
+      while (tiles.next(t)) {
+        if (F.mask || F.bias || t.masked || t.end - t.begin < kN)
+          mma::restore_specials<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
+      }
+    }
+
+    // A row of what this part of the keys makes of O.
+    __device__ __forceinline__ float *partial_out(const Item &item, i64 row) const {
+      return a.a.partial_out + (item.split() * in.rows() + in.row_index(item.b, item.h, row)) * in.head_dim_v;
+    }
     // O / l and LSE to memory.
     __device__ __forceinline__ void finish(const Item &item, const Sequence &sequence, i32 seqlen_q, const Softmax &softmax, float factor) {
       constexpr float kLog2e = 1.44269504088896340736f;
-      const float sink = in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
+      const float sink = !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
       const i32 odd = lane % 2, column = 8 * odd + lane % 4 / 2 * 4;
+      bool overflow = false, not_finite = false;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const mma::RowEnd end(softmax.M[r], tile::row_sum(softmax.l[r]), sink);
         const i32 i = item.q + 64 * w + 16 * warp + tile::lane_row(r);
-        if (a.a.lse && lane % 4 == 0 && i < seqlen_q) *a.a.lse.template at<float>(item.b, item.h, sequence.q0 + i, 0) = end.lse;
-        T *out = a.a.out.template at<T>(item.b, item.h, sequence.q0 + i, 0) + column;
+        overflow = overflow || (i < seqlen_q && !(softmax.l[r] < kMost));
+        const i64 row = sequence.q0 + i;
         const float by = end.factor * factor;
-        // Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of them whole sectors.
+        if constexpr (C.split) {
+          if (i >= seqlen_q) continue;
+          if (lane % 4 == 0) a.a.partial_lse[item.split() * in.rows() + in.row_index(item.b, item.h, row)] = end.lse;
+          float *out = partial_out(item, row) + tile::lane_column(0, 0);
 #pragma unroll
-        for (int c = 0; c < kDv; c += 16) {
-          const float *o = O + c / 2 + 2 * r;
-          const u32 left = pack<T>(o[0] * by, o[1] * by), right = pack<T>(o[4] * by, o[5] * by);
-          const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
-          if (i < seqlen_q && c + column < in.head_dim_v) store_global(out + c, odd ? other : left, odd ? right : other);
+          for (int n = 0; n < kDv / 4; ++n) {
+            const i32 c = n / 2 * 8 + n % 2;
+            const float x = O[n / 2 * 4 + 2 * r + n % 2] * by;
+            if (c + tile::lane_column(0, 0) < in.head_dim_v) out[c] = x;
+            if (r == 0) not_finite |= !(x - x == 0);
+          }
+        } else {
+          if (a.a.lse && lane % 4 == 0 && i < seqlen_q) *a.a.lse.template at<float>(item.b, item.h, row, 0) = end.lse;
+          T *out = a.a.out.template at<T>(item.b, item.h, row, 0) + column;
+          // Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of them whole sectors.
+          u32 zero = 0; // NaN if something is not finite
+#pragma unroll
+          for (int c = 0; c < kDv; c += 16) {
+            const float *o = O + c / 2 + 2 * r;
+            const u32 left = pack<T>(o[0] * by, o[1] * by), right = pack<T>(o[4] * by, o[5] * by);
+            const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
+            const u32 x = odd ? other : left, y = odd ? right : other;
+            if (i >= seqlen_q || c + column >= in.head_dim_v) continue;
+            store_global(out + c, x, y);
+            if (r == 0) zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero)); // V spoils all rows of its columns
+          }
+          if (r == 0) not_finite = multiply_add_pairs<T>(zero, 0, 0) != 0;
         }
       }
+      if (item.kind() == kOnce) judge(C.reference == kFixed && overflow, not_finite);
     }
   };
 };

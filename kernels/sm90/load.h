@@ -7,9 +7,38 @@
 
 namespace strobe::sm90 {
 
+// The tiles of keys for a tile of queries.
+template <Config C>
+__device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
+  BlockRow row{nullptr, 0, 0};
+  if constexpr (C.features.blocks) row = a.in.blocks.row(item.b, item.h, item.q / a.in.blocks.row_tokens);
+  return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, 16, row, {item.split(), C.split ? a.splits : 1}};
+}
+
+// The same, the last first, where they are one run: so ALiBi's penalty grows from tile to tile, and the fixed reference holds.
+class Descending {
+public:
+  __device__ __forceinline__ Descending(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
+      : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), tile_(tile) {
+    any_.begin = any_.begin / 16 * 16;
+    next_ = any_.begin + (i32)((u32)max(any_.end - any_.begin + tile - 1, 0) / (u32)tile) * tile;
+  }
+  __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
+    if (next_ <= any_.begin) return false;
+    const i32 end = min(next_, any_.end);
+    next_ -= tile_;
+    t = {next_, end, next_ < all_.begin || end > all_.end};
+    return true;
+  }
+
+private:
+  BasicRange<i32> any_, all_;
+  i32 tile_, next_;
+};
+
 template <Config C> struct Load {
-  static constexpr Features F = C.features;
   static constexpr int kN = C.tile_k;
+  static constexpr bool kDescending = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
   const Inputs &in;
   const SharedMemory<C> &shared;
@@ -23,7 +52,7 @@ template <Config C> struct Load {
       mbarrier_wait(shared.item_full(), items % 2);
       const Item item = read<Item>(shared.item());
       mbarrier_arrive(shared.item_empty());
-      if (item.kind == kNone) break;
+      if (item.kind() == kNone) break;
       load(item);
     }
   }
@@ -31,10 +60,13 @@ template <Config C> struct Load {
   __device__ __forceinline__ void load(const Item &item) {
     const Sequence sequence = in.sequence(item.b);
     const BasicBand<i32> band = narrow(sequence.band);
+    if constexpr (kDescending)
+      load(item, sequence, Descending(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
+    else
+      load(item, sequence, schedule<C>(a.a, band, item));
+  }
+  template <class Tiles> __device__ __forceinline__ void load(const Item &item, const Sequence &sequence, Tiles tiles) {
     const i32 kv = (i32)a.group.divide(item.h), k0 = (i32)sequence.k0;
-    BlockRow row{nullptr, 0, 0};
-    if constexpr (F.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
-    BasicSchedule<i32> tiles(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN, 16, row);
     BasicKeyTile<i32> next;
     bool more = tiles.next(next);
     if (!more) next = {0, 0, true};
@@ -42,6 +74,7 @@ template <Config C> struct Load {
 #pragma unroll 1
     do {
       const BasicKeyTile<i32> tile = next;
+      if constexpr (C.reference == kFixed) more = more && load_shared(shared.lost()) != items;
       more = more && tiles.next(next);
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
       write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);

@@ -6,11 +6,21 @@
 
 namespace strobe::sm90 {
 
-// What the assigning thread tells the others: a tile of queries, or that there is none left.
-enum Kind : i32 { kNone, kOnce, kSafely }; // kOnce: with the fixed reference
+// How a tile of queries is computed.
+enum Kind : i32 {
+  kNone,
+  kOnce,
+  kCarefully, // again: infinities and NaN in V are kept from those who do not see them
+  kSafely,    // again, and the reference follows the maxima
+};
+// What the assigning thread tells the others.
 struct Item {
   i32 b, h, q;
-  i32 kind;
+  i32 how; // the kind, and which part of the keys
+  static constexpr i32 kKinds = 4;
+  __device__ __forceinline__ i32 kind() const { return how % kKinds; }
+  __device__ __forceinline__ i32 split() const { return how / kKinds; }
+  __device__ __forceinline__ Item again(Kind kind) const { return {b, h, q, split() * kKinds + kind}; }
 };
 // What the loading thread tells the others: a tile of keys. It reaches them with K.
 struct Tile {
@@ -47,16 +57,19 @@ template <Config C> struct SharedMemory {
   __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 72 + 32 * stage; }
   __device__ __forceinline__ u32 item() const { return messages; }
   __device__ __forceinline__ u32 overflow(u32 n) const { return messages + 16 + 4 * (n % 2); }
-  __device__ __forceinline__ u32 tile(int stage) const { return messages + 32 + 16 * stage; }
+  __device__ __forceinline__ u32 not_finite(u32 n) const { return messages + 24 + 4 * (n % 2); }
+  __device__ __forceinline__ u32 lost() const { return messages + 32; } // number of an item that is lost to an overflow
+  __device__ __forceinline__ u32 tile(int stage) const { return messages + 48 + 16 * stage; }
 
   __device__ __forceinline__ void begin() const {
     mbarrier_init(q_full(), 1);
     mbarrier_init(q_empty(), 4 * C.warpgroups);
     mbarrier_init(item_full(), 1);
     mbarrier_init(item_empty(), 4 * C.warpgroups + 1);
+    store_shared(lost(), ~0u);
     for (int n = 0; n < 2; ++n) {
       mbarrier_init(judged(n), 4 * C.warpgroups);
-      store_shared(overflow(n), 0);
+      store_shared(overflow(n), 0), store_shared(not_finite(n), 0);
     }
     for (int s = 0; s < C.stages; ++s) {
       mbarrier_init(k_full(s), 1);
@@ -74,6 +87,11 @@ template <Config C> struct Stage {
   u32 parity = 0;
   __device__ __forceinline__ void advance() {
     if (++index == C.stages) index = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ Stage next() const {
+    Stage s = *this;
+    s.advance();
+    return s;
   }
 };
 

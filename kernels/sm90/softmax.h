@@ -47,9 +47,6 @@ struct Softmax {
       l[r] = x + y;
     }
   }
-
-  // Whether P may have left what bf16 and fp32 hold: O is then worth nothing.
-  __device__ __forceinline__ bool overflowed() const { return !(l[0] < 1e30f && l[1] < 1e30f); }
 };
 
 } // namespace strobe::sm90

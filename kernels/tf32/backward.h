@@ -121,7 +121,7 @@ private:
     return load_shared_float(shared(kStats) + 4 * (which * kTileQ + 16 * n + tile::lane_column(c, e)));
   }
 
-  // S^T -> P^T. For a softcap: through[..] = P^T times its slope.
+  // S^T -> P^T. For a function of q.k: through[..] = P^T times its slope.
   template <bool kMasked>
   __device__ __forceinline__ void probabilities(Accumulator (&S)[kM][kN], Accumulator (&through)[kM][kN], const Tile &t) const {
     constexpr float kLog2e = 1.44269504088896340736f;
@@ -138,9 +138,10 @@ private:
         int m = i / 2, r = i % 2;
         float &s = S[m][n].x[c][2 * r + e], slope = 1;
         i32 key = first + 16 * m + tile::lane_row(r);
-        float x = F.softcap ? scores.score(s, row, key, kMasked, limit, slope) : scores.score(s, row, key, kMasked, limit);
-        s = exp2((fmaf(x, natural, -l) - excess) * kLog2e);
-        if constexpr (F.softcap) through[m][n].x[c][2 * r + e] = s * slope;
+        float x = F.function ? scores.score(s, row, key, kMasked, limit, slope) : scores.score(s, row, key, kMasked, limit);
+        bool hidden = (kMasked || F.mask || F.bias) && x == minus_infinity<float>();
+        s = hidden ? 0.0f : exp2((fmaf(x, natural, -l) - excess) * kLog2e); // LSE may be no number
+        if constexpr (F.function) through[m][n].x[c][2 * r + e] = s * slope;
       }
     }
   }
@@ -157,7 +158,7 @@ private:
         int at = 2 * (i % 2) + e;
         float &x = dP[i / 2][n].x[c][at], p = load_shared_float(address_of(i / 2, n, c, i % 2, e));
         if constexpr (F.dropout) x = dropped(p) ? 0.0f : x * factor;
-        x = p == 0 ? 0.0f : (F.softcap ? through[i / 2][n].x[c][at] : fabsf(p)) * (x - D);
+        x = p == 0 ? 0.0f : (F.function ? through[i / 2][n].x[c][at] : fabsf(p)) * (x - D);
       }
     }
   }

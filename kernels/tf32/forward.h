@@ -111,7 +111,7 @@ private:
 
   __device__ __forceinline__ void compute() {
     Accumulator O[kM][kC];
-    mma::Softmax<kM> softmax;
+    mma::Softmax<kM, F.bias != 0> softmax;
     if (threadIdx.x == 0) choose_queries();
     __syncthreads();
     if (rows() <= 0) return;
@@ -126,7 +126,7 @@ private:
     finish(O, softmax);
   }
 
-  __device__ __forceinline__ void walk(Accumulator (&O)[kM][kC], mma::Softmax<kM> &softmax) {
+  __device__ __forceinline__ void walk(Accumulator (&O)[kM][kC], mma::Softmax<kM, F.bias != 0> &softmax) {
 #pragma unroll
     for (int i = 0; i < 8 * kM * kC; ++i) O[i / (8 * kC)][i / 8 % kC].x[i / 4 % 2][i % 4] = 0;
     softmax = {};
@@ -200,7 +200,7 @@ private:
   }
 
   // P = exp2(S * unit - M); O += P V
-  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kC], Accumulator (&S)[kM][kN], mma::Softmax<kM> &softmax,
+  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kC], Accumulator (&S)[kM][kN], mma::Softmax<kM, F.bias != 0> &softmax,
                                                const Tile &tile, int stage) const {
     Pairs<kDv> V(shared(kV) + stage * kVBytes);
     mma::BlockDropout<F> dropout{Dropout<F>(in), (u32)shared_state().item.h, (u32)shared_state().item.b};
@@ -219,19 +219,19 @@ private:
   }
 
   // O / l and LSE to memory.
-  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], mma::Softmax<kM> &softmax) const {
-    constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
+  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], mma::Softmax<kM, F.bias != 0> &softmax) const {
+    constexpr float kUnit = mma::kUnit<F.bias != 0>, kLn = mma::kLn<F.bias != 0>, kLn2 = mma::kLn<false>;
     const Item item = shared_state().item;
     bool whole = a.splits == 1;
     float dropped = Dropout<F>(in).factor();
-    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
+    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) / kLn : minus_infinity<float>();
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       int m = i / 2, r = i % 2;
-      float M = softmax.M[m][r], top = fmaxf(M, sink), alpha = top == minus_infinity<float>() ? 0.0f : exp2(M - top);
+      float M = softmax.M[m][r], top = fmaxf(M, sink), alpha = top == minus_infinity<float>() ? 0.0f : exp2((M - top) * kUnit);
       float l = tile::row_sum(softmax.l[m][r]) * alpha;
-      if (sink != minus_infinity<float>()) l += exp2(sink - top);
-      float factor = l == 0 ? 0.0f : alpha / l * dropped, lse = l == 0 ? minus_infinity<float>() : (top + log2(l)) * kLn2;
+      if (sink != minus_infinity<float>()) l += exp2((sink - top) * kUnit);
+      float factor = l == 0 ? 0.0f : alpha / l * dropped, lse = l == 0 ? minus_infinity<float>() : top * kLn + log2(l) * kLn2;
       i32 q = item.q + warp_row() + 16 * m + tile::lane_row(r);
       if (q >= shared_state().sequence.band.seqlen_q) continue;
       i64 row = shared_state().sequence.q0 + q, part = item.split * in.rows() + in.row_index(item.b, item.h, row);

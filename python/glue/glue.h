@@ -16,6 +16,10 @@ void strobe_glue_find_openmp(void);
 /* Fills *e so that CPU work runs on `threads` threads: those of the OpenMP runtime if there is one that can be used. */
 void strobe_glue_execution(strobe_execution *e, int32_t threads);
 
+/* strobe_run, with the address of field fields[i] of strobe_addresses (0: q) in addresses[i]. threads: 0 on a GPU. */
+int32_t strobe_glue_run(const strobe_prepared *prepared, int32_t count, const uint8_t *fields, const uintptr_t *addresses, int32_t threads,
+                        uintptr_t stream, uintptr_t workspace, uint64_t workspace_bytes);
+
 /* A stack of `matrices` block matrices of rows x cols, from elements to blocks and from blocks to CSR. `offsets` is (matrices, rows + 1). */
 
 /* kept[m, i / block_q, j / block_k] |= mask[m, i, j]; kept (matrices, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k)) begins as zeros. */

@@ -2,6 +2,7 @@
 
 >>> out = strobe.attention(q, k, v, causal=True)  # torch tensors or NumPy arrays, (B, H, S, D)
 
+strobe.hyperbolic_attention attends between points of hyperbolic space; strobe.hyperbolic holds the maps between its models.
 strobe.nn.FlashAttention is the same as a torch.nn.Module, its options set once: see help(strobe.nn).
 """
 
@@ -13,6 +14,7 @@ from ._attention import attention, attention_backward, dropout_mask, explain, re
 from ._blockmask import BlockMask
 from ._merge import merge
 from ._run import Gradients
+from .hyperbolic import hyperbolic_attention
 
 if TYPE_CHECKING:
     from . import nn as nn
@@ -30,6 +32,7 @@ __all__ = [
     "dropout_mask",
     "engines",
     "explain",
+    "hyperbolic_attention",
     "merge",
     "reference",
     "reference_backward",

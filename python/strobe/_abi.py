@@ -33,6 +33,7 @@ INPUTS = (
 )
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsinks": "sinks"}
 _MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse")) + len(GRADIENTS)
+_FIELDS = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
 # Those that broadcast to (B, H, Sq, Sk): what they have fewer axes lacks the first ones, as in NumPy.
 _SCORES = frozenset({"mask", "bias", "dbias"})
 # Those whose axes are (B,S,H,D) with layout "bshd".
@@ -46,6 +47,9 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "alignment": (int, lib.STROBE_BOTTOM_RIGHT),
     "scale": (float | None, None),
     "softcap": (float, 0.0),
+    "score": (int, lib.STROBE_DOT),
+    "beta": (float, 0.0),
+    "shift": (float, 0.0),
     "dropout": (float, 0.0),
     "max_seqlen_q": (int, 0),
     "max_seqlen_k": (int, 0),
@@ -97,6 +101,11 @@ def _attention(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
     if engine is not None:
         fields["engine"] = engine = ffi.new("char[]", engine.encode())
     return ffi.new("strobe_attention *", fields), engine
+
+
+def field_of(tensor: str) -> int:
+    """Its place among the tensors of strobe_addresses, as strobe_glue_run counts them."""
+    return _FIELDS[tensor]
 
 
 # Fills a strobe_tensor: (struct, name for messages, array, whether its axes 1 and 2 change places).
@@ -177,6 +186,12 @@ class Call:
                 self._allocator.raise_if_failed()
             raise error(status, self._in_callers_words)
 
+    def prepare(self, direction: int) -> Any:
+        """The call made ready: a strobe_prepared, released with the last reference to it."""
+        prepared = ffi.new("strobe_prepared **")
+        self.run(lib.strobe_prepare, direction, prepared)
+        return ffi.gc(prepared[0], lib.strobe_release)
+
     def _in_callers_words(self, reason: str) -> str:
         """One of the library's reasons, which begins with the name of what is wrong; empty if that is none of the caller's."""
         name = reason.partition(":")[0]
@@ -203,9 +218,14 @@ def version() -> str:
 
 
 def engines() -> list[tuple[str, str | None]]:
-    """The engines of this library: (name, None), or (name, the reason why it cannot run on this machine)."""
-    found: list[tuple[str, str | None]] = []
-    while (name := lib.strobe_engine_name(len(found))) != ffi.NULL:
-        missing = lib.strobe_engine_missing(len(found))
-        found.append((text(name), None if missing == ffi.NULL else text(missing)))
-    return found
+    """The engines of this library: (name, None), or (name, the reason why it cannot run on this machine).
+
+    One that has a form for each device runs here if either does."""
+    found: dict[str, str | None] = {}
+    index = 0
+    while (chars := lib.strobe_engine_name(index)) != ffi.NULL:
+        name, missing = text(chars), lib.strobe_engine_missing(index)
+        if found.get(name, "") is not None:
+            found[name] = None if missing == ffi.NULL else text(missing)
+        index += 1
+    return list(found.items())

@@ -45,6 +45,9 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
             "top_left": the first at the first, offset = 0.
         scale: of q·k; 1/sqrt(D) if None.
         softcap: c > 0 makes each score c · tanh(score / c), before what is added to it.
+        score: "dot": scale · q·k, or its softcap; "hyperbolic": -beta · arccosh(max(-x, 1)) - shift of x = scale · q·k, which is to be a
+            Lorentz product, and scale 1 if None. hyperbolic_attention() makes it one.
+        beta, shift: of a hyperbolic score. beta > 0, 1 if None.
         mask: bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory.
         bias: added to the scores; broadcasts likewise; q's dtype or float32. Its gradient is summed over what was broadcast.
         alibi_slopes: float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores. They have no gradient.
@@ -83,10 +86,14 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     arXiv:2108.12409), softcap (Gemma 2, arXiv:2408.00118), sinks (gpt-oss, arXiv:2508.10925), Philox (Salmon et al. 2011).
     docs/semantics.md has the formulas.
     """
+    framework = known_framework(q)
+    if framework is not None and isinstance(return_lse, bool) and (found := framework.again(q, k, v, return_lse, options)) is not None:
+        return (found[0], found[1]) if return_lse else found[0]
     wrong: Wrong = []
     flag(wrong, "return_lse", return_lse)
     framework, p = _prepared("attention", q, k, v, options, wrong)
     out, lse = framework.forward(p)
+    framework.remember(q, k, v, return_lse, options, p, out, lse)
     return (out, lse) if return_lse else out
 
 

@@ -80,6 +80,9 @@ class NumPy(Framework):
     def repeat(self, x: _NDArray, counts: Any, axis: int) -> _NDArray:
         return np.repeat(x, counts, axis)
 
+    def arange(self, n: int, like: _NDArray) -> _NDArray:
+        return np.arange(n)
+
     def on_host(self, x: _NDArray) -> _NDArray:
         return np.ascontiguousarray(x)
 

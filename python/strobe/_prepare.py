@@ -26,6 +26,9 @@ class AttentionOptions(TypedDict, total=False):
     alignment: str
     scale: float | None
     softcap: float
+    score: str
+    beta: float | None
+    shift: float
     mask: Array | None
     bias: Array | None
     alibi_slopes: Array | None
@@ -53,7 +56,8 @@ class AttentionOptions(TypedDict, total=False):
 
 DEFAULTS: dict[str, Any] = dict.fromkeys(AttentionOptions.__annotations__) | {
     **dict.fromkeys(("causal", "deterministic", "exact_max", "allow_tf32", "strict", "check"), False),
-    **dict.fromkeys(("softcap", "dropout"), 0.0),
+    **dict.fromkeys(("softcap", "shift", "dropout"), 0.0),
+    "score": "dot",
     "alignment": "bottom_right",
     "layout": "bhsd",
 }
@@ -61,7 +65,7 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(AttentionOptions.__annotations__) | {
 _INT32_MAX, _INT64_MIN, _INT64_MAX = 2**31 - 1, -(2**63), 2**63 - 1
 _ARRAYS = frozenset({"mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng"})
 _FLAGS = frozenset({"causal", "deterministic", "exact_max", "allow_tf32", "strict", "check"})
-_NUMBERS = frozenset({"scale", "softcap", "dropout"})
+_NUMBERS = frozenset({"scale", "softcap", "beta", "shift", "dropout"})
 _INTEGERS = {
     "max_seqlen_q": (0, _INT32_MAX),
     "max_seqlen_k": (0, _INT32_MAX),
@@ -70,6 +74,8 @@ _INTEGERS = {
     "threads": (1, lib.STROBE_MAX_THREADS),
 }
 _LAYOUTS = {"bhsd": False, "bshd": True}
+_HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
+_SCORES = {"dot": lib.STROBE_DOT, "hyperbolic": _HYPERBOLIC}
 _ALIGNMENTS = {"bottom_right": lib.STROBE_BOTTOM_RIGHT, "top_left": lib.STROBE_TOP_LEFT}
 # What other attention functions have.
 _ELSEWHERE = {
@@ -135,6 +141,9 @@ def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any
         elif name == "alignment":
             if _is_choice(wrong, name, x, _ALIGNMENTS):
                 options[name] = _ALIGNMENTS[x]
+        elif name == "score":
+            if _is_choice(wrong, name, x, _SCORES):
+                options[name] = _SCORES[x]
         elif name == "engine":
             if isinstance(x, str) and x:
                 options[name] = x
@@ -147,6 +156,8 @@ def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any
                 arrays.update(zip(_BLOCKS, (framework.own(a) for a in x.arrays), strict=True))
                 options["block_q"], options["block_k"] = x.block_q, x.block_k
 
+    if options.get("score") == _HYPERBOLIC:
+        options.setdefault("beta", 1.0)
     layout = given.get("layout", "bhsd")
     packed = given.get("cu_seqlens_q") is not None or given.get("cu_seqlens_k") is not None
     if _is_choice(wrong, "layout", layout, _LAYOUTS):

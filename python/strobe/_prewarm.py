@@ -17,6 +17,7 @@ class Kernel(NamedTuple):
     name: str
     registers: int
     spilled: int  # bytes
+    serialized: bool  # ptxas lets its wgmma wait for one another
     compiled: bool  # now; else found in the cache
 
 
@@ -25,6 +26,10 @@ class Shape(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
 
 def prewarm(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> list[Kernel]:
@@ -40,8 +45,8 @@ def prewarm(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: b
 
 
 def _kernel(line: str) -> Kernel:
-    how, registers, spilled, name = line.split(" ", 3)
-    return Kernel(name, int(registers), int(spilled), how == "compiled")
+    how, registers, spilled, serialized, name = line.split(" ", 4)
+    return Kernel(name, int(registers), int(spilled), serialized == "1", how == "compiled")
 
 
 def _results(arrays: Mapping[str, Shape], backward: bool) -> Iterator[tuple[str, Shape]]:

@@ -47,7 +47,7 @@ def gradients(framework: Framework, p: Prepared, needed: Iterable[str], wide: bo
 def forward(framework: Framework, p: Prepared) -> tuple[Array, Array]:
     oracle = _is_oracle(p)
     found = results(framework, p, oracle)
-    _call(framework, p, {}, found).run(lib.strobe_forward)
+    call(framework, p, {}, found).run(lib.strobe_forward)
     out, lse = found.values()
     if oracle:
         q, xp = p.arrays["q"], framework.xp
@@ -61,7 +61,7 @@ def backward(framework: Framework, p: Prepared, known: dict[str, Array], needed:
     found = gradients(framework, p, needed, oracle)
     if oracle:
         known = {name: x for name, x in known.items() if name not in ("out", "lse")}  # works its own out again
-    _call(framework, p, known, found).run(lib.strobe_backward)
+    call(framework, p, known, found).run(lib.strobe_backward)
     return {name: framework.cast(x, p.arrays[GRADIENTS[name]].dtype) for name, x in found.items()} if oracle else found
 
 
@@ -71,7 +71,7 @@ def reference(framework: Framework, p: Prepared, rows: Iterable[int] | None) -> 
     if rows is not None:
         out[...] = lse[...] = float("nan")
     selection, _alive = _selection(rows, None)
-    _call(framework, p, {}, found).run(lib.strobe_reference_forward, selection)
+    call(framework, p, {}, found).run(lib.strobe_reference_forward, selection)
     return out, lse
 
 
@@ -85,7 +85,7 @@ def reference_backward(
         if chosen is not None:
             found[name][...] = float("nan")
     selection, _alive = _selection(rows, cols)
-    _call(framework, p, known, found).run(lib.strobe_reference_backward, selection)
+    call(framework, p, known, found).run(lib.strobe_reference_backward, selection)
     return Gradients(**found)
 
 
@@ -101,19 +101,31 @@ def dropout_mask(framework: Framework, shape: tuple[int, ...], dropout: float, r
     return keep
 
 
-def explain(framework: Framework, p: Prepared, of_backward: bool) -> str:
+def _whole(framework: Framework, p: Prepared, of_backward: bool) -> Call:
+    """The call with results, and with all gradients, that nobody wants to see."""
     oracle = _is_oracle(p)
     more = results(framework, p, oracle)
     if of_backward:
         more["dout"], more["dlse"] = results(framework, p).values()
         more |= gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], oracle)
-    call = _call(framework, p, {}, more)
+    return call(framework, p, {}, more)
+
+
+def explain(framework: Framework, p: Prepared, of_backward: bool) -> str:
+    made = _whole(framework, p, of_backward)
     direction = BACKWARD if of_backward else FORWARD
     needed = ffi.new("size_t *")
-    call.run(lib.strobe_explain, direction, ffi.NULL, 0, needed)
+    made.run(lib.strobe_explain, direction, ffi.NULL, 0, needed)
     chars = ffi.new("char[]", needed[0])
-    call.run(lib.strobe_explain, direction, chars, needed[0], needed)
+    made.run(lib.strobe_explain, direction, chars, needed[0], needed)
     return text(chars)
+
+
+def tile(framework: Framework, p: Prepared, of_backward: bool) -> tuple[int, int]:
+    """The tile (Br, Bc) that would run."""
+    plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
+    _whole(framework, p, of_backward).run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
+    return plan.tile_q, plan.tile_k
 
 
 def reasons_against(framework: Framework, p: Prepared, known: dict[str, Array], of_backward: bool) -> list[str]:
@@ -123,7 +135,7 @@ def reasons_against(framework: Framework, p: Prepared, known: dict[str, Array], 
     if not of_backward:
         p = p._replace(arrays=framework.autocast(p.arrays))
     try:
-        _call(framework, p, known, made).run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
+        call(framework, p, known, made).run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
     except ValueError as refusal:
         return str(refusal).splitlines()
     except RuntimeError:  # not of the arguments' making, or where tensors have no memory
@@ -135,7 +147,7 @@ def _is_oracle(p: Prepared) -> bool:
     return p.options.get("engine") == ORACLE
 
 
-def _call(framework: Framework, p: Prepared, known: dict[str, Array], made: dict[str, Array]) -> Call:
+def call(framework: Framework, p: Prepared, known: dict[str, Array], made: dict[str, Array]) -> Call:
     """known: beside p.arrays, from the caller."""
 
     def place(execution: Any) -> Allocator | None:

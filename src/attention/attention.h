@@ -28,6 +28,7 @@ enum class DType : int32_t {
   i32 = STROBE_INT32,
   i64 = STROBE_INT64
 };
+enum class ScoreFunction : int32_t { dot = STROBE_DOT, hyperbolic = STROBE_HYPERBOLIC };
 enum class Direction : int32_t { forward = STROBE_FORWARD, backward = STROBE_BACKWARD };
 
 const char *name(DType);
@@ -63,7 +64,9 @@ struct Problem {
   int32_t device_type = STROBE_CPU, device_index = 0;
 
   // score
+  ScoreFunction score = ScoreFunction::dot;
   double scale = 1, softcap = 0; // softcap 0: none
+  double beta = 0, shift = 0;    // hyperbolic
   // visibility: i + offset - left <= j <= i + offset + right, where offset = bottom_right ? Sk - Sq : 0 (of the sequence at hand).
   // Causal has become right = min(right, 0).
   bool bottom_right = true;
@@ -96,6 +99,8 @@ struct Problem {
   View out, lse; // lse: (batch, head, query, -)
   View dout, dlse, dq, dk, dv, dbias, dsinks;
 
+  // Whether the score is no linear function of q.k.
+  __attribute__((always_inline)) bool curved() const { return softcap > 0 || score == ScoreFunction::hyperbolic; }
   __attribute__((always_inline)) int64_t group() const { return heads_kv > 0 ? heads / heads_kv : 1; } // query heads per key head
 
   // No sequence has more queries or keys, whatever max_seqlen_q and max_seqlen_k bound.
@@ -137,7 +142,9 @@ struct Execution {
 };
 
 // Checks everything; throws Error(STROBE_INVALID_ARGUMENT) listing each reason on a line of its own. A null execution is the default one.
-Problem validate(const strobe_attention *, const strobe_tensors *, Direction);
+// placed (optional): receives what bytes are whose (tensor_check.h).
+struct Placed;
+Problem validate(const strobe_attention *, const strobe_tensors *, Direction, std::vector<Placed> *placed = nullptr);
 Execution validate(const strobe_execution *);
 
 } // namespace strobe

@@ -4,6 +4,9 @@
 #include <cstdint>
 #include <string>
 
+#include "attention/attention.h"
+#include "attention/text.h"
+
 namespace strobe {
 
 std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, int64_t max_seqlen);
@@ -17,5 +20,29 @@ std::string check_offsets(const Csr &);
 std::string check_indices(const Csr &); // only after check_offsets found nothing
 // Whether `t` holds the transposes of `m`; both checked before. O(kept + cols).
 std::string check_transpose(const Csr &m, const Csr &t);
+
+// All of them for a problem; throws what is wrong. read(ints, count) answers with something that has data(): the integers in host memory.
+template <class Read> void check_contents(const Problem &p, Read &&read) {
+  auto require = [](const char *argument, const std::string &reason) {
+    if (!reason.empty()) throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", reason));
+  };
+  if (p.varlen) {
+    require("cu_seqlens_q", check_cu_seqlens(read(p.cu_seqlens_q, p.batch + 1).data(), p.batch, p.total_q, p.seqlen_q));
+    require("cu_seqlens_k", check_cu_seqlens(read(p.cu_seqlens_k, p.batch + 1).data(), p.batch, p.total_k, p.seqlen_k));
+  }
+  const Problem::Blocks &m = p.blocks;
+  if (!m.present) return;
+  const int64_t matrices = m.batch * m.heads;
+  const auto offsets = read(m.row_ptr, matrices * (m.rows + 1)), indices = read(m.col, m.kept);
+  const Csr csr{matrices, m.rows, m.cols, m.kept, offsets.data(), indices.data()};
+  require("block_rows", check_offsets(csr));
+  require("block_cols", check_indices(csr));
+  if (!m.transposed) return;
+  const auto offsets_t = read(m.row_ptr_t, matrices * (m.cols + 1)), indices_t = read(m.col_t, m.kept);
+  const Csr transpose{matrices, m.cols, m.rows, m.kept, offsets_t.data(), indices_t.data()};
+  require("block_rows_t", check_offsets(transpose));
+  require("block_cols_t", check_indices(transpose));
+  require("block_rows_t", check_transpose(csr, transpose));
+}
 
 } // namespace strobe

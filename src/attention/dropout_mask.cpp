@@ -20,7 +20,7 @@ void dropout_mask(const strobe_attention *attention, const strobe_tensor *rng, c
     checks.accept("keep", *keep, {{"B"}, {"H"}, {"Sq"}, {"Sk"}}, {DType::boolean}, Access::write);
   }
   if (rng && checks.accept("rng", *rng, {{"seed and offset", 2}}, {DType::i64}, Access::read)) checks.contiguous("rng", *rng);
-  checks.overlaps();
+  check_overlaps(checks.placed(), reasons);
   reasons.raise_if_any();
 
   const int64_t *drawn = rng ? static_cast<const int64_t *>(rng->data) : nullptr;

@@ -9,6 +9,20 @@ void check_dropout(const strobe_attention &a, Reasons &reasons) {
   if (!(a.dropout >= 0 && a.dropout < 1)) reasons.add("dropout", a.dropout, "; accepted is 0 to below 1, the probability of dropping");
 }
 
+static void check_score(const strobe_attention &a, Reasons &reasons) {
+  if (a.reserved) reasons.add("reserved", a.reserved, "; accepted is 0");
+  if (a.score == STROBE_DOT) {
+    for (auto [field, value] : {std::pair{"beta", a.beta}, {"shift", a.shift}})
+      if (value != 0) reasons.add(field, value, " with a score of q.k itself; accepted is 0, or a hyperbolic score");
+  } else if (a.score == STROBE_HYPERBOLIC) {
+    if (!(a.beta > 0 && std::isfinite(a.beta))) reasons.add("beta", a.beta, "; accepted with a hyperbolic score is a positive finite number");
+    if (!std::isfinite(a.shift)) reasons.add("shift", a.shift, "; accepted is any finite number");
+    if (a.softcap != 0) reasons.add("softcap", a.softcap, " with a hyperbolic score; accepted is 0");
+  } else {
+    reasons.add("score", a.score, "; accepted is ", int(STROBE_DOT), " (q.k) or ", int(STROBE_HYPERBOLIC), " (hyperbolic)");
+  }
+}
+
 void check_options(const strobe_attention &a, Reasons &reasons) {
   const std::pair<const char *, int32_t> flags[] = {
       {"has_scale", a.has_scale},
@@ -28,6 +42,7 @@ void check_options(const strobe_attention &a, Reasons &reasons) {
   if (!a.has_scale && a.scale != 0) reasons.add("scale", a.scale, " while has_scale is 0; accepted is 0, or has_scale = 1");
   if (!(a.softcap >= 0 && std::isfinite(a.softcap)))
     reasons.add("softcap", a.softcap, "; accepted is 0 (none) or a positive finite number");
+  check_score(a, reasons);
   check_dropout(a, reasons);
   if (a.alignment != STROBE_BOTTOM_RIGHT && a.alignment != STROBE_TOP_LEFT)
     reasons.add("alignment", a.alignment, "; accepted is ", int(STROBE_BOTTOM_RIGHT), " (bottom right) or ", int(STROBE_TOP_LEFT),

@@ -37,7 +37,7 @@ public:
   void finish() const {
     if (error) std::rethrow_exception(error);
     if (handed_out != n)
-      throw Error(STROBE_INVALID_ARGUMENT, text("execution.parallel: ran ", handed_out, " bodies of ", n,
+      throw Error(STROBE_INVALID_ARGUMENT, text("execution.parallel: ran ", handed_out.load(), " bodies of ", n,
                                                 "; accepted is a function that runs each of [0, n) once and returns after the last"));
   }
 

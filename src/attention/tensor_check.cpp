@@ -130,13 +130,12 @@ bool TensorChecks::contiguous(const char *argument, const strobe_tensor &t) {
   return true;
 }
 
-void TensorChecks::overlaps() {
-  for (size_t x = 0; x < seen.size(); x++)
-    for (size_t y = 0; y < seen.size(); y++) {
-      const bool once = !seen[y].written || y < x;
-      if (x != y && seen[x].written && once && !disjoint(seen[x].bytes, seen[y].bytes))
-        reasons.add(seen[x].argument, "shares memory with ", seen[y].argument,
-                    "; accepted is memory of its own where the tensor is written");
+void check_overlaps(const std::vector<Placed> &all, Reasons &reasons) {
+  for (size_t x = 0; x < all.size(); x++)
+    for (size_t y = 0; y < all.size(); y++) {
+      const bool once = !all[y].written || y < x;
+      if (x != y && all[x].written && once && !disjoint(all[x].bytes, all[y].bytes))
+        reasons.add(all[x].argument, "shares memory with ", all[y].argument, "; accepted is memory of its own where the tensor is written");
     }
 }
 

@@ -20,6 +20,16 @@ using Axes = std::vector<Axis>;
 using Types = std::vector<DType>;
 enum class Access { read, write };
 
+// A tensor of a call: what bytes are its own.
+struct Placed {
+  const char *argument;
+  Footprint bytes;
+  bool written;
+};
+
+// What is written shares no byte with any other tensor.
+void check_overlaps(const std::vector<Placed> &, Reasons &);
+
 class TensorChecks {
 public:
   explicit TensorChecks(Reasons &reasons) : reasons(reasons) {}
@@ -27,14 +37,13 @@ public:
   // Every tensor from here on has to lie where that one lies, if that is a place at all; `why` ends the message.
   void on_device_of(const strobe_tensor &, const char *why);
 
-  // False, with reasons, if anything is wrong. A tensor that is accepted takes part in overlaps().
+  // False, with reasons, if anything is wrong. A tensor that is accepted is one of placed().
   bool accept(const char *argument, const strobe_tensor &, const Axes &, const Types &, Access);
   bool contiguous(const char *argument, const strobe_tensor &); // in row-major order
   // Rank and sizes alone; without a reason.
   static bool has_rank(const strobe_tensor *, int32_t rank);
 
-  // What is written shares no byte with any other tensor.
-  void overlaps();
+  const std::vector<Placed> &placed() const { return seen; }
 
 private:
   bool shape(const char *, const strobe_tensor &, const Axes &);
@@ -42,15 +51,10 @@ private:
   bool place(const char *, const strobe_tensor &);
   bool memory(const char *, const strobe_tensor &, Access);
 
-  struct Seen {
-    const char *argument;
-    Footprint bytes;
-    bool written;
-  };
   Reasons &reasons;
   const char *why_there = nullptr;
   const strobe_tensor *device = nullptr;
-  std::vector<Seen> seen;
+  std::vector<Placed> seen;
 };
 
 } // namespace strobe

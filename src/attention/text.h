@@ -1,16 +1,48 @@
 // Text for messages.
 #pragma once
+#include <charconv>
+#include <concepts>
 #include <cstdint>
-#include <sstream>
+#include <iterator>
 #include <string>
+#include <string_view>
 
 namespace strobe {
 
+// Of a number that is not whole: how many digits count.
+struct Digits {
+  double value;
+  int count = 6;
+};
+
+namespace detail {
+
+inline void append(std::string &out, std::string_view part) { out += part; }
+inline void append(std::string &out, const char *part) { out += part; }
+inline void append(std::string &out, Digits number) {
+  char digits[32];
+  out.append(digits, std::to_chars(digits, std::end(digits), number.value, std::chars_format::general, number.count).ptr);
+}
+inline void append(std::string &out, const void *address) {
+  char digits[32];
+  out.append("0x").append(digits, std::to_chars(digits, std::end(digits), reinterpret_cast<uintptr_t>(address), 16).ptr);
+}
+inline void append(std::string &out, char part) { out += part; }
+template <std::integral T>
+  requires(!std::same_as<T, bool>) // say which word
+void append(std::string &out, T number) {
+  char digits[32];
+  out.append(digits, std::to_chars(digits, std::end(digits), number).ptr);
+}
+inline void append(std::string &out, double number) { append(out, Digits{number}); }
+
+} // namespace detail
+
+// Engines put their plans and reasons in words on every call: no stream, no locale.
 template <class... Parts> std::string text(const Parts &...parts) {
-  std::ostringstream out;
-  out.imbue(std::locale::classic());
-  (out << ... << parts);
-  return out.str();
+  std::string out;
+  (detail::append(out, parts), ...);
+  return out;
 }
 
 // "(2, 8, 128, 64)"

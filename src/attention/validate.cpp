@@ -52,12 +52,14 @@ public:
     extras();
     blocks();
     results();
-    checks.overlaps();
+    check_overlaps(checks.placed(), reasons);
     reasons.raise_if_any();
     total_size();
     reasons.raise_if_any();
     return assembled();
   }
+
+  const std::vector<Placed> &placed() const { return checks.placed(); }
 
 private:
   // Sizes as the tensors that define them say; kAny where they cannot be told, and then nothing is held against the others.
@@ -266,8 +268,9 @@ private:
     p.total_q = varlen ? n.rows_q : n.batch * n.rows_q, p.total_k = varlen ? n.rows_k : n.batch * n.rows_k;
     p.dtype = dtype, p.device_type = t.q->device_type, p.device_index = t.q->device_index;
 
-    p.scale = a.has_scale ? a.scale : 1 / std::sqrt(static_cast<double>(n.dim));
-    p.softcap = a.softcap;
+    p.score = static_cast<ScoreFunction>(a.score);
+    p.scale = a.has_scale ? a.scale : p.score == ScoreFunction::hyperbolic ? 1 : 1 / std::sqrt(static_cast<double>(n.dim));
+    p.softcap = a.softcap, p.beta = a.beta, p.shift = a.shift;
     p.bottom_right = a.alignment == STROBE_BOTTOM_RIGHT;
     const int64_t all = n.seqlen_q + n.seqlen_k; // a window this wide hides nothing
     if (a.has_window_left && a.window_left < all) p.window_left = a.window_left;
@@ -320,8 +323,11 @@ private:
 
 } // namespace
 
-Problem validate(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction) {
-  return Validator(attention, tensors, direction).problem();
+Problem validate(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction, std::vector<Placed> *placed) {
+  Validator validator(attention, tensors, direction);
+  const Problem problem = validator.problem();
+  if (placed) *placed = validator.placed();
+  return problem;
 }
 
 } // namespace strobe

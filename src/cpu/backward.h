@@ -40,7 +40,7 @@ template <class Math> struct BackwardScratch {
     if (problem.dropout > 0) keep = arena.take<T>(tile.k * tile.width);
     wide_p = arena.take<T>(tile.k * tile.width);
     wide_ds = arena.take<T>(tile.k * tile.width);
-    if (problem.softcap > 0) slopes = arena.take<T>(tile.k * tile.width);
+    if (problem.curved()) slopes = arena.take<T>(tile.k * tile.width);
   }
 };
 
@@ -184,8 +184,8 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
 }
 
 // P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, a chunk of keys at a time, handed on by pairs of keys:
-// emit(first key of the chunk, key in the chunk, lane, P, P', dS, dS', both). kThroughSoftcap: dS is by scale q.k, not by the capped score.
-template <bool kThroughSoftcap, class Math, class Emit>
+// emit(first key of the chunk, key in the chunk, lane, P, P', dS, dS', both). kThroughFunction: dS is by scale q.k, not by a function of it.
+template <bool kThroughFunction, class Math, class Emit>
 STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
                              const Piece<typename Math::Real> &piece, typename Math::Left k_rows, typename Math::Left v_rows,
                              BackwardScratch<Math> &scratch, Emit &&emit) {
@@ -220,7 +220,7 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
         const V keep = head.dropout ? V::load(scratch.keep + at) : V(T(1));
         grad = (head.dropout ? grad * keep : grad) - delta;
         grad = prob * (p.dlse ? grad + dlse : grad); // dP and D may cancel: dLSE is not to be rounded with either
-        if (scratch.slopes && kThroughSoftcap) grad *= V::load(scratch.slopes + at);
+        if (scratch.slopes && kThroughFunction) grad *= V::load(scratch.slopes + at);
         if (masked) { // hidden, or past the last query: 0, whatever LSE, dP and D are
           const auto hidden = (score == V(-kInfinity<T>)) | (lse == V(kInfinity<T>));
           prob = select(hidden, V(T(0)), prob);

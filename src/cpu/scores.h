@@ -25,7 +25,7 @@ template <class T> struct Head {
   BlockRow no_blocks{nullptr, 0, 0};
   const Problem *p;
 
-  bool additive; // softcap, ALiBi or bias: scores are kept in their own unit, else as raw q.k
+  bool additive; // a function of q.k, ALiBi or bias: scores are kept in their own unit, else as raw q.k
   T scale, unit; // score = raw * scale; exp2's argument = (s - m) * unit
   T slack;       // how far m may stay behind the running maximum
   T sign;        // what Q is multiplied by, so that raw scores grow with the score
@@ -41,7 +41,7 @@ template <class T> struct Head {
     k0 = k.begin;
     band = Band::make(q.length, k.length, problem.bottom_right, problem.window_left, problem.window_right);
     constexpr double kLog2e = 1.4426950408889634074;
-    additive = problem.softcap > 0 || problem.alibi_slopes || problem.bias || outsized(problem.scale);
+    additive = problem.curved() || problem.alibi_slopes || problem.bias || outsized(problem.scale);
     sign = !additive && problem.scale < 0 ? T(-1) : T(1);
     scale = T(additive ? problem.scale : problem.scale * double(sign));
     unit = T(additive ? kLog2e : double(scale) * kLog2e);
@@ -117,7 +117,7 @@ __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan
   }
 }
 
-// Raw q.k -> score, in place. slopes (optional): d score / d (scaled q.k), through softcap.
+// Raw q.k -> score, in place. slopes (optional): d score / d (scaled q.k), through a function of it.
 template <class T>
 __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan &t, bool band_masked, bool use_mask,
                                              ScoreScratch<T> &scratch, T *s, T *slopes) {
@@ -134,6 +134,8 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
     }
   }
   const V hidden(-kInfinity<T>), scale(head.scale), cap(head.cap), inverse_cap(T(1) / head.cap), slope(head.slope);
+  const bool distances = p.score == ScoreFunction::hyperbolic;
+  const V beta(T(p.beta)), beta_ln2(T(p.beta * 0.69314718055994530942)), shift(T(p.shift));
   for (int64_t lane = 0; lane < t.width; lane += L) {
     V distance = V(T(t.i0 + lane + head.band.offset - t.j0)) + V::iota();
     V first = band_masked ? V::load(scratch.first + lane) : V(T(0)), last = band_masked ? V::load(scratch.last + lane) : V(T(0));
@@ -146,6 +148,10 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
           V capped_slope;
           x = softcap(x, cap, inverse_cap, capped_slope);
           if (slopes) capped_slope.store(slopes + j * t.width + lane);
+        } else if (distances) {
+          V distance_slope;
+          x = hyperbolic(x, beta, beta_ln2, shift, distance_slope);
+          if (slopes) distance_slope.store(slopes + j * t.width + lane);
         }
         if (p.alibi_slopes) x += alibi(slope, distance - V(T(j)));
       }

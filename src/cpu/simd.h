@@ -163,4 +163,52 @@ template <class T> STROBE_INLINE Vec<T> tanh(Vec<T> x, Vec<T> &slope) {
   return select(a < V(T(0.625)), small, large);
 }
 
+template <class T> STROBE_INLINE Vec<T> sqrt(Vec<T> x) {
+  T lanes[Vec<T>::kLanes]; // of an array the compiler makes vectors
+  x.store(lanes);
+  for (T &lane : lanes) lane = sizeof(T) == 4 ? __builtin_sqrtf(lane) : __builtin_sqrt(lane);
+  return Vec<T>::load(lanes);
+}
+
+// log(1 + f) for 1 + f in [sqrt(1/2), sqrt(2)): Cephes' polynomial in float; in double 2 artanh(f / (2 + f)) as a power series.
+STROBE_INLINE Vec<float> log_fraction(Vec<float> f) {
+  Vec<float> p = 7.0376836292e-2f;
+  p = p * f - 1.1514610310e-1f;
+  p = p * f + 1.1676998740e-1f;
+  p = p * f - 1.2420140846e-1f;
+  p = p * f + 1.4249322787e-1f;
+  p = p * f - 1.6668057665e-1f;
+  p = p * f + 2.0000714765e-1f;
+  p = p * f - 2.4999993993e-1f;
+  p = p * f + 3.3333331174e-1f;
+  return (p * f - 0.5f) * (f * f) + f;
+}
+STROBE_INLINE Vec<double> log_fraction(Vec<double> f) {
+  const Vec<double> z = f / (f + 2.0), square = z * z;
+  constexpr int kTerms = 12;
+  Vec<double> p = 0.0;
+  unroll<kTerms>(STROBE_UNROLL(i) { p = p * square + 2.0 / (2 * (kTerms - 1 - i) + 1); });
+  return z * p;
+}
+
+// log2 of x >= 1, inf or NaN.
+template <class T> STROBE_INLINE Vec<T> log2(Vec<T> x) {
+  using V = Vec<T>;
+  using B = Bits<T>;
+  using RawInt = typename V::RawInt;
+  const RawInt exponent = ((RawInt)x.v - (RawInt)V(T(0.70710678118654752440)).v) >> B::kMantissa;
+  const V m((typename V::Raw)((RawInt)x.v - (exponent << B::kMantissa)));
+  const V y = log_fraction(m - V(1)) * V(T(1.4426950408889634074)) + V(__builtin_convertvector(exponent, typename V::Raw));
+  return select(x < V(T(__builtin_inf())), y, x);
+}
+
+// arccosh(max(y, 1)) / ln 2 and arccosh's derivative: 1 / sqrt(y^2 - 1), 0 where y <= 1. Where y^2 overflows the root is y.
+template <class T> STROBE_INLINE Vec<T> arccosh2(Vec<T> y, Vec<T> &slope) {
+  using V = Vec<T>;
+  y = max(y, V(1));
+  const V t = y - V(1), root = sqrt(t * (t + V(2))), sinh = select(root < y, root, y);
+  slope = select(V(0) < sinh, V(1) / sinh, V(0));
+  return log2(y + sinh);
+}
+
 } // namespace strobe::inline STROBE_ISA

@@ -35,7 +35,7 @@ Inputs inputs(const Problem &p) {
   in.head_dim = i32(p.head_dim), in.head_dim_v = i32(p.head_dim_v);
   in.bottom_right = p.bottom_right;
   in.threshold = dropout_threshold(p.dropout);
-  in.scale = p.scale, in.softcap = p.softcap;
+  in.scale = p.scale, in.softcap = p.softcap, in.beta = p.beta, in.shift = p.shift;
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
   const Problem::Blocks &m = p.blocks;
   if (m.present) in.blocks = list(m.row_ptr, m.col, m, m.rows, m.block_q, m.block_k);
@@ -52,8 +52,8 @@ Features features_of(const Problem &p) {
   f.mask = bool(p.mask);
   f.bias = p.bias ? i32(p.bias.dtype) : 0;
   f.alibi = bool(p.alibi_slopes);
-  f.softcap = p.softcap > 0;
-  f.scaled = !(p.scale > 1e-30 && p.scale < 1e30);
+  f.function = p.score == ScoreFunction::hyperbolic ? kHyperbolic : p.softcap > 0 ? kSoftcap : kLinear;
+  f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale < 1e30);
   f.dropout = p.dropout > 0;
   return f;
 }

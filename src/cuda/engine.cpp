@@ -4,6 +4,7 @@
 #include "attention/text.h"
 #include "cuda/driver.h"
 #include "cuda/stream.h"
+#include "cuda/tuning.h"
 
 namespace strobe::cuda {
 namespace {
@@ -17,31 +18,6 @@ std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream
   return host;
 }
 
-void require(const char *argument, const std::string &reason) {
-  if (!reason.empty()) throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", reason));
-}
-
-// What lies in device memory, on request: the kernels clamp it, they do not complain.
-void check_contents(const Problem &p, CUstream stream) {
-  if (p.varlen) {
-    require("cu_seqlens_q", check_cu_seqlens(fetched(p.cu_seqlens_q, p.batch + 1, stream).data(), p.batch, p.total_q, p.seqlen_q));
-    require("cu_seqlens_k", check_cu_seqlens(fetched(p.cu_seqlens_k, p.batch + 1, stream).data(), p.batch, p.total_k, p.seqlen_k));
-  }
-  const Problem::Blocks &m = p.blocks;
-  if (!m.present) return;
-  const int64_t matrices = m.batch * m.heads;
-  const auto offsets = fetched(m.row_ptr, matrices * (m.rows + 1), stream), indices = fetched(m.col, m.kept, stream);
-  const Csr csr{matrices, m.rows, m.cols, m.kept, offsets.data(), indices.data()};
-  require("block_rows", check_offsets(csr));
-  require("block_cols", check_indices(csr));
-  if (!m.transposed) return;
-  const auto offsets_t = fetched(m.row_ptr_t, matrices * (m.cols + 1), stream), indices_t = fetched(m.col_t, m.kept, stream);
-  const Csr transpose{matrices, m.cols, m.rows, m.kept, offsets_t.data(), indices_t.data()};
-  require("block_rows_t", check_offsets(transpose));
-  require("block_cols_t", check_indices(transpose));
-  require("block_rows_t", check_transpose(csr, transpose));
-}
-
 } // namespace
 
 std::string CudaEngine::missing() const { return devices_missing(); }
@@ -51,7 +27,15 @@ CudaEngine::Made CudaEngine::program_for(const Problem &p, Direction direction, 
   if (p.batch > kMostCtas || p.heads > kMostCtas) return text("more than ", kMostCtas, " sequences or heads");
   if (p.blocks.present && direction == Direction::backward && !p.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
-  Made made = program(p, direction, device, scratch);
+  Made made = "";
+  if (const TunedTile *tile = tuned(p, direction, device)) {
+    Problem wished = p;
+    wished.tile_q = tile->q, wished.tile_k = tile->k;
+    made = program(wished, direction, device, scratch);
+    if (Program *program = std::get_if<Program>(&made)) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
+  } else {
+    made = program(p, direction, device, scratch);
+  }
   if (const Program *program = std::get_if<Program>(&made))
     for (const Step &step : program->steps)
       if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
@@ -59,9 +43,17 @@ CudaEngine::Made CudaEngine::program_for(const Problem &p, Direction direction, 
   return made;
 }
 
+const TunedTile *CudaEngine::tuned(const Problem &p, Direction direction, const Device &device) const {
+  const Tuning &table = tuning(device);
+  if (table.empty() || p.tile_q || p.tile_k) return nullptr;
+  const std::optional<TuningKey> key = tuning_key(name(), direction, p);
+  return key ? table.find(*key) : nullptr;
+}
+
 Answer CudaEngine::plan(const Problem &p, const Execution &, Direction direction) const {
-  Scratch scratch(nullptr);
-  Made made = program_for(p, direction, device(p.device_index), scratch);
+  Scratch scratch;
+  const Device &on = device(p.device_index);
+  Made made = program_for(p, direction, on, scratch);
   if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
   Program &program = std::get<Program>(made);
   Plan plan;
@@ -72,6 +64,7 @@ Answer CudaEngine::plan(const Problem &p, const Execution &, Direction direction
   plan.workspace_bytes = scratch.bytes();
   plan.predicted_seconds = program.predicted_seconds;
   plan.notes = std::move(program.notes);
+  if (const std::string &ignored = tuning(on).ignored(); !ignored.empty()) plan.notes.push_back(ignored);
   return plan;
 }
 
@@ -88,10 +81,10 @@ Workspace CudaEngine::allocate(const Problem &p, const Execution &execution, uin
 void CudaEngine::run(const Problem &p, const Execution &execution, Direction direction, const Plan &, void *workspace) const {
   const Device &on = device(p.device_index);
   Scratch scratch(workspace);
+  DeviceGuard guard(on); // the driver encodes tensor maps for a context
   const Made made = program_for(p, direction, on, scratch);
-  DeviceGuard guard(on);
   const CUstream stream = static_cast<CUstream>(execution.stream);
-  if (p.check) check_contents(p, stream);
+  if (p.check) check_contents(p, [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
   for (const Step &step : std::get<Program>(made).steps) {
     if (const Zero *zero = std::get_if<Zero>(&step)) {
       fill(zero->begin, 0, zero->bytes, stream);
@@ -111,7 +104,7 @@ std::string prewarm(const Problem &p, Direction direction, int cc) {
   for (const Engine *candidate : cuda_engines()) {
     const CudaEngine &engine = static_cast<const CudaEngine &>(*candidate);
     if (p.engine.empty() ? engine.only_by_name() : p.engine != engine.name()) continue;
-    Scratch scratch(nullptr);
+    Scratch scratch;
     CudaEngine::Made made = engine.program_for(p, direction, device, scratch);
     if (Program *program = std::get_if<Program>(&made)) {
       if (!found || program->predicted_seconds < fastest.predicted_seconds) fastest = std::move(*program);
@@ -125,7 +118,8 @@ std::string prewarm(const Problem &p, Direction direction, int cc) {
   for (const Step &step : fastest.steps)
     if (const Launch *l = std::get_if<Launch>(&step)) {
       const Build built = build(*l->source, l->config, cc);
-      report += text(built.compiled ? "compiled " : "cached ", built.registers, " ", built.spill_bytes, " ",
+      const int serialized = built.log.find("instructions are serialized") != built.log.npos;
+      report += text(built.compiled ? "compiled " : "cached ", built.registers, " ", built.spill_bytes, " ", serialized, " ",
                      kernel_name(*l->source, l->config), "\n");
     }
   return report;

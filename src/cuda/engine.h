@@ -12,6 +12,8 @@ std::vector<const Engine *> cuda_engines(); // from the fastest family to the sl
 
 namespace strobe::cuda {
 
+struct TunedTile;
+
 // A family of kernels: it answers with a program or with the reason against it.
 class CudaEngine : public Engine {
 public:
@@ -27,6 +29,10 @@ public:
 protected:
   // scratch may have no memory behind it: then the program's pointers mean nothing, but its kernels, grids and scratch.bytes() do.
   virtual Made program(const Problem &, Direction, const Device &, Scratch &) const = 0;
+
+private:
+  // The tile to wish for in the caller's place; null: none.
+  const TunedTile *tuned(const Problem &, Direction, const Device &) const;
 };
 
 // The families.
@@ -36,7 +42,7 @@ const CudaEngine &tf32_engine();
 const CudaEngine &simt_engine();
 
 // Compiles, or finds in the cache, the kernels that the problem would run on a GPU of this compute capability; needs none. Throws with
-// every engine's reason if none takes it. A line per kernel: "compiled|cached registers spilled-bytes name".
+// every engine's reason if none takes it. A line per kernel: "compiled|cached registers spilled-bytes wgmma-serialized name".
 std::string prewarm(const Problem &, Direction, int cc);
 
 } // namespace strobe::cuda

@@ -7,6 +7,7 @@
 #include "attention/text.h"
 #include "cuda/arguments.h"
 #include "cuda/engine.h"
+#include "ladder/subset.h"
 
 namespace strobe::cuda {
 namespace {
@@ -92,12 +93,7 @@ private:
     } else if (p.dtype != DType::f32) {
       return "float32 only";
     }
-    if (p.head_dim != p.head_dim_v) return "the head dimensions of q and v must be equal";
-    if (p.varlen) return "no packed sequences";
-    if (p.mask || p.bias || p.alibi_slopes || p.softcap > 0 || p.sinks || p.blocks.present || p.dropout > 0)
-      return "no mask, bias, ALiBi, softcap, sinks, block mask or dropout; causal and windows only";
-    if (p.dlse) return "no gradient through LSE";
-    if (!(p.scale > 1e-30 && p.scale < 1e30)) return "the scale must be positive (1e-30 to 1e30): it stands in the exponent";
+    if (std::string reason = ladder::against(p); !reason.empty()) return reason;
     if (p.deterministic && direction == Direction::backward && (kind_ == Kind::flash2 || kind_ == Kind::tensor_cores))
       return "not deterministic: dQ is summed by atomic additions, in whatever order the thread blocks come";
     return {};

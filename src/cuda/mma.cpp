@@ -56,20 +56,25 @@ constexpr Tile kDecodeTiles[] = {
 
 int32_t rounded(int64_t dim) { return int32_t((dim + 31) / 32 * 32); }
 
-Config config_for(const Problem &p, const Tile &tile) {
+// But for the tile.
+Config config_for(const Problem &p) {
   Config c{};
   c.dtype = int32_t(p.dtype);
   c.head_dim = rounded(p.head_dim), c.head_dim_v = rounded(p.head_dim_v);
-  c.tile_q = tile.q, c.tile_k = tile.k, c.warps = tile.warps, c.stages = tile.stages, c.blocks_per_sm = tile.ctas;
   c.aligned = aligned(p.q, p.head_dim) && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v) && aligned(p.out, p.head_dim_v);
   c.exact_max = p.exact_max;
   c.features = features_of(p);
   return c;
 }
 
+Config with(Config c, const Tile &tile) {
+  c.tile_q = tile.q, c.tile_k = tile.k, c.warps = tile.warps, c.stages = tile.stages, c.blocks_per_sm = tile.ctas;
+  return c;
+}
+
 Load load_of(const Config &c) {
   const Features &f = c.features;
-  const int many = 2 * !!f.softcap + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
+  const int many = 2 * !!f.function + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
   if (many > 2) return anything;
   if (many || !c.aligned) return features;
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
@@ -82,11 +87,13 @@ int64_t resident(const Config &c, int64_t shared_bytes, const Device &device) {
 
 // The first tile that fits, or with wishes the nearest.
 bool choose(Config &chosen, const Problem &p, const Device &device) {
+  const Config any = config_for(p);
+  const int32_t dim = std::max(any.head_dim, any.head_dim_v);
+  const Load load = load_of(any);
   double least = HUGE_VAL;
   for (const ForwardTile &tile : kForwardTiles) {
-    const Config c = config_for(p, tile);
-    const int32_t dim = std::max(c.head_dim, c.head_dim_v);
-    if (dim > tile.most_dim || dim < tile.least_dim || load_of(c) > tile.most) continue;
+    const Config c = with(any, tile);
+    if (dim > tile.most_dim || dim < tile.least_dim || load > tile.most) continue;
     if (device.cc < tile.least_cc || device.cc > tile.most_cc || (c.features.band && p.seqlen_q < tile.least_queries)) continue;
     if (c.forward_shared_bytes() > device.shared_per_block || (p.blocks.present && p.blocks.block_q % tile.q)) continue;
     const double cost = distance(p.tile_q, tile.q) + distance(p.tile_k, tile.k);
@@ -101,8 +108,9 @@ constexpr int64_t kMostPackedRows = 64;
 bool decodes(const Problem &p) { return !p.blocks.present && p.seqlen_q * p.group() <= kMostPackedRows; }
 bool choose_decode(Config &chosen, const Problem &p, const Device &device) {
   const int64_t rows = p.seqlen_q * p.group();
+  const Config any = config_for(p);
   for (const Tile &tile : kDecodeTiles) {
-    const Config c = config_for(p, tile);
+    const Config c = with(any, tile);
     if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || c.decode_shared_bytes() > device.shared_per_block) continue;
     if (rows > 16 && tile.q == 16 && &tile != &kDecodeTiles[std::size(kDecodeTiles) - 1]) continue;
     chosen = c;

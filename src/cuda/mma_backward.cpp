@@ -7,6 +7,7 @@
 #include "../../kernels/mma/backward_config.h"
 #include "attention/text.h"
 #include "cuda/arguments.h"
+#include "cuda/simt.h"
 #include "cuda/wishes.h"
 
 namespace strobe::cuda {
@@ -20,7 +21,6 @@ constexpr KernelSource kBackward{"mma/backward.h", "strobe::mma::Backward", "str
 constexpr KernelSource kBiasGradient{"mma/bias_gradient.h", "strobe::mma::BiasGradient", "strobe::mma::BiasGradientConfig"};
 constexpr KernelSource kDelta{"mma/rows.h", "strobe::mma::Delta", "strobe::mma::RowsConfig"};
 constexpr KernelSource kConvertDq{"mma/rows.h", "strobe::mma::ConvertDq", "strobe::mma::RowsConfig"};
-constexpr KernelSource kSinks{"mma/rows.h", "strobe::mma::Sinks", "strobe::mma::RowsConfig"};
 
 // most_dim and most_features are what the registers hold; speed: of large problems, relative to other rows, on an H200.
 struct BackwardTile {
@@ -57,20 +57,22 @@ bool divides(const Problem &p, int32_t tile_q, int32_t tile_k) {
 // Features that take registers.
 int32_t heavy(const BackwardConfig &c) {
   const Features &f = c.features;
-  return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) + 2 * (f.softcap != 0) + (f.dropout != 0 && f.additive()) + !c.aligned;
+  return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) + 2 * (f.function != 0) + (f.dropout != 0 && f.additive()) + !c.aligned;
 }
 
 // The fastest tile that fits, or with wishes the nearest. A small grid does not fill the GPU: then tiles of fewer keys may be faster.
 bool choose(BackwardConfig &chosen, const Problem &p, const Device &device) {
+  BackwardConfig any{};
+  any.dtype = int32_t(p.dtype);
+  any.aligned = all_aligned(p), any.deterministic = p.deterministic && p.dq, any.blocks_per_sm = 1;
+  any.features = features_of(p);
+  const int32_t features = heavy(any);
   double least = HUGE_VAL;
   for (const BackwardTile &tile : kBackwardTiles) {
-    BackwardConfig c{};
-    c.dtype = int32_t(p.dtype);
+    BackwardConfig c = any;
     c.head_dim = rounded(p.head_dim, 16 * tile.dim_warps), c.head_dim_v = rounded(p.head_dim_v, 16 * tile.dim_warps);
     c.tile_q = tile.q, c.tile_k = tile.k, c.key_warps = tile.key_warps, c.dim_warps = tile.dim_warps, c.step_q = tile.step_q;
-    c.aligned = all_aligned(p), c.deterministic = p.deterministic && p.dq, c.blocks_per_sm = 1;
-    c.features = features_of(p);
-    if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || heavy(c) > tile.most_features) continue;
+    if (std::max(c.head_dim, c.head_dim_v) > tile.most_dim || features > tile.most_features) continue;
     if (c.shared_bytes() > device.shared_per_block || !divides(p, tile.q, tile.k)) continue;
     const double waves = double(p.batch * p.heads_kv * tiles(p.seqlen_k, tile.k)) / device.sms;
     const double cost =
@@ -110,7 +112,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   const RowsConfig each{c.dtype, c.head_dim, c.tile_q, c.aligned};
   const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
   Program program;
-  a.delta = scratch.take<float>(rows);
+  a.delta = scratch.take<float>(2 * rows); // D, and what LSE lacks
   if (p.dq) a.dq_sum = scratch.take<float>(query_tiles * c.tile_q * c.head_dim);
   if (c.deterministic) {
     const int64_t turns = c.turns(query_tiles);
@@ -118,10 +120,11 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
     program.steps.push_back(Zero{a.turns, uint64_t(turns) * 4});
   }
   program.steps.push_back(Launch(kDelta, each, row_blocks, RowsConfig::threads(), 0, a));
+  if (p.bias) program.steps.push_back(settle(p, device, a)); // of other scores P's 16 bits hide what LSE lacks
   if (p.dq || p.dk || p.dv)
     program.steps.push_back(Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.shared_bytes(), a));
   if (p.dq) program.steps.push_back(Launch(kConvertDq, each, row_blocks, RowsConfig::threads(), 0, a));
-  if (p.dsinks) program.steps.push_back(Launch(kSinks, each, p.heads, RowsConfig::threads(), 0, a));
+  if (p.dsinks) program.steps.push_back(sink_gradient(p, a));
   if (p.dbias) {
     const i64 *s = a.dbias.stride;
     const int64_t blocks = bias.blocks(s[0] != 0, s[1] != 0, s[2] != 0, s[3] != 0, p.batch, p.heads, p.seqlen_q, p.seqlen_k);

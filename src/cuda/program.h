@@ -48,7 +48,9 @@ struct Program {
 // The workspace while a program is made: null for one that is only asked its size. 256-byte aligned pieces.
 class Scratch {
 public:
-  explicit Scratch(void *base) : base_(static_cast<std::byte *>(base)) {}
+  Scratch() = default; // of what is only planned: counts
+  explicit Scratch(void *base) : base_(static_cast<std::byte *>(base)), planned_(false) {}
+  bool planned() const { return planned_; }
   template <class T> T *take(int64_t count) {
     T *piece = reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(base_) + bytes_);
     bytes_ += (uint64_t(count) * sizeof(T) + 255) / 256 * 256;
@@ -57,8 +59,9 @@ public:
   uint64_t bytes() const { return bytes_; }
 
 private:
-  std::byte *base_;
+  std::byte *base_ = nullptr;
   uint64_t bytes_ = 0;
+  bool planned_ = true;
 };
 
 } // namespace strobe::cuda

@@ -7,6 +7,7 @@
 #include "attention/text.h"
 #include "cuda/arguments.h"
 #include "cuda/engine.h"
+#include "cuda/simt.h"
 #include "cuda/wishes.h"
 
 namespace strobe::cuda {
@@ -102,6 +103,10 @@ Config plain(const Config &c) {
   return x;
 }
 
+Launch settle(const Problem &p, const Config &c, const BackwardArguments &a) {
+  return Launch(kSettle, c, p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), c.threads(), c.backward_shared_bytes(), a);
+}
+
 // FMA per clock and SM.
 double rate(const Device &device, DType dtype) {
   const bool wide = device.cc == 61 || device.cc >= 86;
@@ -168,8 +173,8 @@ private:
     Program program;
     a.delta = scratch.take<char>(2 * rows * real); // D, and what LSE lacks
     program.steps.push_back(Launch(kDelta, plain(c), row_tiles, Config::kDeltaRows, 0, a));
-    program.steps.push_back(Launch(kSettle, c, p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), c.threads(), c.backward_shared_bytes(), a));
-    if (p.dsinks) program.steps.push_back(Launch(kSinkGradient, plain(c), p.heads, 256, 0, a));
+    program.steps.push_back(settle(p, c, a));
+    if (p.dsinks) program.steps.push_back(sink_gradient(p, a));
     if (p.dq) {
       const uint64_t bytes = uint64_t(rows * c.head_dim * real);
       a.dq_sum = reinterpret_cast<float *>(scratch.take<char>(int64_t(bytes)));
@@ -200,6 +205,17 @@ private:
 };
 
 } // namespace
+
+Launch settle(const Problem &p, const Device &device, const BackwardArguments &a) {
+  Config c = config_for(p);
+  choose(c, Kind::backward, p, device);
+  return settle(p, c, a);
+}
+Launch sink_gradient(const Problem &p, const BackwardArguments &a) {
+  Config c{};
+  c.dtype = int32_t(p.dtype);
+  return Launch(kSinkGradient, c, p.heads, 256, 0, a);
+}
 
 const CudaEngine &simt_engine() {
   static const SimtEngine engine;

@@ -1,4 +1,5 @@
 // The Hopper family: which configuration, which maps, which launches.
+#include "../../kernels/mma/config.h"
 #include "../../kernels/sm90/arguments.h"
 #include "../../kernels/sm90/config.h"
 #include <algorithm>
@@ -7,9 +8,11 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/arguments.h"
+#include "cuda/driver.h"
 #include "cuda/engine.h"
 #include "cuda/sm90_backward.h"
 #include "cuda/tensor_maps.h"
+#include "cuda/wishes.h"
 
 namespace strobe::cuda {
 namespace {
@@ -17,61 +20,148 @@ namespace {
 using sm90::Config;
 
 constexpr KernelSource kForward{"sm90/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
+constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
 
 int64_t rounded_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
 // Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
-int64_t bundle(const Problem &p) {
-  constexpr int64_t kCache = 16 << 20, kMost = 16;
+int64_t bundle(const Problem &p, const Device &device) {
   const bool uneven = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen || p.blocks.present;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), heads = p.batch * p.heads;
-  int64_t size = uneven ? kMost : std::clamp<int64_t>(kCache / head_bytes, 1, kMost);
+  int64_t size = uneven ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
   while (size > 1 && heads % size) size--;
   return size;
 }
 
-// warpgroups, tile_k, stages, registers (loading, computing), Q in registers
-struct Tiles {
-  i32 warpgroups, tile_k, stages, registers_load, registers_compute, q_in_registers;
+// What a tile has registers for.
+constexpr int kFixed = 1;      // the fixed reference
+constexpr int kLagging = 2;    // a maximum of every tile
+constexpr int kScoring = 4;    // ALiBi, softcap
+constexpr int kWalking = 8;    // blocks, with the fixed reference
+constexpr int kDrawing = 16;   // dropout: tile_k a multiple of 32
+constexpr int kMasked = 32;    // a mask, read 16 bytes at a time
+constexpr int kBiased = 64;    // a bias, read 16 bytes at a time
+constexpr int kAnything = 128; // all of these at a time
+
+enum Keys { all, some, any }; // that a query sees: some, if causal, with a window, block-sparse, or packed
+
+struct ForwardTile {
+  int32_t most_dim, most_dim_v;
+  int32_t warpgroups, tile_k, stages, registers_load, registers_compute, q_in_registers, blocks_per_sm;
+  int loads;
+  // Without a wish the first that suits runs: for so many keys, and with tiles enough for `blocks` thread blocks on every SM.
+  Keys keys = any;
+  int64_t least_keys = 0, most_keys = INT64_MAX;
+  double blocks = 0;
 };
 
-Tiles tiles_for(const Problem &p, const Features &f, i32 reference, const Device &device) {
-  const int64_t d = p.head_dim, v = p.head_dim_v, widest = std::max(d, v);
-  if (f.mask || f.bias || f.softcap || f.blocks) // more registers for what becomes of a score, or for the walk over blocks
-    return widest <= 128 ? Tiles{2, 64, 4, 56, 224, 1} : Tiles{2, f.dropout ? 32 : 48, 2, 56, 224, 0};
-  if (f.dropout) // in multiples of 32 keys
-    return widest <= 64 ? Tiles{2, 128, 4, 40, 232, 1} : widest <= 128 ? Tiles{2, 96, 3, 56, 224, 1} : Tiles{2, 64, 2, 40, 232, 0};
-  if (widest <= 64) {
-    const bool fills = p.seqlen_q > 128 && tiles(p.seqlen_q, 256) * p.batch * p.heads >= device.sms;
-    return fills ? Tiles{4, 64, 5, 32, 112, 0} : Tiles{2, 128, 4, 40, 232, 1};
-  }
-  if (widest <= 128) return {2, 128, 3, 40, 232, reference == sm90::kFixed};
-  if (widest <= 192) return v <= 128 ? Tiles{2, 128, 2, 40, 232, 0} : Tiles{2, 96, 2, 40, 232, 0};
-  return {2, p.seqlen_k <= 512 ? 64 : 80, 2, 40, 232, 0};
+// From the fastest to the slowest where they suit, measured on an H200 (bench/search_forward.py). None spills.
+constexpr ForwardTile kForwardTiles[] = {
+    {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed, some, 0, 1024},
+    {64, 64, 3, 128, 4, 32, 160, 0, 1, kFixed, any, 8192, INT64_MAX, 1},
+    {64, 64, 4, 64, 5, 32, 112, 0, 1, kFixed | kLagging, any, 0, INT64_MAX, 1},
+    {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed},
+    {64, 64, 3, 64, 4, 40, 152, 0, 1, kDrawing | kMasked | kBiased},
+    {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring},
+    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing | kMasked | kBiased},
+    {64, 64, 1, 128, 3, 56, 200, 1, 2, kWalking},
+    {64, 64, 2, 128, 4, 56, 224, 1, 1, kWalking},
+    {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, any, 2048, INT64_MAX, 1},
+    {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
+    {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed},
+    {128, 128, 3, 64, 3, 40, 152, 0, 1, kScoring | kDrawing | kMasked},
+    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kMasked | kBiased},
+    {128, 128, 2, 128, 3, 56, 224, 1, 1, kWalking},
+    {128, 128, 2, 96, 3, 56, 224, 1, 1, kDrawing},
+    {128, 128, 2, 64, 4, 56, 224, 1, 1, kAnything},
+    {192, 128, 2, 128, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
+    {192, 192, 2, 96, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, any, 0, 512},
+    {256, 256, 2, 80, 2, 40, 232, 0, 1, kFixed | kLagging},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing | kMasked | kBiased},
+    {256, 256, 2, 64, 2, 56, 224, 0, 1, kWalking},
+    {256, 256, 2, 48, 2, 56, 224, 0, 1, kAnything},
+    {256, 256, 2, 32, 2, 56, 224, 0, 1, kAnything},
+};
+
+int load_of(const Config &c) {
+  const Features &f = c.features;
+  const bool scoring = f.alibi || f.function || f.scaled, exact_softcap = f.function == kSoftcap && c.reference == sm90::kExact;
+  const bool given = f.mask || f.bias;
+  if (given && !(f.mask && f.bias) && c.wide && !scoring && !f.blocks && !f.dropout) return f.mask ? kMasked : kBiased;
+  if (given || exact_softcap || scoring + !!f.blocks + !!f.dropout > 1) return kAnything;
+  if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
+  return f.blocks ? kWalking : f.dropout ? kDrawing : scoring ? kScoring : c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
-Config configuration(const Problem &p, const Device &device) {
+// Whether rows of a mask or bias can be read 16 bytes at a time.
+bool wide(const View &view, int64_t bytes, int64_t keys) {
+  if (reinterpret_cast<uintptr_t>(view.data) % 16 || view.stride[3] != 1 || keys * bytes % 16) return false;
+  return std::none_of(view.stride, view.stride + 3, [&](int64_t stride) { return stride * bytes % 16; });
+}
+
+Config config_for(const Problem &p, const ForwardTile &t) {
   Config c{};
   c.dtype = i32(p.dtype);
   c.head_dim = i32(rounded_up(p.head_dim, 16)), c.head_dim_v = i32(rounded_up(p.head_dim_v, 16));
   c.features = features_of(p);
-  const bool fixed = p.dtype == DType::bf16 && !c.features.mask && !c.features.bias;
+  // With FP16 a sum of 64k numbers near 1 would look like an overflow.
+  const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
   c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
-  const Tiles t = tiles_for(p, c.features, c.reference, device);
   c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
   c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
-  c.blocks_per_sm = 1;
+  c.blocks_per_sm = t.blocks_per_sm;
+  const bool given = c.features.mask || c.features.bias;
+  const bool mask_wide = !c.features.mask || (t.tile_k % 64 == 0 && wide(p.mask, 1, p.seqlen_k));
+  const bool bias_wide = !c.features.bias || (t.tile_k % 32 == 0 && p.bias.dtype != DType::f32 && wide(p.bias, 2, p.seqlen_k));
+  c.wide = given && mask_wide && bias_wide;
   return c;
 }
 
-// A thread block's rate does not depend on how many others run; what counts are whole tiles and whole waves of them.
-double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t items) {
-  constexpr double kFlopsPerSm = 600e12 / 132, kStart = 4e-6; // measured
+bool suits(const ForwardTile &t, const Problem &p, const Config &c, const Device &device) {
+  const Keys keys = c.features.band || c.features.blocks || p.varlen ? some : all;
+  if (p.seqlen_k < t.least_keys || p.seqlen_k > t.most_keys || (t.keys != any && t.keys != keys)) return false;
+  const int64_t rows = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q;
+  return double(tiles(rows, c.tile_q()) * p.batch * p.heads) >= t.blocks * device.sms;
+}
+
+// The first tile that fits and suits; with wishes the nearest that fits.
+bool choose(Config &chosen, const Problem &p, const Device &device) {
+  const bool wishes = p.tile_q > 0 || p.tile_k > 0;
+  double least = HUGE_VAL;
+  for (const ForwardTile &t : kForwardTiles) {
+    const Config c = config_for(p, t);
+    if (c.head_dim > t.most_dim || c.head_dim_v > t.most_dim_v || !(load_of(c) & t.loads) || (c.features.dropout && t.tile_k % 32))
+      continue;
+    if (p.blocks.present && p.blocks.block_q % c.tile_q()) continue;
+    const double cost = wishes ? distance(p.tile_q, c.tile_q()) + distance(p.tile_k, c.tile_k) : suits(t, p, c, device) ? 0 : 1;
+    if (cost < least) least = cost, chosen = c;
+  }
+  return least < HUGE_VAL;
+}
+
+// Of a tile of queries, while its SM computes nothing else.
+double tile_seconds(const Problem &p, const Config &c) {
+  constexpr double kFlopsPerSm = 600e12 / 132; // measured
   const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads));
   const double keys = visible_scores(p) / queries; // of one query
-  const double tile = 2.0 * c.tile_q() * keys * (c.head_dim + c.head_dim_v) / kFlopsPerSm;
-  const double waves = double(items) / device.sms;
-  return kStart + tile * (waves < 4 ? std::ceil(waves) : waves);
+  return 2.0 * c.tile_q() * keys * (c.head_dim + c.head_dim_v) / kFlopsPerSm;
+}
+
+// Where tiles of queries leave SMs idle: in how many parts each takes its keys. As many as fill the GPU once, if that gains more than
+// combining them takes.
+int32_t splits(const Problem &p, const Config &c, const Device &device, int64_t items) {
+  constexpr int64_t kLeastKeys = 512; // of a part
+  constexpr double kCombineSeconds = 5e-6;
+  const int64_t most = std::min(device.sms / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeys);
+  return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > kCombineSeconds ? int32_t(most) : 1;
+}
+
+// A thread block's rate does not depend on how many others run; what counts are whole tiles and whole waves of them.
+double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t items, int64_t launches) {
+  constexpr double kStart = 4e-6; // measured
+  const double waves = double(items) / (device.sms * c.blocks_per_sm);
+  return kStart * double(launches) + tile_seconds(p, c) * c.blocks_per_sm * (waves < 4 ? std::ceil(waves) : waves);
 }
 
 class Sm90Engine final : public CudaEngine {
@@ -81,6 +171,7 @@ public:
 protected:
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
+    if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (direction == Direction::backward) return sm90_backward(p, device, scratch);
     if (!p.q || !p.k || !p.v) return "there are no queries or no keys to fetch";
@@ -90,13 +181,11 @@ protected:
     if (((p.k.stride[2] == 0 || p.v.stride[2] == 0) && p.seqlen_k > 1) || (p.q.stride[2] == 0 && p.seqlen_q > 1))
       return "a row is broadcast over its sequence";
 
-    const Config config = configuration(p, device);
-    if (p.blocks.present && p.blocks.block_q % config.tile_q())
-      return text("query blocks of ", p.blocks.block_q, "; its tile is ", config.tile_q());
+    Config config;
+    if (!choose(config, p, device)) return text("no tile of queries divides the blocks of ", p.blocks.block_q);
 
     Program program;
-    program.tile_q = config.tile_q();
-    program.tile_k = config.tile_k;
+    describe_tile(program, p, config.tile_q(), config.tile_k, true);
     program.kernel = text("wgmma, ", config.warpgroups, " warpgroups, ",
                           config.reference == sm90::kFixed     ? "fixed reference"
                           : config.reference == sm90::kLagging ? "lagging maximum"
@@ -104,20 +193,34 @@ protected:
     HopperForwardArguments a{};
     a.a = forward_arguments(p);
     const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-    const int64_t heads = p.batch * p.heads, tiles_of_head = tiles(p.seqlen_q, config.tile_q()), items = tiles_of_head * heads;
+    const int64_t heads = p.batch * p.heads, tiles_of_head = tiles(p.seqlen_q, config.tile_q());
+    a.a.splits = splits(p, config, device, tiles_of_head * heads);
+    config.split = a.a.splits > 1;
+    const int64_t items = tiles_of_head * heads * a.a.splits;
     if (items > int64_t{1} << 30) return text(items, " tiles of queries; accepted are 2^30");
     a.items = uint32_t(items), a.tiles = i32(tiles_of_head);
-    a.a.bundle = i32(bundle(p));
+    a.splits = Divisor::make(uint32_t(a.a.splits));
+    a.a.bundle = i32(bundle(p, device));
     a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * tiles_of_head)));
     a.bundle = Divisor::make(uint32_t(a.a.bundle));
     a.heads = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))), a.group = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
-    a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
-    a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
-    a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
+    a.k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
+    if (config.split) {
+      a.a.partial_out = scratch.take<float>(a.a.splits * a.a.in.rows() * p.head_dim_v);
+      a.a.partial_lse = scratch.take<float>(a.a.splits * a.a.in.rows());
+      program.kernel += text(", keys split in ", a.a.splits);
+    }
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
-    program.predicted_seconds = predicted_seconds(p, config, device, items);
+    if (config.split) {
+      mma::Config combine{};
+      combine.dtype = config.dtype, combine.warps = 4, combine.blocks_per_sm = 1;
+      program.steps.push_back(Launch(kCombine, combine, a.a.in.rows(), combine.threads(), 0, a.a));
+    }
+    program.predicted_seconds = predicted_seconds(p, config, device, items, int64_t(program.steps.size()));
     return program;
   }
 };

@@ -3,13 +3,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 
 #include "../../kernels/mma/backward_config.h"
 #include "../../kernels/sm90/backward_config.h"
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/arguments.h"
+#include "cuda/simt.h"
 #include "cuda/tensor_maps.h"
 #include "cuda/wishes.h"
 
@@ -23,7 +23,6 @@ constexpr KernelSource kBackward{"sm90/backward.h", "strobe::sm90::Backward", "s
 constexpr KernelSource kWide{"sm90/backward_wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
 constexpr KernelSource kRows{"sm90/backward_rows.h", "strobe::sm90::BackwardRows", "strobe::mma::RowsConfig"};
 constexpr KernelSource kDq{"sm90/backward_rows.h", "strobe::sm90::BackwardDq", "strobe::mma::RowsConfig"};
-constexpr KernelSource kSinks{"mma/rows.h", "strobe::mma::Sinks", "strobe::mma::RowsConfig"};
 
 constexpr int64_t kNarrow = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
 
@@ -32,12 +31,14 @@ std::string refusal(const Problem &p, const Features &f) {
   const int64_t widest = std::max(p.head_dim, p.head_dim_v);
   if (widest > kNarrow) {
     if (p.head_dim <= 64) return text("its backward takes no ", p.head_dim, " columns of q beside ", p.head_dim_v, " of v");
-    if (f.mask || f.alibi || f.softcap || f.scaled)
-      return text("its backward takes no mask, alibi_slopes, softcap or extreme scale where head dimensions exceed ", kNarrow);
+    if (f.mask || f.alibi || f.function || f.scaled)
+      return text("its backward takes no mask, alibi_slopes, function of the scores (softcap, hyperbolic) or extreme scale where head "
+                  "dimensions exceed ",
+                  kNarrow);
     if (p.deterministic && p.dq) return text("its backward adds up dq in any order where head dimensions exceed ", kNarrow);
   }
   if (f.bias) return "its backward takes no bias";
-  if (f.dropout && f.softcap) return "its backward takes dropout or softcap, not both";
+  if (f.dropout && f.function) return "its backward takes dropout or a function of the scores (softcap, hyperbolic), not both";
   if (f.mask && f.alibi && widest > 64) return "its backward takes mask or alibi_slopes, not both, where head dimensions exceed 64";
   if (p.deterministic && p.dq && f.blocks) return "its backward of block_rows adds up dq in any order; deterministic asks for one";
   const int64_t queries = p.varlen ? p.total_q : p.batch * p.seqlen_q, keys = p.varlen ? p.total_k : p.batch * p.seqlen_k;
@@ -64,7 +65,7 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
     return c;
   }
   const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
-  c.exact_p = f.softcap || f.dropout;
+  c.exact_p = f.function || f.dropout;
   c.deterministic = p.deterministic && p.dq;
   c.dq_shared = c.head_dim > 64 || c.deterministic;
   if (std::max(c.head_dim, c.head_dim_v) <= 64)
@@ -124,12 +125,10 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * key_tiles)));
   a.bundle = Divisor::make(uint32_t(a.a.bundle)), a.heads_kv = Divisor::make(uint32_t(p.heads_kv));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-  std::optional<DeviceGuard> current; // the driver encodes maps in a context, and autograd's threads have none
-  if (device.ordinal >= 0) current.emplace(device);
-  a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
-  a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+  a.q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.dout = mapped(scratch, p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+  a.v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
 
   Program program;
   const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1};
@@ -137,7 +136,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   program.steps.push_back(Launch(kRows, each, row_blocks, RowsConfig::threads(), 0, a));
   if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
   if (p.dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
-  if (p.dsinks) program.steps.push_back(Launch(kSinks, each, p.heads, RowsConfig::threads(), 0, a.a));
+  if (p.dsinks) program.steps.push_back(sink_gradient(p, a.a));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   describe_tile(program, p, c.tile_q, c.tile_k(), true);

@@ -10,6 +10,7 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/headers.cpp
   ${CMAKE_CURRENT_LIST_DIR}/info.cpp
   ${CMAKE_CURRENT_LIST_DIR}/jit.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/json.cpp
   ${CMAKE_CURRENT_LIST_DIR}/ladder.cpp
   ${CMAKE_CURRENT_LIST_DIR}/launch.cpp
   ${CMAKE_CURRENT_LIST_DIR}/mma.cpp
@@ -21,7 +22,8 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/sm90_backward.cpp
   ${CMAKE_CURRENT_LIST_DIR}/stream.cpp
   ${CMAKE_CURRENT_LIST_DIR}/tensor_maps.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/tf32.cpp)
+  ${CMAKE_CURRENT_LIST_DIR}/tf32.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/tuning.cpp)
 
 # Writes a C++ file that holds every header below the folders given, under its name there.
 function(strobe_embed_headers output)

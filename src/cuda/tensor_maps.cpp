@@ -16,10 +16,10 @@ std::string unmapped(const char *argument, const View &view, int64_t columns) {
   return {};
 }
 
-MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, uint32_t box) {
+MappedOperand mapped(const Scratch &scratch, const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, uint32_t box) {
   MappedOperand operand{};
   operand.head_step = view.stride[1] != 0, operand.batch_step = view.stride[0] != 0;
-  if (!driver() || !driver()->cuTensorMapEncodeTiled) return operand; // only planned
+  if (scratch.planned()) return operand;
   const uint64_t sizes[4] = {uint64_t(columns), uint64_t(rows), uint64_t(operand.head_step ? heads : 1),
                              uint64_t(operand.batch_step ? batch : 1)};
   const uint64_t unused = uint64_t((columns * 2 + 15) / 16 * 16); // of an axis of size 1

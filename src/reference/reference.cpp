@@ -64,7 +64,7 @@ struct Softmax {
 
 struct Score {
   double s;     // -inf where the query does not see the key
-  double slope; // ds / d(scale q.k): the softcap's
+  double slope; // ds / d(scale q.k): the softcap's, or the hyperbolic score's
 };
 
 // What the backward needs to know of a row.
@@ -113,6 +113,11 @@ struct Head {
       const double t = std::tanh(s / p.softcap);
       s = p.softcap * t;
       ds = 1 - t * t;
+    }
+    if (p.score == ScoreFunction::hyperbolic) {
+      const double t = std::max(-s - 1, 0.0), sinh = std::sqrt(t) * std::sqrt(t + 2); // of the distance
+      s = -p.beta * std::log1p(t + sinh) - p.shift;
+      ds = t == 0 ? 0 : p.beta / sinh;
     }
     if (p.alibi_slopes) s += -slope * double(std::abs(i + offset - j));
     if (p.bias) s += load(p.bias, b, h, i, j);

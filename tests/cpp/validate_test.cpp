@@ -194,6 +194,9 @@ TEST_CASE("validate: dtypes that do not agree") {
 
 TEST_CASE("validate: options") {
   using A = strobe_attention;
+  auto hyperbolic = [](double A::*field, double value) {
+    return [=](Call &c) { c.attention.score = STROBE_HYPERBOLIC, c.attention.beta = 1, c.attention.*field = value; };
+  };
   expect_each(make_dense, Direction::forward,
               {{"scale: inf", [](Call &c) { c.attention.has_scale = 1, c.attention.scale = kInf; }},
                {"scale: nan", [](Call &c) { c.attention.has_scale = 1, c.attention.scale = kNan; }},
@@ -201,6 +204,15 @@ TEST_CASE("validate: options") {
                {"softcap: -1", set(&A::softcap, -1.0)},
                {"softcap: inf", set(&A::softcap, kInf)},
                {"softcap: nan", set(&A::softcap, kNan)},
+               {"score: 2; accepted is 0 (q.k) or 1 (hyperbolic)", set(&A::score, 2)},
+               {"beta: 2 with a score of q.k itself", set(&A::beta, 2.0)},
+               {"shift: -1 with a score of q.k itself", set(&A::shift, -1.0)},
+               {"beta: 0; accepted with a hyperbolic score", set(&A::score, int(STROBE_HYPERBOLIC))},
+               {"beta: inf; accepted with a hyperbolic score", hyperbolic(&A::beta, kInf)},
+               {"beta: nan; accepted with a hyperbolic score", hyperbolic(&A::beta, kNan)},
+               {"shift: inf", hyperbolic(&A::shift, kInf)},
+               {"softcap: 3 with a hyperbolic score; accepted is 0", hyperbolic(&A::softcap, 3.0)},
+               {"reserved: 1", set(&A::reserved, 1)},
                {"dropout: 1;", set(&A::dropout, 1.0)},
                {"dropout: -0.1", set(&A::dropout, -0.1)},
                {"dropout: nan", set(&A::dropout, kNan)},

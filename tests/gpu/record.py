@@ -20,7 +20,7 @@ RECORD = ROOT / "tests" / "gpu-record.json"
 SOURCES = ("kernels", "src/cuda", "src/attention", "tests")
 SUFFIXES = {".h", ".cpp", ".py", ".cu", ".cmake", ".txt"}
 # The contract on the GPU's engines, beside what tests/gpu holds.
-CONTRACT = ("test_contract.py", "test_corners.py")
+CONTRACT = ("test_contract.py", "test_corners.py", "test_ladder.py", "test_compat.py", "test_compat_flash_attn.py")
 
 
 def digest() -> str:

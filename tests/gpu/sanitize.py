@@ -1,58 +1,179 @@
-"""compute-sanitizer (memcheck, racecheck) over calls that cover the kernels' options: python tests/gpu/sanitize.py [--calls]."""
+"""compute-sanitizer (memcheck, racecheck) over a cover of the GPU engines' kernels: python tests/gpu/sanitize.py [--tool NAME] [--jobs N].
+
+Each engine with each feature, forward and backward, on tensors of a few tiles. The tensors are made on the CPU and copied, so that the tool
+looks at our kernels alone. The calls are dealt out to several processes, for the tools are slow.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
+import re
 import subprocess
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+import strobe
 
 TOOLS = ("memcheck", "racecheck")
+# Of an mbarrier at which one lane arrives for its warp, after __syncwarp, racecheck does not know that it orders the other lanes' reads:
+# it reports every such hand-over as a race.
+NOT_UNDERSTOOD = {"racecheck": ("cuda-sm90",)}
+SQ, SK = 130, 150
+DTYPES = {"cuda-sm90": ("bfloat16",), "cuda-mma": ("bfloat16", "float16"), "cuda-tf32": ("float32",), "cuda-simt": ("float32", "float64")}
+LADDER = {"ladder-naive": "float32", "ladder-flash1": "float32", "ladder-flash2": "float32", "ladder-tensor-cores": "float16"}
 
 
-def calls() -> None:
-    """Small calls of every engine of the GPU, forward and backward."""
-    import torch
+def blocks() -> strobe.BlockMask:
+    kept = torch.rand(1, 1, 2, 2, generator=torch.Generator().manual_seed(0)) < 0.6
+    return strobe.BlockMask.from_kept(kept, 128, 128, SQ, SK)
 
-    import strobe
 
-    torch.manual_seed(0)
-    options = [
-        {},
-        {"causal": True},
-        {"window": (40, 8), "softcap": 20.0},
-        {"causal": True, "dropout": 0.2, "seed": 1},
-        {"mask": torch.rand(1, 1, 130, 150, device="cuda") < 0.7, "deterministic": True},
-        {"bias": torch.randn(1, 3, 130, 150, device="cuda", requires_grad=True), "causal": True},
-        {"block_mask": strobe.BlockMask.from_kept(torch.rand(1, 1, 3, 3) < 0.6, 64, 64, 130, 150).to("cuda")},
-    ]
-    for engine, missing in strobe.engines():
-        if missing is not None or not engine.startswith("cuda-"):
-            continue
-        for dtype in (torch.float32, torch.bfloat16):
-            for dim in (64, 80, 128):
-                for more in options:
-                    q = torch.randn(2, 3, 130, dim, device="cuda", dtype=dtype, requires_grad=True)
-                    k, v = (torch.randn(2, 3, 150, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in "kv")
-                    try:
-                        strobe.attention(q, k, v, engine=engine, **more).float().square().sum().backward()
-                    except NotImplementedError:
-                        continue
-    torch.cuda.synchronize()
+# name: heads of k, lengths of packed sequences, options
+FEATURES: dict[str, tuple[int, tuple[int, ...], Callable[[], dict[str, Any]]]] = {
+    "plain": (2, (), dict),
+    "causal": (2, (), lambda: {"causal": True}),
+    "window": (2, (), lambda: {"window": (40, 8)}),
+    "softcap": (2, (), lambda: {"softcap": 20.0, "causal": True}),
+    "ALiBi": (2, (), lambda: {"alibi_slopes": torch.tensor([0.5, 0.25]), "causal": True}),
+    "sinks": (2, (), lambda: {"sinks": torch.zeros(2)}),
+    "dropout": (2, (), lambda: {"dropout": 0.2, "seed": 1}),
+    "mask": (2, (), lambda: {"mask": torch.rand(1, 1, SQ, SK) < 0.7}),
+    "bias": (2, (), lambda: {"bias": torch.randn(1, 2, SQ, SK), "causal": True}),
+    "blocks": (2, (), lambda: {"block_mask": blocks()}),
+    "one key head": (1, (), lambda: {"causal": True}),
+    "packed": (2, (70, 0, 130), lambda: {"causal": True}),
+    "deterministic": (2, (), lambda: {"deterministic": True}),
+    "exact_max": (2, (), lambda: {"exact_max": True}),
+}
+DIMS = ((64, 64), (128, 128), (80, 80), (256, 256), (96, 64))
+
+
+class Case(NamedTuple):
+    engine: str
+    dtype: str
+    feature: str
+    dims: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.dtype} d{self.dims[0]}/{self.dims[1]} {self.feature}"
+
+    def run(self) -> str:
+        """What ran of forward and backward."""
+        torch.manual_seed(0)
+        heads_kv, lengths, options = FEATURES[self.feature]
+        dtype, (d, dv) = getattr(torch, self.dtype), self.dims
+        shapes = [(2, SQ, d), (heads_kv, SK, d), (heads_kv, SK, dv), (2, SQ, dv)]  # of q, k, v and dout, without the batch
+        packed = [(sum(lengths), heads, width) for heads, _, width in shapes]
+        q, k, v, dout = (torch.randn(shape).to(dtype) for shape in (packed if lengths else ((2, *x) for x in shapes)))
+        more = options()
+        if lengths:
+            more["cu_seqlens_q"] = more["cu_seqlens_k"] = torch.tensor([0, *lengths]).cumsum(0).int()
+        if "bias" in more:
+            more["bias"] = more["bias"].to(dtype)
+        if "sinks" in more and dtype == torch.float64:
+            more["sinks"] = more["sinks"].double()
+        more = {name: x.to("cuda") if isinstance(x, torch.Tensor | strobe.BlockMask) else x for name, x in more.items()}
+        q, k, v, dout = (x.to("cuda") for x in (q, k, v, dout))
+        ran = "nothing"
+        with contextlib.suppress(NotImplementedError):  # the engine does not take it
+            out, lse = strobe.attention(q, k, v, return_lse=True, engine=self.engine, **more)
+            ran = "forward"
+            strobe.attention_backward(dout, q, k, v, out, lse, engine=self.engine, **more)
+            ran = "forward and backward"
+        torch.cuda.synchronize()
+        return ran
+
+
+def cases(tool: str | None = None) -> Iterator[Case]:
+    """Every feature on every engine and dtype with one head dimension, in turn; every head dimension with one feature at least."""
+    here = [engine for engine, missing in strobe.engines() if missing is None and engine not in NOT_UNDERSTOOD.get(tool, ())]
+    turn = 0
+    for engine, dtypes in DTYPES.items():
+        for dtype in dtypes if engine in here else ():
+            for feature in FEATURES:
+                yield Case(engine, dtype, feature, DIMS[turn % len(DIMS)])
+                turn += 1
+            yield from (Case(engine, dtype, "causal", dims) for dims in DIMS)
+    for engine, dtype in LADDER.items():
+        if engine in here:
+            yield from (Case(engine, dtype, feature, (64, 64)) for feature in ("plain", "causal"))
+
+
+def run_share(tool: str | None, index: int, of: int) -> None:
+    for case in list(cases(tool))[index::of]:
+        print(f"case: {case}: {case.run()}", flush=True)
+
+
+def check(tool: str, index: int, of: int) -> str:
+    """What the tool says of one share of the cases."""
+    command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=kernel", "--print-limit", "20"]
+    if tool == "memcheck":
+        command += ["--report-api-errors", "no"]  # PyTorch asks the driver for what it need not have
+    command += [sys.executable, __file__, "--tool", tool, "--share", str(index), "--of", str(of)]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.stdout + (f"exit status {done.returncode}\n" if done.returncode else "")
+
+
+FINDING = re.compile(r"========= (Error|Warning|Invalid|Race|Internal|Program hit)|Traceback|\w*Error: |exit status")
+
+
+def report(tool: str, outputs: list[str]) -> bool:
+    """Prints what was found, with the case that was running; True if nothing was, and every engine ran."""
+    ran: Counter[str] = Counter()
+    found: dict[str, list[str]] = {}
+    for share, output in enumerate(outputs):
+        lines: list[str] = []
+        for line in output.splitlines():
+            if line.startswith("case: "):
+                case, _, what = line.removeprefix("case: ").rpartition(": ")
+                ran[case.split()[0]] += what != "nothing"
+                ran[case.split()[0] + " backward"] += what == "forward and backward"
+                found[case], lines = lines, []
+            elif FINDING.match(line) or (lines and "    and " in line):
+                lines.append(line.removeprefix("========= "))
+        found[f"the end of share {share}"] = lines
+    print(f"{tool}, calls: " + ", ".join(f"{engine} {n}" for engine, n in ran.items()))
+    for case, lines in found.items():
+        if lines:
+            print(f"{case}: {len(lines)} lines", *lines[:6], sep="\n  ")
+    idle = {case.engine for case in cases(tool)} - {engine for engine, n in ran.items() if n}
+    if idle:
+        print(f"{tool}: nothing ran on {', '.join(sorted(idle))}")
+    return not any(found.values()) and not idle
 
 
 def main() -> int:
-    calls()  # compiles the kernels, outside the sanitizer
-    status = 0
-    for tool in TOOLS:
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", "--kernel-name", "kns=kernel"]
-        print(f"{tool}:", flush=True)
-        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        status |= subprocess.run([*command, sys.executable, __file__, "--calls"], env=environment, check=False).returncode
-    return status
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tool", choices=TOOLS, action="append")
+    parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--share", type=int, help="run this share of the cases, and no tool")
+    parser.add_argument("--of", type=int, default=1)
+    asked = parser.parse_args()
+    if asked.share is not None:
+        run_share(asked.tool[0] if asked.tool else None, asked.share, asked.of)
+        return 0
+    # Compiles the kernels, outside of the tools.
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        every = [[sys.executable, __file__, "--share", str(i), "--of", str(asked.jobs)] for i in range(asked.jobs)]
+        began = time.monotonic()
+        list(pool.map(lambda command: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), every))
+        print(f"without a tool: {time.monotonic() - began:.0f} s", flush=True)
+        clean = True
+        for tool in asked.tool or TOOLS:
+            began = time.monotonic()
+            clean &= report(tool, list(pool.map(lambda i, tool=tool: check(tool, i, asked.jobs), range(asked.jobs))))
+            print(f"{tool}: {time.monotonic() - began:.0f} s", flush=True)
+    return 0 if clean else 1
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--calls"]:
-        calls()
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -122,14 +122,42 @@ def test_decoding(queries, heads, dim):
     assert (lse - expected_lse).abs().max() <= 1e-3
 
 
+several_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
+
+
+@several_devices
 def test_the_callers_device_stays_current():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU here")
-    q, k, v = (x.to("cuda:1") for x in tensors(1, 2, 128, 64, dtype=torch.bfloat16))
+    q, k, v = (x.to("cuda:1").requires_grad_() for x in tensors(1, 2, 128, 64, dtype=torch.bfloat16))
     with torch.cuda.device(0):
-        out = strobe.attention(q, k, v)
-        assert torch.cuda.current_device() == 0
-    assert out.device == q.device
+        for _ in range(3):  # the whole call, and as one that was made ready
+            out = strobe.attention(q, k, v)
+            assert torch.cuda.current_device() == 0
+            found = torch.autograd.grad(out.sum(), (q, k, v))
+            assert torch.cuda.current_device() == 0
+            assert all(x.device == q.device for x in (out, *found))
+
+
+@several_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_devices_work_side_by_side_each_on_its_own_stream(dtype):
+    devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    here = tensors(2, 4, 1024, 64, dtype=dtype, n=4)
+    there = {device: [x.to(device) for x in here] for device in devices}
+    streams = {device: torch.cuda.Stream(device) for device in devices}
+    for device in devices:
+        torch.cuda.synchronize(device)
+    found = {}
+    for _ in range(3):
+        for device in devices:
+            with torch.cuda.stream(streams[device]):
+                torch.cuda._sleep(10_000_000)
+                found[device] = gradients(*(x * 1 for x in there[device]), causal=True, deterministic=True)
+    expected = gradients(*here, causal=True, deterministic=True)
+    for device in devices:
+        streams[device].synchronize()
+        for got, want in zip(found[device], expected, strict=True):
+            assert got.device == device
+            assert torch.equal(got.to(want.device), want)
 
 
 def test_compiled_and_under_autocast():

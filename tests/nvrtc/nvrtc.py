@@ -18,7 +18,7 @@ def compile_source(source: Path, include: Path, arch: str) -> tuple[int, str, in
     nvrtc = load()
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
-    options = [f"--gpu-architecture={arch}", "--std=c++20", f"--include-path={include}", "--no-cache"]
+    options = [f"--gpu-architecture={arch}", "--std=c++20", f"--include-path={include}", "--ptxas-options=-v", "--no-cache"]
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))

@@ -42,6 +42,8 @@ extern "C" __global__ void pieces(Arguments a) {
       if (tile.masked && !band.visible(i, j)) continue;
       float slope, capped = softcap(a.scores[i * a.seqlen_k + j], cap, 1 / cap, slope);
       slopes += slope;
+      capped += hyperbolic(capped, 2.0f, 2.0f * 0.69314718f, 0.5f, slope);
+      slopes += slope;
       float s = capped + alibi(0.1f, (float)(i + band.offset - j));
       rescale(row, s, log2e, 0.0f, lowest);
       if (dropout_keep(key, threshold, 0, 0, i, j)) row.l += exp2((s - row.m) * log2e) / dropout_keep_rate(threshold);

@@ -19,6 +19,14 @@ def test_shared_pieces_compile(arch):
     assert cubin > 0
 
 
+def test_serialized_wgmma_is_told_in_the_words_that_are_looked_for():
+    status, log, _ = compile_source(Path(__file__).with_name("serialized.cu"), ROOT / "kernels", "sm_90a")
+    assert status == 0, log
+    words = "instructions are serialized"
+    assert words in log
+    assert words in (ROOT / "src" / "cuda" / "engine.cpp").read_text()
+
+
 def test_every_shared_piece_is_compiled():
     included = SOURCE.read_text()
     for header in (ROOT / "kernels" / "attention").glob("*.h"):

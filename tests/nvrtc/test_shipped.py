@@ -1,26 +1,148 @@
-"""Kernels that most calls run compile for GPUs that are not here, and keep their registers. `make prewarm` does it for all that ship."""
+"""The kernels that ship compile for GPUs that are not here, without spills: each feature alone, and every pair of options.
+
+They come from the cache of earlier runs (STROBE_CACHE_DIR) where nothing that they are made of has changed. With STROBE_TRIPLES=1 (make
+test-long) every triple, and fp64 and the oldest GPUs in full.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
-from strobe._prewarm import Shape, prewarm
-from strobe.cli.prewarm import FEATURES, Job
+from cases import combinations
+from strobe._prewarm import Kernel, Shape, prewarm
+from strobe.cli.prewarm import Job, jobs
 
-# Known: the fp32 backward at d128 keeps some numbers of its prologue in memory (bytes).
-SPILLS = {"strobe::tf32::Backward": 144}
+LONG = bool(os.environ.get("STROBE_TRIPLES"))
+ARCHS = (80, 90, 120)
+OLD_ARCHS = (61, 70)  # NVRTC 12 compiles for them
+
+# Bytes of local memory, stores and loads, that the worst kernel of a template is known to take; docs/performance.md says where it matters.
+# What is not here takes none.
+SPILLS = {
+    (61, "strobe::simt::Forward"): 492,
+    (70, "strobe::simt::Forward"): 1288,
+    (70, "strobe::simt::Backward"): 304,
+    (80, "strobe::simt::Forward"): 124,
+    (80, "strobe::simt::Backward"): 40,
+    (80, "strobe::tf32::Backward"): 428,
+    (80, "strobe::mma::Backward"): 1412,
+    (80, "strobe::mma::BiasGradient"): 88,
+    (90, "strobe::simt::Forward"): 144,
+    (90, "strobe::simt::Backward"): 112,
+    (90, "strobe::tf32::Backward"): 456,
+    (90, "strobe::mma::Backward"): 76,
+    (90, "strobe::mma::BiasGradient"): 88,
+    (90, "strobe::sm90::Forward"): 88,
+    (120, "strobe::simt::Forward"): 8,
+    (120, "strobe::simt::BiasGradient"): 20,
+    (120, "strobe::mma::Forward"): 64,
+    (120, "strobe::mma::Backward"): 308,
+}
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_causal(arch, dtype, backward):
-    kernels, refusal = Job(arch, dtype, 128, "causal", backward).run()
+def shipped() -> list[Job]:
+    """The table of `strobe prewarm`."""
+    found = list(jobs(ARCHS, None, ("bfloat16", "float16", "float32"), None))
+    if LONG:
+        return found + list(jobs(ARCHS, None, ("float64",), None)) + list(jobs(OLD_ARCHS, None, ("float32", "float64"), None))
+    fp64 = jobs((90,), (64, 128, 256), ("float64",), ("plain", "causal"))
+    return (
+        found
+        + list(fp64)
+        + list(jobs((90,), (64,), ("float64",), None))
+        + list(jobs(OLD_ARCHS, (64, 128), ("float32",), ("plain", "dropout")))
+    )
+
+
+def check(arch: int, kernels: Iterable[Kernel]) -> None:
+    for kernel in kernels:
+        assert kernel.spilled <= SPILLS.get((arch, kernel.name.partition("<")[0]), 0), kernel
+        assert not kernel.serialized, kernel
+
+
+@pytest.mark.parametrize("job", dict.fromkeys(shipped()), ids=str)
+def test_ships(job):
+    kernels, refusal = job.run()
     if "no NVRTC" in refusal:
         pytest.skip(refusal)
     assert kernels, refusal
-    for kernel in kernels:
-        assert kernel.spilled <= SPILLS.get(kernel.name.partition("<")[0], 0), kernel
+    check(job.compute_capability, kernels)
+
+
+FACTORS: dict[str, list[Any]] = {
+    "arch": [90, 80, 120],
+    "dtype": ["bfloat16", "float16", "float32", "float64"],
+    "dims": [(64, 64), (128, 128), (32, 32), (80, 80), (96, 40), (192, 128), (256, 256), (7, 5)],
+    "band": ["causal", "full", "window"],
+    "softcap": [0.0, 30.0],
+    "alibi": [False, True],
+    "bias": [None, "own", "float32"],
+    "mask": [False, True],
+    "dropout": [0.0, 0.1],
+    "blocks": [None, (128, 128), (64, 64), (48, 16)],
+    "heads": [(4, 4), (4, 2), (8, 1)],
+    "lengths": [(4096, 4096), (1, 4096), (300, 17)],
+    "packed": [False, True],
+    "flag": [None, "exact_max", "deterministic", "allow_tf32"],
+}
+
+
+def possible(case: dict[str, Any]) -> bool:
+    return not (case.get("bias") == "float32" and case.get("dtype") == "float64")
+
+
+def call(case: dict[str, Any]) -> tuple[dict[str, Shape], dict[str, Any]]:
+    """prewarm's tensors and options."""
+    batch, (heads, heads_kv), (sq, sk), (d, dv) = 2, case["heads"], case["lengths"], case["dims"]
+
+    def tokens(heads: int, seqlen: int, width: int) -> Shape:
+        return Shape((batch * seqlen, heads, width) if case["packed"] else (batch, heads, seqlen, width), case["dtype"])
+
+    arrays = {"q": tokens(heads, sq, d), "k": tokens(heads_kv, sk, d), "v": tokens(heads_kv, sk, dv)}
+    options: dict[str, Any] = {}
+    if case["packed"]:
+        arrays |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), Shape((batch + 1,), "int32"))
+        options |= {"max_seqlen_q": sq, "max_seqlen_k": sk}
+    if case["band"] != "full":
+        options["window_right"] = 0
+    if case["band"] == "window":
+        options["window_left"] = 512
+    if case["softcap"]:
+        options["softcap"] = case["softcap"]
+    if case["alibi"]:
+        arrays["alibi_slopes"] = Shape((heads,), "float32")
+    if case["bias"]:
+        arrays["bias"] = Shape((1, heads, sq, sk), case["dtype"] if case["bias"] == "own" else "float32")
+    if case["mask"]:
+        arrays["mask"] = Shape((batch, 1, sq, sk), "bool")
+    if case["dropout"]:
+        arrays["rng"] = Shape((2,), "int64")
+        options["dropout"] = case["dropout"]
+    if case["blocks"]:
+        block_q, block_k = case["blocks"]
+        rows, cols = -(-sq // block_q), -(-sk // block_k)
+        arrays |= {"block_rows": Shape((1, 1, rows + 1), "int32"), "block_rows_t": Shape((1, 1, cols + 1), "int32")}
+        arrays |= dict.fromkeys(("block_cols", "block_cols_t"), Shape((rows * cols,), "int32"))
+        options |= {"block_q": block_q, "block_k": block_k}
+    if case["flag"]:
+        options[case["flag"]] = True
+    return arrays, options
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("case", combinations(3 if LONG else 2, FACTORS, possible), ids=lambda case: " ".join(map(str, case.values())))
+def test_pairs(case, backward):
+    try:
+        kernels = prewarm(*call(case), backward, case["arch"])
+    except NotImplementedError as refusal:
+        if "no NVRTC" not in str(refusal):
+            raise
+        pytest.skip(str(refusal))
+    check(case["arch"], kernels)
 
 
 @pytest.mark.parametrize(("batch", "keys"), [(1, 65536), (64, 4096)])
@@ -34,18 +156,3 @@ def test_one_query_runs_on_packed_heads(batch, keys):
             raise
         pytest.skip(str(refusal))
     assert names[0].startswith("strobe::mma::Decode")
-
-
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("feature", ["plain", "causal", "ALiBi", "softcap", "dropout", "block-sparse"])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_hopper_backward(head_dim, feature, deterministic):
-    more, options = FEATURES[feature]
-    x = Shape((2, 4, 4096, head_dim), "bfloat16")
-    try:
-        kernels = prewarm({"q": x, "k": x, "v": x, **more}, {**options, "engine": "cuda-sm90", "deterministic": deterministic}, True, 90)
-    except NotImplementedError as refusal:
-        pytest.skip(str(refusal))
-    assert any(kernel.name.startswith("strobe::sm90::Backward") for kernel in kernels)
-    for kernel in kernels:
-        assert kernel.spilled == 0, kernel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ FACTORS: dict[str, list[Any]] = {
     "alignment": ["bottom_right", "top_left"],
     "scale": [None, 0.1, -0.3, 0.0],
     "softcap": [0.0, 3.0, 30.0],
+    "score": ["dot", "hyperbolic 1,0", "hyperbolic 2.5,-0.7"],
     "alibi": [None, "H", "BH"],
     "bias": [None, "BHQK", "1HQK", "B1QK", "B11K", "11QK", "1HQ1", "1111", "BH1K"],
     "bias kind": [None, "gradient", "fixed", "float32", "-inf"],
@@ -54,7 +56,8 @@ FACTORS: dict[str, list[Any]] = {
     "values": ["normal", "mean 1", "large"],
     "flag": [None, "deterministic", "exact_max", "allow_tf32", "check"],
 }
-NAMES = list(FACTORS)
+Factors = dict[str, list[Any]]
+Names, Indices = tuple[str, ...], tuple[int, ...]
 
 
 def _valid(case: dict[str, Any]) -> bool:
@@ -66,44 +69,47 @@ def _valid(case: dict[str, Any]) -> bool:
         # packed tokens have one layout and no batch axis
         not (case.get("varlen") and case.get("storage") in ("bshd", "expanded batch")),
         not ({"bias", "bias kind"} <= case.keys() and (case["bias"] is None) != (case["bias kind"] is None)),
+        # a score is one function of q.k
+        not (case.get("score", "dot") != "dot" and case.get("softcap")),
         not (case.get("bias kind") == "float32" and case.get("dtype") == "float64"),
     ]
     return all(rules)
 
 
-def tuples(strength: int) -> dict[tuple[str, ...], set[tuple[int, ...]]]:
+def tuples(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid) -> dict[Names, set[Indices]]:
     """For every `strength` options, the combinations of their values (as indices) that can stand in one call."""
     found = {}
-    for names in itertools.combinations(FACTORS, strength):
-        indices = itertools.product(*(range(len(FACTORS[name])) for name in names))
-        found[names] = {index for index in indices if _valid({n: FACTORS[n][i] for n, i in zip(names, index, strict=True)})}
+    for names in itertools.combinations(factors, strength):
+        indices = itertools.product(*(range(len(factors[name])) for name in names))
+        found[names] = {index for index in indices if valid({n: factors[n][i] for n, i in zip(names, index, strict=True)})}
     return found
 
 
-def combinations(strength: int) -> list[dict[str, Any]]:
+def combinations(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid) -> list[dict[str, Any]]:
     """Cases that hold every possible combination of `strength` options' values at least once: each starts from a combination not yet
     held, then gives every other option the value that holds the most of what is left."""
-    left = tuples(strength)
+    left = tuples(strength, factors, valid)
+    order = list(factors)
     shuffle = random.Random(strength)
 
     def held(row: dict[str, int], name: str) -> int:
         """How many missing combinations the option of that name holds with the others of the row."""
-        groups = (sorted((name, *rest), key=NAMES.index) for rest in itertools.combinations(row.keys() - {name}, strength - 1))
+        groups = (sorted((name, *rest), key=order.index) for rest in itertools.combinations(row.keys() - {name}, strength - 1))
         return sum(tuple(row[n] for n in group) in left[tuple(group)] for group in groups)
 
     cases = []
     for names in left:
         while left[names]:
             row = dict(zip(names, min(left[names]), strict=True))
-            for name in shuffle.sample(NAMES, len(NAMES)):
+            for name in shuffle.sample(order, len(order)):
                 if name in row:
                     continue
-                values = shuffle.sample(range(len(FACTORS[name])), len(FACTORS[name]))
+                values = shuffle.sample(range(len(factors[name])), len(factors[name]))
                 rows = [row | {name: value} for value in values]
-                row = max((r for r in rows if _valid({n: FACTORS[n][i] for n, i in r.items()})), key=lambda r, name=name: held(r, name))
+                row = max((r for r in rows if valid({n: factors[n][i] for n, i in r.items()})), key=lambda r, name=name: held(r, name))
             for group, missing in left.items():
                 missing.discard(tuple(row[n] for n in group))
-            cases.append({name: FACTORS[name][row[name]] for name in NAMES})
+            cases.append({name: factors[name][row[name]] for name in order})
     return cases
 
 
@@ -141,6 +147,16 @@ def _storage(kind: str, t: Tensor) -> Tensor:
         view.copy_(t)
         return view
     return t
+
+
+def _on_hyperboloid(x: Tensor) -> Tensor:
+    """The points that these are above, their first coordinate left out."""
+    return torch.cat([(1 + (x[..., 1:] ** 2).sum(-1, keepdim=True)).sqrt(), x[..., 1:]], dim=-1)
+
+
+def _flipped(x: Tensor) -> Tensor:
+    """Of which a product with a point is the Lorentz product."""
+    return torch.cat([-x[..., :1], x[..., 1:]], dim=-1)
 
 
 def _lengths(generator: torch.Generator, n: int, most: int, zeros: bool) -> list[int]:
@@ -200,6 +216,10 @@ def build(case: dict[str, Any]) -> Inputs:
         v += 1.0
     if case["values"] == "large":
         q, k = 8 * q, 8 * k
+    if case["score"] != "dot":
+        beta, shift = map(float, case["score"].split()[1].split(","))
+        options |= {"score": "hyperbolic", "beta": beta, "shift": shift}
+        q, k = _flipped(_on_hyperboloid(q)), _on_hyperboloid(k)
     storage = case["storage"]
     q, k, v = (_storage(storage, t.to(dtype)) for t in (q, k, v))
 
@@ -271,7 +291,8 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
     h, d = q.shape[1 if inputs.varlen or o.get("layout") != "bshd" else 2], q.shape[-1]
     window = o.get("window")
     window = (None, None) if window is None else (window, window) if isinstance(window, int) else window
-    scale = o["scale"] if o.get("scale") is not None else d**-0.5
+    hyperbolic = (o["beta"], o["shift"]) if o.get("score") == "hyperbolic" else None
+    scale = o["scale"] if o.get("scale") is not None else 1.0 if hyperbolic else d**-0.5
 
     def score(b: int | None, sq: int, sk: int) -> plain.Score:
         """b: the sequence of a varlen call, or None for the whole batch."""
@@ -297,7 +318,7 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
             shape = (n if b is None else b + 1, h, sq, sk)
             keep = strobe.dropout_mask(shape, dropout, **{key: o[key] for key in ("seed", "offset", "rng") if key in o})[rows]
         bias = part(o["bias"]) if "bias" in o else None
-        return plain.Score(scale, softcap, alibi, bias, visible, o.get("sinks"), keep, plain.keep_rate(dropout))
+        return plain.Score(scale, softcap, hyperbolic, alibi, bias, visible, o.get("sinks"), keep, plain.keep_rate(dropout))
 
     if not inputs.varlen:
         tensors = (q, k, v, inputs.dout)

@@ -47,12 +47,21 @@ class Score:
 
     scale: float
     softcap: float = 0.0
+    hyperbolic: tuple[float, float] | None = None  # beta, shift
     alibi: Tensor | None = None  # -slope * |i + offset - j|
     bias: Tensor | None = None
     visible: Tensor | None = None
     sinks: Tensor | None = None  # (H,)
     keep: Tensor | None = None
     keep_rate: float = 1.0
+
+
+def hyperbolic(x: Tensor, beta: float, shift: float) -> Tensor:
+    """-beta arccosh(max(-x, 1)) - shift; of gradient 0 from x = -1 on."""
+    t = -x - 1
+    far = t > 0
+    t = torch.where(far, t, 1.0)
+    return -beta * torch.where(far, torch.log1p(t + torch.sqrt(t * (t + 2))), 0.0) - shift
 
 
 def _drop(p: Tensor, keep: Tensor | None, rate: float) -> Tensor:
@@ -106,6 +115,8 @@ def attention(
     s = (q @ k.transpose(-1, -2)) * score.scale
     if score.softcap:
         s = score.softcap * torch.tanh(s / score.softcap)
+    if score.hyperbolic:
+        s = hyperbolic(s, *score.hyperbolic).masked_fill(s.isnan(), torch.nan)
     if score.alibi is not None:
         s = (s + ordered(score.alibi)).to(dtype)
     if score.bias is not None:

@@ -14,6 +14,8 @@ from check import Yardstick, assert_matches, available_engines, dtype_of, oracle
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *HALF)
 INF = torch.inf
+# V as the sum of two TF32 numbers has 22 bits, not 24: where P is 0 or 1, assert_matches alone holds the engine to the contract.
+NOT_TO_THE_BIT = {"cuda-tf32"}
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
 engines = pytest.mark.parametrize("engine", available_engines())
@@ -69,8 +71,8 @@ def test_varlen_without_tokens(lengths):
 def test_one_token(dtype):
     """P = 1 exactly: the output is V, and the gradients of q and k vanish."""
     inputs = call(sq=1, dtype=dtype, dlse=False)
-    for _, results in runs(inputs):
-        assert torch.equal(results["out"], inputs.v)
+    for engine, results in runs(inputs):
+        assert torch.equal(results["out"], inputs.v) or engine in NOT_TO_THE_BIT
     assert_matches(inputs)
 
 
@@ -82,7 +84,7 @@ def test_one_key_of_a_row(engine, sk, dlse):
     if dtype_of(engine) != torch.float32:
         pytest.skip(f"{engine} is not for float32")
     inputs = call(b=300, h=1, sq=1, sk=sk, d=256, dlse=dlse, mask=(torch.arange(sk) == sk // 2)[None, None, None])
-    found = run(inputs, engine)
+    found = run_or_skip(inputs, engine)
     k, v = inputs.k[:, :, sk // 2 : sk // 2 + 1].double(), inputs.v[:, :, sk // 2 : sk // 2 + 1].double()
     left = inputs.dlse[..., None].double() if dlse else torch.zeros(300, 1, 1, 1, dtype=torch.float64)
     d = (inputs.dout.double() * v).sum(dim=-1, keepdim=True)
@@ -224,7 +226,7 @@ def test_differences_of_1e5(dtype):
     inputs.q[..., 0] = torch.where(torch.arange(n) % 2 == 0, 220.0, -220.0).to(dtype)
     inputs.k[..., 0] = (220 * ramp).to(dtype)
     for engine, results in runs(inputs):
-        if engine == "cuda-tf32":  # V as the sum of two TF32 numbers has 22 bits, not 24: assert_matches holds it to the contract
+        if engine in NOT_TO_THE_BIT:
             continue
         assert torch.equal(results["out"][0, 0, 0::2], inputs.v[0, 0, -1:].expand(n // 2, 4))
         assert torch.equal(results["out"][0, 0, 1::2], inputs.v[0, 0, :1].expand(n // 2, 4))

@@ -21,16 +21,21 @@ def visible(Sq, Sk, *, causal, window, alignment):
 
 
 def attention(
-    q, k, v, *, causal=False, window=(None, None), alignment="bottom_right", scale=None, softcap=0.0, mask=None, bias=None,
+    q, k, v, *, causal=False, window=(None, None), alignment="bottom_right", scale=None, softcap=0.0,
+    score="dot", beta=1.0, shift=0.0, mask=None, bias=None,
     alibi_slopes=None, sinks=None, kept=None, keep_rate=1.0, blocks=None,
 ):  # fmt: skip
     """(B, H, Sq, D) and so on -> out, lse. kept and blocks: what dropout and block sparsity keep, (B, H, Sq, Sk) or broadcast to it."""
     B, H, Sq, D = q.shape
     Sk = k.shape[2]
     k, v = (x.repeat_interleave(H // max(k.shape[1], 1), dim=1) for x in (k, v))
-    s = torch.einsum("bhid,bhjd->bhij", q, k) * (1 / math.sqrt(D) if scale is None else scale)
+    default = 1 if score == "hyperbolic" else 1 / math.sqrt(D)
+    s = torch.einsum("bhid,bhjd->bhij", q, k) * (default if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
+    if score == "hyperbolic":
+        apart = s < -1
+        s = torch.where(apart, -beta * torch.acosh(torch.where(apart, -s, 2)), 0) - shift
     if alibi_slopes is not None:
         offset = Sk - Sq if alignment == "bottom_right" else 0
         distance = (torch.arange(Sq)[:, None] + offset - torch.arange(Sk)[None, :]).abs()

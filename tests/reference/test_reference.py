@@ -27,7 +27,7 @@ OPTIONS = {
     "window": [(None, None), (3, None), (None, 2), (4, 1), (0, 0)],
     "alignment": ["bottom_right", "top_left"],
     "scale": [None, 0.3, 0.0, -0.5],
-    "softcap": [0.0, 1.5],
+    "function": ["of q.k: none", "softcap", "hyperbolic"],
     "alibi": [None, "h", "bh"],
     "mask": [None, *SPREADS],
     "bias": [None, *SPREADS],
@@ -36,6 +36,7 @@ OPTIONS = {
     "blocks": [None, (16, 16, "11"), (32, 16, "b1"), (16, 32, "bh")],
     "dlse": [False, True],
 }
+FUNCTIONS = {"of q.k: none": {}, "softcap": {"softcap": 1.5}, "hyperbolic": {"score": "hyperbolic", "beta": 1.5, "shift": -0.5}}
 CASES = 400
 
 
@@ -73,7 +74,7 @@ class Case:
         self.random = torch.Generator().manual_seed(number)
         (H, Hkv), (D, Dv), (Sq, Sk), dtype = o["heads"], o["dims"], o["lengths"], o["dtype"]
         statistics = torch.float64 if dtype == torch.float64 else torch.float32
-        self.options = {name: o[name] for name in ("causal", "window", "alignment", "scale", "softcap")}
+        self.options = {name: o[name] for name in ("causal", "window", "alignment", "scale")} | FUNCTIONS[o["function"]]
         self.varlen = o["varlen"]
         B = 2
         if self.varlen:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from strobe.cli import bench, check, info, prewarm, train
+from strobe.cli import bench, check, figures, info, prewarm, train, tune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,7 +31,7 @@ def _strobe(
     pass
 
 
-for module in (info, check, prewarm, train):
+for module in (info, check, prewarm, tune, figures, train):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 app.add_typer(bench.app, name="bench")
 

@@ -167,6 +167,7 @@ def _memory_table(rows: list[dict[str, Any]]) -> Table:
 app = typer.Typer(invoke_without_command=True)
 app.command("ladder")(ladder.command)
 app.command("gpu")(gpu.command)
+app.command("report")(gpu.report_command)
 
 
 @app.callback()

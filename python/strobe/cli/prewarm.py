@@ -14,19 +14,24 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from strobe._core import lib
 from strobe._prewarm import Kernel, Shape, prewarm
 
 # One feature alone: tensors and options beside q, k and v. B, H, S: of the example.
 _B, _H, _S = 2, 4, 4096
 _SCORES = (_B, _H, _S, _S)
+_STARTS = Shape((_B + 1,), "int32")
 FEATURES: dict[str, tuple[dict[str, Shape], dict[str, Any]]] = {
     "plain": ({}, {}),
     "causal": ({}, {"window_right": 0}),
     "window": ({}, {"window_left": 512, "window_right": 0}),
+    "varlen": ({"cu_seqlens_q": _STARTS, "cu_seqlens_k": _STARTS}, {"max_seqlen_q": _S, "max_seqlen_k": _S, "window_right": 0}),
     "mask": ({"mask": Shape(_SCORES, "bool")}, {}),
     "bias": ({"bias": Shape(_SCORES, "float32")}, {}),
     "ALiBi": ({"alibi_slopes": Shape((_H,), "float32")}, {"window_right": 0}),
     "softcap": ({}, {"softcap": 30.0, "window_right": 0}),
+    "hyperbolic": ({}, {"score": lib.STROBE_HYPERBOLIC, "beta": 1.0}),
+    "sinks": ({"sinks": Shape((_H,), "float32")}, {"window_right": 0}),
     "dropout": ({"rng": Shape((2,), "int64")}, {"dropout": 0.1, "window_right": 0}),
     "block-sparse": (
         {
@@ -37,11 +42,12 @@ FEATURES: dict[str, tuple[dict[str, Shape], dict[str, Any]]] = {
         },
         {"block_q": 128, "block_k": 128},
     ),
+    "exact_max": ({}, {"exact_max": True, "window_right": 0}),
+    "deterministic": ({}, {"deterministic": True, "window_right": 0}),
 }
 HEAD_DIMS = tuple(range(32, 257, 32))
-DTYPES = ("bfloat16", "float16", "float32")
-
-
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+_AS_WIDE = ("bias", "sinks")  # beside float64 they are float64
 _EVERY_DIM = ("plain", "causal")  # the other features are compiled for these dimensions alone
 _FEATURE_DIMS = (64, 128)
 
@@ -61,7 +67,10 @@ class Job(NamedTuple):
     def run(self) -> tuple[list[Kernel], str]:
         """The kernels, or the reason why no engine takes the call."""
         more, options = FEATURES[self.feature]
-        x = Shape((_B, _H, _S, self.head_dim), self.dtype)
+        packed = "cu_seqlens_q" in more
+        x = Shape((_B * _S, _H, self.head_dim) if packed else (_B, _H, _S, self.head_dim), self.dtype)
+        if self.dtype == "float64":
+            more = {name: tensor._replace(dtype="float64") if name in _AS_WIDE else tensor for name, tensor in more.items()}
         try:
             return prewarm({"q": x, "k": x, "v": x, **more}, options, self.backward, self.compute_capability), ""
         except NotImplementedError as refusal:
@@ -125,6 +134,9 @@ def command(
     )
     for job, reason in refused.items():
         console.print(f"[yellow]not taken[/yellow] {job}: {reason}", soft_wrap=True)
+    for (cc, _), kernel in kernels.items():
+        if kernel.serialized:
+            console.print(f"[red]serialized wgmma[/red] sm_{cc} {kernel.name}", soft_wrap=True)
     spilling = [(cc, k) for (cc, _), k in kernels.items() if max_spill is not None and k.spilled > max_spill]
     for cc, kernel in spilling:
         console.print(f"[red]spills {kernel.spilled} bytes[/red] sm_{cc} {kernel.name}", soft_wrap=True)

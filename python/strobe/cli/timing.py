@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -9,7 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 Name = TypeVar("Name")
-_HEAD_START = 500_000  # clocks, a quarter of a millisecond
+_HOST_MARGIN = 1.5  # the GPU's time over the host's from which on the host is safely ahead
+_CLOCK = 2e9  # Hz, about what GPUs have
+_LOAD = 0.05  # seconds of calls before those that count
 
 
 def flops(shape: tuple[int, int, int, int], backward: bool, causal: bool) -> float:
@@ -18,35 +21,60 @@ def flops(shape: tuple[int, int, int, int], backward: bool, causal: bool) -> flo
     return 4.0 * batch * heads * seqlen**2 * head_dim * (2.5 if backward else 1) * (0.5 if causal else 1)
 
 
-def medians(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Seconds of each function, the median over ``repeats`` calls after one that is not counted."""
+def medians(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] | None = None) -> dict[str, float]:
+    """Seconds of each function, the median over ``repeats`` calls after one that is not counted. clock: else time.perf_counter."""
+    now = clock or time.perf_counter
     for function in functions.values():
         function()
     order = list(functions) * repeats
     random.Random(0).shuffle(order)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for name in order:
-        start = time.perf_counter()
+        start = now()
         functions[name]()
-        seconds[name].append(time.perf_counter() - start)
+        seconds[name].append(now() - start)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def medians_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, float]:
-    """The same by CUDA events on the current stream: the time on the GPU, whatever the host takes beside it."""
+    """The same by CUDA events on the current stream: the time on the GPU, whatever the host takes beside it.
+
+    As in a training step, under load: all calls are launched without a stop, after rounds that are not counted and have brought clocks and
+    power to where they stay. Each call finds an L2 cache of other data. Where the calls are too short for the host to keep ahead, the GPU
+    waits before each.
+    """
     import torch
 
-    for function in functions.values():
+    properties = torch.cuda.get_device_properties("cuda")
+    other = torch.empty(2 * properties.L2_cache_size, dtype=torch.uint8, device="cuda")
+
+    def timed(function: Callable[[], Any], clocks: int) -> tuple[Any, Any]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if clocks:
+            torch.cuda._sleep(clocks)
+        other.zero_()
+        start.record()
         function()
-    order = list(functions) * repeats
+        end.record()
+        return start, end
+
+    def round_of_all() -> tuple[float, float]:
+        """Seconds that it takes the host, and the GPU."""
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        pairs = [timed(function, 0) for function in functions.values()]
+        host = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        return host, pairs[0][0].elapsed_time(pairs[-1][1]) / 1e3
+
+    round_of_all()
+    host, gpu = map(min, zip(*(round_of_all() for _ in range(3)), strict=True))
+    behind = gpu < _HOST_MARGIN * host
+    clocks = int(_HOST_MARGIN * host / len(functions) * _CLOCK) if behind else 0
+    order = list(functions) * (repeats + math.ceil(_LOAD / max(gpu, host)))
     random.Random(0).shuffle(order)
     events: dict[Name, list[tuple[Any, Any]]] = {name: [] for name in functions}
     for name in order:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START)  # the GPU waits, not the clock, while the host launches
-        start.record()
-        functions[name]()
-        end.record()
-        torch.cuda.synchronize()
-        events[name].append((start, end))
-    return {name: statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3 for name, pairs in events.items()}
+        events[name].append(timed(functions[name], clocks))
+    torch.cuda.synchronize()
+    return {name: statistics.median(start.elapsed_time(end) for start, end in pairs[-repeats:]) / 1e3 for name, pairs in events.items()}

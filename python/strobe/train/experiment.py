@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -45,6 +44,7 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
         "bigram_entropy": bigram,
         "validation_loss_without_attention": ablation.final if ablation else None,
         "attention_learned": result.learned,
+        "tokens_per_second": main.tokens_per_second,
         "parameters": sum(p.numel() for p in main.model.parameters()),
         "device": str(main.device),
         "config": dataclasses.asdict(main.config),
@@ -83,12 +83,10 @@ def _run(config: Config, corpus: Corpus, checkpoint: Path, resume: bool, console
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=console) as progress:
-        start, first = time.perf_counter(), trainer.step
         task = progress.add_task(name, total=trainer.steps, completed=trainer.step, loss=float("nan"), rate=0.0)
 
         def on_step(trainer: Trainer) -> None:
-            rate = (trainer.step - first) * trainer.tokens_per_step / (time.perf_counter() - start)
-            progress.update(task, completed=trainer.step, loss=trainer.history.train[-1], rate=rate)
+            progress.update(task, completed=trainer.step, loss=trainer.history.train[-1], rate=trainer.tokens_per_second)
             if trainer.history.validation and trainer.history.validation[-1][0] == trainer.step:
                 progress.console.print(
                     f"{name}: step {trainer.step:>5}  training {trainer.history.train[-1]:.3f}  validation {trainer.history.final:.3f}"

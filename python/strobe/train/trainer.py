@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -131,10 +132,16 @@ class Trainer:
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "fp16")
         self._order: tuple[int, Tensor] | None = None  # an epoch and the starts of its windows
+        self._seconds: list[float] = []  # of each step since the trainer was made
 
     @property
     def tokens_per_step(self) -> int:
         return self.config.batch * self.config.accumulation * self.config.sequence
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the median step. The first of this process, which compiles kernels and the model, counts only if it is alone."""
+        return self.tokens_per_step / statistics.median(self._seconds[1:] or self._seconds) if self._seconds else None
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine down to nothing."""
@@ -163,6 +170,7 @@ class Trainer:
 
     def train_step(self) -> float:
         """One step of the optimizer; the mean training loss of its batches."""
+        began = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.step)
         total = torch.zeros((), device=self.device)
@@ -175,7 +183,8 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self.history.train.append(total.item())
+        self.history.train.append(total.item())  # waits for the GPU
+        self._seconds.append(time.perf_counter() - began)
         return self.history.train[-1]
 
     @torch.no_grad()

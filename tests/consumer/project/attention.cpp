@@ -57,6 +57,17 @@ int main() {
   std::printf("out differs by at most %.2g, dv by %.2g\n%s", error, error_dv,
               strobe::explain(attention, strobe::Forward{.out = {out, queries}}).c_str());
 
+  // Prepared once, run on memory of the same shapes.
+  const auto other_v = waves(v.size(), 1.7);
+  std::vector<float> from_prepared(q.size()), from_whole(q.size());
+  const strobe::Prepared prepared(attention, strobe::Forward{.out = {out, queries}});
+  strobe_addresses addresses{};
+  addresses.q = const_cast<float *>(q.data()), addresses.k = const_cast<float *>(k.data());
+  addresses.v = const_cast<float *>(other_v.data()), addresses.out = from_prepared.data();
+  prepared.run(addresses);
+  strobe::forward({.q = {q, queries}, .k = {k, keys}, .v = {other_v, keys}, .causal = true}, {.out = {from_whole, queries}});
+  const bool same = from_prepared == from_whole && std::string(prepared.plan().engine).starts_with("cpu-");
+
   auto refused_for = [&](const strobe::Attention &wrong, const char *reason) {
     try {
       strobe::forward(wrong, {.out = {out, queries}});
@@ -69,5 +80,5 @@ int main() {
   const bool refused =
       refused_for({.q = {q, queries}, .k = {k, keys}}, "v: missing") &&
       refused_for({.q = {q, queries}, .k = {k, keys}, .v = {half, keys}}, "v: a range of 424 elements; accepted are 848 or more");
-  return error < 1e-6 && error_dv < 1e-6 * kQueries && refused ? 0 : 1;
+  return error < 1e-6 && error_dv < 1e-6 * kQueries && same && refused ? 0 : 1;
 }

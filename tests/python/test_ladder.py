@@ -1,4 +1,4 @@
-"""The teaching kernels against the float64 reference: every rung, tiles that change for real, both directions. They need a GPU."""
+"""The ladder against the float64 reference: every rung, tiles that change for real, both directions; on the CPU its plain C++ form."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 import strobe
 from cases import Inputs
 from check import Yardstick
-from device import moved
+from device import DEVICE, moved
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-RUNGS = ("ladder-naive", "ladder-flash1", "ladder-flash2", "ladder-tensor-cores")
+ON_GPU = DEVICE == "cuda"
+RUNGS = ("ladder-naive", "ladder-flash1", "ladder-flash2") + ("ladder-tensor-cores",) * ON_GPU
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="the CPU's form has no such limit")
 LENGTHS = [(64, 64), (1, 1), (1, 129), (129, 1), (33, 77), (130, 65), (257, 300)]
 HEAD_DIMS = [1, 7, 64, 80, 128, 200, 256]
-TILES = [(16, 16), (64, 32), (32, 48), (128, 16)]
+TILES = [(16, 16), (64, 32), (32, 48), (128, 16)] + [(7, 50), (1, 1), (300, 200)] * (not ON_GPU)
 GENERATOR = torch.Generator()
 
 
@@ -35,12 +35,12 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def check(rung: str, q: Tensor, k: Tensor, v: Tensor, tile: tuple[int, int] | None = None, **options: Any) -> None:
-    """Forward and backward on the GPU, held to the accuracy clause of the contract."""
+    """Forward and backward, held to the accuracy clause of the contract."""
     inputs = Inputs(q, k, v, drawn(*q.shape, dtype=q.dtype), None, options)
     how = {"engine": rung} | ({} if tile is None else {"tile_q": tile[0], "tile_k": tile[1]})
-    leaves = [moved(x, "cuda").detach().requires_grad_() for x in (q, k, v)]
+    leaves = [moved(x, DEVICE).detach().requires_grad_() for x in (q, k, v)]
     out, lse = strobe.attention(*leaves, return_lse=True, **options, **how)
-    gradients = torch.autograd.grad(out, leaves, inputs.dout.cuda())
+    gradients = torch.autograd.grad(out, leaves, inputs.dout.to(DEVICE))
     results = zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)
     faults = Yardstick(inputs).faults({name: x.detach().cpu() for name, x in results})
     assert not faults, f"{rung} {q.dtype}: " + "\n".join(faults)
@@ -74,7 +74,7 @@ def test_tiles(rung, tile):
     q, k, v = (drawn(1, 2, 150, 64, dtype=dtypes(rung)[0]) for _ in "qkv")
     for causal in (False, True):
         check(rung, q, k, v, tile, causal=causal)
-    explained = strobe.explain(*(x.cuda() for x in (q, k, v)), engine=rung, tile_q=tile[0], tile_k=tile[1])
+    explained = strobe.explain(*(x.to(DEVICE) for x in (q, k, v)), engine=rung, tile_q=tile[0], tile_k=tile[1])
     assert f"; tile {tile[0]} x {tile[1]};" in explained, explained
 
 
@@ -104,7 +104,7 @@ def test_windows(rung, window):
 def test_nothing_to_do(rung):
     dtype = dtypes(rung)[0]
     for sq, sk in itertools.product((0, 5), (0, 5)):
-        leaves = [torch.ones(1, 2, s, 16, dtype=dtype, device="cuda", requires_grad=True) for s in (sq, sk, sk)]
+        leaves = [torch.ones(1, 2, s, 16, dtype=dtype, device=DEVICE, requires_grad=True) for s in (sq, sk, sk)]
         out, lse = strobe.attention(*leaves, return_lse=True, engine=rung)
         if sk == 0:
             assert (out == 0).all()
@@ -113,9 +113,9 @@ def test_nothing_to_do(rung):
             assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("rung", ["ladder-naive", "ladder-flash1"])
+@pytest.mark.parametrize("rung", ["ladder-naive", "ladder-flash1"] + ["ladder-flash2"] * (not ON_GPU))
 def test_deterministic(rung):
-    leaves = [drawn(2, 4, 200, 64, dtype=torch.float32).cuda().requires_grad_() for _ in "qkv"]
+    leaves = [drawn(2, 4, 200, 64, dtype=torch.float32).to(DEVICE).requires_grad_() for _ in "qkv"]
 
     def gradients():
         out = strobe.attention(*leaves, causal=True, deterministic=True, engine=rung)
@@ -126,9 +126,10 @@ def test_deterministic(rung):
         assert all(map(torch.equal, first, gradients()))
 
 
+@on_gpu
 @pytest.mark.parametrize("rung", ["ladder-flash2", "ladder-tensor-cores"])
 def test_atomic_additions_are_refused_where_determinism_is_asked_for(rung):
-    leaves = [drawn(1, 1, 20, 64, dtype=dtypes(rung)[0]).cuda().requires_grad_() for _ in "qkv"]
+    leaves = [drawn(1, 1, 20, 64, dtype=dtypes(rung)[0]).to(DEVICE).requires_grad_() for _ in "qkv"]
     out = strobe.attention(*leaves, deterministic=True, engine=rung)
     with pytest.raises(NotImplementedError, match="atomic"):
         torch.autograd.grad(out.sum(), leaves)
@@ -140,22 +141,47 @@ def test_atomic_additions_are_refused_where_determinism_is_asked_for(rung):
 )
 @pytest.mark.parametrize("rung", RUNGS)
 def test_what_is_refused(rung, options, reason):
-    x = torch.ones(1, 1, 20, 64, dtype=dtypes(rung)[0], device="cuda")
+    x = torch.ones(1, 1, 20, 64, dtype=dtypes(rung)[0], device=DEVICE)
     with pytest.raises(NotImplementedError, match=reason):
         strobe.attention(x, x, x, engine=rung, **options)
 
 
+@on_gpu
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_tile_that_does_not_fit(rung):
-    x = torch.ones(1, 1, 20, 256, dtype=dtypes(rung)[0], device="cuda")
+    x = torch.ones(1, 1, 20, 256, dtype=dtypes(rung)[0], device=DEVICE)
     with pytest.raises(NotImplementedError, match=r"a tile of \(512, 512\)"):
         strobe.attention(x, x, x, engine=rung, tile_q=512, tile_k=512)
 
 
 def test_nobody_climbs_the_ladder_unasked():
-    x = torch.ones(1, 1, 20, 64, device="cuda")
-    try:
-        chosen = strobe.explain(x, x, x)
-    except NotImplementedError:
-        return
-    assert not any(line.startswith("ladder") for line in chosen.splitlines() if "runs" in line)
+    x = torch.ones(1, 1, 20, 64, device=DEVICE)
+    explained = strobe.explain(x, x, x)
+    assert explained.count("runs only when asked for by name") >= len(RUNGS)
+    assert not explained.rpartition("choice\n")[2].strip().startswith("ladder")
+
+
+@pytest.mark.parametrize("threads", [2, 3, 50])
+@pytest.mark.skipif(ON_GPU, reason="threads are the CPU's")
+@pytest.mark.parametrize("rung", RUNGS)
+def test_threads_do_not_change_a_bit(rung, threads):
+    leaves = [drawn(2, heads, 70, 24, dtype=torch.float32).requires_grad_() for heads in (4, 2, 2)]
+
+    def results(threads: int) -> tuple[Tensor, ...]:
+        out, lse = strobe.attention(*leaves, causal=True, engine=rung, threads=threads, return_lse=True)
+        return out, lse, *torch.autograd.grad(out.square().sum(), leaves)
+
+    assert all(map(torch.equal, results(1), results(threads)))
+
+
+def test_an_engine_with_two_forms_is_listed_once():
+    names = [name for name, _ in strobe.engines()]
+    assert len(names) == len(set(names))
+    assert dict(strobe.engines())["ladder-flash1"] is None  # one of them runs here
+
+
+def test_a_refusal_is_of_the_form_that_was_asked():
+    x = torch.ones(1, 1, 20, 16, dtype=torch.float64, device=DEVICE)
+    with pytest.raises(NotImplementedError) as refusal:
+        strobe.attention(x, x, x, engine="ladder-flash1")
+    assert str(refusal.value) == "no engine takes this problem:\nladder-flash1: float32 only"

@@ -1,0 +1,91 @@
+"""``strobe figures``: the paper's figures, measured on the machine at hand and drawn."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import strobe
+from strobe.cli import machine
+from strobe.cli.requirements import require
+
+MACHINE = "machine.json"
+
+
+def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: float, console: Console) -> None:
+    import torch
+
+    from strobe.figures.case import Row, Setting, write_csv
+    from strobe.figures.measure import FIGURES
+
+    setting = Setting(device, quick, budget)
+    torch.set_num_threads(1)  # what is measured on the CPU is the processor time of one thread
+    on = torch.cuda.get_device_name() if setting.on_gpu else f"{machine.cpu_name()}, one thread"
+    facts: dict[str, object] = {
+        "device": on,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "torch": torch.__version__,
+        "strobe": strobe.__version__,
+    }
+    facts |= {"quick": quick, "budget": budget}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MACHINE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    columns = (TextColumn("{task.description:45}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for name in wanted:
+            title, cases = FIGURES[name]
+            rows: list[Row] = []
+            steps = cases(setting)
+            task = progress.add_task(title, total=len(steps))
+            for case in steps:
+                progress.update(task, description=f"{title}: {case.name}")
+                rows += case.run()
+                write_csv(out / f"{title}.csv", rows)
+                progress.advance(task)
+            progress.update(task, description=title)
+
+
+def command(
+    out: Annotated[Path, typer.Option(help="Where the CSV, PNG and SVG files go.")] = Path("figures"),
+    figure: Annotated[list[str] | None, typer.Option(help="Of a, b, c, de, f, g, h; by default all.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes: a look in a minute, not a measurement.")] = False,
+    measure_only: Annotated[bool, typer.Option("--measure-only", help="Write the CSV files, draw nothing; needs no matplotlib.")] = False,
+    draw_only: Annotated[bool, typer.Option("--draw-only", help="Draw the CSV files that --out has; measure nothing.")] = False,
+    budget: Annotated[float, typer.Option(min=0.0, help="Seconds that the calls of a case are repeated for.")] = 2.0,
+) -> None:
+    """The paper's figures from runs on this machine: standard against flash, tiles, sparsity, lengths, ladder, peers, fusion."""
+    from strobe.figures.measure import FIGURES
+
+    wanted = figure or list(FIGURES)
+    for name in wanted:
+        if name not in FIGURES:
+            raise typer.BadParameter(f"{name!r}; accepted are {', '.join(FIGURES)}", param_hint="--figure")
+    if measure_only and draw_only:
+        raise typer.BadParameter("given beside --measure-only; accepted is one of the two", param_hint="--draw-only")
+    require("figures", *([] if draw_only else ["torch"]), *([] if measure_only else ["matplotlib"]), extra="figures")
+    console = Console()
+    if not draw_only:
+        import torch
+
+        gpu = torch.cuda.is_available()
+        if device not in (None, "cpu", "cuda") or (device == "cuda" and not gpu):
+            reason = "PyTorch sees no CUDA device" if device == "cuda" else "accepted are cpu and cuda"
+            raise typer.BadParameter(f"{device!r}: {reason}", param_hint="--device")
+        began = time.perf_counter()
+        _measure(out, wanted, device or ("cuda" if gpu else "cpu"), quick, budget, console)
+        console.print(f"measured in {time.perf_counter() - began:.0f} s")
+    if not measure_only:
+        from strobe.figures.draw import draw
+
+        if not (out / MACHINE).exists():
+            raise typer.BadParameter(f"{out} has no {MACHINE}: nothing was measured there", param_hint="--out")
+        for picture in draw(out, wanted, json.loads((out / MACHINE).read_text())):
+            console.print(str(picture), soft_wrap=True)

@@ -1,0 +1,154 @@
+"""``strobe bench gpu``: Strobe beside other attentions on a GPU, in one run; ``strobe bench report``: its figures in Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import strobe
+from strobe.cli.gpu import contestants, report
+from strobe.cli.gpu.kernels import compile_all
+from strobe.cli.gpu.measurement import measure
+from strobe.cli.gpu.problem import Problem
+from strobe.cli.gpu.sets import SETS
+from strobe.cli.requirements import require
+from strobe.cli.table import table
+
+_FILES = {"forward": "forward", "backward": "backward", "both": "backward"}  # where a group's rows go
+
+
+def host(repeats: int = 300) -> dict[str, float]:
+    """Microseconds that a forward call takes the host: many calls of a small shape, the GPU waited for outside of the clock."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    problem = Problem(1, 8, 128, 64)
+    q, k, v = problem.tensors("cuda")
+    attends: dict[str, Callable[..., Any]] = {"Strobe": strobe.attention, "PyTorch's SDPA": scaled_dot_product_attention}
+    if not contestants.missing("fa4"):
+        attends[contestants.PEERS["fa4"]] = contestants.fa4(problem)
+    found = {}
+    for name, attend in attends.items():
+        times = []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            attend(q, k, v)
+            times.append(time.perf_counter() - begin)
+        found[name] = round(sorted(times)[repeats // 2] * 1e6, 1)
+    return found
+
+
+def _commit() -> str:
+    try:
+        return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    import torch
+
+    found = {"Strobe": strobe.__version__, "PyTorch": torch.__version__, "cuDNN": str(torch.backends.cudnn.version())}
+    if not contestants.missing("fa4"):
+        with suppress(metadata.PackageNotFoundError):
+            found["FlashAttention-4"] = metadata.version("flash-attn-4")
+    return found
+
+
+def _write(results: Path, record: dict[str, Any], rows: dict[str, list[dict[str, Any]]]) -> None:
+    """A file a direction, named after the GPU."""
+    results.mkdir(parents=True, exist_ok=True)
+    gpu = record["device"].removeprefix("NVIDIA ").lower().replace(" ", "-")
+    for direction, of_direction in rows.items():
+        whole = {**record, "direction": direction, "rows": of_direction}
+        text = json.dumps({**whole, "rows": []}, indent=1, ensure_ascii=False)
+        lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in of_direction)
+        (results / f"{gpu}-{direction}.json").write_text(text.replace('"rows": []', f'"rows": [\n  {lines}\n ]') + "\n", encoding="utf-8")
+
+
+def command(
+    sets: Annotated[list[str] | None, typer.Option("--set", help=f"Of {', '.join(SETS)}; by default all.")] = None,
+    direction: Annotated[str | None, typer.Option(help="forward or backward; by default both.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Keep the figures in this folder: GPU-forward.json, GPU-backward.json.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Of the sources, for the files; by default what git says here.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Calls per figure, of which the median counts.")] = 15,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile kernels first; 0: none.")] = min(16, os.cpu_count() or 1),
+) -> None:
+    """Speed on the GPU, beside PyTorch's backends and, where it is installed, FlashAttention-4, in the same run."""
+    require("bench gpu", "torch", extra="torch")
+    for name in sets or ():
+        if name not in SETS:
+            raise typer.BadParameter(f"{name!r}; accepted are {', '.join(SETS)}", param_hint="--set")
+    if direction not in (None, "forward", "backward"):
+        raise typer.BadParameter(f"{direction!r}; accepted are forward and backward", param_hint="--direction")
+    import torch
+
+    console = Console()
+    if not torch.cuda.is_available():
+        console.print("PyTorch sees no CUDA device here: nothing to measure")
+        raise typer.Exit(2)
+    groups = {name: [g for g in SETS[name]() if direction in (None, _FILES[g.direction])] for name in sets or SETS}
+    began = time.perf_counter()
+    if jobs:
+        major, minor = torch.cuda.get_device_capability()
+        with console.status("compiling kernels"):
+            calls, failures = compile_all([group for of_set in groups.values() for group in of_set], 10 * major + minor, jobs)
+        console.print(f"the kernels of {calls} calls: {time.perf_counter() - began:.0f} s")
+        for failure in dict.fromkeys(failures):
+            console.print(f"[yellow]not compiled[/yellow] {failure}", soft_wrap=True, highlight=False)
+    record: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": commit or _commit(),
+        "versions": _versions(),
+        "repeats": repeats,
+        "host_microseconds": host(),
+    }
+    times = ", ".join(f"{who} {x:.1f} µs" for who, x in record["host_microseconds"].items())
+    console.print(f"{record['device']}; {', '.join(map(' '.join, record['versions'].items()))}; host time of a forward call: {times}")
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ("forward", "backward") if direction in (None, name)}
+    wrong = False
+    for name, of_set in groups.items():
+        begin, absent = time.perf_counter(), set()
+        for group in of_set:
+            found = measure(group, repeats)
+            rows[_FILES[group.direction]] += found.rows
+            absent |= {f"{run} {group.direction}: {why}" for run, why in found.absent.items()}
+            wrong |= any(row.strobe in found.absent for row in group.rows)
+            torch.cuda.empty_cache()
+            if results:
+                _write(results, record, rows)  # what is measured is kept, whatever becomes of the rest
+        for file, of_file in rows.items():
+            if measured := [row for row in of_file if row["set"] == name]:
+                heads, lines = report.columns(measured)
+                printed = table(f"{report.TITLES[name]}, {file}", tuple(heads))
+                for line in lines:
+                    printed.add_row(*line)
+                console.print(printed)
+        for why in sorted(absent):
+            console.print(f"[yellow]not measured[/yellow] {why}", soft_wrap=True, highlight=False)
+        console.print(f"{name}: {time.perf_counter() - begin:.1f} s")
+    for file, of_file in rows.items():
+        console.print(*report.summary(of_file, file), sep="\n", soft_wrap=True)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def report_command(
+    files: Annotated[list[Path], typer.Argument(help="What `strobe bench gpu --results` wrote.", exists=True, dir_okay=False)],
+) -> None:
+    """The figures of `strobe bench gpu` as a page of the documentation, in Markdown."""
+    typer.echo(report.page([json.loads(file.read_text(encoding="utf-8")) for file in files]))

@@ -1,0 +1,129 @@
+"""What is timed: a call of attention, written down so that another process can make it, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 128  # of block-sparse masks, and of the tiles that a window's work is counted in
+
+
+class Problem(NamedTuple):
+    """The shapes; 0 for what is as the query's."""
+
+    batch: int
+    heads: int
+    seqlen: int
+    dim: int
+    causal: bool = False
+    dtype: str = "bfloat16"
+    heads_kv: int = 0
+    seqlen_k: int = 0
+    dim_v: int = 0
+    dropout: float = 0.0
+    lengths: tuple[int, ...] = ()  # packed sequences, in place of batch and seqlen
+
+    def flops(self, backward: bool) -> float:
+        """Two products forward, five backward (three of the keys' dimension, two of the values'); half of them when causal."""
+        scores = sum(n * n for n in self.lengths) or self.batch * self.seqlen * (self.seqlen_k or self.seqlen)
+        dim_v = self.dim_v or self.dim
+        width = 3 * self.dim + 2 * dim_v if backward else self.dim + dim_v
+        return 2.0 * self.heads * scores * width * (0.5 if self.causal else 1)
+
+    def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of normal numbers."""
+        import torch
+
+        heads_kv, seqlen_k, dim_v = self.heads_kv or self.heads, self.seqlen_k or self.seqlen, self.dim_v or self.dim
+
+        def normal(heads: int, seqlen: int, dim: int) -> Tensor:
+            shape = (sum(self.lengths), heads, dim) if self.lengths else (self.batch, heads, seqlen, dim)
+            return torch.randn(*shape, device=device, dtype=getattr(torch, self.dtype))
+
+        return normal(self.heads, self.seqlen, self.dim), normal(heads_kv, seqlen_k, self.dim), normal(heads_kv, seqlen_k, dim_v)
+
+    def options(self, device: str) -> dict[str, Any]:
+        """Of strobe.attention."""
+        import torch
+
+        found: dict[str, Any] = {"causal": self.causal}
+        if self.dropout:
+            found |= {"dropout": self.dropout, "seed": 1}
+        if self.lengths:
+            starts = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+            longest = max(self.lengths)
+            found |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return found
+
+
+def _alibi(p: Problem, device: str) -> dict[str, Any]:
+    import torch
+
+    return {"alibi_slopes": torch.tensor([2.0 ** (-8 * (h + 1) / p.heads) for h in range(p.heads)], device=device)}
+
+
+def _sinks(p: Problem, device: str) -> dict[str, Any]:
+    import torch
+
+    return {"sinks": torch.randn(p.heads, device=device)}
+
+
+def _mask(p: Problem, device: str) -> dict[str, Any]:
+    import torch
+
+    return {"mask": torch.rand(1, 1, p.seqlen, p.seqlen, device=device) < 0.9}
+
+
+def _bias(p: Problem, device: str) -> dict[str, Any]:
+    import torch
+
+    return {"bias": torch.randn(1, 1, p.seqlen, p.seqlen, device=device, dtype=getattr(torch, p.dtype))}
+
+
+def _blocks(share: float) -> Callable[[Problem, str], dict[str, Any]]:
+    """Exactly this share of all blocks, drawn at random."""
+
+    def options(p: Problem, device: str) -> dict[str, Any]:
+        import torch
+
+        import strobe
+
+        side = p.seqlen // BLOCK
+        rank = torch.randperm(side * side, generator=torch.Generator().manual_seed(0))
+        kept = (rank < share * side * side).reshape(1, 1, side, side)
+        return {"block_mask": strobe.BlockMask.from_kept(kept, BLOCK, BLOCK).to(device)}
+
+    return options
+
+
+def _constant(**options: Any) -> Callable[[Problem, str], dict[str, Any]]:
+    return lambda p, device: options
+
+
+WINDOW = 1024
+SHARES = {"1/2 kept": 1 / 2, "1/4 kept": 1 / 4, "1/8 kept": 1 / 8}
+# What a call has beside its shapes.
+FEATURES: dict[str, Callable[[Problem, str], dict[str, Any]]] = {
+    "plain": _constant(),
+    "window": _constant(window=(WINDOW, 0)),
+    "ALiBi": _alibi,
+    "softcap": _constant(softcap=30.0),
+    "sinks": _sinks,
+    "dropout": _constant(dropout=0.1, seed=1),
+    "mask": _mask,
+    "bias": _bias,
+    "exact_max": _constant(exact_max=True),
+    "deterministic": _constant(deterministic=True),
+    **{name: _blocks(share) for name, share in SHARES.items()},
+}
+
+
+def tiles(seqlen: int, left: int | None = None) -> int:
+    """Of BLOCK x BLOCK scores: those that a causal mask, with a window to the left if there is one, leaves something of."""
+    rows = range(0, seqlen, BLOCK)
+    first = (0 if left is None else max(0, row - left) // BLOCK for row in rows)
+    return sum(row // BLOCK - begin + 1 for row, begin in zip(rows, first, strict=True))

@@ -1,0 +1,121 @@
+"""flash_attn_with_kvcache over a cache that is not paged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._call import Window, attend, bounds, refuse_pages
+from ._rotary import rotate
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention of q (B, Sq, H, D) over the filled part of a cache, after k and v, if given, are written behind it, in place.
+
+    No gradients.
+
+    Args:
+        k_cache, v_cache: (Bc, Sc, Hkv, D); Bc = B unless cache_batch_idx says which row serves which query.
+        k, v: (B, Snew, Hkv, D), written at cache_seqlens.
+        rotary_cos, rotary_sin: (length, R): the first 2R columns of k are rotated by their position, those of q as well: with causal or a
+            window by cache_seqlens + i, else all by cache_seqlens.
+        cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it (then without k and v).
+        cache_batch_idx: int (B,). The rows that it names are copied before the attention (the update is in place).
+        cache_leftpad: int32 (B,): where in the cache each sequence begins.
+        block_table: refused.
+        num_splits: without effect.
+
+    Returns:
+        out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)).
+    """
+    refuse_pages(block_table)
+    batch, queries = q.shape[:2]
+    length = k_cache.shape[1]
+    if (k is None) != (v is None):
+        raise ValueError(f"{'k' if k is None else 'v'}: None beside the other; accepted are both or neither")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
+    new = 0 if k is None else k.shape[1]
+    filled = length if cache_seqlens is None else cache_seqlens
+    if isinstance(filled, int) and not 0 <= filled <= length - new:
+        raise ValueError(f"cache_seqlens: {filled}; accepted are 0 to {length - new}, a cache of {length} less {new} new keys")
+    if isinstance(filled, Tensor) and filled.shape != (batch,):
+        raise ValueError(f"cache_seqlens: shape {tuple(filled.shape)}; accepted is ({batch},), as q has batches, or an integer")
+
+    start = torch.as_tensor(filled, device=q.device).long().expand(batch)
+    if rotary_cos is not None:
+        if rotary_sin is None or k is None:
+            raise ValueError("rotary_cos: given alone; accepted is it with rotary_sin, k and v")
+        from_each = causal or bounds(window_size) is not None
+        q = rotate(q, rotary_cos, rotary_sin, _positions(start, queries if from_each else 1), rotary_interleaved)
+        k = rotate(k, rotary_cos, rotary_sin, _positions(start, new), rotary_interleaved)
+    if k is not None and v is not None:
+        rows = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
+        places = (rows[:, None], _positions(start, new))
+        k_cache[places], v_cache[places] = k, v
+    if cache_batch_idx is not None:
+        k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
+
+    options: dict[str, Any] = {
+        "dropout_p": 0.0,
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "deterministic": False,
+        "return_attn_probs": True,
+    }
+    if isinstance(filled, int) and cache_leftpad is None:
+        out, lse, _ = attend(q, k_cache[:, : filled + new], v_cache[:, : filled + new], **options)
+    else:
+        out, lse = _ragged(q, k_cache, v_cache, start + new, cache_leftpad, options)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _positions(start: Tensor, count: int) -> Tensor:
+    """(B, count)"""
+    return start[:, None] + torch.arange(count, device=start.device)
+
+
+def _ragged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, end: Tensor, leftpad: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Sequences of various lengths in rows of one length, read in place: each row of the cache is three packed sequences, what lies before
+    the keys (no queries), the keys (all queries), what lies behind them (no queries)."""
+    batch, queries = q.shape[:2]
+    length = k_cache.shape[1]
+    begin = torch.zeros_like(end) if leftpad is None else leftpad.long()
+    rows = torch.arange(batch, device=q.device) * length
+    cu_k = torch.stack([rows, rows + begin, rows + end], 1).flatten()
+    cu_k = torch.cat([cu_k, cu_k.new_full((1,), batch * length)]).int()
+    cu_q = (torch.arange(batch + 1, device=q.device) * queries).repeat_interleave(3)[1:-1].int()  # 0 0 Sq Sq Sq 2Sq ...
+    slopes = options["alibi_slopes"]
+    if slopes is not None and slopes.dim() == 2:
+        options = {**options, "alibi_slopes": slopes.repeat_interleave(3, 0)}
+    packed: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": queries, "max_seqlen_k": length}
+    out, lse, _ = attend(q.flatten(0, 1), k_cache.flatten(0, 1), v_cache.flatten(0, 1), **options, **packed)
+    return out.unflatten(0, (batch, queries)), lse.unflatten(1, (batch, queries)).transpose(0, 1)

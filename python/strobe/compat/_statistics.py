@@ -1,0 +1,56 @@
+"""m and l of the papers: the maximum of each row of scores and the sum of exp(score - m). Strobe keeps their LSE = m + log l alone."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from strobe import BlockMask
+
+_CHUNK = 2**22  # scores at once
+
+
+def statistics(
+    Q: Tensor,
+    K: Tensor,
+    lse: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(l, m), each (B, H, N), float32 (float64 with float64). A row that sees no key has m = -inf and l = 0.
+
+    The scores are computed once more, some rows at a time: half the work of a forward, and no more than a few MiB of memory.
+    """
+    sq, sk = Q.shape[-2], K.shape[-2]
+    unit = Q.shape[-1] ** -0.5 if scale is None else scale
+    Q, K = Q.detach().to(lse.dtype), K.detach().to(lse.dtype)
+    kept = None if block_mask is None else block_mask.to(Q.device).to_kept()
+    m = torch.empty_like(lse)
+    j = torch.arange(sk, device=Q.device)
+    step = max(1, _CHUNK // max(1, Q.shape[0] * Q.shape[1] * sk))
+    for start in range(0, sq if sk else 0, step):
+        i = torch.arange(start, min(start + step, sq), device=Q.device)
+        S = unit * Q[:, :, i] @ K.mT
+        if causal:
+            S.masked_fill_(j > i[:, None] + (sk - sq), -math.inf)
+        if mask is not None:
+            rows = mask if mask.shape[-2] == 1 else mask[..., i, :]
+            S.masked_fill_(~rows, -math.inf)
+        if kept is not None and block_mask is not None:
+            S.masked_fill_(~kept[:, :, (i // block_mask.block_q)[:, None], j // block_mask.block_k], -math.inf)
+        m[:, :, i] = S.amax(-1)
+    m[lse == -math.inf] = -math.inf
+    return torch.where(lse == -math.inf, 0.0, torch.exp(lse.detach() - m)), m
+
+
+def lse_of(l: Tensor, m: Tensor) -> Tensor:
+    """What statistics() took apart."""
+    return torch.where(l == 0, -math.inf, m + torch.log(l))

@@ -1,0 +1,168 @@
+"""The functions of the flash-attn package (Dao-AILab, 2.x), importable in its place:
+
+>>> from strobe.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
+
+Arguments, their order and their layouts are that package's: (B, S, H, D), packed tokens (T, H, D), window_size with -1 for no bound, causal
+and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), heads of K and V that divide those of Q. What differs:
+
+- float32 and float64 work as well, on the CPU as well, with any head dimension from 1 to 256.
+- dropout_p is taken in steps of 1/256, and its mask is Strobe's own (strobe.dropout_mask), seeded from torch's default generator.
+- return_attn_probs=True returns (out, softmax_lse, None): the S x S probabilities are never made. softmax_lse is differentiable; that of a
+  query that sees no key is -inf, not +inf.
+- block_table (a paged cache) is refused.
+- num_splits is taken and has no effect: the engine splits the keys of a short query by itself.
+- The packed forms return gradients that autograd stacks from those of q, k and v: one copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._call import Window, attend, parts, refuse_pages
+from ._kvcache import flash_attn_with_kvcache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of q (B, Sq, H, D) over k and v (B, Sk, Hkv, D); differentiable.
+
+    Args:
+        dropout_p: the caller passes 0.0 in evaluation.
+        softmax_scale: 1/sqrt(D) if None.
+        causal: the last query sees the last key.
+        window_size: (left, right) keys around the query's own; -1: no bound.
+        softcap: c > 0 makes each score c · tanh(score / c).
+        alibi_slopes: float32 (H,) or (B, H); -slope · |i + Sk - Sq - j| is added to the scores.
+        deterministic: the backward gives the same bits in every run.
+        return_attn_probs: return (out, softmax_lse, None).
+
+    Returns:
+        out (B, Sq, H, D); softmax_lse (B, H, Sq).
+    """
+    return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func of qkv (B, S, 3, H, D)."""
+    q, k, v = parts("qkv", qkv, 3, 2, "(B, S, 3, H, D)")
+    return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hkv, D)."""
+    k, v = parts("kv", kv, 2, 2, "(B, Sk, 2, Hkv, D)")
+    return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """flash_attn_func of packed sequences: q (Tq, H, D), k and v (Tk, Hkv, D), sequence b at [cu_seqlens[b], cu_seqlens[b + 1]).
+
+    Returns:
+        out (Tq, H, D); softmax_lse (H, Tq).
+    """
+    refuse_pages(block_table)
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **packed)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_varlen_func of qkv (T, 3, H, D)."""
+    q, k, v = parts("qkv", qkv, 3, 1, "(T, 3, H, D)")
+    packed = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
+    return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **packed)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hkv, D)."""
+    k, v = parts("kv", kv, 2, 1, "(Tk, 2, Hkv, D)")
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **packed)

@@ -1,0 +1,165 @@
+"""The paper's functional forms on (B, H, N, d) (Dao et al. 2022, Algorithms 2, 4, 5): all that a step needs goes in and comes out.
+
+>>> O, l, m, R = flash_attention_forward(Q, K, V, mask=mask, dropout_p=0.1)
+>>> dQ, dK, dV = flash_attention_backward(Q, K, V, O, dO, l, m, R, mask=mask, dropout_p=0.1)
+
+l and m are the sum and the maximum of each row of scores. R is the state of the random numbers that chose the dropout mask, an int64 tensor
+of two numbers (Strobe's seed and offset): given to a forward, it gives the same mask; None draws one from torch's default generator. mask
+is bool, True = attend, and broadcasts to (B, H, N, N). block_mask is bool over blocks of block_q queries by block_k keys, True = computed;
+the work is proportional to the blocks kept. flash_attention and block_sparse_flash_attention are the same for autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strobe import BlockMask, attention, attention_backward
+
+from ._statistics import lse_of, statistics
+from ._words import in_words_of
+
+_NAMES = {"q": "Q", "k": "K", "v": "V", "dropout": "dropout_p", "scale": "softmax_scale", "rng": "rng_state", "out": "O", "dout": "dO"}
+_NAMES |= {"kept": "block_mask", "block_rows": "block_mask"}
+
+
+def flash_attention(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """O, differentiable."""
+    return _attend(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, rng_state, None))[0]
+
+
+def flash_attention_forward(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Algorithm 2: (O, l, m, rng_state)."""
+    return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q), None))
+
+
+def flash_attention_backward(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    O: Tensor,
+    dO: Tensor,
+    l: Tensor,
+    m: Tensor,
+    rng_state: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 4: (dQ, dK, dV)."""
+    return _backward(Q, K, V, O, dO, l, m, _options(mask, causal, softmax_scale, dropout_p, rng_state, None))
+
+
+def block_sparse_flash_attention(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    block_mask: Tensor,
+    block_q: int,
+    block_k: int,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """O, differentiable; block_mask (..., ceil(N / block_q), ceil(N / block_k))."""
+    blocks = _blocks(block_mask, block_q, block_k, Q, K)
+    return _attend(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, rng_state, blocks))[0]
+
+
+def block_sparse_flash_attention_forward(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    block_mask: Tensor,
+    block_q: int,
+    block_k: int,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Algorithm 5: (O, l, m, rng_state)."""
+    blocks = _blocks(block_mask, block_q, block_k, Q, K)
+    return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q), blocks))
+
+
+def block_sparse_flash_attention_backward(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    O: Tensor,
+    dO: Tensor,
+    l: Tensor,
+    m: Tensor,
+    block_mask: Tensor,
+    block_q: int,
+    block_k: int,
+    rng_state: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of Algorithm 5: (dQ, dK, dV)."""
+    blocks = _blocks(block_mask, block_q, block_k, Q, K)
+    return _backward(Q, K, V, O, dO, l, m, _options(mask, causal, softmax_scale, dropout_p, rng_state, blocks))
+
+
+def _options(
+    mask: Tensor | None, causal: bool, scale: float | None, dropout: float, rng: Tensor | None, blocks: BlockMask | None
+) -> dict[str, Any]:
+    return {"mask": mask, "causal": causal, "scale": scale, "dropout": dropout, "rng": rng, "block_mask": blocks}
+
+
+def _state(rng_state: Tensor | None, Q: Tensor) -> Tensor:
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=Q.device) if rng_state is None else rng_state
+
+
+def _blocks(block_mask: Tensor, block_q: int, block_k: int, Q: Tensor, K: Tensor) -> BlockMask:
+    with in_words_of(_NAMES):
+        return BlockMask.from_kept(block_mask.bool(), block_q, block_k, Q.shape[2], K.shape[2])
+
+
+def _attend(Q: Tensor, K: Tensor, V: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    with in_words_of(_NAMES):
+        return attention(Q, K, V, return_lse=True, **options)
+
+
+@torch.no_grad()
+def _forward(Q: Tensor, K: Tensor, V: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    O, lse = _attend(Q, K, V, options)
+    l, m = statistics(Q, K, lse, **{name: options[name] for name in ("scale", "causal", "mask", "block_mask")})
+    return O, l, m, options["rng"]
+
+
+@torch.no_grad()
+def _backward(
+    Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    with in_words_of(_NAMES):
+        found = attention_backward(dO, Q, K, V, O, lse_of(l, m), **options)
+    return found.dq, found.dk, found.dv

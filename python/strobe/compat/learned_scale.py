@@ -1,0 +1,72 @@
+"""FlashAttention(head_dim=64) and flash_attention(Q, K, V) on (B, H, N, D): a module whose softmax scale is a parameter.
+
+>>> from strobe.compat.learned_scale import FlashAttention
+>>> attn = FlashAttention(head_dim=64)
+>>> optimizer = torch.optim.Adam(attn.parameters())
+>>> attn(Q, K, V).sum().backward()
+
+Beyond the original: any head dimension from 1 to 256, every float dtype (inputs are not cast to float32), the CPU, attn_mask, dropout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strobe import attention
+
+from ._words import in_words_of
+
+_NAMES = {"q": "Q", "k": "K", "v": "V", "mask": "attn_mask", "bias": "attn_mask"}
+
+
+class _Scaled(torch.autograd.Function):
+    """factor · Q; the gradient of factor, sum dQ o Q, is summed in float32 whatever Q is."""
+
+    @staticmethod
+    def forward(ctx: Any, Q: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(Q, factor)
+        return (Q * factor).to(Q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dscaled: Tensor) -> tuple[Tensor, Tensor]:
+        Q, factor = ctx.saved_tensors
+        wide = torch.promote_types(Q.dtype, torch.float32)
+        return (dscaled * factor).to(Q.dtype), (dscaled.to(wide) * Q).sum().to(factor)
+
+
+class FlashAttention(torch.nn.Module):
+    """softmax(scale · Q Kᵀ) V, with scale a parameter that begins at 1/sqrt(head_dim).
+
+    Its gradient, sum dQ o Q / scale, costs one pass over Q and dQ.
+
+    Args:
+        head_dim: D, held against every call.
+        dropout: in training mode only.
+    """
+
+    def __init__(self, head_dim: int = 64, dropout: float = 0.0):
+        super().__init__()
+        self.head_dim = head_dim
+        self.dropout = dropout
+        self.scale = torch.nn.Parameter(torch.tensor(head_dim**-0.5))
+
+    def forward(self, Q: Tensor, K: Tensor, V: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """attn_mask: bool, True = attend, or numbers that are added to the scores; broadcasts to (B, H, N, N)."""
+        if Q.shape[-1] != self.head_dim:
+            raise ValueError(f"Q: head dimension {Q.shape[-1]}; accepted is the module's, {self.head_dim}")
+        options: dict[str, Any] = {"dropout": self.dropout if self.training else 0.0}
+        if attn_mask is not None:
+            options["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+        # relative to the kernel's own 1/sqrt(D), so that a half Q is not rounded before the scale was learned
+        relative = self.scale * self.head_dim**0.5
+        with in_words_of(_NAMES):
+            return attention(_Scaled.apply(Q, relative), K, V, **options)
+
+
+def flash_attention(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+    """softmax(Q Kᵀ / sqrt(D)) V on (B, H, N, D); differentiable."""
+    with in_words_of(_NAMES):
+        return attention(Q, K, V)

@@ -1,0 +1,58 @@
+"""What the figures share: where they are measured, the cases they consist of, and their CSV files."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+
+
+class Setting(NamedTuple):
+    """Where, and how thoroughly."""
+
+    device: str  # "cpu" or "cuda"
+    quick: bool
+    budget: float  # seconds that a figure's calls may be repeated for, each case
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.on_gpu else "float32"
+
+
+class Case(NamedTuple):
+    """A step of a figure: what is timed together."""
+
+    name: str
+    run: Callable[[], list[Row]]
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    """Columns in the order in which rows bring them; floats with six digits."""
+    rows = list(rows)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: f"{x:.6g}" if isinstance(x, float) else x for name, x in row.items()} for row in rows)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Numbers as numbers; what is missing is None."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{name: _value(x) for name, x in row.items()} for row in csv.DictReader(file)]
+
+
+def _value(x: str) -> Any:
+    if x == "":
+        return None
+    try:
+        return float(x) if any(c in x for c in ".en") else int(x)
+    except ValueError:
+        return x

@@ -1,0 +1,206 @@
+"""Hyperbolic attention, and the space it lives in: curvature -1, its models and the maps between them. docs/hyperbolic.md has the formulas.
+
+Points lie along the last axis of torch tensors or NumPy arrays: n + 1 Lorentz coordinates on the upper sheet of the hyperboloid, the
+time-like one first; or n coordinates inside the unit ball, of Poincaré's or of Klein's model. The functions are differentiable in torch.
+float16 and bfloat16 are computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ._attention import attention
+from ._framework import Array, Framework, framework_of
+from ._prepare import DEFAULTS
+
+_EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+def hyperbolic_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    beta: float = 1.0,
+    c: float = 0.0,
+    model: str = "lorentz",
+    aggregate: str = "centroid",
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """Attention between points of hyperbolic space: softmax over keys of -beta · distance(q, k) - c, and the mean of the points v by it.
+
+    As attention(), whose shapes, options and errors these are; the distance and its derivative are computed inside the same kernels. q, k
+    and v are points, along the last axis. Differentiable in torch, in q, k and v; beta and c have no gradient. float16 and bfloat16 round
+    the coordinates of a point, and a distance suffers from that the more, the farther out both points lie and the nearer to one another:
+    docs/hyperbolic.md says by how much.
+
+    Args:
+        q: (B, H, Sq, n + 1), or with model "poincare" (B, H, Sq, n); layout and packed sequences as in attention().
+        k: likewise, of q's width.
+        v: likewise, of a width of its own.
+        beta: > 0: how fast attention falls with distance.
+        c: a constant; it is in the returned lse, and cancels in the softmax but for sinks.
+        model: of q, k, v and the output: "lorentz", points of the hyperboloid with the time-like coordinate first, or "poincare", points
+            inside the unit ball.
+        aggregate: "centroid": the Lorentz centroid Σ P v / |Σ P v|; "midpoint": the Einstein midpoint, whose weights P γ(v) are a bias on
+            the keys, which lse includes. The two are the same point, but for rounding and dropout; the centroid costs less.
+        options: those of attention() but score, beta, shift, softcap and scale.
+
+    Returns:
+        out: points, of q's leading axes and v's width; for a query that sees no key the origin.
+        lse, if return_lse: as attention()'s.
+
+    Sources: Gulcehre et al. 2019, Hyperbolic Attention Networks (arXiv:1805.09786); the centroid: Law et al. 2019, Lorentzian Distance
+    Learning for Hyperbolic Representations.
+    """
+    framework = framework_of("q", q)
+    for name, x in (("k", k), ("v", v)):
+        if not framework.is_array(x):
+            raise TypeError(f"{name}: accepted is a {framework.name}, as q is")
+    for name, choice, choices in (("model", model, ("lorentz", "poincare")), ("aggregate", aggregate, ("centroid", "midpoint"))):
+        if choice not in choices:
+            raise ValueError(f"{name}: {choice!r}; accepted is {' or '.join(map(repr, choices))}")
+    if not (isinstance(c, (int, float)) and math.isfinite(c)):
+        raise ValueError(f"c: {c!r}; accepted is a finite number")
+    for name in ("score", "shift", "scale", "softcap"):
+        if options.get(name, DEFAULTS[name]) != DEFAULTS[name]:
+            raise ValueError(f"{name}: {options.get(name)!r}; accepted is none: the score is the distance's")
+    if model == "poincare":
+        q, k, v = poincare_to_lorentz(q), poincare_to_lorentz(k), poincare_to_lorentz(v)
+    if aggregate == "midpoint":
+        options["bias"] = _with_log_gamma(framework, q, v, options)
+        v = _mapped(lambda xp, x: x / x[..., :1], v)
+    options |= {"score": "hyperbolic", "beta": beta, "shift": c}
+    out, lse = attention(_time_reversed(framework, q), k, v, return_lse=True, **options)
+    out = centroid(out)
+    if model == "poincare":
+        out = lorentz_to_poincare(out)
+    return (out, lse) if return_lse else out
+
+
+def _time_reversed(framework: Framework, x: Array) -> Array:
+    """Of which a product with a point is the Lorentz product."""
+    signs = framework.empty(x, x.shape[-1:], x.dtype)
+    signs[:] = 1
+    signs[:1] = -1
+    return x * signs
+
+
+def _with_log_gamma(framework: Framework, q: Array, v: Array, options: dict[str, Any]) -> Array | None:
+    """The bias and the logarithm of v's Lorentz factors, which are its time-like coordinates."""
+    xp: Any = framework.xp
+    bias, cu_seqlens = options.get("bias"), options.get("cu_seqlens_k")
+    if v.ndim != (4 if cu_seqlens is None else 3) or not v.shape[0] or q.ndim != v.ndim:
+        return bias  # no values; or attention() says what is wrong
+    gamma = xp.log(_wide(framework, v)[..., 0])
+    heads_axis = 2 if cu_seqlens is None and options.get("layout") == "bshd" else 1
+    if heads_axis == 2:
+        gamma = gamma.swapaxes(1, 2)
+    if cu_seqlens is not None:  # (Tk, Hkv) -> (B, Hkv, max_seqlen_k)
+        token = cu_seqlens[:-1, None] + framework.arange(options.get("max_seqlen_k") or v.shape[0], cu_seqlens)
+        gamma = gamma[xp.where(token < v.shape[0], token, 0)].swapaxes(1, 2)
+    if gamma.shape[1] > 1:
+        gamma = framework.repeat(gamma, q.shape[heads_axis] // gamma.shape[1], 1)
+    gamma = gamma[:, :, None, :]
+    return gamma if bias is None else bias + gamma
+
+
+def lift(x: Array) -> Array:
+    """The point of the hyperboloid above x: (sqrt(1 + |x|²), x)."""
+    return _mapped(_lift, x)
+
+
+def exp_map(x: Array) -> Array:
+    """The point at distance |x| from the origin, in direction x (..., n): the exponential map there, (cosh |x|, sinh |x| x / |x|)."""
+
+    def formula(xp: Any, x: Array) -> Array:
+        square = _square(x)
+        near = square == 0
+        r = xp.sqrt(xp.where(near, 1.0, square))
+        return _lift(xp, x * xp.where(near, 1.0, xp.sinh(r) / r))
+
+    return _mapped(formula, x)
+
+
+def poincare_to_lorentz(x: Array) -> Array:
+    """(1 + |x|², 2x) / (1 - |x|²)"""
+    return _mapped(lambda xp, x: _joined(xp, 1 + _square(x), 2 * x) / (1 - _square(x)), x)
+
+
+def lorentz_to_poincare(x: Array) -> Array:
+    """(x1 ... xn) / (1 + x0)"""
+    return _mapped(lambda xp, x: x[..., 1:] / (1 + x[..., :1]), x)
+
+
+def klein_to_lorentz(x: Array) -> Array:
+    """gamma (1, x), gamma = 1 / sqrt(1 - |x|²) being the Lorentz factor"""
+    return _mapped(lambda xp, x: _joined(xp, xp.ones_like(x[..., :1]), x) / xp.sqrt(1 - _square(x)), x)
+
+
+def lorentz_to_klein(x: Array) -> Array:
+    """(x1 ... xn) / x0"""
+    return _mapped(lambda xp, x: x[..., 1:] / x[..., :1], x)
+
+
+def poincare_to_klein(x: Array) -> Array:
+    """2x / (1 + |x|²)"""
+    return _mapped(lambda xp, x: 2 * x / (1 + _square(x)), x)
+
+
+def klein_to_poincare(x: Array) -> Array:
+    """x / (1 + sqrt(1 - |x|²))"""
+    return _mapped(lambda xp, x: x / (1 + xp.sqrt(1 - _square(x))), x)
+
+
+def lorentz_product(x: Array, y: Array) -> Array:
+    """-x0 y0 + x1 y1 + ... + xn yn over the last axis; the others broadcast."""
+    return (x[..., 1:] * y[..., 1:]).sum(-1) - x[..., 0] * y[..., 0]
+
+
+def distance(x: Array, y: Array) -> Array:
+    """arccosh(max(-<x, y>_L, 1)) of points in Lorentz coordinates; where it is 0, so is its gradient."""
+    xp: Any = framework_of("x", x).xp
+    t = -lorentz_product(x, y) - 1
+    together = t <= 0
+    t = xp.where(together, 1.0, t)
+    return xp.where(together, 0.0, xp.log1p(t + xp.sqrt(t * (t + 2))))
+
+
+def centroid(x: Array) -> Array:
+    """x / sqrt(-<x, x>_L) of a weighted sum of points in Lorentz coordinates, or of any multiple of one: the point of least mean squared
+    Lorentz distance (Law et al. 2019), and Einstein's midpoint. Of a sum of nothing the origin, (1, 0, ..., 0), with gradient 0. Points
+    that lie farther out than rounding can tell, at -<x, x>_L below eps x0², are brought there."""
+    eps = _EPS[str(x.dtype).removeprefix("torch.")]
+
+    def formula(xp: Any, x: Array) -> Array:
+        nothing = x[..., :1] == 0
+        x = x[..., 1:] / xp.where(nothing, 1.0, x[..., :1])
+        left = 1 - _square(x)
+        return _lift(xp, x / xp.sqrt(xp.where(left < eps, eps, left)))
+
+    return _mapped(formula, x)
+
+
+def _square(x: Array) -> Array:
+    return (x * x).sum(-1)[..., None]
+
+
+def _joined(xp: Any, time: Array, space: Array) -> Array:
+    return xp.concatenate((time, space), axis=-1)
+
+
+def _lift(xp: Any, x: Array) -> Array:
+    return _joined(xp, xp.sqrt(1 + _square(x)), x)
+
+
+def _mapped(formula: Callable[[Any, Array], Array], x: Array) -> Array:
+    """formula(torch or numpy, x), rounded to x's dtype."""
+    framework = framework_of("x", x)
+    return framework.cast(formula(framework.xp, _wide(framework, x)), x.dtype)
+
+
+def _wide(framework: Framework, x: Array) -> Array:
+    return framework.cast(x, framework.xp.float32) if x.dtype.itemsize < 4 else x

@@ -1,0 +1,34 @@
+#include "call.h"
+
+#include "attention/versioned.h"
+
+namespace strobe {
+
+Call::Call(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction, std::vector<Placed> *placed)
+    : direction(direction) {
+  Reasons told; // by validate
+  check_all([&] { problem = validate(a, t, direction, placed); }, [&] { execution = validate(e); },
+            [&] { check_engine(read_versioned("attention", a, told).engine); });
+  choice = choose(problem, execution, direction);
+}
+
+void perform(const Decision &decision, const Problem &problem, const Execution &execution, Direction direction) {
+  const auto &[engine, plan] = decision;
+  Workspace own;
+  void *workspace = execution.workspace;
+  if (!workspace && plan.workspace_bytes) {
+    if (execution.allocate) {
+      workspace = execution.allocate(execution.allocator, plan.workspace_bytes);
+      if (!workspace) throw Error(STROBE_OUT_OF_MEMORY, text("execution.allocate: no workspace of ", plan.workspace_bytes, " bytes"));
+    } else {
+      own = engine->allocate(problem, execution, plan.workspace_bytes);
+      workspace = own.get();
+    }
+  } else if (execution.workspace_bytes < plan.workspace_bytes) {
+    throw Error(STROBE_INVALID_ARGUMENT, text("execution.workspace_bytes: ", execution.workspace_bytes, "; accepted is ",
+                                              plan.workspace_bytes, " or more, as strobe_workspace_size() says"));
+  }
+  engine->run(problem, execution, direction, plan, workspace);
+}
+
+} // namespace strobe

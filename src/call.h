@@ -1,0 +1,36 @@
+// A call on its way from the ABI to an engine.
+#pragma once
+#include "engines.h"
+
+namespace strobe {
+
+// Validated, and answered by every engine.
+struct Call {
+  Problem problem;
+  Execution execution;
+  Direction direction;
+  Choice choice;
+
+  Call(const strobe_attention *, const strobe_tensors *, const strobe_execution *, Direction, std::vector<Placed> *placed = nullptr);
+  Decision decision() const { return decide(problem, execution, direction, choice); }
+};
+
+// Runs the plan in the caller's workspace, or in one from where the execution says.
+void perform(const Decision &, const Problem &, const Execution &, Direction);
+
+// Makes every check and throws what any of them found, as one.
+template <class... Checks> void check_all(Checks &&...checks) {
+  std::string found;
+  auto run = [&](auto &check) {
+    try {
+      check();
+    } catch (const Error &e) {
+      if (e.status != STROBE_INVALID_ARGUMENT) throw;
+      found += (found.empty() ? "" : "\n") + std::string(e.what());
+    }
+  };
+  (run(checks), ...);
+  if (!found.empty()) throw Error(STROBE_INVALID_ARGUMENT, found);
+}
+
+} // namespace strobe

@@ -1,0 +1,121 @@
+#include "prepared.h"
+
+#include <cstring>
+#include <span>
+
+#include "attention/contents.h"
+#include "attention/versioned.h"
+
+namespace strobe {
+namespace {
+
+void move(View &view, void *address) {
+  if (view) view.data = static_cast<char *>(address); // a tensor without elements has no view
+}
+template <class T> void move(const T *&ints, void *address) {
+  if (address) ints = static_cast<const T *>(address); // a list without entries may lie nowhere
+}
+
+struct Field {
+  const char *name;
+  const strobe_tensor *strobe_tensors::*tensor;
+  void *strobe_addresses::*address;
+  void (*move)(Problem &, void *address);
+};
+#define STROBE_FIELD(name, member)                                                                                                         \
+  {#name, &strobe_tensors::name, &strobe_addresses::name, [](Problem &p, void *address) { move(p.member, address); }}
+constexpr Field kFields[] = {
+    STROBE_FIELD(q, q),
+    STROBE_FIELD(k, k),
+    STROBE_FIELD(v, v),
+    STROBE_FIELD(mask, mask),
+    STROBE_FIELD(bias, bias),
+    STROBE_FIELD(alibi_slopes, alibi_slopes),
+    STROBE_FIELD(sinks, sinks),
+    STROBE_FIELD(cu_seqlens_q, cu_seqlens_q),
+    STROBE_FIELD(cu_seqlens_k, cu_seqlens_k),
+    STROBE_FIELD(block_rows, blocks.row_ptr),
+    STROBE_FIELD(block_cols, blocks.col),
+    STROBE_FIELD(block_rows_t, blocks.row_ptr_t),
+    STROBE_FIELD(block_cols_t, blocks.col_t),
+    STROBE_FIELD(rng, rng),
+    STROBE_FIELD(out, out),
+    STROBE_FIELD(lse, lse),
+    STROBE_FIELD(dout, dout),
+    STROBE_FIELD(dlse, dlse),
+    STROBE_FIELD(dq, dq),
+    STROBE_FIELD(dk, dk),
+    STROBE_FIELD(dv, dv),
+    STROBE_FIELD(dbias, dbias),
+    STROBE_FIELD(dsinks, dsinks),
+};
+#undef STROBE_FIELD
+static_assert(sizeof(strobe_tensors) == sizeof(uint64_t) + std::size(kFields) * sizeof(void *), "a tensor is missing from kFields");
+static_assert(sizeof(strobe_addresses) == sizeof(strobe_tensors), "strobe_addresses and strobe_tensors name the same tensors");
+
+bool on_16_bytes(const void *address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+
+} // namespace
+
+Prepared::Prepared(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction)
+    : direction_(direction) {
+  const Call call(a, t, e, direction, &placed_);
+  const Decision decision = call.decision();
+  problem_ = call.problem, threads_ = call.execution.threads, engine_ = decision.engine, plan_ = decision.plan;
+
+  Reasons none; // after the call's own
+  const strobe_tensors given = read_versioned("tensors", t, none);
+  for (const Field &field : kFields) {
+    Was &was = was_.emplace_back();
+    const strobe_tensor *tensor = given.*field.tensor;
+    if (!tensor) continue;
+    was.present = true, was.address = static_cast<const char *>(tensor->data);
+    for (size_t i = 0; i < placed_.size(); i++)
+      if (!std::strcmp(placed_[i].argument, field.name)) was.placed = static_cast<int32_t>(i);
+  }
+}
+
+void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e) const {
+  Reasons reasons;
+  const strobe_addresses at = read_versioned("addresses", addresses, reasons);
+  reasons.raise_if_any();
+  Problem problem = problem_;
+  std::vector<Placed> placed = placed_;
+  for (size_t i = 0; i < std::size(kFields); i++) {
+    const Field &field = kFields[i];
+    const Was &was = was_[i];
+    void *address = at.*field.address;
+    if (!was.present) {
+      if (address) reasons.add(field.name, "given, where the call was prepared without one; accepted is null");
+      continue;
+    }
+    if (was.placed < 0) continue; // nothing that this direction looks at
+    Footprint &bytes = placed[was.placed].bytes;
+    if (bytes.begin == bytes.end) continue;
+    if (!address) {
+      reasons.add(field.name, "null; accepted is null only for a tensor without elements");
+    } else if (on_16_bytes(address) != on_16_bytes(was.address)) {
+      reasons.add(field.name, "address ", address, "; accepted ",
+                  on_16_bytes(address) ? "is none that is a multiple of 16, for it was none" : "are multiples of 16, for it was one",
+                  " when the call was prepared");
+    } else if (reinterpret_cast<uintptr_t>(address) % bytes.element) {
+      reasons.add(field.name, "address ", address, "; accepted are multiples of ", bytes.element, ", the size of its element");
+    }
+    const int64_t shift = static_cast<const char *>(address) - was.address;
+    bytes.begin += shift, bytes.end += shift;
+    field.move(problem, address);
+  }
+  reasons.raise_if_any();
+  check_overlaps(placed, reasons);
+  strobe_execution how{};
+  if (e) how = read_versioned("execution", e, reasons);
+  if (how.threads && how.threads != threads_)
+    reasons.add("execution.threads", how.threads, "; accepted is ", threads_, ", as prepared, or 0 for the same");
+  reasons.raise_if_any();
+  if (problem.device_type == STROBE_CPU)
+    check_contents(problem, [](const int32_t *ints, int64_t count) { return std::span(ints, static_cast<size_t>(count)); });
+  how.size = sizeof how, how.threads = threads_;
+  perform({engine_, plan_}, problem, validate(&how), direction_);
+}
+
+} // namespace strobe

@@ -1,0 +1,34 @@
+// A call made ready once, to be run often on other addresses.
+#pragma once
+#include <vector>
+
+#include "attention/tensor_check.h"
+#include "call.h"
+
+namespace strobe {
+
+class Prepared {
+public:
+  Prepared(const strobe_attention *, const strobe_tensors *, const strobe_execution *, Direction);
+
+  const Plan &plan() const { return plan_; }
+  void run(const strobe_addresses *, const strobe_execution *) const;
+
+private:
+  // A tensor as it was when the call was prepared.
+  struct Was {
+    bool present = false;
+    const char *address = nullptr;
+    int32_t placed = -1; // index into placed_; -1: this direction has no use for it
+  };
+
+  Problem problem_; // its addresses are those of the call that was prepared
+  Direction direction_;
+  int32_t threads_;
+  const Engine *engine_;
+  Plan plan_;
+  std::vector<Placed> placed_;
+  std::vector<Was> was_; // by field
+};
+
+} // namespace strobe

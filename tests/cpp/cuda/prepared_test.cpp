@@ -1,0 +1,158 @@
+// Calls made ready, on the pretended driver: what is launched, on which addresses, and at what cost.
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "../../../kernels/attention/arguments.h"
+#include "../call.h"
+#include "surroundings.h"
+
+using namespace strobe;
+using namespace strobe::cuda;
+using namespace strobe::cuda::test;
+using Call = strobe::test::Call;
+
+namespace {
+
+constexpr int kDevice = 1;
+
+// bf16 on the GPU, whose memory nobody reads here; addresses are multiples of 256.
+struct OnGpu : Call {
+  std::vector<std::vector<char>> memory;
+
+  OnGpu() {
+    fake_cuda().argument_bytes = sizeof(ForwardArguments);
+    for (const char *name : {"q", "k", "v", "out"}) place(name, DType::bf16, {2, 4, 128, 64});
+    place("lse", DType::f32, {2, 4, 128});
+    attention.engine = "cuda-mma";
+    execution.threads = 0, execution.stream = reinterpret_cast<void *>(0x55);
+  }
+  void place(const char *name, DType dtype, const std::vector<int64_t> &shape) {
+    strobe_tensor &t = add(name, dtype, shape);
+    t.device_type = STROBE_CUDA, t.device_index = kDevice;
+    t.data = fresh(memory_bytes(name));
+  }
+  void *fresh(size_t bytes) {
+    memory.emplace_back(bytes + 256);
+    return reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(memory.back().data()) + 255) / 256 * 256);
+  }
+  strobe_prepared *prepare() {
+    strobe_prepared *made = nullptr;
+    REQUIRE_MESSAGE(strobe_prepare(&attention, &tensors, &execution, STROBE_FORWARD, &made) == STROBE_OK, strobe_last_error());
+    return made;
+  }
+  strobe_addresses addresses() {
+    strobe_addresses at{};
+    at.size = sizeof at;
+    at.q = tensors.q->data, at.k = tensors.k->data, at.v = tensors.v->data, at.out = tensors.out->data, at.lse = tensors.lse->data;
+    return at;
+  }
+};
+
+ForwardArguments launched() {
+  const std::lock_guard lock(fake_cuda().mutex);
+  ForwardArguments a;
+  REQUIRE(fake_cuda().arguments.size() == sizeof a);
+  std::memcpy(&a, fake_cuda().arguments.data(), sizeof a);
+  return a;
+}
+
+} // namespace
+
+TEST_CASE("prepared on a GPU: the launch of the whole call, but for addresses and stream") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  OnGpu call;
+  REQUIRE_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
+  const ForwardArguments whole = launched();
+  const CUlaunchConfig config = fake.config;
+  const int compiled = c.compiled();
+
+  strobe_prepared *prepared = call.prepare();
+  strobe_addresses at = call.addresses();
+  at.q = call.fresh(call.memory_bytes("q")), at.out = call.fresh(call.memory_bytes("out"));
+  strobe_execution other = call.execution;
+  other.stream = reinterpret_cast<void *>(0x66);
+  const int launches = fake.launches;
+  REQUIRE_MESSAGE(strobe_run(prepared, &at, &other) == STROBE_OK, strobe_last_error());
+  CHECK(fake.launches == launches + 1);
+  CHECK(c.compiled() == compiled);
+  CHECK(fake.config.gridDimX == config.gridDimX);
+  CHECK(fake.config.sharedMemBytes == config.sharedMemBytes);
+  CHECK(fake.config.hStream == reinterpret_cast<CUstream>(0x66));
+  ForwardArguments again = launched();
+  CHECK(again.in.q.data == at.q);
+  CHECK(again.in.k.data == whole.in.k.data);
+  CHECK(again.out.data == at.out);
+  again.in.q.data = whole.in.q.data, again.out.data = whole.out.data;
+  CHECK(std::memcmp(&again, &whole, sizeof whole) == 0);
+  strobe_release(prepared);
+}
+
+TEST_CASE("prepared on a GPU: the caller's device stays current, whatever the outcome") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  OnGpu call;
+  strobe_prepared *prepared = call.prepare();
+  const strobe_addresses at = call.addresses();
+  auto current = [] {
+    CUcontext context = nullptr;
+    check(driver()->cuCtxGetCurrent(&context), "cuCtxGetCurrent");
+    return context;
+  };
+  const DeviceGuard theirs(device(0));
+  const CUcontext before = current();
+  for (CUresult result : {0, 700}) {
+    fake.launch = result;
+    CHECK(strobe_run(prepared, &at, &call.execution) == (result ? STROBE_DEVICE_ERROR : STROBE_OK));
+    CHECK(current() == before);
+  }
+  fake.launch = 0;
+  strobe_release(prepared);
+}
+
+TEST_CASE("prepared on a GPU: an address off 16 bytes would be read by another kernel, and is refused") {
+  const Compiling c;
+  OnGpu call;
+  strobe_prepared *prepared = call.prepare();
+  strobe_addresses at = call.addresses();
+  at.k = static_cast<char *>(at.k) + 2;
+  const int launches = fake_cuda().launches;
+  CHECK(strobe_run(prepared, &at, nullptr) == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()).starts_with("k: address 0x"));
+  CHECK(fake_cuda().launches == launches);
+  strobe_release(prepared);
+}
+
+TEST_CASE("prepared on a GPU: many threads, one call; what it costs the host is printed") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  OnGpu call;
+  strobe_prepared *prepared = call.prepare();
+  const strobe_addresses at = call.addresses();
+  REQUIRE(strobe_run(prepared, &at, &call.execution) == STROBE_OK);
+  constexpr int kThreads = 4, kRuns = 500;
+  const int launches = fake.launches;
+  std::vector<std::thread> team;
+  std::atomic<int> wrong = 0;
+  for (int n = 0; n < kThreads; n++)
+    team.emplace_back([&] {
+      for (int i = 0; i < kRuns; i++) wrong += strobe_run(prepared, &at, &call.execution) != STROBE_OK;
+    });
+  for (std::thread &t : team) t.join();
+  CHECK(wrong == 0);
+  CHECK(fake.launches == launches + kThreads * kRuns);
+
+  auto microseconds = [](auto &&run) {
+    double least = 1;
+    for (int repeat = 0; repeat < 5; repeat++) {
+      const auto start = std::chrono::steady_clock::now();
+      for (int i = 0; i < 1000; i++) run();
+      least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / 1000);
+    }
+    return least * 1e6;
+  };
+  MESSAGE("a call without the driver's part: " << microseconds([&] { call.run(); }) << " us; prepared: "
+                                               << microseconds([&] { strobe_run(prepared, &at, &call.execution); }) << " us");
+  strobe_release(prepared);
+}

@@ -1,0 +1,158 @@
+// Tuning tables: read, refused with a reason, taken as wishes.
+#include "cuda/tuning.h"
+
+#include "../call.h"
+#include "cuda/json.h"
+#include "surroundings.h"
+
+using namespace strobe;
+using namespace strobe::cuda;
+using namespace strobe::cuda::test;
+
+namespace {
+
+const std::string kDeviceName = "Fake 1";
+
+std::string entry(int tile_q, int tile_k, const std::string &engine = "cuda-mma") {
+  return "{\"engine\": \"" + engine + R"(", "direction": "forward", "dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "group": 1,
+    "queries": 1024, "keys": 1024, "heads": 8, "causal": false, "varlen": false, "deterministic": false, "seconds": 1e-5, "tile_q": )" +
+         std::to_string(tile_q) + ", \"tile_k\": " + std::to_string(tile_k) + "}";
+}
+std::string table(const std::string &entries, const std::string &kernels = kernels_digest(), const std::string &device = kDeviceName) {
+  return "{\"format\": 1, \"device\": \"" + device + "\", \"kernels\": \"" + kernels + "\", \"entries\": [" + entries + "]}\n";
+}
+std::string ignored(const Folder &folder, const std::string &text) {
+  const std::string file = folder / "table.json";
+  write(file, text);
+  const Tuning tuning(file, kDeviceName);
+  CHECK(tuning.empty() == !tuning.ignored().empty());
+  return tuning.ignored();
+}
+
+Problem problem() {
+  Problem p;
+  p.batch = 2, p.heads = p.heads_kv = 4, p.seqlen_q = p.seqlen_k = 1000, p.head_dim = p.head_dim_v = 64;
+  p.total_q = p.total_k = 2000, p.dtype = DType::bf16, p.scale = 0.125;
+  return p;
+}
+
+} // namespace
+
+TEST_CASE("tuning: JSON") {
+  const Json json = Json::parse(R"( {"a": [1, -2.5e1, {"b": "x\"y\\z"}], "c": true, "d": null, "e": {}, "f": []} )");
+  CHECK(json.array("a").size() == 3);
+  CHECK(json.array("a")[2].string("b") == "x\"y\\z");
+  CHECK(json.boolean("c"));
+  CHECK(json.array("f").empty());
+  CHECK_THROWS_WITH(json.number("c"), "\"c\" is missing, or not a number");
+  CHECK_THROWS_WITH(json.string("g"), "\"g\" is missing, or not a string");
+  for (auto [text, message] : {std::pair{"", "byte 0: expected a value"},
+                               {"{\"a\" 1}", "byte 5: expected :"},
+                               {"{\"a\": 1", "byte 7: expected }"},
+                               {"[1, 2", "byte 5: expected ]"},
+                               {"[1] x", "byte 4: expected the end"},
+                               {"\"abc", "byte 4: expected \""},
+                               {"\"\\n\"", "byte 2: expected one of \\\" \\\\ \\/"},
+                               {"[tru]", "byte 1: expected a value"}})
+    CHECK_THROWS_WITH(Json::parse(text), message);
+  CHECK_THROWS_WITH(Json::parse(std::string(100, '[')), "byte 17: expected less nesting");
+}
+
+TEST_CASE("tuning: a table answers for sizes up to the same powers of two") {
+  const Folder folder;
+  write(folder / "table.json", table(entry(64, 32)));
+  const Tuning tuning(folder / "table.json", kDeviceName);
+  CHECK(tuning.ignored() == "");
+  auto found = [&](auto &&change) {
+    Problem p = problem();
+    change(p);
+    const auto key = tuning_key("cuda-mma", Direction::forward, p);
+    return key && tuning.find(*key);
+  };
+  CHECK(found([](Problem &) {}));
+  CHECK(found([](Problem &p) { p.seqlen_q = 513, p.seqlen_k = 1024; }));
+  CHECK(found([](Problem &p) { p.batch = 1, p.heads = p.heads_kv = 5; }));
+  CHECK_FALSE(found([](Problem &p) { p.seqlen_k = 1025; }));
+  CHECK_FALSE(found([](Problem &p) { p.batch = 3; }));
+  CHECK_FALSE(found([](Problem &p) { p.heads_kv = 2; }));
+  CHECK_FALSE(found([](Problem &p) { p.head_dim = 63; }));
+  CHECK_FALSE(found([](Problem &p) { p.dtype = DType::f16; }));
+  CHECK_FALSE(found([](Problem &p) { p.window_right = 0; }));
+  CHECK_FALSE(found([](Problem &p) { p.window_left = 100; }));
+  CHECK_FALSE(found([](Problem &p) { p.softcap = 10; }));
+  CHECK_FALSE(found([](Problem &p) { p.dropout = 0.1; }));
+  CHECK_FALSE(found([](Problem &p) { p.deterministic = true; }));
+  CHECK(tuning.find(*tuning_key("cuda-simt", Direction::forward, problem())) == nullptr);
+  CHECK(tuning.find(*tuning_key("cuda-mma", Direction::backward, problem())) == nullptr);
+  const TunedTile *tile = tuning.find(*tuning_key("cuda-mma", Direction::forward, problem()));
+  REQUIRE(tile);
+  CHECK(tile->q == 64);
+  CHECK(tile->k == 32);
+}
+
+TEST_CASE("tuning: a table that is no use is ignored, with the reason") {
+  const Folder folder;
+  const Tuning absent(folder / "nothing.json", kDeviceName);
+  CHECK(absent.empty());
+  CHECK(absent.ignored() == "");
+  for (auto [text, part] : {std::pair{std::string("{"), "byte 1: expected \""},
+                            {table(entry(64, 32)).substr(0, 100), "expected"},
+                            {std::string("[]"), "\"format\" is missing"},
+                            {table(entry(64, 32), "0123"), "stale: measured with other kernels; `strobe tune` writes a new one"},
+                            {table(entry(64, 32), kernels_digest(), "Fake 0"), "measured on Fake 0, and this is Fake 1"},
+                            {"{\"format\": 2" + table("").substr(12), "format 2, and this library reads 1"},
+                            {table(entry(0, 32)), "\"tile_q\" is 0, not a whole number from 1 to 65536"},
+                            {table(entry(64, 32) + ", {\"engine\": \"cuda-mma\"}"), "\"direction\" is missing"}}) {
+    CAPTURE(text);
+    const std::string reason = ignored(folder, text);
+    CHECK(reason.starts_with("tuning table " + (folder / "table.json") + " ignored: "));
+    CHECK(has(reason, part));
+  }
+}
+
+TEST_CASE("tuning: an engine takes the table's tile where the caller has no wish, and says so") {
+  const Compiling c;
+  fake_cuda();
+  // Each child reads its own table: a process reads it once.
+  auto explained = [&](const std::string &text, int64_t wish) {
+    return in_child([&] {
+      fs::create_directories(c.folder / "cache");
+      write(tuning_file(kDeviceName), text);
+      strobe::test::Call call;
+      for (const char *name : {"q", "k", "v", "out"}) call.add(name, DType::bf16, {2, 4, 1000, 64});
+      call.add("lse", DType::f32, {2, 4, 1000});
+      for (const char *name : {"q", "k", "v", "out", "lse"}) call[name].device_type = STROBE_CUDA, call[name].device_index = 1;
+      call.attention.engine = "cuda-mma", call.attention.tile_q = wish;
+      char words[8192];
+      const int32_t status = strobe_explain(&call.attention, &call.tensors, nullptr, STROBE_FORWARD, words, sizeof words, nullptr);
+      return std::string(status ? strobe_last_error() : words);
+    });
+  };
+  const std::string tuned = explained(table(entry(64, 32)), 0);
+  CHECK(has(tuned, "tile 64 x 32;"));
+  CHECK(has(tuned, "the tile that `strobe tune` measured to be the fastest"));
+  {
+    const Variable off("STROBE_TUNING", "0");
+    CHECK_FALSE(has(explained(table(entry(64, 32)), 0), "strobe tune"));
+  }
+  const std::string wished = explained(table(entry(64, 32)), 128);
+  CHECK(has(wished, "tile 128 x "));
+  CHECK_FALSE(has(wished, "strobe tune"));
+  const std::string stale = explained(table(entry(64, 32), "0123"), 0);
+  CHECK_FALSE(has(stale, "tile 64 x 32;"));
+  CHECK(has(stale, "tuning-fake-1.json ignored: stale"));
+}
+
+TEST_CASE("tuning: what a table has to say of itself") {
+  const Compiling c;
+  fake_cuda();
+  char words[1024];
+  REQUIRE(strobe_tuning(1, words, sizeof words, nullptr) == STROBE_OK);
+  const Json header = Json::parse(words);
+  CHECK(header.string("file") == c.folder / "cache/tuning-fake-1.json");
+  CHECK(header.string("device") == kDeviceName);
+  CHECK(header.string("kernels") == kernels_digest());
+  CHECK(header.number("format") == 1);
+  CHECK(header.string("ignored") == "");
+  CHECK(strobe_tuning(7, words, sizeof words, nullptr) == STROBE_INVALID_ARGUMENT);
+}

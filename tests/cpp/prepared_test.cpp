@@ -1,0 +1,239 @@
+// Calls made ready: the same bits on other addresses, every check at every run, many threads at a time.
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "call.h"
+
+using namespace strobe;
+using namespace strobe::test;
+
+namespace {
+
+std::string error() { return strobe_last_error(); }
+
+using Held = std::unique_ptr<strobe_prepared, decltype(&strobe_release)>;
+
+Held prepared(Call &call) {
+  strobe_prepared *made = nullptr;
+  REQUIRE_MESSAGE(strobe_prepare(&call.attention, &call.tensors, &call.execution, static_cast<int32_t>(call.direction), &made) == STROBE_OK,
+                  error());
+  return {made, strobe_release};
+}
+
+#define ADDRESS(name)                                                                                                                      \
+  std::pair<const char *, void *strobe_addresses::*> { #name, &strobe_addresses::name }
+const std::map<std::string, void *strobe_addresses::*> kAddresses = {ADDRESS(q),
+                                                                     ADDRESS(k),
+                                                                     ADDRESS(v),
+                                                                     ADDRESS(mask),
+                                                                     ADDRESS(bias),
+                                                                     ADDRESS(alibi_slopes),
+                                                                     ADDRESS(sinks),
+                                                                     ADDRESS(cu_seqlens_q),
+                                                                     ADDRESS(cu_seqlens_k),
+                                                                     ADDRESS(block_rows),
+                                                                     ADDRESS(block_cols),
+                                                                     ADDRESS(block_rows_t),
+                                                                     ADDRESS(block_cols_t),
+                                                                     ADDRESS(rng),
+                                                                     ADDRESS(out),
+                                                                     ADDRESS(lse),
+                                                                     ADDRESS(dout),
+                                                                     ADDRESS(dlse),
+                                                                     ADDRESS(dq),
+                                                                     ADDRESS(dk),
+                                                                     ADDRESS(dv),
+                                                                     ADDRESS(dbias),
+                                                                     ADDRESS(dsinks)};
+
+strobe_addresses addresses(Call &call) {
+  strobe_addresses at{};
+  at.size = sizeof at;
+  for (const NamedSlot &s : kSlots)
+    if (const strobe_tensor *tensor = call.tensors.*s.slot) at.*kAddresses.at(s.name) = tensor->data;
+  return at;
+}
+
+using Make = void (*)(Call &, Direction);
+
+// Numbers of their own for each `seed`.
+void make_filled(Call &c, Make make, Direction direction, int seed) {
+  make(c, direction);
+  for (const char *name : {"q", "k", "v", "bias", "alibi_slopes", "sinks", "dout", "dlse"})
+    if (c.has(name)) c.fill<float>(name, seed, 0.37 * (seed + 1)), seed++;
+  for (const char *name : {"out", "lse"})
+    if (direction == Direction::backward) c.fill<float>(name, seed, 0.37);
+}
+
+std::vector<unsigned char> results(Call &call) {
+  std::vector<unsigned char> all;
+  for (const char *name : {"out", "lse", "dq", "dk", "dv", "dbias", "dsinks"})
+    if (call.has(name)) all.insert(all.end(), call.data<unsigned char>(name), call.data<unsigned char>(name) + call.memory_bytes(name));
+  return all;
+}
+
+} // namespace
+
+TEST_CASE("prepared: on other addresses, the bits of the whole call") {
+  for (Make make : {&make_dense, &make_varlen, &make_sparse})
+    for (Direction direction : {Direction::forward, Direction::backward}) {
+      Call first;
+      make_filled(first, make, direction, 1);
+      const Held held = prepared(first);
+      CHECK(first.untouched()); // nothing ran
+      for (int seed : {2, 3}) {
+        Call whole, again;
+        make_filled(whole, make, direction, seed), make_filled(again, make, direction, seed);
+        REQUIRE_MESSAGE(whole.run() == STROBE_OK, error());
+        const strobe_addresses at = addresses(again);
+        REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
+        CHECK(results(whole) == results(again));
+      }
+    }
+}
+
+TEST_CASE("prepared: its plan is the call's") {
+  Call call;
+  make_dense(call, Direction::backward);
+  const Held held = prepared(call);
+  strobe_plan whole{}, of_prepared{};
+  whole.size = of_prepared.size = sizeof whole;
+  REQUIRE(strobe_make_plan(&call.attention, &call.tensors, &call.execution, STROBE_BACKWARD, &whole) == STROBE_OK);
+  REQUIRE(strobe_prepared_plan(held.get(), &of_prepared) == STROBE_OK);
+  CHECK(std::memcmp(&whole, &of_prepared, sizeof whole) == 0);
+  CHECK(strobe_prepared_plan(held.get(), nullptr) == STROBE_INVALID_ARGUMENT);
+}
+
+TEST_CASE("prepared: what the caller lent while preparing is not needed later") {
+  auto call = std::make_unique<Call>();
+  make_filled(*call, make_dense, Direction::forward, 1);
+  auto engine = std::make_unique<std::string>("reference-");
+  engine->pop_back();
+  for (const char *name : {"out", "lse"})
+    call->add(name, DType::f64, std::vector<int64_t>((*call)[name].shape, (*call)[name].shape + (*call)[name].rank));
+  call->attention.engine = engine->c_str();
+  const Held held = prepared(*call);
+  call.reset();
+  engine.reset();
+  Call other;
+  make_filled(other, make_dense, Direction::forward, 2);
+  for (const char *name : {"out", "lse"})
+    other.add(name, DType::f64, std::vector<int64_t>(other[name].shape, other[name].shape + other[name].rank));
+  const strobe_addresses at = addresses(other);
+  REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
+  strobe_plan plan{};
+  plan.size = sizeof plan;
+  REQUIRE(strobe_prepared_plan(held.get(), &plan) == STROBE_OK);
+  CHECK(std::string(plan.engine) == "reference");
+}
+
+TEST_CASE("prepared: addresses that cannot be") {
+  Call call;
+  make_dense(call, Direction::forward);
+  call.drop("bias");
+  const Held held = prepared(call);
+  const strobe_addresses good = addresses(call);
+  auto refused = [&](auto &&change) {
+    strobe_addresses at = good;
+    change(at);
+    CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
+    CHECK(call.untouched());
+    return error();
+  };
+  CHECK(refused([](auto &at) { at.q = nullptr; }).starts_with("q: null; accepted is null only for"));
+  CHECK(refused([&](auto &at) { at.bias = at.q; }) == "bias: given, where the call was prepared without one; accepted is null");
+  CHECK(refused([](auto &at) {
+          at.k = static_cast<char *>(at.k) + 4, at.lse = static_cast<char *>(at.lse) + 4;
+        }).find("; accepted are multiples of 16, for it was one when the call was prepared\nlse: address 0x") != std::string::npos);
+  CHECK(refused([](auto &at) { at.out = at.q; }).starts_with("out: shares memory with q"));
+  CHECK(refused([](auto &at) { at.size = 4; }).starts_with("addresses: size is 4"));
+  CHECK(strobe_run(held.get(), nullptr, nullptr) == STROBE_INVALID_ARGUMENT);
+  CHECK(strobe_run(nullptr, &good, nullptr) == STROBE_INVALID_ARGUMENT);
+  CHECK(error() == "prepared: null; accepted is what strobe_prepare wrote");
+  CHECK(strobe_run(held.get(), &good, nullptr) == STROBE_OK);
+}
+
+TEST_CASE("prepared: an address that was off 16 bytes has to be so again") {
+  Call call;
+  make_dense(call, Direction::forward);
+  call["q"].data = static_cast<char *>(call["q"].data) + 4;
+  call["q"].shape[2]--, call["out"].shape[2]--, call["lse"].shape[2]--, call["mask"].shape[2]--; // still within their memory
+  const Held held = prepared(call);
+  strobe_addresses at = addresses(call);
+  CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_OK);
+  at.q = static_cast<char *>(at.q) - 4;
+  CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
+  CHECK(error().ends_with("; accepted is none that is a multiple of 16, for it was none when the call was prepared"));
+}
+
+TEST_CASE("prepared: host memory is checked at every run") {
+  Call call;
+  make_varlen(call, Direction::forward);
+  const Held held = prepared(call);
+  const strobe_addresses at = addresses(call);
+  call.data<int32_t>("cu_seqlens_q")[1] = 14; // more than max_seqlen_q
+  CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
+  CHECK(error().starts_with("cu_seqlens_q: "));
+  CHECK(call.untouched());
+}
+
+TEST_CASE("prepared: threads and workspace") {
+  Call call;
+  make_filled(call, make_dense, Direction::forward, 1);
+  call.execution.threads = 2;
+  const Held held = prepared(call);
+  const strobe_addresses at = addresses(call);
+  strobe_execution how{};
+  how.size = sizeof how, how.threads = 3;
+  CHECK(strobe_run(held.get(), &at, &how) == STROBE_INVALID_ARGUMENT);
+  CHECK(error() == "execution.threads: 3; accepted is 2, as prepared, or 0 for the same");
+  for (int32_t threads : {0, 2}) {
+    how.threads = threads;
+    CHECK(strobe_run(held.get(), &at, &how) == STROBE_OK);
+  }
+  strobe_plan plan{};
+  plan.size = sizeof plan;
+  REQUIRE(strobe_prepared_plan(held.get(), &plan) == STROBE_OK);
+  std::vector<unsigned char> memory(plan.workspace_bytes + 256);
+  how.workspace = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256) % 256;
+  how.workspace_bytes = plan.workspace_bytes - 1;
+  CHECK(strobe_run(held.get(), &at, &how) == STROBE_INVALID_ARGUMENT);
+  CHECK(error().starts_with("execution.workspace_bytes: "));
+  how.workspace_bytes = plan.workspace_bytes;
+  CHECK(strobe_run(held.get(), &at, &how) == STROBE_OK);
+}
+
+TEST_CASE("prepared: what cannot run cannot be prepared") {
+  Call call;
+  make_dense(call, Direction::forward);
+  strobe_prepared *made = nullptr;
+  CHECK(strobe_prepare(&call.attention, &call.tensors, nullptr, 7, &made) == STROBE_INVALID_ARGUMENT);
+  CHECK(strobe_prepare(&call.attention, &call.tensors, nullptr, STROBE_FORWARD, nullptr) == STROBE_INVALID_ARGUMENT);
+  call.attention.engine = "reference"; // whose results are float64
+  CHECK(strobe_prepare(&call.attention, &call.tensors, nullptr, STROBE_FORWARD, &made) == STROBE_INVALID_ARGUMENT);
+  CHECK(error().starts_with("out: dtype float32"));
+  CHECK(made == nullptr);
+  strobe_release(nullptr);
+}
+
+TEST_CASE("prepared: many threads run one call at a time") {
+  Call first;
+  make_filled(first, make_dense, Direction::forward, 1);
+  const Held held = prepared(first);
+  constexpr int kThreads = 4, kRounds = 20;
+  std::vector<int> wrong(kThreads);
+  std::vector<std::thread> team;
+  for (int n = 0; n < kThreads; n++)
+    team.emplace_back([&, n] {
+      for (int round = 0; round < kRounds; round++) {
+        Call whole, again;
+        make_filled(whole, make_dense, Direction::forward, 10 * n + round),
+            make_filled(again, make_dense, Direction::forward, 10 * n + round);
+        const strobe_addresses at = addresses(again);
+        wrong[n] += whole.run() != STROBE_OK || strobe_run(held.get(), &at, nullptr) != STROBE_OK || results(whole) != results(again);
+      }
+    });
+  for (std::thread &t : team) t.join();
+  for (int w : wrong) CHECK(w == 0);
+}

@@ -1,0 +1,277 @@
+"""`strobe bench gpu` and `strobe bench report`, as far as a machine without a GPU can tell."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import strobe
+from strobe._prepare import AttentionOptions
+from strobe.cli import app, timing
+from strobe.cli import gpu as command
+from strobe.cli.gpu import contestants, measurement, report
+from strobe.cli.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles
+from strobe.cli.gpu.sets import LENGTHS, SETS, TOKENS, WIDTH, Group, Row, Run
+
+
+@pytest.fixture
+def run():
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, ["bench", *map(str, arguments)], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def every_group():
+    return [group for make in SETS.values() for group in make()]
+
+
+# What is counted
+
+
+@pytest.mark.parametrize(("backward", "causal"), list(itertools.product((False, True), repeat=2)))
+def test_work_is_that_of_the_products(backward, causal):
+    shape = (2, 3, 64, 16)
+    assert Problem(*shape, causal).flops(backward) == timing.flops(shape, backward, causal)
+    packed = Problem(0, 3, 0, 16, causal, lengths=(64, 64))
+    assert packed.flops(backward) == timing.flops(shape, backward, causal)
+    wide = Problem(*shape, causal, dim_v=32).flops(backward) / Problem(*shape, causal).flops(backward)
+    assert wide == pytest.approx(7 / 5 if backward else 3 / 2)
+
+
+@pytest.mark.parametrize("left", [None, 0, 1, 127, 128, 300])
+def test_tiles_are_those_with_something_visible(left):
+    i, j = torch.arange(5 * BLOCK)[:, None], torch.arange(5 * BLOCK)
+    seen = (j <= i) & ((i - j <= left) if left is not None else True)
+    assert tiles(5 * BLOCK, left) == seen.unflatten(0, (5, BLOCK)).unflatten(2, (5, BLOCK)).any(3).any(1).sum()
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_exactly_the_share_of_blocks_is_kept(name):
+    mask = FEATURES[name](Problem(1, 1, 8 * BLOCK, 16), "cpu")["block_mask"]
+    assert mask.density == SHARES[name]
+
+
+def test_groups_are_whole():
+    named = set()
+    for group in every_group():
+        for row in group.rows:
+            assert {row.strobe, *row.peers} <= set(group.runs)
+            assert row.base is None or row.base in group.runs
+            assert set(row.peers) <= set(contestants.PEERS)
+            assert (group.set, group.direction, str(row.where)) not in named
+            named.add((group.set, group.direction, str(row.where)))
+        for name, (_, problem, feature, _) in group.runs.items():
+            assert group.work(name) > 0
+            assert set(problem.options("cpu") | FEATURES[feature](problem._replace(seqlen=BLOCK), "cpu")) <= set(
+                AttentionOptions.__annotations__
+            )
+
+
+def test_core36_is_what_it_says():
+    for direction in ("forward", "backward"):
+        groups = [group for group in SETS["core36"]() if group.direction == direction]
+        assert len(groups) == 36
+        problems = [group.runs["strobe"].problem for group in groups]
+        assert all(p.batch * p.seqlen == TOKENS and p.heads * p.dim == WIDTH for p in problems)
+        assert {(p.dim, p.seqlen, p.causal) for p in problems} == set(itertools.product((64, 128, 256), LENGTHS, (False, True)))
+
+
+def test_uniform_sequences_are_as_much_work_as_the_packed_ones():
+    for group in SETS["varlen"]():
+        assert group.work("uniform") == pytest.approx(group.work("packed"), rel=0.02)
+        packed, uniform = (group.runs[name].problem for name in ("packed", "uniform"))
+        assert uniform.batch * uniform.seqlen == pytest.approx(sum(packed.lengths), rel=0.02)
+
+
+def test_a_window_is_counted_by_its_tiles():
+    for group in SETS["window"]():
+        ratio = group.work("window") / group.work("causal")
+        assert ratio == tiles(16384, WINDOW) / tiles(16384)
+        assert group.work("causal") == pytest.approx(group.runs["causal"].problem.flops(group.direction == "backward"), rel=0.01)
+
+
+# Measuring
+
+
+def seconds(**known):
+    return lambda calls, repeats: {name: known[name] for name in calls}
+
+
+def groups_on_the_cpu(direction):
+    problem = Problem(1, 2, 128, 32, True)
+    runs = {who: Run(who, problem) for who in ("strobe", "fa2", "cudnn")} | {"dropout": Run("strobe", problem, "dropout")}
+    rows = [Row({"d": 32}, "strobe", ("fa2", "cudnn")), Row({"d": 32, "option": "dropout"}, "dropout", base="strobe")]
+    return Group("core36", direction, runs, rows)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+def test_figures(direction):
+    group = groups_on_the_cpu(direction)
+    found = measurement.measure(group, 1, "cpu", seconds(strobe=2e-9, fa2=4e-9, dropout=8e-9))
+    assert list(found.absent) == ["cudnn"]  # not on a CPU
+    rate = group.work("strobe") / 2e-9 / 1e12
+    plain, dropped = found.rows
+    assert plain == {
+        "set": "core36",
+        "d": 32,
+        "unit": "TFLOP/s",
+        "strobe": pytest.approx(rate, 1e-3),
+        "peers": {"fa2": pytest.approx(rate / 2, 1e-3)},
+    }
+    assert report.ratio(plain) == pytest.approx(2, rel=1e-3)
+    assert dropped["beside"] == {"strobe": plain["strobe"]}
+    assert "peers" not in dropped
+    in_time = measurement.measure(group._replace(unit="µs"), 1, "cpu", seconds(strobe=2e-6, fa2=4e-6, dropout=8e-6)).rows[0]
+    assert (in_time["strobe"], in_time["peers"], report.ratio(in_time)) == (2.0, {"fa2": 4.0}, 2.0)
+
+
+def test_who_computes_something_else_is_not_timed(monkeypatch):
+    attention = strobe.attention
+    monkeypatch.setattr(strobe, "attention", lambda *tensors, **options: attention(*tensors, **options) * 1.1)
+    for direction in ("forward", "backward"):
+        found = measurement.measure(groups_on_the_cpu(direction), 1, "cpu", seconds(fa2=4e-9, dropout=8e-9))
+        assert found.absent["strobe"].startswith("differs from fa2 by 0.1 ")
+        assert [row["option"] for row in found.rows] == ["dropout"]
+
+
+def test_nan_is_a_difference():
+    x = torch.ones(3)
+    assert measurement._difference(x * torch.nan, x) == torch.inf
+
+
+class FakeGpu:
+    """Time that passes for a stream: the host launches, the GPU runs what was launched when it gets there."""
+
+    def __init__(self, monkeypatch, host):
+        self.host_time = self.gpu_time = self.slept = 0.0
+        self.launch = host
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                gpu.kernel(0)
+                self.time = gpu.gpu_time
+
+            def elapsed_time(self, end):
+                return (end.time - self.time) * 1e3
+
+        def sleep(clocks):
+            self.slept += clocks
+            self.kernel(clocks / 2e9)
+
+        def synchronize():
+            self.host_time = max(self.host_time, self.gpu_time)
+
+        other = types.SimpleNamespace(zero_=lambda: self.kernel(1e-5))
+        monkeypatch.setattr(torch, "empty", lambda *shape, **of: other)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(L2_cache_size=1 << 20))
+        for name, function in (("Event", Event), ("_sleep", sleep), ("synchronize", synchronize)):
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.host_time)
+
+    def kernel(self, of_gpu):
+        self.host_time += self.launch
+        self.gpu_time = max(self.gpu_time, self.host_time) + of_gpu
+
+
+@pytest.mark.parametrize("host", [1e-6, 5e-5], ids=["fast host", "slow host"])
+def test_the_gpus_time_is_measured_whatever_the_host_takes(monkeypatch, host):
+    gpu = FakeGpu(monkeypatch, host)
+    found = timing.medians_on_gpu({"a": lambda: gpu.kernel(1e-5), "b": lambda: gpu.kernel(2e-4)}, 9)
+    assert found == {"a": pytest.approx(1e-5), "b": pytest.approx(2e-4)}
+    assert (gpu.slept > 0) == (host > 1e-5)
+
+
+# Tables
+
+
+def row(set_, strobe, unit="TFLOP/s", **more):
+    return {"set": set_, "d": 64, "s": 512, "causal": False, "unit": unit, "strobe": strobe, **more}
+
+
+ROWS = [
+    row("core36", 500.0, peers={"cudnn": 400.0, "fa2": 300.0}),
+    row("core36", 400.0, peers={"cudnn": 500.0, "fa2": 300.0}) | {"s": 1024},
+    row("small", 5.0, "µs", peers={"cudnn": 10.0}),
+    row("options", 400.0, option="mask", beside={"plain": 500.0}),
+    row("window", 400.0, beside={"causal": 500.0}),
+]
+RECORD = {
+    "device": "NVIDIA H200",
+    "date": "2026-11-21",
+    "commit": "1234567",
+    "versions": {"Strobe": "0.1.0"},
+    "repeats": 15,
+    "direction": "forward",
+    "rows": ROWS,
+}
+
+
+def test_ratios_costs_and_shares():
+    assert [report.ratio(x) for x in ROWS] == [1.25, 0.8, 2.0, None, None]
+    assert [report.beside(x) for x in ROWS] == ["", "", "", "+25%", "80%"]
+    assert report.mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
+
+
+def test_summary_names_the_lowest():
+    core, small, options, window = report.summary(ROWS, "forward")
+    assert core == "core36 forward: 1.00 of the best peer (geometric mean of 2), lowest 0.80 at d 64 s 1024; 1 of 2 at least 1"
+    assert small.startswith("small forward: 2.00 of the best peer")
+    assert options == "options forward: at worst +25% beside plain, at d 64 s 512 mask"
+    assert window == "window forward: at worst 80% beside causal, at d 64 s 512"
+
+
+def test_markdown(run, tmp_path):
+    file = tmp_path / "h200-forward.json"
+    file.write_text(json.dumps(RECORD))
+    done = run("report", file)
+    assert done.exit_code == 0, done.output
+    tables = [[line for line in part.splitlines() if line.startswith("|")] for part in done.output.split("\n\n")]
+    for table in filter(None, tables):
+        assert len({line.count("|") for line in table}) == 1, table
+    assert "| d64 | Strobe | 500 | 400 |" in done.output
+    assert "|  | **over the best** | **1.25** | **0.80** |" in done.output
+    assert "| d 64 s 512 mask | 400 | 500 | +25% |" in done.output
+    assert "NVIDIA H200, 2026-11-21, commit 1234567; Strobe 0.1.0; 15 calls a figure, median." in done.output
+
+
+def test_every_set_has_a_title():
+    assert set(report.TITLES) == set(SETS)
+
+
+def test_files_are_named_after_gpu_and_direction(tmp_path):
+    record = {name: x for name, x in RECORD.items() if name not in ("rows", "direction")}
+    command._write(tmp_path / "new", record, {"forward": ROWS, "backward": []})
+    written = {file.name: json.loads(file.read_text()) for file in (tmp_path / "new").iterdir()}
+    assert written == {"h200-forward.json": RECORD, "h200-backward.json": {**RECORD, "direction": "backward", "rows": []}}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_nothing_is_measured(run):
+    done = run("gpu")
+    assert done.exit_code == 2
+    assert "PyTorch sees no CUDA device here" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--set", "all"), "accepted are core36, gqa, "), (("--direction", "up"), "accepted are forward and backward")],
+)
+def test_what_is_accepted_is_said(run, arguments, message):
+    done = run("gpu", *arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", "").split())
+
+
+def test_the_documentation_has_the_figures_that_were_measured():
+    root = Path(__file__).parents[2]
+    files = [root / "bench" / "results" / f"h200-{direction}.json" for direction in ("forward", "backward")]
+    assert (root / "docs" / "h200.md").read_text() == report.page([json.loads(file.read_text()) for file in files]) + "\n"

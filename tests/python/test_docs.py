@@ -1,0 +1,21 @@
+"""The code on the documentation's pages runs, block after block."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("page", ["from-formula-to-kernel.md", "compat.md"])
+def test_the_code_runs(page):
+    torch.set_num_threads(1)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for number, code in enumerate(blocks):
+        exec(compile(code, f"{page}, block {number}", "exec"), names)

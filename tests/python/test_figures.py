@@ -1,0 +1,167 @@
+"""strobe figures: what is measured is what the labels say, and every figure is drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import strobe
+from strobe.cli import app
+from strobe.figures import clock, lengths, measure, rivals, traffic
+from strobe.figures.case import Setting, read_csv, write_csv
+
+CPU = Setting("cpu", True, 0.0)
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: CliRunner().invoke(app, ["figures", *map(str, arguments)], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Every figure in seconds."""
+    monkeypatch.setattr(measure, "_gpt2_medium", lambda setting: (1, 2, 64, 16))
+    monkeypatch.setattr(measure, "_blocks", lambda setting: ((1, 1, 64, 16), (16, 32)))
+    monkeypatch.setattr(measure, "SHARES", (1.0, 0.5))
+    monkeypatch.setattr(lengths, "LONGEST", {("cpu", True): 256})
+    monkeypatch.setattr(lengths, "_in_a_process", lambda setting, method: [lengths._measured(setting, method, 128)])
+    cases = measure.peers
+    monkeypatch.setitem(measure.FIGURES, "g", ("g-peers", lambda setting: cases(setting)[:1]))
+
+
+# the rivals
+
+
+@pytest.mark.parametrize("method", [rivals.MATH, rivals.MEGATRON, rivals.STROBE])
+def test_exact_rivals_compute_the_same(monkeypatch, method):
+    monkeypatch.setattr(rivals, "DROPOUT", 0.0)
+    given = rivals.inputs(method, (2, 3, 64, 16), "float32", "cpu")
+    attend = partial(rivals.sdpa("MATH", dropout=0.0)) if method == rivals.MATH else rivals.methods("cpu")[method]
+    q, k, v = given.leaves
+    expected = ((q.double() @ k.double().mT) / 4).masked_fill(~given.mask, -math.inf).softmax(-1) @ v.double()
+    torch.testing.assert_close(attend(*given.leaves, mask=given.mask).double(), expected, rtol=0, atol=1e-5)
+
+
+def test_the_fixed_pattern_is_child_et_als(monkeypatch):
+    """A query sees its own block, and the last c keys of every block."""
+    monkeypatch.setattr(rivals, "DROPOUT", 0.0)
+    monkeypatch.setattr(rivals, "FIXED_BLOCK", 16)
+    monkeypatch.setattr(rivals, "FIXED_SUMMARY", 4)
+    given = rivals.inputs(rivals.FIXED, (2, 2, 64, 16), "float32", "cpu")
+    i, j = torch.arange(64)[:, None], torch.arange(64)
+    seen = ((i // 16 == j // 16) | (j % 16 >= 12)) & given.mask
+    expected = strobe.attention(*given.leaves, mask=seen)
+    torch.testing.assert_close(rivals.fixed(*given.leaves, mask=given.mask), expected, rtol=0, atol=1e-5)
+
+
+def test_linformer_is_wang_et_als(monkeypatch):
+    monkeypatch.setattr(rivals, "DROPOUT", 0.0)
+    monkeypatch.setattr(rivals, "LINFORMER_RANK", 8)
+    given = rivals.inputs(rivals.LINFORMER, (1, 2, 32, 16), "float32", "cpu")
+    q, k, v, E, F = given.leaves
+    assert E.shape == F.shape == (8, 32)
+    keep = given.mask[0, 0, 0][:, None].float()
+    expected = (q @ (E @ (k * keep)).mT / 4).softmax(-1) @ (F @ (v * keep))
+    torch.testing.assert_close(rivals.linformer(*given.leaves, mask=given.mask), expected)
+    rivals.both(rivals.linformer, given)()  # the gradients of E and F, too
+
+
+@pytest.mark.parametrize("method", list(rivals.methods("cpu")))
+def test_every_rival_runs_forward_and_backward(method):
+    row = lengths._measured(CPU, method, 128)
+    assert row["seconds"] > 0, row
+    assert row["peak_bytes"] is not None
+
+
+# time, memory, traffic
+
+
+def test_refusals_are_kept_apart_from_times():
+    def fails():
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    def refuses():
+        raise NotImplementedError("no engine takes this problem:\ncpu-x: not today")
+
+    seconds, refusals = clock.times({"a": lambda: sum(range(10000)), "b": fails, "c": refuses}, Setting("cpu", True, 0.01))
+    assert list(seconds) == ["a"]
+    assert refusals == {"b": "out of memory", "c": "cpu-x: not today"}
+
+
+def test_memory_that_a_method_takes_is_limited(monkeypatch):
+    """Out of memory is found out by running out of it, in a process of its own."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    rows = lengths._in_a_process(CPU, rivals.STROBE)
+    assert [row["length"] for row in rows] == lengths.lengths(CPU)
+    assert all(row["seconds"] > 0 and row["note"] == "" for row in rows)
+
+
+def test_the_io_model_is_that_of_the_ladder():
+    """docs/ladder.md: N = 4096, d = 64, (64, 64): 151, 52 and 34 million numbers."""
+    n, d = 4096, 64
+    assert [round(f(n, d, 64, 64) / 1e6) for f in (traffic.naive, traffic.flash1, traffic.flash2)] == [151, 52, 34]
+    assert traffic.standard(n, d, False) > 60 * traffic.fused(n, d, False) / 4
+
+
+def test_counters_are_added_up_call_by_call():
+    header = '"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","lts__t_bytes.sum"'
+    units = '"","","byte","byte","byte"'
+    kernels = ['"0","gemm","1,000","10","7"', '"1","softmax","1","2","3"', '"2","spin_kernel(long)","9","9","9"', '"3","flash","5","6","7"']
+    output = "\n".join(["==PROF== Connected", header, units, *kernels, '"4","spin_kernel(long)","9","9","9"'])
+    assert traffic.parse(output) == [{"read": 1001, "written": 12, "cache": 10}, {"read": 5, "written": 6, "cache": 7}]
+
+
+def test_csv_keeps_numbers_and_gaps(tmp_path):
+    rows = [{"name": "a", "n": 3, "x": 0.25}, {"name": "b, c", "n": 4, "x": None, "note": "out of memory"}]
+    write_csv(tmp_path / "x.csv", rows)
+    assert read_csv(tmp_path / "x.csv") == [{**rows[0], "note": None}, rows[1]]
+
+
+# the command
+
+
+@pytest.mark.usefixtures("tiny")
+def test_every_figure_is_measured_and_drawn(run, tmp_path):
+    done = run("--quick", "--device", "cpu", "--budget", 0, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "machine.json").read_text())["torch"] == torch.__version__
+    for title, _ in measure.FIGURES.values():
+        rows = read_csv(tmp_path / f"{title}.csv")
+        assert all(row.get("note") in (None, "no GPU") for row in rows), rows
+        svg, png = (tmp_path / f"{title}.svg").read_text(), (tmp_path / f"{title}.png").read_bytes()
+        assert "one thread; PyTorch" in svg
+        assert len(svg) < 100_000
+        assert png.startswith(b"\x89PNG")
+        assert len(png) < 80_000
+
+
+@pytest.mark.usefixtures("tiny")
+def test_measuring_and_drawing_are_separate_steps(run, tmp_path):
+    assert run("--quick", "--device", "cpu", "--figure", "h", "--measure-only", "--budget", 0, "--out", tmp_path).exit_code == 0
+    assert not list(tmp_path.glob("*.png"))
+    before = (tmp_path / "h-fused.csv").read_bytes()
+    done = run("--draw-only", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in tmp_path.glob("*.png")] == ["h-fused.png"]
+    assert (tmp_path / "h-fused.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--figure", "z"), "'z'; accepted are a, b, c, de, f, g, h"),
+        (("--measure-only", "--draw-only"), "accepted is one of the two"),
+        (("--device", "tpu"), "accepted are cpu and cuda"),
+        (("--draw-only",), "nothing was measured there"),
+    ],
+)
+def test_refusals(run, tmp_path, arguments, message):
+    done = run(*arguments, "--out", tmp_path / "none")
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", "").split())

@@ -1,0 +1,338 @@
+"""Hyperbolic attention and the maps between the models of hyperbolic space, against their formulas written out."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import strobe
+from check import available_engines, takes
+from device import DEVICE
+from strobe import hyperbolic as h
+
+MODELS, AGGREGATES = ("lorentz", "poincare"), ("centroid", "midpoint")
+
+
+def ball(*shape: int, radius: float = 0.9) -> Tensor:
+    """Points of the unit ball, evenly by their distance from its middle."""
+    x = torch.randn(shape, dtype=torch.float64)
+    return radius * torch.rand(*shape[:-1], 1, dtype=torch.float64) * x / x.norm(dim=-1, keepdim=True)
+
+
+def poincare_distance(x: Tensor, y: Tensor) -> Tensor:
+    gap = ((x - y) ** 2).sum(-1)
+    return torch.acosh(1 + 2 * gap / ((1 - (x**2).sum(-1)) * (1 - (y**2).sum(-1))))
+
+
+def formulas(q: Tensor, k: Tensor, v: Tensor, beta: float, c: float, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(B, H, S, n) of Poincaré's ball: distances by its own formula, Einstein's midpoint in Klein's model, as Gulcehre et al. write it."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = -beta * poincare_distance(q[:, :, :, None], k[:, :, None]) - c
+    if seen is not None:
+        s = s.masked_fill(~seen, -torch.inf)
+    klein = 2 * v / (1 + (v**2).sum(-1, keepdim=True))
+    gamma = 1 / (1 - (klein**2).sum(-1)).sqrt()
+    weights = s.softmax(-1) * gamma[:, :, None]
+    mean = weights @ klein / weights.sum(-1, keepdim=True)
+    return mean / (1 + (1 - (mean**2).sum(-1, keepdim=True)).sqrt()), s.logsumexp(-1)
+
+
+# The space
+
+
+def test_maps_lead_back_and_keep_distances():
+    x, y = ball(50, 5), ball(50, 5)
+    assert h.lorentz_product(h.poincare_to_lorentz(x), h.poincare_to_lorentz(x)).sub(-1).abs().max() < 1e-12
+    ways = {
+        "lorentz": h.lorentz_to_poincare(h.poincare_to_lorentz(x)),
+        "klein": h.klein_to_poincare(h.poincare_to_klein(x)),
+        "lorentz and klein": h.klein_to_poincare(h.lorentz_to_klein(h.poincare_to_lorentz(x))),
+        "klein and lorentz": h.lorentz_to_poincare(h.klein_to_lorentz(h.poincare_to_klein(x))),
+    }
+    for way, back in ways.items():
+        torch.testing.assert_close(back, x, msg=way, atol=1e-12, rtol=0)
+    lifted = h.lift(h.poincare_to_lorentz(x)[:, 1:])
+    torch.testing.assert_close(lifted, h.poincare_to_lorentz(x), atol=1e-12, rtol=0)
+    torch.testing.assert_close(h.distance(h.poincare_to_lorentz(x), h.poincare_to_lorentz(y)), poincare_distance(x, y))
+    origin = torch.zeros(1, 5, dtype=torch.float64)
+    torch.testing.assert_close(h.distance(h.exp_map(4 * x), h.lift(origin)), 4 * x.norm(dim=-1))
+    assert torch.equal(h.exp_map(origin), h.lift(origin))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [h.poincare_to_lorentz, h.klein_to_lorentz, h.poincare_to_klein, h.klein_to_poincare, h.lift, h.exp_map],
+    ids=lambda f: f.__name__,
+)
+def test_gradients_of_maps_of_the_ball(function):
+    x = ball(4, 3)
+    x[0] = 0
+    assert torch.autograd.gradcheck(function, x.requires_grad_())
+
+
+@pytest.mark.parametrize("function", [h.lorentz_to_poincare, h.lorentz_to_klein, h.centroid], ids=lambda f: f.__name__)
+def test_gradients_of_maps_of_the_hyperboloid(function):
+    x = (3 * h.poincare_to_lorentz(ball(4, 3))).requires_grad_()
+    assert torch.autograd.gradcheck(function, x)
+
+
+def test_distance_has_gradient_0_at_0_and_hides_no_nan():
+    x = h.poincare_to_lorentz(ball(6, 3))
+    x[0] = torch.tensor([1.25, 0.75, 0, 0])  # whose Lorentz product with itself is -1 to the bit
+    x[1] = torch.nan
+    q, k = x.clone().requires_grad_(), x.flip(0).clone().requires_grad_()
+    assert h.distance(x[0], x[0]) == 0
+    assert torch.autograd.grad(h.distance(x[0].clone().requires_grad_(), q[0]), q)[0].eq(0).all()
+    assert h.distance(q, k).isnan().tolist() == [False, True, False, False, True, False]
+    assert torch.autograd.gradcheck(h.distance, (q[2:4].detach().requires_grad_(), k[2:4].detach().requires_grad_()))
+
+
+def test_numpy_has_the_same_maps():
+    x = ball(20, 4)
+    for name in ("poincare_to_lorentz", "klein_to_lorentz", "poincare_to_klein", "klein_to_poincare", "lift", "exp_map"):
+        f = getattr(h, name)
+        np.testing.assert_allclose(f(x.numpy()), f(x).numpy(), atol=1e-13)
+    y = h.poincare_to_lorentz(x)
+    for name in ("lorentz_to_poincare", "lorentz_to_klein", "centroid"):
+        f = getattr(h, name)
+        np.testing.assert_allclose(f(y.numpy()), f(y).numpy(), atol=1e-13)
+    np.testing.assert_allclose(h.distance(y.numpy(), y.numpy()[::-1]), h.distance(y, y.flip(0)).numpy(), atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_once(dtype):
+    x = ball(50, 5, radius=0.6).to(dtype)
+    y = h.poincare_to_lorentz(x)
+    assert y.dtype == dtype
+    assert torch.equal(y, h.poincare_to_lorentz(x.float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_centroid_stays_on_the_hyperboloid(dtype):
+    """Far out -<x, x>_L is a small difference of large squares, which rounding may take below 0."""
+    x = h.lift(torch.linspace(0, 200, 300, dtype=torch.float64)[:, None] * torch.tensor([[0.6, -0.8]], dtype=torch.float64)).to(dtype)
+    y = h.centroid(x)
+    assert y.isfinite().all()
+    time = (1 + (y[:, 1:].double() ** 2).sum(-1)).sqrt()
+    assert ((y[:, 0].double() / time - 1).abs() <= 4 * torch.finfo(dtype).eps).all()
+    near = time < 3
+    assert ((y[near].double() - x[near].double()).norm(dim=-1) <= 30 * torch.finfo(dtype).eps * time[near]).all()
+
+
+# Attention
+
+
+@pytest.mark.parametrize(("model", "aggregate"), [*itertools.product(MODELS, AGGREGATES)])
+@pytest.mark.parametrize("heads_kv", [4, 2, 1])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_attention_is_the_formulas(model, aggregate, heads_kv, layout):
+    q, k, v = ball(2, 4, 9, 3), ball(2, heads_kv, 13, 3), ball(2, heads_kv, 13, 5)
+    dout = torch.randn(2, 4, 9, 5, dtype=torch.float64)
+    causal = torch.ones(9, 13, dtype=torch.bool).tril(4)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected, lse = formulas(*leaves, 1.7, 0.3, causal)
+    wanted = torch.autograd.grad(expected, leaves, dout)
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    inputs = [x.transpose(1, 2) if layout == "bshd" else x for x in leaves]
+    if model == "lorentz":
+        inputs = [h.poincare_to_lorentz(x) for x in inputs]
+    result, own_lse = strobe.hyperbolic_attention(
+        *inputs, beta=1.7, c=0.3, model=model, aggregate=aggregate, layout=layout, causal=True, return_lse=True
+    )
+    if model == "lorentz":
+        result = h.lorentz_to_poincare(result)
+    result = result.transpose(1, 2) if layout == "bshd" else result
+    torch.testing.assert_close(result, expected)
+    for name, gradient, right in zip("qkv", torch.autograd.grad(result, leaves, dout), wanted, strict=True):
+        torch.testing.assert_close(gradient, right, msg=f"d{name}", rtol=1e-6, atol=1e-9)
+    if aggregate == "centroid":
+        torch.testing.assert_close(own_lse, lse)
+    else:  # the bias log gamma is a part of it
+        gamma = h.poincare_to_lorentz(v)[..., 0].repeat_interleave(4 // heads_kv, 1)
+        s = -1.7 * poincare_distance(q[:, :, :, None], k.repeat_interleave(4 // heads_kv, 1)[:, :, None]) - 0.3 + gamma[:, :, None].log()
+        torch.testing.assert_close(own_lse, s.masked_fill(~causal, -torch.inf).logsumexp(-1))
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("most", [None, 11])
+def test_packed_sequences(aggregate, most):
+    lengths_q, lengths_k = [3, 0, 7, 2], [5, 4, 11, 0]
+    cu_q, cu_k = (torch.tensor([0, *np.cumsum(n)], dtype=torch.int32) for n in (lengths_q, lengths_k))
+    q, k, v = ball(12, 4, 3), ball(20, 2, 3), ball(20, 2, 3)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    options = {"model": "poincare", "aggregate": aggregate, "beta": 0.8}
+    out = strobe.hyperbolic_attention(*leaves, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_k=most, **options)
+    parts = []
+    for b in range(4):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        if not lengths_k[b]:
+            parts.append(torch.zeros(lengths_q[b], 4, 3, dtype=torch.float64))  # the origin
+            continue
+        one = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
+        parts.append(formulas(*one, 0.8, 0.0)[0][0].transpose(0, 1))
+    expected = torch.cat(parts)
+    torch.testing.assert_close(out, expected)
+    dout = torch.randn_like(out)
+    for gradient, right in zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_bias_joins_the_midpoints(model):
+    q, k, v, bias = ball(1, 2, 5, 3), ball(1, 2, 6, 3), ball(1, 2, 6, 3), torch.randn(1, 2, 5, 6, dtype=torch.float64)
+    points = [h.poincare_to_lorentz(x) if model == "lorentz" else x for x in (q, k, v)]
+    by = [strobe.hyperbolic_attention(*points, model=model, aggregate=aggregate, bias=bias) for aggregate in AGGREGATES]
+    torch.testing.assert_close(*by)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_a_query_without_keys_has_the_origin_and_no_gradient(aggregate):
+    q, k, v = (ball(1, 1, 4, 3).requires_grad_() for _ in range(3))
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    mask[..., 2, :] = False
+    out = strobe.hyperbolic_attention(q, k, v, model="poincare", aggregate=aggregate, mask=mask)
+    assert (out[0, 0, 2] == 0).all()
+    dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+    assert (dq[0, 0, 2] == 0).all()
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_dropout_gives_the_midpoint_of_what_is_kept(aggregate):
+    q, k, v = ball(2, 2, 30, 3), ball(2, 2, 40, 3), ball(2, 2, 40, 3)
+    keep = strobe.dropout_mask((2, 2, 30, 40), 0.7, seed=5)
+    out = strobe.hyperbolic_attention(q, k, v, model="poincare", aggregate=aggregate, dropout=0.7, seed=5)
+    torch.testing.assert_close(out, formulas(q, k, v, 1.0, 0.0, keep)[0])
+
+
+def test_numpy():
+    q, k, v = ball(2, 4, 9, 3), ball(2, 2, 13, 3), ball(2, 2, 13, 3)
+    for model, aggregate in itertools.product(MODELS, AGGREGATES):
+        points = [h.poincare_to_lorentz(x) if model == "lorentz" else x for x in (q, k, v)]
+        out = strobe.hyperbolic_attention(*points, model=model, aggregate=aggregate)
+        np.testing.assert_allclose(
+            strobe.hyperbolic_attention(*(x.numpy() for x in points), model=model, aggregate=aggregate), out.numpy(), atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_compiled(aggregate):
+    q, k, v = (ball(1, 2, 8, 3).float().requires_grad_() for _ in range(3))
+
+    def call(q, k, v):
+        return strobe.hyperbolic_attention(q, k, v, model="poincare", aggregate=aggregate, beta=1.5, causal=True)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    expected, out = call(q, k, v), compiled(q, k, v)
+    torch.testing.assert_close(out, expected)
+    for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"model": "klein"}, "model: 'klein'; accepted is 'lorentz' or 'poincare'"),
+        ({"aggregate": "mean"}, "aggregate: 'mean'; accepted is 'centroid' or 'midpoint'"),
+        ({"c": float("inf")}, "c: inf; accepted is a finite number"),
+        ({"c": "1"}, "c: '1'; accepted is a finite number"),
+        ({"beta": 0.0}, "beta: 0; accepted with a hyperbolic score is a positive finite number"),
+        ({"beta": -1}, "beta: -1; accepted"),
+        ({"scale": 0.5}, "scale: 0.5; accepted is none"),
+        ({"softcap": 5.0}, "softcap: 5.0; accepted is none"),
+        ({"score": "hyperbolic"}, "score: 'hyperbolic'; accepted is none"),
+    ],
+)
+def test_bad_arguments_are_named(options, named):
+    x = h.lift(torch.zeros(1, 1, 2, 3))
+    with pytest.raises(ValueError, match="^" + named.replace("(", r"\(")):
+        strobe.hyperbolic_attention(x, x, x, **options)
+
+
+def test_bad_kinds_are_named():
+    x = h.lift(torch.zeros(1, 1, 2, 3))
+    for arguments, named in (((None, x, x), "q"), ((x, x.numpy(), x), "k"), ((x, x, 3), "v")):
+        with pytest.raises(TypeError, match=f"^{named}: "):
+            strobe.hyperbolic_attention(*arguments, model="poincare")
+    with pytest.raises(ValueError, match="^k: "):
+        strobe.hyperbolic_attention(x, x[..., :2], x, aggregate="midpoint")
+    with pytest.raises(ValueError, match="^v: "):
+        strobe.hyperbolic_attention(x, x, x[0], aggregate="midpoint")
+
+
+# The score near its cusp, on every engine
+
+
+def engines(dtype: torch.dtype) -> list[str]:
+    return [engine for engine in available_engines() if takes(engine, dtype)]
+
+
+def scores_by(engine: str, q: Tensor, k: Tensor, beta: float) -> Tensor:
+    """(Sq, Sk) of one head: LSE of each key alone."""
+    n = k.shape[2]
+    alone = k[0, 0, :, None, None].expand(n, 1, 1, k.shape[3])
+    queries = q[:, :, None].expand(n, 1, 1, *q.shape[2:]).squeeze(2)
+    options = {"score": "hyperbolic", "beta": beta, "engine": engine, "return_lse": True}
+    return strobe.attention(queries.to(DEVICE), alone.to(DEVICE), alone.to(DEVICE), **options)[1][:, 0].T.cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("radius", [1e-4, 1e-2, 1.0, 30.0])
+def test_scores_are_within_the_stated_error(dtype, radius):
+    """docs/hyperbolic.md: x is off by delta = D eps sum |q_i k_i|, so d by min(sqrt(2 delta), delta / sinh d), and by 4 eps max(1, d)
+    besides."""
+    base = torch.randn(1, 1, 1, 15, dtype=torch.float64) * radius
+    q, k = (h.lift(base + torch.randn(1, 1, 24, 15, dtype=torch.float64) * radius * 1e-2).to(dtype) for _ in range(2))
+    k[:, :, :8] = q[:, :, :8]
+    flipped = torch.cat([-q[..., :1], q[..., 1:]], -1)
+    beta, eps = 1.5, torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
+    y = -(flipped.double() @ k.double().transpose(-1, -2))[0, 0]
+    size = (q.double().abs() @ k.double().abs().transpose(-1, -2))[0, 0]
+    t = (y - 1).clamp(min=0)
+    sinh = (t * (t + 2)).sqrt()
+    d = torch.log1p(t + sinh)
+    for engine in engines(dtype):
+        planes = 2.0**-16 if engine == "cpu-amx" and dtype == torch.float16 else 0.0  # of two bf16, whose smallest product is left out
+        delta = (16 * eps + planes) * size
+        within = torch.minimum((2 * delta).sqrt(), delta / sinh) + 4 * eps * d.clamp(min=1)
+        off = (scores_by(engine, flipped, k, beta).double() + beta * d).abs() / beta
+        assert (off <= within).all(), f"{engine}: {(off / within).max()} of what is stated"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_at_the_cusp_the_gradient_is_0(dtype):
+    """Points whose Lorentz products with themselves are -1 to the bit, and products beyond it."""
+    points = torch.tensor([[1.0, 0, 0], [1.25, 0.75, 0], [1.25, 0, -0.75], [2.125, 1.875, 0]], dtype=dtype, device=DEVICE)
+    v, dout = (torch.randn(4, 1, 5, 3, device=DEVICE).to(dtype) for _ in range(2))
+    for engine, shrink in itertools.product(engines(dtype), (1.0, 0.5, -1.0)):
+        k = (shrink * points)[:, None, None].expand(4, 1, 5, 3).clone().requires_grad_()
+        q = (points * torch.tensor([-1, 1, 1], dtype=dtype, device=DEVICE))[:, None, None].expand(4, 1, 5, 3).clone().requires_grad_()
+        out, lse = strobe.attention(q, k, v, score="hyperbolic", beta=3.0, shift=0.5, engine=engine, return_lse=True)
+        torch.testing.assert_close(lse, torch.full_like(lse, float(np.log(5)) - 0.5))
+        torch.testing.assert_close(
+            out.double(), v.double().mean(2, keepdim=True).expand(out.shape), atol=2 * torch.finfo(dtype).eps, rtol=0
+        )
+        try:
+            dq, dk = torch.autograd.grad(out, (q, k), dout)
+        except NotImplementedError:
+            continue  # forward only
+        assert (dq == 0).all(), engine
+        assert (dk == 0).all(), engine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_far_points_and_nan(dtype):
+    """Distances whose hyperbolic cosine has a square beyond float32; NaN stays."""
+    q = torch.tensor([[-1.0, 0], [torch.nan, 0]], dtype=dtype, device=DEVICE).expand(1, 1, 2, 2)
+    k = torch.tensor([1e10, 1e19, 1e30, 1e38], dtype=torch.float32, device=DEVICE)[:, None, None, None].expand(4, 1, 1, 2).to(dtype)
+    for engine in engines(dtype):
+        lse = strobe.attention(q.expand(4, 1, 2, 2), k, k, score="hyperbolic", engine=engine, return_lse=True)[1]
+        expected = -torch.log(2 * k[:, 0, 0, 0].double()).cpu()
+        torch.testing.assert_close(lse[:, 0, 0].double().cpu(), expected, rtol=1e-6, atol=0, msg=engine)
+        assert lse[:, 0, 1].isnan().all(), engine

@@ -1,0 +1,68 @@
+"""``strobe tune`` without a GPU: what it would measure, and the table that it writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from strobe import _tuning
+from strobe.cli import app
+from strobe.cli.tune import Case, Shape, cases
+
+ABOUT = {"format": 1, "device": "Fake 1", "kernels": "0123"}
+
+
+def entry(tile: int, **key):
+    case = Case("cuda-mma", Shape(1, 8, 2, 128, 512, 64, 32), "bfloat16", False, True, False)
+    return case.key() | key | {"tile_q": tile, "tile_k": tile, "seconds": 1.0, "usual_seconds": 2.0}
+
+
+def test_shapes():
+    assert Shape.parse("2,8,128,64") == (2, 8, 8, 128, 128, 64, 64)
+    assert Shape.parse("2,8,4,1,4096,128,64") == (2, 8, 4, 1, 4096, 128, 64)
+    for wrong in ("", "2,8,128", "2,8,128,0", "2,8,128,x", "2,8,4,1,4096"):
+        with pytest.raises(typer.BadParameter, match="accepted is B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv"):
+            Shape.parse(wrong)
+
+
+def test_every_case_is_a_key_of_its_own():
+    shapes = [Shape.parse(written) for written in ("2,8,128,64", "2,8,4,1,4096,128,64")]
+    all_cases = list(cases(shapes, ("bfloat16", "float16"), ("cuda-mma", "cuda-sm90"), ("forward", "backward"), False))
+    assert len(all_cases) == 2 * 2 * 2 * 2 * 2
+    assert len({json.dumps(case.key()) for case in all_cases}) == len(all_cases)
+    assert len({str(case) for case in all_cases}) == len(all_cases)
+    assert set(all_cases[0].key()) == set(_tuning.KEY)
+
+
+def test_a_table_keeps_what_was_not_measured_again(tmp_path):
+    file = tmp_path / "folder" / "table.json"
+    first, second, third = (entry(tile, queries=tile) for tile in (16, 32, 64))
+    _tuning.write(file, ABOUT, [first, second], [first, second])
+    assert json.loads(file.read_text()) == {**ABOUT, "entries": [first, second]}
+    better = {**first, "tile_q": 128}
+    _tuning.write(file, ABOUT, [first, third], [better, third])
+    assert json.loads(file.read_text())["entries"] == [second, better, third]
+    _tuning.write(file, ABOUT, [second], [])  # the usual tile is the fastest now
+    assert json.loads(file.read_text())["entries"] == [better, third]
+    assert [path.name for path in file.parent.iterdir()] == ["table.json"]
+
+
+@pytest.mark.parametrize("old", ["", "{", "[]", "null", '{"entries": 3}', json.dumps({**ABOUT, "kernels": "4567", "entries": [entry(16)]})])
+def test_a_table_that_is_no_use_is_replaced(tmp_path, old):
+    file = tmp_path / "table.json"
+    file.write_text(old)
+    _tuning.write(file, ABOUT, [entry(32)], [entry(32)])
+    assert json.loads(file.read_text()) == {**ABOUT, "entries": [entry(32)]}
+
+
+def test_without_a_gpu_it_says_so():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: tests/gpu/test_tune.py")
+    result = CliRunner().invoke(app, ["tune"])
+    assert result.exit_code == 2
+    assert "PyTorch sees no CUDA device here" in result.output
