@@ -18,7 +18,7 @@ NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src p
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-cpp test-python test-long test-gpu sanitize bench-gpu figures prewarm lint format sanitize-cpu cross bench wheel clean
+.PHONY: help setup train test test-cpp test-python test-long test-gpu sanitize bench-gpu bench-report prewarm lint format sanitize-cpu cross bench wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -93,8 +93,8 @@ sanitize: setup ## compute-sanitizer over a cover of the contract on a GPU
 bench-gpu: setup ## speed on a GPU beside PyTorch's backends, in one run; figures in bench/results
 	$(BIN)/strobe bench gpu --results bench/results $(ARGS)
 
-figures: $(VENV)/.package ## docs/figures.md from bench/results
-	$(BIN)/strobe bench report bench/results/h200-forward.json bench/results/h200-backward.json > docs/figures.md
+bench-report: $(VENV)/.package ## docs/h200.md from bench/results
+	$(BIN)/strobe bench report bench/results/h200-forward.json bench/results/h200-backward.json > docs/h200.md
 
 cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
 	tests/cross/run $(CMAKE) $(JOBS)

@@ -12,8 +12,8 @@ template <RowsConfig C> struct RowTile {
   i32 batch, head, rows;
   i64 row, index, number; // of its first row in the tensors and in contiguous scratch; of the tile
 
-  __device__ __forceinline__ explicit RowTile(const Inputs &in, u32 index = blockIdx.x) {
-    u32 tiles = (u32)div_up(in.seqlen_q, C.tile_q), pair = index / tiles, tile = index % tiles;
+  __device__ __forceinline__ explicit RowTile(const Inputs &in, u32 block = blockIdx.x) {
+    u32 tiles = (u32)div_up(in.seqlen_q, C.tile_q), pair = block / tiles, tile = block % tiles;
     batch = (i32)(pair / in.heads), head = (i32)(pair % in.heads);
     Sequence s = in.sequence(batch);
     i64 begin = (i64)tile * C.tile_q;

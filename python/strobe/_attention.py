@@ -87,14 +87,13 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     docs/semantics.md has the formulas.
     """
     framework = known_framework(q)
-    if framework is not None and isinstance(return_lse, bool) and (found := framework.again(q, k, v, options)) is not None:
-        out, lse = found
-        return (out, lse) if return_lse else out
+    if framework is not None and isinstance(return_lse, bool) and (found := framework.again(q, k, v, return_lse, options)) is not None:
+        return (found[0], found[1]) if return_lse else found[0]
     wrong: Wrong = []
     flag(wrong, "return_lse", return_lse)
     framework, p = _prepared("attention", q, k, v, options, wrong)
     out, lse = framework.forward(p)
-    framework.remember(q, k, v, options, p)
+    framework.remember(q, k, v, return_lse, options, p, out, lse)
     return (out, lse) if return_lse else out
 
 

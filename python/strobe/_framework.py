@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._core import lib
@@ -37,12 +37,14 @@ class Framework(ABC):
         """The arrays as forward() hands them on."""
         return arrays
 
-    def again(self, q: Array, k: Array, v: Array, given: Mapping[str, Any]) -> Iterable[Array] | None:
-        """out and lse of a call of attention() that is known from one before; None if it is not."""
+    def again(self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any]) -> Sequence[Array] | None:
+        """out, and lse if it is to be returned, of a call of attention() that is known from one before; None if it is not."""
         return None
 
-    def remember(self, q: Array, k: Array, v: Array, given: Mapping[str, Any], p: Prepared) -> None:
-        """For again(): a call of attention() that was made."""
+    def remember(
+        self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any], p: Prepared, out: Array, lse: Array
+    ) -> None:
+        """For again(): a call of attention() that was made, and its results."""
         return
 
     @abstractmethod
@@ -117,9 +119,9 @@ def known_framework(x: object) -> Framework | None:
     """For arrays of x's kind; None if it is no array. Imports neither torch nor NumPy: whoever has an array has done so."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        from ._torch import TORCH
+        import strobe._torch  # every call comes by here, and "from" takes a microsecond more
 
-        return TORCH
+        return strobe._torch.TORCH
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(x, numpy.ndarray):
         from ._numpy import NUMPY

@@ -28,10 +28,10 @@ class Memory(dict[Key, T], Generic[T]):
         self[key] = x
 
 
-def signature(tensors: Iterable[Tensor], options: Mapping[str, Any]) -> tuple[Key, list[int]] | None:
-    """All that decides what runs, and the addresses, which do not: those of `tensors`, then those of the tensors among the options.
+def signature(tensors: Iterable[Tensor], options: Mapping[str, Any], *more: object) -> tuple[Key, list[int]] | None:
+    """All that decides what runs, `more` among it; and the addresses, which do not, of `tensors` and then of the tensors among the options.
     None if there is something else among them than plain tensors and scalars."""
-    key: list[Any] = []
+    key: list[Any] = [torch.get_num_threads(), *more]
     addresses: list[int] = []
     for x in tensors:
         if type(x) not in PLAIN or x.layout is not torch.strided:
@@ -51,7 +51,6 @@ def signature(tensors: Iterable[Tensor], options: Mapping[str, Any]) -> tuple[Ke
             key += (name, *map(type, x), x)
         else:
             return None
-    key.append(torch.get_num_threads())
     return tuple(key), addresses
 
 

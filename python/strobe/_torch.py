@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -47,8 +47,8 @@ class Torch(Framework):
             return _autocast(arrays, torch.get_autocast_dtype(device))
         return arrays
 
-    def again(self, q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]) -> Iterable[Tensor] | None:
-        if not _is_alone() or (found := signature((q, k, v), given)) is None:
+    def again(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> Sequence[Tensor] | None:
+        if not _is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
             return None
         key, addresses = found
         known = _attention_calls.get(key)
@@ -58,16 +58,18 @@ class Torch(Framework):
             return _differentiable_forward(q, k, v, **_tensors(given), **known.options)
         return known.ready.run(addresses)
 
-    def remember(self, q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], p: Prepared) -> None:
-        if not _is_alone() or (found := signature((q, k, v), given)) is None:
+    def remember(
+        self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any], p: Prepared, out: Tensor, lse: Tensor
+    ) -> None:
+        if not _is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
             return
-        tensors = _tensors(given)
-        if [*p.arrays] != ["q", "k", "v", *tensors]:
-            return  # some are made anew for each call
-        alike = signature((q, k, v), tensors | p.options)
-        if alike is not None and (ready := _forward_calls.get(alike[0])) is not None and not torch.is_autocast_enabled(q.device.type):
-            tracked = any(x.requires_grad for x in p.arrays.values())
-            _attention_calls.keep(found[0], _Known(p.options, tracked, ready))
+        if [*p.arrays] != ["q", "k", "v", *_tensors(given)] or p.options.get("engine") == _run.ORACLE:
+            return  # some tensors are made anew for each call, or results have another dtype first
+        if not (q.is_cpu or q.is_cuda) or torch.is_autocast_enabled(q.device.type):
+            return
+        made = {"out": out.detach(), "lse": lse.detach()} if return_lse else {"out": out.detach()}
+        tracked = any(x.requires_grad for x in p.arrays.values())
+        _attention_calls.keep(found[0], _Known(p.options, tracked, _made_ready(p, {}, made, FORWARD)))
 
     def forward(self, p: Prepared) -> tuple[Tensor, Tensor]:
         arrays = self.autocast(p.arrays)
@@ -237,10 +239,14 @@ def _repeated(
     if (ready := calls.get(key)) is not None:
         return ready.run(addresses)
     made = results()
-    threads = p.options.get("threads") or torch.get_num_threads()
-    ready = Ready((*known, *p.arrays), made, _run.call(TORCH, p, known, made), direction, threads)
+    ready = _made_ready(p, known, made, direction)
     calls.keep(key, ready)
     return ready.run(addresses, list(made.values()))
+
+
+def _made_ready(p: Prepared, known: dict[str, Tensor], made: dict[str, Tensor], direction: int) -> Ready:
+    threads = p.options.get("threads") or torch.get_num_threads()
+    return Ready((*known, *p.arrays), made, _run.call(TORCH, p, known, made), direction, threads)
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
@@ -262,9 +268,7 @@ def _run_backward(
 ) -> list[Tensor]:
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     p, names = _prepared(q, k, v, given), _names(needed)
-    signed = signature((*known.values(), q, k, v), given)
-    if signed is not None:
-        signed = ((*signed[0], *names), signed[1])
+    signed = signature((*known.values(), q, k, v), given, *names)
     found = _repeated(_backward_calls, BACKWARD, signed, p, known, lambda: _run.gradients(TORCH, p, names))
     return found if found is not None else list(_run.backward(TORCH, p, known, names).values())
 

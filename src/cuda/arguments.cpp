@@ -53,7 +53,7 @@ Features features_of(const Problem &p) {
   f.bias = p.bias ? i32(p.bias.dtype) : 0;
   f.alibi = bool(p.alibi_slopes);
   f.function = p.score == ScoreFunction::hyperbolic ? kHyperbolic : p.softcap > 0 ? kSoftcap : kLinear;
-  f.scaled = !(p.scale > 1e-30 && p.scale < 1e30);
+  f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale < 1e30);
   f.dropout = p.dropout > 0;
   return f;
 }

@@ -274,4 +274,4 @@ def test_what_is_accepted_is_said(run, arguments, message):
 def test_the_documentation_has_the_figures_that_were_measured():
     root = Path(__file__).parents[2]
     files = [root / "bench" / "results" / f"h200-{direction}.json" for direction in ("forward", "backward")]
-    assert (root / "docs" / "figures.md").read_text() == report.page([json.loads(file.read_text()) for file in files]) + "\n"
+    assert (root / "docs" / "h200.md").read_text() == report.page([json.loads(file.read_text()) for file in files]) + "\n"

@@ -105,8 +105,10 @@ def command(
     if jobs:
         major, minor = torch.cuda.get_device_capability()
         with console.status("compiling kernels"):
-            calls = compile_all([group for of_set in groups.values() for group in of_set], 10 * major + minor, jobs)
+            calls, failures = compile_all([group for of_set in groups.values() for group in of_set], 10 * major + minor, jobs)
         console.print(f"the kernels of {calls} calls: {time.perf_counter() - began:.0f} s")
+        for failure in dict.fromkeys(failures):
+            console.print(f"[yellow]not compiled[/yellow] {failure}", soft_wrap=True, highlight=False)
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -127,6 +129,8 @@ def command(
             absent |= {f"{run} {group.direction}: {why}" for run, why in found.absent.items()}
             wrong |= any(row.strobe in found.absent for row in group.rows)
             torch.cuda.empty_cache()
+            if results:
+                _write(results, record, rows)  # what is measured is kept, whatever becomes of the rest
         for file, of_file in rows.items():
             if measured := [row for row in of_file if row["set"] == name]:
                 heads, lines = report.columns(measured)
@@ -137,8 +141,6 @@ def command(
         for why in sorted(absent):
             console.print(f"[yellow]not measured[/yellow] {why}", soft_wrap=True, highlight=False)
         console.print(f"{name}: {time.perf_counter() - begin:.1f} s")
-        if results:
-            _write(results, record, rows)
     for file, of_file in rows.items():
         console.print(*report.summary(of_file, file), sep="\n", soft_wrap=True)
     if wrong:

@@ -15,8 +15,8 @@ from strobe.cli.gpu.problem import FEATURES
 from strobe.cli.gpu.sets import Group, Run
 
 
-def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int) -> int:
-    """How many calls' kernels are there now."""
+def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int) -> tuple[int, list[str]]:
+    """How many calls' kernels were seen to, and what went wrong; that is tried again when the call is timed."""
     of_strobe = {(run, g.direction): None for g in groups for run in g.runs.values() if run.who not in contestants.PEERS}
     of_fa4 = {
         (run.problem._replace(batch=1, seqlen=1024), g.direction): Group(g.set, g.direction, {"fa4": run}, [])
@@ -29,9 +29,8 @@ def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int) -> 
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         done = [pool.submit(_of_fa4, group) for group in of_fa4.values()]  # the slowest first
         done += [pool.submit(_of_strobe, run, direction, compute_capability) for run, direction in shuffled]
-        for future in done:
-            future.result()
-    return len(done)
+        wrong = [str(error) for future in done if (error := future.exception())]
+    return len(done), wrong
 
 
 def _of_strobe(run: Run, direction: str, compute_capability: int) -> None:

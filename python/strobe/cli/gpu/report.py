@@ -132,9 +132,9 @@ def _length(s: int) -> str:
 
 
 _METHOD = """\
-Written by `make figures` from what `make bench-gpu` left in bench/results, not by hand. FLOP: 4·B·H·S²·D forward, 2.5 times that backward,
-half when causal. Times are the GPU's own, by CUDA events: under load, in shuffled order in one run, each call with an L2 cache of other
-data. cuDNN, FlashAttention-2 and memory-efficient are PyTorch's. Everyone gets the memory layout that it likes."""
+Written by `make bench-report` from what `make bench-gpu` left in bench/results, not by hand. FLOP: 4·B·H·S²·D forward, 2.5 times that
+backward, half when causal. Times are the GPU's own, by CUDA events: under load, in shuffled order in one run, each call with an L2 cache of
+other data. cuDNN, FlashAttention-2 and memory-efficient are PyTorch's. Everyone gets the memory layout that it likes."""
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:

@@ -1,0 +1,142 @@
+"""The Hopper forward, by name: every tile, what is hidden, scores that rise, keys that are split; held to the oracle."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import strobe
+from cases import Inputs, call
+from check import Yardstick, available_engines, oracle
+from device import on_device
+
+pytestmark = pytest.mark.skipif("cuda-sm90" not in available_engines(), reason="no Hopper GPU")
+BF16, F16 = torch.bfloat16, torch.float16
+NAN, INF = torch.nan, torch.inf
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (80, 112), (40, 24)]
+
+
+def forward(inputs: Inputs, **how: Any) -> dict[str, torch.Tensor]:
+    there = on_device(inputs, "cuda")
+    out, lse = strobe.attention(there.q, there.k, there.v, engine="cuda-sm90", return_lse=True, **there.options, **how)
+    return {"out": out.cpu(), "lse": lse.cpu()}
+
+
+def faults(inputs: Inputs, **how: Any) -> list[str]:
+    return Yardstick(inputs).faults(forward(inputs, **how))
+
+
+def explained(inputs: Inputs, **how: Any) -> str:
+    there = on_device(inputs, "cuda")
+    return strobe.explain(there.q, there.k, there.v, engine="cuda-sm90", **there.options, **how)
+
+
+def lengths(*each: int) -> torch.Tensor:
+    return torch.tensor((0, *each), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_every_tile(dims, causal):
+    inputs = call(h=4, hkv=2, sq=333, sk=419, d=dims[0], dv=dims[1], dtype=BF16, causal=causal)
+    yardstick, seen = Yardstick(inputs), set()
+    for tile_q, tile_k in product((64, 128, 192, 256), range(32, 257, 16)):
+        runs = re.search(r"tile (\d+) x (\d+)", explained(inputs, tile_q=tile_q, tile_k=tile_k))
+        assert runs
+        if runs[0] in seen:
+            continue
+        seen.add(runs[0])
+        assert not yardstick.faults(forward(inputs, tile_q=tile_q, tile_k=tile_k)), runs[0]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window": (90, 5)}, {"causal": True, "dropout": 0.2, "seed": 1, "offset": 2}], ids=str
+)
+def test_value_that_some_do_not_see(options, value, d, dtype):
+    inputs = call(h=2, sq=300, sk=300, d=d, dtype=dtype, **options)
+    inputs.v[..., 170, 5] = inputs.v[..., 299, d - 1] = value
+    seen = strobe.reference(inputs.q, inputs.k, inputs.v, **options)[0].isfinite()
+    assert torch.equal(forward(inputs)["out"].isfinite(), seen)
+
+
+def test_the_next_sequence_is_not_seen():
+    inputs = call(
+        h=2,
+        sq=300,
+        sk=300,
+        d=64,
+        dtype=BF16,
+        cu_seqlens_q=lengths(100, 200),
+        cu_seqlens_k=lengths(100, 200),
+        max_seqlen_q=200,
+        max_seqlen_k=200,
+    )
+    for t in (inputs.q, inputs.k, inputs.v):
+        t[100:] = NAN
+    assert forward(inputs)["out"][:100].isfinite().all()
+
+
+def ramp(dtype: torch.dtype, top: float, **options: Any) -> Inputs:
+    """Each 64 keys score higher than those before."""
+    inputs = call(h=2, sq=200, sk=1024, d=128, dtype=dtype, **options)
+    grown = inputs.k.abs() * torch.logspace(-2, top, 16).repeat_interleave(64)[:, None]
+    return Inputs(inputs.q.abs(), grown.to(dtype), inputs.v, inputs.dout, inputs.dlse, inputs.options, inputs.gradients)
+
+
+@pytest.mark.parametrize("top", [0.5, 1.2, 2.5])  # followed; too fast to follow
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.rand(1, 1, 200, 1024) < 0.7}], ids=["full", "causal", "mask"])
+def test_rising_scores(options, dtype, top):
+    assert not faults(ramp(dtype, top, **options))
+
+
+def test_rows_that_a_mask_hides_for_long():
+    mask = torch.rand(1, 2, 300, 512) < 0.7
+    mask[..., :200] = False
+    mask[:, :, 40:60] = False
+    assert not faults(call(h=2, sq=300, sk=512, d=128, dtype=BF16, mask=mask))
+
+
+@pytest.mark.parametrize("keys", [512, 500])  # read 16 bytes at a time, or one by one
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("what", ["mask", "bias", "both"])
+def test_mask_and_bias(what, d, keys):
+    options: dict[str, Any] = {}
+    if what != "bias":
+        options["mask"] = torch.rand(1, 2, 200, keys) < 0.7
+    if what != "mask":
+        options["bias"] = torch.randn(1, 1, 200, keys).to(BF16)
+    assert not faults(call(h=2, sq=200, sk=keys, d=d, dtype=BF16, **options))
+
+
+@pytest.mark.parametrize("slope", [0.01, 3.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_alibi_over_many_tiles(causal, slope):
+    slopes = torch.tensor([slope, slope / 4])
+    assert not faults(call(h=2, sq=700, sk=900, d=64, dtype=BF16, causal=causal, alibi_slopes=slopes))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "sinks": torch.tensor([1.0, 3.0])}, {"dropout": 0.2, "seed": 1, "offset": 2}], ids=str
+)
+def test_keys_are_split_where_queries_are_few(options):
+    inputs = call(h=2, hkv=1, sq=100, sk=8192, d=128, dtype=BF16, **options)
+    assert "keys split in" in explained(inputs)
+    assert not faults(inputs)
+    inputs.v[..., -3, 7] = NAN
+    ref, found = oracle(inputs)["out"], forward(inputs)["out"]
+    assert torch.equal(found.isfinite(), ref.isfinite())
+
+
+@pytest.mark.parametrize("inputs", [call(h=40, sq=700, sk=700, d=128, dtype=BF16, causal=True), ramp(BF16, 2.5)], ids=["plain", "redone"])
+def test_the_same_bits_every_time(inputs):
+    there = on_device(inputs, "cuda")
+    runs = [strobe.attention(there.q, there.k, there.v, engine="cuda-sm90", **there.options) for _ in range(200)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
