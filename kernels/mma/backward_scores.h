@@ -35,15 +35,8 @@ __device__ __forceinline__ void multiply(Accumulator (&s)[kM][kN], u32 rows, u32
   }
 }
 
-// LSE of the queries in this lane's columns of a block, in exp2's unit; where it must be exact: natural, and what rounding took from it
-// (settle_row.h) in exp2's unit.
-struct RowLse {
-  float lse_[4], excess_[4];
-  __device__ __forceinline__ float lse(int c, int e) const { return lse_[2 * c + e]; }
-  __device__ __forceinline__ float excess(int c, int e) const { return excess_[2 * c + e]; }
-};
-
-// S^T -> P^T, of keys from j on and queries from i on; lse(n): what has lse(c, e) and, kExact, excess(c, e) of block n.
+// S^T -> P^T, of keys from j on and queries from i on; lse(n): what has lse(c, e), the LSE of the query in this
+// lane's column (c, e) of block n, in exp2's unit. kExact: natural, and excess(c, e): what rounding took from it (settle_row.h), in exp2's unit.
 // kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's slope; else s becomes P.
 template <Features F, bool kMasked, bool kSlope, bool kExact, int kM, int kN, class Lse>
 __device__ __forceinline__ void probabilities(Accumulator (&s)[kM][kN], Accumulator (&P)[kM][kN], const Scores<F, float> &scores, i32 head,

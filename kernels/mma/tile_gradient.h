@@ -53,17 +53,7 @@ public:
     const Scores<F, float> scores(in, sequence, p.batch);
     const i32 i = p.q0 + query_warp * kQueries * 16, j = p.k0 + key_warp * kKeys * 16;
     multiply<kD>(P, 0, kQ);
-    const auto lse = [&](int n) { // of rows that are not there, or see nothing: +inf
-      RowLse x;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const i32 row = i + 16 * n + tile::lane_column(k / 2, k % 2);
-        x.lse_[k] = row < q1 ? *a.lse.at<const float>(p.batch, p.head, sequence.q0 + row, 0) : minus_infinity<float>();
-        if (x.lse_[k] == minus_infinity<float>()) x.lse_[k] = -x.lse_[k];
-        x.excess_[k] = delta(p, sequence, row, q1)[in.rows()] * 1.4426950408889634f;
-      }
-      return x;
-    };
+    const auto lse = [&](int n) { return RowLse{*this, p, sequence, i + 16 * n, q1}; };
     if (masked)
       probabilities<F, true, false, true>(P, P, scores, p.head, i, j, k1, lse);
     else
@@ -92,6 +82,22 @@ public:
 
 private:
   u32 shared_;
+
+  // Of the queries from `first` on, loaded where it is used: registers are short.
+  struct RowLse {
+    const TileGradient &gradient;
+    const Part &p;
+    const Sequence &sequence;
+    i32 first, q1;
+    __device__ __forceinline__ float lse(int c, int e) const { // of rows that are not there, or see nothing: +inf
+      const i32 row = first + tile::lane_column(c, e);
+      const float x = row < q1 ? *gradient.a.lse.template at<const float>(p.batch, p.head, sequence.q0 + row, 0) : minus_infinity<float>();
+      return x == minus_infinity<float>() ? -x : x;
+    }
+    __device__ __forceinline__ float excess(int c, int e) const {
+      return gradient.delta(p, sequence, first + tile::lane_column(c, e), q1)[gradient.in.rows()] * 1.4426950408889634f;
+    }
+  };
 
   template <int kRows, int kColumns>
   __device__ __forceinline__ void load(u32 target, const Operand &x, i32 b, i32 h, i64 row, i32 rows, i32 columns) const {

@@ -43,7 +43,7 @@ std::optional<Launch> settle(const Problem &p, const Device &device, const Backw
 
 std::optional<Launch> bias_gradient(const Problem &p, const Device &device, const BackwardArguments &a) {
   const std::optional<TileConfig> c = p.dtype == DType::f32
-                                          ? choose({{64, 64, 2, 2}, {32, 32, 2, 1}, {16, 16, 1, 1}}, p, device)
+                                          ? choose({{64, 64, 4, 2}, {32, 32, 2, 1}, {16, 16, 1, 1}}, p, device)
                                           : choose({{64, 128, 4, 2}, {64, 64, 2, 2}, {32, 32, 2, 1}, {16, 16, 1, 1}}, p, device);
   if (!c) return std::nullopt;
   const i64 *s = a.dbias.stride;
