@@ -9,7 +9,7 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/arguments.h"
-#include "cuda/simt.h"
+#include "cuda/rows.h"
 #include "cuda/tensor_maps.h"
 #include "cuda/wishes.h"
 
