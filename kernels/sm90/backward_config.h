@@ -36,7 +36,7 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * columns() : 0; }
   STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or D
   STROBE_FN constexpr i32 shared_bytes() const {
-    return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + 2 * row_bytes()) + p_bytes() + dq_bytes() + 256 +
+    return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + 2 * row_bytes()) + p_bytes() + dq_bytes() + 384 +
            1024;
   }
   STROBE_FN constexpr i32 dq_queries() const { return sm90::dq_queries(columns(), tile_q); }

@@ -94,6 +94,14 @@ def test_refusals_are_kept_apart_from_times():
     assert refusals == {"b": "out of memory", "c": "cpu-x: not today"}
 
 
+def test_calls_beyond_the_budget_are_not_repeated(monkeypatch):
+    monkeypatch.setattr(clock, "medians", lambda functions, *_: pytest.fail("repeated") if not functions else {})
+    calls = []
+    seconds, _ = clock.times({"a": lambda: calls.append(sum(range(100000)))}, Setting("cpu", True, 0.0))
+    assert len(calls) == 1
+    assert seconds["a"] > 0
+
+
 def test_memory_that_a_method_takes_is_limited(monkeypatch):
     """Out of memory is found out by running out of it, in a process of its own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
