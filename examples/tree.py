@@ -1,7 +1,8 @@
 """Learns where the nodes of a tree lie in the hyperbolic plane, and draws them in Poincaré's disk.
 
-Each node attends to all others by distance; its neighbours are to have the attention (Nickel and Kiela 2017, Poincaré Embeddings). What their
-distances compete with, log sum exp(-distance) over everybody else, is the lse of strobe.hyperbolic_attention: no matrix of distances is made.
+Each node attends to all others by distance; its neighbours are to have the attention (Nickel and Kiela 2017, Poincaré Embeddings).
+What their distances compete with, log sum exp(-distance) over everybody else, is the lse of strobe.hyperbolic_attention: no matrix of
+distances is made.
 """
 
 import argparse
@@ -29,6 +30,7 @@ parent = (child - 1) // options.branches
 neighbours = torch.zeros(len(depths), len(depths), dtype=torch.bool)
 neighbours[child, parent] = neighbours[parent, child] = True
 others = ~neighbours.clone().fill_diagonal_(True)
+
 
 def moved(points: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     """From each point along a tangent there (Lorentz coordinates), as far as that is long."""
@@ -83,7 +85,9 @@ axes.add_patch(plt.Circle((0, 0), 1, facecolor="#f7f7f4", edgecolor="black", lin
 for line in lines:
     axes.plot(line[:, 0], line[:, 1], color="#555555", linewidth=0.9, zorder=1)
 disk = hyperbolic.lorentz_to_poincare(points)
-dots = axes.scatter(disk[:, 0], disk[:, 1], c=depths, cmap=plt.get_cmap("viridis", options.depth + 1), s=28, edgecolor="black", linewidth=0.4)
+dots = axes.scatter(
+    disk[:, 0], disk[:, 1], c=depths, cmap=plt.get_cmap("viridis", options.depth + 1), s=28, edgecolor="black", linewidth=0.4
+)
 dots.set_clim(-0.5, options.depth + 0.5)
 figure.colorbar(dots, ax=axes, ticks=range(options.depth + 1), label="depth in the tree", shrink=0.6)
 axes.set(xlim=(-1.03, 1.03), ylim=(-1.03, 1.03), aspect="equal", title=f"A tree of {len(depths)} nodes in Poincaré's disk")

@@ -191,7 +191,7 @@ template <BackwardConfig C> struct Backward {
       const Inputs &in = a.a.in;
       scores.template store<kDv>(a.a.dv, in, in.head_dim_v, dV, scores.dropout.dropout.factor());
       scores.template store<kD>(a.a.dk, in, in.head_dim, dK, (float)in.scale);
-      if (C.dq_shared && !C.deterministic && lane == 0) bulk_wait();
+      if (C.dq_shared && !C.deterministic && lane == 0) bulk_wait_read();
     }
   };
 

@@ -164,10 +164,10 @@ int32_t splits(const Problem &p, const Config &c, const Device &device, int64_t 
 }
 
 // A thread block's rate does not depend on how many others run; what counts are whole tiles and whole waves of them.
-double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t items, int64_t launches) {
+double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t items, int64_t parts) {
   constexpr double kStart = 4e-6; // measured
   const double waves = double(items) / (device.sms * c.blocks_per_sm);
-  return kStart * double(launches) + tile_seconds(p, c) * c.blocks_per_sm * (waves < 4 ? std::ceil(waves) : waves);
+  return kStart * (parts > 1 ? 2 : 1) + tile_seconds(p, c) / double(parts) * c.blocks_per_sm * (waves < 4 ? std::ceil(waves) : waves);
 }
 
 class Sm90Engine final : public CudaEngine {
@@ -226,7 +226,7 @@ protected:
       combine.dtype = config.dtype, combine.warps = 4, combine.blocks_per_sm = 1;
       program.steps.push_back(Launch(kCombine, combine, a.a.in.rows(), combine.threads(), 0, a.a));
     }
-    program.predicted_seconds = predicted_seconds(p, config, device, items, int64_t(program.steps.size()));
+    program.predicted_seconds = predicted_seconds(p, config, device, items, a.a.splits);
     return program;
   }
 };
