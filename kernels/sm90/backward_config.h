@@ -36,7 +36,7 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * columns() : 0; }
   STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or D
   STROBE_FN constexpr i32 shared_bytes() const {
-    return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + 2 * row_bytes()) + p_bytes() + dq_bytes() + 256 +
+    return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + 2 * row_bytes()) + p_bytes() + dq_bytes() + 384 +
            1024;
   }
   STROBE_FN constexpr i32 dq_queries() const { return sm90::dq_queries(columns(), tile_q); }
@@ -49,8 +49,8 @@ namespace strobe::inline STROBE_ISA {
 struct HopperBackwardArguments {
   BackwardArguments a; // delta: null where dsinks does not want it
   MappedOperand q, k, v, dout;
-  // -LSE in exp2's unit and D of a tile of queries, tile_q each. Queries that are not there, and those that see nothing: -inf and 0; those of
-  // which something is no number: NaN (or what LSE is) and 0.
+  // -LSE in exp2's unit and D of a tile of queries, tile_q each. Queries that are not there, and those that see nothing: -inf and 0; those
+  // of which something is no number: NaN (or what LSE is) and 0.
   float *rows;
   i32 query_tiles; // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
   i32 tiles;       // of keys

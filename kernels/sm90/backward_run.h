@@ -12,6 +12,7 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
     shared.begin();
     BackwardLoad<C>::choose_keys(a, shared);
   }
+  if (threadIdx.x == 32) tma_prefetch(a.k.map), tma_prefetch(a.q.map), tma_prefetch(a.v.map), tma_prefetch(a.dout.map);
   __syncthreads();
   const KeyBlock keys = read<KeyBlock>(shared.keys());
   if (keys.begin >= keys.seqlen_k) return;

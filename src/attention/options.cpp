@@ -15,7 +15,8 @@ static void check_score(const strobe_attention &a, Reasons &reasons) {
     for (auto [field, value] : {std::pair{"beta", a.beta}, {"shift", a.shift}})
       if (value != 0) reasons.add(field, value, " with a score of q.k itself; accepted is 0, or a hyperbolic score");
   } else if (a.score == STROBE_HYPERBOLIC) {
-    if (!(a.beta > 0 && std::isfinite(a.beta))) reasons.add("beta", a.beta, "; accepted with a hyperbolic score is a positive finite number");
+    if (!(a.beta > 0 && std::isfinite(a.beta)))
+      reasons.add("beta", a.beta, "; accepted with a hyperbolic score is a positive finite number");
     if (!std::isfinite(a.shift)) reasons.add("shift", a.shift, "; accepted is any finite number");
     if (a.softcap != 0) reasons.add("softcap", a.softcap, " with a hyperbolic score; accepted is 0");
   } else {

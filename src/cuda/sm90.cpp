@@ -49,7 +49,8 @@ struct ForwardTile {
   int32_t most_dim, most_dim_v;
   int32_t warpgroups, tile_k, stages, registers_load, registers_compute, q_in_registers, blocks_per_sm;
   int loads;
-  // Without a wish the first that suits runs: for so many keys, and with tiles enough for `blocks` thread blocks on every SM.
+  // Without a wish the first that suits runs: for so many keys, and with enough tiles (or parts, where even
+  // the smallest are too few) for `blocks` thread blocks on every SM.
   Keys keys = any;
   int64_t least_keys = 0, most_keys = INT64_MAX;
   double blocks = 0;
@@ -118,11 +119,17 @@ Config config_for(const Problem &p, const ForwardTile &t) {
   return c;
 }
 
+constexpr int64_t kLeastKeys = 512; // of a part, where keys are split
+
 bool suits(const ForwardTile &t, const Problem &p, const Config &c, const Device &device) {
   const Keys keys = c.features.band || c.features.blocks || p.varlen ? some : all;
   if (p.seqlen_k < t.least_keys || p.seqlen_k > t.most_keys || (t.keys != any && t.keys != keys)) return false;
-  const int64_t rows = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q;
-  return double(tiles(rows, c.tile_q()) * p.batch * p.heads) >= t.blocks * device.sms;
+  const int64_t rows = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, count = tiles(rows, c.tile_q());
+  // Rows computed for each that there is: beyond this the next smaller tile is the faster one.
+  const double most = c.tile_q() > 128 ? 1.2 : c.tile_q() > 64 ? 1.6 : HUGE_VAL;
+  if (double(count * c.tile_q()) > most * double(rows)) return false;
+  const int64_t heads = p.batch * p.heads, parts = tiles(rows, 64) * heads < device.sms ? std::max<int64_t>(1, p.seqlen_k / kLeastKeys) : 1;
+  return double(count * heads * parts) >= t.blocks * device.sms;
 }
 
 // The first tile that fits and suits; with wishes the nearest that fits.
@@ -151,17 +158,16 @@ double tile_seconds(const Problem &p, const Config &c) {
 // Where tiles of queries leave SMs idle: in how many parts each takes its keys. As many as fill the GPU once, if that gains more than
 // combining them takes.
 int32_t splits(const Problem &p, const Config &c, const Device &device, int64_t items) {
-  constexpr int64_t kLeastKeys = 512; // of a part
   constexpr double kCombineSeconds = 5e-6;
-  const int64_t most = std::min(device.sms / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeys);
+  const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeys);
   return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > kCombineSeconds ? int32_t(most) : 1;
 }
 
 // A thread block's rate does not depend on how many others run; what counts are whole tiles and whole waves of them.
-double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t items, int64_t launches) {
+double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t items, int64_t parts) {
   constexpr double kStart = 4e-6; // measured
   const double waves = double(items) / (device.sms * c.blocks_per_sm);
-  return kStart * double(launches) + tile_seconds(p, c) * c.blocks_per_sm * (waves < 4 ? std::ceil(waves) : waves);
+  return kStart * (parts > 1 ? 2 : 1) + tile_seconds(p, c) / double(parts) * c.blocks_per_sm * (waves < 4 ? std::ceil(waves) : waves);
 }
 
 class Sm90Engine final : public CudaEngine {
@@ -220,7 +226,7 @@ protected:
       combine.dtype = config.dtype, combine.warps = 4, combine.blocks_per_sm = 1;
       program.steps.push_back(Launch(kCombine, combine, a.a.in.rows(), combine.threads(), 0, a.a));
     }
-    program.predicted_seconds = predicted_seconds(p, config, device, items, int64_t(program.steps.size()));
+    program.predicted_seconds = predicted_seconds(p, config, device, items, a.a.splits);
     return program;
   }
 };

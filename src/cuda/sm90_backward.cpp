@@ -9,7 +9,7 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/arguments.h"
-#include "cuda/simt.h"
+#include "cuda/rows.h"
 #include "cuda/tensor_maps.h"
 #include "cuda/wishes.h"
 
@@ -42,7 +42,7 @@ std::string refusal(const Problem &p, const Features &f) {
   if (f.mask && f.alibi && widest > 64) return "its backward takes mask or alibi_slopes, not both, where head dimensions exceed 64";
   if (p.deterministic && p.dq && f.blocks) return "its backward of block_rows adds up dq in any order; deterministic asks for one";
   const int64_t queries = p.varlen ? p.total_q : p.batch * p.seqlen_q, keys = p.varlen ? p.total_k : p.batch * p.seqlen_k;
-  if (!p.q || !p.k || !p.v || !p.dout || queries * keys == 0) return "there are no queries or no keys to fetch";
+  if (!p.q || !p.k || !p.v || !p.dout || queries * keys * p.seqlen_q * p.seqlen_k == 0) return "there are no queries or no keys to fetch";
   for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v),
                                     unmapped("dout", p.dout, p.head_dim_v)})
     if (!reason.empty()) return reason;
@@ -67,7 +67,7 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
   const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
   c.exact_p = f.function || f.dropout;
   c.deterministic = p.deterministic && p.dq;
-  c.dq_shared = c.head_dim > 64 || c.deterministic;
+  c.dq_shared = c.head_dim > 64 || c.deterministic || !f.band;
   if (std::max(c.head_dim, c.head_dim_v) <= 64)
     c.tile_q = heavy ? 64 : 128;
   else if (heavy || c.head_dim <= 64)
@@ -78,8 +78,8 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
   return c;
 }
 
-// (batch, key head) pairs whose tiles run together: what they read and add up shares the L2 cache. Where some tiles take longer, more of them
-// begin with long ones; where they take turns, fewer of one head wait.
+// (batch, key head) pairs whose tiles run together: what they read and add up shares the L2 cache. Where some tiles take longer, more of
+// them begin with long ones; where they take turns, fewer of one head wait.
 int64_t bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
   const bool uneven = c.features.band || c.features.blocks || c.deterministic || p.varlen;

@@ -100,7 +100,7 @@ TEST_CASE("choose: a name forces its engine") {
     const Choice choice = choose(p, {}, Direction::forward);
     const auto row = std::find_if(choice.rows.begin(), choice.rows.end(), [&](const Choice::Row &r) { return r.engine == engine; });
     REQUIRE(row != choice.rows.end());
-    if (stands_elsewhere(*row, choice, p)) continue; // its namesake for the CPU is another turn of the loop
+    if (stands_elsewhere(*row, choice, p)) continue;                        // its namesake for the CPU is another turn of the loop
     if (const std::string *reason = std::get_if<std::string>(&row->answer)) // missing here, or nothing for float32
       CHECK_THROWS_WITH_AS(decide(p, choice), doctest::Contains(reason->c_str()), Error);
     else

@@ -77,6 +77,16 @@ def test_block_sparse_sees_its_blocks_and_no_others():
     torch.testing.assert_close(sparse, expected, rtol=0, atol=2e-6)
 
 
+def test_logits_are_those_of_the_vocabulary():
+    model = GPT(SMOKE.replace(vocab_size=300))
+    seen = []
+    model.norm.register_forward_hook(lambda module, arguments, x: seen.append(x))
+    logits = model.eval()(torch.randint(300, (2, 9)))
+    torch.testing.assert_close(logits, model.head(seen[0]), rtol=0, atol=1e-6)
+    logits.sum().backward()
+    torch.testing.assert_close(model.head.weight.grad[-1], seen[0].sum((0, 1)), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("attention", ["strobe", "sdpa", "math", "block-sparse", "none"])
 def test_no_attention_looks_ahead(attention):
     model = GPT(SMOKE.replace(attention=attention, init_std=0.5)).eval()
