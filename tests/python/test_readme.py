@@ -76,7 +76,10 @@ def test_what_runs_where(engine, backward):
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
-        *(f"docs/{name}.md" for name in ("architecture", "compat", "figures", "from-formula-to-kernel", "ladder", "semantics")),
+        *(
+            f"docs/{name}.md"
+            for name in ("architecture", "compat", "figures", "hyperbolic", "from-formula-to-kernel", "ladder", "semantics")
+        ),
     ],
 )
 def test_links_lead_somewhere(page):
