@@ -21,10 +21,11 @@ template <int kThreads, class Length> __device__ __forceinline__ i32 longest_fir
       reach += __syncthreads_count(key(first + (i32)threadIdx.x) >= (found | bit));
     if (reach > rank) found |= bit;
   }
+  u32 tile = (u32)tiles - 1 - (found - 1) % (u32)tiles;
 #if __CUDA_ARCH__ >= 800
-  asm("redux.sync.max.u32 %0, %0, 0xFFFFFFFF;" : "+r"(found)); // the same everywhere: so that the compiler knows, for uniform registers
+  asm("redux.sync.max.u32 %0, %0, 0xFFFFFFFF;" : "+r"(tile)); // the same in all lanes, which the compiler then knows: for uniform registers
 #endif
-  return tiles - 1 - (i32)((found - 1) % (u32)tiles);
+  return (i32)tile;
 }
 
 // About how many blocks are kept of a tile whose row of them this is, of which it sees [any.begin, any.end) of `length`.

@@ -11,12 +11,23 @@ struct BlockRow {
   const i32 *cols;
   i64 count;
   i64 block; // keys per block
-  STROBE_FN bool keeps(i32 key) const {
-    i32 column = (i32)((u32)key / (u32)block);
-    for (i64 i = 0; i < count; ++i) {
-      if (cols[i] == column) return true;
+  // The first entry at or beyond a column of blocks.
+  STROBE_FN i64 first_from(i64 column) const {
+    i64 low = 0, high = count;
+    while (low < high) {
+      i64 middle = (low + high) / 2;
+      if (cols[middle] < column)
+        low = middle + 1;
+      else
+        high = middle;
     }
-    return !cols;
+    return low;
+  }
+  STROBE_FN bool keeps(i32 key) const {
+    if (!cols) return true;
+    i32 column = (i32)((u32)key / (u32)block);
+    i64 entry = first_from(column);
+    return entry < count && cols[entry] == column;
   }
 };
 
@@ -27,8 +38,8 @@ template <class Int> struct BasicKeyTile {
 using KeyTile = BasicKeyTile<i64>;
 
 // Tiles of at most tile keys, ascending, none twice, none without a visible key in its hull. The queries [q0, q1), q0 < q1, lie within one
-// row of blocks. Runs of adjacent kept blocks are walked as one; align divides tile and, for block-sparse, block. part:
-// where several share the work over the keys.
+// row of blocks. Runs of adjacent kept blocks are walked as one, unless each holds whole tiles; align divides tile and, for block-sparse, block.
+// part: where several share the work over the keys.
 template <class Int> class BasicSchedule {
 public:
   using Range = BasicRange<Int>;
@@ -42,6 +53,7 @@ public:
     if (row_.cols) {
       block_ = max((Int)min(row_.block, (i64)seqlen_), Int(1));
       blocks_ = (seqlen_ + block_ - 1) / block_;
+      join_ = (u32)block_ % (u32)tile_ != 0;
       advance();
     } else {
       run_ = any_;
@@ -83,7 +95,7 @@ private:
     if (!row_.cols) return false;
     while (entry_ < row_.count || !ahead_.empty()) {
       Range run = ahead_;
-      for (advance(); ahead_.begin == run.end && !ahead_.empty(); advance()) run.end = ahead_.end;
+      for (advance(); join_ && ahead_.begin == run.end && !ahead_.empty(); advance()) run.end = ahead_.end;
       run_ = intersect(run, any_);
       if (run_.empty()) continue;
       next_ = max(below(run_.begin), run.begin);
@@ -97,6 +109,7 @@ private:
   Int tile_, align_, seqlen_, next_ = 0;
   Int block_ = 1, blocks_ = 0; // keys of a block, blocks of the sequence
   i64 entry_ = 0;
+  bool join_ = false; // adjacent blocks: they do not hold whole tiles
 };
 using Schedule = BasicSchedule<i64>;
 

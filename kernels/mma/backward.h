@@ -11,6 +11,7 @@
 #include "../attention/longest_first.h"
 #include "../attention/query_tiles.h"
 #include "../attention/scores.h"
+#include "../attention/turns.h"
 #include "../ptx/barrier.h"
 #include "../tile/copy.h"
 #include "../tile/exchange.h"
@@ -213,6 +214,15 @@ private:
   }
   __device__ __forceinline__ u32 delta_of(int stage, int n) const { return lse_of(stage, 2 * n) + kTileQ * 4; }
 
+  // LSE of a block's queries, four side by side; what it lacks, seldom used, is loaded where it is: registers are short.
+  struct StagedLse {
+    u32 at;
+    float lse_[4];
+    __device__ __forceinline__ explicit StagedLse(u32 at) : at(at) { load_shared<0>(lse_, at); }
+    __device__ __forceinline__ float lse(int c, int e) const { return lse_[2 * c + e]; }
+    __device__ __forceinline__ float excess(int c, int e) const { return load_shared_float(at + 12 * kTileQ + 4 * (2 * c + e)); }
+  };
+
   // sum (this warp's keys and columns) += x (keys x 16 queries) * block n of queries of y
   template <int kInner, int kN>
   __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kN], const Left (&x)[kKeys], const Blocks<Right, kInner, true> &Y,
@@ -302,14 +312,11 @@ private:
       multiply<T, kD, kCareful>(s, shared + key_warp * kKeys * 16 * kD * 2, shared + kQ + stage * C.q_bytes() + n0 * 16 * kD * 2);
       const Tile &t = tile_of(iteration);
       i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
-      auto lse = [&](RowLse &x, int n) {
-        load_shared<0>(x.lse, lse_of(stage, n0 + n));
-        if constexpr (F.bias) load_shared<12 * kTileQ>(x.excess, lse_of(stage, n0 + n));
-      };
+      auto lse = [&](int n) { return StagedLse(lse_of(stage, n0 + n)); };
       if (kCareful || t.queries.masked)
-        probabilities<F, true, F.function != 0>(s, P, scores, t.head, i, j, state.k1, lse);
+        probabilities<F, true, F.function != 0, F.bias != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       else
-        probabilities<F, false, F.function != 0>(s, P, scores, t.head, i, j, state.k1, lse);
+        probabilities<F, false, F.function != 0, F.bias != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       if constexpr (F.dropout) {
         dropout.mark(s, i, j, t.head, state.batch);
         if constexpr (F.function) dropout.mark(P, i, j, t.head, state.batch);
@@ -452,7 +459,7 @@ private:
       }
     }
     if constexpr (C.deterministic) {
-      if (tile::lane_id() == 0) await(turn, seen, key_tiles_before(t));
+      if (tile::lane_id() == 0) await_turn<F.blocks != 0>(turn, seen, key_tiles_before(t));
       __syncwarp();
     }
     // dq_sum holds 16x16 blocks as the lanes hold them, row by row of blocks.
@@ -471,35 +478,9 @@ private:
     }
   }
 
-  // How many tiles of smaller keys add to dQ of these queries.
   __device__ __forceinline__ u32 key_tiles_before(const Tile &t) const {
-    const Band &band = state.sequence.band;
-    u32 first = (u32)max(0ll, band.low + t.queries.begin) / kTileK, own = (u32)state.k0 / kTileK;
-    if constexpr (F.blocks) {
-      u32 each = (u32)in.blocks.column_tokens / kTileK; // key tiles of a block
-      BlockRow row = in.blocks.row(state.batch, t.head, t.queries.begin / (u32)in.blocks.row_tokens);
-      i64 entry = entries_below(row, first / each), kept = entries_below(row, own / each) - entry;
-      bool cut = entry < row.count && row.cols[entry] == first / each;
-      return (u32)kept * each + own % each - (cut ? first % each : 0);
-    }
-    return own - first;
+    return strobe::key_tiles_before<F.blocks != 0, kTileK>(in, state.sequence.band, state.batch, t.head, t.queries.begin, state.k0);
   }
-  static __device__ __forceinline__ i64 entries_below(const BlockRow &row, i64 block) {
-    i64 low = 0, high = row.count;
-    while (low < high) {
-      i64 middle = (low + high) / 2;
-      if (row.cols[middle] < block)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    return low;
-  }
-  // Block lists come from the caller: if they contradict one another, the wait ends all the same.
-  static __device__ __forceinline__ void await(const u32 *turn, u32 seen, u32 before) {
-    for (i64 tries = 0; seen != before && (!F.blocks || tries < 1 << 24); ++tries) seen = load_acquire(turn);
-  }
-
   // Writes dK or dV: x, rounded, through what was K's or V's place.
   template <int kInner, int kN>
   __device__ __forceinline__ void store(const Operand &out, Accumulator (&x)[kKeys][kN], float factor, u32 place, i32 columns) const {

@@ -1,7 +1,6 @@
 // FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a block of threads owns a tile of queries and walks over the tiles of keys;
 // a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
 #pragma once
-#include "../attention/longest_first.h"
 #include "../attention/scores.h"
 #include "../tile/copy.h"
 #include "config.h"
@@ -14,16 +13,6 @@ namespace strobe::mma {
 using tile::Left;
 using tile::Right;
 
-// Positions: 32 bits where a list of blocks is walked; else uniform registers hold the walk, and the compiler keeps to them with 64 bits alone.
-template <bool kBlocks> struct Positions {
-  using Int = i64;
-  static __device__ __forceinline__ const Band &of(const Band &band) { return band; }
-};
-template <> struct Positions<true> {
-  using Int = i32;
-  static __device__ __forceinline__ BasicBand<i32> of(const Band &band) { return narrow(band); }
-};
-
 template <Config C> struct Forward {
   using Arguments = ForwardArguments;
   using T = typename Element<C.dtype>::type;
@@ -35,7 +24,7 @@ template <Config C> struct Forward {
   static constexpr bool kAligned = C.aligned;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0 && kD % 16 == 0 && kDv % 16 == 0);
 
-  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the longest tile (dense: the last) first.
+  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the last (longest, if causal) tile first.
   struct Item {
     i32 b, h, q, split;
     __device__ __forceinline__ Item(const Arguments &a, u32 x) {
@@ -48,7 +37,6 @@ template <Config C> struct Forward {
       q = (i32)(tiles - 1 - x / size) * C.tile_q;
       b = (i32)(bh / a.in.heads);
       h = (i32)(bh % a.in.heads);
-      if constexpr (F.blocks) q = longest_query_tile<F, kThreads, C.tile_q>(a.in, b, h, (i32)(x / size)) * C.tile_q;
     }
   };
 
@@ -63,11 +51,6 @@ template <Config C> struct Forward {
   }
 
 private:
-  using Position = Positions<F.blocks != 0>;
-  using Int = typename Position::Int;
-  using Schedule = BasicSchedule<Int>;
-  using KeyTile = BasicKeyTile<Int>;
-
   const Arguments &a;
   const Inputs &in;
   Item item;
@@ -104,13 +87,13 @@ private:
     if constexpr (F.blocks) return in.blocks.row(item.b, item.h, (u32)item.q / (u32)in.blocks.row_tokens);
     return {nullptr, 0, 0};
   }
-  __device__ __forceinline__ typename Schedule::Part part() const { return {item.split, a.splits}; }
+  __device__ __forceinline__ Schedule::Part part() const { return {item.split, a.splits}; }
 
   // Returns whether V has numbers to restore.
   __device__ __forceinline__ bool compute() {
     Accumulator O[kM][kDv / 16] = {};
     Softmax<kM, F.bias != 0> softmax;
-    Schedule tiles(Position::of(sequence.band), item.q, (Int)last(), C.tile_k, 16, blocks(), part());
+    Schedule tiles(sequence.band, item.q, last(), C.tile_k, 16, blocks(), part());
     KeyTile tile, next;
     bool more = tiles.next(next), specials = false;
     int stage = 0;
@@ -247,9 +230,9 @@ private:
   };
   __device__ __forceinline__ void restore() const {
     Results results{*this, min((i32)C.tile_q, scores.seqlen_q - item.q)};
-    BasicRange<Int> keys = Schedule::share(Position::of(sequence.band).keys_any(item.q, (Int)last()), C.tile_k, 16, part());
+    Range keys = Schedule::share(sequence.band.keys_any(item.q, last()), C.tile_k, 16, part());
     __syncthreads();
-    restore_specials<kThreads>(scores, dropout.dropout, v, {keys.begin, keys.end}, blocks(), results, (int)threadIdx.x);
+    restore_specials<kThreads>(scores, dropout.dropout, v, keys, blocks(), results, (int)threadIdx.x);
   }
 
   // O / l and LSE to memory.

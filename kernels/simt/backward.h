@@ -2,6 +2,8 @@
 // of its key head. dK and dV grow in registers; dQ is added up in global memory, in any order, or key tile after key tile where the result
 // must be the same over runs.
 #pragma once
+#include "../attention/longest_first.h"
+#include "../attention/turns.h"
 #include "gradient.h"
 #include "walk.h"
 
@@ -14,18 +16,26 @@ template <Config C> struct Backward {
   using Multiply = Products<C>;
   using E = typename Multiply::E;
   using T = typename Multiply::T;
+  using Queries = DescendingQueries<C.features.blocks != 0, C.tile_q>;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows of a thread; dK's and dV's
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
   // Sums over many queries are summed in parts, a head's or so many tiles', which rounds less. Not where the output would round them: 16 bits.
   static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? 2048 / C.tile_q : 0;
   static constexpr int kPass = C.columns_at_once(); // columns of dQ
 
+  // In shared memory, for registers are short.
+  struct Operands {
+    Rows<E> Q, dO, K, V;
+    Sequence sequence;
+    Dropout<C.features> dropout;
+  };
+
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
-    static_assert(sizeof(Walk) <= Config::kWalkBytes);
+    static_assert(sizeof(Walk<Queries>) + sizeof(Operands) <= Config::kWalkBytes);
     const Inputs &in = a.in;
     constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
-    Walk &walk = *reinterpret_cast<Walk *>(shared);
+    auto &walk = *reinterpret_cast<Walk<Queries> *>(shared);
     T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes), *dS = P + kPlace;
     const RowStatistics<C, T> rows(dS + kPlace);
     Multiply multiply(dS + kPlace + 3 * C.tile_q);
@@ -38,32 +48,37 @@ template <Config C> struct Backward {
       __syncthreads();
       number = ticket;
     }
-    const Item item = Item::of(number, 1, div_up(in.seqlen_k, C.tile_k), in.heads_kv, in.batch, C.features.band || a.deterministic);
+    Item item =
+        Item::of(number, 1, div_up(in.seqlen_k, C.tile_k), in.heads_kv, in.batch, C.features.band || C.features.blocks || a.deterministic);
+    if constexpr (C.features.blocks)
+      if (!a.deterministic) item.tile = longest_key_tile<C.features, kThreads, C.tile_k>(in, item.batch, item.head, item.tile);
     const i32 n = item.tile, h_kv = item.head, b = item.batch;
-    const Sequence s = in.sequence(b);
-    const i32 seqlen_q = (i32)s.band.seqlen_q, seqlen_k = (i32)s.band.seqlen_k, k0 = n * C.tile_k, k1 = min(k0 + C.tile_k, seqlen_k);
+    auto &[Q, dO, K, V, sequence, dropout] = *reinterpret_cast<Operands *>(shared + sizeof(walk));
+    if (threadIdx.x == 0) sequence = in.sequence(b), dropout = Dropout<C.features>(in);
+    __syncthreads();
+    const i32 seqlen_q = (i32)sequence.band.seqlen_q, seqlen_k = (i32)sequence.band.seqlen_k, k0 = n * C.tile_k,
+              k1 = min(k0 + C.tile_k, seqlen_k);
     if (k0 >= seqlen_k) return;
-
-    const Rows<E> K(in.k, b, h_kv, s.k0, seqlen_k, in.head_dim), V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
-    const Scores<C.features, T> scores(in, s, b);
-    const Dropout<C.features> dropout(in);
+    if (threadIdx.x == 0)
+      K = {in.k, b, h_kv, sequence.k0, seqlen_k, in.head_dim}, V = {in.v, b, h_kv, sequence.k0, seqlen_k, in.head_dim_v};
     const Kept<C> kept(dS + kPlace + 3 * C.tile_q + 2 * C.stage_elements());
 
     T dK[kKeys][kColumns] = {}, dV[kKeys][kColumnsV] = {};
     i32 summed = 0; // tiles in dK and dV
     bool flushed = false;
     const auto flush = [&] {
-      store<kColumns>(a.dk, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim, dK, T(in.scale), flushed, grid);
-      store<kColumnsV>(a.dv, b, h_kv, s.k0 + k0, k1 - k0, in.head_dim_v, dV, Kept<C>::template factor<T>(dropout), flushed, grid);
+      store<kColumns>(a.dk, b, h_kv, sequence.k0 + k0, k1 - k0, in.head_dim, dK, T(in.scale), flushed, grid);
+      store<kColumnsV>(a.dv, b, h_kv, sequence.k0 + k0, k1 - k0, in.head_dim_v, dV, Kept<C>::template factor<T>(dropout), flushed, grid);
       flushed = true;
     };
     for (i32 h = h_kv * in.group; h < (h_kv + 1) * in.group; ++h) {
-      const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v);
-      const Schedule schedule(s.band.transposed(), k0, k1, C.tile_q, C.tile_q,
-                              C.features.blocks ? in.blocks_t.row(b, h, k0 / in.blocks_t.row_tokens) : BlockRow{});
-      walk.run(schedule, 0, 1, [&](const Tile &tile, const bool &more) { // of queries
+      if (threadIdx.x == 0) Q = {in.q, b, h, sequence.q0, seqlen_q, in.head_dim}, dO = {a.dout, b, h, sequence.q0, seqlen_q, in.head_dim_v};
+      const BlockRow row = C.features.blocks ? in.blocks_t.row(b, h, k0 / in.blocks_t.row_tokens) : BlockRow{};
+      // The last queries first: all key tiles of a head see those, even under a causal mask, and do not wait long for their turn.
+      walk.run({{sequence.band, k0, k1, C.tile_k, row}, seqlen_q}, 0, 1, [&](const Tile &tile, const bool &more) {
         const i32 q0 = tile.begin, q1 = tile.end;
-        rows.load(a, b, h, s, q0, q1);
+        const Scores<C.features, T> scores(in, sequence, b);
+        rows.load(a, b, h, sequence, q0, q1);
         recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, tile.masked,
                      [](T &p, T &ds, T x, bool kept, T gradient, T slope) {
                        p = kept ? x : T(0);
@@ -80,8 +95,8 @@ template <Config C> struct Backward {
           for (i32 column = 0; column < C.head_dim; column += kPass) {
             T dQ[kRows][kPass / C.threads_k] = {};
             multiply.template tn<kPass, C.tile_k, C.pt_stride()>(dQ, dS_t, K, k0, k1 - k0, column); // dQ = dS K
-            if (a.deterministic && column == 0) await_turn(a, b, h, s, q0, q1, n);
-            add_dq(a, b, h, s, q0, q1, column, dQ, grid);
+            if (a.deterministic && column == 0) await_turn(a, b, h, sequence, q0, n);
+            add_dq(a, b, h, sequence, q0, q1, column, dQ, grid);
           }
           if (a.deterministic) end_turn(a, b, h, q0);
         }
@@ -116,24 +131,14 @@ private:
         }
       }
   }
-  // How many key tiles add to the query tile at q0 before tile n does.
-  static __device__ i32 turn_of(const Inputs &in, i64 b, i64 h, const Sequence &s, i32 q0, i32 q1, i32 n) {
-    const i32 first = (i32)(s.band.keys_any(q0, q1).begin / C.tile_k);
-    if constexpr (!C.features.blocks) return n - first;
-    const BlockRow kept = in.blocks.row(b, h, q0 / in.blocks.row_tokens);
-    const i32 per_block = (i32)(kept.block / C.tile_k);
-    const i64 from = first_entry(kept, first / per_block), to = first_entry(kept, n / per_block);
-    const bool begins_inside = from < kept.count && kept.cols[from] == first / per_block;
-    return (i32)(to - from) * per_block - (begins_inside ? first % per_block : 0) + n % per_block;
-  }
   static __device__ __forceinline__ u32 *turns(const Arguments &a, i64 b, i64 h, i32 q0) {
     return a.turns + 1 + (b * a.in.heads + h) * div_up(a.in.seqlen_q, C.tile_q) + q0 / C.tile_q;
   }
   // Lists of blocks that contradict their transpose would have a CTA wait for one that never comes: after seconds nobody waits any more.
   static constexpr u32 kPatience = 1u << 24, kNoMoreTurns = 1u << 31;
-  static __device__ void await_turn(const Arguments &a, i64 b, i64 h, const Sequence &s, i32 q0, i32 q1, i32 n) {
+  static __device__ void await_turn(const Arguments &a, i32 b, i32 h, const Sequence &s, i32 q0, i32 n) {
     if (threadIdx.x == 0) {
-      const u32 mine = (u32)turn_of(a.in, b, h, s, q0, q1, n);
+      const u32 mine = key_tiles_before<C.features.blocks != 0, C.tile_k>(a.in, s.band, b, h, q0, n * C.tile_k);
       const volatile u32 *turn = turns(a, b, h, q0), *tickets = a.turns;
       for (u32 polls = 0; *turn < mine && *tickets < kNoMoreTurns; ++polls)
         if (polls == kPatience) atomicOr(a.turns, kNoMoreTurns);

@@ -94,9 +94,7 @@ private:
   };
   static __device__ bool block_kept(const Inputs &in, i64 b, i64 h, i32 q0, i32 k0) {
     if constexpr (!C.features.blocks) return true;
-    const BlockRow row = in.blocks.row(b, h, q0 / in.blocks.row_tokens);
-    const i64 block = k0 / row.block, entry = first_entry(row, block);
-    return entry < row.count && row.cols[entry] == block;
+    return in.blocks.row(b, h, q0 / in.blocks.row_tokens).keeps(k0);
   }
   // x[i * step] += x[i * step + n * other_step] for n in [1, count)
   static __device__ void total(T *x, i32 t, i32 lines, i32 step, i32 count, i32 other_step) {

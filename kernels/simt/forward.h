@@ -1,5 +1,6 @@
 // Forward, FlashAttention-2 (Dao 2023) with plain FMA: a CTA owns a tile of queries and walks the tiles of keys that they see.
 #pragma once
+#include "../attention/longest_first.h"
 #include "kept.h"
 #include "tile.h"
 #include "walk.h"
@@ -18,11 +19,13 @@ template <Config C> struct Forward {
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
-    static_assert(sizeof(Walk) <= Config::kWalkBytes);
+    static_assert(sizeof(Walk<KeyTiles>) <= Config::kWalkBytes);
     const Inputs &in = a.in;
 
-    const Item item = Item::of(blockIdx.x, a.splits, div_up(in.seqlen_q, C.tile_q), in.heads, in.batch, C.features.band);
-    const i32 split = item.split, q0 = ((i32)div_up(in.seqlen_q, C.tile_q) - 1 - item.tile) * C.tile_q;
+    Item item = Item::of(blockIdx.x, a.splits, div_up(in.seqlen_q, C.tile_q), in.heads, in.batch, C.features.band || C.features.blocks);
+    item.tile = C.features.blocks ? longest_query_tile<C.features, kThreads, C.tile_q>(in, item.batch, item.head, item.tile)
+                                  : (i32)div_up(in.seqlen_q, C.tile_q) - 1 - item.tile;
+    const i32 split = item.split, q0 = item.tile * C.tile_q;
     const i32 h = item.head, b = item.batch, h_kv = h / in.group;
     const Sequence s = in.sequence(b);
     const i32 seqlen_q = (i32)s.band.seqlen_q, seqlen_k = (i32)s.band.seqlen_k;
@@ -31,7 +34,7 @@ template <Config C> struct Forward {
 
     const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(in.k, b, h_kv, s.k0, seqlen_k, in.head_dim),
         V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
-    Walk &walk = *reinterpret_cast<Walk *>(shared);
+    auto &walk = *reinterpret_cast<Walk<KeyTiles> *>(shared);
     T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes);
     Multiply multiply(P + C.pt_elements());
     const auto grid = multiply.grid;
@@ -45,7 +48,7 @@ template <Config C> struct Forward {
     for (int i = 0; i < kRows; ++i) rows.m(i) = minus_infinity<T>(), rows.l(i) = T(0);
 
     const Schedule schedule(s.band, q0, q1, C.tile_k, 16, C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
-    walk.run(schedule, split, a.splits, [&](const Tile &tile, const bool &) {
+    walk.run({schedule}, split, a.splits, [&](const Tile &tile, const bool &) {
       const i32 k0 = tile.begin, k1 = tile.end;
       const bool by_position = tile.masked || k1 - k0 < C.tile_k;
 
@@ -56,6 +59,8 @@ template <Config C> struct Forward {
 
       T rescale[kRows];
       score<kStaged>(scores, h, q0, k0, k1, by_position, S, P, grid);
+      auto here = grid; // that places of what dropout keeps are not held in registers around the loop
+      here.x = opaque(here.x), here.y = opaque(here.y);
       // P = exp(S - m), left in shared memory for the threads of the same row: those of one warp
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -75,7 +80,7 @@ template <Config C> struct Forward {
         for (int j = 0; j < kKeys; ++j) {
           const T p = exp2((S[i][j] - reference) * scores.unit);
           l += p;
-          S[i][j] = kept(row(grid, i), column(grid, j)) ? p : T(0);
+          S[i][j] = kept(row(here, i), column(here, j)) ? p : T(0);
         }
         rows.l(i) = l;
       }

@@ -1,6 +1,6 @@
-// Rows whose LSE is large: rounded to its last bit it is off by eps |LSE|, and P = exp(s - LSE) by that factor in the whole row. Their P and
-// P (dP - D) are summed up ahead of the gradients; D follows from the sums, and what LSE lacks.
+// Rows whose LSE is large (settle_row.h), with plain FMA.
 #pragma once
+#include "../attention/settle_row.h"
 #include "gradient.h"
 #include "walk.h"
 
@@ -14,14 +14,13 @@ template <Config C> struct Settle {
   using Multiply = Products<C>;
   using E = typename Multiply::E;
   using T = typename Multiply::T;
-  static constexpr T kLarge = C.dtype == kF64 ? T(1e4) : C.dtype == kF32 ? T(16) : T(1024); // half the last bit: 1e-12, 1e-6, 6e-5
   static_assert(C.tile_q <= kThreads);
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Inputs &in = a.in;
     constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
-    Walk &walk = *reinterpret_cast<Walk *>(shared);
+    auto &walk = *reinterpret_cast<Walk<KeyTiles> *>(shared);
     T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes), *dS = P + kPlace;
     const RowStatistics<C, T> rows(dS + kPlace);
     Multiply multiply(dS + kPlace + 3 * C.tile_q);
@@ -37,14 +36,14 @@ template <Config C> struct Settle {
     const bool mine = t < q1 - q0;
     rows.load(a, b, h, s, q0, q1);
     __syncthreads();
-    if (!__syncthreads_or(mine && abs(rows.lse[t]) > kLarge && abs(rows.lse[t]) < -minus_infinity<T>())) return;
+    if (!__syncthreads_or(mine && large_lse<C.dtype>(rows.lse[t]))) return;
 
     const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(in.k, b, h_kv, s.k0, seqlen_k, in.head_dim),
         dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
     const Scores<C.features, T> scores(in, s, b);
     T sum = T(0), rest = T(0), sum_lost = T(0), rest_lost = T(0);
     const Schedule schedule(s.band, q0, q1, C.tile_k, 16, C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
-    walk.run(schedule, 0, 1, [&](const Tile &tile, const bool &) {
+    walk.run({schedule}, 0, 1, [&](const Tile &tile, const bool &) {
       recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, tile.begin, tile.end, tile.masked,
                    [](T &p, T &ds, T x, bool, T gradient, T) { p = x, ds = gradient; });
       __syncthreads();
@@ -55,16 +54,7 @@ template <Config C> struct Settle {
         }
       __syncthreads();
     });
-    if (!mine) return;
-
-    const i64 row = s.q0 + q0 + t, index = in.row_index(b, h, row);
-    const T sink = in.sinks ? *in.sinks.template at<const T>(0, h, 0, 0) : minus_infinity<T>();
-    const T of_sink = exp2((sink - rows.lse[t]) * log2_e<T>()), total = sum + of_sink;
-    if (!(total > T(0) && total < -minus_infinity<T>())) return;
-    const T dlse = a.dlse ? *a.dlse.template at<const T>(b, h, row, 0) : T(0), D = rows.delta[t] + dlse; // rowsum(dO O), roughly
-    T *out = static_cast<T *>(a.delta) + index;
-    out[0] = D + (rest - dlse * sum - of_sink * D) / total - dlse;
-    out[in.rows()] = log2(total) * ln_2<T>();
+    if (mine) settle_row(a, b, h, s.q0 + q0 + t, rows.lse[t], sum, rest);
   }
 };
 

@@ -1,6 +1,6 @@
-// A schedule walked by one thread for the whole CTA: its state lies in shared memory and not in every thread's registers.
+// Tiles walked over by one thread for the whole CTA: its state lies in shared memory and not in every thread's registers.
 #pragma once
-#include "../attention/schedule.h"
+#include "../attention/query_tiles.h"
 
 namespace strobe::simt {
 
@@ -32,43 +32,48 @@ private:
   }
 };
 
-// The first entry of a row of blocks that is `block` or lies beyond it.
-__device__ inline i64 first_entry(const BlockRow &row, i64 block) {
-  i64 first = 0, last = row.count;
-  while (first < last) {
-    const i64 middle = (first + last) / 2;
-    if (row.cols[middle] < block)
-      first = middle + 1;
-    else
-      last = middle;
+// What is walked over: tiles of keys, ascending, or of queries, descending.
+struct KeyTiles {
+  Schedule schedule;
+  __device__ bool next(Tile &tile) {
+    KeyTile t;
+    if (!schedule.next(t)) return false;
+    tile = {(i32)t.begin, (i32)t.end, t.masked};
+    return true;
   }
-  return first;
-}
+};
+template <bool kBlocks, int kTile> struct DescendingQueries {
+  QueryTiles<kBlocks, kTile> tiles;
+  i32 seqlen_q;
+  __device__ bool next(Tile &tile) {
+    QueryTile t;
+    if (!tiles.next(t)) return false;
+    tile = {t.begin, min(t.begin + kTile, seqlen_q), t.masked != 0};
+    return true;
+  }
+};
 
 // Lies in shared memory. The tile after the current one is found while that is worked on.
-class Walk {
+template <class Tiles> class Walk {
   struct Slot {
     Tile tile;
     bool valid;
   };
-  Schedule schedule_;
+  Tiles tiles_;
   Slot slots_[2];
 
   __device__ void find(Slot &slot, i32 nth) {
-    KeyTile tile;
-    bool valid = true;
-    for (i32 n = 0; n < nth && valid; ++n) valid = schedule_.next(tile);
-    slot.valid = valid;
-    if (valid) slot.tile = {(i32)tile.begin, (i32)tile.end, tile.masked};
+    slot.valid = true;
+    for (i32 n = 0; n < nth && slot.valid; ++n) slot.valid = tiles_.next(slot.tile);
   }
 
 public:
   // body(tile, more) for every `stride`-th tile from number `first` on. Between the starts of two calls of body the CTA must meet at a
   // barrier, and only then is `more` right: whether another tile follows.
-  template <class F> __device__ __forceinline__ void run(const Schedule &schedule, i32 first, i32 stride, F &&body) {
+  template <class F> __device__ __forceinline__ void run(const Tiles &tiles, i32 first, i32 stride, F &&body) {
     __syncthreads(); // the last walk is over
     if (threadIdx.x == 0) {
-      schedule_ = schedule;
+      tiles_ = tiles;
       find(slots_[0], first + 1);
     }
     __syncthreads();

@@ -6,10 +6,12 @@
 //
 // S is transposed, rows are keys: P^T and dS^T are left operands where they lie. dS goes through shared memory for dQ.
 #pragma once
+#include "../attention/longest_first.h"
 #include "../attention/query_tiles.h"
-#include "../attention/scores.h"
+#include "../attention/turns.h"
+#include "../mma/backward_config.h"
 #include "../mma/backward_dropout.h"
-#include "../ptx/barrier.h"
+#include "../mma/backward_scores.h"
 #include "config.h"
 #include "multiply.h"
 #include "specials.h"
@@ -27,7 +29,9 @@ private:
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
   static constexpr int kM = kTileK / C.warps / 16, kN = kTileQ / 16; // a warp's keys, the queries, in blocks
   static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // of queries that dK and dV take at a time: registers are short
-  static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0);
+  // dK and dV are summed up in parts of so many tiles, 2048 queries, which rounds less.
+  static constexpr int kSegment = 2048 / kTileQ;
+  static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0 && kSegment % 2 == 0);
 
   // In shared memory
   static constexpr u32 kV = 4 * kTileK * kD, kQ = kV + 4 * kTileK * kDv, kDo = kQ + 4 * kTileQ * kD, kDs = kDo + 4 * kTileQ * kDv,
@@ -40,6 +44,11 @@ private:
     QueryTile queries;
     i32 rows; // that are there
   };
+  struct Position {
+    i32 head; // that `tiles` are of
+    Tiles tiles;
+    Tile tile; // the next one
+  };
   // What the threads have in common lies in shared memory: registers are short.
   struct State {
     Tile ring[2];               // iteration n's at n % 2
@@ -47,8 +56,10 @@ private:
     Sequence sequence;
     i32 head; // that `tiles` are of
     Tiles tiles;
+    Position begin; // of the segment
     i32 k_finite;
     i32 careful; // this is the second time: dO or Q are not finite
+    i32 segment; // which
   };
   static_assert(sizeof(State) <= C.state_bytes());
 
@@ -60,17 +71,29 @@ private:
   static __device__ __forceinline__ u32 shared(u32 offset) { return shared_address(shared_memory()) + offset; }
   static __device__ __forceinline__ int first_key() { return thread_index() / 32 * kM * 16; } // of this warp's, within the tile
 
-  // By one thread. Bundles of heads run together and share the L2 cache; within one, tiles of the first keys come first: they are the
-  // longest.
+  // Bundles of heads run together and share the L2 cache; within one, the longest tiles come first: those of the first keys, unless lists of
+  // blocks say otherwise. (In turns it must stay the first keys: they are waited for.)
   __device__ __forceinline__ void choose_keys() const {
-    u32 index = blockIdx.x, tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
-    u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
-    u32 pair = first + rest % n;
-    shared_state().batch = (i32)(pair / in.heads_kv), shared_state().head_kv = (i32)(pair % in.heads_kv),
-    shared_state().k0 = (i32)(rest / n) * kTileK;
-    shared_state().sequence = in.sequence(shared_state().batch);
-    shared_state().k1 = min(shared_state().k0 + kTileK, (i32)shared_state().sequence.band.seqlen_k);
-    shared_state().careful = 0;
+    State &state = shared_state();
+    if (threadIdx.x == 0) {
+      u32 index = blockIdx.x;
+      if constexpr (C.deterministic) index = atomicAdd(a.turns, 1u); // a ticket: whatever a block waits for has drawn its own before
+      u32 tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
+      u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
+      u32 pair = first + rest % n;
+      state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
+      state.sequence = in.sequence(state.batch);
+    }
+    __syncthreads();
+    i32 k0 = state.k0;
+    if constexpr (F.blocks && !C.deterministic)
+      k0 = longest_key_tile<F, kThreads, kTileK>(in, state.batch, state.head_kv, k0 / kTileK) * kTileK;
+    if (threadIdx.x == 0) {
+      state.k0 = k0, state.k1 = min(k0 + kTileK, (i32)state.sequence.band.seqlen_k);
+      take_head(state.head_kv * in.group);
+      find(0);
+    }
+    __syncthreads();
   }
   __device__ __forceinline__ void take_head(i32 head) const {
     shared_state().head = head;
@@ -113,37 +136,27 @@ private:
       if (lse == minus_infinity<float>()) lse = -lse;
       store_shared(shared(kStats) + 4 * i, __float_as_uint(lse));
       store_shared(shared(kStats) + 4 * (kTileQ + i), __float_as_uint(D));
-      store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(excess));
+      store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(excess * 1.4426950408889634f));
     }
   }
-  // of the query in this lane's column (c, e) of block n: 0: LSE, 1: D, 2: what LSE lacks
+  // of the query in this lane's column (c, e) of block n: 0: LSE, 1: D, 2: what LSE lacks, in exp2's unit
   __device__ __forceinline__ float statistic(int which, int n, int c, int e) const {
     return load_shared_float(shared(kStats) + 4 * (which * kTileQ + 16 * n + tile::lane_column(c, e)));
   }
 
-  // S^T -> P^T. For a function of q.k: through[..] = P^T times its slope.
+  struct RowLse { // loaded where it is used: registers are short
+    const Backward &backward;
+    int n;
+    __device__ __forceinline__ float lse(int c, int e) const { return backward.statistic(0, n, c, e); }
+    __device__ __forceinline__ float excess(int c, int e) const { return backward.statistic(2, n, c, e); }
+  };
+  // S^T -> P^T. For a function of q.k: through[..] holds S^T, and then P^T times its slope.
   template <bool kMasked>
-  __device__ __forceinline__ void probabilities(Accumulator (&S)[kM][kN], Accumulator (&through)[kM][kN], const Tile &t) const {
-    constexpr float kLog2e = 1.44269504088896340736f;
+  __device__ __forceinline__ void probabilities(Accumulator (&P)[kM][kN], Accumulator (&through)[kM][kN], const Tile &t) const {
+    const auto lse = [&](int n) { return RowLse{*this, n}; };
     Scores<F, float> scores(in, shared_state().sequence, shared_state().batch);
-    float natural = F.additive() ? 1.0f : (float)in.scale;
-    i32 first = shared_state().k0 + first_key(), limit = shared_state().k1;
-#pragma unroll
-    for (int k = 0; k < 4 * kN; ++k) {
-      int n = k / 4, c = k / 2 % 2, e = k % 2;
-      auto row = scores.row(t.queries.begin + 16 * n + tile::lane_column(c, e), t.head);
-      float l = statistic(0, n, c, e), excess = statistic(2, n, c, e);
-#pragma unroll
-      for (int i = 0; i < 2 * kM; ++i) {
-        int m = i / 2, r = i % 2;
-        float &s = S[m][n].x[c][2 * r + e], slope = 1;
-        i32 key = first + 16 * m + tile::lane_row(r);
-        float x = F.function ? scores.score(s, row, key, kMasked, limit, slope) : scores.score(s, row, key, kMasked, limit);
-        bool hidden = (kMasked || F.mask || F.bias) && x == minus_infinity<float>();
-        s = hidden ? 0.0f : exp2((fmaf(x, natural, -l) - excess) * kLog2e); // LSE may be no number
-        if constexpr (F.function) through[m][n].x[c][2 * r + e] = s * slope;
-      }
-    }
+    mma::probabilities<F, kMasked, F.function != 0, true>(F.function ? through : P, P, scores, t.head, t.queries.begin,
+                                                          shared_state().k0 + first_key(), shared_state().k1, lse);
   }
 
   // dP^T -> dS^T, with P^T from shared memory, where this lane put it; where nothing is seen dS is 0, whatever dP is.
@@ -221,77 +234,106 @@ private:
     }
   }
 
-  // Adds dS K, 16 queries by 32 columns at a time, to the rows of the tile.
+  // Adds dS K, 16 queries by 32 columns at a time, to the rows of the tile. In turns: each warp to parts of its own.
   __device__ __forceinline__ void add_dq(const Tile &t) const {
     if (!a.dq_sum || shared_state().careful) return;
-    float *target = a.dq_sum + in.row_index(shared_state().batch, t.head, shared_state().sequence.q0 + t.queries.begin) * kD;
-    float scale = (float)in.scale;
-    if (!shared_state().k_finite) return add_dq_carefully(t, target, scale);
-    Pairs<kD> K(shared(0));
+    const i64 rows = in.row_index(shared_state().batch, t.head, shared_state().sequence.q0 + t.queries.begin);
+    float *target = a.dq_sum + rows * kD;
+    const float scale = (float)in.scale;
+    u32 *turn = nullptr, before = 0;
+    if constexpr (C.deterministic) {
+      const i64 number = mma::query_tile(in, shared_state().batch, t.head, kTileQ) + t.queries.begin / kTileQ;
+      turn = a.turns + 1 + number * C.warps + thread_index() / 32;
+      before = key_tiles_before<F.blocks != 0, kTileK>(in, shared_state().sequence.band, shared_state().batch, t.head, t.queries.begin,
+                                                       shared_state().k0);
+    }
 #pragma unroll 1
     for (int part = thread_index() / 32; part < kN * (kD / 32); part += C.warps) {
-      int row = part % kN * 16 + tile::lane_row(0), column = part / kN * 32;
+      const int row = part % kN * 16, column = part / kN * 32;
       Accumulator dQ[1][2] = {};
-#pragma unroll
-      for (int k = 0; k < kTileK; k += 32) {
-        Left dS[1][4];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          float x[2];
-          load_shared(x, address_ds(row + 8 * (i % 2), k + 8 * (i / 2) + 2 * (tile::lane_id() & 3)));
-#pragma unroll
-          for (int e = 0; e < 2; ++e) dS[0][i / 2].set<C.products>(i % 2 + 2 * e, x[e]);
-        }
-        multiply_pairs<kD, C.products>(dQ, dS, K, k, column);
+      if (shared_state().k_finite)
+        multiply_dq(dQ, row, column);
+      else
+        multiply_dq_carefully(dQ, row, column);
+      if (C.deterministic && part < C.warps) {
+        if (tile::lane_id() == 0) await_turn<F.blocks != 0>(turn, load_acquire(turn), before);
+        __syncwarp();
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        int r = i / 4, k = i % 4 * 2;
-        if (row + 8 * r >= t.rows) continue;
-        add_pair(target + (row + 8 * r) * kD + column + first_column() + k, element(dQ, 0, r, 0, k) * scale,
-                 element(dQ, 0, r, 0, k + 1) * scale);
+        int r = row + tile::lane_row(i / 4), k = i % 4 * 2;
+        if (r >= t.rows) continue;
+        add_pair(target + r * kD + column + first_column() + k, element(dQ, 0, i / 4, 0, k) * scale,
+                 element(dQ, 0, i / 4, 0, k + 1) * scale);
       }
     }
+    if constexpr (C.deterministic) {
+      __syncwarp();
+      if (tile::lane_id() == 0) store_release(turn, before + 1);
+    }
   }
-  __device__ __forceinline__ void add_dq_carefully(const Tile &t, float *target, float scale) const {
-#pragma unroll 1
-    for (int i = thread_index(); i < t.rows * kD; i += kThreads) {
-      int row = i / kD, column = i % kD;
-      float sum = 0;
-#pragma unroll 1
-      for (int j = 0; j < kTileK; ++j) {
-        float x = load_shared_float(address_ds(row, j)),
-              y = load_shared_float(shared(0) + Layout<kD>::offset(j, column / 4) + column % 4 * 4);
-        if (x != 0) sum = fmaf(x, y, sum);
+  __device__ __forceinline__ void multiply_dq(Accumulator (&dQ)[1][2], int row, int column) const {
+    Pairs<kD> K(shared(0));
+#pragma unroll
+    for (int k = 0; k < kTileK; k += 32) {
+      Left dS[1][4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float x[2];
+        load_shared(x, address_ds(row + tile::lane_row(i % 2), k + 8 * (i / 2) + 2 * (tile::lane_id() & 3)));
+#pragma unroll
+        for (int e = 0; e < 2; ++e) dS[0][i / 2].set<C.products>(i % 2 + 2 * e, x[e]);
       }
-      atomicAdd(target + i, sum * scale);
+      multiply_pairs<kD, C.products>(dQ, dS, K, k, column);
+    }
+  }
+  // Where K is not finite: what dS has at 0 leaves the sum alone.
+  __device__ __forceinline__ void multiply_dq_carefully(Accumulator (&dQ)[1][2], int row, int column) const {
+#pragma unroll 1
+    for (int j = 0; j < kTileK; ++j) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const int c = column + first_column() + k;
+        const float y = load_shared_float(shared(0) + Layout<kD>::offset(j, c / 4) + c % 4 * 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float x = load_shared_float(address_ds(row + tile::lane_row(r), j));
+          float &z = element(dQ, 0, r, 0, k);
+          if (x != 0) z = fmaf(x, y, z);
+        }
+      }
     }
   }
 
-  // All tiles of queries. Infinities and NaN in dO and Q must reach the keys that they see and no others: they are rare, and if dK or dV
-  // are not finite, all but dQ is done again, carefully.
-  __device__ __forceinline__ void walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
+  // A segment: kSegment tiles of queries, or what is left. Infinities and NaN in dO and Q must reach the keys that they see and no others: they
+  // are rare, and if dK or dV are not finite, all of the segment but dQ is done again, carefully. Returns whether there is another segment.
+  __device__ __forceinline__ bool walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
 #pragma unroll
     for (int i = 0; i < kM * kD / 2; ++i) dK[i / (kD / 2)][i / 8 % (kD / 16)].x[i / 4 % 2][i % 4] = 0;
 #pragma unroll
     for (int i = 0; i < kM * kDv / 2; ++i) dV[i / (kDv / 2)][i / 8 % (kDv / 16)].x[i / 4 % 2][i % 4] = 0;
     if (threadIdx.x == 0) {
-      take_head(shared_state().head_kv * in.group);
-      find(0);
+      State &state = shared_state();
+      if (state.careful)
+        state.head = state.begin.head, state.tiles = state.begin.tiles, state.ring[0] = state.begin.tile;
+      else
+        state.begin = {state.head, state.tiles, state.ring[0]};
     }
     __syncthreads();
+    if (threadIdx.x == 0 && !shared_state().careful) ++shared_state().segment; // the last one has been stored
     if (shared_state().ring[0].head >= 0) load_queries(shared_state().ring[0]);
     cp_async_commit();
+    int n = 0;
 #pragma unroll 1
-    for (int n = 0; shared_state().ring[n % 2].head >= 0; ++n) {
+    for (; n < kSegment && shared_state().ring[n % 2].head >= 0; ++n) {
       const Tile &t = shared_state().ring[n % 2], &next = shared_state().ring[(n + 1) % 2];
       cp_async_wait<0>();
       __syncthreads(); // Q and dO are here, and nobody reads the last dS
       if (threadIdx.x == 0) find(n + 1);
       u32 keys = first_key();
 
-      Accumulator P[kM][kN] = {}, through[kM][kN], dS[kM][kN] = {};
-      multiply_rows<kD, C.products>(P, shared(0) + 4 * keys * kD, shared(kQ));
+      Accumulator P[kM][kN] = {}, through[kM][kN] = {}, dS[kM][kN] = {};
+      multiply_rows<kD, C.products>(F.function ? through : P, shared(0) + 4 * keys * kD, shared(kQ));
       if (t.queries.masked)
         probabilities<true>(P, through, t);
       else
@@ -307,12 +349,13 @@ private:
       put(dS);
       accumulate<kD, false>(dK, dS, shared(kQ));
       __syncthreads(); // all of dS is here, and nobody reads Q and dO any more
-      if (next.head >= 0) load_queries(next);
+      if (next.head >= 0 && n + 1 < kSegment) load_queries(next);
       cp_async_commit();
       add_dq(t);
     }
     cp_async_wait<0>();
     __syncthreads();
+    return n == kSegment && shared_state().ring[0].head >= 0;
   }
 
   template <int kC> static __device__ __forceinline__ bool all_finite(const Accumulator (&x)[kM][kC]) {
@@ -328,6 +371,7 @@ private:
     return yes;
   }
 
+  // A segment after the first one adds to what is there.
   template <int kC> __device__ __forceinline__ void store(const Operand &out, Accumulator (&x)[kM][kC], float factor, i32 columns) const {
     if (!out) return;
 #pragma unroll
@@ -335,31 +379,31 @@ private:
       i32 key = shared_state().k0 + first_key() + 16 * (i / 2) + tile::lane_row(i % 2);
       if (key >= shared_state().k1) continue;
       float *row = out.at<float>(shared_state().batch, shared_state().head_kv, shared_state().sequence.k0 + key, 0);
-      store_row<C.aligned != 0>(x, i / 2, i % 2, factor, row, out.stride[3], columns);
+      store_row<C.aligned != 0>(x, i / 2, i % 2, factor, row, out.stride[3], columns, shared_state().segment > 0);
     }
   }
 
   __device__ __forceinline__ void run() const {
-    if (threadIdx.x == 0) choose_keys();
-    __syncthreads();
+    choose_keys();
     if (shared_state().k0 >= shared_state().k1) return;
     load_keys();
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
     bool k_finite = __syncthreads_and(keys_finite());
-    if (threadIdx.x == 0) shared_state().k_finite = k_finite;
+    if (threadIdx.x == 0) shared_state().k_finite = k_finite, shared_state().careful = 0, shared_state().segment = -1;
 
     Accumulator dK[kM][kD / 16], dV[kM][kDv / 16];
 #pragma unroll 1
     while (true) {
-      walk(dK, dV);
-      if (__syncthreads_and(shared_state().careful || (all_finite(dK) && all_finite(dV)))) break;
-      if (threadIdx.x == 0) shared_state().careful = 1;
-      __syncthreads();
+      const bool more = walk(dK, dV);
+      const bool again = !__syncthreads_and(shared_state().careful || (all_finite(dK) && all_finite(dV)));
+      if (threadIdx.x == 0) shared_state().careful = again;
+      if (again) continue;
+      store(a.dk, dK, (float)in.scale, in.head_dim);
+      store(a.dv, dV, Dropout<F>(in).factor(), in.head_dim_v);
+      if (!more) break;
     }
-    store(a.dk, dK, (float)in.scale, in.head_dim);
-    store(a.dv, dV, Dropout<F>(in).factor(), in.head_dim_v);
   }
 };
 

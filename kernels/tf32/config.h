@@ -8,10 +8,11 @@ struct Config {
   i32 head_dim, head_dim_v; // rounded up to multiples of 32
   i32 tile_q, tile_k;       // tile_q (backward: tile_k): a multiple of 16 * warps; the other one: of 32
   i32 warps;
-  i32 stages;    // forward: K and V tiles in shared memory at a time
-  i32 products;  // 3: as exact as FP32; 1: plain TF32
-  i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 4: 16-byte copies
-  i32 exact_max; // the running maximum is followed exactly; else it may stay behind by a factor of 2^8
+  i32 stages;        // forward: K and V tiles in shared memory at a time
+  i32 products;      // 3: as exact as FP32; 1: plain TF32
+  i32 aligned;       // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 4: 16-byte copies
+  i32 exact_max;     // the running maximum is followed exactly; else it may stay behind by a factor of 2^8
+  i32 deterministic; // backward: dQ is added to in turns
   i32 blocks_per_sm;
   Features features;
 

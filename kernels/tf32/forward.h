@@ -1,6 +1,7 @@
 // FlashAttention-2's forward (Dao 2023, algorithm 1) in FP32 on tensor cores: a block of threads owns a tile of queries and walks over the
 // tiles of keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
 #pragma once
+#include "../attention/longest_first.h"
 #include "../attention/scores.h"
 #include "../mma/dropout.h"
 #include "../mma/softmax.h"
@@ -19,7 +20,7 @@ template <Config C> struct Forward {
   static constexpr int kM = kRows / 16, kN = C.tile_k / 16, kC = kDv / 16;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0);
 
-  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the last (longest, if causal) tile first.
+  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the longest tile (dense: the last) first.
   struct Item {
     i32 b, h, q, split;
     __device__ __forceinline__ explicit Item(const Arguments &a) {
@@ -66,14 +67,24 @@ private:
   static __device__ __forceinline__ u32 shared(u32 offset) { return shared_address(shared_memory()) + offset; }
   static __device__ __forceinline__ int warp_row() { return thread_index() / 32 * kRows; }
 
-  // By one thread.
   __device__ __forceinline__ void choose_queries() const {
-    Item item(a);
-    Sequence s = in.sequence(item.b);
-    shared_state().item = item, shared_state().sequence = s, shared_state().specials = 0;
-    shared_state().k = in.k.at<const float>(item.b, item.h / in.group, s.k0, 0),
-    shared_state().v = in.v.at<const float>(item.b, item.h / in.group, s.k0, 0);
+    State &state = shared_state();
+    if (threadIdx.x == 0) {
+      Item item(a);
+      Sequence s = in.sequence(item.b);
+      state.item = item, state.sequence = s, state.specials = 0;
+      state.k = in.k.at<const float>(item.b, item.h / in.group, s.k0, 0),
+      state.v = in.v.at<const float>(item.b, item.h / in.group, s.k0, 0);
+    }
+    __syncthreads();
+    if constexpr (F.blocks) {
+      const i32 rank = (i32)div_up(in.seqlen_q, C.tile_q) - 1 - state.item.q / C.tile_q;
+      const i32 q = longest_query_tile<F, kThreads, C.tile_q>(in, state.item.b, state.item.h, rank) * C.tile_q;
+      if (threadIdx.x == 0) state.item.q = q;
+      __syncthreads();
+    }
   }
+  // By one thread.
   __device__ __forceinline__ void begin() const {
     const Item &item = shared_state().item;
     i64 q1 = min((i64)item.q + C.tile_q, shared_state().sequence.band.seqlen_q);
@@ -112,8 +123,7 @@ private:
   __device__ __forceinline__ void compute() {
     Accumulator O[kM][kC];
     mma::Softmax<kM, F.bias != 0> softmax;
-    if (threadIdx.x == 0) choose_queries();
-    __syncthreads();
+    choose_queries();
     if (rows() <= 0) return;
     unit = Scores<F, float>(in, shared_state().sequence, 0).unit;
     load_q();

@@ -91,15 +91,20 @@ template <int kM, int kC> __device__ __forceinline__ float &element(Accumulator 
   return d[m][2 * c + k % 4 / 2].x[k % 2][2 * r + k / 4];
 }
 
-// Row r of block m of a sum, times factor, to memory; kAligned: columns adjacent, 16-byte addresses, a multiple of 4 of them.
+// Row r of block m of a sum, times factor, to memory, or added to what is there; kAligned: columns adjacent, 16-byte addresses, a multiple of
+// 4 of them.
 template <bool kAligned, int kM, int kC>
-__device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r, float factor, float *row, i64 stride, i32 columns) {
+__device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r, float factor, float *row, i64 stride, i32 columns,
+                                          bool add = false) {
 #pragma unroll
   for (int k = 0; k < kC; ++k) {
     int column = 32 * (k / 2) + first_column() + 4 * (k % 2);
     u32 x[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] = __float_as_uint(element(d, m, r, k / 2, 4 * (k % 2) + e) * factor);
+    for (int e = 0; e < 4; ++e) {
+      float &y = element(d, m, r, k / 2, 4 * (k % 2) + e);
+      x[e] = __float_as_uint(add && column + e < columns ? fmaf(y, factor, row[(column + e) * (kAligned ? 1 : stride)]) : y * factor);
+    }
     if constexpr (kAligned) {
       if (column < columns) store_global(row + column, x);
     } else {

@@ -12,6 +12,9 @@ BackwardArguments backward_arguments(const Problem &); // but for the workspace
 
 // Base and rows lie on 16-byte addresses and a row's elements are adjacent: tiles may be copied 16 bytes at a time.
 bool aligned(const View &, int64_t row_elements);
+bool aligned_backward(const Problem &); // all that a backward copies so
+
+inline int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit - 1) / unit * unit); }
 
 // Tiles of `tile` queries (keys) over all sequences, and the longest's; varlen counts max_seqlen for each.
 inline int64_t tiles(int64_t seqlen, int64_t tile) { return (seqlen + tile - 1) / tile; }

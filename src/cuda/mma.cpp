@@ -7,6 +7,7 @@
 #include "attention/work.h"
 #include "cuda/arguments.h"
 #include "cuda/mma_backward.h"
+#include "cuda/rows.h"
 #include "cuda/wishes.h"
 
 namespace strobe::cuda {
@@ -16,7 +17,6 @@ using mma::Config;
 
 constexpr KernelSource kForward{"mma/forward.h", "strobe::mma::Forward", "strobe::mma::Config"};
 constexpr KernelSource kDecode{"mma/decode.h", "strobe::mma::Decode", "strobe::mma::Config"};
-constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
 
 struct Tile {
   int32_t most_dim, q, k, warps, stages, ctas; // ctas: per SM, what the registers are limited for
@@ -54,13 +54,11 @@ constexpr Tile kDecodeTiles[] = {
     {128, 32, 16, 4, 3, 1}, {256, 16, 16, 4, 2, 1},                         // more
 };
 
-int32_t rounded(int64_t dim) { return int32_t((dim + 31) / 32 * 32); }
-
 // But for the tile.
 Config config_for(const Problem &p) {
   Config c{};
   c.dtype = int32_t(p.dtype);
-  c.head_dim = rounded(p.head_dim), c.head_dim_v = rounded(p.head_dim_v);
+  c.head_dim = rounded(p.head_dim, 32), c.head_dim_v = rounded(p.head_dim_v, 32);
   c.aligned = aligned(p.q, p.head_dim) && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v) && aligned(p.out, p.head_dim_v);
   c.exact_max = p.exact_max;
   c.features = features_of(p);
@@ -182,11 +180,7 @@ private:
     }
     Program program;
     program.steps.push_back(Launch(decode ? kDecode : kForward, c, ctas * a.splits, c.threads(), shared, a));
-    if (a.splits > 1) {
-      Config combine{};
-      combine.dtype = c.dtype, combine.warps = 4, combine.blocks_per_sm = 1;
-      program.steps.push_back(Launch(kCombine, combine, a.in.rows(), combine.threads(), 0, a));
-    }
+    if (a.splits > 1) program.steps.push_back(combine(p, a));
     describe(program, p, c, decode, a.splits);
     program.predicted_seconds = predicted_seconds(p, c, device, program.steps.size());
     return program;

@@ -7,22 +7,22 @@
 #include "../../kernels/mma/backward_config.h"
 #include "attention/text.h"
 #include "cuda/arguments.h"
-#include "cuda/simt.h"
+#include "cuda/rows.h"
+#include "cuda/tile_gradient.h"
 #include "cuda/wishes.h"
 
 namespace strobe::cuda {
 namespace {
 
 using mma::BackwardConfig;
-using mma::BiasGradientConfig;
 using mma::RowsConfig;
 
 constexpr KernelSource kBackward{"mma/backward.h", "strobe::mma::Backward", "strobe::mma::BackwardConfig"};
-constexpr KernelSource kBiasGradient{"mma/bias_gradient.h", "strobe::mma::BiasGradient", "strobe::mma::BiasGradientConfig"};
 constexpr KernelSource kDelta{"mma/rows.h", "strobe::mma::Delta", "strobe::mma::RowsConfig"};
 constexpr KernelSource kConvertDq{"mma/rows.h", "strobe::mma::ConvertDq", "strobe::mma::RowsConfig"};
 
-// most_dim and most_features are what the registers hold; speed: of large problems, relative to other rows, on an H200.
+// most_dim and most_features are what the registers hold; speed: of large problems, relative to other rows, on an H200; of those that it has
+// memory enough to pass over (0.5 and below), guessed.
 struct BackwardTile {
   int32_t most_dim, q, k, key_warps, dim_warps, step_q, most_features;
   double speed;
@@ -31,24 +31,9 @@ constexpr int32_t kAll = 8;
 constexpr BackwardTile kBackwardTiles[] = {
     {64, 64, 256, 4, 1, 32, 0, 1.05},   {128, 64, 128, 4, 1, 64, 0, 1.0},   {64, 128, 128, 4, 1, 64, 0, 1.02},
     {128, 64, 128, 4, 1, 32, 2, 0.95},  {128, 64, 64, 2, 2, 32, kAll, 0.8}, {256, 64, 64, 2, 2, 32, 2, 0.85},
-    {256, 32, 64, 2, 2, 16, kAll, 0.7}, {256, 16, 64, 4, 1, 16, 2, 0.4},    {256, 16, 32, 2, 1, 16, kAll, 0.3},
-    {256, 16, 16, 1, 1, 16, kAll, 0.2},
+    {256, 32, 64, 2, 2, 16, kAll, 0.7}, {192, 16, 64, 4, 1, 16, 2, 0.4},    {256, 32, 32, 2, 2, 16, kAll, 0.5},
+    {192, 16, 32, 2, 1, 16, kAll, 0.3}, {256, 32, 16, 1, 2, 16, kAll, 0.3}, {256, 16, 16, 1, 1, 16, kAll, 0.2},
 };
-struct BiasTile {
-  int32_t q, k, key_warps, query_warps;
-};
-constexpr BiasTile kBiasTiles[] = {{64, 128, 4, 2}, {64, 64, 2, 2}, {32, 32, 2, 1}, {16, 16, 1, 1}};
-
-int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit - 1) / unit * unit); }
-
-bool all_aligned(const Problem &p) {
-  for (const View *view : {&p.q, &p.k, &p.dq, &p.dk})
-    if (!aligned(*view, p.head_dim)) return false;
-  for (const View *view : {&p.v, &p.out, &p.dout, &p.dv})
-    if (!aligned(*view, p.head_dim_v)) return false;
-  return true;
-}
-
 // With block sparsity a tile lies within a block.
 bool divides(const Problem &p, int32_t tile_q, int32_t tile_k) {
   return !p.blocks.present || (p.blocks.block_q % tile_q == 0 && p.blocks.block_k % tile_k == 0);
@@ -64,7 +49,7 @@ int32_t heavy(const BackwardConfig &c) {
 bool choose(BackwardConfig &chosen, const Problem &p, const Device &device) {
   BackwardConfig any{};
   any.dtype = int32_t(p.dtype);
-  any.aligned = all_aligned(p), any.deterministic = p.deterministic && p.dq, any.blocks_per_sm = 1;
+  any.aligned = aligned_backward(p), any.deterministic = p.deterministic && p.dq, any.blocks_per_sm = 1;
   any.features = features_of(p);
   const int32_t features = heavy(any);
   double least = HUGE_VAL;
@@ -82,30 +67,16 @@ bool choose(BackwardConfig &chosen, const Problem &p, const Device &device) {
   return least < HUGE_VAL;
 }
 
-bool choose(BiasGradientConfig &chosen, const Problem &p, const Device &device) {
-  for (const BiasTile &tile : kBiasTiles) {
-    BiasGradientConfig c{};
-    c.dtype = int32_t(p.dtype), c.head_dim = rounded(p.head_dim, 16), c.head_dim_v = rounded(p.head_dim_v, 16);
-    c.tile_q = tile.q, c.tile_k = tile.k, c.key_warps = tile.key_warps, c.query_warps = tile.query_warps;
-    c.aligned = all_aligned(p), c.blocks_per_sm = 1, c.features = features_of(p);
-    if (c.shared_bytes() > device.shared_per_block || !divides(p, tile.q, tile.k)) continue;
-    chosen = c;
-    return true;
-  }
-  return false;
-}
-
 constexpr double kFlopPerClock = 1400, kLaunchSeconds = 3e-6; // of an SM of the H200, measured
 
 } // namespace
 
 CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &scratch, double scores) {
   BackwardConfig c{};
-  BiasGradientConfig bias{};
-  if (!choose(c, p, device) || (p.dbias && !choose(bias, p, device)))
+  BackwardArguments a = backward_arguments(p);
+  if (!choose(c, p, device) || (p.bias && !(settle(p, device, a) && bias_gradient(p, device, a))))
     return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
 
-  BackwardArguments a = backward_arguments(p);
   a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
   a.deterministic = c.deterministic;
   const int64_t rows = a.in.rows(), query_tiles = mma::query_tiles(a.in, c.tile_q);
@@ -120,16 +91,12 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
     program.steps.push_back(Zero{a.turns, uint64_t(turns) * 4});
   }
   program.steps.push_back(Launch(kDelta, each, row_blocks, RowsConfig::threads(), 0, a));
-  if (p.bias) program.steps.push_back(settle(p, device, a)); // of other scores P's 16 bits hide what LSE lacks
+  if (p.bias) program.steps.push_back(*settle(p, device, a)); // of other scores P's 16 bits hide what LSE lacks
   if (p.dq || p.dk || p.dv)
     program.steps.push_back(Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.shared_bytes(), a));
   if (p.dq) program.steps.push_back(Launch(kConvertDq, each, row_blocks, RowsConfig::threads(), 0, a));
   if (p.dsinks) program.steps.push_back(sink_gradient(p, a));
-  if (p.dbias) {
-    const i64 *s = a.dbias.stride;
-    const int64_t blocks = bias.blocks(s[0] != 0, s[1] != 0, s[2] != 0, s[3] != 0, p.batch, p.heads, p.seqlen_q, p.seqlen_k);
-    program.steps.push_back(Launch(kBiasGradient, bias, blocks, bias.threads(), bias.shared_bytes(), a));
-  }
+  if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a));
 
   program.kernel = text(strobe::name(p.dtype), " mma.sync, ", c.warps(), " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   describe_tile(program, p, c.tile_q, c.tile_k, c.aligned);

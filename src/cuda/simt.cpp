@@ -7,7 +7,7 @@
 #include "attention/text.h"
 #include "cuda/arguments.h"
 #include "cuda/engine.h"
-#include "cuda/simt.h"
+#include "cuda/rows.h"
 #include "cuda/wishes.h"
 
 namespace strobe::cuda {
@@ -16,12 +16,8 @@ namespace {
 using simt::Config;
 
 constexpr KernelSource kForward{"simt/forward.h", "strobe::simt::Forward", "strobe::simt::Config"};
-constexpr KernelSource kCombine{"simt/combine.h", "strobe::simt::Combine", "strobe::simt::Config"};
-constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
 constexpr KernelSource kSettle{"simt/settle.h", "strobe::simt::Settle", "strobe::simt::Config"};
-constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
 constexpr KernelSource kBackward{"simt/backward.h", "strobe::simt::Backward", "strobe::simt::Config"};
-constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
 constexpr KernelSource kBiasGradient{"simt/bias_gradient.h", "strobe::simt::BiasGradient", "strobe::simt::Config"};
 
 enum class Kind { forward, backward, bias_gradient };
@@ -79,13 +75,11 @@ bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
   return least < HUGE_VAL;
 }
 
-int32_t rounded_dim(int64_t dim) { return int32_t((dim + Config::kDimStep - 1) / Config::kDimStep * Config::kDimStep); }
-
 // What all kernels of a call share.
 Config config_for(const Problem &p) {
   Config c{};
   c.dtype = int32_t(p.dtype);
-  c.head_dim = rounded_dim(p.head_dim), c.head_dim_v = rounded_dim(p.head_dim_v);
+  c.head_dim = rounded(p.head_dim, Config::kDimStep), c.head_dim_v = rounded(p.head_dim_v, Config::kDimStep);
   c.chunk = 16;
   c.blocks_per_sm = 2;
   bool pieces = true;
@@ -96,17 +90,6 @@ Config config_for(const Problem &p) {
   c.features = features_of(p);
   return c;
 }
-// Kernels that look at elements and not at scores do not vary with the features.
-Config plain(const Config &c) {
-  Config x{};
-  x.dtype = c.dtype, x.head_dim = c.head_dim, x.head_dim_v = c.head_dim_v;
-  return x;
-}
-
-Launch settle(const Problem &p, const Config &c, const BackwardArguments &a) {
-  return Launch(kSettle, c, p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), c.threads(), c.backward_shared_bytes(), a);
-}
-
 // FMA per clock and SM.
 double rate(const Device &device, DType dtype) {
   const bool wide = device.cc == 61 || device.cc >= 86;
@@ -156,9 +139,7 @@ private:
       a.partial_lse = scratch.take<float>(a.splits * rows);
     }
     program.steps.push_back(Launch(kForward, c, ctas * a.splits, c.threads(), c.forward_shared_bytes(), a));
-    if (a.splits > 1)
-      program.steps.push_back(
-          Launch(kCombine, plain(c), p.batch * p.heads * tiles(p.seqlen_q, Config::kCombineRows), 32 * Config::kCombineRows, 0, a));
+    if (a.splits > 1) program.steps.push_back(combine(p, a));
     describe(program, p, c, device, 2);
     if (a.splits > 1) program.kernel += text(", keys split in ", a.splits);
     return program;
@@ -168,12 +149,12 @@ private:
     Config c = config_for(p);
     if (!choose(c, Kind::backward, p, device)) return too_small(device);
     BackwardArguments a = backward_arguments(p);
-    const int64_t rows = a.in.rows(), real = c.real_bytes(), row_tiles = p.batch * p.heads * tiles(p.seqlen_q, Config::kDeltaRows);
+    const int64_t rows = a.in.rows(), real = c.real_bytes();
 
     Program program;
     a.delta = scratch.take<char>(2 * rows * real); // D, and what LSE lacks
-    program.steps.push_back(Launch(kDelta, plain(c), row_tiles, Config::kDeltaRows, 0, a));
-    program.steps.push_back(settle(p, c, a));
+    program.steps.push_back(row_sums(p, a));
+    program.steps.push_back(Launch(kSettle, c, p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), c.threads(), c.backward_shared_bytes(), a));
     if (p.dsinks) program.steps.push_back(sink_gradient(p, a));
     if (p.dq) {
       const uint64_t bytes = uint64_t(rows * c.head_dim * real);
@@ -189,7 +170,7 @@ private:
     if (p.dq || p.dk || p.dv)
       program.steps.push_back(
           Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.backward_shared_bytes(), a));
-    if (p.dq) program.steps.push_back(Launch(kQueryGradient, plain(c), row_tiles, 256, 0, a));
+    if (p.dq) program.steps.push_back(query_gradient(p, a));
     describe(program, p, c, device, 5);
     if (p.dbias) {
       Config d = c;
@@ -205,17 +186,6 @@ private:
 };
 
 } // namespace
-
-Launch settle(const Problem &p, const Device &device, const BackwardArguments &a) {
-  Config c = config_for(p);
-  choose(c, Kind::backward, p, device);
-  return settle(p, c, a);
-}
-Launch sink_gradient(const Problem &p, const BackwardArguments &a) {
-  Config c{};
-  c.dtype = int32_t(p.dtype);
-  return Launch(kSinkGradient, c, p.heads, 256, 0, a);
-}
 
 const CudaEngine &simt_engine() {
   static const SimtEngine engine;

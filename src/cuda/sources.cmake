@@ -16,6 +16,7 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/mma.cpp
   ${CMAKE_CURRENT_LIST_DIR}/mma_backward.cpp
   ${CMAKE_CURRENT_LIST_DIR}/nvrtc.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/rows.cpp
   ${CMAKE_CURRENT_LIST_DIR}/sha256.cpp
   ${CMAKE_CURRENT_LIST_DIR}/simt.cpp
   ${CMAKE_CURRENT_LIST_DIR}/sm90.cpp
@@ -23,6 +24,7 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/stream.cpp
   ${CMAKE_CURRENT_LIST_DIR}/tensor_maps.cpp
   ${CMAKE_CURRENT_LIST_DIR}/tf32.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/tile_gradient.cpp
   ${CMAKE_CURRENT_LIST_DIR}/tuning.cpp)
 
 # Writes a C++ file that holds every header below the folders given, under its name there.

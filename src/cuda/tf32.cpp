@@ -2,13 +2,14 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../../kernels/mma/config.h"
-#include "../../kernels/simt/config.h"
+#include "../../kernels/mma/backward_config.h"
 #include "../../kernels/tf32/config.h"
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/arguments.h"
 #include "cuda/engine.h"
+#include "cuda/rows.h"
+#include "cuda/tile_gradient.h"
 #include "cuda/wishes.h"
 
 namespace strobe::cuda {
@@ -18,11 +19,6 @@ using tf32::Config;
 
 constexpr KernelSource kForward{"tf32/forward.h", "strobe::tf32::Forward", "strobe::tf32::Config"};
 constexpr KernelSource kBackward{"tf32/backward.h", "strobe::tf32::Backward", "strobe::tf32::Config"};
-constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
-constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
-constexpr KernelSource kSettle{"simt/settle.h", "strobe::simt::Settle", "strobe::simt::Config"};
-constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
-constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
 
 // From the fastest to the smallest. most_dims: of Q and V together, what the registers hold; ctas: per SM, what they are limited for.
 struct Tile {
@@ -34,11 +30,9 @@ constexpr Tile kForwardTiles[] = {
 };
 constexpr Tile kBackwardTiles[] = {{256, 32, 64, 4, 1, 2}, {256, 32, 32, 2, 1, 4}};
 
-int32_t rounded(int64_t dim) { return int32_t((dim + 31) / 32 * 32); }
-
 Config config_for(const Problem &p, const Tile &tile, Direction direction) {
   Config c{};
-  c.head_dim = rounded(p.head_dim), c.head_dim_v = rounded(p.head_dim_v);
+  c.head_dim = rounded(p.head_dim, 32), c.head_dim_v = rounded(p.head_dim_v, 32);
   c.tile_q = tile.q, c.tile_k = tile.k, c.warps = tile.warps, c.stages = tile.stages, c.blocks_per_sm = tile.ctas;
   c.products = p.allow_tf32 ? 1 : 3;
   c.aligned = aligned(p.q, p.head_dim) && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v);
@@ -47,6 +41,7 @@ Config config_for(const Problem &p, const Tile &tile, Direction direction) {
   else
     c.aligned = c.aligned && aligned(p.dout, p.head_dim_v) && aligned(p.dk, p.head_dim) && aligned(p.dv, p.head_dim_v);
   c.exact_max = direction == Direction::forward && p.exact_max;
+  c.deterministic = direction == Direction::backward && p.deterministic && p.dq;
   c.features = features_of(p);
   return c;
 }
@@ -97,7 +92,7 @@ protected:
   }
 
 private:
-  static bool too_wide(const Problem &p) { return rounded(p.head_dim) + rounded(p.head_dim_v) > 256; }
+  static bool too_wide(const Problem &p) { return rounded(p.head_dim, 32) + rounded(p.head_dim_v, 32) > 256; }
   static Made no_tile(const Device &device) {
     return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
   }
@@ -106,8 +101,9 @@ private:
     Config c;
     // The backward rebuilds P from this forward's LSE: it must come from the same arithmetic, or rows of P no longer sum to 1.
     Config unused;
-    if (p.deterministic || p.bias || too_wide(p) || !choose(unused, kBackwardTiles, p, device, Direction::backward))
-      return "takes no forward whose backward it would leave to another arithmetic: deterministic, with a bias, or of this shape";
+    if (too_wide(p) || !choose(unused, kBackwardTiles, p, device, Direction::backward))
+      return "takes no forward whose backward it would leave to another arithmetic: dK and dV of these head dimensions or blocks do not "
+             "fit";
     if (!choose(c, kForwardTiles, p, device, Direction::forward)) return no_tile(device);
     ForwardArguments a = forward_arguments(p);
     const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), rows = a.in.rows();
@@ -123,49 +119,40 @@ private:
     }
     Program program;
     program.steps.push_back(Launch(kForward, c, ctas * a.splits, c.threads(), c.forward_shared_bytes(), a));
-    if (a.splits > 1) {
-      mma::Config combine{};
-      combine.dtype = kF32, combine.warps = 4, combine.blocks_per_sm = 1;
-      program.steps.push_back(Launch(kCombine, combine, rows, combine.threads(), 0, a));
-    }
+    if (a.splits > 1) program.steps.push_back(combine(p, a));
     describe(program, p, c, device, 2);
     if (a.splits > 1) program.kernel += text(", keys split in ", a.splits);
     return program;
   }
 
   static Made backward(const Problem &p, const Device &device, Scratch &scratch) {
-    if (p.deterministic) return "dQ is added up in any order, which deterministic forbids";
-    if (p.bias) return "leaves calls with a bias to an engine that has its gradient";
     if (too_wide(p)) return "dK and dV of head dimensions beyond 256 together do not fit the registers";
     Config c;
-    if (!choose(c, kBackwardTiles, p, device, Direction::backward)) return no_tile(device);
     BackwardArguments a = backward_arguments(p);
-    a.bundle = 4;
+    if (!choose(c, kBackwardTiles, p, device, Direction::backward) || !settle(p, device, a) || (p.dbias && !bias_gradient(p, device, a)))
+      return no_tile(device);
+    a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
+    a.deterministic = c.deterministic;
     const int64_t rows = a.in.rows();
-    simt::Config each{};
-    each.dtype = kF32, each.head_dim = c.head_dim, each.head_dim_v = c.head_dim_v;
-    simt::Config settle = each;
-    settle.tile_q = 32, settle.tile_k = 64, settle.threads_q = 8, settle.threads_k = 16, settle.chunk = 16, settle.blocks_per_sm = 2;
-    const bool whole = p.head_dim == c.head_dim && p.head_dim_v == c.head_dim_v;
-    settle.copy = !c.aligned || !aligned(p.out, p.head_dim_v) ? simt::kElements : whole ? simt::kWhole : simt::kPieces;
-    settle.features = c.features;
-    const int64_t row_tiles = p.batch * p.heads * tiles(p.seqlen_q, simt::Config::kDeltaRows);
 
     Program program;
     a.delta = scratch.take<float>(2 * rows); // D, and what LSE lacks
-    program.steps.push_back(Launch(kDelta, each, row_tiles, simt::Config::kDeltaRows, 0, a));
-    program.steps.push_back(
-        Launch(kSettle, settle, p.batch * p.heads * tiles(p.seqlen_q, settle.tile_q), settle.threads(), settle.backward_shared_bytes(), a));
-    if (p.dsinks) program.steps.push_back(Launch(kSinkGradient, each, p.heads, 256, 0, a));
-    if (p.dq) {
-      a.dq_sum = scratch.take<float>(rows * c.head_dim);
-      program.steps.push_back(Zero{a.dq_sum, uint64_t(rows * c.head_dim) * 4});
+    if (p.dq) a.dq_sum = scratch.take<float>(rows * c.head_dim);
+    if (c.deterministic) {
+      const int64_t turns = 1 + mma::query_tiles(a.in, c.tile_q) * c.warps;
+      a.turns = scratch.take<uint32_t>(turns);
+      program.steps.push_back(Zero{a.turns, uint64_t(turns) * 4});
     }
+    program.steps.push_back(row_sums(p, a));
+    program.steps.push_back(*settle(p, device, a));
+    if (p.dsinks) program.steps.push_back(sink_gradient(p, a));
+    if (p.dq) program.steps.push_back(Zero{a.dq_sum, uint64_t(rows * c.head_dim) * 4});
     if (p.dq || p.dk || p.dv)
       program.steps.push_back(
           Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.backward_shared_bytes(), a));
-    if (p.dq) program.steps.push_back(Launch(kQueryGradient, each, row_tiles, 256, 0, a));
-    describe(program, p, c, device, 5);
+    if (p.dq) program.steps.push_back(query_gradient(p, a));
+    if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a));
+    describe(program, p, c, device, p.dbias ? 7 : 5);
     return program;
   }
 

@@ -7,11 +7,14 @@
 #include "attention/dropout.h"
 #include "attention/features.h"
 #include "attention/geometry.h"
+#include "attention/longest_first.h"
 #include "attention/query_tiles.h"
 #include "attention/schedule.h"
 #include "attention/score.h"
 #include "attention/scores.h"
+#include "attention/settle_row.h"
 #include "attention/softmax.h"
+#include "attention/turns.h"
 
 namespace strobe {
 
@@ -51,6 +54,17 @@ extern "C" __global__ void pieces(Arguments a) {
   }
   a.lse[i] = row.m + log(row.l);
   a.slopes[i] = slopes + (float)band.transposed().keys(0).begin;
+}
+
+// The pieces of a backward over lists of blocks.
+extern "C" __global__ void backward_pieces(const BackwardArguments a, u32 *before) {
+  constexpr Features kFeatures{1, 1};
+  const i32 tile = longest_key_tile<kFeatures, 64, 16>(a.in, 0, 0, (i32)blockIdx.x),
+            query = longest_query_tile<kFeatures, 64, 16>(a.in, 0, 0, 0);
+  *before = key_tiles_before<true, 16>(a.in, a.in.sequence(0).band, 0, 0, query * 16, tile * 16);
+  await_turn<true>(a.turns, 0, *before);
+  const float lse = *a.lse.at<const float>(0, 0, 0, 0);
+  if (large_lse<kF32>(lse)) settle_row(a, 0, 0, 0, lse, 1.0f, 0.0f);
 }
 
 } // namespace strobe

@@ -1,0 +1,44 @@
+#include "cuda/rows.h"
+
+#include "../../kernels/mma/config.h"
+#include "../../kernels/simt/config.h"
+#include "cuda/arguments.h"
+
+namespace strobe::cuda {
+namespace {
+
+using simt::Config;
+
+constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
+constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
+constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
+constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
+
+// They do not vary with tiles and features.
+Config config_for(const Problem &p) {
+  Config c{};
+  c.dtype = int32_t(p.dtype), c.head_dim = rounded(p.head_dim, Config::kDimStep), c.head_dim_v = rounded(p.head_dim_v, Config::kDimStep);
+  return c;
+}
+int64_t row_tiles(const Problem &p) { return p.batch * p.heads * tiles(p.seqlen_q, Config::kDeltaRows); }
+
+} // namespace
+
+Launch combine(const Problem &p, const ForwardArguments &a) {
+  mma::Config c{};
+  c.dtype = int32_t(p.dtype), c.warps = 4, c.blocks_per_sm = 1;
+  return Launch(kCombine, c, a.in.rows(), c.threads(), 0, a);
+}
+Launch row_sums(const Problem &p, const BackwardArguments &a) {
+  return Launch(kDelta, config_for(p), row_tiles(p), Config::kDeltaRows, 0, a);
+}
+Launch query_gradient(const Problem &p, const BackwardArguments &a) {
+  return Launch(kQueryGradient, config_for(p), row_tiles(p), 256, 0, a);
+}
+Launch sink_gradient(const Problem &p, const BackwardArguments &a) {
+  Config c{};
+  c.dtype = int32_t(p.dtype);
+  return Launch(kSinkGradient, c, p.heads, 256, 0, a);
+}
+
+} // namespace strobe::cuda
