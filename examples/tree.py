@@ -1,8 +1,7 @@
 """Learns where the nodes of a tree lie in the hyperbolic plane, and draws them in Poincaré's disk.
 
 Each node attends to all others by distance; its neighbours are to have the attention (Nickel and Kiela 2017, Poincaré Embeddings).
-What their distances compete with, log sum exp(-distance) over everybody else, is the lse of strobe.hyperbolic_attention: no matrix of
-distances is made.
+What their distances compete with, log sum exp(-beta distance) over everybody else, is the lse of strobe.hyperbolic_attention.
 """
 
 import argparse

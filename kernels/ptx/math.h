@@ -59,6 +59,19 @@ template <> __device__ __forceinline__ u32 multiply_add_pairs<f16>(u32 a, u32 b,
   return d;
 }
 
+// All bits of the halves that are not 0; NaN is not.
+template <class T> __device__ __forceinline__ u32 nonzero_pairs(u32 x);
+template <> __device__ __forceinline__ u32 nonzero_pairs<bf16>(u32 x) {
+  u32 y;
+  asm("set.neu.u32.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0u));
+  return y;
+}
+template <> __device__ __forceinline__ u32 nonzero_pairs<f16>(u32 x) {
+  u32 y;
+  asm("set.neu.u32.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0u));
+  return y;
+}
+
 // The type of a strobe_dtype, and the type that its arithmetic is done in.
 template <i32 DType> struct Element;
 template <> struct Element<1> {

@@ -1,11 +1,12 @@
-// dQ, dK and dV of attention on Hopper (FlashAttention-2's backward). A block of threads owns 128 keys, each of its two warpgroups that compute
-// 64 of them; two threads have the copy engine bring K, V and, tile by tile, Q and dO. Of each tile of queries a warpgroup computes
+// dQ, dK and dV of attention on Hopper (FlashAttention-2's backward). A block of threads owns 128 keys, each of its two warpgroups that
+// compute 64 of them; two threads have the copy engine bring K, V and, tile by tile, Q and dO. Of each tile of queries a warpgroup computes
 //
 //   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
 //   dV += P^T dO                             dK += dS^T Q                             dQ^T = K^T dS^T, added up in global memory
 //
-// S is transposed, so that P and dS are operands where they lie, in registers; dS goes to shared memory for dQ, which needs both warpgroups'.
-// dQ is one iteration late and S one early: the warpgroups do not wait for one another, and one multiplies while the other exponentiates.
+// S is transposed, so that P and dS are operands where they lie, in registers; dS goes to shared memory for dQ, which needs both
+// warpgroups'. dQ is one iteration late and S one early: the warpgroups do not wait for one another, and one multiplies while the other
+// exponentiates.
 #pragma once
 #include "backward_run.h"
 #include "backward_scores.h"
@@ -140,8 +141,9 @@ template <BackwardConfig C> struct Backward {
       scores.together();
     }
 
-    // dP -> dS
+    // dP -> dS. What is hidden stays 0, though D may be no number: of a row that sees a V which is none.
     __device__ __forceinline__ void differentiate(u32 n) {
+      constexpr bool kHidden = F.band || F.mask || F.bias;
       const u32 delta = shared.delta_of(n) + lane % 4 * 8;
       const float factor = scores.dropout.dropout.factor();
 #pragma unroll
@@ -151,14 +153,16 @@ template <BackwardConfig C> struct Backward {
         auto dS_of = [&](int k) {
           const int at = 4 * i + k;
           const float p = C.exact_p ? S[at] : tile::unpacked<T>(P[at / 2], k % 2);
+          if (kHidden && C.exact_p && p == 0) return 0.0f;
           if constexpr (F.dropout) return fabsf(p) * ((__float_as_uint(p) >> 31 ? 0.0f : dP[at] * factor) - D[k % 2]);
           return p * (dP[at] - D[k % 2]);
         };
         dS[2 * i] = pack<T>(dS_of(0), dS_of(1)), dS[2 * i + 1] = pack<T>(dS_of(2), dS_of(3));
+        if constexpr (kHidden && !C.exact_p) dS[2 * i] &= nonzero_pairs<T>(P[2 * i]), dS[2 * i + 1] &= nonzero_pairs<T>(P[2 * i + 1]);
       }
     }
-    // dQ of iteration n to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries of a
-    // warp.
+    // dQ of iteration n to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries
+    // of a warp.
     __device__ __forceinline__ void add_dq(u32 n, i32 number) {
       if (!a.a.dq_sum) return;
       constexpr int kN = C.dq_queries();

@@ -49,8 +49,8 @@ namespace strobe::inline STROBE_ISA {
 struct HopperBackwardArguments {
   BackwardArguments a; // delta: null where dsinks does not want it
   MappedOperand q, k, v, dout;
-  // -LSE in exp2's unit and D of a tile of queries, tile_q each. Queries that are not there, and those that see nothing: -inf and 0; those of
-  // which something is no number: NaN (or what LSE is) and 0.
+  // -LSE in exp2's unit and D of a tile of queries, tile_q each. Queries that are not there, and those that see nothing: -inf and 0; those
+  // of which something is no number: NaN (or what LSE is) and 0.
   float *rows;
   i32 query_tiles; // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
   i32 tiles;       // of keys

@@ -1,5 +1,5 @@
-// The same sums of dQ on every run: tiles of keys add to a tile of queries in ascending order. For each warpgroup that computes, a thread of the
-// loading one waits for its turn and for the addition, which takes a while.
+// The same sums of dQ on every run: tiles of keys add to a tile of queries in ascending order. For each warpgroup that computes, a thread
+// of the loading one waits for its turn and for the addition, which takes a while.
 #pragma once
 #include "../ptx/tma.h"
 #include "backward_shared.h"

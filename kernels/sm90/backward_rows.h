@@ -29,7 +29,7 @@ template <RowsConfig C> struct BackwardRows {
     constexpr int kRows = kThreads / kLanes, kSteps = C.tile_q / kRows; // at a time; unrolled, so that all loads are under way at once
     static_assert(C.tile_q % kRows == 0);
     const int first = (int)threadIdx.x / kLanes, lane = (int)threadIdx.x % kLanes;
-    float D[kSteps] = {};
+    float D[kSteps] = {}, zero[kSteps] = {}; // zero: unless dO is no number
     for (i32 c = 8 * lane; c < in.head_dim_v; c += 8 * kLanes) {
       uint4 x[kSteps] = {}, y[kSteps] = {};
 #pragma unroll
@@ -40,7 +40,10 @@ template <RowsConfig C> struct BackwardRows {
         y[n] = *(const uint4 *)a.dout.at<const T>(tile.batch, tile.head, tile.row + i, c);
       }
 #pragma unroll
-      for (int n = 0; n < kSteps; ++n) D[n] += dot(x[n], y[n]);
+      for (int n = 0; n < kSteps; ++n) {
+        D[n] += dot(x[n], y[n]);
+        zero[n] += dot(uint4{}, y[n]);
+      }
     }
     if (a.turns && threadIdx.x < 2) a.turns[1 + 2 * tile.number + threadIdx.x] = 0;
     if (a.dq_sum) {
@@ -51,8 +54,11 @@ template <RowsConfig C> struct BackwardRows {
     for (int n = 0; n < kSteps; ++n) {
       const int i = first + n * kRows;
 #pragma unroll
-      for (int m = kLanes / 2; m > 0; m /= 2) D[n] += __shfl_xor_sync(0xFFFFFFFFu, D[n], m);
-      if (lane == 0) write(a, tile, i, D[n], rows);
+      for (int m = kLanes / 2; m > 0; m /= 2) {
+        D[n] += __shfl_xor_sync(0xFFFFFFFFu, D[n], m);
+        zero[n] += __shfl_xor_sync(0xFFFFFFFFu, zero[n], m);
+      }
+      if (lane == 0) write(a, tile, i, D[n], zero[n] == 0, rows);
     }
   }
 
@@ -64,7 +70,8 @@ private:
     for (int i = 0; i < 8; ++i) sum = fmaf(tile::unpacked<T>(a[i / 2], i % 2), tile::unpacked<T>(b[i / 2], i % 2), sum);
     return sum;
   }
-  static __device__ __forceinline__ void write(const BackwardArguments &a, const RowTile<C> &tile, int i, float D, float *rows) {
+  static __device__ __forceinline__ void write(const BackwardArguments &a, const RowTile<C> &tile, int i, float D, bool sound,
+                                               float *rows) {
     constexpr float kLog2e = 1.44269504088896340736f;
     const float infinity = -minus_infinity<float>();
     float lse = -infinity;
@@ -76,9 +83,8 @@ private:
         delta[0] = D, delta[a.in.rows()] = 0; // and what LSE lacks: kernels/simt/settle.h
       }
     }
-    // A row of which something is no number: so is its P.
-    const bool sound = fabsf(D) < infinity;
-    rows[i] = lse == -infinity ? lse : sound ? -lse * kLog2e : D - D;
+    // A row whose dO or LSE is no number: neither is its P. D alone (of a row that sees a V which is none) leaves dV its P.
+    rows[i] = lse == -infinity ? lse : sound ? -lse * kLog2e : __int_as_float(0x7FC00000);
     rows[C.tile_q + i] = sound && fabsf(lse) < infinity ? D : 0;
   }
 };

@@ -180,8 +180,8 @@ private:
   }
 
 public:
-  // What is hidden may be no number, but times 0 it is to be 0. Queries whose LSE or D is none, or that see nothing or are not there: P is no
-  // number where they are seen, 0 elsewhere, and so are all products with P, whatever Q and dO: they become 0.
+  // What is hidden may be no number, but times 0 it is to be 0. Queries whose LSE or D is none, or that see nothing or are not there: P is
+  // no number where they are seen, 0 elsewhere, and so are all products with P, whatever Q and dO: they become 0.
   __device__ __forceinline__ void clean_queries(u32 n) const {
     bool found = false;
 #pragma unroll
@@ -201,8 +201,8 @@ public:
     }
     together();
   }
-  // K of keys that someone sees shows in LSE, V in O and so in D. What is not finite becomes 0 in V, and in K, which may yet make a score of
-  // -inf, the largest number. kLargest: of these bytes.
+  // K of keys that someone sees shows in LSE, V in O and so in D. What is not finite becomes 0 in V, and in K, which may yet make a score
+  // of -inf, the largest number. kLargest: of these bytes.
   template <bool kLargest> __device__ __forceinline__ void clean_keys(u32 base, int bytes) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     if (!F.band && !kHides && keys.begin + C.tile_k() <= keys.seqlen_k) return; // nothing is hidden

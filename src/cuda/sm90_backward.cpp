@@ -78,8 +78,8 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
   return c;
 }
 
-// (batch, key head) pairs whose tiles run together: what they read and add up shares the L2 cache. Where some tiles take longer, more of them
-// begin with long ones; where they take turns, fewer of one head wait.
+// (batch, key head) pairs whose tiles run together: what they read and add up shares the L2 cache. Where some tiles take longer, more of
+// them begin with long ones; where they take turns, fewer of one head wait.
 int64_t bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
   const bool uneven = c.features.band || c.features.blocks || c.deterministic || p.varlen;

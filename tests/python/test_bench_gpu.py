@@ -251,7 +251,23 @@ def test_files_are_named_after_gpu_and_direction(tmp_path):
     record = {name: x for name, x in RECORD.items() if name not in ("rows", "direction")}
     command._write(tmp_path / "new", record, {"forward": ROWS, "backward": []})
     written = {file.name: json.loads(file.read_text()) for file in (tmp_path / "new").iterdir()}
-    assert written == {"h200-forward.json": RECORD, "h200-backward.json": {**RECORD, "direction": "backward", "rows": []}}
+    assert written == {
+        "h200-forward.json": {**RECORD, "rows": sorted(ROWS, key=lambda x: list(SETS).index(x["set"]))},
+        "h200-backward.json": {**RECORD, "direction": "backward", "rows": []},
+    }
+
+
+def test_sets_of_other_calls_are_kept_if_they_are_of_the_same_commit_and_gpu(tmp_path):
+    record = {name: x for name, x in RECORD.items() if name not in ("rows", "direction")}
+    command._write(tmp_path, record, {"forward": ROWS})
+    now = {**record, "versions": {"FlashAttention-4": "4"}}
+    assert command._kept(tmp_path, now, {"forward": [], "backward": []}, ["core36"]) == {
+        "forward": sorted(ROWS[2:], key=lambda x: list(SETS).index(x["set"])),
+        "backward": [],
+    }
+    assert now["versions"] == {"Strobe": "0.1.0", "FlashAttention-4": "4"}
+    for other in ({"commit": "7654321"}, {"device": "NVIDIA H100"}):
+        assert command._kept(tmp_path, record | other, {"forward": []}, ["core36"]) == {"forward": []}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

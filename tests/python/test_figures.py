@@ -160,6 +160,26 @@ def test_measuring_and_drawing_are_separate_steps(run, tmp_path):
     assert (tmp_path / "h-fused.csv").read_bytes() == before
 
 
+def test_what_only_a_gpu_measures_is_drawn(run, tmp_path):
+    """Bytes that were counted stand beside the model, and what did not fit says so."""
+    where = {"batch": 2, "heads": 8, "length": 64, "head_dim": 64, "dtype": "bfloat16", "note": None}
+    bar = {"gflop": 1.5, "model_bytes": 2e9, "measured_bytes": 3e9, "seconds": 0.01, **where}
+    write_csv(tmp_path / "a-standard-against-flash.csv", [{"attention": name, **bar} for name in ("standard", "flash")])
+    tile = {"model_bytes": 2e9, "cache_bytes": 3e9, "read_bytes": 1e9, "written_bytes": 1e9, "seconds": 0.01, **where}
+    tiles = [{"engine": engine, "block": block, **tile} for engine in measure.LADDER_MODELS for block in (16, 32)]
+    write_csv(tmp_path / "b-block-size.csv", tiles)
+    fits = {"method": rivals.MATH, "seconds": 0.1, "peak_bytes": 2**30, **where}
+    lines = [fits, {**fits, "length": 128, "seconds": None, "peak_bytes": None, "note": "out of memory"}]
+    write_csv(tmp_path / "de-sequence-length.csv", [*lines, {**fits, "method": rivals.STROBE}])
+    (tmp_path / "machine.json").write_text('{"device": "a GPU", "torch": "2", "strobe": "0", "date": "today"}')
+    done = run("--draw-only", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    drawn = {path.name[0]: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert all(words in drawn["a"] for words in ("through device memory", ">ncu<", ">IO model<"))
+    assert "FlashAttention-2, L2, ncu" in drawn["b"]
+    assert drawn["d"].count(">out of memory<") == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -39,3 +40,13 @@ def test_the_first_example_runs():
     done = subprocess.run([sys.executable, EXAMPLES / "attention.py"], capture_output=True, text=True, check=True)
     assert "torch.Size([2, 8, 1024, 64])" in done.stdout
     assert float(done.stdout.split()[-1]) == 0.0
+
+
+def test_the_tree_is_learned_and_drawn(tmp_path):
+    picture = tmp_path / "tree.png"
+    arguments = ["--branches", "2", "--depth", "2", "--steps", "40", "--picture", picture]
+    done = subprocess.run([sys.executable, EXAMPLES / "tree.py", *arguments], capture_output=True, text=True, check=True)
+    assert float(done.stdout.split("mean average precision ")[1].split()[0]) == 1.0
+    pixels = plt.imread(picture)
+    assert pixels.shape[0] > 500
+    assert len({tuple(pixel) for pixel in pixels[::4, ::4].reshape(-1, pixels.shape[-1]).tolist()}) > 20

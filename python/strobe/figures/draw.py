@@ -278,7 +278,7 @@ def peers(rows: list[Row]) -> Figure:
             axes.set_title(f"{direction}{', causal' * causal}, d {d}")
             _log2(axes, [row["length"] for row in rows], "sequence length" if r == len(kinds) - 1 else "")
         fastest = max((row["flops"] or 0.0 for row in rows if (row["direction"], row["causal"]) == (direction, causal)), default=0.0)
-        grid[r, 0].set(ylabel=unit, ylim=(0, 1.08 * fastest / scale))
+        grid[r, 0].set(ylabel=unit, ylim=(0, 1.08 * fastest / scale or None))
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=4)
     first = rows[0]

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -68,21 +68,41 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _write(results: Path, record: dict[str, Any], rows: dict[str, list[dict[str, Any]]]) -> None:
+Figures = dict[str, list[dict[str, Any]]]  # rows, by the file that they go to
+
+
+def _file(results: Path, device: str, direction: str) -> Path:
+    return results / f"{device.removeprefix('NVIDIA ').lower().replace(' ', '-')}-{direction}.json"
+
+
+def _kept(results: Path, record: dict[str, Any], figures: Figures, sets: Iterable[str]) -> Figures:
+    """What an earlier call measured of other sets: on the same GPU and of the same commit."""
+    kept: Figures = {}
+    for direction in figures:
+        file = _file(results, record["device"], direction)
+        before: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"commit": None}
+        alike = before["commit"] == record["commit"] != "unknown" and before["device"] == record["device"]
+        kept[direction] = [row for row in before["rows"] if row["set"] not in sets] if alike else []
+        if kept[direction]:
+            record["versions"] = before["versions"] | record["versions"]
+    return kept
+
+
+def _write(results: Path, record: dict[str, Any], figures: Figures) -> None:
     """A file a direction, named after the GPU."""
     results.mkdir(parents=True, exist_ok=True)
-    gpu = record["device"].removeprefix("NVIDIA ").lower().replace(" ", "-")
-    for direction, of_direction in rows.items():
-        whole = {**record, "direction": direction, "rows": of_direction}
-        text = json.dumps({**whole, "rows": []}, indent=1, ensure_ascii=False)
-        lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in of_direction)
-        (results / f"{gpu}-{direction}.json").write_text(text.replace('"rows": []', f'"rows": [\n  {lines}\n ]') + "\n", encoding="utf-8")
+    order = list(SETS)
+    for direction, rows in figures.items():
+        lines = (json.dumps(row, ensure_ascii=False) for row in sorted(rows, key=lambda row: order.index(row["set"])))
+        text = json.dumps({**record, "direction": direction, "rows": []}, indent=1, ensure_ascii=False)
+        text = text.replace('"rows": []', '"rows": [\n  ' + ",\n  ".join(lines) + "\n ]")
+        _file(results, record["device"], direction).write_text(text + "\n", encoding="utf-8")
 
 
 def command(
     sets: Annotated[list[str] | None, typer.Option("--set", help=f"Of {', '.join(SETS)}; by default all.")] = None,
     direction: Annotated[str | None, typer.Option(help="forward or backward; by default both.")] = None,
-    results: Annotated[Path | None, typer.Option(help="Keep the figures in this folder: GPU-forward.json, GPU-backward.json.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Keep the figures in this folder, beside those of other sets.")] = None,
     commit: Annotated[str | None, typer.Option(help="Of the sources, for the files; by default what git says here.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Calls per figure, of which the median counts.")] = 15,
     jobs: Annotated[int, typer.Option(min=0, help="Processes that compile kernels first; 0: none.")] = min(16, os.cpu_count() or 1),
@@ -119,7 +139,8 @@ def command(
     }
     times = ", ".join(f"{who} {x:.1f} µs" for who, x in record["host_microseconds"].items())
     console.print(f"{record['device']}; {', '.join(map(' '.join, record['versions'].items()))}; host time of a forward call: {times}")
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ("forward", "backward") if direction in (None, name)}
+    rows: Figures = {name: [] for name in ("forward", "backward") if direction in (None, name)}
+    kept = _kept(results, record, rows, groups) if results else {}
     wrong = False
     for name, of_set in groups.items():
         begin, absent = time.perf_counter(), set()
@@ -130,7 +151,7 @@ def command(
             wrong |= any(row.strobe in found.absent for row in group.rows)
             torch.cuda.empty_cache()
             if results:
-                _write(results, record, rows)  # what is measured is kept, whatever becomes of the rest
+                _write(results, record, {file: kept[file] + of_file for file, of_file in rows.items()})  # whatever becomes of the rest
         for file, of_file in rows.items():
             if measured := [row for row in of_file if row["set"] == name]:
                 heads, lines = report.columns(measured)

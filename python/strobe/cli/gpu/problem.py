@@ -112,6 +112,7 @@ FEATURES: dict[str, Callable[[Problem, str], dict[str, Any]]] = {
     "window": _constant(window=(WINDOW, 0)),
     "ALiBi": _alibi,
     "softcap": _constant(softcap=30.0),
+    "hyperbolic": _constant(score="hyperbolic"),
     "sinks": _sinks,
     "dropout": _constant(dropout=0.1, seed=1),
     "mask": _mask,
