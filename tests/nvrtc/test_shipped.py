@@ -33,6 +33,7 @@ SPILLS = {
     (80, "strobe::mma::BiasGradient"): 104,
     (90, "strobe::simt::Forward"): 144,
     (90, "strobe::simt::Backward"): 244,
+    (90, "strobe::tf32::Forward"): 56,
     (90, "strobe::tf32::Backward"): 456,
     (90, "strobe::mma::Backward"): 76,
     (90, "strobe::mma::BiasGradient"): 104,
