@@ -147,6 +147,7 @@ def _section(record: dict[str, Any]) -> str:
     parts = [
         f"## {record['direction'].capitalize()}",
         f"{record['device']}, {record['date']}, commit {record['commit']}; {versions}; {record['repeats']} calls a figure, median.",
+        *([record["note"]] if "note" in record else []),
         "\n".join(f"- {line}" for line in summary(record["rows"], record["direction"])),
     ]
     for name, rows in by_set(record["rows"]):
