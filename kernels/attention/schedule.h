@@ -53,7 +53,7 @@ public:
     if (row_.cols) {
       block_ = max((Int)min(row_.block, (i64)seqlen_), Int(1));
       blocks_ = (seqlen_ + block_ - 1) / block_;
-      join_ = (u32)block_ % (u32)tile_ != 0;
+      join_ = tile_ > block_ || (u32)block_ % (u32)tile_ != 0; // a tile may be longer than 32 bits say, a block is not
       advance();
     } else {
       run_ = any_;
