@@ -126,7 +126,7 @@ private:
       };
       const int64_t queries = head.band.seqlen_q, rows = p.blocks.present ? p.blocks.block_q : queries; // that lie in one row of blocks
       for (int64_t i0 = 0; i0 < queries; i0 += rows) {
-        Schedule schedule(head.band, i0, min((i64)(i0 + rows), (i64)queries), head.band.seqlen_k, kKeyAlign, head.blocks(i0));
+        Schedule schedule(head.band, i0, min((i64)(i0 + rows), (i64)queries), max(head.band.seqlen_k, (i64)1), kKeyAlign, head.blocks(i0));
         for (KeyTile tile; schedule.next(tile);) mark({tile.begin, tile.end});
       }
     }
