@@ -28,13 +28,18 @@ class Memory(dict[Key, T], Generic[T]):
         self[key] = x
 
 
+def is_lazy(x: Tensor) -> bool:
+    """Whether its memory does not hold its numbers, or it has none: a negation or zeros that the dispatcher makes when it is read."""
+    return x.is_neg() or x._is_zerotensor()
+
+
 def signature(tensors: Iterable[Tensor], options: Mapping[str, Any], *more: object) -> tuple[Key, list[int]] | None:
     """All that decides what runs, `more` among it; and the addresses, which do not, of `tensors` and then of the tensors among the options.
     None if there is something else among them than plain tensors and scalars."""
     key: list[Any] = [torch.get_num_threads(), *more]
     addresses: list[int] = []
     for x in tensors:
-        if type(x) not in PLAIN or x.layout is not torch.strided:
+        if type(x) not in PLAIN or x.layout is not torch.strided or is_lazy(x):
             return None
         address = x.data_ptr()
         addresses.append(address)
@@ -43,7 +48,7 @@ def signature(tensors: Iterable[Tensor], options: Mapping[str, Any], *more: obje
         kind = type(x)
         if kind in _SCALARS:
             key += (name, kind, x)
-        elif kind in PLAIN and x.layout is torch.strided:
+        elif kind in PLAIN and x.layout is torch.strided and not is_lazy(x):
             address = x.data_ptr()
             addresses.append(address)
             key += (name, x.shape, x.stride(), x.dtype, x.device, x.requires_grad, address % 16 == 0)

@@ -15,7 +15,7 @@ from ._abi import BACKWARD, CPU, CUDA, DTYPES, FORWARD, GRADIENTS, INPUTS, MAX_R
 from ._core import ffi, lib
 from ._framework import Framework
 from ._prepare import Prepared
-from ._ready import PLAIN, Key, Memory, Ready, signature
+from ._ready import PLAIN, Key, Memory, Ready, is_lazy, signature
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPES.items()}
 
@@ -73,7 +73,7 @@ class Torch(Framework):
 
     def forward(self, p: Prepared) -> tuple[Tensor, Tensor]:
         arrays = self.autocast(p.arrays)
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return _forward(**arrays, **p.options)
         return _differentiable_forward(**arrays, **p.options)  # where the dispatcher's first step would lead
 
@@ -174,6 +174,7 @@ def _is_alone() -> bool:
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
         or forward_ad._current_level >= 0
     )
 
@@ -268,7 +269,7 @@ def _run_backward(
 ) -> list[Tensor]:
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     p, names = _prepared(q, k, v, given), _names(needed)
-    signed = signature((*known.values(), q, k, v), given, *names)
+    signed = signature((*known.values(), q, k, v), given, *names) if names else None
     found = _repeated(_backward_calls, BACKWARD, signed, p, known, lambda: _run.gradients(TORCH, p, names))
     return found if found is not None else list(_run.backward(TORCH, p, known, names).values())
 
@@ -284,7 +285,9 @@ def _is_plain(arrays: Iterable[Any]) -> bool:
     """Whether nobody but the operators' own implementation wants to see the call: no mode that traces or fakes, no subclass of Tensor, no
     tensor without memory."""
     tensors = (x for x in arrays if isinstance(x, Tensor))
-    return torch._C._len_torch_dispatch_stack() == 0 and all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
+    return torch._C._len_torch_dispatch_stack() == 0 and all(
+        type(x) in PLAIN and (x.is_cuda or x.is_cpu) and not is_lazy(x) for x in tensors
+    )
 
 
 def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,8 @@ constexpr ForwardTile kForwardTiles[] = {
     {{64, 128, 64, 4, 2, 2}, sparse_band, 80, 1000, 2048},
     {{128, 128, 64, 4, 2, 2}, plain, 90, 90}, // whose uniform registers hold the loop's state
     {{128, 128, 64, 4, 2, 2}, sparse, 90, 90, 0, 97},
-    {{128, 128, 32, 4, 2, 2}, sparse_band, 80, 90},
+    {{128, 128, 32, 4, 2, 2}, plain, 80, 89},
+    {{128, 128, 32, 4, 2, 2}, sparse_band, 90, 90},
     {{192, 128, 128, 8, 1, 1}, plain, 90, 90, 4096},
     {{256, 128, 128, 8, 1, 1}, plain, 90, 90, 4096, 225},
     {{128, 64, 64, 4, 1, 2}, features, 100},

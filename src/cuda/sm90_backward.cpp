@@ -41,8 +41,7 @@ std::string refusal(const Problem &p, const Features &f) {
   if (f.dropout && f.function) return "its backward takes dropout or a function of the scores (softcap, hyperbolic), not both";
   if (f.mask && f.alibi && widest > 64) return "its backward takes mask or alibi_slopes, not both, where head dimensions exceed 64";
   if (p.deterministic && p.dq && f.blocks) return "its backward of block_rows adds up dq in any order; deterministic asks for one";
-  const int64_t queries = p.varlen ? p.total_q : p.batch * p.seqlen_q, keys = p.varlen ? p.total_k : p.batch * p.seqlen_k;
-  if (!p.q || !p.k || !p.v || !p.dout || queries * keys * p.seqlen_q * p.seqlen_k == 0) return "there are no queries or no keys to fetch";
+  if (!p.q || !p.k || !p.v || !p.dout || !p.seqlen_q || !p.seqlen_k) return "there are no queries or no keys to fetch";
   for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v),
                                     unmapped("dout", p.dout, p.head_dim_v)})
     if (!reason.empty()) return reason;

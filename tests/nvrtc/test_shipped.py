@@ -157,3 +157,10 @@ def test_one_query_runs_on_packed_heads(batch, keys):
             raise
         pytest.skip(str(refusal))
     assert names[0].startswith("strobe::mma::Decode")
+
+
+def test_hopper_takes_powers_of_two():
+    """batch² · seqlen⁴ is a multiple of 2⁶⁴ here."""
+    shape = Shape((16, 2, 16384, 64), "bfloat16")
+    kernels = prewarm({"q": shape, "k": shape, "v": shape}, {"engine": "cuda-sm90"}, True, 90)
+    assert any("sm90::Backward<" in kernel.name for kernel in kernels)

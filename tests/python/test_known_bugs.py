@@ -445,3 +445,31 @@ def test_some_gradients_only(wanted, engine):
     found = torch.autograd.grad([out, lse], list(leaves.values()), [inputs.dout, inputs.dlse])
     for name, t in zip(names, found, strict=True):
         assert torch.equal(t, every["d" + name]), name
+
+
+def test_what_is_negated_lazily_is_read_negated():
+    """x.conj().imag holds the numbers before their sign is turned."""
+    z = torch.randn(1, 2, 40, 16, dtype=torch.complex64)
+    q, (k, v) = z.conj().imag, torch.randn(2, 1, 2, 40, 16)
+    assert q.is_neg()
+    for _ in range(2):  # the second call is one that is known
+        assert torch.equal(strobe.attention(q, k, v), strobe.attention(q.resolve_neg(), k, v))
+
+    leaves = [x.clone().requires_grad_() for x in (q.resolve_neg(), k, v)]
+
+    def gradients(dout):
+        return torch.autograd.grad(strobe.attention(*leaves), leaves, dout)
+
+    dout = torch.randn(1, 2, 40, 16, dtype=torch.complex64).conj().imag
+    for a, b in zip(gradients(dout), gradients(dout.resolve_neg()), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_holds_the_operator():
+    def attend(q, k, v):
+        return strobe.attention(q, k, v) * 1
+
+    example, other = torch.randn(2, 3, 1, 2, 20, 8)
+    traced = torch.jit.trace(attend, tuple(example), check_trace=False)
+    torch.testing.assert_close(traced(*other), attend(*other))

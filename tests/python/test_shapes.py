@@ -41,6 +41,8 @@ def cases(draw):
         case["storage"] = "sliced"
     if case["bias"] is None or case["bias kind"] is None:
         case["bias"] = case["bias kind"] = None
+    if case["score"] != "dot":
+        case["softcap"] = FACTORS["softcap"][0]  # none: it is a score of its own
     if case["bias kind"] == "float32" and case["dtype"] == "float64":
         case["bias kind"] = "gradient"
     return case
