@@ -83,11 +83,21 @@ Tuning::Tuning(const std::string &file, const std::string &device_name) {
       throw std::runtime_error(text("measured on ", table.string("device"), ", and this is ", device_name));
     if (table.string("kernels") != kernels_digest()) throw std::runtime_error("stale: measured with other kernels");
     constexpr int64_t most = int64_t{1} << 52;
-    for (const Json &e : table.array("entries"))
-      tiles_[{e.string("engine"), direction_named(e.string("direction")), dtype_named(e.string("dtype")), whole(e, "head_dim", 1, 256),
-              whole(e, "head_dim_v", 1, 256), whole(e, "group", 1, most), rounded(whole(e, "queries", 0, most)),
-              rounded(whole(e, "keys", 0, most)), rounded(whole(e, "heads", 0, most)), e.boolean("causal"), e.boolean("varlen"),
-              e.boolean("deterministic")}] = {whole(e, "tile_q", 1, STROBE_MAX_TILE), whole(e, "tile_k", 1, STROBE_MAX_TILE)};
+    for (const Json &e : table.array("entries")) {
+      const TuningKey key{e.string("engine"),
+                          direction_named(e.string("direction")),
+                          dtype_named(e.string("dtype")),
+                          whole(e, "head_dim", 1, 256),
+                          whole(e, "head_dim_v", 1, 256),
+                          whole(e, "group", 1, most),
+                          rounded(whole(e, "queries", 0, most)),
+                          rounded(whole(e, "keys", 0, most)),
+                          rounded(whole(e, "heads", 0, most)),
+                          e.boolean("causal"),
+                          e.boolean("varlen"),
+                          e.boolean("deterministic")};
+      tiles_[key] = {whole(e, "tile_q", 1, STROBE_MAX_TILE), whole(e, "tile_k", 1, STROBE_MAX_TILE)};
+    }
   } catch (const std::exception &why) {
     tiles_.clear();
     ignored_ = text("tuning table ", file, " ignored: ", why.what(), "; `strobe tune` writes a new one");
