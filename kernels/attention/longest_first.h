@@ -57,4 +57,17 @@ __device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_k
   });
 }
 
+// The tile of keys of this block of threads: batch, head_kv, k0 and sequence of state. Bundles of heads run together and share the L2 cache;
+// within one, tiles of the first keys come first, which causal ones are the longest of.
+template <bool kTickets, int kTileK, class State> __device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {
+  const Inputs &in = a.in;
+  u32 index = blockIdx.x;
+  if constexpr (kTickets) index = atomicAdd(a.turns, 1u); // whatever a block waits for has drawn its own before
+  u32 tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
+  u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
+  u32 pair = first + rest % n;
+  state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
+  state.sequence = in.sequence(state.batch);
+}
+
 } // namespace strobe

@@ -81,18 +81,9 @@ private:
       : a(a), in(a.in), state(*(State *)(memory + kState)), shared(shared_address(memory)), thread((int)threadIdx.x), warp(thread / 32),
         role(warp / (C.warps() / 2)), key_warp(warp % C.key_warps), dim_warp(warp / C.key_warps % C.dim_warps) {}
 
-  // Bundles of heads run together and share the L2 cache; within one, the longest tiles come first: those of the first keys, unless lists of
-  // blocks say otherwise. (In turns it must stay the first keys: they are waited for.)
+  // The longest tiles come first, where lists of blocks say which. (In turns it must stay the first keys: they are waited for.)
   __device__ __forceinline__ void choose_keys() const {
-    if (thread == 0) {
-      u32 index = blockIdx.x;
-      if constexpr (C.deterministic) index = atomicAdd(a.turns, 1u); // a ticket: whatever a block waits for has drawn its own before
-      u32 tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
-      u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
-      u32 pair = first + rest % n;
-      state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
-      state.sequence = in.sequence(state.batch);
-    }
+    if (thread == 0) take_keys<C.deterministic, kTileK>(state, a);
     __syncthreads();
     i32 k0 = state.k0;
     if constexpr (F.blocks && !C.deterministic)

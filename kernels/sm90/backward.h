@@ -143,7 +143,7 @@ template <BackwardConfig C> struct Backward {
 
     // dP -> dS. What is hidden stays 0, though D may be no number: of a row that sees a V which is none.
     __device__ __forceinline__ void differentiate(u32 n) {
-      constexpr bool kHidden = F.band || F.mask || F.bias;
+      constexpr bool kHidden = F.band || BackwardScores<C>::kHides;
       const u32 delta = shared.delta_of(n) + lane % 4 * 8;
       const float factor = scores.dropout.dropout.factor();
 #pragma unroll

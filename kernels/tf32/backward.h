@@ -71,19 +71,10 @@ private:
   static __device__ __forceinline__ u32 shared(u32 offset) { return shared_address(shared_memory()) + offset; }
   static __device__ __forceinline__ int first_key() { return thread_index() / 32 * kM * 16; } // of this warp's, within the tile
 
-  // Bundles of heads run together and share the L2 cache; within one, the longest tiles come first: those of the first keys, unless lists of
-  // blocks say otherwise. (In turns it must stay the first keys: they are waited for.)
+  // The longest tiles come first, where lists of blocks say which. (In turns it must stay the first keys: they are waited for.)
   __device__ __forceinline__ void choose_keys() const {
     State &state = shared_state();
-    if (threadIdx.x == 0) {
-      u32 index = blockIdx.x;
-      if constexpr (C.deterministic) index = atomicAdd(a.turns, 1u); // a ticket: whatever a block waits for has drawn its own before
-      u32 tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
-      u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
-      u32 pair = first + rest % n;
-      state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
-      state.sequence = in.sequence(state.batch);
-    }
+    if (threadIdx.x == 0) take_keys<C.deterministic, kTileK>(state, a);
     __syncthreads();
     i32 k0 = state.k0;
     if constexpr (F.blocks && !C.deterministic)

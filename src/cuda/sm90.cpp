@@ -22,8 +22,6 @@ using sm90::Config;
 constexpr KernelSource kForward{"sm90/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
 constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
 
-int64_t rounded_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
-
 // Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
 int64_t bundle(const Problem &p, const Device &device) {
   const bool uneven = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen || p.blocks.present;
@@ -104,7 +102,7 @@ bool wide(const View &view, int64_t bytes, int64_t keys) {
 Config config_for(const Problem &p, const ForwardTile &t) {
   Config c{};
   c.dtype = i32(p.dtype);
-  c.head_dim = i32(rounded_up(p.head_dim, 16)), c.head_dim_v = i32(rounded_up(p.head_dim_v, 16));
+  c.head_dim = i32(round_up(p.head_dim, 16)), c.head_dim_v = i32(round_up(p.head_dim_v, 16));
   c.features = features_of(p);
   // With FP16 a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
