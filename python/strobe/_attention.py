@@ -62,7 +62,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
         block_mask: which blocks of the scores exist at all.
         layout: of q, k, v and the output: "bhsd" or "bshd".
         return_lse: return (out, lse).
-        deterministic: bitwise the same gradients over runs; on the CPU they always are.
+        deterministic: bitwise the same gradients over runs; on the CPU, and under torch.use_deterministic_algorithms, they always are.
         exact_max: keep the running maximum of the softmax where an engine would do without.
         allow_tf32: let float32 run as single-pass TF32 on a GPU.
         tile_q, tile_k: a wish for the tile (Br, Bc); explain() says to what it was rounded.
