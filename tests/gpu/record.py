@@ -1,6 +1,6 @@
 """Runs the tests that need a GPU and writes tests/gpu-record.json: what ran, where, and of which sources.
 
-python tests/gpu/record.py [pytest's arguments]    runs
+python tests/gpu/record.py [pytest's options]      runs; with -n each worker of pytest-xdist begins at another GPU
 python tests/gpu/record.py --check                 exits with 1 if the record is of other sources than today's, or of a failure
 """
 
@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -20,7 +21,8 @@ RECORD = ROOT / "tests" / "gpu-record.json"
 SOURCES = ("kernels", "src/cuda", "src/attention", "tests")
 SUFFIXES = {".h", ".cpp", ".py", ".cu", ".cmake", ".txt"}
 # The contract on the GPU's engines, beside what tests/gpu holds.
-CONTRACT = ("test_contract.py", "test_corners.py", "test_ladder.py", "test_compat.py", "test_compat_flash_attn.py")
+CONTRACT = ("test_contract.py", "test_corners.py", "test_ladder.py", "test_compat.py", "test_compat_flash_attn.py", "test_compat_sdpa.py")
+INTERRUPTED = 2  # pytest's exit status
 
 
 def digest() -> str:
@@ -42,6 +44,9 @@ def check() -> int:
             f"{RECORD.name} is stale: kernels/, src/cuda/, src/attention/ or tests/ have changed since {record['date']}; run make test-gpu"
         )
         return 1
+    if record["interrupted"]:
+        print(f"{RECORD.name}: interrupted after {record['passed'] + record['failed'] + record['skipped']} tests on {record['device']}")
+        return 1
     if record["failed"]:
         print(f"{RECORD.name}: {record['failed']} tests failed on {record['device']}")
         return 1
@@ -49,7 +54,7 @@ def check() -> int:
     return 0
 
 
-def run(arguments: list[str]) -> int:
+def run(options: list[str]) -> int:
     import torch
 
     if not torch.cuda.is_available():
@@ -59,8 +64,11 @@ def run(arguments: list[str]) -> int:
     report = ROOT / "build" / "gpu-tests.xml"
     report.parent.mkdir(exist_ok=True)
     tests = [str(ROOT / "tests" / "gpu"), *(str(ROOT / "tests" / "python" / name) for name in CONTRACT)]
-    command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *(arguments or tests)]
-    status = subprocess.run(command, cwd=ROOT, env={**os.environ, "STROBE_TEST_DEVICE": "cuda"}, check=False).returncode
+    command = [sys.executable, "-m", "pytest", "-p", "spread", f"--junitxml={report}", *tests, *options]
+    found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # spread
+    environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
+    signal.signal(signal.SIGINT, lambda *_: None)  # pytest ends at one, too, with its report written
+    status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     suite = ElementTree.parse(report).getroot()
     suite = suite if suite.tag == "testsuite" else suite[0]
     total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
@@ -70,6 +78,7 @@ def run(arguments: list[str]) -> int:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "passed": total - skipped - failed,
         "failed": failed,
+        "interrupted": status == INTERRUPTED,
         "skipped": skipped,
         "seconds": round(float(suite.get("time", 0))),
         "torch": torch.__version__,
