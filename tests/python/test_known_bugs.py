@@ -338,7 +338,7 @@ def test_padding_behind_packed_sequences(options, dtype, poisoned_memory):
         expected = results({name: x[: held[name]] for name, x in padded.items()}, engine)
         for name, x in found.items():
             n = len(expected[name])
-            assert torch.equal(x[:n], expected[name]), f"{name} of {engine}"
+            torch.testing.assert_close(x[:n], expected[name], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
             assert torch.equal(x[n:], torch.full_like(x[n:], -math.inf if name == "lse" else 0)), f"padding of {name} of {engine}"
 
 
