@@ -1,0 +1,80 @@
+// What an instruction sees: the registers of the warp that executes it and the memory of its block.
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <string_view>
+
+#include "emulator.h"
+
+namespace strobe::emulator {
+
+constexpr uint32_t kLanes = 32, kAllLanes = ~0u;
+constexpr uint32_t kSharedBegin = 1024; // the first address of shared memory, so that a null pointer to it is found
+
+struct BlockAsync; // async.h: the copies and products that are under way
+struct WarpAsync;
+
+struct Grid {
+  const Machine &machine;
+  uint64_t changes =
+      0; // counted up by whatever may end a wait: stores, arrivals, ends; while it stands still and all wait, there is a deadlock
+};
+
+struct Block {
+  Grid &grid;
+  uint32_t index[3];
+  uint32_t threads;
+  std::byte *shared; // at kSharedBegin
+  uint32_t shared_end;
+  std::shared_ptr<BlockAsync> async;
+};
+
+struct Operand {
+  enum Kind : uint8_t {
+    kRegister,  // slot; bits 16, 32, 64, 128
+    kPredicate, // slot; the first word holds a bit for each lane
+    kImmediate, // value (bits of a float as PTX writes them: 0f3F800000)
+    kAddress,   // [slot + value], kNoSlot: [value]; bits 32 or 64 of the register; parts: the coordinates in [map, {x, y}]
+    kVector,    // parts
+    kSink       // _
+  };
+  static constexpr uint32_t kNoSlot = ~0u;
+  Kind kind = kSink;
+  bool negated = false; // !p
+  uint8_t bits = 0;
+  uint32_t slot = kNoSlot;
+  uint64_t value = 0;
+  std::vector<Operand> parts;
+};
+
+struct Warp {
+  Block &block;
+  uint32_t index;       // in its block
+  std::byte *registers; // slots of 32 words
+  bool waits = false;   // set by an instruction that found what it waits for not to be there: another warp runs next
+  std::shared_ptr<WarpAsync> async;
+
+  // A register of 32 (64) bits: one word (two) for each lane. Registers of 16 bits: halves of the first 16 words.
+  template <class T> T *lanes(uint32_t slot) const { return reinterpret_cast<T *>(registers + size_t(slot) * kLanes * 4); }
+  uint32_t *words(const Operand &o) const { return lanes<uint32_t>(o.slot); }
+  uint32_t predicate(const Operand &o) const { return o.negated ? ~*words(o) : *words(o); } // a bit for each lane
+  uint64_t value(const Operand &o, uint32_t lane) const; // of a register, an immediate, an address (register + offset)
+
+  // Checks alignment and bounds, throws Fault. `address`: in the window of shared memory (kSharedBegin is its first byte).
+  std::byte *shared(uint64_t address, size_t bytes, size_t alignment) const;
+};
+std::byte *global(uint64_t address, size_t bytes, size_t alignment); // generic, too: shared memory's generic address is its host address
+
+// An instruction of those in tile files (ldmatrix, stmatrix, mma, wgmma, cp.async, mbarrier, setting of tensor maps ...), decoded: executes it
+// for the lanes whose bit is set. Instructions that are .aligned or .sync are called when all their lanes have come.
+using Tile = std::function<void(Warp &, uint32_t lanes)>;
+// opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if the opcode
+// is none of its own; throws Fault if it is, with modifiers that are not supported.
+Tile decode_tile(std::string_view opcode, const std::vector<Operand> &operands);
+
+std::shared_ptr<BlockAsync> make_block_async();
+std::shared_ptr<WarpAsync> make_warp_async();
+// A warp's threads have all ended: what it left under way is done or, where shared memory would be read after its end, a Fault.
+void finish(Warp &);
+
+} // namespace strobe::emulator
