@@ -8,7 +8,7 @@
 
 namespace strobe::emulator {
 
-constexpr uint32_t kLanes = 32, kAllLanes = ~0u;
+constexpr uint32_t kLanes = 32, kAllLanes = ~0u, kNoSlot = ~0u;
 constexpr uint32_t kSharedBegin = 1024; // the first address of shared memory, so that a null pointer to it is found
 
 struct BlockAsync; // async.h: the copies and products that are under way
@@ -16,14 +16,15 @@ struct WarpAsync;
 
 struct Grid {
   const Machine &machine;
-  uint64_t changes =
-      0; // counted up by whatever may end a wait: stores, arrivals, ends; while it stands still and all wait, there is a deadlock
+  std::vector<std::byte> arguments;
+  uint32_t blocks[3], threads[3];
+  uint64_t changes = 0; // counted up by whatever may end a wait (stores, arrivals); while it stands still and all wait, there is a deadlock
+  uint64_t clock = 0;
 };
 
 struct Block {
   Grid &grid;
   uint32_t index[3];
-  uint32_t threads;
   std::byte *shared; // at kSharedBegin
   uint32_t shared_end;
   std::shared_ptr<BlockAsync> async;
@@ -38,9 +39,7 @@ struct Operand {
     kVector,    // parts
     kSink       // _
   };
-  static constexpr uint32_t kNoSlot = ~0u;
   Kind kind = kSink;
-  bool negated = false; // !p
   uint8_t bits = 0;
   uint32_t slot = kNoSlot;
   uint64_t value = 0;
@@ -49,24 +48,39 @@ struct Operand {
 
 struct Warp {
   Block &block;
-  uint32_t index;       // in its block
-  std::byte *registers; // slots of 32 words
-  bool waits = false;   // set by an instruction that found what it waits for not to be there: another warp runs next
-  std::shared_ptr<WarpAsync> async;
+  uint32_t index;             // in its block
+  std::byte *registers;       // slots of 32 words
+  std::byte *local = nullptr; // of lane 0; the others' follow
+  uint32_t local_bytes = 0;   // of a lane
+  bool waits = false;         // set by an instruction that found what it waits for not to be there: another warp runs next
+  std::shared_ptr<WarpAsync> async{};
 
-  // A register of 32 (64) bits: one word (two) for each lane. Registers of 16 bits: halves of the first 16 words.
+  // A register of 32 (64) bits: one word (two) for each lane. Registers of 16 bits: the halves of the first 16 words.
   template <class T> T *lanes(uint32_t slot) const { return reinterpret_cast<T *>(registers + size_t(slot) * kLanes * 4); }
   uint32_t *words(const Operand &o) const { return lanes<uint32_t>(o.slot); }
-  uint32_t predicate(const Operand &o) const { return o.negated ? ~*words(o) : *words(o); } // a bit for each lane
-  uint64_t value(const Operand &o, uint32_t lane) const; // of a register, an immediate, an address (register + offset)
+  uint32_t &predicate(const Operand &o) const { return *words(o); } // a bit for each lane
+  uint64_t value(const Operand &o, uint32_t lane) const {           // of a register, an immediate, an address (register + offset)
+    if (o.slot == kNoSlot) return o.value;
+    return o.bits == 64 ? o.value + lanes<uint64_t>(o.slot)[lane] : uint32_t(o.value + lanes<uint32_t>(o.slot)[lane]);
+  }
 
   // Checks alignment and bounds, throws Fault. `address`: in the window of shared memory (kSharedBegin is its first byte).
-  std::byte *shared(uint64_t address, size_t bytes, size_t alignment) const;
+  std::byte *shared(uint64_t address, size_t bytes, size_t alignment) const {
+    if (address < kSharedBegin || address + bytes > block.shared_end || address % alignment) bad_shared(address, bytes, alignment);
+    return block.shared + (address - kSharedBegin);
+  }
+  [[noreturn]] void bad_shared(uint64_t address, size_t bytes, size_t alignment) const;
 };
-std::byte *global(uint64_t address, size_t bytes, size_t alignment); // generic, too: shared memory's generic address is its host address
 
-// An instruction of those in tile files (ldmatrix, stmatrix, mma, wgmma, cp.async, mbarrier, setting of tensor maps ...), decoded: executes it
-// for the lanes whose bit is set. Instructions that are .aligned or .sync are called when all their lanes have come.
+[[noreturn]] void bad_global(uint64_t address, size_t bytes, size_t alignment);
+// A generic address is one of the host; AddressSanitizer knows whether it is anyone's.
+inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
+  if (address < 65536 || address % alignment) bad_global(address, bytes, alignment);
+  return reinterpret_cast<std::byte *>(address);
+}
+
+// An instruction of those in tile files (ldmatrix, stmatrix, mma, wgmma, cp.async, mbarrier ...), decoded: executes it for the lanes whose bit
+// is set. Instructions that are .aligned are called when all lanes of the warp have come.
 using Tile = std::function<void(Warp &, uint32_t lanes)>;
 // opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if the opcode
 // is none of its own; throws Fault if it is, with modifiers that are not supported.
