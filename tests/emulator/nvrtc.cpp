@@ -33,7 +33,8 @@ extern "C" {
 int nvrtcVersion(int *major, int *minor) { return forward("nvrtcVersion", major, minor); }
 int nvrtcGetNumSupportedArchs(int *count) { return forward("nvrtcGetNumSupportedArchs", count); }
 int nvrtcGetSupportedArchs(int *archs) { return forward("nvrtcGetSupportedArchs", archs); }
-int nvrtcCreateProgram(void **program, const char *source, const char *name, int headers, const char *const *texts, const char *const *names) {
+int nvrtcCreateProgram(void **program, const char *source, const char *name, int headers, const char *const *texts,
+                       const char *const *names) {
   return forward("nvrtcCreateProgram", program, source, name, headers, texts, names);
 }
 int nvrtcCompileProgram(void *program, int count, const char *const *options) {
