@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,6 +14,10 @@ namespace {
 void *real() {
   static void *const library = [] {
     const char *path = std::getenv("STROBE_EMULATOR_NVRTC");
+    std::error_code ignored;
+    if (path) // NVRTC looks for its builtins by name alone
+      for (const auto &file : std::filesystem::directory_iterator(std::filesystem::path(path).parent_path(), ignored))
+        if (file.path().filename().string().starts_with("libnvrtc-builtins.so.")) dlopen(file.path().c_str(), RTLD_NOW | RTLD_LOCAL);
     void *opened = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;
     if (!opened) std::fprintf(stderr, "STROBE_EMULATOR_NVRTC must be the path of a libnvrtc.so: %s\n", path ? dlerror() : "it is not set");
     return opened;
