@@ -27,7 +27,7 @@ struct Instruction {
   uint32_t address = kNoSlot, mask = kNoSlot;
   int64_t offset = 0;
   Execute execute = nullptr;
-  std::shared_ptr<const Tile> tile;
+  std::shared_ptr<const Tile> tile{};
 };
 
 // A register that nothing writes.
@@ -43,8 +43,8 @@ struct Kernel {
   std::string name;
   KernelInfo info{};
   uint32_t slots = 0, local_bytes = 0;
-  std::vector<Constant> constants;
-  std::vector<Instruction> code;
+  std::vector<Constant> constants{};
+  std::vector<Instruction> code{};
 
   uint32_t new_slot(uint32_t bits) {
     const uint32_t slot = slots;

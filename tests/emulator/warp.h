@@ -16,8 +16,8 @@ struct WarpAsync;
 
 struct Grid {
   const Machine &machine;
-  std::vector<std::byte> arguments;
-  uint32_t blocks[3], threads[3];
+  std::vector<std::byte> arguments{};
+  uint32_t blocks[3] = {}, threads[3] = {};
   uint64_t changes = 0; // counted up by whatever may end a wait (stores, arrivals); while it stands still and all wait, there is a deadlock
   uint64_t clock = 0;
 };
@@ -43,7 +43,7 @@ struct Operand {
   uint8_t bits = 0;
   uint32_t slot = kNoSlot;
   uint64_t value = 0;
-  std::vector<Operand> parts;
+  std::vector<Operand> parts{};
 };
 
 struct Warp {
