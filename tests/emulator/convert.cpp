@@ -20,6 +20,7 @@ template <class T> using Register = std::conditional_t<sizeof(T) == 1, std::cond
 template <class D, class S> void add_pair(Opcodes &o) {
   const std::string name = std::string("cvt.") + kName<D> + "." + kName<S>;
   o[name] = of<[](Register<S> a) { return Register<D>(D(S(a))); }, Register<D>, Register<S>>();
+  if constexpr (sizeof(S) < 8) o[name + "@64"] = of<[](uint64_t a) { return Register<D>(D(S(a))); }, Register<D>, uint64_t>();
   if constexpr (sizeof(S) < 4) o[name + "@32"] = of<[](uint32_t a) { return Register<D>(D(S(a))); }, Register<D>, uint32_t>();
 }
 template <class D, class... S> void add_row(Opcodes &o) { (add_pair<D, S>(o), ...); }

@@ -23,6 +23,7 @@ bool decode_mapped(Kernel &k, Instruction &i, const std::string &opcode, const s
   while (count < 4 && o.a[count]) count++;
   need(operands.size() == count + 1, "wants another number of operands");
   i.execute = o.execute, i.d = destination(operands[0], o.d);
+  need(i.d != kNoSlot, "its result goes to no register");
   for (size_t n = 0; n < count; n++) i.a[n] = source(k, operands[n + 1], o.a[n]);
   return true;
 }
@@ -112,7 +113,7 @@ void set_address(Kernel &, Instruction &i, const Operand &o) {
 }
 
 void decode(Kernel &k, Instruction &i, const std::string &opcode, const std::vector<Operand> &operands) {
-  const bool known = decode_mapped(k, i, opcode, operands) || decode_parts(k, i, opcode, operands) ||
+  const bool known = decode_parts(k, i, opcode, operands) || decode_mapped(k, i, opcode, operands) ||
                      decode_memory(k, i, opcode, operands) || decode_warp(k, i, opcode, operands) ||
                      decode_barrier(k, i, opcode, operands) || decode_as_tile(i, opcode, operands);
   if (!known) throw Fault("the emulator does not know this instruction");

@@ -21,10 +21,10 @@ template <Space space> std::byte *at(const Warp &w, uint32_t lane, uint64_t addr
   if constexpr (space == kGlobal) return global(address, bytes, bytes);
   if constexpr (space == kShared) return w.shared(address, bytes, bytes);
   if constexpr (space == kParam) {
-    std::vector<std::byte> &arguments = w.block.grid.arguments;
-    if (address + bytes > arguments.size() || address % bytes)
-      throw Fault(range(address, bytes, bytes) + " of " + std::to_string(arguments.size()) + " of arguments");
-    return arguments.data() + address;
+    Grid &grid = w.block.grid;
+    if (address + bytes > grid.argument_bytes || address % bytes)
+      throw Fault(range(address, bytes, bytes) + " of " + std::to_string(grid.argument_bytes) + " of arguments");
+    return reinterpret_cast<std::byte *>(grid.arguments.data()) + address;
   }
   if (address + bytes > w.local_bytes || address % bytes)
     throw Fault(range(address, bytes, bytes) + " of " + std::to_string(w.local_bytes) + " of local memory");

@@ -66,13 +66,13 @@ public:
         need(word == ".visible", ("the emulator does not know " + word).c_str());
     }
   }
-  uint32_t line() const { return tokens_[at_].line; }
+  uint32_t line() const { return line_; } // of the token taken last
 
 private:
   const std::string &peek() const { return tokens_[at_].text; }
   std::string next() {
     need(!peek().empty(), "it ends too early");
-    line_ = line();
+    line_ = tokens_[at_].line;
     return tokens_[at_++].text;
   }
   bool take(const char *what) { return peek() == what ? next(), true : false; }
@@ -283,7 +283,7 @@ private:
   const std::vector<Token> tokens_;
   Module &module_;
   size_t at_ = 0;
-  uint32_t line_ = 0; // of the token taken last
+  uint32_t line_ = 1;
   std::vector<Scope> scopes_;
   Kernel *kernel_ = nullptr;
   uint64_t shared_ = 0;

@@ -18,8 +18,9 @@ class Runner {
 public:
   Runner(const Module &module, const Kernel &kernel, const Launch &launch, const Machine &machine)
       : module_(module), kernel_(kernel), launch_(launch), random_(machine.seed), grid_{.machine = machine} {
-    const auto *arguments = static_cast<const std::byte *>(launch.arguments);
-    grid_.arguments.assign(arguments, arguments + kernel.info.argument_bytes);
+    grid_.argument_bytes = kernel.info.argument_bytes;
+    grid_.arguments.resize(grid_.argument_bytes / sizeof(ArgumentLine) + 1);
+    std::memcpy(grid_.arguments.data(), launch.arguments, grid_.argument_bytes);
     for (int axis = 0; axis < 3; axis++) grid_.blocks[axis] = launch.grid[axis], grid_.threads[axis] = launch.block[axis];
   }
 

@@ -14,9 +14,13 @@ constexpr uint32_t kSharedBegin = 1024; // the first address of shared memory, s
 struct BlockAsync; // async.h: the copies and products that are under way
 struct WarpAsync;
 
+struct alignas(128) ArgumentLine { // tensor maps among the arguments want 64 bytes
+  std::byte bytes[128];
+};
 struct Grid {
   const Machine &machine;
-  std::vector<std::byte> arguments{};
+  std::vector<ArgumentLine> arguments{};
+  size_t argument_bytes = 0;
   uint32_t blocks[3] = {}, threads[3] = {};
   uint64_t changes = 0; // counted up by whatever may end a wait (stores, arrivals); while it stands still and all wait, there is a deadlock
   uint64_t clock = 0;
