@@ -1,6 +1,7 @@
 // Every engine that runs here against the oracle, forward and every gradient, over options and shapes drawn at random. tests/python judges
 // accuracy and covers all pairs of options; this is for where there is no Python: other machines, emulated or not, and the sanitizers.
-// STROBE_AGREEMENT_ROUNDS sets how many. Under an emulated GPU (tests/emulator) it is the turn of the CUDA engines, and of them alone.
+// STROBE_AGREEMENT_ROUNDS sets how many, STROBE_AGREEMENT_CALLS after how many calls that it took an engine is done, STROBE_AGREEMENT_ENGINE
+// names the only one. Under an emulated GPU (tests/emulator) it is the turn of the CUDA engines, and of them alone.
 #include "call.h"
 
 #include <cstdlib>
@@ -260,21 +261,24 @@ void agrees(uint32_t seed, const char *engine, Taken &taken) {
 } // namespace
 
 TEST_CASE("agreement: every engine with the oracle") {
-  const char *wanted = std::getenv("STROBE_AGREEMENT_ROUNDS");
-  const int rounds = wanted ? std::atoi(wanted) : 150;
+  auto number = [](const char *name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; };
+  const int rounds = number("STROBE_AGREEMENT_ROUNDS", 150), most = number("STROBE_AGREEMENT_CALLS", rounds);
+  const char *only = std::getenv("STROBE_AGREEMENT_ENGINE");
   const bool emulated = std::getenv("STROBE_EMULATOR_NVRTC");
   int engines = 0;
   for (int32_t e = 0; const char *engine = strobe_engine_name(e); e++) {
     if (strobe_engine_missing(e) || std::strcmp(engine, kOracle) == 0) continue;
     if (std::strncmp(engine, "ladder-", 7) == 0) continue; // takes no options: tests/python/test_ladder.py
     if (on_gpu(engine) != emulated) continue;              // a GPU that is there has memory of its own
+    if (only && std::strcmp(engine, only)) continue;
     CAPTURE(std::string(engine));
     Taken taken;
-    for (int n = 0; n < rounds; n++) {
+    int n = 0;
+    for (; n < rounds && taken.backward < most; n++) {
       CAPTURE(n);
       agrees(static_cast<uint32_t>(n), engine, taken);
     }
-    MESSAGE(std::string(engine) << ": " << taken.forward << " forwards and " << taken.backward << " backwards of " << rounds);
+    MESSAGE(std::string(engine) << ": " << taken.forward << " forwards and " << taken.backward << " backwards of " << n);
     CHECK(taken.forward > 0);
     CHECK(taken.backward > 0);
     engines++;
