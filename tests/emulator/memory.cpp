@@ -226,7 +226,6 @@ bool decode_memory(Kernel &k, Instruction &i, const std::string &opcode, const s
                                                                    {"fence.proxy.async.global", nothing},
                                                                    {"fence.proxy.async.shared::cta", nothing},
                                                                    {"fence.mbarrier_init.release.cluster", nothing},
-                                                                   {"prefetch.tensormap", nothing},
                                                                    {"griddepcontrol.wait", nothing},
                                                                    {"griddepcontrol.launch_dependents", nothing},
                                                                    {"nanosleep.u32", wait}};

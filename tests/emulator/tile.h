@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "numbers.h"
 #include "warp.h"
 
 namespace strobe::emulator {
@@ -23,10 +24,6 @@ template <class F> void for_each_lane(uint32_t lanes, F use) {
   for (uint32_t lane = 0; lane < kLanes; lane++)
     if (lanes >> lane & 1) use(lane);
 }
-
-// Numbers of 16 bits as floats.
-float from_half(uint16_t bits);
-inline float from_bfloat(uint16_t bits) { return std::bit_cast<float>(uint32_t(bits) << 16); }
 
 // Tiles of 128 bytes a row lie with their 16-byte pieces exchanged, by the row's number.
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
