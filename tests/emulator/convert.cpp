@@ -1,4 +1,6 @@
 // Conversions between integers, and of them and doubles to floating point. A register may be wider than the number that is taken from it.
+#include <cmath>
+
 #include "opcodes.h"
 
 namespace strobe::emulator {
@@ -31,11 +33,23 @@ template <class T> void add_floats(Opcodes &o) {
   o[std::string("cvt.rn.f64.") + kName<T>] = of<[](T a) { return double(a); }, double, T>();
 }
 
+// Clamped to what the integer holds; NaN is 0.
+int32_t to_integer(float x) {
+  if (x != x) return 0;
+  return x < -0x1p31f ? INT32_MIN : x >= 0x1p31f ? INT32_MAX : int32_t(x);
+}
+template <float (*kRound)(float)> void add_rounding(Opcodes &o, const std::string &how) {
+  o["cvt." + how + ".f32.f32"] = of<[](float a) { return kRound(a); }, float, float>();
+  o["cvt." + how + ".s32.f32"] = of<[](float a) { return to_integer(kRound(a)); }, int32_t, float>();
+}
+
 } // namespace
 
 void add_conversions(Opcodes &o) {
   add_all<int8_t, uint8_t, int16_t, uint16_t, int32_t, uint32_t, int64_t, uint64_t>(o);
   add_floats<int32_t>(o), add_floats<uint32_t>(o), add_floats<int64_t>(o), add_floats<uint64_t>(o);
+  add_rounding<std::rint>(o, "rni"), add_rounding<std::trunc>(o, "rzi"), add_rounding<std::floor>(o, "rmi"),
+      add_rounding<std::ceil>(o, "rpi");
   o["cvt.rn.f32.f64"] = of<[](double a) { return float(a); }, float, double>();
   o["cvt.f64.f32"] = of<[](float a) { return double(a); }, double, float>();
 }
