@@ -23,7 +23,7 @@ template <auto kGroups> Tile commit() {
 }
 
 void perform(const Warp &warp, const Copy &c) {
-  std::byte *to = warp.shared(c.to, c.bytes, c.bytes);
+  std::byte *to = warp.shared(c.to, c.bytes, c.bytes, Access::kWrite);
   std::memset(to, 0, c.bytes);
   if (c.read) std::memcpy(to, global(c.from, c.read, c.bytes), c.read);
   warp.block.grid.changes++;
@@ -59,6 +59,11 @@ Tile wait_copies(uint64_t pending) {
 }
 
 void begin(Warp &warp, Transfer transfer) {
+  if (Races *races = warp.block.races.get())
+    transfer.perform = [known = races->begin(warp.index), t = transfer, races](const Warp &any) {
+      races->perform(known, t.barrier);
+      t.perform(any);
+    };
   if (warp.block.grid.machine.late)
     warp.block.async->transfers.push_back(std::move(transfer));
   else
@@ -73,7 +78,7 @@ Tile bulk_copy(const Operands &operands) {
       const auto bytes = static_cast<uint32_t>(warp.value(operands[2], lane));
       if (bytes % 16) throw Fault("a bulk copy of " + std::to_string(bytes) + " bytes, no multiple of 16");
       begin(warp, {barrier, [=](const Warp &any) {
-                     std::memcpy(any.shared(to, bytes, 16), global(from, bytes, 16), bytes);
+                     std::memcpy(any.shared(to, bytes, 16, Access::kAsyncWrite), global(from, bytes, 16), bytes);
                      complete_bytes(any, barrier, bytes);
                    }});
     });
@@ -104,7 +109,7 @@ void copy_box(const Warp &warp, const TensorMap &map, const int32_t *origin, uin
     }
     for (uint32_t at = 0; at < row_bytes; at += 16) {
       const uint32_t address = to + r * row_bytes + at;
-      std::memcpy(warp.shared(map.swizzled ? swizzled(address) : address, 16, 16), row.data() + at, 16);
+      std::memcpy(warp.shared(map.swizzled ? swizzled(address) : address, 16, 16, Access::kAsyncWrite), row.data() + at, 16);
     }
   }
   complete_bytes(warp, barrier, rows * row_bytes);
@@ -136,7 +141,7 @@ Tile prefetch(const Operand &map) {
 void read(const Warp &warp, Addition &a) {
   if (!a.read.empty()) return;
   a.read.resize(a.bytes / sizeof(float));
-  std::memcpy(a.read.data(), warp.shared(a.from, a.bytes, 16), a.bytes);
+  std::memcpy(a.read.data(), warp.shared(a.from, a.bytes, 16, Access::kAsyncRead), a.bytes);
 }
 void perform(const Warp &warp, Addition a) {
   read(warp, a);

@@ -3,6 +3,7 @@
 //   STROBE_EMULATOR_CC     compute capability times ten; 90 if not set
 //   STROBE_EMULATOR_SMS    streaming multiprocessors; 4
 //   STROBE_EMULATOR_LATE   1: asynchronous copies and products happen as late as the program's waits permit
+//   STROBE_EMULATOR_RACES  1: look for races in shared memory
 //   STROBE_EMULATOR_SEED   not 0: warps run in an order drawn from it
 #include "cuda/driver.h"
 
@@ -36,7 +37,7 @@ int setting(const char *name, int otherwise) {
 
 struct Gpu {
   int cc = setting("STROBE_EMULATOR_CC", 90), sms = setting("STROBE_EMULATOR_SMS", 4);
-  bool late = setting("STROBE_EMULATOR_LATE", 0);
+  bool late = setting("STROBE_EMULATOR_LATE", 0), races = setting("STROBE_EMULATOR_RACES", 0);
   uint32_t seed = static_cast<uint32_t>(setting("STROBE_EMULATOR_SEED", 0));
 
   size_t shared_per_multiprocessor() const {
@@ -86,6 +87,7 @@ void launch(const CUlaunchConfig &c, const Function &f, void **parameters) {
   const Machine machine = {.multiprocessors = static_cast<uint32_t>(gpu().sms),
                            .blocks_per_multiprocessor = static_cast<uint32_t>(resident),
                            .late = gpu().late,
+                           .races = gpu().races,
                            .seed = gpu().seed};
   const std::lock_guard lock(one_at_a_time);
   run(*f.library.module, f.name, work, machine);

@@ -33,8 +33,9 @@ struct Launch {
 };
 struct Machine {
   uint32_t multiprocessors = 4, blocks_per_multiprocessor = 2; // resident at a time; the others begin as these end, in order
-  bool late = false; // asynchronous copies and products happen as late as the program's waits permit, instead of at once
-  uint32_t seed = 0; // 0: warps run in their order; else in an order drawn from it
+  bool late = false;  // asynchronous copies and products happen as late as the program's waits permit, instead of at once
+  bool races = false; // look for them in shared memory; sees most where late is set, too
+  uint32_t seed = 0;  // 0: warps run in their order; else in an order drawn from it
 };
 // Returns when every block has ended.
 void run(const Module &, const std::string &kernel, const Launch &, const Machine &);

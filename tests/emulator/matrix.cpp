@@ -22,8 +22,8 @@ void from_registers(const uint32_t *words, bool transposed, Matrix &m) {
   }
 }
 // Lane 8i + r gives the address of row r of matrix i.
-std::byte *row(const Warp &warp, const Operand &address, size_t i, uint32_t r) {
-  return warp.shared(warp.value(address, static_cast<uint32_t>(8 * i + r)), sizeof(uint16_t[8]), 16);
+std::byte *row(const Warp &warp, const Operand &address, size_t i, uint32_t r, Access access) {
+  return warp.shared(warp.value(address, static_cast<uint32_t>(8 * i + r)), sizeof(uint16_t[8]), 16, access);
 }
 
 Tile load(const std::vector<Operand> &registers, const Operand &address, bool transposed) {
@@ -31,7 +31,7 @@ Tile load(const std::vector<Operand> &registers, const Operand &address, bool tr
     check_whole(lanes);
     Matrix m[4];
     for (size_t i = 0; i < registers.size(); i++)
-      for (uint32_t r = 0; r < 8; r++) std::memcpy(m[i][r], row(warp, address, i, r), sizeof m[i][r]);
+      for (uint32_t r = 0; r < 8; r++) std::memcpy(m[i][r], row(warp, address, i, r, Access::kRead), sizeof m[i][r]);
     for (size_t i = 0; i < registers.size(); i++) to_registers(m[i], transposed, warp.words(registers[i]));
   };
 }
@@ -41,7 +41,7 @@ Tile store(const std::vector<Operand> &registers, const Operand &address, bool t
     for (size_t i = 0; i < registers.size(); i++) {
       Matrix m;
       from_registers(warp.words(registers[i]), transposed, m);
-      for (uint32_t r = 0; r < 8; r++) std::memcpy(row(warp, address, i, r), m[r], sizeof m[r]);
+      for (uint32_t r = 0; r < 8; r++) std::memcpy(row(warp, address, i, r, Access::kWrite), m[r], sizeof m[r]);
     }
     warp.block.grid.changes++;
   };

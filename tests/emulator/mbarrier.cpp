@@ -17,19 +17,21 @@ static_assert(sizeof(State) == 8);
 
 class Barrier {
 public:
-  Barrier(const Warp &warp, uint64_t address) : warp_(warp), at_(warp.shared(address, sizeof(State), 8)), address_(address) {
+  Barrier(const Warp &warp, uint64_t address)
+      : warp_(warp), at_(warp.shared(address, sizeof(State), 8, Access::kSynchronize)), address_(address) {
     std::memcpy(&state_, at_, sizeof state_);
     if (state_.mark != State::kMark || state_.expected == 0) refuse("is not initialised, or overwritten");
   }
   static void init(const Warp &warp, uint64_t address, uint64_t arrivals) {
     if (arrivals == 0 || arrivals > State::kMost) throw Fault("mbarrier.init: " + std::to_string(arrivals) + " arrivals");
     const State fresh = {.parity = 0, .mark = State::kMark, .expected = arrivals, .pending = arrivals, .bytes = 0};
-    std::memcpy(warp.shared(address, sizeof fresh, 8), &fresh, sizeof fresh);
+    std::memcpy(warp.shared(address, sizeof fresh, 8, Access::kSynchronize), &fresh, sizeof fresh);
   }
 
   void arrive() {
     if (state_.pending == 0) refuse("gets more arrivals than a phase takes");
     state_.pending--;
+    if (warp_.block.races) warp_.block.races->arrive(warp_.index, uint32_t(address_));
     update();
   }
   void expect(int64_t bytes) {
@@ -47,7 +49,10 @@ private:
   State state_;
 
   void update() {
-    if (state_.pending == 0 && state_.bytes == 0) state_.parity ^= 1, state_.pending = state_.expected;
+    if (state_.pending == 0 && state_.bytes == 0) {
+      state_.parity ^= 1, state_.pending = state_.expected;
+      if (warp_.block.races) warp_.block.races->complete(uint32_t(address_));
+    }
     std::memcpy(at_, &state_, sizeof state_);
     warp_.block.grid.changes++;
   }
@@ -88,7 +93,9 @@ Tile try_wait(const Operand &done, const Operand &barrier, const Operand &parity
     for_each_lane(lanes, [&](uint32_t lane) {
       const uint64_t address = warp.value(barrier, lane), wanted = warp.value(parity, lane);
       if (!Barrier(warp, address).completed(wanted)) hurry(warp, static_cast<uint32_t>(address));
-      completed |= uint32_t(Barrier(warp, address).completed(wanted)) << lane;
+      if (!Barrier(warp, address).completed(wanted)) return;
+      completed |= 1u << lane;
+      if (warp.block.races) warp.block.races->wait(warp.index, uint32_t(address));
     });
     uint32_t &predicate = *warp.words(done);
     predicate = (predicate & ~lanes) | completed;
@@ -98,7 +105,10 @@ Tile try_wait(const Operand &done, const Operand &barrier, const Operand &parity
 
 } // namespace
 
-void complete_bytes(const Warp &warp, uint32_t barrier, uint32_t bytes) { Barrier(warp, barrier).expect(-static_cast<int64_t>(bytes)); }
+void complete_bytes(const Warp &warp, uint32_t barrier, uint32_t bytes) {
+  if (warp.block.races) warp.block.races->end_copy();
+  Barrier(warp, barrier).expect(-static_cast<int64_t>(bytes));
+}
 
 void barriers_end(Block &block) {
   if (!block.async->transfers.empty()) throw Fault("the block ends while a copy into its shared memory is under way");

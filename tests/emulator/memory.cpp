@@ -17,9 +17,9 @@ std::string range(uint64_t address, size_t bytes, size_t alignment) {
   return std::to_string(bytes) + " bytes at " + hexadecimal(address) + " (to be aligned to " + std::to_string(alignment) + ")";
 }
 
-template <Space space> std::byte *at(const Warp &w, uint32_t lane, uint64_t address, size_t bytes) {
+template <Space space, Access access> std::byte *at(const Warp &w, uint32_t lane, uint64_t address, size_t bytes) {
   if constexpr (space == kGlobal) return global(address, bytes, bytes);
-  if constexpr (space == kShared) return w.shared(address, bytes, bytes);
+  if constexpr (space == kShared) return w.shared(address, bytes, bytes, access);
   if constexpr (space == kParam) {
     Grid &grid = w.block.grid;
     if (address + bytes > grid.argument_bytes || address % bytes)
@@ -38,7 +38,7 @@ uint64_t address(const Warp &w, const Instruction &i, uint32_t lane) {
 
 template <Space space, class T, class R> void load(Warp &w, const Instruction &i, uint32_t lanes) {
   each(lanes, [&](uint32_t lane) {
-    const std::byte *from = at<space>(w, lane, address(w, i, lane), i.count * sizeof(T));
+    const std::byte *from = at<space, Access::kRead>(w, lane, address(w, i, lane), i.count * sizeof(T));
     for (int n = 0; n < i.count; n++) {
       T value;
       std::memcpy(&value, from + n * sizeof(T), sizeof(T));
@@ -53,7 +53,7 @@ template <Space space, class T, class R> void load_waiting(Warp &w, const Instru
 template <Space space, class T, class R> void store(Warp &w, const Instruction &i, uint32_t lanes) {
   w.block.grid.changes++;
   each(lanes, [&](uint32_t lane) {
-    std::byte *to = at<space>(w, lane, address(w, i, lane), i.count * sizeof(T));
+    std::byte *to = at<space, Access::kWrite>(w, lane, address(w, i, lane), i.count * sizeof(T));
     for (int n = 0; n < i.count; n++) {
       const T value = T(w.lanes<R>(i.a[n])[lane]);
       std::memcpy(to + n * sizeof(T), &value, sizeof(T));
@@ -202,6 +202,9 @@ template <Space space, bool back> void convert_address(Warp &w, const Instructio
 }
 
 void nothing(Warp &, const Instruction &, uint32_t) {}
+void proxy_fence(Warp &w, const Instruction &, uint32_t) {
+  if (w.block.races) w.block.races->fence(w.index);
+}
 void wait(Warp &w, const Instruction &, uint32_t) { w.waits = true; }
 
 } // namespace
@@ -218,13 +221,13 @@ bool decode_memory(Kernel &k, Instruction &i, const std::string &opcode, const s
       {"cvta.to.shared.u64", convert_address<kShared, true>}, {"cvta.shared.u64", convert_address<kShared, false>},
       {"cvta.param.u64", convert_address<kParam, false>},     {"cvta.to.local.u64", convert_address<kLocal, true>},
       {"cvta.local.u64", convert_address<kLocal, false>}};
-  // Memory has one order here, that of execution: fences have nothing to do.
+  // Memory has one order here, that of execution: fences do nothing but for what looks for races.
   static const std::unordered_map<std::string, Execute> effects = {{"membar.gl", nothing},
                                                                    {"membar.cta", nothing},
                                                                    {"fence.acq_rel.gpu", nothing},
-                                                                   {"fence.proxy.async", nothing},
+                                                                   {"fence.proxy.async", proxy_fence},
                                                                    {"fence.proxy.async.global", nothing},
-                                                                   {"fence.proxy.async.shared::cta", nothing},
+                                                                   {"fence.proxy.async.shared::cta", proxy_fence},
                                                                    {"fence.mbarrier_init.release.cluster", nothing},
                                                                    {"griddepcontrol.wait", nothing},
                                                                    {"griddepcontrol.launch_dependents", nothing},

@@ -72,6 +72,7 @@ private:
     r.block.reset(new RunningBlock{
         {grid_, {index[0], index[1], index[2]}, r.memory.get(), uint32_t(kSharedBegin + shared), make_block_async()}, {}, {}});
     RunningBlock &b = *r.block;
+    if (grid_.machine.races) b.races = std::make_unique<Races>(warps, shared);
     for (uint32_t w = 0; w < warps; w++) {
       std::byte *at = r.memory.get() + begin + w * warp_bytes;
       const uint32_t lanes = std::min(threads - w * kLanes, kLanes);
@@ -169,7 +170,7 @@ private:
     const Instruction &i = kernel_.code[p.pc];
     uint32_t lanes = p.lanes;
     if (i.guarded) lanes &= i.guard_negated ? ~*w.lanes<uint32_t>(i.guard) : *w.lanes<uint32_t>(i.guard);
-    grid_.clock++;
+    grid_.clock++, grid_.line = i.line;
     switch (i.kind) {
     case Instruction::kBranch:
       if (lanes == p.lanes) {

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "emulator.h"
+#include "races.h"
 
 namespace strobe::emulator {
 
@@ -24,6 +25,7 @@ struct Grid {
   uint32_t blocks[3] = {}, threads[3] = {};
   uint64_t changes = 0; // counted up by whatever may end a wait (stores, arrivals); while it stands still and all wait, there is a deadlock
   uint64_t clock = 0;
+  uint32_t line = 0; // of the instruction that is executed
 };
 
 struct Block {
@@ -32,6 +34,7 @@ struct Block {
   std::byte *shared; // at kSharedBegin
   uint32_t shared_end;
   std::shared_ptr<BlockAsync> async;
+  std::unique_ptr<Races> races{}; // null: nobody asked for them
 };
 
 struct Operand {
@@ -69,9 +72,11 @@ struct Warp {
   }
 
   // Checks alignment and bounds, throws Fault. `address`: in the window of shared memory (kSharedBegin is its first byte).
-  std::byte *shared(uint64_t address, size_t bytes, size_t alignment) const {
+  std::byte *shared(uint64_t address, size_t bytes, size_t alignment, Access access) const {
     if (address < kSharedBegin || address + bytes > block.shared_end || address % alignment) bad_shared(address, bytes, alignment);
-    return block.shared + (address - kSharedBegin);
+    const size_t at = address - kSharedBegin;
+    if (block.races && access != Access::kSynchronize) block.races->access(index, uint32_t(at), bytes, access, block.grid.line);
+    return block.shared + at;
   }
   [[noreturn]] void bad_shared(uint64_t address, size_t bytes, size_t alignment) const;
 };
