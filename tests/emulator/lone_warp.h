@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cstring>
+#include <deque>
 #include <random>
 #include <span>
 #include <vector>
@@ -19,6 +20,8 @@ struct LoneWarp {
   Block block{grid, {0, 0, 0}, nullptr, kSharedBegin + 128 * 1024, make_block_async()};
   Warp warp{.block = block, .index = 0, .registers = file.data(), .async = make_warp_async()};
 
+  std::deque<Tile> tiles; // live as long as what they left under way
+
   explicit LoneWarp(bool late = false) {
     machine.late = late;
     block.shared = std::assume_aligned<1024>(memory.data() + (1024 - reinterpret_cast<uintptr_t>(memory.data()) % 1024) % 1024);
@@ -26,7 +29,7 @@ struct LoneWarp {
   LoneWarp(const LoneWarp &) = delete;
 
   void run(std::string_view opcode, const std::vector<Operand> &operands, uint32_t lanes = kAllLanes) {
-    const Tile tile = decode_tile(opcode, operands);
+    const Tile &tile = tiles.emplace_back(decode_tile(opcode, operands));
     REQUIRE_MESSAGE(tile, std::string(opcode));
     warp.waits = false;
     tile(warp, lanes);
