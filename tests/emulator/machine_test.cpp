@@ -1,55 +1,13 @@
 // Whole kernels: instructions one by one, lanes that part and meet, barriers, blocks that wait for blocks, and what is refused.
-#include <doctest/doctest.h>
-
 #include <bit>
+#include <cstdint>
 
-#include "emulator.h"
+#include "whole_kernel.h"
 
 using namespace strobe::emulator;
+using namespace strobe::emulator::test;
 
 namespace {
-
-// A kernel whose %rd0 is the address of `out`, %r0 the thread, %r1 the block; `more` stands before it.
-std::string kernel(const std::string &body, const std::string &more = "") {
-  return ".version 8.0\n.target sm_90\n.address_size 64\n" + more +
-         ".visible .entry kernel(.param .u64 kernel_param_0)\n{\n"
-         ".reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<40>; .reg .f32 %f<9>; .reg .b64 %rd<20>; .reg .f64 %fd<9>;\n"
-         "ld.param.u64 %rd0, [kernel_param_0];\nmov.u32 %r0, %tid.x;\nmov.u32 %r1, %ctaid.x;\n" +
-         body + "\nret;\n}\n";
-}
-
-struct Shape {
-  uint32_t threads = 32, blocks = 1;
-  size_t shared = 0;
-  Machine machine{};
-};
-std::vector<uint32_t> run(const std::string &ptx, const Shape &shape = {}) {
-  std::vector<uint32_t> out(size_t(shape.threads) * shape.blocks + 16);
-  const void *address = out.data();
-  Launch launch{.block = {shape.threads, 1, 1}, .dynamic_shared = shape.shared, .arguments = &address};
-  launch.grid[0] = shape.blocks;
-  run(*parse(ptx), "kernel", launch, shape.machine);
-  return out;
-}
-// What `body` leaves in %r9, of every thread.
-const std::string kStore =
-    "\nmov.u32 %r30, %ntid.x; mad.lo.s32 %r30, %r30, %r1, %r0; mul.wide.u32 %rd19, %r30, 4; add.s64 %rd19, %rd0, %rd19;\n"
-    "st.global.u32 [%rd19], %r9;";
-std::vector<uint32_t> result(const std::string &body, const Shape &shape = {}, const std::string &more = "") {
-  return run(kernel(body + kStore, more), shape);
-}
-
-void check_fault(const std::string &ptx, const char *words, const Shape &shape = {}) {
-  std::string what;
-  try {
-    run(ptx, shape);
-  } catch (const Fault &fault) {
-    what = fault.what();
-  }
-  CAPTURE(what);
-  CHECK(what.find(words) != what.npos);
-  CHECK(what.find("PTX line ") != what.npos);
-}
 
 uint32_t bits(float x) { return std::bit_cast<uint32_t>(x); }
 
@@ -140,8 +98,6 @@ TEST_CASE("emulator: shuffles and votes") {
   check_fault(kernel("setp.lt.u32 %p1, %r0, 16; @%p1 bra LOW; bar.warp.sync -1; ret;\nLOW: shfl.sync.bfly.b32 %r9|%p2, %r0, 1, 31, -1;"),
               "wait for one another at different instructions");
 }
-
-const std::string kShared = ".extern .shared .align 128 .b8 memory[];\n";
 
 TEST_CASE("emulator: barriers of a block") {
   // Warp 0 writes, the others read what it wrote, 20 times, by two barriers.
