@@ -1,11 +1,13 @@
 // Every engine that runs here against the oracle, forward and every gradient, over options and shapes drawn at random. tests/python judges
 // accuracy and covers all pairs of options; this is for where there is no Python: other machines, emulated or not, and the sanitizers.
-// STROBE_AGREEMENT_ROUNDS sets how many, STROBE_AGREEMENT_CALLS after how many calls that it took an engine is done, STROBE_AGREEMENT_ENGINE
-// names the only one. Under an emulated GPU (tests/emulator) it is the turn of the CUDA engines, and of them alone.
+// STROBE_AGREEMENT_ROUNDS sets how many, STROBE_AGREEMENT_CALLS after how many calls that it took an engine is done, STROBE_AGREEMENT_ENGINES
+// names those whose turn it is (commas between). Under an emulated GPU (tests/emulator) it is the turn of the CUDA engines, and of them alone.
 #include "call.h"
 
 #include <cstdlib>
 #include <tuple>
+
+#include "attention/text.h"
 
 using namespace strobe;
 using namespace strobe::test;
@@ -263,14 +265,14 @@ void agrees(uint32_t seed, const char *engine, Taken &taken) {
 TEST_CASE("agreement: every engine with the oracle") {
   auto number = [](const char *name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; };
   const int rounds = number("STROBE_AGREEMENT_ROUNDS", 150), most = number("STROBE_AGREEMENT_CALLS", rounds);
-  const char *only = std::getenv("STROBE_AGREEMENT_ENGINE");
+  const char *listed = std::getenv("STROBE_AGREEMENT_ENGINES");
   const bool emulated = std::getenv("STROBE_EMULATOR_NVRTC");
   int engines = 0;
   for (int32_t e = 0; const char *engine = strobe_engine_name(e); e++) {
     if (strobe_engine_missing(e) || std::strcmp(engine, kOracle) == 0) continue;
     if (std::strncmp(engine, "ladder-", 7) == 0) continue; // takes no options: tests/python/test_ladder.py
     if (on_gpu(engine) != emulated) continue;              // a GPU that is there has memory of its own
-    if (only && std::strcmp(engine, only)) continue;
+    if (listed && text(",", listed, ",").find(text(",", engine, ",")) == std::string::npos) continue;
     CAPTURE(std::string(engine));
     Taken taken;
     int n = 0;
