@@ -171,6 +171,7 @@ TEST_CASE("emulator: what is refused") {
   check_fault(kernel("mov.u32 %r2, memory; ld.shared.u32 %r9, [%r2+2];", kShared), "aligned to 4", {.shared = 64});
   check_fault(kernel("mov.u32 %r2, 0; ld.shared.u32 %r9, [%r2];", kShared), "shared memory is", {.shared = 64});
   check_fault(kernel("mov.u64 %rd1, 16; ld.global.u32 %r9, [%rd1];"), "global memory");
+  check_fault(kernel("mov.u64 %rd1, 140737488351232; st.global.u32 [%rd1], %r0;"), "global memory"); // a page that nobody has
   check_fault(kernel("ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd0+4];"), "aligned to 16");
   check_fault(kernel("ld.param.u32 %r9, [kernel_param_0+8];"), "of arguments");
   check_fault(kernel("LOOP: bra LOOP;"), "deadlock");

@@ -1,4 +1,6 @@
 // Loads, stores, atomics, generic addresses, fences.
+#include <sys/mman.h>
+
 #include <cstdio>
 
 #include "opcodes.h"
@@ -134,7 +136,7 @@ void decode_access(Kernel &k, Instruction &i, const std::vector<std::string> &wo
   i.execute = access(a, type);
 }
 
-// count elements, one after another, for each lane in turn. Where nothing changes, this may be a try: the others have their turn before the next.
+// count elements, one after another, for each lane in turn. Where nothing changes this may be a try: others have their turn before the next.
 template <class T, auto f, bool returns> void atomic(Warp &w, const Instruction &i, uint32_t lanes) {
   bool changed = false;
   each(lanes, [&](uint32_t lane) {
@@ -214,6 +216,10 @@ void wait(Warp &w, const Instruction &, uint32_t) { w.waits = true; }
 void Warp::bad_shared(uint64_t address, size_t bytes, size_t alignment) const {
   throw Fault(range(address, bytes, alignment) + ", and shared memory is " + hexadecimal(kSharedBegin) + " to " +
               hexadecimal(block.shared_end));
+}
+bool is_mapped(uint64_t page) {
+  if (page == 0 || msync(reinterpret_cast<void *>(page * kPage), kPage, MS_ASYNC)) return false;
+  return mapped_pages[page % 64] = ~page, true;
 }
 void bad_global(uint64_t address, size_t bytes, size_t alignment) { throw Fault(range(address, bytes, alignment) + " of global memory"); }
 

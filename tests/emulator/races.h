@@ -1,5 +1,5 @@
-// Races in a block's shared memory: two accesses, one of them a write, that nothing orders; and accesses by the copy engine or wgmma to what threads
-// wrote, without a proxy fence between. Warps are compared, not the lanes of one.
+// Races in a block's shared memory: two accesses, one of them a write, that nothing orders; and accesses by the copy engine or wgmma to what
+// threads wrote, without a proxy fence between. Warps are compared, not the lanes of one.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -12,7 +12,6 @@ namespace {
 constexpr int kSlice = 2048; // instructions of a warp before another runs
 // Rounds of all warps in which nothing changed, the clock apart, until it is a deadlock. Where every warp waits a round is short.
 constexpr uint32_t kStillRounds = 1 << 17, kBusyRound = 16, kRoundCycles = 1 << 16;
-constexpr size_t kPage = 4096;
 
 class Runner {
 public:
@@ -66,7 +65,7 @@ private:
     const size_t begin = (shared + kPage - 1) / kPage * kPage;
     if (!r.memory)
       r.memory.reset(static_cast<std::byte *>(std::aligned_alloc(kPage, (begin + warps * warp_bytes + kPage - 1) / kPage * kPage)));
-    std::memset(r.memory.get(), 0xFF, shared); // NaN to all that reads what nobody wrote
+    std::memset(r.memory.get(), 0xFF, begin + warps * warp_bytes); // NaN to all that reads what nobody wrote
     const std::array<uint32_t, 3> index = {uint32_t(n % launch_.grid[0]), uint32_t(n / launch_.grid[0] % launch_.grid[1]),
                                            uint32_t(n / launch_.grid[0] / launch_.grid[1])};
     r.block.reset(new RunningBlock{
@@ -246,6 +245,7 @@ private:
 
 void run(const Module &module, const std::string &kernel, const Launch &launch, const Machine &machine) {
   kernel_info(module, kernel);
+  std::fill(std::begin(mapped_pages), std::end(mapped_pages), 0);
   Runner(module, module.kernels.at(kernel), launch, machine).run();
 }
 

@@ -82,17 +82,23 @@ struct Warp {
 };
 
 [[noreturn]] void bad_global(uint64_t address, size_t bytes, size_t alignment);
-// A generic address is one of the host; AddressSanitizer knows whether it is anyone's.
+bool is_mapped(uint64_t page); // remembers it, until run() ends
+constexpr uint64_t kPage = 4096;
+inline constinit thread_local uint64_t mapped_pages[64] = {}; // their complements
+// A generic address is one of the host. Whether there is memory at all is asked here; AddressSanitizer knows whether it is anyone's.
 inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
-  if (address < 65536 || address % alignment) bad_global(address, bytes, alignment);
+  const uint64_t first = address / kPage, last = (address + bytes - 1) / kPage;
+  for (uint64_t page = first; page <= last; page++)
+    if (mapped_pages[page % 64] != ~page && !is_mapped(page)) bad_global(address, bytes, alignment);
+  if (address % alignment) bad_global(address, bytes, alignment);
   return reinterpret_cast<std::byte *>(address);
 }
 
-// An instruction of those in tile files (ldmatrix, stmatrix, mma, wgmma, cp.async, mbarrier ...), decoded: executes it for the lanes whose bit
-// is set. Instructions that are .aligned are called when all lanes of the warp have come.
+// An instruction of those in tile files (ldmatrix, mma, wgmma, cp.async, mbarrier ...), decoded: executes it for the lanes whose bit is set. One
+// that is .aligned is called when all lanes of the warp have come.
 using Tile = std::function<void(Warp &, uint32_t lanes)>;
-// opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if the opcode
-// is none of its own; throws Fault if it is, with modifiers that are not supported.
+// opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if the
+// opcode is none of its own; throws Fault if it is, with modifiers that are not supported.
 Tile decode_tile(std::string_view opcode, const std::vector<Operand> &operands);
 
 std::shared_ptr<BlockAsync> make_block_async();
