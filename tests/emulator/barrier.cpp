@@ -28,12 +28,12 @@ template <Result result, bool waits> void come(Warp &warp, const Instruction &i,
   need(b.arrived == 0 || b.expected == expected, "those who came to this barrier before gave another count");
   b.expected = expected, b.arrived += kLanes, b.threads += __builtin_popcount(lanes);
   if (result != kNone) b.holds += __builtin_popcount(lanes & *w.lanes<uint32_t>(i.a[2]));
-  if (block.races) block.races->arrive(w.index, id);
+  if (block.races) block.races->arrive(w.index, lanes, id);
   if (waits) b.waiting.emplace_back(&w, &i), w.blocked = w.waits = true;
   if (b.arrived < b.expected) return;
   if (block.races) block.races->complete(id);
   for (const auto &[other, instruction] : b.waiting) {
-    if (block.races) block.races->wait(other->index, id);
+    if (block.races) block.races->wait(other->index, other->alive, id);
     other->blocked = other->waits = false;
     write_result(result, *other, *instruction, b);
   }

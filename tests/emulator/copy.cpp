@@ -23,7 +23,7 @@ template <auto kGroups> Tile commit() {
 }
 
 void perform(const Warp &warp, const Copy &c) {
-  std::byte *to = warp.shared(c.to, c.bytes, c.bytes, Access::kWrite);
+  std::byte *to = warp.shared(c.to, c.bytes, c.bytes, Access::kWrite, c.lane);
   std::memset(to, 0, c.bytes);
   if (c.read) std::memcpy(to, global(c.from, c.read, c.bytes), c.read);
   warp.block.grid.changes++;
@@ -58,9 +58,9 @@ Tile wait_copies(uint64_t pending) {
   };
 }
 
-void begin(Warp &warp, Transfer transfer) {
+void begin(Warp &warp, uint32_t lane, Transfer transfer) {
   if (Races *races = warp.block.races.get())
-    transfer.perform = [known = races->begin(warp.index), t = transfer, races](const Warp &any) {
+    transfer.perform = [known = races->begin(warp.index, lane), t = transfer, races](const Warp &any) {
       races->perform(known, t.barrier);
       t.perform(any);
     };
@@ -77,10 +77,10 @@ Tile bulk_copy(const Operands &operands) {
       const uint64_t from = warp.value(operands[1], lane);
       const auto bytes = static_cast<uint32_t>(warp.value(operands[2], lane));
       if (bytes % 16) throw Fault("a bulk copy of " + std::to_string(bytes) + " bytes, no multiple of 16");
-      begin(warp, {barrier, [=](const Warp &any) {
-                     std::memcpy(any.shared(to, bytes, 16, Access::kAsyncWrite), global(from, bytes, 16), bytes);
-                     complete_bytes(any, barrier, bytes);
-                   }});
+      begin(warp, lane, {barrier, [=](const Warp &any) {
+                           std::memcpy(any.shared(to, bytes, 16, Access::kAsyncWrite, 0), global(from, bytes, 16), bytes);
+                           complete_bytes(any, barrier, bytes);
+                         }});
     });
   };
 }
@@ -109,7 +109,7 @@ void copy_box(const Warp &warp, const TensorMap &map, const int32_t *origin, uin
     }
     for (uint32_t at = 0; at < row_bytes; at += 16) {
       const uint32_t address = to + r * row_bytes + at;
-      std::memcpy(warp.shared(map.swizzled ? swizzled(address) : address, 16, 16, Access::kAsyncWrite), row.data() + at, 16);
+      std::memcpy(warp.shared(map.swizzled ? swizzled(address) : address, 16, 16, Access::kAsyncWrite, 0), row.data() + at, 16);
     }
   }
   complete_bytes(warp, barrier, rows * row_bytes);
@@ -130,7 +130,7 @@ Tile box_copy(std::string_view opcode, uint32_t rank, const Operands &operands) 
       if (to % 128) throw Fault("a box goes to a shared address that is no multiple of 128");
       std::array<int32_t, TensorMap::kMostRank> origin{};
       for (uint32_t axis = 0; axis < rank; axis++) origin[axis] = static_cast<int32_t>(warp.value(operands[1].parts[axis], lane));
-      begin(warp, {barrier, [=](const Warp &any) { copy_box(any, map, origin.data(), to, barrier); }});
+      begin(warp, lane, {barrier, [=](const Warp &any) { copy_box(any, map, origin.data(), to, barrier); }});
     });
   };
 }
@@ -141,7 +141,7 @@ Tile prefetch(const Operand &map) {
 void read(const Warp &warp, Addition &a) {
   if (!a.read.empty()) return;
   a.read.resize(a.bytes / sizeof(float));
-  std::memcpy(a.read.data(), warp.shared(a.from, a.bytes, 16, Access::kAsyncRead), a.bytes);
+  std::memcpy(a.read.data(), warp.shared(a.from, a.bytes, 16, Access::kAsyncRead, a.lane), a.bytes);
 }
 void perform(const Warp &warp, Addition a) {
   read(warp, a);

@@ -39,7 +39,7 @@ struct LoneWarp {
   void set_wide(uint32_t slot, uint64_t value) { std::fill_n(warp.lanes<uint64_t>(slot), kLanes, value); }
   float number(uint32_t slot, uint32_t lane) { return std::bit_cast<float>(words(slot)[lane]); }
   template <class T> T &shared(uint32_t address) {
-    return *reinterpret_cast<T *>(warp.shared(address, sizeof(T), alignof(T), Access::kSynchronize));
+    return *reinterpret_cast<T *>(warp.shared(address, sizeof(T), alignof(T), Access::kSynchronize, 0));
   }
 };
 

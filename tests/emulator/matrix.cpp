@@ -23,7 +23,7 @@ void from_registers(const uint32_t *words, bool transposed, Matrix &m) {
 }
 // Lane 8i + r gives the address of row r of matrix i.
 std::byte *row(const Warp &warp, const Operand &address, size_t i, uint32_t r, Access access) {
-  return warp.shared(warp.value(address, static_cast<uint32_t>(8 * i + r)), sizeof(uint16_t[8]), 16, access);
+  return warp.shared(warp.value(address, static_cast<uint32_t>(8 * i + r)), sizeof(uint16_t[8]), 16, access, 1);
 }
 
 Tile load(const std::vector<Operand> &registers, const Operand &address, bool transposed) {

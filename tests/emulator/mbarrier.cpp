@@ -18,20 +18,20 @@ static_assert(sizeof(State) == 8);
 class Barrier {
 public:
   Barrier(const Warp &warp, uint64_t address)
-      : warp_(warp), at_(warp.shared(address, sizeof(State), 8, Access::kSynchronize)), address_(address) {
+      : warp_(warp), at_(warp.shared(address, sizeof(State), 8, Access::kSynchronize, 0)), address_(address) {
     std::memcpy(&state_, at_, sizeof state_);
     if (state_.mark != State::kMark || state_.expected == 0) refuse("is not initialised, or overwritten");
   }
   static void init(const Warp &warp, uint64_t address, uint64_t arrivals) {
     if (arrivals == 0 || arrivals > State::kMost) throw Fault("mbarrier.init: " + std::to_string(arrivals) + " arrivals");
     const State fresh = {.parity = 0, .mark = State::kMark, .expected = arrivals, .pending = arrivals, .bytes = 0};
-    std::memcpy(warp.shared(address, sizeof fresh, 8, Access::kSynchronize), &fresh, sizeof fresh);
+    std::memcpy(warp.shared(address, sizeof fresh, 8, Access::kSynchronize, 0), &fresh, sizeof fresh);
   }
 
-  void arrive() {
+  void arrive(uint32_t lane) {
     if (state_.pending == 0) refuse("gets more arrivals than a phase takes");
     state_.pending--;
-    if (warp_.block.races) warp_.block.races->arrive(warp_.index, uint32_t(address_));
+    if (warp_.block.races) warp_.block.races->arrive(warp_.index, 1u << lane, uint32_t(address_));
     update();
   }
   void expect(int64_t bytes) {
@@ -66,15 +66,16 @@ Tile init(const Operand &barrier, const Operand &arrivals) {
   };
 }
 Tile arrive(const Operand &barrier) {
-  return
-      [=](Warp &warp, uint32_t lanes) { for_each_lane(lanes, [&](uint32_t lane) { Barrier(warp, warp.value(barrier, lane)).arrive(); }); };
+  return [=](Warp &warp, uint32_t lanes) {
+    for_each_lane(lanes, [&](uint32_t lane) { Barrier(warp, warp.value(barrier, lane)).arrive(lane); });
+  };
 }
 Tile arrive_expecting(const Operand &barrier, const Operand &bytes) {
   return [=](Warp &warp, uint32_t lanes) {
     for_each_lane(lanes, [&](uint32_t lane) {
       const uint64_t address = warp.value(barrier, lane);
       Barrier(warp, address).expect(static_cast<uint32_t>(warp.value(bytes, lane)));
-      Barrier(warp, address).arrive();
+      Barrier(warp, address).arrive(lane);
     });
   };
 }
@@ -95,7 +96,7 @@ Tile try_wait(const Operand &done, const Operand &barrier, const Operand &parity
       if (!Barrier(warp, address).completed(wanted)) hurry(warp, static_cast<uint32_t>(address));
       if (!Barrier(warp, address).completed(wanted)) return;
       completed |= 1u << lane;
-      if (warp.block.races) warp.block.races->wait(warp.index, uint32_t(address));
+      if (warp.block.races) warp.block.races->wait(warp.index, 1u << lane, uint32_t(address));
     });
     uint32_t &predicate = *warp.words(done);
     predicate = (predicate & ~lanes) | completed;

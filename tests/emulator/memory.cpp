@@ -21,7 +21,7 @@ std::string range(uint64_t address, size_t bytes, size_t alignment) {
 
 template <Space space, Access access> std::byte *at(const Warp &w, uint32_t lane, uint64_t address, size_t bytes) {
   if constexpr (space == kGlobal) return global(address, bytes, bytes);
-  if constexpr (space == kShared) return w.shared(address, bytes, bytes, access);
+  if constexpr (space == kShared) return w.shared(address, bytes, bytes, access, lane);
   if constexpr (space == kParam) {
     Grid &grid = w.block.grid;
     if (address + bytes > grid.argument_bytes || address % bytes)
@@ -206,8 +206,8 @@ template <Space space, bool back> void convert_address(Warp &w, const Instructio
 }
 
 void nothing(Warp &, const Instruction &, uint32_t) {}
-void proxy_fence(Warp &w, const Instruction &, uint32_t) {
-  if (w.block.races) w.block.races->fence(w.index);
+void proxy_fence(Warp &w, const Instruction &, uint32_t lanes) {
+  if (w.block.races) w.block.races->fence(w.index, lanes);
 }
 void wait(Warp &w, const Instruction &, uint32_t) { w.waits = true; }
 

@@ -45,6 +45,11 @@ TEST_CASE("emulator: a write and a read race unless the reader waits for the wri
                  "ld.shared.u32 %r9, [%r5+-128];",
              "@!%p3 bra WAIT;", "nothing orders them");
 }
+TEST_CASE("emulator: the lane that arrives for its warp answers for the others after they have met alone") {
+  check_race(kParts + "st.shared.u32 [%r5], %r0; bar.warp.sync -1; @%p2 mbarrier.arrive.shared::cta.b64 _, [%r3]; ret;\nSECOND:" + kWait +
+                 "ld.shared.u32 %r9, [%r5+-128];",
+             "bar.warp.sync -1;", "nothing orders them");
+}
 TEST_CASE("emulator: a copy and a read race unless the reader waits for its bytes") {
   check_race(kParts +
                  "@!%p2 bra END; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 128;\n"

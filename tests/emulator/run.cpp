@@ -204,6 +204,7 @@ private:
     if (lanes) {
       need(!(all & ~lanes), "its guard leaves out lanes that it waits for");
       need(i.kind == Instruction::kAligned || !(lanes & ~all), "a lane executes it that its mask leaves out");
+      if (w.block.races && lanes == w.alive) w.block.races->meet(w.index);
       i.execute(w, i, lanes);
     }
     p.pc++;

@@ -71,11 +71,11 @@ struct Warp {
     return o.bits == 64 ? o.value + lanes<uint64_t>(o.slot)[lane] : uint32_t(o.value + lanes<uint32_t>(o.slot)[lane]);
   }
 
-  // Checks alignment and bounds, throws Fault. `address`: in the window of shared memory (kSharedBegin is its first byte).
-  std::byte *shared(uint64_t address, size_t bytes, size_t alignment, Access access) const {
+  // For a lane. Checks alignment and bounds, throws Fault. `address`: in the window of shared memory (kSharedBegin is its first byte).
+  std::byte *shared(uint64_t address, size_t bytes, size_t alignment, Access access, uint32_t lane) const {
     if (address < kSharedBegin || address + bytes > block.shared_end || address % alignment) bad_shared(address, bytes, alignment);
     const size_t at = address - kSharedBegin;
-    if (block.races && access != Access::kSynchronize) block.races->access(index, uint32_t(at), bytes, access, block.grid.line);
+    if (block.races && access != Access::kSynchronize) block.races->access(index, lane, uint32_t(at), bytes, access, block.grid.line);
     return block.shared + at;
   }
   [[noreturn]] void bad_shared(uint64_t address, size_t bytes, size_t alignment) const;

@@ -34,7 +34,7 @@ void read(const Warp &warp, const Form &form, uint64_t bits, bool mn_major, uint
   const Descriptor d(bits);
   auto piece = [&](uint32_t linear) {
     std::array<uint16_t, 8> halves;
-    std::memcpy(halves.data(), warp.shared(swizzled(d.begin + linear), sizeof halves, 16, Access::kAsyncRead), sizeof halves);
+    std::memcpy(halves.data(), warp.shared(swizzled(d.begin + linear), sizeof halves, 16, Access::kAsyncRead, 0), sizeof halves);
     return halves;
   };
   if (d.begin % 1024 > (mn_major ? 0 : 96))
