@@ -108,8 +108,8 @@ def field_of(tensor: str) -> int:
     return _FIELDS[tensor]
 
 
-# Fills a strobe_tensor: (struct, name for messages, array, whether its axes 1 and 2 change places).
-View = Callable[[Any, str, Any, bool], None]
+# Fills a strobe_tensor: (struct, name for messages, array, whether its axes 1 and 2 change places). Returns what has to live as long.
+View = Callable[[Any, str, Any, bool], object]
 
 
 class Allocator:
@@ -161,11 +161,12 @@ class Call:
         tensors = ffi.new("strobe_tensors *")
         tensors.size = ffi.sizeof("strobe_tensors")
         t = views + 0
+        alive = [views, attention]
         for named in (arrays, made):
             for name, array in named.items():
                 if name in _SCORES and array.ndim < MAX_RANK:
                     array = array[(None,) * (MAX_RANK - array.ndim)]
-                view(t, name, array, bshd and name in _TOKENS)
+                alive.append(view(t, name, array, bshd and name in _TOKENS))
                 setattr(tensors, name, t)
                 t += 1
         execution = ffi.new("strobe_execution *")
@@ -174,7 +175,7 @@ class Call:
             execution.allocate = lib.strobe_python_allocate
             execution.allocator = allocator.handle
         self._attention, self._tensors, self._execution = attention[0], tensors, execution
-        self._alive = views, attention
+        self._alive = alive
 
     def run(self, function: Any, *more: Any) -> None:
         self.run_without_execution(function, self._execution, *more)

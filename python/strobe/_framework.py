@@ -71,8 +71,8 @@ class Framework(ABC):
         """An array of either framework as one of this."""
 
     @abstractmethod
-    def view(self, tensor: Any, name: str, x: Array, swap_1_2: bool) -> None:
-        """Fills a strobe_tensor; `name` is for messages, swap_1_2 as in strobe_glue_tensor."""
+    def view(self, tensor: Any, name: str, x: Array, swap_1_2: bool) -> Array:
+        """Fills a strobe_tensor; `name` is for messages, swap_1_2 as in strobe_glue_tensor. Returns what has to live as long."""
 
     @abstractmethod
     def default_threads(self) -> int: ...

@@ -49,7 +49,7 @@ class NumPy(Framework):
     def own(self, x: Any) -> _NDArray:
         return np.asarray(x)
 
-    def view(self, tensor: Any, name: str, x: _NDArray, swap_1_2: bool) -> None:
+    def view(self, tensor: Any, name: str, x: _NDArray, swap_1_2: bool) -> _NDArray:
         if not x.dtype.isnative:
             raise ValueError(f"{name}: dtype {x.dtype}; accepted is native byte order")
         if x.ndim > MAX_RANK:
@@ -58,6 +58,7 @@ class NumPy(Framework):
             raise ValueError(f"{name}: strides of {x.strides} bytes; accepted are multiples of the item size, {x.itemsize}")
         strides = [stride // x.itemsize for stride in x.strides]
         lib.strobe_glue_tensor(tensor, self.address(x), DTYPES.get(x.dtype.name, NO_DTYPE), CPU, 0, x.ndim, x.shape, strides, swap_1_2)
+        return x
 
     def default_threads(self) -> int:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0

@@ -33,6 +33,11 @@ def is_lazy(x: Tensor) -> bool:
     return x.is_neg() or x._is_zerotensor()
 
 
+def in_memory(x: Tensor) -> Tensor:
+    """x, or its numbers written out."""
+    return x.clone() if is_lazy(x) else x
+
+
 def signature(tensors: Iterable[Tensor], options: Mapping[str, Any], *more: object) -> tuple[Key, list[int]] | None:
     """All that decides what runs, `more` among it; and the addresses, which do not, of `tensors` and then of the tensors among the options.
     None if there is something else among them than plain tensors and scalars."""

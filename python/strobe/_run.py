@@ -94,7 +94,7 @@ def dropout_mask(framework: Framework, shape: tuple[int, ...], dropout: float, r
     attention = ffi.new("strobe_attention *", {"size": ffi.sizeof("strobe_attention"), "dropout": dropout})
     views = ffi.new("strobe_tensor[2]")
     framework.view(views + 0, "keep", keep, False)
-    framework.view(views + 1, "rng", rng, False)
+    _alive = framework.view(views + 1, "rng", rng, False)
     status = lib.strobe_dropout_mask(attention, views + 1, views + 0)
     if status != lib.STROBE_OK:
         raise error(status, str)

@@ -15,7 +15,7 @@ from ._abi import BACKWARD, CPU, CUDA, DTYPES, FORWARD, GRADIENTS, INPUTS, MAX_R
 from ._core import ffi, lib
 from ._framework import Framework
 from ._prepare import Prepared
-from ._ready import PLAIN, Key, Memory, Ready, is_lazy, signature
+from ._ready import PLAIN, Key, Memory, Ready, in_memory, signature
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPES.items()}
 
@@ -94,7 +94,7 @@ class Torch(Framework):
     def own(self, x: Any) -> Tensor:
         return x if isinstance(x, Tensor) else torch.from_numpy(x)
 
-    def view(self, tensor: Any, name: str, x: Tensor, swap_1_2: bool) -> None:
+    def view(self, tensor: Any, name: str, x: Tensor, swap_1_2: bool) -> Tensor:
         rank = x.dim()
         if rank > MAX_RANK:
             raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes")
@@ -104,7 +104,9 @@ class Torch(Framework):
             device, index = CUDA, x.get_device()
         else:
             raise NotImplementedError(f"{name}: on device {x.device}; accepted are cpu and cuda")
+        x = in_memory(x)
         lib.strobe_glue_tensor(tensor, x.data_ptr(), _DTYPES.get(x.dtype, NO_DTYPE), device, index, rank, x.shape, x.stride(), swap_1_2)
+        return x
 
     def default_threads(self) -> int:
         return torch.get_num_threads()
@@ -145,7 +147,7 @@ class Torch(Framework):
         return torch.arange(n, device=like.device)
 
     def on_host(self, x: Tensor) -> Tensor:
-        return x.cpu().contiguous()
+        return in_memory(x).cpu().contiguous()
 
     def address(self, x: Tensor) -> int:
         return x.data_ptr()
@@ -286,11 +288,9 @@ def _fake_backward(
 
 def _is_plain(arrays: Iterable[Any]) -> bool:
     """Whether nobody but the operators' own implementation wants to see the call: no mode that traces or fakes, no subclass of Tensor, no
-    tensor without memory."""
+    other device."""
     tensors = (x for x in arrays if isinstance(x, Tensor))
-    return torch._C._len_torch_dispatch_stack() == 0 and all(
-        type(x) in PLAIN and (x.is_cuda or x.is_cpu) and not is_lazy(x) for x in tensors
-    )
+    return torch._C._len_torch_dispatch_stack() == 0 and all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
 
 
 def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
