@@ -591,8 +591,28 @@ def test_torch_may_be_imported_after_strobe():
     assert python(code) == "True"
 
 
-def test_operators_are_there_once_strobe_is_imported():
-    assert python("import torch, strobe; print(torch.ops.strobe.attention_forward.default.name())") == "strobe::attention_forward"
+@pytest.mark.parametrize("order", ["torch, strobe", "strobe, torch", "strobe.nn", "strobe._torch"])
+def test_operators_are_there_once_both_are_imported(order):
+    code = f"import {order}; import torch; print(torch.ops.strobe.attention_forward.default.name())"
+    assert python(code) == "strobe::attention_forward"
+
+
+def test_an_exported_model_loads_with_strobe_imported_first(tmp_path):
+    q, k, v = qkv(grad=False)
+    file = tmp_path / "model.pt2"
+    torch.export.save(torch.export.export(strobe.nn.FlashAttention(16, causal=True), (q, k, v)), file)
+    code = """
+        import sys
+        import strobe
+        import torch
+        attend = torch.export.load(sys.argv[1]).module()
+        print(list(attend(torch.ones(2, 4, 9, 16), torch.ones(2, 2, 11, 16), torch.ones(2, 2, 11, 8)).shape))
+    """
+    assert python(code, str(file)) == "[2, 4, 9, 8]"
+
+
+def test_torch_alone_does_not_import_strobe():
+    assert python("import sys, torch; print('strobe' in sys.modules, '_strobe_autoload' in sys.modules)") == "False True"
 
 
 def test_torch_works_without_numpy():
