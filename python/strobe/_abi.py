@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ._core import ffi, lib
+from ._framework import outside_graphs
 
 FORWARD: int = lib.STROBE_FORWARD
 BACKWARD: int = lib.STROBE_BACKWARD
@@ -218,6 +219,7 @@ def version() -> str:
     return text(lib.strobe_version())
 
 
+@outside_graphs
 def engines() -> list[tuple[str, str | None]]:
     """The engines of this library: (name, None), or (name, the reason why it cannot run on this machine).
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 from . import _run
 from ._abi import GRADIENTS
-from ._framework import Array, Framework, default_framework, known_framework
+from ._framework import Array, Framework, default_framework, known_framework, outside_graphs
 from ._prepare import DEFAULTS, AttentionOptions, Prepared, Wrong, flag, is_array, is_integer, is_number, is_seed, prepare
 from ._run import Gradients
 
@@ -174,6 +174,7 @@ def attention_backward(
     return Gradients(**framework.backward(p, dout, dlse, out, lse, needed))
 
 
+@outside_graphs
 def reference(
     q: Array, k: Array, v: Array, *, rows: Iterable[int] | None = None, **options: Unpack[AttentionOptions]
 ) -> tuple[Array, Array]:
@@ -193,6 +194,7 @@ def reference(
     return _run.reference(framework, p, rows)
 
 
+@outside_graphs
 def reference_backward(
     dout: Array,
     q: Array,
@@ -227,6 +229,7 @@ def reference_backward(
     return _run.reference_backward(framework, p, known, rows, cols)
 
 
+@outside_graphs
 def explain(q: Array, k: Array, v: Array, *, backward: bool = False, **options: Unpack[AttentionOptions]) -> str:
     """What attention(), or its backward, would run for this call: each engine's plan or reason against, the choice, what was rounded.
 
@@ -236,6 +239,7 @@ def explain(q: Array, k: Array, v: Array, *, backward: bool = False, **options: 
     return _run.explain(framework, p, backward)
 
 
+@outside_graphs
 def dropout_mask(
     shape: tuple[int, int, int, int], dropout: float, seed: int | None = None, offset: int | None = None, *, rng: Array | None = None
 ) -> Array:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ._abi import MAX_RANK
 from ._core import ffi, lib
-from ._framework import Array, Framework, default_framework, framework_of, kind
+from ._framework import Array, Framework, default_framework, framework_of, kind, outside_graphs
 
 _MOST_KEPT = 2**31 - 1  # the CSR is int32
 
@@ -42,6 +42,7 @@ class BlockMask:
     rows_t: Array
     cols_t: Array
 
+    @outside_graphs
     def __init__(self, rows: Array, cols: Array, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int):
         self.seqlen_q, self.seqlen_k = _length("seqlen_q", seqlen_q, 0), _length("seqlen_k", seqlen_k, 0)
         self.block_q, self.block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
@@ -127,6 +128,7 @@ class BlockMask:
         return wide[:, :, : self.seqlen_q, : self.seqlen_k]
 
     @classmethod
+    @outside_graphs
     def from_kept(cls, kept: Array, block_q: int, block_k: int, seqlen_q: int | None = None, seqlen_k: int | None = None) -> BlockMask:
         """From which blocks are kept.
 
@@ -147,6 +149,7 @@ class BlockMask:
         return cls._beside(kept, _csr(_pointer(framework, "uint8_t *", host), kept.shape), (sizes[0], sizes[1], block_q, block_k))
 
     @classmethod
+    @outside_graphs
     def from_dense(cls, mask: Array, block_q: int, block_k: int) -> BlockMask:
         """Keeps each block in which any element of `mask` is True.
 
@@ -246,6 +249,7 @@ class BlockMask:
         return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
 
     @classmethod
+    @outside_graphs
     def _of_pattern(
         cls,
         seqlen_q: int,

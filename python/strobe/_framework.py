@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ._core import lib
 
@@ -15,6 +16,20 @@ if TYPE_CHECKING:
     from ._prepare import Prepared
 
 Array = Any  # a torch.Tensor or a numpy.ndarray: one kind throughout a call
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """torch.compile ends its graph before a call of `function`, which calls what no graph can hold, and begins another after it."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if sys.modules.get("torch._dynamo") is None:  # nobody compiles
+            return function(*args, **kwargs)
+        return sys.modules["torch"].compiler.disable(function)(*args, **kwargs)
+
+    return call
 
 
 class Framework(ABC):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ._abi import BACKWARD, FORWARD, GRADIENTS, Allocator, Call, error, text
 from ._core import ffi, lib
-from ._framework import Array, Framework
+from ._framework import Array, Framework, outside_graphs
 from ._prepare import Prepared
 
 ORACLE = "reference"  # the engine that writes float64 whatever it reads
@@ -128,6 +128,7 @@ def tile(framework: Framework, p: Prepared, of_backward: bool) -> tuple[int, int
     return plan.tile_q, plan.tile_k
 
 
+@outside_graphs
 def reasons_against(framework: Framework, p: Prepared, known: dict[str, Array], of_backward: bool) -> list[str]:
     """What the library finds wrong with a call's arguments, a line each. known: beside p.arrays."""
     made = gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], _is_oracle(p)) if of_backward else {}

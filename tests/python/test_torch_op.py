@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import strobe
 from strobe import _run
+from strobe.compat import flash_attn, functional, ladder
 
 FORWARD = torch.ops.strobe.attention_forward.default
 BACKWARD = torch.ops.strobe.attention_backward.default
@@ -320,6 +321,60 @@ def test_compiled_module_with_a_block_mask():
     q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
     module = strobe.nn.FlashAttention(16, block_mask=strobe.BlockMask.local_global(64, 64, 16, 16))
     assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(q, k, v), module(q, k, v))
+
+
+LSE, OUT = torch.randn(2, 4, 9), torch.randn(2, 4, 9, 8)
+CSR = [torch.tensor(x, dtype=torch.int32) for x in ([[[0, 1]]], [0])]
+KEPT = torch.rand(2, 4, 1, 1) < 0.7
+IN_GRAPHS = {
+    "attention": lambda q, k, v: strobe.attention(q, k, v, dropout=0.3, seed=3),
+    "attention_backward": lambda q, k, v: strobe.attention_backward(OUT, q, k, v, *strobe.attention(q, k, v, return_lse=True)),
+    "dropout_mask": lambda q, k, v: strobe.dropout_mask((1, 1, 9, 11), 0.5, 3),
+    "engines": lambda q, k, v: strobe.engines(),
+    "explain": lambda q, k, v: strobe.explain(q, k, v),
+    "explain, what is refused": lambda q, k, v: strobe.explain(q, k, v, causal=1),
+    "hyperbolic_attention": lambda q, k, v: strobe.hyperbolic_attention(*map(strobe.hyperbolic.lift, (q, k, v))),
+    "merge": lambda q, k, v: strobe.merge(OUT, LSE, *strobe.attention(q, k, v, return_lse=True)),
+    "reference": lambda q, k, v: strobe.reference(q, k, v),
+    "reference_backward": lambda q, k, v: strobe.reference_backward(OUT, q, k, v),
+    "BlockMask": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask(*CSR, 9, 11, 16, 16)),
+    "BlockMask.butterfly": lambda q, k, v: strobe.BlockMask.butterfly(99, 40, 16, 16).to_kept(),
+    "BlockMask.causal": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask.causal(q.shape[2], k.shape[2], 16, 16)),
+    "BlockMask.from_dense": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask.from_dense(q[..., :11] > 1, 16, 16)),
+    "BlockMask.from_kept": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask.from_kept(KEPT, 16, 16, 9, 11)),
+    "BlockMask.local_global": lambda q, k, v: strobe.BlockMask.local_global(99, 40, 16, 16).to_dense(),
+    "BlockMask.strided": lambda q, k, v: strobe.BlockMask.strided(99, 40, 16, 16, stride=2).to_kept(),
+    "compat": lambda q, k, v: functional.block_sparse_flash_attention(q, k, v, KEPT, 16, 16, rng_state=torch.tensor([3, 4])),
+    "compat, ladder": lambda q, k, v: ladder.flash_attention_1_forward(q, q, q, causal=True),
+    "compat, flash_attn": lambda q, k, v: flash_attn.flash_attn_func(q, q, q),
+}
+
+
+def test_every_public_function_is_tried_in_a_graph():
+    tried = {name.partition(",")[0] for name in IN_GRAPHS}
+    assert {name for name in strobe.__all__ if callable(getattr(strobe, name))} - {"Gradients"} <= tried
+    makers = {name for name, x in vars(strobe.BlockMask).items() if isinstance(x, classmethod) and not name.startswith("_")}
+    assert {f"BlockMask.{name}" for name in makers} <= tried
+
+
+@pytest.mark.parametrize("case", IN_GRAPHS)
+def test_every_function_may_stand_in_what_is_compiled(case):
+    """Where a graph cannot hold it, it ends before it."""
+    torch._dynamo.reset()
+    inputs = qkv(grad=False)
+
+    def result(function: Any) -> Any:
+        try:
+            return function(*inputs)
+        except TypeError as refusal:
+            return str(refusal)
+
+    found, expected = result(torch.compile(IN_GRAPHS[case], backend="aot_eager")), result(IN_GRAPHS[case])
+    if isinstance(expected, Tensor):
+        found, expected = (found,), (expected,)
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.allclose(x, y, atol=1e-5) if isinstance(y, Tensor) else x == y
 
 
 def test_export():
