@@ -52,6 +52,8 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "beta": (float, 0.0),
     "shift": (float, 0.0),
     "dropout": (float, 0.0),
+    "seed": (int, 0),  # as signed integers, which is what PyTorch's operators take
+    "offset": (int, 0),
     "max_seqlen_q": (int, 0),
     "max_seqlen_k": (int, 0),
     "block_q": (int, 0),
@@ -90,7 +92,7 @@ def error(status: int, in_callers_words: Callable[[str], str]) -> Exception:
 
 
 @lru_cache(maxsize=1024)
-def _attention(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
+def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
     """A strobe_attention and what must live as long. Nobody writes to it, so that calls share it."""
     fields = {"size": ffi.sizeof("strobe_attention"), **dict(options)}
     for name in ("bshd", "threads"):
@@ -98,6 +100,8 @@ def _attention(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
     for name in ("scale", "window_left", "window_right"):
         if name in fields:
             fields["has_" + name] = True
+    for name in ("seed", "offset"):
+        fields[name] = fields.get(name, 0) % 2**64
     engine = fields.get("engine")
     if engine is not None:
         fields["engine"] = engine = ffi.new("char[]", engine.encode())
@@ -155,7 +159,7 @@ class Call:
     __slots__ = ("_alive", "_allocator", "_arrays", "_attention", "_bshd", "_execution", "_made", "_tensors")
 
     def __init__(self, arrays: dict[str, Any], made: dict[str, Any], options: dict[str, Any], view: View, place: Place):
-        attention = _attention(tuple(options.items()))
+        attention = attention_struct(tuple(options.items()))
         self._bshd = bshd = "bshd" in options
         self._arrays, self._made = arrays, made
         views = ffi.new("strobe_tensor[]", _MOST_TENSORS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _run
 from ._abi import GRADIENTS
 from ._framework import Array, Framework, default_framework, known_framework, outside_graphs
-from ._prepare import DEFAULTS, AttentionOptions, Prepared, Wrong, flag, is_array, is_integer, is_number, is_seed, prepare
+from ._prepare import DEFAULTS, AttentionOptions, Prepared, Wrong, flag, is_array, is_integer, is_number, is_seed, prepare, seed_options
 from ._run import Gradients
 
 if TYPE_CHECKING:
@@ -272,6 +272,4 @@ def dropout_mask(
         raise wrong[0]
     if wrong or framework is None:
         raise ValueError("\n".join(map(str, wrong)))
-    if rng is None:
-        rng = framework.given_rng(cast(int, seed), 0 if offset is None else offset, None)
-    return _run.dropout_mask(framework, tuple(sizes), float(dropout), rng)
+    return _run.dropout_mask(framework, tuple(sizes), {"dropout": float(dropout), **seed_options(seed, offset)}, rng)

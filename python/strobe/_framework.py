@@ -79,9 +79,6 @@ class Framework(ABC):
         """The dropout mask's (seed, offset) from the default generator: int64 (2,), where q lies."""
 
     @abstractmethod
-    def given_rng(self, seed: int, offset: int, q: Array | None) -> Array: ...
-
-    @abstractmethod
     def own(self, x: Array) -> Array:
         """An array of either framework as one of this."""
 

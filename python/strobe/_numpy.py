@@ -43,9 +43,6 @@ class NumPy(Framework):
     def drawn_rng(self, q: _NDArray) -> _NDArray:
         return np.random.randint(0, 2**63 - 1, 2, np.int64)  # the generator that np.random.seed() seeds
 
-    def given_rng(self, seed: int, offset: int, q: _NDArray | None) -> _NDArray:
-        return np.array([seed % 2**64, offset % 2**64], np.uint64).view(np.int64)
-
     def own(self, x: Any) -> _NDArray:
         return np.asarray(x)
 

@@ -191,7 +191,7 @@ def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
 def _dropout(
     wrong: Wrong, arrays: dict[str, Array], options: dict[str, Any], given: Mapping[str, Any], framework: Framework | None
 ) -> None:
-    """Sees to it that rng is there if dropout is, and only then."""
+    """Sees to it that rng, or seed and offset, are there if dropout is, and only then."""
     seed, offset = given.get("seed"), given.get("offset")
     seeded = [is_seed(wrong, name, x) for name, x in (("seed", seed), ("offset", offset)) if x is not None]
     if given.get("rng") is not None and seeded:
@@ -200,9 +200,15 @@ def _dropout(
         wrong.append(ValueError("offset: given without seed; accepted is seed alone, or both"))
     if options.get("dropout", 0.0) == 0.0:
         arrays.pop("rng", None)
+    elif seed is not None and all(seeded):
+        options.update(seed_options(seed, offset))
     elif "rng" not in arrays and framework is not None and not wrong:
-        q = arrays["q"]
-        arrays["rng"] = framework.drawn_rng(q) if seed is None else framework.given_rng(seed, 0 if offset is None else offset, q)
+        arrays["rng"] = framework.drawn_rng(arrays["q"])
+
+
+def seed_options(seed: int | None, offset: int | None) -> dict[str, int]:
+    """The two as _abi.OPTIONS has them."""
+    return {name: x - 2**64 if x > _INT64_MAX else x for name, x in (("seed", seed), ("offset", offset)) if x}
 
 
 def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Array) -> bool:

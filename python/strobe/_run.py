@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, GRADIENTS, Allocator, Call, error, text
+from ._abi import BACKWARD, FORWARD, GRADIENTS, Allocator, Call, attention_struct, error, text
 from ._core import ffi, lib
 from ._framework import Array, Framework, outside_graphs
 from ._prepare import Prepared
@@ -89,13 +89,13 @@ def reference_backward(
     return Gradients(**found)
 
 
-def dropout_mask(framework: Framework, shape: tuple[int, ...], dropout: float, rng: Array) -> Array:
+def dropout_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, Any], rng: Array | None) -> Array:
+    """options: dropout and, unless there is an rng, seed and offset."""
     keep = framework.empty(None, shape, framework.bool_dtype)
-    attention = ffi.new("strobe_attention *", {"size": ffi.sizeof("strobe_attention"), "dropout": dropout})
     views = ffi.new("strobe_tensor[2]")
     framework.view(views + 0, "keep", keep, False)
-    _alive = framework.view(views + 1, "rng", rng, False)
-    status = lib.strobe_dropout_mask(attention, views + 1, views + 0)
+    given, _alive = (ffi.NULL, None) if rng is None else (views + 1, framework.view(views + 1, "rng", rng, False))
+    status = lib.strobe_dropout_mask(attention_struct(tuple(options.items()))[0], given, views + 0)
     if status != lib.STROBE_OK:
         raise error(status, str)
     return keep

@@ -87,10 +87,6 @@ class Torch(Framework):
     def drawn_rng(self, q: Tensor) -> Tensor:
         return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
 
-    def given_rng(self, seed: int, offset: int, q: Tensor | None) -> Tensor:
-        signed = [x - 2**64 if x >= 2**63 else x for x in (seed, offset)]
-        return torch.tensor(signed, dtype=torch.int64, device="cpu" if q is None else q.device)
-
     def own(self, x: Any) -> Tensor:
         return x if isinstance(x, Tensor) else torch.from_numpy(x)
 

@@ -41,6 +41,7 @@ OPTIONS = {
     "window": {"window": (7, None), "alignment": "top_left"},
     "scale and tile": {"scale": 0.3, "tile_q": 16, "softcap": 3.0},
     "seeded rng": {"dropout": 0.3, "rng": torch.tensor([3, 4])},
+    "seed": {"dropout": 0.3, "seed": 3, "offset": 2**64 - 1},
     "bias": {"bias": torch.randn(4, 40, 40)},
     "mask": {"mask": torch.rand(40) < 0.7},
 }

@@ -316,6 +316,31 @@ def test_compiled_dropout_follows_the_generator():
     assert not torch.equal(first, second)
 
 
+def test_seed_and_offset_are_values():
+    """No tensor holds them, which on a GPU would wait for a copy, and break a graph that is being captured."""
+    q, k, v = qkv()
+    for seed, offset in ((3, 4), (-3, 2**63), (2**64 - 3, None)):
+        with Calls() as calls:
+            found = strobe.attention(q, k, v, dropout=0.5, seed=seed, offset=offset)
+            found.sum().backward()
+        assert [function for function in calls.functions if function.namespace == "strobe"] == [FORWARD, BACKWARD]
+        assert not [x for function, given in calls.calls if function in (FORWARD, BACKWARD) for x in given if x == "rng"]
+        assert torch.ops.aten.lift_fresh.default not in calls.functions
+        rng = torch.tensor([(x + 2**63) % 2**64 - 2**63 for x in (seed, offset or 0)])
+        assert torch.equal(found, strobe.attention(q, k, v, dropout=0.5, rng=rng))
+        assert torch.equal(strobe.dropout_mask((1, 1, 64, 64), 0.5, seed, offset), strobe.dropout_mask((1, 1, 64, 64), 0.5, rng=rng))
+
+
+def test_compiled_with_many_seeds_twice():
+    torch._dynamo.reset()
+    q, k, v = qkv(grad=False)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda seed: strobe.attention(q, k, v, dropout=0.5, seed=seed), fullgraph=True, backend=counter)
+    for seed in (1, 2, 3, 2**62):
+        assert torch.equal(compiled(seed), strobe.attention(q, k, v, dropout=0.5, seed=seed))
+    assert counter.frame_count == 2  # once the number is known to change
+
+
 def test_compiled_module_with_a_block_mask():
     torch._dynamo.reset()
     q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
