@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import strobe
-from strobe import _run
+from strobe import _ready, _run, _torch
 from strobe.compat import flash_attn, functional, ladder
 
 FORWARD = torch.ops.strobe.attention_forward.default
@@ -211,6 +211,47 @@ def test_any_strides_of_the_incoming_gradient(kind):
     assert not dout.is_contiguous()
     found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
     assert_same_bits(list(found), list(torch.autograd.grad(out, (q, k, v), dout.contiguous())))
+
+
+class OnGPU(Tensor):
+    """Says so of itself; its memory is the CPU's."""
+
+    is_cuda = True
+
+
+INCOMING = {
+    "a sum's": (lambda x: x.sum(), True),
+    "of one column for all": (lambda x: x.sum(-1).square().sum(), True),
+    "of one row for all": (lambda x: (x.sum(1 if x.shape[1] == 9 else 2) ** 2).sum(), True),
+    "turned": (lambda x: (x.mT.contiguous() ** 2).sum(), True),
+    "of one batch for all": (lambda x: (x.sum(0) ** 2).sum(), False),
+    "as it lies": (lambda x: (x**2).sum(), False),
+}
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("case", INCOMING)
+def test_on_a_gpu_an_incoming_gradient_has_rows(case, layout, monkeypatch):
+    """The fastest kernels fetch no tile of one number, nor of one row; what they do fetch is not copied."""
+    loss, is_copied = INCOMING[case]
+    q, k, v = qkv(bshd=layout == "bshd")
+    out, lse = strobe.attention(q, k, v, layout=layout, return_lse=True)
+    leaf = out.detach().requires_grad_()
+    (dout,) = torch.autograd.grad(loss(leaf), leaf)
+    read = []
+
+    def call(framework, p, known, made, full=_run.call):
+        read.append(known["dout"])
+        return full(framework, p, known, made)
+
+    monkeypatch.setattr(_run, "call", call)
+    monkeypatch.setattr(_torch, "_backward_calls", _ready.Memory())
+    found = strobe.attention_backward(dout.as_subclass(OnGPU), q, k, v, out, lse, layout=layout)
+    assert (read[0].data_ptr() != dout.data_ptr()) == is_copied
+    rows = 1 if layout == "bshd" else 2
+    assert read[0].stride(-1) == 1
+    assert read[0].stride(rows) != 0
+    assert_same_bits(list(found[:3]), list(strobe.attention_backward(dout, q, k, v, out, lse, layout=layout)[:3]))
 
 
 def test_gradient_through_lse_alone():
