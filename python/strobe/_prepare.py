@@ -240,12 +240,12 @@ def is_number(wrong: Wrong, name: str, x: Any) -> bool:
     return True
 
 
-def _is_whole(x: Any) -> bool:
+def is_whole(x: Any) -> bool:
     return (isinstance(x, int) or (hasattr(x, "__index__") and known_framework(x) is None)) and not isinstance(x, bool)
 
 
 def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:
-    if not _is_whole(x):
+    if not is_whole(x):
         wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer"))
     elif not least <= x <= most:
         wrong.append(ValueError(f"{name}: {x}; accepted are integers from {least} to {most}"))
@@ -263,7 +263,7 @@ def _is_choice(wrong: Wrong, name: str, x: Any, choices: Mapping[str, Any]) -> b
 
 def _window(wrong: Wrong, window: Any, options: dict[str, Any]) -> None:
     sides = window if isinstance(window, (tuple, list)) else (window, window)
-    whole = all(side is None or _is_whole(side) for side in sides)
+    whole = all(side is None or is_whole(side) for side in sides)
     if len(sides) != 2 or not whole or not all(side is None or 0 <= side <= _INT64_MAX for side in sides):
         error = ValueError if whole else TypeError
         wrong.append(
