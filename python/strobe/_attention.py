@@ -158,7 +158,8 @@ def attention_backward(
 
     Args:
         dout: the gradient of out, out's shape, q's dtype; any strides, 0 included.
-        q, k, v, options: those of attention(); with dropout also its seed and offset, or rng.
+        q, k, v, options: those of attention(); with dropout also its seed and offset, or rng. Autocast casts nothing here: what attention()
+            was given under it is to be cast as it was there, to out's dtype.
         out, lse: what it returned.
         dlse: the gradient of lse, lse's shape and dtype; None: lse was not used.
 

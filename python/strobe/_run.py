@@ -102,7 +102,8 @@ def dropout_mask(framework: Framework, shape: tuple[int, ...], options: dict[str
 
 
 def _whole(framework: Framework, p: Prepared, of_backward: bool) -> Call:
-    """The call with results, and with all gradients, that nobody wants to see."""
+    """The call as attention() would make it, with results, and with all gradients, that nobody wants to see."""
+    p = p._replace(arrays=framework.autocast(p.arrays))
     oracle = _is_oracle(p)
     more = results(framework, p, oracle)
     if of_backward:

@@ -467,6 +467,25 @@ def test_autocast(dtype):
     assert_same_bits(list(found), list(torch.autograd.grad(expected.float().sum(), (q, k, v, bias))))
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_explain_knows_of_autocast(backward):
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        told = strobe.explain(q, k, v, backward=backward)
+    assert told == strobe.explain(q.bfloat16(), k.bfloat16(), v.bfloat16(), backward=backward)
+    assert told != strobe.explain(q, k, v, backward=backward)
+
+
+def test_explicit_backward_under_autocast():
+    q, k, v = qkv(grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = strobe.attention(q, k, v, return_lse=True)
+        with pytest.raises(ValueError, match="out: dtype bfloat16; accepted is float32"):
+            strobe.attention_backward(torch.ones_like(out), q, k, v, out, lse)
+        found = strobe.attention_backward(torch.ones_like(out), q.bfloat16(), k.bfloat16(), v.bfloat16(), out, lse)
+    assert found.dq.dtype == torch.bfloat16
+
+
 def test_autocast_leaves_float64_alone():
     with torch.autocast("cpu", torch.bfloat16):
         assert strobe.attention(*qkv(torch.float64)).dtype == torch.float64
