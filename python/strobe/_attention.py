@@ -93,7 +93,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     flag(wrong, "return_lse", return_lse)
     framework, p = _prepared("attention", q, k, v, options, wrong)
     out, lse = framework.forward(p)
-    framework.remember(q, k, v, return_lse, options, p, out, lse)
+    framework.remember(q, k, v, return_lse, options, p)
     return (out, lse) if return_lse else out
 
 

@@ -60,10 +60,8 @@ class Framework(ABC):
         """out, and lse if it is to be returned, of a call of attention() that is known from one before; None if it is not."""
         return None
 
-    def remember(
-        self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any], p: Prepared, out: Array, lse: Array
-    ) -> None:
-        """For again(): a call of attention() that was made, and its results."""
+    def remember(self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any], p: Prepared) -> None:
+        """For again(): a call of attention() that was made."""
         return
 
     @abstractmethod

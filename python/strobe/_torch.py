@@ -59,20 +59,24 @@ class Torch(Framework):
             return None
         if known.tracked and torch.is_grad_enabled():
             return _differentiable_forward(q, k, v, **_tensors(given), **known.options)
-        return known.ready.run(addresses)
+        if known.ready is not None:
+            return known.ready.run(addresses)
+        p = Prepared({"q": q, "k": k, "v": v, **_tensors(given)}, known.options)
+        made = _run.results(self, p)
+        if not return_lse:
+            del made["lse"]
+        ready = _made_ready(p, {}, made, FORWARD)
+        _attention_calls.keep(key, known._replace(ready=ready))
+        return ready.run(addresses, list(made.values()))
 
-    def remember(
-        self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any], p: Prepared, out: Tensor, lse: Tensor
-    ) -> None:
+    def remember(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any], p: Prepared) -> None:
         if not _is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
             return
         if [*p.arrays] != ["q", "k", "v", *_tensors(given)] or p.options.get("engine") == _run.ORACLE:
             return  # some tensors are made anew for each call, or results have another dtype first
         if not (q.is_cpu or q.is_cuda) or torch.is_autocast_enabled(q.device.type):
             return
-        made = {"out": out.detach(), "lse": lse.detach()} if return_lse else {"out": out.detach()}
-        tracked = any(x.requires_grad for x in p.arrays.values())
-        _attention_calls.keep(found[0], _Known(p.options, tracked, _made_ready(p, {}, made, FORWARD)))
+        _attention_calls.keep(found[0], _Known(p.options, any(x.requires_grad for x in p.arrays.values())))
 
     def forward(self, p: Prepared) -> tuple[Tensor, Tensor]:
         arrays = self.autocast(p.arrays)
@@ -161,7 +165,7 @@ class _Known(NamedTuple):
 
     options: dict[str, Any]  # of the operator
     tracked: bool  # one of its tensors requires a gradient
-    ready: Ready
+    ready: Ready | None = None  # from the second call on that is not tracked
 
 
 _attention_calls: Memory[_Known] = Memory()
@@ -234,12 +238,14 @@ def _repeated(
     known: dict[str, Tensor],
     results: Callable[[], dict[str, Tensor]],
 ) -> list[Tensor] | None:
-    """Runs the call as one that was made ready, now or before; None if it has to be made in full."""
+    """Runs the call as one that is made ready, from the second time on; None if it has to be made in full."""
     if found is None or p.options.get("engine") == _run.ORACLE:
         return None
     key, addresses = found
     if (ready := calls.get(key)) is not None:
         return ready.run(addresses)
+    if calls.is_new(key):
+        return None
     made = results()
     ready = _made_ready(p, known, made, direction)
     calls.keep(key, ready)
