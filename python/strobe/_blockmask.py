@@ -100,15 +100,11 @@ class BlockMask:
 
     def to(self, device: Any) -> BlockMask:
         """The same mask as torch tensors on `device`."""
-        return self.map(lambda x: x.to(device))
-
-    def map(self, function: Callable[[Array], Array]) -> BlockMask:
-        """The same mask with `function` of each of its arrays, as torch tensors, in their place."""
         from ._torch import TORCH
 
-        mapped = copy(self)
-        mapped.rows, mapped.cols, mapped.rows_t, mapped.cols_t = (function(TORCH.own(x)) for x in self.arrays)
-        return mapped
+        moved = copy(self)
+        moved.rows, moved.cols, moved.rows_t, moved.cols_t = (TORCH.own(x).to(device) for x in self.arrays)
+        return moved
 
     def to_kept(self) -> Array:
         """Which blocks are kept: bool (B|1, H|1, query blocks, key blocks)."""

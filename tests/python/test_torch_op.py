@@ -7,8 +7,10 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -610,14 +612,37 @@ def test_module():
     assert repr(module) == "FlashAttention(16, dropout=0.5, causal=True)"
     with pytest.raises(ValueError, match="^q: head dimension 16; accepted is the module's, 32"):
         strobe.nn.FlashAttention(32)(q, k, v)
-    with pytest.raises(TypeError, match="^bias: a tensor"):
-        strobe.nn.FlashAttention(16, bias=torch.zeros(1, 1, 9, 11))
+    for array, kind in ((torch.zeros(1, 1, 9, 11), "torch.Tensor"), (np.zeros((1, 1, 9, 11), np.float32), "numpy.ndarray")):
+        with pytest.raises(TypeError, match=f"^bias: {kind}; accepted here are options that are no arrays"):
+            strobe.nn.FlashAttention(16, bias=array)
 
 
-def test_module_moves_its_block_mask():
-    module = strobe.nn.FlashAttention(16, block_mask=strobe.BlockMask.causal(64, 64, 16, 16)).half().to("meta")
-    blocks = module.options["block_mask"]
-    assert {(x.device.type, x.dtype) for x in blocks.arrays} == {("meta", torch.int32)}
+def test_module_moves_its_block_mask(monkeypatch):
+    module, moves = strobe.nn.FlashAttention(16, block_mask=strobe.BlockMask.causal(64, 64, 16, 16)), []
+    monkeypatch.setattr(strobe.BlockMask, "to", lambda mask, device: [mask, moves.append(device)][0])
+    module._apply(lambda x: SimpleNamespace(device=torch.device("cuda", 1)))  # as to("cuda:1") does with each tensor
+    assert moves == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: m.half(), lambda m: m.to_empty(device="cpu"), lambda m: m.to("meta").to_empty(device="cpu")],
+    ids=["half", "empty", "meta"],
+)
+def test_module_keeps_the_numbers_of_its_block_mask(change):
+    """No state dict would bring them back."""
+    expected = strobe.BlockMask.local_global(96, 96, 16, 16)
+    module = change(torch.nn.Sequential(strobe.nn.FlashAttention(16, block_mask=expected)))
+    for x, y in zip(module[0].options["block_mask"].arrays, expected.arrays, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_module_on_meta_with_a_block_mask():
+    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
+    module = strobe.nn.FlashAttention(16, block_mask=strobe.BlockMask.causal(64, 64, 16, 16))
+    expected = module(q, k, v)
+    assert module.to("meta")(*(x.to("meta") for x in (q, k, v))).shape == expected.shape
+    assert torch.equal(module.to("cpu")(q, k, v), expected)
 
 
 # threads and fork
