@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from copy import copy
+from operator import index
 from typing import Any
 
 from ._abi import MAX_RANK
 from ._core import ffi, lib
-from ._framework import Array, Framework, default_framework, framework_of, kind, outside_graphs
+from ._framework import Array, Framework, default_framework, framework_of, is_whole, kind, outside_graphs
 
 _MOST_KEPT = 2**31 - 1  # the CSR is int32
 
@@ -275,9 +276,9 @@ class BlockMask:
 
 
 def _length(name: str, x: Any, least: int) -> int:
-    if not isinstance(x, int) or isinstance(x, bool) or x < least:
+    if not is_whole(x) or x < least:
         raise ValueError(f"{name}: {x!r}; accepted is an integer of {least} or more")
-    return x
+    return index(x)
 
 
 def _limit(kept: int) -> None:

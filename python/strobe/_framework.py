@@ -140,7 +140,7 @@ def known_framework(x: object) -> Framework | None:
     if numpy is not None and isinstance(x, numpy.ndarray):
         from ._numpy import NUMPY
 
-        return NUMPY
+        return NUMPY if NUMPY.is_array(x) else None
     return None
 
 
@@ -154,6 +154,17 @@ def framework_of(name: str, x: object) -> Framework:
     if framework is None:
         raise no_array(name, x)
     return framework
+
+
+def is_bool(x: object) -> bool:
+    """Python's or NumPy's."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(x, bool) or (numpy is not None and isinstance(x, numpy.bool_))
+
+
+def is_whole(x: object) -> bool:
+    """Whether x is an integer, of Python, NumPy or a compiler, and no bool."""
+    return (isinstance(x, int) or (hasattr(x, "__index__") and known_framework(x) is None)) and not is_bool(x)
 
 
 def default_framework() -> Framework:

@@ -26,7 +26,9 @@ class NumPy(Framework):
         return np
 
     def is_array(self, x: object) -> bool:
-        return isinstance(x, np.ndarray)
+        if type(x) is np.ndarray:
+            return True
+        return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)  # whose mask nobody would read
 
     def misplaced(self, x: _NDArray, q: _NDArray | None) -> str:
         return ""  # host memory all
@@ -51,7 +53,7 @@ class NumPy(Framework):
             raise ValueError(f"{name}: dtype {x.dtype}; accepted is native byte order")
         if x.ndim > MAX_RANK:
             raise ValueError(f"{name}: shape {x.shape}; accepted are up to {MAX_RANK} axes")
-        if any(stride % x.itemsize for stride in x.strides):
+        if any(stride % x.itemsize for n, stride in zip(x.shape, x.strides, strict=True) if n > 1):
             raise ValueError(f"{name}: strides of {x.strides} bytes; accepted are multiples of the item size, {x.itemsize}")
         strides = [stride // x.itemsize for stride in x.strides]
         lib.strobe_glue_tensor(tensor, self.address(x), DTYPES.get(x.dtype.name, NO_DTYPE), CPU, 0, x.ndim, x.shape, strides, swap_1_2)

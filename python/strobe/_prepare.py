@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from ._abi import MAX_RANK
 from ._blockmask import BlockMask
 from ._core import lib
-from ._framework import Array, Framework, kind, known_framework, no_array
+from ._framework import Array, Framework, is_bool, is_whole, kind, known_framework, no_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -179,7 +179,7 @@ _BLOCKS = ("block_rows", "block_cols", "block_rows_t", "block_cols_t")
 
 
 def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
-    if not isinstance(x, int) or isinstance(x, bool):
+    if not is_whole(x):
         wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer; an array goes into rng"))
     elif not _INT64_MIN <= x < 2**64:
         wrong.append(ValueError(f"{name}: {x}; accepted are integers of 64 bits"))
@@ -208,7 +208,8 @@ def _dropout(
 
 def seed_options(seed: int | None, offset: int | None) -> dict[str, int]:
     """The two as _abi.OPTIONS has them."""
-    return {name: x - 2**64 if x > _INT64_MAX else x for name, x in (("seed", seed), ("offset", offset)) if x}
+    given = {name: int(x) for name, x in (("seed", seed), ("offset", offset)) if x is not None}
+    return {name: x - 2**64 if x > _INT64_MAX else x for name, x in given.items() if x}
 
 
 def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Array) -> bool:
@@ -228,20 +229,17 @@ def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Ar
 
 
 def flag(wrong: Wrong, name: str, x: Any) -> bool:
-    if not isinstance(x, bool):
-        wrong.append(TypeError(f"{name}: {kind(x)} {x!r}; accepted is True or False"))
-    return x is True
+    if is_bool(x):
+        return bool(x)
+    wrong.append(TypeError(f"{name}: {kind(x)} {x!r}; accepted is True or False"))
+    return False
 
 
 def is_number(wrong: Wrong, name: str, x: Any) -> bool:
-    if not (isinstance(x, (int, float)) or (hasattr(x, "__float__") and known_framework(x) is None)) or isinstance(x, bool):
+    if not (isinstance(x, (int, float)) or (hasattr(x, "__float__") and known_framework(x) is None)) or is_bool(x):
         wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a number"))
         return False
     return True
-
-
-def is_whole(x: Any) -> bool:
-    return (isinstance(x, int) or (hasattr(x, "__index__") and known_framework(x) is None)) and not isinstance(x, bool)
 
 
 def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from strobe import attention
-from strobe._prepare import is_whole
+from strobe._framework import is_whole
 
 from ._words import in_words_of
 
