@@ -10,7 +10,7 @@ from typing import Any
 
 from ._abi import MAX_RANK
 from ._core import ffi, lib
-from ._framework import Array, Framework, default_framework, framework_of, is_whole, kind, outside_graphs
+from ._framework import Array, Framework, framework_like, framework_of, is_whole, kind, outside_graphs
 
 _MOST_KEPT = 2**31 - 1  # the CSR is int32
 
@@ -24,7 +24,8 @@ class BlockMask:
 
     The blocks are held as CSR, int32: query block i of (batch b, head h) keeps the key blocks ``cols[rows[b, h, i]:rows[b, h, i + 1]]``,
     ascending; the offsets are absolute in cols. The transpose (key block to query blocks) is built along with it for the backward.
-    The arrays are torch tensors if the program has imported torch when the mask is made, else NumPy's; either serves both.
+    Either framework's arrays serve both. A mask that is made from arrays has theirs; causal() and the other patterns take an array
+    `like`, beside which theirs lie: without it they are torch tensors if the program has imported torch, else NumPy's.
 
     Args:
         rows: int32 (B|1, H|1, nq + 1), nq = ceil(seqlen_q / block_q).
@@ -174,13 +175,15 @@ class BlockMask:
         return cls(rows.reshape(*like.shape[:2], -(-seqlen_q // block_q) + 1), cols, *sizes)  # -1 would not do: batch may be 0
 
     @classmethod
-    def causal(cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right") -> BlockMask:
+    def causal(
+        cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right", like: Array | None = None
+    ) -> BlockMask:
         """Keeps the blocks that causal attention sees any part of."""
 
         def row(diagonal: range, nk: int) -> list[Iterable[int]]:
             return [range(min(diagonal.stop, nk))]
 
-        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, like, row)
 
     @classmethod
     def local_global(
@@ -193,6 +196,7 @@ class BlockMask:
         local_blocks: int = 1,
         global_blocks: int = 1,
         alignment: str = "bottom_right",
+        like: Array | None = None,
     ) -> BlockMask:
         """Keeps, around the diagonal, `local_blocks` key blocks to either side; the first `global_blocks` see all and are seen by all.
 
@@ -205,7 +209,7 @@ class BlockMask:
                 return [range(nk)]
             return [range(min(everywhere, nk)), range(max(diagonal.start - near, everywhere), min(diagonal.stop + near, nk))]
 
-        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, like, row)
 
     @classmethod
     def strided(
@@ -218,6 +222,7 @@ class BlockMask:
         stride: int,
         local_blocks: int = 1,
         alignment: str = "bottom_right",
+        like: Array | None = None,
     ) -> BlockMask:
         """Keeps, around the diagonal, `local_blocks` key blocks to either side, and the last of every `stride` key blocks.
 
@@ -230,10 +235,12 @@ class BlockMask:
             after = max(low, high)
             return [range(stride - 1, min(low, nk), stride), range(low, high), range(after + (stride - 1 - after) % stride, nk, stride)]
 
-        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, like, row)
 
     @classmethod
-    def butterfly(cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right") -> BlockMask:
+    def butterfly(
+        cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right", like: Array | None = None
+    ) -> BlockMask:
         """Keeps the diagonal and the key blocks whose number differs from its in one bit: log2(blocks) + 1 of them in a row.
 
         Sources: Pixelated Butterfly, flat butterfly (Chen et al. 2021, arXiv:2112.00029).
@@ -243,7 +250,7 @@ class BlockMask:
             bits = range((max(nk, diagonal.stop) - 1).bit_length())
             return [sorted({j for d in diagonal for j in (d, *(d ^ (1 << bit) for bit in bits)) if 0 <= j < nk})]
 
-        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, like, row)
 
     @classmethod
     @outside_graphs
@@ -254,6 +261,7 @@ class BlockMask:
         block_q: int,
         block_k: int,
         alignment: str,
+        like: Array | None,
         row: Callable[[range, int], list[Iterable[int]]],
     ) -> BlockMask:
         """row(diagonal, nk): what a query block keeps of the nk key blocks, in ascending pieces. Its queries stand at the key blocks
@@ -271,8 +279,8 @@ class BlockMask:
                 cols.extend(piece)
             _limit(len(cols))
             rows.append(len(cols))
-        framework = default_framework()
-        return cls(framework.int32(rows)[None, None], framework.int32(cols), seqlen_q, seqlen_k, block_q, block_k)
+        framework = framework_like(like)
+        return cls(framework.int32(rows, like)[None, None], framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k)
 
 
 def _length(name: str, x: Any, least: int) -> int:

@@ -167,8 +167,10 @@ def is_whole(x: object) -> bool:
     return (isinstance(x, int) or (hasattr(x, "__index__") and known_framework(x) is None)) and not is_bool(x)
 
 
-def default_framework() -> Framework:
-    """For arrays that come from no other: torch if the program has imported it, else NumPy."""
+def framework_like(like: Array | None) -> Framework:
+    """For arrays that come from no other: `like`'s, or without it torch if the program has imported it, else NumPy."""
+    if like is not None:
+        return framework_of("like", like)
     if sys.modules.get("torch") is not None:
         from ._torch import TORCH
 

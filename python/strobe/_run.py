@@ -65,7 +65,7 @@ def backward(framework: Framework, p: Prepared, known: dict[str, Array], needed:
     return {name: framework.cast(x, p.arrays[GRADIENTS[name]].dtype) for name, x in found.items()} if oracle else found
 
 
-def reference(framework: Framework, p: Prepared, rows: Iterable[int] | None) -> tuple[Array, Array]:
+def reference(framework: Framework, p: Prepared, rows: list[int] | None) -> tuple[Array, Array]:
     found = results(framework, p, True)
     out, lse = found.values()
     if rows is not None:
@@ -76,7 +76,7 @@ def reference(framework: Framework, p: Prepared, rows: Iterable[int] | None) -> 
 
 
 def reference_backward(
-    framework: Framework, p: Prepared, known: dict[str, Array], rows: Iterable[int] | None, cols: Iterable[int] | None
+    framework: Framework, p: Prepared, known: dict[str, Array], rows: list[int] | None, cols: list[int] | None
 ) -> Gradients:
     # dbias and dsinks are sums over all rows, not of some
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays and (rows is None or of in ("q", "k", "v"))]
@@ -159,7 +159,7 @@ def call(framework: Framework, p: Prepared, known: dict[str, Array], made: dict[
     return Call(p.arrays | known, made, options, framework.view, place)
 
 
-def _selection(rows: Iterable[int] | None, cols: Iterable[int] | None) -> tuple[Any, Any]:
+def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any]:
     """A strobe_selection and what must live as long."""
     if rows is None and cols is None:
         return ffi.NULL, None
@@ -167,7 +167,7 @@ def _selection(rows: Iterable[int] | None, cols: Iterable[int] | None) -> tuple[
     alive = []
     for name, chosen in (("rows", rows), ("cols", cols)):
         if chosen is not None:
-            numbers = ffi.new("int64_t[]", [int(i) for i in chosen])
+            numbers = ffi.new("int64_t[]", chosen)
             setattr(selection, name, numbers)
             setattr(selection, "n_" + name, len(numbers))
             alive.append(numbers)

@@ -106,6 +106,20 @@ def test_strides_of_axes_that_nobody_walks():
         strobe.attention(two, k, k)
 
 
+@pytest.mark.parametrize("like", [np.ones(1), torch.ones(1)], ids=["numpy", "torch"])
+def test_what_comes_of_no_array_is_of_the_kind_that_is_asked_for(like):
+    """Whatever else the program has imported: torch, here."""
+    patterns = strobe.BlockMask.causal, strobe.BlockMask.local_global, strobe.BlockMask.strided, strobe.BlockMask.butterfly
+    for pattern in patterns:
+        more = {"stride": 2} if pattern == strobe.BlockMask.strided else {}
+        mask = pattern(64, 64, 16, 16, **more, like=like)
+        assert {type(x) for x in (*mask.arrays, mask.to_dense())} == {type(like)}
+        assert repr(mask) == repr(pattern(64, 64, 16, 16, **more))
+    assert type(strobe.dropout_mask((1, 1, 4, 4), 0.5, 1, like=like)) is type(like)
+    with pytest.raises(TypeError, match="^like: str; accepted is a torch.Tensor or a numpy.ndarray"):
+        strobe.BlockMask.causal(64, 64, 16, 16, like="numpy")
+
+
 def test_gradients_that_were_not_asked_for_are_none():
     given = arrays()
     out, lse = strobe.attention(**given, return_lse=True)
