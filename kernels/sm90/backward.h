@@ -66,10 +66,11 @@ template <BackwardConfig C> struct Backward {
       i32 before = 0; // the number of the tile of the iteration before
 #pragma unroll 1
       for (;; ++n) {
+        const u32 allowed = scores.allowed(step);
         wgmma_wait<0>();
         registers_changed(S);
         if (n == 0 && w == 0) barrier_arrive(kStagger, kComputing);
-        scores.exponentiate(S, P, n, step);
+        scores.exponentiate(S, P, n, step, allowed);
         scores.round(P, S);
         wait_full(shared.dout_full(n), n);
         multiply_dp(n);

@@ -25,7 +25,7 @@ template <RowsConfig C> struct BackwardRows {
     const RowTile<C> tile(in, last_first());
     if (a.turns && blockIdx.x == 0 && threadIdx.x == 0) a.turns[0] = 0;
     if (tile.rows == 0) return;
-    float *rows = arguments.rows + tile.number * (2 * C.tile_q);
+    float *rows = arguments.rows + tile.number * ((in.bias ? 3 : 2) * C.tile_q);
     constexpr int kRows = kThreads / kLanes, kSteps = C.tile_q / kRows; // at a time; unrolled, so that all loads are under way at once
     static_assert(C.tile_q % kRows == 0);
     const int first = (int)threadIdx.x / kLanes, lane = (int)threadIdx.x % kLanes;
@@ -75,17 +75,21 @@ private:
     constexpr float kLog2e = 1.44269504088896340736f;
     const float infinity = -minus_infinity<float>();
     float lse = -infinity;
+    float lacks = 0;
     if (i < tile.rows) {
       lse = *a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
-      if (a.dlse) D -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
-      if (a.delta) {
-        float *delta = (float *)a.delta + tile.index + i;
-        delta[0] = D, delta[a.in.rows()] = 0; // and what LSE lacks: kernels/simt/settle.h
+      float *delta = (float *)a.delta + tile.index + i, *lost = delta + a.in.rows(); // what LSE lacks: kernels/attention/settle_row.h
+      if (a.in.bias) {                                                               // known by now
+        D = *delta, lacks = *lost;
+      } else {
+        if (a.dlse) D -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
+        if (a.delta) *delta = D, *lost = 0;
       }
     }
     // A row whose dO or LSE is no number: neither is its P. D alone (of a row that sees a V which is none) leaves dV its P.
-    rows[i] = lse == -infinity ? lse : sound ? -lse * kLog2e : __int_as_float(0x7FC00000);
-    rows[C.tile_q + i] = sound && fabsf(lse) < infinity ? D : 0;
+    rows[i] = lse == -infinity ? lse : sound ? -lse * (a.in.bias ? 1.0f : kLog2e) : __int_as_float(0x7FC00000);
+    if (a.in.bias) rows[i + C.tile_q] = -lacks * kLog2e;
+    rows[i + (a.in.bias ? 2 : 1) * C.tile_q] = sound && fabsf(lse) < infinity ? D : 0;
   }
 };
 
