@@ -98,6 +98,7 @@ private:
     for (int w = 0; w < kTileK / 64; ++w) {
       const i32 j = keys.begin + 64 * w;
       if (j + 64 > keys.seqlen_k || (F.band && (q < j + 63 - reach.high || q + kM - 1 > j - reach.low))) flags |= kMasked << w;
+      if (F.band && (q + kM - 1 < j - reach.high || q > j + 63 - reach.low)) flags |= kUnseen << w;
     }
     return flags;
   }

@@ -145,6 +145,10 @@ template <BackwardConfig C> struct BackwardScores {
     __syncwarp();
     release(shared.ds_full(n));
   }
+  __device__ __forceinline__ void hand_on_nothing(u32 n) const {
+    const u32 nothing[kM / 4] = {};
+    hand_on(nothing, n);
+  }
   __device__ __forceinline__ void release(u32 barrier) const {
     if (lane == 0) mbarrier_arrive(barrier);
   }
