@@ -33,7 +33,10 @@ template <BackwardConfig C> struct BackwardLoad {
       wait_empty(shared.q_empty(n), n);
       write(shared.step(n), step.begin, step.head, step.number, step.flags);
       if constexpr (C.deterministic) write(shared.dq_step(n), step.begin, step.head, step.number, step.flags);
-      if (step.flags & kNothing) return mbarrier_arrive(shared.q_full(n));
+      if (step.flags & kNothing) {
+        mbarrier_wait(shared.k_full(), 0); // the block ends, and with it its shared memory
+        return mbarrier_arrive(shared.q_full(n));
+      }
       load<C.columns(), C.q_bytes(), kM>(a.q, shared.q_full(n), shared.q_of(n), row, step.head, batch, C.lse_bytes());
       bulk_load(shared.lse_of(n), rows(step), C.lse_bytes(), shared.q_full(n));
     });
@@ -43,7 +46,7 @@ template <BackwardConfig C> struct BackwardLoad {
     load<C.columns_v(), C.v_bytes(), kTileK>(a.v, shared.v_full(), shared.v, k_row(keys), keys.head_kv, keys.batch);
     const i32 batch = keys.batch;
     walk([&](u32 n, i32 row, const QueryStep &step) {
-      if (step.flags & kNothing) return;
+      if (step.flags & kNothing) return mbarrier_wait(shared.v_full(), 0);
       wait_empty(shared.dout_empty(n), n);
       load<C.columns_v(), C.dout_bytes(), kM>(a.dout, shared.dout_full(n), shared.dout_of(n), row, step.head, batch, C.row_bytes());
       bulk_load(shared.delta_of(n), rows(step) + C.lse_bytes() / 4, C.row_bytes(), shared.dout_full(n));
