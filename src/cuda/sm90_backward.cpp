@@ -88,12 +88,13 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
 }
 
 // (batch, key head) pairs whose tiles run together: what they read and add up shares the L2 cache. Where some tiles take longer, more of
-// them begin with long ones; where they take turns, fewer of one head wait.
+// them begin with long ones; where they take turns, the more pairs, the fewer tiles of one wait for one another.
 int64_t bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
-  const bool uneven = c.features.band || c.features.blocks || c.deterministic || p.varlen;
+  const bool uneven = c.features.band || c.features.blocks || p.varlen;
   const int64_t pair_bytes = std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
-  int64_t size = uneven ? std::clamp<int64_t>(kCache / pair_bytes, 4, 16) : std::clamp<int64_t>(kCache / 4 / pair_bytes, 1, 4);
+  const int64_t least = uneven ? 4 : 1, most = c.deterministic ? 32 : uneven ? 16 : 4;
+  int64_t size = std::clamp<int64_t>(kCache / (uneven ? 1 : c.deterministic ? 2 : 4) / pair_bytes, least, most);
   while (p.batch * p.heads_kv % size) size--;
   return size;
 }
