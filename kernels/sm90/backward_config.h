@@ -54,8 +54,9 @@ struct HopperBackwardArguments {
   // settle_row.h) and D. Queries that are not there, and those that see nothing: -inf and 0; those of which something is no number: NaN (or
   // what LSE is) and 0.
   float *rows;
-  i32 query_tiles; // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
-  i32 tiles;       // of keys
+  i32 query_tiles;  // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
+  i32 tiles;        // of keys
+  i32 first_stores; // dq_sum holds nothing before: who adds first stores
   // (batch, key head) pairs come in bundles, a.bundle of them, that share the L2 cache; their number is a multiple.
   Divisor bundle_items, bundle, heads_kv;
 };

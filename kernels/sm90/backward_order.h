@@ -31,7 +31,7 @@ template <BackwardConfig C> struct BackwardOrder {
         if (own.last) return;
         next = turn(keys, n + 1);
       } else {
-        add(own.number);
+        add(own);
         if (!own.last) {
           bulk_wait_read();
           mbarrier_arrive(shared.dq_empty(w));
@@ -64,10 +64,15 @@ private:
     const u32 before = key_tiles_before<C.features.blocks != 0, C.tile_k()>(a.a.in, band, keys.batch, step.head, step.begin, keys.begin);
     return {at, kAdders * before, seen, step.number, (step.flags & kLast) != 0};
   }
-  __device__ __forceinline__ void add(i32 number) const {
+  __device__ __forceinline__ void add(const Turn &turn) const {
     async_proxy_fence_global();
     constexpr i64 kPart = 64 * C.dq_queries(); // of dQ, a warpgroup's
-    bulk_add(a.a.dq_sum + (2 * (i64)number + w) * kPart, shared.dq + 4 * w * (u32)kPart, 4 * kPart);
+    float *sum = a.a.dq_sum + (2 * (i64)turn.number + w) * kPart;
+    const u32 dQ = shared.dq + 4 * w * (u32)kPart;
+    if (turn.before == 0)
+      bulk_store(sum, dQ, 4 * kPart);
+    else
+      bulk_add(sum, dQ, 4 * kPart);
     bulk_commit();
   }
 };

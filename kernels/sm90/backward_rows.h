@@ -46,7 +46,7 @@ template <RowsConfig C> struct BackwardRows {
       }
     }
     if (a.turns && threadIdx.x < 2) a.turns[1 + 2 * tile.number + threadIdx.x] = 0;
-    if (a.dq_sum) {
+    if (a.dq_sum && !arguments.first_stores) {
       float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
       for (int i = (int)threadIdx.x; i < C.tile_q * C.head_dim / 4; i += kThreads) sum[i] = float4{0, 0, 0, 0};
     }
@@ -110,9 +110,10 @@ template <RowsConfig C> struct BackwardDq {
     for (int part = w; part < C.tile_q / kN * (C.head_dim / 64); part += 2) { // of 64 columns and kN queries
       const i32 column = (kN == C.tile_q ? 64 * part : 0) + 16 * warp, first = (kN == C.tile_q ? 0 : kN * part) + lane / 4;
       const float4 *sum = (const float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim) + (part * 4 + warp) * (16 * kN)) + lane;
+      const bool nobody = arguments.first_stores && a.turns[1 + 2 * tile.number + part] == 0; // has added
 #pragma unroll
       for (int i = 0; i < kN; i += 8) {
-        const float4 x = sum[4 * i];
+        const float4 x = nobody ? float4{0, 0, 0, 0} : sum[4 * i];
         const u32 left = transposed(pack<T>(x.x * scale, x.y * scale)), right = transposed(pack<T>(x.z * scale, x.w * scale));
         store_sixteen(a.dq.at<T>(tile.batch, tile.head, tile.row + first + i, column), left, right,
                       [&](int c) { return first + i < tile.rows && column + c < a.in.head_dim; });

@@ -132,6 +132,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.rows = scratch.take<float>(query_tiles * (c.lse_bytes() + c.row_bytes()) / 4);
   if (p.dq) a.a.dq_sum = scratch.take<float>(query_tiles * c.tile_q * c.columns());
   if (c.deterministic) a.a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
+  a.first_stores = c.deterministic && !c.wide;
   if (p.bias || p.dsinks) a.a.delta = scratch.take<float>(2 * a.a.in.rows());
   a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
   a.tiles = i32(key_tiles);
