@@ -16,8 +16,6 @@
 
 namespace strobe::sm90 {
 
-using tile::Accumulator;
-
 template <Config C> struct Forward {
   using Arguments = HopperForwardArguments;
   using T = typename Element<C.dtype>::type;
@@ -57,6 +55,7 @@ template <Config C> struct Forward {
     u32 items = 0, verdicts = 0;
     float O[kDv / 2], S[kN / 2];
     u32 P[kN / 4], Q[C.q_in_registers ? kD / 4 : 1];
+    u32 random[F.dropout ? kN / 32 : 1][4];
 
     __device__ __forceinline__ Compute(const Arguments &a, const SharedMemory<C> &shared, int w)
         : a(a), in(a.a.in), shared(shared), w(w), lane((int)threadIdx.x % 32),
@@ -110,8 +109,7 @@ template <Config C> struct Forward {
         softmax.exponentiate(S, scores.unit);
         if constexpr (F.dropout) {
 #pragma unroll
-          for (int n = 0; n < kN / 2; n += 16)
-            dropout.apply(reinterpret_cast<Accumulator &>(S[n]), reinterpret_cast<Accumulator &>(S[n + 8]), q + 16 * warp, t.begin + 2 * n);
+          for (int n = 0; n < kN / 32; ++n) dropout.draw(random[n], q + 16 * warp, t.begin + 32 * n);
         }
       };
       // Whether there is a tile after t to be computed; t becomes it.
@@ -156,7 +154,7 @@ template <Config C> struct Forward {
         release(shared.k_empty(k.index));
         k.advance();
         softmax_of(t, v);
-        round_p();
+        round_p(dropout);
         bool more = next(t);
 #pragma unroll 1
         while (more) { // Q K^T of this tile and P V of the one before; meanwhile the softmax of this one
@@ -186,7 +184,7 @@ template <Config C> struct Forward {
           registers_changed(P);
           release(shared.v_empty(v.index));
           v.advance();
-          round_p();
+          round_p(dropout);
           if (followed && softmax.moved()) softmax.rescale(O);
         }
         if constexpr (!C.q_in_registers) release(shared.q_empty());
@@ -283,9 +281,12 @@ template <Config C> struct Forward {
 #pragma unroll
       for (int n = 0; n < kN / 16; ++n) Wgmma<T, kDv>::template registers<true, 1>(O, P + 4 * n, advance(value, 16 * kRowBytes * n));
     }
-    __device__ __forceinline__ void round_p() {
+    __device__ __forceinline__ void round_p(const mma::BlockDropout<F> &dropout) {
 #pragma unroll
-      for (int i = 0; i < kN / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
+      for (int i = 0; i < kN / 4; ++i) {
+        P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
+        if constexpr (F.dropout) P[i] = dropout.kept(P[i], random[i / 8][i / 4 % 2 * 2 + i % 2], i / 2 % 2);
+      }
     }
 
     // Hides what lies outside the rows' bands, or beyond the tile.
