@@ -10,6 +10,7 @@
 #include "../tile/finite.h"
 #include "../tile/shared.h"
 #include "assign.h"
+#include "exponent.h"
 #include "given.h"
 #include "load.h"
 #include "softmax.h"
@@ -86,6 +87,7 @@ template <Config C> struct Forward {
       const auto visible = q < scores.seqlen_q ? narrow(sequence.band).keys_any(q, min(q + 64, scores.seqlen_q)) : BasicRange<i32>{0, 0};
       auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
       Given<C, Score> given(scores, rows);
+      Exponent<C, Score> exponent(scores, rows[0].slope, given);
       Softmax softmax;
       bool follows = true, rising = item.kind() == kSafely; // the reference follows the maxima, and always will
 
@@ -94,19 +96,29 @@ template <Config C> struct Forward {
         if constexpr (F.mask || F.bias) {
           if (item.kind() != kOnce) clear_v(value);
         }
+        constexpr bool kScored = (F.additive() || F.mask) && !Exponent<C, Score>::kIs;
+        if constexpr (Exponent<C, Score>::kIs) exponent.begin(S, q + 16 * warp, t.begin, t.end);
         if (t.masked) {
           if constexpr (!F.mask && !F.bias) {
             if (item.kind() != kOnce) clear_v(value);
           }
-          if constexpr (F.additive() || F.mask)
+          if constexpr (kScored)
             score<true>(scores, rows, given, t);
           else
             hide(rows, t);
-        } else if constexpr (F.additive() || F.mask) {
+        } else if constexpr (kScored) {
           score<false>(scores, rows, given, t);
         }
-        if (follows) softmax.template follow<C.reference == kExact>(S, scores.unit);
-        softmax.exponentiate(S, scores.unit);
+        auto exponentiate = [&](const auto &of) {
+          if (follows) softmax.template follow<C.reference == kExact>(S, of);
+          softmax.exponentiate(S, of);
+        };
+        if constexpr (!Exponent<C, Score>::kIs)
+          exponentiate(Linear{scores.unit});
+        else if (Exponent<C, Score>::kSoftcap && exponent.small)
+          exponentiate(typename Exponent<C, Score>::template Of<true>{exponent});
+        else
+          exponentiate(typename Exponent<C, Score>::template Of<false>{exponent});
         if constexpr (F.dropout) {
 #pragma unroll
           for (int n = 0; n < kN / 32; ++n) dropout.draw(random[n], q + 16 * warp, t.begin + 32 * n);
@@ -121,7 +133,8 @@ template <Config C> struct Forward {
             rising = true;
             if (item.kind() == kOnce && !(l < kMost)) store_shared(shared.overflow(verdicts), 1), store_shared(shared.lost(), items);
           }
-          bool hidden = t.masked; // it may be that a row has seen nothing yet
+          bool hidden = t.masked; // it may be that a row has seen nothing yet, or only keys beyond it, with ALiBi
+          if constexpr (Exponent<C, Score>::kIs && F.alibi) hidden = hidden || !exponent.before;
           if constexpr (F.mask || F.bias)
             hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(softmax.M[0], softmax.M[1]) == minus_infinity<float>());
           follows = rising || (follows && hidden);

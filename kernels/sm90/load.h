@@ -15,30 +15,36 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a
   return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, 16, row, {item.split(), C.split ? a.splits : 1}};
 }
 
-// The same, the last first, where they are one run: so ALiBi's penalty grows from tile to tile, and the fixed reference holds.
-class Descending {
+// The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to tile,
+// and the fixed reference holds.
+class FromDiagonal {
 public:
-  __device__ __forceinline__ Descending(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
+  __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
       : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), tile_(tile) {
     any_.begin = any_.begin / 16 * 16;
-    next_ = any_.begin + (i32)((u32)max(any_.end - any_.begin + tile - 1, 0) / (u32)tile) * tile;
+    const i32 keys = min(q1 + band.offset, any_.end) - any_.begin;
+    down_ = up_ = any_.begin + (i32)((u32)max(keys + tile - 1, 0) / (u32)tile) * tile;
   }
   __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
-    if (next_ <= any_.begin) return false;
-    const i32 end = min(next_, any_.end);
-    next_ -= tile_;
-    t = {next_, end, next_ < all_.begin || end > all_.end};
+    if (down_ > any_.begin)
+      t.begin = down_ -= tile_;
+    else if (up_ < any_.end)
+      t.begin = up_, up_ += tile_;
+    else
+      return false;
+    t.end = min(t.begin + tile_, any_.end);
+    t.masked = t.begin < all_.begin || t.end > all_.end;
     return true;
   }
 
 private:
   BasicRange<i32> any_, all_;
-  i32 tile_, next_;
+  i32 tile_, down_, up_;
 };
 
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
-  static constexpr bool kDescending = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
+  static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
   const Inputs &in;
   const SharedMemory<C> &shared;
@@ -60,8 +66,8 @@ template <Config C> struct Load {
   __device__ __forceinline__ void load(const Item &item) {
     const Sequence sequence = in.sequence(item.b);
     const BasicBand<i32> band = narrow(sequence.band);
-    if constexpr (kDescending)
-      load(item, sequence, Descending(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
+    if constexpr (kFromDiagonal)
+      load(item, sequence, FromDiagonal(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
     else
       load(item, sequence, schedule<C>(a.a, band, item));
   }

@@ -34,7 +34,7 @@ int64_t bundle(const Problem &p, const Device &device) {
 // What a tile has registers for.
 constexpr int kFixed = 1;      // the fixed reference
 constexpr int kLagging = 2;    // a maximum of every tile
-constexpr int kScoring = 4;    // ALiBi, softcap
+constexpr int kScoring = 4;    // ALiBi, hyperbolic scores; a softcap alone takes no more than nothing
 constexpr int kWalking = 8;    // blocks, with the fixed reference
 constexpr int kDrawing = 16;   // dropout: tile_k a multiple of 32
 constexpr int kMasked = 32;    // a mask, read 16 bytes at a time
@@ -85,10 +85,9 @@ constexpr ForwardTile kForwardTiles[] = {
 
 int load_of(const Config &c) {
   const Features &f = c.features;
-  const bool scoring = f.alibi || f.function || f.scaled, exact_softcap = f.function == kSoftcap && c.reference == sm90::kExact;
-  const bool given = f.mask || f.bias;
-  if (given && !(f.mask && f.bias) && c.wide && !scoring && !f.blocks && !f.dropout) return f.mask ? kMasked : kBiased;
-  if (given || exact_softcap || scoring + !!f.blocks + !!f.dropout > 1) return kAnything;
+  const bool softcap = f.function == kSoftcap, scoring = f.alibi || f.function == kHyperbolic || f.scaled, given = f.mask || f.bias;
+  if (given && !(f.mask && f.bias) && c.wide && !scoring && !softcap && !f.blocks && !f.dropout) return f.mask ? kMasked : kBiased;
+  if (given || scoring + softcap + !!f.blocks + !!f.dropout > 1 || (softcap && c.reference == sm90::kExact)) return kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   return f.blocks ? kWalking : f.dropout ? kDrawing : scoring ? kScoring : c.reference == sm90::kFixed ? kFixed : kLagging;
 }
