@@ -3,6 +3,7 @@
 #include "../attention/arguments.h"
 #include "../attention/divisor.h"
 #include "../ptx/tensor_map.h"
+#include "mask_config.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -25,6 +26,7 @@ struct HopperForwardArguments {
   // Heads come in bundles, a.bundle of them, that share the L2 cache; their number is a multiple.
   Divisor splits, bundle_items, bundle, heads, group;
   TicketCounter *tickets; // for who computes which; unused if there are as many blocks as items
+  sm90::MaskBits mask;
 };
 
 } // namespace strobe::inline STROBE_ISA

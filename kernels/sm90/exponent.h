@@ -6,16 +6,15 @@
 
 namespace strobe::sm90 {
 
-// exp2's argument is at(s, i, c), where -M and what else is the same in the whole row make up c = constant(r, -M). A row's reference M follows the
-// largest of top(comparable(s, i), r). i: as in a lane's S, of row i / 2 % 2 and column column(i), without the lane's share.
+// exp2's argument is at(s, i, c), c = constant(-M). A row's reference M follows top(the largest comparable(s, i)). i: as in a lane's S, of row i / 2 % 2 and column column(i), without the lane's share.
 __device__ __forceinline__ constexpr int column(int i) { return i / 4 * 8 + i % 2; }
 
 struct Linear {
   float unit;
   __device__ __forceinline__ float at(float s, int, float c) const { return __fmaf_rn(s, unit, c); }
-  __device__ __forceinline__ float constant(int, float c) const { return c; }
+  __device__ __forceinline__ float constant(float c) const { return c; }
   __device__ __forceinline__ float comparable(float s, int) const { return s; }
-  __device__ __forceinline__ float top(float x, int) const { return x * unit; }
+  __device__ __forceinline__ float top(float x) const { return x * unit; }
 };
 
 // S stays q.k while softcap, ALiBi and a bias join the exponent. Not in it: a hyperbolic or scaled score, the exact softcap, and a bias that is
@@ -23,11 +22,11 @@ struct Linear {
 template <Config C, class Score> struct Exponent {
   static constexpr Features F = C.features;
   static constexpr bool kSoftcap = F.function == strobe::kSoftcap;
-  static constexpr bool kIs = (kSoftcap || F.alibi || F.bias) && !F.scaled &&
-                              (F.function == kLinear || (kSoftcap && C.reference != kExact)) && (!F.bias || C.wide) && !F.mask && !F.bias;
+  static constexpr bool kIs =
+      (kSoftcap || F.alibi || F.bias) && !F.scaled && (F.function == kLinear || (kSoftcap && C.reference != kExact)) && (!F.bias || C.wide);
   static constexpr float kLog2e = 1.44269504088896340736f;
-  // c tanh(x / c) is x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up to kSmall c, with a relative error of 3.9e-4.
-  static constexpr float kSmall = 0.8f, kCubic = -0.32653685f, kQuintic = 0.09606245f;
+  // c tanh(x / c) is x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up to kSmall c, with a relative error of 5e-5.
+  static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;
 
   const Given<C, Score> &given;
   const i32 offset, high; // as in Score
@@ -63,7 +62,7 @@ template <Config C, class Score> struct Exponent {
       float x = fabsf(s[0]), y = fabsf(s[1]);
 #pragma unroll
       for (int i = 2; i < N; i += 2) x = fmaxf(x, fabsf(s[i])), y = fmaxf(y, fabsf(s[i + 1]));
-      small = !__any_sync(0xFFFFFFFFu, !(fmaxf(x, y) <= most));
+      small = !__any_sync(0xFFFFFFFFu, !(fmaxf(x, y) <= most)) && !across;
       if (!small) {
 #pragma unroll
         for (int i = 0; i < N; ++i) s[i] = tanh_approximate(s[i] * inverse_cap);
@@ -87,10 +86,10 @@ template <Config C, class Score> struct Exponent {
       if constexpr (F.bias) c = __fmaf_rn(e.given.bias.bias(i / 2 % 2, column(i)), kLog2e, c);
       return __fmaf_rn(s, factor(s), c);
     }
-    __device__ __forceinline__ float constant(int, float c) const { return F.alibi ? c + e.start : c; }
+    __device__ __forceinline__ float constant(float c) const { return F.alibi ? c + e.start : c; }
     // A softcap alone keeps the order.
-    __device__ __forceinline__ float comparable(float s, int i) const { return F.alibi || F.bias ? at(s, i, 0) : s; }
-    __device__ __forceinline__ float top(float x, int r) const { return F.alibi || F.bias ? constant(r, x) : x * factor(x); }
+    __device__ __forceinline__ float comparable(float s, int i) const { return F.alibi || F.bias ? at(s, i, constant(0)) : s; }
+    __device__ __forceinline__ float top(float x) const { return F.alibi || F.bias ? x : x * factor(x); }
 
   private:
     __device__ __forceinline__ float factor(float s) const {

@@ -86,7 +86,7 @@ template <Config C> struct Forward {
       // Keys that some query of this warpgroup sees by position.
       const auto visible = q < scores.seqlen_q ? narrow(sequence.band).keys_any(q, min(q + 64, scores.seqlen_q)) : BasicRange<i32>{0, 0};
       auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
-      Given<C, Score> given(scores, rows);
+      Given<C, Score> given(a, scores, rows, q + 16 * warp);
       Exponent<C, Score> exponent(scores, rows[0].slope, given);
       Softmax softmax;
       bool follows = true, rising = item.kind() == kSafely; // the reference follows the maxima, and always will
@@ -96,7 +96,7 @@ template <Config C> struct Forward {
         if constexpr (F.mask || F.bias) {
           if (item.kind() != kOnce) clear_v(value);
         }
-        constexpr bool kScored = (F.additive() || F.mask) && !Exponent<C, Score>::kIs;
+        constexpr bool kScored = F.additive() && !Exponent<C, Score>::kIs;
         if constexpr (Exponent<C, Score>::kIs) exponent.begin(S, q + 16 * warp, t.begin, t.end);
         if (t.masked) {
           if constexpr (!F.mask && !F.bias) {
@@ -109,6 +109,7 @@ template <Config C> struct Forward {
         } else if constexpr (kScored) {
           score<false>(scores, rows, given, t);
         }
+        given.mask.hide(S);
         auto exponentiate = [&](const auto &of) {
           if (follows) softmax.template follow<C.reference == kExact>(S, of);
           softmax.exponentiate(S, of);
@@ -141,6 +142,7 @@ template <Config C> struct Forward {
         }
         t = wait_tile(
             __any_sync(0xFFFFFFFFu, softmax.l[0] + softmax.l[1] < 0)); // it is not: but the compiler has to finish the softmax first
+        given.mask.fetch(t.begin);
         return sees(t);
       };
 
@@ -154,6 +156,7 @@ template <Config C> struct Forward {
         t = wait_tile();
       }
       const bool any = sees(t);
+      given.mask.fetch(t.begin);
       if (any) {
         if (turn) wait_turn();
         registers_changed(S);

@@ -2,6 +2,7 @@
 // handed to the lanes of the quad that hold the columns.
 #pragma once
 #include "../attention/scores.h"
+#include "arguments.h"
 #include "config.h"
 
 namespace strobe::sm90 {
@@ -14,49 +15,28 @@ __device__ __forceinline__ void load_global(u32 (&x)[4], const void *address, bo
                : "memory");
 }
 
-// Bits of a bool mask: bit e of word n / 32, from bit n on, is key 8 (n / 8) + 2 (lane % 4) + e of the tile.
+// What a mask says, a byte for each 16 keys: mask_config.h has its bits.
 template <Config C> struct GivenMask {
-  static constexpr int kN = C.tile_k;
-  static_assert(kN % 64 == 0);
-  const u8 *row[2];
-  u32 x[2][kN / 64][4];
-  u32 bits[2][kN / 32];
+  const u8 *bytes;
+  u32 x[C.tile_k / 16];
 
-  template <class Score, class Row> __device__ __forceinline__ GivenMask(const Score &scores, const Row (&rows)[2]) {
+  // The warp's queries begin at row.
+  template <class Score>
+  __device__ __forceinline__ GivenMask(const MaskBits &mask, const Score &scores, i32 h, i32 row)
+      : bytes(mask.at(scores.b, h, min(row, scores.seqlen_q - 1) / 16, 0, tile::lane_id())) {}
+
+  // begin: a multiple of 16. Beyond the last key the bytes are somebody else's.
+  __device__ __forceinline__ void fetch(i32 begin) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) row[r] = scores.in.mask.template at<const u8>(scores.b, rows[r].h, rows[r].i, 0);
+    for (int n = 0; n < C.tile_k / 16; ++n)
+      asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(x[n]) : "l"(bytes + 2 * begin + 32 * n) : "memory");
   }
-  __device__ __forceinline__ void fetch(i32 begin, i32 seqlen_k) {
+  __device__ __forceinline__ void hide(float (&s)[C.tile_k / 2]) const {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int m = 0; m < kN / 64; ++m) {
-        const i32 j = begin + 64 * m + 16 * (tile::lane_id() % 4);
-        load_global(x[r][m], row[r] + j, j < seqlen_k);
-      }
+    for (int i = 0; i < C.tile_k / 2; ++i) {
+      if (!(x[i / 8] >> (4 * (i / 2 % 2) + 2 * (i / 4 % 2) + i % 2) & 1)) s[i] = minus_infinity<float>();
     }
   }
-  __device__ __forceinline__ void share() {
-    const int t = tile::lane_id() % 4;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int m = 0; m < kN / 64; ++m) {
-        u32 own = 0; // of 16 keys
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const u32 ones = (x[r][m][i] & 0x01010101u) * 0x01020408u; // a bool is 0 or 1
-          own |= ones >> 24 << 4 * i;
-        }
-        own <<= 16 * (t % 2);
-        own |= __shfl_xor_sync(0xFFFFFFFFu, own, 1);
-        const u32 other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
-        bits[r][2 * m] = (t < 2 ? own : other) >> 2 * t;
-        bits[r][2 * m + 1] = (t < 2 ? other : own) >> 2 * t;
-      }
-    }
-  }
-  __device__ __forceinline__ bool allows(int r, int j) const { return bits[r][j / 32] >> j % 32 & 1; } // j: without the lane's share
 };
 
 // Pairs of a 16-bit bias.
@@ -109,8 +89,10 @@ private:
 };
 
 struct GivenNothing {
-  template <class Score, class Row> __device__ __forceinline__ GivenNothing(const Score &, const Row (&)[2]) {}
+  template <class... Whatever> __device__ __forceinline__ GivenNothing(const Whatever &...) {}
+  __device__ __forceinline__ void fetch(i32) {}
   __device__ __forceinline__ void fetch(i32, i32) {}
+  template <int N> __device__ __forceinline__ void hide(float (&)[N]) const {}
   __device__ __forceinline__ void share() {}
 };
 template <bool kIs, template <Config> class Is, Config C> struct GivenIf {
@@ -121,14 +103,15 @@ template <template <Config> class Is, Config C> struct GivenIf<true, Is, C> {
 };
 
 template <Config C, class Score> struct Given {
-  static constexpr bool kMask = C.wide && C.features.mask, kBias = C.wide && C.features.bias;
-  typename GivenIf<kMask, GivenMask, C>::type mask;
+  static constexpr bool kBias = C.wide && C.features.bias;
+  typename GivenIf<C.features.mask != 0, GivenMask, C>::type mask;
   typename GivenIf<kBias, GivenBias, C>::type bias;
 
   template <class Row>
-  __device__ __forceinline__ Given(const Score &scores, const Row (&rows)[2]) : mask(scores, rows), bias(scores, rows) {}
-  __device__ __forceinline__ void fetch(i32 begin, i32 seqlen_k) { mask.fetch(begin, seqlen_k), bias.fetch(begin, seqlen_k); }
-  __device__ __forceinline__ void share() { mask.share(), bias.share(); }
+  __device__ __forceinline__ Given(const HopperForwardArguments &a, const Score &scores, const Row (&rows)[2], i32 row)
+      : mask(a.mask, scores, rows[0].h, row), bias(scores, rows) {}
+  __device__ __forceinline__ void fetch(i32 begin, i32 seqlen_k) { bias.fetch(begin, seqlen_k); }
+  __device__ __forceinline__ void share() { bias.share(); }
 
   // Of row r and the column that is j without the lane's share.
   struct At {
@@ -141,12 +124,7 @@ template <Config C, class Score> struct Given {
       else
         return memory.bias();
     }
-    __device__ __forceinline__ bool allowed() const {
-      if constexpr (kMask)
-        return given.mask.allows(r, j);
-      else
-        return memory.allowed();
-    }
+    __device__ __forceinline__ bool allowed() const { return true; } // what the mask hides is hidden afterwards
   };
 };
 

@@ -20,7 +20,7 @@ struct Softmax {
       float x = of(2 * r), y = of(2 * r + 1);
 #pragma unroll
       for (int j = 1; j < N / 4; ++j) x = fmaxf(x, of(4 * j + 2 * r)), y = fmaxf(y, of(4 * j + 2 * r + 1));
-      float top = exponent.top(tile::row_max(fmaxf(x, y)), r), before = M[r];
+      float top = exponent.top(tile::row_max(fmaxf(x, y))), before = M[r];
       float now = kExact ? fmaxf(before, top) : top > before + 8.0f ? top : before;
       alpha[r] = now == before ? 1.0f : exp2(before - now);
       M[r] = now;
@@ -37,7 +37,7 @@ struct Softmax {
   template <int N, class Exponent> __device__ __forceinline__ void exponentiate(float (&s)[N], const Exponent &exponent) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float c = exponent.constant(r, M[r] == minus_infinity<float>() ? 0.0f : -M[r]);
+      const float c = exponent.constant(M[r] == minus_infinity<float>() ? 0.0f : -M[r]);
       float x = l[r], y = 0;
 #pragma unroll
       for (int j = 0; j < N / 4; ++j) {

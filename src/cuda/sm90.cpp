@@ -18,8 +18,12 @@ namespace strobe::cuda {
 namespace {
 
 using sm90::Config;
+using sm90::MaskArguments;
+using sm90::MaskBits;
+using sm90::MaskConfig;
 
 constexpr KernelSource kForward{"sm90/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
+constexpr KernelSource kPackMask{"sm90/mask_bits.h", "strobe::sm90::PackMask", "strobe::sm90::MaskConfig"};
 constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
 
 // Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
@@ -34,10 +38,9 @@ int64_t bundle(const Problem &p, const Device &device) {
 // What a tile has registers for.
 constexpr int kFixed = 1;      // the fixed reference
 constexpr int kLagging = 2;    // a maximum of every tile
-constexpr int kScoring = 4;    // ALiBi, hyperbolic scores; a softcap alone takes no more than nothing
+constexpr int kScoring = 4;    // ALiBi, hyperbolic scores; a softcap or a mask alone takes no more than nothing does
 constexpr int kWalking = 8;    // blocks, with the fixed reference
 constexpr int kDrawing = 16;   // dropout: tile_k a multiple of 32
-constexpr int kMasked = 32;    // a mask, read 16 bytes at a time
 constexpr int kBiased = 64;    // a bias, read 16 bytes at a time
 constexpr int kAnything = 128; // all of these at a time
 
@@ -60,16 +63,16 @@ constexpr ForwardTile kForwardTiles[] = {
     {64, 64, 3, 128, 4, 32, 160, 0, 1, kFixed, any, 8192, INT64_MAX, 1},
     {64, 64, 4, 64, 5, 32, 112, 0, 1, kFixed | kLagging, any, 0, INT64_MAX, 1},
     {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed},
-    {64, 64, 3, 64, 4, 40, 152, 0, 1, kDrawing | kMasked | kBiased},
+    {64, 64, 3, 64, 4, 40, 152, 0, 1, kDrawing | kBiased},
     {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring},
-    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing | kMasked | kBiased},
+    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing | kBiased},
     {64, 64, 1, 128, 3, 56, 200, 1, 2, kWalking},
     {64, 64, 2, 128, 4, 56, 224, 1, 1, kWalking},
     {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, any, 2048, INT64_MAX, 1},
     {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
     {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed},
-    {128, 128, 3, 64, 3, 40, 152, 0, 1, kScoring | kDrawing | kMasked},
-    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kMasked | kBiased},
+    {128, 128, 3, 64, 3, 40, 152, 0, 1, kScoring | kDrawing},
+    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kBiased},
     {128, 128, 2, 128, 3, 56, 224, 1, 1, kWalking},
     {128, 128, 2, 96, 3, 56, 224, 1, 1, kDrawing},
     {128, 128, 2, 64, 4, 56, 224, 1, 1, kAnything},
@@ -77,7 +80,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {192, 192, 2, 96, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
     {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, any, 0, 512},
     {256, 256, 2, 80, 2, 40, 232, 0, 1, kFixed | kLagging},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing | kMasked | kBiased},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing | kBiased},
     {256, 256, 2, 64, 2, 56, 224, 0, 1, kWalking},
     {256, 256, 2, 48, 2, 56, 224, 0, 1, kAnything},
     {256, 256, 2, 32, 2, 56, 224, 0, 1, kAnything},
@@ -85,9 +88,10 @@ constexpr ForwardTile kForwardTiles[] = {
 
 int load_of(const Config &c) {
   const Features &f = c.features;
-  const bool softcap = f.function == kSoftcap, scoring = f.alibi || f.function == kHyperbolic || f.scaled, given = f.mask || f.bias;
-  if (given && !(f.mask && f.bias) && c.wide && !scoring && !softcap && !f.blocks && !f.dropout) return f.mask ? kMasked : kBiased;
-  if (given || scoring + softcap + !!f.blocks + !!f.dropout > 1 || (softcap && c.reference == sm90::kExact)) return kAnything;
+  const bool softcap = f.function == kSoftcap, scoring = f.alibi || f.function == kHyperbolic || f.scaled;
+  if (!!f.mask + !!f.bias + scoring + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
+  if (softcap && c.reference == sm90::kExact) return kAnything;
+  if (f.bias) return c.wide ? kBiased : kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   return f.blocks ? kWalking : f.dropout ? kDrawing : scoring ? kScoring : c.reference == sm90::kFixed ? kFixed : kLagging;
 }
@@ -109,11 +113,23 @@ Config config_for(const Problem &p, const ForwardTile &t) {
   c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
   c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
   c.blocks_per_sm = t.blocks_per_sm;
-  const bool given = c.features.mask || c.features.bias;
-  const bool mask_wide = !c.features.mask || (t.tile_k % 64 == 0 && wide(p.mask, 1, p.seqlen_k));
-  const bool bias_wide = !c.features.bias || (t.tile_k % 32 == 0 && p.bias.dtype != DType::f32 && wide(p.bias, 2, p.seqlen_k));
-  c.wide = given && mask_wide && bias_wide;
+  c.wide = c.features.bias && t.tile_k % 32 == 0 && p.bias.dtype != DType::f32 && wide(p.bias, 2, p.seqlen_k);
   return c;
+}
+
+// What packs the mask into `a`'s bits.
+Launch pack_mask(const Problem &p, MaskBits &bits, Scratch &scratch) {
+  MaskArguments a{};
+  const int64_t batch = p.mask.stride[0] ? p.batch : 1, heads = p.mask.stride[1] ? p.heads : 1, queries = p.mask.stride[2] ? p.seqlen_q : 1;
+  const int64_t rows = tiles(queries, 16), columns = tiles(p.seqlen_k, 64), row_bytes = columns * 4 * 32;
+  bits.data = scratch.take<uint8_t>(batch * heads * rows * row_bytes + MaskArguments::tail());
+  bits.row_stride = queries > 1 ? row_bytes : 0;
+  bits.head_stride = heads > 1 ? rows * row_bytes : 0, bits.batch_stride = batch > 1 ? heads * rows * row_bytes : 0;
+  a.mask = operand(p.mask), a.bits = bits;
+  a.cells = batch * heads * rows * columns, a.heads = i32(heads), a.rows = i32(rows), a.columns = i32(columns);
+  a.queries = i32(queries), a.keys = i32(p.seqlen_k);
+  const MaskConfig config{wide(p.mask, 1, p.seqlen_k)};
+  return Launch(kPackMask, config, tiles(a.cells, config.threads() / 32), config.threads(), 0, a);
 }
 
 constexpr int64_t kLeastKeys = 512; // of a part, where keys are split
@@ -216,6 +232,10 @@ protected:
       a.a.partial_out = scratch.take<float>(a.a.splits * a.a.in.rows() * p.head_dim_v);
       a.a.partial_lse = scratch.take<float>(a.a.splits * a.a.in.rows());
       program.kernel += text(", keys split in ", a.a.splits);
+    }
+    if (p.mask) {
+      program.steps.push_back(pack_mask(p, a.mask, scratch));
+      program.kernel += ", mask packed into bits";
     }
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
     if (config.split) {
