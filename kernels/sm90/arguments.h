@@ -27,6 +27,9 @@ struct HopperForwardArguments {
   Divisor splits, bundle_items, bundle, heads, group;
   TicketCounter *tickets; // for who computes which; unused if there are as many blocks as items
   sm90::MaskBits mask;
+  MappedOperand bias; // if it comes by the copy engine
+  i32 bias_rows_step; // 0: broadcast over queries, then one row is fetched
+  u32 bias_bytes;     // of a tile
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -83,7 +83,7 @@ template <Config C, class Score> struct Exponent {
     const Exponent &e;
     __device__ __forceinline__ float at(float s, int i, float c) const {
       if constexpr (F.alibi) c = __fmaf_rn(e.slope, (float)(column(i) - 8 * (i / 2 % 2)), c);
-      if constexpr (F.bias) c = __fmaf_rn(e.given.bias.bias(i / 2 % 2, column(i)), kLog2e, c);
+      if constexpr (F.bias) c = __fmaf_rn(e.given.bias.at(i), kLog2e, c);
       return __fmaf_rn(s, factor(s), c);
     }
     __device__ __forceinline__ float constant(float c) const { return F.alibi ? c + e.start : c; }

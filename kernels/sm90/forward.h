@@ -86,7 +86,7 @@ template <Config C> struct Forward {
       // Keys that some query of this warpgroup sees by position.
       const auto visible = q < scores.seqlen_q ? narrow(sequence.band).keys_any(q, min(q + 64, scores.seqlen_q)) : BasicRange<i32>{0, 0};
       auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
-      Given<C, Score> given(a, scores, rows, q + 16 * warp);
+      Given<C, Score> given(a, shared, scores, item.h, q + 16 * warp, w, warp);
       Exponent<C, Score> exponent(scores, rows[0].slope, given);
       Softmax softmax;
       bool follows = true, rising = item.kind() == kSafely; // the reference follows the maxima, and always will
@@ -110,6 +110,9 @@ template <Config C> struct Forward {
           score<false>(scores, rows, given, t);
         }
         given.mask.hide(S);
+        if constexpr (Exponent<C, Score>::kIs && F.bias) {
+          if (item.kind() != kOnce) given.bias.settle(S);
+        }
         auto exponentiate = [&](const auto &of) {
           if (follows) softmax.template follow<C.reference == kExact>(S, of);
           softmax.exponentiate(S, of);
@@ -164,9 +167,9 @@ template <Config C> struct Forward {
         multiply_q_k();
         wgmma_commit();
         if (turn) pass_turn();
-        given.fetch(t.begin, (i32)in.seqlen_k);
         wgmma_wait<0>();
         registers_changed(S);
+        given.bias.take(k.index);
         release(shared.k_empty(k.index));
         k.advance();
         softmax_of(t, v);
@@ -186,9 +189,9 @@ template <Config C> struct Forward {
           multiply_p_v();
           wgmma_commit();
           pass_turn();
-          given.fetch(t.begin, (i32)in.seqlen_k);
           wgmma_wait<1>();
           registers_changed(S);
+          given.bias.take(k.index);
           release(shared.k_empty(k.index));
           k.advance();
           const bool followed = follows;
@@ -319,14 +322,13 @@ template <Config C> struct Forward {
       }
     }
     template <bool kByPosition, class Row>
-    __device__ __forceinline__ void score(const Score &scores, const Row (&rows)[2], Given<C, Score> &given, const Tile &t) {
-      given.share();
+    __device__ __forceinline__ void score(const Score &scores, const Row (&rows)[2], const Given<C, Score> &given, const Tile &t) {
       const i32 column = t.begin + tile::lane_column(0, 0);
       const float distance[2] = {(float)(rows[0].i + scores.offset - column), (float)(rows[1].i + scores.offset - column)};
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) {
         const i32 r = i / 2 % 2, j = i / 4 * 8 + i % 2;
-        const typename Given<C, Score>::At at{given, {scores, rows[r], column + j}, r, j};
+        const typename Given<C, Score>::At at{given, {scores, rows[r], column + j}, i};
         S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, at, kByPosition, t.end);
       }
     }

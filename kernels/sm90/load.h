@@ -53,6 +53,7 @@ template <Config C> struct Load {
 
   __device__ __forceinline__ void all() {
     tma_prefetch(a.q.map), tma_prefetch(a.k.map), tma_prefetch(a.v.map);
+    if constexpr (C.wide) tma_prefetch(a.bias.map);
 #pragma unroll 1
     for (;; ++items) {
       mbarrier_wait(shared.item_full(), items % 2);
@@ -84,7 +85,9 @@ template <Config C> struct Load {
       more = more && tiles.next(next);
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
       write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
-      load<C.columns(), C.k_bytes()>(a.k, shared.k_full(k.index), shared.k + k.index * C.k_bytes(), k0 + tile.begin, kv, item.b);
+      load<C.columns()>(a.k, shared.k_full(k.index), C.k_bytes() + (C.wide ? a.bias_bytes : 0u), shared.k + k.index * C.k_bytes(),
+                        k0 + tile.begin, kv, item.b);
+      if constexpr (C.wide) load_bias(item, tile.begin);
       k.advance();
       if (before < 0)
         load_q(item, (i32)sequence.q0 + item.q);
@@ -105,12 +108,21 @@ template <Config C> struct Load {
   }
   __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
     mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);
-    load<C.columns_v(), C.v_bytes()>(a.v, shared.v_full(v.index), shared.v + v.index * C.v_bytes(), row, kv, b);
+    load<C.columns_v()>(a.v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
     v.advance();
   }
-  template <int kColumns, u32 kBytes>
-  static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 row, i32 head, i32 b) {
-    mbarrier_expect(full, kBytes);
+  // It comes with K.
+  __device__ __forceinline__ void load_bias(const Item &item, i32 column) {
+    for (i32 c = 0; c < C.tile_k; c += 64) {
+      const u32 address = shared.bias + k.index * C.bias_bytes() + c / 64 * C.bias_columns();
+      for (i32 w = 0; w < (a.bias_rows_step ? C.warpgroups : 1); ++w)
+        tma_load(address + 64 * kRowBytes * w, a.bias.map, shared.k_full(k.index), column + c, (item.q + 64 * w) * a.bias_rows_step,
+                 item.h * a.bias.head_step, item.b * a.bias.batch_step);
+    }
+  }
+  template <int kColumns>
+  static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 bytes, u32 address, i32 row, i32 head, i32 b) {
+    mbarrier_expect(full, bytes);
 #pragma unroll
     for (int c = 0; c < kColumns; c += 64)
       tma_load(address + kN * kRowBytes * (c / 64), x.map, full, c, row, head * x.head_step, b * x.batch_step);
