@@ -15,6 +15,16 @@ struct Linear {
   __device__ __forceinline__ float constant(float c) const { return c; }
   __device__ __forceinline__ float comparable(float s, int) const { return s; }
   __device__ __forceinline__ float top(float x) const { return x * unit; }
+  __device__ __forceinline__ float difference(float x) const { return x; }
+};
+// M and S in the unit of the score.
+struct Natural {
+  static constexpr float kLog2e = 1.44269504088896340736f;
+  __device__ __forceinline__ float at(float s, int, float c) const { return (s + c) * kLog2e; }
+  __device__ __forceinline__ float constant(float c) const { return c; }
+  __device__ __forceinline__ float comparable(float s, int) const { return s; }
+  __device__ __forceinline__ float top(float x) const { return x; }
+  __device__ __forceinline__ float difference(float x) const { return x * kLog2e; }
 };
 
 // S stays q.k while softcap, ALiBi and a bias join the exponent. Not in it: a hyperbolic or scaled score, the exact softcap, and a bias that is
@@ -90,6 +100,7 @@ template <Config C, class Score> struct Exponent {
     // A softcap alone keeps the order.
     __device__ __forceinline__ float comparable(float s, int i) const { return F.alibi || F.bias ? at(s, i, constant(0)) : s; }
     __device__ __forceinline__ float top(float x) const { return F.alibi || F.bias ? x : x * factor(x); }
+    __device__ __forceinline__ float difference(float x) const { return x; }
 
   private:
     __device__ __forceinline__ float factor(float s) const {

@@ -96,28 +96,29 @@ template <Config C> struct Forward {
         if constexpr (F.mask || F.bias) {
           if (item.kind() != kOnce) clear_v(value);
         }
-        constexpr bool kScored = F.additive() && !Exponent<C, Score>::kIs;
-        if constexpr (Exponent<C, Score>::kIs) exponent.begin(S, q + 16 * warp, t.begin, t.end);
+        const bool natural = is_natural(item), scored = natural || (F.additive() && !Exponent<C, Score>::kIs);
+        if constexpr (Exponent<C, Score>::kIs) {
+          if (!scored) exponent.begin(S, q + 16 * warp, t.begin, t.end);
+        }
         if (t.masked) {
           if constexpr (!F.mask && !F.bias) {
             if (item.kind() != kOnce) clear_v(value);
           }
-          if constexpr (kScored)
+          if (scored)
             score<true>(scores, rows, given, t);
           else
             hide(rows, t);
-        } else if constexpr (kScored) {
+        } else if (scored) {
           score<false>(scores, rows, given, t);
         }
         given.mask.hide(S);
-        if constexpr (Exponent<C, Score>::kIs && F.bias) {
-          if (item.kind() != kOnce) given.bias.settle(S);
-        }
         auto exponentiate = [&](const auto &of) {
           if (follows) softmax.template follow<C.reference == kExact>(S, of);
           softmax.exponentiate(S, of);
         };
-        if constexpr (!Exponent<C, Score>::kIs)
+        if (natural)
+          exponentiate(Natural{});
+        else if constexpr (!Exponent<C, Score>::kIs)
           exponentiate(Linear{scores.unit});
         else if (Exponent<C, Score>::kSoftcap && exponent.small)
           exponentiate(typename Exponent<C, Score>::template Of<true>{exponent});
@@ -232,6 +233,9 @@ template <Config C> struct Forward {
       finish(item, sequence, scores.seqlen_q, softmax, dropout.dropout.factor());
       if (item.kind() != kOnce) restore(item, dropout.dropout);
     }
+
+    // Scores and M are natural logarithms where a tile with a bias is computed again: as low as numbers go, and -inf whatever else there is.
+    static __device__ __forceinline__ bool is_natural(const Item &item) { return F.bias && item.kind() != kOnce; }
 
     __device__ __forceinline__ Tile wait_tile(bool other_parity = false) {
       mbarrier_wait(shared.k_full(k.index), k.parity ^ other_parity);
@@ -383,14 +387,17 @@ template <Config C> struct Forward {
     // O / l and LSE to memory.
     __device__ __forceinline__ void finish(const Item &item, const Sequence &sequence, i32 seqlen_q, const Softmax &softmax, float factor) {
       constexpr float kLog2e = 1.44269504088896340736f;
-      const float sink = !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
+      const bool natural = is_natural(item);
+      const float sink =
+          !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * (natural ? 1 : kLog2e) : minus_infinity<float>();
       const i32 odd = lane % 2, column = 8 * odd + lane % 4 / 2 * 4;
       bool overflow = false, not_finite = false;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const mma::RowEnd end(softmax.M[r], tile::row_sum(softmax.l[r]), sink);
+        const mma::RowEnd end(softmax.M[r], tile::row_sum(softmax.l[r]), sink, natural);
         const i32 i = item.q + 64 * w + 16 * warp + tile::lane_row(r);
-        overflow = overflow || (i < seqlen_q && !(softmax.l[r] < kMost));
+        overflow = overflow || (i < seqlen_q && C.reference == kFixed && !(softmax.l[r] < kMost));
+        if constexpr (F.bias) overflow = overflow || (i < seqlen_q && softmax.M[r] == minus_infinity<float>()); // it may be low instead
         const i64 row = sequence.q0 + i;
         const float by = end.factor * factor;
         if constexpr (C.split) {
@@ -422,7 +429,7 @@ template <Config C> struct Forward {
           if (r == 0) not_finite = multiply_add_pairs<T>(zero, 0, 0) != 0;
         }
       }
-      if (item.kind() == kOnce) judge(C.reference == kFixed && overflow, not_finite);
+      if (item.kind() == kOnce) judge(overflow, not_finite);
     }
   };
 };

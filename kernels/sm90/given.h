@@ -50,15 +50,6 @@ template <Config C> struct GivenBias {
   __device__ __forceinline__ float at(int i) const {
     return to_float(E{(unsigned short)(x[i / 8][i / 2 % 2 + i / 4 % 2 * 2] >> 16 * (i % 2))});
   }
-  // -inf + NaN, and what is hidden + inf, are -inf.
-  __device__ __forceinline__ void settle(float (&s)[C.tile_k / 2]) {
-#pragma unroll
-    for (int i = 0; i < C.tile_k / 2; ++i) {
-      if (at(i) != minus_infinity<float>() && s[i] != minus_infinity<float>()) continue;
-      s[i] = minus_infinity<float>();
-      x[i / 8][i / 2 % 2 + i / 4 % 2 * 2] &= i % 2 ? 0xFFFFu : 0xFFFF0000u;
-    }
-  }
 };
 
 struct GivenNothing {
@@ -66,7 +57,6 @@ struct GivenNothing {
   __device__ __forceinline__ void fetch(i32) {}
   template <int N> __device__ __forceinline__ void hide(float (&)[N]) const {}
   __device__ __forceinline__ void take(int) {}
-  template <int N> __device__ __forceinline__ void settle(float (&)[N]) {}
 };
 template <bool kIs, template <Config> class Is, Config C> struct GivenIf {
   using type = GivenNothing;

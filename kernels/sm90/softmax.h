@@ -22,7 +22,7 @@ struct Softmax {
       for (int j = 1; j < N / 4; ++j) x = fmaxf(x, of(4 * j + 2 * r)), y = fmaxf(y, of(4 * j + 2 * r + 1));
       float top = exponent.top(tile::row_max(fmaxf(x, y))), before = M[r];
       float now = kExact ? fmaxf(before, top) : top > before + 8.0f ? top : before;
-      alpha[r] = now == before ? 1.0f : exp2(before - now);
+      alpha[r] = now == before ? 1.0f : exp2(exponent.difference(before - now));
       M[r] = now;
       l[r] *= alpha[r];
     }
