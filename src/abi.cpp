@@ -4,6 +4,7 @@
 #include <new>
 
 #include "attention/dropout_mask.h"
+#include "attention/padding.h"
 #include "attention/text.h"
 #include "attention/versioned.h"
 #include "cuda/engine.h"
@@ -91,6 +92,7 @@ void run_reference(const strobe_attention *attention, const strobe_tensors *t, c
   Execution execution;
   check_all([&] { problem = validate(&a, t, direction); }, [&] { execution = validate(e); });
   reference(problem, execution, direction, selection ? &selected : nullptr);
+  if (!selection) clear_padding(problem, direction);
 }
 
 void check_text(const char *text, size_t capacity) {

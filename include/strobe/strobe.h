@@ -118,7 +118,7 @@ typedef struct strobe_tensors {
   const strobe_tensor *bias; /* added to the score; shaped like mask; q's dtype or float32 (float64 with float64) */
   const strobe_tensor *alibi_slopes; /* float32 (H) or (B,H): -slope * |i + offset - j| is added to the score */
   const strobe_tensor *sinks;        /* float32, or float64 with float64, (H): a logit that joins the denominator alone */
-  const strobe_tensor *cu_seqlens_q; /* int32 (B+1), contiguous: sequence b holds tokens [cu[b], cu[b+1]) */
+  const strobe_tensor *cu_seqlens_q; /* int32 (B+1), contiguous: sequence b holds tokens [cu[b], cu[b+1]); behind cu[B] is padding */
   const strobe_tensor *cu_seqlens_k; /* both or none */
   const strobe_tensor *block_rows; /* int32 (B|1, H|1, nq+1), contiguous: entries of block_cols that query block holds; absolute offsets */
   const strobe_tensor *block_cols; /* int32 (kept): key blocks, strictly ascending within a row */

@@ -63,14 +63,6 @@ __device__ __forceinline__ float load_shared_float(u32 address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
   return x;
 }
-__device__ __forceinline__ void store_shared_16(u32 address, u32 x) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((unsigned short)x) : "memory");
-}
-__device__ __forceinline__ u32 load_shared_16(u32 address) {
-  unsigned short x;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
-  return x;
-}
 __device__ __forceinline__ void store_global(void *address, const u32 (&x)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }

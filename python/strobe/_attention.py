@@ -57,12 +57,13 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
             (torch.manual_seed) or NumPy (np.random.seed).
         rng: the same two as an int64 tensor (2,), where q lies.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): packed sequences of various lengths; sequence b holds the tokens
-            [cu_seqlens[b], cu_seqlens[b + 1]). Then q is (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), whatever layout says.
+            [cu_seqlens[b], cu_seqlens[b + 1]), and what lies behind the last is padding: its out is 0, its lse -inf. Then q is
+            (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), whatever layout says.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths; the size of mask and bias there. None: Tq, Tk.
         block_mask: which blocks of the scores exist at all.
         layout: of q, k, v and the output: "bhsd" or "bshd".
         return_lse: return (out, lse).
-        deterministic: bitwise the same gradients over runs; on the CPU they always are.
+        deterministic: bitwise the same gradients over runs; on the CPU, and under torch.use_deterministic_algorithms, they always are.
         exact_max: keep the running maximum of the softmax where an engine would do without.
         allow_tf32: let float32 run as single-pass TF32 on a GPU.
         tile_q, tile_k: a wish for the tile (Br, Bc); explain() says to what it was rounded.

@@ -37,6 +37,10 @@ class Framework(ABC):
         """The arrays as forward() hands them on."""
         return arrays
 
+    def is_deterministic(self) -> bool:
+        """Whether the framework wants the same bits in every run, whatever the call says."""
+        return False
+
     def again(self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any]) -> Sequence[Array] | None:
         """out, and lse if it is to be returned, of a call of attention() that is known from one before; None if it is not."""
         return None

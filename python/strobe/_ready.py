@@ -36,7 +36,7 @@ def is_lazy(x: Tensor) -> bool:
 def signature(tensors: Iterable[Tensor], options: Mapping[str, Any], *more: object) -> tuple[Key, list[int]] | None:
     """All that decides what runs, `more` among it; and the addresses, which do not, of `tensors` and then of the tensors among the options.
     None if there is something else among them than plain tensors and scalars."""
-    key: list[Any] = [torch.get_num_threads(), *more]
+    key: list[Any] = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), *more]
     addresses: list[int] = []
     for x in tensors:
         if type(x) not in PLAIN or x.layout is not torch.strided or is_lazy(x):

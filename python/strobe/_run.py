@@ -153,7 +153,8 @@ def call(framework: Framework, p: Prepared, known: dict[str, Array], made: dict[
     def place(execution: Any) -> Allocator | None:
         return framework.place(execution, p.arrays["q"], p.options.get("threads"))
 
-    return Call(p.arrays | known, made, p.options, framework.view, place)
+    options = p.options | {"deterministic": True} if framework.is_deterministic() else p.options
+    return Call(p.arrays | known, made, options, framework.view, place)
 
 
 def _selection(rows: Iterable[int] | None, cols: Iterable[int] | None) -> tuple[Any, Any]:

@@ -47,6 +47,9 @@ class Torch(Framework):
             return _autocast(arrays, torch.get_autocast_dtype(device))
         return arrays
 
+    def is_deterministic(self) -> bool:
+        return torch.are_deterministic_algorithms_enabled()
+
     def again(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> Sequence[Tensor] | None:
         if not _is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
             return None

@@ -39,7 +39,6 @@ struct Loaded {
     find(d.cuCtxPopCurrent, "cuCtxPopCurrent_v2");
     find(d.cuCtxPushCurrent, "cuCtxPushCurrent_v2");
     find(d.cuLibraryLoadData, "cuLibraryLoadData");
-    find(d.cuLibraryUnload, "cuLibraryUnload");
     find(d.cuLibraryGetKernel, "cuLibraryGetKernel");
     find(d.cuKernelGetFunction, "cuKernelGetFunction");
     find(d.cuKernelGetAttribute, "cuKernelGetAttribute");

@@ -30,21 +30,11 @@ enum CUdevice_attribute : int {
 enum CUfunction_attribute : int { CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
 enum CUstreamCaptureStatus : int { CU_STREAM_CAPTURE_STATUS_NONE = 0 };
 enum CUstreamCaptureMode : int { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
-enum CUlaunchAttributeID : int { CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
-union CUlaunchAttributeValue {
-  char pad[64];
-  int programmaticStreamSerializationAllowed;
-};
-struct CUlaunchAttribute {
-  CUlaunchAttributeID id;
-  char pad[8 - sizeof(CUlaunchAttributeID)];
-  CUlaunchAttributeValue value;
-};
 struct CUlaunchConfig {
   unsigned gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
   CUstream hStream;
-  CUlaunchAttribute *attrs;
+  struct CUlaunchAttribute_st *attrs;
   unsigned numAttrs;
 };
 struct alignas(128) CUtensorMap {
@@ -67,7 +57,6 @@ struct Driver {
   Call<CUcontext> cuCtxPushCurrent;
 
   Call<CUlibrary *, const void *, void *, void **, unsigned, void *, void **, unsigned> cuLibraryLoadData;
-  Call<CUlibrary> cuLibraryUnload;
   Call<CUkernel *, CUlibrary, const char *> cuLibraryGetKernel;
   Call<CUfunction *, CUkernel> cuKernelGetFunction;
   Call<int *, CUfunction_attribute, CUkernel, CUdevice> cuKernelGetAttribute;

@@ -3,6 +3,7 @@
 #include "attention/contents.h"
 #include "attention/text.h"
 #include "cuda/driver.h"
+#include "cuda/rows.h"
 #include "cuda/stream.h"
 #include "cuda/tuning.h"
 
@@ -36,10 +37,12 @@ CudaEngine::Made CudaEngine::program_for(const Problem &p, Direction direction, 
   } else {
     made = program(p, direction, device, scratch);
   }
-  if (const Program *program = std::get_if<Program>(&made))
+  if (Program *program = std::get_if<Program>(&made)) {
+    if (p.varlen) program->steps.push_back(padding(p, direction));
     for (const Step &step : program->steps)
       if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
         return text(launch->grid, " thread blocks; a launch takes ", kMostCtas);
+  }
   return made;
 }
 
@@ -84,6 +87,8 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction dir
   DeviceGuard guard(on); // the driver encodes tensor maps for a context
   const Made made = program_for(p, direction, on, scratch);
   const CUstream stream = static_cast<CUstream>(execution.stream);
+  if (p.check && capturing(stream))
+    throw Error(STROBE_INVALID_ARGUMENT, "check: 1 while the stream is captured; accepted is 0, for it waits for the stream");
   if (p.check) check_contents(p, [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
   for (const Step &step : std::get<Program>(made).steps) {
     if (const Zero *zero = std::get_if<Zero>(&step)) {

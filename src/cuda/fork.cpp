@@ -23,14 +23,21 @@ Gate &gate() {
   return *only;
 }
 
+thread_local int depth = 0; // of this thread's gates
+
+// A driver that is called within may fork itself (cuInit does, to run nvidia-modprobe): it cannot wait for itself, and its child runs another
+// program.
 void before_fork() {
+  if (depth) return;
   Gate &g = gate();
   g.door.lock();
   std::unique_lock lock(g.mutex);
   g.empty.wait(lock, [&] { return g.within == 0; });
   lock.release(); // held until the fork is done
 }
-void after_fork() { gate().mutex.unlock(), gate().door.unlock(); }
+void after_fork() {
+  if (!depth) gate().mutex.unlock(), gate().door.unlock();
+}
 void in_child() { gate().forks++, after_fork(); }
 
 Gate::Gate() { pthread_atfork(before_fork, after_fork, in_child); }
@@ -44,8 +51,10 @@ ForkGate::ForkGate() {
   const std::lock_guard pass(gate().door);
   const std::lock_guard lock(gate().mutex);
   gate().within++;
+  depth++;
 }
 ForkGate::~ForkGate() {
+  depth--;
   const std::lock_guard lock(gate().mutex);
   if (--gate().within == 0) gate().empty.notify_all();
 }

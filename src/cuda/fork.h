@@ -3,7 +3,8 @@
 
 namespace strobe::cuda {
 
-// A fork waits until nobody is within: around work that a child could not finish (loading a library, compiling). Not within itself.
+// A fork waits until nobody is within: around work that a child could not finish (loading a library, compiling). Not within itself;
+// a fork by the same thread within does not wait, and its child has to run another program.
 class ForkGate {
 public:
   ForkGate();

@@ -61,9 +61,7 @@ template <class Config> const Kernel &load(const KernelKey<Config> &key, const D
 struct Grid {
   int64_t x = 1, y = 1, z = 1;
 };
-// In the current context (DeviceGuard). An empty grid launches nothing. after_trigger: the kernel may start before the stream's last one has
-// ended (programmatic dependent launch), and waits in device code for what it needs; without effect before sm_90.
-void launch(const Kernel &, Grid, int threads, int64_t shared_bytes, CUstream, const void *arguments, size_t argument_bytes,
-            bool after_trigger = false);
+// In the current context (DeviceGuard). An empty grid launches nothing.
+void launch(const Kernel &, Grid, int threads, int64_t shared_bytes, CUstream, const void *arguments, size_t argument_bytes);
 
 } // namespace strobe::cuda

@@ -8,7 +8,7 @@ static void refuse(const Kernel &kernel, const std::string &what) {
 }
 
 void launch(const Kernel &kernel, Grid grid, int threads, int64_t shared_bytes, CUstream stream, const void *arguments,
-            size_t argument_bytes, bool after_trigger) {
+            size_t argument_bytes) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   constexpr int64_t most_x = 0x7fffffff, most_yz = 0xffff;
   if (grid.x < 0 || grid.x > most_x || grid.y < 0 || grid.y > most_yz || grid.z < 0 || grid.z > most_yz)
@@ -18,9 +18,6 @@ void launch(const Kernel &kernel, Grid grid, int threads, int64_t shared_bytes, 
   if (kernel.argument_bytes && kernel.argument_bytes != argument_bytes)
     refuse(kernel, text(argument_bytes, " bytes of arguments; the kernel takes ", kernel.argument_bytes));
 
-  CUlaunchAttribute attribute{};
-  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-  attribute.value.programmaticStreamSerializationAllowed = 1;
   const CUlaunchConfig config = {.gridDimX = static_cast<unsigned>(grid.x),
                                  .gridDimY = static_cast<unsigned>(grid.y),
                                  .gridDimZ = static_cast<unsigned>(grid.z),
@@ -29,8 +26,8 @@ void launch(const Kernel &kernel, Grid grid, int threads, int64_t shared_bytes, 
                                  .blockDimZ = 1,
                                  .sharedMemBytes = static_cast<unsigned>(shared_bytes),
                                  .hStream = stream,
-                                 .attrs = &attribute,
-                                 .numAttrs = after_trigger && kernel.cc >= 90 ? 1u : 0u};
+                                 .attrs = nullptr,
+                                 .numAttrs = 0};
   void *parameters[] = {const_cast<void *>(arguments)};
   const CUresult result = driver()->cuLaunchKernelEx(&config, kernel.function, parameters, nullptr);
   if (result != CUDA_SUCCESS) fail(result, "launch of " + kernel.name);

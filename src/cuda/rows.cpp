@@ -1,5 +1,8 @@
 #include "cuda/rows.h"
 
+#include <algorithm>
+
+#include "../../kernels/attention/padding_config.h"
 #include "../../kernels/mma/config.h"
 #include "../../kernels/simt/config.h"
 #include "cuda/arguments.h"
@@ -12,6 +15,7 @@ using simt::Config;
 constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
 constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
 constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
+constexpr KernelSource kPadding{"attention/padding.h", "strobe::padding::Padding", "strobe::padding::Config"};
 constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
 
 // They do not vary with tiles and features.
@@ -39,6 +43,13 @@ Launch sink_gradient(const Problem &p, const BackwardArguments &a) {
   Config c{};
   c.dtype = int32_t(p.dtype);
   return Launch(kSinkGradient, c, p.heads, 256, 0, a);
+}
+Launch padding(const Problem &p, Direction direction) {
+  constexpr int64_t most = 128; // blocks of threads for long padding behind few sequences
+  const padding::Config c{.element = int32_t(bytes(p.dtype)), .backward = direction == Direction::backward};
+  const int64_t grid = (p.batch + 1) * std::max<int64_t>(1, most / (p.batch + 1));
+  return direction == Direction::forward ? Launch(kPadding, c, grid, c.threads(), 0, forward_arguments(p))
+                                         : Launch(kPadding, c, grid, c.threads(), 0, backward_arguments(p));
 }
 
 } // namespace strobe::cuda

@@ -13,4 +13,6 @@ Launch row_sums(const Problem &, const BackwardArguments &);
 Launch query_gradient(const Problem &, const BackwardArguments &);
 Launch sink_gradient(const Problem &, const BackwardArguments &);
 
+Launch padding(const Problem &, Direction); // packed tokens of no sequence: results 0, LSE -inf
+
 } // namespace strobe::cuda

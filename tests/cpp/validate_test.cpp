@@ -258,10 +258,10 @@ TEST_CASE("validate: what host memory holds") {
       {{"cu_seqlens_q: starts at 1", value("cu_seqlens_q", 0, 1)},
        {"cu_seqlens_q: falls from 22 at [1] to 21",
         [](Call &c) { c.attention.max_seqlen_q = 30, c.data<int32_t>("cu_seqlens_q")[1] = 22; }},
-       {"cu_seqlens_q: ends at 20", value("cu_seqlens_q", 2, 20)},
+       {"cu_seqlens_q: ends at 22; accepted is at most the number of packed tokens, 21", value("cu_seqlens_q", 2, 22)},
        {"cu_seqlens_q: sequence 0 has 13 tokens; accepted is at most max_seqlen = 12", set(&strobe_attention::max_seqlen_q, int64_t{12})},
        {"cu_seqlens_k: falls from 0 at [0] to -1", value("cu_seqlens_k", 1, -1)},
-       {"cu_seqlens_k: ends at 36", value("cu_seqlens_k", 2, 36)},
+       {"cu_seqlens_k: ends at 39", [](Call &c) { c.attention.max_seqlen_k = 40, c.data<int32_t>("cu_seqlens_k")[2] = 39; }},
        {"cu_seqlens_k: strides (2)", [](Call &c) {
           c.resize_memory("cu_seqlens_k", 5 * sizeof(int32_t));
           c["cu_seqlens_k"].strides[0] = 2;

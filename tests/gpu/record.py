@@ -1,6 +1,6 @@
 """Runs the tests that need a GPU and writes tests/gpu-record.json: what ran, where, and of which sources.
 
-python tests/gpu/record.py [pytest's arguments]    runs
+python tests/gpu/record.py [pytest's options]      runs; with -n each worker of pytest-xdist begins at another GPU
 python tests/gpu/record.py --check                 exits with 1 if the record is of other sources than today's, or of a failure
 """
 
@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -17,15 +18,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "gpu-record.json"
-SOURCES = ("kernels", "src/cuda", "src/attention", "tests")
-SUFFIXES = {".h", ".cpp", ".py", ".cu", ".cmake", ".txt"}
 # The contract on the GPU's engines, beside what tests/gpu holds.
-CONTRACT = ("test_contract.py", "test_corners.py", "test_ladder.py", "test_compat.py", "test_compat_flash_attn.py")
+CONTRACT = (
+    *("test_contract.py", "test_corners.py", "test_hidden.py", "test_known_bugs.py", "test_hyperbolic.py", "test_ladder.py"),
+    *("test_compat.py", "test_compat_flash_attn.py", "test_compat_sdpa.py"),
+)
+HELPERS = ("cases.py", "check.py", "conftest.py", "device.py", "plain.py")
+# What decides what runs on a GPU.
+SOURCES = (
+    *("kernels/**/*.h", "src/*.cpp", "src/*.h", "src/attention/*", "src/cuda/*", "python/strobe/*.py", "tests/gpu/*.py"),
+    *(f"tests/python/{name}" for name in CONTRACT + HELPERS),
+)
+ENDED = (0, 1)  # pytest's exit status: all passed, some failed
 
 
 def digest() -> str:
     """Of the sources that a record speaks of."""
-    files = sorted(f for folder in SOURCES for f in (ROOT / folder).rglob("*") if f.suffix in SUFFIXES and "third_party" not in f.parts)
+    files = sorted({file for pattern in SOURCES for file in ROOT.glob(pattern)})
     sha = hashlib.sha256()
     for file in files:
         sha.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
@@ -38,18 +47,20 @@ def check() -> int:
         return 1
     record = json.loads(RECORD.read_text())
     if record["digest"] != digest():
-        print(
-            f"{RECORD.name} is stale: kernels/, src/cuda/, src/attention/ or tests/ have changed since {record['date']}; run make test-gpu"
-        )
+        print(f"{RECORD.name} is stale: sources have changed since {record['date']}; run make test-gpu")
         return 1
-    if record["failed"]:
+    if record["status"] not in ENDED:
+        ran = record["passed"] + record["failed"] + record["skipped"]
+        print(f"{RECORD.name}: pytest ended with status {record['status']} after {ran} tests on {record['device']}")
+        return 1
+    if record["failed"] or not record["passed"]:
         print(f"{RECORD.name}: {record['failed']} tests failed on {record['device']}")
         return 1
     print(f"{record['passed']} passed, {record['skipped']} skipped on {record['device']}, {record['date']}")
     return 0
 
 
-def run(arguments: list[str]) -> int:
+def run(options: list[str]) -> int:
     import torch
 
     if not torch.cuda.is_available():
@@ -58,9 +69,16 @@ def run(arguments: list[str]) -> int:
     before = digest()
     report = ROOT / "build" / "gpu-tests.xml"
     report.parent.mkdir(exist_ok=True)
+    report.unlink(missing_ok=True)
     tests = [str(ROOT / "tests" / "gpu"), *(str(ROOT / "tests" / "python" / name) for name in CONTRACT)]
-    command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *(arguments or tests)]
-    status = subprocess.run(command, cwd=ROOT, env={**os.environ, "STROBE_TEST_DEVICE": "cuda"}, check=False).returncode
+    command = [sys.executable, "-m", "pytest", "-p", "spread", f"--junitxml={report}", *tests, *options]
+    found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # spread
+    environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
+    signal.signal(signal.SIGINT, lambda *_: None)  # pytest ends at one, too, with its report written
+    status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    if not report.exists():
+        print(f"pytest ended with status {status} and left no report", file=sys.stderr)
+        return status
     suite = ElementTree.parse(report).getroot()
     suite = suite if suite.tag == "testsuite" else suite[0]
     total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
@@ -70,6 +88,7 @@ def run(arguments: list[str]) -> int:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "passed": total - skipped - failed,
         "failed": failed,
+        "status": status,
         "skipped": skipped,
         "seconds": round(float(suite.get("time", 0))),
         "torch": torch.__version__,

@@ -42,13 +42,21 @@ def test_a_graph_replays_with_other_lengths_and_other_dropout(dtype):
             assert torch.equal(got, want)
 
 
+@pytest.fixture(params=[False, True], ids=["option", "use_deterministic_algorithms"])
+def deterministic(request):
+    """The option that asks for it, if PyTorch does not."""
+    torch.use_deterministic_algorithms(request.param)
+    yield {} if request.param else {"deterministic": True}
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("heads_kv", [4, 1])
-def test_deterministic_bits(engine, heads_kv):
+def test_deterministic_bits(engine, heads_kv, deterministic):
     dtype = torch.bfloat16 if engine in ("cuda-mma", "cuda-sm90") else torch.float32
     q, dout = tensors(2, 4, 700, 64, dtype=dtype, n=2)
     k, v = tensors(2, heads_kv, 700, 64, dtype=dtype, n=2)
-    options = {"causal": True, "deterministic": True, "engine": engine}
+    options = {"causal": True, "engine": engine, **deterministic}
     try:
         expected = gradients(q, k, v, dout, **options)
     except NotImplementedError as refusal:

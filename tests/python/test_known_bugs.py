@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import strobe
 from cases import call
 from check import assert_matches, available_engines, run, runs, takes
+from device import DEVICE
 
 DTYPES = (torch.float32, torch.bfloat16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
@@ -305,6 +306,40 @@ def test_sequences_without_keys(dtype):
             assert (results["out"][part] == 0).all()
             assert (results["dq"][part] == 0).all()
             assert (results["lse"][:, part] == -torch.inf).all()
+
+
+@pytest.fixture
+def poisoned_memory():
+    """What torch.empty gives is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dtypes
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout": 0.3, "seed": 1}, {"max_seqlen_q": 40, "max_seqlen_k": 30}], ids=str)
+def test_padding_behind_packed_sequences(options, dtype, poisoned_memory):
+    """pytorch/pytorch#176793, Dao-AILab/flash-attention#1228: what no sequence holds came back as whatever was in memory."""
+    held = {"q": 45, "dout": 45, "k": 44, "v": 44}
+    padded = {name: torch.randn(n + 19, 4 if name in ("q", "dout") else 2, 24, dtype=dtype) for name, n in held.items()}
+    for name, n in held.items():
+        padded[name][n:] = math.nan
+    cu = {"cu_seqlens_q": cumulated(5, 0, 40), "cu_seqlens_k": cumulated(14, 0, 30)}
+
+    def results(tensors, engine):
+        q, k, v, dout = (tensors[name].to(DEVICE) for name in ("q", "k", "v", "dout"))
+        how = {name: x.to(DEVICE) for name, x in cu.items()} | options | {"engine": engine}
+        out, lse = strobe.attention(q, k, v, return_lse=True, **how)
+        gradients = strobe.attention_backward(dout, q, k, v, out, lse, deterministic=True, **how)
+        return {"out": out, "lse": lse.transpose(0, 1), "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+
+    for engine in [name for name in available_engines() if takes(name, dtype)] + ["reference"] * (DEVICE == "cpu"):
+        found = results(padded, engine)
+        expected = results({name: x[: held[name]] for name, x in padded.items()}, engine)
+        for name, x in found.items():
+            n = len(expected[name])
+            torch.testing.assert_close(x[:n], expected[name], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+            assert torch.equal(x[n:], torch.full_like(x[n:], -math.inf if name == "lse" else 0)), f"padding of {name} of {engine}"
 
 
 def test_decode_with_zero_lengths():

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import strobe
+from strobe import _run
 
 FORWARD = torch.ops.strobe.attention_forward.default
 BACKWARD = torch.ops.strobe.attention_backward.default
@@ -608,3 +609,26 @@ def test_torch_works_without_numpy():
     """)
         == "torch.Size([1, 2, 32, 16]) torch.bool"
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_pytorch_wants_determinism(compiled, monkeypatch):
+    """It reaches the library in the backward, also of a call that is known from before."""
+    asked = []
+
+    class Call(_run.Call):
+        def __init__(self, arrays, made, options, view, place):
+            asked.append(("dq" in made, bool(options.get("deterministic"))))
+            super().__init__(arrays, made, options, view, place)
+
+    monkeypatch.setattr(_run, "Call", Call)
+    q, k, v = (torch.randn(1, 2, 37, 24, requires_grad=True) for _ in range(3))
+    attend = torch.compile(strobe.attention, backend="aot_eager") if compiled else strobe.attention
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            for _ in range(2):
+                attend(q, k, v).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert {(True, False), (True, True)} <= set(asked)

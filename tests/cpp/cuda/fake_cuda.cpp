@@ -1,6 +1,7 @@
 // A libcuda.so.1 of two devices, as far as Strobe calls it. Device pointers are host pointers.
 #include "fake_cuda.h"
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -29,6 +30,11 @@ FakeCuda *fake_cuda() { return &fake; }
 
 CUresult cuInit(unsigned) {
   fake.inits++;
+  if (fake.init_forks) {
+    const pid_t helper = fork();
+    if (helper == 0) _exit(0);
+    waitpid(helper, nullptr, 0);
+  }
   if (initialised_by && !usable()) return CUDA_ERROR_NOT_INITIALIZED;
   if (!fake.init) initialised_by = getpid();
   return fake.init;
@@ -71,7 +77,6 @@ CUresult cuLibraryLoadData(CUlibrary *library, const void *code, void *, void **
   *library = reinterpret_cast<CUlibrary>(&fake);
   return fake.load;
 }
-CUresult cuLibraryUnload(CUlibrary) { return 0; }
 CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary, const char *name) {
   *kernel = reinterpret_cast<CUkernel>(&fake.code);
   return std::strcmp(name, "kernel") ? 500 : 0;
@@ -88,7 +93,6 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction, void **param
   fake.launches++;
   const std::lock_guard lock(fake.mutex);
   fake.config = *config;
-  if (config->numAttrs) fake.attribute = config->attrs[0];
   const char *arguments = static_cast<const char *>(parameters[0]);
   fake.arguments.assign(arguments, arguments + fake.argument_bytes);
   return fake.launch;

@@ -13,14 +13,13 @@ struct FakeCuda {
   // what it answers
   std::atomic<CUresult> init = 0, load = 0, launch = 0;
   std::atomic<int> version = 13020, argument_bytes = 16, static_shared = 1024;
-  std::atomic<bool> capturing = false;
+  std::atomic<bool> capturing = false, init_forks = false; // the latter: as cuInit runs nvidia-modprobe
   // what it was asked
   std::atomic<int> inits = 0, loads = 0, retains = 0, pushes = 0, launches = 0, relaxed = 0, synchronised = 0;
   std::atomic<int> most_shared = -1, most_shared_device = -1;
   std::mutex mutex; // of all below
   std::string code; // of the last library
   CUlaunchConfig config{};
-  CUlaunchAttribute attribute{};
   std::vector<char> arguments;
 };
 

@@ -44,6 +44,15 @@ TEST_CASE("fork: while other threads compile") {
   for (std::thread &thread : busy) thread.join();
 }
 
+// Before the driver is initialised in this process.
+TEST_CASE("fork: by the driver itself, in a thread that is within") {
+  const Compiling c;
+  fake_cuda().init_forks = true;
+  CHECK(in_child([] { return std::to_string(device_count()); }) == "2");
+  CHECK(in_child([] { return std::to_string(load(plain(1), device(1)).registers); }) == "42");
+  fake_cuda().init_forks = false;
+}
+
 TEST_CASE("fork: the driver works in a child if it was not initialised before, else the error says why it does not") {
   const Compiling c;
   fake_cuda();

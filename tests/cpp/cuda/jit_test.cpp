@@ -126,13 +126,6 @@ TEST_CASE("jit: a launch is what was asked for") {
   CHECK(fake.config.hStream == stream);
   CHECK(fake.config.numAttrs == 0);
   CHECK(std::memcmp(fake.arguments.data(), kArguments, sizeof kArguments) == 0);
-
-  launch(kernel, {1}, 128, 0, stream, kArguments, sizeof kArguments, true);
-  REQUIRE(fake.config.numAttrs == 1);
-  CHECK(fake.attribute.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
-  CHECK(fake.attribute.value.programmaticStreamSerializationAllowed == 1);
-  launch(load(plain(40), device(0)), {1}, 128, 0, stream, kArguments, sizeof kArguments, true);
-  CHECK(fake.config.numAttrs == 0); // sm_80 has none
 }
 
 TEST_CASE("jit: launches that cannot be") {

@@ -1,0 +1,14 @@
+// What the kernel for packed tokens of no sequence is compiled for.
+#pragma once
+#include "base.h"
+
+namespace strobe::padding {
+
+struct Config {
+  i32 element; // bytes
+  i32 backward;
+
+  STROBE_FN constexpr i32 threads() const { return 256; }
+};
+
+} // namespace strobe::padding

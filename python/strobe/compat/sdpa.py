@@ -1,0 +1,82 @@
+"""torch.nn.functional.scaled_dot_product_attention, importable in its place.
+
+>>> import torch.nn.functional as F
+>>> from strobe.compat.sdpa import scaled_dot_product_attention
+>>> F.scaled_dot_product_attention = scaled_dot_product_attention  # torch.nn.MultiheadAttention calls it, too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strobe import attention
+
+from ._words import in_words_of
+
+_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(scale · query · keyᵀ + attn_mask) · value, differentiable in query, key, value and a float attn_mask.
+
+    Args:
+        query: (L, E), (N, L, E), (N, Hq, L, E), or more axes in front. float32, float16, bfloat16 or float64; E and Ev up to 256.
+        key, value: (..., H, S, E) and (..., H, S, Ev), of query's dtype. Axes in front broadcast.
+        attn_mask: broadcasts to (..., Hq, L, S): bool, True = attend; or added to the scores, of query's dtype or float32.
+        is_causal: query i sees the keys j <= i, whatever L and S.
+        scale: 1/sqrt(E) if None.
+        enable_gqa: without effect: Hq may be a multiple of H.
+
+    Returns:
+        (..., Hq, L, Ev). A query that sees no key has output 0.
+
+    Raises:
+        As strobe.attention. What differs from PyTorch's: docs/compat.md.
+    """
+    given = {"query": query, "key": key, "value": value}
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: {type(x).__name__}; accepted is a torch.Tensor")
+        if x.dim() < 2:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is (..., length, head dimension)")
+    is_bias = isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool
+    options: dict[str, Any] = {"bias" if is_bias else "mask": attn_mask, "causal": is_causal, "scale": scale, "dropout": dropout_p}
+    with in_words_of(_NAMES):
+        if all(x.dim() == 4 and x.shape[0] == query.shape[0] for x in given.values()):
+            return attention(query, key, value, alignment="top_left", **options)
+        return _of_any_rank(given, options)
+
+
+def _of_any_rank(given: Mapping[str, Tensor], options: dict[str, Any]) -> Tensor:
+    """All axes in front of the heads as one: a copy of what broadcasts there, if there are several."""
+    rank = max(x.dim() for x in given.values())
+    given = {name: x[(None,) * max(0, 3 - x.dim())] for name, x in given.items()}
+    try:
+        front = torch.broadcast_shapes(*(x.shape[:-3] for x in given.values()))
+    except RuntimeError:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
+        raise ValueError(f"query: with key and value of shapes {shapes}; accepted are axes in front that broadcast") from None
+
+    def flat(x: Tensor) -> Tensor:
+        return x.expand(*front, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+
+    for name in ("mask", "bias"):
+        x = options.get(name)
+        if isinstance(x, Tensor) and x.dim() > 4:
+            options[name] = flat(x)
+    query, key, value = map(flat, given.values())
+    out = attention(query, key, value, alignment="top_left", **options)
+    return out.reshape(*front, *out.shape[-3:])[(0,) * (3 - min(rank, 3))]

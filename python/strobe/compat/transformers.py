@@ -1,0 +1,75 @@
+"""Strobe in Hugging Face transformers: an attention implementation to be chosen by name.
+
+>>> from strobe.compat import transformers
+>>> transformers.register()
+>>> model = AutoModelForCausalLM.from_pretrained("...", attn_implementation="strobe")
+
+Needs transformers 4.53 or later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strobe import attention
+
+
+def register(name: str = "strobe") -> None:
+    """Makes `attn_implementation=name` known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: (out (B, Sq, H, Dv), no weights).
+
+    Args:
+        module: is asked for `is_causal` where the argument is None.
+        query: (B, H, Sq, D).
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); H a multiple of Hkv, nothing is repeated.
+        attention_mask: bool, True = attend, or added to the scores; broadcasts to (B, H, Sq, Sk). A sliding window is in it.
+            None: all keys, or if causal those up to the query's place.
+        softcap, s_aux, position_bias: softcap, sinks (H,) and bias of strobe.attention.
+        others: refused if they are cache (paged) or output_attentions; without effect otherwise.
+    """
+    if others.get("output_attentions"):
+        raise NotImplementedError("output_attentions: True; accepted is False, for the weights are never made; 'eager' makes them")
+    if others.get("cache") is not None:
+        raise NotImplementedError("cache: given; accepted is None, for paged caches are not there yet")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mask, bias = attention_mask, position_bias
+    if mask is not None and mask.dtype != torch.bool:
+        bias, mask = mask if bias is None else mask + bias, None
+    out = attention(
+        query,
+        key,
+        value,
+        causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
+        alignment="top_left",
+        scale=scaling,
+        softcap=softcap or 0.0,
+        mask=mask,
+        bias=bias,
+        sinks=None if s_aux is None else s_aux.float(),
+        dropout=dropout,
+    )
+    return out.transpose(1, 2).contiguous(), None

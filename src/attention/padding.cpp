@@ -1,0 +1,45 @@
+#include "attention/padding.h"
+
+#include <cstring>
+
+namespace strobe {
+namespace {
+
+template <class T> void fill(const View &to, int64_t heads, int64_t width, int64_t begin, int64_t end, T x) {
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t i = begin; i < end; i++)
+      for (int64_t c = 0; c < width; c++) *to.at<T>(0, h, i, c) = x;
+}
+
+void clear(const View &to, int64_t heads, int64_t width, int64_t begin, int64_t end) {
+  if (!to) return;
+  switch (bytes(to.dtype)) {
+  case 2:
+    return fill<uint16_t>(to, heads, width, begin, end, 0);
+  case 4:
+    return fill<float>(to, heads, width, begin, end, 0);
+  default:
+    return fill<double>(to, heads, width, begin, end, 0);
+  }
+}
+
+} // namespace
+
+void clear_padding(const Problem &p, Direction direction) {
+  if (!p.varlen) return;
+  const int64_t end_q = p.cu_seqlens_q[p.batch], end_k = p.cu_seqlens_k[p.batch];
+  if (direction == Direction::backward) {
+    clear(p.dq, p.heads, p.head_dim, end_q, p.total_q);
+    clear(p.dk, p.heads_kv, p.head_dim, end_k, p.total_k);
+    clear(p.dv, p.heads_kv, p.head_dim_v, end_k, p.total_k);
+    return;
+  }
+  clear(p.out, p.heads, p.head_dim_v, end_q, p.total_q);
+  if (!p.lse) return;
+  if (p.lse.dtype == DType::f64)
+    fill(p.lse, p.heads, 1, end_q, p.total_q, -std::numeric_limits<double>::infinity());
+  else
+    fill(p.lse, p.heads, 1, end_q, p.total_q, -std::numeric_limits<float>::infinity());
+}
+
+} // namespace strobe

@@ -1,0 +1,141 @@
+"""strobe.compat.sdpa beside PyTorch's own function in float64, outputs and gradients."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from device import DEVICE
+from strobe.compat.sdpa import scaled_dot_product_attention
+
+# query, key, value, attn_mask
+SHAPES = {
+    "four axes": ((2, 4, 9, 16), (2, 4, 11, 16), (2, 4, 11, 8), (2, 1, 9, 11)),
+    "three axes": ((3, 9, 16), (3, 11, 16), (3, 11, 16), (3, 9, 11)),
+    "two axes": ((9, 16), (11, 16), (11, 8), (9, 11)),
+    "five axes": ((2, 3, 4, 9, 16), (2, 3, 4, 11, 16), (2, 3, 4, 11, 16), (2, 1, 4, 9, 11)),
+    "a batch of one key": ((3, 4, 9, 16), (1, 4, 11, 16), (1, 4, 11, 16), (4, 9, 11)),
+    "front axes broadcast": ((2, 1, 4, 9, 16), (3, 4, 11, 16), (1, 3, 4, 11, 16), (11,)),
+    "one key head": ((2, 4, 9, 16), (2, 1, 11, 16), (2, 1, 11, 16), (1, 1, 1, 11)),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "bool": {"attn_mask": torch.bool},
+    "float": {"attn_mask": torch.float32},
+}
+
+
+def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def both(tensors: list[Tensor], **options: Any) -> None:
+    """Asserts that outputs and gradients agree with PyTorch's in float64."""
+    ours = scaled_dot_product_attention(*tensors, **options)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    mask = options.get("attn_mask")
+    if mask is not None and mask.dtype != torch.bool:
+        tensors, wide = [*tensors, mask], [*wide, mask.detach().double().requires_grad_()]
+        options["attn_mask"] = wide[-1]
+    theirs = F.scaled_dot_product_attention(*wide[:3], **options)
+    assert (ours.shape, ours.dtype) == (theirs.shape, tensors[0].dtype)
+    torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=3e-6)
+    dout = torch.randn_like(ours)
+    for got, want in zip(torch.autograd.grad(ours, tensors, dout), torch.autograd.grad(theirs, wide, dout.double()), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_as_pytorch(shapes, options):
+    *qkv, of_mask = SHAPES[shapes]
+    given = dict(OPTIONS[options])
+    if given.get("attn_mask") is torch.bool:
+        given["attn_mask"] = torch.rand(of_mask, device=DEVICE) < 0.7
+    elif given.get("attn_mask"):
+        given["attn_mask"] = torch.randn(of_mask, device=DEVICE, requires_grad=True)
+    both(leaves(*qkv), **given)
+
+
+def test_grouped_heads():
+    both(leaves((2, 6, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16)), is_causal=True, enable_gqa=True)
+
+
+def test_signature():
+    documented = F.scaled_dot_product_attention.__doc__ or ""
+    for name in inspect.signature(scaled_dot_product_attention).parameters:
+        assert name in documented
+
+
+def test_a_query_that_sees_no_key():
+    q, k, v = leaves(*[(1, 2, 5, 8)] * 3)
+    mask = torch.ones(5, 5, dtype=torch.bool, device=DEVICE)
+    mask[2] = False
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert torch.equal(out[:, :, 2], torch.zeros_like(out[:, :, 2]))
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_dropout_comes_from_torchs_generator():
+    q, k, v = leaves(*[(1, 2, 64, 16)] * 3)
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_multihead_attention_trains_with_it(monkeypatch, batch_first):
+    """torch.nn calls the function by its name in torch.nn.functional."""
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=batch_first, device=DEVICE)
+    x = torch.randn(3, 7, 32, device=DEVICE)
+    options = {"key_padding_mask": torch.rand((3, 7) if batch_first else (7, 3), device=DEVICE) < 0.3, "need_weights": False}
+
+    def gradients() -> list[Tensor]:
+        layer.zero_grad()
+        layer(x, x, x, **options)[0].square().sum().backward()
+        return [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+
+    expected = gradients()
+    calls = []
+
+    def counted(*arguments: Any, **given: Any) -> Tensor:
+        calls.append(arguments)
+        return scaled_dot_product_attention(*arguments, **given)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    for got, want in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"query": torch.randn(8)}, "query: shape (8,)"),
+        ({"value": [1.0]}, "value: list"),
+        ({"key": torch.randn(2, 3, 5, 8)}, "key: "),
+        ({"key": torch.randn(3, 2, 5, 8)}, "query: with key and value of shapes"),
+        ({"attn_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)}, "attn_mask: "),
+        ({"attn_mask": torch.ones(5, 5, dtype=torch.int32)}, "attn_mask: "),
+        ({"dropout_p": 1.0}, "dropout_p: "),
+        ({"is_causal": 1}, "is_causal: "),
+        ({"scale": "1"}, "scale: "),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_refusals_in_its_words(given, named):
+    arguments = {name: torch.randn(2, 2, 5, 8) for name in ("query", "key", "value")} | given
+    with pytest.raises((TypeError, ValueError)) as refusal:
+        scaled_dot_product_attention(**arguments)
+    assert str(refusal.value).startswith(named)

@@ -1,0 +1,107 @@
+"""Models of transformers on Strobe beside their own eager attention: logits, gradients and generated text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from device import DEVICE
+from strobe.compat.transformers import attention_forward, register
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped heads": ("Llama", GROUPED),
+    "sliding window": ("Mistral", GROUPED | {"sliding_window": 5}),
+    "softcap": ("Gemma2", GROUPED | {"sliding_window": 5, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
+    "sinks": ("GptOss", GROUPED | {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "other dimensions of values": (
+        "DeepseekV3",
+        GROUPED
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+        }
+        | {"n_routed_experts": 2, "first_k_dense_replace": 2},
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    register()
+
+
+def made(name: str, options: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, name + "Config")(**options, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return getattr(transformers, name + "ForCausalLM")(config).to(DEVICE).eval()
+
+
+def padded(*shape: int) -> dict[str, torch.Tensor]:
+    """Tokens, the second sequence padded on the left."""
+    tokens = torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(shape, dtype=torch.int64)
+    mask[1, :4] = 0
+    return {"input_ids": tokens.to(DEVICE), "attention_mask": mask.to(DEVICE)}
+
+
+def logits_and_gradients(model: Any, implementation: str, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    logits = model(**given).logits[given["attention_mask"].bool()]  # what a padding token sees is not defined
+    logits.square().mean().backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["", "padding"])
+@pytest.mark.parametrize("name", MODELS)
+def test_as_eager(name, padding):
+    model, given = made(*MODELS[name]), padded(2, 13)
+    if not padding:
+        given["attention_mask"].fill_(1)
+    for got, want in zip(*(logits_and_gradients(model, which, given) for which in ("strobe", "eager")), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generates_the_same(name):
+    """With a cache: a prompt, then a token at a time."""
+    model, given = made(*MODELS[name]), padded(2, 7)
+    found = []
+    for implementation in ("strobe", "eager"):
+        model.set_attn_implementation(implementation)
+        found.append(model.generate(**given, max_new_tokens=12, min_new_tokens=12, do_sample=False))
+    assert torch.equal(*found)
+
+
+def test_encoder_with_a_position_bias():
+    """T5: bidirectional, relative positions added to the scores, and learned."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, dropout_rate=0.0)
+    model, given = transformers.T5EncoderModel(config).to(DEVICE), padded(2, 13)
+    found = []
+    for implementation in ("strobe", "eager"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        out = model(**given).last_hidden_state[given["attention_mask"].bool()]
+        out.square().mean().backward()
+        found.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("others", [{"output_attentions": True}, {"cache": object()}], ids=lambda x: next(iter(x)))
+def test_refuses(others):
+    x = torch.randn(1, 2, 5, 8, device=DEVICE)
+    with pytest.raises(NotImplementedError, match=next(iter(others))):
+        attention_forward(torch.nn.Module(), x, x, x, None, **others)
