@@ -136,7 +136,7 @@ void decode_access(Kernel &k, Instruction &i, const std::vector<std::string> &wo
   i.execute = access(a, type);
 }
 
-// count elements, one after another, for each lane in turn. Where nothing changes this may be a try: others have their turn before the next.
+// count elements, one after another, for each lane in turn. Where nothing changes this may be a try: others have their turn first.
 template <class T, auto f, bool returns> void atomic(Warp &w, const Instruction &i, uint32_t lanes) {
   bool changed = false;
   each(lanes, [&](uint32_t lane) {

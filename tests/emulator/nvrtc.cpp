@@ -1,5 +1,5 @@
-// A libnvrtc for the emulator: the real one (STROBE_EMULATOR_NVRTC is its path), but every program is compiled to PTX alone, which it hands out
-// where the cubin would be. ptxas never runs, so the log says nothing of registers.
+// A libnvrtc for the emulator: the real one (STROBE_EMULATOR_NVRTC is its path), but every program is compiled to PTX alone, which it hands
+// out where the cubin would be. ptxas never runs, so the log says nothing of registers.
 #include <dlfcn.h>
 
 #include <cstdio>
