@@ -107,7 +107,7 @@ uint32_t destination(const Operand &o, uint8_t bits) {
   if (o.bits != bits) throw Fault("a result of " + std::to_string(bits) + " bits for a register of " + std::to_string(o.bits));
   return o.slot;
 }
-void set_address(Kernel &, Instruction &i, const Operand &o) {
+void set_address(Instruction &i, const Operand &o) {
   need(o.kind == Operand::kAddress && o.parts.empty(), "wants an address");
   i.address = o.slot, i.offset = int64_t(o.value), i.wide = o.bits == 64;
 }

@@ -1,5 +1,5 @@
-// A libcuda.so.1 whose one GPU is emulated: as far as Strobe calls it. Device pointers are host pointers, and a call has done its work when it
-// returns. Memory that is allocated holds NaN. From the environment, once:
+// A libcuda.so.1 whose one GPU is emulated: as far as Strobe calls it. Device pointers are host pointers, and a call has done its work when
+// it returns. Memory that is allocated holds NaN. From the environment, once:
 //   STROBE_EMULATOR_CC     compute capability times ten; 90 if not set
 //   STROBE_EMULATOR_SMS    streaming multiprocessors; 4
 //   STROBE_EMULATOR_LATE   1: asynchronous copies and products happen as late as the program's waits permit

@@ -7,7 +7,7 @@ namespace {
 // Lanes hold unsigned numbers, so that sums and products wrap as the GPU's do.
 template <class T> void add_arithmetic(Opcodes &o, const std::string &type) {
   using U = std::make_unsigned_t<T>;
-  o["add." + type] = o["add.rn." + type] = of<[](U a, U b) { return U(a + b); }, U, U, U>();
+  o["add." + type] = of<[](U a, U b) { return U(a + b); }, U, U, U>();
   o["sub." + type] = of<[](U a, U b) { return U(a - b); }, U, U, U>();
   o["mul.lo." + type] = of<[](U a, U b) { return U(uint64_t(a) * b); }, U, U, U>();
   o["mad.lo." + type] = of<[](U a, U b, U c) { return U(uint64_t(a) * b + c); }, U, U, U, U>();

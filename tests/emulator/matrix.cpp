@@ -1,4 +1,5 @@
-// Matrices of 8 rows and columns of 16 bits in a warp's registers: lane 4r + t holds elements 2t and 2t + 1 of row r. mma.sync multiplies them.
+// Matrices of 8 rows and columns of 16 bits in a warp's registers: lane 4r + t holds elements 2t and 2t + 1 of row r. mma.sync multiplies
+// them.
 #include <cstring>
 
 #include "tile.h"

@@ -132,11 +132,11 @@ void decode_access(Kernel &k, Instruction &i, const std::vector<std::string> &wo
   for (const Operand &e : elements)
     if (e.kind == Operand::kRegister) a.bits = e.bits;
   for (int n = 0; n < i.count; n++) i.a[n] = a.stores ? source(k, elements[n], a.bits) : destination(elements[n], a.bits);
-  set_address(k, i, operands[!a.stores]);
+  set_address(i, operands[!a.stores]);
   i.execute = access(a, type);
 }
 
-// count elements, one after another, for each lane in turn. Where nothing changes this may be a try: others have their turn before the next.
+// count elements, one after another, for each lane in turn. Where nothing changes this may be a try: others have their turn first.
 template <class T, auto f, bool returns> void atomic(Warp &w, const Instruction &i, uint32_t lanes) {
   bool changed = false;
   each(lanes, [&](uint32_t lane) {
@@ -186,7 +186,7 @@ void decode_atomic(Kernel &k, Instruction &i, const std::vector<std::string> &wo
   const auto found = known.find(what);
   need(found != known.end(), "this atomic operation is not known");
   need(operands.size() == 2u + returns + (what == "cas.b128"), "wants another number of operands");
-  set_address(k, i, operands[returns]);
+  set_address(i, operands[returns]);
   if (returns) i.d = destination(operands[0], found->second.bits);
   std::vector<Operand> values = i.count > 1 ? operands[1 + returns].parts : std::vector(operands.begin() + 1 + returns, operands.end());
   need(i.count == 1 || values.size() == i.count, "the vector is of another length");

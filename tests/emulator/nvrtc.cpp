@@ -1,5 +1,5 @@
-// A libnvrtc for the emulator: the real one (STROBE_EMULATOR_NVRTC is its path), but every program is compiled to PTX alone, which it hands out
-// where the cubin would be. ptxas never runs, so the log says nothing of registers.
+// A libnvrtc for the emulator: the real one (STROBE_EMULATOR_NVRTC is its path), but every program is compiled to PTX alone, which it hands
+// out where the cubin would be. ptxas never runs, so the log says nothing of registers.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -11,17 +11,18 @@
 
 namespace {
 
+void *open(const char *path) {
+  if (!path) return std::fputs("STROBE_EMULATOR_NVRTC is not set; accepted is the path of a libnvrtc.so\n", stderr), nullptr;
+  std::error_code ignored;
+  // NVRTC looks for its builtins by name alone.
+  for (const auto &file : std::filesystem::directory_iterator(std::filesystem::path(path).parent_path(), ignored))
+    if (file.path().filename().string().starts_with("libnvrtc-builtins.so.")) dlopen(file.path().c_str(), RTLD_NOW | RTLD_LOCAL);
+  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!library) std::fprintf(stderr, "STROBE_EMULATOR_NVRTC: %s; accepted is the path of a libnvrtc.so\n", dlerror());
+  return library;
+}
 void *real() {
-  static void *const library = [] {
-    const char *path = std::getenv("STROBE_EMULATOR_NVRTC");
-    std::error_code ignored;
-    if (path) // NVRTC looks for its builtins by name alone
-      for (const auto &file : std::filesystem::directory_iterator(std::filesystem::path(path).parent_path(), ignored))
-        if (file.path().filename().string().starts_with("libnvrtc-builtins.so.")) dlopen(file.path().c_str(), RTLD_NOW | RTLD_LOCAL);
-    void *opened = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;
-    if (!opened) std::fprintf(stderr, "STROBE_EMULATOR_NVRTC must be the path of a libnvrtc.so: %s\n", path ? dlerror() : "it is not set");
-    return opened;
-  }();
+  static void *const library = open(std::getenv("STROBE_EMULATOR_NVRTC"));
   return library;
 }
 
@@ -61,6 +62,6 @@ int nvrtcGetProgramLog(void *program, char *log) { return forward("nvrtcGetProgr
 int nvrtcDestroyProgram(void **program) { return forward("nvrtcDestroyProgram", program); }
 const char *nvrtcGetErrorString(int result) {
   void *function = real() ? dlsym(real(), "nvrtcGetErrorString") : nullptr;
-  return function ? reinterpret_cast<const char *(*)(int)>(function)(result) : "no NVRTC";
+  return function ? reinterpret_cast<const char *(*)(int)>(function)(result) : "there is no NVRTC to ask";
 }
 }

@@ -74,7 +74,7 @@ void add_integer(Opcodes &);
 void add_floating(Opcodes &);
 void add_conversions(Opcodes &);
 
-// Of the other files; false if the opcode is none of theirs. `name`: the opcode up to its first point.
+// Of memory.cpp, shuffle.cpp, barrier.cpp: false if the opcode is none of theirs.
 bool decode_memory(Kernel &, Instruction &, const std::string &opcode, const std::vector<Operand> &);
 bool decode_warp(Kernel &, Instruction &, const std::string &opcode, const std::vector<Operand> &);
 bool decode_barrier(Kernel &, Instruction &, const std::string &opcode, const std::vector<Operand> &);
@@ -83,7 +83,7 @@ std::vector<std::string> split(const std::string &, char at);
 // The slot of an operand that is read: a register of so many bits or an immediate.
 uint32_t source(Kernel &, const Operand &, uint8_t bits);
 uint32_t destination(const Operand &, uint8_t bits);
-void set_address(Kernel &, Instruction &, const Operand &);
+void set_address(Instruction &, const Operand &);
 void need(bool, const char *what); // throws Fault
 
 } // namespace strobe::emulator

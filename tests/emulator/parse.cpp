@@ -1,6 +1,5 @@
 // PTX as NVRTC writes it: one module, entries without functions, globals that nobody uses.
 #include <charconv>
-#include <optional>
 
 #include "opcodes.h"
 

@@ -1,6 +1,7 @@
-// Races in a block's shared memory: two accesses, one of them a write, that nothing orders; and accesses by the copy engine or wgmma to what
-// threads wrote, without a proxy fence between. Of a warp, lane 0, which is mostly the one that arrives and waits for all, is told from the
-// others; these are not told from one another. Where all lanes meet (.sync, .aligned) they know of one another what was done before.
+// Races in a block's shared memory: two accesses, one of them a write, that nothing orders; and accesses by the copy engine or wgmma to
+// what threads wrote, without a proxy fence between. Of a warp, lane 0, which is mostly the one that arrives and waits for all, is told
+// from the others; these are not told from one another. Where all lanes meet (.sync, .aligned) they know of one another what was done
+// before.
 #pragma once
 #include <cstdint>
 #include <string>

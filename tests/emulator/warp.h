@@ -94,8 +94,8 @@ inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
   return reinterpret_cast<std::byte *>(address);
 }
 
-// An instruction of those in tile files (ldmatrix, mma, wgmma, cp.async, mbarrier ...), decoded: executes it for the lanes whose bit is set. One
-// that is .aligned is called when all lanes of the warp have come.
+// An instruction of those in tile files (ldmatrix, mma, wgmma, cp.async, mbarrier ...), decoded: executes it for the lanes whose bit is
+// set. One that is .aligned is called when all lanes of the warp have come.
 using Tile = std::function<void(Warp &, uint32_t lanes)>;
 // opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if the
 // opcode is none of its own; throws Fault if it is, with modifiers that are not supported.

@@ -1,5 +1,5 @@
-// wgmma: D (64 x N) (+)= A (64 x 16) B (16 x N) of a warpgroup, in fp32. Each of its warps computes its own 16 rows by itself. Lane 4g + t of warp
-// w has of rows 16w + g and 16w + g + 8 columns 2t, 2t + 1 of every eight.
+// wgmma: D (64 x N) (+)= A (64 x 16) B (16 x N) of a warpgroup, in fp32. Each of its warps computes its own 16 rows by itself. Lane 4g + t
+// of warp w has of rows 16w + g and 16w + g + 8 columns 2t, 2t + 1 of every eight.
 #include <charconv>
 #include <cstring>
 
