@@ -36,12 +36,10 @@ std::string refusal(const Problem &p, const Features &f) {
     if (f.bias && (f.mask || f.alibi || f.dropout))
       return text("its backward takes a bias with no mask, alibi_slopes or dropout where head dimensions exceed ", kNarrow);
     if (f.function && f.alibi && f.dropout)
-      return text(
-          "its backward takes two of alibi_slopes, dropout and a function of the scores (softcap, hyperbolic) where head dimensions "
-          "exceed ",
-          kNarrow);
-    if (f.function == kHyperbolic && f.scaled)
-      return text("its backward takes hyperbolic scores of a scale of 1 where head dimensions exceed ", kNarrow);
+      return text("its backward takes two of alibi_slopes, dropout and softcap where head dimensions "
+                  "exceed ",
+                  kNarrow);
+    if (f.function == kHyperbolic) return text("its backward takes no hyperbolic scores where head dimensions exceed ", kNarrow);
   }
   if (!p.q || !p.k || !p.v || !p.dout || !p.seqlen_q || !p.seqlen_k) return "there are no queries or no keys to fetch";
   for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v),
@@ -59,7 +57,8 @@ std::string refusal(const Problem &p, const Features &f) {
 bool wide(const Problem &p, const Features &f) {
   if (widest(p) <= 64) return false;
   // A warpgroup's registers with dK and dV.
-  const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + (f.function && f.band && p.deterministic) > 1;
+  const bool crowded =
+      (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + (f.function && f.band && (p.deterministic || f.dropout)) > 1;
   return widest(p) > kNarrow || crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
 }
 

@@ -80,6 +80,16 @@ def test_feature(feature, dims, dtype):
         assert not faults(call(d=dims[0], dv=dims[1], dtype=dtype, **shape, **options)), shape
 
 
+@pytest.mark.parametrize(("d", "scale"), [(64, 1.0), (128, 1.0), (64, 2.0), (128, 2.0)])
+def test_hyperbolic(d, scale):
+    inputs = call(h=2, sq=150, d=d, dtype=BF16, score="hyperbolic", beta=1.0, shift=0.0, scale=scale, causal=True)
+    for name, sign in (("q", -1), ("k", 1)):  # points of the hyperboloid
+        x = 0.3 * getattr(inputs, name).float()
+        x[..., 0] = sign * (1 + x[..., 1:].square().sum(-1)).sqrt()
+        setattr(inputs, name, x.to(BF16))
+    assert not faults(inputs)
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("feature", ["plain", "causal", "window", "softcap", "dropout, causal"])
 def test_deterministic(feature, d):
