@@ -68,7 +68,11 @@ template <Features F, class T, bool kApproximate = false> struct Scores {
   };
   // The same with d score / d (scale * raw).
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit, T &slope) const {
-    return score<true>(raw, r, j, T(r.i + offset - j), InMemory{*this, r, j}, by_position, limit, slope);
+    return score(raw, r, j, InMemory{*this, r, j}, by_position, limit, slope);
+  }
+  template <class Given>
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, const Given &given, bool by_position, i32 limit, T &slope) const {
+    return score<true>(raw, r, j, T(r.i + offset - j), given, by_position, limit, slope);
   }
 
 private:
