@@ -22,6 +22,8 @@ template <Config C> struct Forward {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
   using Score = Scores<F, float, C.reference != kExact>;
+  using Softcap = sm90::Softcap<F, C.reference != kExact>;
+  static constexpr bool kLine = Line<C, Score>::kIs;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
   // Of l: up to kMost P is what its type holds; from kFar on the reference follows.
   static constexpr float kMost = C.dtype == kF16 ? 65504.0f : 1e30f, kFar = C.dtype == kF16 ? 4096.0f : 1e12f;
@@ -87,7 +89,8 @@ template <Config C> struct Forward {
       const auto visible = q < scores.seqlen_q ? narrow(sequence.band).keys_any(q, min(q + 64, scores.seqlen_q)) : BasicRange<i32>{0, 0};
       auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
       Given<C, Score> given(a, shared, scores, item.h, q + 16 * warp, w, warp);
-      Exponent<C, Score> exponent(scores, rows[0].slope, given);
+      Line<C, Score> line(scores, rows[0].slope, given);
+      Softcap softcap(scores);
       Softmax softmax;
       bool follows = true, rising = item.kind() == kSafely; // the reference follows the maxima, and always will
 
@@ -96,10 +99,11 @@ template <Config C> struct Forward {
         if constexpr (F.mask || F.bias) {
           if (item.kind() != kOnce) clear_v(value);
         }
-        const bool natural = is_natural(item), scored = natural || (F.additive() && !Exponent<C, Score>::kIs);
-        if constexpr (Exponent<C, Score>::kIs) {
-          if (!scored) exponent.begin(S, q + 16 * warp, t.begin, t.end);
+        const bool natural = is_natural(item), scored = natural || (F.additive() && !kLine && !Softcap::kIs);
+        if constexpr (kLine) {
+          if (!scored) line.begin(S, q + 16 * warp, t.begin, t.end);
         }
+        if constexpr (Softcap::kIs) softcap.begin(S);
         if (t.masked) {
           if constexpr (!F.mask && !F.bias) {
             if (item.kind() != kOnce) clear_v(value);
@@ -118,12 +122,12 @@ template <Config C> struct Forward {
         };
         if (natural)
           exponentiate(Natural{});
-        else if constexpr (!Exponent<C, Score>::kIs)
-          exponentiate(Linear{scores.unit});
-        else if (Exponent<C, Score>::kSoftcap && exponent.small)
-          exponentiate(typename Exponent<C, Score>::template Of<true>{exponent});
+        else if constexpr (kLine)
+          exponentiate(line);
+        else if (Softcap::kIs && softcap.small)
+          exponentiate(softcap);
         else
-          exponentiate(typename Exponent<C, Score>::template Of<false>{exponent});
+          exponentiate(Linear{Softcap::kIs ? softcap.cap : scores.unit});
         if constexpr (F.dropout) {
 #pragma unroll
           for (int n = 0; n < kN / 32; ++n) dropout.draw(random[n], q + 16 * warp, t.begin + 32 * n);
@@ -139,7 +143,7 @@ template <Config C> struct Forward {
             if (item.kind() == kOnce && !(l < kMost)) store_shared(shared.overflow(verdicts), 1), store_shared(shared.lost(), items);
           }
           bool hidden = t.masked; // it may be that a row has seen nothing yet, or only keys beyond it, with ALiBi
-          if constexpr (Exponent<C, Score>::kIs && F.alibi) hidden = hidden || !exponent.before;
+          if constexpr (kLine && F.alibi) hidden = hidden || !line.before;
           if constexpr (F.mask || F.bias)
             hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(softmax.M[0], softmax.M[1]) == minus_infinity<float>());
           follows = rising || (follows && hidden);

@@ -54,6 +54,9 @@ template <auto from, auto to> uint16_t fma_half(uint16_t a, uint16_t b, uint16_t
 template <auto from> uint32_t differ(uint32_t a, uint32_t b) {
   return (from(a >> 16) != from(b >> 16) ? 0xFFFF0000 : 0) | (from(a & 0xFFFF) != from(b & 0xFFFF) ? 0xFFFF : 0);
 }
+template <auto from> uint32_t less(uint32_t a, uint32_t b) {
+  return (from(a >> 16) < from(b >> 16) ? 0xFFFF0000 : 0) | (from(a & 0xFFFF) < from(b & 0xFFFF) ? 0xFFFF : 0);
+}
 template <auto to> uint32_t pack(float high, float low) { return uint32_t(to(high)) << 16 | to(low); }
 
 } // namespace
@@ -72,6 +75,7 @@ void add_floating(Opcodes &o) {
 
   o["fma.rn.f16x2"] = of<halves<fma_half<from_half, to_half>>, uint32_t, uint32_t, uint32_t, uint32_t>();
   o["fma.rn.bf16x2"] = of<halves<fma_half<from_bfloat, to_bfloat>>, uint32_t, uint32_t, uint32_t, uint32_t>();
+  o["set.lt.u32.f16x2"] = of<less<from_half>, uint32_t, uint32_t, uint32_t>();
   o["set.neu.u32.f16x2"] = of<differ<from_half>, uint32_t, uint32_t, uint32_t>();
   o["set.neu.u32.bf16x2"] = of<differ<from_bfloat>, uint32_t, uint32_t, uint32_t>();
 

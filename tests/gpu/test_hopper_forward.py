@@ -104,7 +104,7 @@ def test_rows_that_a_mask_hides_for_long():
     assert not faults(call(h=2, sq=300, sk=512, d=128, dtype=BF16, mask=mask))
 
 
-@pytest.mark.parametrize("keys", [512, 500])  # read 16 bytes at a time, or one by one
+@pytest.mark.parametrize("keys", [512, 500])  # rows on 16-byte addresses, or not
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("what", ["mask", "bias", "both"])
 def test_mask_and_bias(what, d, keys):
@@ -114,6 +114,50 @@ def test_mask_and_bias(what, d, keys):
     if what != "mask":
         options["bias"] = torch.randn(1, 1, 200, keys).to(BF16)
     assert not faults(call(h=2, sq=200, sk=keys, d=d, dtype=BF16, **options))
+
+
+@pytest.mark.parametrize("keys", [512, 500])
+def test_any_byte_but_0_lets_see(keys):
+    mask = torch.rand(1, 2, 200, keys) < 0.7
+    inputs = call(h=2, sq=200, sk=keys, d=64, dtype=BF16, mask=mask)
+    ref = forward(inputs)
+    inputs.options["mask"] = (mask.to(torch.uint8) * torch.tensor([2, 128, 255, 1]).to(torch.uint8).repeat(keys // 4)).view(torch.bool)
+    found = forward(inputs)
+    assert torch.equal(found["out"], ref["out"])
+    assert torch.equal(found["lse"], ref["lse"])
+
+
+@pytest.mark.parametrize("what", ["mask", "bias"])
+@pytest.mark.parametrize("axes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 200), (2, 2, 1)], ids=str)
+def test_broadcast_mask_and_bias(what, axes):
+    given = torch.rand(*axes, 208) < 0.7 if what == "mask" else torch.randn(*axes, 208).to(BF16)
+    assert not faults(call(b=2, h=2, sq=200, sk=208, d=64, dtype=BF16, **{what: given}))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_logits_as_low_as_numbers_go(d):
+    """Rows of finfo.min are rows of equal logits; rows of -inf are empty; an infinity that nobody sees does nothing."""
+    bias = torch.randn(1, 1, 200, 208).to(BF16)
+    bias[:, :, 7:9] = bias[:, :, 20:30, 100:] = torch.finfo(BF16).min
+    bias[:, :, 40:42] = -INF
+    bias[:, :, 100, 150:] = INF
+    assert not faults(call(h=2, sq=200, sk=208, d=d, dtype=BF16, bias=bias, causal=True, alignment="top_left"))
+
+
+@pytest.mark.parametrize("size", [0.3, 3.0, 20.0])  # of the logits: all small beside the cap, some, few
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.rand(1, 1, 200, 300) < 0.7}], ids=["full", "causal", "mask"])
+def test_softcap(options, dtype, size):
+    inputs = call(h=2, sq=200, sk=300, d=64, dtype=dtype, softcap=20.0, **options)
+    inputs.q = (inputs.q * size).to(dtype)
+    assert not faults(inputs)
+
+
+@pytest.mark.parametrize("lengths", [(100, 700), (700, 100), (400, 400)], ids=str)
+@pytest.mark.parametrize("options", [{"alignment": "top_left"}, {"window": (90, 40)}, {"exact_max": True}], ids=str)
+def test_alibi_on_both_sides(options, lengths):
+    slopes = torch.tensor([0.3, -0.02])  # towards, and away from the diagonal
+    assert not faults(call(h=2, sq=lengths[0], sk=lengths[1], d=64, dtype=BF16, alibi_slopes=slopes, **options))
 
 
 @pytest.mark.parametrize("slope", [0.01, 3.0])
