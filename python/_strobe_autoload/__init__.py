@@ -5,5 +5,5 @@ import sys
 
 def register() -> None:
     """Registers the operators torch.ops.strobe.* where strobe was imported before torch."""
-    if "strobe" in sys.modules:
+    if "strobe._core" in sys.modules:  # and not a file of that name
         import strobe._torch  # noqa: F401

@@ -19,7 +19,8 @@ from .hyperbolic import hyperbolic_attention
 if TYPE_CHECKING:
     from . import nn as nn
 
-if sys.modules.get("torch") is not None:  # else torch does it as it is imported: pyproject.toml, torch.backends
+# Else it is done as torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
+if sys.modules.get("torch") is not None:
     from . import _torch as _torch  # registers the operators torch.ops.strobe.*
 
 __version__ = version()

@@ -271,17 +271,20 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor
     return tuple(_run.results(TORCH, _prepared(q, k, v, given)).values())
 
 
-def _with_dense_rows(x: Tensor, row: int) -> Tensor:
-    """x, or a copy: GPU kernels that fetch whole tiles want columns that lie side by side, and rows (axis `row`) that are not all one.
-    An expanded batch or head they take as it is."""
-    return x if x.stride(-1) == 1 and (x.stride(row) or x.shape[row] <= 1) else x.contiguous()
+def _with_dense_rows(dout: Tensor, bshd: bool) -> Tensor:
+    """dout, or a copy: GPU kernels that fetch whole tiles want columns that lie side by side, and rows that are not all one. An expanded
+    batch or head they take as it is."""
+    row = {3: 0, 4: 1 if bshd else 2}.get(dout.dim())
+    if row is None or (dout.stride(-1) == 1 and (dout.stride(row) or dout.shape[row] == 1)):
+        return dout
+    return dout.contiguous()
 
 
 def _run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
 ) -> list[Tensor]:
     if dout.is_cuda:
-        dout = _with_dense_rows(dout, 0 if dout.dim() == 3 else 1 if given.get("bshd") else 2)
+        dout = _with_dense_rows(dout, "bshd" in given)
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     p, names = _prepared(q, k, v, given), _names(needed)
     signed = signature((*known.values(), q, k, v), given, *names) if names else None

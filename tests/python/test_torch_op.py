@@ -254,6 +254,8 @@ def test_on_a_gpu_an_incoming_gradient_has_rows(case, layout, monkeypatch):
     assert read[0].stride(-1) == 1
     assert read[0].stride(rows) != 0
     assert_same_bits(list(found[:3]), list(strobe.attention_backward(dout, q, k, v, out, lse, layout=layout)[:3]))
+    with pytest.raises(ValueError, match="^dout: rank 2; accepted is rank 4"):
+        strobe.attention_backward(dout[0, 0].as_subclass(OnGPU), q, k, v, out, lse, layout=layout)
 
 
 def test_gradient_through_lse_alone():
