@@ -15,7 +15,7 @@ from ._core import lib
 from ._framework import Array, Framework, kind, known_framework, no_array
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -78,7 +78,7 @@ _HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 _SCORES = {"dot": lib.STROBE_DOT, "hyperbolic": _HYPERBOLIC}
 _ALIGNMENTS = {"bottom_right": lib.STROBE_BOTTOM_RIGHT, "top_left": lib.STROBE_TOP_LEFT}
 # What other attention functions have.
-_ELSEWHERE = {
+ELSEWHERE = {
     "is_causal": "did you mean causal?",
     "attn_mask": "did you mean mask (bool, True = attend) or bias (added to the scores)?",
     "dropout_p": "did you mean dropout?",
@@ -103,11 +103,13 @@ class Prepared(NamedTuple):
 Wrong = list[Exception]
 
 
-def check_names(function: str, given: Mapping[str, Any], wrong: Wrong) -> None:
-    """`function` is whose options they are, for messages."""
+def check_names(
+    function: str, given: Iterable[str], wrong: Wrong, known: Collection[str] = DEFAULTS, hints: Mapping[str, str] = ELSEWHERE
+) -> None:
+    """`function` is whose options they are, for messages; hints: for names of other functions."""
     for name in given:
-        if name not in DEFAULTS:
-            hint = _ELSEWHERE.get(name) or "".join(f"did you mean {known}?" for known in get_close_matches(name, DEFAULTS, 1))
+        if name not in known:
+            hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1))
             wrong.append(TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (hint and f"; {hint}")))
 
 
@@ -121,7 +123,7 @@ def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any
             arrays[name] = x
     for name, x in given.items():
         if name not in DEFAULTS:
-            check_names(function, {name: x}, wrong)
+            check_names(function, [name], wrong)
         elif x is DEFAULTS[name]:
             continue
         elif name in _ARRAYS:
