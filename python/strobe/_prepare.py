@@ -80,6 +80,8 @@ _ALIGNMENTS = {"bottom_right": lib.STROBE_BOTTOM_RIGHT, "top_left": lib.STROBE_T
 # What other attention functions have.
 ELSEWHERE = {
     "is_causal": "did you mean causal?",
+    "p": "did you mean dropout?",
+    "return_attn_probs": "did you mean return_lse? The probabilities are never made",
     "attn_mask": "did you mean mask (bool, True = attend) or bias (added to the scores)?",
     "dropout_p": "did you mean dropout?",
     "enable_gqa": "k and v may have fewer heads than q without it",
@@ -160,6 +162,8 @@ def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any
 
     if options.get("score") == _HYPERBOLIC:
         options.setdefault("beta", 1.0)
+    elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":
+        wrong.append(ValueError(f"beta: {beta} with score 'dot'; accepted is None, or a hyperbolic score"))
     layout = given.get("layout", "bhsd")
     packed = given.get("cu_seqlens_q") is not None or given.get("cu_seqlens_k") is not None
     if _is_choice(wrong, "layout", layout, _LAYOUTS):
@@ -262,12 +266,8 @@ def _window(wrong: Wrong, window: Any, options: dict[str, Any]) -> None:
     whole = all(side is None or _is_whole(side) for side in sides)
     if len(sides) != 2 or not whole or not all(side is None or 0 <= side <= _INT64_MAX for side in sides):
         error = ValueError if whole else TypeError
-        wrong.append(
-            error(
-                f"window: {window!r}; accepted is (left, right), each an integer from 0 to {_INT64_MAX} or None (no bound), "
-                f"or one integer for both"
-            )
-        )
+        accepted = "(left, right), each None (no bound) or an integer from 0 on, in 64 bits, or one integer for both"
+        wrong.append(error(f"window: {window!r}; accepted is {accepted}"))
         return
     for name, side in zip(("window_left", "window_right"), sides, strict=True):
         if side is not None:
