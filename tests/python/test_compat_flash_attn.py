@@ -350,3 +350,85 @@ def test_the_signatures_are_that_librarys():
         assert list(parameters) == names.split(), name
         defaults = {"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None}
         assert all(parameters[n].default == default for n, default in defaults.items() if n in parameters), name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hints"),
+    [
+        ({"casual": True}, ["'casual'; did you mean causal?"]),
+        (
+            {"dropout": 0.1, "window": (3, 0), "scale": 1.0},
+            ["'dropout'; did you mean dropout_p?", "'window'; did you mean window_size?", "'scale'; did you mean softmax_scale?"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", [*flash_attn.__all__])
+def test_every_unknown_name_has_a_line(name, wrong, hints):
+    with pytest.raises(TypeError) as raised:
+        getattr(flash_attn, name)(**wrong)
+    lines = str(raised.value).splitlines()
+    if name == "flash_attn_with_kvcache":  # it has no dropout
+        hints = [hint.replace("; did you mean dropout_p?", "") for hint in hints]
+    assert lines == [f"{name}() got an unexpected keyword argument {hint}" for hint in hints]
+
+
+# flash_attn.bert_padding
+
+
+def test_the_module_paths_are_that_librarys():
+    from strobe.compat.flash_attn import bert_padding, flash_attn_interface
+
+    assert all(getattr(flash_attn_interface, name) is getattr(flash_attn, name) for name in flash_attn.__all__)
+    signatures = {
+        "unpad_input": "hidden_states attention_mask unused_mask",
+        "pad_input": "hidden_states indices batch seqlen",
+        "index_first_axis": "input indices",
+        "index_put_first_axis": "values indices first_axis_dim",
+    }
+    for name, names in signatures.items():
+        assert list(inspect.signature(getattr(bert_padding, name)).parameters) == names.split(), name
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64])
+def test_unpadded_sequences_attend_as_padded_ones(kind):
+    from strobe.compat.flash_attn.bert_padding import pad_input, unpad_input
+
+    keep = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    x = torch.randn(3, 5, 3, 2, 16, requires_grad=True)
+    packed, indices, cu_seqlens, longest, used = unpad_input(x, keep.to(kind))
+    assert packed.shape == (8, 3, 2, 16)
+    assert torch.equal(packed, x[keep])
+    assert cu_seqlens.dtype == used.dtype == torch.int32
+    assert (cu_seqlens.tolist(), used.tolist(), longest) == ([0, 3, 3, 8], [3, 0, 5], 5)
+    assert isinstance(longest, int)
+    out = pad_input(flash_attn.flash_attn_varlen_qkvpacked_func(packed, cu_seqlens, longest), indices, 3, 5)
+    assert (out[~keep] == 0).all()
+    expected = torch.zeros(3, 5, 2, 16, dtype=torch.float64)
+    for b in range(3):
+        expected[b, keep[b]] = formulas(*(y[None] for y in x[b, keep[b]].unbind(1)))[0][0]
+    assert_close(out, expected)
+    dout = torch.randn_like(out)
+    (dx,) = torch.autograd.grad(out, x, dout)
+    assert_close(dx, torch.autograd.grad(expected, x, dout.double())[0].double())
+
+
+def test_tokens_that_are_packed_but_not_used():
+    from strobe.compat.flash_attn.bert_padding import unpad_input
+
+    x = torch.arange(6.0).view(2, 3)
+    used, unused = torch.tensor([[1, 0, 0], [1, 1, 0]]), torch.tensor([[0, 1, 0], [0, 0, 0]])
+    packed, indices, cu_seqlens, longest, seqused = unpad_input(x, used, unused)
+    assert [t.tolist() for t in (packed, indices, cu_seqlens, seqused)] == [[0, 1, 3, 4], [0, 1, 3, 4], [0, 2, 4], [1, 2]]
+    assert longest == 2
+
+
+def test_masks_that_do_not_fit_are_refused():
+    from strobe.compat.flash_attn.bert_padding import unpad_input
+
+    x = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match=r"^attention_mask: shape \(2, 4\); accepted is \(2, 3\)"):
+        unpad_input(x, torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"^unused_mask: shape \(3,\); accepted is \(2, 3\)"):
+        unpad_input(x, torch.ones(2, 3), torch.ones(3))
+    with pytest.raises(ValueError, match=r"^hidden_states: shape \(2,\); accepted is \(B, S, \.\.\.\)"):
+        unpad_input(x[:, 0, 0], torch.ones(2))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Window = tuple[int, int]
-_NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size"}
+NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size"}
 
 
 def attend(
@@ -30,7 +30,7 @@ def attend(
     **packed: Any,
 ) -> Any:
     """out, or (out, softmax_lse, None). packed: cu_seqlens and max_seqlen of both sides."""
-    with in_words_of(_NAMES):
+    with in_words_of(NAMES):
         out, lse = attention(
             q,
             k,

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._call import Window, attend, bounds, refuse_pages
+from ._call import NAMES, Window, attend, bounds, refuse_pages
 from ._rotary import rotate
-from ._words import in_words_of
+from ._words import in_words_of, names_checked
 
 
+@names_checked(NAMES)
 @torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,
