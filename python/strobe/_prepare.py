@@ -62,6 +62,7 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(AttentionOptions.__annotations__) | {
     "layout": "bhsd",
 }
 
+MAX_HEAD_DIM = 256  # src/attention/validate.cpp
 _INT32_MAX, _INT64_MIN, _INT64_MAX = 2**31 - 1, -(2**63), 2**63 - 1
 _ARRAYS = frozenset({"mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng"})
 _FLAGS = frozenset({"causal", "deterministic", "exact_max", "allow_tf32", "strict", "check"})

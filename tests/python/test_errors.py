@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import strobe
 
@@ -426,6 +427,41 @@ def test_an_unknown_argument_is_refused(name, hint):
         with pytest.raises(TypeError, match=name) as raised:
             call(**{name: True})
         assert hint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "message"),
+    [
+        ("x", {}, "head_dim: str; accepted is an integer"),
+        (257, {}, "head_dim: 257; accepted are integers from 1 to 256"),
+        (D, {"dropout": 3}, "dropout: 3; accepted is 0 to below 1"),
+        (D, {"engine": "cpu-baselin"}, 'engine: "cpu-baselin" is unknown'),
+        (D, {"window": (-1, 0), "softcap": -1.0}, r"window: .*\nsoftcap: -1; accepted"),
+        (D, {"layout": "bsdh"}, "layout: 'bsdh'; accepted"),
+        (D, {"block_mask": 3}, "block_mask: int; accepted"),
+        (D, {"max_seqlen_q": -1}, "max_seqlen_q: -1; accepted"),
+        (D, {"score": "hyperbolic", "beta": -1.0}, "beta: -1; accepted"),
+    ],
+)
+def test_a_module_refuses_what_no_call_could_have(head_dim, options, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        strobe.nn.FlashAttention(head_dim, **options)
+
+
+def test_a_module_is_made_without_a_side_effect_and_anywhere():
+    options = {"dropout": 0.1, "max_seqlen_q": 3, "block_mask": strobe.BlockMask.causal(SQ, SK, 16, 16), "engine": "reference"}
+    torch.manual_seed(1)
+    strobe.nn.FlashAttention(D, **options)
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(1), drawn)
+    with torch.device("meta"):
+        strobe.nn.FlashAttention(D, **options)
+    with FakeTensorMode():
+        strobe.nn.FlashAttention(D, **options)
+    q = torch.randn(1, 1, 4, D)
+    made_inside = torch.compile(lambda q: strobe.nn.FlashAttention(D, causal=True)(q, q, q), backend="aot_eager")
+    assert torch.equal(made_inside(q), strobe.attention(q, q, q, causal=True))
 
 
 def test_slopes_that_require_grad_are_refused():
