@@ -15,10 +15,28 @@ from ._attention import attention
 from ._framework import Array, Framework, framework_of
 from ._prepare import DEFAULTS, ELSEWHERE, Wrong, check_names
 
+__all__ = [
+    "centroid",
+    "distance",
+    "exp_map",
+    "hyperbolic_attention",
+    "klein_to_lorentz",
+    "klein_to_poincare",
+    "lift",
+    "lorentz_product",
+    "lorentz_to_klein",
+    "lorentz_to_poincare",
+    "poincare_to_klein",
+    "poincare_to_lorentz",
+]
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 _FIXED = ("score", "shift", "scale", "softcap")  # options of attention() that the distance leaves no room for
 _NAMES = ("c", "model", "aggregate", "return_lse", *(name for name in DEFAULTS if name not in _FIXED))
 _HINTS = ELSEWHERE | {"softmax_scale": "did you mean beta?"}
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def hyperbolic_attention(

@@ -15,6 +15,8 @@ and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), heads of K
 - The packed forms return gradients that autograd stacks from those of q, k and v: one copy.
 """
 
+from . import bert_padding as bert_padding
+from . import flash_attn_interface as flash_attn_interface
 from .flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
