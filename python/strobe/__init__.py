@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from . import compat as compat
     from . import nn as nn
 
-if sys.modules.get("torch") is not None:  # else with the first tensor
+# Else it is done as torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
+if sys.modules.get("torch") is not None:
     from . import _torch as _torch  # registers the operators torch.ops.strobe.*
 
 __version__ = version()

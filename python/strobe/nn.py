@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ._attention import attention, explain
 from ._blockmask import BlockMask
+from ._framework import kind, known_framework
 from ._prepare import MAX_HEAD_DIM, Wrong, check_names, is_integer
+from ._torch import TORCH
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -45,13 +47,13 @@ class FlashAttention(torch.nn.Module):
         wrong: Wrong = []
         check_names("FlashAttention", options, wrong)
         for name, value in options.items():
-            if isinstance(value, Tensor):
-                wrong.append(TypeError(f"{name}: a tensor; accepted here are options that are not, tensors go to the call"))
+            if known_framework(value) is not None:
+                wrong.append(TypeError(f"{name}: {kind(value)}; accepted here are options that are no arrays; those go to the call"))
         if is_integer(wrong, "head_dim", head_dim, 1, MAX_HEAD_DIM) and not wrong:
             _check_values(head_dim, options)
         if wrong:
-            kind = TypeError if all(isinstance(error, TypeError) for error in wrong) else ValueError
-            raise kind("\n".join(map(str, wrong)))
+            error = TypeError if all(isinstance(each, TypeError) for each in wrong) else ValueError
+            raise error("\n".join(map(str, wrong)))
         self.head_dim = head_dim
         self.options: AttentionOptions = options
 
@@ -70,7 +72,9 @@ class FlashAttention(torch.nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         block_mask = self.options.get("block_mask")
         if block_mask is not None:
-            self.options["block_mask"] = block_mask.map(fn)
+            device = fn(torch.empty_like(TORCH.own(block_mask.rows))).device
+            if device.type != "meta":  # from which nothing would bring its numbers back
+                self.options["block_mask"] = block_mask.to(device)
         return super()._apply(fn, recurse)
 
 
