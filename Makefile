@@ -18,7 +18,7 @@ NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src p
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-cpp test-python test-long test-gpu sanitize bench-gpu bench-report prewarm lint format sanitize-cpu cross bench wheel clean
+.PHONY: help setup train test test-cpp test-python test-long test-emulated test-gpu sanitize bench-gpu bench-report prewarm lint format sanitize-cpu cross bench wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -70,6 +70,12 @@ test-python: setup
 
 test-long: setup ## all triples of the contract's options, computed and compiled; takes hours
 	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py tests/python/test_shapes.py tests/nvrtc $(ARGS)
+
+test-emulated: setup ## the contract and the ladder on an emulated GPU; ARGS=... for pytest
+	$(CMAKE) -S . -B build/cpp -G Ninja
+	$(CMAKE) --build build/cpp --parallel $(JOBS) --target emulated_cuda emulated_nvrtc
+	STROBE_TEST_DEVICE=emulated tests/emulator/run build/cpp \
+	  $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py tests/python/test_ladder.py $(ARGS)
 
 sanitize-cpu: $(VENV)/.python ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CMAKE) -S . -B build/sanitize -G Ninja -DSTROBE_SANITIZE=ON -DCMAKE_BUILD_TYPE=Sanitize \

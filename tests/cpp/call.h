@@ -86,6 +86,10 @@ public:
     if (!values.empty()) std::memcpy(t.data, values.data(), values.size() * sizeof(T));
     return t;
   }
+  // Every tensor that it holds counts as memory of the first CUDA device.
+  void move_to_gpu() {
+    for (auto &[name, h] : held) h.tensor.device_type = STROBE_CUDA;
+  }
   void drop(const std::string &name) { point(name, nullptr); }
   template <class T> void fill(const std::string &name, double from, double step) {
     T *x = data<T>(name);

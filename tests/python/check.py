@@ -15,7 +15,7 @@ from torch import Tensor
 import plain
 import strobe
 from cases import Inputs, dense_problems
-from device import DEVICE, here, on_device
+from device import DEVICE, here, on_device, running_on
 
 Results = dict[str, Tensor]  # of "out", "lse", "dq", "dk", "dv", "dbias", "dsinks"
 
@@ -33,7 +33,8 @@ def available_engines() -> list[str]:
 def takes(engine: str, dtype: torch.dtype) -> bool:
     """Whether the engine takes a plain call of that dtype; some are for one dtype alone."""
     try:
-        strobe.attention(*(torch.zeros(1, 1, 1, 1, dtype=dtype, device=DEVICE) for _ in "qkv"), engine=engine)
+        with running_on(engine):
+            strobe.attention(*(torch.zeros(1, 1, 1, 1, dtype=dtype, device=DEVICE) for _ in "qkv"), engine=engine)
     except NotImplementedError:
         return False
     return True
@@ -63,7 +64,8 @@ def run(inputs: Inputs, engine: str | None = None, **run: Any) -> Results:
     """Forward and every gradient, as a user gets them: through autograd, or with NumPy arrays through attention_backward."""
     there = on_device(inputs, "cpu" if engine == "reference" else DEVICE)
     options = there.options | inputs.run | run | {"engine": engine}
-    results = _run_numpy(there, options) if there.numpy else _run_autograd(there, options)
+    with running_on(engine):
+        results = _run_numpy(there, options) if there.numpy else _run_autograd(there, options)
     return {name: t.cpu() for name, t in results.items()}
 
 
@@ -106,8 +108,9 @@ def _run_numpy(inputs: Inputs, options: dict[str, Any]) -> Results:
 
 def oracle(inputs: Inputs) -> Results:
     """The reference: float64, from the same inputs."""
-    out, lse = strobe.reference(inputs.q, inputs.k, inputs.v, **inputs.options)
-    found = strobe.reference_backward(inputs.dout, inputs.q, inputs.k, inputs.v, dlse=inputs.dlse, **inputs.options)
+    with running_on("reference"):
+        out, lse = strobe.reference(inputs.q, inputs.k, inputs.v, **inputs.options)
+        found = strobe.reference_backward(inputs.dout, inputs.q, inputs.k, inputs.v, dlse=inputs.dlse, **inputs.options)
     results = {"out": out, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv}
     return results | {"d" + name: getattr(found, "d" + name) for name in inputs.gradients}
 

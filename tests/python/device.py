@@ -1,9 +1,13 @@
-"""Where the tests run: STROBE_TEST_DEVICE=cuda moves every call to the GPU, strides and all, and its results back."""
+"""Where the tests run: STROBE_TEST_DEVICE=cuda moves every call to the GPU, strides and all, and its results back.
+
+STROBE_TEST_DEVICE=emulated: on the GPU of tests/emulator, whose memory is the CPU's."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,8 +15,23 @@ from torch import Tensor
 
 import strobe
 from cases import Inputs
+from strobe import _abi, _numpy, _torch
 
-DEVICE = os.environ.get("STROBE_TEST_DEVICE", "cpu")
+_WHERE = os.environ.get("STROBE_TEST_DEVICE", "cpu")
+EMULATED = _WHERE == "emulated"
+ON_GPU = EMULATED or _WHERE == "cuda"
+DEVICE = "cpu" if EMULATED else _WHERE  # of tensors
+
+
+@contextmanager
+def running_on(engine: str | None) -> Iterator[None]:
+    """Where a GPU is emulated, CPU tensors are memory of it, but for the oracle."""
+    before = _torch.CPU
+    _numpy.CPU = _torch.CPU = _abi.CUDA if EMULATED and engine != "reference" else _abi.CPU
+    try:
+        yield
+    finally:
+        _numpy.CPU = _torch.CPU = before
 
 
 def moved(t: Tensor, device: str) -> Tensor:
@@ -40,4 +59,4 @@ def on_device(inputs: Inputs, device: str) -> Inputs:
 
 def here(engine: str) -> bool:
     """Whether the engine computes where the tests run."""
-    return engine.startswith("cuda-") == (DEVICE == "cuda") and not engine.startswith("ladder-")
+    return engine.startswith("cuda-") == ON_GPU and not engine.startswith("ladder-")

@@ -9,7 +9,7 @@ import torch
 
 from cases import FACTORS, build, combinations, tuples
 from check import Yardstick, available_engines, error, oracle, run, run_plain
-from device import DEVICE
+from device import ON_GPU
 
 STRENGTH = 3 if os.environ.get("STROBE_TRIPLES") else 2
 CASES = combinations(STRENGTH)
@@ -32,7 +32,7 @@ def test_every_combination_is_among_the_cases():
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_case(number, record_property):
     case = CASES[number]
-    if DEVICE == "cuda" and case["flag"] == "allow_tf32":  # what it allows is less than the contract asks: tests/gpu/test_runtime.py
+    if ON_GPU and case["flag"] == "allow_tf32":  # what it allows is less than the contract asks: tests/gpu/test_runtime.py
         case = case | {"flag": None}
     inputs = build(case)
     yardstick = Yardstick(inputs)

@@ -13,9 +13,8 @@ from torch import Tensor
 import strobe
 from cases import Inputs
 from check import Yardstick
-from device import DEVICE, moved
+from device import DEVICE, ON_GPU, moved, running_on
 
-ON_GPU = DEVICE == "cuda"
 RUNGS = ("ladder-naive", "ladder-flash1", "ladder-flash2") + ("ladder-tensor-cores",) * ON_GPU
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="the CPU's form has no such limit")
 LENGTHS = [(64, 64), (1, 1), (1, 129), (129, 1), (33, 77), (130, 65), (257, 300)]
@@ -47,8 +46,10 @@ def check(rung: str, q: Tensor, k: Tensor, v: Tensor, tile: tuple[int, int] | No
 
 
 @pytest.fixture(autouse=True)
-def seeded():
+def placed():
     GENERATOR.manual_seed(0)
+    with running_on(None):
+        yield
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,0 +1,50 @@
+// What a thread starts and later waits for. Where Machine::late is set it happens only when a wait (or the end) demands it.
+#pragma once
+#include <array>
+#include <vector>
+
+#include "warp.h"
+
+namespace strobe::emulator {
+
+// A copy into shared memory that completes on a barrier.
+struct Transfer {
+  uint32_t barrier;
+  std::function<void(const Warp &)> perform; // for any warp of the block
+};
+struct BlockAsync {
+  std::vector<Transfer> transfers; // late ones
+  uint32_t warps_ended = 0;
+};
+
+// cp.async, of one lane
+struct Copy {
+  uint32_t group, lane, to;
+  uint64_t from;
+  uint32_t bytes, read; // the rest is zeros
+};
+// cp.reduce.async.bulk, of one lane
+struct Addition {
+  uint32_t group, lane;
+  uint64_t to;
+  uint32_t from, bytes;
+  std::vector<float> read; // from shared memory; empty before
+};
+// wgmma, of the warp
+struct Product {
+  uint32_t group;
+  std::function<void(const Warp &)> perform;
+};
+struct WarpAsync {
+  std::array<uint32_t, kLanes> copy_groups{}, addition_groups{}; // committed so far
+  uint32_t product_groups = 0;
+  std::vector<Copy> copies;
+  std::vector<Addition> additions;
+  std::vector<Product> products;
+};
+
+void copies_end(Warp &);    // of copy.cpp: additions that are under way are done
+void products_end(Warp &);  // of wgmma.cpp
+void barriers_end(Block &); // of mbarrier.cpp
+
+} // namespace strobe::emulator

@@ -1,0 +1,57 @@
+// Conversions between integers, and of them and doubles to floating point. A register may be wider than the number that is taken from it.
+#include <cmath>
+
+#include "opcodes.h"
+
+namespace strobe::emulator {
+namespace {
+
+template <class T> const char *kName = "";
+template <> const char *kName<int8_t> = "s8";
+template <> const char *kName<uint8_t> = "u8";
+template <> const char *kName<int16_t> = "s16";
+template <> const char *kName<uint16_t> = "u16";
+template <> const char *kName<int32_t> = "s32";
+template <> const char *kName<uint32_t> = "u32";
+template <> const char *kName<int64_t> = "s64";
+template <> const char *kName<uint64_t> = "u64";
+
+// A register is read and written at 16 bits at least.
+template <class T> using Register = std::conditional_t<sizeof(T) == 1, std::conditional_t<std::is_signed_v<T>, int16_t, uint16_t>, T>;
+
+template <class D, class S> void add_pair(Opcodes &o) {
+  const std::string name = std::string("cvt.") + kName<D> + "." + kName<S>;
+  o[name] = of<[](Register<S> a) { return Register<D>(D(S(a))); }, Register<D>, Register<S>>();
+  if constexpr (sizeof(S) < 8) o[name + "@64"] = of<[](uint64_t a) { return Register<D>(D(S(a))); }, Register<D>, uint64_t>();
+  if constexpr (sizeof(S) < 4) o[name + "@32"] = of<[](uint32_t a) { return Register<D>(D(S(a))); }, Register<D>, uint32_t>();
+}
+template <class D, class... S> void add_row(Opcodes &o) { (add_pair<D, S>(o), ...); }
+template <class... T> void add_all(Opcodes &o) { (add_row<T, T...>(o), ...); }
+
+template <class T> void add_floats(Opcodes &o) {
+  o[std::string("cvt.rn.f32.") + kName<T>] = of<[](T a) { return float(a); }, float, T>();
+  o[std::string("cvt.rn.f64.") + kName<T>] = of<[](T a) { return double(a); }, double, T>();
+}
+
+// Clamped to what the integer holds; NaN is 0.
+int32_t to_integer(float x) {
+  if (x != x) return 0;
+  return x < -0x1p31f ? INT32_MIN : x >= 0x1p31f ? INT32_MAX : int32_t(x);
+}
+template <float (*kRound)(float)> void add_rounding(Opcodes &o, const std::string &how) {
+  o["cvt." + how + ".f32.f32"] = of<[](float a) { return kRound(a); }, float, float>();
+  o["cvt." + how + ".s32.f32"] = of<[](float a) { return to_integer(kRound(a)); }, int32_t, float>();
+}
+
+} // namespace
+
+void add_conversions(Opcodes &o) {
+  add_all<int8_t, uint8_t, int16_t, uint16_t, int32_t, uint32_t, int64_t, uint64_t>(o);
+  add_floats<int32_t>(o), add_floats<uint32_t>(o), add_floats<int64_t>(o), add_floats<uint64_t>(o);
+  add_rounding<std::rint>(o, "rni"), add_rounding<std::trunc>(o, "rzi"), add_rounding<std::floor>(o, "rmi"),
+      add_rounding<std::ceil>(o, "rpi");
+  o["cvt.rn.f32.f64"] = of<[](double a) { return float(a); }, float, double>();
+  o["cvt.f64.f32"] = of<[](float a) { return double(a); }, double, float>();
+}
+
+} // namespace strobe::emulator

@@ -1,0 +1,43 @@
+// Runs PTX, as NVRTC writes it of Strobe's kernels, on the CPU: a warp at a time, for small problems. Device memory is host memory.
+//
+// What is not known or not allowed throws a Fault that names the kernel, the PTX line, the block and the warp.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace strobe::emulator {
+
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Module;
+std::shared_ptr<const Module> parse(const std::string &ptx); // throws Fault with the line
+
+struct Parameter {
+  uint32_t offset, bytes;
+};
+struct KernelInfo {
+  uint32_t static_shared, argument_bytes;
+  std::vector<Parameter> parameters;
+};
+KernelInfo kernel_info(const Module &, const std::string &kernel); // throws Fault if there is none of this name
+
+struct Launch {
+  uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
+  size_t dynamic_shared = 0;
+  const void *arguments = nullptr;
+};
+struct Machine {
+  uint32_t multiprocessors = 4, blocks_per_multiprocessor = 2; // resident at a time; the others begin as these end, in order
+  bool late = false;  // asynchronous copies and products happen as late as the program's waits permit, instead of at once
+  bool races = false; // look for them in shared memory; sees most where late is set, too
+  uint32_t seed = 0;  // 0: warps run in their order; else in an order drawn from it
+};
+// Returns when every block has ended.
+void run(const Module &, const std::string &kernel, const Launch &, const Machine &);
+
+} // namespace strobe::emulator

@@ -1,0 +1,87 @@
+// Floating point. Nothing is contracted; approximations are the host's functions, which are nearer to the truth than the GPU's.
+#include "numbers.h"
+#include "opcodes.h"
+
+namespace strobe::emulator {
+namespace {
+
+// NaN gives way to a number; -0 is below +0.
+template <class T> T greater(T a, T b) {
+  if (a != a) return b;
+  if (b != b) return a;
+  return a == b ? (std::signbit(a) ? b : a) : a > b ? a : b;
+}
+template <class T> T lesser(T a, T b) { return -greater<T>(-a, -b); }
+
+template <class T> void add_type(Opcodes &o, const std::string &type) {
+  for (const std::string rounding : {"", "rn."}) {
+    o["add." + rounding + type] = of<[](T a, T b) { return a + b; }, T, T, T>();
+    o["sub." + rounding + type] = of<[](T a, T b) { return a - b; }, T, T, T>();
+    o["mul." + rounding + type] = of<[](T a, T b) { return a * b; }, T, T, T>();
+  }
+  o["fma.rn." + type] = of<[](T a, T b, T c) { return std::fma(a, b, c); }, T, T, T, T>();
+  o["div.rn." + type] = of<[](T a, T b) { return a / b; }, T, T, T>();
+  o["rcp.rn." + type] = of<[](T a) { return 1 / a; }, T, T>();
+  o["sqrt.rn." + type] = of<[](T a) { return std::sqrt(a); }, T, T>();
+  o["neg." + type] = of<[](T a) { return -a; }, T, T>();
+  o["abs." + type] = of<[](T a) { return std::fabs(a); }, T, T>();
+  o["copysign." + type] = of<[](T sign, T a) { return std::copysign(a, sign); }, T, T, T>();
+  o["min." + type] = of<lesser<T>, T, T, T>();
+  o["max." + type] = of<greater<T>, T, T, T>();
+
+  // Ordered: false where one is NaN, but ne, which PTX orders, too; ...u: true there.
+  o["setp.eq." + type] = of<[](T a, T b) { return a == b; }, bool, T, T>();
+  o["setp.ne." + type] = of<[](T a, T b) { return a < b || b < a; }, bool, T, T>();
+  o["setp.lt." + type] = of<[](T a, T b) { return a < b; }, bool, T, T>();
+  o["setp.le." + type] = of<[](T a, T b) { return a <= b; }, bool, T, T>();
+  o["setp.gt." + type] = of<[](T a, T b) { return b < a; }, bool, T, T>();
+  o["setp.ge." + type] = of<[](T a, T b) { return a >= b; }, bool, T, T>();
+  o["setp.equ." + type] = of<[](T a, T b) { return !(a < b || b < a); }, bool, T, T>();
+  o["setp.neu." + type] = of<[](T a, T b) { return a != b; }, bool, T, T>();
+  o["setp.ltu." + type] = of<[](T a, T b) { return !(a >= b); }, bool, T, T>();
+  o["setp.leu." + type] = of<[](T a, T b) { return !(b < a); }, bool, T, T>();
+  o["setp.gtu." + type] = of<[](T a, T b) { return !(a <= b); }, bool, T, T>();
+  o["setp.geu." + type] = of<[](T a, T b) { return !(a < b); }, bool, T, T>();
+  o["setp.num." + type] = of<[](T a, T b) { return a == a && b == b; }, bool, T, T>();
+  o["setp.nan." + type] = of<[](T a, T b) { return a != a || b != b; }, bool, T, T>();
+}
+
+// f of both halves.
+template <auto f> uint32_t halves(uint32_t a, uint32_t b, uint32_t c) {
+  return uint32_t(f(a >> 16, b >> 16, c >> 16)) << 16 | f(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF);
+}
+template <auto from, auto to> uint16_t fma_half(uint16_t a, uint16_t b, uint16_t c) { return to(fma_to_odd(from(a), from(b), from(c))); }
+template <auto from> uint32_t differ(uint32_t a, uint32_t b) {
+  return (from(a >> 16) != from(b >> 16) ? 0xFFFF0000 : 0) | (from(a & 0xFFFF) != from(b & 0xFFFF) ? 0xFFFF : 0);
+}
+template <auto to> uint32_t pack(float high, float low) { return uint32_t(to(high)) << 16 | to(low); }
+
+} // namespace
+
+void add_floating(Opcodes &o) {
+  add_type<float>(o, "f32"), add_type<double>(o, "f64");
+  o["max.NaN.f32"] = of<[](float a, float b) { return a != a || b != b ? number(0x7FFFFFFF) : greater(a, b); }, float, float, float>();
+  o["div.approx.f32"] = of<[](float a, float b) { return a / b; }, float, float, float>();
+  o["rcp.approx.ftz.f32"] = of<[](float a) { return flush(1 / flush(a)); }, float, float>();
+  o["rcp.approx.ftz.f64"] = of<[](double a) { return 1 / a; }, double, double>();
+  o["sqrt.approx.ftz.f32"] = of<[](float a) { return std::sqrt(flush(a)); }, float, float>();
+  o["ex2.approx.ftz.f32"] = of<[](float a) { return flush(std::exp2(flush(a))); }, float, float>();
+  o["lg2.approx.f32"] = of<[](float a) { return std::log2(a); }, float, float>();
+  o["lg2.approx.ftz.f32"] = of<[](float a) { return std::log2(flush(a)); }, float, float>();
+  o["tanh.approx.f32"] = of<[](float a) { return std::tanh(a); }, float, float>();
+
+  o["fma.rn.f16x2"] = of<halves<fma_half<from_half, to_half>>, uint32_t, uint32_t, uint32_t, uint32_t>();
+  o["fma.rn.bf16x2"] = of<halves<fma_half<from_bfloat, to_bfloat>>, uint32_t, uint32_t, uint32_t, uint32_t>();
+  o["set.neu.u32.f16x2"] = of<differ<from_half>, uint32_t, uint32_t, uint32_t>();
+  o["set.neu.u32.bf16x2"] = of<differ<from_bfloat>, uint32_t, uint32_t, uint32_t>();
+
+  o["cvt.f32.f16"] = of<from_half, float, uint16_t>();
+  o["cvt.f32.bf16"] = of<from_bfloat, float, uint16_t>();
+  o["cvt.rn.f16.f32"] = of<to_half, uint16_t, float>();
+  o["cvt.rn.bf16.f32"] = of<to_bfloat, uint16_t, float>();
+  o["cvt.rn.f16x2.f32"] = of<pack<to_half>, uint32_t, float, float>();
+  o["cvt.rn.bf16x2.f32"] = of<pack<to_bfloat>, uint32_t, float, float>();
+  o["cvt.rna.tf32.f32"] = of<[](float a) { return bits(to_tf32(a)); }, uint32_t, float>();
+}
+
+} // namespace strobe::emulator

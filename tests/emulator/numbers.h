@@ -1,0 +1,52 @@
+// The GPU's small floating-point numbers, as bits. Rounded to nearest even; NaN is the one that the GPU makes.
+#pragma once
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+namespace strobe::emulator {
+
+inline uint32_t bits(float x) { return std::bit_cast<uint32_t>(x); }
+inline float number(uint32_t bits) { return std::bit_cast<float>(bits); }
+
+inline float from_bfloat(uint16_t x) { return number(uint32_t(x) << 16); }
+inline uint16_t to_bfloat(float x) {
+  const uint32_t u = bits(x);
+  return x != x ? 0x7FFF : (u + 0x7FFF + (u >> 16 & 1)) >> 16;
+}
+
+inline float from_half(uint16_t x) {
+  const uint32_t magnitude = x & 0x7FFF, sign = uint32_t(x & 0x8000) << 16;
+  const float finite = number(magnitude << 13) * 0x1p112f;
+  return number(sign | (magnitude < 0x7C00 ? bits(finite) : 0x7F800000 | magnitude << 13));
+}
+inline uint16_t to_half(float x) {
+  const uint32_t magnitude = bits(x) & 0x7FFFFFFF, sign = bits(x) >> 16 & 0x8000;
+  uint32_t half = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+  if (magnitude < 0x38800000)
+    half = bits(number(magnitude) + 0.5f) - bits(0.5f); // below 2^-14: the unit of 0.5 is that of half's subnormals
+  if (magnitude >= 0x477FF000) half = 0x7C00;
+  return magnitude > 0x7F800000 ? 0x7FFF : sign | half;
+}
+
+// Ten bits of fraction, ties away from zero.
+inline float to_tf32(float x) {
+  if (x != x) return number(0x7FFFFFFF);
+  return std::isinf(x) ? x : number((bits(x) + 0x1000) & ~0x1FFFu);
+}
+
+inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+
+// a b + c, rounded to odd, so that rounding it again to fewer bits is right. The product of a and b must fit a double.
+inline float fma_to_odd(float a, float b, float c) {
+  const double product = double(a) * b, sum = product + c, part = sum - product;
+  const double error = (product - (sum - part)) + (c - part);
+  auto odd = std::bit_cast<uint64_t>(sum);
+  if (std::isfinite(sum) && error != 0 && !(odd & 1)) odd += (error > 0) == (sum > 0) ? 1 : -1;
+  const double exact = std::bit_cast<double>(odd);
+  const float rounded = float(exact);
+  if (!std::isfinite(rounded) || rounded == exact || bits(rounded) & 1) return rounded;
+  return std::nextafter(rounded, exact > rounded ? INFINITY : -INFINITY);
+}
+
+} // namespace strobe::emulator

@@ -1,0 +1,18 @@
+// What cuTensorMapEncodeTiled (driver.cpp) leaves in a CUtensorMap and the copy engine (copy.cpp) reads.
+#pragma once
+#include <cstdint>
+
+namespace strobe::emulator {
+
+struct alignas(64) TensorMap {
+  static constexpr uint32_t kMagic = 0x70614D54, kMostRank = 5;
+  uint32_t magic;
+  uint8_t element_bytes, rank;
+  bool swizzled; // over 128 bytes
+  uint64_t address;
+  uint64_t sizes[kMostRank], strides[kMostRank]; // of axis 0: elements side by side
+  uint32_t box[kMostRank];
+};
+static_assert(sizeof(TensorMap) == 128);
+
+} // namespace strobe::emulator

@@ -1,0 +1,109 @@
+// What an instruction sees: the registers of the warp that executes it and the memory of its block.
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <string_view>
+
+#include "emulator.h"
+#include "races.h"
+
+namespace strobe::emulator {
+
+constexpr uint32_t kLanes = 32, kAllLanes = ~0u, kNoSlot = ~0u;
+constexpr uint32_t kSharedBegin = 1024; // the first address of shared memory, so that a null pointer to it is found
+
+struct BlockAsync; // async.h: the copies and products that are under way
+struct WarpAsync;
+
+struct alignas(128) ArgumentLine { // tensor maps among the arguments want 64 bytes
+  std::byte bytes[128];
+};
+struct Grid {
+  const Machine &machine;
+  std::vector<ArgumentLine> arguments{};
+  size_t argument_bytes = 0;
+  uint32_t blocks[3] = {}, threads[3] = {};
+  uint64_t changes = 0; // counted up by whatever may end a wait (stores, arrivals); while it stands still and all wait, there is a deadlock
+  uint64_t clock = 0;
+  uint32_t line = 0; // of the instruction that is executed
+};
+
+struct Block {
+  Grid &grid;
+  uint32_t index[3];
+  std::byte *shared; // at kSharedBegin
+  uint32_t shared_end;
+  std::shared_ptr<BlockAsync> async;
+  std::unique_ptr<Races> races{}; // null: nobody asked for them
+};
+
+struct Operand {
+  enum Kind : uint8_t {
+    kRegister,  // slot; bits 16, 32, 64, 128
+    kPredicate, // slot; the first word holds a bit for each lane
+    kImmediate, // value (bits of a float as PTX writes them: 0f3F800000)
+    kAddress,   // [slot + value], kNoSlot: [value]; bits 32 or 64 of the register; parts: the coordinates in [map, {x, y}]
+    kVector,    // parts
+    kSink       // _
+  };
+  Kind kind = kSink;
+  uint8_t bits = 0;
+  uint32_t slot = kNoSlot;
+  uint64_t value = 0;
+  std::vector<Operand> parts{};
+};
+
+struct Warp {
+  Block &block;
+  uint32_t index;             // in its block
+  std::byte *registers;       // slots of 32 words
+  std::byte *local = nullptr; // of lane 0; the others' follow
+  uint32_t local_bytes = 0;   // of a lane
+  bool waits = false;         // set by an instruction that found what it waits for not to be there: another warp runs next
+  std::shared_ptr<WarpAsync> async{};
+
+  // A register of 32 (64) bits: one word (two) for each lane. Registers of 16 bits: the halves of the first 16 words.
+  template <class T> T *lanes(uint32_t slot) const { return reinterpret_cast<T *>(registers + size_t(slot) * kLanes * 4); }
+  uint32_t *words(const Operand &o) const { return lanes<uint32_t>(o.slot); }
+  uint32_t &predicate(const Operand &o) const { return *words(o); } // a bit for each lane
+  uint64_t value(const Operand &o, uint32_t lane) const {           // of a register, an immediate, an address (register + offset)
+    if (o.slot == kNoSlot) return o.value;
+    return o.bits == 64 ? o.value + lanes<uint64_t>(o.slot)[lane] : uint32_t(o.value + lanes<uint32_t>(o.slot)[lane]);
+  }
+
+  // For a lane. Checks alignment and bounds, throws Fault. `address`: in the window of shared memory (kSharedBegin is its first byte).
+  std::byte *shared(uint64_t address, size_t bytes, size_t alignment, Access access, uint32_t lane) const {
+    if (address < kSharedBegin || address + bytes > block.shared_end || address % alignment) bad_shared(address, bytes, alignment);
+    const size_t at = address - kSharedBegin;
+    if (block.races && access != Access::kSynchronize) block.races->access(index, lane, uint32_t(at), bytes, access, block.grid.line);
+    return block.shared + at;
+  }
+  [[noreturn]] void bad_shared(uint64_t address, size_t bytes, size_t alignment) const;
+};
+
+[[noreturn]] void bad_global(uint64_t address, size_t bytes, size_t alignment);
+bool is_mapped(uint64_t page); // remembers it, until run() ends
+constexpr uint64_t kPage = 4096;
+inline constinit thread_local uint64_t mapped_pages[64] = {}; // their complements
+// A generic address is one of the host. Whether there is memory at all is asked here; AddressSanitizer knows whether it is anyone's.
+inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
+  const uint64_t first = address / kPage, last = (address + bytes - 1) / kPage;
+  for (uint64_t page = first; page <= last; page++)
+    if (mapped_pages[page % 64] != ~page && !is_mapped(page)) bad_global(address, bytes, alignment);
+  if (address % alignment) bad_global(address, bytes, alignment);
+  return reinterpret_cast<std::byte *>(address);
+}
+
+// An instruction of those in tile files (ldmatrix, mma, wgmma, cp.async, mbarrier ...), decoded: executes it for the lanes whose bit is set. One
+// that is .aligned is called when all lanes of the warp have come.
+using Tile = std::function<void(Warp &, uint32_t lanes)>;
+// opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if the
+// opcode is none of its own; throws Fault if it is, with modifiers that are not supported.
+Tile decode_tile(std::string_view opcode, const std::vector<Operand> &operands);
+
+std::shared_ptr<BlockAsync> make_block_async();
+std::shared_ptr<WarpAsync> make_warp_async();
+// A warp's threads have all ended: what it left under way is done or, where shared memory would be read after its end, a Fault.
+void finish(Warp &);
+
+} // namespace strobe::emulator
