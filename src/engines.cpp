@@ -45,15 +45,17 @@ const std::string &missing(size_t index) {
 }
 
 void check_engine(const char *wanted) {
-  std::string names;
   if (!wanted || !*wanted) return;
+  std::vector<std::string> names; // each once: some engines have a form for each device
   for (const Engine *engine : engines()) {
     if (engine->name() == std::string(wanted)) return;
-    names += (names.empty() ? "" : ", ") + std::string(engine->name());
+    if (std::find(names.begin(), names.end(), engine->name()) == names.end()) names.push_back(engine->name());
   }
+  std::string accepted;
+  for (const std::string &name : names) accepted += name + ", ";
   const char *elsewhere = foreign_architecture(wanted);
   throw Error(STROBE_INVALID_ARGUMENT, text("engine: \"", wanted, "\" ", elsewhere ? text("runs on ", elsewhere, " alone") : "is unknown",
-                                            "; accepted are ", names, ", or none for the fastest"));
+                                            "; accepted are ", accepted, "or none for the fastest"));
 }
 
 Choice choose(const Problem &problem, const Execution &execution, Direction direction) {

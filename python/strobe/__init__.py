@@ -17,6 +17,7 @@ from ._run import Gradients
 from .hyperbolic import hyperbolic_attention
 
 if TYPE_CHECKING:
+    from . import compat as compat
     from . import nn as nn
 
 # Else it is done as torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
@@ -40,10 +41,16 @@ __all__ = [
 ]
 
 
+_LATE = ("compat", "nn")  # they import torch, so only when they are asked for
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *_LATE, "hyperbolic"]
+
+
 def __getattr__(name: str) -> Any:
-    """strobe.nn imports torch, so only when it is asked for."""
-    if name == "nn":
+    if name in _LATE:
         from importlib import import_module
 
-        return import_module(".nn", __name__)
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

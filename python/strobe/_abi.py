@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -214,9 +215,26 @@ class Call:
                 reason = re.sub(r"shape \([^()]*\)", f"shape {tuple(array.shape)}", reason, count=1)
                 if array.ndim == 2:
                     reason += f"; of (B, Sk), {name}[:, None, None, :]"
+            if ": dtype" in reason:
+                reason += _ways_out(name, reason)
         if name == "engine":
-            reason = reason.replace("or none", "or None")
+            reason = reason.replace("or none", "or None") + _close_engine(reason)
         return reason.removeprefix("execution.")
+
+
+def _ways_out(name: str, reason: str) -> str:
+    """Of a wrong dtype: what the caller may have wanted."""
+    if name == "mask":
+        return "; what is added to the scores is bias" if "float" in reason else f"; of zeros and ones, {name}.bool()"
+    if name == "bias" and "dtype bool" in reason:
+        return "; what hides is mask"
+    return f"; {name}.int()" if name.startswith("cu_seqlens") and "dtype int64" in reason else ""
+
+
+def _close_engine(reason: str) -> str:
+    unknown = re.match(r'engine: "(.*)" is unknown', reason)
+    close = get_close_matches(unknown[1], [name for name, _ in engines()], 1) if unknown else []
+    return "".join(f"; did you mean {name}?" for name in close)
 
 
 def version() -> str:

@@ -26,7 +26,7 @@ def attention(
 ) -> tuple[ArrayT, ArrayT]: ...
 @overload
 def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool, **options: Unpack[AttentionOptions]) -> Any: ...
-def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[AttentionOptions]) -> Any:
+def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, **options: Unpack[AttentionOptions]) -> Any:
     """Exact softmax attention: softmax(scale · q·kᵀ, as the options have it) · v, in memory linear in the sequence length.
 
     For torch tensors it is differentiable once, in q, k, v, bias and sinks, and through the returned lse; it works under torch.compile,
@@ -52,7 +52,8 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
         bias: added to the scores; broadcasts likewise; q's dtype or float32. Its gradient is summed over what was broadcast.
         alibi_slopes: float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores. They have no gradient.
         sinks: float32 (float64 with float64) (H,): a logit per head that joins the softmax's denominator and no value.
-        dropout: the probability of dropping an element of the softmax, 0 <= p < 1, in steps of 1/256; what is kept is scaled up.
+        dropout: the probability of dropping an element of the softmax, 0 <= p < 1, in steps of 1/256 and, unless 0, at least one
+            of them; what is kept is scaled up.
         seed, offset: integers that choose the dropout mask. Without them and rng they are drawn from the default generator of torch
             (torch.manual_seed) or NumPy (np.random.seed).
         rng: the same two as an int64 tensor (2,), where q lies.
@@ -61,7 +62,8 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
             (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), whatever layout says.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths; the size of mask and bias there. None: Tq, Tk.
         block_mask: which blocks of the scores exist at all.
-        layout: of q, k, v and the output: "bhsd" or "bshd".
+        layout: of q, k, v and the output: "bhsd" or "bshd", which is flash-attn's and xFormers'. Nobody notices a wrong one where the
+            shapes fit: H and S then change places.
         return_lse: return (out, lse).
         deterministic: bitwise the same gradients over runs; on the CPU, and under torch.use_deterministic_algorithms, they always are.
         exact_max: keep the running maximum of the softmax where an engine would do without.
@@ -87,6 +89,10 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     arXiv:2108.12409), softcap (Gemma 2, arXiv:2408.00118), sinks (gpt-oss, arXiv:2508.10925), Philox (Salmon et al. 2011).
     docs/semantics.md has the formulas.
     """
+    if unnamed:
+        raise TypeError(
+            f"attention() takes q, k and v by their places, and {len(unnamed)} more were given; options are named, as in causal=True"
+        )
     framework = known_framework(q)
     if framework is not None and isinstance(return_lse, bool) and (found := framework.again(q, k, v, return_lse, options)) is not None:
         return (found[0], found[1]) if return_lse else found[0]
@@ -100,7 +106,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
 
 def _signature() -> inspect.Signature:
     """What help() shows: every option with its type and default."""
-    parameters = list(inspect.signature(attention).parameters.values())[:-1]
+    parameters = [x for x in inspect.signature(attention).parameters.values() if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
     for name, x in DEFAULTS.items():
         written = AttentionOptions.__annotations__[name]  # a ForwardRef, for nothing needs its meaning here
         parameters.append(parameters[-1].replace(name=name, default=x, annotation=getattr(written, "__forward_arg__", written)))
@@ -288,8 +294,10 @@ def dropout_mask(
     for name, x in (("seed", seed), ("offset", offset)):
         if x is not None:
             is_seed(wrong, name, x)
-    if (seed is None) == (rng is None):
-        wrong.append(ValueError("seed: accepted is seed (and offset), or rng"))
+    if seed is None and rng is None:
+        wrong.append(ValueError("seed: missing; accepted is seed (and offset), or rng"))
+    elif rng is not None and (seed is not None or offset is not None):
+        wrong.append(ValueError("rng: given beside seed or offset; accepted is one of the two"))
     if rng is not None and like is not None:
         wrong.append(ValueError("like: given beside rng; accepted is one of the two: an array of rng's kind is returned"))
     for name, x in (("rng", rng), ("like", like)):

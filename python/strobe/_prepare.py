@@ -15,7 +15,7 @@ from ._core import lib
 from ._framework import Array, Framework, is_bool, is_whole, kind, known_framework, no_array
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -62,6 +62,7 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(AttentionOptions.__annotations__) | {
     "layout": "bhsd",
 }
 
+MAX_HEAD_DIM = 256  # src/attention/validate.cpp
 _INT32_MAX, _INT64_MIN, _INT64_MAX = 2**31 - 1, -(2**63), 2**63 - 1
 _ARRAYS = frozenset({"mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng"})
 _FLAGS = frozenset({"causal", "deterministic", "exact_max", "allow_tf32", "strict", "check"})
@@ -78,8 +79,10 @@ _HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 _SCORES = {"dot": lib.STROBE_DOT, "hyperbolic": _HYPERBOLIC}
 _ALIGNMENTS = {"bottom_right": lib.STROBE_BOTTOM_RIGHT, "top_left": lib.STROBE_TOP_LEFT}
 # What other attention functions have.
-_ELSEWHERE = {
+ELSEWHERE = {
     "is_causal": "did you mean causal?",
+    "p": "did you mean dropout?",
+    "return_attn_probs": "did you mean return_lse? The probabilities are never made",
     "attn_mask": "did you mean mask (bool, True = attend) or bias (added to the scores)?",
     "dropout_p": "did you mean dropout?",
     "enable_gqa": "k and v may have fewer heads than q without it",
@@ -103,11 +106,13 @@ class Prepared(NamedTuple):
 Wrong = list[Exception]
 
 
-def check_names(function: str, given: Mapping[str, Any], wrong: Wrong) -> None:
-    """`function` is whose options they are, for messages."""
+def check_names(
+    function: str, given: Iterable[str], wrong: Wrong, known: Collection[str] = DEFAULTS, hints: Mapping[str, str] = ELSEWHERE
+) -> None:
+    """`function` is whose options they are, for messages; hints: for names of other functions."""
     for name in given:
-        if name not in DEFAULTS:
-            hint = _ELSEWHERE.get(name) or "".join(f"did you mean {known}?" for known in get_close_matches(name, DEFAULTS, 1))
+        if name not in known:
+            hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1))
             wrong.append(TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (hint and f"; {hint}")))
 
 
@@ -121,7 +126,7 @@ def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any
             arrays[name] = x
     for name, x in given.items():
         if name not in DEFAULTS:
-            check_names(function, {name: x}, wrong)
+            check_names(function, [name], wrong)
         elif x is DEFAULTS[name]:
             continue
         elif name in _ARRAYS:
@@ -158,6 +163,8 @@ def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any
 
     if options.get("score") == _HYPERBOLIC:
         options.setdefault("beta", 1.0)
+    elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":
+        wrong.append(ValueError(f"beta: {beta} with score 'dot'; accepted is None, or a hyperbolic score"))
     layout = given.get("layout", "bhsd")
     packed = given.get("cu_seqlens_q") is not None or given.get("cu_seqlens_k") is not None
     if _is_choice(wrong, "layout", layout, _LAYOUTS):
@@ -264,12 +271,8 @@ def _window(wrong: Wrong, window: Any, options: dict[str, Any]) -> None:
     whole = all(side is None or is_whole(side) for side in sides)
     if len(sides) != 2 or not whole or not all(side is None or 0 <= side <= _INT64_MAX for side in sides):
         error = ValueError if whole else TypeError
-        wrong.append(
-            error(
-                f"window: {window!r}; accepted is (left, right), each an integer from 0 to {_INT64_MAX} or None (no bound), "
-                f"or one integer for both"
-            )
-        )
+        accepted = "(left, right), each None (no bound) or an integer from 0 on, in 64 bits, or one integer for both"
+        wrong.append(error(f"window: {window!r}; accepted is {accepted}"))
         return
     for name, side in zip(("window_left", "window_right"), sides, strict=True):
         if side is not None:

@@ -13,9 +13,30 @@ from typing import Any
 
 from ._attention import attention
 from ._framework import Array, Framework, framework_of
-from ._prepare import DEFAULTS, Wrong, flag
+from ._prepare import DEFAULTS, ELSEWHERE, Wrong, check_names, flag
 
+__all__ = [
+    "centroid",
+    "distance",
+    "exp_map",
+    "hyperbolic_attention",
+    "klein_to_lorentz",
+    "klein_to_poincare",
+    "lift",
+    "lorentz_product",
+    "lorentz_to_klein",
+    "lorentz_to_poincare",
+    "poincare_to_klein",
+    "poincare_to_lorentz",
+]
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+_FIXED = ("score", "shift", "scale", "softcap")  # options of attention() that the distance leaves no room for
+_NAMES = ("c", "model", "aggregate", "return_lse", *(name for name in DEFAULTS if name not in _FIXED))
+_HINTS = ELSEWHERE | {"softmax_scale": "did you mean beta?"}
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def hyperbolic_attention(
@@ -47,7 +68,9 @@ def hyperbolic_attention(
             inside the unit ball.
         aggregate: "centroid": the Lorentz centroid Σ P v / |Σ P v|; "midpoint": the Einstein midpoint, whose weights P γ(v) are a bias on
             the keys, which lse includes. The two are the same point, but for rounding and dropout; the centroid costs less.
-        options: those of attention() but score, beta, shift, softcap and scale.
+        options: those of attention() but score, shift, softcap and scale. check=True looks at every point of q, k and v as well, hidden
+            ones included, and refuses what is none of the model's: it reads all three, and waits for a GPU. Otherwise nobody looks, and
+            what is no point (of the other model, or outside the ball) gives numbers without a meaning.
 
     Returns:
         out: points, of q's leading axes and v's width; for a query that sees no key the origin.
@@ -69,9 +92,16 @@ def hyperbolic_attention(
         raise wrong[0]
     if not (isinstance(c, (int, float)) and math.isfinite(c)):
         raise ValueError(f"c: {c!r}; accepted is a finite number")
-    for name in ("score", "shift", "scale", "softcap"):
-        if options.get(name, DEFAULTS[name]) != DEFAULTS[name]:
-            raise ValueError(f"{name}: {options.get(name)!r}; accepted is none: the score is the distance's")
+    for name in _FIXED:
+        if name in options and (name == "score" or options[name] != DEFAULTS[name]):
+            raise ValueError(f"{name}: {options[name]!r}; accepted is none: the score is the distance's")
+    unknown: Wrong = []
+    check_names("hyperbolic_attention", options, unknown, _NAMES, _HINTS)
+    if unknown:
+        raise TypeError("\n".join(map(str, unknown)))
+    if options.get("check") is True:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            _check_points(name, x, model)
     if model == "poincare":
         q, k, v = poincare_to_lorentz(q), poincare_to_lorentz(k), poincare_to_lorentz(v)
     if aggregate == "midpoint":
@@ -83,6 +113,32 @@ def hyperbolic_attention(
     if model == "poincare":
         out = lorentz_to_poincare(out)
     return (out, lse) if return_lse else out
+
+
+def _check_points(name: str, x: Array, model: str) -> None:
+    """Within rounding: that of a coordinate to x's dtype is 8 ulps of the largest square here, that of a sum one for each of its terms."""
+    framework = framework_of(name, x)
+    if str(x.dtype).removeprefix("torch.") not in _EPS:
+        return  # attention() says so
+    wide = _wide(framework, framework.constant(x))
+    if model == "poincare":
+        square = _square(wide)[..., 0]
+        good = square < 1
+    else:
+        square = lorentz_product(wide, wide)
+        within = (8 * _eps(x) + x.shape[-1] * _eps(wide)) * wide[..., 0] ** 2
+        good = (wide[..., 0] > 0) & (abs(square + 1) <= within)
+    if bool(good.all()):
+        return
+    place = tuple(int(axis[0]) for axis in framework.xp.where(~good))
+    found = float(square[place])
+    if model == "poincare":
+        raise ValueError(f"{name}: |p|² = {found:g} at {[*place]}; accepted with model 'poincare' are points of the unit ball, |p| < 1")
+    time = float(wide[..., 0][place])
+    hint = "; points of the ball are model='poincare'" if bool((_square(wide) < 1).all()) else ""
+    raise ValueError(
+        f"{name}: <x, x> = {found:g} and x0 = {time:g} at {[*place]}; accepted with model 'lorentz' are <x, x> = -1 and x0 > 0{hint}"
+    )
 
 
 def _time_reversed(framework: Framework, x: Array) -> Array:
@@ -177,7 +233,7 @@ def centroid(x: Array) -> Array:
     """x / sqrt(-<x, x>_L) of a weighted sum of points in Lorentz coordinates, or of any multiple of one: the point of least mean squared
     Lorentz distance (Law et al. 2019), and Einstein's midpoint. Of a sum of nothing the origin, (1, 0, ..., 0), with gradient 0. Points
     that lie farther out than rounding can tell, at -<x, x>_L below eps x0², are brought there."""
-    eps = _EPS[str(x.dtype).removeprefix("torch.")]
+    eps = _eps(x)
 
     def formula(xp: Any, x: Array) -> Array:
         nothing = x[..., :1] == 0
@@ -186,6 +242,10 @@ def centroid(x: Array) -> Array:
         return _lift(xp, x / xp.sqrt(xp.where(left < eps, eps, left)))
 
     return _mapped(formula, x)
+
+
+def _eps(x: Array) -> float:
+    return _EPS[str(x.dtype).removeprefix("torch.")]
 
 
 def _square(x: Array) -> Array:

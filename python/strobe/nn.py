@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._attention import attention
+from ._attention import attention, explain
+from ._blockmask import BlockMask
 from ._framework import kind, known_framework
-from ._prepare import check_names
+from ._prepare import MAX_HEAD_DIM, Wrong, check_names, is_integer
 from ._torch import TORCH
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class FlashAttention(torch.nn.Module):
         strobe.attention().
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as strobe.attention(), at the call.
+        TypeError, ValueError: an option that no call could have. Else as strobe.attention(), at the call.
 
     Example:
         >>> attend = strobe.nn.FlashAttention(64, dropout=0.1, causal=True)
@@ -43,13 +44,16 @@ class FlashAttention(torch.nn.Module):
 
     def __init__(self, head_dim: int, **options: Unpack[AttentionOptions]):
         super().__init__()
-        unknown: list[Exception] = []
-        check_names("FlashAttention", options, unknown)
-        if unknown:
-            raise TypeError("\n".join(map(str, unknown)))
+        wrong: Wrong = []
+        check_names("FlashAttention", options, wrong)
         for name, value in options.items():
             if known_framework(value) is not None:
-                raise TypeError(f"{name}: {kind(value)}; accepted here are options that are no arrays; those go to the call")
+                wrong.append(TypeError(f"{name}: {kind(value)}; accepted here are options that are no arrays; those go to the call"))
+        if is_integer(wrong, "head_dim", head_dim, 1, MAX_HEAD_DIM) and not wrong:
+            _check_values(head_dim, options)
+        if wrong:
+            error = TypeError if all(isinstance(each, TypeError) for each in wrong) else ValueError
+            raise error("\n".join(map(str, wrong)))
         self.head_dim = head_dim
         self.options: AttentionOptions = options
 
@@ -72,3 +76,17 @@ class FlashAttention(torch.nn.Module):
             if device.type != "meta":  # from which nothing would bring its numbers back
                 self.options["block_mask"] = block_mask.to(device)
         return super()._apply(fn, recurse)
+
+
+def _check_values(head_dim: int, options: AttentionOptions) -> None:
+    """Raises what attention() would, whatever the tensors: of sequences without a token."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return  # to a tracer, or of fake tensors, the library cannot speak; the call will
+    nothing = torch.zeros(0, 1, head_dim, device="cpu")
+    starts = torch.zeros(2, dtype=torch.int32, device="cpu")
+    given: AttentionOptions = {**options, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    if given.get("seed") is None:
+        given["seed"] = 0  # none is drawn
+    if isinstance(given.get("block_mask"), BlockMask):
+        del given["block_mask"]  # fits lengths that come with the call
+    explain(nothing, nothing, nothing, **given)

@@ -109,9 +109,24 @@ def test_check_finds_a_wrong_engine(run, monkeypatch, wrong):
 
 
 def test_check_refuses_an_engine_that_is_not_here(run):
-    done = run("check", "--engine", "abacus")
-    assert done.exit_code == 2
-    assert done.output.startswith("--engine: abacus does not run here; accepted: ")
+    for name, why, hint in (
+        ("abacus", "is unknown", ""),
+        ("cpu-baselin", "is unknown", "; did you mean cpu-baseline?"),
+        ("reference", "does not run here: the others are checked against it", ""),
+    ):
+        done = run("check", "--engine", name)
+        assert done.exit_code == 2
+        assert done.output.startswith(f"--engine: {name} {why}; accepted: ")
+        assert done.output.rstrip().endswith(hint)
+        assert ("did you mean" in done.output) == bool(hint)
+
+
+def test_prewarm_says_what_an_arch_looks_like(run):
+    for arguments, wrong in (((), "missing"), (("--arch", "sm_90"), "'sm_90'")):
+        done = run("prewarm", *arguments)
+        assert done.exit_code == 2
+        words = " ".join(done.output.replace("│", "").split())
+        assert f"--arch: {wrong}; accepted is the compute capability times ten, e.g. 90 for an H100 or H200" in words
 
 
 # bench

@@ -281,6 +281,76 @@ def test_refusals_of_the_packed_and_cached_forms():
         call(q, k_cache, v_cache, cache_seqlens=torch.zeros(3, dtype=torch.int32))
 
 
+HOST_LENGTHS = [
+    ({"cache_seqlens": [3, 8], "new": 1}, r"^cache_seqlens: 8 at \[1\]; accepted are 0 to 7, a cache of 8 less 1 new keys$"),
+    ({"cache_seqlens": [3, -5], "new": 1}, r"^cache_seqlens: -5 at \[1\]; accepted are 0 to 7"),
+    ({"cache_seqlens": [9, 3]}, r"^cache_seqlens: 9 at \[0\]; accepted are 0 to 8"),
+    (
+        {"cache_seqlens": [3, 4], "cache_batch_idx": [0, 2], "new": 1},
+        r"^cache_batch_idx: 2 at \[1\]; accepted are 0 to 1, a cache of 2 rows$",
+    ),
+    ({"cache_batch_idx": [-1, 0]}, r"^cache_batch_idx: -1 at \[0\]; accepted are 0 to 1"),
+    ({"cache_seqlens": [3, 4], "cache_leftpad": [3, 5]}, r"^cache_leftpad: 5 at \[1\]; accepted are 0 to 4, where the sequence ends$"),
+    ({"cache_seqlens": [3, 4], "cache_leftpad": [-1, 0]}, r"^cache_leftpad: -1 at \[0\]"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), HOST_LENGTHS)
+def test_lengths_in_host_memory_are_checked_before_the_cache_is_written(given, message):
+    with torch.device("cpu"):
+        k_cache, v_cache = cache(2, 8)
+        before = k_cache.clone(), v_cache.clone()
+        q = torch.ones(2, 1, 4, 16)
+        numbers = {name: torch.tensor(x, dtype=torch.int32) for name, x in given.items() if name != "new"}
+    fresh = {"k": q, "v": q} if "new" in given else {}
+    with pytest.raises(ValueError, match=message):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, **fresh, **numbers)
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
+@pytest.mark.parametrize("lengths", [3, [3, 4]])
+def test_a_cache_of_known_lengths_is_one_graph(lengths):
+    torch._dynamo.reset()
+    k_cache, v_cache = cache(2, 8)
+    copies = k_cache.clone(), v_cache.clone()
+    q, k, v = (torch.randn(2, 1, 4, 16) for _ in "qkv")
+    filled = torch.tensor(lengths, dtype=torch.int32) if isinstance(lengths, list) else lengths
+    compiled = torch.compile(flash_attn.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    out = compiled(q, *copies, k, v, cache_seqlens=filled)
+    assert torch.equal(out, flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=filled))
+    assert torch.equal(copies[0], k_cache)
+
+
+def test_a_cache_has_no_gradient():
+    q = torch.randn(2, 1, 4, 16, requires_grad=True)
+    assert not flash_attn.flash_attn_with_kvcache(q, *cache(2, 8)).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"q": (2, 1, 16)}, r"^q: shape \(2, 1, 16\); accepted is \(batches, tokens, heads, head dimension\)"),
+        ({"q": (2, 1, 4, 8)}, r"^k_cache: shape \(2, 8, 4, 16\); accepted is \(2, 8, 4, 8\)"),
+        ({"q": (1, 1, 4, 16)}, r"^k_cache: shape \(2, 8, 4, 16\); accepted is \(1, 8, 4, 16\)"),
+        ({"q": (2, 1, 3, 16)}, r"^k_cache: 4 heads for the 3 of q"),
+        ({"v_cache": (2, 7, 4, 16)}, r"^v_cache: shape \(2, 7, 4, 16\); accepted is \(2, 8, 4, 16\)"),
+        ({"k": (1, 1, 4, 16)}, r"^k: shape \(1, 1, 4, 16\); accepted is \(2, 1, 4, 16\)"),
+        ({"v": (2, 2, 4, 16)}, r"^v: shape \(2, 2, 4, 16\); accepted is \(2, 1, 4, 16\)"),
+        ({"k": torch.float16}, r"^k: dtype torch\.float16; accepted is torch\.float32, as k_cache has"),
+        ({"cache_seqlens": torch.float32}, r"^cache_seqlens: dtype torch\.float32; accepted is torch\.int32"),
+    ],
+)
+def test_what_does_not_fit_the_cache_is_named(wrong, message):
+    """A shape in place of the right one, or a dtype."""
+    k_cache, v_cache = cache(2, 8)
+    q = torch.zeros(2, 1, 4, 16)
+    good = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": q, "v": q, "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32)}
+    bad = {name: torch.zeros(x) if isinstance(x, tuple) else good[name].to(x) for name, x in wrong.items()}
+    with pytest.raises(ValueError, match=message):
+        flash_attn.flash_attn_with_kvcache(**good | bad)
+
+
 def test_the_signatures_are_that_librarys():
     """Names, order and defaults, as in flash-attn 2.7."""
     common = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
@@ -301,3 +371,85 @@ def test_the_signatures_are_that_librarys():
         assert list(parameters) == names.split(), name
         defaults = {"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None}
         assert all(parameters[n].default == default for n, default in defaults.items() if n in parameters), name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hints"),
+    [
+        ({"casual": True}, ["'casual'; did you mean causal?"]),
+        (
+            {"dropout": 0.1, "window": (3, 0), "scale": 1.0},
+            ["'dropout'; did you mean dropout_p?", "'window'; did you mean window_size?", "'scale'; did you mean softmax_scale?"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", [*flash_attn.__all__])
+def test_every_unknown_name_has_a_line(name, wrong, hints):
+    with pytest.raises(TypeError) as raised:
+        getattr(flash_attn, name)(**wrong)
+    lines = str(raised.value).splitlines()
+    if name == "flash_attn_with_kvcache":  # it has no dropout
+        hints = [hint.replace("; did you mean dropout_p?", "") for hint in hints]
+    assert lines == [f"{name}() got an unexpected keyword argument {hint}" for hint in hints]
+
+
+# flash_attn.bert_padding
+
+
+def test_the_module_paths_are_that_librarys():
+    from strobe.compat.flash_attn import bert_padding, flash_attn_interface
+
+    assert all(getattr(flash_attn_interface, name) is getattr(flash_attn, name) for name in flash_attn.__all__)
+    signatures = {
+        "unpad_input": "hidden_states attention_mask unused_mask",
+        "pad_input": "hidden_states indices batch seqlen",
+        "index_first_axis": "input indices",
+        "index_put_first_axis": "values indices first_axis_dim",
+    }
+    for name, names in signatures.items():
+        assert list(inspect.signature(getattr(bert_padding, name)).parameters) == names.split(), name
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64])
+def test_unpadded_sequences_attend_as_padded_ones(kind):
+    from strobe.compat.flash_attn.bert_padding import pad_input, unpad_input
+
+    keep = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    x = torch.randn(3, 5, 3, 2, 16, requires_grad=True)
+    packed, indices, cu_seqlens, longest, used = unpad_input(x, keep.to(kind))
+    assert packed.shape == (8, 3, 2, 16)
+    assert torch.equal(packed, x[keep])
+    assert cu_seqlens.dtype == used.dtype == torch.int32
+    assert (cu_seqlens.tolist(), used.tolist(), longest) == ([0, 3, 3, 8], [3, 0, 5], 5)
+    assert isinstance(longest, int)
+    out = pad_input(flash_attn.flash_attn_varlen_qkvpacked_func(packed, cu_seqlens, longest), indices, 3, 5)
+    assert (out[~keep] == 0).all()
+    expected = torch.zeros(3, 5, 2, 16, dtype=torch.float64)
+    for b in range(3):
+        expected[b, keep[b]] = formulas(*(y[None] for y in x[b, keep[b]].unbind(1)))[0][0]
+    assert_close(out, expected)
+    dout = torch.randn_like(out)
+    (dx,) = torch.autograd.grad(out, x, dout)
+    assert_close(dx, torch.autograd.grad(expected, x, dout.double())[0].double())
+
+
+def test_tokens_that_are_packed_but_not_used():
+    from strobe.compat.flash_attn.bert_padding import unpad_input
+
+    x = torch.arange(6.0).view(2, 3)
+    used, unused = torch.tensor([[1, 0, 0], [1, 1, 0]]), torch.tensor([[0, 1, 0], [0, 0, 0]])
+    packed, indices, cu_seqlens, longest, seqused = unpad_input(x, used, unused)
+    assert [t.tolist() for t in (packed, indices, cu_seqlens, seqused)] == [[0, 1, 3, 4], [0, 1, 3, 4], [0, 2, 4], [1, 2]]
+    assert longest == 2
+
+
+def test_masks_that_do_not_fit_are_refused():
+    from strobe.compat.flash_attn.bert_padding import unpad_input
+
+    x = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match=r"^attention_mask: shape \(2, 4\); accepted is \(2, 3\)"):
+        unpad_input(x, torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"^unused_mask: shape \(3,\); accepted is \(2, 3\)"):
+        unpad_input(x, torch.ones(2, 3), torch.ones(3))
+    with pytest.raises(ValueError, match=r"^hidden_states: shape \(2,\); accepted is \(B, S, \.\.\.\)"):
+        unpad_input(x[:, 0, 0], torch.ones(2))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["from-formula-to-kernel.md", "compat.md"])
+@pytest.mark.parametrize("page", ["from-formula-to-kernel.md", "compat.md", "hyperbolic.md", "ladder.md"])
 def test_the_code_runs(page, monkeypatch):
     torch.set_num_threads(1)
     if page == "compat.md":

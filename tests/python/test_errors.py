@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import strobe
 
@@ -336,6 +337,23 @@ def test_a_mask_is_shown_as_it_was_given():
     assert "mask[:, None, None, :]" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "way"),
+    [
+        ("mask", torch.zeros(1, H, SQ, SK), "dtype float32; accepted is bool; what is added to the scores is bias"),
+        ("mask", torch.ones(1, H, SQ, SK, dtype=torch.uint8), "dtype torch.uint8; accepted is bool; of zeros and ones, mask.bool()"),
+        ("bias", torch.ones(1, H, SQ, SK, dtype=torch.bool), "dtype bool; accepted is float32; what hides is mask"),
+    ],
+)
+def test_a_wrong_dtype_names_the_way_out(name, tensor, way):
+    assert expect(name, good() | {name: tensor}) == f"{name}: {way}"
+
+
+def test_cu_seqlens_of_int64_name_the_way_out():
+    message = expect("cu_seqlens_q", packed() | {"cu_seqlens_q": torch.tensor([0, 12, SQ])})
+    assert message == "cu_seqlens_q: dtype int64; accepted is int32; cu_seqlens_q.int()"
+
+
 @pytest.mark.parametrize("shape", [(SK,), (SQ, SK), (1, SQ, SK)])
 def test_a_bias_of_fewer_axes_has_a_gradient_of_its_shape(shape):
     q, k, v = (good()[name] for name in "qkv")
@@ -362,7 +380,7 @@ def test_bounds_agree():
         assert expect("tile_q", good() | {"tile_q": tile}).endswith("accepted are integers from 1 to 65536")
     assert expect("max_seqlen_q", good() | {"max_seqlen_q": SQ}).endswith("accepted is None")
     for window in ((-1, -1), 4.0):
-        assert "(left, right), each an integer from 0 to" in expect("window", good() | {"window": window})
+        assert "(left, right), each None (no bound) or an integer from 0 on" in expect("window", good() | {"window": window})
 
 
 def test_an_engine_of_another_architecture():
@@ -372,9 +390,30 @@ def test_an_engine_of_another_architecture():
     assert message.endswith("or None for the fastest")
 
 
+def test_an_unknown_engine_names_each_once_and_the_closest():
+    message = expect("engine", good() | {"engine": "cpu-baselin"})
+    assert message.endswith("or None for the fastest; did you mean cpu-baseline?")
+    names = re.search("accepted are (.*), or None", message)[1].split(", ")
+    assert names == [name for name, _ in strobe.engines()]
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_beta_wants_a_hyperbolic_score(beta):
+    assert expect("beta", good() | {"beta": beta}) == f"beta: {beta} with score 'dot'; accepted is None, or a hyperbolic score"
+    assert names(good() | {"beta": beta, "score": "cosine"}) == ["score"]
+
+
+def test_options_by_place_are_refused():
+    q, k, v = (good()[name] for name in "qkv")
+    with pytest.raises(TypeError, match=r"takes q, k and v by their places, and 2 more were given; options are named, as in causal=True$"):
+        strobe.attention(q, k, v, True, 0.1)
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
+        ("p", "did you mean dropout?"),
+        ("return_attn_probs", "did you mean return_lse?"),
         ("is_causal", "did you mean causal?"),
         ("attn_mask", "did you mean mask (bool, True = attend) or bias"),
         ("dropout_p", "did you mean dropout?"),
@@ -388,6 +427,41 @@ def test_an_unknown_argument_is_refused(name, hint):
         with pytest.raises(TypeError, match=name) as raised:
             call(**{name: True})
         assert hint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "message"),
+    [
+        ("x", {}, "head_dim: str; accepted is an integer"),
+        (257, {}, "head_dim: 257; accepted are integers from 1 to 256"),
+        (D, {"dropout": 3}, "dropout: 3; accepted is 0 to below 1"),
+        (D, {"engine": "cpu-baselin"}, 'engine: "cpu-baselin" is unknown'),
+        (D, {"window": (-1, 0), "softcap": -1.0}, r"window: .*\nsoftcap: -1; accepted"),
+        (D, {"layout": "bsdh"}, "layout: 'bsdh'; accepted"),
+        (D, {"block_mask": 3}, "block_mask: int; accepted"),
+        (D, {"max_seqlen_q": -1}, "max_seqlen_q: -1; accepted"),
+        (D, {"score": "hyperbolic", "beta": -1.0}, "beta: -1; accepted"),
+    ],
+)
+def test_a_module_refuses_what_no_call_could_have(head_dim, options, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        strobe.nn.FlashAttention(head_dim, **options)
+
+
+def test_a_module_is_made_without_a_side_effect_and_anywhere():
+    options = {"dropout": 0.1, "max_seqlen_q": 3, "block_mask": strobe.BlockMask.causal(SQ, SK, 16, 16), "engine": "reference"}
+    torch.manual_seed(1)
+    strobe.nn.FlashAttention(D, **options)
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(1), drawn)
+    with torch.device("meta"):
+        strobe.nn.FlashAttention(D, **options)
+    with FakeTensorMode():
+        strobe.nn.FlashAttention(D, **options)
+    q = torch.randn(1, 1, 4, D)
+    made_inside = torch.compile(lambda q: strobe.nn.FlashAttention(D, causal=True)(q, q, q), backend="aot_eager")
+    assert torch.equal(made_inside(q), strobe.attention(q, q, q, causal=True))
 
 
 @pytest.mark.parametrize(
@@ -430,6 +504,14 @@ def test_dropout_mask(name, arguments):
     *arguments, like = (*arguments, None)[:5]
     with pytest.raises((ValueError, TypeError), match=rf"^{name}: .*accepted"):
         strobe.dropout_mask(*arguments, like=like)
+
+
+def test_dropout_mask_wants_a_seed_or_rng():
+    with pytest.raises(ValueError, match=r"^seed: missing; accepted is seed \(and offset\), or rng$"):
+        strobe.dropout_mask((1, 1, 4, 4), 0.5)
+    for seeds in ({"seed": 1}, {"offset": 1}):
+        with pytest.raises(ValueError, match="^rng: given beside seed or offset"):
+            strobe.dropout_mask((1, 1, 4, 4), 0.5, rng=torch.tensor([1, 2]), **seeds)
 
 
 def test_dropout_mask_of_one_kind():

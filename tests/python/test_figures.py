@@ -131,6 +131,17 @@ def test_csv_keeps_numbers_and_gaps(tmp_path):
     assert read_csv(tmp_path / "x.csv") == [{**rows[0], "note": None}, rows[1]]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_peers_have_lines_in_quick_figures_too(device):
+    """Of two lengths at least in every panel."""
+    panels: dict[str, int] = {}
+    for case in measure.peers(Setting(device, True, 0.0)):
+        panel = case.name.partition(",")[0] + ", causal" * case.name.endswith("causal")
+        panels[panel] = panels.get(panel, 0) + 1
+    assert len(panels) == 6
+    assert min(panels.values()) >= 2
+
+
 # the command
 
 

@@ -247,6 +247,7 @@ def test_compiled(aggregate):
         ({"scale": 0.5}, "scale: 0.5; accepted is none"),
         ({"softcap": 5.0}, "softcap: 5.0; accepted is none"),
         ({"score": "hyperbolic"}, "score: 'hyperbolic'; accepted is none"),
+        ({"score": "dot"}, "score: 'dot'; accepted is none"),
     ],
 )
 def test_bad_arguments_are_named(options, named):
@@ -255,8 +256,79 @@ def test_bad_arguments_are_named(options, named):
         strobe.hyperbolic_attention(x, x, x, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"curvature": 1.0}, r"hyperbolic_attention\(\) got an unexpected keyword argument 'curvature'$"),
+        ({"casual": True}, r"hyperbolic_attention\(\) got .* 'casual'; did you mean causal\?"),
+        ({"modle": "poincare"}, r"hyperbolic_attention\(\) got .* 'modle'; did you mean model\?"),
+        ({"softmax_scale": 1.0}, r"hyperbolic_attention\(\) got .* 'softmax_scale'; did you mean beta\?"),
+    ],
+)
+def test_unknown_names_are_refused_in_its_name(options, named):
+    x = h.lift(torch.zeros(1, 1, 2, 3))
+    with pytest.raises(TypeError, match="^" + named):
+        strobe.hyperbolic_attention(x, x, x, **options)
+
+
+def test_every_unknown_name_is_told():
+    x = h.lift(torch.zeros(1, 1, 2, 3))
+    with pytest.raises(TypeError, match=r"(?s)'curvature'.*'casual'|'casual'.*'curvature'"):
+        strobe.hyperbolic_attention(x, x, x, curvature=1.0, casual=True)
+
+
+# What is no point
+
+
+@pytest.mark.parametrize("as_array", [torch.Tensor.clone, torch.Tensor.numpy], ids=["torch", "numpy"])
+@pytest.mark.parametrize(
+    ("name", "model", "change", "message"),
+    [
+        (
+            "q",
+            "lorentz",
+            h.lorentz_to_poincare,
+            r"<x, x> = \S+ and x0 = \S+ at \[0, 0, 0\]; accepted with model 'lorentz' .*; points of the ball are model='poincare'$",
+        ),
+        ("k", "lorentz", lambda x: 1.01 * x, r"<x, x> = -1\.0201 .*x0 > 0$"),
+        ("v", "lorentz", lambda x: -x, r"<x, x> = -1 and x0 = -\S+ at \[0, 0, 0\]; accepted"),
+        ("q", "poincare", lambda x: 20 * x, r"\|p\|² = \S+ at .*; accepted with model 'poincare' are points of the unit ball"),
+        ("v", "poincare", h.poincare_to_lorentz, r"\|p\|² = \S+ at \[0, 0, 0\]; accepted"),
+        ("k", "poincare", lambda x: x * torch.nan, r"\|p\|² = nan at \[0, 0, 0\]; accepted"),
+    ],
+)
+def test_what_is_no_point_is_refused_on_request(name, model, change, message, as_array):
+    points = {x: h.poincare_to_lorentz(ball(1, 2, 5, 3)) if model == "lorentz" else ball(1, 2, 5, 3) for x in "qkv"}
+    points[name] = change(points[name])
+    arrays = [as_array(x) for x in points.values()]
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
+        strobe.hyperbolic_attention(*arrays, model=model, check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [2, 15, 127])
+def test_rounded_points_are_points(dtype, dim):
+    """Near the origin, and as far out as the dtype tells two from one."""
+    for size in (1e-3, 0.5, 2.0, 5.0):
+        direction = torch.randn(1, 1, 200, dim, dtype=torch.float64)
+        x = h.exp_map(size * direction / direction.norm(dim=-1, keepdim=True)).to(dtype)
+        strobe.hyperbolic_attention(x, x, x, check=True)
+        p = h.lorentz_to_poincare(x.double()).to(dtype)
+        if (p.double().norm(dim=-1) < 1).all():
+            strobe.hyperbolic_attention(p, p, p, model="poincare", check=True)
+            strobe.hyperbolic_attention(*(h.poincare_to_lorentz(p) for _ in "qkv"), check=True)
+
+
+def test_the_check_leaves_gradients_alone():
+    leaves = [ball(1, 1, 4, 3).requires_grad_() for _ in "qkv"]
+    outs = [strobe.hyperbolic_attention(*leaves, model="poincare", check=check) for check in (False, True)]
+    assert torch.equal(*(torch.autograd.grad(out.sum(), leaves)[0] for out in outs))
+
+
 def test_bad_kinds_are_named():
     x = h.lift(torch.zeros(1, 1, 2, 3))
+    with pytest.raises(ValueError, match="^q: dtype int64"):
+        strobe.hyperbolic_attention(x.long(), x.long(), x.long(), check=True)
     for arguments, named in (((None, x, x), "q"), ((x, x.numpy(), x), "k"), ((x, x, 3), "v")):
         with pytest.raises(TypeError, match=f"^{named}: "):
             strobe.hyperbolic_attention(*arguments, model="poincare")

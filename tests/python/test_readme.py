@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -86,3 +89,22 @@ def test_links_lead_somewhere(page):
     path = ROOT / page
     for link in re.findall(r"\]\(([^)#]+)", path.read_text()):
         assert "://" in link or (path.parent / link).exists(), link
+
+
+def test_dir_shows_what_is_public():
+    import strobe.compat.flash_attn as flash_attn
+    from strobe import compat, hyperbolic
+
+    assert {"nn", "compat", "hyperbolic", "attention"} <= set(dir(strobe))
+    for module in (strobe, hyperbolic, compat, flash_attn):
+        shown = dir(module)
+        assert set(module.__all__) <= set(shown)
+        for name in shown:
+            x = getattr(module, name)
+            of = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", "strobe")
+            assert of.startswith("strobe"), f"{module.__name__}.{name}"
+
+
+def test_submodules_are_there_without_an_import():
+    code = "import strobe; strobe.nn.FlashAttention; strobe.compat.sdpa; strobe.compat.flash_attn.flash_attn_func"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -162,11 +163,15 @@ def command(
     """Self-test: forward and every gradient of each engine that runs here, against the float64 oracle."""
     require("check", "numpy", extra="numpy")
     console = Console()
-    available = [name for name, missing in strobe.engines() if missing is None and name != "reference"]
+    missing = dict(strobe.engines())
+    available = [name for name, reason in missing.items() if reason is None and name != "reference"]
     engines = engine or available
     for name in engines:
         if name not in available:
-            typer.echo(f"--engine: {name} does not run here; accepted: {', '.join(available)}", err=True)
+            why = f"does not run here: {missing[name] or 'the others are checked against it'}" if name in missing else "is unknown"
+            close = [] if name in missing else get_close_matches(name, available, 1)
+            hint = "".join(f"; did you mean {known}?" for known in close)
+            typer.echo(f"--engine: {name} {why}; accepted: {', '.join(available)}{hint}", err=True)
             raise typer.Exit(2)
     dtypes = [name for name in TOLERANCE if name != "bfloat16" or importlib.util.find_spec("torch")]
     todo = cases(dtypes)

@@ -56,7 +56,7 @@ def command(
     out: Annotated[Path, typer.Option(help="Where the CSV, PNG and SVG files go.")] = Path("figures"),
     figure: Annotated[list[str] | None, typer.Option(help="Of a, b, c, de, f, g, h; by default all.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes: a look in a minute, not a measurement.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes: a look in a few minutes, not a measurement.")] = False,
     measure_only: Annotated[bool, typer.Option("--measure-only", help="Write the CSV files, draw nothing; needs no matplotlib.")] = False,
     draw_only: Annotated[bool, typer.Option("--draw-only", help="Draw the CSV files that --out has; measure nothing.")] = False,
     budget: Annotated[float, typer.Option(min=0.0, help="Seconds that the calls of a case are repeated for.")] = 2.0,

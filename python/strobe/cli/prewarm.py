@@ -87,8 +87,19 @@ def jobs(
             yield Job(arch, dtype, dim, feature, True)
 
 
+_ARCH = "compute capability times ten, e.g. 90 for an H100 or H200"
+
+
+def _arch(given: str) -> int:
+    if not given.isdecimal():
+        raise typer.BadParameter(f"{given!r}; accepted is the {_ARCH}", param_hint="--arch")
+    return int(given)
+
+
 def command(
-    arch: Annotated[list[int], typer.Option(help="Compute capability times ten, e.g. 90 for an H100 or H200; may be repeated.")],
+    arch: Annotated[
+        list[int] | None, typer.Option(parser=_arch, help=f"Required: the {_ARCH}; may be repeated.", metavar="INTEGER")
+    ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Head dimensions; by default 32 to 256 by 32.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help=f"By default {', '.join(DTYPES)}.")] = None,
     feature: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FEATURES)}; by default all, each alone.")] = None,
@@ -100,6 +111,8 @@ def command(
     for name in feature or ():
         if name not in FEATURES:
             raise typer.BadParameter(f"{name!r}; accepted are {', '.join(FEATURES)}", param_hint="--feature")
+    if not arch:
+        raise typer.BadParameter(f"missing; accepted is the {_ARCH}", param_hint="--arch")
     console = Console()
     asked = list(jobs(arch, head_dim, dtype, feature))
     began = perf_counter()

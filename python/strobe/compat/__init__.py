@@ -8,3 +8,18 @@
 - ladder: flash_attention_1_forward, flash_attention_2_forward and their backwards, the papers' algorithms themselves
 - functional: the paper's forms, with mask, dropout and its RNG state in and out, block-sparse
 """
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["block_sizes", "flash_attn", "functional", "ladder", "learned_scale", "sdpa", "transformers"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

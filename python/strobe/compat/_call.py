@@ -12,7 +12,7 @@ from strobe._framework import is_whole
 from ._words import in_words_of
 
 Window = tuple[int, int]
-_NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size"}
+NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size"}
 
 
 def attend(
@@ -35,7 +35,7 @@ def attend(
         longest = packed.get(name)
         if isinstance(longest, Tensor) and longest.numel() == 1:
             packed[name] = longest.item()
-    with in_words_of(_NAMES):
+    with in_words_of(NAMES):
         out, lse = attention(
             q,
             k,

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._call import Window, attend, bounds, refuse_pages
+from ._call import NAMES, Window, attend, bounds, refuse_pages
 from ._rotary import rotate
+from ._words import in_words_of, names_checked
 
 
+@names_checked(NAMES)
 @torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,
@@ -35,7 +37,7 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention of q (B, Sq, H, D) over the filled part of a cache, after k and v, if given, are written behind it, in place.
 
-    No gradients.
+    No gradients, as in flash-attn: the output does not require grad, whatever q does.
 
     Args:
         k_cache, v_cache: (Bc, Sc, Hkv, D); Bc = B unless cache_batch_idx says which row serves which query.
@@ -52,18 +54,26 @@ def flash_attn_with_kvcache(
         out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)).
     """
     refuse_pages(block_table)
-    batch, queries = q.shape[:2]
-    length = k_cache.shape[1]
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: None beside the other; accepted are both or neither")
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
+    _check_shapes(
+        {"q": q, "k_cache": k_cache, "v_cache": v_cache}, {} if k is None or v is None else {"k": k, "v": v}, cache_batch_idx is not None
+    )
+    batch, queries = q.shape[:2]
+    rows_of_cache, length = k_cache.shape[:2]
     new = 0 if k is None else k.shape[1]
     filled = length if cache_seqlens is None else cache_seqlens
-    if isinstance(filled, int) and not 0 <= filled <= length - new:
-        raise ValueError(f"cache_seqlens: {filled}; accepted are 0 to {length - new}, a cache of {length} less {new} new keys")
-    if isinstance(filled, Tensor) and filled.shape != (batch,):
-        raise ValueError(f"cache_seqlens: shape {tuple(filled.shape)}; accepted is ({batch},), as q has batches, or an integer")
+    most, why = length - new, f"a cache of {length} less {new} new keys"
+    if isinstance(filled, Tensor):
+        _check_integers("cache_seqlens", filled, batch, most, why)
+    elif not 0 <= filled <= most:
+        raise ValueError(f"cache_seqlens: {filled}; accepted are 0 to {most}, {why}")
+    if cache_batch_idx is not None:
+        _check_integers("cache_batch_idx", cache_batch_idx, batch, rows_of_cache - 1, f"a cache of {rows_of_cache} rows")
+    if cache_leftpad is not None:
+        _check_integers("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends")
 
     start = torch.as_tensor(filled, device=q.device).long().expand(batch)
     if rotary_cos is not None:
@@ -89,11 +99,47 @@ def flash_attn_with_kvcache(
         "deterministic": False,
         "return_attn_probs": True,
     }
-    if isinstance(filled, int) and cache_leftpad is None:
-        out, lse, _ = attend(q, k_cache[:, : filled + new], v_cache[:, : filled + new], **options)
-    else:
-        out, lse = _ragged(q, k_cache, v_cache, start + new, cache_leftpad, options)
+    with in_words_of({"k": "k_cache", "v": "v_cache"}):
+        if isinstance(filled, int) and cache_leftpad is None:
+            out, lse, _ = attend(q, k_cache[:, : filled + new], v_cache[:, : filled + new], **options)
+        else:
+            out, lse = _ragged(q, k_cache, v_cache, start + new, cache_leftpad, options)
     return (out, lse) if return_softmax_lse else out
+
+
+def _check_shapes(given: dict[str, Tensor], fresh: dict[str, Tensor], indexed: bool) -> None:
+    """Of what has to fit before anything is written. fresh: k and v, if they are given; indexed: by cache_batch_idx."""
+    for name, x in (given | fresh).items():
+        if x.dim() != 4:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is (batches, tokens, heads, head dimension)")
+    q, k_cache, v_cache = given.values()
+    batch, (rows, length, heads, _) = q.shape[0], k_cache.shape
+    accepted = {
+        "k_cache": (rows if indexed else batch, length, heads, q.shape[3]),
+        "v_cache": (rows if indexed else batch, length, heads, v_cache.shape[3]),
+    }
+    if fresh:
+        tokens = fresh["k"].shape[1]
+        accepted |= {"k": (batch, tokens, heads, q.shape[3]), "v": (batch, tokens, heads, v_cache.shape[3])}
+    for name, shape in accepted.items():
+        if (found := (given | fresh)[name].shape) != shape:
+            raise ValueError(f"{name}: shape {tuple(found)}; accepted is {shape}")
+    for name, x in fresh.items():
+        if x.dtype != (dtype := given[f"{name}_cache"].dtype):
+            raise ValueError(f"{name}: dtype {x.dtype}; accepted is {dtype}, as {name}_cache has")
+
+
+def _check_integers(name: str, x: Tensor, batch: int, most: int | Tensor, why: str) -> None:
+    """One for each of q's batches, from 0 to `most`. Not looked at: what lies in device memory, for that would wait for the GPU; and what
+    torch.compile traces, for it would break the graph."""
+    if x.shape != (batch,):
+        raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is ({batch},), as q has batches")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: dtype {x.dtype}; accepted is torch.int32")
+    if x.is_cpu and not torch.compiler.is_compiling():
+        for b, (value, bound) in enumerate(zip(x.tolist(), torch.as_tensor(most).expand(batch).tolist(), strict=True)):
+            if not 0 <= value <= bound:
+                raise ValueError(f"{name}: {value} at [{b}]; accepted are 0 to {bound}, {why}")
 
 
 def _positions(start: Tensor, count: int) -> Tensor:
@@ -118,4 +164,4 @@ def _ragged(
         options = {**options, "alibi_slopes": slopes.repeat_interleave(3, 0)}
     packed: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": queries, "max_seqlen_k": length}
     out, lse, _ = attend(q.flatten(0, 1), k_cache.flatten(0, 1), v_cache.flatten(0, 1), **options, **packed)
-    return out.unflatten(0, (batch, queries)), lse.unflatten(1, (batch, queries)).transpose(0, 1)
+    return out.view(batch, queries, *out.shape[1:]), lse.view(lse.shape[0], batch, queries).transpose(0, 1)

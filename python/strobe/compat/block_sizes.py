@@ -16,11 +16,12 @@ from torch import Tensor
 from strobe import attention, attention_backward, explain
 
 from ._statistics import lse_of, statistics
-from ._words import in_words_of
+from ._words import in_words_of, names_checked
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO", "lse": "l, m"}
 
 
+@names_checked(_NAMES)
 def flash_attention_forward(
     Q: Tensor, K: Tensor, V: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False, *, bc: int | None = None, br: int | None = None
 ) -> Tensor:
@@ -28,6 +29,7 @@ def flash_attention_forward(
     return _forward(Q, K, V, Bc if bc is None else bc, Br if br is None else br, use_half)[0].to(Q.dtype)
 
 
+@names_checked(_NAMES)
 def flash_attention_forward_lm(
     Q: Tensor, K: Tensor, V: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,6 +40,7 @@ def flash_attention_forward_lm(
     return O.to(Q.dtype), l, m
 
 
+@names_checked(_NAMES)
 def flash_attention_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,6 +65,7 @@ class FlashAttention(torch.nn.Module):
         return flash_attention_backward(q, k, v, o, do, l, m, self.bc, self.br, self.use_half)
 
 
+@names_checked(_NAMES)
 def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
     """(Bc, Br) that Strobe chooses by itself for a forward of one float32 head of that size, on the GPU if there is one."""
     shape = (1, 1, sequence_length, head_dim)
@@ -74,6 +78,7 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
     return int(tile[2]), int(tile[1])
 
 
+@names_checked(_NAMES)
 def estimate_memory_usage(batch_size: int, num_heads: int, seq_len: int, head_dim: int, use_half: bool = False) -> dict[str, float]:
     """Bytes of a forward: Q, K, V; the LSE, which is all that is kept of the scores; O. An engine's workspace is not among them."""
     rows = batch_size * num_heads * seq_len

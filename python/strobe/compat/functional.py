@@ -19,12 +19,13 @@ from torch import Tensor
 from strobe import BlockMask, attention, attention_backward
 
 from ._statistics import lse_of, statistics
-from ._words import in_words_of
+from ._words import in_words_of, names_checked
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "dropout": "dropout_p", "scale": "softmax_scale", "rng": "rng_state", "out": "O", "dout": "dO"}
 _NAMES |= {"kept": "block_mask", "block_rows": "block_mask"}
 
 
+@names_checked(_NAMES)
 def flash_attention(
     Q: Tensor,
     K: Tensor,
@@ -39,6 +40,7 @@ def flash_attention(
     return _attend(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, rng_state, None))[0]
 
 
+@names_checked(_NAMES)
 def flash_attention_forward(
     Q: Tensor,
     K: Tensor,
@@ -53,6 +55,7 @@ def flash_attention_forward(
     return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q), None))
 
 
+@names_checked(_NAMES)
 def flash_attention_backward(
     Q: Tensor,
     K: Tensor,
@@ -71,6 +74,7 @@ def flash_attention_backward(
     return _backward(Q, K, V, O, dO, l, m, _options(mask, causal, softmax_scale, dropout_p, rng_state, None))
 
 
+@names_checked(_NAMES)
 def block_sparse_flash_attention(
     Q: Tensor,
     K: Tensor,
@@ -89,6 +93,7 @@ def block_sparse_flash_attention(
     return _attend(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, rng_state, blocks))[0]
 
 
+@names_checked(_NAMES)
 def block_sparse_flash_attention_forward(
     Q: Tensor,
     K: Tensor,
@@ -107,6 +112,7 @@ def block_sparse_flash_attention_forward(
     return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q), blocks))
 
 
+@names_checked(_NAMES)
 def block_sparse_flash_attention_backward(
     Q: Tensor,
     K: Tensor,

@@ -14,11 +14,12 @@ from torch import Tensor
 from strobe import attention, attention_backward
 
 from ._statistics import lse_of, statistics
-from ._words import in_words_of
+from ._words import in_words_of, names_checked
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "scale": "softmax_scale", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO"}
 
 
+@names_checked(_NAMES)
 def flash_attention_1_forward(
     Q: Tensor,
     K: Tensor,
@@ -35,6 +36,7 @@ def flash_attention_1_forward(
     return [O, l, m]
 
 
+@names_checked(_NAMES)
 def flash_attention_1_backward(
     Q: Tensor,
     K: Tensor,
@@ -52,6 +54,7 @@ def flash_attention_1_backward(
     return _backward("ladder-flash1", Q, K, V, O, dO, lse_of(l, m), causal, softmax_scale, Br, Bc)
 
 
+@names_checked(_NAMES)
 def flash_attention_2_forward(
     Q: Tensor,
     K: Tensor,
@@ -65,6 +68,7 @@ def flash_attention_2_forward(
     return list(_forward("ladder-flash2", Q, K, V, causal, softmax_scale, Br, Bc))
 
 
+@names_checked(_NAMES)
 def flash_attention_2_backward(
     Q: Tensor,
     K: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from strobe import attention
 
-from ._words import in_words_of
+from ._words import in_words_of, names_checked
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "mask": "attn_mask", "bias": "attn_mask"}
 
@@ -66,6 +66,7 @@ class FlashAttention(torch.nn.Module):
             return attention(_Scaled.apply(Q, relative), K, V, **options)
 
 
+@names_checked(_NAMES)
 def flash_attention(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
     """softmax(Q Kᵀ / sqrt(D)) V on (B, H, N, D); differentiable."""
     with in_words_of(_NAMES):

@@ -258,7 +258,8 @@ PEERS = {
 
 def peers(setting: Setting) -> list[Case]:
     tokens, width = (16384, 2048) if setting.on_gpu else (2048, 512)
-    ns = [tokens >> i for i in range(6 if setting.on_gpu else 4)][:: 4 if setting.quick else 1][::-1]
+    every = [tokens >> i for i in range(6 if setting.on_gpu else 4)]
+    ns = every[:0:-2] if setting.quick else every[::-1]  # a line takes two
 
     def run(d: int, n: int, causal: bool) -> list[Row]:
         shape = (tokens // n, width // d, n, d)

@@ -1,25 +1,12 @@
-"""The functions of the flash-attn package (Dao-AILab, 2.x), importable in its place:
-
->>> from strobe.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
-
-Arguments, their order and their layouts are that package's: (B, S, H, D), packed tokens (T, H, D), window_size with -1 for no bound, causal
-and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), heads of K and V that divide those of Q. What differs:
-
-- float32 and float64 work as well, on the CPU as well, with any head dimension from 1 to 256.
-- dropout_p is taken in steps of 1/256, and its mask is Strobe's own (strobe.dropout_mask), seeded from torch's default generator.
-- return_attn_probs=True returns (out, softmax_lse, None): the S x S probabilities are never made. softmax_lse is differentiable; that of a
-  query that sees no key is -inf, not +inf.
-- block_table (a paged cache) is refused.
-- num_splits is taken and has no effect: the engine splits the keys of a short query by itself.
-- The packed forms return gradients that autograd stacks from those of q, k and v: one copy.
-"""
+"""flash_attn.flash_attn_interface: the functions that strobe.compat.flash_attn exports."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._call import Window, attend, parts, refuse_pages
-from ._kvcache import flash_attn_with_kvcache
+from .._call import NAMES, Window, attend, parts, refuse_pages
+from .._kvcache import flash_attn_with_kvcache
+from .._words import names_checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +22,7 @@ __all__ = [
 ]
 
 
+@names_checked(NAMES)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -66,6 +54,7 @@ def flash_attn_func(
     return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
+@names_checked(NAMES)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -82,6 +71,7 @@ def flash_attn_qkvpacked_func(
     return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
+@names_checked(NAMES)
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -99,6 +89,7 @@ def flash_attn_kvpacked_func(
     return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
+@names_checked(NAMES)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -127,6 +118,7 @@ def flash_attn_varlen_func(
     return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **packed)
 
 
+@names_checked(NAMES)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -146,6 +138,7 @@ def flash_attn_varlen_qkvpacked_func(
     return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **packed)
 
 
+@names_checked(NAMES)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,

@@ -1,0 +1,42 @@
+"""The functions of the flash-attn package (Dao-AILab, 2.x), importable in its place:
+
+>>> from strobe.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
+>>> from strobe.compat.flash_attn.bert_padding import pad_input, unpad_input
+
+Arguments, their order and their layouts are that package's: (B, S, H, D), packed tokens (T, H, D), window_size with -1 for no bound, causal
+and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), heads of K and V that divide those of Q. What differs:
+
+- float32 and float64 work as well, on the CPU as well, with any head dimension from 1 to 256.
+- dropout_p is taken in steps of 1/256, and its mask is Strobe's own (strobe.dropout_mask), seeded from torch's default generator.
+- return_attn_probs=True returns (out, softmax_lse, None): the S x S probabilities are never made. softmax_lse is differentiable; that of a
+  query that sees no key is -inf, not +inf.
+- block_table (a paged cache) is refused.
+- num_splits is taken and has no effect: the engine splits the keys of a short query by itself.
+- The packed forms return gradients that autograd stacks from those of q, k and v: one copy.
+"""
+
+from . import bert_padding as bert_padding
+from . import flash_attn_interface as flash_attn_interface
+from .flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "bert_padding", "flash_attn_interface"]
