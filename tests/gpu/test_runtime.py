@@ -52,6 +52,33 @@ def deterministic(request):
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("placing", [{"seed": 5, "offset": 3}, {"rng": [5, 3]}], ids=["seed", "rng"])
+def test_a_seed_is_captured(placing):
+    """pytorch/pytorch#168991: a seed by value must not be copied from the host while the stream is captured."""
+    placing = {name: torch.tensor(x, device="cuda") if name == "rng" else x for name, x in placing.items()}
+    q, k, v, dout = tensors(2, 4, 200, 64, dtype=torch.bfloat16, n=4)
+    expected = gradients(q, k, v, dout, dropout=0.2, deterministic=True, **placing)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(q, k, v, dout, dropout=0.2, deterministic=True, **placing)
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(captured, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_sums_gradient_stays_on_the_engine(engine):
+    """Dao-AILab/flash-attention#325, #1149: the gradient of a sum has strides 0."""
+    dtype = torch.bfloat16 if engine in ("cuda-mma", "cuda-sm90") else torch.float32
+    leaves = [x.requires_grad_() for x in tensors(2, 4, 200, 64, dtype=dtype)]
+    out = strobe.attention(*leaves, causal=True, deterministic=True, engine=engine)
+    expected = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+    for got, want in zip(torch.autograd.grad(out.sum(), leaves), expected, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("heads_kv", [4, 1])
 def test_deterministic_bits(engine, heads_kv, deterministic):
