@@ -80,8 +80,20 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
   return choice;
 }
 
-// The same dtype and shape without a single option.
+// As it lies where nobody cut it out of something: adjacent, on addresses that every engine likes.
+static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
+  if (!x) return;
+  x.data = reinterpret_cast<char *>(uintptr_t{256});
+  x.stride[3] = 1, x.stride[2] = width, x.stride[1] = rows * width, x.stride[0] = heads * rows * width;
+}
+
+// The same dtype and shape, densely stored, without a single option. To be planned, not to be run.
 static Problem without_options(Problem p) {
+  const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
+  for (View *x : {&p.q, &p.dq}) make_dense(*x, p.heads, rows_q, p.head_dim);
+  for (View *x : {&p.k, &p.dk}) make_dense(*x, p.heads_kv, rows_k, p.head_dim);
+  for (View *x : {&p.v, &p.dv}) make_dense(*x, p.heads_kv, rows_k, p.head_dim_v);
+  for (View *x : {&p.out, &p.dout}) make_dense(*x, p.heads, rows_q, p.head_dim_v);
   p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = {};
   p.blocks = {};
   p.window_left = p.window_right = kUnbounded;

@@ -12,17 +12,14 @@ struct Philox {
   u32 x[4];
 };
 
-STROBE_FN u32 mul_hi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
-
 STROBE_FN Philox philox4x32_7(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
-    u32 hi0 = mul_hi(0xD2511F53u, c0), lo0 = 0xD2511F53u * c0;
-    u32 hi1 = mul_hi(0xCD9E8D57u, c2), lo1 = 0xCD9E8D57u * c2;
-    c0 = hi1 ^ c1 ^ k0;
-    c1 = lo1;
-    c2 = hi0 ^ c3 ^ k1;
-    c3 = lo0;
+    const u64 x0 = (u64)0xD2511F53u * c0, x2 = (u64)0xCD9E8D57u * c2; // whole: on the GPU two products would take two instructions each
+    c0 = (u32)(x2 >> 32) ^ c1 ^ k0;
+    c1 = (u32)x2;
+    c2 = (u32)(x0 >> 32) ^ c3 ^ k1;
+    c3 = (u32)x0;
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }

@@ -10,7 +10,7 @@
 namespace strobe {
 
 // The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a tile
-// ask with different h. kApproximate: softcap's tanh is one instruction, with a relative error of 2^-11, and alone it leaves scores in its cap's unit.
+// ask with different h. kApproximate: softcap's tanh is one instruction, with a relative error of 2^-11.
 template <Features F, class T, bool kApproximate = false> struct Scores {
   const Inputs &in;
   i64 b;
@@ -19,19 +19,14 @@ template <Features F, class T, bool kApproximate = false> struct Scores {
   i32 offset;    // ALiBi's distance is |i + offset - j|
   T scale;       // score = raw * scale
   T unit;        // exp2's argument = (s - m) * unit
-  static constexpr bool kInCaps = kApproximate && F.function == kSoftcap && !F.alibi && !F.bias;
   T cap, inverse_cap;
   T beta, beta_ln2, shift;
 
   __device__ Scores(const Inputs &in, const Sequence &s, i64 b)
       : in(in), b(b), seqlen_q((i32)s.band.seqlen_q), seqlen_k((i32)s.band.seqlen_k),
         low((i32)min(max(s.band.low, -s.band.seqlen_q), (i64)kMost)), high((i32)max(min(s.band.high, s.band.seqlen_k - 1), -(i64)kMost)),
-        offset((i32)s.band.offset), scale(T(in.scale)), unit(T((kInCaps        ? in.softcap
-                                                                : F.additive() ? 1.0
-                                                                               : in.scale) *
-                                                               kLog2e)),
-        cap(T(in.softcap)), inverse_cap(T(1.0 / in.softcap)), beta(T(in.beta)), beta_ln2(T(in.beta * 0.69314718055994530942)),
-        shift(T(in.shift)) {}
+        offset((i32)s.band.offset), scale(T(in.scale)), unit(T((F.additive() ? 1.0 : in.scale) * kLog2e)), cap(T(in.softcap)),
+        inverse_cap(T(1.0 / in.softcap)), beta(T(in.beta)), beta_ln2(T(in.beta * 0.69314718055994530942)), shift(T(in.shift)) {}
 
   // One query: what of it does not change from key to key.
   struct Row {
@@ -73,7 +68,11 @@ template <Features F, class T, bool kApproximate = false> struct Scores {
   };
   // The same with d score / d (scale * raw).
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit, T &slope) const {
-    return score<true>(raw, r, j, T(r.i + offset - j), InMemory{*this, r, j}, by_position, limit, slope);
+    return score(raw, r, j, InMemory{*this, r, j}, by_position, limit, slope);
+  }
+  template <class Given>
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, const Given &given, bool by_position, i32 limit, T &slope) const {
+    return score<true>(raw, r, j, T(r.i + offset - j), given, by_position, limit, slope);
   }
 
 private:
@@ -88,14 +87,9 @@ private:
     bool seen = !by_position || (F.band ? j >= r.begin && j < min(r.end, limit) : j < limit); // limit <= seqlen_k
     if constexpr (kSlope) slope = T(1);
     if constexpr (F.additive()) {
-      if constexpr (kInCaps)
-        s *= scale * inverse_cap;
-      else if constexpr (F.function != kHyperbolic || F.scaled)
-        s *= scale;
+      if constexpr (F.function != kHyperbolic || F.scaled) s *= scale;
       if constexpr (F.function == kSoftcap) {
-        if constexpr (kInCaps)
-          s = tanh_approximate(s);
-        else if constexpr (kSlope)
+        if constexpr (kSlope)
           s = softcap(s, cap, inverse_cap, slope);
         else if constexpr (kApproximate)
           s = cap * tanh_approximate(s * inverse_cap);

@@ -465,7 +465,7 @@ private:
     }
     if constexpr (C.deterministic) {
       __syncwarp();
-      if (tile::lane_id() == 0) store_release(turn, key_tiles_before(t) + 1);
+      if (tile::lane_id() == 0) end_turn(turn);
     }
   }
 

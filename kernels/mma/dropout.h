@@ -11,16 +11,28 @@ template <Features F> struct BlockDropout {
   Dropout<F> dropout;
   u32 head, batch;
 
-  // Sets what is dropped of P to 0. i, j: query and key of the corner, multiples of 16.
-  __device__ __forceinline__ void apply(Accumulator &left, Accumulator &right, i32 i, i32 j) const {
+  // Random bytes, one for each element of this lane's: rows g and g + 8 of the left block, then of the right one. i, j: query and key of the
+  // corner, multiples of 16.
+  __device__ __forceinline__ void draw(u32 (&bytes)[4], i32 i, i32 j) const {
     int lane = tile::lane_id(), odd = lane >> 2 & 1;
     // Lanes 4g+t with even g call for the left block, those with odd g for the right one: both own rows g, g^1, 8 more, of either.
-    u32 query_group = (u32)(i / 4 + (lane >> 3)), key_group = (u32)(j / 4 + 4 * odd + (lane & 3));
+    u32 query_group = (u32)i / 4 + (lane >> 3), key_group = (u32)j / 4 + 4 * odd + (lane & 3);
     Philox own = dropout_bits(dropout.key, key_group, query_group, head, batch);
     u32 low = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[0] : own.x[1], 4), high = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[2] : own.x[3], 4);
     u32 first = odd ? own.x[1] : own.x[0], second = odd ? own.x[3] : own.x[2];
-    keep(left, odd ? low : first, odd ? high : second);
-    keep(right, odd ? first : low, odd ? second : high);
+    bytes[0] = odd ? low : first, bytes[1] = odd ? high : second;
+    bytes[2] = odd ? first : low, bytes[3] = odd ? second : high;
+  }
+  // Sets what is dropped of P to 0.
+  __device__ __forceinline__ void apply(Accumulator &left, Accumulator &right, i32 i, i32 j) const {
+    u32 bytes[4];
+    draw(bytes, i, j);
+    keep(left, bytes[0], bytes[1]);
+    keep(right, bytes[2], bytes[3]);
+  }
+  // The same of a packed pair: columns 8 c, 8 c + 1 (and the lane's share) of the row that the bytes are of.
+  __device__ __forceinline__ u32 kept(u32 pair, u32 bytes, int c) const {
+    return pair & less_pairs(__byte_perm(bytes, 0, c ? 0x4342 : 0x4140), dropout.threshold * 0x00010001u);
   }
 
 private:

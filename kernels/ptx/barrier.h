@@ -64,8 +64,8 @@ __device__ __forceinline__ u32 load_relaxed(const u32 *p) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
   return x;
 }
-__device__ __forceinline__ void store_release(u32 *p, u32 x) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+__device__ __forceinline__ void add_release(u32 *p, u32 x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 
 } // namespace strobe

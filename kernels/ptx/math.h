@@ -72,6 +72,13 @@ template <> __device__ __forceinline__ u32 nonzero_pairs<f16>(u32 x) {
   return y;
 }
 
+// All bits of the halves where a < b: numbers up to 0x7C00, which halves of fp16 order as integers do.
+__device__ __forceinline__ u32 less_pairs(u32 a, u32 b) {
+  u32 y;
+  asm("set.lt.u32.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 // The type of a strobe_dtype, and the type that its arithmetic is done in.
 template <i32 DType> struct Element;
 template <> struct Element<1> {

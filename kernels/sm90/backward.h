@@ -24,6 +24,8 @@ template <BackwardConfig C> struct Backward {
   static_assert(!C.wide && kD <= 128 && kDv <= 128);
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 
+  // Tiles of queries that see none of a warpgroup's keys are few: where registers are short they are computed all the same.
+  static constexpr bool kSkips = F.band && !F.function;
   // Named barrier: the first warpgroup has its first scores. The second one begins then, so that they are out of step.
   static constexpr int kStagger = 1;
 
@@ -66,44 +68,58 @@ template <BackwardConfig C> struct Backward {
       i32 before = 0; // the number of the tile of the iteration before
 #pragma unroll 1
       for (;; ++n) {
-        wgmma_wait<0>();
-        registers_changed(S);
-        if (n == 0 && w == 0) barrier_arrive(kStagger, kComputing);
-        scores.exponentiate(S, P, n, step);
-        scores.round(P, S);
-        wait_full(shared.dout_full(n), n);
-        multiply_dp(n);
-        multiply_dv(n);
-        wgmma_wait<1>();
-        registers_changed(dP);
-        differentiate(n);
-        scores.hand_on(dS, n);
-        multiply_dk(n);
-        wgmma_wait<1>();
-        registers_changed(dV);
-        registers_changed(P);
-        scores.release(shared.dout_empty(n));
-        const u32 more = !(step.flags & kLast), next = n + more;
-        if (n > 0) {
-          wait_full(shared.ds_full(n - 1), n - 1);
-          multiply_dq(n - 1);
-          wgmma_wait<1>();
-          registers_changed(dK);
-          registers_changed(dS);
-          if (more) scores.release(shared.q_empty(n));
-          wait_full(shared.q_full(next), next);
-          multiply_s(next); // once in vain, after the last tile
-          wgmma_wait<1>();
-          registers_changed(dQ);
-          scores.release(shared.ds_empty(n - 1));
-          add_dq(n - 1, before);
-        } else {
+        u32 more, next;
+        if (!kSkips || !(step.flags & kUnseen << w)) {
+          const u32 allowed = scores.allowed(step);
           wgmma_wait<0>();
-          registers_changed(dK);
-          registers_changed(dS);
-          if (more) scores.release(shared.q_empty(n));
-          wait_full(shared.q_full(next), next);
-          multiply_s(next);
+          registers_changed(S);
+          if (n == 0 && w == 0) barrier_arrive(kStagger, kComputing);
+          scores.exponentiate(S, P, n, step, allowed);
+          scores.round(P, S);
+          wait_full(shared.dout_full(n), n);
+          multiply_dp(n);
+          multiply_dv(n);
+          wgmma_wait<1>();
+          registers_changed(dP);
+          differentiate(n);
+          scores.hand_on(dS, n);
+          multiply_dk(n);
+          wgmma_wait<1>();
+          registers_changed(dV);
+          registers_changed(P);
+          scores.release(shared.dout_empty(n));
+          more = !(step.flags & kLast), next = n + more;
+          if (n > 0) {
+            wait_full(shared.ds_full(n - 1), n - 1);
+            multiply_dq(n - 1);
+            wgmma_wait<1>();
+            registers_changed(dK);
+            registers_changed(dS);
+            go_on(n, more, before);
+          } else {
+            wgmma_wait<0>();
+            registers_changed(dK);
+            registers_changed(dS);
+            if (more) scores.release(shared.q_empty(n));
+            wait_full(shared.q_full(next), next);
+            multiply_s(next);
+          }
+        } else { // no product of these keys but dQ, of which the other warpgroup has made dS
+          wgmma_wait<0>();
+          registers_changed(S);
+          if (n == 0 && w == 0) barrier_arrive(kStagger, kComputing);
+          scores.hand_on_nothing(n);
+          scores.release(shared.dout_empty(n));
+          more = !(step.flags & kLast), next = n + more;
+          if (n > 0) {
+            wait_full(shared.ds_full(n - 1), n - 1);
+            multiply_dq(n - 1);
+            go_on(n, more, before);
+          } else {
+            if (more) scores.release(shared.q_empty(n));
+            wait_full(shared.q_full(next), next);
+            multiply_s(next);
+          }
         }
         before = step.number;
         if (!more) break;
@@ -116,6 +132,18 @@ template <BackwardConfig C> struct Backward {
       wgmma_wait<0>();
       registers_changed(dQ);
       add_dq(n, before);
+    }
+
+    // Under way, alone: dQ of the iteration before n. Then S of the next one, in vain after the last tile.
+    __device__ __forceinline__ void go_on(u32 n, u32 more, i32 before) {
+      const u32 next = n + more;
+      if (more) scores.release(shared.q_empty(n));
+      wait_full(shared.q_full(next), next);
+      multiply_s(next);
+      wgmma_wait<1>();
+      registers_changed(dQ);
+      scores.release(shared.ds_empty(n - 1));
+      add_dq(n - 1, before);
     }
 
     __device__ __forceinline__ void multiply_s(u32 n) {

@@ -16,7 +16,7 @@ struct BackwardConfig {
   i32 registers_load, registers_compute;
   i32 exact_p;       // dS is made of P in fp32, not of P as dV takes it
   i32 dq_shared;     // dQ leaves through shared memory, not from registers
-  i32 deterministic; // in the same order on every run; through shared memory
+  i32 deterministic; // in the same order on every run; through shared memory, unless wide
   Features features;
 
   static constexpr i32 kWarpgroups = 2; // that compute
@@ -34,10 +34,11 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 ds_bytes() const { return 2 * tile_q * tile_k(); }
   STROBE_FN constexpr i32 p_bytes() const { return wide ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * columns() : 0; }
-  STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or D
+  STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or what it lacks, or D
+  STROBE_FN constexpr i32 lse_bytes() const { return features.bias ? 2 * row_bytes() : row_bytes(); }
   STROBE_FN constexpr i32 shared_bytes() const {
-    return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + 2 * row_bytes()) + p_bytes() + dq_bytes() + 384 +
-           1024;
+    return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + lse_bytes() + row_bytes()) + p_bytes() + dq_bytes() +
+           384 + 1024;
   }
   STROBE_FN constexpr i32 dq_queries() const { return sm90::dq_queries(columns(), tile_q); }
 };
@@ -49,11 +50,13 @@ namespace strobe::inline STROBE_ISA {
 struct HopperBackwardArguments {
   BackwardArguments a; // delta: null where dsinks does not want it
   MappedOperand q, k, v, dout;
-  // -LSE in exp2's unit and D of a tile of queries, tile_q each. Queries that are not there, and those that see nothing: -inf and 0; those
-  // of which something is no number: NaN (or what LSE is) and 0.
+  // -LSE in exp2's unit and D of a tile of queries, tile_q each; with a bias -LSE, what it lacks in exp2's unit (kernels/attention/
+  // settle_row.h) and D. Queries that are not there, and those that see nothing: -inf and 0; those of which something is no number: NaN (or
+  // what LSE is) and 0.
   float *rows;
-  i32 query_tiles; // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
-  i32 tiles;       // of keys
+  i32 query_tiles;  // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
+  i32 tiles;        // of keys
+  i32 first_stores; // dq_sum holds nothing before: who adds first stores
   // (batch, key head) pairs come in bundles, a.bundle of them, that share the L2 cache; their number is a multiple.
   Divisor bundle_items, bundle, heads_kv;
 };

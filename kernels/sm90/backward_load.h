@@ -33,9 +33,12 @@ template <BackwardConfig C> struct BackwardLoad {
       wait_empty(shared.q_empty(n), n);
       write(shared.step(n), step.begin, step.head, step.number, step.flags);
       if constexpr (C.deterministic) write(shared.dq_step(n), step.begin, step.head, step.number, step.flags);
-      if (step.flags & kNothing) return mbarrier_arrive(shared.q_full(n));
-      load<C.columns(), C.q_bytes(), kM>(a.q, shared.q_full(n), shared.q_of(n), row, step.head, batch, C.row_bytes());
-      bulk_load(shared.lse_of(n), a.rows + (i64)step.number * (2 * kM), C.row_bytes(), shared.q_full(n));
+      if (step.flags & kNothing) {
+        mbarrier_wait(shared.k_full(), 0); // the block ends, and with it its shared memory
+        return mbarrier_arrive(shared.q_full(n));
+      }
+      load<C.columns(), C.q_bytes(), kM>(a.q, shared.q_full(n), shared.q_of(n), row, step.head, batch, C.lse_bytes());
+      bulk_load(shared.lse_of(n), rows(step), C.lse_bytes(), shared.q_full(n));
     });
   }
   __device__ __forceinline__ void dout() const {
@@ -43,14 +46,17 @@ template <BackwardConfig C> struct BackwardLoad {
     load<C.columns_v(), C.v_bytes(), kTileK>(a.v, shared.v_full(), shared.v, k_row(keys), keys.head_kv, keys.batch);
     const i32 batch = keys.batch;
     walk([&](u32 n, i32 row, const QueryStep &step) {
-      if (step.flags & kNothing) return;
+      if (step.flags & kNothing) return mbarrier_wait(shared.v_full(), 0);
       wait_empty(shared.dout_empty(n), n);
       load<C.columns_v(), C.dout_bytes(), kM>(a.dout, shared.dout_full(n), shared.dout_of(n), row, step.head, batch, C.row_bytes());
-      bulk_load(shared.delta_of(n), a.rows + (i64)step.number * (2 * kM) + kM, C.row_bytes(), shared.dout_full(n));
+      bulk_load(shared.delta_of(n), rows(step) + C.lse_bytes() / 4, C.row_bytes(), shared.dout_full(n));
     });
   }
 
 private:
+  __device__ __forceinline__ const float *rows(const QueryStep &step) const {
+    return a.rows + (i64)step.number * ((C.lse_bytes() + C.row_bytes()) / 4);
+  }
   __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return (i32)a.a.in.sequence(keys.batch).k0 + keys.begin; }
 
   // visit(iteration, row of the tensors, step) for each tile of queries, of each head that shares these keys, that sees some of them.
@@ -95,6 +101,7 @@ private:
     for (int w = 0; w < kTileK / 64; ++w) {
       const i32 j = keys.begin + 64 * w;
       if (j + 64 > keys.seqlen_k || (F.band && (q < j + 63 - reach.high || q + kM - 1 > j - reach.low))) flags |= kMasked << w;
+      if (F.band && (q + kM - 1 < j - reach.high || q > j + 63 - reach.low)) flags |= kUnseen << w;
     }
     return flags;
   }

@@ -25,7 +25,7 @@ template <RowsConfig C> struct BackwardRows {
     const RowTile<C> tile(in, last_first());
     if (a.turns && blockIdx.x == 0 && threadIdx.x == 0) a.turns[0] = 0;
     if (tile.rows == 0) return;
-    float *rows = arguments.rows + tile.number * (2 * C.tile_q);
+    float *rows = arguments.rows + tile.number * ((in.bias ? 3 : 2) * C.tile_q);
     constexpr int kRows = kThreads / kLanes, kSteps = C.tile_q / kRows; // at a time; unrolled, so that all loads are under way at once
     static_assert(C.tile_q % kRows == 0);
     const int first = (int)threadIdx.x / kLanes, lane = (int)threadIdx.x % kLanes;
@@ -46,7 +46,7 @@ template <RowsConfig C> struct BackwardRows {
       }
     }
     if (a.turns && threadIdx.x < 2) a.turns[1 + 2 * tile.number + threadIdx.x] = 0;
-    if (a.dq_sum) {
+    if (a.dq_sum && !arguments.first_stores) {
       float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
       for (int i = (int)threadIdx.x; i < C.tile_q * C.head_dim / 4; i += kThreads) sum[i] = float4{0, 0, 0, 0};
     }
@@ -75,17 +75,21 @@ private:
     constexpr float kLog2e = 1.44269504088896340736f;
     const float infinity = -minus_infinity<float>();
     float lse = -infinity;
+    float lacks = 0;
     if (i < tile.rows) {
       lse = *a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
-      if (a.dlse) D -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
-      if (a.delta) {
-        float *delta = (float *)a.delta + tile.index + i;
-        delta[0] = D, delta[a.in.rows()] = 0; // and what LSE lacks: kernels/simt/settle.h
+      float *delta = (float *)a.delta + tile.index + i, *lost = delta + a.in.rows(); // what LSE lacks: kernels/attention/settle_row.h
+      if (a.in.bias) {                                                               // known by now
+        D = *delta, lacks = *lost;
+      } else {
+        if (a.dlse) D -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
+        if (a.delta) *delta = D, *lost = 0;
       }
     }
     // A row whose dO or LSE is no number: neither is its P. D alone (of a row that sees a V which is none) leaves dV its P.
-    rows[i] = lse == -infinity ? lse : sound ? -lse * kLog2e : __int_as_float(0x7FC00000);
-    rows[C.tile_q + i] = sound && fabsf(lse) < infinity ? D : 0;
+    rows[i] = lse == -infinity ? lse : sound ? -lse * (a.in.bias ? 1.0f : kLog2e) : __int_as_float(0x7FC00000);
+    if (a.in.bias) rows[i + C.tile_q] = -lacks * kLog2e;
+    rows[i + (a.in.bias ? 2 : 1) * C.tile_q] = sound && fabsf(lse) < infinity ? D : 0;
   }
 };
 
@@ -106,9 +110,10 @@ template <RowsConfig C> struct BackwardDq {
     for (int part = w; part < C.tile_q / kN * (C.head_dim / 64); part += 2) { // of 64 columns and kN queries
       const i32 column = (kN == C.tile_q ? 64 * part : 0) + 16 * warp, first = (kN == C.tile_q ? 0 : kN * part) + lane / 4;
       const float4 *sum = (const float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim) + (part * 4 + warp) * (16 * kN)) + lane;
+      const bool nobody = arguments.first_stores && a.turns[1 + 2 * tile.number + part] == 0; // has added
 #pragma unroll
       for (int i = 0; i < kN; i += 8) {
-        const float4 x = sum[4 * i];
+        const float4 x = nobody ? float4{0, 0, 0, 0} : sum[4 * i];
         const u32 left = transposed(pack<T>(x.x * scale, x.y * scale)), right = transposed(pack<T>(x.z * scale, x.w * scale));
         store_sixteen(a.dq.at<T>(tile.batch, tile.head, tile.row + first + i, column), left, right,
                       [&](int c) { return first + i < tile.rows && column + c < a.in.head_dim; });

@@ -64,7 +64,7 @@ template <BackwardConfig C> struct BackwardScores {
   static constexpr bool kHides = F.mask || F.bias;
   // Named barrier: all of a warpgroup have come, + its number.
   static constexpr int kTogether = 2;
-  static_assert(!(F.dropout && F.function), "S cannot hold what is dropped and the slope");
+  static_assert(!F.mask || kM == 64, "a lane's part of the mask is a word");
 
   const BackwardShared<C> &shared;
   const int w, part, lane, warp; // warpgroup; which 64 of the block's keys
@@ -78,13 +78,32 @@ template <BackwardConfig C> struct BackwardScores {
 
   __device__ __forceinline__ bool masked(const QueryStep &step) const { return step.flags & kMasked << part; }
 
-  // S -> P, in S. With a softcap S becomes P times its slope, and P, rounded, comes apart; with dropout what is dropped has a sign.
-  __device__ __forceinline__ void exponentiate(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step) const {
+  // What the mask says of this lane's scores, a bit for each: to be asked for while the tensor cores make them.
+  __device__ __forceinline__ u32 allowed(const QueryStep &step) const {
+    u32 bits = 0;
+    if constexpr (F.mask) {
+      const Operand &mask = scores.in.mask;
+      const i32 j = key(), last = scores.seqlen_k - 1;
+      i32 q = step.begin + tile::lane_column(0, 0);
+      const u8 *keys[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) keys[r] = mask.at<const u8>(scores.b, step.head, 0, min(j + 8 * r, last));
+#pragma unroll 4
+      for (int i = 0; i < kM / 8; ++i, q += 8) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) bits |= (u32)(keys[k / 2][min(q + k % 2, scores.seqlen_q - 1) * mask.stride[2]] != 0) << (4 * i + k);
+      }
+    }
+    return bits;
+  }
+
+  // S -> P, in S. With a function S becomes P times its slope, and P, rounded, comes apart; with dropout what is dropped has a sign.
+  __device__ __forceinline__ void exponentiate(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step, u32 allowed) const {
     if constexpr (F.additive() || F.mask) {
       if (masked(step))
-        score<true>(S, P, n, step);
+        score<true>(S, P, n, step, allowed);
       else
-        score<false>(S, P, n, step);
+        score<false>(S, P, n, step, allowed);
     } else {
       const u32 lse = shared.lse_of(n) + lane % 4 * 8;
 #pragma unroll
@@ -104,10 +123,15 @@ template <BackwardConfig C> struct BackwardScores {
   }
   // P as dV takes it.
   static __device__ __forceinline__ void round(u32 (&P)[kM / 4], const float (&S)[kM / 2]) {
-    if constexpr (F.function) return;
     auto kept = [](float x) { return F.dropout && x < 0 ? 0.0f : x; };
+    auto dropped = [](float x) { return (u32)(__float_as_int(x) >> 31); };
 #pragma unroll
-    for (int i = 0; i < kM / 4; ++i) P[i] = pack<T>(kept(S[2 * i]), kept(S[2 * i + 1]));
+    for (int i = 0; i < kM / 4; ++i) {
+      if constexpr (!F.function)
+        P[i] = pack<T>(kept(S[2 * i]), kept(S[2 * i + 1]));
+      else if constexpr (F.dropout)
+        P[i] &= ~__byte_perm(dropped(S[2 * i]), dropped(S[2 * i + 1]), 0x5410);
+    }
   }
 
   // dS to shared memory, for dQ: rows are queries, columns keys.
@@ -120,6 +144,10 @@ template <BackwardConfig C> struct BackwardScores {
     async_proxy_fence();
     __syncwarp();
     release(shared.ds_full(n));
+  }
+  __device__ __forceinline__ void hand_on_nothing(u32 n) const {
+    const u32 nothing[kM / 4] = {};
+    hand_on(nothing, n);
   }
   __device__ __forceinline__ void release(u32 barrier) const {
     if (lane == 0) mbarrier_arrive(barrier);
@@ -134,16 +162,24 @@ template <BackwardConfig C> struct BackwardScores {
   }
 
 private:
+  // Of one score.
+  struct Given {
+    const typename Scores<F, float>::InMemory memory;
+    const u32 bit;
+    __device__ __forceinline__ float bias() const { return memory.bias(); }
+    __device__ __forceinline__ bool allowed() const { return bit != 0; }
+  };
   // Scores that are more than products.
   template <bool kByPosition>
-  __device__ __forceinline__ void score(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step) const {
+  __device__ __forceinline__ void score(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step, u32 allowed) const {
     const u32 lse = shared.lse_of(n) + lane % 4 * 8;
     const i32 q = step.begin + tile::lane_column(0, 0), j = key();
     const auto first = scores.row(q, step.head);
 #pragma unroll
     for (int i = 0; i < kM / 8; ++i) {
-      float negative[2];
+      float negative[2], lacks[2]; // with a bias -LSE, and what it lacks, apart (kernels/attention/settle_row.h)
       load_shared(negative, lse + 32 * i);
+      if constexpr (F.bias) load_shared(lacks, lse + C.row_bytes() + 32 * i);
       float p[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -152,10 +188,14 @@ private:
         row.i = min(at, scores.seqlen_q - 1);
         if constexpr (F.band) row.begin = max(0, row.i + scores.low), row.end = min(scores.seqlen_k, row.i + scores.high + 1);
         float &x = S[4 * i + k], slope = 1;
-        x = F.function ? scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k, slope)
-                       : scores.score(x, row, j + k / 2 * 8, kByPosition, scores.seqlen_k);
+        const i32 own = j + k / 2 * 8;
+        const Given given{{scores, row, own}, allowed & 1u << (4 * i + k)};
+        x = F.function ? scores.score(x, row, own, given, kByPosition, scores.seqlen_k, slope)
+                       : scores.score(x, row, own, float(row.i + scores.offset - own), given, kByPosition, scores.seqlen_k);
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= scores.seqlen_q);
-        p[k] = hidden ? 0 : exp2(__fmaf_rn(x, scores.unit, negative[k % 2])); // LSE may be no number
+        const float exponent =
+            F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, lacks[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
+        p[k] = hidden ? 0 : exp2(exponent); // LSE may be no number
         x = F.function ? p[k] * slope : p[k];
       }
       if constexpr (F.function) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);

@@ -12,7 +12,8 @@ namespace strobe::sm90 {
 enum : i32 {
   kLast = 1,
   kNothing = 2, // there is no tile at all
-  kMasked = 4   // << 0 or 1: some of the first, or second, 64 keys is not seen by some of the queries
+  kMasked = 4,  // << 0 or 1: some of the first, or second, 64 keys is not seen by some of the queries
+  kUnseen = 16  // << 0 or 1: none of them is seen by any
 };
 struct QueryStep {
   i32 begin, head;
@@ -33,13 +34,13 @@ template <BackwardConfig C> struct BackwardShared {
   u32 k, v, q, dout, ds, p, dq, rows, barriers;
   __device__ __forceinline__ explicit BackwardShared(u32 base)
       : k((base + 1023) & ~1023u), v(k + C.k_bytes()), q(v + C.v_bytes()), dout(q + 2 * C.q_bytes()), ds(dout + 2 * C.dout_bytes()),
-        p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), rows(dq + C.dq_bytes()), barriers(rows + 4 * C.row_bytes()) {}
+        p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), rows(dq + C.dq_bytes()), barriers(rows + 2 * (C.lse_bytes() + C.row_bytes())) {}
   // Of iteration n: the stage is n % 2.
   __device__ __forceinline__ u32 q_of(u32 n) const { return q + n % 2 * C.q_bytes(); }
   __device__ __forceinline__ u32 dout_of(u32 n) const { return dout + n % 2 * C.dout_bytes(); }
   __device__ __forceinline__ u32 ds_of(u32 n) const { return ds + n % 2 * C.ds_bytes(); }
-  __device__ __forceinline__ u32 lse_of(u32 n) const { return rows + n % 2 * C.row_bytes(); }
-  __device__ __forceinline__ u32 delta_of(u32 n) const { return rows + (2 + n % 2) * C.row_bytes(); }
+  __device__ __forceinline__ u32 lse_of(u32 n) const { return rows + n % 2 * C.lse_bytes(); }
+  __device__ __forceinline__ u32 delta_of(u32 n) const { return rows + 2 * C.lse_bytes() + n % 2 * C.row_bytes(); }
   __device__ __forceinline__ u32 q_full(u32 n) const { return barriers + n % 2 * 8; }
   __device__ __forceinline__ u32 q_empty(u32 n) const { return barriers + 16 + n % 2 * 8; }
   __device__ __forceinline__ u32 dout_full(u32 n) const { return barriers + 32 + n % 2 * 8; }
@@ -48,11 +49,11 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 ds_empty(u32 n) const { return barriers + 80 + n % 2 * 8; }
   __device__ __forceinline__ u32 k_full() const { return barriers + 96; }
   __device__ __forceinline__ u32 v_full() const { return barriers + 104; }
-  __device__ __forceinline__ u32 dq_full(int w) const { return barriers + 112 + 8 * w; }
+  __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.wide ? 336 : 112) + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
   // Wide: P of an iteration, from one warpgroup to the other.
-  __device__ __forceinline__ u32 p_full() const { return dq_full(0); }
-  __device__ __forceinline__ u32 p_empty() const { return dq_full(1); }
+  __device__ __forceinline__ u32 p_full() const { return barriers + 112; }
+  __device__ __forceinline__ u32 p_empty() const { return barriers + 120; }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
   __device__ __forceinline__ u32 keys() const { return barriers + 160; }
   __device__ __forceinline__ u32 reach() const { return barriers + 176; }
@@ -70,7 +71,8 @@ template <BackwardConfig C> struct BackwardShared {
       mbarrier_init(ds_empty(n), kWarps);
     }
     for (int w = 0; w < C.kWarpgroups; ++w) {
-      mbarrier_init(dq_full(w), 4);
+      if (!C.wide || C.deterministic) mbarrier_init(dq_full(w), 4);
+      if (C.wide) mbarrier_init(w == 0 ? p_full() : p_empty(), 4);
       mbarrier_init(dq_empty(w), 1);
     }
     mbarrier_init(k_full(), 1);

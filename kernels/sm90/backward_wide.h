@@ -14,7 +14,7 @@ template <BackwardConfig C> struct BackwardWide {
   static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kKeys = 64;
   static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64, kFirst = kBlocks / 2; // of K; of the first warpgroup
-  static_assert(C.wide && !C.exact_p && !C.dq_shared && !C.deterministic && !F.function && kBlocks >= 2);
+  static_assert(C.wide && !C.exact_p && !C.dq_shared && kBlocks >= 2);
 
   struct Compute {
     const Arguments &a;
@@ -50,9 +50,10 @@ template <BackwardConfig C> struct BackwardWide {
         i32 before = 0; // the number of the tile of the iteration before
 #pragma unroll 1
         for (;; ++n) {
+          const u32 allowed = scores.allowed(step);
           wgmma_wait<0>();
           registers_changed(S);
-          scores.exponentiate(S, P, n, step);
+          scores.exponentiate(S, P, n, step, allowed);
           hand_over(S, n);
           scores.round(P, S);
           scores.release(shared.q_empty(n));
@@ -79,6 +80,8 @@ template <BackwardConfig C> struct BackwardWide {
         wgmma_wait<0>();
         registers_changed(S);
         add_dq<0, kFirst>(n, before);
+      } else if constexpr (C.deterministic) {
+        scores.release(shared.dq_full(w));
       }
       scores.template store<kDv>(a.a.dv, in, in.head_dim_v, dV, scores.dropout.dropout.factor());
     }
@@ -136,6 +139,8 @@ template <BackwardConfig C> struct BackwardWide {
         wgmma_wait<0>();
         registers_changed(dP);
         add_dq<kFirst, kBlocks>(n, before);
+      } else if constexpr (C.deterministic) {
+        scores.release(shared.dq_full(w));
       }
       scores.template store<kD>(a.a.dk, in, in.head_dim, dK, (float)in.scale);
     }
@@ -196,6 +201,7 @@ template <BackwardConfig C> struct BackwardWide {
     // This warpgroup's blocks of columns of dQ. then(): what follows the products under way before them; it begins another one.
     template <int kBegin, int kEnd, class Then> __device__ __forceinline__ void add_dq(u32 n, i32 number, const Then &then) const {
       float dQ[kM / 2];
+      if constexpr (C.deterministic) scores.release(shared.dq_full(w));
       wait_full(shared.ds_full(n), n);
 #pragma unroll
       for (int block = kBegin; block < kEnd; ++block) {
@@ -207,27 +213,33 @@ template <BackwardConfig C> struct BackwardWide {
         } else {
           wgmma_wait<0>();
         }
-        leave(dQ, n, number, block, block == kEnd - 1);
+        leave(dQ, n, number, block, block == kBegin, block == kEnd - 1);
       }
     }
     template <int kBegin, int kEnd> __device__ __forceinline__ void add_dq(u32 n, i32 number) const {
       float dQ[kM / 2];
+      if constexpr (C.deterministic) scores.release(shared.dq_full(w));
       wait_full(shared.ds_full(n), n);
 #pragma unroll
       for (int block = kBegin; block < kEnd; ++block) {
         multiply_dq<T, kKeys, kM, kM>(dQ, shared.k + block * kBlockBytes, shared.ds_of(n));
         wgmma_wait<0>();
-        leave(dQ, n, number, block, block == kEnd - 1);
+        leave(dQ, n, number, block, block == kBegin, block == kEnd - 1);
       }
     }
     // To the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries of a warp.
-    __device__ __forceinline__ void leave(float (&dQ)[kM / 2], u32 n, i32 number, int block, bool last) const {
+    __device__ __forceinline__ void leave(float (&dQ)[kM / 2], u32 n, i32 number, int block, bool first, bool last) const {
       registers_changed(dQ);
       if (last) scores.release(shared.ds_empty(n));
       if (!a.a.dq_sum) return;
       float *target = a.a.dq_sum + (i64)number * (kM * C.columns()) + (block * 4 + warp) * (16 * kM);
+      if (C.deterministic && first) mbarrier_wait(shared.dq_empty(w), n % 2);
 #pragma unroll
       for (int i = 0; i < kM / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));
+      if (C.deterministic && last) {
+        __syncwarp();
+        if (lane == 0) end_turn(turn_of(a, number, w));
+      }
     }
   };
 

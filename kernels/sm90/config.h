@@ -21,7 +21,7 @@ struct Config {
   i32 blocks_per_sm;
   i32 reference; // kExact, kLagging or kFixed
   i32 split;     // over keys: results are partial ones, to be combined
-  i32 wide;      // mask and bias (of 16 bits) are read 16 bytes at a time
+  i32 wide;      // the bias, of 16 bits, comes by the copy engine
   Features features;
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
@@ -32,8 +32,11 @@ struct Config {
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q() * columns(); }
   STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * columns(); }
   STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * columns_v(); }
-  // Q, the stages of K, those of V; then barriers and messages; and what aligning to 1024 may cost.
-  STROBE_FN constexpr i32 shared_bytes() const { return q_bytes() + stages * (k_bytes() + v_bytes()) + 512 + 1024; }
+  // Of 64 columns at a time: 64 queries of each warpgroup.
+  STROBE_FN constexpr i32 bias_columns() const { return 2 * 64 * tile_q(); }
+  STROBE_FN constexpr i32 bias_bytes() const { return wide ? (tile_k + 63) / 64 * bias_columns() : 0; }
+  // Q, the stages of K, those of V, those of the bias; then barriers and messages; and what aligning to 1024 may cost.
+  STROBE_FN constexpr i32 shared_bytes() const { return q_bytes() + stages * (k_bytes() + v_bytes() + bias_bytes()) + 512 + 1024; }
 };
 
 } // namespace strobe::sm90

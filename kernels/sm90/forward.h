@@ -10,13 +10,12 @@
 #include "../tile/finite.h"
 #include "../tile/shared.h"
 #include "assign.h"
+#include "exponent.h"
 #include "given.h"
 #include "load.h"
 #include "softmax.h"
 
 namespace strobe::sm90 {
-
-using tile::Accumulator;
 
 template <Config C> struct Forward {
   using Arguments = HopperForwardArguments;
@@ -57,6 +56,7 @@ template <Config C> struct Forward {
     u32 items = 0, verdicts = 0;
     float O[kDv / 2], S[kN / 2];
     u32 P[kN / 4], Q[C.q_in_registers ? kD / 4 : 1];
+    u32 random[F.dropout ? kN / 32 : 1][4];
 
     __device__ __forceinline__ Compute(const Arguments &a, const SharedMemory<C> &shared, int w)
         : a(a), in(a.a.in), shared(shared), w(w), lane((int)threadIdx.x % 32),
@@ -86,7 +86,8 @@ template <Config C> struct Forward {
       // Keys that some query of this warpgroup sees by position.
       const auto visible = q < scores.seqlen_q ? narrow(sequence.band).keys_any(q, min(q + 64, scores.seqlen_q)) : BasicRange<i32>{0, 0};
       auto sees = [&](const Tile &t) { return t.begin < visible.end && t.end > visible.begin; };
-      Given<C, Score> given(scores, rows);
+      Given<C, Score> given(a, shared, scores, item.h, q + 16 * warp, w, warp);
+      Exponent<C, Score> exponent(scores, rows[0].slope, given);
       Softmax softmax;
       bool follows = true, rising = item.kind() == kSafely; // the reference follows the maxima, and always will
 
@@ -95,23 +96,37 @@ template <Config C> struct Forward {
         if constexpr (F.mask || F.bias) {
           if (item.kind() != kOnce) clear_v(value);
         }
+        const bool natural = is_natural(item), scored = natural || (F.additive() && !Exponent<C, Score>::kIs);
+        if constexpr (Exponent<C, Score>::kIs) {
+          if (!scored) exponent.begin(S, q + 16 * warp, t.begin, t.end);
+        }
         if (t.masked) {
           if constexpr (!F.mask && !F.bias) {
             if (item.kind() != kOnce) clear_v(value);
           }
-          if constexpr (F.additive() || F.mask)
+          if (scored)
             score<true>(scores, rows, given, t);
           else
             hide(rows, t);
-        } else if constexpr (F.additive() || F.mask) {
+        } else if (scored) {
           score<false>(scores, rows, given, t);
         }
-        if (follows) softmax.template follow<C.reference == kExact>(S, scores.unit);
-        softmax.exponentiate(S, scores.unit);
+        given.mask.hide(S);
+        auto exponentiate = [&](const auto &of) {
+          if (follows) softmax.template follow<C.reference == kExact>(S, of);
+          softmax.exponentiate(S, of);
+        };
+        if (natural)
+          exponentiate(Natural{});
+        else if constexpr (!Exponent<C, Score>::kIs)
+          exponentiate(Linear{scores.unit});
+        else if (Exponent<C, Score>::kSoftcap && exponent.small)
+          exponentiate(typename Exponent<C, Score>::template Of<true>{exponent});
+        else
+          exponentiate(typename Exponent<C, Score>::template Of<false>{exponent});
         if constexpr (F.dropout) {
 #pragma unroll
-          for (int n = 0; n < kN / 2; n += 16)
-            dropout.apply(reinterpret_cast<Accumulator &>(S[n]), reinterpret_cast<Accumulator &>(S[n + 8]), q + 16 * warp, t.begin + 2 * n);
+          for (int n = 0; n < kN / 32; ++n) dropout.draw(random[n], q + 16 * warp, t.begin + 32 * n);
         }
       };
       // Whether there is a tile after t to be computed; t becomes it.
@@ -123,13 +138,15 @@ template <Config C> struct Forward {
             rising = true;
             if (item.kind() == kOnce && !(l < kMost)) store_shared(shared.overflow(verdicts), 1), store_shared(shared.lost(), items);
           }
-          bool hidden = t.masked; // it may be that a row has seen nothing yet
+          bool hidden = t.masked; // it may be that a row has seen nothing yet, or only keys beyond it, with ALiBi
+          if constexpr (Exponent<C, Score>::kIs && F.alibi) hidden = hidden || !exponent.before;
           if constexpr (F.mask || F.bias)
             hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(softmax.M[0], softmax.M[1]) == minus_infinity<float>());
           follows = rising || (follows && hidden);
         }
         t = wait_tile(
             __any_sync(0xFFFFFFFFu, softmax.l[0] + softmax.l[1] < 0)); // it is not: but the compiler has to finish the softmax first
+        given.mask.fetch(t.begin);
         return sees(t);
       };
 
@@ -143,6 +160,7 @@ template <Config C> struct Forward {
         t = wait_tile();
       }
       const bool any = sees(t);
+      given.mask.fetch(t.begin);
       if (any) {
         if (turn) wait_turn();
         registers_changed(S);
@@ -150,13 +168,13 @@ template <Config C> struct Forward {
         multiply_q_k();
         wgmma_commit();
         if (turn) pass_turn();
-        given.fetch(t.begin, (i32)in.seqlen_k);
         wgmma_wait<0>();
         registers_changed(S);
+        given.bias.take(k.index);
         release(shared.k_empty(k.index));
         k.advance();
         softmax_of(t, v);
-        round_p();
+        round_p(dropout);
         bool more = next(t);
 #pragma unroll 1
         while (more) { // Q K^T of this tile and P V of the one before; meanwhile the softmax of this one
@@ -172,9 +190,9 @@ template <Config C> struct Forward {
           multiply_p_v();
           wgmma_commit();
           pass_turn();
-          given.fetch(t.begin, (i32)in.seqlen_k);
           wgmma_wait<1>();
           registers_changed(S);
+          given.bias.take(k.index);
           release(shared.k_empty(k.index));
           k.advance();
           const bool followed = follows;
@@ -186,7 +204,7 @@ template <Config C> struct Forward {
           registers_changed(P);
           release(shared.v_empty(v.index));
           v.advance();
-          round_p();
+          round_p(dropout);
           if (followed && softmax.moved()) softmax.rescale(O);
         }
         if constexpr (!C.q_in_registers) release(shared.q_empty());
@@ -215,6 +233,9 @@ template <Config C> struct Forward {
       finish(item, sequence, scores.seqlen_q, softmax, dropout.dropout.factor());
       if (item.kind() != kOnce) restore(item, dropout.dropout);
     }
+
+    // Scores and M are natural logarithms where a tile with a bias is computed again: as low as numbers go, and -inf whatever else there is.
+    static __device__ __forceinline__ bool is_natural(const Item &item) { return F.bias && item.kind() != kOnce; }
 
     __device__ __forceinline__ Tile wait_tile(bool other_parity = false) {
       mbarrier_wait(shared.k_full(k.index), k.parity ^ other_parity);
@@ -283,9 +304,12 @@ template <Config C> struct Forward {
 #pragma unroll
       for (int n = 0; n < kN / 16; ++n) Wgmma<T, kDv>::template registers<true, 1>(O, P + 4 * n, advance(value, 16 * kRowBytes * n));
     }
-    __device__ __forceinline__ void round_p() {
+    __device__ __forceinline__ void round_p(const mma::BlockDropout<F> &dropout) {
 #pragma unroll
-      for (int i = 0; i < kN / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
+      for (int i = 0; i < kN / 4; ++i) {
+        P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
+        if constexpr (F.dropout) P[i] = dropout.kept(P[i], random[i / 8][i / 4 % 2 * 2 + i % 2], i / 2 % 2);
+      }
     }
 
     // Hides what lies outside the rows' bands, or beyond the tile.
@@ -302,14 +326,13 @@ template <Config C> struct Forward {
       }
     }
     template <bool kByPosition, class Row>
-    __device__ __forceinline__ void score(const Score &scores, const Row (&rows)[2], Given<C, Score> &given, const Tile &t) {
-      given.share();
+    __device__ __forceinline__ void score(const Score &scores, const Row (&rows)[2], const Given<C, Score> &given, const Tile &t) {
       const i32 column = t.begin + tile::lane_column(0, 0);
       const float distance[2] = {(float)(rows[0].i + scores.offset - column), (float)(rows[1].i + scores.offset - column)};
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) {
         const i32 r = i / 2 % 2, j = i / 4 * 8 + i % 2;
-        const typename Given<C, Score>::At at{given, {scores, rows[r], column + j}, r, j};
+        const typename Given<C, Score>::At at{given, {scores, rows[r], column + j}, i};
         S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, at, kByPosition, t.end);
       }
     }
@@ -364,14 +387,17 @@ template <Config C> struct Forward {
     // O / l and LSE to memory.
     __device__ __forceinline__ void finish(const Item &item, const Sequence &sequence, i32 seqlen_q, const Softmax &softmax, float factor) {
       constexpr float kLog2e = 1.44269504088896340736f;
-      const float sink = !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * kLog2e : minus_infinity<float>();
+      const bool natural = is_natural(item);
+      const float sink =
+          !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * (natural ? 1 : kLog2e) : minus_infinity<float>();
       const i32 odd = lane % 2, column = 8 * odd + lane % 4 / 2 * 4;
       bool overflow = false, not_finite = false;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const mma::RowEnd end(softmax.M[r], tile::row_sum(softmax.l[r]), sink);
+        const mma::RowEnd end(softmax.M[r], tile::row_sum(softmax.l[r]), sink, natural);
         const i32 i = item.q + 64 * w + 16 * warp + tile::lane_row(r);
-        overflow = overflow || (i < seqlen_q && !(softmax.l[r] < kMost));
+        overflow = overflow || (i < seqlen_q && C.reference == kFixed && !(softmax.l[r] < kMost));
+        if constexpr (F.bias) overflow = overflow || (i < seqlen_q && softmax.M[r] == minus_infinity<float>()); // it may be low instead
         const i64 row = sequence.q0 + i;
         const float by = end.factor * factor;
         if constexpr (C.split) {
@@ -403,7 +429,7 @@ template <Config C> struct Forward {
           if (r == 0) not_finite = multiply_add_pairs<T>(zero, 0, 0) != 0;
         }
       }
-      if (item.kind() == kOnce) judge(C.reference == kFixed && overflow, not_finite);
+      if (item.kind() == kOnce) judge(overflow, not_finite);
     }
   };
 };

@@ -15,30 +15,36 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a
   return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, 16, row, {item.split(), C.split ? a.splits : 1}};
 }
 
-// The same, the last first, where they are one run: so ALiBi's penalty grows from tile to tile, and the fixed reference holds.
-class Descending {
+// The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to tile,
+// and the fixed reference holds.
+class FromDiagonal {
 public:
-  __device__ __forceinline__ Descending(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
+  __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
       : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), tile_(tile) {
     any_.begin = any_.begin / 16 * 16;
-    next_ = any_.begin + (i32)((u32)max(any_.end - any_.begin + tile - 1, 0) / (u32)tile) * tile;
+    const i32 keys = min(q1 + band.offset, any_.end) - any_.begin;
+    down_ = up_ = any_.begin + (i32)((u32)max(keys + tile - 1, 0) / (u32)tile) * tile;
   }
   __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
-    if (next_ <= any_.begin) return false;
-    const i32 end = min(next_, any_.end);
-    next_ -= tile_;
-    t = {next_, end, next_ < all_.begin || end > all_.end};
+    if (down_ > any_.begin)
+      t.begin = down_ -= tile_;
+    else if (up_ < any_.end)
+      t.begin = up_, up_ += tile_;
+    else
+      return false;
+    t.end = min(t.begin + tile_, any_.end);
+    t.masked = t.begin < all_.begin || t.end > all_.end;
     return true;
   }
 
 private:
   BasicRange<i32> any_, all_;
-  i32 tile_, next_;
+  i32 tile_, down_, up_;
 };
 
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
-  static constexpr bool kDescending = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
+  static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
   const Inputs &in;
   const SharedMemory<C> &shared;
@@ -47,6 +53,7 @@ template <Config C> struct Load {
 
   __device__ __forceinline__ void all() {
     tma_prefetch(a.q.map), tma_prefetch(a.k.map), tma_prefetch(a.v.map);
+    if constexpr (C.wide) tma_prefetch(a.bias.map);
 #pragma unroll 1
     for (;; ++items) {
       mbarrier_wait(shared.item_full(), items % 2);
@@ -60,8 +67,8 @@ template <Config C> struct Load {
   __device__ __forceinline__ void load(const Item &item) {
     const Sequence sequence = in.sequence(item.b);
     const BasicBand<i32> band = narrow(sequence.band);
-    if constexpr (kDescending)
-      load(item, sequence, Descending(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
+    if constexpr (kFromDiagonal)
+      load(item, sequence, FromDiagonal(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
     else
       load(item, sequence, schedule<C>(a.a, band, item));
   }
@@ -78,7 +85,9 @@ template <Config C> struct Load {
       more = more && tiles.next(next);
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
       write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
-      load<C.columns(), C.k_bytes()>(a.k, shared.k_full(k.index), shared.k + k.index * C.k_bytes(), k0 + tile.begin, kv, item.b);
+      load<C.columns()>(a.k, shared.k_full(k.index), C.k_bytes() + (C.wide ? a.bias_bytes : 0u), shared.k + k.index * C.k_bytes(),
+                        k0 + tile.begin, kv, item.b);
+      if constexpr (C.wide) load_bias(item, tile.begin);
       k.advance();
       if (before < 0)
         load_q(item, (i32)sequence.q0 + item.q);
@@ -99,12 +108,21 @@ template <Config C> struct Load {
   }
   __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
     mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);
-    load<C.columns_v(), C.v_bytes()>(a.v, shared.v_full(v.index), shared.v + v.index * C.v_bytes(), row, kv, b);
+    load<C.columns_v()>(a.v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
     v.advance();
   }
-  template <int kColumns, u32 kBytes>
-  static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 row, i32 head, i32 b) {
-    mbarrier_expect(full, kBytes);
+  // It comes with K.
+  __device__ __forceinline__ void load_bias(const Item &item, i32 column) {
+    for (i32 c = 0; c < C.tile_k; c += 64) {
+      const u32 address = shared.bias + k.index * C.bias_bytes() + c / 64 * C.bias_columns();
+      for (i32 w = 0; w < (a.bias_rows_step ? C.warpgroups : 1); ++w)
+        tma_load(address + 64 * kRowBytes * w, a.bias.map, shared.k_full(k.index), column + c, (item.q + 64 * w) * a.bias_rows_step,
+                 item.h * a.bias.head_step, item.b * a.bias.batch_step);
+    }
+  }
+  template <int kColumns>
+  static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 bytes, u32 address, i32 row, i32 head, i32 b) {
+    mbarrier_expect(full, bytes);
 #pragma unroll
     for (int c = 0; c < kColumns; c += 64)
       tma_load(address + kN * kRowBytes * (c / 64), x.map, full, c, row, head * x.head_step, b * x.batch_step);

@@ -42,10 +42,10 @@ inline constexpr u32 kRowBytes = 64 * 2; // tiles are blocks of 64 columns
 // From an address that is a multiple of 1024.
 template <Config C> struct SharedMemory {
   static_assert(C.stages <= 6, "the barriers' place");
-  u32 q, k, v, barriers, messages;
+  u32 q, k, v, bias, barriers, messages;
   __device__ __forceinline__ explicit SharedMemory(u32 base)
-      : q((base + 1023) & ~1023u), k(q + C.q_bytes()), v(k + C.stages * C.k_bytes()), barriers(v + C.stages * C.v_bytes()),
-        messages(barriers + 256) {}
+      : q((base + 1023) & ~1023u), k(q + C.q_bytes()), v(k + C.stages * C.k_bytes()), bias(v + C.stages * C.v_bytes()),
+        barriers(bias + C.stages * C.bias_bytes()), messages(barriers + 256) {}
   __device__ __forceinline__ u32 q_full() const { return barriers; }
   __device__ __forceinline__ u32 q_empty() const { return barriers + 8; }
   __device__ __forceinline__ u32 item_full() const { return barriers + 16; }

@@ -260,7 +260,7 @@ private:
     }
     if constexpr (C.deterministic) {
       __syncwarp();
-      if (tile::lane_id() == 0) store_release(turn, before + 1);
+      if (tile::lane_id() == 0) end_turn(turn);
     }
   }
   __device__ __forceinline__ void multiply_dq(Accumulator (&dQ)[1][2], int row, int column) const {

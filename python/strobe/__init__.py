@@ -19,7 +19,7 @@ from .hyperbolic import hyperbolic_attention
 if TYPE_CHECKING:
     from . import nn as nn
 
-if sys.modules.get("torch") is not None:  # else with the first tensor
+if sys.modules.get("torch") is not None:  # else torch does it as it is imported: pyproject.toml, torch.backends
     from . import _torch as _torch  # registers the operators torch.ops.strobe.*
 
 __version__ = version()

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ._core import ffi, lib
+from ._framework import outside_graphs
 
 FORWARD: int = lib.STROBE_FORWARD
 BACKWARD: int = lib.STROBE_BACKWARD
@@ -51,6 +52,8 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "beta": (float, 0.0),
     "shift": (float, 0.0),
     "dropout": (float, 0.0),
+    "seed": (int, 0),  # as signed integers, which is what PyTorch's operators take
+    "offset": (int, 0),
     "max_seqlen_q": (int, 0),
     "max_seqlen_k": (int, 0),
     "block_q": (int, 0),
@@ -89,7 +92,7 @@ def error(status: int, in_callers_words: Callable[[str], str]) -> Exception:
 
 
 @lru_cache(maxsize=1024)
-def _attention(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
+def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
     """A strobe_attention and what must live as long. Nobody writes to it, so that calls share it."""
     fields = {"size": ffi.sizeof("strobe_attention"), **dict(options)}
     for name in ("bshd", "threads"):
@@ -97,6 +100,8 @@ def _attention(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
     for name in ("scale", "window_left", "window_right"):
         if name in fields:
             fields["has_" + name] = True
+    for name in ("seed", "offset"):
+        fields[name] = fields.get(name, 0) % 2**64
     engine = fields.get("engine")
     if engine is not None:
         fields["engine"] = engine = ffi.new("char[]", engine.encode())
@@ -108,8 +113,8 @@ def field_of(tensor: str) -> int:
     return _FIELDS[tensor]
 
 
-# Fills a strobe_tensor: (struct, name for messages, array, whether its axes 1 and 2 change places).
-View = Callable[[Any, str, Any, bool], None]
+# Fills a strobe_tensor: (struct, name for messages, array, whether its axes 1 and 2 change places). Returns what has to live as long.
+View = Callable[[Any, str, Any, bool], object]
 
 
 class Allocator:
@@ -154,18 +159,19 @@ class Call:
     __slots__ = ("_alive", "_allocator", "_arrays", "_attention", "_bshd", "_execution", "_made", "_tensors")
 
     def __init__(self, arrays: dict[str, Any], made: dict[str, Any], options: dict[str, Any], view: View, place: Place):
-        attention = _attention(tuple(options.items()))
+        attention = attention_struct(tuple(options.items()))
         self._bshd = bshd = "bshd" in options
         self._arrays, self._made = arrays, made
         views = ffi.new("strobe_tensor[]", _MOST_TENSORS)
         tensors = ffi.new("strobe_tensors *")
         tensors.size = ffi.sizeof("strobe_tensors")
         t = views + 0
+        alive = [views, attention]
         for named in (arrays, made):
             for name, array in named.items():
                 if name in _SCORES and array.ndim < MAX_RANK:
                     array = array[(None,) * (MAX_RANK - array.ndim)]
-                view(t, name, array, bshd and name in _TOKENS)
+                alive.append(view(t, name, array, bshd and name in _TOKENS))
                 setattr(tensors, name, t)
                 t += 1
         execution = ffi.new("strobe_execution *")
@@ -174,7 +180,7 @@ class Call:
             execution.allocate = lib.strobe_python_allocate
             execution.allocator = allocator.handle
         self._attention, self._tensors, self._execution = attention[0], tensors, execution
-        self._alive = views, attention
+        self._alive = alive
 
     def run(self, function: Any, *more: Any) -> None:
         self.run_without_execution(function, self._execution, *more)
@@ -217,6 +223,7 @@ def version() -> str:
     return text(lib.strobe_version())
 
 
+@outside_graphs
 def engines() -> list[tuple[str, str | None]]:
     """The engines of this library: (name, None), or (name, the reason why it cannot run on this machine).
 

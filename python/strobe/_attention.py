@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _run
 from ._abi import GRADIENTS
-from ._framework import Array, Framework, default_framework, known_framework
-from ._prepare import DEFAULTS, AttentionOptions, Prepared, Wrong, flag, is_array, is_integer, is_number, is_seed, prepare
+from ._framework import Array, Framework, framework_like, kind, known_framework, outside_graphs
+from ._prepare import DEFAULTS, AttentionOptions, Prepared, Wrong, flag, is_array, is_integer, is_number, is_seed, prepare, seed_options
 from ._run import Gradients
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     flag(wrong, "return_lse", return_lse)
     framework, p = _prepared("attention", q, k, v, options, wrong)
     out, lse = framework.forward(p)
-    framework.remember(q, k, v, return_lse, options, p, out, lse)
+    framework.remember(q, k, v, return_lse, options, p)
     return (out, lse) if return_lse else out
 
 
@@ -144,9 +144,10 @@ def _refusal(function: str, framework: Framework | None, p: Prepared, wrong: Wro
     return (TypeError if kinds_alone else ValueError)("\n".join(lines.values()))
 
 
-def _repeat(function: str, q: Array, k: Array, v: Array, options: AttentionOptions, known: dict[str, Array]) -> tuple[Framework, Prepared]:
+def _repeat(
+    function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array]
+) -> tuple[Framework, Prepared]:
     """A call that has to apply the dropout mask of another."""
-    wrong: Wrong = []
     if options.get("dropout") and options.get("rng") is None and options.get("seed") is None:
         wrong.append(ValueError("rng: missing beside dropout; accepted is the rng, or the seed and offset, of the forward"))
     return _prepared(function, q, k, v, options, wrong, known)
@@ -159,7 +160,8 @@ def attention_backward(
 
     Args:
         dout: the gradient of out, out's shape, q's dtype; any strides, 0 included.
-        q, k, v, options: those of attention(); with dropout also its seed and offset, or rng.
+        q, k, v, options: those of attention(); with dropout also its seed and offset, or rng. Autocast casts nothing here: what attention()
+            was given under it is to be cast as it was there, to out's dtype.
         out, lse: what it returned.
         dlse: the gradient of lse, lse's shape and dtype; None: lse was not used.
 
@@ -170,11 +172,12 @@ def attention_backward(
         As attention().
     """
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-    framework, p = _repeat("attention_backward", q, k, v, options, known)
+    framework, p = _repeat("attention_backward", q, k, v, options, [], known)
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays]
     return Gradients(**framework.backward(p, dout, dlse, out, lse, needed))
 
 
+@outside_graphs
 def reference(
     q: Array, k: Array, v: Array, *, rows: Iterable[int] | None = None, **options: Unpack[AttentionOptions]
 ) -> tuple[Array, Array]:
@@ -190,10 +193,24 @@ def reference(
     Raises:
         As attention().
     """
-    framework, p = _prepared("reference", q, k, v, options, [])
-    return _run.reference(framework, p, rows)
+    wrong: Wrong = []
+    chosen = _chosen(wrong, "rows", rows)
+    framework, p = _prepared("reference", q, k, v, options, wrong)
+    return _run.reference(framework, p, chosen)
 
 
+def _chosen(wrong: Wrong, name: str, indices: Any) -> list[int] | None:
+    """Of rows or columns, counted flat."""
+    if indices is None:
+        return None
+    numbers = indices.tolist() if known_framework(indices) else indices
+    if isinstance(numbers, Iterable):
+        return [i for i in numbers if is_integer(wrong, name, i, 0, 2**63 - 1)]
+    wrong.append(TypeError(f"{name}: {kind(indices)}; accepted are several integers"))
+    return None
+
+
+@outside_graphs
 def reference_backward(
     dout: Array,
     q: Array,
@@ -224,10 +241,13 @@ def reference_backward(
     """
     given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
     known = {name: x for name, x in given.items() if x is not None or name == "dout"}
-    framework, p = _repeat("reference_backward", q, k, v, options, known)
-    return _run.reference_backward(framework, p, known, rows, cols)
+    wrong: Wrong = []
+    chosen = _chosen(wrong, "rows", rows), _chosen(wrong, "cols", cols)
+    framework, p = _repeat("reference_backward", q, k, v, options, wrong, known)
+    return _run.reference_backward(framework, p, known, *chosen)
 
 
+@outside_graphs
 def explain(q: Array, k: Array, v: Array, *, backward: bool = False, **options: Unpack[AttentionOptions]) -> str:
     """What attention(), or its backward, would run for this call: each engine's plan or reason against, the choice, what was rounded.
 
@@ -237,17 +257,25 @@ def explain(q: Array, k: Array, v: Array, *, backward: bool = False, **options: 
     return _run.explain(framework, p, backward)
 
 
+@outside_graphs
 def dropout_mask(
-    shape: tuple[int, int, int, int], dropout: float, seed: int | None = None, offset: int | None = None, *, rng: Array | None = None
+    shape: tuple[int, int, int, int],
+    dropout: float,
+    seed: int | None = None,
+    offset: int | None = None,
+    *,
+    rng: Array | None = None,
+    like: Array | None = None,
 ) -> Array:
     """The dropout mask that attention() applies, the same for every engine, tile and device.
 
     Args:
         shape: (B, H, Sq, Sk); for packed sequences B counts them, and Sq and Sk are at least the longest.
         dropout, seed, offset, rng: those of attention(); rng on the CPU, and in place of seed and offset.
+        like: an array of the kind to return, unless rng is one.
 
     Returns:
-        bool, True = kept; a torch.Tensor if rng is one or the program has imported torch, else a numpy.ndarray.
+        bool, True = kept, on the CPU. Without rng and like a torch.Tensor if the program has imported torch, else a numpy.ndarray.
 
     Raises:
         TypeError, ValueError: an argument is not what is said above.
@@ -262,13 +290,14 @@ def dropout_mask(
             is_seed(wrong, name, x)
     if (seed is None) == (rng is None):
         wrong.append(ValueError("seed: accepted is seed (and offset), or rng"))
-    framework = default_framework() if rng is None else known_framework(rng)
-    if rng is not None:
-        is_array(wrong, "rng", rng, None, None)
+    if rng is not None and like is not None:
+        wrong.append(ValueError("like: given beside rng; accepted is one of the two: an array of rng's kind is returned"))
+    for name, x in (("rng", rng), ("like", like)):
+        if x is not None:
+            is_array(wrong, name, x, None, None)
     if len(wrong) == 1:
         raise wrong[0]
-    if wrong or framework is None:
+    if wrong:
         raise ValueError("\n".join(map(str, wrong)))
-    if rng is None:
-        rng = framework.given_rng(cast(int, seed), 0 if offset is None else offset, None)
-    return _run.dropout_mask(framework, tuple(sizes), float(dropout), rng)
+    framework = framework_like(like if rng is None else rng)
+    return _run.dropout_mask(framework, tuple(sizes), {"dropout": float(dropout), **seed_options(seed, offset)}, rng)

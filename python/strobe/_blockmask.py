@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from copy import copy
+from operator import index
 from typing import Any
 
 from ._abi import MAX_RANK
 from ._core import ffi, lib
-from ._framework import Array, Framework, default_framework, framework_of, kind
+from ._framework import Array, Framework, framework_like, framework_of, is_whole, kind, outside_graphs
 
 _MOST_KEPT = 2**31 - 1  # the CSR is int32
 
@@ -23,7 +24,8 @@ class BlockMask:
 
     The blocks are held as CSR, int32: query block i of (batch b, head h) keeps the key blocks ``cols[rows[b, h, i]:rows[b, h, i + 1]]``,
     ascending; the offsets are absolute in cols. The transpose (key block to query blocks) is built along with it for the backward.
-    The arrays are torch tensors if the program has imported torch when the mask is made, else NumPy's; either serves both.
+    Either framework's arrays serve both. A mask that is made from arrays has theirs; causal() and the other patterns take an array
+    `like`, beside which theirs lie: without it they are torch tensors if the program has imported torch, else NumPy's.
 
     Args:
         rows: int32 (B|1, H|1, nq + 1), nq = ceil(seqlen_q / block_q).
@@ -42,6 +44,7 @@ class BlockMask:
     rows_t: Array
     cols_t: Array
 
+    @outside_graphs
     def __init__(self, rows: Array, cols: Array, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int):
         self.seqlen_q, self.seqlen_k = _length("seqlen_q", seqlen_q, 0), _length("seqlen_k", seqlen_k, 0)
         self.block_q, self.block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
@@ -99,15 +102,11 @@ class BlockMask:
 
     def to(self, device: Any) -> BlockMask:
         """The same mask as torch tensors on `device`."""
-        return self.map(lambda x: x.to(device))
-
-    def map(self, function: Callable[[Array], Array]) -> BlockMask:
-        """The same mask with `function` of each of its arrays, as torch tensors, in their place."""
         from ._torch import TORCH
 
-        mapped = copy(self)
-        mapped.rows, mapped.cols, mapped.rows_t, mapped.cols_t = (function(TORCH.own(x)) for x in self.arrays)
-        return mapped
+        moved = copy(self)
+        moved.rows, moved.cols, moved.rows_t, moved.cols_t = (TORCH.own(x).to(device) for x in self.arrays)
+        return moved
 
     def to_kept(self) -> Array:
         """Which blocks are kept: bool (B|1, H|1, query blocks, key blocks)."""
@@ -127,6 +126,7 @@ class BlockMask:
         return wide[:, :, : self.seqlen_q, : self.seqlen_k]
 
     @classmethod
+    @outside_graphs
     def from_kept(cls, kept: Array, block_q: int, block_k: int, seqlen_q: int | None = None, seqlen_k: int | None = None) -> BlockMask:
         """From which blocks are kept.
 
@@ -147,6 +147,7 @@ class BlockMask:
         return cls._beside(kept, _csr(_pointer(framework, "uint8_t *", host), kept.shape), (sizes[0], sizes[1], block_q, block_k))
 
     @classmethod
+    @outside_graphs
     def from_dense(cls, mask: Array, block_q: int, block_k: int) -> BlockMask:
         """Keeps each block in which any element of `mask` is True.
 
@@ -174,13 +175,15 @@ class BlockMask:
         return cls(rows.reshape(*like.shape[:2], -(-seqlen_q // block_q) + 1), cols, *sizes)  # -1 would not do: batch may be 0
 
     @classmethod
-    def causal(cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right") -> BlockMask:
+    def causal(
+        cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right", like: Array | None = None
+    ) -> BlockMask:
         """Keeps the blocks that causal attention sees any part of."""
 
         def row(diagonal: range, nk: int) -> list[Iterable[int]]:
             return [range(min(diagonal.stop, nk))]
 
-        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, like, row)
 
     @classmethod
     def local_global(
@@ -193,6 +196,7 @@ class BlockMask:
         local_blocks: int = 1,
         global_blocks: int = 1,
         alignment: str = "bottom_right",
+        like: Array | None = None,
     ) -> BlockMask:
         """Keeps, around the diagonal, `local_blocks` key blocks to either side; the first `global_blocks` see all and are seen by all.
 
@@ -205,7 +209,7 @@ class BlockMask:
                 return [range(nk)]
             return [range(min(everywhere, nk)), range(max(diagonal.start - near, everywhere), min(diagonal.stop + near, nk))]
 
-        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, like, row)
 
     @classmethod
     def strided(
@@ -218,6 +222,7 @@ class BlockMask:
         stride: int,
         local_blocks: int = 1,
         alignment: str = "bottom_right",
+        like: Array | None = None,
     ) -> BlockMask:
         """Keeps, around the diagonal, `local_blocks` key blocks to either side, and the last of every `stride` key blocks.
 
@@ -230,10 +235,12 @@ class BlockMask:
             after = max(low, high)
             return [range(stride - 1, min(low, nk), stride), range(low, high), range(after + (stride - 1 - after) % stride, nk, stride)]
 
-        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, like, row)
 
     @classmethod
-    def butterfly(cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right") -> BlockMask:
+    def butterfly(
+        cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right", like: Array | None = None
+    ) -> BlockMask:
         """Keeps the diagonal and the key blocks whose number differs from its in one bit: log2(blocks) + 1 of them in a row.
 
         Sources: Pixelated Butterfly, flat butterfly (Chen et al. 2021, arXiv:2112.00029).
@@ -243,9 +250,10 @@ class BlockMask:
             bits = range((max(nk, diagonal.stop) - 1).bit_length())
             return [sorted({j for d in diagonal for j in (d, *(d ^ (1 << bit) for bit in bits)) if 0 <= j < nk})]
 
-        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, row)
+        return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, like, row)
 
     @classmethod
+    @outside_graphs
     def _of_pattern(
         cls,
         seqlen_q: int,
@@ -253,6 +261,7 @@ class BlockMask:
         block_q: int,
         block_k: int,
         alignment: str,
+        like: Array | None,
         row: Callable[[range, int], list[Iterable[int]]],
     ) -> BlockMask:
         """row(diagonal, nk): what a query block keeps of the nk key blocks, in ascending pieces. Its queries stand at the key blocks
@@ -270,14 +279,14 @@ class BlockMask:
                 cols.extend(piece)
             _limit(len(cols))
             rows.append(len(cols))
-        framework = default_framework()
-        return cls(framework.int32(rows)[None, None], framework.int32(cols), seqlen_q, seqlen_k, block_q, block_k)
+        framework = framework_like(like)
+        return cls(framework.int32(rows, like)[None, None], framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k)
 
 
 def _length(name: str, x: Any, least: int) -> int:
-    if not isinstance(x, int) or isinstance(x, bool) or x < least:
+    if not is_whole(x) or x < least:
         raise ValueError(f"{name}: {x!r}; accepted is an integer of {least} or more")
-    return x
+    return index(x)
 
 
 def _limit(kept: int) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ._core import lib
 
@@ -15,6 +16,20 @@ if TYPE_CHECKING:
     from ._prepare import Prepared
 
 Array = Any  # a torch.Tensor or a numpy.ndarray: one kind throughout a call
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """torch.compile ends its graph before a call of `function`, which calls what no graph can hold, and begins another after it."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if sys.modules.get("torch._dynamo") is None:  # nobody compiles
+            return function(*args, **kwargs)
+        return sys.modules["torch"].compiler.disable(function)(*args, **kwargs)
+
+    return call
 
 
 class Framework(ABC):
@@ -45,10 +60,8 @@ class Framework(ABC):
         """out, and lse if it is to be returned, of a call of attention() that is known from one before; None if it is not."""
         return None
 
-    def remember(
-        self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any], p: Prepared, out: Array, lse: Array
-    ) -> None:
-        """For again(): a call of attention() that was made, and its results."""
+    def remember(self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any], p: Prepared) -> None:
+        """For again(): a call of attention() that was made."""
         return
 
     @abstractmethod
@@ -64,15 +77,12 @@ class Framework(ABC):
         """The dropout mask's (seed, offset) from the default generator: int64 (2,), where q lies."""
 
     @abstractmethod
-    def given_rng(self, seed: int, offset: int, q: Array | None) -> Array: ...
-
-    @abstractmethod
     def own(self, x: Array) -> Array:
         """An array of either framework as one of this."""
 
     @abstractmethod
-    def view(self, tensor: Any, name: str, x: Array, swap_1_2: bool) -> None:
-        """Fills a strobe_tensor; `name` is for messages, swap_1_2 as in strobe_glue_tensor."""
+    def view(self, tensor: Any, name: str, x: Array, swap_1_2: bool) -> Array:
+        """Fills a strobe_tensor; `name` is for messages, swap_1_2 as in strobe_glue_tensor. Returns what has to live as long."""
 
     @abstractmethod
     def default_threads(self) -> int: ...
@@ -130,7 +140,7 @@ def known_framework(x: object) -> Framework | None:
     if numpy is not None and isinstance(x, numpy.ndarray):
         from ._numpy import NUMPY
 
-        return NUMPY
+        return NUMPY if NUMPY.is_array(x) else None
     return None
 
 
@@ -146,8 +156,21 @@ def framework_of(name: str, x: object) -> Framework:
     return framework
 
 
-def default_framework() -> Framework:
-    """For arrays that come from no other: torch if the program has imported it, else NumPy."""
+def is_bool(x: object) -> bool:
+    """Python's or NumPy's."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(x, bool) or (numpy is not None and isinstance(x, numpy.bool_))
+
+
+def is_whole(x: object) -> bool:
+    """Whether x is an integer, of Python, NumPy or a compiler, and no bool."""
+    return (isinstance(x, int) or (hasattr(x, "__index__") and known_framework(x) is None)) and not is_bool(x)
+
+
+def framework_like(like: Array | None) -> Framework:
+    """For arrays that come from no other: `like`'s, or without it torch if the program has imported it, else NumPy."""
+    if like is not None:
+        return framework_of("like", like)
     if sys.modules.get("torch") is not None:
         from ._torch import TORCH
 

@@ -26,7 +26,9 @@ class NumPy(Framework):
         return np
 
     def is_array(self, x: object) -> bool:
-        return isinstance(x, np.ndarray)
+        if type(x) is np.ndarray:
+            return True
+        return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)  # whose mask nobody would read
 
     def misplaced(self, x: _NDArray, q: _NDArray | None) -> str:
         return ""  # host memory all
@@ -43,21 +45,19 @@ class NumPy(Framework):
     def drawn_rng(self, q: _NDArray) -> _NDArray:
         return np.random.randint(0, 2**63 - 1, 2, np.int64)  # the generator that np.random.seed() seeds
 
-    def given_rng(self, seed: int, offset: int, q: _NDArray | None) -> _NDArray:
-        return np.array([seed % 2**64, offset % 2**64], np.uint64).view(np.int64)
-
     def own(self, x: Any) -> _NDArray:
         return np.asarray(x)
 
-    def view(self, tensor: Any, name: str, x: _NDArray, swap_1_2: bool) -> None:
+    def view(self, tensor: Any, name: str, x: _NDArray, swap_1_2: bool) -> _NDArray:
         if not x.dtype.isnative:
             raise ValueError(f"{name}: dtype {x.dtype}; accepted is native byte order")
         if x.ndim > MAX_RANK:
             raise ValueError(f"{name}: shape {x.shape}; accepted are up to {MAX_RANK} axes")
-        if any(stride % x.itemsize for stride in x.strides):
+        if any(stride % x.itemsize for n, stride in zip(x.shape, x.strides, strict=True) if n > 1):
             raise ValueError(f"{name}: strides of {x.strides} bytes; accepted are multiples of the item size, {x.itemsize}")
         strides = [stride // x.itemsize for stride in x.strides]
         lib.strobe_glue_tensor(tensor, self.address(x), DTYPES.get(x.dtype.name, NO_DTYPE), CPU, 0, x.ndim, x.shape, strides, swap_1_2)
+        return x
 
     def default_threads(self) -> int:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from ._abi import MAX_RANK
 from ._blockmask import BlockMask
 from ._core import lib
-from ._framework import Array, Framework, kind, known_framework, no_array
+from ._framework import Array, Framework, is_bool, is_whole, kind, known_framework, no_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -179,7 +179,7 @@ _BLOCKS = ("block_rows", "block_cols", "block_rows_t", "block_cols_t")
 
 
 def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
-    if not isinstance(x, int) or isinstance(x, bool):
+    if not is_whole(x):
         wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer; an array goes into rng"))
     elif not _INT64_MIN <= x < 2**64:
         wrong.append(ValueError(f"{name}: {x}; accepted are integers of 64 bits"))
@@ -191,7 +191,7 @@ def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
 def _dropout(
     wrong: Wrong, arrays: dict[str, Array], options: dict[str, Any], given: Mapping[str, Any], framework: Framework | None
 ) -> None:
-    """Sees to it that rng is there if dropout is, and only then."""
+    """Sees to it that rng, or seed and offset, are there if dropout is, and only then."""
     seed, offset = given.get("seed"), given.get("offset")
     seeded = [is_seed(wrong, name, x) for name, x in (("seed", seed), ("offset", offset)) if x is not None]
     if given.get("rng") is not None and seeded:
@@ -200,9 +200,16 @@ def _dropout(
         wrong.append(ValueError("offset: given without seed; accepted is seed alone, or both"))
     if options.get("dropout", 0.0) == 0.0:
         arrays.pop("rng", None)
+    elif seed is not None and all(seeded):
+        options.update(seed_options(seed, offset))
     elif "rng" not in arrays and framework is not None and not wrong:
-        q = arrays["q"]
-        arrays["rng"] = framework.drawn_rng(q) if seed is None else framework.given_rng(seed, 0 if offset is None else offset, q)
+        arrays["rng"] = framework.drawn_rng(arrays["q"])
+
+
+def seed_options(seed: int | None, offset: int | None) -> dict[str, int]:
+    """The two as _abi.OPTIONS has them."""
+    given = {name: int(x) for name, x in (("seed", seed), ("offset", offset)) if x is not None}
+    return {name: x - 2**64 if x > _INT64_MAX else x for name, x in given.items() if x}
 
 
 def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Array) -> bool:
@@ -222,24 +229,21 @@ def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Ar
 
 
 def flag(wrong: Wrong, name: str, x: Any) -> bool:
-    if not isinstance(x, bool):
-        wrong.append(TypeError(f"{name}: {kind(x)} {x!r}; accepted is True or False"))
-    return x is True
+    if is_bool(x):
+        return bool(x)
+    wrong.append(TypeError(f"{name}: {kind(x)} {x!r}; accepted is True or False"))
+    return False
 
 
 def is_number(wrong: Wrong, name: str, x: Any) -> bool:
-    if not (isinstance(x, (int, float)) or (hasattr(x, "__float__") and known_framework(x) is None)) or isinstance(x, bool):
+    if not (isinstance(x, (int, float)) or (hasattr(x, "__float__") and known_framework(x) is None)) or is_bool(x):
         wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a number"))
         return False
     return True
 
 
-def _is_whole(x: Any) -> bool:
-    return (isinstance(x, int) or (hasattr(x, "__index__") and known_framework(x) is None)) and not isinstance(x, bool)
-
-
 def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:
-    if not _is_whole(x):
+    if not is_whole(x):
         wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer"))
     elif not least <= x <= most:
         wrong.append(ValueError(f"{name}: {x}; accepted are integers from {least} to {most}"))
@@ -257,7 +261,7 @@ def _is_choice(wrong: Wrong, name: str, x: Any, choices: Mapping[str, Any]) -> b
 
 def _window(wrong: Wrong, window: Any, options: dict[str, Any]) -> None:
     sides = window if isinstance(window, (tuple, list)) else (window, window)
-    whole = all(side is None or _is_whole(side) for side in sides)
+    whole = all(side is None or is_whole(side) for side in sides)
     if len(sides) != 2 or not whole or not all(side is None or 0 <= side <= _INT64_MAX for side in sides):
         error = ValueError if whole else TypeError
         wrong.append(

@@ -19,18 +19,40 @@ _SCALARS = frozenset({bool, int, float, str, type(None)})
 _MOST = 1024  # kept; lengths of packed sequences may never come again
 
 
-class Memory(dict[Key, T], Generic[T]):
-    """What was found out about calls of a signature."""
+class Memory(Generic[T]):
+    """What was found out about calls of a signature. Those that come again are kept, however many others come but once."""
 
-    def keep(self, key: Key, x: T) -> None:
-        if len(self) >= _MOST:
-            self.clear()
-        self[key] = x
+    def __init__(self) -> None:
+        self._lately: dict[Key, T | None] = {}
+        self._before: dict[Key, T | None] = {}
+
+    def get(self, key: Key) -> T | None:
+        found = self._lately.get(key)
+        if found is None and (found := self._before.get(key)) is not None:
+            self.keep(key, found)
+        return found
+
+    def is_new(self, key: Key) -> bool:
+        """Whether the signature comes for the first time; from now on it has come."""
+        if key in self._lately or key in self._before:
+            return False
+        self.keep(key, None)
+        return True
+
+    def keep(self, key: Key, x: T | None) -> None:
+        if len(self._lately) >= _MOST // 2:
+            self._lately, self._before = {}, self._lately
+        self._lately[key] = x
 
 
 def is_lazy(x: Tensor) -> bool:
     """Whether its memory does not hold its numbers, or it has none: a negation or zeros that the dispatcher makes when it is read."""
     return x.is_neg() or x._is_zerotensor()
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """x, or its numbers written out."""
+    return x.clone() if is_lazy(x) else x
 
 
 def signature(tensors: Iterable[Tensor], options: Mapping[str, Any], *more: object) -> tuple[Key, list[int]] | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, GRADIENTS, Allocator, Call, error, text
+from ._abi import BACKWARD, FORWARD, GRADIENTS, Allocator, Call, attention_struct, error, text
 from ._core import ffi, lib
-from ._framework import Array, Framework
+from ._framework import Array, Framework, outside_graphs
 from ._prepare import Prepared
 
 ORACLE = "reference"  # the engine that writes float64 whatever it reads
@@ -65,7 +65,7 @@ def backward(framework: Framework, p: Prepared, known: dict[str, Array], needed:
     return {name: framework.cast(x, p.arrays[GRADIENTS[name]].dtype) for name, x in found.items()} if oracle else found
 
 
-def reference(framework: Framework, p: Prepared, rows: Iterable[int] | None) -> tuple[Array, Array]:
+def reference(framework: Framework, p: Prepared, rows: list[int] | None) -> tuple[Array, Array]:
     found = results(framework, p, True)
     out, lse = found.values()
     if rows is not None:
@@ -76,7 +76,7 @@ def reference(framework: Framework, p: Prepared, rows: Iterable[int] | None) -> 
 
 
 def reference_backward(
-    framework: Framework, p: Prepared, known: dict[str, Array], rows: Iterable[int] | None, cols: Iterable[int] | None
+    framework: Framework, p: Prepared, known: dict[str, Array], rows: list[int] | None, cols: list[int] | None
 ) -> Gradients:
     # dbias and dsinks are sums over all rows, not of some
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays and (rows is None or of in ("q", "k", "v"))]
@@ -89,20 +89,21 @@ def reference_backward(
     return Gradients(**found)
 
 
-def dropout_mask(framework: Framework, shape: tuple[int, ...], dropout: float, rng: Array) -> Array:
+def dropout_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, Any], rng: Array | None) -> Array:
+    """options: dropout and, unless there is an rng, seed and offset."""
     keep = framework.empty(None, shape, framework.bool_dtype)
-    attention = ffi.new("strobe_attention *", {"size": ffi.sizeof("strobe_attention"), "dropout": dropout})
     views = ffi.new("strobe_tensor[2]")
     framework.view(views + 0, "keep", keep, False)
-    framework.view(views + 1, "rng", rng, False)
-    status = lib.strobe_dropout_mask(attention, views + 1, views + 0)
+    given, _alive = (ffi.NULL, None) if rng is None else (views + 1, framework.view(views + 1, "rng", rng, False))
+    status = lib.strobe_dropout_mask(attention_struct(tuple(options.items()))[0], given, views + 0)
     if status != lib.STROBE_OK:
         raise error(status, str)
     return keep
 
 
 def _whole(framework: Framework, p: Prepared, of_backward: bool) -> Call:
-    """The call with results, and with all gradients, that nobody wants to see."""
+    """The call as attention() would make it, with results, and with all gradients, that nobody wants to see."""
+    p = p._replace(arrays=framework.autocast(p.arrays))
     oracle = _is_oracle(p)
     more = results(framework, p, oracle)
     if of_backward:
@@ -128,6 +129,7 @@ def tile(framework: Framework, p: Prepared, of_backward: bool) -> tuple[int, int
     return plan.tile_q, plan.tile_k
 
 
+@outside_graphs
 def reasons_against(framework: Framework, p: Prepared, known: dict[str, Array], of_backward: bool) -> list[str]:
     """What the library finds wrong with a call's arguments, a line each. known: beside p.arrays."""
     made = gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], _is_oracle(p)) if of_backward else {}
@@ -157,7 +159,7 @@ def call(framework: Framework, p: Prepared, known: dict[str, Array], made: dict[
     return Call(p.arrays | known, made, options, framework.view, place)
 
 
-def _selection(rows: Iterable[int] | None, cols: Iterable[int] | None) -> tuple[Any, Any]:
+def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any]:
     """A strobe_selection and what must live as long."""
     if rows is None and cols is None:
         return ffi.NULL, None
@@ -165,7 +167,7 @@ def _selection(rows: Iterable[int] | None, cols: Iterable[int] | None) -> tuple[
     alive = []
     for name, chosen in (("rows", rows), ("cols", cols)):
         if chosen is not None:
-            numbers = ffi.new("int64_t[]", [int(i) for i in chosen])
+            numbers = ffi.new("int64_t[]", chosen)
             setattr(selection, name, numbers)
             setattr(selection, "n_" + name, len(numbers))
             alive.append(numbers)

@@ -15,7 +15,7 @@ from ._abi import BACKWARD, CPU, CUDA, DTYPES, FORWARD, GRADIENTS, INPUTS, MAX_R
 from ._core import ffi, lib
 from ._framework import Framework
 from ._prepare import Prepared
-from ._ready import PLAIN, Key, Memory, Ready, is_lazy, signature
+from ._ready import PLAIN, Key, Memory, Ready, in_memory, signature
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPES.items()}
 
@@ -59,20 +59,24 @@ class Torch(Framework):
             return None
         if known.tracked and torch.is_grad_enabled():
             return _differentiable_forward(q, k, v, **_tensors(given), **known.options)
-        return known.ready.run(addresses)
+        if known.ready is not None:
+            return known.ready.run(addresses)
+        p = Prepared({"q": q, "k": k, "v": v, **_tensors(given)}, known.options)
+        made = _run.results(self, p)
+        if not return_lse:
+            del made["lse"]
+        ready = _made_ready(p, {}, made, FORWARD)
+        _attention_calls.keep(key, known._replace(ready=ready))
+        return ready.run(addresses, list(made.values()))
 
-    def remember(
-        self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any], p: Prepared, out: Tensor, lse: Tensor
-    ) -> None:
+    def remember(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any], p: Prepared) -> None:
         if not _is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
             return
         if [*p.arrays] != ["q", "k", "v", *_tensors(given)] or p.options.get("engine") == _run.ORACLE:
             return  # some tensors are made anew for each call, or results have another dtype first
         if not (q.is_cpu or q.is_cuda) or torch.is_autocast_enabled(q.device.type):
             return
-        made = {"out": out.detach(), "lse": lse.detach()} if return_lse else {"out": out.detach()}
-        tracked = any(x.requires_grad for x in p.arrays.values())
-        _attention_calls.keep(found[0], _Known(p.options, tracked, _made_ready(p, {}, made, FORWARD)))
+        _attention_calls.keep(found[0], _Known(p.options, any(x.requires_grad for x in p.arrays.values())))
 
     def forward(self, p: Prepared) -> tuple[Tensor, Tensor]:
         arrays = self.autocast(p.arrays)
@@ -87,14 +91,10 @@ class Torch(Framework):
     def drawn_rng(self, q: Tensor) -> Tensor:
         return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
 
-    def given_rng(self, seed: int, offset: int, q: Tensor | None) -> Tensor:
-        signed = [x - 2**64 if x >= 2**63 else x for x in (seed, offset)]
-        return torch.tensor(signed, dtype=torch.int64, device="cpu" if q is None else q.device)
-
     def own(self, x: Any) -> Tensor:
         return x if isinstance(x, Tensor) else torch.from_numpy(x)
 
-    def view(self, tensor: Any, name: str, x: Tensor, swap_1_2: bool) -> None:
+    def view(self, tensor: Any, name: str, x: Tensor, swap_1_2: bool) -> Tensor:
         rank = x.dim()
         if rank > MAX_RANK:
             raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes")
@@ -104,7 +104,9 @@ class Torch(Framework):
             device, index = CUDA, x.get_device()
         else:
             raise NotImplementedError(f"{name}: on device {x.device}; accepted are cpu and cuda")
+        x = in_memory(x)
         lib.strobe_glue_tensor(tensor, x.data_ptr(), _DTYPES.get(x.dtype, NO_DTYPE), device, index, rank, x.shape, x.stride(), swap_1_2)
+        return x
 
     def default_threads(self) -> int:
         return torch.get_num_threads()
@@ -145,7 +147,7 @@ class Torch(Framework):
         return torch.arange(n, device=like.device)
 
     def on_host(self, x: Tensor) -> Tensor:
-        return x.cpu().contiguous()
+        return in_memory(x).cpu().contiguous()
 
     def address(self, x: Tensor) -> int:
         return x.data_ptr()
@@ -163,7 +165,7 @@ class _Known(NamedTuple):
 
     options: dict[str, Any]  # of the operator
     tracked: bool  # one of its tensors requires a gradient
-    ready: Ready
+    ready: Ready | None = None  # from the second call on that is not tracked
 
 
 _attention_calls: Memory[_Known] = Memory()
@@ -236,12 +238,14 @@ def _repeated(
     known: dict[str, Tensor],
     results: Callable[[], dict[str, Tensor]],
 ) -> list[Tensor] | None:
-    """Runs the call as one that was made ready, now or before; None if it has to be made in full."""
+    """Runs the call as one that is made ready, from the second time on; None if it has to be made in full."""
     if found is None or p.options.get("engine") == _run.ORACLE:
         return None
     key, addresses = found
     if (ready := calls.get(key)) is not None:
         return ready.run(addresses)
+    if calls.is_new(key):
+        return None
     made = results()
     ready = _made_ready(p, known, made, direction)
     calls.keep(key, ready)
@@ -267,9 +271,17 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor
     return tuple(_run.results(TORCH, _prepared(q, k, v, given)).values())
 
 
+def _with_dense_rows(x: Tensor, row: int) -> Tensor:
+    """x, or a copy: GPU kernels that fetch whole tiles want columns that lie side by side, and rows (axis `row`) that are not all one.
+    An expanded batch or head they take as it is."""
+    return x if x.stride(-1) == 1 and (x.stride(row) or x.shape[row] <= 1) else x.contiguous()
+
+
 def _run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
 ) -> list[Tensor]:
+    if dout.is_cuda:
+        dout = _with_dense_rows(dout, 0 if dout.dim() == 3 else 1 if given.get("bshd") else 2)
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     p, names = _prepared(q, k, v, given), _names(needed)
     signed = signature((*known.values(), q, k, v), given, *names) if names else None
@@ -286,11 +298,9 @@ def _fake_backward(
 
 def _is_plain(arrays: Iterable[Any]) -> bool:
     """Whether nobody but the operators' own implementation wants to see the call: no mode that traces or fakes, no subclass of Tensor, no
-    tensor without memory."""
+    other device."""
     tensors = (x for x in arrays if isinstance(x, Tensor))
-    return torch._C._len_torch_dispatch_stack() == 0 and all(
-        type(x) in PLAIN and (x.is_cuda or x.is_cpu) and not is_lazy(x) for x in tensors
-    )
+    return torch._C._len_torch_dispatch_stack() == 0 and all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
 
 
 def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:

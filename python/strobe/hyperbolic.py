@@ -13,7 +13,7 @@ from typing import Any
 
 from ._attention import attention
 from ._framework import Array, Framework, framework_of
-from ._prepare import DEFAULTS
+from ._prepare import DEFAULTS, Wrong, flag
 
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
@@ -63,6 +63,10 @@ def hyperbolic_attention(
     for name, choice, choices in (("model", model, ("lorentz", "poincare")), ("aggregate", aggregate, ("centroid", "midpoint"))):
         if choice not in choices:
             raise ValueError(f"{name}: {choice!r}; accepted is {' or '.join(map(repr, choices))}")
+    wrong: Wrong = []
+    flag(wrong, "return_lse", return_lse)
+    if wrong:
+        raise wrong[0]
     if not (isinstance(c, (int, float)) and math.isfinite(c)):
         raise ValueError(f"c: {c!r}; accepted is a finite number")
     for name in ("score", "shift", "scale", "softcap"):

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ._attention import attention
+from ._framework import kind, known_framework
 from ._prepare import check_names
+from ._torch import TORCH
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -46,8 +48,8 @@ class FlashAttention(torch.nn.Module):
         if unknown:
             raise TypeError("\n".join(map(str, unknown)))
         for name, value in options.items():
-            if isinstance(value, Tensor):
-                raise TypeError(f"{name}: a tensor; accepted here are options that are not, tensors go to the call")
+            if known_framework(value) is not None:
+                raise TypeError(f"{name}: {kind(value)}; accepted here are options that are no arrays; those go to the call")
         self.head_dim = head_dim
         self.options: AttentionOptions = options
 
@@ -66,5 +68,7 @@ class FlashAttention(torch.nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         block_mask = self.options.get("block_mask")
         if block_mask is not None:
-            self.options["block_mask"] = block_mask.map(fn)
+            device = fn(torch.empty_like(TORCH.own(block_mask.rows))).device
+            if device.type != "meta":  # from which nothing would bring its numbers back
+                self.options["block_mask"] = block_mask.to(device)
         return super()._apply(fn, recurse)

@@ -8,14 +8,6 @@
 namespace strobe::cuda {
 namespace {
 
-Operand operand(const View &view) {
-  Operand o{};
-  if (!view) return o;
-  o.data = view.data;
-  for (int a = 0; a < 4; a++) o.stride[a] = view.stride[a];
-  return o;
-}
-
 i64 side(int64_t window) { return window == kUnbounded ? Band::kFar : window; }
 
 BlockList list(const int32_t *offsets, const int32_t *indices, const Problem::Blocks &m, int64_t rows, int64_t row_tokens,
@@ -44,6 +36,14 @@ Inputs inputs(const Problem &p) {
 }
 
 } // namespace
+
+Operand operand(const View &view) {
+  Operand o{};
+  if (!view) return o;
+  o.data = view.data;
+  for (int a = 0; a < 4; a++) o.stride[a] = view.stride[a];
+  return o;
+}
 
 Features features_of(const Problem &p) {
   Features f{};

@@ -6,6 +6,7 @@
 
 namespace strobe::cuda {
 
+Operand operand(const View &);
 Features features_of(const Problem &);
 ForwardArguments forward_arguments(const Problem &);   // but for the split over keys
 BackwardArguments backward_arguments(const Problem &); // but for the workspace

@@ -18,8 +18,12 @@ namespace strobe::cuda {
 namespace {
 
 using sm90::Config;
+using sm90::MaskArguments;
+using sm90::MaskBits;
+using sm90::MaskConfig;
 
 constexpr KernelSource kForward{"sm90/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
+constexpr KernelSource kPackMask{"sm90/mask_bits.h", "strobe::sm90::PackMask", "strobe::sm90::MaskConfig"};
 constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
 
 // Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
@@ -32,14 +36,13 @@ int64_t bundle(const Problem &p, const Device &device) {
 }
 
 // What a tile has registers for.
-constexpr int kFixed = 1;      // the fixed reference
-constexpr int kLagging = 2;    // a maximum of every tile
-constexpr int kScoring = 4;    // ALiBi, softcap
-constexpr int kWalking = 8;    // blocks, with the fixed reference
-constexpr int kDrawing = 16;   // dropout: tile_k a multiple of 32
-constexpr int kMasked = 32;    // a mask, read 16 bytes at a time
-constexpr int kBiased = 64;    // a bias, read 16 bytes at a time
-constexpr int kAnything = 128; // all of these at a time
+constexpr int kFixed = 1;     // the fixed reference
+constexpr int kLagging = 2;   // a maximum of every tile
+constexpr int kScoring = 4;   // ALiBi, hyperbolic scores; a softcap or a mask alone takes no more than nothing does
+constexpr int kWalking = 8;   // blocks, with the fixed reference
+constexpr int kDrawing = 16;  // dropout: tile_k a multiple of 32
+constexpr int kBiased = 32;   // a bias that comes by the copy engine: shared memory, too
+constexpr int kAnything = 64; // all of these at a time
 
 enum Keys { all, some, any }; // that a query sees: some, if causal, with a window, block-sparse, or packed
 
@@ -60,16 +63,19 @@ constexpr ForwardTile kForwardTiles[] = {
     {64, 64, 3, 128, 4, 32, 160, 0, 1, kFixed, any, 8192, INT64_MAX, 1},
     {64, 64, 4, 64, 5, 32, 112, 0, 1, kFixed | kLagging, any, 0, INT64_MAX, 1},
     {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed},
-    {64, 64, 3, 64, 4, 40, 152, 0, 1, kDrawing | kMasked | kBiased},
+    {64, 64, 3, 64, 4, 40, 152, 0, 1, kDrawing | kBiased},
     {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring},
-    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing | kMasked | kBiased},
+    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing},
+    {64, 64, 1, 64, 3, 40, 208, 1, 2, kBiased},
     {64, 64, 1, 128, 3, 56, 200, 1, 2, kWalking},
     {64, 64, 2, 128, 4, 56, 224, 1, 1, kWalking},
     {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, any, 2048, INT64_MAX, 1},
     {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
     {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed},
-    {128, 128, 3, 64, 3, 40, 152, 0, 1, kScoring | kDrawing | kMasked},
-    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kMasked | kBiased},
+    {128, 128, 3, 64, 3, 40, 152, 0, 1, kScoring | kDrawing},
+    {128, 128, 2, 96, 2, 40, 232, 0, 1, kBiased, any, 0, INT64_MAX, 0.5},
+    {128, 128, 1, 64, 2, 40, 208, 1, 2, kBiased},
+    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring},
     {128, 128, 2, 128, 3, 56, 224, 1, 1, kWalking},
     {128, 128, 2, 96, 3, 56, 224, 1, 1, kDrawing},
     {128, 128, 2, 64, 4, 56, 224, 1, 1, kAnything},
@@ -77,7 +83,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {192, 192, 2, 96, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
     {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, any, 0, 512},
     {256, 256, 2, 80, 2, 40, 232, 0, 1, kFixed | kLagging},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing | kMasked | kBiased},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing | kBiased},
     {256, 256, 2, 64, 2, 56, 224, 0, 1, kWalking},
     {256, 256, 2, 48, 2, 56, 224, 0, 1, kAnything},
     {256, 256, 2, 32, 2, 56, 224, 0, 1, kAnything},
@@ -85,18 +91,18 @@ constexpr ForwardTile kForwardTiles[] = {
 
 int load_of(const Config &c) {
   const Features &f = c.features;
-  const bool scoring = f.alibi || f.function || f.scaled, exact_softcap = f.function == kSoftcap && c.reference == sm90::kExact;
-  const bool given = f.mask || f.bias;
-  if (given && !(f.mask && f.bias) && c.wide && !scoring && !f.blocks && !f.dropout) return f.mask ? kMasked : kBiased;
-  if (given || exact_softcap || scoring + !!f.blocks + !!f.dropout > 1) return kAnything;
+  const bool softcap = f.function == kSoftcap, scoring = f.alibi || f.function == kHyperbolic || f.scaled;
+  if (!!f.mask + !!f.bias + scoring + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
+  if (softcap && c.reference == sm90::kExact) return kAnything;
+  if (f.bias) return c.wide ? kBiased : kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   return f.blocks ? kWalking : f.dropout ? kDrawing : scoring ? kScoring : c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
-// Whether rows of a mask or bias can be read 16 bytes at a time.
-bool wide(const View &view, int64_t bytes, int64_t keys) {
-  if (reinterpret_cast<uintptr_t>(view.data) % 16 || view.stride[3] != 1 || keys * bytes % 16) return false;
-  return std::none_of(view.stride, view.stride + 3, [&](int64_t stride) { return stride * bytes % 16; });
+// Whether rows of a mask can be read 16 bytes at a time.
+bool wide(const View &mask, int64_t keys) {
+  if (reinterpret_cast<uintptr_t>(mask.data) % 16 || mask.stride[3] != 1 || keys % 16) return false;
+  return std::none_of(mask.stride, mask.stride + 3, [](int64_t stride) { return stride % 16; });
 }
 
 Config config_for(const Problem &p, const ForwardTile &t) {
@@ -110,11 +116,23 @@ Config config_for(const Problem &p, const ForwardTile &t) {
   c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
   c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
   c.blocks_per_sm = t.blocks_per_sm;
-  const bool given = c.features.mask || c.features.bias;
-  const bool mask_wide = !c.features.mask || (t.tile_k % 64 == 0 && wide(p.mask, 1, p.seqlen_k));
-  const bool bias_wide = !c.features.bias || (t.tile_k % 32 == 0 && p.bias.dtype != DType::f32 && wide(p.bias, 2, p.seqlen_k));
-  c.wide = given && mask_wide && bias_wide;
+  c.wide = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
   return c;
+}
+
+// What packs the mask into `a`'s bits.
+Launch pack_mask(const Problem &p, MaskBits &bits, Scratch &scratch) {
+  MaskArguments a{};
+  const int64_t batch = p.mask.stride[0] ? p.batch : 1, heads = p.mask.stride[1] ? p.heads : 1, queries = p.mask.stride[2] ? p.seqlen_q : 1;
+  const int64_t rows = tiles(queries, 16), columns = tiles(p.seqlen_k, 64), row_bytes = columns * 4 * 32;
+  bits.data = scratch.take<uint8_t>(batch * heads * rows * row_bytes + MaskArguments::tail());
+  bits.row_stride = queries > 1 ? row_bytes : 0;
+  bits.head_stride = heads > 1 ? rows * row_bytes : 0, bits.batch_stride = batch > 1 ? heads * rows * row_bytes : 0;
+  a.mask = operand(p.mask), a.bits = bits;
+  a.cells = batch * heads * rows * columns, a.heads = i32(heads), a.rows = i32(rows), a.columns = i32(columns);
+  a.queries = i32(queries), a.keys = i32(p.seqlen_k);
+  const MaskConfig config{wide(p.mask, p.seqlen_k)};
+  return Launch(kPackMask, config, tiles(a.cells, config.threads() / 32), config.threads(), 0, a);
 }
 
 constexpr int64_t kLeastKeys = 512; // of a part, where keys are split
@@ -211,12 +229,23 @@ protected:
     a.q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
     a.k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     a.v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    if (config.wide) {
+      const bool broadcast = p.bias.stride[2] == 0;
+      const int64_t rows = broadcast ? 1 : p.seqlen_q;
+      a.bias = mapped(scratch, p.bias, p.seqlen_k, rows, p.heads, p.batch, broadcast ? 1 : 64);
+      a.bias_rows_step = !broadcast;
+      a.bias_bytes = uint32_t(broadcast ? tiles(config.tile_k, 64) * 128 : config.bias_bytes());
+    }
     const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
     if (config.split) {
       a.a.partial_out = scratch.take<float>(a.a.splits * a.a.in.rows() * p.head_dim_v);
       a.a.partial_lse = scratch.take<float>(a.a.splits * a.a.in.rows());
       program.kernel += text(", keys split in ", a.a.splits);
+    }
+    if (p.mask) {
+      program.steps.push_back(pack_mask(p, a.mask, scratch));
+      program.kernel += ", mask packed into bits";
     }
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
     if (config.split) {

@@ -11,6 +11,7 @@
 #include "cuda/arguments.h"
 #include "cuda/rows.h"
 #include "cuda/tensor_maps.h"
+#include "cuda/tile_gradient.h"
 #include "cuda/wishes.h"
 
 namespace strobe::cuda {
@@ -22,25 +23,26 @@ using sm90::BackwardConfig;
 constexpr KernelSource kBackward{"sm90/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
 constexpr KernelSource kWide{"sm90/backward_wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
 constexpr KernelSource kRows{"sm90/backward_rows.h", "strobe::sm90::BackwardRows", "strobe::mma::RowsConfig"};
+constexpr KernelSource kDelta{"mma/rows.h", "strobe::mma::Delta", "strobe::mma::RowsConfig"};
 constexpr KernelSource kDq{"sm90/backward_rows.h", "strobe::sm90::BackwardDq", "strobe::mma::RowsConfig"};
 
 constexpr int64_t kNarrow = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
 
+int64_t widest(const Problem &p) { return std::max(p.head_dim, p.head_dim_v); }
+
 // Why it does not carry this; empty if it does.
 std::string refusal(const Problem &p, const Features &f) {
-  const int64_t widest = std::max(p.head_dim, p.head_dim_v);
-  if (widest > kNarrow) {
-    if (p.head_dim <= 64) return text("its backward takes no ", p.head_dim, " columns of q beside ", p.head_dim_v, " of v");
-    if (f.mask || f.alibi || f.function || f.scaled)
-      return text("its backward takes no mask, alibi_slopes, function of the scores (softcap, hyperbolic) or extreme scale where head "
-                  "dimensions exceed ",
-                  kNarrow);
-    if (p.deterministic && p.dq) return text("its backward adds up dq in any order where head dimensions exceed ", kNarrow);
+  if (widest(p) > kNarrow) {
+    if (f.bias && (f.mask || f.alibi || f.dropout))
+      return text("its backward takes a bias with no mask, alibi_slopes or dropout where head dimensions exceed ", kNarrow);
+    if (f.function && f.alibi && f.dropout)
+      return text(
+          "its backward takes two of alibi_slopes, dropout and a function of the scores (softcap, hyperbolic) where head dimensions "
+          "exceed ",
+          kNarrow);
+    if (f.function == kHyperbolic && f.scaled)
+      return text("its backward takes hyperbolic scores of a scale of 1 where head dimensions exceed ", kNarrow);
   }
-  if (f.bias) return "its backward takes no bias";
-  if (f.dropout && f.function) return "its backward takes dropout or a function of the scores (softcap, hyperbolic), not both";
-  if (f.mask && f.alibi && widest > 64) return "its backward takes mask or alibi_slopes, not both, where head dimensions exceed 64";
-  if (p.deterministic && p.dq && f.blocks) return "its backward of block_rows adds up dq in any order; deterministic asks for one";
   if (!p.q || !p.k || !p.v || !p.dout || !p.seqlen_q || !p.seqlen_k) return "there are no queries or no keys to fetch";
   for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v),
                                     unmapped("dout", p.dout, p.head_dim_v)})
@@ -53,19 +55,28 @@ std::string refusal(const Problem &p, const Features &f) {
   return {};
 }
 
+// Do 64 keys a block serve better than 128?
+bool wide(const Problem &p, const Features &f) {
+  if (widest(p) <= 64) return false;
+  // A warpgroup's registers with dK and dV.
+  const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + (f.function && f.band && p.deterministic) > 1;
+  return widest(p) > kNarrow || crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
+}
+
 BackwardConfig configuration(const Problem &p, const Features &f) {
   BackwardConfig c{};
   c.dtype = i32(p.dtype);
   c.head_dim = i32((p.head_dim + 15) / 16 * 16), c.head_dim_v = i32((p.head_dim_v + 15) / 16 * 16);
   c.features = f;
   c.registers_load = 40, c.registers_compute = 232;
-  if (std::max(c.head_dim, c.head_dim_v) > kNarrow) {
+  c.deterministic = p.deterministic && p.dq;
+  if (wide(p, f)) {
     c.wide = 1, c.tile_q = 64;
+    c.head_dim = std::max(c.head_dim, 80); // two blocks of columns, one for each warpgroup
     return c;
   }
   const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
   c.exact_p = f.function || f.dropout;
-  c.deterministic = p.deterministic && p.dq;
   c.dq_shared = c.head_dim > 64 || c.deterministic || !f.band;
   if (std::max(c.head_dim, c.head_dim_v) <= 64)
     c.tile_q = heavy ? 64 : 128;
@@ -73,17 +84,18 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
     c.tile_q = 64;
   else
     c.tile_q = 80;
-  if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64 && !f.blocks)) c.registers_load = 24, c.registers_compute = 240;
+  if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64)) c.registers_load = 24, c.registers_compute = 240;
   return c;
 }
 
 // (batch, key head) pairs whose tiles run together: what they read and add up shares the L2 cache. Where some tiles take longer, more of
-// them begin with long ones; where they take turns, fewer of one head wait.
+// them begin with long ones; where they take turns, the more pairs, the fewer tiles of one wait for one another.
 int64_t bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
-  const bool uneven = c.features.band || c.features.blocks || c.deterministic || p.varlen;
+  const bool uneven = c.features.band || c.features.blocks || p.varlen;
   const int64_t pair_bytes = std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
-  int64_t size = uneven ? std::clamp<int64_t>(kCache / pair_bytes, 4, 16) : std::clamp<int64_t>(kCache / 4 / pair_bytes, 1, 4);
+  const int64_t least = uneven ? 4 : 1, most = c.deterministic ? 32 : uneven ? 16 : 4;
+  int64_t size = std::clamp<int64_t>(kCache / (uneven ? 1 : c.deterministic ? 2 : 4) / pair_bytes, least, most);
   while (p.batch * p.heads_kv % size) size--;
   return size;
 }
@@ -91,10 +103,14 @@ int64_t bundle(const Problem &p, const BackwardConfig &c) {
 // The rate of a thread block does not depend on how many others run.
 double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device, int64_t blocks) {
   constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12, kLaunches = 8e-6; // measured on an H200
+  constexpr double kShared = 0.6;        // of the rate, where fewer columns than 128 share a tile of 64 keys: guessed
+  constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
   const double waves = double(blocks) / device.sms, uneven = waves < 4 ? std::ceil(waves) / waves : 1;
-  const double products = 5 * visible_scores(p) * (c.head_dim + c.head_dim_v) / (kFlopsPerSm * device.sms);
+  const double scores = visible_scores(p), columns = c.head_dim + c.head_dim_v;
+  const double products = 5 * scores * columns / (kFlopsPerSm * device.sms * (c.wide && widest(p) <= kNarrow ? kShared : 1));
+  const double bias = p.dbias ? 2 * scores * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
   const double rows = double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads);
-  return kLaunches + products * uneven + rows * (10 * c.columns() + 4 * c.head_dim_v) / kBytes;
+  return kLaunches + products * uneven + bias + rows * (10 * c.columns() + 4 * c.head_dim_v) / kBytes;
 }
 
 } // namespace
@@ -102,7 +118,7 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device
 CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &scratch) {
   Features features = features_of(p);
   const double size = std::abs(p.scale); // its sign does not matter where LSE is known
-  features.scaled = !(size == 0 || (size > 1e-30 && size < 1e30));
+  if (features.function != kHyperbolic) features.scaled = !(size == 0 || (size > 1e-30 && size < 1e30));
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
   const BackwardConfig c = configuration(p, features);
   if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.tile_k()))
@@ -114,10 +130,11 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   const int64_t query_tiles = mma::query_tiles(a.a.in, c.tile_q);
   for (const auto &[count, what] : {std::pair{blocks, "keys"}, std::pair{query_tiles, "queries"}})
     if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
-  a.rows = scratch.take<float>(query_tiles * 2 * c.tile_q);
+  a.rows = scratch.take<float>(query_tiles * (c.lse_bytes() + c.row_bytes()) / 4);
   if (p.dq) a.a.dq_sum = scratch.take<float>(query_tiles * c.tile_q * c.columns());
   if (c.deterministic) a.a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
-  if (p.dsinks) a.a.delta = scratch.take<float>(2 * a.a.in.rows());
+  a.first_stores = c.deterministic && !c.wide;
+  if (p.bias || p.dsinks) a.a.delta = scratch.take<float>(2 * a.a.in.rows());
   a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
   a.tiles = i32(key_tiles);
   a.a.bundle = i32(bundle(p, c));
@@ -132,10 +149,17 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   Program program;
   const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1};
   const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
+  if (p.bias) { // D ahead, and what LSE lacks
+    BackwardArguments ahead = a.a;
+    ahead.dq_sum = nullptr;
+    program.steps.push_back(Launch(kDelta, each, row_blocks, RowsConfig::threads(), 0, ahead));
+    program.steps.push_back(*settle(p, device, a.a));
+  }
   program.steps.push_back(Launch(kRows, each, row_blocks, RowsConfig::threads(), 0, a));
   if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
   if (p.dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
   if (p.dsinks) program.steps.push_back(sink_gradient(p, a.a));
+  if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a.a));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   describe_tile(program, p, c.tile_q, c.tile_k(), true);

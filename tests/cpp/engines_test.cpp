@@ -17,9 +17,10 @@ public:
   const char *name() const override { return name_; }
   std::string missing() const override { return missing_; }
   bool only_by_name() const override { return only_by_name_; }
-  Answer plan(const Problem &p, const Execution &, Direction) const override { // takes float32, and no softcap
+  Answer plan(const Problem &p, const Execution &, Direction) const override { // takes float32, adjacent columns, and no softcap
     if (p.dtype != DType::f32) return "float32 only";
     if (p.softcap > 0) return "no softcap";
+    if (p.q && p.q.stride[3] != 1) return "columns apart";
     return Plan{name_, "", 1, 1, 0, 1, {}};
   }
   void run(const Problem &, const Execution &, Direction, const Plan &, void *) const override {}
@@ -50,7 +51,7 @@ TEST_CASE("decide: nobody takes it") {
   CHECK_THROWS_WITH_AS(decide(p, choice), "no engine takes this problem:\nplain: no masks", Error);
 }
 
-TEST_CASE("decide: strict refuses a slower engine where a faster one, here and for this dtype, refused an option") {
+TEST_CASE("decide: strict refuses a slower engine where a faster one, here and for this dtype, refused an option or the storage") {
   Problem p;
   p.dtype = DType::f32, p.softcap = 20;
   const Choice refused = {{{&best, "no softcap"}, {&plain, plan(plain, 2)}}, 1};
@@ -61,6 +62,9 @@ TEST_CASE("decide: strict refuses a slower engine where a faster one, here and f
   CHECK(decide(p, missing).engine == &plain);
   const Choice predicted_slower = {{{&best, plan(best, 3)}, {&plain, plan(plain, 2)}}, 1};
   CHECK(decide(p, predicted_slower).engine == &plain);
+  p.softcap = 0, p.q.dtype = DType::f32, p.q.stride[3] = 2;
+  const Choice apart = {{{&best, "columns apart"}, {&plain, plan(plain, 2)}}, 1};
+  CHECK_THROWS_WITH_AS(decide(p, apart), "strict: plain would run, for the faster best refuses: columns apart", Error);
   p.dtype = DType::f64;
   const Choice other_dtype = {{{&best, "float32 only"}, {&plain, plan(plain, 2)}}, 1};
   CHECK(decide(p, other_dtype).engine == &plain);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 import pytest
 import torch
 
@@ -64,6 +66,25 @@ def test_deterministic_bits(engine, heads_kv, deterministic):
     for _ in range(100):
         for got, want in zip(gradients(q, k, v, dout, **options), expected, strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_turns_end_where_sequences_overlap(engine):
+    """Illegal cu_seqlens: the gradients mean nothing, but the call ends."""
+    dtype = torch.bfloat16 if engine in ("cuda-mma", "cuda-sm90") else torch.float32
+    q, k, v, dout = tensors(400, 4, 64, dtype=dtype, n=4)
+    cu = torch.tensor([0, 300, 100, 400], device="cuda", dtype=torch.int32)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 300, "max_seqlen_k": 300, "engine": engine}
+    try:
+        gradients(q, k, v, dout, **options, deterministic=True)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    done = torch.cuda.Event()
+    done.record()
+    deadline = monotonic() + 30
+    while not done.query():
+        if monotonic() > deadline:
+            pytest.exit("the GPU waits for a turn that never comes")
 
 
 def test_a_broadcast_bias_has_one_gradient():

@@ -326,6 +326,26 @@ def test_functional_forms_with_a_mask(mask, causal):
     close(functional.flash_attention(Q, K, V, **options), expected)
 
 
+@pytest.mark.parametrize("shape", [(), (48,), (1, 48), (48, 48), (4, 1, 48), (4, 48, 1), (2, 1, 48, 48)], ids=str)
+def test_functional_masks_broadcast_and_heads_are_grouped(shape):
+    Q, (K, V) = torch.randn(2, 4, 48, 16), (torch.randn(2, 2, 48, 16) for _ in "kv")
+    mask = torch.rand(shape) > 0.3
+    O, l, m, R = functional.flash_attention_forward(Q, K, V, mask=mask)
+    expected = [x.requires_grad_() for x in (Q, K, V)]
+    keys, values = (x.repeat_interleave(2, 1) for x in (K, V))
+    visible = mask.broadcast_to(2, 4, 48, 48)
+    of_formulas = formulas(Q, keys, values, visible=visible)
+    close(O, of_formulas)
+    S = scores(Q, keys, visible=visible)
+    assert torch.equal(m == -math.inf, S.amax(-1) == -math.inf)
+    close(m.clamp_min(-99), S.amax(-1).clamp_min(-99))
+    close(l, torch.where(m == -math.inf, 0.0, torch.exp(S - S.amax(-1, keepdim=True)).sum(-1)))
+    dO = torch.randn_like(O)
+    found = functional.flash_attention_backward(Q, K, V, O, dO, l, m, R, mask=mask)
+    for got, gradient in zip(found, torch.autograd.grad(of_formulas, expected, dO.double()), strict=True):
+        close(got, gradient, 1e-5)
+
+
 def test_the_state_of_the_random_numbers_goes_in_and_comes_out():
     Q, K, V = qkv(2, 2, 50, 16, grad=True)
     O, l, m, R = functional.flash_attention_forward(Q, K, V, dropout_p=0.25)

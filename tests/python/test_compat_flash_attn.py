@@ -6,6 +6,7 @@ import inspect
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -123,6 +124,25 @@ def test_varlen_forms(options):
     assert_close(first, formulas(*qkv[None, :20].unbind(2), **options)[0][0])
 
 
+def test_max_seqlen_is_a_number_of_any_kind():
+    """lengths.max() is what transformers hands over."""
+    q, k, v = (torch.randn(32, 4, 16) for _ in range(3))
+    lengths = torch.tensor([20, 12], dtype=torch.int32)
+    cu = torch.tensor([0, 20, 32], dtype=torch.int32)
+    expected = flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, 20, 20)
+    for longest in (lengths.max(), lengths[:1], np.int64(20)):
+        assert torch.equal(flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest), expected)
+    for wrong, message in ((lengths, "torch.Tensor"), (torch.tensor(20.0), "float")):
+        with pytest.raises(TypeError, match=f"^max_seqlen_q: {message}; accepted is an integer"):
+            flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, wrong, 20)
+
+
+def test_window_size_is_numbers_of_any_kind():
+    q, k, v = inputs(1, 20, 4, 16)
+    expected = flash_attn.flash_attn_func(q, k, v, window_size=(2, -1))
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=(np.int64(2), np.int32(-1))), expected)
+
+
 def test_dropout_is_seeded_by_torch():
     leaves = inputs(1, 64, 2, 16)
     outs = []
@@ -233,6 +253,7 @@ def test_rotary(interleaved, causal):
     [
         ({"dropout_p": 1.5}, ValueError, r"^dropout_p: 1\.5; accepted"),
         ({"window_size": 5}, TypeError, r"^window_size: 5; accepted is \(left, right\)"),
+        ({"window_size": (True, 2)}, TypeError, r"^window_size: \(True, 2\); accepted is \(left, right\)"),
         ({"softmax_scale": "a"}, TypeError, "^softmax_scale: str"),
         ({"alibi_slopes": torch.ones(3, device=DEVICE)}, ValueError, r"^alibi_slopes: shape \(3\)"),
     ],

@@ -21,6 +21,12 @@ SHAPES = {
     "five axes": ((2, 3, 4, 9, 16), (2, 3, 4, 11, 16), (2, 3, 4, 11, 16), (2, 1, 4, 9, 11)),
     "a batch of one key": ((3, 4, 9, 16), (1, 4, 11, 16), (1, 4, 11, 16), (4, 9, 11)),
     "front axes broadcast": ((2, 1, 4, 9, 16), (3, 4, 11, 16), (1, 3, 4, 11, 16), (11,)),
+    "mask of the last front axis": ((2, 3, 4, 9, 16), (2, 3, 4, 11, 16), (2, 3, 4, 11, 16), (3, 1, 9, 11)),
+    "mask of all front axes": ((2, 3, 4, 9, 16), (2, 3, 4, 11, 16), (2, 3, 4, 11, 16), (2, 3, 1, 9, 11)),
+    "mask of one batch": ((2, 3, 4, 9, 16), (2, 3, 4, 11, 16), (2, 3, 4, 11, 16), (1, 4, 9, 11)),
+    "one query head": ((2, 1, 9, 16), (2, 4, 11, 16), (2, 4, 11, 16), (2, 4, 9, 11)),
+    "one value head": ((2, 4, 9, 16), (2, 4, 11, 16), (2, 1, 11, 8), (4, 9, 11)),
+    "one key head beside values": ((3, 2, 4, 9, 16), (1, 11, 16), (4, 11, 8), (11,)),
     "one key head": ((2, 4, 9, 16), (2, 1, 11, 16), (2, 1, 11, 16), (1, 1, 1, 11)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -66,6 +72,13 @@ def test_as_pytorch(shapes, options):
 
 def test_grouped_heads():
     both(leaves((2, 6, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16)), is_causal=True, enable_gqa=True)
+
+
+def test_no_batch():
+    tensors = leaves((0, 3, 4, 9, 16), (0, 3, 4, 11, 16), (0, 3, 4, 11, 8), (3, 1, 9, 11))
+    out = scaled_dot_product_attention(*tensors[:3], attn_mask=tensors[3])
+    assert out.shape == (0, 3, 4, 9, 8)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), tensors)] == [x.shape for x in tensors]
 
 
 def test_signature():
@@ -139,3 +152,9 @@ def test_refusals_in_its_words(given, named):
     with pytest.raises((TypeError, ValueError)) as refusal:
         scaled_dot_product_attention(**arguments)
     assert str(refusal.value).startswith(named)
+
+
+def test_a_mask_that_does_not_broadcast():
+    q, k, v = leaves((2, 3, 4, 9, 16), (2, 3, 4, 11, 16), (2, 3, 4, 11, 16))
+    with pytest.raises(ValueError, match=r"attn_mask: shape \(2, 1, 9, 11\); accepted is one that broadcasts to \(2, 3, 4, 9, 11\)"):
+        scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(2, 1, 9, 11, dtype=torch.bool, device=DEVICE))

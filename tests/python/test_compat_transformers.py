@@ -73,6 +73,16 @@ def test_as_eager(name, padding):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sinks_in_the_dtype_of_the_statistics(dtype):
+    """float64 beside float64, else float32."""
+    q, sinks = torch.randn(1, 2, 5, 8, device=DEVICE, dtype=dtype), torch.randn(2, device=DEVICE, dtype=dtype)
+    out, _ = attention_forward(torch.nn.Module(), q, q, q, None, s_aux=sinks, is_causal=False)
+    scores = torch.cat([q.double() @ q.double().mT / 8**0.5, sinks.double()[None, :, None, None].expand(1, 2, 5, 1)], -1)
+    expected = scores.softmax(-1)[..., :5] @ q.double()
+    torch.testing.assert_close(out.transpose(1, 2).double(), expected, rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-2)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_generates_the_same(name):
     """With a cache: a prompt, then a token at a time."""

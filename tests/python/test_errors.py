@@ -390,6 +390,17 @@ def test_an_unknown_argument_is_refused(name, hint):
         assert hint in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "wrong", [[1.7], "12", [True], torch.tensor([True, False]), torch.tensor([1.0]), [-1], [2**63], 1, torch.tensor(1)], ids=str
+)
+@pytest.mark.parametrize("name", ["rows", "cols"])
+def test_selections_are_integers(name, wrong):
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in "qkv")
+    call = (lambda: strobe.reference(q, k, v, rows=wrong)) if name == "rows" else lambda: strobe.reference_backward(q, q, k, v, cols=wrong)
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: .*; accepted (is an|are several|are) integer"):
+        call()
+
+
 def test_slopes_that_require_grad_are_refused():
     slopes = torch.rand(H, requires_grad=True)
     with pytest.raises(NotImplementedError, match="alibi_slopes: requires grad"):
@@ -412,8 +423,15 @@ def test_strict_names_what_stands_in_the_way():
         ("shape", ((1, 4, 4), 0.5, 0, 0)),
         ("shape", ((1, 1, -4, 4), 0.5, 0, 0)),
         ("seed", ((1, 1, 4, 4), 0.5, 1.5, 0)),
+        ("like", ((1, 1, 4, 4), 0.5, 1, 0, "numpy")),
     ],
 )
 def test_dropout_mask(name, arguments):
+    *arguments, like = (*arguments, None)[:5]
     with pytest.raises((ValueError, TypeError), match=rf"^{name}: .*accepted"):
-        strobe.dropout_mask(*arguments)
+        strobe.dropout_mask(*arguments, like=like)
+
+
+def test_dropout_mask_of_one_kind():
+    with pytest.raises(ValueError, match="^like: given beside rng; accepted is one of the two"):
+        strobe.dropout_mask((1, 1, 4, 4), 0.5, rng=torch.tensor([1, 2]), like=np.ones(1))

@@ -260,6 +260,8 @@ def test_bad_kinds_are_named():
     for arguments, named in (((None, x, x), "q"), ((x, x.numpy(), x), "k"), ((x, x, 3), "v")):
         with pytest.raises(TypeError, match=f"^{named}: "):
             strobe.hyperbolic_attention(*arguments, model="poincare")
+    with pytest.raises(TypeError, match="^return_lse: int 1; accepted is True or False"):
+        strobe.hyperbolic_attention(x, x, x, return_lse=1)
     with pytest.raises(ValueError, match="^k: "):
         strobe.hyperbolic_attention(x, x[..., :2], x, aggregate="midpoint")
     with pytest.raises(ValueError, match="^v: "):

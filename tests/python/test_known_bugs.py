@@ -500,6 +500,42 @@ def test_what_is_negated_lazily_is_read_negated():
         assert torch.equal(a, b)
 
 
+def _reference_backward(q, k, v, dout):
+    out, lse = strobe.reference(q, k, v)
+    return strobe.reference_backward(dout, q, k, v, out, lse)[:3]
+
+
+def _attention_backward(q, k, v, dout):
+    out, lse = strobe.attention(q, k, v, return_lse=True)
+    return strobe.attention_backward(dout, q, k, v, out, lse)[:3]
+
+
+@pytest.mark.parametrize("lazily", [torch._neg_view, lambda x: torch._efficientzerotensor(x.shape)], ids=["negated", "zeros"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k, v, dout: strobe.reference(q, k, v),
+        _reference_backward,
+        _attention_backward,
+        lambda q, k, v, dout: (strobe.attention(q, k, v, bias=dout[..., :1]),),
+        lambda q, k, v, dout: (strobe.explain(q, k, v),),
+    ],
+    ids=["reference", "reference_backward", "attention_backward", "attention", "explain"],
+)
+def test_what_is_lazy_is_read_as_what_it_stands_for(function, lazily):
+    q, k, v, dout = map(lazily, torch.randn(4, 1, 2, 40, 16))
+    found, expected = function(q, k, v, dout), function(*(x.clone() for x in (q, k, v, dout)))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_what_is_lazy_among_integers():
+    rng = torch.tensor([3, 4])
+    assert torch.equal(strobe.dropout_mask((1, 1, 64, 64), 0.5, rng=torch._neg_view(-rng)), strobe.dropout_mask((1, 1, 64, 64), 0.5, 3, 4))
+    rows, cols = (torch._neg_view(-torch.tensor(x, dtype=torch.int32)) for x in ([[[0, 1, 3]]], [0, 0, 1]))
+    assert strobe.BlockMask(rows, cols, 32, 32, 16, 16).to_kept().tolist() == [[[[True, False], [True, True]]]]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_trace_holds_the_operator():
     def attend(q, k, v):

@@ -55,6 +55,71 @@ def test_forward_and_gradients_are_torchs():
         np.testing.assert_array_equal(x, y.detach().numpy())
 
 
+def test_numpys_scalars_are_numbers():
+    given = arrays()
+    plain = {"causal": True, "scale": 0.25, "dropout": 0.5, "seed": 3, "offset": 2**63 + 1, "tile_q": 16, "window": (5, None)}
+    scalars = {"causal": np.bool_(True), "scale": np.float32(0.25), "dropout": np.float64(0.5), "seed": np.int64(3)}
+    scalars |= {"offset": np.uint64(2**63 + 1), "tile_q": np.uint8(16), "window": (np.int16(5), None)}
+    for framework in (given, as_torch(given)):
+        for x, y in zip(*(strobe.attention(**framework, **o, return_lse=np.bool_(True)) for o in (plain, scalars)), strict=True):
+            assert (x == y).all()
+    assert (strobe.dropout_mask((np.int64(1), 1, 4, 4), 0.5, np.int64(3)) == strobe.dropout_mask((1, 1, 4, 4), 0.5, 3)).all()
+    masks = strobe.BlockMask.causal(np.int64(32), np.int32(32), np.uint8(16), 16), strobe.BlockMask.causal(32, 32, 16, 16)
+    assert repr(masks[0]) == repr(masks[1])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"scale": np.bool_(True)}, {"seed": np.bool_(True)}, {"seed": np.array(3)}, {"causal": np.int64(1)}], ids=str
+)
+def test_numpys_scalars_have_kinds(wrong):
+    (name,) = wrong
+    with pytest.raises(TypeError, match=f"^{name}: numpy"):
+        strobe.attention(**arrays(), dropout=0.5, **wrong)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "mask"])
+def test_masked_arrays_are_refused(name):
+    given: dict[str, Any] = {**arrays(), "mask": np.ones((9, 11), np.bool_)}
+    given[name] = np.ma.masked_array(given[name], given[name] > 0)
+    with pytest.raises(TypeError, match=rf"^{name}: numpy\.ma.*MaskedArray; accepted is a "):
+        strobe.attention(**given)
+
+
+def test_masked_arrays_are_refused_by_the_others():
+    masked = np.ma.masked_array(np.ones((2, 2), np.bool_), False)
+    with pytest.raises(TypeError, match="^kept: numpy"):
+        strobe.BlockMask.from_kept(masked, 16, 16)
+    with pytest.raises(TypeError, match="^out_b: numpy"):
+        strobe.merge(np.ones((1, 1, 2, 3)), np.ones((1, 1, 2)), np.ma.ones((1, 1, 2, 3)), np.ones((1, 1, 2)))
+
+
+def test_strides_of_axes_that_nobody_walks():
+    """A field of records: one query, whose stride is the record's."""
+    records = np.zeros(1, np.dtype([("q", np.float32, (4,)), ("more", np.uint8)], align=False))
+    records["q"] = [1, 2, 3, 4]
+    q = records["q"][None, None]
+    assert q.strides[2] % q.itemsize
+    k = np.eye(4, dtype=np.float32)[None, None]
+    np.testing.assert_array_equal(strobe.attention(q, k, k), strobe.attention(q.copy(), k, k))
+    two = np.zeros(2, records.dtype)["q"][None, None]
+    with pytest.raises(ValueError, match="^q: strides"):
+        strobe.attention(two, k, k)
+
+
+@pytest.mark.parametrize("like", [np.ones(1), torch.ones(1)], ids=["numpy", "torch"])
+def test_what_comes_of_no_array_is_of_the_kind_that_is_asked_for(like):
+    """Whatever else the program has imported: torch, here."""
+    patterns = strobe.BlockMask.causal, strobe.BlockMask.local_global, strobe.BlockMask.strided, strobe.BlockMask.butterfly
+    for pattern in patterns:
+        more = {"stride": 2} if pattern == strobe.BlockMask.strided else {}
+        mask = pattern(64, 64, 16, 16, **more, like=like)
+        assert {type(x) for x in (*mask.arrays, mask.to_dense())} == {type(like)}
+        assert repr(mask) == repr(pattern(64, 64, 16, 16, **more))
+    assert type(strobe.dropout_mask((1, 1, 4, 4), 0.5, 1, like=like)) is type(like)
+    with pytest.raises(TypeError, match="^like: str; accepted is a torch.Tensor or a numpy.ndarray"):
+        strobe.BlockMask.causal(64, 64, 16, 16, like="numpy")
+
+
 def test_gradients_that_were_not_asked_for_are_none():
     given = arrays()
     out, lse = strobe.attention(**given, return_lse=True)

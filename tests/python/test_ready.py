@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import _ready, _torch
+from strobe import _abi, _ready, _torch
 
 
 def qkv(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -41,6 +41,7 @@ OPTIONS = {
     "window": {"window": (7, None), "alignment": "top_left"},
     "scale and tile": {"scale": 0.3, "tile_q": 16, "softcap": 3.0},
     "seeded rng": {"dropout": 0.3, "rng": torch.tensor([3, 4])},
+    "seed": {"dropout": 0.3, "seed": 3, "offset": 2**64 - 1},
     "bias": {"bias": torch.randn(4, 40, 40)},
     "mask": {"mask": torch.rand(40) < 0.7},
 }
@@ -53,6 +54,27 @@ def test_the_second_call_takes_the_short_way_to_the_same_result(name, short_ways
         q, k, v = qkv(seed)
         assert torch.equal(strobe.attention(q, k, v, **options), expected(q, k, v, **options))
     assert short_ways["found"] >= 2
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
+    """Once for each direction, and not for shapes that come but once."""
+    made = []
+    prepare = _abi.Call.prepare
+    monkeypatch.setattr(_abi.Call, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
+    for name in ("_attention_calls", "_forward_calls", "_backward_calls"):
+        monkeypatch.setattr(_torch, name, _ready.Memory())
+
+    def step(length):
+        q, k, v = (x.requires_grad_(tracked) for x in qkv(1, 1, 2, length, 16))
+        out = strobe.attention(q, k, v)
+        return [out, *torch.autograd.grad(out.sum(), (q, k, v))] if tracked else [out]
+
+    first = [step(length) for length in range(1, 9)]
+    assert not made
+    for _ in range(3):
+        assert all(torch.equal(x, y) for x, y in zip(step(3), first[2], strict=True))
+    assert made == [_abi.FORWARD, _abi.BACKWARD][: 1 + tracked]
 
 
 def test_each_call_has_results_of_its_own():
@@ -156,8 +178,12 @@ def test_the_number_of_threads_is_heeded():
 
 
 def test_what_is_kept_is_bounded():
+    """What comes but once, as lengths of packed sequences do, is forgotten, and what comes all the time is not."""
     memory: _ready.Memory[int] = _ready.Memory()
+    memory.keep(("fixed",), -1)
     for n in range(5000):
         memory.keep((n,), n)
-        assert memory[(n,)] == n
-        assert len(memory) <= _ready._MOST
+        assert memory.get((n,)) == n
+        if n % 100 == 0:
+            assert memory.get(("fixed",)) == -1
+    assert sum(memory.get((n,)) is not None for n in range(5000)) <= _ready._MOST

@@ -7,8 +7,10 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -17,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import strobe
-from strobe import _run
+from strobe import _ready, _run, _torch
+from strobe.compat import flash_attn, functional, ladder
 
 FORWARD = torch.ops.strobe.attention_forward.default
 BACKWARD = torch.ops.strobe.attention_backward.default
@@ -212,6 +215,47 @@ def test_any_strides_of_the_incoming_gradient(kind):
     assert_same_bits(list(found), list(torch.autograd.grad(out, (q, k, v), dout.contiguous())))
 
 
+class OnGPU(Tensor):
+    """Says so of itself; its memory is the CPU's."""
+
+    is_cuda = True
+
+
+INCOMING = {
+    "a sum's": (lambda x: x.sum(), True),
+    "of one column for all": (lambda x: x.sum(-1).square().sum(), True),
+    "of one row for all": (lambda x: (x.sum(1 if x.shape[1] == 9 else 2) ** 2).sum(), True),
+    "turned": (lambda x: (x.mT.contiguous() ** 2).sum(), True),
+    "of one batch for all": (lambda x: (x.sum(0) ** 2).sum(), False),
+    "as it lies": (lambda x: (x**2).sum(), False),
+}
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("case", INCOMING)
+def test_on_a_gpu_an_incoming_gradient_has_rows(case, layout, monkeypatch):
+    """The fastest kernels fetch no tile of one number, nor of one row; what they do fetch is not copied."""
+    loss, is_copied = INCOMING[case]
+    q, k, v = qkv(bshd=layout == "bshd")
+    out, lse = strobe.attention(q, k, v, layout=layout, return_lse=True)
+    leaf = out.detach().requires_grad_()
+    (dout,) = torch.autograd.grad(loss(leaf), leaf)
+    read = []
+
+    def call(framework, p, known, made, full=_run.call):
+        read.append(known["dout"])
+        return full(framework, p, known, made)
+
+    monkeypatch.setattr(_run, "call", call)
+    monkeypatch.setattr(_torch, "_backward_calls", _ready.Memory())
+    found = strobe.attention_backward(dout.as_subclass(OnGPU), q, k, v, out, lse, layout=layout)
+    assert (read[0].data_ptr() != dout.data_ptr()) == is_copied
+    rows = 1 if layout == "bshd" else 2
+    assert read[0].stride(-1) == 1
+    assert read[0].stride(rows) != 0
+    assert_same_bits(list(found[:3]), list(strobe.attention_backward(dout, q, k, v, out, lse, layout=layout)[:3]))
+
+
 def test_gradient_through_lse_alone():
     q, k, v = qkv()
     _, lse = strobe.attention(q, k, v, return_lse=True)
@@ -315,11 +359,90 @@ def test_compiled_dropout_follows_the_generator():
     assert not torch.equal(first, second)
 
 
+def test_seed_and_offset_are_values():
+    """No tensor holds them, which on a GPU would wait for a copy, and break a graph that is being captured."""
+    q, k, v = qkv()
+    for seed, offset in ((3, 4), (-3, 2**63), (2**64 - 3, None)):
+        with Calls() as calls:
+            found = strobe.attention(q, k, v, dropout=0.5, seed=seed, offset=offset)
+            found.sum().backward()
+        assert [function for function in calls.functions if function.namespace == "strobe"] == [FORWARD, BACKWARD]
+        assert not [x for function, given in calls.calls if function in (FORWARD, BACKWARD) for x in given if x == "rng"]
+        assert torch.ops.aten.lift_fresh.default not in calls.functions
+        rng = torch.tensor([(x + 2**63) % 2**64 - 2**63 for x in (seed, offset or 0)])
+        assert torch.equal(found, strobe.attention(q, k, v, dropout=0.5, rng=rng))
+        assert torch.equal(strobe.dropout_mask((1, 1, 64, 64), 0.5, seed, offset), strobe.dropout_mask((1, 1, 64, 64), 0.5, rng=rng))
+
+
+def test_compiled_with_many_seeds_twice():
+    torch._dynamo.reset()
+    q, k, v = qkv(grad=False)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda seed: strobe.attention(q, k, v, dropout=0.5, seed=seed), fullgraph=True, backend=counter)
+    for seed in (1, 2, 3, 2**62):
+        assert torch.equal(compiled(seed), strobe.attention(q, k, v, dropout=0.5, seed=seed))
+    assert counter.frame_count == 2  # once the number is known to change
+
+
 def test_compiled_module_with_a_block_mask():
     torch._dynamo.reset()
     q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
     module = strobe.nn.FlashAttention(16, block_mask=strobe.BlockMask.local_global(64, 64, 16, 16))
     assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(q, k, v), module(q, k, v))
+
+
+LSE, OUT = torch.randn(2, 4, 9), torch.randn(2, 4, 9, 8)
+CSR = [torch.tensor(x, dtype=torch.int32) for x in ([[[0, 1]]], [0])]
+KEPT = torch.rand(2, 4, 1, 1) < 0.7
+IN_GRAPHS = {
+    "attention": lambda q, k, v: strobe.attention(q, k, v, dropout=0.3, seed=3),
+    "attention_backward": lambda q, k, v: strobe.attention_backward(OUT, q, k, v, *strobe.attention(q, k, v, return_lse=True)),
+    "dropout_mask": lambda q, k, v: strobe.dropout_mask((1, 1, 9, 11), 0.5, 3),
+    "engines": lambda q, k, v: strobe.engines(),
+    "explain": lambda q, k, v: strobe.explain(q, k, v),
+    "explain, what is refused": lambda q, k, v: strobe.explain(q, k, v, causal=1),
+    "hyperbolic_attention": lambda q, k, v: strobe.hyperbolic_attention(*map(strobe.hyperbolic.lift, (q, k, v))),
+    "merge": lambda q, k, v: strobe.merge(OUT, LSE, *strobe.attention(q, k, v, return_lse=True)),
+    "reference": lambda q, k, v: strobe.reference(q, k, v),
+    "reference_backward": lambda q, k, v: strobe.reference_backward(OUT, q, k, v),
+    "BlockMask": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask(*CSR, 9, 11, 16, 16)),
+    "BlockMask.butterfly": lambda q, k, v: strobe.BlockMask.butterfly(99, 40, 16, 16).to_kept(),
+    "BlockMask.causal": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask.causal(q.shape[2], k.shape[2], 16, 16)),
+    "BlockMask.from_dense": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask.from_dense(q[..., :11] > 1, 16, 16)),
+    "BlockMask.from_kept": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask.from_kept(KEPT, 16, 16, 9, 11)),
+    "BlockMask.local_global": lambda q, k, v: strobe.BlockMask.local_global(99, 40, 16, 16).to_dense(),
+    "BlockMask.strided": lambda q, k, v: strobe.BlockMask.strided(99, 40, 16, 16, stride=2).to_kept(),
+    "compat": lambda q, k, v: functional.block_sparse_flash_attention(q, k, v, KEPT, 16, 16, rng_state=torch.tensor([3, 4])),
+    "compat, ladder": lambda q, k, v: ladder.flash_attention_1_forward(q, q, q, causal=True),
+    "compat, flash_attn": lambda q, k, v: flash_attn.flash_attn_func(q, q, q),
+}
+
+
+def test_every_public_function_is_tried_in_a_graph():
+    tried = {name.partition(",")[0] for name in IN_GRAPHS}
+    assert {name for name in strobe.__all__ if callable(getattr(strobe, name))} - {"Gradients"} <= tried
+    makers = {name for name, x in vars(strobe.BlockMask).items() if isinstance(x, classmethod) and not name.startswith("_")}
+    assert {f"BlockMask.{name}" for name in makers} <= tried
+
+
+@pytest.mark.parametrize("case", IN_GRAPHS)
+def test_every_function_may_stand_in_what_is_compiled(case):
+    """Where a graph cannot hold it, it ends before it."""
+    torch._dynamo.reset()
+    inputs = qkv(grad=False)
+
+    def result(function: Any) -> Any:
+        try:
+            return function(*inputs)
+        except TypeError as refusal:
+            return str(refusal)
+
+    found, expected = result(torch.compile(IN_GRAPHS[case], backend="aot_eager")), result(IN_GRAPHS[case])
+    if isinstance(expected, Tensor):
+        found, expected = (found,), (expected,)
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.allclose(x, y, atol=1e-5) if isinstance(y, Tensor) else x == y
 
 
 def test_export():
@@ -344,6 +467,25 @@ def test_autocast(dtype):
     found = torch.autograd.grad(out.float().sum(), (q, k, v, bias))
     assert [x.dtype for x in found] == [torch.float32] * 4
     assert_same_bits(list(found), list(torch.autograd.grad(expected.float().sum(), (q, k, v, bias))))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_explain_knows_of_autocast(backward):
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        told = strobe.explain(q, k, v, backward=backward)
+    assert told == strobe.explain(q.bfloat16(), k.bfloat16(), v.bfloat16(), backward=backward)
+    assert told != strobe.explain(q, k, v, backward=backward)
+
+
+def test_explicit_backward_under_autocast():
+    q, k, v = qkv(grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = strobe.attention(q, k, v, return_lse=True)
+        with pytest.raises(ValueError, match="out: dtype bfloat16; accepted is float32"):
+            strobe.attention_backward(torch.ones_like(out), q, k, v, out, lse)
+        found = strobe.attention_backward(torch.ones_like(out), q.bfloat16(), k.bfloat16(), v.bfloat16(), out, lse)
+    assert found.dq.dtype == torch.bfloat16
 
 
 def test_autocast_leaves_float64_alone():
@@ -470,14 +612,37 @@ def test_module():
     assert repr(module) == "FlashAttention(16, dropout=0.5, causal=True)"
     with pytest.raises(ValueError, match="^q: head dimension 16; accepted is the module's, 32"):
         strobe.nn.FlashAttention(32)(q, k, v)
-    with pytest.raises(TypeError, match="^bias: a tensor"):
-        strobe.nn.FlashAttention(16, bias=torch.zeros(1, 1, 9, 11))
+    for array, kind in ((torch.zeros(1, 1, 9, 11), "torch.Tensor"), (np.zeros((1, 1, 9, 11), np.float32), "numpy.ndarray")):
+        with pytest.raises(TypeError, match=f"^bias: {kind}; accepted here are options that are no arrays"):
+            strobe.nn.FlashAttention(16, bias=array)
 
 
-def test_module_moves_its_block_mask():
-    module = strobe.nn.FlashAttention(16, block_mask=strobe.BlockMask.causal(64, 64, 16, 16)).half().to("meta")
-    blocks = module.options["block_mask"]
-    assert {(x.device.type, x.dtype) for x in blocks.arrays} == {("meta", torch.int32)}
+def test_module_moves_its_block_mask(monkeypatch):
+    module, moves = strobe.nn.FlashAttention(16, block_mask=strobe.BlockMask.causal(64, 64, 16, 16)), []
+    monkeypatch.setattr(strobe.BlockMask, "to", lambda mask, device: [mask, moves.append(device)][0])
+    module._apply(lambda x: SimpleNamespace(device=torch.device("cuda", 1)))  # as to("cuda:1") does with each tensor
+    assert moves == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: m.half(), lambda m: m.to_empty(device="cpu"), lambda m: m.to("meta").to_empty(device="cpu")],
+    ids=["half", "empty", "meta"],
+)
+def test_module_keeps_the_numbers_of_its_block_mask(change):
+    """No state dict would bring them back."""
+    expected = strobe.BlockMask.local_global(96, 96, 16, 16)
+    module = change(torch.nn.Sequential(strobe.nn.FlashAttention(16, block_mask=expected)))
+    for x, y in zip(module[0].options["block_mask"].arrays, expected.arrays, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_module_on_meta_with_a_block_mask():
+    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
+    module = strobe.nn.FlashAttention(16, block_mask=strobe.BlockMask.causal(64, 64, 16, 16))
+    expected = module(q, k, v)
+    assert module.to("meta")(*(x.to("meta") for x in (q, k, v))).shape == expected.shape
+    assert torch.equal(module.to("cpu")(q, k, v), expected)
 
 
 # threads and fork
@@ -591,8 +756,28 @@ def test_torch_may_be_imported_after_strobe():
     assert python(code) == "True"
 
 
-def test_operators_are_there_once_strobe_is_imported():
-    assert python("import torch, strobe; print(torch.ops.strobe.attention_forward.default.name())") == "strobe::attention_forward"
+@pytest.mark.parametrize("order", ["torch, strobe", "strobe, torch", "strobe.nn", "strobe._torch"])
+def test_operators_are_there_once_both_are_imported(order):
+    code = f"import {order}; import torch; print(torch.ops.strobe.attention_forward.default.name())"
+    assert python(code) == "strobe::attention_forward"
+
+
+def test_an_exported_model_loads_with_strobe_imported_first(tmp_path):
+    q, k, v = qkv(grad=False)
+    file = tmp_path / "model.pt2"
+    torch.export.save(torch.export.export(strobe.nn.FlashAttention(16, causal=True), (q, k, v)), file)
+    code = """
+        import sys
+        import strobe
+        import torch
+        attend = torch.export.load(sys.argv[1]).module()
+        print(list(attend(torch.ones(2, 4, 9, 16), torch.ones(2, 2, 11, 16), torch.ones(2, 2, 11, 8)).shape))
+    """
+    assert python(code, str(file)) == "[2, 4, 9, 8]"
+
+
+def test_torch_alone_does_not_import_strobe():
+    assert python("import sys, torch; print('strobe' in sys.modules, '_strobe_autoload' in sys.modules)") == "False True"
 
 
 def test_torch_works_without_numpy():

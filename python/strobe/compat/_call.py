@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from strobe import attention
+from strobe._framework import is_whole
 
 from ._words import in_words_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Window = tuple[int, int]
 _NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size"}
@@ -29,7 +29,12 @@ def attend(
     return_attn_probs: bool,
     **packed: Any,
 ) -> Any:
-    """out, or (out, softmax_lse, None). packed: cu_seqlens and max_seqlen of both sides."""
+    """out, or (out, softmax_lse, None). packed: cu_seqlens and max_seqlen of both sides. The latter may be tensors of one element, whose
+    value waits for the GPU."""
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        longest = packed.get(name)
+        if isinstance(longest, Tensor) and longest.numel() == 1:
+            packed[name] = longest.item()
     with in_words_of(_NAMES):
         out, lse = attention(
             q,
@@ -51,7 +56,7 @@ def attend(
 
 def bounds(window_size: Window) -> tuple[int | None, int | None] | None:
     """A side below 0 is unbounded."""
-    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(type(side) is int for side in window_size)):
+    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(map(is_whole, window_size))):
         raise TypeError(f"window_size: {window_size!r}; accepted is (left, right), two integers, -1 for no bound")
     left, right = (None if side < 0 else side for side in window_size)
     return None if left is right is None else (left, right)

@@ -27,11 +27,14 @@ def statistics(
 ) -> tuple[Tensor, Tensor]:
     """(l, m), each (B, H, N), float32 (float64 with float64). A row that sees no key has m = -inf and l = 0.
 
-    The scores are computed once more, some rows at a time: half the work of a forward, and no more than a few MiB of memory.
+    The scores are computed once more, some rows at a time: half the work of a forward, and beside K a few MiB of memory.
     """
     sq, sk = Q.shape[-2], K.shape[-2]
     unit = Q.shape[-1] ** -0.5 if scale is None else scale
     Q, K = Q.detach().to(lse.dtype), K.detach().to(lse.dtype)
+    if Q.shape[1] != K.shape[1]:
+        K = K.repeat_interleave(Q.shape[1] // K.shape[1], 1)
+    mask = None if mask is None else torch.atleast_2d(mask)
     kept = None if block_mask is None else block_mask.to(Q.device).to_kept()
     m = torch.empty_like(lse)
     j = torch.arange(sk, device=Q.device)

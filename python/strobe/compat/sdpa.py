@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def scaled_dot_product_attention(
 
     Args:
         query: (L, E), (N, L, E), (N, Hq, L, E), or more axes in front. float32, float16, bfloat16 or float64; E and Ev up to 256.
-        key, value: (..., H, S, E) and (..., H, S, Ev), of query's dtype. Axes in front broadcast.
+        key, value: (..., H, S, E) and (..., H, S, Ev), of query's dtype. Axes in front broadcast, and so does one head.
         attn_mask: broadcasts to (..., Hq, L, S): bool, True = attend; or added to the scores, of query's dtype or float32.
         is_causal: query i sees the keys j <= i, whatever L and S.
         scale: 1/sqrt(E) if None.
@@ -55,28 +56,38 @@ def scaled_dot_product_attention(
     is_bias = isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool
     options: dict[str, Any] = {"bias" if is_bias else "mask": attn_mask, "causal": is_causal, "scale": scale, "dropout": dropout_p}
     with in_words_of(_NAMES):
-        if all(x.dim() == 4 and x.shape[0] == query.shape[0] for x in given.values()):
+        if all(x.dim() == 4 and x.shape[0] == query.shape[0] for x in given.values()) and query.shape[1] >= key.shape[1] == value.shape[1]:
             return attention(query, key, value, alignment="top_left", **options)
-        return _of_any_rank(given, options)
+        return _broadcast(given, options)
 
 
-def _of_any_rank(given: Mapping[str, Tensor], options: dict[str, Any]) -> Tensor:
-    """All axes in front of the heads as one: a copy of what broadcasts there, if there are several."""
+def _broadcast(given: Mapping[str, Tensor], options: dict[str, Any]) -> Tensor:
+    """One head as many, a view; all axes in front of the heads as one, a copy of what broadcasts there if there are several."""
     rank = max(x.dim() for x in given.values())
-    given = {name: x[(None,) * max(0, 3 - x.dim())] for name, x in given.items()}
+    query, key, value = (x[(None,) * max(0, 3 - x.dim())] for x in given.values())
     try:
-        front = torch.broadcast_shapes(*(x.shape[:-3] for x in given.values()))
+        front = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
     except RuntimeError:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
         raise ValueError(f"query: with key and value of shapes {shapes}; accepted are axes in front that broadcast") from None
+    heads_kv = max(key.shape[-3], value.shape[-3])
+    heads = max(query.shape[-3], heads_kv)
 
-    def flat(x: Tensor) -> Tensor:
-        return x.expand(*front, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+    def flat(x: Tensor, heads: int = 1) -> Tensor:
+        shape = heads if x.shape[-3] == 1 else x.shape[-3], *x.shape[-2:]
+        return x.expand(*front, *shape).reshape(prod(front), *shape)
 
     for name in ("mask", "bias"):
         x = options.get(name)
-        if isinstance(x, Tensor) and x.dim() > 4:
+        if not isinstance(x, Tensor) or x.dim() < 4:
+            continue
+        if prod(x.shape[:-3]) == 1:  # attention() broadcasts it without a copy
+            options[name] = x.reshape(1, *x.shape[-3:])
+            continue
+        try:
             options[name] = flat(x)
-    query, key, value = map(flat, given.values())
-    out = attention(query, key, value, alignment="top_left", **options)
+        except RuntimeError:
+            whole = (*front, heads, query.shape[-2], key.shape[-2])
+            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is one that broadcasts to {whole}") from None
+    out = attention(flat(query, heads), flat(key, heads_kv), flat(value, heads_kv), alignment="top_left", **options)
     return out.reshape(*front, *out.shape[-3:])[(0,) * (3 - min(rank, 3))]

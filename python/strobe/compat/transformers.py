@@ -69,7 +69,7 @@ def attention_forward(
         softcap=softcap or 0.0,
         mask=mask,
         bias=bias,
-        sinks=None if s_aux is None else s_aux.float(),
+        sinks=None if s_aux is None else s_aux.to(torch.promote_types(query.dtype, torch.float32)),
         dropout=dropout,
     )
     return out.transpose(1, 2).contiguous(), None

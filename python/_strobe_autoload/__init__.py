@@ -1,0 +1,9 @@
+"""What PyTorch calls as the last thing of its import, in every process: this stays outside of strobe, so as not to import it."""
+
+import sys
+
+
+def register() -> None:
+    """Registers the operators torch.ops.strobe.* where strobe was imported before torch."""
+    if "strobe" in sys.modules:
+        import strobe._torch  # noqa: F401
