@@ -23,8 +23,9 @@ struct Copy {
   uint64_t from;
   uint32_t bytes, read; // the rest is zeros
 };
-// cp.reduce.async.bulk, of one lane
+// cp.reduce.async.bulk, or cp.async.bulk to global memory, which does not add; of one lane
 struct Addition {
+  bool adds;
   uint32_t group, lane;
   uint64_t to;
   uint32_t from, bytes;

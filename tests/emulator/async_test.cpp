@@ -130,21 +130,24 @@ TEST_CASE("emulator: cp.async by groups") {
   }
 }
 
-TEST_CASE("emulator: bulk additions read shared memory, then add") {
-  for (bool late : {false, true}) {
+TEST_CASE("emulator: bulk copies to global memory read shared memory, then store or add") {
+  for (int n = 0; n < 4; n++) {
+    const bool late = n % 2, adds = n / 2;
     CAPTURE(late);
+    CAPTURE(adds);
     LoneWarp w(late);
     alignas(16) float sums[4] = {1, 2, 3, 4};
-    for (uint32_t n = 0; n < 4; n++) w.shared<float>(kTarget + 4 * n) = 10;
+    for (uint32_t i = 0; i < 4; i++) w.shared<float>(kTarget + 4 * i) = 10;
     w.set(3, kTarget), w.set(4, 16), w.set_wide(5, reinterpret_cast<uint64_t>(sums));
-    w.run("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", {wide_address(5), address(3), word(4)}, 1);
+    w.run(adds ? "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32" : "cp.async.bulk.global.shared::cta.bulk_group",
+          {wide_address(5), address(3), word(4)}, 1);
     w.run("cp.async.bulk.commit_group", {}, 1);
     if (late) CHECK_THROWS_AS(finish(w.warp), Fault); // its shared memory may be another block's
     w.run("cp.async.bulk.wait_group.read", {immediate(0)}, 1);
     w.shared<float>(kTarget) = 100; // has been read
-    CHECK((sums[3] == 14) == !late);
+    CHECK((sums[3] == 4) == late);
     w.run("cp.async.bulk.wait_group", {immediate(0)}, 1);
-    CHECK(sums[0] == 11);
-    CHECK(sums[3] == 14);
+    CHECK(sums[0] == (adds ? 11 : 10));
+    CHECK(sums[3] == (adds ? 14 : 10));
   }
 }

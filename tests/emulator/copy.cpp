@@ -146,14 +146,18 @@ void read(const Warp &warp, Addition &a) {
 void perform(const Warp &warp, Addition a) {
   read(warp, a);
   float *to = reinterpret_cast<float *>(global(a.to, a.bytes, 16));
-  for (size_t n = 0; n < a.read.size(); n++) to[n] += a.read[n];
+  if (a.adds)
+    for (size_t n = 0; n < a.read.size(); n++) to[n] += a.read[n];
+  else
+    std::memcpy(to, a.read.data(), a.bytes);
   warp.block.grid.changes++;
 }
 // [global], [shared], bytes
-Tile bulk_add(const Operands &operands) {
+Tile bulk_add(const Operands &operands, bool adds) {
   return [=](Warp &warp, uint32_t lanes) {
     for_each_lane(lanes, [&](uint32_t lane) {
-      const Addition made = {.group = warp.async->addition_groups[lane],
+      const Addition made = {.adds = adds,
+                             .group = warp.async->addition_groups[lane],
                              .lane = lane,
                              .to = warp.value(operands[0], lane),
                              .from = address_of(warp, operands[1], lane),
@@ -202,7 +206,8 @@ Tile decode_copy(std::string_view opcode, const Operands &operands) {
   if (opcode == "cp.async.bulk.wait_group.read") return wait_additions(operands[0].value, true);
   if (opcode == "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes") return bulk_copy(operands);
   if (opcode == "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes") return box_copy(opcode, 4, operands);
-  if (opcode == "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32") return bulk_add(operands);
+  if (opcode == "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32") return bulk_add(operands, true);
+  if (opcode == "cp.async.bulk.global.shared::cta.bulk_group") return bulk_add(operands, false);
   if (opcode == "prefetch.tensormap") return prefetch(operands[0]);
   if (opcode.starts_with("cp.") || opcode.starts_with("prefetch")) unsupported(opcode);
   return {};

@@ -51,12 +51,12 @@ template <auto f> uint32_t halves(uint32_t a, uint32_t b, uint32_t c) {
   return uint32_t(f(a >> 16, b >> 16, c >> 16)) << 16 | f(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF);
 }
 template <auto from, auto to> uint16_t fma_half(uint16_t a, uint16_t b, uint16_t c) { return to(fma_to_odd(from(a), from(b), from(c))); }
-template <auto from> uint32_t differ(uint32_t a, uint32_t b) {
-  return (from(a >> 16) != from(b >> 16) ? 0xFFFF0000 : 0) | (from(a & 0xFFFF) != from(b & 0xFFFF) ? 0xFFFF : 0);
+// All bits of the halves for which it holds.
+template <auto from, auto holds> uint32_t set_halves(uint32_t a, uint32_t b) {
+  return (holds(from(a >> 16), from(b >> 16)) ? 0xFFFF0000 : 0) | (holds(from(a & 0xFFFF), from(b & 0xFFFF)) ? 0xFFFF : 0);
 }
-template <auto from> uint32_t less(uint32_t a, uint32_t b) {
-  return (from(a >> 16) < from(b >> 16) ? 0xFFFF0000 : 0) | (from(a & 0xFFFF) < from(b & 0xFFFF) ? 0xFFFF : 0);
-}
+bool differ(float a, float b) { return a != b; }
+bool is_less(float a, float b) { return a < b; }
 template <auto to> uint32_t pack(float high, float low) { return uint32_t(to(high)) << 16 | to(low); }
 
 } // namespace
@@ -75,9 +75,9 @@ void add_floating(Opcodes &o) {
 
   o["fma.rn.f16x2"] = of<halves<fma_half<from_half, to_half>>, uint32_t, uint32_t, uint32_t, uint32_t>();
   o["fma.rn.bf16x2"] = of<halves<fma_half<from_bfloat, to_bfloat>>, uint32_t, uint32_t, uint32_t, uint32_t>();
-  o["set.lt.u32.f16x2"] = of<less<from_half>, uint32_t, uint32_t, uint32_t>();
-  o["set.neu.u32.f16x2"] = of<differ<from_half>, uint32_t, uint32_t, uint32_t>();
-  o["set.neu.u32.bf16x2"] = of<differ<from_bfloat>, uint32_t, uint32_t, uint32_t>();
+  o["set.neu.u32.f16x2"] = of<set_halves<from_half, differ>, uint32_t, uint32_t, uint32_t>();
+  o["set.lt.u32.f16x2"] = of<set_halves<from_half, is_less>, uint32_t, uint32_t, uint32_t>();
+  o["set.neu.u32.bf16x2"] = of<set_halves<from_bfloat, differ>, uint32_t, uint32_t, uint32_t>();
 
   o["cvt.f32.f16"] = of<from_half, float, uint16_t>();
   o["cvt.f32.bf16"] = of<from_bfloat, float, uint16_t>();

@@ -180,7 +180,7 @@ void decode_atomic(Kernel &k, Instruction &i, const std::vector<std::string> &wo
   for (size_t n = 1; n < words.size(); n++) {
     if (words[n] == "v2" || words[n] == "v4")
       i.count = words[n][1] - '0';
-    else if (words[n] != "relaxed" && words[n] != "gpu" && words[n] != "global")
+    else if (words[n] != "relaxed" && words[n] != "release" && words[n] != "gpu" && words[n] != "global")
       what += (what.empty() ? "" : ".") + words[n];
   }
   const auto found = known.find(what);
