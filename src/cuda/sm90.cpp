@@ -1,5 +1,4 @@
 // The Hopper family: which configuration, which maps, which launches.
-#include "../../kernels/mma/config.h"
 #include "../../kernels/sm90/arguments.h"
 #include "../../kernels/sm90/config.h"
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include "cuda/arguments.h"
 #include "cuda/driver.h"
 #include "cuda/engine.h"
+#include "cuda/rows.h"
 #include "cuda/sm90_backward.h"
 #include "cuda/tensor_maps.h"
 #include "cuda/wishes.h"
@@ -24,7 +24,6 @@ using sm90::MaskConfig;
 
 constexpr KernelSource kForward{"sm90/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
 constexpr KernelSource kPackMask{"sm90/mask_bits.h", "strobe::sm90::PackMask", "strobe::sm90::MaskConfig"};
-constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
 
 // Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
 int64_t bundle(const Problem &p, const Device &device) {
@@ -248,11 +247,7 @@ protected:
       program.kernel += ", mask packed into bits";
     }
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
-    if (config.split) {
-      mma::Config combine{};
-      combine.dtype = config.dtype, combine.warps = 4, combine.blocks_per_sm = 1;
-      program.steps.push_back(Launch(kCombine, combine, a.a.in.rows(), combine.threads(), 0, a.a));
-    }
+    if (config.split) program.steps.push_back(combine(p, a.a));
     program.predicted_seconds = predicted_seconds(p, config, device, items, a.a.splits);
     return program;
   }
