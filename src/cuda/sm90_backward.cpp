@@ -57,8 +57,8 @@ std::string refusal(const Problem &p, const Features &f) {
 bool wide(const Problem &p, const Features &f) {
   if (widest(p) <= 64) return false;
   // A warpgroup's registers with dK and dV.
-  const bool crowded =
-      (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + (f.function && f.band && (p.deterministic || f.dropout)) > 1;
+  const bool again = (f.function && (f.dropout || (f.band && p.deterministic))) || (f.mask && f.dropout && f.band);
+  const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + again > 1;
   return widest(p) > kNarrow || crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
 }
 
