@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "../../kernels/attention/padding_config.h"
 #include "../../kernels/mma/config.h"
+#include "../../kernels/padding/config.h"
 #include "../../kernels/simt/config.h"
 #include "cuda/arguments.h"
 
@@ -15,7 +15,7 @@ using simt::Config;
 constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
 constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
 constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
-constexpr KernelSource kPadding{"attention/padding.h", "strobe::padding::Padding", "strobe::padding::Config"};
+constexpr KernelSource kPadding{"padding/padding.h", "strobe::padding::Padding", "strobe::padding::Config"};
 constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
 
 // They do not vary with tiles and features.

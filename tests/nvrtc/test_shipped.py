@@ -39,7 +39,7 @@ SPILLS = {
     (90, "strobe::mma::Backward"): 76,
     (90, "strobe::mma::BiasGradient"): 104,
     (90, "strobe::sm90::Forward"): 88,
-    (120, "strobe::simt::Forward"): 32,
+    (120, "strobe::simt::Forward"): 40,
     (120, "strobe::simt::Backward"): 52,
     (120, "strobe::simt::BiasGradient"): 20,
     (120, "strobe::mma::Forward"): 64,

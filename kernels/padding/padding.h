@@ -1,9 +1,9 @@
 // Packed tokens that belong to no sequence (padding at the end; what cu_seqlens leave out): out 0, LSE -inf, gradients 0. A group of blocks
 // of threads takes what lies in front of a sequence, as all other kernels see it, the last group what lies behind them.
 #pragma once
+#include "../attention/arguments.h"
 #include "../ptx/math.h"
-#include "arguments.h"
-#include "padding_config.h"
+#include "config.h"
 
 namespace strobe::padding {
 

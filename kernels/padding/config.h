@@ -1,6 +1,6 @@
 // What the kernel for packed tokens of no sequence is compiled for.
 #pragma once
-#include "base.h"
+#include "../attention/base.h"
 
 namespace strobe::padding {
 
