@@ -50,6 +50,7 @@ template <Config C> struct BiasGradient {
           for (i32 k0 = keys.begin * C.tile_k; k0 < min(keys.end * C.tile_k, seqlen_k); k0 += C.tile_k) {
             const i32 k1 = min(k0 + C.tile_k, seqlen_k);
             if (k1 <= any.begin || k0 >= any.end || !block_kept(in, b, h, q0, k0)) continue;
+            if constexpr (C.features.dropout) __syncthreads(); // what was kept of the last tile has been asked
             recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, k0 < all.begin || k1 > all.end,
                          [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
 #pragma unroll
