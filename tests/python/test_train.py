@@ -248,7 +248,15 @@ def test_resume_is_bitwise(corpus, tmp_path, attention):
     assert same(*([t for state in s.values() for t in state.values()] for s in states))
 
 
-def test_a_second_interrupt_strikes_at_once(corpus, tmp_path):
+@pytest.fixture
+def interruptible():
+    """Python's own answer to Ctrl-C, also where the tests run in the background and a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_interrupt_strikes_at_once(corpus, tmp_path, interruptible):
     class Stopped(Trainer):
         def train_step(self) -> float:
             signal.raise_signal(signal.SIGINT)
