@@ -5,7 +5,7 @@
 namespace strobe::padding {
 
 struct Config {
-  i32 element; // bytes
+  i32 dtype; // of q, k, v
   i32 backward;
 
   STROBE_FN constexpr i32 threads() const { return 256; }

@@ -7,20 +7,6 @@
 
 namespace strobe::padding {
 
-template <int bytes> struct Bits;
-template <> struct Bits<2> {
-  using type = unsigned short;
-  using lse = float;
-};
-template <> struct Bits<4> {
-  using type = float;
-  using lse = float;
-};
-template <> struct Bits<8> {
-  using type = double;
-  using lse = double;
-};
-
 template <bool kBackward> struct ArgumentsOf {
   using type = ForwardArguments;
 };
@@ -30,8 +16,8 @@ template <> struct ArgumentsOf<true> {
 
 template <Config C> struct Padding {
   using Arguments = typename ArgumentsOf<C.backward>::type;
-  using T = typename Bits<C.element>::type;
-  using Lse = typename Bits<C.element>::lse;
+  using T = typename Element<C.dtype>::type;
+  using Lse = typename Element<C.dtype>::real;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
 
   static __device__ void run(const Arguments &a) {
@@ -46,12 +32,13 @@ template <Config C> struct Padding {
       const Sequence behind = in.sequence(group);
       q.end = behind.q0, k.end = behind.k0;
     }
+    const T zero = Convert<T>::from(Lse(0));
     if constexpr (C.backward) {
-      fill(a.dq, in.heads, in.head_dim, q, first, blocks, T(0));
-      fill(a.dk, in.heads_kv, in.head_dim, k, first, blocks, T(0));
-      fill(a.dv, in.heads_kv, in.head_dim_v, k, first, blocks, T(0));
+      fill(a.dq, in.heads, in.head_dim, q, first, blocks, zero);
+      fill(a.dk, in.heads_kv, in.head_dim, k, first, blocks, zero);
+      fill(a.dv, in.heads_kv, in.head_dim_v, k, first, blocks, zero);
     } else {
-      fill(a.out, in.heads, in.head_dim_v, q, first, blocks, T(0));
+      fill(a.out, in.heads, in.head_dim_v, q, first, blocks, zero);
       fill(a.lse, in.heads, 1, q, first, blocks, minus_infinity<Lse>());
     }
   }

@@ -46,7 +46,7 @@ Launch sink_gradient(const Problem &p, const BackwardArguments &a) {
 }
 Launch padding(const Problem &p, Direction direction) {
   constexpr int64_t most = 128; // blocks of threads for long padding behind few sequences
-  const padding::Config c{.element = int32_t(bytes(p.dtype)), .backward = direction == Direction::backward};
+  const padding::Config c{.dtype = int32_t(p.dtype), .backward = direction == Direction::backward};
   const int64_t grid = (p.batch + 1) * std::max<int64_t>(1, most / (p.batch + 1));
   return direction == Direction::forward ? Launch(kPadding, c, grid, c.threads(), 0, forward_arguments(p))
                                          : Launch(kPadding, c, grid, c.threads(), 0, backward_arguments(p));

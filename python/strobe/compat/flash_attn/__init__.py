@@ -17,25 +17,8 @@ and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), heads of K
 
 from . import bert_padding as bert_padding
 from . import flash_attn_interface as flash_attn_interface
-from .flash_attn_interface import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
-
-__all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]
+from .flash_attn_interface import *  # noqa: F403
+from .flash_attn_interface import __all__ as __all__
 
 
 def __dir__() -> list[str]:
