@@ -98,12 +98,6 @@ int load_of(const Config &c) {
   return f.blocks ? kWalking : f.dropout ? kDrawing : scoring ? kScoring : c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
-// Whether rows of a mask can be read 16 bytes at a time.
-bool wide(const View &mask, int64_t keys) {
-  if (reinterpret_cast<uintptr_t>(mask.data) % 16 || mask.stride[3] != 1 || keys % 16) return false;
-  return std::none_of(mask.stride, mask.stride + 3, [](int64_t stride) { return stride % 16; });
-}
-
 Config config_for(const Problem &p, const ForwardTile &t) {
   Config c{};
   c.dtype = i32(p.dtype);
@@ -130,7 +124,7 @@ Launch pack_mask(const Problem &p, MaskBits &bits, Scratch &scratch) {
   a.mask = operand(p.mask), a.bits = bits;
   a.cells = batch * heads * rows * columns, a.heads = i32(heads), a.rows = i32(rows), a.columns = i32(columns);
   a.queries = i32(queries), a.keys = i32(p.seqlen_k);
-  const MaskConfig config{wide(p.mask, p.seqlen_k)};
+  const MaskConfig config{aligned(p.mask, p.seqlen_k)};
   return Launch(kPackMask, config, tiles(a.cells, config.threads() / 32), config.threads(), 0, a);
 }
 
