@@ -66,7 +66,7 @@ template <Features F, class T, bool kApproximate = false> struct Scores {
     }
     __device__ __forceinline__ bool allowed() const { return *s.in.mask.template at<const u8>(s.b, r.h, r.i, j) != 0; }
   };
-  // The same with d score / d (scale * raw).
+  // The same with d score / d (scale * raw), 0 where hidden.
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit, T &slope) const {
     return score(raw, r, j, InMemory{*this, r, j}, by_position, limit, slope);
   }
@@ -109,6 +109,7 @@ private:
     if constexpr (F.mask) {
       if (seen) seen = given.allowed();
     }
+    if constexpr (kSlope) slope = seen ? slope : T(0); // of NaN it is NaN, too
     return seen ? s : minus_infinity<T>();
   }
   static __device__ __forceinline__ double to_real(double x) { return x; }
