@@ -15,7 +15,7 @@ struct Features {
   i32 bias;   // 0: none; else the strobe_dtype of the tensor
   i32 alibi;
   i32 function; // what becomes of x = scale q.k: kLinear, kSoftcap or kHyperbolic
-  i32 scaled;   // the scale cannot be left to exp2's argument: not positive, or out of fp32's range; kHyperbolic: it is not 1
+  i32 scaled;   // the scale cannot be left to exp2's argument: not positive, too small or too large; kHyperbolic: it is not 1
   i32 dropout;
 
   // Scores are kept in their own unit, else as raw q.k with the scale left to exp2's argument.

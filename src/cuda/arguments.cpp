@@ -1,8 +1,10 @@
 #include "cuda/arguments.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "../../kernels/attention/dropout.h"
+#include "attention/text.h"
 #include "attention/work.h"
 
 namespace strobe::cuda {
@@ -53,9 +55,14 @@ Features features_of(const Problem &p) {
   f.bias = p.bias ? i32(p.bias.dtype) : 0;
   f.alibi = bool(p.alibi_slopes);
   f.function = p.score == ScoreFunction::hyperbolic ? kHyperbolic : p.softcap > 0 ? kSoftcap : kLinear;
-  f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale < 1e30);
+  f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale <= kMostScale);
   f.dropout = p.dropout > 0;
   return f;
+}
+
+std::string outsized_scale(const Problem &p) {
+  if (p.score == ScoreFunction::hyperbolic || std::abs(p.scale) <= kMostScale) return {};
+  return text("takes a scale of up to ", kMostScale, " in size, not ", p.scale);
 }
 
 ForwardArguments forward_arguments(const Problem &p) {

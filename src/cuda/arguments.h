@@ -1,5 +1,7 @@
 // From a Problem to what kernels are called with.
 #pragma once
+#include <string>
+
 #include "../../kernels/attention/arguments.h"
 #include "../../kernels/attention/features.h"
 #include "attention/attention.h"
@@ -8,6 +10,10 @@ namespace strobe::cuda {
 
 Operand operand(const View &);
 Features features_of(const Problem &);
+// A larger scale is applied to the scores, not in exp2's argument, where a score's rounding, as a factor, would leave fp32 from 2^31 on. Tensor
+// cores' kernels, which have it in the argument even so, refuse it: why; empty if it is not larger.
+inline constexpr double kMostScale = 1e4;
+std::string outsized_scale(const Problem &);
 ForwardArguments forward_arguments(const Problem &);   // but for the split over keys
 BackwardArguments backward_arguments(const Problem &); // but for the workspace
 

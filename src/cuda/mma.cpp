@@ -158,6 +158,7 @@ protected:
     if (device.cc < 75) return text(device.name, " has no mma.sync of this shape: sm_75 or newer is needed, this is sm_", device.cc);
     if (device.cc < 80 && p.dtype == DType::bf16)
       return text(device.name, " multiplies no bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
+    if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
     if (direction == Direction::backward) return mma_backward(p, device, scratch, visible_scores(p));
     return forward(p, device, scratch);
   }

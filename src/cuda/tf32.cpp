@@ -88,6 +88,7 @@ protected:
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (p.dtype != DType::f32) return text("takes float32, not ", strobe::name(p.dtype));
     if (device.cc < 80) return text(device.name, " has no TF32: sm_80 or newer is needed, this is sm_", device.cc);
+    if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
     return direction == Direction::forward ? forward(p, device, scratch) : backward(p, device, scratch);
   }
 
