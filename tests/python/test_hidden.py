@@ -7,10 +7,12 @@ import torch
 
 import strobe
 from cases import Inputs, call
-from check import assert_matches, available_engines, oracle, run, run_or_skip
+from check import Results, Yardstick, assert_matches, available_engines, oracle, run, run_or_skip
+from device import ON_GPU
 
 INF, NAN = torch.inf, torch.nan
 engines = pytest.mark.parametrize("engine", available_engines())
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 def assert_clean(inputs: Inputs, engine: str) -> None:
@@ -31,10 +33,11 @@ def test_behind_the_diagonal(what, value, dtype, engine):
 
 
 @engines
+@dtypes
 @pytest.mark.parametrize("what", ["k", "v"])
 @pytest.mark.parametrize("options", [{"softcap": 20.0}, {"scale": -0.3}, {"dropout": 0.2, "seed": 1, "offset": 2}], ids=str)
-def test_padding_with_other_options(options, what, engine):
-    inputs = call(sq=64, sk=64, mask=torch.arange(64).view(1, 1, 1, 64) < 60, **options)
+def test_padding_with_other_options(options, what, dtype, engine):
+    inputs = call(sq=64, sk=64, dtype=dtype, mask=torch.arange(64).view(1, 1, 1, 64) < 60, **options)
     getattr(inputs, what)[..., 60:, :] = NAN
     assert_clean(inputs, engine)
 
@@ -50,7 +53,7 @@ def test_mask_of_each_query_and_a_bias_gradient(what, engine):
 
 
 @engines
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@dtypes
 @pytest.mark.parametrize("sq", [1, 65, 257])
 def test_gradient_that_is_not_finite(sq, dtype, engine):
     """The last query's dO spoils the keys that it sees, not those beside them."""
@@ -77,23 +80,30 @@ def test_bias_gradient_of_nothing_is_zero(b, sq, shape, engine):
     assert (run_or_skip(inputs, engine)["dbias"] == 0).all()
 
 
-@engines
-@pytest.mark.parametrize("scale", [1e-38, 1e-50, 1e-40, 1e31])
-def test_scale_at_the_ends_of_fp32(scale, engine):
-    inputs = call(sq=20, sk=64, scale=scale, dlse=False)
-    ref, results = oracle(inputs), run_or_skip(inputs, engine)
-    assert torch.allclose(results["lse"].double(), ref["lse"], rtol=1e-5)
-    assert torch.allclose(results["out"].double(), ref["out"], atol=1e-5)
+@dtypes
+@pytest.mark.parametrize("scale", [1e-38, 1e-50, 1e-40, 1e9, -1e12, 1e31])
+def test_scale_at_the_ends_of_fp32(scale, dtype):
+    """Engines that do not take it say so; the library does."""
+    assert_matches(call(sq=20, sk=64, dtype=dtype, scale=scale, dlse=False))
 
 
 # What a mask hides whole blocks of, it costs nothing: such keys are not even packed
+
+
+def assert_unchanged(results: Results, before: Results, yardstick: Yardstick) -> None:
+    """Bits are promised on the CPU alone: a GPU may compute a call with a mask, or with NaN in it, in another way."""
+    faults = yardstick.faults(results)
+    assert not faults, "\n".join(faults)
+    if not ON_GPU:
+        for name, t in results.items():
+            assert torch.equal(t, before[name]), name
 
 
 def blocks_of(kept: torch.Tensor, sq: int, sk: int, block: int) -> torch.Tensor:
     return kept.repeat_interleave(block, -2).repeat_interleave(block, -1)[..., :sq, :sk]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@dtypes
 @pytest.mark.parametrize("shared", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout": 0.2, "seed": 1, "offset": 2}], ids=str)
 def test_hidden_blocks(options, shared, dtype):
@@ -105,30 +115,30 @@ def test_hidden_blocks(options, shared, dtype):
 
 
 @engines
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@dtypes
 @pytest.mark.parametrize("by", ["mask", "blocks"])
 def test_keys_that_nobody_sees(by, dtype, engine):
     kept = torch.zeros(5, 6, dtype=torch.bool)
     kept[:2, 2], kept[3:, 5] = True, True
-    mask = {"mask": blocks_of(kept, 300, 370, 64)} if by == "mask" else {"block_mask": strobe.BlockMask.from_kept(kept, 64, 64, 300, 370)}
+    mask = {"mask": blocks_of(kept, 300, 370, 64)[None, None]} if by == "mask" else {"block_mask": strobe.BlockMask.from_kept(kept, 64, 64, 300, 370)}
     inputs = call(h=4, hkv=1, sq=300, sk=370, d=48, dtype=dtype, **mask)
-    clean = run_or_skip(inputs, engine)
+    clean, yardstick = run_or_skip(inputs, engine), Yardstick(inputs)
     unseen = ~blocks_of(kept, 300, 370, 64).any(0)
     for t in (inputs.k, inputs.v):
         t[..., unseen, :] = NAN
-    for name, t in run(inputs, engine).items():
-        assert torch.equal(t, clean[name]), name
-    for name in ("dk", "dv"):
-        assert (clean[name][..., unseen, :] == 0).all()
+    spoiled = run(inputs, engine)
+    assert_unchanged(spoiled, clean, yardstick)
+    for results in (clean, spoiled):
+        for name in ("dk", "dv"):
+            assert (results[name][..., unseen, :] == 0).all()
 
 
 @engines
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@dtypes
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 20.0}], ids=str)
 def test_mask_that_hides_nothing(options, dtype, engine):
-    """It takes the path without one, to the bit."""
+    """On the CPU it takes the path without one."""
     inputs = call(b=2, h=4, hkv=2, sq=150, sk=290, d=32, dtype=dtype, **options)
-    without = run_or_skip(inputs, engine)
+    without, yardstick = run_or_skip(inputs, engine), Yardstick(inputs)
     inputs.options["mask"] = torch.ones(1, 1, 150, 290, dtype=torch.bool)
-    for name, t in run(inputs, engine).items():
-        assert torch.equal(t, without[name]), name
+    assert_unchanged(run(inputs, engine), without, yardstick)

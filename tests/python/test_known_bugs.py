@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 import strobe
 from cases import call
 from check import assert_matches, available_engines, run, runs, takes
-from device import DEVICE
+from device import DEVICE, on_device, running_on
 
 DTYPES = (torch.float32, torch.bfloat16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
 engines = pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32)])
+BITS = {"deterministic": True}  # of calls that are compared by torch.equal: else a GPU adds dq up in any order
 
 
 def cumulated(*lengths):
@@ -61,9 +62,9 @@ def test_window_ends_are_inclusive(engine):
 @pytest.mark.parametrize("s", [64, 100, 257])
 def test_window_as_wide_as_the_sequence_is_causal(s, engine):
     """Dao-AILab/flash-attention#1133: causal, (None, 0), (S, 0) and (S - 1, 0) are one thing."""
-    causal = run(call(sq=s, causal=True), engine)
+    causal = run(call(sq=s, causal=True), engine, **BITS)
     for window in ((None, 0), (s, 0), (s - 1, 0), (2**62, 0)):
-        for name, t in run(call(sq=s, window=window), engine).items():
+        for name, t in run(call(sq=s, window=window), engine, **BITS).items():
             assert torch.equal(t, causal[name]), f"{name} with window {window}"
 
 
@@ -100,13 +101,14 @@ def test_alibi_of_packed_sequences():
 def test_lse_alone_has_gradients(engine):
     """Dao-AILab/flash-attention#1817, #889, #141: a loss of LSE alone gave zero gradients, silently."""
     inputs = call(sq=20, sk=30)
-    q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-    _, lse = strobe.attention(q, k, v, return_lse=True, engine=engine)
-    lse.mean().backward()
+    q, k, v = (t.to(DEVICE, copy=True).requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    with running_on(engine):
+        _, lse = strobe.attention(q, k, v, return_lse=True, engine=engine)
+        lse.mean().backward()
     s = (inputs.q.double() @ inputs.k.double().transpose(-1, -2)) * 0.25
     p = s.softmax(-1) / lse.numel()
-    torch.testing.assert_close(q.grad, (0.25 * p @ inputs.k.double()).float())
-    torch.testing.assert_close(k.grad, (0.25 * p.transpose(-1, -2) @ inputs.q.double()).float())
+    torch.testing.assert_close(q.grad.cpu(), (0.25 * p @ inputs.k.double()).float())
+    torch.testing.assert_close(k.grad.cpu(), (0.25 * p.transpose(-1, -2) @ inputs.q.double()).float())
     assert v.grad is None or (v.grad == 0).all()
 
 
@@ -114,9 +116,9 @@ def test_lse_alone_has_gradients(engine):
 def test_output_alone_after_lse_was_asked_for(engine):
     """An LSE that is returned and not used has no gradient, and changes none."""
     inputs = call()
-    with_lse = run(dataclasses.replace(inputs, dlse=None), engine)
-    without = run(dataclasses.replace(inputs, dlse=None, lse=False), engine)
-    zero = run(dataclasses.replace(inputs, dlse=torch.zeros_like(inputs.dlse)), engine)
+    with_lse = run(dataclasses.replace(inputs, dlse=None), engine, **BITS)
+    without = run(dataclasses.replace(inputs, dlse=None, lse=False), engine, **BITS)
+    zero = run(dataclasses.replace(inputs, dlse=torch.zeros_like(inputs.dlse)), engine, **BITS)
     for name in ("out", "dq", "dk", "dv"):
         assert torch.equal(with_lse[name], without[name])
         assert torch.equal(with_lse[name], zero[name])
@@ -157,14 +159,15 @@ def test_values_alone_transposed(dtype):
 @engines
 def test_sliced_keys_get_their_gradient(engine):
     """pytorch/pytorch#146377: the gradient of a sliced K came back as garbage, and reached the part that was cut off."""
-    inputs = call(sq=40, sk=200)
-    whole = {name: torch.randn(1, 2, 328, 16).requires_grad_() for name in "kv"}
-    out = strobe.attention(inputs.q, whole["k"][:, :, :-128], whole["v"][:, :, :-128], engine=engine)
-    out.backward(inputs.dout)
+    inputs = on_device(call(sq=40, sk=200), DEVICE)
+    whole = {name: torch.randn(1, 2, 328, 16, device=DEVICE).requires_grad_() for name in "kv"}
+    with running_on(engine):
+        out = strobe.attention(inputs.q, whole["k"][:, :, :-128], whole["v"][:, :, :-128], engine=engine)
+        out.backward(inputs.dout)
     inputs.k, inputs.v = (whole[name].detach()[:, :, :-128].contiguous() for name in "kv")
     expected = run(dataclasses.replace(inputs, dlse=None), engine)
     for name in "kv":
-        assert torch.equal(whole[name].grad[:, :, :-128], expected["d" + name])
+        assert torch.equal(whole[name].grad[:, :, :-128].cpu(), expected["d" + name])
         assert (whole[name].grad[:, :, -128:] == 0).all()
 
 
@@ -214,14 +217,14 @@ def test_expanded_bias_gets_a_dense_gradient():
 def test_padding_mask_is_not_ignored(engine):
     """pytorch/pytorch#122753, #108503: the result of a padding mask is that of the shorter keys."""
     inputs = call(b=2, sq=40, sk=90)
-    keep = torch.tensor([90, 33])
-    mask = (torch.arange(90) < keep[:, None])[:, None, None, :]
-    out = strobe.attention(inputs.q, inputs.k, inputs.v, mask=mask, engine=engine)
-    for b, n in enumerate(keep.tolist()):
-        alone = strobe.attention(
-            *(t[b : b + 1, :, :n] if t is not inputs.q else t[b : b + 1] for t in (inputs.q, inputs.k, inputs.v)), engine=engine
-        )
-        torch.testing.assert_close(out[b : b + 1], alone)
+    q, k, v = (t.to(DEVICE) for t in (inputs.q, inputs.k, inputs.v))
+    keep = torch.tensor([90, 33], device=DEVICE)
+    mask = (torch.arange(90, device=DEVICE) < keep[:, None])[:, None, None, :]
+    with running_on(engine):
+        out = strobe.attention(q, k, v, mask=mask, engine=engine)
+        for b, n in enumerate(keep.tolist()):
+            alone = strobe.attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], engine=engine)
+            torch.testing.assert_close(out[b : b + 1], alone)
 
 
 # Dropout
@@ -270,11 +273,12 @@ def test_dropout_masks_of_heads_batches_seeds_and_offsets_differ():
 @engines
 def test_dropout_keeps_the_expected_output(engine):
     """Kept values are scaled by the rate that is kept in fact, so the mean over masks is the output without dropout."""
-    inputs = call(h=1, sq=16, sk=64, d=4)
-    plain = strobe.attention(inputs.q, inputs.k, inputs.v, engine=engine)
+    inputs = on_device(call(h=1, sq=16, sk=64, d=4), DEVICE)
     n = 2000
     q, k, v = (t.expand(n, *t.shape[1:]) for t in (inputs.q, inputs.k, inputs.v))
-    outs = strobe.attention(q, k, v, dropout=0.3, seed=1, offset=2, engine=engine)
+    with running_on(engine):
+        plain = strobe.attention(inputs.q, inputs.k, inputs.v, engine=engine)
+        outs = strobe.attention(q, k, v, dropout=0.3, seed=1, offset=2, engine=engine)
     error = (outs.mean(0) - plain[0]).abs() / (outs.std(0) / math.sqrt(n))
     assert error.max() < 5
 
@@ -379,9 +383,10 @@ def test_gradients_of_grouped_heads(hkv, dtype):
 @engines
 def test_large_batch_times_heads(engine):
     """pytorch/pytorch#142228, facebookresearch/xformers#845, flashinfer-ai/flashinfer#3125: more than 65535 of them."""
-    inputs = call(b=65537, h=1, sq=1, sk=2, d=2)
-    out = strobe.attention(inputs.q, inputs.k, inputs.v, engine=engine)
-    last = strobe.attention(inputs.q[-1:], inputs.k[-1:], inputs.v[-1:], engine=engine)
+    inputs = on_device(call(b=65537, h=1, sq=1, sk=2, d=2), DEVICE)
+    with running_on(engine):
+        out = strobe.attention(inputs.q, inputs.k, inputs.v, engine=engine)
+        last = strobe.attention(inputs.q[-1:], inputs.k[-1:], inputs.v[-1:], engine=engine)
     assert torch.equal(out[-1:], last)
 
 
@@ -404,9 +409,10 @@ def test_sink_above_every_logit(dtype):
 @engines
 def test_sink_of_each_head(engine):
     """modular/modular#6591: with more than one query, rows took another head's sink. Here logits are 0 and V is 1."""
-    inputs = call(h=3, sq=7, sk=40)
-    sinks = torch.tensor([2.0, -1.0, 4.0])
-    out = strobe.attention(torch.zeros_like(inputs.q), inputs.k, torch.ones_like(inputs.v), sinks=sinks, engine=engine)
+    inputs = on_device(call(h=3, sq=7, sk=40), DEVICE)
+    sinks = torch.tensor([2.0, -1.0, 4.0], device=DEVICE)
+    with running_on(engine):
+        out = strobe.attention(torch.zeros_like(inputs.q), inputs.k, torch.ones_like(inputs.v), sinks=sinks, engine=engine)
     expected = (40 / (40 + sinks.exp()))[None, :, None, None].expand(out.shape)
     torch.testing.assert_close(out, expected)
 
@@ -470,16 +476,18 @@ def test_simple_block_mask(dtype):
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sinks", "qv", "kb"])
 def test_some_gradients_only(wanted, engine):
     """A gradient does not depend on which others are asked for."""
-    inputs = call(sq=50, sk=70, gradients=("bias", "sinks"), bias=torch.randn(1, 2, 50, 70), sinks=torch.randn(2))
-    every = run(inputs, engine)
+    inputs = on_device(call(sq=50, sk=70, gradients=("bias", "sinks"), bias=torch.randn(1, 2, 50, 70), sinks=torch.randn(2)), DEVICE)
+    every = run(inputs, engine, **BITS)
     names = {"bias": ["bias"], "sinks": ["sinks"]}.get(wanted, [{"b": "bias"}.get(c, c) for c in wanted])
     tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.options}
     leaves = {name: tensors[name].clone().requires_grad_() for name in names}
-    call_with = {**tensors, **leaves}
-    out, lse = strobe.attention(call_with.pop("q"), call_with.pop("k"), call_with.pop("v"), return_lse=True, engine=engine, **call_with)
-    found = torch.autograd.grad([out, lse], list(leaves.values()), [inputs.dout, inputs.dlse])
+    call_with = {**tensors, **leaves, **BITS}
+    q, k, v = (call_with.pop(name) for name in "qkv")
+    with running_on(engine):
+        out, lse = strobe.attention(q, k, v, return_lse=True, engine=engine, **call_with)
+        found = torch.autograd.grad([out, lse], list(leaves.values()), [inputs.dout, inputs.dlse])
     for name, t in zip(names, found, strict=True):
-        assert torch.equal(t, every["d" + name]), name
+        assert torch.equal(t.cpu(), every["d" + name]), name
 
 
 def test_what_is_negated_lazily_is_read_negated():
