@@ -5,7 +5,6 @@
 
 #include "../../kernels/attention/dropout.h"
 #include "attention/text.h"
-#include "attention/work.h"
 
 namespace strobe::cuda {
 namespace {
@@ -81,11 +80,6 @@ BackwardArguments backward_arguments(const Problem &p) {
   a.dbias = operand(p.dbias), a.dsinks = operand(p.dsinks);
   a.deterministic = p.deterministic;
   return a;
-}
-
-double computed_scores(const Problem &p, int64_t tile_q) {
-  const double queries = double(std::max<int64_t>(1, p.seqlen_q));
-  return visible_scores(p) * double(tiles(p.seqlen_q, tile_q) * tile_q) / queries;
 }
 
 bool aligned(const View &view, int64_t row_elements) {

@@ -26,7 +26,4 @@ inline int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit -
 // Tiles of `tile` queries (keys) over all sequences, and the longest's; varlen counts max_seqlen for each.
 inline int64_t tiles(int64_t seqlen, int64_t tile) { return (seqlen + tile - 1) / tile; }
 
-// Scores that tiles of so many queries compute: visible ones, and those of the queries that fill the last tile up. For predictions.
-double computed_scores(const Problem &, int64_t tile_q);
-
 } // namespace strobe::cuda

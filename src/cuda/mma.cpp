@@ -7,6 +7,7 @@
 #include "attention/work.h"
 #include "cuda/arguments.h"
 #include "cuda/mma_backward.h"
+#include "cuda/prediction.h"
 #include "cuda/rows.h"
 #include "cuda/wishes.h"
 
@@ -79,11 +80,6 @@ Load load_of(const Config &c) {
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
 }
 
-// Thread blocks of this configuration that an SM runs at a time.
-int64_t resident(const Config &c, int64_t shared_bytes, const Device &device) {
-  return std::max<int64_t>(1, std::min<int64_t>(c.blocks_per_sm, device.shared_per_sm / (shared_bytes + 1024)));
-}
-
 // The first tile that fits, or with wishes the nearest.
 bool choose(Config &chosen, const Problem &p, const Device &device) {
   const Config any = config_for(p);
@@ -140,12 +136,15 @@ double rate(const Device &device) {
 
 constexpr double kShareOfPeak = 0.7, kLaunchSeconds = 3e-6, kBytesPerClock = 16; // of an SM, from memory
 
-double predicted_seconds(const Problem &p, const Config &c, const Device &device, size_t launches) {
-  const double clocks = device.clock_hz * device.sms;
-  const double flop = 2 * visible_scores(p) * (c.head_dim + c.head_dim_v) / (p.seqlen_q < 16 ? double(p.seqlen_q) / 16 : 1.0);
+// K and V, once.
+double reading_seconds(const Problem &p, const Device &device) {
   const double keys = p.varlen ? double(p.total_k) : double(p.batch) * double(p.seqlen_k);
-  const double bytes = 2 * keys * double(p.heads_kv) * double(p.head_dim + p.head_dim_v);
-  return kLaunchSeconds * double(launches) + std::max(flop / (kShareOfPeak * rate(device) * clocks), bytes / (kBytesPerClock * clocks));
+  return 2 * keys * double(p.heads_kv) * double(p.head_dim + p.head_dim_v) / (kBytesPerClock * device.clock_hz * device.sms);
+}
+double computing_seconds(const Problem &p, const Config &c, const Device &device, bool decode, int64_t resident, int64_t parts) {
+  const double flop = 2.0 * (c.head_dim + c.head_dim_v), of_sm = kShareOfPeak * rate(device) * device.clock_hz;
+  if (decode) return visible_scores(p) / std::min(1.0, double(p.seqlen_q) / 16) * flop / (of_sm * device.sms);
+  return seconds(walks(p, Direction::forward, c.tile_q, c.tile_k), device, resident, of_sm / flop, parts);
 }
 
 class MmaEngine final : public CudaEngine {
@@ -159,7 +158,7 @@ protected:
     if (device.cc < 80 && p.dtype == DType::bf16)
       return text(device.name, " multiplies no bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
-    if (direction == Direction::backward) return mma_backward(p, device, scratch, visible_scores(p));
+    if (direction == Direction::backward) return mma_backward(p, device, scratch);
     return forward(p, device, scratch);
   }
 
@@ -173,7 +172,8 @@ private:
     const int32_t shared = decode ? c.decode_shared_bytes() : c.forward_shared_bytes();
     const int64_t ctas =
         decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
-    a.splits = splits(ctas, device.sms * (decode ? 1 : resident(c, shared, device)), p.seqlen_k, 256); // decode: fewer parts to merge
+    const int64_t side = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer parts to merge
+    a.splits = splits(ctas, device.sms * side, p.seqlen_k, 256);
     a.bundle = bundle(p, device);
     if (a.splits > 1) {
       const int64_t rows = a.in.rows();
@@ -184,7 +184,8 @@ private:
     program.steps.push_back(Launch(decode ? kDecode : kForward, c, ctas * a.splits, c.threads(), shared, a));
     if (a.splits > 1) program.steps.push_back(combine(p, a));
     describe(program, p, c, decode, a.splits);
-    program.predicted_seconds = predicted_seconds(p, c, device, program.steps.size());
+    program.predicted_seconds = kLaunchSeconds * double(program.steps.size()) +
+                                std::max(computing_seconds(p, c, device, decode, side, a.splits), reading_seconds(p, device));
     return program;
   }
 

@@ -7,6 +7,7 @@
 #include "../../kernels/mma/backward_config.h"
 #include "attention/text.h"
 #include "cuda/arguments.h"
+#include "cuda/prediction.h"
 #include "cuda/rows.h"
 #include "cuda/tile_gradient.h"
 #include "cuda/wishes.h"
@@ -69,9 +70,17 @@ bool choose(BackwardConfig &chosen, const Problem &p, const Device &device) {
 
 constexpr double kFlopPerClock = 1400, kLaunchSeconds = 3e-6; // of an SM of the H200, measured
 
+double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device, size_t launches) {
+  const double columns = c.head_dim + c.head_dim_v, of_sm = kFlopPerClock * device.clock_hz;
+  const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k);
+  const double bias = p.dbias ? 2 * w.scores() * columns / (of_sm * device.sms) : 0;
+  return kLaunchSeconds * double(launches) + seconds(w, device, 1, of_sm / (5 * columns)) + bias +
+         rows_seconds(p, c.head_dim, c.head_dim_v);
+}
+
 } // namespace
 
-CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &scratch, double scores) {
+CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &scratch) {
   BackwardConfig c{};
   BackwardArguments a = backward_arguments(p);
   if (!choose(c, p, device) || (p.bias && !(settle(p, device, a) && bias_gradient(p, device, a))))
@@ -100,8 +109,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
 
   program.kernel = text(strobe::name(p.dtype), " mma.sync, ", c.warps(), " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   describe_tile(program, p, c.tile_q, c.tile_k, c.aligned);
-  const double flop = 5 * scores * (c.head_dim + c.head_dim_v) + (p.dbias ? 2 * scores * (c.head_dim + c.head_dim_v) : 0);
-  program.predicted_seconds = kLaunchSeconds * double(program.steps.size()) + flop / (kFlopPerClock * device.sms * device.clock_hz);
+  program.predicted_seconds = predicted_seconds(p, c, device, program.steps.size());
   return program;
 }
 

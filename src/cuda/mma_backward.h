@@ -4,7 +4,6 @@
 
 namespace strobe::cuda {
 
-// scores: that are visible by position and blocks, for the prediction.
-CudaEngine::Made mma_backward(const Problem &, const Device &, Scratch &, double scores);
+CudaEngine::Made mma_backward(const Problem &, const Device &, Scratch &);
 
 } // namespace strobe::cuda

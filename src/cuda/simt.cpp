@@ -7,6 +7,7 @@
 #include "attention/text.h"
 #include "cuda/arguments.h"
 #include "cuda/engine.h"
+#include "cuda/prediction.h"
 #include "cuda/rows.h"
 #include "cuda/wishes.h"
 
@@ -112,13 +113,16 @@ private:
   static Made too_small(const Device &device) {
     return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
   }
-  static void describe(Program &program, const Problem &p, const Config &c, const Device &device, double products) {
+  static void describe(Program &program, const Problem &p, const Config &c, const Device &device, Direction direction, int64_t parts) {
     program.kernel = text(p.dtype == DType::f64 ? "fp64" : "fp32", " FMA, ", c.threads(), " threads, head dimensions ", c.head_dim, " and ",
                           c.head_dim_v);
     describe_tile(program, p, c.tile_q, c.tile_k, c.copy != simt::kElements);
-    const double fma = products * computed_scores(p, c.tile_q) * double(c.head_dim + c.head_dim_v) / 2;
-    program.predicted_seconds =
-        kLaunchSeconds * double(program.steps.size()) + fma / (kShareOfPeak * rate(device, p.dtype) * device.sms * device.clock_hz);
+    const bool forward = direction == Direction::forward;
+    const double fma = double(forward ? 2 : p.dbias ? 7 : 5) * (c.head_dim + c.head_dim_v) / 2;
+    const double scores = kShareOfPeak * rate(device, p.dtype) * device.clock_hz / fma; // of an SM, a second
+    const int64_t side = resident(device, shared_bytes(c, forward ? Kind::forward : Kind::backward), c.blocks_per_sm);
+    program.predicted_seconds = kLaunchSeconds * double(program.steps.size()) + (forward ? 0 : rows_seconds(p, c.head_dim, c.head_dim_v)) +
+                                seconds(walks(p, direction, c.tile_q, c.tile_k), device, side, scores, parts);
   }
 
   Made forward(const Problem &p, const Device &device, Scratch &scratch) const {
@@ -140,7 +144,7 @@ private:
     }
     program.steps.push_back(Launch(kForward, c, ctas * a.splits, c.threads(), c.forward_shared_bytes(), a));
     if (a.splits > 1) program.steps.push_back(combine(p, a));
-    describe(program, p, c, device, 2);
+    describe(program, p, c, device, Direction::forward, a.splits);
     if (a.splits > 1) program.kernel += text(", keys split in ", a.splits);
     return program;
   }
@@ -171,7 +175,7 @@ private:
       program.steps.push_back(
           Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.backward_shared_bytes(), a));
     if (p.dq) program.steps.push_back(query_gradient(p, a));
-    describe(program, p, c, device, 5);
+    describe(program, p, c, device, Direction::backward, 1);
     if (p.dbias) {
       Config d = c;
       if (!choose(d, Kind::bias_gradient, p, device)) return too_small(device);

@@ -9,6 +9,7 @@
 #include "cuda/arguments.h"
 #include "cuda/driver.h"
 #include "cuda/engine.h"
+#include "cuda/prediction.h"
 #include "cuda/rows.h"
 #include "cuda/sm90_backward.h"
 #include "cuda/tensor_maps.h"
@@ -156,9 +157,10 @@ bool choose(Config &chosen, const Problem &p, const Device &device) {
   return least < HUGE_VAL;
 }
 
+constexpr double kFlopsPerSm = 600e12 / 132; // measured
+
 // Of a tile of queries, while its SM computes nothing else.
 double tile_seconds(const Problem &p, const Config &c) {
-  constexpr double kFlopsPerSm = 600e12 / 132; // measured
   const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads));
   const double keys = visible_scores(p) / queries; // of one query
   return 2.0 * c.tile_q() * keys * (c.head_dim + c.head_dim_v) / kFlopsPerSm;
@@ -172,11 +174,10 @@ int32_t splits(const Problem &p, const Config &c, const Device &device, int64_t 
   return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > kCombineSeconds ? int32_t(most) : 1;
 }
 
-// A thread block's rate does not depend on how many others run; what counts are whole tiles and whole waves of them.
-double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t items, int64_t parts) {
+double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t parts) {
   constexpr double kStart = 4e-6; // measured
-  const double waves = double(items) / (device.sms * c.blocks_per_sm);
-  return kStart * (parts > 1 ? 2 : 1) + tile_seconds(p, c) / double(parts) * c.blocks_per_sm * (waves < 4 ? std::ceil(waves) : waves);
+  const Walks w = walks(p, Direction::forward, c.tile_q(), c.tile_k);
+  return kStart * (parts > 1 ? 2 : 1) + seconds(w, device, c.blocks_per_sm, kFlopsPerSm / (2.0 * (c.head_dim + c.head_dim_v)), parts);
 }
 
 class Sm90Engine final : public CudaEngine {
@@ -243,7 +244,7 @@ protected:
     }
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
     if (config.split) program.steps.push_back(combine(p, a.a));
-    program.predicted_seconds = predicted_seconds(p, config, device, items, a.a.splits);
+    program.predicted_seconds = predicted_seconds(p, config, device, a.a.splits);
     return program;
   }
 };

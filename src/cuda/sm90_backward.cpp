@@ -7,8 +7,8 @@
 #include "../../kernels/mma/backward_config.h"
 #include "../../kernels/sm90/backward_config.h"
 #include "attention/text.h"
-#include "attention/work.h"
 #include "cuda/arguments.h"
+#include "cuda/prediction.h"
 #include "cuda/rows.h"
 #include "cuda/tensor_maps.h"
 #include "cuda/tile_gradient.h"
@@ -99,17 +99,14 @@ int64_t bundle(const Problem &p, const BackwardConfig &c) {
   return size;
 }
 
-// The rate of a thread block does not depend on how many others run.
-double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device, int64_t blocks) {
-  constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12, kLaunches = 8e-6; // measured on an H200
+double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device) {
+  constexpr double kFlopsPerSm = 560e12 / 132, kLaunches = 8e-6; // measured on an H200
   constexpr double kShared = 0.6;        // of the rate, where fewer columns than 128 share a tile of 64 keys: guessed
   constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
-  const double waves = double(blocks) / device.sms, uneven = waves < 4 ? std::ceil(waves) / waves : 1;
-  const double scores = visible_scores(p), columns = c.head_dim + c.head_dim_v;
-  const double products = 5 * scores * columns / (kFlopsPerSm * device.sms * (c.wide && widest(p) <= kNarrow ? kShared : 1));
-  const double bias = p.dbias ? 2 * scores * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
-  const double rows = double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads);
-  return kLaunches + products * uneven + bias + rows * (10 * c.columns() + 4 * c.head_dim_v) / kBytes;
+  const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
+  const double columns = c.head_dim + c.head_dim_v, rate = kFlopsPerSm * (c.wide && widest(p) <= kNarrow ? kShared : 1) / (5 * columns);
+  const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
+  return kLaunches + seconds(w, device, 1, rate) + bias + rows_seconds(p, c.columns(), c.head_dim_v);
 }
 
 } // namespace
@@ -162,7 +159,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   describe_tile(program, p, c.tile_q, c.tile_k(), true);
-  program.predicted_seconds = predicted_seconds(p, c, device, blocks);
+  program.predicted_seconds = predicted_seconds(p, c, device);
   return program;
 }
 

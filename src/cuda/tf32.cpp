@@ -5,9 +5,9 @@
 #include "../../kernels/mma/backward_config.h"
 #include "../../kernels/tf32/config.h"
 #include "attention/text.h"
-#include "attention/work.h"
 #include "cuda/arguments.h"
 #include "cuda/engine.h"
+#include "cuda/prediction.h"
 #include "cuda/rows.h"
 #include "cuda/tile_gradient.h"
 #include "cuda/wishes.h"
@@ -109,8 +109,8 @@ private:
     ForwardArguments a = forward_arguments(p);
     const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), rows = a.in.rows();
     // As many parts as fill the GPU once; each is worth its own O: at least 256 keys.
-    const int64_t resident = std::clamp<int64_t>(device.shared_per_sm / (c.forward_shared_bytes() + 1024), 1, c.blocks_per_sm);
-    if (ctas > 0) a.splits = int32_t(std::clamp<int64_t>(device.sms * resident / ctas, 1, std::clamp<int64_t>(p.seqlen_k / 256, 1, 256)));
+    const int64_t slots = device.sms * resident(device, c.forward_shared_bytes(), c.blocks_per_sm);
+    if (ctas > 0) a.splits = int32_t(std::clamp<int64_t>(slots / ctas, 1, std::clamp<int64_t>(p.seqlen_k / 256, 1, 256)));
     // (batch, head) pairs whose tiles run together: their K and V should stay in half of the L2 cache.
     const double bytes = 4 * double(p.seqlen_k) * double(p.head_dim + p.head_dim_v) / double(p.group());
     a.bundle = int32_t(std::clamp(double(device.l2) / 2 / std::max(1.0, bytes), 4.0, 64.0));
@@ -121,7 +121,7 @@ private:
     Program program;
     program.steps.push_back(Launch(kForward, c, ctas * a.splits, c.threads(), c.forward_shared_bytes(), a));
     if (a.splits > 1) program.steps.push_back(combine(p, a));
-    describe(program, p, c, device, 2);
+    describe(program, p, c, device, Direction::forward, a.splits);
     if (a.splits > 1) program.kernel += text(", keys split in ", a.splits);
     return program;
   }
@@ -153,17 +153,20 @@ private:
           Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.backward_shared_bytes(), a));
     if (p.dq) program.steps.push_back(query_gradient(p, a));
     if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a));
-    describe(program, p, c, device, p.dbias ? 7 : 5);
+    describe(program, p, c, device, Direction::backward, 1);
     return program;
   }
 
-  static void describe(Program &program, const Problem &p, const Config &c, const Device &device, double products) {
+  static void describe(Program &program, const Problem &p, const Config &c, const Device &device, Direction direction, int64_t parts) {
     program.kernel = text("fp32 as ", c.products, c.products > 1 ? " products" : " product", " in TF32, ", c.warps,
                           " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);
     describe_tile(program, p, c.tile_q, c.tile_k, c.aligned);
-    const double flop = products * computed_scores(p, c.tile_q) * (c.head_dim + c.head_dim_v);
-    program.predicted_seconds =
-        kLaunchSeconds * double(program.steps.size()) + flop * c.products / (kShareOfPeak * rate(device) * device.sms * device.clock_hz);
+    const bool forward = direction == Direction::forward;
+    const double flop = double(forward ? 2 : p.dbias ? 7 : 5) * (c.head_dim + c.head_dim_v) * c.products;
+    const double scores = kShareOfPeak * rate(device) * device.clock_hz / flop; // of an SM, a second
+    program.predicted_seconds = kLaunchSeconds * double(program.steps.size()) + (forward ? 0 : rows_seconds(p, c.head_dim, c.head_dim_v)) +
+                                seconds(walks(p, direction, c.tile_q, c.tile_k), device,
+                                        resident(device, shared_bytes(c, direction), c.blocks_per_sm), scores, parts);
   }
 };
 

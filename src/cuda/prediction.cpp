@@ -1,0 +1,65 @@
+#include "cuda/prediction.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "../../kernels/attention/geometry.h"
+#include "cuda/arguments.h"
+
+namespace strobe::cuda {
+namespace {
+
+double sequences(const Problem &p) {
+  return p.varlen ? double(p.total_q) / double(std::max<int64_t>(1, p.seqlen_q)) : double(p.batch); // of the longest's length
+}
+
+double kept(const Problem::Blocks &b) {
+  return b.present ? double(b.kept) / std::max(1.0, double(b.batch * b.heads * b.rows * b.cols)) : 1;
+}
+
+} // namespace
+
+Walks walks(const Problem &p, Direction direction, int64_t tile_q, int64_t tile_k) {
+  constexpr i64 kAlign = 16; // that walks begin at
+  const bool forward = direction == Direction::forward, bounded = p.window_left != kUnbounded || p.window_right != kUnbounded;
+  const i64 own = forward ? tile_q : tile_k, step = forward ? tile_k : tile_q;
+  Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
+  if (!forward) band = band.transposed();
+  const i64 count = tiles(band.seqlen_q, own);
+  Walks w;
+  w.blocks = sequences(p) * double(forward ? p.heads : p.heads_kv) * double(count);
+  if (count == 0) return w;
+
+  double sum = 0, longest = 0;
+  for (i64 n = 0; n < (bounded ? count : 1); n++) {
+    const Range seen = band.keys_any(n * own, std::min((n + 1) * own, band.seqlen_q));
+    const double walked = seen.empty() ? 0 : double(tiles(seen.end - round_down(seen.begin, kAlign), step) * step);
+    sum += walked, longest = std::max(longest, walked);
+  }
+  const double of_one = double(own) * (forward ? 1 : double(p.group())) * kept(p.blocks);
+  w.mean = of_one * sum / double(bounded ? count : 1), w.longest = of_one * longest;
+  return w;
+}
+
+double Walks::last(double slots) const {
+  const double rounds = blocks / slots;
+  // Of equal blocks whole rounds; of others the longest come first, and short ones fill the gaps.
+  return std::max(longest, mean * (longest > mean || rounds > 4 ? rounds : std::ceil(rounds)));
+}
+
+int64_t resident(const Device &device, int64_t shared_bytes, int64_t most) {
+  return std::clamp<int64_t>(device.shared_per_sm / (shared_bytes + 1024), 1, most);
+}
+
+double rows_seconds(const Problem &p, int64_t head_dim, int64_t head_dim_v) {
+  constexpr double kBytes = 3e12; // a second, of an H200
+  const double rows = double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads);
+  return rows * double(10 * head_dim + 4 * head_dim_v) / kBytes;
+}
+
+double seconds(const Walks &w, const Device &device, int64_t resident, double rate, int64_t parts) {
+  const double sharing = std::clamp(w.blocks * double(parts) / device.sms, 1.0, double(resident));
+  return w.last(double(device.sms * resident)) / double(parts) * sharing / rate;
+}
+
+} // namespace strobe::cuda
