@@ -20,9 +20,9 @@ double kept(const Problem::Blocks &b) {
 } // namespace
 
 Walks walks(const Problem &p, Direction direction, int64_t tile_q, int64_t tile_k) {
-  constexpr i64 kAlign = 16; // that walks begin at
   const bool forward = direction == Direction::forward, bounded = p.window_left != kUnbounded || p.window_right != kUnbounded;
   const i64 own = forward ? tile_q : tile_k, step = forward ? tile_k : tile_q;
+  const i64 align = forward ? 16 : step; // schedule.h, query_tiles.h
   Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   if (!forward) band = band.transposed();
   const i64 count = tiles(band.seqlen_q, own);
@@ -33,7 +33,7 @@ Walks walks(const Problem &p, Direction direction, int64_t tile_q, int64_t tile_
   double sum = 0, longest = 0;
   for (i64 n = 0; n < (bounded ? count : 1); n++) {
     const Range seen = band.keys_any(n * own, std::min((n + 1) * own, band.seqlen_q));
-    const double walked = seen.empty() ? 0 : double(tiles(seen.end - round_down(seen.begin, kAlign), step) * step);
+    const double walked = seen.empty() ? 0 : double(tiles(seen.end - round_down(seen.begin, align), step) * step);
     sum += walked, longest = std::max(longest, walked);
   }
   const double of_one = double(own) * (forward ? 1 : double(p.group())) * kept(p.blocks);

@@ -9,6 +9,7 @@ import strobe
 from cases import Inputs, call
 from check import Results, Yardstick, assert_matches, available_engines, oracle, run, run_or_skip
 from device import ON_GPU
+from strobe._prewarm import Shape, prewarm
 
 INF, NAN = torch.inf, torch.nan
 engines = pytest.mark.parametrize("engine", available_engines())
@@ -87,6 +88,15 @@ def test_scale_at_the_ends_of_fp32(scale, dtype):
     assert_matches(call(sq=20, sk=64, dtype=dtype, scale=scale, dlse=False))
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("engine", "dtype"), [("cuda-tf32", "float32"), ("cuda-mma", "bfloat16"), ("cuda-sm90", "bfloat16")])
+def test_tensor_cores_refuse_a_large_scale(engine, dtype, backward):
+    """On a GPU that need not be here."""
+    x = Shape((1, 2, 64, 64), dtype)
+    with pytest.raises(NotImplementedError, match=f"{engine}: takes a scale of up to 10000 in size, not -20000"):
+        prewarm({"q": x, "k": x, "v": x}, {"engine": engine, "scale": -2e4}, backward, 90)
+
+
 # What a mask hides whole blocks of, it costs nothing: such keys are not even packed
 
 
@@ -120,7 +130,11 @@ def test_hidden_blocks(options, shared, dtype):
 def test_keys_that_nobody_sees(by, dtype, engine):
     kept = torch.zeros(5, 6, dtype=torch.bool)
     kept[:2, 2], kept[3:, 5] = True, True
-    mask = {"mask": blocks_of(kept, 300, 370, 64)[None, None]} if by == "mask" else {"block_mask": strobe.BlockMask.from_kept(kept, 64, 64, 300, 370)}
+    mask = (
+        {"mask": blocks_of(kept, 300, 370, 64)[None, None]}
+        if by == "mask"
+        else {"block_mask": strobe.BlockMask.from_kept(kept, 64, 64, 300, 370)}
+    )
     inputs = call(h=4, hkv=1, sq=300, sk=370, d=48, dtype=dtype, **mask)
     clean, yardstick = run_or_skip(inputs, engine), Yardstick(inputs)
     unseen = ~blocks_of(kept, 300, 370, 64).any(0)

@@ -1,0 +1,89 @@
+// What predictions count, against the tiles that kernels walk over and against brute force.
+#include "cuda/prediction.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/attention/schedule.h"
+
+using namespace strobe;
+using namespace strobe::cuda;
+
+namespace {
+
+Problem problem(int64_t queries, int64_t keys, int64_t left, int64_t right) {
+  Problem p;
+  p.batch = 2, p.heads = 6, p.heads_kv = 2, p.seqlen_q = queries, p.seqlen_k = keys, p.head_dim = p.head_dim_v = 64;
+  p.total_q = 2 * queries, p.total_k = 2 * keys, p.window_left = left, p.window_right = right;
+  return p;
+}
+
+Band band(const Problem &p) { return Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right); }
+
+// Keys that each tile of queries walks over, whole tiles of them, as the forward's kernels do.
+std::vector<double> walked_keys(const Problem &p, int64_t tile_q, int64_t tile_k) {
+  std::vector<double> found;
+  for (i64 q0 = 0; q0 < p.seqlen_q; q0 += tile_q) {
+    Schedule schedule(band(p), q0, std::min<i64>(q0 + tile_q, p.seqlen_q), tile_k, 16);
+    KeyTile tile;
+    double keys = 0;
+    while (schedule.next(tile)) keys += double(tile_k);
+    found.push_back(keys);
+  }
+  return found;
+}
+// Queries that each tile of keys walks over: of a fixed grid of tiles, those between the first and the last with one that sees a key.
+std::vector<double> walked_queries(const Problem &p, int64_t tile_q, int64_t tile_k) {
+  std::vector<double> found;
+  const Band sees = band(p);
+  for (i64 k0 = 0; k0 < p.seqlen_k; k0 += tile_k) {
+    i64 first = p.seqlen_q, last = -1;
+    for (i64 i = 0; i < p.seqlen_q; i++)
+      for (i64 j = k0; j < std::min<i64>(k0 + tile_k, p.seqlen_k); j++)
+        if (sees.visible(i, j)) first = std::min<i64>(first, i), last = std::max<i64>(last, i);
+    found.push_back(last < 0 ? 0 : double((last / tile_q - first / tile_q + 1) * tile_q));
+  }
+  return found;
+}
+
+} // namespace
+
+TEST_CASE("predict: whole tiles of what a tile's rows see") {
+  for (auto [queries, keys] : {std::pair{1, 1}, {16, 16}, {100, 100}, {512, 512}, {1, 700}, {300, 70}, {70, 300}})
+    for (int64_t left : {kUnbounded, int64_t{0}, int64_t{40}, int64_t{1000}})
+      for (int64_t right : {kUnbounded, int64_t{0}, int64_t{25}})
+        for (bool bottom_right : {true, false})
+          for (auto [tile_q, tile_k] : {std::pair{64, 64}, {128, 96}, {80, 128}, {16, 32}}) {
+            Problem p = problem(queries, keys, left, right);
+            p.bottom_right = bottom_right;
+            for (Direction direction : {Direction::forward, Direction::backward}) {
+              const bool forward = direction == Direction::forward;
+              const std::vector<double> others = forward ? walked_keys(p, tile_q, tile_k) : walked_queries(p, tile_q, tile_k);
+              const double own = forward ? double(tile_q) : 3.0 * double(tile_k); // three query heads share a key head
+              double sum = 0;
+              for (double x : others) sum += x;
+              CAPTURE(queries);
+              CAPTURE(keys);
+              CAPTURE(left);
+              CAPTURE(right);
+              CAPTURE(forward);
+              const Walks w = walks(p, direction, tile_q, tile_k);
+              CHECK(w.blocks == double(others.size() * size_t(forward ? 12 : 4)));
+              CHECK(w.mean == doctest::Approx(own * sum / double(others.size())));
+              CHECK(w.longest == doctest::Approx(own * *std::max_element(others.begin(), others.end())));
+            }
+          }
+}
+
+TEST_CASE("predict: blocks of threads in rounds") {
+  const Walks equal{10, 5, 5}, longest_first{10, 5, 9};
+  CHECK(equal.last(100) == 5);
+  CHECK(equal.last(10) == 5);
+  CHECK(equal.last(9) == 10); // one more round for one block
+  CHECK(equal.last(1) == 50);
+  CHECK(longest_first.last(100) == 9); // the longest is waited for
+  CHECK(longest_first.last(9) == 9);
+  CHECK(longest_first.last(2) == 25); // short ones fill the gaps
+}
