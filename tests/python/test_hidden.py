@@ -130,12 +130,11 @@ def test_hidden_blocks(options, shared, dtype):
 def test_keys_that_nobody_sees(by, dtype, engine):
     kept = torch.zeros(5, 6, dtype=torch.bool)
     kept[:2, 2], kept[3:, 5] = True, True
-    mask = (
-        {"mask": blocks_of(kept, 300, 370, 64)[None, None]}
-        if by == "mask"
-        else {"block_mask": strobe.BlockMask.from_kept(kept, 64, 64, 300, 370)}
-    )
-    inputs = call(h=4, hkv=1, sq=300, sk=370, d=48, dtype=dtype, **mask)
+    if by == "mask":
+        hidden = {"mask": blocks_of(kept, 300, 370, 64)[None, None]}
+    else:
+        hidden = {"block_mask": strobe.BlockMask.from_kept(kept, 64, 64, 300, 370)}
+    inputs = call(h=4, hkv=1, sq=300, sk=370, d=48, dtype=dtype, **hidden)
     clean, yardstick = run_or_skip(inputs, engine), Yardstick(inputs)
     unseen = ~blocks_of(kept, 300, 370, 64).any(0)
     for t in (inputs.k, inputs.v):
