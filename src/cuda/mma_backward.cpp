@@ -22,18 +22,18 @@ constexpr KernelSource kBackward{"mma/backward.h", "strobe::mma::Backward", "str
 constexpr KernelSource kDelta{"mma/rows.h", "strobe::mma::Delta", "strobe::mma::RowsConfig"};
 constexpr KernelSource kConvertDq{"mma/rows.h", "strobe::mma::ConvertDq", "strobe::mma::RowsConfig"};
 
-// most_dim and most_features are what the registers hold; speed: of large problems, relative to other rows, on an H200; of those that it has
-// memory enough to pass over (0.5 and below), guessed.
+// most_dim and most_features are what the registers hold; speed: of the products, relative to other rows, on an H200: of large problems; of
+// 32 x 32 and 32 x 16 of small ones; of the others that it has memory enough to pass over (0.25 and below), guessed.
 struct BackwardTile {
   int32_t most_dim, q, k, key_warps, dim_warps, step_q, most_features;
   double speed;
 };
 constexpr int32_t kAll = 8;
 constexpr BackwardTile kBackwardTiles[] = {
-    {64, 64, 256, 4, 1, 32, 0, 1.05},   {128, 64, 128, 4, 1, 64, 0, 1.0},   {64, 128, 128, 4, 1, 64, 0, 1.02},
-    {128, 64, 128, 4, 1, 32, 2, 0.95},  {128, 64, 64, 2, 2, 32, kAll, 0.8}, {256, 64, 64, 2, 2, 32, 2, 0.85},
-    {256, 32, 64, 2, 2, 16, kAll, 0.7}, {192, 16, 64, 4, 1, 16, 2, 0.4},    {256, 32, 32, 2, 2, 16, kAll, 0.5},
-    {192, 16, 32, 2, 1, 16, kAll, 0.3}, {256, 32, 16, 1, 2, 16, kAll, 0.3}, {256, 16, 16, 1, 1, 16, kAll, 0.2},
+    {64, 64, 256, 4, 1, 32, 0, 1.05},    {128, 64, 128, 4, 1, 64, 0, 1.0},    {64, 128, 128, 4, 1, 64, 0, 1.02},
+    {128, 64, 128, 4, 1, 32, 2, 0.95},   {128, 64, 64, 2, 2, 32, kAll, 0.8},  {256, 64, 64, 2, 2, 32, 2, 0.85},
+    {256, 32, 64, 2, 2, 16, kAll, 0.7},  {192, 16, 64, 4, 1, 16, 2, 0.25},    {256, 32, 32, 2, 2, 16, kAll, 0.3},
+    {192, 16, 32, 2, 1, 16, kAll, 0.15}, {256, 32, 16, 1, 2, 16, kAll, 0.15}, {256, 16, 16, 1, 1, 16, kAll, 0.1},
 };
 // With block sparsity a tile lies within a block.
 bool divides(const Problem &p, int32_t tile_q, int32_t tile_k) {
@@ -46,8 +46,8 @@ int32_t heavy(const BackwardConfig &c) {
   return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) + 2 * (f.function != 0) + (f.dropout != 0 && f.additive()) + !c.aligned;
 }
 
-// The fastest tile that fits, or with wishes the nearest. A small grid does not fill the GPU: then tiles of fewer keys may be faster.
-bool choose(BackwardConfig &chosen, const Problem &p, const Device &device) {
+// The fastest tile that fits, or with wishes the nearest, and its speed. A small grid does not fill the GPU: then tiles of fewer keys may be faster.
+bool choose(BackwardConfig &chosen, double &speed, const Problem &p, const Device &device) {
   BackwardConfig any{};
   any.dtype = int32_t(p.dtype);
   any.aligned = aligned_backward(p), any.deterministic = p.deterministic && p.dq, any.blocks_per_sm = 1;
@@ -63,18 +63,20 @@ bool choose(BackwardConfig &chosen, const Problem &p, const Device &device) {
     const double waves = double(p.batch * p.heads_kv * tiles(p.seqlen_k, tile.k)) / device.sms;
     const double cost =
         16 * (distance(p.tile_q, tile.q) + distance(p.tile_k, tile.k)) + std::log2(std::max(1.0, waves) * tile.k / tile.speed);
-    if (cost < least) least = cost, chosen = c;
+    if (cost < least) least = cost, chosen = c, speed = tile.speed;
   }
   return least < HUGE_VAL;
 }
 
-constexpr double kFlopPerClock = 1400, kLaunchSeconds = 3e-6; // of an SM of the H200, measured
+// Measured on an H200: of an SM, with the tile of speed 1; of each kernel; of a block, to begin and to store; of a step, besides its products.
+constexpr double kFlopPerClock = 1370, kBiasPerClock = 1400, kLaunchSeconds = 3e-6, kEndsSeconds = 5.5e-6, kStepSeconds = 0.5e-6;
 
-double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device, size_t launches) {
-  const double columns = c.head_dim + c.head_dim_v, of_sm = kFlopPerClock * device.clock_hz;
+double predicted_seconds(const Problem &p, const BackwardConfig &c, double speed, const Device &device, size_t launches) {
+  const double columns = c.head_dim + c.head_dim_v;
   const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k);
-  const double bias = p.dbias ? 2 * w.scores() * columns / (of_sm * device.sms) : 0;
-  return kLaunchSeconds * double(launches) + seconds(w, device, 1, of_sm / (5 * columns)) + bias +
+  const double score = 5 * columns / (speed * kFlopPerClock * device.clock_hz) + kStepSeconds / double(c.tile_q * c.tile_k);
+  const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
+  return kLaunchSeconds * double(launches) + seconds(w, device, 1, 1 / score, kEndsSeconds) + bias +
          rows_seconds(p, c.head_dim, c.head_dim_v);
 }
 
@@ -82,8 +84,9 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device
 
 CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &scratch) {
   BackwardConfig c{};
+  double speed = 1;
   BackwardArguments a = backward_arguments(p);
-  if (!choose(c, p, device) || (p.bias && !(settle(p, device, a) && bias_gradient(p, device, a))))
+  if (!choose(c, speed, p, device) || (p.bias && !(settle(p, device, a) && bias_gradient(p, device, a))))
     return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
 
   a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
@@ -109,7 +112,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
 
   program.kernel = text(strobe::name(p.dtype), " mma.sync, ", c.warps(), " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   describe_tile(program, p, c.tile_q, c.tile_k, c.aligned);
-  program.predicted_seconds = predicted_seconds(p, c, device, program.steps.size());
+  program.predicted_seconds = predicted_seconds(p, c, speed, device, program.steps.size());
   return program;
 }
 

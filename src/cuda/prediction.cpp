@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "../../kernels/attention/geometry.h"
+#include "attention/work.h"
 #include "cuda/arguments.h"
 
 namespace strobe::cuda {
@@ -16,6 +17,8 @@ double sequences(const Problem &p) {
 double kept(const Problem::Blocks &b) {
   return b.present ? double(b.kept) / std::max(1.0, double(b.batch * b.heads * b.rows * b.cols)) : 1;
 }
+
+double query_rows(const Problem &p) { return double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads); }
 
 } // namespace
 
@@ -53,13 +56,23 @@ int64_t resident(const Device &device, int64_t shared_bytes, int64_t most) {
 
 double rows_seconds(const Problem &p, int64_t head_dim, int64_t head_dim_v) {
   constexpr double kBytes = 3e12; // a second, of an H200
-  const double rows = double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads);
-  return rows * double(10 * head_dim + 4 * head_dim_v) / kBytes;
+  return query_rows(p) * double(10 * head_dim + 4 * head_dim_v) / kBytes;
 }
 
-double seconds(const Walks &w, const Device &device, int64_t resident, double rate, int64_t parts) {
-  const double sharing = std::clamp(w.blocks * double(parts) / device.sms, 1.0, double(resident));
-  return w.last(double(device.sms * resident)) / double(parts) * sharing / rate;
+double reading_seconds(const Problem &p, const Device &device) {
+  constexpr double kBytesPerClock = 16; // of an SM
+  return double(bytes(p.dtype)) * keys_read(p) * double(p.head_dim + p.head_dim_v) / (kBytesPerClock * device.clock_hz * device.sms);
+}
+
+double combining_seconds(const Problem &p) {
+  constexpr double kStart = 4e-6, kRow = 2.5e-9; // measured on an H200
+  return kStart + kRow * query_rows(p);
+}
+
+double seconds(const Walks &w, const Device &device, int64_t resident, double rate, double ends, int64_t parts) {
+  const double blocks = w.blocks * double(parts), slots = double(device.sms * resident);
+  const double sharing = std::clamp(blocks / device.sms, 1.0, double(resident)); // a block alone on its SM has all of it
+  return w.last(slots) / double(parts) * sharing / rate + ends * std::max(1.0, blocks / slots);
 }
 
 } // namespace strobe::cuda

@@ -19,8 +19,13 @@ Walks walks(const Problem &, Direction, int64_t tile_q, int64_t tile_k);
 // Blocks that an SM runs at a time, of `most` that registers leave room for.
 int64_t resident(const Device &, int64_t shared_bytes, int64_t most);
 
-// Until all blocks are done: `resident` of them share an SM, which then computes `rate` scores a second; `parts` blocks share a walk.
-double seconds(const Walks &, const Device &, int64_t resident, double rate, int64_t parts = 1);
+// Until all blocks are done: `resident` of them share an SM, which computes `rate` scores a second; a block takes `ends` seconds besides, to begin
+// and to store; `parts` blocks share a walk.
+double seconds(const Walks &, const Device &, int64_t resident, double rate, double ends, int64_t parts = 1);
+
+// Of a forward: K and V from memory, and the combination of parts.
+double reading_seconds(const Problem &, const Device &);
+double combining_seconds(const Problem &);
 
 // What a backward does to rows of Q before and after: reads O and dO for D, sets dQ's FP32 sums to 0 and rounds them.
 double rows_seconds(const Problem &, int64_t head_dim, int64_t head_dim_v);

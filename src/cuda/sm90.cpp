@@ -157,7 +157,7 @@ bool choose(Config &chosen, const Problem &p, const Device &device) {
   return least < HUGE_VAL;
 }
 
-constexpr double kFlopsPerSm = 600e12 / 132; // measured
+constexpr double kFlopsPerSm = 5e12; // measured on an H200, on whole tiles
 
 // Of a tile of queries, while its SM computes nothing else.
 double tile_seconds(const Problem &p, const Config &c) {
@@ -169,15 +169,15 @@ double tile_seconds(const Problem &p, const Config &c) {
 // Where tiles of queries leave SMs idle: in how many parts each takes its keys. As many as fill the GPU once, if that gains more than
 // combining them takes.
 int32_t splits(const Problem &p, const Config &c, const Device &device, int64_t items) {
-  constexpr double kCombineSeconds = 5e-6;
   const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeys);
-  return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > kCombineSeconds ? int32_t(most) : 1;
+  return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > combining_seconds(p) ? int32_t(most) : 1;
 }
 
 double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t parts) {
-  constexpr double kStart = 4e-6; // measured
+  constexpr double kStart = 5.2e-6, kEnds = 2.5e-6; // measured on an H200: of the call, and of a thread block
   const Walks w = walks(p, Direction::forward, c.tile_q(), c.tile_k);
-  return kStart * (parts > 1 ? 2 : 1) + seconds(w, device, c.blocks_per_sm, kFlopsPerSm / (2.0 * (c.head_dim + c.head_dim_v)), parts);
+  const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / (2.0 * (c.head_dim + c.head_dim_v)), kEnds, parts);
+  return kStart + std::max(computing, reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
 }
 
 class Sm90Engine final : public CudaEngine {

@@ -100,13 +100,15 @@ int64_t bundle(const Problem &p, const BackwardConfig &c) {
 }
 
 double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device) {
-  constexpr double kFlopsPerSm = 560e12 / 132, kLaunches = 8e-6; // measured on an H200
+  // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
+  constexpr double kFlopsPerSm = 5.2e12, kWideFlopsPerSm = 3.9e12, kLaunches = 13e-6, kEnds = 7e-6;
   constexpr double kShared = 0.6;        // of the rate, where fewer columns than 128 share a tile of 64 keys: guessed
   constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
   const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
-  const double columns = c.head_dim + c.head_dim_v, rate = kFlopsPerSm * (c.wide && widest(p) <= kNarrow ? kShared : 1) / (5 * columns);
+  const double columns = c.head_dim + c.head_dim_v, share = c.wide && widest(p) <= kNarrow ? kShared : 1;
+  const double rate = (c.wide ? kWideFlopsPerSm : kFlopsPerSm) * share / (5 * columns);
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
-  return kLaunches + seconds(w, device, 1, rate) + bias + rows_seconds(p, c.columns(), c.head_dim_v);
+  return kLaunches + seconds(w, device, 1, rate, kEnds) + bias + rows_seconds(p, c.columns(), c.head_dim_v);
 }
 
 } // namespace
