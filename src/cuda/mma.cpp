@@ -178,7 +178,7 @@ private:
         decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
     const int64_t side = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer parts to merge
     a.splits = splits(ctas, device.sms * side, p.seqlen_k, 256);
-    if (predicted_seconds(p, c, device, decode, side, 1) < predicted_seconds(p, c, device, decode, side, a.splits)) a.splits = 1;
+    if (!decode && predicted_seconds(p, c, device, false, side, 1) < predicted_seconds(p, c, device, false, side, a.splits)) a.splits = 1;
     a.bundle = bundle(p, device);
     if (a.splits > 1) {
       const int64_t rows = a.in.rows();
