@@ -177,7 +177,7 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   constexpr double kStart = 5.2e-6, kEnds = 2.5e-6; // measured on an H200: of the call, and of a thread block
   const Walks w = walks(p, Direction::forward, c.tile_q(), c.tile_k);
   const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / (2.0 * (c.head_dim + c.head_dim_v)), kEnds, parts);
-  return kStart + std::max(computing, reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
+  return kStart + std::max(computing, kEnds + reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
 }
 
 class Sm90Engine final : public CudaEngine {
