@@ -33,14 +33,15 @@ Walks walks(const Problem &p, Direction direction, int64_t tile_q, int64_t tile_
   w.blocks = sequences(p) * double(forward ? p.heads : p.heads_kv) * double(count);
   if (count == 0) return w;
 
+  const i64 stride = bounded ? 1 + count / 1024 : count; // of a long sequence a sample
   double sum = 0, longest = 0;
-  for (i64 n = 0; n < (bounded ? count : 1); n++) {
+  for (i64 n = 0; n < count; n += stride) {
     const Range seen = band.keys_any(n * own, std::min((n + 1) * own, band.seqlen_q));
     const double walked = seen.empty() ? 0 : double(tiles(seen.end - round_down(seen.begin, align), step) * step);
     sum += walked, longest = std::max(longest, walked);
   }
   const double of_one = double(own) * (forward ? 1 : double(p.group())) * kept(p.blocks);
-  w.mean = of_one * sum / double(bounded ? count : 1), w.longest = of_one * longest;
+  w.mean = of_one * sum / double(tiles(count, stride)), w.longest = of_one * longest;
   return w;
 }
 
