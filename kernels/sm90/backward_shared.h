@@ -20,7 +20,7 @@ struct QueryStep {
   i32 number; // of the tile, in the order of dq_sum
   i32 flags;
 };
-// The keys of this thread block.
+// The keys of this thread block; where blocks own dQ, tile after tile of them.
 struct KeyBlock {
   i32 batch, head_kv, begin, seqlen_k;
 };
@@ -28,6 +28,12 @@ struct KeyBlock {
 struct Reach {
   i32 low, high, seqlen_q, unused;
 };
+
+// x; what is made of it is made here, and not kept from before a loop, in registers that are dear.
+__device__ __forceinline__ int anew(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // From an address that is a multiple of 1024.
 template <BackwardConfig C> struct BackwardShared {
@@ -49,13 +55,15 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 ds_empty(u32 n) const { return barriers + 80 + n % 2 * 8; }
   __device__ __forceinline__ u32 k_full() const { return barriers + 96; }
   __device__ __forceinline__ u32 v_full() const { return barriers + 104; }
+  // Where blocks own dQ: K and V are read, and the next ones may come.
+  __device__ __forceinline__ u32 keys_empty() const { return barriers + 160; }
   __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.wide ? 336 : 112) + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
   // Wide: P of an iteration, from one warpgroup to the other.
   __device__ __forceinline__ u32 p_full() const { return barriers + 112; }
   __device__ __forceinline__ u32 p_empty() const { return barriers + 120; }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
-  __device__ __forceinline__ u32 keys() const { return barriers + 160; }
+  __device__ __forceinline__ u32 keys() const { return barriers + 352; }
   __device__ __forceinline__ u32 reach() const { return barriers + 176; }
   // Deterministic: the steps once more, for who adds up dQ; he is never eight behind.
   __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
@@ -77,6 +85,7 @@ template <BackwardConfig C> struct BackwardShared {
     }
     mbarrier_init(k_full(), 1);
     mbarrier_init(v_full(), 1);
+    mbarrier_init(keys_empty(), kWarps);
     mbarrier_init_fence();
   }
 };

@@ -83,7 +83,7 @@ template <BackwardConfig C> struct BackwardWide {
       } else if constexpr (C.deterministic) {
         scores.release(shared.dq_full(w));
       }
-      scores.template store<kDv>(a.a.dv, in, in.head_dim_v, dV, scores.dropout.dropout.factor());
+      scores.template store<kDv>(a.a.dv, in, read<KeyBlock>(shared.keys()), in.head_dim_v, dV, scores.dropout.dropout.factor());
     }
 
     // dS and dK.
@@ -142,7 +142,7 @@ template <BackwardConfig C> struct BackwardWide {
       } else if constexpr (C.deterministic) {
         scores.release(shared.dq_full(w));
       }
-      scores.template store<kD>(a.a.dk, in, in.head_dim, dK, (float)in.scale);
+      scores.template store<kD>(a.a.dk, in, read<KeyBlock>(shared.keys()), in.head_dim, dK, (float)in.scale);
     }
 
     template <int N> static __device__ __forceinline__ void clear(float (&x)[N]) {

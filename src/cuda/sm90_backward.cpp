@@ -99,17 +99,36 @@ int64_t bundle(const Problem &p, const BackwardConfig &c) {
   return size;
 }
 
+constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H200
+
+// Of what as many thread blocks would take that keep every SM busy.
+double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
+
+// Do blocks that own a (batch, key head) pair's dQ serve better than one for each tile of keys? They spare its zeros, its conversion and most
+// of a block's start, and idle where pairs do not fill the SMs evenly.
+bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
+  if (c.wide || c.features.blocks || p.varlen || !p.dq) return false;
+  const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
+  // The first keys are seen by all queries, and all keys by some.
+  if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
+  constexpr double kBlockStart = 3e-6; // of 6 us before its first product and after its last: measured
+  const double pairs = double(p.batch * p.heads_kv), blocks = pairs * double(tiles(p.seqlen_k, c.tile_k()));
+  const double products = 5 * visible_scores(p) * (c.head_dim + c.head_dim_v) / (kFlopsPerSm * device.sms);
+  const double rows = double(p.batch * p.heads * p.seqlen_q);
+  return products * (uneven(pairs, device) - uneven(blocks, device)) <
+         rows * 8 * c.columns() / kBytes + kBlockStart * (blocks - pairs) / device.sms;
+}
+
 // The rate of a thread block does not depend on how many others run.
 double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device, int64_t blocks) {
-  constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12, kLaunches = 8e-6; // measured on an H200
+  constexpr double kLaunches = 8e-6;     // measured on an H200
   constexpr double kShared = 0.6;        // of the rate, where fewer columns than 128 share a tile of 64 keys: guessed
   constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
-  const double waves = double(blocks) / device.sms, uneven = waves < 4 ? std::ceil(waves) / waves : 1;
   const double scores = visible_scores(p), columns = c.head_dim + c.head_dim_v;
   const double products = 5 * scores * columns / (kFlopsPerSm * device.sms * (c.wide && widest(p) <= kNarrow ? kShared : 1));
   const double bias = p.dbias ? 2 * scores * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
   const double rows = double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads);
-  return kLaunches + products * uneven + bias + rows * (10 * c.columns() + 4 * c.head_dim_v) / kBytes;
+  return kLaunches + products * uneven(double(blocks), device) + bias + rows * ((c.owns_dq ? 2 : 10) * c.columns() + 4 * c.head_dim_v) / kBytes;
 }
 
 } // namespace
@@ -119,24 +138,27 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   const double size = std::abs(p.scale); // its sign does not matter where LSE is known
   if (features.function != kHyperbolic) features.scaled = !(size == 0 || (size > 1e-30 && size < 1e30));
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
-  const BackwardConfig c = configuration(p, features);
+  BackwardConfig c = configuration(p, features);
+  c.owns_dq = owns_dq(p, c, device);
+  if (c.owns_dq) c.deterministic = 0; // it is
   if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.tile_k()))
     return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
-  const int64_t key_tiles = tiles(p.seqlen_k, c.tile_k()), pairs = p.batch * p.heads_kv, blocks = key_tiles * pairs;
+  const int64_t key_tiles = tiles(p.seqlen_k, c.tile_k()), pairs = p.batch * p.heads_kv;
+  const int64_t blocks = c.owns_dq ? std::min<int64_t>(pairs, device.sms) : key_tiles * pairs;
 
   HopperBackwardArguments a{};
   a.a = backward_arguments(p);
   const int64_t query_tiles = mma::query_tiles(a.a.in, c.tile_q);
-  for (const auto &[count, what] : {std::pair{blocks, "keys"}, std::pair{query_tiles, "queries"}})
+  for (const auto &[count, what] : {std::pair{key_tiles * pairs, "keys"}, std::pair{query_tiles, "queries"}})
     if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
   a.rows = scratch.take<float>(query_tiles * (c.lse_bytes() + c.row_bytes()) / 4);
-  if (p.dq) a.a.dq_sum = scratch.take<float>(query_tiles * c.tile_q * c.columns());
-  if (c.deterministic) a.a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
-  a.first_stores = c.deterministic && !c.wide;
-  if (p.bias || p.dsinks) a.a.delta = scratch.take<float>(2 * a.a.in.rows());
   a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
-  a.tiles = i32(key_tiles);
-  a.a.bundle = i32(bundle(p, c));
+  if (p.dq) a.a.dq_sum = scratch.take<float>((c.owns_dq ? blocks * p.group() * a.query_tiles : query_tiles) * c.tile_q * c.columns());
+  if (c.deterministic) a.a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
+  a.first_stores = c.owns_dq || (c.deterministic && !c.wide);
+  if (p.bias || p.dsinks) a.a.delta = scratch.take<float>(2 * a.a.in.rows());
+  a.tiles = i32(key_tiles), a.pairs = i32(pairs);
+  a.a.bundle = c.owns_dq ? 1 : i32(bundle(p, c));
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * key_tiles)));
   a.bundle = Divisor::make(uint32_t(a.a.bundle)), a.heads_kv = Divisor::make(uint32_t(p.heads_kv));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
@@ -156,13 +178,14 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   }
   program.steps.push_back(Launch(kRows, each, row_blocks, RowsConfig::threads(), 0, a));
   if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
-  if (p.dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
+  if (p.dq && !c.owns_dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
   if (p.dsinks) program.steps.push_back(sink_gradient(p, a.a));
   if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a.a));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
+  if (c.owns_dq) program.kernel += ", a block all keys of a head";
   describe_tile(program, p, c.tile_q, c.tile_k(), true);
-  program.predicted_seconds = predicted_seconds(p, c, device, blocks);
+  program.predicted_seconds = predicted_seconds(p, c, device, c.owns_dq ? pairs : blocks);
   return program;
 }
 
