@@ -40,15 +40,11 @@ template <BackwardConfig C> struct Backward {
     u32 P[kM / 4], dS[kM / 4];
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
-        : a(a), shared(shared), w(w), lane(anew((int)threadIdx.x % 32)), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)),
+        : a(a), shared(shared), w(w), lane(this_thread() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread() / 32 % 4, 0)),
           scores(shared, a.a.in, keys, w) {}
 
-    __device__ __forceinline__ void all() {
-      u32 n = 0;
-      all(n, false);
-    }
-    // n: the first iteration, later the one after the last; odd: other keys, an odd number of times. Returns whether there are more keys.
-    __device__ __forceinline__ bool all(u32 &n, bool odd) {
+    // n: the first iteration's number. Returns that of the one after the last.
+    __device__ __forceinline__ u32 all(u32 n) {
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) dK[i] = 0;
 #pragma unroll
@@ -60,26 +56,25 @@ template <BackwardConfig C> struct Backward {
       const bool nothing = step.flags & kNothing;
       i32 last = 0;
       if (!nothing)
-        last = walk(step, n, odd);
+        last = walk(step, n);
       else if constexpr (C.deterministic)
         scores.release(shared.dq_full(w));
-      KeyBlock keys = read<KeyBlock>(shared.keys());
+      const KeyBlock keys = read<KeyBlock>(shared.keys());
       if constexpr (C.owns_dq) {
         __syncwarp();
         for (u32 read : {shared.q_empty(n), shared.ds_empty(n), shared.keys_empty()}) scores.release(read);
       }
       if (!nothing) add_dq(n, last, keys.begin);
       finish(keys);
-      ++n;
-      return BackwardLoad<C>::next_keys(a, keys);
+      return n + 1;
     }
 
     // All tiles of queries, but for the last one's dQ, which is there and not added yet. Returns its number.
-    __device__ __forceinline__ i32 walk(QueryStep step, u32 &n, bool odd) {
-      mbarrier_wait(shared.k_full(), odd);
+    __device__ __forceinline__ i32 walk(QueryStep step, u32 &n) {
+      mbarrier_wait(shared.k_full(), n >> 31);
       if (w == 1) barrier_sync(kStagger, kComputing);
       multiply_s(n);
-      mbarrier_wait(shared.v_full(), odd);
+      mbarrier_wait(shared.v_full(), n >> 31);
       clean_keys();
       i32 before = -1; // the number of the tile of the iteration before, if there was one
 #pragma unroll 1
@@ -205,13 +200,17 @@ template <BackwardConfig C> struct Backward {
         if constexpr (kHidden && !C.exact_p) dS[2 * i] &= nonzero_pairs<T>(P[2 * i]), dS[2 * i + 1] &= nonzero_pairs<T>(P[2 * i + 1]);
       }
     }
+    // Where blocks own dQ, this one's part.
+    __device__ __forceinline__ float *part_of_dq_sum() const {
+      return a.a.dq_sum + (C.owns_dq ? (i64)blockIdx.x * (a.a.in.group * a.query_tiles) * (kM * C.columns()) : 0);
+    }
     // dQ of iteration n, of keys from `begin` on, to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries
     // of a warp.
     __device__ __forceinline__ void add_dq(u32 n, i32 number, i32 begin) {
       if (!a.a.dq_sum) return;
       const bool first = C.owns_dq && begin == 0; // which all queries see: nobody has added yet
       constexpr int kN = C.dq_queries();
-      float *target = a.a.dq_sum + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
+      float *target = part_of_dq_sum() + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
       if constexpr (C.dq_shared) {
         const u32 place = shared.dq + (w * 4 + warp) * (64 * kN);
         if constexpr (C.deterministic) {

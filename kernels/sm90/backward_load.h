@@ -25,42 +25,34 @@ template <BackwardConfig C> struct BackwardLoad {
     write(shared.reach(), band.low, band.high, band.seqlen_q, 0);
   }
 
+  // Where blocks own dQ, bit 31 of an iteration's number says of how many tiles of keys before: odd.
+  __device__ __forceinline__ void q() const {
+#pragma unroll 1
+    for (u32 n = 0;; n ^= kOddKeys) {
+      n = q(n);
+      if constexpr (!C.owns_dq) return;
+      KeyBlock keys = read<KeyBlock>(shared.keys());
+      const bool more = next_keys(keys);
+      mbarrier_wait(shared.keys_empty(), n >> 31);
+      write(shared.keys(), more ? keys.batch : KeyBlock::kNone, keys.head_kv, keys.begin, keys.seqlen_k);
+      if (!more) return mbarrier_arrive(shared.k_full());
+    }
+  }
+  __device__ __forceinline__ void dout() const {
+    u32 n = 0;
+    do n = dout(n);
+    while (other_keys<C>(shared, n));
+  }
+
+private:
   // The keys that this block takes after these. Returns whether there are any.
-  static __device__ __forceinline__ bool next_keys(const HopperBackwardArguments &a, KeyBlock &keys) {
-    if (!C.owns_dq) return false;
+  __device__ __forceinline__ bool next_keys(KeyBlock &keys) const {
     keys.begin += kTileK;
     if (keys.begin < keys.seqlen_k) return true;
     const u32 pair = (u32)keys.batch * a.heads_kv.by + (u32)keys.head_kv + gridDim.x;
     keys.begin = 0, keys.batch = (i32)a.heads_kv.divide(pair), keys.head_kv = (i32)(pair - (u32)keys.batch * a.heads_kv.by);
     return pair < (u32)a.pairs;
   }
-
-  __device__ __forceinline__ void q() const {
-    u32 parity = 0;
-#pragma unroll 1
-    for (u32 n = 0;;) {
-      n = q(n);
-      KeyBlock keys = read<KeyBlock>(shared.keys());
-      if (!next_keys(a, keys)) return;
-      mbarrier_wait(shared.keys_empty(), parity);
-      write(shared.keys(), keys.batch, keys.head_kv, keys.begin, keys.seqlen_k);
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void dout() const {
-    u32 parity = 0;
-#pragma unroll 1
-    for (u32 n = 0;;) {
-      KeyBlock keys = read<KeyBlock>(shared.keys());
-      const bool more = next_keys(a, keys);
-      n = dout(n);
-      if (!more) return;
-      parity ^= 1;
-      mbarrier_wait(shared.k_full(), parity); // which keys they are is known
-    }
-  }
-
-private:
   // Both return the next iteration's number.
   __device__ __forceinline__ u32 q(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
@@ -81,6 +73,7 @@ private:
   __device__ __forceinline__ u32 dout(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     load<C.columns_v(), C.v_bytes(), kTileK>(a.v, shared.v_full(), shared.v, k_row(keys), keys.head_kv, keys.batch);
+    if constexpr (C.owns_dq) mbarrier_wait(shared.k_full(), n >> 31); // else it might take these keys' K for the next ones'
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
       if (step.flags & kNothing) return mbarrier_wait(shared.v_full(), 0);
@@ -90,11 +83,11 @@ private:
     });
   }
 
-  // Of a tile, in dq_sum; where blocks own dQ, it holds what they add up at present.
+  // Of a tile, in dq_sum; where blocks own dQ, in the block's part, which holds what it adds up at present.
   __device__ __forceinline__ i32 number_of_dq(const QueryStep &step) const {
     if (!C.owns_dq) return step.number;
     const i32 first = read<KeyBlock>(shared.keys()).head_kv * a.a.in.group;
-    return ((i32)blockIdx.x * a.a.in.group + step.head - first) * a.query_tiles + (i32)((u32)step.begin / kM);
+    return (step.head - first) * a.query_tiles + (i32)((u32)step.begin / kM);
   }
   __device__ __forceinline__ const float *rows(const QueryStep &step) const {
     return a.rows + (i64)step.number * ((C.lse_bytes() + C.row_bytes()) / 4);

@@ -29,18 +29,10 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
     }
   } else {
     registers_raise<C.registers_compute>();
-    if constexpr (C.owns_dq) {
-      bool odd = false, more;
-      u32 n = 0;
+    u32 n = 0;
 #pragma unroll 1
-      do {
-        more = Compute(a, shared, read<KeyBlock>(shared.keys()), warpgroup - 1).all(n, odd);
-        odd = !odd;
-        if (more) mbarrier_wait(shared.k_full(), odd); // which keys they are is known
-      } while (more);
-    } else {
-      Compute(a, shared, read<KeyBlock>(shared.keys()), warpgroup - 1).all();
-    }
+    do n = Compute(a, shared, read<KeyBlock>(shared.keys()), warpgroup - 1).all(n);
+    while (other_keys<C>(shared, n));
   }
 }
 

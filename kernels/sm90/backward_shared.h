@@ -22,6 +22,7 @@ struct QueryStep {
 };
 // The keys of this thread block; where blocks own dQ, tile after tile of them.
 struct KeyBlock {
+  static constexpr i32 kNone = -1; // as batch: there are no more
   i32 batch, head_kv, begin, seqlen_k;
 };
 // Key j is seen by queries from j - high to j - low.
@@ -29,10 +30,11 @@ struct Reach {
   i32 low, high, seqlen_q, unused;
 };
 
-// x; what is made of it is made here, and not kept from before a loop, in registers that are dear.
-__device__ __forceinline__ int anew(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
+// What is made of them is made where it stands, and not kept from before a loop, in registers that are dear.
+__device__ __forceinline__ int this_thread() {
+  u32 x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return (int)x;
 }
 
 // From an address that is a multiple of 1024.
@@ -89,6 +91,16 @@ template <BackwardConfig C> struct BackwardShared {
     mbarrier_init_fence();
   }
 };
+
+// Where blocks own dQ: waits for the keys after those of iteration n - 1. Bit 31 of n: there have been an odd number of tiles of keys before.
+// Returns whether there are any.
+inline constexpr u32 kOddKeys = 1u << 31;
+template <BackwardConfig C> __device__ __forceinline__ bool other_keys(const BackwardShared<C> &shared, u32 &n) {
+  if constexpr (!C.owns_dq) return false;
+  n ^= kOddKeys;
+  mbarrier_wait(shared.k_full(), n >> 31);
+  return (i32)load_shared(shared.keys()) != KeyBlock::kNone;
+}
 
 // Barriers of stages that are used in turn: full for iteration n, and empty again for it.
 __device__ __forceinline__ void wait_full(u32 barrier, u32 n) { mbarrier_wait(barrier, n / 2 % 2); }

@@ -27,11 +27,12 @@ template <BackwardConfig C> struct BackwardWide {
         : a(a), in(a.a.in), shared(shared), w(w), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)),
           scores(shared, a.a.in, keys, w) {}
 
-    __device__ __forceinline__ void all() {
+    __device__ __forceinline__ u32 all(u32) {
       if (w == 0)
         left();
       else
         right();
+      return 0;
     }
 
     // P and dV.
