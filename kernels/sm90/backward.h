@@ -234,7 +234,7 @@ template <BackwardConfig C> struct Backward {
         }
       } else if (first) {
 #pragma unroll
-        for (int i = 0; i < kN / 8; ++i) store_global(target + 128 * i + 4 * lane, reinterpret_cast<const u32 (&)[4]>(dQ[4 * i]));
+        for (int i = 0; i < kN / 8; ++i) store_global(target + 128 * i + 4 * lane, reinterpret_cast<const u32(&)[4]>(dQ[4 * i]));
       } else {
 #pragma unroll
         for (int i = 0; i < kN / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));

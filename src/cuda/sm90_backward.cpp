@@ -62,7 +62,33 @@ bool wide(const Problem &p, const Features &f) {
   return widest(p) > kNarrow || crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
 }
 
-BackwardConfig configuration(const Problem &p, const Features &f) {
+constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H200
+
+// Of what as many thread blocks would take that keep every SM busy.
+double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
+
+// What a (batch, key head) pair reads, and adds up, again and again.
+int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
+  return std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
+}
+
+// Do blocks that own a pair's dQ serve better than one for each tile of keys? They spare its zeros, its turns and the launch that rounds it;
+// but each works at a pair of its own, which must stay in the L2 cache, and SMs idle where pairs do not fill them evenly.
+bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
+  const Features &f = c.features;
+  if (f.blocks || p.varlen || !p.dq || (widest(p) > 64 && (f.function || f.dropout || f.bias))) return false; // registers
+  const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
+  // The first keys are seen by all queries, and all keys by some.
+  if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
+  constexpr double kPartOfCache = 0.6; // measured: 15-34% faster at half of it, 5% at this, as fast at 0.7, slower beyond
+  const double pairs = double(p.batch * p.heads_kv), blocks = pairs * double(tiles(p.seqlen_k, c.tile_k()));
+  if (std::min(pairs, double(device.sms)) * double(pair_bytes(p, c)) > kPartOfCache * double(device.l2)) return false;
+  const double products = 5 * visible_scores(p) * (c.head_dim + c.head_dim_v) / (kFlopsPerSm * device.sms);
+  const double rows = double(p.batch * p.heads * p.seqlen_q);
+  return products * (uneven(pairs, device) - uneven(blocks, device)) < rows * 8 * c.columns() / kBytes;
+}
+
+BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
   BackwardConfig c{};
   c.dtype = i32(p.dtype);
   c.head_dim = i32((p.head_dim + 15) / 16 * 16), c.head_dim_v = i32((p.head_dim_v + 15) / 16 * 16);
@@ -74,12 +100,14 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
     c.head_dim = std::max(c.head_dim, 80); // two blocks of columns, one for each warpgroup
     return c;
   }
+  c.owns_dq = owns_dq(p, c, device);
+  if (c.owns_dq) c.deterministic = 0;                                 // it is
   const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
   c.exact_p = f.function || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || !f.band;
   if (std::max(c.head_dim, c.head_dim_v) <= 64)
     c.tile_q = heavy ? 64 : 128;
-  else if (heavy || c.head_dim <= 64)
+  else if (heavy || c.head_dim <= 64 || c.owns_dq)
     c.tile_q = 64;
   else
     c.tile_q = 80;
@@ -92,31 +120,10 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
 int64_t bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
   const bool uneven = c.features.band || c.features.blocks || p.varlen;
-  const int64_t pair_bytes = std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
   const int64_t least = uneven ? 4 : 1, most = c.deterministic ? 32 : uneven ? 16 : 4;
-  int64_t size = std::clamp<int64_t>(kCache / (uneven ? 1 : c.deterministic ? 2 : 4) / pair_bytes, least, most);
+  int64_t size = std::clamp<int64_t>(kCache / (uneven ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
   while (p.batch * p.heads_kv % size) size--;
   return size;
-}
-
-constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H200
-
-// Of what as many thread blocks would take that keep every SM busy.
-double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
-
-// Do blocks that own a (batch, key head) pair's dQ serve better than one for each tile of keys? They spare its zeros, its conversion and most
-// of a block's start, and idle where pairs do not fill the SMs evenly.
-bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
-  if (c.wide || c.features.blocks || p.varlen || !p.dq) return false;
-  const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
-  // The first keys are seen by all queries, and all keys by some.
-  if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
-  constexpr double kBlockStart = 3e-6; // of 6 us before its first product and after its last: measured
-  const double pairs = double(p.batch * p.heads_kv), blocks = pairs * double(tiles(p.seqlen_k, c.tile_k()));
-  const double products = 5 * visible_scores(p) * (c.head_dim + c.head_dim_v) / (kFlopsPerSm * device.sms);
-  const double rows = double(p.batch * p.heads * p.seqlen_q);
-  return products * (uneven(pairs, device) - uneven(blocks, device)) <
-         rows * 8 * c.columns() / kBytes + kBlockStart * (blocks - pairs) / device.sms;
 }
 
 // The rate of a thread block does not depend on how many others run.
@@ -128,7 +135,8 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device
   const double products = 5 * scores * columns / (kFlopsPerSm * device.sms * (c.wide && widest(p) <= kNarrow ? kShared : 1));
   const double bias = p.dbias ? 2 * scores * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
   const double rows = double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads);
-  return kLaunches + products * uneven(double(blocks), device) + bias + rows * ((c.owns_dq ? 2 : 10) * c.columns() + 4 * c.head_dim_v) / kBytes;
+  return kLaunches + products * uneven(double(blocks), device) + bias +
+         rows * ((c.owns_dq ? 2 : 10) * c.columns() + 4 * c.head_dim_v) / kBytes;
 }
 
 } // namespace
@@ -138,9 +146,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   const double size = std::abs(p.scale); // its sign does not matter where LSE is known
   if (features.function != kHyperbolic) features.scaled = !(size == 0 || (size > 1e-30 && size < 1e30));
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
-  BackwardConfig c = configuration(p, features);
-  c.owns_dq = owns_dq(p, c, device);
-  if (c.owns_dq) c.deterministic = 0; // it is
+  const BackwardConfig c = configuration(p, features, device);
   if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.tile_k()))
     return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
   const int64_t key_tiles = tiles(p.seqlen_k, c.tile_k()), pairs = p.batch * p.heads_kv;
