@@ -42,6 +42,7 @@ template <Config C> struct Forward {
     if (warpgroup == 0) {
       registers_lower<C.registers_load>();
       if (threadIdx.x == 0) Load<C>{a, a.a.in, shared}.all();
+      if (threadIdx.x == 64) LoadQ<C>{a, shared}.all();
       if (threadIdx.x == 32) Assign<C>{a, a.a.in, shared}.all();
     } else {
       registers_raise<C.registers_compute>();
@@ -72,7 +73,7 @@ template <Config C> struct Forward {
         __syncwarp();
         release(shared.item_empty());
         if (item.kind() == kNone) break;
-        mbarrier_wait(shared.q_full(), items % 2);
+        mbarrier_wait(shared.q_full(w), items % 2);
         compute(item);
       }
     }
@@ -211,7 +212,7 @@ template <Config C> struct Forward {
           round_p(dropout);
           if (followed && softmax.moved()) softmax.rescale(O);
         }
-        if constexpr (!C.q_in_registers) release(shared.q_empty());
+        if constexpr (!C.q_in_registers) release(shared.q_empty(w));
         mbarrier_wait(shared.v_full(v.index), v.parity);
         registers_changed(O);
         registers_changed(P);
@@ -225,7 +226,7 @@ template <Config C> struct Forward {
         v.advance();
       } else if constexpr (!C.q_in_registers) {
         __syncwarp();
-        release(shared.q_empty());
+        release(shared.q_empty(w));
       }
       if (!sees(t)) { // this one, and what follows it
         skip(turn || any);
@@ -285,7 +286,7 @@ template <Config C> struct Forward {
                  q_address() + 64 * kRowBytes * (c / 4) + row * kRowBytes + ((chunk ^ row % 8) << 4));
       }
       __syncwarp();
-      release(shared.q_empty());
+      release(shared.q_empty(w));
     }
 
     // S = Q K^T
