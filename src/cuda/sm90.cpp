@@ -71,7 +71,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, any, 2048, INT64_MAX, 1},
     {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
     {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed},
-    {128, 128, 3, 64, 3, 40, 152, 0, 1, kScoring | kDrawing},
+    {128, 128, 3, 64, 3, 40, 152, 0, 1, kDrawing},
     {128, 128, 2, 96, 2, 40, 232, 0, 1, kBiased, any, 0, INT64_MAX, 0.5},
     {128, 128, 1, 64, 2, 40, 208, 1, 2, kBiased},
     {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring},
