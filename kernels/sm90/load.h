@@ -16,13 +16,13 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a
 }
 
 // The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to tile,
-// and the fixed reference holds.
+// and the fixed reference holds. With a window from its far end down: what a warpgroup sees must be one run in this order, too.
 class FromDiagonal {
 public:
   __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
       : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), tile_(tile) {
     any_.begin = any_.begin / 16 * 16;
-    const i32 keys = min(q1 + band.offset, any_.end) - any_.begin;
+    const i32 keys = (all_.begin > 0 ? any_.end : min(q1 + band.offset, any_.end)) - any_.begin;
     down_ = up_ = any_.begin + (i32)((u32)max(keys + tile - 1, 0) / (u32)tile) * tile;
   }
   __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
