@@ -114,7 +114,7 @@ Config config_for(const Problem &p, const ForwardTile &t) {
 }
 
 // What packs the mask into `a`'s bits.
-Launch pack_mask(const Problem &p, MaskBits &bits, Scratch &scratch) {
+Launch pack_mask(const Problem &p, const Inputs &in, MaskBits &bits, Scratch &scratch) {
   MaskArguments a{};
   const int64_t batch = p.mask.stride[0] ? p.batch : 1, heads = p.mask.stride[1] ? p.heads : 1, queries = p.mask.stride[2] ? p.seqlen_q : 1;
   const int64_t rows = tiles(queries, 16), columns = tiles(p.seqlen_k, 64), row_bytes = columns * 4 * 32;
@@ -122,10 +122,13 @@ Launch pack_mask(const Problem &p, MaskBits &bits, Scratch &scratch) {
   bits.row_stride = queries > 1 ? row_bytes : 0;
   bits.head_stride = heads > 1 ? rows * row_bytes : 0, bits.batch_stride = batch > 1 ? heads * rows * row_bytes : 0;
   a.mask = operand(p.mask), a.bits = bits;
-  a.cells = batch * heads * rows * columns, a.heads = i32(heads), a.rows = i32(rows), a.columns = i32(columns);
+  a.cells = uint32_t(batch * heads * rows * columns); // of 128 bytes each: 32 bits hold their number
+  a.heads = Divisor::make(uint32_t(heads)), a.rows = Divisor::make(uint32_t(rows)), a.columns = Divisor::make(uint32_t(columns));
   a.queries = i32(queries), a.keys = i32(p.seqlen_k);
+  const bool one = !p.varlen && queries > 1; // band for all
+  a.band = narrow(one ? in.sequence(0).band : Band::make(queries, p.seqlen_k, false, Band::kFar, Band::kFar));
   const MaskConfig config{aligned(p.mask, p.seqlen_k)};
-  return Launch(kPackMask, config, tiles(a.cells, config.threads() / 32), config.threads(), 0, a);
+  return Launch(kPackMask, config, tiles(int64_t{a.cells}, config.threads() / 32), config.threads(), 0, a);
 }
 
 constexpr int64_t kLeastKeys = 512; // of a part, where keys are split
@@ -237,7 +240,7 @@ protected:
       program.kernel += text(", keys split in ", a.a.splits);
     }
     if (p.mask) {
-      program.steps.push_back(pack_mask(p, a.mask, scratch));
+      program.steps.push_back(pack_mask(p, a.a.in, a.mask, scratch));
       program.kernel += ", mask packed into bits";
     }
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
