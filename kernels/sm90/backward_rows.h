@@ -17,7 +17,7 @@ __device__ __forceinline__ u32 last_first() { return gridDim.x - 1 - blockIdx.x;
 template <RowsConfig C> struct BackwardRows {
   using Arguments = HopperBackwardArguments;
   using T = typename Element<C.dtype>::type;
-  static constexpr int kThreads = C.threads(), kBlocksPerSm = 2, kLanes = C.head_dim > 64 ? 16 : 8; // of a row
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = 4, kLanes = C.head_dim > 64 ? 16 : 8; // of a row
 
   static __device__ __forceinline__ void run(const Arguments &arguments) {
     const BackwardArguments &a = arguments.a;
@@ -25,30 +25,34 @@ template <RowsConfig C> struct BackwardRows {
     const RowTile<C> tile(in, last_first());
     if (a.turns && blockIdx.x == 0 && threadIdx.x == 0) a.turns[0] = 0;
     if (tile.rows == 0) return;
+    // First what waits for nothing.
+    if (a.turns && threadIdx.x < 2) a.turns[1 + 2 * tile.number + threadIdx.x] = 0;
+    if (a.dq_sum && !arguments.first_stores) {
+      float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
+      for (int i = (int)threadIdx.x; i < C.tile_q * C.head_dim / 4; i += kThreads) sum[i] = float4{0, 0, 0, 0};
+    }
     float *rows = arguments.rows + tile.number * ((in.bias ? 3 : 2) * C.tile_q);
     constexpr int kRows = kThreads / kLanes, kSteps = C.tile_q / kRows; // at a time; unrolled, so that all loads are under way at once
     static_assert(C.tile_q % kRows == 0);
     const int first = (int)threadIdx.x / kLanes, lane = (int)threadIdx.x % kLanes;
     float D[kSteps] = {}, zero[kSteps] = {}; // zero: unless dO is no number
+    const T *out = a.out.at<const T>(tile.batch, tile.head, tile.row + first, 0);
+    const T *dout = a.dout.at<const T>(tile.batch, tile.head, tile.row + first, 0);
+#pragma unroll 1
     for (i32 c = 8 * lane; c < in.head_dim_v; c += 8 * kLanes) {
       uint4 x[kSteps] = {}, y[kSteps] = {};
 #pragma unroll
       for (int n = 0; n < kSteps; ++n) {
         const int i = first + n * kRows;
         if (i >= tile.rows) continue;
-        x[n] = *(const uint4 *)a.out.at<const T>(tile.batch, tile.head, tile.row + i, c);
-        y[n] = *(const uint4 *)a.dout.at<const T>(tile.batch, tile.head, tile.row + i, c);
+        x[n] = *(const uint4 *)(out + n * kRows * a.out.stride[2] + c);
+        y[n] = *(const uint4 *)(dout + n * kRows * a.dout.stride[2] + c);
       }
 #pragma unroll
       for (int n = 0; n < kSteps; ++n) {
         D[n] += dot(x[n], y[n]);
         zero[n] += dot(uint4{}, y[n]);
       }
-    }
-    if (a.turns && threadIdx.x < 2) a.turns[1 + 2 * tile.number + threadIdx.x] = 0;
-    if (a.dq_sum && !arguments.first_stores) {
-      float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
-      for (int i = (int)threadIdx.x; i < C.tile_q * C.head_dim / 4; i += kThreads) sum[i] = float4{0, 0, 0, 0};
     }
 #pragma unroll
     for (int n = 0; n < kSteps; ++n) {
