@@ -55,6 +55,12 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
 __device__ __forceinline__ void store_global(void *address, u32 x, u32 y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
 }
+// If at < end, without a branch.
+__device__ __forceinline__ void store_global_below(int at, int end, void *address, u32 x, u32 y) {
+  asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %0, %1;\n@p st.global.v2.b32 [%2], {%3, %4};\n}" ::"r"(at), "r"(end), "l"(address), "r"(x),
+               "r"(y)
+               : "memory");
+}
 __device__ __forceinline__ void load_shared(float (&x)[2], u32 address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
 }

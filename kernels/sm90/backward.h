@@ -8,6 +8,7 @@
 // warpgroups'. dQ is one iteration late and S one early: the warpgroups do not wait for one another, and one multiplies while the other
 // exponentiates.
 #pragma once
+#include "backward_dq.h"
 #include "backward_run.h"
 #include "backward_scores.h"
 
@@ -39,33 +40,43 @@ template <BackwardConfig C> struct Backward {
     u32 P[kM / 4], dS[kM / 4];
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
-        : a(a), shared(shared), w(w), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)),
+        : a(a), shared(shared), w(w), lane(this_thread() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread() / 32 % 4, 0)),
           scores(shared, a.a.in, keys, w) {}
 
-    __device__ __forceinline__ void all() {
+    // n: the first iteration's number. Returns that of the one after the last.
+    __device__ __forceinline__ u32 all(u32 n) {
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) dK[i] = 0;
 #pragma unroll
       for (int i = 0; i < kDv / 2; ++i) dV[i] = 0;
       registers_changed(dK);
       registers_changed(dV);
-      wait_full(shared.q_full(0), 0);
-      QueryStep step = read<QueryStep>(shared.step(0));
-      if (!(step.flags & kNothing))
-        walk(step);
+      wait_full(shared.q_full(n), n);
+      const QueryStep step = read<QueryStep>(shared.step(n));
+      const bool nothing = step.flags & kNothing;
+      i32 last = 0;
+      if (!nothing)
+        last = walk(step, n);
       else if constexpr (C.deterministic)
         scores.release(shared.dq_full(w));
-      finish();
+      const KeyBlock keys = read<KeyBlock>(shared.keys());
+      if constexpr (C.owns_dq) {
+        __syncwarp();
+        for (u32 read : {shared.q_empty(n), shared.ds_empty(n), shared.keys_empty()}) scores.release(read);
+      }
+      if (!nothing) add_dq(n, last, keys.begin);
+      finish(keys);
+      return n + 1;
     }
 
-    __device__ __forceinline__ void walk(QueryStep step) {
-      mbarrier_wait(shared.k_full(), 0);
+    // All tiles of queries, but for the last one's dQ, which is there and not added yet. Returns its number.
+    __device__ __forceinline__ i32 walk(QueryStep step, u32 &n) {
+      mbarrier_wait(shared.k_full(), n >> 31);
       if (w == 1) barrier_sync(kStagger, kComputing);
-      multiply_s(0);
-      mbarrier_wait(shared.v_full(), 0);
+      multiply_s(n);
+      mbarrier_wait(shared.v_full(), n >> 31);
       clean_keys();
-      u32 n = 0;
-      i32 before = 0; // the number of the tile of the iteration before
+      i32 before = -1; // the number of the tile of the iteration before, if there was one
 #pragma unroll 1
       for (;; ++n) {
         u32 more, next;
@@ -73,7 +84,7 @@ template <BackwardConfig C> struct Backward {
           const u32 allowed = scores.allowed(step);
           wgmma_wait<0>();
           registers_changed(S);
-          if (n == 0 && w == 0) barrier_arrive(kStagger, kComputing);
+          if (before < 0 && w == 0) barrier_arrive(kStagger, kComputing);
           scores.exponentiate(S, P, n, step, allowed);
           scores.round(P, S);
           wait_full(shared.dout_full(n), n);
@@ -89,7 +100,7 @@ template <BackwardConfig C> struct Backward {
           registers_changed(P);
           scores.release(shared.dout_empty(n));
           more = !(step.flags & kLast), next = n + more;
-          if (n > 0) {
+          if (before >= 0) {
             wait_full(shared.ds_full(n - 1), n - 1);
             multiply_dq(n - 1);
             wgmma_wait<1>();
@@ -107,11 +118,11 @@ template <BackwardConfig C> struct Backward {
         } else { // no product of these keys but dQ, of which the other warpgroup has made dS
           wgmma_wait<0>();
           registers_changed(S);
-          if (n == 0 && w == 0) barrier_arrive(kStagger, kComputing);
+          if (before < 0 && w == 0) barrier_arrive(kStagger, kComputing);
           scores.hand_on_nothing(n);
           scores.release(shared.dout_empty(n));
           more = !(step.flags & kLast), next = n + more;
-          if (n > 0) {
+          if (before >= 0) {
             wait_full(shared.ds_full(n - 1), n - 1);
             multiply_dq(n - 1);
             go_on(n, more, before);
@@ -131,7 +142,7 @@ template <BackwardConfig C> struct Backward {
       multiply_dq(n);
       wgmma_wait<0>();
       registers_changed(dQ);
-      add_dq(n, before);
+      return before;
     }
 
     // Under way, alone: dQ of the iteration before n. Then S of the next one, in vain after the last tile.
@@ -143,7 +154,7 @@ template <BackwardConfig C> struct Backward {
       wgmma_wait<1>();
       registers_changed(dQ);
       scores.release(shared.ds_empty(n - 1));
-      add_dq(n - 1, before);
+      add_dq(n - 1, before, C.owns_dq ? (i32)load_shared(shared.keys() + 8) : 0);
     }
 
     __device__ __forceinline__ void multiply_s(u32 n) {
@@ -189,12 +200,17 @@ template <BackwardConfig C> struct Backward {
         if constexpr (kHidden && !C.exact_p) dS[2 * i] &= nonzero_pairs<T>(P[2 * i]), dS[2 * i + 1] &= nonzero_pairs<T>(P[2 * i + 1]);
       }
     }
-    // dQ of iteration n to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries
+    // Where blocks own dQ, this one's part.
+    __device__ __forceinline__ float *part_of_dq_sum() const {
+      return a.a.dq_sum + (C.owns_dq ? (i64)blockIdx.x * (a.a.in.group * a.query_tiles) * (kM * C.columns()) : 0);
+    }
+    // dQ of iteration n, of keys from `begin` on, to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries
     // of a warp.
-    __device__ __forceinline__ void add_dq(u32 n, i32 number) {
+    __device__ __forceinline__ void add_dq(u32 n, i32 number, i32 begin) {
       if (!a.a.dq_sum) return;
+      const bool first = C.owns_dq && begin == 0; // which all queries see: nobody has added yet
       constexpr int kN = C.dq_queries();
-      float *target = a.a.dq_sum + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
+      float *target = part_of_dq_sum() + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
       if constexpr (C.dq_shared) {
         const u32 place = shared.dq + (w * 4 + warp) * (64 * kN);
         if constexpr (C.deterministic) {
@@ -210,20 +226,44 @@ template <BackwardConfig C> struct Backward {
         if constexpr (C.deterministic) {
           scores.release(shared.dq_full(w));
         } else if (lane == 0) {
-          bulk_add(target, place, 64 * kN);
+          if (first)
+            bulk_store(target, place, 64 * kN);
+          else
+            bulk_add(target, place, 64 * kN);
           bulk_commit();
         }
+      } else if (first) {
+#pragma unroll
+        for (int i = 0; i < kN / 8; ++i) store_global(target + 128 * i + 4 * lane, reinterpret_cast<const u32(&)[4]>(dQ[4 * i]));
       } else {
 #pragma unroll
         for (int i = 0; i < kN / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));
       }
     }
-    // dK and dV to memory.
-    __device__ __forceinline__ void finish() const {
+    // dK and dV to memory; after the last keys dQ, too.
+    __device__ __forceinline__ void finish(const KeyBlock &keys) const {
       const Inputs &in = a.a.in;
-      scores.template store<kDv>(a.a.dv, in, in.head_dim_v, dV, scores.dropout.dropout.factor());
-      scores.template store<kD>(a.a.dk, in, in.head_dim, dK, (float)in.scale);
-      if (C.dq_shared && !C.deterministic && lane == 0) bulk_wait_read();
+      scores.template store<kDv>(a.a.dv, in, keys, in.head_dim_v, dV, scores.dropout.dropout.factor());
+      scores.template store<kD>(a.a.dk, in, keys, in.head_dim, dK, (float)in.scale);
+      if constexpr (C.owns_dq) {
+        if (!a.a.dq_sum) return;
+        if (C.dq_shared && lane == 0) bulk_wait();
+        if (keys.begin + kTileK >= keys.seqlen_k) finish_dq(keys);
+      } else {
+        if (C.dq_shared && !C.deterministic && lane == 0) bulk_wait_read();
+      }
+    }
+    __device__ __forceinline__ void finish_dq(const KeyBlock &keys) const {
+      async_proxy_fence_global();
+      __syncwarp();
+      const Inputs &in = a.a.in;
+      i64 number = (i64)blockIdx.x * in.group * a.query_tiles;
+#pragma unroll 1
+      for (i32 h = 0; h < in.group; ++h) {
+#pragma unroll 1
+        for (i32 q = 0; q < in.seqlen_q; q += kM)
+          store_dq<T, C.columns(), kM>(a.a, keys.batch, keys.head_kv * in.group + h, q, in.seqlen_q - q, number++, w, false);
+      }
     }
   };
 

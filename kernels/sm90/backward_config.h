@@ -17,6 +17,9 @@ struct BackwardConfig {
   i32 exact_p;       // dS is made of P in fp32, not of P as dV takes it
   i32 dq_shared;     // dQ leaves through shared memory, not from registers
   i32 deterministic; // in the same order on every run; through shared memory, unless wide
+  // A block takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order in memory that
+  // stays in the L2 cache, and leaves it rounded.
+  i32 owns_dq;
   Features features;
 
   static constexpr i32 kWarpgroups = 2; // that compute
@@ -57,6 +60,7 @@ struct HopperBackwardArguments {
   i32 query_tiles;  // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
   i32 tiles;        // of keys
   i32 first_stores; // dq_sum holds nothing before: who adds first stores
+  i32 pairs;        // (batch, key head)
   // (batch, key head) pairs come in bundles, a.bundle of them, that share the L2 cache; their number is a multiple.
   Divisor bundle_items, bundle, heads_kv;
 };

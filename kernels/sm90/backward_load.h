@@ -14,10 +14,10 @@ template <BackwardConfig C> struct BackwardLoad {
   const HopperBackwardArguments &a;
   const BackwardShared<C> &shared;
 
-  // This block's keys; by one thread, before the others begin. Within a bundle of heads the first tile (the longest, if causal) first.
+  // This block's (first) keys; by one thread, before the others begin. Within a bundle of heads the first tile (the longest, if causal) first.
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
     // A ticket: whatever a block waits for has drawn its own before.
-    const u32 x = C.deterministic ? fetch_add(a.a.turns, 1) : blockIdx.x;
+    const u32 x = C.deterministic ? fetch_add(a.a.turns, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle.divide(within);
     const u32 pair = bundle * a.bundle.by + within - tile * a.bundle.by, b = a.heads_kv.divide(pair);
     const BasicBand<i32> band = narrow(a.a.in.sequence(b).band);
@@ -25,13 +25,42 @@ template <BackwardConfig C> struct BackwardLoad {
     write(shared.reach(), band.low, band.high, band.seqlen_q, 0);
   }
 
+  // Where blocks own dQ, bit 31 of an iteration's number says of how many tiles of keys before: odd.
   __device__ __forceinline__ void q() const {
+#pragma unroll 1
+    for (u32 n = 0;; n ^= kOddKeys) {
+      n = q(n);
+      if constexpr (!C.owns_dq) return;
+      KeyBlock keys = read<KeyBlock>(shared.keys());
+      const bool more = next_keys(keys);
+      mbarrier_wait(shared.keys_empty(), n >> 31);
+      write(shared.keys(), more ? keys.batch : KeyBlock::kNone, keys.head_kv, keys.begin, keys.seqlen_k);
+      if (!more) return mbarrier_arrive(shared.k_full());
+    }
+  }
+  __device__ __forceinline__ void dout() const {
+    u32 n = 0;
+    do n = dout(n);
+    while (other_keys<C>(shared, n));
+  }
+
+private:
+  // The keys that this block takes after these. Returns whether there are any.
+  __device__ __forceinline__ bool next_keys(KeyBlock &keys) const {
+    keys.begin += kTileK;
+    if (keys.begin < keys.seqlen_k) return true;
+    const u32 pair = (u32)keys.batch * a.heads_kv.by + (u32)keys.head_kv + gridDim.x;
+    keys.begin = 0, keys.batch = (i32)a.heads_kv.divide(pair), keys.head_kv = (i32)(pair - (u32)keys.batch * a.heads_kv.by);
+    return pair < (u32)a.pairs;
+  }
+  // Both return the next iteration's number.
+  __device__ __forceinline__ u32 q(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     load<C.columns(), C.k_bytes(), kTileK>(a.k, shared.k_full(), shared.k, k_row(keys), keys.head_kv, keys.batch);
     const i32 batch = keys.batch;
-    walk([&](u32 n, i32 row, const QueryStep &step) {
+    return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
       wait_empty(shared.q_empty(n), n);
-      write(shared.step(n), step.begin, step.head, step.number, step.flags);
+      write(shared.step(n), step.begin, step.head, number_of_dq(step), step.flags);
       if constexpr (C.deterministic) write(shared.dq_step(n), step.begin, step.head, step.number, step.flags);
       if (step.flags & kNothing) {
         mbarrier_wait(shared.k_full(), 0); // the block ends, and with it its shared memory
@@ -41,11 +70,12 @@ template <BackwardConfig C> struct BackwardLoad {
       bulk_load(shared.lse_of(n), rows(step), C.lse_bytes(), shared.q_full(n));
     });
   }
-  __device__ __forceinline__ void dout() const {
+  __device__ __forceinline__ u32 dout(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     load<C.columns_v(), C.v_bytes(), kTileK>(a.v, shared.v_full(), shared.v, k_row(keys), keys.head_kv, keys.batch);
+    if constexpr (C.owns_dq) mbarrier_wait(shared.k_full(), n >> 31); // else it might take these keys' K for the next ones'
     const i32 batch = keys.batch;
-    walk([&](u32 n, i32 row, const QueryStep &step) {
+    return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
       if (step.flags & kNothing) return mbarrier_wait(shared.v_full(), 0);
       wait_empty(shared.dout_empty(n), n);
       load<C.columns_v(), C.dout_bytes(), kM>(a.dout, shared.dout_full(n), shared.dout_of(n), row, step.head, batch, C.row_bytes());
@@ -53,14 +83,19 @@ template <BackwardConfig C> struct BackwardLoad {
     });
   }
 
-private:
+  // Of a tile, in dq_sum; where blocks own dQ, in the block's part, which holds what it adds up at present.
+  __device__ __forceinline__ i32 number_of_dq(const QueryStep &step) const {
+    if (!C.owns_dq) return step.number;
+    const i32 first = read<KeyBlock>(shared.keys()).head_kv * a.a.in.group;
+    return (step.head - first) * a.query_tiles + (i32)((u32)step.begin / kM);
+  }
   __device__ __forceinline__ const float *rows(const QueryStep &step) const {
     return a.rows + (i64)step.number * ((C.lse_bytes() + C.row_bytes()) / 4);
   }
   __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return (i32)a.a.in.sequence(keys.batch).k0 + keys.begin; }
 
   // visit(iteration, row of the tensors, step) for each tile of queries, of each head that shares these keys, that sees some of them.
-  template <class Visit> __device__ __forceinline__ void walk(const Visit &visit) const {
+  template <class Visit> __device__ __forceinline__ u32 walk(u32 n, const Visit &visit) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Inputs &in = a.a.in;
     const i32 q0 = (i32)in.sequence(keys.batch).q0, end = (keys.head_kv + 1) * in.group;
@@ -76,15 +111,19 @@ private:
       }
       return true;
     };
-    if (!more()) return visit(0, 0, {0, 0, 0, kNothing});
+    if (!more()) {
+      visit(n, 0, {0, 0, 0, kNothing});
+      return n + 1;
+    }
     i32 flags = 0;
 #pragma unroll 1
-    for (u32 n = 0; !(flags & kLast); ++n) {
+    for (; !(flags & kLast); ++n) {
       QueryStep step{next.begin, head, first + head * a.query_tiles + (i32)((u32)next.begin / kM), masks(next.begin)};
       if (!more()) step.flags |= kLast;
       flags = step.flags;
       visit(n, q0 + step.begin, step);
     }
+    return n;
   }
   __device__ __forceinline__ Tiles tiles_of(const KeyBlock &keys, i32 head) const {
     BlockRow row{nullptr, 0, 0};

@@ -2,8 +2,7 @@
 #pragma once
 #include "../mma/rows.h"
 #include "../tile/exchange.h"
-#include "backward_config.h"
-#include "store.h"
+#include "backward_dq.h"
 
 namespace strobe::sm90 {
 
@@ -108,21 +107,10 @@ template <RowsConfig C> struct BackwardDq {
   static __device__ __forceinline__ void run(const Arguments &arguments) {
     const BackwardArguments &a = arguments.a;
     const RowTile<C> tile(a.in, last_first());
-    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4, w = (int)threadIdx.x / 128;
-    const float scale = (float)a.in.scale;
 #pragma unroll 1
-    for (int part = w; part < C.tile_q / kN * (C.head_dim / 64); part += 2) { // of 64 columns and kN queries
-      const i32 column = (kN == C.tile_q ? 64 * part : 0) + 16 * warp, first = (kN == C.tile_q ? 0 : kN * part) + lane / 4;
-      const float4 *sum = (const float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim) + (part * 4 + warp) * (16 * kN)) + lane;
-      const bool nobody = arguments.first_stores && a.turns[1 + 2 * tile.number + part] == 0; // has added
-#pragma unroll
-      for (int i = 0; i < kN; i += 8) {
-        const float4 x = nobody ? float4{0, 0, 0, 0} : sum[4 * i];
-        const u32 left = transposed(pack<T>(x.x * scale, x.y * scale)), right = transposed(pack<T>(x.z * scale, x.w * scale));
-        store_sixteen(a.dq.at<T>(tile.batch, tile.head, tile.row + first + i, column), left, right,
-                      [&](int c) { return first + i < tile.rows && column + c < a.in.head_dim; });
-      }
-    }
+    for (int part = (int)threadIdx.x / 128; part < C.tile_q / kN * (C.head_dim / 64); part += 2)
+      store_dq<T, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
+                                        arguments.first_stores && a.turns[1 + 2 * tile.number + part] == 0);
   }
 };
 

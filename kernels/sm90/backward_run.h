@@ -14,8 +14,10 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
   }
   if (threadIdx.x == 32) tma_prefetch(a.k.map), tma_prefetch(a.q.map), tma_prefetch(a.v.map), tma_prefetch(a.dout.map);
   __syncthreads();
-  const KeyBlock keys = read<KeyBlock>(shared.keys());
-  if (keys.begin >= keys.seqlen_k) return;
+  if constexpr (!C.owns_dq) {
+    const KeyBlock keys = read<KeyBlock>(shared.keys());
+    if (keys.begin >= keys.seqlen_k) return;
+  }
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_lower<C.registers_load>();
@@ -27,7 +29,10 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
     }
   } else {
     registers_raise<C.registers_compute>();
-    Compute(a, shared, keys, warpgroup - 1).all();
+    u32 n = 0;
+#pragma unroll 1
+    do n = Compute(a, shared, read<KeyBlock>(shared.keys()), warpgroup - 1).all(n);
+    while (other_keys<C>(shared, n));
   }
 }
 

@@ -72,9 +72,8 @@ template <BackwardConfig C> struct BackwardScores {
   const mma::BlockDropout<F> dropout;
 
   __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const Inputs &in, const KeyBlock &keys, int w)
-      : shared(shared), w(w), part(C.wide ? 0 : w), lane((int)threadIdx.x % 32),
-        warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)), scores(in, in.sequence(keys.batch), keys.batch),
-        dropout{Dropout<F>(in)} {}
+      : shared(shared), w(w), part(C.wide ? 0 : w), lane(this_thread() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread() / 32 % 4, 0)),
+        scores(in, in.sequence(keys.batch), keys.batch), dropout{Dropout<F>(in)} {}
 
   __device__ __forceinline__ bool masked(const QueryStep &step) const { return step.flags & kMasked << part; }
 
@@ -154,9 +153,8 @@ template <BackwardConfig C> struct BackwardScores {
   }
   // dK or dV of this warpgroup's keys.
   template <int kColumns>
-  __device__ __forceinline__ void store(const Operand &out, const Inputs &in, i32 columns, const float (&x)[kColumns / 2],
-                                        float factor) const {
-    const KeyBlock keys = read<KeyBlock>(shared.keys());
+  __device__ __forceinline__ void store(const Operand &out, const Inputs &in, const KeyBlock &keys, i32 columns,
+                                        const float (&x)[kColumns / 2], float factor) const {
     const i32 j = keys.begin + 64 * part + 16 * warp;
     store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.sequence(keys.batch).k0 + j, keys.seqlen_k - j, columns, x, factor);
   }

@@ -20,14 +20,22 @@ struct QueryStep {
   i32 number; // of the tile, in the order of dq_sum
   i32 flags;
 };
-// The keys of this thread block.
+// The keys of this thread block; where blocks own dQ, tile after tile of them.
 struct KeyBlock {
+  static constexpr i32 kNone = -1; // as batch: there are no more
   i32 batch, head_kv, begin, seqlen_k;
 };
 // Key j is seen by queries from j - high to j - low.
 struct Reach {
   i32 low, high, seqlen_q, unused;
 };
+
+// What is made of them is made where it stands, and not kept from before a loop, in registers that are dear.
+__device__ __forceinline__ int this_thread() {
+  u32 x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return (int)x;
+}
 
 // From an address that is a multiple of 1024.
 template <BackwardConfig C> struct BackwardShared {
@@ -49,13 +57,15 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 ds_empty(u32 n) const { return barriers + 80 + n % 2 * 8; }
   __device__ __forceinline__ u32 k_full() const { return barriers + 96; }
   __device__ __forceinline__ u32 v_full() const { return barriers + 104; }
+  // Where blocks own dQ: K and V are read, and the next ones may come.
+  __device__ __forceinline__ u32 keys_empty() const { return barriers + 160; }
   __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.wide ? 336 : 112) + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
   // Wide: P of an iteration, from one warpgroup to the other.
   __device__ __forceinline__ u32 p_full() const { return barriers + 112; }
   __device__ __forceinline__ u32 p_empty() const { return barriers + 120; }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
-  __device__ __forceinline__ u32 keys() const { return barriers + 160; }
+  __device__ __forceinline__ u32 keys() const { return barriers + 352; }
   __device__ __forceinline__ u32 reach() const { return barriers + 176; }
   // Deterministic: the steps once more, for who adds up dQ; he is never eight behind.
   __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
@@ -77,9 +87,20 @@ template <BackwardConfig C> struct BackwardShared {
     }
     mbarrier_init(k_full(), 1);
     mbarrier_init(v_full(), 1);
+    mbarrier_init(keys_empty(), kWarps);
     mbarrier_init_fence();
   }
 };
+
+// Where blocks own dQ: waits for the keys after those of iteration n - 1. Bit 31 of n: there have been an odd number of tiles of keys before.
+// Returns whether there are any.
+inline constexpr u32 kOddKeys = 1u << 31;
+template <BackwardConfig C> __device__ __forceinline__ bool other_keys(const BackwardShared<C> &shared, u32 &n) {
+  if constexpr (!C.owns_dq) return false;
+  n ^= kOddKeys;
+  mbarrier_wait(shared.k_full(), n >> 31);
+  return (i32)load_shared(shared.keys()) != KeyBlock::kNone;
+}
 
 // Barriers of stages that are used in turn: full for iteration n, and empty again for it.
 __device__ __forceinline__ void wait_full(u32 barrier, u32 n) { mbarrier_wait(barrier, n / 2 % 2); }

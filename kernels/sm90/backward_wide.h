@@ -27,11 +27,12 @@ template <BackwardConfig C> struct BackwardWide {
         : a(a), in(a.a.in), shared(shared), w(w), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)),
           scores(shared, a.a.in, keys, w) {}
 
-    __device__ __forceinline__ void all() {
+    __device__ __forceinline__ u32 all(u32) {
       if (w == 0)
         left();
       else
         right();
+      return 0;
     }
 
     // P and dV.
@@ -83,7 +84,7 @@ template <BackwardConfig C> struct BackwardWide {
       } else if constexpr (C.deterministic) {
         scores.release(shared.dq_full(w));
       }
-      scores.template store<kDv>(a.a.dv, in, in.head_dim_v, dV, scores.dropout.dropout.factor());
+      scores.template store<kDv>(a.a.dv, in, read<KeyBlock>(shared.keys()), in.head_dim_v, dV, scores.dropout.dropout.factor());
     }
 
     // dS and dK.
@@ -142,7 +143,7 @@ template <BackwardConfig C> struct BackwardWide {
       } else if constexpr (C.deterministic) {
         scores.release(shared.dq_full(w));
       }
-      scores.template store<kD>(a.a.dk, in, in.head_dim, dK, (float)in.scale);
+      scores.template store<kD>(a.a.dk, in, read<KeyBlock>(shared.keys()), in.head_dim, dK, (float)in.scale);
     }
 
     template <int N> static __device__ __forceinline__ void clear(float (&x)[N]) {

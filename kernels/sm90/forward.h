@@ -42,6 +42,7 @@ template <Config C> struct Forward {
     if (warpgroup == 0) {
       registers_lower<C.registers_load>();
       if (threadIdx.x == 0) Load<C>{a, a.a.in, shared}.all();
+      if (threadIdx.x == 64) LoadQ<C>{a, shared}.all();
       if (threadIdx.x == 32) Assign<C>{a, a.a.in, shared}.all();
     } else {
       registers_raise<C.registers_compute>();
@@ -72,7 +73,7 @@ template <Config C> struct Forward {
         __syncwarp();
         release(shared.item_empty());
         if (item.kind() == kNone) break;
-        mbarrier_wait(shared.q_full(), items % 2);
+        mbarrier_wait(shared.q_full(w), items % 2);
         compute(item);
       }
     }
@@ -211,7 +212,7 @@ template <Config C> struct Forward {
           round_p(dropout);
           if (followed && softmax.moved()) softmax.rescale(O);
         }
-        if constexpr (!C.q_in_registers) release(shared.q_empty());
+        if constexpr (!C.q_in_registers) release(shared.q_empty(w));
         mbarrier_wait(shared.v_full(v.index), v.parity);
         registers_changed(O);
         registers_changed(P);
@@ -225,7 +226,7 @@ template <Config C> struct Forward {
         v.advance();
       } else if constexpr (!C.q_in_registers) {
         __syncwarp();
-        release(shared.q_empty());
+        release(shared.q_empty(w));
       }
       if (!sees(t)) { // this one, and what follows it
         skip(turn || any);
@@ -285,7 +286,7 @@ template <Config C> struct Forward {
                  q_address() + 64 * kRowBytes * (c / 4) + row * kRowBytes + ((chunk ^ row % 8) << 4));
       }
       __syncwarp();
-      release(shared.q_empty());
+      release(shared.q_empty(w));
     }
 
     // S = Q K^T
@@ -418,7 +419,9 @@ template <Config C> struct Forward {
         } else {
           if (a.a.lse && lane % 4 == 0 && i < seqlen_q) *a.a.lse.template at<float>(item.b, item.h, row, 0) = end.lse;
           T *out = a.a.out.template at<T>(item.b, item.h, row, 0) + column;
-          // Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of them whole sectors.
+          const i32 columns = i < seqlen_q ? in.head_dim_v - column : 0;
+          // Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of them whole sectors. Without
+          // branches: within one the compiler computes the address anew, and waits for each exchange.
           u32 zero = 0; // NaN if something is not finite
 #pragma unroll
           for (int c = 0; c < kDv; c += 16) {
@@ -426,11 +429,10 @@ template <Config C> struct Forward {
             const u32 left = pack<T>(o[0] * by, o[1] * by), right = pack<T>(o[4] * by, o[5] * by);
             const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
             const u32 x = odd ? other : left, y = odd ? right : other;
-            if (i >= seqlen_q || c + column >= in.head_dim_v) continue;
-            store_global(out + c, x, y);
+            store_global_below(c, columns, out + c, x, y);
             if (r == 0) zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero)); // V spoils all rows of its columns
           }
-          if (r == 0) not_finite = multiply_add_pairs<T>(zero, 0, 0) != 0;
+          if (r == 0) not_finite = i < seqlen_q && multiply_add_pairs<T>(zero, 0, 0) != 0;
         }
       }
       if (item.kind() == kOnce) judge(overflow, not_finite);

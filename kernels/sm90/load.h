@@ -1,4 +1,4 @@
-// One thread of a block tells the copy engine what to fetch: Q, and tile by tile K and V.
+// One thread of a block tells the copy engine what to fetch of K and V, tile by tile; another one, of Q.
 #pragma once
 #include "../attention/schedule.h"
 #include "../ptx/tma.h"
@@ -16,13 +16,13 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a
 }
 
 // The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to tile,
-// and the fixed reference holds.
+// and the fixed reference holds. With a window from its far end down: what a warpgroup sees must be one run in this order, too.
 class FromDiagonal {
 public:
   __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
       : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), tile_(tile) {
     any_.begin = any_.begin / 16 * 16;
-    const i32 keys = min(q1 + band.offset, any_.end) - any_.begin;
+    const i32 keys = (all_.begin > 0 ? any_.end : min(q1 + band.offset, any_.end)) - any_.begin;
     down_ = up_ = any_.begin + (i32)((u32)max(keys + tile - 1, 0) / (u32)tile) * tile;
   }
   __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
@@ -52,7 +52,7 @@ template <Config C> struct Load {
   u32 items = 0;
 
   __device__ __forceinline__ void all() {
-    tma_prefetch(a.q.map), tma_prefetch(a.k.map), tma_prefetch(a.v.map);
+    tma_prefetch(a.k.map), tma_prefetch(a.v.map);
     if constexpr (C.wide) tma_prefetch(a.bias.map);
 #pragma unroll 1
     for (;; ++items) {
@@ -89,23 +89,12 @@ template <Config C> struct Load {
                         k0 + tile.begin, kv, item.b);
       if constexpr (C.wide) load_bias(item, tile.begin);
       k.advance();
-      if (before < 0)
-        load_q(item, (i32)sequence.q0 + item.q);
-      else
-        load_v(k0 + before, kv, item.b);
+      if (before >= 0) load_v(k0 + before, kv, item.b);
       before = tile.begin;
     } while (more);
     load_v(k0 + before, kv, item.b);
   }
 
-  __device__ __forceinline__ void load_q(const Item &item, i32 row) {
-    mbarrier_wait(shared.q_empty(), items % 2 ^ 1);
-    mbarrier_expect(shared.q_full(), C.q_bytes());
-    for (int w = 0; w < C.warpgroups; ++w)
-      for (int c = 0; c < C.columns(); c += 64)
-        tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.q.map, shared.q_full(), c, row + 64 * w,
-                 item.h * a.q.head_step, item.b * a.q.batch_step);
-  }
   __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
     mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);
     load<C.columns_v()>(a.v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
@@ -126,6 +115,32 @@ template <Config C> struct Load {
 #pragma unroll
     for (int c = 0; c < kColumns; c += 64)
       tma_load(address + kN * kRowBytes * (c / 64), x.map, full, c, row, head * x.head_step, b * x.batch_step);
+  }
+};
+
+template <Config C> struct LoadQ {
+  const HopperForwardArguments &a;
+  const SharedMemory<C> &shared;
+
+  // For each warpgroup as soon as it is through with its last.
+  __device__ __forceinline__ void all() {
+    tma_prefetch(a.q.map);
+#pragma unroll 1
+    for (u32 items = 0;; ++items) {
+      mbarrier_wait(shared.item_full(), items % 2);
+      const Item item = read<Item>(shared.item());
+      mbarrier_arrive(shared.item_empty());
+      if (item.kind() == kNone) break;
+      const i32 row = (i32)a.a.in.sequence(item.b).q0 + item.q;
+#pragma unroll 1
+      for (int w = 0; w < C.warpgroups; ++w) {
+        mbarrier_wait(shared.q_empty(w), items % 2 ^ 1);
+        mbarrier_expect(shared.q_full(w), C.q_bytes() / C.warpgroups);
+        for (int c = 0; c < C.columns(); c += 64)
+          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.q.map, shared.q_full(w), c, row + 64 * w,
+                   item.h * a.q.head_step, item.b * a.q.batch_step);
+      }
+    }
   }
 };
 

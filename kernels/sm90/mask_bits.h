@@ -10,10 +10,12 @@ template <MaskConfig C> struct PackMask {
   static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
-    const i64 cell = (i64)blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+    const u32 cell = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
     if (cell >= a.cells) return;
-    const i32 lane = (i32)threadIdx.x % 32, column = (i32)(cell % a.columns), row = (i32)(cell / a.columns % a.rows);
-    const i64 head = cell / a.columns / a.rows, b = head / a.heads, h = head % a.heads;
+    const u32 line = a.columns.divide(cell), head = a.rows.divide(line), b = a.heads.divide(head), h = head - b * a.heads.by;
+    const i32 lane = (i32)threadIdx.x % 32, column = (i32)(cell - line * a.columns.by), row = (i32)(line - head * a.rows.by);
+    const BasicRange<i32> visible = a.band.keys_any(16 * row, 16 * row + 16);
+    if (64 * column >= visible.end || 64 * column + 64 <= visible.begin) return;
     const u32 seen = load(a, b, h, 16 * row + lane / 2, 64 * column + 32 * (lane % 2));
     u32 x[2][2]; // row lane / 4 + 8 r, keys from 32 c on, this lane's first
 #pragma unroll

@@ -1,6 +1,7 @@
 // A bool mask as bits, in the order in which the forward's lanes hold a tile of scores; and what packs them.
 #pragma once
 #include "../attention/arguments.h"
+#include "../attention/divisor.h"
 
 namespace strobe::sm90 {
 
@@ -17,10 +18,11 @@ struct MaskBits {
 struct MaskArguments {
   Operand mask;
   MaskBits bits;
-  i64 cells;                                                // of 16 queries and 64 keys, in all heads that differ
-  i32 heads;                                                // that differ, of a sequence
+  u32 cells;                                                // of 16 queries and 64 keys, in all heads that differ
+  Divisor heads;                                            // that differ, of a sequence
+  Divisor rows, columns;                                    // of cells
   i32 queries, keys;                                        // of a head's mask, 1 where it is broadcast over queries
-  i32 rows, columns;                                        // of cells
+  BasicBand<i32> band;                                      // what lies outside is not packed
   STROBE_FN static constexpr i32 tail() { return 32 * 16; } // bytes behind the last, which the forward may read
 };
 

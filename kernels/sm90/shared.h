@@ -41,20 +41,20 @@ inline constexpr u32 kRowBytes = 64 * 2; // tiles are blocks of 64 columns
 
 // From an address that is a multiple of 1024.
 template <Config C> struct SharedMemory {
-  static_assert(C.stages <= 6, "the barriers' place");
+  static_assert(C.stages <= 6 && C.warpgroups <= 4, "the barriers' place");
   u32 q, k, v, bias, barriers, messages;
   __device__ __forceinline__ explicit SharedMemory(u32 base)
       : q((base + 1023) & ~1023u), k(q + C.q_bytes()), v(k + C.stages * C.k_bytes()), bias(v + C.stages * C.v_bytes()),
-        barriers(bias + C.stages * C.bias_bytes()), messages(barriers + 256) {}
-  __device__ __forceinline__ u32 q_full() const { return barriers; }
-  __device__ __forceinline__ u32 q_empty() const { return barriers + 8; }
-  __device__ __forceinline__ u32 item_full() const { return barriers + 16; }
-  __device__ __forceinline__ u32 item_empty() const { return barriers + 24; }
-  __device__ __forceinline__ u32 judged(u32 n) const { return barriers + 32 + 8 * (n % 2); }
-  __device__ __forceinline__ u32 k_full(int stage) const { return barriers + 48 + 32 * stage; }
-  __device__ __forceinline__ u32 k_empty(int stage) const { return barriers + 56 + 32 * stage; }
-  __device__ __forceinline__ u32 v_full(int stage) const { return barriers + 64 + 32 * stage; }
-  __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 72 + 32 * stage; }
+        barriers(bias + C.stages * C.bias_bytes()), messages(barriers + 320) {}
+  __device__ __forceinline__ u32 item_full() const { return barriers; }
+  __device__ __forceinline__ u32 item_empty() const { return barriers + 8; }
+  __device__ __forceinline__ u32 judged(u32 n) const { return barriers + 16 + 8 * (n % 2); }
+  __device__ __forceinline__ u32 q_full(int w) const { return barriers + 32 + 16 * w; }
+  __device__ __forceinline__ u32 q_empty(int w) const { return barriers + 40 + 16 * w; }
+  __device__ __forceinline__ u32 k_full(int stage) const { return barriers + 96 + 32 * stage; }
+  __device__ __forceinline__ u32 k_empty(int stage) const { return barriers + 104 + 32 * stage; }
+  __device__ __forceinline__ u32 v_full(int stage) const { return barriers + 112 + 32 * stage; }
+  __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 120 + 32 * stage; }
   __device__ __forceinline__ u32 item() const { return messages; }
   __device__ __forceinline__ u32 overflow(u32 n) const { return messages + 16 + 4 * (n % 2); }
   __device__ __forceinline__ u32 not_finite(u32 n) const { return messages + 24 + 4 * (n % 2); }
@@ -62,10 +62,9 @@ template <Config C> struct SharedMemory {
   __device__ __forceinline__ u32 tile(int stage) const { return messages + 48 + 16 * stage; }
 
   __device__ __forceinline__ void begin() const {
-    mbarrier_init(q_full(), 1);
-    mbarrier_init(q_empty(), 4 * C.warpgroups);
+    for (int w = 0; w < C.warpgroups; ++w) mbarrier_init(q_full(w), 1), mbarrier_init(q_empty(w), 4);
     mbarrier_init(item_full(), 1);
-    mbarrier_init(item_empty(), 4 * C.warpgroups + 1);
+    mbarrier_init(item_empty(), 4 * C.warpgroups + 2);
     store_shared(lost(), ~0u);
     for (int n = 0; n < 2; ++n) {
       mbarrier_init(judged(n), 4 * C.warpgroups);

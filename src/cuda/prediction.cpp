@@ -55,9 +55,9 @@ int64_t resident(const Device &device, int64_t shared_bytes, int64_t most) {
   return std::clamp<int64_t>(device.shared_per_sm / (shared_bytes + 1024), 1, most);
 }
 
-double rows_seconds(const Problem &p, int64_t head_dim, int64_t head_dim_v) {
+double rows_seconds(const Problem &p, int64_t head_dim, int64_t head_dim_v, bool dq_sums) {
   constexpr double kBytes = 3e12; // a second, of an H200
-  return query_rows(p) * double(10 * head_dim + 4 * head_dim_v) / kBytes;
+  return query_rows(p) * double((dq_sums ? 10 : 2) * head_dim + 4 * head_dim_v) / kBytes;
 }
 
 double reading_seconds(const Problem &p, const Device &device) {

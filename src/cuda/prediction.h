@@ -27,7 +27,7 @@ double seconds(const Walks &, const Device &, int64_t resident, double rate, dou
 double reading_seconds(const Problem &, const Device &);
 double combining_seconds(const Problem &);
 
-// What a backward does to rows of Q before and after: reads O and dO for D, sets dQ's FP32 sums to 0 and rounds them.
-double rows_seconds(const Problem &, int64_t head_dim, int64_t head_dim_v);
+// What a backward does to rows of Q before and after: reads O and dO for D; dq_sums: sets dQ's FP32 sums to 0 and rounds them.
+double rows_seconds(const Problem &, int64_t head_dim, int64_t head_dim_v, bool dq_sums = true);
 
 } // namespace strobe::cuda

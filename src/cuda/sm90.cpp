@@ -28,7 +28,7 @@ constexpr KernelSource kPackMask{"sm90/mask_bits.h", "strobe::sm90::PackMask", "
 
 // Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
 int64_t bundle(const Problem &p, const Device &device) {
-  const bool uneven = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen || p.blocks.present;
+  const bool uneven = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), heads = p.batch * p.heads;
   int64_t size = uneven ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
   while (size > 1 && heads % size) size--;
@@ -36,13 +36,14 @@ int64_t bundle(const Problem &p, const Device &device) {
 }
 
 // What a tile has registers for.
-constexpr int kFixed = 1;     // the fixed reference
-constexpr int kLagging = 2;   // a maximum of every tile
-constexpr int kScoring = 4;   // ALiBi, hyperbolic scores; a softcap or a mask alone takes no more than nothing does
-constexpr int kWalking = 8;   // blocks, with the fixed reference
-constexpr int kDrawing = 16;  // dropout: tile_k a multiple of 32
-constexpr int kBiased = 32;   // a bias that comes by the copy engine: shared memory, too
-constexpr int kAnything = 64; // all of these at a time
+constexpr int kFixed = 1;      // the fixed reference
+constexpr int kLagging = 2;    // a maximum of every tile
+constexpr int kScoring = 4;    // ALiBi; a softcap or a mask alone takes no more than nothing does
+constexpr int kWalking = 8;    // blocks, with the fixed reference
+constexpr int kDrawing = 16;   // dropout: tile_k a multiple of 32
+constexpr int kBiased = 32;    // a bias that comes by the copy engine: shared memory, too
+constexpr int kBending = 64;   // hyperbolic scores
+constexpr int kAnything = 128; // all of these at a time
 
 enum Keys { all, some, any }; // that a query sees: some, if causal, with a window, block-sparse, or packed
 
@@ -64,7 +65,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {64, 64, 4, 64, 5, 32, 112, 0, 1, kFixed | kLagging, any, 0, INT64_MAX, 1},
     {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed},
     {64, 64, 3, 64, 4, 40, 152, 0, 1, kDrawing | kBiased},
-    {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring},
+    {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring | kBending},
     {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing},
     {64, 64, 1, 64, 3, 40, 208, 1, 2, kBiased},
     {64, 64, 1, 128, 3, 56, 200, 1, 2, kWalking},
@@ -72,10 +73,10 @@ constexpr ForwardTile kForwardTiles[] = {
     {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, any, 2048, INT64_MAX, 1},
     {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
     {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed},
-    {128, 128, 3, 64, 3, 40, 152, 0, 1, kScoring | kDrawing},
+    {128, 128, 3, 64, 3, 40, 152, 0, 1, kDrawing | kBending},
     {128, 128, 2, 96, 2, 40, 232, 0, 1, kBiased, any, 0, INT64_MAX, 0.5},
     {128, 128, 1, 64, 2, 40, 208, 1, 2, kBiased},
-    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring},
+    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kBending},
     {128, 128, 2, 128, 3, 56, 224, 1, 1, kWalking},
     {128, 128, 2, 96, 3, 56, 224, 1, 1, kDrawing},
     {128, 128, 2, 64, 4, 56, 224, 1, 1, kAnything},
@@ -83,7 +84,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {192, 192, 2, 96, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
     {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, any, 0, 512},
     {256, 256, 2, 80, 2, 40, 232, 0, 1, kFixed | kLagging},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kDrawing | kBiased},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kBending | kDrawing | kBiased},
     {256, 256, 2, 64, 2, 56, 224, 0, 1, kWalking},
     {256, 256, 2, 48, 2, 56, 224, 0, 1, kAnything},
     {256, 256, 2, 32, 2, 56, 224, 0, 1, kAnything},
@@ -91,12 +92,16 @@ constexpr ForwardTile kForwardTiles[] = {
 
 int load_of(const Config &c) {
   const Features &f = c.features;
-  const bool softcap = f.function == kSoftcap, scoring = f.alibi || f.function == kHyperbolic || f.scaled;
-  if (!!f.mask + !!f.bias + scoring + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
+  const bool softcap = f.function == kSoftcap, bending = f.function == kHyperbolic, scoring = f.alibi || (f.scaled && !bending);
+  if (!!f.mask + !!f.bias + scoring + bending + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
   if (softcap && c.reference == sm90::kExact) return kAnything;
   if (f.bias) return c.wide ? kBiased : kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
-  return f.blocks ? kWalking : f.dropout ? kDrawing : scoring ? kScoring : c.reference == sm90::kFixed ? kFixed : kLagging;
+  if (f.blocks) return kWalking;
+  if (f.dropout) return kDrawing;
+  if (bending) return kBending;
+  if (scoring) return kScoring;
+  return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
 Config config_for(const Problem &p, const ForwardTile &t) {
@@ -115,7 +120,7 @@ Config config_for(const Problem &p, const ForwardTile &t) {
 }
 
 // What packs the mask into `a`'s bits.
-Launch pack_mask(const Problem &p, MaskBits &bits, Scratch &scratch) {
+Launch pack_mask(const Problem &p, const Inputs &in, MaskBits &bits, Scratch &scratch) {
   MaskArguments a{};
   const int64_t batch = p.mask.stride[0] ? p.batch : 1, heads = p.mask.stride[1] ? p.heads : 1, queries = p.mask.stride[2] ? p.seqlen_q : 1;
   const int64_t rows = tiles(queries, 16), columns = tiles(p.seqlen_k, 64), row_bytes = columns * 4 * 32;
@@ -123,10 +128,13 @@ Launch pack_mask(const Problem &p, MaskBits &bits, Scratch &scratch) {
   bits.row_stride = queries > 1 ? row_bytes : 0;
   bits.head_stride = heads > 1 ? rows * row_bytes : 0, bits.batch_stride = batch > 1 ? heads * rows * row_bytes : 0;
   a.mask = operand(p.mask), a.bits = bits;
-  a.cells = batch * heads * rows * columns, a.heads = i32(heads), a.rows = i32(rows), a.columns = i32(columns);
+  a.cells = uint32_t(batch * heads * rows * columns); // of 128 bytes each: 32 bits hold their number
+  a.heads = Divisor::make(uint32_t(heads)), a.rows = Divisor::make(uint32_t(rows)), a.columns = Divisor::make(uint32_t(columns));
   a.queries = i32(queries), a.keys = i32(p.seqlen_k);
+  const bool one = !p.varlen && queries > 1; // band for all
+  a.band = narrow(one ? in.sequence(0).band : Band::make(queries, p.seqlen_k, false, Band::kFar, Band::kFar));
   const MaskConfig config{aligned(p.mask, p.seqlen_k)};
-  return Launch(kPackMask, config, tiles(a.cells, config.threads() / 32), config.threads(), 0, a);
+  return Launch(kPackMask, config, tiles(int64_t{a.cells}, config.threads() / 32), config.threads(), 0, a);
 }
 
 constexpr int64_t kLeastKeys = 512; // of a part, where keys are split
@@ -239,7 +247,7 @@ protected:
       program.kernel += text(", keys split in ", a.a.splits);
     }
     if (p.mask) {
-      program.steps.push_back(pack_mask(p, a.mask, scratch));
+      program.steps.push_back(pack_mask(p, a.a.in, a.mask, scratch));
       program.kernel += ", mask packed into bits";
     }
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));

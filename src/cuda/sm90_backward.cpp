@@ -7,6 +7,7 @@
 #include "../../kernels/mma/backward_config.h"
 #include "../../kernels/sm90/backward_config.h"
 #include "attention/text.h"
+#include "attention/work.h"
 #include "cuda/arguments.h"
 #include "cuda/prediction.h"
 #include "cuda/rows.h"
@@ -62,7 +63,33 @@ bool wide(const Problem &p, const Features &f) {
   return widest(p) > kNarrow || crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
 }
 
-BackwardConfig configuration(const Problem &p, const Features &f) {
+constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H200
+
+// Of what as many thread blocks would take that keep every SM busy.
+double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
+
+// What a (batch, key head) pair reads, and adds up, again and again.
+int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
+  return std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
+}
+
+// Do blocks that own a pair's dQ serve better than one for each tile of keys? They spare its zeros, its turns and the launch that rounds it;
+// but each works at a pair of its own, which must stay in the L2 cache, and SMs idle where pairs do not fill them evenly.
+bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
+  const Features &f = c.features;
+  if (f.blocks || p.varlen || !p.dq || (widest(p) > 64 && (f.function || f.dropout || f.bias))) return false; // registers
+  const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
+  // The first keys are seen by all queries, and all keys by some.
+  if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
+  constexpr double kPartOfCache = 0.6; // measured: 15-34% faster at half of it, 5% at this, as fast at 0.7, slower beyond
+  const double pairs = double(p.batch * p.heads_kv), blocks = pairs * double(tiles(p.seqlen_k, c.tile_k()));
+  if (std::min(pairs, double(device.sms)) * double(pair_bytes(p, c)) > kPartOfCache * double(device.l2)) return false;
+  const double products = 5 * visible_scores(p) * (c.head_dim + c.head_dim_v) / (kFlopsPerSm * device.sms);
+  const double rows = double(p.batch * p.heads * p.seqlen_q);
+  return products * (uneven(pairs, device) - uneven(blocks, device)) < rows * 8 * c.columns() / kBytes;
+}
+
+BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
   BackwardConfig c{};
   c.dtype = i32(p.dtype);
   c.head_dim = i32((p.head_dim + 15) / 16 * 16), c.head_dim_v = i32((p.head_dim_v + 15) / 16 * 16);
@@ -74,12 +101,14 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
     c.head_dim = std::max(c.head_dim, 80); // two blocks of columns, one for each warpgroup
     return c;
   }
+  c.owns_dq = owns_dq(p, c, device);
+  if (c.owns_dq) c.deterministic = 0;                                 // it is
   const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
   c.exact_p = f.function || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || !f.band;
   if (std::max(c.head_dim, c.head_dim_v) <= 64)
     c.tile_q = heavy ? 64 : 128;
-  else if (heavy || c.head_dim <= 64)
+  else if (heavy || c.head_dim <= 64 || c.owns_dq)
     c.tile_q = 64;
   else
     c.tile_q = 80;
@@ -92,23 +121,26 @@ BackwardConfig configuration(const Problem &p, const Features &f) {
 int64_t bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
   const bool uneven = c.features.band || c.features.blocks || p.varlen;
-  const int64_t pair_bytes = std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
   const int64_t least = uneven ? 4 : 1, most = c.deterministic ? 32 : uneven ? 16 : 4;
-  int64_t size = std::clamp<int64_t>(kCache / (uneven ? 1 : c.deterministic ? 2 : 4) / pair_bytes, least, most);
+  int64_t size = std::clamp<int64_t>(kCache / (uneven ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
   while (p.batch * p.heads_kv % size) size--;
   return size;
 }
 
 double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device) {
   // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
-  constexpr double kFlopsPerSm = 5.2e12, kWideFlopsPerSm = 3.9e12, kLaunches = 13e-6, kEnds = 7e-6;
+  constexpr double kRate = 5.2e12, kWideRate = 3.9e12, kLaunches = 13e-6, kEnds = 7e-6;
   constexpr double kShared = 0.6;        // of the rate, where fewer columns than 128 share a tile of 64 keys: guessed
   constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
-  const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
+  Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
+  if (c.owns_dq) { // one walk over all tiles of a pair's keys
+    const double all = w.mean * double(tiles(p.seqlen_k, c.tile_k()));
+    w = {w.scores() / all, all, all};
+  }
   const double columns = c.head_dim + c.head_dim_v, share = c.wide && widest(p) <= kNarrow ? kShared : 1;
-  const double rate = (c.wide ? kWideFlopsPerSm : kFlopsPerSm) * share / (5 * columns);
+  const double rate = (c.wide ? kWideRate : kRate) * share / (5 * columns);
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
-  return kLaunches + seconds(w, device, 1, rate, kEnds) + bias + rows_seconds(p, c.columns(), c.head_dim_v);
+  return kLaunches + seconds(w, device, 1, rate, kEnds) + bias + rows_seconds(p, c.columns(), c.head_dim_v, !c.owns_dq);
 }
 
 } // namespace
@@ -118,24 +150,25 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   const double size = std::abs(p.scale); // its sign does not matter where LSE is known
   if (features.function != kHyperbolic) features.scaled = !(size == 0 || (size > 1e-30 && size < 1e30));
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
-  const BackwardConfig c = configuration(p, features);
+  const BackwardConfig c = configuration(p, features, device);
   if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.tile_k()))
     return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
-  const int64_t key_tiles = tiles(p.seqlen_k, c.tile_k()), pairs = p.batch * p.heads_kv, blocks = key_tiles * pairs;
+  const int64_t key_tiles = tiles(p.seqlen_k, c.tile_k()), pairs = p.batch * p.heads_kv;
+  const int64_t blocks = c.owns_dq ? std::min<int64_t>(pairs, device.sms) : key_tiles * pairs;
 
   HopperBackwardArguments a{};
   a.a = backward_arguments(p);
   const int64_t query_tiles = mma::query_tiles(a.a.in, c.tile_q);
-  for (const auto &[count, what] : {std::pair{blocks, "keys"}, std::pair{query_tiles, "queries"}})
+  for (const auto &[count, what] : {std::pair{key_tiles * pairs, "keys"}, std::pair{query_tiles, "queries"}})
     if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
   a.rows = scratch.take<float>(query_tiles * (c.lse_bytes() + c.row_bytes()) / 4);
-  if (p.dq) a.a.dq_sum = scratch.take<float>(query_tiles * c.tile_q * c.columns());
-  if (c.deterministic) a.a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
-  a.first_stores = c.deterministic && !c.wide;
-  if (p.bias || p.dsinks) a.a.delta = scratch.take<float>(2 * a.a.in.rows());
   a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
-  a.tiles = i32(key_tiles);
-  a.a.bundle = i32(bundle(p, c));
+  if (p.dq) a.a.dq_sum = scratch.take<float>((c.owns_dq ? blocks * p.group() * a.query_tiles : query_tiles) * c.tile_q * c.columns());
+  if (c.deterministic) a.a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
+  a.first_stores = c.owns_dq || (c.deterministic && !c.wide);
+  if (p.bias || p.dsinks) a.a.delta = scratch.take<float>(2 * a.a.in.rows());
+  a.tiles = i32(key_tiles), a.pairs = i32(pairs);
+  a.a.bundle = c.owns_dq ? 1 : i32(bundle(p, c));
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * key_tiles)));
   a.bundle = Divisor::make(uint32_t(a.a.bundle)), a.heads_kv = Divisor::make(uint32_t(p.heads_kv));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
@@ -155,11 +188,12 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   }
   program.steps.push_back(Launch(kRows, each, row_blocks, RowsConfig::threads(), 0, a));
   if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
-  if (p.dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
+  if (p.dq && !c.owns_dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
   if (p.dsinks) program.steps.push_back(sink_gradient(p, a.a));
   if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a.a));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
+  if (c.owns_dq) program.kernel += ", a block all keys of a head";
   describe_tile(program, p, c.tile_q, c.tile_k(), true);
   program.predicted_seconds = predicted_seconds(p, c, device);
   return program;

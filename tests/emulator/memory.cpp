@@ -122,7 +122,7 @@ void decode_access(Kernel &k, Instruction &i, const std::vector<std::string> &wo
     else if (word == "volatile" || word == "relaxed" || word == "acquire")
       a.waits = true;
     else
-      need(word == "global" || word == "gpu" || word == "release" || word == "nc", "a modifier is not known");
+      need(word == "global" || word == "gpu" || word == "release" || word == "nc" || word == "cg", "a modifier is not known");
   }
   const Operand &data = operands[a.stores];
   const std::vector<Operand> elements = i.count == 1 ? std::vector{data} : data.parts;

@@ -160,6 +160,13 @@ def test_alibi_on_both_sides(options, lengths):
     assert not faults(call(h=2, sq=lengths[0], sk=lengths[1], d=64, dtype=BF16, alibi_slopes=slopes, **options))
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.tensor([0.01, 0.3])}, {"dropout": 0.2, "seed": 1, "offset": 2}], ids=list)
+def test_what_a_warpgroup_sees_of_a_window(options, d):
+    """The first queries of a tile see less on the right than the last, and more on the left."""
+    assert not faults(call(h=2, sq=330, sk=420, d=d, dtype=BF16, window=(116, 59), **options))
+
+
 @pytest.mark.parametrize("slope", [0.01, 3.0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_alibi_over_many_tiles(causal, slope):
