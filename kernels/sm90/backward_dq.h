@@ -23,8 +23,7 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
 #pragma unroll
   for (int i = 0; i < kN / 8; ++i) {
     const u32 left = transposed(pack<T>(x[i].x * scale, x[i].y * scale)), right = transposed(pack<T>(x[i].z * scale, x[i].w * scale));
-    store_sixteen(a.dq.at<T>(batch, head, row + first + 8 * i, column), left, right,
-                  [&](int c) { return first + 8 * i < rows && column + c < a.in.head_dim; });
+    store_sixteen(a.dq.at<T>(batch, head, row + first + 8 * i, column), first + 8 * i < rows ? a.in.head_dim - column : 0, left, right);
   }
 }
 
