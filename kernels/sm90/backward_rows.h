@@ -107,6 +107,7 @@ template <RowsConfig C> struct BackwardDq {
   static __device__ __forceinline__ void run(const Arguments &arguments) {
     const BackwardArguments &a = arguments.a;
     const RowTile<C> tile(a.in, last_first());
+    if (tile.rows == 0) return; // of a sequence shorter than the longest: dq_sum has no such tile
 #pragma unroll 1
     for (int part = (int)threadIdx.x / 128; part < C.tile_q / kN * (C.head_dim / 64); part += 2)
       store_dq<T, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
