@@ -49,7 +49,7 @@ FEATURES: dict[str, tuple[int, tuple[int, ...], Callable[[], dict[str, Any]]]] =
     "bias": (2, (), lambda: {"bias": torch.randn(1, 2, SQ, SK), "causal": True}),
     "blocks": (2, (), lambda: {"block_mask": blocks()}),
     "one key head": (1, (), lambda: {"causal": True}),
-    "packed": (2, (70, 0, 130), lambda: {"causal": True}),
+    "packed": (2, (300, 0, 20), lambda: {"causal": True}),  # the last one so short that the longest's tiles do not fit behind it
     "deterministic": (2, (), lambda: {"deterministic": True}),
     "exact_max": (2, (), lambda: {"exact_max": True}),
 }
