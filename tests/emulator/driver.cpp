@@ -7,12 +7,16 @@
 //   STROBE_EMULATOR_SEED   not 0: warps run in an order drawn from it
 #include "cuda/driver.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <span>
+#include <unordered_map>
 #include <utility>
 
 #include "emulator.h"
@@ -57,6 +61,10 @@ thread_local std::string words; // of the last error
 thread_local int pushed = 0;
 thread_local CUstreamCaptureMode mode{};
 std::mutex one_at_a_time;
+
+// Memory ends where nothing is mapped: a kernel that goes beyond its workspace faults.
+constexpr size_t kPage = 4096, kBeyond = 64 << 20;
+std::unordered_map<CUdeviceptr, std::span<std::byte>> allocated;
 
 CUresult error(CUresult result, std::string what) { return words = std::move(what), result; }
 CUcontext context() { return reinterpret_cast<CUcontext>(&words); }
@@ -187,12 +195,23 @@ CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream
   return std::memcpy(to, reinterpret_cast<const void *>(from), bytes), CUDA_SUCCESS;
 }
 CUresult cuMemAllocAsync(CUdeviceptr *memory, size_t bytes, CUstream) {
-  void *allocated = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  if (!allocated) return error(CUDA_ERROR_OUT_OF_MEMORY, "no memory");
-  std::memset(allocated, 0xFF, bytes);
-  return *memory = reinterpret_cast<CUdeviceptr>(allocated), CUDA_SUCCESS;
+  const size_t pages = (bytes + kPage - 1) / kPage * kPage, before = (pages - bytes) / 256 * 256;
+  void *mapped = mmap(nullptr, pages + kBeyond, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return error(CUDA_ERROR_OUT_OF_MEMORY, "no memory");
+  std::byte *begin = static_cast<std::byte *>(mapped);
+  munmap(begin + pages, kBeyond);
+  std::memset(begin, 0xFF, pages);
+  *memory = reinterpret_cast<CUdeviceptr>(begin + before);
+  const std::lock_guard lock(one_at_a_time);
+  return allocated[*memory] = {begin, pages}, CUDA_SUCCESS;
 }
-CUresult cuMemFreeAsync(CUdeviceptr memory, CUstream) { return std::free(reinterpret_cast<void *>(memory)), CUDA_SUCCESS; }
+CUresult cuMemFreeAsync(CUdeviceptr memory, CUstream) {
+  const std::lock_guard lock(one_at_a_time);
+  const auto found = allocated.find(memory);
+  if (found == allocated.end()) return error(CUDA_ERROR_INVALID_VALUE, "memory that was not allocated");
+  munmap(found->second.data(), found->second.size());
+  return allocated.erase(found), CUDA_SUCCESS;
+}
 CUresult cuStreamSynchronize(CUstream) { return CUDA_SUCCESS; }
 CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus *status) { return *status = CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS; }
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *wanted) { return std::swap(*wanted, mode), CUDA_SUCCESS; }
