@@ -40,7 +40,7 @@ template <BackwardConfig C> struct Backward {
     u32 P[kM / 4], dS[kM / 4];
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
-        : a(a), shared(shared), w(w), lane(this_thread() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread() / 32 % 4, 0)),
+        : a(a), shared(shared), w(w), lane(this_thread<C>() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)),
           scores(shared, a.a.in, keys, w) {}
 
     // n: the first iteration's number. Returns that of the one after the last.
@@ -76,7 +76,7 @@ template <BackwardConfig C> struct Backward {
       multiply_s(n);
       mbarrier_wait(shared.v_full(), n >> 31);
       clean_keys();
-      i32 before = -1; // the number of the tile of the iteration before, if there was one
+      i32 before = C.owns_dq ? -1 : 0; // the number of the tile of the iteration before, if there was one
 #pragma unroll 1
       for (;; ++n) {
         u32 more, next;
@@ -84,7 +84,7 @@ template <BackwardConfig C> struct Backward {
           const u32 allowed = scores.allowed(step);
           wgmma_wait<0>();
           registers_changed(S);
-          if (before < 0 && w == 0) barrier_arrive(kStagger, kComputing);
+          if (!later(n, before) && w == 0) barrier_arrive(kStagger, kComputing);
           scores.exponentiate(S, P, n, step, allowed);
           scores.round(P, S);
           wait_full(shared.dout_full(n), n);
@@ -100,7 +100,7 @@ template <BackwardConfig C> struct Backward {
           registers_changed(P);
           scores.release(shared.dout_empty(n));
           more = !(step.flags & kLast), next = n + more;
-          if (before >= 0) {
+          if (later(n, before)) {
             wait_full(shared.ds_full(n - 1), n - 1);
             multiply_dq(n - 1);
             wgmma_wait<1>();
@@ -118,11 +118,11 @@ template <BackwardConfig C> struct Backward {
         } else { // no product of these keys but dQ, of which the other warpgroup has made dS
           wgmma_wait<0>();
           registers_changed(S);
-          if (before < 0 && w == 0) barrier_arrive(kStagger, kComputing);
+          if (!later(n, before) && w == 0) barrier_arrive(kStagger, kComputing);
           scores.hand_on_nothing(n);
           scores.release(shared.dout_empty(n));
           more = !(step.flags & kLast), next = n + more;
-          if (before >= 0) {
+          if (later(n, before)) {
             wait_full(shared.ds_full(n - 1), n - 1);
             multiply_dq(n - 1);
             go_on(n, more, before);
@@ -145,6 +145,8 @@ template <BackwardConfig C> struct Backward {
       return before;
     }
 
+    // Has there been an iteration with these keys?
+    static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.owns_dq ? before >= 0 : n > 0; }
     // Under way, alone: dQ of the iteration before n. Then S of the next one, in vain after the last tile.
     __device__ __forceinline__ void go_on(u32 n, u32 more, i32 before) {
       const u32 next = n + more;

@@ -30,11 +30,11 @@ struct Reach {
   i32 low, high, seqlen_q, unused;
 };
 
-// What is made of them is made where it stands, and not kept from before a loop, in registers that are dear.
-__device__ __forceinline__ int this_thread() {
-  u32 x;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-  return (int)x;
+// threadIdx.x; within a loop over keys what is made of it is made there, and not kept from before, in registers that are dear.
+template <BackwardConfig C> __device__ __forceinline__ int this_thread() {
+  int x = (int)threadIdx.x;
+  if constexpr (C.owns_dq) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
 }
 
 // From an address that is a multiple of 1024.

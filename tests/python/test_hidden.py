@@ -84,8 +84,9 @@ def test_bias_gradient_of_nothing_is_zero(b, sq, shape, engine):
 @dtypes
 @pytest.mark.parametrize("scale", [1e-38, 1e-50, 1e-40, 1e9, -1e12, 1e31])
 def test_scale_at_the_ends_of_fp32(scale, dtype):
-    """Engines that do not take it say so; the library does."""
-    assert_matches(call(sq=20, sk=64, dtype=dtype, scale=scale, dlse=False))
+    """Engines that do not take it say so; the library does. What a GPU adds up in memory may lose what is below fp32's normal numbers."""
+    flushed = torch.finfo(dtype).tiny if ON_GPU and dtype == torch.float32 else 0.0
+    assert_matches(call(sq=20, sk=64, dtype=dtype, scale=scale, dlse=False), flushed)
 
 
 @pytest.mark.parametrize("backward", [False, True])

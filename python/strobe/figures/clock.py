@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Call = Callable[[], Any]
 MOST_REPEATS = 15
 PATIENCE = 20  # times the budget: a call that takes longer is made once
+STARTING = 10.0  # seconds that a first call on a GPU may take to load libraries and compile kernels
 
 
 class RefusedError(Exception):
@@ -54,12 +55,13 @@ def once(call: Call, setting: Setting) -> float:
 def times(calls: Mapping[str, Call], setting: Setting, warm: bool = False) -> tuple[dict[str, float], dict[str, str]]:
     """Seconds of each call, and the reasons of those that refuse. Medians of as many calls as the budget allows; what takes longer than the
     budget is one call, after one that is not counted; warm: that one was made before."""
+    patience = max(PATIENCE * setting.budget, STARTING if setting.on_gpu else 0.0)
     single: dict[str, float] = {}
     refusals: dict[str, str] = {}
     for name, call in calls.items():
         try:
             single[name] = once(call, setting)
-            if not warm and single[name] < PATIENCE * setting.budget:  # the first call starts things and allocates
+            if not warm and single[name] < patience:  # the first call starts things and allocates
                 single[name] = once(call, setting)
         except RefusedError as refusal:
             refusals[name] = str(refusal)

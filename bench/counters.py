@@ -1,0 +1,132 @@
+"""What binds a kernel: Nsight Compute's counters for Strobe's calls in the sets of `strobe bench gpu`, a line for each kernel.
+
+Prints time, the clock, how busy tensor cores, issue slots, L2 and DRAM were (per cent of what they can do), and what warps waited for (in
+cycles for each instruction issued, the three longest).
+
+    python bench/counters.py [--set core36] [--direction forward] [--only d=64,causal=True] [--peers]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from strobe.cli.gpu.contestants import call, missing
+from strobe.cli.gpu.sets import SETS, Group
+from strobe.cli.table import table
+
+SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats")
+BUSY = {
+    "tensor": r"pipe_tensor.*pct_of_peak_sustained_active",
+    "issue": r"issue(s|_inst\w*)?_active\.(avg|sum)\.pct",
+    "L2": r"^lts__throughput.*pct",
+    "DRAM": r"dram_?_throughput.*pct",
+}
+STALL = re.compile(r"average_warps?(?:_latency)?_issue_stalled_(\w+?)(?:_per_issue_active)?\.ratio")
+MARKER = "spin_kernel"  # torch.cuda._sleep: between two calls
+
+
+def chosen(args: argparse.Namespace) -> Iterator[tuple[Group, str]]:
+    """The groups asked for and their runs."""
+    wanted = [item.split("=") for item in args.only.split(",") if item]
+    for name in args.set:
+        for group in SETS[name]():
+            where = group.rows[0].where
+            if group.direction in (args.direction, "both") and all(str(where.get(key)) == value for key, value in wanted):
+                yield from (
+                    (group, run) for run in group.runs if args.peers or group.runs[run].who not in ("cudnn", "fa2", "fa4", "efficient")
+                )
+
+
+def make_calls(args: argparse.Namespace) -> None:
+    """In the process under Nsight Compute."""
+    import torch
+
+    for group, name in chosen(args):
+        run = group.runs[name]
+        if missing(run.who):
+            continue
+        q, k, v = run.problem.tensors("cuda")
+        dout = torch.randn(*q.shape[:-1], v.shape[-1], device="cuda", dtype=v.dtype)
+        attend = call(run.who, run.problem, run.feature, group.direction, (q, k, v, dout), "cuda")
+        attend()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        attend()
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+def number(text: str) -> float:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return 0.0
+
+
+def matching(row: dict[str, str], pattern: str) -> float:
+    return max((number(value) for column, value in row.items() if re.search(pattern, column)), default=float("nan"))
+
+
+def line(row: dict[str, str]) -> list[str]:
+    waits = {found[1]: number(value) for column, value in row.items() if (found := STALL.search(column))}
+    longest = sorted(waits, key=lambda why: -waits[why])[:3]
+    return [
+        re.sub(r"<.*|\(.*", "", row["Kernel Name"])[-40:],
+        f"{matching(row, r'^gpu__time_duration') / 1e3:.1f}",
+        f"{matching(row, r'^(smsp|sm|gpc)__cycles_elapsed.avg.per_second') / 1e9:.2f}",
+        *(f"{matching(row, pattern):.0f}" for pattern in BUSY.values()),
+        ", ".join(f"{why} {waits[why]:.1f}" for why in longest),
+    ]
+
+
+def label(group: Group, run: str) -> str:
+    """The row that the run is for, or, of what rows are compared with, the first."""
+    row = next((row for row in group.rows if row.strobe == run), group.rows[0])
+    return " ".join(f"{key}={value}" for key, value in row.where.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", action="append", choices=list(SETS))
+    parser.add_argument("--direction", default="forward", choices=("forward", "backward"))
+    parser.add_argument("--only", default="", help="of a row's keys, as in bench/results: d=64,causal=True")
+    parser.add_argument("--peers", action="store_true", help="the others' kernels, too")
+    parser.add_argument("--make-calls", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.set = args.set or ["core36"]
+    if args.make_calls:
+        return make_calls(args)
+
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise SystemExit("ncu (Nsight Compute) is not installed")
+    how: list[str] = ["--profile-from-start", "off", "--cache-control", "none", "--clock-control", "none"]
+    how += ["--csv", "--page", "raw", "--print-units", "base", *(f"--section={name}" for name in SECTIONS)]
+    done = subprocess.run([ncu, *how, sys.executable, __file__, "--make-calls", *sys.argv[1:]], capture_output=True, text=True, check=False)
+    rows: list[dict[str, Any]] = list(csv.DictReader(text for text in done.stdout.splitlines() if text.startswith('"')))
+    if done.returncode or not rows:
+        raise SystemExit(done.stderr.strip() or done.stdout.strip())
+
+    made = table("", ("call", "kernel", "µs", "GHz", *BUSY, "waits for"))
+    runs = ((group, name) for group, name in chosen(args) if not missing(group.runs[name].who))
+    group, name = next(runs)
+    for row in rows[1:]:  # the first has the units
+        if MARKER in row["Kernel Name"]:
+            group, name = next(runs, (group, name))
+            continue
+        made.add_row(f"{label(group, name)} {name}", *line(row))
+    Console(width=200).print(made)
+
+
+if __name__ == "__main__":
+    main()
