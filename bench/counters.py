@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from math import isnan, nan
 from typing import Any
 
 from rich.console import Console
@@ -39,11 +40,11 @@ def chosen(args: argparse.Namespace) -> Iterator[tuple[Group, str]]:
     wanted = [item.split("=") for item in args.only.split(",") if item]
     for name in args.set:
         for group in SETS[name]():
-            where = group.rows[0].where
-            if group.direction in (args.direction, "both") and all(str(where.get(key)) == value for key, value in wanted):
-                yield from (
-                    (group, run) for run in group.runs if args.peers or group.runs[run].who not in ("cudnn", "fa2", "fa4", "efficient")
-                )
+            if group.direction not in (args.direction, "both"):
+                continue
+            rows = [row for row in group.rows if all(str(row.where.get(key)) == value for key, value in wanted)]
+            named = {run for row in rows for run in (row.strobe, row.base, *(row.peers if args.peers else ()))}
+            yield from ((group, run) for run in group.runs if run in named)
 
 
 def make_calls(args: argparse.Namespace) -> None:
@@ -70,15 +71,16 @@ def number(text: str) -> float:
     try:
         return float(text.replace(",", ""))
     except ValueError:
-        return 0.0
+        return nan
 
 
 def matching(row: dict[str, str], pattern: str) -> float:
-    return max((number(value) for column, value in row.items() if re.search(pattern, column)), default=float("nan"))
+    found = (number(value) for column, value in row.items() if re.search(pattern, column))
+    return max((x for x in found if not isnan(x)), default=nan)
 
 
 def line(row: dict[str, str]) -> list[str]:
-    waits = {found[1]: number(value) for column, value in row.items() if (found := STALL.search(column))}
+    waits = {found[1]: number(value) for column, value in row.items() if (found := STALL.search(column)) and not isnan(number(value))}
     longest = sorted(waits, key=lambda why: -waits[why])[:3]
     return [
         re.sub(r"<.*|\(.*", "", row["Kernel Name"])[-40:],
@@ -90,9 +92,9 @@ def line(row: dict[str, str]) -> list[str]:
 
 
 def label(group: Group, run: str) -> str:
-    """The row that the run is for, or, of what rows are compared with, the first."""
-    row = next((row for row in group.rows if row.strobe == run), group.rows[0])
-    return " ".join(f"{key}={value}" for key, value in row.where.items())
+    """The row that the run is for; of what several rows are compared with, what all of them have."""
+    rows = [row.where for row in group.rows if row.strobe == run] or [row.where for row in group.rows]
+    return " ".join(f"{key}={value}" for key, value in rows[0].items() if all(row.get(key) == value for row in rows))
 
 
 def main() -> None:
