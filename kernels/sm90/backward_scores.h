@@ -72,8 +72,9 @@ template <BackwardConfig C> struct BackwardScores {
   const mma::BlockDropout<F> dropout;
 
   __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const Inputs &in, const KeyBlock &keys, int w)
-      : shared(shared), w(w), part(C.wide ? 0 : w), lane(this_thread<C>() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)),
-        scores(in, in.sequence(keys.batch), keys.batch), dropout{Dropout<F>(in)} {}
+      : shared(shared), w(w), part(C.wide ? 0 : w), lane(this_thread<C>() % 32),
+        warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(in, in.sequence(keys.batch), keys.batch),
+        dropout{Dropout<F>(in)} {}
 
   __device__ __forceinline__ bool masked(const QueryStep &step) const { return step.flags & kMasked << part; }
 

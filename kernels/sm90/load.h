@@ -122,7 +122,7 @@ template <Config C> struct LoadQ {
   const HopperForwardArguments &a;
   const SharedMemory<C> &shared;
 
-  // For each warpgroup as soon as it is through with its last.
+  // For each warpgroup, in turn, when it is through with its last.
   __device__ __forceinline__ void all() {
     tma_prefetch(a.q.map);
 #pragma unroll 1

@@ -128,7 +128,7 @@ Launch pack_mask(const Problem &p, const Inputs &in, MaskBits &bits, Scratch &sc
   bits.row_stride = queries > 1 ? row_bytes : 0;
   bits.head_stride = heads > 1 ? rows * row_bytes : 0, bits.batch_stride = batch > 1 ? heads * rows * row_bytes : 0;
   a.mask = operand(p.mask), a.bits = bits;
-  a.cells = uint32_t(batch * heads * rows * columns); // of 128 bytes each: 32 bits hold their number
+  a.cells = uint32_t(batch * heads * rows * columns); // of 128 bytes each: memory ends before a Divisor's 2^31
   a.heads = Divisor::make(uint32_t(heads)), a.rows = Divisor::make(uint32_t(rows)), a.columns = Divisor::make(uint32_t(columns));
   a.queries = i32(queries), a.keys = i32(p.seqlen_k);
   const bool one = !p.varlen && queries > 1; // band for all
