@@ -27,8 +27,8 @@ public:
   virtual ~Engine() = default;
   virtual const char *name() const = 0;
   virtual int32_t device_type() const { return STROBE_CPU; } // where its tensors lie
-  // Why this engine cannot run on this machine at all; empty if it can. Asked of the engines of a problem's device alone: a CUDA driver that
-  // was once initialised cannot be used after a fork.
+  // Why this engine cannot run on this machine at all; empty if it can. Asked of the engines of a problem's device alone: a CUDA driver
+  // that was once initialised cannot be used after a fork.
   virtual std::string missing() const = 0;
   // True: runs only when asked for by name (the oracle).
   virtual bool only_by_name() const { return false; }

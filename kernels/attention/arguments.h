@@ -6,7 +6,8 @@
 namespace strobe::inline STROBE_ISA {
 
 // Axes (batch, head, row, column); strides count elements, 0 where the axis is broadcast or absent. Varlen: batch stride 0, rows are the
-// packed tokens. mask, bias: (batch, head, query, key); slopes (batch, head, -, -); sinks (-, head, -, -); lse, dlse (batch, head, query, -).
+// packed tokens. mask, bias: (batch, head, query, key); slopes (batch, head, -, -); sinks (-, head, -, -); lse, dlse (batch, head, query,
+// -).
 struct Operand {
   void *data;
   i64 stride[4];

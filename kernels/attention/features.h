@@ -1,4 +1,5 @@
-// What of the contract a kernel must know when it is compiled. All else (lengths, strides, scale, window, GQA, varlen, sinks) are arguments.
+// What of the contract a kernel must know when it is compiled. All else (lengths, strides, scale, window, GQA, varlen, sinks) are
+// arguments.
 #pragma once
 #include "base.h"
 

@@ -57,8 +57,8 @@ __device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_k
   });
 }
 
-// The tile of keys of this block of threads: batch, head_kv, k0 and sequence of state. Bundles of heads run together and share the L2 cache;
-// within one, tiles of the first keys come first, which causal ones are the longest of.
+// The tile of keys of this block of threads: batch, head_kv, k0 and sequence of state. Bundles of heads run together and share the L2
+// cache; within one, tiles of the first keys come first, which causal ones are the longest of.
 template <bool kTickets, int kTileK, class State> __device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {
   const Inputs &in = a.in;
   u32 index = blockIdx.x;

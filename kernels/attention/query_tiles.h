@@ -1,6 +1,6 @@
-// The schedule the other way round, for kernels that own a tile of keys: which tiles of queries see some of it, last to first (so that, under
-// a causal mask, all key tiles of a head begin with the same queries: sums over key tiles in ascending order then wait for no one long).
-// 32-bit positions and a few registers, where Schedule's registers are dear.
+// The schedule the other way round, for kernels that own a tile of keys: which tiles of queries see some of it, last to first (so that,
+// under a causal mask, all key tiles of a head begin with the same queries: sums over key tiles in ascending order then wait for no one
+// long). 32-bit positions and a few registers, where Schedule's registers are dear.
 #pragma once
 #include "schedule.h"
 

@@ -9,8 +9,8 @@
 
 namespace strobe {
 
-// The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a tile
-// ask with different h. kApproximate: softcap's tanh is one instruction, with a relative error of 2^-11.
+// The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a
+// tile ask with different h. kApproximate: softcap's tanh is one instruction, with a relative error of 2^-11.
 template <Features F, class T, bool kApproximate = false> struct Scores {
   const Inputs &in;
   i64 b;
@@ -44,8 +44,8 @@ template <Features F, class T, bool kApproximate = false> struct Scores {
     return r;
   }
 
-  // raw = q.k of query r and key j -> its score, -inf where hidden. by_position: the tile holds keys that r does not see by position, by the
-  // end of the sequence, or beyond `limit` (the end of the schedule's tile); else all of them lie inside.
+  // raw = q.k of query r and key j -> its score, -inf where hidden. by_position: the tile holds keys that r does not see by position, by
+  // the end of the sequence, or beyond `limit` (the end of the schedule's tile); else all of them lie inside.
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit) const {
     T unused;
     return score<false>(raw, r, j, T(r.i + offset - j), InMemory{*this, r, j}, by_position, limit, unused);

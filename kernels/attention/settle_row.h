@@ -1,5 +1,5 @@
-// Rows whose LSE is large: rounded to its last bit it is off by eps |LSE|, and P = exp(s - LSE) by that factor in the whole row. Their P and
-// P (dP - D) are summed up ahead of the gradients; D follows from the sums, and what LSE lacks.
+// Rows whose LSE is large: rounded to its last bit it is off by eps |LSE|, and P = exp(s - LSE) by that factor in the whole row. Their P
+// and P (dP - D) are summed up ahead of the gradients; D follows from the sums, and what LSE lacks.
 #pragma once
 #include "../ptx/math.h"
 #include "arguments.h"

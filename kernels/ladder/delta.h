@@ -1,4 +1,5 @@
-// What frames the backward of FlashAttention-2: D before it, and the sum dQ, which it keeps in FP32, to where the caller wants it. A warp a row.
+// What frames the backward of FlashAttention-2: D before it, and the sum dQ, which it keeps in FP32, to where the caller wants it. A warp a
+// row.
 #pragma once
 #include "tile.h"
 

@@ -1,7 +1,7 @@
 // Rung 1, backward. Dao et al. 2022, appendix B, Algorithm 4, whose lines stand beside the code (1, 14, 15 and 18 are about dropout).
 //   2-4: Divide Q, O, dO into Tr blocks, K and V into Tc blocks.
-// One CTA walks one key head, so dQ_i is read, added to and written in global memory by nobody else. S and P are computed again from Q and K:
-// that costs a product, and saves reading S x S numbers.
+// One CTA walks one key head, so dQ_i is read, added to and written in global memory by nobody else. S and P are computed again from Q and
+// K: that costs a product, and saves reading S x S numbers.
 #pragma once
 #include "../attention/schedule.h"
 #include "tile.h"

@@ -2,8 +2,8 @@
 //   1: Set block sizes Bc, Br.                                                          Config
 //   3: Divide Q into Tr blocks of Br x d, K and V into Tc blocks of Bc x d.
 //   4: Divide O into Tr blocks of Br x d, l and m into Tr blocks of Br.
-// One CTA walks one head, as in the paper. The outer loop is over keys, so every step reads O_i, l_i, m_i from global memory and writes them
-// back: that traffic, and the idle SMs where heads are few, is what FlashAttention-2 does away with.
+// One CTA walks one head, as in the paper. The outer loop is over keys, so every step reads O_i, l_i, m_i from global memory and writes
+// them back: that traffic, and the idle SMs where heads are few, is what FlashAttention-2 does away with.
 #pragma once
 #include "../attention/schedule.h"
 #include "tile.h"

@@ -1,6 +1,6 @@
-// Tiles of the tensor-core rung. mma.sync multiplies A (16 x 16) by B (16 x 8), 16-bit numbers, and adds to C (16 x 8) in FP32, all three spread
-// over a warp. Lane 4g + t holds of C: rows g and g + 8, columns 2t and 2t + 1. That is how A wants its left and right half, too, so a C
-// rounded to 16 bits is an A without moving a number between lanes: P = exp(S) goes straight into P V.
+// Tiles of the tensor-core rung. mma.sync multiplies A (16 x 16) by B (16 x 8), 16-bit numbers, and adds to C (16 x 8) in FP32, all three
+// spread over a warp. Lane 4g + t holds of C: rows g and g + 8, columns 2t and 2t + 1. That is how A wants its left and right half, too, so
+// a C rounded to 16 bits is an A without moving a number between lanes: P = exp(S) goes straight into P V.
 #pragma once
 #include "../ptx/cp_async.h"
 #include "../ptx/ldmatrix.h"

@@ -1,7 +1,7 @@
 // Rung 3, backward. Dao 2023, Algorithm 2, whose lines stand beside the code (1-4 as in flash2_backward.h).
-// A warp owns 16 keys of the tile and computes S^T and dP^T, keys by queries, 16 queries at a time: rounded to 16 bits they are the left operands
-// of dV and dK without leaving the registers. dQ sums over all keys, hence over warps, and takes dS through shared memory. At d > 128 dK and dV
-// of 16 keys do not fit a warp: two warps compute the same S^T and hold half of the columns each.
+// A warp owns 16 keys of the tile and computes S^T and dP^T, keys by queries, 16 queries at a time: rounded to 16 bits they are the left
+// operands of dV and dK without leaving the registers. dQ sums over all keys, hence over warps, and takes dS through shared memory. At d >
+// 128 dK and dV of 16 keys do not fit a warp: two warps compute the same S^T and hold half of the columns each.
 #pragma once
 #include "../attention/schedule.h"
 #include "fragment.h"

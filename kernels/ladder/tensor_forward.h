@@ -1,8 +1,8 @@
 // Rung 3: the same algorithm on tensor cores. Dao 2023 (FlashAttention-2), Algorithm 1, whose lines stand beside the code.
 //   1-2: Divide Q, O, L into Tr blocks, K and V into Tc blocks.
-// A warp owns 16 queries of the tile and all keys (section 3.3: "split Q", not "split K"), so warps exchange nothing: S, P, O, m and l live in
-// its registers. Products are FP16 (BF16) in, FP32 out. What is missing on the way to the library's own kernels: copies that run ahead of the
-// arithmetic, Q in registers, swizzled tiles.
+// A warp owns 16 queries of the tile and all keys (section 3.3: "split Q", not "split K"), so warps exchange nothing: S, P, O, m and l live
+// in its registers. Products are FP16 (BF16) in, FP32 out. What is missing on the way to the library's own kernels: copies that run ahead
+// of the arithmetic, Q in registers, swizzled tiles.
 #pragma once
 #include "../attention/schedule.h"
 #include "fragment.h"

@@ -1,5 +1,5 @@
-// Tiles of the FP32 rungs: in global memory ("HBM" in the papers), in shared memory ("SRAM"), in registers. The 256 threads of a CTA stand as
-// 16 x 16: thread (y, x) holds the elements (y + 16 r, x + 16 c) of every tile in registers, so 16 adjacent lanes of a warp share a row.
+// Tiles of the FP32 rungs: in global memory ("HBM" in the papers), in shared memory ("SRAM"), in registers. The 256 threads of a CTA stand
+// as 16 x 16: thread (y, x) holds the elements (y + 16 r, x + 16 c) of every tile in registers, so 16 adjacent lanes of a warp share a row.
 #pragma once
 #include "../ptx/math.h" // first: softmax.h finds exp2 and select there
 
@@ -115,8 +115,8 @@ template <class Tile> __device__ __forceinline__ void hide(Tile &S, const Band &
   });
 }
 
-// LSE of query i for the backward, times log2(e): exp(s - LSE) is exp2(s log2(e) - this). +inf, so that P is 0, in a row that saw no key and
-// beyond the sequence.
+// LSE of query i for the backward, times log2(e): exp(s - LSE) is exp2(s log2(e) - this). +inf, so that P is 0, in a row that saw no key
+// and beyond the sequence.
 __device__ __forceinline__ float log2_sum(const Operand &lse, i64 b, i64 h, i64 i, i64 seqlen_q) {
   const float L = i < seqlen_q ? *lse.at<const float>(b, h, i, 0) : -kInfinity;
   return L == -kInfinity ? kInfinity : L * kLog2e;

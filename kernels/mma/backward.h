@@ -1,5 +1,5 @@
-// dQ, dK and dV of attention (FlashAttention-2, algorithm 2) on tensor cores. A block of threads owns a tile of keys and walks over the tiles
-// of queries that see some of it:
+// dQ, dK and dV of attention (FlashAttention-2, algorithm 2) on tensor cores. A block of threads owns a tile of keys and walks over the
+// tiles of queries that see some of it:
 //
 //   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
 //   dV += P^T dO                             dK += dS^T Q                             dQ += dS K, in global memory
@@ -58,7 +58,6 @@ private:
     QueryTile queries;
     i32 rows; // that are there
     Head at;
-    i32 suspect; // LSE or D of some row is not finite
   };
   // What the threads have in common lies in shared memory: registers are short.
   struct State {
@@ -113,7 +112,7 @@ private:
     while (state.head < heads_end && !state.tiles.next(t.queries)) take_head(state.head + 1);
     t.head = state.head < heads_end ? state.head : -1;
     t.rows = min(kTileQ, (i32)state.sequence.band.seqlen_q - t.queries.begin);
-    t.at = state.at, t.suspect = 0;
+    t.at = state.at;
   }
   __device__ __forceinline__ const Tile &tile_of(int n) const {
     asm volatile("" : "+r"(n)); // its address is found anew, not kept in a register
@@ -147,17 +146,17 @@ private:
     load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
   }
 
-  // Is some number of Q or dO not finite, of a tile in which something is hidden? It would have shown in LSE or D, unless there was a sink
-  // and nothing else to see.
-  __device__ __forceinline__ bool queries_not_finite(const Tile &t, int stage) const {
-    if (!(kHides || t.queries.masked) || !(t.suspect || in.sinks)) return false;
+  // Is some number of Q or dO not finite, of a tile in which something is hidden? It would have shown in LSE or D (suspect), unless there
+  // was a sink and nothing else to see.
+  __device__ __forceinline__ bool queries_not_finite(const Tile &t, int stage, bool suspect) const {
+    if (!(kHides || t.queries.masked) || !(suspect || in.sinks)) return false;
     return barrier_any(tile::any_not_finite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
                            tile::any_not_finite<T>(shared + kDo + stage * C.dout_bytes(), C.dout_bytes(), thread, kThreads),
                        kThreads);
   }
 
-  // LSE (of rows that see nothing and of those that are not there +inf: P = 0), -D and, with a bias, what LSE lacks, of a tile's rows, held by
-  // the threads until there is room for them.
+  // LSE (of rows that see nothing and of those that are not there +inf: P = 0), -D and, with a bias, what LSE lacks, of a tile's rows, held
+  // by the threads until there is room for them.
   static constexpr int kStatsEach = (int)div_up((C.stats() - 1) * kTileQ, kLoaders);
   struct Stats {
     float x[kStatsEach];
@@ -181,16 +180,18 @@ private:
     }
     return s;
   }
-  // In the order in which lanes want them: of each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and so what it lacks; -D of 2t
-  // and 2t + 1 twice, the two rows of an accumulator.
+  // In the order in which lanes want them: of each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and so what it lacks; -D of
+  // 2t and 2t + 1 twice, the two rows of an accumulator.
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
-  __device__ __forceinline__ void write_stats(const Stats &s, int iteration) const {
+  // Was some number of this thread's not finite?
+  __device__ __forceinline__ bool write_stats(const Stats &s, int iteration) const {
     int thread = loader(), stage = iteration % 2;
+    bool suspect = false;
 #pragma unroll
     for (int k = 0; k < kStatsEach; ++k) {
       int n = thread + k * kLoaders, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
       u32 base = shared + kStats + stage * kStatsBytes, x = __float_as_uint(s.x[k]);
-      if ((x & 0x7F800000) == 0x7F800000) state.ring[iteration % 4].suspect = 1;
+      suspect |= (x & 0x7F800000) == 0x7F800000;
       if (n < kTileQ || (F.bias && n >= 2 * kTileQ && n < 3 * kTileQ)) {
         store_shared(base + (n < kTileQ ? 0 : 12 * kTileQ) + (i / 16 * 16 + 4 * t + 2 * c + e) * 4, x);
       } else if (n < 2 * kTileQ) {
@@ -199,6 +200,7 @@ private:
         store_shared(target + 8, x);
       }
     }
+    return suspect;
   }
   __device__ __forceinline__ u32 lse_of(int stage, int n) const {
     return shared + kStats + stage * kStatsBytes + n * 64 + (tile::lane_id() & 3) * 16;
@@ -491,13 +493,14 @@ private:
     tile::store<kTileK, kInner, kThreads / 2, C.aligned != 0>(m, shared + place, thread % (kThreads / 2));
   }
 
-  // An iteration of a role.
+  // An iteration of a role; whether this thread found the next tile suspect.
   template <int kRole, bool kCareful, int kN>
-  __device__ __forceinline__ void iterate(Accumulator (&sum)[kKeys][kN], const Scores<F, float> &scores, const BlockDropout<F> &dropout,
+  __device__ __forceinline__ bool iterate(Accumulator (&sum)[kKeys][kN], const Scores<F, float> &scores, const BlockDropout<F> &dropout,
                                           float factor, int n) const {
     if constexpr (kRole == 0) {
       left<kCareful>(sum, scores, dropout, n);
       if (n > 0) add_dq<kCareful>(n - 1);
+      return false;
     } else {
       if (n > 0) add_dq<kCareful>(n - 1);
       Stats stats;
@@ -509,13 +512,13 @@ private:
       cp_async_commit();
       if (thread == kThreads / 2) schedule(n + 2);
       right<kCareful>(sum, factor, n);
-      if (more) write_stats(stats, n + 1);
+      return more && write_stats(stats, n + 1);
     }
   }
-  // All threads have come, and what they loaded is there.
-  static __device__ __forceinline__ void meet() {
+  // All threads have come, and what they loaded is there. Does the condition hold for some thread?
+  static __device__ __forceinline__ bool meet(bool condition) {
     cp_async_wait<0>();
-    barrier_sync(0, kThreads);
+    return barrier_any(condition, kThreads);
   }
 
   // The whole of a role.
@@ -525,29 +528,30 @@ private:
     BlockDropout<F> dropout{Dropout<F>(in)};
     float factor = dropout.dropout.factor();
 
+    bool suspect = false; // the tile that was loaded last
     load_keys();
     if (kRole == 1 && tile_of(0).head >= 0) {
       load_queries(tile_of(0), 0);
-      write_stats(read_stats(tile_of(0)), 0);
+      suspect = write_stats(read_stats(tile_of(0)), 0);
     }
     cp_async_commit();
-    meet();
+    suspect = meet(suspect);
     // From the first number on that is not finite and may be hidden, tiles are multiplied with care.
     bool careful = barrier_any(tile::any_not_finite<T>(shared, C.k_bytes(), thread, kThreads), kThreads);
     int n = 0;
     for (; tile_of(n).head >= 0; ++n) {
-      if (n > 0) meet();
-      if (careful |= queries_not_finite(tile_of(n), n % 2)) break;
-      iterate<kRole, false>(sum, scores, dropout, factor, n);
+      if (n > 0) suspect = meet(suspect);
+      if (careful |= queries_not_finite(tile_of(n), n % 2, suspect)) break;
+      suspect = iterate<kRole, false>(sum, scores, dropout, factor, n);
     }
     if (careful) {
       while (tile_of(n).head >= 0) {
         iterate<kRole, true>(sum, scores, dropout, factor, n++);
-        meet();
+        meet(false);
       }
       if (n > 0) add_dq<true>(n - 1);
     } else {
-      meet();
+      meet(false);
       if (n > 0) add_dq<false>(n - 1);
     }
     barrier_sync(0, kThreads);

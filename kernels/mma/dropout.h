@@ -11,8 +11,8 @@ template <Features F> struct BlockDropout {
   Dropout<F> dropout;
   u32 head, batch;
 
-  // Random bytes, one for each element of this lane's: rows g and g + 8 of the left block, then of the right one. i, j: query and key of the
-  // corner, multiples of 16.
+  // Random bytes, one for each element of this lane's: rows g and g + 8 of the left block, then of the right one. i, j: query and key of
+  // the corner, multiples of 16.
   __device__ __forceinline__ void draw(u32 (&bytes)[4], i32 i, i32 j) const {
     int lane = tile::lane_id(), odd = lane >> 2 & 1;
     // Lanes 4g+t with even g call for the left block, those with odd g for the right one: both own rows g, g^1, 8 more, of either.

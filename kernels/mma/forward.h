@@ -1,5 +1,5 @@
-// FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a block of threads owns a tile of queries and walks over the tiles of keys;
-// a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
+// FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a block of threads owns a tile of queries and walks over the tiles of
+// keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
 #pragma once
 #include "../attention/scores.h"
 #include "../tile/copy.h"

@@ -1,5 +1,5 @@
-// Online softmax of the rows that a lane holds: kM blocks of 16 rows, two rows of each. M is the reference: P = exp2(S * unit - M). It is the
-// running maximum, or stays behind it by at most kSlack, so that most tiles need no rescaling. M is kept in exp2's unit, which saves an
+// Online softmax of the rows that a lane holds: kM blocks of 16 rows, two rows of each. M is the reference: P = exp2(S * unit - M). It is
+// the running maximum, or stays behind it by at most kSlack, so that most tiles need no rescaling. M is kept in exp2's unit, which saves an
 // instruction; kNatural: in that of the scores, where those may be as large as numbers go.
 #pragma once
 #include "../ptx/math.h"

@@ -1,5 +1,5 @@
-// Infinities and NaN in V. What a query does not see must not reach it, but 0 * infinity in P V would: in tiles where something is hidden they
-// are replaced by 0, and at the end they are added to the results of those who see them.
+// Infinities and NaN in V. What a query does not see must not reach it, but 0 * infinity in P V would: in tiles where something is hidden
+// they are replaced by 0, and at the end they are added to the results of those who see them.
 #pragma once
 #include "../attention/scores.h"
 #include "../tile/shared.h"

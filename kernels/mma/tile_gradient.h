@@ -1,5 +1,5 @@
-// P and dS of one tile of scores, computed anew by a block of threads, whoever asks: what dbias sums up and what rows are settled by. In the
-// arithmetic of the family's backward.
+// P and dS of one tile of scores, computed anew by a block of threads, whoever asks: what dbias sums up and what rows are settled by. In
+// the arithmetic of the family's backward.
 #pragma once
 #include "../tf32/multiply.h"
 #include "../tile/copy.h"

@@ -1,6 +1,6 @@
-// Backward (Dao 2023, algorithm 2) with plain FMA: a CTA owns a tile of keys and walks the tiles of queries that see them, of every query head
-// of its key head. dK and dV grow in registers; dQ is added up in global memory, in any order, or key tile after key tile where the result
-// must be the same over runs.
+// Backward (Dao 2023, algorithm 2) with plain FMA: a CTA owns a tile of keys and walks the tiles of queries that see them, of every query
+// head of its key head. dK and dV grow in registers; dQ is added up in global memory, in any order, or key tile after key tile where the
+// result must be the same over runs.
 #pragma once
 #include "../attention/longest_first.h"
 #include "../attention/turns.h"
@@ -19,7 +19,8 @@ template <Config C> struct Backward {
   using Queries = DescendingQueries<C.features.blocks != 0, C.tile_q>;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows of a thread; dK's and dV's
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
-  // Sums over many queries are summed in parts, a head's or so many tiles', which rounds less. Not where the output would round them: 16 bits.
+  // Sums over many queries are summed in parts, a head's or so many tiles', which rounds less. Not where the output would round them: 16
+  // bits.
   static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? 2048 / C.tile_q : 0;
   static constexpr int kPass = C.columns_at_once(); // columns of dQ
 

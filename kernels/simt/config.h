@@ -28,7 +28,8 @@ struct Config {
   STROBE_FN constexpr i32 threads() const { return threads_q * threads_k; }
   STROBE_FN constexpr i32 real_bytes() const { return dtype == kF64 ? 8 : 4; }
   STROBE_FN constexpr i32 pad() const { return 16 / real_bytes(); }
-  // P and dS, a line a query; the forward's P and the backward's second dS, a line a key. The distance of lines, in elements, spreads neighbours over the banks.
+  // P and dS, a line a query; the forward's P and the backward's second dS, a line a key. The distance of lines, in elements, spreads
+  // neighbours over the banks.
   STROBE_FN constexpr i32 p_stride() const { return tile_k + pad(); }
   STROBE_FN constexpr i32 p_elements() const { return tile_q * p_stride(); }
   STROBE_FN constexpr i32 pt_stride() const { return tile_q + pad(); }

@@ -6,8 +6,8 @@
 
 namespace strobe::simt {
 
-// A CTA takes kRows rows of one head. The sum runs over the columns in the order and the runs of dP: where a query sees a single key, dP - D
-// is then 0 and not a rounding error. Of Config it reads dtype and the head dimensions.
+// A CTA takes kRows rows of one head. The sum runs over the columns in the order and the runs of dP: where a query sees a single key, dP -
+// D is then 0 and not a rounding error. Of Config it reads dtype and the head dimensions.
 template <Config C> struct Delta {
   using Arguments = BackwardArguments;
   using E = typename Element<C.dtype>::type;

@@ -85,8 +85,8 @@ template <Config C> struct Forward {
         rows.l(i) = l;
       }
       transfer(grid, P, [&](T &p, int i, int j) { p = S[i][j]; });
-      // O = alpha O + P V, each tile's sum a sum of its own, which rounds less. Its first barrier comes after all of P is written; that of the
-      // next product after all of P is read.
+      // O = alpha O + P V, each tile's sum a sum of its own, which rounds less. Its first barrier comes after all of P is written; that of
+      // the next product after all of P is read.
       T PV[kRows][kColumns] = {};
       multiply.template tn<C.head_dim_v, C.tile_k, C.pt_stride()>(PV, P, V, k0, k1 - k0);
 #pragma unroll

@@ -5,7 +5,8 @@
 
 namespace strobe::simt {
 
-// LSE and D of a tile's queries, in shared memory; rows at `end` and beyond are hidden. excess: what rounding took from LSE, where that shows.
+// LSE and D of a tile's queries, in shared memory; rows at `end` and beyond are hidden. excess: what rounding took from LSE, where that
+// shows.
 template <Config C, class T> struct RowStatistics {
   T *lse, *excess, *delta;
 

@@ -39,14 +39,15 @@ template <int kY, int kX> struct Threads {
 
 // The loops below are unrolled to a few hundred FMA and no further: more compile for seconds and run no faster.
 
-// Where row r lies in a line of a transposed chunk (see Chunk::store_transposed): threads that write a column apart meet in different banks.
-// kSpan: rows that the threads own at a stretch, a power of two of which whole multiples stay in place.
+// Where row r lies in a line of a transposed chunk (see Chunk::store_transposed): threads that write a column apart meet in different
+// banks. kSpan: rows that the threads own at a stretch, a power of two of which whole multiples stay in place.
 template <int kSpan, class T> STROBE_FN constexpr int swizzled(int r, int line) {
   return r ^ (8 * (line / (16 / (int)sizeof(T)) % 4) & (kSpan - 1));
 }
 
-// acc += A^T B; A and B: kDepth lines of kY*M and kX*N elements. acc(i, j) belongs to row<WM>(i), column<WN>(j). Of the forms measured (lines or
-// pieces of the sum side by side, operands held or read ahead) the fastest: 53 of 65 TFLOP/s on an H200, where pieces of the sum reach 43 to 48.
+// acc += A^T B; A and B: kDepth lines of kY*M and kX*N elements. acc(i, j) belongs to row<WM>(i), column<WN>(j). Of the forms measured
+// (lines or pieces of the sum side by side, operands held or read ahead) the fastest: 53 of 65 TFLOP/s on an H200, where pieces of the sum
+// reach 43 to 48.
 template <int kDepth, int kStrideA, int kStrideB, bool kSwizzled, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
   constexpr int WM = piece<T>(M), WN = piece<T>(N), kUnroll = max(1, 2048 / ((int)sizeof(T) * M * N));
@@ -126,8 +127,8 @@ __device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stri
 }
 
 // kRows x kColumns elements on their way from global to shared memory, in the registers of the CTA's threads. Each thread takes pieces of V
-// elements from a few rows, always at the same columns: one address, and one comparison a row, serve them all. Columns that do not exist read
-// as 0; rows that do not exist, as 0 or as an earlier row: they are multiplied by 0 or their scores are hidden.
+// elements from a few rows, always at the same columns: one address, and one comparison a row, serve them all. Columns that do not exist
+// read as 0; rows that do not exist, as 0 or as an earlier row: they are multiplied by 0 or their scores are hidden.
 template <class E, class T, int kThreads, i32 kCopy, int kRows, int kColumns> class Chunk {
   static constexpr int V = 16 / sizeof(T), kAcrossAll = kColumns / V; // pieces of a row
   static_assert(kColumns % V == 0);
@@ -225,8 +226,8 @@ template <Config C> struct Products {
     return stage = next;
   }
 
-  // acc += A B^T for the rows a0... of A and b0... of B, over kDim columns. acc(i, j) belongs to row<WM>(i), column<WN>(j). After each run of
-  // kRun columns but the last, end_of_run(whether it is the first) takes acc and lets it begin anew: a long sum in one run rounds more.
+  // acc += A B^T for the rows a0... of A and b0... of B, over kDim columns. acc(i, j) belongs to row<WM>(i), column<WN>(j). After each run
+  // of kRun columns but the last, end_of_run(whether it is the first) takes acc and lets it begin anew: a long sum in one run rounds more.
   template <int kDim, int kRun, int M, int N, class F>
   __device__ __forceinline__ void nt_in_runs(T (&acc)[M][N], const Rows<E> &A, i32 a0, const Rows<E> &B, i32 b0, F &&end_of_run) {
     constexpr int kRowsA = C.threads_q * M, kRowsB = C.threads_k * N;
@@ -251,7 +252,8 @@ template <Config C> struct Products {
     nt_in_runs<kDim, kDim>(acc, A, a0, B, b0, [](bool) {});
   }
 
-  // acc += P^T B for the `length` rows b0... of B and kDim columns from `column` on; P in shared memory, at most kLines lines kStride apart.
+  // acc += P^T B for the `length` rows b0... of B and kDim columns from `column` on; P in shared memory, at most kLines lines kStride
+  // apart.
   template <int kDim, int kLines, int kStride, int M, int N>
   __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length, i32 column = 0) {
     constexpr int kRows = C.rows_staged(kLines, kDim);

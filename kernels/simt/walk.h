@@ -9,8 +9,8 @@ struct Tile {
   bool masked;
 };
 
-// What a CTA works on, from its number: tiles of one head are neighbours, which share K and V in the L2 cache; or, where tiles are of unequal
-// length, those of equal length, so that the longest come first.
+// What a CTA works on, from its number: tiles of one head are neighbours, which share K and V in the L2 cache; or, where tiles are of
+// unequal length, those of equal length, so that the longest come first.
 struct Item {
   i32 split, tile, head, batch;
 

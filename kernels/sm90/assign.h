@@ -49,8 +49,8 @@ template <Config C> struct Assign {
     write(shared.item(), item.b, item.h, item.q, item.how);
     mbarrier_arrive(shared.item_full());
   }
-  // Waits for the verdict on an item that was computed kOnce; has it computed again if need be. (The next one is risked all the same: what is
-  // computed how must not depend on which block computes it.)
+  // Waits for the verdict on an item that was computed kOnce; has it computed again if need be. (The next one is risked all the same: what
+  // is computed how must not depend on which block computes it.)
   __device__ __forceinline__ void judge(const Item &item) {
     if (item.kind() != kOnce) return;
     const u32 n = verdicts++;

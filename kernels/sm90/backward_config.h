@@ -17,8 +17,8 @@ struct BackwardConfig {
   i32 exact_p;       // dS is made of P in fp32, not of P as dV takes it
   i32 dq_shared;     // dQ leaves through shared memory, not from registers
   i32 deterministic; // in the same order on every run; through shared memory, unless wide
-  // A block takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order in memory that
-  // stays in the L2 cache, and leaves it rounded.
+  // A block takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order in memory
+  // that stays in the L2 cache, and leaves it rounded.
   i32 owns_dq;
   Features features;
 

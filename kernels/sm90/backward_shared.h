@@ -92,8 +92,8 @@ template <BackwardConfig C> struct BackwardShared {
   }
 };
 
-// Where blocks own dQ: waits for the keys after those of iteration n - 1. Bit 31 of n: there have been an odd number of tiles of keys before.
-// Returns whether there are any.
+// Where blocks own dQ: waits for the keys after those of iteration n - 1. Bit 31 of n: there have been an odd number of tiles of keys
+// before. Returns whether there are any.
 inline constexpr u32 kOddKeys = 1u << 31;
 template <BackwardConfig C> __device__ __forceinline__ bool other_keys(const BackwardShared<C> &shared, u32 &n) {
   if constexpr (!C.owns_dq) return false;

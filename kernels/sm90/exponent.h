@@ -69,8 +69,8 @@ template <Config C, class Score> struct Line {
   __device__ __forceinline__ float difference(float x) const { return x; }
 };
 
-// A softcap and nothing else: S stays q.k where it is small, c tanh(x / c) = x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up to kSmall c with
-// a relative error of 5e-5; else it becomes tanh(x / c).
+// A softcap and nothing else: S stays q.k where it is small, c tanh(x / c) = x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up to
+// kSmall c with a relative error of 5e-5; else it becomes tanh(x / c).
 template <Features F, bool kApproximate> struct Softcap {
   static constexpr bool kIs = F.function == strobe::kSoftcap && kApproximate && !F.scaled && !F.alibi && !F.bias;
   static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;

@@ -1,6 +1,7 @@
-// FlashAttention-2's forward on Hopper. One thread of a block has the copy engine bring Q and, tile by tile, K and V into shared memory; each of
-// the other warpgroups owns 64 queries: S, P, O, m and l of them in its registers. While the tensor cores compute P V of one tile and Q K^T of
-// the next, the warpgroup takes the softmax of the one between (FlashAttention-3, Shah et al. 2024); the warpgroups take turns at issuing.
+// FlashAttention-2's forward on Hopper. One thread of a block has the copy engine bring Q and, tile by tile, K and V into shared memory;
+// each of the other warpgroups owns 64 queries: S, P, O, m and l of them in its registers. While the tensor cores compute P V of one tile
+// and Q K^T of the next, the warpgroup takes the softmax of the one between (FlashAttention-3, Shah et al. 2024); the warpgroups take turns
+// at issuing.
 #pragma once
 #include "../attention/scores.h"
 #include "../mma/dropout.h"
@@ -239,7 +240,8 @@ template <Config C> struct Forward {
       if (item.kind() != kOnce) restore(item, dropout.dropout);
     }
 
-    // Scores and M are natural logarithms where a tile with a bias is computed again: as low as numbers go, and -inf whatever else there is.
+    // Scores and M are natural logarithms where a tile with a bias is computed again: as low as numbers go, and -inf whatever else there
+    // is.
     static __device__ __forceinline__ bool is_natural(const Item &item) { return F.bias && item.kind() != kOnce; }
 
     __device__ __forceinline__ Tile wait_tile(bool other_parity = false) {
@@ -420,8 +422,8 @@ template <Config C> struct Forward {
           if (a.a.lse && lane % 4 == 0 && i < seqlen_q) *a.a.lse.template at<float>(item.b, item.h, row, 0) = end.lse;
           T *out = a.a.out.template at<T>(item.b, item.h, row, 0) + column;
           const i32 columns = i < seqlen_q ? in.head_dim_v - column : 0;
-          // Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of them whole sectors. Without
-          // branches: within one the compiler computes the address anew, and waits for each exchange.
+          // Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of them whole sectors.
+          // Without branches: within one the compiler computes the address anew, and waits for each exchange.
           u32 zero = 0; // NaN if something is not finite
 #pragma unroll
           for (int c = 0; c < kDv; c += 16) {

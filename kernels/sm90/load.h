@@ -15,8 +15,8 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a
   return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, 16, row, {item.split(), C.split ? a.splits : 1}};
 }
 
-// The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to tile,
-// and the fixed reference holds. With a window from its far end down: what a warpgroup sees must be one run in this order, too.
+// The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to
+// tile, and the fixed reference holds. With a window from its far end down: what a warpgroup sees must be one run in this order, too.
 class FromDiagonal {
 public:
   __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)

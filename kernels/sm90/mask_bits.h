@@ -1,4 +1,5 @@
-// Packs a bool mask: a warp takes 16 queries and 64 keys, each lane 32 keys of one query; then lanes exchange what the forward's lanes want.
+// Packs a bool mask: a warp takes 16 queries and 64 keys, each lane 32 keys of one query; then lanes exchange what the forward's lanes
+// want.
 #pragma once
 #include "../ptx/math.h"
 #include "mask_config.h"

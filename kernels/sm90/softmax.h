@@ -1,5 +1,5 @@
-// Online softmax of the two rows that a lane holds of a warpgroup's S: s[4j + 2r + e] is row r, column 8j + e (and the lane's share). M is the
-// reference in exp2's unit: P = exp2(exponent - M), as exponent.h has it.
+// Online softmax of the two rows that a lane holds of a warpgroup's S: s[4j + 2r + e] is row r, column 8j + e (and the lane's share). M is
+// the reference in exp2's unit: P = exp2(exponent - M), as exponent.h has it.
 #pragma once
 #include "../ptx/math.h"
 #include "../tile/registers.h"

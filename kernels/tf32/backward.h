@@ -296,8 +296,9 @@ private:
     }
   }
 
-  // A segment: kSegment tiles of queries, or what is left. Infinities and NaN in dO and Q must reach the keys that they see and no others: they
-  // are rare, and if dK or dV are not finite, all of the segment but dQ is done again, carefully. Returns whether there is another segment.
+  // A segment: kSegment tiles of queries, or what is left. Infinities and NaN in dO and Q must reach the keys that they see and no others:
+  // they are rare, and if dK or dV are not finite, all of the segment but dQ is done again, carefully. Returns whether there is another
+  // segment.
   __device__ __forceinline__ bool walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
 #pragma unroll
     for (int i = 0; i < kM * kD / 2; ++i) dK[i / (kD / 2)][i / 8 % (kD / 16)].x[i / 4 % 2][i % 4] = 0;

@@ -91,8 +91,8 @@ template <int kM, int kC> __device__ __forceinline__ float &element(Accumulator 
   return d[m][2 * c + k % 4 / 2].x[k % 2][2 * r + k / 4];
 }
 
-// Row r of block m of a sum, times factor, to memory, or added to what is there; kAligned: columns adjacent, 16-byte addresses, a multiple of
-// 4 of them.
+// Row r of block m of a sum, times factor, to memory, or added to what is there; kAligned: columns adjacent, 16-byte addresses, a multiple
+// of 4 of them.
 template <bool kAligned, int kM, int kC>
 __device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r, float factor, float *row, i64 stride, i32 columns,
                                           bool add = false) {

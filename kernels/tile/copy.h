@@ -22,8 +22,8 @@ template <int kRows, int kColumns, int kThreads> struct Share {
   __device__ __forceinline__ bool inside(int i) const { return kRows % kDown == 0 || row + i * kDown < kRows; }
 };
 
-// Global to shared memory; m: a Matrix, or what has its row(), rows, columns and column_stride. kAligned (for both directions): columns lie side by side; base, rows and m.columns are multiples of 16 bytes; the
-// copies are asynchronous.
+// Global to shared memory; m: a Matrix, or what has its row(), rows, columns and column_stride. kAligned (for both directions): columns lie
+// side by side; base, rows and m.columns are multiples of 16 bytes; the copies are asynchronous.
 template <int kRows, int kColumns, int kThreads, bool kAligned, class Rows>
 __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   using S = Share<kRows, kColumns, kThreads>;

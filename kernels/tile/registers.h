@@ -1,5 +1,5 @@
-// Tiles in a warp's registers, as 16x16 blocks: the operands and the sums of mma.sync. Lane 4g+t holds rows g and g + 8, and of each half of
-// the columns 2t and 2t+1. A left and a right operand hold the same in another order: as the instruction wants it in adjacent registers.
+// Tiles in a warp's registers, as 16x16 blocks: the operands and the sums of mma.sync. Lane 4g+t holds rows g and g + 8, and of each half
+// of the columns 2t and 2t+1. A left and a right operand hold the same in another order: as the instruction wants it in adjacent registers.
 #pragma once
 #include "../ptx/mma.h"
 

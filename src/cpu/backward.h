@@ -107,9 +107,9 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
   out.whole = tiles.next(keys) && !tiles.next(keys);
 }
 
-// Where a row sees few keys, or all its P falls to one, dP and D cancel; summed up apart, in different orders, they leave their rounding. And
-// rounded to its last bit, a large LSE is off by eps |LSE|, and P = e^(s - LSE) by that factor, in a whole row. So rows whose keys lie in
-// one tile, and those of a tile where some LSE is large, are summed up once more, P and P (dP - D), and D and P follow from the sums.
+// Where a row sees few keys, or all its P falls to one, dP and D cancel; summed up apart, in different orders, they leave their rounding.
+// And rounded to its last bit, a large LSE is off by eps |LSE|, and P = e^(s - LSE) by that factor, in a whole row. So rows whose keys lie
+// in one tile, and those of a tile where some LSE is large, are summed up once more, P and P (dP - D), and D and P follow from the sums.
 template <class Math>
 __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, const TileSpan &t, int64_t lane,
                                         const typename Math::Real *s, const typename Math::Real *dp, BackwardScratch<Math> &scratch) {
@@ -184,7 +184,8 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
 }
 
 // P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, a chunk of keys at a time, handed on by pairs of keys:
-// emit(first key of the chunk, key in the chunk, lane, P, P', dS, dS', both). kThroughFunction: dS is by scale q.k, not by a function of it.
+// emit(first key of the chunk, key in the chunk, lane, P, P', dS, dS', both). kThroughFunction: dS is by scale q.k, not by a function of
+// it.
 template <bool kThroughFunction, class Math, class Emit>
 STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
                              const Piece<typename Math::Real> &piece, typename Math::Left k_rows, typename Math::Left v_rows,

@@ -72,8 +72,8 @@ template <class T> struct Fma {
 
   static STROBE_INLINE Right right_from(Right x, int64_t row) { return {x.b + row * x.ld, x.ld}; }
 
-  // Scores (P or dS) on their way into a product: keys x width, taken in by pairs of keys; the right operand of a product over keys, the left
-  // one of a product over queries.
+  // Scores (P or dS) on their way into a product: keys x width, taken in by pairs of keys; the right operand of a product over keys, the
+  // left one of a product over queries.
   struct Scores {
     T *s;
     int64_t width;

@@ -31,8 +31,8 @@ template <class Math> struct ForwardScratch {
   }
 };
 
-// One step of online softmax over a chunk of scores s: P goes to `out` from its key `at_key` on, m and l move on. Returns whether m moved: then
-// alpha is what O must be multiplied by.
+// One step of online softmax over a chunk of scores s: P goes to `out` from its key `at_key` on, m and l move on. Returns whether m moved:
+// then alpha is what O must be multiplied by.
 template <class Math, class Scores>
 __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &head, const TileSpan &t, const typename Math::Real *s,
                                             const typename Math::Real *keep, typename Math::Real *m, typename Math::Real *l,
@@ -92,8 +92,8 @@ template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t wi
     for (int64_t lane = 0; lane < width; lane += L)
       (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
 }
-// sum[c * width + lane] += sum over keys of s[key * width + lane] x(key, c), without the elements where s is 0: a hidden key's V, or K, may hold
-// anything, and 0 times an infinity is not a number. For tiles that are masked and hold one; row: scratch of a row of x.
+// sum[c * width + lane] += sum over keys of s[key * width + lane] x(key, c), without the elements where s is 0: a hidden key's V, or K, may
+// hold anything, and 0 times an infinity is not a number. For tiles that are masked and hold one; row: scratch of a row of x.
 template <class T>
 __attribute__((noinline)) void add_visible(const TileSpan &t, const T *s, const View &x, int64_t b, int64_t h, int64_t k0, int64_t d,
                                            T *sum, T *row) {

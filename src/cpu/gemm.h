@@ -83,8 +83,8 @@ STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth
   if constexpr (kColumns > 1) multiply_columns<kColumns - 1, kUnitRow>(rows, columns, depth, run, a, b, ldb, c, ldc, accumulate);
 }
 
-// C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns a multiple of the lanes. A sum of depth terms one after the other loses bits
-// as its running sum grows: what starts anew is summed in runs of at most kRun.
+// C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns a multiple of the lanes. A sum of depth terms one after the other loses
+// bits as its running sum grows: what starts anew is summed in runs of at most kRun.
 template <class T>
 __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
                                         int64_t ldc, bool accumulate) {

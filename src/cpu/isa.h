@@ -1,6 +1,6 @@
-// What the translation unit of an instruction set offers. Such a unit is compiled for that set, so nothing inline that other units share may
-// come out of it: the linker could choose its copy for a CPU without the set. Its own code lives in a namespace of its own (STROBE_ISA), what
-// it includes from elsewhere is always_inline, and tests/cpp checks the object files' symbols.
+// What the translation unit of an instruction set offers. Such a unit is compiled for that set, so nothing inline that other units share
+// may come out of it: the linker could choose its copy for a CPU without the set. Its own code lives in a namespace of its own
+// (STROBE_ISA), what it includes from elsewhere is always_inline, and tests/cpp checks the object files' symbols.
 #pragma once
 #include <string>
 

@@ -1,5 +1,5 @@
-// What the mask says of cells of queries x keys. The mask is read once a call, whatever shares it: all heads and passes then skip what it hides,
-// and where it hides nothing they work as if there were none.
+// What the mask says of cells of queries x keys. The mask is read once a call, whatever shares it: all heads and passes then skip what it
+// hides, and where it hides nothing they work as if there were none.
 #pragma once
 #include "../../kernels/attention/geometry.h"
 #include "isa.h"

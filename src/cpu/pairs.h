@@ -1,8 +1,8 @@
 // The arithmetic of bf16 dot products, of AMX or of AVX512-BF16. Both want the left operand as bf16 rows and the right one as pairs of rows
 // interleaved (k, k+1 side by side in 32 bits), both padded with zeros to 32 along k and to 16 along the rest.
-// kPlanes 1: bf16 operands. 2: fp16 operands as a sum of two bf16 (8 bits of the significand each), three products. 3: fp32 operands as a sum
-// of three, of whose nine products the six above 2^-24 are added up in fp32 (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial
-// Intelligence Datatype for Higher-Precision Computations").
+// kPlanes 1: bf16 operands. 2: fp16 operands as a sum of two bf16 (8 bits of the significand each), three products. 3: fp32 operands as a
+// sum of three, of whose nine products the six above 2^-24 are added up in fp32 (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16
+// Artificial Intelligence Datatype for Higher-Precision Computations").
 #pragma once
 #include <immintrin.h>
 
@@ -10,8 +10,8 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// x = sum of planes, each to be cut to the 8 significant bits of a bf16, the high half of a lane: the first ones are rounded to them, so that
-// what is left for the last is small and of either sign.
+// x = sum of planes, each to be cut to the 8 significant bits of a bf16, the high half of a lane: the first ones are rounded to them, so
+// that what is left for the last is small and of either sign.
 template <int kPlanes> struct Split {
   __m512 plane[kPlanes];
   STROBE_INLINE explicit Split(__m512 x) {
@@ -26,8 +26,8 @@ template <int kPlanes> struct Split {
   }
 };
 
-// The left operand: rows of 32 elements along k. Strides in elements: of a row, from one 32 along k to the next, from 32 rows to the next, of
-// planes.
+// The left operand: rows of 32 elements along k. Strides in elements: of a row, from one 32 along k to the next, from 32 rows to the next,
+// of planes.
 struct PairsLeft {
   const uint16_t *a;
   int64_t row, step, block, plane;

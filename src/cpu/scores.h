@@ -71,8 +71,8 @@ template <class T> struct Head {
   }
 
 private:
-  // A scale whose reciprocal leaves the range of fp32, or that makes scores of 2^31 and more, whose rounding as a factor does, is applied to the
-  // scores, not to exp2's argument.
+  // A scale whose reciprocal leaves the range of fp32, or that makes scores of 2^31 and more, whose rounding as a factor does, is applied
+  // to the scores, not to exp2's argument.
   static STROBE_INLINE bool outsized(double scale) { return !(__builtin_fabs(scale) > 1e-30 && __builtin_fabs(scale) <= 1e4); }
   static STROBE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 };

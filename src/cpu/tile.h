@@ -28,7 +28,8 @@ template <class T> STROBE_INLINE void fill(T *p, int64_t count, T value) {
   for (int64_t i = 0; i < count; ++i) p[i] = value;
 }
 
-// Swaps rows and columns of a kLanes x kLanes block held in registers: log2 steps, each of which exchanges rows i and i + s, s a power of two.
+// Swaps rows and columns of a kLanes x kLanes block held in registers: log2 steps, each of which exchanges rows i and i + s, s a power of
+// two.
 template <int s, class T, int... lane> STROBE_INLINE void exchange(Vec<T> &x, Vec<T> &y, std::integer_sequence<int, lane...>) {
   constexpr int L = sizeof...(lane);
   auto a = x.v, b = y.v; // x keeps a's lanes without bit s and takes b's, y gets the others
@@ -45,8 +46,8 @@ template <int s = 1, class T> STROBE_INLINE void transpose_block(Vec<T> (&x)[Vec
   }
 }
 
-// dst[c * width + lane] = x[c] * factor for lane < count (0 in the lanes above, up to width) and c < columns, where row_of(lane, x) writes x.
-// width is a multiple of 16; buffer holds 16 rows of round_to(columns, 16).
+// dst[c * width + lane] = x[c] * factor for lane < count (0 in the lanes above, up to width) and c < columns, where row_of(lane, x) writes
+// x. width is a multiple of 16; buffer holds 16 rows of round_to(columns, 16).
 template <class T, class Row>
 STROBE_INLINE void load_lanes(Row &&row_of, int64_t count, int64_t columns, T factor, T *dst, int64_t width, T *buffer) {
   constexpr int L = Vec<T>::kLanes;

@@ -10,8 +10,8 @@ namespace strobe::cuda {
 
 Operand operand(const View &);
 Features features_of(const Problem &);
-// A larger scale is applied to the scores, not in exp2's argument, where a score's rounding, as a factor, would leave fp32 from 2^31 on. Tensor
-// cores' kernels, which have it in the argument even so, refuse it: why; empty if it is not larger.
+// A larger scale is applied to the scores, not in exp2's argument, where a score's rounding, as a factor, would leave fp32 from 2^31 on.
+// Tensor cores' kernels, which have it in the argument even so, refuse it: why; empty if it is not larger.
 inline constexpr double kMostScale = 1e4;
 std::string outsized_scale(const Problem &);
 ForwardArguments forward_arguments(const Problem &);   // but for the split over keys

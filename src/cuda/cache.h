@@ -27,8 +27,8 @@ std::optional<Build> cache_read_any(const std::string &folder, const Sha256::Dig
 // False if it could not.
 bool cache_write(const std::string &file, const Sha256::Digest &key, const Build &);
 
-// Among all processes and threads, one holds the lock of a file. Not held where the folder cannot be written or the holder takes more than a
-// minute: then each compiles for itself, which is slower but not wrong.
+// Among all processes and threads, one holds the lock of a file. Not held where the folder cannot be written or the holder takes more than
+// a minute: then each compiles for itself, which is slower but not wrong.
 class CacheLock {
 public:
   explicit CacheLock(const std::string &file);

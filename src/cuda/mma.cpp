@@ -23,8 +23,8 @@ struct Tile {
   int32_t most_dim, q, k, warps, stages, ctas; // ctas: per SM, what the registers are limited for
 };
 
-// From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 read K and V from shared memory half as
-// often as 16 do, but leave no registers for features or copies by element.
+// From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 read K and V from shared memory half
+// as often as 16 do, but leave no registers for features or copies by element.
 enum Load { plain, sparse, sparse_band, features, anything }; // what a tile has registers for
 struct ForwardTile : Tile {
   Load most;

@@ -46,7 +46,8 @@ int32_t heavy(const BackwardConfig &c) {
   return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) + 2 * (f.function != 0) + (f.dropout != 0 && f.additive()) + !c.aligned;
 }
 
-// The fastest tile that fits, or with wishes the nearest, and its speed. A small grid does not fill the GPU: then tiles of fewer keys may be faster.
+// The fastest tile that fits, or with wishes the nearest, and its speed. A small grid does not fill the GPU: then tiles of fewer keys may
+// be faster.
 bool choose(BackwardConfig &chosen, double &speed, const Problem &p, const Device &device) {
   BackwardConfig any{};
   any.dtype = int32_t(p.dtype);
@@ -68,7 +69,8 @@ bool choose(BackwardConfig &chosen, double &speed, const Problem &p, const Devic
   return least < HUGE_VAL;
 }
 
-// Measured on an H200: of an SM, with the tile of speed 1; of each kernel; of a block, to begin and to store; of a step, besides its products.
+// Measured on an H200: of an SM, with the tile of speed 1; of each kernel; of a block, to begin and to store; of a step, besides its
+// products.
 constexpr double kFlopPerClock = 1370, kBiasPerClock = 1400, kLaunchSeconds = 3e-6, kEndsSeconds = 5.5e-6, kStepSeconds = 0.5e-6;
 
 double predicted_seconds(const Problem &p, const BackwardConfig &c, double speed, const Device &device, size_t launches) {

@@ -27,9 +27,9 @@ struct Nvrtc {
   std::string version() const { return std::to_string(major) + "." + std::to_string(minor); }
 };
 
-// One that compiles for this compute capability and that the driver (if there is one) can follow; null if there is none. STROBE_NVRTC (libraries or
-// folders, colon between) is asked alone where it is set; else the wheels beside the libraries of this process, CUDA_HOME and CUDA_PATH,
-// /usr/local/cuda, the loader's path. NVRTC 13 comes before 12, and after it where only 12 compiles (before 7.5).
+// One that compiles for this compute capability and that the driver (if there is one) can follow; null if there is none. STROBE_NVRTC
+// (libraries or folders, colon between) is asked alone where it is set; else the wheels beside the libraries of this process, CUDA_HOME and
+// CUDA_PATH, /usr/local/cuda, the loader's path. NVRTC 13 comes before 12, and after it where only 12 compiles (before 7.5).
 const Nvrtc *nvrtc(int cc);
 // What was looked for, where, and what was wrong with what was found.
 std::string nvrtc_missing(int cc);

@@ -19,8 +19,8 @@ Walks walks(const Problem &, Direction, int64_t tile_q, int64_t tile_k);
 // Blocks that an SM runs at a time, of `most` that registers leave room for.
 int64_t resident(const Device &, int64_t shared_bytes, int64_t most);
 
-// Until all blocks are done: `resident` of them share an SM, which computes `rate` scores a second; a block takes `ends` seconds besides, to begin
-// and to store; `parts` blocks share a walk.
+// Until all blocks are done: `resident` of them share an SM, which computes `rate` scores a second; a block takes `ends` seconds besides,
+// to begin and to store; `parts` blocks share a walk.
 double seconds(const Walks &, const Device &, int64_t resident, double rate, double ends, int64_t parts = 1);
 
 // Of a forward: K and V from memory, and the combination of parts.

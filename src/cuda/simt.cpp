@@ -55,8 +55,8 @@ constexpr Shape kForwardShapes[] = {{128, 64, 16, 8}, {64, 128, 8, 16}, {64, 64,
 constexpr Shape kBackwardShapes[] = {{128, 64, 8, 16}, {64, 64, 8, 16}, {64, 32, 8, 16}, {32, 64, 8, 16}, {32, 32, 8, 16},
                                      {64, 16, 8, 16},  {32, 16, 8, 16}, {16, 64, 8, 16}, {16, 32, 8, 16}, {16, 16, 8, 16}};
 
-// The first shape that shared memory and, if any, registers hold and that the blocks of a sparse mask divide into; of those, where there are wishes,
-// the one that comes nearest; and none that is longer than the queries if a shorter one will do.
+// The first shape that shared memory and, if any, registers hold and that the blocks of a sparse mask divide into; of those, where there
+// are wishes, the one that comes nearest; and none that is longer than the queries if a shorter one will do.
 bool choose(Config &config, Kind kind, const Problem &p, const Device &device) {
   const std::span<const Shape> shapes = kind == Kind::forward ? std::span<const Shape>(kForwardShapes) : kBackwardShapes;
   double least = HUGE_VAL;

@@ -73,8 +73,8 @@ int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
   return std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
 }
 
-// Do blocks that own a pair's dQ serve better than one for each tile of keys? They spare its zeros, its turns and the launch that rounds it;
-// but each works at a pair of its own, which must stay in the L2 cache, and SMs idle where pairs do not fill them evenly.
+// Do blocks that own a pair's dQ serve better than one for each tile of keys? They spare its zeros, its turns and the launch that rounds
+// it; but each works at a pair of its own, which must stay in the L2 cache, and SMs idle where pairs do not fill them evenly.
 bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
   const Features &f = c.features;
   if (f.blocks || p.varlen || !p.dq || (widest(p) > 64 && (f.function || f.dropout || f.bias))) return false; // registers
@@ -148,7 +148,7 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device
 CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &scratch) {
   Features features = features_of(p);
   const double size = std::abs(p.scale); // its sign does not matter where LSE is known
-  if (features.function != kHyperbolic) features.scaled = !(size == 0 || (size > 1e-30 && size < 1e30));
+  if (features.function != kHyperbolic) features.scaled = size != 0 && !(size > 1e-30);
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
   const BackwardConfig c = configuration(p, features, device);
   if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.tile_k()))

@@ -1,4 +1,5 @@
-// The kernels of kernels/tf32: FP32 on tensor cores, from sm_80. What looks at rows and not at scores is done by kernels of the other families.
+// The kernels of kernels/tf32: FP32 on tensor cores, from sm_80. What looks at rows and not at scores is done by kernels of the other
+// families.
 #include <algorithm>
 #include <cmath>
 

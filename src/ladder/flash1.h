@@ -1,5 +1,5 @@
-// Rung 1: S never leaves the chip. Dao et al. 2022 (FlashAttention), Algorithm 1, and Algorithm 4 of appendix B, whose lines stand beside the
-// code. The outer loop is over keys, so every step reads O_i, l_i, m_i from memory and writes them back.
+// Rung 1: S never leaves the chip. Dao et al. 2022 (FlashAttention), Algorithm 1, and Algorithm 4 of appendix B, whose lines stand beside
+// the code. The outer loop is over keys, so every step reads O_i, l_i, m_i from memory and writes them back.
 #pragma once
 #include "ladder/tile.h"
 

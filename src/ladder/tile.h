@@ -86,7 +86,8 @@ inline void add(const Matrix &m, int64_t i0, const Tile &tile, float factor) {
     for (int64_t c = 0; c < tile.columns; c++) m(i0 + i, c) += tile[i][c] * factor;
 }
 
-// to += x B, a row times a tile; the numbers of x lie `stride` apart. Four rows of B at a time, so that `to` is read and written less often.
+// to += x B, a row times a tile; the numbers of x lie `stride` apart. Four rows of B at a time, so that `to` is read and written less
+// often.
 inline void multiply_add_row(float *__restrict to, const float *__restrict x, int64_t stride, const Tile &B) {
   int64_t k = 0;
   for (; k + 4 <= B.rows; k += 4) {

@@ -1,7 +1,8 @@
 // Every engine that runs here against the oracle, forward and every gradient, over options and shapes drawn at random. tests/python judges
 // accuracy and covers all pairs of options; this is for where there is no Python: other machines, emulated or not, and the sanitizers.
-// STROBE_AGREEMENT_ROUNDS sets how many, STROBE_AGREEMENT_CALLS after how many calls that it took an engine is done, STROBE_AGREEMENT_ENGINES
-// names those whose turn it is (commas between). Under an emulated GPU (tests/emulator) it is the turn of the CUDA engines, and of them alone.
+// STROBE_AGREEMENT_ROUNDS sets how many, STROBE_AGREEMENT_CALLS after how many calls that it took an engine is done,
+// STROBE_AGREEMENT_ENGINES names those whose turn it is (commas between). Under an emulated GPU (tests/emulator) it is the turn of the CUDA
+// engines, and of them alone.
 #include "call.h"
 
 #include <cstdlib>

@@ -36,22 +36,30 @@ def blocks() -> strobe.BlockMask:
     return strobe.BlockMask.from_kept(kept, 128, 128, SQ, SK)
 
 
-# name: heads of k, lengths of packed sequences, options
-FEATURES: dict[str, tuple[int, tuple[int, ...], Callable[[], dict[str, Any]]]] = {
-    "plain": (2, (), dict),
-    "causal": (2, (), lambda: {"causal": True}),
-    "window": (2, (), lambda: {"window": (40, 8)}),
-    "softcap": (2, (), lambda: {"softcap": 20.0, "causal": True}),
-    "ALiBi": (2, (), lambda: {"alibi_slopes": torch.tensor([0.5, 0.25]), "causal": True}),
-    "sinks": (2, (), lambda: {"sinks": torch.zeros(2)}),
-    "dropout": (2, (), lambda: {"dropout": 0.2, "seed": 1}),
-    "mask": (2, (), lambda: {"mask": torch.rand(1, 1, SQ, SK) < 0.7}),
-    "bias": (2, (), lambda: {"bias": torch.randn(1, 2, SQ, SK), "causal": True}),
-    "blocks": (2, (), lambda: {"block_mask": blocks()}),
-    "one key head": (1, (), lambda: {"causal": True}),
-    "packed": (2, (300, 0, 20), lambda: {"causal": True}),  # the last one so short that the longest's tiles do not fit behind it
-    "deterministic": (2, (), lambda: {"deterministic": True}),
-    "exact_max": (2, (), lambda: {"exact_max": True}),
+class Feature(NamedTuple):
+    options: Callable[[], dict[str, Any]] = dict
+    heads_kv: int = 2
+    lengths: tuple[int, ...] = ()  # of packed sequences
+    batch: int = 2
+
+
+FEATURES = {
+    "plain": Feature(),
+    "causal": Feature(lambda: {"causal": True}),
+    "window": Feature(lambda: {"window": (40, 8)}),
+    "softcap": Feature(lambda: {"softcap": 20.0, "causal": True}),
+    "ALiBi": Feature(lambda: {"alibi_slopes": torch.tensor([0.5, 0.25]), "causal": True}),
+    "sinks": Feature(lambda: {"sinks": torch.zeros(2)}),
+    "dropout": Feature(lambda: {"dropout": 0.2, "seed": 1}),
+    "mask": Feature(lambda: {"mask": torch.rand(1, 1, SQ, SK) < 0.7}),
+    "bias": Feature(lambda: {"bias": torch.randn(1, 2, SQ, SK), "causal": True}),
+    "blocks": Feature(lambda: {"block_mask": blocks()}),
+    "one key head": Feature(lambda: {"causal": True}, heads_kv=1),
+    # the last one so short that the longest's tiles do not fit behind it
+    "packed": Feature(lambda: {"causal": True}, lengths=(300, 0, 20)),
+    "deterministic": Feature(lambda: {"deterministic": True}),
+    "exact_max": Feature(lambda: {"exact_max": True}),
+    "many heads": Feature(lambda: {"causal": True}, batch=70),  # as many as SMs: blocks of the Hopper backward own dQ
 }
 DIMS = ((64, 64), (128, 128), (80, 80), (256, 256), (96, 64))
 
@@ -68,11 +76,11 @@ class Case(NamedTuple):
     def run(self) -> str:
         """What ran of forward and backward."""
         torch.manual_seed(0)
-        heads_kv, lengths, options = FEATURES[self.feature]
+        options, heads_kv, lengths, batch = FEATURES[self.feature]
         dtype, (d, dv) = getattr(torch, self.dtype), self.dims
         shapes = [(2, SQ, d), (heads_kv, SK, d), (heads_kv, SK, dv), (2, SQ, dv)]  # of q, k, v and dout, without the batch
         packed = [(sum(lengths), heads, width) for heads, _, width in shapes]
-        q, k, v, dout = (torch.randn(shape).to(dtype) for shape in (packed if lengths else ((2, *x) for x in shapes)))
+        q, k, v, dout = (torch.randn(shape).to(dtype) for shape in (packed if lengths else ((batch, *x) for x in shapes)))
         more = options()
         if lengths:
             more["cu_seqlens_q"] = more["cu_seqlens_k"] = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -101,6 +109,7 @@ def cases(tool: str | None = None) -> Iterator[Case]:
             for feature in FEATURES:
                 yield Case(engine, dtype, feature, DIMS[turn % len(DIMS)])
                 turn += 1
+            turn += 1  # the next dtype's features meet other head dimensions
             yield from (Case(engine, dtype, "causal", dims) for dims in DIMS)
     for engine, dtype in LADDER.items():
         if engine in here:

@@ -40,6 +40,17 @@ def faults(inputs: Inputs, **how: Any) -> list[str]:
     return found
 
 
+def spreads_nothing(inputs: Inputs) -> None:
+    """What is no number in the gradients is so in the oracle's, and the other way round."""
+    ref = oracle(inputs)
+    found = gradients(inputs, ref)
+    for name in ("dq", "dk", "dv"):
+        spoiled = ~found[name].isfinite() & ref[name].isfinite()
+        assert not spoiled.any(), f"{name} is not finite at {spoiled.nonzero()[0].tolist()}, which sees nothing of the kind"
+        missing = found[name].isfinite() & ref[name].isnan()
+        assert not missing.any(), f"{name} hides a NaN at {missing.nonzero()[0].tolist()}"
+
+
 def lengths(*each: int) -> torch.Tensor:
     return torch.tensor((0, *each), dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
@@ -97,25 +108,43 @@ def test_deterministic(feature, d):
         assert not faults(call(d=d, dtype=BF16, **shape, **FEATURES[feature]), deterministic=True), shape
 
 
+def owns(inputs: Inputs) -> bool:
+    there = on_device(inputs, "cuda")
+    return "all keys of a head" in strobe.explain(there.q, there.k, there.v, backward=True, engine="cuda-sm90", **there.options)
+
+
+# batch, key heads, queries, keys: as many (batch, key head) pairs as two rounds of an H200's SMs, more, and fewer
+SHORT = ((66, 4, 64, 64), (50, 4, 128, 128), (66, 4, 150, 180), (75, 2, 80, 150), (40, 4, 150, 180))
+
+
 @pytest.mark.parametrize("d", [64, 96, 128])
-@pytest.mark.parametrize("feature", ["plain", "causal", "causal top left", "softcap", "dropout, causal", "alibi"])
+@pytest.mark.parametrize("feature", ["plain", "causal", "causal top left", "softcap", "dropout, causal", "alibi", "mask"])
 def test_a_block_of_a_heads_keys(feature, d):
     """Many short heads: each block adds up dQ of its own, pair after pair, in the same order on every run."""
-    for hkv, sq, sk in ((4, 64, 64), (4, 128, 128), (4, 150, 180), (2, 96, 150)):
-        options = dict(FEATURES[feature])
+    for b, hkv, sq, sk in SHORT:
+        options = {"mask": torch.rand(b, 1, sq, sk) < 0.7} if feature == "mask" else dict(FEATURES[feature])
         if "alibi_slopes" in options:
             options["alibi_slopes"] = options["alibi_slopes"][:4].contiguous()
         if "top left" in feature:
-            sk = sq
-        inputs = call(b=66, h=4, hkv=hkv, sq=sq, sk=sk, d=d, dtype=BF16, **options)
-        there = on_device(inputs, "cuda")
-        plan = strobe.explain(there.q, there.k, there.v, backward=True, engine="cuda-sm90", **there.options)
-        assert ("all keys of a head" in plan) == (d == 64 or feature not in ("softcap", "dropout, causal")), plan
-        assert not faults(inputs), (hkv, sq, sk)
+            sq, sk = sk, sq  # every key is seen by some query
+        inputs = call(b=b, h=4, hkv=hkv, sq=sq, sk=sk, d=d, dtype=BF16, **options)
+        assert owns(inputs) == (d == 64 or feature not in ("softcap", "dropout, causal")), (b, hkv, sq, sk)
+        assert not faults(inputs), (b, hkv, sq, sk)
         ref = run_plain(inputs, torch.float64)
         once, again = (gradients(inputs, ref) for _ in range(2))
-        if "all keys of a head" in plan:
+        if owns(inputs):
             assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("value", [NAN, INF], ids=str)
+def test_a_block_of_a_heads_keys_spreads_nothing_hidden(value, what, d):
+    """What is no number in one pair reaches none of the pairs that its block takes before and after, nor who does not see it."""
+    inputs = call(b=75, h=4, hkv=2, sq=90, sk=180, d=d, dtype=BF16, causal=True)
+    assert owns(inputs)
+    getattr(inputs, what)[30:40, :, slice(175, 180) if what in ("k", "v") else slice(0, 5)] = value
+    spreads_nothing(inputs)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -241,10 +270,4 @@ def test_what_is_hidden_reaches_nobody(where, value, what, d):
         t[100:] = value
     else:
         t[..., slice(345, 350) if what in ("k", "v") else slice(0, 5), :] = value
-    ref = oracle(inputs)
-    found = gradients(inputs, ref)
-    for name in ("dq", "dk", "dv"):
-        spoiled = ~found[name].isfinite() & ref[name].isfinite()
-        assert not spoiled.any(), f"{name} is not finite at {spoiled.nonzero()[0].tolist()}, which sees nothing of the kind"
-        missing = found[name].isfinite() & ref[name].isnan()
-        assert not missing.any(), f"{name} hides a NaN at {missing.nonzero()[0].tolist()}"
+    spreads_nothing(inputs)
