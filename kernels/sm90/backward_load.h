@@ -2,6 +2,7 @@
 #pragma once
 #include "../attention/query_tiles.h"
 #include "../ptx/atomic.h"
+#include "../ptx/grid.h"
 #include "../ptx/tma.h"
 #include "backward_shared.h"
 
@@ -57,6 +58,7 @@ private:
   __device__ __forceinline__ u32 q(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     load<C.columns(), C.k_bytes(), kTileK>(a.k, shared.k_full(), shared.k, k_row(keys), keys.head_kv, keys.batch);
+    wait_for_launch_before(); // which made the rows, and room for dQ; who computes waits for them
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
       wait_empty(shared.q_empty(n), n);
@@ -73,6 +75,7 @@ private:
   __device__ __forceinline__ u32 dout(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     load<C.columns_v(), C.v_bytes(), kTileK>(a.v, shared.v_full(), shared.v, k_row(keys), keys.head_kv, keys.batch);
+    wait_for_launch_before();
     if constexpr (C.owns_dq) mbarrier_wait(shared.k_full(), n >> 31); // else it might take these keys' K for the next ones'
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {

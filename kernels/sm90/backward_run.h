@@ -10,13 +10,14 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
   const BackwardShared<C> shared(shared_address(dynamic));
   if (threadIdx.x == 0) {
     shared.begin();
+    if constexpr (C.deterministic) wait_for_launch_before(); // for the ticket
     BackwardLoad<C>::choose_keys(a, shared);
   }
   if (threadIdx.x == 32) tma_prefetch(a.k.map), tma_prefetch(a.q.map), tma_prefetch(a.v.map), tma_prefetch(a.dout.map);
   __syncthreads();
   if constexpr (!C.owns_dq) {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
-    if (keys.begin >= keys.seqlen_k) return;
+    if (keys.begin >= keys.seqlen_k) return wait_for_launch_before();
   }
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);
   if (warpgroup == 0) {

@@ -12,9 +12,15 @@ namespace {
 
 std::string source_text(const KernelSource &source, const std::string &name, int cc) {
   const char *constant = cc >= 70 ? "__grid_constant__ " : ""; // read in place, not copied; older architectures have no word for it
-  return text("#include \"", source.header, "\"\nusing Kernel = ", name, ";\n", "extern \"C\" __global__ void ",
-              "__launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm) kernel(const ", constant,
-              "Kernel::Arguments a) { Kernel::run(a); }\n");
+  // The next launch's blocks may come into places that become free; this one's have come so, and wait for the end of the launch before,
+  // unless the kernel does that itself, later. Every block must, or the next launch could not tell that all before it have ended.
+  const char *overlap = cc >= 90 ? "asm volatile(\"griddepcontrol.launch_dependents;\");\n"
+                                   "if constexpr (!kWaitsItself<Kernel>) asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"
+                                 : "";
+  return text("#include \"", source.header, "\"\nusing Kernel = ", name, ";\ntemplate <class K> constexpr bool kWaitsItself = requires { K::kWaitsItself; };\n",
+              "extern \"C\" __global__ void ",
+              "__launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm) kernel(const ", constant, "Kernel::Arguments a) {\n", overlap,
+              "Kernel::run(a);\n}\n");
 }
 
 Translation translation(const KernelSource &source, std::span<const int32_t> config, int cc) {

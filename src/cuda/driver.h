@@ -31,10 +31,18 @@ enum CUfunction_attribute : int { CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1, CU_FU
 enum CUstreamCaptureStatus : int { CU_STREAM_CAPTURE_STATUS_NONE = 0 };
 enum CUstreamCaptureMode : int { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
 
+enum CUlaunchAttributeID : int { CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+struct CUlaunchAttribute {
+  CUlaunchAttributeID id;
+  union alignas(8) {
+    int programmaticStreamSerializationAllowed;
+    char pad[64];
+  } value;
+};
 struct CUlaunchConfig {
   unsigned gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
   CUstream hStream;
-  struct CUlaunchAttribute_st *attrs;
+  CUlaunchAttribute *attrs;
   unsigned numAttrs;
 };
 struct alignas(128) CUtensorMap {

@@ -90,13 +90,15 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction dir
   if (p.check && capturing(stream))
     throw Error(STROBE_INVALID_ARGUMENT, "check: 1 while the stream is captured; accepted is 0, for it waits for the stream");
   if (p.check) check_contents(p, [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
-  for (const Step &step : std::get<Program>(made).steps) {
+  const Program &todo = std::get<Program>(made);
+  bool early = false; // what the stream runs before is a kernel of this program
+  for (const Step &step : todo.steps) {
     if (const Zero *zero = std::get_if<Zero>(&step)) {
       fill(zero->begin, 0, zero->bytes, stream);
-    } else {
-      const Launch &l = std::get<Launch>(step);
-      if (l.grid)
-        launch(load(*l.source, l.config, on), {.x = l.grid}, l.threads, l.shared_bytes, stream, l.arguments.data(), l.arguments.size());
+      early = false;
+    } else if (const Launch &l = std::get<Launch>(step); l.grid) {
+      launch(load(*l.source, l.config, on), {.x = l.grid}, l.threads, l.shared_bytes, stream, l.arguments.data(), l.arguments.size(), early);
+      early = todo.overlap && on.cc >= 90;
     }
   }
 }

@@ -61,7 +61,9 @@ template <class Config> const Kernel &load(const KernelKey<Config> &key, const D
 struct Grid {
   int64_t x = 1, y = 1, z = 1;
 };
-// In the current context (DeviceGuard). An empty grid launches nothing.
-void launch(const Kernel &, Grid, int threads, int64_t shared_bytes, CUstream, const void *arguments, size_t argument_bytes);
+// In the current context (DeviceGuard). An empty grid launches nothing. early: its thread blocks may come as soon as those of the kernel
+// launched before it have all begun; on their own they wait for its end where they need it (build.cpp). From compute capability 9.0 on.
+void launch(const Kernel &, Grid, int threads, int64_t shared_bytes, CUstream, const void *arguments, size_t argument_bytes,
+            bool early = false);
 
 } // namespace strobe::cuda

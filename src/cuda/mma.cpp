@@ -186,6 +186,7 @@ private:
       a.partial_lse = scratch.take<float>(a.splits * rows);
     }
     Program program;
+    program.overlap = true;
     program.steps.push_back(Launch(decode ? kDecode : kForward, c, ctas * a.splits, c.threads(), shared, a));
     if (a.splits > 1) program.steps.push_back(combine(p, a));
     describe(program, p, c, decode, a.splits);

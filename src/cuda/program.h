@@ -39,7 +39,8 @@ using Step = std::variant<Launch, Zero>;
 
 struct Program {
   std::vector<Step> steps;
-  std::string kernel; // in words, for explain()
+  bool overlap = false; // thread blocks of a launch may come as soon as those of the one before have all begun
+  std::string kernel;   // in words, for explain()
   int64_t tile_q = 0, tile_k = 0;
   double predicted_seconds = 0;
   std::vector<std::string> notes;

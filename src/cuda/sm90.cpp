@@ -210,6 +210,7 @@ protected:
     if (!choose(config, p, device)) return text("no tile of queries divides the blocks of ", p.blocks.block_q);
 
     Program program;
+    program.overlap = true;
     describe_tile(program, p, config.tile_q(), config.tile_k, true);
     program.kernel = text("wgmma, ", config.warpgroups, " warpgroups, ",
                           config.reference == sm90::kFixed     ? "fixed reference"

@@ -89,6 +89,13 @@ bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
   return products * (uneven(pairs, device) - uneven(blocks, device)) < rows * 8 * c.columns() / kBytes;
 }
 
+// Tiles of 80 queries multiply at a higher rate, but hold more of what is not seen or not there: up to 4096 queries under a band 64 are
+// faster by 1 to 10% (measured on an H200), without one where 80 leave a twelfth of their rows empty.
+bool wastes_80(const Problem &p, const Features &f) {
+  if (f.band) return p.seqlen_q <= 4096;
+  return double(tiles(p.seqlen_q, 80) * 80) > 1.07 * double(tiles(p.seqlen_q, 64) * 64);
+}
+
 BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
   BackwardConfig c{};
   c.dtype = i32(p.dtype);
@@ -111,7 +118,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   else if (heavy || c.head_dim <= 64 || c.owns_dq)
     c.tile_q = 64;
   else
-    c.tile_q = 80;
+    c.tile_q = wastes_80(p, f) ? 64 : 80;
   if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64)) c.registers_load = 24, c.registers_compute = 240;
   return c;
 }
@@ -178,6 +185,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
 
   Program program;
+  program.overlap = true;
   const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1};
   const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
   if (p.bias) { // D ahead, and what LSE lacks

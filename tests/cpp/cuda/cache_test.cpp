@@ -41,9 +41,14 @@ TEST_CASE("cache: what is compiled") {
   CHECK(cubin.starts_with("--gpu-architecture=sm_90\n-std=c++20\n-default-device\n--ptxas-options=-v\n--no-cache\n"
                           "#include \"test/plain.h\"\n"
                           "using Kernel = test::Plain<test::Config{7,2}>;\n"
+                          "template <class K> constexpr bool kWaitsItself = requires { K::kWaitsItself; };\n"
                           "extern \"C\" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm) "
-                          "kernel(const __grid_constant__ Kernel::Arguments a) { Kernel::run(a); }\n"
+                          "kernel(const __grid_constant__ Kernel::Arguments a) {\n"
+                          "asm volatile(\"griddepcontrol.launch_dependents;\");\n"
+                          "if constexpr (!kWaitsItself<Kernel>) asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"
+                          "Kernel::run(a);\n}\n"
                           "== test/plain.h\n"));
+  CHECK_FALSE(has(build(plain(7), 80).cubin, "griddepcontrol")); // begins at sm_90
   CHECK(has(cubin, "== test/circle.h\n"));
   CHECK_FALSE(has(cubin, "unrelated"));
   const KernelSource specific{"test/plain.h", "test::Plain", "test::Config", true};

@@ -68,6 +68,7 @@ TEST_CASE("declarations: values") {
   STROBE_SAME_VALUE(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
   STROBE_SAME_VALUE(CU_STREAM_CAPTURE_STATUS_NONE);
   STROBE_SAME_VALUE(CU_STREAM_CAPTURE_MODE_RELAXED);
+  STROBE_SAME_VALUE(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 }
 
 TEST_CASE("declarations: structs") {
@@ -76,6 +77,8 @@ TEST_CASE("declarations: structs") {
   CHECK(offsetof(own::CUlaunchConfig, hStream) == offsetof(::CUlaunchConfig, hStream));
   CHECK(offsetof(own::CUlaunchConfig, attrs) == offsetof(::CUlaunchConfig, attrs));
   CHECK(offsetof(own::CUlaunchConfig, numAttrs) == offsetof(::CUlaunchConfig, numAttrs));
+  CHECK(sizeof(own::CUlaunchAttribute) == sizeof(::CUlaunchAttribute));
+  CHECK(offsetof(own::CUlaunchAttribute, value) == offsetof(::CUlaunchAttribute, value));
   CHECK(sizeof(own::CUtensorMap) == sizeof(::CUtensorMap));
   CHECK(alignof(own::CUtensorMap) % alignof(::CUtensorMap) == 0); // 64 in CUDA 12, 128 in 13
 }

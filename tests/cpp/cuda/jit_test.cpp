@@ -128,6 +128,15 @@ TEST_CASE("jit: a launch is what was asked for") {
   CHECK(std::memcmp(fake.arguments.data(), kArguments, sizeof kArguments) == 0);
 }
 
+TEST_CASE("jit: a launch may come early") {
+  const Compiling c;
+  const Kernel &kernel = load(plain(41), device(1));
+  for (bool early : {true, false}) {
+    launch(kernel, {1, 1, 1}, 32, 0, nullptr, kArguments, sizeof kArguments, early);
+    CHECK(fake_cuda().config.numAttrs == early);
+  }
+}
+
 TEST_CASE("jit: launches that cannot be") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
