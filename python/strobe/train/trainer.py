@@ -126,7 +126,14 @@ class Trainer:
         self.validation = data.windows(corpus.validation, config.sequence, config.val_tokens)
         torch.manual_seed(config.seed)
         self.model = GPT(config).to(self.device)
-        self.loss: Callable[[Tensor], Tensor] = torch.compile(self.model.loss) if config.compile else self.model.loss
+        # Where the GPU would wait for the host, a step's kernels are replayed as CUDA graphs. They write gradients to the same memory each time,
+        # so what is summed over batches lies elsewhere.
+        self._replayed = config.compile and self.device.type == "cuda"
+        mode = "reduce-overhead" if self._replayed else None
+        self.loss: Callable[[Tensor], Tensor] = torch.compile(self.model.loss, mode=mode) if config.compile else self.model.loss
+        if self._replayed:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
         )
@@ -162,7 +169,8 @@ class Trainer:
         per_step = self.config.batch * self.config.accumulation
         starts = self._order[1][index * per_step : (index + 1) * per_step]
         for part in starts.split(self.config.batch):
-            yield self.corpus.train[part[:, None] + torch.arange(self.config.sequence + 1)].to(self.device, non_blocking=True)
+            windows = [self.corpus.train[start : start + self.config.sequence + 1] for start in part.tolist()]
+            yield torch.stack(windows).to(self.device, non_blocking=True)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.config.precision]
@@ -175,13 +183,15 @@ class Trainer:
             group["lr"] = self.learning_rate(self.step)
         total = torch.zeros((), device=self.device)
         for batch in self._batches():
+            if self._replayed:
+                torch.compiler.cudagraph_mark_step_begin()
             with self._autocast():
                 loss = self.loss(batch)
             self.scaler.scale(loss / self.config.accumulation).backward()
             total += loss.detach() / self.config.accumulation
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self._replayed)
         self.step += 1
         self.history.train.append(total.item())  # waits for the GPU
         self._seconds.append(time.perf_counter() - began)
