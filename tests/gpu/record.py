@@ -84,6 +84,7 @@ def run(options: list[str]) -> int:
     command = [sys.executable, "-m", "pytest", "-p", "spread", f"--junitxml={report}", *tests, *options]
     found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # spread
     environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
+    environment.setdefault("OMP_NUM_THREADS", "1")  # the references are the CPU's, and the processes of -n many
     signal.signal(signal.SIGINT, lambda *_: None)  # pytest ends at one, too, with its report written
     status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     if not report.exists():
