@@ -57,17 +57,19 @@ class Torch(Framework):
         known = _attention_calls.get(key)
         if known is None or torch.is_autocast_enabled(q.device.type):
             return None
-        if known.tracked and torch.is_grad_enabled():
-            return _differentiable_forward(q, k, v, **_tensors(given), **known.options)
-        if known.ready is not None:
-            return known.ready.run(addresses)
-        p = Prepared({"q": q, "k": k, "v": v, **_tensors(given)}, known.options)
-        made = _run.results(self, p)
-        if not return_lse:
-            del made["lse"]
-        ready = _made_ready(p, {}, made, FORWARD)
-        _attention_calls.keep(key, known._replace(ready=ready))
-        return ready.run(addresses, list(made.values()))
+        tracked = known.tracked and torch.is_grad_enabled()
+        ready = known.tracked_ready if tracked else known.ready
+        if ready is None:
+            p = Prepared({"q": q, "k": k, "v": v, **_tensors(given)}, known.options)
+            made = _run.results(self, p)
+            if not (return_lse or tracked):
+                del made["lse"]
+            ready = _made_ready(p, {}, made, FORWARD)
+            _attention_calls.keep(key, known._replace(tracked_ready=ready) if tracked else known._replace(ready=ready))
+        if tracked:
+            more: dict[str, Any] = {**_tensors(given), **known.options}
+            return _differentiable_forward(q, k, v, (ready, addresses), **more)
+        return ready.run(addresses)
 
     def remember(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any], p: Prepared) -> None:
         if not _is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
@@ -166,6 +168,7 @@ class _Known(NamedTuple):
     options: dict[str, Any]  # of the operator
     tracked: bool  # one of its tensors requires a gradient
     ready: Ready | None = None  # from the second call on that is not tracked
+    tracked_ready: Ready | None = None  # and from the second one that is
 
 
 _attention_calls: Memory[_Known] = Memory()
@@ -233,17 +236,15 @@ def _names(needed: list[bool]) -> list[str]:
 def _repeated(
     calls: Memory[Ready],
     direction: int,
-    found: tuple[Key, list[int]] | None,
+    signed: tuple[Key, list[int]] | None,
     p: Prepared,
     known: dict[str, Tensor],
     results: Callable[[], dict[str, Tensor]],
 ) -> list[Tensor] | None:
-    """Runs the call as one that is made ready, from the second time on; None if it has to be made in full."""
-    if found is None or p.options.get("engine") == _run.ORACLE:
+    """Runs the call as one that is made ready, at the second time; None if it has to be made in full."""
+    if signed is None or p.options.get("engine") == _run.ORACLE:
         return None
-    key, addresses = found
-    if (ready := calls.get(key)) is not None:
-        return ready.run(addresses)
+    key, addresses = signed
     if calls.is_new(key):
         return None
     made = results()
@@ -258,10 +259,16 @@ def _made_ready(p: Prepared, known: dict[str, Tensor], made: dict[str, Tensor], 
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    p = _prepared(q, k, v, given)
-    found = _repeated(_forward_calls, FORWARD, signature((q, k, v), given), p, {}, lambda: _run.results(TORCH, p))
+    signed = signature((q, k, v), given)
+    found = None
+    if signed is not None and (ready := _forward_calls.get(signed[0])) is not None:
+        found = ready.run(signed[1])
+        signed = None
     if found is None:
-        return _run.forward(TORCH, p)
+        p = _prepared(q, k, v, given)
+        found = _repeated(_forward_calls, FORWARD, signed, p, {}, lambda: _run.results(TORCH, p))
+        if found is None:
+            return _run.forward(TORCH, p)
     out, lse = found
     return out, lse
 
@@ -285,9 +292,14 @@ def _run_backward(
 ) -> list[Tensor]:
     if dout.is_cuda:
         dout = _with_dense_rows(dout, "bshd" in given)
-    known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    read = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
+    signed = signature((*read, q, k, v), given, *needed) if any(needed) else None
+    if signed is not None and (ready := _backward_calls.get(signed[0])) is not None:
+        if (found := ready.run(signed[1])) is not None:
+            return found
+        signed = None
+    known = dict(zip(("dout", "out", "lse", "dlse"), read, strict=False))
     p, names = _prepared(q, k, v, given), _names(needed)
-    signed = signature((*known.values(), q, k, v), given, *names) if names else None
     found = _repeated(_backward_calls, BACKWARD, signed, p, known, lambda: _run.gradients(TORCH, p, names))
     return found if found is not None else list(_run.backward(TORCH, p, known, names).values())
 
@@ -302,12 +314,18 @@ def _fake_backward(
 def _is_plain(arrays: Iterable[Any]) -> bool:
     """Whether nobody but the operators' own implementation wants to see the call: no mode that traces or fakes, no subclass of Tensor, no
     other device."""
-    tensors = (x for x in arrays if isinstance(x, Tensor))
-    return torch._C._len_torch_dispatch_stack() == 0 and all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in arrays if isinstance(x, Tensor))
 
 
-def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The operator, past the dispatcher (some 10 µs) where it would lead straight to _run_forward."""
+def _below_autograd_forward(
+    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], repeated: tuple[Ready, list[int]] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The operator, past the dispatcher (some 10 µs) where it would lead straight to _run_forward; repeated: the call made ready."""
+    if repeated is not None and (found := repeated[0].run(repeated[1])) is not None:
+        out, lse = found
+        return out, lse
     if _is_plain((q, k, v, *given.values())):
         return _run_forward(q, k, v, **given)
     with torch._C._AutoDispatchBelowAutograd():
@@ -324,9 +342,16 @@ def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[s
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        given: dict[str, Any],
+        repeated: tuple[Ready, list[int]] | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _below_autograd_forward(q, k, v, given)
+        out, lse = _below_autograd_forward(q, k, v, given, repeated)
         ctx.options = {name: x for name, x in given.items() if name in OPTIONS}
         arrays = {name: x for name, x in given.items() if name not in OPTIONS}
         ctx.names = tuple(arrays)
@@ -342,7 +367,7 @@ class _Attention(torch.autograd.Function):
         needed = ctx.needs_input_grad[:5]  # in the order of GRADIENTS
         given = dict(zip(ctx.names, arrays, strict=True))
         found = iter(_differentiable_backward(dout, dlse, out, lse, q, k, v, **given, **ctx.options, needed=needed))
-        return *(next(found) if wanted else None for wanted in needed), None
+        return *(next(found) if wanted else None for wanted in needed), None, None
 
 
 class _Gradients(torch.autograd.Function):
@@ -365,15 +390,17 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     return tracked or forward_ad._current_level >= 0
 
 
-def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+def _differentiable_forward(
+    q: Tensor, k: Tensor, v: Tensor, repeated: tuple[Ready, list[int]] | None = None, **given: Any
+) -> tuple[Tensor, Tensor]:
     bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
         )
     if _is_differentiated(q, k, v, bias, sinks):
-        return _Attention.apply(q, k, v, bias, sinks, given)
-    return _below_autograd_forward(q, k, v, given)
+        return _Attention.apply(q, k, v, bias, sinks, given, repeated)
+    return _below_autograd_forward(q, k, v, given, repeated)
 
 
 def _differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Tensor]:
