@@ -43,10 +43,10 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
         window: (left, right): i + offset - left <= j <= i + offset + right; None on a side: no bound; one integer: both sides.
         alignment: of causal, window and alibi_slopes. "bottom_right": the last query stands at the last key, offset = Sk - Sq;
             "top_left": the first at the first, offset = 0.
-        scale: of q·k; 1/sqrt(D) if None.
+        scale: of q·k. None: 1/sqrt(D), or 1 with a hyperbolic score.
         softcap: c > 0 makes each score c · tanh(score / c), before what is added to it.
         score: "dot": scale · q·k, or its softcap; "hyperbolic": -beta · arccosh(max(-x, 1)) - shift of x = scale · q·k, which is to be a
-            Lorentz product, and scale 1 if None. hyperbolic_attention() makes it one.
+            Lorentz product. hyperbolic_attention() makes it one.
         beta, shift: of a hyperbolic score. beta > 0, 1 if None.
         mask: bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory.
         bias: added to the scores; broadcasts likewise; q's dtype or float32. Its gradient is summed over what was broadcast.
