@@ -2,7 +2,7 @@
 
 Points lie along the last axis of torch tensors or NumPy arrays: n + 1 Lorentz coordinates on the upper sheet of the hyperboloid, the
 time-like one first; or n coordinates inside the unit ball, of Poincaré's or of Klein's model. The functions are differentiable in torch.
-float16 and bfloat16 are computed in float32 and rounded once.
+float16 and bfloat16 are computed in float32 and rounded once; other dtypes than these, float32 and float64 are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._attention import attention
-from ._framework import Array, Framework, framework_of
+from ._framework import Array, Framework, framework_of, kind
 from ._prepare import DEFAULTS, ELSEWHERE, Wrong, check_names, flag
 
 __all__ = [
@@ -118,7 +118,7 @@ def hyperbolic_attention(
 def _check_points(name: str, x: Array, model: str) -> None:
     """Within rounding: that of a coordinate to x's dtype is 8 ulps of the largest square here, that of a sum one for each of its terms."""
     framework = framework_of(name, x)
-    if str(x.dtype).removeprefix("torch.") not in _EPS:
+    if _dtype(x) not in _EPS:
         return  # attention() says so
     wide = _wide(framework, framework.constant(x))
     if model == "poincare":
@@ -216,40 +216,50 @@ def klein_to_poincare(x: Array) -> Array:
 
 
 def lorentz_product(x: Array, y: Array) -> Array:
-    """-x0 y0 + x1 y1 + ... + xn yn over the last axis; the others broadcast."""
-    return (x[..., 1:] * y[..., 1:]).sum(-1) - x[..., 0] * y[..., 0]
+    """-x0 y0 + x1 y1 + ... + xn yn over the last axis; the others broadcast, and of two dtypes the result has the wider."""
+    return _mapped(_product, x, y)
 
 
 def distance(x: Array, y: Array) -> Array:
-    """arccosh(max(-<x, y>_L, 1)) of points in Lorentz coordinates; where it is 0, so is its gradient."""
-    xp: Any = framework_of("x", x).xp
-    t = -lorentz_product(x, y) - 1
-    together = t <= 0
-    t = xp.where(together, 1.0, t)
-    return xp.where(together, 0.0, xp.log1p(t + xp.sqrt(t * (t + 2))))
+    """arccosh(max(-<x, y>_L, 1)) of points in Lorentz coordinates, as in lorentz_product(); where it is 0, so is its gradient."""
+
+    def formula(xp: Any, x: Array, y: Array) -> Array:
+        t = -_product(xp, x, y) - 1
+        together = t <= 0
+        t = xp.where(together, 1.0, t)
+        return xp.where(together, 0.0, xp.log1p(t + xp.sqrt(t * (t + 2))))
+
+    return _mapped(formula, x, y)
 
 
 def centroid(x: Array) -> Array:
     """x / sqrt(-<x, x>_L) of a weighted sum of points in Lorentz coordinates, or of any multiple of one: the point of least mean squared
     Lorentz distance (Law et al. 2019), and Einstein's midpoint. Of a sum of nothing the origin, (1, 0, ..., 0), with gradient 0. Points
     that lie farther out than rounding can tell, at -<x, x>_L below eps x0², are brought there."""
-    eps = _eps(x)
 
-    def formula(xp: Any, x: Array) -> Array:
-        nothing = x[..., :1] == 0
-        x = x[..., 1:] / xp.where(nothing, 1.0, x[..., :1])
-        left = 1 - _square(x)
-        return _lift(xp, x / xp.sqrt(xp.where(left < eps, eps, left)))
+    def formula(xp: Any, wide: Array) -> Array:
+        nothing = wide[..., :1] == 0
+        space = wide[..., 1:] / xp.where(nothing, 1.0, wide[..., :1])
+        left, eps = 1 - _square(space), _eps(x)
+        return _lift(xp, space / xp.sqrt(xp.where(left < eps, eps, left)))
 
     return _mapped(formula, x)
 
 
+def _dtype(x: Array) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
 def _eps(x: Array) -> float:
-    return _EPS[str(x.dtype).removeprefix("torch.")]
+    return _EPS[_dtype(x)]
 
 
 def _square(x: Array) -> Array:
     return (x * x).sum(-1)[..., None]
+
+
+def _product(xp: Any, x: Array, y: Array) -> Array:
+    return (x[..., 1:] * y[..., 1:]).sum(-1) - x[..., 0] * y[..., 0]
 
 
 def _joined(xp: Any, time: Array, space: Array) -> Array:
@@ -260,10 +270,27 @@ def _lift(xp: Any, x: Array) -> Array:
     return _joined(xp, xp.sqrt(1 + _square(x)), x)
 
 
-def _mapped(formula: Callable[[Any, Array], Array], x: Array) -> Array:
-    """formula(torch or numpy, x), rounded to x's dtype."""
-    framework = framework_of("x", x)
-    return framework.cast(formula(framework.xp, _wide(framework, x)), x.dtype)
+def _mapped(formula: Callable[..., Array], x: Array, y: Array | None = None) -> Array:
+    """formula(torch or numpy, x), or of x and y, rounded to their dtype, or to what both promote to."""
+    framework = _framework_of_points("x", x)
+    xp: Any = framework.xp
+    if y is None:
+        return framework.cast(formula(xp, _wide(framework, x)), x.dtype)
+    if _framework_of_points("y", y) is not framework:
+        raise TypeError(f"y: {kind(y)}; accepted is a {framework.name}, as x is")
+    if y.shape[-1] != x.shape[-1]:
+        raise ValueError(f"y: {y.shape[-1]} coordinates; accepted are {x.shape[-1]}, as x has")
+    return framework.cast(formula(xp, _wide(framework, x), _wide(framework, y)), xp.promote_types(x.dtype, y.dtype))
+
+
+def _framework_of_points(name: str, x: Array) -> Framework:
+    """x's, whose last axis is to hold points."""
+    framework = framework_of(name, x)
+    if _dtype(x) not in _EPS:
+        raise ValueError(f"{name}: dtype {_dtype(x)}; accepted is {', '.join(_EPS)}")
+    if x.ndim == 0:
+        raise ValueError(f"{name}: a number; accepted are points, along the last axis")
+    return framework
 
 
 def _wide(framework: Framework, x: Array) -> Array:
