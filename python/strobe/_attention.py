@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from . import _run
 from ._abi import GRADIENTS
 from ._framework import Array, Framework, framework_like, kind, known_framework, outside_graphs
-from ._prepare import DEFAULTS, AttentionOptions, Prepared, Wrong, flag, is_array, is_integer, is_number, is_seed, prepare, seed_options
+from ._prepare import (
+    DEFAULTS,
+    AttentionOptions,
+    Prepared,
+    Wrong,
+    flag,
+    is_array,
+    is_integer,
+    is_number,
+    is_seed,
+    prepare,
+    refusal,
+    seed_options,
+)
 from ._run import Gradients
 
 if TYPE_CHECKING:
@@ -303,9 +316,7 @@ def dropout_mask(
     for name, x in (("rng", rng), ("like", like)):
         if x is not None:
             is_array(wrong, name, x, None, None)
-    if len(wrong) == 1:
-        raise wrong[0]
     if wrong:
-        raise ValueError("\n".join(map(str, wrong)))
+        raise refusal(wrong)
     framework = framework_like(like if rng is None else rng)
     return _run.dropout_mask(framework, tuple(sizes), {"dropout": float(dropout), **seed_options(seed, offset)}, rng)
