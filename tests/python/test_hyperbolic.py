@@ -381,6 +381,74 @@ def test_bad_kinds_are_named():
         strobe.hyperbolic_attention(x, x, x[0], aggregate="midpoint")
 
 
+def test_every_wrong_argument_has_a_line():
+    x = h.lift(torch.zeros(1, 4, 6, 3))
+    with pytest.raises(ValueError, match=r"^model: 'x'; .*\naggregate: 'y'; .*\nbeta: -1; accepted"):
+        strobe.hyperbolic_attention(x, x, x, model="x", aggregate="y", beta=-1)
+    with pytest.raises(ValueError, match=r"^c: True; .*\nscale: 3; .*\nhyperbolic_attention\(\) got .*'foo'\nq: dtype int64; "):
+        strobe.hyperbolic_attention(x.long(), x, x, c=True, scale=3, foo=1)
+
+
+def test_a_constant_is_a_number_of_any_kind():
+    x = h.lift(torch.randn(1, 1, 6, 3))
+    lse = [strobe.hyperbolic_attention(x, x, x, c=c, return_lse=True)[1] for c in (1, np.float32(1), np.int64(1))]
+    assert torch.equal(lse[0], lse[1])
+    assert torch.equal(lse[0], lse[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bias": [1]}, TypeError, "bias: list; accepted"),
+        ({"bias": torch.ones(5, 5)}, ValueError, r"bias: shape \(5, 5\); accepted"),
+        ({"bias": torch.ones(6, 6, dtype=torch.int64)}, ValueError, "bias: dtype int64; accepted"),
+        ({"max_seqlen_k": "a"}, TypeError, "max_seqlen_k: str; accepted"),
+        ({"cu_seqlens_k": [0, 4]}, TypeError, "cu_seqlens_k: list; accepted"),
+        ({"cu_seqlens_k": torch.tensor([0.0, 4.0])}, ValueError, "cu_seqlens_k: dtype float32; accepted is int32"),
+    ],
+)
+def test_what_midpoints_add_to_is_refused_as_ever(options, error, message):
+    """The bias of the Lorentz factors is made before attention() looks at anything."""
+    x = h.lift(torch.zeros(1, 4, 6, 3))
+    if "cu_seqlens_k" in options or "max_seqlen_k" in options:
+        x = x[0].transpose(0, 1)
+        cu = torch.tensor([0, 6], dtype=torch.int32)
+        options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu} | options
+    with pytest.raises(error, match=f"^{message}[^\n]*$"):
+        strobe.hyperbolic_attention(x, x, x, aggregate="midpoint", **options)
+
+
+def test_midpoints_complain_of_no_bias_that_was_not_given():
+    x = h.lift(torch.zeros(2, 6, 5, 3))
+    for k, v in ((x[:, :4], x[:, :4]), (x, x[:, :, :3]), (x[:1], x[:1]), (x[:, :3], x[:, :2])):
+        with pytest.raises(ValueError, match="^[kv]: ") as raised:
+            strobe.hyperbolic_attention(x, k, v, aggregate="midpoint")
+        assert "bias" not in str(raised.value)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("check", [False, True])
+def test_widths(aggregate, check):
+    x = h.lift(torch.zeros(1, 1, 4, 3))
+    options = {"aggregate": aggregate, "check": check}
+    with pytest.raises(ValueError, match="^q: head dimension 0; accepted is 1 to 256\nk: "):
+        strobe.hyperbolic_attention(x[..., :0], x[..., :0], x, **options)
+    with pytest.raises(ValueError, match="^v: head dimension 0; accepted is 1 to 256$"):
+        strobe.hyperbolic_attention(x, x, x[..., :0], **options)
+    wide = torch.zeros(1, 1, 4, 256)
+    with pytest.raises(ValueError, match="^v: 256 coordinates; accepted with model 'poincare' are 1 to 255$"):
+        strobe.hyperbolic_attention(wide[..., :3], wide[..., :3], wide, model="poincare", **options)
+    assert strobe.hyperbolic_attention(*[wide[..., :255]] * 3, model="poincare", **options).shape == (1, 1, 4, 255)
+
+
+def test_meta_tensors_have_shapes_and_no_points():
+    x = torch.empty(1, 2, 4, 3, device="meta")
+    for aggregate in AGGREGATES:
+        assert strobe.hyperbolic_attention(x, x, x, aggregate=aggregate).shape == x.shape
+    with pytest.raises(ValueError, match="^q: on device meta; accepted with check=True is an array that has values\nk: "):
+        strobe.hyperbolic_attention(x, x, x, check=True)
+
+
 # The score near its cusp, on every engine
 
 
