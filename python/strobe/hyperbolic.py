@@ -59,7 +59,7 @@ def hyperbolic_attention(
     docs/hyperbolic.md says by how much.
 
     Args:
-        q: (B, H, Sq, n + 1), or with model "poincare" (B, H, Sq, n); layout and packed sequences as in attention().
+        q: (B, H, Sq, n + 1), or with model "poincare" (B, H, Sq, n), n <= 255; layout and packed sequences as in attention().
         k: likewise, of q's width.
         v: likewise, of a width of its own.
         beta: > 0: how fast attention falls with distance.
