@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from . import _run
 from ._abi import GRADIENTS
 from ._framework import Array, Framework, framework_like, kind, known_framework, outside_graphs
-from ._prepare import DEFAULTS, AttentionOptions, Prepared, Wrong, flag, is_array, is_integer, is_number, is_seed, prepare, seed_options
+from ._prepare import (
+    DEFAULTS,
+    AttentionOptions,
+    Prepared,
+    Wrong,
+    flag,
+    is_array,
+    is_integer,
+    is_number,
+    is_seed,
+    prepare,
+    refusal,
+    seed_options,
+)
 from ._run import Gradients
 
 if TYPE_CHECKING:
@@ -43,10 +56,10 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
         window: (left, right): i + offset - left <= j <= i + offset + right; None on a side: no bound; one integer: both sides.
         alignment: of causal, window and alibi_slopes. "bottom_right": the last query stands at the last key, offset = Sk - Sq;
             "top_left": the first at the first, offset = 0.
-        scale: of q·k; 1/sqrt(D) if None.
+        scale: of q·k. None: 1/sqrt(D), or 1 with a hyperbolic score.
         softcap: c > 0 makes each score c · tanh(score / c), before what is added to it.
         score: "dot": scale · q·k, or its softcap; "hyperbolic": -beta · arccosh(max(-x, 1)) - shift of x = scale · q·k, which is to be a
-            Lorentz product, and scale 1 if None. hyperbolic_attention() makes it one.
+            Lorentz product. hyperbolic_attention() makes it one.
         beta, shift: of a hyperbolic score. beta > 0, 1 if None.
         mask: bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory.
         bias: added to the scores; broadcasts likewise; q's dtype or float32. Its gradient is summed over what was broadcast.
@@ -303,9 +316,7 @@ def dropout_mask(
     for name, x in (("rng", rng), ("like", like)):
         if x is not None:
             is_array(wrong, name, x, None, None)
-    if len(wrong) == 1:
-        raise wrong[0]
     if wrong:
-        raise ValueError("\n".join(map(str, wrong)))
+        raise refusal(wrong)
     framework = framework_like(like if rng is None else rng)
     return _run.dropout_mask(framework, tuple(sizes), {"dropout": float(dropout), **seed_options(seed, offset)}, rng)

@@ -297,6 +297,8 @@ def _limit(kept: int) -> None:
 def _matrices(name: str, x: Array) -> tuple[Framework, Array]:
     """x as (B|1, H|1, rows, columns)."""
     framework = framework_of(name, x)
+    if getattr(x, "is_meta", False):
+        raise ValueError(f"{name}: on device meta; accepted is an array that has values")
     if x.dtype != framework.bool_dtype or not 2 <= x.ndim <= MAX_RANK:
         raise ValueError(
             f"{name}: {x.dtype} of shape {tuple(x.shape)}; accepted is bool of shape (..., rows, columns) with up to two axes before"

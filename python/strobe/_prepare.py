@@ -106,6 +106,14 @@ class Prepared(NamedTuple):
 Wrong = list[Exception]
 
 
+def refusal(wrong: Wrong) -> Exception:
+    """One exception of all that is wrong: a TypeError if kinds are all that is."""
+    if len(wrong) == 1:
+        return wrong[0]
+    kinds_alone = all(isinstance(each, TypeError) for each in wrong)
+    return (TypeError if kinds_alone else ValueError)("\n".join(map(str, wrong)))
+
+
 def check_names(
     function: str, given: Iterable[str], wrong: Wrong, known: Collection[str] = DEFAULTS, hints: Mapping[str, str] = ELSEWHERE
 ) -> None:

@@ -2,7 +2,7 @@
 
 Points lie along the last axis of torch tensors or NumPy arrays: n + 1 Lorentz coordinates on the upper sheet of the hyperboloid, the
 time-like one first; or n coordinates inside the unit ball, of Poincaré's or of Klein's model. The functions are differentiable in torch.
-float16 and bfloat16 are computed in float32 and rounded once.
+float16 and bfloat16 are computed in float32 and rounded once; other dtypes than these, float32 and float64 are refused.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ._attention import attention
-from ._framework import Array, Framework, framework_of
-from ._prepare import DEFAULTS, ELSEWHERE, Wrong, check_names, flag
+from ._attention import _prepared, attention
+from ._framework import Array, Framework, framework_of, is_bool, kind, known_framework
+from ._prepare import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, Wrong, check_names, flag, is_integer, is_number, refusal
 
 __all__ = [
     "centroid",
@@ -59,7 +59,7 @@ def hyperbolic_attention(
     docs/hyperbolic.md says by how much.
 
     Args:
-        q: (B, H, Sq, n + 1), or with model "poincare" (B, H, Sq, n); layout and packed sequences as in attention().
+        q: (B, H, Sq, n + 1), or with model "poincare" (B, H, Sq, n), n <= 255; layout and packed sequences as in attention().
         k: likewise, of q's width.
         v: likewise, of a width of its own.
         beta: > 0: how fast attention falls with distance.
@@ -79,35 +79,37 @@ def hyperbolic_attention(
     Sources: Gulcehre et al. 2019, Hyperbolic Attention Networks (arXiv:1805.09786); the centroid: Law et al. 2019, Lorentzian Distance
     Learning for Hyperbolic Representations.
     """
-    framework = framework_of("q", q)
-    for name, x in (("k", k), ("v", v)):
-        if not framework.is_array(x):
-            raise TypeError(f"{name}: accepted is a {framework.name}, as q is")
+    points = {"q": q, "k": k, "v": v}
+    wrong: Wrong = []
     for name, choice, choices in (("model", model, ("lorentz", "poincare")), ("aggregate", aggregate, ("centroid", "midpoint"))):
         if choice not in choices:
-            raise ValueError(f"{name}: {choice!r}; accepted is {' or '.join(map(repr, choices))}")
-    wrong: Wrong = []
+            wrong.append(ValueError(f"{name}: {choice!r}; accepted is {' or '.join(map(repr, choices))}"))
     flag(wrong, "return_lse", return_lse)
-    if wrong:
-        raise wrong[0]
-    if not (isinstance(c, (int, float)) and math.isfinite(c)):
-        raise ValueError(f"c: {c!r}; accepted is a finite number")
+    if not (is_number([], "c", c) and math.isfinite(c)):
+        wrong.append(ValueError(f"c: {c!r}; accepted is a finite number"))
+        c = 0.0
     for name in _FIXED:
-        if name in options and (name == "score" or options[name] != DEFAULTS[name]):
-            raise ValueError(f"{name}: {options[name]!r}; accepted is none: the score is the distance's")
-    unknown: Wrong = []
-    check_names("hyperbolic_attention", options, unknown, _NAMES, _HINTS)
-    if unknown:
-        raise TypeError("\n".join(map(str, unknown)))
-    if options.get("check") is True:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            _check_points(name, x, model)
+        if (x := options.pop(name, None)) is not None:
+            wrong.append(ValueError(f"{name}: {x!r}; accepted is none: the score is the distance's"))
+    check_names("hyperbolic_attention", options, wrong, _NAMES, _HINTS)
+    options = {name: x for name, x in options.items() if name in _NAMES} | {"score": "hyperbolic", "beta": beta, "shift": c}
+    framework = known_framework(q)
+    if framework is None or not all(framework.is_array(x) and _dtype(x) in _EPS and x.ndim and x.shape[-1] for x in points.values()):
+        return _refused(q, k, v, options, wrong)
+    for name, x in points.items():
+        if model == "poincare" and x.shape[-1] >= MAX_HEAD_DIM:  # a point has one more on the hyperboloid
+            wrong.append(ValueError(f"{name}: {x.shape[-1]} coordinates; accepted with model 'poincare' are 1 to {MAX_HEAD_DIM - 1}"))
+    if wrong:
+        return _refused(q, k, v, options, wrong)
+    if is_bool(check := options.get("check")) and check:
+        wrong = [refused for name, x in points.items() if (refused := _no_points(name, x, model))]
+        if wrong:
+            raise refusal(wrong)
     if model == "poincare":
         q, k, v = poincare_to_lorentz(q), poincare_to_lorentz(k), poincare_to_lorentz(v)
     if aggregate == "midpoint":
-        options["bias"] = _with_log_gamma(framework, q, v, options)
+        options["bias"] = _with_log_gamma(framework, q, k, v, options)
         v = _mapped(lambda xp, x: x / x[..., :1], v)
-    options |= {"score": "hyperbolic", "beta": beta, "shift": c}
     out, lse = attention(_time_reversed(framework, q), k, v, return_lse=True, **options)
     out = centroid(out)
     if model == "poincare":
@@ -115,11 +117,19 @@ def hyperbolic_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_points(name: str, x: Array, model: str) -> None:
-    """Within rounding: that of a coordinate to x's dtype is 8 ulps of the largest square here, that of a sum one for each of its terms."""
+def _refused(q: Array, k: Array, v: Array, options: Any, wrong: Wrong) -> Any:
+    """Raises what is wrong and what attention() adds to it."""
+    if wrong:
+        _prepared("hyperbolic_attention", q, k, v, options, wrong)
+    return attention(q, k, v, **options)
+
+
+def _no_points(name: str, x: Array, model: str) -> ValueError | None:
+    """What is wrong with points of a model. Within rounding: that of a coordinate to x's dtype is 8 ulps of the largest square here, that
+    of a sum one for each of its terms."""
     framework = framework_of(name, x)
-    if str(x.dtype).removeprefix("torch.") not in _EPS:
-        return  # attention() says so
+    if getattr(x, "is_meta", False):
+        return ValueError(f"{name}: on device meta; accepted with check=True is an array that has values")
     wide = _wide(framework, framework.constant(x))
     if model == "poincare":
         square = _square(wide)[..., 0]
@@ -129,14 +139,14 @@ def _check_points(name: str, x: Array, model: str) -> None:
         within = (8 * _eps(x) + x.shape[-1] * _eps(wide)) * wide[..., 0] ** 2
         good = (wide[..., 0] > 0) & (abs(square + 1) <= within)
     if bool(good.all()):
-        return
+        return None
     place = tuple(int(axis[0]) for axis in framework.xp.where(~good))
     found = float(square[place])
     if model == "poincare":
-        raise ValueError(f"{name}: |p|² = {found:g} at {[*place]}; accepted with model 'poincare' are points of the unit ball, |p| < 1")
+        return ValueError(f"{name}: |p|² = {found:g} at {[*place]}; accepted with model 'poincare' are points of the unit ball, |p| < 1")
     time = float(wide[..., 0][place])
     hint = "; points of the ball are model='poincare'" if bool((_square(wide) < 1).all()) else ""
-    raise ValueError(
+    return ValueError(
         f"{name}: <x, x> = {found:g} and x0 = {time:g} at {[*place]}; accepted with model 'lorentz' are <x, x> = -1 and x0 > 0{hint}"
     )
 
@@ -149,14 +159,24 @@ def _time_reversed(framework: Framework, x: Array) -> Array:
     return x * signs
 
 
-def _with_log_gamma(framework: Framework, q: Array, v: Array, options: dict[str, Any]) -> Array | None:
-    """The bias and the logarithm of v's Lorentz factors, which are its time-like coordinates."""
+def _with_log_gamma(framework: Framework, q: Array, k: Array, v: Array, options: dict[str, Any]) -> Array | None:
+    """The bias and the logarithm of v's Lorentz factors, which are its time-like coordinates. The bias alone where there are no values, or
+    where they, the bias or the sequences do not fit, which attention() says then."""
     xp: Any = framework.xp
     bias, cu_seqlens = options.get("bias"), options.get("cu_seqlens_k")
-    if v.ndim != (4 if cu_seqlens is None else 3) or not v.shape[0] or q.ndim != v.ndim:
-        return bias  # no values; or attention() says what is wrong
-    gamma = xp.log(_wide(framework, v)[..., 0])
     heads_axis = 2 if cu_seqlens is None and options.get("layout") == "bshd" else 1
+    if v.ndim != (4 if cu_seqlens is None else 3) or not v.shape[0] or q.ndim != v.ndim or k.shape[:-1] != v.shape[:-1]:
+        return bias
+    if not v.shape[heads_axis] or q.shape[heads_axis] % v.shape[heads_axis]:
+        return bias
+    if cu_seqlens is None:
+        if q.shape[0] != v.shape[0]:
+            return bias
+    else:
+        sequences = framework.is_array(cu_seqlens) and cu_seqlens.ndim == 1 and cu_seqlens.dtype == xp.int32
+        if not (sequences and is_integer([], "max_seqlen_k", options.get("max_seqlen_k") or 0, 0, 2**31 - 1)):
+            return bias
+    gamma = xp.log(_wide(framework, v)[..., 0])
     if heads_axis == 2:
         gamma = gamma.swapaxes(1, 2)
     if cu_seqlens is not None:  # (Tk, Hkv) -> (B, Hkv, max_seqlen_k)
@@ -165,7 +185,11 @@ def _with_log_gamma(framework: Framework, q: Array, v: Array, options: dict[str,
     if gamma.shape[1] > 1:
         gamma = framework.repeat(gamma, q.shape[heads_axis] // gamma.shape[1], 1)
     gamma = gamma[:, :, None, :]
-    return gamma if bias is None else bias + gamma
+    if bias is None:
+        return gamma
+    fits = framework.is_array(bias) and _dtype(bias) in _EPS and bias.ndim <= gamma.ndim
+    fits = fits and all(1 in pair or pair[0] == pair[1] for pair in zip(reversed(bias.shape), reversed(gamma.shape), strict=False))
+    return bias + gamma if fits else bias
 
 
 def lift(x: Array) -> Array:
@@ -216,40 +240,50 @@ def klein_to_poincare(x: Array) -> Array:
 
 
 def lorentz_product(x: Array, y: Array) -> Array:
-    """-x0 y0 + x1 y1 + ... + xn yn over the last axis; the others broadcast."""
-    return (x[..., 1:] * y[..., 1:]).sum(-1) - x[..., 0] * y[..., 0]
+    """-x0 y0 + x1 y1 + ... + xn yn over the last axis; the others broadcast, and of two dtypes the result has the wider."""
+    return _mapped(_product, x, y)
 
 
 def distance(x: Array, y: Array) -> Array:
-    """arccosh(max(-<x, y>_L, 1)) of points in Lorentz coordinates; where it is 0, so is its gradient."""
-    xp: Any = framework_of("x", x).xp
-    t = -lorentz_product(x, y) - 1
-    together = t <= 0
-    t = xp.where(together, 1.0, t)
-    return xp.where(together, 0.0, xp.log1p(t + xp.sqrt(t * (t + 2))))
+    """arccosh(max(-<x, y>_L, 1)) of points in Lorentz coordinates, as in lorentz_product(); where it is 0, so is its gradient."""
+
+    def formula(xp: Any, x: Array, y: Array) -> Array:
+        t = -_product(xp, x, y) - 1
+        together = t <= 0
+        t = xp.where(together, 1.0, t)
+        return xp.where(together, 0.0, xp.log1p(t + xp.sqrt(t * (t + 2))))
+
+    return _mapped(formula, x, y)
 
 
 def centroid(x: Array) -> Array:
     """x / sqrt(-<x, x>_L) of a weighted sum of points in Lorentz coordinates, or of any multiple of one: the point of least mean squared
     Lorentz distance (Law et al. 2019), and Einstein's midpoint. Of a sum of nothing the origin, (1, 0, ..., 0), with gradient 0. Points
     that lie farther out than rounding can tell, at -<x, x>_L below eps x0², are brought there."""
-    eps = _eps(x)
 
-    def formula(xp: Any, x: Array) -> Array:
-        nothing = x[..., :1] == 0
-        x = x[..., 1:] / xp.where(nothing, 1.0, x[..., :1])
-        left = 1 - _square(x)
-        return _lift(xp, x / xp.sqrt(xp.where(left < eps, eps, left)))
+    def formula(xp: Any, wide: Array) -> Array:
+        nothing = wide[..., :1] == 0
+        space = wide[..., 1:] / xp.where(nothing, 1.0, wide[..., :1])
+        left, eps = 1 - _square(space), _eps(x)
+        return _lift(xp, space / xp.sqrt(xp.where(left < eps, eps, left)))
 
     return _mapped(formula, x)
 
 
+def _dtype(x: Array) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
 def _eps(x: Array) -> float:
-    return _EPS[str(x.dtype).removeprefix("torch.")]
+    return _EPS[_dtype(x)]
 
 
 def _square(x: Array) -> Array:
     return (x * x).sum(-1)[..., None]
+
+
+def _product(xp: Any, x: Array, y: Array) -> Array:
+    return (x[..., 1:] * y[..., 1:]).sum(-1) - x[..., 0] * y[..., 0]
 
 
 def _joined(xp: Any, time: Array, space: Array) -> Array:
@@ -260,10 +294,27 @@ def _lift(xp: Any, x: Array) -> Array:
     return _joined(xp, xp.sqrt(1 + _square(x)), x)
 
 
-def _mapped(formula: Callable[[Any, Array], Array], x: Array) -> Array:
-    """formula(torch or numpy, x), rounded to x's dtype."""
-    framework = framework_of("x", x)
-    return framework.cast(formula(framework.xp, _wide(framework, x)), x.dtype)
+def _mapped(formula: Callable[..., Array], x: Array, y: Array | None = None) -> Array:
+    """formula(torch or numpy, x), or of x and y, rounded to their dtype, or to what both promote to."""
+    framework = _framework_of_points("x", x)
+    xp: Any = framework.xp
+    if y is None:
+        return framework.cast(formula(xp, _wide(framework, x)), x.dtype)
+    if _framework_of_points("y", y) is not framework:
+        raise TypeError(f"y: {kind(y)}; accepted is a {framework.name}, as x is")
+    if y.shape[-1] != x.shape[-1]:
+        raise ValueError(f"y: {y.shape[-1]} coordinates; accepted are {x.shape[-1]}, as x has")
+    return framework.cast(formula(xp, _wide(framework, x), _wide(framework, y)), xp.promote_types(x.dtype, y.dtype))
+
+
+def _framework_of_points(name: str, x: Array) -> Framework:
+    """x's, whose last axis is to hold points."""
+    framework = framework_of(name, x)
+    if _dtype(x) not in _EPS:
+        raise ValueError(f"{name}: dtype {_dtype(x)}; accepted is {', '.join(_EPS)}")
+    if x.ndim == 0:
+        raise ValueError(f"{name}: a number; accepted are points, along the last axis")
+    return framework
 
 
 def _wide(framework: Framework, x: Array) -> Array:

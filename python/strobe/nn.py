@@ -11,7 +11,7 @@ from torch import Tensor
 from ._attention import attention, explain
 from ._blockmask import BlockMask
 from ._framework import kind, known_framework
-from ._prepare import MAX_HEAD_DIM, Wrong, check_names, is_integer
+from ._prepare import MAX_HEAD_DIM, Wrong, check_names, is_integer, refusal
 from ._torch import TORCH
 
 if TYPE_CHECKING:
@@ -49,11 +49,15 @@ class FlashAttention(torch.nn.Module):
         for name, value in options.items():
             if known_framework(value) is not None:
                 wrong.append(TypeError(f"{name}: {kind(value)}; accepted here are options that are no arrays; those go to the call"))
-        if is_integer(wrong, "head_dim", head_dim, 1, MAX_HEAD_DIM) and not wrong:
-            _check_values(head_dim, options)
+        named = not wrong
+        whole = is_integer(wrong, "head_dim", head_dim, 1, MAX_HEAD_DIM)
+        if named:
+            try:
+                _check_values(head_dim if whole else 1, options)
+            except (TypeError, ValueError) as refused:
+                wrong.append(refused)
         if wrong:
-            error = TypeError if all(isinstance(each, TypeError) for each in wrong) else ValueError
-            raise error("\n".join(map(str, wrong)))
+            raise refusal(wrong)
         self.head_dim = head_dim
         self.options: AttentionOptions = options
 

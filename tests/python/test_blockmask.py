@@ -237,6 +237,8 @@ def test_bad_csr(name, wrong):
         ("kept", lambda: BlockMask.from_kept(torch.ones(4, 4), 16, 16)),
         ("kept", lambda: BlockMask.from_kept(torch.ones(4, dtype=torch.bool), 16, 16)),
         ("kept", lambda: BlockMask.from_kept([[True]], 16, 16)),
+        ("kept", lambda: BlockMask.from_kept(torch.ones(4, 4, dtype=torch.bool, device="meta"), 16, 16)),
+        ("mask", lambda: BlockMask.from_dense(torch.ones(64, 64, dtype=torch.bool, device="meta"), 16, 16)),
         ("seqlen_q", lambda: BlockMask.from_kept(torch.ones(4, 4, dtype=torch.bool), 16, 16, 65)),
         ("seqlen_k", lambda: BlockMask.from_kept(torch.ones(4, 4, dtype=torch.bool), 16, 16, 64, 48)),
         ("mask", lambda: BlockMask.from_dense(torch.ones(1, 1, 1, 4, 4, dtype=torch.bool), 16, 16)),

@@ -167,6 +167,41 @@ def test_learned_scale_masks_and_dropout():
         attn(Q, K, V, attn_mask=torch.ones(30, 31, dtype=torch.bool))
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"head_dim": 0}, ValueError, "head_dim: 0; accepted are integers from 1 to 256"),
+        ({"head_dim": -4}, ValueError, "head_dim: -4; accepted are integers from 1 to 256"),
+        ({"head_dim": 300}, ValueError, "head_dim: 300; accepted are integers from 1 to 256"),
+        ({"head_dim": "a"}, TypeError, "head_dim: str; accepted is an integer"),
+        ({"head_dim": 64.0}, TypeError, "head_dim: float; accepted is an integer"),
+        ({"dropout": 1.5}, ValueError, "dropout: 1.5; accepted is 0 to below 1, the probability of dropping"),
+        (
+            {"head_dim": 0, "dropout": "a"},
+            ValueError,
+            "head_dim: 0; accepted are integers from 1 to 256\ndropout: str; accepted is a number",
+        ),
+    ],
+)
+def test_learned_scale_refuses_what_no_call_could_have(given, error, message):
+    with pytest.raises(error) as raised:
+        learned_scale.FlashAttention(**given)
+    assert str(raised.value) == message
+
+
+def test_learned_scale_refusals_name_every_argument():
+    attn = learned_scale.FlashAttention(16)
+    Q, K, V = qkv(1, 2, 30, 16)
+    with pytest.raises(TypeError, match=r"^Q: list; accepted is a torch.Tensor\nV: int; accepted is a torch.Tensor or a numpy.ndarray$"):
+        attn([1], K, 3)
+    with pytest.raises(TypeError, match="^attn_mask: list; accepted is a torch.Tensor, as Q is$"):
+        attn(Q, K, V, [1])
+    with pytest.raises(ValueError, match=r"^attn_mask: dtype int64; accepted is bool \(True = attend\), or a float dtype"):
+        attn(Q, K, V, torch.ones(30, 30, dtype=torch.int64))
+    with pytest.raises(ValueError, match="^Q: dtype int64; accepted is"):
+        attn(Q.long(), K, V)
+
+
 # block_sizes: flash_attention_forward(Q, K, V, Bc, Br, use_half)
 
 
@@ -264,6 +299,34 @@ def test_block_sizes_refusals():
         block_sizes.flash_attention_forward(Q, K, V, Bc=0)
     with pytest.raises(ValueError, match="^K: shape"):
         block_sizes.flash_attention_forward(Q, K[..., :32], V)
+    for wrong in (None, 1):
+        with pytest.raises(TypeError, match=f"^use_half: .*{wrong}; accepted is True or False$"):
+            block_sizes.flash_attention_forward(Q, K, V, use_half=wrong)
+    with pytest.raises(ValueError, match=r"^br: 64 beside Br = 32; accepted is one of the two spellings$"):
+        block_sizes.flash_attention_forward(Q, K, V, Br=32, br=64)
+    with pytest.raises(TypeError, match="^Q: NoneType; accepted"):
+        block_sizes.flash_attention_forward(None, K, V, use_half=True)
+    l = torch.ones(1, 2, 64)
+    with pytest.raises(TypeError, match=r"^l: NoneType; accepted is a torch.Tensor\nm: int; accepted is a torch.Tensor$"):
+        block_sizes.flash_attention_backward(Q, K, V, Q, Q, None, 3)
+    with pytest.raises(ValueError, match=r"^l, m: shape \(1, 1, 64\)"):
+        block_sizes.flash_attention_backward(Q, K, V, Q, Q, l[:, :1], l[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ((-1, 64), ValueError, "sequence_length: -1; accepted are integers from 1 to 2147483647"),
+        ((10.0, 64), TypeError, "sequence_length: float; accepted is an integer"),
+        ((10, 300), ValueError, "head_dim: 300; accepted are integers from 1 to 256"),
+    ],
+)
+def test_sizes_that_are_none(given, error, message):
+    with pytest.raises(error) as raised:
+        block_sizes.get_optimal_block_sizes(*given)
+    assert str(raised.value) == message
+    with pytest.raises(ValueError, match=r"^batch_size: 0; .*\nhead_dim: str; .*\nuse_half: int 1; accepted is True or False$"):
+        block_sizes.estimate_memory_usage(0, 1, 1, "a", 1)
 
 
 # ladder: flash_attention_1_forward, flash_attention_2_forward
@@ -299,6 +362,18 @@ def test_ladder_refuses_with_its_reason():
         ladder.flash_attention_1_forward(Q, K, V)
     with pytest.raises(ValueError, match="^Br: 0; accepted"):
         ladder.flash_attention_2_forward(Q, K, V, Br=0)
+    Q, K, V = qkv(1, 2, 20, 16)
+    l = torch.ones(1, 2, 20)
+    for wrong, error, message in (
+        ((None, l), TypeError, "l: NoneType; accepted is a torch.Tensor"),
+        ((l[..., :5], l), ValueError, "l, m: shapes (1, 2, 5), (1, 2, 20); accepted is (B, H, N) twice"),
+        ((l[..., :5], l[..., :5]), ValueError, "l, m: shape (1, 2, 5); accepted is (B, H, Sq) = (1, 2, 20)"),
+    ):
+        with pytest.raises(error) as raised:
+            ladder.flash_attention_1_backward(Q, K, V, Q, Q, *wrong)
+        assert str(raised.value) == message
+    with pytest.raises(TypeError, match="^L: NoneType; accepted"):
+        ladder.flash_attention_2_backward(Q, K, V, Q, Q, None)
 
 
 # functional: mask, dropout and its RNG state in and out, block-sparse
@@ -399,5 +474,40 @@ def test_functional_refusals():
         functional.flash_attention_forward(Q, K, V, dropout_p=1.5)
     with pytest.raises(ValueError, match="^rng_state: missing"):
         functional.flash_attention_backward(Q, K, V, Q, Q, *torch.zeros(2, 1, 1, 64), dropout_p=0.5)
-    with pytest.raises(ValueError, match="^block_mask: |^seqlen_q: "):
-        functional.block_sparse_flash_attention(Q, K, V, torch.ones(3, 4, dtype=torch.bool), 16, 16)
+    kept = torch.ones(4, 4, dtype=torch.bool)
+    for wrong, error, message in (
+        (
+            {"block_mask": torch.ones(3, 4, dtype=torch.bool)},
+            ValueError,
+            r"^block_mask: shape \(3, 4\); accepted is \(\.\.\., 4, 4\), blocks",
+        ),
+        ({"block_mask": None}, TypeError, "^block_mask: NoneType; accepted is a torch.Tensor of bool$"),
+        ({"block_mask": [[True]], "causal": 2}, TypeError, r"(?s)^(?=.*block_mask: list;)(?=.*causal: int 2;)"),
+        ({"block_q": None, "block_k": 0}, ValueError, r"^block_q: NoneType; accepted is an integer\nblock_k: 0; accepted are"),
+        ({"Q": [1]}, TypeError, "^Q: list; accepted"),
+        ({"block_mask": kept.to("meta")}, ValueError, "^block_mask: on device meta"),
+    ):
+        given = {"Q": Q, "K": K, "V": V, "block_mask": kept, "block_q": 16, "block_k": 16} | wrong
+        with pytest.raises(error, match=message):
+            functional.block_sparse_flash_attention(**given)
+        with pytest.raises(error, match=message):
+            functional.block_sparse_flash_attention_forward(**given)
+    with pytest.raises(TypeError, match="^l: NoneType; accepted is a torch.Tensor$"):
+        functional.flash_attention_backward(Q, K, V, Q, Q, None, torch.zeros(1, 1, 64))
+    with pytest.raises(TypeError, match="^Q: NoneType; accepted"):
+        functional.flash_attention_forward(None, K, V)
+
+
+def test_the_output_beside_l_and_m_is_differentiable():
+    Q, K, V = qkv(1, 2, 48, 16, grad=True)
+    blocks = (torch.ones(3, 3, dtype=torch.bool), 16, 16)
+    expected = torch.autograd.grad(formulas(Q, K, V).sum(), (Q, K, V))
+    for O, l, m, *_ in (
+        functional.flash_attention_forward(Q, K, V),
+        functional.block_sparse_flash_attention_forward(Q, K, V, *blocks),
+        block_sizes.flash_attention_forward_lm(Q, K, V),
+        ladder.flash_attention_1_forward(Q, K, V),
+    ):
+        assert not any(x.requires_grad for x in (l, m))
+        for got, wanted in zip(torch.autograd.grad(O.sum(), (Q, K, V)), expected, strict=True):
+            close(got, wanted)

@@ -271,7 +271,7 @@ def test_refusals_of_the_packed_and_cached_forms():
     call = flash_attn.flash_attn_with_kvcache
     with pytest.raises(NotImplementedError, match="^block_table: given"):
         call(q, k_cache, v_cache, block_table=torch.zeros(2, 1, dtype=torch.int32))
-    with pytest.raises(ValueError, match="^v: None beside the other"):
+    with pytest.raises(ValueError, match="^v: None beside k; accepted are both or neither"):
         call(q, k_cache, v_cache, k=q, cache_seqlens=0)
     with pytest.raises(ValueError, match="^cache_seqlens: None beside k and v"):
         call(q, k_cache, v_cache, k=q, v=q)
@@ -279,6 +279,143 @@ def test_refusals_of_the_packed_and_cached_forms():
         call(q, k_cache, v_cache, k=q, v=q, cache_seqlens=8)
     with pytest.raises(ValueError, match=r"^cache_seqlens: shape \(3,\)"):
         call(q, k_cache, v_cache, cache_seqlens=torch.zeros(3, dtype=torch.int32))
+
+
+KINDS = [
+    ({"cache_seqlens": 10.7}, "cache_seqlens: float; accepted is an integer, or a torch.Tensor, int32 (B,)"),
+    ({"cache_seqlens": True}, "cache_seqlens: bool; accepted is an integer, or a torch.Tensor, int32 (B,)"),
+    ({"cache_seqlens": [3, 4]}, "cache_seqlens: list; accepted is an integer, or a torch.Tensor, int32 (B,)"),
+    ({"q": None}, "q: NoneType; accepted is a torch.Tensor"),
+    ({"cache_batch_idx": [0, 1]}, "cache_batch_idx: list; accepted is a torch.Tensor"),
+    ({"rotary_cos": [1.0], "rotary_sin": 2}, "rotary_cos: list; accepted is a torch.Tensor\nrotary_sin: int; accepted is a torch.Tensor"),
+    ({"num_splits": "x", "causal": 2.0}, "causal: float 2.0; accepted is True or False\nnum_splits: str; accepted is an integer"),
+    ({"rotary_interleaved": None}, "rotary_interleaved: NoneType None; accepted is True or False"),
+    ({"return_softmax_lse": 1}, "return_softmax_lse: int 1; accepted is True or False"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), KINDS)
+def test_wrong_kinds_are_named_before_the_cache_is_written(wrong, message):
+    k_cache, v_cache = cache(2, 8)
+    before = k_cache.clone()
+    q = torch.ones(2, 1, 4, 16)
+    with pytest.raises(TypeError) as raised:
+        flash_attn.flash_attn_with_kvcache(**{"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": q, "v": q, "cache_seqlens": 3} | wrong)
+    assert str(raised.value) == message
+    assert torch.equal(k_cache, before)
+
+
+def test_a_numpy_integer_is_a_length():
+    k_cache, v_cache = cache(2, 8)
+    q = torch.randn(2, 1, 4, 16)
+    outs = [flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=n) for n in (5, np.int64(5))]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("filled", [5, [3, 5]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary_tables_reach_the_last_token(filled, causal):
+    """Of k, and of q where each query has a position of its own; in host memory, for nobody waits for a GPU."""
+    with torch.device("cpu"):
+        q, k, v = torch.ones(2, 3, 4, 16), *(torch.ones(2, 2, 4, 16) for _ in "kv")
+        lengths = torch.tensor(filled, dtype=torch.int32) if isinstance(filled, list) else filled
+        needed = 8 if causal else 7
+
+        def call(length: int) -> Tensor:
+            table = torch.ones(length, 4)
+            return flash_attn.flash_attn_with_kvcache(q, *cache(2, 12), k, v, table, table, lengths, causal=causal)
+
+        assert call(needed).isfinite().all()
+        with pytest.raises(ValueError, match=f"^rotary_cos, rotary_sin: length {needed - 1}; accepted is {needed} or more"):
+            call(needed - 1)
+
+
+def test_rotary_tables_come_with_each_other_and_with_new_keys():
+    k_cache, v_cache = cache(2, 8)
+    table = q = torch.ones(2, 1, 4, 16)
+    call = flash_attn.flash_attn_with_kvcache
+    for given, message in (
+        ({"rotary_cos": table, "k": q, "v": q}, "rotary_sin: None beside rotary_cos; accepted are both or neither"),
+        ({"rotary_sin": table, "k": q, "v": q}, "rotary_cos: None beside rotary_sin; accepted are both or neither"),
+        ({"rotary_cos": table, "rotary_sin": table}, "k: None beside rotary_cos; accepted are k and v, new keys to be turned"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call(q, k_cache, v_cache, cache_seqlens=3, **given)
+
+
+PACKED = {"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32, device=DEVICE), "max_seqlen": 8}
+VARLEN = {f"{name}_{side}": x for name, x in PACKED.items() for side in "qk"}
+REFUSED = [
+    ("flash_attn_qkvpacked_func", {"qkv": None}, TypeError, "qkv: NoneType; accepted is a torch.Tensor, (B, S, 3, H, D)"),
+    (
+        "flash_attn_qkvpacked_func",
+        {"qkv": torch.zeros(1, 8, 3, 2, 16, dtype=torch.int32)},
+        ValueError,
+        "qkv: dtype int32; accepted is float32, float16, bfloat16, float64",
+    ),
+    (
+        "flash_attn_kvpacked_func",
+        {"q": torch.zeros(1, 8, 2, 16), "kv": [1], "window_size": "a"},
+        TypeError,
+        "kv: list; accepted is a torch.Tensor, (B, Sk, 2, Hkv, D)\n"
+        "window_size: 'a'; accepted is (left, right), two integers of 64 bits, -1 for no bound",
+    ),
+    (
+        "flash_attn_varlen_func",
+        {**dict.fromkeys("qkv", torch.zeros(8, 2, 16)), **VARLEN, "cu_seqlens_q": None, "cu_seqlens_k": [0, 8]},
+        TypeError,
+        "cu_seqlens_q: NoneType; accepted is a torch.Tensor, int32 (B + 1,)\n"
+        "cu_seqlens_k: list; accepted is a torch.Tensor, int32 (B + 1,)",
+    ),
+    (
+        "flash_attn_varlen_qkvpacked_func",
+        {"qkv": torch.zeros(8, 3, 2, 16), **PACKED, "max_seqlen": 7},
+        ValueError,
+        "cu_seqlens: sequence 0 has 8 tokens; accepted is at most max_seqlen = 7",
+    ),
+    (
+        "flash_attn_func",
+        {**dict.fromkeys("qkv", torch.zeros(1, 8, 2, 16)), "window_size": (2**70, 0)},
+        ValueError,
+        f"window_size: ({2**70}, 0); accepted is (left, right), two integers of 64 bits, -1 for no bound",
+    ),
+    (
+        "flash_attn_func",
+        {
+            **dict.fromkeys("qkv", torch.zeros(1, 8, 2, 16)),
+            "window_size": (-3, "a"),
+            "dropout_p": 1.5,
+            "softcap": -1,
+            "causal": 2.0,
+            "return_attn_probs": None,
+        },
+        ValueError,
+        "return_attn_probs: NoneType None; accepted is True or False\ncausal: float 2.0; accepted is True or False\n"
+        "window_size: (-3, 'a'); accepted is (left, right), two integers of 64 bits, -1 for no bound\n"
+        "softcap: -1; accepted is 0 (none) or a positive finite number\n"
+        "dropout_p: 1.5; accepted is 0 to below 1, the probability of dropping",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "error", "message"), REFUSED)
+def test_every_wrong_argument_has_a_line_in_its_own_name(name, given, error, message):
+    here = {argument: x.to(DEVICE) if isinstance(x, Tensor) else x for argument, x in given.items()}
+    with pytest.raises(error) as raised:
+        getattr(flash_attn, name)(**here)
+    if name == "flash_attn_varlen_qkvpacked_func" and DEVICE != "cpu":
+        return  # nobody looks at lengths in device memory
+    assert str(raised.value) == message
+
+
+def test_numbers_that_meta_tensors_lack():
+    q = torch.empty(8, 2, 16, device="meta")
+    cu = torch.empty(2, dtype=torch.int32, device="meta")
+    assert flash_attn.flash_attn_varlen_func(q, q, q, cu, cu, 8, 8).shape == q.shape
+    with pytest.raises(ValueError, match="^max_seqlen_k: on device meta; accepted is an integer"):
+        flash_attn.flash_attn_varlen_func(q, q, q, cu, cu, 8, torch.empty((), dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match="^attention_mask: on device meta"):
+        flash_attn.bert_padding.unpad_input(q, q[..., 0].bool())
 
 
 HOST_LENGTHS = [

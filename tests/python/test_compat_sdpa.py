@@ -154,6 +154,35 @@ def test_refusals_in_its_words(given, named):
     assert str(refusal.value).startswith(named)
 
 
+def test_every_wrong_argument_has_a_line():
+    x = torch.randn(1, 3, 5, 8)
+    for given, error, message in (
+        (
+            {"query": None, "key": [1.0], "enable_gqa": None},
+            TypeError,
+            "enable_gqa: NoneType None; accepted is True or False\nquery: NoneType; accepted is a torch.Tensor\n"
+            "key: list; accepted is a torch.Tensor",
+        ),
+        (
+            {"value": x[0, 0, 0], "is_causal": 1},
+            ValueError,
+            "value: shape (8,); accepted is (..., length, head dimension)\nis_causal: int 1",
+        ),
+        ({"enable_gqa": None}, TypeError, "enable_gqa: NoneType None; accepted is True or False"),
+        ({"key": x[:, :2], "value": x[:, :2]}, ValueError, "key: 2 heads for the 3 of query; accepted are the divisors of 3"),
+        (
+            {"attn_mask": torch.ones(5, 5, dtype=torch.int32), "scale": "1"},
+            ValueError,
+            "attn_mask: dtype int32; accepted is bool (True = attend), or a float dtype, added to the scores\nscale: str",
+        ),
+        ({"attn_mask": [1]}, TypeError, "attn_mask: list; accepted is a torch.Tensor, as query is"),
+    ):
+        with pytest.raises(error) as raised:
+            scaled_dot_product_attention(**{"query": x, "key": x, "value": x} | given)
+        found, wanted = str(raised.value).splitlines(), message.splitlines()
+        assert all(any(line.startswith(start) for line in found) for start in wanted), raised.value
+
+
 def test_a_mask_that_does_not_broadcast():
     q, k, v = leaves((2, 3, 4, 9, 16), (2, 3, 4, 11, 16), (2, 3, 4, 11, 16))
     with pytest.raises(ValueError, match=r"attn_mask: shape \(2, 1, 9, 11\); accepted is one that broadcasts to \(2, 3, 4, 9, 11\)"):

@@ -102,6 +102,15 @@ def test_calls_beyond_the_budget_are_not_repeated(monkeypatch):
     assert seconds["a"] > 0
 
 
+def test_gradients_that_are_let_go_late_are_not_taken_for_what_was_there_before(monkeypatch):
+    """150 bytes at most, over 40 that stay; the call before still held 60 when the first look was taken."""
+    held = iter([100, 40])
+    for name, found in (("synchronize", None), ("reset_peak_memory_stats", None), ("max_memory_allocated", 150)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
+    assert lengths._gpu_peak(lambda: None) == 110
+
+
 def test_memory_that_a_method_takes_is_limited(monkeypatch):
     """Out of memory is found out by running out of it, in a process of its own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -171,6 +180,56 @@ def test_measuring_and_drawing_are_separate_steps(run, tmp_path):
     assert (tmp_path / "h-fused.csv").read_bytes() == before
 
 
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("letters", ["d", "e", "de", "ed"])
+def test_either_letter_of_two_asks_for_their_figure(run, tmp_path, letters):
+    asked = [x for letter in (["de"] if letters == "de" else letters) for x in ("--figure", letter)]
+    done = run("--quick", "--device", "cpu", *asked, "--measure-only", "--budget", 0, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["de-sequence-length.csv", "machine.json"]
+
+
+def test_a_folder_that_nobody_can_make_is_refused(run):
+    done = run("--quick", "--device", "cpu", "--figure", "h", "--measure-only", "--out", "/dev/null/figures")
+    assert done.exit_code == 2
+    message = " ".join(done.output.replace("│", "").split())
+    assert "--out: /dev/null/figures: Not a directory; accepted is a folder to write to" in message
+
+
+def test_a_method_looks_the_same_everywhere():
+    """By its name, in both figures that have it and on both machines; and like no other on the same picture."""
+    from strobe.figures.draw import look
+
+    both = [rivals.methods(device) for device in ("cpu", "cuda")]
+    for names in (*both, measure.PEERS["cpu"], measure.PEERS["cuda"], ("FlashAttention-1", "FlashAttention-2")):
+        looks = [tuple(look(name).get(x) for x in ("color", "marker", "linestyle")) for name in names]
+        assert len(set(looks)) == len(looks)
+    assert look(rivals.CUDNN) == look("cuDNN")
+    assert look(rivals.FLASH2) == look("FlashAttention-2")
+    assert look(rivals.FLASH_CPU) == look("PyTorch SDPA, flash")
+    assert look(rivals.MATH) == look("PyTorch math")
+
+
+def test_what_ran_out_of_memory_is_marked_at_its_length():
+    from strobe.figures.draw import look, sequence_length
+
+    where = {"batch": 1, "heads": 1, "head_dim": 64, "dtype": "float32"}
+    rows = [
+        {"method": method, "length": n, "seconds": 0.1 if fits else None, "peak_bytes": 2**20 if fits else None, **where}
+        | {"note": None if fits else "out of memory"}
+        for method, most in ((rivals.MATH, 128), (rivals.MEGATRON, 256), (rivals.STROBE, 512))
+        for n in (128, 256, 512)
+        for fits in (n <= most,)
+    ]
+    for axes in sequence_length(rows).axes:
+        crosses = [line for line in axes.lines if line.get_marker() == "x"]
+        assert [(line.get_color(), *line.get_xdata()) for line in crosses] == [
+            (look(rivals.MATH)["color"], 256),
+            (look(rivals.MEGATRON)["color"], 512),
+        ]
+        assert all(text.get_text() == "out of memory" and text.get_ha() == "right" for text in axes.texts)
+
+
 def test_what_only_a_gpu_measures_is_drawn(run, tmp_path):
     """Bytes that were counted stand beside the model, and what did not fit says so."""
     where = {"batch": 2, "heads": 8, "length": 64, "head_dim": 64, "dtype": "bfloat16", "note": None}
@@ -194,7 +253,8 @@ def test_what_only_a_gpu_measures_is_drawn(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--figure", "z"), "'z'; accepted are a, b, c, de, f, g, h"),
+        (("--figure", "z"), "'z'; accepted are a, b, c, d, e, f, g, h, each after a --figure"),
+        (("--figure", "b,c"), "'b,c'; accepted are a, b, c, d, e, f, g, h, each after a --figure"),
         (("--measure-only", "--draw-only"), "accepted is one of the two"),
         (("--device", "tpu"), "accepted are cpu and cuda"),
         (("--draw-only",), "nothing was measured there"),

@@ -112,6 +112,47 @@ def test_half_precision_is_rounded_once(dtype):
     assert torch.equal(y, h.poincare_to_lorentz(x.float()).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_and_distances_of_half_precision_are_rounded_once(dtype):
+    """Far out the squares are large, and their difference is all that counts: computed in half precision it would be lost."""
+    direction = torch.randn(50, 15, dtype=torch.float64)
+    x = h.exp_map(3 * direction / direction.norm(dim=-1, keepdim=True)).to(dtype)
+    y = x.flip(0)
+    for function in (h.distance, h.lorentz_product):
+        found, wide = function(x, y), function(x.float(), y.float())
+        assert found.dtype == dtype
+        assert torch.equal(found, wide.to(dtype))
+        assert function(x, y.double()).dtype == torch.float64
+
+
+POINTS = {name: getattr(h, name) for name in h.__all__ if name not in ("hyperbolic_attention", "distance", "lorentz_product")}
+
+
+@pytest.mark.parametrize("function", [*POINTS.values(), h.distance, h.lorentz_product], ids=lambda f: f.__name__)
+def test_what_no_point_can_be_is_refused(function):
+    arguments = 2 if function in (h.distance, h.lorentz_product) else 1
+    for x, dtype in ((torch.ones(3, dtype=torch.int64), "int64"), (np.ones(3, np.int32), "int32"), (torch.ones(3).bool(), "bool")):
+        with pytest.raises(ValueError, match=f"^x: dtype {dtype}; accepted is float16, bfloat16, float32, float64$"):
+            function(*[x] * arguments)
+    for x, found in (([1.0, 0.0], "list"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=f"^x: {found}; accepted is a torch.Tensor or a numpy.ndarray$"):
+            function(*[x] * arguments)
+    with pytest.raises(ValueError, match="^x: a number; accepted are points"):
+        function(*[torch.tensor(1.0)] * arguments)
+
+
+@pytest.mark.parametrize("function", [h.distance, h.lorentz_product], ids=lambda f: f.__name__)
+def test_two_points_fit_each_other(function):
+    x = torch.ones(4, 3)
+    for y, error, message in (
+        (x.long(), ValueError, "dtype int64; accepted is"),
+        (x.numpy(), TypeError, "numpy.ndarray; accepted is a torch.Tensor, as x is"),
+        (x[:, :2], ValueError, "2 coordinates; accepted are 3, as x has"),
+    ):
+        with pytest.raises(error, match=f"^y: {message}"):
+            function(x, y)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_a_centroid_stays_on_the_hyperboloid(dtype):
     """Far out -<x, x>_L is a small difference of large squares, which rounding may take below 0."""
@@ -340,6 +381,74 @@ def test_bad_kinds_are_named():
         strobe.hyperbolic_attention(x, x, x[0], aggregate="midpoint")
 
 
+def test_every_wrong_argument_has_a_line():
+    x = h.lift(torch.zeros(1, 4, 6, 3))
+    with pytest.raises(ValueError, match=r"^model: 'x'; .*\naggregate: 'y'; .*\nbeta: -1; accepted"):
+        strobe.hyperbolic_attention(x, x, x, model="x", aggregate="y", beta=-1)
+    with pytest.raises(ValueError, match=r"^c: True; .*\nscale: 3; .*\nhyperbolic_attention\(\) got .*'foo'\nq: dtype int64; "):
+        strobe.hyperbolic_attention(x.long(), x, x, c=True, scale=3, foo=1)
+
+
+def test_a_constant_is_a_number_of_any_kind():
+    x = h.lift(torch.randn(1, 1, 6, 3))
+    lse = [strobe.hyperbolic_attention(x, x, x, c=c, return_lse=True)[1] for c in (1, np.float32(1), np.int64(1))]
+    assert torch.equal(lse[0], lse[1])
+    assert torch.equal(lse[0], lse[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bias": [1]}, TypeError, "bias: list; accepted"),
+        ({"bias": torch.ones(5, 5)}, ValueError, r"bias: shape \(5, 5\); accepted"),
+        ({"bias": torch.ones(6, 6, dtype=torch.int64)}, ValueError, "bias: dtype int64; accepted"),
+        ({"max_seqlen_k": "a"}, TypeError, "max_seqlen_k: str; accepted"),
+        ({"cu_seqlens_k": [0, 4]}, TypeError, "cu_seqlens_k: list; accepted"),
+        ({"cu_seqlens_k": torch.tensor([0.0, 4.0])}, ValueError, "cu_seqlens_k: dtype float32; accepted is int32"),
+    ],
+)
+def test_what_midpoints_add_to_is_refused_as_ever(options, error, message):
+    """The bias of the Lorentz factors is made before attention() looks at anything."""
+    x = h.lift(torch.zeros(1, 4, 6, 3))
+    if "cu_seqlens_k" in options or "max_seqlen_k" in options:
+        x = x[0].transpose(0, 1)
+        cu = torch.tensor([0, 6], dtype=torch.int32)
+        options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu} | options
+    with pytest.raises(error, match=f"^{message}[^\n]*$"):
+        strobe.hyperbolic_attention(x, x, x, aggregate="midpoint", **options)
+
+
+def test_midpoints_complain_of_no_bias_that_was_not_given():
+    x = h.lift(torch.zeros(2, 6, 5, 3))
+    for k, v in ((x[:, :4], x[:, :4]), (x, x[:, :, :3]), (x[:1], x[:1]), (x[:, :3], x[:, :2])):
+        with pytest.raises(ValueError, match="^[kv]: ") as raised:
+            strobe.hyperbolic_attention(x, k, v, aggregate="midpoint")
+        assert "bias" not in str(raised.value)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("check", [False, True])
+def test_widths(aggregate, check):
+    x = h.lift(torch.zeros(1, 1, 4, 3))
+    options = {"aggregate": aggregate, "check": check}
+    with pytest.raises(ValueError, match="^q: head dimension 0; accepted is 1 to 256\nk: "):
+        strobe.hyperbolic_attention(x[..., :0], x[..., :0], x, **options)
+    with pytest.raises(ValueError, match="^v: head dimension 0; accepted is 1 to 256$"):
+        strobe.hyperbolic_attention(x, x, x[..., :0], **options)
+    wide = torch.zeros(1, 1, 4, 256)
+    with pytest.raises(ValueError, match="^v: 256 coordinates; accepted with model 'poincare' are 1 to 255$"):
+        strobe.hyperbolic_attention(wide[..., :3], wide[..., :3], wide, model="poincare", **options)
+    assert strobe.hyperbolic_attention(*[wide[..., :255]] * 3, model="poincare", **options).shape == (1, 1, 4, 255)
+
+
+def test_meta_tensors_have_shapes_and_no_points():
+    x = torch.empty(1, 2, 4, 3, device="meta")
+    for aggregate in AGGREGATES:
+        assert strobe.hyperbolic_attention(x, x, x, aggregate=aggregate).shape == x.shape
+    with pytest.raises(ValueError, match="^q: on device meta; accepted with check=True is an array that has values\nk: "):
+        strobe.hyperbolic_attention(x, x, x, check=True)
+
+
 # The score near its cusp, on every engine
 
 
@@ -359,8 +468,8 @@ def scores_by(engine: str, q: Tensor, k: Tensor, beta: float) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("radius", [1e-4, 1e-2, 1.0, 30.0])
 def test_scores_are_within_the_stated_error(dtype, radius):
-    """docs/hyperbolic.md: x is off by delta = D eps sum |q_i k_i|, so d by min(sqrt(2 delta), delta / sinh d), and by 4 eps max(1, d)
-    besides."""
+    """docs/hyperbolic.md: x is off by delta = D eps sum |q_i k_i|, so d by min(sqrt(2 delta), delta / sinh m), m the mean of what is true
+    and what is computed, and by 4 eps max(1, d) besides."""
     base = torch.randn(1, 1, 1, 15, dtype=torch.float64) * radius
     q, k = (h.lift(base + torch.randn(1, 1, 24, 15, dtype=torch.float64) * radius * 1e-2).to(dtype) for _ in range(2))
     k[:, :, :8] = q[:, :, :8]
@@ -369,14 +478,27 @@ def test_scores_are_within_the_stated_error(dtype, radius):
     y = -(flipped.double() @ k.double().transpose(-1, -2))[0, 0]
     size = (q.double().abs() @ k.double().abs().transpose(-1, -2))[0, 0]
     t = (y - 1).clamp(min=0)
-    sinh = (t * (t + 2)).sqrt()
-    d = torch.log1p(t + sinh)
+    d = torch.log1p(t + (t * (t + 2)).sqrt())
     for engine in engines(dtype):
         planes = 2.0**-16 if engine == "cpu-amx" and dtype == torch.float16 else 0.0  # of two bf16, whose smallest product is left out
         delta = (16 * eps + planes) * size
-        within = torch.minimum((2 * delta).sqrt(), delta / sinh) + 4 * eps * d.clamp(min=1)
-        off = (scores_by(engine, flipped, k, beta).double() + beta * d).abs() / beta
+        computed = scores_by(engine, flipped, k, beta).double() / -beta
+        within = torch.minimum((2 * delta).sqrt(), delta / torch.sinh((d + computed) / 2)) + 4 * eps * d.clamp(min=1)
+        off = (computed - d).abs()
         assert (off <= within).all(), f"{engine}: {(off / within).max()} of what is stated"
+
+
+def test_the_stated_error_is_a_bound():
+    """Of the arccosh alone, at every size of the error beside cosh d - 1, in both directions and where it is clamped."""
+    delta = torch.logspace(-12, 1, 60, dtype=torch.float64)[:, None, None]
+    t = delta * torch.logspace(-3, 6, 90, dtype=torch.float64)[:, None]
+    share = torch.linspace(-1, 1, 41, dtype=torch.float64)
+    d, computed = (2 * torch.asinh((x / 2).sqrt()) for x in (t, (t + share * delta).clamp(min=0)))  # cosh d - 1 = 2 sinh² (d / 2)
+    off = (d - computed).abs()
+    for mean in ((d + computed) / 2, d / 2):
+        within = torch.minimum((2 * delta).sqrt(), delta / torch.sinh(mean))
+        assert (off <= within * (1 + 1e-6) + 1e-14).all()
+        assert (off / within).max() > 0.95
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

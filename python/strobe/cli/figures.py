@@ -35,8 +35,11 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
         "strobe": strobe.__version__,
     }
     facts |= {"quick": quick, "budget": budget}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MACHINE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MACHINE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    except OSError as reason:
+        raise typer.BadParameter(f"{out}: {reason.strerror}; accepted is a folder to write to", param_hint="--out") from None
     columns = (TextColumn("{task.description:45}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         for name in wanted:
@@ -54,7 +57,7 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
 
 def command(
     out: Annotated[Path, typer.Option(help="Where the CSV, PNG and SVG files go.")] = Path("figures"),
-    figure: Annotated[list[str] | None, typer.Option(help="Of a, b, c, de, f, g, h; by default all.")] = None,
+    figure: Annotated[list[str] | None, typer.Option(help="Of a, b, c, d, e, f, g, h, and again for another; by default all.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes: a look in a few minutes, not a measurement.")] = False,
     measure_only: Annotated[bool, typer.Option("--measure-only", help="Write the CSV files, draw nothing; needs no matplotlib.")] = False,
@@ -64,10 +67,15 @@ def command(
     """The paper's figures from runs on this machine: standard against flash, tiles, sparsity, lengths, ladder, peers, fusion."""
     from strobe.figures.measure import FIGURES
 
-    wanted = figure or list(FIGURES)
-    for name in wanted:
-        if name not in FIGURES:
-            raise typer.BadParameter(f"{name!r}; accepted are {', '.join(FIGURES)}", param_hint="--figure")
+    letters = {letter: name for name in FIGURES for letter in (name, *name)}  # d and e are one figure
+    wanted = []
+    for letter in figure or FIGURES:
+        if letter not in letters:
+            raise typer.BadParameter(
+                f"{letter!r}; accepted are {', '.join(''.join(FIGURES))}, each after a --figure", param_hint="--figure"
+            )
+        wanted.append(letters[letter])
+    wanted = list(dict.fromkeys(wanted))
     if measure_only and draw_only:
         raise typer.BadParameter("given beside --measure-only; accepted is one of the two", param_hint="--draw-only")
     require("figures", *([] if draw_only else ["torch"]), *([] if measure_only else ["matplotlib"]), extra="figures")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from strobe import attention
-from strobe._framework import is_whole
+from strobe._framework import is_bool, is_whole
 
-from ._words import in_words_of
+from ._words import in_words_of, tensor_or_refusal
 
 Window = tuple[int, int]
-NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size"}
+NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size", "return_lse": "return_attn_probs"}
+KV = NAMES | {"k": "kv", "v": "kv"}
+QKV = NAMES | dict.fromkeys("qkv", "qkv")
+PACKED_QKV = QKV | {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
 
 
 def attend(
@@ -27,46 +31,54 @@ def attend(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
+    names: Mapping[str, str] = NAMES,
     **packed: Any,
 ) -> Any:
-    """out, or (out, softmax_lse, None). packed: cu_seqlens and max_seqlen of both sides. The latter may be tensors of one element, whose
-    value waits for the GPU."""
-    for name in ("max_seqlen_q", "max_seqlen_k"):
-        longest = packed.get(name)
-        if isinstance(longest, Tensor) and longest.numel() == 1:
-            packed[name] = longest.item()
-    with in_words_of(NAMES):
-        out, lse = attention(
-            q,
-            k,
-            v,
-            causal=causal,
-            window=bounds(window_size),
-            scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            dropout=dropout_p,
-            deterministic=deterministic,
-            layout="bshd",
-            return_lse=True,
-            **packed,
-        )
+    """out, or (out, softmax_lse, None). names: as in_words_of() takes them. packed: cu_seqlens and max_seqlen of both sides. The latter may
+    be tensors of one element, whose value waits for the GPU."""
+    for name, x in packed.items():
+        own = names.get(name, name)
+        if name.startswith("cu_seqlens"):
+            packed[name] = tensor_or_refusal(own, x, "a torch.Tensor, int32 (B + 1,)")
+        elif isinstance(x, Tensor) and x.is_meta:
+            packed[name] = ValueError(f"{own}: on device meta; accepted is an integer, or a tensor of one that has a value")
+        elif isinstance(x, Tensor) and x.numel() == 1:
+            packed[name] = x.item()
+    given: dict[str, Any] = {
+        "causal": causal,
+        "window": bounds(window_size),
+        "scale": softmax_scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "dropout": dropout_p,
+        "deterministic": deterministic,
+        "return_lse": True if is_bool(return_attn_probs) else return_attn_probs,
+        **packed,
+    }
+    with in_words_of(names, {"q": q, "k": k, "v": v, **given}):
+        out, lse = attention(q, k, v, layout="bshd", **given)
     return (out, lse, None) if return_attn_probs else out
 
 
-def bounds(window_size: Window) -> tuple[int | None, int | None] | None:
-    """A side below 0 is unbounded."""
+def bounds(window_size: Window) -> Any:
+    """The window of strobe.attention(), where a side below 0 is unbounded; or the exception that says what is wrong."""
+    accepted = "accepted is (left, right), two integers of 64 bits, -1 for no bound"
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(map(is_whole, window_size))):
-        raise TypeError(f"window_size: {window_size!r}; accepted is (left, right), two integers, -1 for no bound")
+        return TypeError(f"window_size: {window_size!r}; {accepted}")
+    if max(window_size) >= 2**63:
+        return ValueError(f"window_size: {window_size!r}; {accepted}")
     left, right = (None if side < 0 else side for side in window_size)
     return None if left is right is None else (left, right)
 
 
-def parts(name: str, packed: Tensor, count: int, axis: int, shape: str) -> tuple[Tensor, ...]:
-    """The views of q, k and v, or of k and v, in one tensor."""
-    if packed.dim() != axis + 3 or packed.shape[axis] != count:
-        raise ValueError(f"{name}: shape {tuple(packed.shape)}; accepted is {shape}")
-    return packed.unbind(axis)
+def parts(name: str, packed: Tensor, count: int, axis: int, shape: str) -> tuple[Any, ...]:
+    """The views of q, k and v, or of k and v, in one tensor; in place of each the exception that says what is wrong with it."""
+    x = tensor_or_refusal(name, packed, f"a torch.Tensor, {shape}")
+    if isinstance(x, Tensor):
+        if x.dim() == axis + 3 and x.shape[axis] == count:
+            return x.unbind(axis)
+        x = ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {shape}")
+    return (x,) * count
 
 
 def refuse_pages(block_table: Tensor | None) -> None:

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strobe._framework import is_whole, kind
+from strobe._prepare import Wrong, flag, is_integer, refusal
+
 from ._call import NAMES, Window, attend, bounds, refuse_pages
-from ._rotary import rotate
+from ._rotary import check_tables, rotate
 from ._words import in_words_of, names_checked
 
 
@@ -42,20 +45,39 @@ def flash_attn_with_kvcache(
     Args:
         k_cache, v_cache: (Bc, Sc, Hkv, D); Bc = B unless cache_batch_idx says which row serves which query.
         k, v: (B, Snew, Hkv, D), written at cache_seqlens.
-        rotary_cos, rotary_sin: (length, R): the first 2R columns of k are rotated by their position, those of q as well: with causal or a
-            window by cache_seqlens + i, else all by cache_seqlens.
+        rotary_cos, rotary_sin: (length, R), up to the last token's position: the first 2R columns of k are rotated by their position,
+            those of q as well: with causal or a window by cache_seqlens + i, else all by cache_seqlens.
         cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it (then without k and v).
         cache_batch_idx: int (B,). The rows that it names are copied before the attention (the update is in place).
         cache_leftpad: int32 (B,): where in the cache each sequence begins.
         block_table: refused.
-        num_splits: without effect.
+        num_splits: an integer, without effect.
 
     Returns:
         out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)).
     """
     refuse_pages(block_table)
-    if (k is None) != (v is None):
-        raise ValueError(f"{'k' if k is None else 'v'}: None beside the other; accepted are both or neither")
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    maybe = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx}
+    maybe |= {"cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes}
+    tensors |= {name: x for name, x in maybe.items() if x is not None}
+    wrong: Wrong = [TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor") for name, x in tensors.items() if not isinstance(x, Tensor)]
+    if not (cache_seqlens is None or isinstance(cache_seqlens, Tensor) or is_whole(cache_seqlens)):
+        wrong.append(TypeError(f"cache_seqlens: {kind(cache_seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"))
+    for name, x in (("causal", causal), ("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse)):
+        flag(wrong, name, x)
+    is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
+    window = bounds(window_size)
+    if isinstance(window, Exception):
+        wrong.append(window)
+    for a, b in (("k", "v"), ("rotary_cos", "rotary_sin")):
+        if (maybe[a] is None) != (maybe[b] is None):
+            absent, there = (a, b) if maybe[a] is None else (b, a)
+            wrong.append(ValueError(f"{absent}: None beside {there}; accepted are both or neither"))
+    if rotary_cos is not None and k is None:
+        wrong.append(ValueError("k: None beside rotary_cos; accepted are k and v, new keys to be turned, or no rotary_cos"))
+    if wrong:
+        raise refusal(wrong)
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
     _check_shapes(
@@ -76,10 +98,9 @@ def flash_attn_with_kvcache(
         _check_integers("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends")
 
     start = torch.as_tensor(filled, device=q.device).long().expand(batch)
-    if rotary_cos is not None:
-        if rotary_sin is None or k is None:
-            raise ValueError("rotary_cos: given alone; accepted is it with rotary_sin, k and v")
-        from_each = causal or bounds(window_size) is not None
+    if rotary_cos is not None and rotary_sin is not None and k is not None:
+        from_each = causal or window is not None
+        check_tables(rotary_cos, rotary_sin, q.shape[-1], _furthest(filled) + max(new, queries if from_each else 1))
         q = rotate(q, rotary_cos, rotary_sin, _positions(start, queries if from_each else 1), rotary_interleaved)
         k = rotate(k, rotary_cos, rotary_sin, _positions(start, new), rotary_interleaved)
     if k is not None and v is not None:
@@ -100,7 +121,7 @@ def flash_attn_with_kvcache(
         "return_attn_probs": True,
     }
     with in_words_of({"k": "k_cache", "v": "v_cache"}):
-        if isinstance(filled, int) and cache_leftpad is None:
+        if not isinstance(filled, Tensor) and cache_leftpad is None:
             out, lse, _ = attend(q, k_cache[:, : filled + new], v_cache[:, : filled + new], **options)
         else:
             out, lse = _ragged(q, k_cache, v_cache, start + new, cache_leftpad, options)
@@ -140,6 +161,13 @@ def _check_integers(name: str, x: Tensor, batch: int, most: int | Tensor, why: s
         for b, (value, bound) in enumerate(zip(x.tolist(), torch.as_tensor(most).expand(batch).tolist(), strict=True)):
             if not 0 <= value <= bound:
                 raise ValueError(f"{name}: {value} at [{b}]; accepted are 0 to {bound}, {why}")
+
+
+def _furthest(filled: int | Tensor) -> int:
+    """The largest of the lengths; 0 where nobody looks at them, as in _check_integers()."""
+    if not isinstance(filled, Tensor):
+        return filled
+    return max(filled.tolist(), default=0) if filled.is_cpu and not torch.compiler.is_compiling() else 0
 
 
 def _positions(start: Tensor, count: int) -> Tensor:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from strobe._prepare import refusal
+
+from ._words import tensor_or_refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +58,11 @@ def statistics(
     return torch.where(lse == -math.inf, 0.0, torch.exp(lse.detach() - m)), m
 
 
-def lse_of(l: Tensor, m: Tensor) -> Tensor:
-    """What statistics() took apart."""
+def lse_of(l: Tensor, m: Tensor) -> Any:
+    """What statistics() took apart; or the exception that says what is wrong with the two."""
+    refused = [x for x in (tensor_or_refusal("l", l), tensor_or_refusal("m", m)) if isinstance(x, Exception)]
+    if refused:
+        return refusal(refused)
+    if l.shape != m.shape:
+        return ValueError(f"l, m: shapes {tuple(l.shape)}, {tuple(m.shape)}; accepted is (B, H, N) twice")
     return torch.where(l == 0, -math.inf, m + torch.log(l))

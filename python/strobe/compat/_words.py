@@ -7,22 +7,59 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from strobe._prepare import Wrong, check_names
+import torch
+from torch import Tensor
+
+from strobe._framework import kind
+from strobe._prepare import Wrong, check_names, flag, refusal
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @contextmanager
-def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
-    """Each line of a refusal begins with the name of an argument of strobe.attention(); `names` says what the caller calls it."""
+def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Each line of a refusal begins with the name of an argument of strobe.attention(); `names` says what the caller calls it.
+
+    given: of what attention() gets, by its names. What the caller's own check refuses is handed on as the exception that says why:
+    attention() refuses it, beside all else that is wrong, and the line is the exception's.
+    """
     try:
         yield
-    except (TypeError, ValueError) as refusal:
-        renamed = re.sub(r"^(\w+)(?=:)", lambda found: names.get(found[1], found[1]), str(refusal), flags=re.MULTILINE)
-        raise type(refusal)(renamed) from None
+    except (TypeError, ValueError) as refused:
+        own = {name: x for name, x in (given or {}).items() if isinstance(x, Exception)}
+        lines: dict[str, None] = {}  # of several arguments that are one to the caller, one line
+        for line in str(refused).splitlines():
+            name, colon, rest = line.partition(":")
+            if name in own:
+                lines |= dict.fromkeys(str(own[name]).splitlines())
+                continue
+            rest = re.sub(r"(?<=\bas |\bof )[qkv]\b|(?<=\bwhere )[qkv]\b", lambda found: names.get(found[0], found[0]), rest)
+            lines[names.get(name, name) + colon + rest] = None
+        error = ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(refused)
+        raise error("\n".join(lines)) from None
+
+
+def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Any:
+    return x if isinstance(x, Tensor) else TypeError(f"{name}: {kind(x)}; accepted is {accepted}")
+
+
+def flag_or_refusal(name: str, x: Any) -> Any:
+    wrong: Wrong = []
+    found = flag(wrong, name, x)
+    return wrong[0] if wrong else found
+
+
+def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:
+    """Which of the two options of strobe.attention() it is."""
+    if not isinstance(attn_mask, Tensor) or attn_mask.dtype == torch.bool:
+        return {"mask": attn_mask}
+    if attn_mask.is_floating_point():
+        return {"bias": attn_mask}
+    dtype = str(attn_mask.dtype).removeprefix("torch.")
+    return {"mask": ValueError(f"attn_mask: dtype {dtype}; accepted is bool (True = attend), or a float dtype, added to the scores")}
 
 
 def names_checked(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -37,7 +74,7 @@ def names_checked(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callab
             wrong: Wrong = []
             check_names(function.__name__, named, wrong, known, hints)
             if wrong:
-                raise TypeError("\n".join(map(str, wrong)))
+                raise refusal(wrong)
             return function(*arguments, **named)
 
         return checked

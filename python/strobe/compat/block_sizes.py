@@ -9,33 +9,46 @@ wants.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from strobe import attention, attention_backward, explain
+from strobe._prepare import MAX_HEAD_DIM, Wrong, is_integer, refusal
 
 from ._statistics import lse_of, statistics
-from ._words import in_words_of, names_checked
+from ._words import flag_or_refusal, in_words_of, names_checked
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO", "lse": "l, m"}
+_LONGEST = 2**31 - 1
 
 
 @names_checked(_NAMES)
 def flash_attention_forward(
-    Q: Tensor, K: Tensor, V: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False, *, bc: int | None = None, br: int | None = None
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    Bc: int | None = None,
+    Br: int | None = None,
+    use_half: bool = False,
+    *,
+    bc: int | None = None,
+    br: int | None = None,
 ) -> Tensor:
-    """softmax(Q Kᵀ / sqrt(D)) V; differentiable. Bc: keys of a tile, Br: queries of a tile (bc and br are other spellings of them)."""
-    return _forward(Q, K, V, Bc if bc is None else bc, Br if br is None else br, use_half)[0].to(Q.dtype)
+    """softmax(Q Kᵀ / sqrt(D)) V; differentiable. Bc: keys of a tile, Br: queries of a tile, 32 if None (bc and br are other spellings of
+    them)."""
+    return _forward(Q, K, V, _spelled("Bc", Bc, bc), _spelled("Br", Br, br), use_half)[0].to(Q.dtype)
 
 
 @names_checked(_NAMES)
 def flash_attention_forward_lm(
     Q: Tensor, K: Tensor, V: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(O, l, m) of the paper's Algorithm 1: of each row of scores, the sum l of exp(score - m) and the maximum m, (B, H, N), float32."""
+    """(O, l, m) of the paper's Algorithm 1: of each row of scores, the sum l of exp(score - m) and the maximum m, (B, H, N), float32.
+    O is differentiable; l and m are not."""
+    O, lse = _forward(Q, K, V, Bc, Br, use_half)
     with torch.no_grad():
-        O, lse = _forward(Q, K, V, Bc, Br, use_half)
         l, m = statistics(_rounded(Q, use_half), _rounded(K, use_half), lse)
     return O.to(Q.dtype), l, m
 
@@ -46,8 +59,9 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) from what flash_attention_forward_lm returned."""
     q, k, v, out, dout = (_rounded(x, use_half) for x in (Q, K, V, O, dO))
-    with torch.no_grad(), in_words_of(_NAMES):
-        found = attention_backward(dout, q, k, v, out, lse_of(l, m), tile_q=Br, tile_k=Bc)
+    lse = lse_of(l, m)
+    with torch.no_grad(), in_words_of(_NAMES, {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}):
+        found = attention_backward(dout, q, k, v, out, lse, tile_q=Br, tile_k=Bc)
     return found.dq.to(Q.dtype), found.dk.to(K.dtype), found.dv.to(V.dtype)
 
 
@@ -68,6 +82,7 @@ class FlashAttention(torch.nn.Module):
 @names_checked(_NAMES)
 def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
     """(Bc, Br) that Strobe chooses by itself for a forward of one float32 head of that size, on the GPU if there is one."""
+    _check_integers(sequence_length=(sequence_length, _LONGEST), head_dim=(head_dim, MAX_HEAD_DIM))
     shape = (1, 1, sequence_length, head_dim)
     x = torch.empty(shape, device="cuda" if torch.cuda.is_available() else "cpu")
     answer = explain(x, x, x)
@@ -81,6 +96,8 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
 @names_checked(_NAMES)
 def estimate_memory_usage(batch_size: int, num_heads: int, seq_len: int, head_dim: int, use_half: bool = False) -> dict[str, float]:
     """Bytes of a forward: Q, K, V; the LSE, which is all that is kept of the scores; O. An engine's workspace is not among them."""
+    sizes = {"batch_size": batch_size, "num_heads": num_heads, "seq_len": seq_len, "head_dim": head_dim}
+    _check_integers(flag_or_refusal("use_half", use_half), **{name: (x, _LONGEST) for name, x in sizes.items()})
     rows = batch_size * num_heads * seq_len
     tensor = rows * head_dim * (2 if use_half else 4)
     memory = {"input_memory": 3 * tensor, "internal_memory": 4 * rows, "output_memory": tensor}
@@ -88,10 +105,32 @@ def estimate_memory_usage(batch_size: int, num_heads: int, seq_len: int, head_di
     return {**memory, "total_memory": total, "total_memory_mb": total / 2**20}
 
 
-def _rounded(x: Tensor, use_half: bool) -> Tensor:
-    return x.half() if use_half else x
+def _check_integers(*others: Any, **given: tuple[int, int]) -> None:
+    """Each from 1 to its bound; `others` that are exceptions are told with them."""
+    wrong: Wrong = []
+    for name, (x, most) in given.items():
+        is_integer(wrong, name, x, 1, most)
+    wrong += [x for x in others if isinstance(x, Exception)]
+    if wrong:
+        raise refusal(wrong)
 
 
-def _forward(Q: Tensor, K: Tensor, V: Tensor, Bc: int, Br: int, use_half: bool) -> tuple[Tensor, Tensor]:
-    with in_words_of(_NAMES):
-        return attention(*(_rounded(x, use_half) for x in (Q, K, V)), tile_q=Br, tile_k=Bc, return_lse=True)
+def _spelled(name: str, x: int | None, other: int | None) -> Any:
+    """The one that is given; or the exception that says that both are."""
+    if x is not None and other is not None:
+        return ValueError(f"{name.lower()}: {other} beside {name} = {x}; accepted is one of the two spellings")
+    return other if x is None and other is not None else 32 if x is None else x
+
+
+def _rounded(x: Tensor, use_half: bool) -> Any:
+    """What is computed with; of a wrong use_half, the exception that says so."""
+    half = flag_or_refusal("use_half", use_half)
+    if isinstance(half, Exception):
+        return half
+    return x.half() if half and isinstance(x, Tensor) else x
+
+
+def _forward(Q: Tensor, K: Tensor, V: Tensor, Bc: Any, Br: Any, use_half: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = (_rounded(x, use_half) for x in (Q, K, V))
+    with in_words_of(_NAMES, {"q": q, "k": k, "v": v, "tile_q": Br, "tile_k": Bc}):
+        return attention(q, k, v, tile_q=Br, tile_k=Bc, return_lse=True)

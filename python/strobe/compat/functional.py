@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from strobe import BlockMask, attention, attention_backward
+from strobe._framework import kind
+from strobe._prepare import Wrong, is_integer, refusal
 
 from ._statistics import lse_of, statistics
 from ._words import in_words_of, names_checked
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "dropout": "dropout_p", "scale": "softmax_scale", "rng": "rng_state", "out": "O", "dout": "dO"}
-_NAMES |= {"kept": "block_mask", "block_rows": "block_mask"}
+_NAMES |= {"kept": "block_mask", "block_rows": "block_mask", "lse": "l, m"}
 
 
 @names_checked(_NAMES)
@@ -51,7 +53,7 @@ def flash_attention_forward(
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Algorithm 2: (O, l, m, rng_state)."""
+    """Algorithm 2: (O, l, m, rng_state). O is differentiable; l and m are not."""
     return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q), None))
 
 
@@ -107,7 +109,7 @@ def block_sparse_flash_attention_forward(
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Algorithm 5: (O, l, m, rng_state)."""
+    """Algorithm 5: (O, l, m, rng_state). O is differentiable; l and m are not."""
     blocks = _blocks(block_mask, block_q, block_k, Q, K)
     return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q), blocks))
 
@@ -135,30 +137,45 @@ def block_sparse_flash_attention_backward(
     return _backward(Q, K, V, O, dO, l, m, _options(mask, causal, softmax_scale, dropout_p, rng_state, blocks))
 
 
-def _options(
-    mask: Tensor | None, causal: bool, scale: float | None, dropout: float, rng: Tensor | None, blocks: BlockMask | None
-) -> dict[str, Any]:
+def _options(mask: Tensor | None, causal: bool, scale: float | None, dropout: float, rng: Tensor | None, blocks: Any) -> dict[str, Any]:
     return {"mask": mask, "causal": causal, "scale": scale, "dropout": dropout, "rng": rng, "block_mask": blocks}
 
 
-def _state(rng_state: Tensor | None, Q: Tensor) -> Tensor:
-    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=Q.device) if rng_state is None else rng_state
+def _state(rng_state: Tensor | None, Q: Tensor) -> Tensor | None:
+    if rng_state is None and isinstance(Q, Tensor):
+        return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=Q.device)
+    return rng_state
 
 
-def _blocks(block_mask: Tensor, block_q: int, block_k: int, Q: Tensor, K: Tensor) -> BlockMask:
+def _blocks(block_mask: Any, block_q: int, block_k: int, Q: Tensor, K: Tensor) -> Any:
+    """A BlockMask; or the exception that says what is wrong; or None, where Q or K has no length, which attention() says."""
+    wrong: Wrong = []
+    if not isinstance(block_mask, Tensor):
+        wrong.append(TypeError(f"block_mask: {kind(block_mask)}; accepted is a torch.Tensor of bool"))
+    sized = [is_integer(wrong, name, x, 1, 2**31 - 1) for name, x in (("block_q", block_q), ("block_k", block_k))]
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (Q, K)):
+        return refusal(wrong) if wrong else None
+    lengths = Q.shape[2], K.shape[2]
+    if all(sized) and isinstance(block_mask, Tensor):
+        grid = tuple(-(-n // block) for n, block in zip(lengths, (block_q, block_k), strict=True))
+        if not 2 <= block_mask.dim() <= 4 or block_mask.shape[-2:] != grid:
+            shapes = f"shape {tuple(block_mask.shape)}; accepted is (..., {grid[0]}, {grid[1]})"
+            wrong.append(ValueError(f"block_mask: {shapes}, blocks of {block_q} x {block_k} of {lengths[0]} x {lengths[1]} scores"))
+    if wrong:
+        return refusal(wrong)
     with in_words_of(_NAMES):
-        return BlockMask.from_kept(block_mask.bool(), block_q, block_k, Q.shape[2], K.shape[2])
+        return BlockMask.from_kept(block_mask.bool(), block_q, block_k, *lengths)
 
 
 def _attend(Q: Tensor, K: Tensor, V: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    with in_words_of(_NAMES):
+    with in_words_of(_NAMES, options):
         return attention(Q, K, V, return_lse=True, **options)
 
 
-@torch.no_grad()
 def _forward(Q: Tensor, K: Tensor, V: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     O, lse = _attend(Q, K, V, options)
-    l, m = statistics(Q, K, lse, **{name: options[name] for name in ("scale", "causal", "mask", "block_mask")})
+    with torch.no_grad():
+        l, m = statistics(Q, K, lse, **{name: options[name] for name in ("scale", "causal", "mask", "block_mask")})
     return O, l, m, options["rng"]
 
 
@@ -166,6 +183,7 @@ def _forward(Q: Tensor, K: Tensor, V: Tensor, options: dict[str, Any]) -> tuple[
 def _backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with in_words_of(_NAMES):
-        found = attention_backward(dO, Q, K, V, O, lse_of(l, m), **options)
+    lse = lse_of(l, m)
+    with in_words_of(_NAMES, {"lse": lse, **options}):
+        found = attention_backward(dO, Q, K, V, O, lse, **options)
     return found.dq, found.dk, found.dv

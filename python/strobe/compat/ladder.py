@@ -17,6 +17,7 @@ from ._statistics import lse_of, statistics
 from ._words import in_words_of, names_checked
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "scale": "softmax_scale", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO"}
+_LSE = {"ladder-flash1": "l, m", "ladder-flash2": "L"}
 
 
 @names_checked(_NAMES)
@@ -94,6 +95,6 @@ def _forward(
 
 def _backward(engine: str, Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, lse: Tensor, causal: bool, *how: Any) -> list[Tensor]:
     scale, Br, Bc = how
-    with torch.no_grad(), in_words_of(_NAMES):
+    with torch.no_grad(), in_words_of({**_NAMES, "lse": _LSE[engine]}, {"lse": lse}):
         found = attention_backward(dO, Q, K, V, O, lse, causal=causal, scale=scale, tile_q=Br, tile_k=Bc, engine=engine)
     return [found.dq, found.dk, found.dv]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import attention
+from strobe import attention, nn
 
-from ._words import in_words_of, names_checked
+from ._words import in_words_of, mask_or_bias, names_checked, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "mask": "attn_mask", "bias": "attn_mask"}
 
@@ -43,27 +43,32 @@ class FlashAttention(torch.nn.Module):
     Its gradient, sum dQ o Q / scale, costs one pass over Q and dQ.
 
     Args:
-        head_dim: D, held against every call.
-        dropout: in training mode only.
+        head_dim: D, from 1 to 256, held against every call.
+        dropout: in training mode only; 0 <= dropout < 1.
+
+    Raises:
+        TypeError, ValueError: an argument that no call could have. Else as strobe.attention(), at the call.
     """
 
     def __init__(self, head_dim: int = 64, dropout: float = 0.0):
         super().__init__()
+        nn.FlashAttention(head_dim, dropout=dropout)  # which refuses what no call could have
         self.head_dim = head_dim
         self.dropout = dropout
         self.scale = torch.nn.Parameter(torch.tensor(head_dim**-0.5))
 
     def forward(self, Q: Tensor, K: Tensor, V: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """attn_mask: bool, True = attend, or numbers that are added to the scores; broadcasts to (B, H, N, N)."""
-        if Q.shape[-1] != self.head_dim:
-            raise ValueError(f"Q: head dimension {Q.shape[-1]}; accepted is the module's, {self.head_dim}")
-        options: dict[str, Any] = {"dropout": self.dropout if self.training else 0.0}
-        if attn_mask is not None:
-            options["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+        q = tensor_or_refusal("Q", Q)
+        if isinstance(q, Tensor) and q.dim() and q.shape[-1] != self.head_dim:
+            q = ValueError(f"Q: head dimension {q.shape[-1]}; accepted is the module's, {self.head_dim}")
+        options = {"dropout": self.dropout if self.training else 0.0, **mask_or_bias(attn_mask)}
         # relative to the kernel's own 1/sqrt(D), so that a half Q is not rounded before the scale was learned
         relative = self.scale * self.head_dim**0.5
-        with in_words_of(_NAMES):
-            return attention(_Scaled.apply(Q, relative), K, V, **options)
+        if isinstance(q, Tensor) and q.is_floating_point():
+            q = _Scaled.apply(q, relative)
+        with in_words_of(_NAMES, {"q": q, **options}):
+            return attention(q, K, V, **options)
 
 
 @names_checked(_NAMES)

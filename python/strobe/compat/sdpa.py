@@ -16,9 +16,18 @@ from torch import Tensor
 
 from strobe import attention
 
-from ._words import in_words_of
+from ._words import flag_or_refusal, in_words_of, mask_or_bias, tensor_or_refusal
 
-_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "mask": "attn_mask",
+    "bias": "attn_mask",
+    "dropout": "dropout_p",
+    "causal": "is_causal",
+    "return_lse": "enable_gqa",
+}
 
 
 def scaled_dot_product_attention(
@@ -39,7 +48,7 @@ def scaled_dot_product_attention(
         attn_mask: broadcasts to (..., Hq, L, S): bool, True = attend; or added to the scores, of query's dtype or float32.
         is_causal: query i sees the keys j <= i, whatever L and S.
         scale: 1/sqrt(E) if None.
-        enable_gqa: without effect: Hq may be a multiple of H.
+        enable_gqa: True or False, without effect: Hq may be a multiple of H.
 
     Returns:
         (..., Hq, L, Ev). A query that sees no key has output 0.
@@ -48,17 +57,24 @@ def scaled_dot_product_attention(
         As strobe.attention. What differs from PyTorch's: docs/compat.md.
     """
     given = {"query": query, "key": key, "value": value}
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: {type(x).__name__}; accepted is a torch.Tensor")
-        if x.dim() < 2:
-            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is (..., length, head dimension)")
-    is_bias = isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool
-    options: dict[str, Any] = {"bias" if is_bias else "mask": attn_mask, "causal": is_causal, "scale": scale, "dropout": dropout_p}
-    with in_words_of(_NAMES):
+    options: dict[str, Any] = {**mask_or_bias(attn_mask), "causal": is_causal, "scale": scale, "dropout": dropout_p}
+    if isinstance(gqa := flag_or_refusal("enable_gqa", enable_gqa), Exception):
+        options["return_lse"] = gqa
+    checked = {name: _with_length(name, x) for name, x in given.items()}
+    with in_words_of(_NAMES, dict(zip("qkv", checked.values(), strict=True)) | options):
+        if any(isinstance(x, Exception) for x in checked.values()):  # beside which the others' shapes mean nothing
+            return attention(*(x if isinstance(x, Exception) else x.new_empty(0, 1, 0, 1) for x in checked.values()), **options)
         if all(x.dim() == 4 and x.shape[0] == query.shape[0] for x in given.values()) and query.shape[1] >= key.shape[1] == value.shape[1]:
             return attention(query, key, value, alignment="top_left", **options)
         return _broadcast(given, options)
+
+
+def _with_length(name: str, x: Tensor) -> Any:
+    """x, or the exception that says what is wrong with it."""
+    x = tensor_or_refusal(name, x)
+    if isinstance(x, Tensor) and x.dim() < 2:
+        return ValueError(f"{name}: shape {tuple(x.shape)}; accepted is (..., length, head dimension)")
+    return x
 
 
 def _broadcast(given: Mapping[str, Tensor], options: dict[str, Any]) -> Tensor:

@@ -11,6 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from PIL import Image
@@ -18,7 +19,7 @@ from PIL import Image
 from .case import Row, read_csv
 from .measure import FIGURES
 
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PINK, GREY = (
+BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PINK, GREY, BROWN = (
     "#000000",
     "#E69F00",
     "#56B4E9",
@@ -28,9 +29,21 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PINK, GREY = (
     "#D55E00",
     "#CC79A7",
     "#999999",
+    "#7F4F24",
 )
-COLOURS = (BLUE, GREEN, ORANGE, SKY, PINK, BLACK, GREY, YELLOW)  # of the others; Strobe is vermillion
-MARKERS = "sD^vPX*h"
+# By the first of these words that a method's name has, so that it looks the same in every picture and on every machine.
+LOOKS = {
+    "Strobe": (VERMILLION, "o"),
+    "math": (BLUE, "s"),
+    "Megatron": (GREEN, "D"),
+    "memory-efficient": (ORANGE, "^"),
+    "cuDNN": (SKY, "v"),
+    "FlashAttention-1": (BROWN, "h"),
+    "FlashAttention-2": (PINK, "P"),
+    "SDPA": (PINK, "P"),  # flash: FlashAttention-2's loops on a CPU
+    "Linformer": (BLACK, "X"),
+    "Sparse Transformer": (GREY, "*"),
+}
 PNG_DPI = 100
 STYLE: Any = {
     "font.size": 9,
@@ -41,6 +54,7 @@ STYLE: Any = {
     "grid.color": GREY,
     "grid.alpha": 0.25,
     "legend.frameon": False,
+    "legend.handlelength": 3.6,  # room for dashes
     "svg.fonttype": "none",  # text, not outlines
     "svg.hashsalt": "strobe",
     "path.simplify": True,
@@ -106,25 +120,31 @@ def _log2(axes: Axes, values: Iterable[float], label: str) -> None:
     axes.set_xlabel(label)
 
 
-def _looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """How each line is drawn: Strobe's the thickest, what it does beside dashed."""
-    looks: dict[str, dict[str, Any]] = {}
-    others = iter(zip(COLOURS, MARKERS, strict=True))
-    for name in dict.fromkeys(names):
-        if name.startswith("Strobe"):
-            looks[name] = {"color": VERMILLION, "marker": "o", "linewidth": 2.2, "linestyle": "-" if name == "Strobe" else "--"}
-        else:
-            colour, marker = next(others)
-            looks[name] = {"color": colour, "marker": marker, "linewidth": 1.2}
-    return looks
+def look(name: str) -> dict[str, Any]:
+    """How a method's line is drawn: Strobe's the thickest, under the others, that none is hidden; what it does beside dashed and hollow."""
+    colour, marker = next(found for word, found in LOOKS.items() if word in name)
+    how: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.2, "zorder": 2.2}
+    if name == "Strobe":
+        how |= {"linewidth": 3, "zorder": 2}
+    elif name.startswith("Strobe"):
+        how |= {"linewidth": 1.6, "zorder": 2.1, "linestyle": "--", "markersize": 6, "markerfacecolor": "white"}
+    return how
 
 
 def _lines(axes: Axes, rows: Sequence[Row], by: str, x: str, y: Callable[[Row], float | None]) -> None:
     """A line for each value of `by`, in the order of the rows."""
-    for name, look in _looks(row[by] for row in rows).items():
+    for name in dict.fromkeys(row[by] for row in rows):
         points = [(row[x], y(row)) for row in rows if row[by] == name and y(row) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), markersize=4, label=name, **look)
+            axes.plot(*zip(*points, strict=True), label=name, **look(name))
+
+
+def _legend(figure: Figure, handles: Sequence[Any], ncols: int) -> None:
+    """Under the pictures, off their curves, column by column; the last row is left to the machine's name."""
+    rows, blank = -(-len(handles) // ncols), Line2D([], [], linestyle="none", label=" ")
+    columns = [[*handles[i : i + rows], *[blank] * (rows + 1 - len(handles[i : i + rows]))] for i in range(0, len(handles), rows)]
+    shown = [handle for column in columns for handle in column]
+    figure.legend(shown, [handle.get_label() for handle in shown], loc="outside lower left", ncols=len(columns), fontsize=7.5)
 
 
 def standard_against_flash(rows: list[Row]) -> Figure:
@@ -156,19 +176,21 @@ def standard_against_flash(rows: list[Row]) -> Figure:
 
 
 def block_size(rows: list[Row]) -> Figure:
-    figure = _figure(7.2, 3.2)
+    figure = _figure(7.2, 3.7)
     traffic, time = figure.subplots(1, 2)
     names = {"ladder-flash1": "FlashAttention-1", "ladder-flash2": "FlashAttention-2"}
     blocks = [row["block"] for row in rows]
-    for engine, colour, marker in zip(names, (BLUE, VERMILLION), "os", strict=True):
+    handles: list[Any] = []
+    for engine, name in names.items():
         of_engine = [row for row in rows if row["engine"] == engine]
-        for column, style, what in (("cache_bytes", "-", "L2, ncu"), ("model_bytes", "--", "IO model")):
-            points = [(row["block"], row[column] / 1e9) for row in of_engine if row[column] is not None]
+        for axes, column, unit, style, what in (
+            (traffic, "cache_bytes", 1e-9, "-", "L2, ncu"),
+            (traffic, "model_bytes", 1e-9, "--", "IO model"),
+            (time, "seconds", 1e3, "-", "runtime"),
+        ):
+            points = [(row["block"], row[column] * unit) for row in of_engine if row[column] is not None]
             if points:
-                traffic.plot(*zip(*points, strict=True), style, color=colour, marker=marker, markersize=4, label=f"{names[engine]}, {what}")
-        points = [(row["block"], row["seconds"] * 1e3) for row in of_engine if row["seconds"] is not None]
-        if points:
-            time.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=names[engine])
+                handles += axes.plot(*zip(*points, strict=True), label=f"{name}, {what}", linestyle=style, **look(name))
     traffic.set(ylabel="GB", title="between memory and chip", yscale="log")
     traffic.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     traffic.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
@@ -176,7 +198,7 @@ def block_size(rows: list[Row]) -> Figure:
     time.set(ylabel="ms", title="runtime", ylim=(0, None))
     for axes in (traffic, time):
         _log2(axes, blocks, "block size, Br = Bc")
-        axes.legend(fontsize=7)
+    _legend(figure, handles, 2)
     figure.suptitle(f"Block size, forward, float32, {_shape(rows[0])}", fontsize=10)
     return figure
 
@@ -202,28 +224,22 @@ def sequence_length(rows: list[Row]) -> Figure:
     time, memory = figure.subplots(1, 2)
     _lines(time, rows, "method", "length", lambda row: row["seconds"] and row["seconds"] * 1e3)
     _lines(memory, rows, "method", "length", lambda row: row["peak_bytes"] and row["peak_bytes"] / 2**20)
-    for i, (name, look) in enumerate(_looks(row["method"] for row in rows).items()):  # where a line ends before the others
-        of_method = [row for row in rows if row["method"] == name]
-        fits = [row for row in of_method if row["seconds"] is not None]
-        first = next((row for row in of_method if row["note"] == "out of memory"), None)
-        if fits and first:
-            for axes, y in ((time, fits[-1]["seconds"] * 1e3), (memory, fits[-1]["peak_bytes"] / 2**20)):
-                axes.annotate(
-                    "out of memory",
-                    (fits[-1]["length"], y),
-                    (0, 7 + 9 * (i % 2)),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=6.5,
-                    color=look["color"],
-                )
+    failed: dict[str, int] = {}  # where a method ends before the others
+    for row in rows:
+        if row["note"] == "out of memory":
+            failed.setdefault(row["method"], row["length"])
+    for axes in (time, memory):
+        for i, (name, length) in enumerate(failed.items()):  # above the curves, for it has no height of its own
+            at, colour = (length, 0.97 - 0.05 * i), look(name)["color"]
+            axes.plot(*at, "x", color=colour, markersize=6, markeredgewidth=1.6, transform=axes.get_xaxis_transform())
+            where = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+            axes.annotate("out of memory", at, (-6, 0), ha="right", va="center", fontsize=6.5, color=colour, **where)
     for axes, unit, title in ((time, "ms", "runtime, forward + backward"), (memory, "MiB beyond the inputs", "peak memory")):
         axes.set(yscale="log", ylabel=unit, title=title)
-        axes.set_ylim(top=axes.get_ylim()[1] * 3)  # room for words
+        axes.set_ylim(top=axes.get_ylim()[1] * 5)  # room for words
         _log2(axes, [row["length"] for row in rows], "sequence length")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
-    handles, labels = time.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=7.5)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1 else f"{y:g}"))
+    _legend(figure, time.get_legend_handles_labels()[0], 3)
     row = rows[0]
     what = f"B {row['batch']}, H {row['heads']}, d {row['head_dim']}, {row['dtype']}, dropout 0.1, padding mask"
     figure.suptitle(f"Sequence length: {what}", fontsize=10)
@@ -279,8 +295,7 @@ def peers(rows: list[Row]) -> Figure:
             _log2(axes, [row["length"] for row in rows], "sequence length" if r == len(kinds) - 1 else "")
         fastest = max((row["flops"] or 0.0 for row in rows if (row["direction"], row["causal"]) == (direction, causal)), default=0.0)
         grid[r, 0].set(ylabel=unit, ylim=(0, 1.08 * fastest / scale or None))
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=4)
+    _legend(figure, grid[0, 0].get_legend_handles_labels()[0], 4)
     first = rows[0]
     tokens, width = first["batch"] * first["length"], first["heads"] * first["head_dim"]
     figure.suptitle(f"Speed beside peers, {first['dtype']}, {tokens} tokens, H·d = {width}", fontsize=10)
@@ -353,7 +368,7 @@ def _tiling(axes: Axes) -> None:
     axes.text(4, 6.85, "inner loop: tiles of K and V stream by", ha="center", va="bottom", fontsize=8)
     arrow((-0.3, 3.8), (-0.3, 0.2))
     axes.text(-0.42, 2, "tiles of Q side by side", rotation=90, ha="right", va="center", fontsize=8)
-    axes.text(5.45, 2.58, "softmax: m, l", ha="center", va="bottom", fontsize=8)
+    axes.text(5, 2.58, "softmax:\nm, l", ha="center", va="bottom", fontsize=8)  # within the frame of S
     axes.set_title("On the chip: $Q_i$, $K_j$, $V_j$, $S_{ij}$, and $O_i$ with its running m and l", fontsize=9)
 
 

@@ -69,11 +69,13 @@ def _gpu_peak(call: Callable[[], Any]) -> int:
     import torch
 
     attempt(call)  # a library's own workspace is not the method's
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    held = [torch.cuda.memory_allocated()]
     attempt(call)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    held.append(torch.cuda.memory_allocated())
+    return torch.cuda.max_memory_allocated() - min(held)  # autograd's thread may let go of a call's gradients late
 
 
 def _cpu_peak(call: Callable[[], Any]) -> int:

@@ -31,6 +31,8 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     if hidden_states.dim() < 2:
         raise ValueError(f"hidden_states: shape {tuple(hidden_states.shape)}; accepted is (B, S, ...)")
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None and mask.is_meta:
+            raise ValueError(f"{name}: on device meta; accepted is a torch.Tensor that has values")
         if mask is not None and mask.shape != hidden_states.shape[:2]:
             raise ValueError(f"{name}: shape {tuple(mask.shape)}; accepted is {tuple(hidden_states.shape[:2])}, as hidden_states begins")
     used = attention_mask.bool()
