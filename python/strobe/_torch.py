@@ -84,7 +84,8 @@ class Torch(Framework):
         arrays = self.autocast(p.arrays)
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return _forward(**arrays, **p.options)
-        return _differentiable_forward(**arrays, **p.options)  # where the dispatcher's first step would lead
+        more: dict[str, Any] = {**arrays, **p.options}
+        return _differentiable_forward(**more)  # where the dispatcher's first step would lead
 
     def backward(self, p: Prepared, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[str]) -> dict[str, Tensor]:
         found = _backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])

@@ -17,8 +17,8 @@ std::string source_text(const KernelSource &source, const std::string &name, int
   const char *overlap = cc >= 90 ? "asm volatile(\"griddepcontrol.launch_dependents;\");\n"
                                    "if constexpr (!kWaitsItself<Kernel>) asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"
                                  : "";
-  return text("#include \"", source.header, "\"\nusing Kernel = ", name, ";\ntemplate <class K> constexpr bool kWaitsItself = requires { K::kWaitsItself; };\n",
-              "extern \"C\" __global__ void ",
+  return text("#include \"", source.header, "\"\nusing Kernel = ", name,
+              ";\ntemplate <class K> constexpr bool kWaitsItself = requires { K::kWaitsItself; };\n", "extern \"C\" __global__ void ",
               "__launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm) kernel(const ", constant, "Kernel::Arguments a) {\n", overlap,
               "Kernel::run(a);\n}\n");
 }

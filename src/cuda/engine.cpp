@@ -97,7 +97,8 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction dir
       fill(zero->begin, 0, zero->bytes, stream);
       early = false;
     } else if (const Launch &l = std::get<Launch>(step); l.grid) {
-      launch(load(*l.source, l.config, on), {.x = l.grid}, l.threads, l.shared_bytes, stream, l.arguments.data(), l.arguments.size(), early);
+      launch(load(*l.source, l.config, on), {.x = l.grid}, l.threads, l.shared_bytes, stream, l.arguments.data(), l.arguments.size(),
+             early);
       early = todo.overlap && on.cc >= 90;
     }
   }

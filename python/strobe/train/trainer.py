@@ -126,8 +126,8 @@ class Trainer:
         self.validation = data.windows(corpus.validation, config.sequence, config.val_tokens)
         torch.manual_seed(config.seed)
         self.model = GPT(config).to(self.device)
-        # On a GPU, which would wait for the host, a batch's kernels are replayed as CUDA graphs. They write gradients to the same memory each
-        # time, so what is summed over batches lies elsewhere.
+        # On a GPU, which would wait for the host, a batch's kernels are replayed as CUDA graphs. They write gradients to the same memory
+        # each time, so what is summed over batches lies elsewhere.
         self._replayed = config.compile and self.device.type == "cuda"
         mode = "reduce-overhead" if self._replayed else None
         self.loss: Callable[[Tensor], Tensor] = torch.compile(self.model.loss, mode=mode) if config.compile else self.model.loss
