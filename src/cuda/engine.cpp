@@ -91,7 +91,7 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction dir
     throw Error(STROBE_INVALID_ARGUMENT, "check: 1 while the stream is captured; accepted is 0, for it waits for the stream");
   if (p.check) check_contents(p, [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
   const Program &todo = std::get<Program>(made);
-  bool early = false; // what the stream runs before is a kernel of this program
+  bool early = false; // what this thread put on the stream before is a kernel of this program
   for (const Step &step : todo.steps) {
     if (const Zero *zero = std::get_if<Zero>(&step)) {
       fill(zero->begin, 0, zero->bytes, stream);

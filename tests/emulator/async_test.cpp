@@ -51,6 +51,18 @@ TEST_CASE("emulator: phases of an mbarrier") {
   CHECK_THROWS_AS(barrier.arrive(1), Fault);
 }
 
+TEST_CASE("emulator: a block that lets the next launch begin waits for the one before") {
+  for (bool lets : {false, true})
+    for (bool waits : {false, true}) {
+      LoneWarp w;
+      w.block.lets_next_begin = lets, w.block.waited = waits;
+      if (lets && !waits)
+        CHECK_THROWS_AS(finish(w.warp), Fault);
+      else
+        finish(w.warp);
+    }
+}
+
 TEST_CASE("emulator: a bulk copy completes on its barrier") {
   alignas(16) static const char kSource[] = "what lies in global memory.....";
   for (bool late : {false, true}) {

@@ -206,6 +206,8 @@ template <Space space, bool back> void convert_address(Warp &w, const Instructio
 }
 
 void nothing(Warp &, const Instruction &, uint32_t) {}
+void let_next_begin(Warp &w, const Instruction &, uint32_t) { w.block.lets_next_begin = true; }
+void wait_for_launch_before(Warp &w, const Instruction &, uint32_t) { w.block.waited = true; } // it has ended
 void proxy_fence(Warp &w, const Instruction &, uint32_t lanes) {
   if (w.block.races) w.block.races->fence(w.index, lanes);
 }
@@ -237,8 +239,8 @@ bool decode_memory(Kernel &k, Instruction &i, const std::string &opcode, const s
                                                                    {"fence.proxy.async.global", nothing},
                                                                    {"fence.proxy.async.shared::cta", proxy_fence},
                                                                    {"fence.mbarrier_init.release.cluster", nothing},
-                                                                   {"griddepcontrol.wait", nothing},
-                                                                   {"griddepcontrol.launch_dependents", nothing},
+                                                                   {"griddepcontrol.wait", wait_for_launch_before},
+                                                                   {"griddepcontrol.launch_dependents", let_next_begin},
                                                                    {"nanosleep.u32", wait}};
   const std::vector<std::string> words = split(opcode, '.');
   if (words[0] == "ld" || words[0] == "st") return decode_access(k, i, words, operands), true;

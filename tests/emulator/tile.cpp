@@ -17,7 +17,10 @@ void finish(Warp &warp) {
   copies_end(warp);
   products_end(warp);
   const uint32_t *n = warp.block.grid.threads;
-  if (++warp.block.async->warps_ended == (n[0] * n[1] * n[2] + kLanes - 1) / kLanes) barriers_end(warp.block);
+  if (++warp.block.async->warps_ended < (n[0] * n[1] * n[2] + kLanes - 1) / kLanes) return;
+  barriers_end(warp.block);
+  if (warp.block.lets_next_begin && !warp.block.waited)
+    throw Fault("the block ends without griddepcontrol.wait: the launch after next may begin before the one before has ended");
 }
 
 } // namespace strobe::emulator

@@ -34,7 +34,8 @@ struct Block {
   std::byte *shared; // at kSharedBegin
   uint32_t shared_end;
   std::shared_ptr<BlockAsync> async;
-  std::unique_ptr<Races> races{}; // null: nobody asked for them
+  std::unique_ptr<Races> races{};               // null: nobody asked for them
+  bool lets_next_begin = false, waited = false; // griddepcontrol
 };
 
 struct Operand {

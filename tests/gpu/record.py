@@ -27,19 +27,34 @@ CONTRACT = (
 HELPERS = ("cases.py", "check.py", "conftest.py", "device.py", "plain.py")
 # What decides what runs on a GPU.
 SOURCES = (
-    *("kernels/**/*.h", "src/*.cpp", "src/*.h", "src/attention/*", "src/cuda/*", "python/strobe/*.py", "tests/gpu/*.py"),
+    *(
+        "kernels/**/*.h",
+        "src/*.cpp",
+        "src/*.h",
+        "src/attention/*",
+        "src/cuda/*",
+        "python/strobe/*.py",
+        "python/strobe/train/*.py",
+        "tests/gpu/*.py",
+    ),
     *(f"tests/python/{name}" for name in CONTRACT + HELPERS),
 )
 ENDED = (0, 1)  # pytest's exit status: all passed, some failed
 
 
+# Of C++: a preprocessor's line, a string, a character, a comment, blanks, a word, an operator, anything else.
+TOKEN = re.compile(
+    r"""^[ \t]*\#(?:\\\n|[^\n])* | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\\n])' | //[^\n]* | /\*.*?\*/ | \s+ | \w+ | [-+*/%<>=!&|^:.]+ | .""",
+    re.DOTALL | re.MULTILINE | re.VERBOSE,
+)
+
+
 def essence(file: Path) -> str:
-    """The file's text; of C++ without comments and blanks, which decide nothing."""
+    """The file's text; of C++ its tokens, without comments and blanks, which decide nothing."""
     text = file.read_text()
     if file.suffix not in (".h", ".cpp"):
         return text
-    parts = re.findall(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/|\s+|.', text, re.DOTALL)
-    return "".join(part for part in parts if not (part.isspace() or part.startswith(("//", "/*"))))
+    return "\0".join(token for token in TOKEN.findall(text) if not (token.isspace() or token.startswith(("//", "/*"))))
 
 
 def digest() -> str:

@@ -41,7 +41,7 @@ def faults(inputs: Inputs, **how: Any) -> list[str]:
 
 
 def spreads_nothing(inputs: Inputs) -> None:
-    """What is no number in the gradients is so in the oracle's, and the other way round."""
+    """What is no number in the gradients is none in the oracle's, and what is NaN in the oracle's is no number in the gradients."""
     ref = oracle(inputs)
     found = gradients(inputs, ref)
     for name in ("dq", "dk", "dv"):
@@ -114,7 +114,7 @@ def owns(inputs: Inputs) -> bool:
 
 
 # batch, key heads, queries, keys: as many (batch, key head) pairs as two rounds of an H200's SMs, more, and fewer
-SHORT = ((66, 4, 64, 64), (50, 4, 128, 128), (66, 4, 150, 180), (75, 2, 80, 150), (40, 4, 150, 180))
+SHORT = ((66, 4, 64, 64), (70, 4, 64, 64), (50, 4, 128, 128), (66, 4, 150, 180), (75, 2, 80, 150), (40, 4, 150, 180))
 
 
 @pytest.mark.parametrize("d", [64, 96, 128])
@@ -126,7 +126,7 @@ def test_a_block_of_a_heads_keys(feature, d):
         if "alibi_slopes" in options:
             options["alibi_slopes"] = options["alibi_slopes"][:4].contiguous()
         if "top left" in feature:
-            sq, sk = sk, sq  # every key is seen by some query
+            sk = sq - 20  # every key is seen by some query
         inputs = call(b=b, h=4, hkv=hkv, sq=sq, sk=sk, d=d, dtype=BF16, **options)
         assert owns(inputs) == (d == 64 or feature not in ("softcap", "dropout, causal")), (b, hkv, sq, sk)
         assert not faults(inputs), (b, hkv, sq, sk)
@@ -139,12 +139,23 @@ def test_a_block_of_a_heads_keys(feature, d):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
-def test_a_block_of_a_heads_keys_spreads_nothing_hidden(value, what, d):
-    """What is no number in one pair reaches none of the pairs that its block takes before and after, nor who does not see it."""
+@pytest.mark.parametrize("batches", [slice(2, 4), slice(70, 72)], ids=["first pair", "second pair"])
+def test_a_block_of_a_heads_keys_spreads_nothing_hidden(batches, value, what, d):
+    """What is no number in the pairs 4 to 7, or 140 to 143, of 150 reaches neither the pair that an H200's block (of 132) takes after or
+    before it, nor who does not see it."""
     inputs = call(b=75, h=4, hkv=2, sq=90, sk=180, d=d, dtype=BF16, causal=True)
     assert owns(inputs)
-    getattr(inputs, what)[30:40, :, slice(175, 180) if what in ("k", "v") else slice(0, 5)] = value
+    getattr(inputs, what)[batches, :, slice(175, 180) if what in ("k", "v") else slice(0, 5)] = value
     spreads_nothing(inputs)
+
+
+@pytest.mark.parametrize("d", [96, 128])
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "deterministic": True}, {"window": (4150, 9)}], ids=str)
+def test_long(options, d):
+    """Where a band takes tiles of 80 queries."""
+    options = dict(options)
+    how = {"deterministic": options.pop("deterministic", False)}
+    assert not faults(call(h=1, sq=4200, sk=4200, d=d, dtype=BF16, **options), **how)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

@@ -47,6 +47,8 @@ FEATURES: dict[str, tuple[dict[str, Shape], dict[str, Any]]] = {
 }
 HEAD_DIMS = tuple(range(32, 257, 32))
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Where the Hopper backward takes another tile than at _S, beyond d 64.
+_OTHER_LENGTHS = {"plain": 512, "causal": 8192, "deterministic": 8192}
 _AS_WIDE = ("bias", "sinks")  # beside float64 they are float64
 _EVERY_DIM = ("plain", "causal")  # the other features are compiled for these dimensions alone
 _FEATURE_DIMS = (64, 128)
@@ -60,15 +62,19 @@ class Job(NamedTuple):
     head_dim: int
     feature: str
     backward: bool
+    seqlen: int = _S
 
     def __str__(self) -> str:
-        return f"sm_{self.compute_capability} {self.dtype} d{self.head_dim} {self.feature} {'backward' if self.backward else 'forward'}"
+        length = "" if self.seqlen == _S else f" of {self.seqlen}"
+        direction = "backward" if self.backward else "forward"
+        return f"sm_{self.compute_capability} {self.dtype} d{self.head_dim} {self.feature} {direction}{length}"
 
     def run(self) -> tuple[list[Kernel], str]:
         """The kernels, or the reason why no engine takes the call."""
         more, options = FEATURES[self.feature]
         packed = "cu_seqlens_q" in more
-        x = Shape((_B * _S, _H, self.head_dim) if packed else (_B, _H, _S, self.head_dim), self.dtype)
+        batch = max(_B, _B * _S // self.seqlen)
+        x = Shape((_B * _S, _H, self.head_dim) if packed else (batch, _H, self.seqlen, self.head_dim), self.dtype)
         if self.dtype == "float64":
             more = {name: tensor._replace(dtype="float64") if name in _AS_WIDE else tensor for name, tensor in more.items()}
         try:
@@ -85,6 +91,8 @@ def jobs(
         for dim in head_dims or (HEAD_DIMS if feature in _EVERY_DIM else _FEATURE_DIMS):
             yield Job(arch, dtype, dim, feature, False)
             yield Job(arch, dtype, dim, feature, True)
+            if arch == 90 and 64 < dim <= 128 and dtype in ("bfloat16", "float16") and feature in _OTHER_LENGTHS:
+                yield Job(arch, dtype, dim, feature, True, _OTHER_LENGTHS[feature])
 
 
 _ARCH = "compute capability times ten, e.g. 90 for an H100 or H200"

@@ -107,7 +107,11 @@ def _held_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 class Trainer:
-    """One run. ``Trainer.load`` continues one from its checkpoint as if it had never stopped."""
+    """One run. ``Trainer.load`` continues one from its checkpoint as if it had never stopped.
+
+    Where it replays CUDA graphs it marks the beginning of each batch's (``torch.compiler.cudagraph_mark_step_begin``), for all of the
+    process: what other functions compiled with "reduce-overhead" have returned ends there, too.
+    """
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.device = pick_device(config)
@@ -128,7 +132,8 @@ class Trainer:
         self.model = GPT(config).to(self.device)
         # On a GPU, which would wait for the host, a batch's kernels are replayed as CUDA graphs. They write gradients to the same memory
         # each time, so what is summed over batches lies elsewhere.
-        self._replayed = config.compile and self.device.type == "cuda"
+        # They belong to a thread, PyTorch's for now to the main one (pytorch/pytorch#123177).
+        self._replayed = config.compile and self.device.type == "cuda" and threading.current_thread() is threading.main_thread()
         mode = "reduce-overhead" if self._replayed else None
         self.loss: Callable[[Tensor], Tensor] = torch.compile(self.model.loss, mode=mode) if config.compile else self.model.loss
         if self._replayed:
@@ -147,8 +152,9 @@ class Trainer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the median step. The first of this process, which compiles kernels and the model, counts only if it is alone."""
-        return self.tokens_per_step / statistics.median(self._seconds[1:] or self._seconds) if self._seconds else None
+        """Of the median step. The first two of this process, which compile kernels and the model and record graphs, count only if there are
+        no others."""
+        return self.tokens_per_step / statistics.median(self._seconds[2:] or self._seconds[-1:]) if self._seconds else None
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine down to nothing."""

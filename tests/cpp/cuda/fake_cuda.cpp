@@ -93,6 +93,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction, void **param
   fake.launches++;
   const std::lock_guard lock(fake.mutex);
   fake.config = *config;
+  fake.early.push_back(config->numAttrs == 1 && config->attrs->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
+                       config->attrs->value.programmaticStreamSerializationAllowed == 1);
   const char *arguments = static_cast<const char *>(parameters[0]);
   fake.arguments.assign(arguments, arguments + fake.argument_bytes);
   return fake.launch;

@@ -20,6 +20,7 @@ struct FakeCuda {
   std::mutex mutex; // of all below
   std::string code; // of the last library
   CUlaunchConfig config{};
+  std::vector<bool> early; // of each launch
   std::vector<char> arguments;
 };
 

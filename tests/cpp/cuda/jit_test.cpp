@@ -134,6 +134,7 @@ TEST_CASE("jit: a launch may come early") {
   for (bool early : {true, false}) {
     launch(kernel, {1, 1, 1}, 32, 0, nullptr, kArguments, sizeof kArguments, early);
     CHECK(fake_cuda().config.numAttrs == early);
+    CHECK(fake_cuda().early.back() == early);
   }
 }
 

@@ -20,10 +20,11 @@ constexpr int kDevice = 1;
 struct OnGpu : Call {
   std::vector<std::vector<char>> memory;
 
-  OnGpu() {
+  explicit OnGpu(int64_t queries = 128, int64_t keys = 128) {
     fake_cuda().argument_bytes = sizeof(ForwardArguments);
-    for (const char *name : {"q", "k", "v", "out"}) place(name, DType::bf16, {2, 4, 128, 64});
-    place("lse", DType::f32, {2, 4, 128});
+    for (const char *name : {"q", "out"}) place(name, DType::bf16, {2, 4, queries, 64});
+    for (const char *name : {"k", "v"}) place(name, DType::bf16, {2, 4, keys, 64});
+    place("lse", DType::f32, {2, 4, queries});
     attention.engine = "cuda-mma";
     execution.threads = 0, execution.stream = reinterpret_cast<void *>(0x55);
   }
@@ -87,6 +88,15 @@ TEST_CASE("prepared on a GPU: the launch of the whole call, but for addresses an
   again.in.q.data = whole.in.q.data, again.out.data = whole.out.data;
   CHECK(std::memcmp(&again, &whole, sizeof whole) == 0);
   strobe_release(prepared);
+}
+
+TEST_CASE("a call's second launch may come early, the next call's first one may not") {
+  const Compiling c;
+  OnGpu call(1, 4096); // keys are split, and the parts merged
+  const size_t before = fake_cuda().early.size();
+  for (int n = 0; n < 2; n++) REQUIRE_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
+  const std::vector<bool> early(fake_cuda().early.begin() + ptrdiff_t(before), fake_cuda().early.end());
+  CHECK(early == std::vector{false, true, false, true});
 }
 
 TEST_CASE("prepared on a GPU: the caller's device stays current, whatever the outcome") {
