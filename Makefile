@@ -99,8 +99,9 @@ sanitize: setup ## compute-sanitizer over a cover of the contract on a GPU
 bench-gpu: setup ## speed on a GPU beside PyTorch's backends, in one run; figures in bench/results
 	$(BIN)/strobe bench gpu --results bench/results $(ARGS)
 
+H200 := $(addprefix bench/results/h200-,forward.json backward.json backward-earlier.json)
 bench-report: $(VENV)/.package ## docs/h200.md from bench/results
-	$(BIN)/strobe bench report bench/results/h200-forward.json bench/results/h200-backward.json > docs/h200.md
+	$(BIN)/strobe bench report $(H200) > docs/h200.md
 
 cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
 	tests/cross/run $(CMAKE) $(JOBS)

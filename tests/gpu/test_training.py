@@ -43,7 +43,7 @@ def test_a_compiled_step_learns_what_another_one_does(corpus, monkeypatch, preci
             yield batch
 
     monkeypatch.setattr(Trainer, "_batches", forgetting)
-    assert losses(config, corpus) != pytest.approx(eager, abs=3 * within)  # what is lost would show
+    assert losses(config, corpus) != pytest.approx(eager, abs=2 * within)  # what is lost would show
 
 
 def test_a_compiled_run_resumes(corpus, tmp_path):

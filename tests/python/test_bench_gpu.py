@@ -130,6 +130,27 @@ def test_figures(direction):
     assert (in_time["strobe"], in_time["peers"], report.ratio(in_time)) == (2.0, {"fa2": 4.0}, 2.0)
 
 
+class PeersOwnError(Exception):
+    """As a compiler's that a peer brings along."""
+
+
+def test_a_peer_may_fail_in_any_way_strobe_may_not(monkeypatch):
+    results = measurement.contestants.results
+
+    def failing(who, call):
+        if who == fails:
+            raise PeersOwnError("no layout\nmore")
+        return results(who, call)
+
+    monkeypatch.setattr(measurement.contestants, "results", failing)
+    fails = "fa2"
+    found = measurement.measure(groups_on_the_cpu("backward"), 1, "cpu", seconds(strobe=2e-9, dropout=8e-9))
+    assert found.absent["fa2"] == "PeersOwnError: no layout"
+    fails = "strobe"
+    with pytest.raises(PeersOwnError):
+        measurement.measure(groups_on_the_cpu("backward"), 1, "cpu", seconds(fa2=4e-9, dropout=8e-9))
+
+
 def test_who_computes_something_else_is_not_timed(monkeypatch):
     attention = strobe.attention
     monkeypatch.setattr(strobe, "attention", lambda *tensors, **options: attention(*tensors, **options) * 1.1)
@@ -289,5 +310,5 @@ def test_what_is_accepted_is_said(run, arguments, message):
 
 def test_the_documentation_has_the_figures_that_were_measured():
     root = Path(__file__).parents[2]
-    files = [root / "bench" / "results" / f"h200-{direction}.json" for direction in ("forward", "backward")]
+    files = [root / "bench" / "results" / f"h200-{direction}.json" for direction in ("forward", "backward", "backward-earlier")]
     assert (root / "docs" / "h200.md").read_text() == report.page([json.loads(file.read_text()) for file in files]) + "\n"
