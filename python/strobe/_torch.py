@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -59,17 +60,18 @@ class Torch(Framework):
             return None
         tracked = known.tracked and torch.is_grad_enabled()
         ready = known.tracked_ready if tracked else known.ready
+        results = None
         if ready is None:
             p = Prepared({"q": q, "k": k, "v": v, **_tensors(given)}, known.options)
             made = _run.results(self, p)
             if not (return_lse or tracked):
                 del made["lse"]
-            ready = _made_ready(p, {}, made, FORWARD)
+            ready, results = _made_ready(p, {}, made, FORWARD), list(made.values())
             _attention_calls.keep(key, known._replace(tracked_ready=ready) if tracked else known._replace(ready=ready))
         if tracked:
             more: dict[str, Any] = {**_tensors(given), **known.options}
-            return _differentiable_forward(q, k, v, (ready, addresses), **more)
-        return ready.run(addresses)
+            return _differentiable_forward(q, k, v, partial(ready.run, addresses, results), **more)
+        return ready.run(addresses, results)
 
     def remember(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any], p: Prepared) -> None:
         if not _is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
@@ -163,6 +165,9 @@ class Torch(Framework):
 TORCH = Torch()
 
 
+Repeated = Callable[[], "list[Tensor] | None"]  # the same call made ready; None: it has to be made in full
+
+
 class _Known(NamedTuple):
     """What became of a call of strobe.attention()."""
 
@@ -238,17 +243,20 @@ def _repeated(
     calls: Memory[Ready],
     direction: int,
     signed: tuple[Key, list[int]] | None,
-    p: Prepared,
+    prepare: Callable[[], Prepared],
     known: dict[str, Tensor],
-    results: Callable[[], dict[str, Tensor]],
+    results: Callable[[Prepared], dict[str, Tensor]],
 ) -> list[Tensor] | None:
-    """Runs the call as one that is made ready, at the second time; None if it has to be made in full."""
-    if signed is None or p.options.get("engine") == _run.ORACLE:
+    """Runs the call as one that is made ready, from the second time on; None if it has to be made in full."""
+    if signed is None:
         return None
     key, addresses = signed
-    if calls.is_new(key):
+    if (ready := calls.get(key)) is not None:
+        return ready.run(addresses)
+    p = prepare()
+    if p.options.get("engine") == _run.ORACLE or calls.is_new(key):
         return None
-    made = results()
+    made = results(p)
     ready = _made_ready(p, known, made, direction)
     calls.keep(key, ready)
     return ready.run(addresses, list(made.values()))
@@ -260,16 +268,13 @@ def _made_ready(p: Prepared, known: dict[str, Tensor], made: dict[str, Tensor], 
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    def prepare() -> Prepared:
+        return _prepared(q, k, v, given)
+
     signed = signature((q, k, v), given)
-    found = None
-    if signed is not None and (ready := _forward_calls.get(signed[0])) is not None:
-        found = ready.run(signed[1])
-        signed = None
+    found = _repeated(_forward_calls, FORWARD, signed, prepare, {}, partial(_run.results, TORCH))
     if found is None:
-        p = _prepared(q, k, v, given)
-        found = _repeated(_forward_calls, FORWARD, signed, p, {}, lambda: _run.results(TORCH, p))
-        if found is None:
-            return _run.forward(TORCH, p)
+        return _run.forward(TORCH, prepare())
     out, lse = found
     return out, lse
 
@@ -293,16 +298,14 @@ def _run_backward(
 ) -> list[Tensor]:
     if dout.is_cuda:
         dout = _with_dense_rows(dout, "bshd" in given)
-    read = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
-    signed = signature((*read, q, k, v), given, *needed) if any(needed) else None
-    if signed is not None and (ready := _backward_calls.get(signed[0])) is not None:
-        if (found := ready.run(signed[1])) is not None:
-            return found
-        signed = None
-    known = dict(zip(("dout", "out", "lse", "dlse"), read, strict=False))
-    p, names = _prepared(q, k, v, given), _names(needed)
-    found = _repeated(_backward_calls, BACKWARD, signed, p, known, lambda: _run.gradients(TORCH, p, names))
-    return found if found is not None else list(_run.backward(TORCH, p, known, names).values())
+    known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+
+    def prepare() -> Prepared:
+        return _prepared(q, k, v, given)
+
+    signed = signature((*known.values(), q, k, v), given, *needed) if any(needed) else None
+    found = _repeated(_backward_calls, BACKWARD, signed, prepare, known, lambda p: _run.gradients(TORCH, p, _names(needed)))
+    return found if found is not None else list(_run.backward(TORCH, prepare(), known, _names(needed)).values())
 
 
 @torch.library.register_fake(_BACKWARD)
@@ -321,10 +324,10 @@ def _is_plain(arrays: Iterable[Any]) -> bool:
 
 
 def _below_autograd_forward(
-    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], repeated: tuple[Ready, list[int]] | None = None
+    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], repeated: Repeated | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The operator, past the dispatcher (some 10 µs) where it would lead straight to _run_forward; repeated: the call made ready."""
-    if repeated is not None and (found := repeated[0].run(repeated[1])) is not None:
+    """The operator, past the dispatcher (some 10 µs) where it would lead straight to _run_forward."""
+    if repeated is not None and (found := repeated()) is not None:
         out, lse = found
         return out, lse
     if _is_plain((q, k, v, *given.values())):
@@ -350,7 +353,7 @@ class _Attention(torch.autograd.Function):
         bias: Tensor | None,
         sinks: Tensor | None,
         given: dict[str, Any],
-        repeated: tuple[Ready, list[int]] | None,
+        repeated: Repeated | None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = _below_autograd_forward(q, k, v, given, repeated)
         ctx.options = {name: x for name, x in given.items() if name in OPTIONS}
@@ -391,9 +394,7 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     return tracked or forward_ad._current_level >= 0
 
 
-def _differentiable_forward(
-    q: Tensor, k: Tensor, v: Tensor, repeated: tuple[Ready, list[int]] | None = None, **given: Any
-) -> tuple[Tensor, Tensor]:
+def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, repeated: Repeated | None = None, **given: Any) -> tuple[Tensor, Tensor]:
     bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(

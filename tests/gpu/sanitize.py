@@ -104,11 +104,11 @@ class Case(NamedTuple):
 
 
 def cases(tool: str | None = None) -> list[Case]:
+    """Every feature on every engine and dtype with one head dimension, in turn; every head dimension with one feature at least."""
     return list(dict.fromkeys(_cases(tool)))
 
 
 def _cases(tool: str | None) -> Iterator[Case]:
-    """Every feature on every engine and dtype with one head dimension, in turn; every head dimension with one feature at least."""
     here = [engine for engine, missing in strobe.engines() if missing is None and engine not in NOT_UNDERSTOOD.get(tool, ())]
     turn = 0
     for engine, dtypes in DTYPES.items():
@@ -134,9 +134,14 @@ def check(tool: str, indices: Iterable[int]) -> str:
     return done.stdout + (f"exit status {done.returncode}\n" if done.returncode else "")
 
 
-def calls(tool: str, indices: Iterable[int]) -> list[str]:
+def calls(tool: str | None, indices: Iterable[int]) -> list[str]:
     """The command that makes the calls of these cases."""
-    return [sys.executable, __file__, "--tool", tool, "--cases", ",".join(map(str, indices))]
+    return [sys.executable, __file__, *(["--tool", tool] if tool else []), "--cases", ",".join(map(str, indices))]
+
+
+def shares(tool: str | None, jobs: int) -> list[range]:
+    """Of the tool's cases, one for each process."""
+    return [range(i, len(cases(tool)), jobs) for i in range(jobs)]
 
 
 FINDING = re.compile(r"========= (Error|Warning|Invalid|Race|Internal|Program hit)|Traceback|\w*Error: |exit status")
@@ -188,22 +193,20 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--cases", help="make the calls of these cases, by their numbers, and run no tool")
     asked = parser.parse_args()
-    tools = asked.tool or TOOLS
     if asked.cases is not None:
-        every = cases(tools[0])
+        every = cases(asked.tool[0] if asked.tool else None)
         for case in (every[int(i)] for i in asked.cases.split(",") if i):
             print(f"case: {case}: {case.run()}", flush=True)
         return 0
     with ThreadPoolExecutor(asked.jobs) as pool:
         clean = True
-        for tool in tools:
-            count = len(cases(tool))
-            shares = [range(i, count, asked.jobs) for i in range(asked.jobs)]
+        began = time.monotonic()
+        compiling = [calls(None, share) for share in shares(None, asked.jobs)]  # of the kernels, outside of the tools
+        list(pool.map(lambda command: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), compiling))
+        print(f"without a tool: {time.monotonic() - began:.0f} s", flush=True)
+        for tool in asked.tool or TOOLS:
             began = time.monotonic()
-            compiling = [calls(tool, share) for share in shares]  # of the kernels, outside of the tool
-            list(pool.map(lambda command: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), compiling))
-            print(f"without {tool}: {time.monotonic() - began:.0f} s", flush=True)
-            report = Report.of(pool.map(check, [tool] * len(shares), shares))
+            report = Report.of(pool.map(check, [tool] * asked.jobs, shares(tool, asked.jobs)))
             print(f"{tool}, calls: " + ", ".join(f"{engine} {n}" for engine, n in report.ran.items()))
             clean &= confirmed(tool, report, asked.jobs, pool)
             if idle := {case.engine for case in cases(tool)} - {engine for engine, n in report.ran.items() if n}:

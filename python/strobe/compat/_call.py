@@ -60,6 +60,11 @@ def attend(
     return (out, lse, None) if return_attn_probs else out
 
 
+def sequences(*of_packed: Any) -> dict[str, Any]:
+    """attend()'s `packed`."""
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), of_packed, strict=True))
+
+
 def bounds(window_size: Window) -> Any:
     """The window of strobe.attention(), where a side below 0 is unbounded; or the exception that says what is wrong."""
     accepted = "accepted is (left, right), two integers of 64 bits, -1 for no bound"

@@ -12,7 +12,7 @@ from strobe._prepare import Wrong, flag, is_integer, refusal
 
 from ._call import NAMES, Window, attend, bounds, refuse_pages
 from ._rotary import check_tables, rotate
-from ._words import in_words_of, names_checked
+from ._words import in_words_of, names_checked, tensor_or_refusal
 
 
 @names_checked(NAMES)
@@ -61,7 +61,7 @@ def flash_attn_with_kvcache(
     maybe = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx}
     maybe |= {"cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes}
     tensors |= {name: x for name, x in maybe.items() if x is not None}
-    wrong: Wrong = [TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor") for name, x in tensors.items() if not isinstance(x, Tensor)]
+    wrong: Wrong = [x for x in map(tensor_or_refusal, tensors, tensors.values()) if isinstance(x, Exception)]
     if not (cache_seqlens is None or isinstance(cache_seqlens, Tensor) or is_whole(cache_seqlens)):
         wrong.append(TypeError(f"cache_seqlens: {kind(cache_seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"))
     for name, x in (("causal", causal), ("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse)):

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from strobe import BlockMask, attention, attention_backward
-from strobe._framework import kind
 from strobe._prepare import Wrong, is_integer, refusal
 
 from ._statistics import lse_of, statistics
-from ._words import in_words_of, names_checked
+from ._words import in_words_of, names_checked, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "dropout": "dropout_p", "scale": "softmax_scale", "rng": "rng_state", "out": "O", "dout": "dO"}
 _NAMES |= {"kept": "block_mask", "block_rows": "block_mask", "lse": "l, m"}
@@ -150,8 +149,8 @@ def _state(rng_state: Tensor | None, Q: Tensor) -> Tensor | None:
 def _blocks(block_mask: Any, block_q: int, block_k: int, Q: Tensor, K: Tensor) -> Any:
     """A BlockMask; or the exception that says what is wrong; or None, where Q or K has no length, which attention() says."""
     wrong: Wrong = []
-    if not isinstance(block_mask, Tensor):
-        wrong.append(TypeError(f"block_mask: {kind(block_mask)}; accepted is a torch.Tensor of bool"))
+    if isinstance(refused := tensor_or_refusal("block_mask", block_mask, "a torch.Tensor of bool"), Exception):
+        wrong.append(refused)
     sized = [is_integer(wrong, name, x, 1, 2**31 - 1) for name, x in (("block_q", block_q), ("block_k", block_k))]
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (Q, K)):
         return refusal(wrong) if wrong else None

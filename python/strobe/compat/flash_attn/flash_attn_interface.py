@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._call import KV, NAMES, PACKED_QKV, QKV, Window, attend, parts, refuse_pages
+from .._call import KV, NAMES, PACKED_QKV, QKV, Window, attend, parts, refuse_pages, sequences
 from .._kvcache import flash_attn_with_kvcache
 from .._words import names_checked
 
@@ -116,12 +116,7 @@ def flash_attn_varlen_func(
         out (Tq, H, D); softmax_lse (H, Tq).
     """
     refuse_pages(block_table)
-    packed: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
+    packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **packed)
 
 
@@ -141,12 +136,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """flash_attn_varlen_func of qkv (T, 3, H, D)."""
     q, k, v = parts("qkv", qkv, 3, 1, "(T, 3, H, D)")
-    packed: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": max_seqlen,
-        "max_seqlen_k": max_seqlen,
-    }
+    packed = sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return attend(q, k, v, *options, names=PACKED_QKV, **packed)
 
@@ -170,11 +160,6 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hkv, D)."""
     k, v = parts("kv", kv, 2, 1, "(Tk, 2, Hkv, D)")
-    packed: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
+    packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return attend(q, k, v, *options, names=KV, **packed)
