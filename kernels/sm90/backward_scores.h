@@ -195,7 +195,7 @@ private:
         const float exponent =
             F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, lacks[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
         p[k] = hidden ? 0 : exp2(exponent); // LSE may be no number
-        x = F.function ? p[k] * slope : p[k];
+        x = !F.function || hidden ? p[k] : p[k] * slope; // of a query that is not there the slope may be NaN
       }
       if constexpr (F.function) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
     }

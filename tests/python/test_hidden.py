@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,6 +32,33 @@ def test_behind_the_diagonal(what, value, dtype, engine):
     """A tile of keys packed once a head: what a product reads in its last step lies past the diagonal."""
     inputs = call(h=4, hkv=1, sq=128, sk=141, d=64, dtype=dtype, causal=True)
     getattr(inputs, what)[..., 78:, :] = value
+    assert_clean(inputs, engine)
+
+
+FUNCTIONS: dict[str, dict[str, Any]] = {"softcap": {"softcap": 30.0}, "hyperbolic": {"score": "hyperbolic"}, "dot": {}}
+ADDED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "dropout": {"dropout": 0.2, "seed": 1, "offset": 2},
+    "bias": {"bias": torch.linspace(-1, 1, 90).view(1, 1, 1, 90)},
+    "mask": {"mask": torch.arange(90).view(1, 1, 1, 90) % 7 > 0},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2])},
+}
+PACKED = [(torch.float32, 33, 65, True), (torch.bfloat16, 32, 32, False), (torch.float16, 112, 256, True), (torch.bfloat16, 200, 48, True)]
+
+
+@engines
+@pytest.mark.parametrize(("dtype", "d", "dv", "causal"), PACKED, ids=str)
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_padding_behind_packed_tokens(function, added, dtype, d, dv, causal, engine):
+    """A tile of a sequence's last queries reaches into the padding: what lies there has no score, and no slope of one."""
+    ends_q, ends_k = torch.tensor([0, 70, 70, 85], dtype=torch.int32), torch.tensor([0, 90, 130, 130], dtype=torch.int32)
+    options = {"max_seqlen_q": 70, "max_seqlen_k": 90, "causal": causal, **FUNCTIONS[function], **ADDED[added]}
+    inputs = call(sq=125, sk=161, d=d, dv=dv, dtype=dtype, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, dlse=False, **options)
+    if function == "hyperbolic":
+        inputs.q[..., 0], inputs.k[..., 0] = -20, 20
+    for t, end in ((inputs.q, 85), (inputs.k, 130), (inputs.v, 130), (inputs.dout, 85)):
+        t[end:] = NAN
     assert_clean(inputs, engine)
 
 
