@@ -18,7 +18,12 @@ template <Config C> struct Assign {
 #pragma unroll 1
     for (u32 x = blockIdx.x; x < a.items;) {
       const Item item = this->item(x);
-      if (item.kind() != kNone) tell(item);
+      if (item.kind() != kNone) {
+        tell(item);
+        judge(before);
+        before = item;
+        wait_loaded(); // Drawn earlier, the next item would be fixed while two are still to be computed, and the last ones shared out ill.
+      }
       x = a.items;
       if (gridDim.x < a.items) {
         const u32 ticket = first ? first_ticket(a.tickets) : next_ticket(a.tickets);
@@ -26,9 +31,6 @@ template <Config C> struct Assign {
         if (ticket == a.items - 1) return_tickets(a.tickets);
         x = gridDim.x + ticket;
       }
-      if (item.kind() == kNone) continue;
-      judge(before);
-      before = item;
     }
     judge(before);
     tell({0, 0, 0, kNone});
@@ -44,8 +46,11 @@ template <Config C> struct Assign {
     const bool empty = in.cu_seqlens_q && q >= in.sequence(b).band.seqlen_q;
     return {(i32)b, (i32)(head - b * a.heads.by), q, (i32)split * Item::kKinds + (empty ? kNone : kOnce)};
   }
+  // Until all have read the last item told, and the copy engine has been told of all of its keys and values.
+  __device__ __forceinline__ void wait_loaded() const { mbarrier_wait(shared.item_empty(), told % 2 ^ 1); }
   __device__ __forceinline__ void tell(const Item &item) {
-    mbarrier_wait(shared.item_empty(), told++ % 2 ^ 1);
+    wait_loaded();
+    ++told;
     write(shared.item(), item.b, item.h, item.q, item.how);
     mbarrier_arrive(shared.item_full());
   }
