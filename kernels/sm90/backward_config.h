@@ -30,6 +30,8 @@ struct BackwardConfig {
   // Tiles in shared memory are blocks of 64 columns.
   STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }
   STROBE_FN constexpr i32 columns_v() const { return (head_dim_v + 63) / 64 * 64; }
+  // A warpgroup holds its keys' K and V in registers, the left operands of S and dP: shared memory is read less.
+  STROBE_FN constexpr bool keys_in_registers() const { return !wide && head_dim <= 64 && head_dim_v <= 64; }
   STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k() * columns(); }
   STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k() * columns_v(); }
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * columns(); }

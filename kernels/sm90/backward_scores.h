@@ -29,6 +29,22 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[kColumns / 2], u3
   }
   wgmma_commit();
 }
+// The same with the 64 rows in registers.
+template <class T, int kInner, int kColumns>
+__device__ __forceinline__ void multiply_transposed(float (&d)[kColumns / 2], u32 (&rows)[kInner / 4], u32 columns) {
+  const u64 y = descriptor_k_major(columns);
+  registers_changed(rows);
+  wgmma_fence();
+#pragma unroll
+  for (int c = 0; c < kInner / 16; ++c) {
+    const u64 right = advance(y, kColumns * kRowBytes * (c / 4) + 32 * (c % 4));
+    if (c == 0)
+      Wgmma<T, kColumns>::template registers_anew<0>(d, rows, right);
+    else
+      Wgmma<T, kColumns>::template registers<true, 0>(d, rows + 4 * c, right);
+  }
+  wgmma_commit();
+}
 // sum (64 x kColumns) += x (64 x kInner, in registers) * rows (kInner x kColumns)
 template <class T, int kInner, int kColumns>
 __device__ __forceinline__ void multiply_add(float (&sum)[kColumns / 2], u32 (&x)[kInner / 4], u32 rows) {
@@ -194,7 +210,7 @@ private:
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= scores.seqlen_q);
         const float exponent =
             F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, lacks[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
-        p[k] = hidden ? 0 : exp2(exponent); // LSE may be no number
+        p[k] = hidden ? 0 : exp2(exponent);              // LSE may be no number
         x = !F.function || hidden ? p[k] : p[k] * slope; // of a query that is not there the slope may be NaN
       }
       if constexpr (F.function) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);

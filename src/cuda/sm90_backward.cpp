@@ -99,6 +99,12 @@ bool wastes_80(const Problem &p, const Features &f) {
   return double(tiles(p.seqlen_q, 80) * 80) > 1.07 * double(tiles(p.seqlen_q, 64) * 64);
 }
 
+// Does what becomes of a score leave a head of up to 64 columns registers for tiles of 128 queries? Measured on an H200, 128 over 64: blocks
+// 1.21 to 1.30, ALiBi 1.14 to 1.25; a bias 0.94, softcap slower, dropout spills.
+bool leaves_registers(const Problem &p, const Features &f) {
+  return !f.mask && !f.bias && !f.function && !f.scaled && !f.dropout && (!f.blocks || p.blocks.block_q % 128 == 0);
+}
+
 BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
   BackwardConfig c{};
   c.dtype = i32(p.dtype);
@@ -115,9 +121,9 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   if (c.owns_dq) c.deterministic = 0;                                 // it is
   const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
   c.exact_p = f.function || f.dropout;
-  c.dq_shared = c.head_dim > 64 || c.deterministic || !f.band;
+  c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && (heavy || c.owns_dq));
   if (std::max(c.head_dim, c.head_dim_v) <= 64)
-    c.tile_q = heavy ? 64 : 128;
+    c.tile_q = leaves_registers(p, f) ? 128 : 64;
   else if (heavy || c.head_dim <= 64 || c.owns_dq)
     c.tile_q = 64;
   else
