@@ -24,6 +24,7 @@ template <BackwardConfig C> struct Backward {
   static constexpr int kComputing = 128 * C.kWarpgroups;
 
   static_assert(!C.wide && kD <= 128 && kDv <= 128);
+  static_assert(!C.keys_in_registers || (kD <= 64 && kDv <= 64));
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 
   // Tiles of queries that see none of a warpgroup's keys are few: where registers are short they are computed all the same.
@@ -39,7 +40,7 @@ template <BackwardConfig C> struct Backward {
     float dK[kD / 2], dV[kDv / 2];
     float S[kM / 2], dP[kM / 2], dQ[C.dq_queries() / 2];
     u32 P[kM / 4], dS[kM / 4];
-    u32 K[C.keys_in_registers() ? kD / 4 : 1], V[C.keys_in_registers() ? kDv / 4 : 1]; // of this warpgroup's keys
+    u32 K[C.keys_in_registers ? kD / 4 : 1], V[C.keys_in_registers ? kDv / 4 : 1]; // of this warpgroup's keys
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
         : a(a), shared(shared), w(w), lane(this_thread<C>() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)),
@@ -78,7 +79,7 @@ template <BackwardConfig C> struct Backward {
       multiply_first_s(n);
       mbarrier_wait(shared.v_full(), n >> 31);
       clean_keys();
-      if constexpr (C.keys_in_registers()) load_rows(K, shared.k), load_rows(V, shared.v);
+      if constexpr (C.keys_in_registers) load_rows(K, shared.k), load_rows(V, shared.v);
       i32 before = C.owns_dq ? -1 : 0; // the number of the tile of the iteration before, if there was one
 #pragma unroll 1
       for (;; ++n) {
@@ -167,13 +168,13 @@ template <BackwardConfig C> struct Backward {
       multiply_transposed<T, kD, kTileK, kM>(S, shared.k + 64 * kRowBytes * w, shared.q_of(n));
     }
     __device__ __forceinline__ void multiply_s(u32 n) {
-      if constexpr (C.keys_in_registers())
+      if constexpr (C.keys_in_registers)
         multiply_transposed<T, kD, kM>(S, K, shared.q_of(n));
       else
         multiply_first_s(n);
     }
     __device__ __forceinline__ void multiply_dp(u32 n) {
-      if constexpr (C.keys_in_registers())
+      if constexpr (C.keys_in_registers)
         multiply_transposed<T, kDv, kM>(dP, V, shared.dout_of(n));
       else
         multiply_transposed<T, kDv, kTileK, kM>(dP, shared.v + 64 * kRowBytes * w, shared.dout_of(n));

@@ -20,6 +20,7 @@ struct BackwardConfig {
   // A block takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order in memory
   // that stays in the L2 cache, and leaves it rounded.
   i32 owns_dq;
+  i32 keys_in_registers; // a warpgroup holds its keys' K and V in registers, the left operands of S and dP; heads of up to 64 columns
   Features features;
 
   static constexpr i32 kWarpgroups = 2; // that compute
@@ -30,8 +31,6 @@ struct BackwardConfig {
   // Tiles in shared memory are blocks of 64 columns.
   STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }
   STROBE_FN constexpr i32 columns_v() const { return (head_dim_v + 63) / 64 * 64; }
-  // A warpgroup holds its keys' K and V in registers, the left operands of S and dP: shared memory is read less.
-  STROBE_FN constexpr bool keys_in_registers() const { return !wide && head_dim <= 64 && head_dim_v <= 64; }
   STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k() * columns(); }
   STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k() * columns_v(); }
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * columns(); }
