@@ -128,7 +128,7 @@ def _lengths(rng: random.Random, o: Options, most: int, most_keys: int) -> tuple
 def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float], most: int = 4096, most_keys: int = 16384) -> Shape:
     """scores: draws how many of them there may be in all; most, most_keys: of a length, and where they are many."""
     rng = random.Random(f"shape {number}")
-    budget = scores(rng)
+    budget = scores(rng) if o["length"] != "long keys" else max(scores(rng), 2 * most_keys)
     sq, sk = _lengths(rng, o, most, most_keys)
     while sq * sk > budget:  # the longer one gives way, but for keys that are to be many
         if o["length"] == "long keys" and sq > 1 and sk < budget:
