@@ -2,6 +2,8 @@
 
 python tests/gpu/record.py [pytest's options]      runs; with -n each worker of pytest-xdist begins at another GPU
 python tests/gpu/record.py --check                 exits with 1 if the record is of other sources than today's, or of a failure
+
+tests/gpu/random_calls.py adds what random calls gave: of the same sources, counts of several runs add up.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "gpu-record.json"
@@ -24,7 +27,8 @@ CONTRACT = (
     *("test_contract.py", "test_corners.py", "test_hidden.py", "test_known_bugs.py", "test_hyperbolic.py", "test_ladder.py"),
     *("test_compat.py", "test_compat_flash_attn.py", "test_compat_sdpa.py"),
 )
-HELPERS = ("cases.py", "check.py", "conftest.py", "device.py", "plain.py")
+HELPERS = ("cases.py", "check.py", "conftest.py", "device.py", "plain.py", "random_*.py")
+LEAST_OPTION_SETS = 3000  # of random calls
 # What decides what runs on a GPU.
 SOURCES = (
     *(
@@ -38,6 +42,7 @@ SOURCES = (
         "tests/gpu/*.py",
     ),
     *(f"tests/python/{name}" for name in CONTRACT + HELPERS),
+    "tests/reference/philox.py",
 )
 ENDED = (0, 1)  # pytest's exit status: all passed, some failed
 
@@ -81,8 +86,27 @@ def check() -> int:
     if record["failed"] or not record["passed"]:
         print(f"{RECORD.name}: {record['failed']} tests failed on {record['device']}")
         return 1
+    drawn = record.get("random")
+    if not drawn or drawn["digest"] != record["digest"]:
+        print(f"{RECORD.name} has no random calls of today's sources; run make test-gpu-random")
+        return 1
+    if drawn["wrong"] or drawn["option_sets"] < LEAST_OPTION_SETS:
+        print(
+            f"{RECORD.name}: {drawn['option_sets']} option sets of random calls, at least {LEAST_OPTION_SETS} wanted; {drawn['wrong']} wrong"
+        )
+        return 1
     print(f"{record['passed']} passed, {record['skipped']} skipped on {record['device']}, {record['date']}")
+    print(f"{drawn['calls']} random calls with {drawn['option_sets']} option sets on {drawn['device']}, none wrong")
     return 0
+
+
+def add_random(found: dict[str, Any], of: str, file: Path = RECORD) -> None:
+    """What a run of random calls gave, of sources of that digest: its counts join those of the same sources and device."""
+    record = json.loads(file.read_text()) if file.exists() else {}
+    before = record.get("random")
+    if before and before["digest"] == of and before["device"] == found["device"]:
+        found = found | {name: before[name] + found[name] for name in ("calls", "option_sets", "wrong", "seeds", "seconds")}
+    file.write_text(json.dumps(record | {"random": found | {"digest": of}}, indent=2) + "\n")
 
 
 def run(options: list[str]) -> int:
@@ -120,6 +144,8 @@ def run(options: list[str]) -> int:
         "torch": torch.__version__,
         "digest": before,
     }
+    if RECORD.exists() and (drawn := json.loads(RECORD.read_text()).get("random")):
+        record["random"] = drawn
     RECORD.write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record))
     return status

@@ -1,4 +1,4 @@
-"""A plugin for pytest: each worker of pytest-xdist begins to count the GPUs at another one."""
+"""Each of many processes begins to count the GPUs at another one. A plugin for pytest, too: of pytest-xdist's workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import os
 
 import torch
 
+
+def devices_from(index: int) -> str:
+    """CUDA_VISIBLE_DEVICES of the process of that index."""
+    given = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
+    devices = given or [str(n) for n in range(torch.cuda.device_count())]  # does not make CUDA begin
+    return ",".join(devices[(index + n) % len(devices)] for n in range(len(devices)))
+
+
 if (worker := os.environ.get("PYTEST_XDIST_WORKER", "")).startswith("gw"):
-    count = torch.cuda.device_count()  # does not make CUDA begin
-    first = int(worker[2:]) % count
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str((first + n) % count) for n in range(count)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices_from(int(worker[2:]))

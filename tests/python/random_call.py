@@ -1,0 +1,126 @@
+"""Makes the random call of a number again: python tests/python/random_call.py NUMBER [--engine NAME] [--gpu].
+
+--gpu: one of those that tests/gpu/random_calls.py draws; other numbers are of test_random.py. STROBE_TEST_DEVICE says where it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+import strobe
+from device import DEVICE, EMULATED, ON_GPU, here, running_on
+from random_draw import CALLS, Call, build, draw_options, draw_shape
+from random_formulas import Results
+from random_judge import Judge
+
+
+def scores_on_cpu(rng: random.Random) -> float:
+    return rng.choices([10**4, 10**5, 10**6], [0.86, 0.13, 0.01])[0] * rng.uniform(0.3, 1)
+
+
+def scores_on_gpu(rng: random.Random) -> float:
+    if EMULATED:
+        return rng.uniform(500, 5000)
+    return rng.choices([10**5, 10**6, 10**7], [0.4, 0.4, 0.2])[0] * rng.uniform(0.3, 1)
+
+
+def drawn(number: int, gpu: bool = False) -> Call:
+    if not gpu:
+        o = draw_options(number)
+        return build(number, o, draw_shape(number, o, scores_on_cpu), DEVICE)
+    o = draw_options(number, {"bfloat16": 0.42, "float16": 0.25, "float32": 0.25, "float64": 0.08})
+    return build(number, o, draw_shape(number, o, scores_on_gpu, most_keys=2**11 if EMULATED else 2**17), DEVICE)
+
+
+def engines(call: Call) -> list[str | None]:
+    """None: the library's own choice; and another one that computes here, drawn. The ladder's keep nothing from what is hidden."""
+    names = [name for name, missing in strobe.engines() if missing is None and name != "reference"]
+    usable = [name for name in names if here(name) or (name.startswith("ladder-") and not call.spoiled)]
+    rng = random.Random(f"engine {call.number // CALLS}")
+    for name in rng.sample(usable, len(usable)):
+        if taken_by(name, call):
+            return [None, name]
+    return [None]
+
+
+def _leaf(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().requires_grad_()
+
+
+def taken_by(engine: str, call: Call) -> bool:
+    try:
+        with running_on(engine):
+            for backward in (False, True):
+                text = strobe.explain(call.q, call.k, call.v, backward=backward, engine=engine, **call.options)
+                if "no engine" in text:
+                    return False
+    except NotImplementedError:
+        return False
+    return True
+
+
+def run(call: Call, engine: str | None) -> Results:
+    """Forward and the gradients that are wanted, through autograd. NotImplementedError: the engine does not take the call."""
+    tensors: dict[str, Any] = {"q": call.q, "k": call.k, "v": call.v}
+    options = dict(call.options)
+    for name in call.leaves:
+        if name in tensors:
+            tensors[name] = _leaf(tensors[name])
+        else:
+            options[name] = _leaf(options[name])
+    leaves = [tensors[name] if name in tensors else options[name] for name in call.leaves]
+    with running_on(engine):
+        found = strobe.attention(**tensors, **options, engine=engine, return_lse=call.returns_lse)
+        out, lse = found if call.returns_lse else (found, None)
+        outputs = [out] if call.dlse is None else [out, lse]
+        gradients = torch.autograd.grad(outputs, leaves, [call.dout, call.dlse][: len(outputs)])
+    results = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    return results | {"d" + name: t for name, t in zip(call.leaves, gradients, strict=True)}
+
+
+def faults(call: Call, names: list[str | None]) -> list[str]:
+    """Of these engines."""
+    judge = Judge(call, torch.finfo(torch.float32).tiny if ON_GPU and call.q.dtype == torch.float32 else 0.0)
+    found = []
+    for engine in names:
+        results = run(call, engine)
+        found += [f"{engine or 'default'}: {fault}" for fault in judge.faults(results)]
+        if call.options.get("deterministic"):
+            again = run(call, engine)
+            found += [f"{engine or 'default'}: {x} differs in a second run" for x, t in results.items() if _bits_differ(t, again[x])]
+    return found
+
+
+def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a != b) & ~(a.isnan() & b.isnan())).any())
+
+
+def replay(number: int, engine: str | None, gpu: bool) -> str:
+    where = f"STROBE_TEST_DEVICE={os.environ['STROBE_TEST_DEVICE']} " if "STROBE_TEST_DEVICE" in os.environ else ""
+    return f"{where}python tests/python/random_call.py {number}{' --gpu' * gpu}{f' --engine {engine}' if engine else ''}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("number", type=int)
+    parser.add_argument("--engine", help="by default those of the test")
+    parser.add_argument("--gpu", action="store_true", help="of tests/gpu/random_calls.py")
+    asked = parser.parse_args()
+    call = drawn(asked.number, asked.gpu)
+    names = [asked.engine] if asked.engine else engines(call)
+    print(call)
+    print("on", *(name or "default" for name in names))
+    found = faults(call, names)
+    print(*found or ["no fault"], sep="\n")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

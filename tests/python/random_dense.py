@@ -1,0 +1,190 @@
+"""A call as one dense problem for formulas, whatever it is packed in: axes (batch, head, query, key), shorter sequences padded with zeros."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
+import philox
+
+
+@dataclass
+class Packing:
+    """Where the tokens of packed sequences lie."""
+
+    lengths_q: list[int]
+    lengths_k: list[int]
+    longest_q: int
+    longest_k: int
+    total_q: int
+    total_k: int
+
+    def spans(self, keys: bool) -> list[tuple[int, int]]:
+        """(first token, length) of each sequence."""
+        first, found = 0, []
+        for n in self.lengths_k if keys else self.lengths_q:
+            found.append((first, n))
+            first += n
+        return found
+
+    def dense(self, t: Tensor, keys: bool, fill: Tensor | float = 0.0) -> Tensor:
+        """(tokens, heads, width) as (B, H, longest, width), the rest filled."""
+        shape = (len(self.lengths_q), t.shape[1], self.longest_k if keys else self.longest_q, t.shape[2])
+        found = fill.to(t.dtype).clone() if isinstance(fill, Tensor) else torch.full(shape, fill, dtype=t.dtype, device=t.device)
+        for b, (first, n) in enumerate(self.spans(keys)):
+            found[b, :, :n] = t[first : first + n].transpose(0, 1)
+        return found
+
+    def pack(self, t: Tensor, keys: bool, fill: Any) -> Tensor:
+        """(B, H, longest) as (H, tokens), behind the last sequence filled."""
+        found = torch.full((t.shape[1], self.total_k if keys else self.total_q), fill, dtype=t.dtype, device=t.device)
+        for b, (first, n) in enumerate(self.spans(keys)):
+            found[:, first : first + n] = t[b, :, :n]
+        return found
+
+
+def _positions(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packing | None, device: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """i + offset - j; and which queries and keys there are, of each sequence."""
+    i, j = torch.arange(sq, device=device)[:, None], torch.arange(sk, device=device)[None, :]
+    if packing:
+        lengths = [torch.tensor(x, device=device, dtype=torch.int64).view(b, 1, 1, 1) for x in (packing.lengths_q, packing.lengths_k)]
+        there_q, there_k = i < lengths[0], j < lengths[1]
+        difference = lengths[1] - lengths[0]
+    else:
+        there_q = there_k = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        difference = torch.full((1, 1, 1, 1), sk - sq, device=device)
+    return i - j + (difference if options["alignment"] == "bottom_right" else 0), there_q, there_k
+
+
+def visible(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packing | None, device: Any) -> Tensor:
+    """Which scores count, (B|1, H|1, Sq, Sk), a bias of -inf included."""
+    distance, there_q, there_k = _positions(options, b, sq, sk, packing, device)
+    seen = there_q & there_k & torch.ones_like(distance, dtype=torch.bool)
+    if options.get("causal"):
+        seen = seen & (distance >= 0)
+    window = options.get("window")
+    left, right = (window, window) if isinstance(window, int) else window or (None, None)
+    if left is not None:
+        seen = seen & (distance <= left)
+    if right is not None:
+        seen = seen & (distance >= -right)
+    if "mask" in options:
+        seen = seen & options["mask"]
+    if "block_mask" in options:
+        m = options["block_mask"]
+        kept = m.to_kept().to(device).repeat_interleave(m.block_q, 2).repeat_interleave(m.block_k, 3)
+        seen = seen & kept[:, :, :sq, :sk]
+    if "bias" in options:
+        seen = seen & (options["bias"] != -torch.inf)
+    return seen
+
+
+def dropout_keeps(options: dict[str, Any], b: int, h: int, sq: int, sk: int, device: Any) -> tuple[Tensor | None, float]:
+    """What dropout keeps, and its share. A call of Philox serves a group of 4 x 4, which lies in a block of 16 x 16 as the contract says."""
+    if not options.get("dropout"):
+        return None, 1.0
+    seed, offset = options["rng"].tolist() if "rng" in options else (options["seed"], options["offset"])
+    seed, offset = seed % 2**64, offset % 2**64
+    x = philox.mix64((seed + 0x9E3779B97F4A7C15 * (philox.mix64(offset) | 1)) & philox.MASK64)
+    heads = np.arange(h)[None, :, None, None], np.arange(b)[:, None, None, None]
+    groups = [4 * (-(-n // 16)) for n in (sq, sk)]
+    counter = np.broadcast_arrays(np.arange(groups[1])[None, None, None], np.arange(groups[0])[None, None, :, None], *heads)
+    words = torch.from_numpy(np.stack(philox.philox4x32_7(counter, (x % 2**32, x >> 32)), -1).astype(np.int64)).to(device)
+    i, j = torch.arange(sq, device=device), torch.arange(sk, device=device)
+    (group_i, slot_i), (group_j, slot_j) = (((n // 16) * 4 + n % 8 // 2, n % 2 + 2 * (n % 16 // 8)) for n in (i, j))
+    if not sq or not sk or not b or not h:
+        return torch.ones(b, h, sq, sk, dtype=torch.bool, device=device), 1.0
+    word = words[:, :, group_i[:, None], group_j[None, :], slot_i[:, None]]
+    threshold = philox.threshold(options["dropout"])
+    return (word >> (8 * slot_j) & 255) < threshold, threshold / 256
+
+
+@dataclass
+class Dense:
+    """Tensors in the dtype of the call; what no query may read is 0."""
+
+    q: Tensor  # (B, H, Sq, D)
+    k: Tensor  # (B, Hkv, Sk, D)
+    v: Tensor  # (B, Hkv, Sk, Dv)
+    dout: Tensor  # (B, H, Sq, Dv)
+    dlse: Tensor  # (B, H, Sq), 0 where there is none
+    seen: Tensor  # (B|1, H|1, Sq, Sk)
+    distance: Tensor  # |i + offset - j|, (B|1, 1, Sq, Sk)
+    scale: float
+    softcap: float
+    hyperbolic: tuple[float, float] | None  # beta, shift
+    slopes: Tensor | None  # (B|1, H, 1, 1)
+    bias: Tensor | None  # (B|1, H|1, Sq|1, Sk|1)
+    sinks: Tensor | None  # (H,)
+    keep: Tensor | None
+    keep_rate: float
+    lengths: tuple[list[int], list[int]] | None
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, options: dict[str, Any], seen: Tensor,
+        packing: Packing | None,
+    ) -> Dense:  # fmt: skip
+        """Of the call's tensors, (B, H, S, D) or packed."""
+        if packing:
+            q, k, v, dout = (packing.dense(t, keys) for t, keys in ((q, False), (k, True), (v, True), (dout, False)))
+            dlse = None if dlse is None else packing.dense(dlse.T[..., None], False)[..., 0]
+        (b, h, sq, d), (hkv, sk) = q.shape, k.shape[1:3]
+        full = seen.expand(b, h, sq, sk)
+        rows = full.any(3)[..., None]
+        columns = full.view(b, hkv, h // hkv, sq, sk).flatten(2, 3).any(2)[..., None]
+        slopes, bias = options.get("alibi_slopes"), options.get("bias")
+        if slopes is not None:
+            slopes = slopes.view(-1, h, 1, 1)
+        if bias is not None:
+            axes = [i for i in range(4) if bias.shape[i] == 1]
+            read = full.any(dim=axes, keepdim=True) if axes else full
+            bias = torch.where(read, bias, 0)
+        sinks = options.get("sinks")
+        live = rows[..., 0] if sinks is None else torch.ones_like(rows[..., 0])
+        zeros = torch.zeros(b, h, sq, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
+        keep, rate = dropout_keeps(options, b, h, sq, sk, q.device)
+        hyperbolic = (options["beta"], options["shift"]) if options.get("score") == "hyperbolic" else None
+        scale = options.get("scale")
+        return cls(
+            torch.where(rows, q, 0), torch.where(columns, k, 0), torch.where(columns, v, 0), torch.where(rows, dout, 0),
+            zeros if dlse is None else torch.where(live, dlse, 0),
+            seen, _positions(options, b, sq, sk, packing, q.device)[0].abs(),
+            (1.0 if hyperbolic else d**-0.5) if scale is None else scale, options.get("softcap", 0.0), hyperbolic,
+            slopes, bias, sinks, keep, rate, (packing.lengths_q, packing.lengths_k) if packing else None,
+        )  # fmt: skip
+
+    def ordered(self, seed: int) -> tuple[Dense, Tensor, Tensor]:
+        """The same with keys and head dimensions in other orders, which are given: sums then have another order. In odd ones a head dimension
+        stays near its place, so that a large one at the front, as points of a hyperboloid have, comes early."""
+        g = torch.Generator().manual_seed(seed)
+        keys, dims = (torch.randperm(n, generator=g) for n in (self.k.shape[2], self.q.shape[3]))
+        if seed % 2:
+            dims = (torch.arange(self.q.shape[3]) + 4 * torch.rand(self.q.shape[3], generator=g)).argsort()
+        keys, dims = keys.to(self.q.device), dims.to(self.q.device)
+
+        def by_key(t: Tensor | None) -> Tensor | None:
+            return t if t is None or t.shape[-1] == 1 else t[..., keys]
+
+        more = {name: by_key(getattr(self, name)) for name in ("seen", "distance", "bias", "keep")}
+        return dataclasses.replace(self, q=self.q[..., dims], k=self.k[:, :, keys][..., dims], v=self.v[:, :, keys], **more), keys, dims
+
+    def shuffled(self, seed: int) -> Dense:
+        """A call of the same kind: the tokens of q, of k, of v and of dout in another order."""
+        g = torch.Generator().manual_seed(seed)
+
+        def mixed(t: Tensor, keys: bool) -> Tensor:
+            lengths = self.lengths[keys] if self.lengths else [t.shape[2]] * t.shape[0]
+            parts = [t[b, :, torch.cat([torch.randperm(n, generator=g), torch.arange(n, t.shape[2])])] for b, n in enumerate(lengths)]
+            return torch.stack(parts) if parts else t
+
+        q, k, v, dout = (mixed(t, keys) for t, keys in ((self.q, False), (self.k, True), (self.v, True), (self.dout, False)))
+        return dataclasses.replace(self, q=q, k=k, v=v, dout=dout)

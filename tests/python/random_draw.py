@@ -1,0 +1,375 @@
+"""A call drawn at random from all that docs/semantics.md allows: one number is one call.
+
+Calls of the same number // CALLS have the same options, as far as those decide what a GPU's kernels are compiled for; lengths, heads,
+strides and values are the call's own."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import strobe
+from random_dense import Dense, Packing, visible
+
+CALLS = 16  # numbers of the same options
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+Options = dict[str, Any]
+
+
+@dataclass
+class Call:
+    """strobe.attention's arguments, and the same as a problem for formulas."""
+
+    number: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    options: dict[str, Any]
+    leaves: list[str]  # of q, k, v, bias and sinks: those whose gradients are wanted
+    returns_lse: bool
+    dense: Dense
+    packing: Packing | None
+    spoiled: bool  # what nobody may read holds no numbers
+    words: dict[str, Any] = field(default_factory=dict)  # what was drawn
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.words.items())
+
+
+def _log_uniform(rng: random.Random, low: float, high: float) -> float:
+    return math.exp(rng.uniform(math.log(low), math.log(high)))
+
+
+def _one(rng: random.Random, choices: dict[Any, float]) -> Any:
+    return rng.choices(list(choices), list(choices.values()))[0]
+
+
+def _width(rng: random.Random) -> int:
+    if rng.random() < 0.6:
+        return rng.choice([8, 16, 24, 32, 40, 48, 64, 64, 64, 72, 80, 96, 112, 128, 128, 160, 192, 200, 256])
+    return max(1, min(256, round(_log_uniform(rng, 0.6, 256.4))))
+
+
+def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options:
+    """What the calls of a number // CALLS have in common. dtypes: the weight of each."""
+    rng = random.Random(f"options {number // CALLS}")
+    o: Options = {"dtype": _one(rng, dtypes or {"float32": 0.35, "bfloat16": 0.3, "float16": 0.2, "float64": 0.15})}
+    o["d"] = _width(rng)
+    o["dv"] = o["d"] if rng.random() < 0.6 else _width(rng)
+    o["packed"] = rng.random() < 0.35
+    o["band"] = _one(rng, {"full": 0.35, "causal": 0.3, "window": 0.2, "causal window": 0.15})
+    o["alignment"] = _one(rng, {"bottom_right": 0.7, "top_left": 0.3})
+    o["score"] = _one(rng, {"dot": 0.65, "softcap": 0.22, "hyperbolic": 0.13})
+    if o["score"] == "softcap":
+        o["softcap"] = _one(rng, {1.0: 1, 5.0: 1, 30.0: 1, round(_log_uniform(rng, 0.5, 60), 3): 2})
+    if o["score"] == "hyperbolic":
+        o |= {"beta": rng.choice([1.0, 0.5, 2.5]), "shift": rng.choice([0.0, -0.7, 1.5])}
+    sign = _one(rng, {1: 0.75, -1: 0.25})
+    own = sign * round(_log_uniform(rng, 0.02, 1.5), 4)
+    o["scale"] = _one(rng, {None: 0.6, 0.0: 0.03, own: 0.3, 4.0 * sign / math.sqrt(o["d"]): 0.07})
+    o["alibi"] = _one(rng, {None: 0.75, "H": 0.15, "BH": 0.1})
+    o["bias"] = _one(rng, {None: 0.68, "own": 0.2, "float32": 0.12})
+    if o["bias"] and o["dtype"] == "float64":
+        o["bias"] = "own"
+    o["mask"] = rng.random() < 0.28
+    o["sinks"] = rng.random() < 0.2
+    o["dropout"] = _one(rng, {0.0: 0.75, 0.1: 0.1, 0.5: 0.06, 0.002: 0.03, 0.97: 0.03, round(rng.random(), 3): 0.03})
+    o["blocks"] = (
+        None if rng.random() < 0.8 else _one(rng, {(128, 128): 3, (128, 64): 2, (64, 64): 2, (16, 16): 2, (48, 80): 1, (256, 32): 1})
+    )
+    o["flags"] = sorted(name for name, p in {"deterministic": 0.25, "exact_max": 0.2, "check": 0.05}.items() if rng.random() < p)
+    o["tile"] = None if rng.random() < 0.88 else (rng.choice([1, 16, 64, 100, 128, 256]), rng.choice([1, 16, 48, 64, 128, 300]))
+    o["leaves"] = [name for name in ("q", "k", "v", "bias", "sinks") if rng.random() < 0.6] if rng.random() < 0.2 else None
+    o["aligned"] = rng.random() < 0.75  # rows on 16-byte addresses, where their width lets them
+    o["length"] = _one(rng, {"any": 0.5, "short": 0.1, "long keys": 0.1, "long": 0.3})
+    return o
+
+
+@dataclass
+class Shape:
+    b: int
+    h: int
+    hkv: int
+    sq: int  # packed: of the longest
+    sk: int
+    lengths_q: list[int] | None = None
+    lengths_k: list[int] | None = None
+    total_q: int = 0  # of tokens, with padding behind the last sequence
+    total_k: int = 0
+
+
+def _length(rng: random.Random, most: int) -> int:
+    if rng.random() < 0.02:
+        return 0
+    n = round(_log_uniform(rng, 0.6, most))
+    return min(most, max(1, n if rng.random() < 0.8 else (n + 15) // 16 * 16 + rng.choice([-1, 0, 0, 1])))
+
+
+def _lengths(rng: random.Random, o: Options, most: int, most_keys: int) -> tuple[int, int]:
+    if o["length"] == "short":
+        return _length(rng, 16), _length(rng, most)
+    if o["length"] == "long keys":
+        return _length(rng, 8), rng.randint(most_keys // 8, most_keys)
+    if o["length"] == "long":
+        sq = rng.randint(most // 8, most)
+        return sq, sq if rng.random() < 0.5 else rng.randint(most // 8, most)
+    sq = _length(rng, most)
+    return sq, sq if rng.random() < 0.35 else _length(rng, most)
+
+
+def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float], most: int = 4096, most_keys: int = 16384) -> Shape:
+    """scores: draws how many of them there may be in all; most, most_keys: of a length, and where they are many."""
+    rng = random.Random(f"shape {number}")
+    budget = scores(rng) if o["length"] != "long keys" else max(scores(rng), 2 * most_keys)
+    sq, sk = _lengths(rng, o, most, most_keys)
+    while sq * sk > budget:  # the longer one gives way, but for keys that are to be many
+        if o["length"] == "long keys" and sq > 1 and sk < budget:
+            sq = max(1, int(budget / sk))
+        elif sq >= sk:
+            sq = max(1, int(sq * rng.uniform(0.5, 0.95)))
+        else:
+            sk = max(1, int(sk * rng.uniform(0.5, 0.95)))
+    room = budget / (max(1, sq) * max(1, sk))
+    hkv = min(int(_log_uniform(rng, 1, 8.99)), max(1, int(room)))
+    group = min(rng.choice([1, 1, 1, 2, 3, 4, 7, 8]), max(1, int(room / hkv)))
+    b = min(int(_log_uniform(rng, 1, 6.99)), max(1, int(room / hkv / group)))
+    if rng.random() < 0.01:
+        b = 0
+    s = Shape(b, hkv * group, hkv, sq, sk)
+    if not o["packed"]:
+        return s
+
+    def lengths(longest: int) -> list[int]:
+        found = [min(longest, _length(rng, max(1, longest))) for _ in range(b)]
+        if found:
+            found[rng.randrange(b)] = longest
+        return [0 if rng.random() < 0.08 else n for n in found]
+
+    s.lengths_q = lengths(sq)
+    s.lengths_k = list(s.lengths_q) if sq == sk and rng.random() < 0.6 else lengths(sk)
+    s.sq, s.sk = max(1, sq), max(1, sk)  # a bound of 0 is none
+    padding = rng.random() < 0.6
+    s.total_q = sum(s.lengths_q) + (rng.choice([1, 7, 40, 130]) if padding else 0)
+    s.total_k = sum(s.lengths_k) + (s.total_q - sum(s.lengths_q) if rng.random() < 0.5 else rng.choice([0, 1, 60, 150]) if padding else 0)
+    return s
+
+
+SPOILS = {"nan": [math.nan], "inf": [math.inf], "-inf": [-math.inf], "huge": [1.0, -1.0], "all": [math.nan, math.inf, -math.inf, 1.0, -1.0]}
+
+
+class _Values:
+    """Of one call."""
+
+    def __init__(self, number: int, device: str):
+        self.rng = random.Random(f"values {number}")
+        self.generator = torch.Generator(device).manual_seed(number)
+        self.device = device
+        self.spoil = _one(self.rng, {None: 0.35, "nan": 0.25, "inf": 0.1, "-inf": 0.05, "huge": 0.15, "all": 0.1})
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device)
+
+    def chance(self, p: float, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device) < p
+
+    def spoil_like(self, x: Tensor) -> Tensor:
+        """As many of what is no number, or a huge one; random bytes for bool."""
+        if x.dtype == torch.bool:
+            return self.chance(0.5, *x.shape)
+        kinds = torch.tensor([n * torch.finfo(x.dtype).max if abs(n) == 1.0 else n for n in SPOILS[self.spoil]], dtype=torch.float64)
+        index = torch.randint(len(kinds), (1009,), generator=self.generator, device=self.device)
+        return kinds.to(self.device)[index].to(x.dtype).repeat(x.numel() // 1009 + 1)[: x.numel()].view(x.shape)
+
+    def spoiled(self, x: Tensor, where: Tensor) -> Tensor:
+        """x but for `where`, in its own memory."""
+        if self.spoil is None or not where.numel():
+            return x
+        return x.copy_(torch.where(where, self.spoil_like(x), x))
+
+    def empty(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+        """What lies between the rows of a tensor."""
+        t = torch.zeros(shape, dtype=dtype, device=self.device)
+        return t if self.spoil is None else self.spoil_like(t)
+
+    def stored(self, t: Tensor, aligned: bool) -> Tensor:
+        """t in other strides; of heads or a batch that are broadcast, the first one's."""
+        kinds = {"dense": 4, "heads last": 4, "wider": 3, "expanded": 0.6 if t.dim() == 4 else 0.3}
+        if not aligned:
+            kinds |= {"sliced": 2, "offset": 2, "transposed": 1.5}
+        kind = _one(self.rng, kinds)
+        dense, t = t, t.contiguous()
+        if kind == "heads last":
+            return t.transpose(-3, -2).contiguous().transpose(-3, -2)
+        if kind == "wider":
+            unit = 64 // t.element_size() if aligned else 1
+            width = (t.shape[-1] + unit - 1) // unit * unit + unit * self.rng.randint(0 if aligned else 1, 2)
+            wide = self.empty([*t.shape[:-1], width], t.dtype)
+            first = unit * self.rng.randint(0, (width - t.shape[-1]) // unit)
+            view = wide[..., first : first + t.shape[-1]]
+            view.copy_(t)
+            return view
+        if kind == "sliced":
+            steps = [self.rng.choice([1, 1, 2, 3]) for _ in t.shape]
+            wide = self.empty([n * step + 1 for n, step in zip(t.shape, steps, strict=True)], t.dtype)
+            view = wide[tuple(slice(1, 1 + step * n, step) for n, step in zip(t.shape, steps, strict=True))]
+            view.copy_(t)
+            return view
+        if kind == "offset":
+            memory = self.empty([t.numel() + 7], t.dtype)
+            view = memory[self.rng.randint(1, 7) :][: t.numel()].view(t.shape)
+            view.copy_(t)
+            return view
+        if kind == "transposed":
+            return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+        if kind == "expanded" and t.numel():
+            axis = self.rng.choice([0, 1]) if t.dim() == 4 else 1
+            return t.narrow(axis, 0, 1).expand(t.shape)
+        return dense
+
+
+def _lorentz(x: Tensor, flip: bool) -> Tensor:
+    """The points of the hyperboloid above these, their first coordinate left out; flipped, so that a product is a Lorentz product."""
+    first = (1 + (x[..., 1:] ** 2).sum(-1, keepdim=True)).sqrt()
+    return torch.cat([-first if flip else first, x[..., 1:]], dim=-1)
+
+
+def _pattern(values: _Values, shape: tuple[int, ...]) -> Tensor:
+    """A bool mask."""
+    rng = values.rng
+    kind = _one(rng, {"elements": 4, "keys": 2, "blocks": 2, "rows": 1, "nothing": 0.3, "all": 0.3})
+    if kind == "elements":
+        return values.chance(rng.choice([0.03, 0.5, 0.8, 0.98]), *shape)
+    if kind == "keys":
+        limit = (values.normal(*shape[:2], 1, 1).abs() * shape[3]).round()
+        return (torch.arange(shape[3], device=values.device) < limit).expand(shape).contiguous()
+    if kind == "blocks":
+        rows, cols = -(-shape[2] // 32), -(-shape[3] // 32)
+        coarse = values.chance(0.5, *shape[:2], rows, cols)
+        return coarse.repeat_interleave(32, 2).repeat_interleave(32, 3)[:, :, : shape[2], : shape[3]].contiguous()
+    if kind == "rows":
+        return values.chance(0.6, *shape[:3], 1).expand(shape).contiguous()
+    return torch.full(shape, kind == "all", device=values.device)
+
+
+def build(number: int, o: Options, s: Shape, device: str) -> Call:
+    values = _Values(number, device)
+    rng = values.rng
+    dtype = DTYPES[o["dtype"]]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32  # of lse and sinks
+    options: dict[str, Any] = {"causal": "causal" in o["band"], "alignment": o["alignment"]}
+    bshd = not o["packed"] and rng.random() < 0.3
+    if bshd:
+        options["layout"] = "bshd"
+    packing = Packing(s.lengths_q, s.lengths_k, s.sq, s.sk, s.total_q, s.total_k) if s.lengths_q is not None else None
+    if packing:
+        for side, lengths in (("q", s.lengths_q), ("k", s.lengths_k)):
+            options["cu_seqlens_" + side] = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        options |= {"max_seqlen_q": s.sq, "max_seqlen_k": s.sk}
+
+    # Tensors, as the caller stores them
+    large = rng.choice([0.1, 1.0, 1.0, 1.0, 1.0, 3.0])
+
+    def tokens(heads: int, length: int, total: int, width: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+        x = values.normal(total, heads, width) if packing else values.normal(s.b, heads, length, width)
+        return values.stored(make(x).to(dtype), o["aligned"])
+
+    mean = rng.choice([0.0, 0.0, 1.0])
+    points = o["score"] == "hyperbolic"
+    q = tokens(s.h, s.sq, s.total_q, o["d"], lambda x: _lorentz(large * x, True) if points else large * x)
+    k = tokens(s.hkv, s.sk, s.total_k, o["d"], lambda x: _lorentz(large * x, False) if points else large * x)
+    v = tokens(s.hkv, s.sk, s.total_k, o["dv"], lambda x: x + mean)
+    dout = tokens(s.h, s.sq, s.total_q, o["dv"], lambda x: x)
+    lse = rng.choice(["none", "returned", "gradient", "gradient"])
+    dlse = values.normal(*((s.h, s.total_q) if packing else (s.b, s.h, s.sq))).to(wide) if lse == "gradient" else None
+
+    # What stands between q.k and the softmax
+    if "window" in o["band"]:
+        longest = max(s.sq, s.sk, 1)
+        sides = [None if rng.random() < 0.3 else int(_log_uniform(rng, 1, 2 * longest)) - 1 for _ in range(2)]
+        options["window"] = sides[0] if sides[0] == sides[1] and sides[0] is not None else tuple(sides)
+    options["scale"] = o["scale"]
+    if o["score"] == "softcap":
+        options["softcap"] = o["softcap"]
+    if points:
+        options |= {"score": "hyperbolic", "beta": o["beta"], "shift": o["shift"]}
+
+    def broadcast() -> tuple[int, ...]:
+        sizes = (s.b, s.h, s.sq, s.sk)
+        return sizes if rng.random() < 0.3 else tuple(1 if rng.random() < 0.5 else n for n in sizes)
+
+    if o["alibi"]:
+        options["alibi_slopes"] = values.normal(*((s.h,) if o["alibi"] == "H" else (s.b, s.h))).abs() * rng.choice([0.01, 0.3])
+    if o["bias"]:
+        bias = rng.choice([1.0, 1.0, 8.0]) * values.normal(*broadcast())
+        if rng.random() < 0.3:
+            bias[values.chance(rng.choice([0.1, 0.9]), *bias.shape)] = -math.inf
+        options["bias"] = values.stored(bias.to(wide if o["bias"] == "float32" else dtype), o["aligned"])
+    if o["mask"]:
+        mask = _pattern(values, broadcast())
+        options["mask"] = mask if rng.random() < 0.7 else mask.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if o["sinks"]:
+        options["sinks"] = 2 * values.normal(s.h).to(wide)
+    if o["dropout"]:
+        options["dropout"] = o["dropout"]
+        seed, offset = rng.randint(-(2**63), 2**63 - 1), rng.randint(0, 2**40)
+        if rng.random() < 0.4:
+            options["rng"] = torch.tensor([seed, offset], device=device)
+        else:
+            options |= {"seed": seed, "offset": offset}
+    if o["blocks"]:
+        block_q, block_k = o["blocks"]
+        axes = [n if rng.random() < 0.5 else 1 for n in (s.b, s.h)]
+        kept = values.chance(rng.choice([0.2, 0.6, 1.0]), *axes, -(-s.sq // block_q), -(-s.sk // block_k))
+        options["block_mask"] = strobe.BlockMask.from_kept(kept, block_q, block_k, s.sq, s.sk)
+    run: dict[str, Any] = dict.fromkeys(o["flags"], True)
+    if o["tile"]:
+        run |= {"tile_q": o["tile"][0], "tile_k": o["tile"][1]}
+    if rng.random() < 0.2:
+        run["threads"] = rng.choice([1, 2, 3])
+
+    seen = visible(options, s.b, s.sq, s.sk, packing, device)
+    if values.spoil:
+        _spoil(values, s, packing, seen, q, k, v, dout, dlse, options)
+    dense = Dense.of(q, k, v, dout, dlse, options, seen, packing)
+    if bshd:
+        q, k, v, dout = (t.transpose(1, 2) for t in (q, k, v, dout))
+    given = [name for name in ("q", "k", "v", "bias", "sinks") if name in ("q", "k", "v") or name in options]
+    leaves = [name for name in o["leaves"] if name in given] if o["leaves"] else given
+    words = {**o, **{name: x for name, x in vars(s).items() if x is not None}, "layout": "bshd" if bshd else "bhsd", "spoil": values.spoil}
+    words |= {name: options[name] for name in ("window",) if name in options}
+    words |= {name: tuple(options[name].shape) for name in ("bias", "mask") if name in options}
+    return Call(
+        number, q, k, v, dout, dlse, options | run, leaves or ["q"], lse != "none", dense, packing, values.spoil is not None, words
+    )  # fmt: skip
+
+
+def _spoil(
+    values: _Values, s: Shape, packing: Packing | None, seen: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """What nobody may read holds no numbers: keys that no query sees, tokens of no sequence, queries that see nothing, places of the bias."""
+    full = seen.expand(s.b, s.h, s.sq, s.sk)
+    unread = ~full.view(s.b, s.hkv, s.h // s.hkv, s.sq, s.sk).any(3).any(2) if s.sq else torch.ones(s.b, s.hkv, s.sk, dtype=torch.bool)
+    empty = ~full.any(3) if s.sk else torch.ones(s.b, s.h, s.sq, dtype=torch.bool)
+    unread, empty = unread.to(q.device), empty.to(q.device)
+    nobody = torch.zeros_like(empty)
+    queries = empty if values.rng.random() < 0.3 else nobody
+    # With a sink D of a row that sees no key is dO O, 0 times what dO holds.
+    for t, where in ((k, unread), (v, unread), (q, queries), (dout, nobody if "sinks" in options else queries)):
+        if t.numel() and all(stride or n == 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
+            values.spoiled(t, (packing.pack(where, where is unread, True).T if packing else where)[..., None])
+    if dlse is not None:
+        rows = nobody if "sinks" in options else empty
+        values.spoiled(dlse, packing.pack(rows, False, True) if packing else rows)
+    bias = options.get("bias")
+    if bias is not None and bias.numel() and values.rng.random() < 0.5 and all(bias.stride(i) or bias.shape[i] == 1 for i in range(4)):
+        axes = [i for i in range(4) if bias.shape[i] == 1]
+        values.spoiled(bias, ~(full.any(dim=axes, keepdim=True) if axes else full) & (bias != -math.inf))  # which hides by itself

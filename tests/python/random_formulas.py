@@ -1,0 +1,89 @@
+"""The formulas of docs/semantics.md, forward and every gradient, as it writes them: each a line, S and P whole, in float64 or in the precision
+of an engine. Nothing here is shared with Strobe, its reference, or the formulas of the other tests; autograd has no part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from random_dense import Dense
+
+Results = dict[str, Tensor]  # of "out", "lse", "dq", "dk", "dv", "dbias", "dsinks"
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _one_by_one(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T, summed from the first column to the last."""
+    s = torch.zeros(*q.shape[:-1], k.shape[2], dtype=q.dtype, device=q.device)
+    for c in range(q.shape[3]):
+        s.addcmul_(q[..., c, None], k[..., None, :, c])
+    return s
+
+
+def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_turn: bool = False) -> Results:
+    """dtype: of each step's result. A product of 16-bit matrices is summed in float32, as tensor cores and BLAS sum it, and a sum of 16-bit
+    numbers too. d_from_p: D is the sum of P dP, not of dO O: the same, but for rounding. in_turn: q.k is summed from the first column to
+    the last, where BLAS may have several sums at a time."""
+    work = torch.float32 if dtype in HALF else dtype
+    r: Callable[[Tensor], Tensor] = (lambda t: t.to(dtype).to(work)) if dtype in HALF else (lambda t: t)
+    q, k, v, dout, dlse = (t.to(work) for t in (x.q, x.k, x.v, x.dout, x.dlse))
+    (b, h, sq, d), (hkv, sk), dv = q.shape, k.shape[1:3], v.shape[3]
+    grouped, scores = (b, hkv, h // hkv * sq), (b, h, sq, sk)  # the query heads of a key head are rows of one product
+
+    # Scores
+    rows = q.reshape(*grouped, d)
+    product = r((_one_by_one(rows, k) if in_turn else rows @ k.transpose(2, 3)).view(scores))
+    s = scaled = r(product * x.scale)
+    slope = None
+    if x.softcap:
+        ratio = r(torch.tanh(r(scaled / x.softcap)))
+        s = r(x.softcap * ratio)
+        slope = 1 - ratio * ratio
+    if x.hyperbolic:
+        beta, shift = x.hyperbolic
+        far = scaled < -1
+        y = torch.where(far, -scaled, 2.0)
+        s = r(r(-beta * torch.where(far, r(torch.acosh(y)), 0.0)) - shift)
+        s = torch.where(scaled.isnan(), scaled, s)
+        slope = torch.where(far, beta / torch.sqrt((y - 1) * (y + 1)), 0.0)
+    if x.slopes is not None:
+        s = r(s - x.slopes.to(work) * x.distance.to(work))
+    if x.bias is not None:
+        s = r(s + x.bias.to(work))
+    s = torch.where(x.seen, s, -torch.inf)
+
+    # Softmax: measured against the largest score, a row of none against 0
+    sink = None if x.sinks is None else x.sinks.to(work).view(1, h, 1, 1)
+    m = s.amax(3, keepdim=True) if sk else s.new_full((b, h, sq, 1), -torch.inf)
+    if sink is not None:
+        m = torch.maximum(m, sink)
+    m = torch.where(m == -torch.inf, 0.0, m)
+    e = torch.exp(s - m)
+    total = e.sum(3, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - m)
+    lse = m + torch.log(total)
+    p = r(torch.where(total == 0, 0.0, e / total))
+    kept = p if x.keep is None else r(p * x.keep / x.keep_rate)
+    out = r((kept.reshape(*grouped, sk) @ v).view(b, h, sq, dv))
+
+    # Gradients
+    dp = (dout.reshape(*grouped, dv) @ v.transpose(2, 3)).view(scores)
+    dp = r(dp) if x.keep is None else r(r(dp) * x.keep / x.keep_rate)
+    delta = (p * dp if d_from_p else dout * out).sum(3, keepdim=True)
+    ds = r(p * (dp - delta + dlse[..., None]))
+    dx = ds if slope is None else r(ds * slope)
+    dx = r(dx * x.scale).reshape(*grouped, sk)
+    results = {"out": out, "lse": lse[..., 0], "dq": r((dx @ k).view(b, h, sq, d))}
+    results["dk"] = r(dx.transpose(2, 3) @ rows)
+    results["dv"] = r(kept.reshape(*grouped, sk).transpose(2, 3) @ dout.reshape(*grouped, dv))
+    if x.bias is not None:
+        axes = [i for i in range(4) if x.bias.shape[i] == 1]
+        total_ds = ds.sum(dim=axes, keepdim=True) if axes else ds
+        results["dbias"] = total_ds.to(x.bias.dtype).to(work) if x.bias.dtype in HALF and dtype in HALF else total_ds
+    if sink is not None:
+        share = torch.exp(sink - lse)
+        results["dsinks"] = (share * (dlse[..., None] - delta)).sum(dim=(0, 2, 3))
+    return results

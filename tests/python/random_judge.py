@@ -1,0 +1,175 @@
+"""Holds the results of a random call to the accuracy clause of docs/semantics.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from random_dense import Dense
+from random_draw import DTYPES, Call
+from random_formulas import HALF, Results, evaluate
+
+FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
+ORDERS = 12  # in which the formulas are summed, beside their own: one may meet a small error by chance
+DRAWS = 12  # of calls of the same kind, where that is so of the whole call
+
+
+def magnitude(t: Tensor) -> float:
+    """Of the largest number."""
+    t = t.double()
+    return float(torch.where(t.isfinite(), t.abs(), 0.0).max()) if t.numel() else 0.0
+
+
+def error(t: Tensor, ref: Tensor) -> float:
+    """The largest difference; infinite where one is no number, or infinite, and the other is not the same."""
+    if not t.numel():
+        return 0.0
+    t, ref = t.double(), ref.double()
+    same = (t == ref) | (t.isnan() & ref.isnan())
+    return float(torch.where(same, 0.0, (t - ref).abs()).nan_to_num(nan=math.inf).max())
+
+
+def ulp(dtype: torch.dtype, size: float) -> float:
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(size)) if size else 0.0
+
+
+def _ordered(ref: Results, keys: Tensor, dims: Tensor) -> Results:
+    found = {name: ref[name] for name in ("out", "lse") if name in ref}
+    found |= {"dq": ref["dq"][..., dims], "dk": ref["dk"][:, :, keys][..., dims], "dv": ref["dv"][:, :, keys]}
+    if "dbias" in ref:
+        found["dbias"] = ref["dbias"][..., keys] if ref["dbias"].shape[-1] > 1 else ref["dbias"]
+    return found | {name: ref[name] for name in ("dsinks",) if name in ref}
+
+
+class Judge:
+    """float32 (float64): within max(1e-6 (1e-12) of max|ref|, twice the error of the formulas in that precision); float16 and bfloat16: within
+    twice that error and one ulp of the output; lse, which is float32 there, within 1e-4 of max|ref| besides, or twice the formulas' error in
+    float32. The formulas' error is the largest over orders of summation and calls of the same kind, looked at one after another until the results
+    are within the bound: what is within a smaller one is within the largest."""
+
+    def __init__(self, call: Call, flushed: float = 0.0):
+        """flushed: gradients smaller than this may be 0."""
+        self.call, self.flushed = call, flushed
+        self.dtype = DTYPES[call.words["dtype"]]
+        self.ref = evaluate(call.dense, torch.float64)
+        gross = self._gross()
+        # A gradient that vanishes identically (every row sees one key: P = 1, dP = D) is measured by the terms that cancel.
+        self.vanishing = {name for name, size in gross.items() if magnitude(self.ref[name]) < 1e-9 * size}
+        self.size = {name: gross[name] if name in self.vanishing else magnitude(t) for name, t in self.ref.items()}
+        # float64 too rounds terms before they cancel, and scores of the size of LSE.
+        lse = min(max(self.size["lse"], 1.0), 1e5)
+        self.rounding = {name: 4 * torch.finfo(torch.float64).eps * lse * gross.get(name, size) for name, size in self.size.items()}
+        self.plain = dict.fromkeys(self.ref, 0.0)  # the formulas' error, so far
+        self.plain_lse = 0.0  # in float32
+        self._more = self._measure()
+
+    def _gross(self) -> dict[str, float]:
+        """The size of the terms dP and D whose difference makes these gradients."""
+        x = self.call.dense
+        d = magnitude((x.dout.double() * self.ref["out"]).sum(-1))
+        gross = {"dq": abs(x.scale) * d * magnitude(x.k), "dk": abs(x.scale) * d * magnitude(x.q), "dbias": d}
+        return {name: size for name, size in gross.items() if name in self.ref}
+
+    def _variants(self) -> Iterator[tuple[Dense, Results, bool]]:
+        """Problems, what comes out of them, and whether q.k is summed in turn."""
+        dense = self.call.dense
+        yield dense, self.ref, False
+        yield dense, self.ref, True
+        for seed in range(ORDERS):
+            x, keys, dims = dense.ordered(seed)
+            yield x, _ordered(self.ref, keys, dims), bool(seed % 2)
+        for seed in range(DRAWS):
+            other = dense.shuffled(seed)
+            yield other, evaluate(other, torch.float64), bool(seed % 2)
+
+    def _measure(self) -> Iterator[None]:
+        dtype = self.dtype
+        for x, ref, in_turn in self._variants():
+            if dtype in HALF:
+                self.plain_lse = max(self.plain_lse, error(evaluate(x, torch.float32, in_turn=in_turn)["lse"], ref["lse"]))
+            for d_from_p in (True, False):
+                errors = {name: error(t, ref[name]) for name, t in evaluate(x, dtype, d_from_p, in_turn).items()}
+                if dtype in HALF and not all(map(math.isfinite, errors.values())):  # they overflow: no yardstick
+                    dtype = torch.float32
+                    errors = {name: error(t, ref[name]) for name, t in evaluate(x, dtype, d_from_p, in_turn).items()}
+                self.plain = {name: max(self.plain[name], error) for name, error in errors.items()}
+                yield
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of a result, by the contract."""
+        if name in ("dbias", "dsinks"):
+            return self.call.options[name[1:]].dtype
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return wide if name == "lse" else self.dtype
+
+    def allowed(self, name: str) -> float:
+        size = self.size[name]
+        bound = max(FLOOR[self.dtype] * size, 2 * self.plain[name])
+        if self.dtype == torch.float64:
+            bound = max(bound, self.rounding[name])
+        if self.dtype in HALF:
+            bound += ulp(
+                self.dtype if name in self.vanishing else self.dtype_of(name), size
+            )  # what cancels there carries the rounding of O
+            if name == "lse":
+                bound = min(bound, max(1e-4 * size, 2 * self.plain_lse))
+        return bound if name in ("out", "lse") else max(bound, self.flushed)
+
+    def _dense(self, name: str, t: Tensor) -> Tensor:
+        """A result in the axes of the formulas'; where packed sequences have no token, what these have."""
+        packing = self.call.packing
+        if name in ("dbias", "dsinks"):
+            return t
+        if packing is None:
+            return t.transpose(1, 2) if name != "lse" and self.call.options.get("layout") == "bshd" else t
+        keys, ref = name in ("dk", "dv"), self.ref[name]
+        if name == "lse":
+            return packing.dense(t.T[..., None], keys, ref[..., None])[..., 0]
+        return packing.dense(t, keys, ref)
+
+    def _behind(self, name: str, t: Tensor) -> Tensor:
+        """Of tokens of no sequence."""
+        packing = self.call.packing
+        if packing is None or name in ("dbias", "dsinks"):
+            return t[:0]
+        first = sum(packing.lengths_k if name in ("dk", "dv") else packing.lengths_q)
+        return t[:, first:] if name == "lse" else t[first:]
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        call, options = self.call, self.call.options
+        like = {"dq": call.q, "dk": call.k, "dv": call.v, "out": call.dout} | {
+            "d" + x: options[x] for x in ("bias", "sinks") if x in options
+        }
+        if name != "lse":
+            return tuple(like[name].shape)
+        if call.packing:
+            return call.q.shape[1], call.q.shape[0]
+        return tuple(self.ref["lse"].shape)
+
+    def faults(self, results: Results) -> list[str]:
+        found, errors = [], {}
+        empty = self.ref["lse"] == -torch.inf if self.call.dense.sinks is None else None
+        for name, t in results.items():
+            if t.dtype != self.dtype_of(name):
+                found.append(f"{name} is {t.dtype}, not {self.dtype_of(name)}")
+            if tuple(t.shape) != self.shape_of(name):
+                found.append(f"{name} has shape {tuple(t.shape)}, not {self.shape_of(name)}")
+                continue
+            dense = self._dense(name, t)
+            errors[name] = error(dense, self.ref[name])
+            if (self._behind(name, t) != (-torch.inf if name == "lse" else 0)).any():
+                found.append(f"{name} is not empty behind the last sequence")
+            if empty is not None and name in ("out", "dq") and (dense[empty] != 0).any():
+                found.append(f"{name} is not 0 in a row that sees no key")
+        while any(not off <= self.allowed(name) for name, off in errors.items()):
+            try:
+                next(self._more)
+            except StopIteration:
+                break
+        for name, off in errors.items():
+            if not off <= self.allowed(name):
+                found.append(f"{name}: error {off:.3g}, allowed {self.allowed(name):.3g}, max|ref| {self.size[name]:.3g}")
+        return found

@@ -1,0 +1,66 @@
+"""Calls drawn at random from all that the contract allows, beside formulas of their own: random_draw.py draws them, random_formulas.py are the
+formulas, random_judge.py holds the results to the accuracy clause. random_call.py makes one of them again."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from device import DEVICE
+from random_call import drawn, engines, faults, replay
+from random_dense import dropout_keeps
+from random_draw import CALLS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
+import philox
+
+CALLS_A_TEST = 25
+TESTS = 80 * (10 if os.environ.get("STROBE_TRIPLES") else 1)
+
+
+@pytest.mark.parametrize("first", range(0, TESTS * CALLS_A_TEST, CALLS_A_TEST))
+def test_random_calls(first):
+    found = []
+    for number in range(first * CALLS, (first + CALLS_A_TEST) * CALLS, CALLS):  # each with options of its own
+        call = drawn(number)
+        wrong = faults(call, engines(call))
+        if wrong:
+            found += [f"{replay(number, None, False)}", f"  {call}", *(f"  {fault}" for fault in wrong)]
+    assert not found, "\n".join(found)
+
+
+def test_a_number_is_one_call():
+    for number in range(0, 40 * CALLS, CALLS):
+        first, second = drawn(number), drawn(number)
+        assert str(first) == str(second)
+        for name in ("q", "k", "v", "dout"):
+            one, other = getattr(first, name), getattr(second, name)
+            assert one.stride() == other.stride()
+            assert torch.equal(one.nan_to_num(nan=7), other.nan_to_num(nan=7))
+
+
+def test_what_is_drawn_holds_every_option():
+    words = [drawn(number).words for number in range(0, 400 * CALLS, CALLS)]
+    for name in ("dtype", "packed", "band", "alignment", "score", "alibi", "mask", "sinks", "layout", "spoil", "length", "aligned"):
+        assert len({x[name] for x in words}) >= 2, name
+    assert {x["dtype"] for x in words} == {"float64", "float32", "float16", "bfloat16"}
+    assert {x["score"] for x in words} == {"dot", "softcap", "hyperbolic"}
+    assert any(x["d"] != x["dv"] for x in words)
+    assert any(x["h"] != x["hkv"] for x in words)
+    assert any(x["scale"] == 0 for x in words)
+    assert any(x["scale"] and x["scale"] < 0 for x in words)
+    assert all(any(x[name] for x in words) for name in ("blocks", "tile", "dropout"))
+    assert {flag for x in words for flag in x["flags"]} == {"deterministic", "exact_max", "check"}
+    assert max(max(x["sq"], x["sk"]) for x in words) > 4096
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 37, 50), (1, 1, 1, 1), (1, 2, 16, 33)])
+def test_dropout_by_groups_is_the_contracts(shape):
+    options = {"dropout": 0.3, "seed": -5, "offset": 2**35 + 3}
+    keep, rate = dropout_keeps(options, *shape, DEVICE)
+    assert torch.equal(keep.cpu(), torch.from_numpy(philox.keep(shape, 0.3, 2**64 - 5, 2**35 + 3)))
+    assert rate == 179 / 256
