@@ -199,7 +199,7 @@ template <BackwardConfig C> struct Backward {
       scores.template clean_keys<true>(columns_of_k(), kTileK * kRowBytes);
 #pragma unroll
       for (int block = 0; block < C.columns_v() / 64; ++block)
-        scores.template clean_keys<false>(shared.v + (block * kTileK + 64 * w) * kRowBytes, 64 * kRowBytes);
+        scores.template clean_keys<false>(shared.v + (block * kTileK + 64 * w) * kRowBytes, 64 * kRowBytes, 64 * w);
       scores.together();
     }
 

@@ -257,19 +257,23 @@ public:
     together();
   }
   // K of keys that someone sees shows in LSE, V in O and so in D. What is not finite becomes 0 in V, and in K, which may yet make a score
-  // of -inf, the largest number. kLargest: of these bytes.
-  template <bool kLargest> __device__ __forceinline__ void clean_keys(u32 base, int bytes) const {
+  // of -inf, the largest number. Keys beyond the sequence become 0: they may be so large that dP is not finite. kLargest: of these bytes,
+  // whose first row is key `first` of the tile.
+  template <bool kLargest> __device__ __forceinline__ void clean_keys(u32 base, int bytes, int first = 0) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     if (!F.band && !kHides && keys.begin + C.tile_k() <= keys.seqlen_k) return; // nothing is hidden
+    const int there = keys.seqlen_k - keys.begin - first;
 #pragma unroll 4
     for (int i = 16 * (32 * warp + lane); i < bytes; i += 16 * 128) {
       u32 x[4], bad[4];
       load_shared(x, base + i);
+      const bool absent = i / (int)kRowBytes % C.tile_k() >= there;
 #pragma unroll
       for (int k = 0; k < 4; ++k) bad[k] = tile::not_finite<T>(x[k]);
-      if (!(bad[0] | bad[1] | bad[2] | bad[3])) continue;
+      if (!(bad[0] | bad[1] | bad[2] | bad[3] | absent)) continue;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
+        if (absent) x[k] = 0, bad[k] = 0;
         const u32 all = tile::spread(bad[k]);
         x[k] = (x[k] & (~all | 0x80008000u)) | (kLargest ? all & (0x7FFF7FFFu - tile::Exponent<T>::kUnit) : 0);
       }

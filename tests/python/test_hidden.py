@@ -57,8 +57,39 @@ def test_padding_behind_packed_tokens(function, added, dtype, d, dv, causal, eng
     inputs = call(sq=125, sk=161, d=d, dv=dv, dtype=dtype, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, dlse=False, **options)
     if function == "hyperbolic":
         inputs.q[..., 0], inputs.k[..., 0] = -20, 20
-    for t, end in ((inputs.q, 85), (inputs.k, 130), (inputs.v, 130), (inputs.dout, 85)):
-        t[end:] = NAN
+    for behind in (NAN, torch.finfo(dtype).max):
+        for t, end in ((inputs.q, 85), (inputs.k, 130), (inputs.v, 130), (inputs.dout, 85)):
+            t[end:] = behind
+        assert_clean(inputs, engine)
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("what", ["k", "v"])
+@pytest.mark.parametrize("how", ["mask", "bias", "causal", "packed"])
+def test_largest_numbers(how, what, dtype, engine):
+    """A product with the largest number there is may overflow, and be rounded to infinity before."""
+    hidden = torch.arange(64).view(1, 1, 1, 64) >= 40
+    options = {
+        "mask": {"mask": ~hidden},
+        "bias": {"bias": torch.zeros(1, 1, 1, 64).masked_fill(hidden, -INF)},
+        "causal": {"causal": True, "alignment": "top_left"},
+        "packed": {"cu_seqlens_q": torch.tensor([0, 40]), "cu_seqlens_k": torch.tensor([0, 40])},
+    }[how]
+    options = {name: x.int() if name.startswith("cu_") else x for name, x in options.items()}
+    inputs = call(sq=40, sk=64, d=64, dtype=dtype, **options)
+    getattr(inputs, what)[(slice(40, None),) if how == "packed" else (..., slice(40, None), slice(None))] = torch.finfo(dtype).max
+    assert_clean(inputs, engine)
+
+
+@engines
+@dtypes
+@pytest.mark.parametrize("what", ["q", "dout"])
+@pytest.mark.parametrize("options", [{}, {"bias": torch.zeros(1, 1, 1, 1)}, {"softcap": 20.0}], ids=str)
+def test_a_query_that_sees_a_sink_alone(options, what, dtype, engine):
+    """Its LSE is the sink, whatever the query is."""
+    inputs = call(sq=100, sk=40, d=64, dtype=dtype, causal=True, sinks=torch.tensor([0.5, -2.0]), **options)
+    getattr(inputs, what)[..., :60, :] = NAN
     assert_clean(inputs, engine)
 
 
