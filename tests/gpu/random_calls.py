@@ -1,8 +1,10 @@
-"""Random calls on the engines of a GPU, option sets drawn anew in each run: python tests/gpu/random_calls.py [--seed N] [--seconds T] [--sets N].
+"""Random calls on the engines of a GPU, with sets of options drawn anew in each run:
 
-What decides what a kernel is compiled for is drawn once for several calls, a set. As many processes as there are cores, spread over the GPUs,
-take a set each: they compile its kernels, make its calls, and judge them by formulas in float64 on the GPU. A process that crashes or hangs
-is replaced, and the call that it died of is wrong. The counts go to tests/gpu-record.json, where runs on the same sources add up."""
+python tests/gpu/random_calls.py [--seed N] [--seconds T] [--sets N] [...]
+
+What decides what a kernel is compiled for is drawn once for several calls, a set. As many processes as there are cores, spread over the
+GPUs, take a set each: they compile its kernels, make its calls, and judge them by formulas in float64 on the GPU. A process that crashes or
+hangs is replaced, and the call that it died of is wrong. The counts go to tests/gpu-record.json, where runs on the same sources add up."""
 
 from __future__ import annotations
 

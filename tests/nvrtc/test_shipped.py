@@ -49,7 +49,7 @@ SPILLS = {
 
 
 def shipped() -> list[Job]:
-    """The table of `strobe prewarm`: of an H200 what differs in more than the dtype or a width, and some of another GPU; the rest takes long."""
+    """Of the table of `strobe prewarm` Hopper's part, where it differs in more than dtype or width, and some of another GPU's; or all."""
     if LONG:
         return list(jobs(ARCHS, None, None, None)) + list(jobs(OLD_ARCHS, None, ("float32", "float64"), None))
     usual = ("plain", "causal")

@@ -355,7 +355,7 @@ def _spoil(
     values: _Values, s: Shape, packing: Packing | None, seen: Tensor,
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """What nobody may read holds no numbers: keys that no query sees, tokens of no sequence, queries that see nothing, places of the bias."""
+    """What nobody may read holds no numbers: keys that no query sees, tokens of no sequence, queries without keys, parts of the bias."""
     full = seen.expand(s.b, s.h, s.sq, s.sk)
     unread = ~full.view(s.b, s.hkv, s.h // s.hkv, s.sq, s.sk).any(3).any(2) if s.sq else torch.ones(s.b, s.hkv, s.sk, dtype=torch.bool)
     empty = ~full.any(3) if s.sk else torch.ones(s.b, s.h, s.sq, dtype=torch.bool)

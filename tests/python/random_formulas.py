@@ -15,16 +15,19 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def _in_runs(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T, summed up over 32 columns at a time, as blocked products are."""
+    """q k^T, column by column, and summed up over 32 of them at a time, as blocked products are."""
     s = torch.zeros(*q.shape[:-1], k.shape[2], dtype=q.dtype, device=q.device)
     for part_q, part_k in zip(q.split(32, 3), k.split(32, 3), strict=True):
-        s += part_q @ part_k.transpose(2, 3)
+        run = torch.zeros_like(s)
+        for c in range(part_q.shape[3]):
+            run.addcmul_(part_q[..., c, None], part_k[..., None, :, c])
+        s += run
     return s
 
 
 def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool = False) -> Results:
     """dtype: of each step's result. A product of 16-bit matrices is summed in float32, as tensor cores and BLAS sum it, and a sum of 16-bit
-    numbers too. d_from_p: D is the sum of P dP, not of dO O: the same, but for rounding. in_runs: q.k is summed up over 32 columns at a time."""
+    numbers too. d_from_p: D is the sum of P dP, not of dO O: the same, but for rounding. in_runs: q.k is summed in runs of 32 columns."""
     work = torch.float32 if dtype in HALF else dtype
     r: Callable[[Tensor], Tensor] = (lambda t: t.to(dtype).to(work)) if dtype in HALF else (lambda t: t)
     q, k, v, dout, dlse = (t.to(work) for t in (x.q, x.k, x.v, x.dout, x.dlse))
