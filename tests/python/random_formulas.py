@@ -78,7 +78,7 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
     ds = r(p * (dp - delta + dlse[..., None]))
     dx = ds if slope is None else r(ds * slope)
     dx = r(dx * x.scale).reshape(*grouped, sk)
-    results = {"out": out, "lse": lse[..., 0], "dq": r((dx @ k).view(b, h, sq, d))}
+    results = {"out": out, "lse": r(lse[..., 0]), "dq": r((dx @ k).view(b, h, sq, d))}
     results["dk"] = r(dx.transpose(2, 3) @ rows)
     results["dv"] = r(kept.reshape(*grouped, sk).transpose(2, 3) @ dout.reshape(*grouped, dv))
     if x.bias is not None:
@@ -87,5 +87,5 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
         results["dbias"] = total_ds.to(x.bias.dtype).to(work) if x.bias.dtype in HALF and dtype in HALF else total_ds
     if sink is not None:
         share = torch.exp(sink - lse)
-        results["dsinks"] = (share * (dlse[..., None] - delta)).sum(dim=(0, 2, 3))
+        results["dsinks"] = r(share * (dlse[..., None] - delta)).sum(dim=(0, 2, 3))
     return results
