@@ -18,7 +18,7 @@ NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src p
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-cpp test-python test-long test-emulated test-gpu sanitize bench-gpu bench-report prewarm lint format sanitize-cpu cross bench wheel clean
+.PHONY: help setup train test test-cpp test-python test-long test-emulated test-gpu test-gpu-random sanitize bench-gpu bench-report prewarm lint format sanitize-cpu cross bench wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -68,8 +68,9 @@ test-cpp: $(VENV)/.python
 test-python: setup
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-test-long: setup ## all triples of the contract's options, computed and compiled; takes hours
-	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py tests/python/test_shapes.py tests/nvrtc $(ARGS)
+test-long: setup ## all triples of the contract's options, computed and compiled, every GPU's kernels, more random calls; takes hours
+	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py tests/python/test_shapes.py \
+	  tests/python/test_random.py tests/nvrtc $(ARGS)
 
 test-emulated: setup ## the contract and the ladder on an emulated GPU; ARGS=... for pytest
 	$(CMAKE) -S . -B build/cpp -G Ninja
@@ -92,6 +93,9 @@ prewarm: setup ## compile the shipped kernels for ARCHS="80 90 120" into STROBE_
 
 test-gpu: setup ## the contract on a GPU, recorded in tests/gpu-record.json
 	$(BIN)/python tests/gpu/record.py $(ARGS)
+
+test-gpu-random: setup ## random calls on GPUs, added to tests/gpu-record.json; ARGS="--seconds 480 --seed N"
+	$(BIN)/python tests/gpu/random_calls.py $(ARGS)
 
 sanitize: setup ## compute-sanitizer over a cover of the contract on a GPU
 	$(BIN)/python tests/gpu/sanitize.py $(ARGS)

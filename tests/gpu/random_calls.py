@@ -1,8 +1,10 @@
-"""Random calls on the engines of a GPU, option sets drawn anew in each run: python tests/gpu/random_calls.py [--seed N] [--seconds T] [--sets N].
+"""Random calls on the engines of a GPU, with sets of options drawn anew in each run:
 
-What decides what a kernel is compiled for is drawn once for several calls, a set. As many processes as there are cores, spread over the GPUs,
-take a set each: they compile its kernels, make its calls, and judge them by formulas in float64 on the GPU. A process that crashes or hangs
-is replaced, and the call that it died of is wrong. The counts go to tests/gpu-record.json, where runs on the same sources add up."""
+python tests/gpu/random_calls.py [--seed N] [--seconds T] [--sets N] [...]
+
+What decides what a kernel is compiled for is drawn once for several calls, a set. As many processes as there are cores, spread over the
+GPUs, take a set each: they compile its kernels, make its calls, and judge them by formulas in float64 on the GPU. A process that crashes or
+hangs is replaced, and the call that it died of is wrong. The counts go to tests/gpu-record.json, where runs on the same sources add up."""
 
 from __future__ import annotations
 
@@ -28,7 +30,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
 
 CALLS_A_SET = 4
 SETS_A_SEED = 1 << 20
-END = "end"
 
 
 # A worker: reads numbers of sets, writes a line of JSON for each event
@@ -90,7 +91,9 @@ class Tally:
                 print(event["replay"], f"  {event['call']}", *(f"  {fault}" for fault in event["faults"]), sep="\n", flush=True)
 
     def died(self, number: int, how: str) -> None:
-        self.judged({"runs": [], "faults": [how], "replay": f"python tests/python/random_call.py {number} --gpu", "call": ""})
+        from random_call import replay
+
+        self.judged({"runs": [], "faults": [how], "replay": replay(number, None, True), "call": ""})
 
 
 class Worker:
@@ -153,45 +156,60 @@ def attend(index: int, sets: Sets, tally: Tally, calls: int, patience: float, de
         while (asked := sets.draw()) is not None:
             if worker is None:
                 worker = Worker(index, calls)
+                if not started(worker, tally, deadline):
+                    return
             worker.ask(asked)
             if not follow(worker, asked, tally, patience, deadline):
                 worker.end()
                 worker = None
-                if time.monotonic() >= deadline:
-                    return
     finally:
         if worker:
             worker.end()
 
 
+def started(worker: Worker, tally: Tally, deadline: float) -> bool:
+    with contextlib.suppress(Empty):
+        if (event := worker.next_event(deadline - time.monotonic())) and "ready" in event:
+            tally.device = event["ready"]
+            return True
+        print(f"a worker ended with status {worker.status()} before its first call", file=sys.stderr, flush=True)
+    return False
+
+
 def follow(worker: Worker, asked: int, tally: Tally, patience: float, deadline: float) -> bool:
-    """Through one set; whether the worker can take another one."""
+    """Through one set; whether the worker can take another one. What is under way at the deadline counts as nothing."""
     number = None
     while True:
         try:
             event = worker.next_event(min(patience, deadline - time.monotonic()))
         except Empty:
-            if time.monotonic() < deadline:
-                tally.died(-1 if number is None else number, f"no answer for {patience:.0f} s")
+            if time.monotonic() < deadline and number is not None:
+                tally.died(number, f"no answer for {patience:.0f} s")
             return False
         if event is None:
-            status = worker.status()
-            if status or number is not None:
-                tally.died(-1 if number is None else number, f"the process ended with status {status}")
+            if number is not None:
+                tally.died(number, f"the process ended with status {worker.status()}")
             return False
-        if "ready" in event:
-            tally.device = event["ready"]
-        elif "begins" in event:
+        if "begins" in event:
             number = event["begins"]
         elif "left_out" in event:
             number, tally.left_out = None, tally.left_out + 1
         elif "number" in event:
             number = None
             tally.judged(event)
-        elif event.get(END) == asked:
+        elif event.get("end") == asked:
             with tally.lock:
                 tally.option_sets += 1
             return True
+
+
+def cores() -> int:
+    """As many as this process may use, a container's quota regarded."""
+    found = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        found = min(found, max(1, quota // period))
+    return found
 
 
 def run(seed: int, seconds: float, most: int, workers: int, calls: int, patience: float) -> tuple[Tally, float]:
@@ -217,7 +235,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=480, help="after which all has ended")
     parser.add_argument("--sets", type=int, default=SETS_A_SEED, help="of options, at most")
     parser.add_argument("--calls", type=int, default=CALLS_A_SET, help="of a set")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=cores(), help="by default as many as there are cores")
     parser.add_argument("--patience", type=float, default=120, help="seconds that a call, its kernels compiled, may take")
     parser.add_argument("--record", type=Path, help="by default tests/gpu-record.json; nothing is recorded of the emulated GPU")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)

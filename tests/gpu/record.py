@@ -91,9 +91,7 @@ def check() -> int:
         print(f"{RECORD.name} has no random calls of today's sources; run make test-gpu-random")
         return 1
     if drawn["wrong"] or drawn["option_sets"] < LEAST_OPTION_SETS:
-        print(
-            f"{RECORD.name}: {drawn['option_sets']} option sets of random calls, at least {LEAST_OPTION_SETS} wanted; {drawn['wrong']} wrong"
-        )
+        print(f"{RECORD.name}: {drawn['option_sets']} option sets of random calls, of {LEAST_OPTION_SETS}; {drawn['wrong']} wrong")
         return 1
     print(f"{record['passed']} passed, {record['skipped']} skipped on {record['device']}, {record['date']}")
     print(f"{drawn['calls']} random calls with {drawn['option_sets']} option sets on {drawn['device']}, none wrong")

@@ -1,7 +1,7 @@
 """The kernels that ship compile for GPUs that are not here, without spills: each feature alone, and every pair of options.
 
 They come from the cache of earlier runs (STROBE_CACHE_DIR) where nothing that they are made of has changed. With STROBE_TRIPLES=1 (make
-test-long) every triple, and fp64 and the oldest GPUs in full.
+test-long) every triple, the whole table, and GPUs older and newer than the two that are compiled for here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from strobe.cli.prewarm import Job, jobs
 
 LONG = bool(os.environ.get("STROBE_TRIPLES"))
 ARCHS = (80, 90, 120)
+OTHER = 80  # beside 90 where not all of them are compiled for
 OLD_ARCHS = (61, 70)  # NVRTC 12 compiles for them
 
 # Bytes of local memory, stores and loads, that the worst kernel of a template is known to take; docs/performance.md says where it matters.
@@ -48,17 +49,20 @@ SPILLS = {
 
 
 def shipped() -> list[Job]:
-    """The table of `strobe prewarm`."""
-    found = list(jobs(ARCHS, None, ("bfloat16", "float16", "float32"), None))
+    """Of the table of `strobe prewarm` Hopper's part, where it differs in more than dtype or width, and some of another GPU's; or all."""
     if LONG:
-        return found + list(jobs(ARCHS, None, ("float64",), None)) + list(jobs(OLD_ARCHS, None, ("float32", "float64"), None))
-    fp64 = jobs((90,), (64, 128, 256), ("float64",), ("plain", "causal"))
-    return (
-        found
-        + list(fp64)
-        + list(jobs((90,), (64,), ("float64",), None))
-        + list(jobs(OLD_ARCHS, (64, 128), ("float32",), ("plain", "dropout")))
-    )
+        return list(jobs(ARCHS, None, None, None)) + list(jobs(OLD_ARCHS, None, ("float32", "float64"), None))
+    usual = ("plain", "causal")
+    return [
+        *jobs((90,), None, ("bfloat16",), None),
+        *jobs((90,), (64, 128), ("float16",), usual),
+        *jobs((90,), (64, 128, 256), ("float32",), usual),
+        *jobs((90,), (64,), ("float32",), None),
+        *jobs((90,), (64, 256), ("float64",), ("plain",)),
+        *jobs((OTHER,), (128,), ("bfloat16",), None),
+        *jobs((OTHER,), (64, 256), ("bfloat16",), ("plain",)),
+        *jobs((OTHER,), (64,), ("float32",), ("causal", "bias", "dropout", "deterministic")),
+    ]
 
 
 def check(arch: int, kernels: Iterable[Kernel]) -> None:
@@ -77,7 +81,7 @@ def test_ships(job):
 
 
 FACTORS: dict[str, list[Any]] = {
-    "arch": [90, 80, 120],
+    "arch": [90, OTHER, 120] if LONG else [90, OTHER],
     "dtype": ["bfloat16", "float16", "float32", "float64"],
     "dims": [(64, 64), (128, 128), (32, 32), (80, 80), (96, 40), (192, 128), (256, 256), (7, 5)],
     "band": ["causal", "full", "window"],

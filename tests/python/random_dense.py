@@ -1,4 +1,4 @@
-"""A call as one dense problem for formulas, whatever it is packed in: axes (batch, head, query, key), shorter sequences padded with zeros."""
+"""A call as one dense problem for formulas, however it is packed: axes (batch, head, query, key), shorter sequences padded with zeros."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def visible(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packing 
 
 
 def dropout_keeps(options: dict[str, Any], b: int, h: int, sq: int, sk: int, device: Any) -> tuple[Tensor | None, float]:
-    """What dropout keeps, and its share. A call of Philox serves a group of 4 x 4, which lies in a block of 16 x 16 as the contract says."""
+    """What dropout keeps, and its share. A call of Philox serves a group of 4 x 4, which lie in a block of 16 x 16 as the contract says."""
     if not options.get("dropout"):
         return None, 1.0
     seed, offset = options["rng"].tolist() if "rng" in options else (options["seed"], options["offset"])
@@ -163,8 +163,8 @@ class Dense:
         )  # fmt: skip
 
     def ordered(self, seed: int) -> tuple[Dense, Tensor, Tensor]:
-        """The same with keys and head dimensions in other orders, which are given: sums then have another order. In odd ones a head dimension
-        stays near its place, so that a large one at the front, as points of a hyperboloid have, comes early."""
+        """The same with keys and head dimensions in other orders, which are given: sums then have another order. In odd ones a head
+        dimension stays near its place, so that a large one at the front, as points of a hyperboloid have, comes early."""
         g = torch.Generator().manual_seed(seed)
         keys, dims = (torch.randperm(n, generator=g) for n in (self.k.shape[2], self.q.shape[3]))
         if seed % 2:

@@ -75,6 +75,10 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
     sign = _one(rng, {1: 0.75, -1: 0.25})
     own = sign * round(_log_uniform(rng, 0.02, 1.5), 4)
     o["scale"] = _one(rng, {None: 0.6, 0.0: 0.03, own: 0.3, 4.0 * sign / math.sqrt(o["d"]): 0.07})
+    if o["score"] == "hyperbolic":
+        # Where x is about -1 its last bit decides of the derivative, from 0 to as large as can be: points on a line often meet, and a scale
+        # below 1 takes others there.
+        o["d"], o["scale"] = max(o["d"], 8), _one(rng, {None: 0.7, 1.5: 0.2, -0.5: 0.1})
     o["alibi"] = _one(rng, {None: 0.75, "H": 0.15, "BH": 0.1})
     o["bias"] = _one(rng, {None: 0.68, "own": 0.2, "float32": 0.12})
     if o["bias"] and o["dtype"] == "float64":
@@ -275,14 +279,14 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
         options |= {"max_seqlen_q": s.sq, "max_seqlen_k": s.sk}
 
     # Tensors, as the caller stores them
-    large = rng.choice([0.1, 1.0, 1.0, 1.0, 1.0, 3.0])
+    points = o["score"] == "hyperbolic"
+    large = rng.choice([1.0, 1.0, 3.0] if points else [0.1, 1.0, 1.0, 1.0, 1.0, 3.0])
 
     def tokens(heads: int, length: int, total: int, width: int, make: Callable[[Tensor], Tensor]) -> Tensor:
         x = values.normal(total, heads, width) if packing else values.normal(s.b, heads, length, width)
         return values.stored(make(x).to(dtype), o["aligned"])
 
     mean = rng.choice([0.0, 0.0, 1.0])
-    points = o["score"] == "hyperbolic"
     q = tokens(s.h, s.sq, s.total_q, o["d"], lambda x: _lorentz(large * x, True) if points else large * x)
     k = tokens(s.hkv, s.sk, s.total_k, o["d"], lambda x: _lorentz(large * x, False) if points else large * x)
     v = tokens(s.hkv, s.sk, s.total_k, o["dv"], lambda x: x + mean)
@@ -355,7 +359,7 @@ def _spoil(
     values: _Values, s: Shape, packing: Packing | None, seen: Tensor,
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """What nobody may read holds no numbers: keys that no query sees, tokens of no sequence, queries that see nothing, places of the bias."""
+    """What nobody may read holds no numbers: keys that no query sees, tokens of no sequence, queries without keys, parts of the bias."""
     full = seen.expand(s.b, s.h, s.sq, s.sk)
     unread = ~full.view(s.b, s.hkv, s.h // s.hkv, s.sq, s.sk).any(3).any(2) if s.sq else torch.ones(s.b, s.hkv, s.sk, dtype=torch.bool)
     empty = ~full.any(3) if s.sk else torch.ones(s.b, s.h, s.sq, dtype=torch.bool)

@@ -1,5 +1,5 @@
-"""The formulas of docs/semantics.md, forward and every gradient, as it writes them: each a line, S and P whole, in float64 or in the precision
-of an engine. Nothing here is shared with Strobe, its reference, or the formulas of the other tests; autograd has no part in it."""
+"""The formulas of docs/semantics.md, forward and every gradient, as it writes them: a line each, S and P whole, in float64 or in the
+precision of a call. Nothing here is shared with Strobe, its reference, or the formulas of the other tests; autograd has no part in it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ Results = dict[str, Tensor]  # of "out", "lse", "dq", "dk", "dv", "dbias", "dsin
 HALF = (torch.float16, torch.bfloat16)
 
 
-def _one_by_one(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T, summed from the first column to the last."""
+def _in_runs(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T, column by column, and summed up over 32 of them at a time, as blocked products are."""
     s = torch.zeros(*q.shape[:-1], k.shape[2], dtype=q.dtype, device=q.device)
-    for c in range(q.shape[3]):
-        s.addcmul_(q[..., c, None], k[..., None, :, c])
+    for part_q, part_k in zip(q.split(32, 3), k.split(32, 3), strict=True):
+        run = torch.zeros_like(s)
+        for c in range(part_q.shape[3]):
+            run.addcmul_(part_q[..., c, None], part_k[..., None, :, c])
+        s += run
     return s
 
 
-def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_turn: bool = False) -> Results:
+def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool = False) -> Results:
     """dtype: of each step's result. A product of 16-bit matrices is summed in float32, as tensor cores and BLAS sum it, and a sum of 16-bit
-    numbers too. d_from_p: D is the sum of P dP, not of dO O: the same, but for rounding. in_turn: q.k is summed from the first column to
-    the last, where BLAS may have several sums at a time."""
+    numbers too. d_from_p: D is the sum of P dP, not of dO O: the same, but for rounding. in_runs: q.k is summed in runs of 32 columns."""
     work = torch.float32 if dtype in HALF else dtype
     r: Callable[[Tensor], Tensor] = (lambda t: t.to(dtype).to(work)) if dtype in HALF else (lambda t: t)
     q, k, v, dout, dlse = (t.to(work) for t in (x.q, x.k, x.v, x.dout, x.dlse))
@@ -34,7 +36,7 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_turn: bool
 
     # Scores
     rows = q.reshape(*grouped, d)
-    product = r((_one_by_one(rows, k) if in_turn else rows @ k.transpose(2, 3)).view(scores))
+    product = r((_in_runs(rows, k) if in_runs else rows @ k.transpose(2, 3)).view(scores))
     s = scaled = r(product * x.scale)
     slope = None
     if x.softcap:
@@ -76,7 +78,7 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_turn: bool
     ds = r(p * (dp - delta + dlse[..., None]))
     dx = ds if slope is None else r(ds * slope)
     dx = r(dx * x.scale).reshape(*grouped, sk)
-    results = {"out": out, "lse": lse[..., 0], "dq": r((dx @ k).view(b, h, sq, d))}
+    results = {"out": out, "lse": r(lse[..., 0]), "dq": r((dx @ k).view(b, h, sq, d))}
     results["dk"] = r(dx.transpose(2, 3) @ rows)
     results["dv"] = r(kept.reshape(*grouped, sk).transpose(2, 3) @ dout.reshape(*grouped, dv))
     if x.bias is not None:
@@ -85,5 +87,5 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_turn: bool
         results["dbias"] = total_ds.to(x.bias.dtype).to(work) if x.bias.dtype in HALF and dtype in HALF else total_ds
     if sink is not None:
         share = torch.exp(sink - lse)
-        results["dsinks"] = (share * (dlse[..., None] - delta)).sum(dim=(0, 2, 3))
+        results["dsinks"] = r(share * (dlse[..., None] - delta)).sum(dim=(0, 2, 3))
     return results

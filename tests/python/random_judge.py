@@ -45,10 +45,10 @@ def _ordered(ref: Results, keys: Tensor, dims: Tensor) -> Results:
 
 
 class Judge:
-    """float32 (float64): within max(1e-6 (1e-12) of max|ref|, twice the error of the formulas in that precision); float16 and bfloat16: within
-    twice that error and one ulp of the output; lse, which is float32 there, within 1e-4 of max|ref| besides, or twice the formulas' error in
-    float32. The formulas' error is the largest over orders of summation and calls of the same kind, looked at one after another until the results
-    are within the bound: what is within a smaller one is within the largest."""
+    """float32 (float64): within max(1e-6 (1e-12) of max|ref|, twice the error of the formulas in that precision); float16 and bfloat16:
+    within twice that error and one ulp of the output; lse, which is float32 there, within 1e-4 of max|ref| besides, or twice the formulas'
+    error in float32. The formulas' error is the largest over orders of summation and calls of the same kind, looked at one after another
+    until the results are within the bound: what is within a smaller one is within the largest."""
 
     def __init__(self, call: Call, flushed: float = 0.0):
         """flushed: gradients smaller than this may be 0."""
@@ -74,7 +74,7 @@ class Judge:
         return {name: size for name, size in gross.items() if name in self.ref}
 
     def _variants(self) -> Iterator[tuple[Dense, Results, bool]]:
-        """Problems, what comes out of them, and whether q.k is summed in turn."""
+        """Problems, what comes out of them, and whether q.k is summed in runs."""
         dense = self.call.dense
         yield dense, self.ref, False
         yield dense, self.ref, True
@@ -87,14 +87,14 @@ class Judge:
 
     def _measure(self) -> Iterator[None]:
         dtype = self.dtype
-        for x, ref, in_turn in self._variants():
+        for x, ref, in_runs in self._variants():
             if dtype in HALF:
-                self.plain_lse = max(self.plain_lse, error(evaluate(x, torch.float32, in_turn=in_turn)["lse"], ref["lse"]))
+                self.plain_lse = max(self.plain_lse, error(evaluate(x, torch.float32, in_runs=in_runs)["lse"], ref["lse"]))
             for d_from_p in (True, False):
-                errors = {name: error(t, ref[name]) for name, t in evaluate(x, dtype, d_from_p, in_turn).items()}
+                errors = {name: error(t, ref[name]) for name, t in evaluate(x, dtype, d_from_p, in_runs).items()}
                 if dtype in HALF and not all(map(math.isfinite, errors.values())):  # they overflow: no yardstick
                     dtype = torch.float32
-                    errors = {name: error(t, ref[name]) for name, t in evaluate(x, dtype, d_from_p, in_turn).items()}
+                    errors = {name: error(t, ref[name]) for name, t in evaluate(x, dtype, d_from_p, in_runs).items()}
                 self.plain = {name: max(self.plain[name], error) for name, error in errors.items()}
                 yield
 

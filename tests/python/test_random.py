@@ -1,5 +1,5 @@
-"""Calls drawn at random from all that the contract allows, beside formulas of their own: random_draw.py draws them, random_formulas.py are the
-formulas, random_judge.py holds the results to the accuracy clause. random_call.py makes one of them again."""
+"""Calls drawn at random from all that the contract allows, beside formulas of their own: random_draw.py draws them, random_formulas.py has
+the formulas, random_judge.py holds the results to the accuracy clause. random_call.py makes one of them again."""
 
 from __future__ import annotations
 

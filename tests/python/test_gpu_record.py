@@ -1,0 +1,91 @@
+"""The record of what ran on a GPU, and the program that makes random calls there, without one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from queue import Empty
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+import random_calls
+import record
+
+FOUND = {"calls": 4, "option_sets": 1, "wrong": 0, "seeds": [7], "device": "a GPU", "seconds": 3}
+
+
+def test_random_calls_of_the_same_sources_add_up(tmp_path):
+    file = tmp_path / "record.json"
+    file.write_text('{"passed": 1}')
+    record.add_random(FOUND, "these", file)
+    record.add_random(FOUND | {"seeds": [8], "wrong": 1}, "these", file)
+    both = FOUND | {"calls": 8, "option_sets": 2, "wrong": 1, "seeds": [7, 8], "seconds": 6, "digest": "these"}
+    assert json.loads(file.read_text()) == {"passed": 1, "random": both}
+    record.add_random(FOUND, "others", file)
+    assert json.loads(file.read_text())["random"] == FOUND | {"digest": "others"}
+
+
+@pytest.mark.parametrize(
+    ("drawn", "says"),
+    [
+        (None, "no random calls"),
+        (FOUND | {"option_sets": 3000, "digest": "of other sources"}, "no random calls"),
+        (FOUND | {"option_sets": 2999}, "2999 option sets of random calls, of 3000"),
+        (FOUND | {"option_sets": 3000, "wrong": 1}, "1 wrong"),
+        (FOUND | {"option_sets": 3000}, "none wrong"),
+    ],
+)
+def test_check(drawn, says, tmp_path, monkeypatch, capsys):
+    digest = "of today's sources"
+    monkeypatch.setattr(record, "digest", lambda: digest)
+    found = {"digest": digest, "date": "today", "status": 0, "passed": 5, "failed": 0, "skipped": 0, "device": "a GPU"}
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps(found | ({} if drawn is None else {"random": {"digest": digest} | drawn})))
+    monkeypatch.setattr(record, "RECORD", file)
+    assert record.check() == (0 if says == "none wrong" else 1)
+    assert says in capsys.readouterr().out
+
+
+class Told:
+    """A worker that has told this, and then, without None, says nothing more."""
+
+    def __init__(self, *events):
+        self._events = list(events)
+
+    def next_event(self, seconds):
+        if not self._events:
+            raise Empty
+        return self._events.pop(0)
+
+    def status(self):
+        return -11
+
+
+JUDGED = {"number": 16, "runs": ["default"], "faults": [], "replay": "", "call": ""}
+
+
+@pytest.mark.parametrize(
+    ("worker", "goes_on", "counts", "says"),
+    [
+        (Told({"begins": 16}, JUDGED, {"begins": 17}, JUDGED, {"end": 1}), True, (2, 1, 0), ""),
+        (Told({"begins": 16}, JUDGED | {"faults": ["out is wrong"]}, {"end": 1}), True, (1, 1, 1), "out is wrong"),
+        (Told({"begins": 16}, JUDGED, {"begins": 17}, None), False, (2, 0, 1), "random_call.py 17 --gpu"),  # crashed
+        (Told({"begins": 16}), False, (1, 0, 1), "no answer for 5 s"),
+        (Told({"begins": 16}, JUDGED, None), False, (1, 0, 0), ""),  # ended between two calls
+        (Told({"begins": 16}, {"left_out": 16}, {"end": 1}), True, (0, 1, 0), ""),
+    ],
+)
+def test_a_call_that_ends_its_process_is_wrong(worker, goes_on, counts, says, capsys):
+    tally = random_calls.Tally()
+    assert random_calls.follow(worker, 1, tally, 5, time.monotonic() + 60) == goes_on
+    assert (tally.calls, tally.option_sets, tally.wrong) == counts
+    assert says in capsys.readouterr().out
+
+
+def test_what_is_under_way_at_the_end_counts_as_nothing():
+    tally = random_calls.Tally()
+    assert not random_calls.follow(Told({"begins": 16}), 1, tally, 5, time.monotonic())
+    assert tally.calls == 0
