@@ -98,7 +98,9 @@ typedef struct strobe_attention {
   uint64_t seed, offset;              /* of the dropout mask, unless strobe_tensors.rng is given */
   int64_t block_q, block_k;           /* the blocks of the block-sparse mask, multiples of 16 */
   int64_t tile_q, tile_k;             /* a wish (Br, Bc); 0: the engine's own choice. explain() says to what it was rounded */
-  int64_t max_seqlen_q, max_seqlen_k; /* varlen only: upper bounds of the lengths; 0: Tq, Tk */
+  /* Varlen only: upper bounds of the lengths, and the sizes of mask, bias and blocks. 0: these have Tq, Tk; the lengths have no bound that
+   * would be known where cu_seqlens lies on a GPU, while in host memory the longest are found there. */
+  int64_t max_seqlen_q, max_seqlen_k;
   int32_t exact_max;                  /* keep the running maximum where an engine would do without */
   int32_t allow_tf32;                 /* let fp32 run as single-pass TF32 */
   int32_t strict;                     /* refuse what would not run on the fastest engine of this device */
@@ -193,7 +195,8 @@ typedef struct strobe_addresses {
 STROBE_API int32_t strobe_prepare(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                   strobe_prepared **prepared);
 STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *plan);
-/* As strobe_forward or strobe_backward, every check included. execution.threads: 0, or as prepared. */
+/* As strobe_forward or strobe_backward, every check included. execution.threads: 0, or as prepared. Without max_seqlen a call of host memory
+ * is planned anew where the longest sequence has another length than when it was prepared, and may want another workspace. */
 STROBE_API int32_t strobe_run(const strobe_prepared *, const strobe_addresses *, const strobe_execution *);
 STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; when no run is under way */
 
