@@ -147,8 +147,6 @@ def _prepared(
     return framework, p
 
 
-
-
 def _refusal(function: str, framework: Framework | None, p: Prepared, wrong: Wrong, known: dict[str, Array]) -> Exception:
     """One exception of all that is wrong, the library's reasons too."""
     lines = {name_of(error): str(error) for error in wrong}

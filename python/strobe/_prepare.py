@@ -224,9 +224,7 @@ def _has_band(given: Mapping[str, Any]) -> bool:
     return given.get("causal") is True or any(given.get(name) is not None for name in ("window", "alibi_slopes"))
 
 
-def without_causal_bias(
-    framework: Framework | None, q: Array, k: Array, given: Mapping[str, Any], wrong: Wrong
-) -> Mapping[str, Any]:
+def without_causal_bias(framework: Framework | None, q: Array, k: Array, given: Mapping[str, Any], wrong: Wrong) -> Mapping[str, Any]:
     """The options, with causal and an alignment in place of a mask or bias that is but a name for them."""
     for name in ("mask", "bias"):
         found = framework.causal_bias(given.get(name)) if framework is not None else None

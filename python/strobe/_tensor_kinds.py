@@ -26,6 +26,8 @@ def unfit(name: str, x: Tensor, beside: str, q: Tensor | None) -> Exception | No
         return ValueError(f"{name}: a nested tensor, layout {x.layout}; accepted is a dense one; {way}")
     if x.layout is not torch.strided:
         return ValueError(f"{name}: layout {x.layout}; accepted is torch.strided, which to_dense() gives")
+    if x.is_quantized:
+        return ValueError(f"{name}: dtype {x.dtype}, quantized; accepted is a torch.Tensor of numbers, which dequantize() gives")
     if q is not None and x.device != q.device:
         return ValueError(f"{name}: on device {x.device}; accepted is {q.device}, where {beside} lies")
     return None
@@ -34,15 +36,27 @@ def unfit(name: str, x: Tensor, beside: str, q: Tensor | None) -> Exception | No
 def _unfit_subclass(name: str, x: Tensor) -> Exception | None:
     if _is_uninitialized(x):
         return ValueError(f"{name}: {kind(x)}, which has no shape yet; accepted is a torch.Tensor")
-    for module in ("torch.distributed.tensor", "torch.distributed._tensor"):
-        dtensor = getattr(sys.modules.get(module), "DTensor", None)
-        if dtensor is not None and isinstance(x, dtensor):
-            return TypeError(f"{name}: a DTensor; accepted is a torch.Tensor, which to_local() or full_tensor() gives")
+    if _is_a("DTensor", x, "torch.distributed.tensor", "torch.distributed._tensor"):
+        return TypeError(f"{name}: a DTensor; accepted is a torch.Tensor, which to_local() or full_tensor() gives")
+    if _is_masked(x):
+        return TypeError(f"{name}: a MaskedTensor; accepted is a torch.Tensor, which to_tensor() gives")
     if causal_bias(x):
         return TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor")
     if name in _OF_SCORES and _has_own(type(x), "__torch_function__") and not has_own_dispatch(x):
-        return TypeError(f"{name}: {kind(x)}, whose memory may not hold what it means; accepted is a torch.Tensor; as_subclass() makes it one")
+        return TypeError(
+            f"{name}: {kind(x)}, whose memory may not hold what it means; accepted is a torch.Tensor; as_subclass() makes it one"
+        )
     return None
+
+
+def _is_a(kind: str, x: object, *modules: str) -> bool:
+    """Whether x is of that class of one of the modules, none of which is imported for it."""
+    classes = [getattr(sys.modules[module], kind, None) for module in modules if module in sys.modules]
+    return any(of is not None and isinstance(x, of) for of in classes)
+
+
+def _is_masked(x: object) -> bool:
+    return _is_a("MaskedTensor", x, "torch.masked")
 
 
 def _is_uninitialized(x: Tensor) -> bool:
@@ -76,7 +90,9 @@ def overriding(arguments: Iterable[Any]) -> list[Tensor]:
     if torch.compiler.is_compiling() or not torch._C._is_torch_function_enabled():
         return []
     subclasses = [x for x in arguments if isinstance(x, Tensor) and type(x) not in PLAIN]
-    return [x for x in subclasses if _has_own(type(x), "__torch_function__") and not (causal_bias(x) or _is_uninitialized(x))]
+    return [
+        x for x in subclasses if _has_own(type(x), "__torch_function__") and not (causal_bias(x) or _is_uninitialized(x) or _is_masked(x))
+    ]
 
 
 def not_dispatched(arrays: dict[str, Tensor], refused: TypeError) -> TypeError:

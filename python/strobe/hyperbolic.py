@@ -13,7 +13,19 @@ from typing import Any
 
 from ._attention import _prepared, attention
 from ._framework import Array, Framework, framework_of, is_bool, known_framework, shown, unfit
-from ._prepare import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, Wrong, check_names, flag, is_choice, is_integer, number, refusal, without_causal_bias
+from ._prepare import (
+    DEFAULTS,
+    ELSEWHERE,
+    MAX_HEAD_DIM,
+    Wrong,
+    check_names,
+    flag,
+    is_choice,
+    is_integer,
+    number,
+    refusal,
+    without_causal_bias,
+)
 
 __all__ = [
     "centroid",
