@@ -165,8 +165,9 @@ def no_array(name: str, x: object) -> TypeError:
 
 
 def unfit(name: str, x: Any, framework: Framework | None = None, beside: str = "q", q: Array | None = None) -> Exception | None:
-    """Why x is no array that the package takes: of `framework`, if that is known, as the argument `beside` is, and where q lies. Every array
-    of every function passes here; what its shape and dtype have to be is checked elsewhere."""
+    """Why x is no array that the package takes: of `framework`, if that is known, as the argument `beside` is, and where q lies.
+
+    Every array of every function passes here; what its shape and dtype have to be is checked elsewhere."""
     own = framework if framework is not None and framework.is_array(x) else known_framework(x)
     if framework is not None and own is not framework:
         return TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as {beside} is")

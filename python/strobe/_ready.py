@@ -55,7 +55,7 @@ def in_memory(x: Tensor) -> Tensor:
     return x.clone() if is_lazy(x) else x
 
 
-class OutOfMemory(MemoryError, torch.cuda.OutOfMemoryError):
+class OutOfMemoryError(MemoryError, torch.cuda.OutOfMemoryError):
     """For who expects Python's error, and for who expects PyTorch's."""
 
 
@@ -68,7 +68,7 @@ def allocated(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: to
     except RuntimeError as failed:
         text = str(failed)
         if isinstance(failed, torch.cuda.OutOfMemoryError) or "t allocate memory" in text or "overflow" in text:
-            raise OutOfMemory(text) from None
+            raise OutOfMemoryError(text) from None
         raise
 
 

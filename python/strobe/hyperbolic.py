@@ -312,12 +312,13 @@ def _lift(xp: Any, x: Array) -> Array:
     return _joined(xp, xp.sqrt(1 + _square(x)), x)
 
 
-def _mapped(formula: Callable[..., Array], x: Array, y: Array | None = None) -> Array:
+def _mapped(formula: Callable[..., Array], x: Array, *second: Array) -> Array:
     """formula(torch or numpy, x), or of x and y, rounded to their dtype, or to what both promote to."""
     framework = _framework_of_points("x", x)
     xp: Any = framework.xp
-    if y is None:
+    if not second:
         return framework.cast(formula(xp, _wide(framework, x)), x.dtype)
+    (y,) = second
     if (refused := unfit("y", y, framework, "x", x)) is not None:
         raise refused
     _framework_of_points("y", y)
