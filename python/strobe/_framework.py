@@ -177,8 +177,10 @@ def unfit(name: str, x: Any, framework: Framework | None = None, beside: str = "
 def framework_of(name: str, x: object) -> Framework:
     """known_framework, where x has to be an array; `name` is x's in a message."""
     framework = known_framework(x)
-    if framework is None or (refused := framework.unfit(name, x)) is not None:
-        raise no_array(name, x) if framework is None else refused
+    if framework is None:
+        raise no_array(name, x)
+    if (refused := framework.unfit(name, x)) is not None:
+        raise refused
     return framework
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
 
 from ._framework import kind
 from ._ready import PLAIN
@@ -60,7 +59,7 @@ def _is_masked(x: object) -> bool:
 
 
 def _is_uninitialized(x: Tensor) -> bool:
-    return isinstance(x, UninitializedTensorMixin)
+    return isinstance(x, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
 
 
 def causal_bias(x: object) -> tuple[str, int, int] | None:

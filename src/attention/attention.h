@@ -59,9 +59,9 @@ struct Problem {
   int64_t seqlen_q = 0, seqlen_k = 0; // varlen: max_seqlen_q, max_seqlen_k
   int64_t head_dim = 0, head_dim_v = 0;
   bool varlen = false;
-  int64_t total_q = 0, total_k = 0; // varlen: packed tokens; dense: batch * seqlen
+  int64_t total_q = 0, total_k = 0;                 // varlen: packed tokens; dense: batch * seqlen
   int64_t most_q = kUnbounded, most_k = kUnbounded; // varlen without a maximum, in host memory: the longest's lengths
-  DType dtype = DType::none;        // of q, k, v, out
+  DType dtype = DType::none;                        // of q, k, v, out
   int32_t device_type = STROBE_CPU, device_index = 0;
 
   // score

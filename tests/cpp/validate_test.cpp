@@ -357,12 +357,8 @@ TEST_CASE("validate: lengths in host memory bound the work, those of a caller th
 
 TEST_CASE("validate: many short packed sequences are counted by their tokens") {
   Call call;
-  make_many(call, 200000, 1);
-  call["q"].shape[1] = call["out"].shape[1] = 1 << 20, call["k"].shape[1] = call["v"].shape[1] = 1 << 10; // B * H * (Tq + Tk) is 2^56
-  for (const char *name : {"q", "k", "v"}) call[name].strides[1] = 0;
-  call["out"].dtype = static_cast<int32_t>(DType::f64); // so that it is refused, after its own checks and not by the sizes
-  REQUIRE(call.run() == STROBE_INVALID_ARGUMENT);
-  CHECK(std::string(strobe_last_error()).find("engines count") == std::string::npos);
+  make_many(call, 1 << 19, 1); // B * H * (Tq + Tk) is 2^41
+  CHECK_NOTHROW(call.validated());
   Call heads;
   make_many(heads, 4, 1);
   heads["q"].shape[1] = heads["out"].shape[1] = int64_t{1} << 37, heads["k"].shape[1] = heads["v"].shape[1] = 1;
