@@ -115,7 +115,11 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
   if (problem.device_type == STROBE_CPU)
     check_contents(problem, [](const int32_t *ints, int64_t count) { return std::span(ints, static_cast<size_t>(count)); });
   how.size = sizeof how, how.threads = threads_;
-  perform({engine_, plan_}, problem, validate(&how), direction_);
+  const Execution execution = validate(&how);
+  if (update_longest(problem)) // planned anew, as the same call in full is
+    perform(decide(problem, execution, direction_, choose(problem, execution, direction_)), problem, execution, direction_);
+  else
+    perform({engine_, plan_}, problem, execution, direction_);
 }
 
 } // namespace strobe

@@ -140,7 +140,7 @@ def reasons_against(framework: Framework, p: Prepared, known: dict[str, Array], 
         call(framework, p, known, made).run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
     except ValueError as refusal:
         return str(refusal).splitlines()
-    except RuntimeError:  # not of the arguments' making, or where tensors have no memory
+    except (RuntimeError, TypeError):  # not of the arguments' making, or where tensors have no memory
         pass
     return []
 

@@ -1,5 +1,6 @@
 #include "attention/contents.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "attention/text.h"
@@ -15,6 +16,23 @@ std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, in
   }
   if (cu[batch] > total) return text("ends at ", cu[batch], "; accepted is at most the number of packed tokens, ", total);
   return {};
+}
+
+static int64_t longest(const int32_t *cu, int64_t batch) {
+  int64_t most = 0;
+  for (int64_t b = 0; b < batch; b++) most = std::max(most, int64_t{cu[b + 1]} - cu[b]);
+  return most;
+}
+
+bool update_longest(Problem &p) {
+  bool changed = false;
+  auto update = [&](int64_t &most, const int32_t *cu) {
+    if (most == kUnbounded) return;
+    const int64_t now = longest(cu, p.batch);
+    changed |= now != most, most = now;
+  };
+  update(p.most_q, p.cu_seqlens_q), update(p.most_k, p.cu_seqlens_k);
+  return changed;
 }
 
 std::string check_offsets(const Csr &m) {

@@ -54,9 +54,10 @@ public:
     results();
     check_overlaps(checks.placed(), reasons);
     reasons.raise_if_any();
-    total_size();
+    const Problem p = assembled();
+    total_size(p);
     reasons.raise_if_any();
-    return assembled();
+    return p;
   }
 
   const std::vector<Placed> &placed() const { return checks.placed(); }
@@ -246,13 +247,29 @@ private:
     accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
   }
 
-  // Engines count bytes of workspace in 64 bits, up to 2^20 a row, whatever the strides let the tensors claim.
-  void total_size() {
-    int64_t count = 0;
-    if (__builtin_add_overflow(n.seqlen_q, n.seqlen_k, &count) || __builtin_mul_overflow(count, std::max<int64_t>(n.batch, 1), &count) ||
-        __builtin_mul_overflow(count, n.heads, &count) || count >= int64_t{1} << 40)
+  // Engines count bytes of workspace in 64 bits, up to 2^20 a row, whatever the strides let the tensors claim. Of packed sequences they keep
+  // the tokens' rows alone, and count the tiles that the longest of all would have.
+  void total_size(const Problem &p) {
+    if (!varlen) {
+      if (product_below(40, {n.batch, n.heads}, {n.seqlen_q, n.seqlen_k})) return;
       reasons.add("q", "batch ", n.batch, ", heads ", n.heads, ", lengths ", n.seqlen_q, " and ", n.seqlen_k,
                   " are more than engines count; accepted is B * H * (Sq + Sk) below 2^40");
+    } else if (!product_below(40, {n.heads}, {n.rows_q, n.rows_k, n.batch})) {
+      reasons.add("q", "heads ", n.heads, ", tokens ", n.rows_q, " and ", n.rows_k, ", sequences ", n.batch,
+                  " are more than engines count; accepted is H * (Tq + Tk + B) below 2^40");
+    } else if (!product_below(58, {n.batch, n.heads}, {p.longest_q(), p.longest_k()})) {
+      reasons.add("q", "sequences ", n.batch, ", heads ", n.heads, ", lengths of up to ", p.longest_q(), " and ", p.longest_k(),
+                  " are more than engines count; accepted is B * H * (max_seqlen_q + max_seqlen_k) below 2^58");
+    }
+  }
+  // Whether the product of the factors, of those at least 1, and of the sum is below 2^bits.
+  static bool product_below(int bits, std::initializer_list<int64_t> factors, std::initializer_list<int64_t> addends) {
+    int64_t count = 0;
+    for (int64_t x : addends)
+      if (__builtin_add_overflow(count, x, &count)) return false;
+    for (int64_t x : factors)
+      if (__builtin_mul_overflow(count, std::max<int64_t>(x, 1), &count)) return false;
+    return count < int64_t{1} << bits;
   }
 
   static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }
@@ -287,6 +304,11 @@ private:
     p.alibi_slopes = view(t.alibi_slopes, t.alibi_slopes && t.alibi_slopes->rank == 2 ? kBatchHead : kHead);
     p.sinks = view(t.sinks, kHead);
     p.cu_seqlens_q = ints(t.cu_seqlens_q), p.cu_seqlens_k = ints(t.cu_seqlens_k);
+    if (varlen && on_cpu(*t.q)) { // with a maximum of the caller's, plans do not depend on what the lengths are
+      if (!a.max_seqlen_q) p.most_q = 0;
+      if (!a.max_seqlen_k) p.most_k = 0;
+      update_longest(p);
+    }
     p.rng = t.rng ? static_cast<const int64_t *>(t.rng->data) : nullptr;
     if (t.block_rows) p.blocks = kept_blocks();
     p.out = view(t.out, tokens), p.lse = view(t.lse, rows);

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from strobe._framework import kind
+from strobe._framework import kind, unfit
 from strobe._prepare import Wrong, check_names, flag, refusal
 
 P = ParamSpec("P")
@@ -43,7 +43,10 @@ def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None
 
 
 def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Any:
-    return x if isinstance(x, Tensor) else TypeError(f"{name}: {kind(x)}; accepted is {accepted}")
+    if not isinstance(x, Tensor):
+        return TypeError(f"{name}: {kind(x)}; accepted is {accepted}")
+    refused = unfit(name, x)
+    return x if refused is None else refused
 
 
 def flag_or_refusal(name: str, x: Any) -> Any:
