@@ -288,9 +288,12 @@ KINDS = [
     ({"q": None}, "q: NoneType; accepted is a torch.Tensor"),
     ({"cache_batch_idx": [0, 1]}, "cache_batch_idx: list; accepted is a torch.Tensor"),
     ({"rotary_cos": [1.0], "rotary_sin": 2}, "rotary_cos: list; accepted is a torch.Tensor\nrotary_sin: int; accepted is a torch.Tensor"),
-    ({"num_splits": "x", "causal": 2.0}, "causal: float 2.0; accepted is True or False\nnum_splits: str; accepted is an integer"),
-    ({"rotary_interleaved": None}, "rotary_interleaved: NoneType None; accepted is True or False"),
-    ({"return_softmax_lse": 1}, "return_softmax_lse: int 1; accepted is True or False"),
+    (
+        {"num_splits": "x", "causal": 2.0},
+        "causal: float 2.0; accepted is True or False, or 1 or 0\nnum_splits: str; accepted is an integer",
+    ),
+    ({"rotary_interleaved": None}, "rotary_interleaved: NoneType None; accepted is True or False, or 1 or 0"),
+    ({"return_softmax_lse": 2}, "return_softmax_lse: int 2; accepted is True or False, or 1 or 0"),
 ]
 
 
@@ -390,7 +393,7 @@ REFUSED = [
             "return_attn_probs": None,
         },
         ValueError,
-        "return_attn_probs: NoneType None; accepted is True or False\ncausal: float 2.0; accepted is True or False\n"
+        "return_attn_probs: NoneType None; accepted is True or False, or 1 or 0\ncausal: float 2.0; accepted is True or False, or 1 or 0\n"
         "window_size: (-3, 'a'); accepted is (left, right), two integers of 64 bits, -1 for no bound\n"
         "softcap: -1; accepted is 0 (none) or a positive finite number\n"
         "dropout_p: 1.5; accepted is 0 to below 1, the probability of dropping",
