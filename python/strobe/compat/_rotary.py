@@ -36,7 +36,7 @@ def apply_rotary_emb(
     flags = {name: switch_or_refusal(name, on) for name, on in (("interleaved", interleaved), ("inplace", inplace))}
     found = (*map(tensor_or_refusal, tensors, tensors.values()), *flags.values())
     wrong: Wrong = [each for each in found if isinstance(each, Exception)]
-    if not (isinstance(seqlen_offsets, Tensor) or is_whole(seqlen_offsets)):
+    if not (is_whole(seqlen_offsets) or (isinstance(seqlen_offsets, Tensor) and not seqlen_offsets.is_floating_point())):
         wrong.append(TypeError(f"seqlen_offsets: {kind(seqlen_offsets)}; accepted is an integer, or a torch.Tensor, integers (B,)"))
     if wrong:
         raise refusal(wrong)
