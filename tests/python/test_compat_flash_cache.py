@@ -209,6 +209,27 @@ def test_lengths_in_host_memory_are_checked_before_the_cache_is_written(given, m
     assert torch.equal(v_cache, before[1])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"softcap": -1.0}, r"^softcap: -1(\.0)?; accepted"),
+        ({"softmax_scale": float("nan")}, "^softmax_scale: nan"),
+        ({"alibi_slopes": torch.ones(3, device=DEVICE)}, r"^alibi_slopes: shape \(3\)"),
+        ({"q": torch.ones(2, 1, 4, 16, dtype=torch.float16, device=DEVICE)}, "float16"),
+        ({"q": torch.ones(2, 1, 3, 16, device=DEVICE)}, "^k_cache: 4 heads for the 3 of q"),
+    ],
+)
+def test_what_the_attention_refuses_is_refused_before_the_cache_is_written(wrong, message):
+    k_cache, v_cache = cache(2, 8)
+    before = k_cache.clone(), v_cache.clone()
+    q = torch.ones(2, 1, 4, 16)
+    good = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": q, "v": q, "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32)}
+    with pytest.raises((TypeError, ValueError), match=message):
+        flash_attn.flash_attn_with_kvcache(**good | wrong)
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
 @pytest.fixture
 def unread(monkeypatch):
     """Numbers that nobody reads, as where they lie in device memory."""

@@ -15,6 +15,8 @@ from ._gaps import is_read, parts, within
 from ._rotary import check_tables, rotate
 from ._words import in_words_of, names_checked, python_numbers, switch_or_refusal, tensor_or_refusal
 
+_CACHE = {"k": "k_cache", "v": "v_cache"}
+
 
 @names_checked(NAMES)
 @torch.no_grad()
@@ -104,6 +106,19 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         cache_leftpad = within("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends")
 
+    options: dict[str, Any] = {
+        "dropout_p": 0.0,
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "deterministic": False,
+        "return_attn_probs": True,
+    }
+    if k is not None and v is not None:
+        with in_words_of(_CACHE):
+            attend(q[:, :0], k[:, :0], v[:, :0], **options)  # no query: what is wrong with the call is said before anything is written
     start = torch.as_tensor(filled, device=q.device).long().expand(batch)
     if rotary_cos is not None and rotary_sin is not None and k is not None:
         from_each = causal or window is not None
@@ -119,17 +134,7 @@ def flash_attn_with_kvcache(
         end = end * exists
         cache_leftpad = None if cache_leftpad is None else cache_leftpad * exists
 
-    options: dict[str, Any] = {
-        "dropout_p": 0.0,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size": window_size,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "deterministic": False,
-        "return_attn_probs": True,
-    }
-    with in_words_of({"k": "k_cache", "v": "v_cache"}):
+    with in_words_of(_CACHE):
         if not isinstance(filled, Tensor) and cache_leftpad is None and exists is None:
             out, lse, _ = attend(q, k_cache[:, : filled + new], v_cache[:, : filled + new], **options)
         else:
@@ -159,8 +164,11 @@ def _check_shapes(given: dict[str, Tensor], fresh: dict[str, Tensor], indexed: b
         if (found := (given | fresh)[name].shape) != shape:
             raise ValueError(f"{name}: shape {tuple(found)}; accepted is {shape}")
     for name, x in fresh.items():
-        if x.dtype != (dtype := given[f"{name}_cache"].dtype):
-            raise ValueError(f"{name}: dtype {x.dtype}; accepted is {dtype}, as {name}_cache has")
+        cache = given[f"{name}_cache"]
+        if x.dtype != cache.dtype:
+            raise ValueError(f"{name}: dtype {x.dtype}; accepted is {cache.dtype}, as {name}_cache has")
+        if x.device != cache.device:
+            raise ValueError(f"{name}: on device {x.device}; accepted is {cache.device}, where {name}_cache lies")
 
 
 def _furthest(filled: int | Tensor) -> int:
