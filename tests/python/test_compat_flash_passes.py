@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from device import DEVICE
+from flash_formulas import SLOPES, assert_close
 from strobe.compat import flash_attn
 from strobe.compat.flash_attn.flash_attn_interface import (
     _flash_attn_backward,
@@ -18,7 +19,6 @@ from strobe.compat.flash_attn.flash_attn_interface import (
     _flash_attn_varlen_forward,
 )
 
-SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)
 PLAIN: dict[str, Any] = {
     "dropout_p": 0.0,
     "softmax_scale": None,
@@ -71,7 +71,7 @@ def test_both_passes_are_those_of_the_function(options):
         dout, q, k, v, out, lse, dq, dkv[:, :, 0], dkv[:, :, 1], **PLAIN | options, deterministic=False, rng_state=rng_state
     )
     for found, wanted in zip((dq, *dkv.unbind(2)), torch.autograd.grad(expected, leaves, dout), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+        assert_close(found, wanted.double())
     torch.testing.assert_close(softmax_d, (dout * out).sum(-1).transpose(1, 2), rtol=0, atol=1e-5)
 
 
@@ -146,7 +146,7 @@ def test_packed_passes_are_those_of_the_function(options):
         dout, *leaves, out, lse, *into, **sequences, **given, deterministic=0, rng_state=rng_state, zero_tensors=True
     )
     for found, wanted in zip(into, torch.autograd.grad(expected, leaves, dout), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+        assert_close(found, wanted.double())
     torch.testing.assert_close(softmax_d, (dout * out).sum(-1).T, rtol=0, atol=1e-5)
 
 
@@ -212,6 +212,18 @@ def test_a_gradient_that_nobody_wants_is_none():
     _flash_attn_backward(out, q, k, v, out, lse, None, None, dv, **PLAIN, deterministic=False)
     _flash_attn_backward(out, q, k, v, out, lse, torch.empty_like(q), torch.empty_like(k), both, **PLAIN, deterministic=False)
     assert torch.equal(dv, both)
+
+
+def test_autocast_casts_nothing():
+    q, k, v = (x.detach() for x in inputs())
+    expected, lse, *_ = _flash_attn_forward(q, k, v, **PLAIN, return_softmax=False)
+    grads = [[torch.empty_like(x) for x in (q, k, v)] for _ in range(2)]
+    _flash_attn_backward(q, q, k, v, expected, lse, *grads[0], **PLAIN, deterministic=True)
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        out, *_ = _flash_attn_forward(q, k, v, **PLAIN, return_softmax=False)
+        _flash_attn_backward(q, q, k, v, out, lse, *grads[1], **PLAIN, deterministic=True)
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, *grads))
 
 
 def test_wrong_names_and_flags_of_the_passes_are_refused():

@@ -5,6 +5,7 @@ softmax_lse."""
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -221,7 +222,8 @@ def _forward(
     if isinstance(wrong := switch_or_refusal("return_softmax", return_softmax), Exception):
         raise wrong
     rng = TORCH.drawn_rng(q) if options["dropout_p"] and isinstance(q, Tensor) else None
-    out, lse, _ = attend(q, k, v, **options, return_attn_probs=True, names=_NAMES, **packed, rng=rng)
+    with _without_autocast(q):
+        out, lse, _ = attend(q, k, v, **options, return_attn_probs=True, names=_NAMES, **packed, rng=rng)
     return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64) if rng is None else rng
 
 
@@ -246,7 +248,7 @@ def _backward(
     if wrong:
         raise refusal(wrong)
     given = translated(_NAMES, **options, **packed, rng=rng_state)
-    with in_words_of(_NAMES, given):
+    with in_words_of(_NAMES, given), _without_autocast(q):
         through = attention_backward if _takes_any_lse(q) else _backward_of_a_part
         found = through(dout, q, k, v, out, softmax_lse, **given)
     for x, gradient in zip((dq, dk, dv), found, strict=False):
@@ -271,7 +273,7 @@ def _unfit(known: dict[str, Tensor], into: dict[str, tuple[Tensor | None, Tensor
     needed: dict[str, tuple[Any, ...]] = {
         "dout": (dout, result, q),
         "out": (out, result, q),
-        "softmax_lse": (lse, _by_head(q[..., 0]).shape, q.new_empty(0, dtype=wide)),
+        "softmax_lse": (lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]), q.new_empty(0, dtype=wide)),
     }
     needed |= {name: (x, like.shape, like) for name, (x, like) in into.items() if x is not None}
     for name, (x, shape, like) in needed.items():
@@ -281,6 +283,13 @@ def _unfit(known: dict[str, Tensor], into: dict[str, tuple[Tensor | None, Tensor
             found = f"shape {tuple(x.shape)}, {x.dtype}, on {x.device}"
             wrong.append(ValueError(f"{name}: {found}; accepted is {tuple(shape)}, {like.dtype}, on {like.device}"))
     return wrong
+
+
+def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
+    """It casts nothing here: the backward has to see what the forward saw."""
+    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        return torch.autocast(q.device.type, enabled=False)
+    return nullcontext()
 
 
 def _takes_any_lse(q: Tensor) -> bool:
