@@ -25,11 +25,12 @@ from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn.flash_attn_interface import _flash_attn_forward, flash_attn_with_kvcache
 from flash_attn.layers.rotary import apply_rotary_emb
 import strobe.compat.flash_attn as own
-import strobe.compat.flash_attn.bert_padding, strobe.compat.flash_attn.layers.rotary
 
+for name in ("flash_attn_interface", "bert_padding", "layers", "layers.rotary"):
+    assert sys.modules[f"flash_attn.{name}"] is sys.modules[f"strobe.compat.flash_attn.{name}"], name
+assert flash_attn.bert_padding.__name__ == own.bert_padding.__name__ == "strobe.compat.flash_attn.bert_padding"
 assert all(getattr(flash_attn.flash_attn_interface, name) is getattr(own, name) is getattr(flash_attn, name) for name in own.__all__)
-assert pad_input is strobe.compat.flash_attn.bert_padding.pad_input
-assert apply_rotary_emb is strobe.compat.flash_attn.layers.rotary.apply_rotary_emb
+assert pad_input is own.bert_padding.pad_input and apply_rotary_emb is own.layers.rotary.apply_rotary_emb
 import torch
 q = torch.randn(1, 4, 2, 16)
 assert torch.equal(flash_attn_func(q, q, q), own.flash_attn_func(q, q, q))

@@ -22,7 +22,7 @@ and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), heads of K
 - The packed forms return gradients that autograd stacks from those of q, k and v: one copy.
 """
 
-# Under another name the modules of this folder are imported a second time; so they import by absolute names, and define nothing.
+# Under another name the modules of this folder are made a second time; so they import by absolute names, and define nothing.
 from strobe.compat._flash_forms import *  # noqa: F403
 from strobe.compat._flash_forms import __all__ as __all__
 from strobe.compat.flash_attn import bert_padding as bert_padding

@@ -6,3 +6,6 @@ from strobe.compat._flash_passes import _flash_attn_backward as _flash_attn_back
 from strobe.compat._flash_passes import _flash_attn_forward as _flash_attn_forward
 from strobe.compat._flash_passes import _flash_attn_varlen_backward as _flash_attn_varlen_backward
 from strobe.compat._flash_passes import _flash_attn_varlen_forward as _flash_attn_varlen_forward
+from strobe.compat.flash_attn._alias import stands_for
+
+stands_for(__name__, "strobe.compat.flash_attn.flash_attn_interface")
