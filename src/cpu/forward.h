@@ -180,6 +180,23 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
   for (int64_t i = 0; i < queries.rows; ++i) scratch.l[i] += scratch.l_lost[i];
 }
 
+// Whether O of a row is not finite while its l is.
+template <class Math> bool overflowed(const ForwardScratch<Math> &scratch, ForwardTile<Math> &queries) {
+  using V = Vec<typename Math::Real>;
+  bool any_row = false;
+  for (int64_t n = 0, lane = 0; n < queries.pieces; lane += queries.o[n++].width) {
+    KeySum<typename Math::Real> &o = queries.o[n];
+    const auto *sum = o.result();
+    for (int64_t c = 0; c < o.width; c += V::kLanes) {
+      V all = V::load(scratch.l + lane + c) * V(0); // 0, or NaN
+      const auto good = all == V(0);
+      for (int64_t r = 0; r < o.rows; ++r) all += V::load(sum + r * o.width + c) * V(0);
+      any_row |= any(good & ~(all == V(0)));
+    }
+  }
+  return any_row;
+}
+
 template <class Math>
 void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source,
                   ForwardScratch<Math> &scratch) {
@@ -197,6 +214,12 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   }
   fill(scratch.m, rows, -kInfinity<T>);
   add_keys(head, tile, source, scratch, queries);
+  // The sum P V, with P up to 2^8, may overflow where the mean does not: once more with m at log2 l above, P then sums to 1.
+  if (overflowed(scratch, queries)) {
+    for (int64_t i = 0; i < rows; ++i)
+      if (scratch.l[i] > T(0)) scratch.m[i] = T(double(scratch.m[i]) + __builtin_log2(double(scratch.l[i])) / double(head.unit));
+    add_keys(head, tile, source, scratch, queries);
+  }
 
   // O / l and LSE; the sink joins the denominator
   for (int64_t lane = 0; lane < rows; lane += L) {

@@ -1,8 +1,11 @@
 """Long sums: many keys for few queries, many queries for few keys, many heads for one bias. A sum whose terms are added one after the
-other rounds each time to the last bit of what is there already, so its error grows with their number."""
+other rounds each time to the last bit of what is there already, so its error grows with their number. And one of them may overflow where
+the mean that it leads to does not."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 
 import pytest
@@ -12,7 +15,8 @@ from hypothesis import strategies as st
 
 import strobe
 from cases import Inputs, build, call
-from check import assert_matches
+from check import Yardstick, assert_matches, runs
+from device import ON_GPU
 from test_shapes import cases
 
 LONG = bool(os.environ.get("STROBE_TRIPLES"))
@@ -95,3 +99,20 @@ def long_cases(draw):
 @given(long_cases())
 def test_any_legal_call(case):
     assert_matches(build(case))
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU's sums are bounded: docs/semantics.md")
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"dropout": 0.2, "seed": 1, "offset": 2}, {"sinks": torch.tensor([1.0, 9.0])}], ids=str
+)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 3e38), (torch.float32, 1e37), (torch.bfloat16, 3e38)], ids=str)
+def test_a_mean_that_fits_where_the_sum_does_not(dtype, most, options):
+    inputs = call(sq=70, sk=500, d=16, dtype=dtype, dlse=False, **options)
+    v = most * torch.rand(inputs.v.shape, generator=torch.Generator().manual_seed(1))
+    inputs = dataclasses.replace(inputs, v=v.to(dtype), dout=inputs.dout / 64)
+    yardstick = Yardstick(inputs)
+    assert all(map(math.isfinite, yardstick.allowed.values()))
+    for exact_max in (False, True):
+        for engine, results in runs(inputs, exact_max=exact_max):
+            if not engine.startswith("ladder-"):
+                assert not (faults := yardstick.faults(results)), f"{engine}: {faults}"
