@@ -69,7 +69,8 @@ test-python: setup
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 test-long: setup ## all triples of the contract's options, computed and compiled; takes hours
-	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py tests/python/test_shapes.py tests/nvrtc $(ARGS)
+	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py tests/python/test_shapes.py \
+	  tests/python/test_many_keys.py tests/nvrtc $(ARGS)
 
 test-emulated: setup ## the contract and the ladder on an emulated GPU; ARGS=... for pytest
 	$(CMAKE) -S . -B build/cpp -G Ninja

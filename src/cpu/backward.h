@@ -47,7 +47,8 @@ template <class Math> struct BackwardScratch {
     if (problem.curved()) slopes = arena.take<T>(tile.k * tile.width);
   }
   void clear_sums(int64_t lane, int64_t width) const {
-    for (T *x : {sum, sum_lost, rest, rest_lost}) fill(x + lane, width, T(0));
+    T *const all[] = {sum, sum_lost, rest, rest_lost};
+    for (T *x : all) fill(x + lane, width, T(0));
   }
 };
 

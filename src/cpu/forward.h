@@ -34,8 +34,8 @@ template <class Math> struct ForwardScratch {
   }
 };
 
-// One step of online softmax over a chunk of scores s of the lanes from first_lane on: P goes to `out` from its key `at_key` on, m and l move on.
-// Returns whether m moved: then alpha is what O must be multiplied by.
+// One step of online softmax over a chunk of scores s of the lanes from first_lane on: P goes to `out` from its key `at_key` on, m and l
+// move on. Returns whether m moved: then alpha is what O must be multiplied by.
 template <class Math, class Scores>
 __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &head, const TileSpan &t, const typename Math::Real *s,
                                             int64_t first_lane, const Scores &out, int64_t at_key, ForwardScratch<Math> &scratch) {
@@ -206,7 +206,8 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   const Problem &p = *head.p;
   const int64_t i1 = min((i64)(i0 + tile.q), head.band.seqlen_q), d = p.head_dim, dv = p.head_dim_v, rows = round_to(i1 - i0, 16);
 
-  ForwardTile<Math> queries{i0, i1, rows};
+  ForwardTile<Math> queries;
+  queries.i0 = i0, queries.i1 = i1, queries.rows = rows;
   for (int64_t lane = 0; lane < rows; lane += tile.width, ++queries.pieces) {
     int64_t width = min((i64)tile.width, (i64)(rows - lane)), count = min((i64)width, (i64)(i1 - i0 - lane));
     queries.q[queries.pieces] = Math::load_lanes(p.q, head.b, head.h, head.q0 + i0 + lane, count, d, head.sign, width,

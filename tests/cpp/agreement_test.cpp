@@ -32,13 +32,14 @@ double half(uint16_t bits, int mantissa, int bias) {
 // The calls that one seed stands for: the same inputs whatever the direction and the engine.
 class Drawn {
 public:
-  Drawn(uint32_t seed, Call &call, Direction direction, bool oracle) : random(seed), c(call), oracle(oracle) {
+  Drawn(uint32_t seed, Call &call, Direction direction, bool oracle, bool lengthy)
+      : random(seed), c(call), oracle(oracle), lengthy(lengthy) {
     c.direction = direction;
     dtype = pick<DType>({DType::f32, DType::f32, DType::f64, DType::f16, DType::bf16});
     wide = dtype == DType::f64 ? DType::f64 : DType::f32;
     group = 1 + draw(3), hkv = 1 + draw(2), h = group * hkv, b = 1 + draw(2);
     d = size(), dv = size();
-    varlen = draw(3) == 0;
+    varlen = draw(3) == 0 && !lengthy;
     varlen ? packed() : dense();
     options();
     results(direction);
@@ -49,7 +50,7 @@ public:
 private:
   std::mt19937 random;
   Call &c;
-  const bool oracle;
+  const bool oracle, lengthy;
   DType wide;
   int64_t group, hkv, h, b, d, dv, sq, sk, total_q, total_k;
   bool varlen;
@@ -84,6 +85,7 @@ private:
 
   void dense() {
     sq = total_q = pick<int64_t>({1, 5, 16, 33, 64, 100, 130}), sk = total_k = pick<int64_t>({1, 7, 16, 33, 64, 100, 130});
+    if (lengthy) sq = total_q = pick<int64_t>({3, 300}), sk = total_k = sq == 3 ? 2500 : 40; // more than a running sum takes
     numbers("q", dtype, {b, h, sq, d});
     numbers("k", dtype, {b, hkv, sk, d});
     numbers("v", dtype, {b, hkv, sk, dv});
@@ -119,6 +121,7 @@ private:
       hyperbolic();
     if (draw(3) == 0) a.dropout = pick({0.1, 0.6}), a.seed = 7, a.offset = 1ull << 40;
     if (draw(4) == 0) a.tile_q = pick({1, 32, 256}), a.tile_k = pick({1, 32, 256});
+    if (lengthy) a.tile_q = 16, a.causal = 0, a.has_window_left = a.has_window_right = 0, a.window_left = a.window_right = 0;
     c.execution.threads = 1 + draw(3);
     if (draw(3) == 0) numbers("bias", draw(2) ? dtype : wide, {or_one(b), or_one(h), or_one(sq), or_one(sk)});
     if (draw(3) == 0) {
@@ -239,21 +242,21 @@ bool runs(Call &call, const char *engine) {
 struct Taken {
   int forward = 0, backward = 0;
 };
-void agrees(uint32_t seed, const char *engine, Taken &taken) {
+void agrees(uint32_t seed, const char *engine, bool lengthy, Taken &taken) {
   Call forward, forward_oracle, backward, backward_oracle;
-  const Drawn drawn(seed, forward, Direction::forward, false);
+  const Drawn drawn(seed, forward, Direction::forward, false, lengthy);
   if (!runs(forward, engine)) return;
   taken.forward++;
-  Drawn(seed, forward_oracle, Direction::forward, true);
+  Drawn(seed, forward_oracle, Direction::forward, true, lengthy);
   forward_oracle.attention.engine = kOracle;
   REQUIRE_MESSAGE(forward_oracle.run() == STROBE_OK, std::string(strobe_last_error()));
   for (const char *name : {"out", "lse"}) compare(forward, forward_oracle, name, drawn.dtype);
 
-  Drawn(seed, backward, Direction::backward, false);
+  Drawn(seed, backward, Direction::backward, false, lengthy);
   backward.tensors.out = forward.tensors.out, backward.tensors.lse = forward.tensors.lse;
   if (!runs(backward, engine)) return;
   taken.backward++;
-  Drawn(seed, backward_oracle, Direction::backward, true);
+  Drawn(seed, backward_oracle, Direction::backward, true, lengthy);
   backward_oracle.attention.engine = kOracle;
   REQUIRE_MESSAGE(backward_oracle.run() == STROBE_OK, std::string(strobe_last_error()));
   for (const char *name : {"dq", "dk", "dv", "dbias", "dsinks"})
@@ -261,11 +264,9 @@ void agrees(uint32_t seed, const char *engine, Taken &taken) {
       compare(backward, backward_oracle, name, drawn.dtype, std::strcmp(name, "dbias") ? 0 : cancelled_in_dbias(backward, forward_oracle));
 }
 
-} // namespace
-
-TEST_CASE("agreement: every engine with the oracle") {
-  auto number = [](const char *name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; };
-  const int rounds = number("STROBE_AGREEMENT_ROUNDS", 150), most = number("STROBE_AGREEMENT_CALLS", rounds);
+int number(const char *name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; }
+void every_engine_agrees(int rounds, bool lengthy) {
+  const int most = number("STROBE_AGREEMENT_CALLS", rounds);
   const char *listed = std::getenv("STROBE_AGREEMENT_ENGINES");
   const bool emulated = std::getenv("STROBE_EMULATOR_NVRTC");
   int engines = 0;
@@ -279,7 +280,7 @@ TEST_CASE("agreement: every engine with the oracle") {
     int n = 0;
     for (; n < rounds && taken.backward < most; n++) {
       CAPTURE(n);
-      agrees(static_cast<uint32_t>(n), engine, taken);
+      agrees(static_cast<uint32_t>(n), engine, lengthy, taken);
     }
     MESSAGE(std::string(engine) << ": " << taken.forward << " forwards and " << taken.backward << " backwards of " << n);
     CHECK(taken.forward > 0);
@@ -287,4 +288,11 @@ TEST_CASE("agreement: every engine with the oracle") {
     engines++;
   }
   CHECK(engines > 0);
+}
+
+} // namespace
+
+TEST_CASE("agreement: every engine with the oracle") { every_engine_agrees(number("STROBE_AGREEMENT_ROUNDS", 150), false); }
+TEST_CASE("agreement: sums that start anew") {
+  if (!std::getenv("STROBE_EMULATOR_NVRTC")) every_engine_agrees(12, true);
 }
