@@ -30,8 +30,9 @@ double half(uint16_t bits, int mantissa, int bias) {
   return bits >> 15 ? -size : size;
 }
 
-// Which calls are drawn. packed_softcap: of 16 bits, where queries beyond a sequence's end might spoil its gradients by their slope.
-enum class Calls { any, packed_softcap };
+// Which calls are drawn. packed_softcap: of 16 bits, where queries beyond a sequence's end might spoil its gradients by their slope. lengthy:
+// more keys or queries than a running sum takes before it starts anew.
+enum class Calls { any, packed_softcap, lengthy };
 
 // The calls that one seed stands for: the same inputs whatever the direction and the engine.
 class Drawn {
@@ -43,7 +44,7 @@ public:
     wide = dtype == DType::f64 ? DType::f64 : DType::f32;
     group = 1 + draw(3), hkv = 1 + draw(2), h = group * hkv, b = 1 + draw(2);
     d = size(), dv = size();
-    varlen = calls == Calls::packed_softcap || draw(3) == 0;
+    varlen = calls == Calls::packed_softcap || (draw(3) == 0 && calls != Calls::lengthy);
     varlen ? packed() : dense();
     options();
     results(direction);
@@ -90,6 +91,7 @@ private:
 
   void dense() {
     sq = total_q = pick<int64_t>({1, 5, 16, 33, 64, 100, 130}), sk = total_k = pick<int64_t>({1, 7, 16, 33, 64, 100, 130});
+    if (calls == Calls::lengthy) sq = total_q = pick<int64_t>({3, 300}), sk = total_k = sq == 3 ? 2500 : 40;
     numbers("q", dtype, {b, h, sq, d});
     numbers("k", dtype, {b, hkv, sk, d});
     numbers("v", dtype, {b, hkv, sk, dv});
@@ -135,6 +137,8 @@ private:
       hyperbolic();
     if (draw(3) == 0) a.dropout = pick({0.1, 0.6}), a.seed = 7, a.offset = 1ull << 40;
     if (draw(4) == 0) a.tile_q = pick({1, 32, 256}), a.tile_k = pick({1, 32, 256});
+    if (calls == Calls::lengthy)
+      a.tile_q = 16, a.causal = 0, a.has_window_left = a.has_window_right = 0, a.window_left = a.window_right = 0;
     c.execution.threads = 1 + draw(3);
     if (draw(3) == 0) numbers("bias", draw(2) ? dtype : wide, {or_one(b), or_one(h), or_one(sq), or_one(sk)});
     if (draw(3) == 0) {
@@ -280,9 +284,9 @@ void agrees(uint32_t seed, Calls calls, const char *engine, Taken &taken) {
       compare(backward, backward_oracle, name, drawn.dtype, std::strcmp(name, "dbias") ? 0 : cancelled_in_dbias(backward, forward_oracle));
 }
 
-void every_engine_agrees(Calls calls) {
-  auto number = [](const char *name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; };
-  const int rounds = number("STROBE_AGREEMENT_ROUNDS", 150), most = number("STROBE_AGREEMENT_CALLS", rounds);
+int number(const char *name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; }
+void every_engine_agrees(Calls calls, int rounds) {
+  const int most = number("STROBE_AGREEMENT_CALLS", rounds);
   const char *listed = std::getenv("STROBE_AGREEMENT_ENGINES");
   const bool emulated = std::getenv("STROBE_EMULATOR_NVRTC");
   int engines = 0;
@@ -309,5 +313,10 @@ void every_engine_agrees(Calls calls) {
 
 } // namespace
 
-TEST_CASE("agreement: every engine with the oracle") { every_engine_agrees(Calls::any); }
-TEST_CASE("agreement: softcap over packed sequences with padding behind them") { every_engine_agrees(Calls::packed_softcap); }
+TEST_CASE("agreement: every engine with the oracle") { every_engine_agrees(Calls::any, number("STROBE_AGREEMENT_ROUNDS", 150)); }
+TEST_CASE("agreement: softcap over packed sequences with padding behind them") {
+  every_engine_agrees(Calls::packed_softcap, number("STROBE_AGREEMENT_ROUNDS", 150));
+}
+TEST_CASE("agreement: sums that start anew") {
+  if (!std::getenv("STROBE_EMULATOR_NVRTC")) every_engine_agrees(Calls::lengthy, 12);
+}
