@@ -13,7 +13,8 @@ void strobe_glue_tensor(strobe_tensor *t, uintptr_t data, int32_t dtype, int32_t
 /* Looks for the OpenMP runtime that this process has loaded. Without it the library starts threads for each call. */
 void strobe_glue_find_openmp(void);
 
-/* Fills *e so that CPU work runs on `threads` threads: those of the OpenMP runtime if there is one that can be used. */
+/* Fills *e so that CPU work runs on `threads` threads: of the OpenMP runtime's team if that is as large and can be started, else on threads
+ * that the library starts, as many of them as the system gives. */
 void strobe_glue_execution(strobe_execution *e, int32_t threads);
 
 /* strobe_run, with the address of field fields[i] of strobe_addresses (0: q) in addresses[i]. threads: 0 on a GPU. */
