@@ -28,8 +28,9 @@ void strobe_glue_blocks_of_mask(const uint8_t *mask, int64_t matrices, int64_t s
                                 uint8_t *kept);
 /* The offsets of kept; returns how many blocks are kept. */
 int64_t strobe_glue_count_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int32_t *offsets);
-void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int32_t *indices);
-/* Writes the transposes: offsets_t (matrices, cols + 1), indices_t (kept). Returns 0, and writes nothing, unless the matrices follow one
+/* Its columns, at most `count` of them. */
+void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int64_t count, int32_t *indices);
+/* Writes the transposes: offsets_t (matrices, cols + 1), indices_t (kept). Returns 0, with nothing of use written, unless the matrices follow one
  * another in absolute offsets from 0 to kept and the indices of each row are in [0, cols) and strictly ascending. */
 int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices,
                               int32_t *offsets_t, int32_t *indices_t);
