@@ -227,7 +227,8 @@ STROBE_API int32_t strobe_tuning(int32_t device_index, char *text, size_t capaci
 
 /* keep: bool (B,H,Sq,Sk) on the CPU; true where dropout keeps the element. Reads attention.dropout, seed, offset (or rng, int64 (2),
  * CPU). */
-STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep);
+STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep,
+                                       const strobe_execution *);
 
 /* The float64 reference (CPU): the formulas, row by row; slow on purpose. Inputs of any float dtype; out, lse and all gradients are float64 here.
  * rows (optional): only these flat queries, ascending ((b*H + h)*Sq + i; varlen h*Tq + t), are computed and written in forward; in

@@ -325,5 +325,5 @@ def _csr(kept: Any, shape: tuple[int, ...]) -> tuple[array[int], array[int]]:
     n = lib.strobe_glue_count_kept(kept, batch * heads, nq, nk, ffi.from_buffer("int32_t[]", offsets))
     _limit(n)
     indices = array("i", bytes(4 * n))
-    lib.strobe_glue_indices_of_kept(kept, batch * heads, nq, nk, ffi.from_buffer("int32_t[]", indices))
+    lib.strobe_glue_indices_of_kept(kept, batch * heads, nq, nk, n, ffi.from_buffer("int32_t[]", indices))
     return offsets, indices

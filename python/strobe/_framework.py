@@ -105,7 +105,8 @@ class Framework(ABC):
 
     def place(self, execution: Any, q: Array, threads: int | None) -> Allocator | None:
         """Fills a strobe_execution for work where q lies; returns where its workspace comes from, None for the library's own memory."""
-        lib.strobe_glue_execution(execution, threads or self.default_threads())
+        most = self.default_threads()  # asked in any case: PyTorch then tells OpenMP of its number, if this thread is new
+        lib.strobe_glue_execution(execution, threads or most)
         return None
 
     @abstractmethod

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -82,9 +83,10 @@ struct Problem {
 
   // tensors
   View q, k, v;
-  View mask, bias;   // (batch, head, query, key), stride 0 where broadcast
-  View alibi_slopes; // (batch, head, -, -)
-  View sinks;        // (-, head, -, -)
+  View mask, bias;                   // (batch, head, query, key), stride 0 where broadcast
+  View alibi_slopes;                 // (batch, head, -, -)
+  View sinks;                        // (-, head, -, -)
+  std::shared_ptr<const void> lists; // in host memory: the call's own copies of the lists from here on (contents.h)
   const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
   const int64_t *rng = nullptr;
   // block sparsity: CSR over query blocks, and its transpose over key blocks

@@ -2,12 +2,34 @@
 // with an empty text.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "attention/attention.h"
 #include "attention/text.h"
 
 namespace strobe {
+
+// The lists of one call in host memory, copied: what is checked is what is read, whatever another thread writes to the caller's meanwhile.
+class OwnLists {
+public:
+  // The same copy for the same list.
+  template <class T> const T *copy(const T *list, int64_t count) {
+    return static_cast<const T *>(copy_bytes(list, static_cast<size_t>(count) * sizeof(T)));
+  }
+
+private:
+  const void *copy_bytes(const void *list, size_t bytes);
+  struct Copy {
+    const void *of;
+    size_t bytes;
+    std::unique_ptr<char[]> own;
+  };
+  std::vector<Copy> copies_;
+};
+// Points the lists of a problem in host memory at copies of them, which it owns.
+void own_lists(Problem &);
 
 std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, int64_t max_seqlen);
 

@@ -3,6 +3,8 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <numeric>
 
 #include "attention/contents.h"
 #include "attention/options.h"
@@ -34,8 +36,6 @@ View view(const strobe_tensor *t, const AxisMap &map) {
     if (map[a] >= 0 && t->shape[map[a]] > 1) v.stride[a] = t->strides[map[a]];
   return v;
 }
-
-const int32_t *ints(const strobe_tensor *t) { return t ? static_cast<const int32_t *>(t->data) : nullptr; }
 
 class Validator {
 public:
@@ -272,6 +272,13 @@ private:
     return count < int64_t{1} << bits;
   }
 
+  // The integers of an accepted tensor; those in host memory are the call's own copy.
+  template <class Int = int32_t> const Int *ints(const strobe_tensor *tensor) const {
+    if (!tensor) return nullptr;
+    const Int *list = static_cast<const Int *>(tensor->data);
+    if (!list || !on_cpu(*tensor)) return list;
+    return lists->copy(list, std::accumulate(tensor->shape, tensor->shape + tensor->rank, int64_t{1}, std::multiplies()));
+  }
   static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }
   bool add(const char *argument, const std::string &reason) {
     if (!reason.empty()) reasons.add(argument, reason);
@@ -280,6 +287,7 @@ private:
 
   Problem assembled() const {
     Problem p;
+    p.lists = lists;
     p.batch = n.batch, p.heads = n.heads, p.heads_kv = n.heads_kv, p.head_dim = n.dim, p.head_dim_v = n.dim_v;
     p.seqlen_q = n.seqlen_q, p.seqlen_k = n.seqlen_k, p.varlen = varlen;
     p.total_q = varlen ? n.rows_q : n.batch * n.rows_q, p.total_k = varlen ? n.rows_k : n.batch * n.rows_k;
@@ -309,7 +317,7 @@ private:
       if (!a.max_seqlen_k) p.most_k = 0;
       update_longest(p);
     }
-    p.rng = t.rng ? static_cast<const int64_t *>(t.rng->data) : nullptr;
+    p.rng = ints<int64_t>(t.rng);
     if (t.block_rows) p.blocks = kept_blocks();
     p.out = view(t.out, tokens), p.lse = view(t.lse, rows);
     if (backward) {
@@ -322,7 +330,7 @@ private:
 
   Problem::Blocks kept_blocks() const {
     static const int32_t nothing = 0; // what a CSR that keeps nothing may leave null
-    auto columns = [](const strobe_tensor *cols) { return cols && !cols->data ? &nothing : ints(cols); };
+    auto columns = [this](const strobe_tensor *cols) { return cols && !cols->data ? &nothing : ints(cols); };
     Problem::Blocks blocks;
     blocks.present = true, blocks.transposed = t.block_rows_t != nullptr;
     blocks.block_q = a.block_q, blocks.block_k = a.block_k;
@@ -338,6 +346,7 @@ private:
   const strobe_tensors t;
   const bool backward, oracle, varlen;
   TensorChecks checks{reasons};
+  const std::shared_ptr<OwnLists> lists = std::make_shared<OwnLists>();
   Sizes n;
   DType dtype = DType::none;
   bool good_bias = false, good_sinks = false;

@@ -14,6 +14,7 @@ import torch
 
 import strobe
 from strobe import BlockMask
+from strobe._core import ffi, lib
 
 # (Sq, Sk, block_q, block_k)
 SIZES = [
@@ -252,6 +253,13 @@ def test_bad_csr(name, wrong):
 def test_bad_arguments(name, make):
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*accepted"):
         make()
+
+
+def test_blocks_that_another_thread_adds_after_they_were_counted():
+    """No more columns are written than were counted."""
+    columns = ffi.new("int32_t[]", [7] * 8)
+    lib.strobe_glue_indices_of_kept(ffi.new("uint8_t[]", [1] * 8), 1, 2, 4, 3, columns)
+    assert list(columns) == [0, 1, 2, 7, 7, 7, 7, 7]
 
 
 # what a mask knows of the calls that it is for
