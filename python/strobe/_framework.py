@@ -52,6 +52,10 @@ class Framework(ABC):
         """What is wrong with x if its numbers cannot be read at its address."""
         return None
 
+    def is_readable(self, x: Array) -> bool:
+        """Whether its numbers lie in host memory, and nobody wants to see them read."""
+        return True
+
     def causal_bias(self, x: object) -> tuple[str, int, int] | None:
         """The alignment and the lengths Sq and Sk of what is no array of numbers but the framework's name for a causal mask."""
         return None

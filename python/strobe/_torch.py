@@ -41,6 +41,9 @@ class Torch(Framework):
     def without_values(self, name: str, x: Tensor) -> Exception | None:
         return _tensor_kinds.without_values(name, x)
 
+    def is_readable(self, x: Tensor) -> bool:
+        return type(x) in PLAIN and x.is_cpu and _is_alone()
+
     def causal_bias(self, x: object) -> tuple[str, int, int] | None:
         return _tensor_kinds.causal_bias(x)
 

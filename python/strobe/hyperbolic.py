@@ -194,6 +194,9 @@ def _with_log_gamma(framework: Framework, q: Array, k: Array, v: Array, options:
         sequences = unfit("cu_seqlens_k", cu_seqlens, framework, "q", q) is None and cu_seqlens.ndim == 1 and cu_seqlens.dtype == xp.int32
         if not (sequences and is_integer([], "max_seqlen_k", options.get("max_seqlen_k") or 0, 0, 2**31 - 1)):
             return bias
+        tied = any(options.get(name) is not None for name in ("max_seqlen_k", "mask", "bias", "block_mask"))  # to max_seqlen_k, or to Tk
+        if not tied and framework.is_readable(cu_seqlens) and cu_seqlens.shape[0] > 1:
+            options["max_seqlen_k"] = min(max(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), 1), 2**31 - 1)
     gamma = xp.log(_wide(framework, v)[..., 0])
     if heads_axis == 2:
         gamma = gamma.swapaxes(1, 2)

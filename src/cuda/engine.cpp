@@ -42,7 +42,7 @@ CudaEngine::Made CudaEngine::program_for(const Problem &p, Direction direction, 
     if (p.varlen) program->steps.push_back(padding(p, direction));
     for (const Step &step : program->steps)
       if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
-        return text(launch->grid, " thread blocks; a launch takes ", kMostCtas);
+        return text(launch->grid, " thread blocks; a launch takes ", kMostCtas, p.varlen ? ": see max_seqlen_q and max_seqlen_k" : "");
   }
   return made;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -532,3 +533,20 @@ def test_far_points_and_nan(dtype):
         expected = -torch.log(2 * k[:, 0, 0, 0].double()).cpu()
         torch.testing.assert_close(lse[:, 0, 0].double().cpu(), expected, rtol=1e-6, atol=0, msg=engine)
         assert lse[:, 0, 1].isnan().all(), engine
+
+
+@pytest.mark.parametrize("array", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
+def test_the_midpoint_of_packed_sequences_is_as_long_as_the_longest(array):
+    """Its bias would have a gigabyte, were it as long as all of them."""
+    sequences, length = 4000, 16
+    x = strobe.hyperbolic.lift(np.random.default_rng(0).standard_normal((sequences * length, 1, 3), np.float32))
+    cu = np.arange(0, sequences * length + 1, length, dtype=np.int32)
+    x, cu = array(x), array(cu)
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "aggregate": "midpoint"}
+    bounded = strobe.hyperbolic_attention(x, x, x, max_seqlen_q=length, max_seqlen_k=length, **packed)
+    tracemalloc.start()
+    found = strobe.hyperbolic_attention(x, x, x, **packed)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert bool((found == bounded).all())
+    assert peak < 2**26
