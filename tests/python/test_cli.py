@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 import strobe
-from strobe.cli import app, bench, check, ladder, memory, peak, requirements, timing
+from strobe.cli import app, bench, check, ladder, memory, peak, prewarm, requirements, timing
 from strobe.train.trainer import Trainer
 
 
@@ -190,14 +191,16 @@ def test_bench_report_names_a_file_that_bench_did_not_write(run, tmp_path):
         assert "accepted is what `strobe bench gpu --results` wrote" in " ".join(done.output.replace("│", "").split())
 
 
-def test_prewarm_says_why_a_kernel_does_not_compile(run, monkeypatch, tmp_path):
-    broken = tmp_path / "libnvrtc.so.13"
-    broken.write_bytes(b"no library")
-    monkeypatch.setenv("STROBE_NVRTC", str(broken))
-    done = run("prewarm", "--arch", "90", "--feature", "plain", "--dtype", "bfloat16", "--head-dim", "64", "--jobs", "1")
+def test_prewarm_says_why_a_kernel_does_not_compile(run, monkeypatch):
+    def fails(job):
+        raise RuntimeError("strobe::mma::Forward for sm_90: nvrtcCompileProgram of NVRTC 13.0: an error")
+
+    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, mp_context: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(prewarm.Job, "run", fails)
+    done = run("prewarm", "--arch", "90")
     assert done.exit_code == 1
     assert isinstance(done.exception, SystemExit)
-    assert "no NVRTC that compiles for sm_90" in done.output
+    assert done.output.strip().endswith("strobe prewarm: strobe::mma::Forward for sm_90: nvrtcCompileProgram of NVRTC 13.0: an error")
 
 
 # bench
