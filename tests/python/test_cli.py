@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 import strobe
-from strobe.cli import app, bench, check, ladder, memory, peak, requirements, timing
+from strobe.cli import app, bench, check, ladder, memory, peak, prewarm, requirements, timing
 from strobe.train.trainer import Trainer
 
 
@@ -128,12 +129,78 @@ def test_check_refuses_an_engine_that_is_not_here(run):
         assert ("did you mean" in done.output) == bool(hint)
 
 
-def test_prewarm_says_what_an_arch_looks_like(run):
-    for arguments, wrong in (((), "missing"), (("--arch", "sm_90"), "'sm_90'")):
-        done = run("prewarm", *arguments)
-        assert done.exit_code == 2
-        words = " ".join(done.output.replace("│", "").split())
-        assert f"--arch: {wrong}; accepted is the compute capability times ten, e.g. 90 for an H100 or H200" in words
+HOSTILE = {
+    "prewarm": [
+        ([], "--arch: missing; accepted is the compute capability times ten, e.g. 90 for an H100 or H200"),
+        (["--arch", "sm_90"], "--arch: 'sm_90'; accepted is the compute capability times ten, e.g. 90 for an H100 or H200"),
+        (["--arch", "9" * 30], "--arch: '999"),
+        (["--arch", "0"], "--arch: '0'; accepted"),
+        (["--arch", "90", "--dtype", "int8"], "--dtype: 'int8'; accepted are bfloat16, float16, float32, float64"),
+        (["--arch", "90", "--feature", "x"], "--feature: 'x'; accepted are plain, causal, "),
+        (["--arch", "90", "--head-dim", "0"], "Invalid value for '--head-dim': "),
+        (["--arch", "90", "--head-dim", "300"], "Invalid value for '--head-dim': "),
+        (["--arch", "90", "--jobs", "0"], "Invalid value for '--jobs': "),
+        (["--arch", "90", "--max-spill", "-1"], "Invalid value for '--max-spill': "),
+    ],
+    "tune": [
+        (["--engine", "abacus"], "--engine: 'abacus'; accepted are cuda-sm90, "),
+        (["--dtype", "int8"], "--dtype: 'int8'; accepted are float32, "),
+        (["--direction", "up"], "--direction: 'up'; accepted are forward, backward"),
+        (["--shape", "1,2"], "--shape: '1,2'; accepted is B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv, whole numbers"),
+        (["--shape", "1,2,3,257"], "--shape: '1,2,3,257'; accepted"),
+        (["--shape", "1,2,3,64,64,64,64"], "--shape: '1,2,3,64,64,64,64'; accepted"),
+        (["--shape", f"1,2,{10**40},64"], "--shape: '1,2,1000"),
+        (["--repeats", "0"], "Invalid value for '--repeats': "),
+    ],
+    "check": [(["--seed", "-1"], "Invalid value for '--seed': "), (["--seed", "9" * 30], "Invalid value for '--seed': ")],
+    "bench": [
+        (["--json", "/proc/none/x.json"], "--json: /proc/none/x.json: "),
+        (["--json", "/"], "--json: /: not writable, or no file; accepted"),
+    ],
+    "figures": [
+        (["--budget", "nan"], "Invalid value for "),
+        (["--budget", "inf"], "Invalid value for --budget: inf; accepted are seconds from 0"),
+        (["--figure", "x"], "--figure: 'x'; accepted are "),
+        (["--device", "meta"], "--device: 'meta': accepted are cpu and cuda"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("command", "arguments", "message"), [(c, *case) for c, cases in HOSTILE.items() for case in cases])
+def test_one_clear_message(run, command, arguments, message):
+    done = run(command, *arguments)
+    assert done.exit_code == 2, done.output
+    assert isinstance(done.exception, SystemExit)
+    words = " ".join(done.output.replace("│", "").split())
+    assert message in words
+
+
+def test_figures_names_a_folder_that_it_did_not_measure_into(run, tmp_path):
+    for machine in ("", "[]", "{}", "[" * 100_000):
+        (tmp_path / "machine.json").write_text(machine)
+        done = run("figures", "--draw-only", "--out", tmp_path)
+        assert done.exit_code == 2, done.exception
+        assert "accepted is a folder that `strobe figures` measured into" in " ".join(done.output.replace("│", "").split())
+
+
+def test_bench_report_names_a_file_that_bench_did_not_write(run, tmp_path):
+    for text in ("", "[]", "{}", "\udcff"):
+        (tmp_path / "x.json").write_text(text, errors="surrogateescape")
+        done = run("bench", "report", tmp_path / "x.json")
+        assert done.exit_code == 2, done.exception
+        assert "accepted is what `strobe bench gpu --results` wrote" in " ".join(done.output.replace("│", "").split())
+
+
+def test_prewarm_says_why_a_kernel_does_not_compile(run, monkeypatch):
+    def fails(job):
+        raise RuntimeError("strobe::mma::Forward for sm_90: nvrtcCompileProgram of NVRTC 13.0: an error")
+
+    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, mp_context: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(prewarm.Job, "run", fails)
+    done = run("prewarm", "--arch", "90")
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    assert done.output.strip().endswith("strobe prewarm: strobe::mma::Forward for sm_90: nvrtcCompileProgram of NVRTC 13.0: an error")
 
 
 # bench
@@ -299,6 +366,23 @@ def test_train_takes_a_text(run, tmp_path):
         (["--set", "colour=red"], "--set colour=red: no such field; accepted is NAME=VALUE with NAME one of vocab_size, "),
         (["--set", "layers=many"], "--set layers=many: 'many' is no int, as layers is (2 by default)"),
         (["--device", "abacus"], "device is 'abacus', which PyTorch does not have here"),
+        (["--device", "meta"], "device is 'meta'; accepted: auto, cpu, cuda, cuda:1, ..."),
+        (["--device", ""], "device is ''"),
+        (["--set", "layers"], "--set layers: '' is no int"),
+        (["--set", "layers=None"], "layers is None; accepted: a whole number of 64 bits"),
+        (["--set", f"layers={10**400}"], "layers is 1000"),
+        (["--set", f"layers={'(' * 100_000}"], "--set layers=((("),
+        (["--set", "layers=True"], "--set layers=True: 'True' is no int"),
+        (["--set", "lr=None"], "lr is None; accepted: a finite number"),
+        (["--set", "lr=1e400"], "lr is inf; accepted: a finite number"),
+        (["--set", "epochs=many", "--set", "steps=None"], "epochs is 'many'; accepted: a finite number or None"),
+        (["--set", "betas=(0.9,)"], "betas is (0.9,); accepted: two finite numbers"),
+        (["--set", "betas=(0.9, 1.5)"], "betas is (0.9, 1.5); accepted: 0 up to, not including, 1"),
+        (["--set", "init_std=-1"], "init_std is -1.0; accepted: 0 or more"),
+        (["--set", "text_bytes=0"], "text_bytes is 0; accepted: 1 or more"),
+        (["--set", "text_bytes='a'"], "--set text_bytes='a': "),
+        (["--seed", "9" * 30], "seed is 999"),
+        (["--epochs", "nan"], "epochs is nan; accepted: a finite number or None"),
         (["--device", "abacus", "--text", "/nowhere"], "device is 'abacus'"),  # before the text is read
         (["--steps", "5", "--epochs", "1"], "--steps and --epochs: both given; accepted is one of the two"),
     ],

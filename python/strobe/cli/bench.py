@@ -17,6 +17,7 @@ from strobe.cli import gpu, ladder, machine, memory, peak
 from strobe.cli.requirements import require
 from strobe.cli.table import table
 from strobe.cli.timing import flops, medians
+from strobe.cli.values import writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,6 +182,7 @@ def command(
     """Speed of forward and backward on the CPU, beside PyTorch's scaled_dot_product_attention in the same run."""
     if context.invoked_subcommand:
         return
+    writable(json_path, "--json")
     require("bench", "torch", "numpy", extra="bench")
     import torch
 
@@ -209,5 +211,4 @@ def command(
             report["memory"] = memory_use()
         console.print(_memory_table(report["memory"]))
     if json_path:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(report, indent=2) + "\n")

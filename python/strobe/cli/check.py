@@ -158,7 +158,7 @@ def _outcomes(case: Case, engines: list[str], seed: int) -> Iterator[tuple[str, 
 
 def command(
     engine: Annotated[list[str] | None, typer.Option(help="Only this engine; may be given more than once.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32, help="Of the random inputs.")] = 0,
 ) -> None:
     """Self-test: forward and every gradient of each engine that runs here, against the float64 oracle."""
     require("check", "numpy", extra="numpy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -76,6 +77,8 @@ def command(
             )
         wanted.append(letters[letter])
     wanted = list(dict.fromkeys(wanted))
+    if not math.isfinite(budget):
+        raise typer.BadParameter(f"{budget}; accepted are seconds from 0", param_hint="--budget")
     if measure_only and draw_only:
         raise typer.BadParameter("given beside --measure-only; accepted is one of the two", param_hint="--draw-only")
     require("figures", *([] if draw_only else ["torch"]), *([] if measure_only else ["matplotlib"]), extra="figures")
@@ -95,5 +98,10 @@ def command(
 
         if not (out / MACHINE).exists():
             raise typer.BadParameter(f"{out} has no {MACHINE}: nothing was measured there", param_hint="--out")
-        for picture in draw(out, wanted, json.loads((out / MACHINE).read_text())):
-            console.print(str(picture), soft_wrap=True)
+        try:
+            for picture in draw(out, wanted, json.loads((out / MACHINE).read_text(encoding="utf-8"))):
+                console.print(str(picture), soft_wrap=True)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise typer.BadParameter(
+                f"{out}: {error!r}; accepted is a folder that `strobe figures` measured into", param_hint="--out"
+            ) from None

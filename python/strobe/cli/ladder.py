@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 import strobe
+from strobe._core import lib
 from strobe.cli.requirements import require
 from strobe.cli.table import table
 from strobe.cli.timing import flops, medians_on_gpu
+from strobe.cli.values import writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,13 +109,18 @@ def command(
     json_path: Annotated[Path | None, typer.Option("--json", help="Keep the figures in this file, too.")] = None,
 ) -> None:
     """The teaching kernels on a GPU, rung by rung: naive, FlashAttention-1, FlashAttention-2, tensor cores."""
+    writable(json_path, "--json")
     require("bench ladder", "torch", extra="torch")
     import torch
 
     try:
         tiles = tuple((int(q), int(k)) for q, k in (t.split("x") for t in tile)) if tile else TILES
+        if not all(1 <= size <= lib.STROBE_MAX_TILE for tile_sizes in tiles for size in tile_sizes):
+            raise ValueError
     except ValueError:
-        raise typer.BadParameter("accepted is BrxBc, two numbers, e.g. 64x32", param_hint="--tile") from None
+        raise typer.BadParameter(
+            f"accepted is BrxBc, two numbers from 1 to {lib.STROBE_MAX_TILE}, e.g. 64x32", param_hint="--tile"
+        ) from None
     reason = dict(strobe.engines())["ladder-naive"] or (None if torch.cuda.is_available() else "this PyTorch sees no CUDA device")
     if reason:
         typer.echo(f"strobe bench ladder needs a CUDA GPU: {reason}", err=True)
@@ -140,5 +147,4 @@ def command(
             what = f"{engine} {'' if of is None else of} {dtype}"
             console.print(f"[yellow]not measured[/yellow] {what}: {why}", soft_wrap=True, highlight=False)
     if json_path:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(report, indent=2) + "\n")

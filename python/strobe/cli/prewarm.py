@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from strobe._core import lib
 from strobe._prewarm import Kernel, Shape, prewarm
+from strobe.cli.values import known
 
 # One feature alone: tensors and options beside q, k and v. B, H, S: of the example.
 _B, _H, _S = 2, 4, 4096
@@ -99,7 +100,7 @@ _ARCH = "compute capability times ten, e.g. 90 for an H100 or H200"
 
 
 def _arch(given: str) -> int:
-    if not given.isdecimal():
+    if not given.isdecimal() or not 50 <= int(given[:9]) <= 999:
         raise typer.BadParameter(f"{given!r}; accepted is the {_ARCH}", param_hint="--arch")
     return int(given)
 
@@ -108,17 +109,16 @@ def command(
     arch: Annotated[
         list[int] | None, typer.Option(parser=_arch, help=f"Required: the {_ARCH}; may be repeated.", metavar="INTEGER")
     ] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="Head dimensions; by default 32 to 256 by 32.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(min=1, max=256, help="Head dimensions; by default 32 to 256 by 32.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help=f"By default {', '.join(DTYPES)}.")] = None,
     feature: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FEATURES)}; by default all, each alone.")] = None,
-    max_spill: Annotated[int | None, typer.Option(help="Exit with 1 if a kernel spills more than this many bytes.")] = None,
+    max_spill: Annotated[int | None, typer.Option(min=0, help="Exit with 1 if a kernel spills more than this many bytes.")] = None,
     list_kernels: Annotated[bool, typer.Option("--list", help="Print every kernel with its registers and spills.")] = False,
     processes: Annotated[int, typer.Option("--jobs", min=1, help="Processes that compile.")] = os.cpu_count() or 1,
 ) -> None:
     """Compile the kernels of the usual calls into the cache (STROBE_CACHE_DIR, else ~/.cache/strobe)."""
-    for name in feature or ():
-        if name not in FEATURES:
-            raise typer.BadParameter(f"{name!r}; accepted are {', '.join(FEATURES)}", param_hint="--feature")
+    known(feature, FEATURES, "--feature")
+    known(dtype, DTYPES, "--dtype")
     if not arch:
         raise typer.BadParameter(f"missing; accepted is the {_ARCH}", param_hint="--arch")
     console = Console()
@@ -127,19 +127,23 @@ def command(
     kernels: dict[tuple[int, str], Kernel] = {}
     refused: dict[Job, str] = {}
     columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with (
-        Progress(*columns, console=console, transient=True) as progress,
-        ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
-    ):
-        task = progress.add_task("", total=len(asked))
-        for job, (found, reason) in zip(asked, pool.map(Job.run, asked), strict=True):
-            progress.update(task, description=str(job), advance=1)
-            if reason:
-                refused[job] = reason
-            for kernel in found:
-                key = (job.compute_capability, kernel.name)
-                if key not in kernels or kernel.compiled:
-                    kernels[key] = kernel
+    try:
+        with (
+            Progress(*columns, console=console, transient=True) as progress,
+            ProcessPoolExecutor(min(processes, len(asked)), mp_context=get_context("spawn")) as pool,
+        ):
+            task = progress.add_task("", total=len(asked))
+            for job, (found, reason) in zip(asked, pool.map(Job.run, asked), strict=True):
+                progress.update(task, description=str(job), advance=1)
+                if reason:
+                    refused[job] = reason
+                for kernel in found:
+                    key = (job.compute_capability, kernel.name)
+                    if key not in kernels or kernel.compiled:
+                        kernels[key] = kernel
+    except (RuntimeError, ValueError, MemoryError) as error:  # a kernel that does not compile, a process that was killed
+        typer.echo(f"strobe prewarm: {error}", err=True)
+        raise typer.Exit(1) from None
     for cc in arch:
         if all(job in refused for job in asked if job.compute_capability == cc):
             console.print(

@@ -27,7 +27,7 @@ def _overrides(config: Config, assignments: list[str]) -> dict[str, Any]:
             raise ValueError(f"--set {assignment}: no such field; accepted is NAME=VALUE with NAME one of {', '.join(fields)}")
         try:
             value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the latter two: brackets in brackets
             value = text
         default = fields[name]
         if isinstance(default, float) and type(value) is int:
@@ -76,7 +76,7 @@ def command(
             changes |= {"steps": steps, "epochs": epochs}
         chosen = chosen.replace(**changes)
         result = run(chosen, text=text, out=folder, resume=resume, console=Console(soft_wrap=True))
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (ValueError, NotImplementedError, OSError, MemoryError) as error:
         typer.echo(f"strobe train: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

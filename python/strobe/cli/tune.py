@@ -18,6 +18,7 @@ from strobe import _run, _tuning
 from strobe._prepare import prepare
 from strobe.cli.requirements import require
 from strobe.cli.timing import medians_on_gpu
+from strobe.cli.values import known
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,12 +46,13 @@ class Shape(NamedTuple):
     @classmethod
     def parse(cls, written: str) -> Shape:
         """B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv."""
-        sizes = [int(size) if size.strip().isdecimal() else 0 for size in written.split(",")]
+        sizes = [int(size[:99]) if size.strip().isdecimal() else 0 for size in written.split(",")]
         if len(sizes) == 4:
             batch, heads, seqlen, dim = sizes
             sizes = [batch, heads, heads, seqlen, seqlen, dim, dim]
-        if len(sizes) != 7 or min(sizes) < 1:
-            raise typer.BadParameter(f"{written!r}; accepted is B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv, whole numbers from 1", param_hint="--shape")
+        if len(sizes) != 7 or min(sizes) < 1 or max(sizes) >= 2**31 or sizes[1] % sizes[2] or max(sizes[5:]) > 256:
+            accepted = "B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv, whole numbers from 1 below 2^31, Hkv a divisor of H, D and Dv up to 256"
+            raise typer.BadParameter(f"{written!r}; accepted is {accepted}", param_hint="--shape")
         return cls(*sizes)
 
 
@@ -156,21 +158,20 @@ def command(
     require("tune", "torch", extra="torch")
     import torch
 
-    console = Console()
-    if not torch.cuda.is_available():
-        console.print("PyTorch sees no CUDA device here: nothing to measure")
-        raise typer.Exit(2)
     for given, accepted, hint in (
         (engine, ENGINES, "--engine"),
         (dtype, DTYPES, "--dtype"),
         (direction, ("forward", "backward"), "--direction"),
     ):
-        for name in given or ():
-            if name not in accepted:
-                raise typer.BadParameter(f"{name!r}; accepted are {', '.join(accepted)}", param_hint=hint)
+        known(given, accepted, hint)
+    shapes = [Shape.parse(written) for written in shape or SHAPES]
+    console = Console()
+    if not torch.cuda.is_available():
+        console.print("PyTorch sees no CUDA device here: nothing to measure")
+        raise typer.Exit(2)
     about = _tuning.header(torch.cuda.current_device())
     if not about.file:
-        console.print("no cache folder to keep a table in: set STROBE_CACHE_DIR")
+        console.print("no cache folder to keep a table in: set STROBE_CACHE_DIR (`strobe info` says which are not used, and why)")
         raise typer.Exit(2)
     if about.ignored:
         console.print(f"[yellow]{about.ignored}[/yellow]", soft_wrap=True)
@@ -179,12 +180,14 @@ def command(
     measured: list[dict[str, Any]] = []
     winners: list[dict[str, Any]] = []
     os.environ["STROBE_TUNING"] = "0"  # the usual tile is the one without a table
-    shapes = [Shape.parse(written) for written in shape or SHAPES]
     for case in cases(shapes, dtype or ("bfloat16",), engine or ENGINES, direction or ("forward", "backward"), deterministic):
         try:
             found = measure(case, repeats)
         except NotImplementedError:
             continue  # the engine does not take it
+        except (torch.OutOfMemoryError, MemoryError) as refusal:
+            console.print(f"[yellow]not measured[/yellow] {case}: {str(refusal).splitlines()[0]}", soft_wrap=True, highlight=False)
+            continue
         faster = found.usual_seconds / found.seconds - 1
         measured.append(case.key())
         if faster >= gain:

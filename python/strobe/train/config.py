@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 ATTENTIONS = ("strobe", "sdpa", "math", "block-sparse", "none")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+
+
+def _is_int(x: object) -> bool:
+    return type(x) is int and abs(x) < 2**63
+
+
+def _is_float(x: object) -> bool:
+    return _is_int(x) or (isinstance(x, float) and math.isfinite(x))
+
+
+# By the type of a field: what it takes, and in words.
+_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "int": (_is_int, "a whole number of 64 bits"),
+    "float": (_is_float, "a finite number"),
+    "bool": (lambda x: isinstance(x, bool), "True or False"),
+    "str": (lambda x: isinstance(x, str), "a text"),
+    "tuple[float, float]": (lambda x: isinstance(x, tuple) and len(x) == 2 and all(map(_is_float, x)), "two finite numbers"),
+}
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,12 @@ class Config:
             if not ok:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: {accepted}")
 
+        for field in dataclasses.fields(self):
+            kind = str(field.type).removesuffix(" | None")
+            fits, words = _KINDS[kind]
+            value = getattr(self, field.name)
+            optional = kind != field.type
+            require(fits(value) or (optional and value is None), field.name, words + " or None" * optional)
         for name in (
             "vocab_size",
             "val_tokens",
@@ -84,6 +110,13 @@ class Config:
         require(self.epochs is None or self.epochs > 0, "epochs", "more than 0")
         require(self.warmup >= 0, "warmup", "0 or more")
         require(self.lr > 0, "lr", "more than 0")
+        require(self.text_bytes is None or self.text_bytes >= 1, "text_bytes", "1 or more")
+        require(self.init_std >= 0, "init_std", "0 or more")
+        require(all(0 <= beta < 1 for beta in self.betas), "betas", "0 up to, not including, 1")
+        require(self.eps >= 0, "eps", "0 or more")
+        require(self.weight_decay >= 0, "weight_decay", "0 or more")
+        require(abs(self.seed) < 2**40, "seed", "less than 2^40 either way")
+        require(self.sample_tokens >= 0, "sample_tokens", "0 or more")
 
     @property
     def head_dim(self) -> int:

@@ -39,17 +39,23 @@ class History:
         return self.validation[-1][1]
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def pick_device(config: Config) -> torch.device:
     """ "auto": the GPU if there is one and the attention runs there, else the CPU."""
     wish = config.device
     if wish == "auto":
         wish = "cuda" if torch.cuda.is_available() and _runs_on_gpu(config) else "cpu"
+    accepted = "accepted: auto, cpu, cuda, cuda:1, ..."
     try:
-        return torch.empty(0, device=wish).device
+        device = torch.empty(0, device=wish).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device is {config.device!r}, which PyTorch does not have here ({error}); accepted: auto, cpu, cuda, cuda:1, ..."
-        ) from None
+        raise ValueError(f"device is {config.device!r}, which PyTorch does not have here ({_first_line(error)}); {accepted}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {config.device!r}; {accepted}")
+    return device
 
 
 def _runs_on_gpu(config: Config) -> bool:
@@ -106,10 +112,6 @@ def _held_interrupt() -> Iterator[Callable[[], bool]]:
         yield lambda: interrupted
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from strobe.cli.gpu.problem import Problem
 from strobe.cli.gpu.sets import SETS
 from strobe.cli.requirements import require
 from strobe.cli.table import table
+from strobe.cli.values import known
 
 _FILES = {"forward": "forward", "backward": "backward", "both": "backward"}  # where a group's rows go
 
@@ -109,9 +110,7 @@ def command(
 ) -> None:
     """Speed on the GPU, beside PyTorch's backends and, where it is installed, FlashAttention-4, in the same run."""
     require("bench gpu", "torch", extra="torch")
-    for name in sets or ():
-        if name not in SETS:
-            raise typer.BadParameter(f"{name!r}; accepted are {', '.join(SETS)}", param_hint="--set")
+    known(sets, SETS, "--set")
     if direction not in (None, "forward", "backward"):
         raise typer.BadParameter(f"{direction!r}; accepted are forward and backward", param_hint="--direction")
     import torch
@@ -172,4 +171,9 @@ def report_command(
     files: Annotated[list[Path], typer.Argument(help="What `strobe bench gpu --results` wrote.", exists=True, dir_okay=False)],
 ) -> None:
     """The figures of `strobe bench gpu` as a page of the documentation, in Markdown."""
-    typer.echo(report.page([json.loads(file.read_text(encoding="utf-8")) for file in files]))
+    try:
+        page = report.page([json.loads(file.read_text(encoding="utf-8")) for file in files])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        wrong = f"{', '.join(map(str, files))}: {error!r}; accepted is what `strobe bench gpu --results` wrote"
+        raise typer.BadParameter(wrong, param_hint="FILES") from None
+    typer.echo(page)
