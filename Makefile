@@ -70,7 +70,7 @@ test-python: setup
 
 test-long: setup ## all triples of the contract's options, computed and compiled, every GPU's kernels, more random calls; takes hours
 	STROBE_TRIPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/python/test_contract.py tests/python/test_shapes.py \
-	  tests/python/test_random.py tests/nvrtc $(ARGS)
+	  tests/python/test_many_keys.py tests/python/test_random.py tests/nvrtc $(ARGS)
 
 test-emulated: setup ## the contract and the ladder on an emulated GPU; ARGS=... for pytest
 	$(CMAKE) -S . -B build/cpp -G Ninja

@@ -242,8 +242,8 @@ const char *strobe_engine_missing(int32_t index) {
   return missing;
 }
 
-int32_t strobe_dropout_mask(const strobe_attention *a, const strobe_tensor *rng, const strobe_tensor *keep) {
-  return guarded([&] { dropout_mask(a, rng, keep); });
+int32_t strobe_dropout_mask(const strobe_attention *a, const strobe_tensor *rng, const strobe_tensor *keep, const strobe_execution *e) {
+  return guarded([&] { dropout_mask(a, rng, keep, e); });
 }
 
 int32_t strobe_reference_forward(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, const strobe_selection *s) {

@@ -41,8 +41,8 @@ std::string shape(const Problem &p) {
   std::string heads = p.heads == p.heads_kv ? text("H ", p.heads) : text("H ", p.heads, ", Hkv ", p.heads_kv);
   std::string dims = text("D ", p.head_dim, ", Dv ", p.head_dim_v);
   if (!p.varlen) return text("B ", p.batch, ", ", heads, ", Sq ", p.seqlen_q, ", Sk ", p.seqlen_k, ", ", dims);
-  return text(p.batch, " sequences, Tq ", p.total_q, ", Tk ", p.total_k, ", max_seqlen_q ", p.seqlen_q, ", max_seqlen_k ", p.seqlen_k, ", ",
-              heads, ", ", dims);
+  return text(p.batch, " sequences, Tq ", p.total_q, ", Tk ", p.total_k, ", max_seqlen_q ", p.longest_q(), ", max_seqlen_k ", p.longest_k(),
+              ", ", heads, ", ", dims);
 }
 
 std::string bound(int64_t keys) { return keys == kUnbounded ? "unbounded" : std::to_string(keys); }

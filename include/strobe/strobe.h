@@ -92,19 +92,21 @@ typedef struct strobe_attention {
   int64_t window_left;     /* >= 0 */
   int64_t window_right;    /* >= 0; j <= i + offset + window_right */
   int32_t has_window_right;
-  int32_t deterministic;              /* bitwise the same over runs; the CPU always is */
-  double softcap;                     /* c * tanh(s / c); 0: none */
-  double dropout;                     /* probability of dropping, in [0, 1); quantised to 1/256, see docs/semantics.md */
-  uint64_t seed, offset;              /* of the dropout mask, unless strobe_tensors.rng is given */
-  int64_t block_q, block_k;           /* the blocks of the block-sparse mask, multiples of 16 */
-  int64_t tile_q, tile_k;             /* a wish (Br, Bc); 0: the engine's own choice. explain() says to what it was rounded */
-  int64_t max_seqlen_q, max_seqlen_k; /* varlen only: upper bounds of the lengths; 0: Tq, Tk */
-  int32_t exact_max;                  /* keep the running maximum where an engine would do without */
-  int32_t allow_tf32;                 /* let fp32 run as single-pass TF32 */
-  int32_t strict;                     /* refuse what would not run on the fastest engine of this device */
-  int32_t check;                      /* check what lies in device memory (cu_seqlens, CSR); synchronises. Host memory is always checked */
-  const char *engine;                 /* only this engine, e.g. "cpu-avx2"; null: the one with the least predicted time */
-  int32_t score;                      /* strobe_score */
+  int32_t deterministic;    /* bitwise the same over runs; the CPU always is */
+  double softcap;           /* c * tanh(s / c); 0: none */
+  double dropout;           /* probability of dropping, in [0, 1); quantised to 1/256, see docs/semantics.md */
+  uint64_t seed, offset;    /* of the dropout mask, unless strobe_tensors.rng is given */
+  int64_t block_q, block_k; /* the blocks of the block-sparse mask, multiples of 16 */
+  int64_t tile_q, tile_k;   /* a wish (Br, Bc); 0: the engine's own choice. explain() says to what it was rounded */
+  /* Varlen only: upper bounds of the lengths, and the sizes of mask, bias and blocks. 0: these have Tq, Tk; the lengths have no bound that
+   * would be known where cu_seqlens lies on a GPU, while in host memory the longest are found there. */
+  int64_t max_seqlen_q, max_seqlen_k;
+  int32_t exact_max;  /* keep the running maximum where an engine would do without */
+  int32_t allow_tf32; /* let fp32 run as single-pass TF32 */
+  int32_t strict;     /* refuse what would not run on the fastest engine of this device */
+  int32_t check;      /* check what lies in device memory (cu_seqlens, CSR); synchronises. Host memory is always checked */
+  const char *engine; /* only this engine, e.g. "cpu-avx2"; null: the one with the least predicted time */
+  int32_t score;      /* strobe_score */
   int32_t reserved;
   double beta;  /* STROBE_HYPERBOLIC: > 0 */
   double shift; /* STROBE_HYPERBOLIC */
@@ -193,7 +195,8 @@ typedef struct strobe_addresses {
 STROBE_API int32_t strobe_prepare(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                   strobe_prepared **prepared);
 STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *plan);
-/* As strobe_forward or strobe_backward, every check included. execution.threads: 0, or as prepared. */
+/* As strobe_forward or strobe_backward, every check included. execution.threads: 0, or as prepared. Without max_seqlen a call of host memory
+ * is planned anew where the longest sequence has another length than when it was prepared, and may want another workspace. */
 STROBE_API int32_t strobe_run(const strobe_prepared *, const strobe_addresses *, const strobe_execution *);
 STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; when no run is under way */
 
@@ -224,7 +227,8 @@ STROBE_API int32_t strobe_tuning(int32_t device_index, char *text, size_t capaci
 
 /* keep: bool (B,H,Sq,Sk) on the CPU; true where dropout keeps the element. Reads attention.dropout, seed, offset (or rng, int64 (2),
  * CPU). */
-STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep);
+STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep,
+                                       const strobe_execution *);
 
 /* The float64 reference (CPU): the formulas, row by row; slow on purpose. Inputs of any float dtype; out, lse and all gradients are float64 here.
  * rows (optional): only these flat queries, ascending ((b*H + h)*Sq + i; varlen h*Tq + t), are computed and written in forward; in

@@ -346,9 +346,10 @@ private:
 };
 
 // keep: bool (B,H,Sq,Sk); true where dropout keeps the element. Reads attention's dropout, seed, offset and rng.
-inline void dropout_mask(const Attention &attention, const Tensor &keep) {
+inline void dropout_mask(const Attention &attention, const Tensor &keep, const Execution &execution = {}) {
   const auto a = detail::raw(attention);
-  detail::check(strobe_dropout_mask(&a, attention.rng.get("rng"), keep.get("keep")));
+  const auto e = detail::raw(execution);
+  detail::check(strobe_dropout_mask(&a, attention.rng.get("rng"), keep.get("keep"), &e));
 }
 
 struct EngineInfo {

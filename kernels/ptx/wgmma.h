@@ -33,8 +33,9 @@ __device__ __forceinline__ u64 descriptor_mn_major(u32 base, u32 block_bytes) {
 // A descriptor `bytes` further on.
 __device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
 
-// Wgmma<T, N>: shared<kAccumulate, kMnMajorA>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). shared_anew<kMnMajorA>(d, a, b): the
-// first product of a sum whose registers are free until then (where d keeps its place over a loop, shared<false>).
+// Wgmma<T, N>: shared<kAccumulate, kMnMajorA>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). shared_anew<kMnMajorA>(d, a, b) and
+// registers_anew<kMnMajorB>(d, a, b): the first product of a sum whose registers are free until then (where d keeps its place over a loop,
+// kAccumulate = false).
 template <class T, int N> struct Wgmma;
 
 #define STROBE_OUT(io, i) io(d[i])
@@ -159,6 +160,12 @@ template <class T, int N> struct Wgmma;
                    " " STROBE_LIST_##N ", %" #o0 ", %" #o1 ", p, 1, 1, %" #o2 ", 0;\n}"                                                    \
                    : STROBE_OUTS_##N("=f")                                                                                                 \
                    : "l"(a), "l"(b), "n"(kMnMajorA));                                                                                      \
+    }                                                                                                                                      \
+    template <int kMnMajorB> static __device__ __forceinline__ void registers_anew(float (&d)[N / 2], const u32 *a, u64 b) {               \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                 \
+                   " " STROBE_LIST_##N ", {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1, %" #o5 ";\n}"                       \
+                   : STROBE_OUTS_##N("=f")                                                                                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kMnMajorB));                                                  \
     }                                                                                                                                      \
     template <bool kAccumulate, int kMnMajorB> static __device__ __forceinline__ void registers(float (&d)[N / 2], const u32 *a, u64 b) {  \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME          \

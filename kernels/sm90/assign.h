@@ -13,27 +13,38 @@ template <Config C> struct Assign {
   u32 told = 0, verdicts = 0;
 
   __device__ __forceinline__ void all() {
+    // Where items take different times, the next one is drawn when one is loaded: drawn earlier it would be fixed while two are still to be
+    // computed, and the last ones would be shared out ill. Where all take the same, nobody waits for a ticket.
+    const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q;
     Item before{0, 0, 0, kNone};
     bool first = true;
 #pragma unroll 1
-    for (u32 x = blockIdx.x; x < a.items;) {
+    for (u32 x = blockIdx.x, next; x < a.items; x = next) {
       const Item item = this->item(x);
-      if (item.kind() != kNone) tell(item);
-      x = a.items;
-      if (gridDim.x < a.items) {
-        const u32 ticket = first ? first_ticket(a.tickets) : next_ticket(a.tickets);
-        first = false;
-        if (ticket == a.items - 1) return_tickets(a.tickets);
-        x = gridDim.x + ticket;
+      const bool some = item.kind() != kNone;
+      if (some) tell(item);
+      if (even) next = draw(first);
+      if (some) {
+        judge(before);
+        before = item;
       }
-      if (item.kind() == kNone) continue;
-      judge(before);
-      before = item;
+      if (!even) {
+        if (some) wait_loaded();
+        next = draw(first);
+      }
     }
     judge(before);
     tell({0, 0, 0, kNone});
   }
 
+  // The next item's number; at least a.items if there is none.
+  __device__ __forceinline__ u32 draw(bool &first) const {
+    if (gridDim.x >= a.items) return a.items;
+    const u32 ticket = first ? first_ticket(a.tickets) : next_ticket(a.tickets);
+    first = false;
+    if (ticket == a.items - 1) return_tickets(a.tickets);
+    return gridDim.x + ticket;
+  }
   // Within a bundle of heads the last (longest, if causal) tile first.
   __device__ __forceinline__ Item item(u32 x) const {
     const u32 split = C.split ? x - a.splits.divide(x) * a.splits.by : 0;
@@ -44,8 +55,11 @@ template <Config C> struct Assign {
     const bool empty = in.cu_seqlens_q && q >= in.sequence(b).band.seqlen_q;
     return {(i32)b, (i32)(head - b * a.heads.by), q, (i32)split * Item::kKinds + (empty ? kNone : kOnce)};
   }
+  // Until all have read the last item told, and the copy engine has been told of all of its keys and values.
+  __device__ __forceinline__ void wait_loaded() const { mbarrier_wait(shared.item_empty(), told % 2 ^ 1); }
   __device__ __forceinline__ void tell(const Item &item) {
-    mbarrier_wait(shared.item_empty(), told++ % 2 ^ 1);
+    wait_loaded();
+    ++told;
     write(shared.item(), item.b, item.h, item.q, item.how);
     mbarrier_arrive(shared.item_full());
   }
@@ -55,10 +69,9 @@ template <Config C> struct Assign {
     if (item.kind() != kOnce) return;
     const u32 n = verdicts++;
     mbarrier_wait(shared.judged(n), n / 2 % 2);
-    const bool overflow = load_shared(shared.overflow(n)), not_finite = load_shared(shared.not_finite(n));
-    if (!overflow && !not_finite) return;
-    store_shared(shared.overflow(n), 0), store_shared(shared.not_finite(n), 0);
-    tell(item.again(overflow ? kSafely : kCarefully));
+    if (!load_shared(shared.failed(n))) return;
+    store_shared(shared.failed(n), 0);
+    tell(item.again());
   }
 };
 

@@ -24,6 +24,7 @@ template <BackwardConfig C> struct Backward {
   static constexpr int kComputing = 128 * C.kWarpgroups;
 
   static_assert(!C.wide && kD <= 128 && kDv <= 128);
+  static_assert(!C.keys_in_registers || (kD <= 64 && kDv <= 64));
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 
   // Tiles of queries that see none of a warpgroup's keys are few: where registers are short they are computed all the same.
@@ -39,6 +40,7 @@ template <BackwardConfig C> struct Backward {
     float dK[kD / 2], dV[kDv / 2];
     float S[kM / 2], dP[kM / 2], dQ[C.dq_queries() / 2];
     u32 P[kM / 4], dS[kM / 4];
+    u32 K[C.keys_in_registers ? kD / 4 : 1], V[C.keys_in_registers ? kDv / 4 : 1]; // of this warpgroup's keys
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
         : a(a), shared(shared), w(w), lane(this_thread<C>() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)),
@@ -74,9 +76,10 @@ template <BackwardConfig C> struct Backward {
     __device__ __forceinline__ i32 walk(QueryStep step, u32 &n) {
       mbarrier_wait(shared.k_full(), n >> 31);
       if (w == 1) barrier_sync(kStagger, kComputing);
-      multiply_s(n);
+      multiply_first_s(n);
       mbarrier_wait(shared.v_full(), n >> 31);
       clean_keys();
+      if constexpr (C.keys_in_registers) load_rows(K, shared.k), load_rows(V, shared.v);
       i32 before = C.owns_dq ? -1 : 0; // the number of the tile of the iteration before, if there was one
 #pragma unroll 1
       for (;; ++n) {
@@ -160,11 +163,28 @@ template <BackwardConfig C> struct Backward {
       add_dq(n - 1, before, C.owns_dq ? (i32)load_shared(shared.keys() + 8) : 0);
     }
 
-    __device__ __forceinline__ void multiply_s(u32 n) {
+    // K may yet hold what is no number, and is not in registers.
+    __device__ __forceinline__ void multiply_first_s(u32 n) {
       multiply_transposed<T, kD, kTileK, kM>(S, shared.k + 64 * kRowBytes * w, shared.q_of(n));
     }
+    __device__ __forceinline__ void multiply_s(u32 n) {
+      if constexpr (C.keys_in_registers)
+        multiply_transposed<T, kD, kM>(S, K, shared.q_of(n));
+      else
+        multiply_first_s(n);
+    }
     __device__ __forceinline__ void multiply_dp(u32 n) {
-      multiply_transposed<T, kDv, kTileK, kM>(dP, shared.v + 64 * kRowBytes * w, shared.dout_of(n));
+      if constexpr (C.keys_in_registers)
+        multiply_transposed<T, kDv, kM>(dP, V, shared.dout_of(n));
+      else
+        multiply_transposed<T, kDv, kTileK, kM>(dP, shared.v + 64 * kRowBytes * w, shared.dout_of(n));
+    }
+    // This warp's 16 rows of up to 64 columns of the keys, as a left operand.
+    template <int kWords> __device__ __forceinline__ void load_rows(u32 (&x)[kWords], u32 base) const {
+      const int row = 64 * w + 16 * warp + lane % 16;
+#pragma unroll
+      for (int c = 0; c < kWords / 4; ++c)
+        ldmatrix(reinterpret_cast<u32(&)[4]>(x[4 * c]), base + row * kRowBytes + (((2 * c + lane / 16) ^ row % 8) << 4));
     }
     __device__ __forceinline__ void multiply_dv(u32 n) { multiply_add<T, kM, kDv>(dV, P, shared.dout_of(n)); }
     __device__ __forceinline__ void multiply_dk(u32 n) { multiply_add<T, kM, kD>(dK, dS, shared.q_of(n)); }
@@ -179,7 +199,7 @@ template <BackwardConfig C> struct Backward {
       scores.template clean_keys<true>(columns_of_k(), kTileK * kRowBytes);
 #pragma unroll
       for (int block = 0; block < C.columns_v() / 64; ++block)
-        scores.template clean_keys<false>(shared.v + (block * kTileK + 64 * w) * kRowBytes, 64 * kRowBytes);
+        scores.template clean_keys<false>(shared.v + (block * kTileK + 64 * w) * kRowBytes, 64 * kRowBytes, 64 * w);
       scores.together();
     }
 

@@ -20,6 +20,7 @@ struct BackwardConfig {
   // A block takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order in memory
   // that stays in the L2 cache, and leaves it rounded.
   i32 owns_dq;
+  i32 keys_in_registers; // a warpgroup holds its keys' K and V in registers, the left operands of S and dP; heads of up to 64 columns
   Features features;
 
   static constexpr i32 kWarpgroups = 2; // that compute

@@ -34,7 +34,7 @@ template <RowsConfig C> struct BackwardRows {
     constexpr int kRows = kThreads / kLanes, kSteps = C.tile_q / kRows; // at a time; unrolled, so that all loads are under way at once
     static_assert(C.tile_q % kRows == 0);
     const int first = (int)threadIdx.x / kLanes, lane = (int)threadIdx.x % kLanes;
-    float D[kSteps] = {}, zero[kSteps] = {}; // zero: unless dO is no number
+    float D[kSteps] = {}, zero[kSteps] = {}; // zero: unless dO, or Q beside a sink, is no number
     const T *out = a.out.at<const T>(tile.batch, tile.head, tile.row + first, 0);
     const T *dout = a.dout.at<const T>(tile.batch, tile.head, tile.row + first, 0);
 #pragma unroll 1
@@ -51,6 +51,16 @@ template <RowsConfig C> struct BackwardRows {
       for (int n = 0; n < kSteps; ++n) {
         D[n] += dot(x[n], y[n]);
         zero[n] += dot(uint4{}, y[n]);
+      }
+    }
+    if (in.sinks) { // then a row that sees nothing has a finite LSE, whatever Q is
+      const T *q = in.q.at<const T>(tile.batch, tile.head, tile.row + first, 0);
+#pragma unroll 1
+      for (i32 c = 8 * lane; c < in.head_dim; c += 8 * kLanes) {
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) {
+          if (first + n * kRows < tile.rows) zero[n] += dot(uint4{}, *(const uint4 *)(q + n * kRows * in.q.stride[2] + c));
+        }
       }
     }
 #pragma unroll
@@ -89,7 +99,7 @@ private:
         if (a.delta) *delta = D, *lost = 0;
       }
     }
-    // A row whose dO or LSE is no number: neither is its P. D alone (of a row that sees a V which is none) leaves dV its P.
+    // A row whose dO, Q or LSE is no number: neither is its P. D alone (of a row that sees a V which is none) leaves dV its P.
     rows[i] = lse == -infinity ? lse : sound ? -lse * (a.in.bias ? 1.0f : kLog2e) : __int_as_float(0x7FC00000);
     if (a.in.bias) rows[i + C.tile_q] = -lacks * kLog2e;
     rows[i + (a.in.bias ? 2 : 1) * C.tile_q] = sound && fabsf(lse) < infinity ? D : 0;

@@ -29,6 +29,22 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[kColumns / 2], u3
   }
   wgmma_commit();
 }
+// The same with the 64 rows in registers.
+template <class T, int kInner, int kColumns>
+__device__ __forceinline__ void multiply_transposed(float (&d)[kColumns / 2], u32 (&rows)[kInner / 4], u32 columns) {
+  const u64 y = descriptor_k_major(columns);
+  registers_changed(rows);
+  wgmma_fence();
+#pragma unroll
+  for (int c = 0; c < kInner / 16; ++c) {
+    const u64 right = advance(y, kColumns * kRowBytes * (c / 4) + 32 * (c % 4));
+    if (c == 0)
+      Wgmma<T, kColumns>::template registers_anew<0>(d, rows, right);
+    else
+      Wgmma<T, kColumns>::template registers<true, 0>(d, rows + 4 * c, right);
+  }
+  wgmma_commit();
+}
 // sum (64 x kColumns) += x (64 x kInner, in registers) * rows (kInner x kColumns)
 template <class T, int kInner, int kColumns>
 __device__ __forceinline__ void multiply_add(float (&sum)[kColumns / 2], u32 (&x)[kInner / 4], u32 rows) {
@@ -194,8 +210,8 @@ private:
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= scores.seqlen_q);
         const float exponent =
             F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, lacks[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
-        p[k] = hidden ? 0 : exp2(exponent); // LSE may be no number
-        x = F.function ? p[k] * slope : p[k];
+        p[k] = hidden ? 0 : exp2(exponent);              // LSE may be no number
+        x = !F.function || hidden ? p[k] : p[k] * slope; // of a query that is not there the slope may be NaN
       }
       if constexpr (F.function) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
     }
@@ -241,19 +257,23 @@ public:
     together();
   }
   // K of keys that someone sees shows in LSE, V in O and so in D. What is not finite becomes 0 in V, and in K, which may yet make a score
-  // of -inf, the largest number. kLargest: of these bytes.
-  template <bool kLargest> __device__ __forceinline__ void clean_keys(u32 base, int bytes) const {
+  // of -inf, the largest number. Keys beyond the sequence become 0: they may be so large that dP is not finite. kLargest: of these bytes,
+  // whose first row is key `first` of the tile.
+  template <bool kLargest> __device__ __forceinline__ void clean_keys(u32 base, int bytes, int first = 0) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     if (!F.band && !kHides && keys.begin + C.tile_k() <= keys.seqlen_k) return; // nothing is hidden
+    const int there = keys.seqlen_k - keys.begin - first;
 #pragma unroll 4
     for (int i = 16 * (32 * warp + lane); i < bytes; i += 16 * 128) {
       u32 x[4], bad[4];
       load_shared(x, base + i);
+      const bool absent = i / (int)kRowBytes % C.tile_k() >= there;
 #pragma unroll
       for (int k = 0; k < 4; ++k) bad[k] = tile::not_finite<T>(x[k]);
-      if (!(bad[0] | bad[1] | bad[2] | bad[3])) continue;
+      if (!(bad[0] | bad[1] | bad[2] | bad[3] | absent)) continue;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
+        if (absent) x[k] = 0, bad[k] = 0;
         const u32 all = tile::spread(bad[k]);
         x[k] = (x[k] & (~all | 0x80008000u)) | (kLargest ? all & (0x7FFF7FFFu - tile::Exponent<T>::kUnit) : 0);
       }

@@ -94,7 +94,7 @@ template <Config C> struct Forward {
       Line<C, Score> line(scores, rows[0].slope, given);
       Softcap softcap(scores);
       Softmax softmax;
-      bool follows = true, rising = item.kind() == kSafely; // the reference follows the maxima, and always will
+      bool follows = true, rising = item.kind() == kAgain; // the reference follows the maxima, and always will
 
       // Q K^T of tile t, in S -> P, in S. value: where its V lies.
       auto softmax_of = [&](const Tile &t, const Stage<C> &value) {
@@ -142,7 +142,7 @@ template <Config C> struct Forward {
           const float l = fmaxf(softmax.l[0], softmax.l[1]);
           if (__any_sync(0xFFFFFFFFu, !(l < kFar))) {
             rising = true;
-            if (item.kind() == kOnce && !(l < kMost)) store_shared(shared.overflow(verdicts), 1), store_shared(shared.lost(), items);
+            if (item.kind() == kOnce && !(l < kMost)) store_shared(shared.failed(verdicts), 1), store_shared(shared.lost(), items);
           }
           bool hidden = t.masked; // it may be that a row has seen nothing yet, or only keys beyond it, with ALiBi
           if constexpr (kLine && F.alibi) hidden = hidden || !line.before;
@@ -251,10 +251,9 @@ template <Config C> struct Forward {
     __device__ __forceinline__ void release(u32 empty) const {
       if (lane == 0) mbarrier_arrive(empty);
     }
-    __device__ __forceinline__ void judge(bool overflow, bool not_finite) {
+    __device__ __forceinline__ void judge(bool failed) {
       const u32 n = verdicts++;
-      if (overflow) store_shared(shared.overflow(n), 1);
-      if (not_finite) store_shared(shared.not_finite(n), 1);
+      if (failed) store_shared(shared.failed(n), 1);
       __syncwarp();
       release(shared.judged(n));
     }
@@ -437,7 +436,7 @@ template <Config C> struct Forward {
           if (r == 0) not_finite = i < seqlen_q && multiply_add_pairs<T>(zero, 0, 0) != 0;
         }
       }
-      if (item.kind() == kOnce) judge(overflow, not_finite);
+      if (item.kind() == kOnce) judge(overflow || not_finite);
     }
   };
 };

@@ -58,9 +58,9 @@ template <Config C> struct Load {
     for (;; ++items) {
       mbarrier_wait(shared.item_full(), items % 2);
       const Item item = read<Item>(shared.item());
-      mbarrier_arrive(shared.item_empty());
       if (item.kind() == kNone) break;
       load(item);
+      mbarrier_arrive(shared.item_empty()); // only now: assign.h draws the next item when this one is loaded
     }
   }
 

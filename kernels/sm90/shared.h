@@ -10,17 +10,16 @@ namespace strobe::sm90 {
 enum Kind : i32 {
   kNone,
   kOnce,
-  kCarefully, // again: infinities and NaN in V are kept from those who do not see them
-  kSafely,    // again, and the reference follows the maxima
+  kAgain, // the reference follows the maxima, and infinities and NaN in V are kept from those who do not see them
 };
 // What the assigning thread tells the others.
 struct Item {
   i32 b, h, q;
-  i32 how; // the kind, and which part of the keys
-  static constexpr i32 kKinds = 4;
+  i32 how;                         // the kind, and which part of the keys
+  static constexpr i32 kKinds = 4; // or more: a power of two
   __device__ __forceinline__ i32 kind() const { return how % kKinds; }
   __device__ __forceinline__ i32 split() const { return how / kKinds; }
-  __device__ __forceinline__ Item again(Kind kind) const { return {b, h, q, split() * kKinds + kind}; }
+  __device__ __forceinline__ Item again() const { return {b, h, q, split() * kKinds + kAgain}; }
 };
 // What the loading thread tells the others: a tile of keys. It reaches them with K.
 struct Tile {
@@ -56,8 +55,7 @@ template <Config C> struct SharedMemory {
   __device__ __forceinline__ u32 v_full(int stage) const { return barriers + 112 + 32 * stage; }
   __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 120 + 32 * stage; }
   __device__ __forceinline__ u32 item() const { return messages; }
-  __device__ __forceinline__ u32 overflow(u32 n) const { return messages + 16 + 4 * (n % 2); }
-  __device__ __forceinline__ u32 not_finite(u32 n) const { return messages + 24 + 4 * (n % 2); }
+  __device__ __forceinline__ u32 failed(u32 n) const { return messages + 16 + 4 * (n % 2); } // P overflowed, or O is not finite
   __device__ __forceinline__ u32 lost() const { return messages + 32; } // number of an item that is lost to an overflow
   __device__ __forceinline__ u32 tile(int stage) const { return messages + 48 + 16 * stage; }
 
@@ -68,7 +66,7 @@ template <Config C> struct SharedMemory {
     store_shared(lost(), ~0u);
     for (int n = 0; n < 2; ++n) {
       mbarrier_init(judged(n), 4 * C.warpgroups);
-      store_shared(overflow(n), 0), store_shared(not_finite(n), 0);
+      store_shared(failed(n), 0);
     }
     for (int s = 0; s < C.stages; ++s) {
       mbarrier_init(k_full(s), 1);

@@ -1,12 +1,12 @@
-// Infinities and NaN in a right operand. What a row does not see must not reach it, but 0 * infinity would, and the split into hi and lo
-// makes NaN of any infinity. They are rare: where a result is not finite, the work is done again with them set aside, as 0 in shared
-// memory, and added for the rows that see them.
+// Infinities and NaN in a right operand, and numbers that TF32 rounds to infinity, which count as such. What a row does not see must not reach
+// it, but 0 * infinity would, and the split into hi and lo makes NaN of any infinity. They are rare: where a result is not finite, the work is
+// done again with them set aside, as 0 in shared memory, and added for the rows that see them.
 #pragma once
 #include "multiply.h"
 
 namespace strobe::tf32 {
 
-__device__ __forceinline__ bool finite(float x) { return fabsf(x) < -minus_infinity<float>(); }
+__device__ __forceinline__ bool finite(float x) { return fabsf(x) < __int_as_float(0x7F7FF000); } // as TF32
 
 // Of the columns of a warp's S that this lane holds, in a row of its: which it sees. Bit 4n + 2c + e.
 template <int kM, int kN> struct Seen {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void add_specials(Accumulator (&d)[kM][kC], const u32
       if (finite(x)) continue;
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i) {
-        if (sees[i / 2][i % 2]) element(d, i / 2, i % 2, k / 8, k % 8) += x;
+        if (sees[i / 2][i % 2]) element(d, i / 2, i % 2, k / 8, k % 8) += x * -minus_infinity<float>();
       }
     }
   }

@@ -22,10 +22,10 @@ int64_t strobe_glue_count_kept(const uint8_t *kept, int64_t matrices, int64_t ro
   return n;
 }
 
-void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int32_t *indices) {
+void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int64_t count, int32_t *indices) {
   for (int64_t i = 0; i < matrices * rows; i++)
     for (int64_t j = 0; j < cols; j++)
-      if (*kept++) *indices++ = (int32_t)j;
+      if (*kept++ && count-- > 0) *indices++ = (int32_t)j;
 }
 
 static int is_csr(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices) {
@@ -42,7 +42,8 @@ static int is_csr(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, co
   return end == kept;
 }
 
-/* Counting sort by column: counts, their running sum, then each entry to its place. */
+/* Counting sort by column: counts, their running sum, then each entry to its place. Another thread may write to the caller's CSR meanwhile:
+ * what was checked is read again, so whatever says where to write is held against its bounds. */
 int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices,
                               int32_t *offsets_t, int32_t *indices_t) {
   if (!is_csr(matrices, rows, cols, kept, offsets, indices)) return 0;
@@ -51,14 +52,24 @@ int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int6
     int32_t running = offsets[0];
     offsets_t[0] = running;
     for (int64_t j = 0; j < cols; j++) offsets_t[j + 1] = 0;
-    for (int32_t e = offsets[0]; e < offsets[rows]; e++) offsets_t[indices[e] + 1]++;
+    const int64_t begin = running, end = offsets[rows];
+    if (begin < 0 || end > kept) return 0;
+    for (int64_t e = begin; e < end; e++) {
+      const int64_t j = indices[e];
+      if (j < 0 || j >= cols) return 0;
+      offsets_t[j + 1]++;
+    }
     for (int64_t j = 0; j < cols; j++) {
       int32_t count = offsets_t[j + 1];
       offsets_t[j + 1] = running;
       running += count;
     }
     for (int64_t i = 0; i < rows; i++)
-      for (int32_t e = offsets[i]; e < offsets[i + 1]; e++) indices_t[offsets_t[indices[e] + 1]++] = (int32_t)i;
+      for (int64_t e = begin > offsets[i] ? begin : offsets[i]; e < end && e < offsets[i + 1]; e++) {
+        const int64_t j = indices[e];
+        if (j < 0 || j >= cols || offsets_t[j + 1] >= kept) return 0;
+        indices_t[offsets_t[j + 1]++] = (int32_t)i;
+      }
   }
   return 1;
 }

@@ -13,7 +13,8 @@ void strobe_glue_tensor(strobe_tensor *t, uintptr_t data, int32_t dtype, int32_t
 /* Looks for the OpenMP runtime that this process has loaded. Without it the library starts threads for each call. */
 void strobe_glue_find_openmp(void);
 
-/* Fills *e so that CPU work runs on `threads` threads: those of the OpenMP runtime if there is one that can be used. */
+/* Fills *e so that CPU work runs on `threads` threads: of the OpenMP runtime's team if that is as large and can be started, else on threads
+ * that the library starts, as many of them as the system gives. */
 void strobe_glue_execution(strobe_execution *e, int32_t threads);
 
 /* strobe_run, with the address of field fields[i] of strobe_addresses (0: q) in addresses[i]. threads: 0 on a GPU. */
@@ -27,8 +28,9 @@ void strobe_glue_blocks_of_mask(const uint8_t *mask, int64_t matrices, int64_t s
                                 uint8_t *kept);
 /* The offsets of kept; returns how many blocks are kept. */
 int64_t strobe_glue_count_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int32_t *offsets);
-void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int32_t *indices);
-/* Writes the transposes: offsets_t (matrices, cols + 1), indices_t (kept). Returns 0, and writes nothing, unless the matrices follow one
+/* Its columns, at most `count` of them. */
+void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int64_t count, int32_t *indices);
+/* Writes the transposes: offsets_t (matrices, cols + 1), indices_t (kept). Returns 0, with nothing of use written, unless the matrices follow one
  * another in absolute offsets from 0 to kept and the indices of each row are in [0, cols) and strictly ascending. */
 int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices,
                               int32_t *offsets_t, int32_t *indices_t);

@@ -2,8 +2,10 @@
  * operators: threads of our own would compete with them for the cores. Nothing here is compiled with OpenMP or linked to it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -13,7 +15,8 @@
 typedef void (*gomp_parallel)(void (*body)(void *), void *arg, unsigned threads, unsigned flags);
 
 static gomp_parallel run_parallel;
-static pid_t owner; /* the process in which run_parallel was found */
+static int (*largest_team)(void); /* omp_get_max_threads: for the thread that asks, what torch.set_num_threads has set */
+static pid_t owner;               /* the process in which run_parallel was found */
 
 /* A child of fork that has not called exec: the runtime may remember threads that only the parent has, and wait for them for ever. */
 static int is_forked(void) {
@@ -34,33 +37,70 @@ static int is_forked(void) {
 
 void strobe_glue_find_openmp(void) {
   if (run_parallel || is_forked()) return;
-  *(void **)&run_parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+  *(void **)&largest_team = dlsym(RTLD_DEFAULT, "omp_get_max_threads");
+  if (largest_team) *(void **)&run_parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
   owner = getpid();
+}
+
+static void *pass(void *gate) {
+  pthread_mutex_lock(gate);
+  pthread_mutex_unlock(gate);
+  return NULL;
+}
+
+/* Whether the system gives `count` threads more, all at once. */
+static int can_start(int count) {
+  pthread_t *threads = malloc((size_t)count * sizeof *threads);
+  if (!threads) return 0;
+  pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+  pthread_mutex_lock(&gate);
+  int started = 0;
+  while (started < count && pthread_create(&threads[started], NULL, pass, &gate) == 0) started++;
+  pthread_mutex_unlock(&gate);
+  for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
+  free(threads);
+  return started == count;
+}
+
+/* Whether this thread may lead a team of its largest size. The runtime ends the process if it cannot start a thread, so the first time, and
+ * whenever the team has grown, it is tried out. */
+static int has_team(void) {
+  static _Thread_local int started = 1, refused;
+  const int team = largest_team();
+  if (team > started && (team == refused || !can_start(team - 1))) {
+    refused = team;
+    return 0;
+  }
+  started = team;
+  return 1;
 }
 
 struct region {
   void (*body)(void *arg, int32_t i);
   void *arg;
   int32_t n;
-  atomic_int next; /* the team may be smaller than asked for: whoever is there takes what is left */
+  atomic_int places; /* how many of the team may work */
+  atomic_int next;   /* the team may be smaller than that: whoever is there takes what is left */
 };
 
 static void work(void *arg) {
   struct region *r = arg;
+  if (atomic_fetch_sub_explicit(&r->places, 1, memory_order_relaxed) <= 0) return;
   for (int i; (i = atomic_fetch_add_explicit(&r->next, 1, memory_order_relaxed)) < r->n;) r->body(r->arg, i);
 }
 
-/* Always a team of all threads, however small n: a team that shrinks ends threads, and the next one would start them again. */
+/* Always the whole team that PyTorch's operators run on (which 0 stands for), however small n: a team that shrinks ends threads, and the
+ * next one would start them again. */
 static void on_openmp(void *pool, int32_t n, void (*body)(void *arg, int32_t i), void *arg) {
-  struct region r = {body, arg, n, 0};
-  run_parallel(work, &r, (unsigned)(uintptr_t)pool, 0);
+  struct region r = {body, arg, n, (int)(uintptr_t)pool, 0};
+  run_parallel(work, &r, 0, 0);
 }
 
 void strobe_glue_execution(strobe_execution *e, int32_t threads) {
   memset(e, 0, sizeof *e);
   e->size = sizeof *e;
   e->threads = threads;
-  if (run_parallel && threads > 1 && owner == getpid()) {
+  if (run_parallel && threads > 1 && owner == getpid() && threads <= largest_team() && has_team()) {
     e->parallel = on_openmp;
     e->pool = (void *)(uintptr_t)threads;
   }

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _run
 from ._abi import GRADIENTS
-from ._framework import Array, Framework, framework_like, kind, known_framework, outside_graphs
+from ._framework import Array, Framework, framework_like, known_framework, outside_graphs, shown
 from ._prepare import (
     DEFAULTS,
+    SIZES,
     AttentionOptions,
     Prepared,
     Wrong,
     flag,
     is_array,
     is_integer,
-    is_number,
     is_seed,
+    name_of,
+    number,
     prepare,
     refusal,
     seed_options,
@@ -73,8 +75,9 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): packed sequences of various lengths; sequence b holds the tokens
             [cu_seqlens[b], cu_seqlens[b + 1]), and what lies behind the last is padding: its out is 0, its lse -inf. Then q is
             (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), whatever layout says.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; the size of mask and bias there. None: Tq, Tk.
-        block_mask: which blocks of the scores exist at all.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; the size of mask and bias there. None: Tq, Tk; on the CPU the work is that
+            of the longest sequence all the same, while a GPU, whose lengths are not read, has the work of a bound of Tq and Tk.
+        block_mask: which blocks of the scores exist at all; a mask of these lengths (of packed sequences, of their maxima).
         layout: of q, k, v and the output: "bhsd" or "bshd", which is flash-attn's and xFormers'. Nobody notices a wrong one where the
             shapes fit: H and S then change places.
         return_lse: return (out, lse).
@@ -109,6 +112,8 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
     framework = known_framework(q)
     if framework is not None and isinstance(return_lse, bool) and (found := framework.again(q, k, v, return_lse, options)) is not None:
         return (found[0], found[1]) if return_lse else found[0]
+    if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):
+        return framework.handed_over(kinds, attention, q, k, v, return_lse=return_lse, **options)
     wrong: Wrong = []
     flag(wrong, "return_lse", return_lse)
     framework, p = _prepared("attention", q, k, v, options, wrong)
@@ -142,15 +147,11 @@ def _prepared(
     return framework, p
 
 
-# Where one of these is wrong, nobody can tell what the others should be.
-_SIZES = frozenset({"q", "k", "v", "layout", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"})
-
-
 def _refusal(function: str, framework: Framework | None, p: Prepared, wrong: Wrong, known: dict[str, Array]) -> Exception:
     """One exception of all that is wrong, the library's reasons too."""
-    lines = {str(error).partition(":")[0]: str(error) for error in wrong}
+    lines = {name_of(error): str(error) for error in wrong}
     kinds_alone = all(isinstance(error, TypeError) for error in wrong)
-    if framework and not _SIZES & lines.keys():
+    if framework and not SIZES & lines.keys():
         if function.startswith("reference"):
             p.options["engine"] = _run.ORACLE
         known = {name: x for name, x in known.items() if name not in lines}
@@ -218,14 +219,20 @@ def reference(
     return _run.reference(framework, p, chosen)
 
 
-def _chosen(wrong: Wrong, name: str, indices: Any) -> list[int] | None:
+def _chosen(wrong: Wrong, name: str, given: Any) -> list[int] | None:
     """Of rows or columns, counted flat."""
+    indices = given
     if indices is None:
         return None
-    numbers = indices.tolist() if known_framework(indices) else indices
-    if isinstance(numbers, Iterable):
-        return [i for i in numbers if is_integer(wrong, name, i, 0, 2**63 - 1)]
-    wrong.append(TypeError(f"{name}: {kind(indices)}; accepted are several integers"))
+    framework = known_framework(indices)
+    if framework is not None:
+        if (refused := framework.unfit(name, indices) or framework.without_values(name, indices)) is not None:
+            wrong.append(refused)
+            return None
+        indices = framework.on_host(indices).tolist() if indices.ndim == 1 else None
+    if isinstance(indices, Iterable) and not isinstance(indices, (str, bytes)):
+        return [int(i) for i in indices if is_integer(wrong, name, i, 0, 2**63 - 1)]
+    wrong.append(TypeError(f"{name}: {shown(given)}; accepted are several integers, along one axis"))
     return None
 
 
@@ -300,10 +307,11 @@ def dropout_mask(
         TypeError, ValueError: an argument is not what is said above.
     """
     wrong: Wrong = []
-    sizes = [size for size in shape if is_integer(wrong, "shape", size, 0, 2**63 - 1)]
+    several = isinstance(shape, Sequence) and not isinstance(shape, (str, bytes))
+    sizes = [size for size in shape if is_integer(wrong, "shape", size, 0, 2**63 - 1)] if several else []
     if not wrong and len(sizes) != 4:
-        wrong.append(ValueError(f"shape: {tuple(shape)}; accepted is (B, H, Sq, Sk)"))
-    is_number(wrong, "dropout", dropout)
+        wrong.append((ValueError if several else TypeError)(f"shape: {shown(shape)}; accepted is (B, H, Sq, Sk)"))
+    share = number(wrong, "dropout", dropout)
     for name, x in (("seed", seed), ("offset", offset)):
         if x is not None:
             is_seed(wrong, name, x)
@@ -319,4 +327,4 @@ def dropout_mask(
     if wrong:
         raise refusal(wrong)
     framework = framework_like(like if rng is None else rng)
-    return _run.dropout_mask(framework, tuple(sizes), {"dropout": float(dropout), **seed_options(seed, offset)}, rng)
+    return _run.dropout_mask(framework, tuple(sizes), {"dropout": share, **seed_options(seed, offset)}, rng)

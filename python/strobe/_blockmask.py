@@ -10,7 +10,7 @@ from typing import Any
 
 from ._abi import MAX_RANK
 from ._core import ffi, lib
-from ._framework import Array, Framework, framework_like, framework_of, is_whole, kind, outside_graphs
+from ._framework import Array, Framework, framework_like, framework_of, is_whole, outside_graphs, shown, unfit
 
 _MOST_KEPT = 2**31 - 1  # the CSR is int32
 
@@ -19,8 +19,9 @@ class BlockMask:
     """Keeps or skips whole blocks of block_q queries by block_k keys; what is skipped costs nothing, forward and backward.
 
     It joins the other masks: a score counts if its block is kept and causal, window and mask let it through. One mask serves all
-    batches or heads (its own size there is 1), or each has its own. With cu_seqlens, blocks are counted within each sequence, from
-    max_seqlen_q and max_seqlen_k.
+    batches or heads (its own size there is 1), or each has its own. It is a mask of its lengths, which the call has to have; and of its
+    alignment, if it is a pattern of two lengths that differ: a call with causal, window or alibi_slopes has to have that too. With
+    cu_seqlens, blocks are counted within each sequence, and the mask's lengths are max_seqlen_q and max_seqlen_k (Tq and Tk without them).
 
     The blocks are held as CSR, int32: query block i of (batch b, head h) keeps the key blocks ``cols[rows[b, h, i]:rows[b, h, i + 1]]``,
     ascending; the offsets are absolute in cols. The transpose (key block to query blocks) is built along with it for the backward.
@@ -43,6 +44,7 @@ class BlockMask:
     cols: Array
     rows_t: Array
     cols_t: Array
+    alignment: str | None = None  # where the pattern depends on it
 
     @outside_graphs
     def __init__(self, rows: Array, cols: Array, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int):
@@ -51,8 +53,10 @@ class BlockMask:
         framework = framework_of("rows", rows)
         nq, nk = self._grid
         for name, x in {"rows": rows, "cols": cols}.items():
-            if not framework.is_array(x) or x.dtype != framework.xp.int32:
-                raise TypeError(f"{name}: {getattr(x, 'dtype', kind(x))}; accepted is a {framework.name} of int32")
+            if (refused := unfit(name, x, framework, "rows") or framework.without_values(name, x)) is not None:
+                raise refused
+            if x.dtype != framework.xp.int32:
+                raise TypeError(f"{name}: {x.dtype}; accepted is a {framework.name} of int32")
         if rows.ndim != 3 or rows.shape[2] != nq + 1:
             raise ValueError(f"rows: shape {tuple(rows.shape)}; accepted is (B|1, H|1, {nq + 1}), one more than the query blocks")
         if cols.ndim != 1:
@@ -268,8 +272,8 @@ class BlockMask:
         `diagonal`, which may reach past either end."""
         seqlen_q, seqlen_k = _length("seqlen_q", seqlen_q, 0), _length("seqlen_k", seqlen_k, 0)
         block_q, block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
-        if alignment not in ("bottom_right", "top_left"):
-            raise ValueError(f"alignment: {alignment!r}; accepted is 'bottom_right' or 'top_left'")
+        if not isinstance(alignment, str) or alignment not in ("bottom_right", "top_left"):
+            raise ValueError(f"alignment: {shown(alignment)}; accepted is 'bottom_right' or 'top_left'")
         offset = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
         nk = -(-seqlen_k // block_k)
         rows, cols = array("i", [0]), array("i")
@@ -280,12 +284,16 @@ class BlockMask:
             _limit(len(cols))
             rows.append(len(cols))
         framework = framework_like(like)
-        return cls(framework.int32(rows, like)[None, None], framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k)
+        if getattr(like, "is_meta", False):
+            raise ValueError("like: on device meta; accepted is an array that has values")
+        made = cls(framework.int32(rows, like)[None, None], framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k)
+        made.alignment = None if seqlen_q == seqlen_k else alignment
+        return made
 
 
 def _length(name: str, x: Any, least: int) -> int:
     if not is_whole(x) or x < least:
-        raise ValueError(f"{name}: {x!r}; accepted is an integer of {least} or more")
+        raise ValueError(f"{name}: {shown(x)}; accepted is an integer of {least} or more")
     return index(x)
 
 
@@ -297,8 +305,8 @@ def _limit(kept: int) -> None:
 def _matrices(name: str, x: Array) -> tuple[Framework, Array]:
     """x as (B|1, H|1, rows, columns)."""
     framework = framework_of(name, x)
-    if getattr(x, "is_meta", False):
-        raise ValueError(f"{name}: on device meta; accepted is an array that has values")
+    if (refused := framework.without_values(name, x)) is not None:
+        raise refused
     if x.dtype != framework.bool_dtype or not 2 <= x.ndim <= MAX_RANK:
         raise ValueError(
             f"{name}: {x.dtype} of shape {tuple(x.shape)}; accepted is bool of shape (..., rows, columns) with up to two axes before"
@@ -317,5 +325,5 @@ def _csr(kept: Any, shape: tuple[int, ...]) -> tuple[array[int], array[int]]:
     n = lib.strobe_glue_count_kept(kept, batch * heads, nq, nk, ffi.from_buffer("int32_t[]", offsets))
     _limit(n)
     indices = array("i", bytes(4 * n))
-    lib.strobe_glue_indices_of_kept(kept, batch * heads, nq, nk, ffi.from_buffer("int32_t[]", indices))
+    lib.strobe_glue_indices_of_kept(kept, batch * heads, nq, nk, n, ffi.from_buffer("int32_t[]", indices))
     return offsets, indices

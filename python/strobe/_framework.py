@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -45,8 +45,24 @@ class Framework(ABC):
     def is_array(self, x: object) -> bool: ...
 
     @abstractmethod
-    def misplaced(self, x: Array, q: Array | None) -> str:
-        """What is wrong with x unless it is dense and lies where q does, if that is known; else empty."""
+    def unfit(self, name: str, x: Array, beside: str = "q", q: Array | None = None) -> Exception | None:
+        """What is wrong with x, which is_array(), unless its memory is what it means, and lies where q, the argument `beside`, does."""
+
+    def without_values(self, name: str, x: Array) -> Exception | None:
+        """What is wrong with x if its numbers cannot be read at its address."""
+        return None
+
+    def causal_bias(self, x: object) -> tuple[str, int, int] | None:
+        """The alignment and the lengths Sq and Sk of what is no array of numbers but the framework's name for a causal mask."""
+        return None
+
+    def overriding(self, arguments: Iterable[object]) -> Sequence[Array]:
+        """Those arrays whose own kind says what becomes of a call, in place of it."""
+        return ()
+
+    def handed_over(self, kinds: Sequence[Array], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What becomes of function(*args, **kwargs), as the kinds of these arrays say."""
+        raise NotImplementedError
 
     def autocast(self, arrays: dict[str, Array]) -> dict[str, Array]:
         """The arrays as forward() hands them on."""
@@ -89,7 +105,8 @@ class Framework(ABC):
 
     def place(self, execution: Any, q: Array, threads: int | None) -> Allocator | None:
         """Fills a strobe_execution for work where q lies; returns where its workspace comes from, None for the library's own memory."""
-        lib.strobe_glue_execution(execution, threads or self.default_threads())
+        most = self.default_threads()  # asked in any case: PyTorch then tells OpenMP of its number, if this thread is new
+        lib.strobe_glue_execution(execution, threads or most)
         return None
 
     @abstractmethod
@@ -140,7 +157,7 @@ def known_framework(x: object) -> Framework | None:
     if numpy is not None and isinstance(x, numpy.ndarray):
         from ._numpy import NUMPY
 
-        return NUMPY if NUMPY.is_array(x) else None
+        return NUMPY
     return None
 
 
@@ -148,11 +165,23 @@ def no_array(name: str, x: object) -> TypeError:
     return TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor or a numpy.ndarray")
 
 
+def unfit(name: str, x: Any, framework: Framework | None = None, beside: str = "q", q: Array | None = None) -> Exception | None:
+    """Why x is no array that the package takes: of `framework`, if that is known, as the argument `beside` is, and where q lies.
+
+    Every array of every function passes here; what its shape and dtype have to be is checked elsewhere."""
+    own = framework if framework is not None and framework.is_array(x) else known_framework(x)
+    if framework is not None and own is not framework:
+        return TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as {beside} is")
+    return no_array(name, x) if own is None else own.unfit(name, x, beside, q)
+
+
 def framework_of(name: str, x: object) -> Framework:
     """known_framework, where x has to be an array; `name` is x's in a message."""
     framework = known_framework(x)
     if framework is None:
         raise no_array(name, x)
+    if (refused := framework.unfit(name, x)) is not None:
+        raise refused
     return framework
 
 
@@ -160,6 +189,15 @@ def is_bool(x: object) -> bool:
     """Python's or NumPy's."""
     numpy = sys.modules.get("numpy")
     return isinstance(x, bool) or (numpy is not None and isinstance(x, numpy.bool_))
+
+
+def shown(x: object) -> str:
+    """What the caller gave, for a message: in one line that is not long."""
+    try:
+        text = " ".join(repr(x).split())
+    except Exception:  # such as an integer of more digits than Python prints
+        return kind(x)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def is_whole(x: object) -> bool:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._framework import Array, framework_of, kind
+from ._framework import Array, framework_of, unfit
+from ._prepare import Wrong, is_choice
+
+_WIDE = ("float32", "float64")
+_FLOATS = (*_WIDE, "float16", "bfloat16")
 
 
 def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, layout: str = "bhsd") -> tuple[Array, Array]:
@@ -24,13 +28,17 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, layout: str
 
     Sources: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), as FlashAttention splits keys with it.
     """
+    wrong: Wrong = []
     framework = framework_of("out_a", out_a)
     xp: Any = framework.xp
     for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        if not framework.is_array(x):
-            raise TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as out_a is")
-    if layout not in ("bhsd", "bshd"):
-        raise ValueError(f"layout: {layout!r}; accepted is 'bhsd' or 'bshd'")
+        if (refused := unfit(name, x, framework, "out_a", out_a)) is not None:
+            raise refused
+    if not is_choice(wrong, "layout", layout, ("bhsd", "bshd")):
+        raise wrong[0]
+    for name, x, accepted in (("out_a", out_a, _FLOATS), ("out_b", out_b, _FLOATS), ("lse_a", lse_a, _WIDE), ("lse_b", lse_b, _WIDE)):
+        if (dtype := str(x.dtype).removeprefix("torch.")) not in accepted:
+            raise ValueError(f"{name}: dtype {dtype}; accepted is {', '.join(accepted)}")
     if out_a.ndim not in (3, 4):
         raise ValueError(f"out_a: shape {tuple(out_a.shape)}; accepted is rank 4, or rank 3 for packed sequences")
     rows_first = out_a.ndim == 3 or layout == "bshd"  # in out; in lse the heads are

@@ -11,7 +11,7 @@ import numpy as np
 from . import _run
 from ._abi import CPU, DTYPES, MAX_RANK, NO_DTYPE
 from ._core import lib
-from ._framework import Framework
+from ._framework import Framework, kind
 from ._prepare import Prepared
 
 _NDArray = np.ndarray[Any, Any]
@@ -26,12 +26,18 @@ class NumPy(Framework):
         return np
 
     def is_array(self, x: object) -> bool:
-        if type(x) is np.ndarray:
-            return True
-        return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)  # whose mask nobody would read
+        return isinstance(x, np.ndarray)
 
-    def misplaced(self, x: _NDArray, q: _NDArray | None) -> str:
-        return ""  # host memory all
+    def unfit(self, name: str, x: _NDArray, beside: str = "q", q: _NDArray | None = None) -> Exception | None:
+        of = type(x)
+        if of is np.ndarray:
+            return None
+        if isinstance(x, np.ma.MaskedArray):  # whose mask nobody would read
+            return TypeError(f"{name}: {kind(x)}; accepted is a numpy.ndarray, which filled() gives")
+        overrides = of.__array_ufunc__ is not np.ndarray.__array_ufunc__ or of.__array_function__ is not np.ndarray.__array_function__
+        if overrides or isinstance(x, np.matrix):  # which means more than its numbers; and which has two axes, whatever one does
+            return TypeError(f"{name}: {kind(x)}; accepted is a numpy.ndarray, which np.asarray() gives")
+        return None
 
     def forward(self, p: Prepared) -> tuple[_NDArray, _NDArray]:
         return _run.forward(self, p)
@@ -63,13 +69,13 @@ class NumPy(Framework):
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
     def empty(self, like: _NDArray | None, shape: tuple[int, ...], dtype: Any) -> _NDArray:
-        return np.empty(shape, dtype)
+        return _allocated(shape, dtype)
 
     def dense_like(self, x: _NDArray, width: int, dtype: Any) -> _NDArray:
         shape = (*x.shape[:-1], width)
         if x.ndim == 4 and abs(x.strides[1]) < abs(x.strides[2]):
-            return np.empty((shape[0], shape[2], shape[1], width), dtype).transpose(0, 2, 1, 3)
-        return np.empty(shape, dtype)
+            return _allocated((shape[0], shape[2], shape[1], width), dtype).transpose(0, 2, 1, 3)
+        return _allocated(shape, dtype)
 
     def cast(self, x: _NDArray, dtype: Any) -> _NDArray:
         return x.astype(dtype)
@@ -91,6 +97,13 @@ class NumPy(Framework):
 
     def int32(self, values: array[int], like: _NDArray | None = None) -> _NDArray:
         return np.array(values, np.int32)
+
+
+def _allocated(shape: tuple[int, ...], dtype: Any) -> _NDArray:
+    try:
+        return np.empty(shape, dtype)
+    except ValueError as failed:  # more bytes than NumPy counts
+        raise MemoryError(f"an array of shape {shape}: {failed}") from None
 
 
 NUMPY = NumPy()

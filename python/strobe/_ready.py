@@ -55,29 +55,49 @@ def in_memory(x: Tensor) -> Tensor:
     return x.clone() if is_lazy(x) else x
 
 
+class OutOfMemoryError(MemoryError, torch.cuda.OutOfMemoryError):
+    """For who expects Python's error, and for who expects PyTorch's."""
+
+
+def allocated(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised; strides: None for those of a tensor without gaps."""
+    try:
+        if strides is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    except RuntimeError as failed:
+        text = str(failed)
+        if isinstance(failed, torch.cuda.OutOfMemoryError) or "t allocate memory" in text or "overflow" in text:
+            raise OutOfMemoryError(text) from None
+        raise
+
+
 def signature(tensors: Iterable[Tensor], options: Mapping[str, Any], *more: object) -> tuple[Key, list[int]] | None:
     """All that decides what runs, `more` among it; and the addresses, which do not, of `tensors` and then of the tensors among the options.
     None if there is something else among them than plain tensors and scalars."""
     key: list[Any] = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), *more]
     addresses: list[int] = []
-    for x in tensors:
-        if type(x) not in PLAIN or x.layout is not torch.strided or is_lazy(x):
-            return None
-        address = x.data_ptr()
-        addresses.append(address)
-        key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, address % 16 == 0)
-    for name, x in options.items():
-        kind = type(x)
-        if kind in _SCALARS:
-            key += (name, kind, x)
-        elif kind in PLAIN and x.layout is torch.strided and not is_lazy(x):
+    try:
+        for x in tensors:
+            if type(x) not in PLAIN or x.layout is not torch.strided or is_lazy(x):
+                return None
             address = x.data_ptr()
             addresses.append(address)
-            key += (name, x.shape, x.stride(), x.dtype, x.device, x.requires_grad, address % 16 == 0)
-        elif kind is tuple and all(type(part) in _SCALARS for part in x):
-            key += (name, *map(type, x), x)
-        else:
-            return None
+            key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, address % 16 == 0)
+        for name, x in options.items():
+            kind = type(x)
+            if kind in _SCALARS:
+                key += (name, kind, x)
+            elif kind in PLAIN and x.layout is torch.strided and not is_lazy(x):
+                address = x.data_ptr()
+                addresses.append(address)
+                key += (name, x.shape, x.stride(), x.dtype, x.device, x.requires_grad, address % 16 == 0)
+            elif kind is tuple and all(type(part) in _SCALARS for part in x):
+                key += (name, *map(type, x), x)
+            else:
+                return None
+    except RuntimeError:  # a nested tensor, which has no shape
+        return None
     return tuple(key), addresses
 
 
@@ -103,13 +123,13 @@ class Ready:
         call in full says why."""
         device = self._device
         if made is None:
-            made = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self._made]
+            made = [allocated(shape, strides, dtype, device) for shape, strides, dtype in self._made]
         addresses += [x.data_ptr() for x in made]
         stream = workspace = size = 0
         if self._on_gpu:
             stream = torch._C._cuda_getCurrentRawStream(device.index)
             if size := self._workspace_bytes:
-                scratch = torch.empty_strided((size,), (1,), dtype=torch.uint8, device=device)
+                scratch = allocated((size,), (1,), torch.uint8, device)
                 workspace = scratch.data_ptr()
         status = lib.strobe_glue_run(self._prepared, len(addresses), self._fields, addresses, self._threads, stream, workspace, size)
         return made if status == lib.STROBE_OK else None

@@ -95,7 +95,9 @@ def dropout_mask(framework: Framework, shape: tuple[int, ...], options: dict[str
     views = ffi.new("strobe_tensor[2]")
     framework.view(views + 0, "keep", keep, False)
     given, _alive = (ffi.NULL, None) if rng is None else (views + 1, framework.view(views + 1, "rng", rng, False))
-    status = lib.strobe_dropout_mask(attention_struct(tuple(options.items()))[0], given, views + 0)
+    execution = ffi.new("strobe_execution *")
+    framework.place(execution, keep, None)
+    status = lib.strobe_dropout_mask(attention_struct(tuple(options.items()))[0], given, views + 0, execution)
     if status != lib.STROBE_OK:
         raise error(status, str)
     return keep
@@ -140,7 +142,7 @@ def reasons_against(framework: Framework, p: Prepared, known: dict[str, Array], 
         call(framework, p, known, made).run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
     except ValueError as refusal:
         return str(refusal).splitlines()
-    except RuntimeError:  # not of the arguments' making, or where tensors have no memory
+    except (RuntimeError, TypeError):  # not of the arguments' making, or where tensors have no memory
         pass
     return []
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _run
+from . import _run, _tensor_kinds
 from ._abi import BACKWARD, CPU, CUDA, DTYPES, FORWARD, GRADIENTS, INPUTS, MAX_RANK, NO_DTYPE, OPTIONS, Allocator
 from ._core import ffi, lib
 from ._framework import Framework
 from ._prepare import Prepared
-from ._ready import PLAIN, Key, Memory, Ready, in_memory, signature
+from ._ready import PLAIN, Key, Memory, Ready, allocated, in_memory, signature
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPES.items()}
 
@@ -35,12 +35,20 @@ class Torch(Framework):
     def is_array(self, x: object) -> bool:
         return isinstance(x, Tensor)
 
-    def misplaced(self, x: Tensor, q: Tensor | None) -> str:
-        if x.layout != torch.strided:
-            return f"layout {x.layout}; accepted is torch.strided"
-        if q is not None and x.device != q.device:
-            return f"on device {x.device}; accepted is {q.device}, where q lies"
-        return ""
+    def unfit(self, name: str, x: Tensor, beside: str = "q", q: Tensor | None = None) -> Exception | None:
+        return _tensor_kinds.unfit(name, x, beside, q)
+
+    def without_values(self, name: str, x: Tensor) -> Exception | None:
+        return _tensor_kinds.without_values(name, x)
+
+    def causal_bias(self, x: object) -> tuple[str, int, int] | None:
+        return _tensor_kinds.causal_bias(x)
+
+    def overriding(self, arguments: Iterable[object]) -> Sequence[Tensor]:
+        return _tensor_kinds.overriding(arguments)
+
+    def handed_over(self, kinds: Sequence[Tensor], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return torch.overrides.handle_torch_function(function, kinds, *args, **kwargs)
 
     def autocast(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
         device = arrays["q"].device.type
@@ -87,10 +95,17 @@ class Torch(Framework):
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return _forward(**arrays, **p.options)
         more: dict[str, Any] = {**arrays, **p.options}
-        return _differentiable_forward(**more)  # where the dispatcher's first step would lead
+        try:
+            return _differentiable_forward(**more)  # where the dispatcher's first step would lead
+        except TypeError as refused:
+            raise _tensor_kinds.not_dispatched(arrays, refused) from None
 
     def backward(self, p: Prepared, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[str]) -> dict[str, Tensor]:
-        found = _backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])
+        try:
+            found = _backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])
+        except TypeError as refused:
+            known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+            raise _tensor_kinds.not_dispatched(known | p.arrays, refused) from None
         return dict(zip(needed, found, strict=True))
 
     def drawn_rng(self, q: Tensor) -> Tensor:
@@ -103,6 +118,8 @@ class Torch(Framework):
         rank = x.dim()
         if rank > MAX_RANK:
             raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes")
+        if type(x) not in PLAIN and not x.is_meta and (refused := self.without_values(name, x)) is not None:
+            raise refused
         if x.is_cpu:
             device, index = CPU, 0
         elif x.is_cuda:
@@ -124,20 +141,20 @@ class Torch(Framework):
         execution.stream = ffi.cast("void *", torch._C._cuda_getCurrentRawStream(device))
 
         def allocate(count: int) -> tuple[Tensor, int]:
-            workspace = torch.empty(count, dtype=torch.uint8, device=q.device)
+            workspace = allocated((count,), (1,), torch.uint8, q.device)
             return workspace, workspace.data_ptr()
 
         return Allocator(allocate)
 
     def empty(self, like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="cpu" if like is None else like.device)
+        return allocated(shape, None, dtype, torch.device("cpu") if like is None else like.device)
 
     def dense_like(self, x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         shape = (*x.shape[:-1], width)
         if x.dim() == 4 and x.stride(1) < x.stride(2):
             _, m, n, _ = shape
-            return torch.empty_strided(shape, (m * n * width, width, m * width, 1), dtype=dtype, device=x.device)
-        return torch.empty(shape, dtype=dtype, device=x.device)
+            return allocated(shape, (m * n * width, width, m * width, 1), dtype, x.device)
+        return allocated(shape, None, dtype, x.device)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
@@ -235,8 +252,15 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Prepare
     return p
 
 
-def _names(needed: list[bool]) -> list[str]:
-    return [name for name, wanted in zip(GRADIENTS, needed, strict=True) if wanted]
+def _names(needed: list[bool], p: Prepared) -> list[str]:
+    """Those of GRADIENTS that are needed."""
+    if len(needed) != len(GRADIENTS):
+        raise ValueError(f"needed: {len(needed)} values; accepted are {len(GRADIENTS)}, of {', '.join(GRADIENTS)}")
+    names = [name for name, wanted in zip(GRADIENTS, needed, strict=True) if wanted]
+    for name in names:
+        if GRADIENTS[name] not in p.arrays:
+            raise ValueError(f"needed: {name} of a call without {GRADIENTS[name]}; accepted are the gradients of what is given")
+    return names
 
 
 def _repeated(
@@ -304,15 +328,19 @@ def _run_backward(
         return _prepared(q, k, v, given)
 
     signed = signature((*known.values(), q, k, v), given, *needed) if any(needed) else None
-    found = _repeated(_backward_calls, BACKWARD, signed, prepare, known, lambda p: _run.gradients(TORCH, p, _names(needed)))
-    return found if found is not None else list(_run.backward(TORCH, prepare(), known, _names(needed)).values())
+    found = _repeated(_backward_calls, BACKWARD, signed, prepare, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
+    if found is not None:
+        return found
+    p = prepare()
+    return list(_run.backward(TORCH, p, known, _names(needed, p)).values())
 
 
 @torch.library.register_fake(_BACKWARD)
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
 ) -> list[Tensor]:
-    return list(_run.gradients(TORCH, _prepared(q, k, v, given), _names(needed)).values())
+    p = _prepared(q, k, v, given)
+    return list(_run.gradients(TORCH, p, _names(needed, p)).values())
 
 
 def _is_plain(arrays: Iterable[Any]) -> bool:

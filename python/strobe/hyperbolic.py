@@ -12,8 +12,20 @@ from collections.abc import Callable
 from typing import Any
 
 from ._attention import _prepared, attention
-from ._framework import Array, Framework, framework_of, is_bool, kind, known_framework
-from ._prepare import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, Wrong, check_names, flag, is_integer, is_number, refusal
+from ._framework import Array, Framework, framework_of, is_bool, known_framework, shown, unfit
+from ._prepare import (
+    DEFAULTS,
+    ELSEWHERE,
+    MAX_HEAD_DIM,
+    Wrong,
+    check_names,
+    flag,
+    is_choice,
+    is_integer,
+    number,
+    refusal,
+    without_causal_bias,
+)
 
 __all__ = [
     "centroid",
@@ -82,27 +94,29 @@ def hyperbolic_attention(
     points = {"q": q, "k": k, "v": v}
     wrong: Wrong = []
     for name, choice, choices in (("model", model, ("lorentz", "poincare")), ("aggregate", aggregate, ("centroid", "midpoint"))):
-        if choice not in choices:
-            wrong.append(ValueError(f"{name}: {choice!r}; accepted is {' or '.join(map(repr, choices))}"))
+        is_choice(wrong, name, choice, choices)
     flag(wrong, "return_lse", return_lse)
-    if not (is_number([], "c", c) and math.isfinite(c)):
-        wrong.append(ValueError(f"c: {c!r}; accepted is a finite number"))
-        c = 0.0
+    refused: Wrong = []
+    shift = number(refused, "c", c)
+    if refused or not math.isfinite(shift):
+        wrong.append(ValueError(f"c: {shown(c)}; accepted is a finite number"))
+        shift = 0.0
     for name in _FIXED:
         if (x := options.pop(name, None)) is not None:
-            wrong.append(ValueError(f"{name}: {x!r}; accepted is none: the score is the distance's"))
+            wrong.append(ValueError(f"{name}: {shown(x)}; accepted is none: the score is the distance's"))
     check_names("hyperbolic_attention", options, wrong, _NAMES, _HINTS)
-    options = {name: x for name, x in options.items() if name in _NAMES} | {"score": "hyperbolic", "beta": beta, "shift": c}
+    options = {name: x for name, x in options.items() if name in _NAMES} | {"score": "hyperbolic", "beta": beta, "shift": shift}
     framework = known_framework(q)
-    if framework is None or not all(framework.is_array(x) and _dtype(x) in _EPS and x.ndim and x.shape[-1] for x in points.values()):
+    if framework is None or not all(_may_be_points(framework, name, x, q) for name, x in points.items()):
         return _refused(q, k, v, options, wrong)
+    options = dict(without_causal_bias(framework, q, k, options, wrong))
     for name, x in points.items():
         if model == "poincare" and x.shape[-1] >= MAX_HEAD_DIM:  # a point has one more on the hyperboloid
             wrong.append(ValueError(f"{name}: {x.shape[-1]} coordinates; accepted with model 'poincare' are 1 to {MAX_HEAD_DIM - 1}"))
     if wrong:
         return _refused(q, k, v, options, wrong)
     if is_bool(check := options.get("check")) and check:
-        wrong = [refused for name, x in points.items() if (refused := _no_points(name, x, model))]
+        wrong = [reason for name, x in points.items() if (reason := _no_points(name, x, model))]
         if wrong:
             raise refusal(wrong)
     if model == "poincare":
@@ -124,12 +138,16 @@ def _refused(q: Array, k: Array, v: Array, options: Any, wrong: Wrong) -> Any:
     return attention(q, k, v, **options)
 
 
-def _no_points(name: str, x: Array, model: str) -> ValueError | None:
+def _may_be_points(framework: Framework, name: str, x: Array, q: Array) -> bool:
+    return unfit(name, x, framework, "q", q) is None and _dtype(x) in _EPS and x.ndim > 0 and x.shape[-1] > 0
+
+
+def _no_points(name: str, x: Array, model: str) -> Exception | None:
     """What is wrong with points of a model. Within rounding: that of a coordinate to x's dtype is 8 ulps of the largest square here, that
     of a sum one for each of its terms."""
     framework = framework_of(name, x)
-    if getattr(x, "is_meta", False):
-        return ValueError(f"{name}: on device meta; accepted with check=True is an array that has values")
+    if (refused := framework.without_values(name, x)) is not None:
+        return refused
     wide = _wide(framework, framework.constant(x))
     if model == "poincare":
         square = _square(wide)[..., 0]
@@ -173,7 +191,7 @@ def _with_log_gamma(framework: Framework, q: Array, k: Array, v: Array, options:
         if q.shape[0] != v.shape[0]:
             return bias
     else:
-        sequences = framework.is_array(cu_seqlens) and cu_seqlens.ndim == 1 and cu_seqlens.dtype == xp.int32
+        sequences = unfit("cu_seqlens_k", cu_seqlens, framework, "q", q) is None and cu_seqlens.ndim == 1 and cu_seqlens.dtype == xp.int32
         if not (sequences and is_integer([], "max_seqlen_k", options.get("max_seqlen_k") or 0, 0, 2**31 - 1)):
             return bias
     gamma = xp.log(_wide(framework, v)[..., 0])
@@ -187,7 +205,7 @@ def _with_log_gamma(framework: Framework, q: Array, k: Array, v: Array, options:
     gamma = gamma[:, :, None, :]
     if bias is None:
         return gamma
-    fits = framework.is_array(bias) and _dtype(bias) in _EPS and bias.ndim <= gamma.ndim
+    fits = unfit("bias", bias, framework, "q", q) is None and _dtype(bias) in _EPS and bias.ndim <= gamma.ndim
     fits = fits and all(1 in pair or pair[0] == pair[1] for pair in zip(reversed(bias.shape), reversed(gamma.shape), strict=False))
     return bias + gamma if fits else bias
 
@@ -294,14 +312,16 @@ def _lift(xp: Any, x: Array) -> Array:
     return _joined(xp, xp.sqrt(1 + _square(x)), x)
 
 
-def _mapped(formula: Callable[..., Array], x: Array, y: Array | None = None) -> Array:
+def _mapped(formula: Callable[..., Array], x: Array, *second: Array) -> Array:
     """formula(torch or numpy, x), or of x and y, rounded to their dtype, or to what both promote to."""
     framework = _framework_of_points("x", x)
     xp: Any = framework.xp
-    if y is None:
+    if not second:
         return framework.cast(formula(xp, _wide(framework, x)), x.dtype)
-    if _framework_of_points("y", y) is not framework:
-        raise TypeError(f"y: {kind(y)}; accepted is a {framework.name}, as x is")
+    (y,) = second
+    if (refused := unfit("y", y, framework, "x", x)) is not None:
+        raise refused
+    _framework_of_points("y", y)
     if y.shape[-1] != x.shape[-1]:
         raise ValueError(f"y: {y.shape[-1]} coordinates; accepted are {x.shape[-1]}, as x has")
     return framework.cast(formula(xp, _wide(framework, x), _wide(framework, y)), xp.promote_types(x.dtype, y.dtype))

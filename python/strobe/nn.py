@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._attention import attention, explain
 from ._blockmask import BlockMask
-from ._framework import kind, known_framework
+from ._framework import kind, known_framework, unfit
 from ._prepare import MAX_HEAD_DIM, Wrong, check_names, is_integer, refusal
 from ._torch import TORCH
 
@@ -63,7 +63,7 @@ class FlashAttention(torch.nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **overrides: Unpack[AttentionOptions]) -> Any:
         """Overrides, for this call, any option given to the module; an overriding dropout holds in evaluation too."""
-        if q.shape[-1] != self.head_dim:
+        if isinstance(q, Tensor) and unfit("q", q) is None and q.dim() and q.shape[-1] != self.head_dim:  # else attention() says what
             raise ValueError(f"q: head dimension {q.shape[-1]}; accepted is the module's, {self.head_dim}")
         options: AttentionOptions = {**self.options, **overrides}
         if not self.training and "dropout" not in overrides:

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -59,8 +60,9 @@ struct Problem {
   int64_t seqlen_q = 0, seqlen_k = 0; // varlen: max_seqlen_q, max_seqlen_k
   int64_t head_dim = 0, head_dim_v = 0;
   bool varlen = false;
-  int64_t total_q = 0, total_k = 0; // varlen: packed tokens; dense: batch * seqlen
-  DType dtype = DType::none;        // of q, k, v, out
+  int64_t total_q = 0, total_k = 0;                 // varlen: packed tokens; dense: batch * seqlen
+  int64_t most_q = kUnbounded, most_k = kUnbounded; // varlen without a maximum, in host memory: the longest's lengths
+  DType dtype = DType::none;                        // of q, k, v, out
   int32_t device_type = STROBE_CPU, device_index = 0;
 
   // score
@@ -81,9 +83,10 @@ struct Problem {
 
   // tensors
   View q, k, v;
-  View mask, bias;   // (batch, head, query, key), stride 0 where broadcast
-  View alibi_slopes; // (batch, head, -, -)
-  View sinks;        // (-, head, -, -)
+  View mask, bias;                   // (batch, head, query, key), stride 0 where broadcast
+  View alibi_slopes;                 // (batch, head, -, -)
+  View sinks;                        // (-, head, -, -)
+  std::shared_ptr<const void> lists; // in host memory: the call's own copies of the lists from here on (contents.h)
   const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
   const int64_t *rng = nullptr;
   // block sparsity: CSR over query blocks, and its transpose over key blocks
@@ -103,18 +106,22 @@ struct Problem {
   __attribute__((always_inline)) bool curved() const { return softcap > 0 || score == ScoreFunction::hyperbolic; }
   __attribute__((always_inline)) int64_t group() const { return heads_kv > 0 ? heads / heads_kv : 1; } // query heads per key head
 
-  // No sequence has more queries or keys, whatever max_seqlen_q and max_seqlen_k bound.
-  __attribute__((always_inline)) int64_t longest_q() const { return seqlen_q < total_q ? seqlen_q : total_q; }
-  __attribute__((always_inline)) int64_t longest_k() const { return seqlen_k < total_k ? seqlen_k : total_k; }
+  // No sequence has more queries or keys. Of seqlen_q and seqlen_k are the sizes of mask, bias and blocks, of these the work.
+  __attribute__((always_inline)) int64_t longest_q() const { return least(seqlen_q, total_q, most_q); }
+  __attribute__((always_inline)) int64_t longest_k() const { return least(seqlen_k, total_k, most_k); }
 
   // The sequence b: its first packed token and its length (dense: row 0 of batch b). cu_seqlens is clamped, never trusted.
   struct Rows {
     int64_t begin, length;
   };
-  __attribute__((always_inline)) Rows rows_q(int64_t b) const { return rows(cu_seqlens_q, b, total_q, seqlen_q); }
-  __attribute__((always_inline)) Rows rows_k(int64_t b) const { return rows(cu_seqlens_k, b, total_k, seqlen_k); }
+  __attribute__((always_inline)) Rows rows_q(int64_t b) const { return rows(cu_seqlens_q, b, total_q, varlen ? longest_q() : seqlen_q); }
+  __attribute__((always_inline)) Rows rows_k(int64_t b) const { return rows(cu_seqlens_k, b, total_k, varlen ? longest_k() : seqlen_k); }
 
 private:
+  __attribute__((always_inline)) static int64_t least(int64_t a, int64_t b, int64_t c) {
+    const int64_t d = a < b ? a : b;
+    return c < d ? c : d;
+  }
   __attribute__((always_inline)) Rows rows(const int32_t *cu, int64_t b, int64_t total, int64_t most) const {
     if (!varlen) return {0, most};
     auto clamp = [](int64_t x, int64_t lo, int64_t hi) { return x < lo ? lo : x > hi ? hi : x; };

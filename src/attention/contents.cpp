@@ -1,10 +1,39 @@
 #include "attention/contents.h"
 
+#include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "attention/text.h"
 
 namespace strobe {
+
+const void *OwnLists::copy_bytes(const void *list, size_t bytes) {
+  for (const Copy &known : copies_)
+    if (known.of == list && known.bytes == bytes) return known.own.get();
+  Copy copy{list, bytes, std::unique_ptr<char[]>(new char[bytes])};
+  if (bytes) std::memcpy(copy.own.get(), list, bytes);
+  copies_.push_back(std::move(copy));
+  return copies_.back().own.get();
+}
+
+void own_lists(Problem &p) {
+  if (p.device_type != STROBE_CPU || !(p.varlen || p.rng || p.blocks.present)) return;
+  const auto lists = std::make_shared<OwnLists>();
+  auto own = [&](auto *&list, int64_t count) {
+    if (list) list = lists->copy(list, count);
+  };
+  own(p.cu_seqlens_q, p.batch + 1);
+  own(p.cu_seqlens_k, p.batch + 1);
+  own(p.rng, 2);
+  Problem::Blocks &m = p.blocks;
+  const int64_t matrices = m.batch * m.heads;
+  own(m.row_ptr, matrices * (m.rows + 1));
+  own(m.col, m.kept);
+  own(m.row_ptr_t, matrices * (m.cols + 1));
+  own(m.col_t, m.kept);
+  p.lists = lists;
+}
 
 std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, int64_t max_seqlen) {
   if (cu[0] != 0) return text("starts at ", cu[0], "; accepted is 0");
@@ -15,6 +44,23 @@ std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, in
   }
   if (cu[batch] > total) return text("ends at ", cu[batch], "; accepted is at most the number of packed tokens, ", total);
   return {};
+}
+
+static int64_t longest(const int32_t *cu, int64_t batch) {
+  int64_t most = 0;
+  for (int64_t b = 0; b < batch; b++) most = std::max(most, int64_t{cu[b + 1]} - cu[b]);
+  return most;
+}
+
+bool update_longest(Problem &p) {
+  bool changed = false;
+  auto update = [&](int64_t &most, const int32_t *cu) {
+    if (most == kUnbounded) return;
+    const int64_t now = longest(cu, p.batch);
+    changed |= now != most, most = now;
+  };
+  update(p.most_q, p.cu_seqlens_q), update(p.most_k, p.cu_seqlens_k);
+  return changed;
 }
 
 std::string check_offsets(const Csr &m) {

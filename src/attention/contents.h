@@ -2,12 +2,34 @@
 // with an empty text.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "attention/attention.h"
 #include "attention/text.h"
 
 namespace strobe {
+
+// The lists of one call in host memory, copied: what is checked is what is read, whatever another thread writes to the caller's meanwhile.
+class OwnLists {
+public:
+  // The same copy for the same list.
+  template <class T> const T *copy(const T *list, int64_t count) {
+    return static_cast<const T *>(copy_bytes(list, static_cast<size_t>(count) * sizeof(T)));
+  }
+
+private:
+  const void *copy_bytes(const void *list, size_t bytes);
+  struct Copy {
+    const void *of;
+    size_t bytes;
+    std::unique_ptr<char[]> own;
+  };
+  std::vector<Copy> copies_;
+};
+// Points the lists of a problem in host memory at copies of them, which it owns.
+void own_lists(Problem &);
 
 std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, int64_t max_seqlen);
 
@@ -20,6 +42,9 @@ std::string check_offsets(const Csr &);
 std::string check_indices(const Csr &); // only after check_offsets found nothing
 // Whether `t` holds the transposes of `m`; both checked before. O(kept + cols).
 std::string check_transpose(const Csr &m, const Csr &t);
+
+// Brings most_q and most_k, where the problem has them, to what cu_seqlens says, which was checked before. Whether they were something else.
+bool update_longest(Problem &);
 
 // All of them for a problem; throws what is wrong. read(ints, count) answers with something that has data(): the integers in host memory.
 template <class Read> void check_contents(const Problem &p, Read &&read) {

@@ -4,6 +4,6 @@
 
 namespace strobe {
 
-void dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep);
+void dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep, const strobe_execution *);
 
 } // namespace strobe

@@ -3,6 +3,8 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <numeric>
 
 #include "attention/contents.h"
 #include "attention/options.h"
@@ -35,8 +37,6 @@ View view(const strobe_tensor *t, const AxisMap &map) {
   return v;
 }
 
-const int32_t *ints(const strobe_tensor *t) { return t ? static_cast<const int32_t *>(t->data) : nullptr; }
-
 class Validator {
 public:
   Validator(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction)
@@ -54,9 +54,10 @@ public:
     results();
     check_overlaps(checks.placed(), reasons);
     reasons.raise_if_any();
-    total_size();
+    const Problem p = assembled();
+    total_size(p);
     reasons.raise_if_any();
-    return assembled();
+    return p;
   }
 
   const std::vector<Placed> &placed() const { return checks.placed(); }
@@ -246,15 +247,38 @@ private:
     accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
   }
 
-  // Engines count bytes of workspace in 64 bits, up to 2^20 a row, whatever the strides let the tensors claim.
-  void total_size() {
-    int64_t count = 0;
-    if (__builtin_add_overflow(n.seqlen_q, n.seqlen_k, &count) || __builtin_mul_overflow(count, std::max<int64_t>(n.batch, 1), &count) ||
-        __builtin_mul_overflow(count, n.heads, &count) || count >= int64_t{1} << 40)
+  // Engines count bytes of workspace in 64 bits, up to 2^20 a row, whatever the strides let the tensors claim. Of packed sequences they keep
+  // the tokens' rows alone, and count the tiles that the longest of all would have.
+  void total_size(const Problem &p) {
+    if (!varlen) {
+      if (product_below(40, {n.batch, n.heads}, {n.seqlen_q, n.seqlen_k})) return;
       reasons.add("q", "batch ", n.batch, ", heads ", n.heads, ", lengths ", n.seqlen_q, " and ", n.seqlen_k,
                   " are more than engines count; accepted is B * H * (Sq + Sk) below 2^40");
+    } else if (!product_below(40, {n.heads}, {n.rows_q, n.rows_k, n.batch})) {
+      reasons.add("q", "heads ", n.heads, ", tokens ", n.rows_q, " and ", n.rows_k, ", sequences ", n.batch,
+                  " are more than engines count; accepted is H * (Tq + Tk + B) below 2^40");
+    } else if (!product_below(58, {n.batch, n.heads}, {p.longest_q(), p.longest_k()})) {
+      reasons.add("q", "sequences ", n.batch, ", heads ", n.heads, ", lengths of up to ", p.longest_q(), " and ", p.longest_k(),
+                  " are more than engines count; accepted is B * H * (max_seqlen_q + max_seqlen_k) below 2^58");
+    }
+  }
+  // Whether the product of the factors, of those at least 1, and of the sum is below 2^bits.
+  static bool product_below(int bits, std::initializer_list<int64_t> factors, std::initializer_list<int64_t> addends) {
+    int64_t count = 0;
+    for (int64_t x : addends)
+      if (__builtin_add_overflow(count, x, &count)) return false;
+    for (int64_t x : factors)
+      if (__builtin_mul_overflow(count, std::max<int64_t>(x, 1), &count)) return false;
+    return count < int64_t{1} << bits;
   }
 
+  // The integers of an accepted tensor; those in host memory are the call's own copy.
+  template <class Int = int32_t> const Int *ints(const strobe_tensor *tensor) const {
+    if (!tensor) return nullptr;
+    const Int *list = static_cast<const Int *>(tensor->data);
+    if (!list || !on_cpu(*tensor)) return list;
+    return lists->copy(list, std::accumulate(tensor->shape, tensor->shape + tensor->rank, int64_t{1}, std::multiplies()));
+  }
   static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }
   bool add(const char *argument, const std::string &reason) {
     if (!reason.empty()) reasons.add(argument, reason);
@@ -263,6 +287,7 @@ private:
 
   Problem assembled() const {
     Problem p;
+    p.lists = lists;
     p.batch = n.batch, p.heads = n.heads, p.heads_kv = n.heads_kv, p.head_dim = n.dim, p.head_dim_v = n.dim_v;
     p.seqlen_q = n.seqlen_q, p.seqlen_k = n.seqlen_k, p.varlen = varlen;
     p.total_q = varlen ? n.rows_q : n.batch * n.rows_q, p.total_k = varlen ? n.rows_k : n.batch * n.rows_k;
@@ -287,7 +312,12 @@ private:
     p.alibi_slopes = view(t.alibi_slopes, t.alibi_slopes && t.alibi_slopes->rank == 2 ? kBatchHead : kHead);
     p.sinks = view(t.sinks, kHead);
     p.cu_seqlens_q = ints(t.cu_seqlens_q), p.cu_seqlens_k = ints(t.cu_seqlens_k);
-    p.rng = t.rng ? static_cast<const int64_t *>(t.rng->data) : nullptr;
+    if (varlen && on_cpu(*t.q)) { // with a maximum of the caller's, plans do not depend on what the lengths are
+      if (!a.max_seqlen_q) p.most_q = 0;
+      if (!a.max_seqlen_k) p.most_k = 0;
+      update_longest(p);
+    }
+    p.rng = ints<int64_t>(t.rng);
     if (t.block_rows) p.blocks = kept_blocks();
     p.out = view(t.out, tokens), p.lse = view(t.lse, rows);
     if (backward) {
@@ -300,7 +330,7 @@ private:
 
   Problem::Blocks kept_blocks() const {
     static const int32_t nothing = 0; // what a CSR that keeps nothing may leave null
-    auto columns = [](const strobe_tensor *cols) { return cols && !cols->data ? &nothing : ints(cols); };
+    auto columns = [this](const strobe_tensor *cols) { return cols && !cols->data ? &nothing : ints(cols); };
     Problem::Blocks blocks;
     blocks.present = true, blocks.transposed = t.block_rows_t != nullptr;
     blocks.block_q = a.block_q, blocks.block_k = a.block_k;
@@ -316,6 +346,7 @@ private:
   const strobe_tensors t;
   const bool backward, oracle, varlen;
   TensorChecks checks{reasons};
+  const std::shared_ptr<OwnLists> lists = std::make_shared<OwnLists>();
   Sizes n;
   DType dtype = DType::none;
   bool good_bias = false, good_sinks = false;

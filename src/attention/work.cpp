@@ -5,7 +5,7 @@
 namespace strobe {
 
 double visible_scores(const Problem &p) {
-  double q = double(p.seqlen_q), k = double(p.seqlen_k), keys = k;
+  double q = double(p.longest_q()), k = double(p.longest_k()), keys = k;
   if (p.window_right != kUnbounded && p.window_left != kUnbounded)
     keys = std::min(k, double(p.window_left) + double(p.window_right) + 1);
   else if (p.window_right != kUnbounded || p.window_left != kUnbounded)
@@ -19,7 +19,7 @@ double visible_scores(const Problem &p) {
 
 double keys_read(const Problem &p) {
   const bool bounded = p.window_right != kUnbounded && p.window_left != kUnbounded;
-  const double most = bounded ? double(p.seqlen_q) + double(p.window_left) + double(p.window_right) : double(p.seqlen_k);
+  const double most = bounded ? double(p.longest_q()) + double(p.window_left) + double(p.window_right) : double(p.longest_k());
   return double(p.heads_kv) * std::min(double(p.total_k), double(p.batch) * most);
 }
 

@@ -52,12 +52,14 @@ private:
     if (n < columns) multiply_block<kPlanes, kRows, 1>(depth, a, b.columns_from(n), c + n, ldc, accumulate);
   }
 
-  // One block of C: kRows x kColumns tiles.
+  // One block of C: kRows x kColumns tiles. Each instruction adds 32 products of two planes to the sum and rounds once. fp32 takes six of
+  // them for 32 terms: there a sum that is to be added to C starts from 0.
   template <int kPlanes, int kRows, int kColumns>
   static STROBE_INLINE void multiply_block(int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc, bool accumulate) {
+    const bool apart = accumulate && kPlanes == 3;
     unroll<kRows>(STROBE_UNROLL(m) {
       unroll<kColumns>(STROBE_UNROLL(n) {
-        if (accumulate)
+        if (accumulate && !apart)
           tile_load<2 * m + n>(c + 16 * m * ldc + 16 * n, ldc * 4);
         else
           tile_zero<2 * m + n>();
@@ -71,7 +73,15 @@ private:
         unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { tile_multiply<2 * m + n, 4 + m, 6 + n>(); }); });
       });
     }
-    unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { tile_store<2 * m + n>(c + 16 * m * ldc + 16 * n, ldc * 4); }); });
+    alignas(64) float sum[16 * kRows * 16 * kColumns];
+    float *const to = apart ? sum : c;
+    const int64_t ld = apart ? 16 * kColumns : ldc;
+    unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { tile_store<2 * m + n>(to + 16 * m * ld + 16 * n, ld * 4); }); });
+    for (int64_t i = 0; i < 16 * kRows && apart; ++i)
+      unroll<kColumns>(STROBE_UNROLL(n) {
+        float *const at = c + i * ldc + 16 * n;
+        _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), _mm512_load_ps(sum + i * ld + 16 * n)));
+      });
   }
 
   // The products of planes, the smallest first, in an order that reloads few tiles.

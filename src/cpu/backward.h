@@ -12,7 +12,8 @@ template <class Math> struct BackwardScratch {
   typename KeySource<Math>::Scratch k, v;
   ScoreScratch<T> score;
   Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
-  T *s, *dp, *dq, *lse, *dlse, *excess, *delta, *sum, *rest, *ones, *row, *keep = nullptr, *slopes = nullptr;
+  T *s, *dp, *dq, *dq_total, *lse, *dlse, *excess, *delta, *sum, *sum_lost, *rest, *rest_lost, *ones, *row;
+  T *keep = nullptr, *slopes = nullptr;
   T *wide_p, *wide_ds; // of a piece with something hidden and something not finite
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
@@ -29,18 +30,25 @@ template <class Math> struct BackwardScratch {
     s = arena.take<T>(tile.k * tile.width);
     dp = arena.take<T>(tile.k * tile.width);
     dq = arena.take<T>(round_to(d, 16) * tile.q);
+    dq_total = arena.take<T>(round_to(d, 16) * tile.q);
     lse = arena.take<T>(tile.q);
     dlse = arena.take<T>(tile.q);
     excess = arena.take<T>(tile.q);
     delta = arena.take<T>(tile.q);
     sum = arena.take<T>(tile.q);
+    sum_lost = arena.take<T>(tile.q);
     rest = arena.take<T>(tile.q);
+    rest_lost = arena.take<T>(tile.q);
     ones = arena.take<T>(tile.q);
     row = arena.take<T>(2 * round_to(dv, 16));
     if (problem.dropout > 0) keep = arena.take<T>(tile.k * tile.width);
     wide_p = arena.take<T>(tile.k * tile.width);
     wide_ds = arena.take<T>(tile.k * tile.width);
     if (problem.curved()) slopes = arena.take<T>(tile.k * tile.width);
+  }
+  void clear_sums(int64_t lane, int64_t width) const {
+    T *const all[] = {sum, sum_lost, rest, rest_lost};
+    for (T *x : all) fill(x + lane, width, T(0));
   }
 };
 
@@ -118,17 +126,19 @@ __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, c
   const V natural(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074));
   for (int64_t c = 0; c < t.width; c += V::kLanes) {
     const V lse = V::load(scratch.lse + lane + c), delta = V::load(scratch.delta + lane + c);
-    V sum = V::load(scratch.sum + lane + c), rest = V::load(scratch.rest + lane + c);
-    for (int64_t j = 0; j < t.keys; ++j) {
-      const int64_t at = j * t.width + c;
-      const V prob = Math::power((V::load(s + at) * natural - lse) * log2e);
-      V grad = V::load(dp + at);
-      if (head.dropout) grad *= V::load(scratch.keep + at);
-      sum += prob;
-      rest += select(prob == V(T(0)), V(T(0)), prob * (grad - delta));
+    for (int64_t j = 0; j < t.keys;) {
+      V sum(T(0)), rest(T(0));
+      for (const int64_t end = min((i64)(j + kRun), (i64)t.keys); j < end; ++j) {
+        const int64_t at = j * t.width + c;
+        const V prob = Math::power((V::load(s + at) * natural - lse) * log2e);
+        V grad = V::load(dp + at);
+        if (head.dropout) grad *= V::load(scratch.keep + at);
+        sum += prob;
+        rest += select(prob == V(T(0)), V(T(0)), prob * (grad - delta));
+      }
+      add_exactly(sum, scratch.sum + lane + c, scratch.sum_lost + lane + c);
+      add_exactly(rest, scratch.rest + lane + c, scratch.rest_lost + lane + c);
     }
-    sum.store(scratch.sum + lane + c);
-    rest.store(scratch.rest + lane + c);
   }
 }
 
@@ -141,9 +151,9 @@ __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head
   const Problem &p = *head.p;
   const T sink = p.sinks ? load_as<T>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0)) : -kInfinity<T>;
   for (int64_t c = lane; c < lane + width; c += V::kLanes) {
-    const V delta = V::load(scratch.delta + c), rest = V::load(scratch.rest + c);
+    const V delta = V::load(scratch.delta + c), rest = V::load(scratch.rest + c) + V::load(scratch.rest_lost + c);
     const V of_sink = Math::power((V(sink) - V::load(scratch.lse + c)) * V(T(1.4426950408889634074)));
-    const V sum = V::load(scratch.sum + c) + of_sink;
+    const V sum = V::load(scratch.sum + c) + (V::load(scratch.sum_lost + c) + of_sink);
     select(sum == V(T(0)), delta, delta + (rest - of_sink * delta) / sum).store(scratch.delta + c);
     sum.store(scratch.sum + c);
   }
@@ -159,8 +169,7 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
                                         const KeyPair<Math> &source, BackwardScratch<Math> &scratch) {
   using T = typename Math::Real;
   const Problem &p = *head.p;
-  fill(scratch.sum, queries.rows, T(0));
-  fill(scratch.rest, queries.rows, T(0));
+  scratch.clear_sums(0, queries.rows);
   KeyTiles<T> tiles(head, source.mask, tile, queries.i0, queries.i1);
   for (KeyTile keys; tiles.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
@@ -206,8 +215,7 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
     apply_options(head, piece, t, scratch.score, s, scratch.slopes);
     if (head.dropout) load_keep(head, t, scratch.keep);
     if (queries.whole) {
-      fill(scratch.sum + lane, width, T(0));
-      fill(scratch.rest + lane, width, T(0));
+      scratch.clear_sums(lane, width);
       add_rows(head, t, lane, s, dp, scratch);
       settle_rows(head, queries.large, lane, width, scratch);
     }
@@ -241,16 +249,16 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
 }
 
 // dK and dV of one key head gather here, keys x round_to(d, 16). Tile after tile added to one running sum would lose bits in long
-// sequences: every kRun tiles the running sum is added to the total and starts again.
+// sequences: every kTiles tiles the running sum is added to the total and starts again.
 template <class T> struct KeyGradients {
-  static constexpr int64_t kRun = 32;
+  static constexpr int64_t kTiles = 16;
   T *dk, *dv;             // the running sum
   T *total_dk, *total_dv; // the same where one run is all
   int64_t size_dk, size_dv;
   int64_t tiles = 0;
 
   static int64_t keys(const Problem &p) { return round_to(p.longest_k(), 16); }
-  static int64_t sums(int64_t tiles) { return tiles > kRun ? 2 : 1; }
+  static int64_t sums(int64_t tiles) { return tiles > kTiles ? 2 : 1; }
   static int64_t size(const Problem &p, int64_t tiles) {
     return sums(tiles) * keys(p) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16));
   }
@@ -271,7 +279,7 @@ template <class T> struct KeyGradients {
     fill(dv, size_dv, T(0));
   }
   void tile_done() {
-    if (++tiles % kRun == 0) add_up();
+    if (++tiles % kTiles == 0) add_up();
   }
   void add_up() const {
     if (dk == total_dk) return;
@@ -291,32 +299,35 @@ template <class Math>
 __attribute__((noinline)) void backward_guarded(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
                                                 const Piece<typename Math::Real> &piece, typename Math::Left k_rows,
                                                 typename Math::Left v_rows, BackwardScratch<Math> &scratch,
-                                                const KeyGradients<typename Math::Real> &sums) {
+                                                const KeyGradients<typename Math::Real> &sums, KeySum<typename Math::Real> &dq) {
   using T = typename Math::Real;
   using V = Vec<T>;
   const Problem &p = *head.p;
   const TileSpan &t = piece.span;
-  const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16), lane = n * queries.width;
+  const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16);
   const auto probs = Fma<T>::in_place(scratch.wide_p, t.width), grads = Fma<T>::in_place(scratch.wide_ds, t.width);
   recompute<true>(head, queries, n, piece, k_rows, v_rows, scratch,
                   [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
                     probs.put(done + j, c, p0, p1, both);
                     grads.put(done + j, c, g0, g1, both);
                   });
-  T *row = scratch.score.buffer;
-  auto add_queries = [&](const View &x, int64_t columns, const T *weights, T *sum, int64_t ld) { // sum[key] += weights[key][i] x[i]
-    for (int64_t i = 0; i < t.lanes; ++i) {
-      load_row(x, head.b, head.h, head.q0 + t.i0 + i, 0, columns, row);
-      for (int64_t j = 0; j < t.keys; ++j) {
+  // sum[key] += weights[key][i] x[i]
+  auto add_queries = [&](const View &x, int64_t columns, const T *weights, T *sum, int64_t ld) {
+    T *row = scratch.score.buffer, *part = row + ld;
+    for (int64_t j = 0; j < t.keys; ++j) {
+      fill(part, columns, T(0));
+      for (int64_t i = 0; i < t.lanes; ++i) {
         const T weight = weights[j * t.width + i];
         if (weight == T(0)) continue;
-        for (int64_t c = 0; c < columns; ++c) sum[(t.j0 + j) * ld + c] += weight * row[c];
+        load_row(x, head.b, head.h, head.q0 + t.i0 + i, 0, columns, row);
+        for (int64_t c = 0; c < columns; ++c) part[c] += weight * row[c];
       }
+      for (int64_t c = 0; c < columns; ++c) sum[(t.j0 + j) * ld + c] += part[c];
     }
   };
   if (p.dv) add_queries(p.dout, dv, scratch.wide_p, sums.dv, ldv);
   if (p.dk) add_queries(p.q, d, scratch.wide_ds, sums.dk, ldk);
-  if (p.dq) add_visible(t, scratch.wide_ds, p.k, head.b, head.kv, head.k0, d, scratch.dq + ldk * lane, row);
+  if (p.dq) add_visible(t, scratch.wide_ds, p.k, head.b, head.kv, head.k0, d, dq.add_to(), scratch.score.buffer);
 }
 
 template <class Math>
@@ -331,7 +342,9 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   QueryTile<Math> queries;
   load_queries(head, source.mask, tile, i0, want_dk || want_dv, scratch, queries);
   if (queries.large && !queries.whole) sum_rows(head, tile, queries, source, scratch);
-  fill(scratch.dq, ldk * queries.rows, T(0));
+  KeySum<T> dq[kMaxPieces];
+  for (int64_t n = 0; n < queries.pieces; ++n)
+    dq[n] = {scratch.dq + ldk * n * tile.width, scratch.dq_total + ldk * n * tile.width, d, queries.piece_width(n)};
 
   KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
   for (KeyTile keys; tiles.next(keys);) {
@@ -356,11 +369,12 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
         loaded = true;
       }
       const TileSpan &t = spans[n] = piece.span;
+      dq[n].expect(t.keys);
       const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
       // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
       const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0;
       if (reads_others && !(queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), d))) {
-        backward_guarded(head, queries, n, piece, k_rows, v_rows, scratch, sums);
+        backward_guarded(head, queries, n, piece, k_rows, v_rows, scratch, sums, dq[n]);
         spans[n] = {};
         continue;
       }
@@ -375,9 +389,11 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       probs.finish(t.keys);
       grads.finish(t.keys);
       if (!Math::kJointQueries) multiply_queries(t, probs.rows(), grads.rows(), lane, count);
-      if (want_dq) // dQ^T += K^T dS
-        Math::multiply(d, t.width, t.keys, Math::columns_from(k.keys.columns, t.j0 - k.origin), grads.lanes(), scratch.dq + ldk * lane,
-                       t.width, true);
+      if (want_dq) { // dQ^T += K^T dS
+        Math::multiply(d, t.width, t.keys, Math::columns_from(k.keys.columns, t.j0 - k.origin), grads.lanes(), dq[n].run, t.width,
+                       dq[n].started);
+        dq[n].started = true;
+      }
     }
     if constexpr (Math::kJointQueries) { // neighbours that take part in the same keys at once
       for (int64_t n = 0, end; n < queries.pieces; n = end) {
@@ -396,7 +412,7 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   fill(scratch.ones, queries.rows, T(p.scale));
   for (int64_t n = 0; n < queries.pieces; ++n) {
     int64_t lane = n * tile.width;
-    store_lanes(p.dq, head.b, head.h, head.q0 + i0 + lane, queries.piece_lanes(n), d, scratch.ones + lane, scratch.dq + ldk * lane,
+    store_lanes(p.dq, head.b, head.h, head.q0 + i0 + lane, queries.piece_lanes(n), d, scratch.ones + lane, dq[n].result(),
                 queries.piece_width(n), scratch.score.buffer);
   }
 }

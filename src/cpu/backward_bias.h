@@ -8,10 +8,11 @@ namespace strobe::inline STROBE_ISA {
 // Where bias has a row for each query, an item is a tile of queries of one slice of bias: it walks the heads that share the slice and sums
 // keys x queries. Where one row serves all queries, an item is one head, and sums keys; the heads' sums are then added in order.
 struct BiasItems {
-  bool rows;               // bias has a row for each query
-  int64_t batch, heads;    // slices of bias
-  int64_t tiles;           // of queries
-  int64_t count, sum_size; // items, elements of an item's sum
+  bool rows;                 // bias has a row for each query
+  int64_t batch, heads;      // slices of bias
+  int64_t tiles;             // of queries
+  int64_t count, sum_size;   // items, elements of an item's sum
+  int64_t terms, terms_once; // of an item, tiles of queries of one head; of a running sum
   BiasItems(const Problem &p, const TileSizes &tile) {
     rows = p.dbias.stride[2] != 0;
     batch = p.dbias.stride[0] != 0 ? p.batch : 1;
@@ -19,8 +20,37 @@ struct BiasItems {
     tiles = div_up(p.seqlen_q, tile.q);
     count = rows ? batch * heads * tiles : p.batch * p.heads;
     sum_size = rows ? round_to(p.seqlen_k, 16) * tile.q : round_to(p.seqlen_k, 16);
+    terms = rows ? (batch > 1 ? 1 : p.batch) * (heads > 1 ? 1 : p.heads) : tiles;
+    terms_once = rows ? 16 : 1; // there a term of an element is one dS, here the sum of a whole tile
   }
-  int64_t sums(int64_t threads) const { return rows ? min((i64)threads, (i64)count) : count; }
+  // Elements: of the sums that each thread has, and of those of all items, where these are kept.
+  int64_t own_size() const { return (terms > terms_once ? 3 : 1) * sum_size; }
+  int64_t size(int64_t threads) const { return min((i64)threads, (i64)count) * own_size() + (rows ? 0 : count * sum_size); }
+};
+
+// The sum of an item: every terms_once terms the running sum is added to the total, exactly, and starts anew.
+template <class T> struct BiasSum {
+  const BiasItems &items;
+  T *run, *total, *lost; // the latter two where one run is not all
+  int64_t terms = 0;
+  BiasSum(const BiasItems &items, T *own) : items(items), run(own), total(own + items.sum_size), lost(own + 2 * items.sum_size) {}
+  void clear() {
+    fill(run, items.own_size(), T(0));
+    terms = 0;
+  }
+  void term_done() {
+    if (++terms % items.terms_once == 0) carry();
+  }
+  const T *result() {
+    carry();
+    for (int64_t i = 0; i < items.sum_size && items.terms > items.terms_once; ++i) run[i] = total[i] + lost[i];
+    return run;
+  }
+
+private:
+  void carry() {
+    if (items.terms > items.terms_once) move_exactly(run, total, lost, items.sum_size);
+  }
 };
 
 // Adds dS of one tile of queries of one head to the sum.
@@ -45,7 +75,7 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
           T *to = sum + (t.j0 + j) * tile.q + n * tile.width + c;
           (V::load(to) + grad).store(to);
         } else {
-          for (int64_t i = 0; i < V::kLanes; ++i) sum[t.j0 + j] += grad.v[i];
+          sum[t.j0 + j] += sum_of_lanes(grad);
         }
       };
       recompute<false>(head, queries, n, piece, Math::rows_from(k.keys.rows, t.j0 - k.origin),
@@ -62,14 +92,14 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
 template <class T> STROBE_INLINE void store_bias_row(const Problem &p, int64_t b, int64_t h, int64_t i, const T *sum, int64_t stride) {
   with_type(p.dbias.dtype, [&](auto *type) {
     using To = std::remove_pointer_t<decltype(type)>;
-    T all = 0;
+    double all = 0;
     for (int64_t j = 0; j < p.seqlen_k; ++j) {
       if (p.dbias.stride[3] != 0)
         narrow(Narrow<To>(sum[j * stride]), *p.dbias.at<To>(b, h, i, j));
       else
-        all += sum[j * stride];
+        all += double(sum[j * stride]);
     }
-    if (p.dbias.stride[3] == 0) narrow(Narrow<To>(all), *p.dbias.at<To>(b, h, i, 0));
+    if (p.dbias.stride[3] == 0) narrow(Narrow<To>(T(all)), *p.dbias.at<To>(b, h, i, 0));
   });
 }
 
@@ -84,39 +114,48 @@ void backward_bias(const Problem &p, const Execution &execution, const TileSizes
       for (int64_t i = 0; i < (items.rows ? p.seqlen_q : 1); ++i) store_bias_row(p, slice / items.heads, slice % items.heads, i, &zero, 0);
     return;
   }
+  auto each_of = [&](int64_t slice_b, int64_t slice_h, auto &&f) { // the heads that share a slice
+    for (int64_t b = items.batch > 1 ? slice_b : 0; b < (items.batch > 1 ? slice_b + 1 : p.batch); ++b)
+      for (int64_t h = items.heads > 1 ? slice_h : 0; h < (items.heads > 1 ? slice_h + 1 : p.heads); ++h) f(b, h);
+  };
+  const int64_t threads = min((i64)execution.threads, (i64)items.count);
+  T *const kept = sums + threads * items.own_size();
   int64_t next = 0;
-  execution.run(int32_t(min((i64)execution.threads, (i64)items.count)), [&](int32_t thread) {
+  execution.run(int32_t(threads), [&](int32_t thread) {
     Arena arena(scratches + thread * each);
     BackwardScratch<Math> scratch(arena, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
-    auto tile_of = [&](int64_t b, int64_t h, int64_t i0, T *sum) {
+    BiasSum<T> sum(items, sums + thread * items.own_size());
+    auto add_tile = [&](int64_t b, int64_t h, int64_t i0) {
       Head<T> head(p, b, h);
-      if (i0 < head.band.seqlen_q) backward_bias_tile<Math>(head, tile, i0, items.rows, source, scratch, sum);
+      if (i0 < head.band.seqlen_q) backward_bias_tile<Math>(head, tile, i0, items.rows, source, scratch, sum.run);
+      sum.term_done();
     };
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count;) {
-      T *sum = sums + (items.rows ? thread : item) * items.sum_size;
-      fill(sum, items.sum_size, T(0));
+      sum.clear();
       if (!items.rows) {
-        for (int64_t n = 0; n < items.tiles; ++n) tile_of(item / p.heads, item % p.heads, n * tile.q, sum);
+        for (int64_t n = 0; n < items.tiles; ++n) add_tile(item / p.heads, item % p.heads, n * tile.q);
+        std::memcpy(kept + item * items.sum_size, sum.result(), sizeof(T) * size_t(items.sum_size));
         continue;
       }
       const int64_t i0 = item % items.tiles * tile.q, slice_b = item / items.tiles / items.heads,
                     slice_h = item / items.tiles % items.heads;
-      for (int64_t b = items.batch > 1 ? slice_b : 0; b < (items.batch > 1 ? slice_b + 1 : p.batch); ++b)
-        for (int64_t h = items.heads > 1 ? slice_h : 0; h < (items.heads > 1 ? slice_h + 1 : p.heads); ++h) tile_of(b, h, i0, sum);
-      for (int64_t i = i0; i < min((i64)(i0 + tile.q), (i64)p.seqlen_q); ++i) store_bias_row(p, slice_b, slice_h, i, sum + i - i0, tile.q);
+      each_of(slice_b, slice_h, [&](int64_t b, int64_t h) { add_tile(b, h, i0); });
+      const T *rows = sum.result();
+      for (int64_t i = i0; i < min((i64)(i0 + tile.q), (i64)p.seqlen_q); ++i) store_bias_row(p, slice_b, slice_h, i, rows + i - i0, tile.q);
     }
   });
   if (items.rows) return;
   for (int64_t slice = 0; slice < items.batch * items.heads; ++slice) {
     const int64_t slice_b = slice / items.heads, slice_h = slice % items.heads;
-    T *total = sums + (slice_b * p.heads + slice_h) * items.sum_size; // the first head of the slice: the others are added to it
-    for (int64_t b = items.batch > 1 ? slice_b : 0; b < (items.batch > 1 ? slice_b + 1 : p.batch); ++b)
-      for (int64_t h = items.heads > 1 ? slice_h : 0; h < (items.heads > 1 ? slice_h + 1 : p.heads); ++h) {
-        const T *sum = sums + (b * p.heads + h) * items.sum_size;
-        if (sum == total) continue;
-        for (int64_t j = 0; j < p.seqlen_k; ++j) total[j] += sum[j];
-      }
+    T *const total = kept + (slice_b * p.heads + slice_h) * items.sum_size; // of the first head of the slice
+    for (int64_t j = 0; j < items.sum_size; j += 16) {
+      double sum[16] = {};
+      each_of(slice_b, slice_h, [&](int64_t b, int64_t h) {
+        for (int64_t n = 0; n < 16; ++n) sum[n] += double(kept[(b * p.heads + h) * items.sum_size + j + n]);
+      });
+      for (int64_t n = 0; n < 16; ++n) total[j + n] = T(sum[n]);
+    }
     store_bias_row(p, slice_b, slice_h, 0, total, 1);
   }
 }
@@ -149,7 +188,7 @@ template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &t
                                       : 0;
   if (p.dbias) {
     BiasItems items(p, tile);
-    most = max((i64)most, (i64)(items.sums(threads) * items.sum_size));
+    most = max((i64)most, (i64)items.size(threads));
   }
   return most;
 }

@@ -155,7 +155,7 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, std::vector
     tile.q = std::min(kLongestTileQ, round_up(p.tile_q, 16));
   else
     while (tile.q > 64 && items() < 32) tile.q /= 2;
-  tile.q = std::min(tile.q, std::max<int64_t>(16, round_up(p.seqlen_q, 16)));
+  tile.q = std::min(tile.q, std::max<int64_t>(16, round_up(p.longest_q(), 16)));
   if (p.blocks.present) tile.q = nearest_divisor(p.blocks.block_q, tile.q);
   if (p.tile_k > 0) tile.k = std::min(kLongestTileK, round_up(p.tile_k, 32));
   tile.width = std::min(tile.width, tile.q);

@@ -4,6 +4,7 @@
 #include "fma.h"
 #include "isa.h"
 #include "pieces.h"
+#include "sums.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -15,7 +16,7 @@ template <class Math> struct ForwardScratch {
   typename KeySource<Math>::Scratch k, v;
   ScoreScratch<T> score;
   typename Math::Element *q, *p;
-  T *s, *o, *m, *l, *alpha, *keep = nullptr;
+  T *s, *o, *o_total, *m, *l, *l_lost, *alpha, *keep = nullptr;
 
   ForwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)),
@@ -24,23 +25,27 @@ template <class Math> struct ForwardScratch {
     p = arena.take<typename Math::Element>(Math::scores_size(tile.k, tile.width));
     s = arena.take<T>((Math::kScoresInPlace ? tile.k : Math::kChunk) * tile.width);
     o = arena.take<T>(round_to(problem.head_dim_v, 16) * tile.q);
+    o_total = arena.take<T>(round_to(problem.head_dim_v, 16) * tile.q);
     m = arena.take<T>(tile.q);
     l = arena.take<T>(tile.q);
+    l_lost = arena.take<T>(tile.q);
     alpha = arena.take<T>(tile.width);
     if (problem.dropout > 0) keep = arena.take<T>(Math::kChunk * tile.width);
   }
 };
 
-// One step of online softmax over a chunk of scores s: P goes to `out` from its key `at_key` on, m and l move on. Returns whether m moved:
-// then alpha is what O must be multiplied by.
+// One step of online softmax over a chunk of scores s of the lanes from first_lane on: P goes to `out` from its key `at_key` on, m and l
+// move on. Returns whether m moved: then alpha is what O must be multiplied by.
 template <class Math, class Scores>
 __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &head, const TileSpan &t, const typename Math::Real *s,
-                                            const typename Math::Real *keep, typename Math::Real *m, typename Math::Real *l,
-                                            typename Math::Real *alpha, const Scores &out, int64_t at_key) {
+                                            int64_t first_lane, const Scores &out, int64_t at_key, ForwardScratch<Math> &scratch) {
   using T = typename Math::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes, kColumns = 4;
   const V unit(head.unit), hidden(-kInfinity<T>), slack(head.slack);
+  T *const m = scratch.m + first_lane, *const l = scratch.l + first_lane, *const l_lost = scratch.l_lost + first_lane,
+           *const alpha = scratch.alpha;
+  const T *const keep = scratch.keep;
   bool moved = false;
   auto columns = [&](auto count, int64_t lane) __attribute__((always_inline)) {
     constexpr int n = count;
@@ -52,11 +57,14 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
     unroll<n>(STROBE_UNROLL(c) {
       RowState<V> row{V::load(m + lane + c * L), V::load(l + lane + c * L)};
       if (ahead) {
-        rescale(row, most[c], unit, slack, hidden).store(alpha + lane + c * L);
+        const V factor = rescale(row, most[c], unit, slack, hidden);
+        factor.store(alpha + lane + c * L);
         row.m.store(m + lane + c * L);
+        row.l.store(l + lane + c * L);
+        (V::load(l_lost + lane + c * L) * factor).store(l_lost + lane + c * L);
       }
       reference[c] = reference_of(row.m, hidden);
-      sum[c] = row.l;
+      sum[c] = V(T(0));
     });
     if (ahead && !moved) fill(alpha, lane, T(1));
     moved |= ahead;
@@ -67,8 +75,7 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
         const int64_t at = j * t.width + lane + c * L;
         V first = Math::power((V::load(s + at) - reference[c]) * unit);
         V second = both ? Math::power((V::load(s + at + t.width) - reference[c]) * unit) : V(T(0));
-        sum[c] += first;
-        sum[c] += second;
+        sum[c] += first + second;
         if (keep) {
           first *= V::load(keep + at);
           if (both) second *= V::load(keep + at + t.width);
@@ -76,7 +83,7 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
         out.put(at_key + j, lane + c * L, first, second, both);
       });
     }
-    unroll<n>(STROBE_UNROLL(c) { sum[c].store(l + lane + c * L); });
+    unroll<n>(STROBE_UNROLL(c) { add_exactly(sum[c], l + lane + c * L, l_lost + lane + c * L); });
   };
   int64_t lane = 0;
   for (; lane + kColumns * L <= t.width; lane += kColumns * L) columns(Index<kColumns>{}, lane);
@@ -85,56 +92,53 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
   return moved;
 }
 
-// x[row * width + lane] *= factor[lane]
-template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t width, const T *factor) {
-  constexpr int L = Vec<T>::kLanes;
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t lane = 0; lane < width; lane += L)
-      (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
-}
 // sum[c * width + lane] += sum over keys of s[key * width + lane] x(key, c), without the elements where s is 0: a hidden key's V, or K, may
-// hold anything, and 0 times an infinity is not a number. For tiles that are masked and hold one; row: scratch of a row of x.
+// hold anything, and 0 times an infinity is not a number. For tiles that are masked and hold one; part: scratch of width.
 template <class T>
 __attribute__((noinline)) void add_visible(const TileSpan &t, const T *s, const View &x, int64_t b, int64_t h, int64_t k0, int64_t d,
-                                           T *sum, T *row) {
-  for (int64_t j = 0; j < t.keys; ++j) {
-    load_row(x, b, h, k0 + t.j0 + j, 0, d, row);
-    for (int64_t c = 0; c < d; ++c)
+                                           T *sum, T *part) {
+  for (int64_t c = 0; c < d; ++c) {
+    fill(part, t.width, T(0));
+    for (int64_t j = 0; j < t.keys; ++j) {
+      T value;
+      load_row(x, b, h, k0 + t.j0 + j, c, 1, &value);
       for (int64_t lane = 0; lane < t.width; ++lane) {
         const T weight = s[j * t.width + lane];
-        sum[c * t.width + lane] += weight != T(0) ? weight * row[c] : T(0);
+        part[lane] += weight != T(0) ? weight * value : T(0);
       }
+    }
+    for (int64_t lane = 0; lane < t.width; ++lane) sum[c * t.width + lane] += part[lane];
   }
 }
 
-template <class Math>
-void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source,
-                  ForwardScratch<Math> &scratch) {
-  using T = typename Math::Real;
-  using V = Vec<T>;
-  constexpr int L = V::kLanes;
-  const Problem &p = *head.p;
-  const int64_t i1 = min((i64)(i0 + tile.q), head.band.seqlen_q), d = p.head_dim, dv = p.head_dim_v, ldo = round_to(dv, 16);
-  const int64_t rows = round_to(i1 - i0, 16);
-
-  // Q transposed, piece by piece of width lanes; O likewise
+// A tile of queries at work: Q transposed, and O, piece by piece of tile.width lanes.
+template <class Math> struct ForwardTile {
+  int64_t i0, i1, rows, pieces = 0;
   typename Math::Right q[kMaxPieces];
-  bool started[kMaxPieces] = {}; // O holds something
-  int64_t pieces = 0;
-  for (int64_t lane = 0; lane < rows; lane += tile.width, ++pieces) {
-    int64_t width = min((i64)tile.width, (i64)(rows - lane)), count = min((i64)width, (i64)(i1 - i0 - lane));
-    q[pieces] = Math::load_lanes(p.q, head.b, head.h, head.q0 + i0 + lane, count, d, head.sign, width,
-                                 scratch.q + pieces * Math::lanes_size(tile.width, d), scratch.score.buffer);
+  KeySum<typename Math::Real> o[kMaxPieces];
+};
+
+// O, m and l of a tile of queries, measured against the m that there is.
+template <class Math>
+void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source, ForwardScratch<Math> &scratch,
+              ForwardTile<Math> &queries) {
+  using T = typename Math::Real;
+  const Problem &p = *head.p;
+  const int64_t d = p.head_dim, dv = p.head_dim_v, ldo = round_to(dv, 16), i0 = queries.i0, i1 = queries.i1;
+  for (int64_t n = 0; n < queries.pieces; ++n) {
+    const int64_t lane = n * tile.width, width = min((i64)tile.width, (i64)(queries.rows - lane));
+    queries.o[n] = {scratch.o + ldo * lane, scratch.o_total + ldo * lane, dv, width};
   }
-  fill(scratch.m, rows, -kInfinity<T>);
-  fill(scratch.l, rows, T(0));
+  fill(scratch.l, queries.rows, T(0));
+  fill(scratch.l_lost, queries.rows, T(0));
 
   KeyTiles<T> tiles(head, source.mask, tile, i0, i1);
   for (KeyTile keys; tiles.next(keys);) {
     typename KeySource<Math>::Tile k{}, v{};
     bool loaded = false;
-    for (int64_t n = 0; n < pieces; ++n) {
-      int64_t lane = n * tile.width, width = min((i64)tile.width, (i64)(rows - lane));
+    for (int64_t n = 0; n < queries.pieces; ++n) {
+      KeySum<T> &o = queries.o[n];
+      const int64_t lane = n * tile.width, width = o.width;
       Piece<T> piece;
       if (!make_piece(head, source.mask, i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), width, keys, piece)) continue;
       if (!loaded) {
@@ -144,37 +148,78 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
       }
       const TileSpan &t = piece.span;
       const int64_t skipped = t.j0 - v.origin;
-      T *o = scratch.o + ldo * lane;
+      o.expect(t.keys);
       auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width, width, 0);
       const bool guarded = piece.reads_hidden(head) && !all_finite(p.v, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), dv);
-      if (guarded && !started[n]) fill(o, dv * width, T(0));
-      started[n] |= guarded;
       int64_t multiplied = 0;                   // keys of the tile whose P V is in O
       auto multiply_values = [&](int64_t end) { // O += V^T P
-        Math::multiply(dv, width, end - multiplied, Math::columns_from(v.keys.columns, skipped + multiplied), probs.lanes(multiplied), o,
-                       width, started[n]);
-        started[n] = true;
+        Math::multiply(dv, width, end - multiplied, Math::columns_from(v.keys.columns, skipped + multiplied), probs.lanes(multiplied),
+                       o.run, width, o.started);
+        o.started = true;
         multiplied = end;
       };
       for (int64_t done = 0; done < t.keys; done += Math::kChunk) {
         const TileSpan chunk = t.chunk(done, Math::kChunk);
         T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0);
-        Math::multiply(chunk.keys, width, d, Math::rows_from(k.keys.rows, chunk.j0 - k.origin), q[n], s, width, false); // S = K Q^T
+        Math::multiply(chunk.keys, width, d, Math::rows_from(k.keys.rows, chunk.j0 - k.origin), queries.q[n], s, width, false); // S = K Q^T
         apply_options(head, piece, chunk, scratch.score, s, (T *)nullptr);
         if (head.dropout) load_keep(head, chunk, scratch.keep);
-        T *m = scratch.m + lane, *l = scratch.l + lane;
-        const bool moved = guarded ? softmax_step<Math>(head, chunk, s, scratch.keep, m, l, scratch.alpha, Fma<T>::in_place(s, width), 0)
-                                   : softmax_step<Math>(head, chunk, s, scratch.keep, m, l, scratch.alpha, probs, done);
+        const bool moved = guarded ? softmax_step<Math>(head, chunk, s, lane, Fma<T>::in_place(s, width), 0, scratch)
+                                   : softmax_step<Math>(head, chunk, s, lane, probs, done, scratch);
         if (moved) {
           if (!guarded && done > multiplied) multiply_values(done); // what was measured against the old m
-          if (started[n]) scale_lanes(o, dv, width, scratch.alpha);
+          o.scale(scratch.alpha);
         }
-        if (guarded) add_visible(chunk, s, p.v, head.b, head.kv, head.k0, dv, o, scratch.score.buffer);
+        if (guarded) add_visible(chunk, s, p.v, head.b, head.kv, head.k0, dv, o.add_to(), scratch.score.buffer);
       }
       if (guarded) continue;
       probs.finish(t.keys);
       multiply_values(t.keys);
     }
+  }
+  for (int64_t i = 0; i < queries.rows; ++i) scratch.l[i] += scratch.l_lost[i];
+}
+
+// Whether O of a row is not finite while its l is.
+template <class Math> bool overflowed(const ForwardScratch<Math> &scratch, ForwardTile<Math> &queries) {
+  using V = Vec<typename Math::Real>;
+  bool any_row = false;
+  for (int64_t n = 0, lane = 0; n < queries.pieces; lane += queries.o[n++].width) {
+    KeySum<typename Math::Real> &o = queries.o[n];
+    const auto *sum = o.result();
+    for (int64_t c = 0; c < o.width; c += V::kLanes) {
+      V all = V::load(scratch.l + lane + c) * V(0); // 0, or NaN
+      const auto good = all == V(0);
+      for (int64_t r = 0; r < o.rows; ++r) all += V::load(sum + r * o.width + c) * V(0);
+      any_row |= any(good & ~(all == V(0)));
+    }
+  }
+  return any_row;
+}
+
+template <class Math>
+void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source,
+                  ForwardScratch<Math> &scratch) {
+  using T = typename Math::Real;
+  using V = Vec<T>;
+  constexpr int L = V::kLanes;
+  const Problem &p = *head.p;
+  const int64_t i1 = min((i64)(i0 + tile.q), head.band.seqlen_q), d = p.head_dim, dv = p.head_dim_v, rows = round_to(i1 - i0, 16);
+
+  ForwardTile<Math> queries;
+  queries.i0 = i0, queries.i1 = i1, queries.rows = rows;
+  for (int64_t lane = 0; lane < rows; lane += tile.width, ++queries.pieces) {
+    int64_t width = min((i64)tile.width, (i64)(rows - lane)), count = min((i64)width, (i64)(i1 - i0 - lane));
+    queries.q[queries.pieces] = Math::load_lanes(p.q, head.b, head.h, head.q0 + i0 + lane, count, d, head.sign, width,
+                                                 scratch.q + queries.pieces * Math::lanes_size(tile.width, d), scratch.score.buffer);
+  }
+  fill(scratch.m, rows, -kInfinity<T>);
+  add_keys(head, tile, source, scratch, queries);
+  // The sum P V, with P up to 2^8, may overflow where the mean does not: once more with m at log2 l above, P then sums to 1.
+  if (overflowed(scratch, queries)) {
+    for (int64_t i = 0; i < rows; ++i)
+      if (scratch.l[i] > T(0)) scratch.m[i] = T(double(scratch.m[i]) + __builtin_log2(double(scratch.l[i])) / double(head.unit));
+    add_keys(head, tile, source, scratch, queries);
   }
 
   // O / l and LSE; the sink joins the denominator
@@ -197,11 +242,10 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
       *p.lse.at<T>(head.b, head.h, head.q0 + i0 + lane + n, 0) = lse;
     }
   }
-  for (int64_t n = 0; n < pieces; ++n) {
-    int64_t lane = n * tile.width, width = min((i64)tile.width, (i64)(rows - lane));
-    if (!started[n]) fill(scratch.o + ldo * lane, dv * width, T(0));
+  for (int64_t n = 0; n < queries.pieces; ++n) {
+    const int64_t lane = n * tile.width, width = queries.o[n].width;
     store_lanes(p.out, head.b, head.h, head.q0 + i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), dv, scratch.l + lane,
-                scratch.o + ldo * lane, width, scratch.score.buffer);
+                queries.o[n].result(), width, scratch.score.buffer);
   }
 }
 

@@ -17,7 +17,7 @@ inline constexpr int kVectorRegisters = 32;
 inline constexpr int kVectorRegisters = 16;
 #endif
 #if defined(__FMA__) || defined(__aarch64__)
-inline constexpr int64_t kRun = 32; // terms that a sum adds up before it starts anew
+inline constexpr int64_t kRun = 32; // terms of a product that are added up one after the other
 #else
 inline constexpr int64_t kRun = 16; // each product is rounded too
 #endif
@@ -33,7 +33,7 @@ STROBE_INLINE void multiply_block(int64_t depth, int64_t run, Broadcast<T> a, co
   const T *rows[kRows];
   unroll<kRows>(STROBE_UNROLL(m) {
     rows[m] = a.a + m * a.row;
-    unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] = accumulate ? V::load(c + m * ldc + n * L) : V(T(0)); });
+    unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] = V(T(0)); });
   });
   for (int64_t k = 0;;) {
     const int64_t end = run < depth - k ? k + run : depth;
@@ -48,7 +48,8 @@ STROBE_INLINE void multiply_block(int64_t depth, int64_t run, Broadcast<T> a, co
       b += ldb;
       if constexpr (kUnitRow) a.a += a.col;
     }
-    if (end > run) unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] += V::load(c + m * ldc + n * L); }); });
+    if (accumulate || end > run)
+      unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] += V::load(c + m * ldc + n * L); }); });
     if (end == depth) break;
     unroll<kRows>(STROBE_UNROLL(m) {
       unroll<kColumns>(STROBE_UNROLL(n) {
@@ -83,12 +84,12 @@ STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth
   if constexpr (kColumns > 1) multiply_columns<kColumns - 1, kUnitRow>(rows, columns, depth, run, a, b, ldb, c, ldc, accumulate);
 }
 
-// C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns a multiple of the lanes. A sum of depth terms one after the other loses
-// bits as its running sum grows: what starts anew is summed in runs of at most kRun.
+// C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns a multiple of the lanes. A sum of many terms one after the other loses
+// bits as it grows: each run of at most kRun terms starts from 0 and is then added to C.
 template <class T>
 __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
                                         int64_t ldc, bool accumulate) {
-  const int64_t runs = (depth + kRun - 1) / kRun, run = accumulate || runs < 2 ? depth : (depth + runs - 1) / runs;
+  const int64_t runs = (depth + kRun - 1) / kRun, run = runs < 2 ? depth : (depth + runs - 1) / runs;
   if (a.row == 1)
     multiply_columns<kMaxColumns, true>(rows, columns, depth, run, a, b, ldb, c, ldc, accumulate);
   else

@@ -81,6 +81,14 @@ template <class T> struct Vec {
   friend STROBE_INLINE Vec abs(Vec a) { return Vec((Raw)((RawInt)a.v & ~((RawInt){} + (Int(1) << (8 * sizeof(T) - 1))))); }
 };
 
+template <class T> STROBE_INLINE T sum_of_lanes(Vec<T> x) {
+  T lanes[Vec<T>::kLanes];
+  x.store(lanes);
+  for (int n = Vec<T>::kLanes / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) lanes[i] += lanes[i + n];
+  return lanes[0];
+}
+
 // Whether any lane of a mask is set. (The mask is a vector of its own, whatever made it.)
 template <class M> STROBE_INLINE bool any(M mask) {
 #if defined(__AVX512DQ__)

@@ -52,7 +52,7 @@ template <class F> void numbers_before(std::string_view log, std::string_view wh
 
 Build compile_now(const Nvrtc &compiler, const Translation &p) {
   Compiled result = compile(compiler, p);
-  Build b{.cubin = std::move(result.cubin), .log = std::move(result.log), .nvrtc = compiler.version(), .compiled = true};
+  Build b{.cubin = std::move(result.cubin), .log = std::move(result.log), .nvrtc = compiler.version(), .compiled = true, .file = {}};
   numbers_before(b.log, " registers", [&](int32_t n) { b.registers = std::max(b.registers, n); });
   for (const char *what : {" bytes spill stores", " bytes spill loads"})
     numbers_before(b.log, what, [&](int32_t n) { b.spill_bytes += n; });
@@ -61,11 +61,17 @@ Build compile_now(const Nvrtc &compiler, const Translation &p) {
 
 [[noreturn]] void not_found(const Translation &p, const CacheSettings &settings, const std::string &why) {
   std::string folders = settings.folder;
-  for (const std::string &folder : settings.further) folders += text(folders.empty() ? "" : ", ", folder);
+  for (const auto *more : {&settings.further, &settings.refused})
+    for (const std::string &folder : *more)
+      folders += text(folders.empty() ? "" : ", ", folder, more == &settings.refused ? ", so not used" : "");
   throw Error(STROBE_UNSUPPORTED, text(p.name, ": not in a cache (", folders.empty() ? "there is none" : folders, "), and ", why));
 }
 
+const Nvrtc *compiler_for(int cc, const CacheSettings &settings) { return settings.offline ? nullptr : nvrtc(cc); }
+
 } // namespace
+
+bool can_build(int cc) { return compiler_for(cc, CacheSettings::from_environment()); }
 
 std::string kernel_name(const KernelSource &source, std::span<const int32_t> config) {
   std::string values;
@@ -73,16 +79,17 @@ std::string kernel_name(const KernelSource &source, std::span<const int32_t> con
   return text(source.entry, "<", source.config, "{", values, "}>");
 }
 
-Build build(const KernelSource &source, std::span<const int32_t> config, int cc) {
+Build build(const KernelSource &source, std::span<const int32_t> config, int cc, From from) {
   const Translation p = translation(source, config, cc);
   const Sha256::Digest key = digest(p);
   const CacheSettings settings = CacheSettings::from_environment();
+  const bool look = from == From::anywhere;
   for (const std::string &folder : settings.further)
-    if (auto found = cache_read_any(folder, key)) return *found;
+    if (auto found = look ? cache_read_any(folder, key) : std::nullopt) return *found;
 
-  const Nvrtc *compiler = settings.offline ? nullptr : nvrtc(cc);
+  const Nvrtc *compiler = compiler_for(cc, settings);
   if (!compiler) {
-    if (!settings.folder.empty())
+    if (look && !settings.folder.empty())
       if (auto found = cache_read_any(settings.folder, key)) return *found;
     not_found(p, settings,
               settings.offline ? "STROBE_OFFLINE forbids to compile it: fill a cache with `strobe prewarm` and name its folder in "
@@ -92,10 +99,11 @@ Build build(const KernelSource &source, std::span<const int32_t> config, int cc)
   if (settings.folder.empty()) return compile_now(*compiler, p);
 
   const std::string file = cache_file(settings.folder, compiler->version(), key);
-  if (auto found = cache_read(file, key)) return *found;
+  auto kept = [&] { return look ? cache_read(file, key) : std::nullopt; };
+  if (auto found = kept()) return *found;
   if (settings.readonly) return compile_now(*compiler, p);
   const CacheLock lock(file);
-  if (auto found = cache_read(file, key)) return *found;
+  if (auto found = kept()) return *found;
   Build built = compile_now(*compiler, p);
   cache_write(file, key, built);
   return built;

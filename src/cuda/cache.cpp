@@ -1,23 +1,21 @@
 #include "cuda/cache.h"
 
-#include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 #include <thread>
 
 #include "attention/text.h"
 #include "cuda/environment.h"
 #include "cuda/nvrtc.h"
+#include "cuda/own_file.h"
 
 namespace strobe::cuda {
 namespace fs = std::filesystem;
@@ -35,20 +33,7 @@ static_assert(std::has_unique_object_representations_v<Head>);
 constexpr char kMagic[8] = {'S', 'T', 'R', 'O', 'B', 'E', '0', '1'};
 constexpr size_t kDigested = offsetof(Head, key);
 constexpr std::string_view kFolderPrefix = "nvrtc-";
-
-std::string read_file(const std::string &path) {
-  std::ifstream in(path, std::ios::binary);
-  std::ostringstream out;
-  out << in.rdbuf(); // turns every failure into fewer bytes
-  return std::move(out).str();
-}
-
-bool write_file(const std::string &path, const std::string &bytes) {
-  std::ofstream out(path, std::ios::binary | std::ios::trunc);
-  out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-  out.close();
-  return !out.fail();
-}
+constexpr size_t kMostBytes = 64 << 20; // of an entry; those of today have less than a hundredth of it
 
 } // namespace
 
@@ -61,9 +46,21 @@ CacheSettings CacheSettings::from_environment() {
   else if (const std::string home = environment("HOME"); !home.empty())
     s.folder = home + "/.cache/strobe";
   s.further = environment_list("STROBE_CACHE_PATH");
+  auto used = [&](const std::string &folder) {
+    const std::string why = folder_refused(folder);
+    if (!why.empty()) s.refused.push_back(why);
+    return why.empty();
+  };
+  if (!s.folder.empty() && !used(s.folder)) s.folder.clear();
+  std::erase_if(s.further, [&](const std::string &folder) { return !used(folder); });
   s.readonly = environment_flag("STROBE_CACHE_READONLY");
   s.offline = environment_flag("STROBE_OFFLINE");
   return s;
+}
+
+const std::vector<std::string> &refused_folders() {
+  static const auto *const refused = new std::vector<std::string>(CacheSettings::from_environment().refused);
+  return *refused;
 }
 
 std::string cache_file(const std::string &folder, const std::string &nvrtc, const Sha256::Digest &key) {
@@ -71,17 +68,21 @@ std::string cache_file(const std::string &folder, const std::string &nvrtc, cons
 }
 
 std::optional<Build> cache_read(const std::string &file, const Sha256::Digest &key) {
-  const std::string bytes = read_file(file);
+  const std::optional<std::string> read = read_own_file(file, kMostBytes);
   Head head;
-  if (bytes.size() < sizeof head) return {};
+  if (!read || read->size() < sizeof head) return {};
+  const std::string &bytes = *read;
   std::memcpy(&head, bytes.data(), sizeof head);
   if (std::memcmp(head.magic, kMagic, sizeof kMagic) || head.key != key) return {};
+  const uint64_t rest = bytes.size() - sizeof head;
+  if (head.log_bytes > rest || head.cubin_bytes != rest - head.log_bytes) return {};
   if (Sha256().add(std::string_view(bytes).substr(kDigested)).digest() != head.digest) return {};
   Build b;
   b.log = bytes.substr(sizeof head, head.log_bytes);
   b.cubin = bytes.substr(sizeof head + head.log_bytes, head.cubin_bytes);
   b.registers = head.registers, b.spill_bytes = head.spill_bytes;
   b.nvrtc = fs::path(file).parent_path().filename().string().substr(kFolderPrefix.size());
+  b.file = file;
   return b;
 }
 
@@ -110,47 +111,38 @@ bool cache_write(const std::string &file, const Sha256::Digest &key, const Build
   const Sha256::Digest digest = Sha256().add(std::string_view(bytes).substr(kDigested)).digest();
   std::memcpy(bytes.data() + offsetof(Head, digest), digest.data(), digest.size());
 
-  // Nobody sees half a file: it gets its name when it is whole.
-  static std::atomic<int> count = 0;
-  const std::string temporary = text(file, ".", getpid(), ".", count++);
-  std::error_code failed;
-  fs::create_directories(fs::path(file).parent_path(), failed);
-  if (write_file(temporary, bytes)) {
-    fs::rename(temporary, file, failed);
-    if (!failed) return true;
-  }
-  fs::remove(temporary, failed);
-  return false;
+  return bytes.size() <= kMostBytes && write_own_file(file, bytes);
+}
+
+void cache_discard(const Build &b) {
+  const CacheSettings settings = CacheSettings::from_environment();
+  if (!settings.readonly && !settings.folder.empty() && b.file.starts_with(settings.folder + "/")) remove_own_file(b.file);
 }
 
 CacheLock::CacheLock(const std::string &file) : path_(file + ".lock") {
   using namespace std::chrono;
-  std::error_code ignored;
-  fs::create_directories(fs::path(file).parent_path(), ignored);
   for (const auto give_up = steady_clock::now() + 1min; steady_clock::now() < give_up; std::this_thread::sleep_for(2ms)) {
-    if (fd_ < 0) fd_ = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-    if (fd_ < 0) return;
-    if (flock(fd_, LOCK_EX | LOCK_NB) == 0) {
+    if (!lock_) lock_ = open_own_lock(path_);
+    if (!lock_) return;
+    if (flock(*lock_, LOCK_EX | LOCK_NB) == 0) {
       // The last holder removes the file: the lock counts if it is still this one that bears the name.
       struct stat held, named;
-      if (fstat(fd_, &held) == 0 && stat(path_.c_str(), &named) == 0 && held.st_ino == named.st_ino && held.st_dev == named.st_dev) return;
+      if (fstat(*lock_, &held) == 0 && lstat(path_.c_str(), &named) == 0 && held.st_ino == named.st_ino && held.st_dev == named.st_dev)
+        return;
     } else if (errno == EWOULDBLOCK || errno == EINTR) {
       continue;
     } else {
       break; // this file system has no locks
     }
-    close(fd_);
-    fd_ = -1;
+    lock_ = Descriptor();
   }
-  if (fd_ >= 0) close(fd_);
-  fd_ = -1;
+  lock_ = Descriptor();
 }
 
 CacheLock::~CacheLock() {
-  if (fd_ < 0) return;
-  unlink(path_.c_str());
-  flock(fd_, LOCK_UN); // a forked child may hold the file open too
-  close(fd_);
+  if (!lock_) return;
+  remove_own_file(path_);
+  flock(*lock_, LOCK_UN); // a forked child may hold the file open too
 }
 
 } // namespace strobe::cuda

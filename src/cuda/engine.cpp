@@ -2,6 +2,7 @@
 
 #include "attention/contents.h"
 #include "attention/text.h"
+#include "cuda/cache.h"
 #include "cuda/driver.h"
 #include "cuda/rows.h"
 #include "cuda/stream.h"
@@ -68,6 +69,7 @@ Answer CudaEngine::plan(const Problem &p, const Execution &, Direction direction
   plan.predicted_seconds = program.predicted_seconds;
   plan.notes = std::move(program.notes);
   if (const std::string &ignored = tuning(on).ignored(); !ignored.empty()) plan.notes.push_back(ignored);
+  for (const std::string &why : refused_folders()) plan.notes.push_back(text("kernel cache not used: ", why));
   return plan;
 }
 

@@ -1,4 +1,5 @@
-// What the environment says; read at each use, and at no kernel's second use.
+// What the environment says; read at each use, and at no kernel's second use. Nothing in a program that runs with more rights than whoever
+// started it has.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -8,7 +9,7 @@
 namespace strobe::cuda {
 
 inline std::string environment(const char *name) {
-  const char *value = std::getenv(name);
+  const char *value = secure_getenv(name);
   return value ? value : "";
 }
 

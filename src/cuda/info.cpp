@@ -21,7 +21,8 @@ static std::string nvrtc_line(int cc) {
 
 static std::string cache_line() {
   const CacheSettings s = CacheSettings::from_environment();
-  std::string line = s.folder.empty() ? "none (no HOME)" : s.folder;
+  std::string line = !s.folder.empty() ? s.folder : s.refused.empty() ? "none (no HOME)" : "none";
+  for (const std::string &why : s.refused) line += text(", not ", why);
   if (s.readonly) line += ", read-only";
   if (s.offline) line += ", offline: nothing is compiled";
   for (const std::string &folder : s.further) line += ", further " + folder;

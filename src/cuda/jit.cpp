@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/text.h"
+#include "cuda/cache.h"
 #include "cuda/stream.h"
 
 namespace strobe::cuda {
@@ -81,25 +82,51 @@ Kernels &kernels() {
   return *only;
 }
 
+// Code on a device, or which call of the driver refused it.
+struct OnDevice {
+  CUkernel handle = nullptr;
+  CUresult result = CUDA_SUCCESS;
+  const char *call = nullptr;
+
+  explicit OnDevice(const Build &built) {
+    const Driver &d = *driver();
+    CUlibrary library = nullptr;
+    CUfunction loaded = nullptr; // asked for so that the code is on the device now, not lazily in the first launch
+    call = "cuLibraryLoadData", result = d.cuLibraryLoadData(&library, built.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+    if (!result) call = "cuLibraryGetKernel", result = d.cuLibraryGetKernel(&handle, library, "kernel");
+    if (!result) call = "cuKernelGetFunction", result = d.cuKernelGetFunction(&loaded, handle);
+  }
+  // Whether other code might be taken.
+  bool code_is_wrong() const {
+    constexpr CUresult such[] = {CUDA_ERROR_INVALID_IMAGE,           CUDA_ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_INVALID_PTX,
+                                 CUDA_ERROR_UNSUPPORTED_PTX_VERSION, CUDA_ERROR_INVALID_SOURCE,    CUDA_ERROR_NOT_FOUND};
+    return std::ranges::find(such, result) != std::end(such);
+  }
+};
+
 Kernel load_now(const KernelSource &source, std::span<const int32_t> config, const Device &device) {
-  const Build built = build(source, config, device.cc);
+  Build built = build(source, config, device.cc);
   const Driver &d = *driver();
   Kernel kernel;
   kernel.name = kernel_name(source, config);
   kernel.cc = device.cc;
-  kernel.registers = built.registers, kernel.spill_bytes = built.spill_bytes;
   auto checked = [&](CUresult result, const char *what) {
-    if (result) fail(result, text(what, " of ", kernel.name, ", compiled for sm_", device.cc, " by NVRTC ", built.nvrtc));
+    if (result)
+      fail(result, text(what, " of ", kernel.name, ", compiled for sm_", device.cc, " by NVRTC ", built.nvrtc,
+                        built.file.empty() ? "" : " and found in ", built.file));
   };
 
   const DeviceGuard current(device);
   const RelaxedCapture relaxed; // the first call may be within a capture
-  CUlibrary library = nullptr;
-  checked(d.cuLibraryLoadData(&library, built.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
-  CUkernel handle = nullptr;
-  checked(d.cuLibraryGetKernel(&handle, library, "kernel"), "cuLibraryGetKernel");
-  CUfunction loaded = nullptr; // asked for so that the code is on the device now, not lazily in the first launch
-  checked(d.cuKernelGetFunction(&loaded, handle), "cuKernelGetFunction");
+  OnDevice code(built);
+  if (code.code_is_wrong() && !built.file.empty() && can_build(device.cc)) { // what a cache had, whoever made it
+    cache_discard(built);
+    built = build(source, config, device.cc, From::source);
+    code = OnDevice(built);
+  }
+  checked(code.result, code.call);
+  const CUkernel handle = code.handle;
+  kernel.registers = built.registers, kernel.spill_bytes = built.spill_bytes;
   kernel.function = reinterpret_cast<CUfunction>(handle);
 
   int fixed = 0;

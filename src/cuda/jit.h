@@ -36,9 +36,13 @@ struct Build {
   int32_t registers = 0, spill_bytes = 0;
   std::string nvrtc;     // its version
   bool compiled = false; // now, not found in a cache
+  std::string file;      // of the cache where it was found
 };
+enum class From { anywhere, source }; // source: compiled now, whatever a cache has
 // Through the disk cache. Needs no GPU.
-Build build(const KernelSource &, std::span<const int32_t> config, int cc);
+Build build(const KernelSource &, std::span<const int32_t> config, int cc, From = From::anywhere);
+// Whether there is a compiler for this compute capability, and leave to use it.
+bool can_build(int cc);
 template <class Config> Build build(const KernelKey<Config> &key, int cc) { return build(*key.source, key.integers(), cc); }
 // "strobe::simt::Forward<strobe::simt::Config{1,2,3}>"
 std::string kernel_name(const KernelSource &, std::span<const int32_t> config);

@@ -16,6 +16,7 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/mma.cpp
   ${CMAKE_CURRENT_LIST_DIR}/mma_backward.cpp
   ${CMAKE_CURRENT_LIST_DIR}/nvrtc.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/own_file.cpp
   ${CMAKE_CURRENT_LIST_DIR}/prediction.cpp
   ${CMAKE_CURRENT_LIST_DIR}/rows.cpp
   ${CMAKE_CURRENT_LIST_DIR}/sha256.cpp

@@ -3,10 +3,8 @@
 #include <bit>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <mutex>
-#include <sstream>
 #include <vector>
 
 #include "attention/text.h"
@@ -15,11 +13,13 @@
 #include "cuda/environment.h"
 #include "cuda/headers.h"
 #include "cuda/json.h"
+#include "cuda/own_file.h"
 
 namespace strobe::cuda {
 namespace {
 
 constexpr int kFormat = 1;
+constexpr size_t kMostBytes = 16 << 20; // of a table
 
 int64_t rounded(int64_t size) { return size > 0 ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(size))) : 0; }
 
@@ -71,12 +71,14 @@ std::optional<TuningKey> tuning_key(const char *engine, Direction direction, con
 }
 
 Tuning::Tuning(const std::string &file, const std::string &device_name) {
-  std::ifstream in(file, std::ios::binary);
-  if (file.empty() || !in) return;
-  std::ostringstream all;
-  all << in.rdbuf();
+  std::error_code error;
+  if (file.empty() || !std::filesystem::exists(std::filesystem::symlink_status(file, error))) return;
   try {
-    const Json table = Json::parse(all.str());
+    for (const std::string &refused : {folder_refused(std::filesystem::path(file).parent_path()), file_refused(file)})
+      if (!refused.empty()) throw std::runtime_error(refused);
+    const std::optional<std::string> all = read_own_file(file, kMostBytes);
+    if (!all) throw std::runtime_error(text("not readable, or larger than ", kMostBytes, " bytes"));
+    const Json table = Json::parse(*all);
     if (const int64_t format = whole(table, "format", 0, 1 << 20); format != kFormat)
       throw std::runtime_error(text("format ", format, ", and this library reads ", kFormat));
     if (table.string("device") != device_name)

@@ -170,10 +170,10 @@ struct Head {
 
 // ---- selections ------------------------------------------------------------------------------------------------------------------------
 
-// Flat indices, ascending; absent: all.
+// Flat indices, ascending, the call's own copy of them; absent: all.
 struct Indices {
-  const int64_t *begin = nullptr, *end = nullptr;
-  explicit operator bool() const { return begin != nullptr; }
+  std::optional<std::vector<int64_t>> flat;
+  explicit operator bool() const { return flat.has_value(); }
 
   // Those among [first, first + length), counted from first.
   std::vector<int64_t> within(int64_t first, int64_t length) const {
@@ -182,7 +182,8 @@ struct Indices {
       std::iota(all.begin(), all.end(), 0);
       return all;
     }
-    std::vector<int64_t> chosen(std::lower_bound(begin, end, first), std::lower_bound(begin, end, first + length));
+    const auto from = std::lower_bound(flat->begin(), flat->end(), first);
+    std::vector<int64_t> chosen(from, std::lower_bound(from, flat->end(), first + length));
     for (int64_t &x : chosen) x -= first;
     return chosen;
   }
@@ -192,11 +193,14 @@ Indices checked(const char *argument, const int64_t *indices, int64_t count, int
   if (count < 0 || (count > 0 && !indices))
     throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", count, " indices", indices ? "" : " at a null pointer",
                                               "; accepted is an array and its length, or null and 0 for all"));
+  if (!indices) return {};
+  const std::string accepted = text("; accepted are flat indices from 0 to ", limit - 1, ", strictly ascending");
+  if (count > limit) throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", count, " indices", accepted));
+  std::vector<int64_t> own(indices, indices + count);
   for (int64_t n = 0; n < count; n++)
-    if (indices[n] < 0 || indices[n] >= limit || (n > 0 && indices[n] <= indices[n - 1]))
-      throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": [", n, "] is ", indices[n], n ? text(" after ", indices[n - 1]) : "",
-                                                "; accepted are flat indices from 0 to ", limit - 1, ", strictly ascending"));
-  return {indices, indices + count};
+    if (own[n] < 0 || own[n] >= limit || (n > 0 && own[n] <= own[n - 1]))
+      throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": [", n, "] is ", own[n], n ? text(" after ", own[n - 1]) : "", accepted));
+  return {std::move(own)};
 }
 
 // ---- the passes: each owns its outputs, so the result does not depend on the threads ---------------------------------------------------

@@ -85,14 +85,17 @@ TEST_CASE("dropout: strobe_dropout_mask writes the same, through strides") {
   call.attention.dropout = 0.3, call.attention.seed = 11, call.attention.offset = 13;
   strobe_tensor &rng = call.add_values<int64_t>("rng", DType::i64, {-5, 7});
 
-  for (const strobe_tensor *drawn : {static_cast<const strobe_tensor *>(nullptr), static_cast<const strobe_tensor *>(&rng)}) {
-    REQUIRE(strobe_dropout_mask(&call.attention, drawn, &keep) == STROBE_OK);
+  for (auto [drawn, threads] :
+       {std::pair{static_cast<const strobe_tensor *>(nullptr), 1}, {&rng, 1}, {nullptr, 0}, {&rng, 2}, {nullptr, 3}, {&rng, 100}}) {
+    std::memset(keep.data, 2, call.memory_bytes("mask"));
+    call.execution.threads = threads;
+    REQUIRE(strobe_dropout_mask(&call.attention, drawn, &keep, &call.execution) == STROBE_OK);
     int wrong = 0, kept = 0;
     for (int64_t b = 0; b < B; b++)
       for (int64_t h = 0; h < H; h++)
         for (int64_t i = 0; i < Sk; i++)
           for (int64_t j = 0; j < Sq; j++) {
-            const bool got = call.data<uint8_t>("mask")[((b * H + h) * Sq + j) * Sk + i];
+            const int got = call.data<uint8_t>("mask")[((b * H + h) * Sq + j) * Sk + i];
             wrong += got != (drawn ? keeps(0.3, uint64_t(-5), 7, b, h, i, j) : keeps(0.3, 11, 13, b, h, i, j));
             kept += got;
           }
@@ -102,11 +105,30 @@ TEST_CASE("dropout: strobe_dropout_mask writes the same, through strides") {
   }
 }
 
+TEST_CASE("dropout: strobe_dropout_mask runs on the caller's threads") {
+  test::Call call;
+  strobe_tensor &keep = call.add("mask", DType::boolean, {2, 3, 21, 35});
+  int32_t items = 0;
+  call.execution.threads = 4, call.execution.pool = &items;
+  call.execution.parallel = [](void *pool, int32_t n, void (*body)(void *, int32_t), void *arg) {
+    *static_cast<int32_t *>(pool) += n;
+    for (int32_t i = 0; i < n; i++) body(arg, i);
+  };
+  REQUIRE(strobe_dropout_mask(&call.attention, nullptr, &keep, &call.execution) == STROBE_OK);
+  CHECK(items == 2 * 3 * 2); // blocks of 16 queries
+  keep.shape[2] = 0;
+  REQUIRE(strobe_dropout_mask(&call.attention, nullptr, &keep, &call.execution) == STROBE_OK);
+  CHECK(items == 2 * 3 * 2);
+  call.execution.threads = -1;
+  CHECK(strobe_dropout_mask(&call.attention, nullptr, &keep, &call.execution) == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()).starts_with("execution.threads: -1;"));
+}
+
 TEST_CASE("dropout: strobe_dropout_mask refuses what it cannot write") {
   test::Call call;
   strobe_tensor &keep = call.add("mask", DType::boolean, {1, 1, 4, 4}), whole = keep;
   auto refused = [&](const char *message) {
-    CHECK(strobe_dropout_mask(&call.attention, nullptr, &keep) == STROBE_INVALID_ARGUMENT);
+    CHECK(strobe_dropout_mask(&call.attention, nullptr, &keep, nullptr) == STROBE_INVALID_ARGUMENT);
     CHECK(std::string(strobe_last_error()).starts_with(message));
     CHECK(test::lines(strobe_last_error()).size() == 1);
     keep = whole, call.attention.dropout = 0;
@@ -121,6 +143,6 @@ TEST_CASE("dropout: strobe_dropout_mask refuses what it cannot write") {
   refused("keep: strides (16, 16, 4, 0)");
   keep.device_type = STROBE_CUDA;
   refused("keep: lies on CUDA device 0; accepted is the CPU");
-  CHECK(strobe_dropout_mask(&call.attention, nullptr, nullptr) == STROBE_INVALID_ARGUMENT);
+  CHECK(strobe_dropout_mask(&call.attention, nullptr, nullptr, nullptr) == STROBE_INVALID_ARGUMENT);
   CHECK(strobe_last_error() == std::string("keep: missing; accepted is a tensor"));
 }

@@ -178,6 +178,24 @@ TEST_CASE("prepared: host memory is checked at every run") {
   CHECK(call.untouched());
 }
 
+TEST_CASE("prepared: without a maximum, other lengths are other plans") {
+  for (Direction direction : {Direction::forward, Direction::backward})
+    for (auto [prepared_for, run_on] : {std::pair{13, 20}, {20, 13}, {1, Sq}}) {
+      auto make = [&, direction = direction](Call &call, int32_t length, int seed) {
+        make_filled(call, make_varlen, direction, seed);
+        call.attention.max_seqlen_q = call.attention.max_seqlen_k = 0;
+        call.data<int32_t>("cu_seqlens_q")[1] = length;
+      };
+      Call first, whole, again;
+      make(first, prepared_for, 1), make(whole, int32_t(run_on), 2), make(again, int32_t(run_on), 2);
+      const Held held = prepared(first);
+      REQUIRE_MESSAGE(whole.run() == STROBE_OK, error());
+      const strobe_addresses at = addresses(again);
+      REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
+      CHECK(results(whole) == results(again));
+    }
+}
+
 TEST_CASE("prepared: threads and workspace") {
   Call call;
   make_filled(call, make_dense, Direction::forward, 1);

@@ -319,6 +319,58 @@ TEST_CASE("validate: sizes beyond what engines count") {
   CHECK(std::string(strobe_last_error()).starts_with("q: batch 1, heads 2, lengths 0 and 549755813888 are more than engines count"));
 }
 
+namespace {
+
+// `batch` sequences of `length` queries and as many keys, in memory that is not there: strides of 0.
+void make_many(Call &call, int64_t batch, int64_t length) {
+  make_varlen(call, Direction::forward);
+  call.drop("lse");
+  call.attention.max_seqlen_q = call.attention.max_seqlen_k = 0;
+  std::vector<int32_t> cu(batch + 1);
+  for (int64_t b = 0; b <= batch; b++) cu[b] = int32_t(b * length);
+  for (const char *name : {"cu_seqlens_q", "cu_seqlens_k"}) call.drop(name), call.add_values<int32_t>(name, DType::i32, cu);
+  for (const char *name : {"q", "k", "v"}) call[name].shape[0] = batch * length, call[name].strides[0] = 0;
+  call.drop("out");
+  call.add("out", DType::f32, {batch * length, H, Dv});
+}
+
+} // namespace
+
+TEST_CASE("validate: lengths in host memory bound the work, those of a caller the rest") {
+  Call call;
+  make_many(call, 300, 16);
+  Problem p = call.validated();
+  CHECK((p.longest_q() == 16 && p.longest_k() == 16));
+  CHECK((p.seqlen_q == 4800 && p.seqlen_k == 4800)); // the sizes of a mask
+  for (int64_t b : {0, 299}) CHECK(p.rows_q(b).length == 16);
+  call.attention.max_seqlen_q = 100;
+  p = call.validated();
+  CHECK((p.longest_q() == 100 && p.longest_k() == 16)); // plans of a call with a maximum do not depend on the lengths
+  strobe_plan plan{}, bounded{};
+  plan.size = bounded.size = sizeof plan;
+  call.attention.max_seqlen_q = 0;
+  REQUIRE(strobe_make_plan(&call.attention, &call.tensors, nullptr, STROBE_FORWARD, &plan) == STROBE_OK);
+  call.attention.max_seqlen_q = call.attention.max_seqlen_k = 16;
+  REQUIRE(strobe_make_plan(&call.attention, &call.tensors, nullptr, STROBE_FORWARD, &bounded) == STROBE_OK);
+  CHECK(std::memcmp(&plan, &bounded, sizeof plan) == 0);
+}
+
+TEST_CASE("validate: many short packed sequences are counted by their tokens") {
+  Call call;
+  make_many(call, 1 << 19, 1); // B * H * (Tq + Tk) is 2^41
+  CHECK_NOTHROW(call.validated());
+  Call heads;
+  make_many(heads, 4, 1);
+  heads["q"].shape[1] = heads["out"].shape[1] = int64_t{1} << 37, heads["k"].shape[1] = heads["v"].shape[1] = 1;
+  for (const char *name : {"q", "k", "v"}) heads[name].strides[1] = 0;
+  heads["out"].shape[0] = heads["q"].shape[0] = 0; // no query to write
+  heads.data<int32_t>("cu_seqlens_q")[1] = heads.data<int32_t>("cu_seqlens_q")[2] = 0;
+  heads.data<int32_t>("cu_seqlens_q")[3] = heads.data<int32_t>("cu_seqlens_q")[4] = 0;
+  heads["k"].shape[0] = heads["v"].shape[0] = 1 << 20;
+  REQUIRE(heads.run() == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()).starts_with("q: heads 137438953472, tokens 0 and 1048576, sequences 4 are more than engines"));
+}
+
 TEST_CASE("validate: every reason at once, a line each") {
   Call call;
   make_dense(call, Direction::backward);

@@ -25,9 +25,10 @@ RECORD = ROOT / "tests" / "gpu-record.json"
 # The contract on the GPU's engines, beside what tests/gpu holds.
 CONTRACT = (
     *("test_contract.py", "test_corners.py", "test_hidden.py", "test_known_bugs.py", "test_hyperbolic.py", "test_ladder.py"),
-    *("test_compat.py", "test_compat_flash_attn.py", "test_compat_sdpa.py"),
+    *("test_compat.py", "test_compat_flash_attn.py", "test_compat_flash_cache.py", "test_compat_flash_padding.py"),
+    *("test_compat_flash_passes.py", "test_compat_sdpa.py"),
 )
-HELPERS = ("cases.py", "check.py", "conftest.py", "device.py", "plain.py", "random_*.py")
+HELPERS = ("cases.py", "check.py", "conftest.py", "device.py", "flash_formulas.py", "plain.py", "random_*.py")
 LEAST_OPTION_SETS = 3000  # of random calls
 # What decides what runs on a GPU.
 SOURCES = (

@@ -25,9 +25,10 @@ def _in_runs(q: Tensor, k: Tensor) -> Tensor:
     return s
 
 
-def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool = False) -> Results:
+def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool = False, p_from_lse: bool = False) -> Results:
     """dtype: of each step's result. A product of 16-bit matrices is summed in float32, as tensor cores and BLAS sum it, and a sum of 16-bit
-    numbers too. d_from_p: D is the sum of P dP, not of dO O: the same, but for rounding. in_runs: q.k is summed in runs of 32 columns."""
+    numbers too. d_from_p: D is the sum of P dP, not of dO O: the same, but for rounding. in_runs: q.k is summed in runs of 32 columns.
+    p_from_lse: the gradients' P is exp(S - LSE), as the page writes it, of the LSE that a caller gets; else that of the output."""
     work = torch.float32 if dtype in HALF else dtype
     r: Callable[[Tensor], Tensor] = (lambda t: t.to(dtype).to(work)) if dtype in HALF else (lambda t: t)
     q, k, v, dout, dlse = (t.to(work) for t in (x.q, x.k, x.v, x.dout, x.dlse))
@@ -72,6 +73,9 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
     out = r((kept.reshape(*grouped, sk) @ v).view(b, h, sq, dv))
 
     # Gradients
+    if p_from_lse:
+        p = r(torch.where(total == 0, 0.0, torch.exp(s - lse)))
+        kept = p if x.keep is None else r(p * x.keep / x.keep_rate)
     dp = (dout.reshape(*grouped, dv) @ v.transpose(2, 3)).view(scores)
     dp = r(dp) if x.keep is None else r(r(dp) * x.keep / x.keep_rate)
     delta = (p * dp if d_from_p else dout * out).sum(3, keepdim=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import tracemalloc
@@ -13,6 +14,7 @@ import torch
 
 import strobe
 from strobe import BlockMask
+from strobe._core import ffi, lib
 
 # (Sq, Sk, block_q, block_k)
 SIZES = [
@@ -251,3 +253,79 @@ def test_bad_csr(name, wrong):
 def test_bad_arguments(name, make):
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*accepted"):
         make()
+
+
+def test_blocks_that_another_thread_adds_after_they_were_counted():
+    """No more columns are written than were counted."""
+    columns = ffi.new("int32_t[]", [7] * 8)
+    lib.strobe_glue_indices_of_kept(ffi.new("uint8_t[]", [1] * 8), 1, 2, 4, 3, columns)
+    assert list(columns) == [0, 1, 2, 7, 7, 7, 7, 7]
+
+
+# what a mask knows of the calls that it is for
+
+
+def shape_of(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(1, 2, sq, 16), torch.randn(1, 2, sk, 16)
+
+
+MADE = {
+    "causal": lambda sq, sk: BlockMask.causal(sq, sk, 32, 32),
+    "local_global": lambda sq, sk: BlockMask.local_global(sq, sk, 32, 32),
+    "from_dense": lambda sq, sk: BlockMask.from_dense(torch.ones(sq, sk, dtype=torch.bool), 32, 32),
+    "from_kept": lambda sq, sk: BlockMask.from_kept(np.ones((-(-sq // 32), -(-sk // 32)), bool), 32, 32, sq, sk),
+    "of a CSR": lambda sq, sk: BlockMask(i32(0, 1, 2)[None, None], i32(0, 1), sq, sk, 32, 32),
+    "moved": lambda sq, sk: BlockMask.causal(sq, sk, 32, 32).to("cpu"),
+    "pickled": lambda sq, sk: pickle.loads(pickle.dumps(BlockMask.causal(sq, sk, 32, 32))),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_a_call_has_the_lengths_of_its_mask(made):
+    """A causal mask of 64 x 64 has as many blocks as one of 40 x 50, and hides keys that causal shows there."""
+    blocks = MADE[made](64, 64)
+    for lengths in ((40, 50), (64, 63), (33, 64)):
+        q, k = shape_of(*lengths)
+        whose = f"accepted is one of {lengths[0]} queries and {lengths[1]} keys, as q and k have"
+        for function in (strobe.attention, strobe.reference, strobe.explain, strobe.nn.FlashAttention(16)):
+            with pytest.raises(ValueError, match=f"^block_mask: of 64 queries and 64 keys; {whose}$"):
+                function(q, k, k, block_mask=blocks)
+        with pytest.raises(ValueError, match="^block_mask: of 64 queries"):
+            strobe.attention(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), block_mask=blocks, layout="bshd")
+    q, k = shape_of(64, 64)
+    strobe.attention(q, k, k, block_mask=blocks)
+
+
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (8, 8)}, {"alibi_slopes": torch.ones(2)}], ids=str)
+def test_a_call_has_the_alignment_of_its_mask(alignment, options):
+    """Where it has an effect: of lengths that differ, beside something else that is aligned."""
+    other = "top_left" if alignment == "bottom_right" else "bottom_right"
+    q, k = shape_of(40, 50)
+    for make in (BlockMask.causal, BlockMask.butterfly):
+        blocks = make(40, 50, 16, 16, alignment=alignment)
+        strobe.attention(q, k, k, block_mask=blocks, alignment=alignment, **options)
+        strobe.attention(q, k, k, block_mask=blocks, alignment=other)
+        for mask in (blocks, blocks.to("cpu"), pickle.loads(pickle.dumps(blocks))):
+            words = f"^block_mask: {alignment}; accepted beside causal, window or alibi_slopes is the alignment of these, {other}$"
+            with pytest.raises(ValueError, match=words):
+                strobe.attention(q, k, k, block_mask=mask, alignment=other, **options)
+        square = make(50, 50, 16, 16, alignment=alignment)
+        strobe.attention(k, k, k, block_mask=square, alignment=other, **options)
+    strobe.attention(
+        q, k, k, block_mask=BlockMask.from_kept(torch.ones(3, 4, dtype=torch.bool), 16, 16, 40, 50), alignment=other, **options
+    )
+
+
+def test_packed_sequences_have_a_mask_of_their_maxima():
+    q, k = torch.randn(60, 2, 16), torch.randn(70, 2, 16)
+    cu = {"cu_seqlens_q": i32(0, 20, 60), "cu_seqlens_k": i32(0, 20, 70)}
+    maxima = {"max_seqlen_q": 40, "max_seqlen_k": 50}
+    expected = strobe.attention(q, k, k, **cu)
+    for lengths, options in (((40, 50), maxima), ((60, 70), {}), ((40, 70), {"max_seqlen_q": 40})):
+        everything = BlockMask.from_dense(torch.ones(lengths, dtype=torch.bool), 16, 16)
+        torch.testing.assert_close(strobe.attention(q, k, k, block_mask=everything, **cu, **options), expected)
+    with pytest.raises(
+        ValueError, match="^block_mask: of 48 queries and 64 keys; accepted is one of 40 .* 50 keys, as the maxima of the sequ"
+    ):
+        strobe.attention(q, k, k, block_mask=BlockMask.causal(48, 64, 16, 16), **cu, **maxima)

@@ -48,6 +48,13 @@ def test_info_names_every_engine(run):
         assert ("yes" if missing is None else "no: ") in line
 
 
+def test_info_says_where_kernels_are_kept_and_why_not(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
+    assert f"Kernel cache {tmp_path}" in " ".join(run("info").output.split())
+    tmp_path.chmod(0o777)
+    assert f"Kernel cache none, not {tmp_path}: others can write to it" in " ".join(run("info").output.split())
+
+
 def test_a_missing_package_has_its_remedy(run, monkeypatch):
     monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "tokenizers" else name)
     done = run("train")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -96,6 +97,31 @@ def test_generates_the_same(name):
         model.set_attn_implementation(implementation)
         found.append(model.generate(**given, max_new_tokens=12, min_new_tokens=12, do_sample=False))
     assert torch.equal(*found)
+
+
+def test_its_own_flash_attention_runs_on_an_alias(monkeypatch):
+    """attn_implementation="flash_attention_2" imports flash_attn. Padded on the left, it hands int32 indices to pad_input as it decodes."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    from strobe.compat import flash_attn
+
+    before = {*sys.modules}
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda *_, **__: True)
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    model, given = made("Llama", GROUPED), padded(2, 7)
+    found = []
+    for name in ("eager", "flash_attention_2"):
+        model.config._attn_implementation = name
+        generated = model.generate(
+            **given, max_new_tokens=6, min_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        found.append(torch.stack(generated.logits))
+    assert utils._pad_fn is flash_attn.bert_padding.pad_input
+    for name in {*sys.modules} - before:
+        if name.startswith("flash_attn."):
+            monkeypatch.delitem(sys.modules, name)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 
 
 def test_encoder_with_a_position_bias():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -253,6 +255,111 @@ def expect(name: str, arguments: dict, function=strobe.attention, positional: tu
 
 def ids(rows: list) -> list[str]:
     return [f"{name}-{i}" for i, (name, _) in enumerate(rows)]
+
+
+HUGE = 10**400
+SURROGATE = "\ud800"
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+# What no option takes, whatever it is; and what each of them takes no more than that.
+ANYWHERE = [
+    "text",
+    SURROGATE,
+    b"1",
+    1j,
+    np.complex64(1),
+    np.str_("1"),
+    np.datetime64(1, "s"),
+    np.timedelta64(1),
+    [1],
+    {},
+    object(),
+    Unprintable(),
+]
+ANYWHERE += [torch.tensor(1.0), np.array(1.0), torch.ones(50, 50)]
+NUMBERS = {
+    name: [HUGE, -HUGE, 10**5000, NAN, INF, -INF, True, np.bool_(False), np.float64(NAN)] for name in ("scale", "softcap", "dropout")
+}
+NUMBERS["dropout"] += [-1, 1.0, 2]
+INTEGERS = {
+    name: [HUGE, 10**5000, -1, 2**63, 1.0, True, np.float32(1)] for name in ("tile_q", "tile_k", "threads", "window", "seed", "offset")
+}
+INTEGERS["window"] += [(HUGE, 1), (1, -HUGE), (1,), (1, 2, 3), (1, "2"), (True, 1), (torch.tensor(1), 1)]
+for name in ("seed", "offset"):
+    INTEGERS[name] = [HUGE, 10**5000, 2**64, -(2**63) - 1, 1.0, True]
+WORDS = {name: ["", "\0", "cpu\0avx2", SURROGATE, "x" * 10**6, "\n", 1] for name in ("engine", "alignment", "layout", "score")}
+FLAGS = {name: [1, 0, None, NAN, HUGE, 10**5000] for name in ("causal", "deterministic", "exact_max", "allow_tf32", "strict", "check")}
+OPTIONS = [(name, x) for kinds in (NUMBERS, INTEGERS, WORDS, FLAGS) for name, values in kinds.items() for x in values + ANYWHERE]
+OPTIONS += [("beta", x) for x in (HUGE, NAN, INF, 0, -1, *ANYWHERE)] + [("shift", x) for x in (HUGE, NAN, INF, *ANYWHERE)]
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in OPTIONS))
+def test_options(name):
+    """One short line, whatever is given; and the dropout mask and the hyperbolic functions say the same."""
+    q = torch.randn(1, 1, 4, 8)
+    beside: dict = {"offset": {"seed": 1}, "beta": {"score": "hyperbolic"}, "shift": {"score": "hyperbolic"}}.get(name, {})
+    for x in (x for of, x in OPTIONS if of == name and not (name in ("engine", "scale") and x is None)):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            strobe.attention(q, q, q, **beside, **{name: x})
+        message = str(raised.value)
+        assert re.match(rf"{name}: .*; accepted |{name}: .*accepted", message), message
+        assert "\n" not in message
+        assert len(message) < 500
+        message.encode()
+        if name in ("dropout", "seed", "offset"):
+            given = {"dropout": 0.5, "seed": 1} | {name: x}
+            with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+                strobe.dropout_mask((1, 1, 4, 4), **given)
+    if name == "shift":
+        for x in (HUGE, 10**5000, NAN, *ANYWHERE):
+            with pytest.raises((TypeError, ValueError), match="^c: .*; accepted is a finite number"):
+                strobe.hyperbolic_attention(*[strobe.hyperbolic.lift(q)] * 3, c=x)
+
+
+def test_numbers_of_any_kind():
+    q = torch.randn(1, 1, 64, 16)
+    expected = strobe.attention(q, q, q, scale=0.5, window=(3, 2), tile_q=32, threads=1)
+    for real in (np.float32, np.float64, np.float16, Fraction, Decimal):
+        for whole in (np.int8, np.int64, np.uint16, int):
+            found = strobe.attention(q, q, q, scale=real(0.5), window=(whole(3), whole(2)), tile_q=whole(32), threads=whole(1))
+            assert torch.equal(found, expected)
+            assert torch.equal(strobe.attention(q, q, q, dropout=0.5, seed=whole(3)), strobe.attention(q, q, q, dropout=0.5, seed=3))
+
+
+@pytest.mark.parametrize("shape", [3, None, "1144", (1, 1, 4), (1, 1, 4, 4.0), (1, 1, 4, HUGE), [[1], 1, 1, 1]])
+def test_the_shape_of_a_dropout_mask(shape):
+    with pytest.raises((TypeError, ValueError), match=r"^shape: .*; accepted (is \(B, H, Sq, Sk\)|is an integer|are integers)"):
+        strobe.dropout_mask(shape, 0.5, 1)
+
+
+def test_gradients_of_what_is_not_there():
+    """The operators are public to those who trace them."""
+    q = torch.randn(1, 1, 4, 8)
+    out, lse = strobe.attention(q, q, q, return_lse=True)
+    for device in ("cpu", "meta"):
+        arguments = [x.to(device) for x in (out, q[..., 0], out, lse, q, q, q)]
+        with pytest.raises(ValueError, match="^needed: dbias of a call without bias; accepted are the gradients of what is given"):
+            torch.ops.strobe.attention_backward(*arguments, needed=[True] * 5)
+        with pytest.raises(ValueError, match="^needed: 3 values; accepted are 5, of dq, dk, dv, dbias, dsinks"):
+            torch.ops.strobe.attention_backward(*arguments, needed=[True] * 3)
+
+
+def test_no_memory_for_the_results():
+    """MemoryError, as promised; and torch's own error, for those who wait for that."""
+    for heads, length in ((2**20, 2**24), (2**30, 2**27)):
+        q = torch.zeros(1).expand(1, heads, length, 8)
+        for call in (lambda q=q: strobe.attention(q, q, q), lambda q=q: strobe.reference(q, q, q)):
+            with pytest.raises(MemoryError) as raised:
+                call()
+            assert isinstance(raised.value, RuntimeError)
+        n = np.broadcast_to(np.zeros(1, np.float32), (1, heads, length, 8))
+        with pytest.raises(MemoryError):
+            strobe.attention(n, n, n)
 
 
 @pytest.mark.parametrize(("name", "wrong"), DENSE, ids=ids(DENSE))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,6 +32,64 @@ def test_behind_the_diagonal(what, value, dtype, engine):
     """A tile of keys packed once a head: what a product reads in its last step lies past the diagonal."""
     inputs = call(h=4, hkv=1, sq=128, sk=141, d=64, dtype=dtype, causal=True)
     getattr(inputs, what)[..., 78:, :] = value
+    assert_clean(inputs, engine)
+
+
+FUNCTIONS: dict[str, dict[str, Any]] = {"softcap": {"softcap": 30.0}, "hyperbolic": {"score": "hyperbolic"}, "dot": {}}
+ADDED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "dropout": {"dropout": 0.2, "seed": 1, "offset": 2},
+    "bias": {"bias": torch.linspace(-1, 1, 90).view(1, 1, 1, 90)},
+    "mask": {"mask": torch.arange(90).view(1, 1, 1, 90) % 7 > 0},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2])},
+}
+PACKED = [(torch.float32, 33, 65, True), (torch.bfloat16, 32, 32, False), (torch.float16, 112, 256, True), (torch.bfloat16, 200, 48, True)]
+
+
+@engines
+@pytest.mark.parametrize(("dtype", "d", "dv", "causal"), PACKED, ids=str)
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_padding_behind_packed_tokens(function, added, dtype, d, dv, causal, engine):
+    """A tile of a sequence's last queries reaches into the padding: what lies there has no score, and no slope of one."""
+    ends_q, ends_k = torch.tensor([0, 70, 70, 85], dtype=torch.int32), torch.tensor([0, 90, 130, 130], dtype=torch.int32)
+    options = {"max_seqlen_q": 70, "max_seqlen_k": 90, "causal": causal, **FUNCTIONS[function], **ADDED[added]}
+    inputs = call(sq=125, sk=161, d=d, dv=dv, dtype=dtype, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, dlse=False, **options)
+    if function == "hyperbolic":
+        inputs.q[..., 0], inputs.k[..., 0] = -20, 20
+    for behind in (NAN, torch.finfo(dtype).max):
+        for t, end in ((inputs.q, 85), (inputs.k, 130), (inputs.v, 130), (inputs.dout, 85)):
+            t[end:] = behind
+        assert_clean(inputs, engine)
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("what", ["k", "v"])
+@pytest.mark.parametrize("how", ["mask", "bias", "causal", "packed"])
+def test_largest_numbers(how, what, dtype, engine):
+    """A product with the largest number there is may overflow, and be rounded to infinity before."""
+    hidden = torch.arange(64).view(1, 1, 1, 64) >= 40
+    options = {
+        "mask": {"mask": ~hidden},
+        "bias": {"bias": torch.zeros(1, 1, 1, 64).masked_fill(hidden, -INF)},
+        "causal": {"causal": True, "alignment": "top_left"},
+        "packed": {"cu_seqlens_q": torch.tensor([0, 40]), "cu_seqlens_k": torch.tensor([0, 40])},
+    }[how]
+    options = {name: x.int() if name.startswith("cu_") else x for name, x in options.items()}
+    inputs = call(sq=40, sk=64, d=64, dtype=dtype, **options)
+    getattr(inputs, what)[(slice(40, None),) if how == "packed" else (..., slice(40, None), slice(None))] = torch.finfo(dtype).max
+    assert_clean(inputs, engine)
+
+
+@engines
+@dtypes
+@pytest.mark.parametrize("what", ["q", "dout"])
+@pytest.mark.parametrize("options", [{}, {"bias": torch.zeros(1, 1, 1, 1)}, {"softcap": 20.0}], ids=str)
+def test_a_query_that_sees_a_sink_alone(options, what, dtype, engine):
+    """Its LSE is the sink, whatever the query is."""
+    inputs = call(sq=100, sk=40, d=64, dtype=dtype, causal=True, sinks=torch.tensor([0.5, -2.0]), **options)
+    getattr(inputs, what)[..., :60, :] = NAN
     assert_clean(inputs, engine)
 
 

@@ -445,7 +445,7 @@ def test_meta_tensors_have_shapes_and_no_points():
     x = torch.empty(1, 2, 4, 3, device="meta")
     for aggregate in AGGREGATES:
         assert strobe.hyperbolic_attention(x, x, x, aggregate=aggregate).shape == x.shape
-    with pytest.raises(ValueError, match="^q: on device meta; accepted with check=True is an array that has values\nk: "):
+    with pytest.raises(ValueError, match="^q: on device meta; accepted is an array that has values\nk: "):
         strobe.hyperbolic_attention(x, x, x, check=True)
 
 

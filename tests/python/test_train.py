@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import math
+import os
+import resource
 import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -281,6 +286,71 @@ def test_resume_refuses_another_run(corpus, tmp_path):
         Trainer.load(tmp_path / "run.pt", config, other)
 
 
+def damaged(whole: bytes) -> Iterator[bytes]:
+    yield b""
+    yield b"no archive"
+    yield whole[:100]
+    yield whole[: len(whole) // 2]
+    yield whole[:-1000]
+    for at in (len(whole) // 3, len(whole) // 2):
+        yield whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :]
+
+
+def test_a_damaged_checkpoint_is_named(corpus, tmp_path):
+    path = tmp_path / "run.pt"
+    run = Trainer(SMOKE, corpus)
+    run.save(path)
+    whole = path.read_bytes()
+    for bad in damaged(whole):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match=rf"^resume: {path} is damaged, or no checkpoint \(.+\); accepted: a checkpoint as this "):
+            Trainer.load(path, SMOKE, corpus)
+    state = torch.load(io.BytesIO(whole), weights_only=True)
+    for change in ({"config": {"colour": "red"}}, {"history": None}, {"model": {}}, {"optimizer": {}}, {"rng": torch.zeros(3)}):
+        torch.save(state | change, path)
+        with pytest.raises(ValueError, match=rf"^resume: {path} is damaged"):
+            Trainer.load(path, SMOKE, corpus)
+    torch.save([1, 2], path)
+    with pytest.raises(ValueError, match=rf"^resume: {path} is damaged"):
+        Trainer.load(path, SMOKE, corpus)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ValueError, match=rf"^resume: {path} is damaged.*Is a directory"):
+        Trainer.load(path, SMOKE, corpus)
+
+
+@pytest.fixture
+def full_disk():
+    """No file may grow beyond some bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_of_another(corpus, tmp_path, full_disk):
+    path = tmp_path / "run.pt"
+    run = Trainer(SMOKE, corpus)
+    run.save(path)
+    before = path.read_bytes()
+    run.train_step()
+    full_disk()
+    with pytest.raises(OSError, match=rf"^checkpoint: {path} cannot be written \(.+\); accepted: a folder with room"):
+        run.save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(corpus, tmp_path, monkeypatch):
+    path, order = tmp_path / "run.pt", []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append("fsync"), fsync(fd)))
+    monkeypatch.setattr(Path, "replace", lambda self, to: (order.append("replace"), replace(self, to)))
+    Trainer(SMOKE, corpus).save(path)
+    assert order == ["fsync", "replace"]
+
+
 def test_precision_is_measured_not_guessed(monkeypatch):
     cpu, auto = torch.device("cpu"), SMOKE.replace(precision="auto")
     for speedup, precision in ((4.0, "bf16"), (1.0, "fp32"), (0.5, "fp32")):
@@ -311,6 +381,32 @@ def test_compiled_trains_the_same(corpus, monkeypatch, attention):
 
 
 # Text
+
+
+def test_a_damaged_cache_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("STROBE_CACHE", str(tmp_path))
+    options = {"vocab_size": 300, "most_bytes": 20_000}
+    expected = data.load(None, **options)
+    (path,) = tmp_path.rglob("*.npz")
+    whole = path.read_bytes()
+    arrays = dict(np.load(io.BytesIO(whole)))
+    for change in ({"train": arrays["train"].astype(np.float64)}, {"validation": arrays["train"] + 300}, {"tokenizer": np.array("{}")}):
+        np.savez(path, **arrays | change)
+        assert torch.equal(data.load(None, **options).validation, expected.validation)
+        assert path.read_bytes() == whole
+    for bad in damaged(whole):
+        path.write_bytes(bad)
+        found = data.load(None, **options)
+        assert torch.equal(found.train, expected.train)
+        assert torch.equal(found.validation, expected.validation)
+        assert path.read_bytes() == whole
+
+
+def test_a_full_disk_leaves_no_part_of_a_cache(tmp_path, monkeypatch, full_disk):
+    monkeypatch.setenv("STROBE_CACHE", str(tmp_path))
+    full_disk()
+    assert len(data.load(None, vocab_size=300, most_bytes=50_000).train) > 0
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_the_standard_library_is_gathered():

@@ -50,10 +50,25 @@ def test_a_table_keeps_what_was_not_measured_again(tmp_path):
     assert [path.name for path in file.parent.iterdir()] == ["table.json"]
 
 
-@pytest.mark.parametrize("old", ["", "{", "[]", "null", '{"entries": 3}', json.dumps({**ABOUT, "kernels": "4567", "entries": [entry(16)]})])
+@pytest.mark.parametrize(
+    "old",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"entries": 3}',
+        "[" * 100_000,
+        "\udcff\udcfe",  # no UTF-8
+        json.dumps({**ABOUT, "kernels": "4567", "entries": [entry(16)]}),
+        json.dumps({**ABOUT, "entries": [entry(16, engine=["cuda-mma"])]}),
+        json.dumps({**ABOUT, "entries": [{}]}),
+    ],
+    ids=range(10),
+)
 def test_a_table_that_is_no_use_is_replaced(tmp_path, old):
     file = tmp_path / "table.json"
-    file.write_text(old)
+    file.write_text(old, errors="surrogateescape")
     _tuning.write(file, ABOUT, [entry(32)], [entry(32)])
     assert json.loads(file.read_text()) == {**ABOUT, "entries": [entry(32)]}
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import strobe
+from strobe._core import lib
+from strobe._tuning import said
 from strobe.cli import machine
 
 
@@ -28,13 +31,19 @@ def _numpy() -> str:
     return numpy.__version__
 
 
+def _kernel_cache() -> str:
+    """The folders where a GPU's kernels are kept, and those that are not used, with the reason."""
+    return next(line.removeprefix("cache: ") for line in said(lib.strobe_cuda_info).splitlines() if line.startswith("cache: "))
+
+
 def command() -> None:
     """Version, machine, and the engines: which run here, and why not the others."""
     console = Console()
     facts = Table(show_header=False, box=None)
     facts.add_column(style="bold")
-    for name, fact in {"Strobe": strobe.__version__, **machine.describe(), "PyTorch": _torch(), "NumPy": _numpy()}.items():
-        facts.add_row(name, fact)
+    told = {"Strobe": strobe.__version__, **machine.describe(), "PyTorch": _torch(), "NumPy": _numpy(), "Kernel cache": _kernel_cache()}
+    for name, fact in told.items():
+        facts.add_row(name, escape(fact))
     console.print(facts)
     engines = Table(title="Engines", title_justify="left")
     engines.add_column("engine")

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from strobe import attention
-from strobe._framework import is_bool, is_whole
+from strobe._framework import is_whole
 
-from ._words import in_words_of, tensor_or_refusal
+from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
 
-Window = tuple[int, int]
+Window = tuple[int, int] | Tensor  # two integers, or tensors of one; a tensor of two
 NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size", "return_lse": "return_attn_probs"}
 KV = NAMES | {"k": "kv", "v": "kv"}
 QKV = NAMES | dict.fromkeys("qkv", "qkv")
@@ -34,30 +34,47 @@ def attend(
     names: Mapping[str, str] = NAMES,
     **packed: Any,
 ) -> Any:
-    """out, or (out, softmax_lse, None). names: as in_words_of() takes them. packed: cu_seqlens and max_seqlen of both sides. The latter may
-    be tensors of one element, whose value waits for the GPU."""
+    """out, or (out, softmax_lse, None). names: as in_words_of() takes them. packed: cu_seqlens and max_seqlen of both sides; rng."""
+    given = translated(names, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, **packed)
+    with_lse = switch_or_refusal("return_attn_probs", return_attn_probs)
+    given["return_lse"] = with_lse if isinstance(with_lse, Exception) else True
+    with in_words_of(names, {"q": q, "k": k, "v": v, **given}):
+        out, lse = attention(q, k, v, **given)
+    return (out, lse, None) if with_lse else out
+
+
+def translated(
+    names: Mapping[str, str],
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    **packed: Any,
+) -> dict[str, Any]:
+    """The options of strobe.attention(); in place of one that is wrong the exception that says so, for in_words_of(). max_seqlen may be a
+    tensor of one element, whose value waits for the GPU."""
     for name, x in packed.items():
         own = names.get(name, name)
         if name.startswith("cu_seqlens"):
             packed[name] = tensor_or_refusal(own, x, "a torch.Tensor, int32 (B + 1,)")
-        elif isinstance(x, Tensor) and x.is_meta:
+        elif name.startswith("max_seqlen") and isinstance(x, Tensor) and x.is_meta:
             packed[name] = ValueError(f"{own}: on device meta; accepted is an integer, or a tensor of one that has a value")
-        elif isinstance(x, Tensor) and x.numel() == 1:
+        elif name.startswith("max_seqlen") and isinstance(x, Tensor) and x.numel() == 1:
             packed[name] = x.item()
-    given: dict[str, Any] = {
-        "causal": causal,
+    return {
+        "causal": switch_or_refusal("causal", causal),
         "window": bounds(window_size),
         "scale": softmax_scale,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "dropout": dropout_p,
-        "deterministic": deterministic,
-        "return_lse": True if is_bool(return_attn_probs) else return_attn_probs,
+        "deterministic": switch_or_refusal("deterministic", deterministic),
+        "layout": "bshd",
         **packed,
     }
-    with in_words_of(names, {"q": q, "k": k, "v": v, **given}):
-        out, lse = attention(q, k, v, layout="bshd", **given)
-    return (out, lse, None) if return_attn_probs else out
 
 
 def sequences(*of_packed: Any) -> dict[str, Any]:
@@ -68,6 +85,7 @@ def sequences(*of_packed: Any) -> dict[str, Any]:
 def bounds(window_size: Window) -> Any:
     """The window of strobe.attention(), where a side below 0 is unbounded; or the exception that says what is wrong."""
     accepted = "accepted is (left, right), two integers of 64 bits, -1 for no bound"
+    window_size = python_numbers(window_size)
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(map(is_whole, window_size))):
         return TypeError(f"window_size: {window_size!r}; {accepted}")
     if max(window_size) >= 2**63:

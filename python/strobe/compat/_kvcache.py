@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from strobe._framework import is_whole, kind
-from strobe._prepare import Wrong, flag, is_integer, refusal
+from strobe._prepare import Wrong, is_integer, refusal
 
 from ._call import NAMES, Window, attend, bounds, refuse_pages
+from ._gaps import is_read, parts, within
 from ._rotary import check_tables, rotate
-from ._words import in_words_of, names_checked, tensor_or_refusal
+from ._words import in_words_of, names_checked, python_numbers, switch_or_refusal, tensor_or_refusal
+
+_CACHE = {"k": "k_cache", "v": "v_cache"}
 
 
 @names_checked(NAMES)
@@ -53,6 +56,9 @@ def flash_attn_with_kvcache(
         block_table: refused.
         num_splits: an integer, without effect.
 
+    Numbers in host memory are checked. Those in device memory, and all under torch.compile, are not read: a length out of bounds is taken
+    for the nearest that fits, and a sequence whose row of the cache does not exist is left out: nothing is written, it sees no key.
+
     Returns:
         out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)).
     """
@@ -64,9 +70,10 @@ def flash_attn_with_kvcache(
     wrong: Wrong = [x for x in map(tensor_or_refusal, tensors, tensors.values()) if isinstance(x, Exception)]
     if not (cache_seqlens is None or isinstance(cache_seqlens, Tensor) or is_whole(cache_seqlens)):
         wrong.append(TypeError(f"cache_seqlens: {kind(cache_seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"))
-    for name, x in (("causal", causal), ("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse)):
-        flag(wrong, name, x)
+    switches = {"causal": causal, "rotary_interleaved": rotary_interleaved, "return_softmax_lse": return_softmax_lse}
+    wrong += [x for x in map(switch_or_refusal, switches, switches.values()) if isinstance(x, Exception)]
     is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
+    window_size = python_numbers(window_size)
     window = bounds(window_size)
     if isinstance(window, Exception):
         wrong.append(window)
@@ -89,26 +96,15 @@ def flash_attn_with_kvcache(
     filled = length if cache_seqlens is None else cache_seqlens
     most, why = length - new, f"a cache of {length} less {new} new keys"
     if isinstance(filled, Tensor):
-        _check_integers("cache_seqlens", filled, batch, most, why)
+        filled = within("cache_seqlens", filled, batch, most, why)
     elif not 0 <= filled <= most:
         raise ValueError(f"cache_seqlens: {filled}; accepted are 0 to {most}, {why}")
+    rows, exists = None, None  # exists: bool (B,), of a cache_batch_idx that nobody has read
     if cache_batch_idx is not None:
-        _check_integers("cache_batch_idx", cache_batch_idx, batch, rows_of_cache - 1, f"a cache of {rows_of_cache} rows")
+        rows = within("cache_batch_idx", cache_batch_idx, batch, rows_of_cache - 1, f"a cache of {rows_of_cache} rows").long()
+        exists = None if is_read(cache_batch_idx) else rows == cache_batch_idx
     if cache_leftpad is not None:
-        _check_integers("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends")
-
-    start = torch.as_tensor(filled, device=q.device).long().expand(batch)
-    if rotary_cos is not None and rotary_sin is not None and k is not None:
-        from_each = causal or window is not None
-        check_tables(rotary_cos, rotary_sin, q.shape[-1], _furthest(filled) + max(new, queries if from_each else 1))
-        q = rotate(q, rotary_cos, rotary_sin, _positions(start, queries if from_each else 1), rotary_interleaved)
-        k = rotate(k, rotary_cos, rotary_sin, _positions(start, new), rotary_interleaved)
-    if k is not None and v is not None:
-        rows = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
-        places = (rows[:, None], _positions(start, new))
-        k_cache[places], v_cache[places] = k, v
-    if cache_batch_idx is not None:
-        k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
+        cache_leftpad = within("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends")
 
     options: dict[str, Any] = {
         "dropout_p": 0.0,
@@ -120,11 +116,29 @@ def flash_attn_with_kvcache(
         "deterministic": False,
         "return_attn_probs": True,
     }
-    with in_words_of({"k": "k_cache", "v": "v_cache"}):
-        if not isinstance(filled, Tensor) and cache_leftpad is None:
+    if k is not None and v is not None:
+        with in_words_of(_CACHE):
+            attend(q[:, :0], k[:, :0], v[:, :0], **options)  # no query: what is wrong with the call is said before anything is written
+    start = torch.as_tensor(filled, device=q.device).long().expand(batch)
+    if rotary_cos is not None and rotary_sin is not None and k is not None:
+        from_each = causal or window is not None
+        check_tables(rotary_cos, rotary_sin, q.shape[-1], _furthest(filled) + max(new, queries if from_each else 1))
+        q = rotate(q, rotary_cos, rotary_sin, _positions(start, queries if from_each else 1), rotary_interleaved)
+        k = rotate(k, rotary_cos, rotary_sin, _positions(start, new), rotary_interleaved)
+    if k is not None and v is not None:
+        _write((k_cache, v_cache), (k, v), torch.arange(batch, device=q.device) if rows is None else rows, start, exists)
+    if rows is not None:
+        k_cache, v_cache = k_cache[rows], v_cache[rows]
+    end = start + new
+    if exists is not None:
+        end = end * exists
+        cache_leftpad = None if cache_leftpad is None else cache_leftpad * exists
+
+    with in_words_of(_CACHE):
+        if not isinstance(filled, Tensor) and cache_leftpad is None and exists is None:
             out, lse, _ = attend(q, k_cache[:, : filled + new], v_cache[:, : filled + new], **options)
         else:
-            out, lse = _ragged(q, k_cache, v_cache, start + new, cache_leftpad, options)
+            out, lse = _ragged(q, k_cache, v_cache, end, cache_leftpad, options)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -135,39 +149,33 @@ def _check_shapes(given: dict[str, Tensor], fresh: dict[str, Tensor], indexed: b
             raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is (batches, tokens, heads, head dimension)")
     q, k_cache, v_cache = given.values()
     batch, (rows, length, heads, _) = q.shape[0], k_cache.shape
+    if indexed and batch and not rows:
+        raise ValueError(f"k_cache: shape {tuple(k_cache.shape)}; accepted is one row or more, for cache_batch_idx to name")
     accepted = {
         "k_cache": (rows if indexed else batch, length, heads, q.shape[3]),
         "v_cache": (rows if indexed else batch, length, heads, v_cache.shape[3]),
     }
     if fresh:
         tokens = fresh["k"].shape[1]
+        if tokens > length:
+            raise ValueError(f"k: {tokens} tokens; accepted are up to {length}, as k_cache has")
         accepted |= {"k": (batch, tokens, heads, q.shape[3]), "v": (batch, tokens, heads, v_cache.shape[3])}
     for name, shape in accepted.items():
         if (found := (given | fresh)[name].shape) != shape:
             raise ValueError(f"{name}: shape {tuple(found)}; accepted is {shape}")
     for name, x in fresh.items():
-        if x.dtype != (dtype := given[f"{name}_cache"].dtype):
-            raise ValueError(f"{name}: dtype {x.dtype}; accepted is {dtype}, as {name}_cache has")
-
-
-def _check_integers(name: str, x: Tensor, batch: int, most: int | Tensor, why: str) -> None:
-    """One for each of q's batches, from 0 to `most`. Not looked at: what lies in device memory, for that would wait for the GPU; and what
-    torch.compile traces, for it would break the graph."""
-    if x.shape != (batch,):
-        raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is ({batch},), as q has batches")
-    if x.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: dtype {x.dtype}; accepted is torch.int32")
-    if x.is_cpu and not torch.compiler.is_compiling():
-        for b, (value, bound) in enumerate(zip(x.tolist(), torch.as_tensor(most).expand(batch).tolist(), strict=True)):
-            if not 0 <= value <= bound:
-                raise ValueError(f"{name}: {value} at [{b}]; accepted are 0 to {bound}, {why}")
+        cache = given[f"{name}_cache"]
+        if x.dtype != cache.dtype:
+            raise ValueError(f"{name}: dtype {x.dtype}; accepted is {cache.dtype}, as {name}_cache has")
+        if x.device != cache.device:
+            raise ValueError(f"{name}: on device {x.device}; accepted is {cache.device}, where {name}_cache lies")
 
 
 def _furthest(filled: int | Tensor) -> int:
-    """The largest of the lengths; 0 where nobody looks at them, as in _check_integers()."""
+    """The largest of the lengths; 0 where nobody looks at them."""
     if not isinstance(filled, Tensor):
         return filled
-    return max(filled.tolist(), default=0) if filled.is_cpu and not torch.compiler.is_compiling() else 0
+    return max(filled.tolist(), default=0) if is_read(filled) else 0
 
 
 def _positions(start: Tensor, count: int) -> Tensor:
@@ -175,21 +183,30 @@ def _positions(start: Tensor, count: int) -> Tensor:
     return start[:, None] + torch.arange(count, device=start.device)
 
 
+def _write(caches: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor], rows: Tensor, start: Tensor, exists: Tensor | None) -> None:
+    """The new keys and values, into those rows of the cache, from `start` on; nothing for a sequence whose row does not exist."""
+    count = fresh[0].shape[1]
+    if exists is not None and len(rows):
+        # It writes once more what the first whose row exists writes; where none does, what stands there.
+        source = torch.where(exists, torch.arange(len(rows), device=rows.device), exists.int().argmax())
+        rows, start = rows[source], start[source]
+        fresh = (fresh[0][source], fresh[1][source])
+    places = (rows[:, None], _positions(start, count))
+    for cache, x in zip(caches, fresh, strict=True):
+        cache[places] = x if exists is None else torch.where(exists.any(), x, cache[places])
+
+
 def _ragged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, end: Tensor, leftpad: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Sequences of various lengths in rows of one length, read in place: each row of the cache is three packed sequences, what lies before
-    the keys (no queries), the keys (all queries), what lies behind them (no queries)."""
+    """Sequences of various lengths in rows of one length, read in place."""
     batch, queries = q.shape[:2]
     length = k_cache.shape[1]
+    rows = torch.arange(batch + 1, device=q.device)
     begin = torch.zeros_like(end) if leftpad is None else leftpad.long()
-    rows = torch.arange(batch, device=q.device) * length
-    cu_k = torch.stack([rows, rows + begin, rows + end], 1).flatten()
-    cu_k = torch.cat([cu_k, cu_k.new_full((1,), batch * length)]).int()
-    cu_q = (torch.arange(batch + 1, device=q.device) * queries).repeat_interleave(3)[1:-1].int()  # 0 0 Sq Sq Sq 2Sq ...
-    slopes = options["alibi_slopes"]
-    if slopes is not None and slopes.dim() == 2:
-        options = {**options, "alibi_slopes": slopes.repeat_interleave(3, 0)}
+    cu_k = rows * length
+    cu_q, cu_k, slopes = parts(rows * queries, cu_k, cu_k[:-1] + begin, cu_k[:-1] + end, options["alibi_slopes"])
     packed: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": queries, "max_seqlen_k": length}
+    options = {**options, "alibi_slopes": slopes}
     out, lse, _ = attend(q.flatten(0, 1), k_cache.flatten(0, 1), v_cache.flatten(0, 1), **options, **packed)
     return out.view(batch, queries, *out.shape[1:]), lse.view(lse.shape[0], batch, queries).transpose(0, 1)

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from strobe._framework import kind
+from strobe._framework import is_bool, is_whole, kind, unfit
 from strobe._prepare import Wrong, check_names, flag, refusal
 
 P = ParamSpec("P")
@@ -43,13 +43,33 @@ def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None
 
 
 def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Any:
-    return x if isinstance(x, Tensor) else TypeError(f"{name}: {kind(x)}; accepted is {accepted}")
+    if not isinstance(x, Tensor):
+        return TypeError(f"{name}: {kind(x)}; accepted is {accepted}")
+    refused = unfit(name, x)
+    return x if refused is None else refused
 
 
 def flag_or_refusal(name: str, x: Any) -> Any:
     wrong: Wrong = []
     found = flag(wrong, name, x)
     return wrong[0] if wrong else found
+
+
+def switch_or_refusal(name: str, x: Any) -> Any:
+    """A flag, where callers also write 1 and 0."""
+    if is_bool(x) or (is_whole(x) and x in (0, 1)):
+        return bool(x)
+    return TypeError(f"{name}: {kind(x)} {x!r}; accepted is True or False, or 1 or 0")
+
+
+def python_numbers(x: Any) -> Any:
+    """x with plain numbers in place of tensors: a tensor becomes a list, tensors of one element in a sequence become what they hold. To
+    read them waits for a GPU. What has no values (device meta) stays as it is."""
+    if isinstance(x, (tuple, list)):
+        return type(x)([python_numbers(each) if isinstance(each, Tensor) and each.numel() == 1 else each for each in x])
+    if isinstance(x, Tensor) and not x.is_meta:
+        return x.item() if x.numel() == 1 else x.tolist()
+    return x
 
 
 def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:
@@ -77,6 +97,8 @@ def names_checked(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callab
                 raise refusal(wrong)
             return function(*arguments, **named)
 
+        # inspect.getfullargspec() looks through no wrapper, and callers ask it which arguments there are.
+        checked.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
         return checked
 
     return decorate

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from strobe import BlockMask, attention, attention_backward
+from strobe._framework import unfit
 from strobe._prepare import Wrong, is_integer, refusal
 
 from ._statistics import lse_of, statistics
@@ -137,11 +138,13 @@ def block_sparse_flash_attention_backward(
 
 
 def _options(mask: Tensor | None, causal: bool, scale: float | None, dropout: float, rng: Tensor | None, blocks: Any) -> dict[str, Any]:
+    if mask is not None:
+        mask = tensor_or_refusal("mask", mask, "a torch.Tensor of bool")
     return {"mask": mask, "causal": causal, "scale": scale, "dropout": dropout, "rng": rng, "block_mask": blocks}
 
 
 def _state(rng_state: Tensor | None, Q: Tensor) -> Tensor | None:
-    if rng_state is None and isinstance(Q, Tensor):
+    if rng_state is None and isinstance(Q, Tensor) and unfit("", Q) is None:
         return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=Q.device)
     return rng_state
 
@@ -149,10 +152,11 @@ def _state(rng_state: Tensor | None, Q: Tensor) -> Tensor | None:
 def _blocks(block_mask: Any, block_q: int, block_k: int, Q: Tensor, K: Tensor) -> Any:
     """A BlockMask; or the exception that says what is wrong; or None, where Q or K has no length, which attention() says."""
     wrong: Wrong = []
-    if isinstance(refused := tensor_or_refusal("block_mask", block_mask, "a torch.Tensor of bool"), Exception):
-        wrong.append(refused)
+    block_mask = tensor_or_refusal("block_mask", block_mask, "a torch.Tensor of bool")
+    if isinstance(block_mask, Exception):
+        wrong.append(block_mask)
     sized = [is_integer(wrong, name, x, 1, 2**31 - 1) for name, x in (("block_q", block_q), ("block_k", block_k))]
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (Q, K)):
+    if not all(isinstance(x, Tensor) and unfit("", x) is None and x.dim() == 4 for x in (Q, K)):
         return refusal(wrong) if wrong else None
     lengths = Q.shape[2], K.shape[2]
     if all(sized) and isinstance(block_mask, Tensor):

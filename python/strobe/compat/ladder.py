@@ -1,7 +1,8 @@
 """flash_attention_1_forward and _backward, flash_attention_2_forward and _backward, on (B, H, N, d): the papers' algorithms themselves.
 
 They run on the teaching kernels (docs/ladder.md), the loops of the papers line by line: on a GPU as CUDA, on the CPU as plain C++. float32,
-d from 1 to 256, causal; Br and Bc change the tile for real. For speed, use strobe.attention.
+d from 1 to 256, causal or not; Br and Bc change the tile for real. The forms whose signatures these are always mask future keys: here that
+is causal=True, and the default is False. For speed, use strobe.attention.
 """
 
 from __future__ import annotations

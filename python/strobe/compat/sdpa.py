@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from strobe import attention
+from strobe._torch import TORCH
 
 from ._words import flag_or_refusal, in_words_of, mask_or_bias, tensor_or_refusal
 
@@ -45,7 +46,8 @@ def scaled_dot_product_attention(
     Args:
         query: (L, E), (N, L, E), (N, Hq, L, E), or more axes in front. float32, float16, bfloat16 or float64; E and Ev up to 256.
         key, value: (..., H, S, E) and (..., H, S, Ev), of query's dtype. Axes in front broadcast, and so does one head.
-        attn_mask: broadcasts to (..., Hq, L, S): bool, True = attend; or added to the scores, of query's dtype or float32.
+        attn_mask: broadcasts to (..., Hq, L, S): bool, True = attend; or added to the scores, of query's dtype or float32; or a
+            torch.nn.attention.bias.CausalBias of L and S.
         is_causal: query i sees the keys j <= i, whatever L and S.
         scale: 1/sqrt(E) if None.
         enable_gqa: True or False, without effect: Hq may be a multiple of H.
@@ -57,6 +59,9 @@ def scaled_dot_product_attention(
         As strobe.attention. What differs from PyTorch's: docs/compat.md.
     """
     given = {"query": query, "key": key, "value": value}
+    if kinds := TORCH.overriding((*given.values(), attn_mask)):
+        more = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return TORCH.handed_over(kinds, scaled_dot_product_attention, query, key, value, attn_mask, **more)
     options: dict[str, Any] = {**mask_or_bias(attn_mask), "causal": is_causal, "scale": scale, "dropout": dropout_p}
     if isinstance(gqa := flag_or_refusal("enable_gqa", enable_gqa), Exception):
         options["return_lse"] = gqa

@@ -8,7 +8,6 @@ import os
 import random
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+
+from strobe._whole_file import replacing
 
 VALIDATION_SHARE = 0.05
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -139,10 +140,8 @@ def load(source: Path | None, *, vocab_size: int, most_bytes: int | None) -> Cor
         digest.update(document.encode())
     key = digest.hexdigest()[:32]
     path = cache_folder() / "text" / f"{key}.npz"
-    if path.is_file():
-        with np.load(path) as stored:
-            tokenizer = Tokenizer.from_str(str(stored["tokenizer"]))
-            train, validation = stored["train"], stored["validation"]
+    if stored := _stored(path):
+        tokenizer, train, validation = stored
     else:
         train_documents, validation_documents = split(documents)
         tokenizer = train_tokenizer(train_documents, vocab_size)
@@ -157,13 +156,25 @@ def load(source: Path | None, *, vocab_size: int, most_bytes: int | None) -> Cor
     )
 
 
+def _stored(path: Path) -> tuple[Tokenizer, NDArray[np.int32], NDArray[np.int32]] | None:
+    """What _store has kept, if it is there and whole."""
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path) as stored:
+            tokenizer = Tokenizer.from_str(str(stored["tokenizer"]))
+            train, validation = stored["train"], stored["validation"]
+    except Exception:  # a damaged file brings zip, zlib, NumPy and the tokenizer to exceptions of any kind
+        return None
+    size = tokenizer.get_vocab_size()
+    good = all(x.dtype == np.int32 and x.ndim == 1 and x.size and x.min() >= 0 and x.max() < size for x in (train, validation))
+    return (tokenizer, train, validation) if good else None
+
+
 def _store(path: Path, **arrays: NDArray[np.generic]) -> None:
-    """Under a temporary name first, so that nobody reads half a file. A cache that cannot be written is done without."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-        Path(file.name).replace(path)
+    """A cache that cannot be written is done without."""
+    with contextlib.suppress(OSError), replacing(path) as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
 def windows(tokens: Tensor, length: int, most: int) -> Tensor:

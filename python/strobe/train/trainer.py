@@ -9,6 +9,7 @@ import signal
 import statistics
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strobe._whole_file import replacing
 from strobe.train import data
 from strobe.train.attention import ATTENTIONS
 from strobe.train.config import Config
@@ -104,6 +106,22 @@ def _held_interrupt() -> Iterator[Callable[[], bool]]:
         yield lambda: interrupted
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+@contextlib.contextmanager
+def _of_a_checkpoint(path: Path) -> Iterator[None]:
+    """Whatever a damaged checkpoint brings its readers to becomes a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"resume: {path} is damaged, or no checkpoint ({_first_line(error)}); accepted: a checkpoint as this version wrote it, or no "
+            "--resume, which sets it aside and starts anew"
+        ) from None
 
 
 class Trainer:
@@ -230,7 +248,10 @@ class Trainer:
         return self.history
 
     def save(self, path: Path) -> None:
-        """Everything that the next step depends on, under a temporary name first, so that a crash leaves the last checkpoint whole."""
+        """Everything that the next step depends on. A crash or a full disk leaves the last checkpoint whole.
+
+        Raises OSError, naming the file, if it cannot be written.
+        """
         state = {
             "config": dataclasses.asdict(self.config),
             "corpus": self.corpus.digest,
@@ -242,16 +263,22 @@ class Trainer:
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        torch.save(state, part)
-        part.replace(path)
+        try:
+            with replacing(path) as file:
+                torch.save(state, file)
+        except (OSError, RuntimeError) as error:  # the latter is PyTorch's word for a write that failed
+            raise OSError(f"checkpoint: {path} cannot be written ({_first_line(error)}); accepted: a folder with room, as --out") from None
 
     @classmethod
     def load(cls, path: Path, config: Config, corpus: Corpus) -> Trainer:
-        """Raises ValueError if the checkpoint is of another configuration or text."""
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        saved = Config(**state["config"])
+        """Raises ValueError if the checkpoint is damaged, or of another configuration or text."""
+        with _of_a_checkpoint(path):
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():  # PyTorch does not look at the checksums
+                    raise ValueError(f"the checksum of {damaged} is wrong")
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            saved = Config(**state["config"])
+            digest = state["corpus"]
         # "auto" means what was picked then, whatever would be picked now
         config = config.replace(
             device=saved.device if config.device == "auto" else str(pick_device(config)),
@@ -261,15 +288,16 @@ class Trainer:
         if differ:
             told = ", ".join(f"{name} {getattr(saved, name)!r} instead of {getattr(config, name)!r}" for name in differ)
             raise ValueError(f"resume: {path} was trained with {told}; accepted: the same configuration, or another --out")
-        if state["corpus"] != corpus.digest:
+        if digest != corpus.digest:
             raise ValueError(f"resume: {path} was trained on another text; accepted: the same text, or another --out")
         trainer = cls(config, corpus)
-        trainer.step = state["step"]
-        trainer.history = History(state["history"]["train"], [(step, loss) for step, loss in state["history"]["validation"]])
-        trainer.model.load_state_dict(state["model"])
-        trainer.optimizer.load_state_dict(state["optimizer"])
-        trainer.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
+        with _of_a_checkpoint(path):
+            trainer.step = state["step"]
+            trainer.history = History(state["history"]["train"], [(step, loss) for step, loss in state["history"]["validation"]])
+            trainer.model.load_state_dict(state["model"])
+            trainer.optimizer.load_state_dict(state["optimizer"])
+            trainer.scaler.load_state_dict(state["scaler"])
+            torch.set_rng_state(state["rng"])
+            if state["cuda_rng"] is not None:
+                torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
         return trainer

@@ -1,7 +1,12 @@
 // The disk cache: what is found, what is not, and what happens when it cannot be used. The compiler is the pretended one, which counts.
 #include "cuda/cache.h"
 
+#include <sys/stat.h>
+
+#include <cstring>
 #include <thread>
+
+#include "cuda/info.h"
 
 #include "surroundings.h"
 
@@ -97,6 +102,124 @@ TEST_CASE("cache: a broken entry is no entry, and is replaced") {
   compiled++;
   for (const std::string &other : c.files())
     if (other != file) rebuilt(contents(other));
+}
+
+TEST_CASE("cache: lengths that an entry does not have make it no entry") {
+  const Compiling c;
+  const Build good = build(plain(1), 90);
+  const std::string file = c.files().at(0), whole = contents(file);
+  constexpr size_t digest_at = 8, key_at = 40, log_at = 80, cubin_at = 88;
+  uint64_t log = 0, cubin = 0;
+  std::memcpy(&log, whole.data() + log_at, sizeof log);
+  std::memcpy(&cubin, whole.data() + cubin_at, sizeof cubin);
+  REQUIRE(log == good.log.size());
+  REQUIRE(cubin == good.cubin.size());
+  for (const auto &[log_bytes, cubin_bytes] : {std::pair{log + cubin + 1, uint64_t(0)}, // behind the end
+                                               {~uint64_t(0) - 90, cubin},              // its sum with what is before wraps
+                                               {log, cubin - 1},
+                                               {log, cubin + 1},
+                                               {log + 1, cubin - 2},
+                                               {uint64_t(0), ~uint64_t(0)}}) {
+    std::string bent = whole;
+    std::memcpy(bent.data() + log_at, &log_bytes, sizeof log);
+    std::memcpy(bent.data() + cubin_at, &cubin_bytes, sizeof cubin);
+    const Sha256::Digest digest = Sha256().add(std::string_view(bent).substr(key_at)).digest();
+    std::memcpy(bent.data() + digest_at, digest.data(), digest.size());
+    write(file, bent);
+    const Build again = build(plain(1), 90);
+    CHECK(again.compiled);
+    same(good, again);
+    CHECK((contents(file) == whole));
+  }
+}
+
+TEST_CASE("cache: what is no regular file is no entry, and nobody waits for it") {
+  const Compiling c;
+  build(plain(1), 90);
+  const std::string file = c.files().at(0), elsewhere = c.folder / "elsewhere";
+  auto compiles = [&](const char *what) {
+    CAPTURE(what);
+    CHECK(in_child([] { return std::string(build(plain(1), 90).compiled ? "compiled" : "read"); }) == "compiled");
+    CHECK(fs::is_regular_file(fs::symlink_status(file)));
+    CHECK(in_child([] { return std::string(build(plain(1), 90).compiled ? "compiled" : "read"); }) == "read");
+  };
+  fs::rename(file, elsewhere);
+  fs::create_symlink(elsewhere, file);
+  compiles("a link, to a good entry");
+  fs::remove(file);
+  REQUIRE(mkfifo(file.c_str(), 0644) == 0);
+  compiles("a FIFO that nobody writes to");
+  fs::remove(file);
+  fs::create_symlink("/dev/zero", file);
+  compiles("a link to endless zeros");
+  fs::resize_file(file, uint64_t(1) << 40); // takes no place on the disk
+  compiles("a terabyte");
+}
+
+TEST_CASE("cache: no planted link is followed") {
+  const Compiling c;
+  build(plain(1), 90);
+  const std::string file = c.files().at(0), victim = c.folder / "victim", missing = c.folder / "missing";
+  fs::remove(file);
+  write(victim, "precious");
+  fs::create_symlink(missing, file + ".lock");
+  in_child([&] {
+    for (int n = 0; n < 300; n++) fs::create_symlink(victim, file + "." + std::to_string(getpid()) + "." + std::to_string(n));
+    return build(plain(1), 90).log;
+  });
+  CHECK(contents(victim) == "precious");
+  CHECK_FALSE(fs::exists(missing));
+}
+
+TEST_CASE("cache: what others can write to is not used, and info says so") {
+  const Compiling c;
+  build(plain(1), 90);
+  const std::string file = c.files().at(0), versions = fs::path(file).parent_path(), folder = c.folder / "cache";
+  const fs::perms all = fs::perms::others_write, group = fs::perms::group_write;
+  auto open_to = [](const std::string &path, fs::perms whom) { fs::permissions(path, whom, fs::perm_options::add); };
+  auto shut = [](const std::string &path) {
+    fs::permissions(path, fs::perms::others_write | fs::perms::group_write, fs::perm_options::remove);
+  };
+  CHECK_FALSE(build(plain(1), 90).compiled);
+  CHECK(has(info(), "cache: " + folder + "\n"));
+  for (const fs::perms whom : {all, group}) {
+    open_to(folder, whom);
+    const Variable further("STROBE_CACHE_PATH", folder);
+    CHECK(build(plain(1), 90).compiled);
+    CHECK(build(plain(2), 90).compiled);
+    CHECK(c.files().size() == 1);
+    CHECK(has(info(), "cache: none, not " + folder + ": others can write to it"));
+    const Variable offline("STROBE_OFFLINE", "1");
+    CHECK(has(thrown(STROBE_UNSUPPORTED, [] { build(plain(1), 90); }), "(" + folder + ": others can write to it, so not used"));
+    shut(folder);
+  }
+  CHECK_FALSE(build(plain(1), 90).compiled);
+  open_to(versions, all);
+  CHECK(build(plain(1), 90).compiled);
+  shut(versions);
+  CHECK_FALSE(build(plain(1), 90).compiled);
+  open_to(file, group);
+  CHECK(build(plain(1), 90).compiled); // and replaces it
+  CHECK_FALSE(build(plain(1), 90).compiled);
+  if (geteuid() == 0) { // who else may give a file away?
+    REQUIRE(chown(file.c_str(), 12345, 12345) == 0);
+    CHECK(build(plain(1), 90).compiled);
+    CHECK_FALSE(build(plain(1), 90).compiled);
+    REQUIRE(chown(folder.c_str(), 12345, 12345) == 0);
+    CHECK(build(plain(1), 90).compiled);
+    CHECK(has(info(), "cache: none, not " + folder + ": another user's"));
+  }
+}
+
+TEST_CASE("cache: folders and entries that are made are not open to others, whatever the umask") {
+  const mode_t before = umask(0);
+  const Compiling c;
+  const Variable deep("STROBE_CACHE_DIR", c.folder / "cache/a/b");
+  CHECK(build(plain(1), 90).compiled);
+  umask(before);
+  CHECK_FALSE(build(plain(1), 90).compiled);
+  for (const auto &made : fs::recursive_directory_iterator(c.folder / "cache"))
+    CHECK((made.status().permissions() & (fs::perms::others_write | fs::perms::group_write)) == fs::perms::none);
 }
 
 TEST_CASE("cache: a folder in the file's place") {

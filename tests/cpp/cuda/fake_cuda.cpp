@@ -75,6 +75,7 @@ CUresult cuLibraryLoadData(CUlibrary *library, const void *code, void *, void **
   const std::lock_guard lock(fake.mutex);
   fake.code = static_cast<const char *>(code);
   *library = reinterpret_cast<CUlibrary>(&fake);
+  if (!fake.refused.empty() && fake.code.find(fake.refused) != fake.code.npos) return CUDA_ERROR_INVALID_IMAGE;
   return fake.load;
 }
 CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary, const char *name) {

@@ -17,8 +17,9 @@ struct FakeCuda {
   // what it was asked
   std::atomic<int> inits = 0, loads = 0, retains = 0, pushes = 0, launches = 0, relaxed = 0, synchronised = 0;
   std::atomic<int> most_shared = -1, most_shared_device = -1;
-  std::mutex mutex; // of all below
-  std::string code; // of the last library
+  std::mutex mutex;    // of all below
+  std::string code;    // of the last library
+  std::string refused; // code that holds this is no image
   CUlaunchConfig config{};
   std::vector<bool> early; // of each launch
   std::vector<char> arguments;

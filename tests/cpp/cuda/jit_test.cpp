@@ -5,6 +5,7 @@
 #include <cstring>
 #include <thread>
 
+#include "cuda/cache.h"
 #include "surroundings.h"
 
 using namespace strobe;
@@ -67,6 +68,44 @@ TEST_CASE("jit: loading leaves context and capture mode as they were") {
   check(driver()->cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
   CHECK(mode == CUstreamCaptureMode{});
   CHECK(load(plain(21), device(1)).cc == 90); // a failure is not kept
+}
+
+TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  Build built = build(plain(40), 90);
+  const std::string good = built.cubin, file = c.files().at(0), whole = contents(file);
+  Sha256::Digest key;
+  std::memcpy(key.data(), whole.data() + 40, key.size());
+  built.cubin = "of another age";
+  REQUIRE(cache_write(file, key, built));
+  auto refuse = [&](const std::string &code) {
+    const std::lock_guard lock(fake.mutex);
+    fake.refused = code;
+  };
+  refuse(built.cubin);
+  CHECK(c.compiled() == 1);
+  CHECK(load(plain(40), device(1)).cc == 90);
+  CHECK(fake.code == good);
+  CHECK(c.compiled() == 2);
+  CHECK((contents(file) == whole));
+
+  build(plain(41), 90);
+  refuse("Config{41,2}"); // what is compiled anew, too
+  const int loads = fake.loads;
+  CHECK(has(thrown(STROBE_DEVICE_ERROR, [] { load(plain(41), device(1)); }), "cuLibraryLoadData of test::Plain<test::Config{41,2}>"));
+  CHECK(fake.loads == loads + 2);
+  CHECK(c.compiled() == 4);
+  {
+    const Variable offline("STROBE_OFFLINE", "1"); // nothing better is to be had
+    CHECK(has(thrown(STROBE_DEVICE_ERROR, [] { load(plain(41), device(1)); }), "by NVRTC 13.7 and found in " + c.folder / "cache"));
+  }
+  refuse("");
+  CHECK(c.files().size() == 2);
+  fake.load = CUDA_ERROR_OUT_OF_MEMORY; // is not the code's fault
+  CHECK(has(thrown(STROBE_OUT_OF_MEMORY, [] { load(plain(41), device(1)); }), "cuLibraryLoadData"));
+  fake.load = CUDA_SUCCESS;
+  CHECK(c.compiled() == 4);
 }
 
 TEST_CASE("jit: many threads, many kernels, each loaded once and found again") {

@@ -1,6 +1,8 @@
 // Tuning tables: read, refused with a reason, taken as wishes.
 #include "cuda/tuning.h"
 
+#include <sys/stat.h>
+
 #include "../call.h"
 #include "cuda/json.h"
 #include "surroundings.h"
@@ -27,6 +29,17 @@ std::string ignored(const Folder &folder, const std::string &text) {
   const Tuning tuning(file, kDeviceName);
   CHECK(tuning.empty() == !tuning.ignored().empty());
   return tuning.ignored();
+}
+
+std::string explained_call(int64_t wish) {
+  strobe::test::Call call;
+  for (const char *name : {"q", "k", "v", "out"}) call.add(name, DType::bf16, {2, 4, 1000, 64});
+  call.add("lse", DType::f32, {2, 4, 1000});
+  for (const char *name : {"q", "k", "v", "out", "lse"}) call[name].device_type = STROBE_CUDA, call[name].device_index = 1;
+  call.attention.engine = "cuda-mma", call.attention.tile_q = wish;
+  char words[8192];
+  const int32_t status = strobe_explain(&call.attention, &call.tensors, nullptr, STROBE_FORWARD, words, sizeof words, nullptr);
+  return std::string(status ? strobe_last_error() : words);
 }
 
 Problem problem() {
@@ -110,6 +123,38 @@ TEST_CASE("tuning: a table that is no use is ignored, with the reason") {
   }
 }
 
+TEST_CASE("tuning: a table that others can write to, or that is no file of our own, is ignored") {
+  const Folder folder;
+  const std::string file = folder / "table.json", good = table(entry(64, 32));
+  auto reason = [&] { return in_child([&] { return Tuning(file, kDeviceName).ignored(); }); };
+  write(file, good);
+  CHECK(reason() == "");
+  fs::permissions(file, fs::perms::others_write, fs::perm_options::add);
+  CHECK(has(reason(), "table.json: others can write to it"));
+  fs::rename(file, folder / "other.json");
+  fs::create_symlink(folder / "other.json", file);
+  CHECK(has(reason(), "table.json: no regular file"));
+  fs::remove(file);
+  REQUIRE(mkfifo(file.c_str(), 0644) == 0);
+  CHECK(has(reason(), "table.json: no regular file")); // and nobody waits
+  fs::remove(file);
+  write(file, good);
+  fs::resize_file(file, uint64_t(1) << 40);
+  CHECK(has(reason(), "larger than 16777216 bytes"));
+  fs::resize_file(file, good.size());
+  CHECK(reason() == "");
+  fs::permissions(folder.path(), fs::perms::group_write, fs::perm_options::add);
+  CHECK(has(reason(), folder.path() + ": others can write to it"));
+}
+
+TEST_CASE("tuning: explain says which cache folder is not used") {
+  const Compiling c;
+  fake_cuda();
+  fs::create_directories(c.folder / "cache");
+  fs::permissions(c.folder / "cache", fs::perms::others_write, fs::perm_options::add);
+  CHECK(has(in_child([] { return explained_call(0); }), "kernel cache not used: " + c.folder / "cache" + ": others can write to it"));
+}
+
 TEST_CASE("tuning: an engine takes the table's tile where the caller has no wish, and says so") {
   const Compiling c;
   fake_cuda();
@@ -118,14 +163,7 @@ TEST_CASE("tuning: an engine takes the table's tile where the caller has no wish
     return in_child([&] {
       fs::create_directories(c.folder / "cache");
       write(tuning_file(kDeviceName), text);
-      strobe::test::Call call;
-      for (const char *name : {"q", "k", "v", "out"}) call.add(name, DType::bf16, {2, 4, 1000, 64});
-      call.add("lse", DType::f32, {2, 4, 1000});
-      for (const char *name : {"q", "k", "v", "out", "lse"}) call[name].device_type = STROBE_CUDA, call[name].device_index = 1;
-      call.attention.engine = "cuda-mma", call.attention.tile_q = wish;
-      char words[8192];
-      const int32_t status = strobe_explain(&call.attention, &call.tensors, nullptr, STROBE_FORWARD, words, sizeof words, nullptr);
-      return std::string(status ? strobe_last_error() : words);
+      return explained_call(wish);
     });
   };
   const std::string tuned = explained(table(entry(64, 32)), 0);

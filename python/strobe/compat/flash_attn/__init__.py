@@ -1,7 +1,14 @@
-"""The functions of the flash-attn package (Dao-AILab, 2.x), importable in its place:
+"""The functions of the flash-attn package (Dao-AILab, 2.8), importable in its place:
 
 >>> from strobe.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 >>> from strobe.compat.flash_attn.bert_padding import pad_input, unpad_input
+
+or under its name, for code that imports it by itself:
+
+>>> import sys
+>>> import strobe.compat.flash_attn
+>>> sys.modules["flash_attn"] = strobe.compat.flash_attn
+>>> from flash_attn.flash_attn_interface import flash_attn_func
 
 Arguments, their order and their layouts are that package's: (B, S, H, D), packed tokens (T, H, D), window_size with -1 for no bound, causal
 and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), heads of K and V that divide those of Q. What differs:
@@ -15,11 +22,14 @@ and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), heads of K
 - The packed forms return gradients that autograd stacks from those of q, k and v: one copy.
 """
 
-from . import bert_padding as bert_padding
-from . import flash_attn_interface as flash_attn_interface
-from .flash_attn_interface import *  # noqa: F403
-from .flash_attn_interface import __all__ as __all__
+# Under another name the modules of this folder are made a second time; so they import by absolute names, and define nothing.
+from strobe.compat._flash_forms import *  # noqa: F403
+from strobe.compat._flash_forms import __all__ as __all__
+from strobe.compat.flash_attn import bert_padding as bert_padding
+from strobe.compat.flash_attn import flash_attn_interface as flash_attn_interface
+
+__version__ = "2.8.3"  # of the flash-attn whose signatures these are: callers ask for it to know what they may pass
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "bert_padding", "flash_attn_interface"]
+    return [*__all__, "__version__", "bert_padding", "flash_attn_interface"]

@@ -1,0 +1,135 @@
+"""From padded batches (B, S, ...) to packed tokens (T, ...) and back, as flash_attn.bert_padding has it. All are differentiable."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._words import tensor_or_refusal
+
+__all__ = [
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
+
+class Unpadded(NamedTuple):
+    """What unpad_input returns."""
+
+    hidden_states: Tensor  # (T, ...)
+    indices: Tensor  # int64 (T,): where each token stood among the B · S
+    cu_seqlens: Tensor  # int32 (B + 1,)
+    max_seqlen_in_batch: int
+    seqused: Tensor  # int32 (B,): how many tokens of each sequence attention_mask keeps
+
+
+class Separated(NamedTuple):
+    """What unpad_input_for_concatenated_sequences returns, of N sequences in all."""
+
+    hidden_states: Tensor  # (T, ...)
+    indices: Tensor  # int64 (T,): where each token stood among the B · S
+    cu_seqlens: Tensor  # int32 (N + 1,)
+    max_seqlen_in_batch: int
+
+
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> Unpadded:
+    """The tokens that attention_mask keeps, packed; waits for a GPU, for their number is the result's shape.
+
+    Args:
+        hidden_states: (B, S, ...).
+        attention_mask: bool or integers (B, S); true or 1: a token, false or 0: padding.
+        unused_mask: likewise, of none that attention_mask has: tokens that are packed, and not counted in seqused.
+    """
+    _check(hidden_states, attention_mask=attention_mask, **({} if unused_mask is None else {"unused_mask": unused_mask}))
+    used = attention_mask.bool()
+    kept = used if unused_mask is None else used | unused_mask.bool()
+    lengths = kept.sum(1, dtype=torch.int32)
+    return Unpadded(*_packed(hidden_states, kept, lengths), used.sum(1, dtype=torch.int32))
+
+
+def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask_in_length: Tensor) -> Separated:
+    """The tokens of rows in which several sequences stand one behind the other, packed, each a sequence of its own; waits for a GPU.
+
+    Args:
+        hidden_states: (B, S, ...).
+        attention_mask_in_length: integers (B, S): each row's lengths, in order, and zeros. [2, 3, 0, 0, 0, 0]: two tokens of one sequence,
+            three of the next, one of padding.
+    """
+    _check(hidden_states, attention_mask_in_length=attention_mask_in_length)
+    if attention_mask_in_length.is_floating_point() or attention_mask_in_length.dtype == torch.bool:
+        raise ValueError(f"attention_mask_in_length: dtype {attention_mask_in_length.dtype}; accepted are integers, lengths of sequences")
+    room = hidden_states.shape[1]
+    filled = attention_mask_in_length.sum(1)
+    if len(filled) and (attention_mask_in_length.min() < 0 or filled.max() > room):  # it waits for a GPU in any case
+        raise ValueError(
+            f"attention_mask_in_length: lengths of a row that add up to {int(filled.max())}, or below 0; accepted are 0 to {room}"
+        )
+    kept = torch.arange(room, device=filled.device) < filled[:, None]
+    lengths = attention_mask_in_length[attention_mask_in_length > 0]
+    return Separated(*_packed(hidden_states, kept, lengths))
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """(batch, seqlen, ...): the packed tokens (T, ...) where they stood, zeros elsewhere."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """input[indices]: rows of (N, ...); indices of any integer dtype."""
+    return input.index_select(0, _rows(indices, len(input)))
+
+
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """index_first_axis(), and input as it is; the gradients of both are added up."""
+    return index_first_axis(input, indices), input.view_as(input)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """(first_axis_dim, ...): the rows of `values` at `indices`, which differ from one another; zeros elsewhere."""
+    rows = _rows(indices, first_axis_dim)
+    if values.shape[:1] != rows.shape:
+        raise ValueError(
+            f"indices: shape {tuple(rows.shape)}; accepted is ({', '.join(map(str, values.shape[:1]))},), one for each of the values"
+        )
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, rows, values)
+
+
+def _check(hidden_states: Tensor, **masks: Tensor) -> None:
+    for name, x in {"hidden_states": hidden_states, **masks}.items():
+        if isinstance(wrong := tensor_or_refusal(name, x), Exception):
+            raise wrong
+    if hidden_states.dim() < 2:
+        raise ValueError(f"hidden_states: shape {tuple(hidden_states.shape)}; accepted is (B, S, ...)")
+    for name, mask in masks.items():
+        if mask.is_meta:
+            raise ValueError(f"{name}: on device meta; accepted is a torch.Tensor that has values")
+        if mask.shape != hidden_states.shape[:2]:
+            raise ValueError(f"{name}: shape {tuple(mask.shape)}; accepted is {tuple(hidden_states.shape[:2])}, as hidden_states begins")
+
+
+def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The first four of the results. kept: bool (B, S); lengths: of the sequences that the tokens kept are."""
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    longest = int(lengths.max()) if len(lengths) else 0
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest
+
+
+def _rows(indices: Tensor, count: int) -> Tensor:
+    """Which of `count` rows, as torch's functions take them: int64, where callers have int32 too."""
+    if isinstance(wrong := tensor_or_refusal("indices", indices, "a torch.Tensor, integers (T,)"), Exception):
+        raise wrong
+    if indices.dim() != 1 or indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
+        found = f"shape {tuple(indices.shape)}, dtype {indices.dtype}"
+        raise ValueError(f"indices: {found}; accepted are integers (T,)")
+    if indices.is_cpu and indices.numel() and not torch.compiler.is_compiling():
+        least, most = indices.aminmax()
+        if least < 0 or most >= count:
+            raise ValueError(f"indices: {int(least)} to {int(most)}; accepted are 0 to {count - 1}")
+    return indices.long()

@@ -1,0 +1,5 @@
+"""flash_attn.layers: of its modules, rotary."""
+
+from strobe.compat.flash_attn._alias import stands_for
+
+stands_for(__name__, "strobe.compat.flash_attn.layers")

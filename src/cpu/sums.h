@@ -1,0 +1,70 @@
+// Sums over more terms than a running sum can take: each addition rounds, to the last bit of what is there already.
+#pragma once
+#include "tile.h"
+
+namespace strobe::inline STROBE_ISA {
+
+// sum += x, one a lane; what rounding takes is added to lost (Knuth's two-sum). The sum is sum + lost.
+template <class T> STROBE_INLINE void add_exactly(Vec<T> x, T *sum, T *lost) {
+  using V = Vec<T>;
+  const V before = V::load(sum), after = before + x, added = after - before;
+  (V::load(lost) + ((before - (after - added)) + (x - added))).store(lost);
+  after.store(sum);
+}
+
+// The same of `size` numbers in memory, x being cleared.
+template <class T> __attribute__((noinline)) void move_exactly(T *x, T *sum, T *lost, int64_t size) {
+  for (int64_t i = 0; i < size; i += Vec<T>::kLanes) add_exactly(Vec<T>::load(x + i), sum + i, lost + i);
+  fill(x, size, T(0));
+}
+
+// x[row * width + lane] *= factor[lane]
+template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t width, const T *factor) {
+  constexpr int L = Vec<T>::kLanes;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t lane = 0; lane < width; lane += L)
+      (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
+}
+
+// O or dQ of a piece, rows x width: products over keys gather in `run`, which every kKeys keys is added to `total` and starts anew.
+template <class T> struct KeySum {
+  static constexpr int64_t kKeys = 2048;
+  T *run, *total;
+  int64_t rows, width;
+  int64_t keys = 0;                      // whose terms are in run
+  bool started = false, carried = false; // run, total hold something
+
+  void expect(int64_t more) { // terms of so many keys
+    if (keys + more > kKeys) carry();
+    keys += more;
+  }
+  // For products that add to it: `started` says whether there is something to add to.
+  T *add_to() {
+    if (!started) fill(run, rows * width, T(0));
+    started = true;
+    return run;
+  }
+  void scale(const T *factor) {
+    if (started) scale_lanes(run, rows, width, factor);
+    if (carried) scale_lanes(total, rows, width, factor);
+  }
+  T *result() {
+    if (!carried) return add_to();
+    carry();
+    return total;
+  }
+
+private:
+  void carry() {
+    keys = 0;
+    if (!started) return;
+    if (carried)
+      for (int64_t i = 0; i < rows * width; ++i) total[i] += run[i];
+    else
+      std::memcpy(total, run, sizeof(T) * rows * width);
+    started = false;
+    carried = true;
+  }
+};
+
+} // namespace strobe::inline STROBE_ISA

@@ -1,0 +1,83 @@
+"""What docs/semantics.md says beyond the accuracy clause: errors of rows of gradients in 16 bits, and numbers near the largest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import Inputs, call
+from check import available_engines, oracle, run_or_skip
+
+engines = pytest.mark.parametrize("engine", available_engines())
+halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def bounds_of_rows(inputs: Inputs) -> dict[str, Tensor]:
+    """How far each number of dq, dk and dsinks may be off in 16 bits: docs/semantics.md, "Rows". One key head for each query head."""
+    q, k, v, dout = (t.double() for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    options, unit = inputs.options, torch.finfo(inputs.q.dtype).eps / 2
+    scale = options["scale"]
+    s = q @ k.transpose(-1, -2) * scale
+    lse = s.logsumexp(-1, keepdim=True)
+    if "sinks" in options:
+        sinks = options["sinks"].double()[None, :, None, None]
+        lse = torch.logaddexp(lse, sinks)
+    p = (s - lse).exp()
+    dp = dout @ v.transpose(-1, -2)
+    delta = (dout * (p @ v)).sum(-1, keepdim=True)
+    dlse = 0 if inputs.dlse is None else inputs.dlse.double()[..., None]
+    of_d = (dout.abs() * (p @ v.abs())).sum(-1, keepdim=True)  # what D and dP are sums of
+    fp32 = 2.0**-21 * (1 + s.abs() + lse.abs())  # of P = exp(S - LSE), and of sums in fp32
+    lost = torch.finfo(inputs.q.dtype).tiny * unit  # of P and of dS, below the dtype's normal numbers
+    ds = dp - delta + dlse
+    off = p * 2 * unit * of_d + (2 * unit * p + lost) * ds.abs() + lost + fp32 * p * (of_d + dp.abs() + abs(dlse))
+    found = {"dq": abs(scale) * off @ k.abs(), "dk": abs(scale) * off.transpose(-1, -2) @ q.abs()}
+    ref = oracle(inputs)
+    found = {name: bound + unit * ref[name].abs() + 1e-7 for name, bound in found.items()}
+    if "sinks" in options:
+        found["dsinks"] = ((sinks - lse).exp() * (2 * unit * of_d + 2.0**-20 * (1 + lse.abs()) * (of_d + abs(dlse)))).sum((0, 2, 3))
+    return found
+
+
+@engines
+@halves
+@pytest.mark.parametrize(
+    "shape", [{"h": 4, "sq": 160, "d": 64, "scale": -4.0}, {"b": 4, "h": 60, "sq": 3, "d": 64, "scale": 0.125}, {}], ids=str
+)
+def test_each_row_of_a_gradient(shape, dtype, engine):
+    """Rows of dq in which P is nearly 1 have a dS that cancels: D, made of a rounded O, is off by more than such a dS is large."""
+    if not shape:
+        shape = {"b": 4, "h": 4, "sq": 96, "d": 64, "scale": 0.125, "gradients": ("sinks",), "sinks": torch.tensor([0.0, 3.0, -2.0, 6.0])}
+    inputs = call(dtype=dtype, dlse="sinks" in shape, **shape)
+    results, ref = run_or_skip(inputs, engine), oracle(inputs)
+    for name, bound in bounds_of_rows(inputs).items():
+        over = (results[name].double() - ref[name]).abs() / bound
+        assert over.max() <= 1, f"{name}: {over.max():.2f} of the bound at {(over == over.max()).nonzero()[0].tolist()}"
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("at", [40, 400])
+def test_large_values_and_a_late_maximum(at, dtype, engine):
+    """P that is measured against an early maximum may be as large as 1e29: the product with V must not overflow where O does not."""
+    inputs = call(h=1, sq=64, sk=512, d=64, dtype=dtype, dlse=False)
+    inputs.q.fill_(1)
+    inputs.k.mul_(0.01)
+    inputs.k[..., at, :] = 66 / 8  # a score of 66 after scores of about 0
+    inputs.v.mul_(0.1).add_(1).mul_(1e13)
+    inputs.dout.mul_(1e-13)
+    results, ref = run_or_skip(inputs, engine), oracle(inputs)
+    error = (results["out"].double() - ref["out"]).abs().max() / ref["out"].abs().max()
+    assert error < torch.finfo(dtype).eps * 4, error
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sk", [7, 300, 4096])
+def test_sums_of_large_values(sk, dtype, engine):
+    """docs/semantics.md: as long as 2^8 times the sum of the visible |V| is a float32."""
+    inputs = call(h=1, sq=17, sk=sk, d=16, dtype=dtype, dlse=False)
+    inputs.v.fill_(3e38 / (256 * sk))
+    results, ref = run_or_skip(inputs, engine), oracle(inputs)
+    assert ((results["out"].double() / ref["out"] - 1).abs() < 1e-5 + torch.finfo(dtype).eps).all()

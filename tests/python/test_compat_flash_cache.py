@@ -1,0 +1,372 @@
+"""flash_attn_with_kvcache of strobe.compat.flash_attn against the formulas in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from device import DEVICE
+from flash_formulas import SLOPES, assert_close, formulas
+from strobe.compat import _gaps, _kvcache, flash_attn
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    with torch.device(DEVICE):
+        yield
+
+
+def cache(b: int, s: int, h: int = 4, d: int = 16) -> tuple[Tensor, Tensor]:
+    return torch.randn(b, s, h, d), torch.randn(b, s, h, d)
+
+
+CACHE_OPTIONS = [{}, {"causal": True}, {"causal": True, "window_size": (6, 0)}, {"causal": True, "softcap": 2.0}]
+CACHE_OPTIONS += [{"causal": True, "alibi_slopes": SLOPES}, {"alibi_slopes": torch.stack([SLOPES, 2 * SLOPES, 3 * SLOPES])}]
+
+
+@pytest.mark.parametrize("filled", [21, torch.tensor([21, 0, 30], dtype=torch.int32, device=DEVICE), None], ids=["int", "tensor", "all"])
+@pytest.mark.parametrize("options", CACHE_OPTIONS, ids=str)
+def test_a_cache_that_is_only_read(options, filled):
+    k_cache, v_cache = cache(3, 40)
+    q = torch.randn(3, 2, 4, 16)
+    out, lse = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=filled, return_softmax_lse=True, **options)
+    lengths = filled.tolist() if isinstance(filled, Tensor) else [40 if filled is None else filled] * 3
+    for b, n in enumerate(lengths):
+        here = slice(b, b + 1)
+        of_row = options | ({"alibi_slopes": options["alibi_slopes"][here]} if getattr(options.get("alibi_slopes"), "ndim", 1) == 2 else {})
+        expected_out, expected_lse = formulas(q[here], k_cache[here, :n], v_cache[here, :n], **of_row)
+        assert_close(out[b], expected_out[0])
+        assert_close(lse[b], expected_lse[0])
+
+
+@pytest.mark.parametrize("filled", [21, torch.tensor([21, 0, 30], dtype=torch.int32, device=DEVICE)], ids=["int", "tensor"])
+@pytest.mark.parametrize("new", [1, 5])
+def test_new_keys_are_written_in_place(filled, new):
+    k_cache, v_cache = cache(3, 40)
+    before = k_cache.clone(), v_cache.clone()
+    q, k, v = (torch.randn(3, new, 4, 16) for _ in "qkv")
+    out = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=filled, causal=True)
+    for b, n in enumerate(filled.tolist() if isinstance(filled, Tensor) else [filled] * 3):
+        for now, then, fresh in zip((k_cache, v_cache), before, (k, v), strict=True):
+            assert torch.equal(now[b, n : n + new], fresh[b])
+            assert torch.equal(now[b, :n], then[b, :n])
+            assert torch.equal(now[b, n + new :], then[b, n + new :])
+        expected, _ = formulas(q[b : b + 1], k_cache[b : b + 1, : n + new], v_cache[b : b + 1, : n + new], causal=True)
+        assert_close(out[b], expected[0])
+
+
+def test_rows_of_the_cache_by_index_and_left_padding():
+    k_cache, v_cache = cache(5, 40)
+    q, k, v = (torch.randn(2, 1, 4, 16) for _ in "qkv")
+    rows, filled, begin = torch.tensor([3, 1]), torch.tensor([12, 30], dtype=torch.int32), torch.tensor([4, 0], dtype=torch.int32)
+    out = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=filled, cache_batch_idx=rows, cache_leftpad=begin, causal=True
+    )
+    for b, row in enumerate(rows.tolist()):
+        n = int(filled[b])
+        assert torch.equal(k_cache[row, n], k[b, 0])
+        seen = slice(int(begin[b]), n + 1)
+        expected, _ = formulas(q[b : b + 1], k_cache[row : row + 1, seen], v_cache[row : row + 1, seen], causal=True)
+        assert_close(out[b], expected[0])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary(interleaved, causal):
+    """q and k turn as pairs of columns, by complex numbers here."""
+    angles = torch.rand(40, 4) * 6
+    k_cache, v_cache = cache(2, 40)
+    cached = k_cache.clone()
+    q, k, v = (torch.randn(2, 3, 4, 16) for _ in "qkv")
+    filled = torch.tensor([7, 20], dtype=torch.int32)
+
+    def turned(x: Tensor, position: int) -> Tensor:  # (H, 16)
+        pairs = x[:, :8].unflatten(-1, (4, 2)) if interleaved else x[:, :8].unflatten(-1, (2, 4)).mT
+        z = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(4), angles[position])
+        back = torch.view_as_real(z)
+        return torch.cat([(back if interleaved else back.mT).flatten(-2), x[:, 8:]], -1)
+
+    out = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, angles.cos(), angles.sin(), filled, causal=causal, rotary_interleaved=interleaved
+    )
+    for b, n in enumerate(filled.tolist()):
+        keys = torch.stack([turned(k[b, i], n + i) for i in range(3)])
+        torch.testing.assert_close(k_cache[b, n : n + 3], keys)
+        queries = torch.stack([turned(q[b, i], n + i * causal) for i in range(3)])[None]
+        keys = torch.cat([cached[b, :n], keys])[None]
+        expected, _ = formulas(queries, keys, v_cache[b : b + 1, : n + 3], causal=causal)
+        assert_close(out[b], expected[0])
+
+
+def test_refusals_of_a_cache():
+    k_cache, v_cache = cache(2, 8)
+    q = torch.zeros(2, 1, 4, 16)
+    call = flash_attn.flash_attn_with_kvcache
+    with pytest.raises(NotImplementedError, match="^block_table: given"):
+        call(q, k_cache, v_cache, block_table=torch.zeros(2, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="^v: None beside k; accepted are both or neither"):
+        call(q, k_cache, v_cache, k=q, cache_seqlens=0)
+    with pytest.raises(ValueError, match="^cache_seqlens: None beside k and v"):
+        call(q, k_cache, v_cache, k=q, v=q)
+    with pytest.raises(ValueError, match="^cache_seqlens: 8; accepted are 0 to 7"):
+        call(q, k_cache, v_cache, k=q, v=q, cache_seqlens=8)
+    with pytest.raises(ValueError, match=r"^cache_seqlens: shape \(3,\)"):
+        call(q, k_cache, v_cache, cache_seqlens=torch.zeros(3, dtype=torch.int32))
+
+
+KINDS = [
+    ({"cache_seqlens": 10.7}, "cache_seqlens: float; accepted is an integer, or a torch.Tensor, int32 (B,)"),
+    ({"cache_seqlens": True}, "cache_seqlens: bool; accepted is an integer, or a torch.Tensor, int32 (B,)"),
+    ({"cache_seqlens": [3, 4]}, "cache_seqlens: list; accepted is an integer, or a torch.Tensor, int32 (B,)"),
+    ({"q": None}, "q: NoneType; accepted is a torch.Tensor"),
+    ({"cache_batch_idx": [0, 1]}, "cache_batch_idx: list; accepted is a torch.Tensor"),
+    ({"rotary_cos": [1.0], "rotary_sin": 2}, "rotary_cos: list; accepted is a torch.Tensor\nrotary_sin: int; accepted is a torch.Tensor"),
+    (
+        {"num_splits": "x", "causal": 2.0},
+        "causal: float 2.0; accepted is True or False, or 1 or 0\nnum_splits: str; accepted is an integer",
+    ),
+    ({"rotary_interleaved": None}, "rotary_interleaved: NoneType None; accepted is True or False, or 1 or 0"),
+    ({"return_softmax_lse": 2}, "return_softmax_lse: int 2; accepted is True or False, or 1 or 0"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), KINDS)
+def test_wrong_kinds_are_named_before_the_cache_is_written(wrong, message):
+    k_cache, v_cache = cache(2, 8)
+    before = k_cache.clone()
+    q = torch.ones(2, 1, 4, 16)
+    with pytest.raises(TypeError) as raised:
+        flash_attn.flash_attn_with_kvcache(**{"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": q, "v": q, "cache_seqlens": 3} | wrong)
+    assert str(raised.value) == message
+    assert torch.equal(k_cache, before)
+
+
+def test_a_numpy_integer_is_a_length():
+    k_cache, v_cache = cache(2, 8)
+    q = torch.randn(2, 1, 4, 16)
+    outs = [flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=n) for n in (5, np.int64(5))]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("filled", [5, [3, 5]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary_tables_reach_the_last_token(filled, causal):
+    """Of k, and of q where each query has a position of its own; in host memory, for nobody waits for a GPU."""
+    with torch.device("cpu"):
+        q, k, v = torch.ones(2, 3, 4, 16), *(torch.ones(2, 2, 4, 16) for _ in "kv")
+        lengths = torch.tensor(filled, dtype=torch.int32) if isinstance(filled, list) else filled
+        needed = 8 if causal else 7
+
+        def call(length: int) -> Tensor:
+            table = torch.ones(length, 4)
+            return flash_attn.flash_attn_with_kvcache(q, *cache(2, 12), k, v, table, table, lengths, causal=causal)
+
+        assert call(needed).isfinite().all()
+        with pytest.raises(ValueError, match=f"^rotary_cos, rotary_sin: length {needed - 1}; accepted is {needed} or more"):
+            call(needed - 1)
+
+
+def test_rotary_tables_come_with_each_other_and_with_new_keys():
+    k_cache, v_cache = cache(2, 8)
+    table = q = torch.ones(2, 1, 4, 16)
+    call = flash_attn.flash_attn_with_kvcache
+    for given, message in (
+        ({"rotary_cos": table, "k": q, "v": q}, "rotary_sin: None beside rotary_cos; accepted are both or neither"),
+        ({"rotary_sin": table, "k": q, "v": q}, "rotary_cos: None beside rotary_sin; accepted are both or neither"),
+        ({"rotary_cos": table, "rotary_sin": table}, "k: None beside rotary_cos; accepted are k and v, new keys to be turned"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call(q, k_cache, v_cache, cache_seqlens=3, **given)
+
+
+HOST_LENGTHS = [
+    ({"cache_seqlens": [3, 8], "new": 1}, r"^cache_seqlens: 8 at \[1\]; accepted are 0 to 7, a cache of 8 less 1 new keys$"),
+    ({"cache_seqlens": [3, -5], "new": 1}, r"^cache_seqlens: -5 at \[1\]; accepted are 0 to 7"),
+    ({"cache_seqlens": [9, 3]}, r"^cache_seqlens: 9 at \[0\]; accepted are 0 to 8"),
+    (
+        {"cache_seqlens": [3, 4], "cache_batch_idx": [0, 2], "new": 1},
+        r"^cache_batch_idx: 2 at \[1\]; accepted are 0 to 1, a cache of 2 rows$",
+    ),
+    ({"cache_batch_idx": [-1, 0]}, r"^cache_batch_idx: -1 at \[0\]; accepted are 0 to 1"),
+    ({"cache_seqlens": [3, 4], "cache_leftpad": [3, 5]}, r"^cache_leftpad: 5 at \[1\]; accepted are 0 to 4, where the sequence ends$"),
+    ({"cache_seqlens": [3, 4], "cache_leftpad": [-1, 0]}, r"^cache_leftpad: -1 at \[0\]"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), HOST_LENGTHS)
+def test_lengths_in_host_memory_are_checked_before_the_cache_is_written(given, message):
+    with torch.device("cpu"):
+        k_cache, v_cache = cache(2, 8)
+        before = k_cache.clone(), v_cache.clone()
+        q = torch.ones(2, 1, 4, 16)
+        numbers = {name: torch.tensor(x, dtype=torch.int32) for name, x in given.items() if name != "new"}
+    fresh = {"k": q, "v": q} if "new" in given else {}
+    with pytest.raises(ValueError, match=message):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, **fresh, **numbers)
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"softcap": -1.0}, r"^softcap: -1(\.0)?; accepted"),
+        ({"softmax_scale": float("nan")}, "^softmax_scale: nan"),
+        ({"alibi_slopes": torch.ones(3, device=DEVICE)}, r"^alibi_slopes: shape \(3\)"),
+        ({"q": torch.ones(2, 1, 4, 16, dtype=torch.float16, device=DEVICE)}, "float16"),
+        ({"q": torch.ones(2, 1, 3, 16, device=DEVICE)}, "^k_cache: 4 heads for the 3 of q"),
+    ],
+)
+def test_what_the_attention_refuses_is_refused_before_the_cache_is_written(wrong, message):
+    k_cache, v_cache = cache(2, 8)
+    before = k_cache.clone(), v_cache.clone()
+    q = torch.ones(2, 1, 4, 16)
+    good = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": q, "v": q, "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32)}
+    with pytest.raises((TypeError, ValueError), match=message):
+        flash_attn.flash_attn_with_kvcache(**good | wrong)
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Numbers that nobody reads, as where they lie in device memory."""
+    for module in (_gaps, _kvcache):
+        monkeypatch.setattr(module, "is_read", lambda _: False)
+
+
+@pytest.mark.parametrize("lengths", [[3, 9], [-5, 4], [2**31 - 1, -(2**31)]])
+@pytest.mark.parametrize("new", [0, 2])
+def test_lengths_that_nobody_reads_are_brought_into_the_cache(unread, lengths, new):
+    """And nothing beyond the cache is touched, where it is a part of a larger tensor."""
+    around = [torch.randn(4, 12, 4, 16) for _ in "kv"]
+    before = [x.clone() for x in around]
+    caches = [x[1:3, 2:10] for x in around]
+    fitting = torch.tensor(lengths).clamp(0, 8 - new).int()
+    q = torch.randn(2, 2, 4, 16)
+    fresh = [torch.randn(2, new, 4, 16) for _ in "kv"] if new else [None, None]
+    expected_caches = [x.clone() for x in caches]
+    given = torch.tensor(lengths, dtype=torch.int32)
+    out = flash_attn.flash_attn_with_kvcache(q, *caches, *fresh, cache_seqlens=given, causal=True)
+    expected = flash_attn.flash_attn_with_kvcache(q, *expected_caches, *fresh, cache_seqlens=fitting, causal=True)
+    assert torch.equal(out, expected)
+    for x, then, wanted in zip(around, before, expected_caches, strict=True):
+        assert torch.equal(x[1:3, 2:10], wanted)
+        x[1:3, 2:10] = then[1:3, 2:10]
+        assert torch.equal(x, then)
+
+
+@pytest.mark.parametrize("rows", [[1, 5, 2], [-1, 0, 3], [7, -3, 4]])
+@pytest.mark.parametrize("filled", [4, [4, 3, 6]])
+@pytest.mark.parametrize("new", [0, 2])
+def test_rows_that_are_not_in_the_cache_are_left_out(unread, rows, filled, new):
+    """Nothing is written for them, not even what stands there already, beside a sequence that writes the same place."""
+    k_cache, v_cache = cache(4, 8)
+    before = [k_cache.clone(), v_cache.clone()]
+    q = torch.randn(3, 2, 4, 16)
+    fresh = [torch.randn(3, new, 4, 16) for _ in "kv"] if new else [None, None]
+    lengths = torch.tensor(filled, dtype=torch.int32) if isinstance(filled, list) else filled
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, *fresh, cache_seqlens=lengths, cache_batch_idx=torch.tensor(rows), causal=True, return_softmax_lse=True
+    )
+    for b, row in enumerate(rows):
+        if not 0 <= row < 4:
+            assert (out[b] == 0).all()
+            assert (lse[b] == -float("inf")).all()
+            continue
+        n = filled[b] if isinstance(filled, list) else filled
+        for then, x in zip(before, fresh, strict=True):
+            if x is not None:
+                then[row, n : n + new] = x[b]
+        expected, _ = formulas(q[b : b + 1], before[0][row : row + 1, : n + new], before[1][row : row + 1, : n + new], causal=True)
+        assert_close(out[b], expected[0])
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
+def test_left_padding_and_rotary_tables_that_nobody_reads(unread):
+    """Padding ends where the sequence does, and positions beyond the tables take their last row."""
+    k_cache, v_cache = cache(2, 8)
+    q, k, v = (torch.randn(2, 1, 4, 16) for _ in "qkv")
+    filled, begin = torch.tensor([3, 5], dtype=torch.int32), torch.tensor([-2, 9], dtype=torch.int32)
+    out, lse = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=filled, cache_leftpad=begin, return_softmax_lse=True)
+    assert_close(out[0], formulas(q[:1], k_cache[:1, :3], v_cache[:1, :3])[0][0])
+    assert (out[1] == 0).all()
+    assert (lse[1] == -float("inf")).all()
+    angles = torch.rand(4, 8)
+    padded = torch.cat([angles, angles[-1:].expand(4, 8)])
+    copies = k_cache.clone(), v_cache.clone()
+    out = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, angles.cos(), angles.sin(), filled)
+    assert torch.equal(out, flash_attn.flash_attn_with_kvcache(q, *copies, k, v, padded.cos(), padded.sin(), filled))
+    assert torch.equal(k_cache, copies[0])
+
+
+def test_what_no_length_makes_fit_is_refused_unread(unread):
+    k_cache, v_cache = cache(2, 8)
+    q, long = torch.zeros(2, 1, 4, 16), torch.zeros(2, 9, 4, 16)
+    filled = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="^k: 9 tokens; accepted are up to 8, as k_cache has$"):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, long, long, cache_seqlens=filled)
+    with pytest.raises(ValueError, match=r"^k_cache: shape \(0, 8, 4, 16\); accepted is one row or more, for cache_batch_idx to name$"):
+        flash_attn.flash_attn_with_kvcache(q, k_cache[:0], v_cache[:0], cache_seqlens=filled, cache_batch_idx=filled)
+    table = torch.ones(0, 4)
+    with pytest.raises(ValueError, match="^rotary_cos, rotary_sin: length 0; accepted is 1 or more"):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, q, q, table, table, filled)
+
+
+def test_a_graph_reads_no_lengths():
+    torch._dynamo.reset()
+    k_cache, v_cache = cache(2, 8)
+    before = k_cache.clone()
+    q, k, v = (torch.randn(2, 1, 4, 16) for _ in "qkv")
+    compiled = torch.compile(flash_attn.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    filled, rows = torch.tensor([3, 99], dtype=torch.int32), torch.tensor([1, -4])
+    out = compiled(q, k_cache, v_cache, k, v, cache_seqlens=filled, cache_batch_idx=rows)
+    assert (out[1] == 0).all()
+    assert torch.equal(k_cache[1, 3], k[0, 0])
+    k_cache[1, 3] = before[1, 3]
+    assert torch.equal(k_cache, before)
+
+
+@pytest.mark.parametrize("lengths", [3, [3, 4]])
+def test_a_cache_of_known_lengths_is_one_graph(lengths):
+    torch._dynamo.reset()
+    k_cache, v_cache = cache(2, 8)
+    copies = k_cache.clone(), v_cache.clone()
+    q, k, v = (torch.randn(2, 1, 4, 16) for _ in "qkv")
+    filled = torch.tensor(lengths, dtype=torch.int32) if isinstance(lengths, list) else lengths
+    compiled = torch.compile(flash_attn.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    out = compiled(q, *copies, k, v, cache_seqlens=filled)
+    assert torch.equal(out, flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=filled))
+    assert torch.equal(copies[0], k_cache)
+
+
+def test_a_cache_has_no_gradient():
+    q = torch.randn(2, 1, 4, 16, requires_grad=True)
+    assert not flash_attn.flash_attn_with_kvcache(q, *cache(2, 8)).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"q": (2, 1, 16)}, r"^q: shape \(2, 1, 16\); accepted is \(batches, tokens, heads, head dimension\)"),
+        ({"q": (2, 1, 4, 8)}, r"^k_cache: shape \(2, 8, 4, 16\); accepted is \(2, 8, 4, 8\)"),
+        ({"q": (1, 1, 4, 16)}, r"^k_cache: shape \(2, 8, 4, 16\); accepted is \(1, 8, 4, 16\)"),
+        ({"q": (2, 1, 3, 16)}, r"^k_cache: 4 heads for the 3 of q"),
+        ({"v_cache": (2, 7, 4, 16)}, r"^v_cache: shape \(2, 7, 4, 16\); accepted is \(2, 8, 4, 16\)"),
+        ({"k": (1, 1, 4, 16)}, r"^k: shape \(1, 1, 4, 16\); accepted is \(2, 1, 4, 16\)"),
+        ({"v": (2, 2, 4, 16)}, r"^v: shape \(2, 2, 4, 16\); accepted is \(2, 1, 4, 16\)"),
+        ({"k": torch.float16}, r"^k: dtype torch\.float16; accepted is torch\.float32, as k_cache has"),
+        ({"cache_seqlens": torch.float32}, r"^cache_seqlens: dtype torch\.float32; accepted is torch\.int32"),
+    ],
+)
+def test_what_does_not_fit_the_cache_is_named(wrong, message):
+    """A shape in place of the right one, or a dtype."""
+    k_cache, v_cache = cache(2, 8)
+    q = torch.zeros(2, 1, 4, 16)
+    good = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": q, "v": q, "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32)}
+    bad = {name: torch.zeros(x) if isinstance(x, tuple) else good[name].to(x) for name, x in wrong.items()}
+    with pytest.raises(ValueError, match=message):
+        flash_attn.flash_attn_with_kvcache(**good | bad)

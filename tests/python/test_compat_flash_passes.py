@@ -1,0 +1,237 @@
+"""Forward and backward of flash_attn_interface apart from autograd: by themselves, and as ring attention calls them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from device import DEVICE
+from flash_formulas import SLOPES, assert_close
+from strobe.compat import flash_attn
+from strobe.compat.flash_attn.flash_attn_interface import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+
+PLAIN: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    with torch.device(DEVICE):
+        yield
+
+
+def inputs(dtype: torch.dtype = torch.float32, sk: int = 50) -> list[Tensor]:
+    return [torch.randn(2, s, h, 24, dtype=dtype, requires_grad=True) for s, h in ((33, 4), (sk, 2), (sk, 2))]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"softmax_scale": 0.7, "window_size_left": 9, "window_size_right": 3},
+    {"softcap": 2.0, "alibi_slopes": SLOPES, "causal": 1},
+    {"dropout_p": 0.25, "causal": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_both_passes_are_those_of_the_function(options):
+    """In whatever memory the gradients are to lie."""
+    q, k, v = leaves = inputs()
+    torch.manual_seed(7)
+    out, lse, probabilities, rng_state = _flash_attn_forward(q, k, v, **PLAIN | options, return_softmax=False)
+    torch.manual_seed(7)
+    public = {name: x for name, x in options.items() if not name.startswith("window_size_")}
+    window = tuple(options.get(f"window_size_{side}", -1) for side in ("left", "right"))
+    expected, expected_lse, _ = flash_attn.flash_attn_func(*leaves, **public, window_size=window, return_attn_probs=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert not out.requires_grad
+    assert probabilities.numel() == 0
+    assert (rng_state.shape, rng_state.dtype) == ((2,), torch.int64)
+    dout = torch.randn_like(out)
+    dq = torch.empty_like(q)
+    dkv = torch.full((2, 50, 2, 2, 24), math.nan)
+    softmax_d = _flash_attn_backward(
+        dout, q, k, v, out, lse, dq, dkv[:, :, 0], dkv[:, :, 1], **PLAIN | options, deterministic=False, rng_state=rng_state
+    )
+    for found, wanted in zip((dq, *dkv.unbind(2)), torch.autograd.grad(expected, leaves, dout), strict=True):
+        assert_close(found, wanted.double())
+    torch.testing.assert_close(softmax_d, (dout * out).sum(-1).transpose(1, 2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [None, 4.0])
+@pytest.mark.parametrize("length", [40, 700])
+def test_keys_that_several_calls_share_have_the_gradients_of_one(dtype, scale, length):
+    """Ring attention: parts of the keys, merged by their LSE; each part's backward gets the merged out and LSE. With scale 4 some LSE are
+    large, and with 40 keys all lie in one tile: where a backward that takes the LSE for its own would sum up rows again."""
+    q, k, v = (x.detach() for x in inputs(dtype, length))
+    wide = torch.promote_types(dtype, torch.float32)
+    spans = (slice(0, length // 3), slice(length // 3, length))
+    options = PLAIN | {"softmax_scale": scale}
+    parts = [_flash_attn_forward(q, k[:, s], v[:, s], **options, return_softmax=False) for s in spans]
+    lse = torch.stack([part[1] for part in parts]).logsumexp(0)
+    out = sum((part[1] - lse).exp().transpose(1, 2)[..., None] * part[0].to(wide) for part in parts).to(dtype)
+
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse, _ = flash_attn.flash_attn_func(*exact, softmax_scale=scale, return_attn_probs=True)
+    size = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 0.02}[dtype] * (1 if scale is None else 20)
+    torch.testing.assert_close(out.double(), expected.detach(), rtol=0, atol=size)
+    torch.testing.assert_close(lse.double(), expected_lse.detach(), rtol=0, atol=size)
+
+    dout = torch.randn_like(q)
+    dq = torch.zeros(q.shape, dtype=wide)
+    dk, dv = torch.full_like(k, math.nan), torch.full_like(v, math.nan)
+    for s in spans:
+        of_part = torch.empty_like(q)
+        _flash_attn_backward(dout, q, k[:, s], v[:, s], out, lse, of_part, dk[:, s], dv[:, s], **options, deterministic=True)
+        dq += of_part
+    for found, wanted in zip((dq, dk, dv), torch.autograd.grad(expected, exact, dout.double()), strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=size * max(1.0, wanted.abs().max().item()))
+
+
+def test_a_part_that_no_query_sees():
+    """Behind a causal mask: nothing flows to it, whatever the LSE of the whole."""
+    q, k, v = (x.detach() for x in inputs(sk=40))
+    options = PLAIN | {"causal": True}
+    out, lse, *_ = _flash_attn_forward(q, k[:, :3], v[:, :3], **options, return_softmax=False)
+    assert (lse[:, :, :30] == -math.inf).all()
+    whole = torch.zeros_like(lse)
+    into = [torch.full_like(x, math.nan) for x in (q, k[:, :3], v[:, :3])]
+    _flash_attn_backward(torch.randn_like(out), q, k[:, :3], v[:, :3], out, whole, *into, **options, deterministic=False)
+    assert (into[0][:, :30] == 0).all()
+    assert all(x.isfinite().all() for x in into)
+
+
+def packed() -> tuple[list[Tensor], dict[str, Any]]:
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 7, 7, 37], [0, 20, 25, 36]))
+    q, k, v = (torch.randn(t, h, 16, requires_grad=True) for t, h in ((37, 4), (36, 2), (36, 2)))
+    return [q, k, v], {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 30, "max_seqlen_k": 20}
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.25}, {"alibi_slopes": SLOPES, "causal": True}], ids=str)
+def test_packed_passes_are_those_of_the_function(options):
+    leaves, sequences = packed()
+    torch.manual_seed(3)
+    out, lse, probabilities, rng_state = _flash_attn_varlen_forward(
+        *leaves, **sequences, **{"dropout_p": 0.0, "softmax_scale": 0.3, "causal": False} | options
+    )
+    torch.manual_seed(3)
+    expected, expected_lse, _ = flash_attn.flash_attn_varlen_func(
+        *leaves, **sequences, softmax_scale=0.3, **options, return_attn_probs=True
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert probabilities.numel() == 0
+    dout = torch.randn_like(out)
+    into = [torch.full_like(x, math.nan) for x in leaves]
+    given = PLAIN | options | {"softmax_scale": 0.3}
+    softmax_d = _flash_attn_varlen_backward(
+        dout, *leaves, out, lse, *into, **sequences, **given, deterministic=0, rng_state=rng_state, zero_tensors=True
+    )
+    for found, wanted in zip(into, torch.autograd.grad(expected, leaves, dout), strict=True):
+        assert_close(found, wanted.double())
+    torch.testing.assert_close(softmax_d, (dout * out).sum(-1).T, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("slopes", [None, torch.stack([SLOPES, 2 * SLOPES, 3 * SLOPES])], ids=["plain", "alibi"])
+def test_sequences_of_which_some_keys_are_there(slopes):
+    """seqused_k and leftpad_k: the others may hold anything."""
+    (q, k, v), sequences = packed()
+    k, v = k.detach(), v.detach()
+    used, begin = torch.tensor([12, 0, 11], dtype=torch.int32), torch.tensor([2, 0, 5], dtype=torch.int32)
+    cu_q, cu_k = sequences["cu_seqlens_q"], sequences["cu_seqlens_k"]
+    there = torch.zeros(36, dtype=torch.bool)
+    for b in range(3):
+        there[cu_k[b] + begin[b] : cu_k[b] + used[b]] = True
+    k[~there] = v[~there] = math.nan
+    plain = {"dropout_p": 0.0, "softmax_scale": None, "causal": True, "alibi_slopes": slopes}
+    out, lse, *_ = _flash_attn_varlen_forward(q, k, v, **sequences, **plain, seqused_k=used, leftpad_k=begin)
+    lengths = torch.cat([torch.zeros(1), (used - begin).cumsum(0)]).int()
+    expected, expected_lse, *_ = _flash_attn_varlen_forward(q, k[there], v[there], cu_q, lengths, 30, 20, **plain)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    with pytest.raises(ValueError, match=r"^dropout_p: 0\.1 beside seqused_k or leftpad_k; accepted is 0$"):
+        _flash_attn_varlen_forward(q, k, v, **sequences, **plain | {"dropout_p": 0.1}, seqused_k=used)
+    with pytest.raises(NotImplementedError, match="^block_table: given"):
+        _flash_attn_varlen_forward(q, k, v, **sequences, **plain, block_table=used)
+    if DEVICE == "cpu":
+        with pytest.raises(ValueError, match=r"^seqused_k: 6 at \[1\]; accepted are 0 to 5, the sequence's length$"):
+            _flash_attn_varlen_forward(q, k, v, **sequences, **plain, seqused_k=used + 6)
+
+
+REFUSED = [
+    ({"dq": (2, 33, 4, 16)}, r"^dq: shape \(2, 33, 4, 16\), torch\.float32, on \S+; accepted is \(2, 33, 4, 24\), torch\.float32, on"),
+    ({"dk": torch.float16}, r"^dk: shape \(2, 50, 2, 24\), torch\.float16, on \S+; accepted is \(2, 50, 2, 24\), torch\.float32, on"),
+    ({"dv": [1]}, r"^dv: list; accepted is a torch\.Tensor, or None$"),
+    ({"out": (2, 33, 2, 24)}, r"^out: shape \(2, 33, 2, 24\)"),
+    ({"dout": None}, r"^dout: NoneType; accepted is a torch\.Tensor$"),
+    ({"softmax_lse": (2, 33, 4)}, r"^softmax_lse: shape \(2, 33, 4\), torch\.float32, on \S+; accepted is \(2, 4, 33\), torch\.float32"),
+    ({"q": (33, 4, 24)}, r"^q: shape \(33, 4, 24\); accepted is \(batches, tokens, heads, head dimension\)"),
+    ({"dropout_p": 0.5}, "^rng_state: missing beside dropout"),
+    ({"causal": 2}, "^causal: int 2; accepted is True or False, or 1 or 0$"),
+    ({"window_size_left": 1.5}, r"^window_size: \(1\.5, -1\); accepted is \(left, right\)"),
+    ({"softmax_scale": "a"}, "^softmax_scale: str"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED)
+def test_what_does_not_fit_is_named_before_anything_is_written(wrong, message):
+    q, k, v = (x.detach() for x in inputs())
+    out, lse, *_ = _flash_attn_forward(q, k, v, **PLAIN, return_softmax=False)
+    into = {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    good = {"dout": out, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, **into, **PLAIN, "deterministic": False}
+    bad = {}
+    for name, x in wrong.items():
+        bad[name] = torch.zeros(x) if isinstance(x, tuple) else good[name].to(x) if isinstance(x, torch.dtype) else x
+    with pytest.raises((TypeError, ValueError), match=message):
+        _flash_attn_backward(**good | bad)
+    assert all((x == 0).all() for x in into.values())
+
+
+def test_a_gradient_that_nobody_wants_is_none():
+    q, k, v = (x.detach() for x in inputs())
+    out, lse, *_ = _flash_attn_forward(q, k, v, **PLAIN, return_softmax=True)
+    dv, both = torch.empty_like(v), torch.empty_like(v)
+    _flash_attn_backward(out, q, k, v, out, lse, None, None, dv, **PLAIN, deterministic=False)
+    _flash_attn_backward(out, q, k, v, out, lse, torch.empty_like(q), torch.empty_like(k), both, **PLAIN, deterministic=False)
+    assert torch.equal(dv, both)
+
+
+def test_autocast_casts_nothing():
+    q, k, v = (x.detach() for x in inputs())
+    expected, lse, *_ = _flash_attn_forward(q, k, v, **PLAIN, return_softmax=False)
+    grads = [[torch.empty_like(x) for x in (q, k, v)] for _ in range(2)]
+    _flash_attn_backward(q, q, k, v, expected, lse, *grads[0], **PLAIN, deterministic=True)
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        out, *_ = _flash_attn_forward(q, k, v, **PLAIN, return_softmax=False)
+        _flash_attn_backward(q, q, k, v, out, lse, *grads[1], **PLAIN, deterministic=True)
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, *grads))
+
+
+def test_wrong_names_and_flags_of_the_passes_are_refused():
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match="^return_softmax: int 3; accepted is True or False, or 1 or 0$"):
+        _flash_attn_forward(q, k, v, **PLAIN, return_softmax=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'casual'; did you mean causal"):
+        _flash_attn_forward(q, k, v, casual=True)
+    leaves, sequences = packed()
+    with pytest.raises(TypeError, match="^zero_tensors: str 'a'; accepted is True or False, or 1 or 0\nnum_splits: str; accepted"):
+        _flash_attn_varlen_forward(*leaves, **sequences, dropout_p=0.0, softmax_scale=None, causal=False, zero_tensors="a", num_splits="b")

@@ -1,0 +1,118 @@
+"""Long sums: many keys for few queries, many queries for few keys, many heads for one bias. A sum whose terms are added one after the
+other rounds each time to the last bit of what is there already, so its error grows with their number. And one of them may overflow where
+the mean that it leads to does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import strobe
+from cases import Inputs, build, call
+from check import Yardstick, assert_matches, runs
+from device import ON_GPU
+from test_shapes import cases
+
+LONG = bool(os.environ.get("STROBE_TRIPLES"))
+MANY = [16384, 65536, 131072] if LONG else [8192]
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def _kept(sq: int, sk: int) -> strobe.BlockMask:
+    kept = torch.rand(1, 1, -(-sq // 16), -(-sk // 64), generator=torch.Generator().manual_seed(2)) < 0.7
+    return strobe.BlockMask.from_kept(kept, 16, 64, sq, sk)
+
+
+def _packed(n: int, queries: bool) -> Inputs:
+    few, many = torch.tensor([0, 7, 7, 12], dtype=torch.int32), torch.tensor([0, n // 2, n // 2 + 40, n], dtype=torch.int32)
+    cu_q, cu_k = (many, few) if queries else (few, many)
+    return call(sq=int(cu_q[-1]), sk=int(cu_k[-1]), d=24, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=n, max_seqlen_k=n)
+
+
+def _with_mean(inputs: Inputs, mean: float) -> Inputs:
+    for t in (inputs.v, inputs.dout):
+        t += mean
+    return inputs
+
+
+KEYS = {
+    "plain": lambda n: call(sq=16, sk=n, d=64),
+    "values of mean 1": lambda n: _with_mean(call(sq=9, sk=n, d=16), 1.0),
+    "grouped heads, causal": lambda n: call(h=4, hkv=2, sq=7, sk=n, d=40, dv=24, causal=True),
+    "window": lambda n: call(sq=12, sk=n, d=32, window=(n - 1000, None)),
+    "dropout": lambda n: call(sq=16, sk=n, d=32, dropout=0.3, seed=5, offset=6),
+    "softcap, sinks": lambda n: call(sq=16, sk=n, d=32, softcap=3.0, sinks=torch.tensor([2.0, 5.0]), gradients=("sinks",)),
+    "mask": lambda n: call(sq=16, sk=n, d=32, mask=_random(1, 2, 16, n) < 0.6),
+    "block mask": lambda n: call(sq=40, sk=n, d=32, block_mask=_kept(40, n)),
+    "bias, its gradient": lambda n: call(sq=5, sk=n, d=32, bias=_random(1, 1, 5, n), gradients=("bias",)),
+    "bias of one column": lambda n: call(sq=5, sk=n, d=32, bias=_random(1, 1, 5, 1), gradients=("bias",)),
+    "LSE above 16": lambda n: call(sq=16, sk=n, d=32, bias=torch.full((1, 1, 1, 1), 20.0)),
+    "packed": lambda n: _packed(n, queries=False),
+    "bfloat16": lambda n: call(sq=16, sk=n, d=64, dtype=torch.bfloat16),
+    "float16, LSE above 1024": lambda n: call(sq=16, sk=n, d=32, dtype=torch.float16, bias=torch.full((1, 1, 1, 1), 1040.0)),
+}
+QUERIES = {
+    "plain": lambda n: call(sq=n, sk=24, d=64),
+    "grouped heads, causal": lambda n: call(h=4, hkv=1, sq=n // 4, sk=24, d=40, dv=24, causal=True, alignment="top_left"),
+    "bias of one row": lambda n: call(sq=n, sk=24, d=16, bias=_random(1, 1, 1, 24), gradients=("bias",)),
+    "bias of one number, sinks": lambda n: call(
+        sq=n, sk=24, d=16, bias=_random(1, 2, 1, 1), sinks=torch.tensor([2.0, 1.0]), gradients=("bias", "sinks")
+    ),
+    "heads for a bias": lambda n: call(b=n // 16, h=4, sq=3, sk=5, d=8, bias=_random(1, 1, 3, 5), gradients=("bias",)),
+    "heads for a row of bias": lambda n: call(b=n // 16, h=4, sq=3, sk=5, d=8, bias=_random(1, 1, 1, 5), gradients=("bias",)),
+    "packed": lambda n: _packed(n, queries=True),
+    "bfloat16": lambda n: call(sq=n, sk=24, d=32, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("n", MANY)
+@pytest.mark.parametrize("kind", KEYS)
+def test_few_queries_many_keys(kind, n):
+    assert_matches(KEYS[kind](n))
+
+
+@pytest.mark.parametrize("n", MANY)
+@pytest.mark.parametrize("kind", QUERIES)
+def test_many_queries_few_keys(kind, n):
+    assert_matches(QUERIES[kind](n))
+
+
+@st.composite
+def long_cases(draw):
+    """A row of the contract's table with few queries and many keys, or the other way round."""
+    case = draw(cases())
+    many, few = int(2 ** draw(st.floats(11, 17 if LONG else 14))), draw(st.integers(1, 12))
+    case |= {"lengths": draw(st.permutations((many, few))), "batch": 1, "heads": draw(st.sampled_from([(1, 1), (2, 1)]))}
+    return case | {"dims": tuple(min(d, 64) for d in case["dims"])}
+
+
+@settings(max_examples=300 if LONG else 8, deadline=None, derandomize=not LONG, suppress_health_check=list(HealthCheck))
+@given(long_cases())
+def test_any_legal_call(case):
+    assert_matches(build(case))
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU's sums are bounded: docs/semantics.md")
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"dropout": 0.2, "seed": 1, "offset": 2}, {"sinks": torch.tensor([1.0, 9.0])}], ids=str
+)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 3e38), (torch.float32, 1e37), (torch.bfloat16, 3e38)], ids=str)
+def test_a_mean_that_fits_where_the_sum_does_not(dtype, most, options):
+    inputs = call(sq=70, sk=500, d=16, dtype=dtype, dlse=False, **options)
+    v = most * torch.rand(inputs.v.shape, generator=torch.Generator().manual_seed(1))
+    inputs = dataclasses.replace(inputs, v=v.to(dtype), dout=inputs.dout / 64)
+    yardstick = Yardstick(inputs)
+    assert all(map(math.isfinite, yardstick.allowed.values()))
+    for exact_max in (False, True):
+        for engine, results in runs(inputs, exact_max=exact_max):
+            if not engine.startswith("ladder-"):
+                assert not (faults := yardstick.faults(results)), f"{engine}: {faults}"
