@@ -23,8 +23,6 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-os.environ.setdefault("STROBE_TEST_DEVICE", "cuda")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
 
@@ -258,4 +256,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("STROBE_TEST_DEVICE", "cuda")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())

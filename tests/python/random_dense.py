@@ -109,7 +109,7 @@ def dropout_keeps(options: dict[str, Any], b: int, h: int, sq: int, sk: int, dev
 
 @dataclass
 class Dense:
-    """Tensors in the dtype of the call; what no query may read is 0."""
+    """Copies of the tensors, in their dtypes."""
 
     q: Tensor  # (B, H, Sq, D)
     k: Tensor  # (B, Hkv, Sk, D)
@@ -137,29 +137,22 @@ class Dense:
         if packing:
             q, k, v, dout = (packing.dense(t, keys) for t, keys in ((q, False), (k, True), (v, True), (dout, False)))
             dlse = None if dlse is None else packing.dense(dlse.T[..., None], False)[..., 0]
-        (b, h, sq, d), (hkv, sk) = q.shape, k.shape[1:3]
-        full = seen.expand(b, h, sq, sk)
-        rows = full.any(3)[..., None]
-        columns = full.view(b, hkv, h // hkv, sq, sk).flatten(2, 3).any(2)[..., None]
-        slopes, bias = options.get("alibi_slopes"), options.get("bias")
+        (b, h, sq, d), sk = q.shape, k.shape[2]
+        slopes, bias, sinks = options.get("alibi_slopes"), options.get("bias"), options.get("sinks")
         if slopes is not None:
             slopes = slopes.view(-1, h, 1, 1)
-        if bias is not None:
-            axes = [i for i in range(4) if bias.shape[i] == 1]
-            read = full.any(dim=axes, keepdim=True) if axes else full
-            bias = torch.where(read, bias, 0)
-        sinks = options.get("sinks")
-        live = rows[..., 0] if sinks is None else torch.ones_like(rows[..., 0])
-        zeros = torch.zeros(b, h, sq, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
+        if dlse is None:
+            dlse = torch.zeros(b, h, sq, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
+        elif sinks is None:  # of a row that sees no key it is ignored
+            dlse = torch.where(seen.expand(b, h, sq, sk).any(3), dlse, 0)
         keep, rate = dropout_keeps(options, b, h, sq, sk, q.device)
         hyperbolic = (options["beta"], options["shift"]) if options.get("score") == "hyperbolic" else None
         scale = options.get("scale")
         return cls(
-            torch.where(rows, q, 0), torch.where(columns, k, 0), torch.where(columns, v, 0), torch.where(rows, dout, 0),
-            zeros if dlse is None else torch.where(live, dlse, 0),
+            q.clone(), k.clone(), v.clone(), dout.clone(), dlse.clone(),
             seen, _positions(options, b, sq, sk, packing, q.device)[0].abs(),
             (1.0 if hyperbolic else d**-0.5) if scale is None else scale, options.get("softcap", 0.0), hyperbolic,
-            slopes, bias, sinks, keep, rate, (packing.lengths_q, packing.lengths_k) if packing else None,
+            slopes, None if bias is None else bias.clone(), sinks, keep, rate, (packing.lengths_q, packing.lengths_k) if packing else None,
         )  # fmt: skip
 
     def ordered(self, seed: int) -> tuple[Dense, Tensor, Tensor]:

@@ -340,9 +340,9 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
         run["threads"] = rng.choice([1, 2, 3])
 
     seen = visible(options, s.b, s.sq, s.sk, packing, device)
+    dense = Dense.of(q, k, v, dout, dlse, options, seen, packing)
     if values.spoil:
         _spoil(values, s, packing, seen, q, k, v, dout, dlse, options)
-    dense = Dense.of(q, k, v, dout, dlse, options, seen, packing)
     if bshd:
         q, k, v, dout = (t.transpose(1, 2) for t in (q, k, v, dout))
     given = [name for name in ("q", "k", "v", "bias", "sinks") if name in ("q", "k", "v") or name in options]

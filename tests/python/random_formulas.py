@@ -91,5 +91,6 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
         results["dbias"] = total_ds.to(x.bias.dtype).to(work) if x.bias.dtype in HALF and dtype in HALF else total_ds
     if sink is not None:
         share = torch.exp(sink - lse)
-        results["dsinks"] = r(share * (dlse[..., None] - delta)).sum(dim=(0, 2, 3))
+        ds = share * (dlse[..., None] - delta)  # of the sink as one more key, rounded as its dS is; else in the precision of lse
+        results["dsinks"] = (r(ds) if d_from_p else ds).sum(dim=(0, 2, 3))
     return results
