@@ -30,13 +30,23 @@ private:
   __device__ __forceinline__ BiasGradient(const Arguments &a, unsigned char *memory)
       : a(a), in(a.in), gradient(a, memory), sums((float *)memory), thread((int)threadIdx.x) {}
 
+  // fp32 keeps what a sum of thousands of tiles loses; of 16 bits dS has lost more.
+  static constexpr bool kCompensated = C.dtype == kF32;
+  static __device__ __forceinline__ void add(float &sum, float &lost, float x) {
+    if constexpr (kCompensated)
+      strobe::add(sum, lost, x);
+    else
+      sum += x;
+  }
   // sum += dS^T of a tile
-  __device__ __forceinline__ void add(Tile &sum, const Part &p) const {
+  __device__ __forceinline__ void add(Tile &sum, Tile &lost, const Part &p) const {
     Tile P, dS;
     if (!gradient.compute(P, dS, p)) return;
 #pragma unroll
-    for (int i = 0; i < 8 * kKeys * kQueries; ++i)
-      sum[i / (8 * kQueries)][i / 8 % kQueries].x[i / 4 % 2][i % 4] += dS[i / (8 * kQueries)][i / 8 % kQueries].x[i / 4 % 2][i % 4];
+    for (int i = 0; i < 8 * kKeys * kQueries; ++i) {
+      const int m = i / (8 * kQueries), n = i / 8 % kQueries, c = i / 4 % 2, e = i % 4;
+      add(sum[m][n].x[c][e], lost[m][n].x[c][e], dS[m][n].x[c][e]);
+    }
   }
   __device__ __forceinline__ void write(i32 b, i32 h, i64 i, i64 j, float x) const {
     using B = typename Element<F.bias>::type;
@@ -53,11 +63,11 @@ private:
     index = rows ? index / tiles_q : index;
     i32 own_h = heads ? (i32)(index % in.heads) : 0, own_b = batches ? (i32)(heads ? index / in.heads : index) : 0;
 
-    Tile sum = {};
+    Tile sum = {}, lost = {};
     for (i32 b = own_b; b < (batches ? own_b + 1 : in.batch); ++b) {
       for (i32 h = own_h; h < (heads ? own_h + 1 : in.heads); ++h) {
         for (i32 q = own_q; q < (rows ? own_q + 1 : (i32)tiles_q); ++q) {
-          for (i32 k = own_k; k < (columns ? own_k + 1 : (i32)tiles_k); ++k) add(sum, {b, h, q * kTileQ, k * kTileK});
+          for (i32 k = own_k; k < (columns ? own_k + 1 : (i32)tiles_k); ++k) add(sum, lost, {b, h, q * kTileQ, k * kTileK});
         }
       }
     }
@@ -85,16 +95,16 @@ private:
       }
     } else { // a sum over queries, keys or both
       for (int n = thread; n < (rows ? kTileQ : kTileK); n += kThreads) {
-        float x = 0;
-        for (int k = 0; k < (rows ? kTileK : kTileQ); ++k) x += rows ? sums[k * kPitch + n] : sums[n * kPitch + k];
+        float x = 0, lost = 0;
+        for (int k = 0; k < (rows ? kTileK : kTileQ); ++k) add(x, lost, rows ? sums[k * kPitch + n] : sums[n * kPitch + k]);
         if (rows && i0 + n < in.seqlen_q) write(own_b, own_h, i0 + n, 0, x);
         if (columns && j0 + n < in.seqlen_k) write(own_b, own_h, 0, j0 + n, x);
         if (!rows) sums[n * kPitch] = x;
       }
       __syncthreads();
       if (!rows && !columns && thread == 0) {
-        float x = 0;
-        for (int n = 0; n < kTileK; ++n) x += sums[n * kPitch];
+        float x = 0, lost = 0;
+        for (int n = 0; n < kTileK; ++n) add(x, lost, sums[n * kPitch]);
         write(own_b, own_h, 0, 0, x);
       }
     }

@@ -59,10 +59,7 @@ template <TileConfig C> struct Settle {
 private:
   struct Sum { // with what its roundings lost (Kahan)
     float sum = 0, lost = 0;
-    __device__ __forceinline__ void add(float x) {
-      const float y = x - lost, t = sum + y;
-      lost = (t - sum) - y, sum = t;
-    }
+    __device__ __forceinline__ void add(float x) { strobe::add(sum, lost, x); }
   };
   // Of the lanes with the same queries.
   static __device__ __forceinline__ float over_keys(float x) {

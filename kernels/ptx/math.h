@@ -117,6 +117,12 @@ __device__ __forceinline__ i32 computed_here(i32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// sum + x; `lost` is what roundings added too much so far (Kahan 1965).
+template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {
+  const T y = x - lost, t = sum + y;
+  lost = (t - sum) - y;
+  sum = t;
+}
 template <class T> __device__ __forceinline__ T select(bool condition, T a, T b) { return condition ? a : b; }
 
 __device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }

@@ -21,7 +21,7 @@ template <Config C> struct Backward {
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
   // Sums over many queries are summed in parts, a head's or so many tiles', which rounds less. Not where the output would round them: 16
   // bits.
-  static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? 2048 / C.tile_q : 0;
+  static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? 512 / C.tile_q : 0;
   static constexpr int kPass = C.columns_at_once(); // columns of dQ
 
   // In shared memory, for registers are short.

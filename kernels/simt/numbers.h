@@ -26,12 +26,6 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
-// sum + x; `lost` is what roundings added too much so far (Kahan 1965).
-template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {
-  const T y = x - lost, t = sum + y;
-  lost = (t - sum) - y;
-  sum = t;
-}
 // What a score of Scores is multiplied by to be a natural logarithm.
 template <Features F, class T> __device__ __forceinline__ T natural(const Inputs &in) { return F.additive() ? T(1) : T(in.scale); }
 
