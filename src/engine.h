@@ -48,7 +48,8 @@ struct Choice {
     Answer answer;
   };
   std::vector<Row> rows;
-  int chosen = -1; // index into rows; -1: none
+  int chosen = -1;      // index into rows; -1: none
+  bool follows = false; // chosen for the forward's sake, not for the least predicted time
 };
 Choice choose(const Problem &, const Execution &, Direction);
 

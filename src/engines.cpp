@@ -58,6 +58,17 @@ void check_engine(const char *wanted) {
                                             "; accepted are ", accepted, "or none for the fastest"));
 }
 
+// The backward's P is exp(S - LSE): in fp32 on a GPU, S of another engine than that of which LSE was made has other rounding errors, which
+// are larger than what the contract leaves. So the backward runs where the forward of the same call would, if that engine takes it.
+static void follow_forward(Choice &choice, const Problem &problem, const Execution &execution, Direction direction) {
+  if (direction != Direction::backward || !problem.engine.empty() || choice.chosen < 0) return;
+  if (problem.dtype != DType::f32 || problem.device_type == STROBE_CPU) return;
+  const Choice forward = choose(problem, execution, Direction::forward);
+  if (forward.chosen < 0) return;
+  const int same = forward.chosen; // the rows are all engines' in both
+  if (same != choice.chosen && std::holds_alternative<Plan>(choice.rows[same].answer)) choice.chosen = same, choice.follows = true;
+}
+
 Choice choose(const Problem &problem, const Execution &execution, Direction direction) {
   Choice choice;
   double least = 0;
@@ -79,6 +90,7 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
       }
     choice.rows.push_back({engine, std::move(answer)});
   }
+  follow_forward(choice, problem, execution, direction);
   return choice;
 }
 
@@ -126,7 +138,7 @@ Decision decide(const Problem &problem, const Execution &execution, Direction di
     const auto &[engine, answer] = choice.rows[i];
     if (engine->only_by_name() || engine->device_type() != problem.device_type || !engine->missing().empty()) continue;
     if (const Plan *plan = std::get_if<Plan>(&answer)) {
-      if (plan->predicted_seconds < std::get<Plan>(chosen.answer).predicted_seconds)
+      if (!choice.follows && plan->predicted_seconds < std::get<Plan>(chosen.answer).predicted_seconds)
         throw Error(STROBE_UNSUPPORTED,
                     text("strict: ", chosen.engine->name(), " was asked for by name, and ", engine->name(), " is faster"));
     } else if (std::holds_alternative<Plan>(engine->plan(without_options(problem), execution, direction))) {

@@ -113,7 +113,9 @@ std::string explain(const Problem &problem, const Execution &execution, Directio
   page.heading("choice");
   try {
     const Decision decision = decide(problem, execution, direction, choice);
-    page.line(decision.engine->name(), problem.engine.empty() ? "the least predicted time" : "asked for by name");
+    page.line(decision.engine->name(), !problem.engine.empty() ? "asked for by name"
+                                       : choice.follows        ? "the forward's engine, whose LSE the backward takes"
+                                                               : "the least predicted time");
     for (const std::string &note : decision.plan.notes) page.line("note", note);
   } catch (const Error &refusal) {
     page.line("none", refusal.what());

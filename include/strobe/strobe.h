@@ -178,12 +178,12 @@ STROBE_API int32_t strobe_make_plan(const strobe_attention *, const strobe_tenso
 STROBE_API int32_t strobe_workspace_size(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                          uint64_t *bytes);
 
-/* A call made ready once, to be run often on other addresses: it is validated and its engine is chosen; shapes, strides, dtypes, devices and
- * options are kept, addresses are not. Several threads may run it at the same time. */
+/* A call made ready once, to be run often on other addresses: it is validated and its engine is chosen; shapes, strides, dtypes, devices
+ * and options are kept, addresses are not. Several threads may run it at the same time. */
 typedef struct strobe_prepared strobe_prepared;
 
-/* Where the tensors of a prepared call lie now: null where the call was prepared without one. Whether an address is a multiple of 16 decides
- * how memory is read, so it has to be one where it was one when the call was prepared, and only there. */
+/* Where the tensors of a prepared call lie now: null where the call was prepared without one. Whether an address is a multiple of 16
+ * decides how memory is read, so it has to be one where it was one when the call was prepared, and only there. */
 typedef struct strobe_addresses {
   uint64_t size;
   void *q, *k, *v, *mask, *bias, *alibi_slopes, *sinks, *cu_seqlens_q, *cu_seqlens_k;
@@ -195,8 +195,8 @@ typedef struct strobe_addresses {
 STROBE_API int32_t strobe_prepare(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                   strobe_prepared **prepared);
 STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *plan);
-/* As strobe_forward or strobe_backward, every check included. execution.threads: 0, or as prepared. Without max_seqlen a call of host memory
- * is planned anew where the longest sequence has another length than when it was prepared, and may want another workspace. */
+/* As strobe_forward or strobe_backward, every check included. execution.threads: 0, or as prepared. Without max_seqlen a call of host
+ * memory is planned anew where the longest sequence has another length than when it was prepared, and may want another workspace. */
 STROBE_API int32_t strobe_run(const strobe_prepared *, const strobe_addresses *, const strobe_execution *);
 STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; when no run is under way */
 
@@ -205,9 +205,10 @@ STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; when no r
 STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction, char *text,
                                   size_t capacity, size_t *needed);
 
-/* Compiles what the call would run on a GPU of this compute capability (90 for 9.0) into the kernel cache, or finds it there. Needs NVRTC but
- * no GPU; of the tensors, which say that they lie on a CUDA device, shapes, strides and the alignment of addresses count. The text is a line
- * per kernel: "compiled|cached <registers> <bytes spilled> <1 if its wgmma are serialized, else 0> <name>"; written as by strobe_explain. */
+/* Compiles what the call would run on a GPU of this compute capability (90 for 9.0) into the kernel cache, or finds it there. Needs NVRTC
+ * but no GPU; of the tensors, which say that they lie on a CUDA device, shapes, strides and the alignment of addresses count. The text is a
+ * line per kernel: "compiled|cached <registers> <bytes spilled> <1 if its wgmma are serialized, else 0> <name>"; written as by
+ * strobe_explain. */
 STROBE_API int32_t strobe_prewarm(const strobe_attention *, const strobe_tensors *, int32_t direction, int32_t compute_capability,
                                   char *text, size_t capacity, size_t *needed);
 
@@ -220,9 +221,9 @@ STROBE_API const char *strobe_engine_missing(int32_t index);
  * does. Initialises the driver, after which a forked child of this process cannot use CUDA. */
 STROBE_API int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed);
 
-/* Of the table of tiles that `strobe tune` measures on a GPU and keeps beside the kernel cache, as JSON: "file", where it lies (empty without
- * a cache folder); "format", "device" and "kernels", which it has to repeat to be used; "ignored", why the one that is there is not. Writes as
- * strobe_explain does. */
+/* Of the table of tiles that `strobe tune` measures on a GPU and keeps beside the kernel cache, as JSON: "file", where it lies (empty
+ * without a cache folder); "format", "device" and "kernels", which it has to repeat to be used; "ignored", why the one that is there is
+ * not. Writes as strobe_explain does. */
 STROBE_API int32_t strobe_tuning(int32_t device_index, char *text, size_t capacity, size_t *needed);
 
 /* keep: bool (B,H,Sq,Sk) on the CPU; true where dropout keeps the element. Reads attention.dropout, seed, offset (or rng, int64 (2),
@@ -230,10 +231,10 @@ STROBE_API int32_t strobe_tuning(int32_t device_index, char *text, size_t capaci
 STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep,
                                        const strobe_execution *);
 
-/* The float64 reference (CPU): the formulas, row by row; slow on purpose. Inputs of any float dtype; out, lse and all gradients are float64 here.
- * rows (optional): only these flat queries, ascending ((b*H + h)*Sq + i; varlen h*Tq + t), are computed and written in forward; in
- * backward only their dq; dbias and dsinks are then an error.
- * cols (optional): in backward only these flat keys ((b*Hkv + h)*Sk + j; varlen h*Tk + t) of dk and dv. */
+/* The float64 reference (CPU): the formulas, row by row; slow on purpose. Inputs of any float dtype; out, lse and all gradients are float64
+ * here. rows (optional): only these flat queries, ascending ((b*H + h)*Sq + i; varlen h*Tq + t), are computed and written in forward; in
+ * backward only their dq; dbias and dsinks are then an error. cols (optional): in backward only these flat keys ((b*Hkv + h)*Sk + j; varlen
+ * h*Tk + t) of dk and dv. */
 typedef struct strobe_selection {
   uint64_t size;
   const int64_t *rows;

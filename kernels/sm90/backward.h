@@ -227,8 +227,8 @@ template <BackwardConfig C> struct Backward {
     __device__ __forceinline__ float *part_of_dq_sum() const {
       return a.a.dq_sum + (C.owns_dq ? (i64)blockIdx.x * (a.a.in.group * a.query_tiles) * (kM * C.columns()) : 0);
     }
-    // dQ of iteration n, of keys from `begin` on, to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes
-    // for each eight queries of a warp.
+    // dQ of iteration n, of keys from `begin` on, to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512
+    // bytes for each eight queries of a warp.
     __device__ __forceinline__ void add_dq(u32 n, i32 number, i32 begin) {
       if (!a.a.dq_sum) return;
       const bool first = C.owns_dq && begin == 0; // which all queries see: nobody has added yet

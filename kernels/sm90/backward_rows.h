@@ -34,7 +34,7 @@ template <RowsConfig C> struct BackwardRows {
     constexpr int kRows = kThreads / kLanes, kSteps = C.tile_q / kRows; // at a time; unrolled, so that all loads are under way at once
     static_assert(C.tile_q % kRows == 0);
     const int first = (int)threadIdx.x / kLanes, lane = (int)threadIdx.x % kLanes;
-    float D[kSteps] = {}, zero[kSteps] = {}; // zero: unless dO, or Q beside a sink, is no number
+    float D[kSteps] = {}, zero[kSteps] = {}, zero_q[kSteps] = {}; // zero: unless dO, or Q, is no number
     const T *out = a.out.at<const T>(tile.batch, tile.head, tile.row + first, 0);
     const T *dout = a.dout.at<const T>(tile.batch, tile.head, tile.row + first, 0);
 #pragma unroll 1
@@ -59,7 +59,7 @@ template <RowsConfig C> struct BackwardRows {
       for (i32 c = 8 * lane; c < in.head_dim; c += 8 * kLanes) {
 #pragma unroll
         for (int n = 0; n < kSteps; ++n) {
-          if (first + n * kRows < tile.rows) zero[n] += dot(uint4{}, *(const uint4 *)(q + n * kRows * in.q.stride[2] + c));
+          if (first + n * kRows < tile.rows) zero_q[n] += dot(uint4{}, *(const uint4 *)(q + n * kRows * in.q.stride[2] + c));
         }
       }
     }
@@ -70,8 +70,9 @@ template <RowsConfig C> struct BackwardRows {
       for (int m = kLanes / 2; m > 0; m /= 2) {
         D[n] += __shfl_xor_sync(0xFFFFFFFFu, D[n], m);
         zero[n] += __shfl_xor_sync(0xFFFFFFFFu, zero[n], m);
+        if (in.sinks) zero_q[n] += __shfl_xor_sync(0xFFFFFFFFu, zero_q[n], m);
       }
-      if (lane == 0) write(a, tile, i, D[n], zero[n] == 0, rows);
+      if (lane == 0) write(a, tile, i, D[n], zero[n] == 0, zero_q[n] == 0, rows);
     }
   }
 
@@ -83,7 +84,7 @@ private:
     for (int i = 0; i < 8; ++i) sum = fmaf(tile::unpacked<T>(a[i / 2], i % 2), tile::unpacked<T>(b[i / 2], i % 2), sum);
     return sum;
   }
-  static __device__ __forceinline__ void write(const BackwardArguments &a, const RowTile<C> &tile, int i, float D, bool sound,
+  static __device__ __forceinline__ void write(const BackwardArguments &a, const RowTile<C> &tile, int i, float D, bool sound, bool q_sound,
                                                float *rows) {
     constexpr float kLog2e = 1.44269504088896340736f;
     const float infinity = -minus_infinity<float>();
@@ -99,7 +100,8 @@ private:
         if (a.delta) *delta = D, *lost = 0;
       }
     }
-    // A row whose dO, Q or LSE is no number: neither is its P. D alone (of a row that sees a V which is none) leaves dV its P.
+    if (!q_sound && fabsf(lse) < infinity) lse = -infinity; // it sees the sink alone: a score that it sees would be in LSE
+    // A row whose dO or LSE is no number: neither is its P. D alone (of a row that sees a V which is none) leaves dV its P.
     rows[i] = lse == -infinity ? lse : sound ? -lse * (a.in.bias ? 1.0f : kLog2e) : __int_as_float(0x7FC00000);
     if (a.in.bias) rows[i + C.tile_q] = -lacks * kLog2e;
     rows[i + (a.in.bias ? 2 : 1) * C.tile_q] = sound && fabsf(lse) < infinity ? D : 0;

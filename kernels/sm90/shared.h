@@ -16,7 +16,7 @@ enum Kind : i32 {
 struct Item {
   i32 b, h, q;
   i32 how;                         // the kind, and which part of the keys
-  static constexpr i32 kKinds = 4; // or more: a power of two
+  static constexpr i32 kKinds = 4; // room for the kinds; a power of two, for the part of the keys stands above it
   __device__ __forceinline__ i32 kind() const { return how % kKinds; }
   __device__ __forceinline__ i32 split() const { return how / kKinds; }
   __device__ __forceinline__ Item again() const { return {b, h, q, split() * kKinds + kAgain}; }

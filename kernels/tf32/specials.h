@@ -1,6 +1,6 @@
-// Infinities and NaN in a right operand, and numbers that TF32 rounds to infinity, which count as such. What a row does not see must not reach
-// it, but 0 * infinity would, and the split into hi and lo makes NaN of any infinity. They are rare: where a result is not finite, the work is
-// done again with them set aside, as 0 in shared memory, and added for the rows that see them.
+// Infinities and NaN in a right operand, and numbers that TF32 rounds to infinity, which count as such. What a row does not see must not
+// reach it, but 0 * infinity would, and the split into hi and lo makes NaN of any infinity. They are rare: where a result is not finite,
+// the work is done again with them set aside, as 0 in shared memory, and added for the rows that see them.
 #pragma once
 #include "multiply.h"
 

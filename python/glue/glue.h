@@ -21,17 +21,19 @@ void strobe_glue_execution(strobe_execution *e, int32_t threads);
 int32_t strobe_glue_run(const strobe_prepared *prepared, int32_t count, const uint8_t *fields, const uintptr_t *addresses, int32_t threads,
                         uintptr_t stream, uintptr_t workspace, uint64_t workspace_bytes);
 
-/* A stack of `matrices` block matrices of rows x cols, from elements to blocks and from blocks to CSR. `offsets` is (matrices, rows + 1). */
+/* A stack of `matrices` block matrices of rows x cols, from elements to blocks and from blocks to CSR. `offsets` is (matrices, rows + 1).
+ * */
 
-/* kept[m, i / block_q, j / block_k] |= mask[m, i, j]; kept (matrices, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k)) begins as zeros. */
+/* kept[m, i / block_q, j / block_k] |= mask[m, i, j]; kept (matrices, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k)) begins as zeros.
+ * */
 void strobe_glue_blocks_of_mask(const uint8_t *mask, int64_t matrices, int64_t seqlen_q, int64_t seqlen_k, int64_t block_q, int64_t block_k,
                                 uint8_t *kept);
 /* The offsets of kept; returns how many blocks are kept. */
 int64_t strobe_glue_count_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int32_t *offsets);
 /* Its columns, at most `count` of them. */
 void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int64_t count, int32_t *indices);
-/* Writes the transposes: offsets_t (matrices, cols + 1), indices_t (kept). Returns 0, with nothing of use written, unless the matrices follow one
- * another in absolute offsets from 0 to kept and the indices of each row are in [0, cols) and strictly ascending. */
+/* Writes the transposes: offsets_t (matrices, cols + 1), indices_t (kept). Returns 0, with nothing of use written, unless the matrices
+ * follow one another in absolute offsets from 0 to kept and the indices of each row are in [0, cols) and strictly ascending. */
 int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices,
                               int32_t *offsets_t, int32_t *indices_t);
 

@@ -236,7 +236,7 @@ def without_causal_bias(framework: Framework | None, q: Array, k: Array, given: 
         own, aligned = _lengths(arrays[0], arrays[1], given), given.get("alignment", "bottom_right")
         said = f"{name}: a causal bias of {lengths[0]} x {lengths[1]}, {alignment}"
         if _is_packed(given):
-            wrong.append(ValueError(f"{said}, with cu_seqlens; accepted is causal=True"))
+            wrong.append(ValueError(f'{said}, with cu_seqlens; accepted is causal=True, alignment="{alignment}"'))
         elif any(there is not None and here != there for here, there in zip(lengths, own, strict=True)):
             wrong.append(ValueError(f"{said}; accepted is one of {own[0]} x {own[1]}, as q and k have"))
         elif lengths[0] != lengths[1] and aligned != alignment and _has_band(given):
@@ -254,10 +254,12 @@ def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mappi
     if [mask.seqlen_q, mask.seqlen_k] != lengths:
         whose = "the maxima of the sequences" if _is_packed(given) else "q and k"
         accepted = f"accepted is one of {lengths[0]} queries and {lengths[1]} keys, as {whose} have"
+        if _is_packed(given) and any(given.get(name) is None for name in ("max_seqlen_q", "max_seqlen_k")):
+            accepted += "; without max_seqlen_q and max_seqlen_k these are the numbers of tokens"
         wrong.append(ValueError(f"block_mask: of {mask.seqlen_q} queries and {mask.seqlen_k} keys; {accepted}"))
     elif mask.alignment not in (None, aligned) and aligned in _ALIGNMENTS and _has_band(given):
         accepted = f"accepted beside causal, window or alibi_slopes is the alignment of these, {aligned}"
-        wrong.append(ValueError(f"block_mask: {mask.alignment}; {accepted}"))
+        wrong.append(ValueError(f'block_mask: {mask.alignment}; {accepted}: make it with alignment="{aligned}"'))
 
 
 _BLOCKS = ("block_rows", "block_cols", "block_rows_t", "block_cols_t")

@@ -16,6 +16,10 @@ from ._ready import PLAIN
 _OF_SCORES = frozenset({"mask", "bias"})
 
 
+# What tells where a tensor's numbers lie: a type that answers otherwise would have other memory read.
+_OF_MEMORY = frozenset({"shape", "size", "stride", "data_ptr", "storage_offset", "dtype", "device", "is_cuda", "numel", "dim", "ndim"})
+
+
 def unfit(name: str, x: Tensor, beside: str, q: Tensor | None) -> Exception | None:
     """What is wrong with x unless it is dense, means its numbers alone, and lies where q, the argument `beside`, does."""
     if type(x) not in PLAIN and (refused := _unfit_subclass(name, x)) is not None:
@@ -35,6 +39,8 @@ def unfit(name: str, x: Tensor, beside: str, q: Tensor | None) -> Exception | No
 def _unfit_subclass(name: str, x: Tensor) -> Exception | None:
     if _is_uninitialized(x):
         return ValueError(f"{name}: {kind(x)}, which has no shape yet; accepted is a torch.Tensor")
+    if not has_own_dispatch(x) and (own := _overridden(type(x), Tensor)):
+        return TypeError(f"{name}: {kind(x)}, which has a {own[0]} of its own; accepted is a torch.Tensor; as_subclass() makes it one")
     if _is_a("DTensor", x, "torch.distributed.tensor", "torch.distributed._tensor"):
         return TypeError(f"{name}: a DTensor; accepted is a torch.Tensor, which to_local() or full_tensor() gives")
     if _is_masked(x):
@@ -46,6 +52,11 @@ def _unfit_subclass(name: str, x: Tensor) -> Exception | None:
             f"{name}: {kind(x)}, whose memory may not hold what it means; accepted is a torch.Tensor; as_subclass() makes it one"
         )
     return None
+
+
+def _overridden(kind: type, base: type) -> list[str]:
+    classes = kind.__mro__[: kind.__mro__.index(base)]
+    return sorted({name for of in classes if of not in PLAIN for name in vars(of)} & _OF_MEMORY)
 
 
 def _is_a(kind: str, x: object, *modules: str) -> bool:

@@ -1,7 +1,6 @@
 #include "attention/dropout_mask.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "attention/options.h"
 #include "attention/tensor_check.h"
@@ -57,7 +56,7 @@ void dropout_mask(const strobe_attention *attention, const strobe_tensor *rng, c
   const int64_t *size = keep->shape;
   if (std::count(size, size + 4, 0)) return;
   const int64_t blocks = (size[2] + kBlock - 1) / kBlock, items = size[0] * size[1] * blocks;
-  const int32_t shares = static_cast<int32_t>(std::min<int64_t>(items, std::numeric_limits<int32_t>::max()));
+  const int32_t shares = static_cast<int32_t>(std::min<int64_t>(items, 1 << 20));
   execution.run(shares, [&](int32_t share) {
     for (int64_t n = share; n < items; n += shares)
       write_rows(*keep, key, threshold, n / blocks / size[1], n / blocks % size[1], n % blocks * kBlock);

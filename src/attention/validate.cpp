@@ -247,8 +247,8 @@ private:
     accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
   }
 
-  // Engines count bytes of workspace in 64 bits, up to 2^20 a row, whatever the strides let the tensors claim. Of packed sequences they keep
-  // the tokens' rows alone, and count the tiles that the longest of all would have.
+  // Engines count bytes of workspace in 64 bits, up to 2^20 a row, whatever the strides let the tensors claim. Of packed sequences they
+  // keep the tokens' rows alone, and count the tiles that the longest of all would have.
   void total_size(const Problem &p) {
     if (!varlen) {
       if (product_below(40, {n.batch, n.heads}, {n.seqlen_q, n.seqlen_k})) return;

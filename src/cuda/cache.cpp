@@ -47,7 +47,11 @@ CacheSettings CacheSettings::from_environment() {
     s.folder = home + "/.cache/strobe";
   s.further = environment_list("STROBE_CACHE_PATH");
   auto used = [&](const std::string &folder) {
-    const std::string why = folder_refused(folder);
+    std::string why = folder_refused(folder);
+    std::error_code none;
+    for (auto entry = std::filesystem::directory_iterator(folder, none); why.empty() && !none && entry != decltype(entry)();
+         entry.increment(none))
+      if (entry->path().filename().string().starts_with(kFolderPrefix)) why = folder_refused(entry->path());
     if (!why.empty()) s.refused.push_back(why);
     return why.empty();
   };

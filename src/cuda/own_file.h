@@ -1,5 +1,6 @@
 // Files of the cache folders. What lies there is run on the GPU, so a file counts only where nobody but its owner can have written it: a
-// regular file of this user's or of root's, in a folder of theirs, neither of them open to others for writing. Nothing here throws.
+// regular file of this user's or of root's, in a folder of theirs, neither of them open to others for writing. What the system refuses is
+// an empty answer, no exception.
 #pragma once
 #include <optional>
 #include <string>

@@ -99,8 +99,8 @@ bool wastes_80(const Problem &p, const Features &f) {
   return double(tiles(p.seqlen_q, 80) * 80) > 1.07 * double(tiles(p.seqlen_q, 64) * 64);
 }
 
-// Does what becomes of a score leave a head of up to 64 columns registers for tiles of 128 queries? Measured on an H200, 128 over 64: blocks
-// 1.21 to 1.30, ALiBi 1.14 to 1.25; a bias 0.94, softcap slower, dropout spills.
+// Does what becomes of a score leave a head of up to 64 columns registers for tiles of 128 queries? Measured on an H200, 128 over 64:
+// blocks 1.21 to 1.30, ALiBi 1.14 to 1.25; a bias 0.94, softcap slower, dropout spills.
 bool leaves_registers(const Problem &p, const Features &f) {
   return !f.mask && !f.bias && !f.function && !f.scaled && !f.dropout && (!f.blocks || p.blocks.block_q % 128 == 0);
 }

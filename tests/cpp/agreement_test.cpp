@@ -30,8 +30,8 @@ double half(uint16_t bits, int mantissa, int bias) {
   return bits >> 15 ? -size : size;
 }
 
-// Which calls are drawn. packed_softcap: of 16 bits, where queries beyond a sequence's end might spoil its gradients by their slope. lengthy:
-// more keys or queries than a running sum takes before it starts anew.
+// Which calls are drawn. packed_softcap: of 16 bits, where queries beyond a sequence's end might spoil its gradients by their slope.
+// lengthy: more keys or queries than a running sum takes before it starts anew.
 enum class Calls { any, packed_softcap, lengthy };
 
 // The calls that one seed stands for: the same inputs whatever the direction and the engine.
@@ -117,7 +117,8 @@ private:
   // Nobody reads the tokens from `used` on: NaN.
   void spoil_padding(const char *name, int64_t used) {
     const strobe_tensor &t = c[name];
-    const size_t token = c.memory_bytes(name) / static_cast<size_t>(std::max<int64_t>(t.shape[0], 1));
+    if (used == t.shape[0]) return;
+    const size_t token = c.memory_bytes(name) / static_cast<size_t>(t.shape[0]);
     std::memset(static_cast<char *>(t.data) + token * static_cast<size_t>(used), 0xFF, token * static_cast<size_t>(t.shape[0] - used));
   }
 
@@ -302,7 +303,7 @@ void every_engine_agrees(Calls calls, int rounds) {
       CAPTURE(n);
       agrees(static_cast<uint32_t>(n), calls, engine, taken);
     }
-    if (calls == Calls::packed_softcap && taken.forward == 0) continue; // an engine of fp32 alone
+    if (calls == Calls::packed_softcap && std::strcmp(engine, "cuda-tf32") == 0) continue; // of fp32 alone
     MESSAGE(std::string(engine) << ": " << taken.forward << " forwards and " << taken.backward << " backwards of " << n);
     CHECK(taken.forward > 0);
     CHECK(taken.backward > 0);

@@ -169,11 +169,16 @@ TEST_CASE("lists: changed by another thread all the time") {
         for (size_t n = 0; n < bytes.size(); n++) at[n] = bytes[n];
       }
   });
-  int ran = 0, refused = 0;
-  for (int n = 0; n < 2000; n++) (c.run() == STROBE_OK ? ran : refused)++;
+  int refused = 0; // whatever the lists hold when they are copied, they are taken or refused, and never read outside of what there is
+  for (int n = 0; n < 2000; n++) {
+    const int32_t status = c.run();
+    CHECK((status == STROBE_OK || status == STROBE_INVALID_ARGUMENT));
+    refused += status != STROBE_OK;
+  }
   done = true;
   other.join();
-  CHECK(ran + refused == 2000);
+  MESSAGE(refused << " of 2000 refused");
+  CHECK(c.run() == STROBE_OK);
 }
 
 TEST_CASE("lists: one copy of a list that is given twice") {

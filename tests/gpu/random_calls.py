@@ -243,7 +243,10 @@ def main() -> int:
         work(asked.work)
         return 0
     import record
+    import torch
 
+    if os.environ["STROBE_TEST_DEVICE"] == "cuda" and not torch.cuda.is_available():  # does not make CUDA begin
+        parser.exit(2, "PyTorch sees no CUDA device here; CONTRIBUTING.md has the command for the emulated GPU\n")
     digest = record.digest()
     print(f"seed {asked.seed}, {asked.workers} workers", flush=True)
     tally, seconds = run(asked.seed, asked.seconds, min(asked.sets, SETS_A_SEED), asked.workers, asked.calls, asked.patience)

@@ -104,6 +104,8 @@ def add_random(found: dict[str, Any], of: str, file: Path = RECORD) -> None:
     record = json.loads(file.read_text()) if file.exists() else {}
     before = record.get("random")
     if before and before["digest"] == of and before["device"] == found["device"]:
+        if again := set(before["seeds"]) & set(found["seeds"]):
+            raise ValueError(f"seed {again.pop()} is in {file.name} already")
         found = found | {name: before[name] + found[name] for name in ("calls", "option_sets", "wrong", "seeds", "seconds")}
     file.write_text(json.dumps(record | {"random": found | {"digest": of}}, indent=2) + "\n")
 

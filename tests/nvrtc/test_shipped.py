@@ -173,3 +173,22 @@ def test_hopper_takes_powers_of_two():
     shape = Shape((16, 2, 16384, 64), "bfloat16")
     kernels = prewarm({"q": shape, "k": shape, "v": shape}, {"engine": "cuda-sm90"}, True, 90)
     assert any("sm90::Backward<" in kernel.name for kernel in kernels)
+
+
+@pytest.mark.parametrize("lengths", [(2, 4), (300, 300), (4096, 4096)], ids=str)
+@pytest.mark.parametrize("heads", [(24, 6), (1, 1)], ids=str)
+def test_fp32_goes_back_where_it_came_from(heads, lengths):
+    """P is exp(S - LSE): S by other products than those that LSE was made of is further off than float32 may be."""
+    q, k = (Shape((5, h, s, 72), "float32") for h, s in zip(heads, lengths, strict=True))
+    families = []
+    for backward in (False, True):
+        try:
+            kernels = prewarm({"q": q, "k": k, "v": k}, {"window_right": 0}, backward, 90)
+        except NotImplementedError as refusal:
+            if "no NVRTC" not in str(refusal):
+                raise
+            pytest.skip(str(refusal))
+        main = "Backward<" if backward else "Forward<"
+        families += [kernel.name.split("::")[1] for kernel in kernels if main in kernel.name]
+    assert len(families) == 2, families
+    assert families[0] == families[1]

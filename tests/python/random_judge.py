@@ -75,23 +75,24 @@ class Judge:
         return {name: size for name, size in gross.items() if name in self.ref}
 
     def _steps(self) -> dict[str, float]:
-        """What float16's steps of 2^-24 take from P and dS below 2^-14: docs/semantics.md, "Rows". The largest of each gradient."""
+        """What float16's steps of 2^-24 take from P and dS below 2^-14 (docs/semantics.md, "Rows"): each element is off by up to half a
+        step, one way or the other, so a sum of n of them by sqrt(n) of these; four standard deviations. The largest of each gradient."""
         x = self.call.dense
-        seen, k, v, dout = (t.double() for t in (x.seen, x.k.abs(), x.v.abs(), x.dout.abs()))
-        (b, h, sq), (hkv, sk) = dout.shape[:3], k.shape[1:3]
+        seen, k, v, dout = (t.double() for t in (x.seen, x.k, x.v, x.dout))
+        (b, h, sq), (hkv, sk), d = dout.shape[:3], k.shape[1:3], x.q.shape[3]
         group = h // hkv
         seen = seen.expand(b, h, sq, sk)
-        heads = (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
-        dp = 2 * magnitude(dout @ heads[1].transpose(2, 3)) / x.keep_rate + magnitude(x.dlse)
-        each = 2.0**-25 * (1 + dp)
-        of_keys = seen.transpose(2, 3) @ torch.cat([x.q.double().abs(), dout], dim=3)  # summed over queries
-        of_keys = of_keys.reshape(b, hkv, group, sk, of_keys.shape[3]).sum(2)
-        d = x.q.shape[3]
-        found = {"dq": abs(x.scale) * each * magnitude(seen @ heads[0]), "dk": abs(x.scale) * each * magnitude(of_keys[..., :d])}
-        found["dv"] = 2.0**-25 / x.keep_rate * magnitude(of_keys[..., d:])
+        heads_k, heads_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        dp = magnitude((dout @ heads_v.transpose(2, 3)).where(seen > 0, 0.0)) / x.keep_rate + magnitude((dout * self.ref["out"]).sum(3))
+        step = 4 * 2.0**-25 / math.sqrt(3)
+        each = step * (1 + dp + magnitude(x.dlse))
+        of_keys = seen.transpose(2, 3) @ torch.cat([x.q.double(), dout], dim=3).square()  # summed over queries
+        of_keys = of_keys.reshape(b, hkv, group, sk, of_keys.shape[3]).sum(2).sqrt()
+        found = {"dq": abs(x.scale) * each * magnitude((seen @ heads_k.square()).sqrt())}
+        found |= {"dk": abs(x.scale) * each * magnitude(of_keys[..., :d]), "dv": step / x.keep_rate * magnitude(of_keys[..., d:])}
         if x.bias is not None:
             axes = [i for i in range(4) if x.bias.shape[i] == 1]
-            found["dbias"] = each * magnitude(seen.sum(dim=axes) if axes else seen)
+            found["dbias"] = each * magnitude((seen.sum(dim=axes) if axes else seen).sqrt())
         return found
 
     def _variants(self) -> Iterator[tuple[Dense, Results, bool]]:

@@ -307,7 +307,9 @@ def test_a_call_has_the_alignment_of_its_mask(alignment, options):
         strobe.attention(q, k, k, block_mask=blocks, alignment=alignment, **options)
         strobe.attention(q, k, k, block_mask=blocks, alignment=other)
         for mask in (blocks, blocks.to("cpu"), pickle.loads(pickle.dumps(blocks))):
-            words = f"^block_mask: {alignment}; accepted beside causal, window or alibi_slopes is the alignment of these, {other}$"
+            words = (
+                f"^block_mask: {alignment}; accepted beside causal, window or alibi_slopes is the alignment of these, {other}: make it with"
+            )
             with pytest.raises(ValueError, match=words):
                 strobe.attention(q, k, k, block_mask=mask, alignment=other, **options)
         square = make(50, 50, 16, 16, alignment=alignment)

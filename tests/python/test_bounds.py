@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cases import Inputs, call
-from check import available_engines, oracle, run_or_skip
+from check import Yardstick, available_engines, oracle, run_or_skip
 
 engines = pytest.mark.parametrize("engine", available_engines())
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -51,6 +51,7 @@ def test_each_row_of_a_gradient(shape, dtype, engine):
         shape = {"b": 4, "h": 4, "sq": 96, "d": 64, "scale": 0.125, "gradients": ("sinks",), "sinks": torch.tensor([0.0, 3.0, -2.0, 6.0])}
     inputs = call(dtype=dtype, dlse="sinks" in shape, **shape)
     results, ref = run_or_skip(inputs, engine), oracle(inputs)
+    assert not (faults := Yardstick(inputs).faults(results)), faults  # as whole tensors
     for name, bound in bounds_of_rows(inputs).items():
         over = (results[name].double() - ref[name]).abs() / bound
         assert over.max() <= 1, f"{name}: {over.max():.2f} of the bound at {(over == over.max()).nonzero()[0].tolist()}"

@@ -235,3 +235,40 @@ def test_wrong_names_and_flags_of_the_passes_are_refused():
     leaves, sequences = packed()
     with pytest.raises(TypeError, match="^zero_tensors: str 'a'; accepted is True or False, or 1 or 0\nnum_splits: str; accepted"):
         _flash_attn_varlen_forward(*leaves, **sequences, dropout_p=0.0, softmax_scale=None, causal=False, zero_tensors="a", num_splits="b")
+
+
+def test_a_part_with_little_weight_keeps_its_gradients():
+    """Keys whose scores are 12 below the others': their dO' is that much smaller, and float16 has no such numbers."""
+    q, k, v = (torch.randn(1, 64, 2, 32, dtype=torch.float16) for _ in range(3))
+    q, k = q * 0.1, k * 0.1
+    q[..., 0] = 8.0
+    k[:, :32, :, 0], k[:, 32:, :, 0] = 0.0, 12 * 32**0.5 / 8
+    dout = torch.randn_like(q)
+    options = PLAIN | {"softmax_scale": 32**-0.5}
+    out, lse, _, _ = _flash_attn_forward(q, k, v, **options, return_softmax=False)
+    whole = [t.double().requires_grad_() for t in (q, k, v)]
+    s = torch.einsum("bihd,bjhd->bhij", whole[0], whole[1]) * 32**-0.5
+    o = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), whole[2])
+    expected = torch.autograd.grad(o, whole, dout.double())
+    weak = [torch.empty_like(t[:, :32]) for t in (k, v)]
+    _flash_attn_backward(dout, q, k[:, :32], v[:, :32], out, lse, torch.empty_like(q), *weak, **options, deterministic=False)
+    for found, name, ref in zip(weak, ("dk", "dv"), expected[1:], strict=True):
+        ref = ref[:, :32]
+        assert (found.double() - ref).abs().max() < 0.05 * ref.abs().max() + 2.0**-24, name
+
+
+def test_where_gradients_go():
+    """dq may lie where dout does; what cannot be written is refused before anything is."""
+    q, k, v = (t.detach() for t in inputs())
+    dout = torch.randn_like(q)
+    out, lse, _, _ = _flash_attn_forward(q, k, v, **PLAIN, return_softmax=False)
+    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    expected = _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, **PLAIN, deterministic=False)
+    there = dout.clone()
+    found = _flash_attn_backward(there, q, k, v, out, lse, there, dk, dv, **PLAIN, deterministic=False)
+    assert torch.equal(found, expected)
+    assert torch.equal(there, dq)
+    with pytest.raises(ValueError, match="^dv: the memory of dk; accepted is memory of its own$"):
+        _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dk, **PLAIN, deterministic=False)
+    with pytest.raises(ValueError, match="^dk: strides .*; accepted is memory of its own for each number$"):
+        _flash_attn_backward(dout, q, k, v, out, lse, dq, dk[:1].expand(2, -1, -1, -1), dv, **PLAIN, deterministic=False)

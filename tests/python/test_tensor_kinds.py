@@ -360,3 +360,18 @@ def test_random_kinds_in_random_places():
             told.append((place, kind, str(refusal)))
     assert not [each for each in told if not all(re.match(r"[\w, ]+: .*accepted", line) for line in each[2].splitlines())]
     assert len(told) > 300
+
+
+class Longer(Tensor):
+    """Says that more lies in its memory than does."""
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size((2, 3, 500, 8))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_lies_about_its_memory_is_refused(name):
+    arrays = {"q": Q, "k": K, "v": K} | {name: (Q if name == "q" else K).as_subclass(Longer)}
+    with pytest.raises(TypeError, match=f"^{name}: .*Longer, which has a shape of its own; accepted is a torch.Tensor"):
+        strobe.attention(**arrays)

@@ -31,7 +31,7 @@ def _numpy() -> str:
     return numpy.__version__
 
 
-def _kernel_cache() -> str:
+def kernel_cache() -> str:
     """The folders where a GPU's kernels are kept, and those that are not used, with the reason."""
     return next(line.removeprefix("cache: ") for line in said(lib.strobe_cuda_info).splitlines() if line.startswith("cache: "))
 
@@ -41,7 +41,7 @@ def command() -> None:
     console = Console()
     facts = Table(show_header=False, box=None)
     facts.add_column(style="bold")
-    told = {"Strobe": strobe.__version__, **machine.describe(), "PyTorch": _torch(), "NumPy": _numpy(), "Kernel cache": _kernel_cache()}
+    told = {"Strobe": strobe.__version__, **machine.describe(), "PyTorch": _torch(), "NumPy": _numpy(), "Kernel cache": kernel_cache()}
     for name, fact in told.items():
         facts.add_row(name, escape(fact))
     console.print(facts)

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from strobe._core import lib
 from strobe._prewarm import Kernel, Shape, prewarm
+from strobe.cli.info import kernel_cache
 from strobe.cli.values import known
 
 # One feature alone: tensors and options beside q, k and v. B, H, S: of the example.
@@ -100,7 +101,7 @@ _ARCH = "compute capability times ten, e.g. 90 for an H100 or H200"
 
 
 def _arch(given: str) -> int:
-    if not given.isdecimal() or not 50 <= int(given[:9]) <= 999:
+    if not given.isdecimal() or not 61 <= int(given[:9]) <= 999:
         raise typer.BadParameter(f"{given!r}; accepted is the {_ARCH}", param_hint="--arch")
     return int(given)
 
@@ -121,6 +122,9 @@ def command(
     known(dtype, DTYPES, "--dtype")
     if not arch:
         raise typer.BadParameter(f"missing; accepted is the {_ARCH}", param_hint="--arch")
+    if (cache := kernel_cache()).startswith("none"):
+        typer.echo(f"strobe prewarm: nothing would be kept; kernel cache: {cache}", err=True)
+        raise typer.Exit(1)
     console = Console()
     asked = list(jobs(arch, head_dim, dtype, feature))
     began = perf_counter()

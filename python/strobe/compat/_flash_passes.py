@@ -19,7 +19,7 @@ from strobe._torch import TORCH
 
 from ._call import NAMES, attend, refuse_pages, sequences, translated
 from ._gaps import parts, within
-from ._words import in_words_of, names_checked, switch_or_refusal, tensor_or_refusal
+from ._words import in_words_of, names_checked, not_writable, switch_or_refusal, tensor_or_refusal
 
 _NAMES = NAMES | {"rng": "rng_state", "lse": "softmax_lse"}
 
@@ -205,6 +205,9 @@ def _without_gaps(
     given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "leftpad_k": leftpad, "seqused_k": used, "alibi_slopes": slopes}
     given = {name: x for name, x in given.items() if x is not None or name.startswith("cu_seqlens")}
     wrong: Wrong = [x for x in map(tensor_or_refusal, given, given.values()) if isinstance(x, Exception)]
+    if not wrong:
+        lists = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        wrong = [ValueError(f"{name}: dtype {kind(x.dtype)}; accepted is int32") for name, x in lists.items() if x.dtype != torch.int32]
     if wrong:
         raise refusal(wrong)
     if cu_q.dim() != 1 or not len(cu_q) or cu_k.shape != cu_q.shape:
@@ -249,12 +252,12 @@ def _backward(
         raise refusal(wrong)
     given = translated(_NAMES, **options, **packed, rng=rng_state)
     with in_words_of(_NAMES, given), _without_autocast(q):
-        through = attention_backward if _takes_any_lse(q) else _backward_of_a_part
-        found = through(dout, q, k, v, out, softmax_lse, **given)
+        found = _backward_of_a_part(dout, q, k, v, out, softmax_lse, **given)
+    softmax_d = _by_head(_row_sums(dout, out))  # before anything is written: dq may be where dout or out is
     for x, gradient in zip((dq, dk, dv), found, strict=False):
         if x is not None:
             x.copy_(gradient)
-    return _by_head(_row_sums(dout, out))
+    return softmax_d
 
 
 def _unfit(known: dict[str, Tensor], into: dict[str, tuple[Tensor | None, Tensor]], is_packed: bool) -> Wrong:
@@ -282,7 +285,9 @@ def _unfit(known: dict[str, Tensor], into: dict[str, tuple[Tensor | None, Tensor
         elif x.shape != shape or x.dtype != like.dtype or x.device != like.device:
             found = f"shape {tuple(x.shape)}, {x.dtype}, on {x.device}"
             wrong.append(ValueError(f"{name}: {found}; accepted is {tuple(shape)}, {like.dtype}, on {like.device}"))
-    return wrong
+    written = {name: x for name, (x, _) in into.items() if isinstance(x, Tensor)}
+    wrong += [x for x in map(tensor_or_refusal, written, written.values()) if isinstance(x, Exception)]
+    return wrong or not_writable(written)
 
 
 def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
@@ -292,24 +297,23 @@ def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _takes_any_lse(q: Tensor) -> bool:
-    """Whether attention_backward() computes P = exp(S - LSE) from any LSE. Elsewhere it may sum up P of a row once more and divide by the
-    sum, to be rid of the LSE's rounding: right for the LSE of these keys alone."""
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
-
-
 def _backward_of_a_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **given: Any) -> Gradients:
-    """The gradients of these keys, where out and lse are those of more. With out' and lse' of these keys alone and w = exp(lse' - lse),
-    the weights of the whole are P = w P', and
+    """The gradients of these keys, where out and lse may be those of more. (attention_backward() takes the LSE for that of these keys: it
+    may sum up P of a row once more and divide by the sum, to be rid of the LSE's rounding.) With out' and lse' of these keys alone and
+    w = exp(lse' - lse), the weights of the whole are P = w P', and
 
         dV = Pᵀ dO = P'ᵀ (w dO)
         dS = P (dP - D) = P' (dP' - D' + dLSE')    where dO' = w dO, D = rowsum(dO · out) and dLSE' = w rowsum(dO · (out' - out)).
     """
     own, own_lse = attention(q, k, v, return_lse=True, **given)
     weight = torch.where(own_lse == -math.inf, 0.0, torch.exp(own_lse - lse))  # hidden from all these keys: no part in them
+    # Weights may all be so small that dO' leaves float16: the largest becomes a number from 1 to 2, and the gradients make up for it.
+    unit = torch.exp2(weight.amax().clamp_min(1e-30).log2().floor()) if weight.numel() else weight.new_ones(())
+    weight = weight / unit
     scaled = (dout * _by_head(weight)[..., None]).to(dout.dtype)
     dlse = weight * _by_head(_row_sums(dout, own) - _row_sums(dout, out))
-    return attention_backward(scaled, q, k, v, own, own_lse, dlse=dlse, **given)
+    found = attention_backward(scaled, q, k, v, own, own_lse, dlse=dlse, **given)
+    return found._replace(dq=found.dq * unit.to(q.dtype), dk=found.dk * unit.to(q.dtype), dv=found.dv * unit.to(q.dtype))
 
 
 def _row_sums(dout: Tensor, out: Tensor) -> Tensor:

@@ -16,6 +16,23 @@ from strobe._framework import is_bool, is_whole, kind, unfit
 from strobe._prepare import Wrong, check_names, flag, refusal
 
 P = ParamSpec("P")
+
+
+def not_writable(written: Mapping[str, Tensor]) -> Wrong:
+    """Why results cannot be written where the caller wants them: known before anything is."""
+    wrong: Wrong = []
+    names = list(written)
+    for n, (name, x) in enumerate(written.items()):
+        if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            wrong.append(ValueError(f"{name}: strides {tuple(x.stride())}; accepted is memory of its own for each number"))
+        elif x.is_inference() and not torch.is_inference_mode_enabled():
+            wrong.append(ValueError(f"{name}: an inference tensor; accepted is one that may be written outside of inference mode"))
+        for other in names[:n]:
+            if x.numel() and x.data_ptr() == written[other].data_ptr():
+                wrong.append(ValueError(f"{name}: the memory of {other}; accepted is memory of its own"))
+    return wrong
+
+
 R = TypeVar("R")
 
 
