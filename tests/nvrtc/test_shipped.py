@@ -175,11 +175,11 @@ def test_hopper_takes_powers_of_two():
     assert any("sm90::Backward<" in kernel.name for kernel in kernels)
 
 
-@pytest.mark.parametrize("lengths", [(2, 4), (300, 300), (4096, 4096)], ids=str)
-@pytest.mark.parametrize("heads", [(24, 6), (1, 1)], ids=str)
+@pytest.mark.parametrize("lengths", [(64, 64), (4000, 16), (4096, 4096)], ids=str)
+@pytest.mark.parametrize("heads", [(24, 6), (8, 8)], ids=str)
 def test_fp32_goes_back_where_it_came_from(heads, lengths):
     """P is exp(S - LSE): S by other products than those that LSE was made of is further off than float32 may be."""
-    q, k = (Shape((5, h, s, 72), "float32") for h, s in zip(heads, lengths, strict=True))
+    q, k = (Shape((5, h, s, 16), "float32") for h, s in zip(heads, lengths, strict=True))
     families = []
     for backward in (False, True):
         try:

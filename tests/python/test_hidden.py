@@ -90,7 +90,7 @@ def test_a_query_whose_scores_are_minus_infinity(dtype, engine):
     inputs.k[..., 0] = inputs.k[..., 0].abs() + 0.1
     inputs.q[..., 5, 0] = -INF
     results, ref = run_or_skip(inputs, engine), oracle(inputs)
-    if engine == "cpu-amx" and dtype == torch.float32:
+    if engine in ("cpu-amx", "cuda-tf32") and dtype == torch.float32:
         pytest.skip("an infinite input gives NaN there: docs/semantics.md")
     for name in ("out", "lse", "dv"):
         assert (results[name].isfinite() | ~ref[name].isfinite()).all(), name
