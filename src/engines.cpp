@@ -58,11 +58,12 @@ void check_engine(const char *wanted) {
                                             "; accepted are ", accepted, "or none for the fastest"));
 }
 
-// The backward's P is exp(S - LSE): in fp32 on a GPU, S of another engine than that of which LSE was made has other rounding errors, which
-// are larger than what the contract leaves. So the backward runs where the forward of the same call would, if that engine takes it.
+bool follows_forward(const Problem &problem, Direction direction) {
+  return direction == Direction::backward && problem.engine.empty() && problem.dtype == DType::f32 && problem.device_type != STROBE_CPU;
+}
+
 static void follow_forward(Choice &choice, const Problem &problem, const Execution &execution, Direction direction) {
-  if (direction != Direction::backward || !problem.engine.empty() || choice.chosen < 0) return;
-  if (problem.dtype != DType::f32 || problem.device_type == STROBE_CPU) return;
+  if (choice.chosen < 0 || !follows_forward(problem, direction)) return;
   const Choice forward = choose(problem, execution, Direction::forward);
   if (forward.chosen < 0) return;
   const int same = forward.chosen; // the rows are all engines' in both
