@@ -17,7 +17,7 @@ _OF_SCORES = frozenset({"mask", "bias"})
 
 
 # What tells where a tensor's numbers lie: a type that answers otherwise would have other memory read.
-_OF_MEMORY = frozenset({"shape", "size", "stride", "data_ptr", "storage_offset", "dtype", "device", "is_cuda", "numel", "dim", "ndim"})
+_OF_MEMORY = frozenset({"shape", "size", "stride", "data_ptr", "storage_offset", "dtype", "device", "numel", "dim", "ndim"})
 
 
 def unfit(name: str, x: Tensor, beside: str, q: Tensor | None) -> Exception | None:

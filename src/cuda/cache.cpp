@@ -47,11 +47,7 @@ CacheSettings CacheSettings::from_environment() {
     s.folder = home + "/.cache/strobe";
   s.further = environment_list("STROBE_CACHE_PATH");
   auto used = [&](const std::string &folder) {
-    std::string why = folder_refused(folder);
-    std::error_code none;
-    for (auto entry = std::filesystem::directory_iterator(folder, none); why.empty() && !none && entry != decltype(entry)();
-         entry.increment(none))
-      if (entry->path().filename().string().starts_with(kFolderPrefix)) why = folder_refused(entry->path());
+    const std::string why = folder_refused(folder);
     if (!why.empty()) s.refused.push_back(why);
     return why.empty();
   };
@@ -62,8 +58,19 @@ CacheSettings CacheSettings::from_environment() {
   return s;
 }
 
+static std::vector<std::string> all_refused() {
+  CacheSettings s = CacheSettings::from_environment();
+  s.further.push_back(s.folder);
+  for (const std::string &folder : s.further) { // their own folders, one for each NVRTC
+    std::error_code none;
+    for (const auto &entry : std::filesystem::directory_iterator(folder, none))
+      if (entry.path().filename().string().starts_with(kFolderPrefix))
+        if (std::string why = folder_refused(entry.path()); !why.empty()) s.refused.push_back(std::move(why));
+  }
+  return s.refused;
+}
 const std::vector<std::string> &refused_folders() {
-  static const auto *const refused = new std::vector<std::string>(CacheSettings::from_environment().refused);
+  static const auto *const refused = new std::vector<std::string>(all_refused());
   return *refused;
 }
 
