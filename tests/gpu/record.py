@@ -39,7 +39,7 @@ SOURCES = (
         "src/attention/*",
         "src/cuda/*",
         "python/strobe/*.py",
-        "python/strobe/train/*.py",
+        "python/strobe_tools/train/*.py",
         "tests/gpu/*.py",
     ),
     *(f"tests/python/{name}" for name in CONTRACT + HELPERS),

@@ -15,7 +15,7 @@ import typer
 
 import strobe
 from strobe._prepare import DEFAULTS
-from strobe.cli import app
+from strobe_tools.cli import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

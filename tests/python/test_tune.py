@@ -9,8 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 from strobe import _tuning
-from strobe.cli import app
-from strobe.cli.tune import Case, Shape, cases
+from strobe_tools.cli import app
+from strobe_tools.cli.tune import Case, Shape, cases
 
 ABOUT = {"format": 1, "device": "Fake 1", "kernels": "0123"}
 

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from strobe._core import lib
 from strobe._prewarm import Kernel, Shape, prewarm
-from strobe.cli.info import kernel_cache
-from strobe.cli.values import known
+from strobe_tools.cli.info import kernel_cache
+from strobe_tools.values import known
 
 # One feature alone: tensors and options beside q, k and v. B, H, S: of the example.
 _B, _H, _S = 2, 4, 4096

@@ -6,7 +6,10 @@ from typing import Annotated
 
 import typer
 
-from strobe.cli import bench, check, figures, info, prewarm, train, tune
+from strobe_tools.bench import cpu as bench
+from strobe_tools.cli import check, info, prewarm, tune
+from strobe_tools.figures import command as figures
+from strobe_tools.train import command as train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,8 +34,8 @@ def _strobe(
     pass
 
 
-for module in (info, check, prewarm, tune, figures, train):
-    app.command(module.__name__.rpartition(".")[2])(module.command)
+for name, module in {"info": info, "check": check, "prewarm": prewarm, "tune": tune, "figures": figures, "train": train}.items():
+    app.command(name)(module.command)
 app.add_typer(bench.app, name="bench")
 
 

@@ -9,10 +9,10 @@ from multiprocessing import get_context
 from random import Random
 
 from strobe._prewarm import Shape, prewarm
-from strobe.cli.gpu import contestants
-from strobe.cli.gpu.measurement import make
-from strobe.cli.gpu.problem import FEATURES
-from strobe.cli.gpu.sets import Group, Run
+from strobe_tools.bench.gpu import contestants
+from strobe_tools.bench.gpu.measurement import make
+from strobe_tools.bench.gpu.problem import FEATURES
+from strobe_tools.bench.gpu.sets import Group, Run
 
 
 def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int) -> tuple[int, list[str]]:

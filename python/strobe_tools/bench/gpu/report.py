@@ -7,7 +7,7 @@ from itertools import groupby
 from math import exp, log
 from typing import Any
 
-from strobe.cli.gpu.contestants import PEERS
+from strobe_tools.bench.gpu.contestants import PEERS
 
 Row = dict[str, Any]  # a line of a figures' file
 _MEASURED = ("set", "unit", "strobe", "peers", "beside")  # the other keys say what was measured

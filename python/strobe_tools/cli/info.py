@@ -11,7 +11,7 @@ from rich.table import Table
 import strobe
 from strobe._core import lib
 from strobe._tuning import said
-from strobe.cli import machine
+from strobe_tools import machine
 
 
 def _torch() -> str:

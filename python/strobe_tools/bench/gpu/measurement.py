@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from math import inf, isnan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from strobe.cli.gpu import contestants
-from strobe.cli.gpu.contestants import Call
-from strobe.cli.gpu.problem import Problem
-from strobe.cli.gpu.sets import Group, Row
-from strobe.cli.timing import medians_on_gpu
+from strobe_tools.bench.gpu import contestants
+from strobe_tools.bench.gpu.contestants import Call
+from strobe_tools.bench.gpu.problem import Problem
+from strobe_tools.bench.gpu.sets import Group, Row
+from strobe_tools.timing import medians_on_gpu
 
 if TYPE_CHECKING:
     from torch import Tensor

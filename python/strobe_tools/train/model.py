@@ -1,4 +1,4 @@
-"""GPT: pre-norm blocks, GELU, learned positions; the attention is one of :data:`strobe.train.attention.ATTENTIONS`, or absent."""
+"""GPT: pre-norm blocks, GELU, learned positions; the attention is one of :data:`strobe_tools.train.attention.ATTENTIONS`, or absent."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strobe.train.attention import ATTENTIONS
-from strobe.train.config import Config
+from strobe_tools.train.attention import ATTENTIONS
+from strobe_tools.train.config import Config
 
 _WIDTH = 64  # what logits are computed in multiples of: tensor cores take products of an odd width at a fifth of their speed
 

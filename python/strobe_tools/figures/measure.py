@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import strobe
-from strobe.cli.timing import flops as _flops
+from strobe_tools.timing import flops as _flops
 
 from . import lengths, rivals, traffic
 from .case import Case, Row, Setting

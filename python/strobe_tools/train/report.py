@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from strobe.train.trainer import History
+from strobe_tools.train.trainer import History
 
 # Okabe and Ito's palette: told apart by every kind of colour vision. Line styles tell the same in print.
 _BLUE, _VERMILLION, _BLACK, _GREY = "#0072B2", "#D55E00", "#000000", "#999999"

@@ -1,6 +1,6 @@
 """Runtime and peak memory over the sequence length, forward and backward, with dropout and a padding mask. On the CPU each method runs in a
 process of its own, whose memory is limited, so that running out of it harms nobody:
-``python -m strobe.figures.lengths METHOD QUICK BUDGET`` prints a line of JSON for each length."""
+``python -m strobe_tools.figures.lengths METHOD QUICK BUDGET`` prints a line of JSON for each length."""
 
 from __future__ import annotations
 

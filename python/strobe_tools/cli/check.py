@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import strobe
-from strobe.cli.requirements import require
+from strobe_tools.requirements import require
 
 # The largest error accepted: some ulps, within which a right result stays at these sizes and a wrong one does not. How accurate an engine
 # is beside the plain formulas is for the test suite to say.

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from strobe._whole_file import replacing
-from strobe.train import data
-from strobe.train.attention import ATTENTIONS
-from strobe.train.config import Config
-from strobe.train.data import Corpus
-from strobe.train.model import GPT
+from strobe_tools.train import data
+from strobe_tools.train.attention import ATTENTIONS
+from strobe_tools.train.config import Config
+from strobe_tools.train.data import Corpus
+from strobe_tools.train.model import GPT
 
 
 @dataclass

@@ -16,9 +16,9 @@ from rich.table import Table
 import strobe
 from strobe import _run, _tuning
 from strobe._prepare import prepare
-from strobe.cli.requirements import require
-from strobe.cli.timing import medians_on_gpu
-from strobe.cli.values import known
+from strobe_tools.requirements import require
+from strobe_tools.timing import medians_on_gpu
+from strobe_tools.values import known
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from itertools import product
 from random import Random
 from typing import Any, NamedTuple
 
-from strobe.cli.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles
+from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles
 
 TOKENS, WIDTH = 16384, 2048  # of most shapes: B·S, H·D
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -16,14 +16,14 @@ import typer
 from rich.console import Console
 
 import strobe
-from strobe.cli.gpu import contestants, report
-from strobe.cli.gpu.kernels import compile_all
-from strobe.cli.gpu.measurement import measure
-from strobe.cli.gpu.problem import Problem
-from strobe.cli.gpu.sets import SETS
-from strobe.cli.requirements import require
-from strobe.cli.table import table
-from strobe.cli.values import known
+from strobe_tools.bench.gpu import contestants, report
+from strobe_tools.bench.gpu.kernels import compile_all
+from strobe_tools.bench.gpu.measurement import measure
+from strobe_tools.bench.gpu.problem import Problem
+from strobe_tools.bench.gpu.sets import SETS
+from strobe_tools.requirements import require
+from strobe_tools.table import table
+from strobe_tools.values import known
 
 _FILES = {"forward": "forward", "backward": "backward", "both": "backward"}  # where a group's rows go
 

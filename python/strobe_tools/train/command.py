@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from strobe.cli.requirements import require
-from strobe.train.config import ATTENTIONS, CONFIGS, PRECISIONS, Config
+from strobe_tools.requirements import require
+from strobe_tools.train.config import ATTENTIONS, CONFIGS, PRECISIONS, Config
 
 _CONFIGS, _ATTENTIONS, _PRECISIONS = (", ".join(names) for names in (CONFIGS, ATTENTIONS, PRECISIONS))
 
@@ -60,7 +60,7 @@ def command(
     require("train", "torch", "numpy", "tokenizers", "matplotlib", extra="train")
     # Before torch comes in: beside other work, threads that wait actively make small steps several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from strobe.train.experiment import train as run
+    from strobe_tools.train.experiment import train as run
 
     folder = out or Path("runs") / config
     try:

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import strobe
-from strobe.cli import machine
-from strobe.cli.requirements import require
+from strobe_tools import machine
+from strobe_tools.requirements import require
 
 MACHINE = "machine.json"
 
@@ -23,8 +23,8 @@ MACHINE = "machine.json"
 def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: float, console: Console) -> None:
     import torch
 
-    from strobe.figures.case import Row, Setting, write_csv
-    from strobe.figures.measure import FIGURES
+    from strobe_tools.figures.case import Row, Setting, write_csv
+    from strobe_tools.figures.measure import FIGURES
 
     setting = Setting(device, quick, budget)
     torch.set_num_threads(1)  # what is measured on the CPU is the processor time of one thread
@@ -66,7 +66,7 @@ def command(
     budget: Annotated[float, typer.Option(min=0.0, help="Seconds that the calls of a case are repeated for.")] = 2.0,
 ) -> None:
     """The paper's figures from runs on this machine: standard against flash, tiles, sparsity, lengths, ladder, peers, fusion."""
-    from strobe.figures.measure import FIGURES
+    from strobe_tools.figures.measure import FIGURES
 
     letters = {letter: name for name in FIGURES for letter in (name, *name)}  # d and e are one figure
     wanted = []
@@ -94,7 +94,7 @@ def command(
         _measure(out, wanted, device or ("cuda" if gpu else "cpu"), quick, budget, console)
         console.print(f"measured in {time.perf_counter() - began:.0f} s")
     if not measure_only:
-        from strobe.figures.draw import draw
+        from strobe_tools.figures.draw import draw
 
         if not (out / MACHINE).exists():
             raise typer.BadParameter(f"{out} has no {MACHINE}: nothing was measured there", param_hint="--out")

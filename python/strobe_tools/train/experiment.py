@@ -10,11 +10,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from strobe.train import data
-from strobe.train.config import Config
-from strobe.train.data import Corpus
-from strobe.train.report import Result, draw
-from strobe.train.trainer import History, Trainer, pick_device
+from strobe_tools.train import data
+from strobe_tools.train.config import Config
+from strobe_tools.train.data import Corpus
+from strobe_tools.train.report import Result, draw
+from strobe_tools.train.trainer import History, Trainer, pick_device
 
 
 def train(config: Config, *, text: Path | None, out: Path, resume: bool, console: Console) -> Result:

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 import strobe
-from strobe.cli import gpu, ladder, machine, memory, peak
-from strobe.cli.requirements import require
-from strobe.cli.table import table
-from strobe.cli.timing import flops, medians
-from strobe.cli.values import writable
+from strobe_tools import machine
+from strobe_tools.bench import gpu, ladder, memory, peak
+from strobe_tools.requirements import require
+from strobe_tools.table import table
+from strobe_tools.timing import flops, medians
+from strobe_tools.values import writable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from strobe.cli.timing import medians, medians_on_gpu
+from strobe_tools.timing import medians, medians_on_gpu
 
 if TYPE_CHECKING:
     from .case import Setting

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import strobe
-from strobe.cli.gpu.problem import FEATURES, Problem
+from strobe_tools.bench.gpu.problem import FEATURES, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

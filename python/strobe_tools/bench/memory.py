@@ -1,5 +1,5 @@
 """The peak of memory that an attention takes, forward and backward, beyond its inputs. A process of its own for each measurement:
-``python -m strobe.cli.memory LENGTH DTYPE`` prints bytes."""
+``python -m strobe_tools.bench.memory LENGTH DTYPE`` prints bytes."""
 
 from __future__ import annotations
 

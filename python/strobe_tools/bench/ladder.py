@@ -14,10 +14,10 @@ from rich.table import Table
 
 import strobe
 from strobe._core import lib
-from strobe.cli.requirements import require
-from strobe.cli.table import table
-from strobe.cli.timing import flops, medians_on_gpu
-from strobe.cli.values import writable
+from strobe_tools.requirements import require
+from strobe_tools.table import table
+from strobe_tools.timing import flops, medians_on_gpu
+from strobe_tools.values import writable
 
 if TYPE_CHECKING:
     from torch import Tensor
