@@ -1,4 +1,4 @@
-"""Checks of options' values that typer has none for. Each leaves with one message that names the option and what is accepted."""
+"""Checks of options' values that click has none for. Each leaves with one message that names the option and what is accepted."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-import typer
+import click
+
+PATH = click.Path(path_type=Path)
 
 
 def known(given: Iterable[str] | None, accepted: Iterable[str], option: str) -> None:
     for name in given or ():
         if name not in accepted:
-            raise typer.BadParameter(f"{name!r}; accepted are {', '.join(accepted)}", param_hint=option)
+            raise click.BadParameter(f"{name!r}; accepted are {', '.join(accepted)}", param_hint=option)
 
 
 def writable(path: Path | None, option: str) -> None:
@@ -26,4 +28,4 @@ def writable(path: Path | None, option: str) -> None:
     except OSError as error:
         good, reason = False, error.strerror or str(error)
     if not good:
-        raise typer.BadParameter(f"{path}: {reason}; accepted is a file to write to", param_hint=option)
+        raise click.BadParameter(f"{path}: {reason}; accepted is a file to write to", param_hint=option)

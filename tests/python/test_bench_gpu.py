@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import strobe
 from strobe._prepare import AttentionOptions

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import strobe
 from strobe_tools.cli import app

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -18,7 +18,7 @@ from strobe_tools.bench import gpu, ladder, memory, peak
 from strobe_tools.requirements import require
 from strobe_tools.table import table
 from strobe_tools.timing import flops, medians
-from strobe_tools.values import writable
+from strobe_tools.values import PATH, writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,20 +166,13 @@ def _memory_table(rows: list[dict[str, Any]]) -> Table:
     return made
 
 
-app = typer.Typer(invoke_without_command=True)
-app.command("ladder")(ladder.command)
-app.command("gpu")(gpu.command)
-app.command("report")(gpu.report_command)
-
-
-@app.callback()
-def command(
-    context: typer.Context,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Keep the figures in this file, too.")] = None,
-    with_memory: Annotated[bool, typer.Option("--memory", help="The peak of memory at two lengths, too.")] = False,
-    with_masks: Annotated[bool, typer.Option("--masks", help="What a padding mask and masked-out blocks cost, too.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Calls per figure, of which the median counts.")] = 15,
-) -> None:
+@click.group(invoke_without_command=True, short_help="Speed beside PyTorch's, in the same run.")
+@click.pass_context
+@click.option("--json", "json_path", type=PATH, help="Keep the figures in this file, too.")
+@click.option("--memory", "with_memory", is_flag=True, help="The peak of memory at two lengths, too.")
+@click.option("--masks", "with_masks", is_flag=True, help="What a padding mask and masked-out blocks cost, too.")
+@click.option("--repeats", type=click.IntRange(1), default=15, help="Calls per figure, of which the median counts.")
+def command(context: click.Context, json_path: Path | None, with_memory: bool, with_masks: bool, repeats: int) -> None:
     """Speed of forward and backward on the CPU, beside PyTorch's scaled_dot_product_attention in the same run."""
     if context.invoked_subcommand:
         return
@@ -213,3 +206,8 @@ def command(
         console.print(_memory_table(report["memory"]))
     if json_path:
         json_path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+command.add_command(ladder.command, "ladder")
+command.add_command(gpu.command, "gpu")
+command.add_command(gpu.report_command, "report")

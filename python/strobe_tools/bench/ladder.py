@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +17,7 @@ from strobe._core import lib
 from strobe_tools.requirements import require
 from strobe_tools.table import table
 from strobe_tools.timing import flops, medians_on_gpu
-from strobe_tools.values import writable
+from strobe_tools.values import PATH, writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,15 +98,17 @@ def _table(title: str, found: list[dict[str, Any]]) -> Table:
     return made
 
 
+@click.command(short_help="The teaching kernels, on a GPU.")
+@click.option("--batch", type=click.IntRange(1), default=1)
+@click.option("--heads", type=click.IntRange(1), default=16)
+@click.option("--seqlen", type=click.IntRange(1), default=4096, help="Queries and keys. The naive rung takes their square in memory.")
+@click.option("--head-dim", type=click.IntRange(1, 256), default=64)
+@click.option("--causal", is_flag=True, help="With a causal mask.")
+@click.option("--tile", multiple=True, help="BrxBc, e.g. 64x32; may be repeated.")
+@click.option("--repeats", type=click.IntRange(1), default=7, help="Calls per figure, of which the median counts.")
+@click.option("--json", "json_path", type=PATH, help="Keep the figures in this file, too.")
 def command(
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    heads: Annotated[int, typer.Option(min=1)] = 16,
-    seqlen: Annotated[int, typer.Option(min=1, help="Queries and keys. The naive rung takes their square in memory.")] = 4096,
-    head_dim: Annotated[int, typer.Option(min=1, max=256)] = 64,
-    causal: Annotated[bool, typer.Option("--causal", help="With a causal mask.")] = False,
-    tile: Annotated[list[str] | None, typer.Option(help="BrxBc, e.g. 64x32; may be repeated.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Calls per figure, of which the median counts.")] = 7,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Keep the figures in this file, too.")] = None,
+    batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, tile: tuple[str, ...], repeats: int, json_path: Path | None
 ) -> None:
     """The teaching kernels on a GPU, rung by rung: naive, FlashAttention-1, FlashAttention-2, tensor cores."""
     writable(json_path, "--json")
@@ -118,13 +120,13 @@ def command(
         if not all(1 <= size <= lib.STROBE_MAX_TILE for tile_sizes in tiles for size in tile_sizes):
             raise ValueError
     except ValueError:
-        raise typer.BadParameter(
+        raise click.BadParameter(
             f"accepted is BrxBc, two numbers from 1 to {lib.STROBE_MAX_TILE}, e.g. 64x32", param_hint="--tile"
         ) from None
     reason = dict(strobe.engines())["ladder-naive"] or (None if torch.cuda.is_available() else "this PyTorch sees no CUDA device")
     if reason:
-        typer.echo(f"strobe bench ladder needs a CUDA GPU: {reason}", err=True)
-        raise typer.Exit(2)
+        click.echo(f"strobe bench ladder needs a CUDA GPU: {reason}", err=True)
+        raise SystemExit(2)
     console = Console()
     gpu, shape = torch.cuda.get_device_name(), (batch, heads, seqlen, head_dim)
     console.print(f"{gpu}; PyTorch {torch.__version__}, Strobe {strobe.__version__}; B,H,S,D = {', '.join(map(str, shape))}")

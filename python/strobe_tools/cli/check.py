@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -137,7 +137,7 @@ def _error(x: Any, reference: Any) -> float:
     return float(np.abs(x[finite] - reference[finite]).max(initial=0) / np.abs(reference[finite]).max(initial=1))
 
 
-def _outcomes(case: Case, engines: list[str], seed: int) -> Iterator[tuple[str, str | None]]:
+def _outcomes(case: Case, engines: Iterable[str], seed: int) -> Iterator[tuple[str, str | None]]:
     """For each engine: its name, and what was wrong ("": nothing; None: it does not take such a call)."""
     problem = _problem(case, seed)
     dout, q, k, v = problem.tensors
@@ -156,10 +156,10 @@ def _outcomes(case: Case, engines: list[str], seed: int) -> Iterator[tuple[str, 
         yield engine, f"error of {', '.join(bad)}; accepted: {TOLERANCE[case.dtype]:.2g}" if bad else ""
 
 
-def command(
-    engine: Annotated[list[str] | None, typer.Option(help="Only this engine; may be given more than once.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32, help="Of the random inputs.")] = 0,
-) -> None:
+@click.command(short_help="Self-test of every engine that runs here.")
+@click.option("--engine", multiple=True, help="Only this engine; may be given more than once.")
+@click.option("--seed", type=click.IntRange(0, 2**32), default=0, help="Of the random inputs.")
+def command(engine: tuple[str, ...], seed: int) -> None:
     """Self-test: forward and every gradient of each engine that runs here, against the float64 oracle."""
     require("check", "numpy", extra="numpy")
     console = Console()
@@ -171,8 +171,8 @@ def command(
             why = f"does not run here: {missing[name] or 'the others are checked against it'}" if name in missing else "is unknown"
             close = [] if name in missing else get_close_matches(name, available, 1)
             hint = "".join(f"; did you mean {known}?" for known in close)
-            typer.echo(f"--engine: {name} {why}; accepted: {', '.join(available)}{hint}", err=True)
-            raise typer.Exit(2)
+            click.echo(f"--engine: {name} {why}; accepted: {', '.join(available)}{hint}", err=True)
+            raise SystemExit(2)
     dtypes = [name for name in TOLERANCE if name != "bfloat16" or importlib.util.find_spec("torch")]
     todo = cases(dtypes)
     tally = {name: {"passed": 0, "failed": 0, "not taken": 0} for name in engines}
@@ -193,4 +193,4 @@ def command(
     checked = failed + sum(counts["passed"] for counts in tally.values())
     console.print(f"{checked} cases checked in {', '.join(dtypes)}: {failed or 'none'} failed", style="bold")
     if failed or not checked:
-        raise typer.Exit(1)
+        raise SystemExit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -36,6 +37,7 @@ def kernel_cache() -> str:
     return next(line.removeprefix("cache: ") for line in said(lib.strobe_cuda_info).splitlines() if line.startswith("cache: "))
 
 
+@click.command(short_help="Version, machine, engines.")
 def command() -> None:
     """Version, machine, and the engines: which run here, and why not the others."""
     console = Console()

@@ -8,9 +8,9 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
 from time import perf_counter
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -102,29 +102,35 @@ _ARCH = "compute capability times ten, e.g. 90 for an H100 or H200"
 
 def _arch(given: str) -> int:
     if not given.isdecimal() or not 61 <= int(given[:9]) <= 999:
-        raise typer.BadParameter(f"{given!r}; accepted is the {_ARCH}", param_hint="--arch")
+        raise click.BadParameter(f"{given!r}; accepted is the {_ARCH}", param_hint="--arch")
     return int(given)
 
 
+@click.command(short_help="Compile kernels ahead of time, without a GPU.")
+@click.option("--arch", multiple=True, type=_arch, metavar="INTEGER", help=f"Required: the {_ARCH}; may be repeated.")
+@click.option("--head-dim", multiple=True, type=click.IntRange(1, 256), help="Head dimensions; by default 32 to 256 by 32.")
+@click.option("--dtype", multiple=True, help=f"By default {', '.join(DTYPES)}.")
+@click.option("--feature", multiple=True, help=f"Of {', '.join(FEATURES)}; by default all, each alone.")
+@click.option("--max-spill", type=click.IntRange(0), help="Exit with 1 if a kernel spills more than this many bytes.")
+@click.option("--list", "list_kernels", is_flag=True, help="Print every kernel with its registers and spills.")
+@click.option("--jobs", "processes", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes that compile.")
 def command(
-    arch: Annotated[
-        list[int] | None, typer.Option(parser=_arch, help=f"Required: the {_ARCH}; may be repeated.", metavar="INTEGER")
-    ] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(min=1, max=256, help="Head dimensions; by default 32 to 256 by 32.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help=f"By default {', '.join(DTYPES)}.")] = None,
-    feature: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FEATURES)}; by default all, each alone.")] = None,
-    max_spill: Annotated[int | None, typer.Option(min=0, help="Exit with 1 if a kernel spills more than this many bytes.")] = None,
-    list_kernels: Annotated[bool, typer.Option("--list", help="Print every kernel with its registers and spills.")] = False,
-    processes: Annotated[int, typer.Option("--jobs", min=1, help="Processes that compile.")] = os.cpu_count() or 1,
+    arch: tuple[int, ...],
+    head_dim: tuple[int, ...],
+    dtype: tuple[str, ...],
+    feature: tuple[str, ...],
+    max_spill: int | None,
+    list_kernels: bool,
+    processes: int,
 ) -> None:
     """Compile the kernels of the usual calls into the cache (STROBE_CACHE_DIR, else ~/.cache/strobe)."""
     known(feature, FEATURES, "--feature")
     known(dtype, DTYPES, "--dtype")
     if not arch:
-        raise typer.BadParameter(f"missing; accepted is the {_ARCH}", param_hint="--arch")
+        raise click.BadParameter(f"missing; accepted is the {_ARCH}", param_hint="--arch")
     if (cache := kernel_cache()).startswith("none"):
-        typer.echo(f"strobe prewarm: nothing would be kept; kernel cache: {cache}", err=True)
-        raise typer.Exit(1)
+        click.echo(f"strobe prewarm: nothing would be kept; kernel cache: {cache}", err=True)
+        raise SystemExit(1)
     console = Console()
     asked = list(jobs(arch, head_dim, dtype, feature))
     began = perf_counter()
@@ -146,14 +152,14 @@ def command(
                     if key not in kernels or kernel.compiled:
                         kernels[key] = kernel
     except (RuntimeError, ValueError, MemoryError) as error:  # a kernel that does not compile, a process that was killed
-        typer.echo(f"strobe prewarm: {error}", err=True)
-        raise typer.Exit(1) from None
+        click.echo(f"strobe prewarm: {error}", err=True)
+        raise SystemExit(1) from None
     for cc in arch:
         if all(job in refused for job in asked if job.compute_capability == cc):
             console.print(
                 f"[red]nothing for sm_{cc}[/red]: {next(r for job, r in refused.items() if job.compute_capability == cc)}", soft_wrap=True
             )
-            raise typer.Exit(1)
+            raise SystemExit(1)
     if list_kernels:
         for (cc, name), kernel in sorted(kernels.items()):
             console.print(f"sm_{cc} {kernel.registers:3} registers {kernel.spilled:4} B spilled  {name}", soft_wrap=True, highlight=False)
@@ -170,4 +176,4 @@ def command(
     for cc, kernel in spilling:
         console.print(f"[red]spills {kernel.spilled} bytes[/red] sm_{cc} {kernel.name}", soft_wrap=True)
     if spilling:
-        raise typer.Exit(1)
+        raise SystemExit(1)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import typer
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
             sizes = [batch, heads, heads, seqlen, seqlen, dim, dim]
         if len(sizes) != 7 or min(sizes) < 1 or max(sizes) >= 2**31 or sizes[1] % sizes[2] or max(sizes[5:]) > 256:
             accepted = "B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv, whole numbers from 1 below 2^31, Hkv a divisor of H, D and Dv up to 256"
-            raise typer.BadParameter(f"{written!r}; accepted is {accepted}", param_hint="--shape")
+            raise click.BadParameter(f"{written!r}; accepted is {accepted}", param_hint="--shape")
         return cls(*sizes)
 
 
@@ -143,14 +143,22 @@ def measure(case: Case, repeats: int) -> Found:
     return Found(best, seconds[best], usual, seconds[None], len(tiles))
 
 
+@click.command(short_help="Measure tiles on this GPU and keep the fastest.")
+@click.option("--shape", multiple=True, help="B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv; may be repeated.")
+@click.option("--dtype", multiple=True, help="By default bfloat16.")
+@click.option("--engine", multiple=True, help=f"Of {', '.join(ENGINES)}; by default all that take the call.")
+@click.option("--direction", multiple=True, help="forward or backward; by default both.")
+@click.option("--deterministic/--no-deterministic", help="Tune deterministic calls in place of the others.")
+@click.option("--repeats", type=click.IntRange(1), default=15, help="Calls per tile, of which the median counts.")
+@click.option("--gain", type=click.FloatRange(0.0), default=0.02, help="Keep a tile only if it is faster by this share: less is noise.")
 def command(
-    shape: Annotated[list[str] | None, typer.Option(help="B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv; may be repeated.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="By default bfloat16.")] = None,
-    engine: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(ENGINES)}; by default all that take the call.")] = None,
-    direction: Annotated[list[str] | None, typer.Option(help="forward or backward; by default both.")] = None,
-    deterministic: Annotated[bool, typer.Option(help="Tune deterministic calls in place of the others.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Calls per tile, of which the median counts.")] = 15,
-    gain: Annotated[float, typer.Option(min=0.0, help="Keep a tile only if it is faster by this share: less is noise.")] = 0.02,
+    shape: tuple[str, ...],
+    dtype: tuple[str, ...],
+    engine: tuple[str, ...],
+    direction: tuple[str, ...],
+    deterministic: bool,
+    repeats: int,
+    gain: float,
 ) -> None:
     """Measure on this GPU which tile is the fastest for calls of each shape, and keep the winners in a table beside the kernel cache.
 
@@ -168,11 +176,11 @@ def command(
     console = Console()
     if not torch.cuda.is_available():
         console.print("PyTorch sees no CUDA device here: nothing to measure")
-        raise typer.Exit(2)
+        raise SystemExit(2)
     about = _tuning.header(torch.cuda.current_device())
     if not about.file:
         console.print("no cache folder to keep a table in: set STROBE_CACHE_DIR (`strobe info` says which are not used, and why)")
-        raise typer.Exit(2)
+        raise SystemExit(2)
     if about.ignored:
         console.print(f"[yellow]{about.ignored}[/yellow]", soft_wrap=True)
 

@@ -7,15 +7,15 @@ import math
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import strobe
 from strobe_tools import machine
 from strobe_tools.requirements import require
+from strobe_tools.values import PATH
 
 MACHINE = "machine.json"
 
@@ -40,7 +40,7 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
         out.mkdir(parents=True, exist_ok=True)
         (out / MACHINE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     except OSError as reason:
-        raise typer.BadParameter(f"{out}: {reason.strerror}; accepted is a folder to write to", param_hint="--out") from None
+        raise click.BadParameter(f"{out}: {reason.strerror}; accepted is a folder to write to", param_hint="--out") from None
     columns = (TextColumn("{task.description:45}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         for name in wanted:
@@ -56,14 +56,16 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
             progress.update(task, description=title)
 
 
+@click.command(short_help="Measure and draw the papers' figures.")
+@click.option("--out", type=PATH, default=Path("figures"), help="Where the CSV, PNG and SVG files go.")
+@click.option("--figure", multiple=True, help="Of a, b, c, d, e, f, g, h, and again for another; by default all.")
+@click.option("--device", help="cpu or cuda; by default the GPU if there is one.")
+@click.option("--quick", is_flag=True, help="Smaller shapes: a look in a few minutes, not a measurement.")
+@click.option("--measure-only", is_flag=True, help="Write the CSV files, draw nothing; needs no matplotlib.")
+@click.option("--draw-only", is_flag=True, help="Draw the CSV files that --out has; measure nothing.")
+@click.option("--budget", type=click.FloatRange(0.0), default=2.0, help="Seconds that the calls of a case are repeated for.")
 def command(
-    out: Annotated[Path, typer.Option(help="Where the CSV, PNG and SVG files go.")] = Path("figures"),
-    figure: Annotated[list[str] | None, typer.Option(help="Of a, b, c, d, e, f, g, h, and again for another; by default all.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller shapes: a look in a few minutes, not a measurement.")] = False,
-    measure_only: Annotated[bool, typer.Option("--measure-only", help="Write the CSV files, draw nothing; needs no matplotlib.")] = False,
-    draw_only: Annotated[bool, typer.Option("--draw-only", help="Draw the CSV files that --out has; measure nothing.")] = False,
-    budget: Annotated[float, typer.Option(min=0.0, help="Seconds that the calls of a case are repeated for.")] = 2.0,
+    out: Path, figure: tuple[str, ...], device: str | None, quick: bool, measure_only: bool, draw_only: bool, budget: float
 ) -> None:
     """The paper's figures from runs on this machine: standard against flash, tiles, sparsity, lengths, ladder, peers, fusion."""
     from strobe_tools.figures.measure import FIGURES
@@ -72,15 +74,15 @@ def command(
     wanted = []
     for letter in figure or FIGURES:
         if letter not in letters:
-            raise typer.BadParameter(
+            raise click.BadParameter(
                 f"{letter!r}; accepted are {', '.join(''.join(FIGURES))}, each after a --figure", param_hint="--figure"
             )
         wanted.append(letters[letter])
     wanted = list(dict.fromkeys(wanted))
     if not math.isfinite(budget):
-        raise typer.BadParameter(f"{budget}; accepted are seconds from 0", param_hint="--budget")
+        raise click.BadParameter(f"{budget}; accepted are seconds from 0", param_hint="--budget")
     if measure_only and draw_only:
-        raise typer.BadParameter("given beside --measure-only; accepted is one of the two", param_hint="--draw-only")
+        raise click.BadParameter("given beside --measure-only; accepted is one of the two", param_hint="--draw-only")
     require("figures", *([] if draw_only else ["torch"]), *([] if measure_only else ["matplotlib"]), extra="figures")
     console = Console()
     if not draw_only:
@@ -89,7 +91,7 @@ def command(
         gpu = torch.cuda.is_available()
         if device not in (None, "cpu", "cuda") or (device == "cuda" and not gpu):
             reason = "PyTorch sees no CUDA device" if device == "cuda" else "accepted are cpu and cuda"
-            raise typer.BadParameter(f"{device!r}: {reason}", param_hint="--device")
+            raise click.BadParameter(f"{device!r}: {reason}", param_hint="--device")
         began = time.perf_counter()
         _measure(out, wanted, device or ("cuda" if gpu else "cpu"), quick, budget, console)
         console.print(f"measured in {time.perf_counter() - began:.0f} s")
@@ -97,11 +99,11 @@ def command(
         from strobe_tools.figures.draw import draw
 
         if not (out / MACHINE).exists():
-            raise typer.BadParameter(f"{out} has no {MACHINE}: nothing was measured there", param_hint="--out")
+            raise click.BadParameter(f"{out} has no {MACHINE}: nothing was measured there", param_hint="--out")
         try:
             for picture in draw(out, wanted, json.loads((out / MACHINE).read_text(encoding="utf-8"))):
                 console.print(str(picture), soft_wrap=True)
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise typer.BadParameter(
+            raise click.BadParameter(
                 f"{out}: {error!r}; accepted is a folder that `strobe figures` measured into", param_hint="--out"
             ) from None

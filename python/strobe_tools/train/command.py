@@ -5,19 +5,21 @@ from __future__ import annotations
 import ast
 import dataclasses
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.console import Console
 
 from strobe_tools.requirements import require
 from strobe_tools.train.config import ATTENTIONS, CONFIGS, PRECISIONS, Config
+from strobe_tools.values import PATH
 
 _CONFIGS, _ATTENTIONS, _PRECISIONS = (", ".join(names) for names in (CONFIGS, ATTENTIONS, PRECISIONS))
 
 
-def _overrides(config: Config, assignments: list[str]) -> dict[str, Any]:
+def _overrides(config: Config, assignments: Iterable[str]) -> dict[str, Any]:
     """What --set says, each value of the type that the field has."""
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     changes: dict[str, Any] = {}
@@ -38,20 +40,34 @@ def _overrides(config: Config, assignments: list[str]) -> dict[str, Any]:
     return changes
 
 
+@click.command(short_help="Train a GPT on real text.")
+@click.option("--config", default="default", help=f"What to train: {_CONFIGS}.")
+@click.option("--text", type=PATH, help="A text file or a folder of them; by default the standard library's sources.")
+@click.option("--attention", help=f"How the model attends: {_ATTENTIONS}.")
+@click.option("--out", type=PATH, help="For checkpoints, loss.png, sample.txt, summary.json; by default runs/CONFIG.")
+@click.option("--resume", is_flag=True, help="Go on from the checkpoints in the output folder, bit for bit.")
+@click.option("--steps", type=int, help="How many steps of the optimizer.")
+@click.option("--epochs", type=float, help="How many passes over the text, in place of --steps.")
+@click.option("--precision", help=f"Of the matrix products: {_PRECISIONS}.")
+@click.option("--device", help="cpu, cuda, cuda:1, ...; by default a GPU if attention runs there.")
+@click.option("--compile/--no-compile", default=None, help="Whether to use torch.compile.")
+@click.option("--ablation/--no-ablation", default=None, help="Whether to train the same model without attention, too.")
+@click.option("--seed", type=int, help="Of the weights, the order of the text and dropout.")
+@click.option("--set", "fields", multiple=True, metavar="NAME=VALUE", help="Any field, e.g. lr=1e-3; repeatable.")
 def command(
-    config: Annotated[str, typer.Option(help=f"What to train: {_CONFIGS}.")] = "default",
-    text: Annotated[Path | None, typer.Option(help="A text file or a folder of them; by default the standard library's sources.")] = None,
-    attention: Annotated[str | None, typer.Option(help=f"How the model attends: {_ATTENTIONS}.")] = None,
-    out: Annotated[Path | None, typer.Option(help="For checkpoints, loss.png, sample.txt, summary.json; by default runs/CONFIG.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in the output folder, bit for bit.")] = False,
-    steps: Annotated[int | None, typer.Option(help="How many steps of the optimizer.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="How many passes over the text, in place of --steps.")] = None,
-    precision: Annotated[str | None, typer.Option(help=f"Of the matrix products: {_PRECISIONS}.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if attention runs there.")] = None,
-    compile: Annotated[bool | None, typer.Option(help="Whether to use torch.compile.")] = None,
-    ablation: Annotated[bool | None, typer.Option(help="Whether to train the same model without attention, too.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the weights, the order of the text and dropout.")] = None,
-    fields: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any field, e.g. lr=1e-3; repeatable.")] = None,
+    config: str,
+    text: Path | None,
+    attention: str | None,
+    out: Path | None,
+    resume: bool,
+    steps: int | None,
+    epochs: float | None,
+    precision: str | None,
+    device: str | None,
+    compile: bool | None,
+    ablation: bool | None,
+    seed: int | None,
+    fields: tuple[str, ...],
 ) -> None:
     """Train a GPT on real text, draw its loss curves and sample from it.
 
@@ -67,7 +83,7 @@ def command(
         if config not in CONFIGS:
             raise ValueError(f"--config {config}; accepted: {_CONFIGS}")
         chosen = CONFIGS[config]
-        changes = _overrides(chosen, fields or [])
+        changes = _overrides(chosen, fields)
         options = {"attention": attention, "precision": precision, "device": device, "compile": compile, "ablation": ablation, "seed": seed}
         changes |= {name: value for name, value in options.items() if value is not None}
         if steps is not None and epochs is not None:
@@ -77,10 +93,10 @@ def command(
         chosen = chosen.replace(**changes)
         result = run(chosen, text=text, out=folder, resume=resume, console=Console(soft_wrap=True))
     except (ValueError, NotImplementedError, OSError, MemoryError) as error:
-        typer.echo(f"strobe train: {error}", err=True)
-        raise typer.Exit(2) from None
+        click.echo(f"strobe train: {error}", err=True)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
-        typer.echo(f"\nInterrupted; the same command with --resume goes on from what {folder} holds.", err=True)
-        raise typer.Exit(130) from None
+        click.echo(f"\nInterrupted; the same command with --resume goes on from what {folder} holds.", err=True)
+        raise SystemExit(130) from None
     if chosen.must_learn and result.learned is False:
-        raise typer.Exit(1)
+        raise SystemExit(1)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.console import Console
 
 import strobe
@@ -23,7 +23,7 @@ from strobe_tools.bench.gpu.problem import Problem
 from strobe_tools.bench.gpu.sets import SETS
 from strobe_tools.requirements import require
 from strobe_tools.table import table
-from strobe_tools.values import known
+from strobe_tools.values import PATH, known
 
 _FILES = {"forward": "forward", "backward": "backward", "both": "backward"}  # where a group's rows go
 
@@ -100,25 +100,25 @@ def _write(results: Path, record: dict[str, Any], figures: Figures) -> None:
         _file(results, record["device"], direction).write_text(text + "\n", encoding="utf-8")
 
 
-def command(
-    sets: Annotated[list[str] | None, typer.Option("--set", help=f"Of {', '.join(SETS)}; by default all.")] = None,
-    direction: Annotated[str | None, typer.Option(help="forward or backward; by default both.")] = None,
-    results: Annotated[Path | None, typer.Option(help="Keep the figures in this folder, beside those of other sets.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Of the sources, for the files; by default what git says here.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Calls per figure, of which the median counts.")] = 15,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile kernels first; 0: none.")] = min(16, os.cpu_count() or 1),
-) -> None:
+@click.command(short_help="Speed on a GPU, beside other attentions.")
+@click.option("--set", "sets", multiple=True, help=f"Of {', '.join(SETS)}; by default all.")
+@click.option("--direction", help="forward or backward; by default both.")
+@click.option("--results", type=PATH, help="Keep the figures in this folder, beside those of other sets.")
+@click.option("--commit", help="Of the sources, for the files; by default what git says here.")
+@click.option("--repeats", type=click.IntRange(1), default=15, help="Calls per figure, of which the median counts.")
+@click.option("--jobs", type=click.IntRange(0), default=min(16, os.cpu_count() or 1), help="Processes that compile kernels first; 0: none.")
+def command(sets: tuple[str, ...], direction: str | None, results: Path | None, commit: str | None, repeats: int, jobs: int) -> None:
     """Speed on the GPU, beside PyTorch's backends and, where it is installed, FlashAttention-4, in the same run."""
     require("bench gpu", "torch", extra="torch")
     known(sets, SETS, "--set")
     if direction not in (None, "forward", "backward"):
-        raise typer.BadParameter(f"{direction!r}; accepted are forward and backward", param_hint="--direction")
+        raise click.BadParameter(f"{direction!r}; accepted are forward and backward", param_hint="--direction")
     import torch
 
     console = Console()
     if not torch.cuda.is_available():
         console.print("PyTorch sees no CUDA device here: nothing to measure")
-        raise typer.Exit(2)
+        raise SystemExit(2)
     groups = {name: [g for g in SETS[name]() if direction in (None, _FILES[g.direction])] for name in sets or SETS}
     began = time.perf_counter()
     if jobs:
@@ -164,16 +164,16 @@ def command(
     for file, of_file in rows.items():
         console.print(*report.summary(of_file, file), sep="\n", soft_wrap=True)
     if wrong:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
-def report_command(
-    files: Annotated[list[Path], typer.Argument(help="What `strobe bench gpu --results` wrote.", exists=True, dir_okay=False)],
-) -> None:
-    """The figures of `strobe bench gpu` as a page of the documentation, in Markdown."""
+@click.command(short_help="Those figures in Markdown.")
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def report_command(files: tuple[Path, ...]) -> None:
+    """The figures of `strobe bench gpu` as a page of the documentation, in Markdown. FILES: what its --results wrote."""
     try:
         page = report.page([json.loads(file.read_text(encoding="utf-8")) for file in files])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         wrong = f"{', '.join(map(str, files))}: {error!r}; accepted is what `strobe bench gpu --results` wrote"
-        raise typer.BadParameter(wrong, param_hint="FILES") from None
-    typer.echo(page)
+        raise click.BadParameter(wrong, param_hint="FILES") from None
+    click.echo(page)
