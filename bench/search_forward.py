@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 import strobe
-from strobe.cli.table import table
-from strobe.cli.timing import flops, medians_on_gpu
+from strobe_tools.table import table
+from strobe_tools.timing import flops, medians_on_gpu
 
 TOKENS, WIDTH = 16384, 2048  # batch · S, heads · D
 QUERIES, KEYS = (64, 128, 192, 256), range(32, 257, 16)

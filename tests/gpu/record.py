@@ -40,7 +40,7 @@ SOURCES = (
         "src/cuda/**/*.h",
         "src/cuda/**/*.cpp",
         "python/strobe/*.py",
-        "python/strobe/train/*.py",
+        "python/strobe_tools/train/*.py",
         "tests/gpu/*.py",
     ),
     *(f"tests/python/{name}" for name in CONTRACT + HELPERS),
