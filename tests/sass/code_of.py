@@ -10,7 +10,6 @@ import re
 import struct
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from tree import CACHE, HERE, Program
 

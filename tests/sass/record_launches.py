@@ -11,17 +11,16 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import check
-from cases import build, combinations
 from code_of import compiled
 from tree import Program
 
+import check
+from cases import build, combinations
+
 Step = dict[str, Any]
-Listener = Callable[[str, list[int], int], None]
 
 
 class Recorder:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from importlib import metadata
 
-import pytest
-
 import code_of
 import launches
+import pytest
 from code_of import Sass
 from compare import Difference, Pair, broken, chosen, difference, pairs
 from tree import Program, Tree
