@@ -1,6 +1,6 @@
 // Forward, FlashAttention-2 (Dao 2023) with plain FMA: a CTA owns a tile of queries and walks the tiles of keys that they see.
 #pragma once
-#include "../attention/longest_first.h"
+#include "../device/tile_order.h"
 #include "kept.h"
 #include "tile.h"
 #include "walk.h"

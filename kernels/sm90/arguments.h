@@ -2,8 +2,8 @@
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/divisor.h"
+#include "../device/mask_bits.h"
 #include "../ptx/tensor_map.h"
-#include "mask_config.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -26,7 +26,7 @@ struct HopperForwardArguments {
   // Heads come in bundles, a.bundle of them, that share the L2 cache; their number is a multiple.
   Divisor splits, bundle_items, bundle, heads, group;
   TicketCounter *tickets; // for who computes which; unused if there are as many blocks as items
-  sm90::MaskBits mask;
+  MaskBits mask;
   MappedOperand bias; // if it comes by the copy engine
   i32 bias_rows_step; // 0: broadcast over queries, then one row is fetched
   u32 bias_bytes;     // of a tile

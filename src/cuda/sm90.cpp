@@ -1,6 +1,6 @@
 // The Hopper family: which configuration, which maps, which launches.
 #include "../../kernels/sm90/arguments.h"
-#include "../../kernels/sm90/config.h"
+#include "../../kernels/sm90/forward/config.h"
 #include <algorithm>
 #include <cmath>
 
@@ -19,12 +19,9 @@ namespace strobe::cuda {
 namespace {
 
 using sm90::Config;
-using sm90::MaskArguments;
-using sm90::MaskBits;
-using sm90::MaskConfig;
 
-constexpr KernelSource kForward{"sm90/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
-constexpr KernelSource kPackMask{"sm90/mask_bits.h", "strobe::sm90::PackMask", "strobe::sm90::MaskConfig"};
+constexpr KernelSource kForward{"sm90/forward/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
+constexpr KernelSource kPackMask{"passes/mask_bits.h", "strobe::passes::PackMask", "strobe::MaskConfig"};
 
 // Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
 int64_t bundle(const Problem &p, const Device &device) {

@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../../kernels/mma/backward_config.h"
-#include "../../kernels/sm90/backward_config.h"
+#include "../../kernels/attention/dq_sum.h"
+#include "../../kernels/passes/rows_config.h"
+#include "../../kernels/sm90/backward/config.h"
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/arguments.h"
@@ -18,14 +19,14 @@
 namespace strobe::cuda {
 namespace {
 
-using mma::RowsConfig;
+using passes::RowsConfig;
 using sm90::BackwardConfig;
 
-constexpr KernelSource kBackward{"sm90/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
-constexpr KernelSource kWide{"sm90/backward_wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
-constexpr KernelSource kRows{"sm90/backward_rows.h", "strobe::sm90::BackwardRows", "strobe::mma::RowsConfig"};
-constexpr KernelSource kDelta{"mma/rows.h", "strobe::mma::Delta", "strobe::mma::RowsConfig"};
-constexpr KernelSource kDq{"sm90/backward_rows.h", "strobe::sm90::BackwardDq", "strobe::mma::RowsConfig"};
+constexpr KernelSource kBackward{"sm90/backward/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
+constexpr KernelSource kWide{"sm90/backward/wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
+constexpr KernelSource kRows{"passes/hopper_rows.h", "strobe::passes::BackwardRows", "strobe::passes::RowsConfig"};
+constexpr KernelSource kDelta{"passes/rows.h", "strobe::passes::Delta", "strobe::passes::RowsConfig"};
+constexpr KernelSource kDq{"passes/hopper_rows.h", "strobe::passes::BackwardDq", "strobe::passes::RowsConfig"};
 
 constexpr int64_t kNarrow = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
 
@@ -178,7 +179,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
 
   HopperBackwardArguments a{};
   a.a = backward_arguments(p);
-  const int64_t query_tiles = mma::query_tiles(a.a.in, c.tile_q);
+  const int64_t query_tiles = count_query_tiles(a.a.in, c.tile_q);
   for (const auto &[count, what] : {std::pair{key_tiles * pairs, "keys"}, std::pair{query_tiles, "queries"}})
     if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
   a.rows = scratch.take<float>(query_tiles * (c.lse_bytes() + c.row_bytes()) / 4);
