@@ -11,7 +11,6 @@ namespace strobe {
 template <Features F, bool kMasked, bool kSlope, bool kExact, int kM, int kN, class Lse>
 __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], tile::Accumulator (&P)[kM][kN],
                                               const Scores<F, float> &scores, i32 head, i32 i, i32 j, i32 limit, const Lse &lse) {
-  constexpr float kLog2e = 1.44269504088896340736f;
   const float natural = F.additive() ? 1.0f : scores.scale;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
@@ -30,7 +29,7 @@ __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], ti
             i32 key = j + 16 * m + tile::lane_row(r);
             float p = kSlope ? scores.score(x, row, key, kMasked, limit, slope) : scores.score(x, row, key, kMasked, limit);
             bool hidden = (kMasked || F.mask || F.bias) && p == minus_infinity<float>();
-            p = exp2(kExact ? fmaf(fmaf(p, natural, -own), kLog2e, -excess) : fmaf(p, scores.unit, -own));
+            p = exp2(kExact ? fmaf(fmaf(p, natural, -own), kLog2e<float>, -excess) : fmaf(p, scores.unit, -own));
             if (hidden) p = 0; // LSE may be no number
             if constexpr (kSlope) P[m][n].x[c][2 * r + e] = p;
             x = kSlope ? p * slope : p;

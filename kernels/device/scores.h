@@ -26,8 +26,8 @@ template <Features F, class T, bool kApproximate = false> struct Scores {
   __device__ Scores(const Inputs &in, const Sequence &s, i64 b)
       : in(in), b(b), seqlen_q((i32)s.band.seqlen_q), seqlen_k((i32)s.band.seqlen_k),
         low((i32)min(max(s.band.low, -s.band.seqlen_q), (i64)kMost)), high((i32)max(min(s.band.high, s.band.seqlen_k - 1), -(i64)kMost)),
-        offset((i32)s.band.offset), scale(T(in.scale)), unit(T((F.additive() ? 1.0 : in.scale) * kLog2e)), cap(T(in.softcap)),
-        inverse_cap(T(1.0 / in.softcap)), beta(T(in.beta)), beta_ln2(T(in.beta * 0.69314718055994530942)), shift(T(in.shift)) {}
+        offset((i32)s.band.offset), scale(T(in.scale)), unit(T((F.additive() ? 1.0 : in.scale) * kLog2e<double>)), cap(T(in.softcap)),
+        inverse_cap(T(1.0 / in.softcap)), beta(T(in.beta)), beta_ln2(T(in.beta * kLn2<double>)), shift(T(in.shift)) {}
 
   // One query: what of it does not change from key to key.
   struct Row {
@@ -77,7 +77,6 @@ template <Features F, class T, bool kApproximate = false> struct Scores {
   }
 
 private:
-  static constexpr double kLog2e = 1.4426950408889634074;
   static constexpr i32 kMost = 1 << 30;
 
   template <bool kSlope, class Given>

@@ -15,14 +15,13 @@ template <i32 kDType, class T> __device__ __forceinline__ bool large_lse(T lse) 
 
 // sum: of P, rest: of P (dP - delta) over the keys that the row sees, with delta[0] = D - dLSE as it was.
 template <class T> __device__ __forceinline__ void settle_row(const BackwardArguments &a, i32 b, i32 h, i64 row, T lse, T sum, T rest) {
-  constexpr T kLog2e = T(1.4426950408889634074), kLn2 = T(0.69314718055994530942);
   T *delta = static_cast<T *>(a.delta) + a.in.row_index(b, h, row);
   const T sink = a.in.sinks ? *a.in.sinks.template at<const T>(0, h, 0, 0) : minus_infinity<T>();
-  const T of_sink = exp2((sink - lse) * kLog2e), total = sum + of_sink;
+  const T of_sink = exp2((sink - lse) * kLog2e<T>), total = sum + of_sink;
   if (!(total > T(0) && total < -minus_infinity<T>())) return;
   const T dlse = a.dlse ? *a.dlse.template at<const T>(b, h, row, 0) : T(0), D = delta[0] + dlse; // rowsum(dO O), roughly
   delta[0] = D + (rest - dlse * sum - of_sink * D) / total - dlse;
-  delta[a.in.rows()] = log2(total) * kLn2;
+  delta[a.in.rows()] = log2(total) * kLn2<T>;
 }
 
 } // namespace strobe

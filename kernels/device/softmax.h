@@ -8,8 +8,8 @@
 namespace strobe {
 
 // exp2's argument is (s - M) * kUnit<..>, a natural logarithm M * kLn<..>.
-template <bool kNatural> inline constexpr float kUnit = kNatural ? 1.44269504088896340736f : 1.0f;
-template <bool kNatural> inline constexpr float kLn = kNatural ? 1.0f : 0.693147180559945309417f;
+template <bool kNatural> inline constexpr float kUnit = kNatural ? kLog2e<float> : 1.0f;
+template <bool kNatural> inline constexpr float kLn = kNatural ? 1.0f : kLn2<float>;
 
 template <int kM, bool kNatural = false> struct RowSoftmax {
   float M[kM][2], l[kM][2]; // l: of the columns that this lane has seen

@@ -96,7 +96,7 @@ private:
       return x == minus_infinity<float>() ? -x : x;
     }
     __device__ __forceinline__ float excess(int c, int e) const {
-      return gradient.delta(p, sequence, first + tile::lane_column(c, e), q1)[gradient.in.rows()] * 1.4426950408889634f;
+      return gradient.delta(p, sequence, first + tile::lane_column(c, e), q1)[gradient.in.rows()] * kLog2e<float>;
     }
   };
 

@@ -84,7 +84,6 @@ private:
   }
   static __device__ __forceinline__ void write(const BackwardArguments &a, const RowTile<C> &tile, int i, float D, bool finite,
                                                bool q_finite, float *rows) {
-    constexpr float kLog2e = 1.44269504088896340736f;
     const float infinity = -minus_infinity<float>();
     float lse = -infinity;
     float lacks = 0;
@@ -100,8 +99,8 @@ private:
     }
     if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // it sees the sink alone: a score that it sees would be in LSE
     // A row whose dO or LSE is no number: neither is its P. D alone (of a row that sees a V which is none) leaves dV its P.
-    rows[i] = lse == -infinity ? lse : finite ? -lse * (a.in.bias ? 1.0f : kLog2e) : __int_as_float(0x7FC00000);
-    if (a.in.bias) rows[i + C.tile_q] = -lacks * kLog2e;
+    rows[i] = lse == -infinity ? lse : finite ? -lse * (a.in.bias ? 1.0f : kLog2e<float>) : __int_as_float(0x7FC00000);
+    if (a.in.bias) rows[i + C.tile_q] = -lacks * kLog2e<float>;
     rows[i + (a.in.bias ? 2 : 1) * C.tile_q] = finite && fabsf(lse) < infinity ? D : 0;
   }
 };

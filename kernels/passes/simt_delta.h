@@ -7,7 +7,6 @@
 namespace strobe::passes {
 
 using simt::fma;
-using simt::log2_e;
 using simt::to_real;
 
 // A CTA takes kRows rows of one head. The sum runs over the columns in the order and the runs of dP: where a query sees a single key, dP -
@@ -72,7 +71,7 @@ template <simt::Config C> struct SinkGradient {
         const T lse = *a.lse.at<const T>(b, h, s.q0 + i, 0);
         if (lse == minus_infinity<T>()) continue; // a sink of -inf and nothing visible
         const T *delta = static_cast<const T *>(a.delta) + in.row_index(b, h, s.q0 + i);
-        const T term = -exp2((sink - lse - delta[in.rows()]) * log2_e<T>()) * delta[0];
+        const T term = -exp2((sink - lse - delta[in.rows()]) * kLog2e<T>) * delta[0];
         add(sum, lost, term);
       }
     }

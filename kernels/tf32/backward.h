@@ -129,7 +129,7 @@ private:
       if (lse == minus_infinity<float>()) lse = -lse;
       store_shared(shared(kStats) + 4 * i, __float_as_uint(lse));
       store_shared(shared(kStats) + 4 * (kTileQ + i), __float_as_uint(D));
-      store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(excess * 1.4426950408889634f));
+      store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(excess * kLog2e<float>));
     }
   }
   // of the query in this lane's column (c, e) of block n: 0: LSE, 1: D, 2: what LSE lacks, in exp2's unit

@@ -232,7 +232,7 @@ private:
 
   // O / l and LSE to memory.
   __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], RowSoftmax<kM, F.bias != 0> &softmax) const {
-    constexpr float kUnit = strobe::kUnit<F.bias != 0>, kLn = strobe::kLn<F.bias != 0>, kLn2 = strobe::kLn<false>;
+    constexpr float kUnit = strobe::kUnit<F.bias != 0>, kLn = strobe::kLn<F.bias != 0>;
     const Item item = shared_state().item;
     bool whole = a.splits == 1;
     float dropped = Dropout<F>(in).factor();
@@ -243,7 +243,7 @@ private:
       float M = softmax.M[m][r], top = fmaxf(M, sink), alpha = top == minus_infinity<float>() ? 0.0f : exp2((M - top) * kUnit);
       float l = tile::row_sum(softmax.l[m][r]) * alpha;
       if (sink != minus_infinity<float>()) l += exp2((sink - top) * kUnit);
-      float factor = l == 0 ? 0.0f : alpha / l * dropped, lse = l == 0 ? minus_infinity<float>() : top * kLn + log2(l) * kLn2;
+      float factor = l == 0 ? 0.0f : alpha / l * dropped, lse = l == 0 ? minus_infinity<float>() : top * kLn + log2(l) * kLn2<float>;
       i32 q = item.q + warp_row() + 16 * m + tile::lane_row(r);
       if (q >= shared_state().sequence.band.seqlen_q) continue;
       i64 row = shared_state().sequence.q0 + q, part = item.split * in.rows() + in.row_index(item.b, item.h, row);

@@ -169,7 +169,6 @@ private:
     float x[kStatsEach];
   };
   __device__ __forceinline__ Stats read_stats(const Tile &t) const {
-    constexpr float kLog2e = 1.4426950408889634f;
     Stats s;
     int thread = loader();
 #pragma unroll
@@ -178,11 +177,11 @@ private:
       float &x = s.x[k];
       x = 0;
       if (n < kTileQ) {
-        x = i < t.rows ? t.at.lse[row * a.lse.stride[2]] * (F.bias ? 1.0f : kLog2e) : minus_infinity<float>();
+        x = i < t.rows ? t.at.lse[row * a.lse.stride[2]] * (F.bias ? 1.0f : kLog2e<float>) : minus_infinity<float>();
         if (x == minus_infinity<float>()) x = -x;
       } else if (i < t.rows) {
         if (n < 2 * kTileQ) x = -t.at.delta[row];
-        if (F.bias && n >= 2 * kTileQ && n < 3 * kTileQ) x = t.at.delta[in.rows() + row] * kLog2e;
+        if (F.bias && n >= 2 * kTileQ && n < 3 * kTileQ) x = t.at.delta[in.rows() + row] * kLog2e<float>;
       }
     }
     return s;

@@ -6,7 +6,6 @@
 
 namespace strobe::sm90 {
 
-inline constexpr float kLog2e = 1.44269504088896340736f;
 
 // Forms of the exponent: its value is at(s, i, c), c = constant(-M); a row's reference M follows top(the largest comparable(s, i)), and
 // difference() of two M is exp2's argument. i: as in a lane's S.
@@ -20,11 +19,11 @@ struct Linear {
 };
 // S and M in the unit of the score.
 struct Natural {
-  __device__ __forceinline__ float at(float s, int, float c) const { return (s + c) * kLog2e; }
+  __device__ __forceinline__ float at(float s, int, float c) const { return (s + c) * kLog2e<float>; }
   __device__ __forceinline__ float constant(float c) const { return c; }
   __device__ __forceinline__ float comparable(float s, int) const { return s; }
   __device__ __forceinline__ float top(float x) const { return x; }
-  __device__ __forceinline__ float difference(float x) const { return x * kLog2e; }
+  __device__ __forceinline__ float difference(float x) const { return x * kLog2e<float>; }
 };
 // ALiBi and a bias: S stays q.k.
 template <Config C, class Score> struct Line {
@@ -37,8 +36,8 @@ template <Config C, class Score> struct Line {
   bool before;        // all its keys lie before their queries, where ALiBi's penalty grows from tile to tile
 
   __device__ __forceinline__ Line(const Score &scores, float slope, const Given<C, Score> &given)
-      : given(given), offset(scores.offset), high(scores.high), unit(scores.scale * kLog2e),
-        full_slope(__shfl_sync(0xFFFFFFFFu, slope * kLog2e, 0)) {}
+      : given(given), offset(scores.offset), high(scores.high), unit(scores.scale * kLog2e<float>),
+        full_slope(__shfl_sync(0xFFFFFFFFu, slope * kLog2e<float>, 0)) {}
 
   // S of the keys [begin, end) and the warp's queries from row on, before anything is hidden.
   template <int N> __device__ __forceinline__ void begin(float (&s)[N], i32 row, i32 begin, i32 end) {
@@ -60,7 +59,7 @@ template <Config C, class Score> struct Line {
 
   __device__ __forceinline__ float at(float s, int i, float c) const {
     if constexpr (F.alibi) c = __fmaf_rn(slope, place(i), c);
-    if constexpr (F.bias) c = __fmaf_rn(given.bias.at(i), kLog2e, c);
+    if constexpr (F.bias) c = __fmaf_rn(given.bias.at(i), kLog2e<float>, c);
     return __fmaf_rn(s, unit, c);
   }
   __device__ __forceinline__ float constant(float c) const { return F.alibi ? c + start : c; }
@@ -81,8 +80,8 @@ template <Features F, bool kApproximate> struct Softcap {
 
   template <class Score>
   __device__ __forceinline__ explicit Softcap(const Score &scores)
-      : to_caps(scores.scale * scores.inverse_cap), most(__fdividef(kSmall * scores.cap, scores.scale)), cap(scores.cap * kLog2e),
-        linear(scores.scale * kLog2e), cubic(linear * kCubic * to_caps * to_caps),
+      : to_caps(scores.scale * scores.inverse_cap), most(__fdividef(kSmall * scores.cap, scores.scale)), cap(scores.cap * kLog2e<float>),
+        linear(scores.scale * kLog2e<float>), cubic(linear * kCubic * to_caps * to_caps),
         quintic(linear * kQuintic * to_caps * to_caps * (to_caps * to_caps)) {
     if (!(cubic > -1e30f && quintic < 1e30f)) most = -1;
   }

@@ -391,10 +391,9 @@ template <Config C> struct Forward {
     }
     // O / l and LSE to memory.
     __device__ __forceinline__ void finish(const Item &item, const Sequence &sequence, i32 seqlen_q, const Softmax &softmax, float factor) {
-      constexpr float kLog2e = 1.44269504088896340736f;
       const bool natural = is_natural(item);
       const float sink =
-          !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * (natural ? 1 : kLog2e) : minus_infinity<float>();
+          !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * (natural ? 1 : kLog2e<float>) : minus_infinity<float>();
       const i32 odd = lane % 2, column = 8 * odd + lane % 4 / 2 * 4;
       bool overflow = false, nonfinite = false;
 #pragma unroll
