@@ -17,7 +17,7 @@ template <RowsConfig C> struct BackwardRows {
   static constexpr int kThreads = C.threads(), kBlocksPerSm = 4, kLanes = C.head_dim > 64 ? 16 : 8; // of a row
 
   static __device__ __forceinline__ void run(const Arguments &arguments) {
-    const BackwardArguments &a = arguments.a;
+    const BackwardArguments &a = arguments;
     const Inputs &in = a.in;
     const RowTile<C> tile(in, last_first());
     if (a.turns && blockIdx.x == 0 && threadIdx.x == 0) a.turns[0] = 0;
@@ -114,7 +114,7 @@ template <RowsConfig C> struct BackwardDq {
   static_assert(kThreads == 256);
 
   static __device__ __forceinline__ void run(const Arguments &arguments) {
-    const BackwardArguments &a = arguments.a;
+    const BackwardArguments &a = arguments;
     const RowTile<C> tile(a.in, last_first());
     if (tile.rows == 0) return; // of a sequence shorter than the longest: dq_sum has no such tile
 #pragma unroll 1

@@ -44,7 +44,7 @@ template <BackwardConfig C> struct Backward {
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
         : a(a), shared(shared), w(w), lane(this_thread<C>() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)),
-          scores(shared, a.a.in, keys, w) {}
+          scores(shared, a.in, keys, w) {}
 
     // n: the first iteration's number. Returns that of the one after the last.
     __device__ __forceinline__ u32 all(u32 n) {
@@ -225,12 +225,12 @@ template <BackwardConfig C> struct Backward {
     }
     // Where blocks own dQ, this one's part.
     __device__ __forceinline__ float *part_of_dq_sum() const {
-      return a.a.dq_sum + (C.owns_dq ? (i64)blockIdx.x * (a.a.in.group * a.query_tiles) * (kM * C.columns()) : 0);
+      return a.dq_sum + (C.owns_dq ? (i64)blockIdx.x * (a.in.group * a.query_tiles) * (kM * C.columns()) : 0);
     }
     // dQ of iteration n, of keys from `begin` on, to the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512
     // bytes for each eight queries of a warp.
     __device__ __forceinline__ void add_dq(u32 n, i32 number, i32 begin) {
-      if (!a.a.dq_sum) return;
+      if (!a.dq_sum) return;
       const bool first = C.owns_dq && begin == 0; // which all queries see: nobody has added yet
       constexpr int kN = C.dq_queries();
       float *target = part_of_dq_sum() + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
@@ -265,11 +265,11 @@ template <BackwardConfig C> struct Backward {
     }
     // dK and dV to memory; after the last keys dQ, too.
     __device__ __forceinline__ void finish(const KeyBlock &keys) const {
-      const Inputs &in = a.a.in;
-      scores.template store<kDv>(a.a.dv, in, keys, in.head_dim_v, dV, scores.dropout.dropout.factor());
-      scores.template store<kD>(a.a.dk, in, keys, in.head_dim, dK, (float)in.scale);
+      const Inputs &in = a.in;
+      scores.template store<kDv>(a.dv, in, keys, in.head_dim_v, dV, scores.dropout.dropout.factor());
+      scores.template store<kD>(a.dk, in, keys, in.head_dim, dK, (float)in.scale);
       if constexpr (C.owns_dq) {
-        if (!a.a.dq_sum) return;
+        if (!a.dq_sum) return;
         if (C.dq_shared && lane == 0) bulk_wait();
         if (keys.begin + kTileK >= keys.seqlen_k) finish_dq(keys);
       } else {
@@ -279,13 +279,13 @@ template <BackwardConfig C> struct Backward {
     __device__ __forceinline__ void finish_dq(const KeyBlock &keys) const {
       async_proxy_fence_global();
       __syncwarp();
-      const Inputs &in = a.a.in;
+      const Inputs &in = a.in;
       i64 number = (i64)blockIdx.x * in.group * a.query_tiles;
 #pragma unroll 1
       for (i32 h = 0; h < in.group; ++h) {
 #pragma unroll 1
         for (i32 q = 0; q < in.seqlen_q; q += kM)
-          store_dq<T, C.columns(), kM>(a.a, keys.batch, keys.head_kv * in.group + h, q, in.seqlen_q - q, number++, w, false);
+          store_dq<T, C.columns(), kM>(a, keys.batch, keys.head_kv * in.group + h, q, in.seqlen_q - q, number++, w, false);
       }
     }
   };

@@ -18,11 +18,11 @@ template <BackwardConfig C> struct BackwardLoad {
   // This block's (first) keys; by one thread, before the others begin. Within a bundle of heads the first tile (the longest, if causal) first.
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
     // A ticket: whatever a block waits for has drawn its own before.
-    const u32 x = C.deterministic ? fetch_add(a.a.turns, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
-    const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle.divide(within);
-    const u32 pair = bundle * a.bundle.by + within - tile * a.bundle.by, b = a.heads_kv.divide(pair);
-    const BasicBand<i32> band = narrow(a.a.in.sequence(b).band);
-    write(shared.keys(), (i32)b, (i32)(pair - b * a.heads_kv.by), (i32)tile * kTileK, band.seqlen_k);
+    const u32 x = C.deterministic ? fetch_add(a.turns, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
+    const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
+    const u32 pair = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_kv_divisor.divide(pair);
+    const BasicBand<i32> band = narrow(a.in.sequence(b).band);
+    write(shared.keys(), (i32)b, (i32)(pair - b * a.heads_kv_divisor.by), (i32)tile * kTileK, band.seqlen_k);
     write(shared.reach(), band.low, band.high, band.seqlen_q, 0);
   }
 
@@ -50,14 +50,14 @@ private:
   __device__ __forceinline__ bool next_keys(KeyBlock &keys) const {
     keys.begin += kTileK;
     if (keys.begin < keys.seqlen_k) return true;
-    const u32 pair = (u32)keys.batch * a.heads_kv.by + (u32)keys.head_kv + gridDim.x;
-    keys.begin = 0, keys.batch = (i32)a.heads_kv.divide(pair), keys.head_kv = (i32)(pair - (u32)keys.batch * a.heads_kv.by);
+    const u32 pair = (u32)keys.batch * a.heads_kv_divisor.by + (u32)keys.head_kv + gridDim.x;
+    keys.begin = 0, keys.batch = (i32)a.heads_kv_divisor.divide(pair), keys.head_kv = (i32)(pair - (u32)keys.batch * a.heads_kv_divisor.by);
     return pair < (u32)a.pairs;
   }
   // Both return the next iteration's number.
   __device__ __forceinline__ u32 q(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
-    load<C.columns(), C.k_bytes(), kTileK>(a.k, shared.k_full(), shared.k, k_row(keys), keys.head_kv, keys.batch);
+    load<C.columns(), C.k_bytes(), kTileK>(a.tma_k, shared.k_full(), shared.k, k_row(keys), keys.head_kv, keys.batch);
     wait_for_launch_before(); // which made the rows, and room for dQ; who computes waits for them
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
@@ -68,20 +68,20 @@ private:
         mbarrier_wait(shared.k_full(), 0); // the block ends, and with it its shared memory
         return mbarrier_arrive(shared.q_full(n));
       }
-      load<C.columns(), C.q_bytes(), kM>(a.q, shared.q_full(n), shared.q_of(n), row, step.head, batch, C.lse_bytes());
+      load<C.columns(), C.q_bytes(), kM>(a.tma_q, shared.q_full(n), shared.q_of(n), row, step.head, batch, C.lse_bytes());
       bulk_load(shared.lse_of(n), rows(step), C.lse_bytes(), shared.q_full(n));
     });
   }
   __device__ __forceinline__ u32 dout(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
-    load<C.columns_v(), C.v_bytes(), kTileK>(a.v, shared.v_full(), shared.v, k_row(keys), keys.head_kv, keys.batch);
+    load<C.columns_v(), C.v_bytes(), kTileK>(a.tma_v, shared.v_full(), shared.v, k_row(keys), keys.head_kv, keys.batch);
     wait_for_launch_before();
     if constexpr (C.owns_dq) mbarrier_wait(shared.k_full(), n >> 31); // else it might take these keys' K for the next ones'
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
       if (step.flags & kNothing) return mbarrier_wait(shared.v_full(), 0);
       wait_empty(shared.dout_empty(n), n);
-      load<C.columns_v(), C.dout_bytes(), kM>(a.dout, shared.dout_full(n), shared.dout_of(n), row, step.head, batch, C.row_bytes());
+      load<C.columns_v(), C.dout_bytes(), kM>(a.tma_dout, shared.dout_full(n), shared.dout_of(n), row, step.head, batch, C.row_bytes());
       bulk_load(shared.delta_of(n), rows(step) + C.lse_bytes() / 4, C.row_bytes(), shared.dout_full(n));
     });
   }
@@ -89,18 +89,18 @@ private:
   // Of a tile, in dq_sum; where blocks own dQ, in the block's part, which holds what it adds up at present.
   __device__ __forceinline__ i32 number_of_dq(const QueryStep &step) const {
     if (!C.owns_dq) return step.number;
-    const i32 first = read<KeyBlock>(shared.keys()).head_kv * a.a.in.group;
+    const i32 first = read<KeyBlock>(shared.keys()).head_kv * a.in.group;
     return (step.head - first) * a.query_tiles + (i32)((u32)step.begin / kM);
   }
   __device__ __forceinline__ const float *rows(const QueryStep &step) const {
     return a.rows + (i64)step.number * ((C.lse_bytes() + C.row_bytes()) / 4);
   }
-  __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return (i32)a.a.in.sequence(keys.batch).k0 + keys.begin; }
+  __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return (i32)a.in.sequence(keys.batch).k0 + keys.begin; }
 
   // visit(iteration, row of the tensors, step) for each tile of queries, of each head that shares these keys, that sees some of them.
   template <class Visit> __device__ __forceinline__ u32 walk(u32 n, const Visit &visit) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
-    const Inputs &in = a.a.in;
+    const Inputs &in = a.in;
     const i32 q0 = (i32)in.sequence(keys.batch).q0, end = (keys.head_kv + 1) * in.group;
     const i32 first = in.cu_seqlens_q ? (i32)((u32)q0 / kM) + keys.batch : keys.batch * in.heads * a.query_tiles;
     i32 head = keys.head_kv * in.group;
@@ -130,15 +130,15 @@ private:
   }
   __device__ __forceinline__ Tiles tiles_of(const KeyBlock &keys, i32 head) const {
     BlockRow row{nullptr, 0, 0};
-    if constexpr (F.blocks) row = a.a.in.blocks_t.row(keys.batch, head, keys.begin / (u32)a.a.in.blocks_t.row_tokens);
-    return Tiles(a.a.in.sequence(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
+    if constexpr (F.blocks) row = a.in.blocks_t.row(keys.batch, head, keys.begin / (u32)a.in.blocks_t.row_tokens);
+    return Tiles(a.in.sequence(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
   }
   // Which 64 keys mask the queries from q on.
   __device__ __forceinline__ i32 masks(i32 q) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Reach reach = read<Reach>(shared.reach());
     // Queries that are not there are another sequence's.
-    i32 flags = a.a.in.cu_seqlens_q && q + kM > reach.seqlen_q ? kMasked | kMasked << 1 : 0;
+    i32 flags = a.in.cu_seqlens_q && q + kM > reach.seqlen_q ? kMasked | kMasked << 1 : 0;
 #pragma unroll
     for (int w = 0; w < kTileK / 64; ++w) {
       const i32 j = keys.begin + 64 * w;

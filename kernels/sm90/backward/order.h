@@ -9,7 +9,7 @@
 namespace strobe::sm90 {
 
 // Of a warpgroup's part of a tile of queries.
-__device__ __forceinline__ u32 *turn_of(const HopperBackwardArguments &a, i32 number, int w) { return a.a.turns + 1 + 2 * (i64)number + w; }
+__device__ __forceinline__ u32 *turn_of(const HopperBackwardArguments &a, i32 number, int w) { return a.turns + 1 + 2 * (i64)number + w; }
 
 template <BackwardConfig C> struct BackwardOrder {
   const HopperBackwardArguments &a;
@@ -17,7 +17,7 @@ template <BackwardConfig C> struct BackwardOrder {
   const int w;
 
   __device__ __forceinline__ void all() const {
-    if (!a.a.dq_sum) return;
+    if (!a.dq_sum) return;
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     mbarrier_wait(shared.dq_full(w), 0);
     if (read<QueryStep>(shared.dq_step(0)).flags & kNothing) return;
@@ -61,13 +61,13 @@ private:
     const BasicBand<i32> band{reach.seqlen_q, keys.seqlen_k, reach.low, reach.high, 0};
     u32 *at = turn_of(a, step.number, w);
     const u32 seen = load_relaxed(at);
-    const u32 before = key_tiles_before<C.features.blocks != 0, C.tile_k()>(a.a.in, band, keys.batch, step.head, step.begin, keys.begin);
+    const u32 before = key_tiles_before<C.features.blocks != 0, C.tile_k()>(a.in, band, keys.batch, step.head, step.begin, keys.begin);
     return {at, kAdders * before, seen, step.number, (step.flags & kLast) != 0};
   }
   __device__ __forceinline__ void add(const Turn &turn) const {
     async_proxy_fence_global();
     constexpr i64 kPart = 64 * C.dq_queries(); // of dQ, a warpgroup's
-    float *sum = a.a.dq_sum + (2 * (i64)turn.number + w) * kPart;
+    float *sum = a.dq_sum + (2 * (i64)turn.number + w) * kPart;
     const u32 dQ = shared.dq + 4 * w * (u32)kPart;
     if (turn.before == 0)
       bulk_store(sum, dQ, 4 * kPart);

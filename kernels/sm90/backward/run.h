@@ -13,7 +13,7 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
     if constexpr (C.deterministic) wait_for_launch_before(); // for the ticket
     BackwardLoad<C>::choose_keys(a, shared);
   }
-  if (threadIdx.x == 32) tma_prefetch(a.k.map), tma_prefetch(a.q.map), tma_prefetch(a.v.map), tma_prefetch(a.dout.map);
+  if (threadIdx.x == 32) tma_prefetch(a.tma_k.map), tma_prefetch(a.tma_q.map), tma_prefetch(a.tma_v.map), tma_prefetch(a.tma_dout.map);
   __syncthreads();
   if constexpr (!C.owns_dq) {
     const KeyBlock keys = read<KeyBlock>(shared.keys());

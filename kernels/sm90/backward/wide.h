@@ -25,8 +25,8 @@ template <BackwardConfig C> struct BackwardWide {
     const BackwardScores<C> scores;
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
-        : a(a), in(a.a.in), shared(shared), w(w), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)),
-          scores(shared, a.a.in, keys, w) {}
+        : a(a), in(a.in), shared(shared), w(w), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)),
+          scores(shared, a.in, keys, w) {}
 
     __device__ __forceinline__ u32 all(u32) {
       if (w == 0)
@@ -85,7 +85,7 @@ template <BackwardConfig C> struct BackwardWide {
       } else if constexpr (C.deterministic) {
         scores.release(shared.dq_full(w));
       }
-      scores.template store<kDv>(a.a.dv, in, read<KeyBlock>(shared.keys()), in.head_dim_v, dV, scores.dropout.dropout.factor());
+      scores.template store<kDv>(a.dv, in, read<KeyBlock>(shared.keys()), in.head_dim_v, dV, scores.dropout.dropout.factor());
     }
 
     // dS and dK.
@@ -144,7 +144,7 @@ template <BackwardConfig C> struct BackwardWide {
       } else if constexpr (C.deterministic) {
         scores.release(shared.dq_full(w));
       }
-      scores.template store<kD>(a.a.dk, in, read<KeyBlock>(shared.keys()), in.head_dim, dK, (float)in.scale);
+      scores.template store<kD>(a.dk, in, read<KeyBlock>(shared.keys()), in.head_dim, dK, (float)in.scale);
     }
 
     template <int N> static __device__ __forceinline__ void clear(float (&x)[N]) {
@@ -233,8 +233,8 @@ template <BackwardConfig C> struct BackwardWide {
     __device__ __forceinline__ void leave(float (&dQ)[kM / 2], u32 n, i32 number, int block, bool first, bool last) const {
       registers_changed(dQ);
       if (last) scores.release(shared.ds_empty(n));
-      if (!a.a.dq_sum) return;
-      float *target = a.a.dq_sum + (i64)number * (kM * C.columns()) + (block * 4 + warp) * (16 * kM);
+      if (!a.dq_sum) return;
+      float *target = a.dq_sum + (i64)number * (kM * C.columns()) + (block * 4 + warp) * (16 * kM);
       if (C.deterministic && first) mbarrier_wait(shared.dq_empty(w), n % 2);
 #pragma unroll
       for (int i = 0; i < kM / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));

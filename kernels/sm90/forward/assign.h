@@ -47,13 +47,13 @@ template <Config C> struct Assign {
   }
   // Within a bundle of heads the last (longest, if causal) tile first.
   __device__ __forceinline__ Item item(u32 x) const {
-    const u32 split = C.split ? x - a.splits.divide(x) * a.splits.by : 0;
-    if constexpr (C.split) x = a.splits.divide(x);
-    const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle.divide(within);
-    const u32 head = bundle * a.bundle.by + within - tile * a.bundle.by, b = a.heads.divide(head);
+    const u32 split = C.split ? x - a.splits_divisor.divide(x) * a.splits_divisor.by : 0;
+    if constexpr (C.split) x = a.splits_divisor.divide(x);
+    const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
+    const u32 head = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_divisor.divide(head);
     const i32 q = (a.tiles - 1 - (i32)tile) * C.tile_q();
     const bool empty = in.cu_seqlens_q && q >= in.sequence(b).band.seqlen_q;
-    return {(i32)b, (i32)(head - b * a.heads.by), q, (i32)split * Item::kKinds + (empty ? kNone : kOnce)};
+    return {(i32)b, (i32)(head - b * a.heads_divisor.by), q, (i32)split * Item::kKinds + (empty ? kNone : kOnce)};
   }
   // Until all have read the last item told, and the copy engine has been told of all of its keys and values.
   __device__ __forceinline__ void wait_loaded() const { mbarrier_wait(shared.item_empty(), told % 2 ^ 1); }

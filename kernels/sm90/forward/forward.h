@@ -41,9 +41,9 @@ template <Config C> struct Forward {
     const int warpgroup = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);
     if (warpgroup == 0) {
       registers_lower<C.registers_load>();
-      if (threadIdx.x == 0) Load<C>{a, a.a.in, shared}.all();
+      if (threadIdx.x == 0) Load<C>{a, a.in, shared}.all();
       if (threadIdx.x == 64) LoadQ<C>{a, shared}.all();
-      if (threadIdx.x == 32) Assign<C>{a, a.a.in, shared}.all();
+      if (threadIdx.x == 32) Assign<C>{a, a.in, shared}.all();
     } else {
       registers_raise<C.registers_compute>();
       Compute(a, shared, warpgroup - 1).all();
@@ -62,8 +62,7 @@ template <Config C> struct Forward {
     u32 random[F.dropout ? kN / 32 : 1][4];
 
     __device__ __forceinline__ Compute(const Arguments &a, const SharedMemory<C> &shared, int w)
-        : a(a), in(a.a.in), shared(shared), w(w), lane((int)threadIdx.x % 32),
-          warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)) {}
+        : a(a), in(a.in), shared(shared), w(w), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)) {}
 
     __device__ __forceinline__ void all() {
       if (C.warpgroups > 1 && w == C.warpgroups - 1) barrier_arrive(kTurn, 256); // the first turn is warpgroup 0's
@@ -364,7 +363,7 @@ template <Config C> struct Forward {
         if constexpr (C.split) {
           compute.partial_out(item, q0 + query(r))[c] += x;
         } else {
-          T *o = compute.a.a.out.template at<T>(item.b, item.h, q0 + query(r), c);
+          T *o = compute.a.out.template at<T>(item.b, item.h, q0 + query(r), c);
           *o = Convert<T>::from(to_float(*o) + x);
         }
       }
@@ -375,8 +374,8 @@ template <Config C> struct Forward {
       barrier_sync(kTogether + w, 128); // the results are in memory
       const i32 first = item.q + 64 * w;
       const Results results{*this, item, sequence.q0, first, min(64, scores.seqlen_q - first)};
-      const T *value = in.v.template at<const T>(item.b, (i32)a.group.divide(item.h), sequence.k0, 0);
-      BasicSchedule<i32> tiles = schedule<C>(a.a, narrow(sequence.band), item);
+      const T *value = in.v.template at<const T>(item.b, (i32)a.group_divisor.divide(item.h), sequence.k0, 0);
+      BasicSchedule<i32> tiles = schedule<C>(a, narrow(sequence.band), item);
       BasicKeyTile<i32> t;
 #pragma unroll 1
       while (tiles.next(t)) {
@@ -387,7 +386,7 @@ template <Config C> struct Forward {
 
     // A row of what this part of the keys makes of O.
     __device__ __forceinline__ float *partial_out(const Item &item, i64 row) const {
-      return a.a.partial_out + (item.split() * in.rows() + in.row_index(item.b, item.h, row)) * in.head_dim_v;
+      return a.partial_out + (item.split() * in.rows() + in.row_index(item.b, item.h, row)) * in.head_dim_v;
     }
     // O / l and LSE to memory.
     __device__ __forceinline__ void finish(const Item &item, const Sequence &sequence, i32 seqlen_q, const Softmax &softmax, float factor) {
@@ -406,7 +405,7 @@ template <Config C> struct Forward {
         const float by = end.factor * factor;
         if constexpr (C.split) {
           if (i >= seqlen_q) continue;
-          if (lane % 4 == 0) a.a.partial_lse[item.split() * in.rows() + in.row_index(item.b, item.h, row)] = end.lse;
+          if (lane % 4 == 0) a.partial_lse[item.split() * in.rows() + in.row_index(item.b, item.h, row)] = end.lse;
           float *out = partial_out(item, row) + tile::lane_column(0, 0);
 #pragma unroll
           for (int n = 0; n < kDv / 4; ++n) {
@@ -416,8 +415,8 @@ template <Config C> struct Forward {
             if (r == 0) nonfinite |= !(x - x == 0);
           }
         } else {
-          if (a.a.lse && lane % 4 == 0 && i < seqlen_q) *a.a.lse.template at<float>(item.b, item.h, row, 0) = end.lse;
-          T *out = a.a.out.template at<T>(item.b, item.h, row, 0) + column;
+          if (a.lse && lane % 4 == 0 && i < seqlen_q) *a.lse.template at<float>(item.b, item.h, row, 0) = end.lse;
+          T *out = a.out.template at<T>(item.b, item.h, row, 0) + column;
           const i32 columns = i < seqlen_q ? in.head_dim_v - column : 0;
           // Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of them whole sectors.
           // Without branches: within one the compiler computes the address anew, and waits for each exchange.

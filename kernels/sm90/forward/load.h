@@ -52,8 +52,8 @@ template <Config C> struct Load {
   u32 items = 0;
 
   __device__ __forceinline__ void all() {
-    tma_prefetch(a.k.map), tma_prefetch(a.v.map);
-    if constexpr (C.wide) tma_prefetch(a.bias.map);
+    tma_prefetch(a.tma_k.map), tma_prefetch(a.tma_v.map);
+    if constexpr (C.wide) tma_prefetch(a.tma_bias.map);
 #pragma unroll 1
     for (;; ++items) {
       mbarrier_wait(shared.item_full(), items % 2);
@@ -70,10 +70,10 @@ template <Config C> struct Load {
     if constexpr (kFromDiagonal)
       load(item, sequence, FromDiagonal(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
     else
-      load(item, sequence, schedule<C>(a.a, band, item));
+      load(item, sequence, schedule<C>(a, band, item));
   }
   template <class Tiles> __device__ __forceinline__ void load(const Item &item, const Sequence &sequence, Tiles tiles) {
-    const i32 kv = (i32)a.group.divide(item.h), k0 = (i32)sequence.k0;
+    const i32 kv = (i32)a.group_divisor.divide(item.h), k0 = (i32)sequence.k0;
     BasicKeyTile<i32> next;
     bool more = tiles.next(next);
     if (!more) next = {0, 0, true};
@@ -85,7 +85,7 @@ template <Config C> struct Load {
       more = more && tiles.next(next);
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
       write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
-      load<C.columns()>(a.k, shared.k_full(k.index), C.k_bytes() + (C.wide ? a.bias_bytes : 0u), shared.k + k.index * C.k_bytes(),
+      load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.wide ? a.bias_bytes : 0u), shared.k + k.index * C.k_bytes(),
                         k0 + tile.begin, kv, item.b);
       if constexpr (C.wide) load_bias(item, tile.begin);
       k.advance();
@@ -97,7 +97,7 @@ template <Config C> struct Load {
 
   __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
     mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);
-    load<C.columns_v()>(a.v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
+    load<C.columns_v()>(a.tma_v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
     v.advance();
   }
   // It comes with K.
@@ -105,8 +105,8 @@ template <Config C> struct Load {
     for (i32 c = 0; c < C.tile_k; c += 64) {
       const u32 address = shared.bias + k.index * C.bias_bytes() + c / 64 * C.bias_columns();
       for (i32 w = 0; w < (a.bias_rows_step ? C.warpgroups : 1); ++w)
-        tma_load(address + 64 * kRowBytes * w, a.bias.map, shared.k_full(k.index), column + c, (item.q + 64 * w) * a.bias_rows_step,
-                 item.h * a.bias.head_step, item.b * a.bias.batch_step);
+        tma_load(address + 64 * kRowBytes * w, a.tma_bias.map, shared.k_full(k.index), column + c, (item.q + 64 * w) * a.bias_rows_step,
+                 item.h * a.tma_bias.head_step, item.b * a.tma_bias.batch_step);
     }
   }
   template <int kColumns>
@@ -124,21 +124,21 @@ template <Config C> struct LoadQ {
 
   // For each warpgroup, in turn, when it is through with its last.
   __device__ __forceinline__ void all() {
-    tma_prefetch(a.q.map);
+    tma_prefetch(a.tma_q.map);
 #pragma unroll 1
     for (u32 items = 0;; ++items) {
       mbarrier_wait(shared.item_full(), items % 2);
       const Item item = read<Item>(shared.item());
       mbarrier_arrive(shared.item_empty());
       if (item.kind() == kNone) break;
-      const i32 row = (i32)a.a.in.sequence(item.b).q0 + item.q;
+      const i32 row = (i32)a.in.sequence(item.b).q0 + item.q;
 #pragma unroll 1
       for (int w = 0; w < C.warpgroups; ++w) {
         mbarrier_wait(shared.q_empty(w), items % 2 ^ 1);
         mbarrier_expect(shared.q_full(w), C.q_bytes() / C.warpgroups);
         for (int c = 0; c < C.columns(); c += 64)
-          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.q.map, shared.q_full(w), c, row + 64 * w,
-                   item.h * a.q.head_step, item.b * a.q.batch_step);
+          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row + 64 * w,
+                   item.h * a.tma_q.head_step, item.b * a.tma_q.batch_step);
       }
     }
   }
