@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import strobe
-from strobe._prepare import AttentionOptions
+from strobe._options import AttentionOptions
 from strobe.cli import app, timing
 from strobe.cli import gpu as command
 from strobe.cli.gpu import contestants, measurement, report

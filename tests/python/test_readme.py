@@ -14,7 +14,7 @@ import torch
 import typer
 
 import strobe
-from strobe._prepare import DEFAULTS
+from strobe._options import DEFAULTS
 from strobe.cli import app
 
 ROOT = Path(__file__).parents[2]
