@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import strobe
-from strobe._prepare import DEFAULTS
+from strobe._options import DEFAULTS
 from strobe_tools.cli import app
 
 ROOT = Path(__file__).parents[2]

@@ -7,89 +7,30 @@ in a list, an exception an argument, so that a caller sees all of it at once.
 from __future__ import annotations
 
 import sys
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from ._abi import MAX_RANK
 from ._blockmask import BlockMask
-from ._core import lib
-from ._framework import Array, Framework, is_bool, is_whole, kind, known_framework, shown, unfit
+from ._checks import Wrong, check_names, flag, is_array, is_choice, is_integer, is_whole, name_of, number
+from ._kinds import kind, shown
+from ._options import (
+    ALIGNMENTS,
+    ARRAYS,
+    DEFAULTS,
+    ELSEWHERE,
+    FLAGS,
+    HYPERBOLIC,
+    INT64_MAX,
+    INT64_MIN,
+    INTEGERS,
+    LAYOUTS,
+    NUMBERS,
+    SCORES,
+    SIZES,
+)
+from .arrays.base import Array, Framework
+from .arrays.known import known_framework, unfit
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-
-class AttentionOptions(TypedDict, total=False):
-    """The options of strobe.attention(), which documents them."""
-
-    causal: bool
-    window: int | tuple[int | None, int | None] | None
-    alignment: str
-    scale: float | None
-    softcap: float
-    score: str
-    beta: float | None
-    shift: float
-    mask: Array | None
-    bias: Array | None
-    alibi_slopes: Array | None
-    sinks: Array | None
-    dropout: float
-    seed: int | None
-    offset: int | None
-    rng: Array | None
-    cu_seqlens_q: Array | None
-    cu_seqlens_k: Array | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    block_mask: BlockMask | None
-    layout: str
-    deterministic: bool
-    exact_max: bool
-    allow_tf32: bool
-    tile_q: int | None
-    tile_k: int | None
-    engine: str | None
-    strict: bool
-    check: bool
-    threads: int | None
-
-
-DEFAULTS: dict[str, Any] = dict.fromkeys(AttentionOptions.__annotations__) | {
-    **dict.fromkeys(("causal", "deterministic", "exact_max", "allow_tf32", "strict", "check"), False),
-    **dict.fromkeys(("softcap", "shift", "dropout"), 0.0),
-    "score": "dot",
-    "alignment": "bottom_right",
-    "layout": "bhsd",
-}
-
-MAX_HEAD_DIM = 256  # src/attention/validate.cpp
-_INT32_MAX, _INT64_MIN, _INT64_MAX = 2**31 - 1, -(2**63), 2**63 - 1
-_ARRAYS = frozenset({"mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng"})
-_FLAGS = frozenset({"causal", "deterministic", "exact_max", "allow_tf32", "strict", "check"})
-_NUMBERS = frozenset({"scale", "softcap", "beta", "shift", "dropout"})
-_INTEGERS = {
-    "max_seqlen_q": (0, _INT32_MAX),
-    "max_seqlen_k": (0, _INT32_MAX),
-    "tile_q": (1, lib.STROBE_MAX_TILE),
-    "tile_k": (1, lib.STROBE_MAX_TILE),
-    "threads": (1, lib.STROBE_MAX_THREADS),
-}
-_LAYOUTS = {"bhsd": False, "bshd": True}
-_HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
-_SCORES = {"dot": lib.STROBE_DOT, "hyperbolic": _HYPERBOLIC}
-_ALIGNMENTS = {"bottom_right": lib.STROBE_BOTTOM_RIGHT, "top_left": lib.STROBE_TOP_LEFT}
-# What other attention functions have.
-ELSEWHERE = {
-    "is_causal": "did you mean causal?",
-    "p": "did you mean dropout?",
-    "return_attn_probs": "did you mean return_lse? The probabilities are never made",
-    "attn_mask": "did you mean mask (bool, True = attend) or bias (added to the scores)?",
-    "dropout_p": "did you mean dropout?",
-    "enable_gqa": "k and v may have fewer heads than q without it",
-    "softmax_scale": "did you mean scale?",
-    "window_size": "did you mean window?",
-}
 _SHAPES = {
     "q": {"bhsd": "(B, H, Sq, D)", "bshd": "(B, Sq, H, D)", "packed": "(Tq, H, D) with cu_seqlens"},
     "k": {"bhsd": "(B, Hkv, Sk, D)", "bshd": "(B, Sk, Hkv, D)", "packed": "(Tk, Hkv, D) with cu_seqlens"},
@@ -97,42 +38,14 @@ _SHAPES = {
 }
 
 
-class Prepared(NamedTuple):
+class Request(NamedTuple):
     """A call as the library reads it."""
 
     arrays: dict[str, Array]  # those of _abi.INPUTS that are given
     options: dict[str, Any]  # those of _abi.OPTIONS that are not at their default
 
 
-Wrong = list[Exception]
-# Where one of these is wrong, nobody can tell what the others should be.
-SIZES = frozenset({"q", "k", "v", "layout", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"})
-
-
-def name_of(refused: Exception) -> str:
-    """Whose argument's refusal it is."""
-    return str(refused).partition(":")[0]
-
-
-def refusal(wrong: Wrong) -> Exception:
-    """One exception of all that is wrong: a TypeError if kinds are all that is."""
-    if len(wrong) == 1:
-        return wrong[0]
-    kinds_alone = all(isinstance(each, TypeError) for each in wrong)
-    return (TypeError if kinds_alone else ValueError)("\n".join(map(str, wrong)))
-
-
-def check_names(
-    function: str, given: Iterable[str], wrong: Wrong, known: Collection[str] = DEFAULTS, hints: Mapping[str, str] = ELSEWHERE
-) -> None:
-    """`function` is whose options they are, for messages; hints: for names of other functions."""
-    for name in given:
-        if name not in known:
-            hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1))
-            wrong.append(TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (hint and f"; {hint}")))
-
-
-def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> tuple[Framework | None, Prepared]:
+def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> tuple[Framework | None, Request]:
     """The framework is q's. `given`: AttentionOptions. What is wrong is added to `wrong`, and missing in the result."""
     framework = known_framework(q)
     arrays: dict[str, Array] = {}
@@ -143,31 +56,31 @@ def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any
     given = without_causal_bias(framework, q, k, given, wrong)
     for name, x in given.items():
         if name not in DEFAULTS:
-            check_names(function, [name], wrong)
+            check_names(function, [name], wrong, DEFAULTS, ELSEWHERE)
         elif x is DEFAULTS[name]:
             continue
-        elif name in _ARRAYS:
+        elif name in ARRAYS:
             if is_array(wrong, name, x, framework, q):
                 arrays[name] = x
-        elif name in _FLAGS:
+        elif name in FLAGS:
             if flag(wrong, name, x):
                 options[name] = True
-        elif name in _NUMBERS:
+        elif name in NUMBERS:
             n = len(wrong)
             value = number(wrong, name, x)
             if len(wrong) == n:
                 options[name] = value
-        elif name in _INTEGERS:
-            if is_integer(wrong, name, x, *_INTEGERS[name]):
+        elif name in INTEGERS:
+            if is_integer(wrong, name, x, *INTEGERS[name]):
                 options[name] = _plain(x)
         elif name == "window":
             _window(wrong, x, options)
         elif name == "alignment":
-            if is_choice(wrong, name, x, _ALIGNMENTS):
-                options[name] = _ALIGNMENTS[x]
+            if is_choice(wrong, name, x, ALIGNMENTS):
+                options[name] = ALIGNMENTS[x]
         elif name == "score":
-            if is_choice(wrong, name, x, _SCORES):
-                options[name] = _SCORES[x]
+            if is_choice(wrong, name, x, SCORES):
+                options[name] = SCORES[x]
         elif name == "engine":
             if isinstance(x, str) and x.isprintable() and 0 < len(x) < 80:
                 options[name] = x
@@ -181,18 +94,18 @@ def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any
                 arrays.update(zip(_BLOCKS, (framework.own(a) for a in x.arrays), strict=True))
                 options["block_q"], options["block_k"] = x.block_q, x.block_k
 
-    if options.get("score") == _HYPERBOLIC:
+    if options.get("score") == HYPERBOLIC:
         options.setdefault("beta", 1.0)
     elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":
         wrong.append(ValueError(f"beta: {beta} with score 'dot'; accepted is None, or a hyperbolic score"))
     layout = given.get("layout", "bhsd")
     packed = _is_packed(given)
-    if is_choice(wrong, "layout", layout, _LAYOUTS):
+    if is_choice(wrong, "layout", layout, LAYOUTS):
         shapes, rank = ("packed", 3) if packed else (layout, 4)
         for name in ("q", "k", "v"):
             if name in arrays and arrays[name].ndim != rank:
                 wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}"))
-        if _LAYOUTS[layout] and not packed:
+        if LAYOUTS[layout] and not packed:
             options["bshd"] = True
     if isinstance(block_mask := given.get("block_mask"), BlockMask) and not SIZES & set(map(name_of, wrong)):
         _fits(wrong, block_mask, _lengths(arrays.get("q"), arrays.get("k"), given), given)
@@ -201,7 +114,7 @@ def prepare(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any
             if options.get(name):
                 wrong.append(ValueError(f"{name}: {options[name]} without cu_seqlens; accepted is None"))
     _dropout(wrong, arrays, options, given, framework)
-    return framework, Prepared(arrays, options)
+    return framework, Request(arrays, options)
 
 
 def _lengths(q: Array | None, k: Array | None, given: Mapping[str, Any]) -> list[int | None]:
@@ -257,7 +170,7 @@ def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mappi
         if _is_packed(given) and any(given.get(name) is None for name in ("max_seqlen_q", "max_seqlen_k")):
             accepted += "; without max_seqlen_q and max_seqlen_k these are the numbers of tokens"
         wrong.append(ValueError(f"block_mask: of {mask.seqlen_q} queries and {mask.seqlen_k} keys; {accepted}"))
-    elif mask.alignment not in (None, aligned) and aligned in _ALIGNMENTS and _has_band(given):
+    elif mask.alignment not in (None, aligned) and aligned in ALIGNMENTS and _has_band(given):
         accepted = f"accepted beside causal, window or alibi_slopes is the alignment of these, {aligned}"
         wrong.append(ValueError(f'block_mask: {mask.alignment}; {accepted}: make it with alignment="{aligned}"'))
 
@@ -268,7 +181,7 @@ _BLOCKS = ("block_rows", "block_cols", "block_rows_t", "block_cols_t")
 def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
     if not is_whole(x):
         wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer; an array goes into rng"))
-    elif not _INT64_MIN <= x < 2**64:
+    elif not INT64_MIN <= x < 2**64:
         wrong.append(ValueError(f"{name}: {shown(x)}; accepted are integers of 64 bits"))
     else:
         return True
@@ -296,67 +209,13 @@ def _dropout(
 def seed_options(seed: int | None, offset: int | None) -> dict[str, int]:
     """The two as _abi.OPTIONS has them."""
     given = {name: int(x) for name, x in (("seed", seed), ("offset", offset)) if x is not None}
-    return {name: x - 2**64 if x > _INT64_MAX else x for name, x in given.items() if x}
-
-
-def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Array) -> bool:
-    """Whether x is an array: of q's kind, where q lies, unless q itself is none; then framework is None."""
-    if (refused := unfit(name, x, framework, "q", None if framework is None else q)) is not None:
-        wrong.append(refused)
-    elif x.ndim > MAX_RANK and name not in ("q", "k", "v"):  # those are held to a rank of their own
-        wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes"))
-    else:
-        return True
-    return False
-
-
-def flag(wrong: Wrong, name: str, x: Any) -> bool:
-    if is_bool(x):
-        return bool(x)
-    wrong.append(TypeError(f"{name}: {kind(x)} {shown(x)}; accepted is True or False"))
-    return False
-
-
-def number(wrong: Wrong, name: str, x: Any) -> float:
-    """x as a float; without a meaning where something is wrong with it."""
-    numpy = sys.modules.get("numpy")
-    scalar = isinstance(x, (int, float)) or (hasattr(x, "__float__") and known_framework(x) is None)
-    if not scalar or is_bool(x) or (numpy is not None and isinstance(x, _no_numbers(numpy))):
-        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a number"))
-        return 0.0
-    try:
-        return float(x)
-    except (OverflowError, TypeError, ValueError):
-        wrong.append(ValueError(f"{name}: {shown(x)}; accepted is a number that float64 has"))
-        return 0.0
-
-
-def _no_numbers(numpy: Any) -> tuple[type, ...]:
-    """Of NumPy's scalars, which all have __float__."""
-    return numpy.complexfloating, numpy.flexible, numpy.datetime64, numpy.timedelta64
-
-
-def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:
-    if not is_whole(x):
-        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer"))
-    elif not least <= x <= most:
-        wrong.append(ValueError(f"{name}: {shown(x)}; accepted are integers from {least} to {most}"))
-    else:
-        return True
-    return False
-
-
-def is_choice(wrong: Wrong, name: str, x: Any, choices: Collection[str]) -> bool:
-    if not isinstance(x, str) or x not in choices:
-        wrong.append(ValueError(f"{name}: {shown(x)}; accepted is {' or '.join(map(repr, choices))}"))
-        return False
-    return True
+    return {name: x - 2**64 if x > INT64_MAX else x for name, x in given.items() if x}
 
 
 def _window(wrong: Wrong, window: Any, options: dict[str, Any]) -> None:
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     whole = all(side is None or is_whole(side) for side in sides)
-    if len(sides) != 2 or not whole or not all(side is None or 0 <= side <= _INT64_MAX for side in sides):
+    if len(sides) != 2 or not whole or not all(side is None or 0 <= side <= INT64_MAX for side in sides):
         error = ValueError if whole else TypeError
         accepted = "(left, right), each None (no bound) or an integer from 0 on, in 64 bits, or one integer for both"
         wrong.append(error(f"window: {shown(window)}; accepted is {accepted}"))

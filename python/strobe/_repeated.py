@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ._abi import Call, field_of
 from ._core import ffi, lib
+from .arrays.memory import PLAIN, allocated, is_lazy
 
 Key = tuple[Any, ...]
 T = TypeVar("T")
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _MOST = 1024  # kept; lengths of packed sequences may never come again
 
@@ -43,33 +43,6 @@ class Memory(Generic[T]):
         if len(self._lately) >= _MOST // 2:
             self._lately, self._before = {}, self._lately
         self._lately[key] = x
-
-
-def is_lazy(x: Tensor) -> bool:
-    """Whether its memory does not hold its numbers, or it has none: a negation or zeros that the dispatcher makes when it is read."""
-    return x.is_neg() or x._is_zerotensor()
-
-
-def in_memory(x: Tensor) -> Tensor:
-    """x, or its numbers written out."""
-    return x.clone() if is_lazy(x) else x
-
-
-class OutOfMemoryError(MemoryError, torch.cuda.OutOfMemoryError):
-    """For who expects Python's error, and for who expects PyTorch's."""
-
-
-def allocated(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised; strides: None for those of a tensor without gaps."""
-    try:
-        if strides is None:
-            return torch.empty(shape, dtype=dtype, device=device)
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    except RuntimeError as failed:
-        text = str(failed)
-        if isinstance(failed, torch.cuda.OutOfMemoryError) or "t allocate memory" in text or "overflow" in text:
-            raise OutOfMemoryError(text) from None
-        raise
 
 
 def signature(tensors: Iterable[Tensor], options: Mapping[str, Any], *more: object) -> tuple[Key, list[int]] | None:
