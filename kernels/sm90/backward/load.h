@@ -15,7 +15,8 @@ template <BackwardConfig C> struct BackwardLoad {
   const HopperBackwardArguments &a;
   const BackwardShared<C> &shared;
 
-  // This block's (first) keys; by one thread, before the others begin. Within a bundle of heads the first tile (the longest, if causal) first.
+  // This block's (first) keys; by one thread, before the others begin. Within a bundle of heads the first tile comes first (the longest,
+  // if causal).
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
     // A ticket: whatever a block waits for has drawn its own before.
     const u32 x = C.deterministic ? fetch_add(a.turns, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
