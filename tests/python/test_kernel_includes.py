@@ -27,7 +27,7 @@ NOT_YET = {
 
 def includes(file: Path) -> list[str]:
     """As files below kernels/."""
-    names = re.findall(r'^\s*#\s*include\s+(\S+)', file.read_text(), re.MULTILINE)
+    names = re.findall(r"^\s*#\s*include\s+(\S+)", file.read_text(), re.MULTILINE)
     assert all(name.startswith('"') for name in names), f"{file}: NVRTC has no standard headers: {names}"
     return [(file.parent / name.strip('"')).resolve().relative_to(KERNELS).as_posix() for name in names]
 
