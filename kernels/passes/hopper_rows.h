@@ -89,7 +89,7 @@ private:
     float lacks = 0;
     if (i < tile.rows) {
       lse = *a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
-      float *delta = (float *)a.delta + tile.index + i, *lost = delta + a.in.rows(); // what LSE lacks: kernels/attention/settle_row.h
+      float *delta = (float *)a.delta + tile.index + i, *lost = delta + a.in.rows(); // what LSE lacks: kernels/device/settle_row.h
       if (a.in.bias) {                                                               // known by now
         D = *delta, lacks = *lost;
       } else {

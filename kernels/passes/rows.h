@@ -54,7 +54,7 @@ template <RowsConfig C> struct Delta {
       if (i < tile.rows && lane == 0) {
         if (a.dlse) sum -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
         float *delta = (float *)a.delta + tile.index + i;
-        delta[0] = sum, delta[in.rows()] = 0; // and what LSE lacks: kernels/simt/settle.h
+        delta[0] = sum, delta[in.rows()] = 0; // and what LSE lacks: kernels/device/settle_row.h
       }
     }
   }

@@ -51,7 +51,7 @@ namespace strobe::inline STROBE_ISA {
 
 struct HopperBackwardArguments : BackwardArguments { // delta: null where dsinks does not want it
   MappedOperand tma_q, tma_k, tma_v, tma_dout;
-  // -LSE in exp2's unit and D of a tile of queries, tile_q each; with a bias -LSE, what it lacks in exp2's unit (kernels/attention/
+  // -LSE in exp2's unit and D of a tile of queries, tile_q each; with a bias -LSE, what it lacks in exp2's unit (kernels/device/
   // settle_row.h) and D. Queries that are not there, and those that see nothing: -inf and 0; those of which something is no number: NaN (or
   // what LSE is) and 0.
   float *rows;

@@ -192,7 +192,7 @@ private:
     const auto first = scores.row(q, step.head);
 #pragma unroll
     for (int i = 0; i < kM / 8; ++i) {
-      float negative[2], lacks[2]; // with a bias -LSE, and what it lacks, apart (kernels/attention/settle_row.h)
+      float negative[2], lacks[2]; // with a bias -LSE, and what it lacks, apart (kernels/device/settle_row.h)
       load_shared(negative, lse + 32 * i);
       if constexpr (F.bias) load_shared(lacks, lse + C.row_bytes() + 32 * i);
       float p[4];
