@@ -21,9 +21,7 @@ struct Config {
   Features features;
 
   static constexpr i32 kDimStep = 32;
-  static constexpr i32 kRun = 32; // columns over which D and dP are summed in one run: where they cancel, what longer runs round shows
   static constexpr i32 kWalkBytes = 384; // of shared memory, for the schedule and what the threads have in common
-  static constexpr i32 kDeltaRows = 64;  // that a CTA of Delta and QueryGradient takes
 
   STROBE_FN constexpr i32 threads() const { return threads_q * threads_k; }
   STROBE_FN constexpr i32 real_bytes() const { return dtype == kF64 ? 8 : 4; }
