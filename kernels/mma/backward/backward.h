@@ -10,6 +10,7 @@
 #pragma once
 #include "../../attention/dq_sum.h"
 #include "../../device/key_major_dropout.h"
+#include "../../device/keys.h"
 #include "../../device/nonfinite.h"
 #include "../../device/probabilities.h"
 #include "../../device/query_tiles.h"
@@ -126,14 +127,11 @@ private:
     return state.ring[n % 4];
   }
 
-  template <int kRows, int kColumns>
-  __device__ __forceinline__ void load(u32 target, const Operand &x, i32 h, i64 row, i32 rows, i32 columns) const {
-    tile::Matrix<const T> m{x.at<const T>(state.batch, h, row, 0), x.stride[2], x.stride[3], rows, columns};
-    tile::load<kRows, kColumns, kThreads, C.aligned != 0>(shared + target, m, thread);
-  }
   __device__ __forceinline__ void load_keys() const {
-    load<kTileK, kD>(0, in.k, state.head_kv, state.sequence.k0 + state.k0, state.k1 - state.k0, in.head_dim);
-    load<kTileK, kDv>(kV, in.v, state.head_kv, state.sequence.k0 + state.k0, state.k1 - state.k0, in.head_dim_v);
+    tile::load<kTileK, kD, kThreads, C.aligned != 0>(
+        shared, k_of<T>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1), thread);
+    tile::load<kTileK, kDv, kThreads, C.aligned != 0>(
+        shared + kV, v_of<T>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1), thread);
   }
   // By the threads of the role on the right, while the other one begins to multiply.
   static constexpr int kLoaders = kThreads / 2;
