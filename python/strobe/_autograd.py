@@ -12,8 +12,9 @@ from torch.autograd import forward_ad
 
 from . import _operators as operators
 from . import _run
-from ._abi import FORWARD, GRADIENTS, OPTIONS
+from ._abi import FORWARD
 from ._operators import BACKWARD_NAME, FORWARD_NAME, made_ready, run_backward, run_forward
+from ._options import FIELDS, GRADIENTS
 from ._repeated import Memory, Ready, signature
 from ._request import Request
 from .arrays import tensor_kinds
@@ -136,8 +137,8 @@ class _Attention(torch.autograd.Function):
         repeated: Repeated | None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = _below_autograd_forward(q, k, v, given, repeated)
-        ctx.options = {name: x for name, x in given.items() if name in OPTIONS}
-        arrays = {name: x for name, x in given.items() if name not in OPTIONS}
+        ctx.options = {name: x for name, x in given.items() if name in FIELDS}
+        arrays = {name: x for name, x in given.items() if name not in FIELDS}
         ctx.names = tuple(arrays)
         ctx.save_for_backward(out, lse, q, k, v, *arrays.values())
         ctx.set_materialize_grads(False)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import _run
-from ._abi import BACKWARD, FORWARD, GRADIENTS, INPUTS, OPTIONS
+from ._abi import BACKWARD, FORWARD
+from ._options import FIELDS, GRADIENTS, INPUTS
 from ._repeated import Key, Memory, Ready, signature
 from ._request import Request
 from .arrays.torch import TORCH
@@ -24,7 +25,7 @@ _SCHEMA_TYPES = {bool: "bool", int: "SymInt", int | None: "SymInt?", float: "flo
 _ARGUMENTS = ", ".join(
     ["Tensor q, Tensor k, Tensor v, *"]
     + [f"Tensor? {name}=None" for name in INPUTS if name not in ("q", "k", "v")]
-    + [f"{_SCHEMA_TYPES[kind]} {name}={default}" for name, (kind, default) in OPTIONS.items()]
+    + [f"{_SCHEMA_TYPES[field.type]} {name}={field.default}" for name, field in FIELDS.items()]
 )
 # Results lie in memory as the inputs do: a compiler may not choose other strides for these.
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
@@ -32,7 +33,7 @@ FORWARD_NAME, BACKWARD_NAME = "strobe::attention_forward", "strobe::attention_ba
 torch.library.define(FORWARD_NAME, f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 torch.library.define(
     BACKWARD_NAME,
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needed) -> Tensor[]",  # as _abi.GRADIENTS
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needed) -> Tensor[]",  # as GRADIENTS
     tags=_TAGS,
 )
 forward = torch.ops.strobe.attention_forward.default
@@ -42,7 +43,7 @@ backward = torch.ops.strobe.attention_backward.default
 def _prepared(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
     p = Request({"q": q, "k": k, "v": v}, {})
     for name, x in given.items():
-        (p.options if name in OPTIONS else p.arrays)[name] = x
+        (p.options if name in FIELDS else p.arrays)[name] = x
     return p
 
 

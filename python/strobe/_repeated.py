@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ._abi import Call, field_of
+from ._call import Call, field_of
 from ._core import ffi, lib
 from .arrays.memory import PLAIN, allocated, is_lazy
 

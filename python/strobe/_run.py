@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, GRADIENTS, Allocator, Call, attention_struct, error, text
+from ._abi import BACKWARD, FORWARD, error, text
+from ._call import Allocator, Call, attention_struct
 from ._core import ffi, lib
 from ._graphs import outside_graphs
+from ._options import GRADIENTS
 from ._request import Request
 from .arrays.base import Array, Framework
 
@@ -37,7 +39,7 @@ def results(framework: Framework, p: Request, wide: bool = False) -> dict[str, A
 
 
 def gradients(framework: Framework, p: Request, needed: Iterable[str], wide: bool = False) -> dict[str, Array]:
-    """Uninitialised, those of _abi.GRADIENTS that are needed. wide: in float64."""
+    """Uninitialised, those of GRADIENTS that are needed. wide: in float64."""
     found = {}
     for name in needed:
         x = p.arrays[GRADIENTS[name]]
@@ -209,6 +211,6 @@ class Calls:
         return forward(self.framework, p)
 
     def backward(self, p: Request, dout: Array, dlse: Array | None, out: Array, lse: Array, needed: list[str]) -> dict[str, Array]:
-        """Those of _abi.GRADIENTS that are needed."""
+        """Those of GRADIENTS that are needed."""
         known = {"dout": dout, "out": out, "lse": lse}
         return backward(self.framework, p, known if dlse is None else {**known, "dlse": dlse}, needed)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import _abi, _autograd, _operators, _repeated
+from strobe import _abi, _autograd, _call, _operators, _repeated
 
 
 def qkv(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -60,8 +60,8 @@ def test_the_second_call_takes_the_short_way_to_the_same_result(name, short_ways
 def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
     """Once for each direction, and not for shapes that come but once."""
     made = []
-    prepare = _abi.Call.prepare
-    monkeypatch.setattr(_abi.Call, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
+    prepare = _call.Call.prepare
+    monkeypatch.setattr(_call.Call, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
     for module, name in ((_autograd, "_attention_calls"), (_operators, "_forward_calls"), (_operators, "_backward_calls")):
         monkeypatch.setattr(module, name, _repeated.Memory())
 
