@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _run
+from . import _repeated, _run
 from ._abi import BACKWARD, FORWARD
 from ._options import FIELDS, GRADIENTS, INPUTS
-from ._repeated import Key, Memory, Ready, signature
+from ._repeated import Key, Ready, Seen, signature
 from ._request import Request
 from .arrays.torch import TORCH
-
-_forward_calls: Memory[Ready] = Memory()
-_backward_calls: Memory[Ready] = Memory()
 
 # The operators take everything that a call consists of, so that a graph holds nothing else. What is at its default is neither passed
 # nor kept in a graph.
@@ -40,7 +37,7 @@ forward = torch.ops.strobe.attention_forward.default
 backward = torch.ops.strobe.attention_backward.default
 
 
-def _prepared(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
+def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
     p = Request({"q": q, "k": k, "v": v}, {})
     for name, x in given.items():
         (p.options if name in FIELDS else p.arrays)[name] = x
@@ -58,11 +55,10 @@ def _names(needed: list[bool], p: Request) -> list[str]:
     return names
 
 
-def _repeated(
-    calls: Memory[Ready],
+def _again(
     direction: int,
     signed: tuple[Key, list[int]] | None,
-    prepare: Callable[[], Request],
+    request: Callable[[], Request],
     known: dict[str, Tensor],
     results: Callable[[Request], dict[str, Tensor]],
 ) -> list[Tensor] | None:
@@ -70,15 +66,18 @@ def _repeated(
     if signed is None:
         return None
     key, addresses = signed
-    if (ready := calls.get(key)) is not None:
-        return ready.run(addresses)
-    p = prepare()
-    if p.options.get("engine") == _run.ORACLE or calls.is_new(key):
+    seen = _repeated.CALLS.get(key)
+    if seen is not None and seen.ready is not None:
+        return seen.ready.run(addresses)
+    p = request()
+    if p.options.get("engine") == _run.ORACLE:
+        return None
+    if seen is None:
+        _repeated.CALLS.keep(key, Seen(p.options))
         return None
     made = results(p)
-    ready = made_ready(p, known, made, direction)
-    calls.keep(key, ready)
-    return ready.run(addresses, list(made.values()))
+    seen.ready = made_ready(p, known, made, direction)
+    return seen.ready.run(addresses, list(made.values()))
 
 
 def made_ready(p: Request, known: dict[str, Tensor], made: dict[str, Tensor], direction: int) -> Ready:
@@ -87,20 +86,17 @@ def made_ready(p: Request, known: dict[str, Tensor], made: dict[str, Tensor], di
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    def prepare() -> Request:
-        return _prepared(q, k, v, given)
-
-    signed = signature((q, k, v), given)
-    found = _repeated(_forward_calls, FORWARD, signed, prepare, {}, partial(_run.results, TORCH))
+    request = partial(_request, q, k, v, given)
+    found = _again(FORWARD, signature("forward", (q, k, v), given), request, {}, partial(_run.results, TORCH))
     if found is None:
-        return _run.forward(TORCH, prepare())
+        return _run.forward(TORCH, request())
     out, lse = found
     return out, lse
 
 
 @torch.library.register_fake(FORWARD_NAME)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    return tuple(_run.results(TORCH, _prepared(q, k, v, given)).values())
+    return tuple(_run.results(TORCH, _request(q, k, v, given)).values())
 
 
 def _with_dense_rows(dout: Tensor, bshd: bool) -> Tensor:
@@ -118,15 +114,12 @@ def run_backward(
     if dout.is_cuda:
         dout = _with_dense_rows(dout, "bshd" in given)
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-
-    def prepare() -> Request:
-        return _prepared(q, k, v, given)
-
-    signed = signature((*known.values(), q, k, v), given, *needed) if any(needed) else None
-    found = _repeated(_backward_calls, BACKWARD, signed, prepare, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
+    request = partial(_request, q, k, v, given)
+    signed = signature("backward", (*known.values(), q, k, v), given, *needed) if any(needed) else None
+    found = _again(BACKWARD, signed, request, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
     if found is not None:
         return found
-    p = prepare()
+    p = request()
     return list(_run.backward(TORCH, p, known, _names(needed, p)).values())
 
 
@@ -134,7 +127,7 @@ def run_backward(
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
 ) -> list[Tensor]:
-    p = _prepared(q, k, v, given)
+    p = _request(q, k, v, given)
     return list(_run.gradients(TORCH, p, _names(needed, p)).values())
 
 
