@@ -21,6 +21,7 @@ from strobe_tools import progress, requirements, timing
 from strobe_tools.bench import cpu as bench
 from strobe_tools.bench import ladder, memory, peak
 from strobe_tools.cli import app, check, prewarm
+from strobe_tools.train import CONFIGS, data, experiment
 from strobe_tools.train.trainer import Trainer
 
 
@@ -369,13 +370,22 @@ def test_train_leaves_everything(run, tmp_path):
     for figure in ("validation_loss", "bigram_entropy", "validation_loss_without_attention"):
         assert f"{summary[figure]:.3f}" in done.output
     assert summary["attention_learned"] is False
-    assert "Attention did NOT learn" in done.output
-    assert (tmp_path / "sample.txt").read_text().strip() in done.output
+    assert "Attention did not learn, which this configuration does not ask for: " in done.output
+    prompt, continuation = (tmp_path / "sample.txt").read_text().split(f"\n{experiment.CUT}\n")
+    smoke = CONFIGS["smoke"]
+    _, held_out = data.split(data.gather(None, smoke.text_bytes))
+    assert len(prompt) >= smoke.sequence // 2
+    assert held_out[0].startswith(prompt)
+    assert prompt in done.output
+    assert continuation.strip() in done.output
+    assert "M parameters that has read 0.0 M tokens is as unsure of the next one as among " in done.output
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_train_fails_if_attention_had_to_learn(run, tmp_path):
-    assert train(run, tmp_path, "--set", "must_learn=True").exit_code == 1
+    done = train(run, tmp_path, "--set", "must_learn=True")
+    assert done.exit_code == 1
+    assert "Attention did NOT learn: " in done.output
     assert train(run, tmp_path, "--set", "must_learn=True", "--no-ablation").exit_code == 0
 
 
