@@ -12,13 +12,13 @@ from typing import Any
 
 import matplotlib as mpl
 
-from strobe.cli.gpu.contestants import PEERS
-from strobe.cli.gpu.sets import TOKENS, WIDTH
-from strobe.figures import draw
+from strobe_tools.bench.gpu.contestants import PEERS
+from strobe_tools.bench.gpu.sets import TOKENS, WIDTH
+from strobe_tools.figures import draw
 
 
 def points(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The causal core shapes of one file, one row for each method and shape, as strobe.figures.draw.peers takes them."""
+    """The causal core shapes of one file, one row for each method and shape, as strobe_tools.figures.draw.peers takes them."""
     names = {"strobe": "Strobe", **PEERS}
     rows = []
     for row in (row for row in record["rows"] if row["set"] == "core36" and row["causal"]):

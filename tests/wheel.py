@@ -36,7 +36,11 @@ def main(folder: Path) -> None:
         python = Path(place) / "bin" / "python"
         subprocess.run([python, "-m", "pip", "install", "--quiet", "numpy", wheel], check=True)
         subprocess.run([python, "-c", PROOF], check=True, cwd=place)
-        subprocess.run([Path(place) / "bin" / "strobe", "--help"], check=True, stdout=subprocess.DEVNULL)
+        command = Path(place) / "bin" / "strobe"
+        subprocess.run([command, "check"], check=True, stdout=subprocess.DEVNULL)
+        refused = subprocess.run([command, "train"], check=False, capture_output=True, text=True)
+        assert refused.returncode == 2, refused
+        assert refused.stderr.startswith("strobe train needs torch and tokenizers and matplotlib: "), refused.stderr
     print(f"{wheel.name}: {size} bytes, installs and computes without PyTorch")
 
 

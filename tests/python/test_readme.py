@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 
 import strobe
-from strobe._prepare import DEFAULTS
-from strobe.cli import app
-from strobe.cli.gpu import report
+from strobe._options import DEFAULTS
+from strobe_tools.bench.gpu import report
+from strobe_tools.cli import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -51,7 +50,7 @@ def test_every_option_and_its_default_is_listed():
 
 
 def test_every_command_is_listed():
-    assert {cells[0] for cells in table("command")} == {f"`strobe {name}`" for name in typer.main.get_command(app).commands}
+    assert {cells[0] for cells in table("command")} == {f"`strobe {name}`" for name in app.commands}
 
 
 def test_every_engine_is_listed():
