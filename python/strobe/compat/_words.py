@@ -12,8 +12,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from strobe._framework import is_bool, is_whole, kind, unfit
-from strobe._prepare import Wrong, check_names, flag, refusal
+from strobe._checks import Wrong, check_names, flag, is_whole, refusal
+from strobe._kinds import is_bool, kind
+from strobe.arrays.known import unfit
 
 P = ParamSpec("P")
 
@@ -53,6 +54,7 @@ def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None
             if name in own:
                 lines |= dict.fromkeys(str(own[name]).splitlines())
                 continue
+            rest = re.sub(r"; did you mean (layout|cu_seqlens_q)\b.*\?$", "", rest)  # not for who has other functions for them
             rest = re.sub(r"(?<=\bas |\bof )[qkv]\b|(?<=\bwhere )[qkv]\b", lambda found: names.get(found[0], found[0]), rest)
             lines[names.get(name, name) + colon + rest] = None
         error = ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(refused)
