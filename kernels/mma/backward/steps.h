@@ -36,8 +36,16 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   // The queries of the span from `span` on of which this warp computes S and dP.
   __device__ __forceinline__ int own(int span) const { return span + dim_warp * kStep; }
 
-  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes P^T times its slope, of which dS is made; else P is left alone. What is
-  // dropped has a sign.
+  // The slope of a function of q.k goes from left to right as P * slope. FP16, whose steps below 2^-14 are 2^-24, loses that where keys
+  // are many, and takes P and the slope apart, in units that keep the slope above those steps: arccosh's is at most 2^11, and 2^-18 at a
+  // Lorentz product of 2^18; softcap's is at most 1.
+  static constexpr Slope kSlope = !F.function ? Slope::none : C.dtype == kF16 ? Slope::apart : Slope::times_p;
+  __device__ __forceinline__ float slope_unit() const {
+    return F.function == kHyperbolic ? fmaxf((float)in.beta, 1e-30f) * 0x1p-4f : 0x1p-15f;
+  }
+
+  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes P^T times its slope, or the slope; else P is left alone. What is dropped
+  // has a sign.
   template <bool kNonfinite>
   __device__ __forceinline__ void make_p(Accumulator (&S)[kKeys][kStep], Accumulator (&P)[kKeys][kStep], int iteration, int span) const {
     const int stage = iteration % 2, n0 = own(span);
@@ -46,21 +54,26 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
     auto lse = [&](int n) { return StagedLse(lse_of(stage, n0 + n)); };
     if (kNonfinite || t.queries.masked)
-      probabilities<F, true, F.function != 0, F.bias != 0>(S, P, scores, t.head, i, j, state.k1, lse);
+      probabilities<F, true, kSlope, F.bias != 0>(S, P, scores, t.head, i, j, state.k1, lse);
     else
-      probabilities<F, false, F.function != 0, F.bias != 0>(S, P, scores, t.head, i, j, state.k1, lse);
+      probabilities<F, false, kSlope, F.bias != 0>(S, P, scores, t.head, i, j, state.k1, lse);
     if constexpr (F.dropout) {
-      dropout.mark(S, i, j, t.head, state.batch);
+      if constexpr (kSlope != Slope::apart) dropout.mark(S, i, j, t.head, state.batch);
       if constexpr (F.function) dropout.mark(P, i, j, t.head, state.batch);
     }
   }
   // P to the other role's warps, rounded, and to those of this role; p: this warp's, as dV takes it.
-  __device__ __forceinline__ void hand_on_p(Left (&p)[kKeys][kStep], const Accumulator (&S)[kKeys][kStep],
-                                            const Accumulator (&P)[kKeys][kStep], int span) const {
+  __device__ __forceinline__ void hand_on_p(Left (&p)[kKeys][kStep], Accumulator (&S)[kKeys][kStep], const Accumulator (&P)[kKeys][kStep],
+                                            int span) const {
 #pragma unroll
     for (int m = 0; m < kKeys; ++m) {
 #pragma unroll
       for (int n = 0; n < kStep; ++n) {
+        if constexpr (kSlope == Slope::apart) {
+          const float inverse = 1 / slope_unit();
+#pragma unroll
+          for (int i = 0; i < 8; ++i) S[m][n].x[i / 4][i % 4] *= inverse;
+        }
         p[m][n] = tile::rounded<T>(S[m][n]);
         tile::put(shared + kP, block(m, own(span) + n), p[m][n]);
         if constexpr (F.function) {
@@ -91,11 +104,13 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   // dS^T from dP^T - D and P^T. Dropout: from dP^T.
   template <bool kHidden>
   __device__ __forceinline__ void differentiate(Left (&dS)[kKeys][kStep], Accumulator (&dP)[kKeys][kStep], int n0, int stage) const {
+    const float unit = slope_unit();
 #pragma unroll
     for (int n = 0; n < kStep; ++n) {
 #pragma unroll
       for (int m = 0; m < kKeys; ++m) {
-        Left P = tile::take(shared + kP, block(m, n0 + n));
+        Left P = tile::take(shared + kP, block(m, n0 + n)), slope;
+        if constexpr (kSlope == Slope::apart) slope = P, P = tile::take(shared + kP + C.p_bytes(), block(m, n0 + n));
         Accumulator &x = dP[m][n];
         if constexpr (C.dtype == kBF16 && !kHidden && !F.dropout) {
           dS[m][n] = tile::rounded<T>(x);
@@ -113,6 +128,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
               p = fabsf(p);
             }
             y *= p;
+            if constexpr (kSlope == Slope::apart) y *= tile::unpacked<T>(slope.x[r + 2 * c], e) * unit;
             if (kHidden && p == 0) y = 0; // whatever dP is: what is not seen may be no number
           }
           dS[m][n] = tile::rounded<T>(x);
