@@ -1,6 +1,7 @@
 // Few queries over many keys. The query heads that share a key head are packed into the rows of one tile, row = query * group + head, so
 // that K and V are read once; each warp walks over keys of its own with its own copies under way, and at the end the warps' O are merged.
 #pragma once
+#include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
 #include "../../device/score_tile.h"
 #include "../../device/softmax.h"
@@ -231,13 +232,7 @@ private:
     __device__ __forceinline__ i32 query(i32 r) const { return d.query(d.first + r); }
     __device__ __forceinline__ i32 head(i32 r) const { return d.query_head(d.first + r); }
     __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
-      i64 q = d.sequence.q0 + query(r);
-      if (d.a.splits > 1) {
-        d.a.partial_out[(d.split * d.in.rows() + d.in.row_index(d.b, head(r), q)) * d.in.head_dim_v + c] += x;
-      } else {
-        T *o = d.a.out.template at<T>(d.b, head(r), q, c);
-        *o = Convert<T>::from(to_float(*o) + x);
-      }
+      add_to_out<T>(d.a, d.split, d.b, head(r), d.sequence.q0 + query(r), c, x);
     }
   };
   __device__ __forceinline__ void add_nonfinite(const Keys<T> &v) const {

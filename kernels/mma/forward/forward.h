@@ -1,6 +1,7 @@
 // FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a block of threads owns a tile of queries and walks over the tiles of
 // keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
 #pragma once
+#include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
 #include "../../device/query_major_dropout.h"
 #include "../../device/score_tile.h"
@@ -188,13 +189,7 @@ private:
     __device__ __forceinline__ i32 query(i32 r) const { return f.item.q + r; }
     __device__ __forceinline__ i32 head(i32) const { return f.item.h; }
     __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
-      i64 q = f.sequence.q0 + query(r);
-      if (f.a.splits > 1) {
-        f.a.partial_out[(f.item.split * f.in.rows() + f.in.row_index(f.item.b, f.item.h, q)) * f.in.head_dim_v + c] += x;
-      } else {
-        T *o = f.a.out.template at<T>(f.item.b, f.item.h, q, c);
-        *o = Convert<T>::from(to_float(*o) + x);
-      }
+      add_to_out<T>(f.a, f.item.split, f.item.b, f.item.h, f.sequence.q0 + query(r), c, x);
     }
   };
   __device__ __forceinline__ void add_nonfinite() const {
