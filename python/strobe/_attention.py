@@ -110,8 +110,8 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
             f"attention() takes q, k and v by their places, and {len(unnamed)} more were given; options are named, as in causal=True"
         )
     framework = known_framework(q)
-    if framework is not None and isinstance(return_lse, bool) and (found := framework.again(q, k, v, return_lse, options)) is not None:
-        return (found[0], found[1]) if return_lse else found[0]
+    if framework is not None and (found := framework.again(q, k, v, return_lse, options)) is not None:
+        return found
     if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):
         return framework.handed_over(kinds, attention, q, k, v, return_lse=return_lse, **options)
     wrong: Wrong = []

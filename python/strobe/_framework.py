@@ -76,8 +76,8 @@ class Framework(ABC):
         """Whether the framework wants the same bits in every run, whatever the call says."""
         return False
 
-    def again(self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any]) -> Sequence[Array] | None:
-        """out, and lse if it is to be returned, of a call of attention() that is known from one before; None if it is not."""
+    def again(self, q: Array, k: Array, v: Array, return_lse: object, given: Mapping[str, Any]) -> Any:
+        """What attention() returns, of a call that is known from one before; None if it is not."""
         return None
 
     def remember(self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any], p: Prepared) -> None:

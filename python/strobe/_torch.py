@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _run, _tensor_kinds
+from . import _eager, _run, _tensor_kinds
 from ._abi import BACKWARD, CPU, CUDA, DTYPES, FORWARD, GRADIENTS, INPUTS, MAX_RANK, NO_DTYPE, OPTIONS, Allocator
 from ._core import ffi, lib
+from ._eager import Ready
 from ._framework import Framework
 from ._prepare import Prepared
-from ._ready import PLAIN, Key, Memory, Ready, allocated, in_memory, signature
+from ._ready import PLAIN, Memory, allocated, in_memory, made_ready
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPES.items()}
 
@@ -62,36 +63,20 @@ class Torch(Framework):
     def is_deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled()
 
-    def again(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> Sequence[Tensor] | None:
-        if not _is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
+    def again(self, q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
             return None
-        key, addresses = found
-        known = _attention_calls.get(key)
-        if known is None or torch.is_autocast_enabled(q.device.type):
-            return None
-        tracked = known.tracked and torch.is_grad_enabled()
-        ready = known.tracked_ready if tracked else known.ready
-        results = None
-        if ready is None:
-            p = Prepared({"q": q, "k": k, "v": v, **_tensors(given)}, known.options)
-            made = _run.results(self, p)
-            if not (return_lse or tracked):
-                del made["lse"]
-            ready, results = _made_ready(p, {}, made, FORWARD), list(made.values())
-            _attention_calls.keep(key, known._replace(tracked_ready=ready) if tracked else known._replace(ready=ready))
-        if tracked:
-            more: dict[str, Any] = {**_tensors(given), **known.options}
-            return _differentiable_forward(q, k, v, partial(ready.run, addresses, results), **more)
-        return ready.run(addresses, results)
+        found = _eager.attention(_calls.lately, q, k, v, return_lse, given)
+        return _attention_made_ready(q, k, v, return_lse, given) if found is None else found
 
     def remember(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any], p: Prepared) -> None:
-        if not _is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
+        if torch.compiler.is_compiling() or (key := _eager.attention_key(q, k, v, return_lse, given)) is None:
             return
         if [*p.arrays] != ["q", "k", "v", *_tensors(given)] or p.options.get("engine") == _run.ORACLE:
             return  # some tensors are made anew for each call, or results have another dtype first
-        if not (q.is_cpu or q.is_cuda) or torch.is_autocast_enabled(q.device.type):
-            return
-        _attention_calls.keep(found[0], _Known(p.options, any(x.requires_grad for x in p.arrays.values())))
+        if any(x is not p.arrays[name] for name, x in self.autocast(p.arrays).items()):
+            return  # so they are here
+        _calls.keep(key, _Known(p.options))
 
     def forward(self, p: Prepared) -> tuple[Tensor, Tensor]:
         arrays = self.autocast(p.arrays)
@@ -185,21 +170,31 @@ class Torch(Framework):
 TORCH = Torch()
 
 
-Repeated = Callable[[], "list[Tensor] | None"]  # the same call made ready; None: it has to be made in full
-
-
 class _Known(NamedTuple):
-    """What became of a call of strobe.attention()."""
+    """A call of strobe.attention() that came once."""
 
     options: dict[str, Any]  # of the operator
-    tracked: bool  # one of its tensors requires a gradient
-    ready: Ready | None = None  # from the second call on that is not tracked
-    tracked_ready: Ready | None = None  # and from the second one that is
 
 
-_attention_calls: Memory[_Known] = Memory()
-_forward_calls: Memory[Ready] = Memory()
-_backward_calls: Memory[Ready] = Memory()
+_calls: Memory[_Known | Ready] = Memory()
+
+
+def _attention_made_ready(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any]) -> Any:
+    """Of a call that comes for the second time; None of any other."""
+    key = _eager.attention_key(q, k, v, return_lse, given)
+    known = None if key is None else _calls.get(key)
+    if key is None or known is None:
+        return None
+    if isinstance(known, _Known):
+        arrays = {"q": q, "k": k, "v": v, **_tensors(given)}
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in arrays.values())
+        p = Prepared(arrays, known.options)
+        made = _run.results(TORCH, p)
+        if not (return_lse or tracked):
+            del made["lse"]
+        call = _RepeatedCall(tuple(arrays), known.options, return_lse)
+        _calls.keep(key, _made_ready(p, {}, made, FORWARD, function=_apply_repeated if tracked else None, more=call))
+    return _eager.attention(_calls.lately, q, k, v, return_lse, given)
 
 
 def _is_alone() -> bool:
@@ -267,39 +262,39 @@ def _names(needed: list[bool], p: Prepared) -> list[str]:
 
 
 def _repeated(
-    calls: Memory[Ready],
     direction: int,
-    signed: tuple[Key, list[int]] | None,
+    prefix: bytes,
+    tensors: tuple[Tensor, ...],
+    given: dict[str, Any],
     prepare: Callable[[], Prepared],
     known: dict[str, Tensor],
     results: Callable[[Prepared], dict[str, Tensor]],
-) -> list[Tensor] | None:
+) -> tuple[Tensor, ...] | None:
     """Runs the call as one that is made ready, from the second time on; None if it has to be made in full."""
-    if signed is None:
+    if (found := _eager.run(_calls.lately, prefix, tensors, given)) is not None:
+        return found
+    key = _eager.key(prefix, tensors, given)
+    if key is None:
         return None
-    key, addresses = signed
-    if (ready := calls.get(key)) is not None:
-        return ready.run(addresses)
     p = prepare()
-    if p.options.get("engine") == _run.ORACLE or calls.is_new(key):
+    if p.options.get("engine") == _run.ORACLE or _calls.is_new(key):
         return None
-    made = results(p)
-    ready = _made_ready(p, known, made, direction)
-    calls.keep(key, ready)
-    return ready.run(addresses, list(made.values()))
+    if _calls.get(key) is None:
+        made = results(p)
+        _calls.keep(key, _made_ready(p, known, made, direction, form=bytes(range(len(made)))))
+    return _eager.run(_calls.lately, prefix, tensors, given)
 
 
-def _made_ready(p: Prepared, known: dict[str, Tensor], made: dict[str, Tensor], direction: int) -> Ready:
+def _made_ready(p: Prepared, known: dict[str, Tensor], made: dict[str, Tensor], direction: int, **more: Any) -> Ready:
     threads = p.options.get("threads") or torch.get_num_threads()
-    return Ready((*known, *p.arrays), made, _run.call(TORCH, p, known, made), direction, threads)
+    return made_ready((*known, *p.arrays), made, _run.call(TORCH, p, known, made), direction, threads, **more)
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     def prepare() -> Prepared:
         return _prepared(q, k, v, given)
 
-    signed = signature((q, k, v), given)
-    found = _repeated(_forward_calls, FORWARD, signed, prepare, {}, partial(_run.results, TORCH))
+    found = _repeated(FORWARD, b"forward", (q, k, v), given, prepare, {}, partial(_run.results, TORCH))
     if found is None:
         return _run.forward(TORCH, prepare())
     out, lse = found
@@ -330,10 +325,12 @@ def _run_backward(
     def prepare() -> Prepared:
         return _prepared(q, k, v, given)
 
-    signed = signature((*known.values(), q, k, v), given, *needed) if any(needed) else None
-    found = _repeated(_backward_calls, BACKWARD, signed, prepare, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
-    if found is not None:
-        return found
+    if any(needed):
+        prefix = b"backward" + bytes(needed) + bytes([dlse is not None])
+        tensors = (*known.values(), q, k, v)
+        found = _repeated(BACKWARD, prefix, tensors, given, prepare, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
+        if found is not None:
+            return list(found)
     p = prepare()
     return list(_run.backward(TORCH, p, known, _names(needed, p)).values())
 
@@ -354,13 +351,8 @@ def _is_plain(arrays: Iterable[Any]) -> bool:
     return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in arrays if isinstance(x, Tensor))
 
 
-def _below_autograd_forward(
-    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], repeated: Repeated | None = None
-) -> tuple[Tensor, Tensor]:
+def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The operator, past the dispatcher (some 10 µs) where it would lead straight to _run_forward."""
-    if repeated is not None and (found := repeated()) is not None:
-        out, lse = found
-        return out, lse
     if _is_plain((q, k, v, *given.values())):
         return _run_forward(q, k, v, **given)
     with torch._C._AutoDispatchBelowAutograd():
@@ -377,16 +369,9 @@ def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[s
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        given: dict[str, Any],
-        repeated: Repeated | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _below_autograd_forward(q, k, v, given, repeated)
+        out, lse = _below_autograd_forward(q, k, v, given)
         ctx.options = {name: x for name, x in given.items() if name in OPTIONS}
         arrays = {name: x for name, x in given.items() if name not in OPTIONS}
         ctx.names = tuple(arrays)
@@ -402,7 +387,7 @@ class _Attention(torch.autograd.Function):
         needed = ctx.needs_input_grad[:5]  # in the order of GRADIENTS
         given = dict(zip(ctx.names, arrays, strict=True))
         found = iter(_differentiable_backward(dout, dlse, out, lse, q, k, v, **given, **ctx.options, needed=needed))
-        return *(next(found) if wanted else None for wanted in needed), None, None
+        return *(next(found) if wanted else None for wanted in needed), None
 
 
 class _Gradients(torch.autograd.Function):
@@ -425,15 +410,15 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     return tracked or forward_ad._current_level >= 0
 
 
-def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, repeated: Repeated | None = None, **given: Any) -> tuple[Tensor, Tensor]:
+def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
         )
     if _is_differentiated(q, k, v, bias, sinks):
-        return _Attention.apply(q, k, v, bias, sinks, given, repeated)
-    return _below_autograd_forward(q, k, v, given, repeated)
+        return _Attention.apply(q, k, v, bias, sinks, given)
+    return _below_autograd_forward(q, k, v, given)
 
 
 def _differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Tensor]:
@@ -441,6 +426,80 @@ def _differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Te
         return list(_Gradients.apply(given, *arguments))
     return _below_autograd_backward(arguments, given)
 
+
+class _RepeatedCall:
+    """What the backward of a call of strobe.attention() has to know that comes again."""
+
+    def __init__(self, names: tuple[str, ...], options: dict[str, Any], return_lse: bool):
+        """names: of the arrays; options: the operator's."""
+        self.return_lse = return_lse
+        self.prefix = repr((names, options)).encode()  # of its keys
+        self._names, self._options = names, options
+
+    def gradients(self, needed: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """Where there is no Ready for them, or none may be used. The results are for _Repeated.backward to return."""
+        wanted = [self._wanted(name, needed) for name in GRADIENTS]
+        names = [name for name, is_wanted in zip(GRADIENTS, wanted, strict=True) if is_wanted]
+        if not torch.compiler.is_compiling():
+            if dout.is_cuda:
+                dout = _with_dense_rows(dout, "bshd" in self._options)
+            key = _eager.gradients_key(self.prefix, needed, dout, dlse, saved)
+            if key is not None:
+                if _calls.get(key) is None:  # made ready at once: the forward has come before, and its gradients with it
+                    _calls.keep(key, self._made_ready(names, dout, dlse, saved))
+                found = _eager.gradients(_calls.lately, self.prefix, needed, dout, dlse, saved)
+                if found is not None:
+                    return found
+        out, lse, q, k, v, *arrays = saved
+        given = dict(zip(self._names[3:], arrays, strict=True))
+        made = _differentiable_backward(dout, dlse, out, lse, q, k, v, **given, **self._options, needed=wanted)
+        return tuple(None if place == _NO_RESULT else made[place] for place in self._form(names))
+
+    def _wanted(self, gradient: str, needed: tuple[bool, ...]) -> bool:
+        of = GRADIENTS[gradient]
+        return of in self._names and needed[1 + self._names.index(of)]
+
+    def _form(self, names: list[str]) -> bytes:
+        places = {GRADIENTS[name]: place for place, name in enumerate(names)}
+        return bytes(places.get(of, _NO_RESULT) for of in ("", *self._names))
+
+    def _made_ready(self, names: list[str], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> Ready:
+        p = Prepared(dict(zip(self._names, saved[2:], strict=True)), self._options)
+        known = {"dout": dout} | ({} if dlse is None else {"dlse": dlse}) | {"out": saved[0], "lse": saved[1]}
+        return _made_ready(p, known, _run.gradients(TORCH, p, names), BACKWARD, form=self._form(names))
+
+
+class _Repeated(torch.autograd.Function):
+    """A call of strobe.attention() that is made ready."""
+
+    @staticmethod
+    def forward(ctx: Any, ready: Ready, *arrays: Tensor) -> Any:
+        found = ready.run(*arrays)
+        if found is None:
+            raise _eager.RefusedError
+        out, lse = found
+        ctx.save_for_backward(out, lse, *arrays)
+        ctx.call = call = ready.more
+        if not call.return_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
+        call, needed, saved = ctx.call, ctx.needs_input_grad, ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(saved[0])
+        if not torch.compiler.is_compiling():
+            found = _eager.gradients(_calls.lately, call.prefix, needed, dout, dlse, saved)
+            if found is not None:
+                return found
+        return call.gradients(needed, dout, dlse, saved)
+
+
+# Function.apply itself looks for transforms, of which there are none here, and binds arguments: a microsecond.
+_apply_repeated = super(torch.autograd.Function, _Repeated).apply
+_NO_RESULT = 255
 
 torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _run_forward)
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _run_backward)

@@ -62,8 +62,7 @@ def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
     made = []
     prepare = _abi.Call.prepare
     monkeypatch.setattr(_abi.Call, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
-    for name in ("_attention_calls", "_forward_calls", "_backward_calls"):
-        monkeypatch.setattr(_torch, name, _ready.Memory())
+    monkeypatch.setattr(_torch, "_calls", _ready.Memory())
 
     def step(length):
         q, k, v = (x.requires_grad_(tracked) for x in qkv(1, 1, 2, length, 16))
@@ -180,10 +179,10 @@ def test_the_number_of_threads_is_heeded():
 def test_what_is_kept_is_bounded():
     """What comes but once, as lengths of packed sequences do, is forgotten, and what comes all the time is not."""
     memory: _ready.Memory[int] = _ready.Memory()
-    memory.keep(("fixed",), -1)
+    memory.keep(b"fixed", -1)
     for n in range(5000):
-        memory.keep((n,), n)
-        assert memory.get((n,)) == n
+        memory.keep(b"%d" % n, n)
+        assert memory.get(b"%d" % n) == n
         if n % 100 == 0:
-            assert memory.get(("fixed",)) == -1
-    assert sum(memory.get((n,)) is not None for n in range(5000)) <= _ready._MOST
+            assert memory.get(b"fixed") == -1
+    assert sum(memory.get(b"%d" % n) is not None for n in range(5000)) <= _ready._MOST

@@ -247,7 +247,7 @@ def test_on_a_gpu_an_incoming_gradient_has_rows(case, layout, monkeypatch):
         return full(framework, p, known, made)
 
     monkeypatch.setattr(_run, "call", call)
-    monkeypatch.setattr(_torch, "_backward_calls", _ready.Memory())
+    monkeypatch.setattr(_torch, "_calls", _ready.Memory())
     found = strobe.attention_backward(dout.as_subclass(OnGPU), q, k, v, out, lse, layout=layout)
     assert (read[0].data_ptr() != dout.data_ptr()) == is_copied
     rows = 1 if layout == "bshd" else 2
