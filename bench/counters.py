@@ -20,9 +20,9 @@ from typing import Any
 
 from rich.console import Console
 
-from strobe.cli.gpu.contestants import call, missing
-from strobe.cli.gpu.sets import SETS, Group
-from strobe.cli.table import table
+from strobe_tools.bench.gpu.contestants import call, missing
+from strobe_tools.bench.gpu.sets import SETS, Group
+from strobe_tools.table import table
 
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats")
 BUSY = {

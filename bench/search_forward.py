@@ -1,4 +1,4 @@
-"""Which tile of cuda-sm90 is the fastest where: for each shape every tile that kForwardTiles in src/cuda/sm90.cpp has for it, in one run.
+"""Which tile of cuda-sm90 is the fastest where: for each shape every tile of kForwardTiles (src/cuda/families/sm90.cpp), in one run.
 
 Prints a table, TFLOP/s (4·B·H·S²·D, half when causal), the best of a row marked; what differs by 3% is the power cap's.
 
@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 import strobe
-from strobe.cli.table import table
-from strobe.cli.timing import flops, medians_on_gpu
+from strobe_tools.table import table
+from strobe_tools.timing import flops, medians_on_gpu
 
 TOKENS, WIDTH = 16384, 2048  # batch · S, heads · D
 QUERIES, KEYS = (64, 128, 192, 256), range(32, 257, 16)

@@ -7,9 +7,9 @@
 #include "attention/padding.h"
 #include "attention/text.h"
 #include "attention/versioned.h"
-#include "cuda/engine.h"
-#include "cuda/info.h"
-#include "cuda/tuning.h"
+#include "cuda/compile/info.h"
+#include "cuda/families/families.h"
+#include "cuda/program/tuning.h"
 #include "prepared.h"
 #include "reference/reference.h"
 

@@ -7,7 +7,7 @@
 #include "attention/text.h"
 #include "attention/workspace.h"
 #include "cpu/engine.h"
-#include "cuda/engine.h"
+#include "cuda/families/families.h"
 #include "ladder/engine.h"
 #include "reference/reference.h"
 

@@ -1,5 +1,5 @@
 """``python -m strobe`` is the ``strobe`` command."""
 
-from strobe.cli import main
+from strobe_tools.cli import main
 
 main()

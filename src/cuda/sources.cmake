@@ -1,33 +1,34 @@
 target_sources(strobe_core PRIVATE
-  ${CMAKE_CURRENT_LIST_DIR}/arguments.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/build.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/cache.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/device.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/driver.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/engine.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/engines.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/fork.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/headers.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/info.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/jit.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/json.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/ladder.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/launch.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/mma.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/mma_backward.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/nvrtc.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/own_file.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/prediction.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/rows.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/sha256.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/simt.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/sm90.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/sm90_backward.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/stream.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/tensor_maps.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/tf32.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/tile_gradient.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/tuning.cpp)
+  ${CMAKE_CURRENT_LIST_DIR}/driver/device.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/driver/driver.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/driver/fork.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/driver/stream.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/compile/build.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/compile/cache.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/compile/headers.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/compile/info.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/compile/jit.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/compile/launch.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/compile/nvrtc.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/compile/own_file.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/compile/sha256.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/arguments.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/engine.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/json.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/prediction.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/rows.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/tensor_maps.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/tile_gradient.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/tuning.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/engines.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/ladder.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/mma.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/mma_backward.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/prewarm.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/simt.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/sm90.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/sm90_backward.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/tf32.cpp)
 
 # Writes a C++ file that holds every header below the folders given, under its name there.
 function(strobe_embed_headers output)
@@ -43,8 +44,8 @@ function(strobe_embed_headers output)
   file(CONFIGURE OUTPUT ${output}.txt CONTENT "${list}" @ONLY)
   add_custom_command(
     OUTPUT ${output}
-    COMMAND ${CMAKE_COMMAND} -D LIST=${output}.txt -D OUTPUT=${output} -P ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/embed.cmake
-    DEPENDS ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/embed.cmake ${output}.txt ${files}
+    COMMAND ${CMAKE_COMMAND} -D LIST=${output}.txt -D OUTPUT=${output} -P ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/compile/embed.cmake
+    DEPENDS ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/compile/embed.cmake ${output}.txt ${files}
     COMMENT "Embedding the headers of kernels/"
     VERBATIM)
 endfunction()

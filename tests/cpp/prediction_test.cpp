@@ -1,5 +1,5 @@
 // What predictions count, against the tiles that kernels walk over and against brute force.
-#include "cuda/prediction.h"
+#include "cuda/program/prediction.h"
 
 #include <doctest/doctest.h>
 

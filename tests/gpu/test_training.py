@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from strobe.train import CONFIGS, data
-from strobe.train.config import Config
-from strobe.train.data import Corpus
-from strobe.train.trainer import Trainer
+from strobe_tools.train import CONFIGS, data
+from strobe_tools.train.config import Config
+from strobe_tools.train.data import Corpus
+from strobe_tools.train.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 SMOKE = CONFIGS["smoke"].replace(device="cuda", dropout=0.0, accumulation=3)

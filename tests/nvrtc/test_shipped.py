@@ -14,7 +14,7 @@ import pytest
 
 from cases import combinations
 from strobe._prewarm import Kernel, Shape, prewarm
-from strobe.cli.prewarm import Job, jobs
+from strobe_tools.cli.prewarm import Job, jobs
 
 LONG = bool(os.environ.get("STROBE_TRIPLES"))
 ARCHS = (80, 90, 120)

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import strobe
-from strobe._prepare import AttentionOptions
-from strobe.cli import app, timing
-from strobe.cli import gpu as command
-from strobe.cli.gpu import contestants, measurement, report
-from strobe.cli.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles
-from strobe.cli.gpu.sets import LENGTHS, SETS, TOKENS, WIDTH, Group, Row, Run
+from strobe._options import AttentionOptions
+from strobe_tools import timing
+from strobe_tools.bench import gpu as command
+from strobe_tools.bench.gpu import contestants, measurement, report
+from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles
+from strobe_tools.bench.gpu.sets import LENGTHS, SETS, TOKENS, WIDTH, Group, Row, Run
+from strobe_tools.cli import app
 
 
 @pytest.fixture

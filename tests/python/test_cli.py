@@ -11,12 +11,15 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
-from typer.testing import CliRunner
 
 import strobe
-from strobe.cli import app, bench, check, ladder, memory, peak, prewarm, requirements, timing
-from strobe.train.trainer import Trainer
+from strobe_tools import requirements, timing
+from strobe_tools.bench import cpu as bench
+from strobe_tools.bench import ladder, memory, peak
+from strobe_tools.cli import app, check, prewarm
+from strobe_tools.train.trainer import Trainer
 
 
 @pytest.fixture

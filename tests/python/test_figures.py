@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import strobe
-from strobe.cli import app
-from strobe.figures import clock, lengths, measure, rivals, traffic
-from strobe.figures.case import Setting, read_csv, write_csv
+from strobe_tools.cli import app
+from strobe_tools.figures import clock, lengths, measure, rivals, traffic
+from strobe_tools.figures.case import Setting, read_csv, write_csv
 
 CPU = Setting("cpu", True, 0.0)
 
@@ -198,7 +198,7 @@ def test_a_folder_that_nobody_can_make_is_refused(run):
 
 def test_a_method_looks_the_same_everywhere():
     """By its name, in both figures that have it and on both machines; and like no other on the same picture."""
-    from strobe.figures.draw import look
+    from strobe_tools.figures.draw import look
 
     both = [rivals.methods(device) for device in ("cpu", "cuda")]
     for names in (*both, measure.PEERS["cpu"], measure.PEERS["cuda"], ("FlashAttention-1", "FlashAttention-2")):
@@ -211,7 +211,7 @@ def test_a_method_looks_the_same_everywhere():
 
 
 def test_what_ran_out_of_memory_is_marked_at_its_length():
-    from strobe.figures.draw import look, sequence_length
+    from strobe_tools.figures.draw import look, sequence_length
 
     where = {"batch": 1, "heads": 1, "head_dim": 64, "dtype": "float32"}
     rows = [

@@ -232,5 +232,5 @@ def test_torch_is_not_imported():
 
 
 def test_importing_strobe_imports_neither():
-    code = "import sys, strobe; print([name for name in ('torch', 'numpy', 'typer', 'rich') if name in sys.modules])"
+    code = "import sys, strobe; print([name for name in ('torch', 'numpy', 'click', 'rich') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -11,11 +11,10 @@ from types import ModuleType
 
 import pytest
 import torch
-import typer
 
 import strobe
-from strobe._prepare import DEFAULTS
-from strobe.cli import app
+from strobe._options import DEFAULTS
+from strobe_tools.cli import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -44,7 +43,7 @@ def test_every_option_and_its_default_is_listed():
 
 
 def test_every_command_is_listed():
-    assert {cells[0] for cells in table("command")} == {f"`strobe {name}`" for name in typer.main.get_command(app).commands}
+    assert {cells[0] for cells in table("command")} == {f"`strobe {name}`" for name in app.commands}
 
 
 def test_every_engine_is_listed():

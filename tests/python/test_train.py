@@ -20,12 +20,12 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from strobe.train import CONFIGS, data, trainer
-from strobe.train.attention import ATTENTIONS
-from strobe.train.config import Config
-from strobe.train.model import GPT
-from strobe.train.report import Result, draw
-from strobe.train.trainer import History, Trainer
+from strobe_tools.train import CONFIGS, data, trainer
+from strobe_tools.train.attention import ATTENTIONS
+from strobe_tools.train.config import Config
+from strobe_tools.train.model import GPT
+from strobe_tools.train.report import Result, draw
+from strobe_tools.train.trainer import History, Trainer
 
 SMOKE = CONFIGS["smoke"].replace(device="cpu")
 
@@ -573,5 +573,5 @@ def test_config_fields_have_plain_types():
 
 
 def test_the_library_does_not_need_the_trainer():
-    probe = "import sys, strobe; sys.exit(any(m.startswith(('strobe.train', 'strobe.cli', 'torch', 'numpy', 'rich')) for m in sys.modules))"
+    probe = "import sys, strobe; sys.exit(any(m.startswith(('strobe_tools', 'torch', 'numpy', 'rich')) for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

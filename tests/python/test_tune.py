@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
+import click
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from strobe import _tuning
-from strobe.cli import app
-from strobe.cli.tune import Case, Shape, cases
+from strobe_tools.cli import app
+from strobe_tools.cli.tune import Case, Shape, cases
 
 ABOUT = {"format": 1, "device": "Fake 1", "kernels": "0123"}
 
@@ -24,7 +24,7 @@ def test_shapes():
     assert Shape.parse("2,8,128,64") == (2, 8, 8, 128, 128, 64, 64)
     assert Shape.parse("2,8,4,1,4096,128,64") == (2, 8, 4, 1, 4096, 128, 64)
     for wrong in ("", "2,8,128", "2,8,128,0", "2,8,128,x", "2,8,4,1,4096"):
-        with pytest.raises(typer.BadParameter, match="accepted is B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv"):
+        with pytest.raises(click.BadParameter, match="accepted is B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv"):
             Shape.parse(wrong)
 
 

@@ -1,12 +1,12 @@
 // The disk cache: what is found, what is not, and what happens when it cannot be used. The compiler is the pretended one, which counts.
-#include "cuda/cache.h"
+#include "cuda/compile/cache.h"
 
 #include <sys/stat.h>
 
 #include <cstring>
 #include <thread>
 
-#include "cuda/info.h"
+#include "cuda/compile/info.h"
 
 #include "surroundings.h"
 

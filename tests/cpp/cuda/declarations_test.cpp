@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "cuda/driver.h"
+#include "cuda/driver/driver.h"
 
 namespace {
 

@@ -1,9 +1,9 @@
 // The driver: absent, too old, there; devices; contexts; small work on streams.
-#include "cuda/driver.h"
+#include "cuda/driver/driver.h"
 
 #include <cstdio>
 
-#include "cuda/stream.h"
+#include "cuda/driver/stream.h"
 #include "surroundings.h"
 
 using namespace strobe;

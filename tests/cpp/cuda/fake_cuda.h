@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/driver.h"
+#include "cuda/driver/driver.h"
 
 namespace strobe::cuda::test {
 

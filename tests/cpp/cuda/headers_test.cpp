@@ -1,5 +1,5 @@
 // The embedded headers: byte by byte the files, and what a kernel includes.
-#include "cuda/headers.h"
+#include "cuda/compile/headers.h"
 
 #include "surroundings.h"
 

@@ -1,11 +1,11 @@
 // Loaded kernels and launches, against the pretended driver and compiler.
-#include "cuda/jit.h"
+#include "cuda/compile/jit.h"
 
 #include <chrono>
 #include <cstring>
 #include <thread>
 
-#include "cuda/cache.h"
+#include "cuda/compile/cache.h"
 #include "surroundings.h"
 
 using namespace strobe;

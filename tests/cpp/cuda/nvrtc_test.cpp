@@ -1,5 +1,5 @@
 // Which NVRTC is chosen, what is said when there is none, and how a failed compilation is told.
-#include "cuda/nvrtc.h"
+#include "cuda/compile/nvrtc.h"
 
 #include "surroundings.h"
 

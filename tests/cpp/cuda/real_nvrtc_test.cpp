@@ -1,7 +1,7 @@
 // The real NVRTC that STROBE_TEST_NVRTC names: what the pretended one cannot show.
 #include <chrono>
 
-#include "cuda/nvrtc.h"
+#include "cuda/compile/nvrtc.h"
 #include "surroundings.h"
 
 using namespace strobe;

@@ -1,7 +1,7 @@
 // SHA-256 against the examples of FIPS 180-4.
 #include <doctest/doctest.h>
 
-#include "cuda/sha256.h"
+#include "cuda/compile/sha256.h"
 
 using namespace strobe::cuda;
 

@@ -14,7 +14,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/jit.h"
+#include "cuda/compile/jit.h"
 #include "fake_cuda.h"
 
 namespace strobe::cuda::test {

@@ -1,10 +1,10 @@
 // Tuning tables: read, refused with a reason, taken as wishes.
-#include "cuda/tuning.h"
+#include "cuda/program/tuning.h"
 
 #include <sys/stat.h>
 
 #include "../call.h"
-#include "cuda/json.h"
+#include "cuda/program/json.h"
 #include "surroundings.h"
 
 using namespace strobe;

@@ -1,0 +1,1 @@
+"""``strobe bench``: speed, beside others in the same run."""

@@ -1,0 +1,88 @@
+"""Who is timed: Strobe, and other attentions on the same numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import strobe
+from strobe_tools.bench.gpu.problem import FEATURES, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# By their names in the figures' files.
+PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "efficient": "memory-efficient"}
+_BACKENDS = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}  # of PyTorch
+
+Call = Callable[[], Any]  # gives the results: out, or the gradients
+
+
+def missing(peer: str) -> bool:
+    """FlashAttention-4 is timed where it is installed."""
+    try:
+        return peer == "fa4" and importlib.util.find_spec("flash_attn.cute") is None
+    except ModuleNotFoundError:
+        return True
+
+
+def _sdpa(backend: str, p: Problem) -> Callable[..., Tensor]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    chosen, grouped = getattr(SDPBackend, backend), p.heads_kv not in (0, p.heads)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(chosen):
+            return scaled_dot_product_attention(q, k, v, dropout_p=p.dropout, is_causal=p.causal, enable_gqa=grouped)
+
+    return attend
+
+
+def fa4(p: Problem) -> Callable[..., Tensor]:
+    # Its kernels take seconds each to compile: kept on disk, so that several processes can do it for one.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    from flash_attn.cute.interface import flash_attn_func  # type: ignore[import-not-found]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = flash_attn_func(q, k, v, causal=p.causal)
+        return found[0] if isinstance(found, tuple) else found
+
+    return attend
+
+
+def call(who: str, p: Problem, feature: str, direction: str, inputs: tuple[Tensor, ...], device: str) -> Call:
+    """who: "strobe", one of its engines or a peer. direction: "forward", "backward" or "both"; inputs: p's q, k, v and dout."""
+    import torch
+
+    attend: Callable[..., Tensor]
+    if who in _BACKENDS:
+        attend = _sdpa(_BACKENDS[who], p)
+    elif who == "fa4":
+        attend = fa4(p)
+        inputs = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # as it wants them
+    else:
+        options = p.options(device) | FEATURES[feature](p, device) | {"engine": None if who == "strobe" else who}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return strobe.attention(q, k, v, **options)
+
+    *leaves, dout = inputs
+    if direction == "forward":
+        run: Call = torch.no_grad()(lambda: (attend(*leaves),))
+    else:
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        if direction == "backward":
+            out = attend(*leaves)
+            run = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)  # noqa: E731
+        else:
+            run = lambda: torch.autograd.grad(attend(*leaves), leaves, dout)  # noqa: E731
+    return run
+
+
+def results(who: str, run: Call) -> list[Tensor]:
+    """What the call gives, in the layout that all others give."""
+    found = [x.detach() for x in run()]
+    return [x.transpose(1, 2) for x in found] if who == "fa4" else found

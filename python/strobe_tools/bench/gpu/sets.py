@@ -1,0 +1,191 @@
+"""The sets of figures: which calls, beside whom, counted how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from random import Random
+from typing import Any, NamedTuple
+
+from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles
+
+TOKENS, WIDTH = 16384, 2048  # of most shapes: B·S, H·D
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+DIMS = (64, 128, 256)
+HOPPER = ("cudnn", "fa2", "fa4")
+DIRECTIONS = ("forward", "backward")
+
+
+class Run(NamedTuple):
+    who: str
+    problem: Problem
+    feature: str = "plain"
+    work: float | None = None  # FLOP or bytes; None: the problem's FLOP
+
+
+class Row(NamedTuple):
+    """A line of the figures: Strobe's run, beside peers, or beside a run of its own."""
+
+    where: dict[str, Any]
+    strobe: str
+    peers: tuple[str, ...] = ()
+    base: str | None = None  # its rate is what Strobe's is measured against
+
+
+class Group(NamedTuple):
+    """What is timed together."""
+
+    set: str
+    direction: str  # "forward", "backward" or "both"
+    runs: dict[str, Run]
+    rows: list[Row]
+    unit: str = "TFLOP/s"
+
+    def work(self, name: str) -> float:
+        run = self.runs[name]
+        return run.problem.flops(self.direction == "backward") if run.work is None else run.work
+
+
+def _beside(set_: str, p: Problem, peers: tuple[str, ...], unit: str = "TFLOP/s", **where: Any) -> Iterator[Group]:
+    """One problem, Strobe and its peers, in both directions."""
+    for direction in DIRECTIONS:
+        runs = {who: Run(who, p) for who in ("strobe", *peers)}
+        yield Group(set_, direction, runs, [Row(where, "strobe", peers)], unit)
+
+
+def core36() -> Iterator[Group]:
+    for d, causal, s in product(DIMS, (False, True), LENGTHS):
+        yield from _beside("core36", Problem(TOKENS // s, WIDTH // d, s, d, causal), HOPPER, d=d, s=s, causal=causal)
+
+
+def gqa() -> Iterator[Group]:
+    for causal in (False, True):
+        p = Problem(4, 32, 4096, 128, causal, heads_kv=8)
+        yield from _beside("gqa", p, HOPPER, heads="32/8", d=128, s=4096, causal=causal)
+
+
+def dims() -> Iterator[Group]:
+    """Head dimensions in between, beside the next larger one; and DeepSeek's."""
+    for d in (80, 96, 112, 160, 192, 224):
+        larger = min(x for x in DIMS if x > d)
+        p = Problem(4, WIDTH // larger, 4096, d)
+        for direction in DIRECTIONS:
+            work = p.flops(direction == "backward")
+            runs = {who: Run(who, p) for who in ("strobe", *HOPPER)} | {"next": Run("strobe", p._replace(dim=larger), work=work)}
+            yield Group("dims", direction, runs, [Row({"d": d, "dv": d, "s": 4096, "next": larger}, "strobe", HOPPER, "next")])
+    yield from _beside("dims", Problem(4, 16, 4096, 192, True, dim_v=128), HOPPER, d=192, dv=128, s=4096, causal=True)
+
+
+def small() -> Iterator[Group]:
+    for b, h, s in ((1, 8, 128), (1, 8, 512), (4, 12, 512)):
+        yield from _beside("small", Problem(b, h, s, 64, True), HOPPER, "µs", shape=f"({b},{h},{s},64)", causal=True)
+
+
+def mma() -> Iterator[Group]:
+    """The portable tensor-core kernels, beside the FlashAttention of their instructions."""
+    for d, causal in product(DIMS, (False, True)):
+        p = Problem(2, WIDTH // d, 8192, d, causal)
+        for direction in DIRECTIONS:
+            runs = {"cuda-mma": Run("cuda-mma", p), "fa2": Run("fa2", p)}
+            yield Group("mma", direction, runs, [Row({"d": d, "s": 8192, "causal": causal}, "cuda-mma", ("fa2",))])
+
+
+def fp32() -> Iterator[Group]:
+    for d in (64, 128):
+        p = Problem(4, WIDTH // d, 4096, d, dtype="float32")
+        for direction in DIRECTIONS:
+            runs = {who: Run(who, p) for who in ("strobe", "cuda-simt", "efficient")}
+            rows = [Row({"d": d, "s": 4096, "engine": name}, run, ("efficient",)) for name, run in _FP32_ENGINES.items()]
+            yield Group("fp32", direction, rows=rows, runs=runs)
+
+
+_FP32_ENGINES = {"chosen": "strobe", "cuda-simt": "cuda-simt"}
+
+
+def varlen() -> Iterator[Group]:
+    """Packed sequences beside equal ones with as many tokens and scores."""
+    for longest, causal in product((1024, 16384), (False, True)):
+        powers = [64 << i for i in range(longest.bit_length() - 6)]
+        lengths = powers * (TOKENS * 2 // sum(powers))
+        Random(0).shuffle(lengths)
+        tokens = sum(lengths)
+        even = round(sum(n * n for n in lengths) / tokens)
+        packed = Problem(0, 16, 0, 128, causal, lengths=tuple(lengths))
+        uniform = Problem(round(tokens / even), 16, even, 128, causal)
+        for direction in DIRECTIONS:
+            runs = {"packed": Run("strobe", packed), "uniform": Run("strobe", uniform)}
+            where = {"lengths": f"64 to {longest}", "uniform": f"{uniform.batch} x {even}", "d": 128, "causal": causal}
+            yield Group("varlen", direction, runs, [Row(where, "packed", base="uniform")])
+
+
+def window() -> Iterator[Group]:
+    """A window of 1k at 16k: the work is that of the tiles that it leaves something of."""
+    for d, direction in product((64, 128), DIRECTIONS):
+        p = Problem(1, WIDTH // d, 16384, d, True)
+        of_tile = p._replace(seqlen=BLOCK, causal=False).flops(direction == "backward")
+        runs = {
+            "window": Run("strobe", p, "window", of_tile * tiles(p.seqlen, WINDOW)),
+            "causal": Run("strobe", p, work=of_tile * tiles(p.seqlen)),
+        }
+        yield Group("window", direction, runs, [Row({"d": d, "s": p.seqlen, "window": WINDOW}, "window", base="causal")])
+
+
+def sparse() -> Iterator[Group]:
+    """Blocks of 128 x 128 at random: the work is that of the blocks that are kept."""
+    for d, direction in product((64, 128), DIRECTIONS):
+        p = Problem(1, WIDTH // d, 8192, d)
+        dense = p.flops(direction == "backward")
+        runs = {"dense": Run("strobe", p)} | {name: Run("strobe", p, name, share * dense) for name, share in SHARES.items()}
+        rows = [Row({"d": d, "s": p.seqlen, "blocks": name}, name, base="dense") for name in SHARES]
+        yield Group("block-sparse", direction, runs, rows)
+
+
+def options() -> Iterator[Group]:
+    names = [name for name in FEATURES if name not in ("plain", "window", "deterministic", *SHARES)]  # those have sets of their own
+    for d, direction in product((64, 128), DIRECTIONS):
+        p = Problem(4, WIDTH // d, 4096, d, True)
+        runs = {name: Run("strobe", p, name) for name in ("plain", *names)}
+        yield Group("options", direction, runs, [Row({"d": d, "s": 4096, "option": name}, name, base="plain") for name in names])
+
+
+def deterministic() -> Iterator[Group]:
+    for d, s, causal in product((64, 128), (1024, 8192), (False, True)):
+        p = Problem(TOKENS // s, WIDTH // d, s, d, causal)
+        runs = {name: Run("strobe", p, name) for name in ("plain", "deterministic")}
+        yield Group("deterministic", "backward", runs, [Row({"d": d, "s": s, "causal": causal}, "deterministic", base="plain")])
+
+
+def decode() -> Iterator[Group]:
+    """One query over long keys: bytes of K and V read."""
+    for batch, keys in ((1, 65536), (8, 16384), (64, 4096), (128, 1024)):
+        p = Problem(batch, 32, 1, 128, heads_kv=8, seqlen_k=keys)
+        read = 2.0 * batch * 8 * keys * 128 * 2
+        runs = {who: Run(who, p, work=read) for who in ("strobe", "cudnn")}
+        where = {"heads": "32/8", "d": 128, "batch": batch, "keys": keys}
+        yield Group("decode", "forward", runs, [Row(where, "strobe", ("cudnn",))], "TB/s")
+
+
+def step() -> Iterator[Group]:
+    """The attention of a training step of gpt3-small, forward and backward."""
+    peers = ("cudnn", "fa2", "efficient")
+    for dropout in (0.0, 0.1):
+        p = Problem(16, 12, 1024, 64, True, dropout=dropout)
+        runs = {who: Run(who, p) for who in ("strobe", *peers)}
+        yield Group("step", "both", runs, [Row({"shape": "(16,12,1024,64)", "causal": True, "dropout": dropout}, "strobe", peers)], "µs")
+
+
+SETS: dict[str, Callable[[], Iterator[Group]]] = {
+    "core36": core36,
+    "gqa": gqa,
+    "varlen": varlen,
+    "window": window,
+    "block-sparse": sparse,
+    "options": options,
+    "dims": dims,
+    "small": small,
+    "decode": decode,
+    "fp32": fp32,
+    "mma": mma,
+    "deterministic": deterministic,
+    "step": step,
+}

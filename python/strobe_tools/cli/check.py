@@ -1,0 +1,196 @@
+"""``strobe check``: every engine of this machine against the fp64 oracle, over a compact product of options."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import strobe
+from strobe_tools.requirements import require
+
+# The largest error accepted: some ulps, within which a right result stays at these sizes and a wrong one does not. How accurate an engine
+# is beside the plain formulas is for the test suite to say.
+TOLERANCE = {"float64": 1e-14, "float32": 2e-6, "float16": 2.0**-9, "bfloat16": 2.0**-6}
+
+SHAPES = {  # batch, heads, heads_kv, Sq, Sk, D, Dv
+    "square": (2, 2, 2, 67, 67, 32, 32),
+    "GQA, Sq < Sk, D > Dv": (1, 4, 2, 33, 150, 80, 40),
+    "varlen": (3, 2, 1, 40, 56, 64, 64),
+}
+MASKS = ("none", "causal", "causal, top left", "window", "padding", "block-sparse")
+EXTRAS = ("none", "softcap", "ALiBi", "bias", "sinks", "dropout")
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: str
+    shape: str
+    mask: str
+    extra: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, {self.shape}, mask {self.mask}, extra {self.extra}"
+
+
+@dataclass
+class Problem:
+    """A call: dout, q, k, v and the options, as arrays of the case's dtype."""
+
+    tensors: list[Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def cases(dtypes: list[str]) -> list[Case]:
+    return [Case(*c) for c in itertools.product(dtypes, SHAPES, MASKS, EXTRAS)]
+
+
+def _problem(case: Case, seed: int) -> Problem:
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    batch, heads, heads_kv, sq, sk, d, dv = SHAPES[case.shape]
+
+    def normal(*shape: int, dtype: str = case.dtype) -> Any:
+        x = rng.standard_normal(shape, dtype=np.float32)
+        if dtype == "bfloat16":  # NumPy has none
+            import torch
+
+            return torch.from_numpy(x).bfloat16()
+        return x.astype(dtype)
+
+    def beside(x: Any) -> Any:
+        """As torch tensors where q is one."""
+        if case.dtype == "bfloat16":
+            import torch
+
+            return torch.from_numpy(x)
+        return x
+
+    wide = "float64" if case.dtype == "float64" else "float32"
+    options: dict[str, Any] = {}
+    if case.shape == "varlen":
+        lengths_q, lengths_k = rng.integers(0, sq + 1, batch), rng.integers(0, sk + 1, batch)
+        lengths_q[0], lengths_k[0], lengths_k[1] = sq, sk, 0
+        options |= {
+            "cu_seqlens_q": beside(np.concatenate([[0], lengths_q.cumsum()]).astype(np.int32)),
+            "cu_seqlens_k": beside(np.concatenate([[0], lengths_k.cumsum()]).astype(np.int32)),
+            "max_seqlen_q": sq,
+            "max_seqlen_k": sk,
+        }
+        total_q, total_k = int(lengths_q.sum()), int(lengths_k.sum())
+        queries, keys = (total_q, heads), (total_k, heads_kv)
+        tensors = [normal(*queries, dv), normal(*queries, d), normal(*keys, d), normal(*keys, dv)]
+    else:
+        shapes = (heads, sq, dv), (heads, sq, d), (heads_kv, sk, d), (heads_kv, sk, dv)
+        tensors = [normal(batch, *shape) for shape in shapes]
+
+    if case.mask.startswith("causal"):
+        options |= {"causal": True, "alignment": "top_left" if "top left" in case.mask else "bottom_right"}
+    elif case.mask == "window":
+        options["window"] = (9, 4)
+    elif case.mask == "padding":
+        options["mask"] = beside(rng.random((batch, 1, 1, sk)) < 0.8)
+    elif case.mask == "block-sparse":
+        options["block_mask"] = strobe.BlockMask.from_kept(beside(rng.random((-(-sq // 16), -(-sk // 16))) < 0.5), 16, 16, sq, sk)
+
+    if case.extra == "softcap":
+        options["softcap"] = 2.0
+    elif case.extra == "ALiBi":
+        options["alibi_slopes"] = beside(2.0 ** -np.arange(1, heads + 1, dtype=np.float32))
+    elif case.extra == "bias":
+        options["bias"] = normal(1, heads, sq, sk)
+    elif case.extra == "sinks":
+        options["sinks"] = beside(normal(heads, dtype=wide))
+    elif case.extra == "dropout":
+        options |= {"dropout": 0.25, "seed": seed, "offset": 7}
+    return Problem(tensors, options)
+
+
+def _doubles(x: Any) -> Any:
+    import numpy as np
+
+    return x.astype(np.float64) if isinstance(x, np.ndarray) else x.double().numpy()
+
+
+def _results(out: Any, lse: Any, gradients: Any) -> dict[str, Any]:
+    named = {"out": out, "lse": lse, **gradients._asdict()}
+    return {name: _doubles(x) for name, x in named.items() if x is not None}
+
+
+def _error(x: Any, reference: Any) -> float:
+    """The largest difference, relative to the largest finite element of the reference, or to the inputs' 1 where that is more (a sum that
+    cancels is no better than its terms). inf where an infinity or NaN stands in one of the two alone."""
+    import numpy as np
+
+    finite = np.isfinite(reference)
+    if not np.array_equal(x[~finite], reference[~finite]) or not np.isfinite(x[finite]).all():
+        return float("inf")
+    return float(np.abs(x[finite] - reference[finite]).max(initial=0) / np.abs(reference[finite]).max(initial=1))
+
+
+def _outcomes(case: Case, engines: Iterable[str], seed: int) -> Iterator[tuple[str, str | None]]:
+    """For each engine: its name, and what was wrong ("": nothing; None: it does not take such a call)."""
+    problem = _problem(case, seed)
+    dout, q, k, v = problem.tensors
+    out, lse = strobe.reference(q, k, v, **problem.options)
+    expected = _results(out, lse, strobe.reference_backward(dout, q, k, v, **problem.options))
+    for engine in engines:
+        options = problem.options | {"engine": engine}
+        try:
+            out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+            found = _results(out, lse, strobe.attention_backward(dout, q, k, v, out, lse, **options))
+        except NotImplementedError:
+            yield engine, None
+            continue
+        errors = {name: _error(found[name], reference) for name, reference in expected.items()}
+        bad = [f"{name} {error:.2g}" for name, error in errors.items() if error > TOLERANCE[case.dtype]]
+        yield engine, f"error of {', '.join(bad)}; accepted: {TOLERANCE[case.dtype]:.2g}" if bad else ""
+
+
+@click.command(short_help="Self-test of every engine that runs here.")
+@click.option("--engine", multiple=True, help="Only this engine; may be given more than once.")
+@click.option("--seed", type=click.IntRange(0, 2**32), default=0, help="Of the random inputs.")
+def command(engine: tuple[str, ...], seed: int) -> None:
+    """Self-test: forward and every gradient of each engine that runs here, against the float64 oracle."""
+    require("check", "numpy", extra="numpy")
+    console = Console()
+    missing = dict(strobe.engines())
+    available = [name for name, reason in missing.items() if reason is None and name != "reference"]
+    engines = engine or available
+    for name in engines:
+        if name not in available:
+            why = f"does not run here: {missing[name] or 'the others are checked against it'}" if name in missing else "is unknown"
+            close = [] if name in missing else get_close_matches(name, available, 1)
+            hint = "".join(f"; did you mean {known}?" for known in close)
+            click.echo(f"--engine: {name} {why}; accepted: {', '.join(available)}{hint}", err=True)
+            raise SystemExit(2)
+    dtypes = [name for name in TOLERANCE if name != "bfloat16" or importlib.util.find_spec("torch")]
+    todo = cases(dtypes)
+    tally = {name: {"passed": 0, "failed": 0, "not taken": 0} for name in engines}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("checking", total=len(todo))
+        for number, case in enumerate(todo):
+            for name, wrong in _outcomes(case, engines, seed + number):
+                tally[name]["not taken" if wrong is None else "failed" if wrong else "passed"] += 1
+                if wrong:
+                    progress.console.print(f"{name}: {case}: {wrong}", style="red", markup=False, highlight=False)
+            progress.advance(task)
+    table = Table("engine", *next(iter(tally.values())))
+    for name, counts in tally.items():
+        table.add_row(name, *map(str, counts.values()))
+    console.print(table)
+    failed = sum(counts["failed"] for counts in tally.values())
+    checked = failed + sum(counts["passed"] for counts in tally.values())
+    console.print(f"{checked} cases checked in {', '.join(dtypes)}: {failed or 'none'} failed", style="bold")
+    if failed or not checked:
+        raise SystemExit(1)

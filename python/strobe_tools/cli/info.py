@@ -1,0 +1,55 @@
+"""``strobe info``: the version, the machine, and which engines run here."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import strobe
+from strobe._core import lib
+from strobe._tuning import said
+from strobe_tools import machine
+
+
+def _torch() -> str:
+    if importlib.util.find_spec("torch") is None:
+        return "not installed"
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{torch.__version__}, {torch.get_num_threads()} threads, {', '.join(gpus) or 'no GPU'}"
+
+
+def _numpy() -> str:
+    if importlib.util.find_spec("numpy") is None:
+        return "not installed"
+    import numpy
+
+    return numpy.__version__
+
+
+def kernel_cache() -> str:
+    """The folders where a GPU's kernels are kept, and those that are not used, with the reason."""
+    return next(line.removeprefix("cache: ") for line in said(lib.strobe_cuda_info).splitlines() if line.startswith("cache: "))
+
+
+@click.command(short_help="Version, machine, engines.")
+def command() -> None:
+    """Version, machine, and the engines: which run here, and why not the others."""
+    console = Console()
+    facts = Table(show_header=False, box=None)
+    facts.add_column(style="bold")
+    told = {"Strobe": strobe.__version__, **machine.describe(), "PyTorch": _torch(), "NumPy": _numpy(), "Kernel cache": kernel_cache()}
+    for name, fact in told.items():
+        facts.add_row(name, escape(fact))
+    console.print(facts)
+    engines = Table(title="Engines", title_justify="left")
+    engines.add_column("engine")
+    engines.add_column("runs here")
+    for name, missing in strobe.engines():
+        engines.add_row(name, "[green]yes[/green]" if missing is None else f"no: {missing}")
+    console.print(engines)

@@ -1,0 +1,179 @@
+"""``strobe prewarm``: the kernels of the usual calls, compiled before anyone waits for them. Needs NVRTC, but no GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from strobe._core import lib
+from strobe._prewarm import Kernel, Shape, prewarm
+from strobe_tools.cli.info import kernel_cache
+from strobe_tools.values import known
+
+# One feature alone: tensors and options beside q, k and v. B, H, S: of the example.
+_B, _H, _S = 2, 4, 4096
+_SCORES = (_B, _H, _S, _S)
+_STARTS = Shape((_B + 1,), "int32")
+FEATURES: dict[str, tuple[dict[str, Shape], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal": ({}, {"window_right": 0}),
+    "window": ({}, {"window_left": 512, "window_right": 0}),
+    "varlen": ({"cu_seqlens_q": _STARTS, "cu_seqlens_k": _STARTS}, {"max_seqlen_q": _S, "max_seqlen_k": _S, "window_right": 0}),
+    "mask": ({"mask": Shape(_SCORES, "bool")}, {}),
+    "bias": ({"bias": Shape(_SCORES, "float32")}, {}),
+    "ALiBi": ({"alibi_slopes": Shape((_H,), "float32")}, {"window_right": 0}),
+    "softcap": ({}, {"softcap": 30.0, "window_right": 0}),
+    "hyperbolic": ({}, {"score": lib.STROBE_HYPERBOLIC, "beta": 1.0}),
+    "sinks": ({"sinks": Shape((_H,), "float32")}, {"window_right": 0}),
+    "dropout": ({"rng": Shape((2,), "int64")}, {"dropout": 0.1, "window_right": 0}),
+    "block-sparse": (
+        {
+            "block_rows": Shape((1, 1, _S // 128 + 1), "int32"),
+            "block_cols": Shape((64,), "int32"),
+            "block_rows_t": Shape((1, 1, _S // 128 + 1), "int32"),
+            "block_cols_t": Shape((64,), "int32"),
+        },
+        {"block_q": 128, "block_k": 128},
+    ),
+    "exact_max": ({}, {"exact_max": True, "window_right": 0}),
+    "deterministic": ({}, {"deterministic": True, "window_right": 0}),
+}
+HEAD_DIMS = tuple(range(32, 257, 32))
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Where the Hopper backward takes another tile than at _S, beyond d 64.
+_OTHER_LENGTHS = {"plain": 512, "causal": 8192, "deterministic": 8192}
+_AS_WIDE = ("bias", "sinks")  # beside float64 they are float64
+_EVERY_DIM = ("plain", "causal")  # the other features are compiled for these dimensions alone
+_FEATURE_DIMS = (64, 128)
+
+
+class Job(NamedTuple):
+    """One call, in one direction, for one GPU."""
+
+    compute_capability: int
+    dtype: str
+    head_dim: int
+    feature: str
+    backward: bool
+    seqlen: int = _S
+
+    def __str__(self) -> str:
+        length = "" if self.seqlen == _S else f" of {self.seqlen}"
+        direction = "backward" if self.backward else "forward"
+        return f"sm_{self.compute_capability} {self.dtype} d{self.head_dim} {self.feature} {direction}{length}"
+
+    def run(self) -> tuple[list[Kernel], str]:
+        """The kernels, or the reason why no engine takes the call."""
+        more, options = FEATURES[self.feature]
+        packed = "cu_seqlens_q" in more
+        batch = max(_B, _B * _S // self.seqlen)
+        x = Shape((_B * _S, _H, self.head_dim) if packed else (batch, _H, self.seqlen, self.head_dim), self.dtype)
+        if self.dtype == "float64":
+            more = {name: tensor._replace(dtype="float64") if name in _AS_WIDE else tensor for name, tensor in more.items()}
+        try:
+            return prewarm({"q": x, "k": x, "v": x, **more}, options, self.backward, self.compute_capability), ""
+        except NotImplementedError as refusal:
+            return [], str(refusal)
+
+
+def jobs(
+    archs: Sequence[int], head_dims: Sequence[int] | None, dtypes: Sequence[str] | None, features: Sequence[str] | None
+) -> Iterator[Job]:
+    """All that are asked for; by default the table that Strobe ships."""
+    for arch, dtype, feature in product(archs, dtypes or DTYPES, features or FEATURES):
+        for dim in head_dims or (HEAD_DIMS if feature in _EVERY_DIM else _FEATURE_DIMS):
+            yield Job(arch, dtype, dim, feature, False)
+            yield Job(arch, dtype, dim, feature, True)
+            if arch == 90 and 64 < dim <= 128 and dtype in ("bfloat16", "float16") and feature in _OTHER_LENGTHS:
+                yield Job(arch, dtype, dim, feature, True, _OTHER_LENGTHS[feature])
+
+
+_ARCH = "compute capability times ten, e.g. 90 for an H100 or H200"
+
+
+def _arch(given: str) -> int:
+    if not given.isdecimal() or not 61 <= int(given[:9]) <= 999:
+        raise click.BadParameter(f"{given!r}; accepted is the {_ARCH}", param_hint="--arch")
+    return int(given)
+
+
+@click.command(short_help="Compile kernels ahead of time, without a GPU.")
+@click.option("--arch", multiple=True, type=_arch, metavar="INTEGER", help=f"Required: the {_ARCH}; may be repeated.")
+@click.option("--head-dim", multiple=True, type=click.IntRange(1, 256), help="Head dimensions; by default 32 to 256 by 32.")
+@click.option("--dtype", multiple=True, help=f"By default {', '.join(DTYPES)}.")
+@click.option("--feature", multiple=True, help=f"Of {', '.join(FEATURES)}; by default all, each alone.")
+@click.option("--max-spill", type=click.IntRange(0), help="Exit with 1 if a kernel spills more than this many bytes.")
+@click.option("--list", "list_kernels", is_flag=True, help="Print every kernel with its registers and spills.")
+@click.option("--jobs", "processes", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes that compile.")
+def command(
+    arch: tuple[int, ...],
+    head_dim: tuple[int, ...],
+    dtype: tuple[str, ...],
+    feature: tuple[str, ...],
+    max_spill: int | None,
+    list_kernels: bool,
+    processes: int,
+) -> None:
+    """Compile the kernels of the usual calls into the cache (STROBE_CACHE_DIR, else ~/.cache/strobe)."""
+    known(feature, FEATURES, "--feature")
+    known(dtype, DTYPES, "--dtype")
+    if not arch:
+        raise click.BadParameter(f"missing; accepted is the {_ARCH}", param_hint="--arch")
+    if (cache := kernel_cache()).startswith("none"):
+        click.echo(f"strobe prewarm: nothing would be kept; kernel cache: {cache}", err=True)
+        raise SystemExit(1)
+    console = Console()
+    asked = list(jobs(arch, head_dim, dtype, feature))
+    began = perf_counter()
+    kernels: dict[tuple[int, str], Kernel] = {}
+    refused: dict[Job, str] = {}
+    columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        with (
+            Progress(*columns, console=console, transient=True) as progress,
+            ProcessPoolExecutor(min(processes, len(asked)), mp_context=get_context("spawn")) as pool,
+        ):
+            task = progress.add_task("", total=len(asked))
+            for job, (found, reason) in zip(asked, pool.map(Job.run, asked), strict=True):
+                progress.update(task, description=str(job), advance=1)
+                if reason:
+                    refused[job] = reason
+                for kernel in found:
+                    key = (job.compute_capability, kernel.name)
+                    if key not in kernels or kernel.compiled:
+                        kernels[key] = kernel
+    except (RuntimeError, ValueError, MemoryError) as error:  # a kernel that does not compile, a process that was killed
+        click.echo(f"strobe prewarm: {error}", err=True)
+        raise SystemExit(1) from None
+    for cc in arch:
+        if all(job in refused for job in asked if job.compute_capability == cc):
+            console.print(
+                f"[red]nothing for sm_{cc}[/red]: {next(r for job, r in refused.items() if job.compute_capability == cc)}", soft_wrap=True
+            )
+            raise SystemExit(1)
+    if list_kernels:
+        for (cc, name), kernel in sorted(kernels.items()):
+            console.print(f"sm_{cc} {kernel.registers:3} registers {kernel.spilled:4} B spilled  {name}", soft_wrap=True, highlight=False)
+    compiled = sum(kernel.compiled for kernel in kernels.values())
+    console.print(
+        f"{len(kernels)} kernels, {compiled} compiled, {len(kernels) - compiled} found in the cache, {perf_counter() - began:.1f} s"
+    )
+    for job, reason in refused.items():
+        console.print(f"[yellow]not taken[/yellow] {job}: {reason}", soft_wrap=True)
+    for (cc, _), kernel in kernels.items():
+        if kernel.serialized:
+            console.print(f"[red]serialized wgmma[/red] sm_{cc} {kernel.name}", soft_wrap=True)
+    spilling = [(cc, k) for (cc, _), k in kernels.items() if max_spill is not None and k.spilled > max_spill]
+    for cc, kernel in spilling:
+        console.print(f"[red]spills {kernel.spilled} bytes[/red] sm_{cc} {kernel.name}", soft_wrap=True)
+    if spilling:
+        raise SystemExit(1)

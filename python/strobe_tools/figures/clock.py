@@ -1,0 +1,82 @@
+"""Time of calls that may not fit. On the CPU it is processor time, of one thread: other people's programs do not count."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from strobe_tools.timing import medians, medians_on_gpu
+
+if TYPE_CHECKING:
+    from .case import Setting
+
+Call = Callable[[], Any]
+MOST_REPEATS = 15
+PATIENCE = 20  # times the budget: a call that takes longer is made once
+STARTING = 10.0  # seconds that a first call on a GPU may take to load libraries and compile kernels
+
+
+class RefusedError(Exception):
+    """A call that cannot be made, in few words: out of memory, or what the library says."""
+
+
+def attempt(call: Call) -> Any:
+    """call(), or RefusedError."""
+    try:
+        return call()
+    except (RuntimeError, NotImplementedError, MemoryError) as reason:  # torch.OutOfMemoryError is a RuntimeError
+        raise RefusedError(in_words(reason)) from None
+
+
+def in_words(reason: BaseException) -> str:
+    words = str(reason).strip().splitlines() or [type(reason).__name__]
+    lower = str(reason).lower()
+    if isinstance(reason, MemoryError) or "out of memory" in lower or "can't allocate memory" in lower or "bad_alloc" in lower:
+        return "out of memory"
+    return words[-1][:120]
+
+
+def once(call: Call, setting: Setting) -> float:
+    """Seconds of one call."""
+    if not setting.on_gpu:
+        began = time.process_time()
+        attempt(call)
+        return time.process_time() - began
+    import torch
+
+    began = time.perf_counter()
+    attempt(call)
+    attempt(torch.cuda.synchronize)
+    return time.perf_counter() - began
+
+
+def times(calls: Mapping[str, Call], setting: Setting, warm: bool = False) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds of each call, and the reasons of those that refuse. Medians of as many calls as the budget allows; what takes longer than the
+    budget is one call, after one that is not counted; warm: that one was made before."""
+    patience = max(PATIENCE * setting.budget, STARTING if setting.on_gpu else 0.0)
+    single: dict[str, float] = {}
+    refusals: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            single[name] = once(call, setting)
+            if not warm and single[name] < patience:  # the first call starts things and allocates
+                single[name] = once(call, setting)
+        except RefusedError as refusal:
+            refusals[name] = str(refusal)
+        release(setting)
+    brief = {name: calls[name] for name, seconds in single.items() if seconds < setting.budget}
+    repeats = min(MOST_REPEATS, int(setting.budget / max(1e-9, sum(single[name] for name in brief))))
+    repeats = max(repeats, 2 if setting.on_gpu else 0)  # by events, not by the host's clock
+    if brief and repeats >= 2:
+        single |= medians_on_gpu(brief, repeats) if setting.on_gpu else medians(brief, repeats, time.process_time)
+    return single, refusals
+
+
+def release(setting: Setting) -> None:
+    gc.collect()
+    if setting.on_gpu:
+        import torch
+
+        torch.cuda.empty_cache()

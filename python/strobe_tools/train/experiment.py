@@ -1,0 +1,108 @@
+"""The whole of ``strobe train``: text, the run, the same run without attention, the picture, the sampled text and the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from strobe_tools.train import data
+from strobe_tools.train.config import Config
+from strobe_tools.train.data import Corpus
+from strobe_tools.train.report import Result, draw
+from strobe_tools.train.trainer import History, Trainer, pick_device
+
+
+def train(config: Config, *, text: Path | None, out: Path, resume: bool, console: Console) -> Result:
+    """Trains as the configuration says and leaves loss.png, sample.txt, summary.json and the checkpoints in the folder ``out``.
+
+    Raises ValueError or FileNotFoundError, naming the argument, for a text or a checkpoint that does not fit.
+    """
+    pick_device(config)  # before the text takes its time
+    out.mkdir(parents=True, exist_ok=True)
+    with console.status("gathering the text, training its tokenizer"):
+        corpus = data.load(text, vocab_size=config.vocab_size, most_bytes=config.text_bytes)
+    console.print(
+        f"Text: {text or 'the standard library of this Python'}, {_size(corpus.text_bytes)}, vocabulary "
+        f"{corpus.tokenizer.get_vocab_size():,}, {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held back"
+    )
+    main = _run(config, corpus, out / "attention.pt", resume, console, config.attention)
+    ablation: History | None = None
+    if config.ablation and config.attention != "none":
+        ablation = _run(main.config.replace(attention="none"), corpus, out / "no-attention.pt", resume, console, "no attention").history
+    bigram = data.bigram_entropy(corpus.train.numpy(), main.validation.numpy(), config.vocab_size)
+    result = Result(config.attention, main.history, ablation, bigram)
+    draw(out / "loss.png", result)
+    sample = _sample(main)
+    (out / "sample.txt").write_text(sample + "\n")
+    summary = {
+        "validation_loss": result.run.final,
+        "bigram_entropy": bigram,
+        "validation_loss_without_attention": ablation.final if ablation else None,
+        "attention_learned": result.learned,
+        "tokens_per_second": main.tokens_per_second,
+        "parameters": sum(p.numel() for p in main.model.parameters()),
+        "device": str(main.device),
+        "config": dataclasses.asdict(main.config),
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    console.rule("sampled text")
+    console.print(sample, markup=False, highlight=False)
+    console.rule()
+    console.print(result.verdict, style="bold green" if result.learned else "bold")
+    console.print(f"Loss curves: {out / 'loss.png'}; figures: {out / 'summary.json'}; sampled text: {out / 'sample.txt'}")
+    return result
+
+
+def _run(config: Config, corpus: Corpus, checkpoint: Path, resume: bool, console: Console, name: str) -> Trainer:
+    if resume and checkpoint.exists():
+        trainer = Trainer.load(checkpoint, config, corpus)
+        console.print(f"{name}: continues at step {trainer.step} of {trainer.steps}")
+    else:
+        if resume:
+            console.print(f"{name}: {checkpoint} does not exist; starts at step 0")
+        if checkpoint.exists():  # hours may lie in it
+            checkpoint.replace(checkpoint.with_suffix(".previous.pt"))
+        trainer = Trainer(config, corpus)
+    if config.device == "auto" and trainer.device.type == "cpu" and torch.cuda.is_available():
+        console.print(f"The GPU is left alone, since {config.attention} attention does not run there yet; --attention sdpa does.")
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    console.print(
+        f"{name}: {parameters / 1e6:.1f} M parameters, {trainer.steps:,} steps of {trainer.tokens_per_step:,} tokens, "
+        f"{trainer.config.precision} on {trainer.device}"
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s "),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(name, total=trainer.steps, completed=trainer.step, loss=float("nan"), rate=0.0)
+
+        def on_step(trainer: Trainer) -> None:
+            progress.update(task, completed=trainer.step, loss=trainer.history.train[-1], rate=trainer.tokens_per_second)
+            if trainer.history.validation and trainer.history.validation[-1][0] == trainer.step:
+                progress.console.print(
+                    f"{name}: step {trainer.step:>5}  training {trainer.history.train[-1]:.3f}  validation {trainer.history.final:.3f}"
+                )
+
+        trainer.run(checkpoint, on_step)
+    return trainer
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+
+
+def _sample(trainer: Trainer) -> str:
+    """Text that the model goes on to write where a document begins."""
+    tokenizer = trainer.corpus.tokenizer
+    prompt = torch.tensor([tokenizer.token_to_id(data.END_OF_DOCUMENT)], device=trainer.device)
+    generator = torch.Generator(trainer.device).manual_seed(trainer.config.seed)
+    return str(tokenizer.decode(trainer.model.generate(prompt, trainer.config.sample_tokens, generator=generator).tolist()))

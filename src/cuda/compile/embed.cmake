@@ -1,0 +1,33 @@
+# Writes OUTPUT, which defines strobe::cuda::kernel_headers(), from the files that LIST names, one a line, "name=path".
+#   cmake -D LIST=<file> -D OUTPUT=<file> -P embed.cmake
+# String literals stay below 16 kB, which every compiler takes; adjacent ones are one.
+cmake_minimum_required(VERSION 3.21)
+set(limit 16000)
+
+set(out "// Written by embed.cmake.\n#include \"cuda/compile/headers.h\"\n\nnamespace strobe::cuda {\n\nusing namespace std::literals;\n\n")
+string(APPEND out "static constexpr Header headers[] = {\n")
+file(STRINGS ${LIST} lines)
+foreach(line IN LISTS lines)
+  string(REGEX MATCH "^([^=]+)=(.*)$" line "${line}")
+  set(name ${CMAKE_MATCH_1})
+  set(path ${CMAKE_MATCH_2})
+  file(READ "${path}" rest)
+  string(APPEND out "{\"${name}\",")
+  string(LENGTH "${rest}" length)
+  while(length GREATER limit)
+    # Between two lines, so that no character is cut in two.
+    string(SUBSTRING "${rest}" 0 ${limit} head)
+    string(FIND "${head}" "\n" end REVERSE)
+    if(end LESS 0)
+      message(FATAL_ERROR "${path}: a line of more than ${limit} bytes")
+    endif()
+    math(EXPR end "${end} + 1")
+    string(SUBSTRING "${rest}" 0 ${end} head)
+    string(SUBSTRING "${rest}" ${end} -1 rest)
+    string(APPEND out "\nR\"~~~(${head})~~~\"")
+    string(LENGTH "${rest}" length)
+  endwhile()
+  string(APPEND out "\nR\"~~~(${rest})~~~\"sv},\n")
+endforeach()
+string(APPEND out "};\n\nstd::span<const Header> kernel_headers() { return headers; }\n\n} // namespace strobe::cuda\n")
+file(WRITE ${OUTPUT} "${out}")

@@ -1,0 +1,160 @@
+// Loaded kernels: an open-addressed table that only grows. Readers take no lock.
+#include "cuda/compile/jit.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "attention/text.h"
+#include "cuda/compile/cache.h"
+#include "cuda/driver/stream.h"
+
+namespace strobe::cuda {
+namespace {
+
+struct Entry {
+  const KernelSource *source;
+  int ordinal;
+  std::vector<int32_t> config;
+  uint64_t hash;
+  Kernel kernel;
+
+  bool is(const KernelSource &s, std::span<const int32_t> c, int o) const {
+    return source == &s && ordinal == o && std::ranges::equal(config, c);
+  }
+};
+
+uint64_t hash_of(const KernelSource &source, std::span<const int32_t> config, int ordinal) {
+  uint64_t hash = reinterpret_cast<uintptr_t>(&source) ^ static_cast<uint64_t>(ordinal) << 48;
+  for (int32_t value : config) hash = (hash ^ static_cast<uint32_t>(value)) * 0x9E3779B97F4A7C15, hash ^= hash >> 29;
+  return hash;
+}
+
+class Table {
+public:
+  explicit Table(size_t size) : slots_(size) {} // a power of two
+
+  const Entry *find(uint64_t hash, const KernelSource &source, std::span<const int32_t> config, int ordinal) const {
+    for (uint64_t i = hash;; i++) {
+      const Entry *entry = slots_[i & (slots_.size() - 1)].load(std::memory_order_acquire);
+      if (!entry || (entry->hash == hash && entry->is(source, config, ordinal))) return entry;
+    }
+  }
+  void insert(const Entry *entry) {
+    for (uint64_t i = entry->hash;; i++)
+      if (auto &slot = slots_[i & (slots_.size() - 1)]; !slot.load(std::memory_order_relaxed))
+        return slot.store(entry, std::memory_order_release);
+  }
+  size_t size() const { return slots_.size(); }
+
+private:
+  std::vector<std::atomic<const Entry *>> slots_;
+};
+
+// Never destroyed: other threads may still run at exit.
+struct Kernels {
+  std::atomic<Table *> table = new Table(256);
+  std::array<std::mutex, 64> loading; // by hash: a kernel is loaded once, others meanwhile
+
+  std::mutex growing;
+  std::vector<std::unique_ptr<const Entry>> entries;
+  std::vector<std::unique_ptr<Table>> outgrown; // some thread may still read them
+
+  void insert(std::unique_ptr<const Entry> entry) {
+    const std::lock_guard lock(growing);
+    Table *now = table.load(std::memory_order_relaxed);
+    if (2 * (entries.size() + 1) > now->size()) {
+      auto *larger = new Table(2 * now->size());
+      for (const auto &old : entries) larger->insert(old.get());
+      outgrown.emplace_back(now);
+      table.store(now = larger, std::memory_order_release);
+    }
+    now->insert(entry.get());
+    entries.push_back(std::move(entry));
+  }
+};
+
+Kernels &kernels() {
+  static Kernels *const only = new Kernels;
+  return *only;
+}
+
+// Code on a device, or which call of the driver refused it.
+struct OnDevice {
+  CUkernel handle = nullptr;
+  CUresult result = CUDA_SUCCESS;
+  const char *call = nullptr;
+
+  explicit OnDevice(const Build &built) {
+    const Driver &d = *driver();
+    CUlibrary library = nullptr;
+    CUfunction loaded = nullptr; // asked for so that the code is on the device now, not lazily in the first launch
+    call = "cuLibraryLoadData", result = d.cuLibraryLoadData(&library, built.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+    if (!result) call = "cuLibraryGetKernel", result = d.cuLibraryGetKernel(&handle, library, "kernel");
+    if (!result) call = "cuKernelGetFunction", result = d.cuKernelGetFunction(&loaded, handle);
+  }
+  // Whether other code might be taken.
+  bool code_is_wrong() const {
+    constexpr CUresult such[] = {CUDA_ERROR_INVALID_IMAGE,           CUDA_ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_INVALID_PTX,
+                                 CUDA_ERROR_UNSUPPORTED_PTX_VERSION, CUDA_ERROR_INVALID_SOURCE,    CUDA_ERROR_NOT_FOUND};
+    return std::ranges::find(such, result) != std::end(such);
+  }
+};
+
+Kernel load_now(const KernelSource &source, std::span<const int32_t> config, const Device &device) {
+  Build built = build(source, config, device.cc);
+  const Driver &d = *driver();
+  Kernel kernel;
+  kernel.name = kernel_name(source, config);
+  kernel.cc = device.cc;
+  auto checked = [&](CUresult result, const char *what) {
+    if (result)
+      fail(result, text(what, " of ", kernel.name, ", compiled for sm_", device.cc, " by NVRTC ", built.nvrtc,
+                        built.file.empty() ? "" : " and found in ", built.file));
+  };
+
+  const DeviceGuard current(device);
+  const RelaxedCapture relaxed; // the first call may be within a capture
+  OnDevice code(built);
+  if (code.code_is_wrong() && !built.file.empty() && can_build(device.cc)) { // what a cache had, whoever made it
+    cache_discard(built);
+    built = build(source, config, device.cc, From::source);
+    code = OnDevice(built);
+  }
+  checked(code.result, code.call);
+  const CUkernel handle = code.handle;
+  kernel.registers = built.registers, kernel.spill_bytes = built.spill_bytes;
+  kernel.function = reinterpret_cast<CUfunction>(handle);
+
+  int fixed = 0;
+  checked(d.cuKernelGetAttribute(&fixed, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle, device.handle), "cuKernelGetAttribute");
+  kernel.most_shared = std::max<int64_t>(0, device.shared_per_block - fixed);
+  checked(
+      d.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(kernel.most_shared), handle, device.handle),
+      "cuKernelSetAttribute");
+  if (size_t offset = 0; d.cuKernelGetParamInfo)
+    checked(d.cuKernelGetParamInfo(handle, 0, &offset, &kernel.argument_bytes), "cuKernelGetParamInfo");
+  return kernel;
+}
+
+} // namespace
+
+const Kernel &load(const KernelSource &source, std::span<const int32_t> config, const Device &device) {
+  Kernels &all = kernels();
+  const uint64_t hash = hash_of(source, config, device.ordinal);
+  auto find = [&] { return all.table.load(std::memory_order_acquire)->find(hash, source, config, device.ordinal); };
+  if (const Entry *known = find()) return known->kernel;
+  cuda::device(device.ordinal); // in a forked child another thread of the parent may hold a lock for ever: this throws there
+  const std::lock_guard lock(all.loading[hash % all.loading.size()]);
+  if (const Entry *known = find()) return known->kernel;
+  std::unique_ptr<const Entry> entry(
+      new Entry{&source, device.ordinal, {config.begin(), config.end()}, hash, load_now(source, config, device)});
+  const Kernel &kernel = entry->kernel;
+  all.insert(std::move(entry));
+  return kernel;
+}
+
+} // namespace strobe::cuda

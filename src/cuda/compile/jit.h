@@ -1,0 +1,73 @@
+// Kernels: compiled for a GPU when first asked for, kept on disk and in memory, launched.
+//
+// A kernel is a template over one Config in a header of kernels/, with
+//   struct Arguments                          passed by value (__grid_constant__)
+//   static constexpr int kThreads, kBlocksPerSm
+//   __device__ static void run(const Arguments &)
+#pragma once
+#include <cstdint>
+#include <span>
+#include <string>
+#include <type_traits>
+
+#include "cuda/driver/device.h"
+
+namespace strobe::cuda {
+
+// In static storage: its address is its identity.
+struct KernelSource {
+  const char *header;    // below kernels/: "simt/forward.h"
+  const char *entry;     // the template: "strobe::simt::Forward"
+  const char *config;    // the type of its parameter: "strobe::simt::Config"
+  bool specific = false; // it has instructions of one architecture alone: sm_90a, not sm_90
+};
+
+// A Config is a struct of int32_t: it prints as a list of its integers, and its bytes are the key.
+template <class Config> struct KernelKey {
+  static_assert(std::is_trivially_copyable_v<Config> && std::has_unique_object_representations_v<Config> && alignof(Config) == 4);
+  const KernelSource *source;
+  Config config;
+
+  std::span<const int32_t> integers() const { return {reinterpret_cast<const int32_t *>(&config), sizeof(Config) / 4}; }
+};
+
+struct Build {
+  std::string cubin, log; // log: of NVRTC and ptxas
+  int32_t registers = 0, spill_bytes = 0;
+  std::string nvrtc;     // its version
+  bool compiled = false; // now, not found in a cache
+  std::string file;      // of the cache where it was found
+};
+enum class From { anywhere, source }; // source: compiled now, whatever a cache has
+// Through the disk cache. Needs no GPU.
+Build build(const KernelSource &, std::span<const int32_t> config, int cc, From = From::anywhere);
+// Whether there is a compiler for this compute capability, and leave to use it.
+bool can_build(int cc);
+template <class Config> Build build(const KernelKey<Config> &key, int cc) { return build(*key.source, key.integers(), cc); }
+// "strobe::simt::Forward<strobe::simt::Config{1,2,3}>"
+std::string kernel_name(const KernelSource &, std::span<const int32_t> config);
+
+// On one device, for the life of the process.
+struct Kernel {
+  std::string name;
+  CUfunction function = nullptr; // the CUkernel, which no context owns
+  int cc = 0;
+  int registers = 0, spill_bytes = 0;
+  int64_t most_shared = 0;   // dynamic shared memory that a launch may ask for, bytes
+  size_t argument_bytes = 0; // 0: the driver is too old to tell
+};
+// Once per kernel and device; then a look-up without a lock.
+const Kernel &load(const KernelSource &, std::span<const int32_t> config, const Device &);
+template <class Config> const Kernel &load(const KernelKey<Config> &key, const Device &device) {
+  return load(*key.source, key.integers(), device);
+}
+
+struct Grid {
+  int64_t x = 1, y = 1, z = 1;
+};
+// In the current context (DeviceGuard). An empty grid launches nothing. early: its thread blocks may come as soon as those of the kernel
+// launched before it have all begun; on their own they wait for its end where they need it (build.cpp). From compute capability 9.0 on.
+void launch(const Kernel &, Grid, int threads, int64_t shared_bytes, CUstream, const void *arguments, size_t argument_bytes,
+            bool early = false);
+
+} // namespace strobe::cuda

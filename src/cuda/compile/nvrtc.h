@@ -1,0 +1,51 @@
+// NVRTC, NVIDIA's run-time compiler, found and loaded at run time.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "cuda/compile/headers.h"
+
+namespace strobe::cuda {
+
+struct Nvrtc {
+  using Program = struct _nvrtcProgram *;
+  template <class... Arguments> using Call = int (*)(Arguments...);
+
+  Call<int *, int *> nvrtcVersion;
+  Call<int *> nvrtcGetNumSupportedArchs, nvrtcGetSupportedArchs;
+  Call<Program *, const char *, const char *, int, const char *const *, const char *const *> nvrtcCreateProgram;
+  Call<Program, int, const char *const *> nvrtcCompileProgram;
+  Call<Program, size_t *> nvrtcGetCUBINSize, nvrtcGetProgramLogSize;
+  Call<Program, char *> nvrtcGetCUBIN, nvrtcGetProgramLog;
+  Call<Program *> nvrtcDestroyProgram;
+  const char *(*nvrtcGetErrorString)(int);
+
+  int major = 0, minor = 0;
+  std::vector<int> archs; // compute capabilities, ascending
+  std::string path;
+
+  std::string version() const { return std::to_string(major) + "." + std::to_string(minor); }
+};
+
+// One that compiles for this compute capability and that the driver (if there is one) can follow; null if there is none. STROBE_NVRTC
+// (libraries or folders, colon between) is asked alone where it is set; else the wheels beside the libraries of this process, CUDA_HOME and
+// CUDA_PATH, /usr/local/cuda, the loader's path. NVRTC 13 comes before 12, and after it where only 12 compiles (before 7.5).
+const Nvrtc *nvrtc(int cc);
+// What was looked for, where, and what was wrong with what was found.
+std::string nvrtc_missing(int cc);
+// False if the driver is of an older major version than a cubin's compiler.
+bool driver_follows(int nvrtc_major);
+
+struct Translation {
+  std::string name; // in messages
+  std::string text;
+  std::vector<Included> headers;
+  std::vector<std::string> options;
+};
+struct Compiled {
+  std::string cubin, log;
+};
+// Throws with the whole log if it does not compile.
+Compiled compile(const Nvrtc &, const Translation &);
+
+} // namespace strobe::cuda

@@ -1,0 +1,63 @@
+#include "cuda/driver/fork.h"
+
+#include <pthread.h>
+
+#include <condition_variable>
+#include <mutex>
+
+namespace strobe::cuda {
+namespace {
+
+struct Gate {
+  std::mutex door; // passed on the way in; a fork that waits holds it, so that nobody new keeps it waiting
+  std::mutex mutex;
+  std::condition_variable empty;
+  int within = 0;
+  int forks = 0;
+
+  Gate();
+};
+
+Gate &gate() {
+  static Gate *const only = new Gate; // never destroyed: other threads may still run at exit
+  return *only;
+}
+
+thread_local int depth = 0; // of this thread's gates
+
+// A driver that is called within may fork itself (cuInit does, to run nvidia-modprobe): it cannot wait for itself, and its child runs
+// another program.
+void before_fork() {
+  if (depth) return;
+  Gate &g = gate();
+  g.door.lock();
+  std::unique_lock lock(g.mutex);
+  g.empty.wait(lock, [&] { return g.within == 0; });
+  lock.release(); // held until the fork is done
+}
+void after_fork() {
+  if (!depth) gate().mutex.unlock(), gate().door.unlock();
+}
+void in_child() { gate().forks++, after_fork(); }
+
+Gate::Gate() { pthread_atfork(before_fork, after_fork, in_child); }
+
+// Before main or in dlopen: no other thread can be halfway through the first call when a process forks.
+[[maybe_unused]] const Gate &early = gate();
+
+} // namespace
+
+ForkGate::ForkGate() {
+  const std::lock_guard pass(gate().door);
+  const std::lock_guard lock(gate().mutex);
+  gate().within++;
+  depth++;
+}
+ForkGate::~ForkGate() {
+  depth--;
+  const std::lock_guard lock(gate().mutex);
+  if (--gate().within == 0) gate().empty.notify_all();
+}
+int forks() { return gate().forks; }
+
+} // namespace strobe::cuda

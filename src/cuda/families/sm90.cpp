@@ -1,0 +1,268 @@
+// The Hopper family: which configuration, which maps, which launches.
+#include "../../../kernels/sm90/arguments.h"
+#include "../../../kernels/sm90/config.h"
+#include <algorithm>
+#include <cmath>
+
+#include "attention/text.h"
+#include "attention/work.h"
+#include "cuda/driver/driver.h"
+#include "cuda/families/families.h"
+#include "cuda/families/sm90_backward.h"
+#include "cuda/program/arguments.h"
+#include "cuda/program/prediction.h"
+#include "cuda/program/rows.h"
+#include "cuda/program/tensor_maps.h"
+#include "cuda/program/wishes.h"
+
+namespace strobe::cuda {
+namespace {
+
+using sm90::Config;
+using sm90::MaskArguments;
+using sm90::MaskBits;
+using sm90::MaskConfig;
+
+constexpr KernelSource kForward{"sm90/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
+constexpr KernelSource kPackMask{"sm90/mask_bits.h", "strobe::sm90::PackMask", "strobe::sm90::MaskConfig"};
+
+// Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
+int64_t bundle(const Problem &p, const Device &device) {
+  const bool uneven = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
+  const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), heads = p.batch * p.heads;
+  int64_t size = uneven ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
+  while (size > 1 && heads % size) size--;
+  return size;
+}
+
+// What a tile has registers for.
+constexpr int kFixed = 1;      // the fixed reference
+constexpr int kLagging = 2;    // a maximum of every tile
+constexpr int kScoring = 4;    // ALiBi; a softcap or a mask alone takes no more than nothing does
+constexpr int kWalking = 8;    // blocks, with the fixed reference
+constexpr int kDrawing = 16;   // dropout: tile_k a multiple of 32
+constexpr int kBiased = 32;    // a bias that comes by the copy engine: shared memory, too
+constexpr int kBending = 64;   // hyperbolic scores
+constexpr int kAnything = 128; // all of these at a time
+
+enum Keys { all, some, any }; // that a query sees: some, if causal, with a window, block-sparse, or packed
+
+struct ForwardTile {
+  int32_t most_dim, most_dim_v;
+  int32_t warpgroups, tile_k, stages, registers_load, registers_compute, q_in_registers, blocks_per_sm;
+  int loads;
+  // Without a wish the first that suits runs: for so many keys, and with enough tiles (or parts, where even
+  // the smallest are too few) for `blocks` thread blocks on every SM.
+  Keys keys = any;
+  int64_t least_keys = 0, most_keys = INT64_MAX;
+  double blocks = 0;
+};
+
+// From the fastest to the slowest where they suit, measured on an H200 (bench/search_forward.py). None spills.
+constexpr ForwardTile kForwardTiles[] = {
+    {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed, some, 0, 1024},
+    {64, 64, 3, 128, 4, 32, 160, 0, 1, kFixed, any, 8192, INT64_MAX, 1},
+    {64, 64, 4, 64, 5, 32, 112, 0, 1, kFixed | kLagging, any, 0, INT64_MAX, 1},
+    {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed},
+    {64, 64, 3, 64, 4, 40, 152, 0, 1, kDrawing | kBiased},
+    {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring | kBending},
+    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing},
+    {64, 64, 1, 64, 3, 40, 208, 1, 2, kBiased},
+    {64, 64, 1, 128, 3, 56, 200, 1, 2, kWalking},
+    {64, 64, 2, 128, 4, 56, 224, 1, 1, kWalking},
+    {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, any, 2048, INT64_MAX, 1},
+    {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
+    {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed},
+    {128, 128, 3, 64, 3, 40, 152, 0, 1, kDrawing | kBending},
+    {128, 128, 2, 96, 2, 40, 232, 0, 1, kBiased, any, 0, INT64_MAX, 0.5},
+    {128, 128, 1, 64, 2, 40, 208, 1, 2, kBiased},
+    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kBending},
+    {128, 128, 2, 128, 3, 56, 224, 1, 1, kWalking},
+    {128, 128, 2, 96, 3, 56, 224, 1, 1, kDrawing},
+    {128, 128, 2, 64, 4, 56, 224, 1, 1, kAnything},
+    {192, 128, 2, 128, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
+    {192, 192, 2, 96, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, any, 0, 512},
+    {256, 256, 2, 80, 2, 40, 232, 0, 1, kFixed | kLagging},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kBending | kDrawing | kBiased},
+    {256, 256, 2, 64, 2, 56, 224, 0, 1, kWalking},
+    {256, 256, 2, 48, 2, 56, 224, 0, 1, kAnything},
+    {256, 256, 2, 32, 2, 56, 224, 0, 1, kAnything},
+};
+
+int load_of(const Config &c) {
+  const Features &f = c.features;
+  const bool softcap = f.function == kSoftcap, bending = f.function == kHyperbolic, scoring = f.alibi || (f.scaled && !bending);
+  if (!!f.mask + !!f.bias + scoring + bending + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
+  if (softcap && c.reference == sm90::kExact) return kAnything;
+  if (f.bias) return c.wide ? kBiased : kAnything;
+  if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
+  if (f.blocks) return kWalking;
+  if (f.dropout) return kDrawing;
+  if (bending) return kBending;
+  if (scoring) return kScoring;
+  return c.reference == sm90::kFixed ? kFixed : kLagging;
+}
+
+Config config_for(const Problem &p, const ForwardTile &t) {
+  Config c{};
+  c.dtype = i32(p.dtype);
+  c.head_dim = i32(round_up(p.head_dim, 16)), c.head_dim_v = i32(round_up(p.head_dim_v, 16));
+  c.features = features_of(p);
+  // With FP16 a sum of 64k numbers near 1 would look like an overflow.
+  const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
+  c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
+  c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
+  c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
+  c.blocks_per_sm = t.blocks_per_sm;
+  c.wide = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
+  return c;
+}
+
+// What packs the mask into `a`'s bits.
+Launch pack_mask(const Problem &p, const Inputs &in, MaskBits &bits, Scratch &scratch) {
+  MaskArguments a{};
+  const int64_t batch = p.mask.stride[0] ? p.batch : 1, heads = p.mask.stride[1] ? p.heads : 1, queries = p.mask.stride[2] ? p.seqlen_q : 1;
+  const int64_t rows = tiles(queries, 16), columns = tiles(p.seqlen_k, 64), row_bytes = columns * 4 * 32;
+  bits.data = scratch.take<uint8_t>(batch * heads * rows * row_bytes + MaskArguments::tail());
+  bits.row_stride = queries > 1 ? row_bytes : 0;
+  bits.head_stride = heads > 1 ? rows * row_bytes : 0, bits.batch_stride = batch > 1 ? heads * rows * row_bytes : 0;
+  a.mask = operand(p.mask), a.bits = bits;
+  a.cells = uint32_t(batch * heads * rows * columns); // of 128 bytes each: memory ends before a Divisor's 2^31
+  a.heads = Divisor::make(uint32_t(heads)), a.rows = Divisor::make(uint32_t(rows)), a.columns = Divisor::make(uint32_t(columns));
+  a.queries = i32(queries), a.keys = i32(p.seqlen_k);
+  const bool one = !p.varlen && queries > 1; // band for all
+  a.band = narrow(one ? in.sequence(0).band : Band::make(queries, p.seqlen_k, false, Band::kFar, Band::kFar));
+  const MaskConfig config{aligned(p.mask, p.seqlen_k)};
+  return Launch(kPackMask, config, tiles(int64_t{a.cells}, config.threads() / 32), config.threads(), 0, a);
+}
+
+constexpr int64_t kLeastKeys = 512; // of a part, where keys are split
+
+bool suits(const ForwardTile &t, const Problem &p, const Config &c, const Device &device) {
+  const Keys keys = c.features.band || c.features.blocks || p.varlen ? some : all;
+  if (p.seqlen_k < t.least_keys || p.seqlen_k > t.most_keys || (t.keys != any && t.keys != keys)) return false;
+  const int64_t rows = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, count = tiles(rows, c.tile_q());
+  // Rows computed for each that there is: beyond this the next smaller tile is the faster one.
+  const double most = c.tile_q() > 128 ? 1.2 : c.tile_q() > 64 ? 1.6 : HUGE_VAL;
+  if (double(count * c.tile_q()) > most * double(rows)) return false;
+  const int64_t heads = p.batch * p.heads, parts = tiles(rows, 64) * heads < device.sms ? std::max<int64_t>(1, p.seqlen_k / kLeastKeys) : 1;
+  return double(count * heads * parts) >= t.blocks * device.sms;
+}
+
+// The first tile that fits and suits; with wishes the nearest that fits.
+bool choose(Config &chosen, const Problem &p, const Device &device) {
+  const bool wishes = p.tile_q > 0 || p.tile_k > 0;
+  double least = HUGE_VAL;
+  for (const ForwardTile &t : kForwardTiles) {
+    const Config c = config_for(p, t);
+    if (c.head_dim > t.most_dim || c.head_dim_v > t.most_dim_v || !(load_of(c) & t.loads) || (c.features.dropout && t.tile_k % 32))
+      continue;
+    if (p.blocks.present && p.blocks.block_q % c.tile_q()) continue;
+    const double cost = wishes ? distance(p.tile_q, c.tile_q()) + distance(p.tile_k, c.tile_k) : suits(t, p, c, device) ? 0 : 1;
+    if (cost < least) least = cost, chosen = c;
+  }
+  return least < HUGE_VAL;
+}
+
+constexpr double kFlopsPerSm = 5e12; // measured on an H200, on whole tiles
+
+// Of a tile of queries, while its SM computes nothing else.
+double tile_seconds(const Problem &p, const Config &c) {
+  const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads));
+  const double keys = visible_scores(p) / queries; // of one query
+  return 2.0 * c.tile_q() * keys * (c.head_dim + c.head_dim_v) / kFlopsPerSm;
+}
+
+// Where tiles of queries leave SMs idle: in how many parts each takes its keys. As many as fill the GPU once, if that gains more than
+// combining them takes.
+int32_t splits(const Problem &p, const Config &c, const Device &device, int64_t items) {
+  const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeys);
+  return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > combining_seconds(p) ? int32_t(most) : 1;
+}
+
+double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t parts) {
+  constexpr double kStart = 5.2e-6, kEnds = 2.5e-6; // measured on an H200: of the call, and of a thread block
+  const Walks w = walks(p, Direction::forward, c.tile_q(), c.tile_k);
+  const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / (2.0 * (c.head_dim + c.head_dim_v)), kEnds, parts);
+  return kStart + std::max(computing, kEnds + reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
+}
+
+class Sm90Engine final : public CudaEngine {
+public:
+  const char *name() const override { return "cuda-sm90"; }
+
+protected:
+  Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
+    if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
+    if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
+    if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
+    if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
+    if (direction == Direction::backward) return sm90_backward(p, device, scratch);
+    if (!p.q || !p.k || !p.v) return "there are no queries or no keys to fetch";
+    for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
+      if (!reason.empty()) return reason;
+    if (!aligned(p.out, p.head_dim_v)) return "out's rows do not lie on 16-byte addresses";
+    if (((p.k.stride[2] == 0 || p.v.stride[2] == 0) && p.seqlen_k > 1) || (p.q.stride[2] == 0 && p.seqlen_q > 1))
+      return "a row is broadcast over its sequence";
+
+    Config config;
+    if (!choose(config, p, device)) return text("no tile of queries divides the blocks of ", p.blocks.block_q);
+
+    Program program;
+    program.overlap = true;
+    describe_tile(program, p, config.tile_q(), config.tile_k, true);
+    program.kernel = text("wgmma, ", config.warpgroups, " warpgroups, ",
+                          config.reference == sm90::kFixed     ? "fixed reference"
+                          : config.reference == sm90::kLagging ? "lagging maximum"
+                                                               : "running maximum");
+    HopperForwardArguments a{};
+    a.a = forward_arguments(p);
+    const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
+    const int64_t heads = p.batch * p.heads, tiles_of_head = tiles(p.seqlen_q, config.tile_q());
+    a.a.splits = splits(p, config, device, tiles_of_head * heads);
+    config.split = a.a.splits > 1;
+    const int64_t items = tiles_of_head * heads * a.a.splits;
+    if (items > int64_t{1} << 30) return text(items, " tiles of queries; accepted are 2^30");
+    a.items = uint32_t(items), a.tiles = i32(tiles_of_head);
+    a.splits = Divisor::make(uint32_t(a.a.splits));
+    a.a.bundle = i32(bundle(p, device));
+    a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * tiles_of_head)));
+    a.bundle = Divisor::make(uint32_t(a.a.bundle));
+    a.heads = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))), a.group = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
+    a.q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
+    a.k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    if (config.wide) {
+      const bool broadcast = p.bias.stride[2] == 0;
+      const int64_t rows = broadcast ? 1 : p.seqlen_q;
+      a.bias = mapped(scratch, p.bias, p.seqlen_k, rows, p.heads, p.batch, broadcast ? 1 : 64);
+      a.bias_rows_step = !broadcast;
+      a.bias_bytes = uint32_t(broadcast ? tiles(config.tile_k, 64) * 128 : config.bias_bytes());
+    }
+    const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
+    if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
+    if (config.split) {
+      a.a.partial_out = scratch.take<float>(a.a.splits * a.a.in.rows() * p.head_dim_v);
+      a.a.partial_lse = scratch.take<float>(a.a.splits * a.a.in.rows());
+      program.kernel += text(", keys split in ", a.a.splits);
+    }
+    if (p.mask) {
+      program.steps.push_back(pack_mask(p, a.a.in, a.mask, scratch));
+      program.kernel += ", mask packed into bits";
+    }
+    program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
+    if (config.split) program.steps.push_back(combine(p, a.a));
+    program.predicted_seconds = predicted_seconds(p, config, device, a.a.splits);
+    return program;
+  }
+};
+
+} // namespace
+
+const CudaEngine &sm90_engine() {
+  static const Sm90Engine engine;
+  return engine;
+}
+
+} // namespace strobe::cuda

@@ -1,0 +1,223 @@
+// The backward of kernels/sm90: LSE, D and room for dQ; dQ, dK and dV; dQ in 16 bits; dsinks.
+#include "cuda/families/sm90_backward.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "../../../kernels/mma/backward_config.h"
+#include "../../../kernels/sm90/backward_config.h"
+#include "attention/text.h"
+#include "attention/work.h"
+#include "cuda/program/arguments.h"
+#include "cuda/program/prediction.h"
+#include "cuda/program/rows.h"
+#include "cuda/program/tensor_maps.h"
+#include "cuda/program/tile_gradient.h"
+#include "cuda/program/wishes.h"
+
+namespace strobe::cuda {
+namespace {
+
+using mma::RowsConfig;
+using sm90::BackwardConfig;
+
+constexpr KernelSource kBackward{"sm90/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
+constexpr KernelSource kWide{"sm90/backward_wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
+constexpr KernelSource kRows{"sm90/backward_rows.h", "strobe::sm90::BackwardRows", "strobe::mma::RowsConfig"};
+constexpr KernelSource kDelta{"mma/rows.h", "strobe::mma::Delta", "strobe::mma::RowsConfig"};
+constexpr KernelSource kDq{"sm90/backward_rows.h", "strobe::sm90::BackwardDq", "strobe::mma::RowsConfig"};
+
+constexpr int64_t kNarrow = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
+
+int64_t widest(const Problem &p) { return std::max(p.head_dim, p.head_dim_v); }
+
+// Why it does not carry this; empty if it does.
+std::string refusal(const Problem &p, const Features &f) {
+  if (widest(p) > kNarrow) {
+    if (f.bias && (f.mask || f.alibi || f.dropout))
+      return text("its backward takes a bias with no mask, alibi_slopes or dropout where head dimensions exceed ", kNarrow);
+    if (f.function && f.alibi && f.dropout)
+      return text("its backward takes two of alibi_slopes, dropout and softcap where head dimensions "
+                  "exceed ",
+                  kNarrow);
+    if (f.function == kHyperbolic) return text("its backward takes no hyperbolic scores where head dimensions exceed ", kNarrow);
+  }
+  if (!p.q || !p.k || !p.v || !p.dout || !p.seqlen_q || !p.seqlen_k) return "there are no queries or no keys to fetch";
+  for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v),
+                                    unmapped("dout", p.dout, p.head_dim_v)})
+    if (!reason.empty()) return reason;
+  for (const auto &[name, view, columns] : {std::tuple{"out", &p.out, p.head_dim_v}, std::tuple{"dq", &p.dq, p.head_dim},
+                                            std::tuple{"dk", &p.dk, p.head_dim}, std::tuple{"dv", &p.dv, p.head_dim_v}})
+    if (!aligned(*view, columns)) return text(name, "'s rows do not lie on 16-byte addresses");
+  if (((p.k.stride[2] == 0 || p.v.stride[2] == 0) && p.seqlen_k > 1) || ((p.q.stride[2] == 0 || p.dout.stride[2] == 0) && p.seqlen_q > 1))
+    return "a row is broadcast over its sequence";
+  return {};
+}
+
+// Do 64 keys a block serve better than 128?
+bool wide(const Problem &p, const Features &f) {
+  if (widest(p) <= 64) return false;
+  // A warpgroup's registers with dK and dV.
+  const bool again = (f.function && (f.dropout || (f.band && p.deterministic))) || (f.mask && f.dropout && f.band);
+  const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + again > 1;
+  return widest(p) > kNarrow || crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
+}
+
+constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H200
+
+// Of what as many thread blocks would take that keep every SM busy.
+double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
+
+// What a (batch, key head) pair reads, and adds up, again and again.
+int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
+  return std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
+}
+
+// Do blocks that own a pair's dQ serve better than one for each tile of keys? They spare its zeros, its turns and the launch that rounds
+// it; but each works at a pair of its own, which must stay in the L2 cache, and SMs idle where pairs do not fill them evenly.
+bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
+  const Features &f = c.features;
+  if (f.blocks || p.varlen || !p.dq || (widest(p) > 64 && (f.function || f.dropout || f.bias))) return false; // registers
+  const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
+  // The first keys are seen by all queries, and all keys by some.
+  if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
+  constexpr double kPartOfCache = 0.6; // measured: 15-34% faster at half of it, 5% at this, as fast at 0.7, slower beyond
+  const double pairs = double(p.batch * p.heads_kv), blocks = pairs * double(tiles(p.seqlen_k, c.tile_k()));
+  if (std::min(pairs, double(device.sms)) * double(pair_bytes(p, c)) > kPartOfCache * double(device.l2)) return false;
+  const double products = 5 * visible_scores(p) * (c.head_dim + c.head_dim_v) / (kFlopsPerSm * device.sms);
+  const double rows = double(p.batch * p.heads * p.seqlen_q);
+  return products * (uneven(pairs, device) - uneven(blocks, device)) < rows * 8 * c.columns() / kBytes;
+}
+
+// Tiles of 80 queries multiply at a higher rate, but hold more of what is not seen or not there: 64 are faster by 1 to 10% (measured on an
+// H200) where a band has up to 4096 queries or is as narrow, and without one where 80 make 7% more rows.
+bool wastes_80(const Problem &p, const Features &f) {
+  if (f.band) {
+    const bool bounded = p.window_left != kUnbounded && p.window_right != kUnbounded;
+    return std::min(p.seqlen_q, bounded ? p.window_left + p.window_right + 1 : p.seqlen_q) <= 4096;
+  }
+  return double(tiles(p.seqlen_q, 80) * 80) > 1.07 * double(tiles(p.seqlen_q, 64) * 64);
+}
+
+// Does what becomes of a score leave a head of up to 64 columns registers for tiles of 128 queries? Measured on an H200, 128 over 64:
+// blocks 1.21 to 1.30, ALiBi 1.14 to 1.25; a bias 0.94, softcap slower, dropout spills.
+bool leaves_registers(const Problem &p, const Features &f) {
+  return !f.mask && !f.bias && !f.function && !f.scaled && !f.dropout && (!f.blocks || p.blocks.block_q % 128 == 0);
+}
+
+BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
+  BackwardConfig c{};
+  c.dtype = i32(p.dtype);
+  c.head_dim = i32((p.head_dim + 15) / 16 * 16), c.head_dim_v = i32((p.head_dim_v + 15) / 16 * 16);
+  c.features = f;
+  c.registers_load = 40, c.registers_compute = 232;
+  c.deterministic = p.deterministic && p.dq;
+  if (wide(p, f)) {
+    c.wide = 1, c.tile_q = 64;
+    c.head_dim = std::max(c.head_dim, 80); // two blocks of columns, one for each warpgroup
+    return c;
+  }
+  c.owns_dq = owns_dq(p, c, device);
+  if (c.owns_dq) c.deterministic = 0;                                 // it is
+  const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
+  c.exact_p = f.function || f.dropout;
+  c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && (heavy || c.owns_dq));
+  if (std::max(c.head_dim, c.head_dim_v) <= 64) {
+    c.tile_q = leaves_registers(p, f) ? 128 : 64;
+    // Shared memory is read less in each iteration, but the walk begins later: on an H200 1.02 to 1.08 without a band, and with one 1.01
+    // from 8 iterations on, 0.97 for 4.
+    c.keys_in_registers = !f.band || walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k();
+  } else if (heavy || c.head_dim <= 64 || c.owns_dq)
+    c.tile_q = 64;
+  else
+    c.tile_q = wastes_80(p, f) ? 64 : 80;
+  if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64)) c.registers_load = 24, c.registers_compute = 240;
+  return c;
+}
+
+// (batch, key head) pairs whose tiles run together: what they read and add up shares the L2 cache. Where some tiles take longer, more of
+// them begin with long ones; where they take turns, the more pairs, the fewer tiles of one wait for one another.
+int64_t bundle(const Problem &p, const BackwardConfig &c) {
+  constexpr int64_t kCache = 64 << 20;
+  const bool uneven = c.features.band || c.features.blocks || p.varlen;
+  // In turns: 16 of up to 64 columns, though they leave the cache (on an H200 1.07 to 1.09 at 8k and 16k, causal); of 128, 0.96 to 1.03.
+  const int64_t least = c.deterministic && widest(p) <= 64 ? 16 : uneven ? 4 : 1, most = c.deterministic ? 32 : uneven ? 16 : 4;
+  int64_t size = std::clamp<int64_t>(kCache / (uneven ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
+  while (p.batch * p.heads_kv % size) size--;
+  return size;
+}
+
+double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device) {
+  // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
+  constexpr double kRate = 5.2e12, kWideRate = 3.9e12, kLaunches = 13e-6, kEnds = 7e-6;
+  constexpr double kShared = 0.6;        // of the rate, where fewer columns than 128 share a tile of 64 keys: guessed
+  constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
+  Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
+  if (c.owns_dq) { // one walk over all tiles of a pair's keys
+    const double all = w.mean * double(tiles(p.seqlen_k, c.tile_k()));
+    w = {w.scores() / all, all, all};
+  }
+  const double columns = c.head_dim + c.head_dim_v, share = c.wide && widest(p) <= kNarrow ? kShared : 1;
+  const double rate = (c.wide ? kWideRate : kRate) * share / (5 * columns);
+  const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
+  return kLaunches + seconds(w, device, 1, rate, kEnds) + bias + rows_seconds(p, c.columns(), c.head_dim_v, !c.owns_dq);
+}
+
+} // namespace
+
+CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &scratch) {
+  Features features = features_of(p);
+  const double size = std::abs(p.scale); // its sign does not matter where LSE is known
+  if (features.function != kHyperbolic) features.scaled = size != 0 && !(size > 1e-30);
+  if (std::string reason = refusal(p, features); !reason.empty()) return reason;
+  const BackwardConfig c = configuration(p, features, device);
+  if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.tile_k()))
+    return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
+  const int64_t key_tiles = tiles(p.seqlen_k, c.tile_k()), pairs = p.batch * p.heads_kv;
+  const int64_t blocks = c.owns_dq ? std::min<int64_t>(pairs, device.sms) : key_tiles * pairs;
+
+  HopperBackwardArguments a{};
+  a.a = backward_arguments(p);
+  const int64_t query_tiles = mma::query_tiles(a.a.in, c.tile_q);
+  for (const auto &[count, what] : {std::pair{key_tiles * pairs, "keys"}, std::pair{query_tiles, "queries"}})
+    if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
+  a.rows = scratch.take<float>(query_tiles * (c.lse_bytes() + c.row_bytes()) / 4);
+  a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
+  if (p.dq) a.a.dq_sum = scratch.take<float>((c.owns_dq ? blocks * p.group() * a.query_tiles : query_tiles) * c.tile_q * c.columns());
+  if (c.deterministic) a.a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
+  a.first_stores = c.owns_dq || (c.deterministic && !c.wide);
+  if (p.bias || p.dsinks) a.a.delta = scratch.take<float>(2 * a.a.in.rows());
+  a.tiles = i32(key_tiles), a.pairs = i32(pairs);
+  a.a.bundle = c.owns_dq ? 1 : i32(bundle(p, c));
+  a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * key_tiles)));
+  a.bundle = Divisor::make(uint32_t(a.a.bundle)), a.heads_kv = Divisor::make(uint32_t(p.heads_kv));
+  const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
+  a.q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.dout = mapped(scratch, p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+  a.v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+
+  Program program;
+  program.overlap = true;
+  const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1};
+  const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
+  if (p.bias) { // D ahead, and what LSE lacks
+    BackwardArguments ahead = a.a;
+    ahead.dq_sum = nullptr;
+    program.steps.push_back(Launch(kDelta, each, row_blocks, RowsConfig::threads(), 0, ahead));
+    program.steps.push_back(*settle(p, device, a.a));
+  }
+  program.steps.push_back(Launch(kRows, each, row_blocks, RowsConfig::threads(), 0, a));
+  if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
+  if (p.dq && !c.owns_dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
+  if (p.dsinks) program.steps.push_back(sink_gradient(p, a.a));
+  if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a.a));
+  program.kernel =
+      text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
+  if (c.owns_dq) program.kernel += ", a block all keys of a head";
+  describe_tile(program, p, c.tile_q, c.tile_k(), true);
+  program.predicted_seconds = predicted_seconds(p, c, device);
+  return program;
+}
+
+} // namespace strobe::cuda

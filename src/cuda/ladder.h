@@ -1,9 +1,0 @@
-// The teaching kernels of kernels/ladder as engines. They run only when asked for by name.
-#pragma once
-#include <vector>
-
-#include "../engine.h"
-
-namespace strobe {
-std::vector<const Engine *> ladder_engines(); // from the lowest rung to the highest
-}

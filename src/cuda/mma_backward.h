@@ -1,9 +1,0 @@
-// The backward of the mma family.
-#pragma once
-#include "cuda/engine.h"
-
-namespace strobe::cuda {
-
-CudaEngine::Made mma_backward(const Problem &, const Device &, Scratch &);
-
-} // namespace strobe::cuda

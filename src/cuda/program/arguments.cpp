@@ -1,0 +1,102 @@
+#include "cuda/program/arguments.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "../../../kernels/attention/dropout.h"
+#include "attention/text.h"
+
+namespace strobe::cuda {
+namespace {
+
+i64 side(int64_t window) { return window == kUnbounded ? Band::kFar : window; }
+
+BlockList list(const int32_t *offsets, const int32_t *indices, const Problem::Blocks &m, int64_t rows, int64_t row_tokens,
+               int64_t column_tokens) {
+  const i64 head = m.heads > 1 ? rows + 1 : 0, batch = m.batch > 1 ? m.heads * (rows + 1) : 0;
+  return {offsets, indices, m.kept, rows, batch, head, row_tokens, column_tokens};
+}
+
+Inputs inputs(const Problem &p) {
+  Inputs in{};
+  in.q = operand(p.q), in.k = operand(p.k), in.v = operand(p.v);
+  in.mask = operand(p.mask), in.bias = operand(p.bias), in.slopes = operand(p.alibi_slopes), in.sinks = operand(p.sinks);
+  in.cu_seqlens_q = p.cu_seqlens_q, in.cu_seqlens_k = p.cu_seqlens_k;
+  in.seqlen_q = p.seqlen_q, in.seqlen_k = p.seqlen_k, in.total_q = p.total_q, in.total_k = p.total_k;
+  in.left = side(p.window_left), in.right = side(p.window_right);
+  in.batch = i32(p.batch), in.heads = i32(p.heads), in.heads_kv = i32(p.heads_kv), in.group = i32(p.group());
+  in.head_dim = i32(p.head_dim), in.head_dim_v = i32(p.head_dim_v);
+  in.bottom_right = p.bottom_right;
+  in.threshold = dropout_threshold(p.dropout);
+  in.scale = p.scale, in.softcap = p.softcap, in.beta = p.beta, in.shift = p.shift;
+  in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
+  const Problem::Blocks &m = p.blocks;
+  if (m.present) in.blocks = list(m.row_ptr, m.col, m, m.rows, m.block_q, m.block_k);
+  if (m.transposed) in.blocks_t = list(m.row_ptr_t, m.col_t, m, m.cols, m.block_k, m.block_q);
+  return in;
+}
+
+} // namespace
+
+Operand operand(const View &view) {
+  Operand o{};
+  if (!view) return o;
+  o.data = view.data;
+  for (int a = 0; a < 4; a++) o.stride[a] = view.stride[a];
+  return o;
+}
+
+Features features_of(const Problem &p) {
+  Features f{};
+  f.band = p.window_left != kUnbounded || p.window_right != kUnbounded;
+  f.blocks = p.blocks.present;
+  f.mask = bool(p.mask);
+  f.bias = p.bias ? i32(p.bias.dtype) : 0;
+  f.alibi = bool(p.alibi_slopes);
+  f.function = p.score == ScoreFunction::hyperbolic ? kHyperbolic : p.softcap > 0 ? kSoftcap : kLinear;
+  f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale <= kMostScale);
+  f.dropout = p.dropout > 0;
+  return f;
+}
+
+std::string outsized_scale(const Problem &p) {
+  if (p.score == ScoreFunction::hyperbolic || std::abs(p.scale) <= kMostScale) return {};
+  return text("takes a scale of up to ", kMostScale, " in size, not ", p.scale);
+}
+
+ForwardArguments forward_arguments(const Problem &p) {
+  ForwardArguments a{};
+  a.in = inputs(p);
+  a.out = operand(p.out), a.lse = operand(p.lse);
+  a.splits = 1;
+  return a;
+}
+
+BackwardArguments backward_arguments(const Problem &p) {
+  BackwardArguments a{};
+  a.in = inputs(p);
+  a.out = operand(p.out), a.lse = operand(p.lse), a.dout = operand(p.dout), a.dlse = operand(p.dlse);
+  a.dq = operand(p.dq), a.dk = operand(p.dk), a.dv = operand(p.dv);
+  a.dbias = operand(p.dbias), a.dsinks = operand(p.dsinks);
+  a.deterministic = p.deterministic;
+  return a;
+}
+
+bool aligned(const View &view, int64_t row_elements) {
+  if (!view) return true;
+  const int64_t unit = 16 / bytes(view.dtype);
+  if (reinterpret_cast<uintptr_t>(view.data) % 16 || row_elements % unit) return false;
+  for (int a = 0; a < 3; a++)
+    if (view.stride[a] % unit) return false;
+  return view.stride[3] == 1 || row_elements == 1;
+}
+
+bool aligned_backward(const Problem &p) {
+  for (const View *view : {&p.q, &p.k, &p.dq, &p.dk})
+    if (!aligned(*view, p.head_dim)) return false;
+  for (const View *view : {&p.v, &p.out, &p.dout, &p.dv})
+    if (!aligned(*view, p.head_dim_v)) return false;
+  return true;
+}
+
+} // namespace strobe::cuda

@@ -1,0 +1,29 @@
+// From a Problem to what kernels are called with.
+#pragma once
+#include <string>
+
+#include "../../../kernels/attention/arguments.h"
+#include "../../../kernels/attention/features.h"
+#include "attention/attention.h"
+
+namespace strobe::cuda {
+
+Operand operand(const View &);
+Features features_of(const Problem &);
+// A larger scale is applied to the scores, not in exp2's argument, where a score's rounding, as a factor, would leave fp32 from 2^31 on.
+// Tensor cores' kernels, which have it in the argument even so, refuse it: why; empty if it is not larger.
+inline constexpr double kMostScale = 1e4;
+std::string outsized_scale(const Problem &);
+ForwardArguments forward_arguments(const Problem &);   // but for the split over keys
+BackwardArguments backward_arguments(const Problem &); // but for the workspace
+
+// Base and rows lie on 16-byte addresses and a row's elements are adjacent: tiles may be copied 16 bytes at a time.
+bool aligned(const View &, int64_t row_elements);
+bool aligned_backward(const Problem &); // all that a backward copies so
+
+inline int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit - 1) / unit * unit); }
+
+// Tiles of `tile` queries (keys) over all sequences, and the longest's; varlen counts max_seqlen for each.
+inline int64_t tiles(int64_t seqlen, int64_t tile) { return (seqlen + tile - 1) / tile; }
+
+} // namespace strobe::cuda

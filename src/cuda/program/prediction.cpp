@@ -1,0 +1,79 @@
+#include "cuda/program/prediction.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "../../../kernels/attention/geometry.h"
+#include "attention/work.h"
+#include "cuda/program/arguments.h"
+
+namespace strobe::cuda {
+namespace {
+
+double sequences(const Problem &p) {
+  return p.varlen ? double(p.total_q) / double(std::max<int64_t>(1, p.seqlen_q)) : double(p.batch); // of the longest's length
+}
+
+double kept(const Problem::Blocks &b) {
+  return b.present ? double(b.kept) / std::max(1.0, double(b.batch * b.heads * b.rows * b.cols)) : 1;
+}
+
+double query_rows(const Problem &p) { return double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads); }
+
+} // namespace
+
+Walks walks(const Problem &p, Direction direction, int64_t tile_q, int64_t tile_k) {
+  const bool forward = direction == Direction::forward, bounded = p.window_left != kUnbounded || p.window_right != kUnbounded;
+  const i64 own = forward ? tile_q : tile_k, step = forward ? tile_k : tile_q;
+  const i64 align = forward ? 16 : step; // schedule.h, query_tiles.h
+  Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
+  if (!forward) band = band.transposed();
+  const i64 count = tiles(band.seqlen_q, own);
+  Walks w;
+  w.blocks = sequences(p) * double(forward ? p.heads : p.heads_kv) * double(count);
+  if (count == 0) return w;
+
+  const i64 stride = bounded ? 1 + count / 1024 : count; // of a long sequence a sample
+  double sum = 0, longest = 0;
+  for (i64 n = 0; n < count; n += stride) {
+    const Range seen = band.keys_any(n * own, std::min((n + 1) * own, band.seqlen_q));
+    const double walked = seen.empty() ? 0 : double(tiles(seen.end - round_down(seen.begin, align), step) * step);
+    sum += walked, longest = std::max(longest, walked);
+  }
+  const double of_one = double(own) * (forward ? 1 : double(p.group())) * kept(p.blocks);
+  w.mean = of_one * sum / double(tiles(count, stride)), w.longest = of_one * longest;
+  return w;
+}
+
+double Walks::last(double slots) const {
+  const double rounds = blocks / slots;
+  // Of equal blocks whole rounds; of others the longest come first, and short ones fill the gaps.
+  return std::max(longest, mean * (longest > mean || rounds > 4 ? rounds : std::ceil(rounds)));
+}
+
+int64_t resident(const Device &device, int64_t shared_bytes, int64_t most) {
+  return std::clamp<int64_t>(device.shared_per_sm / (shared_bytes + 1024), 1, most);
+}
+
+double rows_seconds(const Problem &p, int64_t head_dim, int64_t head_dim_v, bool dq_sums) {
+  constexpr double kBytes = 3e12; // a second, of an H200
+  return query_rows(p) * double((dq_sums ? 10 : 2) * head_dim + 4 * head_dim_v) / kBytes;
+}
+
+double reading_seconds(const Problem &p, const Device &device) {
+  constexpr double kBytesPerClock = 16; // of an SM
+  return double(bytes(p.dtype)) * keys_read(p) * double(p.head_dim + p.head_dim_v) / (kBytesPerClock * device.clock_hz * device.sms);
+}
+
+double combining_seconds(const Problem &p) {
+  constexpr double kStart = 4e-6, kRow = 2.5e-9; // measured on an H200
+  return kStart + kRow * query_rows(p);
+}
+
+double seconds(const Walks &w, const Device &device, int64_t resident, double rate, double ends, int64_t parts) {
+  const double blocks = w.blocks * double(parts), slots = double(device.sms * resident);
+  const double sharing = std::clamp(blocks / device.sms, 1.0, double(resident)); // a block alone on its SM has all of it
+  return w.last(slots) / double(parts) * sharing / rate + ends * std::max(1.0, blocks / slots);
+}
+
+} // namespace strobe::cuda

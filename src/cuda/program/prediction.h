@@ -1,0 +1,33 @@
+// What the families' predictions have in common: how much whole tiles compute, and how blocks of threads share the GPU.
+#pragma once
+#include "attention/attention.h"
+#include "cuda/driver/device.h"
+
+namespace strobe::cuda {
+
+// Blocks of threads that each own a tile of a head's queries (forward) or keys (backward) and walk over the others by tiles.
+struct Walks {
+  double blocks = 0;            // of all heads
+  double mean = 0, longest = 0; // scores that one computes
+
+  double scores() const { return blocks * mean; }
+  // In one of `slots` places where blocks run side by side: the scores until all are done.
+  double last(double slots) const;
+};
+Walks walks(const Problem &, Direction, int64_t tile_q, int64_t tile_k);
+
+// Blocks that an SM runs at a time, of `most` that registers leave room for.
+int64_t resident(const Device &, int64_t shared_bytes, int64_t most);
+
+// Until all blocks are done: `resident` of them share an SM, which computes `rate` scores a second; a block takes `ends` seconds besides,
+// to begin and to store; `parts` blocks share a walk.
+double seconds(const Walks &, const Device &, int64_t resident, double rate, double ends, int64_t parts = 1);
+
+// Of a forward: K and V from memory, and the combination of parts.
+double reading_seconds(const Problem &, const Device &);
+double combining_seconds(const Problem &);
+
+// What a backward does to rows of Q before and after: reads O and dO for D; dq_sums: sets dQ's FP32 sums to 0 and rounds them.
+double rows_seconds(const Problem &, int64_t head_dim, int64_t head_dim_v, bool dq_sums = true);
+
+} // namespace strobe::cuda

@@ -1,0 +1,36 @@
+#include "cuda/program/tensor_maps.h"
+
+#include "attention/text.h"
+#include "cuda/driver/driver.h"
+
+namespace strobe::cuda {
+
+std::string unmapped(const char *argument, const View &view, int64_t columns) {
+  if (!view) return {};
+  if (reinterpret_cast<uintptr_t>(view.data) % 16) return text(argument, " does not lie on a 16-byte address");
+  if (view.stride[3] != 1 && columns > 1) return text(argument, "'s columns do not lie side by side");
+  constexpr const char *axes[] = {"batches", "heads", "rows"};
+  for (int a = 0; a < 3; a++)
+    if (view.stride[a] < 0 || view.stride[a] % 8)
+      return text(argument, "'s ", axes[a], " lie ", view.stride[a], " elements apart, no multiple of 16 bytes above 0");
+  return {};
+}
+
+MappedOperand mapped(const Scratch &scratch, const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, uint32_t box) {
+  MappedOperand operand{};
+  operand.head_step = view.stride[1] != 0, operand.batch_step = view.stride[0] != 0;
+  if (scratch.planned()) return operand;
+  const uint64_t sizes[4] = {uint64_t(columns), uint64_t(rows), uint64_t(operand.head_step ? heads : 1),
+                             uint64_t(operand.batch_step ? batch : 1)};
+  const uint64_t unused = uint64_t((columns * 2 + 15) / 16 * 16); // of an axis of size 1
+  uint64_t strides[3];                                            // bytes
+  for (int a = 0; a < 3; a++) strides[a] = view.stride[2 - a] ? uint64_t(view.stride[2 - a]) * 2 : unused;
+  const uint32_t boxes[4] = {64, box, 1, 1}, steps[4] = {1, 1, 1, 1};
+  constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle128 = 3, kPromote256 = 3;
+  check(driver()->cuTensorMapEncodeTiled(reinterpret_cast<CUtensorMap *>(&operand.map), view.dtype == DType::f16 ? kFloat16 : kBfloat16, 4,
+                                         view.data, sizes, strides, boxes, steps, 0, kSwizzle128, kPromote256, 0),
+        "cuTensorMapEncodeTiled");
+  return operand;
+}
+
+} // namespace strobe::cuda

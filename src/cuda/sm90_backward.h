@@ -1,9 +1,0 @@
-// The backward of the Hopper family.
-#pragma once
-#include "cuda/engine.h"
-
-namespace strobe::cuda {
-
-CudaEngine::Made sm90_backward(const Problem &, const Device &, Scratch &);
-
-} // namespace strobe::cuda
