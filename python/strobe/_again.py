@@ -7,18 +7,18 @@ that a compiler, a transform, a mode or a subclass of Tensor wants to see has no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _autograd, _eager, _run
+from . import _autograd, _eager, _repeated, _run
 from ._abi import BACKWARD, FORWARD
 from ._autograd import differentiable_backward
 from ._eager import Ready
 from ._operators import with_dense_rows
 from ._options import GRADIENTS
-from ._repeated import CALLS, made_ready
+from ._repeated import Seen, made_ready
 from ._request import Request
 from .arrays.memory import PLAIN
 from .arrays.torch import TORCH
@@ -26,26 +26,20 @@ from .arrays.torch import TORCH
 _NO_RESULT = 255  # in the form of a Ready
 
 
-class _Once(NamedTuple):
-    """A call that came once."""
-
-    options: dict[str, Any]  # of the operator
-
-
 def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[str, Any]) -> Any:
     """What attention() returns, of a call that is known from one before; None if it has to be made in full."""
     if torch.compiler.is_compiling():
         return None
-    found = _eager.attention(CALLS.lately, q, k, v, return_lse, given)
+    found = _eager.attention(_repeated.CALLS.lately, q, k, v, return_lse, given)
     return _second_time(q, k, v, return_lse, given) if found is None else found
 
 
 def _second_time(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any]) -> Any:
     key = _eager.attention_key(q, k, v, return_lse, given)
-    known = None if key is None else CALLS.get(key)
+    known = None if key is None else _repeated.CALLS.get(key)
     if key is None or known is None:
         return None
-    if isinstance(known, _Once):
+    if isinstance(known, Seen):
         arrays = {"q": q, "k": k, "v": v, **_tensors(given)}
         tracked = torch.is_grad_enabled() and any(x.requires_grad for x in arrays.values())
         p = Request(arrays, known.options)
@@ -53,8 +47,8 @@ def _second_time(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mappin
         if not (return_lse or tracked):
             del made["lse"]
         call = _RepeatedCall(tuple(arrays), known.options, return_lse)
-        CALLS.keep(key, made_ready(p, {}, made, FORWARD, function=_apply if tracked else None, more=call))
-    return _eager.attention(CALLS.lately, q, k, v, return_lse, given)
+        _repeated.CALLS.keep(key, made_ready(p, {}, made, FORWARD, function=_apply if tracked else None, more=call))
+    return _eager.attention(_repeated.CALLS.lately, q, k, v, return_lse, given)
 
 
 def _tensors(given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -69,7 +63,7 @@ class Calls(_autograd.Calls):
             return  # some tensors are made anew for each call, or results have another dtype first
         if any(x is not p.arrays[name] for name, x in TORCH.autocast(p.arrays).items()):
             return  # so they are here
-        CALLS.keep(key, _Once(p.options))
+        _repeated.CALLS.keep(key, Seen(p.options))
 
 
 TORCH_CALLS = Calls(TORCH)
@@ -94,9 +88,9 @@ class _RepeatedCall:
                 dout = with_dense_rows(dout, "bshd" in self._options)
             key = _eager.gradients_key(self.prefix, needed, dout, dlse, saved)
             if key is not None:
-                if CALLS.get(key) is None:  # made ready at once: the forward has come before, and its gradients with it
-                    CALLS.keep(key, self._made_ready(names, dout, dlse, saved))
-                found = _eager.gradients(CALLS.lately, self.prefix, needed, dout, dlse, saved)
+                if _repeated.CALLS.get(key) is None:  # made ready at once: the forward has come before, and its gradients with it
+                    _repeated.CALLS.keep(key, self._made_ready(names, dout, dlse, saved))
+                found = _eager.gradients(_repeated.CALLS.lately, self.prefix, needed, dout, dlse, saved)
                 if found is not None:
                     return found
         out, lse, q, k, v, *arrays = saved
@@ -140,7 +134,7 @@ class _Repeated(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(saved[0])
         if not torch.compiler.is_compiling():
-            found = _eager.gradients(CALLS.lately, call.prefix, needed, dout, dlse, saved)
+            found = _eager.gradients(_repeated.CALLS.lately, call.prefix, needed, dout, dlse, saved)
             if found is not None:
                 return found
         return call.gradients(needed, dout, dlse, saved)

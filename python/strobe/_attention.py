@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _run
 from ._checks import Wrong, flag, is_array, is_integer, name_of, number, refusal
 from ._graphs import outside_graphs
 from ._kinds import shown
-from ._options import GRADIENTS, SIZES, AttentionOptions, documentation, parameters
+from ._options import BLOCKS, GRADIENTS, INPUTS, AttentionOptions, documentation, parameters
 from ._request import Request, is_seed, parse, seed_options
 from ._run import Gradients
 from .arrays.base import Array, Framework
@@ -115,18 +115,37 @@ def _prepared(
 def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wrong, known: dict[str, Array]) -> Exception:
     """One exception of all that is wrong, the library's reasons too."""
     lines = {name_of(error): str(error) for error in wrong}
-    kinds_alone = all(isinstance(error, TypeError) for error in wrong)
-    if framework and not SIZES & lines.keys():
-        if function.startswith("reference"):
-            p.options["engine"] = _run.ORACLE
-        known = {name: x for name, x in known.items() if name not in lines}
-        more = _run.reasons_against(framework, p, known, "backward" in function)
-        for line in more:
-            lines.setdefault(line.partition(":")[0], line)
-            kinds_alone = False
+    if function.startswith("reference"):
+        p.options["engine"] = _run.ORACLE
+    more = {name: x for name, x in known.items() if name not in lines}
+    reasons = _run.reasons_against(framework, *_judgeable(p, more, lines.keys()), "backward" in function)
+    for line in reasons:
+        lines.setdefault(line.partition(":")[0], line)
     if len(lines) == 1:
         return wrong[0]
+    kinds_alone = len(lines) == len(wrong) and all(isinstance(error, TypeError) for error in wrong)
     return (TypeError if kinds_alone else ValueError)("\n".join(lines.values()))
+
+
+def _judgeable(p: Request, known: dict[str, Array], wrong: Set[str]) -> tuple[Request, dict[str, Array]]:
+    """The call without what is wrong already, and without what only that could be held against."""
+    arrays = {name: x for name, x in p.arrays.items() if name not in wrong}
+    options = {name: x for name, x in p.options.items() if name not in wrong}
+    of_scores = {"mask", "bias", *BLOCKS, "block_q", "block_k"}
+    withheld: set[str] = set()
+    if "layout" in wrong:
+        withheld = {"q", "k", "v"}
+    if wrong & {"cu_seqlens_q", "cu_seqlens_k"}:
+        withheld = {*INPUTS, "max_seqlen_q", "max_seqlen_k", "block_q", "block_k"}
+        known = {}
+    elif wrong & {"max_seqlen_q", "max_seqlen_k"}:
+        withheld |= of_scores
+    if "block_mask" in wrong:
+        withheld |= {*BLOCKS, "block_q", "block_k"}
+    if "score" in wrong:
+        withheld |= {"beta", "shift"}
+    left = Request(*({name: x for name, x in given.items() if name not in withheld} for given in (arrays, options)))
+    return left, known
 
 
 def _repeat(

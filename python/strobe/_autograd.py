@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _operators as operators
-from . import _run
-from ._operators import BACKWARD_NAME, FORWARD_NAME, run_backward, run_forward
+from . import _operators, _run
 from ._options import FIELDS, GRADIENTS
 from ._request import Request
 from .arrays import tensor_kinds
@@ -25,7 +23,7 @@ class Calls(_run.Calls):
     def forward(self, p: Request) -> tuple[Tensor, Tensor]:
         arrays = TORCH.autocast(p.arrays)
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
-            return operators.forward(**arrays, **p.options)
+            return _operators.forward(**arrays, **p.options)
         more: dict[str, Any] = {**arrays, **p.options}
         try:
             return _differentiable_forward(**more)  # where the dispatcher's first step would lead
@@ -34,7 +32,7 @@ class Calls(_run.Calls):
 
     def backward(self, p: Request, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[str]) -> dict[str, Tensor]:
         try:
-            found = operators.backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])
+            found = _operators.backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])
         except TypeError as refused:
             known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
             raise tensor_kinds.not_dispatched(known | p.arrays, refused) from None
@@ -50,18 +48,18 @@ def _is_plain(arrays: Iterable[Any]) -> bool:
 
 
 def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The operator, past the dispatcher (some 10 µs) where it would lead straight to run_forward."""
+    """The operator, past the dispatcher (some 10 µs) where it would lead straight to _operators.run_forward."""
     if _is_plain((q, k, v, *given.values())):
-        return run_forward(q, k, v, **given)
+        return _operators.run_forward(q, k, v, **given)
     with torch._C._AutoDispatchBelowAutograd():
-        return operators.forward(q, k, v, **given)
+        return _operators.forward(q, k, v, **given)
 
 
 def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[str, Any]) -> list[Tensor]:
     if _is_plain((*arguments, *given.values())):
-        return run_backward(*arguments, **given)  # type: ignore[arg-type]
+        return _operators.run_backward(*arguments, **given)  # type: ignore[arg-type]
     with torch._C._AutoDispatchBelowAutograd():
-        return operators.backward(*arguments, **given)
+        return _operators.backward(*arguments, **given)
 
 
 class _Attention(torch.autograd.Function):
@@ -125,5 +123,5 @@ def differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Ten
     return _below_autograd_backward(arguments, given)
 
 
-torch.library.impl(FORWARD_NAME, "Autograd", _differentiable_forward)
-torch.library.impl(BACKWARD_NAME, "Autograd", differentiable_backward)
+torch.library.impl(_operators.FORWARD_NAME, "Autograd", _differentiable_forward)
+torch.library.impl(_operators.BACKWARD_NAME, "Autograd", differentiable_backward)

@@ -145,6 +145,8 @@ class Call:
                     reason += f"; of (B, Sk), {name}[:, None, None, :]"
             if ": dtype" in reason:
                 reason += _ways_out(name, reason)
+            if name == "k" and " heads for the " in reason and _fit_in_the_other_layout(self._arrays, self._bshd):
+                reason += f'; did you mean layout="{"bhsd" if self._bshd else "bshd"}"?'
         if name == "engine":
             reason = reason.replace("or none", "or None") + _close_engine(reason)
         return reason.removeprefix("execution.")
@@ -157,6 +159,16 @@ def _ways_out(name: str, reason: str) -> str:
     if name == "bias" and "dtype bool" in reason:
         return "; what hides is mask"
     return f"; {name}.int()" if name.startswith("cu_seqlens") and "dtype int64" in reason else ""
+
+
+def _fit_in_the_other_layout(arrays: dict[str, Any], bshd: bool) -> bool:
+    """Whether q, k and v would be tensors of one call if their axes 1 and 2 changed places."""
+    shapes = [tuple(arrays[name].shape) for name in ("q", "k", "v") if name in arrays]
+    if len(shapes) < 3 or any(len(shape) != MAX_RANK for shape in shapes):
+        return False
+    (b, *_, d), of_k, of_v = shapes
+    heads, heads_kv = (shape[1 if bshd else 2] for shape in shapes[:2])
+    return of_k[:3] == of_v[:3] and (b, d) == (of_k[0], of_k[3]) and heads_kv > 0 and heads % heads_kv == 0
 
 
 def _close_engine(reason: str) -> str:

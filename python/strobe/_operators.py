@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _eager, _run
+from . import _eager, _repeated, _run
 from ._abi import BACKWARD, FORWARD
 from ._options import FIELDS, GRADIENTS, INPUTS
-from ._repeated import CALLS, made_ready
+from ._repeated import Seen, made_ready
 from ._request import Request
 from .arrays.torch import TORCH
 
@@ -37,7 +37,7 @@ forward = torch.ops.strobe.attention_forward.default
 backward = torch.ops.strobe.attention_backward.default
 
 
-def _prepared(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
+def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
     p = Request({"q": q, "k": k, "v": v}, {})
     for name, x in given.items():
         (p.options if name in FIELDS else p.arrays)[name] = x
@@ -55,44 +55,46 @@ def _names(needed: list[bool], p: Request) -> list[str]:
     return names
 
 
-def _repeated(
+def _again(
     direction: int,
     prefix: bytes,
     tensors: tuple[Tensor, ...],
     given: dict[str, Any],
-    prepare: Callable[[], Request],
+    request: Callable[[], Request],
     known: dict[str, Tensor],
     results: Callable[[Request], dict[str, Tensor]],
 ) -> tuple[Tensor, ...] | None:
     """Runs the call as one that is made ready, from the second time on; None if it has to be made in full."""
-    if (found := _eager.run(CALLS.lately, prefix, tensors, given)) is not None:
+    if (found := _eager.run(_repeated.CALLS.lately, prefix, tensors, given)) is not None:
         return found
     key = _eager.key(prefix, tensors, given)
     if key is None:
         return None
-    p = prepare()
-    if p.options.get("engine") == _run.ORACLE or CALLS.is_new(key):
+    p = request()
+    if p.options.get("engine") == _run.ORACLE:
         return None
-    if CALLS.get(key) is None:
+    seen = _repeated.CALLS.get(key)
+    if seen is None:
+        _repeated.CALLS.keep(key, Seen(p.options))
+        return None
+    if isinstance(seen, Seen):
         made = results(p)
-        CALLS.keep(key, made_ready(p, known, made, direction, form=bytes(range(len(made)))))
-    return _eager.run(CALLS.lately, prefix, tensors, given)
+        _repeated.CALLS.keep(key, made_ready(p, known, made, direction, form=bytes(range(len(made)))))
+    return _eager.run(_repeated.CALLS.lately, prefix, tensors, given)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    def prepare() -> Request:
-        return _prepared(q, k, v, given)
-
-    found = _repeated(FORWARD, b"forward", (q, k, v), given, prepare, {}, partial(_run.results, TORCH))
+    request = partial(_request, q, k, v, given)
+    found = _again(FORWARD, b"forward", (q, k, v), given, request, {}, partial(_run.results, TORCH))
     if found is None:
-        return _run.forward(TORCH, prepare())
+        return _run.forward(TORCH, request())
     out, lse = found
     return out, lse
 
 
 @torch.library.register_fake(FORWARD_NAME)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    return tuple(_run.results(TORCH, _prepared(q, k, v, given)).values())
+    return tuple(_run.results(TORCH, _request(q, k, v, given)).values())
 
 
 def with_dense_rows(dout: Tensor, bshd: bool) -> Tensor:
@@ -110,17 +112,14 @@ def run_backward(
     if dout.is_cuda:
         dout = with_dense_rows(dout, "bshd" in given)
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-
-    def prepare() -> Request:
-        return _prepared(q, k, v, given)
-
+    request = partial(_request, q, k, v, given)
     if any(needed):
         prefix = b"backward" + bytes(needed) + bytes([dlse is not None])
         tensors = (*known.values(), q, k, v)
-        found = _repeated(BACKWARD, prefix, tensors, given, prepare, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
+        found = _again(BACKWARD, prefix, tensors, given, request, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
         if found is not None:
             return list(found)
-    p = prepare()
+    p = request()
     return list(_run.backward(TORCH, p, known, _names(needed, p)).values())
 
 
@@ -128,7 +127,7 @@ def run_backward(
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
 ) -> list[Tensor]:
-    p = _prepared(q, k, v, given)
+    p = _request(q, k, v, given)
     return list(_run.gradients(TORCH, p, _names(needed, p)).values())
 
 

@@ -216,7 +216,10 @@ class AttentionOptions(TypedDict, total=False):
     shift: Annotated["float", Number(0.0, _UNDOCUMENTED)]
     mask: Annotated[
         "Array | None",
-        Tensor("bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory."),
+        Tensor(
+            "bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory. Missing axes are the first ones: a "
+            "padding mask (B, Sk) is written mask[:, None, None, :]. Given as it is, it would be read as (Sq, Sk) where B = Sq."
+        ),
     ]
     bias: Annotated[
         "Array | None",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,40 +15,39 @@ from ._eager import Ready
 from ._request import Request
 from .arrays.torch import TORCH
 
-T = TypeVar("T")
-
 _eager.connect(int(ffi.cast("uintptr_t", ffi.addressof(lib, "strobe_glue_run"))))
 
-_MOST = 1024  # kept; lengths of packed sequences may never come again
+_MOST = 3 * 1024  # kept, for a call that is differentiated passes three doors; lengths of packed sequences may never come again
 
 
-class Memory(Generic[T]):
-    """What was found out about calls, by their keys. Those that come again are kept, however many others come but once."""
+class Seen(NamedTuple):
+    """A call that was made once."""
+
+    options: dict[str, Any]  # of the operator
+
+
+class Memory:
+    """The calls that were made, by their keys: Ready from the second time on. Those that come again are kept, however many others come but
+    once."""
 
     def __init__(self) -> None:
-        self.lately: dict[bytes, T | None] = {}
-        self._before: dict[bytes, T | None] = {}
+        self.lately: dict[bytes, Seen | Ready] = {}
+        self._before: dict[bytes, Seen | Ready] = {}
 
-    def get(self, key: bytes) -> T | None:
+    def get(self, key: bytes) -> Seen | Ready | None:
         found = self.lately.get(key)
         if found is None and (found := self._before.get(key)) is not None:
             self.keep(key, found)
         return found
 
-    def is_new(self, key: bytes) -> bool:
-        """Whether the signature comes for the first time; from now on it has come."""
-        if key in self.lately or key in self._before:
-            return False
-        self.keep(key, None)
-        return True
-
-    def keep(self, key: bytes, x: T | None) -> None:
+    def keep(self, key: bytes, call: Seen | Ready) -> None:
         if len(self.lately) >= _MOST // 2:
             self.lately, self._before = {}, self.lately
-        self.lately[key] = x
+        self.lately[key] = call
 
 
-CALLS: Memory[Any] = Memory()  # one of all calls: their keys say what they are
+# The one memory of all doors: attention(), its gradients, and the two operators, through which compiled graphs come. A key says which door.
+CALLS = Memory()
 
 
 def made_ready(

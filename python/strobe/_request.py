@@ -69,7 +69,10 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
         shapes, rank = ("packed", 3) if packed else (layout, 4)
         for name in ("q", "k", "v"):
             if name in arrays and arrays[name].ndim != rank:
-                wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}"))
+                hint = (
+                    "; did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences?" if name == "q" and arrays[name].ndim == 3 else ""
+                )
+                wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}{hint}"))
     if isinstance(block_mask := given.get("block_mask"), BlockMask) and not SIZES & set(map(name_of, wrong)):
         _fits(wrong, block_mask, _lengths(arrays.get("q"), arrays.get("k"), given), given)
     if not packed:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import _abi, _again, _call, _operators, _repeated, _run
+from strobe import _abi, _call, _repeated, _run
 
 
 def qkv(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -62,8 +62,7 @@ def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
     made = []
     prepare = _call.Call.prepare
     monkeypatch.setattr(_call.Call, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
-    for module in (_again, _operators):
-        monkeypatch.setattr(module, "CALLS", _repeated.Memory())
+    monkeypatch.setattr(_repeated, "CALLS", _repeated.Memory())
 
     def step(length):
         q, k, v = (x.requires_grad_(tracked) for x in qkv(1, 1, 2, length, 16))
@@ -179,11 +178,11 @@ def test_the_number_of_threads_is_heeded():
 
 def test_what_is_kept_is_bounded():
     """What comes but once, as lengths of packed sequences do, is forgotten, and what comes all the time is not."""
-    memory: _repeated.Memory[int] = _repeated.Memory()
-    memory.keep(b"fixed", -1)
+    memory, seen = _repeated.Memory(), [_repeated.Seen({"number": n}) for n in range(5001)]
+    memory.keep(b"fixed", seen[-1])
     for n in range(5000):
-        memory.keep(b"%d" % n, n)
-        assert memory.get(b"%d" % n) == n
+        memory.keep(b"%d" % n, seen[n])
+        assert memory.get(b"%d" % n) is seen[n]
         if n % 100 == 0:
-            assert memory.get(b"fixed") == -1
+            assert memory.get(b"fixed") is seen[-1]
     assert sum(memory.get(b"%d" % n) is not None for n in range(5000)) <= _repeated._MOST
