@@ -7,8 +7,10 @@ from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, CUDA, DTYPES, FORWARD, GRADIENTS, Call, text
+from ._abi import BACKWARD, CUDA, DTYPES, FORWARD, text
+from ._call import Call
 from ._core import ffi, lib
+from ._options import GRADIENTS
 
 _TEXT_BYTES = 1 << 16
 
@@ -35,7 +37,8 @@ class Shape(NamedTuple):
 def prewarm(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> list[Kernel]:
     """Compiles what strobe.attention would run on a GPU of this compute capability (90 for 9.0), or finds it in the cache.
 
-    arrays: q, k, v and whatever of _abi.INPUTS the call has, in the library's layout; options: those of _abi.OPTIONS not at their default.
+    arrays: q, k, v and whatever of _options.INPUTS the call has, in the library's layout; options: those of _options.FIELDS that are not at
+    their default.
     Raises as strobe.attention does; RuntimeError where NVRTC is missing."""
     return [_kernel(line) for line in _said(lib.strobe_prewarm, arrays, options, backward, compute_capability)]
 

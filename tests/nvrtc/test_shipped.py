@@ -21,7 +21,7 @@ ARCHS = (80, 90, 120)
 OTHER = 80  # beside 90 where not all of them are compiled for
 OLD_ARCHS = (61, 70)  # NVRTC 12 compiles for them
 
-# Bytes of local memory, stores and loads, that the worst kernel of a template is known to take (docs/lab/performance.md).
+# Bytes of local memory, stores and loads, that the worst kernel of a template is known to take; docs/lab/performance.md says where.
 # What is not here takes none.
 SPILLS = {
     (61, "strobe::simt::Forward"): 492,
