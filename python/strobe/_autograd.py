@@ -58,6 +58,8 @@ class Calls(_run.Calls):
             return
         if [*p.arrays] != ["q", "k", "v", *_tensors(given)] or p.options.get("engine") == _run.ORACLE:
             return  # some tensors are made anew for each call, or results have another dtype first
+        if 0 in (p.options.get("max_seqlen_q"), p.options.get("max_seqlen_k")):
+            return  # lengths are held against it here
         if not (q.is_cpu or q.is_cuda) or torch.is_autocast_enabled(q.device.type):
             return
         tracked = torch.is_grad_enabled() and any(x.requires_grad for x in p.arrays.values())
