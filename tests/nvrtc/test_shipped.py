@@ -77,7 +77,22 @@ def test_ships(job):
     if "no NVRTC" in refusal:
         pytest.skip(refusal)
     assert kernels, refusal
+    assert set(job.names()[0]) == {kernel.name for kernel in kernels}
     check(job.compute_capability, kernels)
+
+
+def test_the_cache_is_looked_at_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
+    job = Job(90, "bfloat16", 64, "mask", False)
+    names, _ = job.names()
+    assert len(names) == 2
+    assert not any(names.values())
+    assert not list(tmp_path.rglob("*.kernel"))
+    kernels, refusal = job.run()
+    if "no NVRTC" in refusal:
+        pytest.skip(refusal)
+    assert all(kernel.compiled for kernel in kernels)
+    assert job.names() == (dict.fromkeys(names, True), "")
 
 
 FACTORS: dict[str, list[Any]] = {
