@@ -44,8 +44,8 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     return F.function == kHyperbolic ? fmaxf((float)in.beta, 1e-30f) * 0x1p-4f : 0x1p-15f;
   }
 
-  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes P^T times its slope, or the slope; else P is left alone. What is dropped
-  // has a sign.
+  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes what dS is made of: P^T times the slope, or the slope in its unit; else P is
+  // left alone. What is dropped has a sign, in S unless that is the slope alone.
   template <bool kNonfinite>
   __device__ __forceinline__ void make_p(Accumulator (&S)[kKeys][kStep], Accumulator (&P)[kKeys][kStep], int iteration, int span) const {
     const int stage = iteration % 2, n0 = own(span);
@@ -61,19 +61,25 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       if constexpr (kSlope != Slope::apart) dropout.mark(S, i, j, t.head, state.batch);
       if constexpr (F.function) dropout.mark(P, i, j, t.head, state.batch);
     }
+    if constexpr (kSlope == Slope::apart) {
+      const float inverse = 1 / slope_unit();
+#pragma unroll
+      for (int m = 0; m < kKeys; ++m) {
+#pragma unroll
+        for (int n = 0; n < kStep; ++n) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) S[m][n].x[i / 4][i % 4] *= inverse;
+        }
+      }
+    }
   }
   // P to the other role's warps, rounded, and to those of this role; p: this warp's, as dV takes it.
-  __device__ __forceinline__ void hand_on_p(Left (&p)[kKeys][kStep], Accumulator (&S)[kKeys][kStep], const Accumulator (&P)[kKeys][kStep],
-                                            int span) const {
+  __device__ __forceinline__ void hand_on_p(Left (&p)[kKeys][kStep], const Accumulator (&S)[kKeys][kStep],
+                                            const Accumulator (&P)[kKeys][kStep], int span) const {
 #pragma unroll
     for (int m = 0; m < kKeys; ++m) {
 #pragma unroll
       for (int n = 0; n < kStep; ++n) {
-        if constexpr (kSlope == Slope::apart) {
-          const float inverse = 1 / slope_unit();
-#pragma unroll
-          for (int i = 0; i < 8; ++i) S[m][n].x[i / 4][i % 4] *= inverse;
-        }
         p[m][n] = tile::rounded<T>(S[m][n]);
         tile::put(shared + kP, block(m, own(span) + n), p[m][n]);
         if constexpr (F.function) {
