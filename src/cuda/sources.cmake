@@ -14,7 +14,6 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/compile/sha256.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/arguments.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/engine.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/json.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/prediction.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/rows.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/tensor_maps.cpp
