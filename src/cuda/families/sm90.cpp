@@ -16,6 +16,14 @@
 #include "cuda/program/wishes.h"
 
 namespace strobe::cuda {
+
+template <class V> void each_pointer(const sm90::MaskArguments &a, V &visit) { visit(a.mask.data), visit(a.bits.data); }
+template <class V> void each_pointer(const HopperForwardArguments &a, V &visit) {
+  each_pointer(a.a, visit);
+  for (const MappedOperand *x : {&a.q, &a.k, &a.v, &a.bias}) visit(x->map);
+  visit(a.tickets), visit(a.mask.data);
+}
+
 namespace {
 
 using sm90::Config;
@@ -230,13 +238,13 @@ protected:
     a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * tiles_of_head)));
     a.bundle = Divisor::make(uint32_t(a.a.bundle));
     a.heads = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))), a.group = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
-    a.q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
-    a.k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
-    a.v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
+    a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     if (config.wide) {
       const bool broadcast = p.bias.stride[2] == 0;
       const int64_t rows = broadcast ? 1 : p.seqlen_q;
-      a.bias = mapped(scratch, p.bias, p.seqlen_k, rows, p.heads, p.batch, broadcast ? 1 : 64);
+      a.bias = mapped(p.bias, p.seqlen_k, rows, p.heads, p.batch, broadcast ? 1 : 64);
       a.bias_rows_step = !broadcast;
       a.bias_bytes = uint32_t(broadcast ? tiles(config.tile_k, 64) * 128 : config.bias_bytes());
     }

@@ -16,6 +16,13 @@
 #include "cuda/program/wishes.h"
 
 namespace strobe::cuda {
+
+template <class V> void each_pointer(const HopperBackwardArguments &a, V &visit) {
+  each_pointer(a.a, visit);
+  for (const MappedOperand *x : {&a.q, &a.k, &a.v, &a.dout}) visit(x->map);
+  visit(a.rows);
+}
+
 namespace {
 
 using mma::RowsConfig;
@@ -192,10 +199,10 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * key_tiles)));
   a.bundle = Divisor::make(uint32_t(a.a.bundle)), a.heads_kv = Divisor::make(uint32_t(p.heads_kv));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-  a.q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.dout = mapped(scratch, p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
-  a.v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+  a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+  a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
 
   Program program;
   program.overlap = true;
