@@ -19,6 +19,10 @@ using i32 = int;
 using i64 = long long;
 using u64 = unsigned long long;
 
+// Of natural logarithms and those to base 2.
+template <class T> inline constexpr T kLog2e = T(1.4426950408889634074);
+template <class T> inline constexpr T kLn2 = T(0.69314718055994530942);
+
 template <class T> STROBE_FN constexpr T min(T a, T b) { return b < a ? b : a; }
 template <class T> STROBE_FN constexpr T max(T a, T b) { return a < b ? b : a; }
 STROBE_FN constexpr i64 div_up(i64 a, i64 b) { return (a + b - 1) / b; }

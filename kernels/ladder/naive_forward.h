@@ -45,7 +45,7 @@ template <Config C> struct Softmax {
     if (row >= in.rows()) return;
     const i64 i = row % in.seqlen_q, h = row / in.seqlen_q % in.heads, b = row / in.seqlen_q / in.heads;
     const Range seen = in.sequence(b).band.keys(i); // the others have P = 0
-    const float unit = float(in.scale) * kLog2e;
+    const float unit = float(in.scale) * kLog2e<float>;
     float *P = a.P + row * in.seqlen_k;
 
     float m = -kInfinity, l = 0;

@@ -23,7 +23,7 @@ template <Config C> struct TensorBackward {
     const i64 j0 = blockIdx.x % Tc * Bc;
     const i32 warp = threadIdx.x / 32, key = warp / C.parts() * 16, c0 = warp % C.parts() * kPart; // the warp's keys and columns
     const Band band = in.sequence(b).band, seen_by = band.transposed();
-    const float scale = float(in.scale), unit = scale * kLog2e; // exp(scale s) = exp2(unit s)
+    const float scale = float(in.scale), unit = scale * kLog2e<float>; // exp(scale s) = exp2(unit s)
     const Matrix<const T> K(in.k, b, h_kv, in.seqlen_k, in.head_dim), V(in.v, b, h_kv, in.seqlen_k, in.head_dim);
     const Matrix<T> dK(a.dk, b, h_kv, in.seqlen_k, in.head_dim), dV(a.dv, b, h_kv, in.seqlen_k, in.head_dim);
     const SharedHalf<T, Br, d> Qi(shared), dOi(Qi.end());

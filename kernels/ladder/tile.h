@@ -10,7 +10,7 @@
 namespace strobe::ladder {
 
 inline constexpr i32 kTileThreads = 256;
-inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000), kLog2e = 1.44269504f;
+inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 
 // One head's matrix in global memory.
 template <class T> struct Matrix {
@@ -119,7 +119,7 @@ template <class Tile> __device__ __forceinline__ void hide(Tile &S, const Band &
 // and beyond the sequence.
 __device__ __forceinline__ float log2_sum(const Operand &lse, i64 b, i64 h, i64 i, i64 seqlen_q) {
   const float L = i < seqlen_q ? *lse.at<const float>(b, h, i, 0) : -kInfinity;
-  return L == -kInfinity ? kInfinity : L * kLog2e;
+  return L == -kInfinity ? kInfinity : L * kLog2e<float>;
 }
 
 } // namespace strobe::ladder

@@ -158,7 +158,7 @@ __device__ __forceinline__ float arccosh2(float y, float &slope) {
 __device__ __forceinline__ double arccosh2(double y, double &slope) {
   double t = y < 1 ? 0.0 : y - 1, sinh = ::fmin(::sqrt(t * (t + 2)), t + 1);
   slope = sinh > 0 ? 1 / sinh : 0.0;
-  return ::log1p(t + sinh) * 1.4426950408889634074;
+  return ::log1p(t + sinh) * kLog2e<double>;
 }
 
 } // namespace strobe

@@ -2,8 +2,8 @@
 // head of its key head. dK and dV grow in registers; dQ is added up in global memory, in any order, or key tile after key tile where the
 // result must be the same over runs.
 #pragma once
-#include "../attention/longest_first.h"
-#include "../attention/turns.h"
+#include "../device/tile_order.h"
+#include "../device/turns.h"
 #include "gradient.h"
 #include "walk.h"
 

@@ -1,6 +1,6 @@
 // Forward, FlashAttention-2 (Dao 2023) with plain FMA: a CTA owns a tile of queries and walks the tiles of keys that they see.
 #pragma once
-#include "../attention/longest_first.h"
+#include "../device/tile_order.h"
 #include "kept.h"
 #include "tile.h"
 #include "walk.h"
@@ -104,12 +104,12 @@ template <Config C> struct Forward {
       if (a.splits == 1 && in.sinks) { // one more term of the denominator
         const T sink = *in.sinks.template at<const T>(0, h, 0, 0);
         const T larger = maximum(most, sink), reference = larger == minus_infinity<T>() ? T(0) : larger;
-        scale = exp2((most - reference) * log2_e<T>());
-        total = fma(total, scale, exp2((sink - reference) * log2_e<T>()));
+        scale = exp2((most - reference) * kLog2e<T>);
+        total = fma(total, scale, exp2((sink - reference) * kLog2e<T>));
         most = larger;
       }
       const bool empty = total == T(0);
-      const T lse = empty ? minus_infinity<T>() : most + log2(total) * ln_2<T>();
+      const T lse = empty ? minus_infinity<T>() : most + log2(total) * kLn2<T>;
       scale = empty ? T(0) : scale * Kept<C>::template factor<T>(dropout) / total;
       store(a, b, h, s.q0 + r, split, O[i], scale, lse, grid);
     }

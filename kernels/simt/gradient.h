@@ -79,7 +79,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
         T slope;
         const T s = scores.score(p.x[w], row, k0 + c + w, by_position, k1, slope);
         const bool hidden = s == minus_infinity<T>(), kept = kept_of(r, c + w);
-        const T x = hidden ? T(0) : exp2((fma(s, scale, -lse) - excess) * log2_e<T>());
+        const T x = hidden ? T(0) : exp2((fma(s, scale, -lse) - excess) * kLog2e<T>);
         T dp = ds.x[w];
         if constexpr (C.features.dropout) dp = kept ? dp * factor : T(0);
         write(p.x[w], ds.x[w], x, kept, hidden ? T(0) : x * (dp - D), slope);

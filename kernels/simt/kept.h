@@ -1,6 +1,6 @@
 // What dropout keeps of a tile of S, in shared memory: the CTA draws each group of 4x4 elements once (kernels/attention/dropout.h).
 #pragma once
-#include "../attention/scores.h"
+#include "../device/scores.h"
 #include "config.h"
 
 namespace strobe::simt {

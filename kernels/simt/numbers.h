@@ -18,8 +18,6 @@ template <class T, class E> __device__ __forceinline__ T to_real(E x) {
   else
     return T(to_float(x));
 }
-template <class T> __device__ __forceinline__ constexpr T log2_e() { return T(1.4426950408889634074); }
-template <class T> __device__ __forceinline__ constexpr T ln_2() { return T(0.69314718055994530942); }
 // x, of which the compiler knows nothing: what is computed from it is not computed before, to wait in registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));

@@ -1,6 +1,6 @@
 // Rows whose LSE is large (settle_row.h), with plain FMA.
 #pragma once
-#include "../attention/settle_row.h"
+#include "../device/settle_row.h"
 #include "gradient.h"
 #include "walk.h"
 

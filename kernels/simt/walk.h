@@ -1,6 +1,6 @@
 // Tiles walked over by one thread for the whole CTA: its state lies in shared memory and not in every thread's registers.
 #pragma once
-#include "../attention/query_tiles.h"
+#include "../device/query_tiles.h"
 
 namespace strobe::simt {
 

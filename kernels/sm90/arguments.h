@@ -2,8 +2,8 @@
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/divisor.h"
+#include "../device/mask_bits.h"
 #include "../ptx/tensor_map.h"
-#include "mask_config.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -18,18 +18,17 @@ struct alignas(16) TicketCounter {
   u32 mark[3]; // that count is meant
 };
 
-struct HopperForwardArguments {
-  ForwardArguments a;
-  MappedOperand q, k, v;
+struct HopperForwardArguments : ForwardArguments {
+  MappedOperand tma_q, tma_k, tma_v;
   u32 items; // tiles of queries: `tiles` of each of batch * heads heads; each is split in a.splits
   i32 tiles;
-  // Heads come in bundles, a.bundle of them, that share the L2 cache; their number is a multiple.
-  Divisor splits, bundle_items, bundle, heads, group;
+  // Heads come in bundles, `bundle` of them, that share the L2 cache; their number is a multiple.
+  Divisor splits_divisor, bundle_items, bundle_divisor, heads_divisor, group_divisor;
   TicketCounter *tickets; // for who computes which; unused if there are as many blocks as items
-  sm90::MaskBits mask;
-  MappedOperand bias; // if it comes by the copy engine
-  i32 bias_rows_step; // 0: broadcast over queries, then one row is fetched
-  u32 bias_bytes;     // of a tile
+  MaskBits mask;
+  MappedOperand tma_bias; // if it comes by the copy engine
+  i32 bias_rows_step;     // 0: broadcast over queries, then one row is fetched
+  u32 bias_bytes;         // of a tile
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -6,17 +6,19 @@
 //
 // S is transposed, rows are keys: P^T and dS^T are left operands where they lie. dS goes through shared memory for dQ.
 #pragma once
-#include "../attention/longest_first.h"
-#include "../attention/query_tiles.h"
-#include "../attention/turns.h"
-#include "../mma/backward_config.h"
-#include "../mma/backward_dropout.h"
-#include "../mma/backward_scores.h"
+#include "../attention/dq_sum.h"
+#include "../device/key_major_dropout.h"
+#include "../device/nonfinite.h"
+#include "../device/probabilities.h"
+#include "../device/query_tiles.h"
+#include "../device/tile_order.h"
+#include "../device/turns.h"
+#include "../tile/tf32_multiply.h"
 #include "config.h"
-#include "multiply.h"
-#include "specials.h"
 
 namespace strobe::tf32 {
+
+using namespace tile::tf32;
 
 template <Config C> struct Backward {
   using Arguments = BackwardArguments;
@@ -58,8 +60,8 @@ private:
     Tiles tiles;
     Position begin; // of the segment
     i32 k_finite;
-    i32 careful; // this is the second time: dO or Q are not finite
-    i32 segment; // which
+    i32 nonfinite; // this is the second time: dO or Q are not finite
+    i32 segment;   // which
   };
   static_assert(sizeof(State) <= C.state_bytes());
 
@@ -127,7 +129,7 @@ private:
       if (lse == minus_infinity<float>()) lse = -lse;
       store_shared(shared(kStats) + 4 * i, __float_as_uint(lse));
       store_shared(shared(kStats) + 4 * (kTileQ + i), __float_as_uint(D));
-      store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(excess * 1.4426950408889634f));
+      store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(excess * kLog2e<float>));
     }
   }
   // of the query in this lane's column (c, e) of block n: 0: LSE, 1: D, 2: what LSE lacks, in exp2's unit
@@ -146,8 +148,8 @@ private:
   __device__ __forceinline__ void probabilities(Accumulator (&P)[kM][kN], Accumulator (&through)[kM][kN], const Tile &t) const {
     const auto lse = [&](int n) { return RowLse{*this, n}; };
     Scores<F, float> scores(in, shared_state().sequence, shared_state().batch);
-    mma::probabilities<F, kMasked, F.function != 0, true>(F.function ? through : P, P, scores, t.head, t.queries.begin,
-                                                          shared_state().k0 + first_key(), shared_state().k1, lse);
+    strobe::probabilities<F, kMasked, F.function != 0, true>(F.function ? through : P, P, scores, t.head, t.queries.begin,
+                                                             shared_state().k0 + first_key(), shared_state().k1, lse);
   }
 
   // dP^T -> dS^T, with P^T from shared memory, where this lane put it; where nothing is seen dS is 0, whatever dP is.
@@ -187,7 +189,7 @@ private:
   // sum += x B, B: the tile's queries, x: P^T or dS^T, which also lies in shared memory
   template <int kColumns, bool kP>
   __device__ __forceinline__ void accumulate(Accumulator (&sum)[kM][kColumns / 16], Accumulator (&x)[kM][kN], u32 b) const {
-    if (shared_state().careful) return accumulate_carefully<kColumns, kP>(sum, b);
+    if (shared_state().nonfinite) return accumulate_nonfinite<kColumns, kP>(sum, b);
     Pairs<kColumns> B(b);
 #pragma unroll
     for (int n = 0; n < kN; n += kBlocks) {
@@ -208,7 +210,7 @@ private:
   }
   // Where B is not finite: what x has at 0 leaves the sum alone.
   template <int kColumns, bool kP>
-  __device__ __forceinline__ void accumulate_carefully(Accumulator (&sum)[kM][kColumns / 16], u32 b) const {
+  __device__ __forceinline__ void accumulate_nonfinite(Accumulator (&sum)[kM][kColumns / 16], u32 b) const {
 #pragma unroll 1
     for (int j = 0; j < kTileQ; ++j) {
 #pragma unroll
@@ -227,13 +229,13 @@ private:
 
   // Adds dS K, 16 queries by 32 columns at a time, to the rows of the tile. In turns: each warp to parts of its own.
   __device__ __forceinline__ void add_dq(const Tile &t) const {
-    if (!a.dq_sum || shared_state().careful) return;
+    if (!a.dq_sum || shared_state().nonfinite) return;
     const i64 rows = in.row_index(shared_state().batch, t.head, shared_state().sequence.q0 + t.queries.begin);
     float *target = a.dq_sum + rows * kD;
     const float scale = (float)in.scale;
     u32 *turn = nullptr, before = 0;
     if constexpr (C.deterministic) {
-      const i64 number = mma::query_tile(in, shared_state().batch, t.head, kTileQ) + t.queries.begin / kTileQ;
+      const i64 number = first_query_tile(in, shared_state().batch, t.head, kTileQ) + t.queries.begin / kTileQ;
       turn = a.turns + 1 + number * C.warps + thread_index() / 32;
       before = key_tiles_before<F.blocks != 0, kTileK>(in, shared_state().sequence.band, shared_state().batch, t.head, t.queries.begin,
                                                        shared_state().k0);
@@ -245,7 +247,7 @@ private:
       if (shared_state().k_finite)
         multiply_dq(dQ, row, column);
       else
-        multiply_dq_carefully(dQ, row, column);
+        multiply_dq_nonfinite(dQ, row, column);
       if (C.deterministic && part < C.warps) {
         if (tile::lane_id() == 0) await_turn<F.blocks != 0>(turn, load_acquire(turn), before);
         __syncwarp();
@@ -279,7 +281,7 @@ private:
     }
   }
   // Where K is not finite: what dS has at 0 leaves the sum alone.
-  __device__ __forceinline__ void multiply_dq_carefully(Accumulator (&dQ)[1][2], int row, int column) const {
+  __device__ __forceinline__ void multiply_dq_nonfinite(Accumulator (&dQ)[1][2], int row, int column) const {
 #pragma unroll 1
     for (int j = 0; j < kTileK; ++j) {
 #pragma unroll
@@ -297,7 +299,7 @@ private:
   }
 
   // A segment: kSegment tiles of queries, or what is left. Infinities and NaN in dO and Q must reach the keys that they see and no others:
-  // they are rare, and if dK or dV are not finite, all of the segment but dQ is done again, carefully. Returns whether there is another
+  // they are rare, and if dK or dV are not finite, all of the segment but dQ is done again, without them. Returns whether there is another
   // segment.
   __device__ __forceinline__ bool walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
 #pragma unroll
@@ -306,13 +308,13 @@ private:
     for (int i = 0; i < kM * kDv / 2; ++i) dV[i / (kDv / 2)][i / 8 % (kDv / 16)].x[i / 4 % 2][i % 4] = 0;
     if (threadIdx.x == 0) {
       State &state = shared_state();
-      if (state.careful)
+      if (state.nonfinite)
         state.head = state.begin.head, state.tiles = state.begin.tiles, state.ring[0] = state.begin.tile;
       else
         state.begin = {state.head, state.tiles, state.ring[0]};
     }
     __syncthreads();
-    if (threadIdx.x == 0 && !shared_state().careful) ++shared_state().segment; // the last one has been stored
+    if (threadIdx.x == 0 && !shared_state().nonfinite) ++shared_state().segment; // the last one has been stored
     if (shared_state().ring[0].head >= 0) load_queries(shared_state().ring[0]);
     cp_async_commit();
     int n = 0;
@@ -331,7 +333,7 @@ private:
       else
         probabilities<false>(P, through, t);
       if constexpr (F.dropout) {
-        mma::BlockDropout<F> dropout{Dropout<F>(in)};
+        KeyMajorDropout<F> dropout{Dropout<F>(in)};
         dropout.mark(P, t.queries.begin, shared_state().k0 + (i32)keys, t.head, shared_state().batch);
       }
       put(P);
@@ -359,7 +361,7 @@ private:
   __device__ __forceinline__ bool keys_finite() const {
     bool yes = true;
 #pragma unroll 1
-    for (int i = thread_index(); i < kTileK * kD; i += kThreads) yes = yes && finite(load_shared_float(shared(0) + 4 * i));
+    for (int i = thread_index(); i < kTileK * kD; i += kThreads) yes = yes && finite_tf32(load_shared_float(shared(0) + 4 * i));
     return yes;
   }
 
@@ -383,14 +385,14 @@ private:
     cp_async_wait<0>();
     __syncthreads();
     bool k_finite = __syncthreads_and(keys_finite());
-    if (threadIdx.x == 0) shared_state().k_finite = k_finite, shared_state().careful = 0, shared_state().segment = -1;
+    if (threadIdx.x == 0) shared_state().k_finite = k_finite, shared_state().nonfinite = 0, shared_state().segment = -1;
 
     Accumulator dK[kM][kD / 16], dV[kM][kDv / 16];
 #pragma unroll 1
     while (true) {
       const bool more = walk(dK, dV);
-      const bool again = !__syncthreads_and(shared_state().careful || (all_finite(dK) && all_finite(dV)));
-      if (threadIdx.x == 0) shared_state().careful = again;
+      const bool again = !__syncthreads_and(shared_state().nonfinite || (all_finite(dK) && all_finite(dV)));
+      if (threadIdx.x == 0) shared_state().nonfinite = again;
       if (again) continue;
       store(a.dk, dK, (float)in.scale, in.head_dim);
       store(a.dv, dV, Dropout<F>(in).factor(), in.head_dim_v);

@@ -1,15 +1,17 @@
 // FlashAttention-2's forward (Dao 2023, algorithm 1) in FP32 on tensor cores: a block of threads owns a tile of queries and walks over the
 // tiles of keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
 #pragma once
-#include "../attention/longest_first.h"
-#include "../attention/scores.h"
-#include "../mma/dropout.h"
-#include "../mma/softmax.h"
+#include "../device/nonfinite.h"
+#include "../device/query_major_dropout.h"
+#include "../device/scores.h"
+#include "../device/softmax.h"
+#include "../device/tile_order.h"
+#include "../tile/tf32_multiply.h"
 #include "config.h"
-#include "multiply.h"
-#include "specials.h"
 
 namespace strobe::tf32 {
+
+using namespace tile::tf32;
 
 template <Config C> struct Forward {
   using Arguments = ForwardArguments;
@@ -50,7 +52,7 @@ private:
     Sequence sequence;
     Schedule schedule;
     const float *k, *v; // of the sequence
-    i32 specials;       // V holds some that are not finite
+    i32 nonfinite;      // V holds some that are not finite
   };
   static_assert(sizeof(State) <= C.state_bytes());
 
@@ -72,7 +74,7 @@ private:
     if (threadIdx.x == 0) {
       Item item(a);
       Sequence s = in.sequence(item.b);
-      state.item = item, state.sequence = s, state.specials = 0;
+      state.item = item, state.sequence = s, state.nonfinite = 0;
       state.k = in.k.at<const float>(item.b, item.h / in.group, s.k0, 0),
       state.v = in.v.at<const float>(item.b, item.h / in.group, s.k0, 0);
     }
@@ -122,7 +124,7 @@ private:
 
   __device__ __forceinline__ void compute() {
     Accumulator O[kM][kC];
-    mma::Softmax<kM, F.bias != 0> softmax;
+    RowSoftmax<kM, F.bias != 0> softmax;
     choose_queries();
     if (rows() <= 0) return;
     unit = Scores<F, float>(in, shared_state().sequence, 0).unit;
@@ -130,13 +132,13 @@ private:
 #pragma unroll 1
     while (true) {
       walk(O, softmax);
-      if (__syncthreads_and(shared_state().specials || softmax.finite(O))) break;
-      if (threadIdx.x == 0) shared_state().specials = 1;
+      if (__syncthreads_and(shared_state().nonfinite || softmax.finite(O))) break;
+      if (threadIdx.x == 0) shared_state().nonfinite = 1;
     }
     finish(O, softmax);
   }
 
-  __device__ __forceinline__ void walk(Accumulator (&O)[kM][kC], mma::Softmax<kM, F.bias != 0> &softmax) {
+  __device__ __forceinline__ void walk(Accumulator (&O)[kM][kC], RowSoftmax<kM, F.bias != 0> &softmax) {
 #pragma unroll
     for (int i = 0; i < 8 * kM * kC; ++i) O[i / (8 * kC)][i / 8 % kC].x[i / 4 % 2][i % 4] = 0;
     softmax = {};
@@ -168,9 +170,9 @@ private:
         if (next.valid) load_k(next, 0);
         cp_async_commit();
       }
-      if (shared_state().specials) {
-        drop_specials<C.tile_k, kDv, kThreads>(shared(kV) + stage * kVBytes, (int)threadIdx.x);
-        add_specials(O, Seen<kM, kN>(S).bits, matrix_v(tile));
+      if (shared_state().nonfinite) {
+        clear_nonfinite_tf32<C.tile_k, kDv, kThreads>(shared(kV) + stage * kVBytes, (int)threadIdx.x);
+        add_nonfinite_tf32(O, Seen<kM, kN>(S).bits, matrix_v(tile));
         __syncthreads();
       }
       multiply_p_v(O, S, softmax, tile, stage);
@@ -210,10 +212,10 @@ private:
   }
 
   // P = exp2(S * unit - M); O += P V
-  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kC], Accumulator (&S)[kM][kN], mma::Softmax<kM, F.bias != 0> &softmax,
+  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kC], Accumulator (&S)[kM][kN], RowSoftmax<kM, F.bias != 0> &softmax,
                                                const Tile &tile, int stage) const {
     Pairs<kDv> V(shared(kV) + stage * kVBytes);
-    mma::BlockDropout<F> dropout{Dropout<F>(in), (u32)shared_state().item.h, (u32)shared_state().item.b};
+    QueryMajorDropout<F> dropout{Dropout<F>(in), (u32)shared_state().item.h, (u32)shared_state().item.b};
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
       Left P[kM][4];
@@ -229,8 +231,8 @@ private:
   }
 
   // O / l and LSE to memory.
-  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], mma::Softmax<kM, F.bias != 0> &softmax) const {
-    constexpr float kUnit = mma::kUnit<F.bias != 0>, kLn = mma::kLn<F.bias != 0>, kLn2 = mma::kLn<false>;
+  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], RowSoftmax<kM, F.bias != 0> &softmax) const {
+    constexpr float kUnit = strobe::kUnit<F.bias != 0>, kLn = strobe::kLn<F.bias != 0>;
     const Item item = shared_state().item;
     bool whole = a.splits == 1;
     float dropped = Dropout<F>(in).factor();
@@ -241,7 +243,7 @@ private:
       float M = softmax.M[m][r], top = fmaxf(M, sink), alpha = top == minus_infinity<float>() ? 0.0f : exp2((M - top) * kUnit);
       float l = tile::row_sum(softmax.l[m][r]) * alpha;
       if (sink != minus_infinity<float>()) l += exp2((sink - top) * kUnit);
-      float factor = l == 0 ? 0.0f : alpha / l * dropped, lse = l == 0 ? minus_infinity<float>() : top * kLn + log2(l) * kLn2;
+      float factor = l == 0 ? 0.0f : alpha / l * dropped, lse = l == 0 ? minus_infinity<float>() : top * kLn + log2(l) * kLn2<float>;
       i32 q = item.q + warp_row() + 16 * m + tile::lane_row(r);
       if (q >= shared_state().sequence.band.seqlen_q) continue;
       i64 row = shared_state().sequence.q0 + q, part = item.split * in.rows() + in.row_index(item.b, item.h, row);

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ._core import ffi, lib
-from ._framework import outside_graphs
+from ._graphs import outside_graphs
 
 FORWARD: int = lib.STROBE_FORWARD
 BACKWARD: int = lib.STROBE_BACKWARD

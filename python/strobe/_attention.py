@@ -8,24 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _run
 from ._abi import GRADIENTS
-from ._framework import Array, Framework, framework_like, known_framework, outside_graphs, shown
-from ._prepare import (
-    DEFAULTS,
-    SIZES,
-    AttentionOptions,
-    Prepared,
-    Wrong,
-    flag,
-    is_array,
-    is_integer,
-    is_seed,
-    name_of,
-    number,
-    prepare,
-    refusal,
-    seed_options,
-)
+from ._checks import Wrong, flag, is_array, is_integer, name_of, number, refusal
+from ._graphs import outside_graphs
+from ._kinds import shown
+from ._options import DEFAULTS, SIZES, AttentionOptions
+from ._request import Request, is_seed, parse, seed_options
 from ._run import Gradients
+from .arrays.base import Array, Framework
+from .arrays.known import framework_like, known_framework
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -110,16 +100,26 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
             f"attention() takes q, k and v by their places, and {len(unnamed)} more were given; options are named, as in causal=True"
         )
     framework = known_framework(q)
-    if framework is not None and isinstance(return_lse, bool) and (found := framework.again(q, k, v, return_lse, options)) is not None:
-        return (found[0], found[1]) if return_lse else found[0]
-    if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):
-        return framework.handed_over(kinds, attention, q, k, v, return_lse=return_lse, **options)
+    if framework is not None:
+        if isinstance(return_lse, bool) and (found := _calls(framework).again(q, k, v, return_lse, options)) is not None:
+            return (found[0], found[1]) if return_lse else found[0]
+        if kinds := framework.overriding((q, k, v, *options.values())):
+            return framework.handed_over(kinds, attention, q, k, v, return_lse=return_lse, **options)
     wrong: Wrong = []
     flag(wrong, "return_lse", return_lse)
     framework, p = _prepared("attention", q, k, v, options, wrong)
-    out, lse = framework.forward(p)
-    framework.remember(q, k, v, return_lse, options, p)
+    calls = _calls(framework)
+    out, lse = calls.forward(p)
+    calls.remember(q, k, v, return_lse, options, p)
     return (out, lse) if return_lse else out
+
+
+def _calls(framework: Framework) -> _run.Calls:
+    if framework.is_traced:
+        import strobe._autograd  # every call comes by here, and "from" takes a microsecond more
+
+        return strobe._autograd.CALLS
+    return _run.Calls(framework)
 
 
 def _signature() -> inspect.Signature:
@@ -136,9 +136,9 @@ attention.__signature__ = _signature()  # type: ignore[attr-defined]
 
 def _prepared(
     function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array] | None = None
-) -> tuple[Framework, Prepared]:
-    """prepare(), or the exception that tells all that is wrong. known: beside q, k and v."""
-    framework, p = prepare(function, q, k, v, options, wrong)
+) -> tuple[Framework, Request]:
+    """parse(), or the exception that tells all that is wrong. known: beside q, k and v."""
+    framework, p = parse(function, q, k, v, options, wrong)
     known = known or {}
     for name, x in known.items():
         is_array(wrong, name, x, framework, q)
@@ -147,7 +147,7 @@ def _prepared(
     return framework, p
 
 
-def _refusal(function: str, framework: Framework | None, p: Prepared, wrong: Wrong, known: dict[str, Array]) -> Exception:
+def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wrong, known: dict[str, Array]) -> Exception:
     """One exception of all that is wrong, the library's reasons too."""
     lines = {name_of(error): str(error) for error in wrong}
     kinds_alone = all(isinstance(error, TypeError) for error in wrong)
@@ -166,7 +166,7 @@ def _refusal(function: str, framework: Framework | None, p: Prepared, wrong: Wro
 
 def _repeat(
     function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array]
-) -> tuple[Framework, Prepared]:
+) -> tuple[Framework, Request]:
     """A call that has to apply the dropout mask of another."""
     if options.get("dropout") and options.get("rng") is None and options.get("seed") is None:
         wrong.append(ValueError("rng: missing beside dropout; accepted is the rng, or the seed and offset, of the forward"))
@@ -194,7 +194,7 @@ def attention_backward(
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     framework, p = _repeat("attention_backward", q, k, v, options, [], known)
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays]
-    return Gradients(**framework.backward(p, dout, dlse, out, lse, needed))
+    return Gradients(**_calls(framework).backward(p, dout, dlse, out, lse, needed))
 
 
 @outside_graphs

@@ -123,7 +123,7 @@ __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, c
                                         const typename Math::Real *s, const typename Math::Real *dp, BackwardScratch<Math> &scratch) {
   using T = typename Math::Real;
   using V = Vec<T>;
-  const V natural(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074));
+  const V natural(head.additive ? T(1) : head.scale), log2e(kLog2e<T>);
   for (int64_t c = 0; c < t.width; c += V::kLanes) {
     const V lse = V::load(scratch.lse + lane + c), delta = V::load(scratch.delta + lane + c);
     for (int64_t j = 0; j < t.keys;) {
@@ -152,7 +152,7 @@ __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head
   const T sink = p.sinks ? load_as<T>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0)) : -kInfinity<T>;
   for (int64_t c = lane; c < lane + width; c += V::kLanes) {
     const V delta = V::load(scratch.delta + c), rest = V::load(scratch.rest + c) + V::load(scratch.rest_lost + c);
-    const V of_sink = Math::power((V(sink) - V::load(scratch.lse + c)) * V(T(1.4426950408889634074)));
+    const V of_sink = Math::power((V(sink) - V::load(scratch.lse + c)) * V(kLog2e<T>));
     const V sum = V::load(scratch.sum + c) + (V::load(scratch.sum_lost + c) + of_sink);
     select(sum == V(T(0)), delta, delta + (rest - of_sink * delta) / sum).store(scratch.delta + c);
     sum.store(scratch.sum + c);
@@ -205,8 +205,8 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   const Problem &p = *head.p;
   const int64_t lane = n * queries.width, width = piece.span.width;
   const bool masked = piece.masked(head);
-  const V natural(head.additive ? T(1) : head.scale), log2e(T(1.4426950408889634074)); // s * natural is the score
-  const int64_t step = queries.whole ? piece.span.keys : Math::kChunk;                 // D needs all scores of the rows at once
+  const V natural(head.additive ? T(1) : head.scale), log2e(kLog2e<T>); // s * natural is the score
+  const int64_t step = queries.whole ? piece.span.keys : Math::kChunk;  // D needs all scores of the rows at once
   for (int64_t done = 0; done < piece.span.keys; done += step) {
     const TileSpan t = piece.span.chunk(done, step);
     T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0), *dp = scratch.dp + (Math::kScoresInPlace ? done * width : 0);

@@ -40,11 +40,10 @@ template <class T> struct Head {
     q0 = q.begin;
     k0 = k.begin;
     band = Band::make(q.length, k.length, problem.bottom_right, problem.window_left, problem.window_right);
-    constexpr double kLog2e = 1.4426950408889634074;
     additive = problem.curved() || problem.alibi_slopes || problem.bias || outsized(problem.scale);
     sign = !additive && problem.scale < 0 ? T(-1) : T(1);
     scale = T(additive ? problem.scale : problem.scale * double(sign));
-    unit = T(additive ? kLog2e : double(scale) * kLog2e);
+    unit = T(additive ? kLog2e<double> : double(scale) * kLog2e<double>);
     slack = problem.exact_max ? T(0) : T(8) / unit; // P <= 2^8
     cap = T(problem.softcap);
     slope = problem.alibi_slopes
@@ -136,7 +135,7 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
   }
   const V hidden(-kInfinity<T>), scale(head.scale), cap(head.cap), inverse_cap(T(1) / head.cap), slope(head.slope);
   const bool distances = p.score == ScoreFunction::hyperbolic;
-  const V beta(T(p.beta)), beta_ln2(T(p.beta * 0.69314718055994530942)), shift(T(p.shift));
+  const V beta(T(p.beta)), beta_ln2(T(p.beta * kLn2<double>)), shift(T(p.shift));
   for (int64_t lane = 0; lane < t.width; lane += L) {
     V distance = V(T(t.i0 + lane + head.band.offset - t.j0)) + V::iota();
     V first = band_masked ? V::load(scratch.first + lane) : V(T(0)), last = band_masked ? V::load(scratch.last + lane) : V(T(0));

@@ -206,7 +206,7 @@ template <class T> STROBE_INLINE Vec<T> log2(Vec<T> x) {
   using RawInt = typename V::RawInt;
   const RawInt exponent = ((RawInt)x.v - (RawInt)V(T(0.70710678118654752440)).v) >> B::kMantissa;
   const V m((typename V::Raw)((RawInt)x.v - (exponent << B::kMantissa)));
-  const V y = log_fraction(m - V(1)) * V(T(1.4426950408889634074)) + V(__builtin_convertvector(exponent, typename V::Raw));
+  const V y = log_fraction(m - V(1)) * V(kLog2e<T>) + V(__builtin_convertvector(exponent, typename V::Raw));
   return select(x < V(T(__builtin_inf())), y, x);
 }
 

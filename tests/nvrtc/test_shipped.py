@@ -21,7 +21,7 @@ ARCHS = (80, 90, 120)
 OTHER = 80  # beside 90 where not all of them are compiled for
 OLD_ARCHS = (61, 70)  # NVRTC 12 compiles for them
 
-# Bytes of local memory, stores and loads, that the worst kernel of a template is known to take; docs/performance.md says where it matters.
+# Bytes of local memory, stores and loads, that the worst kernel of a template is known to take (docs/lab/performance.md).
 # What is not here takes none.
 SPILLS = {
     (61, "strobe::simt::Forward"): 492,
@@ -32,13 +32,13 @@ SPILLS = {
     (80, "strobe::tf32::Backward"): 428,
     (80, "strobe::mma::Forward"): 48,  # d 256 with softcap, mask and blocks
     (80, "strobe::mma::Backward"): 1440,
-    (80, "strobe::mma::BiasGradient"): 108,
+    (80, "strobe::passes::BiasGradient"): 108,
     (90, "strobe::simt::Forward"): 144,
     (90, "strobe::simt::Backward"): 244,
     (90, "strobe::tf32::Forward"): 56,
     (90, "strobe::tf32::Backward"): 456,
     (90, "strobe::mma::Backward"): 76,
-    (90, "strobe::mma::BiasGradient"): 104,
+    (90, "strobe::passes::BiasGradient"): 104,
     (90, "strobe::sm90::Forward"): 88,
     (120, "strobe::simt::Forward"): 40,
     (120, "strobe::simt::Backward"): 52,

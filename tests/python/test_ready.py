@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import _abi, _ready, _torch
+from strobe import _abi, _autograd, _operators, _repeated
 
 
 def qkv(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -24,14 +24,14 @@ def expected(q, k, v, **options):
 def short_ways(monkeypatch):
     """How many calls took the short way."""
     counts = {"found": 0}
-    again = _torch.Torch.again
+    again = _autograd.Calls.again
 
     def counted(self, *arguments):
         found = again(self, *arguments)
         counts["found"] += found is not None
         return found
 
-    monkeypatch.setattr(_torch.Torch, "again", counted)
+    monkeypatch.setattr(_autograd.Calls, "again", counted)
     return counts
 
 
@@ -62,8 +62,8 @@ def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
     made = []
     prepare = _abi.Call.prepare
     monkeypatch.setattr(_abi.Call, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
-    for name in ("_attention_calls", "_forward_calls", "_backward_calls"):
-        monkeypatch.setattr(_torch, name, _ready.Memory())
+    for module, name in ((_autograd, "_attention_calls"), (_operators, "_forward_calls"), (_operators, "_backward_calls")):
+        monkeypatch.setattr(module, name, _repeated.Memory())
 
     def step(length):
         q, k, v = (x.requires_grad_(tracked) for x in qkv(1, 1, 2, length, 16))
@@ -179,11 +179,11 @@ def test_the_number_of_threads_is_heeded():
 
 def test_what_is_kept_is_bounded():
     """What comes but once, as lengths of packed sequences do, is forgotten, and what comes all the time is not."""
-    memory: _ready.Memory[int] = _ready.Memory()
+    memory: _repeated.Memory[int] = _repeated.Memory()
     memory.keep(("fixed",), -1)
     for n in range(5000):
         memory.keep((n,), n)
         assert memory.get((n,)) == n
         if n % 100 == 0:
             assert memory.get(("fixed",)) == -1
-    assert sum(memory.get((n,)) is not None for n in range(5000)) <= _ready._MOST
+    assert sum(memory.get((n,)) is not None for n in range(5000)) <= _repeated._MOST

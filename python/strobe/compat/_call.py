@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from strobe import attention
-from strobe._framework import is_whole
+from strobe._checks import is_whole
 
 from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe._framework import is_whole, kind
-from strobe._prepare import Wrong, is_integer, refusal
+from strobe._checks import Wrong, is_integer, is_whole, refusal
+from strobe._kinds import kind
 
 from ._call import NAMES, Window, attend, bounds, refuse_pages
 from ._gaps import is_read, parts, within

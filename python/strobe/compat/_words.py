@@ -12,8 +12,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from strobe._framework import is_bool, is_whole, kind, unfit
-from strobe._prepare import Wrong, check_names, flag, refusal
+from strobe._checks import Wrong, check_names, flag, is_whole, refusal
+from strobe._kinds import is_bool, kind
+from strobe.arrays.known import unfit
 
 P = ParamSpec("P")
 

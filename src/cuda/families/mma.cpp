@@ -17,8 +17,8 @@ namespace {
 
 using mma::Config;
 
-constexpr KernelSource kForward{"mma/forward.h", "strobe::mma::Forward", "strobe::mma::Config"};
-constexpr KernelSource kDecode{"mma/decode.h", "strobe::mma::Decode", "strobe::mma::Config"};
+constexpr KernelSource kForward{"mma/forward/forward.h", "strobe::mma::Forward", "strobe::mma::Config"};
+constexpr KernelSource kDecode{"mma/decode/decode.h", "strobe::mma::Decode", "strobe::mma::Config"};
 
 struct Tile {
   int32_t most_dim, q, k, warps, stages, ctas; // ctas: per SM, what the registers are limited for

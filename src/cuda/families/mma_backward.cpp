@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../../../kernels/mma/backward_config.h"
+#include "../../../kernels/attention/dq_sum.h"
+#include "../../../kernels/mma/backward/config.h"
+#include "../../../kernels/passes/rows_config.h"
 #include "attention/text.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/prediction.h"
@@ -16,11 +18,11 @@ namespace strobe::cuda {
 namespace {
 
 using mma::BackwardConfig;
-using mma::RowsConfig;
+using passes::RowsConfig;
 
-constexpr KernelSource kBackward{"mma/backward.h", "strobe::mma::Backward", "strobe::mma::BackwardConfig"};
-constexpr KernelSource kDelta{"mma/rows.h", "strobe::mma::Delta", "strobe::mma::RowsConfig"};
-constexpr KernelSource kConvertDq{"mma/rows.h", "strobe::mma::ConvertDq", "strobe::mma::RowsConfig"};
+constexpr KernelSource kBackward{"mma/backward/backward.h", "strobe::mma::Backward", "strobe::mma::BackwardConfig"};
+constexpr KernelSource kDelta{"passes/rows.h", "strobe::passes::Delta", "strobe::passes::RowsConfig"};
+constexpr KernelSource kConvertDq{"passes/rows.h", "strobe::passes::ConvertDq", "strobe::passes::RowsConfig"};
 
 // most_dim and most_features are what the registers hold; speed: of the products, relative to other rows, on an H200: of large problems; of
 // 32 x 32 and 32 x 16 of small ones; of the others that it has memory enough to pass over (0.25 and below), guessed.
@@ -93,7 +95,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
 
   a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
   a.deterministic = c.deterministic;
-  const int64_t rows = a.in.rows(), query_tiles = mma::query_tiles(a.in, c.tile_q);
+  const int64_t rows = a.in.rows(), query_tiles = count_query_tiles(a.in, c.tile_q);
   const RowsConfig each{c.dtype, c.head_dim, c.tile_q, c.aligned};
   const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
   Program program;

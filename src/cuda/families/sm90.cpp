@@ -1,6 +1,6 @@
 // The Hopper family: which configuration, which maps, which launches.
 #include "../../../kernels/sm90/arguments.h"
-#include "../../../kernels/sm90/config.h"
+#include "../../../kernels/sm90/forward/config.h"
 #include <algorithm>
 #include <cmath>
 
@@ -17,22 +17,19 @@
 
 namespace strobe::cuda {
 
-template <class V> void each_pointer(const sm90::MaskArguments &a, V &visit) { visit(a.mask.data), visit(a.bits.data); }
+template <class V> void each_pointer(const MaskArguments &a, V &visit) { visit(a.mask.data), visit(a.bits.data); }
 template <class V> void each_pointer(const HopperForwardArguments &a, V &visit) {
-  each_pointer(a.a, visit);
-  for (const MappedOperand *x : {&a.q, &a.k, &a.v, &a.bias}) visit(x->map);
+  each_pointer(static_cast<const ForwardArguments &>(a), visit);
+  for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_bias}) visit(x->map);
   visit(a.tickets), visit(a.mask.data);
 }
 
 namespace {
 
 using sm90::Config;
-using sm90::MaskArguments;
-using sm90::MaskBits;
-using sm90::MaskConfig;
 
-constexpr KernelSource kForward{"sm90/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
-constexpr KernelSource kPackMask{"sm90/mask_bits.h", "strobe::sm90::PackMask", "strobe::sm90::MaskConfig"};
+constexpr KernelSource kForward{"sm90/forward/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
+constexpr KernelSource kPackMask{"passes/mask_bits.h", "strobe::passes::PackMask", "strobe::MaskConfig"};
 
 // Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
 int64_t bundle(const Problem &p, const Device &device) {
@@ -225,43 +222,44 @@ protected:
                           : config.reference == sm90::kLagging ? "lagging maximum"
                                                                : "running maximum");
     HopperForwardArguments a{};
-    a.a = forward_arguments(p);
+    static_cast<ForwardArguments &>(a) = forward_arguments(p);
     const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
     const int64_t heads = p.batch * p.heads, tiles_of_head = tiles(p.seqlen_q, config.tile_q());
-    a.a.splits = splits(p, config, device, tiles_of_head * heads);
-    config.split = a.a.splits > 1;
-    const int64_t items = tiles_of_head * heads * a.a.splits;
+    a.splits = splits(p, config, device, tiles_of_head * heads);
+    config.split = a.splits > 1;
+    const int64_t items = tiles_of_head * heads * a.splits;
     if (items > int64_t{1} << 30) return text(items, " tiles of queries; accepted are 2^30");
     a.items = uint32_t(items), a.tiles = i32(tiles_of_head);
-    a.splits = Divisor::make(uint32_t(a.a.splits));
-    a.a.bundle = i32(bundle(p, device));
-    a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * tiles_of_head)));
-    a.bundle = Divisor::make(uint32_t(a.a.bundle));
-    a.heads = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))), a.group = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
-    a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
-    a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
-    a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.splits_divisor = Divisor::make(uint32_t(a.splits));
+    a.bundle = i32(bundle(p, device));
+    a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.bundle * tiles_of_head)));
+    a.bundle_divisor = Divisor::make(uint32_t(a.bundle));
+    a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))),
+    a.group_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
+    a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
+    a.tma_k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.tma_v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     if (config.wide) {
       const bool broadcast = p.bias.stride[2] == 0;
       const int64_t rows = broadcast ? 1 : p.seqlen_q;
-      a.bias = mapped(p.bias, p.seqlen_k, rows, p.heads, p.batch, broadcast ? 1 : 64);
+      a.tma_bias = mapped(p.bias, p.seqlen_k, rows, p.heads, p.batch, broadcast ? 1 : 64);
       a.bias_rows_step = !broadcast;
       a.bias_bytes = uint32_t(broadcast ? tiles(config.tile_k, 64) * 128 : config.bias_bytes());
     }
     const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
     if (config.split) {
-      a.a.partial_out = scratch.take<float>(a.a.splits * a.a.in.rows() * p.head_dim_v);
-      a.a.partial_lse = scratch.take<float>(a.a.splits * a.a.in.rows());
-      program.kernel += text(", keys split in ", a.a.splits);
+      a.partial_out = scratch.take<float>(a.splits * a.in.rows() * p.head_dim_v);
+      a.partial_lse = scratch.take<float>(a.splits * a.in.rows());
+      program.kernel += text(", keys split in ", a.splits);
     }
     if (p.mask) {
-      program.steps.push_back(pack_mask(p, a.a.in, a.mask, scratch));
+      program.steps.push_back(pack_mask(p, a.in, a.mask, scratch));
       program.kernel += ", mask packed into bits";
     }
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
-    if (config.split) program.steps.push_back(combine(p, a.a));
-    program.predicted_seconds = predicted_seconds(p, config, device, a.a.splits);
+    if (config.split) program.steps.push_back(combine(p, a));
+    program.predicted_seconds = predicted_seconds(p, config, device, a.splits);
     return program;
   }
 };

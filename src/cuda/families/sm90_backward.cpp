@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../../../kernels/mma/backward_config.h"
-#include "../../../kernels/sm90/backward_config.h"
+#include "../../../kernels/attention/dq_sum.h"
+#include "../../../kernels/passes/rows_config.h"
+#include "../../../kernels/sm90/backward/config.h"
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/program/arguments.h"
@@ -18,21 +19,21 @@
 namespace strobe::cuda {
 
 template <class V> void each_pointer(const HopperBackwardArguments &a, V &visit) {
-  each_pointer(a.a, visit);
-  for (const MappedOperand *x : {&a.q, &a.k, &a.v, &a.dout}) visit(x->map);
+  each_pointer(static_cast<const BackwardArguments &>(a), visit);
+  for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_dout}) visit(x->map);
   visit(a.rows);
 }
 
 namespace {
 
-using mma::RowsConfig;
+using passes::RowsConfig;
 using sm90::BackwardConfig;
 
-constexpr KernelSource kBackward{"sm90/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
-constexpr KernelSource kWide{"sm90/backward_wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
-constexpr KernelSource kRows{"sm90/backward_rows.h", "strobe::sm90::BackwardRows", "strobe::mma::RowsConfig"};
-constexpr KernelSource kDelta{"mma/rows.h", "strobe::mma::Delta", "strobe::mma::RowsConfig"};
-constexpr KernelSource kDq{"sm90/backward_rows.h", "strobe::sm90::BackwardDq", "strobe::mma::RowsConfig"};
+constexpr KernelSource kBackward{"sm90/backward/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
+constexpr KernelSource kWide{"sm90/backward/wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
+constexpr KernelSource kRows{"passes/hopper_rows.h", "strobe::passes::BackwardRows", "strobe::passes::RowsConfig"};
+constexpr KernelSource kDelta{"passes/rows.h", "strobe::passes::Delta", "strobe::passes::RowsConfig"};
+constexpr KernelSource kDq{"passes/hopper_rows.h", "strobe::passes::BackwardDq", "strobe::passes::RowsConfig"};
 
 constexpr int64_t kNarrow = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
 
@@ -184,41 +185,41 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   const int64_t blocks = c.owns_dq ? std::min<int64_t>(pairs, device.sms) : key_tiles * pairs;
 
   HopperBackwardArguments a{};
-  a.a = backward_arguments(p);
-  const int64_t query_tiles = mma::query_tiles(a.a.in, c.tile_q);
+  static_cast<BackwardArguments &>(a) = backward_arguments(p);
+  const int64_t query_tiles = count_query_tiles(a.in, c.tile_q);
   for (const auto &[count, what] : {std::pair{key_tiles * pairs, "keys"}, std::pair{query_tiles, "queries"}})
     if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
   a.rows = scratch.take<float>(query_tiles * (c.lse_bytes() + c.row_bytes()) / 4);
   a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
-  if (p.dq) a.a.dq_sum = scratch.take<float>((c.owns_dq ? blocks * p.group() * a.query_tiles : query_tiles) * c.tile_q * c.columns());
-  if (c.deterministic) a.a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
+  if (p.dq) a.dq_sum = scratch.take<float>((c.owns_dq ? blocks * p.group() * a.query_tiles : query_tiles) * c.tile_q * c.columns());
+  if (c.deterministic) a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
   a.first_stores = c.owns_dq || (c.deterministic && !c.wide);
-  if (p.bias || p.dsinks) a.a.delta = scratch.take<float>(2 * a.a.in.rows());
+  if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
   a.tiles = i32(key_tiles), a.pairs = i32(pairs);
-  a.a.bundle = c.owns_dq ? 1 : i32(bundle(p, c));
-  a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.a.bundle * key_tiles)));
-  a.bundle = Divisor::make(uint32_t(a.a.bundle)), a.heads_kv = Divisor::make(uint32_t(p.heads_kv));
+  a.bundle = c.owns_dq ? 1 : i32(bundle(p, c));
+  a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.bundle * key_tiles)));
+  a.bundle_divisor = Divisor::make(uint32_t(a.bundle)), a.heads_kv_divisor = Divisor::make(uint32_t(p.heads_kv));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-  a.q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
-  a.v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+  a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.tma_dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.tma_k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+  a.tma_v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
 
   Program program;
   program.overlap = true;
   const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1};
   const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
   if (p.bias) { // D ahead, and what LSE lacks
-    BackwardArguments ahead = a.a;
+    BackwardArguments ahead = a;
     ahead.dq_sum = nullptr;
     program.steps.push_back(Launch(kDelta, each, row_blocks, RowsConfig::threads(), 0, ahead));
-    program.steps.push_back(*settle(p, device, a.a));
+    program.steps.push_back(*settle(p, device, a));
   }
   program.steps.push_back(Launch(kRows, each, row_blocks, RowsConfig::threads(), 0, a));
   if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
   if (p.dq && !c.owns_dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
-  if (p.dsinks) program.steps.push_back(sink_gradient(p, a.a));
-  if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a.a));
+  if (p.dsinks) program.steps.push_back(sink_gradient(p, a));
+  if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   if (c.owns_dq) program.kernel += ", a block all keys of a head";

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../../../kernels/mma/backward_config.h"
+#include "../../../kernels/attention/dq_sum.h"
 #include "../../../kernels/tf32/config.h"
 #include "attention/text.h"
 #include "cuda/families/families.h"
@@ -142,7 +142,7 @@ private:
     a.delta = scratch.take<float>(2 * rows); // D, and what LSE lacks
     if (p.dq) a.dq_sum = scratch.take<float>(rows * c.head_dim);
     if (c.deterministic) {
-      const int64_t turns = 1 + mma::query_tiles(a.in, c.tile_q) * c.warps;
+      const int64_t turns = 1 + count_query_tiles(a.in, c.tile_q) * c.warps;
       a.turns = scratch.take<uint32_t>(turns);
       program.steps.push_back(Zero{a.turns, uint64_t(turns) * 4});
     }

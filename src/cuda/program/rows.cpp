@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "../../../kernels/mma/config.h"
-#include "../../../kernels/padding/config.h"
+#include "../../../kernels/passes/padding_config.h"
 #include "../../../kernels/simt/config.h"
 #include "cuda/program/arguments.h"
 
@@ -12,11 +12,11 @@ namespace {
 
 using simt::Config;
 
-constexpr KernelSource kCombine{"mma/combine.h", "strobe::mma::Combine", "strobe::mma::Config"};
-constexpr KernelSource kDelta{"simt/delta.h", "strobe::simt::Delta", "strobe::simt::Config"};
-constexpr KernelSource kQueryGradient{"simt/delta.h", "strobe::simt::QueryGradient", "strobe::simt::Config"};
-constexpr KernelSource kPadding{"padding/padding.h", "strobe::padding::Padding", "strobe::padding::Config"};
-constexpr KernelSource kSinkGradient{"simt/delta.h", "strobe::simt::SinkGradient", "strobe::simt::Config"};
+constexpr KernelSource kCombine{"passes/combine.h", "strobe::passes::Combine", "strobe::mma::Config"};
+constexpr KernelSource kDelta{"passes/simt_delta.h", "strobe::passes::SimtDelta", "strobe::simt::Config"};
+constexpr KernelSource kQueryGradient{"passes/simt_delta.h", "strobe::passes::QueryGradient", "strobe::simt::Config"};
+constexpr KernelSource kPadding{"passes/padding.h", "strobe::passes::Padding", "strobe::passes::PaddingConfig"};
+constexpr KernelSource kSinkGradient{"passes/simt_delta.h", "strobe::passes::SinkGradient", "strobe::simt::Config"};
 
 // They do not vary with tiles and features.
 Config config_for(const Problem &p) {
@@ -46,7 +46,7 @@ Launch sink_gradient(const Problem &p, const BackwardArguments &a) {
 }
 Launch padding(const Problem &p, Direction direction) {
   constexpr int64_t most = 128; // blocks of threads for long padding behind few sequences
-  const padding::Config c{.dtype = int32_t(p.dtype), .backward = direction == Direction::backward};
+  const passes::PaddingConfig c{.dtype = int32_t(p.dtype), .backward = direction == Direction::backward};
   const int64_t grid = (p.batch + 1) * std::max<int64_t>(1, most / (p.batch + 1));
   return direction == Direction::forward ? Launch(kPadding, c, grid, c.threads(), 0, forward_arguments(p))
                                          : Launch(kPadding, c, grid, c.threads(), 0, backward_arguments(p));

@@ -2,16 +2,14 @@
 
 #include <initializer_list>
 
-#include "../../../kernels/mma/backward_config.h"
+#include "../../../kernels/device/tile_gradient_config.h"
 #include "cuda/program/arguments.h"
 
 namespace strobe::cuda {
 namespace {
 
-using mma::TileConfig;
-
-constexpr KernelSource kSettle{"mma/settle.h", "strobe::mma::Settle", "strobe::mma::TileConfig"};
-constexpr KernelSource kBiasGradient{"mma/bias_gradient.h", "strobe::mma::BiasGradient", "strobe::mma::TileConfig"};
+constexpr KernelSource kSettle{"passes/settle.h", "strobe::passes::Settle", "strobe::TileConfig"};
+constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::BiasGradient", "strobe::TileConfig"};
 
 struct Tile {
   int32_t q, k, key_warps, query_warps;

@@ -164,10 +164,10 @@ TEST_CASE("addresses: the copy engine's maps are those of the run's tensors") {
   HopperForwardArguments arguments;
   REQUIRE(launch.arguments.size() == sizeof arguments);
   std::memcpy(&arguments, bytes, sizeof arguments);
-  for (const auto &[map, view] : {std::pair{arguments.q.map, call.q}, {arguments.k.map, call.k}, {arguments.v.map, call.v}}) {
+  for (const auto &[map, view] : {std::pair{arguments.tma_q.map, call.q}, {arguments.tma_k.map, call.k}, {arguments.tma_v.map, call.v}}) {
     CHECK(map.opaque[0] == reinterpret_cast<uint64_t>(view.data));
     CHECK(map.opaque[1] == 64);
     CHECK(map.opaque[2] == 512);
   }
-  CHECK(arguments.bias.map.opaque[0] == 0); // the call has none
+  CHECK(arguments.tma_bias.map.opaque[0] == 0); // the call has none
 }

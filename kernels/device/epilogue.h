@@ -1,0 +1,36 @@
+// Sums in registers to rows in global memory.
+#pragma once
+#include "../attention/arguments.h"
+#include "../ptx/ldmatrix.h"
+#include "../ptx/mma.h"
+
+namespace strobe {
+
+// Sixteen columns of eight rows (8 more for another call): lane 4g+t holds of row g the pairs of columns 2t and 8 + 2t, packed. Two lanes
+// exchange halves, so that each stores 8 bytes and all of them whole sectors. row: lane's row, at the first of the columns; `there`
+// of them are, none of a row that is not.
+template <class T> __device__ __forceinline__ void store_sixteen(T *row, i32 there, u32 left, u32 right) {
+  const int lane = (int)threadIdx.x % 32, odd = lane % 2, column = 8 * odd + lane % 4 / 2 * 4;
+  const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
+  store_global_below(column, there, row + column, odd ? other : left, odd ? right : other);
+}
+
+// A warp's part of a warpgroup's sums, times a factor, to the tensor's rows: row is the warp's first one, of which `rows` are there.
+template <class T, int kColumns>
+__device__ __forceinline__ void store_rows(const Operand &out, i32 b, i32 h, i64 row, i32 rows, i32 columns, const float (&x)[kColumns / 2],
+                                           float factor) {
+  if (!out) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const i32 i = (i32)threadIdx.x % 32 / 4 + 8 * r;
+    T *target = out.at<T>(b, h, row + i, 0);
+    const i32 there = i < rows ? columns : 0;
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 16) {
+      const float *y = x + c / 2 + 2 * r;
+      store_sixteen(target + c, there - c, pack<T>(y[0] * factor, y[1] * factor), pack<T>(y[4] * factor, y[5] * factor));
+    }
+  }
+}
+
+} // namespace strobe

@@ -1,0 +1,28 @@
+// dQ = scale * dq_sum, rounded: a part of a tile of queries, by a warp, from what a warp of Backward has added up.
+#pragma once
+#include "../attention/dq_sum.h"
+#include "epilogue.h"
+
+namespace strobe {
+
+// part: 64 columns of the tile, or half of its queries (dq_queries). row: the tile's first in the tensor, of which `rows` are there;
+// number: the tile's in dq_sum. nobody: has added to it.
+template <class T, i32 kColumns, i32 kTileQ>
+__device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int part,
+                                         bool nobody) {
+  constexpr int kN = dq_queries(kColumns, kTileQ);
+  const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
+  const i32 column = (kN == kTileQ ? 64 * part : 0) + 16 * warp, first = (kN == kTileQ ? 0 : kN * part) + lane / 4;
+  const float4 *sum = (const float4 *)(a.dq_sum + number * (kTileQ * kColumns) + (part * 4 + warp) * (16 * kN)) + lane;
+  const float scale = (float)a.in.scale;
+  float4 x[kN / 8];
+#pragma unroll
+  for (int i = 0; i < kN / 8; ++i) x[i] = nobody ? float4{0, 0, 0, 0} : __ldcg(sum + 32 * i);
+#pragma unroll
+  for (int i = 0; i < kN / 8; ++i) {
+    const u32 left = transposed(pack<T>(x[i].x * scale, x[i].y * scale)), right = transposed(pack<T>(x[i].z * scale, x[i].w * scale));
+    store_sixteen(a.dq.at<T>(batch, head, row + first + 8 * i, column), first + 8 * i < rows ? a.in.head_dim - column : 0, left, right);
+  }
+}
+
+} // namespace strobe

@@ -1,0 +1,54 @@
+// Dropout of transposed 16x16 blocks of P (rows are keys): 16 bytes a Philox call, of which two lanes with neighbouring keys use 8 each.
+#pragma once
+#include "../tile/registers.h"
+#include "scores.h"
+
+namespace strobe {
+
+template <Features F> struct KeyMajorDropout {
+  Dropout<F> dropout;
+
+  // Gives what is dropped of P^T a sign. i, j: query and key of the corner of block [0][0], multiples of 16.
+  template <int kKeys, int kQueries>
+  __device__ __forceinline__ void mark(tile::Accumulator (&P)[kKeys][kQueries], i32 i, i32 j, i32 head, i32 batch) const {
+    // Two blocks at a time: lanes with an even key call for the first one, their neighbours for the second one, and they trade what they
+    // do not need. A last block without partner is called for twice.
+    constexpr int kBlocks = kKeys * kQueries;
+#pragma unroll
+    for (int n = 0; n < kBlocks; n += 2) {
+      bool pair = n + 1 < kBlocks;
+      int lane = tile::lane_id(), odd = lane >> 2 & 1, own = pair ? n + odd : n;
+      u32 key_group = (u32)((j >> 4) + own % kKeys) * 4 + (lane >> 3), query_group = (u32)((i >> 4) + own / kKeys) * 4 + (lane & 3);
+      Philox bits = dropout_bits(dropout.key, key_group, query_group, (u32)head, (u32)batch);
+      u32 mine = odd ? 0x7531 : 0x6420, theirs = odd ? 0x6420 : 0x7531; // the bytes of keys g and g + 8 of two words
+      u32 low = __byte_perm(bits.x[0], bits.x[1], mine), high = __byte_perm(bits.x[2], bits.x[3], mine);
+      if (pair) {
+        u32 other_low = __shfl_xor_sync(0xFFFFFFFFu, __byte_perm(bits.x[0], bits.x[1], theirs), 4);
+        u32 other_high = __shfl_xor_sync(0xFFFFFFFFu, __byte_perm(bits.x[2], bits.x[3], theirs), 4);
+        mark(P[n % kKeys][n / kKeys], odd ? other_low : low, odd ? other_high : high);
+        mark(P[(n + 1) % kKeys][(n + 1) / kKeys], odd ? low : other_low, odd ? high : other_high);
+      } else {
+        mark(P[n % kKeys][n / kKeys], low, high);
+      }
+    }
+  }
+
+private:
+  // low: bytes (query 2t: keys g, g + 8; query 2t + 1: the same); high: of queries 8 further
+  __device__ __forceinline__ void mark(tile::Accumulator &P, u32 low, u32 high) const {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          u32 byte = (c ? high : low) >> 8 * (2 * e + r) & 0xFF;
+          float &x = P.x[c][2 * r + e];
+          if (byte >= dropout.threshold) x = -x;
+        }
+      }
+    }
+  }
+};
+
+} // namespace strobe

@@ -1,0 +1,167 @@
+// Numbers that are not finite. What a query does not see must not reach it, but a product with a zero of P or dS would make NaN of them:
+// where something is hidden they are taken out of tiles, as 0, and what they do to those who see them is added apart. 16 bits; then FP32
+// by TF32.
+#pragma once
+#include "../tile/shared.h"
+#include "../tile/tf32_multiply.h"
+#include "scores.h"
+
+namespace strobe {
+
+template <class T> struct Exponent; // of a pair: where its bits are, and the lowest one
+template <> struct Exponent<bf16> {
+  static constexpr u32 kBits = 0x7F807F80, kUnit = 0x00800080, kOnes = 0x3F803F80;
+};
+template <> struct Exponent<f16> {
+  static constexpr u32 kBits = 0x7C007C00, kUnit = 0x04000400, kOnes = 0x3C003C00;
+};
+
+// The sign bit of each half: it is not finite. (An exponent of all ones carries into the sign.)
+template <class T> __device__ __forceinline__ u32 nonfinite(u32 pair) {
+  return ((pair & Exponent<T>::kBits) + Exponent<T>::kUnit) & 0x80008000u;
+}
+// All bits of the halves whose sign bit is set.
+__device__ __forceinline__ u32 spread(u32 signs) { return (signs >> 15) * 0xFFFFu; }
+
+// Splits y: what is finite stays, the rest becomes 0 there and 1 in the result.
+template <class T, class Operand> __device__ __forceinline__ Operand split_nonfinite(Operand &y) {
+  Operand flags;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    u32 bad = spread(nonfinite<T>(y.x[i]));
+    flags.x[i] = bad & Exponent<T>::kOnes;
+    y.x[i] &= ~bad;
+  }
+  return flags;
+}
+
+// 1 where x is not 0.
+template <class T> __device__ __forceinline__ tile::Left nonzero(tile::Left x) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    u32 magnitude = x.x[i] & 0x7FFF7FFFu; // + 0x7FFF reaches the sign bit unless it is 0
+    x.x[i] = spread((magnitude + 0x7FFF7FFFu) & 0x80008000u) & Exponent<T>::kOnes;
+  }
+  return x;
+}
+
+// d becomes NaN where something was counted.
+__device__ __forceinline__ void make_nonfinite(tile::Accumulator &d, const tile::Accumulator &count) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (count.x[i / 4][i % 4] > 0) d.x[i / 4][i % 4] = __int_as_float(0x7FC00000);
+  }
+}
+
+// Is there one among the bytes (a multiple of 16) at base? This thread's share.
+template <class T> __device__ __forceinline__ bool any_nonfinite(u32 base, int bytes, int thread, int threads) {
+  u32 found = 0;
+#pragma unroll 1
+  for (int i = 16 * thread; i < bytes; i += 16 * threads) {
+    u32 x[4];
+    load_shared(x, base + i);
+    found |= nonfinite<T>(x[0]) | nonfinite<T>(x[1]) | nonfinite<T>(x[2]) | nonfinite<T>(x[3]);
+  }
+  return found != 0;
+}
+
+// Of V, in the forward.
+
+// This thread's share of a tile of V in shared memory. Returns whether anything was replaced.
+template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinline__ bool clear_nonfinite(u32 v, int thread) {
+  constexpr int kChunks = kRows * kColumns / 8;
+  u32 any = 0;
+#pragma unroll 2
+  for (int i = 0; i < kChunks; i += kThreads) { // no thread takes another way than its warp: that would cost the main loop registers
+    u32 x[4], bad[4], place = v + 16 * min(i + thread, kChunks - 1);
+    load_shared(x, place);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) bad[w] = nonfinite<T>(x[w]);
+    u32 here = bad[0] | bad[1] | bad[2] | bad[3];
+    if (__any_sync(0xFFFFFFFFu, here)) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) x[w] &= ~spread(bad[w]);
+      store_shared(place, x);
+    }
+    any |= here;
+  }
+  return any;
+}
+
+// By kThreads threads, of which this is `thread`; the results are in memory. Rows: count, query(row), head(row), add(row, column, x). keys:
+// those that were walked over, of them only blocks' ones; v: the sequence's, in global memory.
+template <int kThreads, Features F, bool kApproximate, class T, class Rows>
+__device__ __forceinline__ void add_nonfinite(const Scores<F, float, kApproximate> &scores, const Dropout<F> &dropout, const T *v,
+                                              Range keys, BlockRow blocks, Rows rows, int thread) {
+  const Inputs &in = scores.in;
+#pragma unroll 1
+  for (i32 j = (i32)keys.begin; j < (i32)keys.end; ++j) {
+    if (F.blocks && !blocks.keeps(j)) continue;
+#pragma unroll 1
+    for (i32 c = thread; c < in.head_dim_v; c += kThreads) {
+      float x = to_float(v[j * in.v.stride[2] + c * in.v.stride[3]]);
+      if (x - x == 0) continue;
+#pragma unroll 1
+      for (i32 r = 0; r < rows.count; ++r) {
+        auto row = scores.row(rows.query(r), rows.head(r));
+        if (scores.score(0.0f, row, j, true, scores.seqlen_k) == minus_infinity<float>()) continue;
+        rows.add(r, c, dropout.keep(scores.b, row.h, row.i, j) ? x : x - x);
+      }
+    }
+  }
+}
+
+// FP32 by TF32: infinities, NaN, and numbers that TF32 rounds to infinity. The split into hi and lo makes NaN of any of them; they are rare:
+// where a result is not finite, the work is done again without them.
+
+__device__ __forceinline__ bool finite_tf32(float x) { return fabsf(x) < __int_as_float(0x7F7FF000); } // as TF32
+
+// Of the columns of a warp's S that this lane holds, in a row of its: which it sees. Bit 4n + 2c + e.
+template <int kM, int kN> struct Seen {
+  static_assert(4 * kN <= 32);
+  u32 bits[kM][2];
+  __device__ __forceinline__ explicit Seen(const tile::Accumulator (&S)[kM][kN]) {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      int m = i / 2, r = i % 2;
+      bits[m][r] = 0;
+#pragma unroll
+      for (int k = 0; k < 4 * kN; ++k) bits[m][r] |= (u32)(S[m][k / 4].x[k / 2 % 2][2 * r + k % 2] != minus_infinity<float>()) << k;
+    }
+  }
+};
+
+// In kRows x kColumns elements; between barriers.
+template <int kRows, int kColumns, int kThreads> __device__ __forceinline__ void clear_nonfinite_tf32(u32 base, int thread) {
+#pragma unroll 1
+  for (int i = thread; i < kRows * kColumns; i += kThreads) {
+    float x = load_shared_float(base + 4 * i);
+    if (!finite_tf32(x)) store_shared(base + 4 * i, 0);
+  }
+}
+
+// d += what is not finite in the matrix B, for the rows that see it. seen: of a lane's rows, which of its columns of the left operand, bit
+// 4n + 2c + e.
+template <int kM, int kC>
+__device__ __forceinline__ void add_nonfinite_tf32(tile::Accumulator (&d)[kM][kC], const u32 (&seen)[kM][2],
+                                                   const tile::Matrix<const float> &B) {
+#pragma unroll 1
+  for (int j = 0; j < B.rows; ++j) {
+    bool sees[kM][2];
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i)
+      sees[i / 2][i % 2] = __shfl_sync(0xFFFFFFFFu, seen[i / 2][i % 2], (tile::lane_id() & 28) + j % 8 / 2) >> (j / 8 * 2 + j % 2) & 1;
+#pragma unroll
+    for (int k = 0; k < 4 * kC; ++k) {
+      int column = 32 * (k / 8) + tile::tf32::first_column() + k % 8;
+      float x = column < B.columns ? B.row(j)[column * B.column_stride] : 0;
+      if (finite_tf32(x)) continue;
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i) {
+        if (sees[i / 2][i % 2]) tile::tf32::element(d, i / 2, i % 2, k / 8, k % 8) += x * -minus_infinity<float>();
+      }
+    }
+  }
+}
+
+} // namespace strobe

@@ -1,0 +1,48 @@
+// Dropout of a pair of 16x16 blocks side by side: 16 elements a lane, one Philox call, whose halves two lanes exchange.
+#pragma once
+#include "../tile/registers.h"
+#include "scores.h"
+
+namespace strobe {
+
+template <Features F> struct QueryMajorDropout {
+  Dropout<F> dropout;
+  u32 head, batch;
+
+  // Random bytes, one for each element of this lane's: rows g and g + 8 of the left block, then of the right one. i, j: query and key of
+  // the corner, multiples of 16.
+  __device__ __forceinline__ void draw(u32 (&bytes)[4], i32 i, i32 j) const {
+    int lane = tile::lane_id(), odd = lane >> 2 & 1;
+    // Lanes 4g+t with even g call for the left block, those with odd g for the right one: both own rows g, g^1, 8 more, of either.
+    u32 query_group = (u32)i / 4 + (lane >> 3), key_group = (u32)j / 4 + 4 * odd + (lane & 3);
+    Philox own = dropout_bits(dropout.key, key_group, query_group, head, batch);
+    u32 low = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[0] : own.x[1], 4), high = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[2] : own.x[3], 4);
+    u32 first = odd ? own.x[1] : own.x[0], second = odd ? own.x[3] : own.x[2];
+    bytes[0] = odd ? low : first, bytes[1] = odd ? high : second;
+    bytes[2] = odd ? first : low, bytes[3] = odd ? second : high;
+  }
+  // Sets what is dropped of P to 0.
+  __device__ __forceinline__ void apply(tile::Accumulator &left, tile::Accumulator &right, i32 i, i32 j) const {
+    u32 bytes[4];
+    draw(bytes, i, j);
+    keep(left, bytes[0], bytes[1]);
+    keep(right, bytes[2], bytes[3]);
+  }
+  // The same of a packed pair: columns 8 c, 8 c + 1 (and the lane's share) of the row that the bytes are of.
+  __device__ __forceinline__ u32 kept(u32 pair, u32 bytes, int c) const {
+    return pair & less_pairs(__byte_perm(bytes, 0, c ? 0x4342 : 0x4140), dropout.threshold * 0x00010001u);
+  }
+
+private:
+  // words of rows g and g + 8
+  __device__ __forceinline__ void keep(tile::Accumulator &P, u32 low, u32 high) const {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      int c = k / 4, r = k / 2 % 2, e = k % 2;
+      u32 byte = (r ? high : low) >> 8 * (2 * c + e) & 0xFF;
+      if (byte >= dropout.threshold) P.x[c][2 * r + e] = 0;
+    }
+  }
+};
+
+} // namespace strobe

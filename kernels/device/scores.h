@@ -1,0 +1,139 @@
+// Device code: from q.k to what softmax sees, one element at a time, and back. Every kernel asks here; features that a kernel is not
+// compiled with cost nothing.
+#pragma once
+#include "../ptx/math.h" // first: score.h finds tanh there
+
+#include "../attention/arguments.h"
+#include "../attention/dropout.h"
+#include "../attention/features.h"
+#include "../attention/score.h"
+
+namespace strobe {
+
+// The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a
+// tile ask with different h. kApproximate: softcap's tanh is one instruction, with a relative error of 2^-11.
+template <Features F, class T, bool kApproximate = false> struct Scores {
+  const Inputs &in;
+  i64 b;
+  i32 seqlen_q, seqlen_k;
+  i32 low, high; // query i sees key j if i + low <= j <= i + high; bounds that no query reaches are drawn in, so that sums fit 32 bits
+  i32 offset;    // ALiBi's distance is |i + offset - j|
+  T scale;       // score = raw * scale
+  T unit;        // exp2's argument = (s - m) * unit
+  T cap, inverse_cap;
+  T beta, beta_ln2, shift;
+
+  __device__ Scores(const Inputs &in, const Sequence &s, i64 b)
+      : in(in), b(b), seqlen_q((i32)s.band.seqlen_q), seqlen_k((i32)s.band.seqlen_k),
+        low((i32)min(max(s.band.low, -s.band.seqlen_q), (i64)kMost)), high((i32)max(min(s.band.high, s.band.seqlen_k - 1), -(i64)kMost)),
+        offset((i32)s.band.offset), scale(T(in.scale)), unit(T((F.additive() ? 1.0 : in.scale) * kLog2e<double>)), cap(T(in.softcap)),
+        inverse_cap(T(1.0 / in.softcap)), beta(T(in.beta)), beta_ln2(T(in.beta * kLn2<double>)), shift(T(in.shift)) {}
+
+  // One query: what of it does not change from key to key.
+  struct Row {
+    i32 i, h;       // i is clamped into the sequence, for reads
+    i32 begin, end; // keys visible by position: [begin, end)
+    T slope;
+  };
+  __device__ __forceinline__ Row row(i32 i, i32 h) const {
+    Row r{min(i, seqlen_q - 1), h, 0, seqlen_k, T(0)};
+    if constexpr (F.band) {
+      r.begin = max(0, r.i + low);
+      r.end = min(seqlen_k, r.i + high + 1);
+    }
+    if constexpr (F.alibi) r.slope = T(*in.slopes.at<const float>(b, h, 0, 0));
+    return r;
+  }
+
+  // raw = q.k of query r and key j -> its score, -inf where hidden. by_position: the tile holds keys that r does not see by position, by
+  // the end of the sequence, or beyond `limit` (the end of the schedule's tile); else all of them lie inside.
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit) const {
+    T unused;
+    return score<false>(raw, r, j, T(r.i + offset - j), InMemory{*this, r, j}, by_position, limit, unused);
+  }
+  // For whom has distance = r.i + offset - j at less cost than by converting it, and what mask and bias say: given.bias(), given.allowed().
+  template <class Given>
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit) const {
+    T unused;
+    return score<false>(raw, r, j, distance, given, by_position, limit, unused);
+  }
+  // Mask and bias of a query and a key, from memory.
+  struct InMemory {
+    const Scores &s;
+    const Row &r;
+    i32 j;
+    __device__ __forceinline__ T bias() const {
+      return T(to_real(*s.in.bias.template at<const typename Element<F.bias>::type>(s.b, r.h, r.i, j)));
+    }
+    __device__ __forceinline__ bool allowed() const { return *s.in.mask.template at<const u8>(s.b, r.h, r.i, j) != 0; }
+  };
+  // The same with d score / d (scale * raw), 0 where hidden.
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit, T &slope) const {
+    return score(raw, r, j, InMemory{*this, r, j}, by_position, limit, slope);
+  }
+  template <class Given>
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, const Given &given, bool by_position, i32 limit, T &slope) const {
+    return score<true>(raw, r, j, T(r.i + offset - j), given, by_position, limit, slope);
+  }
+
+private:
+  static constexpr i32 kMost = 1 << 30;
+
+  template <bool kSlope, class Given>
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit,
+                                     T &slope) const {
+    static_assert(!kSlope || !kApproximate);
+    T s = raw;
+    bool seen = !by_position || (F.band ? j >= r.begin && j < min(r.end, limit) : j < limit); // limit <= seqlen_k
+    if constexpr (kSlope) slope = T(1);
+    if constexpr (F.additive()) {
+      if constexpr (F.function != kHyperbolic || F.scaled) s *= scale;
+      if constexpr (F.function == kSoftcap) {
+        if constexpr (kSlope)
+          s = softcap(s, cap, inverse_cap, slope);
+        else if constexpr (kApproximate)
+          s = cap * tanh_approximate(s * inverse_cap);
+        else
+          s = cap * tanh(s * inverse_cap);
+      }
+      if constexpr (F.function == kHyperbolic) s = hyperbolic(s, beta, beta_ln2, shift, slope);
+      if constexpr (F.alibi) s += alibi(r.slope, distance);
+      if constexpr (F.bias) {
+        if (seen) {
+          const T x = given.bias();
+          s += x;
+          seen = x != minus_infinity<T>(); // then s may be NaN
+        }
+      }
+    }
+    if constexpr (F.mask) {
+      if (seen) seen = given.allowed();
+    }
+    if constexpr (kSlope) slope = seen ? slope : T(0); // of NaN it is NaN, too
+    return seen ? s : minus_infinity<T>();
+  }
+  static __device__ __forceinline__ double to_real(double x) { return x; }
+  template <class E> static __device__ __forceinline__ float to_real(E x) { return to_float(x); }
+};
+
+// Dropout of one sequence.
+template <Features F> struct Dropout {
+  DropoutKey key;
+  u32 threshold;
+  __device__ explicit Dropout(const Inputs &in) {
+    if constexpr (F.dropout) {
+      key = in.rng ? dropout_key((u64)in.rng[0], (u64)in.rng[1]) : dropout_key(in.seed, in.offset);
+      threshold = in.threshold;
+    }
+  }
+  __device__ __forceinline__ bool keep(i64 b, i32 h, i32 i, i32 j) const {
+    if constexpr (F.dropout)
+      return dropout_keep(key, threshold, b, h, i, j);
+    else
+      return true;
+  }
+  // What kept elements are multiplied by.
+  __device__ __forceinline__ float factor() const { return F.dropout ? 1.0f / dropout_keep_rate(threshold) : 1.0f; }
+};
+
+} // namespace strobe

@@ -1,0 +1,27 @@
+// Rows whose LSE is large: rounded to its last bit it is off by eps |LSE|, and P = exp(s - LSE) by that factor in the whole row. Their P
+// and P (dP - D) are summed up ahead of the gradients; D follows from the sums, and what LSE lacks.
+#pragma once
+#include "../attention/arguments.h"
+#include "../attention/features.h"
+#include "../ptx/math.h"
+
+namespace strobe {
+
+// T: of LSE. Half of its last bit is then more than 1e-12 for fp64, 1e-6 for fp32, 6e-5 for 16 bits.
+template <i32 kDType, class T> __device__ __forceinline__ bool large_lse(T lse) {
+  constexpr T kLarge = kDType == kF64 ? T(1e4) : kDType == kF32 ? T(16) : T(1024);
+  return abs(lse) > kLarge && abs(lse) < -minus_infinity<T>();
+}
+
+// sum: of P, rest: of P (dP - delta) over the keys that the row sees, with delta[0] = D - dLSE as it was.
+template <class T> __device__ __forceinline__ void settle_row(const BackwardArguments &a, i32 b, i32 h, i64 row, T lse, T sum, T rest) {
+  T *delta = static_cast<T *>(a.delta) + a.in.row_index(b, h, row);
+  const T sink = a.in.sinks ? *a.in.sinks.template at<const T>(0, h, 0, 0) : minus_infinity<T>();
+  const T of_sink = exp2((sink - lse) * kLog2e<T>), total = sum + of_sink;
+  if (!(total > T(0) && total < -minus_infinity<T>())) return;
+  const T dlse = a.dlse ? *a.dlse.template at<const T>(b, h, row, 0) : T(0), D = delta[0] + dlse; // rowsum(dO O), roughly
+  delta[0] = D + (rest - dlse * sum - of_sink * D) / total - dlse;
+  delta[a.in.rows()] = log2(total) * kLn2<T>;
+}
+
+} // namespace strobe

@@ -1,0 +1,132 @@
+// P and dS of one tile of scores, computed anew by a block of threads, whoever asks: what dbias sums up and what rows are settled by. In
+// the arithmetic of the family's backward.
+#pragma once
+#include "../tile/copy.h"
+#include "../tile/multiply.h"
+#include "../tile/tf32_multiply.h"
+#include "key_major_dropout.h"
+#include "probabilities.h"
+#include "tile_gradient_config.h"
+
+namespace strobe {
+
+template <TileConfig C> class TileGradient {
+  static constexpr bool kTf32 = C.dtype == kF32;
+  using T = typename Element<C.dtype>::type;
+  static constexpr Features F = C.features;
+  static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k, kThreads = C.threads();
+  static constexpr u32 kV = C.k_bytes(), kQ = kV + C.v_bytes(), kDo = kQ + C.q_bytes();
+
+public:
+  static constexpr int kKeys = kTileK / C.key_warps / 16, kQueries = kTileQ / C.query_warps / 16; // of a warp, in blocks of 16
+  using Tile = tile::Accumulator[kKeys][kQueries];                                                // rows are keys
+  struct Part {
+    i32 batch, head, q0, k0;
+  };
+
+  const BackwardArguments &a;
+  const Inputs &in;
+  int thread, key_warp, query_warp;
+
+  __device__ __forceinline__ TileGradient(const BackwardArguments &a, unsigned char *memory)
+      : a(a), in(a.in), thread((int)threadIdx.x), key_warp(thread / 32 % C.key_warps), query_warp(thread / 32 / C.key_warps),
+        shared_(shared_address(memory)) {}
+
+  // P (what dropout takes away: with a sign) and dS, 0 where P is. Whether anything is seen of the tile; if not, they are not written.
+  __device__ __forceinline__ bool compute(Tile &P, Tile &dS, const Part &p) const {
+    const Sequence sequence = in.sequence(p.batch);
+    const Band &band = sequence.band;
+    const i32 q1 = (i32)min((i64)p.q0 + kTileQ, band.seqlen_q), k1 = (i32)min((i64)p.k0 + kTileK, band.seqlen_k);
+    if (q1 <= p.q0 || k1 <= p.k0 || intersect(band.keys_any(p.q0, q1), {p.k0, k1}).empty() || !kept(p)) return false;
+    const Range all = band.keys_all(p.q0, q1);
+    const bool masked = p.k0 < all.begin || p.k0 + kTileK > all.end;
+
+    __syncthreads(); // nobody reads the last tile any more
+    const i64 row_q = sequence.q0 + p.q0, row_k = sequence.k0 + p.k0;
+    load<kTileK, kD>(0, in.k, p.batch, p.head / in.group, row_k, k1 - p.k0, in.head_dim);
+    load<kTileK, kDv>(kV, in.v, p.batch, p.head / in.group, row_k, k1 - p.k0, in.head_dim_v);
+    load<kTileQ, kD>(kQ, in.q, p.batch, p.head, row_q, q1 - p.q0, in.head_dim);
+    load<kTileQ, kDv>(kDo, a.dout, p.batch, p.head, row_q, q1 - p.q0, in.head_dim_v);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+
+    const Scores<F, float> scores(in, sequence, p.batch);
+    const i32 i = p.q0 + query_warp * kQueries * 16, j = p.k0 + key_warp * kKeys * 16;
+    multiply<kD>(P, 0, kQ);
+    const auto lse = [&](int n) { return RowLse{*this, p, sequence, i + 16 * n, q1}; };
+    if (masked)
+      probabilities<F, true, false, true>(P, P, scores, p.head, i, j, k1, lse);
+    else
+      probabilities<F, false, false, true>(P, P, scores, p.head, i, j, k1, lse);
+    const KeyMajorDropout<F> dropout{Dropout<F>(in)};
+    if constexpr (F.dropout) dropout.mark(P, i, j, p.head, p.batch);
+    multiply<kDv>(dS, kV, kDo);
+#pragma unroll
+    for (int n = 0; n < kQueries; ++n) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float D = *delta(p, sequence, i + 16 * n + tile::lane_column(k / 2, k % 2), q1);
+#pragma unroll
+        for (int m = 0; m < 2 * kKeys; ++m) {
+          float &x = dS[m / 2][n].x[k / 2][2 * (m % 2) + k % 2], probability = P[m / 2][n].x[k / 2][2 * (m % 2) + k % 2];
+          if constexpr (F.dropout) {
+            x = __float_as_uint(probability) >> 31 ? 0.0f : x * dropout.dropout.factor();
+            probability = fabsf(probability);
+          }
+          x = probability == 0 ? 0.0f : probability * (x - D); // what is not seen may be no number
+        }
+      }
+    }
+    return true;
+  }
+
+private:
+  u32 shared_;
+
+  // Of the queries from `first` on, loaded where it is used: registers are short.
+  struct RowLse {
+    const TileGradient &gradient;
+    const Part &p;
+    const Sequence &sequence;
+    i32 first, q1;
+    __device__ __forceinline__ float lse(int c, int e) const { // of rows that are not there, or see nothing: +inf
+      const i32 row = first + tile::lane_column(c, e);
+      const float x = row < q1 ? *gradient.a.lse.template at<const float>(p.batch, p.head, sequence.q0 + row, 0) : minus_infinity<float>();
+      return x == minus_infinity<float>() ? -x : x;
+    }
+    __device__ __forceinline__ float excess(int c, int e) const {
+      return gradient.delta(p, sequence, first + tile::lane_column(c, e), q1)[gradient.in.rows()] * kLog2e<float>;
+    }
+  };
+
+  template <int kRows, int kColumns>
+  __device__ __forceinline__ void load(u32 target, const Operand &x, i32 b, i32 h, i64 row, i32 rows, i32 columns) const {
+    const tile::Matrix<const T> m{x.at<const T>(b, h, row, 0), x.stride[2], x.stride[3], rows, columns};
+    if constexpr (kTf32)
+      tile::tf32::load<kRows, kColumns, kThreads, C.aligned != 0>(shared_ + target, m, thread);
+    else
+      tile::load<kRows, kColumns, kThreads, C.aligned != 0>(shared_ + target, m, thread);
+  }
+  // x = this warp's rows of the tile at `keys` times transpose(those at `queries`)
+  template <int kInner> __device__ __forceinline__ void multiply(Tile &x, u32 keys, u32 queries) const {
+    constexpr u32 kRow = element_bytes(C.dtype) * kInner;
+#pragma unroll
+    for (int n = 0; n < kKeys * kQueries; ++n) x[n / kQueries][n % kQueries] = {};
+    keys += shared_ + key_warp * kKeys * 16 * kRow, queries += shared_ + query_warp * kQueries * 16 * kRow;
+    if constexpr (kTf32)
+      tile::tf32::multiply_rows<kInner, C.products>(x, keys, queries);
+    else
+      tile::multiply<T, kInner, false>(x, keys, queries);
+  }
+  __device__ __forceinline__ bool kept(const Part &p) const { // a tile lies within one block
+    if constexpr (F.blocks) return in.blocks.row(p.batch, p.head, p.q0 / in.blocks.row_tokens).keeps(p.k0);
+    return true;
+  }
+  // D of a row before q1, and in.rows() further what its LSE lacks.
+  __device__ __forceinline__ const float *delta(const Part &p, const Sequence &sequence, i32 row, i32 q1) const {
+    return (const float *)a.delta + in.row_index(p.batch, p.head, sequence.q0 + min(row, q1 - 1));
+  }
+};
+
+} // namespace strobe

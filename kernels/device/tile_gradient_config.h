@@ -1,0 +1,33 @@
+// What computes P and dS of a tile of scores anew is compiled for: FP16, BF16, and FP32 by TF32.
+#pragma once
+#include "../attention/features.h"
+
+namespace strobe {
+
+// What computes P and dS of a tile of scores anew, beside the backward: the sums of dbias, rows to settle. FP32 by TF32 too.
+struct TileConfig {
+  i32 dtype;                  // kF16, kBF16 or kF32
+  i32 products;               // FP32: as many TF32 ones a product (kernels/tf32)
+  i32 head_dim, head_dim_v;   // as above; rounded up to multiples of 16, FP32: of 32
+  i32 tile_q, tile_k;         // of scores; with block sparsity a tile lies within a block
+  i32 key_warps, query_warps; // a tile is divided among key_warps x query_warps
+  i32 aligned, blocks_per_sm;
+  Features features;
+
+  STROBE_FN constexpr i32 threads() const { return 32 * key_warps * query_warps; }
+  STROBE_FN constexpr i32 k_bytes() const { return element_bytes(dtype) * tile_k * head_dim; }
+  STROBE_FN constexpr i32 v_bytes() const { return element_bytes(dtype) * tile_k * head_dim_v; }
+  STROBE_FN constexpr i32 q_bytes() const { return element_bytes(dtype) * tile_q * head_dim; }
+  STROBE_FN constexpr i32 dout_bytes() const { return element_bytes(dtype) * tile_q * head_dim_v; }
+  STROBE_FN constexpr i32 sums_pitch() const { return tile_q + 1; } // floats
+  STROBE_FN constexpr i32 shared_bytes() const {
+    return max(k_bytes() + v_bytes() + q_bytes() + dout_bytes(), 4 * max(sums_pitch() * tile_k, 2 * key_warps * tile_q));
+  }
+  // Of the gradient of the bias. Which of dbias's axes are longer than 1?
+  STROBE_FN constexpr i64 blocks(bool batches, bool heads, bool rows, bool columns, i64 batch, i64 n_heads, i64 seqlen_q,
+                                 i64 seqlen_k) const {
+    return (batches ? batch : 1) * (heads ? n_heads : 1) * (rows ? div_up(seqlen_q, tile_q) : 1) * (columns ? div_up(seqlen_k, tile_k) : 1);
+  }
+};
+
+} // namespace strobe

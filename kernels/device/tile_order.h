@@ -1,0 +1,73 @@
+// Device code: tiles of unequal length, the longest first. Where lists of blocks make them unequal, short ones then fill what would be idle
+// at the end.
+#pragma once
+#include "../attention/arguments.h"
+#include "../attention/features.h"
+
+namespace strobe {
+
+// The tile that `rank` of the `tiles` come before; of equal ones the first comes first. length(tile) <= most. All kThreads threads of the
+// block ask together.
+template <int kThreads, class Length> __device__ __forceinline__ i32 longest_first(i32 rank, i32 tiles, i32 most, const Length &length) {
+  const u32 longest = min((u32)most, 0x7FFFFFFFu / (u32)tiles - 1);
+  const auto key = [&](i32 tile) { // no two alike
+    return tile < tiles ? min((u32)length(tile), longest) * (u32)tiles + (u32)(tiles - tile) : 0u;
+  };
+  const u32 own = key((i32)threadIdx.x);
+  u32 found = 0; // the greatest number that more than `rank` keys reach, bit by bit
+  for (u32 bit = 1u << (31 - __clz((longest + 1) * (u32)tiles)); bit; bit >>= 1) {
+    i32 reach = __syncthreads_count(own >= (found | bit));
+    for (i32 first = kThreads; first < tiles; first += kThreads)
+      reach += __syncthreads_count(key(first + (i32)threadIdx.x) >= (found | bit));
+    if (reach > rank) found |= bit;
+  }
+  u32 tile = (u32)tiles - 1 - (found - 1) % (u32)tiles;
+#if __CUDA_ARCH__ >= 800
+  asm("redux.sync.max.u32 %0, %0, 0xFFFFFFFF;" : "+r"(tile)); // the same in all lanes, which the compiler then knows: for uniform registers
+#endif
+  return (i32)tile;
+}
+
+// About how many blocks are kept of a tile whose row of them this is, of which it sees [any.begin, any.end) of `length`.
+template <Features F> __device__ __forceinline__ i32 kept_of(const BlockRow &row, const Range &any, i64 length) {
+  if (any.empty()) return 0;
+  return F.band ? (i32)__float2int_ru((float)row.count * (float)(any.end - any.begin) / (float)length) : (i32)row.count;
+}
+
+// The query tile of `rank` among those of a head.
+template <Features F, int kThreads, int kTile> __device__ __forceinline__ i32 longest_query_tile(const Inputs &in, i32 b, i32 h, i32 rank) {
+  const Band band = in.sequence(b).band;
+  const i32 most = (i32)((u32)in.seqlen_k / (u32)in.blocks.column_tokens) + 1;
+  return longest_first<kThreads>(rank, (i32)div_up(in.seqlen_q, kTile), most, [&](i32 tile) {
+    const i64 q0 = (i64)tile * kTile, q1 = min(q0 + kTile, band.seqlen_q);
+    return q0 < q1 ? kept_of<F>(in.blocks.row(b, h, (u32)q0 / (u32)in.blocks.row_tokens), band.keys_any(q0, q1), band.seqlen_k) : 0;
+  });
+}
+// The key tile of `rank` among those of a key head, the tiles of queries of all its query heads counted.
+template <Features F, int kThreads, int kTile>
+__device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_kv, i32 rank) {
+  const Band band = in.sequence(b).band.transposed();
+  const i32 most = ((i32)((u32)in.seqlen_q / (u32)in.blocks_t.column_tokens) + 1) * in.group;
+  return longest_first<kThreads>(rank, (i32)div_up(in.seqlen_k, kTile), most, [&](i32 tile) {
+    const i64 k0 = (i64)tile * kTile, k1 = min(k0 + kTile, band.seqlen_q);
+    i32 kept = 0;
+    for (i32 h = h_kv * in.group; k0 < k1 && h < (h_kv + 1) * in.group; ++h)
+      kept += kept_of<F>(in.blocks_t.row(b, h, (u32)k0 / (u32)in.blocks_t.row_tokens), band.keys_any(k0, k1), band.seqlen_k);
+    return kept;
+  });
+}
+
+// The tile of keys of this block of threads: batch, head_kv, k0 and sequence of state. Bundles of heads run together and share the L2
+// cache; within one, tiles of the first keys come first, which causal ones are the longest of.
+template <bool kTickets, int kTileK, class State> __device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {
+  const Inputs &in = a.in;
+  u32 index = blockIdx.x;
+  if constexpr (kTickets) index = atomicAdd(a.turns, 1u); // whatever a block waits for has drawn its own before
+  u32 tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
+  u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
+  u32 pair = first + rest % n;
+  state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
+  state.sequence = in.sequence(state.batch);
+}
+
+} // namespace strobe

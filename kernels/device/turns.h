@@ -1,0 +1,30 @@
+// Sums that must be the same over runs: tiles of keys add to dQ of a tile of queries in turns, in ascending order.
+#pragma once
+#include "../attention/arguments.h"
+#include "../ptx/barrier.h"
+
+namespace strobe {
+
+// How many tiles of kTileK keys before the one at k0 add to dQ of the tile of queries at q0.
+template <bool kBlocks, int kTileK, class Int>
+__device__ __forceinline__ u32 key_tiles_before(const Inputs &in, const BasicBand<Int> &band, i32 b, i32 h, i32 q0, i32 k0) {
+  const u32 first = (u32)max(Int(0), band.low + q0) / kTileK, own = (u32)k0 / kTileK;
+  if constexpr (kBlocks) {
+    const u32 each = (u32)in.blocks.column_tokens / kTileK; // key tiles of a block
+    const BlockRow row = in.blocks.row(b, h, (u32)q0 / (u32)in.blocks.row_tokens);
+    const i64 entry = row.first_from(first / each), kept = row.first_from(own / each) - entry;
+    const bool cut = entry < row.count && row.cols[entry] == (i32)(first / each);
+    return (u32)kept * each + own % each - (cut ? first % each : 0);
+  }
+  return own - first;
+}
+
+// Waits until as many have added; seen: what the turn was lately. It ends whatever the caller's tensors hold: if sequences overlap (illegal
+// cu_seqlens), strangers count too, which only makes it shorter; if lists of blocks contradict one another, it is given up.
+template <bool kBlocks> __device__ __forceinline__ void await_turn(const u32 *turn, u32 seen, u32 before) {
+  for (i64 tries = 0; seen < before && (!kBlocks || tries < 1 << 24); ++tries) seen = load_acquire(turn);
+}
+// One more has added: all that this thread has seen of it comes before.
+__device__ __forceinline__ void end_turn(u32 *turn) { add_release(turn, 1); }
+
+} // namespace strobe

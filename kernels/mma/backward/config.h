@@ -1,0 +1,61 @@
+// What a backward kernel of the mma family is compiled for, and how much it needs.
+#pragma once
+#include "../../attention/arguments.h"
+#include "../../attention/features.h"
+
+namespace strobe::mma {
+
+struct BackwardConfig {
+  i32 dtype;                // kF16 or kBF16
+  i32 head_dim, head_dim_v; // rounded up to the next multiple of 16 * dim_warps
+  i32 tile_q, tile_k;       // queries of an iteration, a multiple of step_q * dim_warps; keys of a block of threads, of 16 * key_warps
+  i32 key_warps,
+      dim_warps; // tile_k is divided among key_warps; head dims (and S, by queries) among dim_warps; all of it twice, for two roles
+  i32 step_q;    // queries of which a warp computes S at once, a multiple of 16
+  i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
+  i32 deterministic;
+  i32 blocks_per_sm;
+  Features features;
+
+  STROBE_FN constexpr i32 warps() const { return 2 * key_warps * dim_warps; }
+  STROBE_FN constexpr i32 threads() const { return 32 * warps(); }
+
+  // Bytes of shared memory.
+  STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * head_dim; }
+  STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * head_dim_v; }
+  STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * head_dim; }
+  STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * head_dim_v; }
+  STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
+  // With a function of q.k what dS needs is P * slope, what dV needs is P.
+  STROBE_FN constexpr i32 p_planes() const { return features.function ? 2 : 1; }
+  // Numbers of a query: LSE, D twice, with a bias what LSE lacks.
+  STROBE_FN constexpr i32 stats() const { return features.bias ? 4 : 3; }
+  STROBE_FN constexpr i32 stats_bytes() const { return 2 * stats() * tile_q * 4; }
+  STROBE_FN static constexpr i32 state_bytes() { return 512; }
+  STROBE_FN constexpr i32 shared_bytes() const {
+    return k_bytes() + v_bytes() + 2 * (q_bytes() + dout_bytes()) + (p_planes() + 2) * p_bytes() + stats_bytes() + state_bytes();
+  }
+
+  // How dQ of an iteration (tile_q x head_dim) is divided: dq_rows x dq_columns warps, as many as go, and as square as can be.
+  STROBE_FN constexpr i32 dq_rows() const { return dq_split(true); }
+  STROBE_FN constexpr i32 dq_columns() const { return dq_split(false); }
+
+  // BackwardArguments::turns, in words: a ticket, and one for each warp's part of each tile of queries.
+  STROBE_FN constexpr i64 turns(i64 query_tiles) const { return 1 + query_tiles * warps(); }
+
+private:
+  STROBE_FN constexpr i32 dq_split(bool rows) const {
+    i32 best_rows = 1, best_columns = 1;
+    i64 best = -1;
+    for (i32 r = 1; r <= warps(); ++r) {
+      for (i32 c = 1; r * c <= warps(); ++c) {
+        if (tile_q % (16 * r) || head_dim % (16 * c)) continue;
+        i64 merit = (i64)r * c * 65536 - (tile_q / r + head_dim / c);
+        if (merit >= best) best = merit, best_rows = r, best_columns = c;
+      }
+    }
+    return rows ? best_rows : best_columns;
+  }
+};
+
+} // namespace strobe::mma

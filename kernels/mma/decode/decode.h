@@ -1,0 +1,271 @@
+// Few queries over many keys. The query heads that share a key head are packed into the rows of one tile, row = query * group + head, so
+// that K and V are read once; each warp walks over keys of its own with its own copies under way, and at the end the warps' O are merged.
+#pragma once
+#include "../../device/nonfinite.h"
+#include "../../device/scores.h"
+#include "../../device/softmax.h"
+#include "../../tile/copy.h"
+#include "../config.h"
+
+namespace strobe::mma {
+
+using tile::Accumulator;
+using tile::Left;
+using tile::Right;
+
+template <Config C> struct Decode {
+  using Arguments = ForwardArguments;
+  using T = typename Element<C.dtype>::type;
+  static constexpr Features F = C.features;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
+  static constexpr int kD = C.head_dim, kDv = C.head_dim_v;
+  static constexpr int kM = C.tile_q / 16, kN = C.tile_k / 16;
+  static constexpr bool kAligned = C.aligned;
+  static_assert(!F.blocks && C.tile_q % 16 == 0 && C.tile_k % 16 == 0 && kD % 16 == 0 && kDv % 16 == 0);
+
+  static __device__ __forceinline__ void run(const Arguments &a) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const Inputs &in = a.in;
+    u32 tiles = (u32)div_up(in.seqlen_q * in.group, C.tile_q), x = blockIdx.x; // blocks that read the same keys follow one another
+    i32 row = (i32)(x % tiles) * C.tile_q;
+    x /= tiles;
+    i32 head = (i32)(x % in.heads_kv);
+    x /= in.heads_kv;
+    i32 split = (i32)(x % a.splits), b = (i32)(x / a.splits);
+    Sequence sequence = in.sequence(b);
+    if (row >= sequence.band.seqlen_q * in.group) return;
+    Decode(a, sequence, b, head, row, split, shared).compute();
+  }
+
+private:
+  const Arguments &a;
+  const Inputs &in;
+  Sequence sequence;
+  i32 b, head, first, split; // head: of K and V; first: row of the tile
+  i32 rows;                  // of the sequence
+  Scores<F, float> scores;
+  Dropout<F> dropout;
+  int warp = (int)threadIdx.x / 32;
+  unsigned char *shared;
+  u32 q_shared, k_shared, v_shared; // K, V: this warp's
+
+  static constexpr u32 kKBytes = C.tile_k * kD * 2, kVBytes = C.tile_k * kDv * 2;
+  static constexpr int kOPitch = kDv + 8; // floats; spreads rows over the banks
+
+  __device__ __forceinline__ Decode(const Arguments &a, const Sequence &s, i32 b, i32 head, i32 first, i32 split, unsigned char *shared)
+      : a(a), in(a.in), sequence(s), b(b), head(head), first(first), split(split), rows((i32)s.band.seqlen_q * in.group), scores(in, s, b),
+        dropout(in), shared(shared), q_shared(shared_address(shared)), k_shared(q_shared + C.tile_q * kD * 2 + warp * C.stages * kKBytes),
+        v_shared(q_shared + C.tile_q * kD * 2 + C.warps * C.stages * kKBytes + warp * C.stages * kVBytes) {}
+
+  __device__ __forceinline__ i32 query(i32 row) const { return row / in.group; }
+  __device__ __forceinline__ i32 query_head(i32 row) const { return head * in.group + row % in.group; }
+
+  struct PackedRows {
+    const Decode &d;
+    i32 rows, columns;
+    i64 column_stride;
+    __device__ __forceinline__ const T *row(i32 r) const {
+      r = min(r + d.first, d.rows - 1);
+      return d.in.q.template at<const T>(d.b, d.query_head(r), d.sequence.q0 + d.query(r), 0);
+    }
+  };
+
+  __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // query + 1
+  __device__ __forceinline__ Schedule::Part part(int w) const { return {(i64)split * C.warps + w, (i64)a.splits * C.warps}; }
+
+  __device__ __forceinline__ void compute() {
+    const T *k = in.k.at<const T>(b, head, sequence.k0, 0), *v = in.v.at<const T>(b, head, sequence.k0, 0);
+    int lane = tile::lane_id(), loading = 0;
+    Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, part(warp)), tiles = ahead;
+    auto load = [&] { // the next tile of keys; a group of copies, even if empty
+      KeyTile t;
+      if (ahead.next(t)) {
+        i32 n = (i32)(t.end - t.begin);
+        tile::load<C.tile_k, kD, 32, kAligned>(
+            k_shared + loading * kKBytes,
+            tile::Matrix<const T>{k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], n, in.head_dim}, lane);
+        tile::load<C.tile_k, kDv, 32, kAligned>(
+            v_shared + loading * kVBytes,
+            tile::Matrix<const T>{v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], n, in.head_dim_v}, lane);
+        loading = loading + 1 == C.stages ? 0 : loading + 1;
+      }
+      cp_async_commit();
+    };
+
+    tile::load<C.tile_q, kD, kThreads, kAligned>(q_shared, PackedRows{*this, rows - first, in.head_dim, in.q.stride[3]}, threadIdx.x);
+    cp_async_commit();
+#pragma unroll
+    for (int i = 0; i < C.stages - 1; ++i) load();
+    cp_async_wait<C.stages - 1>();
+    __syncthreads();
+    tile::Blocks<Left, kD> q_blocks(q_shared);
+    constexpr bool kKeepQ = kM * kD <= 128; // in registers
+    Left Q[kM][kD / 16];
+    if constexpr (kKeepQ) {
+#pragma unroll
+      for (int i = 0; i < kM * kD / 16; ++i) Q[i / (kD / 16)][i % (kD / 16)] = q_blocks.load(i / (kD / 16) * 16, i % (kD / 16) * 16);
+    }
+
+    Accumulator O[kM][kDv / 16] = {};
+    RowSoftmax<kM, F.bias != 0> softmax;
+    KeyTile tile;
+    int stage = 0;
+    bool nonfinite = false;
+    while (tiles.next(tile)) {
+      cp_async_wait<C.stages - 2>();
+      __syncwarp(); // this tile is here, and the warp no longer reads the one before it
+      load();
+      Accumulator S[kM][kN] = {};
+      tile::Blocks<Right, kD> K(k_shared + stage * kKBytes);
+#pragma unroll
+      for (int c = 0; c < kD / 16; ++c) {
+        if constexpr (!kKeepQ) {
+#pragma unroll
+          for (int m = 0; m < kM; ++m) Q[m][c] = q_blocks.load(16 * m, 16 * c);
+        }
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          Right key = K.load(16 * n, 16 * c);
+#pragma unroll
+          for (int m = 0; m < kM; ++m) tile::multiply_add<T>(S[m][n], Q[m][c], key);
+        }
+      }
+      finish_scores(S, tile);
+      softmax.template follow<C.exact_max>(S, scores.unit, O);
+      if (masked(tile)) nonfinite |= clear_nonfinite<T, C.tile_k, kDv, 32>(v_shared + stage * kVBytes, lane);
+      __syncwarp();
+      tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        Left P[kM];
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          softmax.exponentiate(S[m][n], m, scores.unit);
+          if constexpr (F.dropout) drop(S[m][n], 16 * m, (i32)tile.begin + 16 * n);
+          P[m] = tile::rounded<T>(S[m][n]);
+        }
+#pragma unroll
+        for (int c = 0; c < kDv / 16; ++c) {
+          Right value = V.load(16 * n, 16 * c);
+#pragma unroll
+          for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], P[m], value);
+        }
+      }
+      stage = stage + 1 == C.stages ? 0 : stage + 1;
+    }
+    merge(O, softmax);
+    if (__syncthreads_or(nonfinite)) add_nonfinite(v);
+  }
+
+  static __device__ __forceinline__ bool by_position(const KeyTile &tile) { return tile.masked || tile.end - tile.begin < C.tile_k; }
+  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || by_position(tile); }
+
+  __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
+    if (by_position(tile))
+      finish_scores<true>(S, tile);
+    else if constexpr (F.additive() || F.mask)
+      finish_scores<false>(S, tile);
+  }
+  template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      int m = i / 2, r = i % 2;
+      i32 packed = computed_here(first + 16 * m) + tile::lane_row(r);
+      auto row = scores.row(query(packed), query_head(packed));
+#pragma unroll
+      for (int k = 0; k < 4 * kN; ++k) {
+        int n = k / 4, c = k / 2 % 2, e = k % 2;
+        float &s = S[m][n].x[c][2 * r + e];
+        s = scores.score(s, row, (i32)tile.begin + 16 * n + tile::lane_column(c, e), kByPosition, (i32)tile.end);
+      }
+    }
+  }
+  // A group of dropout's 4x4 elements is spread over heads here: every element asks for itself.
+  __device__ __forceinline__ void drop(Accumulator &P, i32 row, i32 key) const {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      int c = k / 4, r = k / 2 % 2, e = k % 2;
+      i32 packed = first + row + tile::lane_row(r);
+      if (!dropout.keep(b, query_head(packed), query(packed), key + tile::lane_column(c, e))) P.x[c][2 * r + e] = 0;
+    }
+  }
+
+  // O of all warps -> memory. Shared memory now holds M and l (warp, row), then O (warp, row, column).
+  __device__ __forceinline__ void merge(const Accumulator (&O)[kM][kDv / 16], const RowSoftmax<kM, F.bias != 0> &softmax) {
+    cp_async_wait<0>();
+    __syncthreads();
+    float *M = (float *)shared, *l = M + C.warps * C.tile_q, *o = l + C.warps * C.tile_q;
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      int m = i / 2, r = i % 2, row = warp * C.tile_q + 16 * m + tile::lane_row(r);
+      float sum = tile::row_sum(softmax.l[m][r]);
+      if (first + 16 * m + tile::lane_row(r) >= rows) continue;
+      if (tile::lane_column(0, 0) == 0) M[row] = softmax.M[m][r], l[row] = sum;
+#pragma unroll
+      for (int k = 0; k < kDv / 4; ++k)
+        o[row * kOPitch + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2)] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
+    }
+    __syncthreads();
+    for (int r = warp; r < C.tile_q && first + r < rows; r += C.warps) store_row(r, M, l, o);
+  }
+  // A warp stores row r of the tile.
+  __device__ __forceinline__ void store_row(int r, const float *M, const float *l, const float *o) const {
+    i32 h = query_head(first + r);
+    i64 q = sequence.q0 + query(first + r);
+    bool whole = a.splits == 1;
+    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) / kLn<F.bias != 0> : minus_infinity<float>();
+    float top = minus_infinity<float>(), sum = 0, weight[C.warps];
+#pragma unroll
+    for (int w = 0; w < C.warps; ++w) top = fmaxf(top, M[w * C.tile_q + r]);
+#pragma unroll
+    for (int w = 0; w < C.warps; ++w) {
+      weight[w] = top == minus_infinity<float>() ? 1.0f : exp2((M[w * C.tile_q + r] - top) * kUnit<F.bias != 0>);
+      sum += weight[w] * l[w * C.tile_q + r];
+    }
+    RowEnd end(top, sum, sink, F.bias != 0);
+    float factor = end.factor * dropout.factor();
+    i64 row = split * in.rows() + in.row_index(b, h, q);
+    if (tile::lane_id() == 0) {
+      if (!whole)
+        a.partial_lse[row] = end.lse;
+      else if (a.lse)
+        *a.lse.at<float>(b, h, q, 0) = end.lse;
+    }
+    for (int c = tile::lane_id(); c < in.head_dim_v; c += 32) {
+      float x = 0;
+#pragma unroll
+      for (int w = 0; w < C.warps; ++w) x += weight[w] * o[(w * C.tile_q + r) * kOPitch + c];
+      x *= factor;
+      if (whole)
+        *a.out.at<T>(b, h, q, c) = Convert<T>::from(x);
+      else
+        a.partial_out[row * in.head_dim_v + c] = x;
+    }
+  }
+
+  struct Results {
+    const Decode &d;
+    i32 count;
+    __device__ __forceinline__ i32 query(i32 r) const { return d.query(d.first + r); }
+    __device__ __forceinline__ i32 head(i32 r) const { return d.query_head(d.first + r); }
+    __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
+      i64 q = d.sequence.q0 + query(r);
+      if (d.a.splits > 1) {
+        d.a.partial_out[(d.split * d.in.rows() + d.in.row_index(d.b, head(r), q)) * d.in.head_dim_v + c] += x;
+      } else {
+        T *o = d.a.out.template at<T>(d.b, head(r), q, c);
+        *o = Convert<T>::from(to_float(*o) + x);
+      }
+    }
+  };
+  __device__ __forceinline__ void add_nonfinite(const T *v) const {
+    Results results{*this, min((i32)C.tile_q, rows - first)};
+    for (int w = 0; w < C.warps; ++w) {
+      Range keys = Schedule::share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, part(w));
+      __syncthreads();
+      strobe::add_nonfinite<kThreads>(scores, dropout, v, keys, {nullptr, 0, 0}, results, (int)threadIdx.x);
+    }
+  }
+};
+
+} // namespace strobe::mma

@@ -1,0 +1,282 @@
+// FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a block of threads owns a tile of queries and walks over the tiles of
+// keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
+#pragma once
+#include "../../device/nonfinite.h"
+#include "../../device/query_major_dropout.h"
+#include "../../device/scores.h"
+#include "../../device/softmax.h"
+#include "../../tile/copy.h"
+#include "../config.h"
+
+namespace strobe::mma {
+
+using tile::Accumulator;
+using tile::Left;
+using tile::Right;
+
+template <Config C> struct Forward {
+  using Arguments = ForwardArguments;
+  using T = typename Element<C.dtype>::type;
+  static constexpr Features F = C.features;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
+  static constexpr int kD = C.head_dim, kDv = C.head_dim_v;
+  static constexpr int kRows = C.tile_q / C.warps; // of a warp
+  static constexpr int kM = kRows / 16, kN = C.tile_k / 16;
+  static constexpr bool kAligned = C.aligned;
+  static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0 && kD % 16 == 0 && kDv % 16 == 0);
+
+  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the last (longest, if causal) tile first.
+  struct Item {
+    i32 b, h, q, split;
+    __device__ __forceinline__ Item(const Arguments &a, u32 x) {
+      u32 tiles = (u32)div_up(a.in.seqlen_q, C.tile_q), all = (u32)(a.in.batch * a.in.heads);
+      split = (i32)(x % a.splits);
+      x /= a.splits;
+      u32 bundle = x / (tiles * a.bundle), first = bundle * a.bundle, size = min(all - first, (u32)a.bundle);
+      x -= first * tiles;
+      u32 bh = first + x % size;
+      q = (i32)(tiles - 1 - x / size) * C.tile_q;
+      b = (i32)(bh / a.in.heads);
+      h = (i32)(bh % a.in.heads);
+    }
+  };
+
+  static __device__ __forceinline__ void run(const Arguments &a) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    Item item(a, blockIdx.x);
+    Sequence sequence = a.in.sequence(item.b);
+    if (item.q >= sequence.band.seqlen_q) return;
+    if (!Forward(a, item, sequence, shared_address(shared)).compute()) return;
+    Item again(a, computed_here(blockIdx.x)); // nothing is kept in registers for this
+    Forward(a, again, a.in.sequence(again.b), 0).add_nonfinite();
+  }
+
+private:
+  const Arguments &a;
+  const Inputs &in;
+  Item item;
+  Sequence sequence;
+  Scores<F, float> scores;
+  QueryMajorDropout<F> dropout;
+  const T *k, *v;
+  u32 q_shared, k_shared, v_shared; // Q's place takes O at the end
+  int warp_row = (int)threadIdx.x / 32 * kRows;
+
+  static constexpr u32 kKBytes = C.tile_k * kD * 2, kVBytes = C.tile_k * kDv * 2;
+
+  __device__ __forceinline__ Forward(const Arguments &a, const Item &item, const Sequence &sequence, u32 shared)
+      : a(a), in(a.in), item(item), sequence(sequence), scores(in, sequence, item.b), dropout{Dropout<F>(in), (u32)item.h, (u32)item.b},
+        k(in.k.at<const T>(item.b, item.h / in.group, sequence.k0, 0)), v(in.v.at<const T>(item.b, item.h / in.group, sequence.k0, 0)),
+        q_shared(shared), k_shared(shared + C.q_bytes()), v_shared(k_shared + C.stages * kKBytes) {}
+
+  __device__ __forceinline__ void load_q() {
+    const T *q = in.q.at<const T>(item.b, item.h, sequence.q0 + item.q, 0);
+    tile::load<C.tile_q, kD, kThreads, kAligned>(
+        q_shared, tile::Matrix<const T>{q, in.q.stride[2], in.q.stride[3], scores.seqlen_q - item.q, in.head_dim}, threadIdx.x);
+  }
+  __device__ __forceinline__ void load_k(const KeyTile &t, int stage) {
+    tile::Matrix<const T> m{k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], (i32)t.end - (i32)t.begin, in.head_dim};
+    tile::load<C.tile_k, kD, kThreads, kAligned>(k_shared + stage * kKBytes, m, threadIdx.x);
+  }
+  __device__ __forceinline__ void load_v(const KeyTile &t, int stage) {
+    tile::Matrix<const T> m{v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], (i32)t.end - (i32)t.begin, in.head_dim_v};
+    tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, m, computed_here(threadIdx.x));
+  }
+
+  __device__ __forceinline__ i64 last() const { return min((i64)item.q + C.tile_q, sequence.band.seqlen_q); } // query + 1
+  __device__ __forceinline__ BlockRow blocks() const {
+    if constexpr (F.blocks) return in.blocks.row(item.b, item.h, (u32)item.q / (u32)in.blocks.row_tokens);
+    return {nullptr, 0, 0};
+  }
+  __device__ __forceinline__ Schedule::Part part() const { return {item.split, a.splits}; }
+
+  // Returns whether V had numbers that were not finite.
+  __device__ __forceinline__ bool compute() {
+    Accumulator O[kM][kDv / 16] = {};
+    RowSoftmax<kM, F.bias != 0> softmax;
+    Schedule tiles(sequence.band, item.q, last(), C.tile_k, 16, blocks(), part());
+    KeyTile tile, next;
+    bool more = tiles.next(next), nonfinite = false;
+    int stage = 0;
+
+    load_q();
+    if (more) load_k(next, 0);
+    if (more && C.stages > 1) load_v(next, 0);
+    cp_async_commit();
+    while (more) {
+      tile = next;
+      more = tiles.next(next);
+      arrive(); // K (with two stages: and V) of this tile is here, and nobody reads the last one's any more
+      if constexpr (C.stages == 1) {
+        load_v(tile, 0);
+      } else if (more) {
+        load_k(next, stage ^ 1);
+        load_v(next, stage ^ 1);
+      }
+      cp_async_commit();
+
+      Accumulator S[kM][kN] = {};
+      multiply_q_k(S, stage);
+      finish_scores(S, tile);
+      softmax.template follow<C.exact_max>(S, scores.unit, O);
+      if constexpr (C.stages == 1) arrive(); // V is here, and nobody reads K any more
+      if (masked(tile)) nonfinite |= clear_nonfinite(stage);
+      if constexpr (C.stages == 1) {
+        if (more) load_k(next, 0);
+        cp_async_commit();
+      }
+      multiply_p_v(O, S, softmax, tile, stage);
+      if constexpr (C.stages > 1) stage ^= 1;
+    }
+    finish(O, softmax);
+    return nonfinite;
+  }
+
+  static __device__ __forceinline__ void arrive() {
+    cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  // S = Q K^T
+  __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], int stage) const {
+    tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2);
+    tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 0, computed_here(tile::lane_id()));
+#pragma unroll
+    for (int c = 0; c < kD; c += 16) {
+      Left q[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) q[m] = Q.load(16 * m, c);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        Right key = K.load(16 * n, c);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) tile::multiply_add<T>(S[m][n], q[m], key);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ bool by_position(const KeyTile &tile) { return tile.masked || tile.end - tile.begin < C.tile_k; }
+  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || by_position(tile); }
+
+  // Raw products -> scores, -inf where hidden.
+  __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
+    if (by_position(tile))
+      finish_scores<true>(S, tile);
+    else if constexpr (F.additive() || F.mask)
+      finish_scores<false>(S, tile);
+  }
+  template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
+    i32 begin = (i32)tile.begin, end = (i32)tile.end, first = item.q + computed_here(threadIdx.x) / 32 * kRows;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        auto row = scores.row(first + 16 * m + tile::lane_row(r), item.h);
+#pragma unroll
+        for (int k = 0; k < 4 * kN; ++k) {
+          int n = k / 4, c = k / 2 % 2, e = k % 2;
+          float &s = S[m][n].x[c][2 * r + e];
+          s = scores.score(s, row, begin + 16 * n + tile::lane_column(c, e), kByPosition, end);
+        }
+      }
+    }
+  }
+
+  // P = exp2(S * unit - M); O += P V
+  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kDv / 16], Accumulator (&S)[kM][kN],
+                                               RowSoftmax<kM, F.bias != 0> &softmax, const KeyTile &tile, int stage) const {
+    tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
+#pragma unroll
+    for (int pair = 0; pair < kN; pair += 2) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        softmax.exponentiate(S[m][pair], m, scores.unit);
+        softmax.exponentiate(S[m][pair + 1], m, scores.unit);
+        if constexpr (F.dropout) dropout.apply(S[m][pair], S[m][pair + 1], item.q + warp_row + 16 * m, (i32)tile.begin + 16 * pair);
+      }
+#pragma unroll
+      for (int n = pair; n < pair + 2; ++n) {
+        Left p[kM];
+#pragma unroll
+        for (int m = 0; m < kM; ++m) p[m] = tile::rounded<T>(S[m][n]);
+#pragma unroll
+        for (int c = 0; c < kDv / 16; ++c) {
+          Right value = V.load(16 * n, 16 * c);
+#pragma unroll
+          for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], p[m], value);
+        }
+      }
+    }
+  }
+
+  // Of V; the same for all threads.
+  __device__ __forceinline__ bool clear_nonfinite(int stage) const {
+    return __any_sync(0xFFFFFFFFu, __syncthreads_or(strobe::clear_nonfinite<T, C.tile_k, kDv, kThreads>(v_shared + stage * kVBytes,
+                                                                                                        computed_here(threadIdx.x))));
+  }
+  struct Results {
+    const Forward &f;
+    i32 count;
+    __device__ __forceinline__ i32 query(i32 r) const { return f.item.q + r; }
+    __device__ __forceinline__ i32 head(i32) const { return f.item.h; }
+    __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
+      i64 q = f.sequence.q0 + query(r);
+      if (f.a.splits > 1) {
+        f.a.partial_out[(f.item.split * f.in.rows() + f.in.row_index(f.item.b, f.item.h, q)) * f.in.head_dim_v + c] += x;
+      } else {
+        T *o = f.a.out.template at<T>(f.item.b, f.item.h, q, c);
+        *o = Convert<T>::from(to_float(*o) + x);
+      }
+    }
+  };
+  __device__ __forceinline__ void add_nonfinite() const {
+    Results results{*this, min((i32)C.tile_q, scores.seqlen_q - item.q)};
+    Range keys = Schedule::share(sequence.band.keys_any(item.q, last()), C.tile_k, 16, part());
+    __syncthreads();
+    strobe::add_nonfinite<kThreads>(scores, dropout.dropout, v, keys, blocks(), results, (int)threadIdx.x);
+  }
+
+  // O / l and LSE to memory.
+  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kDv / 16], RowSoftmax<kM, F.bias != 0> &softmax) {
+    bool whole = a.splits == 1;
+    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) / kLn<F.bias != 0> : minus_infinity<float>();
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      int m = i / 2, r = i % 2;
+      RowEnd end(softmax.M[m][r], tile::row_sum(softmax.l[m][r]), sink, F.bias != 0);
+      float factor = end.factor * dropout.dropout.factor();
+#pragma unroll
+      for (int k = 0; k < kDv / 4; ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= factor;
+      i32 q = item.q + warp_row + 16 * m + tile::lane_row(r);
+      if (q >= scores.seqlen_q) continue;
+      if (!whole) {
+        i64 row = item.split * in.rows() + in.row_index(item.b, item.h, sequence.q0 + q);
+        if (tile::lane_column(0, 0) == 0) a.partial_lse[row] = end.lse;
+        float *out = a.partial_out + row * in.head_dim_v;
+#pragma unroll
+        for (int k = 0; k < kDv / 4; ++k) {
+          int c = 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
+          if (c < in.head_dim_v) out[c] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
+        }
+      } else if (a.lse && tile::lane_column(0, 0) == 0) {
+        *a.lse.at<float>(item.b, item.h, sequence.q0 + q, 0) = end.lse;
+      }
+    }
+    if (whole) store_o(O);
+  }
+  __device__ __forceinline__ void store_o(const Accumulator (&O)[kM][kDv / 16]) {
+    cp_async_wait<0>();
+    __syncthreads(); // Q's place is O's now
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int c = 0; c < kDv / 16; ++c) tile::store<kDv>(q_shared, warp_row + 16 * m, 16 * c, tile::rounded<T>(O[m][c]));
+    }
+    __syncthreads();
+    T *out = a.out.at<T>(item.b, item.h, sequence.q0 + item.q, 0);
+    tile::store<C.tile_q, kDv, kThreads, kAligned>(
+        tile::Matrix<T>{out, a.out.stride[2], a.out.stride[3], scores.seqlen_q - item.q, in.head_dim_v}, q_shared, threadIdx.x);
+  }
+};
+
+} // namespace strobe::mma

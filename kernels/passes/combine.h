@@ -1,0 +1,43 @@
+// Merges what the splits over keys left: a block of threads takes a row, O = sum of exp(LSE_s - LSE) O_s. The sink joins here, once.
+#pragma once
+#include "../attention/arguments.h"
+#include "../mma/config.h"
+#include "../ptx/math.h"
+
+namespace strobe::passes {
+
+template <mma::Config C> struct Combine {
+  using Arguments = ForwardArguments;
+  using T = typename Element<C.dtype>::type;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
+
+  static __device__ __forceinline__ void run(const Arguments &a) {
+    const Inputs &in = a.in;
+    i64 row = blockIdx.x, rows = in.rows(), length = in.cu_seqlens_q ? in.total_q : in.seqlen_q;
+    i64 q = row % length, h = row / length % in.heads, b = row / length / in.heads;
+
+    float top = minus_infinity<float>();
+#pragma unroll 8
+    for (i32 s = 0; s < a.splits; ++s) top = fmaxf(top, a.partial_lse[s * rows + row]);
+    float sink = in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) : minus_infinity<float>();
+    top = fmaxf(top, sink);
+    bool empty = top == minus_infinity<float>();
+    float reference = empty ? 0.0f : top, sum = sink == minus_infinity<float>() ? 0.0f : exp2((sink - reference) * kLog2e<float>);
+#pragma unroll 8
+    for (i32 s = 0; s < a.splits; ++s) sum += exp2((a.partial_lse[s * rows + row] - reference) * kLog2e<float>);
+
+    float factor = sum == 0 ? 0.0f : 1 / sum;
+    for (i32 c = (i32)threadIdx.x; c < in.head_dim_v; c += kThreads) {
+      float x = 0;
+#pragma unroll 8
+      for (i32 s = 0; s < a.splits; ++s) {
+        i64 part = s * rows + row;
+        x += exp2((a.partial_lse[part] - reference) * kLog2e<float>) * a.partial_out[part * in.head_dim_v + c];
+      }
+      *a.out.at<T>(b, h, q, c) = Convert<T>::from(x * factor);
+    }
+    if (a.lse && threadIdx.x == 0) *a.lse.at<float>(b, h, q, 0) = sum == 0 ? minus_infinity<float>() : reference + log2(sum) * kLn2<float>;
+  }
+};
+
+} // namespace strobe::passes

@@ -1,0 +1,66 @@
+// Packs a bool mask: a warp takes 16 queries and 64 keys, each lane 32 keys of one query; then lanes exchange what the forward's lanes
+// want.
+#pragma once
+#include "../device/mask_bits.h"
+#include "../ptx/math.h"
+
+namespace strobe::passes {
+
+template <MaskConfig C> struct PackMask {
+  using Arguments = MaskArguments;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
+
+  static __device__ __forceinline__ void run(const Arguments &a) {
+    const u32 cell = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+    if (cell >= a.cells) return;
+    const u32 line = a.columns.divide(cell), head = a.rows.divide(line), b = a.heads.divide(head), h = head - b * a.heads.by;
+    const i32 lane = (i32)threadIdx.x % 32, column = (i32)(cell - line * a.columns.by), row = (i32)(line - head * a.rows.by);
+    const BasicRange<i32> visible = a.band.keys_any(16 * row, 16 * row + 16);
+    if (64 * column >= visible.end || 64 * column + 64 <= visible.begin) return;
+    const u32 seen = load(a, b, h, 16 * row + lane / 2, 64 * column + 32 * (lane % 2));
+    u32 x[2][2]; // row lane / 4 + 8 r, keys from 32 c on, this lane's first
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) x[r][c] = __shfl_sync(0xFFFFFFFFu, seen, 2 * (lane / 4 + 8 * r) + c) >> 2 * (lane % 4);
+    }
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      u32 bits = 0;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const u32 y = x[r][block / 2] >> 16 * (block % 2);
+        bits |= ((y & 3) | (y >> 8 & 3) << 2) << 4 * r;
+      }
+      *a.bits.at(b, h, row, 4 * column + block, lane) = (u8)bits;
+    }
+  }
+
+private:
+  // Bits of the 32 keys from j on.
+  static __device__ __forceinline__ u32 load(const Arguments &a, i64 b, i64 h, i32 i, i32 j) {
+    const u8 *mask = a.mask.template at<const u8>(b, h, min(i, a.queries - 1), j); // nobody asks for queries that are not there
+    u32 seen = 0;
+    if constexpr (C.wide) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        if (j + 16 * k >= a.keys) continue;
+        const uint4 x = reinterpret_cast<const uint4 *>(mask)[k];
+        seen |= (nonzero(x.x) | nonzero(x.y) << 4 | nonzero(x.z) << 8 | nonzero(x.w) << 12) << 16 * k;
+      }
+    } else {
+#pragma unroll 4
+      for (int k = 0; k < 32; ++k) {
+        if (j + k < a.keys && mask[k * a.mask.stride[3]] != 0) seen |= 1u << k;
+      }
+    }
+    return seen;
+  }
+  // Which of four bytes are not 0.
+  static __device__ __forceinline__ u32 nonzero(u32 x) {
+    const u32 ones = ((x & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | x) >> 7 & 0x01010101u;
+    return ones * 0x01020408u >> 24;
+  }
+};
+
+} // namespace strobe::passes

@@ -1,0 +1,161 @@
+// Two threads of a block tell the copy engine what to fetch: one K and, tile by tile, Q with LSE; the other one V and dO with D.
+#pragma once
+#include "../../device/query_tiles.h"
+#include "../../ptx/atomic.h"
+#include "../../ptx/grid.h"
+#include "../../ptx/tma.h"
+#include "shared.h"
+
+namespace strobe::sm90 {
+
+template <BackwardConfig C> struct BackwardLoad {
+  static constexpr Features F = C.features;
+  static constexpr int kM = C.tile_q, kTileK = C.tile_k();
+  using Tiles = QueryTiles<F.blocks != 0, kM>;
+  const HopperBackwardArguments &a;
+  const BackwardShared<C> &shared;
+
+  // This block's (first) keys; by one thread, before the others begin. Within a bundle of heads the first tile comes first (the longest,
+  // if causal).
+  static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
+    // A ticket: whatever a block waits for has drawn its own before.
+    const u32 x = C.deterministic ? fetch_add(a.turns, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
+    const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
+    const u32 pair = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_kv_divisor.divide(pair);
+    const BasicBand<i32> band = narrow(a.in.sequence(b).band);
+    write(shared.keys(), (i32)b, (i32)(pair - b * a.heads_kv_divisor.by), (i32)tile * kTileK, band.seqlen_k);
+    write(shared.reach(), band.low, band.high, band.seqlen_q, 0);
+  }
+
+  // Where blocks own dQ, bit 31 of an iteration's number says of how many tiles of keys before: odd.
+  __device__ __forceinline__ void q() const {
+#pragma unroll 1
+    for (u32 n = 0;; n ^= kOddKeys) {
+      n = q(n);
+      if constexpr (!C.owns_dq) return;
+      KeyBlock keys = read<KeyBlock>(shared.keys());
+      const bool more = next_keys(keys);
+      mbarrier_wait(shared.keys_empty(), n >> 31);
+      write(shared.keys(), more ? keys.batch : KeyBlock::kNone, keys.head_kv, keys.begin, keys.seqlen_k);
+      if (!more) return mbarrier_arrive(shared.k_full());
+    }
+  }
+  __device__ __forceinline__ void dout() const {
+    u32 n = 0;
+    do n = dout(n);
+    while (other_keys<C>(shared, n));
+  }
+
+private:
+  // The keys that this block takes after these. Returns whether there are any.
+  __device__ __forceinline__ bool next_keys(KeyBlock &keys) const {
+    keys.begin += kTileK;
+    if (keys.begin < keys.seqlen_k) return true;
+    const u32 pair = (u32)keys.batch * a.heads_kv_divisor.by + (u32)keys.head_kv + gridDim.x;
+    keys.begin = 0, keys.batch = (i32)a.heads_kv_divisor.divide(pair), keys.head_kv = (i32)(pair - (u32)keys.batch * a.heads_kv_divisor.by);
+    return pair < (u32)a.pairs;
+  }
+  // Both return the next iteration's number.
+  __device__ __forceinline__ u32 q(u32 n) const {
+    const KeyBlock keys = read<KeyBlock>(shared.keys());
+    load<C.columns(), C.k_bytes(), kTileK>(a.tma_k, shared.k_full(), shared.k, k_row(keys), keys.head_kv, keys.batch);
+    wait_for_launch_before(); // which made the rows, and room for dQ; who computes waits for them
+    const i32 batch = keys.batch;
+    return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
+      wait_empty(shared.q_empty(n), n);
+      write(shared.step(n), step.begin, step.head, number_of_dq(step), step.flags);
+      if constexpr (C.deterministic) write(shared.dq_step(n), step.begin, step.head, step.number, step.flags);
+      if (step.flags & kNothing) {
+        mbarrier_wait(shared.k_full(), 0); // the block ends, and with it its shared memory
+        return mbarrier_arrive(shared.q_full(n));
+      }
+      load<C.columns(), C.q_bytes(), kM>(a.tma_q, shared.q_full(n), shared.q_of(n), row, step.head, batch, C.lse_bytes());
+      bulk_load(shared.lse_of(n), rows(step), C.lse_bytes(), shared.q_full(n));
+    });
+  }
+  __device__ __forceinline__ u32 dout(u32 n) const {
+    const KeyBlock keys = read<KeyBlock>(shared.keys());
+    load<C.columns_v(), C.v_bytes(), kTileK>(a.tma_v, shared.v_full(), shared.v, k_row(keys), keys.head_kv, keys.batch);
+    wait_for_launch_before();
+    if constexpr (C.owns_dq) mbarrier_wait(shared.k_full(), n >> 31); // else it might take these keys' K for the next ones'
+    const i32 batch = keys.batch;
+    return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
+      if (step.flags & kNothing) return mbarrier_wait(shared.v_full(), 0);
+      wait_empty(shared.dout_empty(n), n);
+      load<C.columns_v(), C.dout_bytes(), kM>(a.tma_dout, shared.dout_full(n), shared.dout_of(n), row, step.head, batch, C.row_bytes());
+      bulk_load(shared.delta_of(n), rows(step) + C.lse_bytes() / 4, C.row_bytes(), shared.dout_full(n));
+    });
+  }
+
+  // Of a tile, in dq_sum; where blocks own dQ, in the block's part, which holds what it adds up at present.
+  __device__ __forceinline__ i32 number_of_dq(const QueryStep &step) const {
+    if (!C.owns_dq) return step.number;
+    const i32 first = read<KeyBlock>(shared.keys()).head_kv * a.in.group;
+    return (step.head - first) * a.query_tiles + (i32)((u32)step.begin / kM);
+  }
+  __device__ __forceinline__ const float *rows(const QueryStep &step) const {
+    return a.rows + (i64)step.number * ((C.lse_bytes() + C.row_bytes()) / 4);
+  }
+  __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return (i32)a.in.sequence(keys.batch).k0 + keys.begin; }
+
+  // visit(iteration, row of the tensors, step) for each tile of queries, of each head that shares these keys, that sees some of them.
+  template <class Visit> __device__ __forceinline__ u32 walk(u32 n, const Visit &visit) const {
+    const KeyBlock keys = read<KeyBlock>(shared.keys());
+    const Inputs &in = a.in;
+    const i32 q0 = (i32)in.sequence(keys.batch).q0, end = (keys.head_kv + 1) * in.group;
+    const i32 first = in.cu_seqlens_q ? (i32)((u32)q0 / kM) + keys.batch : keys.batch * in.heads * a.query_tiles;
+    i32 head = keys.head_kv * in.group;
+    const Tiles of_first = tiles_of(keys, head);
+    Tiles tiles = of_first;
+    QueryTile next;
+    auto more = [&] {
+      while (!tiles.next(next)) {
+        if (++head == end) return false;
+        tiles = F.blocks ? tiles_of(keys, head) : of_first;
+      }
+      return true;
+    };
+    if (!more()) {
+      visit(n, 0, {0, 0, 0, kNothing});
+      return n + 1;
+    }
+    i32 flags = 0;
+#pragma unroll 1
+    for (; !(flags & kLast); ++n) {
+      QueryStep step{next.begin, head, first + head * a.query_tiles + (i32)((u32)next.begin / kM), masks(next.begin)};
+      if (!more()) step.flags |= kLast;
+      flags = step.flags;
+      visit(n, q0 + step.begin, step);
+    }
+    return n;
+  }
+  __device__ __forceinline__ Tiles tiles_of(const KeyBlock &keys, i32 head) const {
+    BlockRow row{nullptr, 0, 0};
+    if constexpr (F.blocks) row = a.in.blocks_t.row(keys.batch, head, keys.begin / (u32)a.in.blocks_t.row_tokens);
+    return Tiles(a.in.sequence(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
+  }
+  // Which 64 keys mask the queries from q on.
+  __device__ __forceinline__ i32 masks(i32 q) const {
+    const KeyBlock keys = read<KeyBlock>(shared.keys());
+    const Reach reach = read<Reach>(shared.reach());
+    // Queries that are not there are another sequence's.
+    i32 flags = a.in.cu_seqlens_q && q + kM > reach.seqlen_q ? kMasked | kMasked << 1 : 0;
+#pragma unroll
+    for (int w = 0; w < kTileK / 64; ++w) {
+      const i32 j = keys.begin + 64 * w;
+      if (j + 64 > keys.seqlen_k || (F.band && (q < j + 63 - reach.high || q + kM - 1 > j - reach.low))) flags |= kMasked << w;
+      if (F.band && (q + kM - 1 < j - reach.high || q > j + 63 - reach.low)) flags |= kUnseen << w;
+    }
+    return flags;
+  }
+
+  template <int kColumns, u32 kBytes, int kRows>
+  static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 row, i32 head, i32 b, u32 more_bytes = 0) {
+    mbarrier_expect(full, kBytes + more_bytes);
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 64)
+      tma_load(address + kRows * kRowBytes * (c / 64), x.map, full, c, row, head * x.head_step, b * x.batch_step);
+  }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,80 @@
+// The same sums of dQ on every run: tiles of keys add to a tile of queries in ascending order. For each warpgroup that computes, a thread
+// of the loading one waits for its turn, adds, and ends the turn when the addition is done, which takes a while; or, where the warps that
+// compute add from registers (wide), lets them.
+#pragma once
+#include "../../device/turns.h"
+#include "../../ptx/tma.h"
+#include "shared.h"
+
+namespace strobe::sm90 {
+
+// Of a warpgroup's part of a tile of queries.
+__device__ __forceinline__ u32 *turn_of(const HopperBackwardArguments &a, i32 number, int w) { return a.turns + 1 + 2 * (i64)number + w; }
+
+template <BackwardConfig C> struct BackwardOrder {
+  const HopperBackwardArguments &a;
+  const BackwardShared<C> &shared;
+  const int w;
+
+  __device__ __forceinline__ void all() const {
+    if (!a.dq_sum) return;
+    const KeyBlock keys = read<KeyBlock>(shared.keys());
+    mbarrier_wait(shared.dq_full(w), 0);
+    if (read<QueryStep>(shared.dq_step(0)).flags & kNothing) return;
+    Turn next = turn(keys, 0);
+#pragma unroll 1
+    for (u32 n = 0;; ++n) {
+      const Turn own = next;
+      await_turn<C.features.blocks != 0>(own.at, own.seen, own.before);
+      if constexpr (C.wide) {
+        mbarrier_arrive(shared.dq_empty(w));
+        if (own.last) return;
+        next = turn(keys, n + 1);
+      } else {
+        add(own);
+        if (!own.last) {
+          bulk_wait_read();
+          mbarrier_arrive(shared.dq_empty(w));
+          next = turn(keys, n + 1);
+        }
+        bulk_wait();
+        async_proxy_fence_global();
+        end_turn(own.at);
+        if (own.last) return;
+      }
+      mbarrier_wait(shared.dq_full(w), (n + 1) % 2);
+    }
+  }
+
+private:
+  static constexpr u32 kAdders = C.wide ? 4 : 1; // each of whom ends a turn
+
+  struct Turn {
+    u32 *at, before, seen;
+    i32 number;
+    bool last;
+  };
+  // Of iteration n, asked for while the addition before is under way. (Who handed that one over had read this step.)
+  __device__ __forceinline__ Turn turn(const KeyBlock &keys, u32 n) const {
+    const QueryStep step = read<QueryStep>(shared.dq_step(n));
+    const Reach reach = read<Reach>(shared.reach());
+    const BasicBand<i32> band{reach.seqlen_q, keys.seqlen_k, reach.low, reach.high, 0};
+    u32 *at = turn_of(a, step.number, w);
+    const u32 seen = load_relaxed(at);
+    const u32 before = key_tiles_before<C.features.blocks != 0, C.tile_k()>(a.in, band, keys.batch, step.head, step.begin, keys.begin);
+    return {at, kAdders * before, seen, step.number, (step.flags & kLast) != 0};
+  }
+  __device__ __forceinline__ void add(const Turn &turn) const {
+    async_proxy_fence_global();
+    constexpr i64 kPart = 64 * C.dq_queries(); // of dQ, a warpgroup's
+    float *sum = a.dq_sum + (2 * (i64)turn.number + w) * kPart;
+    const u32 dQ = shared.dq + 4 * w * (u32)kPart;
+    if (turn.before == 0)
+      bulk_store(sum, dQ, 4 * kPart);
+    else
+      bulk_add(sum, dQ, 4 * kPart);
+    bulk_commit();
+  }
+};
+
+} // namespace strobe::sm90

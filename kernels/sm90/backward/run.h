@@ -1,0 +1,40 @@
+// The roles of a thread block of the Hopper backward: threads of the first warpgroup load (and order additions to dQ), the others compute.
+#pragma once
+#include "load.h"
+#include "order.h"
+
+namespace strobe::sm90 {
+
+template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_backward(const HopperBackwardArguments &a) {
+  extern __shared__ __align__(128) unsigned char dynamic[];
+  const BackwardShared<C> shared(shared_address(dynamic));
+  if (threadIdx.x == 0) {
+    shared.begin();
+    if constexpr (C.deterministic) wait_for_launch_before(); // for the ticket
+    BackwardLoad<C>::choose_keys(a, shared);
+  }
+  if (threadIdx.x == 32) tma_prefetch(a.tma_k.map), tma_prefetch(a.tma_q.map), tma_prefetch(a.tma_v.map), tma_prefetch(a.tma_dout.map);
+  __syncthreads();
+  if constexpr (!C.owns_dq) {
+    const KeyBlock keys = read<KeyBlock>(shared.keys());
+    if (keys.begin >= keys.seqlen_k) return wait_for_launch_before();
+  }
+  const int warpgroup = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    registers_lower<C.registers_load>();
+    if (threadIdx.x == 0) BackwardLoad<C>{a, shared}.q();
+    if (threadIdx.x == 32) BackwardLoad<C>{a, shared}.dout();
+    if constexpr (C.deterministic) {
+      if (threadIdx.x == 64) BackwardOrder<C>{a, shared, 0}.all();
+      if (threadIdx.x == 96) BackwardOrder<C>{a, shared, 1}.all();
+    }
+  } else {
+    registers_raise<C.registers_compute>();
+    u32 n = 0;
+#pragma unroll 1
+    do n = Compute(a, shared, read<KeyBlock>(shared.keys()), warpgroup - 1).all(n);
+    while (other_keys<C>(shared, n));
+  }
+}
+
+} // namespace strobe::sm90

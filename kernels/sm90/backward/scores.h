@@ -1,0 +1,295 @@
+// What a warpgroup of the Hopper backward makes of S^T, 64 keys x a tile of queries: P. And how it keeps out what is hidden and no number.
+#pragma once
+#include "../../device/epilogue.h"
+#include "../../device/key_major_dropout.h"
+#include "../../device/nonfinite.h"
+#include "../../device/scores.h"
+#include "../../ptx/tma.h"
+#include "../../ptx/wgmma.h"
+#include "../../tile/exchange.h"
+#include "shared.h"
+
+namespace strobe::sm90 {
+
+using tile::Accumulator;
+
+// d (64 x kColumns) = 64 rows of a tile of kRows * columns^T, both kInner wide.
+template <class T, int kInner, int kRows, int kColumns>
+__device__ __forceinline__ void multiply_transposed(float (&d)[kColumns / 2], u32 rows, u32 columns) {
+  const u64 x = descriptor_k_major(rows), y = descriptor_k_major(columns);
+  wgmma_fence();
+#pragma unroll
+  for (int c = 0; c < kInner / 16; ++c) {
+    const u64 left = advance(x, kRows * kRowBytes * (c / 4) + 32 * (c % 4)),
+              right = advance(y, kColumns * kRowBytes * (c / 4) + 32 * (c % 4));
+    if (c == 0)
+      Wgmma<T, kColumns>::template shared_anew<0>(d, left, right);
+    else
+      Wgmma<T, kColumns>::template shared<true>(d, left, right);
+  }
+  wgmma_commit();
+}
+// The same with the 64 rows in registers.
+template <class T, int kInner, int kColumns>
+__device__ __forceinline__ void multiply_transposed(float (&d)[kColumns / 2], u32 (&rows)[kInner / 4], u32 columns) {
+  const u64 y = descriptor_k_major(columns);
+  registers_changed(rows);
+  wgmma_fence();
+#pragma unroll
+  for (int c = 0; c < kInner / 16; ++c) {
+    const u64 right = advance(y, kColumns * kRowBytes * (c / 4) + 32 * (c % 4));
+    if (c == 0)
+      Wgmma<T, kColumns>::template registers_anew<0>(d, rows, right);
+    else
+      Wgmma<T, kColumns>::template registers<true, 0>(d, rows + 4 * c, right);
+  }
+  wgmma_commit();
+}
+// sum (64 x kColumns) += x (64 x kInner, in registers) * rows (kInner x kColumns)
+template <class T, int kInner, int kColumns>
+__device__ __forceinline__ void multiply_add(float (&sum)[kColumns / 2], u32 (&x)[kInner / 4], u32 rows) {
+  const u64 y = descriptor_mn_major(rows, kInner * kRowBytes);
+  registers_changed(x);
+  registers_changed(sum);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kInner / 16; ++i) Wgmma<T, kColumns>::template registers<true, 1>(sum, x + 4 * i, advance(y, 16 * kRowBytes * i));
+  wgmma_commit();
+}
+// dQ^T (64 columns of K x kQueries) = K^T dS^T; keys: those columns of kKeys rows of K; ds: rows are queries (of kRows), columns keys.
+template <class T, int kKeys, int kRows, int kQueries>
+__device__ __forceinline__ void multiply_dq(float (&dQ)[kQueries / 2], u32 keys, u32 ds) {
+  const u64 x = descriptor_mn_major(keys, 16), y = descriptor_k_major(ds);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kKeys / 16; ++k) {
+    const u64 left = advance(x, 16 * kRowBytes * k), right = advance(y, kRows * kRowBytes * (k / 4) + 32 * (k % 4));
+    if (k == 0)
+      Wgmma<T, kQueries>::template shared_anew<1>(dQ, left, right);
+    else
+      Wgmma<T, kQueries>::template shared<true, 1>(dQ, left, right);
+  }
+  wgmma_commit();
+}
+
+template <BackwardConfig C> struct BackwardScores {
+  using T = typename Element<C.dtype>::type;
+  static constexpr Features F = C.features;
+  static constexpr int kM = C.tile_q;
+  // Elements may be hidden in any tile, not in those alone that position masks.
+  static constexpr bool kHides = F.mask || F.bias;
+  // Named barrier: all of a warpgroup have come, + its number.
+  static constexpr int kTogether = 2;
+  static_assert(!F.mask || kM == 64, "a lane's part of the mask is a word");
+
+  const BackwardShared<C> &shared;
+  const int w, part, lane, warp; // warpgroup; which 64 of the block's keys
+  const Scores<F, float> scores;
+  const KeyMajorDropout<F> dropout;
+
+  __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const Inputs &in, const KeyBlock &keys, int w)
+      : shared(shared), w(w), part(C.wide ? 0 : w), lane(this_thread<C>() % 32),
+        warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(in, in.sequence(keys.batch), keys.batch),
+        dropout{Dropout<F>(in)} {}
+
+  __device__ __forceinline__ bool masked(const QueryStep &step) const { return step.flags & kMasked << part; }
+
+  // What the mask says of this lane's scores, a bit for each: to be asked for while the tensor cores make them.
+  __device__ __forceinline__ u32 allowed(const QueryStep &step) const {
+    u32 bits = 0;
+    if constexpr (F.mask) {
+      const Operand &mask = scores.in.mask;
+      const i32 j = key(), last = scores.seqlen_k - 1;
+      i32 q = step.begin + tile::lane_column(0, 0);
+      const u8 *keys[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) keys[r] = mask.at<const u8>(scores.b, step.head, 0, min(j + 8 * r, last));
+#pragma unroll 4
+      for (int i = 0; i < kM / 8; ++i, q += 8) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) bits |= (u32)(keys[k / 2][min(q + k % 2, scores.seqlen_q - 1) * mask.stride[2]] != 0) << (4 * i + k);
+      }
+    }
+    return bits;
+  }
+
+  // S -> P, in S. With a function S becomes P times its slope, and P, rounded, comes apart; with dropout what is dropped has a sign.
+  __device__ __forceinline__ void exponentiate(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step, u32 allowed) const {
+    if constexpr (F.additive() || F.mask) {
+      if (masked(step))
+        score<true>(S, P, n, step, allowed);
+      else
+        score<false>(S, P, n, step, allowed);
+    } else {
+      const u32 lse = shared.lse_of(n) + lane % 4 * 8;
+#pragma unroll
+      for (int i = 0; i < kM / 8; ++i) {
+        float negative[2];
+        load_shared(negative, lse + 32 * i);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) S[4 * i + k] = exp2(__fmaf_rn(S[4 * i + k], scores.unit, negative[k % 2]));
+      }
+      if (masked(step)) hide(S, step.begin);
+    }
+    if (masked(step) || kHides) clear_nonfinite_queries(n);
+    if constexpr (F.dropout) {
+      const KeyBlock keys = read<KeyBlock>(shared.keys());
+      dropout.mark(reinterpret_cast<Accumulator(&)[1][kM / 16]>(S), step.begin, keys.begin + 64 * part + 16 * warp, step.head, keys.batch);
+    }
+  }
+  // P as dV takes it.
+  static __device__ __forceinline__ void round(u32 (&P)[kM / 4], const float (&S)[kM / 2]) {
+    auto kept = [](float x) { return F.dropout && x < 0 ? 0.0f : x; };
+    auto dropped = [](float x) { return (u32)(__float_as_int(x) >> 31); };
+#pragma unroll
+    for (int i = 0; i < kM / 4; ++i) {
+      if constexpr (!F.function)
+        P[i] = pack<T>(kept(S[2 * i]), kept(S[2 * i + 1]));
+      else if constexpr (F.dropout)
+        P[i] &= ~__byte_perm(dropped(S[2 * i]), dropped(S[2 * i + 1]), 0x5410);
+    }
+  }
+
+  // dS to shared memory, for dQ: rows are queries, columns keys.
+  __device__ __forceinline__ void hand_on(const u32 (&dS)[kM / 4], u32 n) const {
+    const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+    const u32 target = shared.ds_of(n) + part * kM * kRowBytes + row * kRowBytes + ((chunk ^ row % 8) << 4);
+    wait_empty(shared.ds_empty(n), n);
+#pragma unroll
+    for (int i = 0; i < kM / 16; ++i) stmatrix_transposed(target + 16 * kRowBytes * i, dS + 4 * i);
+    async_proxy_fence();
+    __syncwarp();
+    release(shared.ds_full(n));
+  }
+  __device__ __forceinline__ void hand_on_nothing(u32 n) const {
+    const u32 nothing[kM / 4] = {};
+    hand_on(nothing, n);
+  }
+  __device__ __forceinline__ void release(u32 barrier) const {
+    if (lane == 0) mbarrier_arrive(barrier);
+  }
+  // dK or dV of this warpgroup's keys.
+  template <int kColumns>
+  __device__ __forceinline__ void store(const Operand &out, const Inputs &in, const KeyBlock &keys, i32 columns,
+                                        const float (&x)[kColumns / 2], float factor) const {
+    const i32 j = keys.begin + 64 * part + 16 * warp;
+    store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.sequence(keys.batch).k0 + j, keys.seqlen_k - j, columns, x, factor);
+  }
+
+private:
+  // Of one score.
+  struct Given {
+    const typename Scores<F, float>::InMemory memory;
+    const u32 bit;
+    __device__ __forceinline__ float bias() const { return memory.bias(); }
+    __device__ __forceinline__ bool allowed() const { return bit != 0; }
+  };
+  // Scores that are more than products.
+  template <bool kByPosition>
+  __device__ __forceinline__ void score(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step, u32 allowed) const {
+    const u32 lse = shared.lse_of(n) + lane % 4 * 8;
+    const i32 q = step.begin + tile::lane_column(0, 0), j = key();
+    const auto first = scores.row(q, step.head);
+#pragma unroll
+    for (int i = 0; i < kM / 8; ++i) {
+      float negative[2], lacks[2]; // with a bias -LSE, and what it lacks, apart (kernels/device/settle_row.h)
+      load_shared(negative, lse + 32 * i);
+      if constexpr (F.bias) load_shared(lacks, lse + C.row_bytes() + 32 * i);
+      float p[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const i32 at = q + 8 * i + k % 2;
+        auto row = first;
+        row.i = min(at, scores.seqlen_q - 1);
+        if constexpr (F.band) row.begin = max(0, row.i + scores.low), row.end = min(scores.seqlen_k, row.i + scores.high + 1);
+        float &x = S[4 * i + k], slope = 1;
+        const i32 own = j + k / 2 * 8;
+        const Given given{{scores, row, own}, allowed & 1u << (4 * i + k)};
+        x = F.function ? scores.score(x, row, own, given, kByPosition, scores.seqlen_k, slope)
+                       : scores.score(x, row, own, float(row.i + scores.offset - own), given, kByPosition, scores.seqlen_k);
+        const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= scores.seqlen_q);
+        const float exponent =
+            F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, lacks[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
+        p[k] = hidden ? 0 : exp2(exponent);              // LSE may be no number
+        x = !F.function || hidden ? p[k] : p[k] * slope; // of a query that is not there the slope may be NaN
+      }
+      if constexpr (F.function) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
+    }
+  }
+  // This lane's first key; the other one is 8 further.
+  __device__ __forceinline__ i32 key() const { return (i32)load_shared(shared.keys() + 8) + 64 * part + 16 * warp + tile::lane_row(0); }
+  // P of what is not seen by position: 0.
+  __device__ __forceinline__ void hide(float (&S)[kM / 2], i32 q) const {
+    const i32 column = q + tile::lane_column(0, 0);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const i32 j = key() + 8 * r;
+      const i32 begin = F.band ? j - scores.high - column : 0;
+      const i32 end = j >= scores.seqlen_k ? begin : min(F.band ? j - scores.low + 1 : kM + column, scores.seqlen_q) - column;
+#pragma unroll
+      for (int i = 2 * r; i < kM / 2; i += i % 2 ? 3 : 1) {
+        const i32 at = i / 4 * 8 + i % 2;
+        if ((F.band && at < begin) || at >= end) S[i] = 0;
+      }
+    }
+  }
+
+public:
+  // What is hidden may be no number, but times 0 it is to be 0. Queries whose LSE or D is none, or that see nothing or are not there: P is
+  // no number where they are seen, 0 elsewhere, and so are all products with P, whatever Q and dO: they become 0.
+  __device__ __forceinline__ void clear_nonfinite_queries(u32 n) const {
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < (kM + 31) / 32; ++i) found |= !finite(n, min(32 * i + lane, kM - 1));
+    if (!__any_sync(0xFFFFFFFFu, found)) return;
+    wait_full(shared.dout_full(n), n);
+    const int row = 32 * warp + lane;
+    if (row < kM && !finite(n, row)) {
+      const u32 zero[4] = {0, 0, 0, 0};
+#pragma unroll 1
+      for (int c = 0; c < kRowBytes; c += 16) {
+#pragma unroll
+        for (int block = 0; block < C.columns() / 64; ++block) store_shared(shared.q_of(n) + (block * kM + row) * kRowBytes + c, zero);
+#pragma unroll
+        for (int block = 0; block < C.columns_v() / 64; ++block) store_shared(shared.dout_of(n) + (block * kM + row) * kRowBytes + c, zero);
+      }
+    }
+    together();
+  }
+  // K of keys that someone sees shows in LSE, V in O and so in D. What is not finite becomes 0 in V, and in K, which may yet make a score
+  // of -inf, the largest number. Keys beyond the sequence become 0: they may be so large that dP is not finite. kLargest: of these bytes,
+  // whose first row is key `first` of the tile.
+  template <bool kLargest> __device__ __forceinline__ void clear_nonfinite_keys(u32 base, int bytes, int first = 0) const {
+    const KeyBlock keys = read<KeyBlock>(shared.keys());
+    if (!F.band && !kHides && keys.begin + C.tile_k() <= keys.seqlen_k) return; // nothing is hidden
+    const int there = keys.seqlen_k - keys.begin - first;
+#pragma unroll 4
+    for (int i = 16 * (32 * warp + lane); i < bytes; i += 16 * 128) {
+      u32 x[4], bad[4];
+      load_shared(x, base + i);
+      const bool absent = i / (int)kRowBytes % C.tile_k() >= there;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) bad[k] = nonfinite<T>(x[k]);
+      if (!(bad[0] | bad[1] | bad[2] | bad[3] | absent)) continue;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (absent) x[k] = 0, bad[k] = 0;
+        const u32 all = spread(bad[k]);
+        x[k] = (x[k] & (~all | 0x80008000u)) | (kLargest ? all & (0x7FFF7FFFu - Exponent<T>::kUnit) : 0);
+      }
+      store_shared(base + i, x);
+    }
+  }
+  // What the warpgroup wrote is there for wgmma.
+  __device__ __forceinline__ void together() const {
+    async_proxy_fence();
+    barrier_sync(kTogether + w, 128);
+  }
+
+private:
+  __device__ __forceinline__ bool finite(u32 n, int row) const {
+    return (load_shared(shared.lse_of(n) + 4 * row) & 0x7F800000) != 0x7F800000;
+  }
+};
+
+} // namespace strobe::sm90

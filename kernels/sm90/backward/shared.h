@@ -1,0 +1,108 @@
+// Shared memory of the Hopper backward, and what the threads of a block tell each other through it.
+#pragma once
+#include "../../attention/geometry.h"
+#include "../../ptx/mbarrier.h"
+#include "../messages.h"
+#include "config.h"
+
+namespace strobe::sm90 {
+
+// What the loading thread tells the others: a tile of queries. It reaches them with Q.
+enum : i32 {
+  kLast = 1,
+  kNothing = 2, // there is no tile at all
+  kMasked = 4,  // << 0 or 1: some of the first, or second, 64 keys is not seen by some of the queries
+  kUnseen = 16  // << 0 or 1: none of them is seen by any
+};
+struct QueryStep {
+  i32 begin, head;
+  i32 number; // of the tile, in the order of dq_sum
+  i32 flags;
+};
+// The keys of this thread block; where blocks own dQ, tile after tile of them.
+struct KeyBlock {
+  static constexpr i32 kNone = -1; // as batch: there are no more
+  i32 batch, head_kv, begin, seqlen_k;
+};
+// Key j is seen by queries from j - high to j - low.
+struct Reach {
+  i32 low, high, seqlen_q, unused;
+};
+
+// threadIdx.x; within a loop over keys what is made of it is made there, and not kept from before, in registers that are dear.
+template <BackwardConfig C> __device__ __forceinline__ int this_thread() {
+  int x = (int)threadIdx.x;
+  if constexpr (C.owns_dq) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+// From an address that is a multiple of 1024.
+template <BackwardConfig C> struct BackwardShared {
+  u32 k, v, q, dout, ds, p, dq, rows, barriers;
+  __device__ __forceinline__ explicit BackwardShared(u32 base)
+      : k((base + 1023) & ~1023u), v(k + C.k_bytes()), q(v + C.v_bytes()), dout(q + 2 * C.q_bytes()), ds(dout + 2 * C.dout_bytes()),
+        p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), rows(dq + C.dq_bytes()), barriers(rows + 2 * (C.lse_bytes() + C.row_bytes())) {}
+  // Of iteration n: the stage is n % 2.
+  __device__ __forceinline__ u32 q_of(u32 n) const { return q + n % 2 * C.q_bytes(); }
+  __device__ __forceinline__ u32 dout_of(u32 n) const { return dout + n % 2 * C.dout_bytes(); }
+  __device__ __forceinline__ u32 ds_of(u32 n) const { return ds + n % 2 * C.ds_bytes(); }
+  __device__ __forceinline__ u32 lse_of(u32 n) const { return rows + n % 2 * C.lse_bytes(); }
+  __device__ __forceinline__ u32 delta_of(u32 n) const { return rows + 2 * C.lse_bytes() + n % 2 * C.row_bytes(); }
+  __device__ __forceinline__ u32 q_full(u32 n) const { return barriers + n % 2 * 8; }
+  __device__ __forceinline__ u32 q_empty(u32 n) const { return barriers + 16 + n % 2 * 8; }
+  __device__ __forceinline__ u32 dout_full(u32 n) const { return barriers + 32 + n % 2 * 8; }
+  __device__ __forceinline__ u32 dout_empty(u32 n) const { return barriers + 48 + n % 2 * 8; }
+  __device__ __forceinline__ u32 ds_full(u32 n) const { return barriers + 64 + n % 2 * 8; }
+  __device__ __forceinline__ u32 ds_empty(u32 n) const { return barriers + 80 + n % 2 * 8; }
+  __device__ __forceinline__ u32 k_full() const { return barriers + 96; }
+  __device__ __forceinline__ u32 v_full() const { return barriers + 104; }
+  // Where blocks own dQ: K and V are read, and the next ones may come.
+  __device__ __forceinline__ u32 keys_empty() const { return barriers + 160; }
+  __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.wide ? 336 : 112) + 8 * w; }
+  __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
+  // Wide: P of an iteration, from one warpgroup to the other.
+  __device__ __forceinline__ u32 p_full() const { return barriers + 112; }
+  __device__ __forceinline__ u32 p_empty() const { return barriers + 120; }
+  __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
+  __device__ __forceinline__ u32 keys() const { return barriers + 352; }
+  __device__ __forceinline__ u32 reach() const { return barriers + 176; }
+  // Deterministic: the steps once more, for who adds up dQ; he is never eight behind.
+  __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
+
+  __device__ __forceinline__ void begin() const {
+    constexpr int kWarps = 4 * C.kWarpgroups;
+    for (u32 n = 0; n < 2; ++n) {
+      mbarrier_init(q_full(n), 1);
+      mbarrier_init(q_empty(n), kWarps);
+      mbarrier_init(dout_full(n), 1);
+      mbarrier_init(dout_empty(n), kWarps);
+      mbarrier_init(ds_full(n), C.wide ? 4 : kWarps);
+      mbarrier_init(ds_empty(n), kWarps);
+    }
+    for (int w = 0; w < C.kWarpgroups; ++w) {
+      if (!C.wide || C.deterministic) mbarrier_init(dq_full(w), 4);
+      if (C.wide) mbarrier_init(w == 0 ? p_full() : p_empty(), 4);
+      mbarrier_init(dq_empty(w), 1);
+    }
+    mbarrier_init(k_full(), 1);
+    mbarrier_init(v_full(), 1);
+    mbarrier_init(keys_empty(), kWarps);
+    mbarrier_init_fence();
+  }
+};
+
+// Where blocks own dQ: waits for the keys after those of iteration n - 1. Bit 31 of n: there have been an odd number of tiles of keys
+// before. Returns whether there are any.
+inline constexpr u32 kOddKeys = 1u << 31;
+template <BackwardConfig C> __device__ __forceinline__ bool other_keys(const BackwardShared<C> &shared, u32 &n) {
+  if constexpr (!C.owns_dq) return false;
+  n ^= kOddKeys;
+  mbarrier_wait(shared.k_full(), n >> 31);
+  return (i32)load_shared(shared.keys()) != KeyBlock::kNone;
+}
+
+// Barriers of stages that are used in turn: full for iteration n, and empty again for it.
+__device__ __forceinline__ void wait_full(u32 barrier, u32 n) { mbarrier_wait(barrier, n / 2 % 2); }
+__device__ __forceinline__ void wait_empty(u32 barrier, u32 n) { mbarrier_wait(barrier, n / 2 % 2 ^ 1); }
+
+} // namespace strobe::sm90

@@ -1,0 +1,78 @@
+// One thread of a block decides which tiles of queries the block computes.
+#pragma once
+#include "../arguments.h"
+#include "shared.h"
+#include "tickets.h"
+
+namespace strobe::sm90 {
+
+template <Config C> struct Assign {
+  const HopperForwardArguments &a;
+  const Inputs &in;
+  const SharedMemory<C> &shared;
+  u32 told = 0, verdicts = 0;
+
+  __device__ __forceinline__ void all() {
+    // Where items take different times, the next one is drawn when one is loaded: drawn earlier it would be fixed while two are still to be
+    // computed, and the last ones would be shared out ill. Where all take the same, nobody waits for a ticket.
+    const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q;
+    Item before{0, 0, 0, kNone};
+    bool first = true;
+#pragma unroll 1
+    for (u32 x = blockIdx.x, next; x < a.items; x = next) {
+      const Item item = this->item(x);
+      const bool some = item.kind() != kNone;
+      if (some) tell(item);
+      if (even) next = draw(first);
+      if (some) {
+        judge(before);
+        before = item;
+      }
+      if (!even) {
+        if (some) wait_loaded();
+        next = draw(first);
+      }
+    }
+    judge(before);
+    tell({0, 0, 0, kNone});
+  }
+
+  // The next item's number; at least a.items if there is none.
+  __device__ __forceinline__ u32 draw(bool &first) const {
+    if (gridDim.x >= a.items) return a.items;
+    const u32 ticket = first ? first_ticket(a.tickets) : next_ticket(a.tickets);
+    first = false;
+    if (ticket == a.items - 1) return_tickets(a.tickets);
+    return gridDim.x + ticket;
+  }
+  // Within a bundle of heads the last (longest, if causal) tile first.
+  __device__ __forceinline__ Item item(u32 x) const {
+    const u32 split = C.split ? x - a.splits_divisor.divide(x) * a.splits_divisor.by : 0;
+    if constexpr (C.split) x = a.splits_divisor.divide(x);
+    const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
+    const u32 head = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_divisor.divide(head);
+    const i32 q = (a.tiles - 1 - (i32)tile) * C.tile_q();
+    const bool empty = in.cu_seqlens_q && q >= in.sequence(b).band.seqlen_q;
+    return {(i32)b, (i32)(head - b * a.heads_divisor.by), q, (i32)split * Item::kKinds + (empty ? kNone : kOnce)};
+  }
+  // Until all have read the last item told, and the copy engine has been told of all of its keys and values.
+  __device__ __forceinline__ void wait_loaded() const { mbarrier_wait(shared.item_empty(), told % 2 ^ 1); }
+  __device__ __forceinline__ void tell(const Item &item) {
+    wait_loaded();
+    ++told;
+    write(shared.item(), item.b, item.h, item.q, item.how);
+    mbarrier_arrive(shared.item_full());
+  }
+  // Waits for the verdict on an item that was computed kOnce; has it computed again if need be. (The next one is risked all the same: what
+  // is computed how must not depend on which block computes it.)
+  __device__ __forceinline__ void judge(const Item &item) {
+    if (item.kind() != kOnce) return;
+    const u32 n = verdicts++;
+    mbarrier_wait(shared.judged(n), n / 2 % 2);
+    if (!load_shared(shared.failed(n))) return;
+    store_shared(shared.failed(n), 0);
+    tell(item.again());
+  }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,42 @@
+// What a Hopper kernel is compiled for: FP16 and BF16 on wgmma, fed by the copy engine (sm_90a).
+#pragma once
+#include "../../attention/features.h"
+
+namespace strobe::sm90 {
+
+// How far m, which scores are measured against, may stay behind the running maximum.
+inline constexpr i32 kExact = 0;   // not at all
+inline constexpr i32 kLagging = 1; // by a factor of 2^8 in P: most tiles need no rescaling
+inline constexpr i32 kFixed = 2;   // without bound after a row's first whole tile: no maximum is taken; a tile of queries that overflows is
+                                   // computed again, lagging
+
+struct Config {
+  i32 dtype;                // kF16 or kBF16
+  i32 head_dim, head_dim_v; // rounded up to multiples of 16
+  i32 warpgroups;           // that compute; each owns 64 queries of the tile
+  i32 tile_k;               // a multiple of 16
+  i32 stages;               // tiles of K, and of V, in shared memory at a time: at most 6
+  i32 registers_load, registers_compute;
+  i32 q_in_registers;
+  i32 blocks_per_sm;
+  i32 reference; // kExact, kLagging or kFixed
+  i32 split;     // over keys: results are partial ones, to be combined
+  i32 wide;      // the bias, of 16 bits, comes by the copy engine
+  Features features;
+
+  STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
+  STROBE_FN constexpr i32 threads() const { return 128 * (warpgroups + 1); }
+  // Tiles in shared memory are blocks of 64 columns.
+  STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }
+  STROBE_FN constexpr i32 columns_v() const { return (head_dim_v + 63) / 64 * 64; }
+  STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q() * columns(); }
+  STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * columns(); }
+  STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * columns_v(); }
+  // Of 64 columns at a time: 64 queries of each warpgroup.
+  STROBE_FN constexpr i32 bias_columns() const { return 2 * 64 * tile_q(); }
+  STROBE_FN constexpr i32 bias_bytes() const { return wide ? (tile_k + 63) / 64 * bias_columns() : 0; }
+  // Q, the stages of K, those of V, those of the bias; then barriers and messages; and what aligning to 1024 may cost.
+  STROBE_FN constexpr i32 shared_bytes() const { return q_bytes() + stages * (k_bytes() + v_bytes() + bias_bytes()) + 512 + 1024; }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,110 @@
+// What exp2 is taken of, element by element: where options of the score are a few multiply-adds, they join the one that plain scores take.
+#pragma once
+#include "../../device/scores.h"
+#include "config.h"
+#include "given.h"
+
+namespace strobe::sm90 {
+
+
+// Forms of the exponent: its value is at(s, i, c), c = constant(-M); a row's reference M follows top(the largest comparable(s, i)), and
+// difference() of two M is exp2's argument. i: as in a lane's S.
+struct Linear {
+  float unit;
+  __device__ __forceinline__ float at(float s, int, float c) const { return __fmaf_rn(s, unit, c); }
+  __device__ __forceinline__ float constant(float c) const { return c; }
+  __device__ __forceinline__ float comparable(float s, int) const { return s; }
+  __device__ __forceinline__ float top(float x) const { return x * unit; }
+  __device__ __forceinline__ float difference(float x) const { return x; }
+};
+// S and M in the unit of the score.
+struct Natural {
+  __device__ __forceinline__ float at(float s, int, float c) const { return (s + c) * kLog2e<float>; }
+  __device__ __forceinline__ float constant(float c) const { return c; }
+  __device__ __forceinline__ float comparable(float s, int) const { return s; }
+  __device__ __forceinline__ float top(float x) const { return x; }
+  __device__ __forceinline__ float difference(float x) const { return x * kLog2e<float>; }
+};
+// ALiBi and a bias: S stays q.k.
+template <Config C, class Score> struct Line {
+  static constexpr Features F = C.features;
+  static constexpr bool kIs = (F.alibi || F.bias) && F.function == kLinear && !F.scaled && (!F.bias || C.wide);
+  const Given<C, Score> &given;
+  const i32 offset, high; // as in Score
+  const float unit, full_slope;
+  float slope, start; // of the tile: ALiBi's, the latter at the lane's first row and column
+  bool before;        // all its keys lie before their queries, where ALiBi's penalty grows from tile to tile
+
+  __device__ __forceinline__ Line(const Score &scores, float slope, const Given<C, Score> &given)
+      : given(given), offset(scores.offset), high(scores.high), unit(scores.scale * kLog2e<float>),
+        full_slope(__shfl_sync(0xFFFFFFFFu, slope * kLog2e<float>, 0)) {}
+
+  // S of the keys [begin, end) and the warp's queries from row on, before anything is hidden.
+  template <int N> __device__ __forceinline__ void begin(float (&s)[N], i32 row, i32 begin, i32 end) {
+    if constexpr (F.alibi) {
+      const bool after = begin >= row + 15 + offset;
+      before = end <= row + offset + 1;
+      slope = after ? -full_slope : full_slope;
+      const float first =
+          (float)(begin + tile::lane_column(0, 0) - row - tile::lane_row(0) - offset); // how far the key lies beyond the query
+      start = slope * first;
+      if (before || after || (F.band && high <= offset)) return;
+      const float twice = __fdividef(-2 * slope, unit); // bends what lies beyond from -(slope x) to -|slope x|
+#pragma unroll
+      for (int i = 0; i < N; ++i) s[i] = __fmaf_rn(fmaxf(first + place(i), 0), twice, s[i]);
+    }
+  }
+  // Column minus row, from the lane's first on.
+  static __device__ __forceinline__ float place(int i) { return (float)(i / 4 * 8 + i % 2 - 8 * (i / 2 % 2)); }
+
+  __device__ __forceinline__ float at(float s, int i, float c) const {
+    if constexpr (F.alibi) c = __fmaf_rn(slope, place(i), c);
+    if constexpr (F.bias) c = __fmaf_rn(given.bias.at(i), kLog2e<float>, c);
+    return __fmaf_rn(s, unit, c);
+  }
+  __device__ __forceinline__ float constant(float c) const { return F.alibi ? c + start : c; }
+  __device__ __forceinline__ float comparable(float s, int i) const { return at(s, i, constant(0)); }
+  __device__ __forceinline__ float top(float x) const { return x; }
+  __device__ __forceinline__ float difference(float x) const { return x; }
+};
+
+// A softcap and nothing else: S stays q.k where it is small, c tanh(x / c) = x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up to
+// kSmall c with a relative error of 5e-5; else it becomes tanh(x / c).
+template <Features F, bool kApproximate> struct Softcap {
+  static constexpr bool kIs = F.function == strobe::kSoftcap && kApproximate && !F.scaled && !F.alibi && !F.bias;
+  static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;
+  float to_caps, most; // from q.k to x / c; |q.k| that is small
+  float cap;           // in exp2's unit
+  float linear, cubic, quintic;
+  bool small; // the tile
+
+  template <class Score>
+  __device__ __forceinline__ explicit Softcap(const Score &scores)
+      : to_caps(scores.scale * scores.inverse_cap), most(__fdividef(kSmall * scores.cap, scores.scale)), cap(scores.cap * kLog2e<float>),
+        linear(scores.scale * kLog2e<float>), cubic(linear * kCubic * to_caps * to_caps),
+        quintic(linear * kQuintic * to_caps * to_caps * (to_caps * to_caps)) {
+    if (!(cubic > -1e30f && quintic < 1e30f)) most = -1;
+  }
+  // Before anything is hidden.
+  template <int N> __device__ __forceinline__ void begin(float (&s)[N]) {
+    float x = fabsf(s[0]), y = fabsf(s[1]);
+#pragma unroll
+    for (int i = 2; i < N; i += 2) x = fmaxf(x, fabsf(s[i])), y = fmaxf(y, fabsf(s[i + 1]));
+    small = !__any_sync(0xFFFFFFFFu, !(fmaxf(x, y) <= most));
+    if (small) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[i] = tanh_approximate(s[i] * to_caps);
+  }
+
+  __device__ __forceinline__ float factor(float s) const {
+    const float u = s * s;
+    return __fmaf_rn(__fmaf_rn(quintic, u, cubic), u, linear);
+  }
+  __device__ __forceinline__ float at(float s, int, float c) const { return __fmaf_rn(s, factor(s), c); }
+  __device__ __forceinline__ float constant(float c) const { return c; }
+  __device__ __forceinline__ float comparable(float s, int) const { return s; } // which keeps its order
+  __device__ __forceinline__ float top(float x) const { return x * factor(x); }
+  __device__ __forceinline__ float difference(float x) const { return x; }
+};
+
+} // namespace strobe::sm90

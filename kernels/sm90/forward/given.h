@@ -1,0 +1,93 @@
+// What mask and bias say of the scores that a lane holds of a tile.
+#pragma once
+#include "../../device/scores.h"
+#include "../arguments.h"
+#include "shared.h"
+
+namespace strobe::sm90 {
+
+// What a mask says, a byte for each 16 keys: device/mask_bits.h has its bits.
+template <Config C> struct GivenMask {
+  const u8 *bytes;
+  u32 x[C.tile_k / 16];
+
+  // The warp's queries begin at row.
+  template <class Score>
+  __device__ __forceinline__ GivenMask(const MaskBits &mask, const Score &scores, i32 h, i32 row)
+      : bytes(mask.at(scores.b, h, min(row, scores.seqlen_q - 1) / 16, 0, tile::lane_id())) {}
+
+  // begin: a multiple of 16. Beyond the last key the bytes are somebody else's.
+  __device__ __forceinline__ void fetch(i32 begin) {
+#pragma unroll
+    for (int n = 0; n < C.tile_k / 16; ++n)
+      asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(x[n]) : "l"(bytes + 2 * begin + 32 * n) : "memory");
+  }
+  __device__ __forceinline__ void hide(float (&s)[C.tile_k / 2]) const {
+#pragma unroll
+    for (int i = 0; i < C.tile_k / 2; ++i) {
+      if (!(x[i / 8] >> (4 * (i / 2 % 2) + 2 * (i / 4 % 2) + i % 2) & 1)) s[i] = minus_infinity<float>();
+    }
+  }
+};
+
+// A bias of 16 bits, from shared memory as S lies in registers.
+template <Config C> struct GivenBias {
+  using E = typename Element<C.features.bias>::type;
+  u32 address, chunk; // of this lane's row, and of its 16 bytes within
+  u32 x[C.tile_k / 16][4];
+
+  // w: the warpgroup; warp: within it.
+  __device__ __forceinline__ GivenBias(const HopperForwardArguments &a, const SharedMemory<C> &shared, int w, int warp) {
+    const int lane = tile::lane_id(), row = a.bias_rows_step ? 16 * warp + lane % 16 : 0;
+    address = shared.bias + kRowBytes * (row + (a.bias_rows_step ? 64 * w : 0)), chunk = (u32)(lane / 16 ^ row % 8) << 4;
+  }
+  __device__ __forceinline__ void take(int stage) {
+#pragma unroll
+    for (int n = 0; n < C.tile_k / 16; ++n)
+      ldmatrix(x[n], address + stage * C.bias_bytes() + n / 4 * C.bias_columns() + (chunk ^ 32 * (n % 4)));
+    __syncwarp();
+  }
+  __device__ __forceinline__ float at(int i) const {
+    return to_float(E{(unsigned short)(x[i / 8][i / 2 % 2 + i / 4 % 2 * 2] >> 16 * (i % 2))});
+  }
+};
+
+struct GivenNothing {
+  template <class... Whatever> __device__ __forceinline__ GivenNothing(const Whatever &...) {}
+  __device__ __forceinline__ void fetch(i32) {}
+  template <int N> __device__ __forceinline__ void hide(float (&)[N]) const {}
+  __device__ __forceinline__ void take(int) {}
+};
+template <bool kIs, template <Config> class Is, Config C> struct GivenIf {
+  using type = GivenNothing;
+};
+template <template <Config> class Is, Config C> struct GivenIf<true, Is, C> {
+  using type = Is<C>;
+};
+
+template <Config C, class Score> struct Given {
+  static constexpr bool kBias = C.wide && C.features.bias;
+  typename GivenIf<C.features.mask != 0, GivenMask, C>::type mask;
+  typename GivenIf<kBias, GivenBias, C>::type bias;
+
+  // row: the first of the warp's queries.
+  __device__ __forceinline__ Given(const HopperForwardArguments &a, const SharedMemory<C> &shared, const Score &scores, i32 h, i32 row,
+                                   int w, int warp)
+      : mask(a.mask, scores, h, row), bias(a, shared, w, warp) {}
+
+  // Of the element i of a lane's S.
+  struct At {
+    const Given &given;
+    typename Score::InMemory memory;
+    int i;
+    __device__ __forceinline__ float bias() const {
+      if constexpr (kBias)
+        return given.bias.at(i);
+      else
+        return memory.bias();
+    }
+    __device__ __forceinline__ bool allowed() const { return true; } // what the mask hides is hidden afterwards
+  };
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,147 @@
+// One thread of a block tells the copy engine what to fetch of K and V, tile by tile; another one, of Q.
+#pragma once
+#include "../../attention/schedule.h"
+#include "../../ptx/tma.h"
+#include "../arguments.h"
+#include "shared.h"
+
+namespace strobe::sm90 {
+
+// The tiles of keys for a tile of queries.
+template <Config C>
+__device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
+  BlockRow row{nullptr, 0, 0};
+  if constexpr (C.features.blocks) row = a.in.blocks.row(item.b, item.h, item.q / a.in.blocks.row_tokens);
+  return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, 16, row, {item.split(), C.split ? a.splits : 1}};
+}
+
+// The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to
+// tile, and the fixed reference holds. With a window from its far end down: what a warpgroup sees must be one run in this order, too.
+class FromDiagonal {
+public:
+  __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
+      : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), tile_(tile) {
+    any_.begin = any_.begin / 16 * 16;
+    const i32 keys = (all_.begin > 0 ? any_.end : min(q1 + band.offset, any_.end)) - any_.begin;
+    down_ = up_ = any_.begin + (i32)((u32)max(keys + tile - 1, 0) / (u32)tile) * tile;
+  }
+  __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
+    if (down_ > any_.begin)
+      t.begin = down_ -= tile_;
+    else if (up_ < any_.end)
+      t.begin = up_, up_ += tile_;
+    else
+      return false;
+    t.end = min(t.begin + tile_, any_.end);
+    t.masked = t.begin < all_.begin || t.end > all_.end;
+    return true;
+  }
+
+private:
+  BasicRange<i32> any_, all_;
+  i32 tile_, down_, up_;
+};
+
+template <Config C> struct Load {
+  static constexpr int kN = C.tile_k;
+  static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
+  const HopperForwardArguments &a;
+  const Inputs &in;
+  const SharedMemory<C> &shared;
+  Stage<C> k{}, v{};
+  u32 items = 0;
+
+  __device__ __forceinline__ void all() {
+    tma_prefetch(a.tma_k.map), tma_prefetch(a.tma_v.map);
+    if constexpr (C.wide) tma_prefetch(a.tma_bias.map);
+#pragma unroll 1
+    for (;; ++items) {
+      mbarrier_wait(shared.item_full(), items % 2);
+      const Item item = read<Item>(shared.item());
+      if (item.kind() == kNone) break;
+      load(item);
+      mbarrier_arrive(shared.item_empty()); // only now: assign.h draws the next item when this one is loaded
+    }
+  }
+
+  __device__ __forceinline__ void load(const Item &item) {
+    const Sequence sequence = in.sequence(item.b);
+    const BasicBand<i32> band = narrow(sequence.band);
+    if constexpr (kFromDiagonal)
+      load(item, sequence, FromDiagonal(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
+    else
+      load(item, sequence, schedule<C>(a, band, item));
+  }
+  template <class Tiles> __device__ __forceinline__ void load(const Item &item, const Sequence &sequence, Tiles tiles) {
+    const i32 kv = (i32)a.group_divisor.divide(item.h), k0 = (i32)sequence.k0;
+    BasicKeyTile<i32> next;
+    bool more = tiles.next(next);
+    if (!more) next = {0, 0, true};
+    i32 before = -1; // where the tile begins whose V is still to be loaded
+#pragma unroll 1
+    do {
+      const BasicKeyTile<i32> tile = next;
+      if constexpr (C.reference == kFixed) more = more && load_shared(shared.lost()) != items;
+      more = more && tiles.next(next);
+      mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
+      write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
+      load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.wide ? a.bias_bytes : 0u), shared.k + k.index * C.k_bytes(),
+                        k0 + tile.begin, kv, item.b);
+      if constexpr (C.wide) load_bias(item, tile.begin);
+      k.advance();
+      if (before >= 0) load_v(k0 + before, kv, item.b);
+      before = tile.begin;
+    } while (more);
+    load_v(k0 + before, kv, item.b);
+  }
+
+  __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
+    mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);
+    load<C.columns_v()>(a.tma_v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
+    v.advance();
+  }
+  // It comes with K.
+  __device__ __forceinline__ void load_bias(const Item &item, i32 column) {
+    for (i32 c = 0; c < C.tile_k; c += 64) {
+      const u32 address = shared.bias + k.index * C.bias_bytes() + c / 64 * C.bias_columns();
+      for (i32 w = 0; w < (a.bias_rows_step ? C.warpgroups : 1); ++w)
+        tma_load(address + 64 * kRowBytes * w, a.tma_bias.map, shared.k_full(k.index), column + c, (item.q + 64 * w) * a.bias_rows_step,
+                 item.h * a.tma_bias.head_step, item.b * a.tma_bias.batch_step);
+    }
+  }
+  template <int kColumns>
+  static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 bytes, u32 address, i32 row, i32 head, i32 b) {
+    mbarrier_expect(full, bytes);
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 64)
+      tma_load(address + kN * kRowBytes * (c / 64), x.map, full, c, row, head * x.head_step, b * x.batch_step);
+  }
+};
+
+template <Config C> struct LoadQ {
+  const HopperForwardArguments &a;
+  const SharedMemory<C> &shared;
+
+  // For each warpgroup, in turn, when it is through with its last.
+  __device__ __forceinline__ void all() {
+    tma_prefetch(a.tma_q.map);
+#pragma unroll 1
+    for (u32 items = 0;; ++items) {
+      mbarrier_wait(shared.item_full(), items % 2);
+      const Item item = read<Item>(shared.item());
+      mbarrier_arrive(shared.item_empty());
+      if (item.kind() == kNone) break;
+      const i32 row = (i32)a.in.sequence(item.b).q0 + item.q;
+#pragma unroll 1
+      for (int w = 0; w < C.warpgroups; ++w) {
+        mbarrier_wait(shared.q_empty(w), items % 2 ^ 1);
+        mbarrier_expect(shared.q_full(w), C.q_bytes() / C.warpgroups);
+        for (int c = 0; c < C.columns(); c += 64)
+          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row + 64 * w,
+                   item.h * a.tma_q.head_step, item.b * a.tma_q.batch_step);
+      }
+    }
+  }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,23 @@
+// Work for whichever block is free: the numbers 0, 1, 2, ..., from memory that nobody has set to zero. A block draws until it gets a number
+// that means nothing to it; who draws the last of all returns the tickets. Then it works again in another run of a captured graph, and what
+// some other use of the memory leaves there is taken for tickets with a probability of 2^-96.
+#pragma once
+#include "../../ptx/atomic.h"
+#include "../arguments.h"
+
+namespace strobe::sm90 {
+
+__device__ __forceinline__ u32 next_ticket(TicketCounter *tickets) { return fetch_add(&tickets->count, 1); }
+
+// The first ticket of a block.
+__device__ __forceinline__ u32 first_ticket(TicketCounter *tickets) {
+  constexpr u64 kMark0 = 0x9E3779B9ull << 32, kMark1 = 0xF39CC0605CEDC834;
+  u64 x[2] = {0, 0};
+  while (x[0] >> 32 != kMark0 >> 32 || x[1] != kMark1) {
+    if (compare_exchange(tickets, x, kMark0 | 1, kMark1)) return 0;
+  }
+  return next_ticket(tickets);
+}
+__device__ __forceinline__ void return_tickets(TicketCounter *tickets) { tickets->mark[0] = 0; }
+
+} // namespace strobe::sm90

@@ -1,0 +1,19 @@
+// What the threads of a block tell each other through shared memory, 16 bytes at a time; and how tiles lie there.
+#pragma once
+#include "../ptx/ldmatrix.h"
+
+namespace strobe::sm90 {
+
+template <class Message> __device__ __forceinline__ Message read(u32 address) {
+  u32 x[4];
+  load_shared(x, address);
+  return {(i32)x[0], (i32)x[1], (i32)x[2], (i32)x[3]};
+}
+__device__ __forceinline__ void write(u32 address, i32 a, i32 b, i32 c, i32 d) {
+  u32 x[4] = {(u32)a, (u32)b, (u32)c, (u32)d};
+  store_shared(address, x);
+}
+
+inline constexpr u32 kRowBytes = 64 * 2; // tiles are blocks of 64 columns
+
+} // namespace strobe::sm90

@@ -1,0 +1,139 @@
+// FP32 products from TF32 ones: x = hi + lo, x y = hi hi + (hi lo + lo hi); lo lo is below FP32's precision. Tensor cores truncate when
+// they add, so a sum runs in them over 32 products at most, the small ones first, and joins the others in FP32.
+//
+// The inner axis has no order: both operands are read so that 16-byte loads are whole fragments and an accumulator is a left operand as it
+// is.
+#pragma once
+#include "tf32.h"
+
+namespace strobe::tile::tf32 {
+
+using tile::Accumulator;
+
+// Operands of mma.m16n8k8.
+template <int n> struct Split {
+  u32 hi[n], lo[n];
+  template <int kProducts> __device__ __forceinline__ void set(int i, float x) {
+    if constexpr (kProducts == 1) {
+      hi[i] = round_to_tf32(x);
+    } else {
+      hi[i] = __float_as_uint(x) + 0x1000 & 0xFFFFE000;    // the same, but for NaN, which then lo is: half of the instructions
+      lo[i] = __float_as_uint(x - __uint_as_float(hi[i])); // exact
+    }
+  }
+};
+using Left = Split<4>;  // 16x8
+using Right = Split<2>; // 8x8
+
+// d += a b over an inner axis of 8 kSteps.
+template <int kProducts, int kSteps>
+__device__ __forceinline__ void multiply_add(float (&d)[4], const Left (&a)[kSteps], const Right (&b)[kSteps]) {
+  float sum[4] = {};
+  if constexpr (kProducts == 3) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) mma_m16n8k8_tf32(sum, a[k].lo, b[k].hi);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) mma_m16n8k8_tf32(sum, a[k].hi, b[k].lo);
+  }
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) mma_m16n8k8_tf32(sum, a[k].hi, b[k].hi);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[i] += sum[i];
+}
+
+// s += A transpose(B), both kInner wide; their addresses in shared memory.
+template <int kInner, int kProducts, int kM, int kN> __device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u32 b) {
+  Rows<kInner> A(a), B(b);
+#pragma unroll 1
+  for (int c = 0; c < kInner; c += 32) {
+    Left x[kM][4];
+#pragma unroll
+    for (int k = 0; k < 2 * kM; ++k) {
+      float top[4], bottom[4];
+      A.load(top, 16 * (k / 2), c + 16 * (k % 2));
+      A.load(bottom, 16 * (k / 2) + 8, c + 16 * (k % 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Left &f = x[k / 2][2 * (k % 2) + i / 2];
+        f.set<kProducts>(2 * (i % 2), top[i]);
+        f.set<kProducts>(2 * (i % 2) + 1, bottom[i]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * kN; ++n) {
+      Right y[4];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        float row[4];
+        B.load(row, 8 * n, c + 16 * k);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[2 * k + i / 2].set<kProducts>(i % 2, row[i]);
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m) multiply_add<kProducts>(s[m][n / 2].x[n % 2], x[m], y);
+    }
+  }
+}
+
+// Blocks side by side, from `first` on, as left operands: columns 2t, 2t+1 of each 8 are inner t, t+4.
+template <int kProducts, int kSteps> __device__ __forceinline__ void set_left(Left (&x)[kSteps], const Accumulator *first) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[k].set<kProducts>(2 * (i % 2) + i / 2, first[k / 2].x[k % 2][i]);
+  }
+}
+
+// How a sum of multiply_pairs lies: of each 32 columns a lane holds 8 side by side, columns 8t ... 8t+7; column(k) of the k-th of them in
+// block pair c is element e = k / 4 of part k % 4.
+__device__ __forceinline__ int first_column() { return 8 * (tile::lane_id() & 3); }
+template <int kM, int kC> __device__ __forceinline__ float &element(Accumulator (&d)[kM][kC], int m, int r, int c, int k) {
+  return d[m][2 * c + k % 4 / 2].x[k % 2][2 * r + k / 4];
+}
+
+// Row r of block m of a sum, times factor, to memory, or added to what is there; kAligned: columns adjacent, 16-byte addresses, a multiple
+// of 4 of them.
+template <bool kAligned, int kM, int kC>
+__device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r, float factor, float *row, i64 stride, i32 columns,
+                                          bool add = false) {
+#pragma unroll
+  for (int k = 0; k < kC; ++k) {
+    int column = 32 * (k / 2) + first_column() + 4 * (k % 2);
+    u32 x[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float &y = element(d, m, r, k / 2, 4 * (k % 2) + e);
+      x[e] = __float_as_uint(add && column + e < columns ? fmaf(y, factor, row[(column + e) * (kAligned ? 1 : stride)]) : y * factor);
+    }
+    if constexpr (kAligned) {
+      if (column < columns) store_global(row + column, x);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (column + e < columns) row[(column + e) * stride] = __uint_as_float(x[e]);
+      }
+    }
+  }
+}
+
+// d += x (8 kSteps columns of it) times as many rows of a tile.
+template <int kColumns, int kProducts, int kSteps, int kM, int kC>
+__device__ __forceinline__ void multiply_pairs(Accumulator (&d)[kM][kC], const Left (&x)[kM][kSteps], const Pairs<kColumns> &B, int row,
+                                               int column = 0) {
+#pragma unroll
+  for (int c = 0; c < kC / 2; ++c) {
+    float rows[kSteps][2][4];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) B.load(rows[k], row + 8 * k, column + 32 * c);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      Right y[kSteps];
+#pragma unroll
+      for (int k = 0; k < 2 * kSteps; ++k) y[k / 2].set<kProducts>(k % 2, rows[k / 2][k % 2][j]);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) multiply_add<kProducts>(d[m][2 * c + j / 2].x[j % 2], x[m], y);
+    }
+  }
+}
+
+} // namespace strobe::tile::tf32

@@ -1,0 +1,195 @@
+"""Calls on torch tensors, made so that autograd can differentiate and compilers can see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _operators as operators
+from . import _run
+from ._abi import FORWARD, GRADIENTS, OPTIONS
+from ._operators import BACKWARD_NAME, FORWARD_NAME, made_ready, run_backward, run_forward
+from ._repeated import Memory, Ready, signature
+from ._request import Request
+from .arrays import tensor_kinds
+from .arrays.memory import PLAIN
+from .arrays.torch import TORCH, is_alone
+
+Repeated = Callable[[], "list[Tensor] | None"]  # the same call made ready; None: it has to be made in full
+
+
+class _Known(NamedTuple):
+    """What became of a call of strobe.attention()."""
+
+    options: dict[str, Any]  # of the operator
+    tracked: bool  # one of its tensors requires a gradient
+    ready: Ready | None = None  # from the second call on that is not tracked
+    tracked_ready: Ready | None = None  # and from the second one that is
+
+
+_attention_calls: Memory[_Known] = Memory()
+
+
+def _tensors(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: x for name, x in given.items() if isinstance(x, Tensor)}
+
+
+class Calls(_run.Calls):
+    """Through autograd and PyTorch's dispatcher, unless nobody wants to see the call."""
+
+    def again(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> Sequence[Tensor] | None:
+        if not is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
+            return None
+        key, addresses = found
+        known = _attention_calls.get(key)
+        if known is None or torch.is_autocast_enabled(q.device.type):
+            return None
+        tracked = known.tracked and torch.is_grad_enabled()
+        ready = known.tracked_ready if tracked else known.ready
+        results = None
+        if ready is None:
+            p = Request({"q": q, "k": k, "v": v, **_tensors(given)}, known.options)
+            made = _run.results(TORCH, p)
+            if not (return_lse or tracked):
+                del made["lse"]
+            ready, results = made_ready(p, {}, made, FORWARD), list(made.values())
+            _attention_calls.keep(key, known._replace(tracked_ready=ready) if tracked else known._replace(ready=ready))
+        if tracked:
+            more: dict[str, Any] = {**_tensors(given), **known.options}
+            return _differentiable_forward(q, k, v, partial(ready.run, addresses, results), **more)
+        return ready.run(addresses, results)
+
+    def remember(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any], p: Request) -> None:
+        if not is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
+            return
+        if [*p.arrays] != ["q", "k", "v", *_tensors(given)] or p.options.get("engine") == _run.ORACLE:
+            return  # some tensors are made anew for each call, or results have another dtype first
+        if not (q.is_cpu or q.is_cuda) or torch.is_autocast_enabled(q.device.type):
+            return
+        _attention_calls.keep(found[0], _Known(p.options, any(x.requires_grad for x in p.arrays.values())))
+
+    def forward(self, p: Request) -> tuple[Tensor, Tensor]:
+        arrays = TORCH.autocast(p.arrays)
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+            return operators.forward(**arrays, **p.options)
+        more: dict[str, Any] = {**arrays, **p.options}
+        try:
+            return _differentiable_forward(**more)  # where the dispatcher's first step would lead
+        except TypeError as refused:
+            raise tensor_kinds.not_dispatched(arrays, refused) from None
+
+    def backward(self, p: Request, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[str]) -> dict[str, Tensor]:
+        try:
+            found = operators.backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])
+        except TypeError as refused:
+            known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+            raise tensor_kinds.not_dispatched(known | p.arrays, refused) from None
+        return dict(zip(needed, found, strict=True))
+
+
+CALLS = Calls(TORCH)
+
+
+def _is_plain(arrays: Iterable[Any]) -> bool:
+    """Whether nobody but the operators' own implementation wants to see the call: no mode that traces or fakes, no subclass of Tensor, no
+    other device."""
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in arrays if isinstance(x, Tensor))
+
+
+def _below_autograd_forward(
+    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], repeated: Repeated | None = None
+) -> tuple[Tensor, Tensor]:
+    """The operator, past the dispatcher (some 10 µs) where it would lead straight to run_forward."""
+    if repeated is not None and (found := repeated()) is not None:
+        out, lse = found
+        return out, lse
+    if _is_plain((q, k, v, *given.values())):
+        return run_forward(q, k, v, **given)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operators.forward(q, k, v, **given)
+
+
+def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[str, Any]) -> list[Tensor]:
+    if _is_plain((*arguments, *given.values())):
+        return run_backward(*arguments, **given)  # type: ignore[arg-type]
+    with torch._C._AutoDispatchBelowAutograd():
+        return operators.backward(*arguments, **given)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        given: dict[str, Any],
+        repeated: Repeated | None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _below_autograd_forward(q, k, v, given, repeated)
+        ctx.options = {name: x for name, x in given.items() if name in OPTIONS}
+        arrays = {name: x for name, x in given.items() if name not in OPTIONS}
+        ctx.names = tuple(arrays)
+        ctx.save_for_backward(out, lse, q, k, v, *arrays.values())
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        out, lse, q, k, v, *arrays = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        needed = ctx.needs_input_grad[:5]  # in the order of GRADIENTS
+        given = dict(zip(ctx.names, arrays, strict=True))
+        found = iter(_differentiable_backward(dout, dlse, out, lse, q, k, v, **given, **ctx.options, needed=needed))
+        return *(next(found) if wanted else None for wanted in needed), None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """Differentiable once: nothing follows the first gradient but the words why."""
+
+    @staticmethod
+    def forward(ctx: Any, given: dict[str, Any], *arguments: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(_below_autograd_backward(arguments, given))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError("strobe.attention has no second derivative: a gradient of it cannot be differentiated again")
+
+
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    """By reverse mode; or perhaps by forward mode, whose want of a formula autograd.Function reports by itself."""
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if (tracked or forward_ad._current_level >= 0) and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("strobe.attention under torch.func.grad, vjp, jvp, ...: accepted are torch.autograd.grad and backward()")
+    return tracked or forward_ad._current_level >= 0
+
+
+def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, repeated: Repeated | None = None, **given: Any) -> tuple[Tensor, Tensor]:
+    bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
+        )
+    if _is_differentiated(q, k, v, bias, sinks):
+        return _Attention.apply(q, k, v, bias, sinks, given, repeated)
+    return _below_autograd_forward(q, k, v, given, repeated)
+
+
+def _differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Tensor]:
+    if _is_differentiated(*arguments):
+        return list(_Gradients.apply(given, *arguments))
+    return _below_autograd_backward(arguments, given)
+
+
+torch.library.impl(FORWARD_NAME, "Autograd", _differentiable_forward)
+torch.library.impl(BACKWARD_NAME, "Autograd", _differentiable_backward)

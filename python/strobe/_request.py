@@ -1,0 +1,231 @@
+"""From what the caller wrote to what the library reads; the same for torch tensors and NumPy arrays.
+
+Kinds and spellings are checked here, shapes and values in the library: it sees every caller, C and C++ included. What is wrong is gathered
+in a list, an exception an argument, so that a caller sees all of it at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ._blockmask import BlockMask
+from ._checks import Wrong, check_names, flag, is_array, is_choice, is_integer, is_whole, name_of, number
+from ._kinds import kind, shown
+from ._options import (
+    ALIGNMENTS,
+    ARRAYS,
+    DEFAULTS,
+    ELSEWHERE,
+    FLAGS,
+    HYPERBOLIC,
+    INT64_MAX,
+    INT64_MIN,
+    INTEGERS,
+    LAYOUTS,
+    NUMBERS,
+    SCORES,
+    SIZES,
+)
+from .arrays.base import Array, Framework
+from .arrays.known import known_framework, unfit
+
+_SHAPES = {
+    "q": {"bhsd": "(B, H, Sq, D)", "bshd": "(B, Sq, H, D)", "packed": "(Tq, H, D) with cu_seqlens"},
+    "k": {"bhsd": "(B, Hkv, Sk, D)", "bshd": "(B, Sk, Hkv, D)", "packed": "(Tk, Hkv, D) with cu_seqlens"},
+    "v": {"bhsd": "(B, Hkv, Sk, Dv)", "bshd": "(B, Sk, Hkv, Dv)", "packed": "(Tk, Hkv, Dv) with cu_seqlens"},
+}
+
+
+class Request(NamedTuple):
+    """A call as the library reads it."""
+
+    arrays: dict[str, Array]  # those of _abi.INPUTS that are given
+    options: dict[str, Any]  # those of _abi.OPTIONS that are not at their default
+
+
+def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> tuple[Framework | None, Request]:
+    """The framework is q's. `given`: AttentionOptions. What is wrong is added to `wrong`, and missing in the result."""
+    framework = known_framework(q)
+    arrays: dict[str, Array] = {}
+    options: dict[str, Any] = {}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if is_array(wrong, name, x, framework, q):
+            arrays[name] = x
+    given = without_causal_bias(framework, q, k, given, wrong)
+    for name, x in given.items():
+        if name not in DEFAULTS:
+            check_names(function, [name], wrong, DEFAULTS, ELSEWHERE)
+        elif x is DEFAULTS[name]:
+            continue
+        elif name in ARRAYS:
+            if is_array(wrong, name, x, framework, q):
+                arrays[name] = x
+        elif name in FLAGS:
+            if flag(wrong, name, x):
+                options[name] = True
+        elif name in NUMBERS:
+            n = len(wrong)
+            value = number(wrong, name, x)
+            if len(wrong) == n:
+                options[name] = value
+        elif name in INTEGERS:
+            if is_integer(wrong, name, x, *INTEGERS[name]):
+                options[name] = _plain(x)
+        elif name == "window":
+            _window(wrong, x, options)
+        elif name == "alignment":
+            if is_choice(wrong, name, x, ALIGNMENTS):
+                options[name] = ALIGNMENTS[x]
+        elif name == "score":
+            if is_choice(wrong, name, x, SCORES):
+                options[name] = SCORES[x]
+        elif name == "engine":
+            if isinstance(x, str) and x.isprintable() and 0 < len(x) < 80:
+                options[name] = x
+            else:
+                error = ValueError if isinstance(x, str) else TypeError
+                wrong.append(error(f"engine: {shown(x)}; accepted is a name out of strobe.engines(), or None"))
+        elif name == "block_mask":
+            if not isinstance(x, BlockMask):
+                wrong.append(TypeError(f"block_mask: {kind(x)}; accepted is a strobe.BlockMask"))
+            elif framework is not None:
+                arrays.update(zip(_BLOCKS, (framework.own(a) for a in x.arrays), strict=True))
+                options["block_q"], options["block_k"] = x.block_q, x.block_k
+
+    if options.get("score") == HYPERBOLIC:
+        options.setdefault("beta", 1.0)
+    elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":
+        wrong.append(ValueError(f"beta: {beta} with score 'dot'; accepted is None, or a hyperbolic score"))
+    layout = given.get("layout", "bhsd")
+    packed = _is_packed(given)
+    if is_choice(wrong, "layout", layout, LAYOUTS):
+        shapes, rank = ("packed", 3) if packed else (layout, 4)
+        for name in ("q", "k", "v"):
+            if name in arrays and arrays[name].ndim != rank:
+                wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}"))
+        if LAYOUTS[layout] and not packed:
+            options["bshd"] = True
+    if isinstance(block_mask := given.get("block_mask"), BlockMask) and not SIZES & set(map(name_of, wrong)):
+        _fits(wrong, block_mask, _lengths(arrays.get("q"), arrays.get("k"), given), given)
+    if not packed:
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            if options.get(name):
+                wrong.append(ValueError(f"{name}: {options[name]} without cu_seqlens; accepted is None"))
+    _dropout(wrong, arrays, options, given, framework)
+    return framework, Request(arrays, options)
+
+
+def _lengths(q: Array | None, k: Array | None, given: Mapping[str, Any]) -> list[int | None]:
+    """Sq and Sk, of packed sequences what max_seqlen_q and max_seqlen_k say; None where that cannot be told."""
+    packed = _is_packed(given)
+    axis = 0 if packed else 1 if given.get("layout") == "bshd" else 2
+    found: list[int | None] = []
+    for x, most in ((q, given.get("max_seqlen_q")), (k, given.get("max_seqlen_k"))):
+        length = x.shape[axis] if x is not None and x.ndim == (3 if packed else 4) else None
+        found.append(most if packed and is_whole(most) and most else length)
+    return found
+
+
+def _is_packed(given: Mapping[str, Any]) -> bool:
+    return given.get("cu_seqlens_q") is not None or given.get("cu_seqlens_k") is not None
+
+
+def _has_band(given: Mapping[str, Any]) -> bool:
+    """Whether the alignment means something."""
+    return given.get("causal") is True or any(given.get(name) is not None for name in ("window", "alibi_slopes"))
+
+
+def without_causal_bias(framework: Framework | None, q: Array, k: Array, given: Mapping[str, Any], wrong: Wrong) -> Mapping[str, Any]:
+    """The options, with causal and an alignment in place of a mask or bias that is but a name for them."""
+    for name in ("mask", "bias"):
+        found = framework.causal_bias(given.get(name)) if framework is not None else None
+        if found is None:
+            continue
+        alignment, *lengths = found
+        given = {option: x for option, x in given.items() if option != name}
+        arrays = [x if unfit("", x, framework) is None else None for x in (q, k)]
+        own, aligned = _lengths(arrays[0], arrays[1], given), given.get("alignment", "bottom_right")
+        said = f"{name}: a causal bias of {lengths[0]} x {lengths[1]}, {alignment}"
+        if _is_packed(given):
+            wrong.append(ValueError(f'{said}, with cu_seqlens; accepted is causal=True, alignment="{alignment}"'))
+        elif any(there is not None and here != there for here, there in zip(lengths, own, strict=True)):
+            wrong.append(ValueError(f"{said}; accepted is one of {own[0]} x {own[1]}, as q and k have"))
+        elif lengths[0] != lengths[1] and aligned != alignment and _has_band(given):
+            wrong.append(ValueError(f"{said}, beside causal, window or alibi_slopes, {aligned}; accepted is one alignment"))
+        else:
+            given = {**given, "causal": True, "alignment": alignment}
+    return given
+
+
+def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mapping[str, Any]) -> None:
+    """Whether the call has the mask's lengths, and its alignment where that has an effect."""
+    if None in lengths:
+        return
+    aligned = given.get("alignment", "bottom_right")
+    if [mask.seqlen_q, mask.seqlen_k] != lengths:
+        whose = "the maxima of the sequences" if _is_packed(given) else "q and k"
+        accepted = f"accepted is one of {lengths[0]} queries and {lengths[1]} keys, as {whose} have"
+        if _is_packed(given) and any(given.get(name) is None for name in ("max_seqlen_q", "max_seqlen_k")):
+            accepted += "; without max_seqlen_q and max_seqlen_k these are the numbers of tokens"
+        wrong.append(ValueError(f"block_mask: of {mask.seqlen_q} queries and {mask.seqlen_k} keys; {accepted}"))
+    elif mask.alignment not in (None, aligned) and aligned in ALIGNMENTS and _has_band(given):
+        accepted = f"accepted beside causal, window or alibi_slopes is the alignment of these, {aligned}"
+        wrong.append(ValueError(f'block_mask: {mask.alignment}; {accepted}: make it with alignment="{aligned}"'))
+
+
+_BLOCKS = ("block_rows", "block_cols", "block_rows_t", "block_cols_t")
+
+
+def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
+    if not is_whole(x):
+        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer; an array goes into rng"))
+    elif not INT64_MIN <= x < 2**64:
+        wrong.append(ValueError(f"{name}: {shown(x)}; accepted are integers of 64 bits"))
+    else:
+        return True
+    return False
+
+
+def _dropout(
+    wrong: Wrong, arrays: dict[str, Array], options: dict[str, Any], given: Mapping[str, Any], framework: Framework | None
+) -> None:
+    """Sees to it that rng, or seed and offset, are there if dropout is, and only then."""
+    seed, offset = given.get("seed"), given.get("offset")
+    seeded = [is_seed(wrong, name, x) for name, x in (("seed", seed), ("offset", offset)) if x is not None]
+    if given.get("rng") is not None and seeded:
+        wrong.append(ValueError("rng: given beside seed or offset; accepted is one of the two"))
+    elif offset is not None and seed is None and all(seeded):
+        wrong.append(ValueError("offset: given without seed; accepted is seed alone, or both"))
+    if options.get("dropout", 0.0) == 0.0:
+        arrays.pop("rng", None)
+    elif seed is not None and all(seeded):
+        options.update(seed_options(seed, offset))
+    elif "rng" not in arrays and framework is not None and not wrong:
+        arrays["rng"] = framework.drawn_rng(arrays["q"])
+
+
+def seed_options(seed: int | None, offset: int | None) -> dict[str, int]:
+    """The two as _abi.OPTIONS has them."""
+    given = {name: int(x) for name, x in (("seed", seed), ("offset", offset)) if x is not None}
+    return {name: x - 2**64 if x > INT64_MAX else x for name, x in given.items() if x}
+
+
+def _window(wrong: Wrong, window: Any, options: dict[str, Any]) -> None:
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
+    whole = all(side is None or is_whole(side) for side in sides)
+    if len(sides) != 2 or not whole or not all(side is None or 0 <= side <= INT64_MAX for side in sides):
+        error = ValueError if whole else TypeError
+        accepted = "(left, right), each None (no bound) or an integer from 0 on, in 64 bits, or one integer for both"
+        wrong.append(error(f"window: {shown(window)}; accepted is {accepted}"))
+        return
+    for name, side in zip(("window_left", "window_right"), sides, strict=True):
+        if side is not None:
+            options[name] = _plain(side)
+
+
+def _plain(x: Any) -> Any:
+    """An integer, as one of Python's; one of a compiler's stays its."""
+    numpy = sys.modules.get("numpy")
+    return int(x) if numpy is not None and isinstance(x, numpy.integer) else x

@@ -1,0 +1,117 @@
+"""Torch tensors that are more, or other, than the numbers in their memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._kinds import kind
+from .memory import PLAIN
+
+# What stands for one of these may be the idea of a mask, as PyTorch's CausalBias is, over memory that nobody wrote.
+_OF_SCORES = frozenset({"mask", "bias"})
+
+
+# What tells where a tensor's numbers lie: a type that answers otherwise would have other memory read.
+_OF_MEMORY = frozenset({"shape", "size", "stride", "data_ptr", "storage_offset", "dtype", "device", "numel", "dim", "ndim"})
+
+
+def unfit(name: str, x: Tensor, beside: str, q: Tensor | None) -> Exception | None:
+    """What is wrong with x unless it is dense, means its numbers alone, and lies where q, the argument `beside`, does."""
+    if type(x) not in PLAIN and (refused := _unfit_subclass(name, x)) is not None:
+        return refused
+    if x.is_nested:
+        way = "sequences of several lengths go packed, (T, H, D) with cu_seqlens"
+        return ValueError(f"{name}: a nested tensor, layout {x.layout}; accepted is a dense one; {way}")
+    if x.layout is not torch.strided:
+        return ValueError(f"{name}: layout {x.layout}; accepted is torch.strided, which to_dense() gives")
+    if x.is_quantized:
+        return ValueError(f"{name}: dtype {x.dtype}, quantized; accepted is a torch.Tensor of numbers, which dequantize() gives")
+    if q is not None and x.device != q.device:
+        return ValueError(f"{name}: on device {x.device}; accepted is {q.device}, where {beside} lies")
+    return None
+
+
+def _unfit_subclass(name: str, x: Tensor) -> Exception | None:
+    if _is_uninitialized(x):
+        return ValueError(f"{name}: {kind(x)}, which has no shape yet; accepted is a torch.Tensor")
+    if not has_own_dispatch(x) and (own := _overridden(type(x), Tensor)):
+        return TypeError(f"{name}: {kind(x)}, which has a {own[0]} of its own; accepted is a torch.Tensor; as_subclass() makes it one")
+    if _is_a("DTensor", x, "torch.distributed.tensor", "torch.distributed._tensor"):
+        return TypeError(f"{name}: a DTensor; accepted is a torch.Tensor, which to_local() or full_tensor() gives")
+    if _is_masked(x):
+        return TypeError(f"{name}: a MaskedTensor; accepted is a torch.Tensor, which to_tensor() gives")
+    if causal_bias(x):
+        return TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor")
+    if name in _OF_SCORES and _has_own(type(x), "__torch_function__") and not has_own_dispatch(x):
+        return TypeError(
+            f"{name}: {kind(x)}, whose memory may not hold what it means; accepted is a torch.Tensor; as_subclass() makes it one"
+        )
+    return None
+
+
+def _overridden(kind: type, base: type) -> list[str]:
+    classes = kind.__mro__[: kind.__mro__.index(base)]
+    return sorted({name for of in classes if of not in PLAIN for name in vars(of)} & _OF_MEMORY)
+
+
+def _is_a(kind: str, x: object, *modules: str) -> bool:
+    """Whether x is of that class of one of the modules, none of which is imported for it."""
+    classes = [getattr(sys.modules[module], kind, None) for module in modules if module in sys.modules]
+    return any(of is not None and isinstance(x, of) for of in classes)
+
+
+def _is_masked(x: object) -> bool:
+    return _is_a("MaskedTensor", x, "torch.masked")
+
+
+def _is_uninitialized(x: Tensor) -> bool:
+    return isinstance(x, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
+
+
+def causal_bias(x: object) -> tuple[str, int, int] | None:
+    """Of PyTorch's causal_upper_left() and causal_lower_right(), whose memory holds nothing: the alignment, Sq and Sk."""
+    if type(x) in PLAIN:
+        return None
+    module = sys.modules.get("torch.nn.attention.bias")
+    if module is None or not isinstance(x, module.CausalBias):
+        return None
+    return "top_left" if x.variant == module.CausalVariant.UPPER_LEFT else "bottom_right", x.seq_len_q, x.seq_len_kv
+
+
+def without_values(name: str, x: Tensor) -> Exception | None:
+    """What is wrong with x if its numbers cannot be read at its address."""
+    if x.is_meta:
+        return ValueError(f"{name}: on device meta; accepted is an array that has values")
+    return TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor that holds its values itself") if has_own_dispatch(x) else None
+
+
+def has_own_dispatch(x: Tensor) -> bool:
+    """Whether operators are told of x by its __torch_dispatch__, so that its own memory says nothing."""
+    return type(x) not in PLAIN and _has_own(type(x), "__torch_dispatch__")
+
+
+def overriding(arguments: Iterable[Any]) -> list[Tensor]:
+    """Those tensors whose type says by its own __torch_function__ what becomes of a call."""
+    if torch.compiler.is_compiling() or not torch._C._is_torch_function_enabled():
+        return []
+    subclasses = [x for x in arguments if isinstance(x, Tensor) and type(x) not in PLAIN]
+    return [
+        x for x in subclasses if _has_own(type(x), "__torch_function__") and not (causal_bias(x) or _is_uninitialized(x) or _is_masked(x))
+    ]
+
+
+def not_dispatched(arrays: dict[str, Tensor], refused: TypeError) -> TypeError:
+    """`refused` came of a call on these: in words that name them, if they are why."""
+    kinds = [f"{name}: {kind(x)}, whose __torch_dispatch__ takes no torch.ops.strobe" for name, x in arrays.items() if has_own_dispatch(x)]
+    return TypeError("\n".join(f"{line}; accepted is a torch.Tensor" for line in kinds)) if kinds else refused
+
+
+def _has_own(kind: type, method: str) -> bool:
+    found, inherited = (getattr(of, method) for of in (kind, Tensor))
+    disabled = torch._C._disabled_torch_function_impl
+    return getattr(found, "__func__", found) not in (getattr(inherited, "__func__", inherited), disabled)

@@ -1,0 +1,136 @@
+"""What NVRTC makes of a kernel: its PTX, and its SASS. Kept on disk by the key of the program."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import struct
+import sys
+from dataclasses import asdict, dataclass
+
+from tree import CACHE, HERE, Program
+
+sys.path.insert(0, str(HERE.parent / "nvrtc"))
+import nvrtc
+
+
+@dataclass(frozen=True)
+class Sass:
+    digest: str  # of everything that the GPU sees: instructions, constants, what the loader is told
+    instructions: int
+    registers: int
+    spilled: int  # bytes stored and loaded
+    serialized: bool  # ptxas lets its wgmma wait for one another
+
+    def __str__(self) -> str:
+        serialized = ", wgmma serialized" if self.serialized else ""
+        return f"{self.instructions} instructions, {self.registers} registers, {self.spilled} B spilled{serialized}"
+
+
+def ptx(program: Program) -> str:
+    """The digest of its PTX, with names of its own in place of those that the source gives."""
+    return _kept("ptx", program, lambda: {"digest": _digest_of_ptx(compiled(program, "PTX")[0])})["digest"]
+
+
+def sass(program: Program) -> Sass:
+    def from_cubin() -> dict[str, object]:
+        cubin, log = compiled(program, "CUBIN")
+        digest, instructions = _read_cubin(cubin)
+        registers = max(map(int, re.findall(r"Used (\d+) registers", log)), default=0)
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log)))
+        return asdict(Sass(digest, instructions, registers, spilled, "instructions are serialized" in log))
+
+    return Sass(**_kept("sass", program, from_cubin))
+
+
+def _kept(what: str, program: Program, make) -> dict:
+    file = CACHE / what / _library().version / program.key[:2] / program.key
+    if file.exists():
+        return json.loads(file.read_text())
+    made = make()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new.write_text(json.dumps(made))
+    new.replace(file)
+    return made
+
+
+class _Library:
+    def __init__(self) -> None:
+        self.calls = nvrtc.load()
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self.calls.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        self.version = f"{major.value}.{minor.value}"
+
+
+_loaded: list[_Library] = []
+
+
+def _library() -> _Library:
+    if not _loaded:
+        _loaded.append(_Library())
+    return _loaded[0]
+
+
+def _strings(texts: list[str]) -> ctypes.Array:
+    return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+
+
+def compiled(program: Program, form: str) -> tuple[bytes, str]:
+    """form: PTX or CUBIN. The code and the log."""
+    calls, handle, size = _library().calls, ctypes.c_void_p(), ctypes.c_size_t()
+    names = list(program.headers)
+    calls.nvrtcCreateProgram(
+        ctypes.byref(handle), program.source.encode(), b"kernel.cu", len(names), _strings(list(program.headers.values())), _strings(names)
+    )
+    options = list(program.options)
+    if form == "PTX":
+        options = [option.replace("=sm_", "=compute_") for option in options if not option.startswith("--ptxas-options")]
+    status = calls.nvrtcCompileProgram(handle, len(options), _strings(options))
+    calls.nvrtcGetProgramLogSize(handle, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    calls.nvrtcGetProgramLog(handle, log)
+    if status:
+        raise SystemExit(f"{program.name} does not compile:\n{log.value.decode()}")
+    getattr(calls, f"nvrtcGet{form}Size")(handle, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    getattr(calls, f"nvrtcGet{form}")(handle, code)
+    calls.nvrtcDestroyProgram(ctypes.byref(handle))
+    return code.raw, log.value.decode()
+
+
+_NAME = re.compile(r"\b(?:_Z|__cuda_local_var_|_\$_|anon)[\w$]*")
+
+
+def _digest_of_ptx(code: bytes) -> str:
+    text = re.sub(r"//[^\n]*", "", code.rstrip(b"\0").decode())
+    numbers: dict[str, str] = {}
+    text = _NAME.sub(lambda found: numbers.setdefault(found[0], f"name{len(numbers)}"), text)
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    kept = [line for line in lines if line and not line.startswith((".file", ".loc"))]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:32]
+
+
+def _read_cubin(cubin: bytes) -> tuple[str, int]:
+    """The digest of the sections that the GPU and its loader see, under their names but for mangled ones, and the number of instructions,
+    those that fill up the last line included."""
+    (offset,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size) for i in range(count)]
+    names = cubin[sections[names_at][4] :][: sections[names_at][5]]
+    instructions, seen = 0, []
+    for name_at, kind, _, _, at, length, *_ in sections:
+        name = names[name_at : names.index(b"\0", name_at)].decode()
+        if not name.startswith((".text", ".nv.constant", ".nv.global", ".rodata")):
+            continue
+        content = b"" if kind == 8 else cubin[at : at + length]  # SHT_NOBITS
+        seen.append((_NAME.sub("name", name), length, content))
+        if name.startswith(".text"):
+            instructions += length // 16
+    digest = hashlib.sha256()
+    for name, length, content in sorted(seen):
+        digest.update(f"{name} {length}\n".encode() + content)
+    return digest.hexdigest()[:32], instructions

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Whether two trees have the same kernels: the code of every kernel that `strobe prewarm` lists, compared without line numbers.
+
+A kernel of one tree is that of the other which the same call launches in the same place, whatever its file, type or Config are called.
+Programs that differ in comments and files alone are equal; else their PTX is compared, whose names are replaced; where that differs their
+SASS. What was compiled is kept in ~/.cache/strobe-sass (STROBE_SASS_CACHE), so a base is compiled once.
+
+    tests/sass/compare.py ../base . --arch 90 --family sm90
+    tests/sass/compare.py 0b4b415 . --sample 50     # a revision whose checkout was compared before
+    tests/sass/compare.py ../base . --rewrite       # other code is allowed, if it spills and waits no more and is at most 1% longer
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import code_of
+from code_of import Sass
+from tree import Program, Tree, read
+
+ARCHS = (75, 80, 90, 120)
+LONGER = 1.01  # what a rewrite may take, over all kernels
+
+
+@dataclass(frozen=True)
+class Pair:
+    call: str  # the first that launches it
+    base: Path  # of the programs
+    new: Path
+
+
+@dataclass(frozen=True)
+class Difference:
+    call: str
+    base_name: str
+    new_name: str
+    base: Sass
+    new: Sass
+
+
+def pairs(base: Tree, new: Tree) -> tuple[list[Pair], list[str]]:
+    """The kernels of both, each pair once, and what one tree launches and the other does not."""
+    found: dict[tuple[str, str], Pair] = {}
+    faults = [f"{call}: no call of the new tree" for call in base.calls.keys() - new.calls.keys()]
+    faults += [f"{call}: no call of the base" for call in new.calls.keys() - base.calls.keys()]
+    for call in base.calls.keys() & new.calls.keys():
+        launches, others = base.calls[call], new.calls[call]
+        if len(launches) != len(others):
+            names = [[base.program(key).name for key in launches], [new.program(key).name for key in others]]
+            faults.append(f"{call}: {len(launches)} launches became {len(others)}:\n  " + "\n  ".join(" ".join(each) for each in names))
+            continue
+        for key, other in zip(launches, others, strict=True):
+            found.setdefault((key, other), Pair(call, base.folder / "programs" / key, new.folder / "programs" / other))
+    return sorted(found.values(), key=lambda pair: pair.call), sorted(faults)
+
+
+def template(name: str) -> str:
+    return name.partition("<")[0]
+
+
+def chosen(all_: Iterable[Pair], family: str | None, sample: int | None, seed: int) -> list[Pair]:
+    """Of a sample each template of each dtype and architecture has its share."""
+    of: dict[tuple[str, ...], list[Pair]] = defaultdict(list)
+    for pair in all_:
+        name = Program.read(pair.base).name
+        if family is None or f"::{family}::" in name:
+            of[pair.call.split()[0], template(name), pair.call.split()[1]].append(pair)
+    if sample is None:
+        return [pair for group in of.values() for pair in group]
+    draw = random.Random(seed)
+    groups = [draw.sample(group, len(group)) for _, group in sorted(of.items())]
+    turns = (group[i] for i in range(max(map(len, groups), default=0)) for group in groups if i < len(group))
+    return [pair for pair, _ in zip(turns, range(sample), strict=False)]
+
+
+def difference(pair: Pair) -> Difference | None:
+    if pair.base.name == pair.new.name:  # the key
+        return None
+    base, new = Program.read(pair.base), Program.read(pair.new)
+    if code_of.ptx(base) == code_of.ptx(new):
+        return None
+    before, after = code_of.sass(base), code_of.sass(new)
+    return None if before == after else Difference(pair.call, base.name, new.name, before, after)
+
+
+def compiled_ahead(pair: Pair) -> None:
+    code_of.ptx(Program.read(pair.base))
+
+
+def report(differences: list[Difference]) -> str:
+    lines = []
+    for d in differences:
+        renamed = "" if d.base_name == d.new_name else f" -> {d.new_name}"
+        lines += [f"differs: {d.base_name}{renamed}", f"  {d.call}", f"  base {d.base}", f"  new  {d.new}"]
+    return "\n".join(lines)
+
+
+def longer(differences: list[Difference], compared: int) -> float:
+    """The geometric mean of the numbers of instructions, new over base, over all that were compared."""
+    return math.exp(sum(math.log(d.new.instructions / d.base.instructions) for d in differences) / max(compared, 1))
+
+
+def broken(differences: list[Difference], compared: int) -> list[str]:
+    """The rules of a rewrite."""
+    faults = [f"spills more: {d.new_name} ({d.base.spilled} -> {d.new.spilled} B)" for d in differences if d.new.spilled > d.base.spilled]
+    faults += [f"serialized wgmma: {d.new_name}" for d in differences if d.new.serialized and not d.base.serialized]
+    if (ratio := longer(differences, compared)) > LONGER:
+        faults.append(f"{100 * (ratio - 1):.2f}% more instructions; accepted is up to {100 * (LONGER - 1):.0f}%")
+    return faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", help="a checkout whose package is built (make setup), or the revision of one that was compared before")
+    parser.add_argument("new", help="the same of the tree that is judged")
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help="compute capability times ten; by default all")
+    parser.add_argument("--family", help="of kernels: sm90, mma, tf32, simt, ...; as the base calls it")
+    parser.add_argument("--sample", type=int, help="this many kernels, some of each template and dtype")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--rewrite", action="store_true", help="fail for spills, serialized wgmma and 1%% more instructions alone")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
+    given = parser.parse_args()
+    archs = given.arch or list(ARCHS)
+    base, new = read(given.base, archs), read(given.new, archs)
+    all_, faults = pairs(base, new)
+    if given.sample is not None or given.family is not None:
+        all_ = chosen(all_, given.family, given.sample, given.seed)
+    if not all_:
+        faults.append("nothing to compare")
+    work = difference if given.base != given.new else compiled_ahead
+    with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
+        differences = [found for found in pool.map(work, all_, chunksize=4) if found]
+    if differences:
+        print(report(differences))
+        print(f"instructions, geometric mean of new over base: {longer(differences, len(all_)):.4f}")
+    if given.rewrite:
+        faults += broken(differences, len(all_))
+    elif differences:
+        faults.append(f"{len(differences)} kernels have other code")
+    print(f"{len(all_)} kernels compared, {len(all_) - len(differences)} with the same code")
+    for fault in faults:
+        print(f"FAILED: {fault}")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
