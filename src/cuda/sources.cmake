@@ -15,12 +15,11 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/program/addresses.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/arguments.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/engine.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/passes.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/prediction.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/prewarm.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/program.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/rows.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/tensor_maps.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/tile_gradient.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/tuning.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/engines.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/ladder.cpp

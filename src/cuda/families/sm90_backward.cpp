@@ -10,11 +10,10 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
-#include "cuda/program/rows.h"
 #include "cuda/program/tensor_maps.h"
-#include "cuda/program/tile_gradient.h"
-#include "cuda/program/wishes.h"
+#include "cuda/program/tiles.h"
 
 namespace strobe::cuda {
 
@@ -114,9 +113,7 @@ bool leaves_registers(const Problem &p, const Features &f) {
 }
 
 BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
-  BackwardConfig c{};
-  c.dtype = i32(p.dtype);
-  c.head_dim = i32((p.head_dim + 15) / 16 * 16), c.head_dim_v = i32((p.head_dim_v + 15) / 16 * 16);
+  BackwardConfig c = begin_config<BackwardConfig>(p, 16);
   c.features = f;
   c.registers_load = 40, c.registers_compute = 232;
   c.deterministic = p.deterministic && p.dq;
@@ -179,7 +176,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   if (features.function != kHyperbolic) features.scaled = size != 0 && !(size > 1e-30);
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
   const BackwardConfig c = configuration(p, features, device);
-  if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.tile_k()))
+  if (!divides_blocks(p, c.tile_q, c.tile_k()))
     return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
   const int64_t key_tiles = tiles(p.seqlen_k, c.tile_k()), pairs = p.batch * p.heads_kv;
   const int64_t blocks = c.owns_dq ? std::min<int64_t>(pairs, device.sms) : key_tiles * pairs;
@@ -207,19 +204,19 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
 
   Program program;
   program.overlap = true;
-  const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1};
-  const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
+  const RowsConfig rows{c.dtype, c.columns(), c.tile_q, 1};
+  const int64_t row_blocks = rows.blocks(p.batch, p.heads, p.seqlen_q);
+  BackwardLaunches launches{.rows_by_tiles = Launch(kRows, rows, row_blocks, RowsConfig::threads(), 0, a),
+                            .main = Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a),
+                            .dbias = bias_gradient(p, device, a)};
   if (p.bias) { // D ahead, and what LSE lacks
     BackwardArguments ahead = a;
     ahead.dq_sum = nullptr;
-    program.steps.push_back(Launch(kDelta, each, row_blocks, RowsConfig::threads(), 0, ahead));
-    program.steps.push_back(*settle(p, device, a));
+    launches.delta = Launch(kDelta, rows, row_blocks, RowsConfig::threads(), 0, ahead);
+    launches.settle = settle(p, device, a);
   }
-  program.steps.push_back(Launch(kRows, each, row_blocks, RowsConfig::threads(), 0, a));
-  if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
-  if (p.dq && !c.owns_dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
-  if (p.dsinks) program.steps.push_back(sink_gradient(p, a));
-  if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a));
+  if (!c.owns_dq) launches.dq = Launch(kDq, rows, row_blocks, RowsConfig::threads(), 0, a);
+  push(program, p, a, std::move(launches));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   if (c.owns_dq) program.kernel += ", a block all keys of a head";

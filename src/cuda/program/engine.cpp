@@ -5,7 +5,7 @@
 #include "cuda/compile/cache.h"
 #include "cuda/driver/driver.h"
 #include "cuda/driver/stream.h"
-#include "cuda/program/rows.h"
+#include "cuda/program/passes.h"
 #include "cuda/program/tuning.h"
 
 namespace strobe::cuda {

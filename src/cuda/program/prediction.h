@@ -23,6 +23,9 @@ int64_t resident(const Device &, int64_t shared_bytes, int64_t most);
 // to begin and to store; `parts` blocks share a walk.
 double seconds(const Walks &, const Device &, int64_t resident, double rate, double ends, int64_t parts = 1);
 
+// (batch, head) pairs whose tiles run together in a forward: their K and V should stay in half of the L2 cache.
+int32_t pairs_in_half_the_cache(const Problem &, const Device &);
+
 // Of a forward: K and V from memory, and the combination of parts.
 double reading_seconds(const Problem &, const Device &);
 double combining_seconds(const Problem &);
