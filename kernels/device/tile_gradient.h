@@ -56,9 +56,9 @@ public:
     multiply<kD>(P, 0, kQ);
     const auto lse = [&](int n) { return RowLse{*this, p, sequence, i + 16 * n, q1}; };
     if (masked)
-      probabilities<F, true, false, true>(P, P, scores, p.head, i, j, k1, lse);
+      probabilities<F, true, Slope::none, true>(P, P, scores, p.head, i, j, k1, lse);
     else
-      probabilities<F, false, false, true>(P, P, scores, p.head, i, j, k1, lse);
+      probabilities<F, false, Slope::none, true>(P, P, scores, p.head, i, j, k1, lse);
     const KeyMajorDropout<F> dropout{Dropout<F>(in)};
     if constexpr (F.dropout) dropout.mark(P, i, j, p.head, p.batch);
     multiply<kDv>(dS, kV, kDo);

@@ -53,9 +53,14 @@ template <Config C> struct Forward {
       const bool by_position = tile.masked || k1 - k0 < C.tile_k;
 
       kept.draw(dropout, b, h, q0, k0);
-      // S = Q K^T
+      // S = Q K^T. Runs wait in P's place, which has been read by then.
       T S[kRows][kKeys] = {};
-      multiply.template nt<C.head_dim>(S, Q, q0, K, k0);
+      multiply.template nt_in_runs<C.head_dim, C.score_run()>(S, Q, q0, K, k0, [&](bool first) {
+        auto here = grid;
+        here.x = opaque(here.x), here.y = opaque(here.y);
+        transfer(here, P, [&](T &p, int i, int j) { p = first ? S[i][j] : p + S[i][j], S[i][j] = T(0); });
+      });
+      if constexpr (C.head_dim > C.score_run()) transfer(grid, P, [&](T &p, int i, int j) { S[i][j] += p; });
 
       T rescale[kRows];
       score<kStaged>(scores, h, q0, k0, k1, by_position, S, P, grid);

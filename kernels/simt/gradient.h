@@ -55,8 +55,8 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
   };
   kept_of.draw(dropout, scores.b, h, q0, k0);
   T sum[kRows][kKeys] = {};
-  multiply.template nt<C.head_dim>(sum, Q, q0, K, k0);
-  leave(P, sum, true);
+  multiply.template nt_in_runs<C.head_dim, C.score_run()>(sum, Q, q0, K, k0, [&](bool first) { leave(P, sum, first); });
+  leave(P, sum, C.head_dim == C.score_run());
   multiply.template nt_in_runs<C.head_dim_v, Config::kRun>(sum, dO, q0, V, k0, [&](bool first) { leave(dS, sum, first); });
   leave(dS, sum, C.head_dim_v == Config::kRun);
 

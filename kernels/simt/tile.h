@@ -248,9 +248,6 @@ template <Config C> struct Products {
       multiply<kChunk, kRowsA, kRowsB, true>(grid, acc, sa, sb);
     }
   }
-  template <int kDim, int M, int N> __device__ __forceinline__ void nt(T (&acc)[M][N], const Rows<E> &A, i32 a0, const Rows<E> &B, i32 b0) {
-    nt_in_runs<kDim, kDim>(acc, A, a0, B, b0, [](bool) {});
-  }
 
   // acc += P^T B for the `length` rows b0... of B and kDim columns from `column` on; P in shared memory, at most kLines lines kStride
   // apart.

@@ -148,8 +148,8 @@ private:
   __device__ __forceinline__ void probabilities(Accumulator (&P)[kM][kN], Accumulator (&through)[kM][kN], const Tile &t) const {
     const auto lse = [&](int n) { return RowLse{*this, n}; };
     Scores<F, float> scores(in, shared_state().sequence, shared_state().batch);
-    strobe::probabilities<F, kMasked, F.function != 0, true>(F.function ? through : P, P, scores, t.head, t.queries.begin,
-                                                             shared_state().k0 + first_key(), shared_state().k1, lse);
+    strobe::probabilities<F, kMasked, F.function ? strobe::Slope::times_p : strobe::Slope::none, true>(
+        F.function ? through : P, P, scores, t.head, t.queries.begin, shared_state().k0 + first_key(), shared_state().k1, lse);
   }
 
   // dP^T -> dS^T, with P^T from shared memory, where this lane put it; where nothing is seen dS is 0, whatever dP is.

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _operators as operators
-from . import _run
-from ._abi import FORWARD, GRADIENTS, OPTIONS
-from ._operators import BACKWARD_NAME, FORWARD_NAME, made_ready, run_backward, run_forward
-from ._repeated import Memory, Ready, signature
+from . import _operators, _repeated, _run
+from ._abi import FORWARD
+from ._options import FIELDS, GRADIENTS
+from ._repeated import Key, Seen, signature
 from ._request import Request
 from .arrays import tensor_kinds
 from .arrays.memory import PLAIN
@@ -23,16 +22,8 @@ from .arrays.torch import TORCH, is_alone
 Repeated = Callable[[], "list[Tensor] | None"]  # the same call made ready; None: it has to be made in full
 
 
-class _Known(NamedTuple):
-    """What became of a call of strobe.attention()."""
-
-    options: dict[str, Any]  # of the operator
-    tracked: bool  # one of its tensors requires a gradient
-    ready: Ready | None = None  # from the second call on that is not tracked
-    tracked_ready: Ready | None = None  # and from the second one that is
-
-
-_attention_calls: Memory[_Known] = Memory()
+def _signature(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> tuple[Key, list[int]] | None:
+    return signature("attention", (q, k, v), given, return_lse, torch.is_grad_enabled())
 
 
 def _tensors(given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -43,40 +34,39 @@ class Calls(_run.Calls):
     """Through autograd and PyTorch's dispatcher, unless nobody wants to see the call."""
 
     def again(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> Sequence[Tensor] | None:
-        if not is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
+        if not is_alone() or (found := _signature(q, k, v, return_lse, given)) is None:
             return None
         key, addresses = found
-        known = _attention_calls.get(key)
-        if known is None or torch.is_autocast_enabled(q.device.type):
+        seen = _repeated.CALLS.get(key)
+        if seen is None or torch.is_autocast_enabled(q.device.type):
             return None
-        tracked = known.tracked and torch.is_grad_enabled()
-        ready = known.tracked_ready if tracked else known.ready
         results = None
-        if ready is None:
-            p = Request({"q": q, "k": k, "v": v, **_tensors(given)}, known.options)
+        if (ready := seen.ready) is None:
+            p = Request({"q": q, "k": k, "v": v, **_tensors(given)}, seen.options)
             made = _run.results(TORCH, p)
-            if not (return_lse or tracked):
+            if not (return_lse or seen.tracked):
                 del made["lse"]
-            ready, results = made_ready(p, {}, made, FORWARD), list(made.values())
-            _attention_calls.keep(key, known._replace(tracked_ready=ready) if tracked else known._replace(ready=ready))
-        if tracked:
-            more: dict[str, Any] = {**_tensors(given), **known.options}
+            ready = seen.ready = _operators.made_ready(p, {}, made, FORWARD)
+            results = list(made.values())
+        if seen.tracked:
+            more: dict[str, Any] = {**_tensors(given), **seen.options}
             return _differentiable_forward(q, k, v, partial(ready.run, addresses, results), **more)
         return ready.run(addresses, results)
 
     def remember(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any], p: Request) -> None:
-        if not is_alone() or (found := signature((q, k, v), given, return_lse)) is None:
+        if not is_alone() or (found := _signature(q, k, v, return_lse, given)) is None:
             return
         if [*p.arrays] != ["q", "k", "v", *_tensors(given)] or p.options.get("engine") == _run.ORACLE:
             return  # some tensors are made anew for each call, or results have another dtype first
         if not (q.is_cpu or q.is_cuda) or torch.is_autocast_enabled(q.device.type):
             return
-        _attention_calls.keep(found[0], _Known(p.options, any(x.requires_grad for x in p.arrays.values())))
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in p.arrays.values())
+        _repeated.CALLS.keep(found[0], Seen(p.options, tracked))
 
     def forward(self, p: Request) -> tuple[Tensor, Tensor]:
         arrays = TORCH.autocast(p.arrays)
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
-            return operators.forward(**arrays, **p.options)
+            return _operators.forward(**arrays, **p.options)
         more: dict[str, Any] = {**arrays, **p.options}
         try:
             return _differentiable_forward(**more)  # where the dispatcher's first step would lead
@@ -85,7 +75,7 @@ class Calls(_run.Calls):
 
     def backward(self, p: Request, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[str]) -> dict[str, Tensor]:
         try:
-            found = operators.backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])
+            found = _operators.backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])
         except TypeError as refused:
             known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
             raise tensor_kinds.not_dispatched(known | p.arrays, refused) from None
@@ -106,21 +96,21 @@ def _is_plain(arrays: Iterable[Any]) -> bool:
 def _below_autograd_forward(
     q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], repeated: Repeated | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The operator, past the dispatcher (some 10 µs) where it would lead straight to run_forward."""
+    """The operator, past the dispatcher (some 10 µs) where it would lead straight to _operators.run_forward."""
     if repeated is not None and (found := repeated()) is not None:
         out, lse = found
         return out, lse
     if _is_plain((q, k, v, *given.values())):
-        return run_forward(q, k, v, **given)
+        return _operators.run_forward(q, k, v, **given)
     with torch._C._AutoDispatchBelowAutograd():
-        return operators.forward(q, k, v, **given)
+        return _operators.forward(q, k, v, **given)
 
 
 def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[str, Any]) -> list[Tensor]:
     if _is_plain((*arguments, *given.values())):
-        return run_backward(*arguments, **given)  # type: ignore[arg-type]
+        return _operators.run_backward(*arguments, **given)  # type: ignore[arg-type]
     with torch._C._AutoDispatchBelowAutograd():
-        return operators.backward(*arguments, **given)
+        return _operators.backward(*arguments, **given)
 
 
 class _Attention(torch.autograd.Function):
@@ -136,8 +126,8 @@ class _Attention(torch.autograd.Function):
         repeated: Repeated | None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = _below_autograd_forward(q, k, v, given, repeated)
-        ctx.options = {name: x for name, x in given.items() if name in OPTIONS}
-        arrays = {name: x for name, x in given.items() if name not in OPTIONS}
+        ctx.options = {name: x for name, x in given.items() if name in FIELDS}
+        arrays = {name: x for name, x in given.items() if name not in FIELDS}
         ctx.names = tuple(arrays)
         ctx.save_for_backward(out, lse, q, k, v, *arrays.values())
         ctx.set_materialize_grads(False)
@@ -191,5 +181,5 @@ def _differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Te
     return _below_autograd_backward(arguments, given)
 
 
-torch.library.impl(FORWARD_NAME, "Autograd", _differentiable_forward)
-torch.library.impl(BACKWARD_NAME, "Autograd", _differentiable_backward)
+torch.library.impl(_operators.FORWARD_NAME, "Autograd", _differentiable_forward)
+torch.library.impl(_operators.BACKWARD_NAME, "Autograd", _differentiable_backward)

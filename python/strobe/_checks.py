@@ -95,3 +95,9 @@ def is_choice(wrong: Wrong, name: str, x: Any, choices: Collection[str]) -> bool
         wrong.append(ValueError(f"{name}: {shown(x)}; accepted is {' or '.join(map(repr, choices))}"))
         return False
     return True
+
+
+def plain(x: Any) -> Any:
+    """An integer, as one of Python's; one of a compiler's stays its."""
+    numpy = sys.modules.get("numpy")
+    return int(x) if numpy is not None and isinstance(x, numpy.integer) else x

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _run
-from ._abi import BACKWARD, FORWARD, GRADIENTS, INPUTS, OPTIONS
-from ._repeated import Key, Memory, Ready, signature
+from . import _repeated, _run
+from ._abi import BACKWARD, FORWARD
+from ._options import FIELDS, GRADIENTS, INPUTS
+from ._repeated import Key, Ready, Seen, signature
 from ._request import Request
 from .arrays.torch import TORCH
-
-_forward_calls: Memory[Ready] = Memory()
-_backward_calls: Memory[Ready] = Memory()
 
 # The operators take everything that a call consists of, so that a graph holds nothing else. What is at its default is neither passed
 # nor kept in a graph.
@@ -24,7 +22,7 @@ _SCHEMA_TYPES = {bool: "bool", int: "SymInt", int | None: "SymInt?", float: "flo
 _ARGUMENTS = ", ".join(
     ["Tensor q, Tensor k, Tensor v, *"]
     + [f"Tensor? {name}=None" for name in INPUTS if name not in ("q", "k", "v")]
-    + [f"{_SCHEMA_TYPES[kind]} {name}={default}" for name, (kind, default) in OPTIONS.items()]
+    + [f"{_SCHEMA_TYPES[field.type]} {name}={field.default}" for name, field in FIELDS.items()]
 )
 # Results lie in memory as the inputs do: a compiler may not choose other strides for these.
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
@@ -32,17 +30,17 @@ FORWARD_NAME, BACKWARD_NAME = "strobe::attention_forward", "strobe::attention_ba
 torch.library.define(FORWARD_NAME, f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 torch.library.define(
     BACKWARD_NAME,
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needed) -> Tensor[]",  # as _abi.GRADIENTS
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needed) -> Tensor[]",  # as GRADIENTS
     tags=_TAGS,
 )
 forward = torch.ops.strobe.attention_forward.default
 backward = torch.ops.strobe.attention_backward.default
 
 
-def _prepared(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
+def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
     p = Request({"q": q, "k": k, "v": v}, {})
     for name, x in given.items():
-        (p.options if name in OPTIONS else p.arrays)[name] = x
+        (p.options if name in FIELDS else p.arrays)[name] = x
     return p
 
 
@@ -57,11 +55,10 @@ def _names(needed: list[bool], p: Request) -> list[str]:
     return names
 
 
-def _repeated(
-    calls: Memory[Ready],
+def _again(
     direction: int,
     signed: tuple[Key, list[int]] | None,
-    prepare: Callable[[], Request],
+    request: Callable[[], Request],
     known: dict[str, Tensor],
     results: Callable[[Request], dict[str, Tensor]],
 ) -> list[Tensor] | None:
@@ -69,15 +66,18 @@ def _repeated(
     if signed is None:
         return None
     key, addresses = signed
-    if (ready := calls.get(key)) is not None:
-        return ready.run(addresses)
-    p = prepare()
-    if p.options.get("engine") == _run.ORACLE or calls.is_new(key):
+    seen = _repeated.CALLS.get(key)
+    if seen is not None and seen.ready is not None:
+        return seen.ready.run(addresses)
+    p = request()
+    if p.options.get("engine") == _run.ORACLE:
+        return None
+    if seen is None:
+        _repeated.CALLS.keep(key, Seen(p.options))
         return None
     made = results(p)
-    ready = made_ready(p, known, made, direction)
-    calls.keep(key, ready)
-    return ready.run(addresses, list(made.values()))
+    seen.ready = made_ready(p, known, made, direction)
+    return seen.ready.run(addresses, list(made.values()))
 
 
 def made_ready(p: Request, known: dict[str, Tensor], made: dict[str, Tensor], direction: int) -> Ready:
@@ -86,20 +86,17 @@ def made_ready(p: Request, known: dict[str, Tensor], made: dict[str, Tensor], di
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    def prepare() -> Request:
-        return _prepared(q, k, v, given)
-
-    signed = signature((q, k, v), given)
-    found = _repeated(_forward_calls, FORWARD, signed, prepare, {}, partial(_run.results, TORCH))
+    request = partial(_request, q, k, v, given)
+    found = _again(FORWARD, signature("forward", (q, k, v), given), request, {}, partial(_run.results, TORCH))
     if found is None:
-        return _run.forward(TORCH, prepare())
+        return _run.forward(TORCH, request())
     out, lse = found
     return out, lse
 
 
 @torch.library.register_fake(FORWARD_NAME)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    return tuple(_run.results(TORCH, _prepared(q, k, v, given)).values())
+    return tuple(_run.results(TORCH, _request(q, k, v, given)).values())
 
 
 def _with_dense_rows(dout: Tensor, bshd: bool) -> Tensor:
@@ -117,15 +114,12 @@ def run_backward(
     if dout.is_cuda:
         dout = _with_dense_rows(dout, "bshd" in given)
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-
-    def prepare() -> Request:
-        return _prepared(q, k, v, given)
-
-    signed = signature((*known.values(), q, k, v), given, *needed) if any(needed) else None
-    found = _repeated(_backward_calls, BACKWARD, signed, prepare, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
+    request = partial(_request, q, k, v, given)
+    signed = signature("backward", (*known.values(), q, k, v), given, *needed) if any(needed) else None
+    found = _again(BACKWARD, signed, request, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
     if found is not None:
         return found
-    p = prepare()
+    p = request()
     return list(_run.backward(TORCH, p, known, _names(needed, p)).values())
 
 
@@ -133,7 +127,7 @@ def run_backward(
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
 ) -> list[Tensor]:
-    p = _prepared(q, k, v, given)
+    p = _request(q, k, v, given)
     return list(_run.gradients(TORCH, p, _names(needed, p)).values())
 
 

@@ -3,52 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._abi import Call, field_of
+from ._call import Call, field_of
 from ._core import ffi, lib
 from .arrays.memory import PLAIN, allocated, is_lazy
 
 Key = tuple[Any, ...]
-T = TypeVar("T")
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
-_MOST = 1024  # kept; lengths of packed sequences may never come again
+_MOST = 3 * 1024  # kept, for a call that is differentiated passes three doors; lengths of packed sequences may never come again
 
 
-class Memory(Generic[T]):
-    """What was found out about calls of a signature. Those that come again are kept, however many others come but once."""
+class Seen:
+    """A call that was made once."""
+
+    __slots__ = ("options", "ready", "tracked")
+
+    def __init__(self, options: dict[str, Any], tracked: bool = False):
+        self.options = options  # of the operator
+        self.tracked = tracked  # autograd has to see it
+        self.ready: Ready | None = None  # from the second time on
+
+
+class Memory:
+    """The calls that were made, by their signatures. Those that come again are kept, however many others come but once."""
 
     def __init__(self) -> None:
-        self._lately: dict[Key, T | None] = {}
-        self._before: dict[Key, T | None] = {}
+        self._lately: dict[Key, Seen] = {}
+        self._before: dict[Key, Seen] = {}
 
-    def get(self, key: Key) -> T | None:
+    def get(self, key: Key) -> Seen | None:
         found = self._lately.get(key)
         if found is None and (found := self._before.get(key)) is not None:
             self.keep(key, found)
         return found
 
-    def is_new(self, key: Key) -> bool:
-        """Whether the signature comes for the first time; from now on it has come."""
-        if key in self._lately or key in self._before:
-            return False
-        self.keep(key, None)
-        return True
-
-    def keep(self, key: Key, x: T | None) -> None:
+    def keep(self, key: Key, seen: Seen) -> None:
         if len(self._lately) >= _MOST // 2:
             self._lately, self._before = {}, self._lately
-        self._lately[key] = x
+        self._lately[key] = seen
 
 
-def signature(tensors: Iterable[Tensor], options: Mapping[str, Any], *more: object) -> tuple[Key, list[int]] | None:
+# The one memory of all doors: attention(), which spares a call its parsing, and the two operators, through which compiled graphs and the
+# backward come. A signature begins with the door's name.
+CALLS = Memory()
+
+
+def signature(door: str, tensors: Iterable[Tensor], options: Mapping[str, Any], *more: object) -> tuple[Key, list[int]] | None:
     """All that decides what runs, `more` among it; and the addresses, which do not, of `tensors` and then of the tensors among the options.
     None if there is something else among them than plain tensors and scalars."""
-    key: list[Any] = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), *more]
+    key: list[Any] = [door, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), *more]
     addresses: list[int] = []
     try:
         for x in tensors:

@@ -6,28 +6,13 @@ in a list, an exception an argument, so that a caller sees all of it at once.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ._blockmask import BlockMask
-from ._checks import Wrong, check_names, flag, is_array, is_choice, is_integer, is_whole, name_of, number
+from ._checks import Wrong, check_names, is_array, is_whole, name_of
 from ._kinds import kind, shown
-from ._options import (
-    ALIGNMENTS,
-    ARRAYS,
-    DEFAULTS,
-    ELSEWHERE,
-    FLAGS,
-    HYPERBOLIC,
-    INT64_MAX,
-    INT64_MIN,
-    INTEGERS,
-    LAYOUTS,
-    NUMBERS,
-    SCORES,
-    SIZES,
-)
+from ._options import BLOCKS, ELSEWHERE, HYPERBOLIC, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
 
@@ -41,8 +26,8 @@ _SHAPES = {
 class Request(NamedTuple):
     """A call as the library reads it."""
 
-    arrays: dict[str, Array]  # those of _abi.INPUTS that are given
-    options: dict[str, Any]  # those of _abi.OPTIONS that are not at their default
+    arrays: dict[str, Array]  # those of _options.INPUTS that are given
+    options: dict[str, Any]  # those of _options.FIELDS that are not at their default
 
 
 def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> tuple[Framework | None, Request]:
@@ -55,44 +40,22 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
             arrays[name] = x
     given = without_causal_bias(framework, q, k, given, wrong)
     for name, x in given.items():
-        if name not in DEFAULTS:
-            check_names(function, [name], wrong, DEFAULTS, ELSEWHERE)
-        elif x is DEFAULTS[name]:
+        row = ROWS.get(name)
+        if row is None:
+            check_names(function, [name], wrong, ROWS, ELSEWHERE)
+        elif x is row.default:
             continue
-        elif name in ARRAYS:
+        elif isinstance(row, Tensor):
             if is_array(wrong, name, x, framework, q):
                 arrays[name] = x
-        elif name in FLAGS:
-            if flag(wrong, name, x):
-                options[name] = True
-        elif name in NUMBERS:
-            n = len(wrong)
-            value = number(wrong, name, x)
-            if len(wrong) == n:
-                options[name] = value
-        elif name in INTEGERS:
-            if is_integer(wrong, name, x, *INTEGERS[name]):
-                options[name] = _plain(x)
-        elif name == "window":
-            _window(wrong, x, options)
-        elif name == "alignment":
-            if is_choice(wrong, name, x, ALIGNMENTS):
-                options[name] = ALIGNMENTS[x]
-        elif name == "score":
-            if is_choice(wrong, name, x, SCORES):
-                options[name] = SCORES[x]
-        elif name == "engine":
-            if isinstance(x, str) and x.isprintable() and 0 < len(x) < 80:
-                options[name] = x
-            else:
-                error = ValueError if isinstance(x, str) else TypeError
-                wrong.append(error(f"engine: {shown(x)}; accepted is a name out of strobe.engines(), or None"))
-        elif name == "block_mask":
+        elif isinstance(row, Blocks):
             if not isinstance(x, BlockMask):
-                wrong.append(TypeError(f"block_mask: {kind(x)}; accepted is a strobe.BlockMask"))
+                wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a strobe.BlockMask"))
             elif framework is not None:
-                arrays.update(zip(_BLOCKS, (framework.own(a) for a in x.arrays), strict=True))
+                arrays.update(zip(BLOCKS, (framework.own(a) for a in x.arrays), strict=True))
                 options["block_q"], options["block_k"] = x.block_q, x.block_k
+        else:
+            options.update(row.read(wrong, name, x))
 
     if options.get("score") == HYPERBOLIC:
         options.setdefault("beta", 1.0)
@@ -100,13 +63,16 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
         wrong.append(ValueError(f"beta: {beta} with score 'dot'; accepted is None, or a hyperbolic score"))
     layout = given.get("layout", "bhsd")
     packed = _is_packed(given)
-    if is_choice(wrong, "layout", layout, LAYOUTS):
+    if packed:
+        options.pop("bshd", None)
+    if "layout" not in map(name_of, wrong):
         shapes, rank = ("packed", 3) if packed else (layout, 4)
         for name in ("q", "k", "v"):
             if name in arrays and arrays[name].ndim != rank:
-                wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}"))
-        if LAYOUTS[layout] and not packed:
-            options["bshd"] = True
+                hint = (
+                    "; did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences?" if name == "q" and arrays[name].ndim == 3 else ""
+                )
+                wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}{hint}"))
     if isinstance(block_mask := given.get("block_mask"), BlockMask) and not SIZES & set(map(name_of, wrong)):
         _fits(wrong, block_mask, _lengths(arrays.get("q"), arrays.get("k"), given), given)
     if not packed:
@@ -170,12 +136,9 @@ def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mappi
         if _is_packed(given) and any(given.get(name) is None for name in ("max_seqlen_q", "max_seqlen_k")):
             accepted += "; without max_seqlen_q and max_seqlen_k these are the numbers of tokens"
         wrong.append(ValueError(f"block_mask: of {mask.seqlen_q} queries and {mask.seqlen_k} keys; {accepted}"))
-    elif mask.alignment not in (None, aligned) and aligned in ALIGNMENTS and _has_band(given):
+    elif mask.alignment not in (None, aligned) and "alignment" not in map(name_of, wrong) and _has_band(given):
         accepted = f"accepted beside causal, window or alibi_slopes is the alignment of these, {aligned}"
         wrong.append(ValueError(f'block_mask: {mask.alignment}; {accepted}: make it with alignment="{aligned}"'))
-
-
-_BLOCKS = ("block_rows", "block_cols", "block_rows_t", "block_cols_t")
 
 
 def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
@@ -207,25 +170,6 @@ def _dropout(
 
 
 def seed_options(seed: int | None, offset: int | None) -> dict[str, int]:
-    """The two as _abi.OPTIONS has them."""
+    """The two as fields."""
     given = {name: int(x) for name, x in (("seed", seed), ("offset", offset)) if x is not None}
     return {name: x - 2**64 if x > INT64_MAX else x for name, x in given.items() if x}
-
-
-def _window(wrong: Wrong, window: Any, options: dict[str, Any]) -> None:
-    sides = window if isinstance(window, (tuple, list)) else (window, window)
-    whole = all(side is None or is_whole(side) for side in sides)
-    if len(sides) != 2 or not whole or not all(side is None or 0 <= side <= INT64_MAX for side in sides):
-        error = ValueError if whole else TypeError
-        accepted = "(left, right), each None (no bound) or an integer from 0 on, in 64 bits, or one integer for both"
-        wrong.append(error(f"window: {shown(window)}; accepted is {accepted}"))
-        return
-    for name, side in zip(("window_left", "window_right"), sides, strict=True):
-        if side is not None:
-            options[name] = _plain(side)
-
-
-def _plain(x: Any) -> Any:
-    """An integer, as one of Python's; one of a compiler's stays its."""
-    numpy = sys.modules.get("numpy")
-    return int(x) if numpy is not None and isinstance(x, numpy.integer) else x

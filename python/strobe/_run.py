@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, GRADIENTS, Allocator, Call, attention_struct, error, text
+from ._abi import BACKWARD, FORWARD, error, text
+from ._call import Allocator, Call, attention_struct
 from ._core import ffi, lib
 from ._graphs import outside_graphs
+from ._options import GRADIENTS
 from ._request import Request
 from .arrays.base import Array, Framework
+from .arrays.known import known_framework
 
 ORACLE = "reference"  # the engine that writes float64 whatever it reads
 
@@ -37,7 +40,7 @@ def results(framework: Framework, p: Request, wide: bool = False) -> dict[str, A
 
 
 def gradients(framework: Framework, p: Request, needed: Iterable[str], wide: bool = False) -> dict[str, Array]:
-    """Uninitialised, those of _abi.GRADIENTS that are needed. wide: in float64."""
+    """Uninitialised, those of GRADIENTS that are needed. wide: in float64."""
     found = {}
     for name in needed:
         x = p.arrays[GRADIENTS[name]]
@@ -134,16 +137,26 @@ def tile(framework: Framework, p: Request, of_backward: bool) -> tuple[int, int]
 
 
 @outside_graphs
-def reasons_against(framework: Framework, p: Request, known: dict[str, Array], of_backward: bool) -> list[str]:
-    """What the library finds wrong with a call's arguments, a line each. known: beside p.arrays."""
-    made = gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], _is_oracle(p)) if of_backward else {}
-    made |= {name: x for name, x in results(framework, p, _is_oracle(p)).items() if name not in known}
-    if not of_backward:
-        p = p._replace(arrays=framework.autocast(p.arrays))
+def reasons_against(framework: Framework | None, p: Request, known: dict[str, Array], of_backward: bool) -> list[str]:
+    """What the library finds wrong with a call's arguments, a line each, where some are left out: what these would be held against, and
+    what would be held against these, is not judged. framework: None if q has none; known: beside p.arrays."""
+    framework = framework or next(filter(None, map(known_framework, (p.arrays | known).values())), None)
+    if framework is None:
+        return []
+    arrays = {name: x for name, x in p.arrays.items() if framework.is_array(x)}
+    known = {name: x for name, x in known.items() if framework.is_array(x)}
+    if "q" in arrays and not of_backward:
+        arrays = framework.autocast(arrays)
+
+    def place(execution: Any) -> None:
+        lib.strobe_glue_execution(execution, p.options.get("threads") or 1)
+
     try:
-        call(framework, p, known, made).run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
+        made = Call(arrays | known, {}, p.options, framework.view, place)
+        made.run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
     except ValueError as refusal:
-        return str(refusal).splitlines()
+        absent = {"q", "k", "v", "out", "lse", "dout"} - arrays.keys() - known.keys()
+        return [line for line in str(refusal).splitlines() if line.partition(":")[0] not in absent]
     except (RuntimeError, TypeError):  # not of the arguments' making, or where tensors have no memory
         pass
     return []
@@ -209,6 +222,6 @@ class Calls:
         return forward(self.framework, p)
 
     def backward(self, p: Request, dout: Array, dlse: Array | None, out: Array, lse: Array, needed: list[str]) -> dict[str, Array]:
-        """Those of _abi.GRADIENTS that are needed."""
+        """Those of GRADIENTS that are needed."""
         known = {"dout": dout, "out": out, "lse": lse}
         return backward(self.framework, p, known if dlse is None else {**known, "dlse": dlse}, needed)

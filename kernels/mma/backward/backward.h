@@ -264,15 +264,25 @@ private:
   __device__ __forceinline__ int barrier_of_p(int span) const { return 1 + kBarriers * key_warp + span; }
   __device__ __forceinline__ int barrier_of_role() const { return 1 + kBarriers * key_warp + kSpans + role; }
 
+  // The slope of a function of q.k goes from left to right as P * slope. FP16, whose steps below 2^-14 are 2^-24, loses that where keys
+  // are many, and takes P and the slope apart, in units that keep the slope above those steps: arccosh's is at most 2^11, and 2^-18 at a
+  // Lorentz product of 2^18; softcap's is at most 1.
+  static constexpr Slope kSlope = !F.function ? Slope::none : C.dtype == kF16 ? Slope::apart : Slope::times_p;
+  __device__ __forceinline__ float slope_unit() const {
+    return F.function == kHyperbolic ? fmaxf((float)in.beta, 1e-30f) * 0x1p-4f : 0x1p-15f;
+  }
+
   // dS^T from dP^T - D and P^T. Dropout: from dP^T.
   template <bool kHidden>
   __device__ __forceinline__ void differentiate(Left (&dS)[kKeys][kStep], Accumulator (&dP)[kKeys][kStep], float factor, int n0,
                                                 int stage) const {
+    const float unit = slope_unit();
 #pragma unroll
     for (int n = 0; n < kStep; ++n) {
 #pragma unroll
       for (int m = 0; m < kKeys; ++m) {
-        Left P = tile::take(shared + kP, block(m, n0 + n));
+        Left P = tile::take(shared + kP, block(m, n0 + n)), slope;
+        if constexpr (kSlope == Slope::apart) slope = P, P = tile::take(shared + kP + C.p_bytes(), block(m, n0 + n));
         Accumulator &x = dP[m][n];
         if constexpr (C.dtype == kBF16 && !kHidden && !F.dropout) {
           dS[m][n] = tile::rounded<T>(x);
@@ -290,6 +300,7 @@ private:
               p = fabsf(p);
             }
             y *= p;
+            if constexpr (kSlope == Slope::apart) y *= tile::unpacked<T>(slope.x[r + 2 * c], e) * unit;
             if (kHidden && p == 0) y = 0; // whatever dP is: what is not seen may be no number
           }
           dS[m][n] = tile::rounded<T>(x);
@@ -313,11 +324,11 @@ private:
       i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
       auto lse = [&](int n) { return StagedLse(lse_of(stage, n0 + n)); };
       if (kNonfinite || t.queries.masked)
-        probabilities<F, true, F.function != 0, F.bias != 0>(s, P, scores, t.head, i, j, state.k1, lse);
+        probabilities<F, true, kSlope, F.bias != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       else
-        probabilities<F, false, F.function != 0, F.bias != 0>(s, P, scores, t.head, i, j, state.k1, lse);
+        probabilities<F, false, kSlope, F.bias != 0>(s, P, scores, t.head, i, j, state.k1, lse);
       if constexpr (F.dropout) {
-        dropout.mark(s, i, j, t.head, state.batch);
+        if constexpr (kSlope != Slope::apart) dropout.mark(s, i, j, t.head, state.batch);
         if constexpr (F.function) dropout.mark(P, i, j, t.head, state.batch);
       }
       Left p[kKeys][kStep];
@@ -325,6 +336,11 @@ private:
       for (int m = 0; m < kKeys; ++m) {
 #pragma unroll
         for (int n = 0; n < kStep; ++n) {
+          if constexpr (kSlope == Slope::apart) {
+            const float inverse = 1 / slope_unit();
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s[m][n].x[i / 4][i % 4] *= inverse;
+          }
           p[m][n] = tile::rounded<T>(s[m][n]);
           tile::put(shared + kP, block(m, n0 + n), p[m][n]);
           if constexpr (F.function) {

@@ -54,6 +54,7 @@ def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None
             if name in own:
                 lines |= dict.fromkeys(str(own[name]).splitlines())
                 continue
+            rest = re.sub(r"; did you mean (layout|cu_seqlens_q)\b.*\?$", "", rest)  # not for who has other functions for them
             rest = re.sub(r"(?<=\bas |\bof )[qkv]\b|(?<=\bwhere )[qkv]\b", lambda found: names.get(found[0], found[0]), rest)
             lines[names.get(name, name) + colon + rest] = None
         error = ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(refused)
