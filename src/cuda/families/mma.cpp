@@ -23,104 +23,43 @@ constexpr KernelSource kDecode{"mma/decode/decode.h", "strobe::mma::Decode", "st
 // What a tile has registers for.
 enum Load { plain, sparse, sparse_band, features, anything };
 
-struct ForwardTile {
-  int32_t most_dim, q, k, warps, stages;
-  int32_t blocks_per_sm; // that registers are limited for
-  Load most_load;
+struct Suits {
   int32_t least_cc = 75, most_cc = 1000;
   int64_t least_queries = 0; // of shorter causal sequences smaller tiles waste less
   int32_t least_dim = 0;
 };
+struct ForwardTile {
+  int32_t most_dim, q, k, warps, stages;
+  int32_t blocks_per_sm; // that registers are limited for
+  Load most_load;
+  Suits suits{};
+};
+
 // From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 read K and V from shared memory half
 // as often as 16 do, but leave no registers for features or copies by element.
+// clang-format off
 constexpr ForwardTile kForwardTiles[] = {
-    {.most_dim = 64,
-     .q = 128,
-     .k = 96,
-     .warps = 4,
-     .stages = 2,
-     .blocks_per_sm = 2,
-     .most_load = plain,
-     .least_cc = 80,
-     .most_cc = 99,
-     .least_queries = 2048},
-    {.most_dim = 64,
-     .q = 128,
-     .k = 64,
-     .warps = 4,
-     .stages = 2,
-     .blocks_per_sm = 2,
-     .most_load = sparse_band,
-     .least_cc = 80,
-     .least_queries = 2048},
-    {.most_dim = 128,
-     .q = 128,
-     .k = 64,
-     .warps = 4,
-     .stages = 2,
-     .blocks_per_sm = 2,
-     .most_load = plain,
-     .least_cc = 90,
-     .most_cc = 90}, // whose uniform registers hold the loop's state
-    {.most_dim = 128,
-     .q = 128,
-     .k = 64,
-     .warps = 4,
-     .stages = 2,
-     .blocks_per_sm = 2,
-     .most_load = sparse,
-     .least_cc = 90,
-     .most_cc = 90,
-     .least_dim = 97},
-    {.most_dim = 128, .q = 128, .k = 32, .warps = 4, .stages = 2, .blocks_per_sm = 2, .most_load = plain, .least_cc = 80, .most_cc = 89},
-    {.most_dim = 128,
-     .q = 128,
-     .k = 32,
-     .warps = 4,
-     .stages = 2,
-     .blocks_per_sm = 2,
-     .most_load = sparse_band,
-     .least_cc = 90,
-     .most_cc = 90},
-    {.most_dim = 192,
-     .q = 128,
-     .k = 128,
-     .warps = 8,
-     .stages = 1,
-     .blocks_per_sm = 1,
-     .most_load = plain,
-     .least_cc = 90,
-     .most_cc = 90,
-     .least_queries = 4096},
-    {.most_dim = 256,
-     .q = 128,
-     .k = 128,
-     .warps = 8,
-     .stages = 1,
-     .blocks_per_sm = 1,
-     .most_load = plain,
-     .least_cc = 90,
-     .most_cc = 90,
-     .least_queries = 4096,
-     .least_dim = 225},
-    {.most_dim = 128, .q = 64, .k = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .most_load = features, .least_cc = 100},
-    {.most_dim = 128, .q = 64, .k = 64, .warps = 4, .stages = 2, .blocks_per_sm = 2, .most_load = features},
-    {.most_dim = 128, .q = 64, .k = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .most_load = features},
-    {.most_dim = 192,
-     .q = 64,
-     .k = 64,
-     .warps = 4,
-     .stages = 1,
-     .blocks_per_sm = 2,
-     .most_load = sparse_band,
-     .least_cc = 90,
-     .most_cc = 90},
-    {.most_dim = 256, .q = 64, .k = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .most_load = plain, .least_cc = 90, .most_cc = 90},
-    {.most_dim = 128, .q = 64, .k = 32, .warps = 4, .stages = 2, .blocks_per_sm = 2, .most_load = anything},
-    {.most_dim = 256, .q = 64, .k = 32, .warps = 4, .stages = 1, .blocks_per_sm = 2, .most_load = anything},
-    {.most_dim = 256, .q = 32, .k = 32, .warps = 2, .stages = 1, .blocks_per_sm = 2, .most_load = anything},
-    {.most_dim = 256, .q = 16, .k = 32, .warps = 1, .stages = 1, .blocks_per_sm = 2, .most_load = anything},
+    // up                   stages
+    // to D  q,   k, warps   |  blocks per SM; the most features, what it suits
+    { 64, 128,  96,   4,   2,   2, plain, {.least_cc = 80, .most_cc = 99, .least_queries = 2048}},
+    { 64, 128,  64,   4,   2,   2, sparse_band, {.least_cc = 80, .least_queries = 2048}},
+    {128, 128,  64,   4,   2,   2, plain, {.least_cc = 90, .most_cc = 90}}, // whose uniform registers hold the loop's state
+    {128, 128,  64,   4,   2,   2, sparse, {.least_cc = 90, .most_cc = 90, .least_dim = 97}},
+    {128, 128,  32,   4,   2,   2, plain, {.least_cc = 80, .most_cc = 89}},
+    {128, 128,  32,   4,   2,   2, sparse_band, {.least_cc = 90, .most_cc = 90}},
+    {192, 128, 128,   8,   1,   1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096}},
+    {256, 128, 128,   8,   1,   1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096, .least_dim = 225}},
+    {128,  64,  64,   4,   1,   2, features, {.least_cc = 100}},
+    {128,  64,  64,   4,   2,   2, features},
+    {128,  64,  64,   4,   1,   2, features},
+    {192,  64,  64,   4,   1,   2, sparse_band, {.least_cc = 90, .most_cc = 90}},
+    {256,  64,  64,   4,   1,   2, plain, {.least_cc = 90, .most_cc = 90}},
+    {128,  64,  32,   4,   2,   2, anything},
+    {256,  64,  32,   4,   1,   2, anything},
+    {256,  32,  32,   2,   1,   2, anything},
+    {256,  16,  32,   1,   1,   2, anything},
 };
+// clang-format on
 
 struct DecodeTile {
   int32_t most_rows; // query heads of a group times queries
@@ -162,8 +101,8 @@ std::optional<Config> choose(const Problem &p, const Device &device) {
   const int32_t dim = std::max(any.head_dim, any.head_dim_v);
   const Load load = load_of(any);
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &tile) {
-    const bool suits = dim <= tile.most_dim && dim >= tile.least_dim && load <= tile.most_load && device.cc >= tile.least_cc &&
-                       device.cc <= tile.most_cc && (!any.features.band || p.seqlen_q >= tile.least_queries);
+    const bool suits = dim <= tile.most_dim && dim >= tile.suits.least_dim && load <= tile.most_load && device.cc >= tile.suits.least_cc &&
+                       device.cc <= tile.suits.most_cc && (!any.features.band || p.seqlen_q >= tile.suits.least_queries);
     const bool fits = with(any, tile).forward_shared_bytes() <= device.shared_per_block && divides_blocks(p, tile.q);
     return suits && fits ? distance(p, tile.q, tile.k) : kCannotRun;
   });
@@ -200,7 +139,7 @@ double rate(const Device &device) {
 }
 
 // Measured on an H200. A block of the decode merges its warps' rows at the end, one after another.
-constexpr double kShareOfPeak = 0.7, kLaunchSeconds = 4e-6, kEndsSeconds = 6e-6, kDecodeEndsSeconds = 2.5e-6, kMergedRowSeconds = 1e-7;
+constexpr double kShareOfPeak = 0.7, kLaunchSeconds = 4e-6, kBlockSeconds = 6e-6, kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7;
 
 double predicted_seconds(const Problem &p, const Config &c, const Device &device, bool decode, int64_t resident, int64_t parts) {
   const double flop = 2.0 * (c.head_dim + c.head_dim_v), of_sm = kShareOfPeak * rate(device) * device.clock_hz;
@@ -209,9 +148,9 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
     const int64_t rows = p.seqlen_q * p.group();
     const double blocks = double(p.batch * p.heads_kv * tiles(rows, c.tile_q) * parts);
     computing = visible_scores(p) / std::min(1.0, double(p.seqlen_q) / 16) * flop / (of_sm * device.sms);
-    ends = (kDecodeEndsSeconds + kMergedRowSeconds * double(std::min<int64_t>(rows, c.tile_q))) * std::max(1.0, blocks / device.sms);
+    ends = (kDecodeBlockSeconds + kMergedRowSeconds * double(std::min<int64_t>(rows, c.tile_q))) * std::max(1.0, blocks / device.sms);
   } else {
-    computing = seconds(walks(p, Direction::forward, c.tile_q, c.tile_k), device, resident, of_sm / flop, kEndsSeconds, parts);
+    computing = seconds(walks(p, Direction::forward, c.tile_q, c.tile_k), device, resident, of_sm / flop, kBlockSeconds, parts);
   }
   return kLaunchSeconds + ends + std::max(computing, reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
 }
@@ -241,9 +180,10 @@ private:
     const int32_t shared = decode ? c.decode_shared_bytes() : c.forward_shared_bytes();
     const int64_t ctas =
         decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
-    const int64_t side = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer parts to merge
-    a.splits = parts_to_fill(device.sms * side, ctas, std::min<int64_t>(p.seqlen_k / kLeastKeysOfPart, 256));
-    if (!decode && predicted_seconds(p, c, device, false, side, 1) < predicted_seconds(p, c, device, false, side, a.splits)) a.splits = 1;
+    const int64_t per_sm = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer parts to merge
+    a.splits = parts_to_fill(device.sms * per_sm, ctas, std::min<int64_t>(p.seqlen_k / kLeastKeysOfPart, 256));
+    if (!decode && predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))
+      a.splits = 1;
     a.bundle = pairs_in_half_the_cache(p, device);
     take_parts(a, p, scratch);
     Program program;
@@ -251,7 +191,7 @@ private:
     describe(program, p, c, decode);
     program.steps.push_back(Launch(decode ? kDecode : kForward, c, ctas * a.splits, c.threads(), shared, a));
     combine_parts(program, p, a);
-    program.predicted_seconds = predicted_seconds(p, c, device, decode, side, a.splits);
+    program.predicted_seconds = predicted_seconds(p, c, device, decode, per_sm, a.splits);
     return program;
   }
 

@@ -82,14 +82,14 @@ std::optional<Chosen> choose(const Problem &p, const Device &device) {
 
 // Measured on an H200: of an SM, with the tile of speed 1; of each kernel; of a block, to begin and to store; of a step, besides its
 // products.
-constexpr double kFlopPerClock = 1370, kBiasPerClock = 1400, kLaunchSeconds = 3e-6, kEndsSeconds = 5.5e-6, kStepSeconds = 0.5e-6;
+constexpr double kFlopPerClock = 1370, kBiasPerClock = 1400, kLaunchSeconds = 3e-6, kBlockSeconds = 5.5e-6, kStepSeconds = 0.5e-6;
 
 double predicted_seconds(const Problem &p, const BackwardConfig &c, double speed, const Device &device, size_t launches) {
   const double columns = c.head_dim + c.head_dim_v;
   const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k);
   const double score = 5 * columns / (speed * kFlopPerClock * device.clock_hz) + kStepSeconds / double(c.tile_q * c.tile_k);
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
-  return kLaunchSeconds * double(launches) + seconds(w, device, 1, 1 / score, kEndsSeconds) + bias +
+  return kLaunchSeconds * double(launches) + seconds(w, device, 1, 1 / score, kBlockSeconds) + bias +
          rows_seconds(p, c.head_dim, c.head_dim_v);
 }
 
@@ -108,7 +108,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   take_sums(program, a, p, scratch, {.dq = query_tiles * c.tile_q * c.head_dim, .turns = c.deterministic ? c.turns(query_tiles) : 0});
   push(program, p, a,
        {.delta = Launch(kDelta, rows, row_blocks, RowsConfig::threads(), 0, a),
-        .settle = p.bias ? std::optional(settle(p, device, a)) : std::nullopt, // of other scores P's 16 bits hide what LSE lacks
+        .settle = p.bias ? std::optional(settle(p, device, a)) : std::nullopt, // of other scores P's 16 bits hide LSE's rounding
         .main = Launch(kBackward, c, key_tiles, c.threads(), c.shared_bytes(), a),
         .dq = Launch(kConvertDq, rows, row_blocks, RowsConfig::threads(), 0, a),
         .dbias = bias_gradient(p, device, a)});

@@ -106,7 +106,7 @@ double rate(const Device &device, DType dtype) {
 }
 
 // Measured on an H200, forward and backward: of each kernel, and of a block, to begin and to store.
-constexpr double kShareOfPeak[] = {0.53, 0.38}, kLaunchSeconds = 4.5e-6, kEndsSeconds[] = {3e-6, 9e-6};
+constexpr double kShareOfPeak[] = {0.53, 0.38}, kLaunchSeconds = 4.5e-6, kBlockSeconds[] = {3e-6, 9e-6};
 
 class SimtEngine final : public CudaEngine {
 public:
@@ -128,9 +128,9 @@ private:
     const bool forward = direction == Direction::forward;
     const double fma = double(forward ? 2 : p.dbias ? 7 : 5) * (c.head_dim + c.head_dim_v) / 2;
     const double scores = kShareOfPeak[!forward] * rate(device, p.dtype) * device.clock_hz / fma; // of an SM, a second
-    const int64_t side = resident(device, shared_bytes(c, forward ? Kind::forward : Kind::backward), c.blocks_per_sm);
+    const int64_t per_sm = resident(device, shared_bytes(c, forward ? Kind::forward : Kind::backward), c.blocks_per_sm);
     return kLaunchSeconds * double(launches) + (forward ? 0 : rows_seconds(p, c.head_dim, c.head_dim_v)) +
-           seconds(walks(p, direction, c.tile_q, c.tile_k), device, side, scores, kEndsSeconds[!forward], parts) +
+           seconds(walks(p, direction, c.tile_q, c.tile_k), device, per_sm, scores, kBlockSeconds[!forward], parts) +
            (parts > 1 ? combining_seconds(p) : 0);
   }
 

@@ -42,13 +42,13 @@ int64_t bundle(const Problem &p, const Device &device) {
 }
 
 // What a tile has registers for.
-constexpr int kFixed = 1;      // the fixed reference
-constexpr int kLagging = 2;    // a maximum of every tile
-constexpr int kScoring = 4;    // ALiBi; a softcap or a mask alone takes no more than nothing does
-constexpr int kWalking = 8;    // blocks, with the fixed reference
-constexpr int kDrawing = 16;   // dropout: tile_k a multiple of 32
-constexpr int kBiased = 32;    // a bias that comes by the copy engine: shared memory, too
-constexpr int kBending = 64;   // hyperbolic scores
+constexpr int kFixed = 1;       // the fixed reference
+constexpr int kLagging = 2;     // a maximum of every tile
+constexpr int kAlibi = 4;       // ALiBi; a softcap or a mask alone takes no more than nothing does
+constexpr int kBlockSparse = 8; // blocks, with the fixed reference
+constexpr int kDropout = 16;    // dropout: tile_k a multiple of 32
+constexpr int kBias = 32;       // a bias that comes by the copy engine: shared memory, too
+constexpr int kHyperbolicScore = 64;
 constexpr int kAnything = 128; // all of these at a time
 
 enum Keys { all, some, any }; // that a query sees: some, if causal, with a window, block-sparse, or packed
@@ -74,28 +74,28 @@ constexpr ForwardTile kForwardTiles[] = {
     { 64,  64,   3, 128,   4,  32, 160,   0,   1, kFixed, {.least_keys = 8192, .blocks = 1}},
     { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging, {.blocks = 1}},
     { 64,  64,   1,  64,   4,  32, 128,   1,   3, kFixed},
-    { 64,  64,   3,  64,   4,  40, 152,   0,   1, kDrawing | kBiased},
-    { 64,  64,   3,  80,   4,  40, 152,   0,   1, kScoring | kBending},
-    { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDrawing},
-    { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBiased},
-    { 64,  64,   1, 128,   3,  56, 200,   1,   2, kWalking},
-    { 64,  64,   2, 128,   4,  56, 224,   1,   1, kWalking},
+    { 64,  64,   3,  64,   4,  40, 152,   0,   1, kDropout | kBias},
+    { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kHyperbolicScore},
+    { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDropout},
+    { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias},
+    { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse},
+    { 64,  64,   2, 128,   4,  56, 224,   1,   1, kBlockSparse},
     {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed, {.least_keys = 2048, .blocks = 1}},
     {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.blocks = 0.5}},
     {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed},
-    {128, 128,   3,  64,   3,  40, 152,   0,   1, kDrawing | kBending},
-    {128, 128,   2,  96,   2,  40, 232,   0,   1, kBiased, {.blocks = 0.5}},
-    {128, 128,   1,  64,   2,  40, 208,   1,   2, kBiased},
-    {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kScoring | kBending},
-    {128, 128,   2, 128,   3,  56, 224,   1,   1, kWalking},
-    {128, 128,   2,  96,   3,  56, 224,   1,   1, kDrawing},
+    {128, 128,   3,  64,   3,  40, 152,   0,   1, kDropout | kHyperbolicScore},
+    {128, 128,   2,  96,   2,  40, 232,   0,   1, kBias, {.blocks = 0.5}},
+    {128, 128,   1,  64,   2,  40, 208,   1,   2, kBias},
+    {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kHyperbolicScore},
+    {128, 128,   2, 128,   3,  56, 224,   1,   1, kBlockSparse},
+    {128, 128,   2,  96,   3,  56, 224,   1,   1, kDropout},
     {128, 128,   2,  64,   4,  56, 224,   1,   1, kAnything},
-    {192, 128,   2, 128,   2,  40, 232,   0,   1, kFixed | kLagging | kScoring},
-    {192, 192,   2,  96,   2,  40, 232,   0,   1, kFixed | kLagging | kScoring},
-    {256, 256,   2,  64,   2,  40, 232,   0,   1, kFixed | kLagging | kScoring, {.most_keys = 512}},
+    {192, 128,   2, 128,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi},
+    {192, 192,   2,  96,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi},
+    {256, 256,   2,  64,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi, {.most_keys = 512}},
     {256, 256,   2,  80,   2,  40, 232,   0,   1, kFixed | kLagging},
-    {256, 256,   2,  64,   2,  40, 232,   0,   1, kScoring | kBending | kDrawing | kBiased},
-    {256, 256,   2,  64,   2,  56, 224,   0,   1, kWalking},
+    {256, 256,   2,  64,   2,  40, 232,   0,   1, kAlibi | kHyperbolicScore | kDropout | kBias},
+    {256, 256,   2,  64,   2,  56, 224,   0,   1, kBlockSparse},
     {256, 256,   2,  48,   2,  56, 224,   0,   1, kAnything},
     {256, 256,   2,  32,   2,  56, 224,   0,   1, kAnything},
 };
@@ -103,15 +103,15 @@ constexpr ForwardTile kForwardTiles[] = {
 
 int load_of(const Config &c) {
   const Features &f = c.features;
-  const bool softcap = f.function == kSoftcap, bending = f.function == kHyperbolic, scoring = f.alibi || (f.scaled && !bending);
-  if (!!f.mask + !!f.bias + scoring + bending + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
+  const bool softcap = f.function == kSoftcap, hyperbolic = f.function == kHyperbolic, alibi = f.alibi || (f.scaled && !hyperbolic);
+  if (!!f.mask + !!f.bias + alibi + hyperbolic + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
   if (softcap && c.reference == sm90::kExact) return kAnything;
-  if (f.bias) return c.wide ? kBiased : kAnything;
+  if (f.bias) return c.wide ? kBias : kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
-  if (f.blocks) return kWalking;
-  if (f.dropout) return kDrawing;
-  if (bending) return kBending;
-  if (scoring) return kScoring;
+  if (f.blocks) return kBlockSparse;
+  if (f.dropout) return kDropout;
+  if (hyperbolic) return kHyperbolicScore;
+  if (alibi) return kAlibi;
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
@@ -197,10 +197,10 @@ int32_t splits(const Problem &p, const Config &c, const Device &device, int64_t 
 }
 
 double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t parts) {
-  constexpr double kStart = 5.2e-6, kEnds = 2.5e-6; // measured on an H200: of the call, and of a thread block
+  constexpr double kStart = 5.2e-6, kBlockSeconds = 2.5e-6; // measured on an H200: of the call, and of a thread block
   const Walks w = walks(p, Direction::forward, c.tile_q(), c.tile_k);
-  const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / (2.0 * (c.head_dim + c.head_dim_v)), kEnds, parts);
-  return kStart + std::max(computing, kEnds + reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
+  const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / (2.0 * (c.head_dim + c.head_dim_v)), kBlockSeconds, parts);
+  return kStart + std::max(computing, kBlockSeconds + reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
 }
 
 class Sm90Engine final : public CudaEngine {

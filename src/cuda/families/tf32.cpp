@@ -92,7 +92,7 @@ double rate(const Device &device) {
 }
 
 // Measured on an H200, forward and backward: of each kernel, and of a block, to begin and to store.
-constexpr double kShareOfPeak[] = {0.38, 0.3}, kLaunchSeconds = 4e-6, kEndsSeconds[] = {6.5e-6, 16e-6};
+constexpr double kShareOfPeak[] = {0.38, 0.3}, kLaunchSeconds = 4e-6, kBlockSeconds[] = {6.5e-6, 16e-6};
 
 class Tf32Engine final : public CudaEngine {
 public:
@@ -107,11 +107,11 @@ protected:
   }
 
 private:
-  static bool too_wide(const Problem &p) { return rounded(p.head_dim, 32) + rounded(p.head_dim_v, 32) > 256; }
+  static bool exceeds_registers(const Problem &p) { return rounded(p.head_dim, 32) + rounded(p.head_dim_v, 32) > 256; }
 
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
     // The backward rebuilds P from this forward's LSE: it must come from the same arithmetic, or rows of P no longer sum to 1.
-    if (too_wide(p) || !choose(p, device, Direction::backward))
+    if (exceeds_registers(p) || !choose(p, device, Direction::backward))
       return "takes no forward whose backward it would leave to another arithmetic: dK and dV of these head dimensions or blocks do not "
              "fit";
     const std::optional<Config> c = choose(p, device, Direction::forward);
@@ -131,7 +131,7 @@ private:
   }
 
   static Made backward(const Problem &p, const Device &device, Scratch &scratch) {
-    if (too_wide(p)) return "dK and dV of head dimensions beyond 256 together do not fit the registers";
+    if (exceeds_registers(p)) return "dK and dV of head dimensions beyond 256 together do not fit the registers";
     const std::optional<Config> c = choose(p, device, Direction::backward);
     if (!c || !tensor_cores_settle(p, device)) return no_tile(device);
     BackwardArguments a = backward_arguments(p);
@@ -163,9 +163,9 @@ private:
     const bool forward = direction == Direction::forward;
     const double flop = double(forward ? 2 : p.dbias ? 7 : 5) * (c.head_dim + c.head_dim_v) * c.products;
     const double scores = kShareOfPeak[!forward] * rate(device) * device.clock_hz / flop; // of an SM, a second
-    const int64_t side = resident(device, shared_bytes(c, direction), c.blocks_per_sm);
+    const int64_t per_sm = resident(device, shared_bytes(c, direction), c.blocks_per_sm);
     return kLaunchSeconds * double(launches) + (forward ? 0 : rows_seconds(p, c.head_dim, c.head_dim_v)) +
-           seconds(walks(p, direction, c.tile_q, c.tile_k), device, side, scores, kEndsSeconds[!forward], parts) +
+           seconds(walks(p, direction, c.tile_q, c.tile_k), device, per_sm, scores, kBlockSeconds[!forward], parts) +
            (parts > 1 ? combining_seconds(p) : 0);
   }
 };

@@ -75,10 +75,10 @@ double combining_seconds(const Problem &p) {
   return kStart + kRow * query_rows(p);
 }
 
-double seconds(const Walks &w, const Device &device, int64_t resident, double rate, double ends, int64_t parts) {
+double seconds(const Walks &w, const Device &device, int64_t resident, double rate, double block_seconds, int64_t parts) {
   const double blocks = w.blocks * double(parts), slots = double(device.sms * resident);
   const double sharing = std::clamp(blocks / device.sms, 1.0, double(resident)); // a block alone on its SM has all of it
-  return w.last(slots) / double(parts) * sharing / rate + ends * std::max(1.0, blocks / slots);
+  return w.last(slots) / double(parts) * sharing / rate + block_seconds * std::max(1.0, blocks / slots);
 }
 
 } // namespace strobe::cuda
