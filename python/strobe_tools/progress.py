@@ -9,6 +9,7 @@ from rich import progress
 from rich.console import Console
 
 _FIRST, _EVERY = 10.0, 30.0  # seconds to the first line, and between two
+_ENOUGH = 8  # so many say how long the others will take
 
 
 def duration(seconds: float) -> str:
@@ -42,6 +43,6 @@ class Progress:
         self._bar.update(self._task, completed=done, description=now)
         past = perf_counter() - self._began
         if not self._console.is_terminal and past >= self._next and done < self._total:
-            left = f", about {duration(past / done * (self._total - done))} left" if done else ""
+            left = f", about {duration(past / done * (self._total - done))} left" if done >= _ENOUGH else ""
             self._console.print(f"{done} of {self._total} {self._what} in {duration(past)}{left}; last: {now}")
             self._next = past + _EVERY
