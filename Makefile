@@ -122,7 +122,7 @@ lint: $(VENV)/.package $(VENV)/.dev ## formatting, lint and types
 	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/python tests/style.py
+	$(BIN)/python .ci/style.py
 	$(BIN)/mypy
 
 format: $(VENV)/.dev ## rewrite the files as lint wants them

@@ -1,4 +1,4 @@
-"""tests/style.py in a repository of its own: what it finds, and what it lets pass."""
+""".ci/style.py in a repository of its own: what it finds, and what it lets pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-STYLE = Path(__file__).parents[1] / "style.py"
+STYLE = Path(__file__).parents[2] / ".ci" / "style.py"
 NOBODY = {f"GIT_{who}_{what}": "x@localhost" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
 
@@ -25,7 +25,7 @@ def commit(folder: Path, subject: str) -> None:
 
 
 def found(folder: Path) -> list[str]:
-    done = subprocess.run([sys.executable, folder / "tests" / "style.py"], check=False, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, folder / ".ci" / "style.py"], check=False, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.stderr == ""
     assert done.returncode == bool(lines)
@@ -35,10 +35,10 @@ def found(folder: Path) -> list[str]:
 @pytest.fixture
 def repository(tmp_path):
     folder = tmp_path / "repository"
-    (folder / "tests").mkdir(parents=True)
+    (folder / ".ci").mkdir(parents=True)
     git(folder, "init", "--initial-branch=main")
     commit(folder, "before the check " + "x" * 80)
-    shutil.copy(STYLE, folder / "tests")
+    shutil.copy(STYLE, folder / ".ci")
     commit(folder, "the check")
     return folder
 

@@ -1,5 +1,5 @@
-// A block of threads of the backward on mma.sync: its tile of keys, the tiles of queries that it walks over, and what it brings of both into
-// shared memory. The loop is in backward.h.
+// A block of threads of the backward on mma.sync: its tile of keys, the tiles of queries that it walks over, and what it brings of both
+// into shared memory. The loop is in backward.h.
 #pragma once
 #include "../../attention/dq_sum.h"
 #include "../../device/keys.h"
