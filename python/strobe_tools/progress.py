@@ -27,16 +27,18 @@ class Progress:
             progress.TimeRemainingColumn(),
         )
         self._what, self._total, self._console = what, total, console
-        self._bar = progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._bar = progress.Progress(*columns, console=console, transient=True)
         self._task = self._bar.add_task("", total=total)
         self._began, self._next = perf_counter(), _FIRST
 
     def __enter__(self) -> Progress:
-        self._bar.start()
+        if self._console.is_terminal:
+            self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
     def update(self, done: int, now: str) -> None:
         """done: so many in all; now: what was done last."""
