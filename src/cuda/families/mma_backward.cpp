@@ -95,7 +95,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   const int64_t rows = a.in.rows(), query_tiles = count_query_tiles(a.in, c.tile_q);
   const RowsConfig each{c.dtype, c.head_dim, c.tile_q, c.aligned, passes::kFragments};
   Program program;
-  a.delta = scratch.take<float>(2 * rows); // D, and what LSE lacks
+  a.delta = scratch.take<float>(2 * rows); // D, and LSE's correction
   if (p.dq) a.dq_sum = scratch.take<float>(query_tiles * c.tile_q * c.head_dim);
   if (c.deterministic) {
     const int64_t turns = c.turns(query_tiles);
@@ -103,7 +103,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
     program.steps.push_back(Zero{a.turns, uint64_t(turns) * 4});
   }
   program.steps.push_back(delta(p, each, a));
-  if (p.bias) program.steps.push_back(*settle(p, device, a)); // of other scores P's 16 bits hide what LSE lacks
+  if (p.bias) program.steps.push_back(*settle(p, device, a)); // of other scores P's 16 bits hide LSE's correction
   if (p.dq || p.dk || p.dv)
     program.steps.push_back(Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.shared_bytes(), a));
   if (p.dq) program.steps.push_back(convert_dq(p, each, a));

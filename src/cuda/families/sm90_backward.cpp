@@ -197,7 +197,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   Program program;
   program.overlap = true;
   const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1, passes::kWarpgroups};
-  if (p.bias) { // D ahead, and what LSE lacks
+  if (p.bias) { // D ahead, and LSE's correction
     BackwardArguments ahead = a;
     ahead.dq_sum = nullptr;
     RowsConfig only_d = each;
