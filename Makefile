@@ -129,6 +129,7 @@ format: $(VENV)/.dev ## rewrite the files as lint wants them
 	$(BIN)/clang-format -i $(C_FILES)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+	$(BIN)/python .ci/style.py --wrap
 
 # The wheel
 

@@ -24,8 +24,8 @@ def commit(folder: Path, subject: str) -> None:
     git(folder, "commit", "--allow-empty", "--message", subject)
 
 
-def found(folder: Path) -> list[str]:
-    done = subprocess.run([sys.executable, folder / ".ci" / "style.py"], check=False, capture_output=True, text=True)
+def found(folder: Path, *options: str) -> list[str]:
+    done = subprocess.run([sys.executable, folder / ".ci" / "style.py", *options], check=False, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.stderr == ""
     assert done.returncode == bool(lines)
@@ -52,6 +52,33 @@ def test_lines(repository):
     (repository / "bad.py").write_text(f"fine\n{words}x\n")  # not even added
     (repository / "bad.md").write_text(f"{words * 2}\n")
     assert sorted(found(repository)) == ["bad.md:1: 280 columns; accepted: 140", "bad.py:2: 141 columns; accepted: 140"]
+
+
+def test_wrapped_lines_keep_their_words(repository):
+    first, second = ([f"{word}{i}" for i in range(40)] for word in ("first", "second"))
+    code = f'call("{" ".join(first)}"); // {" ".join(first)}'
+    before = {
+        "a.h": f"// {' '.join(first)}\n// and on.\n//\n//   a drawing\n  // {' '.join(second)}\n  code();\n  {code}\n",
+        "a.md": f"{' '.join(first)}\nand on\n\n- {' '.join(second)}\n- another\n```\n{' '.join(first)}\n```\n| {' '.join(first)} |\n",
+    }
+    for name, text in before.items():
+        (repository / name).write_text(text)
+    left = found(repository, "--wrap")
+    assert [line.split(":")[0] for line in left] == ["a.h", "a.md"]  # code, and what is fenced
+    comments, prose = ((repository / name).read_text().splitlines() for name in before)
+    empty, code_begins = comments.index("//"), comments.index("  code();")
+    assert "".join(line[2:] for line in comments[:empty]).split() == [*first, "and", "on."]
+    assert comments[empty + 1] == "//   a drawing"
+    block = comments[empty + 2 : code_begins]
+    assert len(block) == 3
+    assert all(line.startswith("  // second") for line in block)
+    assert " ".join(line[5:] for line in block) == " ".join(second)
+    assert comments[code_begins + 1 :] == [f"  {code}"]
+    blank, another = prose.index(""), prose.index("- another")
+    assert " ".join(prose[:blank]) == " ".join([*first, "and on"])
+    assert [line[:3] for line in prose[blank + 1 : another]] == ["- s", "  s", "  s"]
+    assert " ".join(line[2:] for line in prose[blank + 1 : another]) == " ".join(second)
+    assert prose[another + 1 :] == ["```", " ".join(first), "```", f"| {' '.join(first)} |"]
 
 
 def test_subjects_since_the_check(repository, tmp_path):
