@@ -139,8 +139,8 @@ template <BackwardConfig C> struct BackwardBlock {
                        kThreads);
   }
 
-  // LSE (of rows that see nothing and of those that are not there +inf: P = 0), -D and, with a bias, LSE's correction, of a tile's rows, held
-  // by the threads until there is room for them.
+  // LSE (of rows that see nothing and of those that are not there +inf: P = 0), -D and, with a bias, LSE's correction, of a tile's rows,
+  // held by the threads until there is room for them.
   static constexpr int kStatsEach = (int)div_up((C.stats() - 1) * kTileQ, kLoaders);
   struct Stats {
     float x[kStatsEach];
