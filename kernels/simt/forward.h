@@ -32,8 +32,7 @@ template <Config C> struct Forward {
     if (q0 >= seqlen_q) return;
     const i32 q1 = min(q0 + C.tile_q, seqlen_q);
 
-    const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(in.k, b, h_kv, s.k0, seqlen_k, in.head_dim),
-        V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
+    const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(k_of<E>(in, s, b, h_kv), seqlen_k), V(v_of<E>(in, s, b, h_kv), seqlen_k);
     auto &walk = *reinterpret_cast<Walk<KeyTiles> *>(shared);
     T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes);
     Multiply multiply(P + C.pt_elements());
