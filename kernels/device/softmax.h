@@ -154,7 +154,7 @@ template <bool kPrecise = false> __device__ __forceinline__ RowEnd row_end(float
   l *= alpha;
   if (sink != minus_infinity<float>()) l += exp2((sink - top) * unit);
   if (l == 0) return {0.0f, minus_infinity<float>()};
-  if constexpr (kPrecise) return {alpha / l, top * (natural ? 1.0f : kLn2<float>)+log2(l) * kLn2<float>};
+  if constexpr (kPrecise) return {alpha / l, row_lse(top, natural ? 1.0f : kLn2<float>, l)};
   const float log2_l = __log2f(l); // l is far below 2^126
   return {__fdividef(alpha, l), natural ? top + log2_l * kLn2<float> : (top + log2_l) * kLn2<float>};
 }

@@ -36,7 +36,7 @@ template <CombineConfig C> struct Combine {
       }
       *a.out.at<T>(b, h, q, c) = Convert<T>::from(x * factor);
     }
-    if (a.lse && threadIdx.x == 0) *a.lse.at<float>(b, h, q, 0) = sum == 0 ? minus_infinity<float>() : reference + log2(sum) * kLn2<float>;
+    if (a.lse && threadIdx.x == 0) *a.lse.at<float>(b, h, q, 0) = sum == 0 ? minus_infinity<float>() : row_lse(reference, 1.0f, sum);
   }
 };
 
