@@ -192,6 +192,11 @@ def test_a_short_call_has_no_second_derivative_either():
             torch.autograd.grad(first.sum(), q)
 
 
+def test_the_graph_shows_one_name():
+    q, k, v = qkv(grad=True)
+    assert {strobe.attention(q, k, v).grad_fn.name() for _ in range(4)} == {"_AttentionBackward"}
+
+
 # The same results
 
 
