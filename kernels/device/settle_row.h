@@ -1,5 +1,5 @@
 // Rows whose LSE is large: rounded to its last bit it is off by eps |LSE|, and P = exp(s - LSE) by that factor in the whole row. Their P
-// and P (dP - D) are summed up ahead of the gradients; D follows from the sums, and what LSE lacks.
+// and P (dP - D) are summed up ahead of the gradients; from the sums follow D and LSE's correction: P = exp(s - LSE - correction).
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/features.h"

@@ -36,7 +36,7 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 ds_bytes() const { return 2 * tile_q * tile_k(); }
   STROBE_FN constexpr i32 p_bytes() const { return wide ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * columns() : 0; }
-  STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or what it lacks, or D
+  STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or its correction, or D
   STROBE_FN constexpr i32 lse_bytes() const { return features.bias ? 2 * row_bytes() : row_bytes(); }
   STROBE_FN constexpr i32 shared_bytes() const {
     return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + lse_bytes() + row_bytes()) + p_bytes() + dq_bytes() +
