@@ -29,151 +29,146 @@ template <BackwardConfig C> struct BackwardWide {
           scores(shared, a.in, keys, w) {}
 
     __device__ __forceinline__ u32 all(u32) {
-      if (w == 0)
-        left();
-      else
-        right();
+      if (w == 0) {
+        Left left{*this};
+        walk<0, kFirst>(left);
+        scores.template store<kDv>(a.dv, in, read<KeyBlock>(shared.keys()), in.head_dim_v, left.dV, scores.dropout.dropout.factor());
+      } else {
+        Right right{*this};
+        walk<kFirst, kBlocks>(right);
+        scores.template store<kD>(a.dk, in, read<KeyBlock>(shared.keys()), in.head_dim, right.dK, (float)in.scale);
+      }
       return 0;
     }
 
-    // P and dV.
-    __device__ __forceinline__ void left() {
-      float dV[kDv / 2], S[kM / 2];
-      u32 P[kM / 4];
-      clear(dV);
+    // All tiles of queries, as the left or the right warpgroup sees them, whose are the blocks [kBegin, kEnd) of columns of dQ.
+    template <int kBegin, int kEnd, class Side> __device__ __forceinline__ void walk(Side &side) const {
+      side.clear();
       wait_full(shared.q_full(0), 0);
       QueryStep step = read<QueryStep>(shared.step(0));
       if (!(step.flags & kNothing)) {
         mbarrier_wait(shared.k_full(), 0);
-        multiply_s(S, 0);
-        scores.template clear_nonfinite_keys<true>(shared.k, kFirst * kBlockBytes);
-        scores.together();
+        side.begin();
         u32 n = 0;
         i32 before = 0; // the number of the tile of the iteration before
 #pragma unroll 1
         for (;; ++n) {
-          const u32 allowed = scores.allowed(step);
-          wgmma_wait<0>();
-          registers_changed(S);
-          scores.exponentiate(S, P, n, step, allowed);
-          hand_over(S, n);
-          scores.round(P, S);
-          scores.release(shared.q_empty(n));
-          wait_full(shared.dout_full(n), n);
-          multiply_add<T, kM, kDv>(dV, P, shared.dout_of(n));
-          const u32 more = !(step.flags & kLast), next = n + more;
-          auto then = [&] {
-            registers_changed(dV);
-            registers_changed(P);
-            scores.release(shared.dout_empty(n));
-            wait_full(shared.q_full(next), next);
-            multiply_s(S, next); // once in vain, after the last tile
-          };
+          side.step(step, n);
+          const u32 next = n + !(step.flags & kLast);
+          auto then = [&] { side.end(n, next); };
           if (n > 0) {
-            add_dq<0, kFirst>(n - 1, before, then);
+            add_dq<kBegin, kEnd>(n - 1, before, then);
           } else {
             wgmma_wait<0>();
             then();
           }
           before = step.number;
-          if (!more) break;
+          if (next == n) break;
+          side.wait_queries(next);
           step = read<QueryStep>(shared.step(next));
         }
-        wgmma_wait<0>();
-        registers_changed(S);
-        add_dq<0, kFirst>(n, before);
+        side.end_in_vain();
+        add_dq<kBegin, kEnd>(n, before);
       } else if constexpr (C.deterministic) {
         scores.release(shared.dq_full(w));
       }
-      scores.template store<kDv>(a.dv, in, read<KeyBlock>(shared.keys()), in.head_dim_v, dV, scores.dropout.dropout.factor());
     }
 
-    // dS and dK.
-    __device__ __forceinline__ void right() {
-      float dK[kD / 2], dP[kM / 2];
-      u32 dS[kM / 4];
-      clear(dK);
-      wait_full(shared.q_full(0), 0);
-      QueryStep step = read<QueryStep>(shared.step(0));
-      if (!(step.flags & kNothing)) {
-        mbarrier_wait(shared.k_full(), 0);
-        scores.template clear_nonfinite_keys<true>(shared.k + kFirst * kBlockBytes, (kBlocks - kFirst) * kBlockBytes);
-        mbarrier_wait(shared.v_full(), 0);
-        scores.template clear_nonfinite_keys<false>(shared.v, C.v_bytes());
-        scores.together();
-        wait_full(shared.dout_full(0), 0);
-        multiply_dp(dP, 0);
-        u32 n = 0;
-        i32 before = 0;
-#pragma unroll 1
-        for (;; ++n) {
-          wgmma_wait<0>();
-          registers_changed(dP);
-          mbarrier_wait(shared.p_full(), n % 2);
-          if (scores.masked(step) || BackwardScores<C>::kHides)
-            differentiate<true>(dS, dP, n);
-          else
-            differentiate<false>(dS, dP, n);
-          __syncwarp();
-          scores.release(shared.p_empty());
-          scores.release(shared.dout_empty(n));
-          scores.hand_on(dS, n);
-          multiply_add<T, kM, kD>(dK, dS, shared.q_of(n));
-          const u32 more = !(step.flags & kLast), next = n + more;
-          auto then = [&] {
-            registers_changed(dK);
-            registers_changed(dS);
-            scores.release(shared.q_empty(n));
-            wait_full(shared.dout_full(next), next);
-            multiply_dp(dP, next); // once in vain, after the last tile
-          };
-          if (n > 0) {
-            add_dq<kFirst, kBlocks>(n - 1, before, then);
-          } else {
-            wgmma_wait<0>();
-            then();
-          }
-          before = step.number;
-          if (!more) break;
-          wait_full(shared.q_full(next), next);
-          step = read<QueryStep>(shared.step(next));
-        }
-        wgmma_wait<0>();
-        registers_changed(dP);
-        add_dq<kFirst, kBlocks>(n, before);
-      } else if constexpr (C.deterministic) {
-        scores.release(shared.dq_full(w));
+    // S, P and dV.
+    struct Left {
+      const Compute &my;
+      Accumulator<T, kDv> dV;
+      Accumulator<T, kM> S;
+      LeftOperand<kM> P;
+      __device__ __forceinline__ void clear() { dV.clear(); }
+      __device__ __forceinline__ void begin() {
+        begin_s(0);
+        my.scores.template clear_nonfinite_keys<true>(my.shared.k, kFirst * kBlockBytes);
+        my.scores.together();
       }
-      scores.template store<kD>(a.dk, in, read<KeyBlock>(shared.keys()), in.head_dim, dK, (float)in.scale);
-    }
+      // P = exp(S - LSE), for both; dV += P^T dO begins.
+      __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
+        const u32 allowed = my.scores.allowed(step);
+        wait_for<0>(S);
+        my.scores.exponentiate(S, P, n, step, allowed);
+        my.give_p(S, n);
+        my.scores.round(P, S);
+        my.scores.release(my.shared.q_empty(n));
+        wait_full(my.shared.dout_full(n), n);
+        dV.begin_adding(P, my.shared.dout_of(n));
+      }
+      // dV has ended; S of the next tile begins, in vain after the last one.
+      __device__ __forceinline__ void end(u32 n, u32 next) {
+        dV.done();
+        P.done();
+        my.scores.release(my.shared.dout_empty(n));
+        wait_full(my.shared.q_full(next), next);
+        begin_s(next);
+      }
+      __device__ __forceinline__ void begin_s(u32 n) { S.template begin_product<kD, kKeys, Place::free>(my.shared.k, my.shared.q_of(n)); }
+      __device__ __forceinline__ void wait_queries(u32) const {}
+      __device__ __forceinline__ void end_in_vain() { wait_for<0>(S); }
+    };
 
-    template <int N> static __device__ __forceinline__ void clear(float (&x)[N]) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) x[i] = 0;
-      registers_changed(x);
-    }
-    __device__ __forceinline__ void multiply_s(float (&S)[kM / 2], u32 n) const {
-      multiply_transposed<T, kD, kKeys, kM>(S, shared.k, shared.q_of(n));
-    }
-    __device__ __forceinline__ void multiply_dp(float (&dP)[kM / 2], u32 n) const {
-      multiply_transposed<T, kDv, kKeys, kM>(dP, shared.v, shared.dout_of(n));
-    }
+    // dP, dS and dK.
+    struct Right {
+      const Compute &my;
+      Accumulator<T, kD> dK;
+      Accumulator<T, kM> dP;
+      LeftOperand<kM> dS;
+      __device__ __forceinline__ void clear() { dK.clear(); }
+      __device__ __forceinline__ void begin() {
+        my.scores.template clear_nonfinite_keys<true>(my.shared.k + kFirst * kBlockBytes, (kBlocks - kFirst) * kBlockBytes);
+        mbarrier_wait(my.shared.v_full(), 0);
+        my.scores.template clear_nonfinite_keys<false>(my.shared.v, C.v_bytes());
+        my.scores.together();
+        begin_dp(0);
+      }
+      // dS = P (dP - D), for both; dK += dS^T Q begins.
+      __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
+        wait_for<0>(dP);
+        mbarrier_wait(my.shared.p_full(), n % 2);
+        if (my.scores.masked(step) || BackwardScores<C>::kHides)
+          my.template differentiate<true>(dS, dP, n);
+        else
+          my.template differentiate<false>(dS, dP, n);
+        __syncwarp();
+        my.scores.release(my.shared.p_empty());
+        my.scores.release(my.shared.dout_empty(n));
+        my.scores.hand_on(dS, n);
+        dK.begin_adding(dS, my.shared.q_of(n));
+      }
+      // dK has ended; dP of the next tile begins, in vain after the last one.
+      __device__ __forceinline__ void end(u32 n, u32 next) {
+        dK.done();
+        dS.done();
+        my.scores.release(my.shared.q_empty(n));
+        begin_dp(next);
+      }
+      __device__ __forceinline__ void begin_dp(u32 n) {
+        wait_full(my.shared.dout_full(n), n);
+        dP.template begin_product<kDv, kKeys, Place::free>(my.shared.v, my.shared.dout_of(n));
+      }
+      __device__ __forceinline__ void wait_queries(u32 n) const { wait_full(my.shared.q_full(n), n); }
+      __device__ __forceinline__ void end_in_vain() { wait_for<0>(dP); }
+    };
 
     // P to the other warpgroup, what is dropped with a sign.
     __device__ __forceinline__ u32 place_of_p(int i) const { return shared.p + (i * 128 + 32 * warp + lane) * 16; }
-    __device__ __forceinline__ void hand_over(const float (&S)[kM / 2], u32 n) const {
+    __device__ __forceinline__ void give_p(const Accumulator<T, kM> &S, u32 n) const {
       mbarrier_wait(shared.p_empty(), n % 2 ^ 1);
 #pragma unroll
       for (int i = 0; i < kM / 16; ++i) {
-        const float *s = S + 8 * i;
+        const float *s = S.x + 8 * i;
         const u32 x[4] = {pack<T>(s[0], s[1]), pack<T>(s[2], s[3]), pack<T>(s[4], s[5]), pack<T>(s[6], s[7])};
         store_shared(place_of_p(i), x);
       }
       __syncwarp();
       scores.release(shared.p_full());
     }
+
     // dP -> dS. kHidden: dP of what is hidden may be no number.
-    template <bool kHidden> __device__ __forceinline__ void differentiate(u32 (&dS)[kM / 4], const float (&dP)[kM / 2], u32 n) const {
+    template <bool kHidden> __device__ __forceinline__ void differentiate(LeftOperand<kM> &dS, const Accumulator<T, kM> &dP, u32 n) const {
       const u32 delta = shared.delta_of(n) + lane % 4 * 8;
       const float factor = scores.dropout.dropout.factor();
 #pragma unroll
@@ -187,14 +182,14 @@ template <BackwardConfig C> struct BackwardWide {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             auto dS_of = [&](int e) {
-              float p = tile::unpacked<T>(P[2 * c + r], e), x = dP[8 * i + 4 * c + 2 * r + e];
+              float p = tile::unpacked<T>(P[2 * c + r], e), x = dP.x[8 * i + 4 * c + 2 * r + e];
               if constexpr (F.dropout) {
                 x = __float_as_uint(p) >> 31 ? 0.0f : x * factor;
                 p = fabsf(p);
               }
               return kHidden && p == 0 ? 0.0f : p * (x - D[e]);
             };
-            dS[4 * i + 2 * c + r] = pack<T>(dS_of(0), dS_of(1));
+            dS.x[4 * i + 2 * c + r] = pack<T>(dS_of(0), dS_of(1));
           }
         }
       }
@@ -202,12 +197,12 @@ template <BackwardConfig C> struct BackwardWide {
 
     // This warpgroup's blocks of columns of dQ. then(): what follows the products under way before them; it begins another one.
     template <int kBegin, int kEnd, class Then> __device__ __forceinline__ void add_dq(u32 n, i32 number, const Then &then) const {
-      float dQ[kM / 2];
+      Accumulator<T, kM> dQ;
       if constexpr (C.deterministic) scores.release(shared.dq_full(w));
       wait_full(shared.ds_full(n), n);
 #pragma unroll
       for (int block = kBegin; block < kEnd; ++block) {
-        multiply_dq<T, kKeys, kM, kM>(dQ, shared.k + block * kBlockBytes, shared.ds_of(n));
+        dQ.template begin_product_of_columns<kKeys, kM>(shared.k + block * kBlockBytes, shared.ds_of(n));
         if (block == kBegin) {
           wgmma_wait<1>();
           then();
@@ -219,25 +214,25 @@ template <BackwardConfig C> struct BackwardWide {
       }
     }
     template <int kBegin, int kEnd> __device__ __forceinline__ void add_dq(u32 n, i32 number) const {
-      float dQ[kM / 2];
+      Accumulator<T, kM> dQ;
       if constexpr (C.deterministic) scores.release(shared.dq_full(w));
       wait_full(shared.ds_full(n), n);
 #pragma unroll
       for (int block = kBegin; block < kEnd; ++block) {
-        multiply_dq<T, kKeys, kM, kM>(dQ, shared.k + block * kBlockBytes, shared.ds_of(n));
+        dQ.template begin_product_of_columns<kKeys, kM>(shared.k + block * kBlockBytes, shared.ds_of(n));
         wgmma_wait<0>();
         leave(dQ, n, number, block, block == kBegin, block == kEnd - 1);
       }
     }
     // To the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries of a warp.
-    __device__ __forceinline__ void leave(float (&dQ)[kM / 2], u32 n, i32 number, int block, bool first, bool last) const {
-      registers_changed(dQ);
+    __device__ __forceinline__ void leave(Accumulator<T, kM> &dQ, u32 n, i32 number, int block, bool first, bool last) const {
+      dQ.done();
       if (last) scores.release(shared.ds_empty(n));
       if (!a.dq_sum) return;
       float *target = a.dq_sum + (i64)number * (kM * C.columns()) + (block * 4 + warp) * (16 * kM);
       if (C.deterministic && first) mbarrier_wait(shared.dq_empty(w), n % 2);
 #pragma unroll
-      for (int i = 0; i < kM / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ[4 * i]));
+      for (int i = 0; i < kM / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
       if (C.deterministic && last) {
         __syncwarp();
         if (lane == 0) end_turn(turn_of(a, number, w));
