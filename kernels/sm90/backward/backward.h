@@ -79,9 +79,13 @@ template <BackwardConfig C> struct Backward {
       i32 before = C.owns_dq ? -1 : 0; // the number of the tile of the iteration before, if there was one
 #pragma unroll 1
       for (;; ++n) {
+        const u32 allowed = scores.allowed(step);
+        wait_for<0>(S);
+        if (w == 0 && !later(n, before)) barrier_arrive(kStagger, kComputing);
+        scores.clear_nonfinite_queries(step, n);
         u32 next;
         if (!kSkips || !(step.flags & kUnseen << w))
-          next = steady_step(step, n, before);
+          next = steady_step(step, allowed, n, before);
         else
           next = unseen_step(step, n, before);
         before = step.number;
@@ -103,12 +107,9 @@ template <BackwardConfig C> struct Backward {
       clear_nonfinite_keys();
       if constexpr (C.keys_in_registers) load_rows(K, shared.k), load_rows(V, shared.v);
     }
-    // P, dP and dS of a tile, whose S is under way; dV += P^T dO, dK += dS^T Q; dQ of the tile before; S of the next one. Returns the next
+    // P, dP and dS of a tile, whose S is there; dV += P^T dO, dK += dS^T Q; dQ of the tile before; S of the next one. Returns the next
     // iteration's number, as the other step does: n after the last tile.
-    __device__ __forceinline__ u32 steady_step(const QueryStep &step, u32 n, i32 before) {
-      const u32 allowed = scores.allowed(step);
-      wait_for<0>(S);
-      let_other_begin(n, before);
+    __device__ __forceinline__ u32 steady_step(const QueryStep &step, u32 allowed, u32 n, i32 before) {
       scores.exponentiate(S, P, n, step, allowed);
       scores.round(P, S);
       wait_full(shared.dout_full(n), n);
@@ -134,8 +135,6 @@ template <BackwardConfig C> struct Backward {
     }
     // A tile that sees nothing of these keys: no product but dQ, of which the other warpgroup has made dS.
     __device__ __forceinline__ u32 unseen_step(const QueryStep &step, u32 n, i32 before) {
-      wait_for<0>(S);
-      let_other_begin(n, before);
       scores.hand_on_nothing(n);
       scores.release(shared.dout_empty(n));
       const u32 next = n + !(step.flags & kLast);
@@ -151,9 +150,6 @@ template <BackwardConfig C> struct Backward {
 
     // Has there been an iteration with these keys?
     static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.owns_dq ? before >= 0 : n > 0; }
-    __device__ __forceinline__ void let_other_begin(u32 n, i32 before) const {
-      if (!later(n, before) && w == 0) barrier_arrive(kStagger, kComputing);
-    }
     // S of the next tile, in vain after the last one.
     __device__ __forceinline__ void begin_next_s(u32 n, u32 next) {
       if (next != n) scores.release(shared.q_empty(n));

@@ -17,8 +17,8 @@ template <BackwardConfig C> struct BackwardScores {
   static constexpr int kM = C.tile_q;
   // Elements may be hidden in any tile, not in those alone that position masks.
   static constexpr bool kHides = F.mask || F.bias;
-  // Named barrier: all of a warpgroup have come, + its number.
-  static constexpr int kTogether = 2;
+  // Named barriers: all of a warpgroup have come, + its number; all of both.
+  static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
   static_assert(!F.mask || kM == 64, "a lane's part of the mask is a word");
 
   const BackwardShared<C> &shared;
@@ -73,7 +73,6 @@ template <BackwardConfig C> struct BackwardScores {
       }
       if (masked(step)) hide(S, step.begin);
     }
-    if (masked(step) || kHides) clear_nonfinite_queries(n);
     if constexpr (F.dropout) {
       const KeyBlock keys = read<KeyBlock>(shared.keys());
       dropout.mark(reinterpret_cast<tile::Accumulator(&)[1][kM / 16]>(S), step.begin, keys.begin + 64 * part + 16 * warp, step.head,
@@ -178,25 +177,27 @@ private:
 
 public:
   // What is hidden may be no number, but times 0 it is to be 0. Queries whose LSE or D is none, or that see nothing or are not there: P is
-  // no number where they are seen, 0 elsewhere, and so are all products with P, whatever Q and dO: they become 0.
-  __device__ __forceinline__ void clear_nonfinite_queries(u32 n) const {
+  // no number where they are seen, 0 elsewhere, and so are all products with P, whatever Q and dO: they become 0. Both warpgroups come, when
+  // their products of this tile so far (S; wide: S, and dP) have ended: one clears Q, the other dO.
+  __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
+    if (!kHides && !(step.flags & (kMasked | kMasked << 1))) return; // nothing is hidden
     bool found = false;
 #pragma unroll
     for (int i = 0; i < (kM + 31) / 32; ++i) found |= !finite(n, min(32 * i + lane, kM - 1));
     if (!__any_sync(0xFFFFFFFFu, found)) return;
     wait_full(shared.dout_full(n), n);
-    const int row = 32 * warp + lane;
+    barrier_sync(kBoth, 128 * C.kWarpgroups);
+    const int row = 32 * warp + lane, blocks = w ? C.columns_v() / 64 : C.columns() / 64;
     if (row < kM && !finite(n, row)) {
-      const u32 zero[4] = {0, 0, 0, 0};
+      const u32 zero[4] = {0, 0, 0, 0}, begin = (w ? shared.dout_of(n) : shared.q_of(n)) + row * kRowBytes;
 #pragma unroll 1
-      for (int c = 0; c < kRowBytes; c += 16) {
-#pragma unroll
-        for (int block = 0; block < C.columns() / 64; ++block) store_shared(shared.q_of(n) + (block * kM + row) * kRowBytes + c, zero);
-#pragma unroll
-        for (int block = 0; block < C.columns_v() / 64; ++block) store_shared(shared.dout_of(n) + (block * kM + row) * kRowBytes + c, zero);
+      for (int block = 0; block < blocks; ++block) {
+#pragma unroll 1
+        for (u32 c = 0; c < kRowBytes; c += 16) store_shared(begin + block * kM * kRowBytes + c, zero);
       }
     }
-    together();
+    async_proxy_fence();
+    barrier_sync(kBoth, 128 * C.kWarpgroups);
   }
   // K of keys that someone sees shows in LSE, V in O and so in D. What is not finite becomes 0 in V, and in K, which may yet make a score
   // of -inf, the largest number. Keys beyond the sequence become 0: they may be so large that dP is not finite. kLargest: of these bytes,

@@ -90,6 +90,7 @@ template <BackwardConfig C> struct BackwardWide {
       __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
         const u32 allowed = my.scores.allowed(step);
         wait_for<0>(S);
+        my.scores.clear_nonfinite_queries(step, n);
         my.scores.exponentiate(S, P, n, step, allowed);
         my.give_p(S, n);
         my.scores.round(P, S);
@@ -127,6 +128,7 @@ template <BackwardConfig C> struct BackwardWide {
       // dS = P (dP - D), for both; dK += dS^T Q begins.
       __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
         wait_for<0>(dP);
+        my.scores.clear_nonfinite_queries(step, n);
         mbarrier_wait(my.shared.p_full(), n % 2);
         if (my.scores.masked(step) || BackwardScores<C>::kHides)
           my.template differentiate<true>(dS, dP, n);
