@@ -2,7 +2,8 @@
 # They need a C++20 compiler, make and Python >= 3.10 with venv; the rest goes into .venv.
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0# what pip installs where $(PYTHON) has no PyTorch; e.g. TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+# What pip installs where $(PYTHON) has no PyTorch; e.g. TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
 JOBS ?= $(shell nproc)
 ARGS ?=
 
@@ -18,7 +19,8 @@ NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src p
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-cpp test-python test-long test-emulated test-gpu test-gpu-random sanitize bench-gpu bench-report prewarm lint format sanitize-cpu cross bench wheel clean
+.PHONY: help setup train bench test test-cpp test-python test-long test-emulated test-gpu test-gpu-random sanitize sanitize-cpu cross
+.PHONY: bench-gpu bench-report api prewarm lint format wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -104,8 +106,12 @@ bench-gpu: setup ## speed on a GPU beside PyTorch's backends, in one run; figure
 	$(BIN)/strobe bench gpu --results bench/results $(ARGS)
 
 H200 := $(addprefix bench/results/h200-,forward.json backward.json backward-earlier.json)
-bench-report: $(VENV)/.package ## docs/h200.md from bench/results
+bench-report: $(VENV)/.package ## docs/h200.md and the README's figure from bench/results
 	$(BIN)/strobe bench report $(H200) > docs/h200.md
+	$(BIN)/python bench/peers.py docs/figures/h200/fused-peers.png $(wordlist 1,2,$(H200))
+
+api: $(VENV)/.package ## docs/api.md from the docstrings
+	$(BIN)/python docs/make_api.py > docs/api.md
 
 cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
 	tests/cross/run $(CMAKE) $(JOBS)
@@ -116,6 +122,7 @@ lint: $(VENV)/.package $(VENV)/.dev ## formatting, lint and types
 	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+	$(BIN)/python tests/style.py
 	$(BIN)/mypy
 
 format: $(VENV)/.dev ## rewrite the files as lint wants them

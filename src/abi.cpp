@@ -113,6 +113,17 @@ const Engine *engine_at(int32_t index) {
   return index >= 0 && static_cast<size_t>(index) < list.size() ? list[index] : nullptr;
 }
 
+// What is said of a call's kernels where the GPU need not be.
+int32_t ahead_of_time(std::string (*says)(const Problem &, Direction, int cc), const strobe_attention *a, const strobe_tensors *t,
+                      int32_t direction, int32_t compute_capability, char *text, size_t capacity, size_t *needed) {
+  return guarded([&] {
+    check_text(text, capacity);
+    const Problem problem = validate(a, t, checked(direction));
+    if (problem.device_type != STROBE_CUDA) throw Error(STROBE_INVALID_ARGUMENT, "q: on the CPU; accepted is a tensor on a CUDA device");
+    write_text(says(problem, checked(direction), compute_capability), text, capacity, needed);
+  });
+}
+
 } // namespace
 } // namespace strobe
 
@@ -226,12 +237,12 @@ const char *strobe_engine_name(int32_t index) {
 
 int32_t strobe_prewarm(const strobe_attention *a, const strobe_tensors *t, int32_t direction, int32_t compute_capability, char *text,
                        size_t capacity, size_t *needed) {
-  return guarded([&] {
-    check_text(text, capacity);
-    const Problem problem = validate(a, t, checked(direction));
-    if (problem.device_type != STROBE_CUDA) throw Error(STROBE_INVALID_ARGUMENT, "q: on the CPU; accepted is a tensor on a CUDA device");
-    write_text(cuda::prewarm(problem, checked(direction), compute_capability), text, capacity, needed);
-  });
+  return ahead_of_time(cuda::prewarm, a, t, direction, compute_capability, text, capacity, needed);
+}
+
+int32_t strobe_kernels(const strobe_attention *a, const strobe_tensors *t, int32_t direction, int32_t compute_capability, char *text,
+                       size_t capacity, size_t *needed) {
+  return ahead_of_time(cuda::kernels, a, t, direction, compute_capability, text, capacity, needed);
 }
 
 const char *strobe_engine_missing(int32_t index) {

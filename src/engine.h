@@ -52,8 +52,8 @@ struct Choice {
   bool follows = false; // chosen for the forward's sake, not for the least predicted time
 };
 Choice choose(const Problem &, const Execution &, Direction);
-// Whether the backward runs where the forward of the same call would, if that engine takes it. Its P is exp(S - LSE): in fp32 on a GPU, S of
-// another engine than that of which LSE was made has other rounding errors, which are larger than what the contract leaves.
+// Whether the backward runs where the forward of the same call would, if that engine takes it. Its P is exp(S - LSE): in fp32 on a GPU, S
+// of another engine than that of which LSE was made has other rounding errors, which are larger than what the contract leaves.
 bool follows_forward(const Problem &, Direction);
 
 } // namespace strobe

@@ -1,12 +1,13 @@
 """Installs the one wheel of a folder into an environment that has nothing else, and computes with it. Usage: tests/wheel.py FOLDER"""
 
+import re
 import subprocess
 import sys
 import tempfile
 import venv
 from pathlib import Path
 
-MOST_BYTES = 5_000_000
+README = Path(__file__).parents[1] / "README.md"
 
 PROOF = """
 import sys
@@ -22,19 +23,35 @@ assert gradients.dq.shape == q.shape
 assert "torch" not in sys.modules
 """
 
+# What a command says where its extra was not installed.
+WITHOUT_EXTRAS = {
+    "bench": "torch: pip install 'torch>=2.4'",
+    "bench gpu": "torch: pip install 'torch>=2.4'",
+    "bench ladder": "torch: pip install 'torch>=2.4'",
+    "figures": "torch and matplotlib: pip install 'torch>=2.4' 'matplotlib>=3.7'",
+    "train": "torch and tokenizers and matplotlib: pip install 'torch>=2.4' 'tokenizers>=0.15' 'matplotlib>=3.7'",
+    "tune": "torch: pip install 'torch>=2.4'",
+}
+
 
 def main(folder: Path) -> None:
     (wheel,) = folder.glob("*.whl")
     assert "manylinux" in wheel.name, wheel.name
     assert "-cp310-abi3-" in wheel.name, f"{wheel.name}: not one wheel for every CPython from 3.10 on"
-    assert wheel.stat().st_size < MOST_BYTES, f"{wheel.name}: {wheel.stat().st_size} bytes"
+    size = wheel.stat().st_size
+    (said,) = re.findall(r"One wheel of ([\d.]+) MB", README.read_text())
+    assert abs(size - float(said) * 1e6) < 0.2e6, f"{wheel.name}: {size} bytes; README says {said} MB"
     with tempfile.TemporaryDirectory() as place:
         venv.create(place, with_pip=True)
         python = Path(place) / "bin" / "python"
         subprocess.run([python, "-m", "pip", "install", "--quiet", "numpy", wheel], check=True)
         subprocess.run([python, "-c", PROOF], check=True, cwd=place)
-        subprocess.run([Path(place) / "bin" / "strobe", "--help"], check=True, stdout=subprocess.DEVNULL)
-    print(f"{wheel.name}: {wheel.stat().st_size} bytes, installs and computes without PyTorch")
+        command = Path(place) / "bin" / "strobe"
+        subprocess.run([command, "check"], check=True, stdout=subprocess.DEVNULL)
+        for name, needed in WITHOUT_EXTRAS.items():
+            refused = subprocess.run([command, *name.split()], check=False, capture_output=True, text=True)
+            assert (refused.returncode, refused.stderr) == (2, f"strobe {name} needs {needed}\n"), refused
+    print(f"{wheel.name}: {size} bytes, installs and computes without PyTorch")
 
 
 if __name__ == "__main__":

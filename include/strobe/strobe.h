@@ -211,6 +211,9 @@ STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors
  * strobe_explain. */
 STROBE_API int32_t strobe_prewarm(const strobe_attention *, const strobe_tensors *, int32_t direction, int32_t compute_capability,
                                   char *text, size_t capacity, size_t *needed);
+/* The kernels that strobe_prewarm would compile or find, without compiling: a line per kernel, "cached|missing <name>". */
+STROBE_API int32_t strobe_kernels(const strobe_attention *, const strobe_tensors *, int32_t direction, int32_t compute_capability,
+                                  char *text, size_t capacity, size_t *needed);
 
 /* The engines of this library on this machine: name, and the reason why it cannot run here (null if it can). Returns null past the last.
    A name that has a form for each device stands there twice. */

@@ -1,15 +1,12 @@
-"""The C ABI seen from Python: structs to fill, functions to call, a status turned into an exception."""
+"""The C ABI seen from Python: its names for types and devices, and a status turned into an exception."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from difflib import get_close_matches
-from functools import lru_cache
 from typing import Any
 
 from ._core import ffi, lib
-from ._framework import outside_graphs
+from ._graphs import outside_graphs
 
 FORWARD: int = lib.STROBE_FORWARD
 BACKWARD: int = lib.STROBE_BACKWARD
@@ -27,50 +24,6 @@ DTYPES: dict[str, int] = {
 }
 NO_DTYPE = 0  # of what the library has no name for
 MAX_RANK = 4
-
-# The tensors that a call reads: their names in strobe_tensors, and the order of the torch operators' arguments.
-INPUTS = (
-    *("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k"),
-    *("block_rows", "block_cols", "block_rows_t", "block_cols_t", "rng"),
-)
-GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsinks": "sinks"}
-_MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse")) + len(GRADIENTS)
-_FIELDS = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
-# Those that broadcast to (B, H, Sq, Sk): what they have fewer axes lacks the first ones, as in NumPy.
-_SCORES = frozenset({"mask", "bias", "dbias"})
-# Those whose axes are (B,S,H,D) with layout "bshd".
-_TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
-
-# What a call says beside its tensors, name -> (type, default): the fields of strobe_attention, and the two at the end.
-OPTIONS: dict[str, tuple[Any, Any]] = {
-    "causal": (bool, False),
-    "window_left": (int | None, None),
-    "window_right": (int | None, None),
-    "alignment": (int, lib.STROBE_BOTTOM_RIGHT),
-    "scale": (float | None, None),
-    "softcap": (float, 0.0),
-    "score": (int, lib.STROBE_DOT),
-    "beta": (float, 0.0),
-    "shift": (float, 0.0),
-    "dropout": (float, 0.0),
-    "seed": (int, 0),  # as signed integers, which is what PyTorch's operators take
-    "offset": (int, 0),
-    "max_seqlen_q": (int, 0),
-    "max_seqlen_k": (int, 0),
-    "block_q": (int, 0),
-    "block_k": (int, 0),
-    "tile_q": (int, 0),
-    "tile_k": (int, 0),
-    "deterministic": (bool, False),
-    "exact_max": (bool, False),
-    "allow_tf32": (bool, False),
-    "strict": (bool, False),
-    "check": (bool, False),
-    "engine": (str | None, None),
-    "bshd": (bool, False),
-    "threads": (int, 0),  # 0: the framework's number
-}
-
 
 _EXCEPTIONS: dict[int, type[Exception]] = {
     lib.STROBE_INVALID_ARGUMENT: ValueError,
@@ -90,151 +43,6 @@ def error(status: int, in_callers_words: Callable[[str], str]) -> Exception:
         reasons = {reason.partition(":")[0]: reason for reason in map(in_callers_words, reversed(message.splitlines())) if reason}
         message = "\n".join(reversed(reasons.values())) or message
     return _EXCEPTIONS.get(status, RuntimeError)(message)
-
-
-@lru_cache(maxsize=1024)
-def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
-    """A strobe_attention and what must live as long. Nobody writes to it, so that calls share it."""
-    fields = {"size": ffi.sizeof("strobe_attention"), **dict(options)}
-    for name in ("bshd", "threads"):
-        fields.pop(name, None)
-    for name in ("scale", "window_left", "window_right"):
-        if name in fields:
-            fields["has_" + name] = True
-    for name in ("seed", "offset"):
-        fields[name] = fields.get(name, 0) % 2**64
-    engine = fields.get("engine")
-    if engine is not None:
-        fields["engine"] = engine = ffi.new("char[]", engine.encode())
-    return ffi.new("strobe_attention *", fields), engine
-
-
-def field_of(tensor: str) -> int:
-    """Its place among the tensors of strobe_addresses, as strobe_glue_run counts them."""
-    return _FIELDS[tensor]
-
-
-# Fills a strobe_tensor: (struct, name for messages, array, whether its axes 1 and 2 change places). Returns what has to live as long.
-View = Callable[[Any, str, Any, bool], object]
-
-
-class Allocator:
-    """Where a call's workspace comes from: `allocate(bytes)` returns its owner, kept while the call is made, and its address.
-
-    The owner may go before the work is done if its memory is used again in the stream's order."""
-
-    def __init__(self, allocate: Callable[[int], tuple[Any, int]]):
-        self._allocate = allocate
-        self._owner: Any = None
-        self._error: BaseException | None = None
-        self.handle = ffi.new_handle(self)
-
-    def __call__(self, count: int) -> Any:
-        try:
-            self._owner, address = self._allocate(count)
-            return ffi.cast("void *", address)
-        except BaseException as error:  # no exception crosses the library: Call.run raises it
-            self._error = error
-            return ffi.NULL
-
-    def raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
-# Fills a strobe_execution; returns where the workspace comes from, None for the library's own memory.
-Place = Callable[[Any], "Allocator | None"]
-
-
-@ffi.def_extern()
-def strobe_python_allocate(allocator: Any, count: int) -> Any:
-    return ffi.from_handle(allocator)(count)
-
-
-class Call:
-    """One call's structs: what, on what, with what.
-
-    arrays: the caller's; made: those that the package has allocated for the call; options: those of OPTIONS not at their default;
-    place: says where it runs."""
-
-    __slots__ = ("_alive", "_allocator", "_arrays", "_attention", "_bshd", "_execution", "_made", "_tensors")
-
-    def __init__(self, arrays: dict[str, Any], made: dict[str, Any], options: dict[str, Any], view: View, place: Place):
-        attention = attention_struct(tuple(options.items()))
-        self._bshd = bshd = "bshd" in options
-        self._arrays, self._made = arrays, made
-        views = ffi.new("strobe_tensor[]", _MOST_TENSORS)
-        tensors = ffi.new("strobe_tensors *")
-        tensors.size = ffi.sizeof("strobe_tensors")
-        t = views + 0
-        alive = [views, attention]
-        for named in (arrays, made):
-            for name, array in named.items():
-                if name in _SCORES and array.ndim < MAX_RANK:
-                    array = array[(None,) * (MAX_RANK - array.ndim)]
-                alive.append(view(t, name, array, bshd and name in _TOKENS))
-                setattr(tensors, name, t)
-                t += 1
-        execution = ffi.new("strobe_execution *")
-        self._allocator = allocator = place(execution)
-        if allocator is not None:
-            execution.allocate = lib.strobe_python_allocate
-            execution.allocator = allocator.handle
-        self._attention, self._tensors, self._execution = attention[0], tensors, execution
-        self._alive = alive
-
-    def run(self, function: Any, *more: Any) -> None:
-        self.run_without_execution(function, self._execution, *more)
-
-    def run_without_execution(self, function: Any, *more: Any) -> None:
-        status = function(self._attention, self._tensors, *more)
-        if status != lib.STROBE_OK:
-            if self._allocator is not None:
-                self._allocator.raise_if_failed()
-            raise error(status, self._in_callers_words)
-
-    def prepare(self, direction: int) -> Any:
-        """The call made ready: a strobe_prepared, released with the last reference to it."""
-        prepared = ffi.new("strobe_prepared **")
-        self.run(lib.strobe_prepare, direction, prepared)
-        return ffi.gc(prepared[0], lib.strobe_release)
-
-    def _in_callers_words(self, reason: str) -> str:
-        """One of the library's reasons, which begins with the name of what is wrong; empty if that is none of the caller's."""
-        name = reason.partition(":")[0]
-        if name in self._made:
-            return ""
-        if name.startswith("block_"):
-            return "block_mask: " + reason
-        if self._bshd and name in _TOKENS:
-            reason = re.sub(r"\(([^(),]+), ([^(),]+), ([^(),]+), ([^(),]+)\)", r"(\1, \3, \2, \4)", reason)
-        array = self._arrays.get(name)
-        if array is not None:
-            reason = reason.replace(f"dtype {NO_DTYPE} (none)", f"dtype {array.dtype}")
-            if name in _SCORES and array.ndim < MAX_RANK and ": shape" in reason:
-                reason = re.sub(r"shape \([^()]*\)", f"shape {tuple(array.shape)}", reason, count=1)
-                if array.ndim == 2:
-                    reason += f"; of (B, Sk), {name}[:, None, None, :]"
-            if ": dtype" in reason:
-                reason += _ways_out(name, reason)
-        if name == "engine":
-            reason = reason.replace("or none", "or None") + _close_engine(reason)
-        return reason.removeprefix("execution.")
-
-
-def _ways_out(name: str, reason: str) -> str:
-    """Of a wrong dtype: what the caller may have wanted."""
-    if name == "mask":
-        return "; what is added to the scores is bias" if "float" in reason else f"; of zeros and ones, {name}.bool()"
-    if name == "bias" and "dtype bool" in reason:
-        return "; what hides is mask"
-    return f"; {name}.int()" if name.startswith("cu_seqlens") and "dtype int64" in reason else ""
-
-
-def _close_engine(reason: str) -> str:
-    unknown = re.match(r'engine: "(.*)" is unknown', reason)
-    close = get_close_matches(unknown[1], [name for name, _ in engines()], 1) if unknown else []
-    return "".join(f"; did you mean {name}?" for name in close)
 
 
 def version() -> str:

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _run
-from ._abi import GRADIENTS
-from ._framework import Array, Framework, framework_like, known_framework, outside_graphs, shown
-from ._prepare import (
-    DEFAULTS,
-    SIZES,
-    AttentionOptions,
-    Prepared,
-    Wrong,
-    flag,
-    is_array,
-    is_integer,
-    is_seed,
-    name_of,
-    number,
-    prepare,
-    refusal,
-    seed_options,
-)
+from ._checks import Wrong, flag, is_array, is_integer, name_of, number, refusal
+from ._graphs import outside_graphs
+from ._kinds import shown
+from ._options import BLOCKS, GRADIENTS, INPUTS, AttentionOptions, documentation, parameters
+from ._request import Request, is_seed, parse, seed_options
 from ._run import Gradients
+from .arrays.base import Array, Framework
+from .arrays.known import framework_like, known_framework
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,41 +43,8 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
         q: (B, H, Sq, D); layout "bshd": (B, Sq, H, D). float32, float16, bfloat16 or float64, any strides; never copied.
         k: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), q's dtype.
         v: (B, Hkv, Sk, Dv) or (B, Sk, Hkv, Dv), q's dtype.
-        causal: query i sees the keys j <= i + offset of the alignment.
-        window: (left, right): i + offset - left <= j <= i + offset + right; None on a side: no bound; one integer: both sides.
-        alignment: of causal, window and alibi_slopes. "bottom_right": the last query stands at the last key, offset = Sk - Sq;
-            "top_left": the first at the first, offset = 0.
-        scale: of q·k. None: 1/sqrt(D), or 1 with a hyperbolic score.
-        softcap: c > 0 makes each score c · tanh(score / c), before what is added to it.
-        score: "dot": scale · q·k, or its softcap; "hyperbolic": -beta · arccosh(max(-x, 1)) - shift of x = scale · q·k, which is to be a
-            Lorentz product. hyperbolic_attention() makes it one.
-        beta, shift: of a hyperbolic score. beta > 0, 1 if None.
-        mask: bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory.
-        bias: added to the scores; broadcasts likewise; q's dtype or float32. Its gradient is summed over what was broadcast.
-        alibi_slopes: float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores. They have no gradient.
-        sinks: float32 (float64 with float64) (H,): a logit per head that joins the softmax's denominator and no value.
-        dropout: the probability of dropping an element of the softmax, 0 <= p < 1, in steps of 1/256 and, unless 0, at least one
-            of them; what is kept is scaled up.
-        seed, offset: integers that choose the dropout mask. Without them and rng they are drawn from the default generator of torch
-            (torch.manual_seed) or NumPy (np.random.seed).
-        rng: the same two as an int64 tensor (2,), where q lies.
-        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): packed sequences of various lengths; sequence b holds the tokens
-            [cu_seqlens[b], cu_seqlens[b + 1]), and what lies behind the last is padding: its out is 0, its lse -inf. Then q is
-            (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), whatever layout says.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; the size of mask and bias there. None: Tq, Tk; on the CPU the work is that
-            of the longest sequence all the same, while a GPU, whose lengths are not read, has the work of a bound of Tq and Tk.
-        block_mask: which blocks of the scores exist at all; a mask of these lengths (of packed sequences, of their maxima).
-        layout: of q, k, v and the output: "bhsd" or "bshd", which is flash-attn's and xFormers'. Nobody notices a wrong one where the
-            shapes fit: H and S then change places.
         return_lse: return (out, lse).
-        deterministic: bitwise the same gradients over runs; on the CPU, and under torch.use_deterministic_algorithms, they always are.
-        exact_max: keep the running maximum of the softmax where an engine would do without.
-        allow_tf32: let float32 run as single-pass TF32 on a GPU.
-        tile_q, tile_k: a wish for the tile (Br, Bc); explain() says to what it was rounded.
-        engine: run on this engine of strobe.engines() alone; None: on the one with the least predicted time.
-        strict: refuse to run on anything but the fastest engine of this device.
-        check: check what lies in device memory (cu_seqlens, block_mask) first, which synchronises; host memory always is.
-        threads: CPU threads; None: torch.get_num_threads(), for NumPy as many as the process may run on.
+        {options}
 
     Returns:
         out (B, H, Sq, Dv), (B, Sq, H, Dv) or (Tq, H, Dv), q's dtype; heads and sequence lie in memory in the order that q's do.
@@ -109,36 +65,45 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
         raise TypeError(
             f"attention() takes q, k and v by their places, and {len(unnamed)} more were given; options are named, as in causal=True"
         )
+    again = _run.AGAIN.get(type(q))
+    if again is not None and (found := again(q, k, v, return_lse, options)) is not None:
+        return found
     framework = known_framework(q)
-    if framework is not None and isinstance(return_lse, bool) and (found := framework.again(q, k, v, return_lse, options)) is not None:
-        return (found[0], found[1]) if return_lse else found[0]
     if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):
         return framework.handed_over(kinds, attention, q, k, v, return_lse=return_lse, **options)
     wrong: Wrong = []
     flag(wrong, "return_lse", return_lse)
     framework, p = _prepared("attention", q, k, v, options, wrong)
-    out, lse = framework.forward(p)
-    framework.remember(q, k, v, return_lse, options, p)
+    calls = _calls(framework)
+    out, lse = calls.forward(p)
+    calls.remember(q, k, v, return_lse, options, p)
     return (out, lse) if return_lse else out
 
 
-def _signature() -> inspect.Signature:
-    """What help() shows: every option with its type and default."""
-    parameters = [x for x in inspect.signature(attention).parameters.values() if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
-    for name, x in DEFAULTS.items():
-        written = AttentionOptions.__annotations__[name]  # a ForwardRef, for nothing needs its meaning here
-        parameters.append(parameters[-1].replace(name=name, default=x, annotation=getattr(written, "__forward_arg__", written)))
-    return inspect.Signature(parameters)
+def _calls(framework: Framework) -> _run.Calls:
+    if framework.is_traced:
+        from ._again import TORCH_CALLS
+
+        return TORCH_CALLS
+    return _run.Calls(framework)
 
 
-attention.__signature__ = _signature()  # type: ignore[attr-defined]
+def _with_options(function: Callable[..., Any]) -> None:
+    """Lets help() show every option with its type, its default and what it means."""
+    own = [x for x in inspect.signature(function).parameters.values() if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    function.__signature__ = inspect.Signature([*own, *parameters()])  # type: ignore[attr-defined]
+    if function.__doc__ is not None:  # which python -OO leaves out
+        function.__doc__ = inspect.cleandoc(function.__doc__).replace("    {options}", documentation("    "))
+
+
+_with_options(attention)
 
 
 def _prepared(
     function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array] | None = None
-) -> tuple[Framework, Prepared]:
-    """prepare(), or the exception that tells all that is wrong. known: beside q, k and v."""
-    framework, p = prepare(function, q, k, v, options, wrong)
+) -> tuple[Framework, Request]:
+    """parse(), or the exception that tells all that is wrong. known: beside q, k and v."""
+    framework, p = parse(function, q, k, v, options, wrong)
     known = known or {}
     for name, x in known.items():
         is_array(wrong, name, x, framework, q)
@@ -147,26 +112,45 @@ def _prepared(
     return framework, p
 
 
-def _refusal(function: str, framework: Framework | None, p: Prepared, wrong: Wrong, known: dict[str, Array]) -> Exception:
+def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wrong, known: dict[str, Array]) -> Exception:
     """One exception of all that is wrong, the library's reasons too."""
     lines = {name_of(error): str(error) for error in wrong}
-    kinds_alone = all(isinstance(error, TypeError) for error in wrong)
-    if framework and not SIZES & lines.keys():
-        if function.startswith("reference"):
-            p.options["engine"] = _run.ORACLE
-        known = {name: x for name, x in known.items() if name not in lines}
-        more = _run.reasons_against(framework, p, known, "backward" in function)
-        for line in more:
-            lines.setdefault(line.partition(":")[0], line)
-            kinds_alone = False
+    if function.startswith("reference"):
+        p.options["engine"] = _run.ORACLE
+    more = {name: x for name, x in known.items() if name not in lines}
+    reasons = _run.reasons_against(framework, *_judgeable(p, more, lines.keys()), "backward" in function)
+    for line in reasons:
+        lines.setdefault(line.partition(":")[0], line)
     if len(lines) == 1:
         return wrong[0]
+    kinds_alone = len(lines) == len(wrong) and all(isinstance(error, TypeError) for error in wrong)
     return (TypeError if kinds_alone else ValueError)("\n".join(lines.values()))
+
+
+def _judgeable(p: Request, known: dict[str, Array], wrong: Set[str]) -> tuple[Request, dict[str, Array]]:
+    """The call without what is wrong already, and without what only that could be held against."""
+    arrays = {name: x for name, x in p.arrays.items() if name not in wrong}
+    options = {name: x for name, x in p.options.items() if name not in wrong}
+    of_scores = {"mask", "bias", *BLOCKS, "block_q", "block_k"}
+    withheld: set[str] = set()
+    if "layout" in wrong:
+        withheld = {"q", "k", "v"}
+    if wrong & {"cu_seqlens_q", "cu_seqlens_k"}:
+        withheld = {*INPUTS, "max_seqlen_q", "max_seqlen_k", "block_q", "block_k"}
+        known = {}
+    elif wrong & {"max_seqlen_q", "max_seqlen_k"}:
+        withheld |= of_scores
+    if "block_mask" in wrong:
+        withheld |= {*BLOCKS, "block_q", "block_k"}
+    if "score" in wrong:
+        withheld |= {"beta", "shift"}
+    left = Request(*({name: x for name, x in given.items() if name not in withheld} for given in (arrays, options)))
+    return left, known
 
 
 def _repeat(
     function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array]
-) -> tuple[Framework, Prepared]:
+) -> tuple[Framework, Request]:
     """A call that has to apply the dropout mask of another."""
     if options.get("dropout") and options.get("rng") is None and options.get("seed") is None:
         wrong.append(ValueError("rng: missing beside dropout; accepted is the rng, or the seed and offset, of the forward"))
@@ -194,7 +178,7 @@ def attention_backward(
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     framework, p = _repeat("attention_backward", q, k, v, options, [], known)
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays]
-    return Gradients(**framework.backward(p, dout, dlse, out, lse, needed))
+    return Gradients(**_calls(framework).backward(p, dout, dlse, out, lse, needed))
 
 
 @outside_graphs

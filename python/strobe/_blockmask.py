@@ -9,8 +9,12 @@ from operator import index
 from typing import Any
 
 from ._abi import MAX_RANK
+from ._checks import is_whole
 from ._core import ffi, lib
-from ._framework import Array, Framework, framework_like, framework_of, is_whole, outside_graphs, shown, unfit
+from ._graphs import outside_graphs
+from ._kinds import shown
+from .arrays.base import Array, Framework
+from .arrays.known import framework_like, framework_of, unfit
 
 _MOST_KEPT = 2**31 - 1  # the CSR is int32
 
@@ -106,7 +110,7 @@ class BlockMask:
 
     def to(self, device: Any) -> BlockMask:
         """The same mask as torch tensors on `device`."""
-        from ._torch import TORCH
+        from .arrays.torch import TORCH
 
         moved = copy(self)
         moved.rows, moved.cols, moved.rows_t, moved.cols_t = (TORCH.own(x).to(device) for x in self.arrays)

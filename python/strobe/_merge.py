@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._framework import Array, framework_of, unfit
-from ._prepare import Wrong, is_choice
+from ._checks import Wrong, is_choice
+from .arrays.base import Array
+from .arrays.known import framework_of, unfit
 
 _WIDE = ("float32", "float64")
 _FLOATS = (*_WIDE, "float16", "bfloat16")

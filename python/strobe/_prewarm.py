@@ -7,8 +7,10 @@ from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, CUDA, DTYPES, FORWARD, GRADIENTS, Call, text
+from ._abi import BACKWARD, CUDA, DTYPES, FORWARD, text
+from ._call import Call
 from ._core import ffi, lib
+from ._options import GRADIENTS
 
 _TEXT_BYTES = 1 << 16
 
@@ -35,13 +37,24 @@ class Shape(NamedTuple):
 def prewarm(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> list[Kernel]:
     """Compiles what strobe.attention would run on a GPU of this compute capability (90 for 9.0), or finds it in the cache.
 
-    arrays: q, k, v and whatever of _abi.INPUTS the call has, in the library's layout; options: those of _abi.OPTIONS not at their default.
+    arrays: q, k, v and whatever of _options.INPUTS the call has, in the library's layout; options: those of _options.FIELDS that are not at
+    their default.
     Raises as strobe.attention does; RuntimeError where NVRTC is missing."""
+    return [_kernel(line) for line in _said(lib.strobe_prewarm, arrays, options, backward, compute_capability)]
+
+
+def kernels(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> dict[str, bool]:
+    """The names of the kernels that prewarm would give, and whether each is in the cache. Compiles nothing; raises as prewarm does."""
+    lines = (line.split(" ", 1) for line in _said(lib.strobe_kernels, arrays, options, backward, compute_capability))
+    return {name: where == "cached" for where, name in lines}
+
+
+def _said(function: Any, arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> list[str]:
     made = dict(_results(arrays, backward))
     call = Call(dict(arrays), made, dict(options), _Addresses(), lambda _: None)
     chars = ffi.new("char[]", _TEXT_BYTES)
-    call.run_without_execution(lib.strobe_prewarm, BACKWARD if backward else FORWARD, compute_capability, chars, _TEXT_BYTES, ffi.NULL)
-    return [_kernel(line) for line in text(chars).splitlines()]
+    call.run_without_execution(function, BACKWARD if backward else FORWARD, compute_capability, chars, _TEXT_BYTES, ffi.NULL)
+    return text(chars).splitlines()
 
 
 def _kernel(line: str) -> Kernel:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, GRADIENTS, Allocator, Call, attention_struct, error, text
+from ._abi import BACKWARD, FORWARD, error, text
+from ._call import Allocator, Call, attention_struct
 from ._core import ffi, lib
-from ._framework import Array, Framework, outside_graphs
-from ._prepare import Prepared
+from ._graphs import outside_graphs
+from ._options import GRADIENTS
+from ._request import Request
+from .arrays.base import Array, Framework
+from .arrays.known import known_framework
 
 ORACLE = "reference"  # the engine that writes float64 whatever it reads
 
@@ -23,7 +28,7 @@ class Gradients(NamedTuple):
     dsinks: Any = None
 
 
-def results(framework: Framework, p: Prepared, wide: bool = False) -> dict[str, Array]:
+def results(framework: Framework, p: Request, wide: bool = False) -> dict[str, Array]:
     """Uninitialised out and lse. wide: in float64."""
     q, v = p.arrays["q"], p.arrays["v"]
     xp = framework.xp
@@ -34,8 +39,8 @@ def results(framework: Framework, p: Prepared, wide: bool = False) -> dict[str, 
     return {"out": out, "lse": framework.empty(q, rows, double if wide or q.dtype == double else xp.float32)}
 
 
-def gradients(framework: Framework, p: Prepared, needed: Iterable[str], wide: bool = False) -> dict[str, Array]:
-    """Uninitialised, those of _abi.GRADIENTS that are needed. wide: in float64."""
+def gradients(framework: Framework, p: Request, needed: Iterable[str], wide: bool = False) -> dict[str, Array]:
+    """Uninitialised, those of GRADIENTS that are needed. wide: in float64."""
     found = {}
     for name in needed:
         x = p.arrays[GRADIENTS[name]]
@@ -44,7 +49,7 @@ def gradients(framework: Framework, p: Prepared, needed: Iterable[str], wide: bo
     return found
 
 
-def forward(framework: Framework, p: Prepared) -> tuple[Array, Array]:
+def forward(framework: Framework, p: Request) -> tuple[Array, Array]:
     oracle = _is_oracle(p)
     found = results(framework, p, oracle)
     call(framework, p, {}, found).run(lib.strobe_forward)
@@ -55,7 +60,7 @@ def forward(framework: Framework, p: Prepared) -> tuple[Array, Array]:
     return out, lse
 
 
-def backward(framework: Framework, p: Prepared, known: dict[str, Array], needed: Iterable[str]) -> dict[str, Array]:
+def backward(framework: Framework, p: Request, known: dict[str, Array], needed: Iterable[str]) -> dict[str, Array]:
     """known: out, lse, dout and, if there is one, dlse."""
     oracle = _is_oracle(p)
     found = gradients(framework, p, needed, oracle)
@@ -65,7 +70,7 @@ def backward(framework: Framework, p: Prepared, known: dict[str, Array], needed:
     return {name: framework.cast(x, p.arrays[GRADIENTS[name]].dtype) for name, x in found.items()} if oracle else found
 
 
-def reference(framework: Framework, p: Prepared, rows: list[int] | None) -> tuple[Array, Array]:
+def reference(framework: Framework, p: Request, rows: list[int] | None) -> tuple[Array, Array]:
     found = results(framework, p, True)
     out, lse = found.values()
     if rows is not None:
@@ -76,7 +81,7 @@ def reference(framework: Framework, p: Prepared, rows: list[int] | None) -> tupl
 
 
 def reference_backward(
-    framework: Framework, p: Prepared, known: dict[str, Array], rows: list[int] | None, cols: list[int] | None
+    framework: Framework, p: Request, known: dict[str, Array], rows: list[int] | None, cols: list[int] | None
 ) -> Gradients:
     # dbias and dsinks are sums over all rows, not of some
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays and (rows is None or of in ("q", "k", "v"))]
@@ -96,14 +101,14 @@ def dropout_mask(framework: Framework, shape: tuple[int, ...], options: dict[str
     framework.view(views + 0, "keep", keep, False)
     given, _alive = (ffi.NULL, None) if rng is None else (views + 1, framework.view(views + 1, "rng", rng, False))
     execution = ffi.new("strobe_execution *")
-    framework.place(execution, keep, None)
+    _place(framework, execution, keep, None)
     status = lib.strobe_dropout_mask(attention_struct(tuple(options.items()))[0], given, views + 0, execution)
     if status != lib.STROBE_OK:
         raise error(status, str)
     return keep
 
 
-def _whole(framework: Framework, p: Prepared, of_backward: bool) -> Call:
+def _whole(framework: Framework, p: Request, of_backward: bool) -> Call:
     """The call as attention() would make it, with results, and with all gradients, that nobody wants to see."""
     p = p._replace(arrays=framework.autocast(p.arrays))
     oracle = _is_oracle(p)
@@ -114,7 +119,7 @@ def _whole(framework: Framework, p: Prepared, of_backward: bool) -> Call:
     return call(framework, p, {}, more)
 
 
-def explain(framework: Framework, p: Prepared, of_backward: bool) -> str:
+def explain(framework: Framework, p: Request, of_backward: bool) -> str:
     made = _whole(framework, p, of_backward)
     direction = BACKWARD if of_backward else FORWARD
     needed = ffi.new("size_t *")
@@ -124,7 +129,7 @@ def explain(framework: Framework, p: Prepared, of_backward: bool) -> str:
     return text(chars)
 
 
-def tile(framework: Framework, p: Prepared, of_backward: bool) -> tuple[int, int]:
+def tile(framework: Framework, p: Request, of_backward: bool) -> tuple[int, int]:
     """The tile (Br, Bc) that would run."""
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
     _whole(framework, p, of_backward).run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
@@ -132,33 +137,55 @@ def tile(framework: Framework, p: Prepared, of_backward: bool) -> tuple[int, int
 
 
 @outside_graphs
-def reasons_against(framework: Framework, p: Prepared, known: dict[str, Array], of_backward: bool) -> list[str]:
-    """What the library finds wrong with a call's arguments, a line each. known: beside p.arrays."""
-    made = gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], _is_oracle(p)) if of_backward else {}
-    made |= {name: x for name, x in results(framework, p, _is_oracle(p)).items() if name not in known}
-    if not of_backward:
-        p = p._replace(arrays=framework.autocast(p.arrays))
+def reasons_against(framework: Framework | None, p: Request, known: dict[str, Array], of_backward: bool) -> list[str]:
+    """What the library finds wrong with a call's arguments, a line each, where some are left out: what these would be held against, and
+    what would be held against these, is not judged. framework: None if q has none; known: beside p.arrays."""
+    framework = framework or next(filter(None, map(known_framework, (p.arrays | known).values())), None)
+    if framework is None:
+        return []
+    arrays = {name: x for name, x in p.arrays.items() if framework.is_array(x)}
+    known = {name: x for name, x in known.items() if framework.is_array(x)}
+    if "q" in arrays and not of_backward:
+        arrays = framework.autocast(arrays)
+
+    def place(execution: Any) -> None:
+        lib.strobe_glue_execution(execution, p.options.get("threads") or 1)
+
     try:
-        call(framework, p, known, made).run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
+        made = Call(arrays | known, {}, p.options, framework.view, place)
+        made.run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
     except ValueError as refusal:
-        return str(refusal).splitlines()
+        absent = {"q", "k", "v", "out", "lse", "dout"} - arrays.keys() - known.keys()
+        return [line for line in str(refusal).splitlines() if line.partition(":")[0] not in absent]
     except (RuntimeError, TypeError):  # not of the arguments' making, or where tensors have no memory
         pass
     return []
 
 
-def _is_oracle(p: Prepared) -> bool:
+def _is_oracle(p: Request) -> bool:
     return p.options.get("engine") == ORACLE
 
 
-def call(framework: Framework, p: Prepared, known: dict[str, Array], made: dict[str, Array]) -> Call:
+def call(framework: Framework, p: Request, known: dict[str, Array], made: dict[str, Array]) -> Call:
     """known: beside p.arrays, from the caller."""
 
     def place(execution: Any) -> Allocator | None:
-        return framework.place(execution, p.arrays["q"], p.options.get("threads"))
+        return _place(framework, execution, p.arrays["q"], p.options.get("threads"))
 
     options = p.options | {"deterministic": True} if framework.is_deterministic() else p.options
     return Call(p.arrays | known, made, options, framework.view, place)
+
+
+def _place(framework: Framework, execution: Any, q: Array, threads: int | None) -> Allocator | None:
+    """Fills a strobe_execution for work where q lies; returns where its workspace comes from, None for the library's own memory."""
+    stream = framework.stream(q)
+    if stream is None:
+        most = framework.default_threads()  # asked in any case: PyTorch then tells OpenMP of its number, if this thread is new
+        lib.strobe_glue_execution(execution, threads or most)
+        return None
+    execution.size = ffi.sizeof("strobe_execution")
+    execution.stream = ffi.cast("void *", stream)
+    return Allocator(partial(framework.scratch, q))
 
 
 def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any]:
@@ -174,3 +201,27 @@ def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any
             setattr(selection, "n_" + name, len(numbers))
             alive.append(numbers)
     return selection, alive
+
+
+# By the exact type of q: what makes a call of attention() that is known from one before. None: the call has to be made in full.
+AGAIN: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
+
+
+class Calls:
+    """How attention() and its backward are called on a framework's arrays: here the library is, and nobody sees it."""
+
+    def __init__(self, framework: Framework):
+        self.framework = framework
+
+    def remember(self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any], p: Request) -> None:
+        """For AGAIN: a call of attention() that was made."""
+        return
+
+    def forward(self, p: Request) -> tuple[Array, Array]:
+        """out and lse; differentiable in torch."""
+        return forward(self.framework, p)
+
+    def backward(self, p: Request, dout: Array, dlse: Array | None, out: Array, lse: Array, needed: list[str]) -> dict[str, Array]:
+        """Those of GRADIENTS that are needed."""
+        known = {"dout": dout, "out": out, "lse": lse}
+        return backward(self.framework, p, known if dlse is None else {**known, "dlse": dlse}, needed)

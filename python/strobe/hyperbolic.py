@@ -12,20 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ._attention import _prepared, attention
-from ._framework import Array, Framework, framework_of, is_bool, known_framework, shown, unfit
-from ._prepare import (
-    DEFAULTS,
-    ELSEWHERE,
-    MAX_HEAD_DIM,
-    Wrong,
-    check_names,
-    flag,
-    is_choice,
-    is_integer,
-    number,
-    refusal,
-    without_causal_bias,
-)
+from ._checks import Wrong, check_names, flag, is_choice, is_integer, number, refusal
+from ._kinds import is_bool, shown
+from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM
+from ._request import without_causal_bias
+from .arrays.base import Array, Framework
+from .arrays.known import framework_of, known_framework, unfit
 
 __all__ = [
     "centroid",

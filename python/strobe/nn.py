@@ -10,14 +10,16 @@ from torch import Tensor
 
 from ._attention import attention, explain
 from ._blockmask import BlockMask
-from ._framework import kind, known_framework, unfit
-from ._prepare import MAX_HEAD_DIM, Wrong, check_names, is_integer, refusal
-from ._torch import TORCH
+from ._checks import Wrong, check_names, is_integer, refusal
+from ._kinds import kind
+from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM
+from .arrays.known import known_framework, unfit
+from .arrays.torch import TORCH
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from ._prepare import AttentionOptions
+    from ._options import AttentionOptions
 
 
 class FlashAttention(torch.nn.Module):
@@ -45,7 +47,7 @@ class FlashAttention(torch.nn.Module):
     def __init__(self, head_dim: int, **options: Unpack[AttentionOptions]):
         super().__init__()
         wrong: Wrong = []
-        check_names("FlashAttention", options, wrong)
+        check_names("FlashAttention", options, wrong, DEFAULTS, ELSEWHERE)
         for name, value in options.items():
             if known_framework(value) is not None:
                 wrong.append(TypeError(f"{name}: {kind(value)}; accepted here are options that are no arrays; those go to the call"))

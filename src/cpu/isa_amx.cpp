@@ -6,7 +6,7 @@
 namespace strobe::inline STROBE_ISA {
 
 const CpuKernels *kernels(DType dtype) {
-  // Br, Bc, lanes: measured (docs/performance.md)
+  // Br, Bc, lanes: measured (docs/lab/performance.md)
   constexpr TileSizes forward{256, 256, 32}, backward{256, 128, 32};
   static constexpr CpuKernels bf16 = kernels_of<Pairs<1, Amx>>("bf16 tiles", {128, 256, 64}, {256, 256, 32}),
                               fp16 = kernels_of<Pairs<2, Amx>>("fp16 as two bf16 tiles, three products", forward, backward),

@@ -26,7 +26,7 @@ TOOLS = ("memcheck", "racecheck")
 # Of an mbarrier at which one lane arrives for its warp, after __syncwarp, racecheck does not know that it orders the other lanes' reads:
 # it reports every such hand-over as a race.
 NOT_UNDERSTOOD = {"racecheck": ("cuda-sm90",)}
-# Of this engine's kernels racecheck reports now and then one that it does not report again, whatever is run: docs/performance.md.
+# Of this engine's kernels racecheck reports now and then one that it does not report again, whatever is run: docs/lab/performance.md.
 NOT_REPEATED = {"racecheck": ("cuda-mma",)}
 AGAIN = 8  # runs of such a case
 SQ, SK = 130, 150

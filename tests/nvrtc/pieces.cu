@@ -1,20 +1,22 @@
-// One kernel that calls every piece of kernels/attention, float on the device: they compile with nothing but NVRTC itself.
+// One kernel that calls every piece of kernels/attention, and of kernels/device what takes no tile, float on the device: they compile with
+// nothing but NVRTC itself.
 #include "ptx/math.h" // first: what numbers offer must be declared before the templates that use it
 
 #include "attention/arguments.h"
 #include "attention/base.h"
 #include "attention/divisor.h"
+#include "attention/dq_sum.h"
 #include "attention/dropout.h"
 #include "attention/features.h"
 #include "attention/geometry.h"
-#include "attention/longest_first.h"
-#include "attention/query_tiles.h"
 #include "attention/schedule.h"
 #include "attention/score.h"
-#include "attention/scores.h"
-#include "attention/settle_row.h"
 #include "attention/softmax.h"
-#include "attention/turns.h"
+#include "device/query_tiles.h"
+#include "device/scores.h"
+#include "device/settle_row.h"
+#include "device/tile_order.h"
+#include "device/turns.h"
 
 namespace strobe {
 

@@ -21,7 +21,7 @@ ARCHS = (80, 90, 120)
 OTHER = 80  # beside 90 where not all of them are compiled for
 OLD_ARCHS = (61, 70)  # NVRTC 12 compiles for them
 
-# Bytes of local memory, stores and loads, that the worst kernel of a template is known to take; docs/performance.md says where it matters.
+# Bytes of local memory, stores and loads, that the worst kernel of a template is known to take; docs/lab/performance.md says where.
 # What is not here takes none.
 SPILLS = {
     (61, "strobe::simt::Forward"): 492,
@@ -77,7 +77,22 @@ def test_ships(job):
     if "no NVRTC" in refusal:
         pytest.skip(refusal)
     assert kernels, refusal
+    assert set(job.names()[0]) == {kernel.name for kernel in kernels}
     check(job.compute_capability, kernels)
+
+
+def test_the_cache_is_looked_at_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
+    job = Job(90, "bfloat16", 64, "mask", False)
+    names, _ = job.names()
+    assert len(names) == 2
+    assert not any(names.values())
+    assert not list(tmp_path.rglob("*.kernel"))
+    kernels, refusal = job.run()
+    if "no NVRTC" in refusal:
+        pytest.skip(refusal)
+    assert all(kernel.compiled for kernel in kernels)
+    assert job.names() == (dict.fromkeys(names, True), "")
 
 
 FACTORS: dict[str, list[Any]] = {

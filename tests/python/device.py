@@ -15,7 +15,9 @@ from torch import Tensor
 
 import strobe
 from cases import Inputs
-from strobe import _abi, _numpy, _torch
+from strobe import _abi
+from strobe.arrays import numpy as numpy_arrays
+from strobe.arrays import torch as torch_arrays
 
 _WHERE = os.environ.get("STROBE_TEST_DEVICE", "cpu")
 EMULATED = _WHERE == "emulated"
@@ -26,12 +28,12 @@ DEVICE = "cpu" if EMULATED else _WHERE  # of tensors
 @contextmanager
 def running_on(engine: str | None) -> Iterator[None]:
     """Where a GPU is emulated, CPU tensors are memory of it, but for the oracle."""
-    before = _torch.CPU
-    _numpy.CPU = _torch.CPU = _abi.CUDA if EMULATED and engine != "reference" else _abi.CPU
+    before = torch_arrays.CPU
+    numpy_arrays.CPU = torch_arrays.CPU = _abi.CUDA if EMULATED and engine != "reference" else _abi.CPU
     try:
         yield
     finally:
-        _numpy.CPU = _torch.CPU = before
+        numpy_arrays.CPU = torch_arrays.CPU = before
 
 
 def moved(t: Tensor, device: str) -> Tensor:

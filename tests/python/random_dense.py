@@ -171,13 +171,16 @@ class Dense:
         return dataclasses.replace(self, q=self.q[..., dims], k=self.k[:, :, keys][..., dims], v=self.v[:, :, keys], **more), keys, dims
 
     def shuffled(self, seed: int) -> Dense:
-        """A call of the same kind: the tokens of q, of k, of v and of dout in another order."""
+        """A call of the same kind: the tokens of q, of k, of v and of dout in another order, across sequences and heads: within one, a few
+        tokens have few orders, which would be the call's own luck again."""
         g = torch.Generator().manual_seed(seed)
 
         def mixed(t: Tensor, keys: bool) -> Tensor:
-            lengths = self.lengths[keys] if self.lengths else [t.shape[2]] * t.shape[0]
-            parts = [t[b, :, torch.cat([torch.randperm(n, generator=g), torch.arange(n, t.shape[2])])] for b, n in enumerate(lengths)]
-            return torch.stack(parts) if parts else t
+            lengths = torch.tensor(self.lengths[keys] if self.lengths else [t.shape[2]] * t.shape[0], dtype=torch.int64)
+            there = (torch.arange(t.shape[2]) < lengths[:, None, None]).expand(t.shape[:3]).to(t.device)
+            found, tokens = t.clone(), t[there]
+            found[there] = tokens[torch.randperm(len(tokens), generator=g).to(t.device)]
+            return found
 
         q, k, v, dout = (mixed(t, keys) for t, keys in ((self.q, False), (self.k, True), (self.v, True), (self.dout, False)))
         return dataclasses.replace(self, q=q, k=k, v=v, dout=dout)

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 import strobe
-from strobe._prepare import AttentionOptions
+from strobe._options import AttentionOptions
 from strobe_tools import timing
 from strobe_tools.bench import gpu as command
 from strobe_tools.bench.gpu import contestants, measurement, report

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cases import Inputs, call
-from check import Yardstick, available_engines, oracle, run_or_skip
+from check import Yardstick, available_engines, oracle, run_or_skip, takes
 
 engines = pytest.mark.parametrize("engine", available_engines())
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -82,3 +82,45 @@ def test_sums_of_large_values(sk, dtype, engine):
     inputs.v.fill_(1.3e36 / sk)
     results, ref = run_or_skip(inputs, engine), oracle(inputs)
     assert ((results["out"].double() / ref["out"] - 1).abs() < 1e-5 + torch.finfo(dtype).eps).all()
+
+
+@pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32)])
+def test_scores_of_a_hundred(engine):
+    """P is off by as much of itself as its score is off, so a sum of 256 products must not be rounded in one run: on the average of all
+    numbers, for the largest error is one row's luck."""
+    inputs = call(h=2, sq=303, sk=192, d=256, scale=-0.25)
+    inputs.q.mul_(3)
+    inputs.k.mul_(3)
+    results, ref = run_or_skip(inputs, engine), oracle(inputs)
+    s = sum(q @ k.transpose(2, 3) for q, k in zip(inputs.q.split(32, 3), inputs.k.split(32, 3), strict=True))
+    p = (s * -0.25).softmax(3)
+    dout, v = inputs.dout, inputs.v
+    ds = p * (dout @ v.transpose(2, 3) - (dout * (p @ v)).sum(3, keepdim=True) + inputs.dlse[..., None])
+    formulas = {"out": p @ v, "dq": ds @ inputs.k * -0.25, "dk": ds.transpose(2, 3) @ inputs.q * -0.25, "dv": p.transpose(2, 3) @ dout}
+    for name, t in formulas.items():
+        error, plain = ((x.double() - ref[name]).square().mean().sqrt() for x in (results[name], t))
+        assert error < 2 * plain, f"{name}: {error / plain:.2f} times the formulas' error"
+
+
+@engines
+@pytest.mark.parametrize(("width", "far"), [(24, 100), (64, 80), (160, 60)])
+def test_hyperbolic_slopes_below_the_steps_of_float16(width, far, engine):
+    """Where keys are many and points far away, P times the slope of the distance is of the size of float16's last step, 2^-24: that must
+    not be rounded before dP - D, which is larger than 1, multiplies it."""
+    inputs = call(h=1, sq=5, sk=1024, d=width, dv=24, dtype=torch.float16, dlse=False, score="hyperbolic", beta=0.5, shift=0.0)
+    for t, sign in ((inputs.q, -1), (inputs.k, 1)):
+        x = t.float() * far / width**0.5
+        x[..., 0] = sign * (1 + x[..., 1:].square().sum(-1)).sqrt()
+        t.copy_(x)
+    results, ref = run_or_skip(inputs, engine), oracle(inputs)
+    q, k, v, dout = (t.double() for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    x = -(q @ k.transpose(2, 3))
+    slope, p = 0.5 / (x.square() - 1).sqrt(), (-0.5 * x.acosh()).softmax(3)
+    dp = dout @ v.transpose(2, 3)
+    dx = slope * p * (dp - (p * dp).sum(3, keepdim=True))
+    unit, step = 2.0**-11, 2.0**-25
+    of_d = (dout.abs() * (p @ v.abs())).sum(3, keepdim=True)  # D is made of a rounded O
+    off = step * (1 + slope * (dp.abs() + of_d)) + 2 * unit * slope * p * of_d + 4 * unit * dx.abs()
+    for name, bound in {"dq": off @ k.abs(), "dk": off.transpose(2, 3) @ q.abs()}.items():
+        over = ((results[name].double() - ref[name]).abs() / (bound + unit * ref[name].abs() + step)).max()
+        assert over <= 1, f"{name}: {over:.2f} of the bound"

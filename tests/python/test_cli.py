@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import strobe
-from strobe_tools import requirements, timing
+from strobe._prewarm import Kernel
+from strobe_tools import progress, requirements, timing
 from strobe_tools.bench import cpu as bench
 from strobe_tools.bench import ladder, memory, peak
 from strobe_tools.cli import app, check, prewarm
+from strobe_tools.train import CONFIGS, data, experiment
 from strobe_tools.train.trainer import Trainer
 
 
@@ -63,7 +66,7 @@ def test_a_missing_package_has_its_remedy(run, monkeypatch):
     monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "tokenizers" else name)
     done = run("train")
     assert done.exit_code == 2
-    assert done.output.strip() == "strobe train needs tokenizers: pip install '.[train]' in Strobe's checkout"
+    assert done.output.strip() == "strobe train needs tokenizers: pip install 'tokenizers>=0.15'"
 
 
 # check
@@ -206,6 +209,59 @@ def test_prewarm_says_why_a_kernel_does_not_compile(run, monkeypatch):
     assert done.output.strip().endswith("strobe prewarm: strobe::mma::Forward for sm_90: nvrtcCompileProgram of NVRTC 13.0: an error")
 
 
+@pytest.fixture
+def without_compiler(monkeypatch, tmp_path):
+    """strobe prewarm, beside a compiler that takes 20 s for each call."""
+    clock = 0.0
+
+    def run(job):
+        nonlocal clock
+        clock += 20.0
+        return [Kernel(name, 168, 0, False, True) for name in job.names()[0]], ""
+
+    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, mp_context: ThreadPoolExecutor(1))
+    monkeypatch.setattr(prewarm.Job, "run", run)
+    monkeypatch.setattr(progress, "perf_counter", lambda: clock)
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_prewarm_says_first_what_it_will_take(run, tmp_path):
+    done = run("prewarm", "--arch", "90", "--jobs", "2")
+    assert done.exit_code == 0, done.output
+    first, cache, subset, *rest = done.output.splitlines()
+    calls, kernels, missing, minutes, megabytes = map(int, re.findall(r"\b\d+(?!\d* at a time)\b", first)[:5])
+    assert first.startswith(f"{calls} calls take {kernels} kernels: {kernels} to compile (about {minutes} min with 2 at a time, ")
+    assert first.endswith(f"{megabytes} MB), 0 in the cache")
+    assert calls == len(list(prewarm.jobs([90], None, None, None)))
+    assert missing == kernels
+    assert 200 < kernels < 1000
+    assert minutes == pytest.approx(kernels * 0.7 / 2 / 60, abs=0.5)
+    assert megabytes == pytest.approx(kernels * 0.065, abs=1)
+    assert cache == f"Kernel cache: {tmp_path}"
+    assert rest[-1].startswith(f"{kernels} kernels, {kernels} compiled, 0 found in the cache, ")
+    lines = rest[:-1]  # a line at most every 30 s
+    assert calls / 3 < len(lines) < calls * 2 / 3 + 1
+    assert all(re.fullmatch(rf"\d+ of {kernels} kernels compiled in \d+ (s|min), about \d+ (s|min) left; last: sm_90 .*", x) for x in lines)
+    few = run("prewarm", "--arch", "90", "--common").output
+    assert subset.startswith(f"--common compiles {few.split(' kernels')[0].split()[-1]} of them; ")
+    assert "--common compiles" not in few
+
+
+def test_prewarm_gives_each_reason_once(run, monkeypatch, tmp_path):
+    def refuses(job):
+        name = next(iter(job.names()[0]))
+        return [], f"{name} for sm_{job.compute_capability}a: not in a cache (/none), and there is no NVRTC"
+
+    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, mp_context: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(prewarm.Job, "run", refuses)
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
+    done = run("prewarm", "--arch", "90", "--common")
+    assert done.exit_code == 1
+    assert done.output.count("there is no NVRTC") == 1
+    assert "and 11 more: a kernel is not in a cache (/none), and there is no NVRTC" in done.output
+
+
 # bench
 
 
@@ -314,13 +370,22 @@ def test_train_leaves_everything(run, tmp_path):
     for figure in ("validation_loss", "bigram_entropy", "validation_loss_without_attention"):
         assert f"{summary[figure]:.3f}" in done.output
     assert summary["attention_learned"] is False
-    assert "Attention did NOT learn" in done.output
-    assert (tmp_path / "sample.txt").read_text().strip() in done.output
+    assert "Attention did not learn, which this configuration does not ask for: " in done.output
+    prompt, continuation = (tmp_path / "sample.txt").read_text().split(f"\n{experiment.CUT}\n")
+    smoke = CONFIGS["smoke"]
+    _, held_out = data.split(data.gather(None, smoke.text_bytes))
+    assert len(prompt) >= smoke.sequence // 2
+    assert held_out[0].startswith(prompt)
+    assert prompt in done.output
+    assert continuation.strip() in done.output
+    assert "M parameters that has read 0.0 M tokens is as unsure of the next one as among " in done.output
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_train_fails_if_attention_had_to_learn(run, tmp_path):
-    assert train(run, tmp_path, "--set", "must_learn=True").exit_code == 1
+    done = train(run, tmp_path, "--set", "must_learn=True")
+    assert done.exit_code == 1
+    assert "Attention did NOT learn: " in done.output
     assert train(run, tmp_path, "--set", "must_learn=True", "--no-ablation").exit_code == 0
 
 

@@ -1,8 +1,9 @@
-"""The code on the documentation's pages runs, block after block."""
+"""The code on the documentation's pages runs, block after block, and docs/api.md is what the docstrings say."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["from-formula-to-kernel.md", "compat.md", "hyperbolic.md", "ladder.md"])
+@pytest.mark.parametrize("page", ["from-formula-to-kernel.md", "compat.md", "hyperbolic.md", "ladder.md", "reference.md"])
 def test_the_code_runs(page, monkeypatch):
     torch.set_num_threads(1)
     if page == "compat.md":
@@ -28,3 +29,9 @@ def test_the_code_runs(page, monkeypatch):
         exec(compile(code, f"{page}, block {number}", "exec"), names)
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:  # an alias, which a block makes
         del sys.modules[name]
+
+
+def test_the_api_page_is_made_from_the_docstrings():
+    pytest.importorskip("transformers")
+    made = runpy.run_path(str(DOCS / "make_api.py"))["page"]()
+    assert (DOCS / "api.md").read_text() == made + "\n", "run `make api`"

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import strobe
+from strobe.compat.flash_attn import flash_attn_func
 
 B, H, HKV, SQ, SK, D, DV = 2, 4, 2, 20, 30, 16, 24
 NAN, INF = float("nan"), float("inf")
@@ -416,12 +417,87 @@ def names(arguments: dict, function=strobe.attention) -> list[str]:
         {"q": torch.randn(H, SQ, D), "k": torch.randn(HKV, SK, D), "tile_q": 0},
         {"rng": None, "seed": 1.5, "offset": "2", "max_seqlen_q": SQ, "alignment": 0, "return_lse": 1, "block_mask": 1},
         {"rng": ints(1, 2), "scale": NAN, "threads": 1025, "deterministic": 1},
+        {"q": torch.randn(H, SQ, D), "softcap": -1.0, "dropout": 2.0, "engine": "no-such", "mask": torch.ones(3, 3), "causal": 1},
+        {"q": 3, "k": torch.randn(B, HKV, SK, 300), "softcap": -1.0, "bias": torch.ones(1, dtype=torch.bool), "dropout": NAN},
+        {"layout": "bsdh", "softcap": -1.0, "sinks": torch.randn(1, H), "scale": INF},
+        {"v": torch.randn(HKV, SK, DV), "alibi_slopes": torch.rand(H + 1), "mask": torch.ones(1, 1, SQ, SK + 1, dtype=torch.bool)},
+        {"score": "cosine", "shift": 2.0, "softcap": -1.0},
     ],
     ids=lambda wrong: "-".join(wrong),
 )
 def test_every_wrong_argument_is_named(wrong):
     """Those that Python finds and those that the library finds, in one message."""
-    assert names(good() | wrong) == sorted(name for name, x in wrong.items() if x is not None or name == "q")
+    alright = {"shift"}  # beside what is wrong
+    assert names(good() | wrong) == sorted(name for name, x in wrong.items() if (x is not None or name == "q") and name not in alright)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cu_seqlens_q": [0, 12, SQ], "softcap": -1.0, "scale": "auto"},
+        {"cu_seqlens_q": ints(0, 12, SQ + 1), "max_seqlen_k": "20", "dropout": 1.0},
+        {"max_seqlen_q": 12.0, "alibi_slopes": torch.rand(H + 1), "causal": "x"},
+        {"max_seqlen_q": -1, "block_mask": 3, "k": torch.randn(SK, HKV, D).half()},
+        {"v": torch.randn(SK, 1, HKV, DV), "bias": torch.randn(1, 1, 12, 19), "engine": "no-such"},
+    ],
+    ids=lambda wrong: "-".join(wrong),
+)
+def test_every_wrong_argument_of_packed_sequences_is_named(wrong):
+    assert names(packed() | wrong) == sorted(wrong)
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_a_longest_length_of_zero_is_no_absent_one(side):
+    """Every time, for the library takes 0 for none."""
+    name, most = f"max_seqlen_{side}", {"q": 12, "k": 20}[side]
+    arguments = {x: y for x, y in packed().items() if x not in ("mask", "bias", "block_mask")} | {name: 0}
+    message = f"{name}: 0, and a sequence has {most} tokens; accepted is {most} or more, or None"
+    assert [expect(name, arguments) for _ in range(3)] == [message] * 3
+    for _ in range(3):
+        nothing = strobe.attention(**arguments | {f"cu_seqlens_{side}": ints(0, 0, 0)})
+        assert not nothing.any()
+    assert expect(name, arguments) == message
+    with pytest.raises(ValueError, match=f"^{name}: 0, and a sequence has"):
+        strobe.attention(**{x: y.numpy() if isinstance(y, torch.Tensor) else y for x, y in arguments.items()})
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("sk", [7, 256])
+def test_a_wrong_layout_is_guessed(layout, sk):
+    other = {"bhsd": "bshd", "bshd": "bhsd"}[layout]
+    q, k = torch.randn(2, 128, 8, 64), torch.randn(2, sk, 2, 64)
+    if layout == "bshd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    assert expect("k", {"q": q, "k": k, "v": k, "layout": layout}).endswith(f'; did you mean layout="{other}"?')
+    assert strobe.attention(q, k, k, layout=other).shape == q.shape
+
+
+def test_a_layout_is_guessed_only_where_it_fits():
+    for wrong in ({"k": torch.randn(B, 3, SK, D), "v": torch.randn(B, 3, SK, DV)}, {"k": torch.randn(B, 3, SQ, D)}):
+        with pytest.raises(ValueError, match="heads for the") as raised:
+            strobe.attention(**good() | wrong)
+        assert "did you mean" not in str(raised.value)
+    q, k = torch.randn(2, 8, 128, 64), torch.randn(2, 2, 256, 64)  # a function that has no layout to choose
+    with pytest.raises(ValueError, match="^k: 2 heads for the 8 of q|^k: 256 heads") as raised:
+        flash_attn_func(q, k, k)
+    assert "layout" not in str(raised.value)
+
+
+@pytest.mark.parametrize("function", [strobe.attention, strobe.nn.FlashAttention(D), strobe.explain])
+def test_packed_tokens_without_lengths_are_told_what_is_missing(function):
+    arguments = {name: packed()[name] for name in "qkv"}
+    message = r"^q: shape \(20, 4, 16\); accepted is \(B, H, Sq, D\); did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences\?$"
+    with pytest.raises(ValueError, match=message.replace("$", r"\n")):
+        function(**arguments)
+
+
+def test_a_padding_mask_is_documented_beside_what_it_would_be_taken_for():
+    assert "mask[:, None, None, :]" in strobe.attention.__doc__
+    q = torch.randn(B, H, SQ, D)
+    k = torch.randn(B, HKV, SK, D)
+    padding = torch.arange(SK) < torch.tensor([[SK], [7]])
+    out = strobe.attention(q, k, k, mask=padding[:, None, None, :])
+    assert torch.allclose(out[1], strobe.attention(q[1:], k[1:, :, :7], k[1:, :, :7])[0], atol=1e-5)
 
 
 def test_every_wrong_argument_of_a_backward_is_named():

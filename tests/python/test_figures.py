@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,3 +266,20 @@ def test_refusals(run, tmp_path, arguments, message):
     done = run(*arguments, "--out", tmp_path / "none")
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", "").split())
+
+
+def test_the_readme_shows_the_fused_peers(tmp_path):
+    """bench/peers.py draws every causal figure of the results, under its name."""
+    root = Path(__file__).parents[2]
+    peers = runpy.run_path(str(root / "bench" / "peers.py"))
+    files = [root / "bench" / "results" / f"h200-{direction}.json" for direction in ("forward", "backward")]
+    points = [point for file in files for point in peers["points"](json.loads(file.read_text()))]
+    assert len(points) == 2 * 3 * 6 * 4  # directions, head dimensions, lengths, methods
+    assert {point["name"] for point in points} == {"Strobe", "cuDNN", "FlashAttention-2", "FlashAttention-4"}
+    for point in points:
+        assert point["batch"] * point["length"] == 16384
+        assert point["heads"] * point["head_dim"] == 2048
+    peers["main"](tmp_path / "peers.png", files)
+    drawn = (tmp_path / "peers.svg").read_text()
+    assert all(name in drawn for name in ("forward, causal, d 64", "backward, causal, d 256", "FlashAttention-4"))
+    assert (tmp_path / "peers.png").stat().st_size > 10_000

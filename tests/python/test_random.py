@@ -14,6 +14,7 @@ from device import DEVICE
 from random_call import drawn, engines, faults, replay
 from random_dense import dropout_keeps
 from random_draw import CALLS
+from random_judge import Judge
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
 import philox
@@ -56,6 +57,29 @@ def test_what_is_drawn_holds_every_option():
     assert all(any(x[name] for x in words) for name in ("blocks", "tile", "dropout"))
     assert {flag for x in words for flag in x["flags"]} == {"deterministic", "exact_max", "check"}
     assert max(max(x["sq"], x["sk"]) for x in words) > 4096
+
+
+def test_calls_of_the_same_kind_have_the_same_tokens_elsewhere():
+    moved = 0
+    for number in range(0, 60 * CALLS, CALLS):
+        x = drawn(number).dense
+        y = x.shuffled(1)
+        for before, after, lengths in ((x.q, y.q, x.lengths and x.lengths[0]), (x.k, y.k, x.lengths and x.lengths[1])):
+            rows, mixed = ([t[b, :, : lengths[b] if lengths else t.shape[2]] for b in range(t.shape[0])] for t in (before, after))
+            for b, n in enumerate(lengths or []):
+                assert torch.equal(before[b, :, n:], after[b, :, n:])  # padding stays
+            if before.shape[0]:
+                sums = [torch.cat([r.double().sum(2).flatten() for r in t]).sort().values for t in (rows, mixed)]
+                assert torch.equal(*sums)
+                moved += any(not torch.equal(*(r[0].double().sum(1).sort().values for r in pair)) for pair in zip(rows, mixed, strict=True))
+    assert moved > 30  # to another head or sequence
+
+
+def test_small_calls_are_measured_by_more_of_their_kind():
+    calls = [drawn(number) for number in range(0, 100 * CALLS, CALLS)]
+    tokens = {int(Judge(call).ref["lse"].numel()): call for call in calls if call.words["dtype"] == "float32"}
+    few, many = (pick([n for n in tokens if n]) for pick in (min, max))
+    assert sum(1 for _ in Judge(tokens[few])._more) > 3 * sum(1 for _ in Judge(tokens[many])._more)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 37, 50), (1, 1, 1, 1), (1, 2, 16, 33)])

@@ -1,34 +1,41 @@
-"""The README is true: its code runs, its tables are what the package says. Its C++ is built by tests/consumer."""
+"""README and docs/reference.md are true: their tables say what the package says, their figures are those of bench/results, and the links
+of all pages lead somewhere. tests/python/test_docs.py runs the Python of the pages, tests/consumer builds the C++."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 import strobe
-from strobe._prepare import DEFAULTS
+from strobe._options import DEFAULTS
+from strobe_tools.bench.gpu import report
 from strobe_tools.cli import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PYTORCH = "PyTorch's SDPA"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def table(header: str) -> list[list[str]]:
+def table(header: str, page: str = REFERENCE) -> list[list[str]]:
     """The rows, split into cells, of the table that begins with this header."""
-    lines = README.split(f"| {header} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    lines = page.split(f"| {header} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines]
 
 
 def test_the_python_runs(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
     torch.set_num_threads(1)
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out
@@ -72,22 +79,78 @@ def test_what_runs_where(engine, backward):
             assert f" predicted; {entry}" in answer
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "CONTRIBUTING.md",
-        "CHANGELOG.md",
-        *(
-            f"docs/{name}.md"
-            for name in ("architecture", "compat", "figures", "hyperbolic", "from-formula-to-kernel", "ladder", "semantics")
-        ),
-    ],
-)
+def results(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+
+
+def test_the_first_screen_has_the_measured_ratios():
+    mean, lowest, ahead = {}, {}, {}
+    for direction in ("forward", "backward"):
+        ratios = [report.ratio(row) for row in results(f"h200-{direction}")["rows"] if row["set"] == "core36"]
+        assert len(ratios) == 36
+        mean[direction], lowest[direction] = f"{report.mean(ratios):.2f}", f"{min(ratios):.2f}"
+        ahead[direction] = sum(ratio >= 1 for ratio in ratios)
+    text = " ".join(README.split())
+    assert (
+        f"The forward runs at {mean['forward']} times its speed (geometric mean; lowest {lowest['forward']}), "
+        f"and the backward at {mean['backward']} times (lowest {lowest['backward']}). "
+        f"The forward is ahead at {ahead['forward']} of the shapes and the backward at {ahead['backward']}."
+    ) in text
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_first_screen_has_the_measured_ratios_of_cpus(direction):
+    ratios = [row["ratio"] for row in results("cpu-amx-2cores")["speed"] if row["direction"] == direction]
+    assert f"{direction} {'runs ' * (direction == 'forward')}at {min(ratios):.2f} to {max(ratios):.2f} times" in " ".join(README.split())
+
+
+def test_the_first_screen_has_the_measured_cost_of_options():
+    rows = {row["option"]: row for row in results("h200-forward")["rows"] if row["set"] == "options" and row["d"] == 128}
+    cost = {name: report.beside(row).strip("+") for name, row in rows.items()}
+    said = f"{cost['mask']} longer with a boolean mask, {cost['ALiBi']} with ALiBi and {cost['bias']} with a bias"
+    assert said in " ".join(README.split())
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_comparison_has_the_measured_speeds(direction):
+    rows = {cells[0]: cells[1:] for cells in table("| Strobe | flash-attn 2.8", README)}
+    here = {"set": "core36", "d": 128, "s": 4096, "causal": True}
+    record = results(f"h200-{direction}")
+    (row,) = (row for row in record["rows"] if here.items() <= row.items())
+    strobe_is, fa2, fa4, cudnn = (f"{x:.0f}" for x in (row["strobe"], *(row["peers"][who] for who in ("fa2", "fa4", "cudnn"))))
+    assert rows[f"H200 {direction}, TFLOP/s¹"] == [strobe_is, f"{fa2} (FlashAttention-4: {fa4})", cudnn]
+    host = record["host_microseconds"]
+    if direction == "forward":
+        said = [f"{host['Strobe']}", f"(FlashAttention-4: {host['FlashAttention-4']})", f"{host[PYTORCH]}"]
+        assert rows["host time of a forward call, µs"] == said
+    here = {"shape": [1, 8, 2048, 64], "dtype": "bfloat16", "causal": True, "direction": direction}
+    (row,) = (row for row in results("cpu-amx-2cores")["speed"] if here.items() <= row.items())
+    assert rows[f"CPU {direction}, GFLOP/s²"] == [f"{row['strobe_flops'] / 1e9:.0f}", "—", f"{row['torch_flops'] / 1e9:.0f}"]
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    words = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", word).replace(" ", "-") for word in words}
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     path = ROOT / page
-    for link in re.findall(r"\]\(([^)#]+)", path.read_text()):
-        assert "://" in link or (path.parent / link).exists(), link
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 120
 
 
 def test_dir_shows_what_is_public():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import _abi, _ready, _torch
+from strobe import _abi, _call, _repeated, _run
 
 
 def qkv(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -24,14 +24,14 @@ def expected(q, k, v, **options):
 def short_ways(monkeypatch):
     """How many calls took the short way."""
     counts = {"found": 0}
-    again = _torch.Torch.again
+    again = _run.AGAIN[torch.Tensor]
 
-    def counted(self, *arguments):
-        found = again(self, *arguments)
+    def counted(*arguments):
+        found = again(*arguments)
         counts["found"] += found is not None
         return found
 
-    monkeypatch.setattr(_torch.Torch, "again", counted)
+    monkeypatch.setitem(_run.AGAIN, torch.Tensor, counted)
     return counts
 
 
@@ -60,10 +60,9 @@ def test_the_second_call_takes_the_short_way_to_the_same_result(name, short_ways
 def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
     """Once for each direction, and not for shapes that come but once."""
     made = []
-    prepare = _abi.Call.prepare
-    monkeypatch.setattr(_abi.Call, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
-    for name in ("_attention_calls", "_forward_calls", "_backward_calls"):
-        monkeypatch.setattr(_torch, name, _ready.Memory())
+    prepare = _call.Call.prepare
+    monkeypatch.setattr(_call.Call, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
+    monkeypatch.setattr(_repeated, "CALLS", _repeated.Memory())
 
     def step(length):
         q, k, v = (x.requires_grad_(tracked) for x in qkv(1, 1, 2, length, 16))
@@ -179,11 +178,11 @@ def test_the_number_of_threads_is_heeded():
 
 def test_what_is_kept_is_bounded():
     """What comes but once, as lengths of packed sequences do, is forgotten, and what comes all the time is not."""
-    memory: _ready.Memory[int] = _ready.Memory()
-    memory.keep(("fixed",), -1)
+    memory, seen = _repeated.Memory(), [_repeated.Seen({"number": n}) for n in range(5001)]
+    memory.keep(b"fixed", seen[-1])
     for n in range(5000):
-        memory.keep((n,), n)
-        assert memory.get((n,)) == n
+        memory.keep(b"%d" % n, seen[n])
+        assert memory.get(b"%d" % n) is seen[n]
         if n % 100 == 0:
-            assert memory.get(("fixed",)) == -1
-    assert sum(memory.get((n,)) is not None for n in range(5000)) <= _ready._MOST
+            assert memory.get(b"fixed") is seen[-1]
+    assert sum(memory.get(b"%d" % n) is not None for n in range(5000)) <= _repeated._MOST

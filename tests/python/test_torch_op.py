@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import strobe
-from strobe import _ready, _run, _torch
+from strobe import _repeated, _run
 from strobe.compat import flash_attn, functional, ladder
 
 FORWARD = torch.ops.strobe.attention_forward.default
@@ -247,7 +247,7 @@ def test_on_a_gpu_an_incoming_gradient_has_rows(case, layout, monkeypatch):
         return full(framework, p, known, made)
 
     monkeypatch.setattr(_run, "call", call)
-    monkeypatch.setattr(_torch, "_backward_calls", _ready.Memory())
+    monkeypatch.setattr(_repeated, "CALLS", _repeated.Memory())
     found = strobe.attention_backward(dout.as_subclass(OnGPU), q, k, v, out, lse, layout=layout)
     assert (read[0].data_ptr() != dout.data_ptr()) == is_copied
     rows = 1 if layout == "bshd" else 2
@@ -758,7 +758,7 @@ def test_torch_may_be_imported_after_strobe():
     assert python(code) == "True"
 
 
-@pytest.mark.parametrize("order", ["torch, strobe", "strobe, torch", "strobe.nn", "strobe._torch"])
+@pytest.mark.parametrize("order", ["torch, strobe", "strobe, torch", "strobe.nn", "strobe._again"])
 def test_operators_are_there_once_both_are_imported(order):
     code = f"import {order}; import torch; print(torch.ops.strobe.attention_forward.default.name())"
     assert python(code) == "strobe::attention_forward"

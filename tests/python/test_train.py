@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import itertools
@@ -553,6 +554,8 @@ def test_the_verdict_is_plain(run, without, bigram, learned, words):
     result = Result("strobe", history(5.0, run), None if without is None else history(5.0, without), bigram)
     assert result.learned is learned
     assert result.verdict == words
+    words = words.replace("did NOT learn", "did not learn, which this configuration does not ask for")
+    assert dataclasses.replace(result, must_learn=False).verdict == words
 
 
 def test_the_curves_are_drawn(tmp_path):

@@ -1,10 +1,12 @@
 // FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a block of threads owns a tile of queries and walks over the tiles of
 // keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
 #pragma once
+#include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
 #include "../../device/query_major_dropout.h"
-#include "../../device/scores.h"
+#include "../../device/score_tile.h"
 #include "../../device/softmax.h"
+#include "../../device/tile_order.h"
 #include "../../tile/copy.h"
 #include "../config.h"
 
@@ -25,21 +27,7 @@ template <Config C> struct Forward {
   static constexpr bool kAligned = C.aligned;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0 && kD % 16 == 0 && kDv % 16 == 0);
 
-  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the last (longest, if causal) tile first.
-  struct Item {
-    i32 b, h, q, split;
-    __device__ __forceinline__ Item(const Arguments &a, u32 x) {
-      u32 tiles = (u32)div_up(a.in.seqlen_q, C.tile_q), all = (u32)(a.in.batch * a.in.heads);
-      split = (i32)(x % a.splits);
-      x /= a.splits;
-      u32 bundle = x / (tiles * a.bundle), first = bundle * a.bundle, size = min(all - first, (u32)a.bundle);
-      x -= first * tiles;
-      u32 bh = first + x % size;
-      q = (i32)(tiles - 1 - x / size) * C.tile_q;
-      b = (i32)(bh / a.in.heads);
-      h = (i32)(bh % a.in.heads);
-    }
-  };
+  using Item = QueryItem<C.tile_q>;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -58,7 +46,7 @@ private:
   Sequence sequence;
   Scores<F, float> scores;
   QueryMajorDropout<F> dropout;
-  const T *k, *v;
+  const Keys<T> k, v;
   u32 q_shared, k_shared, v_shared; // Q's place takes O at the end
   int warp_row = (int)threadIdx.x / 32 * kRows;
 
@@ -66,8 +54,8 @@ private:
 
   __device__ __forceinline__ Forward(const Arguments &a, const Item &item, const Sequence &sequence, u32 shared)
       : a(a), in(a.in), item(item), sequence(sequence), scores(in, sequence, item.b), dropout{Dropout<F>(in), (u32)item.h, (u32)item.b},
-        k(in.k.at<const T>(item.b, item.h / in.group, sequence.k0, 0)), v(in.v.at<const T>(item.b, item.h / in.group, sequence.k0, 0)),
-        q_shared(shared), k_shared(shared + C.q_bytes()), v_shared(k_shared + C.stages * kKBytes) {}
+        k(k_of<T>(in, sequence, item.b, item.h / in.group)), v(v_of<T>(in, sequence, item.b, item.h / in.group)), q_shared(shared),
+        k_shared(shared + C.q_bytes()), v_shared(k_shared + C.stages * kKBytes) {}
 
   __device__ __forceinline__ void load_q() {
     const T *q = in.q.at<const T>(item.b, item.h, sequence.q0 + item.q, 0);
@@ -75,12 +63,10 @@ private:
         q_shared, tile::Matrix<const T>{q, in.q.stride[2], in.q.stride[3], scores.seqlen_q - item.q, in.head_dim}, threadIdx.x);
   }
   __device__ __forceinline__ void load_k(const KeyTile &t, int stage) {
-    tile::Matrix<const T> m{k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], (i32)t.end - (i32)t.begin, in.head_dim};
-    tile::load<C.tile_k, kD, kThreads, kAligned>(k_shared + stage * kKBytes, m, threadIdx.x);
+    tile::load<C.tile_k, kD, kThreads, kAligned>(k_shared + stage * kKBytes, k.rows(t.begin, t.end), threadIdx.x);
   }
   __device__ __forceinline__ void load_v(const KeyTile &t, int stage) {
-    tile::Matrix<const T> m{v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], (i32)t.end - (i32)t.begin, in.head_dim_v};
-    tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, m, computed_here(threadIdx.x));
+    tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, v.rows(t.begin, t.end), computed_here(threadIdx.x));
   }
 
   __device__ __forceinline__ i64 last() const { return min((i64)item.q + C.tile_q, sequence.band.seqlen_q); } // query + 1
@@ -93,7 +79,7 @@ private:
   // Returns whether V had numbers that were not finite.
   __device__ __forceinline__ bool compute() {
     Accumulator O[kM][kDv / 16] = {};
-    RowSoftmax<kM, F.bias != 0> softmax;
+    RowSoftmax<2 * kM> softmax;
     Schedule tiles(sequence.band, item.q, last(), C.tile_k, 16, blocks(), part());
     KeyTile tile, next;
     bool more = tiles.next(next), nonfinite = false;
@@ -117,8 +103,8 @@ private:
 
       Accumulator S[kM][kN] = {};
       multiply_q_k(S, stage);
-      finish_scores(S, tile);
-      softmax.template follow<C.exact_max>(S, scores.unit, O);
+      score(S, tile);
+      softmax.template follow<C.exact_max>(S, exponent(), O);
       if constexpr (C.stages == 1) arrive(); // V is here, and nobody reads K any more
       if (masked(tile)) nonfinite |= clear_nonfinite(stage);
       if constexpr (C.stages == 1) {
@@ -136,6 +122,8 @@ private:
     cp_async_wait<0>();
     __syncthreads();
   }
+
+  __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(scores.unit); }
 
   // S = Q K^T
   __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], int stage) const {
@@ -155,43 +143,24 @@ private:
     }
   }
 
-  static __device__ __forceinline__ bool by_position(const KeyTile &tile) { return tile.masked || tile.end - tile.begin < C.tile_k; }
-  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || by_position(tile); }
+  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
 
-  // Raw products -> scores, -inf where hidden.
-  __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    if (by_position(tile))
-      finish_scores<true>(S, tile);
-    else if constexpr (F.additive() || F.mask)
-      finish_scores<false>(S, tile);
-  }
-  template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    i32 begin = (i32)tile.begin, end = (i32)tile.end, first = item.q + computed_here(threadIdx.x) / 32 * kRows;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        auto row = scores.row(first + 16 * m + tile::lane_row(r), item.h);
-#pragma unroll
-        for (int k = 0; k < 4 * kN; ++k) {
-          int n = k / 4, c = k / 2 % 2, e = k % 2;
-          float &s = S[m][n].x[c][2 * r + e];
-          s = scores.score(s, row, begin + 16 * n + tile::lane_column(c, e), kByPosition, end);
-        }
-      }
-    }
+  // Raw products -> scores.
+  __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
+    const i32 first = item.q + computed_here(threadIdx.x) / 32 * kRows;
+    score_tile(S, scores, tile, [&](int row) { return scores.row(first + 16 * (row / 2) + tile::lane_row(row % 2), item.h); });
   }
 
   // P = exp2(S * unit - M); O += P V
-  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kDv / 16], Accumulator (&S)[kM][kN],
-                                               RowSoftmax<kM, F.bias != 0> &softmax, const KeyTile &tile, int stage) const {
+  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kDv / 16], Accumulator (&S)[kM][kN], RowSoftmax<2 * kM> &softmax,
+                                               const KeyTile &tile, int stage) const {
     tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
 #pragma unroll
     for (int pair = 0; pair < kN; pair += 2) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        softmax.exponentiate(S[m][pair], m, scores.unit);
-        softmax.exponentiate(S[m][pair + 1], m, scores.unit);
+        softmax.exponentiate(S[m][pair], 2 * m, exponent());
+        softmax.exponentiate(S[m][pair + 1], 2 * m, exponent());
         if constexpr (F.dropout) dropout.apply(S[m][pair], S[m][pair + 1], item.q + warp_row + 16 * m, (i32)tile.begin + 16 * pair);
       }
 #pragma unroll
@@ -220,13 +189,7 @@ private:
     __device__ __forceinline__ i32 query(i32 r) const { return f.item.q + r; }
     __device__ __forceinline__ i32 head(i32) const { return f.item.h; }
     __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
-      i64 q = f.sequence.q0 + query(r);
-      if (f.a.splits > 1) {
-        f.a.partial_out[(f.item.split * f.in.rows() + f.in.row_index(f.item.b, f.item.h, q)) * f.in.head_dim_v + c] += x;
-      } else {
-        T *o = f.a.out.template at<T>(f.item.b, f.item.h, q, c);
-        *o = Convert<T>::from(to_float(*o) + x);
-      }
+      add_to_out<T>(f.a, f.item.split, f.item.b, f.item.h, f.sequence.q0 + query(r), c, x);
     }
   };
   __device__ __forceinline__ void add_nonfinite() const {
@@ -237,13 +200,13 @@ private:
   }
 
   // O / l and LSE to memory.
-  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kDv / 16], RowSoftmax<kM, F.bias != 0> &softmax) {
+  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kDv / 16], RowSoftmax<2 * kM> &softmax) {
     bool whole = a.splits == 1;
-    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) / kLn<F.bias != 0> : minus_infinity<float>();
+    float sink = whole && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0)) : minus_infinity<float>();
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       int m = i / 2, r = i % 2;
-      RowEnd end(softmax.M[m][r], tile::row_sum(softmax.l[m][r]), sink, F.bias != 0);
+      const RowEnd end = row_end(softmax.M[i], tile::row_sum(softmax.l[i]), sink, F.bias != 0);
       float factor = end.factor * dropout.dropout.factor();
 #pragma unroll
       for (int k = 0; k < kDv / 4; ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= factor;

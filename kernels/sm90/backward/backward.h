@@ -18,7 +18,7 @@ template <BackwardConfig C> struct Backward {
   using Arguments = HopperBackwardArguments;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
-  static constexpr bool kWaitsItself = true; // for the launch before: backward_load.h
+  static constexpr bool kWaitsItself = true; // for the launch before: load.h
   static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kTileK = C.tile_k();
   static constexpr int kComputing = 128 * C.kWarpgroups;

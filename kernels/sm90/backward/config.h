@@ -36,7 +36,7 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 ds_bytes() const { return 2 * tile_q * tile_k(); }
   STROBE_FN constexpr i32 p_bytes() const { return wide ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * columns() : 0; }
-  STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or what it lacks, or D
+  STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or its correction, or D
   STROBE_FN constexpr i32 lse_bytes() const { return features.bias ? 2 * row_bytes() : row_bytes(); }
   STROBE_FN constexpr i32 shared_bytes() const {
     return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + lse_bytes() + row_bytes()) + p_bytes() + dq_bytes() +
@@ -51,14 +51,9 @@ namespace strobe::inline STROBE_ISA {
 
 struct HopperBackwardArguments : BackwardArguments { // delta: null where dsinks does not want it
   MappedOperand tma_q, tma_k, tma_v, tma_dout;
-  // -LSE in exp2's unit and D of a tile of queries, tile_q each; with a bias -LSE, what it lacks in exp2's unit (kernels/attention/
-  // settle_row.h) and D. Queries that are not there, and those that see nothing: -inf and 0; those of which something is no number: NaN (or
-  // what LSE is) and 0.
-  float *rows;
-  i32 query_tiles;  // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
-  i32 tiles;        // of keys
-  i32 first_stores; // dq_sum holds nothing before: who adds first stores
-  i32 pairs;        // (batch, key head)
+  i32 query_tiles; // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
+  i32 tiles;       // of keys
+  i32 pairs;       // (batch, key head)
   // (batch, key head) pairs come in bundles, `bundle` of them, that share the L2 cache; their number is a multiple.
   Divisor bundle_items, bundle_divisor, heads_kv_divisor;
 };

@@ -1,5 +1,6 @@
 // Two threads of a block tell the copy engine what to fetch: one K and, tile by tile, Q with LSE; the other one V and dO with D.
 #pragma once
+#include "../../device/keys.h"
 #include "../../device/query_tiles.h"
 #include "../../ptx/atomic.h"
 #include "../../ptx/grid.h"
@@ -15,7 +16,8 @@ template <BackwardConfig C> struct BackwardLoad {
   const HopperBackwardArguments &a;
   const BackwardShared<C> &shared;
 
-  // This block's (first) keys; by one thread, before the others begin. Within a bundle of heads the first tile (the longest, if causal) first.
+  // This block's (first) keys; by one thread, before the others begin. Within a bundle of heads the first tile comes first (the longest,
+  // if causal).
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
     // A ticket: whatever a block waits for has drawn its own before.
     const u32 x = C.deterministic ? fetch_add(a.turns, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
@@ -95,7 +97,7 @@ private:
   __device__ __forceinline__ const float *rows(const QueryStep &step) const {
     return a.rows + (i64)step.number * ((C.lse_bytes() + C.row_bytes()) / 4);
   }
-  __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return (i32)a.in.sequence(keys.batch).k0 + keys.begin; }
+  __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return mapped_row(a.in.sequence(keys.batch), keys.begin); }
 
   // visit(iteration, row of the tensors, step) for each tile of queries, of each head that shares these keys, that sees some of them.
   template <class Visit> __device__ __forceinline__ u32 walk(u32 n, const Visit &visit) const {

@@ -133,9 +133,9 @@ private:
     const auto first = scores.row(q, step.head);
 #pragma unroll
     for (int i = 0; i < kM / 8; ++i) {
-      float negative[2], lacks[2]; // with a bias -LSE, and what it lacks, apart (kernels/attention/settle_row.h)
+      float negative[2], correction[2]; // with a bias -LSE, and what it correction, apart (kernels/device/settle_row.h)
       load_shared(negative, lse + 32 * i);
-      if constexpr (F.bias) load_shared(lacks, lse + C.row_bytes() + 32 * i);
+      if constexpr (F.bias) load_shared(correction, lse + C.row_bytes() + 32 * i);
       float p[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -150,7 +150,7 @@ private:
                        : scores.score(x, row, own, float(row.i + scores.offset - own), given, kByPosition, scores.seqlen_k);
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= scores.seqlen_q);
         const float exponent =
-            F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, lacks[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
+            F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, correction[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
         p[k] = hidden ? 0 : exp2(exponent);              // LSE may be no number
         x = !F.function || hidden ? p[k] : p[k] * slope; // of a query that is not there the slope may be NaN
       }

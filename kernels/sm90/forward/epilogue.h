@@ -45,14 +45,14 @@ __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const I
 template <Config C> __device__ __forceinline__ void store_results(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax) {
   const HopperForwardArguments &a = group.a;
   const Inputs &in = group.in;
-  const Softmax &running = softmax.running;
+  const RowSoftmax<2> &running = softmax.running;
   const bool natural = softmax.natural();
   const float sink =
       !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * (natural ? 1 : kLog2e<float>) : minus_infinity<float>();
   bool overflow = false, nonfinite = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const RowEnd end(running.M[r], tile::row_sum(running.l[r]), sink, natural);
+    const RowEnd end = row_end(running.M[r], tile::row_sum(running.l[r]), sink, natural);
     const i32 i = softmax.row + tile::lane_row(r);
     const bool there = i < softmax.scores.seqlen_q;
     overflow = overflow || (there && C.reference == kFixed && !(running.l[r] < TileSoftmax<C>::kMost));

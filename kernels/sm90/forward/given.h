@@ -6,7 +6,7 @@
 
 namespace strobe::sm90 {
 
-// What a mask says, a byte for each 16 keys: mask_config.h has its bits.
+// What a mask says, a byte for each 16 keys: device/mask_bits.h has its bits.
 template <Config C> struct GivenMask {
   const u8 *bytes;
   u32 x[C.tile_k / 16];

@@ -52,7 +52,7 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   group.together(); // the results are in memory
   const i32 first = item.q + 64 * group.w;
   const Results<C> results{group.a, item, sequence.q0, first, min(64, scores.seqlen_q - first)};
-  const T *value = in.v.template at<const T>(item.b, (i32)group.a.group_divisor.divide(item.h), sequence.k0, 0);
+  const Keys<T> value = v_of<T>(in, sequence, item.b, (i32)group.a.group_divisor.divide(item.h));
   BasicSchedule<i32> tiles = schedule<C>(group.a, narrow(sequence.band), item);
   BasicKeyTile<i32> t;
 #pragma unroll 1

@@ -2,10 +2,10 @@
 // are measured against.
 #pragma once
 #include "../../device/query_major_dropout.h"
+#include "../../device/softmax.h"
 #include "exponent.h"
 #include "given.h"
 #include "nonfinite.h"
-#include "softmax.h"
 
 namespace strobe::sm90 {
 
@@ -31,7 +31,7 @@ template <Config C> struct TileSoftmax {
   Given<C, Score> given;
   Line<C, Score> line;
   Softcap softcap;
-  Softmax running;
+  RowSoftmax<2> running;
   bool follows = true, rising; // the reference follows the maxima, and always will
   u32 random[F.dropout ? kN / 32 : 1][4];
 

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from strobe import attention, attention_backward
-from strobe._framework import kind
-from strobe._prepare import Wrong, is_integer, refusal
+from strobe._checks import Wrong, is_integer, refusal
+from strobe._kinds import kind
 from strobe._run import Gradients
-from strobe._torch import TORCH
+from strobe.arrays.torch import TORCH
 
 from ._call import NAMES, attend, refuse_pages, sequences, translated
 from ._gaps import parts, within
-from ._words import in_words_of, names_checked, not_writable, switch_or_refusal, tensor_or_refusal
+from ._memory import not_writable
+from ._words import in_words_of, names_checked, switch_or_refusal, tensor_or_refusal
 
 _NAMES = NAMES | {"rng": "rng_state", "lse": "softmax_lse"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strobe._framework import is_whole, kind
-from strobe._prepare import Wrong, refusal
+from strobe._checks import Wrong, is_whole, refusal
+from strobe._kinds import kind
 
 from ._words import switch_or_refusal, tensor_or_refusal
 

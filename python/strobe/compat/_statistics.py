@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from strobe._prepare import refusal
+from strobe._checks import refusal
 
 from ._words import tensor_or_refusal
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from strobe import attention, attention_backward, explain
-from strobe._prepare import MAX_HEAD_DIM, Wrong, is_integer, refusal
+from strobe._checks import Wrong, is_integer, refusal
+from strobe._options import MAX_HEAD_DIM
 
 from ._statistics import lse_of, statistics
 from ._words import flag_or_refusal, in_words_of, names_checked

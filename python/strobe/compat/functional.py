@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from strobe import BlockMask, attention, attention_backward
-from strobe._framework import unfit
-from strobe._prepare import Wrong, is_integer, refusal
+from strobe._checks import Wrong, is_integer, refusal
+from strobe.arrays.known import unfit
 
 from ._statistics import lse_of, statistics
 from ._words import in_words_of, names_checked, tensor_or_refusal

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strobe import attention
-from strobe._torch import TORCH
+from strobe.arrays.torch import TORCH
 
 from ._words import flag_or_refusal, in_words_of, mask_or_bias, tensor_or_refusal
 

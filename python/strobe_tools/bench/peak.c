@@ -1,6 +1,6 @@
-/* What one core can do at most: independent multiply-adds in registers, nothing else. `strobe bench` compiles this for the machine at hand with
- * the system's compiler. Each function runs on the calling thread for about so many seconds and returns FLOP per second of its own time, 0 where the
- * instruction is missing. */
+/* What one core can do at most: independent multiply-adds in registers, nothing else. `strobe bench` compiles this for the machine at
+ * hand with the system's compiler. Each function runs on the calling thread for about so many seconds and returns FLOP per second of its
+ * own time, 0 where the instruction is missing. */
 #include <time.h>
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from strobe._core import lib
-from strobe._prewarm import Kernel, Shape, prewarm
+from strobe._prewarm import Kernel, Shape, kernels, prewarm
 from strobe_tools.cli.info import kernel_cache
+from strobe_tools.progress import Progress, duration
 from strobe_tools.values import known
+
+Result = TypeVar("Result")
 
 # One feature alone: tensors and options beside q, k and v. B, H, S: of the example.
 _B, _H, _S = 2, 4, 4096
@@ -54,6 +58,10 @@ _OTHER_LENGTHS = {"plain": 512, "causal": 8192, "deterministic": 8192}
 _AS_WIDE = ("bias", "sinks")  # beside float64 they are float64
 _EVERY_DIM = ("plain", "causal")  # the other features are compiled for these dimensions alone
 _FEATURE_DIMS = (64, 128)
+# --common: what transformers are mostly trained and run with.
+_COMMON_DTYPES, _COMMON_DIMS, _COMMON_FEATURES = ("bfloat16",), (64, 128), ("plain", "causal", "varlen")
+# Of a kernel, on the average of the table: seconds of one core of a server, and bytes in the cache.
+_SECONDS, _BYTES = 0.7, 65_000
 
 
 class Job(NamedTuple):
@@ -71,8 +79,15 @@ class Job(NamedTuple):
         direction = "backward" if self.backward else "forward"
         return f"sm_{self.compute_capability} {self.dtype} d{self.head_dim} {self.feature} {direction}{length}"
 
+    def names(self) -> tuple[dict[str, bool], str]:
+        """The kernels' names, and whether each is in the cache; or the reason why no engine takes the call."""
+        return self._asked(kernels, {})
+
     def run(self) -> tuple[list[Kernel], str]:
-        """The kernels, or the reason why no engine takes the call."""
+        """The kernels, compiled; or the reason why they cannot be."""
+        return self._asked(prewarm, [])
+
+    def _asked(self, function: Callable[..., Result], nothing: Result) -> tuple[Result, str]:
         more, options = FEATURES[self.feature]
         packed = "cu_seqlens_q" in more
         batch = max(_B, _B * _S // self.seqlen)
@@ -80,9 +95,9 @@ class Job(NamedTuple):
         if self.dtype == "float64":
             more = {name: tensor._replace(dtype="float64") if name in _AS_WIDE else tensor for name, tensor in more.items()}
         try:
-            return prewarm({"q": x, "k": x, "v": x, **more}, options, self.backward, self.compute_capability), ""
+            return function({"q": x, "k": x, "v": x, **more}, options, self.backward, self.compute_capability), ""
         except NotImplementedError as refusal:
-            return [], str(refusal)
+            return nothing, str(refusal)
 
 
 def jobs(
@@ -106,8 +121,25 @@ def _arch(given: str) -> int:
     return int(given)
 
 
+def _reasons(refused: Iterable[tuple[Job, str]]) -> Iterator[str]:
+    """Each reason once, with the calls that it keeps out."""
+    calls: dict[str, list[Job]] = {}
+    for job, reason in refused:
+        # The name of the kernel that was asked for first is no part of the reason.
+        calls.setdefault(re.sub(r"strobe::\S+ for sm_\w+: not in", "a kernel is not in", reason), []).append(job)
+    for reason, jobs_ in calls.items():
+        more = f" and {len(jobs_) - 3} more" if len(jobs_) > 3 else ""
+        yield f"{', '.join(map(str, jobs_[:3]))}{more}: {reason}"
+
+
 @click.command(short_help="Compile kernels ahead of time, without a GPU.")
 @click.option("--arch", multiple=True, type=_arch, metavar="INTEGER", help=f"Required: the {_ARCH}; may be repeated.")
+@click.option(
+    "--common",
+    is_flag=True,
+    help=f"Only {', '.join(_COMMON_DTYPES)}, head dimensions {' and '.join(map(str, _COMMON_DIMS))}, {', '.join(_COMMON_FEATURES)}; "
+    "the options below replace each.",
+)
 @click.option("--head-dim", multiple=True, type=click.IntRange(1, 256), help="Head dimensions; by default 32 to 256 by 32.")
 @click.option("--dtype", multiple=True, help=f"By default {', '.join(DTYPES)}.")
 @click.option("--feature", multiple=True, help=f"Of {', '.join(FEATURES)}; by default all, each alone.")
@@ -116,6 +148,7 @@ def _arch(given: str) -> int:
 @click.option("--jobs", "processes", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes that compile.")
 def command(
     arch: tuple[int, ...],
+    common: bool,
     head_dim: tuple[int, ...],
     dtype: tuple[str, ...],
     feature: tuple[str, ...],
@@ -131,49 +164,64 @@ def command(
     if (cache := kernel_cache()).startswith("none"):
         click.echo(f"strobe prewarm: nothing would be kept; kernel cache: {cache}", err=True)
         raise SystemExit(1)
-    console = Console()
-    asked = list(jobs(arch, head_dim, dtype, feature))
+    console = Console(soft_wrap=True, highlight=False)
+    small = list(jobs(arch, head_dim or _COMMON_DIMS, dtype or _COMMON_DTYPES, feature or _COMMON_FEATURES))
+    asked = small if common else list(jobs(arch, head_dim, dtype, feature))
     began = perf_counter()
-    kernels: dict[tuple[int, str], Kernel] = {}
     refused: dict[Job, str] = {}
-    columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    found: dict[tuple[int, str], Kernel] = {}
     try:
+        missing = _announce(asked, small, processes, cache, console)
         with (
-            Progress(*columns, console=console, transient=True) as progress,
+            Progress("kernels compiled", len(missing), console) as progress,
             ProcessPoolExecutor(min(processes, len(asked)), mp_context=get_context("spawn")) as pool,
         ):
-            task = progress.add_task("", total=len(asked))
-            for job, (found, reason) in zip(asked, pool.map(Job.run, asked), strict=True):
-                progress.update(task, description=str(job), advance=1)
+            for job, (made, reason) in zip(asked, pool.map(Job.run, asked), strict=True):
                 if reason:
                     refused[job] = reason
-                for kernel in found:
+                for kernel in made:
                     key = (job.compute_capability, kernel.name)
-                    if key not in kernels or kernel.compiled:
-                        kernels[key] = kernel
+                    if key not in found or kernel.compiled:
+                        found[key] = kernel
+                progress.update(len(found.keys() & missing), str(job))
     except (RuntimeError, ValueError, MemoryError) as error:  # a kernel that does not compile, a process that was killed
         click.echo(f"strobe prewarm: {error}", err=True)
         raise SystemExit(1) from None
-    for cc in arch:
-        if all(job in refused for job in asked if job.compute_capability == cc):
-            console.print(
-                f"[red]nothing for sm_{cc}[/red]: {next(r for job, r in refused.items() if job.compute_capability == cc)}", soft_wrap=True
-            )
-            raise SystemExit(1)
+    compiled = sum(kernel.compiled for kernel in found.values())
     if list_kernels:
-        for (cc, name), kernel in sorted(kernels.items()):
-            console.print(f"sm_{cc} {kernel.registers:3} registers {kernel.spilled:4} B spilled  {name}", soft_wrap=True, highlight=False)
-    compiled = sum(kernel.compiled for kernel in kernels.values())
-    console.print(
-        f"{len(kernels)} kernels, {compiled} compiled, {len(kernels) - compiled} found in the cache, {perf_counter() - began:.1f} s"
-    )
-    for job, reason in refused.items():
-        console.print(f"[yellow]not taken[/yellow] {job}: {reason}", soft_wrap=True)
-    for (cc, _), kernel in kernels.items():
+        for (cc, name), kernel in sorted(found.items()):
+            console.print(f"sm_{cc} {kernel.registers:3} registers {kernel.spilled:4} B spilled  {name}", markup=False)
+    console.print(f"{len(found)} kernels, {compiled} compiled, {len(found) - compiled} found in the cache, {perf_counter() - began:.1f} s")
+    for reason in _reasons(refused.items()):
+        console.print(f"[yellow]not compiled[/yellow] {reason}")
+    for (cc, _), kernel in found.items():
         if kernel.serialized:
-            console.print(f"[red]serialized wgmma[/red] sm_{cc} {kernel.name}", soft_wrap=True)
-    spilling = [(cc, k) for (cc, _), k in kernels.items() if max_spill is not None and k.spilled > max_spill]
+            console.print(f"[red]serialized wgmma[/red] sm_{cc} {kernel.name}")
+    spilling = [(cc, k) for (cc, _), k in found.items() if max_spill is not None and k.spilled > max_spill]
     for cc, kernel in spilling:
-        console.print(f"[red]spills {kernel.spilled} bytes[/red] sm_{cc} {kernel.name}", soft_wrap=True)
-    if spilling:
+        console.print(f"[red]spills {kernel.spilled} bytes[/red] sm_{cc} {kernel.name}")
+    nothing = [cc for cc in arch if all(job in refused for job in asked if job.compute_capability == cc)]
+    if spilling or nothing:
         raise SystemExit(1)
+
+
+def _announce(asked: Sequence[Job], small: Sequence[Job], processes: int, cache: str, console: Console) -> set[tuple[int, str]]:
+    """Says what is to be done before it begins. The kernels that are missing: compute capability and name."""
+    missing: set[tuple[int, str]] = set()
+    kept: set[tuple[int, str]] = set()
+    of_small: set[tuple[int, str]] = set()
+    wanted, smaller = set(asked), set(small)
+    for job in dict.fromkeys((*asked, *small)):
+        for name, there in job.names()[0].items():
+            key = (job.compute_capability, name)
+            if job in wanted:
+                (kept if there else missing).add(key)
+            if job in smaller and not there:
+                of_small.add(key)
+    seconds = math.ceil(len(missing) / processes) * _SECONDS
+    cost = f" (about {duration(seconds)} with {processes} at a time, {math.ceil(len(missing) * _BYTES / 1e6)} MB)" if missing else ""
+    console.print(f"{len(asked)} calls take {len(missing) + len(kept)} kernels: {len(missing)} to compile{cost}, {len(kept)} in the cache")
+    console.print(f"Kernel cache: {cache}")
+    if len(of_small) < len(missing) / 2:
+        console.print(f"--common compiles {len(of_small)} of them; --dtype, --head-dim and --feature choose others")
+    return missing

@@ -15,7 +15,7 @@ from rich.table import Table
 
 import strobe
 from strobe import _run, _tuning
-from strobe._prepare import prepare
+from strobe._request import parse
 from strobe_tools.requirements import require
 from strobe_tools.timing import medians_on_gpu
 from strobe_tools.values import known
@@ -124,7 +124,7 @@ def measure(case: Case, repeats: int) -> Found:
     options: dict[str, Any] = {"causal": case.causal, "engine": case.engine, "deterministic": case.deterministic}
 
     def tile_of(**wish: int) -> Tile:
-        framework, p = prepare("tune", q, k, v, {**options, **wish}, [])
+        framework, p = parse("tune", q, k, v, {**options, **wish}, [])
         assert framework is not None
         return _run.tile(framework, p, case.backward)
 

@@ -19,7 +19,7 @@ from PIL import Image
 from .case import Row, read_csv
 from .measure import FIGURES
 
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PINK, GREY, BROWN = (
+BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PINK, GREY, BROWN, PURPLE = (
     "#000000",
     "#E69F00",
     "#56B4E9",
@@ -30,6 +30,7 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PINK, GREY, BROWN = (
     "#CC79A7",
     "#999999",
     "#7F4F24",
+    "#4B2E83",
 )
 # By the first of these words that a method's name has, so that it looks the same in every picture and on every machine.
 LOOKS = {
@@ -40,6 +41,7 @@ LOOKS = {
     "cuDNN": (SKY, "v"),
     "FlashAttention-1": (BROWN, "h"),
     "FlashAttention-2": (PINK, "P"),
+    "FlashAttention-4": (PURPLE, "d"),
     "SDPA": (PINK, "P"),  # flash: FlashAttention-2's loops on a CPU
     "Linformer": (BLACK, "X"),
     "Sparse Transformer": (GREY, "*"),
@@ -70,11 +72,15 @@ def draw(out: Path, wanted: Iterable[str], machine: dict[str, Any]) -> Iterator[
             source = out / f"{title}.csv"
             if not source.exists():
                 continue
-            figure = PICTURES[name](read_csv(source))
-            figure.supxlabel(where, x=0.995, ha="right", fontsize=6, color="#555555")
-            figure.savefig(out / f"{title}.svg", metadata={"Date": None})
-            _save_png(figure, out / f"{title}.png")
-            yield out / f"{title}.png"
+            yield save(PICTURES[name](read_csv(source)), out / f"{title}.png", where)
+
+
+def save(figure: Figure, path: Path, where: str) -> Path:
+    """Writes the PNG, and an SVG beside it; `where` names the machine in a corner of the picture."""
+    figure.supxlabel(where, x=0.995, ha="right", fontsize=6, color="#555555")
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    _save_png(figure, path)
+    return path
 
 
 def _save_png(figure: Figure, path: Path) -> None:
@@ -281,10 +287,10 @@ def _rate(rows: Iterable[Row]) -> tuple[float, str]:
 
 
 def peers(rows: list[Row]) -> Figure:
-    figure = _figure(8.6, 8.2)
     dims = sorted({row["head_dim"] for row in rows})
     scale, unit = _rate(rows)
-    kinds = [(direction, causal) for direction in ("forward", "backward") for causal in (0, 1)]
+    kinds = list(dict.fromkeys((row["direction"], row["causal"]) for row in rows))
+    figure = _figure(8.6, 0.8 + 1.85 * len(kinds))
     grid = figure.subplots(len(kinds), len(dims), sharex=True, sharey="row", squeeze=False)
     for r, (direction, causal) in enumerate(kinds):
         for c, d in enumerate(dims):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from strobe_tools.train.config import Config
 from strobe_tools.train.data import Corpus
 from strobe_tools.train.report import Result, draw
 from strobe_tools.train.trainer import History, Trainer, pick_device
+
+CUT = "--- how the model goes on:"
 
 
 def train(config: Config, *, text: Path | None, out: Path, resume: bool, console: Console) -> Result:
@@ -35,24 +38,32 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
     if config.ablation and config.attention != "none":
         ablation = _run(main.config.replace(attention="none"), corpus, out / "no-attention.pt", resume, console, "no attention").history
     bigram = data.bigram_entropy(corpus.train.numpy(), main.validation.numpy(), config.vocab_size)
-    result = Result(config.attention, main.history, ablation, bigram)
+    result = Result(config.attention, main.history, ablation, bigram, config.must_learn)
     draw(out / "loss.png", result)
-    sample = _sample(main)
-    (out / "sample.txt").write_text(sample + "\n")
+    prompt, continuation = _sample(main)
+    (out / "sample.txt").write_text(f"{prompt}\n{CUT}\n{continuation}\n", encoding="utf-8")
+    parameters = sum(p.numel() for p in main.model.parameters())
     summary = {
         "validation_loss": result.run.final,
         "bigram_entropy": bigram,
         "validation_loss_without_attention": ablation.final if ablation else None,
         "attention_learned": result.learned,
         "tokens_per_second": main.tokens_per_second,
-        "parameters": sum(p.numel() for p in main.model.parameters()),
+        "parameters": parameters,
         "device": str(main.device),
         "config": dataclasses.asdict(main.config),
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    console.rule("sampled text")
-    console.print(sample, markup=False, highlight=False)
+    console.rule("held-out text")
+    console.print(prompt, markup=False, highlight=False)
+    console.rule("how the model goes on")
+    console.print(continuation, markup=False, highlight=False)
     console.rule()
+    seen = main.steps * main.tokens_per_step
+    console.print(
+        f"A model of {parameters / 1e6:.1f} M parameters that has read {seen / 1e6:.1f} M tokens is as unsure of the next one as among "
+        f"{math.exp(min(result.run.final, 99)):.0f} equally likely ones: expect the look of the text, not its sense."
+    )
     console.print(result.verdict, style="bold green" if result.learned else "bold")
     console.print(f"Loss curves: {out / 'loss.png'}; figures: {out / 'summary.json'}; sampled text: {out / 'sample.txt'}")
     return result
@@ -100,9 +111,17 @@ def _size(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
 
-def _sample(trainer: Trainer) -> str:
-    """Text that the model goes on to write where a document begins."""
-    tokenizer = trainer.corpus.tokenizer
-    prompt = torch.tensor([tokenizer.token_to_id(data.END_OF_DOCUMENT)], device=trainer.device)
-    generator = torch.Generator(trainer.device).manual_seed(trainer.config.seed)
-    return str(tokenizer.decode(trainer.model.generate(prompt, trainer.config.sample_tokens, generator=generator).tolist()))
+def _sample(trainer: Trainer) -> tuple[str, str]:
+    """The beginning of the held-out text, half a sequence of it, and what the model goes on to write.
+
+    A model as small as these has seen too few beginnings of documents to make one up from nothing: where it starts from the end of a
+    document, its first tokens lead it astray.
+    """
+    tokenizer, config = trainer.corpus.tokenizer, trainer.config
+    prompt = trainer.validation[0, : max(1, config.sequence // 2)].to(trainer.device)
+    generator = torch.Generator(trainer.device).manual_seed(config.seed)
+    tokens = trainer.model.generate(prompt, config.sample_tokens, generator=generator)
+    # The end of a document is shown: what follows it is another one.
+    shown = (tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in tokens.tensor_split([len(prompt)]))
+    before, after = shown
+    return before.removeprefix(data.END_OF_DOCUMENT), after

@@ -79,6 +79,17 @@ std::string kernel_name(const KernelSource &source, std::span<const int32_t> con
   return text(source.entry, "<", source.config, "{", values, "}>");
 }
 
+bool is_kept(const KernelSource &source, std::span<const int32_t> config, int cc) {
+  const Sha256::Digest key = digest(translation(source, config, cc));
+  const CacheSettings settings = CacheSettings::from_environment();
+  for (const std::string &folder : settings.further)
+    if (cache_read_any(folder, key)) return true;
+  if (settings.folder.empty()) return false;
+  const Nvrtc *compiler = compiler_for(cc, settings);
+  return (compiler ? cache_read(cache_file(settings.folder, compiler->version(), key), key) : cache_read_any(settings.folder, key))
+      .has_value();
+}
+
 Build build(const KernelSource &source, std::span<const int32_t> config, int cc, From from) {
   const Translation p = translation(source, config, cc);
   const Sha256::Digest key = digest(p);

@@ -41,6 +41,8 @@ struct Build {
 enum class From { anywhere, source }; // source: compiled now, whatever a cache has
 // Through the disk cache. Needs no GPU.
 Build build(const KernelSource &, std::span<const int32_t> config, int cc, From = From::anywhere);
+// Whether build would find it in a cache.
+bool is_kept(const KernelSource &, std::span<const int32_t> config, int cc);
 // Whether there is a compiler for this compute capability, and leave to use it.
 bool can_build(int cc);
 template <class Config> Build build(const KernelKey<Config> &key, int cc) { return build(*key.source, key.integers(), cc); }

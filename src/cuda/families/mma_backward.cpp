@@ -6,7 +6,6 @@
 
 #include "../../../kernels/attention/dq_sum.h"
 #include "../../../kernels/mma/backward/config.h"
-#include "../../../kernels/passes/rows_config.h"
 #include "attention/text.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/prediction.h"
@@ -21,8 +20,6 @@ using mma::BackwardConfig;
 using passes::RowsConfig;
 
 constexpr KernelSource kBackward{"mma/backward/backward.h", "strobe::mma::Backward", "strobe::mma::BackwardConfig"};
-constexpr KernelSource kDelta{"passes/rows.h", "strobe::passes::Delta", "strobe::passes::RowsConfig"};
-constexpr KernelSource kConvertDq{"passes/rows.h", "strobe::passes::ConvertDq", "strobe::passes::RowsConfig"};
 
 // most_dim and most_features are what the registers hold; speed: of the products, relative to other rows, on an H200: of large problems; of
 // 32 x 32 and 32 x 16 of small ones; of the others that it has memory enough to pass over (0.25 and below), guessed.
@@ -96,21 +93,20 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
   a.deterministic = c.deterministic;
   const int64_t rows = a.in.rows(), query_tiles = count_query_tiles(a.in, c.tile_q);
-  const RowsConfig each{c.dtype, c.head_dim, c.tile_q, c.aligned};
-  const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
+  const RowsConfig each{c.dtype, c.head_dim, c.tile_q, c.aligned, passes::kFragments};
   Program program;
-  a.delta = scratch.take<float>(2 * rows); // D, and what LSE lacks
+  a.delta = scratch.take<float>(2 * rows); // D, and LSE's correction
   if (p.dq) a.dq_sum = scratch.take<float>(query_tiles * c.tile_q * c.head_dim);
   if (c.deterministic) {
     const int64_t turns = c.turns(query_tiles);
     a.turns = scratch.take<uint32_t>(turns);
     program.steps.push_back(Zero{a.turns, uint64_t(turns) * 4});
   }
-  program.steps.push_back(Launch(kDelta, each, row_blocks, RowsConfig::threads(), 0, a));
-  if (p.bias) program.steps.push_back(*settle(p, device, a)); // of other scores P's 16 bits hide what LSE lacks
+  program.steps.push_back(delta(p, each, a));
+  if (p.bias) program.steps.push_back(*settle(p, device, a)); // of other scores P's 16 bits hide LSE's correction
   if (p.dq || p.dk || p.dv)
     program.steps.push_back(Launch(kBackward, c, p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k), c.threads(), c.shared_bytes(), a));
-  if (p.dq) program.steps.push_back(Launch(kConvertDq, each, row_blocks, RowsConfig::threads(), 0, a));
+  if (p.dq) program.steps.push_back(convert_dq(p, each, a));
   if (p.dsinks) program.steps.push_back(sink_gradient(p, a));
   if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a));
 

@@ -26,17 +26,30 @@ struct Fastest {
   }
 };
 
-} // namespace
-
-std::string prewarm(const Problem &p, Direction direction, int cc) {
+// What would run.
+Program program(const Problem &p, Direction direction, int cc) {
   const Device device = described(cc);
   Fastest fastest(p, direction, device);
   if (!fastest.engine) throw Error(STROBE_UNSUPPORTED, "no engine takes this problem:" + fastest.reasons);
   if (follows_forward(p, direction))
     if (const CudaEngine *same = Fastest(p, Direction::forward, device).engine; same && same != fastest.engine)
       if (Fastest followed(p, direction, device, same); followed.engine) fastest = std::move(followed);
+  return std::move(fastest.program);
+}
+
+} // namespace
+
+std::string kernels(const Problem &p, Direction direction, int cc) {
   std::string report;
-  for (const Step &step : fastest.program.steps)
+  for (const Step &step : program(p, direction, cc).steps)
+    if (const Launch *l = std::get_if<Launch>(&step))
+      report += text(is_kept(*l->source, l->config, cc) ? "cached " : "missing ", kernel_name(*l->source, l->config), "\n");
+  return report;
+}
+
+std::string prewarm(const Problem &p, Direction direction, int cc) {
+  std::string report;
+  for (const Step &step : program(p, direction, cc).steps)
     if (const Launch *l = std::get_if<Launch>(&step)) {
       const Build built = build(*l->source, l->config, cc);
       const int serialized = built.log.find("instructions are serialized") != built.log.npos;

@@ -158,7 +158,7 @@ private:
     const int64_t rows = a.in.rows(), real = c.real_bytes();
 
     Program program;
-    a.delta = scratch.take<char>(2 * rows * real); // D, and what LSE lacks
+    a.delta = scratch.take<char>(2 * rows * real); // D, and LSE's correction
     program.steps.push_back(row_sums(p, a));
     program.steps.push_back(Launch(kSettle, c, p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), c.threads(), c.backward_shared_bytes(), a));
     if (p.dsinks) program.steps.push_back(sink_gradient(p, a));

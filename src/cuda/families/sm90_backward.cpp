@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "../../../kernels/attention/dq_sum.h"
-#include "../../../kernels/passes/rows_config.h"
 #include "../../../kernels/sm90/backward/config.h"
 #include "attention/text.h"
 #include "attention/work.h"
@@ -24,9 +23,6 @@ using sm90::BackwardConfig;
 
 constexpr KernelSource kBackward{"sm90/backward/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
 constexpr KernelSource kWide{"sm90/backward/wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
-constexpr KernelSource kRows{"passes/hopper_rows.h", "strobe::passes::BackwardRows", "strobe::passes::RowsConfig"};
-constexpr KernelSource kDelta{"passes/rows.h", "strobe::passes::Delta", "strobe::passes::RowsConfig"};
-constexpr KernelSource kDq{"passes/hopper_rows.h", "strobe::passes::BackwardDq", "strobe::passes::RowsConfig"};
 
 constexpr int64_t kNarrow = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
 
@@ -200,17 +196,18 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
 
   Program program;
   program.overlap = true;
-  const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1};
-  const int64_t row_blocks = each.blocks(p.batch, p.heads, p.seqlen_q);
-  if (p.bias) { // D ahead, and what LSE lacks
+  const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1, passes::kWarpgroups};
+  if (p.bias) { // D ahead, and LSE's correction
     BackwardArguments ahead = a;
     ahead.dq_sum = nullptr;
-    program.steps.push_back(Launch(kDelta, each, row_blocks, RowsConfig::threads(), 0, ahead));
+    RowsConfig only_d = each;
+    only_d.form = passes::kFragments;
+    program.steps.push_back(delta(p, only_d, ahead));
     program.steps.push_back(*settle(p, device, a));
   }
-  program.steps.push_back(Launch(kRows, each, row_blocks, RowsConfig::threads(), 0, a));
+  program.steps.push_back(delta(p, each, a));
   if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
-  if (p.dq && !c.owns_dq) program.steps.push_back(Launch(kDq, each, row_blocks, RowsConfig::threads(), 0, a));
+  if (p.dq && !c.owns_dq) program.steps.push_back(convert_dq(p, each, a));
   if (p.dsinks) program.steps.push_back(sink_gradient(p, a));
   if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a));
   program.kernel =

@@ -139,7 +139,7 @@ private:
     const int64_t rows = a.in.rows();
 
     Program program;
-    a.delta = scratch.take<float>(2 * rows); // D, and what LSE lacks
+    a.delta = scratch.take<float>(2 * rows); // D, and LSE's correction
     if (p.dq) a.dq_sum = scratch.take<float>(rows * c.head_dim);
     if (c.deterministic) {
       const int64_t turns = 1 + count_query_tiles(a.in, c.tile_q) * c.warps;

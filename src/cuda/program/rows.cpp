@@ -2,47 +2,42 @@
 
 #include <algorithm>
 
-#include "../../../kernels/mma/config.h"
-#include "../../../kernels/passes/padding_config.h"
-#include "../../../kernels/simt/config.h"
+#include "../../../kernels/passes/config.h"
 #include "cuda/program/arguments.h"
 
 namespace strobe::cuda {
 namespace {
 
-using simt::Config;
+using passes::RowsConfig;
 
-constexpr KernelSource kCombine{"passes/combine.h", "strobe::passes::Combine", "strobe::mma::Config"};
-constexpr KernelSource kDelta{"passes/simt_delta.h", "strobe::passes::SimtDelta", "strobe::simt::Config"};
-constexpr KernelSource kQueryGradient{"passes/simt_delta.h", "strobe::passes::QueryGradient", "strobe::simt::Config"};
+constexpr KernelSource kCombine{"passes/combine.h", "strobe::passes::Combine", "strobe::passes::CombineConfig"};
+constexpr KernelSource kDelta{"passes/delta.h", "strobe::passes::Delta", "strobe::passes::RowsConfig"};
+constexpr KernelSource kConvertDq{"passes/dq.h", "strobe::passes::ConvertDq", "strobe::passes::RowsConfig"};
 constexpr KernelSource kPadding{"passes/padding.h", "strobe::passes::Padding", "strobe::passes::PaddingConfig"};
-constexpr KernelSource kSinkGradient{"passes/simt_delta.h", "strobe::passes::SinkGradient", "strobe::simt::Config"};
+constexpr KernelSource kSinkGradient{"passes/sinks.h", "strobe::passes::SinkGradient", "strobe::passes::SinksConfig"};
 
-// They do not vary with tiles and features.
-Config config_for(const Problem &p) {
-  Config c{};
-  c.dtype = int32_t(p.dtype), c.head_dim = rounded(p.head_dim, Config::kDimStep), c.head_dim_v = rounded(p.head_dim_v, Config::kDimStep);
-  return c;
+// Of FP32 and FP64: they do not vary with tiles and features. dq_sum's rows are as wide as the backward's.
+RowsConfig config_for(const Problem &p) {
+  return {int32_t(p.dtype), rounded(p.head_dim, 32), RowsConfig::kRowTile, 0, passes::kRowAfterRow};
 }
-int64_t row_tiles(const Problem &p) { return p.batch * p.heads * tiles(p.seqlen_q, Config::kDeltaRows); }
 
 } // namespace
 
 Launch combine(const Problem &p, const ForwardArguments &a) {
-  mma::Config c{};
-  c.dtype = int32_t(p.dtype), c.warps = 4, c.blocks_per_sm = 1;
+  const passes::CombineConfig c{.dtype = int32_t(p.dtype)};
   return Launch(kCombine, c, a.in.rows(), c.threads(), 0, a);
 }
-Launch row_sums(const Problem &p, const BackwardArguments &a) {
-  return Launch(kDelta, config_for(p), row_tiles(p), Config::kDeltaRows, 0, a);
+Launch delta(const Problem &p, const RowsConfig &c, const BackwardArguments &a) {
+  return Launch(kDelta, c, c.blocks(p.batch, p.heads, p.seqlen_q), c.delta_threads(), 0, a);
 }
-Launch query_gradient(const Problem &p, const BackwardArguments &a) {
-  return Launch(kQueryGradient, config_for(p), row_tiles(p), 256, 0, a);
+Launch convert_dq(const Problem &p, const RowsConfig &c, const BackwardArguments &a) {
+  return Launch(kConvertDq, c, c.blocks(p.batch, p.heads, p.seqlen_q), c.threads(), 0, a);
 }
+Launch row_sums(const Problem &p, const BackwardArguments &a) { return delta(p, config_for(p), a); }
+Launch query_gradient(const Problem &p, const BackwardArguments &a) { return convert_dq(p, config_for(p), a); }
 Launch sink_gradient(const Problem &p, const BackwardArguments &a) {
-  Config c{};
-  c.dtype = int32_t(p.dtype);
-  return Launch(kSinkGradient, c, p.heads, 256, 0, a);
+  const passes::SinksConfig c{.dtype = int32_t(p.dtype)};
+  return Launch(kSinkGradient, c, p.heads, c.threads(), 0, a);
 }
 Launch padding(const Problem &p, Direction direction) {
   constexpr int64_t most = 128; // blocks of threads for long padding behind few sequences

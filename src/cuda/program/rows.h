@@ -1,6 +1,7 @@
 // Steps that look at rows, not at scores: the same for all families.
 #pragma once
 #include "../../../kernels/attention/arguments.h"
+#include "../../../kernels/passes/config.h"
 #include "attention/attention.h"
 #include "cuda/program/program.h"
 
@@ -8,7 +9,10 @@ namespace strobe::cuda {
 
 Launch combine(const Problem &, const ForwardArguments &); // the parts of a forward that was split over keys
 
-// Of the backward, in the arithmetic of kernels/simt: D, in the order of its products; dQ from its sum; dsinks.
+// Of the backward: D, and room for dQ; dQ from its sum.
+Launch delta(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
+Launch convert_dq(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
+// The same in FP32 and FP64, D in the order of dP's products; dsinks.
 Launch row_sums(const Problem &, const BackwardArguments &);
 Launch query_gradient(const Problem &, const BackwardArguments &);
 Launch sink_gradient(const Problem &, const BackwardArguments &);

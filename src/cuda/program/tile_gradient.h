@@ -10,7 +10,7 @@
 
 namespace strobe::cuda {
 
-// Nothing where no tile fits. Where an LSE is large, corrects its row's D and says what LSE lacks; after D.
+// Nothing where no tile fits. Where an LSE is large, corrects its row's D and writes LSE's correction; after D.
 std::optional<Launch> settle(const Problem &, const Device &, const BackwardArguments &);
 std::optional<Launch> bias_gradient(const Problem &, const Device &, const BackwardArguments &);
 

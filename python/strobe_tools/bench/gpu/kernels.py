@@ -34,17 +34,17 @@ def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int) -> 
 
 
 def _of_strobe(run: Run, direction: str, compute_capability: int) -> None:
-    from strobe._prepare import prepare
+    from strobe._request import parse
 
     q, k, v = run.problem.tensors("meta")
     options = run.problem.options("meta") | FEATURES[run.feature](run.problem, "meta")
     if run.who != "strobe":
         options["engine"] = run.who
-    _, prepared = prepare("attention", q, k, v, options, [])
-    arrays = {name: Shape(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in prepared.arrays.items()}
+    _, request = parse("attention", q, k, v, options, [])
+    arrays = {name: Shape(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in request.arrays.items()}
     for backward in (False,) if direction == "forward" else (False, True):  # a backward needs its forward's results
         with suppress(NotImplementedError):  # told where it is timed
-            prewarm(arrays, prepared.options, backward, compute_capability)
+            prewarm(arrays, request.options, backward, compute_capability)
 
 
 def _of_fa4(group: Group) -> None:

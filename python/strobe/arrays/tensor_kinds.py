@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._framework import kind
-from ._ready import PLAIN
+from .._kinds import kind
+from .memory import PLAIN
 
 # What stands for one of these may be the idea of a mask, as PyTorch's CausalBias is, over memory that nobody wrote.
 _OF_SCORES = frozenset({"mask", "bias"})

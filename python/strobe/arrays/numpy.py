@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _run
-from ._abi import CPU, DTYPES, MAX_RANK, NO_DTYPE
-from ._core import lib
-from ._framework import Framework, kind
-from ._prepare import Prepared
+from .._abi import CPU, DTYPES, MAX_RANK, NO_DTYPE
+from .._core import lib
+from .._kinds import kind
+from .base import Framework
 
 _NDArray = np.ndarray[Any, Any]
 
@@ -38,15 +37,6 @@ class NumPy(Framework):
         if overrides or isinstance(x, np.matrix):  # which means more than its numbers; and which has two axes, whatever one does
             return TypeError(f"{name}: {kind(x)}; accepted is a numpy.ndarray, which np.asarray() gives")
         return None
-
-    def forward(self, p: Prepared) -> tuple[_NDArray, _NDArray]:
-        return _run.forward(self, p)
-
-    def backward(
-        self, p: Prepared, dout: _NDArray, dlse: _NDArray | None, out: _NDArray, lse: _NDArray, needed: list[str]
-    ) -> dict[str, _NDArray]:
-        known = {"dout": dout, "out": out, "lse": lse}
-        return _run.backward(self, p, known if dlse is None else {**known, "dlse": dlse}, needed)
 
     def drawn_rng(self, q: _NDArray) -> _NDArray:
         return np.random.randint(0, 2**63 - 1, 2, np.int64)  # the generator that np.random.seed() seeds

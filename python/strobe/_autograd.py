@@ -1,0 +1,127 @@
+"""Calls on torch tensors, made so that autograd can differentiate and compilers can see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _operators, _run
+from ._options import FIELDS, GRADIENTS
+from ._request import Request
+from .arrays import tensor_kinds
+from .arrays.memory import PLAIN
+from .arrays.torch import TORCH
+
+
+class Calls(_run.Calls):
+    """Through autograd and PyTorch's dispatcher, unless nobody wants to see the call."""
+
+    def forward(self, p: Request) -> tuple[Tensor, Tensor]:
+        arrays = TORCH.autocast(p.arrays)
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+            return _operators.forward(**arrays, **p.options)
+        more: dict[str, Any] = {**arrays, **p.options}
+        try:
+            return _differentiable_forward(**more)  # where the dispatcher's first step would lead
+        except TypeError as refused:
+            raise tensor_kinds.not_dispatched(arrays, refused) from None
+
+    def backward(self, p: Request, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[str]) -> dict[str, Tensor]:
+        try:
+            found = _operators.backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])
+        except TypeError as refused:
+            known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+            raise tensor_kinds.not_dispatched(known | p.arrays, refused) from None
+        return dict(zip(needed, found, strict=True))
+
+
+def _is_plain(arrays: Iterable[Any]) -> bool:
+    """Whether nobody but the operators' own implementation wants to see the call: no mode that traces or fakes, no subclass of Tensor, no
+    other device."""
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in arrays if isinstance(x, Tensor))
+
+
+def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The operator, past the dispatcher (some 10 µs) where it would lead straight to _operators.run_forward."""
+    if _is_plain((q, k, v, *given.values())):
+        return _operators.run_forward(q, k, v, **given)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _operators.forward(q, k, v, **given)
+
+
+def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[str, Any]) -> list[Tensor]:
+    if _is_plain((*arguments, *given.values())):
+        return _operators.run_backward(*arguments, **given)  # type: ignore[arg-type]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _operators.backward(*arguments, **given)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _below_autograd_forward(q, k, v, given)
+        ctx.options = {name: x for name, x in given.items() if name in FIELDS}
+        arrays = {name: x for name, x in given.items() if name not in FIELDS}
+        ctx.names = tuple(arrays)
+        ctx.save_for_backward(out, lse, q, k, v, *arrays.values())
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        out, lse, q, k, v, *arrays = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        needed = ctx.needs_input_grad[:5]  # in the order of GRADIENTS
+        given = dict(zip(ctx.names, arrays, strict=True))
+        found = iter(differentiable_backward(dout, dlse, out, lse, q, k, v, **given, **ctx.options, needed=needed))
+        return *(next(found) if wanted else None for wanted in needed), None
+
+
+class _Gradients(torch.autograd.Function):
+    """Differentiable once: nothing follows the first gradient but the words why."""
+
+    @staticmethod
+    def forward(ctx: Any, given: dict[str, Any], *arguments: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(_below_autograd_backward(arguments, given))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError("strobe.attention has no second derivative: a gradient of it cannot be differentiated again")
+
+
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    """By reverse mode; or perhaps by forward mode, whose want of a formula autograd.Function reports by itself."""
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if (tracked or forward_ad._current_level >= 0) and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("strobe.attention under torch.func.grad, vjp, jvp, ...: accepted are torch.autograd.grad and backward()")
+    return tracked or forward_ad._current_level >= 0
+
+
+def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
+        )
+    if _is_differentiated(q, k, v, bias, sinks):
+        return _Attention.apply(q, k, v, bias, sinks, given)
+    return _below_autograd_forward(q, k, v, given)
+
+
+def differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Tensor]:
+    if _is_differentiated(*arguments):
+        return list(_Gradients.apply(given, *arguments))
+    return _below_autograd_backward(arguments, given)
+
+
+torch.library.impl(_operators.FORWARD_NAME, "Autograd", _differentiable_forward)
+torch.library.impl(_operators.BACKWARD_NAME, "Autograd", differentiable_backward)

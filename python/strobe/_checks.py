@@ -1,0 +1,103 @@
+"""Whether one value is what an argument accepts.
+
+What is wrong is gathered in a list, one exception for each argument, so that a caller sees all of it at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from ._abi import MAX_RANK
+from ._kinds import is_bool, kind, shown
+from .arrays.base import Array, Framework
+from .arrays.known import known_framework, unfit
+
+Wrong = list[Exception]
+
+
+def name_of(refused: Exception) -> str:
+    """Whose argument's refusal it is."""
+    return str(refused).partition(":")[0]
+
+
+def refusal(wrong: Wrong) -> Exception:
+    """One exception of all that is wrong: a TypeError if kinds are all that is."""
+    if len(wrong) == 1:
+        return wrong[0]
+    kinds_alone = all(isinstance(each, TypeError) for each in wrong)
+    return (TypeError if kinds_alone else ValueError)("\n".join(map(str, wrong)))
+
+
+def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collection[str], hints: Mapping[str, str]) -> None:
+    """`function` is whose options they are, for messages; hints: for names of other functions."""
+    for name in given:
+        if name not in known:
+            hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1))
+            wrong.append(TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (hint and f"; {hint}")))
+
+
+def is_whole(x: object) -> bool:
+    """Whether x is an integer, of Python, NumPy or a compiler, and no bool."""
+    return (isinstance(x, int) or (hasattr(x, "__index__") and known_framework(x) is None)) and not is_bool(x)
+
+
+def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Array) -> bool:
+    """Whether x is an array: of q's kind, where q lies, unless q itself is none; then framework is None."""
+    if (refused := unfit(name, x, framework, "q", None if framework is None else q)) is not None:
+        wrong.append(refused)
+    elif x.ndim > MAX_RANK and name not in ("q", "k", "v"):  # those are held to a rank of their own
+        wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes"))
+    else:
+        return True
+    return False
+
+
+def flag(wrong: Wrong, name: str, x: Any) -> bool:
+    if is_bool(x):
+        return bool(x)
+    wrong.append(TypeError(f"{name}: {kind(x)} {shown(x)}; accepted is True or False"))
+    return False
+
+
+def number(wrong: Wrong, name: str, x: Any) -> float:
+    """x as a float; without a meaning where something is wrong with it."""
+    numpy = sys.modules.get("numpy")
+    scalar = isinstance(x, (int, float)) or (hasattr(x, "__float__") and known_framework(x) is None)
+    if not scalar or is_bool(x) or (numpy is not None and isinstance(x, _no_numbers(numpy))):
+        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a number"))
+        return 0.0
+    try:
+        return float(x)
+    except (OverflowError, TypeError, ValueError):
+        wrong.append(ValueError(f"{name}: {shown(x)}; accepted is a number that float64 has"))
+        return 0.0
+
+
+def _no_numbers(numpy: Any) -> tuple[type, ...]:
+    """Of NumPy's scalars, which all have __float__."""
+    return numpy.complexfloating, numpy.flexible, numpy.datetime64, numpy.timedelta64
+
+
+def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:
+    if not is_whole(x):
+        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer"))
+    elif not least <= x <= most:
+        wrong.append(ValueError(f"{name}: {shown(x)}; accepted are integers from {least} to {most}"))
+    else:
+        return True
+    return False
+
+
+def is_choice(wrong: Wrong, name: str, x: Any, choices: Collection[str]) -> bool:
+    if not isinstance(x, str) or x not in choices:
+        wrong.append(ValueError(f"{name}: {shown(x)}; accepted is {' or '.join(map(repr, choices))}"))
+        return False
+    return True
+
+
+def plain(x: Any) -> Any:
+    """An integer, as one of Python's; one of a compiler's stays its."""
+    numpy = sys.modules.get("numpy")
+    return int(x) if numpy is not None and isinstance(x, numpy.integer) else x

@@ -1,0 +1,135 @@
+"""The operators strobe::attention_forward and strobe::attention_backward, as torch.compile and PyTorch's dispatcher see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _eager, _repeated, _run
+from ._abi import BACKWARD, FORWARD
+from ._options import FIELDS, GRADIENTS, INPUTS
+from ._repeated import Seen, made_ready
+from ._request import Request
+from .arrays.torch import TORCH
+
+# The operators take everything that a call consists of, so that a graph holds nothing else. What is at its default is neither passed
+# nor kept in a graph.
+_SCHEMA_TYPES = {bool: "bool", int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?", str | None: "str?"}
+_ARGUMENTS = ", ".join(
+    ["Tensor q, Tensor k, Tensor v, *"]
+    + [f"Tensor? {name}=None" for name in INPUTS if name not in ("q", "k", "v")]
+    + [f"{_SCHEMA_TYPES[field.type]} {name}={field.default}" for name, field in FIELDS.items()]
+)
+# Results lie in memory as the inputs do: a compiler may not choose other strides for these.
+_TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
+FORWARD_NAME, BACKWARD_NAME = "strobe::attention_forward", "strobe::attention_backward"
+torch.library.define(FORWARD_NAME, f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+torch.library.define(
+    BACKWARD_NAME,
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needed) -> Tensor[]",  # as GRADIENTS
+    tags=_TAGS,
+)
+forward = torch.ops.strobe.attention_forward.default
+backward = torch.ops.strobe.attention_backward.default
+
+
+def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
+    p = Request({"q": q, "k": k, "v": v}, {})
+    for name, x in given.items():
+        (p.options if name in FIELDS else p.arrays)[name] = x
+    return p
+
+
+def _names(needed: list[bool], p: Request) -> list[str]:
+    """Those of GRADIENTS that are needed."""
+    if len(needed) != len(GRADIENTS):
+        raise ValueError(f"needed: {len(needed)} values; accepted are {len(GRADIENTS)}, of {', '.join(GRADIENTS)}")
+    names = [name for name, wanted in zip(GRADIENTS, needed, strict=True) if wanted]
+    for name in names:
+        if GRADIENTS[name] not in p.arrays:
+            raise ValueError(f"needed: {name} of a call without {GRADIENTS[name]}; accepted are the gradients of what is given")
+    return names
+
+
+def _again(
+    direction: int,
+    prefix: bytes,
+    tensors: tuple[Tensor, ...],
+    given: dict[str, Any],
+    request: Callable[[], Request],
+    known: dict[str, Tensor],
+    results: Callable[[Request], dict[str, Tensor]],
+) -> tuple[Tensor, ...] | None:
+    """Runs the call as one that is made ready, from the second time on; None if it has to be made in full."""
+    if (found := _eager.run(_repeated.CALLS.lately, prefix, tensors, given)) is not None:
+        return found
+    key = _eager.key(prefix, tensors, given)
+    if key is None:
+        return None
+    p = request()
+    if p.options.get("engine") == _run.ORACLE:
+        return None
+    seen = _repeated.CALLS.get(key)
+    if seen is None:
+        _repeated.CALLS.keep(key, Seen(p.options))
+        return None
+    if isinstance(seen, Seen):
+        made = results(p)
+        _repeated.CALLS.keep(key, made_ready(p, known, made, direction, form=bytes(range(len(made)))))
+    return _eager.run(_repeated.CALLS.lately, prefix, tensors, given)
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    request = partial(_request, q, k, v, given)
+    found = _again(FORWARD, b"forward", (q, k, v), given, request, {}, partial(_run.results, TORCH))
+    if found is None:
+        return _run.forward(TORCH, request())
+    out, lse = found
+    return out, lse
+
+
+@torch.library.register_fake(FORWARD_NAME)
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    return tuple(_run.results(TORCH, _request(q, k, v, given)).values())
+
+
+def with_dense_rows(dout: Tensor, bshd: bool) -> Tensor:
+    """dout, or a copy: GPU kernels that fetch whole tiles want columns that lie side by side, and rows that are not all one. An expanded
+    batch or head they take as it is."""
+    row = {3: 0, 4: 1 if bshd else 2}.get(dout.dim())
+    if row is None or (dout.stride(-1) == 1 and (dout.stride(row) or dout.shape[row] == 1)):
+        return dout
+    return dout.contiguous()
+
+
+def run_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
+) -> list[Tensor]:
+    if dout.is_cuda:
+        dout = with_dense_rows(dout, "bshd" in given)
+    known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    request = partial(_request, q, k, v, given)
+    if any(needed):
+        prefix = b"backward" + bytes(needed) + bytes([dlse is not None])
+        tensors = (*known.values(), q, k, v)
+        found = _again(BACKWARD, prefix, tensors, given, request, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
+        if found is not None:
+            return list(found)
+    p = request()
+    return list(_run.backward(TORCH, p, known, _names(needed, p)).values())
+
+
+@torch.library.register_fake(BACKWARD_NAME)
+def _fake_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
+) -> list[Tensor]:
+    p = _request(q, k, v, given)
+    return list(_run.gradients(TORCH, p, _names(needed, p)).values())
+
+
+torch.library.impl(FORWARD_NAME, "CompositeExplicitAutograd", run_forward)
+torch.library.impl(BACKWARD_NAME, "CompositeExplicitAutograd", run_backward)

@@ -1,0 +1,356 @@
+"""The one table of the options of strobe.attention(): the rows are the keys of AttentionOptions, each with its type and what a row says.
+
+A row says the default, the words of help() and how a value becomes fields of the C ABI. From the table come the signature, the docstring,
+the defaults, the operators' schemas and what is handed to the library. The page docs/reference.md, the structs of strobe.h and the options
+that the tests combine are held to it by tests/python/test_options.py. So a new option is a row here, a field at the end of a C struct, and
+what computes it.
+"""
+
+import inspect
+from collections.abc import Iterator
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
+
+from ._checks import Wrong, flag, is_choice, is_integer, is_whole, number, plain
+from ._core import lib
+from ._kinds import shown
+
+if TYPE_CHECKING:
+    from ._blockmask import BlockMask
+    from .arrays.base import Array
+
+INT32_MAX, INT64_MIN, INT64_MAX = 2**31 - 1, -(2**63), 2**63 - 1
+MAX_HEAD_DIM = 256  # src/attention/validate.cpp
+_UNDOCUMENTED = ""  # the words are those of the row before
+
+
+class Field(NamedTuple):
+    """A number, flag or name that the operators and the library are given, beside the tensors."""
+
+    type: Any
+    default: Any
+    has: bool = False  # strobe_attention says by a has_... whether it is given
+    in_struct: bool = True  # a field of strobe_attention
+
+
+class Row:
+    """An option. Its kinds differ in what they accept and in the fields that they give."""
+
+    def __init__(self, default: Any, doc: str):
+        self.default = default
+        self.doc = doc
+
+    def fields(self, name: str) -> dict[str, Field]:
+        """What it becomes."""
+        return {}
+
+    def tensors(self, name: str) -> tuple[str, ...]:
+        """The tensors of strobe_tensors that it becomes."""
+        return ()
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        """The fields of an x that is not the default; what is wrong with it goes to `wrong`."""
+        return {}
+
+
+class Flag(Row):
+    def __init__(self, doc: str):
+        super().__init__(False, doc)
+
+    def fields(self, name: str) -> dict[str, Field]:
+        return {name: Field(bool, False)}
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        return {name: True} if flag(wrong, name, x) else {}
+
+
+class Number(Row):
+    """absent: of the field, where None is the default but the library takes no has_..."""
+
+    def __init__(self, default: float | None, doc: str, absent: float | None = None):
+        super().__init__(default, doc)
+        self.absent = default if absent is None else absent
+
+    def fields(self, name: str) -> dict[str, Field]:
+        return {name: Field(float | None, None, has=True) if self.absent is None else Field(float, self.absent)}
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        found: Wrong = []
+        value = number(found, name, x)
+        wrong += found
+        return {} if found else {name: value}
+
+
+class Whole(Row):
+    """An integer from `least` to `most`; None: 0, which leaves it to the library."""
+
+    def __init__(self, least: int, most: int, doc: str, in_struct: bool = True):
+        super().__init__(None, doc)
+        self.least, self.most, self.in_struct = least, most, in_struct
+
+    def fields(self, name: str) -> dict[str, Field]:
+        return {name: Field(int, 0, in_struct=self.in_struct)}
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        return {name: plain(x)} if is_integer(wrong, name, x, self.least, self.most) else {}
+
+
+class Choice(Row):
+    """One of several words, of which the first is the default."""
+
+    def __init__(self, choices: dict[str, int], doc: str):
+        super().__init__(next(iter(choices)), doc)
+        self.choices = choices
+
+    def fields(self, name: str) -> dict[str, Field]:
+        return {name: Field(int, self.choices[self.default])}
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        return {name: self.choices[x]} if is_choice(wrong, name, x, self.choices) else {}
+
+
+class Layout(Choice):
+    """The library knows one layout: the views of tensors are turned for it."""
+
+    def fields(self, name: str) -> dict[str, Field]:
+        return {"bshd": Field(bool, False, in_struct=False)}
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        return {"bshd": True} if is_choice(wrong, name, x, self.choices) and self.choices[x] else {}
+
+
+class Window(Row):
+    def __init__(self, doc: str):
+        super().__init__(None, doc)
+
+    def fields(self, name: str) -> dict[str, Field]:
+        return dict.fromkeys(("window_left", "window_right"), Field(int | None, None, has=True))
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        sides = x if isinstance(x, (tuple, list)) else (x, x)
+        whole = all(side is None or is_whole(side) for side in sides)
+        if len(sides) != 2 or not whole or not all(side is None or 0 <= side <= INT64_MAX for side in sides):
+            error = ValueError if whole else TypeError
+            accepted = "(left, right), each None (no bound) or an integer from 0 on, in 64 bits, or one integer for both"
+            wrong.append(error(f"{name}: {shown(x)}; accepted is {accepted}"))
+            return {}
+        return {field: plain(side) for field, side in zip(self.fields(name), sides, strict=True) if side is not None}
+
+
+class Seed(Row):
+    """An integer of 64 bits. _request.py, which knows of seed, offset and rng together, hands it on."""
+
+    def __init__(self, doc: str):
+        super().__init__(None, doc)
+
+    def fields(self, name: str) -> dict[str, Field]:
+        return {name: Field(int, 0)}  # signed, as PyTorch's operators take integers
+
+
+class Name(Row):
+    def __init__(self, doc: str):
+        super().__init__(None, doc)
+
+    def fields(self, name: str) -> dict[str, Field]:
+        return {name: Field(str | None, None)}
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        if isinstance(x, str) and x.isprintable() and 0 < len(x) < 80:
+            return {name: x}
+        error = ValueError if isinstance(x, str) else TypeError
+        wrong.append(error(f"{name}: {shown(x)}; accepted is a name out of strobe.engines(), or None"))
+        return {}
+
+
+class Tensor(Row):
+    """An array of q's kind, where q lies."""
+
+    def __init__(self, doc: str, has_gradient: bool = False):
+        super().__init__(None, doc)
+        self.has_gradient = has_gradient
+
+    def tensors(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+
+class Blocks(Row):
+    """A BlockMask: its four arrays and the size of a block."""
+
+    def __init__(self, doc: str):
+        super().__init__(None, doc)
+
+    def fields(self, name: str) -> dict[str, Field]:
+        return dict.fromkeys(("block_q", "block_k"), Field(int, 0))
+
+    def tensors(self, name: str) -> tuple[str, ...]:
+        return ("block_rows", "block_cols", "block_rows_t", "block_cols_t")
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of strobe.attention(), which documents them."""
+
+    causal: Annotated["bool", Flag("query i sees the keys j <= i + offset of the alignment.")]
+    window: Annotated[
+        "int | tuple[int | None, int | None] | None",
+        Window("(left, right): i + offset - left <= j <= i + offset + right; None on a side: no bound; one integer: both sides."),
+    ]
+    alignment: Annotated[
+        "str",
+        Choice(
+            {"bottom_right": lib.STROBE_BOTTOM_RIGHT, "top_left": lib.STROBE_TOP_LEFT},
+            'of causal, window and alibi_slopes. "bottom_right": the last query stands at the last key, offset = Sk - Sq; '
+            '"top_left": the first at the first, offset = 0.',
+        ),
+    ]
+    scale: Annotated["float | None", Number(None, "of q·k. None: 1/sqrt(D), or 1 with a hyperbolic score.")]
+    softcap: Annotated["float", Number(0.0, "c > 0 makes each score c · tanh(score / c), before what is added to it.")]
+    score: Annotated[
+        "str",
+        Choice(
+            {"dot": lib.STROBE_DOT, "hyperbolic": lib.STROBE_HYPERBOLIC},
+            '"dot": scale · q·k, or its softcap; "hyperbolic": -beta · arccosh(max(-x, 1)) - shift of x = scale · q·k, which is to be a '
+            "Lorentz product. hyperbolic_attention() makes it one.",
+        ),
+    ]
+    beta: Annotated["float | None", Number(None, "of a hyperbolic score. beta > 0, 1 if None.", absent=0.0)]
+    shift: Annotated["float", Number(0.0, _UNDOCUMENTED)]
+    mask: Annotated[
+        "Array | None",
+        Tensor(
+            "bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory. Missing axes are the first ones: a "
+            "padding mask (B, Sk) is written mask[:, None, None, :]. Given as it is, it would be read as (Sq, Sk) where B = Sq."
+        ),
+    ]
+    bias: Annotated[
+        "Array | None",
+        Tensor("added to the scores; broadcasts likewise; q's dtype or float32. Its gradient is summed over what was broadcast.", True),
+    ]
+    alibi_slopes: Annotated[
+        "Array | None",
+        Tensor("float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores. They have no gradient."),
+    ]
+    sinks: Annotated[
+        "Array | None",
+        Tensor("float32 (float64 with float64) (H,): a logit per head that joins the softmax's denominator and no value.", True),
+    ]
+    dropout: Annotated[
+        "float",
+        Number(
+            0.0,
+            "the probability of dropping an element of the softmax, 0 <= p < 1, in steps of 1/256 and, unless 0, at least one of them; "
+            "what is kept is scaled up.",
+        ),
+    ]
+    seed: Annotated[
+        "int | None",
+        Seed(
+            "integers that choose the dropout mask. Without them and rng they are drawn from the default generator of torch "
+            "(torch.manual_seed) or NumPy (np.random.seed)."
+        ),
+    ]
+    offset: Annotated["int | None", Seed(_UNDOCUMENTED)]
+    rng: Annotated["Array | None", Tensor("the same two as an int64 tensor (2,), where q lies.")]
+    cu_seqlens_q: Annotated[
+        "Array | None",
+        Tensor(
+            "int32 (B + 1,): packed sequences of various lengths; sequence b holds the tokens [cu_seqlens[b], cu_seqlens[b + 1]), and what "
+            "lies behind the last is padding: its out is 0, its lse -inf. Then q is (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), whatever "
+            "layout says."
+        ),
+    ]
+    cu_seqlens_k: Annotated["Array | None", Tensor(_UNDOCUMENTED)]
+    max_seqlen_q: Annotated[
+        "int | None",
+        Whole(
+            0,
+            INT32_MAX,
+            "upper bounds of the lengths; the size of mask and bias there. None: Tq, Tk; on the CPU the work is that of the longest "
+            "sequence all the same, while a GPU, whose lengths are not read, has the work of a bound of Tq and Tk.",
+        ),
+    ]
+    max_seqlen_k: Annotated["int | None", Whole(0, INT32_MAX, _UNDOCUMENTED)]
+    block_mask: Annotated[
+        "BlockMask | None",
+        Blocks("which blocks of the scores exist at all; a mask of these lengths (of packed sequences, of their maxima)."),
+    ]
+    layout: Annotated[
+        "str",
+        Layout(
+            {"bhsd": False, "bshd": True},
+            'of q, k, v and the output: "bhsd" or "bshd", which is flash-attn\'s and xFormers\'. Nobody notices a wrong one where the '
+            "shapes fit: H and S then change places.",
+        ),
+    ]
+    deterministic: Annotated[
+        "bool",
+        Flag("bitwise the same gradients over runs; on the CPU, and under torch.use_deterministic_algorithms, they always are."),
+    ]
+    exact_max: Annotated["bool", Flag("keep the running maximum of the softmax where an engine would do without.")]
+    allow_tf32: Annotated["bool", Flag("let float32 run as single-pass TF32 on a GPU.")]
+    tile_q: Annotated["int | None", Whole(1, lib.STROBE_MAX_TILE, "a wish for the tile (Br, Bc); explain() says to what it was rounded.")]
+    tile_k: Annotated["int | None", Whole(1, lib.STROBE_MAX_TILE, _UNDOCUMENTED)]
+    engine: Annotated["str | None", Name("run on this engine of strobe.engines() alone; None: on the one with the least predicted time.")]
+    strict: Annotated["bool", Flag("refuse to run on anything but the fastest engine of this device.")]
+    check: Annotated[
+        "bool", Flag("check what lies in device memory (cu_seqlens, block_mask) first, which synchronises; host memory always is.")
+    ]
+    threads: Annotated[
+        "int | None",
+        Whole(
+            1,
+            lib.STROBE_MAX_THREADS,
+            "CPU threads; None: torch.get_num_threads(), for NumPy as many as the process may run on.",
+            in_struct=False,
+        ),
+    ]
+
+
+ROWS: dict[str, Row] = {name: x.__metadata__[0] for name, x in AttentionOptions.__annotations__.items()}
+DEFAULTS: dict[str, Any] = {name: row.default for name, row in ROWS.items()}
+
+# The operators' schemas have these at the end.
+_LAST = ("tile_q", "tile_k", "deterministic", "exact_max", "allow_tf32", "strict", "check", "engine", "bshd", "threads")
+_GIVEN = {field: x for name, row in ROWS.items() for field, x in row.fields(name).items()}
+# What a call says beside its tensors: the fields of strobe_attention, and two that say how the call is made.
+FIELDS: dict[str, Field] = {name: x for name, x in _GIVEN.items() if name not in _LAST} | {name: _GIVEN[name] for name in _LAST}
+_TENSORS = [tensor for name, row in ROWS.items() for tensor in row.tensors(name) if tensor != "rng"]
+# The tensors that a call reads: their names in strobe_tensors, and the order of the operators' arguments.
+INPUTS = ("q", "k", "v", *_TENSORS, "rng")
+BLOCKS = ROWS["block_mask"].tensors("block_mask")
+# The tensors that a backward may be asked for, and the inputs whose gradients they are, in the order of the operators.
+GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v") or getattr(ROWS.get(name), "has_gradient", False)}
+
+HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
+
+# What other attention functions have.
+ELSEWHERE = {
+    "is_causal": "did you mean causal?",
+    "p": "did you mean dropout?",
+    "return_attn_probs": "did you mean return_lse? The probabilities are never made",
+    "attn_mask": "did you mean mask (bool, True = attend) or bias (added to the scores)?",
+    "dropout_p": "did you mean dropout?",
+    "enable_gqa": "k and v may have fewer heads than q without it",
+    "softmax_scale": "did you mean scale?",
+    "window_size": "did you mean window?",
+}
+
+# Where one of these is wrong, nobody can tell what the others should be.
+SIZES = frozenset({"q", "k", "v", "layout", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"})
+
+
+def parameters(kind: Any = inspect.Parameter.KEYWORD_ONLY) -> Iterator[inspect.Parameter]:
+    """Of a signature that shows every option with its type and default."""
+    for name, x in AttentionOptions.__annotations__.items():
+        yield inspect.Parameter(name, kind, default=ROWS[name].default, annotation=x.__origin__.__forward_arg__)
+
+
+def documentation(indent: str) -> str:
+    """The options for the Args of a docstring."""
+    together: list[list[str]] = []
+    for name, row in ROWS.items():
+        if row.doc == _UNDOCUMENTED:
+            together[-1].append(name)
+        else:
+            together.append([name])
+    lines = (f"{', '.join(names)}: {ROWS[names[0]].doc}" for names in together)
+    return "\n".join(fill(line, 136, initial_indent=indent, subsequent_indent=indent + "    ", break_on_hyphens=False) for line in lines)

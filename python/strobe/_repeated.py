@@ -1,0 +1,83 @@
+"""Calls of torch tensors made ready: what does not differ from call to call is found out once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _eager, _run
+from ._call import field_of
+from ._core import ffi, lib
+from ._eager import Ready
+from ._request import Request
+from .arrays.torch import TORCH
+
+_eager.connect(int(ffi.cast("uintptr_t", ffi.addressof(lib, "strobe_glue_run"))))
+
+_MOST = 3 * 1024  # kept, for a call that is differentiated passes three doors; lengths of packed sequences may never come again
+
+
+class Seen(NamedTuple):
+    """A call that was made once."""
+
+    options: dict[str, Any]  # of the operator
+
+
+class Memory:
+    """The calls that were made, by their keys: Ready from the second time on. Those that come again are kept, however many others come but
+    once."""
+
+    def __init__(self) -> None:
+        self.lately: dict[bytes, Seen | Ready] = {}
+        self._before: dict[bytes, Seen | Ready] = {}
+
+    def get(self, key: bytes) -> Seen | Ready | None:
+        found = self.lately.get(key)
+        if found is None and (found := self._before.get(key)) is not None:
+            self.keep(key, found)
+        return found
+
+    def keep(self, key: bytes, call: Seen | Ready) -> None:
+        if len(self.lately) >= _MOST // 2:
+            self.lately, self._before = {}, self.lately
+        self.lately[key] = call
+
+
+# The one memory of all doors: attention(), its gradients, and the two operators, through which compiled graphs come. A key says which door.
+CALLS = Memory()
+
+
+def made_ready(
+    p: Request,
+    known: dict[str, Tensor],
+    made: dict[str, Tensor],
+    direction: int,
+    form: bytes | None = None,
+    function: Callable[..., Any] | None = None,
+    more: object = None,
+) -> Ready:
+    """A call in one direction, but for its addresses.
+
+    known: what it reads beside p.arrays; made: what it returns, as an example; form: for each place of the tuple to return the number of a
+    result, or 255 for None; function: what is called with the Ready and the arrays in place of Ready.run; more: for that function."""
+    call = _run.call(TORCH, p, known, made)
+    prepared = call.prepare(direction)
+    plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
+    lib.strobe_prepared_plan(prepared, plan)
+    device = next(iter(made.values())).device
+    on_gpu = device.type == "cuda"
+    return Ready(
+        owner=prepared,
+        address=int(ffi.cast("uintptr_t", prepared)),
+        fields=bytes(map(field_of, (*known, *p.arrays, *made))),
+        made=tuple((tuple(x.shape), x.stride(), x.dtype) for x in made.values()),
+        device=device,
+        workspace_bytes=plan.workspace_bytes if on_gpu else 0,  # on the CPU the library has its own
+        threads=0 if on_gpu else p.options.get("threads") or torch.get_num_threads(),
+        form=form,
+        function=function,
+        more=more,
+    )

@@ -1,0 +1,186 @@
+"""From what the caller wrote to what the library reads; the same for torch tensors and NumPy arrays.
+
+Kinds and spellings are checked here, shapes and values in the library: it sees every caller, C and C++ included. What is wrong is gathered
+in a list, an exception an argument, so that a caller sees all of it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ._blockmask import BlockMask
+from ._checks import Wrong, check_names, is_array, is_whole, name_of
+from ._kinds import kind, shown
+from ._options import BLOCKS, ELSEWHERE, HYPERBOLIC, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
+from .arrays.base import Array, Framework
+from .arrays.known import known_framework, unfit
+
+_SHAPES = {
+    "q": {"bhsd": "(B, H, Sq, D)", "bshd": "(B, Sq, H, D)", "packed": "(Tq, H, D) with cu_seqlens"},
+    "k": {"bhsd": "(B, Hkv, Sk, D)", "bshd": "(B, Sk, Hkv, D)", "packed": "(Tk, Hkv, D) with cu_seqlens"},
+    "v": {"bhsd": "(B, Hkv, Sk, Dv)", "bshd": "(B, Sk, Hkv, Dv)", "packed": "(Tk, Hkv, Dv) with cu_seqlens"},
+}
+
+
+class Request(NamedTuple):
+    """A call as the library reads it."""
+
+    arrays: dict[str, Array]  # those of _options.INPUTS that are given
+    options: dict[str, Any]  # those of _options.FIELDS that are not at their default
+
+
+def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> tuple[Framework | None, Request]:
+    """The framework is q's. `given`: AttentionOptions. What is wrong is added to `wrong`, and missing in the result."""
+    framework = known_framework(q)
+    arrays: dict[str, Array] = {}
+    options: dict[str, Any] = {}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if is_array(wrong, name, x, framework, q):
+            arrays[name] = x
+    given = without_causal_bias(framework, q, k, given, wrong)
+    for name, x in given.items():
+        row = ROWS.get(name)
+        if row is None:
+            check_names(function, [name], wrong, ROWS, ELSEWHERE)
+        elif x is row.default:
+            continue
+        elif isinstance(row, Tensor):
+            if is_array(wrong, name, x, framework, q):
+                arrays[name] = x
+        elif isinstance(row, Blocks):
+            if not isinstance(x, BlockMask):
+                wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a strobe.BlockMask"))
+            elif framework is not None:
+                arrays.update(zip(BLOCKS, (framework.own(a) for a in x.arrays), strict=True))
+                options["block_q"], options["block_k"] = x.block_q, x.block_k
+        else:
+            options.update(row.read(wrong, name, x))
+
+    if options.get("score") == HYPERBOLIC:
+        options.setdefault("beta", 1.0)
+    elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":
+        wrong.append(ValueError(f"beta: {beta} with score 'dot'; accepted is None, or a hyperbolic score"))
+    layout = given.get("layout", "bhsd")
+    packed = _is_packed(given)
+    if packed:
+        options.pop("bshd", None)
+    if "layout" not in map(name_of, wrong):
+        shapes, rank = ("packed", 3) if packed else (layout, 4)
+        for name in ("q", "k", "v"):
+            if name in arrays and arrays[name].ndim != rank:
+                hint = (
+                    "; did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences?" if name == "q" and arrays[name].ndim == 3 else ""
+                )
+                wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}{hint}"))
+    if isinstance(block_mask := given.get("block_mask"), BlockMask) and not SIZES & set(map(name_of, wrong)):
+        _fits(wrong, block_mask, _lengths(arrays.get("q"), arrays.get("k"), given), given)
+    for side in "qk":
+        name, cu_seqlens = f"max_seqlen_{side}", arrays.get(f"cu_seqlens_{side}")
+        if options.get(name) and not packed:
+            wrong.append(ValueError(f"{name}: {options[name]} without cu_seqlens; accepted is None"))
+        elif options.get(name) == 0 and cu_seqlens is not None and framework is not None and (n := _longest(framework, cu_seqlens)):
+            wrong.append(
+                ValueError(f"{name}: 0, and a sequence has {n} tokens; accepted is {n} or more, or None")
+            )  # to the library, 0 is None
+    _dropout(wrong, arrays, options, given, framework)
+    return framework, Request(arrays, options)
+
+
+def _longest(framework: Framework, cu_seqlens: Array) -> int:
+    """0 where the lengths cannot be read, or are no lengths, which the library says."""
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != framework.xp.int32 or not framework.is_readable(cu_seqlens):
+        return 0
+    return max(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), 0)
+
+
+def _lengths(q: Array | None, k: Array | None, given: Mapping[str, Any]) -> list[int | None]:
+    """Sq and Sk, of packed sequences what max_seqlen_q and max_seqlen_k say; None where that cannot be told."""
+    packed = _is_packed(given)
+    axis = 0 if packed else 1 if given.get("layout") == "bshd" else 2
+    found: list[int | None] = []
+    for x, most in ((q, given.get("max_seqlen_q")), (k, given.get("max_seqlen_k"))):
+        length = x.shape[axis] if x is not None and x.ndim == (3 if packed else 4) else None
+        found.append(most if packed and is_whole(most) and most else length)
+    return found
+
+
+def _is_packed(given: Mapping[str, Any]) -> bool:
+    return given.get("cu_seqlens_q") is not None or given.get("cu_seqlens_k") is not None
+
+
+def _has_band(given: Mapping[str, Any]) -> bool:
+    """Whether the alignment means something."""
+    return given.get("causal") is True or any(given.get(name) is not None for name in ("window", "alibi_slopes"))
+
+
+def without_causal_bias(framework: Framework | None, q: Array, k: Array, given: Mapping[str, Any], wrong: Wrong) -> Mapping[str, Any]:
+    """The options, with causal and an alignment in place of a mask or bias that is but a name for them."""
+    for name in ("mask", "bias"):
+        found = framework.causal_bias(given.get(name)) if framework is not None else None
+        if found is None:
+            continue
+        alignment, *lengths = found
+        given = {option: x for option, x in given.items() if option != name}
+        arrays = [x if unfit("", x, framework) is None else None for x in (q, k)]
+        own, aligned = _lengths(arrays[0], arrays[1], given), given.get("alignment", "bottom_right")
+        said = f"{name}: a causal bias of {lengths[0]} x {lengths[1]}, {alignment}"
+        if _is_packed(given):
+            wrong.append(ValueError(f'{said}, with cu_seqlens; accepted is causal=True, alignment="{alignment}"'))
+        elif any(there is not None and here != there for here, there in zip(lengths, own, strict=True)):
+            wrong.append(ValueError(f"{said}; accepted is one of {own[0]} x {own[1]}, as q and k have"))
+        elif lengths[0] != lengths[1] and aligned != alignment and _has_band(given):
+            wrong.append(ValueError(f"{said}, beside causal, window or alibi_slopes, {aligned}; accepted is one alignment"))
+        else:
+            given = {**given, "causal": True, "alignment": alignment}
+    return given
+
+
+def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mapping[str, Any]) -> None:
+    """Whether the call has the mask's lengths, and its alignment where that has an effect."""
+    if None in lengths:
+        return
+    aligned = given.get("alignment", "bottom_right")
+    if [mask.seqlen_q, mask.seqlen_k] != lengths:
+        whose = "the maxima of the sequences" if _is_packed(given) else "q and k"
+        accepted = f"accepted is one of {lengths[0]} queries and {lengths[1]} keys, as {whose} have"
+        if _is_packed(given) and any(given.get(name) is None for name in ("max_seqlen_q", "max_seqlen_k")):
+            accepted += "; without max_seqlen_q and max_seqlen_k these are the numbers of tokens"
+        wrong.append(ValueError(f"block_mask: of {mask.seqlen_q} queries and {mask.seqlen_k} keys; {accepted}"))
+    elif mask.alignment not in (None, aligned) and "alignment" not in map(name_of, wrong) and _has_band(given):
+        accepted = f"accepted beside causal, window or alibi_slopes is the alignment of these, {aligned}"
+        wrong.append(ValueError(f'block_mask: {mask.alignment}; {accepted}: make it with alignment="{aligned}"'))
+
+
+def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
+    if not is_whole(x):
+        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer; an array goes into rng"))
+    elif not INT64_MIN <= x < 2**64:
+        wrong.append(ValueError(f"{name}: {shown(x)}; accepted are integers of 64 bits"))
+    else:
+        return True
+    return False
+
+
+def _dropout(
+    wrong: Wrong, arrays: dict[str, Array], options: dict[str, Any], given: Mapping[str, Any], framework: Framework | None
+) -> None:
+    """Sees to it that rng, or seed and offset, are there if dropout is, and only then."""
+    seed, offset = given.get("seed"), given.get("offset")
+    seeded = [is_seed(wrong, name, x) for name, x in (("seed", seed), ("offset", offset)) if x is not None]
+    if given.get("rng") is not None and seeded:
+        wrong.append(ValueError("rng: given beside seed or offset; accepted is one of the two"))
+    elif offset is not None and seed is None and all(seeded):
+        wrong.append(ValueError("offset: given without seed; accepted is seed alone, or both"))
+    if options.get("dropout", 0.0) == 0.0:
+        arrays.pop("rng", None)
+    elif seed is not None and all(seeded):
+        options.update(seed_options(seed, offset))
+    elif "rng" not in arrays and framework is not None and not wrong:
+        arrays["rng"] = framework.drawn_rng(arrays["q"])
+
+
+def seed_options(seed: int | None, offset: int | None) -> dict[str, int]:
+    """The two as fields."""
+    given = {name: int(x) for name, x in (("seed", seed), ("offset", offset)) if x is not None}
+    return {name: x - 2**64 if x > INT64_MAX else x for name, x in given.items() if x}

@@ -1,0 +1,61 @@
+"""Whose an array is, and whether the package takes it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .._kinds import kind
+from .base import Array, Framework
+
+
+def known_framework(x: object) -> Framework | None:
+    """For arrays of x's kind; None if it is no array. Imports neither torch nor NumPy: whoever has an array has done so."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        import strobe.arrays.torch  # every call comes by here, and "from" takes a microsecond more
+
+        return strobe.arrays.torch.TORCH
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(x, numpy.ndarray):
+        from .numpy import NUMPY
+
+        return NUMPY
+    return None
+
+
+def no_array(name: str, x: object) -> TypeError:
+    return TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor or a numpy.ndarray")
+
+
+def unfit(name: str, x: Any, framework: Framework | None = None, beside: str = "q", q: Array | None = None) -> Exception | None:
+    """Why x is no array that the package takes: of `framework`, if that is known, as the argument `beside` is, and where q lies.
+
+    Every array of every function passes here; what its shape and dtype have to be is checked elsewhere."""
+    own = framework if framework is not None and framework.is_array(x) else known_framework(x)
+    if framework is not None and own is not framework:
+        return TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as {beside} is")
+    return no_array(name, x) if own is None else own.unfit(name, x, beside, q)
+
+
+def framework_of(name: str, x: object) -> Framework:
+    """known_framework, where x has to be an array; `name` is x's in a message."""
+    framework = known_framework(x)
+    if framework is None:
+        raise no_array(name, x)
+    if (refused := framework.unfit(name, x)) is not None:
+        raise refused
+    return framework
+
+
+def framework_like(like: Array | None) -> Framework:
+    """For arrays that come from no other: `like`'s, or without it torch if the program has imported torch, else NumPy."""
+    if like is not None:
+        return framework_of("like", like)
+    if sys.modules.get("torch") is not None:
+        from .torch import TORCH
+
+        return TORCH
+    from .numpy import NUMPY
+
+    return NUMPY

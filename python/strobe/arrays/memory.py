@@ -1,0 +1,35 @@
+"""Torch tensors and their memory: which are their numbers and nothing else, and where new ones come from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+def is_lazy(x: Tensor) -> bool:
+    """Whether its memory does not hold its numbers, or it has none: a negation or zeros that the dispatcher makes when it is read."""
+    return x.is_neg() or x._is_zerotensor()
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """x, or its numbers written out."""
+    return x.clone() if is_lazy(x) else x
+
+
+class OutOfMemoryError(MemoryError, torch.cuda.OutOfMemoryError):
+    """For who expects Python's error, and for who expects PyTorch's."""
+
+
+def allocated(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised; strides: None for those of a tensor without gaps."""
+    try:
+        if strides is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    except RuntimeError as failed:
+        text = str(failed)
+        if isinstance(failed, torch.cuda.OutOfMemoryError) or "t allocate memory" in text or "overflow" in text:
+            raise OutOfMemoryError(text) from None
+        raise

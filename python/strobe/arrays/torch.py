@@ -1,0 +1,150 @@
+"""Torch tensors."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .._abi import CPU, CUDA, DTYPES, MAX_RANK, NO_DTYPE
+from .._core import lib
+from . import tensor_kinds
+from .base import Framework
+from .memory import PLAIN, allocated, in_memory
+
+_DTYPES = {getattr(torch, name): code for name, code in DTYPES.items()}
+
+# In PyTorch's runtime the CPU's operators run on OpenMP threads; share them.
+lib.strobe_glue_find_openmp()
+
+
+class Torch(Framework):
+    name = "torch.Tensor"
+    bool_dtype = torch.bool
+    is_traced = True
+
+    @property
+    def xp(self) -> Any:
+        return torch
+
+    def is_array(self, x: object) -> bool:
+        return isinstance(x, Tensor)
+
+    def unfit(self, name: str, x: Tensor, beside: str = "q", q: Tensor | None = None) -> Exception | None:
+        return tensor_kinds.unfit(name, x, beside, q)
+
+    def without_values(self, name: str, x: Tensor) -> Exception | None:
+        return tensor_kinds.without_values(name, x)
+
+    def is_readable(self, x: Tensor) -> bool:
+        return type(x) in PLAIN and x.is_cpu and is_alone()
+
+    def causal_bias(self, x: object) -> tuple[str, int, int] | None:
+        return tensor_kinds.causal_bias(x)
+
+    def overriding(self, arguments: Iterable[object]) -> Sequence[Tensor]:
+        return tensor_kinds.overriding(arguments)
+
+    def handed_over(self, kinds: Sequence[Tensor], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return torch.overrides.handle_torch_function(function, kinds, *args, **kwargs)
+
+    def autocast(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+        device = arrays["q"].device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            return _autocast(arrays, torch.get_autocast_dtype(device))
+        return arrays
+
+    def is_deterministic(self) -> bool:
+        return torch.are_deterministic_algorithms_enabled()
+
+    def drawn_rng(self, q: Tensor) -> Tensor:
+        return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+
+    def own(self, x: Any) -> Tensor:
+        return x if isinstance(x, Tensor) else torch.from_numpy(x)
+
+    def view(self, tensor: Any, name: str, x: Tensor, swap_1_2: bool) -> Tensor:
+        rank = x.dim()
+        if rank > MAX_RANK:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes")
+        if type(x) not in PLAIN and not x.is_meta and (refused := self.without_values(name, x)) is not None:
+            raise refused
+        if x.is_cpu:
+            device, index = CPU, 0
+        elif x.is_cuda:
+            device, index = CUDA, x.get_device()
+        else:
+            raise NotImplementedError(f"{name}: on device {x.device}; accepted are cpu and cuda")
+        x = in_memory(x)
+        lib.strobe_glue_tensor(tensor, x.data_ptr(), _DTYPES.get(x.dtype, NO_DTYPE), device, index, rank, x.shape, x.stride(), swap_1_2)
+        return x
+
+    def default_threads(self) -> int:
+        return torch.get_num_threads()
+
+    def stream(self, x: Tensor) -> int | None:
+        return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
+
+    def scratch(self, x: Tensor, count: int) -> tuple[Tensor, int]:
+        found = allocated((count,), (1,), torch.uint8, x.device)
+        return found, found.data_ptr()
+
+    def empty(self, like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return allocated(shape, None, dtype, torch.device("cpu") if like is None else like.device)
+
+    def dense_like(self, x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        shape = (*x.shape[:-1], width)
+        if x.dim() == 4 and x.stride(1) < x.stride(2):
+            _, m, n, _ = shape
+            return allocated(shape, (m * n * width, width, m * width, 1), dtype, x.device)
+        return allocated(shape, None, dtype, x.device)
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
+    def constant(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+    def repeat(self, x: Tensor, counts: Any, axis: int) -> Tensor:
+        return torch.repeat_interleave(x, counts, axis)
+
+    def arange(self, n: int, like: Tensor) -> Tensor:
+        return torch.arange(n, device=like.device)
+
+    def on_host(self, x: Tensor) -> Tensor:
+        return in_memory(x).cpu().contiguous()
+
+    def address(self, x: Tensor) -> int:
+        return x.data_ptr()
+
+    def int32(self, values: array[int], like: Tensor | None = None) -> Tensor:
+        found = torch.frombuffer(values, dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32, device="cpu")
+        return found if like is None else found.to(like.device)
+
+
+TORCH = Torch()
+
+
+def is_alone() -> bool:
+    """No compiler, transform or mode wants to see the call."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+def _autocast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """As autocast treats scaled_dot_product_attention: q, k, v in `dtype`, float64 left alone. A float32 bias is taken as it is."""
+    cast = dict(arrays)
+    for name in ("q", "k", "v", "bias"):
+        x = arrays.get(name)
+        if x is not None and x.is_floating_point() and x.dtype != torch.float64 and not (name == "bias" and x.dtype == torch.float32):
+            cast[name] = x.to(dtype)
+    return cast

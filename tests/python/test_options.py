@@ -1,0 +1,139 @@
+"""Who is made from the table of options, or repeats it: each consumer, held to python/strobe/_options.py."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import torch
+
+import cases
+import strobe
+from strobe import _options
+from strobe._core import ffi
+from strobe._options import BLOCKS, DEFAULTS, FIELDS, GRADIENTS, INPUTS, ROWS
+
+ROOT = Path(__file__).parents[2]
+IN_STRUCT = {name: field for name, field in FIELDS.items() if field.in_struct}
+
+
+def members(struct: str) -> dict[str, str]:
+    """A C struct's, without its size and what is reserved: name and type."""
+    return {name: x.type.cname for name, x in ffi.typeof(struct).fields if name not in ("size", "reserved")}
+
+
+def test_the_signature():
+    shown = inspect.signature(strobe.attention).parameters
+    assert [*shown] == ["q", "k", "v", "return_lse", *ROWS]
+    for name, default in DEFAULTS.items():
+        assert shown[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert shown[name].default == default
+
+
+def test_the_types_are_types():
+    """They are written as strings, which nothing evaluates when the package runs."""
+    names = {"Array": object, "BlockMask": strobe.BlockMask}
+    for name, hint in get_type_hints(_options.AttentionOptions, localns=names).items():
+        default = DEFAULTS[name]
+        assert default is None or isinstance(default, hint), name
+
+
+def test_the_docstring():
+    arguments = inspect.getdoc(strobe.attention).split("Args:\n")[1].split("\n\nReturns:")[0]
+    documented = [name for names in re.findall(r"^    ((?:\w+, )*\w+): ", arguments, re.MULTILINE) for name in names.split(", ")]
+    assert documented == ["q", "k", "v", "return_lse", *ROWS]
+    assert all(len(line) <= 136 for line in arguments.splitlines())
+    words = " ".join(arguments.split())
+    assert all(row.doc in words for row in ROWS.values())
+
+
+def test_the_operators():
+    """Everything that a call consists of is an argument by name, and what is absent is not in a graph."""
+    known = {
+        "bool": bool,
+        "int": int,
+        "Optional[int]": int | None,
+        "float": float,
+        "Optional[float]": float | None,
+        "Optional[str]": str | None,
+    }
+    for operator in ("attention_forward", "attention_backward"):
+        named = [x for x in getattr(torch.ops.strobe, operator).default._schema.arguments if x.kwarg_only and x.name != "needed"]
+        assert [x.name for x in named] == [*INPUTS[3:], *FIELDS]
+        for x in named:
+            if x.name in INPUTS:
+                assert (str(x.type), x.default_value) == ("Optional[Tensor]", None)
+            else:
+                assert (known[str(x.type).replace("SymInt", "int")], x.default_value) == FIELDS[x.name][:2]
+
+
+def test_the_struct_of_options():
+    c = members("strobe_attention")
+    flags = {name for name in c if name.startswith("has_")}
+    assert flags == {f"has_{name}" for name, field in FIELDS.items() if field.has}
+    assert c.keys() - flags == IN_STRUCT.keys()
+    types = {bool: {"int32_t"}, int: {"int32_t", "int64_t", "uint64_t"}, float: {"double"}, str: {"char *", "char const *"}}
+    for name, field in IN_STRUCT.items():
+        (kind,) = (x for x in types if x in (field.type, *getattr(field.type, "__args__", ())))
+        assert c[name] in types[kind], name
+
+
+def test_zero_is_absent_in_the_struct():
+    assert all(not field.default for field in IN_STRUCT.values())
+
+
+def test_the_structs_of_tensors():
+    assert tuple(members("strobe_tensors"))[: len(INPUTS)] == INPUTS
+    assert [*members("strobe_addresses")] == [*members("strobe_tensors")]
+    assert members("strobe_tensors").keys() - {*INPUTS} == {"out", "lse", "dout", "dlse", *GRADIENTS}
+
+
+def test_the_struct_of_cpp():
+    text = (ROOT / "include/strobe/strobe.hpp").read_text().split("struct Attention {")[1].split("\n};")[0]
+    declared = set(re.findall(r"(\w+) = ", re.sub("//.*", "", text)))
+    assert declared == {*IN_STRUCT, *INPUTS}
+
+
+def test_the_module_and_hyperbolic_attention():
+    """The one takes what is no tensor, the other what the distance leaves room for."""
+    tensors = {name for name, row in ROWS.items() if set(row.tensors(name)) - set(BLOCKS)}
+    for name, default in DEFAULTS.items():
+        if name in tensors:
+            with pytest.raises(TypeError, match=f"^{name}: "):
+                strobe.nn.FlashAttention(16, **{name: torch.zeros(1)})
+        else:
+            strobe.nn.FlashAttention(16, **{name: default})
+        point = strobe.hyperbolic.lift(torch.zeros(1, 1, 4, 3))
+        if name in ("score", "shift", "softcap", "scale"):
+            with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+                strobe.hyperbolic_attention(point, point, point, **{name: 1.0})
+        else:
+            strobe.hyperbolic_attention(point, point, point, **{name: 1.0 if name == "beta" else default})
+
+
+def test_every_option_is_in_the_contract():
+    """But for which engine is asked, which is each in turn, and strict, which is tested in test_errors.py."""
+    used = {name for case in cases.combinations(1) for name in cases.build(case).options}
+    used |= {"tile_q", "tile_k", "threads", *cases.FACTORS["flag"]} if {"tile", "threads"} <= cases.FACTORS.keys() else set()
+    assert ROWS.keys() - used == {"engine", "strict"}
+
+
+def test_what_each_row_reads():
+    """All its fields and no others of a good value, nothing but one refusal of a bad one."""
+    examples = {bool: True, float: 0.5, int: 16, str: "cpu-baseline"}
+    for name, row in ROWS.items():
+        if isinstance(row, (_options.Tensor, _options.Blocks, _options.Seed)):
+            continue
+        x = [*row.choices][1] if isinstance(row, _options.Choice) else (3, 4) if isinstance(row, _options.Window) else None
+        if x is None:
+            (field,) = row.fields(name).values()
+            (kind,) = (k for k in examples if k in (field.type, *getattr(field.type, "__args__", ())))
+            x = examples[kind]
+        wrong: list[Exception] = []
+        assert row.read(wrong, name, x).keys() == row.fields(name).keys()
+        assert not wrong
+        assert row.read(wrong, name, object()) == {}
+        assert len(wrong) == 1
