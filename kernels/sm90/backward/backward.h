@@ -23,7 +23,7 @@ template <BackwardConfig C> struct Backward {
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kTileK = C.tile_k();
   static constexpr int kComputing = 128 * C.kWarpgroups;
 
-  static_assert(!C.wide && kD <= 128 && kDv <= 128);
+  static_assert(!C.roles && kD <= 128 && kDv <= 128);
   static_assert(!C.keys_in_registers || (kD <= 64 && kDv <= 64));
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 

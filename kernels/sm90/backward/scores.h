@@ -27,7 +27,7 @@ template <BackwardConfig C> struct BackwardScores {
   const KeyMajorDropout<F> dropout;
 
   __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const Inputs &in, const KeyBlock &keys, int w)
-      : shared(shared), w(w), part(C.wide ? 0 : w), lane(this_thread<C>() % 32),
+      : shared(shared), w(w), part(C.roles ? 0 : w), lane(this_thread<C>() % 32),
         warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(in, in.sequence(keys.batch), keys.batch),
         dropout{Dropout<F>(in)} {}
 
@@ -178,7 +178,7 @@ private:
 public:
   // What is hidden may be no number, but times 0 it is to be 0. Queries whose LSE or D is none, or that see nothing or are not there: P is
   // no number where they are seen, 0 elsewhere, and so are all products with P, whatever Q and dO: they become 0. Both warpgroups come, when
-  // their products of this tile so far (S; wide: S, and dP) have ended: one clears Q, the other dO.
+  // their products of this tile so far (S; by roles: S, and dP) have ended: one clears Q, the other dO.
   __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
     if (!kHides && !(step.flags & (kMasked | kMasked << 1))) return; // nothing is hidden
     bool found = false;

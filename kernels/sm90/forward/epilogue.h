@@ -68,7 +68,7 @@ template <Config C> __device__ __forceinline__ void store_results(Warpgroup<C> &
       nonfinite |= store_rounded(group, item, row, there, r, factor);
     }
   }
-  if (item.kind() == kOnce) group.judge(overflow || nonfinite);
+  if (item.kind() == kFast) group.judge(overflow || nonfinite);
 }
 
 } // namespace strobe::sm90

@@ -11,7 +11,7 @@ namespace strobe::sm90 {
 // ALiBi and a bias: S stays q.k.
 template <Config C, class Score> struct Line {
   static constexpr Features F = C.features;
-  static constexpr bool kIs = (F.alibi || F.bias) && F.function == kLinear && !F.scaled && (!F.bias || C.wide);
+  static constexpr bool kApplies = (F.alibi || F.bias) && F.function == kLinear && !F.scaled && (!F.bias || C.bias_by_tma);
   const i32 offset, high; // as in Score
   const float unit, full_slope;
   float slope, start; // of the tile: ALiBi's, the latter at the lane's first row and column
@@ -58,7 +58,7 @@ template <Config C, class Score> struct Line {
 // A softcap and nothing else: S stays q.k where it is small, c tanh(x / c) = x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up to
 // kSmall c with a relative error of 5e-5; else it becomes tanh(x / c).
 template <Features F, bool kApproximate> struct Softcap {
-  static constexpr bool kIs = F.function == strobe::kSoftcap && kApproximate && !F.scaled && !F.alibi && !F.bias;
+  static constexpr bool kApplies = F.function == strobe::kSoftcap && kApproximate && !F.scaled && !F.alibi && !F.bias;
   static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;
   float to_caps, most; // from q.k to x / c; |q.k| that is small
   float cap;           // in exp2's unit

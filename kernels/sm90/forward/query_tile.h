@@ -36,7 +36,7 @@ template <Config C> struct QueryTile {
     }
     if (!sees()) drain(turn || any);
     store_results(group, item, softmax);
-    if (item.kind() != kOnce) add_nonfinite(group, item, softmax.dropout.dropout);
+    if (item.kind() != kFast) add_nonfinite(group, item, softmax.dropout.dropout);
   }
 
   __device__ __forceinline__ bool sees() const { return t.begin < visible.end && t.end > visible.begin; }

@@ -14,7 +14,7 @@ template <Config C> struct TileSoftmax {
   static constexpr Features F = C.features;
   using Score = Scores<F, float, C.reference != kExact>;
   using Softcap = sm90::Softcap<F, C.reference != kExact>;
-  static constexpr bool kLine = Line<C, Score>::kIs;
+  static constexpr bool kLine = Line<C, Score>::kApplies;
   static constexpr int kN = C.tile_k;
   // Of l: up to kMost P is what its type holds; from kFar on the reference follows.
   static constexpr float kMost = C.dtype == kF16 ? 65504.0f : 1e30f, kFar = C.dtype == kF16 ? 4096.0f : 1e12f;
@@ -40,25 +40,25 @@ template <Config C> struct TileSoftmax {
         dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b}, q(item.q + 64 * group.w), row(q + 16 * group.warp),
         rows{scores.row(row + tile::lane_row(0), item.h), scores.row(row + tile::lane_row(1), item.h)},
         given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), softcap(scores),
-        rising(item.kind() == kAgain) {}
+        rising(item.kind() == kSafe) {}
 
   // Scores and M are natural logarithms where a tile with a bias is computed again: as low as numbers go, and -inf whatever else there is.
-  __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kOnce; }
+  __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kFast; }
 
   // Q K^T of tile t, in S -> P, in S. value: where its V lies.
   __device__ __forceinline__ void exponentiate(const Tile &t, const Stage<C> &value) {
     if constexpr (F.mask || F.bias) {
-      if (item.kind() != kOnce) clear_nonfinite_v(group, value);
+      if (item.kind() != kFast) clear_nonfinite_v(group, value);
     }
     score_and_hide(t, value);
     if (natural())
       exponentiate(Natural{});
     else if constexpr (kLine)
       exponentiate(line.exponent(given));
-    else if (Softcap::kIs && softcap.small)
+    else if (Softcap::kApplies && softcap.small)
       exponentiate(softcap);
     else
-      exponentiate(Linear{Softcap::kIs ? softcap.cap : scores.unit});
+      exponentiate(Linear{Softcap::kApplies ? softcap.cap : scores.unit});
     if constexpr (F.dropout) {
 #pragma unroll
       for (int n = 0; n < kN / 32; ++n) dropout.draw(random[n], row, t.begin + 32 * n);
@@ -87,7 +87,7 @@ template <Config C> struct TileSoftmax {
       const float l = fmaxf(running.l[0], running.l[1]);
       if (__any_sync(0xFFFFFFFFu, !(l < kFar))) {
         rising = true;
-        if (item.kind() == kOnce && !(l < kMost))
+        if (item.kind() == kFast && !(l < kMost))
           store_shared(group.shared.failed(group.verdicts), 1), store_shared(group.shared.lost(), group.items);
       }
       bool hidden = t.masked; // it may be that a row has seen nothing yet, or only keys beyond it, with ALiBi
@@ -102,14 +102,14 @@ template <Config C> struct TileSoftmax {
 
 private:
   __device__ __forceinline__ void score_and_hide(const Tile &t, const Stage<C> &value) {
-    const bool scored = natural() || (F.additive() && !kLine && !Softcap::kIs);
+    const bool scored = natural() || (F.additive() && !kLine && !Softcap::kApplies);
     if constexpr (kLine) {
       if (!scored) line.begin(S, row, t.begin, t.end);
     }
-    if constexpr (Softcap::kIs) softcap.begin(S);
+    if constexpr (Softcap::kApplies) softcap.begin(S);
     if (t.masked) {
       if constexpr (!F.mask && !F.bias) {
-        if (item.kind() != kOnce) clear_nonfinite_v(group, value);
+        if (item.kind() != kFast) clear_nonfinite_v(group, value);
       }
       if (scored)
         score<true>(t);

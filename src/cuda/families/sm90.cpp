@@ -92,7 +92,7 @@ int load_of(const Config &c) {
   const bool softcap = f.function == kSoftcap, bending = f.function == kHyperbolic, scoring = f.alibi || (f.scaled && !bending);
   if (!!f.mask + !!f.bias + scoring + bending + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
   if (softcap && c.reference == sm90::kExact) return kAnything;
-  if (f.bias) return c.wide ? kBiased : kAnything;
+  if (f.bias) return c.bias_by_tma ? kBiased : kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   if (f.blocks) return kWalking;
   if (f.dropout) return kDrawing;
@@ -112,7 +112,7 @@ Config config_for(const Problem &p, const ForwardTile &t) {
   c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
   c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
   c.blocks_per_sm = t.blocks_per_sm;
-  c.wide = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
+  c.bias_by_tma = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
   return c;
 }
 
@@ -231,7 +231,7 @@ protected:
     a.tma_q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
     a.tma_k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     a.tma_v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
-    if (config.wide) {
+    if (config.bias_by_tma) {
       const bool broadcast = p.bias.stride[2] == 0;
       const int64_t rows = broadcast ? 1 : p.seqlen_q;
       a.tma_bias = mapped(scratch, p.bias, p.seqlen_k, rows, p.heads, p.batch, broadcast ? 1 : 64);

@@ -22,7 +22,7 @@ using passes::RowsConfig;
 using sm90::BackwardConfig;
 
 constexpr KernelSource kBackward{"sm90/backward/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
-constexpr KernelSource kWide{"sm90/backward/wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
+constexpr KernelSource kByRoles{"sm90/backward/roles.h", "strobe::sm90::BackwardRoles", "strobe::sm90::BackwardConfig", true};
 
 constexpr int64_t kNarrow = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
 
@@ -51,8 +51,8 @@ std::string refusal(const Problem &p, const Features &f) {
   return {};
 }
 
-// Do 64 keys a block serve better than 128?
-bool wide(const Problem &p, const Features &f) {
+// Whether warpgroups share 64 keys, each with a role of its own, rather than own 64 each.
+bool by_roles(const Problem &p, const Features &f) {
   if (widest(p) <= 64) return false;
   // A warpgroup's registers with dK and dV.
   const bool again = (f.function && (f.dropout || (f.band && p.deterministic))) || (f.mask && f.dropout && f.band);
@@ -109,8 +109,8 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   c.features = f;
   c.registers_load = 40, c.registers_compute = 232;
   c.deterministic = p.deterministic && p.dq;
-  if (wide(p, f)) {
-    c.wide = 1, c.tile_q = 64;
+  if (by_roles(p, f)) {
+    c.roles = 1, c.tile_q = 64;
     c.head_dim = std::max(c.head_dim, 80); // two blocks of columns, one for each warpgroup
     return c;
   }
@@ -146,7 +146,7 @@ int64_t bundle(const Problem &p, const BackwardConfig &c) {
 
 double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device) {
   // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
-  constexpr double kRate = 5.2e12, kWideRate = 3.9e12, kLaunches = 13e-6, kEnds = 7e-6;
+  constexpr double kRate = 5.2e12, kRolesRate = 3.9e12, kLaunches = 13e-6, kEnds = 7e-6;
   constexpr double kShared = 0.6;        // of the rate, where fewer columns than 128 share a tile of 64 keys: guessed
   constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
   Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
@@ -154,8 +154,8 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device
     const double all = w.mean * double(tiles(p.seqlen_k, c.tile_k()));
     w = {w.scores() / all, all, all};
   }
-  const double columns = c.head_dim + c.head_dim_v, share = c.wide && widest(p) <= kNarrow ? kShared : 1;
-  const double rate = (c.wide ? kWideRate : kRate) * share / (5 * columns);
+  const double columns = c.head_dim + c.head_dim_v, share = c.roles && widest(p) <= kNarrow ? kShared : 1;
+  const double rate = (c.roles ? kRolesRate : kRate) * share / (5 * columns);
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
   return kLaunches + seconds(w, device, 1, rate, kEnds) + bias + rows_seconds(p, c.columns(), c.head_dim_v, !c.owns_dq);
 }
@@ -182,7 +182,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
   if (p.dq) a.dq_sum = scratch.take<float>((c.owns_dq ? blocks * p.group() * a.query_tiles : query_tiles) * c.tile_q * c.columns());
   if (c.deterministic) a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
-  a.first_stores = c.owns_dq || (c.deterministic && !c.wide);
+  a.first_stores = c.owns_dq || (c.deterministic && !c.roles);
   if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
   a.tiles = i32(key_tiles), a.pairs = i32(pairs);
   a.bundle = c.owns_dq ? 1 : i32(bundle(p, c));
@@ -206,7 +206,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
     program.steps.push_back(*settle(p, device, a));
   }
   program.steps.push_back(delta(p, each, a));
-  if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
+  if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
   if (p.dq && !c.owns_dq) program.steps.push_back(convert_dq(p, each, a));
   if (p.dsinks) program.steps.push_back(sink_gradient(p, a));
   if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a));

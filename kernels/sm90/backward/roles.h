@@ -7,7 +7,7 @@
 
 namespace strobe::sm90 {
 
-template <BackwardConfig C> struct BackwardWide {
+template <BackwardConfig C> struct BackwardRoles {
   using Arguments = HopperBackwardArguments;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
@@ -15,7 +15,7 @@ template <BackwardConfig C> struct BackwardWide {
   static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kKeys = 64;
   static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64, kFirst = kBlocks / 2; // of K; of the first warpgroup
-  static_assert(C.wide && !C.exact_p && !C.dq_shared && kBlocks >= 2);
+  static_assert(C.roles && !C.exact_p && !C.dq_shared && kBlocks >= 2);
 
   struct Compute {
     const Arguments &a;
