@@ -6,9 +6,9 @@
 
 namespace strobe {
 
-// Tile: how a family makes dS of a tile of scores: kTileQ, kTileK, kThreads, T; Sum, what a thread has of such a tile; take_queries(b, h, q0),
-// whether there are any; add(sum, lost, k0), with what the roundings lost; put(sum), to shared memory, where at(query, key) is an element;
-// add(x, lost, y) of two numbers.
+// Tile: how a family makes dS of a tile of scores: kTileQ, kTileK, kThreads, T; Sum, what a thread has of such a tile; take_queries(b, h,
+// q0), whether there are any; add(sum, lost, k0), with what the roundings lost; put(sum), to shared memory, where at(query, key) is an
+// element; add(x, lost, y) of two numbers.
 template <i32 kBias, class Tile> __device__ __forceinline__ void bias_gradient(const BackwardArguments &a) {
   extern __shared__ __align__(128) unsigned char shared[];
   using T = typename Tile::T;

@@ -1,4 +1,5 @@
-// Forms of the exponent (device/softmax.h) of Hopper's forward: where options of the score are a few multiply-adds, they join the one that plain scores take.
+// Forms of the exponent (device/softmax.h) of Hopper's forward: where options of the score are a few multiply-adds, they join the one that
+// plain scores take.
 #pragma once
 #include "../../device/scores.h"
 #include "../../device/softmax.h"

@@ -1,5 +1,5 @@
-// Steps of a backward on tensor cores that compute tiles of scores anew: kernels/passes/settle.h and bias_gradient.h, FP16, BF16, and FP32 by
-// TF32.
+// Steps of a backward on tensor cores that compute tiles of scores anew: kernels/passes/settle.h and bias_gradient.h, FP16, BF16, and FP32
+// by TF32.
 #pragma once
 #include <optional>
 
