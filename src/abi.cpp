@@ -8,7 +8,7 @@
 #include "attention/text.h"
 #include "attention/versioned.h"
 #include "cuda/compile/info.h"
-#include "cuda/families/families.h"
+#include "cuda/program/prewarm.h"
 #include "cuda/program/tuning.h"
 #include "prepared.h"
 #include "reference/reference.h"
@@ -248,7 +248,8 @@ int32_t strobe_kernels(const strobe_attention *a, const strobe_tensors *t, int32
 const char *strobe_engine_missing(int32_t index) {
   const char *missing = nullptr;
   guarded([&] {
-    if (engine_at(index) && !strobe::missing(size_t(index)).empty()) missing = strobe::missing(size_t(index)).c_str();
+    const Engine *engine = engine_at(index);
+    if (engine && !strobe::missing(*engine).empty()) missing = strobe::missing(*engine).c_str();
   });
   return missing;
 }

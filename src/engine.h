@@ -16,7 +16,8 @@ struct Plan {
   int64_t tile_q = 0, tile_k = 0; // the tile (Br, Bc) that runs
   uint64_t workspace_bytes = 0;
   double predicted_seconds = 0;
-  std::vector<std::string> notes; // what was rounded or fell back, and why; explain() prints them
+  std::vector<std::string> notes;      // what was rounded or fell back, and why; explain() prints them
+  std::shared_ptr<const void> program; // the engine's own: what run() need not work out again
 };
 
 using Workspace = std::unique_ptr<void, std::function<void(void *)>>;
@@ -52,8 +53,8 @@ struct Choice {
   bool follows = false; // chosen for the forward's sake, not for the least predicted time
 };
 Choice choose(const Problem &, const Execution &, Direction);
-// Whether the backward runs where the forward of the same call would, if that engine takes it. Its P is exp(S - LSE): in fp32 on a GPU, S
-// of another engine than that of which LSE was made has other rounding errors, which are larger than what the contract leaves.
-bool follows_forward(const Problem &, Direction);
+// The same choice where somebody else asks the engines of the problem's device for plans, which may be for another machine than this.
+using Ask = std::function<Answer(const Engine &, Direction)>;
+Choice choose(const Problem &, Direction, const Ask &);
 
 } // namespace strobe

@@ -33,14 +33,14 @@ const std::vector<const Engine *> &engines() {
   return list;
 }
 
-const std::string &missing(size_t index) {
+const std::string &missing(const Engine &engine) {
   struct Reason {
     std::once_flag once;
     std::string text;
   };
   static std::vector<Reason> reasons(engines().size());
-  Reason &reason = reasons[index];
-  std::call_once(reason.once, [&] { reason.text = engines()[index]->missing(); });
+  Reason &reason = reasons[static_cast<size_t>(std::ranges::find(engines(), &engine) - engines().begin())];
+  std::call_once(reason.once, [&] { reason.text = engine.missing(); });
   return reason.text;
 }
 
@@ -58,41 +58,40 @@ void check_engine(const char *wanted) {
                                             "; accepted are ", accepted, "or none for the fastest"));
 }
 
-bool follows_forward(const Problem &problem, Direction direction) {
+// Whether the backward runs where the forward of the same call would, if that engine takes it. Its P is exp(S - LSE): in fp32 on a GPU, S of
+// another engine than that of which LSE was made has other rounding errors, which are larger than what the contract leaves.
+static bool follows_forward(const Problem &problem, Direction direction) {
   return direction == Direction::backward && problem.engine.empty() && problem.dtype == DType::f32 && problem.device_type != STROBE_CPU;
 }
 
-static void follow_forward(Choice &choice, const Problem &problem, const Execution &execution, Direction direction) {
-  if (choice.chosen < 0 || !follows_forward(problem, direction)) return;
-  const Choice forward = choose(problem, execution, Direction::forward);
-  if (forward.chosen < 0) return;
-  const int same = forward.chosen; // the rows are all engines' in both
-  if (same != choice.chosen && std::holds_alternative<Plan>(choice.rows[same].answer)) choice.chosen = same, choice.follows = true;
-}
-
-Choice choose(const Problem &problem, const Execution &execution, Direction direction) {
+Choice choose(const Problem &problem, Direction direction, const Ask &ask) {
   Choice choice;
   double least = 0;
-  for (size_t i = 0; i < engines().size(); i++) {
-    const Engine *engine = engines()[i];
-    const bool named = problem.engine == engine->name();
-    Answer answer = "runs only when asked for by name";
-    if (engine->device_type() != problem.device_type)
-      answer = problem.device_type == STROBE_CPU ? "the tensors are on the CPU" : "the tensors are on a CUDA device";
-    else if (!missing(i).empty())
-      answer = missing(i);
-    else if (named || !engine->only_by_name())
-      answer = engine->plan(problem, execution, direction);
-
-    if (const Plan *plan = std::get_if<Plan>(&answer); plan && (named || problem.engine.empty()))
+  for (const Engine *engine : engines()) {
+    Answer answer = engine->device_type() == problem.device_type ? ask(*engine, direction)
+                    : problem.device_type == STROBE_CPU          ? "the tensors are on the CPU"
+                                                                 : "the tensors are on a CUDA device";
+    if (const Plan *plan = std::get_if<Plan>(&answer); plan && (problem.engine.empty() || problem.engine == engine->name()))
       if (choice.chosen < 0 || plan->predicted_seconds < least) {
         choice.chosen = static_cast<int>(choice.rows.size());
         least = plan->predicted_seconds;
       }
     choice.rows.push_back({engine, std::move(answer)});
   }
-  follow_forward(choice, problem, execution, direction);
+  if (choice.chosen >= 0 && follows_forward(problem, direction)) {
+    const int same = choose(problem, Direction::forward, ask).chosen; // the rows are all engines' in both
+    if (same >= 0 && same != choice.chosen && std::holds_alternative<Plan>(choice.rows[same].answer))
+      choice.chosen = same, choice.follows = true;
+  }
   return choice;
+}
+
+Choice choose(const Problem &problem, const Execution &execution, Direction direction) {
+  return choose(problem, direction, [&](const Engine &engine, Direction direction) -> Answer {
+    if (const std::string &reason = missing(engine); !reason.empty()) return reason;
+    if (engine.only_by_name() && problem.engine != engine.name()) return "runs only when asked for by name";
+    return engine.plan(problem, execution, direction);
+  });
 }
 
 // As it lies where nobody cut it out of something: adjacent, on addresses that every engine likes.

@@ -4,8 +4,8 @@
 
 namespace strobe {
 
-// Why engines()[index] cannot run on this machine (empty if it can); found out once, for it costs system calls.
-const std::string &missing(size_t index);
+// Why one of engines() cannot run on this machine (empty if it can); found out once, for it costs system calls.
+const std::string &missing(const Engine &);
 
 // Throws Error(STROBE_INVALID_ARGUMENT) unless it is null, empty or the name of an engine.
 void check_engine(const char *wanted);

@@ -224,9 +224,9 @@ STROBE_API const char *strobe_engine_missing(int32_t index);
  * does. Initialises the driver, after which a forked child of this process cannot use CUDA. */
 STROBE_API int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed);
 
-/* Of the table of tiles that `strobe tune` measures on a GPU and keeps beside the kernel cache, as JSON: "file", where it lies (empty
- * without a cache folder); "format", "device" and "kernels", which it has to repeat to be used; "ignored", why the one that is there is
- * not. Writes as strobe_explain does. */
+/* Of the table of tiles that `strobe tune` measures on a GPU and keeps beside the kernel cache, lines "name = value": "file", where it lies
+ * (empty without a cache folder); "format", "device" and "kernels", which it has to repeat to be used; "ignored", why the one that is there
+ * is not. Writes as strobe_explain does. */
 STROBE_API int32_t strobe_tuning(int32_t device_index, char *text, size_t capacity, size_t *needed);
 
 /* keep: bool (B,H,Sq,Sk) on the CPU; true where dropout keeps the element. Reads attention.dropout, seed, offset (or rng, int64 (2),

@@ -9,7 +9,7 @@ from operator import index
 from typing import Any
 
 from ._abi import MAX_RANK
-from ._checks import is_whole
+from ._checks import Wrong, is_whole, refusal
 from ._core import ffi, lib
 from ._graphs import outside_graphs
 from ._kinds import shown
@@ -52,8 +52,8 @@ class BlockMask:
 
     @outside_graphs
     def __init__(self, rows: Array, cols: Array, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int):
-        self.seqlen_q, self.seqlen_k = _length("seqlen_q", seqlen_q, 0), _length("seqlen_k", seqlen_k, 0)
-        self.block_q, self.block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
+        lengths = _lengths(seqlen_q=(seqlen_q, 0), seqlen_k=(seqlen_k, 0), block_q=(block_q, 1), block_k=(block_k, 1))
+        self.seqlen_q, self.seqlen_k, self.block_q, self.block_k = lengths
         framework = framework_of("rows", rows)
         nq, nk = self._grid
         for name, x in {"rows": rows, "cols": cols}.items():
@@ -146,8 +146,8 @@ class BlockMask:
         nq, nk = kept.shape[2:]
         sizes = []
         for name, length, count, block in (("seqlen_q", seqlen_q, nq, block_q), ("seqlen_k", seqlen_k, nk, block_k)):
-            block = _length(name.replace("seqlen", "block"), block, 1)
-            length = count * block if length is None else _length(name, length, 0)
+            (block,) = _lengths(**{name.replace("seqlen", "block"): (block, 1)})
+            (length,) = [count * block] if length is None else _lengths(**{name: (length, 0)})
             if -(-length // block) != count:
                 raise ValueError(f"{name}: {length}; accepted is a length of {count} blocks of {block}, as kept has")
             sizes.append(length)
@@ -165,7 +165,7 @@ class BlockMask:
             mask: bool (..., Sq, Sk), up to two leading axes: (B|1, H|1).
         """
         framework, mask = _matrices("mask", mask)
-        block_q, block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
+        block_q, block_k = _lengths(block_q=(block_q, 1), block_k=(block_k, 1))
         batch, heads, seqlen_q, seqlen_k = mask.shape
         shape = (batch, heads, -(-seqlen_q // block_q), -(-seqlen_k // block_k))
         kept = ffi.new("uint8_t[]", batch * heads * shape[2] * shape[3])
@@ -210,7 +210,7 @@ class BlockMask:
 
         Sources: Longformer (Beltagy et al. 2020, arXiv:2004.05150), BigBird (Zaheer et al. 2020, arXiv:2007.14062).
         """
-        near, everywhere = _length("local_blocks", local_blocks, 0), _length("global_blocks", global_blocks, 0)
+        near, everywhere = _lengths(local_blocks=(local_blocks, 0), global_blocks=(global_blocks, 0))
 
         def row(diagonal: range, nk: int) -> list[Iterable[int]]:
             if any(0 <= d < everywhere for d in diagonal):
@@ -236,7 +236,7 @@ class BlockMask:
 
         Sources: Sparse Transformers, "fixed" attention (Child et al. 2019, arXiv:1904.10509).
         """
-        stride, near = _length("stride", stride, 1), _length("local_blocks", local_blocks, 0)
+        stride, near = _lengths(stride=(stride, 1), local_blocks=(local_blocks, 0))
 
         def row(diagonal: range, nk: int) -> list[Iterable[int]]:
             low, high = max(diagonal.start - near, 0), min(diagonal.stop + near, nk)
@@ -274,8 +274,8 @@ class BlockMask:
     ) -> BlockMask:
         """row(diagonal, nk): what a query block keeps of the nk key blocks, in ascending pieces. Its queries stand at the key blocks
         `diagonal`, which may reach past either end."""
-        seqlen_q, seqlen_k = _length("seqlen_q", seqlen_q, 0), _length("seqlen_k", seqlen_k, 0)
-        block_q, block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
+        lengths = _lengths(seqlen_q=(seqlen_q, 0), seqlen_k=(seqlen_k, 0), block_q=(block_q, 1), block_k=(block_k, 1))
+        seqlen_q, seqlen_k, block_q, block_k = lengths
         if not isinstance(alignment, str) or alignment not in ("bottom_right", "top_left"):
             raise ValueError(f"alignment: {shown(alignment)}; accepted is 'bottom_right' or 'top_left'")
         offset = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
@@ -295,10 +295,16 @@ class BlockMask:
         return made
 
 
-def _length(name: str, x: Any, least: int) -> int:
-    if not is_whole(x) or x < least:
-        raise ValueError(f"{name}: {shown(x)}; accepted is an integer of {least} or more")
-    return index(x)
+def _lengths(**given: tuple[Any, int]) -> list[int]:
+    """Each argument's value and the least that it may be."""
+    wrong: Wrong = [
+        ValueError(f"{name}: {shown(x)}; accepted is an integer of {least} or more")
+        for name, (x, least) in given.items()
+        if not is_whole(x) or x < least
+    ]
+    if wrong:
+        raise refusal(wrong)
+    return [index(x) for x, _ in given.values()]
 
 
 def _limit(kept: int) -> None:

@@ -1,8 +1,11 @@
-"""The tuning table: which tile was measured to be the fastest on a GPU. The library reads it; this writes it."""
+"""The tuning table: which tile was measured to be the fastest on a GPU. The library reads it; this writes it.
+
+A table is a text of lines ``name = value`` in sections that empty lines part. The first one says what the table is good for (format,
+device, kernels); each of the others is an entry: the calls that it is for (``KEY``), their tile, and how fast it was."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +17,29 @@ from ._whole_file import replacing
 KEY = ("engine", "direction", "dtype", "head_dim", "head_dim_v", "group", "queries", "keys", "heads", "causal", "varlen", "deterministic")
 
 
+Section = Mapping[str, Any]  # in a file all values are text
+
+
 class Header(NamedTuple):
     """What the library says of a device's table."""
 
     file: str  # empty: there is no cache folder
-    about: dict[str, Any]  # what a table has to say of itself to be used
+    about: Section  # what a table has to say of itself to be used
     ignored: str  # why the one that is there is not used
+
+
+def texts(section: Section) -> dict[str, str]:
+    """As in a file."""
+    return {name: str(x).lower() if isinstance(x, bool) else str(x) for name, x in section.items()}
+
+
+def written(sections: list[Section]) -> str:
+    return "\n".join("".join(f"{name} = {x}\n" for name, x in texts(section).items()) for section in sections)
+
+
+def parsed(text: str) -> list[dict[str, str]]:
+    """Raises ValueError at a line that is none of ``name = value``."""
+    return [dict(line.split(" = ", 1) for line in section.splitlines()) for section in text.split("\n\n") if section.strip()]
 
 
 def said(function: Any, *arguments: Any) -> str:
@@ -34,31 +54,31 @@ def said(function: Any, *arguments: Any) -> str:
 
 
 def header(device: int) -> Header:
-    told = json.loads(said(lib.strobe_tuning, device))
+    (told,) = parsed(said(lib.strobe_tuning, device))
     return Header(told["file"], {name: told[name] for name in ("format", "device", "kernels")}, told["ignored"])
 
 
-Entry = dict[str, Any]
-
-
-def merged(about: Entry, old: str | None, measured: list[Entry], winners: list[Entry]) -> Entry:
+def merged(about: Section, old: str | None, measured: list[Section], winners: list[Section]) -> list[Section]:
     """A table of the winners, and of those entries of the old one (its text, if there is one) that are still good and for other calls than
     were measured."""
-    new = {tuple(entry[name] for name in KEY) for entry in measured}
-    kept: list[Entry] = []
+
+    def calls(entry: Section) -> tuple[str, ...]:
+        known = texts(entry)
+        return tuple(known[name] for name in KEY)
+
+    new = {calls(entry) for entry in measured}
+    kept: list[Section] = []
     try:
-        table = json.loads(old or "{}")
-        if all(table.get(name) == x for name, x in about.items()):
-            kept = [entry for entry in table["entries"] if tuple(entry[name] for name in KEY) not in new]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        first, *entries = parsed(old or "")
+        if first == texts(about):
+            kept = [entry for entry in entries if calls(entry) not in new]
+    except (ValueError, KeyError):
         pass  # the library does not use it either
-    return {**about, "entries": kept + winners}
+    return [about, *kept, *winners]
 
 
-def write(file: Path, about: Entry, measured: list[Entry], winners: list[Entry]) -> None:
+def write(file: Path, about: Section, measured: list[Section], winners: list[Section]) -> None:
     """Brings the table up to date; whoever reads it meanwhile sees the old one or the new one, whole."""
-    table = merged(about, file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None, measured, winners)
-    lines = ",\n".join(json.dumps(entry) for entry in table.pop("entries"))
-    head = json.dumps(table)[:-1]
+    old = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
     with replacing(file) as out:
-        out.write(f'{head}, "entries": [\n{lines}\n]}}\n'.encode())
+        out.write(written(merged(about, old, measured, winners)).encode())

@@ -12,19 +12,19 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/compile/nvrtc.cpp
   ${CMAKE_CURRENT_LIST_DIR}/compile/own_file.cpp
   ${CMAKE_CURRENT_LIST_DIR}/compile/sha256.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/addresses.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/arguments.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/engine.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/json.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/passes.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/prediction.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/rows.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/prewarm.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/program.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/tensor_maps.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/tile_gradient.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/tuning.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/engines.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/ladder.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/mma.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/mma_backward.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/families/prewarm.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/simt.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/sm90.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/sm90_backward.cpp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -34,8 +33,7 @@ def test_a_table_is_written_and_read(tmp_path, monkeypatch):
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
     header = _tuning.header(0)
     file = Path(header.file)
-    table = json.loads(file.read_text(encoding="utf-8"))
-    assert {name: table[name] for name in header.about} == header.about
+    assert _tuning.parsed(file.read_text(encoding="utf-8"))[0] == header.about
     assert header.ignored == ""
 
     # A tile that nobody would choose otherwise shows that the table was read.
@@ -43,12 +41,12 @@ def test_a_table_is_written_and_read(tmp_path, monkeypatch):
     winner |= {"queries": 300, "keys": 300, "heads": 8, "causal": False, "varlen": False, "deterministic": False}
     winner |= {"tile_q": 16, "tile_k": 32, "seconds": 1e-5, "usual_seconds": 2e-5}
     assert "tile 16 x 32;" not in run(tmp_path, "-c", EXPLAIN)
-    file.write_text(json.dumps({**header.about, "entries": [winner]}), encoding="utf-8")
+    file.write_text(_tuning.written([header.about, winner]), encoding="utf-8")
     said = run(tmp_path, "-c", EXPLAIN)
     assert "tile 16 x 32;" in said
     assert "the tile that `strobe tune` measured" in said
 
-    file.write_text(json.dumps({**header.about, "kernels": "0123", "entries": [winner]}), encoding="utf-8")
+    file.write_text(_tuning.written([{**header.about, "kernels": "0123"}, winner]), encoding="utf-8")
     said = run(tmp_path, "-c", EXPLAIN)
     assert "tile 16 x 32;" not in said
     assert "ignored: stale" in said

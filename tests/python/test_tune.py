@@ -12,12 +12,27 @@ from strobe import _tuning
 from strobe_tools.cli import app
 from strobe_tools.cli.tune import Case, Shape, cases
 
-ABOUT = {"format": 1, "device": "Fake 1", "kernels": "0123"}
+ABOUT = {"format": 2, "device": "Fake 1", "kernels": "0123"}
 
 
 def entry(tile: int, **key):
     case = Case("cuda-mma", Shape(1, 8, 2, 128, 512, 64, 32), "bfloat16", False, True, False)
     return case.key() | key | {"tile_q": tile, "tile_k": tile, "seconds": 1.0, "usual_seconds": 2.0}
+
+
+def read(file):
+    return _tuning.parsed(file.read_text())
+
+
+def texts(*sections):
+    return [_tuning.texts(section) for section in sections]
+
+
+def test_a_table_is_lines_of_name_and_value(tmp_path):
+    _tuning.write(tmp_path / "table.txt", ABOUT, [], [{"engine": "cuda-mma", "causal": True, "tile_q": 64}])
+    assert (tmp_path / "table.txt").read_text() == (
+        "format = 2\ndevice = Fake 1\nkernels = 0123\n\nengine = cuda-mma\ncausal = true\ntile_q = 64\n"
+    )
 
 
 def test_shapes():
@@ -38,39 +53,39 @@ def test_every_case_is_a_key_of_its_own():
 
 
 def test_a_table_keeps_what_was_not_measured_again(tmp_path):
-    file = tmp_path / "folder" / "table.json"
+    file = tmp_path / "folder" / "table.txt"
     first, second, third = (entry(tile, queries=tile) for tile in (16, 32, 64))
     _tuning.write(file, ABOUT, [first, second], [first, second])
-    assert json.loads(file.read_text()) == {**ABOUT, "entries": [first, second]}
+    assert read(file) == texts(ABOUT, first, second)
     better = {**first, "tile_q": 128}
     _tuning.write(file, ABOUT, [first, third], [better, third])
-    assert json.loads(file.read_text())["entries"] == [second, better, third]
+    assert read(file) == texts(ABOUT, second, better, third)
     _tuning.write(file, ABOUT, [second], [])  # the usual tile is the fastest now
-    assert json.loads(file.read_text())["entries"] == [better, third]
-    assert [path.name for path in file.parent.iterdir()] == ["table.json"]
+    assert read(file) == texts(ABOUT, better, third)
+    assert [path.name for path in file.parent.iterdir()] == ["table.txt"]
 
 
 @pytest.mark.parametrize(
     "old",
     [
         "",
-        "{",
-        "[]",
-        "null",
-        '{"entries": 3}',
+        "no line of a table\n",
+        "\n\n\n",
+        json.dumps({"format": 1, "entries": []}),  # of an earlier version
         "[" * 100_000,
         "\udcff\udcfe",  # no UTF-8
-        json.dumps({**ABOUT, "kernels": "4567", "entries": [entry(16)]}),
-        json.dumps({**ABOUT, "entries": [entry(16, engine=["cuda-mma"])]}),
-        json.dumps({**ABOUT, "entries": [{}]}),
+        _tuning.written([{**ABOUT, "kernels": "4567"}, entry(16)]),
+        _tuning.written([ABOUT, {"engine": "cuda-mma"}]),
+        _tuning.written([ABOUT]) + "\nengine cuda-mma\n",
+        _tuning.written([entry(16)]),
     ],
     ids=range(10),
 )
 def test_a_table_that_is_no_use_is_replaced(tmp_path, old):
-    file = tmp_path / "table.json"
+    file = tmp_path / "table.txt"
     file.write_text(old, errors="surrogateescape")
     _tuning.write(file, ABOUT, [entry(32)], [entry(32)])
-    assert json.loads(file.read_text()) == {**ABOUT, "entries": [entry(32)]}
+    assert read(file) == texts(ABOUT, entry(32))
 
 
 def test_without_a_gpu_it_says_so():

@@ -5,11 +5,25 @@
 #include "../../../kernels/ladder/arguments.h"
 #include "../../../kernels/ladder/config.h"
 #include "attention/text.h"
-#include "cuda/program/arguments.h"
 #include "cuda/families/families.h"
+#include "cuda/program/arguments.h"
 #include "ladder/subset.h"
 
 namespace strobe::cuda {
+
+template <class V> void each_pointer(const ladder::ProductArguments &a, V &visit) {
+  each_pointer(a.in, visit);
+  visit(a.scores), visit(a.x.data), visit(a.y.data), visit(a.out.data);
+}
+template <class V> void each_pointer(const ladder::SoftmaxArguments &a, V &visit) {
+  each_pointer(a.in, visit);
+  visit(a.P), visit(a.dP), visit(a.lse.data);
+}
+template <class V> void each_pointer(const ladder::Flash1Arguments &a, V &visit) {
+  each_pointer(a.call, visit);
+  visit(a.l), visit(a.m);
+}
+
 namespace {
 
 using ladder::Config;

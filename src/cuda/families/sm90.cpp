@@ -3,6 +3,7 @@
 #include "../../../kernels/sm90/forward/config.h"
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "attention/text.h"
 #include "attention/work.h"
@@ -10,12 +11,20 @@
 #include "cuda/families/families.h"
 #include "cuda/families/sm90_backward.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
-#include "cuda/program/rows.h"
 #include "cuda/program/tensor_maps.h"
-#include "cuda/program/wishes.h"
+#include "cuda/program/tiles.h"
 
 namespace strobe::cuda {
+
+template <class V> void each_pointer(const MaskArguments &a, V &visit) { visit(a.mask.data), visit(a.bits.data); }
+template <class V> void each_pointer(const HopperForwardArguments &a, V &visit) {
+  each_pointer(static_cast<const ForwardArguments &>(a), visit);
+  for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_bias}) visit(x->map);
+  visit(a.tickets), visit(a.mask.data);
+}
+
 namespace {
 
 using sm90::Config;
@@ -33,86 +42,94 @@ int64_t bundle(const Problem &p, const Device &device) {
 }
 
 // What a tile has registers for.
-constexpr int kFixed = 1;      // the fixed reference
-constexpr int kLagging = 2;    // a maximum of every tile
-constexpr int kScoring = 4;    // ALiBi; a softcap or a mask alone takes no more than nothing does
-constexpr int kWalking = 8;    // blocks, with the fixed reference
-constexpr int kDrawing = 16;   // dropout: tile_k a multiple of 32
-constexpr int kBiased = 32;    // a bias that comes by the copy engine: shared memory, too
-constexpr int kBending = 64;   // hyperbolic scores
+constexpr int kFixed = 1;       // the fixed reference
+constexpr int kLagging = 2;     // a maximum of every tile
+constexpr int kAlibi = 4;       // ALiBi; a softcap or a mask alone takes no more than nothing does
+constexpr int kBlockSparse = 8; // blocks, with the fixed reference
+constexpr int kDropout = 16;    // dropout: tile_k a multiple of 32
+constexpr int kBias = 32;       // a bias that comes by the copy engine: shared memory, too
+constexpr int kHyperbolicScore = 64;
 constexpr int kAnything = 128; // all of these at a time
 
 enum Keys { all, some, any }; // that a query sees: some, if causal, with a window, block-sparse, or packed
 
+struct Suits { // without a wish the first row that suits runs
+  Keys keys = any;
+  int64_t least_keys = 0, most_keys = INT64_MAX;
+  double blocks = 0; // on every SM, of tiles (or parts, where even the smallest tiles are too few)
+};
 struct ForwardTile {
   int32_t most_dim, most_dim_v;
   int32_t warpgroups, tile_k, stages, registers_load, registers_compute, q_in_registers, blocks_per_sm;
   int loads;
-  // Without a wish the first that suits runs: for so many keys, and with enough tiles (or parts, where even
-  // the smallest are too few) for `blocks` thread blocks on every SM.
-  Keys keys = any;
-  int64_t least_keys = 0, most_keys = INT64_MAX;
-  double blocks = 0;
+  Suits suits{};
 };
 
 // From the fastest to the slowest where they suit, measured on an H200 (bench/search_forward.py). None spills.
+// clang-format off
 constexpr ForwardTile kForwardTiles[] = {
-    {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed, some, 0, 1024},
-    {64, 64, 3, 128, 4, 32, 160, 0, 1, kFixed, any, 8192, INT64_MAX, 1},
-    {64, 64, 4, 64, 5, 32, 112, 0, 1, kFixed | kLagging, any, 0, INT64_MAX, 1},
-    {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed},
-    {64, 64, 3, 64, 4, 40, 152, 0, 1, kDrawing | kBiased},
-    {64, 64, 3, 80, 4, 40, 152, 0, 1, kScoring | kBending},
-    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDrawing},
-    {64, 64, 1, 64, 3, 40, 208, 1, 2, kBiased},
-    {64, 64, 1, 128, 3, 56, 200, 1, 2, kWalking},
-    {64, 64, 2, 128, 4, 56, 224, 1, 1, kWalking},
-    {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed, any, 2048, INT64_MAX, 1},
-    {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, any, 0, INT64_MAX, 0.5},
-    {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed},
-    {128, 128, 3, 64, 3, 40, 152, 0, 1, kDrawing | kBending},
-    {128, 128, 2, 96, 2, 40, 232, 0, 1, kBiased, any, 0, INT64_MAX, 0.5},
-    {128, 128, 1, 64, 2, 40, 208, 1, 2, kBiased},
-    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kScoring | kBending},
-    {128, 128, 2, 128, 3, 56, 224, 1, 1, kWalking},
-    {128, 128, 2, 96, 3, 56, 224, 1, 1, kDrawing},
-    {128, 128, 2, 64, 4, 56, 224, 1, 1, kAnything},
-    {192, 128, 2, 128, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
-    {192, 192, 2, 96, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kScoring, any, 0, 512},
-    {256, 256, 2, 80, 2, 40, 232, 0, 1, kFixed | kLagging},
-    {256, 256, 2, 64, 2, 40, 232, 0, 1, kScoring | kBending | kDrawing | kBiased},
-    {256, 256, 2, 64, 2, 56, 224, 0, 1, kWalking},
-    {256, 256, 2, 48, 2, 56, 224, 0, 1, kAnything},
-    {256, 256, 2, 32, 2, 56, 224, 0, 1, kAnything},
+    // up to  warp-      stages  registers to  Q in  blocks
+    // D, Dv  groups  tile_k  |  load, compute regs  per SM   loads, what it suits
+    { 64,  64,   1,  64,   4,  32, 128,   1,   3, kFixed, {.keys = some, .most_keys = 1024}},
+    { 64,  64,   3, 128,   4,  32, 160,   0,   1, kFixed, {.least_keys = 8192, .blocks = 1}},
+    { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging, {.blocks = 1}},
+    { 64,  64,   1,  64,   4,  32, 128,   1,   3, kFixed},
+    { 64,  64,   3,  64,   4,  40, 152,   0,   1, kDropout | kBias},
+    { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kHyperbolicScore},
+    { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDropout},
+    { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias},
+    { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse},
+    { 64,  64,   2, 128,   4,  56, 224,   1,   1, kBlockSparse},
+    {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed, {.least_keys = 2048, .blocks = 1}},
+    {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.blocks = 0.5}},
+    {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed},
+    {128, 128,   3,  64,   3,  40, 152,   0,   1, kDropout | kHyperbolicScore},
+    {128, 128,   2,  96,   2,  40, 232,   0,   1, kBias, {.blocks = 0.5}},
+    {128, 128,   1,  64,   2,  40, 208,   1,   2, kBias},
+    {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kHyperbolicScore},
+    {128, 128,   2, 128,   3,  56, 224,   1,   1, kBlockSparse},
+    {128, 128,   2,  96,   3,  56, 224,   1,   1, kDropout},
+    {128, 128,   2,  64,   4,  56, 224,   1,   1, kAnything},
+    {192, 128,   2, 128,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi},
+    {192, 192,   2,  96,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi},
+    {256, 256,   2,  64,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi, {.most_keys = 512}},
+    {256, 256,   2,  80,   2,  40, 232,   0,   1, kFixed | kLagging},
+    {256, 256,   2,  64,   2,  40, 232,   0,   1, kAlibi | kHyperbolicScore | kDropout | kBias},
+    {256, 256,   2,  64,   2,  56, 224,   0,   1, kBlockSparse},
+    {256, 256,   2,  48,   2,  56, 224,   0,   1, kAnything},
+    {256, 256,   2,  32,   2,  56, 224,   0,   1, kAnything},
 };
+// clang-format on
 
 int load_of(const Config &c) {
   const Features &f = c.features;
-  const bool softcap = f.function == kSoftcap, bending = f.function == kHyperbolic, scoring = f.alibi || (f.scaled && !bending);
-  if (!!f.mask + !!f.bias + scoring + bending + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
+  const bool softcap = f.function == kSoftcap, hyperbolic = f.function == kHyperbolic, alibi = f.alibi || (f.scaled && !hyperbolic);
+  if (!!f.mask + !!f.bias + alibi + hyperbolic + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
   if (softcap && c.reference == sm90::kExact) return kAnything;
-  if (f.bias) return c.wide ? kBiased : kAnything;
+  if (f.bias) return c.wide ? kBias : kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
-  if (f.blocks) return kWalking;
-  if (f.dropout) return kDrawing;
-  if (bending) return kBending;
-  if (scoring) return kScoring;
+  if (f.blocks) return kBlockSparse;
+  if (f.dropout) return kDropout;
+  if (hyperbolic) return kHyperbolicScore;
+  if (alibi) return kAlibi;
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
-Config config_for(const Problem &p, const ForwardTile &t) {
-  Config c{};
-  c.dtype = i32(p.dtype);
-  c.head_dim = i32(round_up(p.head_dim, 16)), c.head_dim_v = i32(round_up(p.head_dim_v, 16));
+// But for the tile.
+Config config_for(const Problem &p) {
+  Config c = begin_config<Config>(p, 16);
   c.features = features_of(p);
   // With FP16 a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
   c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
+  c.wide = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
+  return c;
+}
+
+Config with(Config c, const ForwardTile &t) {
   c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
   c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
   c.blocks_per_sm = t.blocks_per_sm;
-  c.wide = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
   return c;
 }
 
@@ -134,32 +151,33 @@ Launch pack_mask(const Problem &p, const Inputs &in, MaskBits &bits, Scratch &sc
   return Launch(kPackMask, config, tiles(int64_t{a.cells}, config.threads() / 32), config.threads(), 0, a);
 }
 
-constexpr int64_t kLeastKeys = 512; // of a part, where keys are split
+constexpr int64_t kLeastKeysOfPart = 512; // where keys are split
 
-bool suits(const ForwardTile &t, const Problem &p, const Config &c, const Device &device) {
+bool suits(const Suits &row, const Problem &p, const Config &c, const Device &device) {
   const Keys keys = c.features.band || c.features.blocks || p.varlen ? some : all;
-  if (p.seqlen_k < t.least_keys || p.seqlen_k > t.most_keys || (t.keys != any && t.keys != keys)) return false;
+  if (p.seqlen_k < row.least_keys || p.seqlen_k > row.most_keys || (row.keys != any && row.keys != keys)) return false;
   const int64_t rows = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, count = tiles(rows, c.tile_q());
   // Rows computed for each that there is: beyond this the next smaller tile is the faster one.
   const double most = c.tile_q() > 128 ? 1.2 : c.tile_q() > 64 ? 1.6 : HUGE_VAL;
   if (double(count * c.tile_q()) > most * double(rows)) return false;
-  const int64_t heads = p.batch * p.heads, parts = tiles(rows, 64) * heads < device.sms ? std::max<int64_t>(1, p.seqlen_k / kLeastKeys) : 1;
-  return double(count * heads * parts) >= t.blocks * device.sms;
+  const int64_t heads = p.batch * p.heads;
+  const int64_t parts = tiles(rows, 64) * heads < device.sms ? std::max<int64_t>(1, p.seqlen_k / kLeastKeysOfPart) : 1;
+  return double(count * heads * parts) >= row.blocks * device.sms;
 }
 
 // The first tile that fits and suits; with wishes the nearest that fits.
-bool choose(Config &chosen, const Problem &p, const Device &device) {
+std::optional<Config> choose(const Problem &p, const Device &device) {
   const bool wishes = p.tile_q > 0 || p.tile_k > 0;
-  double least = HUGE_VAL;
-  for (const ForwardTile &t : kForwardTiles) {
-    const Config c = config_for(p, t);
-    if (c.head_dim > t.most_dim || c.head_dim_v > t.most_dim_v || !(load_of(c) & t.loads) || (c.features.dropout && t.tile_k % 32))
-      continue;
-    if (p.blocks.present && p.blocks.block_q % c.tile_q()) continue;
-    const double cost = wishes ? distance(p.tile_q, c.tile_q()) + distance(p.tile_k, c.tile_k) : suits(t, p, c, device) ? 0 : 1;
-    if (cost < least) least = cost, chosen = c;
-  }
-  return least < HUGE_VAL;
+  const Config any = config_for(p);
+  const int load = load_of(any);
+  const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &t) {
+    const Config c = with(any, t);
+    const bool fits =
+        c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) && !(c.features.dropout && t.tile_k % 32);
+    if (!fits || !divides_blocks(p, c.tile_q())) return kCannotRun;
+    return wishes ? distance(p, c.tile_q(), c.tile_k) : suits(t.suits, p, c, device) ? 0 : 1;
+  });
+  return best ? std::optional(with(any, *best)) : std::nullopt;
 }
 
 constexpr double kFlopsPerSm = 5e12; // measured on an H200, on whole tiles
@@ -174,15 +192,15 @@ double tile_seconds(const Problem &p, const Config &c) {
 // Where tiles of queries leave SMs idle: in how many parts each takes its keys. As many as fill the GPU once, if that gains more than
 // combining them takes.
 int32_t splits(const Problem &p, const Config &c, const Device &device, int64_t items) {
-  const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeys);
+  const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeysOfPart);
   return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > combining_seconds(p) ? int32_t(most) : 1;
 }
 
 double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t parts) {
-  constexpr double kStart = 5.2e-6, kEnds = 2.5e-6; // measured on an H200: of the call, and of a thread block
+  constexpr double kStart = 5.2e-6, kBlockSeconds = 2.5e-6; // measured on an H200: of the call, and of a thread block
   const Walks w = walks(p, Direction::forward, c.tile_q(), c.tile_k);
-  const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / (2.0 * (c.head_dim + c.head_dim_v)), kEnds, parts);
-  return kStart + std::max(computing, kEnds + reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
+  const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / (2.0 * (c.head_dim + c.head_dim_v)), kBlockSeconds, parts);
+  return kStart + std::max(computing, kBlockSeconds + reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
 }
 
 class Sm90Engine final : public CudaEngine {
@@ -203,8 +221,9 @@ protected:
     if (((p.k.stride[2] == 0 || p.v.stride[2] == 0) && p.seqlen_k > 1) || (p.q.stride[2] == 0 && p.seqlen_q > 1))
       return "a row is broadcast over its sequence";
 
-    Config config;
-    if (!choose(config, p, device)) return text("no tile of queries divides the blocks of ", p.blocks.block_q);
+    const std::optional<Config> chosen = choose(p, device);
+    if (!chosen) return text("no tile of queries divides the blocks of ", p.blocks.block_q);
+    Config config = *chosen;
 
     Program program;
     program.overlap = true;
@@ -228,29 +247,23 @@ protected:
     a.bundle_divisor = Divisor::make(uint32_t(a.bundle));
     a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))),
     a.group_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
-    a.tma_q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
-    a.tma_k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
-    a.tma_v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
+    a.tma_k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    a.tma_v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     if (config.wide) {
       const bool broadcast = p.bias.stride[2] == 0;
       const int64_t rows = broadcast ? 1 : p.seqlen_q;
-      a.tma_bias = mapped(scratch, p.bias, p.seqlen_k, rows, p.heads, p.batch, broadcast ? 1 : 64);
+      a.tma_bias = mapped(p.bias, p.seqlen_k, rows, p.heads, p.batch, broadcast ? 1 : 64);
       a.bias_rows_step = !broadcast;
       a.bias_bytes = uint32_t(broadcast ? tiles(config.tile_k, 64) * 128 : config.bias_bytes());
     }
     const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
-    if (config.split) {
-      a.partial_out = scratch.take<float>(a.splits * a.in.rows() * p.head_dim_v);
-      a.partial_lse = scratch.take<float>(a.splits * a.in.rows());
-      program.kernel += text(", keys split in ", a.splits);
-    }
-    if (p.mask) {
-      program.steps.push_back(pack_mask(p, a.in, a.mask, scratch));
-      program.kernel += ", mask packed into bits";
-    }
+    take_parts(a, p, scratch);
+    if (p.mask) program.steps.push_back(pack_mask(p, a.in, a.mask, scratch));
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
-    if (config.split) program.steps.push_back(combine(p, a));
+    combine_parts(program, p, a);
+    if (p.mask) program.kernel += ", mask packed into bits";
     program.predicted_seconds = predicted_seconds(p, config, device, a.splits);
     return program;
   }

@@ -9,35 +9,41 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
-#include "cuda/program/rows.h"
 #include "cuda/program/tensor_maps.h"
-#include "cuda/program/tile_gradient.h"
-#include "cuda/program/wishes.h"
+#include "cuda/program/tiles.h"
 
 namespace strobe::cuda {
+
+template <class V> void each_pointer(const HopperBackwardArguments &a, V &visit) {
+  each_pointer(static_cast<const BackwardArguments &>(a), visit);
+  for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_dout}) visit(x->map);
+  visit(a.rows);
+}
+
 namespace {
 
 using passes::RowsConfig;
 using sm90::BackwardConfig;
 
 constexpr KernelSource kBackward{"sm90/backward/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
-constexpr KernelSource kWide{"sm90/backward/wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
+constexpr KernelSource kBackward64{"sm90/backward/wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
 
-constexpr int64_t kNarrow = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
+constexpr int64_t kMostDimOf128Keys = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
 
-int64_t widest(const Problem &p) { return std::max(p.head_dim, p.head_dim_v); }
+int64_t larger_dim(const Problem &p) { return std::max(p.head_dim, p.head_dim_v); }
 
 // Why it does not carry this; empty if it does.
 std::string refusal(const Problem &p, const Features &f) {
-  if (widest(p) > kNarrow) {
+  if (larger_dim(p) > kMostDimOf128Keys) {
     if (f.bias && (f.mask || f.alibi || f.dropout))
-      return text("its backward takes a bias with no mask, alibi_slopes or dropout where head dimensions exceed ", kNarrow);
+      return text("its backward takes a bias with no mask, alibi_slopes or dropout where head dimensions exceed ", kMostDimOf128Keys);
     if (f.function && f.alibi && f.dropout)
       return text("its backward takes two of alibi_slopes, dropout and softcap where head dimensions "
                   "exceed ",
-                  kNarrow);
-    if (f.function == kHyperbolic) return text("its backward takes no hyperbolic scores where head dimensions exceed ", kNarrow);
+                  kMostDimOf128Keys);
+    if (f.function == kHyperbolic) return text("its backward takes no hyperbolic scores where head dimensions exceed ", kMostDimOf128Keys);
   }
   if (!p.q || !p.k || !p.v || !p.dout || !p.seqlen_q || !p.seqlen_k) return "there are no queries or no keys to fetch";
   for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v),
@@ -52,12 +58,12 @@ std::string refusal(const Problem &p, const Features &f) {
 }
 
 // Do 64 keys a block serve better than 128?
-bool wide(const Problem &p, const Features &f) {
-  if (widest(p) <= 64) return false;
+bool takes_64_keys(const Problem &p, const Features &f) {
+  if (larger_dim(p) <= 64) return false;
   // A warpgroup's registers with dK and dV.
-  const bool again = (f.function && (f.dropout || (f.band && p.deterministic))) || (f.mask && f.dropout && f.band);
-  const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + again > 1;
-  return widest(p) > kNarrow || crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
+  const bool costly_pair = (f.function && (f.dropout || (f.band && p.deterministic))) || (f.mask && f.dropout && f.band);
+  const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + costly_pair > 1;
+  return larger_dim(p) > kMostDimOf128Keys || crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
 }
 
 constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H200
@@ -65,7 +71,7 @@ constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H2
 // Of what as many thread blocks would take that keep every SM busy.
 double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
 
-// What a (batch, key head) pair reads, and adds up, again and again.
+// What a (batch, key head) pair reads, and adds up, time after time.
 int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
   return std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
 }
@@ -74,7 +80,7 @@ int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
 // it; but each works at a pair of its own, which must stay in the L2 cache, and SMs idle where pairs do not fill them evenly.
 bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
   const Features &f = c.features;
-  if (f.blocks || p.varlen || !p.dq || (widest(p) > 64 && (f.function || f.dropout || f.bias))) return false; // registers
+  if (f.blocks || p.varlen || !p.dq || (larger_dim(p) > 64 && (f.function || f.dropout || f.bias))) return false; // registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   // The first keys are seen by all queries, and all keys by some.
   if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
@@ -103,28 +109,26 @@ bool leaves_registers(const Problem &p, const Features &f) {
 }
 
 BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
-  BackwardConfig c{};
-  c.dtype = i32(p.dtype);
-  c.head_dim = i32((p.head_dim + 15) / 16 * 16), c.head_dim_v = i32((p.head_dim_v + 15) / 16 * 16);
+  BackwardConfig c = begin_config<BackwardConfig>(p, 16);
   c.features = f;
   c.registers_load = 40, c.registers_compute = 232;
   c.deterministic = p.deterministic && p.dq;
-  if (wide(p, f)) {
+  if (takes_64_keys(p, f)) {
     c.wide = 1, c.tile_q = 64;
     c.head_dim = std::max(c.head_dim, 80); // two blocks of columns, one for each warpgroup
     return c;
   }
   c.owns_dq = owns_dq(p, c, device);
-  if (c.owns_dq) c.deterministic = 0;                                 // it is
-  const bool heavy = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
+  if (c.owns_dq) c.deterministic = 0;                                  // it is
+  const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
   c.exact_p = f.function || f.dropout;
-  c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && (heavy || c.owns_dq));
+  c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && (costly || c.owns_dq));
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
     c.tile_q = leaves_registers(p, f) ? 128 : 64;
     // Shared memory is read less in each iteration, but the walk begins later: on an H200 1.02 to 1.08 without a band, and with one 1.01
     // from 8 iterations on, 0.97 for 4.
     c.keys_in_registers = !f.band || walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k();
-  } else if (heavy || c.head_dim <= 64 || c.owns_dq)
+  } else if (costly || c.head_dim <= 64 || c.owns_dq)
     c.tile_q = 64;
   else
     c.tile_q = wastes_80(p, f) ? 64 : 80;
@@ -138,7 +142,7 @@ int64_t bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
   const bool uneven = c.features.band || c.features.blocks || p.varlen;
   // In turns: 16 of up to 64 columns, though they leave the cache (on an H200 1.07 to 1.09 at 8k and 16k, causal); of 128, 0.96 to 1.03.
-  const int64_t least = c.deterministic && widest(p) <= 64 ? 16 : uneven ? 4 : 1, most = c.deterministic ? 32 : uneven ? 16 : 4;
+  const int64_t least = c.deterministic && larger_dim(p) <= 64 ? 16 : uneven ? 4 : 1, most = c.deterministic ? 32 : uneven ? 16 : 4;
   int64_t size = std::clamp<int64_t>(kCache / (uneven ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
   while (p.batch * p.heads_kv % size) size--;
   return size;
@@ -146,7 +150,7 @@ int64_t bundle(const Problem &p, const BackwardConfig &c) {
 
 double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device) {
   // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
-  constexpr double kRate = 5.2e12, kWideRate = 3.9e12, kLaunches = 13e-6, kEnds = 7e-6;
+  constexpr double kRate = 5.2e12, kRate64 = 3.9e12, kLaunches = 13e-6, kBlockSeconds = 7e-6;
   constexpr double kShared = 0.6;        // of the rate, where fewer columns than 128 share a tile of 64 keys: guessed
   constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
   Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
@@ -154,10 +158,10 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device
     const double all = w.mean * double(tiles(p.seqlen_k, c.tile_k()));
     w = {w.scores() / all, all, all};
   }
-  const double columns = c.head_dim + c.head_dim_v, share = c.wide && widest(p) <= kNarrow ? kShared : 1;
-  const double rate = (c.wide ? kWideRate : kRate) * share / (5 * columns);
+  const double columns = c.head_dim + c.head_dim_v, share = c.wide && larger_dim(p) <= kMostDimOf128Keys ? kShared : 1;
+  const double rate = (c.wide ? kRate64 : kRate) * share / (5 * columns);
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
-  return kLaunches + seconds(w, device, 1, rate, kEnds) + bias + rows_seconds(p, c.columns(), c.head_dim_v, !c.owns_dq);
+  return kLaunches + seconds(w, device, 1, rate, kBlockSeconds) + bias + rows_seconds(p, c.columns(), c.head_dim_v, !c.owns_dq);
 }
 
 } // namespace
@@ -168,7 +172,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   if (features.function != kHyperbolic) features.scaled = size != 0 && !(size > 1e-30);
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
   const BackwardConfig c = configuration(p, features, device);
-  if (p.blocks.present && (p.blocks.block_q % c.tile_q || p.blocks.block_k % c.tile_k()))
+  if (!divides_blocks(p, c.tile_q, c.tile_k()))
     return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
   const int64_t key_tiles = tiles(p.seqlen_k, c.tile_k()), pairs = p.batch * p.heads_kv;
   const int64_t blocks = c.owns_dq ? std::min<int64_t>(pairs, device.sms) : key_tiles * pairs;
@@ -189,27 +193,27 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.bundle * key_tiles)));
   a.bundle_divisor = Divisor::make(uint32_t(a.bundle)), a.heads_kv_divisor = Divisor::make(uint32_t(p.heads_kv));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-  a.tma_q = mapped(scratch, p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.tma_dout = mapped(scratch, p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.tma_k = mapped(scratch, p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
-  a.tma_v = mapped(scratch, p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+  a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.tma_dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
+  a.tma_k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+  a.tma_v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
 
   Program program;
   program.overlap = true;
-  const RowsConfig each{c.dtype, c.columns(), c.tile_q, 1, passes::kWarpgroups};
-  if (p.bias) { // D ahead, and LSE's correction
-    BackwardArguments ahead = a;
-    ahead.dq_sum = nullptr;
-    RowsConfig only_d = each;
+  const RowsConfig rows{c.dtype, c.columns(), c.tile_q, 1, passes::kWarpgroups};
+  BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
+                            .main = Launch(c.wide ? kBackward64 : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a),
+                            .dbias = bias_gradient(p, device, a)};
+  if (p.bias) { // the settle kernel wants D first
+    BackwardArguments before_settle = a;
+    before_settle.dq_sum = nullptr;
+    RowsConfig only_d = rows;
     only_d.form = passes::kFragments;
-    program.steps.push_back(delta(p, only_d, ahead));
-    program.steps.push_back(*settle(p, device, a));
+    launches.delta = delta(p, only_d, before_settle);
+    launches.settle = settle(p, device, a);
   }
-  program.steps.push_back(delta(p, each, a));
-  if (p.dq || p.dk || p.dv) program.steps.push_back(Launch(c.wide ? kWide : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a));
-  if (p.dq && !c.owns_dq) program.steps.push_back(convert_dq(p, each, a));
-  if (p.dsinks) program.steps.push_back(sink_gradient(p, a));
-  if (p.dbias) program.steps.push_back(*bias_gradient(p, device, a));
+  if (!c.owns_dq) launches.dq = dq_from_sum(p, rows, a);
+  push(program, p, a, std::move(launches));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   if (c.owns_dq) program.kernel += ", a block all keys of a head";

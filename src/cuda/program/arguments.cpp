@@ -91,12 +91,12 @@ bool aligned(const View &view, int64_t row_elements) {
   return view.stride[3] == 1 || row_elements == 1;
 }
 
+bool aligned(std::initializer_list<const View *> views, int64_t row_elements) {
+  return std::ranges::all_of(views, [row_elements](const View *view) { return aligned(*view, row_elements); });
+}
+
 bool aligned_backward(const Problem &p) {
-  for (const View *view : {&p.q, &p.k, &p.dq, &p.dk})
-    if (!aligned(*view, p.head_dim)) return false;
-  for (const View *view : {&p.v, &p.out, &p.dout, &p.dv})
-    if (!aligned(*view, p.head_dim_v)) return false;
-  return true;
+  return aligned({&p.q, &p.k, &p.dq, &p.dk}, p.head_dim) && aligned({&p.v, &p.out, &p.dout, &p.dv}, p.head_dim_v);
 }
 
 } // namespace strobe::cuda

@@ -1,5 +1,6 @@
 // From a Problem to what kernels are called with.
 #pragma once
+#include <initializer_list>
 #include <string>
 
 #include "../../../kernels/attention/arguments.h"
@@ -19,9 +20,18 @@ BackwardArguments backward_arguments(const Problem &); // but for the workspace
 
 // Base and rows lie on 16-byte addresses and a row's elements are adjacent: tiles may be copied 16 bytes at a time.
 bool aligned(const View &, int64_t row_elements);
+bool aligned(std::initializer_list<const View *>, int64_t row_elements);
 bool aligned_backward(const Problem &); // all that a backward copies so
 
 inline int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit - 1) / unit * unit); }
+
+// What all kernels' Configs begin with; head dimensions are rounded up to multiples of dim_unit.
+template <class Config> Config begin_config(const Problem &p, int32_t dim_unit) {
+  Config c{};
+  if constexpr (requires { c.dtype; }) c.dtype = int32_t(p.dtype);
+  c.head_dim = rounded(p.head_dim, dim_unit), c.head_dim_v = rounded(p.head_dim_v, dim_unit);
+  return c;
+}
 
 // Tiles of `tile` queries (keys) over all sequences, and the longest's; varlen counts max_seqlen for each.
 inline int64_t tiles(int64_t seqlen, int64_t tile) { return (seqlen + tile - 1) / tile; }

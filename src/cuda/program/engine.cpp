@@ -5,7 +5,7 @@
 #include "cuda/compile/cache.h"
 #include "cuda/driver/driver.h"
 #include "cuda/driver/stream.h"
-#include "cuda/program/rows.h"
+#include "cuda/program/passes.h"
 #include "cuda/program/tuning.h"
 
 namespace strobe::cuda {
@@ -24,28 +24,36 @@ std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream
 
 std::string CudaEngine::missing() const { return devices_missing(); }
 
-CudaEngine::Made CudaEngine::program_for(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const {
-  if (p.seqlen_q > kMostPositions || p.seqlen_k > kMostPositions) return text("a sequence is longer than 2^30 = ", kMostPositions);
-  if (p.batch > kMostCtas || p.heads > kMostCtas) return text("more than ", kMostCtas, " sequences or heads");
-  if (p.blocks.present && direction == Direction::backward && !p.blocks.transposed)
+Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction direction) const {
+  if (call.seqlen_q > kMostPositions || call.seqlen_k > kMostPositions) return text("a sequence is longer than 2^30 = ", kMostPositions);
+  if (call.batch > kMostCtas || call.heads > kMostCtas) return text("more than ", kMostCtas, " sequences or heads");
+  if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
-  Made made = "";
-  if (const TunedTile *tile = tuned(p, direction, device)) {
-    Problem wished = p;
-    wished.tile_q = tile->q, wished.tile_k = tile->k;
-    made = program(wished, direction, device, scratch);
-    if (Program *program = std::get_if<Program>(&made)) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
-  } else {
-    made = program(p, direction, device, scratch);
-  }
-  if (Program *program = std::get_if<Program>(&made)) {
-    if (p.varlen) program->steps.push_back(padding(p, direction));
-    for (const Step &step : program->steps)
-      if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
-        return text(launch->grid, " thread blocks; a launch takes ", kMostCtas, p.varlen ? ": see max_seqlen_q and max_seqlen_k" : "");
-  }
-  return made;
+  Problem p = marked(call);
+  const TunedTile *tile = tuned(p, direction, device);
+  if (tile) p.tile_q = tile->q, p.tile_k = tile->k;
+  Scratch scratch;
+  Made made = program(p, direction, device, scratch);
+  if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
+  const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
+  if (tile) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
+  if (p.varlen) program->steps.push_back(padding(p, direction));
+  for (const Step &step : program->steps)
+    if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
+      return text(launch->grid, " thread blocks; a launch takes ", kMostCtas, p.varlen ? ": see max_seqlen_q and max_seqlen_k" : "");
+  Plan plan;
+  plan.engine = name();
+  plan.kernel = std::move(program->kernel);
+  plan.tile_q = program->tile_q;
+  plan.tile_k = program->tile_k;
+  plan.workspace_bytes = scratch.bytes();
+  plan.predicted_seconds = program->predicted_seconds;
+  plan.notes = std::move(program->notes);
+  plan.program = program;
+  return plan;
 }
+
+const Program &program_of(const Plan &plan) { return *static_cast<const Program *>(plan.program.get()); }
 
 const TunedTile *CudaEngine::tuned(const Problem &p, Direction direction, const Device &device) const {
   const Tuning &table = tuning(device);
@@ -55,22 +63,13 @@ const TunedTile *CudaEngine::tuned(const Problem &p, Direction direction, const 
 }
 
 Answer CudaEngine::plan(const Problem &p, const Execution &, Direction direction) const {
-  Scratch scratch;
   const Device &on = device(p.device_index);
-  Made made = program_for(p, direction, on, scratch);
-  if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
-  Program &program = std::get<Program>(made);
-  Plan plan;
-  plan.engine = name();
-  plan.kernel = std::move(program.kernel);
-  plan.tile_q = program.tile_q;
-  plan.tile_k = program.tile_k;
-  plan.workspace_bytes = scratch.bytes();
-  plan.predicted_seconds = program.predicted_seconds;
-  plan.notes = std::move(program.notes);
-  if (const std::string &ignored = tuning(on).ignored(); !ignored.empty()) plan.notes.push_back(ignored);
-  for (const std::string &why : refused_folders()) plan.notes.push_back(text("kernel cache not used: ", why));
-  return plan;
+  Answer answer = plan_on(on, p, direction);
+  if (Plan *plan = std::get_if<Plan>(&answer)) {
+    if (const std::string &ignored = tuning(on).ignored(); !ignored.empty()) plan->notes.push_back(ignored);
+    for (const std::string &why : refused_folders()) plan->notes.push_back(text("kernel cache not used: ", why));
+  }
+  return answer;
 }
 
 Workspace CudaEngine::allocate(const Problem &p, const Execution &execution, uint64_t bytes) const {
@@ -83,25 +82,25 @@ Workspace CudaEngine::allocate(const Problem &p, const Execution &execution, uin
   });
 }
 
-void CudaEngine::run(const Problem &p, const Execution &execution, Direction direction, const Plan &, void *workspace) const {
+void CudaEngine::run(const Problem &p, const Execution &execution, Direction, const Plan &plan, void *workspace) const {
   const Device &on = device(p.device_index);
-  Scratch scratch(workspace);
   DeviceGuard guard(on); // the driver encodes tensor maps for a context
-  const Made made = program_for(p, direction, on, scratch);
   const CUstream stream = static_cast<CUstream>(execution.stream);
   if (p.check && capturing(stream))
     throw Error(STROBE_INVALID_ARGUMENT, "check: 1 while the stream is captured; accepted is 0, for it waits for the stream");
   if (p.check) check_contents(p, [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
-  const Program &todo = std::get<Program>(made);
+  const Program &program = program_of(plan);
+  const Addresses addresses(p, workspace);
+  alignas(TensorMap) std::byte arguments[Launch::kMostArguments];
   bool early = false; // what this thread put on the stream before is a kernel of this program
-  for (const Step &step : todo.steps) {
+  for (const Step &step : program.steps) {
     if (const Zero *zero = std::get_if<Zero>(&step)) {
-      fill(zero->begin, 0, zero->bytes, stream);
+      fill(addresses.of(zero->begin), 0, zero->bytes, stream);
       early = false;
     } else if (const Launch &l = std::get<Launch>(step); l.grid) {
-      launch(load(*l.source, l.config, on), {.x = l.grid}, l.threads, l.shared_bytes, stream, l.arguments.data(), l.arguments.size(),
-             early);
-      early = todo.overlap && on.cc >= 90;
+      l.bind(addresses, arguments);
+      launch(load(*l.source, l.config, on), {.x = l.grid}, l.threads, l.shared_bytes, stream, arguments, l.arguments.size(), early);
+      early = program.overlap && on.cc >= 90;
     }
   }
 }

@@ -55,6 +55,11 @@ int64_t resident(const Device &device, int64_t shared_bytes, int64_t most) {
   return std::clamp<int64_t>(device.shared_per_sm / (shared_bytes + 1024), 1, most);
 }
 
+int32_t pairs_in_half_the_cache(const Problem &p, const Device &device) {
+  const double pair = double(bytes(p.dtype)) * double(p.seqlen_k) * double(p.head_dim + p.head_dim_v) / double(p.group());
+  return int32_t(std::clamp(double(device.l2) / 2 / std::max(1.0, pair), 4.0, 64.0));
+}
+
 double rows_seconds(const Problem &p, int64_t head_dim, int64_t head_dim_v, bool dq_sums) {
   constexpr double kBytes = 3e12; // a second, of an H200
   return query_rows(p) * double((dq_sums ? 10 : 2) * head_dim + 4 * head_dim_v) / kBytes;
@@ -70,10 +75,10 @@ double combining_seconds(const Problem &p) {
   return kStart + kRow * query_rows(p);
 }
 
-double seconds(const Walks &w, const Device &device, int64_t resident, double rate, double ends, int64_t parts) {
+double seconds(const Walks &w, const Device &device, int64_t resident, double rate, double block_seconds, int64_t parts) {
   const double blocks = w.blocks * double(parts), slots = double(device.sms * resident);
   const double sharing = std::clamp(blocks / device.sms, 1.0, double(resident)); // a block alone on its SM has all of it
-  return w.last(slots) / double(parts) * sharing / rate + ends * std::max(1.0, blocks / slots);
+  return w.last(slots) / double(parts) * sharing / rate + block_seconds * std::max(1.0, blocks / slots);
 }
 
 } // namespace strobe::cuda

@@ -19,9 +19,12 @@ Walks walks(const Problem &, Direction, int64_t tile_q, int64_t tile_k);
 // Blocks that an SM runs at a time, of `most` that registers leave room for.
 int64_t resident(const Device &, int64_t shared_bytes, int64_t most);
 
-// Until all blocks are done: `resident` of them share an SM, which computes `rate` scores a second; a block takes `ends` seconds besides,
-// to begin and to store; `parts` blocks share a walk.
-double seconds(const Walks &, const Device &, int64_t resident, double rate, double ends, int64_t parts = 1);
+// Until all blocks are done: `resident` of them share an SM, which computes `rate` scores a second; a block takes `block_seconds`
+// besides, to begin and to store; `parts` blocks share a walk.
+double seconds(const Walks &, const Device &, int64_t resident, double rate, double block_seconds, int64_t parts = 1);
+
+// (batch, head) pairs whose tiles run together in a forward: their K and V should stay in half of the L2 cache.
+int32_t pairs_in_half_the_cache(const Problem &, const Device &);
 
 // Of a forward: K and V from memory, and the combination of parts.
 double reading_seconds(const Problem &, const Device &);

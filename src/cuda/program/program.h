@@ -1,4 +1,4 @@
-// What a CUDA engine does for a problem: the steps, in order, each enough to compile, to print or to launch.
+// What a CUDA engine does for a problem: the steps, in order, each enough to compile, to print or, on addresses, to launch.
 #pragma once
 #include <cstddef>
 #include <cstring>
@@ -8,30 +8,56 @@
 #include <vector>
 
 #include "cuda/compile/jit.h"
+#include "cuda/program/addresses.h"
+#include "cuda/program/tensor_maps.h"
 
 namespace strobe::cuda {
 
 struct Launch {
+  static constexpr size_t kMostArguments = 4096; // bytes that a kernel can be called with
+
   const KernelSource *source;
   std::vector<int32_t> config; // the ints of the kernel's Config
   int64_t grid;                // CTAs, on one axis
   int32_t threads;
-  int32_t shared_bytes; // dynamic
-  std::vector<std::byte> arguments;
+  int32_t shared_bytes;               // dynamic
+  std::vector<std::byte> arguments;   // with marks for addresses
+  std::vector<uint16_t> marks;        // where they lie
+  std::vector<uint16_t> map_requests; // where a TensorMap lies that is to be encoded
 
   template <class Config, class Arguments>
   Launch(const KernelSource &source, const Config &config, int64_t grid, int32_t threads, int32_t shared_bytes, const Arguments &arguments)
       : source(&source), config(sizeof(Config) / sizeof(int32_t)), grid(grid), threads(threads), shared_bytes(shared_bytes),
         arguments(sizeof(Arguments)) {
     static_assert(std::has_unique_object_representations_v<Config> && sizeof(Config) % sizeof(int32_t) == 0, "int32 fields only");
+    static_assert(sizeof(Arguments) <= kMostArguments);
     std::memcpy(this->config.data(), &config, sizeof config);
     std::memcpy(this->arguments.data(), &arguments, sizeof arguments);
+    Marks found{*this, reinterpret_cast<const std::byte *>(&arguments)};
+    each_pointer(arguments, found);
   }
+
+  // Writes the arguments of one run.
+  void bind(const Addresses &, std::byte *arguments) const;
+
+private:
+  struct Marks { // of the arguments, as each_pointer visits them
+    Launch &launch;
+    const std::byte *begin;
+
+    uint16_t offset(const void *member) const { return static_cast<uint16_t>(static_cast<const std::byte *>(member) - begin); }
+    template <class T> void operator()(T *const &pointer) {
+      if (pointer) launch.marks.push_back(offset(&pointer));
+    }
+    void operator()(const TensorMap &map) {
+      if (is_request(map)) launch.map_requests.push_back(offset(&map));
+    }
+  };
 };
 
 // Bytes of the workspace set to zero.
 struct Zero {
-  void *begin;
+  void *begin; // a mark
   uint64_t bytes;
 };
 
@@ -44,25 +70,6 @@ struct Program {
   int64_t tile_q = 0, tile_k = 0;
   double predicted_seconds = 0;
   std::vector<std::string> notes;
-};
-
-// The workspace while a program is made: null for one that is only asked its size. 256-byte aligned pieces.
-class Scratch {
-public:
-  Scratch() = default; // of what is only planned: counts
-  explicit Scratch(void *base) : base_(static_cast<std::byte *>(base)), planned_(false) {}
-  bool planned() const { return planned_; }
-  template <class T> T *take(int64_t count) {
-    T *piece = reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(base_) + bytes_);
-    bytes_ += (uint64_t(count) * sizeof(T) + 255) / 256 * 256;
-    return piece;
-  }
-  uint64_t bytes() const { return bytes_; }
-
-private:
-  std::byte *base_ = nullptr;
-  uint64_t bytes_ = 0;
-  bool planned_ = true;
 };
 
 } // namespace strobe::cuda

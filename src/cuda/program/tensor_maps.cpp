@@ -1,5 +1,7 @@
 #include "cuda/program/tensor_maps.h"
 
+#include <cstring>
+
 #include "attention/text.h"
 #include "cuda/driver/driver.h"
 
@@ -16,21 +18,48 @@ std::string unmapped(const char *argument, const View &view, int64_t columns) {
   return {};
 }
 
-MappedOperand mapped(const Scratch &scratch, const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, uint32_t box) {
+namespace {
+
+struct Request {
+  const void *data; // a mark; null: none
+  uint64_t sizes[4], strides[3];
+  uint32_t box;
+  DType dtype;
+};
+static_assert(sizeof(Request) <= sizeof(TensorMap));
+
+Request request_in(const TensorMap &map) {
+  Request request;
+  std::memcpy(&request, &map, sizeof request);
+  return request;
+}
+
+} // namespace
+
+MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, uint32_t box) {
   MappedOperand operand{};
   operand.head_step = view.stride[1] != 0, operand.batch_step = view.stride[0] != 0;
-  if (scratch.planned()) return operand;
-  const uint64_t sizes[4] = {uint64_t(columns), uint64_t(rows), uint64_t(operand.head_step ? heads : 1),
-                             uint64_t(operand.batch_step ? batch : 1)};
   const uint64_t unused = uint64_t((columns * 2 + 15) / 16 * 16); // of an axis of size 1
-  uint64_t strides[3];                                            // bytes
-  for (int a = 0; a < 3; a++) strides[a] = view.stride[2 - a] ? uint64_t(view.stride[2 - a]) * 2 : unused;
-  const uint32_t boxes[4] = {64, box, 1, 1}, steps[4] = {1, 1, 1, 1};
-  constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle128 = 3, kPromote256 = 3;
-  check(driver()->cuTensorMapEncodeTiled(reinterpret_cast<CUtensorMap *>(&operand.map), view.dtype == DType::f16 ? kFloat16 : kBfloat16, 4,
-                                         view.data, sizes, strides, boxes, steps, 0, kSwizzle128, kPromote256, 0),
-        "cuTensorMapEncodeTiled");
+  Request request{
+      .data = view.data,
+      .sizes = {uint64_t(columns), uint64_t(rows), uint64_t(operand.head_step ? heads : 1), uint64_t(operand.batch_step ? batch : 1)},
+      .strides = {},
+      .box = box,
+      .dtype = view.dtype};
+  for (int a = 0; a < 3; a++) request.strides[a] = view.stride[2 - a] ? uint64_t(view.stride[2 - a]) * 2 : unused; // bytes
+  std::memcpy(&operand.map, &request, sizeof request);
   return operand;
+}
+
+bool is_request(const TensorMap &map) { return request_in(map).data; }
+
+void encode(TensorMap &map, const Addresses &addresses) {
+  const Request r = request_in(map);
+  const uint32_t boxes[4] = {64, r.box, 1, 1}, steps[4] = {1, 1, 1, 1};
+  constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle128 = 3, kPromote256 = 3;
+  check(driver()->cuTensorMapEncodeTiled(reinterpret_cast<CUtensorMap *>(&map), r.dtype == DType::f16 ? kFloat16 : kBfloat16, 4,
+                                         addresses.of(r.data), r.sizes, r.strides, boxes, steps, 0, kSwizzle128, kPromote256, 0),
+        "cuTensorMapEncodeTiled");
 }
 
 } // namespace strobe::cuda

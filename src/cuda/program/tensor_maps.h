@@ -4,14 +4,17 @@
 
 #include "../../../kernels/sm90/arguments.h"
 #include "attention/attention.h"
-#include "cuda/program/program.h"
+#include "cuda/program/addresses.h"
 
 namespace strobe::cuda {
 
 // Why the copy engine cannot fetch it; empty if it can.
 std::string unmapped(const char *argument, const View &, int64_t columns);
 
-// box: rows fetched at a time, 64 columns each. Without a map where the call is only planned.
-MappedOperand mapped(const Scratch &, const View &, int64_t columns, int64_t rows, int64_t heads, int64_t batch, uint32_t box);
+// box: rows fetched at a time, 64 columns each. The driver encodes a map for an address, so until a run has one the map holds what it is to
+// be made from: a request.
+MappedOperand mapped(const View &, int64_t columns, int64_t rows, int64_t heads, int64_t batch, uint32_t box);
+bool is_request(const TensorMap &); // not so of a tensor that the call does not have
+void encode(TensorMap &request, const Addresses &);
 
 } // namespace strobe::cuda

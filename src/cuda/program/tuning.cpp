@@ -1,10 +1,12 @@
 #include "cuda/program/tuning.h"
 
 #include <bit>
+#include <charconv>
 #include <cstring>
 #include <filesystem>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "attention/text.h"
@@ -13,12 +15,11 @@
 #include "cuda/compile/own_file.h"
 #include "cuda/driver/environment.h"
 #include "cuda/program/arguments.h"
-#include "cuda/program/json.h"
 
 namespace strobe::cuda {
 namespace {
 
-constexpr int kFormat = 1;
+constexpr int kFormat = 2;              // 1 was JSON
 constexpr size_t kMostBytes = 16 << 20; // of a table
 
 int64_t rounded(int64_t size) { return size > 0 ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(size))) : 0; }
@@ -35,17 +36,62 @@ Direction direction_named(const std::string &wanted) {
   throw std::runtime_error(text("direction \"", wanted, "\" is neither forward nor backward"));
 }
 
-int64_t whole(const Json &entry, const char *member, int64_t least, int64_t most) {
-  const double value = entry.number(member);
-  if (!(value >= double(least) && value <= double(most)) || value != double(int64_t(value)))
-    throw std::runtime_error(text("\"", member, "\" is ", value, ", not a whole number from ", least, " to ", most));
-  return int64_t(value);
+// A run of lines "name = value".
+class Section {
+public:
+  void add(std::string_view line, size_t number) {
+    constexpr std::string_view between = " = ";
+    const size_t at = line.find(between);
+    if (at == line.npos || at == 0) throw std::runtime_error(text("line ", number, ": expected \"name = value\""));
+    values_[std::string(line.substr(0, at))] = line.substr(at + between.size());
+  }
+  const std::string &string(const char *name) const {
+    const auto found = values_.find(name);
+    if (found == values_.end()) throw std::runtime_error(text("\"", name, "\" is missing"));
+    return found->second;
+  }
+  int64_t whole(const char *name, int64_t least, int64_t most) const {
+    const std::string &written = string(name);
+    int64_t value = 0;
+    const auto [end, error] = std::from_chars(written.data(), written.data() + written.size(), value);
+    if (error != std::errc() || end != written.data() + written.size() || value < least || value > most)
+      throw std::runtime_error(text("\"", name, "\" is ", written, ", not a whole number from ", least, " to ", most));
+    return value;
+  }
+  bool boolean(const char *name) const {
+    const std::string &written = string(name);
+    if (written != "true" && written != "false") throw std::runtime_error(text("\"", name, "\" is ", written, ", not true or false"));
+    return written == "true";
+  }
+
+private:
+  std::map<std::string, std::string> values_;
+};
+
+// Empty lines part the sections.
+std::vector<Section> sections(std::string_view table) {
+  std::vector<Section> all;
+  bool within = false;
+  for (size_t number = 1; !table.empty(); number++) {
+    const size_t end = std::min(table.find('\n'), table.size());
+    const std::string_view line = table.substr(0, end);
+    table.remove_prefix(std::min(end + 1, table.size()));
+    if (!line.empty()) {
+      if (!within) all.emplace_back();
+      all.back().add(line, number);
+    }
+    within = !line.empty();
+  }
+  return all;
 }
 
-std::string quoted(const std::string &value) {
-  std::string out = "\"";
-  for (char c : value) out += (c == '"' || c == '\\') ? std::string{'\\', c} : std::string(1, c);
-  return out + "\"";
+bool exists(const std::string &file) {
+  std::error_code error;
+  return !file.empty() && std::filesystem::exists(std::filesystem::symlink_status(file, error));
+}
+
+std::string ignored_because(const std::string &file, const char *why) {
+  return text("tuning table ", file, " ignored: ", why, "; `strobe tune` writes a new one");
 }
 
 } // namespace
@@ -56,53 +102,58 @@ std::optional<TuningKey> tuning_key(const char *engine, Direction direction, con
   if (causal) others.band = 0;
   constexpr Features none{};
   if (std::memcmp(&others, &none, sizeof none) || p.sinks || p.exact_max || p.allow_tf32) return std::nullopt;
-  return TuningKey{engine,
-                   direction,
-                   p.dtype,
-                   p.head_dim,
-                   p.head_dim_v,
-                   p.group(),
-                   rounded(p.seqlen_q),
-                   rounded(p.seqlen_k),
-                   rounded((p.varlen ? 1 : p.batch) * p.heads),
-                   causal,
-                   p.varlen,
-                   p.deterministic};
+  return TuningKey{.engine = engine,
+                   .direction = direction,
+                   .dtype = p.dtype,
+                   .head_dim = p.head_dim,
+                   .head_dim_v = p.head_dim_v,
+                   .group = p.group(),
+                   .queries = rounded(p.seqlen_q),
+                   .keys = rounded(p.seqlen_k),
+                   .heads = rounded((p.varlen ? 1 : p.batch) * p.heads),
+                   .causal = causal,
+                   .varlen = p.varlen,
+                   .deterministic = p.deterministic};
 }
 
 Tuning::Tuning(const std::string &file, const std::string &device_name) {
-  std::error_code error;
-  if (file.empty() || !std::filesystem::exists(std::filesystem::symlink_status(file, error))) return;
+  if (!exists(file)) {
+    const std::string json = file.substr(0, file.rfind('.')) + ".json";
+    if (!file.empty() && exists(json)) ignored_ = ignored_because(json, "written by an earlier version, as JSON");
+    return;
+  }
   try {
     for (const std::string &refused : {folder_refused(std::filesystem::path(file).parent_path()), file_refused(file)})
       if (!refused.empty()) throw std::runtime_error(refused);
     const std::optional<std::string> all = read_own_file(file, kMostBytes);
     if (!all) throw std::runtime_error(text("not readable, or larger than ", kMostBytes, " bytes"));
-    const Json table = Json::parse(*all);
-    if (const int64_t format = whole(table, "format", 0, 1 << 20); format != kFormat)
+    const std::vector<Section> table = sections(*all);
+    if (table.empty()) throw std::runtime_error("empty");
+    const Section &about = table.front();
+    if (const int64_t format = about.whole("format", 0, 1 << 20); format != kFormat)
       throw std::runtime_error(text("format ", format, ", and this library reads ", kFormat));
-    if (table.string("device") != device_name)
-      throw std::runtime_error(text("measured on ", table.string("device"), ", and this is ", device_name));
-    if (table.string("kernels") != kernels_digest()) throw std::runtime_error("stale: measured with other kernels");
+    if (about.string("device") != device_name)
+      throw std::runtime_error(text("measured on ", about.string("device"), ", and this is ", device_name));
+    if (about.string("kernels") != kernels_digest()) throw std::runtime_error("stale: measured with other kernels");
     constexpr int64_t most = int64_t{1} << 52;
-    for (const Json &e : table.array("entries")) {
-      const TuningKey key{e.string("engine"),
-                          direction_named(e.string("direction")),
-                          dtype_named(e.string("dtype")),
-                          whole(e, "head_dim", 1, 256),
-                          whole(e, "head_dim_v", 1, 256),
-                          whole(e, "group", 1, most),
-                          rounded(whole(e, "queries", 0, most)),
-                          rounded(whole(e, "keys", 0, most)),
-                          rounded(whole(e, "heads", 0, most)),
-                          e.boolean("causal"),
-                          e.boolean("varlen"),
-                          e.boolean("deterministic")};
-      tiles_[key] = {whole(e, "tile_q", 1, STROBE_MAX_TILE), whole(e, "tile_k", 1, STROBE_MAX_TILE)};
+    for (const Section &e : std::span(table).subspan(1)) {
+      const TuningKey key{.engine = e.string("engine"),
+                          .direction = direction_named(e.string("direction")),
+                          .dtype = dtype_named(e.string("dtype")),
+                          .head_dim = e.whole("head_dim", 1, 256),
+                          .head_dim_v = e.whole("head_dim_v", 1, 256),
+                          .group = e.whole("group", 1, most),
+                          .queries = rounded(e.whole("queries", 0, most)),
+                          .keys = rounded(e.whole("keys", 0, most)),
+                          .heads = rounded(e.whole("heads", 0, most)),
+                          .causal = e.boolean("causal"),
+                          .varlen = e.boolean("varlen"),
+                          .deterministic = e.boolean("deterministic")};
+      tiles_[key] = {.q = e.whole("tile_q", 1, STROBE_MAX_TILE), .k = e.whole("tile_k", 1, STROBE_MAX_TILE)};
     }
   } catch (const std::exception &why) {
     tiles_.clear();
-    ignored_ = text("tuning table ", file, " ignored: ", why.what(), "; `strobe tune` writes a new one");
+    ignored_ = ignored_because(file, why.what());
   }
 }
 
@@ -122,7 +173,7 @@ std::string tuning_file(const std::string &device_name) {
     else if (!plain.empty() && plain.back() != '-')
       plain += '-';
   }
-  return text(folder, "/tuning-", plain, ".json");
+  return text(folder, "/tuning-", plain, ".txt");
 }
 
 const std::string &kernels_digest() {
@@ -151,8 +202,8 @@ const Tuning &tuning(const Device &device) {
 
 std::string tuning_header(const Device &device) {
   const std::string file = tuning_file(device.name);
-  return text("{\"format\": ", kFormat, ", \"file\": ", quoted(file), ", \"device\": ", quoted(device.name),
-              ", \"kernels\": ", quoted(kernels_digest()), ", \"ignored\": ", quoted(Tuning(file, device.name).ignored()), "}");
+  return text("file = ", file, "\nformat = ", kFormat, "\ndevice = ", device.name, "\nkernels = ", kernels_digest(),
+              "\nignored = ", Tuning(file, device.name).ignored(), "\n");
 }
 
 } // namespace strobe::cuda

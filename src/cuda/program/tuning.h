@@ -1,4 +1,8 @@
 // The tiles that `strobe tune` has measured on a GPU, kept beside the kernel cache; engines take them as wishes where the caller has none.
+//
+// A table is a text of lines "name = value" in sections that empty lines part. The first section says what the table is good for: format,
+// device, kernels. Each of the others names the calls that it is for, by TuningKey's members, and their tile: tile_q, tile_k. What else a
+// section has is not read.
 #pragma once
 #include <compare>
 #include <map>
@@ -48,7 +52,7 @@ const std::string &kernels_digest();
 // The device's, read when first asked for; none with STROBE_TUNING=0.
 const Tuning &tuning(const Device &);
 
-// As JSON: file, device and kernels (what a table has to say of itself to be used), ignored.
+// Lines "name = value": file; format, device and kernels, what a table has to say of itself to be used; ignored.
 std::string tuning_header(const Device &);
 
 } // namespace strobe::cuda

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -99,6 +100,15 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction, void **param
   const char *arguments = static_cast<const char *>(parameters[0]);
   fake.arguments.assign(arguments, arguments + fake.argument_bytes);
   return fake.launch;
+}
+
+// The map begins with the tensor's address; then come its sizes.
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, int, uint32_t rank, void *address, const uint64_t *sizes, const uint64_t *,
+                                const uint32_t *, const uint32_t *, int, int, int, int) {
+  *map = {};
+  map->opaque[0] = reinterpret_cast<uint64_t>(address);
+  std::copy(sizes, sizes + rank, map->opaque + 1);
+  return 0;
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr memory, unsigned char value, size_t bytes, CUstream) {

@@ -4,7 +4,6 @@
 #include <sys/stat.h>
 
 #include "../call.h"
-#include "cuda/program/json.h"
 #include "surroundings.h"
 
 using namespace strobe;
@@ -16,15 +15,21 @@ namespace {
 const std::string kDeviceName = "Fake 1";
 
 std::string entry(int tile_q, int tile_k, const std::string &engine = "cuda-mma") {
-  return "{\"engine\": \"" + engine + R"(", "direction": "forward", "dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "group": 1,
-    "queries": 1024, "keys": 1024, "heads": 8, "causal": false, "varlen": false, "deterministic": false, "seconds": 1e-5, "tile_q": )" +
-         std::to_string(tile_q) + ", \"tile_k\": " + std::to_string(tile_k) + "}";
+  return "\nengine = " + engine +
+         "\ndirection = forward\ndtype = bfloat16\nhead_dim = 64\nhead_dim_v = 64\ngroup = 1\nqueries = 1024\nkeys = 1024\nheads = 8\n"
+         "causal = false\nvarlen = false\ndeterministic = false\ntile_q = " +
+         std::to_string(tile_q) + "\ntile_k = " + std::to_string(tile_k) + "\nseconds = 1e-05\n";
 }
 std::string table(const std::string &entries, const std::string &kernels = kernels_digest(), const std::string &device = kDeviceName) {
-  return "{\"format\": 1, \"device\": \"" + device + "\", \"kernels\": \"" + kernels + "\", \"entries\": [" + entries + "]}\n";
+  return "format = 2\ndevice = " + device + "\nkernels = " + kernels + "\n" + entries;
+}
+std::string replaced(std::string text, const std::string &what, const std::string &by) {
+  const size_t at = text.find(what);
+  REQUIRE(at != text.npos);
+  return text.replace(at, what.size(), by);
 }
 std::string ignored(const Folder &folder, const std::string &text) {
-  const std::string file = folder / "table.json";
+  const std::string file = folder / "table.txt";
   write(file, text);
   const Tuning tuning(file, kDeviceName);
   CHECK(tuning.empty() == !tuning.ignored().empty());
@@ -51,30 +56,10 @@ Problem problem() {
 
 } // namespace
 
-TEST_CASE("tuning: JSON") {
-  const Json json = Json::parse(R"( {"a": [1, -2.5e1, {"b": "x\"y\\z"}], "c": true, "d": null, "e": {}, "f": []} )");
-  CHECK(json.array("a").size() == 3);
-  CHECK(json.array("a")[2].string("b") == "x\"y\\z");
-  CHECK(json.boolean("c"));
-  CHECK(json.array("f").empty());
-  CHECK_THROWS_WITH(json.number("c"), "\"c\" is missing, or not a number");
-  CHECK_THROWS_WITH(json.string("g"), "\"g\" is missing, or not a string");
-  for (auto [text, message] : {std::pair{"", "byte 0: expected a value"},
-                               {"{\"a\" 1}", "byte 5: expected :"},
-                               {"{\"a\": 1", "byte 7: expected }"},
-                               {"[1, 2", "byte 5: expected ]"},
-                               {"[1] x", "byte 4: expected the end"},
-                               {"\"abc", "byte 4: expected \""},
-                               {"\"\\n\"", "byte 2: expected one of \\\" \\\\ \\/"},
-                               {"[tru]", "byte 1: expected a value"}})
-    CHECK_THROWS_WITH(Json::parse(text), message);
-  CHECK_THROWS_WITH(Json::parse(std::string(100, '[')), "byte 17: expected less nesting");
-}
-
 TEST_CASE("tuning: a table answers for sizes up to the same powers of two") {
   const Folder folder;
-  write(folder / "table.json", table(entry(64, 32)));
-  const Tuning tuning(folder / "table.json", kDeviceName);
+  write(folder / "table.txt", table(entry(64, 32)));
+  const Tuning tuning(folder / "table.txt", kDeviceName);
   CHECK(tuning.ignored() == "");
   auto found = [&](auto &&change) {
     Problem p = problem();
@@ -105,38 +90,56 @@ TEST_CASE("tuning: a table answers for sizes up to the same powers of two") {
 
 TEST_CASE("tuning: a table that is no use is ignored, with the reason") {
   const Folder folder;
-  const Tuning absent(folder / "nothing.json", kDeviceName);
+  const Tuning absent(folder / "nothing.txt", kDeviceName);
   CHECK(absent.empty());
   CHECK(absent.ignored() == "");
-  for (auto [text, part] : {std::pair{std::string("{"), "byte 1: expected \""},
-                            {table(entry(64, 32)).substr(0, 100), "expected"},
-                            {std::string("[]"), "\"format\" is missing"},
+  const std::string good = table(entry(64, 32));
+  for (auto [text, part] : {std::pair{std::string(""), "ignored: empty; `strobe tune` writes a new one"},
+                            {std::string("{\"format\": 1, \"entries\": []}"), "line 1: expected \"name = value\""},
+                            {good.substr(0, good.find(" = false") + 2), "line 14: expected \"name = value\""},
+                            {good + " = 3\n", "line 20: expected \"name = value\""},
+                            {entry(64, 32), "\"format\" is missing"},
                             {table(entry(64, 32), "0123"), "stale: measured with other kernels; `strobe tune` writes a new one"},
                             {table(entry(64, 32), kernels_digest(), "Fake 0"), "measured on Fake 0, and this is Fake 1"},
-                            {"{\"format\": 2" + table("").substr(12), "format 2, and this library reads 1"},
+                            {replaced(good, "format = 2", "format = 1"), "format 1, and this library reads 2"},
+                            {replaced(good, "format = 2", "format = two"), "\"format\" is two, not a whole number from 0 to"},
+                            {replaced(good, "forward", "sideways"), "direction \"sideways\" is neither forward nor backward"},
+                            {replaced(good, "bfloat16", "bfloat"), "dtype \"bfloat\" is none"},
+                            {replaced(good, "causal = false", "causal = no"), "\"causal\" is no, not true or false"},
                             {table(entry(0, 32)), "\"tile_q\" is 0, not a whole number from 1 to 65536"},
-                            {table(entry(64, 32) + ", {\"engine\": \"cuda-mma\"}"), "\"direction\" is missing"}}) {
+                            {good + "\nengine = cuda-mma\n", "\"direction\" is missing"}}) {
     CAPTURE(text);
     const std::string reason = ignored(folder, text);
-    CHECK(reason.starts_with("tuning table " + (folder / "table.json") + " ignored: "));
+    CHECK(reason.starts_with("tuning table " + (folder / "table.txt") + " ignored: "));
     CHECK(has(reason, part));
   }
 }
 
+TEST_CASE("tuning: a table of an earlier version, which was JSON, is named until there is a new one") {
+  const Folder folder;
+  write(folder / "table.json", "{\"format\": 1}");
+  const Tuning old(folder / "table.txt", kDeviceName);
+  CHECK(old.empty());
+  CHECK(old.ignored() ==
+        "tuning table " + folder / "table.json" + " ignored: written by an earlier version, as JSON; `strobe tune` writes a new one");
+  write(folder / "table.txt", table(entry(64, 32)));
+  CHECK(Tuning(folder / "table.txt", kDeviceName).ignored() == "");
+}
+
 TEST_CASE("tuning: a table that others can write to, or that is no file of our own, is ignored") {
   const Folder folder;
-  const std::string file = folder / "table.json", good = table(entry(64, 32));
+  const std::string file = folder / "table.txt", good = table(entry(64, 32));
   auto reason = [&] { return in_child([&] { return Tuning(file, kDeviceName).ignored(); }); };
   write(file, good);
   CHECK(reason() == "");
   fs::permissions(file, fs::perms::others_write, fs::perm_options::add);
-  CHECK(has(reason(), "table.json: others can write to it"));
-  fs::rename(file, folder / "other.json");
-  fs::create_symlink(folder / "other.json", file);
-  CHECK(has(reason(), "table.json: no regular file"));
+  CHECK(has(reason(), "table.txt: others can write to it"));
+  fs::rename(file, folder / "other.txt");
+  fs::create_symlink(folder / "other.txt", file);
+  CHECK(has(reason(), "table.txt: no regular file"));
   fs::remove(file);
   REQUIRE(mkfifo(file.c_str(), 0644) == 0);
-  CHECK(has(reason(), "table.json: no regular file")); // and nobody waits
+  CHECK(has(reason(), "table.txt: no regular file")); // and nobody waits
   fs::remove(file);
   write(file, good);
   fs::resize_file(file, uint64_t(1) << 40);
@@ -178,7 +181,7 @@ TEST_CASE("tuning: an engine takes the table's tile where the caller has no wish
   CHECK_FALSE(has(wished, "strobe tune"));
   const std::string stale = explained(table(entry(64, 32), "0123"), 0);
   CHECK_FALSE(has(stale, "tile 64 x 32;"));
-  CHECK(has(stale, "tuning-fake-1.json ignored: stale"));
+  CHECK(has(stale, "tuning-fake-1.txt ignored: stale"));
 }
 
 TEST_CASE("tuning: what a table has to say of itself") {
@@ -186,11 +189,7 @@ TEST_CASE("tuning: what a table has to say of itself") {
   fake_cuda();
   char words[1024];
   REQUIRE(strobe_tuning(1, words, sizeof words, nullptr) == STROBE_OK);
-  const Json header = Json::parse(words);
-  CHECK(header.string("file") == c.folder / "cache/tuning-fake-1.json");
-  CHECK(header.string("device") == kDeviceName);
-  CHECK(header.string("kernels") == kernels_digest());
-  CHECK(header.number("format") == 1);
-  CHECK(header.string("ignored") == "");
+  CHECK(std::string(words) == "file = " + c.folder / "cache/tuning-fake-1.txt" + "\nformat = 2\ndevice = " + kDeviceName +
+                                  "\nkernels = " + kernels_digest() + "\nignored = \n");
   CHECK(strobe_tuning(7, words, sizeof words, nullptr) == STROBE_INVALID_ARGUMENT);
 }

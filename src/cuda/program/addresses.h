@@ -1,0 +1,59 @@
+// A program is made once and run on other addresses each time. While it is made a mark stands for each tensor's address and for the
+// workspace's; a run puts addresses in place of the marks.
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "../../../kernels/attention/arguments.h"
+#include "attention/attention.h"
+
+namespace strobe::cuda {
+
+// The call with marks for addresses. A mark lies on 16 bytes where the address does: kernels are chosen by that.
+Problem marked(const Problem &);
+std::byte *workspace_mark();
+
+// What the marks stand for in one run.
+class Addresses {
+public:
+  Addresses(const Problem &, void *workspace);
+  // Of what lies somewhere behind a mark.
+  void *of(const void *marked) const;
+
+private:
+  std::array<uintptr_t, 24> bases_{}; // of the tensors and lists of a Problem, and of the workspace
+};
+
+// The workspace while a program is made: 256-byte aligned pieces, behind the workspace's mark.
+class Scratch {
+public:
+  template <class T> T *take(int64_t count) {
+    T *piece = reinterpret_cast<T *>(workspace_mark() + bytes_);
+    bytes_ += (uint64_t(count) * sizeof(T) + 255) / 256 * 256;
+    return piece;
+  }
+  uint64_t bytes() const { return bytes_; }
+
+private:
+  uint64_t bytes_ = 0;
+};
+
+// visit(pointer) for each pointer in a kernel's arguments; a launch binds these. Arguments of one family's kernels have theirs there.
+template <class V> void each_pointer(const BlockList &list, V &visit) { visit(list.offsets), visit(list.indices); }
+template <class V> void each_pointer(const Inputs &in, V &visit) {
+  for (const Operand *x : {&in.q, &in.k, &in.v, &in.mask, &in.bias, &in.slopes, &in.sinks}) visit(x->data);
+  visit(in.cu_seqlens_q), visit(in.cu_seqlens_k), visit(in.rng);
+  each_pointer(in.blocks, visit), each_pointer(in.blocks_t, visit);
+}
+template <class V> void each_pointer(const ForwardArguments &a, V &visit) {
+  each_pointer(a.in, visit);
+  visit(a.out.data), visit(a.lse.data), visit(a.partial_out), visit(a.partial_lse);
+}
+template <class V> void each_pointer(const BackwardArguments &a, V &visit) {
+  each_pointer(a.in, visit);
+  for (const Operand *x : {&a.out, &a.lse, &a.dout, &a.dlse, &a.dq, &a.dk, &a.dv, &a.dbias, &a.dsinks}) visit(x->data);
+  visit(a.delta), visit(a.dq_sum), visit(a.turns);
+}
+
+} // namespace strobe::cuda

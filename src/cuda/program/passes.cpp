@@ -1,0 +1,140 @@
+#include "cuda/program/passes.h"
+
+#include <algorithm>
+#include <span>
+
+#include "../../../kernels/device/tile_gradient_config.h"
+#include "attention/text.h"
+#include "cuda/program/arguments.h"
+#include "cuda/program/tiles.h"
+
+namespace strobe::cuda {
+namespace {
+
+constexpr KernelSource kCombine{"passes/combine.h", "strobe::passes::Combine", "strobe::passes::CombineConfig"};
+constexpr KernelSource kDelta{"passes/delta.h", "strobe::passes::Delta", "strobe::passes::RowsConfig"};
+constexpr KernelSource kConvertDq{"passes/dq.h", "strobe::passes::ConvertDq", "strobe::passes::RowsConfig"};
+constexpr KernelSource kPadding{"passes/padding.h", "strobe::passes::Padding", "strobe::passes::PaddingConfig"};
+constexpr KernelSource kSinkGradient{"passes/sinks.h", "strobe::passes::SinkGradient", "strobe::passes::SinksConfig"};
+constexpr KernelSource kSettle{"passes/settle.h", "strobe::passes::Settle", "strobe::TileConfig"};
+constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::BiasGradient", "strobe::TileConfig"};
+
+// Of FP32 and FP64: they do not vary with tiles and features. dQ's sum has rows as wide as the backward's.
+passes::RowsConfig row_config(const Problem &p) {
+  return {int32_t(p.dtype), rounded(p.head_dim, 32), passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow};
+}
+
+struct GradientTile {
+  int32_t q, k, key_warps, query_warps;
+};
+constexpr GradientTile kSettleTiles[] = {
+    {.q = 32, .k = 64, .key_warps = 4, .query_warps = 1},
+    {.q = 32, .k = 32, .key_warps = 2, .query_warps = 1},
+    {.q = 16, .k = 16, .key_warps = 1, .query_warps = 1},
+};
+constexpr GradientTile kBiasTiles[] = {
+    {.q = 64, .k = 128, .key_warps = 4, .query_warps = 2}, // fp16 and bf16
+    {.q = 64, .k = 64, .key_warps = 2, .query_warps = 2},
+    {.q = 32, .k = 32, .key_warps = 2, .query_warps = 1},
+    {.q = 16, .k = 16, .key_warps = 1, .query_warps = 1},
+};
+constexpr GradientTile kBiasTilesTf32[] = {
+    {.q = 64, .k = 64, .key_warps = 4, .query_warps = 2},
+    {.q = 32, .k = 32, .key_warps = 2, .query_warps = 1},
+    {.q = 16, .k = 16, .key_warps = 1, .query_warps = 1},
+};
+
+// The first tile that fits.
+std::optional<TileConfig> gradient_config(std::span<const GradientTile> tiles, const Problem &p, const Device &device) {
+  const bool tf32 = p.dtype == DType::f32;
+  TileConfig c = begin_config<TileConfig>(p, tf32 ? 32 : 16);
+  c.products = !tf32 ? 0 : p.allow_tf32 ? 1 : 3;
+  c.aligned = aligned_backward(p), c.blocks_per_sm = 1, c.features = features_of(p);
+  for (const GradientTile &tile : tiles) {
+    c.tile_q = tile.q, c.tile_k = tile.k, c.key_warps = tile.key_warps, c.query_warps = tile.query_warps;
+    if (c.shared_bytes() <= device.shared_per_block && divides_blocks(p, tile.q, tile.k)) return c;
+  }
+  return std::nullopt;
+}
+
+} // namespace
+
+int32_t parts_to_fill(int64_t slots, int64_t ctas, int64_t most) {
+  return ctas > 0 ? int32_t(std::clamp<int64_t>(slots / ctas, 1, std::max<int64_t>(1, most))) : 1;
+}
+
+void take_parts(ForwardArguments &a, const Problem &p, Scratch &scratch) {
+  if (a.splits <= 1) return;
+  a.partial_out = scratch.take<float>(a.splits * a.in.rows() * p.head_dim_v);
+  a.partial_lse = scratch.take<float>(a.splits * a.in.rows());
+}
+
+void combine_parts(Program &program, const Problem &p, const ForwardArguments &a) {
+  if (a.splits <= 1) return;
+  const passes::CombineConfig c{.dtype = int32_t(p.dtype)};
+  program.steps.push_back(Launch(kCombine, c, a.in.rows(), c.threads(), 0, a));
+  program.kernel += text(", keys split in ", a.splits);
+}
+
+void take_sums(Program &program, BackwardArguments &a, const Problem &p, Scratch &scratch, const BackwardSums &sums) {
+  a.delta = scratch.take<char>(2 * a.in.rows() * sums.real_bytes);
+  if (p.dq) {
+    const int64_t bytes = sums.dq * sums.real_bytes;
+    a.dq_sum = reinterpret_cast<float *>(scratch.take<char>(bytes));
+    if (sums.zero_dq) program.steps.push_back(Zero{a.dq_sum, uint64_t(bytes)});
+  }
+  a.deterministic = sums.turns > 0;
+  if (sums.turns > 0) {
+    a.turns = scratch.take<uint32_t>(sums.turns);
+    program.steps.push_back(Zero{a.turns, uint64_t(sums.turns) * sizeof(uint32_t)});
+  }
+}
+
+void push(Program &program, const Problem &p, const BackwardArguments &a, BackwardLaunches &&launches) {
+  const auto next = [&program](std::optional<Launch> &launch) {
+    if (launch) program.steps.push_back(*std::move(launch));
+  };
+  next(launches.delta), next(launches.settle), next(launches.rows_by_tiles);
+  if (p.dq || p.dk || p.dv) next(launches.main);
+  if (p.dq) next(launches.dq);
+  if (p.dsinks) {
+    const passes::SinksConfig c{.dtype = int32_t(p.dtype)};
+    program.steps.push_back(Launch(kSinkGradient, c, p.heads, c.threads(), 0, a));
+  }
+  next(launches.dbias);
+}
+
+Launch delta(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
+  return Launch(kDelta, c, c.blocks(p.batch, p.heads, p.seqlen_q), c.delta_threads(), 0, a);
+}
+Launch dq_from_sum(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
+  return Launch(kConvertDq, c, c.blocks(p.batch, p.heads, p.seqlen_q), c.threads(), 0, a);
+}
+Launch delta(const Problem &p, const BackwardArguments &a) { return delta(p, row_config(p), a); }
+Launch dq_from_sum(const Problem &p, const BackwardArguments &a) { return dq_from_sum(p, row_config(p), a); }
+
+bool tensor_cores_settle(const Problem &p, const Device &device) { return gradient_config(kSettleTiles, p, device).has_value(); }
+
+Launch settle(const Problem &p, const Device &device, const BackwardArguments &a) {
+  const TileConfig c = *gradient_config(kSettleTiles, p, device);
+  return Launch(kSettle, c, p.batch * p.heads * tiles(p.seqlen_q, c.tile_q), c.threads(), c.shared_bytes(), a);
+}
+
+std::optional<Launch> bias_gradient(const Problem &p, const Device &device, const BackwardArguments &a) {
+  if (!p.dbias) return std::nullopt;
+  const std::span<const GradientTile> tiles = p.dtype == DType::f32 ? std::span<const GradientTile>(kBiasTilesTf32) : kBiasTiles;
+  const TileConfig c = *gradient_config(tiles, p, device); // the smallest tile is settle's, too
+  const i64 *s = a.dbias.stride;
+  const int64_t blocks = c.blocks(s[0] != 0, s[1] != 0, s[2] != 0, s[3] != 0, p.batch, p.heads, p.seqlen_q, p.seqlen_k);
+  return Launch(kBiasGradient, c, blocks, c.threads(), c.shared_bytes(), a);
+}
+
+Launch padding(const Problem &p, Direction direction) {
+  constexpr int64_t most = 128; // blocks of threads for long padding behind few sequences
+  const passes::PaddingConfig c{.dtype = int32_t(p.dtype), .backward = direction == Direction::backward};
+  const int64_t grid = (p.batch + 1) * std::max<int64_t>(1, most / (p.batch + 1));
+  return direction == Direction::forward ? Launch(kPadding, c, grid, c.threads(), 0, forward_arguments(p))
+                                         : Launch(kPadding, c, grid, c.threads(), 0, backward_arguments(p));
+}
+
+} // namespace strobe::cuda

@@ -1,0 +1,56 @@
+// What every family launches beside its own kernels (kernels/passes), and in which order.
+#pragma once
+#include <optional>
+
+#include "../../../kernels/attention/arguments.h"
+#include "../../../kernels/passes/config.h"
+#include "attention/attention.h"
+#include "cuda/driver/device.h"
+#include "cuda/program/program.h"
+
+namespace strobe::cuda {
+
+// Keys in parts, where tiles of queries are too few to fill the GPU. As many as fill `slots` places for thread blocks once: fewer leave it
+// idle, more are a second wave. At most `most`, for each part has an O of its own.
+int32_t parts_to_fill(int64_t slots, int64_t ctas, int64_t most);
+// Room for what the parts compute, if a.splits says that there are several.
+void take_parts(ForwardArguments &a, const Problem &, Scratch &);
+// Their combination, after the launch that computes them.
+void combine_parts(Program &, const Problem &, const ForwardArguments &a);
+
+// A backward's memory. D, and LSE's rounding error; if dQ is wanted, its sum, to which the thread blocks of several tiles of keys add; with
+// `turns` their turns, which begin as 0.
+struct BackwardSums {
+  int64_t real_bytes = 4; // of D and of dQ's sum
+  int64_t dq = 0;         // reals of dQ's sum
+  int64_t turns = 0;      // words; 0: the order of additions is free
+  bool zero_dq = false;   // the launch that computes D does not set dQ's sum to 0
+};
+void take_sums(Program &, BackwardArguments &a, const Problem &, Scratch &, const BackwardSums &);
+
+// A backward's launches, in the order in which they run.
+struct BackwardLaunches {
+  std::optional<Launch> delta{};         // D of each row
+  std::optional<Launch> settle{};        // of rows whose LSE is large: D anew, and LSE's rounding error
+  std::optional<Launch> rows_by_tiles{}; // LSE and D in the order in which the main kernel reads them
+  std::optional<Launch> main{};          // dK, dV and dQ's sum: where one of them is wanted
+  std::optional<Launch> dq{};            // from its sum: where it is wanted
+  std::optional<Launch> dbias{};
+};
+void push(Program &, const Problem &, const BackwardArguments &, BackwardLaunches &&); // and dsinks
+
+// D, and room for dQ's sum; dQ from its sum.
+Launch delta(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
+Launch dq_from_sum(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
+// The same in FP32 and FP64, D in the order of dP's products.
+Launch delta(const Problem &, const BackwardArguments &);
+Launch dq_from_sum(const Problem &, const BackwardArguments &);
+
+// On tensor cores, tiles of scores computed anew. Whether some tile fits the GPU and the blocks of a sparse mask; then there is a launch.
+bool tensor_cores_settle(const Problem &, const Device &);
+Launch settle(const Problem &, const Device &, const BackwardArguments &);
+std::optional<Launch> bias_gradient(const Problem &, const Device &, const BackwardArguments &); // where dbias is wanted
+
+Launch padding(const Problem &, Direction); // packed tokens of no sequence: results 0, LSE -inf
+
+} // namespace strobe::cuda

@@ -1,0 +1,48 @@
+#include "cuda/program/prewarm.h"
+
+#include "attention/text.h"
+#include "cuda/program/engine.h"
+
+namespace strobe::cuda {
+namespace {
+
+// What would run, by the choice that runs it.
+Plan plan(const Problem &p, Direction direction, int cc) {
+  const Device device = described(cc);
+  const auto may_run = [&p](const Engine &engine) { return p.engine.empty() ? !engine.only_by_name() : p.engine == engine.name(); };
+  Choice choice = choose(p, direction, [&](const Engine &engine, Direction direction) -> Answer {
+    return may_run(engine) ? static_cast<const CudaEngine &>(engine).plan_on(device, p, direction) : "not asked";
+  });
+  if (choice.chosen >= 0) return std::get<Plan>(std::move(choice.rows[choice.chosen].answer));
+  std::string reasons;
+  for (const auto &[engine, answer] : choice.rows)
+    if (engine->device_type() == STROBE_CUDA && may_run(*engine))
+      reasons += text("\n", engine->name(), ": ", std::get<std::string>(answer));
+  throw Error(STROBE_UNSUPPORTED, "no engine takes this problem:" + reasons);
+}
+
+// A line of each launch.
+template <class F> std::string lines(const Plan &plan, F line) {
+  std::string all;
+  for (const Step &step : program_of(plan).steps)
+    if (const Launch *l = std::get_if<Launch>(&step)) all += line(*l, kernel_name(*l->source, l->config)) + "\n";
+  return all;
+}
+
+} // namespace
+
+std::string kernels(const Problem &p, Direction direction, int cc) {
+  return lines(plan(p, direction, cc), [cc](const Launch &l, const std::string &name) {
+    return text(is_kept(*l.source, l.config, cc) ? "cached " : "missing ", name);
+  });
+}
+
+std::string prewarm(const Problem &p, Direction direction, int cc) {
+  return lines(plan(p, direction, cc), [cc](const Launch &l, const std::string &name) {
+    const Build built = build(*l.source, l.config, cc);
+    const int serialized = built.log.find("instructions are serialized") != built.log.npos;
+    return text(built.compiled ? "compiled " : "cached ", built.registers, " ", built.spill_bytes, " ", serialized, " ", name);
+  });
+}
+
+} // namespace strobe::cuda

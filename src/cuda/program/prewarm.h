@@ -1,0 +1,15 @@
+// Kernels compiled ahead, for GPUs that need not be here.
+#pragma once
+#include <string>
+
+#include "attention/attention.h"
+
+namespace strobe::cuda {
+
+// Compiles, or finds in the cache, the kernels that the problem would run on a GPU of this compute capability; needs none. Throws with
+// every engine's reason if none takes it. A line per kernel: "compiled|cached registers spilled-bytes wgmma-serialized name".
+std::string prewarm(const Problem &, Direction, int cc);
+// Their names, and whether a cache has them; nothing is compiled.
+std::string kernels(const Problem &, Direction, int cc);
+
+} // namespace strobe::cuda

@@ -1,0 +1,44 @@
+// Which tile (Br, Bc) of a family's table runs, and what explain() says of it.
+#pragma once
+#include <cmath>
+#include <iterator>
+
+#include "attention/attention.h"
+#include "attention/text.h"
+#include "cuda/driver/device.h"
+#include "cuda/program/program.h"
+
+namespace strobe::cuda {
+
+// A table's row of least cost, of equals the first; null where every row costs infinitely much, which says that it cannot run.
+inline constexpr double kCannotRun = HUGE_VAL;
+template <class Table, class Cost> auto cheapest(const Table &table, Cost cost) {
+  decltype(&*std::begin(table)) best = nullptr;
+  double least = kCannotRun;
+  for (const auto &row : table)
+    if (const double its = cost(row); its < least) least = its, best = &row;
+  return best;
+}
+
+// How far a tile is from the wish, in powers of two; 0 without one.
+inline double distance(int64_t wish, int64_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / double(got))) : 0.0; }
+inline double distance(const Problem &p, int64_t tile_q, int64_t tile_k) { return distance(p.tile_q, tile_q) + distance(p.tile_k, tile_k); }
+
+// With block sparsity a tile lies within a block: of queries; in a backward of keys, too.
+inline bool divides_blocks(const Problem &p, int64_t tile_q, int64_t tile_k = 1) {
+  return !p.blocks.present || (p.blocks.block_q % tile_q == 0 && p.blocks.block_k % tile_k == 0);
+}
+
+inline std::string no_tile(const Device &device) {
+  return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
+}
+
+// vectors: rows are copied 16 bytes at a time.
+inline void describe_tile(Program &program, const Problem &p, int64_t tile_q, int64_t tile_k, bool vectors) {
+  program.tile_q = tile_q, program.tile_k = tile_k;
+  if (p.tile_q > 0 && p.tile_q != tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", tile_q, ": what fits"));
+  if (p.tile_k > 0 && p.tile_k != tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", tile_k, ": what fits"));
+  if (!vectors) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+}
+
+} // namespace strobe::cuda
