@@ -13,19 +13,21 @@ _FLOATS = (*_WIDE, "float16", "bfloat16")
 
 
 def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, layout: str = "bhsd") -> tuple[Array, Array]:
-    """The attention over all keys from those over two disjoint parts of them. Torch: differentiable in all four arguments.
+    """Merges the attentions over two disjoint parts of the keys into the attention over all keys.
 
-    Give a sink to one of the parts only. -inf is a legal lse (the part has no key for this query), in both parts as well.
+    With torch tensors, the result is differentiable in all four arguments. Give a sink to only one of the parts. An lse may be -inf, in
+    both parts too: that part then has no key for this query.
 
     Args:
         out_a, out_b: (B, H, Sq, Dv), (B, Sq, H, Dv) with layout "bshd", or (Tq, H, Dv) packed; any float dtype.
-        lse_a, lse_b: (B, H, Sq), or (H, Tq) packed; float32 or float64, as attention() returns it. The sums are in its precision.
+        lse_a, lse_b: (B, H, Sq), or (H, Tq) packed; float32 or float64, as attention() returns it. The sums have its precision.
+        layout: "bhsd" or "bshd".
 
     Returns:
-        out of out_a's shape and dtype, lse of lse_a's.
+        out, lse: in the shapes and dtypes of out_a and lse_a.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument is not as described above.
 
     Sources: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), as FlashAttention splits keys with it.
     """

@@ -42,20 +42,20 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention of q (B, Sq, H, D) over the filled part of a cache, after k and v, if given, are written behind it, in place.
+    """Writes k and v, if given, behind the filled part of a cache, and attends with q (B, Sq, H, D) to what is filled then.
 
-    No gradients, as in flash-attn: the output does not require grad, whatever q does.
+    As in flash-attn there are no gradients: the output does not require a gradient, even if q does.
 
     Args:
-        k_cache, v_cache: (Bc, Sc, Hkv, D); Bc = B unless cache_batch_idx says which row serves which query.
-        k, v: (B, Snew, Hkv, D), written at cache_seqlens.
+        k_cache, v_cache: (Bc, Sc, Hkv, D). Bc = B, unless cache_batch_idx says which row serves which query.
+        k, v: (B, Snew, Hkv, D), written into the cache at cache_seqlens, in place.
         rotary_cos, rotary_sin: (length, R), up to the last token's position: the first 2R columns of k are rotated by their position,
             those of q as well: with causal or a window by cache_seqlens + i, else all by cache_seqlens.
-        cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it (then without k and v).
+        cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it, which leaves no room for k and v.
         cache_batch_idx: int (B,). The rows that it names are copied before the attention (the update is in place).
         cache_leftpad: int32 (B,): where in the cache each sequence begins.
         block_table: refused.
-        num_splits: an integer, without effect.
+        num_splits: an integer; it has no effect.
 
     Numbers in host memory are checked. Those in device memory, and all under torch.compile, are not read: a length out of bounds is taken
     for the nearest that fits, and a sequence whose row of the cache does not exist is left out: nothing is written, it sees no key.
