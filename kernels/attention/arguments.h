@@ -86,6 +86,11 @@ struct BackwardArguments {
   u32 *turns;    // deterministic: (query tiles of all rows) who may add next
   i32 deterministic;
   i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache
+  // Hopper. -LSE in exp2's unit and D of a tile of queries, tile_q each; with a bias -LSE, its correction in exp2's unit (kernels/device/
+  // settle_row.h) and D. Queries that are not there, and those that see nothing: -inf and 0; those of which something is no number: NaN (or
+  // what LSE is) and 0.
+  float *rows;
+  i32 first_stores; // dq_sum holds nothing before: who adds first stores
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -23,6 +23,9 @@ struct Features {
   STROBE_FN constexpr bool additive() const { return bias || alibi || function || scaled; }
 };
 
+// Columns over which FP32 and FP64 sum D and dP in one run: where they cancel, what longer runs round shows.
+inline constexpr i32 kRunOfColumns = 32;
+
 // As strobe_dtype.
 inline constexpr i32 kF32 = 1, kF16 = 2, kBF16 = 3, kF64 = 4;
 STROBE_FN constexpr i32 element_bytes(i32 dtype) { return dtype == kF64 ? 8 : dtype == kF32 ? 4 : 2; }

@@ -4,6 +4,7 @@
 #pragma once
 #include "../tile/shared.h"
 #include "../tile/tf32_multiply.h"
+#include "keys.h"
 #include "scores.h"
 
 namespace strobe {
@@ -89,9 +90,9 @@ template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinli
 }
 
 // By kThreads threads, of which this is `thread`; the results are in memory. Rows: count, query(row), head(row), add(row, column, x). keys:
-// those that were walked over, of them only blocks' ones; v: the sequence's, in global memory.
+// those that were walked over, of them only blocks' ones; v: the head's, in global memory.
 template <int kThreads, Features F, bool kApproximate, class T, class Rows>
-__device__ __forceinline__ void add_nonfinite(const Scores<F, float, kApproximate> &scores, const Dropout<F> &dropout, const T *v,
+__device__ __forceinline__ void add_nonfinite(const Scores<F, float, kApproximate> &scores, const Dropout<F> &dropout, const Keys<T> &v,
                                               Range keys, BlockRow blocks, Rows rows, int thread) {
   const Inputs &in = scores.in;
 #pragma unroll 1
@@ -99,7 +100,7 @@ __device__ __forceinline__ void add_nonfinite(const Scores<F, float, kApproximat
     if (F.blocks && !blocks.keeps(j)) continue;
 #pragma unroll 1
     for (i32 c = thread; c < in.head_dim_v; c += kThreads) {
-      float x = to_float(v[j * in.v.stride[2] + c * in.v.stride[3]]);
+      float x = to_float(v.at(j, c));
       if (x - x == 0) continue;
 #pragma unroll 1
       for (i32 r = 0; r < rows.count; ++r) {

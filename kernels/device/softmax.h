@@ -1,92 +1,162 @@
-// Online softmax of the rows that a lane holds: kM blocks of 16 rows, two rows of each. M is the reference: P = exp2(S * unit - M). It is
-// the running maximum, or stays behind it by at most kSlack, so that most tiles need no rescaling. M is kept in exp2's unit, which saves an
-// instruction; kNatural: in that of the scores, where those may be as large as numbers go.
+// Online softmax of the rows that a lane holds of S. M is the reference: P = exp2(exponent - M). It is the running maximum, or stays behind
+// it by 8 at most, a factor of 2^8 in P, so that most tiles need no rescaling. S is a warp's blocks of 16x16 or a warpgroup's array.
 #pragma once
 #include "../ptx/math.h"
 #include "../tile/registers.h"
 
 namespace strobe {
 
-// exp2's argument is (s - M) * kUnit<..>, a natural logarithm M * kLn<..>.
-template <bool kNatural> inline constexpr float kUnit = kNatural ? kLog2e<float> : 1.0f;
-template <bool kNatural> inline constexpr float kLn = kNatural ? 1.0f : kLn2<float>;
+// Forms of the exponent: its value is at(s, i, c), c = constant(-M); a row's M follows top(the largest comparable(s, i)), and difference()
+// of two M is exp2's argument. i: the element's place in a warpgroup's array. M is in exp2's unit, which saves an instruction:
+struct Linear {
+  float unit;
+  __device__ __forceinline__ float at(float s, int, float c) const { return __fmaf_rn(s, unit, c); }
+  __device__ __forceinline__ float constant(float c) const { return c; }
+  __device__ __forceinline__ float comparable(float s, int) const { return s; }
+  __device__ __forceinline__ float top(float x) const { return x * unit; }
+  __device__ __forceinline__ float difference(float x) const { return x; }
+  __device__ __forceinline__ float from_natural(float x) const { return x / kLn2<float>; }
+};
+// or in that of the scores, where those may be as large as numbers go.
+struct Natural {
+  __device__ __forceinline__ float at(float s, int, float c) const { return (s + c) * kLog2e<float>; }
+  __device__ __forceinline__ float constant(float c) const { return c; }
+  __device__ __forceinline__ float comparable(float s, int) const { return s; }
+  __device__ __forceinline__ float top(float x) const { return x; }
+  __device__ __forceinline__ float difference(float x) const { return x * kLog2e<float>; }
+  __device__ __forceinline__ float from_natural(float x) const { return x; }
+};
+template <bool kNatural> __device__ __forceinline__ auto exponent_of(float unit) {
+  if constexpr (kNatural)
+    return Natural{};
+  else
+    return Linear{unit};
+}
 
-template <int kM, bool kNatural = false> struct RowSoftmax {
-  float M[kM][2], l[kM][2]; // l: of the columns that this lane has seen
+template <int kRows> struct RowSoftmax {
+  float M[kRows], l[kRows]; // l: of the columns that this lane has seen
+  float alpha[kRows];       // what l was multiplied by last, and O is to be
 
   __device__ __forceinline__ RowSoftmax() {
 #pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) M[i / 2][i % 2] = minus_infinity<float>(), l[i / 2][i % 2] = 0;
+    for (int row = 0; row < kRows; ++row) M[row] = minus_infinity<float>(), l[row] = 0, alpha[row] = 1;
   }
 
-  // Takes the maxima of a tile in. If a reference moved, multiplies l and O by what that makes of them.
-  template <bool kExact, int kN, int kDv>
-  __device__ __forceinline__ void follow(const tile::Accumulator (&S)[kM][kN], float unit, tile::Accumulator (&O)[kM][kDv]) {
-    constexpr float kSlack = kExact ? 0 : 8 / kUnit<kNatural>;
-    float top[kM][2];
+  // Takes a tile's maxima in, without a branch: O may be in the making meanwhile, and is rescaled later.
+  template <bool kExact, class Tile, class Exponent> __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const float top = exponent.top(tile::row_max(largest(S, row, exponent))), before = M[row];
+      const float now = kExact ? fmaxf(before, top) : top > before + 8.0f ? top : before;
+      alpha[row] = now == before ? 1.0f : exp2(exponent.difference(before - now));
+      M[row] = now;
+      l[row] *= alpha[row];
+    }
+  }
+  __device__ __forceinline__ bool moved() const {
+    bool any = false;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) any = any || alpha[row] != 1.0f;
+    return __any_sync(0xFFFFFFFFu, any);
+  }
+  template <class Sum> __device__ __forceinline__ void rescale(Sum &O) const {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < tile::elements_of_row(O); ++i) tile::row_element(O, row, i) *= alpha[row];
+    }
+  }
+  // The same where O is at hand: nothing is exchanged nor rescaled unless a row of the warp's is far from its reference.
+  template <bool kExact, class Tile, class Exponent, class Sum>
+  __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, Sum &O) {
+    float top[kRows];
     bool far = false;
 #pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      int m = i / 2, r = i % 2;
-      float x = S[m][0].x[0][2 * r];
-#pragma unroll
-      for (int k = 1; k < 4 * kN; ++k) x = fmaxf(x, S[m][k / 4].x[k / 2 % 2][2 * r + k % 2]);
-      top[m][r] = kNatural ? x : x * unit;
-      far |= top[m][r] > M[m][r] + kSlack;
+    for (int row = 0; row < kRows; ++row) {
+      top[row] = exponent.top(largest(S, row, exponent));
+      far |= top[row] > M[row] + (kExact ? 0.0f : 8 / exponent.difference(1));
     }
     if (!__any_sync(0xFFFFFFFFu, far)) return;
 #pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      int m = i / 2, r = i % 2;
-      float before = M[m][r], now = fmaxf(before, tile::row_max(top[m][r]));
-      float alpha = now == minus_infinity<float>() ? 1.0f : exp2((before - now) * kUnit<kNatural>);
-      M[m][r] = now;
-      l[m][r] *= alpha;
+    for (int row = 0; row < kRows; ++row) {
+      const float before = M[row], now = fmaxf(before, tile::row_max(top[row]));
+      alpha[row] = now == minus_infinity<float>() ? 1.0f : exp2(exponent.difference(before - now));
+      M[row] = now;
+      l[row] *= alpha[row];
+    }
+    rescale(O);
+  }
+
+  // S -> P, in a warpgroup's array; two sums of a row at a time.
+  template <int N, class Exponent> __device__ __forceinline__ void exponentiate(float (&S)[N], const Exponent &exponent) {
 #pragma unroll
-      for (int k = 0; k < 4 * kDv; ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= alpha;
+    for (int r = 0; r < 2; ++r) {
+      const float c = exponent.constant(-reference(r));
+      float x = l[r], y = 0;
+#pragma unroll
+      for (int j = 0; j < N / 4; ++j) {
+        const int i = 4 * j + 2 * r;
+        float &p = S[i], &q = S[i + 1];
+        x += p = exp2(exponent.at(p, i, c));
+        q = exp2(exponent.at(q, i + 1, c));
+        y = j ? y + q : q;
+      }
+      l[r] = x + y;
     }
   }
+  // The same of one block, of rows first and first + 1.
+  template <class Exponent> __device__ __forceinline__ void exponentiate(tile::Accumulator &S, int first, const Exponent &exponent) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float c = exponent.constant(-reference(first + r));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float &p = S.x[k / 2][2 * r + k % 2];
+        p = exp2(exponent.at(p, 4 * (k / 2) + 2 * r + k % 2, c));
+        l[first + r] += p;
+      }
+    }
+  }
+
+  // What scores are measured against: M, or 0 in a row that has seen nothing yet (-inf - -inf is not a number).
+  __device__ __forceinline__ float reference(int row) const { return M[row] == minus_infinity<float>() ? 0.0f : M[row]; }
+
   // Whether all of O and l is.
-  template <int kDv> __device__ __forceinline__ bool finite(const tile::Accumulator (&O)[kM][kDv]) const {
+  template <class Sum> __device__ __forceinline__ bool finite(Sum &O) const {
     float zero = 0; // or NaN
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
+    for (int row = 0; row < kRows; ++row) {
 #pragma unroll
-      for (int k = 0; k < 8 * kDv; ++k) zero = __fmaf_rn(O[m][k / 8].x[k / 4 % 2][k % 4], 0.0f, zero);
-      zero += (l[m][0] + l[m][1]) * 0.0f;
+      for (int i = 0; i < tile::elements_of_row(O); ++i) zero = __fmaf_rn(tile::row_element(O, row, i), 0.0f, zero);
+      zero += l[row] * 0.0f;
     }
     return zero == 0;
   }
 
-  // What scores are measured against: M, or 0 in a row that has seen nothing yet (-inf - -inf is not a number).
-  __device__ __forceinline__ float reference(int m, int r) const { return M[m][r] == minus_infinity<float>() ? 0.0f : M[m][r]; }
-
-  // P of the block S in block row m.
-  __device__ __forceinline__ void exponentiate(tile::Accumulator &S, int m, float unit) {
+private:
+  template <class Tile, class Exponent> static __device__ __forceinline__ float largest(const Tile &S, int row, const Exponent &exponent) {
+    const auto of = [&](int i) { return exponent.comparable(tile::row_element(S, row, i), 4 * (i / 2) + 2 * row + i % 2); };
+    float x = of(0), y = of(1);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float negative = -reference(m, r);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        float &p = S.x[k / 2][2 * r + k % 2];
-        p = exp2(kNatural ? (p + negative) * unit : __fmaf_rn(p, unit, negative));
-        l[m][r] += p;
-      }
-    }
+    for (int i = 2; i < tile::elements_of_row(S); i += 2) x = fmaxf(x, of(i)), y = fmaxf(y, of(i + 1));
+    return fmaxf(x, y);
   }
 };
 
 // A row's end: O is to be multiplied by `factor`; the natural LSE. sink (in M's unit): one more term of the denominator, -inf: none.
+// kPrecise: as FP32 wants it; else to 2 ulp.
 struct RowEnd {
   float factor, lse;
-  __device__ __forceinline__ RowEnd(float M, float l, float sink, bool natural = false) {
-    const float unit = natural ? kUnit<true> : 1.0f, top = fmaxf(M, sink);
-    const float alpha = top == minus_infinity<float>() ? 0.0f : exp2((M - top) * unit);
-    l *= alpha;
-    if (sink != minus_infinity<float>()) l += exp2((sink - top) * unit);
-    factor = l == 0 ? 0.0f : __fdividef(alpha, l); // 2 ulp; l is far below 2^126
-    lse = l == 0 ? minus_infinity<float>() : natural ? top + __log2f(l) * kLn<false> : (top + __log2f(l)) * kLn<false>;
-  }
 };
+template <bool kPrecise = false> __device__ __forceinline__ RowEnd row_end(float M, float l, float sink, bool natural = false) {
+  const float unit = natural ? kLog2e<float> : 1.0f, top = fmaxf(M, sink);
+  const float alpha = top == minus_infinity<float>() ? 0.0f : exp2((M - top) * unit);
+  l *= alpha;
+  if (sink != minus_infinity<float>()) l += exp2((sink - top) * unit);
+  if (l == 0) return {0.0f, minus_infinity<float>()};
+  if constexpr (kPrecise) return {alpha / l, row_lse(top, natural ? 1.0f : kLn2<float>, l)};
+  const float log2_l = __log2f(l); // l is far below 2^126
+  return {__fdividef(alpha, l), natural ? top + log2_l * kLn2<float> : (top + log2_l) * kLn2<float>};
+}
 
 } // namespace strobe

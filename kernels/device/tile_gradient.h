@@ -5,6 +5,7 @@
 #include "../tile/multiply.h"
 #include "../tile/tf32_multiply.h"
 #include "key_major_dropout.h"
+#include "keys.h"
 #include "probabilities.h"
 #include "tile_gradient_config.h"
 
@@ -42,11 +43,10 @@ public:
     const bool masked = p.k0 < all.begin || p.k0 + kTileK > all.end;
 
     __syncthreads(); // nobody reads the last tile any more
-    const i64 row_q = sequence.q0 + p.q0, row_k = sequence.k0 + p.k0;
-    load<kTileK, kD>(0, in.k, p.batch, p.head / in.group, row_k, k1 - p.k0, in.head_dim);
-    load<kTileK, kDv>(kV, in.v, p.batch, p.head / in.group, row_k, k1 - p.k0, in.head_dim_v);
-    load<kTileQ, kD>(kQ, in.q, p.batch, p.head, row_q, q1 - p.q0, in.head_dim);
-    load<kTileQ, kDv>(kDo, a.dout, p.batch, p.head, row_q, q1 - p.q0, in.head_dim_v);
+    load<kTileK, kD>(0, k_of<T>(in, sequence, p.batch, p.head / in.group).rows(p.k0, k1));
+    load<kTileK, kDv>(kV, v_of<T>(in, sequence, p.batch, p.head / in.group).rows(p.k0, k1));
+    load<kTileQ, kD>(kQ, queries(in.q, p, sequence, q1, in.head_dim));
+    load<kTileQ, kDv>(kDo, queries(a.dout, p, sequence, q1, in.head_dim_v));
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
@@ -100,9 +100,11 @@ private:
     }
   };
 
-  template <int kRows, int kColumns>
-  __device__ __forceinline__ void load(u32 target, const Operand &x, i32 b, i32 h, i64 row, i32 rows, i32 columns) const {
-    const tile::Matrix<const T> m{x.at<const T>(b, h, row, 0), x.stride[2], x.stride[3], rows, columns};
+  __device__ __forceinline__ tile::Matrix<const T> queries(const Operand &x, const Part &p, const Sequence &sequence, i32 q1,
+                                                           i32 columns) const {
+    return {x.at<const T>(p.batch, p.head, sequence.q0 + p.q0, 0), x.stride[2], x.stride[3], q1 - p.q0, columns};
+  }
+  template <int kRows, int kColumns> __device__ __forceinline__ void load(u32 target, const tile::Matrix<const T> &m) const {
     if constexpr (kTf32)
       tile::tf32::load<kRows, kColumns, kThreads, C.aligned != 0>(shared_ + target, m, thread);
     else

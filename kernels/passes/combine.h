@@ -1,15 +1,15 @@
 // Merges what the splits over keys left: a block of threads takes a row, O = sum of exp(LSE_s - LSE) O_s. The sink joins here, once.
 #pragma once
 #include "../attention/arguments.h"
-#include "../mma/config.h"
 #include "../ptx/math.h"
+#include "config.h"
 
 namespace strobe::passes {
 
-template <mma::Config C> struct Combine {
+template <CombineConfig C> struct Combine {
   using Arguments = ForwardArguments;
   using T = typename Element<C.dtype>::type;
-  static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     const Inputs &in = a.in;
@@ -36,7 +36,7 @@ template <mma::Config C> struct Combine {
       }
       *a.out.at<T>(b, h, q, c) = Convert<T>::from(x * factor);
     }
-    if (a.lse && threadIdx.x == 0) *a.lse.at<float>(b, h, q, 0) = sum == 0 ? minus_infinity<float>() : reference + log2(sum) * kLn2<float>;
+    if (a.lse && threadIdx.x == 0) *a.lse.at<float>(b, h, q, 0) = sum == 0 ? minus_infinity<float>() : row_lse(reference, 1.0f, sum);
   }
 };
 

@@ -3,7 +3,7 @@
 #pragma once
 #include "../attention/arguments.h"
 #include "../ptx/math.h"
-#include "padding_config.h"
+#include "config.h"
 
 namespace strobe::passes {
 

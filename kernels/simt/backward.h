@@ -60,8 +60,7 @@ template <Config C> struct Backward {
     const i32 seqlen_q = (i32)sequence.band.seqlen_q, seqlen_k = (i32)sequence.band.seqlen_k, k0 = n * C.tile_k,
               k1 = min(k0 + C.tile_k, seqlen_k);
     if (k0 >= seqlen_k) return;
-    if (threadIdx.x == 0)
-      K = {in.k, b, h_kv, sequence.k0, seqlen_k, in.head_dim}, V = {in.v, b, h_kv, sequence.k0, seqlen_k, in.head_dim_v};
+    if (threadIdx.x == 0) K = {k_of<E>(in, sequence, b, h_kv), seqlen_k}, V = {v_of<E>(in, sequence, b, h_kv), seqlen_k};
     const Kept<C> kept(dS + kPlace + 3 * C.tile_q + 2 * C.stage_elements());
 
     T dK[kKeys][kColumns] = {}, dV[kKeys][kColumnsV] = {};

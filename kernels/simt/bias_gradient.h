@@ -40,8 +40,8 @@ template <Config C> struct BiasGradient {
       const Scores<C.features, T> scores(in, s, b);
       for (i32 h = heads.begin; h < heads.end; ++h) {
         const i32 h_kv = h / in.group;
-        const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(in.k, b, h_kv, s.k0, seqlen_k, in.head_dim),
-            dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
+        const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(k_of<E>(in, s, b, h_kv), seqlen_k),
+            dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), V(v_of<E>(in, s, b, h_kv), seqlen_k);
         for (i32 q0 = queries.begin * C.tile_q; q0 < min(queries.end * C.tile_q, seqlen_q); q0 += C.tile_q) {
           const i32 q1 = min(q0 + C.tile_q, seqlen_q);
           const Range any = s.band.keys_any(q0, q1), all = s.band.keys_all(q0, q1);

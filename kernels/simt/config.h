@@ -21,15 +21,13 @@ struct Config {
   Features features;
 
   static constexpr i32 kDimStep = 32;
-  static constexpr i32 kRun = 32; // columns over which D and dP are summed in one run: where they cancel, what longer runs round shows
   static constexpr i32 kWalkBytes = 384; // of shared memory, for the schedule and what the threads have in common
-  static constexpr i32 kDeltaRows = 64;  // that a CTA of Delta and QueryGradient takes
 
   STROBE_FN constexpr i32 threads() const { return threads_q * threads_k; }
   STROBE_FN constexpr i32 real_bytes() const { return dtype == kF64 ? 8 : 4; }
   STROBE_FN constexpr i32 pad() const { return 16 / real_bytes(); }
   // Columns over which q.k is summed in one run, by forward and backward alike. Where scores are large, what longer runs round shows.
-  STROBE_FN constexpr i32 score_run() const { return dtype == kF32 ? kRun : head_dim; }
+  STROBE_FN constexpr i32 score_run() const { return dtype == kF32 ? kRunOfColumns : head_dim; }
   // P and dS, a line a query; the forward's P and the backward's second dS, a line a key. The distance of lines, in elements, spreads
   // neighbours over the banks.
   STROBE_FN constexpr i32 p_stride() const { return tile_k + pad(); }

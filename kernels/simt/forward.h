@@ -32,8 +32,7 @@ template <Config C> struct Forward {
     if (q0 >= seqlen_q) return;
     const i32 q1 = min(q0 + C.tile_q, seqlen_q);
 
-    const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(in.k, b, h_kv, s.k0, seqlen_k, in.head_dim),
-        V(in.v, b, h_kv, s.k0, seqlen_k, in.head_dim_v);
+    const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(k_of<E>(in, s, b, h_kv), seqlen_k), V(v_of<E>(in, s, b, h_kv), seqlen_k);
     auto &walk = *reinterpret_cast<Walk<KeyTiles> *>(shared);
     T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes);
     Multiply multiply(P + C.pt_elements());
@@ -105,16 +104,17 @@ template <Config C> struct Forward {
       T total = grid.reduce(rows.l(i), [](T x, T y) { return x + y; });
       const i32 r = q0 + row(grid, i);
       if (r >= q1) continue;
-      T scale = T(1), most = rows.m(i) * natural<C.features, T>(in);
+      T scale = T(1), most = rows.m(i), to_natural = natural<C.features, T>(in);
       if (a.splits == 1 && in.sinks) { // one more term of the denominator
         const T sink = *in.sinks.template at<const T>(0, h, 0, 0);
+        most *= to_natural, to_natural = T(1);
         const T larger = maximum(most, sink), reference = larger == minus_infinity<T>() ? T(0) : larger;
         scale = exp2((most - reference) * kLog2e<T>);
         total = fma(total, scale, exp2((sink - reference) * kLog2e<T>));
         most = larger;
       }
       const bool empty = total == T(0);
-      const T lse = empty ? minus_infinity<T>() : most + log2(total) * kLn2<T>;
+      const T lse = empty ? minus_infinity<T>() : row_lse(most, to_natural, total);
       scale = empty ? T(0) : scale * Kept<C>::template factor<T>(dropout) / total;
       store(a, b, h, s.q0 + r, split, O[i], scale, lse, grid);
     }

@@ -57,8 +57,8 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
   T sum[kRows][kKeys] = {};
   multiply.template nt_in_runs<C.head_dim, C.score_run()>(sum, Q, q0, K, k0, [&](bool first) { leave(P, sum, first); });
   leave(P, sum, C.head_dim == C.score_run());
-  multiply.template nt_in_runs<C.head_dim_v, Config::kRun>(sum, dO, q0, V, k0, [&](bool first) { leave(dS, sum, first); });
-  leave(dS, sum, C.head_dim_v == Config::kRun);
+  multiply.template nt_in_runs<C.head_dim_v, kRunOfColumns>(sum, dO, q0, V, k0, [&](bool first) { leave(dS, sum, first); });
+  leave(dS, sum, C.head_dim_v == kRunOfColumns);
 
   const bool by_position = masked || q1 - q0 < C.tile_q || k1 - k0 < C.tile_k;
   const T scale = natural<C.features, T>(scores.in), factor = Kept<C>::template factor<T>(dropout);

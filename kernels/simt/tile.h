@@ -1,6 +1,7 @@
 // Tiles: in registers, spread over the CTA's threads; in shared memory, staged a chunk at a time; and the three products of attention.
 #pragma once
 #include "../attention/arguments.h"
+#include "../device/keys.h"
 #include "config.h"
 #include "numbers.h"
 
@@ -95,6 +96,8 @@ template <class E> struct Rows {
   i64 stride, column_stride;
   i32 count, columns; // beyond them everything reads as 0
 
+  __device__ Rows(const Keys<E> &keys, i32 count)
+      : data(keys.first), stride(keys.x.stride[2]), column_stride(keys.x.stride[3]), count(count), columns(keys.columns) {}
   // first: the sequence's first row
   __device__ Rows(const Operand &o, i64 b, i64 h, i64 first, i32 count, i32 columns)
       : data(o.at<const E>(b, h, first, 0)), stride(o.stride[2]), column_stride(o.stride[3]), count(count), columns(columns) {}

@@ -8,6 +8,7 @@
 #pragma once
 #include "../attention/dq_sum.h"
 #include "../device/key_major_dropout.h"
+#include "../device/keys.h"
 #include "../device/nonfinite.h"
 #include "../device/probabilities.h"
 #include "../device/query_tiles.h"
@@ -104,21 +105,22 @@ private:
     t.rows = min(kTileQ, (i32)shared_state().sequence.band.seqlen_q - t.queries.begin);
   }
 
-  template <int kRows, int kColumns>
-  __device__ __forceinline__ void load_rows(u32 target, const Operand &x, i32 h, i64 row, i32 rows, i32 columns) const {
-    tile::Matrix<const float> m{x.at<const float>(shared_state().batch, h, row, 0), x.stride[2], x.stride[3], rows, columns};
+  template <int kRows, int kColumns> __device__ __forceinline__ void load_tile(u32 target, const tile::Matrix<const float> &m) const {
     load<kRows, kColumns, kThreads, C.aligned != 0>(shared(target), m, thread_index());
   }
   __device__ __forceinline__ void load_keys() const {
-    i64 row = shared_state().sequence.k0 + shared_state().k0;
-    load_rows<kTileK, kD>(0, in.k, shared_state().head_kv, row, shared_state().k1 - shared_state().k0, in.head_dim);
-    load_rows<kTileK, kDv>(kV, in.v, shared_state().head_kv, row, shared_state().k1 - shared_state().k0, in.head_dim_v);
+    const State &state = shared_state();
+    load_tile<kTileK, kD>(0, k_of<float>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1));
+    load_tile<kTileK, kDv>(kV, v_of<float>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1));
+  }
+  __device__ __forceinline__ tile::Matrix<const float> queries(const Operand &x, const Tile &t, i64 row, i32 columns) const {
+    return {x.at<const float>(shared_state().batch, t.head, row, 0), x.stride[2], x.stride[3], t.rows, columns};
   }
   // Also LSE (of rows that see nothing and of those that are not there +inf: P = 0), D, and what LSE lacks.
   __device__ __forceinline__ void load_queries(const Tile &t) const {
     i64 row = shared_state().sequence.q0 + t.queries.begin;
-    load_rows<kTileQ, kD>(kQ, in.q, t.head, row, t.rows, in.head_dim);
-    load_rows<kTileQ, kDv>(kDo, a.dout, t.head, row, t.rows, in.head_dim_v);
+    load_tile<kTileQ, kD>(kQ, queries(in.q, t, row, in.head_dim));
+    load_tile<kTileQ, kDv>(kDo, queries(a.dout, t, row, in.head_dim_v));
     for (int i = thread_index(); i < kTileQ; i += kThreads) {
       float lse = minus_infinity<float>(), D = 0, excess = 0;
       if (i < t.rows) {

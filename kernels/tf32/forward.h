@@ -51,7 +51,7 @@ private:
     Item item;
     Sequence sequence;
     Schedule schedule;
-    const float *k, *v; // of the sequence
+    const float *k, *v; // row 0
     i32 nonfinite;      // V holds some that are not finite
   };
   static_assert(sizeof(State) <= C.state_bytes());
@@ -75,8 +75,7 @@ private:
       Item item(a);
       Sequence s = in.sequence(item.b);
       state.item = item, state.sequence = s, state.nonfinite = 0;
-      state.k = in.k.at<const float>(item.b, item.h / in.group, s.k0, 0),
-      state.v = in.v.at<const float>(item.b, item.h / in.group, s.k0, 0);
+      state.k = k_of<float>(in, s, item.b, item.h / in.group).first, state.v = v_of<float>(in, s, item.b, item.h / in.group).first;
     }
     __syncthreads();
     if constexpr (F.blocks) {
@@ -112,11 +111,11 @@ private:
     load<C.tile_q, kD, kThreads, C.aligned != 0>(shared(0), {q, in.q.stride[2], in.q.stride[3], rows(), in.head_dim}, thread_index());
   }
   __device__ __forceinline__ void load_k(const Tile &t, int stage) const {
-    tile::Matrix<const float> m{shared_state().k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], t.end - t.begin, in.head_dim};
-    load<C.tile_k, kD, kThreads, C.aligned != 0>(shared(kK) + stage * kKBytes, m, thread_index());
+    const Keys<float> k{in.k, shared_state().k, in.head_dim};
+    load<C.tile_k, kD, kThreads, C.aligned != 0>(shared(kK) + stage * kKBytes, k.rows(t.begin, t.end), thread_index());
   }
   __device__ __forceinline__ tile::Matrix<const float> matrix_v(const Tile &t) const {
-    return {shared_state().v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], t.end - t.begin, in.head_dim_v};
+    return Keys<float>{in.v, shared_state().v, in.head_dim_v}.rows(t.begin, t.end);
   }
   __device__ __forceinline__ void load_v(const Tile &t, int stage) const {
     load<C.tile_k, kDv, kThreads, C.aligned != 0>(shared(kV) + stage * kVBytes, matrix_v(t), thread_index());
@@ -124,7 +123,7 @@ private:
 
   __device__ __forceinline__ void compute() {
     Accumulator O[kM][kC];
-    RowSoftmax<kM, F.bias != 0> softmax;
+    RowSoftmax<2 * kM> softmax;
     choose_queries();
     if (rows() <= 0) return;
     unit = Scores<F, float>(in, shared_state().sequence, 0).unit;
@@ -138,7 +137,7 @@ private:
     finish(O, softmax);
   }
 
-  __device__ __forceinline__ void walk(Accumulator (&O)[kM][kC], RowSoftmax<kM, F.bias != 0> &softmax) {
+  __device__ __forceinline__ void walk(Accumulator (&O)[kM][kC], RowSoftmax<2 * kM> &softmax) {
 #pragma unroll
     for (int i = 0; i < 8 * kM * kC; ++i) O[i / (8 * kC)][i / 8 % kC].x[i / 4 % 2][i % 4] = 0;
     softmax = {};
@@ -164,7 +163,7 @@ private:
       Accumulator S[kM][kN] = {};
       multiply_rows<kD, C.products>(S, shared(0) + warp_row() * kD * 4, shared(kK) + stage * kKBytes); // S = Q K^T
       finish_scores(S, tile);
-      softmax.template follow<C.exact_max != 0>(S, unit, O);
+      softmax.template follow<C.exact_max != 0>(S, exponent(), O);
       if constexpr (C.stages == 1) {
         arrive(); // V is here, and nobody reads K any more
         if (next.valid) load_k(next, 0);
@@ -211,8 +210,10 @@ private:
     }
   }
 
+  __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(unit); }
+
   // P = exp2(S * unit - M); O += P V
-  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kC], Accumulator (&S)[kM][kN], RowSoftmax<kM, F.bias != 0> &softmax,
+  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kC], Accumulator (&S)[kM][kN], RowSoftmax<2 * kM> &softmax,
                                                const Tile &tile, int stage) const {
     Pairs<kDv> V(shared(kV) + stage * kVBytes);
     QueryMajorDropout<F> dropout{Dropout<F>(in), (u32)shared_state().item.h, (u32)shared_state().item.b};
@@ -221,8 +222,8 @@ private:
       Left P[kM][4];
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        softmax.exponentiate(S[m][n], m, unit);
-        softmax.exponentiate(S[m][n + 1], m, unit);
+        softmax.exponentiate(S[m][n], 2 * m, exponent());
+        softmax.exponentiate(S[m][n + 1], 2 * m, exponent());
         if constexpr (F.dropout) dropout.apply(S[m][n], S[m][n + 1], shared_state().item.q + warp_row() + 16 * m, tile.begin + 16 * n);
         set_left<C.products>(P[m], S[m] + n);
       }
@@ -231,31 +232,27 @@ private:
   }
 
   // O / l and LSE to memory.
-  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], RowSoftmax<kM, F.bias != 0> &softmax) const {
-    constexpr float kUnit = strobe::kUnit<F.bias != 0>, kLn = strobe::kLn<F.bias != 0>;
+  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], RowSoftmax<2 * kM> &softmax) const {
     const Item item = shared_state().item;
     bool whole = a.splits == 1;
     float dropped = Dropout<F>(in).factor();
-    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) / kLn : minus_infinity<float>();
+    float sink = whole && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0)) : minus_infinity<float>();
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       int m = i / 2, r = i % 2;
-      float M = softmax.M[m][r], top = fmaxf(M, sink), alpha = top == minus_infinity<float>() ? 0.0f : exp2((M - top) * kUnit);
-      float l = tile::row_sum(softmax.l[m][r]) * alpha;
-      if (sink != minus_infinity<float>()) l += exp2((sink - top) * kUnit);
-      float factor = l == 0 ? 0.0f : alpha / l * dropped, lse = l == 0 ? minus_infinity<float>() : top * kLn + log2(l) * kLn2<float>;
+      const RowEnd end = row_end<true>(softmax.M[i], tile::row_sum(softmax.l[i]), sink, F.bias != 0);
       i32 q = item.q + warp_row() + 16 * m + tile::lane_row(r);
       if (q >= shared_state().sequence.band.seqlen_q) continue;
       i64 row = shared_state().sequence.q0 + q, part = item.split * in.rows() + in.row_index(item.b, item.h, row);
       if (first_column() == 0) {
         if (!whole)
-          a.partial_lse[part] = lse;
+          a.partial_lse[part] = end.lse;
         else if (a.lse)
-          *a.lse.at<float>(item.b, item.h, row, 0) = lse;
+          *a.lse.at<float>(item.b, item.h, row, 0) = end.lse;
       }
       float *out = whole ? a.out.at<float>(item.b, item.h, row, 0) : a.partial_out + part * in.head_dim_v;
       i64 stride = whole ? a.out.stride[3] : 1;
-      store_row<C.aligned != 0>(O, m, r, factor, out, stride, in.head_dim_v);
+      store_row<C.aligned != 0>(O, m, r, end.factor * dropped, out, stride, in.head_dim_v);
     }
   }
 };

@@ -26,6 +26,20 @@ __device__ __forceinline__ int lane_id() { return (int)(threadIdx.x & 31); }
 __device__ __forceinline__ int lane_row(int r) { return (lane_id() >> 2) + 8 * r; }
 __device__ __forceinline__ int lane_column(int c, int e) { return 8 * c + 2 * (lane_id() & 3) + e; }
 
+// A lane's rows of a warp's blocks of 16x16, two of each block row, and of a warpgroup's array x[4j + 2r + e]: row r, column 8j + 2t + e.
+template <int kM, int kN> __device__ __forceinline__ constexpr int elements_of_row(const Accumulator (&)[kM][kN]) { return 4 * kN; }
+template <int kM, int kN> __device__ __forceinline__ float &row_element(Accumulator (&x)[kM][kN], int row, int i) {
+  return x[row / 2][i / 4].x[i / 2 % 2][2 * (row % 2) + i % 2];
+}
+template <int kM, int kN> __device__ __forceinline__ float row_element(const Accumulator (&x)[kM][kN], int row, int i) {
+  return x[row / 2][i / 4].x[i / 2 % 2][2 * (row % 2) + i % 2];
+}
+template <int N> __device__ __forceinline__ constexpr int elements_of_row(const float (&)[N]) { return N / 2; }
+template <int N> __device__ __forceinline__ float &row_element(float (&x)[N], int row, int i) { return x[i / 2 * 4 + 2 * row + i % 2]; }
+template <int N> __device__ __forceinline__ float row_element(const float (&x)[N], int row, int i) {
+  return x[i / 2 * 4 + 2 * row + i % 2];
+}
+
 // d += a * transpose(b)
 template <class T> __device__ __forceinline__ void multiply_add(Accumulator &d, const Left &a, const Right &b) {
   mma_m16n8k16<T>(d.x[0], a.x, b.x[0], b.x[1]);

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Else it is done as torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
 if sys.modules.get("torch") is not None:
-    from . import _autograd as _autograd  # registers the operators torch.ops.strobe.*
+    from . import _again as _again  # registers the operators torch.ops.strobe.*
 
 __version__ = version()
 __all__ = [

@@ -65,12 +65,12 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
         raise TypeError(
             f"attention() takes q, k and v by their places, and {len(unnamed)} more were given; options are named, as in causal=True"
         )
+    again = _run.AGAIN.get(type(q))
+    if again is not None and (found := again(q, k, v, return_lse, options)) is not None:
+        return found
     framework = known_framework(q)
-    if framework is not None:
-        if isinstance(return_lse, bool) and (found := _calls(framework).again(q, k, v, return_lse, options)) is not None:
-            return (found[0], found[1]) if return_lse else found[0]
-        if kinds := framework.overriding((q, k, v, *options.values())):
-            return framework.handed_over(kinds, attention, q, k, v, return_lse=return_lse, **options)
+    if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):
+        return framework.handed_over(kinds, attention, q, k, v, return_lse=return_lse, **options)
     wrong: Wrong = []
     flag(wrong, "return_lse", return_lse)
     framework, p = _prepared("attention", q, k, v, options, wrong)
@@ -82,9 +82,9 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
 
 def _calls(framework: Framework) -> _run.Calls:
     if framework.is_traced:
-        import strobe._autograd  # every call comes by here, and "from" takes a microsecond more
+        from ._again import TORCH_CALLS
 
-        return strobe._autograd.CALLS
+        return TORCH_CALLS
     return _run.Calls(framework)
 
 

@@ -2,66 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _operators, _repeated, _run
-from ._abi import FORWARD
+from . import _operators, _run
 from ._options import FIELDS, GRADIENTS
-from ._repeated import Key, Seen, signature
 from ._request import Request
 from .arrays import tensor_kinds
 from .arrays.memory import PLAIN
-from .arrays.torch import TORCH, is_alone
-
-Repeated = Callable[[], "list[Tensor] | None"]  # the same call made ready; None: it has to be made in full
-
-
-def _signature(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> tuple[Key, list[int]] | None:
-    return signature("attention", (q, k, v), given, return_lse, torch.is_grad_enabled())
-
-
-def _tensors(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: x for name, x in given.items() if isinstance(x, Tensor)}
+from .arrays.torch import TORCH
 
 
 class Calls(_run.Calls):
     """Through autograd and PyTorch's dispatcher, unless nobody wants to see the call."""
-
-    def again(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> Sequence[Tensor] | None:
-        if not is_alone() or (found := _signature(q, k, v, return_lse, given)) is None:
-            return None
-        key, addresses = found
-        seen = _repeated.CALLS.get(key)
-        if seen is None or torch.is_autocast_enabled(q.device.type):
-            return None
-        results = None
-        if (ready := seen.ready) is None:
-            p = Request({"q": q, "k": k, "v": v, **_tensors(given)}, seen.options)
-            made = _run.results(TORCH, p)
-            if not (return_lse or seen.tracked):
-                del made["lse"]
-            ready = seen.ready = _operators.made_ready(p, {}, made, FORWARD)
-            results = list(made.values())
-        if seen.tracked:
-            more: dict[str, Any] = {**_tensors(given), **seen.options}
-            return _differentiable_forward(q, k, v, partial(ready.run, addresses, results), **more)
-        return ready.run(addresses, results)
-
-    def remember(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any], p: Request) -> None:
-        if not is_alone() or (found := _signature(q, k, v, return_lse, given)) is None:
-            return
-        if [*p.arrays] != ["q", "k", "v", *_tensors(given)] or p.options.get("engine") == _run.ORACLE:
-            return  # some tensors are made anew for each call, or results have another dtype first
-        if not (q.is_cpu or q.is_cuda) or torch.is_autocast_enabled(q.device.type):
-            return
-        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in p.arrays.values())
-        _repeated.CALLS.keep(found[0], Seen(p.options, tracked))
 
     def forward(self, p: Request) -> tuple[Tensor, Tensor]:
         arrays = TORCH.autocast(p.arrays)
@@ -82,9 +39,6 @@ class Calls(_run.Calls):
         return dict(zip(needed, found, strict=True))
 
 
-CALLS = Calls(TORCH)
-
-
 def _is_plain(arrays: Iterable[Any]) -> bool:
     """Whether nobody but the operators' own implementation wants to see the call: no mode that traces or fakes, no subclass of Tensor, no
     other device."""
@@ -93,13 +47,8 @@ def _is_plain(arrays: Iterable[Any]) -> bool:
     return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in arrays if isinstance(x, Tensor))
 
 
-def _below_autograd_forward(
-    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], repeated: Repeated | None = None
-) -> tuple[Tensor, Tensor]:
+def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The operator, past the dispatcher (some 10 µs) where it would lead straight to _operators.run_forward."""
-    if repeated is not None and (found := repeated()) is not None:
-        out, lse = found
-        return out, lse
     if _is_plain((q, k, v, *given.values())):
         return _operators.run_forward(q, k, v, **given)
     with torch._C._AutoDispatchBelowAutograd():
@@ -116,16 +65,9 @@ def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[s
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        given: dict[str, Any],
-        repeated: Repeated | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _below_autograd_forward(q, k, v, given, repeated)
+        out, lse = _below_autograd_forward(q, k, v, given)
         ctx.options = {name: x for name, x in given.items() if name in FIELDS}
         arrays = {name: x for name, x in given.items() if name not in FIELDS}
         ctx.names = tuple(arrays)
@@ -140,8 +82,8 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         needed = ctx.needs_input_grad[:5]  # in the order of GRADIENTS
         given = dict(zip(ctx.names, arrays, strict=True))
-        found = iter(_differentiable_backward(dout, dlse, out, lse, q, k, v, **given, **ctx.options, needed=needed))
-        return *(next(found) if wanted else None for wanted in needed), None, None
+        found = iter(differentiable_backward(dout, dlse, out, lse, q, k, v, **given, **ctx.options, needed=needed))
+        return *(next(found) if wanted else None for wanted in needed), None
 
 
 class _Gradients(torch.autograd.Function):
@@ -164,22 +106,22 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     return tracked or forward_ad._current_level >= 0
 
 
-def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, repeated: Repeated | None = None, **given: Any) -> tuple[Tensor, Tensor]:
+def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
         )
     if _is_differentiated(q, k, v, bias, sinks):
-        return _Attention.apply(q, k, v, bias, sinks, given, repeated)
-    return _below_autograd_forward(q, k, v, given, repeated)
+        return _Attention.apply(q, k, v, bias, sinks, given)
+    return _below_autograd_forward(q, k, v, given)
 
 
-def _differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Tensor]:
+def differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Tensor]:
     if _is_differentiated(*arguments):
         return list(_Gradients.apply(given, *arguments))
     return _below_autograd_backward(arguments, given)
 
 
 torch.library.impl(_operators.FORWARD_NAME, "Autograd", _differentiable_forward)
-torch.library.impl(_operators.BACKWARD_NAME, "Autograd", _differentiable_backward)
+torch.library.impl(_operators.BACKWARD_NAME, "Autograd", differentiable_backward)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _repeated, _run
+from . import _eager, _repeated, _run
 from ._abi import BACKWARD, FORWARD
 from ._options import FIELDS, GRADIENTS, INPUTS
-from ._repeated import Key, Ready, Seen, signature
+from ._repeated import Seen, made_ready
 from ._request import Request
 from .arrays.torch import TORCH
 
@@ -57,37 +57,35 @@ def _names(needed: list[bool], p: Request) -> list[str]:
 
 def _again(
     direction: int,
-    signed: tuple[Key, list[int]] | None,
+    prefix: bytes,
+    tensors: tuple[Tensor, ...],
+    given: dict[str, Any],
     request: Callable[[], Request],
     known: dict[str, Tensor],
     results: Callable[[Request], dict[str, Tensor]],
-) -> list[Tensor] | None:
+) -> tuple[Tensor, ...] | None:
     """Runs the call as one that is made ready, from the second time on; None if it has to be made in full."""
-    if signed is None:
+    if (found := _eager.run(_repeated.CALLS.lately, prefix, tensors, given)) is not None:
+        return found
+    key = _eager.key(prefix, tensors, given)
+    if key is None:
         return None
-    key, addresses = signed
-    seen = _repeated.CALLS.get(key)
-    if seen is not None and seen.ready is not None:
-        return seen.ready.run(addresses)
     p = request()
     if p.options.get("engine") == _run.ORACLE:
         return None
+    seen = _repeated.CALLS.get(key)
     if seen is None:
         _repeated.CALLS.keep(key, Seen(p.options))
         return None
-    made = results(p)
-    seen.ready = made_ready(p, known, made, direction)
-    return seen.ready.run(addresses, list(made.values()))
-
-
-def made_ready(p: Request, known: dict[str, Tensor], made: dict[str, Tensor], direction: int) -> Ready:
-    threads = p.options.get("threads") or torch.get_num_threads()
-    return Ready((*known, *p.arrays), made, _run.call(TORCH, p, known, made), direction, threads)
+    if isinstance(seen, Seen):
+        made = results(p)
+        _repeated.CALLS.keep(key, made_ready(p, known, made, direction, form=bytes(range(len(made)))))
+    return _eager.run(_repeated.CALLS.lately, prefix, tensors, given)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     request = partial(_request, q, k, v, given)
-    found = _again(FORWARD, signature("forward", (q, k, v), given), request, {}, partial(_run.results, TORCH))
+    found = _again(FORWARD, b"forward", (q, k, v), given, request, {}, partial(_run.results, TORCH))
     if found is None:
         return _run.forward(TORCH, request())
     out, lse = found
@@ -99,7 +97,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor
     return tuple(_run.results(TORCH, _request(q, k, v, given)).values())
 
 
-def _with_dense_rows(dout: Tensor, bshd: bool) -> Tensor:
+def with_dense_rows(dout: Tensor, bshd: bool) -> Tensor:
     """dout, or a copy: GPU kernels that fetch whole tiles want columns that lie side by side, and rows that are not all one. An expanded
     batch or head they take as it is."""
     row = {3: 0, 4: 1 if bshd else 2}.get(dout.dim())
@@ -112,13 +110,15 @@ def run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
 ) -> list[Tensor]:
     if dout.is_cuda:
-        dout = _with_dense_rows(dout, "bshd" in given)
+        dout = with_dense_rows(dout, "bshd" in given)
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     request = partial(_request, q, k, v, given)
-    signed = signature("backward", (*known.values(), q, k, v), given, *needed) if any(needed) else None
-    found = _again(BACKWARD, signed, request, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
-    if found is not None:
-        return found
+    if any(needed):
+        prefix = b"backward" + bytes(needed) + bytes([dlse is not None])
+        tensors = (*known.values(), q, k, v)
+        found = _again(BACKWARD, prefix, tensors, given, request, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
+        if found is not None:
+            return list(found)
     p = request()
     return list(_run.backward(TORCH, p, known, _names(needed, p)).values())
 

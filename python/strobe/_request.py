@@ -75,12 +75,23 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
                 wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}{hint}"))
     if isinstance(block_mask := given.get("block_mask"), BlockMask) and not SIZES & set(map(name_of, wrong)):
         _fits(wrong, block_mask, _lengths(arrays.get("q"), arrays.get("k"), given), given)
-    if not packed:
-        for name in ("max_seqlen_q", "max_seqlen_k"):
-            if options.get(name):
-                wrong.append(ValueError(f"{name}: {options[name]} without cu_seqlens; accepted is None"))
+    for side in "qk":
+        name, cu_seqlens = f"max_seqlen_{side}", arrays.get(f"cu_seqlens_{side}")
+        if options.get(name) and not packed:
+            wrong.append(ValueError(f"{name}: {options[name]} without cu_seqlens; accepted is None"))
+        elif options.get(name) == 0 and cu_seqlens is not None and framework is not None and (n := _longest(framework, cu_seqlens)):
+            wrong.append(
+                ValueError(f"{name}: 0, and a sequence has {n} tokens; accepted is {n} or more, or None")
+            )  # to the library, 0 is None
     _dropout(wrong, arrays, options, given, framework)
     return framework, Request(arrays, options)
+
+
+def _longest(framework: Framework, cu_seqlens: Array) -> int:
+    """0 where the lengths cannot be read, or are no lengths, which the library says."""
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != framework.xp.int32 or not framework.is_readable(cu_seqlens):
+        return 0
+    return max(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), 0)
 
 
 def _lengths(q: Array | None, k: Array | None, given: Mapping[str, Any]) -> list[int | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -203,18 +203,18 @@ def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any
     return selection, alive
 
 
+# By the exact type of q: what makes a call of attention() that is known from one before. None: the call has to be made in full.
+AGAIN: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
+
+
 class Calls:
     """How attention() and its backward are called on a framework's arrays: here the library is, and nobody sees it."""
 
     def __init__(self, framework: Framework):
         self.framework = framework
 
-    def again(self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any]) -> Sequence[Array] | None:
-        """out, and lse if it is to be returned, of a call of attention() that is known from one before; None if it is not."""
-        return None
-
     def remember(self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any], p: Request) -> None:
-        """For again(): a call of attention() that was made."""
+        """For AGAIN: a call of attention() that was made."""
         return
 
     def forward(self, p: Request) -> tuple[Array, Array]:

@@ -66,7 +66,7 @@ def test_a_missing_package_has_its_remedy(run, monkeypatch):
     monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "tokenizers" else name)
     done = run("train")
     assert done.exit_code == 2
-    assert done.output.strip() == "strobe train needs tokenizers: pip install '.[train]' in Strobe's checkout"
+    assert done.output.strip() == "strobe train needs tokenizers: pip install 'tokenizers>=0.15'"
 
 
 # check

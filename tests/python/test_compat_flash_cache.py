@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from device import DEVICE
 from flash_formulas import SLOPES, assert_close, formulas
 from strobe.compat import _gaps, _kvcache, flash_attn
+from strobe.compat._memory import share_memory
 
 
 @pytest.fixture(autouse=True)
@@ -370,3 +373,102 @@ def test_what_does_not_fit_the_cache_is_named(wrong, message):
     bad = {name: torch.zeros(x) if isinstance(x, tuple) else good[name].to(x) for name, x in wrong.items()}
     with pytest.raises(ValueError, match=message):
         flash_attn.flash_attn_with_kvcache(**good | bad)
+
+
+NESTED = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2])], layout=torch.jagged)
+META = torch.zeros(2, dtype=torch.int32, device="meta")
+TABLE = torch.ones(9, 4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"softcap": -1.0}, "softcap: -1; accepted"),
+        ({"softmax_scale": float("nan")}, "softmax_scale: nan; accepted"),
+        ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes: shape \(3\); accepted"),
+        ({"q": torch.zeros(2, 1, 3, 16)}, "k_cache: 4 heads for the 3 of q"),
+        ({"window_size": NESTED}, "window_size: .*; accepted is \\(left, right\\)"),
+        ({"window_size": torch.tensor([3, 4]).to_sparse()}, "window_size: .*; accepted is \\(left, right\\)"),
+        ({"window_size": (torch.tensor([3]).to_sparse(), 4)}, "window_size: .*; accepted is \\(left, right\\)"),
+        ({"cache_seqlens": NESTED}, "cache_seqlens: a nested tensor"),
+        ({"cache_seqlens": torch.tensor([3, 4]).to_sparse()}, "cache_seqlens: layout torch.sparse_coo; accepted"),
+        ({"cache_seqlens": META}, "cache_seqlens: on device meta; accepted is cpu, where q lies"),
+        ({"cache_leftpad": META}, "cache_leftpad: on device meta; accepted is cpu, where q lies"),
+        ({"cache_batch_idx": META}, "cache_batch_idx: on device meta; accepted is cpu, where q lies"),
+        ({"rotary_cos": TABLE.to("meta"), "rotary_sin": TABLE}, "rotary_cos: on device meta; accepted is cpu, where q lies"),
+        ({"v_cache": torch.zeros(1, 8, 4, 16).expand(2, 8, 4, 16)}, r"v_cache: strides \(0, 64, 16, 1\); accepted is memory of its own"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else None,
+)
+def test_nothing_is_written_by_a_call_that_is_refused(wrong, message):
+    k_cache, v_cache = cache(2, 8)
+    copies = k_cache.clone(), v_cache.clone()
+    q, k, v = (torch.randn(2, 1, 4, 16) for _ in "qkv")
+    good = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32)}
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        flash_attn.flash_attn_with_kvcache(**good | wrong)
+    assert torch.equal(k_cache, copies[0])
+    assert torch.equal(v_cache, copies[1])
+
+
+def test_what_is_written_lies_in_no_memory_that_is_read():
+    """Views of the cache are refused by name, for whether their numbers change before they are read is chance."""
+    k_cache, v_cache = cache(2, 8)
+    copies = k_cache.clone(), v_cache.clone()
+    fresh = torch.randn(2, 1, 4, 16)
+    call = flash_attn.flash_attn_with_kvcache
+    for name, view, of in (("k", k_cache[:, 2:3], "k_cache"), ("v", v_cache[:, 2:3], "v_cache"), ("v", k_cache[:, 7:], "k_cache")):
+        message = f"^{name}: in the memory of {of}, which is written; accepted is memory of its own$"
+        with pytest.raises(ValueError, match=message):
+            call(fresh, k_cache, v_cache, **{"k": fresh, "v": fresh} | {name: view}, cache_seqlens=3)
+    with pytest.raises(ValueError, match="^v_cache: the memory of k_cache; accepted is memory of its own$"):
+        call(fresh, k_cache, k_cache[:, :], fresh, fresh, cache_seqlens=3)
+    memory = torch.zeros(2 * k_cache.numel())
+    with pytest.raises(ValueError, match="^v_cache: the memory of k_cache; accepted is memory of its own$"):
+        call(
+            fresh,
+            memory[: k_cache.numel()].view_as(k_cache),
+            memory[5 : 5 + k_cache.numel()].view_as(k_cache),
+            fresh,
+            fresh,
+            cache_seqlens=3,
+        )
+    assert torch.equal(k_cache, copies[0])
+    assert torch.equal(v_cache, copies[1])
+
+
+def test_caches_and_new_keys_may_share_a_buffer():
+    """Side by side, or interleaved."""
+    k_cache, v_cache = cache(2, 8)
+    q, k, v = (torch.randn(2, 2, 4, 16) for _ in "qkv")
+    expected = flash_attn.flash_attn_with_kvcache(q, k_cache.clone(), v_cache.clone(), k, v, cache_seqlens=3)
+    interleaved = torch.stack([k_cache, v_cache], 2)
+    together = [torch.cat(each, 1) for each in ((k_cache, k), (v_cache, v))]
+    for caches, new in (
+        (interleaved.unbind(2), (k, v)),
+        (torch.stack([k_cache, v_cache]), torch.stack([k, v], 3).unbind(3)),
+        ([x[:, :8] for x in together], [x[:, 8:] for x in together]),
+    ):
+        assert torch.equal(flash_attn.flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=3), expected)
+
+
+def test_memory_that_is_shared_is_found_exactly():
+    """Against the sets of addresses."""
+    generator = random.Random(0)
+    buffer = torch.zeros(400)
+    found = 0
+    for _ in range(3000):
+        strides = sorted((generator.choice([1, 2, 3, 5, 12, 40]) for _ in range(3)), reverse=True)
+        views = []
+        for _ in range(2):
+            sizes = [generator.randint(1, 4) for _ in range(3)]
+            views.append(buffer.as_strided(sizes, strides, generator.randint(0, 100)))
+        addresses = [
+            {x.data_ptr() for x in view.flatten().split(1)}
+            if view.is_contiguous()
+            else {view[i, j, l].data_ptr() for i in range(view.shape[0]) for j in range(view.shape[1]) for l in range(view.shape[2])}
+            for view in views
+        ]
+        assert share_memory(*views) == bool(addresses[0] & addresses[1])
+        found += share_memory(*views)
+    assert 300 < found < 2700

@@ -148,11 +148,51 @@ def test_sequences_that_share_a_row():
             "^attention_mask_in_length: .* 0 to 3$",
         ),
         (lambda x: unpad_input_for_concatenated_sequences(x, torch.tensor([2, 1])), r"^attention_mask_in_length: shape \(2,\); accepted"),
+        (
+            lambda x: unpad_input_for_concatenated_sequences(x, torch.tensor([[2**62, 2**62, 1], [1, 0, 0]])),
+            "^attention_mask_in_length: 4611686018427387904; accepted are 0 to 3$",
+        ),
+        (
+            lambda x: unpad_input_for_concatenated_sequences(x, torch.tensor([[2**64 - 1, 0, 0], [1, 0, 0]], dtype=torch.uint64)),
+            "^attention_mask_in_length: 18446744073709551615; accepted are 0 to 3$",
+        ),
+        (
+            lambda x: unpad_input_for_concatenated_sequences(x, torch.ones(2, 3, dtype=torch.complex64)),
+            "^attention_mask_in_length: dtype torch.complex64; accepted",
+        ),
+        (
+            lambda x: index_first_axis(x, torch.tensor([2**63], dtype=torch.uint64)),
+            "^indices: 9223372036854775808 to .* are 0 to 1$",
+        ),
+        (lambda x: index_first_axis(x, torch.tensor([0], device="meta")), "^indices: on device meta; accepted is cpu, where input lies"),
+        (lambda x: index_first_axis(None, torch.tensor([0])), "^input: NoneType; accepted is a torch.Tensor"),
+        (lambda x: index_first_axis(x.sum(), torch.tensor([0])), "^input: a number; accepted is"),
+        (lambda x: index_put_first_axis([1.0], torch.tensor([0]), 2), "^values: list; accepted is a torch.Tensor"),
+        (lambda x: index_put_first_axis(x, torch.tensor([0, 1]), -1), "^first_axis_dim: -1; accepted are integers from 0"),
+        (lambda x: index_put_first_axis(x, torch.tensor([0, 1]), "2"), "^first_axis_dim: str; accepted is an integer"),
+        (lambda x: pad_input(x, torch.tensor([0, 1]), -2, 3), "^batch: -2; accepted are integers from 0"),
+        (lambda x: pad_input(x, torch.tensor([0, 1]), -2, 3.0), r"(?s)^batch: -2; accepted .*\nseqlen: float; accepted is an integer"),
+        (lambda x: pad_input(x[:0], torch.tensor([0]).int()[:0], 2**40, 2**40), r"^batch \* seqlen: 1208925819614629174706176; accepted"),
     ],
 )
 def test_indices_and_lengths_that_do_not_fit_are_refused(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call(torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
+)
+def test_integers_of_every_kind_are_indices_and_lengths(dtype):
+    x = torch.randn(2, 3, 4)
+    indices = torch.tensor([5, 0, 3]).to(dtype)
+    packed = index_first_axis(x.flatten(0, 1), indices)
+    assert torch.equal(packed, x.flatten(0, 1)[[5, 0, 3]])
+    assert torch.equal(pad_input(packed, indices, 2, 3).flatten(0, 1)[[5, 0, 3]], packed)
+    lengths = torch.tensor([[1, 2, 0], [2, 0, 0]])
+    expected = unpad_input_for_concatenated_sequences(x, lengths)
+    for found, wanted in zip(unpad_input_for_concatenated_sequences(x, lengths.to(dtype)), expected, strict=True):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted))
 
 
 def test_indices_in_host_memory_are_checked():

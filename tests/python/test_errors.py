@@ -446,6 +446,21 @@ def test_every_wrong_argument_of_packed_sequences_is_named(wrong):
     assert names(packed() | wrong) == sorted(wrong)
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_a_longest_length_of_zero_is_no_absent_one(side):
+    """Every time, for the library takes 0 for none."""
+    name, most = f"max_seqlen_{side}", {"q": 12, "k": 20}[side]
+    arguments = {x: y for x, y in packed().items() if x not in ("mask", "bias", "block_mask")} | {name: 0}
+    message = f"{name}: 0, and a sequence has {most} tokens; accepted is {most} or more, or None"
+    assert [expect(name, arguments) for _ in range(3)] == [message] * 3
+    for _ in range(3):
+        nothing = strobe.attention(**arguments | {f"cu_seqlens_{side}": ints(0, 0, 0)})
+        assert not nothing.any()
+    assert expect(name, arguments) == message
+    with pytest.raises(ValueError, match=f"^{name}: 0, and a sequence has"):
+        strobe.attention(**{x: y.numpy() if isinstance(y, torch.Tensor) else y for x, y in arguments.items()})
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("sk", [7, 256])
 def test_a_wrong_layout_is_guessed(layout, sk):

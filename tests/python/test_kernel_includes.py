@@ -16,13 +16,6 @@ SHARED = {
     "passes": {"attention", "ptx", "tile", "device", "passes"},
 }
 FAMILIES = ("sm90", "mma", "tf32", "simt", "ladder")
-# Passes that are still cut as one family wants them.
-NOT_YET = {
-    ("passes/combine.h", "mma/config.h"),
-    ("passes/hopper_rows.h", "sm90/backward/config.h"),
-    ("passes/simt_delta.h", "simt/config.h"),
-    ("passes/simt_delta.h", "simt/numbers.h"),
-}
 
 
 def includes(file: Path) -> list[str]:
@@ -52,10 +45,5 @@ def test_folders_are_known():
 
 @pytest.mark.parametrize("name", FILES)
 def test_includes_point_one_way(name):
-    found = {(name, target) for target in includes(KERNELS / name) if not allowed(name, target)}
-    assert found <= NOT_YET, f"{name} may not include {sorted(target for _, target in found - NOT_YET)}"
-
-
-def test_exceptions_are_needed():
-    known = {(name, target) for name in FILES for target in includes(KERNELS / name)}
-    assert known >= NOT_YET
+    wrong = [target for target in includes(KERNELS / name) if not allowed(name, target)]
+    assert not wrong, f"{name} may not include {wrong}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import _abi, _autograd, _call, _repeated
+from strobe import _abi, _call, _repeated, _run
 
 
 def qkv(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -24,14 +24,14 @@ def expected(q, k, v, **options):
 def short_ways(monkeypatch):
     """How many calls took the short way."""
     counts = {"found": 0}
-    again = _autograd.Calls.again
+    again = _run.AGAIN[torch.Tensor]
 
-    def counted(self, *arguments):
-        found = again(self, *arguments)
+    def counted(*arguments):
+        found = again(*arguments)
         counts["found"] += found is not None
         return found
 
-    monkeypatch.setattr(_autograd.Calls, "again", counted)
+    monkeypatch.setitem(_run.AGAIN, torch.Tensor, counted)
     return counts
 
 
@@ -179,10 +179,10 @@ def test_the_number_of_threads_is_heeded():
 def test_what_is_kept_is_bounded():
     """What comes but once, as lengths of packed sequences do, is forgotten, and what comes all the time is not."""
     memory, seen = _repeated.Memory(), [_repeated.Seen({"number": n}) for n in range(5001)]
-    memory.keep(("fixed",), seen[-1])
+    memory.keep(b"fixed", seen[-1])
     for n in range(5000):
-        memory.keep((n,), seen[n])
-        assert memory.get((n,)) is seen[n]
+        memory.keep(b"%d" % n, seen[n])
+        assert memory.get(b"%d" % n) is seen[n]
         if n % 100 == 0:
-            assert memory.get(("fixed",)) is seen[-1]
-    assert sum(memory.get((n,)) is not None for n in range(5000)) <= _repeated._MOST
+            assert memory.get(b"fixed") is seen[-1]
+    assert sum(memory.get(b"%d" % n) is not None for n in range(5000)) <= _repeated._MOST

@@ -74,19 +74,14 @@ private:
   __device__ __forceinline__ Schedule::Part part(int w) const { return {(i64)split * C.warps + w, (i64)a.splits * C.warps}; }
 
   __device__ __forceinline__ void compute() {
-    const T *k = in.k.at<const T>(b, head, sequence.k0, 0), *v = in.v.at<const T>(b, head, sequence.k0, 0);
+    const Keys<T> k = k_of<T>(in, sequence, b, head), v = v_of<T>(in, sequence, b, head);
     int lane = tile::lane_id(), loading = 0;
     Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, part(warp)), tiles = ahead;
     auto load = [&] { // the next tile of keys; a group of copies, even if empty
       KeyTile t;
       if (ahead.next(t)) {
-        i32 n = (i32)(t.end - t.begin);
-        tile::load<C.tile_k, kD, 32, kAligned>(
-            k_shared + loading * kKBytes,
-            tile::Matrix<const T>{k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], n, in.head_dim}, lane);
-        tile::load<C.tile_k, kDv, 32, kAligned>(
-            v_shared + loading * kVBytes,
-            tile::Matrix<const T>{v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], n, in.head_dim_v}, lane);
+        tile::load<C.tile_k, kD, 32, kAligned>(k_shared + loading * kKBytes, k.rows(t.begin, t.end), lane);
+        tile::load<C.tile_k, kDv, 32, kAligned>(v_shared + loading * kVBytes, v.rows(t.begin, t.end), lane);
         loading = loading + 1 == C.stages ? 0 : loading + 1;
       }
       cp_async_commit();
@@ -107,7 +102,7 @@ private:
     }
 
     Accumulator O[kM][kDv / 16] = {};
-    RowSoftmax<kM, F.bias != 0> softmax;
+    RowSoftmax<2 * kM> softmax;
     KeyTile tile;
     int stage = 0;
     bool nonfinite = false;
@@ -131,7 +126,7 @@ private:
         }
       }
       finish_scores(S, tile);
-      softmax.template follow<C.exact_max>(S, scores.unit, O);
+      softmax.template follow<C.exact_max>(S, exponent(), O);
       if (masked(tile)) nonfinite |= clear_nonfinite<T, C.tile_k, kDv, 32>(v_shared + stage * kVBytes, lane);
       __syncwarp();
       tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
@@ -140,7 +135,7 @@ private:
         Left P[kM];
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          softmax.exponentiate(S[m][n], m, scores.unit);
+          softmax.exponentiate(S[m][n], 2 * m, exponent());
           if constexpr (F.dropout) drop(S[m][n], 16 * m, (i32)tile.begin + 16 * n);
           P[m] = tile::rounded<T>(S[m][n]);
         }
@@ -157,6 +152,7 @@ private:
     if (__syncthreads_or(nonfinite)) add_nonfinite(v);
   }
 
+  __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(scores.unit); }
   static __device__ __forceinline__ bool by_position(const KeyTile &tile) { return tile.masked || tile.end - tile.begin < C.tile_k; }
   static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || by_position(tile); }
 
@@ -191,16 +187,16 @@ private:
   }
 
   // O of all warps -> memory. Shared memory now holds M and l (warp, row), then O (warp, row, column).
-  __device__ __forceinline__ void merge(const Accumulator (&O)[kM][kDv / 16], const RowSoftmax<kM, F.bias != 0> &softmax) {
+  __device__ __forceinline__ void merge(const Accumulator (&O)[kM][kDv / 16], const RowSoftmax<2 * kM> &softmax) {
     cp_async_wait<0>();
     __syncthreads();
     float *M = (float *)shared, *l = M + C.warps * C.tile_q, *o = l + C.warps * C.tile_q;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       int m = i / 2, r = i % 2, row = warp * C.tile_q + 16 * m + tile::lane_row(r);
-      float sum = tile::row_sum(softmax.l[m][r]);
+      float sum = tile::row_sum(softmax.l[i]);
       if (first + 16 * m + tile::lane_row(r) >= rows) continue;
-      if (tile::lane_column(0, 0) == 0) M[row] = softmax.M[m][r], l[row] = sum;
+      if (tile::lane_column(0, 0) == 0) M[row] = softmax.M[i], l[row] = sum;
 #pragma unroll
       for (int k = 0; k < kDv / 4; ++k)
         o[row * kOPitch + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2)] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
@@ -213,16 +209,16 @@ private:
     i32 h = query_head(first + r);
     i64 q = sequence.q0 + query(first + r);
     bool whole = a.splits == 1;
-    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) / kLn<F.bias != 0> : minus_infinity<float>();
+    float sink = whole && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, h, 0, 0)) : minus_infinity<float>();
     float top = minus_infinity<float>(), sum = 0, weight[C.warps];
 #pragma unroll
     for (int w = 0; w < C.warps; ++w) top = fmaxf(top, M[w * C.tile_q + r]);
 #pragma unroll
     for (int w = 0; w < C.warps; ++w) {
-      weight[w] = top == minus_infinity<float>() ? 1.0f : exp2((M[w * C.tile_q + r] - top) * kUnit<F.bias != 0>);
+      weight[w] = top == minus_infinity<float>() ? 1.0f : exp2(exponent().difference(M[w * C.tile_q + r] - top));
       sum += weight[w] * l[w * C.tile_q + r];
     }
-    RowEnd end(top, sum, sink, F.bias != 0);
+    const RowEnd end = row_end(top, sum, sink, F.bias != 0);
     float factor = end.factor * dropout.factor();
     i64 row = split * in.rows() + in.row_index(b, h, q);
     if (tile::lane_id() == 0) {
@@ -258,7 +254,7 @@ private:
       }
     }
   };
-  __device__ __forceinline__ void add_nonfinite(const T *v) const {
+  __device__ __forceinline__ void add_nonfinite(const Keys<T> &v) const {
     Results results{*this, min((i32)C.tile_q, rows - first)};
     for (int w = 0; w < C.warps; ++w) {
       Range keys = Schedule::share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, part(w));

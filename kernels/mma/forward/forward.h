@@ -58,7 +58,7 @@ private:
   Sequence sequence;
   Scores<F, float> scores;
   QueryMajorDropout<F> dropout;
-  const T *k, *v;
+  const Keys<T> k, v;
   u32 q_shared, k_shared, v_shared; // Q's place takes O at the end
   int warp_row = (int)threadIdx.x / 32 * kRows;
 
@@ -66,8 +66,8 @@ private:
 
   __device__ __forceinline__ Forward(const Arguments &a, const Item &item, const Sequence &sequence, u32 shared)
       : a(a), in(a.in), item(item), sequence(sequence), scores(in, sequence, item.b), dropout{Dropout<F>(in), (u32)item.h, (u32)item.b},
-        k(in.k.at<const T>(item.b, item.h / in.group, sequence.k0, 0)), v(in.v.at<const T>(item.b, item.h / in.group, sequence.k0, 0)),
-        q_shared(shared), k_shared(shared + C.q_bytes()), v_shared(k_shared + C.stages * kKBytes) {}
+        k(k_of<T>(in, sequence, item.b, item.h / in.group)), v(v_of<T>(in, sequence, item.b, item.h / in.group)), q_shared(shared),
+        k_shared(shared + C.q_bytes()), v_shared(k_shared + C.stages * kKBytes) {}
 
   __device__ __forceinline__ void load_q() {
     const T *q = in.q.at<const T>(item.b, item.h, sequence.q0 + item.q, 0);
@@ -75,12 +75,10 @@ private:
         q_shared, tile::Matrix<const T>{q, in.q.stride[2], in.q.stride[3], scores.seqlen_q - item.q, in.head_dim}, threadIdx.x);
   }
   __device__ __forceinline__ void load_k(const KeyTile &t, int stage) {
-    tile::Matrix<const T> m{k + t.begin * in.k.stride[2], in.k.stride[2], in.k.stride[3], (i32)t.end - (i32)t.begin, in.head_dim};
-    tile::load<C.tile_k, kD, kThreads, kAligned>(k_shared + stage * kKBytes, m, threadIdx.x);
+    tile::load<C.tile_k, kD, kThreads, kAligned>(k_shared + stage * kKBytes, k.rows(t.begin, t.end), threadIdx.x);
   }
   __device__ __forceinline__ void load_v(const KeyTile &t, int stage) {
-    tile::Matrix<const T> m{v + t.begin * in.v.stride[2], in.v.stride[2], in.v.stride[3], (i32)t.end - (i32)t.begin, in.head_dim_v};
-    tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, m, computed_here(threadIdx.x));
+    tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, v.rows(t.begin, t.end), computed_here(threadIdx.x));
   }
 
   __device__ __forceinline__ i64 last() const { return min((i64)item.q + C.tile_q, sequence.band.seqlen_q); } // query + 1
@@ -93,7 +91,7 @@ private:
   // Returns whether V had numbers that were not finite.
   __device__ __forceinline__ bool compute() {
     Accumulator O[kM][kDv / 16] = {};
-    RowSoftmax<kM, F.bias != 0> softmax;
+    RowSoftmax<2 * kM> softmax;
     Schedule tiles(sequence.band, item.q, last(), C.tile_k, 16, blocks(), part());
     KeyTile tile, next;
     bool more = tiles.next(next), nonfinite = false;
@@ -118,7 +116,7 @@ private:
       Accumulator S[kM][kN] = {};
       multiply_q_k(S, stage);
       finish_scores(S, tile);
-      softmax.template follow<C.exact_max>(S, scores.unit, O);
+      softmax.template follow<C.exact_max>(S, exponent(), O);
       if constexpr (C.stages == 1) arrive(); // V is here, and nobody reads K any more
       if (masked(tile)) nonfinite |= clear_nonfinite(stage);
       if constexpr (C.stages == 1) {
@@ -136,6 +134,8 @@ private:
     cp_async_wait<0>();
     __syncthreads();
   }
+
+  __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(scores.unit); }
 
   // S = Q K^T
   __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], int stage) const {
@@ -183,15 +183,15 @@ private:
   }
 
   // P = exp2(S * unit - M); O += P V
-  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kDv / 16], Accumulator (&S)[kM][kN],
-                                               RowSoftmax<kM, F.bias != 0> &softmax, const KeyTile &tile, int stage) const {
+  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kDv / 16], Accumulator (&S)[kM][kN], RowSoftmax<2 * kM> &softmax,
+                                               const KeyTile &tile, int stage) const {
     tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
 #pragma unroll
     for (int pair = 0; pair < kN; pair += 2) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        softmax.exponentiate(S[m][pair], m, scores.unit);
-        softmax.exponentiate(S[m][pair + 1], m, scores.unit);
+        softmax.exponentiate(S[m][pair], 2 * m, exponent());
+        softmax.exponentiate(S[m][pair + 1], 2 * m, exponent());
         if constexpr (F.dropout) dropout.apply(S[m][pair], S[m][pair + 1], item.q + warp_row + 16 * m, (i32)tile.begin + 16 * pair);
       }
 #pragma unroll
@@ -237,13 +237,13 @@ private:
   }
 
   // O / l and LSE to memory.
-  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kDv / 16], RowSoftmax<kM, F.bias != 0> &softmax) {
+  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kDv / 16], RowSoftmax<2 * kM> &softmax) {
     bool whole = a.splits == 1;
-    float sink = whole && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) / kLn<F.bias != 0> : minus_infinity<float>();
+    float sink = whole && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0)) : minus_infinity<float>();
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       int m = i / 2, r = i % 2;
-      RowEnd end(softmax.M[m][r], tile::row_sum(softmax.l[m][r]), sink, F.bias != 0);
+      const RowEnd end = row_end(softmax.M[i], tile::row_sum(softmax.l[i]), sink, F.bias != 0);
       float factor = end.factor * dropout.dropout.factor();
 #pragma unroll
       for (int k = 0; k < kDv / 4; ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= factor;

@@ -51,14 +51,9 @@ namespace strobe::inline STROBE_ISA {
 
 struct HopperBackwardArguments : BackwardArguments { // delta: null where dsinks does not want it
   MappedOperand tma_q, tma_k, tma_v, tma_dout;
-  // -LSE in exp2's unit and D of a tile of queries, tile_q each; with a bias -LSE, what it lacks in exp2's unit (kernels/device/
-  // settle_row.h) and D. Queries that are not there, and those that see nothing: -inf and 0; those of which something is no number: NaN (or
-  // what LSE is) and 0.
-  float *rows;
-  i32 query_tiles;  // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
-  i32 tiles;        // of keys
-  i32 first_stores; // dq_sum holds nothing before: who adds first stores
-  i32 pairs;        // (batch, key head)
+  i32 query_tiles; // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
+  i32 tiles;       // of keys
+  i32 pairs;       // (batch, key head)
   // (batch, key head) pairs come in bundles, `bundle` of them, that share the L2 cache; their number is a multiple.
   Divisor bundle_items, bundle_divisor, heads_kv_divisor;
 };

@@ -1,5 +1,6 @@
 // Two threads of a block tell the copy engine what to fetch: one K and, tile by tile, Q with LSE; the other one V and dO with D.
 #pragma once
+#include "../../device/keys.h"
 #include "../../device/query_tiles.h"
 #include "../../ptx/atomic.h"
 #include "../../ptx/grid.h"
@@ -96,7 +97,7 @@ private:
   __device__ __forceinline__ const float *rows(const QueryStep &step) const {
     return a.rows + (i64)step.number * ((C.lse_bytes() + C.row_bytes()) / 4);
   }
-  __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return (i32)a.in.sequence(keys.batch).k0 + keys.begin; }
+  __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return mapped_row(a.in.sequence(keys.batch), keys.begin); }
 
   // visit(iteration, row of the tensors, step) for each tile of queries, of each head that shares these keys, that sees some of them.
   template <class Visit> __device__ __forceinline__ u32 walk(u32 n, const Visit &visit) const {

@@ -1,30 +1,12 @@
-// What exp2 is taken of, element by element: where options of the score are a few multiply-adds, they join the one that plain scores take.
+// Forms of the exponent (device/softmax.h) of Hopper's forward: where options of the score are a few multiply-adds, they join the one that plain scores take.
 #pragma once
 #include "../../device/scores.h"
+#include "../../device/softmax.h"
 #include "config.h"
 #include "given.h"
 
 namespace strobe::sm90 {
 
-
-// Forms of the exponent: its value is at(s, i, c), c = constant(-M); a row's reference M follows top(the largest comparable(s, i)), and
-// difference() of two M is exp2's argument. i: as in a lane's S.
-struct Linear {
-  float unit;
-  __device__ __forceinline__ float at(float s, int, float c) const { return __fmaf_rn(s, unit, c); }
-  __device__ __forceinline__ float constant(float c) const { return c; }
-  __device__ __forceinline__ float comparable(float s, int) const { return s; }
-  __device__ __forceinline__ float top(float x) const { return x * unit; }
-  __device__ __forceinline__ float difference(float x) const { return x; }
-};
-// S and M in the unit of the score.
-struct Natural {
-  __device__ __forceinline__ float at(float s, int, float c) const { return (s + c) * kLog2e<float>; }
-  __device__ __forceinline__ float constant(float c) const { return c; }
-  __device__ __forceinline__ float comparable(float s, int) const { return s; }
-  __device__ __forceinline__ float top(float x) const { return x; }
-  __device__ __forceinline__ float difference(float x) const { return x * kLog2e<float>; }
-};
 // ALiBi and a bias: S stays q.k.
 template <Config C, class Score> struct Line {
   static constexpr Features F = C.features;

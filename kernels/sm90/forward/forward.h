@@ -13,7 +13,6 @@
 #include "exponent.h"
 #include "given.h"
 #include "load.h"
-#include "softmax.h"
 
 namespace strobe::sm90 {
 
@@ -91,7 +90,7 @@ template <Config C> struct Forward {
       Given<C, Score> given(a, shared, scores, item.h, q + 16 * warp, w, warp);
       Line<C, Score> line(scores, rows[0].slope, given);
       Softcap softcap(scores);
-      Softmax softmax;
+      RowSoftmax<2> softmax;
       bool follows = true, rising = item.kind() == kAgain; // the reference follows the maxima, and always will
 
       // Q K^T of tile t, in S -> P, in S. value: where its V lies.
@@ -374,7 +373,7 @@ template <Config C> struct Forward {
       barrier_sync(kTogether + w, 128); // the results are in memory
       const i32 first = item.q + 64 * w;
       const Results results{*this, item, sequence.q0, first, min(64, scores.seqlen_q - first)};
-      const T *value = in.v.template at<const T>(item.b, (i32)a.group_divisor.divide(item.h), sequence.k0, 0);
+      const Keys<T> value = v_of<T>(in, sequence, item.b, (i32)a.group_divisor.divide(item.h));
       BasicSchedule<i32> tiles = schedule<C>(a, narrow(sequence.band), item);
       BasicKeyTile<i32> t;
 #pragma unroll 1
@@ -389,7 +388,8 @@ template <Config C> struct Forward {
       return a.partial_out + (item.split() * in.rows() + in.row_index(item.b, item.h, row)) * in.head_dim_v;
     }
     // O / l and LSE to memory.
-    __device__ __forceinline__ void finish(const Item &item, const Sequence &sequence, i32 seqlen_q, const Softmax &softmax, float factor) {
+    __device__ __forceinline__ void finish(const Item &item, const Sequence &sequence, i32 seqlen_q, const RowSoftmax<2> &softmax,
+                                           float factor) {
       const bool natural = is_natural(item);
       const float sink =
           !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * (natural ? 1 : kLog2e<float>) : minus_infinity<float>();
@@ -397,7 +397,7 @@ template <Config C> struct Forward {
       bool overflow = false, nonfinite = false;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const RowEnd end(softmax.M[r], tile::row_sum(softmax.l[r]), sink, natural);
+        const RowEnd end = row_end(softmax.M[r], tile::row_sum(softmax.l[r]), sink, natural);
         const i32 i = item.q + 64 * w + 16 * warp + tile::lane_row(r);
         overflow = overflow || (i < seqlen_q && C.reference == kFixed && !(softmax.l[r] < kMost));
         if constexpr (F.bias) overflow = overflow || (i < seqlen_q && softmax.M[r] == minus_infinity<float>()); // it may be low instead

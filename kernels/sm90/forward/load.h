@@ -1,6 +1,7 @@
 // One thread of a block tells the copy engine what to fetch of K and V, tile by tile; another one, of Q.
 #pragma once
 #include "../../attention/schedule.h"
+#include "../../device/keys.h"
 #include "../../ptx/tma.h"
 #include "../arguments.h"
 #include "shared.h"
@@ -73,7 +74,7 @@ template <Config C> struct Load {
       load(item, sequence, schedule<C>(a, band, item));
   }
   template <class Tiles> __device__ __forceinline__ void load(const Item &item, const Sequence &sequence, Tiles tiles) {
-    const i32 kv = (i32)a.group_divisor.divide(item.h), k0 = (i32)sequence.k0;
+    const i32 kv = (i32)a.group_divisor.divide(item.h), k0 = mapped_row(sequence, 0);
     BasicKeyTile<i32> next;
     bool more = tiles.next(next);
     if (!more) next = {0, 0, true};

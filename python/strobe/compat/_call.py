@@ -9,6 +9,7 @@ from torch import Tensor
 
 from strobe import attention
 from strobe._checks import is_whole
+from strobe._kinds import shown
 
 from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
 
@@ -87,9 +88,9 @@ def bounds(window_size: Window) -> Any:
     accepted = "accepted is (left, right), two integers of 64 bits, -1 for no bound"
     window_size = python_numbers(window_size)
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(map(is_whole, window_size))):
-        return TypeError(f"window_size: {window_size!r}; {accepted}")
+        return TypeError(f"window_size: {shown(window_size)}; {accepted}")
     if max(window_size) >= 2**63:
-        return ValueError(f"window_size: {window_size!r}; {accepted}")
+        return ValueError(f"window_size: {shown(window_size)}; {accepted}")
     left, right = (None if side < 0 else side for side in window_size)
     return None if left is right is None else (left, right)
 

@@ -19,7 +19,8 @@ from strobe.arrays.torch import TORCH
 
 from ._call import NAMES, attend, refuse_pages, sequences, translated
 from ._gaps import parts, within
-from ._words import in_words_of, names_checked, not_writable, switch_or_refusal, tensor_or_refusal
+from ._memory import not_writable
+from ._words import in_words_of, names_checked, switch_or_refusal, tensor_or_refusal
 
 _NAMES = NAMES | {"rng": "rng_state", "lse": "softmax_lse"}
 

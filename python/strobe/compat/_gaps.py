@@ -14,7 +14,7 @@ def is_read(x: Tensor) -> bool:
 
 
 def check_integers(name: str, x: Tensor, batch: int, most: int | Tensor, why: str) -> None:
-    """One for each of q's batches, from 0 to `most` if they are read."""
+    """One for each of q's batches, from 0 to `most` if they are read. x is dense."""
     if x.shape != (batch,):
         raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is ({batch},), as q has batches")
     if x.dtype not in (torch.int32, torch.int64):

@@ -12,6 +12,7 @@ from strobe._kinds import kind
 
 from ._call import NAMES, Window, attend, bounds, refuse_pages
 from ._gaps import is_read, parts, within
+from ._memory import not_writable
 from ._rotary import check_tables, rotate
 from ._words import in_words_of, names_checked, python_numbers, switch_or_refusal, tensor_or_refusal
 
@@ -66,6 +67,8 @@ def flash_attn_with_kvcache(
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     maybe = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx}
     maybe |= {"cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes}
+    if isinstance(cache_seqlens, Tensor):
+        maybe["cache_seqlens"] = cache_seqlens
     tensors |= {name: x for name, x in maybe.items() if x is not None}
     wrong: Wrong = [x for x in map(tensor_or_refusal, tensors, tensors.values()) if isinstance(x, Exception)]
     if not (cache_seqlens is None or isinstance(cache_seqlens, Tensor) or is_whole(cache_seqlens)):
@@ -87,6 +90,11 @@ def flash_attn_with_kvcache(
         raise refusal(wrong)
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
+    wrong = _misplaced(q, {name: x for name, x in maybe.items() if isinstance(x, Tensor)})
+    if k is not None and v is not None:
+        wrong += not_writable({"k_cache": k_cache, "v_cache": v_cache}, {"q": q, "k": k, "v": v})
+    if wrong:
+        raise refusal(wrong)
     _check_shapes(
         {"q": q, "k_cache": k_cache, "v_cache": v_cache}, {} if k is None or v is None else {"k": k, "v": v}, cache_batch_idx is not None
     )
@@ -104,7 +112,7 @@ def flash_attn_with_kvcache(
         rows = within("cache_batch_idx", cache_batch_idx, batch, rows_of_cache - 1, f"a cache of {rows_of_cache} rows").long()
         exists = None if is_read(cache_batch_idx) else rows == cache_batch_idx
     if cache_leftpad is not None:
-        cache_leftpad = within("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends")
+        cache_leftpad = within("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends").to(q.device)
 
     options: dict[str, Any] = {
         "dropout_p": 0.0,
@@ -169,6 +177,16 @@ def _check_shapes(given: dict[str, Tensor], fresh: dict[str, Tensor], indexed: b
             raise ValueError(f"{name}: dtype {x.dtype}; accepted is {cache.dtype}, as {name}_cache has")
         if x.device != cache.device:
             raise ValueError(f"{name}: on device {x.device}; accepted is {cache.device}, where {name}_cache lies")
+
+
+def _misplaced(q: Tensor, others: dict[str, Tensor]) -> Wrong:
+    """What does not lie where q does. Integers may lie in host memory as well: which rows, and how long."""
+    wrong: Wrong = []
+    for name, x in others.items():
+        in_memory = name.startswith("cache_") and x.is_cpu
+        if x.device != q.device and not in_memory:
+            wrong.append(ValueError(f"{name}: on device {x.device}; accepted is {q.device}, where q lies"))
+    return wrong
 
 
 def _furthest(filled: int | Tensor) -> int:

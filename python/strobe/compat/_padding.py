@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from strobe._checks import Wrong, is_integer, refusal
+
 from ._words import tensor_or_refusal
 
 __all__ = [
@@ -17,6 +19,9 @@ __all__ = [
     "unpad_input",
     "unpad_input_for_concatenated_sequences",
 ]
+
+
+_MOST = 2**63 - 1
 
 
 class Unpadded(NamedTuple):
@@ -62,27 +67,37 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
             three of the next, one of padding.
     """
     _check(hidden_states, attention_mask_in_length=attention_mask_in_length)
-    if attention_mask_in_length.is_floating_point() or attention_mask_in_length.dtype == torch.bool:
-        raise ValueError(f"attention_mask_in_length: dtype {attention_mask_in_length.dtype}; accepted are integers, lengths of sequences")
+    of = attention_mask_in_length.dtype
+    if attention_mask_in_length.is_floating_point() or attention_mask_in_length.is_complex() or of == torch.bool:
+        raise ValueError(f"attention_mask_in_length: dtype {of}; accepted are integers, lengths of sequences")
     room = hidden_states.shape[1]
-    filled = attention_mask_in_length.sum(1)
-    if len(filled) and (attention_mask_in_length.min() < 0 or filled.max() > room):  # it waits for a GPU in any case
-        raise ValueError(
-            f"attention_mask_in_length: lengths of a row that add up to {int(filled.max())}, or below 0; accepted are 0 to {room}"
-        )
+    each = attention_mask_in_length.long()
+    outside = (each < 0) | (each > room)  # it waits for a GPU in any case; and beyond, sums may not fit 64 bits
+    if outside.any():
+        raise ValueError(f"attention_mask_in_length: {_number(each[outside][0], of)}; accepted are 0 to {room}")
+    filled = each.sum(1)
+    if (filled > room).any():
+        raise ValueError(f"attention_mask_in_length: lengths of a row that add up to {int(filled.max())}; accepted are 0 to {room}")
     kept = torch.arange(room, device=filled.device) < filled[:, None]
-    lengths = attention_mask_in_length[attention_mask_in_length > 0]
+    lengths = each[each > 0]
     return Separated(*_packed(hidden_states, kept, lengths))
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen, ...): the packed tokens (T, ...) where they stood, zeros elsewhere."""
+    wrong: Wrong = []
+    sized = [is_integer(wrong, name, x, 0, _MOST) for name, x in (("batch", batch), ("seqlen", seqlen))]
+    if all(sized):
+        is_integer(wrong, "batch * seqlen", batch * seqlen, 0, _MOST)
+    if wrong:
+        raise refusal(wrong)
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """input[indices]: rows of (N, ...); indices of any integer dtype."""
-    return input.index_select(0, _rows(indices, len(input)))
+    _check_rows("input", input)
+    return input.index_select(0, _rows(indices, len(input), "input", input))
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +107,11 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """(first_axis_dim, ...): the rows of `values` at `indices`, which differ from one another; zeros elsewhere."""
-    rows = _rows(indices, first_axis_dim)
+    wrong: Wrong = []
+    if not is_integer(wrong, "first_axis_dim", first_axis_dim, 0, _MOST):
+        raise refusal(wrong)
+    _check_rows("values", values)
+    rows = _rows(indices, first_axis_dim, "values", values)
     if values.shape[:1] != rows.shape:
         raise ValueError(
             f"indices: shape {tuple(rows.shape)}; accepted is ({', '.join(map(str, values.shape[:1]))},), one for each of the values"
@@ -121,15 +140,31 @@ def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tenso
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest
 
 
-def _rows(indices: Tensor, count: int) -> Tensor:
-    """Which of `count` rows, as torch's functions take them: int64, where callers have int32 too."""
+def _check_rows(name: str, x: Tensor) -> None:
+    if isinstance(wrong := tensor_or_refusal(name, x), Exception):
+        raise wrong
+    if not x.dim():
+        raise ValueError(f"{name}: a number; accepted is (N, ...)")
+
+
+def _rows(indices: Tensor, count: int, beside: str, of: Tensor) -> Tensor:
+    """Which of `count` rows, as torch's functions take them: int64, where callers have other integers, on the device of `of`."""
     if isinstance(wrong := tensor_or_refusal("indices", indices, "a torch.Tensor, integers (T,)"), Exception):
         raise wrong
     if indices.dim() != 1 or indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
         found = f"shape {tuple(indices.shape)}, dtype {indices.dtype}"
         raise ValueError(f"indices: {found}; accepted are integers (T,)")
-    if indices.is_cpu and indices.numel() and not torch.compiler.is_compiling():
-        least, most = indices.aminmax()
+    if indices.device != of.device:
+        raise ValueError(f"indices: on device {indices.device}; accepted is {of.device}, where {beside} lies")
+    rows = indices.long()
+    if rows.is_cpu and rows.numel() and not torch.compiler.is_compiling():
+        least, most = sorted(_number(x, indices.dtype) for x in rows.aminmax())
         if least < 0 or most >= count:
-            raise ValueError(f"indices: {int(least)} to {int(most)}; accepted are 0 to {count - 1}")
-    return indices.long()
+            accepted = f"accepted are 0 to {count - 1}" if count else "accepted is none, for there are no rows"
+            raise ValueError(f"indices: {least} to {most}; {accepted}")
+    return rows
+
+
+def _number(x: Tensor, dtype: torch.dtype) -> int:
+    """x, of int64, as it was in another dtype."""
+    return int(x) % 2**64 if dtype == torch.uint64 else int(x)

@@ -17,23 +17,6 @@ from strobe._kinds import is_bool, kind
 from strobe.arrays.known import unfit
 
 P = ParamSpec("P")
-
-
-def not_writable(written: Mapping[str, Tensor]) -> Wrong:
-    """Why results cannot be written where the caller wants them: known before anything is."""
-    wrong: Wrong = []
-    names = list(written)
-    for n, (name, x) in enumerate(written.items()):
-        if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
-            wrong.append(ValueError(f"{name}: strides {tuple(x.stride())}; accepted is memory of its own for each number"))
-        elif x.is_inference() and not torch.is_inference_mode_enabled():
-            wrong.append(ValueError(f"{name}: an inference tensor; accepted is one that may be written outside of inference mode"))
-        for other in names[:n]:
-            if x.numel() and x.data_ptr() == written[other].data_ptr():
-                wrong.append(ValueError(f"{name}: the memory of {other}; accepted is memory of its own"))
-    return wrong
-
-
 R = TypeVar("R")
 
 
@@ -83,12 +66,16 @@ def switch_or_refusal(name: str, x: Any) -> Any:
 
 def python_numbers(x: Any) -> Any:
     """x with plain numbers in place of tensors: a tensor becomes a list, tensors of one element in a sequence become what they hold. To
-    read them waits for a GPU. What has no values (device meta) stays as it is."""
+    read them waits for a GPU. What has no values (device meta), or is not dense, stays as it is."""
     if isinstance(x, (tuple, list)):
-        return type(x)([python_numbers(each) if isinstance(each, Tensor) and each.numel() == 1 else each for each in x])
-    if isinstance(x, Tensor) and not x.is_meta:
+        return type(x)([python_numbers(each) if _has_values(each) and each.numel() == 1 else each for each in x])
+    if _has_values(x):
         return x.item() if x.numel() == 1 else x.tolist()
     return x
+
+
+def _has_values(x: Any) -> bool:
+    return isinstance(x, Tensor) and unfit("", x) is None and not x.is_meta
 
 
 def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:

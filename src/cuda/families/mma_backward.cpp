@@ -7,7 +7,6 @@
 
 #include "../../../kernels/attention/dq_sum.h"
 #include "../../../kernels/mma/backward/config.h"
-#include "../../../kernels/passes/rows_config.h"
 #include "attention/text.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/passes.h"
@@ -21,8 +20,6 @@ using mma::BackwardConfig;
 using passes::RowsConfig;
 
 constexpr KernelSource kBackward{"mma/backward/backward.h", "strobe::mma::Backward", "strobe::mma::BackwardConfig"};
-constexpr KernelSource kDelta{"passes/rows.h", "strobe::passes::Delta", "strobe::passes::RowsConfig"};
-constexpr KernelSource kConvertDq{"passes/rows.h", "strobe::passes::ConvertDq", "strobe::passes::RowsConfig"};
 
 struct BackwardTile {
   int32_t most_dim, q, k, key_warps, dim_warps, step_q;
@@ -102,15 +99,14 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   BackwardArguments a = backward_arguments(p);
   a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
   const int64_t query_tiles = count_query_tiles(a.in, c.tile_q), key_tiles = p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k);
-  const RowsConfig rows{c.dtype, c.head_dim, c.tile_q, c.aligned};
-  const int64_t row_blocks = rows.blocks(p.batch, p.heads, p.seqlen_q);
+  const RowsConfig rows{c.dtype, c.head_dim, c.tile_q, c.aligned, passes::kFragments};
   Program program;
   take_sums(program, a, p, scratch, {.dq = query_tiles * c.tile_q * c.head_dim, .turns = c.deterministic ? c.turns(query_tiles) : 0});
   push(program, p, a,
-       {.delta = Launch(kDelta, rows, row_blocks, RowsConfig::threads(), 0, a),
+       {.delta = delta(p, rows, a),
         .settle = p.bias ? std::optional(settle(p, device, a)) : std::nullopt, // of other scores P's 16 bits hide LSE's rounding
         .main = Launch(kBackward, c, key_tiles, c.threads(), c.shared_bytes(), a),
-        .dq = Launch(kConvertDq, rows, row_blocks, RowsConfig::threads(), 0, a),
+        .dq = convert_dq(p, rows, a),
         .dbias = bias_gradient(p, device, a)});
 
   program.kernel = text(strobe::name(p.dtype), " mma.sync, ", c.warps(), " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);

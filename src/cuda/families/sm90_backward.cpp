@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "../../../kernels/attention/dq_sum.h"
-#include "../../../kernels/passes/rows_config.h"
 #include "../../../kernels/sm90/backward/config.h"
 #include "attention/text.h"
 #include "attention/work.h"
@@ -20,7 +19,6 @@ namespace strobe::cuda {
 template <class V> void each_pointer(const HopperBackwardArguments &a, V &visit) {
   each_pointer(static_cast<const BackwardArguments &>(a), visit);
   for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_dout}) visit(x->map);
-  visit(a.rows);
 }
 
 namespace {
@@ -30,9 +28,6 @@ using sm90::BackwardConfig;
 
 constexpr KernelSource kBackward{"sm90/backward/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
 constexpr KernelSource kBackward64{"sm90/backward/wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
-constexpr KernelSource kRows{"passes/hopper_rows.h", "strobe::passes::BackwardRows", "strobe::passes::RowsConfig"};
-constexpr KernelSource kDelta{"passes/rows.h", "strobe::passes::Delta", "strobe::passes::RowsConfig"};
-constexpr KernelSource kDq{"passes/hopper_rows.h", "strobe::passes::BackwardDq", "strobe::passes::RowsConfig"};
 
 constexpr int64_t kMostDimOf128Keys = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
 
@@ -204,18 +199,19 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
 
   Program program;
   program.overlap = true;
-  const RowsConfig rows{c.dtype, c.columns(), c.tile_q, 1};
-  const int64_t row_blocks = rows.blocks(p.batch, p.heads, p.seqlen_q);
-  BackwardLaunches launches{.rows_by_tiles = Launch(kRows, rows, row_blocks, RowsConfig::threads(), 0, a),
+  const RowsConfig rows{c.dtype, c.columns(), c.tile_q, 1, passes::kWarpgroups};
+  BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
                             .main = Launch(c.wide ? kBackward64 : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a),
                             .dbias = bias_gradient(p, device, a)};
   if (p.bias) { // the settle kernel wants D first
     BackwardArguments before_settle = a;
     before_settle.dq_sum = nullptr;
-    launches.delta = Launch(kDelta, rows, row_blocks, RowsConfig::threads(), 0, before_settle);
+    RowsConfig only_d = rows;
+    only_d.form = passes::kFragments;
+    launches.delta = delta(p, only_d, before_settle);
     launches.settle = settle(p, device, a);
   }
-  if (!c.owns_dq) launches.dq = Launch(kDq, rows, row_blocks, RowsConfig::threads(), 0, a);
+  if (!c.owns_dq) launches.dq = convert_dq(p, rows, a);
   push(program, p, a, std::move(launches));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);

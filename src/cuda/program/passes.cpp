@@ -4,9 +4,6 @@
 #include <span>
 
 #include "../../../kernels/device/tile_gradient_config.h"
-#include "../../../kernels/mma/config.h"
-#include "../../../kernels/passes/padding_config.h"
-#include "../../../kernels/simt/config.h"
 #include "attention/text.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/tiles.h"
@@ -14,17 +11,13 @@
 namespace strobe::cuda {
 namespace {
 
-constexpr KernelSource kCombine{"passes/combine.h", "strobe::passes::Combine", "strobe::mma::Config"};
-constexpr KernelSource kDelta{"passes/simt_delta.h", "strobe::passes::SimtDelta", "strobe::simt::Config"};
-constexpr KernelSource kQueryGradient{"passes/simt_delta.h", "strobe::passes::QueryGradient", "strobe::simt::Config"};
+constexpr KernelSource kCombine{"passes/combine.h", "strobe::passes::Combine", "strobe::passes::CombineConfig"};
+constexpr KernelSource kDelta{"passes/delta.h", "strobe::passes::Delta", "strobe::passes::RowsConfig"};
+constexpr KernelSource kConvertDq{"passes/dq.h", "strobe::passes::ConvertDq", "strobe::passes::RowsConfig"};
 constexpr KernelSource kPadding{"passes/padding.h", "strobe::passes::Padding", "strobe::passes::PaddingConfig"};
-constexpr KernelSource kSinkGradient{"passes/simt_delta.h", "strobe::passes::SinkGradient", "strobe::simt::Config"};
+constexpr KernelSource kSinkGradient{"passes/sinks.h", "strobe::passes::SinkGradient", "strobe::passes::SinksConfig"};
 constexpr KernelSource kSettle{"passes/settle.h", "strobe::passes::Settle", "strobe::TileConfig"};
 constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::BiasGradient", "strobe::TileConfig"};
-
-// Rows do not vary with tiles and features.
-simt::Config row_config(const Problem &p) { return begin_config<simt::Config>(p, simt::Config::kDimStep); }
-int64_t row_tiles(const Problem &p) { return p.batch * p.heads * tiles(p.seqlen_q, simt::Config::kDeltaRows); }
 
 struct GradientTile {
   int32_t q, k, key_warps, query_warps;
@@ -73,8 +66,7 @@ void take_parts(ForwardArguments &a, const Problem &p, Scratch &scratch) {
 
 void combine_parts(Program &program, const Problem &p, const ForwardArguments &a) {
   if (a.splits <= 1) return;
-  mma::Config c{};
-  c.dtype = int32_t(p.dtype), c.warps = 4, c.blocks_per_sm = 1;
+  const passes::CombineConfig c{.dtype = int32_t(p.dtype)};
   program.steps.push_back(Launch(kCombine, c, a.in.rows(), c.threads(), 0, a));
   program.kernel += text(", keys split in ", a.splits);
 }
@@ -101,18 +93,24 @@ void push(Program &program, const Problem &p, const BackwardArguments &a, Backwa
   if (p.dq || p.dk || p.dv) next(launches.main);
   if (p.dq) next(launches.dq);
   if (p.dsinks) {
-    simt::Config c{};
-    c.dtype = int32_t(p.dtype);
-    program.steps.push_back(Launch(kSinkGradient, c, p.heads, 256, 0, a));
+    const passes::SinksConfig c{.dtype = int32_t(p.dtype)};
+    program.steps.push_back(Launch(kSinkGradient, c, p.heads, c.threads(), 0, a));
   }
   next(launches.dbias);
 }
 
-Launch delta(const Problem &p, const BackwardArguments &a) {
-  return Launch(kDelta, row_config(p), row_tiles(p), simt::Config::kDeltaRows, 0, a);
+Launch delta(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
+  return Launch(kDelta, c, c.blocks(p.batch, p.heads, p.seqlen_q), c.delta_threads(), 0, a);
 }
 
-Launch dq_from_sum(const Problem &p, const BackwardArguments &a) { return Launch(kQueryGradient, row_config(p), row_tiles(p), 256, 0, a); }
+Launch convert_dq(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
+  return Launch(kConvertDq, c, c.blocks(p.batch, p.heads, p.seqlen_q), c.threads(), 0, a);
+}
+
+// They do not vary with tiles and features. dq_sum's rows are as wide as the backward's.
+passes::RowsConfig full_precision_rows(const Problem &p) {
+  return {int32_t(p.dtype), rounded(p.head_dim, 32), passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow};
+}
 
 bool tensor_cores_settle(const Problem &p, const Device &device) { return gradient_config(kSettleTiles, p, device).has_value(); }
 

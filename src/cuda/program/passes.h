@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "../../../kernels/attention/arguments.h"
+#include "../../../kernels/passes/config.h"
 #include "attention/attention.h"
 #include "cuda/driver/device.h"
 #include "cuda/program/program.h"
@@ -17,7 +18,7 @@ void take_parts(ForwardArguments &a, const Problem &, Scratch &);
 // Their combination, after the launch that computes them.
 void combine_parts(Program &, const Problem &, const ForwardArguments &a);
 
-// A backward's memory. D, and LSE's rounding error; if dQ is wanted, its sum, to which the thread blocks of several tiles of keys add; with
+// A backward's memory. D, and LSE's correction; if dQ is wanted, its sum, to which the thread blocks of several tiles of keys add; with
 // `turns` their turns, which begin as 0.
 struct BackwardSums {
   int64_t real_bytes = 4; // of D and of dQ's sum
@@ -30,7 +31,7 @@ void take_sums(Program &, BackwardArguments &a, const Problem &, Scratch &, cons
 // A backward's launches, in the order in which they run.
 struct BackwardLaunches {
   std::optional<Launch> delta{};         // D of each row
-  std::optional<Launch> settle{};        // of rows whose LSE is large: D anew, and LSE's rounding error
+  std::optional<Launch> settle{};        // of rows whose LSE is large: D anew, and LSE's correction
   std::optional<Launch> rows_by_tiles{}; // LSE and D in the order in which the main kernel reads them
   std::optional<Launch> main{};          // dK, dV and dQ's sum: where one of them is wanted
   std::optional<Launch> dq{};            // from its sum: where it is wanted
@@ -38,9 +39,11 @@ struct BackwardLaunches {
 };
 void push(Program &, const Problem &, const BackwardArguments &, BackwardLaunches &&); // and dsinks
 
-// In the arithmetic of kernels/simt: D, in the order of its products; dQ from its sum.
-Launch delta(const Problem &, const BackwardArguments &);
-Launch dq_from_sum(const Problem &, const BackwardArguments &);
+// D, and room for dQ; dQ from its sum.
+Launch delta(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
+Launch convert_dq(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
+// Rows of FP32 and FP64, D in the order of dP's products.
+passes::RowsConfig full_precision_rows(const Problem &);
 
 // On tensor cores, tiles of scores computed anew. Whether some tile fits the GPU and the blocks of a sparse mask; then there is a launch.
 bool tensor_cores_settle(const Problem &, const Device &);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import exp, log
@@ -146,7 +147,9 @@ def _section(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     parts = [
         f"## {record['direction'].capitalize()}",
-        f"{record['device']}, {record['date']}, commit {record['commit']}; {versions}; {record['repeats']} calls a figure, median.",
+        textwrap.fill(
+            f"{record['device']}, {record['date']}, commit {record['commit']}; {versions}; {record['repeats']} calls a figure, median.", 140
+        ),
         *([record["note"]] if "note" in record else []),
         "\n".join(f"- {line}" for line in summary(record["rows"], record["direction"])),
     ]

@@ -1,0 +1,203 @@
+// A block of threads of the backward on mma.sync: its tile of keys, the tiles of queries that it walks over, and what it brings of both into
+// shared memory. The loop is in backward.h.
+#pragma once
+#include "../../attention/dq_sum.h"
+#include "../../device/keys.h"
+#include "../../device/nonfinite.h"
+#include "../../device/query_tiles.h"
+#include "../../device/tile_order.h"
+#include "../../ptx/barrier.h"
+#include "../../tile/copy.h"
+#include "config.h"
+
+namespace strobe::mma {
+
+using tile::Accumulator;
+using tile::Blocks;
+using tile::Left;
+using tile::Right;
+
+template <BackwardConfig C> struct BackwardBlock {
+  using Arguments = BackwardArguments;
+  using T = typename Element<C.dtype>::type;
+  static constexpr Features F = C.features;
+  static constexpr int kThreads = C.threads(), kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
+  // A warp's parts, in blocks of 16: keys; queries of S at a time, and of what it multiplies by dO or Q; columns of dK and of dV.
+  static constexpr int kKeys = kTileK / C.key_warps / 16, kStep = C.step_q / 16, kSpan = kStep * C.dim_warps, kQueries = kTileQ / 16;
+  static constexpr int kColumns = kD / C.dim_warps / 16, kColumnsV = kDv / C.dim_warps / 16;
+  static constexpr int kDqRows = kTileQ / C.dq_rows() / 16, kDqColumns = kD / C.dq_columns() / 16;
+  // Elements may be hidden in any tile, not in those alone that position masks.
+  static constexpr bool kHides = F.mask || F.bias;
+
+  // In shared memory
+  static constexpr u32 kV = C.k_bytes(), kQ = kV + C.v_bytes(), kDo = kQ + 2 * C.q_bytes(), kP = kDo + 2 * C.dout_bytes(),
+                       kDs = kP + C.p_planes() * C.p_bytes(), kStats = kDs + 2 * C.p_bytes(), kState = kStats + C.stats_bytes();
+
+  using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
+  // Where the rows of a head of the sequence begin.
+  struct Head {
+    const T *q, *dout;
+    const float *lse, *delta;
+    i64 query_tile; // its first one's number
+  };
+  struct __align__(16) Tile { // of queries
+    i32 head;                 // -1: there are no more
+    QueryTile queries;
+    i32 rows; // that are there
+    Head at;
+  };
+  // What the threads have in common lies in shared memory: registers are short.
+  struct State {
+    Tile ring[4];               // iteration n's at n % 4
+    i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
+    Sequence sequence;
+    i32 head; // that the following are about
+    Tiles tiles;
+    Head at;
+  };
+  static_assert(sizeof(State) <= C.state_bytes());
+
+  const Arguments &a;
+  const Inputs &in;
+  State &state;
+  u32 shared;
+  int thread, warp, role, key_warp, dim_warp; // role 0: P and dV, 1: dS and dK
+
+  __device__ __forceinline__ BackwardBlock(const Arguments &a, unsigned char *memory)
+      : a(a), in(a.in), state(*(State *)(memory + kState)), shared(shared_address(memory)), thread((int)threadIdx.x), warp(thread / 32),
+        role(warp / (C.warps() / 2)), key_warp(warp % C.key_warps), dim_warp(warp / C.key_warps % C.dim_warps) {}
+
+  // The longest tiles come first, where lists of blocks say which. (In turns it must stay the first keys: they are waited for.)
+  __device__ __forceinline__ void choose_keys() const {
+    if (thread == 0) take_keys<C.deterministic, kTileK>(state, a);
+    __syncthreads();
+    i32 k0 = state.k0;
+    if constexpr (F.blocks && !C.deterministic)
+      k0 = longest_key_tile<F, kThreads, kTileK>(in, state.batch, state.head_kv, k0 / kTileK) * kTileK;
+    if (thread == 0) {
+      state.k0 = k0, state.k1 = min(k0 + kTileK, (i32)state.sequence.band.seqlen_k);
+      take_head(state.head_kv * in.group);
+      schedule(0);
+      schedule(1);
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void take_head(i32 head) const {
+    state.head = head;
+    if (head == (state.head_kv + 1) * in.group) return;
+    BlockRow row{nullptr, 0, 0};
+    if constexpr (F.blocks) row = in.blocks_t.row(state.batch, head, state.k0 / (u32)in.blocks_t.row_tokens);
+    state.tiles = Tiles(state.sequence.band, state.k0, state.k1, kTileK, row);
+    i64 b = state.batch, q0 = state.sequence.q0;
+    state.at = {in.q.at<const T>(b, head, q0, 0), a.dout.at<const T>(b, head, q0, 0), a.lse.at<const float>(b, head, q0, 0),
+                (const float *)a.delta + in.row_index(b, head, q0), first_query_tile(in, b, head, kTileQ)};
+  }
+  // By one thread: the tile of iteration n.
+  __device__ __forceinline__ void schedule(int n) const {
+    Tile &t = state.ring[n % 4];
+    i32 heads_end = (state.head_kv + 1) * in.group;
+    while (state.head < heads_end && !state.tiles.next(t.queries)) take_head(state.head + 1);
+    t.head = state.head < heads_end ? state.head : -1;
+    t.rows = min(kTileQ, (i32)state.sequence.band.seqlen_q - t.queries.begin);
+    t.at = state.at;
+  }
+  __device__ __forceinline__ const Tile &tile_of(int n) const {
+    asm volatile("" : "+r"(n)); // its address is found anew, not kept in a register
+    return state.ring[n % 4];
+  }
+
+  __device__ __forceinline__ void load_keys() const {
+    tile::load<kTileK, kD, kThreads, C.aligned != 0>(
+        shared, k_of<T>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1), thread);
+    tile::load<kTileK, kDv, kThreads, C.aligned != 0>(
+        shared + kV, v_of<T>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1), thread);
+  }
+  // By the threads of the role on the right, while the other one begins to multiply.
+  static constexpr int kLoaders = kThreads / 2;
+  // Where registers are short its number is asked anew, so that nothing that follows from it is kept in one.
+  static constexpr bool kShort = kD > 128 || kDv > 128 || F.additive() || F.mask || kTileK > 128;
+  __device__ __forceinline__ int loader() const { return (kShort ? thread_index() : thread) % kLoaders; }
+  template <int kColumns>
+  __device__ __forceinline__ void load_queries(u32 target, const T *rows, const Operand &x, const Tile &t, i32 columns) const {
+    int thread = loader();
+    i64 stride = x.stride[2];
+    rows += t.queries.begin * stride;
+    tile::load<kTileQ, kColumns, kLoaders, C.aligned != 0>(shared + target,
+                                                           tile::Matrix<const T>{rows, stride, x.stride[3], t.rows, columns}, thread);
+  }
+  __device__ __forceinline__ void load_queries(const Tile &t, int stage) const {
+    load_queries<kD>(kQ + stage * C.q_bytes(), t.at.q, in.q, t, in.head_dim);
+    load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
+  }
+
+  // Is some number of Q or dO not finite, of a tile in which something is hidden? It would have shown in LSE or D (suspect), unless there
+  // was a sink and nothing else to see.
+  __device__ __forceinline__ bool queries_nonfinite(const Tile &t, int stage, bool suspect) const {
+    if (!(kHides || t.queries.masked) || !(suspect || in.sinks)) return false;
+    return barrier_any(any_nonfinite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
+                           any_nonfinite<T>(shared + kDo + stage * C.dout_bytes(), C.dout_bytes(), thread, kThreads),
+                       kThreads);
+  }
+
+  // LSE (of rows that see nothing and of those that are not there +inf: P = 0), -D and, with a bias, what LSE lacks, of a tile's rows, held
+  // by the threads until there is room for them.
+  static constexpr int kStatsEach = (int)div_up((C.stats() - 1) * kTileQ, kLoaders);
+  struct Stats {
+    float x[kStatsEach];
+  };
+  __device__ __forceinline__ Stats read_stats(const Tile &t) const {
+    Stats s;
+    int thread = loader();
+#pragma unroll
+    for (int k = 0; k < kStatsEach; ++k) {
+      int n = thread + k * kLoaders, i = n % kTileQ, row = t.queries.begin + i;
+      float &x = s.x[k];
+      x = 0;
+      if (n < kTileQ) {
+        x = i < t.rows ? t.at.lse[row * a.lse.stride[2]] * (F.bias ? 1.0f : kLog2e<float>) : minus_infinity<float>();
+        if (x == minus_infinity<float>()) x = -x;
+      } else if (i < t.rows) {
+        if (n < 2 * kTileQ) x = -t.at.delta[row];
+        if (F.bias && n >= 2 * kTileQ && n < 3 * kTileQ) x = t.at.delta[in.rows() + row] * kLog2e<float>;
+      }
+    }
+    return s;
+  }
+  // In the order in which lanes want them: of each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and so what it lacks; -D of
+  // 2t and 2t + 1 twice, the two rows of an accumulator.
+  static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
+  // Was some number of this thread's not finite?
+  __device__ __forceinline__ bool write_stats(const Stats &s, int iteration) const {
+    int thread = loader(), stage = iteration % 2;
+    bool suspect = false;
+#pragma unroll
+    for (int k = 0; k < kStatsEach; ++k) {
+      int n = thread + k * kLoaders, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
+      u32 base = shared + kStats + stage * kStatsBytes, x = __float_as_uint(s.x[k]);
+      suspect |= (x & 0x7F800000) == 0x7F800000;
+      if (n < kTileQ || (F.bias && n >= 2 * kTileQ && n < 3 * kTileQ)) {
+        store_shared(base + (n < kTileQ ? 0 : 12 * kTileQ) + (i / 16 * 16 + 4 * t + 2 * c + e) * 4, x);
+      } else if (n < 2 * kTileQ) {
+        u32 target = base + (kTileQ + i / 8 * 16 + 4 * t + e) * 4;
+        store_shared(target, x);
+        store_shared(target + 8, x);
+      }
+    }
+    return suspect;
+  }
+  __device__ __forceinline__ u32 lse_of(int stage, int n) const {
+    return shared + kStats + stage * kStatsBytes + n * 64 + (tile::lane_id() & 3) * 16;
+  }
+  __device__ __forceinline__ u32 delta_of(int stage, int n) const { return lse_of(stage, 2 * n) + kTileQ * 4; }
+
+  // LSE of a block's queries, four side by side; what it lacks, seldom used, is loaded where it is: registers are short.
+  struct StagedLse {
+    u32 at;
+    float lse_[4];
+    __device__ __forceinline__ explicit StagedLse(u32 at) : at(at) { load_shared<0>(lse_, at); }
+    __device__ __forceinline__ float lse(int c, int e) const { return lse_[2 * c + e]; }
+    __device__ __forceinline__ float excess(int c, int e) const { return load_shared_float(at + 12 * kTileQ + 4 * (2 * c + e)); }
+  };
+};
+
+} // namespace strobe::mma

@@ -1,0 +1,291 @@
+// The steps of the backward on mma.sync: what a warp makes of its keys and a span of queries.
+#pragma once
+#include "../../device/key_major_dropout.h"
+#include "../../device/probabilities.h"
+#include "../../device/turns.h"
+#include "../../tile/exchange.h"
+#include "../../tile/multiply.h"
+#include "block.h"
+
+namespace strobe::mma {
+
+template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
+  using Block = BackwardBlock<C>;
+  using Block::a, Block::in, Block::state, Block::shared, Block::thread, Block::role, Block::key_warp, Block::dim_warp;
+  using Block::kD, Block::kDv, Block::kTileQ, Block::kTileK, Block::kThreads, Block::kShort, Block::kHides, Block::F;
+  using Block::kKeys, Block::kStep, Block::kSpan, Block::kQueries, Block::kColumns, Block::kColumnsV, Block::kDqRows, Block::kDqColumns;
+  using Block::kQ, Block::kV, Block::kDo, Block::kP, Block::kDs;
+  using Block::tile_of, Block::lse_of, Block::delta_of;
+  using typename Block::T, typename Block::Tile, typename Block::StagedLse;
+
+  const Scores<F, float> scores;
+  const KeyMajorDropout<F> dropout;
+  const float factor; // of what dropout keeps
+
+  // After choose_keys().
+  __device__ __forceinline__ explicit BackwardSteps(const Block &block)
+      : Block(block), scores(in, state.sequence, state.batch), dropout{Dropout<F>(in)}, factor(dropout.dropout.factor()) {}
+
+  // Where block (m of this warp's keys, n of the tile's queries) lies among those that are handed on.
+  __device__ __forceinline__ int block(int m, int n) const { return (key_warp * kKeys + m) * kQueries + n; }
+  // Barriers of the warps that share keys: a role's own, if it is several warps; and for P one a span, since who writes it does not wait.
+  static constexpr int kSpans = kQueries / kSpan, kBarriers = kSpans + (C.dim_warps > 1 ? 2 : 0);
+  static_assert(C.key_warps * kBarriers < 16);
+  __device__ __forceinline__ int barrier_of_p(int span) const { return 1 + kBarriers * key_warp + span; }
+  __device__ __forceinline__ int barrier_of_role() const { return 1 + kBarriers * key_warp + kSpans + role; }
+  // The queries of the span from `span` on of which this warp computes S and dP.
+  __device__ __forceinline__ int own(int span) const { return span + dim_warp * kStep; }
+
+  // The slope of a function of q.k goes from left to right as P * slope. FP16, whose steps below 2^-14 are 2^-24, loses that where keys
+  // are many, and takes P and the slope apart, in units that keep the slope above those steps: arccosh's is at most 2^11, and 2^-18 at a
+  // Lorentz product of 2^18; softcap's is at most 1.
+  static constexpr Slope kSlope = !F.function ? Slope::none : C.dtype == kF16 ? Slope::apart : Slope::times_p;
+  __device__ __forceinline__ float slope_unit() const {
+    return F.function == kHyperbolic ? fmaxf((float)in.beta, 1e-30f) * 0x1p-4f : 0x1p-15f;
+  }
+
+  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes what dS is made of: P^T times the slope, or the slope in its unit; else P is
+  // left alone. What is dropped has a sign, in S unless that is the slope alone.
+  template <bool kNonfinite>
+  __device__ __forceinline__ void make_p(Accumulator (&S)[kKeys][kStep], Accumulator (&P)[kKeys][kStep], int iteration, int span) const {
+    const int stage = iteration % 2, n0 = own(span);
+    tile::multiply<T, kD, kNonfinite>(S, shared + key_warp * kKeys * 16 * kD * 2, shared + kQ + stage * C.q_bytes() + n0 * 16 * kD * 2);
+    const Tile &t = tile_of(iteration);
+    i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
+    auto lse = [&](int n) { return StagedLse(lse_of(stage, n0 + n)); };
+    if (kNonfinite || t.queries.masked)
+      probabilities<F, true, kSlope, F.bias != 0>(S, P, scores, t.head, i, j, state.k1, lse);
+    else
+      probabilities<F, false, kSlope, F.bias != 0>(S, P, scores, t.head, i, j, state.k1, lse);
+    if constexpr (F.dropout) {
+      if constexpr (kSlope != Slope::apart) dropout.mark(S, i, j, t.head, state.batch);
+      if constexpr (F.function) dropout.mark(P, i, j, t.head, state.batch);
+    }
+    if constexpr (kSlope == Slope::apart) {
+      const float inverse = 1 / slope_unit();
+#pragma unroll
+      for (int m = 0; m < kKeys; ++m) {
+#pragma unroll
+        for (int n = 0; n < kStep; ++n) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) S[m][n].x[i / 4][i % 4] *= inverse;
+        }
+      }
+    }
+  }
+  // P to the other role's warps, rounded, and to those of this role; p: this warp's, as dV takes it.
+  __device__ __forceinline__ void hand_on_p(Left (&p)[kKeys][kStep], const Accumulator (&S)[kKeys][kStep],
+                                            const Accumulator (&P)[kKeys][kStep], int span) const {
+#pragma unroll
+    for (int m = 0; m < kKeys; ++m) {
+#pragma unroll
+      for (int n = 0; n < kStep; ++n) {
+        p[m][n] = tile::rounded<T>(S[m][n]);
+        tile::put(shared + kP, block(m, own(span) + n), p[m][n]);
+        if constexpr (F.function) {
+          p[m][n] = tile::rounded<T>(P[m][n]);
+          tile::put(shared + kP + C.p_bytes(), block(m, own(span) + n), p[m][n]);
+        }
+      }
+    }
+    barrier_arrive(barrier_of_p(span / kSpan), 64 * C.dim_warps);
+  }
+
+  // dP^T - D^T = V dO^T - D^T. Dropout: without D, which joins when P is known.
+  template <bool kNonfinite> __device__ __forceinline__ void make_dp(Accumulator (&dP)[kKeys][kStep], int iteration, int span) const {
+    const int stage = iteration % 2, n0 = own(span);
+    if constexpr (!F.dropout) {
+#pragma unroll
+      for (int n = 0; n < kStep; ++n) {
+        load_shared<0>(dP[0][n].x[0], delta_of(stage, n0 + n));
+        load_shared<64>(dP[0][n].x[1], delta_of(stage, n0 + n));
+#pragma unroll
+        for (int m = 1; m < kKeys; ++m) dP[m][n] = dP[0][n];
+      }
+    }
+    tile::multiply<T, kDv, kNonfinite>(dP, shared + kV + key_warp * kKeys * 16 * kDv * 2,
+                                       shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
+  }
+  __device__ __forceinline__ void await_p(int span) const { barrier_sync(barrier_of_p(span / kSpan), 64 * C.dim_warps); }
+  // dS^T from dP^T - D and P^T. Dropout: from dP^T.
+  template <bool kHidden>
+  __device__ __forceinline__ void differentiate(Left (&dS)[kKeys][kStep], Accumulator (&dP)[kKeys][kStep], int n0, int stage) const {
+    const float unit = slope_unit();
+#pragma unroll
+    for (int n = 0; n < kStep; ++n) {
+#pragma unroll
+      for (int m = 0; m < kKeys; ++m) {
+        Left P = tile::take(shared + kP, block(m, n0 + n)), slope;
+        if constexpr (kSlope == Slope::apart) slope = P, P = tile::take(shared + kP + C.p_bytes(), block(m, n0 + n));
+        Accumulator &x = dP[m][n];
+        if constexpr (C.dtype == kBF16 && !kHidden && !F.dropout) {
+          dS[m][n] = tile::rounded<T>(x);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) dS[m][n].x[i] = tile::multiply_pairs<T>(dS[m][n].x[i], P.x[i]);
+        } else {
+          float D[2][4] = {};
+          if constexpr (F.dropout) load_shared<0>(D[0], delta_of(stage, n0 + n)), load_shared<64>(D[1], delta_of(stage, n0 + n));
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            int c = i / 4, r = i / 2 % 2, e = i % 2;
+            float &y = x.x[c][i % 4], p = tile::unpacked<T>(P.x[r + 2 * c], e);
+            if constexpr (F.dropout) {
+              y = (__float_as_uint(p) >> 31 ? 0.0f : y * factor) + D[c][e];
+              p = fabsf(p);
+            }
+            y *= p;
+            if constexpr (kSlope == Slope::apart) y *= tile::unpacked<T>(slope.x[r + 2 * c], e) * unit;
+            if (kHidden && p == 0) y = 0; // whatever dP is: what is not seen may be no number
+          }
+          dS[m][n] = tile::rounded<T>(x);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void hand_on_ds(const Left (&dS)[kKeys][kStep], int stage, int span) const {
+#pragma unroll
+    for (int m = 0; m < kKeys; ++m) {
+#pragma unroll
+      for (int n = 0; n < kStep; ++n) tile::put_parts(shared + kDs + stage * C.p_bytes(), block(m, own(span) + n), dS[m][n]);
+    }
+  }
+
+  // sum (this warp's keys and columns) += x (keys x a span of queries) * the span's rows of Y. x is what this warp has computed, own(m, n),
+  // where it has computed all of the span, or what its role's warps have put where they can all take it, taken(m, n).
+  template <bool kNonfinite, int kInner, int kN, class Own, class Taken>
+  __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kN], const Own &own, const Taken &taken,
+                                             const Blocks<Right, kInner, true> &Y, int span) const {
+    if constexpr (C.dim_warps > 1) barrier_sync(barrier_of_role(), 32 * C.dim_warps);
+    if constexpr (kNonfinite) {
+      __syncwarp();
+      accumulate_nonfinite(sum, taken, Y, span);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kSpan; ++n) {
+        Left x[kKeys];
+#pragma unroll
+        for (int m = 0; m < kKeys; ++m) {
+          if constexpr (C.dim_warps > 1)
+            x[m] = taken(m, span + n);
+          else
+            x[m] = own(m, n);
+        }
+#pragma unroll
+        for (int c = 0; c < kN; ++c) {
+          Right y = Y.load(16 * (span + n), 16 * c);
+#pragma unroll
+          for (int m = 0; m < kKeys; ++m) tile::multiply_add<T>(sum[m][c], x[m], y);
+        }
+      }
+    }
+  }
+  // The same where Y has numbers that are not finite: they count only where x(m, n) is not 0.
+  template <int kInner, int kN, class X>
+  __device__ __forceinline__ void accumulate_nonfinite(Accumulator (&sum)[kKeys][kN], const X &x, const Blocks<Right, kInner, true> &Y,
+                                                       int n0) const {
+#pragma unroll
+    for (int c = 0; c < kN; ++c) {
+      Accumulator count[kKeys] = {};
+#pragma unroll 1
+      for (int n = n0; n < n0 + kSpan; ++n) {
+        Right y = Y.load(16 * n, 16 * c), bad = split_nonfinite<T>(y);
+#pragma unroll
+        for (int m = 0; m < kKeys; ++m) {
+          Left z = x(m, n);
+          tile::multiply_add<T>(sum[m][c], z, y);
+          tile::multiply_add<T>(count[m], nonzero<T>(z), bad);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kKeys; ++m) make_nonfinite(sum[m][c], count[m]);
+    }
+  }
+  // Adds an iteration's dQ (without the scale) to the rows of its tile.
+  template <bool kNonfinite> __device__ __forceinline__ void add_dq(int iteration) const {
+    int stage = iteration % 2;
+    int warp = (kShort ? thread_index() : thread) / 32;
+    if (!a.dq_sum || warp >= C.dq_rows() * C.dq_columns()) return;
+    int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
+    Accumulator dQ[kDqRows][kDqColumns] = {};
+    const Tile &t = tile_of(iteration);
+    i64 number = t.at.query_tile + t.queries.begin / kTileQ;
+    u32 *turn = a.turns + 1 + number * C.warps() + warp, seen = 0;
+    if constexpr (C.deterministic) seen = load_relaxed(turn); // most often it is our turn: then nobody waits
+    Blocks<Right, kD, true> K(shared, column);
+    auto taken = [&](int m, int k) {
+      return tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
+    };
+    if constexpr (kNonfinite) { // not finite numbers of K count only where dS is not 0
+#pragma unroll
+      for (int c = 0; c < kDqColumns; ++c) {
+        Accumulator count[kDqRows] = {};
+#pragma unroll 1
+        for (int k = 0; k < kTileK / 16; ++k) {
+          Right y = K.load(16 * k, 16 * c), bad = split_nonfinite<T>(y);
+#pragma unroll
+          for (int m = 0; m < kDqRows; ++m) {
+            tile::multiply_add<T>(dQ[m][c], taken(m, k), y);
+            tile::multiply_add<T>(count[m], nonzero<T>(taken(m, k)), bad);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < kDqRows; ++m) make_nonfinite(dQ[m][c], count[m]);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kTileK / 16; ++k) {
+        Left dS[kDqRows];
+#pragma unroll
+        for (int m = 0; m < kDqRows; ++m) dS[m] = taken(m, k);
+#pragma unroll
+        for (int c = 0; c < kDqColumns; ++c) {
+          Right y = K.load(16 * k, 16 * c);
+#pragma unroll
+          for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
+        }
+      }
+    }
+    if constexpr (C.deterministic) {
+      if (tile::lane_id() == 0) await_turn<F.blocks != 0>(turn, seen, key_tiles_before(t));
+      __syncwarp();
+    }
+    // dq_sum holds 16x16 blocks as the lanes hold them, row by row of blocks.
+    float *target = a.dq_sum + (number * (kTileQ * kD) + row * kD + column * 16);
+#pragma unroll
+    for (int m = 0; m < kDqRows; ++m) {
+#pragma unroll
+      for (int c = 0; c < kDqColumns; ++c) {
+        add_quad(target + m * 16 * kD + c * 256, dQ[m][c].x[0]);
+        add_quad(target + m * 16 * kD + c * 256 + 128, dQ[m][c].x[1]);
+      }
+    }
+    if constexpr (C.deterministic) {
+      __syncwarp();
+      if (tile::lane_id() == 0) end_turn(turn);
+    }
+  }
+
+  __device__ __forceinline__ u32 key_tiles_before(const Tile &t) const {
+    return strobe::key_tiles_before<F.blocks != 0, kTileK>(in, state.sequence.band, state.batch, t.head, t.queries.begin, state.k0);
+  }
+  // Writes dK or dV: x, rounded, through what was K's or V's place.
+  template <int kInner, int kN>
+  __device__ __forceinline__ void store_sum(const Operand &out, Accumulator (&x)[kKeys][kN], float factor, u32 place, i32 columns) const {
+#pragma unroll
+    for (int m = 0; m < kKeys; ++m) {
+#pragma unroll
+      for (int c = 0; c < kN; ++c) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) x[m][c].x[e / 4][e % 4] *= factor;
+        tile::store<kInner>(shared + place, (key_warp * kKeys + m) * 16, (dim_warp * kN + c) * 16, tile::rounded<T>(x[m][c]));
+      }
+    }
+    barrier_sync(1 + role, kThreads / 2);
+    if (!out) return;
+    tile::Matrix<T> m{out.at<T>(state.batch, state.head_kv, state.sequence.k0 + state.k0, 0), out.stride[2], out.stride[3],
+                      state.k1 - state.k0, columns};
+    tile::store<kTileK, kInner, kThreads / 2, C.aligned != 0>(m, shared + place, thread % (kThreads / 2));
+  }
+};
+
+} // namespace strobe::mma

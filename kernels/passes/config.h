@@ -1,0 +1,40 @@
+// What the passes that look at rows, and not at scores, are compiled for.
+#pragma once
+#include "../attention/base.h"
+
+namespace strobe::passes {
+
+// Whose backward a pass stands beside: the order in which D is summed, and how dq_sum lies.
+inline constexpr i32 kFragments = 0;   // mma.sync: eight lanes share a row; 16x16 blocks as a warp's lanes hold them
+inline constexpr i32 kWarpgroups = 1;  // Hopper: all of a tile's loads under way at once; parts of a tile as a warpgroup's lanes hold them
+inline constexpr i32 kRowAfterRow = 2; // FP32 and FP64: in the order and the runs of dP; rows, which have the scale already
+
+struct RowsConfig {
+  i32 dtype;
+  i32 head_dim, tile_q; // of the backward
+  i32 aligned;          // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
+  i32 form;             // kFragments, kWarpgroups or kRowAfterRow
+
+  static constexpr i32 kRowTile = 64; // tile_q of kRowAfterRow
+  STROBE_FN static constexpr i32 threads() { return 256; }
+  STROBE_FN constexpr i32 delta_threads() const { return form == kRowAfterRow ? kRowTile : threads(); }
+  STROBE_FN constexpr i64 blocks(i64 batch, i64 heads, i64 seqlen_q) const { return batch * heads * div_up(seqlen_q, tile_q); }
+};
+
+struct CombineConfig {
+  i32 dtype; // of out
+  STROBE_FN static constexpr i32 threads() { return 128; }
+};
+
+struct SinksConfig {
+  i32 dtype; // of q
+  STROBE_FN static constexpr i32 threads() { return 256; }
+};
+
+struct PaddingConfig {
+  i32 dtype; // of q, k, v
+  i32 backward;
+  STROBE_FN static constexpr i32 threads() { return 256; }
+};
+
+} // namespace strobe::passes

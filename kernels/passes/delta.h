@@ -1,0 +1,171 @@
+// What the backward needs of each row first: D = rowsum(dO * O) - dLSE, and LSE's correction, 0 until a row is settled. What it adds dQ to
+// becomes 0 here, too, tile by tile.
+#pragma once
+#include "../attention/features.h"
+#include "../ptx/math.h"
+#include "../tile/exchange.h"
+#include "row_tile.h"
+
+namespace strobe::passes {
+
+template <RowsConfig C> struct Delta {
+  using Arguments = BackwardArguments;
+  using E = typename Element<C.dtype>::type;
+  using T = typename Element<C.dtype>::real;
+  static constexpr bool kHopper = C.form == kWarpgroups;
+  static constexpr int kThreads = C.delta_threads(), kBlocksPerSm = kHopper ? 4 : C.form == kFragments ? 2 : 1;
+
+  static __device__ __forceinline__ void run(const Arguments &a) {
+    const RowTile<C> tile(a.in);
+    if constexpr (kHopper) {
+      if (a.turns && blockIdx.x == 0 && threadIdx.x == 0) a.turns[0] = 0;
+    }
+    if (tile.rows == 0) return;
+    if constexpr (C.form != kRowAfterRow) clear_dq(a, tile); // first what waits for nothing
+    if constexpr (C.form == kRowAfterRow)
+      sum_in_runs(a, tile);
+    else
+      sum_across_lanes(a, tile);
+  }
+
+private:
+  static __device__ __forceinline__ void clear_dq(const Arguments &a, const RowTile<C> &tile) {
+    if constexpr (kHopper) {
+      if (a.turns && threadIdx.x < 2) a.turns[1 + 2 * tile.number + threadIdx.x] = 0;
+    }
+    if (!a.dq_sum || (kHopper && a.first_stores)) return;
+    float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
+    for (int i = (int)threadIdx.x; i < C.tile_q * C.head_dim / 4; i += kThreads) sum[i] = float4{0, 0, 0, 0};
+  }
+
+  // 16 bits: kLanes lanes share a row, each takes 8 columns at a time.
+  static __device__ __forceinline__ void sum_across_lanes(const Arguments &a, const RowTile<C> &tile) {
+    const Inputs &in = a.in;
+    constexpr int kLanes = kHopper && C.head_dim > 64 ? 16 : 8, kRows = kThreads / kLanes; // rows at a time
+    constexpr int kSteps = kHopper ? C.tile_q / kRows : 1;                                 // of which all loads are under way at once
+    static_assert(!kHopper || C.tile_q % kRows == 0);
+    const int lane = (int)threadIdx.x % kLanes;
+    for (int first = (int)threadIdx.x / kLanes; first - (int)threadIdx.x / kLanes < C.tile_q; first += kRows * kSteps) {
+      float D[kSteps] = {}, zero[kSteps] = {}, zero_q[kSteps] = {}; // zero: unless dO, or Q, is not finite
+#pragma unroll 1
+      for (i32 c = 8 * lane; c < in.head_dim_v; c += 8 * kLanes) {
+        uint4 x[kSteps] = {}, y[kSteps] = {};
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) {
+          const int i = first + n * kRows;
+          if (i >= tile.rows) continue;
+          x[n] = load(a.out, tile, i, c, in.head_dim_v);
+          y[n] = load(a.dout, tile, i, c, in.head_dim_v);
+        }
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) {
+          D[n] = kHopper ? D[n] + dot(x[n], y[n], 0) : dot(x[n], y[n], D[n]);
+          if constexpr (kHopper) zero[n] += dot(uint4{}, y[n], 0);
+        }
+      }
+      if (kHopper && in.sinks) { // then a row that sees nothing has a finite LSE, whatever Q is
+#pragma unroll 1
+        for (i32 c = 8 * lane; c < in.head_dim; c += 8 * kLanes) {
+#pragma unroll
+          for (int n = 0; n < kSteps; ++n) {
+            if (first + n * kRows < tile.rows) zero_q[n] += dot(uint4{}, load(in.q, tile, first + n * kRows, c, in.head_dim), 0);
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+        const int i = first + n * kRows;
+#pragma unroll
+        for (int m = kLanes / 2; m > 0; m /= 2) {
+          D[n] += __shfl_xor_sync(0xFFFFFFFFu, D[n], m);
+          if constexpr (kHopper) zero[n] += __shfl_xor_sync(0xFFFFFFFFu, zero[n], m);
+          if (kHopper && in.sinks) zero_q[n] += __shfl_xor_sync(0xFFFFFFFFu, zero_q[n], m);
+        }
+        if (lane != 0) continue;
+        if constexpr (kHopper)
+          write_statistics(a, tile, i, D[n], zero[n] == 0, zero_q[n] == 0);
+        else if (i < tile.rows)
+          write(a, tile, i, D[n]);
+      }
+    }
+  }
+  // 8 columns of a row; what lies beyond the last is 0.
+  static __device__ __forceinline__ uint4 load(const Operand &o, const RowTile<C> &tile, int i, i32 c, i32 columns) {
+    const E *p = o.at<const E>(tile.batch, tile.head, tile.row + i, c);
+    if constexpr (C.aligned) return *(const uint4 *)p;
+    alignas(16) E x[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) x[e] = c + e < columns ? p[e * o.stride[3]] : E{0};
+    return *(const uint4 *)x;
+  }
+  static __device__ __forceinline__ float dot(const uint4 &x, const uint4 &y, float sum) {
+    const u32 a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(tile::unpacked<E>(a[i / 2], i % 2), tile::unpacked<E>(b[i / 2], i % 2), sum);
+    return sum;
+  }
+
+  // The order and the runs of dP: where a query sees a single key, dP - D is then 0 and not a rounding error. A thread has a row.
+  static __device__ __forceinline__ void sum_in_runs(const Arguments &a, const RowTile<C> &tile) {
+    constexpr int kWidth = kRunOfColumns;
+    __shared__ T dO[kThreads][kWidth + 1], O[kThreads][kWidth + 1];
+    const Inputs &in = a.in;
+    const i32 t = (i32)threadIdx.x;
+    T D = T(0);
+    for (i32 c0 = 0; c0 < in.head_dim_v; c0 += kWidth) {
+      __syncthreads();
+      for (i32 i = t; i < kThreads * kWidth; i += kThreads) {
+        const i32 r = i / kWidth, c = c0 + i % kWidth;
+        if (r < tile.rows && c < in.head_dim_v) {
+          dO[r][i % kWidth] = real(*a.dout.at<const E>(tile.batch, tile.head, tile.row + r, c));
+          O[r][i % kWidth] = real(*a.out.at<const E>(tile.batch, tile.head, tile.row + r, c));
+        }
+      }
+      __syncthreads();
+      T run = T(0);
+      if (t < tile.rows)
+        for (i32 c = 0; c < min(kWidth, in.head_dim_v - c0); ++c) run = fused(dO[t][c], O[t][c], run);
+      D += run;
+    }
+    if (t < tile.rows) write(a, tile, t, D);
+  }
+  static __device__ __forceinline__ T real(E x) {
+    if constexpr (C.dtype == kF64)
+      return x;
+    else
+      return to_float(x);
+  }
+  static __device__ __forceinline__ float fused(float a, float b, float c) { return ::fmaf(a, b, c); }
+  static __device__ __forceinline__ double fused(double a, double b, double c) { return ::fma(a, b, c); }
+
+  static __device__ __forceinline__ void write(const Arguments &a, const RowTile<C> &tile, int i, T D) {
+    if (a.dlse) D -= *a.dlse.at<const T>(tile.batch, tile.head, tile.row + i, 0);
+    T *delta = static_cast<T *>(a.delta) + tile.index + i;
+    delta[0] = D, delta[a.in.rows()] = T(0);
+  }
+
+  // Hopper: what its backward loads of a tile of queries at once, LSE and D side by side. finite: dO is; q_finite: Q is.
+  static __device__ __forceinline__ void write_statistics(const Arguments &a, const RowTile<C> &tile, int i, float D, bool finite,
+                                                          bool q_finite) {
+    float *rows = a.rows + tile.number * ((a.in.bias ? 3 : 2) * C.tile_q);
+    const float infinity = -minus_infinity<float>();
+    float lse = -infinity, correction = 0;
+    if (i < tile.rows) {
+      lse = *a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
+      float *delta = (float *)a.delta + tile.index + i;
+      if (a.in.bias) { // rows are settled by now
+        D = delta[0], correction = delta[a.in.rows()];
+      } else {
+        if (a.dlse) D -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
+        if (a.delta) delta[0] = D, delta[a.in.rows()] = 0;
+      }
+    }
+    if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // it sees the sink alone: a score that it sees would be in LSE
+    // A row whose dO or LSE is no number: neither is its P. D alone (of a row that sees a V which is none) leaves dV its P.
+    rows[i] = lse == -infinity ? lse : finite ? -lse * (a.in.bias ? 1.0f : kLog2e<float>) : __int_as_float(0x7FC00000);
+    if (a.in.bias) rows[i + C.tile_q] = -correction * kLog2e<float>;
+    rows[i + (a.in.bias ? 2 : 1) * C.tile_q] = finite && fabsf(lse) < infinity ? D : 0;
+  }
+};
+
+} // namespace strobe::passes

@@ -1,0 +1,78 @@
+// dQ from the sum that the backward's blocks have added up, rounded.
+#pragma once
+#include "../device/hopper_dq.h"
+#include "../ptx/barrier.h"
+#include "row_tile.h"
+
+namespace strobe::passes {
+
+template <RowsConfig C> struct ConvertDq {
+  using Arguments = BackwardArguments;
+  using E = typename Element<C.dtype>::type;
+  using T = typename Element<C.dtype>::real;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = C.form == kRowAfterRow ? 1 : 2;
+
+  static __device__ __forceinline__ void run(const Arguments &a) {
+    const RowTile<C> tile(a.in);
+    if (tile.rows == 0) return; // of a sequence shorter than the longest: dq_sum may have no such tile
+    if constexpr (C.form == kFragments) from_fragments(a, tile);
+    if constexpr (C.form == kWarpgroups) from_warpgroups(a, tile);
+    if constexpr (C.form == kRowAfterRow) from_rows(a, tile);
+  }
+
+private:
+  // A thread takes the 16 columns of a block that four lanes of the backward hold, in rows g and g + 8.
+  static __device__ __forceinline__ void from_fragments(const Arguments &a, const RowTile<C> &tile) {
+    const float scale = (float)a.in.scale, *sum = a.dq_sum + tile.number * (C.tile_q * C.head_dim);
+    for (int n = (int)threadIdx.x; n < C.tile_q / 2 * (C.head_dim / 16); n += kThreads) {
+      int block = n % (C.head_dim / 16), g = n / (C.head_dim / 16) % 8, i = n / (C.head_dim / 16) / 8 * 16 + g;
+      if (i >= tile.rows) continue;
+      const float *from = sum + (i / 16 * (C.head_dim / 16) + block) * 256;
+      alignas(16) E y[2][16];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) y[k / 2][8 * c + 2 * t + k % 2] = Convert<E>::from(scale * from[c * 128 + quad(4 * g + t, k)]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (i + 8 * r < tile.rows) store_sixteen_columns(a.dq, tile, i + 8 * r, 16 * block, a.in.head_dim, y[r]);
+      }
+    }
+  }
+  static __device__ __forceinline__ void store_sixteen_columns(const Operand &o, const RowTile<C> &tile, int i, i32 c, i32 columns,
+                                                               const E (&y)[16]) {
+    E *p = o.at<E>(tile.batch, tile.head, tile.row + i, c);
+    if constexpr (C.aligned) {
+      if (c < columns) *(uint4 *)p = *(const uint4 *)y;
+      if (c + 8 < columns) *(uint4 *)(p + 8) = *(const uint4 *)(y + 8);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 16; ++e) {
+        if (c + e < columns) p[e * o.stride[3]] = y[e];
+      }
+    }
+  }
+
+  // A warp takes what warps of the backward have added up.
+  static __device__ __forceinline__ void from_warpgroups(const Arguments &a, const RowTile<C> &tile) {
+    static_assert(kThreads == 256);
+#pragma unroll 1
+    for (int part = (int)threadIdx.x / 128; part < C.tile_q / dq_queries(C.head_dim, C.tile_q) * (C.head_dim / 64); part += 2)
+      store_dq<E, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
+                                        a.first_stores && a.turns[1 + 2 * tile.number + part] == 0);
+  }
+
+  static __device__ __forceinline__ void from_rows(const Arguments &a, const RowTile<C> &tile) {
+    const T *sum = reinterpret_cast<const T *>(a.dq_sum) + tile.index * C.head_dim;
+    for (i32 i = (i32)threadIdx.x; i < tile.rows * C.head_dim; i += kThreads) {
+      const i32 r = i / C.head_dim, c = i % C.head_dim;
+      if (c < a.in.head_dim) *a.dq.at<E>(tile.batch, tile.head, tile.row + r, c) = Convert<E>::from(sum[i]);
+    }
+  }
+};
+
+} // namespace strobe::passes

@@ -1,0 +1,26 @@
+// A block's tile of queries, of one head of one sequence.
+#pragma once
+#include "../attention/dq_sum.h"
+#include "config.h"
+
+namespace strobe::passes {
+
+template <RowsConfig C> struct RowTile {
+  i32 batch, head, rows;
+  i64 row, index, number; // of its first row in the tensors and in contiguous scratch; of the tile
+
+  __device__ __forceinline__ explicit RowTile(const Inputs &in) {
+    u32 block = blockIdx.x;
+    // On Hopper the first tiles' dq_sum is written last, and is in the L2 cache yet when the backward begins with them; at the end the other
+    // way round.
+    if constexpr (C.form == kWarpgroups) block = gridDim.x - 1 - block;
+    u32 tiles = (u32)div_up(in.seqlen_q, C.tile_q), pair = block / tiles, tile = block % tiles;
+    batch = (i32)(pair / in.heads), head = (i32)(pair % in.heads);
+    Sequence s = in.sequence(batch);
+    i64 begin = (i64)tile * C.tile_q;
+    rows = (i32)max(0ll, min(s.band.seqlen_q - begin, (i64)C.tile_q));
+    row = s.q0 + begin, index = in.row_index(batch, head, row), number = first_query_tile(in, batch, head, C.tile_q) + tile;
+  }
+};
+
+} // namespace strobe::passes

@@ -1,0 +1,50 @@
+"""python/glue/eager.c"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+class RefusedError(Exception):
+    """The call has to be made in full."""
+
+class Ready:
+    """A call in one direction, but for its addresses: _ready.made_ready()."""
+
+    def __new__(
+        cls,
+        owner: object,
+        address: int,
+        fields: bytes,
+        made: tuple[tuple[Any, ...], ...],
+        device: object,
+        workspace_bytes: int,
+        threads: int,
+        form: bytes | None,
+        function: Callable[..., Any] | None,
+        more: object,
+    ) -> Ready: ...
+    def run(self, *arrays: Tensor) -> Any: ...
+    @property
+    def more(self) -> Any: ...
+
+# All that decides what runs, as bytes; None if the call cannot be one that comes again.
+def key(prefix: bytes, tensors: tuple[Tensor, ...], options: Mapping[str, Any]) -> bytes | None: ...
+def attention_key(q: Tensor, k: Tensor, v: Tensor, return_lse: object, options: Mapping[str, Any]) -> bytes | None: ...
+def gradients_key(
+    prefix: bytes, needed: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]
+) -> bytes | None: ...
+
+# The call whose key is that, if it is a Ready in `calls`. None if it is not, or if the library refuses.
+def run(calls: dict[bytes, Any], prefix: bytes, tensors: tuple[Tensor, ...], options: Mapping[str, Any]) -> Any: ...
+def attention(calls: dict[bytes, Any], q: Tensor, k: Tensor, v: Tensor, return_lse: object, options: Mapping[str, Any]) -> Any: ...
+def gradients(
+    calls: dict[bytes, Any],
+    prefix: bytes,
+    needed: tuple[bool, ...],
+    dout: Tensor,
+    dlse: Tensor | None,
+    saved: tuple[Tensor, ...],
+) -> Any: ...
+def connect(address_of_strobe_glue_run: int) -> None: ...
+def by_attributes(wanted: bool) -> bool: ...

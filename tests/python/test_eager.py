@@ -1,0 +1,421 @@
+"""python/glue/eager.c: which calls of torch tensors are the same call, who may take the short way, and what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import strobe
+from strobe import _again, _eager, _repeated
+
+
+@pytest.fixture(autouse=True, params=["by the exchange API", "by attributes"])
+def reader(request):
+    """How tensors are read: PyTorch before 2.10 has no exchange API."""
+    wanted = request.param == "by attributes"
+    if _eager.by_attributes(wanted) != wanted:
+        pytest.skip("this PyTorch has no DLPack exchange API")
+    yield
+    _eager.by_attributes(False)
+
+
+@pytest.fixture
+def short_ways(monkeypatch):
+    """How many forwards and backwards were found in C."""
+    counts = {"attention": 0, "gradients": 0}
+
+    def counted(name):
+        function = getattr(_eager, name)
+
+        def call(*arguments):
+            found = function(*arguments)
+            counts[name] += found is not None
+            return found
+
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(_eager, name, counted(name))
+    return counts
+
+
+def qkv(*shape: int, grad: bool = False, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(*(shape or (1, 2, 20, 16)), dtype=dtype).requires_grad_(grad) for _ in range(3)]
+
+
+def key(q: Tensor, k: Tensor, v: Tensor, return_lse: object = False, **options: Any) -> bytes | None:
+    return _eager.attention_key(q, k, v, return_lse, options)
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, **options: Any) -> list[Tensor]:
+    out = strobe.attention(q, k, v, **options)
+    wanted = [x for x in (q, k, v) if x.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, wanted, torch.ones_like(out) if dout is None else dout)]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(found, expected, strict=True))
+
+
+# What is the same call, and what is another
+
+
+def test_a_key_says_all_that_decides_what_runs():
+    q, k, v = qkv()
+    longer, half = qkv(1, 2, 21, 16), qkv(dtype=torch.float16)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    off = torch.randn(q.numel() + 1)[1:].view(q.shape)
+    bias, flat = torch.randn(20, 20), torch.randn(1, 20)
+    keys = [
+        key(q, k, v),
+        key(q, k, v, True),
+        key(*longer),
+        key(*half),
+        key(*turned),
+        key(off, k, v),
+        *(key(q, k, v, causal=x) for x in (True, False, 1, 1.0, "1", None)),
+        *(key(q, k, v, window=x) for x in ((1, 2), (1, None), (1.0, 2), (True, 2), (1,), ())),
+        *(key(q, k, v, seed=x) for x in (2**63 - 1, 2**63, 2**64 - 1, -1)),
+        key(q, k, v, a="b"),
+        key(q, k, v, ab=""),
+        *(key(q, k, v, bias=x) for x in (bias, flat, bias.mT, bias.double())),
+        key(q, k, v, mask=bias),
+        key(q, k, v, bias=bias, causal=True),
+        *(key(*(x.clone().requires_grad_(n == i) for n, x in enumerate((q, k, v)))) for i in range(3)),
+    ]
+    with torch.no_grad():
+        keys.append(key(q, k, v))
+    with torch.autocast("cpu", torch.bfloat16):
+        keys.append(key(q, k, v))
+    with torch.autocast("cpu", torch.float16):
+        keys.append(key(q, k, v))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    keys.append(key(q, k, v))
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    keys.append(key(q, k, v))
+    torch.use_deterministic_algorithms(False)
+    assert None not in keys
+    assert len({*keys}) == len(keys)
+
+
+def test_a_key_says_nothing_of_addresses_and_values():
+    assert key(*qkv(), bias=torch.randn(20, 20), seed=2**63) == key(*qkv(), bias=torch.randn(20, 20), seed=2**63)
+    parameters = [torch.nn.Parameter(x) for x in qkv()]
+    assert key(*parameters) == key(*qkv(grad=True))
+    with torch.no_grad():
+        assert key(*parameters) == key(*qkv())
+
+
+class Subclass(Tensor):
+    pass
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[str] = []
+
+    def __torch_dispatch__(self, function, kinds, arguments=(), keywords=None):
+        self.functions.append(str(function))
+        return function(*arguments, **(keywords or {}))
+
+
+ODD = {
+    "subclass": lambda x: x.as_subclass(Subclass),
+    "sparse": Tensor.to_sparse,
+    "meta": lambda x: x.to("meta"),
+    "nested": lambda x: torch.nested.nested_tensor([x]),
+    "negation": lambda x: torch.complex(x, x).conj().imag,
+    "zeros that nobody wrote": lambda x: torch._efficientzerotensor(x.shape),
+    "mkldnn": Tensor.to_mkldnn,
+    "no tensor": lambda x: x.numpy(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_more_than_its_memory_has_no_key(odd):
+    q, k, v = qkv()
+    other = ODD[odd](q)
+    assert key(other, k, v) is None
+    assert key(q, k, other) is None
+    assert key(q, k, v, bias=other) is None
+
+
+def test_other_objects_have_no_key():
+    q, k, v = qkv()
+    for x in ([1, 2], (1, [2]), {}, object(), 2**64, -(2**63) - 1, "\ud800", "x" * 5000):
+        assert key(q, k, v, window=x) is None
+    assert key(q, k, v, 1) is None
+    assert key(q, k, v, **{f"n{n}": q for n in range(40)}) is None
+    assert _eager.attention({}, q, k, v, False, []) is None
+    assert _eager.key(b"", [q], {}) is None
+
+
+def test_who_wants_to_see_a_call_sees_it():
+    q, k, v = qkv(grad=True)
+    out = None
+    for _ in range(3):
+        out = strobe.attention(q, k, v)
+    with Watching() as watching:
+        assert key(q, k, v) is None
+        strobe.attention(q, k, v)
+        torch.autograd.grad(out.sum(), (q, k, v))
+    assert any("strobe.attention_forward" in name for name in watching.functions)
+    assert any("strobe.attention_backward" in name for name in watching.functions)
+    with torch.autograd.forward_ad.dual_level():
+        assert key(q, k, v) is None
+    seen: list[bytes | None] = []
+    torch.func.vmap(lambda x: (seen.append(key(q, k, v)), x)[1])(torch.zeros(2))
+    assert seen == [None]
+    assert key(q, k, v) is not None
+
+
+def test_a_short_call_has_no_second_derivative_either():
+    q, k, v = qkv(grad=True)
+    for _ in range(4):
+        out = strobe.attention(q, k, v)
+        (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            torch.autograd.grad(first.sum(), q)
+
+
+# The same results
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"return_lse": True}, {"bias": torch.randn(20, 20)}, {"mask": torch.rand(20, 20) < 0.7}, {"layout": "bshd"}],
+    ids=lambda x: next(iter(x), "plain"),
+)
+def test_the_third_call_has_the_bits_of_the_first(options, short_ways, monkeypatch):
+    monkeypatch.setattr(_repeated, "CALLS", _repeated.Memory())
+    q, k, v = qkv(grad=True)
+    biases = [x.requires_grad_() for name, x in options.items() if name == "bias"]
+
+    def call() -> list[Tensor]:
+        found = strobe.attention(q, k, v, **options)
+        out, lse = found if options.get("return_lse") else (found, None)
+        loss = out.square().sum() + (lse.sum() if lse is not None else 0)
+        return [out.detach(), *torch.autograd.grad(loss, (q, k, v, *biases))]
+
+    first = call()
+    assert short_ways == {"attention": 0, "gradients": 0}
+    for n in range(1, 4):
+        assert same(call(), first)
+        assert short_ways == {"attention": n, "gradients": n}
+
+
+def test_any_choice_of_gradients(short_ways):
+    """Those that are wanted are there, and no others are worked out."""
+    q, k, v = qkv(grad=True)
+    expected = step(q, k, v)[1:]
+    for wanted in ((0,), (1,), (2,), (0, 2), (2, 1)):
+        for _ in range(4):
+            out = strobe.attention(q, k, v)
+            found = torch.autograd.grad(out, [(q, k, v)[n] for n in wanted], torch.ones_like(out))
+            assert same(list(found), [expected[n] for n in wanted])
+    q, k, v = qkv()
+    v.requires_grad_()
+    results = [step(q, k, v) for _ in range(4)]
+    assert all(same(result, results[0]) for result in results[1:])
+    assert short_ways["gradients"] >= 18
+
+
+def test_gradients_of_lse_alone_and_of_both():
+    q, k, v = qkv(grad=True)
+    for use in (lambda out, lse: lse.sum(), lambda out, lse: out.sum(), lambda out, lse: out.sum() + lse.sum()):
+        results = [torch.autograd.grad(use(*strobe.attention(q, k, v, return_lse=True)), (q, k, v)) for _ in range(4)]
+        assert all(same(list(result), list(results[0])) for result in results[1:])
+    q.grad = None
+    strobe.attention(q, k, v, return_lse=True)[1].sum().backward()
+    assert q.grad is not None
+
+
+def test_incoming_gradients_of_other_strides_are_other_calls():
+    q, k, v = qkv(grad=True)
+    dense = torch.randn(q.shape)
+    forms = [dense, dense.transpose(1, 2).contiguous().transpose(1, 2), torch.zeros(()).expand(q.shape), dense[:, :1].expand(q.shape)]
+    expected = [step(q, k, v, x.contiguous()) for x in forms]
+    for _ in range(3):
+        for form, want in zip(forms, expected, strict=True):
+            assert same(step(q, k, v, form), want)
+
+
+def test_what_hooks_make_of_saved_tensors_is_looked_at():
+    """Unpacked, they may lie elsewhere and have other strides than what was saved."""
+    q, k, v = qkv(grad=True)
+    expected = step(q, k, v)
+    turn = lambda x: x.detach().transpose(-1, -2).contiguous().transpose(-1, -2)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(turn, lambda x: x):
+        for _ in range(4):
+            assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(step(q, k, v), expected, strict=True))
+
+
+def test_what_was_saved_may_not_be_written_to():
+    q, k, v = qkv()
+    leaf = q.requires_grad_()
+    for _ in range(4):
+        moved = leaf * 1
+        out = strobe.attention(moved, k, v)
+        moved.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_determinism_asked_for_between_forward_and_backward(monkeypatch):
+    prepared = []
+    made_ready = _repeated.made_ready
+
+    def watched(p, known, made, direction, **more):
+        prepared.append(torch.are_deterministic_algorithms_enabled())
+        return made_ready(p, known, made, direction, **more)
+
+    monkeypatch.setattr(_again, "made_ready", watched)
+    monkeypatch.setattr(_repeated, "CALLS", _repeated.Memory())
+    q, k, v = qkv(grad=True)
+    for _ in range(3):
+        step(q, k, v)
+    assert prepared == [False, False]
+    out = strobe.attention(q, k, v)
+    torch.use_deterministic_algorithms(True)
+    try:
+        out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert prepared == [False, False, True]
+
+
+def test_what_the_library_refuses_is_refused_in_full():
+    q, k, v = qkv(20, 2, 16, grad=True)
+    cu = torch.tensor([0, 8, 20], dtype=torch.int32)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 12, "max_seqlen_k": 12}
+    expected = step(q, k, v, **options)
+    for _ in range(3):
+        assert same(step(q, k, v, **options), expected)
+    out = strobe.attention(q, k, v, **options)
+    cu[1] = 2
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cu_seqlens_q: .*18"):
+            strobe.attention(q, k, v, **options)
+        with torch.no_grad(), pytest.raises(ValueError, match="cu_seqlens_q: .*18"):
+            strobe.attention(q, k, v, **options)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    cu[1] = 8
+    assert same(step(q, k, v, **options), expected)
+
+
+def test_autocast_that_changes_nothing_keeps_the_short_way(short_ways):
+    half, single = qkv(dtype=torch.bfloat16), qkv()
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert strobe.attention(*half).dtype == torch.bfloat16
+    assert short_ways["attention"] == 3
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert strobe.attention(*single).dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.float16):
+            assert strobe.attention(*half).dtype == torch.float16
+    assert short_ways["attention"] == 3
+
+
+def test_inference_mode_has_inference_tensors():
+    q, k, v = qkv()
+    for _ in range(4):
+        with torch.inference_mode():
+            assert strobe.attention(q, k, v).is_inference()
+        assert not strobe.attention(q, k, v).is_inference()
+
+
+# What it leaves behind
+
+
+def test_nothing_is_left_behind():
+    """Neither results, nor blocks of Python's memory."""
+    q, k, v = qkv(grad=True)
+    bias = torch.randn(20, 20, requires_grad=True)
+    results: list[weakref.ref[Tensor]] = []
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            out = strobe.attention(q, k, v, bias=bias, causal=True, window=(3, None))
+            found = torch.autograd.grad(out.sum(), (q, bias))
+            with torch.no_grad():
+                both = strobe.attention(q, k, v, return_lse=True)
+            key(q, k, v, bias=bias, window=[1])
+            results[:] = map(weakref.ref, (out, *found, *both))
+
+    calls(100)
+    gc.collect()
+    before = sys.getallocatedblocks()
+    calls(1000)
+    gc.collect()
+    assert not any(result() is not None for result in results)
+    assert sys.getallocatedblocks() - before < 500
+
+
+def test_a_call_that_is_forgotten_is_released(monkeypatch):
+    memory = _repeated.Memory()
+    monkeypatch.setattr(_repeated, "CALLS", memory)
+    q, k, v = qkv()
+    for _ in range(2):
+        strobe.attention(q, k, v)
+    (ready,) = (x for x in memory.lately.values() if isinstance(x, _eager.Ready))
+    before = sys.getrefcount(ready)
+    for _ in range(10):
+        strobe.attention(q, k, v)
+        assert ready.run(q, k) is None  # too few
+        assert ready.run(q, k, "v") is None
+    assert sys.getrefcount(ready) == before
+    more = weakref.ref(ready.more)
+    memory.lately.clear()
+    del ready
+    assert more() is None
+
+
+def test_threads_make_the_same_call_side_by_side():
+    q, k, v = qkv(1, 2, 64, 16, grad=True)
+    expected = step(q, k, v, threads=1)
+    wrong = []
+
+    def work() -> None:
+        for _ in range(100):
+            if not same(step(q, k, v, threads=1), expected):
+                wrong.append(1)
+
+    team = [threading.Thread(target=work) for _ in range(4)]
+    for thread in team:
+        thread.start()
+    for thread in team:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("changed", [{"made": ((1,),)}, {"device": 3}, {"form": "x"}, {"made": (((1,), (1,), torch.float32),) * 9}])
+def test_what_no_call_can_be_made_of(changed):
+    given = {
+        "owner": None,
+        "address": 0,
+        "fields": b"",
+        "made": (),
+        "device": torch.device("cpu"),
+        "workspace_bytes": 0,
+        "threads": 1,
+        "form": None,
+        "function": None,
+        "more": None,
+    }
+    assert isinstance(_eager.Ready(**given), _eager.Ready)
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        _eager.Ready(**given | changed)

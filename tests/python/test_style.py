@@ -1,0 +1,75 @@
+"""tests/style.py in a repository of its own: what it finds, and what it lets pass."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STYLE = Path(__file__).parents[1] / "style.py"
+NOBODY = {f"GIT_{who}_{what}": "x@localhost" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+
+
+def git(folder: Path, *arguments: str) -> None:
+    surroundings = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, env=surroundings | NOBODY)
+
+
+def commit(folder: Path, subject: str) -> None:
+    git(folder, "add", "--all")
+    git(folder, "commit", "--allow-empty", "--message", subject)
+
+
+def found(folder: Path) -> list[str]:
+    done = subprocess.run([sys.executable, folder / "tests" / "style.py"], check=False, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.stderr == ""
+    assert done.returncode == bool(lines)
+    return lines
+
+
+@pytest.fixture
+def repository(tmp_path):
+    folder = tmp_path / "repository"
+    (folder / "tests").mkdir(parents=True)
+    git(folder, "init", "--initial-branch=main")
+    commit(folder, "before the check " + "x" * 80)
+    shutil.copy(STYLE, folder / "tests")
+    commit(folder, "the check")
+    return folder
+
+
+def test_lines(repository):
+    words = "word " * 28  # with its last blank 140 columns
+    (repository / "good.py").write_text(f"{words.strip()}!\n{'é' * 140}\n{'x' * 200}\n")
+    (repository / "table.md").write_text(f"| {words} | {words} |\n")
+    (repository / "figures.json").write_text(f'["{words * 2}"]\n')
+    assert found(repository) == []
+    (repository / "bad.py").write_text(f"fine\n{words}x\n")  # not even added
+    (repository / "bad.md").write_text(f"{words * 2}\n")
+    assert sorted(found(repository)) == ["bad.md:1: 280 columns; accepted: 140", "bad.py:2: 141 columns; accepted: 140"]
+
+
+def test_subjects_since_the_check(repository, tmp_path):
+    commit(repository, "x" * 72)
+    assert found(repository) == []
+    commit(repository, "x" * 73)
+    commit(repository, "later")
+    (line,) = found(repository)
+    assert line.endswith(": a subject of 73 characters; accepted: 72")
+    for depth, wrong in ((1, 0), (2, 1), (3, 1)):
+        shallow = tmp_path / f"depth-{depth}"
+        git(tmp_path, "clone", f"--depth={depth}", f"file://{repository}", str(shallow))
+        assert len(found(shallow)) == wrong
+
+
+def test_subjects_of_a_branch_older_than_the_check(repository):
+    git(repository, "checkout", "-b", "older", "HEAD~1")
+    commit(repository, "y" * 90)
+    git(repository, "checkout", "main")
+    git(repository, "merge", "--no-ff", "--message", "a merge", "older")
+    assert found(repository) == []
