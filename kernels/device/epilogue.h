@@ -1,10 +1,20 @@
-// Sums in registers to rows in global memory.
+// Results to global memory.
 #pragma once
 #include "../attention/arguments.h"
 #include "../ptx/ldmatrix.h"
 #include "../ptx/mma.h"
 
 namespace strobe {
+
+// Adds to an element of out, or of what part `split` of the keys makes of it.
+template <class T> __device__ __forceinline__ void add_to_out(const ForwardArguments &a, i32 split, i32 b, i32 h, i64 row, i32 c, float x) {
+  if (a.splits > 1) {
+    a.partial_out[(split * a.in.rows() + a.in.row_index(b, h, row)) * a.in.head_dim_v + c] += x;
+  } else {
+    T *o = a.out.at<T>(b, h, row, c);
+    *o = Convert<T>::from(to_float(*o) + x);
+  }
+}
 
 // Sixteen columns of eight rows (8 more for another call): lane 4g+t holds of row g the pairs of columns 2t and 8 + 2t, packed. Two lanes
 // exchange halves, so that each stores 8 bytes and all of them whole sectors. row: lane's row, at the first of the columns; `there`

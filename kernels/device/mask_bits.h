@@ -27,7 +27,7 @@ struct MaskArguments {
 };
 
 struct MaskConfig {
-  i32 wide; // rows lie on 16-byte addresses: 16 keys are read at a time
+  i32 aligned; // rows lie on 16-byte addresses: 16 keys are read at a time
   STROBE_FN static constexpr i32 threads() { return 128; }
 };
 

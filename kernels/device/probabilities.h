@@ -9,8 +9,8 @@ namespace strobe {
 enum class Slope { none, times_p, apart };
 
 // S^T -> P^T, of keys from j on and queries from i on; lse(n): what has lse(c, e), the LSE of the query in this
-// lane's column (c, e) of block n, in exp2's unit. kExact: natural, and excess(c, e): what rounding took from it (settle_row.h), in exp2's
-// unit. kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's slope, or the
+// lane's column (c, e) of block n, in exp2's unit. kExact: natural, and correction(c, e): what rounding took from LSE (settle_row.h), in
+// exp2's unit. kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's slope, or the
 // slope alone; else s becomes P.
 template <Features F, bool kMasked, Slope kSlope, bool kExact, int kM, int kN, class Lse>
 __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], tile::Accumulator (&P)[kM][kN],
@@ -24,7 +24,7 @@ __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], ti
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         auto row = scores.row(i + 16 * n + tile::lane_column(c, e), head);
-        const float own = l.lse(c, e), excess = kExact ? l.excess(c, e) : 0.0f;
+        const float own = l.lse(c, e), correction = kExact ? l.correction(c, e) : 0.0f;
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -33,7 +33,7 @@ __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], ti
             i32 key = j + 16 * m + tile::lane_row(r);
             float p = kSlope != Slope::none ? scores.score(x, row, key, kMasked, limit, slope) : scores.score(x, row, key, kMasked, limit);
             bool hidden = (kMasked || F.mask || F.bias) && p == minus_infinity<float>();
-            p = exp2(kExact ? fmaf(fmaf(p, natural, -own), kLog2e<float>, -excess) : fmaf(p, scores.unit, -own));
+            p = exp2(kExact ? fmaf(fmaf(p, natural, -own), kLog2e<float>, -correction) : fmaf(p, scores.unit, -own));
             if (hidden) p = 0; // LSE may be no number
             if constexpr (kSlope != Slope::none) P[m][n].x[c][2 * r + e] = p;
             x = kSlope == Slope::apart ? slope : kSlope == Slope::times_p ? p * slope : p;

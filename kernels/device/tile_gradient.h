@@ -95,7 +95,7 @@ private:
       const float x = row < q1 ? *gradient.a.lse.template at<const float>(p.batch, p.head, sequence.q0 + row, 0) : minus_infinity<float>();
       return x == minus_infinity<float>() ? -x : x;
     }
-    __device__ __forceinline__ float excess(int c, int e) const {
+    __device__ __forceinline__ float correction(int c, int e) const {
       return gradient.delta(p, sequence, first + tile::lane_column(c, e), q1)[gradient.in.rows()] * kLog2e<float>;
     }
   };
@@ -125,7 +125,7 @@ private:
     if constexpr (F.blocks) return in.blocks.row(p.batch, p.head, p.q0 / in.blocks.row_tokens).keeps(p.k0);
     return true;
   }
-  // D of a row before q1, and in.rows() further what its LSE lacks.
+  // D of a row before q1, and in.rows() further its LSE's correction.
   __device__ __forceinline__ const float *delta(const Part &p, const Sequence &sequence, i32 row, i32 q1) const {
     return (const float *)a.delta + in.row_index(p.batch, p.head, sequence.q0 + min(row, q1 - 1));
   }

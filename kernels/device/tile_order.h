@@ -57,6 +57,24 @@ __device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_k
   });
 }
 
+// The forward's tile of queries that block `x` of threads takes, and which part of the keys: heads in bundles that share the L2 cache, in a
+// bundle the last (longest, if causal) tile first.
+template <int kTileQ> struct QueryItem {
+  i32 b, h, q, split;
+  __device__ __forceinline__ QueryItem(const ForwardArguments &a, u32 x) {
+    u32 tiles = (u32)div_up(a.in.seqlen_q, kTileQ), all = (u32)(a.in.batch * a.in.heads);
+    split = (i32)(x % a.splits);
+    x /= a.splits;
+    u32 bundle = x / (tiles * a.bundle), first = bundle * a.bundle, size = min(all - first, (u32)a.bundle);
+    x -= first * tiles;
+    u32 bh = first + x % size;
+    q = (i32)(tiles - 1 - x / size) * kTileQ;
+    b = (i32)(bh / a.in.heads);
+    h = (i32)(bh % a.in.heads);
+  }
+  QueryItem() = default;
+};
+
 // The tile of keys of this block of threads: batch, head_kv, k0 and sequence of state. Bundles of heads run together and share the L2
 // cache; within one, tiles of the first keys come first, which causal ones are the longest of.
 template <bool kTickets, int kTileK, class State> __device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {

@@ -45,7 +45,11 @@ private:
     constexpr int kSteps = kHopper ? C.tile_q / kRows : 1;                                 // of which all loads are under way at once
     static_assert(!kHopper || C.tile_q % kRows == 0);
     const int lane = (int)threadIdx.x % kLanes;
-    for (int first = (int)threadIdx.x / kLanes; first - (int)threadIdx.x / kLanes < C.tile_q; first += kRows * kSteps) {
+    float *const rows = kHopper ? a.rows + tile.number * ((in.bias ? 3 : 2) * C.tile_q) : nullptr;
+    for (int i0 = 0; i0 < C.tile_q; i0 += kRows * kSteps) {
+      const int first = i0 + (int)threadIdx.x / kLanes;
+      const E *const out = a.out.at<const E>(tile.batch, tile.head, tile.row + first, 0);
+      const E *const dout = a.dout.at<const E>(tile.batch, tile.head, tile.row + first, 0);
       float D[kSteps] = {}, zero[kSteps] = {}, zero_q[kSteps] = {}; // zero: unless dO, or Q, is not finite
 #pragma unroll 1
       for (i32 c = 8 * lane; c < in.head_dim_v; c += 8 * kLanes) {
@@ -54,8 +58,8 @@ private:
         for (int n = 0; n < kSteps; ++n) {
           const int i = first + n * kRows;
           if (i >= tile.rows) continue;
-          x[n] = load(a.out, tile, i, c, in.head_dim_v);
-          y[n] = load(a.dout, tile, i, c, in.head_dim_v);
+          x[n] = load(out, a.out, n * kRows, c, in.head_dim_v);
+          y[n] = load(dout, a.dout, n * kRows, c, in.head_dim_v);
         }
 #pragma unroll
         for (int n = 0; n < kSteps; ++n) {
@@ -64,11 +68,12 @@ private:
         }
       }
       if (kHopper && in.sinks) { // then a row that sees nothing has a finite LSE, whatever Q is
+        const E *const q = in.q.at<const E>(tile.batch, tile.head, tile.row + first, 0);
 #pragma unroll 1
         for (i32 c = 8 * lane; c < in.head_dim; c += 8 * kLanes) {
 #pragma unroll
           for (int n = 0; n < kSteps; ++n) {
-            if (first + n * kRows < tile.rows) zero_q[n] += dot(uint4{}, load(in.q, tile, first + n * kRows, c, in.head_dim), 0);
+            if (first + n * kRows < tile.rows) zero_q[n] += dot(uint4{}, load(q, in.q, n * kRows, c, in.head_dim), 0);
           }
         }
       }
@@ -81,21 +86,21 @@ private:
           if constexpr (kHopper) zero[n] += __shfl_xor_sync(0xFFFFFFFFu, zero[n], m);
           if (kHopper && in.sinks) zero_q[n] += __shfl_xor_sync(0xFFFFFFFFu, zero_q[n], m);
         }
-        if (lane != 0) continue;
-        if constexpr (kHopper)
-          write_statistics(a, tile, i, D[n], zero[n] == 0, zero_q[n] == 0);
-        else if (i < tile.rows)
+        if constexpr (kHopper) {
+          if (lane == 0) write_statistics(a, tile, rows, i, D[n], zero[n] == 0, zero_q[n] == 0);
+        } else if (lane == 0 && i < tile.rows) {
           write(a, tile, i, D[n]);
+        }
       }
     }
   }
-  // 8 columns of a row; what lies beyond the last is 0.
-  static __device__ __forceinline__ uint4 load(const Operand &o, const RowTile<C> &tile, int i, i32 c, i32 columns) {
-    const E *p = o.at<const E>(tile.batch, tile.head, tile.row + i, c);
-    if constexpr (C.aligned) return *(const uint4 *)p;
+  // 8 columns of row i behind `first`; what lies beyond the last is 0.
+  static __device__ __forceinline__ uint4 load(const E *first, const Operand &o, int i, i32 c, i32 columns) {
+    const E *const row = first + i * o.stride[2];
+    if constexpr (C.aligned) return *(const uint4 *)(row + c);
     alignas(16) E x[8];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) x[e] = c + e < columns ? p[e * o.stride[3]] : E{0};
+    for (int e = 0; e < 8; ++e) x[e] = c + e < columns ? row[(c + e) * o.stride[3]] : E{0};
     return *(const uint4 *)x;
   }
   static __device__ __forceinline__ float dot(const uint4 &x, const uint4 &y, float sum) {
@@ -145,9 +150,8 @@ private:
   }
 
   // Hopper: what its backward loads of a tile of queries at once, LSE and D side by side. finite: dO is; q_finite: Q is.
-  static __device__ __forceinline__ void write_statistics(const Arguments &a, const RowTile<C> &tile, int i, float D, bool finite,
-                                                          bool q_finite) {
-    float *rows = a.rows + tile.number * ((a.in.bias ? 3 : 2) * C.tile_q);
+  static __device__ __forceinline__ void write_statistics(const Arguments &a, const RowTile<C> &tile, float *rows, int i, float D,
+                                                          bool finite, bool q_finite) {
     const float infinity = -minus_infinity<float>();
     float lse = -infinity, correction = 0;
     if (i < tile.rows) {

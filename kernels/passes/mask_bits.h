@@ -41,7 +41,7 @@ private:
   static __device__ __forceinline__ u32 load(const Arguments &a, i64 b, i64 h, i32 i, i32 j) {
     const u8 *mask = a.mask.template at<const u8>(b, h, min(i, a.queries - 1), j); // nobody asks for queries that are not there
     u32 seen = 0;
-    if constexpr (C.wide) {
+    if constexpr (C.aligned) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         if (j + 16 * k >= a.keys) continue;

@@ -5,12 +5,12 @@
 
 namespace strobe::simt {
 
-// LSE and D of a tile's queries, in shared memory; rows at `end` and beyond are hidden. excess: what rounding took from LSE, where that
+// LSE and D of a tile's queries, in shared memory; rows at `end` and beyond are hidden. correction: of LSE, where its rounding
 // shows.
 template <Config C, class T> struct RowStatistics {
-  T *lse, *excess, *delta;
+  T *lse, *correction, *delta;
 
-  __device__ explicit RowStatistics(T *shared) : lse(shared), excess(shared + C.tile_q), delta(shared + 2 * C.tile_q) {}
+  __device__ explicit RowStatistics(T *shared) : lse(shared), correction(shared + C.tile_q), delta(shared + 2 * C.tile_q) {}
 
   __device__ __forceinline__ void load(const BackwardArguments &a, i64 b, i64 h, const Sequence &s, i32 q0, i32 end) const {
     for (i32 i = (i32)threadIdx.x; i < C.tile_q; i += C.threads()) {
@@ -23,7 +23,7 @@ template <Config C, class T> struct RowStatistics {
       }
       lse[i] = x == minus_infinity<T>() ? -x : x; // a row that sees nothing
       delta[i] = y;
-      excess[i] = z;
+      correction[i] = z;
     }
   }
 };
@@ -67,7 +67,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
     const i32 r = grid.template row<WM>(i);
     auto row = scores.row(q0 + r, h);
     if (q0 + r >= q1) row.end = 0;
-    const T lse = rows.lse[r], excess = rows.excess[r], D = rows.delta[r];
+    const T lse = rows.lse[r], correction = rows.correction[r], D = rows.delta[r];
 #pragma unroll
     for (int j = 0; j < kKeys; j += WN) {
       const i32 c = grid.template column<WN>(j);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
         T slope;
         const T s = scores.score(p.x[w], row, k0 + c + w, by_position, k1, slope);
         const bool hidden = s == minus_infinity<T>(), kept = kept_of(r, c + w);
-        const T x = hidden ? T(0) : exp2((fma(s, scale, -lse) - excess) * kLog2e<T>);
+        const T x = hidden ? T(0) : exp2((fma(s, scale, -lse) - correction) * kLog2e<T>);
         T dp = ds.x[w];
         if constexpr (C.features.dropout) dp = kept ? dp * factor : T(0);
         write(p.x[w], ds.x[w], x, kept, hidden ? T(0) : x * (dp - D), slope);

@@ -6,156 +6,136 @@
 //
 // S is transposed, rows are keys: P^T and dS^T are left operands where they lie. dS goes through shared memory for dQ.
 #pragma once
-#include "../attention/dq_sum.h"
 #include "../device/key_major_dropout.h"
-#include "../device/keys.h"
 #include "../device/nonfinite.h"
 #include "../device/probabilities.h"
-#include "../device/query_tiles.h"
-#include "../device/tile_order.h"
 #include "../device/turns.h"
-#include "../tile/tf32_multiply.h"
-#include "config.h"
+#include "backward_block.h"
 
 namespace strobe::tf32 {
 
-using namespace tile::tf32;
-
-template <Config C> struct Backward {
+template <Config C> struct Backward : BackwardBlock<C> {
   using Arguments = BackwardArguments;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
 
   static __device__ __forceinline__ void run(const Arguments &a) { Backward(a).run(); }
 
 private:
-  static constexpr Features F = C.features;
-  static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
-  static constexpr int kM = kTileK / C.warps / 16, kN = kTileQ / 16; // a warp's keys, the queries, in blocks
-  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // of queries that dK and dV take at a time: registers are short
-  // dK and dV are summed up in parts of so many tiles, 2048 queries, which rounds less.
-  static constexpr int kSegment = 2048 / kTileQ;
-  static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0 && kSegment % 2 == 0);
+  using Block = BackwardBlock<C>;
+  using Block::a, Block::in, Block::F, Block::kD, Block::kDv, Block::kTileQ, Block::kTileK, Block::kM, Block::kN;
+  using Block::Block;
+  using Block::kBlocks, Block::kSegment, Block::kV, Block::kQ, Block::kDo, Block::kDs;
+  using Block::shared_state, Block::shared, Block::first_key, Block::choose_keys, Block::find, Block::load_keys, Block::load_queries;
+  using Block::statistic;
+  using typename Block::State, typename Block::Tile;
 
-  // In shared memory
-  static constexpr u32 kV = 4 * kTileK * kD, kQ = kV + 4 * kTileK * kDv, kDo = kQ + 4 * kTileQ * kD, kDs = kDo + 4 * kTileQ * kDv,
-                       kStats = kDs + 4 * kTileQ * C.ds_pitch(), kState = kStats + 12 * kTileQ;
-  static_assert(kState + C.state_bytes() == C.backward_shared_bytes());
-
-  using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
-  struct Tile { // of queries
-    i32 head;   // -1: there are no more
-    QueryTile queries;
-    i32 rows; // that are there
-  };
-  struct Position {
-    i32 head; // that `tiles` are of
-    Tiles tiles;
-    Tile tile; // the next one
-  };
-  // What the threads have in common lies in shared memory: registers are short.
-  struct State {
-    Tile ring[2];               // iteration n's at n % 2
-    i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
-    Sequence sequence;
-    i32 head; // that `tiles` are of
-    Tiles tiles;
-    Position begin; // of the segment
-    i32 k_finite;
-    i32 nonfinite; // this is the second time: dO or Q are not finite
-    i32 segment;   // which
-  };
-  static_assert(sizeof(State) <= C.state_bytes());
-
-  const Arguments &a;
-  const Inputs &in;
-  __device__ __forceinline__ explicit Backward(const Arguments &a) : a(a), in(a.in) {}
-
-  static __device__ __forceinline__ State &shared_state() { return *(State *)(shared_memory() + kState); }
-  static __device__ __forceinline__ u32 shared(u32 offset) { return shared_address(shared_memory()) + offset; }
-  static __device__ __forceinline__ int first_key() { return thread_index() / 32 * kM * 16; } // of this warp's, within the tile
-
-  // The longest tiles come first, where lists of blocks say which. (In turns it must stay the first keys: they are waited for.)
-  __device__ __forceinline__ void choose_keys() const {
-    State &state = shared_state();
-    if (threadIdx.x == 0) take_keys<C.deterministic, kTileK>(state, a);
+  __device__ __forceinline__ void run() const {
+    choose_keys();
+    if (shared_state().k0 >= shared_state().k1) return;
+    load_keys();
+    cp_async_commit();
+    cp_async_wait<0>();
     __syncthreads();
-    i32 k0 = state.k0;
-    if constexpr (F.blocks && !C.deterministic)
-      k0 = longest_key_tile<F, kThreads, kTileK>(in, state.batch, state.head_kv, k0 / kTileK) * kTileK;
+    bool k_finite = __syncthreads_and(keys_finite());
+    if (threadIdx.x == 0) shared_state().k_finite = k_finite, shared_state().nonfinite = 0, shared_state().segment = -1;
+
+    Accumulator dK[kM][kD / 16], dV[kM][kDv / 16];
+#pragma unroll 1
+    while (true) {
+      const bool more = walk(dK, dV);
+      const bool repeat = !__syncthreads_and(shared_state().nonfinite || (all_finite(dK) && all_finite(dV)));
+      if (threadIdx.x == 0) shared_state().nonfinite = repeat;
+      if (repeat) continue;
+      store(a.dk, dK, (float)in.scale, in.head_dim);
+      store(a.dv, dV, Dropout<F>(in).factor(), in.head_dim_v);
+      if (!more) break;
+    }
+  }
+
+  // A segment: kSegment tiles of queries, or what is left. Infinities and NaN in dO and Q must reach the keys that they see and no others:
+  // they are rare, and if dK or dV are not finite, all of the segment but dQ is done again, without them. Returns whether there is another
+  // segment.
+  __device__ __forceinline__ bool walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
+    set_zero(dK), set_zero(dV);
+    begin_segment();
+    if (shared_state().ring[0].head >= 0) load_queries(shared_state().ring[0]);
+    cp_async_commit();
+    int n = 0;
+#pragma unroll 1
+    for (; n < kSegment && shared_state().ring[n % 2].head >= 0; ++n) {
+      const Tile &t = shared_state().ring[n % 2], &next = shared_state().ring[(n + 1) % 2];
+      cp_async_wait<0>();
+      __syncthreads(); // Q and dO are here, and nobody reads the last dS
+      if (threadIdx.x == 0) find(n + 1);
+      Accumulator P[kM][kN] = {}, slope[kM][kN] = {}, dS[kM][kN] = {};
+      make_p(P, slope, t);
+      put(P);
+      accumulate<kDv, true>(dV, P, shared(kDo));
+      make_ds(dS, slope);
+      put(dS);
+      accumulate<kD, false>(dK, dS, shared(kQ));
+      __syncthreads(); // all of dS is here, and nobody reads Q and dO any more
+      if (next.head >= 0 && n + 1 < kSegment) load_queries(next);
+      cp_async_commit();
+      add_dq(t);
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+    return n == kSegment && shared_state().ring[0].head >= 0;
+  }
+
+  __device__ __forceinline__ void begin_segment() const {
     if (threadIdx.x == 0) {
-      state.k0 = k0, state.k1 = min(k0 + kTileK, (i32)state.sequence.band.seqlen_k);
-      take_head(state.head_kv * in.group);
-      find(0);
+      State &state = shared_state();
+      if (state.nonfinite)
+        state.head = state.begin.head, state.tiles = state.begin.tiles, state.ring[0] = state.begin.tile;
+      else
+        state.begin = {state.head, state.tiles, state.ring[0]};
     }
     __syncthreads();
+    if (threadIdx.x == 0 && !shared_state().nonfinite) ++shared_state().segment; // the last one has been stored
   }
-  __device__ __forceinline__ void take_head(i32 head) const {
-    shared_state().head = head;
-    if (head == (shared_state().head_kv + 1) * in.group) return;
-    BlockRow row{nullptr, 0, 0};
-    if constexpr (F.blocks) row = in.blocks_t.row(shared_state().batch, head, shared_state().k0 / (u32)in.blocks_t.row_tokens);
-    shared_state().tiles = Tiles(shared_state().sequence.band, shared_state().k0, shared_state().k1, kTileK, row);
-  }
-  // The tile of iteration n.
-  __device__ __forceinline__ void find(int n) const {
-    Tile &t = shared_state().ring[n % 2];
-    i32 end = (shared_state().head_kv + 1) * in.group;
-    while (shared_state().head < end && !shared_state().tiles.next(t.queries)) take_head(shared_state().head + 1);
-    t.head = shared_state().head < end ? shared_state().head : -1;
-    t.rows = min(kTileQ, (i32)shared_state().sequence.band.seqlen_q - t.queries.begin);
+  template <int kC> static __device__ __forceinline__ void set_zero(Accumulator (&x)[kM][kC]) {
+#pragma unroll
+    for (int i = 0; i < 8 * kM * kC; ++i) x[i / (8 * kC)][i / 8 % kC].x[i / 4 % 2][i % 4] = 0;
   }
 
-  template <int kRows, int kColumns> __device__ __forceinline__ void load_tile(u32 target, const tile::Matrix<const float> &m) const {
-    load<kRows, kColumns, kThreads, C.aligned != 0>(shared(target), m, thread_index());
-  }
-  __device__ __forceinline__ void load_keys() const {
-    const State &state = shared_state();
-    load_tile<kTileK, kD>(0, k_of<float>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1));
-    load_tile<kTileK, kDv>(kV, v_of<float>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1));
-  }
-  __device__ __forceinline__ tile::Matrix<const float> queries(const Operand &x, const Tile &t, i64 row, i32 columns) const {
-    return {x.at<const float>(shared_state().batch, t.head, row, 0), x.stride[2], x.stride[3], t.rows, columns};
-  }
-  // Also LSE (of rows that see nothing and of those that are not there +inf: P = 0), D, and what LSE lacks.
-  __device__ __forceinline__ void load_queries(const Tile &t) const {
-    i64 row = shared_state().sequence.q0 + t.queries.begin;
-    load_tile<kTileQ, kD>(kQ, queries(in.q, t, row, in.head_dim));
-    load_tile<kTileQ, kDv>(kDo, queries(a.dout, t, row, in.head_dim_v));
-    for (int i = thread_index(); i < kTileQ; i += kThreads) {
-      float lse = minus_infinity<float>(), D = 0, excess = 0;
-      if (i < t.rows) {
-        const float *delta = (const float *)a.delta + in.row_index(shared_state().batch, t.head, row + i);
-        lse = *a.lse.at<const float>(shared_state().batch, t.head, row + i, 0);
-        D = delta[0], excess = delta[in.rows()];
-      }
-      if (lse == minus_infinity<float>()) lse = -lse;
-      store_shared(shared(kStats) + 4 * i, __float_as_uint(lse));
-      store_shared(shared(kStats) + 4 * (kTileQ + i), __float_as_uint(D));
-      store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(excess * kLog2e<float>));
+  // S^T = K Q^T, P^T = exp(S^T - LSE). With a function of q.k `slope` becomes P^T times its slope. What is dropped has a sign.
+  __device__ __forceinline__ void make_p(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t) const {
+    const u32 keys = first_key();
+    multiply_rows<kD, C.products>(F.function ? slope : P, shared(0) + 4 * keys * kD, shared(kQ));
+    if (t.queries.masked)
+      probabilities<true>(P, slope, t);
+    else
+      probabilities<false>(P, slope, t);
+    if constexpr (F.dropout) {
+      KeyMajorDropout<F> dropout{Dropout<F>(in)};
+      dropout.mark(P, t.queries.begin, shared_state().k0 + (i32)keys, t.head, shared_state().batch);
     }
   }
-  // of the query in this lane's column (c, e) of block n: 0: LSE, 1: D, 2: what LSE lacks, in exp2's unit
-  __device__ __forceinline__ float statistic(int which, int n, int c, int e) const {
-    return load_shared_float(shared(kStats) + 4 * (which * kTileQ + 16 * n + tile::lane_column(c, e)));
+  // dP^T = V dO^T, dS^T = P^T (dP^T - D)
+  __device__ __forceinline__ void make_ds(Accumulator (&dS)[kM][kN], const Accumulator (&slope)[kM][kN]) const {
+    multiply_rows<kDv, C.products>(dS, shared(kV) + 4 * first_key() * kDv, shared(kDo));
+    differentiate(dS, slope);
   }
 
   struct RowLse { // loaded where it is used: registers are short
     const Backward &backward;
     int n;
     __device__ __forceinline__ float lse(int c, int e) const { return backward.statistic(0, n, c, e); }
-    __device__ __forceinline__ float excess(int c, int e) const { return backward.statistic(2, n, c, e); }
+    __device__ __forceinline__ float correction(int c, int e) const { return backward.statistic(2, n, c, e); }
   };
-  // S^T -> P^T. For a function of q.k: through[..] holds S^T, and then P^T times its slope.
+  // S^T -> P^T. For a function of q.k: slope[..] holds S^T, and then P^T times its slope.
   template <bool kMasked>
-  __device__ __forceinline__ void probabilities(Accumulator (&P)[kM][kN], Accumulator (&through)[kM][kN], const Tile &t) const {
+  __device__ __forceinline__ void probabilities(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t) const {
     const auto lse = [&](int n) { return RowLse{*this, n}; };
     Scores<F, float> scores(in, shared_state().sequence, shared_state().batch);
     strobe::probabilities<F, kMasked, F.function ? strobe::Slope::times_p : strobe::Slope::none, true>(
-        F.function ? through : P, P, scores, t.head, t.queries.begin, shared_state().k0 + first_key(), shared_state().k1, lse);
+        F.function ? slope : P, P, scores, t.head, t.queries.begin, shared_state().k0 + first_key(), shared_state().k1, lse);
   }
 
   // dP^T -> dS^T, with P^T from shared memory, where this lane put it; where nothing is seen dS is 0, whatever dP is.
-  __device__ __forceinline__ void differentiate(Accumulator (&dP)[kM][kN], const Accumulator (&through)[kM][kN]) const {
+  __device__ __forceinline__ void differentiate(Accumulator (&dP)[kM][kN], const Accumulator (&slope)[kM][kN]) const {
     float factor = Dropout<F>(in).factor();
 #pragma unroll
     for (int k = 0; k < 4 * kN; ++k) {
@@ -166,7 +146,7 @@ private:
         int at = 2 * (i % 2) + e;
         float &x = dP[i / 2][n].x[c][at], p = load_shared_float(address_of(i / 2, n, c, i % 2, e));
         if constexpr (F.dropout) x = dropped(p) ? 0.0f : x * factor;
-        x = p == 0 ? 0.0f : (F.function ? through[i / 2][n].x[c][at] : fabsf(p)) * (x - D);
+        x = p == 0 ? 0.0f : (F.function ? slope[i / 2][n].x[c][at] : fabsf(p)) * (x - D);
       }
     }
   }
@@ -300,60 +280,6 @@ private:
     }
   }
 
-  // A segment: kSegment tiles of queries, or what is left. Infinities and NaN in dO and Q must reach the keys that they see and no others:
-  // they are rare, and if dK or dV are not finite, all of the segment but dQ is done again, without them. Returns whether there is another
-  // segment.
-  __device__ __forceinline__ bool walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
-#pragma unroll
-    for (int i = 0; i < kM * kD / 2; ++i) dK[i / (kD / 2)][i / 8 % (kD / 16)].x[i / 4 % 2][i % 4] = 0;
-#pragma unroll
-    for (int i = 0; i < kM * kDv / 2; ++i) dV[i / (kDv / 2)][i / 8 % (kDv / 16)].x[i / 4 % 2][i % 4] = 0;
-    if (threadIdx.x == 0) {
-      State &state = shared_state();
-      if (state.nonfinite)
-        state.head = state.begin.head, state.tiles = state.begin.tiles, state.ring[0] = state.begin.tile;
-      else
-        state.begin = {state.head, state.tiles, state.ring[0]};
-    }
-    __syncthreads();
-    if (threadIdx.x == 0 && !shared_state().nonfinite) ++shared_state().segment; // the last one has been stored
-    if (shared_state().ring[0].head >= 0) load_queries(shared_state().ring[0]);
-    cp_async_commit();
-    int n = 0;
-#pragma unroll 1
-    for (; n < kSegment && shared_state().ring[n % 2].head >= 0; ++n) {
-      const Tile &t = shared_state().ring[n % 2], &next = shared_state().ring[(n + 1) % 2];
-      cp_async_wait<0>();
-      __syncthreads(); // Q and dO are here, and nobody reads the last dS
-      if (threadIdx.x == 0) find(n + 1);
-      u32 keys = first_key();
-
-      Accumulator P[kM][kN] = {}, through[kM][kN] = {}, dS[kM][kN] = {};
-      multiply_rows<kD, C.products>(F.function ? through : P, shared(0) + 4 * keys * kD, shared(kQ));
-      if (t.queries.masked)
-        probabilities<true>(P, through, t);
-      else
-        probabilities<false>(P, through, t);
-      if constexpr (F.dropout) {
-        KeyMajorDropout<F> dropout{Dropout<F>(in)};
-        dropout.mark(P, t.queries.begin, shared_state().k0 + (i32)keys, t.head, shared_state().batch);
-      }
-      put(P);
-      accumulate<kDv, true>(dV, P, shared(kDo));
-      multiply_rows<kDv, C.products>(dS, shared(kV) + 4 * keys * kDv, shared(kDo));
-      differentiate(dS, through);
-      put(dS);
-      accumulate<kD, false>(dK, dS, shared(kQ));
-      __syncthreads(); // all of dS is here, and nobody reads Q and dO any more
-      if (next.head >= 0 && n + 1 < kSegment) load_queries(next);
-      cp_async_commit();
-      add_dq(t);
-    }
-    cp_async_wait<0>();
-    __syncthreads();
-    return n == kSegment && shared_state().ring[0].head >= 0;
-  }
-
   template <int kC> static __device__ __forceinline__ bool all_finite(const Accumulator (&x)[kM][kC]) {
     float zero = 0; // or NaN
 #pragma unroll
@@ -376,29 +302,6 @@ private:
       if (key >= shared_state().k1) continue;
       float *row = out.at<float>(shared_state().batch, shared_state().head_kv, shared_state().sequence.k0 + key, 0);
       store_row<C.aligned != 0>(x, i / 2, i % 2, factor, row, out.stride[3], columns, shared_state().segment > 0);
-    }
-  }
-
-  __device__ __forceinline__ void run() const {
-    choose_keys();
-    if (shared_state().k0 >= shared_state().k1) return;
-    load_keys();
-    cp_async_commit();
-    cp_async_wait<0>();
-    __syncthreads();
-    bool k_finite = __syncthreads_and(keys_finite());
-    if (threadIdx.x == 0) shared_state().k_finite = k_finite, shared_state().nonfinite = 0, shared_state().segment = -1;
-
-    Accumulator dK[kM][kD / 16], dV[kM][kDv / 16];
-#pragma unroll 1
-    while (true) {
-      const bool more = walk(dK, dV);
-      const bool again = !__syncthreads_and(shared_state().nonfinite || (all_finite(dK) && all_finite(dV)));
-      if (threadIdx.x == 0) shared_state().nonfinite = again;
-      if (again) continue;
-      store(a.dk, dK, (float)in.scale, in.head_dim);
-      store(a.dv, dV, Dropout<F>(in).factor(), in.head_dim_v);
-      if (!more) break;
     }
   }
 };

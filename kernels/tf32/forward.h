@@ -3,7 +3,7 @@
 #pragma once
 #include "../device/nonfinite.h"
 #include "../device/query_major_dropout.h"
-#include "../device/scores.h"
+#include "../device/score_tile.h"
 #include "../device/softmax.h"
 #include "../device/tile_order.h"
 #include "../tile/tf32_multiply.h"
@@ -22,28 +22,13 @@ template <Config C> struct Forward {
   static constexpr int kM = kRows / 16, kN = C.tile_k / 16, kC = kDv / 16;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0);
 
-  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the longest tile (dense: the last) first.
-  struct Item {
-    i32 b, h, q, split;
-    __device__ __forceinline__ explicit Item(const Arguments &a) {
-      u32 tiles = (u32)div_up(a.in.seqlen_q, C.tile_q), all = (u32)(a.in.batch * a.in.heads), x = blockIdx.x;
-      split = (i32)(x % a.splits);
-      x /= a.splits;
-      u32 bundle = x / (tiles * a.bundle), first = bundle * a.bundle, size = min(all - first, (u32)a.bundle);
-      x -= first * tiles;
-      u32 bh = first + x % size;
-      q = (i32)(tiles - 1 - x / size) * C.tile_q;
-      b = (i32)(bh / a.in.heads);
-      h = (i32)(bh % a.in.heads);
-    }
-  };
+  using Item = QueryItem<C.tile_q>; // block-sparse: of it the tile is a rank, the longest first
 
   static __device__ __forceinline__ void run(const Arguments &a) { Forward(a).compute(); }
 
 private:
   struct Tile { // of keys
     i32 begin, end, masked, valid;
-    __device__ __forceinline__ bool by_position() const { return masked || end - begin < C.tile_k; }
   };
   // What the threads have in common lies in shared memory: registers are short.
   struct State {
@@ -72,7 +57,7 @@ private:
   __device__ __forceinline__ void choose_queries() const {
     State &state = shared_state();
     if (threadIdx.x == 0) {
-      Item item(a);
+      const Item item(a, blockIdx.x);
       Sequence s = in.sequence(item.b);
       state.item = item, state.sequence = s, state.nonfinite = 0;
       state.k = k_of<float>(in, s, item.b, item.h / in.group).first, state.v = v_of<float>(in, s, item.b, item.h / in.group).first;
@@ -162,7 +147,7 @@ private:
 
       Accumulator S[kM][kN] = {};
       multiply_rows<kD, C.products>(S, shared(0) + warp_row() * kD * 4, shared(kK) + stage * kKBytes); // S = Q K^T
-      finish_scores(S, tile);
+      score(S, tile);
       softmax.template follow<C.exact_max != 0>(S, exponent(), O);
       if constexpr (C.stages == 1) {
         arrive(); // V is here, and nobody reads K any more
@@ -185,29 +170,11 @@ private:
     __syncthreads();
   }
 
-  // Raw products -> scores, -inf where hidden.
-  __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const Tile &tile) const {
-    if (tile.by_position())
-      finish_scores<true>(S, tile);
-    else if constexpr (F.additive() || F.mask)
-      finish_scores<false>(S, tile);
-  }
-  template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const Tile &tile) const {
-    Scores<F, float> scores(in, shared_state().sequence, shared_state().item.b);
-    i32 begin = tile.begin, end = tile.end, first = shared_state().item.q + warp_row(), head = shared_state().item.h;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        auto row = scores.row(first + 16 * m + tile::lane_row(r), head);
-#pragma unroll
-        for (int k = 0; k < 4 * kN; ++k) {
-          int n = k / 4, c = k / 2 % 2, e = k % 2;
-          float &s = S[m][n].x[c][2 * r + e];
-          s = scores.score(s, row, begin + 16 * n + tile::lane_column(c, e), kByPosition, end);
-        }
-      }
-    }
+  // Raw products -> scores.
+  __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const Tile &tile) const {
+    const Scores<F, float> scores(in, shared_state().sequence, shared_state().item.b);
+    const i32 first = shared_state().item.q + warp_row(), head = shared_state().item.h;
+    score_tile(S, scores, tile, [&](int row) { return scores.row(first + 16 * (row / 2) + tile::lane_row(row % 2), head); });
   }
 
   __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(unit); }

@@ -294,12 +294,12 @@ private:
   }
 };
 
-// The products of one piece without the elements that are hidden: see add_visible.
+// The products of one piece without the elements that are hidden: see add_nonfinite.
 template <class Math>
-__attribute__((noinline)) void backward_guarded(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
-                                                const Piece<typename Math::Real> &piece, typename Math::Left k_rows,
-                                                typename Math::Left v_rows, BackwardScratch<Math> &scratch,
-                                                const KeyGradients<typename Math::Real> &sums, KeySum<typename Math::Real> &dq) {
+__attribute__((noinline)) void backward_nonfinite(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
+                                                  const Piece<typename Math::Real> &piece, typename Math::Left k_rows,
+                                                  typename Math::Left v_rows, BackwardScratch<Math> &scratch,
+                                                  const KeyGradients<typename Math::Real> &sums, KeySum<typename Math::Real> &dq) {
   using T = typename Math::Real;
   using V = Vec<T>;
   const Problem &p = *head.p;
@@ -327,7 +327,7 @@ __attribute__((noinline)) void backward_guarded(const Head<typename Math::Real> 
   };
   if (p.dv) add_queries(p.dout, dv, scratch.wide_p, sums.dv, ldv);
   if (p.dk) add_queries(p.q, d, scratch.wide_ds, sums.dk, ldk);
-  if (p.dq) add_visible(t, scratch.wide_ds, p.k, head.b, head.kv, head.k0, d, dq.add_to(), scratch.score.buffer);
+  if (p.dq) add_nonfinite(t, scratch.wide_ds, p.k, head.b, head.kv, head.k0, d, dq.add_to(), scratch.score.buffer);
 }
 
 template <class Math>
@@ -374,7 +374,7 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
       const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0;
       if (reads_others && !(queries.finite && all_finite(p.k, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), d))) {
-        backward_guarded(head, queries, n, piece, k_rows, v_rows, scratch, sums, dq[n]);
+        backward_nonfinite(head, queries, n, piece, k_rows, v_rows, scratch, sums, dq[n]);
         spans[n] = {};
         continue;
       }

@@ -95,8 +95,8 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
 // sum[c * width + lane] += sum over keys of s[key * width + lane] x(key, c), without the elements where s is 0: a hidden key's V, or K, may
 // hold anything, and 0 times an infinity is not a number. For tiles that are masked and hold one; part: scratch of width.
 template <class T>
-__attribute__((noinline)) void add_visible(const TileSpan &t, const T *s, const View &x, int64_t b, int64_t h, int64_t k0, int64_t d,
-                                           T *sum, T *part) {
+__attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, const View &x, int64_t b, int64_t h, int64_t k0, int64_t d,
+                                             T *sum, T *part) {
   for (int64_t c = 0; c < d; ++c) {
     fill(part, t.width, T(0));
     for (int64_t j = 0; j < t.keys; ++j) {
@@ -150,7 +150,7 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
       const int64_t skipped = t.j0 - v.origin;
       o.expect(t.keys);
       auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width, width, 0);
-      const bool guarded = piece.reads_hidden(head) && !all_finite(p.v, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), dv);
+      const bool nonfinite = piece.reads_hidden(head) && !all_finite(p.v, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), dv);
       int64_t multiplied = 0;                   // keys of the tile whose P V is in O
       auto multiply_values = [&](int64_t end) { // O += V^T P
         Math::multiply(dv, width, end - multiplied, Math::columns_from(v.keys.columns, skipped + multiplied), probs.lanes(multiplied),
@@ -164,15 +164,15 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
         Math::multiply(chunk.keys, width, d, Math::rows_from(k.keys.rows, chunk.j0 - k.origin), queries.q[n], s, width, false); // S = K Q^T
         apply_options(head, piece, chunk, scratch.score, s, (T *)nullptr);
         if (head.dropout) load_keep(head, chunk, scratch.keep);
-        const bool moved = guarded ? softmax_step<Math>(head, chunk, s, lane, Fma<T>::in_place(s, width), 0, scratch)
-                                   : softmax_step<Math>(head, chunk, s, lane, probs, done, scratch);
+        const bool moved = nonfinite ? softmax_step<Math>(head, chunk, s, lane, Fma<T>::in_place(s, width), 0, scratch)
+                                     : softmax_step<Math>(head, chunk, s, lane, probs, done, scratch);
         if (moved) {
-          if (!guarded && done > multiplied) multiply_values(done); // what was measured against the old m
+          if (!nonfinite && done > multiplied) multiply_values(done); // what was measured against the old m
           o.scale(scratch.alpha);
         }
-        if (guarded) add_visible(chunk, s, p.v, head.b, head.kv, head.k0, dv, o.add_to(), scratch.score.buffer);
+        if (nonfinite) add_nonfinite(chunk, s, p.v, head.b, head.kv, head.k0, dv, o.add_to(), scratch.score.buffer);
       }
-      if (guarded) continue;
+      if (nonfinite) continue;
       probs.finish(t.keys);
       multiply_values(t.keys);
     }

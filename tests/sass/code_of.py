@@ -43,7 +43,7 @@ def sass(program: Program) -> Sass:
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log)))
         return asdict(Sass(digest, instructions, registers, spilled, "instructions are serialized" in log))
 
-    return Sass(**_kept("sass", program, from_cubin))
+    return Sass(**_kept("code", program, from_cubin))
 
 
 def _kept(what: str, program: Program, make) -> dict:
@@ -116,21 +116,18 @@ def _digest_of_ptx(code: bytes) -> str:
 
 def _read_cubin(cubin: bytes) -> tuple[str, int]:
     """The digest of the sections that the GPU and its loader see, under their names but for mangled ones, and the number of instructions,
-    those that fill up the last line included."""
+    those that fill up the last line included. Constants of classes are variables too: they count only if the code has addresses of some."""
     (offset,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size) for i in range(count)]
-    names = cubin[sections[names_at][4] :][: sections[names_at][5]]
-    instructions, seen = 0, []
-    for name_at, kind, _, _, at, length, *_ in sections:
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size) for i in range(count)]
+    names = cubin[headers[names_at][4] :][: headers[names_at][5]]
+    sections: dict[str, bytes] = {}
+    for name_at, kind, _, _, at, length, *_ in headers:
         name = names[name_at : names.index(b"\0", name_at)].decode()
-        if not name.startswith((".text", ".nv.constant", ".nv.global", ".rodata")):
-            continue
-        content = b"" if kind == 8 else cubin[at : at + length]  # SHT_NOBITS
-        seen.append((_NAME.sub("name", name), length, content))
-        if name.startswith(".text"):
-            instructions += length // 16
+        sections[name] = b"\0" * length if kind == 8 else cubin[at : at + length]  # SHT_NOBITS
+    addresses = any(name.startswith((".rel.text", ".rela.text", ".nv.constant4")) for name in sections)
+    seen = (".text", ".nv.constant", ".rodata", *((".nv.global",) if addresses else ()))
     digest = hashlib.sha256()
-    for name, length, content in sorted(seen):
-        digest.update(f"{name} {length}\n".encode() + content)
-    return digest.hexdigest()[:32], instructions
+    for name, content in sorted((_NAME.sub("name", name), content) for name, content in sections.items() if name.startswith(seen)):
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:32], sum(len(content) // 16 for name, content in sections.items() if name.startswith(".text"))

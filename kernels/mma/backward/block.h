@@ -1,5 +1,5 @@
-// A block of threads of the backward on mma.sync: its tile of keys, the tiles of queries that it walks over, and what it brings of both into
-// shared memory. The loop is in backward.h.
+// A block of threads of the backward on mma.sync: its tile of keys, the tiles of queries that it walks over, and what it brings of both
+// into shared memory. The loop is in backward.h.
 #pragma once
 #include "../../attention/dq_sum.h"
 #include "../../device/keys.h"
@@ -139,8 +139,8 @@ template <BackwardConfig C> struct BackwardBlock {
                        kThreads);
   }
 
-  // LSE (of rows that see nothing and of those that are not there +inf: P = 0), -D and, with a bias, what LSE lacks, of a tile's rows, held
-  // by the threads until there is room for them.
+  // LSE (of rows that see nothing and of those that are not there +inf: P = 0), -D and, with a bias, LSE's correction, of a tile's rows,
+  // held by the threads until there is room for them.
   static constexpr int kStatsEach = (int)div_up((C.stats() - 1) * kTileQ, kLoaders);
   struct Stats {
     float x[kStatsEach];
@@ -163,7 +163,7 @@ template <BackwardConfig C> struct BackwardBlock {
     }
     return s;
   }
-  // In the order in which lanes want them: of each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and so what it lacks; -D of
+  // In the order in which lanes want them: of each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and so its correction; -D of
   // 2t and 2t + 1 twice, the two rows of an accumulator.
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
   // Was some number of this thread's not finite?
@@ -190,13 +190,13 @@ template <BackwardConfig C> struct BackwardBlock {
   }
   __device__ __forceinline__ u32 delta_of(int stage, int n) const { return lse_of(stage, 2 * n) + kTileQ * 4; }
 
-  // LSE of a block's queries, four side by side; what it lacks, seldom used, is loaded where it is: registers are short.
+  // LSE of a block's queries, four side by side; its correction, seldom used, is loaded where it is: registers are short.
   struct StagedLse {
     u32 at;
     float lse_[4];
     __device__ __forceinline__ explicit StagedLse(u32 at) : at(at) { load_shared<0>(lse_, at); }
     __device__ __forceinline__ float lse(int c, int e) const { return lse_[2 * c + e]; }
-    __device__ __forceinline__ float excess(int c, int e) const { return load_shared_float(at + 12 * kTileQ + 4 * (2 * c + e)); }
+    __device__ __forceinline__ float correction(int c, int e) const { return load_shared_float(at + 12 * kTileQ + 4 * (2 * c + e)); }
   };
 };
 

@@ -28,7 +28,7 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
   // With a function of q.k dS needs its slope too: P * slope, or in FP16, whose steps may be too wide for that, the slope apart.
   STROBE_FN constexpr i32 p_planes() const { return features.function ? 2 : 1; }
-  // Numbers of a query: LSE, D twice, with a bias what LSE lacks.
+  // Numbers of a query: LSE, D twice, with a bias LSE's correction.
   STROBE_FN constexpr i32 stats() const { return features.bias ? 4 : 3; }
   STROBE_FN constexpr i32 stats_bytes() const { return 2 * stats() * tile_q * 4; }
   STROBE_FN static constexpr i32 state_bytes() { return 512; }

@@ -1,8 +1,9 @@
 // Few queries over many keys. The query heads that share a key head are packed into the rows of one tile, row = query * group + head, so
 // that K and V are read once; each warp walks over keys of its own with its own copies under way, and at the end the warps' O are merged.
 #pragma once
+#include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
-#include "../../device/scores.h"
+#include "../../device/score_tile.h"
 #include "../../device/softmax.h"
 #include "../../tile/copy.h"
 #include "../config.h"
@@ -125,7 +126,7 @@ private:
           for (int m = 0; m < kM; ++m) tile::multiply_add<T>(S[m][n], Q[m][c], key);
         }
       }
-      finish_scores(S, tile);
+      score(S, tile);
       softmax.template follow<C.exact_max>(S, exponent(), O);
       if (masked(tile)) nonfinite |= clear_nonfinite<T, C.tile_k, kDv, 32>(v_shared + stage * kVBytes, lane);
       __syncwarp();
@@ -153,28 +154,14 @@ private:
   }
 
   __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(scores.unit); }
-  static __device__ __forceinline__ bool by_position(const KeyTile &tile) { return tile.masked || tile.end - tile.begin < C.tile_k; }
-  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || by_position(tile); }
+  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
 
-  __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    if (by_position(tile))
-      finish_scores<true>(S, tile);
-    else if constexpr (F.additive() || F.mask)
-      finish_scores<false>(S, tile);
-  }
-  template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      int m = i / 2, r = i % 2;
-      i32 packed = computed_here(first + 16 * m) + tile::lane_row(r);
-      auto row = scores.row(query(packed), query_head(packed));
-#pragma unroll
-      for (int k = 0; k < 4 * kN; ++k) {
-        int n = k / 4, c = k / 2 % 2, e = k % 2;
-        float &s = S[m][n].x[c][2 * r + e];
-        s = scores.score(s, row, (i32)tile.begin + 16 * n + tile::lane_column(c, e), kByPosition, (i32)tile.end);
-      }
-    }
+  // Raw products -> scores.
+  __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
+    score_tile(S, scores, tile, [&](int row) {
+      const i32 packed = computed_here(first + 16 * (row / 2)) + tile::lane_row(row % 2);
+      return scores.row(query(packed), query_head(packed));
+    });
   }
   // A group of dropout's 4x4 elements is spread over heads here: every element asks for itself.
   __device__ __forceinline__ void drop(Accumulator &P, i32 row, i32 key) const {
@@ -245,13 +232,7 @@ private:
     __device__ __forceinline__ i32 query(i32 r) const { return d.query(d.first + r); }
     __device__ __forceinline__ i32 head(i32 r) const { return d.query_head(d.first + r); }
     __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
-      i64 q = d.sequence.q0 + query(r);
-      if (d.a.splits > 1) {
-        d.a.partial_out[(d.split * d.in.rows() + d.in.row_index(d.b, head(r), q)) * d.in.head_dim_v + c] += x;
-      } else {
-        T *o = d.a.out.template at<T>(d.b, head(r), q, c);
-        *o = Convert<T>::from(to_float(*o) + x);
-      }
+      add_to_out<T>(d.a, d.split, d.b, head(r), d.sequence.q0 + query(r), c, x);
     }
   };
   __device__ __forceinline__ void add_nonfinite(const Keys<T> &v) const {

@@ -1,10 +1,12 @@
 // FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a block of threads owns a tile of queries and walks over the tiles of
 // keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
 #pragma once
+#include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
 #include "../../device/query_major_dropout.h"
-#include "../../device/scores.h"
+#include "../../device/score_tile.h"
 #include "../../device/softmax.h"
+#include "../../device/tile_order.h"
 #include "../../tile/copy.h"
 #include "../config.h"
 
@@ -25,21 +27,7 @@ template <Config C> struct Forward {
   static constexpr bool kAligned = C.aligned;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0 && kD % 16 == 0 && kDv % 16 == 0);
 
-  // Which tile a block of threads computes: heads in bundles that share the L2 cache, in a bundle the last (longest, if causal) tile first.
-  struct Item {
-    i32 b, h, q, split;
-    __device__ __forceinline__ Item(const Arguments &a, u32 x) {
-      u32 tiles = (u32)div_up(a.in.seqlen_q, C.tile_q), all = (u32)(a.in.batch * a.in.heads);
-      split = (i32)(x % a.splits);
-      x /= a.splits;
-      u32 bundle = x / (tiles * a.bundle), first = bundle * a.bundle, size = min(all - first, (u32)a.bundle);
-      x -= first * tiles;
-      u32 bh = first + x % size;
-      q = (i32)(tiles - 1 - x / size) * C.tile_q;
-      b = (i32)(bh / a.in.heads);
-      h = (i32)(bh % a.in.heads);
-    }
-  };
+  using Item = QueryItem<C.tile_q>;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -115,7 +103,7 @@ private:
 
       Accumulator S[kM][kN] = {};
       multiply_q_k(S, stage);
-      finish_scores(S, tile);
+      score(S, tile);
       softmax.template follow<C.exact_max>(S, exponent(), O);
       if constexpr (C.stages == 1) arrive(); // V is here, and nobody reads K any more
       if (masked(tile)) nonfinite |= clear_nonfinite(stage);
@@ -155,31 +143,12 @@ private:
     }
   }
 
-  static __device__ __forceinline__ bool by_position(const KeyTile &tile) { return tile.masked || tile.end - tile.begin < C.tile_k; }
-  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || by_position(tile); }
+  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
 
-  // Raw products -> scores, -inf where hidden.
-  __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    if (by_position(tile))
-      finish_scores<true>(S, tile);
-    else if constexpr (F.additive() || F.mask)
-      finish_scores<false>(S, tile);
-  }
-  template <bool kByPosition> __device__ __forceinline__ void finish_scores(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    i32 begin = (i32)tile.begin, end = (i32)tile.end, first = item.q + computed_here(threadIdx.x) / 32 * kRows;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        auto row = scores.row(first + 16 * m + tile::lane_row(r), item.h);
-#pragma unroll
-        for (int k = 0; k < 4 * kN; ++k) {
-          int n = k / 4, c = k / 2 % 2, e = k % 2;
-          float &s = S[m][n].x[c][2 * r + e];
-          s = scores.score(s, row, begin + 16 * n + tile::lane_column(c, e), kByPosition, end);
-        }
-      }
-    }
+  // Raw products -> scores.
+  __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
+    const i32 first = item.q + computed_here(threadIdx.x) / 32 * kRows;
+    score_tile(S, scores, tile, [&](int row) { return scores.row(first + 16 * (row / 2) + tile::lane_row(row % 2), item.h); });
   }
 
   // P = exp2(S * unit - M); O += P V
@@ -220,13 +189,7 @@ private:
     __device__ __forceinline__ i32 query(i32 r) const { return f.item.q + r; }
     __device__ __forceinline__ i32 head(i32) const { return f.item.h; }
     __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
-      i64 q = f.sequence.q0 + query(r);
-      if (f.a.splits > 1) {
-        f.a.partial_out[(f.item.split * f.in.rows() + f.in.row_index(f.item.b, f.item.h, q)) * f.in.head_dim_v + c] += x;
-      } else {
-        T *o = f.a.out.template at<T>(f.item.b, f.item.h, q, c);
-        *o = Convert<T>::from(to_float(*o) + x);
-      }
+      add_to_out<T>(f.a, f.item.split, f.item.b, f.item.h, f.sequence.q0 + query(r), c, x);
     }
   };
   __device__ __forceinline__ void add_nonfinite() const {

@@ -9,12 +9,12 @@ namespace strobe::sm90 {
 struct BackwardConfig {
   i32 dtype;                // kF16 or kBF16
   i32 head_dim, head_dim_v; // rounded up to multiples of 16
-  i32 wide;                 // both warpgroups share 64 keys, one makes P and dV, the other one dS and dK; else each owns 64
+  i32 roles;                // both warpgroups share 64 keys, one makes P and dV, the other one dS and dK; else each owns 64
   i32 tile_q;               // queries of an iteration, a multiple of 16; of 32 for head_dim up to 64
   i32 registers_load, registers_compute;
   i32 exact_p;       // dS is made of P in fp32, not of P as dV takes it
   i32 dq_shared;     // dQ leaves through shared memory, not from registers
-  i32 deterministic; // in the same order on every run; through shared memory, unless wide
+  i32 deterministic; // in the same order on every run; through shared memory, unless by roles
   // A block takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order in memory
   // that stays in the L2 cache, and leaves it rounded.
   i32 owns_dq;
@@ -25,7 +25,7 @@ struct BackwardConfig {
   static constexpr i32 kThreads = 128 * (kWarpgroups + 1);
   static constexpr i32 kStages = 2; // of Q, of dO, of dS
 
-  STROBE_FN constexpr i32 tile_k() const { return wide ? 64 : 64 * kWarpgroups; }
+  STROBE_FN constexpr i32 tile_k() const { return roles ? 64 : 64 * kWarpgroups; }
   // Tiles in shared memory are blocks of 64 columns.
   STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }
   STROBE_FN constexpr i32 columns_v() const { return (head_dim_v + 63) / 64 * 64; }
@@ -34,9 +34,9 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * columns(); }
   STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * columns_v(); }
   STROBE_FN constexpr i32 ds_bytes() const { return 2 * tile_q * tile_k(); }
-  STROBE_FN constexpr i32 p_bytes() const { return wide ? 2 * tile_q * tile_k() : 0; }
+  STROBE_FN constexpr i32 p_bytes() const { return roles ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * columns() : 0; }
-  STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or what it lacks, or D
+  STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or its correction, or D
   STROBE_FN constexpr i32 lse_bytes() const { return features.bias ? 2 * row_bytes() : row_bytes(); }
   STROBE_FN constexpr i32 shared_bytes() const {
     return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + lse_bytes() + row_bytes()) + p_bytes() + dq_bytes() +

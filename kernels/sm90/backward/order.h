@@ -1,6 +1,6 @@
 // The same sums of dQ on every run: tiles of keys add to a tile of queries in ascending order. For each warpgroup that computes, a thread
 // of the loading one waits for its turn, adds, and ends the turn when the addition is done, which takes a while; or, where the warps that
-// compute add from registers (wide), lets them.
+// compute add from registers (by roles), lets them.
 #pragma once
 #include "../../device/turns.h"
 #include "../../ptx/tma.h"
@@ -26,7 +26,7 @@ template <BackwardConfig C> struct BackwardOrder {
     for (u32 n = 0;; ++n) {
       const Turn own = next;
       await_turn<C.features.blocks != 0>(own.at, own.seen, own.before);
-      if constexpr (C.wide) {
+      if constexpr (C.roles) {
         mbarrier_arrive(shared.dq_empty(w));
         if (own.last) return;
         next = turn(keys, n + 1);
@@ -47,7 +47,7 @@ template <BackwardConfig C> struct BackwardOrder {
   }
 
 private:
-  static constexpr u32 kAdders = C.wide ? 4 : 1; // each of whom ends a turn
+  static constexpr u32 kAdders = C.roles ? 4 : 1; // each of whom ends a turn
 
   struct Turn {
     u32 *at, before, seen;

@@ -5,72 +5,11 @@
 #include "../../device/nonfinite.h"
 #include "../../device/scores.h"
 #include "../../ptx/tma.h"
-#include "../../ptx/wgmma.h"
 #include "../../tile/exchange.h"
+#include "../accumulator.h"
 #include "shared.h"
 
 namespace strobe::sm90 {
-
-using tile::Accumulator;
-
-// d (64 x kColumns) = 64 rows of a tile of kRows * columns^T, both kInner wide.
-template <class T, int kInner, int kRows, int kColumns>
-__device__ __forceinline__ void multiply_transposed(float (&d)[kColumns / 2], u32 rows, u32 columns) {
-  const u64 x = descriptor_k_major(rows), y = descriptor_k_major(columns);
-  wgmma_fence();
-#pragma unroll
-  for (int c = 0; c < kInner / 16; ++c) {
-    const u64 left = advance(x, kRows * kRowBytes * (c / 4) + 32 * (c % 4)),
-              right = advance(y, kColumns * kRowBytes * (c / 4) + 32 * (c % 4));
-    if (c == 0)
-      Wgmma<T, kColumns>::template shared_anew<0>(d, left, right);
-    else
-      Wgmma<T, kColumns>::template shared<true>(d, left, right);
-  }
-  wgmma_commit();
-}
-// The same with the 64 rows in registers.
-template <class T, int kInner, int kColumns>
-__device__ __forceinline__ void multiply_transposed(float (&d)[kColumns / 2], u32 (&rows)[kInner / 4], u32 columns) {
-  const u64 y = descriptor_k_major(columns);
-  registers_changed(rows);
-  wgmma_fence();
-#pragma unroll
-  for (int c = 0; c < kInner / 16; ++c) {
-    const u64 right = advance(y, kColumns * kRowBytes * (c / 4) + 32 * (c % 4));
-    if (c == 0)
-      Wgmma<T, kColumns>::template registers_anew<0>(d, rows, right);
-    else
-      Wgmma<T, kColumns>::template registers<true, 0>(d, rows + 4 * c, right);
-  }
-  wgmma_commit();
-}
-// sum (64 x kColumns) += x (64 x kInner, in registers) * rows (kInner x kColumns)
-template <class T, int kInner, int kColumns>
-__device__ __forceinline__ void multiply_add(float (&sum)[kColumns / 2], u32 (&x)[kInner / 4], u32 rows) {
-  const u64 y = descriptor_mn_major(rows, kInner * kRowBytes);
-  registers_changed(x);
-  registers_changed(sum);
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kInner / 16; ++i) Wgmma<T, kColumns>::template registers<true, 1>(sum, x + 4 * i, advance(y, 16 * kRowBytes * i));
-  wgmma_commit();
-}
-// dQ^T (64 columns of K x kQueries) = K^T dS^T; keys: those columns of kKeys rows of K; ds: rows are queries (of kRows), columns keys.
-template <class T, int kKeys, int kRows, int kQueries>
-__device__ __forceinline__ void multiply_dq(float (&dQ)[kQueries / 2], u32 keys, u32 ds) {
-  const u64 x = descriptor_mn_major(keys, 16), y = descriptor_k_major(ds);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < kKeys / 16; ++k) {
-    const u64 left = advance(x, 16 * kRowBytes * k), right = advance(y, kRows * kRowBytes * (k / 4) + 32 * (k % 4));
-    if (k == 0)
-      Wgmma<T, kQueries>::template shared_anew<1>(dQ, left, right);
-    else
-      Wgmma<T, kQueries>::template shared<true, 1>(dQ, left, right);
-  }
-  wgmma_commit();
-}
 
 template <BackwardConfig C> struct BackwardScores {
   using T = typename Element<C.dtype>::type;
@@ -78,8 +17,8 @@ template <BackwardConfig C> struct BackwardScores {
   static constexpr int kM = C.tile_q;
   // Elements may be hidden in any tile, not in those alone that position masks.
   static constexpr bool kHides = F.mask || F.bias;
-  // Named barrier: all of a warpgroup have come, + its number.
-  static constexpr int kTogether = 2;
+  // Named barriers: all of a warpgroup have come, + its number; all of both.
+  static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
   static_assert(!F.mask || kM == 64, "a lane's part of the mask is a word");
 
   const BackwardShared<C> &shared;
@@ -88,7 +27,7 @@ template <BackwardConfig C> struct BackwardScores {
   const KeyMajorDropout<F> dropout;
 
   __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const Inputs &in, const KeyBlock &keys, int w)
-      : shared(shared), w(w), part(C.wide ? 0 : w), lane(this_thread<C>() % 32),
+      : shared(shared), w(w), part(C.roles ? 0 : w), lane(this_thread<C>() % 32),
         warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(in, in.sequence(keys.batch), keys.batch),
         dropout{Dropout<F>(in)} {}
 
@@ -114,7 +53,10 @@ template <BackwardConfig C> struct BackwardScores {
   }
 
   // S -> P, in S. With a function S becomes P times its slope, and P, rounded, comes apart; with dropout what is dropped has a sign.
-  __device__ __forceinline__ void exponentiate(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step, u32 allowed) const {
+  __device__ __forceinline__ void exponentiate(Accumulator<T, kM> &scored, LeftOperand<kM> &rounded, u32 n, const QueryStep &step,
+                                               u32 allowed) const {
+    float (&S)[kM / 2] = scored.x;
+    u32(&P)[kM / 4] = rounded.x;
     if constexpr (F.additive() || F.mask) {
       if (masked(step))
         score<true>(S, P, n, step, allowed);
@@ -131,14 +73,16 @@ template <BackwardConfig C> struct BackwardScores {
       }
       if (masked(step)) hide(S, step.begin);
     }
-    if (masked(step) || kHides) clear_nonfinite_queries(n);
     if constexpr (F.dropout) {
       const KeyBlock keys = read<KeyBlock>(shared.keys());
-      dropout.mark(reinterpret_cast<Accumulator(&)[1][kM / 16]>(S), step.begin, keys.begin + 64 * part + 16 * warp, step.head, keys.batch);
+      dropout.mark(reinterpret_cast<tile::Accumulator(&)[1][kM / 16]>(S), step.begin, keys.begin + 64 * part + 16 * warp, step.head,
+                   keys.batch);
     }
   }
   // P as dV takes it.
-  static __device__ __forceinline__ void round(u32 (&P)[kM / 4], const float (&S)[kM / 2]) {
+  static __device__ __forceinline__ void round(LeftOperand<kM> &rounded, const Accumulator<T, kM> &p) {
+    u32(&P)[kM / 4] = rounded.x;
+    const float (&S)[kM / 2] = p.x;
     auto kept = [](float x) { return F.dropout && x < 0 ? 0.0f : x; };
     auto dropped = [](float x) { return (u32)(__float_as_int(x) >> 31); };
 #pragma unroll
@@ -151,29 +95,26 @@ template <BackwardConfig C> struct BackwardScores {
   }
 
   // dS to shared memory, for dQ: rows are queries, columns keys.
-  __device__ __forceinline__ void hand_on(const u32 (&dS)[kM / 4], u32 n) const {
+  __device__ __forceinline__ void hand_on(const LeftOperand<kM> &dS, u32 n) const {
     const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
     const u32 target = shared.ds_of(n) + part * kM * kRowBytes + row * kRowBytes + ((chunk ^ row % 8) << 4);
     wait_empty(shared.ds_empty(n), n);
 #pragma unroll
-    for (int i = 0; i < kM / 16; ++i) stmatrix_transposed(target + 16 * kRowBytes * i, dS + 4 * i);
+    for (int i = 0; i < kM / 16; ++i) stmatrix_transposed(target + 16 * kRowBytes * i, dS.x + 4 * i);
     async_proxy_fence();
     __syncwarp();
     release(shared.ds_full(n));
   }
-  __device__ __forceinline__ void hand_on_nothing(u32 n) const {
-    const u32 nothing[kM / 4] = {};
-    hand_on(nothing, n);
-  }
+  __device__ __forceinline__ void hand_on_nothing(u32 n) const { hand_on({}, n); }
   __device__ __forceinline__ void release(u32 barrier) const {
     if (lane == 0) mbarrier_arrive(barrier);
   }
   // dK or dV of this warpgroup's keys.
   template <int kColumns>
   __device__ __forceinline__ void store(const Operand &out, const Inputs &in, const KeyBlock &keys, i32 columns,
-                                        const float (&x)[kColumns / 2], float factor) const {
+                                        const Accumulator<T, kColumns> &x, float factor) const {
     const i32 j = keys.begin + 64 * part + 16 * warp;
-    store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.sequence(keys.batch).k0 + j, keys.seqlen_k - j, columns, x, factor);
+    store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.sequence(keys.batch).k0 + j, keys.seqlen_k - j, columns, x.x, factor);
   }
 
 private:
@@ -192,9 +133,9 @@ private:
     const auto first = scores.row(q, step.head);
 #pragma unroll
     for (int i = 0; i < kM / 8; ++i) {
-      float negative[2], lacks[2]; // with a bias -LSE, and what it lacks, apart (kernels/device/settle_row.h)
+      float negative[2], correction[2]; // with a bias -LSE, and what it correction, apart (kernels/device/settle_row.h)
       load_shared(negative, lse + 32 * i);
-      if constexpr (F.bias) load_shared(lacks, lse + C.row_bytes() + 32 * i);
+      if constexpr (F.bias) load_shared(correction, lse + C.row_bytes() + 32 * i);
       float p[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -209,7 +150,7 @@ private:
                        : scores.score(x, row, own, float(row.i + scores.offset - own), given, kByPosition, scores.seqlen_k);
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= scores.seqlen_q);
         const float exponent =
-            F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, lacks[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
+            F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, correction[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
         p[k] = hidden ? 0 : exp2(exponent);              // LSE may be no number
         x = !F.function || hidden ? p[k] : p[k] * slope; // of a query that is not there the slope may be NaN
       }
@@ -236,25 +177,27 @@ private:
 
 public:
   // What is hidden may be no number, but times 0 it is to be 0. Queries whose LSE or D is none, or that see nothing or are not there: P is
-  // no number where they are seen, 0 elsewhere, and so are all products with P, whatever Q and dO: they become 0.
-  __device__ __forceinline__ void clear_nonfinite_queries(u32 n) const {
+  // no number where they are seen, 0 elsewhere, and so are all products with P, whatever Q and dO: they become 0. Both warpgroups come, when
+  // their products of this tile so far (S; by roles: S, and dP) have ended: one clears Q, the other dO.
+  __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
+    if (!kHides && !(step.flags & (kMasked | kMasked << 1))) return; // nothing is hidden
     bool found = false;
 #pragma unroll
     for (int i = 0; i < (kM + 31) / 32; ++i) found |= !finite(n, min(32 * i + lane, kM - 1));
     if (!__any_sync(0xFFFFFFFFu, found)) return;
     wait_full(shared.dout_full(n), n);
-    const int row = 32 * warp + lane;
+    barrier_sync(kBoth, 128 * C.kWarpgroups);
+    const int row = 32 * warp + lane, blocks = w ? C.columns_v() / 64 : C.columns() / 64;
     if (row < kM && !finite(n, row)) {
-      const u32 zero[4] = {0, 0, 0, 0};
+      const u32 zero[4] = {0, 0, 0, 0}, begin = (w ? shared.dout_of(n) : shared.q_of(n)) + row * kRowBytes;
 #pragma unroll 1
-      for (int c = 0; c < kRowBytes; c += 16) {
-#pragma unroll
-        for (int block = 0; block < C.columns() / 64; ++block) store_shared(shared.q_of(n) + (block * kM + row) * kRowBytes + c, zero);
-#pragma unroll
-        for (int block = 0; block < C.columns_v() / 64; ++block) store_shared(shared.dout_of(n) + (block * kM + row) * kRowBytes + c, zero);
+      for (int block = 0; block < blocks; ++block) {
+#pragma unroll 1
+        for (u32 c = 0; c < kRowBytes; c += 16) store_shared(begin + block * kM * kRowBytes + c, zero);
       }
     }
-    together();
+    async_proxy_fence();
+    barrier_sync(kBoth, 128 * C.kWarpgroups);
   }
   // K of keys that someone sees shows in LSE, V in O and so in D. What is not finite becomes 0 in V, and in K, which may yet make a score
   // of -inf, the largest number. Keys beyond the sequence become 0: they may be so large that dP is not finite. kLargest: of these bytes,

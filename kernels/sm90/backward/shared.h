@@ -58,9 +58,9 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 v_full() const { return barriers + 104; }
   // Where blocks own dQ: K and V are read, and the next ones may come.
   __device__ __forceinline__ u32 keys_empty() const { return barriers + 160; }
-  __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.wide ? 336 : 112) + 8 * w; }
+  __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.roles ? 336 : 112) + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
-  // Wide: P of an iteration, from one warpgroup to the other.
+  // By roles: P of an iteration, from one warpgroup to the other.
   __device__ __forceinline__ u32 p_full() const { return barriers + 112; }
   __device__ __forceinline__ u32 p_empty() const { return barriers + 120; }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
@@ -76,12 +76,12 @@ template <BackwardConfig C> struct BackwardShared {
       mbarrier_init(q_empty(n), kWarps);
       mbarrier_init(dout_full(n), 1);
       mbarrier_init(dout_empty(n), kWarps);
-      mbarrier_init(ds_full(n), C.wide ? 4 : kWarps);
+      mbarrier_init(ds_full(n), C.roles ? 4 : kWarps);
       mbarrier_init(ds_empty(n), kWarps);
     }
     for (int w = 0; w < C.kWarpgroups; ++w) {
-      if (!C.wide || C.deterministic) mbarrier_init(dq_full(w), 4);
-      if (C.wide) mbarrier_init(w == 0 ? p_full() : p_empty(), 4);
+      if (!C.roles || C.deterministic) mbarrier_init(dq_full(w), 4);
+      if (C.roles) mbarrier_init(w == 0 ? p_full() : p_empty(), 4);
       mbarrier_init(dq_empty(w), 1);
     }
     mbarrier_init(k_full(), 1);

@@ -53,7 +53,7 @@ template <Config C> struct Assign {
     const u32 head = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_divisor.divide(head);
     const i32 q = (a.tiles - 1 - (i32)tile) * C.tile_q();
     const bool empty = in.cu_seqlens_q && q >= in.sequence(b).band.seqlen_q;
-    return {(i32)b, (i32)(head - b * a.heads_divisor.by), q, (i32)split * Item::kKinds + (empty ? kNone : kOnce)};
+    return {(i32)b, (i32)(head - b * a.heads_divisor.by), q, (i32)split * Item::kKinds + (empty ? kNone : kFast)};
   }
   // Until all have read the last item told, and the copy engine has been told of all of its keys and values.
   __device__ __forceinline__ void wait_loaded() const { mbarrier_wait(shared.item_empty(), told % 2 ^ 1); }
@@ -63,15 +63,15 @@ template <Config C> struct Assign {
     write(shared.item(), item.b, item.h, item.q, item.how);
     mbarrier_arrive(shared.item_full());
   }
-  // Waits for the verdict on an item that was computed kOnce; has it computed again if need be. (The next one is risked all the same: what
+  // Waits for the verdict on an item that was computed fast; has it computed again if need be. (The next one is risked all the same: what
   // is computed how must not depend on which block computes it.)
   __device__ __forceinline__ void judge(const Item &item) {
-    if (item.kind() != kOnce) return;
+    if (item.kind() != kFast) return;
     const u32 n = verdicts++;
     mbarrier_wait(shared.judged(n), n / 2 % 2);
     if (!load_shared(shared.failed(n))) return;
     store_shared(shared.failed(n), 0);
-    tell(item.again());
+    tell(item.safely());
   }
 };
 

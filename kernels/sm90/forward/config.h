@@ -19,9 +19,9 @@ struct Config {
   i32 registers_load, registers_compute;
   i32 q_in_registers;
   i32 blocks_per_sm;
-  i32 reference; // kExact, kLagging or kFixed
-  i32 split;     // over keys: results are partial ones, to be combined
-  i32 wide;      // the bias, of 16 bits, comes by the copy engine
+  i32 reference;   // kExact, kLagging or kFixed
+  i32 split;       // over keys: results are partial ones, to be combined
+  i32 bias_by_tma; // of 16 bits, by the copy engine
   Features features;
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
@@ -34,7 +34,7 @@ struct Config {
   STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * columns_v(); }
   // Of 64 columns at a time: 64 queries of each warpgroup.
   STROBE_FN constexpr i32 bias_columns() const { return 2 * 64 * tile_q(); }
-  STROBE_FN constexpr i32 bias_bytes() const { return wide ? (tile_k + 63) / 64 * bias_columns() : 0; }
+  STROBE_FN constexpr i32 bias_bytes() const { return bias_by_tma ? (tile_k + 63) / 64 * bias_columns() : 0; }
   // Q, the stages of K, those of V, those of the bias; then barriers and messages; and what aligning to 1024 may cost.
   STROBE_FN constexpr i32 shared_bytes() const { return q_bytes() + stages * (k_bytes() + v_bytes() + bias_bytes()) + 512 + 1024; }
 };

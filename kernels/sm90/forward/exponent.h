@@ -1,4 +1,5 @@
-// Forms of the exponent (device/softmax.h) of Hopper's forward: where options of the score are a few multiply-adds, they join the one that plain scores take.
+// Forms of the exponent (device/softmax.h) of Hopper's forward: where options of the score are a few multiply-adds, they join the one that
+// plain scores take.
 #pragma once
 #include "../../device/scores.h"
 #include "../../device/softmax.h"
@@ -10,15 +11,14 @@ namespace strobe::sm90 {
 // ALiBi and a bias: S stays q.k.
 template <Config C, class Score> struct Line {
   static constexpr Features F = C.features;
-  static constexpr bool kIs = (F.alibi || F.bias) && F.function == kLinear && !F.scaled && (!F.bias || C.wide);
-  const Given<C, Score> &given;
+  static constexpr bool kApplies = (F.alibi || F.bias) && F.function == kLinear && !F.scaled && (!F.bias || C.bias_by_tma);
   const i32 offset, high; // as in Score
   const float unit, full_slope;
   float slope, start; // of the tile: ALiBi's, the latter at the lane's first row and column
   bool before;        // all its keys lie before their queries, where ALiBi's penalty grows from tile to tile
 
-  __device__ __forceinline__ Line(const Score &scores, float slope, const Given<C, Score> &given)
-      : given(given), offset(scores.offset), high(scores.high), unit(scores.scale * kLog2e<float>),
+  __device__ __forceinline__ Line(const Score &scores, float slope)
+      : offset(scores.offset), high(scores.high), unit(scores.scale * kLog2e<float>),
         full_slope(__shfl_sync(0xFFFFFFFFu, slope * kLog2e<float>, 0)) {}
 
   // S of the keys [begin, end) and the warp's queries from row on, before anything is hidden.
@@ -39,21 +39,26 @@ template <Config C, class Score> struct Line {
   // Column minus row, from the lane's first on.
   static __device__ __forceinline__ float place(int i) { return (float)(i / 4 * 8 + i % 2 - 8 * (i / 2 % 2)); }
 
-  __device__ __forceinline__ float at(float s, int i, float c) const {
-    if constexpr (F.alibi) c = __fmaf_rn(slope, place(i), c);
-    if constexpr (F.bias) c = __fmaf_rn(given.bias.at(i), kLog2e<float>, c);
-    return __fmaf_rn(s, unit, c);
-  }
-  __device__ __forceinline__ float constant(float c) const { return F.alibi ? c + start : c; }
-  __device__ __forceinline__ float comparable(float s, int i) const { return at(s, i, constant(0)); }
-  __device__ __forceinline__ float top(float x) const { return x; }
-  __device__ __forceinline__ float difference(float x) const { return x; }
+  struct Exponent {
+    const Line &line;
+    const Given<C, Score> &given;
+    __device__ __forceinline__ float at(float s, int i, float c) const {
+      if constexpr (F.alibi) c = __fmaf_rn(line.slope, place(i), c);
+      if constexpr (F.bias) c = __fmaf_rn(given.bias.at(i), kLog2e<float>, c);
+      return __fmaf_rn(s, line.unit, c);
+    }
+    __device__ __forceinline__ float constant(float c) const { return F.alibi ? c + line.start : c; }
+    __device__ __forceinline__ float comparable(float s, int i) const { return at(s, i, constant(0)); }
+    __device__ __forceinline__ float top(float x) const { return x; }
+    __device__ __forceinline__ float difference(float x) const { return x; }
+  };
+  __device__ __forceinline__ Exponent exponent(const Given<C, Score> &given) const { return {*this, given}; }
 };
 
 // A softcap and nothing else: S stays q.k where it is small, c tanh(x / c) = x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up to
 // kSmall c with a relative error of 5e-5; else it becomes tanh(x / c).
 template <Features F, bool kApproximate> struct Softcap {
-  static constexpr bool kIs = F.function == strobe::kSoftcap && kApproximate && !F.scaled && !F.alibi && !F.bias;
+  static constexpr bool kApplies = F.function == strobe::kSoftcap && kApproximate && !F.scaled && !F.alibi && !F.bias;
   static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;
   float to_caps, most; // from q.k to x / c; |q.k| that is small
   float cap;           // in exp2's unit

@@ -58,15 +58,15 @@ struct GivenNothing {
   template <int N> __device__ __forceinline__ void hide(float (&)[N]) const {}
   __device__ __forceinline__ void take(int) {}
 };
-template <bool kIs, template <Config> class Is, Config C> struct GivenIf {
+template <bool kPresent, template <Config> class What, Config C> struct GivenIf {
   using type = GivenNothing;
 };
-template <template <Config> class Is, Config C> struct GivenIf<true, Is, C> {
-  using type = Is<C>;
+template <template <Config> class What, Config C> struct GivenIf<true, What, C> {
+  using type = What<C>;
 };
 
 template <Config C, class Score> struct Given {
-  static constexpr bool kBias = C.wide && C.features.bias;
+  static constexpr bool kBias = C.bias_by_tma && C.features.bias;
   typename GivenIf<C.features.mask != 0, GivenMask, C>::type mask;
   typename GivenIf<kBias, GivenBias, C>::type bias;
 

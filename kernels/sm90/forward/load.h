@@ -54,7 +54,7 @@ template <Config C> struct Load {
 
   __device__ __forceinline__ void all() {
     tma_prefetch(a.tma_k.map), tma_prefetch(a.tma_v.map);
-    if constexpr (C.wide) tma_prefetch(a.tma_bias.map);
+    if constexpr (C.bias_by_tma) tma_prefetch(a.tma_bias.map);
 #pragma unroll 1
     for (;; ++items) {
       mbarrier_wait(shared.item_full(), items % 2);
@@ -86,9 +86,9 @@ template <Config C> struct Load {
       more = more && tiles.next(next);
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
       write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
-      load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.wide ? a.bias_bytes : 0u), shared.k + k.index * C.k_bytes(),
-                        k0 + tile.begin, kv, item.b);
-      if constexpr (C.wide) load_bias(item, tile.begin);
+      load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u),
+                        shared.k + k.index * C.k_bytes(), k0 + tile.begin, kv, item.b);
+      if constexpr (C.bias_by_tma) load_bias(item, tile.begin);
       k.advance();
       if (before >= 0) load_v(k0 + before, kv, item.b);
       before = tile.begin;

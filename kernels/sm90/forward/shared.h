@@ -9,8 +9,8 @@ namespace strobe::sm90 {
 // How a tile of queries is computed.
 enum Kind : i32 {
   kNone,
-  kOnce,
-  kAgain, // the reference follows the maxima, and infinities and NaN in V are kept from those who do not see them
+  kFast, // the first time: it may be that P overflows, or that something in V is not finite; then it is computed again
+  kSafe, // the reference follows the maxima, and infinities and NaN in V are kept from those who do not see them
 };
 // What the assigning thread tells the others.
 struct Item {
@@ -19,7 +19,7 @@ struct Item {
   static constexpr i32 kKinds = 4; // room for the kinds; a power of two, for the part of the keys stands above it
   __device__ __forceinline__ i32 kind() const { return how % kKinds; }
   __device__ __forceinline__ i32 split() const { return how / kKinds; }
-  __device__ __forceinline__ Item again() const { return {b, h, q, split() * kKinds + kAgain}; }
+  __device__ __forceinline__ Item safely() const { return {b, h, q, split() * kKinds + kSafe}; }
 };
 // What the loading thread tells the others: a tile of keys. It reaches them with K.
 struct Tile {

@@ -106,7 +106,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
        {.delta = delta(p, rows, a),
         .settle = p.bias ? std::optional(settle(p, device, a)) : std::nullopt, // of other scores P's 16 bits hide LSE's rounding
         .main = Launch(kBackward, c, key_tiles, c.threads(), c.shared_bytes(), a),
-        .dq = convert_dq(p, rows, a),
+        .dq = dq_from_sum(p, rows, a),
         .dbias = bias_gradient(p, device, a)});
 
   program.kernel = text(strobe::name(p.dtype), " mma.sync, ", c.warps(), " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);

@@ -166,10 +166,10 @@ private:
                .zero_dq = true});
     const int32_t shared = c->backward_shared_bytes();
     push(program, p, a,
-         {.delta = delta(p, full_precision_rows(p), a),
+         {.delta = delta(p, a),
           .settle = Launch(kSettle, *c, query_tiles, c->threads(), shared, a),
           .main = Launch(kBackward, *c, key_tiles, c->threads(), shared, a),
-          .dq = convert_dq(p, full_precision_rows(p), a),
+          .dq = dq_from_sum(p, a),
           .dbias = bias_gradient(p, *of_bias, a)});
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size() - bool(p.dbias), 1);
     return program;

@@ -106,7 +106,7 @@ int load_of(const Config &c) {
   const bool softcap = f.function == kSoftcap, hyperbolic = f.function == kHyperbolic, alibi = f.alibi || (f.scaled && !hyperbolic);
   if (!!f.mask + !!f.bias + alibi + hyperbolic + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
   if (softcap && c.reference == sm90::kExact) return kAnything;
-  if (f.bias) return c.wide ? kBias : kAnything;
+  if (f.bias) return c.bias_by_tma ? kBias : kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   if (f.blocks) return kBlockSparse;
   if (f.dropout) return kDropout;
@@ -122,7 +122,7 @@ Config config_for(const Problem &p) {
   // With FP16 a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
   c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
-  c.wide = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
+  c.bias_by_tma = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
   return c;
 }
 
@@ -250,7 +250,7 @@ protected:
     a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
     a.tma_k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     a.tma_v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
-    if (config.wide) {
+    if (config.bias_by_tma) {
       const bool broadcast = p.bias.stride[2] == 0;
       const int64_t rows = broadcast ? 1 : p.seqlen_q;
       a.tma_bias = mapped(p.bias, p.seqlen_k, rows, p.heads, p.batch, broadcast ? 1 : 64);

@@ -27,7 +27,7 @@ using passes::RowsConfig;
 using sm90::BackwardConfig;
 
 constexpr KernelSource kBackward{"sm90/backward/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
-constexpr KernelSource kBackward64{"sm90/backward/wide.h", "strobe::sm90::BackwardWide", "strobe::sm90::BackwardConfig", true};
+constexpr KernelSource kByRoles{"sm90/backward/roles.h", "strobe::sm90::BackwardRoles", "strobe::sm90::BackwardConfig", true};
 
 constexpr int64_t kMostDimOf128Keys = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
 
@@ -113,7 +113,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   c.registers_load = 40, c.registers_compute = 232;
   c.deterministic = p.deterministic && p.dq;
   if (takes_64_keys(p, f)) {
-    c.wide = 1, c.tile_q = 64;
+    c.roles = 1, c.tile_q = 64;
     c.head_dim = std::max(c.head_dim, 80); // two blocks of columns, one for each warpgroup
     return c;
   }
@@ -149,7 +149,7 @@ int64_t bundle(const Problem &p, const BackwardConfig &c) {
 
 double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device) {
   // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
-  constexpr double kRate = 5.2e12, kRate64 = 3.9e12, kLaunches = 13e-6, kBlockSeconds = 7e-6;
+  constexpr double kRate = 5.2e12, kRolesRate = 3.9e12, kLaunches = 13e-6, kBlockSeconds = 7e-6;
   constexpr double kShared = 0.6;        // of the rate, where fewer columns than 128 share a tile of 64 keys: guessed
   constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
   Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
@@ -157,8 +157,8 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device
     const double all = w.mean * double(tiles(p.seqlen_k, c.tile_k()));
     w = {w.scores() / all, all, all};
   }
-  const double columns = c.head_dim + c.head_dim_v, share = c.wide && larger_dim(p) <= kMostDimOf128Keys ? kShared : 1;
-  const double rate = (c.wide ? kRate64 : kRate) * share / (5 * columns);
+  const double columns = c.head_dim + c.head_dim_v, share = c.roles && larger_dim(p) <= kMostDimOf128Keys ? kShared : 1;
+  const double rate = (c.roles ? kRolesRate : kRate) * share / (5 * columns);
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
   return kLaunches + seconds(w, device, 1, rate, kBlockSeconds) + bias + rows_seconds(p, c.columns(), c.head_dim_v, !c.owns_dq);
 }
@@ -185,7 +185,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
   if (p.dq) a.dq_sum = scratch.take<float>((c.owns_dq ? blocks * p.group() * a.query_tiles : query_tiles) * c.tile_q * c.columns());
   if (c.deterministic) a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
-  a.first_stores = c.owns_dq || (c.deterministic && !c.wide);
+  a.first_stores = c.owns_dq || (c.deterministic && !c.roles);
   if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
   a.tiles = i32(key_tiles), a.pairs = i32(pairs);
   a.bundle = c.owns_dq ? 1 : i32(bundle(p, c));
@@ -201,7 +201,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   program.overlap = true;
   const RowsConfig rows{c.dtype, c.columns(), c.tile_q, 1, passes::kWarpgroups};
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
-                            .main = Launch(c.wide ? kBackward64 : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a),
+                            .main = Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a),
                             .dbias = bias_gradient(p, device, a)};
   if (p.bias) { // the settle kernel wants D first
     BackwardArguments before_settle = a;
@@ -211,7 +211,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
     launches.delta = delta(p, only_d, before_settle);
     launches.settle = settle(p, device, a);
   }
-  if (!c.owns_dq) launches.dq = convert_dq(p, rows, a);
+  if (!c.owns_dq) launches.dq = dq_from_sum(p, rows, a);
   push(program, p, a, std::move(launches));
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);

@@ -144,10 +144,10 @@ private:
                .zero_dq = true});
     const int64_t ctas = p.batch * p.heads_kv * tiles(p.seqlen_k, c->tile_k);
     push(program, p, a,
-         {.delta = delta(p, full_precision_rows(p), a),
+         {.delta = delta(p, a),
           .settle = settle(p, device, a),
           .main = Launch(kBackward, *c, ctas, c->threads(), c->backward_shared_bytes(), a),
-          .dq = convert_dq(p, full_precision_rows(p), a),
+          .dq = dq_from_sum(p, a),
           .dbias = bias_gradient(p, device, a)});
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size(), 1);
     return program;

@@ -19,6 +19,11 @@ constexpr KernelSource kSinkGradient{"passes/sinks.h", "strobe::passes::SinkGrad
 constexpr KernelSource kSettle{"passes/settle.h", "strobe::passes::Settle", "strobe::TileConfig"};
 constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::BiasGradient", "strobe::TileConfig"};
 
+// Of FP32 and FP64: they do not vary with tiles and features. dQ's sum has rows as wide as the backward's.
+passes::RowsConfig row_config(const Problem &p) {
+  return {int32_t(p.dtype), rounded(p.head_dim, 32), passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow};
+}
+
 struct GradientTile {
   int32_t q, k, key_warps, query_warps;
 };
@@ -102,15 +107,11 @@ void push(Program &program, const Problem &p, const BackwardArguments &a, Backwa
 Launch delta(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
   return Launch(kDelta, c, c.blocks(p.batch, p.heads, p.seqlen_q), c.delta_threads(), 0, a);
 }
-
-Launch convert_dq(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
+Launch dq_from_sum(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
   return Launch(kConvertDq, c, c.blocks(p.batch, p.heads, p.seqlen_q), c.threads(), 0, a);
 }
-
-// They do not vary with tiles and features. dq_sum's rows are as wide as the backward's.
-passes::RowsConfig full_precision_rows(const Problem &p) {
-  return {int32_t(p.dtype), rounded(p.head_dim, 32), passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow};
-}
+Launch delta(const Problem &p, const BackwardArguments &a) { return delta(p, row_config(p), a); }
+Launch dq_from_sum(const Problem &p, const BackwardArguments &a) { return dq_from_sum(p, row_config(p), a); }
 
 bool tensor_cores_settle(const Problem &p, const Device &device) { return gradient_config(kSettleTiles, p, device).has_value(); }
 

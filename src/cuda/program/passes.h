@@ -39,11 +39,12 @@ struct BackwardLaunches {
 };
 void push(Program &, const Problem &, const BackwardArguments &, BackwardLaunches &&); // and dsinks
 
-// D, and room for dQ; dQ from its sum.
+// D, and room for dQ's sum; dQ from its sum.
 Launch delta(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
-Launch convert_dq(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
-// Rows of FP32 and FP64, D in the order of dP's products.
-passes::RowsConfig full_precision_rows(const Problem &);
+Launch dq_from_sum(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
+// The same in FP32 and FP64, D in the order of dP's products.
+Launch delta(const Problem &, const BackwardArguments &);
+Launch dq_from_sum(const Problem &, const BackwardArguments &);
 
 // On tensor cores, tiles of scores computed anew. Whether some tile fits the GPU and the blocks of a sparse mask; then there is a launch.
 bool tensor_cores_settle(const Problem &, const Device &);

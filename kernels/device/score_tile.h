@@ -1,0 +1,37 @@
+// A warp's tile of q.k -> its scores, -inf where hidden.
+#pragma once
+#include "../tile/registers.h"
+#include "scores.h"
+
+namespace strobe {
+
+// Whether position hides something of a tile of keys, of kTileK where it is whole.
+template <int kTileK, class KeyTile> __device__ __forceinline__ bool hides_by_position(const KeyTile &tile) {
+  return tile.masked || tile.end - tile.begin < kTileK;
+}
+
+// row_of(row): the Scores::Row of a lane's row.
+template <bool kByPosition, Features F, class KeyTile, class RowOf, int kM, int kN>
+__device__ __forceinline__ void score_elements(tile::Accumulator (&S)[kM][kN], const Scores<F, float> &scores, const KeyTile &tile,
+                                               const RowOf &row_of) {
+  const i32 begin = (i32)tile.begin, end = (i32)tile.end;
+#pragma unroll
+  for (int row = 0; row < 2 * kM; ++row) {
+    const auto query = row_of(row);
+#pragma unroll
+    for (int k = 0; k < 4 * kN; ++k) {
+      float &s = tile::row_element(S, row, k);
+      s = scores.score(s, query, begin + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2), kByPosition, end);
+    }
+  }
+}
+template <Features F, class KeyTile, class RowOf, int kM, int kN>
+__device__ __forceinline__ void score_tile(tile::Accumulator (&S)[kM][kN], const Scores<F, float> &scores, const KeyTile &tile,
+                                           const RowOf &row_of) {
+  if (hides_by_position<16 * kN>(tile))
+    score_elements<true>(S, scores, tile, row_of);
+  else if constexpr (F.additive() || F.mask)
+    score_elements<false>(S, scores, tile, row_of);
+}
+
+} // namespace strobe

@@ -1,0 +1,100 @@
+// What wgmma reads and writes in registers. The tensor cores do so behind the compiler's back: these types tell it when.
+//
+// A product begins at once and runs by itself, as a commit group of its own: wait_for<kPending>(x...) returns when all products of this
+// warpgroup but the last kPending have ended, those that x... take part in among them. Until then x... are neither read nor written.
+#pragma once
+#include "../ptx/wgmma.h"
+#include "messages.h"
+
+namespace strobe::sm90 {
+
+// A left operand: 64 x K.
+template <int K> struct LeftOperand {
+  u32 x[K / 4];
+
+  __device__ __forceinline__ void done() { registers_changed(x); }
+};
+
+template <int kPending, class... Registers> __device__ __forceinline__ void wait_for(Registers &...registers) {
+  wgmma_wait<kPending>();
+  (registers.done(), ...);
+}
+
+// The place of a sum that another one was in before: kept over a loop, or free until the product begins.
+enum class Place { kept, free };
+
+// A sum of products of T: 64 x N, FP32.
+template <class T, int N> struct Accumulator {
+  float x[N / 2]; // as wgmma has it (ptx/wgmma.h)
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) x[i] = 0;
+    done();
+  }
+
+  // What computes it, here or on the tensor cores, has done so, and not later.
+  __device__ __forceinline__ void done() { registers_changed(x); }
+
+  // = A B^T. A: 64 rows of a tile of kRows; B: N rows; both kInner columns wide.
+  template <int kInner, int kRows, Place kPlace> __device__ __forceinline__ void begin_product(u32 A, u32 B) {
+    if constexpr (kPlace == Place::kept) registers_changed(x);
+    wgmma_fence();
+    const u64 rows = descriptor_k_major(A), columns = descriptor_k_major(B);
+#pragma unroll
+    for (int c = 0; c < kInner / 16; ++c) {
+      const u64 left = advance(rows, kRows * kRowBytes * (c / 4) + 32 * (c % 4));
+      const u64 right = advance(columns, N * kRowBytes * (c / 4) + 32 * (c % 4));
+      if (c > 0)
+        Wgmma<T, N>::template shared<true>(x, left, right);
+      else if constexpr (kPlace == Place::free)
+        Wgmma<T, N>::template shared_anew<0>(x, left, right);
+      else
+        Wgmma<T, N>::template shared<false>(x, left, right);
+    }
+    wgmma_commit();
+  }
+  template <Place kPlace, int kInner> __device__ __forceinline__ void begin_product(LeftOperand<kInner> &A, u32 B) {
+    if constexpr (kPlace == Place::kept) registers_changed(x);
+    if constexpr (kPlace == Place::free) registers_changed(A.x);
+    wgmma_fence();
+    const u64 columns = descriptor_k_major(B);
+#pragma unroll
+    for (int c = 0; c < kInner / 16; ++c) {
+      const u64 right = advance(columns, N * kRowBytes * (c / 4) + 32 * (c % 4));
+      if (c > 0)
+        Wgmma<T, N>::template registers<true, 0>(x, A.x + 4 * c, right);
+      else if constexpr (kPlace == Place::free)
+        Wgmma<T, N>::template registers_anew<0>(x, A.x, right);
+      else
+        Wgmma<T, N>::template registers<false, 0>(x, A.x, right);
+    }
+    wgmma_commit();
+  }
+  // = A^T B^T. A: kInner rows, of which 64 columns; B: N rows of a tile of kRows, kInner columns wide.
+  template <int kInner, int kRows> __device__ __forceinline__ void begin_product_of_columns(u32 A, u32 B) {
+    const u64 columns = descriptor_mn_major(A, 16), rows = descriptor_k_major(B);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kInner / 16; ++k) {
+      const u64 left = advance(columns, 16 * kRowBytes * k), right = advance(rows, kRows * kRowBytes * (k / 4) + 32 * (k % 4));
+      if (k == 0)
+        Wgmma<T, N>::template shared_anew<1>(x, left, right);
+      else
+        Wgmma<T, N>::template shared<true, 1>(x, left, right);
+    }
+    wgmma_commit();
+  }
+  // += A B. B: kInner rows, N columns wide.
+  template <int kInner> __device__ __forceinline__ void begin_adding(LeftOperand<kInner> &A, u32 B) {
+    registers_changed(A.x);
+    registers_changed(x);
+    wgmma_fence();
+    const u64 rows = descriptor_mn_major(B, kInner * kRowBytes);
+#pragma unroll
+    for (int i = 0; i < kInner / 16; ++i) Wgmma<T, N>::template registers<true, 1>(x, A.x + 4 * i, advance(rows, 16 * kRowBytes * i));
+    wgmma_commit();
+  }
+};
+
+} // namespace strobe::sm90

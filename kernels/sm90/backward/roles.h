@@ -1,0 +1,248 @@
+// dQ, dK and dV on Hopper where head dimensions exceed 128, and dK and dV of 64 keys fill a warpgroup's registers each (see backward.h for
+// the formulas). A block of threads owns 64 keys. Of each tile of queries one warpgroup makes S, P and dV, the other one dP, dS and dK; P
+// goes from one to the other through shared memory, in the order of lanes; dQ, an iteration late, is divided by columns.
+#pragma once
+#include "run.h"
+#include "scores.h"
+
+namespace strobe::sm90 {
+
+template <BackwardConfig C> struct BackwardRoles {
+  using Arguments = HopperBackwardArguments;
+  using T = typename Element<C.dtype>::type;
+  static constexpr Features F = C.features;
+  static constexpr bool kWaitsItself = true; // for the launch before: load.h
+  static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
+  static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kKeys = 64;
+  static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64, kFirst = kBlocks / 2; // of K; of the first warpgroup
+  static_assert(C.roles && !C.exact_p && !C.dq_shared && kBlocks >= 2);
+
+  struct Compute {
+    const Arguments &a;
+    const Inputs &in;
+    const BackwardShared<C> &shared;
+    const int w, lane, warp; // warpgroup; warp within it
+    const BackwardScores<C> scores;
+
+    __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
+        : a(a), in(a.in), shared(shared), w(w), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)),
+          scores(shared, a.in, keys, w) {}
+
+    __device__ __forceinline__ u32 all(u32) {
+      if (w == 0) {
+        Left left{*this};
+        walk<0, kFirst>(left);
+        scores.template store<kDv>(a.dv, in, read<KeyBlock>(shared.keys()), in.head_dim_v, left.dV, scores.dropout.dropout.factor());
+      } else {
+        Right right{*this};
+        walk<kFirst, kBlocks>(right);
+        scores.template store<kD>(a.dk, in, read<KeyBlock>(shared.keys()), in.head_dim, right.dK, (float)in.scale);
+      }
+      return 0;
+    }
+
+    // All tiles of queries, as the left or the right warpgroup sees them, whose are the blocks [kBegin, kEnd) of columns of dQ.
+    template <int kBegin, int kEnd, class Side> __device__ __forceinline__ void walk(Side &side) const {
+      side.clear();
+      wait_full(shared.q_full(0), 0);
+      QueryStep step = read<QueryStep>(shared.step(0));
+      if (!(step.flags & kNothing)) {
+        mbarrier_wait(shared.k_full(), 0);
+        side.begin();
+        u32 n = 0;
+        i32 before = 0; // the number of the tile of the iteration before
+#pragma unroll 1
+        for (;; ++n) {
+          side.step(step, n);
+          const u32 next = n + !(step.flags & kLast);
+          auto then = [&] { side.end(n, next); };
+          if (n > 0) {
+            add_dq<kBegin, kEnd>(n - 1, before, then);
+          } else {
+            wgmma_wait<0>();
+            then();
+          }
+          before = step.number;
+          if (next == n) break;
+          side.wait_queries(next);
+          step = read<QueryStep>(shared.step(next));
+        }
+        side.end_in_vain();
+        add_dq<kBegin, kEnd>(n, before);
+      } else if constexpr (C.deterministic) {
+        scores.release(shared.dq_full(w));
+      }
+    }
+
+    // S, P and dV.
+    struct Left {
+      const Compute &my;
+      Accumulator<T, kDv> dV;
+      Accumulator<T, kM> S;
+      LeftOperand<kM> P;
+      __device__ __forceinline__ void clear() { dV.clear(); }
+      __device__ __forceinline__ void begin() {
+        begin_s(0);
+        my.scores.template clear_nonfinite_keys<true>(my.shared.k, kFirst * kBlockBytes);
+        my.scores.together();
+      }
+      // P = exp(S - LSE), for both; dV += P^T dO begins.
+      __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
+        const u32 allowed = my.scores.allowed(step);
+        wait_for<0>(S);
+        my.scores.clear_nonfinite_queries(step, n);
+        my.scores.exponentiate(S, P, n, step, allowed);
+        my.give_p(S, n);
+        my.scores.round(P, S);
+        my.scores.release(my.shared.q_empty(n));
+        wait_full(my.shared.dout_full(n), n);
+        dV.begin_adding(P, my.shared.dout_of(n));
+      }
+      // dV has ended; S of the next tile begins, in vain after the last one.
+      __device__ __forceinline__ void end(u32 n, u32 next) {
+        dV.done();
+        P.done();
+        my.scores.release(my.shared.dout_empty(n));
+        wait_full(my.shared.q_full(next), next);
+        begin_s(next);
+      }
+      __device__ __forceinline__ void begin_s(u32 n) { S.template begin_product<kD, kKeys, Place::free>(my.shared.k, my.shared.q_of(n)); }
+      __device__ __forceinline__ void wait_queries(u32) const {}
+      __device__ __forceinline__ void end_in_vain() { wait_for<0>(S); }
+    };
+
+    // dP, dS and dK.
+    struct Right {
+      const Compute &my;
+      Accumulator<T, kD> dK;
+      Accumulator<T, kM> dP;
+      LeftOperand<kM> dS;
+      __device__ __forceinline__ void clear() { dK.clear(); }
+      __device__ __forceinline__ void begin() {
+        my.scores.template clear_nonfinite_keys<true>(my.shared.k + kFirst * kBlockBytes, (kBlocks - kFirst) * kBlockBytes);
+        mbarrier_wait(my.shared.v_full(), 0);
+        my.scores.template clear_nonfinite_keys<false>(my.shared.v, C.v_bytes());
+        my.scores.together();
+        begin_dp(0);
+      }
+      // dS = P (dP - D), for both; dK += dS^T Q begins.
+      __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
+        wait_for<0>(dP);
+        my.scores.clear_nonfinite_queries(step, n);
+        mbarrier_wait(my.shared.p_full(), n % 2);
+        if (my.scores.masked(step) || BackwardScores<C>::kHides)
+          my.template differentiate<true>(dS, dP, n);
+        else
+          my.template differentiate<false>(dS, dP, n);
+        __syncwarp();
+        my.scores.release(my.shared.p_empty());
+        my.scores.release(my.shared.dout_empty(n));
+        my.scores.hand_on(dS, n);
+        dK.begin_adding(dS, my.shared.q_of(n));
+      }
+      // dK has ended; dP of the next tile begins, in vain after the last one.
+      __device__ __forceinline__ void end(u32 n, u32 next) {
+        dK.done();
+        dS.done();
+        my.scores.release(my.shared.q_empty(n));
+        begin_dp(next);
+      }
+      __device__ __forceinline__ void begin_dp(u32 n) {
+        wait_full(my.shared.dout_full(n), n);
+        dP.template begin_product<kDv, kKeys, Place::free>(my.shared.v, my.shared.dout_of(n));
+      }
+      __device__ __forceinline__ void wait_queries(u32 n) const { wait_full(my.shared.q_full(n), n); }
+      __device__ __forceinline__ void end_in_vain() { wait_for<0>(dP); }
+    };
+
+    // P to the other warpgroup, what is dropped with a sign.
+    __device__ __forceinline__ u32 place_of_p(int i) const { return shared.p + (i * 128 + 32 * warp + lane) * 16; }
+    __device__ __forceinline__ void give_p(const Accumulator<T, kM> &S, u32 n) const {
+      mbarrier_wait(shared.p_empty(), n % 2 ^ 1);
+#pragma unroll
+      for (int i = 0; i < kM / 16; ++i) {
+        const float *s = S.x + 8 * i;
+        const u32 x[4] = {pack<T>(s[0], s[1]), pack<T>(s[2], s[3]), pack<T>(s[4], s[5]), pack<T>(s[6], s[7])};
+        store_shared(place_of_p(i), x);
+      }
+      __syncwarp();
+      scores.release(shared.p_full());
+    }
+
+    // dP -> dS. kHidden: dP of what is hidden may be no number.
+    template <bool kHidden> __device__ __forceinline__ void differentiate(LeftOperand<kM> &dS, const Accumulator<T, kM> &dP, u32 n) const {
+      const u32 delta = shared.delta_of(n) + lane % 4 * 8;
+      const float factor = scores.dropout.dropout.factor();
+#pragma unroll
+      for (int i = 0; i < kM / 16; ++i) {
+        u32 P[4];
+        load_shared(P, place_of_p(i));
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float D[2];
+          load_shared(D, delta + 64 * i + 32 * c);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            auto dS_of = [&](int e) {
+              float p = tile::unpacked<T>(P[2 * c + r], e), x = dP.x[8 * i + 4 * c + 2 * r + e];
+              if constexpr (F.dropout) {
+                x = __float_as_uint(p) >> 31 ? 0.0f : x * factor;
+                p = fabsf(p);
+              }
+              return kHidden && p == 0 ? 0.0f : p * (x - D[e]);
+            };
+            dS.x[4 * i + 2 * c + r] = pack<T>(dS_of(0), dS_of(1));
+          }
+        }
+      }
+    }
+
+    // This warpgroup's blocks of columns of dQ. then(): what follows the products under way before them; it begins another one.
+    template <int kBegin, int kEnd, class Then> __device__ __forceinline__ void add_dq(u32 n, i32 number, const Then &then) const {
+      Accumulator<T, kM> dQ;
+      if constexpr (C.deterministic) scores.release(shared.dq_full(w));
+      wait_full(shared.ds_full(n), n);
+#pragma unroll
+      for (int block = kBegin; block < kEnd; ++block) {
+        dQ.template begin_product_of_columns<kKeys, kM>(shared.k + block * kBlockBytes, shared.ds_of(n));
+        if (block == kBegin) {
+          wgmma_wait<1>();
+          then();
+          wgmma_wait<1>();
+        } else {
+          wgmma_wait<0>();
+        }
+        leave(dQ, n, number, block, block == kBegin, block == kEnd - 1);
+      }
+    }
+    template <int kBegin, int kEnd> __device__ __forceinline__ void add_dq(u32 n, i32 number) const {
+      Accumulator<T, kM> dQ;
+      if constexpr (C.deterministic) scores.release(shared.dq_full(w));
+      wait_full(shared.ds_full(n), n);
+#pragma unroll
+      for (int block = kBegin; block < kEnd; ++block) {
+        dQ.template begin_product_of_columns<kKeys, kM>(shared.k + block * kBlockBytes, shared.ds_of(n));
+        wgmma_wait<0>();
+        leave(dQ, n, number, block, block == kBegin, block == kEnd - 1);
+      }
+    }
+    // To the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries of a warp.
+    __device__ __forceinline__ void leave(Accumulator<T, kM> &dQ, u32 n, i32 number, int block, bool first, bool last) const {
+      dQ.done();
+      if (last) scores.release(shared.ds_empty(n));
+      if (!a.dq_sum) return;
+      float *target = a.dq_sum + (i64)number * (kM * C.columns()) + (block * 4 + warp) * (16 * kM);
+      if (C.deterministic && first) mbarrier_wait(shared.dq_empty(w), n % 2);
+#pragma unroll
+      for (int i = 0; i < kM / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
+      if (C.deterministic && last) {
+        __syncwarp();
+        if (lane == 0) end_turn(turn_of(a, number, w));
+      }
+    }
+  };
+
+  static __device__ __forceinline__ void run(const Arguments &a) { run_backward<C, Compute>(a); }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,74 @@
+// O / l and LSE to memory.
+#pragma once
+#include "../../device/softmax.h"
+#include "../../tile/shared.h"
+#include "nonfinite.h"
+#include "tile_softmax.h"
+
+namespace strobe::sm90 {
+
+// Columns of row r of a lane's O, times a factor, as part of the results of all keys. Returns whether something is not finite.
+template <Config C>
+__device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const Item &item, i64 row, int r, float factor) {
+  float *out = partial_out(group.a, item, row) + tile::lane_column(0, 0);
+  bool nonfinite = false;
+#pragma unroll
+  for (int n = 0; n < C.head_dim_v / 4; ++n) {
+    const i32 c = n / 2 * 8 + n % 2;
+    const float x = group.O.x[n / 2 * 4 + 2 * r + n % 2] * factor;
+    if (c + tile::lane_column(0, 0) < group.in.head_dim_v) out[c] = x;
+    if (r == 0) nonfinite |= !(x - x == 0);
+  }
+  return nonfinite;
+}
+// The same as the results themselves. Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of
+// them whole sectors. Without branches: within one the compiler computes the address anew, and waits for each exchange.
+template <Config C>
+__device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const Item &item, i64 row, bool there, int r, float factor) {
+  using T = typename Element<C.dtype>::type;
+  const i32 odd = group.lane % 2, column = 8 * odd + group.lane % 4 / 2 * 4;
+  T *out = group.a.out.template at<T>(item.b, item.h, row, 0) + column;
+  const i32 columns = there ? group.in.head_dim_v - column : 0;
+  u32 zero = 0; // NaN if something is not finite
+#pragma unroll
+  for (int c = 0; c < C.head_dim_v; c += 16) {
+    const float *o = group.O.x + c / 2 + 2 * r;
+    const u32 left = pack<T>(o[0] * factor, o[1] * factor), right = pack<T>(o[4] * factor, o[5] * factor);
+    const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
+    const u32 x = odd ? other : left, y = odd ? right : other;
+    store_global_below(c, columns, out + c, x, y);
+    if (r == 0) zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero)); // what is not finite in V is so in all rows
+  }
+  return r == 0 && there && multiply_add_pairs<T>(zero, 0, 0) != 0;
+}
+
+template <Config C> __device__ __forceinline__ void store_results(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax) {
+  const HopperForwardArguments &a = group.a;
+  const Inputs &in = group.in;
+  const RowSoftmax<2> &running = softmax.running;
+  const bool natural = softmax.natural();
+  const float sink =
+      !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * (natural ? 1 : kLog2e<float>) : minus_infinity<float>();
+  bool overflow = false, nonfinite = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const RowEnd end = row_end(running.M[r], tile::row_sum(running.l[r]), sink, natural);
+    const i32 i = softmax.row + tile::lane_row(r);
+    const bool there = i < softmax.scores.seqlen_q;
+    overflow = overflow || (there && C.reference == kFixed && !(running.l[r] < TileSoftmax<C>::kMost));
+    if constexpr (C.features.bias) overflow = overflow || (there && running.M[r] == minus_infinity<float>()); // it may be low instead
+    const i64 row = softmax.sequence.q0 + i;
+    const float factor = end.factor * softmax.dropout.dropout.factor();
+    if constexpr (C.split) {
+      if (!there) continue;
+      if (group.lane % 4 == 0) a.partial_lse[item.split() * in.rows() + in.row_index(item.b, item.h, row)] = end.lse;
+      nonfinite |= store_partial(group, item, row, r, factor);
+    } else {
+      if (a.lse && group.lane % 4 == 0 && there) *a.lse.template at<float>(item.b, item.h, row, 0) = end.lse;
+      nonfinite |= store_rounded(group, item, row, there, r, factor);
+    }
+  }
+  if (item.kind() == kFast) group.judge(overflow || nonfinite);
+}
+
+} // namespace strobe::sm90

@@ -1,0 +1,65 @@
+// Infinities and NaN in V where a tile of queries is computed again: they are taken out of the tiles, and added at the end to the results of
+// the queries that see them.
+#pragma once
+#include "../../device/nonfinite.h"
+#include "load.h"
+#include "warpgroup.h"
+
+namespace strobe::sm90 {
+
+// What is not finite in a tile of V becomes 0, until add_nonfinite().
+template <Config C> __device__ __forceinline__ void clear_nonfinite_v(const Warpgroup<C> &group, const Stage<C> &value) {
+  using T = typename Element<C.dtype>::type;
+  mbarrier_wait(group.shared.v_full(value.index), value.parity);
+#pragma unroll 1
+  for (i32 i = (i32)threadIdx.x % 128 * 4; i < C.v_bytes(); i += 128 * 4) { // a few registers: S, O, P and Q are in use
+    const u32 place = group.shared.v + value.index * C.v_bytes() + i, x = load_shared(place), bad = spread(nonfinite<T>(x));
+    if (bad) store_shared(place, x & ~bad);
+  }
+  async_proxy_fence();
+  group.together();
+}
+
+// A row of what this part of the keys makes of O.
+__device__ __forceinline__ float *partial_out(const HopperForwardArguments &a, const Item &item, i64 row) {
+  return a.partial_out + (item.split() * a.in.rows() + a.in.row_index(item.b, item.h, row)) * a.in.head_dim_v;
+}
+
+template <Config C> struct Results {
+  using T = typename Element<C.dtype>::type;
+  const HopperForwardArguments &a;
+  const Item &item;
+  i64 q0;
+  i32 first, count; // of the sequence's queries
+  __device__ __forceinline__ i32 query(i32 r) const { return first + r; }
+  __device__ __forceinline__ i32 head(i32) const { return item.h; }
+  __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
+    if constexpr (C.split) {
+      partial_out(a, item, q0 + query(r))[c] += x;
+    } else {
+      T *o = a.out.template at<T>(item.b, item.h, q0 + query(r), c);
+      *o = Convert<T>::from(to_float(*o) + x);
+    }
+  }
+};
+template <Config C>
+__device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const Item &item, const Dropout<C.features> &dropout) {
+  using T = typename Element<C.dtype>::type;
+  constexpr Features F = C.features;
+  const Inputs &in = group.in;
+  const Sequence sequence = in.sequence(item.b); // again: nothing is kept in registers for this
+  const Scores<F, float, C.reference != kExact> scores(in, sequence, item.b);
+  group.together(); // the results are in memory
+  const i32 first = item.q + 64 * group.w;
+  const Results<C> results{group.a, item, sequence.q0, first, min(64, scores.seqlen_q - first)};
+  const Keys<T> value = v_of<T>(in, sequence, item.b, (i32)group.a.group_divisor.divide(item.h));
+  BasicSchedule<i32> tiles = schedule<C>(group.a, narrow(sequence.band), item);
+  BasicKeyTile<i32> t;
+#pragma unroll 1
+  while (tiles.next(t)) {
+    if (F.mask || F.bias || t.masked || t.end - t.begin < C.tile_k)
+      strobe::add_nonfinite<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
+  }
+}
+
+} // namespace strobe::sm90

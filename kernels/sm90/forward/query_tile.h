@@ -1,0 +1,121 @@
+// The loop of the forward: 64 queries of a warpgroup walk over the tiles of keys.
+#pragma once
+#include "epilogue.h"
+#include "nonfinite.h"
+#include "tile_softmax.h"
+
+namespace strobe::sm90 {
+
+template <Config C> struct QueryTile {
+  static constexpr Features F = C.features;
+  Warpgroup<C> &group;
+  const Item &item;
+  TileSoftmax<C> softmax;
+  // Keys that some query of this warpgroup sees by position.
+  const BasicRange<i32> visible;
+  Tile t; // the one whose scores are computed
+
+  __device__ __forceinline__ QueryTile(Warpgroup<C> &group, const Item &item)
+      : group(group), item(item), softmax(group, item),
+        visible(softmax.q < softmax.scores.seqlen_q
+                    ? narrow(softmax.sequence.band).keys_any(softmax.q, min(softmax.q + 64, softmax.scores.seqlen_q))
+                    : BasicRange<i32>{0, 0}) {}
+
+  __device__ __forceinline__ void compute() {
+    group.O.clear();
+    const bool turn = find_first_tile();
+    const bool any = sees();
+    softmax.given.mask.fetch(t.begin);
+    if (any) {
+      bool more = first_tile(turn);
+#pragma unroll 1
+      while (more) more = steady_step();
+      last_p_v();
+    } else {
+      release_q(true);
+    }
+    if (!sees()) drain(turn || any);
+    store_results(group, item, softmax);
+    if (item.kind() != kFast) add_nonfinite(group, item, softmax.dropout.dropout);
+  }
+
+  __device__ __forceinline__ bool sees() const { return t.begin < visible.end && t.end > visible.begin; }
+
+  // Skips tiles that are not seen. Every tile of an item but its first takes a turn: returns whether this one is to.
+  __device__ __forceinline__ bool find_first_tile() {
+    t = group.wait_tile();
+    bool turn = false;
+    while (!sees() && !t.last) {
+      group.skip_tile(turn);
+      turn = true;
+      t = group.wait_tile();
+    }
+    return turn;
+  }
+  // S = Q K^T, P = softmax(S). Returns, as the next step does, whether there is another tile to be computed.
+  __device__ __forceinline__ bool first_tile(bool turn) {
+    if (turn) group.wait_turn();
+    group.begin_q_k();
+    if (turn) group.pass_turn();
+    wait_for<0>(group.S);
+    take_k();
+    softmax.exponentiate(t, group.v);
+    softmax.round(group.P);
+    return next_tile();
+  }
+  // S = Q K^T of this tile and O += P V of the one before; meanwhile P = softmax(S) of this one.
+  __device__ __forceinline__ bool steady_step() {
+    group.wait_turn();
+    group.begin_q_k();
+    group.begin_p_v();
+    group.pass_turn();
+    wait_for<1>(group.S);
+    take_k();
+    const bool followed = softmax.follows;
+    softmax.exponentiate(t, group.v.next());
+    group.S.done(); // the compiler is to wait for P V after the softmax
+    const bool more = next_tile();
+    wait_for<0>(group.O, group.P);
+    group.release_v();
+    softmax.round(group.P);
+    if (followed) softmax.rescale(group.O);
+    return more;
+  }
+  // O += P V of the last tile that is seen.
+  __device__ __forceinline__ void last_p_v() {
+    release_q(false);
+    group.begin_p_v();
+    wait_for<0>(group.O, group.P);
+    group.release_v();
+  }
+  // This tile, which is not seen, and what follows it.
+  __device__ __forceinline__ void drain(bool turn) {
+    group.skip_tile(turn);
+    while (!t.last) {
+      t = group.wait_tile();
+      group.skip_tile(true);
+    }
+  }
+
+  // Scores are in registers, and so is the tile's bias: K may go.
+  __device__ __forceinline__ void take_k() {
+    softmax.given.bias.take(group.k.index);
+    group.release_k();
+  }
+  __device__ __forceinline__ void release_q(bool apart) const {
+    if constexpr (!C.q_in_registers) {
+      if (apart) __syncwarp();
+      group.release(group.shared.q_empty(group.w));
+    }
+  }
+  // Whether there is a tile after t to be computed; t becomes it.
+  __device__ __forceinline__ bool next_tile() {
+    if (t.last) return false;
+    softmax.watch(t);
+    t = group.wait_tile(softmax.never());
+    softmax.given.mask.fetch(t.begin);
+    return sees();
+  }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,148 @@
+// From a tile of S to P, and the running softmax of a warpgroup's queries: options of the score, what is hidden, the reference that exponents
+// are measured against.
+#pragma once
+#include "../../device/query_major_dropout.h"
+#include "../../device/softmax.h"
+#include "exponent.h"
+#include "given.h"
+#include "nonfinite.h"
+
+namespace strobe::sm90 {
+
+template <Config C> struct TileSoftmax {
+  using T = typename Element<C.dtype>::type;
+  static constexpr Features F = C.features;
+  using Score = Scores<F, float, C.reference != kExact>;
+  using Softcap = sm90::Softcap<F, C.reference != kExact>;
+  static constexpr bool kLine = Line<C, Score>::kApplies;
+  static constexpr int kN = C.tile_k;
+  // Of l: up to kMost P is what its type holds; from kFar on the reference follows.
+  static constexpr float kMost = C.dtype == kF16 ? 65504.0f : 1e30f, kFar = C.dtype == kF16 ? 4096.0f : 1e12f;
+  static_assert(!F.dropout || kN % 32 == 0, "dropout draws for 32 keys");
+
+  Warpgroup<C> &group;
+  float (&S)[kN / 2];
+  const Item &item;
+  const Sequence sequence;
+  const Score scores;
+  const QueryMajorDropout<F> dropout;
+  const i32 q, row; // the warpgroup's first query, and the warp's
+  const typename Score::Row rows[2];
+  Given<C, Score> given;
+  Line<C, Score> line;
+  Softcap softcap;
+  RowSoftmax<2> running;
+  bool follows = true, rising; // the reference follows the maxima, and always will
+  u32 random[F.dropout ? kN / 32 : 1][4];
+
+  __device__ __forceinline__ TileSoftmax(Warpgroup<C> &group, const Item &item)
+      : group(group), S(group.S.x), item(item), sequence(group.in.sequence(item.b)), scores(group.in, sequence, item.b),
+        dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b}, q(item.q + 64 * group.w), row(q + 16 * group.warp),
+        rows{scores.row(row + tile::lane_row(0), item.h), scores.row(row + tile::lane_row(1), item.h)},
+        given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), softcap(scores),
+        rising(item.kind() == kSafe) {}
+
+  // Scores and M are natural logarithms where a tile with a bias is computed again: as low as numbers go, and -inf whatever else there is.
+  __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kFast; }
+
+  // Q K^T of tile t, in S -> P, in S. value: where its V lies.
+  __device__ __forceinline__ void exponentiate(const Tile &t, const Stage<C> &value) {
+    if constexpr (F.mask || F.bias) {
+      if (item.kind() != kFast) clear_nonfinite_v(group, value);
+    }
+    score_and_hide(t, value);
+    if (natural())
+      exponentiate(Natural{});
+    else if constexpr (kLine)
+      exponentiate(line.exponent(given));
+    else if (Softcap::kApplies && softcap.small)
+      exponentiate(softcap);
+    else
+      exponentiate(Linear{Softcap::kApplies ? softcap.cap : scores.unit});
+    if constexpr (F.dropout) {
+#pragma unroll
+      for (int n = 0; n < kN / 32; ++n) dropout.draw(random[n], row, t.begin + 32 * n);
+    }
+  }
+  template <class Exponent> __device__ __forceinline__ void exponentiate(const Exponent &of) {
+    if (follows) running.template follow<C.reference == kExact>(S, of);
+    running.exponentiate(S, of);
+  }
+  // P as the tensor cores take it, without what is dropped.
+  __device__ __forceinline__ void round(LeftOperand<kN> &P) const {
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i) {
+      P.x[i] = pack<T>(S[2 * i], S[2 * i + 1]);
+      if constexpr (F.dropout) P.x[i] = dropout.kept(P.x[i], random[i / 8][i / 4 % 2 * 2 + i % 2], i / 2 % 2);
+    }
+  }
+  // O as the reference is now.
+  template <int N> __device__ __forceinline__ void rescale(Accumulator<T, N> &O) const {
+    if (running.moved()) running.rescale(O.x);
+  }
+
+  // After tile t: whether the reference is still to follow the maxima, and whether P has become too large for that to help.
+  __device__ __forceinline__ void watch(const Tile &t) {
+    if constexpr (C.reference == kFixed) {
+      const float l = fmaxf(running.l[0], running.l[1]);
+      if (__any_sync(0xFFFFFFFFu, !(l < kFar))) {
+        rising = true;
+        if (item.kind() == kFast && !(l < kMost))
+          store_shared(group.shared.failed(group.verdicts), 1), store_shared(group.shared.lost(), group.items);
+      }
+      bool hidden = t.masked; // it may be that a row has seen nothing yet, or only keys beyond it, with ALiBi
+      if constexpr (kLine && F.alibi) hidden = hidden || !line.before;
+      if constexpr (F.mask || F.bias)
+        hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(running.M[0], running.M[1]) == minus_infinity<float>());
+      follows = rising || (follows && hidden);
+    }
+  }
+  // It is false; but the compiler has to finish the softmax to know.
+  __device__ __forceinline__ bool never() const { return __any_sync(0xFFFFFFFFu, running.l[0] + running.l[1] < 0); }
+
+private:
+  __device__ __forceinline__ void score_and_hide(const Tile &t, const Stage<C> &value) {
+    const bool scored = natural() || (F.additive() && !kLine && !Softcap::kApplies);
+    if constexpr (kLine) {
+      if (!scored) line.begin(S, row, t.begin, t.end);
+    }
+    if constexpr (Softcap::kApplies) softcap.begin(S);
+    if (t.masked) {
+      if constexpr (!F.mask && !F.bias) {
+        if (item.kind() != kFast) clear_nonfinite_v(group, value);
+      }
+      if (scored)
+        score<true>(t);
+      else
+        hide(t);
+    } else if (scored) {
+      score<false>(t);
+    }
+    given.mask.hide(S);
+  }
+  // Hides what lies outside the rows' bands, or beyond the tile.
+  __device__ __forceinline__ void hide(const Tile &t) {
+    const i32 column = t.begin + tile::lane_column(0, 0);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const i32 begin = rows[r].begin - column, end = min(rows[r].end, t.end) - column;
+#pragma unroll
+      for (int i = 2 * r; i < kN / 2; i += i % 2 ? 3 : 1) {
+        const i32 j = i / 4 * 8 + i % 2;
+        if ((F.band && j < begin) || j >= end) S[i] = minus_infinity<float>();
+      }
+    }
+  }
+  template <bool kByPosition> __device__ __forceinline__ void score(const Tile &t) {
+    const i32 column = t.begin + tile::lane_column(0, 0);
+    const float distance[2] = {(float)(rows[0].i + scores.offset - column), (float)(rows[1].i + scores.offset - column)};
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      const i32 r = i / 2 % 2, j = i / 4 * 8 + i % 2;
+      const typename Given<C, Score>::At at{given, {scores, rows[r], column + j}, i};
+      S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, at, kByPosition, t.end);
+    }
+  }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,103 @@
+// A warpgroup of the forward that computes: the matrices in its registers, its place among the stages of shared memory, and what it tells
+// the other threads of the block.
+#pragma once
+#include "../../ptx/wgmma.h"
+#include "../accumulator.h"
+#include "shared.h"
+
+namespace strobe::sm90 {
+
+template <Config C> struct Warpgroup {
+  using T = typename Element<C.dtype>::type;
+  static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
+  // Named barriers, + the warpgroup's number: it is its turn; all of it have come.
+  static constexpr int kTurn = 1, kTogether = kTurn + C.warpgroups;
+
+  const HopperForwardArguments &a;
+  const Inputs &in;
+  const SharedMemory<C> &shared;
+  const int w, lane, warp; // warpgroup; warp within it
+  Stage<C> k{}, v{};       // of the next tile
+  u32 items = 0, verdicts = 0;
+  Accumulator<T, kDv> O;
+  Accumulator<T, kN> S;
+  LeftOperand<kN> P;
+  LeftOperand<C.q_in_registers ? kD : 4> Q;
+
+  __device__ __forceinline__ Warpgroup(const HopperForwardArguments &a, const SharedMemory<C> &shared, int w)
+      : a(a), in(a.in), shared(shared), w(w), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)) {}
+
+  __device__ __forceinline__ u32 q_address() const { return shared.q + 64 * w * 2 * C.columns(); }
+  __device__ __forceinline__ void load_q() {
+    const int row = 16 * warp + lane % 16;
+#pragma unroll
+    for (int c = 0; c < kD / 16; ++c) {
+      const int chunk = c % 4 * 2 + lane / 16;
+      ldmatrix(reinterpret_cast<u32(&)[4]>(Q.x[4 * c]),
+               q_address() + 64 * kRowBytes * (c / 4) + row * kRowBytes + ((chunk ^ row % 8) << 4));
+    }
+    __syncwarp();
+    release(shared.q_empty(w));
+  }
+  // S = Q K^T of the next tile of K, which is there.
+  __device__ __forceinline__ void begin_q_k() {
+    const u32 key = shared.k + k.index * C.k_bytes();
+    if constexpr (C.q_in_registers)
+      S.template begin_product<Place::kept>(Q, key);
+    else
+      S.template begin_product<kD, 64, Place::kept>(q_address(), key);
+  }
+  // O += P V of the next tile of V, once it is there.
+  __device__ __forceinline__ void begin_p_v() {
+    mbarrier_wait(shared.v_full(v.index), v.parity);
+    O.begin_adding(P, shared.v + v.index * C.v_bytes());
+  }
+
+  __device__ __forceinline__ void release(u32 empty) const {
+    if (lane == 0) mbarrier_arrive(empty);
+  }
+  __device__ __forceinline__ void release_k() {
+    release(shared.k_empty(k.index));
+    k.advance();
+  }
+  __device__ __forceinline__ void release_v() {
+    release(shared.v_empty(v.index));
+    v.advance();
+  }
+  // Waits for the next tile of K.
+  __device__ __forceinline__ Tile wait_tile(bool other_parity = false) {
+    mbarrier_wait(shared.k_full(k.index), k.parity ^ other_parity);
+    return read<Tile>(shared.tile(k.index));
+  }
+  // The next tile, which this warpgroup sees nothing of.
+  __device__ __forceinline__ void skip_tile(bool turn) {
+    if (turn) {
+      wait_turn();
+      pass_turn();
+    }
+    __syncwarp();
+    release_k();
+    mbarrier_wait(shared.v_full(v.index), v.parity);
+    release_v();
+  }
+  // What was computed is right, or the tile of queries has to be computed again.
+  __device__ __forceinline__ void judge(bool failed) {
+    const u32 n = verdicts++;
+    if (failed) store_shared(shared.failed(n), 1);
+    __syncwarp();
+    release(shared.judged(n));
+  }
+
+  __device__ __forceinline__ void first_turn() const {
+    if (C.warpgroups > 1 && w == C.warpgroups - 1) barrier_arrive(kTurn, 256); // it is warpgroup 0's
+  }
+  __device__ __forceinline__ void wait_turn() const {
+    if constexpr (C.warpgroups > 1) barrier_sync(kTurn + w, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (C.warpgroups > 1) barrier_arrive(kTurn + (w + 1 == C.warpgroups ? 0 : w + 1), 256);
+  }
+  __device__ __forceinline__ void together() const { barrier_sync(kTogether + w, 128); }
+};
+
+} // namespace strobe::sm90

@@ -1,0 +1,130 @@
+// A block of threads of the backward in FP32: its tile of keys, the tiles of queries that it walks over, and what it brings of both into
+// shared memory. The loop is in backward.h.
+#pragma once
+#include "../attention/dq_sum.h"
+#include "../device/keys.h"
+#include "../device/query_tiles.h"
+#include "../device/scores.h"
+#include "../device/tile_order.h"
+#include "../tile/tf32_multiply.h"
+#include "config.h"
+
+namespace strobe::tf32 {
+
+using namespace tile::tf32;
+
+template <Config C> struct BackwardBlock {
+  using Arguments = BackwardArguments;
+  static constexpr Features F = C.features;
+  static constexpr int kThreads = C.threads(), kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
+  static constexpr int kM = kTileK / C.warps / 16, kN = kTileQ / 16; // a warp's keys, the queries, in blocks
+  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // of queries that dK and dV take at a time: registers are short
+  // dK and dV are summed up in parts of so many tiles, 2048 queries, which rounds less.
+  static constexpr int kSegment = 2048 / kTileQ;
+  static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0 && kSegment % 2 == 0);
+
+  // In shared memory
+  static constexpr u32 kV = 4 * kTileK * kD, kQ = kV + 4 * kTileK * kDv, kDo = kQ + 4 * kTileQ * kD, kDs = kDo + 4 * kTileQ * kDv,
+                       kStats = kDs + 4 * kTileQ * C.ds_pitch(), kState = kStats + 12 * kTileQ;
+  static_assert(kState + C.state_bytes() == C.backward_shared_bytes());
+
+  using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
+  struct Tile { // of queries
+    i32 head;   // -1: there are no more
+    QueryTile queries;
+    i32 rows; // that are there
+  };
+  struct Position {
+    i32 head; // that `tiles` are of
+    Tiles tiles;
+    Tile tile; // the next one
+  };
+  // What the threads have in common lies in shared memory: registers are short.
+  struct State {
+    Tile ring[2];               // iteration n's at n % 2
+    i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
+    Sequence sequence;
+    i32 head; // that `tiles` are of
+    Tiles tiles;
+    Position begin; // of the segment
+    i32 k_finite;
+    i32 nonfinite; // this is the second time: dO or Q are not finite
+    i32 segment;   // which
+  };
+  static_assert(sizeof(State) <= C.state_bytes());
+
+  const Arguments &a;
+  const Inputs &in;
+  __device__ __forceinline__ explicit BackwardBlock(const Arguments &a) : a(a), in(a.in) {}
+
+  static __device__ __forceinline__ State &shared_state() { return *(State *)(shared_memory() + kState); }
+  static __device__ __forceinline__ u32 shared(u32 offset) { return shared_address(shared_memory()) + offset; }
+  static __device__ __forceinline__ int first_key() { return thread_index() / 32 * kM * 16; } // of this warp's, within the tile
+
+  // The longest tiles come first, where lists of blocks say which. (In turns it must stay the first keys: they are waited for.)
+  __device__ __forceinline__ void choose_keys() const {
+    State &state = shared_state();
+    if (threadIdx.x == 0) take_keys<C.deterministic, kTileK>(state, a);
+    __syncthreads();
+    i32 k0 = state.k0;
+    if constexpr (F.blocks && !C.deterministic)
+      k0 = longest_key_tile<F, kThreads, kTileK>(in, state.batch, state.head_kv, k0 / kTileK) * kTileK;
+    if (threadIdx.x == 0) {
+      state.k0 = k0, state.k1 = min(k0 + kTileK, (i32)state.sequence.band.seqlen_k);
+      take_head(state.head_kv * in.group);
+      find(0);
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void take_head(i32 head) const {
+    shared_state().head = head;
+    if (head == (shared_state().head_kv + 1) * in.group) return;
+    BlockRow row{nullptr, 0, 0};
+    if constexpr (F.blocks) row = in.blocks_t.row(shared_state().batch, head, shared_state().k0 / (u32)in.blocks_t.row_tokens);
+    shared_state().tiles = Tiles(shared_state().sequence.band, shared_state().k0, shared_state().k1, kTileK, row);
+  }
+  // The tile of iteration n.
+  __device__ __forceinline__ void find(int n) const {
+    Tile &t = shared_state().ring[n % 2];
+    i32 end = (shared_state().head_kv + 1) * in.group;
+    while (shared_state().head < end && !shared_state().tiles.next(t.queries)) take_head(shared_state().head + 1);
+    t.head = shared_state().head < end ? shared_state().head : -1;
+    t.rows = min(kTileQ, (i32)shared_state().sequence.band.seqlen_q - t.queries.begin);
+  }
+
+  template <int kRows, int kColumns> __device__ __forceinline__ void load_tile(u32 target, const tile::Matrix<const float> &m) const {
+    load<kRows, kColumns, kThreads, C.aligned != 0>(shared(target), m, thread_index());
+  }
+  __device__ __forceinline__ void load_keys() const {
+    const State &state = shared_state();
+    load_tile<kTileK, kD>(0, k_of<float>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1));
+    load_tile<kTileK, kDv>(kV, v_of<float>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1));
+  }
+  __device__ __forceinline__ tile::Matrix<const float> queries(const Operand &x, const Tile &t, i64 row, i32 columns) const {
+    return {x.at<const float>(shared_state().batch, t.head, row, 0), x.stride[2], x.stride[3], t.rows, columns};
+  }
+  // Also LSE (of rows that see nothing and of those that are not there +inf: P = 0), D, and LSE's correction.
+  __device__ __forceinline__ void load_queries(const Tile &t) const {
+    i64 row = shared_state().sequence.q0 + t.queries.begin;
+    load_tile<kTileQ, kD>(kQ, queries(in.q, t, row, in.head_dim));
+    load_tile<kTileQ, kDv>(kDo, queries(a.dout, t, row, in.head_dim_v));
+    for (int i = thread_index(); i < kTileQ; i += kThreads) {
+      float lse = minus_infinity<float>(), D = 0, correction = 0;
+      if (i < t.rows) {
+        const float *delta = (const float *)a.delta + in.row_index(shared_state().batch, t.head, row + i);
+        lse = *a.lse.at<const float>(shared_state().batch, t.head, row + i, 0);
+        D = delta[0], correction = delta[in.rows()];
+      }
+      if (lse == minus_infinity<float>()) lse = -lse;
+      store_shared(shared(kStats) + 4 * i, __float_as_uint(lse));
+      store_shared(shared(kStats) + 4 * (kTileQ + i), __float_as_uint(D));
+      store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(correction * kLog2e<float>));
+    }
+  }
+  // of the query in this lane's column (c, e) of block n: 0: LSE, 1: D, 2: LSE's correction, in exp2's unit
+  __device__ __forceinline__ float statistic(int which, int n, int c, int e) const {
+    return load_shared_float(shared(kStats) + 4 * (which * kTileQ + 16 * n + tile::lane_column(c, e)));
+  }
+};
+
+} // namespace strobe::tf32
