@@ -122,13 +122,14 @@ lint: $(VENV)/.package $(VENV)/.dev ## formatting, lint and types
 	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/python tests/style.py
+	$(BIN)/python .ci/style.py
 	$(BIN)/mypy
 
 format: $(VENV)/.dev ## rewrite the files as lint wants them
 	$(BIN)/clang-format -i $(C_FILES)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+	$(BIN)/python .ci/style.py --wrap
 
 # The wheel
 

@@ -73,7 +73,7 @@ def paragraphs(text: str) -> Iterator[str]:
             entries = re.split(r"\n(?=\S)", block)
             yield "\n".join(entry(x) for x in entries)
         else:
-            yield from (filled(x) for x in re.split(r"\n(?=- )", block))
+            yield "\n".join(filled(x) for x in re.split(r"\n(?=- )", block))
 
 
 def entry(text: str) -> str:

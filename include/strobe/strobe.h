@@ -1,17 +1,17 @@
 /* Strobe: exact softmax attention, forward and backward. The C ABI.
  *
  * Conventions
- *   - Every struct begins with `size` (set it to sizeof the struct): a library newer than its caller reads only what the caller has.
+ *   - Every struct begins with `size`; set it to sizeof the struct. A library newer than its caller then reads only what the caller has.
  *   - Zero is the default of every field. Where zero has a meaning of its own, a `has_*` flag says that the field is given.
- *   - Functions return a strobe_status; strobe_last_error() holds the text of this thread's last failure.
- *   - Nothing is launched and nothing written unless the whole call is valid. Nothing is printed. No exception leaves the library.
- *   - A tensor absent is a null pointer. The library never keeps a pointer after it returns.
+ *   - Functions return a strobe_status. strobe_last_error() holds the text of this thread's last failure.
+ *   - Nothing is launched or written unless the whole call is valid. Nothing is printed. No exception leaves the library.
+ *   - A null pointer stands for an absent tensor. The library never keeps a pointer after it returns.
  *
  * Shapes (B batch, H query heads, Hkv key heads (H a multiple of Hkv), Sq queries, Sk keys, D = Dqk head dimension, Dv value dimension)
  *   dense    q (B,H,Sq,D)   k (B,Hkv,Sk,D)   v (B,Hkv,Sk,Dv)   out, dout (B,H,Sq,Dv)   lse, dlse (B,H,Sq)
  *   varlen   q (Tq,H,D)     k (Tk,Hkv,D)     v (Tk,Hkv,Dv)     out, dout (Tq,H,Dv)     lse, dlse (H,Tq)     with both cu_seqlens (B+1)
- *   dq, dk, dv have the shapes of q, k, v. Any strides (in elements; 0 and negative included for what is read).
- *   docs/semantics.md holds the formulas.
+ *   dq, dk, dv have the shapes of q, k, v. Strides are counted in elements and are arbitrary; those of inputs may be 0 or negative.
+ *   docs/semantics.md has the formulas.
  */
 #ifndef STROBE_H
 #define STROBE_H
@@ -36,7 +36,7 @@ extern "C" {
 typedef enum strobe_status {
   STROBE_OK = 0,
   STROBE_INVALID_ARGUMENT = 1, /* the text names the argument, what was wrong and what is accepted */
-  STROBE_UNSUPPORTED = 2,      /* valid, but no engine here takes it; the text holds every engine's reason */
+  STROBE_UNSUPPORTED = 2,      /* the call is valid, but no engine here takes it; the text has every engine's reason */
   STROBE_OUT_OF_MEMORY = 3,
   STROBE_DEVICE_ERROR = 4, /* a driver or compiler call failed */
   STROBE_INTERNAL = 5      /* a bug in Strobe */
@@ -59,10 +59,10 @@ typedef enum strobe_alignment {
   STROBE_TOP_LEFT = 1      /* the first query sees the first key: offset = 0 */
 } strobe_alignment;
 
-/* What becomes of x = scale * q.k before a bias or ALiBi is added. */
+/* What x = scale * q.k is turned into before a bias or ALiBi is added. */
 typedef enum strobe_score {
-  STROBE_DOT = 0,       /* x; with softcap c * tanh(x / c) */
-  STROBE_HYPERBOLIC = 1 /* -beta * arccosh(max(-x, 1)) - shift, x being a Lorentz product: see docs/hyperbolic.md */
+  STROBE_DOT = 0,       /* x itself, or c * tanh(x / c) with softcap c */
+  STROBE_HYPERBOLIC = 1 /* -beta * arccosh(max(-x, 1)) - shift, where x is a Lorentz product: see docs/hyperbolic.md */
 } strobe_score;
 
 /* The most that strobe_execution.threads, and strobe_attention.tile_q and tile_k, may be. */
@@ -70,9 +70,9 @@ enum { STROBE_MAX_THREADS = 1024, STROBE_MAX_TILE = 65536 };
 
 typedef enum strobe_direction { STROBE_FORWARD = 0, STROBE_BACKWARD = 1 } strobe_direction;
 
-/* A view of memory that the caller owns. rank <= 4; entries of shape and strides past rank are ignored; strides count elements. */
+/* A view of memory that the caller owns. rank <= 4. Entries of shape and strides past rank are ignored. Strides count elements. */
 typedef struct strobe_tensor {
-  void *data; /* may be null where the tensor has no element */
+  void *data; /* may be null if the tensor has no elements */
   int32_t dtype;
   int32_t device_type;
   int32_t device_index;
@@ -81,79 +81,81 @@ typedef struct strobe_tensor {
   int64_t strides[4];
 } strobe_tensor;
 
-/* WHAT is computed, but for the tensors. */
+/* WHAT is computed: everything except the tensors. */
 typedef struct strobe_attention {
   uint64_t size;
-  double scale; /* of q.k; unless has_scale 1/sqrt(D), and 1 with STROBE_HYPERBOLIC */
+  double scale; /* the factor of q.k; without has_scale it is 1/sqrt(D), or 1 with STROBE_HYPERBOLIC */
   int32_t has_scale;
   int32_t causal;          /* key j is visible to query i if j <= i + offset */
-  int32_t alignment;       /* strobe_alignment: the offset of causal, window and ALiBi alike */
+  int32_t alignment;       /* a strobe_alignment: it gives the offset that causal, window and ALiBi share */
   int32_t has_window_left; /* j >= i + offset - window_left */
   int64_t window_left;     /* >= 0 */
   int64_t window_right;    /* >= 0; j <= i + offset + window_right */
   int32_t has_window_right;
-  int32_t deterministic;    /* bitwise the same over runs; the CPU always is */
-  double softcap;           /* c * tanh(s / c); 0: none */
-  double dropout;           /* probability of dropping, in [0, 1); quantised to 1/256, see docs/semantics.md */
-  uint64_t seed, offset;    /* of the dropout mask, unless strobe_tensors.rng is given */
+  int32_t deterministic;    /* gradients have the same bits in every run; on the CPU they always have */
+  double softcap;           /* c * tanh(x / c); 0: no softcap */
+  double dropout;           /* probability of dropping, in [0, 1), in steps of 1/256: see docs/semantics.md */
+  uint64_t seed, offset;    /* they choose the dropout mask, unless strobe_tensors.rng is given */
   int64_t block_q, block_k; /* the blocks of the block-sparse mask, multiples of 16 */
-  int64_t tile_q, tile_k;   /* a wish (Br, Bc); 0: the engine's own choice. explain() says to what it was rounded */
-  /* Varlen only: upper bounds of the lengths, and the sizes of mask, bias and blocks. 0: these have Tq, Tk; the lengths have no bound that
-   * would be known where cu_seqlens lies on a GPU, while in host memory the longest are found there. */
+  int64_t tile_q, tile_k;   /* the tile (Br, Bc) wished for; 0: the engine's own choice. strobe_explain names the tile that runs */
+  /* Varlen only: upper bounds of the lengths, which are also the sizes of mask, bias and blocks. 0: the sizes are Tq and Tk. If cu_seqlens
+   * lies in host memory, the longest lengths are then read from it. On a GPU it is not read, and the work is that of the bounds. */
   int64_t max_seqlen_q, max_seqlen_k;
-  int32_t exact_max;  /* keep the running maximum where an engine would do without */
-  int32_t allow_tf32; /* let fp32 run as single-pass TF32 */
-  int32_t strict;     /* refuse what would not run on the fastest engine of this device */
-  int32_t check;      /* check what lies in device memory (cu_seqlens, CSR); synchronises. Host memory is always checked */
-  const char *engine; /* only this engine, e.g. "cpu-avx2"; null: the one with the least predicted time */
-  int32_t score;      /* strobe_score */
+  int32_t exact_max;  /* follow the running maximum where an engine would let it lag, and compute the exact tanh of softcap */
+  int32_t allow_tf32; /* let a GPU compute fp32 by single TF32 products */
+  int32_t strict;     /* refuse a call that would not run on the fastest engine of this device */
+  int32_t check;      /* check values in device memory (cu_seqlens, CSR), which synchronises; those in host memory always are */
+  const char *engine; /* run on this engine only, e.g. "cpu-avx2"; null: on the one with the least predicted time */
+  int32_t score;      /* a strobe_score */
   int32_t reserved;
-  double beta;  /* STROBE_HYPERBOLIC: > 0 */
-  double shift; /* STROBE_HYPERBOLIC */
+  double beta;  /* for STROBE_HYPERBOLIC; > 0 */
+  double shift; /* for STROBE_HYPERBOLIC */
 } strobe_attention;
 
-/* ON WHAT. Forward reads the first part and writes out and lse; backward reads all and writes d*. A gradient left null is not computed. */
+/* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads these too and writes the gradients; one that is null is
+ * not computed. */
 typedef struct strobe_tensors {
   uint64_t size;
   const strobe_tensor *q, *k, *v;
   const strobe_tensor *mask; /* bool, true = attend; (B|1, H|1, Sq|1, Sk|1); varlen: per sequence, (.., max_seqlen_q|1, max_seqlen_k|1) */
-  const strobe_tensor *bias; /* added to the score; shaped like mask; q's dtype or float32 (float64 with float64) */
+  const strobe_tensor *bias; /* added to the score; shaped like mask; q's dtype or float32 (float64 if q is) */
   const strobe_tensor *alibi_slopes; /* float32 (H) or (B,H): -slope * |i + offset - j| is added to the score */
-  const strobe_tensor *sinks;        /* float32, or float64 with float64, (H): a logit that joins the denominator alone */
-  const strobe_tensor *cu_seqlens_q; /* int32 (B+1), contiguous: sequence b holds tokens [cu[b], cu[b+1]); behind cu[B] is padding */
-  const strobe_tensor *cu_seqlens_k; /* both or none */
-  const strobe_tensor *block_rows; /* int32 (B|1, H|1, nq+1), contiguous: entries of block_cols that query block holds; absolute offsets */
-  const strobe_tensor *block_cols; /* int32 (kept): key blocks, strictly ascending within a row */
-  const strobe_tensor *block_rows_t; /* the transpose: int32 (B|1, H|1, nk+1) and int32 (kept); optional, engines that want it say so */
+  const strobe_tensor *sinks;        /* float32 (float64 if q is), (H): a logit that joins the denominator and no value */
+  const strobe_tensor *cu_seqlens_q; /* int32 (B+1), contiguous: sequence b is the tokens [cu[b], cu[b+1]); padding follows cu[B] */
+  const strobe_tensor *cu_seqlens_k; /* given if cu_seqlens_q is */
+  const strobe_tensor *block_rows;   /* int32 (B|1, H|1, nq+1), contiguous: query block r keeps block_cols[rows[r] .. rows[r+1] - 1] */
+  const strobe_tensor *block_cols;   /* int32 (kept): key blocks, strictly ascending within a row */
+  const strobe_tensor *block_rows_t; /* the transpose, int32 (B|1, H|1, nk+1) and int32 (kept): optional, but some engines need it */
   const strobe_tensor *block_cols_t;
-  const strobe_tensor *rng; /* int64 (2): seed, offset, on the device of q; read when the work runs */
-  const strobe_tensor *out; /* q's dtype, but for the reference engine: float64 */
-  const strobe_tensor *lse; /* float32 (float64 with float64); optional in forward, needed in backward */
+  const strobe_tensor *rng; /* int64 (2): seed and offset, on the device of q; they are read when the work runs */
+  const strobe_tensor *out; /* q's dtype; float64 for the reference */
+  const strobe_tensor *lse; /* float32 (float64 if q is); optional in the forward, needed in the backward */
   /* backward */
   const strobe_tensor *dout;
-  const strobe_tensor *dlse; /* optional: the gradient through lse */
+  const strobe_tensor *dlse; /* optional: the gradient of lse */
   const strobe_tensor *dq, *dk, *dv;
-  const strobe_tensor *dbias;  /* bias's shape and dtype: summed over the axes where bias has size 1 */
+  const strobe_tensor *dbias;  /* bias's shape and dtype; it is summed over the axes where bias has size 1 */
   const strobe_tensor *dsinks; /* sinks' shape and dtype */
 } strobe_tensors;
 
-/* A parallel region of the caller's: run body(arg, i) once for each i in [0, n), on as many threads as it likes, and return when all are
- * done. */
+/* A parallel region that the caller provides. It has to run body(arg, i) once for each i in [0, n), on as many threads as it likes, and to
+ * return when all are done. */
 typedef void (*strobe_parallel)(void *pool, int32_t n, void (*body)(void *arg, int32_t i), void *arg);
 
-/* WITH WHAT. A null strobe_execution is one of zeros. */
+/* WITH WHAT. A null pointer stands for a strobe_execution of zeros. */
 typedef struct strobe_execution {
   uint64_t size;
-  int32_t threads; /* CPU: how many to use; 0: as many as the process may run on */
+  int32_t threads; /* CPU: how many threads to use; 0: as many as the process may run on */
   int32_t reserved;
-  strobe_parallel parallel; /* CPU: how to run them; null: threads started for the call, so nothing outlives it and fork is safe */
-  void *pool;               /* passed to parallel */
+  strobe_parallel parallel; /* CPU: how to run them; null: threads start and end with the call, so that fork is safe afterwards */
+  void *pool;               /* handed to parallel */
   void *stream;             /* CUDA: a CUstream */
   void *workspace;          /* at least strobe_workspace_size() bytes, aligned to 256, where q lies; null: allocated for the call */
   uint64_t workspace_bytes;
-  void *(*allocate)(void *allocator, uint64_t bytes); /* where the workspace comes from if it is null and one is needed; aligned to 256,
-                                                         alive until the call's work is done. Null: host memory, or the stream's own pool */
-  void *allocator;                                    /* passed to allocate */
+  /* Provides the workspace if `workspace` is null and one is needed: aligned to 256, and alive until the call's work is done. Null: it
+   * comes from host memory, or from the stream's own pool. */
+  void *(*allocate)(void *allocator, uint64_t bytes);
+  void *allocator; /* handed to allocate */
 } strobe_execution;
 
 /* What would run. Strings live as long as the library. */
@@ -161,7 +163,7 @@ typedef struct strobe_plan {
   uint64_t size;
   const char *engine;       /* e.g. "cpu-avx512" */
   int64_t tile_q, tile_k;   /* the tile (Br, Bc) that runs */
-  uint64_t workspace_bytes; /* device or host scratch, linear in the sequence, but for a byte per 16 queries x 32 keys of a mask (CPU) */
+  uint64_t workspace_bytes; /* where q lies; linear in the sequence, plus a byte per 16 queries x 32 keys of a mask (CPU) */
   double predicted_seconds;
 } strobe_plan;
 
@@ -172,18 +174,18 @@ STROBE_API const char *strobe_status_name(int32_t status);
 STROBE_API int32_t strobe_forward(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
 STROBE_API int32_t strobe_backward(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
 
-/* Validates, then answers what would run and how much workspace it wants. */
+/* Validates the call, then says what would run and how much workspace it needs. */
 STROBE_API int32_t strobe_make_plan(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                     strobe_plan *plan);
 STROBE_API int32_t strobe_workspace_size(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                          uint64_t *bytes);
 
-/* A call made ready once, to be run often on other addresses: it is validated and its engine is chosen; shapes, strides, dtypes, devices
- * and options are kept, addresses are not. Several threads may run it at the same time. */
+/* A call that is validated, and whose engine is chosen, once, so that it can run often on other addresses. It keeps shapes, strides,
+ * dtypes, devices and options, but no addresses. Several threads may run it at the same time. */
 typedef struct strobe_prepared strobe_prepared;
 
-/* Where the tensors of a prepared call lie now: null where the call was prepared without one. Whether an address is a multiple of 16
- * decides how memory is read, so it has to be one where it was one when the call was prepared, and only there. */
+/* Where the tensors of a prepared call lie now: null if the call was prepared without one. Whether an address is a multiple of 16 decides
+ * how memory is read. Each address must therefore be a multiple of 16 if, and only if, it was one when the call was prepared. */
 typedef struct strobe_addresses {
   uint64_t size;
   void *q, *k, *v, *mask, *bias, *alibi_slopes, *sinks, *cu_seqlens_q, *cu_seqlens_k;
@@ -191,37 +193,38 @@ typedef struct strobe_addresses {
   void *dout, *dlse, *dq, *dk, *dv, *dbias, *dsinks;
 } strobe_addresses;
 
-/* Of the execution, the number of threads alone is kept. *prepared is written on success, and is the caller's to release. */
+/* Only the number of threads is kept of the execution. On success *prepared is written; the caller has to release it. */
 STROBE_API int32_t strobe_prepare(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                   strobe_prepared **prepared);
 STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *plan);
-/* As strobe_forward or strobe_backward, every check included. execution.threads: 0, or as prepared. Without max_seqlen a call of host
- * memory is planned anew where the longest sequence has another length than when it was prepared, and may want another workspace. */
+/* Does what strobe_forward or strobe_backward does, with every check. execution.threads must be 0, or what it was when the call was
+ * prepared. A packed call in host memory without max_seqlen is planned again if its longest sequence has another length than when it was
+ * prepared, and it may then need another workspace. */
 STROBE_API int32_t strobe_run(const strobe_prepared *, const strobe_addresses *, const strobe_execution *);
-STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; when no run is under way */
+STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; no run may be under way */
 
-/* The same walk in words: what was asked, each engine's plan or reason, what was chosen and what was rounded. Writes at most capacity bytes
- * (always terminated); needed (optional) receives the whole length with its terminator. */
+/* Says in words what strobe_make_plan finds: what was asked, each engine's plan or reason against, what was chosen and what was rounded.
+ * Writes at most capacity bytes, always with a terminator; needed (optional) receives the whole length including the terminator. */
 STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction, char *text,
                                   size_t capacity, size_t *needed);
 
-/* Compiles what the call would run on a GPU of this compute capability (90 for 9.0) into the kernel cache, or finds it there. Needs NVRTC
- * but no GPU; of the tensors, which say that they lie on a CUDA device, shapes, strides and the alignment of addresses count. The text is a
- * line per kernel: "compiled|cached <registers> <bytes spilled> <1 if its wgmma are serialized, else 0> <name>"; written as by
- * strobe_explain. */
+/* Compiles the kernels that the call would run on a GPU of this compute capability (90 for 9.0) into the kernel cache, or finds them there.
+ * It needs NVRTC but no GPU. The tensors must say that they lie on a CUDA device; only their shapes, strides and the alignment of their
+ * addresses count. The text has a line per kernel: "compiled|cached <registers> <bytes spilled> <1 if its wgmma are serialized, else 0>
+ * <name>". It is written as by strobe_explain. */
 STROBE_API int32_t strobe_prewarm(const strobe_attention *, const strobe_tensors *, int32_t direction, int32_t compute_capability,
                                   char *text, size_t capacity, size_t *needed);
-/* The kernels that strobe_prewarm would compile or find, without compiling: a line per kernel, "cached|missing <name>". */
+/* Names the kernels that strobe_prewarm would compile or find, and compiles none: a line per kernel, "cached|missing <name>". */
 STROBE_API int32_t strobe_kernels(const strobe_attention *, const strobe_tensors *, int32_t direction, int32_t compute_capability,
                                   char *text, size_t capacity, size_t *needed);
 
-/* The engines of this library on this machine: name, and the reason why it cannot run here (null if it can). Returns null past the last.
-   A name that has a form for each device stands there twice. */
+/* The engines of this library on this machine: the name of each, and the reason why it cannot run here (null if it can). Past the last one,
+ * both return null. The name of an engine that has a form for each device appears twice. */
 STROBE_API const char *strobe_engine_name(int32_t index);
 STROBE_API const char *strobe_engine_missing(int32_t index);
 
-/* CUDA here, a line each: driver, devices, NVRTC, cache folder, with paths and versions, or the reason why not. Writes as strobe_explain
- * does. Initialises the driver, after which a forked child of this process cannot use CUDA. */
+/* What is known of CUDA here, a line each for driver, devices, NVRTC and cache folder: paths and versions, or the reason why there is none.
+ * The text is written as by strobe_explain. This call initialises the driver; a child that this process forks later cannot use CUDA. */
 STROBE_API int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed);
 
 /* Of the table of tiles that `strobe tune` measures on a GPU and keeps beside the kernel cache, lines "name = value": "file", where it lies
@@ -229,15 +232,16 @@ STROBE_API int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed)
  * is not. Writes as strobe_explain does. */
 STROBE_API int32_t strobe_tuning(int32_t device_index, char *text, size_t capacity, size_t *needed);
 
-/* keep: bool (B,H,Sq,Sk) on the CPU; true where dropout keeps the element. Reads attention.dropout, seed, offset (or rng, int64 (2),
- * CPU). */
+/* Writes keep, a bool (B,H,Sq,Sk) on the CPU, which is true where dropout keeps the element. Reads dropout, seed and offset of the
+ * attention, or rng (int64 (2), on the CPU) in the place of seed and offset. */
 STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep,
                                        const strobe_execution *);
 
-/* The float64 reference (CPU): the formulas, row by row; slow on purpose. Inputs of any float dtype; out, lse and all gradients are float64
- * here. rows (optional): only these flat queries, ascending ((b*H + h)*Sq + i; varlen h*Tq + t), are computed and written in forward; in
- * backward only their dq; dbias and dsinks are then an error. cols (optional): in backward only these flat keys ((b*Hkv + h)*Sk + j; varlen
- * h*Tk + t) of dk and dv. */
+/* The float64 reference on the CPU evaluates the formulas row by row; it is slow on purpose. Inputs may have any float dtype; out, lse and
+ * all gradients are float64.
+ * rows (optional) selects queries by ascending flat indices, (b*H + h)*Sq + i or with varlen h*Tq + t. The forward then computes and writes
+ * only these rows, and the backward only their dq; dbias and dsinks are then refused.
+ * cols (optional) selects keys likewise, (b*Hkv + h)*Sk + j or with varlen h*Tk + t. The backward then computes only their dk and dv. */
 typedef struct strobe_selection {
   uint64_t size;
   const int64_t *rows;

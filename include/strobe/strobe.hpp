@@ -4,7 +4,7 @@
 //   const strobe::Shape shape = {2, 8, 128, 64}; // batch, heads, sequence, head dimension
 //   strobe::forward({.q = {q, shape}, .k = {k, shape}, .v = {v, shape}, .causal = true}, {.out = {out, shape}});
 //
-// Views only: nothing here owns or copies an element, and nothing is kept after a call.
+// Everything here is a view: nothing owns or copies an element, and nothing is kept after a call.
 #pragma once
 
 #if __cplusplus < 202002L
@@ -65,7 +65,7 @@ inline void check(int32_t status) {
 
 // ---- tensors ---------------------------------------------------------------------------------------------------------------------------
 
-// Element types that C++20 has no name for.
+// Element types for which C++20 has no name.
 struct float16 {
   uint16_t bits;
 };
@@ -83,7 +83,7 @@ template <> struct dtype_of<uint8_t> : std::integral_constant<strobe_dtype, STRO
 template <> struct dtype_of<int32_t> : std::integral_constant<strobe_dtype, STROBE_INT32> {};
 template <> struct dtype_of<int64_t> : std::integral_constant<strobe_dtype, STROBE_INT64> {};
 
-// Up to four sizes, or strides in elements.
+// Up to four sizes, or up to four strides in elements.
 struct Shape {
   std::array<int64_t, 4> size{};
   int32_t rank = 0;
@@ -95,12 +95,12 @@ struct Shape {
   }
 };
 
-// What a call may read: memory that the caller owns, seen through a shape. Default: absent.
+// What a call may read: memory that the caller owns, seen through a shape. By default it is absent.
 class ConstTensor {
 public:
   ConstTensor() = default;
-  explicit ConstTensor(const strobe_tensor &tensor) : tensor(tensor), present(true) {} // device memory, or any other of strobe.h's
-  // Contiguous, or with strides. The range has to hold every element that they reach.
+  explicit ConstTensor(const strobe_tensor &tensor) : tensor(tensor), present(true) {} // device memory, or any other tensor of strobe.h
+  // A contiguous tensor, or one with strides. The range has to hold every element that they reach.
   template <std::ranges::contiguous_range Range>
   ConstTensor(Range &&elements, const Shape &shape) : ConstTensor(elements, shape, contiguous(shape)) {}
   template <std::ranges::contiguous_range Range> ConstTensor(Range &&elements, const Shape &shape, const Shape &strides) : present(true) {
@@ -126,7 +126,7 @@ public:
   }
 
   explicit operator bool() const { return present; }
-  // `name`: the argument's, for the InvalidArgument that a range too short for its shape is.
+  // `name` is the argument's, for the InvalidArgument that a range which is too short for its shape raises.
   const strobe_tensor *get(const char *name) const {
     if (!wrong.empty()) throw InvalidArgument(std::string(name) + ": " + wrong);
     return present ? &tensor : nullptr;
@@ -145,7 +145,7 @@ public:
 private:
   strobe_tensor tensor{};
   bool present = false;
-  std::string wrong; // nothing, or why no call may have it
+  std::string wrong; // empty, or the reason why no call can take it
 };
 
 // What a call may write.
@@ -171,27 +171,27 @@ struct Attention {
   ConstTensor q = {}, k = {}, v = {};
 
   bool causal = false;
-  std::optional<int64_t> window_left = {}, window_right = {}; // absent: unbounded
+  std::optional<int64_t> window_left = {}, window_right = {}; // absent: no bound
   Alignment alignment = Alignment::bottom_right;
-  std::optional<double> scale = {}; // absent: 1 / sqrt(D), and 1 for hyperbolic scores
+  std::optional<double> scale = {}; // absent: 1 / sqrt(D), or 1 for hyperbolic scores
   double softcap = 0;
   Score score = Score::dot;
-  double beta = 0, shift = 0; // of hyperbolic scores
+  double beta = 0, shift = 0; // for hyperbolic scores
   ConstTensor mask = {}, bias = {}, alibi_slopes = {}, sinks = {};
 
   double dropout = 0;
   uint64_t seed = 0, offset = 0;
   ConstTensor rng = {}; // instead of seed and offset
 
-  ConstTensor cu_seqlens_q = {}, cu_seqlens_k = {}; // given: packed sequences
+  ConstTensor cu_seqlens_q = {}, cu_seqlens_k = {}; // if given, sequences are packed
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
 
-  int64_t block_q = 0, block_k = 0; // block sparsity
+  int64_t block_q = 0, block_k = 0; // for block sparsity
   ConstTensor block_rows = {}, block_cols = {}, block_rows_t = {}, block_cols_t = {};
 
   int64_t tile_q = 0, tile_k = 0;
   bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false;
-  std::string engine = {}; // empty: the fastest
+  std::string engine = {}; // empty: the engine with the least predicted time
 };
 
 struct Forward {
@@ -203,7 +203,7 @@ struct Backward {
   Tensor dq = {}, dk = {}, dv = {}, dbias = {}, dsinks = {};
 };
 
-// With what. The default: threads started for the call, as many as the process may run on, and a workspace allocated for it.
+// How a call runs. By default threads start for the call, as many as the process may run on, and a workspace is allocated for it.
 struct Execution {
   int32_t threads = 0;
   strobe_parallel parallel = nullptr;
@@ -314,7 +314,7 @@ template <detail::Direction D> std::string explain(const Attention &attention, c
   return text;
 }
 
-// A call made ready once, to be run often on other addresses (strobe_prepare). Several threads may run it at the same time.
+// A call that is validated once and can run often on other addresses (strobe_prepare). Several threads may run it at the same time.
 class Prepared {
 public:
   template <detail::Direction D> Prepared(const Attention &attention, const D &direction, const Execution &execution = {}) {
@@ -345,7 +345,7 @@ private:
   std::unique_ptr<strobe_prepared, Release> prepared;
 };
 
-// keep: bool (B,H,Sq,Sk); true where dropout keeps the element. Reads attention's dropout, seed, offset and rng.
+// Writes keep, a bool (B,H,Sq,Sk), which is true where dropout keeps the element. Reads dropout, seed, offset and rng of the attention.
 inline void dropout_mask(const Attention &attention, const Tensor &keep, const Execution &execution = {}) {
   const auto a = detail::raw(attention);
   const auto e = detail::raw(execution);

@@ -14,7 +14,8 @@ STROBE_FN i64 count_query_tiles(const Inputs &in, i64 tile) {
   return in.heads * (div_up(in.total_q, tile) + in.batch);
 }
 
-// On Hopper a warpgroup's part of a tile, transposed: blocks of 64 columns of all of a tile's queries; where there is but one, of half of them.
+// On Hopper a warpgroup's part of a tile, transposed: blocks of 64 columns of all of a tile's queries; where there is but one, of half of
+// them.
 STROBE_FN constexpr i32 dq_queries(i32 columns, i32 tile_q) { return columns > 64 ? tile_q : tile_q / 2; }
 
 } // namespace strobe::inline STROBE_ISA

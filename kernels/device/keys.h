@@ -1,5 +1,5 @@
-// Where row j of K and V lies: the one place that knows. Dense: batch after batch; packed: a sequence's tokens from cu_seqlens_k on. (Pages of
-// a cache, and numbers of a few bits, come in here.)
+// Where row j of K and V lies: the one place that knows. Dense: batch after batch; packed: a sequence's tokens from cu_seqlens_k on. (Pages
+// of a cache, and numbers of a few bits, come in here.)
 #pragma once
 #include "../attention/arguments.h"
 #include "../tile/copy.h"

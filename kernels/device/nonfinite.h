@@ -112,8 +112,8 @@ __device__ __forceinline__ void add_nonfinite(const Scores<F, float, kApproximat
   }
 }
 
-// FP32 by TF32: infinities, NaN, and numbers that TF32 rounds to infinity. The split into hi and lo makes NaN of any of them; they are rare:
-// where a result is not finite, the work is done again without them.
+// FP32 by TF32: infinities, NaN, and numbers that TF32 rounds to infinity. The split into hi and lo makes NaN of any of them; they are
+// rare: where a result is not finite, the work is done again without them.
 
 __device__ __forceinline__ bool finite_tf32(float x) { return fabsf(x) < __int_as_float(0x7F7FF000); } // as TF32
 

@@ -9,8 +9,8 @@ namespace strobe {
 enum class Slope { none, times_p, apart };
 
 // S^T -> P^T, of keys from j on and queries from i on; lse(n): what has lse(c, e), the LSE of the query in this
-// lane's column (c, e) of block n, in exp2's unit. kExact: natural, and correction(c, e): what rounding took from LSE (settle_row.h), in exp2's
-// unit. kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's slope, or the
+// lane's column (c, e) of block n, in exp2's unit. kExact: natural, and correction(c, e): what rounding took from LSE (settle_row.h), in
+// exp2's unit. kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's slope, or the
 // slope alone; else s becomes P.
 template <Features F, bool kMasked, Slope kSlope, bool kExact, int kM, int kN, class Lse>
 __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], tile::Accumulator (&P)[kM][kN],

@@ -11,8 +11,8 @@ template <RowsConfig C> struct RowTile {
 
   __device__ __forceinline__ explicit RowTile(const Inputs &in) {
     u32 block = blockIdx.x;
-    // On Hopper the first tiles' dq_sum is written last, and is in the L2 cache yet when the backward begins with them; at the end the other
-    // way round.
+    // On Hopper the first tiles' dq_sum is written last, and is in the L2 cache yet when the backward begins with them; at the end the
+    // other way round.
     if constexpr (C.form == kWarpgroups) block = gridDim.x - 1 - block;
     u32 tiles = (u32)div_up(in.seqlen_q, C.tile_q), pair = block / tiles, tile = block % tiles;
     batch = (i32)(pair / in.heads), head = (i32)(pair % in.heads);

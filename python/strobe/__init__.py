@@ -2,8 +2,8 @@
 
 >>> out = strobe.attention(q, k, v, causal=True)  # torch tensors or NumPy arrays, (B, H, S, D)
 
-strobe.hyperbolic_attention attends between points of hyperbolic space; strobe.hyperbolic holds the maps between its models.
-strobe.nn.FlashAttention is the same as a torch.nn.Module, its options set once: see help(strobe.nn).
+strobe.hyperbolic_attention attends between points of hyperbolic space; strobe.hyperbolic has the maps between its models.
+strobe.nn.FlashAttention is a torch.nn.Module that computes strobe.attention with options that are set once: see help(strobe.nn).
 """
 
 import sys

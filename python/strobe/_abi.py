@@ -53,7 +53,8 @@ def version() -> str:
 def engines() -> list[tuple[str, str | None]]:
     """The engines of this library: (name, None), or (name, the reason why it cannot run on this machine).
 
-    One that has a form for each device runs here if either does."""
+    An engine that has a form for each device runs here if either form does.
+    """
     found: dict[str, str | None] = {}
     index = 0
     while (chars := lib.strobe_engine_name(index)) != ffi.NULL:

@@ -82,7 +82,7 @@ class _RepeatedCall:
         self._names, self._options = names, options
 
     def gradients(self, needed: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """Where there is no Ready for them, or none may be used. The results are for _Repeated.backward to return."""
+        """Where there is no Ready for them, or none may be used. The results are for _Attention.backward to return."""
         wanted = [self._wanted(name, needed) for name in GRADIENTS]
         names = [name for name, is_wanted in zip(GRADIENTS, wanted, strict=True) if is_wanted]
         if not torch.compiler.is_compiling():
@@ -114,8 +114,8 @@ class _RepeatedCall:
         return made_ready(p, known, _run.gradients(TORCH, p, names), BACKWARD, form=self._form(names))
 
 
-class _Repeated(torch.autograd.Function):
-    """A call of strobe.attention() that is made ready."""
+class _Attention(torch.autograd.Function):
+    """A call of strobe.attention() that is made ready. Autograd's graph shows the name that the first call has there."""
 
     @staticmethod
     def forward(ctx: Any, ready: Ready, *arrays: Tensor) -> Any:
@@ -143,4 +143,4 @@ class _Repeated(torch.autograd.Function):
 
 
 # Function.apply itself looks for transforms, of which there are none here, and binds arguments: a microsecond.
-_apply = super(torch.autograd.Function, _Repeated).apply
+_apply = super(torch.autograd.Function, _Attention).apply

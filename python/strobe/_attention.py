@@ -31,31 +31,31 @@ def attention(
 @overload
 def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool, **options: Unpack[AttentionOptions]) -> Any: ...
 def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, **options: Unpack[AttentionOptions]) -> Any:
-    """Exact softmax attention: softmax(scale · q·kᵀ, as the options have it) · v, in memory linear in the sequence length.
+    """Exact softmax attention, softmax(scale · q·kᵀ) · v with the options below, in memory linear in the sequence length.
 
-    For torch tensors it is differentiable once, in q, k, v, bias and sinks, and through the returned lse; it works under torch.compile,
-    autocast and activation checkpointing. NumPy arrays give NumPy arrays (see attention_backward for their gradients).
+    With torch tensors, the result is differentiable once in q, k, v, bias and sinks, and so is the returned lse. torch.compile, autocast
+    and activation checkpointing work. NumPy arrays give NumPy arrays; attention_backward() computes their gradients.
 
-    With B batches, H query heads, Hkv key heads (H a multiple of Hkv: query head h reads key head h // (H / Hkv)), lengths Sq and Sk,
-    head dimensions D and Dv (1 to 256):
+    B is the number of batches, H that of query heads and Hkv that of key heads. H is a multiple of Hkv: query head h reads key head
+    h // (H / Hkv). Sq and Sk are the lengths. D and Dv, the head dimensions, are 1 to 256.
 
     Args:
-        q: (B, H, Sq, D); layout "bshd": (B, Sq, H, D). float32, float16, bfloat16 or float64, any strides; never copied.
-        k: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), q's dtype.
-        v: (B, Hkv, Sk, Dv) or (B, Sk, Hkv, Dv), q's dtype.
-        return_lse: return (out, lse).
+        q: (B, H, Sq, D), or (B, Sq, H, D) with layout "bshd"; float32, float16, bfloat16 or float64. Any strides are read in place.
+        k: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), in q's dtype.
+        v: (B, Hkv, Sk, Dv) or (B, Sk, Hkv, Dv), in q's dtype.
+        return_lse: True returns (out, lse).
         {options}
 
     Returns:
-        out (B, H, Sq, Dv), (B, Sq, H, Dv) or (Tq, H, Dv), q's dtype; heads and sequence lie in memory in the order that q's do.
-        lse, if asked for: (B, H, Sq) in either layout, or (H, Tq), float32 (float64 with float64): the natural log of the softmax's
-        denominator. A query that sees no key has output 0 and lse -inf, or the sink.
+        out: (B, H, Sq, Dv), (B, Sq, H, Dv) or (Tq, H, Dv), in q's dtype. Its heads and its sequence lie in memory in the same order as q's.
+        lse, if asked for: (B, H, Sq) in either layout, or (H, Tq); float32, or float64 if q is. It is the natural logarithm of the
+        softmax's denominator. A query that sees no key has the output 0, and its lse is -inf or the sink.
 
     Raises:
-        TypeError: an argument is of a wrong kind.
-        ValueError: an argument has a wrong shape, dtype or value. Of either, the message names each wrong argument and what is accepted.
-        NotImplementedError: no engine here takes the call; the message has every engine's reason. Or alibi_slopes require grad.
-        MemoryError: no memory for the results or the work.
+        TypeError: an argument has a wrong type. The message names each wrong argument and what is accepted.
+        ValueError: an argument has a wrong shape, dtype or value. The message names each wrong argument and what is accepted.
+        NotImplementedError: no engine here takes the call; the message has every engine's reason. Or alibi_slopes require a gradient.
+        MemoryError: there is no memory for the results or the work.
 
     Sources: FlashAttention (Dao et al. 2022, arXiv:2205.14135), FlashAttention-2 (Dao 2023, arXiv:2307.08691), ALiBi (Press et al. 2021,
     arXiv:2108.12409), softcap (Gemma 2, arXiv:2408.00118), sinks (gpt-oss, arXiv:2508.10925), Philox (Salmon et al. 2011).
@@ -160,20 +160,21 @@ def _repeat(
 def attention_backward(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *, dlse: Array | None = None, **options: Unpack[AttentionOptions]
 ) -> Gradients:
-    """The gradients of attention, for who does without autograd.
+    """The gradients of attention(), for callers without autograd.
 
     Args:
-        dout: the gradient of out, out's shape, q's dtype; any strides, 0 included.
-        q, k, v, options: those of attention(); with dropout also its seed and offset, or rng. Autocast casts nothing here: what attention()
-            was given under it is to be cast as it was there, to out's dtype.
-        out, lse: what it returned.
-        dlse: the gradient of lse, lse's shape and dtype; None: lse was not used.
+        dout: the gradient of out, in out's shape and q's dtype. Strides are arbitrary and may be 0.
+        q, k, v, options: those of attention(), and with dropout also its seed and offset, or its rng. Autocast casts nothing here: what
+            attention() was given under autocast must first be cast to out's dtype.
+        out, lse: what attention() returned.
+        dlse: the gradient of lse, in lse's shape and dtype. None means that lse was not used.
 
     Returns:
-        Gradients(dq, dk, dv, dbias, dsinks) of the shapes and dtypes of q, k, v, bias and sinks; None for what was not given.
+        Gradients(dq, dk, dv, dbias, dsinks), in the shapes and dtypes of q, k, v, bias and sinks. dbias and dsinks are None without bias
+        and sinks.
 
     Raises:
-        As attention().
+        The errors of attention().
     """
     known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     framework, p = _repeat("attention_backward", q, k, v, options, [], known)
@@ -185,17 +186,17 @@ def attention_backward(
 def reference(
     q: Array, k: Array, v: Array, *, rows: Iterable[int] | None = None, **options: Unpack[AttentionOptions]
 ) -> tuple[Array, Array]:
-    """attention() by the formulas in float64, on the CPU, row by row: what every engine is tested against. Slow; not differentiable.
+    """attention() in float64 on the CPU, row by row by the formulas. Every engine is tested against it. It is slow and not differentiable.
 
     Args:
-        q, k, v, options: as attention().
-        rows: only these queries, counted flat over (B, H, Sq), or (H, Tq) of packed sequences, ascending. The rest is NaN.
+        q, k, v, options: as for attention().
+        rows: the only queries to compute, as ascending flat indices into (B, H, Sq), or (H, Tq) of packed sequences. The rest is NaN.
 
     Returns:
-        out, lse: shapes of attention()'s, float64.
+        out, lse: in the shapes of attention()'s, float64.
 
     Raises:
-        As attention().
+        The errors of attention().
     """
     wrong: Wrong = []
     chosen = _chosen(wrong, "rows", rows)
@@ -234,20 +235,21 @@ def reference_backward(
     cols: Iterable[int] | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:
-    """The gradients of reference(), in float64 likewise.
+    """The gradients of reference(), in float64 as well.
 
     Args:
-        dout, dlse: gradients of out and lse; any float dtype.
-        q, k, v, options: as attention_backward().
-        out, lse: what reference() returned; only to save time where few `cols` are asked for.
-        rows: only these rows of dq, counted as in reference(). The rest is NaN, and dbias and dsinks, sums over all rows, are None.
-        cols: only these rows of dk and dv, counted flat over (B, Hkv, Sk), or (Hkv, Tk), ascending. The rest is NaN.
+        dout, dlse: the gradients of out and lse, in any float dtype.
+        q, k, v, options: as for attention_backward().
+        out, lse: what reference() returned. They only save time if `cols` names few rows.
+        rows: the only rows of dq to compute, as flat indices as in reference(). The rest is NaN. dbias and dsinks, which are sums over
+            all rows, are then None.
+        cols: the only rows of dk and dv to compute, as ascending flat indices into (B, Hkv, Sk), or (Hkv, Tk). The rest is NaN.
 
     Returns:
         Gradients(dq, dk, dv, dbias, dsinks), float64.
 
     Raises:
-        As attention().
+        The errors of attention().
     """
     given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
     known = {name: x for name, x in given.items() if x is not None or name == "dout"}
@@ -259,9 +261,9 @@ def reference_backward(
 
 @outside_graphs
 def explain(q: Array, k: Array, v: Array, *, backward: bool = False, **options: Unpack[AttentionOptions]) -> str:
-    """What attention(), or its backward, would run for this call: each engine's plan or reason against, the choice, what was rounded.
+    """Says what attention() or its backward would run for this call: each engine's plan or reason against, the choice, what was rounded.
 
-    Nothing is computed. Arguments and errors as attention()'s, but that no engine takes the call is an answer here.
+    Nothing is computed. Arguments and errors are those of attention(), except that the text also says if no engine takes the call.
     """
     framework, p = _prepared("explain", q, k, v, options, [])
     return _run.explain(framework, p, backward)
@@ -277,18 +279,19 @@ def dropout_mask(
     rng: Array | None = None,
     like: Array | None = None,
 ) -> Array:
-    """The dropout mask that attention() applies, the same for every engine, tile and device.
+    """The dropout mask that attention() applies. It is the same for every engine, tile and device.
 
     Args:
-        shape: (B, H, Sq, Sk); for packed sequences B counts them, and Sq and Sk are at least the longest.
-        dropout, seed, offset, rng: those of attention(); rng on the CPU, and in place of seed and offset.
-        like: an array of the kind to return, unless rng is one.
+        shape: (B, H, Sq, Sk). With packed sequences, B is their number, and Sq and Sk are at least the longest lengths.
+        dropout, seed, offset, rng: those of attention(). rng lies on the CPU and takes the place of seed and offset.
+        like: an array of the kind to return, if rng is not given.
 
     Returns:
-        bool, True = kept, on the CPU. Without rng and like a torch.Tensor if the program has imported torch, else a numpy.ndarray.
+        A bool array on the CPU, True = kept. Without rng and like it is a torch.Tensor if the program has imported torch, and a
+        numpy.ndarray otherwise.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument is not as described above.
     """
     wrong: Wrong = []
     several = isinstance(shape, Sequence) and not isinstance(shape, (str, bytes))

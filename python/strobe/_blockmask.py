@@ -9,7 +9,7 @@ from operator import index
 from typing import Any
 
 from ._abi import MAX_RANK
-from ._checks import is_whole
+from ._checks import Wrong, is_whole, refusal
 from ._core import ffi, lib
 from ._graphs import outside_graphs
 from ._kinds import shown
@@ -20,26 +20,28 @@ _MOST_KEPT = 2**31 - 1  # the CSR is int32
 
 
 class BlockMask:
-    """Keeps or skips whole blocks of block_q queries by block_k keys; what is skipped costs nothing, forward and backward.
+    """Keeps or skips whole blocks of block_q queries by block_k keys. Skipped blocks are not computed, forward or backward.
 
-    It joins the other masks: a score counts if its block is kept and causal, window and mask let it through. One mask serves all
-    batches or heads (its own size there is 1), or each has its own. It is a mask of its lengths, which the call has to have; and of its
-    alignment, if it is a pattern of two lengths that differ: a call with causal, window or alibi_slopes has to have that too. With
-    cu_seqlens, blocks are counted within each sequence, and the mask's lengths are max_seqlen_q and max_seqlen_k (Tq and Tk without them).
+    It joins the other masks: a score counts if its block is kept and if causal, window and mask let it through. One mask serves all batches
+    or heads if its own size there is 1; otherwise each has its own. The lengths of the call must be the mask's. If the mask is a pattern
+    whose two lengths differ, a call with causal, window or alibi_slopes must also have the mask's alignment. With cu_seqlens, blocks are
+    counted within each sequence, and the mask's lengths are max_seqlen_q and max_seqlen_k (Tq and Tk without them).
 
-    The blocks are held as CSR, int32: query block i of (batch b, head h) keeps the key blocks ``cols[rows[b, h, i]:rows[b, h, i + 1]]``,
-    ascending; the offsets are absolute in cols. The transpose (key block to query blocks) is built along with it for the backward.
-    Either framework's arrays serve both. A mask that is made from arrays has theirs; causal() and the other patterns take an array
-    `like`, beside which theirs lie: without it they are torch tensors if the program has imported torch, else NumPy's.
+    The blocks are held as an int32 CSR: query block i of (batch b, head h) keeps the key blocks ``cols[rows[b, h, i]:rows[b, h, i + 1]]``,
+    which ascend; the offsets are absolute in cols. The transpose (key block to query blocks) is built along with it for the backward.
+
+    A mask of NumPy arrays also serves torch tensors, and the other way round. A mask that is made from arrays holds arrays of their kind.
+    causal() and the other patterns make arrays of the kind of `like`, where it lies; without it they make torch tensors if the program has
+    imported torch, and NumPy arrays otherwise.
 
     Args:
         rows: int32 (B|1, H|1, nq + 1), nq = ceil(seqlen_q / block_q).
         cols: int32 (kept,).
-        seqlen_q, seqlen_k: lengths of queries and keys.
-        block_q, block_k: size of a block; attention takes multiples of 16.
+        seqlen_q, seqlen_k: the lengths of queries and keys.
+        block_q, block_k: the size of a block. attention() takes multiples of 16.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument is not as described above.
 
     Sources: FlashAttention, block-sparse (Dao et al. 2022, arXiv:2205.14135, section 3.3).
     """
@@ -48,12 +50,12 @@ class BlockMask:
     cols: Array
     rows_t: Array
     cols_t: Array
-    alignment: str | None = None  # where the pattern depends on it
+    alignment: str | None = None  # None if the pattern does not depend on it
 
     @outside_graphs
     def __init__(self, rows: Array, cols: Array, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int):
-        self.seqlen_q, self.seqlen_k = _length("seqlen_q", seqlen_q, 0), _length("seqlen_k", seqlen_k, 0)
-        self.block_q, self.block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
+        lengths = _lengths(seqlen_q=(seqlen_q, 0), seqlen_k=(seqlen_k, 0), block_q=(block_q, 1), block_k=(block_k, 1))
+        self.seqlen_q, self.seqlen_k, self.block_q, self.block_k = lengths
         framework = framework_of("rows", rows)
         nq, nk = self._grid
         for name, x in {"rows": rows, "cols": cols}.items():
@@ -87,7 +89,7 @@ class BlockMask:
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array]:
-        """rows, cols, and the same of the transpose."""
+        """rows and cols, and those of the transpose."""
         return self.rows, self.cols, self.rows_t, self.cols_t
 
     @property
@@ -97,7 +99,7 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """The share of blocks that are kept; 0.0 where there is no block."""
+        """The share of blocks that are kept, or 0.0 if there are no blocks."""
         batch, heads, nq, nk = self.shape
         return self.cols.shape[0] / max(batch * heads * nq * nk, 1)
 
@@ -136,18 +138,19 @@ class BlockMask:
     @classmethod
     @outside_graphs
     def from_kept(cls, kept: Array, block_q: int, block_k: int, seqlen_q: int | None = None, seqlen_k: int | None = None) -> BlockMask:
-        """From which blocks are kept.
+        """Makes a mask from an array that says which blocks are kept.
 
         Args:
-            kept: bool (..., query blocks, key blocks), up to two leading axes: (B|1, H|1).
-            seqlen_q, seqlen_k: lengths, where the last block is not full; None: it is.
+            kept: bool (..., query blocks, key blocks) with up to two leading axes, (B|1, H|1).
+            block_q, block_k: the size of a block.
+            seqlen_q, seqlen_k: the lengths, if the last block is not full. None: it is full.
         """
         framework, kept = _matrices("kept", kept)
         nq, nk = kept.shape[2:]
         sizes = []
         for name, length, count, block in (("seqlen_q", seqlen_q, nq, block_q), ("seqlen_k", seqlen_k, nk, block_k)):
-            block = _length(name.replace("seqlen", "block"), block, 1)
-            length = count * block if length is None else _length(name, length, 0)
+            (block,) = _lengths(**{name.replace("seqlen", "block"): (block, 1)})
+            (length,) = [count * block] if length is None else _lengths(**{name: (length, 0)})
             if -(-length // block) != count:
                 raise ValueError(f"{name}: {length}; accepted is a length of {count} blocks of {block}, as kept has")
             sizes.append(length)
@@ -159,13 +162,14 @@ class BlockMask:
     def from_dense(cls, mask: Array, block_q: int, block_k: int) -> BlockMask:
         """Keeps each block in which any element of `mask` is True.
 
-        Whole blocks are kept: where `mask` cuts through one, pass it as `mask` to the attention as well.
+        Whole blocks are kept. If `mask` cuts through blocks, pass it to the attention as `mask` as well.
 
         Args:
-            mask: bool (..., Sq, Sk), up to two leading axes: (B|1, H|1).
+            mask: bool (..., Sq, Sk) with up to two leading axes, (B|1, H|1).
+            block_q, block_k: the size of a block.
         """
         framework, mask = _matrices("mask", mask)
-        block_q, block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
+        block_q, block_k = _lengths(block_q=(block_q, 1), block_k=(block_k, 1))
         batch, heads, seqlen_q, seqlen_k = mask.shape
         shape = (batch, heads, -(-seqlen_q // block_q), -(-seqlen_k // block_k))
         kept = ffi.new("uint8_t[]", batch * heads * shape[2] * shape[3])
@@ -186,7 +190,7 @@ class BlockMask:
     def causal(
         cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right", like: Array | None = None
     ) -> BlockMask:
-        """Keeps the blocks that causal attention sees any part of."""
+        """Keeps the blocks of which causal attention sees any part."""
 
         def row(diagonal: range, nk: int) -> list[Iterable[int]]:
             return [range(min(diagonal.stop, nk))]
@@ -206,11 +210,11 @@ class BlockMask:
         alignment: str = "bottom_right",
         like: Array | None = None,
     ) -> BlockMask:
-        """Keeps, around the diagonal, `local_blocks` key blocks to either side; the first `global_blocks` see all and are seen by all.
+        """Keeps `local_blocks` key blocks on either side of the diagonal. The first `global_blocks` see all blocks and are seen by all.
 
         Sources: Longformer (Beltagy et al. 2020, arXiv:2004.05150), BigBird (Zaheer et al. 2020, arXiv:2007.14062).
         """
-        near, everywhere = _length("local_blocks", local_blocks, 0), _length("global_blocks", global_blocks, 0)
+        near, everywhere = _lengths(local_blocks=(local_blocks, 0), global_blocks=(global_blocks, 0))
 
         def row(diagonal: range, nk: int) -> list[Iterable[int]]:
             if any(0 <= d < everywhere for d in diagonal):
@@ -232,11 +236,11 @@ class BlockMask:
         alignment: str = "bottom_right",
         like: Array | None = None,
     ) -> BlockMask:
-        """Keeps, around the diagonal, `local_blocks` key blocks to either side, and the last of every `stride` key blocks.
+        """Keeps `local_blocks` key blocks on either side of the diagonal, and the last of every `stride` key blocks.
 
         Sources: Sparse Transformers, "fixed" attention (Child et al. 2019, arXiv:1904.10509).
         """
-        stride, near = _length("stride", stride, 1), _length("local_blocks", local_blocks, 0)
+        stride, near = _lengths(stride=(stride, 1), local_blocks=(local_blocks, 0))
 
         def row(diagonal: range, nk: int) -> list[Iterable[int]]:
             low, high = max(diagonal.start - near, 0), min(diagonal.stop + near, nk)
@@ -274,8 +278,8 @@ class BlockMask:
     ) -> BlockMask:
         """row(diagonal, nk): what a query block keeps of the nk key blocks, in ascending pieces. Its queries stand at the key blocks
         `diagonal`, which may reach past either end."""
-        seqlen_q, seqlen_k = _length("seqlen_q", seqlen_q, 0), _length("seqlen_k", seqlen_k, 0)
-        block_q, block_k = _length("block_q", block_q, 1), _length("block_k", block_k, 1)
+        lengths = _lengths(seqlen_q=(seqlen_q, 0), seqlen_k=(seqlen_k, 0), block_q=(block_q, 1), block_k=(block_k, 1))
+        seqlen_q, seqlen_k, block_q, block_k = lengths
         if not isinstance(alignment, str) or alignment not in ("bottom_right", "top_left"):
             raise ValueError(f"alignment: {shown(alignment)}; accepted is 'bottom_right' or 'top_left'")
         offset = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
@@ -295,10 +299,16 @@ class BlockMask:
         return made
 
 
-def _length(name: str, x: Any, least: int) -> int:
-    if not is_whole(x) or x < least:
-        raise ValueError(f"{name}: {shown(x)}; accepted is an integer of {least} or more")
-    return index(x)
+def _lengths(**given: tuple[Any, int]) -> list[int]:
+    """Each argument's value and the least that it may be."""
+    wrong: Wrong = [
+        ValueError(f"{name}: {shown(x)}; accepted is an integer of {least} or more")
+        for name, (x, least) in given.items()
+        if not is_whole(x) or x < least
+    ]
+    if wrong:
+        raise refusal(wrong)
+    return [index(x) for x, _ in given.values()]
 
 
 def _limit(kept: int) -> None:

@@ -189,73 +189,77 @@ class Blocks(Row):
 class AttentionOptions(TypedDict, total=False):
     """The options of strobe.attention(), which documents them."""
 
-    causal: Annotated["bool", Flag("query i sees the keys j <= i + offset of the alignment.")]
+    causal: Annotated["bool", Flag("query i sees the keys j <= i + offset, where alignment gives the offset.")]
     window: Annotated[
         "int | tuple[int | None, int | None] | None",
-        Window("(left, right): i + offset - left <= j <= i + offset + right; None on a side: no bound; one integer: both sides."),
+        Window(
+            "(left, right): query i sees the keys i + offset - left <= j <= i + offset + right. None: no bound. One integer: both sides."
+        ),
     ]
     alignment: Annotated[
         "str",
         Choice(
             {"bottom_right": lib.STROBE_BOTTOM_RIGHT, "top_left": lib.STROBE_TOP_LEFT},
-            'of causal, window and alibi_slopes. "bottom_right": the last query stands at the last key, offset = Sk - Sq; '
-            '"top_left": the first at the first, offset = 0.',
+            'places queries against keys for causal, window and alibi_slopes. "bottom_right": the last query stands at the last key, '
+            'offset = Sk - Sq. "top_left": the first query stands at the first key, offset = 0.',
         ),
     ]
-    scale: Annotated["float | None", Number(None, "of q·k. None: 1/sqrt(D), or 1 with a hyperbolic score.")]
-    softcap: Annotated["float", Number(0.0, "c > 0 makes each score c · tanh(score / c), before what is added to it.")]
+    scale: Annotated["float | None", Number(None, "the factor of q·k. None: 1/sqrt(D), or 1 with a hyperbolic score.")]
+    softcap: Annotated["float", Number(0.0, "c > 0 turns each score into c · tanh(score / c), before ALiBi and bias are added.")]
     score: Annotated[
         "str",
         Choice(
             {"dot": lib.STROBE_DOT, "hyperbolic": lib.STROBE_HYPERBOLIC},
-            '"dot": scale · q·k, or its softcap; "hyperbolic": -beta · arccosh(max(-x, 1)) - shift of x = scale · q·k, which is to be a '
-            "Lorentz product. hyperbolic_attention() makes it one.",
+            '"dot": scale · q·k, or its softcap. "hyperbolic": -beta · arccosh(max(-x, 1)) - shift, where x = scale · q·k has to be a '
+            "Lorentz product; hyperbolic_attention() makes it one.",
         ),
     ]
-    beta: Annotated["float | None", Number(None, "of a hyperbolic score. beta > 0, 1 if None.", absent=0.0)]
+    beta: Annotated["float | None", Number(None, "factor and offset of a hyperbolic score. beta > 0; None means 1.", absent=0.0)]
     shift: Annotated["float", Number(0.0, _UNDOCUMENTED)]
     mask: Annotated[
         "Array | None",
         Tensor(
-            "bool, True = attend. Broadcasts to (B, H, Sq, Sk), and is never expanded in memory. Missing axes are the first ones: a "
-            "padding mask (B, Sk) is written mask[:, None, None, :]. Given as it is, it would be read as (Sq, Sk) where B = Sq."
+            "bool, True = attend. It broadcasts to (B, H, Sq, Sk) and is never expanded in memory. Missing axes are the first ones, so a "
+            "padding mask (B, Sk) is written mask[:, None, None, :]; as it is, it would be read as (Sq, Sk) if B = Sq."
         ),
     ]
     bias: Annotated[
         "Array | None",
-        Tensor("added to the scores; broadcasts likewise; q's dtype or float32. Its gradient is summed over what was broadcast.", True),
+        Tensor(
+            "is added to the scores. It broadcasts likewise, in q's dtype or float32. Its gradient is summed over what was broadcast.", True
+        ),
     ]
     alibi_slopes: Annotated[
         "Array | None",
-        Tensor("float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores. They have no gradient."),
+        Tensor("float32 (H,) or (B, H): -slope · |i + offset - j| is added to the scores. Slopes have no gradient."),
     ]
     sinks: Annotated[
         "Array | None",
-        Tensor("float32 (float64 with float64) (H,): a logit per head that joins the softmax's denominator and no value.", True),
+        Tensor("(H,), float32, or float64 if q is: a logit per head that joins the softmax's denominator and no value.", True),
     ]
     dropout: Annotated[
         "float",
         Number(
             0.0,
-            "the probability of dropping an element of the softmax, 0 <= p < 1, in steps of 1/256 and, unless 0, at least one of them; "
-            "what is kept is scaled up.",
+            "the probability of dropping an element of the softmax, 0 <= p < 1, in steps of 1/256. Any p above 0 means at least one "
+            "step. What is kept is scaled up.",
         ),
     ]
     seed: Annotated[
         "int | None",
         Seed(
-            "integers that choose the dropout mask. Without them and rng they are drawn from the default generator of torch "
-            "(torch.manual_seed) or NumPy (np.random.seed)."
+            "integers that choose the dropout mask. If neither they nor rng are given, they are drawn from the default generator of "
+            "torch (torch.manual_seed) or NumPy (np.random.seed)."
         ),
     ]
     offset: Annotated["int | None", Seed(_UNDOCUMENTED)]
-    rng: Annotated["Array | None", Tensor("the same two as an int64 tensor (2,), where q lies.")]
+    rng: Annotated["Array | None", Tensor("seed and offset as an int64 tensor (2,) on q's device.")]
     cu_seqlens_q: Annotated[
         "Array | None",
         Tensor(
-            "int32 (B + 1,): packed sequences of various lengths; sequence b holds the tokens [cu_seqlens[b], cu_seqlens[b + 1]), and what "
-            "lies behind the last is padding: its out is 0, its lse -inf. Then q is (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), whatever "
-            "layout says."
+            "int32 (B + 1,): sequences of various lengths are packed, and sequence b holds the tokens [cu_seqlens[b], cu_seqlens[b + 1]). "
+            "What follows the last sequence is padding: its out is 0 and its lse -inf. q is then (Tq, H, D), k (Tk, Hkv, D) and v "
+            "(Tk, Hkv, Dv), whatever layout says."
         ),
     ]
     cu_seqlens_k: Annotated["Array | None", Tensor(_UNDOCUMENTED)]
@@ -264,42 +268,48 @@ class AttentionOptions(TypedDict, total=False):
         Whole(
             0,
             INT32_MAX,
-            "upper bounds of the lengths; the size of mask and bias there. None: Tq, Tk; on the CPU the work is that of the longest "
-            "sequence all the same, while a GPU, whose lengths are not read, has the work of a bound of Tq and Tk.",
+            "upper bounds of the packed lengths, and the sizes of mask and bias. None: Tq and Tk. On the CPU the work is then still that "
+            "of the longest sequence; a GPU does not read the lengths, so its work is that of the bounds.",
         ),
     ]
     max_seqlen_k: Annotated["int | None", Whole(0, INT32_MAX, _UNDOCUMENTED)]
     block_mask: Annotated[
         "BlockMask | None",
-        Blocks("which blocks of the scores exist at all; a mask of these lengths (of packed sequences, of their maxima)."),
+        Blocks("a BlockMask of the call's lengths (for packed sequences, of their maxima): blocks that it drops are not computed."),
     ]
     layout: Annotated[
         "str",
         Layout(
             {"bhsd": False, "bshd": True},
-            'of q, k, v and the output: "bhsd" or "bshd", which is flash-attn\'s and xFormers\'. Nobody notices a wrong one where the '
-            "shapes fit: H and S then change places.",
+            'the order of the axes of q, k, v and the output: "bhsd", or "bshd" as in flash-attn and xFormers. A wrong one goes unnoticed '
+            "if the shapes fit, and H and S then change places.",
         ),
     ]
     deterministic: Annotated[
         "bool",
-        Flag("bitwise the same gradients over runs; on the CPU, and under torch.use_deterministic_algorithms, they always are."),
+        Flag("gradients have the same bits in every run. On the CPU, and under torch.use_deterministic_algorithms, they always have."),
     ]
-    exact_max: Annotated["bool", Flag("keep the running maximum of the softmax where an engine would do without.")]
-    allow_tf32: Annotated["bool", Flag("let float32 run as single-pass TF32 on a GPU.")]
-    tile_q: Annotated["int | None", Whole(1, lib.STROBE_MAX_TILE, "a wish for the tile (Br, Bc); explain() says to what it was rounded.")]
+    exact_max: Annotated[
+        "bool", Flag("follow the softmax's running maximum where an engine would let it lag, and compute the exact tanh of softcap.")
+    ]
+    allow_tf32: Annotated["bool", Flag("let a GPU compute float32 by single TF32 products.")]
+    tile_q: Annotated[
+        "int | None", Whole(1, lib.STROBE_MAX_TILE, "the tile (Br, Bc) that you wish for; explain() names the tile that runs.")
+    ]
     tile_k: Annotated["int | None", Whole(1, lib.STROBE_MAX_TILE, _UNDOCUMENTED)]
-    engine: Annotated["str | None", Name("run on this engine of strobe.engines() alone; None: on the one with the least predicted time.")]
-    strict: Annotated["bool", Flag("refuse to run on anything but the fastest engine of this device.")]
+    engine: Annotated[
+        "str | None", Name("the name of the engine to run on, out of strobe.engines(). None: the one with the least predicted time.")
+    ]
+    strict: Annotated["bool", Flag("refuse to run on any engine other than the fastest one of this device.")]
     check: Annotated[
-        "bool", Flag("check what lies in device memory (cu_seqlens, block_mask) first, which synchronises; host memory always is.")
+        "bool", Flag("check values in device memory (cu_seqlens, block_mask) first, which synchronises. Those in host memory always are.")
     ]
     threads: Annotated[
         "int | None",
         Whole(
             1,
             lib.STROBE_MAX_THREADS,
-            "CPU threads; None: torch.get_num_threads(), for NumPy as many as the process may run on.",
+            "the number of CPU threads. None: torch.get_num_threads(), or for NumPy as many as the process may run on.",
             in_struct=False,
         ),
     ]

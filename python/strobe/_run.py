@@ -19,7 +19,7 @@ ORACLE = "reference"  # the engine that writes float64 whatever it reads
 
 
 class Gradients(NamedTuple):
-    """Of the inputs of the same names; None for what was not given."""
+    """The gradients of the inputs of the same names. None stands for an input that was not given."""
 
     dq: Any
     dk: Any

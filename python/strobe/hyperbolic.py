@@ -1,8 +1,9 @@
-"""Hyperbolic attention, and the space it lives in: curvature -1, its models and the maps between them. docs/hyperbolic.md has the formulas.
+"""Hyperbolic attention, and its space of curvature -1: the models and the maps between them. docs/hyperbolic.md has the formulas.
 
-Points lie along the last axis of torch tensors or NumPy arrays: n + 1 Lorentz coordinates on the upper sheet of the hyperboloid, the
-time-like one first; or n coordinates inside the unit ball, of Poincaré's or of Klein's model. The functions are differentiable in torch.
-float16 and bfloat16 are computed in float32 and rounded once; other dtypes than these, float32 and float64 are refused.
+Points lie along the last axis of torch tensors or NumPy arrays. They have n + 1 Lorentz coordinates on the upper sheet of the hyperboloid,
+with the time-like one first, or n coordinates inside the unit ball, in Poincaré's or in Klein's model. With torch tensors the functions are
+differentiable. float16 and bfloat16 are computed in float32 and rounded once; float32 and float64 are taken as they are, and other dtypes
+are refused.
 """
 
 from __future__ import annotations
@@ -55,30 +56,32 @@ def hyperbolic_attention(
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
-    """Attention between points of hyperbolic space: softmax over keys of -beta · distance(q, k) - c, and the mean of the points v by it.
+    """Attention between points of hyperbolic space.
 
-    As attention(), whose shapes, options and errors these are; the distance and its derivative are computed inside the same kernels. q, k
-    and v are points, along the last axis. Differentiable in torch, in q, k and v; beta and c have no gradient. float16 and bfloat16 round
-    the coordinates of a point, and a distance suffers from that the more, the farther out both points lie and the nearer to one another:
-    docs/hyperbolic.md says by how much.
+    It is the mean of the points v, weighted by the softmax over keys of -beta · distance(q, k) - c.
+
+    Shapes, options and errors are those of attention(), and the same kernels compute the distance and its derivative. q, k and v are points
+    along the last axis. With torch tensors, the result is differentiable in q, k and v; beta and c have no gradient. float16 and bfloat16
+    round the coordinates of a point. The farther out two points lie, and the nearer they are to one another, the more their distance
+    suffers from that; docs/hyperbolic.md says by how much.
 
     Args:
-        q: (B, H, Sq, n + 1), or with model "poincare" (B, H, Sq, n), n <= 255; layout and packed sequences as in attention().
-        k: likewise, of q's width.
-        v: likewise, of a width of its own.
-        beta: > 0: how fast attention falls with distance.
-        c: a constant; it is in the returned lse, and cancels in the softmax but for sinks.
-        model: of q, k, v and the output: "lorentz", points of the hyperboloid with the time-like coordinate first, or "poincare", points
+        q: (B, H, Sq, n + 1), or (B, H, Sq, n) with model "poincare", where n <= 255. layout and packed sequences work as in attention().
+        k: points of the same width as q's.
+        v: points of any width.
+        beta: how fast attention falls with distance; > 0.
+        c: a constant. The returned lse includes it. In the softmax it cancels, unless there are sinks.
+        model: of q, k, v and the output. "lorentz": points of the hyperboloid, with the time-like coordinate first. "poincare": points
             inside the unit ball.
-        aggregate: "centroid": the Lorentz centroid Σ P v / |Σ P v|; "midpoint": the Einstein midpoint, whose weights P γ(v) are a bias on
-            the keys, which lse includes. The two are the same point, but for rounding and dropout; the centroid costs less.
-        options: those of attention() but score, shift, softcap and scale. check=True looks at every point of q, k and v as well, hidden
-            ones included, and refuses what is none of the model's: it reads all three, and waits for a GPU. Otherwise nobody looks, and
-            what is no point (of the other model, or outside the ball) gives numbers without a meaning.
+        aggregate: "centroid": the Lorentz centroid Σ P v / |Σ P v|. "midpoint": the Einstein midpoint, whose weights P γ(v) act as a bias
+            on the keys, which lse includes. Up to rounding and dropout the two are the same point; the centroid costs less.
+        options: those of attention() except score, shift, softcap and scale. check=True also checks every point of q, k and v, hidden ones
+            included, and refuses what is not a point of the model; it reads all three and waits for a GPU. Without it, what is not a point
+            (points of the other model, or outside the ball) gives numbers without a meaning.
 
     Returns:
-        out: points, of q's leading axes and v's width; for a query that sees no key the origin.
-        lse, if return_lse: as attention()'s.
+        out: points with q's leading axes and v's width. A query that sees no key gets the origin.
+        lse, if return_lse: as attention() returns it.
 
     Sources: Gulcehre et al. 2019, Hyperbolic Attention Networks (arXiv:1805.09786); the centroid: Law et al. 2019, Lorentzian Distance
     Learning for Hyperbolic Representations.
@@ -233,7 +236,7 @@ def lorentz_to_poincare(x: Array) -> Array:
 
 
 def klein_to_lorentz(x: Array) -> Array:
-    """gamma (1, x), gamma = 1 / sqrt(1 - |x|²) being the Lorentz factor"""
+    """gamma (1, x), where gamma = 1 / sqrt(1 - |x|²) is the Lorentz factor"""
     return _mapped(lambda xp, x: _joined(xp, xp.ones_like(x[..., :1]), x) / xp.sqrt(1 - _square(x)), x)
 
 
@@ -253,12 +256,12 @@ def klein_to_poincare(x: Array) -> Array:
 
 
 def lorentz_product(x: Array, y: Array) -> Array:
-    """-x0 y0 + x1 y1 + ... + xn yn over the last axis; the others broadcast, and of two dtypes the result has the wider."""
+    """-x0 y0 + x1 y1 + ... + xn yn over the last axis. The other axes broadcast. The result has the wider of the two dtypes."""
     return _mapped(_product, x, y)
 
 
 def distance(x: Array, y: Array) -> Array:
-    """arccosh(max(-<x, y>_L, 1)) of points in Lorentz coordinates, as in lorentz_product(); where it is 0, so is its gradient."""
+    """arccosh(max(-<x, y>_L, 1)) of points in Lorentz coordinates, shaped as in lorentz_product(). Where it is 0, its gradient is 0 too."""
 
     def formula(xp: Any, x: Array, y: Array) -> Array:
         t = -_product(xp, x, y) - 1
@@ -270,9 +273,12 @@ def distance(x: Array, y: Array) -> Array:
 
 
 def centroid(x: Array) -> Array:
-    """x / sqrt(-<x, x>_L) of a weighted sum of points in Lorentz coordinates, or of any multiple of one: the point of least mean squared
-    Lorentz distance (Law et al. 2019), and Einstein's midpoint. Of a sum of nothing the origin, (1, 0, ..., 0), with gradient 0. Points
-    that lie farther out than rounding can tell, at -<x, x>_L below eps x0², are brought there."""
+    """x / sqrt(-<x, x>_L), where x is a weighted sum of points in Lorentz coordinates, or any multiple of such a sum.
+
+    This is the point of least mean squared Lorentz distance (Law et al. 2019), and Einstein's midpoint. An empty sum gives the origin,
+    (1, 0, ..., 0), with gradient 0. If -<x, x>_L lies below eps x0², which is farther out than rounding can tell, the result is drawn in to
+    that distance.
+    """
 
     def formula(xp: Any, wide: Array) -> Array:
         nothing = wide[..., :1] == 0

@@ -23,20 +23,19 @@ if TYPE_CHECKING:
 
 
 class FlashAttention(torch.nn.Module):
-    """strobe.attention as a module, with its options set once. It has no parameters.
+    """strobe.attention() as a module whose options are set once. It has no parameters.
 
     Args:
-        head_dim: D, the last axis of q and k; held against every call.
-        dropout: in training mode only.
-        causal, window, softcap, layout, block_mask and the other options of strobe.attention() that are not tensors. Those that are
-            (mask, bias, ...) go to the call.
+        head_dim: D, the last axis of q and k. Every call is held to it.
+        options: the options of strobe.attention() that are not tensors, such as causal, window, softcap, layout and block_mask. Tensors
+            (mask, bias and so on) are passed to the call. dropout applies in training mode only.
 
     Shape:
         q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), output (B, H, Sq, Dv); layout "bshd" and packed sequences as in
         strobe.attention().
 
     Raises:
-        TypeError, ValueError: an option that no call could have. Else as strobe.attention(), at the call.
+        TypeError, ValueError: an option has a value that no call could have. A call raises the errors of strobe.attention().
 
     Example:
         >>> attend = strobe.nn.FlashAttention(64, dropout=0.1, causal=True)
@@ -64,7 +63,7 @@ class FlashAttention(torch.nn.Module):
         self.options: AttentionOptions = options
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **overrides: Unpack[AttentionOptions]) -> Any:
-        """Overrides, for this call, any option given to the module; an overriding dropout holds in evaluation too."""
+        """Computes attention. `overrides` replace options of the module for this call; a dropout among them holds in evaluation too."""
         if isinstance(q, Tensor) and unfit("q", q) is None and q.dim() and q.shape[-1] != self.head_dim:  # else attention() says what
             raise ValueError(f"q: head dimension {q.shape[-1]}; accepted is the module's, {self.head_dim}")
         options: AttentionOptions = {**self.options, **overrides}

@@ -9,6 +9,7 @@ from rich import progress
 from rich.console import Console
 
 _FIRST, _EVERY = 10.0, 30.0  # seconds to the first line, and between two
+_ENOUGH = 8  # so many say how long the others will take
 
 
 def duration(seconds: float) -> str:
@@ -26,22 +27,24 @@ class Progress:
             progress.TimeRemainingColumn(),
         )
         self._what, self._total, self._console = what, total, console
-        self._bar = progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._bar = progress.Progress(*columns, console=console, transient=True)
         self._task = self._bar.add_task("", total=total)
         self._began, self._next = perf_counter(), _FIRST
 
     def __enter__(self) -> Progress:
-        self._bar.start()
+        if self._console.is_terminal:
+            self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
     def update(self, done: int, now: str) -> None:
         """done: so many in all; now: what was done last."""
         self._bar.update(self._task, completed=done, description=now)
         past = perf_counter() - self._began
         if not self._console.is_terminal and past >= self._next and done < self._total:
-            left = f", about {duration(past / done * (self._total - done))} left" if done else ""
+            left = f", about {duration(past / done * (self._total - done))} left" if done >= _ENOUGH else ""
             self._console.print(f"{done} of {self._total} {self._what} in {duration(past)}{left}; last: {now}")
             self._next = past + _EVERY

@@ -297,9 +297,9 @@ private:
 // The products of one piece without the elements that are hidden: see add_nonfinite.
 template <class Math>
 __attribute__((noinline)) void backward_nonfinite(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
-                                                const Piece<typename Math::Real> &piece, typename Math::Left k_rows,
-                                                typename Math::Left v_rows, BackwardScratch<Math> &scratch,
-                                                const KeyGradients<typename Math::Real> &sums, KeySum<typename Math::Real> &dq) {
+                                                  const Piece<typename Math::Real> &piece, typename Math::Left k_rows,
+                                                  typename Math::Left v_rows, BackwardScratch<Math> &scratch,
+                                                  const KeyGradients<typename Math::Real> &sums, KeySum<typename Math::Real> &dq) {
   using T = typename Math::Real;
   using V = Vec<T>;
   const Problem &p = *head.p;

@@ -96,7 +96,7 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
 // hold anything, and 0 times an infinity is not a number. For tiles that are masked and hold one; part: scratch of width.
 template <class T>
 __attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, const View &x, int64_t b, int64_t h, int64_t k0, int64_t d,
-                                           T *sum, T *part) {
+                                             T *sum, T *part) {
   for (int64_t c = 0; c < d; ++c) {
     fill(part, t.width, T(0));
     for (int64_t j = 0; j < t.keys; ++j) {
@@ -165,7 +165,7 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
         apply_options(head, piece, chunk, scratch.score, s, (T *)nullptr);
         if (head.dropout) load_keep(head, chunk, scratch.keep);
         const bool moved = nonfinite ? softmax_step<Math>(head, chunk, s, lane, Fma<T>::in_place(s, width), 0, scratch)
-                                   : softmax_step<Math>(head, chunk, s, lane, probs, done, scratch);
+                                     : softmax_step<Math>(head, chunk, s, lane, probs, done, scratch);
         if (moved) {
           if (!nonfinite && done > multiplied) multiply_values(done); // what was measured against the old m
           o.scale(scratch.alpha);

@@ -21,7 +21,7 @@ public:
     if (p.dtype != DType::f32) return "float32 only";
     if (p.softcap > 0) return "no softcap";
     if (p.q && p.q.stride[3] != 1) return "columns apart";
-    return Plan{name_, "", 1, 1, 0, 1, {}};
+    return Plan{name_, "", 1, 1, 0, 1, {}, {}};
   }
   void run(const Problem &, const Execution &, Direction, const Plan &, void *) const override {}
 

@@ -40,6 +40,7 @@ SOURCES = (
         "src/cuda/**/*.h",
         "src/cuda/**/*.cpp",
         "python/strobe/*.py",
+        "python/strobe/arrays/*.py",
         "python/strobe_tools/train/*.py",
         "tests/gpu/*.py",
     ),

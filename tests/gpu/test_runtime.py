@@ -157,6 +157,45 @@ def test_another_stream():
     assert torch.equal(found, expected)
 
 
+def test_repeated_calls_in_a_graph_on_a_side_stream():
+    """Calls that are found by their key before and while they are captured; a sum's gradient too, which is copied first."""
+    q, k, v, dout = tensors(2, 4, 256, 64, dtype=torch.bfloat16, n=4)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def step() -> list[torch.Tensor]:
+        out = strobe.attention(*leaves, causal=True, deterministic=True)
+        by_sum = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        with torch.no_grad():
+            alone = strobe.attention(*leaves, causal=True)
+        return [out.detach(), alone, *by_sum, *torch.autograd.grad(out, leaves, dout)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    with torch.no_grad():
+        for x in leaves:
+            x.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(captured, step(), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_repeated_calls_leave_no_memory_behind():
+    q, k, v, dout = tensors(1, 2, 128, 64, dtype=torch.bfloat16, n=4)
+    for n in range(200):
+        gradients(q, k, v, dout)
+        torch.cuda.synchronize()
+        if n == 9:
+            before = torch.cuda.memory_allocated()
+    assert torch.cuda.memory_allocated() == before
+
+
 def test_device_memory_is_clamped_and_checked_on_request():
     q, k, v = tensors(64, 2, 64, dtype=torch.float32)
     cu = torch.tensor([0, 500, -3, 64], device="cuda", dtype=torch.int32)

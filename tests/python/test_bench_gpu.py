@@ -245,8 +245,10 @@ def test_ratios_costs_and_shares():
 
 def test_summary_names_the_lowest():
     core, small, options, window = report.summary(ROWS, "forward")
-    assert core == "core36 forward: 1.00 of the best peer (geometric mean of 2), lowest 0.80 at d 64 s 1024; 1 of 2 at least 1"
-    assert small.startswith("small forward: 2.00 of the best peer")
+    assert (
+        core == "core36 forward: 1.00 times the best peer's speed (geometric mean of 2; lowest 0.80, at d 64 s 1024); at least 1 in 1 of 2"
+    )
+    assert small.startswith("small forward: 2.00 times the best peer's speed")
     assert options == "options forward: at worst +25% beside plain, at d 64 s 512 mask"
     assert window == "window forward: at worst 80% beside causal, at d 64 s 512"
 

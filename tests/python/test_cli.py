@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -219,7 +221,8 @@ def without_compiler(monkeypatch, tmp_path):
         clock += 20.0
         return [Kernel(name, 168, 0, False, True) for name in job.names()[0]], ""
 
-    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, mp_context: ThreadPoolExecutor(1))
+    in_turn = SimpleNamespace(map=map)  # a call begins when the one before has been told
+    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, mp_context: nullcontext(in_turn))
     monkeypatch.setattr(prewarm.Job, "run", run)
     monkeypatch.setattr(progress, "perf_counter", lambda: clock)
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
@@ -230,8 +233,8 @@ def test_prewarm_says_first_what_it_will_take(run, tmp_path):
     done = run("prewarm", "--arch", "90", "--jobs", "2")
     assert done.exit_code == 0, done.output
     first, cache, subset, *rest = done.output.splitlines()
-    calls, kernels, missing, minutes, megabytes = map(int, re.findall(r"\b\d+(?!\d* at a time)\b", first)[:5])
-    assert first.startswith(f"{calls} calls take {kernels} kernels: {kernels} to compile (about {minutes} min with 2 at a time, ")
+    calls, kernels, missing, minutes, megabytes = map(int, re.findall(r"\b\d+(?!\d* idle cores)\b", first)[:5])
+    assert first.startswith(f"{calls} calls take {kernels} kernels: {kernels} to compile (about {minutes} min on 2 idle cores, ")
     assert first.endswith(f"{megabytes} MB), 0 in the cache")
     assert calls == len(list(prewarm.jobs([90], None, None, None)))
     assert missing == kernels
@@ -242,7 +245,14 @@ def test_prewarm_says_first_what_it_will_take(run, tmp_path):
     assert rest[-1].startswith(f"{kernels} kernels, {kernels} compiled, 0 found in the cache, ")
     lines = rest[:-1]  # a line at most every 30 s
     assert calls / 3 < len(lines) < calls * 2 / 3 + 1
-    assert all(re.fullmatch(rf"\d+ of {kernels} kernels compiled in \d+ (s|min), about \d+ (s|min) left; last: sm_90 .*", x) for x in lines)
+    said = [
+        re.fullmatch(rf"(\d+) of {kernels} kernels compiled in \d+ (?:s|min)(, about \d+ (?:s|min) left)?; last: sm_90 .*", x)
+        for x in lines
+    ]
+    assert all(said), lines
+    assert all(bool(x[2]) == (int(x[1]) >= 8) for x in said), lines
+    assert any(not x[2] for x in said)
+    assert any(x[2] for x in said)
     few = run("prewarm", "--arch", "90", "--common").output
     assert subset.startswith(f"--common compiles {few.split(' kernels')[0].split()[-1]} of them; ")
     assert "--common compiles" not in few

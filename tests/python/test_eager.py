@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
+import textwrap
 import threading
 import weakref
 from typing import Any
@@ -188,6 +190,11 @@ def test_a_short_call_has_no_second_derivative_either():
         (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         with pytest.raises(NotImplementedError, match="no second derivative"):
             torch.autograd.grad(first.sum(), q)
+
+
+def test_the_graph_shows_one_name():
+    q, k, v = qkv(grad=True)
+    assert {strobe.attention(q, k, v).grad_fn.name() for _ in range(4)} == {"_AttentionBackward"}
 
 
 # The same results
@@ -400,6 +407,64 @@ def test_threads_make_the_same_call_side_by_side():
     for thread in team:
         thread.join()
     assert not wrong
+
+
+GPU = """
+    import torch, torch._C._dynamo.guards as guards
+    made, runs, now, status = [], [], [0], [0]
+    empty_strided = torch.empty_strided
+    def short(shape, strides, dtype):
+        made.append("short")
+        return empty_strided(shape, strides, dtype=dtype)
+    def long(shape, strides, *, dtype, device):
+        made.append(str(device))
+        return empty_strided(shape, strides, dtype=dtype)
+    guards._empty_strided_cuda, torch.empty_strided = short, long
+    torch._C._cuda_getDevice = lambda: now[0]
+    torch._C._cuda_getCurrentRawStream = lambda index: 1000 + index
+
+    from strobe import _eager, _repeated  # which looks these functions up
+    from strobe._core import ffi
+    @ffi.callback("int32_t(strobe_prepared *, int32_t, uint8_t *, uintptr_t *, int32_t, uintptr_t, uintptr_t, uint64_t)")
+    def run(prepared, count, fields, addresses, threads, stream, workspace, size):
+        arrays = [*fields[0:count]], [*addresses[0:count]]
+        runs.append((int(ffi.cast("uintptr_t", prepared)), *arrays, threads, stream, workspace != 0, size))
+        return status[0]
+    _eager.connect(int(ffi.cast("uintptr_t", run)))
+
+    q = torch.randn(2, 3)
+    shape = ((2, 3), (3, 1), torch.float32)
+    ready = _eager.Ready(owner=None, address=7, fields=bytes([2, 5]), made=(shape,), device=torch.device("cuda", 1), workspace_bytes=4096,
+                         threads=0, form=bytes([255, 0, 255]), function=None, more=None)
+    for current in (1, 0):
+        now[0] = current
+        nothing, x, none = ready.run(q)
+        assert nothing is none is None and x.shape == (2, 3)
+        assert runs.pop() == (7, [2, 5], [q.data_ptr(), x.data_ptr()], 0, 1001, True, 4096), current
+        assert made == (["short", "short"] if current else ["cuda:1", "cuda:1"]), made
+        made.clear()
+    status[0] = 1
+    assert ready.run(q) is None and len(runs) == 1
+    def fails(index):
+        raise RuntimeError
+    torch._C._cuda_getCurrentRawStream.__code__ = fails.__code__
+    assert ready.run(q) is None and len(runs) == 1
+    def stops(index):
+        raise KeyboardInterrupt
+    torch._C._cuda_getCurrentRawStream.__code__ = stops.__code__
+    try:
+        ready.run(q)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_on_a_gpu(reader):
+    """Its stream and its workspace reach the library, and results lie on its device, current or not. PyTorch's functions are pretended."""
+    code = textwrap.dedent(GPU)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "interrupted"
 
 
 @pytest.mark.parametrize("changed", [{"made": ((1,),)}, {"device": 3}, {"form": "x"}, {"made": (((1,), (1,), torch.float32),) * 9}])

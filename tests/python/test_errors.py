@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import strobe
-from strobe.compat.flash_attn import flash_attn_func
+from strobe.compat.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
 B, H, HKV, SQ, SK, D, DV = 2, 4, 2, 20, 30, 16, 24
 NAN, INF = float("nan"), float("inf")
@@ -505,6 +505,21 @@ def test_every_wrong_argument_of_a_backward_is_named():
     out, lse = strobe.attention(**arguments, return_lse=True)
     arguments |= {"dout": out[:1], "out": None, "lse": lse.half(), "causal": 2, "softcap": -1.0}
     assert names(arguments, strobe.attention_backward) == ["causal", "dout", "lse", "out", "softcap"]
+
+
+def test_every_wrong_argument_of_other_functions_is_named():
+    out, lse = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
+    assert names({"out_a": out, "lse_a": lse.half(), "out_b": out[:, :1], "lse_b": lse[..., :1]}, strobe.merge) == [
+        "lse_a",
+        "lse_b",
+        "out_b",
+    ]
+    assert names({"out_a": out, "lse_a": None, "out_b": 3, "lse_b": lse, "layout": "x"}, strobe.merge) == ["layout", "lse_a", "out_b"]
+    sizes = {"seqlen_q": -1, "seqlen_k": 64, "block_q": 0, "block_k": 16.0}
+    assert names(sizes, strobe.BlockMask.causal) == ["block_k", "block_q", "seqlen_q"]
+    k_cache, q = torch.zeros(2, 8, 4, 16), torch.zeros(2, 1, 4, 16)
+    cache = {"k_cache": k_cache, "v_cache": k_cache[:, 1:], "k": q.half(), "v": q[:1], "cache_seqlens": 3}
+    assert names({"q": q, **cache}, flash_attn_with_kvcache) == ["k", "v", "v_cache", "v_cache"]
 
 
 def test_wrong_kinds_alone_are_a_type_error():

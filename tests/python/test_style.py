@@ -1,4 +1,4 @@
-"""tests/style.py in a repository of its own: what it finds, and what it lets pass."""
+""".ci/style.py in a repository of its own: what it finds, and what it lets pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-STYLE = Path(__file__).parents[1] / "style.py"
+STYLE = Path(__file__).parents[2] / ".ci" / "style.py"
 NOBODY = {f"GIT_{who}_{what}": "x@localhost" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
 
@@ -24,8 +24,8 @@ def commit(folder: Path, subject: str) -> None:
     git(folder, "commit", "--allow-empty", "--message", subject)
 
 
-def found(folder: Path) -> list[str]:
-    done = subprocess.run([sys.executable, folder / "tests" / "style.py"], check=False, capture_output=True, text=True)
+def found(folder: Path, *options: str) -> list[str]:
+    done = subprocess.run([sys.executable, folder / ".ci" / "style.py", *options], check=False, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.stderr == ""
     assert done.returncode == bool(lines)
@@ -35,10 +35,10 @@ def found(folder: Path) -> list[str]:
 @pytest.fixture
 def repository(tmp_path):
     folder = tmp_path / "repository"
-    (folder / "tests").mkdir(parents=True)
+    (folder / ".ci").mkdir(parents=True)
     git(folder, "init", "--initial-branch=main")
     commit(folder, "before the check " + "x" * 80)
-    shutil.copy(STYLE, folder / "tests")
+    shutil.copy(STYLE, folder / ".ci")
     commit(folder, "the check")
     return folder
 
@@ -52,6 +52,33 @@ def test_lines(repository):
     (repository / "bad.py").write_text(f"fine\n{words}x\n")  # not even added
     (repository / "bad.md").write_text(f"{words * 2}\n")
     assert sorted(found(repository)) == ["bad.md:1: 280 columns; accepted: 140", "bad.py:2: 141 columns; accepted: 140"]
+
+
+def test_wrapped_lines_keep_their_words(repository):
+    first, second = ([f"{word}{i}" for i in range(40)] for word in ("first", "second"))
+    code = f'call("{" ".join(first)}"); // {" ".join(first)}'
+    before = {
+        "a.h": f"// {' '.join(first)}\n// and on.\n//\n//   a drawing\n  // {' '.join(second)}\n  code();\n  {code}\n",
+        "a.md": f"{' '.join(first)}\nand on\n\n- {' '.join(second)}\n- another\n```\n{' '.join(first)}\n```\n| {' '.join(first)} |\n",
+    }
+    for name, text in before.items():
+        (repository / name).write_text(text)
+    left = found(repository, "--wrap")
+    assert [line.split(":")[0] for line in left] == ["a.h", "a.md"]  # code, and what is fenced
+    comments, prose = ((repository / name).read_text().splitlines() for name in before)
+    empty, code_begins = comments.index("//"), comments.index("  code();")
+    assert "".join(line[2:] for line in comments[:empty]).split() == [*first, "and", "on."]
+    assert comments[empty + 1] == "//   a drawing"
+    block = comments[empty + 2 : code_begins]
+    assert len(block) == 3
+    assert all(line.startswith("  // second") for line in block)
+    assert " ".join(line[5:] for line in block) == " ".join(second)
+    assert comments[code_begins + 1 :] == [f"  {code}"]
+    blank, another = prose.index(""), prose.index("- another")
+    assert " ".join(prose[:blank]) == " ".join([*first, "and on"])
+    assert [line[:3] for line in prose[blank + 1 : another]] == ["- s", "  s", "  s"]
+    assert " ".join(line[2:] for line in prose[blank + 1 : another]) == " ".join(second)
+    assert prose[another + 1 :] == ["```", " ".join(first), "```", f"| {' '.join(first)} |"]
 
 
 def test_subjects_since_the_check(repository, tmp_path):

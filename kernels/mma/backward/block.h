@@ -1,5 +1,5 @@
-// A block of threads of the backward on mma.sync: its tile of keys, the tiles of queries that it walks over, and what it brings of both into
-// shared memory. The loop is in backward.h.
+// A block of threads of the backward on mma.sync: its tile of keys, the tiles of queries that it walks over, and what it brings of both
+// into shared memory. The loop is in backward.h.
 #pragma once
 #include "../../attention/dq_sum.h"
 #include "../../device/keys.h"
@@ -139,8 +139,8 @@ template <BackwardConfig C> struct BackwardBlock {
                        kThreads);
   }
 
-  // LSE (of rows that see nothing and of those that are not there +inf: P = 0), -D and, with a bias, LSE's correction, of a tile's rows, held
-  // by the threads until there is room for them.
+  // LSE (of rows that see nothing and of those that are not there +inf: P = 0), -D and, with a bias, LSE's correction, of a tile's rows,
+  // held by the threads until there is room for them.
   static constexpr int kStatsEach = (int)div_up((C.stats() - 1) * kTileQ, kLoaders);
   struct Stats {
     float x[kStatsEach];

@@ -44,8 +44,8 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     return F.function == kHyperbolic ? fmaxf((float)in.beta, 1e-30f) * 0x1p-4f : 0x1p-15f;
   }
 
-  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes what dS is made of: P^T times the slope, or the slope in its unit; else P is
-  // left alone. What is dropped has a sign, in S unless that is the slope alone.
+  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes what dS is made of: P^T times the slope, or the slope in its unit; else P
+  // is left alone. What is dropped has a sign, in S unless that is the slope alone.
   template <bool kNonfinite>
   __device__ __forceinline__ void make_p(Accumulator (&S)[kKeys][kStep], Accumulator (&P)[kKeys][kStep], int iteration, int span) const {
     const int stage = iteration % 2, n0 = own(span);

@@ -39,14 +39,14 @@ def flash_attn_func(
     """Attention of q (B, Sq, H, D) over k and v (B, Sk, Hkv, D); differentiable.
 
     Args:
-        dropout_p: the caller passes 0.0 in evaluation.
-        softmax_scale: 1/sqrt(D) if None.
-        causal: the last query sees the last key.
-        window_size: (left, right) keys around the query's own; -1: no bound.
-        softcap: c > 0 makes each score c · tanh(score / c).
+        dropout_p: the probability of dropping. Pass 0.0 in evaluation.
+        softmax_scale: the factor of q·k; None means 1/sqrt(D).
+        causal: hide future keys; the last query stands at the last key.
+        window_size: (left, right) keys around the query's own; -1 means no bound.
+        softcap: c > 0 turns each score into c · tanh(score / c).
         alibi_slopes: float32 (H,) or (B, H); -slope · |i + Sk - Sq - j| is added to the scores.
-        deterministic: the backward gives the same bits in every run.
-        return_attn_probs: return (out, softmax_lse, None).
+        deterministic: True makes the backward give the same bits in every run.
+        return_attn_probs: True returns (out, softmax_lse, None).
 
     Returns:
         out (B, Sq, H, D); softmax_lse (B, H, Sq).

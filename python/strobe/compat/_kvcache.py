@@ -42,20 +42,20 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention of q (B, Sq, H, D) over the filled part of a cache, after k and v, if given, are written behind it, in place.
+    """Writes k and v, if given, behind the filled part of a cache, and attends with q (B, Sq, H, D) to what is filled then.
 
-    No gradients, as in flash-attn: the output does not require grad, whatever q does.
+    As in flash-attn there are no gradients: the output does not require a gradient, even if q does.
 
     Args:
-        k_cache, v_cache: (Bc, Sc, Hkv, D); Bc = B unless cache_batch_idx says which row serves which query.
-        k, v: (B, Snew, Hkv, D), written at cache_seqlens.
+        k_cache, v_cache: (Bc, Sc, Hkv, D). Bc = B, unless cache_batch_idx says which row serves which query.
+        k, v: (B, Snew, Hkv, D), written into the cache at cache_seqlens, in place.
         rotary_cos, rotary_sin: (length, R), up to the last token's position: the first 2R columns of k are rotated by their position,
             those of q as well: with causal or a window by cache_seqlens + i, else all by cache_seqlens.
-        cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it (then without k and v).
+        cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it, which leaves no room for k and v.
         cache_batch_idx: int (B,). The rows that it names are copied before the attention (the update is in place).
         cache_leftpad: int32 (B,): where in the cache each sequence begins.
         block_table: refused.
-        num_splits: an integer, without effect.
+        num_splits: an integer; it has no effect.
 
     Numbers in host memory are checked. Those in device memory, and all under torch.compile, are not read: a length out of bounds is taken
     for the nearest that fits, and a sequence whose row of the cache does not exist is left out: nothing is written, it sees no key.
@@ -90,14 +90,13 @@ def flash_attn_with_kvcache(
         raise refusal(wrong)
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
-    wrong = _misplaced(q, {name: x for name, x in maybe.items() if isinstance(x, Tensor)})
-    if k is not None and v is not None:
-        wrong += not_writable({"k_cache": k_cache, "v_cache": v_cache}, {"q": q, "k": k, "v": v})
+    fresh = {} if k is None or v is None else {"k": k, "v": v}
+    wrong = _misplaced(q, {name: x for name, x in (tensors | maybe).items() if isinstance(x, Tensor)})
+    wrong += _shapes_against({"q": q, "k_cache": k_cache, "v_cache": v_cache}, fresh, cache_batch_idx is not None)
+    if fresh:
+        wrong += not_writable({"k_cache": k_cache, "v_cache": v_cache}, {"q": q, **fresh})
     if wrong:
         raise refusal(wrong)
-    _check_shapes(
-        {"q": q, "k_cache": k_cache, "v_cache": v_cache}, {} if k is None or v is None else {"k": k, "v": v}, cache_batch_idx is not None
-    )
     batch, queries = q.shape[:2]
     rows_of_cache, length = k_cache.shape[:2]
     new = 0 if k is None else k.shape[1]
@@ -150,15 +149,20 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def _check_shapes(given: dict[str, Tensor], fresh: dict[str, Tensor], indexed: bool) -> None:
-    """Of what has to fit before anything is written. fresh: k and v, if they are given; indexed: by cache_batch_idx."""
-    for name, x in (given | fresh).items():
-        if x.dim() != 4:
-            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is (batches, tokens, heads, head dimension)")
+def _shapes_against(given: dict[str, Tensor], fresh: dict[str, Tensor], indexed: bool) -> Wrong:
+    """What does not fit, of what has to before anything is written. fresh: k and v, if they are given; indexed: by cache_batch_idx."""
+    both = given | fresh
+    wrong: Wrong = [
+        ValueError(f"{name}: shape {tuple(x.shape)}; accepted is (batches, tokens, heads, head dimension)")
+        for name, x in both.items()
+        if x.dim() != 4
+    ]
+    if wrong:
+        return wrong
     q, k_cache, v_cache = given.values()
     batch, (rows, length, heads, _) = q.shape[0], k_cache.shape
     if indexed and batch and not rows:
-        raise ValueError(f"k_cache: shape {tuple(k_cache.shape)}; accepted is one row or more, for cache_batch_idx to name")
+        return [ValueError(f"k_cache: shape {tuple(k_cache.shape)}; accepted is one row or more, for cache_batch_idx to name")]
     accepted = {
         "k_cache": (rows if indexed else batch, length, heads, q.shape[3]),
         "v_cache": (rows if indexed else batch, length, heads, v_cache.shape[3]),
@@ -166,17 +170,16 @@ def _check_shapes(given: dict[str, Tensor], fresh: dict[str, Tensor], indexed: b
     if fresh:
         tokens = fresh["k"].shape[1]
         if tokens > length:
-            raise ValueError(f"k: {tokens} tokens; accepted are up to {length}, as k_cache has")
+            wrong.append(ValueError(f"k: {tokens} tokens; accepted are up to {length}, as k_cache has"))
         accepted |= {"k": (batch, tokens, heads, q.shape[3]), "v": (batch, tokens, heads, v_cache.shape[3])}
     for name, shape in accepted.items():
-        if (found := (given | fresh)[name].shape) != shape:
-            raise ValueError(f"{name}: shape {tuple(found)}; accepted is {shape}")
+        if (found := both[name].shape) != shape:
+            wrong.append(ValueError(f"{name}: shape {tuple(found)}; accepted is {shape}"))
     for name, x in fresh.items():
         cache = given[f"{name}_cache"]
         if x.dtype != cache.dtype:
-            raise ValueError(f"{name}: dtype {x.dtype}; accepted is {cache.dtype}, as {name}_cache has")
-        if x.device != cache.device:
-            raise ValueError(f"{name}: on device {x.device}; accepted is {cache.device}, where {name}_cache lies")
+            wrong.append(ValueError(f"{name}: dtype {x.dtype}; accepted is {cache.dtype}, as {name}_cache has"))
+    return wrong
 
 
 def _misplaced(q: Tensor, others: dict[str, Tensor]) -> Wrong:

@@ -1,4 +1,4 @@
-"""From padded batches (B, S, ...) to packed tokens (T, ...) and back, as flash_attn.bert_padding has it. All are differentiable."""
+"""Turns padded batches (B, S, ...) into packed tokens (T, ...), and back, as flash_attn.bert_padding does. All are differentiable."""
 
 from __future__ import annotations
 
@@ -44,12 +44,15 @@ class Separated(NamedTuple):
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> Unpadded:
-    """The tokens that attention_mask keeps, packed; waits for a GPU, for their number is the result's shape.
+    """Packs the tokens that attention_mask keeps. It waits for a GPU, because their number is the result's shape.
 
     Args:
         hidden_states: (B, S, ...).
-        attention_mask: bool or integers (B, S); true or 1: a token, false or 0: padding.
-        unused_mask: likewise, of none that attention_mask has: tokens that are packed, and not counted in seqused.
+        attention_mask: bool or integers (B, S). True or 1 is a token, False or 0 is padding.
+        unused_mask: likewise, for further tokens that are packed but not counted in seqused.
+
+    Returns:
+        hidden_states (T, ...), indices (T,) of the tokens among the B · S, cu_seqlens (B + 1,), max_seqlen_in_batch, seqused (B,).
     """
     _check(hidden_states, attention_mask=attention_mask, **({} if unused_mask is None else {"unused_mask": unused_mask}))
     used = attention_mask.bool()
@@ -59,12 +62,15 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
 
 
 def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask_in_length: Tensor) -> Separated:
-    """The tokens of rows in which several sequences stand one behind the other, packed, each a sequence of its own; waits for a GPU.
+    """Packs the tokens of rows in which several sequences follow one another; each becomes a sequence of its own. It waits for a GPU.
 
     Args:
         hidden_states: (B, S, ...).
-        attention_mask_in_length: integers (B, S): each row's lengths, in order, and zeros. [2, 3, 0, 0, 0, 0]: two tokens of one sequence,
-            three of the next, one of padding.
+        attention_mask_in_length: integers (B, S): the lengths of each row's sequences, in order, and then zeros. [2, 3, 0, 0, 0, 0] means
+            two tokens of one sequence, three of the next, and one of padding.
+
+    Returns:
+        As unpad_input(), without seqused.
     """
     _check(hidden_states, attention_mask_in_length=attention_mask_in_length)
     of = attention_mask_in_length.dtype
@@ -84,7 +90,7 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen, ...): the packed tokens (T, ...) where they stood, zeros elsewhere."""
+    """Puts the packed tokens (T, ...) back where they stood: (batch, seqlen, ...), with zeros elsewhere."""
     wrong: Wrong = []
     sized = [is_integer(wrong, name, x, 0, _MOST) for name, x in (("batch", batch), ("seqlen", seqlen))]
     if all(sized):
@@ -95,18 +101,18 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """input[indices]: rows of (N, ...); indices of any integer dtype."""
+    """input[indices], the rows of (N, ...) that indices name. indices may have any integer dtype."""
     _check_rows("input", input)
     return input.index_select(0, _rows(indices, len(input), "input", input))
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """index_first_axis(), and input as it is; the gradients of both are added up."""
+    """Returns index_first_axis() and the input itself; the gradients of both are added up."""
     return index_first_axis(input, indices), input.view_as(input)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """(first_axis_dim, ...): the rows of `values` at `indices`, which differ from one another; zeros elsewhere."""
+    """Puts the rows of `values` at `indices`: (first_axis_dim, ...), with zeros elsewhere. No two indices may be equal."""
     wrong: Wrong = []
     if not is_integer(wrong, "first_axis_dim", first_axis_dim, 0, _MOST):
         raise refusal(wrong)

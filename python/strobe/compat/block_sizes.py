@@ -1,9 +1,8 @@
 """flash_attention_forward(Q, K, V, Bc, Br, use_half), its backward and module, on (B, H, N, D): the tile is the caller's.
 
-Bc and Br are wishes for the tile of keys and of queries that the engine works on; strobe.explain(..., tile_q=Br, tile_k=Bc) says to what
-they were rounded. use_half computes in float16; results and gradients keep the dtype of Q. Beyond the original: the forward is
-differentiable, on any device, with any head dimension and float dtype, and flash_attention_forward_lm returns the l and m that the backward
-wants.
+Bc and Br wish for the tile of keys and of queries that the engine works on; strobe.explain(..., tile_q=Br, tile_k=Bc) names the tile that
+runs. use_half computes in float16; results and gradients keep the dtype of Q. Beyond the original, the forward is differentiable and takes
+any device, head dimension and float dtype, and flash_attention_forward_lm returns the l and m that the backward needs.
 """
 
 from __future__ import annotations

@@ -40,14 +40,14 @@ class _Scaled(torch.autograd.Function):
 class FlashAttention(torch.nn.Module):
     """softmax(scale · Q Kᵀ) V, with scale a parameter that begins at 1/sqrt(head_dim).
 
-    Its gradient, sum dQ o Q / scale, costs one pass over Q and dQ.
+    The gradient of scale, sum dQ o Q / scale, costs one pass over Q and dQ.
 
     Args:
-        head_dim: D, from 1 to 256, held against every call.
-        dropout: in training mode only; 0 <= dropout < 1.
+        head_dim: D, from 1 to 256. Every call is held to it.
+        dropout: 0 <= dropout < 1; it applies in training mode only.
 
     Raises:
-        TypeError, ValueError: an argument that no call could have. Else as strobe.attention(), at the call.
+        TypeError, ValueError: an argument has a value that no call could have. A call raises the errors of strobe.attention().
     """
 
     def __init__(self, head_dim: int = 64, dropout: float = 0.0):
@@ -58,7 +58,7 @@ class FlashAttention(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.tensor(head_dim**-0.5))
 
     def forward(self, Q: Tensor, K: Tensor, V: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """attn_mask: bool, True = attend, or numbers that are added to the scores; broadcasts to (B, H, N, N)."""
+        """Computes attention. attn_mask broadcasts to (B, H, N, N); it is bool, True = attend, or numbers that are added to the scores."""
         q = tensor_or_refusal("Q", Q)
         if isinstance(q, Tensor) and q.dim() and q.shape[-1] != self.head_dim:
             q = ValueError(f"Q: head dimension {q.shape[-1]}; accepted is the module's, {self.head_dim}")

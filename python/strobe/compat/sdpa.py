@@ -1,8 +1,8 @@
-"""torch.nn.functional.scaled_dot_product_attention, importable in its place.
+"""torch.nn.functional.scaled_dot_product_attention. It can be imported in its place:
 
 >>> import torch.nn.functional as F
 >>> from strobe.compat.sdpa import scaled_dot_product_attention
->>> F.scaled_dot_product_attention = scaled_dot_product_attention  # torch.nn.MultiheadAttention calls it, too
+>>> F.scaled_dot_product_attention = scaled_dot_product_attention  # torch.nn.MultiheadAttention then calls it too
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def scaled_dot_product_attention(
     """softmax(scale · query · keyᵀ + attn_mask) · value, differentiable in query, key, value and a float attn_mask.
 
     Args:
-        query: (L, E), (N, L, E), (N, Hq, L, E), or more axes in front. float32, float16, bfloat16 or float64; E and Ev up to 256.
-        key, value: (..., H, S, E) and (..., H, S, Ev), of query's dtype. Axes in front broadcast, and so does one head.
-        attn_mask: broadcasts to (..., Hq, L, S): bool, True = attend; or added to the scores, of query's dtype or float32; or a
-            torch.nn.attention.bias.CausalBias of L and S.
-        is_causal: query i sees the keys j <= i, whatever L and S.
-        scale: 1/sqrt(E) if None.
-        enable_gqa: True or False, without effect: Hq may be a multiple of H.
+        query: (L, E), (N, L, E), (N, Hq, L, E), or more axes in front; float32, float16, bfloat16 or float64. E and Ev are up to 256.
+        key, value: (..., H, S, E) and (..., H, S, Ev), in query's dtype. Axes in front broadcast, and so does a single head.
+        attn_mask: it broadcasts to (..., Hq, L, S). A bool mask says True = attend; a float one, in query's dtype or float32, is added to
+            the scores. A torch.nn.attention.bias.CausalBias of L and S is taken too.
+        is_causal: query i sees the keys j <= i, whatever L and S are.
+        scale: None means 1/sqrt(E).
+        enable_gqa: it has no effect, because Hq may always be a multiple of H.
 
     Returns:
         (..., Hq, L, Ev). A query that sees no key has output 0.
 
     Raises:
-        As strobe.attention. What differs from PyTorch's: docs/compat.md.
+        The errors of strobe.attention. docs/compat.md lists what differs from PyTorch.
     """
     given = {"query": query, "key": key, "value": value}
     if kinds := TORCH.overriding((*given.values(), attn_mask)):

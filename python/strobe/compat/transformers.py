@@ -1,10 +1,10 @@
-"""Strobe in Hugging Face transformers: an attention implementation to be chosen by name.
+"""An attention implementation for Hugging Face transformers, which models choose by name.
 
 >>> from strobe.compat import transformers
 >>> transformers.register()
 >>> model = AutoModelForCausalLM.from_pretrained("...", attn_implementation="strobe")
 
-Needs transformers 4.53 or later.
+It needs transformers 4.53 or later.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def attention_forward(
     """What transformers calls: (out (B, Sq, H, Dv), no weights).
 
     Args:
-        module: is asked for `is_causal` where the argument is None.
+        module: its `is_causal` is used if the argument is None.
         query: (B, H, Sq, D).
-        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); H a multiple of Hkv, nothing is repeated.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). H is a multiple of Hkv; heads are not repeated.
         attention_mask: bool, True = attend, or added to the scores; broadcasts to (B, H, Sq, Sk). A sliding window is in it.
             None: all keys, or if causal those up to the query's place.
         softcap, s_aux, position_bias: softcap, sinks (H,) and bias of strobe.attention.

@@ -219,7 +219,7 @@ def _announce(asked: Sequence[Job], small: Sequence[Job], processes: int, cache:
             if job in smaller and not there:
                 of_small.add(key)
     seconds = math.ceil(len(missing) / processes) * _SECONDS
-    cost = f" (about {duration(seconds)} with {processes} at a time, {math.ceil(len(missing) * _BYTES / 1e6)} MB)" if missing else ""
+    cost = f" (about {duration(seconds)} on {processes} idle cores, {math.ceil(len(missing) * _BYTES / 1e6)} MB)" if missing else ""
     console.print(f"{len(asked)} calls take {len(missing) + len(kept)} kernels: {len(missing)} to compile{cost}, {len(kept)} in the cache")
     console.print(f"Kernel cache: {cache}")
     if len(of_small) < len(missing) / 2:

@@ -19,7 +19,6 @@ namespace strobe::cuda {
 template <class V> void each_pointer(const HopperBackwardArguments &a, V &visit) {
   each_pointer(static_cast<const BackwardArguments &>(a), visit);
   for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_dout}) visit(x->map);
-  visit(a.rows);
 }
 
 namespace {

@@ -53,7 +53,7 @@ template <class V> void each_pointer(const ForwardArguments &a, V &visit) {
 template <class V> void each_pointer(const BackwardArguments &a, V &visit) {
   each_pointer(a.in, visit);
   for (const Operand *x : {&a.out, &a.lse, &a.dout, &a.dlse, &a.dq, &a.dk, &a.dv, &a.dbias, &a.dsinks}) visit(x->data);
-  visit(a.delta), visit(a.dq_sum), visit(a.turns);
+  visit(a.delta), visit(a.dq_sum), visit(a.turns), visit(a.rows);
 }
 
 } // namespace strobe::cuda

@@ -18,7 +18,7 @@ void take_parts(ForwardArguments &a, const Problem &, Scratch &);
 // Their combination, after the launch that computes them.
 void combine_parts(Program &, const Problem &, const ForwardArguments &a);
 
-// A backward's memory. D, and LSE's rounding error; if dQ is wanted, its sum, to which the thread blocks of several tiles of keys add; with
+// A backward's memory. D, and LSE's correction; if dQ is wanted, its sum, to which the thread blocks of several tiles of keys add; with
 // `turns` their turns, which begin as 0.
 struct BackwardSums {
   int64_t real_bytes = 4; // of D and of dQ's sum
@@ -31,7 +31,7 @@ void take_sums(Program &, BackwardArguments &a, const Problem &, Scratch &, cons
 // A backward's launches, in the order in which they run.
 struct BackwardLaunches {
   std::optional<Launch> delta{};         // D of each row
-  std::optional<Launch> settle{};        // of rows whose LSE is large: D anew, and LSE's rounding error
+  std::optional<Launch> settle{};        // of rows whose LSE is large: D anew, and LSE's correction
   std::optional<Launch> rows_by_tiles{}; // LSE and D in the order in which the main kernel reads them
   std::optional<Launch> main{};          // dK, dV and dQ's sum: where one of them is wanted
   std::optional<Launch> dq{};            // from its sum: where it is wanted

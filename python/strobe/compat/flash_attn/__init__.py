@@ -1,25 +1,25 @@
-"""The functions of the flash-attn package (Dao-AILab, 2.8), importable in its place:
+"""The functions of the flash-attn package (Dao-AILab, 2.8). They can be imported in its place:
 
 >>> from strobe.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 >>> from strobe.compat.flash_attn.bert_padding import pad_input, unpad_input
 
-or under its name, for code that imports it by itself:
+They can also take its name, for code that imports flash-attn itself:
 
 >>> import sys
 >>> import strobe.compat.flash_attn
 >>> sys.modules["flash_attn"] = strobe.compat.flash_attn
 >>> from flash_attn.flash_attn_interface import flash_attn_func
 
-Arguments, their order and their layouts are that package's: (B, S, H, D), packed tokens (T, H, D), window_size with -1 for no bound, causal
-and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), heads of K and V that divide those of Q. What differs:
+Arguments, their order and their layouts are those of that package: (B, S, H, D), packed tokens (T, H, D), window_size with -1 for no bound,
+causal and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), heads of K and V that divide those of Q. These things differ:
 
-- float32 and float64 work as well, on the CPU as well, with any head dimension from 1 to 256.
-- dropout_p is taken in steps of 1/256, and its mask is Strobe's own (strobe.dropout_mask), seeded from torch's default generator.
-- return_attn_probs=True returns (out, softmax_lse, None): the S x S probabilities are never made. softmax_lse is differentiable; that of a
-  query that sees no key is -inf, not +inf.
+- float32 and float64, the CPU, and any head dimension from 1 to 256 work as well.
+- dropout_p is rounded to steps of 1/256. Its mask is Strobe's own (strobe.dropout_mask), seeded from torch's default generator.
+- return_attn_probs=True returns (out, softmax_lse, None), because the S x S probabilities are never made. softmax_lse is differentiable.
+  That of a query that sees no key is -inf, not +inf.
 - block_table (a paged cache) is refused.
-- num_splits is taken and has no effect: the engine splits the keys of a short query by itself.
-- The packed forms return gradients that autograd stacks from those of q, k and v: one copy.
+- num_splits has no effect, because the engine itself decides whether to split the keys of a short query.
+- autograd stacks the gradients of the packed forms from those of q, k and v, which is one copy.
 """
 
 # Under another name the modules of this folder are made a second time; so they import by absolute names, and define nothing.

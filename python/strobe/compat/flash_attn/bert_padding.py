@@ -1,4 +1,4 @@
-"""flash_attn.bert_padding: from padded batches (B, S, ...) to packed tokens (T, ...) and back."""
+"""flash_attn.bert_padding turns padded batches (B, S, ...) into packed tokens (T, ...), and back."""
 
 from strobe.compat._padding import *  # noqa: F403
 from strobe.compat._padding import __all__ as __all__

@@ -18,10 +18,10 @@ TITLES = {
     "core36": "16k tokens, heads·d = 2048, bf16",
     "gqa": "Grouped queries: 32 query heads, 8 key heads, bf16",
     "varlen": "Packed sequences beside equal ones with as many tokens and scores",
-    "window": "A window of 1k at 16k, of causal: rates by tiles of 128 × 128 that are not wholly hidden",
-    "block-sparse": "Blocks of 128 × 128 at random: time over kept × dense",
+    "window": "A window of 1k at 16k beside causal: rates by tiles of 128 × 128 that are not wholly hidden",
+    "block-sparse": "Blocks of 128 × 128 at random: time over the kept share of the dense time",
     "options": "What an option costs, causal",
-    "dims": "Head dimensions in between, beside the time of the next larger one",
+    "dims": "Head dimensions in between, beside the next larger one",
     "small": "Small calls: time on the GPU",
     "decode": "One query over long keys: bytes of K and V read",
     "fp32": "fp32",
@@ -80,8 +80,8 @@ def summary(rows: Sequence[Row], direction: str) -> list[str]:
         if ratios := [(r, where(row)) for row in group if (r := ratio(row)) is not None]:
             lowest = min(ratios)
             lines.append(
-                f"{name} {direction}: {mean([r for r, _ in ratios]):.2f} of the best peer (geometric mean of {len(ratios)}), "
-                f"lowest {lowest[0]:.2f} at {lowest[1]}; {sum(r >= 1 for r, _ in ratios)} of {len(ratios)} at least 1"
+                f"{name} {direction}: {mean([r for r, _ in ratios]):.2f} times the best peer's speed (geometric mean of {len(ratios)}; "
+                f"lowest {lowest[0]:.2f}, at {lowest[1]}); at least 1 in {sum(r >= 1 for r, _ in ratios)} of {len(ratios)}"
             )
         if bases := [(row["strobe"] / next(iter(row["beside"].values())), row) for row in group if row.get("beside")]:
             worst = min(bases, key=lambda pair: pair[0])[1]
@@ -133,9 +133,10 @@ def _length(s: int) -> str:
 
 
 _METHOD = """\
-Written by `make bench-report` from what `make bench-gpu` left in bench/results, not by hand. FLOP: 4·B·H·S²·D forward, 2.5 times that
-backward, half when causal. Times are the GPU's own, by CUDA events: under load, in shuffled order in one run, each call with an L2 cache of
-other data. cuDNN, FlashAttention-2 and memory-efficient are PyTorch's. Everyone gets the memory layout that it likes."""
+`make bench-report` writes this page from the files that `make bench-gpu` leaves in bench/results. FLOPs are 4·B·H·S²·D forward and 2.5
+times that backward, and half as many when causal. CUDA events measure the time on the GPU, under load. All calls run in shuffled order in
+one run, and other data fills the L2 cache before each. cuDNN, FlashAttention-2 and memory-efficient are the kernels that PyTorch contains.
+Each method gets the memory layout that is best for it."""
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:
