@@ -83,8 +83,8 @@ template <BackwardConfig C> struct BackwardRoles {
       __device__ __forceinline__ void clear() { dV.clear(); }
       __device__ __forceinline__ void begin() {
         begin_s(0);
-        my.scores.template clear_nonfinite_keys<true>(my.shared.k, kFirst * kBlockBytes);
-        my.scores.together();
+        wait_for<0>(S); // which reads all of K
+        my.template clear_nonfinite_k<0, kFirst>();
       }
       // P = exp(S - LSE), for both; dV += P^T dO begins.
       __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
@@ -119,7 +119,7 @@ template <BackwardConfig C> struct BackwardRoles {
       LeftOperand<kM> dS;
       __device__ __forceinline__ void clear() { dK.clear(); }
       __device__ __forceinline__ void begin() {
-        my.scores.template clear_nonfinite_keys<true>(my.shared.k + kFirst * kBlockBytes, (kBlocks - kFirst) * kBlockBytes);
+        my.template clear_nonfinite_k<kFirst, kBlocks>();
         mbarrier_wait(my.shared.v_full(), 0);
         my.scores.template clear_nonfinite_keys<false>(my.shared.v, C.v_bytes());
         my.scores.together();
@@ -155,6 +155,13 @@ template <BackwardConfig C> struct BackwardRoles {
       __device__ __forceinline__ void end_in_vain() { wait_for<0>(dP); }
     };
 
+    // In some blocks of columns; between products of the first tile and of the second. The other warpgroup does so in the others.
+    template <int kBegin, int kEnd> __device__ __forceinline__ void clear_nonfinite_k() const {
+      if (!scores.hides(read<KeyBlock>(shared.keys()))) return;
+      scores.both();
+      scores.template clear_nonfinite_keys<true>(shared.k + kBegin * kBlockBytes, (kEnd - kBegin) * kBlockBytes);
+      scores.both();
+    }
     // P to the other warpgroup, what is dropped with a sign.
     __device__ __forceinline__ u32 place_of_p(int i) const { return shared.p + (i * 128 + 32 * warp + lane) * 16; }
     __device__ __forceinline__ void give_p(const Accumulator<T, kM> &S, u32 n) const {

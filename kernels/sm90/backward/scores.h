@@ -196,15 +196,14 @@ public:
         for (u32 c = 0; c < kRowBytes; c += 16) store_shared(begin + block * kM * kRowBytes + c, zero);
       }
     }
-    async_proxy_fence();
-    barrier_sync(kBoth, 128 * C.kWarpgroups);
+    both();
   }
   // K of keys that someone sees shows in LSE, V in O and so in D. What is not finite becomes 0 in V, and in K, which may yet make a score
   // of -inf, the largest number. Keys beyond the sequence become 0: they may be so large that dP is not finite. kLargest: of these bytes,
   // whose first row is key `first` of the tile.
   template <bool kLargest> __device__ __forceinline__ void clear_nonfinite_keys(u32 base, int bytes, int first = 0) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
-    if (!F.band && !kHides && keys.begin + C.tile_k() <= keys.seqlen_k) return; // nothing is hidden
+    if (!hides(keys)) return;
     const int there = keys.seqlen_k - keys.begin - first;
 #pragma unroll 4
     for (int i = 16 * (32 * warp + lane); i < bytes; i += 16 * 128) {
@@ -222,6 +221,13 @@ public:
       }
       store_shared(base + i, x);
     }
+  }
+  // Whether something of these keys is hidden from a query.
+  static __device__ __forceinline__ bool hides(const KeyBlock &keys) { return F.band || kHides || keys.begin + C.tile_k() > keys.seqlen_k; }
+  // What both warpgroups wrote is there for wgmma.
+  __device__ __forceinline__ void both() const {
+    async_proxy_fence();
+    barrier_sync(kBoth, 128 * C.kWarpgroups);
   }
   // What the warpgroup wrote is there for wgmma.
   __device__ __forceinline__ void together() const {
