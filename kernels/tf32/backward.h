@@ -67,11 +67,12 @@ private:
       cp_async_wait<0>();
       __syncthreads(); // Q and dO are here, and nobody reads the last dS
       if (threadIdx.x == 0) find(n + 1);
+      const u32 keys = first_key();
       Accumulator P[kM][kN] = {}, slope[kM][kN] = {}, dS[kM][kN] = {};
-      make_p(P, slope, t);
+      make_p(P, slope, t, keys);
       put(P);
       accumulate<kDv, true>(dV, P, shared(kDo));
-      make_ds(dS, slope);
+      make_ds(dS, slope, keys);
       put(dS);
       accumulate<kD, false>(dK, dS, shared(kQ));
       __syncthreads(); // all of dS is here, and nobody reads Q and dO any more
@@ -101,8 +102,7 @@ private:
   }
 
   // S^T = K Q^T, P^T = exp(S^T - LSE). With a function of q.k `slope` becomes P^T times its slope. What is dropped has a sign.
-  __device__ __forceinline__ void make_p(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t) const {
-    const u32 keys = first_key();
+  __device__ __forceinline__ void make_p(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t, u32 keys) const {
     multiply_rows<kD, C.products>(F.function ? slope : P, shared(0) + 4 * keys * kD, shared(kQ));
     if (t.queries.masked)
       probabilities<true>(P, slope, t);
@@ -114,8 +114,8 @@ private:
     }
   }
   // dP^T = V dO^T, dS^T = P^T (dP^T - D)
-  __device__ __forceinline__ void make_ds(Accumulator (&dS)[kM][kN], const Accumulator (&slope)[kM][kN]) const {
-    multiply_rows<kDv, C.products>(dS, shared(kV) + 4 * first_key() * kDv, shared(kDo));
+  __device__ __forceinline__ void make_ds(Accumulator (&dS)[kM][kN], const Accumulator (&slope)[kM][kN], u32 keys) const {
+    multiply_rows<kDv, C.products>(dS, shared(kV) + 4 * keys * kDv, shared(kDo));
     differentiate(dS, slope);
   }
 
