@@ -1,5 +1,5 @@
-// Infinities and NaN in V where a tile of queries is computed again: they are taken out of the tiles, and added at the end to the results of
-// the queries that see them.
+// Infinities and NaN in V where a tile of queries is computed again: they are taken out of the tiles, and added at the end to the results
+// of the queries that see them.
 #pragma once
 #include "../../device/nonfinite.h"
 #include "load.h"

@@ -1,5 +1,5 @@
-// From a tile of S to P, and the running softmax of a warpgroup's queries: options of the score, what is hidden, the reference that exponents
-// are measured against.
+// From a tile of S to P, and the running softmax of a warpgroup's queries: options of the score, what is hidden, the reference that
+// exponents are measured against.
 #pragma once
 #include "../../device/query_major_dropout.h"
 #include "../../device/softmax.h"
