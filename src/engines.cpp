@@ -58,8 +58,8 @@ void check_engine(const char *wanted) {
                                             "; accepted are ", accepted, "or none for the fastest"));
 }
 
-// Whether the backward runs where the forward of the same call would, if that engine takes it. Its P is exp(S - LSE): in fp32 on a GPU, S of
-// another engine than that of which LSE was made has other rounding errors, which are larger than what the contract leaves.
+// Whether the backward runs where the forward of the same call would, if that engine takes it. Its P is exp(S - LSE): in fp32 on a GPU, S
+// of another engine than that of which LSE was made has other rounding errors, which are larger than what the contract leaves.
 static bool follows_forward(const Problem &problem, Direction direction) {
   return direction == Direction::backward && problem.engine.empty() && problem.dtype == DType::f32 && problem.device_type != STROBE_CPU;
 }

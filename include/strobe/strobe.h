@@ -227,9 +227,9 @@ STROBE_API const char *strobe_engine_missing(int32_t index);
  * The text is written as by strobe_explain. This call initialises the driver; a child that this process forks later cannot use CUDA. */
 STROBE_API int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed);
 
-/* Of the table of tiles that `strobe tune` measures on a GPU and keeps beside the kernel cache, lines "name = value": "file", where it lies
- * (empty without a cache folder); "format", "device" and "kernels", which it has to repeat to be used; "ignored", why the one that is there
- * is not. Writes as strobe_explain does. */
+/* What is known of the table of tiles that `strobe tune` measures on a GPU and keeps beside the kernel cache, as lines "name = value":
+ * "file", where it lies (empty without a cache folder); "format", "device" and "kernels", which the table has to repeat to be used; and
+ * "ignored", the reason if the table that is there is not used. The text is written as by strobe_explain. */
 STROBE_API int32_t strobe_tuning(int32_t device_index, char *text, size_t capacity, size_t *needed);
 
 /* Writes keep, a bool (B,H,Sq,Sk) on the CPU, which is true where dropout keeps the element. Reads dropout, seed and offset of the

@@ -1,5 +1,8 @@
 // Forward, FlashAttention-2 (Dao 2023) with plain FMA: a CTA owns a tile of queries and walks the tiles of keys that they see.
 #pragma once
+#include "../ptx/math.h" // first: softmax.h finds exp2 and select there
+
+#include "../attention/softmax.h"
 #include "../device/tile_order.h"
 #include "kept.h"
 #include "tile.h"
@@ -61,7 +64,7 @@ template <Config C> struct Forward {
       });
       if constexpr (C.head_dim > C.score_run()) transfer(grid, P, [&](T &p, int i, int j) { S[i][j] += p; });
 
-      T rescale[kRows];
+      T alpha[kRows];
       score<kStaged>(scores, h, q0, k0, k1, by_position, S, P, grid);
       auto here = grid; // that places of what dropout keeps are not held in registers around the loop
       here.x = opaque(here.x), here.y = opaque(here.y);
@@ -71,15 +74,13 @@ template <Config C> struct Forward {
         T most = S[i][0];
 #pragma unroll
         for (int j = 1; j < kKeys; ++j) most = maximum(most, S[i][j]);
-        const T m_old = rows.m(i);
         most = grid.reduce(most, [](T x, T y) { return maximum(x, y); });
-        const T m_new = maximum(m_old, most);
-        const T reference = m_new == minus_infinity<T>() ? T(0) : m_new; // nothing seen yet: exp2(-inf - 0) = 0
-        const T alpha = exp2((m_old - reference) * scores.unit);
+        RowState<T> state{rows.m(i), rows.l(i)};
+        alpha[i] = rescale(state, most, scores.unit, T(0), minus_infinity<T>());
+        const T reference = reference_of(state.m, minus_infinity<T>());
         __syncwarp(); // all of the row have read m
-        rows.m(i) = m_new;
-        T l = rows.l(i) * alpha;
-        rescale[i] = alpha;
+        rows.m(i) = state.m;
+        T l = state.l;
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) {
           const T p = exp2((S[i][j] - reference) * scores.unit);
@@ -96,7 +97,7 @@ template <Config C> struct Forward {
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) O[i][j] = fma(O[i][j], rescale[i], PV[i][j]);
+        for (int j = 0; j < kColumns; ++j) O[i][j] = fma(O[i][j], alpha[i], PV[i][j]);
     });
 
 #pragma unroll

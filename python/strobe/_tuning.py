@@ -5,7 +5,7 @@ device, kernels); each of the others is an entry: the calls that it is for (``KE
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ def header(device: int) -> Header:
     return Header(told["file"], {name: told[name] for name in ("format", "device", "kernels")}, told["ignored"])
 
 
-def merged(about: Section, old: str | None, measured: list[Section], winners: list[Section]) -> list[Section]:
+def merged(about: Section, old: str | None, measured: Sequence[Section], winners: Sequence[Section]) -> list[Section]:
     """A table of the winners, and of those entries of the old one (its text, if there is one) that are still good and for other calls than
     were measured."""
 
@@ -77,7 +77,7 @@ def merged(about: Section, old: str | None, measured: list[Section], winners: li
     return [about, *kept, *winners]
 
 
-def write(file: Path, about: Section, measured: list[Section], winners: list[Section]) -> None:
+def write(file: Path, about: Section, measured: Sequence[Section], winners: Sequence[Section]) -> None:
     """Brings the table up to date; whoever reads it meanwhile sees the old one or the new one, whole."""
     old = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
     with replacing(file) as out:

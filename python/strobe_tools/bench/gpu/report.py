@@ -152,7 +152,7 @@ def _section(record: dict[str, Any]) -> str:
             f"{record['device']}, {record['date']}, commit {record['commit']}; {versions}; {record['repeats']} calls a figure, median.", 140
         ),
         *([record["note"]] if "note" in record else []),
-        "\n".join(f"- {line}" for line in summary(record["rows"], record["direction"])),
+        "\n".join(textwrap.fill(f"- {line}", 140, subsequent_indent="  ") for line in summary(record["rows"], record["direction"])),
     ]
     for name, rows in by_set(record["rows"]):
         heads, lines = _by_length(rows) if name == "core36" else columns(rows)
