@@ -1,4 +1,4 @@
-// Where a block's part of dQ goes: to the sum over key tiles in global memory, which holds a tile of queries as the warps' lanes do: 512
+// Where a block's part of dQ goes: to the sum over key tiles in global memory, which holds a tile of queries as the warps' lanes do, 512
 // bytes for each eight queries of a warp.
 #pragma once
 #include "../../device/hopper_dq.h"

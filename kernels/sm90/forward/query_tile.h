@@ -41,8 +41,8 @@ template <Config C> struct QueryTile {
 
   __device__ __forceinline__ bool sees() const { return t.begin < visible.end && t.end > visible.begin; }
 
-  // Skips tiles that are not seen. Every tile takes a turn, but for the first of an item that is computed fast: returns whether this one is
-  // to.
+  // Skips tiles that are not seen. Every tile takes a turn, but for the first of an item that is computed fast: returns whether this one
+  // is to.
   __device__ __forceinline__ bool find_first_tile() {
     t = group.wait_tile();
     bool turn = item.kind() != kFast;
