@@ -82,7 +82,6 @@ template <BackwardConfig C> struct Backward {
         const u32 allowed = scores.allowed(step);
         wait_for<0>(S);
         if (w == 0 && !later(n, before)) barrier_arrive(kStagger, kComputing);
-        scores.clear_nonfinite_queries(step, n);
         u32 next;
         if (!kSkips || !(step.flags & kUnseen << w))
           next = steady_step(step, allowed, n, before);
@@ -111,6 +110,7 @@ template <BackwardConfig C> struct Backward {
     // iteration's number, as the other step does: n after the last tile.
     __device__ __forceinline__ u32 steady_step(const QueryStep &step, u32 allowed, u32 n, i32 before) {
       scores.exponentiate(S, P, n, step, allowed);
+      scores.clear_nonfinite_queries(step, n);
       scores.round(P, S);
       wait_full(shared.dout_full(n), n);
       begin_dp(n);
@@ -135,6 +135,7 @@ template <BackwardConfig C> struct Backward {
     }
     // A tile that sees nothing of these keys: no product but dQ, of which the other warpgroup has made dS.
     __device__ __forceinline__ u32 unseen_step(const QueryStep &step, u32 n, i32 before) {
+      scores.clear_nonfinite_queries(step, n);
       scores.hand_on_nothing(n);
       scores.release(shared.dout_empty(n));
       const u32 next = n + !(step.flags & kLast);
