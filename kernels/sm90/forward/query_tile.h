@@ -41,11 +41,10 @@ template <Config C> struct QueryTile {
 
   __device__ __forceinline__ bool sees() const { return t.begin < visible.end && t.end > visible.begin; }
 
-  // Skips tiles that are not seen. Every tile takes a turn, but for the first of an item that is computed fast: returns whether this one
-  // is to.
+  // Skips tiles that are not seen. Every tile of an item but its first takes a turn: returns whether this one is to.
   __device__ __forceinline__ bool find_first_tile() {
     t = group.wait_tile();
-    bool turn = item.kind() != kFast;
+    bool turn = false;
     while (!sees() && !t.last) {
       group.skip_tile(turn);
       turn = true;
@@ -57,11 +56,10 @@ template <Config C> struct QueryTile {
   __device__ __forceinline__ bool first_tile(bool turn) {
     if (turn) group.wait_turn();
     group.begin_q_k();
-    clear_nonfinite_v(group.v);
     if (turn) group.pass_turn();
     wait_for<0>(group.S);
     take_k();
-    softmax.exponentiate(t);
+    softmax.exponentiate(t, group.v);
     softmax.round(group.P);
     return next_tile();
   }
@@ -70,12 +68,11 @@ template <Config C> struct QueryTile {
     group.wait_turn();
     group.begin_q_k();
     group.begin_p_v();
-    clear_nonfinite_v(group.v.next());
     group.pass_turn();
     wait_for<1>(group.S);
     take_k();
     const bool followed = softmax.follows;
-    softmax.exponentiate(t);
+    softmax.exponentiate(t, group.v.next());
     group.S.done(); // the compiler is to wait for P V after the softmax
     const bool more = next_tile();
     wait_for<0>(group.O, group.P);
@@ -100,10 +97,6 @@ template <Config C> struct QueryTile {
     }
   }
 
-  // In this tile's V, of which something may be hidden. In turn: whoever comes later finds nothing to clear.
-  __device__ __forceinline__ void clear_nonfinite_v(const Stage<C> &value) const {
-    if (item.kind() != kFast && (F.mask || F.bias || t.masked)) sm90::clear_nonfinite_v(group, value);
-  }
   // Scores are in registers, and so is the tile's bias: K may go.
   __device__ __forceinline__ void take_k() {
     softmax.given.bias.take(group.k.index);

@@ -29,7 +29,7 @@ struct Tile {
 
 // From an address that is a multiple of 1024.
 template <Config C> struct SharedMemory {
-  static_assert(C.stages >= 2 && C.stages <= 6 && C.warpgroups <= 4, "the barriers' place");
+  static_assert(C.stages <= 6 && C.warpgroups <= 4, "the barriers' place");
   u32 q, k, v, bias, barriers, messages;
   __device__ __forceinline__ explicit SharedMemory(u32 base)
       : q((base + 1023) & ~1023u), k(q + C.q_bytes()), v(k + C.stages * C.k_bytes()), bias(v + C.stages * C.v_bytes()),

@@ -5,7 +5,7 @@
 #include "../../device/softmax.h"
 #include "exponent.h"
 #include "given.h"
-#include "warpgroup.h"
+#include "nonfinite.h"
 
 namespace strobe::sm90 {
 
@@ -45,9 +45,12 @@ template <Config C> struct TileSoftmax {
   // Scores and M are natural logarithms where a tile with a bias is computed again: as low as numbers go, and -inf whatever else there is.
   __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kFast; }
 
-  // Q K^T of tile t, in S -> P, in S.
-  __device__ __forceinline__ void exponentiate(const Tile &t) {
-    score_and_hide(t);
+  // Q K^T of tile t, in S -> P, in S. value: where its V lies.
+  __device__ __forceinline__ void exponentiate(const Tile &t, const Stage<C> &value) {
+    if constexpr (F.mask || F.bias) {
+      if (item.kind() != kFast) clear_nonfinite_v(group, value);
+    }
+    score_and_hide(t, value);
     if (natural())
       exponentiate(Natural{});
     else if constexpr (kLine)
@@ -98,13 +101,16 @@ template <Config C> struct TileSoftmax {
   __device__ __forceinline__ bool never() const { return __any_sync(0xFFFFFFFFu, running.l[0] + running.l[1] < 0); }
 
 private:
-  __device__ __forceinline__ void score_and_hide(const Tile &t) {
+  __device__ __forceinline__ void score_and_hide(const Tile &t, const Stage<C> &value) {
     const bool scored = natural() || (F.additive() && !kLine && !Softcap::kApplies);
     if constexpr (kLine) {
       if (!scored) line.begin(S, row, t.begin, t.end);
     }
     if constexpr (Softcap::kApplies) softcap.begin(S);
     if (t.masked) {
+      if constexpr (!F.mask && !F.bias) {
+        if (item.kind() != kFast) clear_nonfinite_v(group, value);
+      }
       if (scored)
         score<true>(t);
       else
