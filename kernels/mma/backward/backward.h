@@ -115,7 +115,7 @@ private:
     using Role::Role;
 
     __device__ __forceinline__ void run() const {
-      typename Role::Sum sum = {}; // apart from what the role knows: as its member, while indices are not yet numbers, all of it is memory
+      typename Role::Sum sum = {}; // no member: until loops are unrolled the compiler keeps such an object in memory, and then spills
       this->load_keys();
       bool suspect = this->load_first(); // something of the tile that was loaded last is not finite
       cp_async_commit();
