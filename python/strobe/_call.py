@@ -176,8 +176,8 @@ def _check_structs(structs: Mapping[str, Iterable[str]]) -> None:
         there = {name for name, _ in ffi.typeof(struct).fields}
         if lacking := [name for name in wanted if name not in there]:
             raise ImportError(
-                f"the rows of python/strobe/_options.py give {', '.join(lacking)}, which struct {struct} in include/strobe/strobe.h does not "
-                "have: add that at its end, then build the package again (make setup)"
+                f"the rows of python/strobe/_options.py give {', '.join(lacking)}, which struct {struct} in include/strobe/strobe.h does "
+                "not have: add that at its end, then build the package again (make setup)"
             )
 
 
