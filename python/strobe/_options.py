@@ -340,7 +340,6 @@ HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 # What other attention functions have.
 _MASK_OR_BIAS = "did you mean mask (bool, True = attend) or bias (added to the scores)?"
 _NO_PAGES = "paged KV caches are refused; accepted are dense k and v, or packed ones with cu_seqlens"
-_NO_FUNCTION = "a function is refused; there are softcap, alibi_slopes, bias, mask and block_mask"
 _USED = "give the lengths in a padded batch as mask=(arange(Sk) < lengths[:, None])[:, None, None, :], or pack it with cu_seqlens"
 _HEADS = 'the heads are an axis of q, k and v, the second one, or the third with layout="bshd"'
 ELSEWHERE = {
@@ -355,7 +354,7 @@ ELSEWHERE = {
     "is_causal": "did you mean causal?",
     "key_padding_mask": "did you mean mask=~key_padding_mask[:, None, None, :]? There True hides, here True = attend",
     "learnable_sink": "did you mean sinks?",
-    "mask_mod": _NO_FUNCTION,
+    "mask_mod": "a function is refused; there are causal, window, mask and block_mask",
     "need_weights": "the probabilities are never made",
     "num_heads": _HEADS,
     "num_kv_heads": _HEADS,
@@ -365,7 +364,7 @@ ELSEWHERE = {
     "return_softmax_lse": "did you mean return_lse?",
     "rng_state": "did you mean rng?",
     "s_aux": "did you mean sinks?",
-    "score_mod": _NO_FUNCTION,
+    "score_mod": "a function is refused; there are softcap, alibi_slopes and bias",
     "seqused_k": _USED,
     "seqused_q": "the queries behind a sequence's end may hold anything; leave out their rows of the result, or pack them with cu_seqlens",
     "sliding_window": "did you mean window?",
