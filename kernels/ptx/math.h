@@ -79,6 +79,14 @@ __device__ __forceinline__ u32 less_pairs(u32 a, u32 b) {
   return y;
 }
 
+// An element as the kernel's real type has it.
+template <class T, class E> __device__ __forceinline__ T to_real(E x) {
+  if constexpr (sizeof(E) == 8)
+    return x;
+  else
+    return T(to_float(x));
+}
+
 // The type of a strobe_dtype, and the type that its arithmetic is done in.
 template <i32 DType> struct Element;
 template <> struct Element<1> {
@@ -112,7 +120,9 @@ __device__ __forceinline__ float log2(float x) { return ::log2f(x); }
 __device__ __forceinline__ double log2(double x) { return ::log2(x); }
 __device__ __forceinline__ float abs(float x) { return fabsf(x); }
 __device__ __forceinline__ double abs(double x) { return fabs(x); }
-// x, of which the compiler knows nothing: what follows from it is computed where it is used, not kept in registers around a loop.
+__device__ __forceinline__ float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
+__device__ __forceinline__ double fma(double a, double b, double c) { return ::fma(a, b, c); }
+// x, of which the compiler knows nothing: what follows from it is computed where it is used, not before, to wait in registers.
 __device__ __forceinline__ i32 computed_here(i32 x) {
   asm volatile("" : "+r"(x));
   return x;
