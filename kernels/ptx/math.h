@@ -128,15 +128,16 @@ __device__ __forceinline__ i32 computed_here(i32 x) {
   return x;
 }
 // m * factor + ln(l), a row's LSE. An error in it is one of the whole row of P, so FP32's is rounded once: m * factor and the power of two
-// in l are added with what their roundings took.
+// in l are added with what their roundings took. __f..._rn: what they took follows only where the compiler makes no fma of them.
 __device__ __forceinline__ double row_lse(double m, double factor, double l) { return m * factor + log2(l) * kLn2<double>; }
 __device__ __forceinline__ float row_lse(float m, float factor, float l) {
-  const float x = m * factor;
+  const float x = __fmul_rn(m, factor);
   if (!(l >= 0x1p-126f && l < -minus_infinity<float>() && abs(x) < -minus_infinity<float>())) return x + log2(l) * kLn2<float>;
   const i32 exponent = (i32)(__float_as_uint(l) - 0x3F3504F3) >> 23; // l = 2^exponent * rest, rest in [1/sqrt(2), sqrt(2))
-  const float rest = __uint_as_float(__float_as_uint(l) - ((u32)exponent << 23)), y = (float)exponent * kLn2<float>;
-  const float sum = x + y, of_y = sum - x, lost = (x - (sum - of_y)) + (y - of_y);
-  return sum + (log2(rest) * kLn2<float> + (lost + fmaf(m, factor, -x) + fmaf((float)exponent, kLn2<float>, -y)));
+  const float rest = __uint_as_float(__float_as_uint(l) - ((u32)exponent << 23)), y = __fmul_rn((float)exponent, kLn2<float>);
+  const float sum = __fadd_rn(x, y), of_y = __fsub_rn(sum, x);
+  const float lost = __fadd_rn(__fsub_rn(x, __fsub_rn(sum, of_y)), __fsub_rn(y, of_y));
+  return sum + (log2(rest) * kLn2<float> + (lost + __fmaf_rn(m, factor, -x) + __fmaf_rn((float)exponent, kLn2<float>, -y)));
 }
 // sum + x; `lost` is what roundings added too much so far (Kahan 1965).
 template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {
