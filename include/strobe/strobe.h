@@ -223,7 +223,8 @@ STROBE_API int32_t strobe_kernels(const strobe_attention *, const strobe_tensors
 STROBE_API const char *strobe_engine_name(int32_t index);
 STROBE_API const char *strobe_engine_missing(int32_t index);
 
-/* What is known of CUDA here, a line each for driver, devices, NVRTC and cache folder: paths and versions, or the reason why there is none.
+/* What is known of CUDA here, a line each for driver, devices, NVRTC, what NVRTC compiles for (compute capabilities times ten) and cache
+ * folder: paths and versions, or the reason why there is none.
  * The text is written as by strobe_explain. This call initialises the driver; a child that this process forks later cannot use CUDA. */
 STROBE_API int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed);
 

@@ -1,5 +1,7 @@
-// Where row j of K and V lies: the one place that knows. Dense: batch after batch; packed: a sequence's tokens from cu_seqlens_k on. (Pages
-// of a cache, and numbers of a few bits, come in here.)
+// Where the rows of K and V of a sequence lie. Dense: batch after batch; packed: a sequence's tokens from cu_seqlens_k on. A page table
+// would begin here, in row(), rows() and mapped_row(), and not end here: some callers ask once where row 0 is and count on from there, and
+// would have to ask for each tile. They are sm90/forward/load.h (mapped_row once an item), tf32/forward.h (keeps `first`) and simt/tile.h
+// (Rows copies it). The CPU engines have src/cpu/keys.h.
 #pragma once
 #include "../attention/arguments.h"
 #include "../tile/copy.h"

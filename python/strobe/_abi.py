@@ -32,8 +32,9 @@ _EXCEPTIONS: dict[int, type[Exception]] = {
 }
 
 
-def text(chars: Any) -> str:
-    return ffi.string(chars).decode()
+def text(chars: Any, errors: str = "backslashreplace") -> str:
+    """A damaged file or a folder's name may be quoted in it, whose bytes are anything; errors: as of bytes.decode."""
+    return ffi.string(chars).decode(errors=errors)
 
 
 def error(status: int, in_callers_words: Callable[[str], str]) -> Exception:

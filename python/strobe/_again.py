@@ -48,6 +48,7 @@ def _second_time(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mappin
             del made["lse"]
         call = _RepeatedCall(tuple(arrays), known.options, return_lse)
         _repeated.CALLS.keep(key, made_ready(p, {}, made, FORWARD, function=_apply if tracked else None, more=call))
+        del made  # an example, whose memory the call can use
     return _eager.attention(_repeated.CALLS.lately, q, k, v, return_lse, given)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -141,8 +141,7 @@ class Call:
             reason = reason.replace(f"dtype {NO_DTYPE} (none)", f"dtype {array.dtype}")
             if name in _SCORES and array.ndim < MAX_RANK and ": shape" in reason:
                 reason = re.sub(r"shape \([^()]*\)", f"shape {tuple(array.shape)}", reason, count=1)
-                if array.ndim == 2:
-                    reason += f"; of (B, Sk), {name}[:, None, None, :]"
+                reason += self._missing_axes(name, tuple(array.shape))
             if ": dtype" in reason:
                 reason += _ways_out(name, reason)
             if name == "k" and " heads for the " in reason and _fit_in_the_other_layout(self._arrays, self._bshd):
@@ -150,6 +149,45 @@ class Call:
         if name == "engine":
             reason = reason.replace("or none", "or None") + _close_engine(reason)
         return reason.removeprefix("execution.")
+
+    def _missing_axes(self, name: str, shape: tuple[int, ...]) -> str:
+        """Of a mask or bias that does not broadcast: how it does, if its axes are a batch's and the keys'."""
+        q, k, cu_seqlens_q = map(self._arrays.get, ("q", "k", "cu_seqlens_q"))
+        if q is None or k is None or q.ndim != k.ndim:
+            return ""  # what is wrong with them is said beside it
+        if q.ndim == MAX_RANK:
+            tokens = 1 if self._bshd else 2
+            batch, queries, keys = q.shape[0], q.shape[tokens], k.shape[tokens]
+        elif cu_seqlens_q is None or not cu_seqlens_q.ndim:
+            return ""
+        else:
+            batch = cu_seqlens_q.shape[0] - 1
+            queries, keys = self._attention.max_seqlen_q or q.shape[0], self._attention.max_seqlen_k or k.shape[0]
+        if shape == (batch, keys):
+            return f"; of (B, Sk), {name}[:, None, None, :]"
+        if shape in ((batch, 1, keys), (batch, queries, keys)):
+            return f"; of (B, {'1' if shape[1] == 1 else 'Sq'}, Sk), {name}[:, None]"
+        return ""
+
+
+def _check_structs(structs: Mapping[str, Iterable[str]]) -> None:
+    """Each struct and the fields that the table of options wants of it."""
+    for struct, wanted in structs.items():
+        there = {name for name, _ in ffi.typeof(struct).fields}
+        if lacking := [name for name in wanted if name not in there]:
+            raise ImportError(
+                f"the rows of python/strobe/_options.py give {', '.join(lacking)}, which struct {struct} in include/strobe/strobe.h does "
+                "not have: add that at its end, then build the package again (make setup)"
+            )
+
+
+_check_structs(
+    {
+        "strobe_attention": [field for name, x in FIELDS.items() if x.in_struct for field in (name, f"has_{name}" if x.has else name)],
+        "strobe_tensors": [*INPUTS, *GRADIENTS],
+        "strobe_addresses": [*INPUTS, *GRADIENTS],
+    }
+)
 
 
 def _ways_out(name: str, reason: str) -> str:

@@ -15,6 +15,7 @@ from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
 
 Wrong = list[Exception]
+_MISSPELT = 0.8  # get_close_matches(): below it are names that mean something else, as block_table beside block_mask (0.67)
 
 
 def name_of(refused: Exception) -> str:
@@ -34,7 +35,7 @@ def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collec
     """`function` is whose options they are, for messages; hints: for names of other functions."""
     for name in given:
         if name not in known:
-            hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1))
+            hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1, _MISSPELT))
             wrong.append(TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (hint and f"; {hint}")))
 
 

@@ -80,6 +80,7 @@ def _again(
     if isinstance(seen, Seen):
         made = results(p)
         _repeated.CALLS.keep(key, made_ready(p, known, made, direction, form=bytes(range(len(made)))))
+        del made  # an example, whose memory the call can use
     return _eager.run(_repeated.CALLS.lately, prefix, tensors, given)
 
 

@@ -1,9 +1,14 @@
 """The one table of the options of strobe.attention(): the rows are the keys of AttentionOptions, each with its type and what a row says.
 
 A row says the default, the words of help() and how a value becomes fields of the C ABI. From the table come the signature, the docstring,
-the defaults, the operators' schemas and what is handed to the library. The page docs/reference.md, the structs of strobe.h and the options
-that the tests combine are held to it by tests/python/test_options.py. So a new option is a row here, a field at the end of a C struct, and
-what computes it.
+the defaults, the operators' schemas and what is handed to the library. So a new option is a field at the end of a C struct, a row here,
+and what computes it. What else has to know it is held to the table by a test:
+
+- the structs of include/strobe/strobe.h and strobe.hpp, and the options that the contract combines (tests/python/cases.py):
+  tests/python/test_options.py;
+- the table of docs/reference.md: tests/python/test_readme.py; docs/api.md, which `make api` writes: tests/python/test_docs.py.
+
+Random calls know an option once tests/python/random_draw.py draws it and tests/python/random_formulas.py computes it.
 """
 
 import inspect
@@ -269,7 +274,7 @@ class AttentionOptions(TypedDict, total=False):
             0,
             INT32_MAX,
             "upper bounds of the packed lengths, and the sizes of mask and bias. None: Tq and Tk. On the CPU the work is then still that "
-            "of the longest sequence; a GPU does not read the lengths, so its work is that of the bounds.",
+            "of the longest sequence; on a GPU the host does not read the lengths, and launches as much work as the bounds say.",
         ),
     ]
     max_seqlen_k: Annotated["int | None", Whole(0, INT32_MAX, _UNDOCUMENTED)]
@@ -333,13 +338,38 @@ GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v") or g
 HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 
 # What other attention functions have.
+_MASK_OR_BIAS = "did you mean mask (bool, True = attend) or bias (added to the scores)?"
+_NO_PAGES = "paged KV caches are refused; accepted are dense k and v, or packed ones with cu_seqlens"
+_NO_FUNCTION = "a function is refused; there are softcap, alibi_slopes, bias, mask and block_mask"
+_USED = "give the lengths in a padded batch as mask=(arange(Sk) < lengths[:, None])[:, None, None, :], or pack it with cu_seqlens"
+_HEADS = 'the heads are an axis of q, k and v, the second one, or the third with layout="bshd"'
 ELSEWHERE = {
-    "is_causal": "did you mean causal?",
-    "p": "did you mean dropout?",
-    "return_attn_probs": "did you mean return_lse? The probabilities are never made",
-    "attn_mask": "did you mean mask (bool, True = attend) or bias (added to the scores)?",
+    "alibi": "did you mean alibi_slopes?",
+    "attention_mask": _MASK_OR_BIAS + " A padding mask (B, Sk) is mask=attention_mask.bool()[:, None, None, :]",
+    "attn_bias": "did you mean bias?",
+    "attn_mask": _MASK_OR_BIAS,
+    "block_table": _NO_PAGES,
+    "block_tables": _NO_PAGES,
     "dropout_p": "did you mean dropout?",
     "enable_gqa": "k and v may have fewer heads than q without it",
+    "is_causal": "did you mean causal?",
+    "key_padding_mask": "did you mean mask=~key_padding_mask[:, None, None, :]? There True hides, here True = attend",
+    "learnable_sink": "did you mean sinks?",
+    "mask_mod": _NO_FUNCTION,
+    "need_weights": "the probabilities are never made",
+    "num_heads": _HEADS,
+    "num_kv_heads": _HEADS,
+    "p": "did you mean dropout?",
+    "page_table": _NO_PAGES,
+    "return_attn_probs": "did you mean return_lse? The probabilities are never made",
+    "return_softmax_lse": "did you mean return_lse?",
+    "rng_state": "did you mean rng?",
+    "s_aux": "did you mean sinks?",
+    "score_mod": _NO_FUNCTION,
+    "seqused_k": _USED,
+    "seqused_q": "the queries behind a sequence's end may hold anything; leave out their rows of the result, or pack them with cu_seqlens",
+    "sliding_window": "did you mean window?",
+    "sm_scale": "did you mean scale?",
     "softmax_scale": "did you mean scale?",
     "window_size": "did you mean window?",
 }

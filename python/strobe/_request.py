@@ -70,7 +70,9 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
         for name in ("q", "k", "v"):
             if name in arrays and arrays[name].ndim != rank:
                 hint = (
-                    "; did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences?" if name == "q" and arrays[name].ndim == 3 else ""
+                    "; did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences, or q[None], of one sequence?"
+                    if name == "q" and arrays[name].ndim == 3
+                    else ""
                 )
                 wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}{hint}"))
     if isinstance(block_mask := given.get("block_mask"), BlockMask) and not SIZES & set(map(name_of, wrong)):

@@ -39,7 +39,7 @@ def written(sections: list[Section]) -> str:
 
 def parsed(text: str) -> list[dict[str, str]]:
     """Raises ValueError at a line that is none of ``name = value``."""
-    return [dict(line.split(" = ", 1) for line in section.splitlines()) for section in text.split("\n\n") if section.strip()]
+    return [dict(line.split(" = ", 1) for line in section.split("\n") if line) for section in text.split("\n\n") if section.strip()]
 
 
 def said(function: Any, *arguments: Any) -> str:
@@ -50,12 +50,13 @@ def said(function: Any, *arguments: Any) -> str:
         status = function(*arguments, chars, 0 if size == 0 else needed[0], needed)
         if status != lib.STROBE_OK:
             raise error(status, str)
-    return text(chars)
+    return text(chars, "surrogateescape")  # a file's name as Python wants it
 
 
 def header(device: int) -> Header:
     (told,) = parsed(said(lib.strobe_tuning, device))
-    return Header(told["file"], {name: told[name] for name in ("format", "device", "kernels")}, told["ignored"])
+    ignored = told["ignored"].encode(errors="surrogateescape").decode(errors="backslashreplace")  # to be shown
+    return Header(told["file"], {name: told[name] for name in ("format", "device", "kernels")}, ignored)
 
 
 def merged(about: Section, old: str | None, measured: Sequence[Section], winners: Sequence[Section]) -> list[Section]:
@@ -77,8 +78,10 @@ def merged(about: Section, old: str | None, measured: Sequence[Section], winners
     return [about, *kept, *winners]
 
 
-def write(file: Path, about: Section, measured: Sequence[Section], winners: Sequence[Section]) -> None:
-    """Brings the table up to date; whoever reads it meanwhile sees the old one or the new one, whole."""
-    old = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
+def write(of: Header, measured: Sequence[Section], winners: Sequence[Section]) -> None:
+    """Brings the table up to date; whoever reads it meanwhile sees the old one or the new one, whole. Of one that the library ignores
+    nothing is kept."""
+    file = Path(of.file)
+    old = file.read_text(encoding="utf-8", errors="replace") if not of.ignored and file.is_file() else None
     with replacing(file) as out:
-        out.write(written(merged(about, old, measured, winners)).encode())
+        out.write(written(merged(of.about, old, measured, winners)).encode())

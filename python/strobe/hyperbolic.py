@@ -37,7 +37,7 @@ __all__ = [
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 _FIXED = ("score", "shift", "scale", "softcap")  # options of attention() that the distance leaves no room for
 _NAMES = ("c", "model", "aggregate", "return_lse", *(name for name in DEFAULTS if name not in _FIXED))
-_HINTS = ELSEWHERE | {"softmax_scale": "did you mean beta?"}
+_HINTS = ELSEWHERE | dict.fromkeys(("softmax_scale", "sm_scale"), "did you mean beta?")
 
 
 def __dir__() -> list[str]:

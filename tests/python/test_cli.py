@@ -23,6 +23,7 @@ from strobe_tools import progress, requirements, timing
 from strobe_tools.bench import cpu as bench
 from strobe_tools.bench import ladder, memory, peak
 from strobe_tools.cli import app, check, prewarm
+from strobe_tools.cli.info import compiled_for
 from strobe_tools.train import CONFIGS, data, experiment
 from strobe_tools.train.trainer import Trainer
 
@@ -128,7 +129,7 @@ def test_check_refuses_an_engine_that_is_not_here(run):
     for name, why, hint in (
         ("abacus", "is unknown", ""),
         ("cpu-baselin", "is unknown", "; did you mean cpu-baseline?"),
-        ("reference", "does not run here: the others are checked against it", ""),
+        ("reference", "is what the others are checked against", ""),
     ):
         done = run("check", "--engine", name)
         assert done.exit_code == 2
@@ -256,6 +257,20 @@ def test_prewarm_says_first_what_it_will_take(run, tmp_path):
     few = run("prewarm", "--arch", "90", "--common").output
     assert subset.startswith(f"--common compiles {few.split(' kernels')[0].split()[-1]} of them; ")
     assert "--common compiles" not in few
+
+
+@pytest.mark.parametrize("arch", [91, 130])
+def test_prewarm_promises_nothing_for_an_architecture_that_the_compiler_does_not_know(run, arch):
+    possible = [cc for cc in compiled_for() if cc >= 61]
+    if not possible:
+        pytest.skip("no NVRTC")
+    assert 90 in possible
+    done = run("prewarm", "--arch", "90", "--arch", arch)
+    assert done.exit_code == 2
+    assert f"{arch}; accepted is what this machine's NVRTC compiles for: {', '.join(map(str, possible))}" in " ".join(
+        done.output.replace("│", "").split()
+    )
+    assert "kernels" not in done.output
 
 
 def test_prewarm_gives_each_reason_once(run, monkeypatch, tmp_path):
@@ -388,7 +403,9 @@ def test_train_leaves_everything(run, tmp_path):
     assert held_out[0].startswith(prompt)
     assert prompt in done.output
     assert continuation.strip() in done.output
-    assert "M parameters that has read 0.0 M tokens is as unsure of the next one as among " in done.output
+    numbers = r"[1-9]\d*\.\d K"
+    said = rf"A model of {numbers} parameters that has read {numbers} tokens is as unsure of the next one as among "
+    assert re.search(said, done.output)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -185,7 +185,10 @@ def test_rotary_tables_come_with_each_other_and_with_new_keys():
 
 
 HOST_LENGTHS = [
-    ({"cache_seqlens": [3, 8], "new": 1}, r"^cache_seqlens: 8 at \[1\]; accepted are 0 to 7, a cache of 8 less 1 new keys$"),
+    (
+        {"cache_seqlens": [3, 8], "new": 1},
+        r"^cache_seqlens: 8 at \[1\]; accepted are 0 to 7, a cache has room for 8 keys, of which 1 are new$",
+    ),
     ({"cache_seqlens": [3, -5], "new": 1}, r"^cache_seqlens: -5 at \[1\]; accepted are 0 to 7"),
     ({"cache_seqlens": [9, 3]}, r"^cache_seqlens: 9 at \[0\]; accepted are 0 to 8"),
     (

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import strobe
-from strobe import _again, _eager, _repeated
+from strobe import _again, _eager, _operators, _repeated, _run
 
 
 @pytest.fixture(autouse=True, params=["by the exchange API", "by attributes"])
@@ -484,3 +485,47 @@ def test_what_no_call_can_be_made_of(changed):
     assert isinstance(_eager.Ready(**given), _eager.Ready)
     with pytest.raises((TypeError, ValueError, AttributeError)):
         _eager.Ready(**given | changed)
+
+
+def test_examples_are_gone_when_the_call_runs(monkeypatch):
+    """A call that comes again is made ready by examples of its results, whose memory the call itself can have."""
+    examples: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def noted(make):
+        def call(*given, **options):
+            made = make(*given, **options)
+            examples.extend(map(weakref.ref, made.values()))
+            return made
+
+        return call
+
+    for name in ("results", "gradients"):
+        monkeypatch.setattr(_run, name, noted(getattr(_run, name)))
+    for module, name in ((_again, "attention"), (_operators, "run")):
+        seen = SimpleNamespace(**{x: getattr(_eager, x) for x in dir(_eager) if not x.startswith("__")})
+
+        def counted(run):
+            def call(*given):
+                alive.append(sum(example() is not None for example in examples))
+                return run(*given)
+
+            return call
+
+        setattr(seen, name, counted(getattr(_eager, name)))
+        monkeypatch.setattr(module, "_eager", seen)
+    q = torch.randn(1, 2, 77, 8)
+    made = []
+    for _ in range(3):
+        strobe.attention(q, q, q)
+        made.append(len(examples))
+        examples.clear()
+    out, lse = torch.ops.strobe.attention_forward(q, q, q)
+    examples.clear()
+    for _ in range(3):
+        torch.ops.strobe.attention_backward(out, None, out, lse, q, q, q, needed=[True, True, True, False, False])
+        made.append(len(examples))
+        examples.clear()
+    assert made[1] == 2
+    assert made[4] == 3
+    assert not any(alive)

@@ -12,7 +12,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import strobe
-from strobe.compat.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from strobe._options import ELSEWHERE, ROWS
+from strobe.compat import learned_scale
+from strobe.compat.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from strobe.compat.sdpa import scaled_dot_product_attention
 
 B, H, HKV, SQ, SK, D, DV = 2, 4, 2, 20, 30, 16, 24
 NAN, INF = float("nan"), float("inf")
@@ -477,16 +485,41 @@ def test_a_layout_is_guessed_only_where_it_fits():
         with pytest.raises(ValueError, match="heads for the") as raised:
             strobe.attention(**good() | wrong)
         assert "did you mean" not in str(raised.value)
-    q, k = torch.randn(2, 8, 128, 64), torch.randn(2, 2, 256, 64)  # a function that has no layout to choose
-    with pytest.raises(ValueError, match="^k: 2 heads for the 8 of q|^k: 256 heads") as raised:
-        flash_attn_func(q, k, k)
-    assert "layout" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "head_axis", "hint"),
+    [
+        (flash_attn_func, 2, "; q, k, v are (B, S, H, D) here; did you mean q.transpose(1, 2)?"),
+        (scaled_dot_product_attention, 1, "; query, key, value are (B, H, S, D) here; did you mean query.transpose(1, 2)?"),
+        (learned_scale.flash_attention, 1, "; Q, K, V are (B, H, S, D) here; did you mean Q.transpose(1, 2)?"),
+    ],
+)
+def test_functions_without_a_layout_say_which_is_theirs(function, head_axis, hint):
+    q, k = torch.randn(2, 8, 128, 64), torch.randn(2, 2, 256, 64)
+    other, own = ((q, k, k), [x.transpose(1, 2) for x in (q, k, k)])[:: 1 if head_axis == 2 else -1]
+    with pytest.raises(ValueError, match="256 heads for the 128 of ") as raised:
+        function(*other)
+    assert str(raised.value).endswith(hint)
+    assert function(*own).shape == own[0].shape
+    three = torch.randn(2, 3, 3, 64)  # which no layout makes right
+    with pytest.raises(ValueError, match="heads for the ") as raised:
+        function(q, three, three)
+    assert "did you mean" not in str(raised.value)
+
+
+def test_a_part_of_another_tensor_is_not_told_to_change_its_axes():
+    q, kv, cache = torch.randn(2, 8, 128, 64), torch.randn(2, 2, 2, 256, 64).transpose(1, 2), torch.randn(2, 2, 256, 64)
+    for call in (lambda: flash_attn_kvpacked_func(q, kv), lambda: flash_attn_with_kvcache(q, cache, cache)):
+        with pytest.raises(ValueError, match="256 heads for the 128 of q; accepted are the divisors of 128$"):
+            call()
 
 
 @pytest.mark.parametrize("function", [strobe.attention, strobe.nn.FlashAttention(D), strobe.explain])
 def test_packed_tokens_without_lengths_are_told_what_is_missing(function):
     arguments = {name: packed()[name] for name in "qkv"}
-    message = r"^q: shape \(20, 4, 16\); accepted is \(B, H, Sq, D\); did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences\?$"
+    message = r"^q: shape \(20, 4, 16\); accepted is \(B, H, Sq, D\); did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences, "
+    message += r"or q\[None\], of one sequence\?$"
     with pytest.raises(ValueError, match=message.replace("$", r"\n")):
         function(**arguments)
 
@@ -529,10 +562,55 @@ def test_wrong_kinds_alone_are_a_type_error():
         strobe.attention(**good() | {"causal": 1, "softcap": -1.0})
 
 
-def test_a_mask_is_shown_as_it_was_given():
-    message = expect("mask", good() | {"mask": torch.ones(B, SK, dtype=torch.bool)})
-    assert "shape (2, 30);" in message
-    assert "mask[:, None, None, :]" in message
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize(
+    ("shape", "hint"),
+    [
+        ((B, SK), "; of (B, Sk), {}[:, None, None, :]"),
+        ((3, 1, SK), "; of (B, 1, Sk), {}[:, None]"),
+        ((3, SQ, SK), "; of (B, Sq, Sk), {}[:, None]"),
+        ((3, 3), ""),
+        ((H, SK), ""),
+        ((SK, SQ), ""),
+        ((5, 1, SK), ""),
+    ],
+)
+def test_a_padding_mask_is_told_its_axes(name, shape, hint, layout):
+    """As it was given; what is no padding mask is told nothing."""
+    batch = shape[0] if len(shape) == 3 and hint else B
+    q, k = torch.randn(batch, H, SQ, D), torch.randn(batch, HKV, SK, D)
+    if layout == "bshd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    dtype = torch.bool if name == "mask" else torch.float32
+    message = expect(name, {"q": q, "k": k, "v": k, "layout": layout, name: torch.ones(shape, dtype=dtype)})
+    assert re.fullmatch(re.escape(f"{name}: shape {shape}; accepted is ") + r"[^;]*" + re.escape(hint.format(name)), message)
+
+
+def test_a_padding_mask_of_packed_sequences_is_told_its_axes():
+    arguments = {name: x for name, x in packed().items() if name not in ("bias", "block_mask")}
+    assert expect("mask", arguments | {"mask": torch.ones(2, 20, dtype=torch.bool)}).endswith("; of (B, Sk), mask[:, None, None, :]")
+    assert "[:, None" not in expect("mask", arguments | {"mask": torch.ones(2, SK, dtype=torch.bool)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_other_signatures_name_their_own_mask(dtype):
+    q, k = torch.randn(2, 4, 16, D), torch.randn(2, 4, 32, D)
+    padding = torch.ones(2, 32, dtype=dtype)
+    for call in (
+        lambda: scaled_dot_product_attention(q, k, k, padding),
+        lambda: learned_scale.FlashAttention(D)(q, k, k, padding),
+    ):
+        with pytest.raises(ValueError, match=r"^attn_mask: shape \(2, 32\); .*; of \(B, Sk\), attn_mask\[:, None, None, :\]$"):
+            call()
+
+
+def test_other_signatures_name_their_own_lengths():
+    qkv = torch.randn(8, 3, H, D)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: dtype int64; accepted is int32; cu_seqlens.int\(\)$"):
+        flash_attn_varlen_qkvpacked_func(qkv, torch.tensor([0, 8]), 8)
+    with pytest.raises(ValueError, match=r"^Q: shape \(4, 8, 16\); accepted is \(B, H, Sq, D\); did you mean Q\[None\], of one sequence\?"):
+        learned_scale.flash_attention(*(torch.randn(4, 8, D) for _ in range(3)))
 
 
 @pytest.mark.parametrize(
@@ -617,6 +695,15 @@ def test_options_by_place_are_refused():
         ("dropout_p", "did you mean dropout?"),
         ("enable_gqa", "k and v may have fewer heads than q"),
         ("sofcap", "did you mean softcap?"),
+        ("block_table", "paged KV caches are refused"),
+        ("num_heads", "the heads are an axis of q, k and v"),
+        ("score_mod", "a function is refused"),
+        ("seqused_k", "mask=(arange(Sk) < lengths[:, None])[:, None, None, :]"),
+        ("key_padding_mask", "did you mean mask=~key_padding_mask[:, None, None, :]?"),
+        ("attention_mask", "did you mean mask (bool, True = attend) or bias"),
+        ("alibi", "did you mean alibi_slopes?"),
+        ("s_aux", "did you mean sinks?"),
+        ("return_softmax_lse", "did you mean return_lse?"),
         ("xyzzy", "'xyzzy'"),
     ],
 )
@@ -625,6 +712,14 @@ def test_an_unknown_argument_is_refused(name, hint):
         with pytest.raises(TypeError, match=name) as raised:
             call(**{name: True})
         assert hint in str(raised.value)
+        assert hint.startswith("did you mean") or "did you mean" not in str(raised.value)
+
+
+def test_hints_name_options_and_no_option_has_one():
+    for name, hint in ELSEWHERE.items():
+        assert name not in ROWS
+        if named := re.match(r"did you mean (\w+)", hint):
+            assert named[1] in {*ROWS, "return_lse"}, name
 
 
 @pytest.mark.parametrize(

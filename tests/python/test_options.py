@@ -12,7 +12,7 @@ import torch
 
 import cases
 import strobe
-from strobe import _options
+from strobe import _call, _options
 from strobe._core import ffi
 from strobe._options import BLOCKS, DEFAULTS, FIELDS, GRADIENTS, INPUTS, ROWS
 
@@ -79,6 +79,13 @@ def test_the_struct_of_options():
     for name, field in IN_STRUCT.items():
         (kind,) = (x for x in types if x in (field.type, *getattr(field.type, "__args__", ())))
         assert c[name] in types[kind], name
+
+
+def test_a_row_without_its_field_is_told_where_it_goes():
+    for struct in ("strobe_attention", "strobe_tensors", "strobe_addresses"):
+        message = rf"_options\.py give new, has_new, which struct {struct} in include/strobe/strobe\.h does not have: add that at its end"
+        with pytest.raises(ImportError, match=message):
+            _call._check_structs({struct: ["new", "has_new"]})
 
 
 def test_zero_is_absent_in_the_struct():

@@ -92,9 +92,9 @@ def test_the_first_screen_has_the_measured_ratios():
         ahead[direction] = sum(ratio >= 1 for ratio in ratios)
     text = " ".join(README.split())
     assert (
-        f"The forward runs at {mean['forward']} times its speed (geometric mean; lowest {lowest['forward']}), "
-        f"and the backward at {mean['backward']} times (lowest {lowest['backward']}). "
-        f"The forward is ahead at {ahead['forward']} of the shapes and the backward at {ahead['backward']}."
+        f"Strobe's forward runs at {mean['forward']} times the speed of that kernel (geometric mean; lowest {lowest['forward']}) "
+        f"and its backward at {mean['backward']} times (lowest {lowest['backward']}). "
+        f"It is ahead at {ahead['forward']} of the shapes forward and at {ahead['backward']} backward."
     ) in text
 
 

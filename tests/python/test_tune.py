@@ -29,7 +29,7 @@ def texts(*sections):
 
 
 def test_a_table_is_lines_of_name_and_value(tmp_path):
-    _tuning.write(tmp_path / "table.txt", ABOUT, [], [{"engine": "cuda-mma", "causal": True, "tile_q": 64}])
+    _tuning.write(_tuning.Header(str(tmp_path / "table.txt"), ABOUT, ""), [], [{"engine": "cuda-mma", "causal": True, "tile_q": 64}])
     assert (tmp_path / "table.txt").read_text() == (
         "format = 2\ndevice = Fake 1\nkernels = 0123\n\nengine = cuda-mma\ncausal = true\ntile_q = 64\n"
     )
@@ -55,12 +55,12 @@ def test_every_case_is_a_key_of_its_own():
 def test_a_table_keeps_what_was_not_measured_again(tmp_path):
     file = tmp_path / "folder" / "table.txt"
     first, second, third = (entry(tile, queries=tile) for tile in (16, 32, 64))
-    _tuning.write(file, ABOUT, [first, second], [first, second])
+    _tuning.write(_tuning.Header(str(file), ABOUT, ""), [first, second], [first, second])
     assert read(file) == texts(ABOUT, first, second)
     better = {**first, "tile_q": 128}
-    _tuning.write(file, ABOUT, [first, third], [better, third])
+    _tuning.write(_tuning.Header(str(file), ABOUT, ""), [first, third], [better, third])
     assert read(file) == texts(ABOUT, second, better, third)
-    _tuning.write(file, ABOUT, [second], [])  # the usual tile is the fastest now
+    _tuning.write(_tuning.Header(str(file), ABOUT, ""), [second], [])  # the usual tile is the fastest now
     assert read(file) == texts(ABOUT, better, third)
     assert [path.name for path in file.parent.iterdir()] == ["table.txt"]
 
@@ -84,7 +84,7 @@ def test_a_table_keeps_what_was_not_measured_again(tmp_path):
 def test_a_table_that_is_no_use_is_replaced(tmp_path, old):
     file = tmp_path / "table.txt"
     file.write_text(old, errors="surrogateescape")
-    _tuning.write(file, ABOUT, [entry(32)], [entry(32)])
+    _tuning.write(_tuning.Header(str(file), ABOUT, ""), [entry(32)], [entry(32)])
     assert read(file) == texts(ABOUT, entry(32))
 
 
@@ -96,3 +96,21 @@ def test_without_a_gpu_it_says_so():
     result = CliRunner().invoke(app, ["tune"])
     assert result.exit_code == 2
     assert "PyTorch sees no CUDA device here" in result.output
+
+
+def test_of_an_ignored_table_nothing_is_kept(tmp_path):
+    file = tmp_path / "table.txt"
+    file.write_text(_tuning.written([ABOUT, {**entry(16), "tile_q": 0}]))
+    _tuning.write(_tuning.Header(str(file), ABOUT, 'ignored: "tile_q" is 0'), [entry(32, queries=32)], [entry(32, queries=32)])
+    assert read(file) == texts(ABOUT, entry(32, queries=32))
+
+
+def test_lines_end_where_the_library_ends_them():
+    assert _tuning.parsed("device = A\u2028B\x0cC\rD\n") == [{"device": "A\u2028B\x0cC\rD"}]
+
+
+def test_bytes_that_are_no_text_are_shown():
+    from strobe._abi import text
+    from strobe._core import ffi
+
+    assert text(ffi.new("char[]", b"device = \xff")) == "device = \\xff"

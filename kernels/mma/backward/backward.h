@@ -36,11 +36,11 @@ private:
   // The role on the left: P and dV.
   struct Values : Steps {
     using Steps::Steps;
-    Accumulator dV[kKeys][Steps::kColumnsV] = {};
+    using Sum = Accumulator[kKeys][Steps::kColumnsV]; // dV
 
-    __device__ __forceinline__ bool load_first() { return false; }
+    __device__ __forceinline__ bool load_first() const { return false; }
     // Whether this thread found a number that is not finite in what it loaded for the next iteration.
-    template <bool kNonfinite> __device__ __forceinline__ bool iterate(int n) {
+    template <bool kNonfinite> __device__ __forceinline__ bool iterate(Sum &dV, int n) const {
       const Blocks<Right, C.head_dim_v, true> dO(this->shared + Steps::kDo + n % 2 * C.dout_bytes(),
                                                  this->dim_warp * Steps::kColumnsV * 16);
 #pragma unroll
@@ -55,7 +55,7 @@ private:
       if (n > 0) this->template add_dq<kNonfinite>(n - 1);
       return false;
     }
-    __device__ __forceinline__ void store() {
+    __device__ __forceinline__ void store(Sum &dV) const {
       this->template store_sum<C.head_dim_v>(this->a.dv, dV, this->factor, Steps::kV, this->in.head_dim_v);
     }
 
@@ -69,14 +69,14 @@ private:
   // The role on the right: dS and dK. Its threads load the next queries, while those on the left begin to multiply.
   struct Keys : Steps {
     using Steps::Steps;
-    Accumulator dK[kKeys][Steps::kColumns] = {};
+    using Sum = Accumulator[kKeys][Steps::kColumns]; // dK
 
-    __device__ __forceinline__ bool load_first() {
+    __device__ __forceinline__ bool load_first() const {
       if (this->tile_of(0).head < 0) return false;
       this->load_queries(this->tile_of(0), 0);
       return this->write_stats(this->read_stats(this->tile_of(0)), 0);
     }
-    template <bool kNonfinite> __device__ __forceinline__ bool iterate(int n) {
+    template <bool kNonfinite> __device__ __forceinline__ bool iterate(Sum &dK, int n) const {
       if (n > 0) this->template add_dq<kNonfinite>(n - 1);
       typename Steps::Stats stats;
       const bool more = this->tile_of(n + 1).head >= 0;
@@ -105,7 +105,7 @@ private:
       }
       return more && this->write_stats(stats, n + 1);
     }
-    __device__ __forceinline__ void store() {
+    __device__ __forceinline__ void store(Sum &dK) const {
       this->template store_sum<C.head_dim>(this->a.dk, dK, (float)this->in.scale, 0, this->in.head_dim);
     }
   };
@@ -114,7 +114,8 @@ private:
   template <class Role> struct Walk : Role {
     using Role::Role;
 
-    __device__ __forceinline__ void run() {
+    __device__ __forceinline__ void run() const {
+      typename Role::Sum sum = {}; // apart from what the role knows: as its member, while indices are not yet numbers, all of it is memory
       this->load_keys();
       bool suspect = this->load_first(); // something of the tile that was loaded last is not finite
       cp_async_commit();
@@ -125,11 +126,11 @@ private:
       for (; this->tile_of(n).head >= 0; ++n) {
         if (n > 0) suspect = meet(suspect);
         if (nonfinite |= this->queries_nonfinite(this->tile_of(n), n % 2, suspect)) break;
-        suspect = this->template iterate<false>(n);
+        suspect = this->template iterate<false>(sum, n);
       }
       if (nonfinite) {
         while (this->tile_of(n).head >= 0) {
-          this->template iterate<true>(n++);
+          this->template iterate<true>(sum, n++);
           meet(false);
         }
         if (n > 0) this->template add_dq<true>(n - 1);
@@ -138,7 +139,7 @@ private:
         if (n > 0) this->template add_dq<false>(n - 1);
       }
       barrier_sync(0, kThreads);
-      this->store();
+      this->store(sum);
     }
 
   private:

@@ -147,8 +147,10 @@ private:
 
   // Raw products -> scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
-    const i32 first = item.q + computed_here(threadIdx.x) / 32 * kRows;
-    score_tile(S, scores, tile, [&](int row) { return scores.row(first + 16 * (row / 2) + tile::lane_row(row % 2), item.h); });
+    score_tile(S, scores, tile, [&](int row) {
+      const i32 first = item.q + computed_here(threadIdx.x) / 32 * kRows; // found here, not kept: registers are short
+      return scores.row(first + 16 * (row / 2) + tile::lane_row(row % 2), item.h);
+    });
   }
 
   // P = exp2(S * unit - M); O += P V

@@ -14,9 +14,9 @@ from ._call import NAMES, Window, attend, bounds, refuse_pages
 from ._gaps import is_read, parts, within
 from ._memory import not_writable
 from ._rotary import check_tables, rotate
-from ._words import in_words_of, names_checked, python_numbers, switch_or_refusal, tensor_or_refusal
+from ._words import names_checked, python_numbers, switch_or_refusal, tensor_or_refusal
 
-_CACHE = {"k": "k_cache", "v": "v_cache"}
+_CACHE = NAMES | {"k": "k_cache", "v": "v_cache"}
 
 
 @names_checked(NAMES)
@@ -101,7 +101,7 @@ def flash_attn_with_kvcache(
     rows_of_cache, length = k_cache.shape[:2]
     new = 0 if k is None else k.shape[1]
     filled = length if cache_seqlens is None else cache_seqlens
-    most, why = length - new, f"a cache of {length} less {new} new keys"
+    most, why = length - new, f"a cache has room for {length} keys" + (f", of which {new} are new" if new else "")
     if isinstance(filled, Tensor):
         filled = within("cache_seqlens", filled, batch, most, why)
     elif not 0 <= filled <= most:
@@ -122,10 +122,10 @@ def flash_attn_with_kvcache(
         "alibi_slopes": alibi_slopes,
         "deterministic": False,
         "return_attn_probs": True,
+        "names": _CACHE,
     }
     if k is not None and v is not None:
-        with in_words_of(_CACHE):
-            attend(q[:, :0], k[:, :0], v[:, :0], **options)  # no query: what is wrong with the call is said before anything is written
+        attend(q[:, :0], k[:, :0], v[:, :0], **options)  # no query: what is wrong with the call is said before anything is written
     start = torch.as_tensor(filled, device=q.device).long().expand(batch)
     if rotary_cos is not None and rotary_sin is not None and k is not None:
         from_each = causal or window is not None
@@ -141,11 +141,10 @@ def flash_attn_with_kvcache(
         end = end * exists
         cache_leftpad = None if cache_leftpad is None else cache_leftpad * exists
 
-    with in_words_of(_CACHE):
-        if not isinstance(filled, Tensor) and cache_leftpad is None and exists is None:
-            out, lse, _ = attend(q, k_cache[:, : filled + new], v_cache[:, : filled + new], **options)
-        else:
-            out, lse = _ragged(q, k_cache, v_cache, end, cache_leftpad, options)
+    if not isinstance(filled, Tensor) and cache_leftpad is None and exists is None:
+        out, lse, _ = attend(q, k_cache[:, : filled + new], v_cache[:, : filled + new], **options)
+    else:
+        out, lse = _ragged(q, k_cache, v_cache, end, cache_leftpad, options)
     return (out, lse) if return_softmax_lse else out
 
 

@@ -37,11 +37,29 @@ def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None
             if name in own:
                 lines |= dict.fromkeys(str(own[name]).splitlines())
                 continue
-            rest = re.sub(r"; did you mean (layout|cu_seqlens_q)\b.*\?$", "", rest)  # not for who has other functions for them
-            rest = re.sub(r"(?<=\bas |\bof )[qkv]\b|(?<=\bwhere )[qkv]\b", lambda found: names.get(found[0], found[0]), rest)
+            rest = _PLACES.sub(lambda found: names.get(found[0], found[0]), _with_hints_for(names, rest))
             lines[names.get(name, name) + colon + rest] = None
         error = ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(refused)
         raise error("\n".join(lines)) from None
+
+
+# Where a refusal speaks of an argument: "as q and k have", "q[None]", "mask.bool()", "q, k, v are".
+_PLACES = re.compile(
+    r"(?<=\bas )[qkv]\b|(?<=\bof )[qkv]\b|(?<=\bwhere )[qkv]\b|(?<=\b[qk] and )[qkv]\b|\b[qkv](?= and [qkv]\b)"
+    r"|\b[a-z]\w*(?=\[|\.\w+\()|\b[qkv](?=, [kv]\b| are \()"
+)
+_IN_PART = frozenset({"kv", "qkv", "k_cache"})  # of which attention() gets a part: it is another tensor whose axes would change places
+
+
+def _with_hints_for(names: Mapping[str, str], rest: str) -> str:
+    """attention()'s hints name options. The callers' functions have none for a layout, and others for packed sequences and for a bias."""
+    rest = re.sub(r"; did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences, or", "; did you mean", rest)
+    rest = re.sub(r"; what is added to the scores is bias$", "", rest)
+    if (layout := re.search(r'; did you mean layout="(bhsd|bshd)"\?$', rest)) is not None:
+        here = {"bhsd": "(B, S, H, D)", "bshd": "(B, H, S, D)"}[layout[1]]
+        hint = f"; q, k, v are {here} here; did you mean q.transpose(1, 2)?"
+        rest = rest[: layout.start()] + (hint if _IN_PART.isdisjoint(names.get(x, x) for x in "qkv") else "")
+    return rest
 
 
 def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Any:

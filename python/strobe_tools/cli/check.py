@@ -1,4 +1,4 @@
-"""``strobe check``: every engine of this machine against the fp64 oracle, over a compact product of options."""
+"""``strobe check``: every engine of this machine against the float64 reference, over a compact product of options."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _outcomes(case: Case, engines: Iterable[str], seed: int) -> Iterator[tuple[s
 @click.option("--engine", multiple=True, help="Only this engine; may be given more than once.")
 @click.option("--seed", type=click.IntRange(0, 2**32), default=0, help="Of the random inputs.")
 def command(engine: tuple[str, ...], seed: int) -> None:
-    """Self-test: forward and every gradient of each engine that runs here, against the float64 oracle."""
+    """Self-test: forward and every gradient of each engine that runs here, against the float64 reference."""
     require("check", "numpy", extra="numpy")
     console = Console()
     missing = dict(strobe.engines())
@@ -168,7 +168,9 @@ def command(engine: tuple[str, ...], seed: int) -> None:
     engines = engine or available
     for name in engines:
         if name not in available:
-            why = f"does not run here: {missing[name] or 'the others are checked against it'}" if name in missing else "is unknown"
+            why = "is unknown"
+            if name in missing:
+                why = f"does not run here: {missing[name]}" if missing[name] else "is what the others are checked against"
             close = [] if name in missing else get_close_matches(name, available, 1)
             hint = "".join(f"; did you mean {known}?" for known in close)
             click.echo(f"--engine: {name} {why}; accepted: {', '.join(available)}{hint}", err=True)

@@ -34,7 +34,16 @@ def _numpy() -> str:
 
 def kernel_cache() -> str:
     """The folders where a GPU's kernels are kept, and those that are not used, with the reason."""
-    return next(line.removeprefix("cache: ") for line in said(lib.strobe_cuda_info).splitlines() if line.startswith("cache: "))
+    return _known_of_cuda("cache: ")
+
+
+def compiled_for() -> list[int]:
+    """The compute capabilities, times ten, that an NVRTC of this machine compiles for; empty where there is none."""
+    return [int(cc) for cc in _known_of_cuda("compiles for: ").split(", ") if cc.isdecimal()]
+
+
+def _known_of_cuda(begin: str) -> str:
+    return next(line.removeprefix(begin) for line in said(lib.strobe_cuda_info).splitlines() if line.startswith(begin))
 
 
 @click.command(short_help="Version, machine, engines.")

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from strobe._core import lib
 from strobe._prewarm import Kernel, Shape, kernels, prewarm
-from strobe_tools.cli.info import kernel_cache
+from strobe_tools.cli.info import compiled_for, kernel_cache
 from strobe_tools.progress import Progress, duration
 from strobe_tools.values import known
 
@@ -112,11 +112,12 @@ def jobs(
                 yield Job(arch, dtype, dim, feature, True, _OTHER_LENGTHS[feature])
 
 
+_OLDEST = 61
 _ARCH = "compute capability times ten, e.g. 90 for an H100 or H200"
 
 
 def _arch(given: str) -> int:
-    if not given.isdecimal() or not 61 <= int(given[:9]) <= 999:
+    if not given.isdecimal() or not _OLDEST <= int(given[:9]) <= 999:
         raise click.BadParameter(f"{given!r}; accepted is the {_ARCH}", param_hint="--arch")
     return int(given)
 
@@ -161,6 +162,10 @@ def command(
     known(dtype, DTYPES, "--dtype")
     if not arch:
         raise click.BadParameter(f"missing; accepted is the {_ARCH}", param_hint="--arch")
+    possible = [cc for cc in compiled_for() if cc >= _OLDEST]
+    if possible and (none := [cc for cc in arch if cc not in possible]):  # without any NVRTC, kernels may be in the cache
+        accepted = ", ".join(map(str, possible))
+        raise click.BadParameter(f"{none[0]}; accepted is what this machine's NVRTC compiles for: {accepted}", param_hint="--arch")
     if (cache := kernel_cache()).startswith("none"):
         click.echo(f"strobe prewarm: nothing would be kept; kernel cache: {cache}", err=True)
         raise SystemExit(1)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -203,5 +202,5 @@ def command(
             winners.append(case.key() | results)
         shown.add_row(str(case), "x".join(map(str, found.tile)), "x".join(map(str, found.usual)), f"{faster:+.1%}", str(found.tried))
     console.print(shown)
-    _tuning.write(Path(about.file), about.about, measured, winners)
+    _tuning.write(about, measured, winners)
     console.print(f"{len(winners)} of {len(measured)} calls have a faster tile than the usual; written to {about.file}", soft_wrap=True)

@@ -61,7 +61,7 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
     console.rule()
     seen = main.steps * main.tokens_per_step
     console.print(
-        f"A model of {parameters / 1e6:.1f} M parameters that has read {seen / 1e6:.1f} M tokens is as unsure of the next one as among "
+        f"A model of {_count(parameters)} parameters that has read {_count(seen)} tokens is as unsure of the next one as among "
         f"{math.exp(min(result.run.final, 99)):.0f} equally likely ones: expect the look of the text, not its sense."
     )
     console.print(result.verdict, style="bold green" if result.learned else "bold")
@@ -83,7 +83,7 @@ def _run(config: Config, corpus: Corpus, checkpoint: Path, resume: bool, console
         console.print(f"The GPU is left alone, since {config.attention} attention does not run there yet; --attention sdpa does.")
     parameters = sum(p.numel() for p in trainer.model.parameters())
     console.print(
-        f"{name}: {parameters / 1e6:.1f} M parameters, {trainer.steps:,} steps of {trainer.tokens_per_step:,} tokens, "
+        f"{name}: {_count(parameters)} parameters, {trainer.steps:,} steps of {trainer.tokens_per_step:,} tokens, "
         f"{trainer.config.precision} on {trainer.device}"
     )
     columns = (
@@ -105,6 +105,10 @@ def _run(config: Config, corpus: Corpus, checkpoint: Path, resume: bool, console
 
         trainer.run(checkpoint, on_step)
     return trainer
+
+
+def _count(n: int) -> str:
+    return f"{n / 1e6:.1f} M" if n >= 1_000_000 else f"{n / 1e3:.1f} K"
 
 
 def _size(count: int) -> str:

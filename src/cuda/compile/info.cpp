@@ -19,6 +19,12 @@ static std::string nvrtc_line(int cc) {
   return found ? text(found->version(), " for sm_", cc, ", ", found->path) : nvrtc_missing(cc);
 }
 
+static std::string archs_line() {
+  std::string line;
+  for (int cc : nvrtc_archs()) line += text(line.empty() ? "" : ", ", cc);
+  return line.empty() ? "none" : line;
+}
+
 static std::string cache_line() {
   const CacheSettings s = CacheSettings::from_environment();
   std::string line = !s.folder.empty() ? s.folder : s.refused.empty() ? "none (no HOME)" : "none";
@@ -41,7 +47,7 @@ std::string info() {
   if (const std::string missing = devices_missing(); driver() && !missing.empty()) out += text("device: ", missing, "\n");
   if (ccs.empty()) ccs = {90}; // what a cache could be filled with here
   for (int cc : ccs) out += text("NVRTC: ", nvrtc_line(cc), "\n");
-  return out + text("cache: ", cache_line(), "\n");
+  return out + text("compiles for: ", archs_line(), "\n", "cache: ", cache_line(), "\n");
 }
 
 } // namespace strobe::cuda

@@ -174,6 +174,18 @@ std::string nvrtc_missing(int cc) {
               "\", or name the library in STROBE_NVRTC", result.failures.empty() ? "" : "; tried:", result.failures);
 }
 
+std::vector<int> nvrtc_archs() {
+  std::vector<int> all;
+  for (const std::string &path : candidates(90)) { // the same libraries for each, but in another order
+    const Loaded &one = load(path);
+    if (one.failure.empty() && driver_follows(one.nvrtc.major)) all.insert(all.end(), one.nvrtc.archs.begin(), one.nvrtc.archs.end());
+  }
+  std::ranges::sort(all);
+  const auto twice = std::ranges::unique(all);
+  all.erase(twice.begin(), twice.end());
+  return all;
+}
+
 Compiled compile(const Nvrtc &n, const Translation &program) {
   const ForkGate gate;
   std::vector<const char *> names, texts, options;

@@ -33,6 +33,8 @@ struct Nvrtc {
 const Nvrtc *nvrtc(int cc);
 // What was looked for, where, and what was wrong with what was found.
 std::string nvrtc_missing(int cc);
+// The compute capabilities for which nvrtc() finds one, ascending.
+std::vector<int> nvrtc_archs();
 // False if the driver is of an older major version than a cubin's compiler.
 bool driver_follows(int nvrtc_major);
 

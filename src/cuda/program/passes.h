@@ -1,4 +1,5 @@
-// What every family launches beside its own kernels (kernels/passes), and in which order.
+// What families launch beside their own kernels, and in which order. The kernels are those of kernels/passes, but for cuda-simt's settle
+// and dbias, which are its own over the same frames (kernels/device/settle_row.h, bias_gradient.h).
 #pragma once
 #include <optional>
 

@@ -57,9 +57,12 @@ void encode(TensorMap &map, const Addresses &addresses) {
   const Request r = request_in(map);
   const uint32_t boxes[4] = {64, r.box, 1, 1}, steps[4] = {1, 1, 1, 1};
   constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle128 = 3, kPromote256 = 3;
-  check(driver()->cuTensorMapEncodeTiled(reinterpret_cast<CUtensorMap *>(&map), r.dtype == DType::f16 ? kFloat16 : kBfloat16, 4,
-                                         addresses.of(r.data), r.sizes, r.strides, boxes, steps, 0, kSwizzle128, kPromote256, 0),
+  CUtensorMap encoded; // the driver's type may want more alignment than a kernel's argument
+  check(driver()->cuTensorMapEncodeTiled(&encoded, r.dtype == DType::f16 ? kFloat16 : kBfloat16, 4, addresses.of(r.data), r.sizes,
+                                         r.strides, boxes, steps, 0, kSwizzle128, kPromote256, 0),
         "cuTensorMapEncodeTiled");
+  static_assert(sizeof map == sizeof encoded);
+  std::memcpy(&map, &encoded, sizeof map);
 }
 
 } // namespace strobe::cuda

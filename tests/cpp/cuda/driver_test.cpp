@@ -43,11 +43,13 @@ TEST_CASE("driver: strobe_cuda_info says what is there, or why it is not") {
   CHECK(has(good, "device 0: Fake 0, sm_80, 1016 SMs at 1.013 MHz, 163 KiB shared memory per block"));
   CHECK(has(good, "device 1: Fake 1, sm_90, "));
   CHECK(has(good, "NVRTC: 13.7 for sm_80, " + nvrtc_file(13) + "\nNVRTC: 13.7 for sm_90, " + nvrtc_file(13) + "\n"));
+  CHECK(has(good, "\ncompiles for: 75, 80, 90, 120\n"));
   CHECK(has(good, "cache: " + c.folder / "cache" + "\n"));
   CHECK(has(broken, "NVRTC: 13.7 for sm_90, "));
   const Variable offline("STROBE_OFFLINE", "1"), none("STROBE_NVRTC", c.folder / "nothing");
   CHECK(has(info_with("driver"), "offline"));
   CHECK(has(info_with("driver"), "no NVRTC that compiles for sm_80"));
+  CHECK(has(info_with("driver"), "\ncompiles for: none\n"));
 }
 
 TEST_CASE("driver: strobe_cuda_info writes what fits") {
