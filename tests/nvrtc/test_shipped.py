@@ -48,7 +48,7 @@ SPILLS = {
 }
 
 
-# The same of kernels with one option or none, each by its name: no other of them spills. On OLD_ARCHS a template's worst is all that is known.
+# The same of kernels with one option or none, each by its name: no other of them spills. Of OLD_ARCHS only a template's worst is known.
 SPILLS_OF_FEW: dict[tuple[int, str], int] = {}
 
 

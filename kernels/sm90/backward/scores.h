@@ -176,9 +176,10 @@ private:
   }
 
 public:
-  // What is hidden may be no number, but times 0 it is to be 0. Of queries whose LSE or D is no number, or that see nothing or
-  // are not there, P is no number where they are seen and 0 elsewhere, and so are all products with P, whatever Q and dO are: these rows
-  // of Q and dO become 0. Both warpgroups come when their products of this tile so far (S; by roles: S, and dP) have ended: one clears Q, the other dO.
+  // What is hidden may be no number, but times 0 it is to be 0. Of queries whose LSE or D is no number, or that see nothing or are not
+  // there, P is no number where they are seen and 0 elsewhere, and so are all products with P, whatever Q and dO are: these rows of Q and
+  // dO become 0. Both warpgroups come when their products of this tile so far (S; by roles: S, and dP) have ended: one clears Q, the other
+  // dO.
   __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
     if (!kHides && !(step.flags & (kMasked | kMasked << 1))) return; // nothing is hidden
     bool found = false;
