@@ -49,7 +49,15 @@ SPILLS = {
 
 
 # The same of kernels with one option or none, each by its name: no other of them spills. Of OLD_ARCHS only a template's worst is known.
-SPILLS_OF_FEW: dict[tuple[int, str], int] = {}
+SPILLS_OF_FEW = {
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,1,2,1,0,0,0,0,0,0,0}>"): 56,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,0,0,0,0,0}>"): 40,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,0}>"): 40,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,0}>"): 20,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,0,1,0,0}>"): 40,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,1,0,0,0}>"): 40,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,1,2,1,0,0,0,0,0,0,0}>"): 48,
+}
 
 
 def options(name: str) -> int:
