@@ -84,7 +84,7 @@ public:
 
 private:
   STROBE_FN Int below(Int x) const { return x / align_ * align_; }
-  // ahead_: the next entry's block, cut to the sequence; behind it, and so empty, if there is none.
+  // ahead_: the next entry's block, cut to the sequence; behind it, and so empty, if there is no next entry.
   STROBE_FN void advance() {
     ahead_ = {seqlen_, seqlen_};
     if (entry_ >= row_.count) return;

@@ -51,7 +51,8 @@ template <Features F, class T, bool kApproximate = false> struct Scores {
     T unused;
     return score<false>(raw, r, j, T(r.i + offset - j), InMemory{*this, r, j}, by_position, limit, unused);
   }
-  // For whom has distance = r.i + offset - j at less cost than by converting it, and what mask and bias say: given.bias(), given.allowed().
+  // The same for a caller that has distance = r.i + offset - j at less cost than by converting it, and knows what mask and bias say:
+  // given.bias(), given.allowed().
   template <class Given>
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit) const {
     T unused;
@@ -63,7 +64,7 @@ template <Features F, class T, bool kApproximate = false> struct Scores {
     const Row &r;
     i32 j;
     __device__ __forceinline__ T bias() const {
-      return T(to_real(*s.in.bias.template at<const typename Element<F.bias>::type>(s.b, r.h, r.i, j)));
+      return to_real<T>(*s.in.bias.template at<const typename Element<F.bias>::type>(s.b, r.h, r.i, j));
     }
     __device__ __forceinline__ bool allowed() const { return *s.in.mask.template at<const u8>(s.b, r.h, r.i, j) != 0; }
   };
@@ -112,8 +113,6 @@ private:
     if constexpr (kSlope) slope = seen ? slope : T(0); // of NaN it is NaN, too
     return seen ? s : minus_infinity<T>();
   }
-  static __device__ __forceinline__ double to_real(double x) { return x; }
-  template <class E> static __device__ __forceinline__ float to_real(E x) { return to_float(x); }
 };
 
 // Dropout of one sequence.

@@ -122,26 +122,18 @@ private:
       for (i32 i = t; i < kThreads * kWidth; i += kThreads) {
         const i32 r = i / kWidth, c = c0 + i % kWidth;
         if (r < tile.rows && c < in.head_dim_v) {
-          dO[r][i % kWidth] = real(*a.dout.at<const E>(tile.batch, tile.head, tile.row + r, c));
-          O[r][i % kWidth] = real(*a.out.at<const E>(tile.batch, tile.head, tile.row + r, c));
+          dO[r][i % kWidth] = to_real<T>(*a.dout.at<const E>(tile.batch, tile.head, tile.row + r, c));
+          O[r][i % kWidth] = to_real<T>(*a.out.at<const E>(tile.batch, tile.head, tile.row + r, c));
         }
       }
       __syncthreads();
       T run = T(0);
       if (t < tile.rows)
-        for (i32 c = 0; c < min(kWidth, in.head_dim_v - c0); ++c) run = fused(dO[t][c], O[t][c], run);
+        for (i32 c = 0; c < min(kWidth, in.head_dim_v - c0); ++c) run = fma(dO[t][c], O[t][c], run);
       D += run;
     }
     if (t < tile.rows) write(a, tile, t, D);
   }
-  static __device__ __forceinline__ T real(E x) {
-    if constexpr (C.dtype == kF64)
-      return x;
-    else
-      return to_float(x);
-  }
-  static __device__ __forceinline__ float fused(float a, float b, float c) { return ::fmaf(a, b, c); }
-  static __device__ __forceinline__ double fused(double a, double b, double c) { return ::fma(a, b, c); }
 
   static __device__ __forceinline__ void write(const Arguments &a, const RowTile<C> &tile, int i, T D) {
     if (a.dlse) D -= *a.dlse.at<const T>(tile.batch, tile.head, tile.row + i, 0);
@@ -165,7 +157,7 @@ private:
       }
     }
     if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // it sees the sink alone: a score that it sees would be in LSE
-    // A row whose dO or LSE is no number: neither is its P. D alone (of a row that sees a V which is none) leaves dV its P.
+    // Where a row's dO or LSE is no number, its P is none, either. If D alone is no number, for the row sees such a V, P stays, for dV.
     rows[i] = lse == -infinity ? lse : finite ? -lse * (a.in.bias ? 1.0f : kLog2e<float>) : __int_as_float(0x7FC00000);
     if (a.in.bias) rows[i + C.tile_q] = -correction * kLog2e<float>;
     rows[i + (a.in.bias ? 2 : 1) * C.tile_q] = finite && fabsf(lse) < infinity ? D : 0;

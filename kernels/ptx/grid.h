@@ -1,4 +1,4 @@
-// Launches that overlap: a thread block may begin before the launch before its own has ended (src/cuda/build.cpp).
+// Launches that overlap: a thread block may begin before the launch before its own has ended (src/cuda/compile/build.cpp).
 #pragma once
 
 namespace strobe {

@@ -79,6 +79,14 @@ __device__ __forceinline__ u32 less_pairs(u32 a, u32 b) {
   return y;
 }
 
+// An element as the kernel's real type has it.
+template <class T, class E> __device__ __forceinline__ T to_real(E x) {
+  if constexpr (sizeof(E) == 8)
+    return x;
+  else
+    return T(to_float(x));
+}
+
 // The type of a strobe_dtype, and the type that its arithmetic is done in.
 template <i32 DType> struct Element;
 template <> struct Element<1> {
@@ -112,21 +120,24 @@ __device__ __forceinline__ float log2(float x) { return ::log2f(x); }
 __device__ __forceinline__ double log2(double x) { return ::log2(x); }
 __device__ __forceinline__ float abs(float x) { return fabsf(x); }
 __device__ __forceinline__ double abs(double x) { return fabs(x); }
-// x, of which the compiler knows nothing: what follows from it is computed where it is used, not kept in registers around a loop.
+__device__ __forceinline__ float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
+__device__ __forceinline__ double fma(double a, double b, double c) { return ::fma(a, b, c); }
+// x, of which the compiler knows nothing: what follows from it is computed where it is used, not before, to wait in registers.
 __device__ __forceinline__ i32 computed_here(i32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 // m * factor + ln(l), a row's LSE. An error in it is one of the whole row of P, so FP32's is rounded once: m * factor and the power of two
-// in l are added with what their roundings took.
+// in l are added with what their roundings took. __f..._rn: what they took follows only where the compiler makes no fma of them.
 __device__ __forceinline__ double row_lse(double m, double factor, double l) { return m * factor + log2(l) * kLn2<double>; }
 __device__ __forceinline__ float row_lse(float m, float factor, float l) {
-  const float x = m * factor;
+  const float x = __fmul_rn(m, factor);
   if (!(l >= 0x1p-126f && l < -minus_infinity<float>() && abs(x) < -minus_infinity<float>())) return x + log2(l) * kLn2<float>;
   const i32 exponent = (i32)(__float_as_uint(l) - 0x3F3504F3) >> 23; // l = 2^exponent * rest, rest in [1/sqrt(2), sqrt(2))
-  const float rest = __uint_as_float(__float_as_uint(l) - ((u32)exponent << 23)), y = (float)exponent * kLn2<float>;
-  const float sum = x + y, of_y = sum - x, lost = (x - (sum - of_y)) + (y - of_y);
-  return sum + (log2(rest) * kLn2<float> + (lost + fmaf(m, factor, -x) + fmaf((float)exponent, kLn2<float>, -y)));
+  const float rest = __uint_as_float(__float_as_uint(l) - ((u32)exponent << 23)), y = __fmul_rn((float)exponent, kLn2<float>);
+  const float sum = __fadd_rn(x, y), of_y = __fsub_rn(sum, x);
+  const float lost = __fadd_rn(__fsub_rn(x, __fsub_rn(sum, of_y)), __fsub_rn(y, of_y));
+  return sum + (log2(rest) * kLn2<float> + (lost + __fmaf_rn(m, factor, -x) + __fmaf_rn((float)exponent, kLn2<float>, -y)));
 }
 // sum + x; `lost` is what roundings added too much so far (Kahan 1965).
 template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {

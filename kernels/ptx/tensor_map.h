@@ -8,4 +8,10 @@ struct alignas(64) TensorMap {
   u64 opaque[16];
 };
 
+// A tensor of axes (column, row, head, batch). A broadcast axis has size 1 in the map: head and batch are multiplied by 0 or 1.
+struct MappedOperand {
+  TensorMap map;
+  i32 head_step, batch_step;
+};
+
 } // namespace strobe::inline STROBE_ISA

@@ -167,7 +167,7 @@ private:
   template <int kColumns> // adjacent to another in pieces, as multiply_tn left them
   static __device__ __forceinline__ void store(const Operand &to, i64 b, i64 h, i64 row, i32 count, i32 columns, T (&x)[kKeys][kColumns],
                                                T scale, bool add, typename Multiply::Grid grid) {
-    grid.x = opaque(grid.x), grid.y = opaque(grid.y);
+    grid.x = computed_here(grid.x), grid.y = computed_here(grid.y);
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const i32 r = grid.template row<piece<T>(kKeys)>(i);

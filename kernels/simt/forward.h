@@ -59,7 +59,7 @@ template <Config C> struct Forward {
       T S[kRows][kKeys] = {};
       multiply.template nt_in_runs<C.head_dim, C.score_run()>(S, Q, q0, K, k0, [&](bool first) {
         auto here = grid;
-        here.x = opaque(here.x), here.y = opaque(here.y);
+        here.x = computed_here(here.x), here.y = computed_here(here.y);
         transfer(here, P, [&](T &p, int i, int j) { p = first ? S[i][j] : p + S[i][j], S[i][j] = T(0); });
       });
       if constexpr (C.head_dim > C.score_run()) transfer(grid, P, [&](T &p, int i, int j) { S[i][j] += p; });
@@ -67,7 +67,7 @@ template <Config C> struct Forward {
       T alpha[kRows];
       score<kStaged>(scores, h, q0, k0, k1, by_position, S, P, grid);
       auto here = grid; // that places of what dropout keeps are not held in registers around the loop
-      here.x = opaque(here.x), here.y = opaque(here.y);
+      here.x = computed_here(here.x), here.y = computed_here(here.y);
       // P = exp(S - m), left in shared memory for the threads of the same row: those of one warp
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {

@@ -40,7 +40,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
   constexpr int WM = piece<T>(kRows), WN = piece<T>(kKeys);
   const auto leave = [&](T *where, T(&x)[kRows][kKeys], bool first) { // or add to what is there
     auto grid = multiply.grid;
-    grid.x = opaque(grid.x), grid.y = opaque(grid.y);
+    grid.x = computed_here(grid.x), grid.y = computed_here(grid.y);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll

@@ -149,7 +149,8 @@ template <class E, class T, int kThreads, i32 kCopy, int kRows, int kColumns> cl
 
 public:
   __device__ __forceinline__ Chunk(const Rows<E> &from, i32 first_row, i32 first_column) {
-    const i32 r = opaque(first_row + row()), c = first_column + column(); // addresses of several operands are not to wait in registers
+    const i32 r = computed_here(first_row + row()),
+              c = first_column + column(); // addresses of several operands are not to wait in registers
     at_ = from.data + r * from.stride + c * step(from);
     rows_ = from.count - r;
     columns_ = from.columns - c;

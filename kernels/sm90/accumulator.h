@@ -20,7 +20,8 @@ template <int kPending, class... Registers> __device__ __forceinline__ void wait
   (registers.done(), ...);
 }
 
-// The place of a sum that another one was in before: kept over a loop, or free until the product begins.
+// A sum's registers before its first product. kept: they hold the last iteration's, whose place the compiler is to keep over the loop;
+// free: they hold nothing, and may serve others until the product begins.
 enum class Place { kept, free };
 
 // A sum of products of T: 64 x N, FP32.
@@ -56,7 +57,6 @@ template <class T, int N> struct Accumulator {
   }
   template <Place kPlace, int kInner> __device__ __forceinline__ void begin_product(LeftOperand<kInner> &A, u32 B) {
     if constexpr (kPlace == Place::kept) registers_changed(x);
-    if constexpr (kPlace == Place::free) registers_changed(A.x);
     wgmma_fence();
     const u64 columns = descriptor_k_major(B);
 #pragma unroll

@@ -7,12 +7,6 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Axes (column, row, head, batch). A broadcast axis has size 1 in the map: head and batch are multiplied by 0 or 1.
-struct MappedOperand {
-  TensorMap map;
-  i32 head_step, batch_step;
-};
-
 struct alignas(16) TicketCounter {
   u32 count;
   u32 mark[3]; // that count is meant
@@ -24,7 +18,7 @@ struct HopperForwardArguments : ForwardArguments {
   i32 tiles;
   // Heads come in bundles, `bundle` of them, that share the L2 cache; their number is a multiple.
   Divisor splits_divisor, bundle_items, bundle_divisor, heads_divisor, group_divisor;
-  TicketCounter *tickets; // for who computes which; unused if there are as many blocks as items
+  TicketCounter *tickets; // blocks of threads draw their next item from it; unused if there are as many blocks as items
   MaskBits mask;
   MappedOperand tma_bias; // if it comes by the copy engine
   i32 bias_rows_step;     // 0: broadcast over queries, then one row is fetched

@@ -87,3 +87,29 @@ TEST_CASE("predict: blocks of threads in rounds") {
   CHECK(longest_first.last(9) == 9);
   CHECK(longest_first.last(2) == 25); // short ones fill the gaps
 }
+
+TEST_CASE("a workload takes its launches, its rows, its walks and what combines their parts") {
+  Problem p = problem(256, 512, kUnbounded, kUnbounded);
+  Device device{};
+  device.sms = 4, device.clock_hz = 1e9;
+  const Measured measured{.share_of_peak = {0.5, 0.25}, .launch_seconds = 1e-6, .block_seconds = {2e-6, 4e-6}};
+  for (const Direction direction : {Direction::forward, Direction::backward})
+    for (const int64_t parts : {1, 2})
+      for (const bool dbias : {false, true}) {
+        p.dbias = View{};
+        if (dbias) p.dbias.dtype = DType::f32;
+        const bool forward = direction == Direction::forward;
+        const double products = forward ? 2 : dbias ? 7 : 5, rate = (forward ? 0.5 : 0.25) * 64 * 1e9 / (products * (96 + 32) * 3);
+        const double expected = 3 * 1e-6 + (forward ? 0 : rows_seconds(p, 96, 32)) + (parts > 1 ? combining_seconds(p) : 0) +
+                                seconds(walks(p, direction, 64, 32), device, 2, rate, forward ? 2e-6 : 4e-6, parts);
+        const Workload work{.problem = p,
+                            .direction = direction,
+                            .device = device,
+                            .rate = 64,
+                            .operations = 3,
+                            .resident = 2,
+                            .launches = 3,
+                            .parts = parts};
+        CHECK(seconds(work, measured, 64, 32, 96, 32) == doctest::Approx(expected));
+      }
+}

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,25 @@ CONTRACT = (
 )
 HELPERS = ("cases.py", "check.py", "conftest.py", "device.py", "flash_formulas.py", "plain.py", "random_*.py")
 LEAST_OPTION_SETS = 3000  # of random calls
-# What decides what runs on a GPU.
+# What decides what runs on a GPU, and what its results are compared with. Each tracked file of these folders is one of SOURCES or EXCLUDED.
+ROOTS = ("include", "kernels", "python", "src", "tests/gpu", "tests/python", "tests/reference")
 SOURCES = (
-    *(
-        "kernels/**/*.h",
-        "src/*.cpp",
-        "src/*.h",
-        "src/attention/*",
-        "src/cuda/**/*.h",
-        "src/cuda/**/*.cpp",
-        "python/strobe/*.py",
-        "python/strobe/arrays/*.py",
-        "python/strobe_tools/train/*.py",
-        "tests/gpu/*.py",
-    ),
+    *("include/**/*.h", "include/**/*.hpp", "kernels/**/*.h"),
+    *("src/*.h", "src/*.cpp", "src/attention/*.h", "src/attention/*.cpp", "src/reference/*.h", "src/reference/*.cpp"),
+    *("src/cuda/**/*.h", "src/cuda/**/*.cpp", "src/cuda/compile/embed.cmake", "src/ladder/subset.h", "src/ladder/subset.cpp"),
+    *("python/glue/*", "python/strobe/**/*.py", "python/strobe_tools/train/*.py"),
+    "tests/gpu/*.py",
     *(f"tests/python/{name}" for name in CONTRACT + HELPERS),
     "tests/reference/philox.py",
+)
+EXCLUDED = (
+    *("src/**/sources.cmake", "python/CMakeLists.txt"),  # how files are built that are sources themselves
+    *("src/cpu/*.h", "src/cpu/*.cpp", "src/ladder/*.h", "src/ladder/engine.cpp"),  # the CPU's engines, which no GPU result is judged by
+    *("python/strobe/*.pyi", "python/*/py.typed"),  # for mypy
+    "python/_strobe_autoload/__init__.py",  # for other programs
+    *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # the tools but training
+    "tests/python/test_*.py",  # the rest of the contract is the CPU's
+    "tests/reference/[!p]*.py",  # judge formulas on the CPU
 )
 ENDED = (0, 1)  # pytest's exit status: all passed, some failed
 
@@ -60,16 +64,19 @@ TOKEN = re.compile(
 def essence(file: Path) -> str:
     """The file's text; of C++ its tokens, without comments and blanks, which decide nothing."""
     text = file.read_text()
-    if file.suffix not in (".h", ".cpp"):
+    if file.suffix not in (".c", ".h", ".hpp", ".cpp"):
         return text
     return "\0".join(token for token in TOKEN.findall(text) if not (token.isspace() or token.startswith(("//", "/*"))))
 
 
+def matched(patterns: Iterable[str]) -> set[Path]:
+    return {file for pattern in patterns for file in ROOT.glob(pattern) if file.is_file()}
+
+
 def digest() -> str:
     """Of the sources that a record speaks of."""
-    files = sorted({file for pattern in SOURCES for file in ROOT.glob(pattern)})
     sha = hashlib.sha256()
-    for file in files:
+    for file in sorted(matched(SOURCES)):
         sha.update(f"{file.relative_to(ROOT).as_posix()}\0{essence(file)}\0".encode())
     return sha.hexdigest()
 

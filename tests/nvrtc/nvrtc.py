@@ -29,3 +29,17 @@ def compile_source(source: Path, include: Path, arch: str) -> tuple[int, str, in
         nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(cubin))
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     return status, log.value.decode(), cubin.value
+
+
+def ptx_of(source: Path, include: Path, arch: str) -> str:
+    nvrtc = load()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
+    options = [f"--gpu-architecture={arch}", "--std=c++20", f"--include-path={include}"]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
+    assert status == 0, source
+    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
+    ptx = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return ptx.value.decode()

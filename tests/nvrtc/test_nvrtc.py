@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nvrtc import compile_source
+from nvrtc import compile_source, ptx_of
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("pieces.cu")
@@ -25,6 +25,13 @@ def test_serialized_wgmma_is_told_in_the_words_that_are_looked_for():
     words = "instructions are serialized"
     assert words in log
     assert any(words in source.read_text() for source in (ROOT / "src" / "cuda").rglob("*.cpp"))
+
+
+def test_what_roundings_of_a_rows_lse_took_is_not_contracted():
+    """ptxas makes an fma of mul.f32 and add.f32, and never of mul.rn.f32 and add.rn.f32."""
+    ptx = ptx_of(Path(__file__).with_name("row_lse.cu"), ROOT / "kernels", "compute_90")
+    found = {operation: ptx.count(f"{operation}.rn.f32") for operation in ("mul", "add", "sub")}
+    assert found == {"mul": 2, "add": 2, "sub": 4}
 
 
 def test_every_shared_piece_is_compiled():

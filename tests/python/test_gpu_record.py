@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,34 @@ def test_check(drawn, says, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(record, "RECORD", file)
     assert record.check() == (0 if says == "none wrong" else 1)
     assert says in capsys.readouterr().out
+
+
+def test_every_file_that_may_decide_a_result_is_a_source_or_left_out_by_name():
+    listed = subprocess.run(["git", "ls-files", "-z", *record.ROOTS], cwd=record.ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    tracked = {record.ROOT / name for name in filter(None, listed.stdout.split("\0"))}
+    assert len(tracked) > 300
+    sources = record.matched(record.SOURCES)
+    assert not sorted(tracked - sources - record.matched(record.EXCLUDED))
+    for pattern in (*record.SOURCES, *record.EXCLUDED):
+        assert record.matched([pattern]) & tracked, f"{pattern} matches nothing"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("include/strobe/strobe.h", "kernels/attention/score.h", "kernels/sm90/forward/config.h", "python/glue/eager.c"),
+        *("python/glue/declarations.py", "python/strobe/_call.py", "python/strobe/compat/_kvcache.py", "src/abi.cpp"),
+        *("python/strobe/compat/flash_attn/layers/rotary.py", "src/cuda/program/tiles.h", "src/ladder/subset.cpp"),
+        *("src/reference/reference.cpp", "tests/python/check.py", "tests/python/test_contract.py"),
+    ],
+)
+def test_sources(name):
+    file = record.ROOT / name
+    assert file in record.matched(record.SOURCES)
+    left_out = {"tests/python/test_contract.py": "tests/python/test_*.py"}  # of which the contract's are sources
+    assert (file in record.matched(record.EXCLUDED)) == (name in left_out)
 
 
 class Told:

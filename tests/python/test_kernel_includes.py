@@ -18,11 +18,38 @@ SHARED = {
 FAMILIES = ("sm90", "mma", "tf32", "simt", "ladder")
 
 
+def named(text: str) -> list[str]:
+    """What its lines include, with quotes or angle brackets; or the word there, of a macro."""
+    return re.findall(r'^\s*#\s*include\s*("[^"\n]*"|<[^>\n]*>|\w+)', text, re.MULTILINE)
+
+
 def includes(file: Path) -> list[str]:
     """As files below kernels/."""
-    names = re.findall(r"^\s*#\s*include\s+(\S+)", file.read_text(), re.MULTILINE)
+    names = named(file.read_text())
     assert all(name.startswith('"') for name in names), f"{file}: NVRTC has no standard headers: {names}"
-    return [(file.parent / name.strip('"')).resolve().relative_to(KERNELS).as_posix() for name in names]
+    targets = [(file.parent / name.strip('"')).resolve() for name in names]
+    assert all(target.is_file() for target in targets), f"{file} includes what is no file: {targets}"
+    return [target.relative_to(KERNELS).as_posix() for target in targets]
+
+
+def test_an_include_is_read_however_it_is_written():
+    text = '#include "a.h"\n  #  include\t"b/c.h" // why\n#include"d.h"\n#include<e.h>\n#include FILE\n// #include "f.h"\n'
+    assert named(text) == ['"a.h"', '"b/c.h"', '"d.h"', "<e.h>", "FILE"]
+
+
+@pytest.mark.parametrize(
+    ("includer", "included", "may"),
+    [
+        ("mma/forward/forward.h", "mma/config.h", True),
+        ("mma/forward/forward.h", "mma/backward/config.h", False),
+        ("mma/config.h", "sm90/arguments.h", False),
+        ("mma/config.h", "device/scores.h", True),
+        ("passes/delta.h", "mma/config.h", False),
+        ("ptx/math.h", "device/scores.h", False),
+    ],
+)
+def test_the_rule(includer, included, may):
+    assert allowed(includer, included) == may
 
 
 def allowed(includer: str, included: str) -> bool:

@@ -74,20 +74,38 @@ def test_code_is_found(elsewhere):
     longer = HEADER.replace("a.x[threadIdx.x] *=", "for (int i = 0; i < 64; i++) a.x[i * i] *=")
     found = difference(Pair("a call", base, kept(elsewhere, program(header=longer))))
     assert found
-    assert any("more instructions" in fault for fault in broken([found], 1))
+    assert any("more instructions" in fault for fault in broken([found]))
 
 
 def test_rules_of_a_rewrite():
     base = Sass("a", 1000, 128, 8, False)
 
-    def faults(new: Sass, compared: int = 1) -> list[str]:
-        return broken([Difference("a call", "K<C{1}>", "K<C{1}>", base, new)], compared)
+    def faults(new: Sass, named: tuple[str, ...] = ()) -> list[str]:
+        return broken([Difference("sm_90 a call", "K<C{1}>", "K<C{1}>", base, new)], named)
 
     assert not faults(Sass("b", 1009, 130, 8, False))
     assert faults(Sass("b", 1000, 128, 16, False))
     assert faults(Sass("b", 1000, 128, 8, True))
     assert faults(Sass("b", 1020, 128, 8, False))
-    assert not faults(Sass("b", 1020, 128, 8, False), compared=3)
+    assert faults(Sass("b", 1031, 128, 8, False))
+    assert not faults(Sass("b", 1031, 128, 8, False), ("K<C{1}>",))
+    assert faults(Sass("b", 1000, 128, 16, False), ("K<C{1}>",))  # a spill is none of that
+    assert faults(Sass("b", 1000, 128, 8, False), ("K<C{2}>",))  # which is none of the kernels that differ
+
+
+def grown(arch: int, name: str, instructions: int) -> Difference:
+    return Difference(f"sm_{arch} a call", name, name, Sass("a", 1000, 128, 0, False), Sass("b", instructions, 128, 0, False))
+
+
+def test_what_shrinks_or_stays_hides_nothing_that_grows():
+    assert not broken([grown(90, "K<C{1}>", 1018), grown(90, "K<C{2}>", 998)])  # a template by its own mean
+    for elsewhere in (grown(90, "L<C{1}>", 500), grown(80, "K<C{1}>", 500)):
+        assert len(broken([grown(90, "K<C{1}>", 1018), elsewhere])) == 1
+    one_of_many = [grown(90, "K<C{1}>", 1040), *(grown(90, f"K<C{{{i}}}>", 999) for i in range(2, 100))]
+    assert [fault.split(" (")[0] for fault in broken(one_of_many)] == ["4.00% more instructions: K<C{1}>"]
+    assert not broken(one_of_many, ("K<C{1}>",))
+    named = grown(90, "K<C{1}>", 500)  # nor does what is named
+    assert broken([named, grown(90, "K<C{2}>", 1018)], ("K<C{1}>",))
 
 
 def test_calls_without_a_counterpart_are_faults(tmp_path):

@@ -151,7 +151,7 @@ template <BackwardConfig C> struct Backward {
 
     // Has there been an iteration with these keys?
     static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.owns_dq ? before >= 0 : n > 0; }
-    // S of the next tile, in vain after the last one.
+    // S of the next tile; after the last one a product that nobody reads.
     __device__ __forceinline__ void begin_next_s(u32 n, u32 next) {
       if (next != n) scores.release(shared.q_empty(n));
       wait_full(shared.q_full(next), next);
@@ -198,7 +198,7 @@ template <BackwardConfig C> struct Backward {
       scores.together();
     }
 
-    // dP -> dS. What is hidden stays 0, though D may be no number: of a row that sees a V which is none.
+    // dP -> dS. What is hidden stays 0, though D may be no number: the row may see a V that is no number.
     __device__ __forceinline__ void differentiate(u32 n) {
       constexpr bool kHidden = F.band || BackwardScores<C>::kHides;
       const u32 delta = shared.delta_of(n) + lane % 4 * 8;

@@ -67,7 +67,7 @@ template <BackwardConfig C> struct BackwardRoles {
           side.wait_queries(next);
           step = read<QueryStep>(shared.step(next));
         }
-        side.end_in_vain();
+        side.wait_last();
         add_dq<kBegin, kEnd>(n, before);
       } else if constexpr (C.deterministic) {
         scores.release(shared.dq_full(w));
@@ -98,7 +98,7 @@ template <BackwardConfig C> struct BackwardRoles {
         wait_full(my.shared.dout_full(n), n);
         dV.begin_adding(P, my.shared.dout_of(n));
       }
-      // dV has ended; S of the next tile begins, in vain after the last one.
+      // dV has ended; S of the next tile begins; after the last one a product that nobody reads.
       __device__ __forceinline__ void end(u32 n, u32 next) {
         dV.done();
         P.done();
@@ -108,7 +108,7 @@ template <BackwardConfig C> struct BackwardRoles {
       }
       __device__ __forceinline__ void begin_s(u32 n) { S.template begin_product<kD, kKeys, Place::free>(my.shared.k, my.shared.q_of(n)); }
       __device__ __forceinline__ void wait_queries(u32) const {}
-      __device__ __forceinline__ void end_in_vain() { wait_for<0>(S); }
+      __device__ __forceinline__ void wait_last() { wait_for<0>(S); }
     };
 
     // dP, dS and dK.
@@ -140,7 +140,7 @@ template <BackwardConfig C> struct BackwardRoles {
         my.scores.hand_on(dS, n);
         dK.begin_adding(dS, my.shared.q_of(n));
       }
-      // dK has ended; dP of the next tile begins, in vain after the last one.
+      // dK has ended; dP of the next tile begins; after the last one a product that nobody reads.
       __device__ __forceinline__ void end(u32 n, u32 next) {
         dK.done();
         dS.done();
@@ -152,7 +152,7 @@ template <BackwardConfig C> struct BackwardRoles {
         dP.template begin_product<kDv, kKeys, Place::free>(my.shared.v, my.shared.dout_of(n));
       }
       __device__ __forceinline__ void wait_queries(u32 n) const { wait_full(my.shared.q_full(n), n); }
-      __device__ __forceinline__ void end_in_vain() { wait_for<0>(dP); }
+      __device__ __forceinline__ void wait_last() { wait_for<0>(dP); }
     };
 
     // In some blocks of columns; between products of the first tile and of the second. The other warpgroup does so in the others.
@@ -204,32 +204,22 @@ template <BackwardConfig C> struct BackwardRoles {
       }
     }
 
-    // This warpgroup's blocks of columns of dQ. then(): what follows the products under way before them; it begins another one.
-    template <int kBegin, int kEnd, class Then> __device__ __forceinline__ void add_dq(u32 n, i32 number, const Then &then) const {
+    // This warpgroup's blocks of columns of dQ. then(): what follows the products under way before them; it begins another one. Without it
+    // none are under way.
+    template <int kBegin, int kEnd, class... Then> __device__ __forceinline__ void add_dq(u32 n, i32 number, const Then &...then) const {
       Accumulator<T, kM> dQ;
       if constexpr (C.deterministic) scores.release(shared.dq_full(w));
       wait_full(shared.ds_full(n), n);
 #pragma unroll
       for (int block = kBegin; block < kEnd; ++block) {
         dQ.template begin_product_of_columns<kKeys, kM>(shared.k + block * kBlockBytes, shared.ds_of(n));
-        if (block == kBegin) {
+        if (sizeof...(Then) && block == kBegin) {
           wgmma_wait<1>();
-          then();
+          (then(), ...);
           wgmma_wait<1>();
         } else {
           wgmma_wait<0>();
         }
-        leave(dQ, n, number, block, block == kBegin, block == kEnd - 1);
-      }
-    }
-    template <int kBegin, int kEnd> __device__ __forceinline__ void add_dq(u32 n, i32 number) const {
-      Accumulator<T, kM> dQ;
-      if constexpr (C.deterministic) scores.release(shared.dq_full(w));
-      wait_full(shared.ds_full(n), n);
-#pragma unroll
-      for (int block = kBegin; block < kEnd; ++block) {
-        dQ.template begin_product_of_columns<kKeys, kM>(shared.k + block * kBlockBytes, shared.ds_of(n));
-        wgmma_wait<0>();
         leave(dQ, n, number, block, block == kBegin, block == kEnd - 1);
       }
     }

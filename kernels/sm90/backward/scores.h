@@ -133,7 +133,7 @@ private:
     const auto first = scores.row(q, step.head);
 #pragma unroll
     for (int i = 0; i < kM / 8; ++i) {
-      float negative[2], correction[2]; // with a bias -LSE, and what it correction, apart (kernels/device/settle_row.h)
+      float negative[2], correction[2]; // -LSE and, with a bias, its correction, which is kept apart (kernels/device/settle_row.h)
       load_shared(negative, lse + 32 * i);
       if constexpr (F.bias) load_shared(correction, lse + C.row_bytes() + 32 * i);
       float p[4];
@@ -176,9 +176,10 @@ private:
   }
 
 public:
-  // What is hidden may be no number, but times 0 it is to be 0. Queries whose LSE or D is none, or that see nothing or are not there: P is
-  // no number where they are seen, 0 elsewhere, and so are all products with P, whatever Q and dO: they become 0. Both warpgroups come
-  // when their products of this tile so far (S; by roles: S, and dP) have ended: one clears Q, the other dO.
+  // What is hidden may be no number, but times 0 it is to be 0. Of queries whose LSE or D is no number, or that see nothing or are not
+  // there, P is no number where they are seen and 0 elsewhere, and so are all products with P, whatever Q and dO are: these rows of Q and
+  // dO become 0. Both warpgroups come when their products of this tile so far (S; by roles: S, and dP) have ended: one clears Q, the other
+  // dO.
   __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
     if (!kHides && !(step.flags & (kMasked | kMasked << 1))) return; // nothing is hidden
     bool found = false;

@@ -66,7 +66,7 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
   __device__ __forceinline__ u32 keys() const { return barriers + 352; }
   __device__ __forceinline__ u32 reach() const { return barriers + 176; }
-  // Deterministic: the steps once more, for who adds up dQ; he is never eight behind.
+  // Deterministic: the steps once more, for the warp that adds up dQ: it is never eight steps behind, so that eight places suffice.
   __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
 
   __device__ __forceinline__ void begin() const {

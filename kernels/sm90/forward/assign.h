@@ -37,7 +37,7 @@ template <Config C> struct Assign {
     tell({0, 0, 0, kNone});
   }
 
-  // The next item's number; at least a.items if there is none.
+  // The next item's number; a.items or more after the last one.
   __device__ __forceinline__ u32 draw(bool &first) const {
     if (gridDim.x >= a.items) return a.items;
     const u32 ticket = first ? first_ticket(a.tickets) : next_ticket(a.tickets);

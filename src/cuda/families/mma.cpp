@@ -122,8 +122,6 @@ std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   return best ? std::optional(with(any, *best)) : std::nullopt;
 }
 
-constexpr int64_t kLeastKeysOfPart = 256; // where keys are split: each part is worth an O of its own
-
 // Dense FLOP per clock and SM of mma.sync with FP32 sums.
 double rate(const Device &device) {
   switch (device.cc) {
@@ -181,7 +179,7 @@ private:
     const int64_t ctas =
         decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
     const int64_t per_sm = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer parts to merge
-    a.splits = parts_to_fill(device.sms * per_sm, ctas, std::min<int64_t>(p.seqlen_k / kLeastKeysOfPart, 256));
+    a.splits = parts_to_fill(device.sms * per_sm, ctas, most_parts(p));
     if (!decode && predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))
       a.splits = 1;
     a.bundle = pairs_in_half_the_cache(p, device);

@@ -105,8 +105,8 @@ double rate(const Device &device, DType dtype) {
   return device.cc == 60 || device.cc == 70 || device.cc == 80 || device.cc == 90 || device.cc == 100 ? (device.cc >= 90 ? 64 : 32) : 2;
 }
 
-// Measured on an H200, forward and backward: of each kernel, and of a block, to begin and to store.
-constexpr double kShareOfPeak[] = {0.53, 0.38}, kLaunchSeconds = 4.5e-6, kBlockSeconds[] = {3e-6, 9e-6};
+// On an H200.
+constexpr Measured kMeasured{.share_of_peak = {0.53, 0.38}, .launch_seconds = 4.5e-6, .block_seconds = {3e-6, 9e-6}};
 
 class SimtEngine final : public CudaEngine {
 public:
@@ -125,13 +125,16 @@ private:
   }
   static double predicted_seconds(const Problem &p, const Config &c, const Device &device, Direction direction, size_t launches,
                                   int64_t parts) {
-    const bool forward = direction == Direction::forward;
-    const double fma = double(forward ? 2 : p.dbias ? 7 : 5) * (c.head_dim + c.head_dim_v) / 2;
-    const double scores = kShareOfPeak[!forward] * rate(device, p.dtype) * device.clock_hz / fma; // of an SM, a second
-    const int64_t per_sm = resident(device, shared_bytes(c, forward ? Kind::forward : Kind::backward), c.blocks_per_sm);
-    return kLaunchSeconds * double(launches) + (forward ? 0 : rows_seconds(p, c.head_dim, c.head_dim_v)) +
-           seconds(walks(p, direction, c.tile_q, c.tile_k), device, per_sm, scores, kBlockSeconds[!forward], parts) +
-           (parts > 1 ? combining_seconds(p) : 0);
+    const int64_t shared = shared_bytes(c, direction == Direction::forward ? Kind::forward : Kind::backward);
+    const Workload work{.problem = p,
+                        .direction = direction,
+                        .device = device,
+                        .rate = rate(device, p.dtype),
+                        .operations = 0.5, // an FMA for a column of Q or for one of V
+                        .resident = resident(device, shared, c.blocks_per_sm),
+                        .launches = launches,
+                        .parts = parts};
+    return seconds(work, kMeasured, c.tile_q, c.tile_k, c.head_dim, c.head_dim_v);
   }
 
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {

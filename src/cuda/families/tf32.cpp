@@ -74,8 +74,6 @@ std::optional<Config> choose(const Problem &p, const Device &device, Direction d
   return best ? std::optional(with(any, *best)) : std::nullopt;
 }
 
-constexpr int64_t kLeastKeysOfPart = 256; // where keys are split: each part is worth an O of its own
-
 // Dense FLOP per clock and SM of mma.sync in TF32.
 double rate(const Device &device) {
   switch (device.cc) {
@@ -91,8 +89,8 @@ double rate(const Device &device) {
   }
 }
 
-// Measured on an H200, forward and backward: of each kernel, and of a block, to begin and to store.
-constexpr double kShareOfPeak[] = {0.38, 0.3}, kLaunchSeconds = 4e-6, kBlockSeconds[] = {6.5e-6, 16e-6};
+// On an H200.
+constexpr Measured kMeasured{.share_of_peak = {0.38, 0.3}, .launch_seconds = 4e-6, .block_seconds = {6.5e-6, 16e-6}};
 
 class Tf32Engine final : public CudaEngine {
 public:
@@ -119,7 +117,7 @@ private:
     ForwardArguments a = forward_arguments(p);
     const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c->tile_q);
     const int64_t slots = device.sms * resident(device, c->forward_shared_bytes(), c->blocks_per_sm);
-    a.splits = parts_to_fill(slots, ctas, std::min<int64_t>(p.seqlen_k / kLeastKeysOfPart, 256));
+    a.splits = parts_to_fill(slots, ctas, most_parts(p));
     a.bundle = pairs_in_half_the_cache(p, device);
     take_parts(a, p, scratch);
     Program program;
@@ -160,13 +158,15 @@ private:
   }
   static double predicted_seconds(const Problem &p, const Config &c, const Device &device, Direction direction, size_t launches,
                                   int64_t parts) {
-    const bool forward = direction == Direction::forward;
-    const double flop = double(forward ? 2 : p.dbias ? 7 : 5) * (c.head_dim + c.head_dim_v) * c.products;
-    const double scores = kShareOfPeak[!forward] * rate(device) * device.clock_hz / flop; // of an SM, a second
-    const int64_t per_sm = resident(device, shared_bytes(c, direction), c.blocks_per_sm);
-    return kLaunchSeconds * double(launches) + (forward ? 0 : rows_seconds(p, c.head_dim, c.head_dim_v)) +
-           seconds(walks(p, direction, c.tile_q, c.tile_k), device, per_sm, scores, kBlockSeconds[!forward], parts) +
-           (parts > 1 ? combining_seconds(p) : 0);
+    const Workload work{.problem = p,
+                        .direction = direction,
+                        .device = device,
+                        .rate = rate(device),
+                        .operations = double(c.products), // 2 FLOP for a column of Q or for one of V
+                        .resident = resident(device, shared_bytes(c, direction), c.blocks_per_sm),
+                        .launches = launches,
+                        .parts = parts};
+    return seconds(work, kMeasured, c.tile_q, c.tile_k, c.head_dim, c.head_dim_v);
   }
 };
 

@@ -63,6 +63,11 @@ int32_t parts_to_fill(int64_t slots, int64_t ctas, int64_t most) {
   return ctas > 0 ? int32_t(std::clamp<int64_t>(slots / ctas, 1, std::max<int64_t>(1, most))) : 1;
 }
 
+int64_t most_parts(const Problem &p) {
+  constexpr int64_t kLeastKeys = 256, kMost = 256;
+  return std::min(p.seqlen_k / kLeastKeys, kMost);
+}
+
 void take_parts(ForwardArguments &a, const Problem &p, Scratch &scratch) {
   if (a.splits <= 1) return;
   a.partial_out = scratch.take<float>(a.splits * a.in.rows() * p.head_dim_v);

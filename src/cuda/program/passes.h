@@ -14,6 +14,8 @@ namespace strobe::cuda {
 // Keys in parts, where tiles of queries are too few to fill the GPU. As many as fill `slots` places for thread blocks once: fewer leave it
 // idle, more are a second wave. At most `most`, for each part has an O of its own.
 int32_t parts_to_fill(int64_t slots, int64_t ctas, int64_t most);
+// Of parts of so many keys that each is worth its O, on tensor cores by mma.sync.
+int64_t most_parts(const Problem &);
 // Room for what the parts compute, if a.splits says that there are several.
 void take_parts(ForwardArguments &a, const Problem &, Scratch &);
 // Their combination, after the launch that computes them.

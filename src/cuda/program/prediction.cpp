@@ -81,4 +81,14 @@ double seconds(const Walks &w, const Device &device, int64_t resident, double ra
   return w.last(slots) / double(parts) * sharing / rate + block_seconds * std::max(1.0, blocks / slots);
 }
 
+double seconds(const Workload &work, const Measured &measured, int64_t tile_q, int64_t tile_k, int64_t head_dim, int64_t head_dim_v) {
+  const auto &[p, direction, device, rate, operations, resident, launches, parts] = work;
+  const bool forward = direction == Direction::forward;
+  const double of_score = double(forward ? 2 : p.dbias ? 7 : 5) * double(head_dim + head_dim_v) * operations;
+  const double scores = measured.share_of_peak[!forward] * rate * device.clock_hz / of_score; // of an SM, a second
+  return measured.launch_seconds * double(launches) + (forward ? 0 : rows_seconds(p, head_dim, head_dim_v)) +
+         seconds(walks(p, direction, tile_q, tile_k), device, resident, scores, measured.block_seconds[!forward], parts) +
+         (parts > 1 ? combining_seconds(p) : 0);
+}
+
 } // namespace strobe::cuda

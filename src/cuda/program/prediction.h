@@ -23,6 +23,23 @@ int64_t resident(const Device &, int64_t shared_bytes, int64_t most);
 // besides, to begin and to store; `parts` blocks share a walk.
 double seconds(const Walks &, const Device &, int64_t resident, double rate, double block_seconds, int64_t parts = 1);
 
+// A family whose blocks compute each score by the same operations. Forward and backward, as measured:
+struct Measured {
+  double share_of_peak[2]; // of the rate
+  double launch_seconds;   // of each kernel
+  double block_seconds[2]; // of a block, to begin and to store
+};
+struct Workload {
+  const Problem &problem;
+  Direction direction;
+  const Device &device;
+  double rate, operations; // of an SM, per clock; of a score, for each column of Q and of V in one product
+  int64_t resident;
+  size_t launches;
+  int64_t parts;
+};
+double seconds(const Workload &, const Measured &, int64_t tile_q, int64_t tile_k, int64_t head_dim, int64_t head_dim_v);
+
 // (batch, head) pairs whose tiles run together in a forward: their K and V should stay in half of the L2 cache.
 int32_t pairs_in_half_the_cache(const Problem &, const Device &);
 

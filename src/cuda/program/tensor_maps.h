@@ -2,7 +2,7 @@
 #pragma once
 #include <string>
 
-#include "../../../kernels/sm90/arguments.h"
+#include "../../../kernels/ptx/tensor_map.h"
 #include "attention/attention.h"
 #include "cuda/program/addresses.h"
 

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "../../../kernels/sm90/arguments.h"
 #include "cuda/driver/device.h"
 #include "cuda/families/families.h"
 #include "cuda/program/engine.h"
