@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from device import DEVICE
+from device import DEVICE, moved
 from flash_formulas import SLOPES, assert_close, formulas
 from strobe.compat import _gaps, _kvcache, flash_attn
 from strobe.compat._memory import share_memory
@@ -23,6 +23,13 @@ def _device():
 
 def cache(b: int, s: int, h: int = 4, d: int = 16) -> tuple[Tensor, Tensor]:
     return torch.randn(b, s, h, d), torch.randn(b, s, h, d)
+
+
+def there(x: Tensor) -> Tensor:
+    """x where the tests run, with its strides if it has some."""
+    if x.is_meta:
+        return x
+    return moved(x, DEVICE) if x.layout == torch.strided and not x.is_nested else x.to(DEVICE)
 
 
 CACHE_OPTIONS = [{}, {"causal": True}, {"causal": True, "window_size": (6, 0)}, {"causal": True, "softcap": 2.0}]
@@ -395,10 +402,10 @@ TABLE = torch.ones(9, 4)
         ({"window_size": (torch.tensor([3]).to_sparse(), 4)}, "window_size: .*; accepted is \\(left, right\\)"),
         ({"cache_seqlens": NESTED}, "cache_seqlens: a nested tensor"),
         ({"cache_seqlens": torch.tensor([3, 4]).to_sparse()}, "cache_seqlens: layout torch.sparse_coo; accepted"),
-        ({"cache_seqlens": META}, "cache_seqlens: on device meta; accepted is cpu, where q lies"),
-        ({"cache_leftpad": META}, "cache_leftpad: on device meta; accepted is cpu, where q lies"),
-        ({"cache_batch_idx": META}, "cache_batch_idx: on device meta; accepted is cpu, where q lies"),
-        ({"rotary_cos": TABLE.to("meta"), "rotary_sin": TABLE}, "rotary_cos: on device meta; accepted is cpu, where q lies"),
+        ({"cache_seqlens": META}, f"cache_seqlens: on device meta; accepted is {DEVICE}(:0)?, where q lies"),
+        ({"cache_leftpad": META}, f"cache_leftpad: on device meta; accepted is {DEVICE}(:0)?, where q lies"),
+        ({"cache_batch_idx": META}, f"cache_batch_idx: on device meta; accepted is {DEVICE}(:0)?, where q lies"),
+        ({"rotary_cos": TABLE.to("meta"), "rotary_sin": TABLE}, f"rotary_cos: on device meta; accepted is {DEVICE}(:0)?, where q lies"),
         ({"v_cache": torch.zeros(1, 8, 4, 16).expand(2, 8, 4, 16)}, r"v_cache: strides \(0, 64, 16, 1\); accepted is memory of its own"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
@@ -408,6 +415,7 @@ def test_nothing_is_written_by_a_call_that_is_refused(wrong, message):
     copies = k_cache.clone(), v_cache.clone()
     q, k, v = (torch.randn(2, 1, 4, 16) for _ in "qkv")
     good = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32)}
+    wrong = {name: there(x) if isinstance(x, Tensor) else x for name, x in wrong.items()}
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         flash_attn.flash_attn_with_kvcache(**good | wrong)
     assert torch.equal(k_cache, copies[0])
