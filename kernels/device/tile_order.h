@@ -88,4 +88,37 @@ template <bool kTickets, int kTileK, class State> __device__ __forceinline__ voi
   state.sequence = in.sequence(state.batch);
 }
 
+// The same of all threads: the longest tiles come first, where lists of blocks say which. (In turns it must stay the first keys: they are
+// waited for.) begin(): by the first thread, when k0 and k1 of state stand.
+template <Features F, bool kTurns, int kThreads, int kTileK, class State, class Begin>
+__device__ __forceinline__ void choose_keys(State &state, const BackwardArguments &a, int thread, const Begin &begin) {
+  if (thread == 0) take_keys<kTurns, kTileK>(state, a);
+  __syncthreads();
+  i32 k0 = state.k0;
+  if constexpr (F.blocks && !kTurns) k0 = longest_key_tile<F, kThreads, kTileK>(a.in, state.batch, state.head_kv, k0 / kTileK) * kTileK;
+  if (thread == 0) {
+    state.k0 = k0, state.k1 = min(k0 + kTileK, (i32)state.sequence.band.seqlen_k);
+    begin();
+  }
+  __syncthreads();
+}
+
+// state.tiles: of this head's queries, those that see some of the keys. Returns whether the head is one of those that share the keys.
+template <Features F, int kTileK, class State> __device__ __forceinline__ bool take_head(State &state, const Inputs &in, i32 head) {
+  state.head = head;
+  if (head == (state.head_kv + 1) * in.group) return false;
+  BlockRow row{nullptr, 0, 0};
+  if constexpr (F.blocks) row = in.blocks_t.row(state.batch, head, state.k0 / (u32)in.blocks_t.row_tokens);
+  state.tiles = decltype(state.tiles)(state.sequence.band, state.k0, state.k1, kTileK, row);
+  return true;
+}
+// t: the next tile of queries, of this head or of one of the next, which take(head) takes; its head is -1 if there is none.
+template <int kTileQ, class State, class Tile, class Take>
+__device__ __forceinline__ void next_queries(State &state, const Inputs &in, Tile &t, const Take &take) {
+  const i32 heads_end = (state.head_kv + 1) * in.group;
+  while (state.head < heads_end && !state.tiles.next(t.queries)) take(state.head + 1);
+  t.head = state.head < heads_end ? state.head : -1;
+  t.rows = min(kTileQ, (i32)state.sequence.band.seqlen_q - t.queries.begin);
+}
+
 } // namespace strobe

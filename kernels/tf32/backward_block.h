@@ -61,35 +61,16 @@ template <Config C> struct BackwardBlock {
   static __device__ __forceinline__ u32 shared(u32 offset) { return shared_address(shared_memory()) + offset; }
   static __device__ __forceinline__ int first_key() { return thread_index() / 32 * kM * 16; } // of this warp's, within the tile
 
-  // The longest tiles come first, where lists of blocks say which. (In turns it must stay the first keys: they are waited for.)
   __device__ __forceinline__ void choose_keys() const {
-    State &state = shared_state();
-    if (threadIdx.x == 0) take_keys<C.deterministic, kTileK>(state, a);
-    __syncthreads();
-    i32 k0 = state.k0;
-    if constexpr (F.blocks && !C.deterministic)
-      k0 = longest_key_tile<F, kThreads, kTileK>(in, state.batch, state.head_kv, k0 / kTileK) * kTileK;
-    if (threadIdx.x == 0) {
-      state.k0 = k0, state.k1 = min(k0 + kTileK, (i32)state.sequence.band.seqlen_k);
-      take_head(state.head_kv * in.group);
+    strobe::choose_keys<F, C.deterministic, kThreads, kTileK>(shared_state(), a, (int)threadIdx.x, [&] {
+      take_head(shared_state().head_kv * in.group);
       find(0);
-    }
-    __syncthreads();
+    });
   }
-  __device__ __forceinline__ void take_head(i32 head) const {
-    shared_state().head = head;
-    if (head == (shared_state().head_kv + 1) * in.group) return;
-    BlockRow row{nullptr, 0, 0};
-    if constexpr (F.blocks) row = in.blocks_t.row(shared_state().batch, head, shared_state().k0 / (u32)in.blocks_t.row_tokens);
-    shared_state().tiles = Tiles(shared_state().sequence.band, shared_state().k0, shared_state().k1, kTileK, row);
-  }
+  __device__ __forceinline__ void take_head(i32 head) const { strobe::take_head<F, kTileK>(shared_state(), in, head); }
   // The tile of iteration n.
   __device__ __forceinline__ void find(int n) const {
-    Tile &t = shared_state().ring[n % 2];
-    i32 end = (shared_state().head_kv + 1) * in.group;
-    while (shared_state().head < end && !shared_state().tiles.next(t.queries)) take_head(shared_state().head + 1);
-    t.head = shared_state().head < end ? shared_state().head : -1;
-    t.rows = min(kTileQ, (i32)shared_state().sequence.band.seqlen_q - t.queries.begin);
+    next_queries<kTileQ>(shared_state(), in, shared_state().ring[n % 2], [&](i32 head) { take_head(head); });
   }
 
   template <int kRows, int kColumns> __device__ __forceinline__ void load_tile(u32 target, const tile::Matrix<const float> &m) const {

@@ -67,27 +67,15 @@ template <BackwardConfig C> struct BackwardBlock {
       : a(a), in(a.in), state(*(State *)(memory + kState)), shared(shared_address(memory)), thread((int)threadIdx.x), warp(thread / 32),
         role(warp / (C.warps() / 2)), key_warp(warp % C.key_warps), dim_warp(warp / C.key_warps % C.dim_warps) {}
 
-  // The longest tiles come first, where lists of blocks say which. (In turns it must stay the first keys: they are waited for.)
   __device__ __forceinline__ void choose_keys() const {
-    if (thread == 0) take_keys<C.deterministic, kTileK>(state, a);
-    __syncthreads();
-    i32 k0 = state.k0;
-    if constexpr (F.blocks && !C.deterministic)
-      k0 = longest_key_tile<F, kThreads, kTileK>(in, state.batch, state.head_kv, k0 / kTileK) * kTileK;
-    if (thread == 0) {
-      state.k0 = k0, state.k1 = min(k0 + kTileK, (i32)state.sequence.band.seqlen_k);
+    strobe::choose_keys<F, C.deterministic, kThreads, kTileK>(state, a, thread, [&] {
       take_head(state.head_kv * in.group);
       schedule(0);
       schedule(1);
-    }
-    __syncthreads();
+    });
   }
   __device__ __forceinline__ void take_head(i32 head) const {
-    state.head = head;
-    if (head == (state.head_kv + 1) * in.group) return;
-    BlockRow row{nullptr, 0, 0};
-    if constexpr (F.blocks) row = in.blocks_t.row(state.batch, head, state.k0 / (u32)in.blocks_t.row_tokens);
-    state.tiles = Tiles(state.sequence.band, state.k0, state.k1, kTileK, row);
+    if (!strobe::take_head<F, kTileK>(state, in, head)) return;
     i64 b = state.batch, q0 = state.sequence.q0;
     state.at = {in.q.at<const T>(b, head, q0, 0), a.dout.at<const T>(b, head, q0, 0), a.lse.at<const float>(b, head, q0, 0),
                 (const float *)a.delta + in.row_index(b, head, q0), first_query_tile(in, b, head, kTileQ)};
@@ -95,10 +83,7 @@ template <BackwardConfig C> struct BackwardBlock {
   // By one thread: the tile of iteration n.
   __device__ __forceinline__ void schedule(int n) const {
     Tile &t = state.ring[n % 4];
-    i32 heads_end = (state.head_kv + 1) * in.group;
-    while (state.head < heads_end && !state.tiles.next(t.queries)) take_head(state.head + 1);
-    t.head = state.head < heads_end ? state.head : -1;
-    t.rows = min(kTileQ, (i32)state.sequence.band.seqlen_q - t.queries.begin);
+    next_queries<kTileQ>(state, in, t, [&](i32 head) { take_head(head); });
     t.at = state.at;
   }
   __device__ __forceinline__ const Tile &tile_of(int n) const {
