@@ -26,6 +26,9 @@ struct Features {
 // Columns over which FP32 and FP64 sum D and dP in one run: where they cancel, what longer runs round shows.
 inline constexpr i32 kRunOfColumns = 32;
 
+// Head dimensions beyond this one are called wide. Their rows are too many registers for the ways in which kernels are cut up to here.
+inline constexpr i32 kMostUsualDim = 256;
+
 // As strobe_dtype.
 inline constexpr i32 kF32 = 1, kF16 = 2, kBF16 = 3, kF64 = 4;
 STROBE_FN constexpr i32 element_bytes(i32 dtype) { return dtype == kF64 ? 8 : dtype == kF32 ? 4 : 2; }

@@ -13,15 +13,23 @@ struct Config {
   i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 exact_max; // the running maximum is followed exactly; else it may stay behind by a factor of 2^8
   i32 blocks_per_sm;
+  i32 column_warps; // warps side by side that have columns of the same rows of O: more than 1 where O is too wide for one's registers
   Features features;
 
   STROBE_FN constexpr i32 threads() const { return 32 * warps; }
-  // Shared memory of the forward: Q, where O takes its place, then the stages of K, then those of V.
+  STROBE_FN constexpr i32 groups() const { return warps / column_warps; } // of warps with the same rows; of decode: with the same keys
+  // Each warp of a group sums S over columns of Q and K of its own; here they exchange what they have.
+  STROBE_FN constexpr i32 exchange_bytes(i32 rows) const { return column_warps > 1 ? 4 * column_warps * rows * tile_k : 0; }
+  // Shared memory of the forward: Q, where O takes its place, then the stages of K, then those of V; then what warps exchange.
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * max(head_dim, head_dim_v); }
-  STROBE_FN constexpr i32 forward_shared_bytes() const { return q_bytes() + 2 * stages * tile_k * (head_dim + head_dim_v); }
-  // Of decode: Q, then every warp's stages of K, then those of V; at the end M, l and O of every warp.
+  STROBE_FN constexpr i32 forward_exchange_at() const { return q_bytes() + 2 * stages * tile_k * (head_dim + head_dim_v); }
+  STROBE_FN constexpr i32 forward_shared_bytes() const { return forward_exchange_at() + exchange_bytes(tile_q); }
+  // Of decode: Q, then every group's stages of K, then those of V; then what warps exchange. At the end M, l and O of every group.
+  STROBE_FN constexpr i32 decode_exchange_at() const {
+    return 2 * tile_q * head_dim + 2 * groups() * stages * tile_k * (head_dim + head_dim_v);
+  }
   STROBE_FN constexpr i32 decode_shared_bytes() const {
-    return max(2 * tile_q * head_dim + 2 * warps * stages * tile_k * (head_dim + head_dim_v), 4 * warps * tile_q * (2 + head_dim_v + 8));
+    return max(decode_exchange_at() + groups() * exchange_bytes(tile_q), 4 * groups() * tile_q * (2 + head_dim_v + 8));
   }
 };
 

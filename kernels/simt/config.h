@@ -12,7 +12,7 @@ inline constexpr i32 kWhole = 2;    // the same, and no column is missing: the h
 
 struct Config {
   i32 dtype;                // of q, k, v
-  i32 head_dim, head_dim_v; // rounded up to kDimStep
+  i32 head_dim, head_dim_v; // rounded up to kDimStep, if wide to kWideStep
   i32 tile_q, tile_k;       // of S
   i32 threads_q, threads_k; // a thread owns tile_q / threads_q rows by tile_k / threads_k columns of S; threads_k: lanes of one warp
   i32 chunk;                // how much of the sum over the head dimension is staged in shared memory at a time
@@ -21,6 +21,7 @@ struct Config {
   Features features;
 
   static constexpr i32 kDimStep = 32;
+  static constexpr i32 kWideStep = 64;   // with 16 threads side by side four adjacent columns for each
   static constexpr i32 kWalkBytes = 384; // of shared memory, for the schedule and what the threads have in common
 
   STROBE_FN constexpr i32 threads() const { return threads_q * threads_k; }
@@ -35,8 +36,13 @@ struct Config {
   STROBE_FN constexpr i32 pt_stride() const { return tile_q + pad(); }
   STROBE_FN constexpr i32 pt_elements() const { return tile_k * pt_stride(); }
 
+  // Columns of `dim` of which O, dV, dK or dQ are multiplied at a time: wide rows are staged in parts.
+  STROBE_FN constexpr bool wide() const { return max(head_dim, head_dim_v) > kMostUsualDim; }
+  STROBE_FN constexpr i32 columns_staged(i32 dim) const { return wide() ? min(dim, kWideStep) : dim; }
   // One of the two stages that operands pass through: a chunk of two tiles along the head dimension, or some rows of one.
-  STROBE_FN constexpr i32 stage_elements() const { return max((tile_q + tile_k) * chunk, pad() * max(head_dim, head_dim_v)); }
+  STROBE_FN constexpr i32 stage_elements() const {
+    return max((tile_q + tile_k) * chunk, wide() ? 16 * kWideStep : pad() * max(head_dim, head_dim_v));
+  }
   // Rows of a tile of `rows` that are staged at a time when whole rows of `dim` elements are.
   STROBE_FN constexpr i32 rows_staged(i32 rows, i32 dim) const {
     i32 n = rows < 16 ? rows : 16;

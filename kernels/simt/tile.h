@@ -257,6 +257,21 @@ template <Config C> struct Products {
   // apart.
   template <int kDim, int kLines, int kStride, int M, int N>
   __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length, i32 column = 0) {
+    constexpr int kAtOnce = C.columns_staged(kDim);
+    if constexpr (kAtOnce < kDim) {
+      constexpr int kMine = kAtOnce / C.threads_k; // of a thread
+      static_assert(kAtOnce % (4 * C.threads_k) == 0 && kDim % kAtOnce == 0, "columns of a part are adjacent in acc");
+#pragma unroll
+      for (int part = 0; part < kDim / kAtOnce; ++part) {
+        T x[M][kMine];
+#pragma unroll
+        for (int i = 0; i < M * kMine; ++i) x[i / kMine][i % kMine] = acc[i / kMine][part * kMine + i % kMine];
+        tn<kAtOnce, kLines, kStride>(x, p, B, b0, length, column + part * kAtOnce);
+#pragma unroll
+        for (int i = 0; i < M * kMine; ++i) acc[i / kMine][part * kMine + i % kMine] = x[i / kMine][i % kMine];
+      }
+      return;
+    }
     constexpr int kRows = C.rows_staged(kLines, kDim);
     Part<kRows, kDim> b(B, b0, column);
     b.load(B);

@@ -14,7 +14,7 @@
 namespace strobe {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 576, kMaxHeadDimV = 512;
 constexpr const char *kOracle = "reference"; // the engine whose results are float64
 
 const Types kFloats = {DType::f32, DType::f16, DType::bf16, DType::f64};
@@ -113,9 +113,9 @@ private:
   // q, k and v define the sizes.
   void inputs() {
     const int32_t rank = varlen ? 3 : 4, row = varlen ? 0 : 2;
-    auto width = [&](const char *argument, int64_t size) {
-      if (size >= 1 && size <= kMaxHeadDim) return size;
-      reasons.add(argument, "head dimension ", size, "; accepted is 1 to ", kMaxHeadDim);
+    auto width = [&](const char *argument, int64_t size, int64_t most = kMaxHeadDim) {
+      if (size >= 1 && size <= most) return size;
+      reasons.add(argument, "head dimension ", size, "; accepted is 1 to ", most);
       return kAny;
     };
     if (t.q) checks.on_device_of(*t.q, ", where q lies");
@@ -135,7 +135,7 @@ private:
         reasons.add("k", n.heads_kv, " heads for the ", n.heads, " of q; accepted are the divisors of ", n.heads);
     }
     require("v", t.v, keys({"Dv"}), input_types());
-    if (TensorChecks::has_rank(t.v, rank)) n.dim_v = width("v", t.v->shape[rank - 1]);
+    if (TensorChecks::has_rank(t.v, rank)) n.dim_v = width("v", t.v->shape[rank - 1], kMaxHeadDimV);
   }
 
   void sequences() {

@@ -1,9 +1,14 @@
 #include "ladder/subset.h"
 
+#include "attention/text.h"
+
 namespace strobe::ladder {
+
+constexpr int64_t kMostHeadDim = 256; // as in the papers' kernels
 
 std::string against(const Problem &p) {
   if (p.head_dim != p.head_dim_v) return "the head dimensions of q and v must be equal";
+  if (p.head_dim > kMostHeadDim) return text("head dimensions up to ", kMostHeadDim, " only");
   if (p.varlen) return "no packed sequences";
   if (p.mask || p.bias || p.alibi_slopes || p.curved() || p.sinks || p.blocks.present || p.dropout > 0)
     return "no mask, bias, ALiBi, softcap, hyperbolic scores, sinks, block mask or dropout; causal and windows only";

@@ -13,7 +13,8 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   using Block = BackwardBlock<C>;
   using Block::a, Block::in, Block::state, Block::shared, Block::thread, Block::role, Block::key_warp, Block::dim_warp;
   using Block::kD, Block::kDv, Block::kTileQ, Block::kTileK, Block::kThreads, Block::kShort, Block::kHides, Block::F;
-  using Block::kKeys, Block::kStep, Block::kSpan, Block::kQueries, Block::kColumns, Block::kColumnsV, Block::kDqRows, Block::kDqColumns;
+  using Block::kKeys, Block::kStep, Block::kSpan, Block::kQueries, Block::kColumns, Block::kColumnsV, Block::kDqRows, Block::kDqColumns,
+      Block::kDqAtOnce;
   using Block::kQ, Block::kV, Block::kDo, Block::kP, Block::kDs;
   using Block::tile_of, Block::lse_of, Block::delta_of;
   using typename Block::T, typename Block::Tile, typename Block::StagedLse;
@@ -206,7 +207,6 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     int warp = (kShort ? thread_index() : thread) / 32;
     if (!a.dq_sum || warp >= C.dq_rows() * C.dq_columns()) return;
     int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
-    Accumulator dQ[kDqRows][kDqColumns] = {};
     const Tile &t = tile_of(iteration);
     i64 number = t.at.query_tile + t.queries.begin / kTileQ;
     u32 *turn = a.turns + 1 + number * C.warps() + warp, seen = 0;
@@ -215,48 +215,52 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     auto taken = [&](int m, int k) {
       return tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
     };
-    if constexpr (kNonfinite) { // not finite numbers of K count only where dS is not 0
-#pragma unroll
-      for (int c = 0; c < kDqColumns; ++c) {
-        Accumulator count[kDqRows] = {};
-#pragma unroll 1
-        for (int k = 0; k < kTileK / 16; ++k) {
-          Right y = K.load(16 * k, 16 * c), bad = split_nonfinite<T>(y);
-#pragma unroll
-          for (int m = 0; m < kDqRows; ++m) {
-            tile::multiply_add<T>(dQ[m][c], taken(m, k), y);
-            tile::multiply_add<T>(count[m], nonzero<T>(taken(m, k)), bad);
-          }
-        }
-#pragma unroll
-        for (int m = 0; m < kDqRows; ++m) make_nonfinite(dQ[m][c], count[m]);
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kTileK / 16; ++k) {
-        Left dS[kDqRows];
-#pragma unroll
-        for (int m = 0; m < kDqRows; ++m) dS[m] = taken(m, k);
-#pragma unroll
-        for (int c = 0; c < kDqColumns; ++c) {
-          Right y = K.load(16 * k, 16 * c);
-#pragma unroll
-          for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
-        }
-      }
-    }
-    if constexpr (C.deterministic) {
-      if (tile::lane_id() == 0) await_turn<F.blocks != 0>(turn, seen, key_tiles_before(t));
-      __syncwarp();
-    }
     // dq_sum holds 16x16 blocks as the lanes hold them, row by row of blocks.
     float *target = a.dq_sum + (number * (kTileQ * kD) + row * kD + column * 16);
 #pragma unroll
-    for (int m = 0; m < kDqRows; ++m) {
+    for (int first = 0; first < kDqColumns; first += kDqAtOnce) {
+      Accumulator dQ[kDqRows][kDqAtOnce] = {};
+      if constexpr (kNonfinite) { // not finite numbers of K count only where dS is not 0
 #pragma unroll
-      for (int c = 0; c < kDqColumns; ++c) {
-        add_quad(target + m * 16 * kD + c * 256, dQ[m][c].x[0]);
-        add_quad(target + m * 16 * kD + c * 256 + 128, dQ[m][c].x[1]);
+        for (int c = 0; c < min(kDqAtOnce, kDqColumns - first); ++c) {
+          Accumulator count[kDqRows] = {};
+#pragma unroll 1
+          for (int k = 0; k < kTileK / 16; ++k) {
+            Right y = K.load(16 * k, 16 * (first + c)), bad = split_nonfinite<T>(y);
+#pragma unroll
+            for (int m = 0; m < kDqRows; ++m) {
+              tile::multiply_add<T>(dQ[m][c], taken(m, k), y);
+              tile::multiply_add<T>(count[m], nonzero<T>(taken(m, k)), bad);
+            }
+          }
+#pragma unroll
+          for (int m = 0; m < kDqRows; ++m) make_nonfinite(dQ[m][c], count[m]);
+        }
+      } else {
+#pragma unroll
+        for (int k = 0; k < kTileK / 16; ++k) {
+          Left dS[kDqRows];
+#pragma unroll
+          for (int m = 0; m < kDqRows; ++m) dS[m] = taken(m, k);
+#pragma unroll
+          for (int c = 0; c < min(kDqAtOnce, kDqColumns - first); ++c) {
+            Right y = K.load(16 * k, 16 * (first + c));
+#pragma unroll
+            for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
+          }
+        }
+      }
+      if (C.deterministic && first == 0) {
+        if (tile::lane_id() == 0) await_turn<F.blocks != 0>(turn, seen, key_tiles_before(t));
+        __syncwarp();
+      }
+#pragma unroll
+      for (int m = 0; m < kDqRows; ++m) {
+#pragma unroll
+        for (int c = 0; c < min(kDqAtOnce, kDqColumns - first); ++c) {
+          add_quad(target + m * 16 * kD + (first + c) * 256, dQ[m][c].x[0]);
+          add_quad(target + m * 16 * kD + (first + c) * 256 + 128, dQ[m][c].x[1]);
+        }
       }
     }
     if constexpr (C.deterministic) {

@@ -1,12 +1,13 @@
 // Few queries over many keys. The query heads that share a key head are packed into the rows of one tile, row = query * group + head, so
 // that K and V are read once; each warp walks over keys of its own with its own copies under way, and at the end the warps' O are merged.
+// Where O is too wide for a warp, a group of warps (column_warps.h) does what is said of a warp here.
 #pragma once
 #include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
 #include "../../device/score_tile.h"
 #include "../../device/softmax.h"
 #include "../../tile/copy.h"
-#include "../config.h"
+#include "../column_warps.h"
 
 namespace strobe::mma {
 
@@ -20,7 +21,9 @@ template <Config C> struct Decode {
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v;
-  static constexpr int kM = C.tile_q / 16, kN = C.tile_k / 16;
+  using Warps = ColumnWarps<C>;
+  static constexpr int kM = C.tile_q / 16, kN = C.tile_k / 16, kColumns = Warps::kColumns; // blocks of O that a warp has
+  static constexpr int kGroups = C.groups(), kLoaders = 32 * C.column_warps;               // threads of a group
   static constexpr bool kAligned = C.aligned;
   static_assert(!F.blocks && C.tile_q % 16 == 0 && C.tile_k % 16 == 0 && kD % 16 == 0 && kDv % 16 == 0);
 
@@ -46,17 +49,17 @@ private:
   i32 rows;                  // of the sequence
   Scores<F, float> scores;
   Dropout<F> dropout;
-  int warp = (int)threadIdx.x / 32;
+  int group = Warps::group((int)threadIdx.x);
   unsigned char *shared;
-  u32 q_shared, k_shared, v_shared; // K, V: this warp's
+  u32 q_shared, k_shared, v_shared; // K, V: this group's
 
   static constexpr u32 kKBytes = C.tile_k * kD * 2, kVBytes = C.tile_k * kDv * 2;
   static constexpr int kOPitch = kDv + 8; // floats; spreads rows over the banks
 
   __device__ __forceinline__ Decode(const Arguments &a, const Sequence &s, i32 b, i32 head, i32 first, i32 split, unsigned char *shared)
       : a(a), in(a.in), sequence(s), b(b), head(head), first(first), split(split), rows((i32)s.band.seqlen_q * in.group), scores(in, s, b),
-        dropout(in), shared(shared), q_shared(shared_address(shared)), k_shared(q_shared + C.tile_q * kD * 2 + warp * C.stages * kKBytes),
-        v_shared(q_shared + C.tile_q * kD * 2 + C.warps * C.stages * kKBytes + warp * C.stages * kVBytes) {}
+        dropout(in), shared(shared), q_shared(shared_address(shared)), k_shared(q_shared + C.tile_q * kD * 2 + group * C.stages * kKBytes),
+        v_shared(q_shared + C.tile_q * kD * 2 + kGroups * C.stages * kKBytes + group * C.stages * kVBytes) {}
 
   __device__ __forceinline__ i32 query(i32 row) const { return row / in.group; }
   __device__ __forceinline__ i32 query_head(i32 row) const { return head * in.group + row % in.group; }
@@ -72,17 +75,18 @@ private:
   };
 
   __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // query + 1
-  __device__ __forceinline__ Schedule::Part part(int w) const { return {(i64)split * C.warps + w, (i64)a.splits * C.warps}; }
+  __device__ __forceinline__ Schedule::Part part(int w) const { return {(i64)split * kGroups + w, (i64)a.splits * kGroups}; }
 
   __device__ __forceinline__ void compute() {
     const Keys<T> k = k_of<T>(in, sequence, b, head), v = v_of<T>(in, sequence, b, head);
-    int lane = tile::lane_id(), loading = 0;
-    Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, part(warp)), tiles = ahead;
+    const int column = Warps::column((int)threadIdx.x);
+    int lane = column * 32 + tile::lane_id(), loading = 0; // among the group's
+    Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, part(group)), tiles = ahead;
     auto load = [&] { // the next tile of keys; a group of copies, even if empty
       KeyTile t;
       if (ahead.next(t)) {
-        tile::load<C.tile_k, kD, 32, kAligned>(k_shared + loading * kKBytes, k.rows(t.begin, t.end), lane);
-        tile::load<C.tile_k, kDv, 32, kAligned>(v_shared + loading * kVBytes, v.rows(t.begin, t.end), lane);
+        tile::load<C.tile_k, kD, kLoaders, kAligned>(k_shared + loading * kKBytes, k.rows(t.begin, t.end), lane);
+        tile::load<C.tile_k, kDv, kLoaders, kAligned>(v_shared + loading * kVBytes, v.rows(t.begin, t.end), lane);
         loading = loading + 1 == C.stages ? 0 : loading + 1;
       }
       cp_async_commit();
@@ -94,27 +98,28 @@ private:
     for (int i = 0; i < C.stages - 1; ++i) load();
     cp_async_wait<C.stages - 1>();
     __syncthreads();
-    tile::Blocks<Left, kD> q_blocks(q_shared);
+    constexpr int kInner = Warps::kInner / 16;
+    tile::Blocks<Left, kD> q_blocks(q_shared, 16 * column * kInner);
     constexpr bool kKeepQ = kM * kD <= 128; // in registers
-    Left Q[kM][kD / 16];
+    Left Q[kM][kInner];
     if constexpr (kKeepQ) {
 #pragma unroll
-      for (int i = 0; i < kM * kD / 16; ++i) Q[i / (kD / 16)][i % (kD / 16)] = q_blocks.load(i / (kD / 16) * 16, i % (kD / 16) * 16);
+      for (int i = 0; i < kM * kInner; ++i) Q[i / kInner][i % kInner] = q_blocks.load(i / kInner * 16, i % kInner * 16);
     }
 
-    Accumulator O[kM][kDv / 16] = {};
+    Accumulator O[kM][kColumns] = {};
     RowSoftmax<2 * kM> softmax;
     KeyTile tile;
     int stage = 0;
     bool nonfinite = false;
     while (tiles.next(tile)) {
       cp_async_wait<C.stages - 2>();
-      __syncwarp(); // this tile is here, and the warp no longer reads the one before it
+      Warps::meet((int)threadIdx.x); // this tile is here, and the warp no longer reads the one before it
       load();
       Accumulator S[kM][kN] = {};
-      tile::Blocks<Right, kD> K(k_shared + stage * kKBytes);
+      tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 16 * column * kInner);
 #pragma unroll
-      for (int c = 0; c < kD / 16; ++c) {
+      for (int c = 0; c < kInner; ++c) {
         if constexpr (!kKeepQ) {
 #pragma unroll
           for (int m = 0; m < kM; ++m) Q[m][c] = q_blocks.load(16 * m, 16 * c);
@@ -126,11 +131,12 @@ private:
           for (int m = 0; m < kM; ++m) tile::multiply_add<T>(S[m][n], Q[m][c], key);
         }
       }
+      Warps::exchange(S, q_shared + C.decode_exchange_at(), (int)threadIdx.x);
       score(S, tile);
       softmax.template follow<C.exact_max>(S, exponent(), O);
-      if (masked(tile)) nonfinite |= clear_nonfinite<T, C.tile_k, kDv, 32>(v_shared + stage * kVBytes, lane);
-      __syncwarp();
-      tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
+      if (masked(tile)) nonfinite |= clear_nonfinite<T, C.tile_k, kDv, kLoaders>(v_shared + stage * kVBytes, lane);
+      Warps::meet((int)threadIdx.x);
+      tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, 16 * column * kColumns);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         Left P[kM];
@@ -141,7 +147,7 @@ private:
           P[m] = tile::rounded<T>(S[m][n]);
         }
 #pragma unroll
-        for (int c = 0; c < kDv / 16; ++c) {
+        for (int c = 0; c < kColumns; ++c) {
           Right value = V.load(16 * n, 16 * c);
 #pragma unroll
           for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], P[m], value);
@@ -173,23 +179,24 @@ private:
     }
   }
 
-  // O of all warps -> memory. Shared memory now holds M and l (warp, row), then O (warp, row, column).
-  __device__ __forceinline__ void merge(const Accumulator (&O)[kM][kDv / 16], const RowSoftmax<2 * kM> &softmax) {
+  // O of all groups -> memory. Shared memory now holds M and l (group, row), then O (group, row, column).
+  __device__ __forceinline__ void merge(const Accumulator (&O)[kM][kColumns], const RowSoftmax<2 * kM> &softmax) {
     cp_async_wait<0>();
     __syncthreads();
-    float *M = (float *)shared, *l = M + C.warps * C.tile_q, *o = l + C.warps * C.tile_q;
+    const int first_column = Warps::column((int)threadIdx.x) * 16 * kColumns;
+    float *M = (float *)shared, *l = M + kGroups * C.tile_q, *o = l + kGroups * C.tile_q;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      int m = i / 2, r = i % 2, row = warp * C.tile_q + 16 * m + tile::lane_row(r);
+      int m = i / 2, r = i % 2, row = group * C.tile_q + 16 * m + tile::lane_row(r);
       float sum = tile::row_sum(softmax.l[i]);
       if (first + 16 * m + tile::lane_row(r) >= rows) continue;
-      if (tile::lane_column(0, 0) == 0) M[row] = softmax.M[i], l[row] = sum;
+      if (first_column + tile::lane_column(0, 0) == 0) M[row] = softmax.M[i], l[row] = sum;
 #pragma unroll
-      for (int k = 0; k < kDv / 4; ++k)
-        o[row * kOPitch + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2)] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
+      for (int k = 0; k < 4 * kColumns; ++k)
+        o[row * kOPitch + first_column + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2)] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
     }
     __syncthreads();
-    for (int r = warp; r < C.tile_q && first + r < rows; r += C.warps) store_row(r, M, l, o);
+    for (int r = (int)threadIdx.x / 32; r < C.tile_q && first + r < rows; r += C.warps) store_row(r, M, l, o);
   }
   // A warp stores row r of the tile.
   __device__ __forceinline__ void store_row(int r, const float *M, const float *l, const float *o) const {
@@ -197,11 +204,11 @@ private:
     i64 q = sequence.q0 + query(first + r);
     bool whole = a.splits == 1;
     float sink = whole && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, h, 0, 0)) : minus_infinity<float>();
-    float top = minus_infinity<float>(), sum = 0, weight[C.warps];
+    float top = minus_infinity<float>(), sum = 0, weight[kGroups];
 #pragma unroll
-    for (int w = 0; w < C.warps; ++w) top = fmaxf(top, M[w * C.tile_q + r]);
+    for (int w = 0; w < kGroups; ++w) top = fmaxf(top, M[w * C.tile_q + r]);
 #pragma unroll
-    for (int w = 0; w < C.warps; ++w) {
+    for (int w = 0; w < kGroups; ++w) {
       weight[w] = top == minus_infinity<float>() ? 1.0f : exp2(exponent().difference(M[w * C.tile_q + r] - top));
       sum += weight[w] * l[w * C.tile_q + r];
     }
@@ -217,7 +224,7 @@ private:
     for (int c = tile::lane_id(); c < in.head_dim_v; c += 32) {
       float x = 0;
 #pragma unroll
-      for (int w = 0; w < C.warps; ++w) x += weight[w] * o[(w * C.tile_q + r) * kOPitch + c];
+      for (int w = 0; w < kGroups; ++w) x += weight[w] * o[(w * C.tile_q + r) * kOPitch + c];
       x *= factor;
       if (whole)
         *a.out.at<T>(b, h, q, c) = Convert<T>::from(x);
@@ -237,7 +244,7 @@ private:
   };
   __device__ __forceinline__ void add_nonfinite(const Keys<T> &v) const {
     Results results{*this, min((i32)C.tile_q, rows - first)};
-    for (int w = 0; w < C.warps; ++w) {
+    for (int w = 0; w < kGroups; ++w) {
       Range keys = Schedule::share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, part(w));
       __syncthreads();
       strobe::add_nonfinite<kThreads>(scores, dropout, v, keys, {nullptr, 0, 0}, results, (int)threadIdx.x);

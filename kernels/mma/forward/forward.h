@@ -1,5 +1,6 @@
 // FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a block of threads owns a tile of queries and walks over the tiles of
-// keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
+// keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers. Where O is too wide for that, several warps have
+// the same rows (column_warps.h).
 #pragma once
 #include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
@@ -8,7 +9,7 @@
 #include "../../device/softmax.h"
 #include "../../device/tile_order.h"
 #include "../../tile/copy.h"
-#include "../config.h"
+#include "../column_warps.h"
 
 namespace strobe::mma {
 
@@ -22,7 +23,8 @@ template <Config C> struct Forward {
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v;
-  static constexpr int kRows = C.tile_q / C.warps; // of a warp
+  using Warps = ColumnWarps<C>;
+  static constexpr int kRows = C.tile_q / C.groups(), kColumns = Warps::kColumns; // of a warp; blocks of O
   static constexpr int kM = kRows / 16, kN = C.tile_k / 16;
   static constexpr bool kAligned = C.aligned;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0 && kD % 16 == 0 && kDv % 16 == 0);
@@ -48,7 +50,7 @@ private:
   QueryMajorDropout<F> dropout;
   const Keys<T> k, v;
   u32 q_shared, k_shared, v_shared; // Q's place takes O at the end
-  int warp_row = (int)threadIdx.x / 32 * kRows;
+  int warp_row = Warps::group((int)threadIdx.x) * kRows;
 
   static constexpr u32 kKBytes = C.tile_k * kD * 2, kVBytes = C.tile_k * kDv * 2;
 
@@ -78,7 +80,7 @@ private:
 
   // Returns whether V had numbers that were not finite.
   __device__ __forceinline__ bool compute() {
-    Accumulator O[kM][kDv / 16] = {};
+    Accumulator O[kM][kColumns] = {};
     RowSoftmax<2 * kM> softmax;
     Schedule tiles(sequence.band, item.q, last(), C.tile_k, 16, blocks(), part());
     KeyTile tile, next;
@@ -127,10 +129,11 @@ private:
 
   // S = Q K^T
   __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], int stage) const {
-    tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2);
-    tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 0, computed_here(tile::lane_id()));
+    const int first = Warps::column((int)threadIdx.x) * Warps::kInner;
+    tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2, first);
+    tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, first, computed_here(tile::lane_id()));
 #pragma unroll
-    for (int c = 0; c < kD; c += 16) {
+    for (int c = 0; c < Warps::kInner; c += 16) {
       Left q[kM];
 #pragma unroll
       for (int m = 0; m < kM; ++m) q[m] = Q.load(16 * m, c);
@@ -141,22 +144,25 @@ private:
         for (int m = 0; m < kM; ++m) tile::multiply_add<T>(S[m][n], q[m], key);
       }
     }
+    Warps::exchange(S, q_shared + C.forward_exchange_at(), (int)threadIdx.x);
   }
 
+  // Of the warp's part of O.
+  static __device__ __forceinline__ int first_column() { return Warps::column((int)threadIdx.x) * 16 * kColumns; }
   static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
 
   // Raw products -> scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
     score_tile(S, scores, tile, [&](int row) {
-      const i32 first = item.q + computed_here(threadIdx.x) / 32 * kRows; // found here, not kept: registers are short
+      const i32 first = item.q + Warps::group(computed_here(threadIdx.x)) * kRows; // found here, not kept: registers are short
       return scores.row(first + 16 * (row / 2) + tile::lane_row(row % 2), item.h);
     });
   }
 
   // P = exp2(S * unit - M); O += P V
-  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kDv / 16], Accumulator (&S)[kM][kN], RowSoftmax<2 * kM> &softmax,
+  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kColumns], Accumulator (&S)[kM][kN], RowSoftmax<2 * kM> &softmax,
                                                const KeyTile &tile, int stage) const {
-    tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes);
+    tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, first_column());
 #pragma unroll
     for (int pair = 0; pair < kN; pair += 2) {
 #pragma unroll
@@ -171,7 +177,7 @@ private:
 #pragma unroll
         for (int m = 0; m < kM; ++m) p[m] = tile::rounded<T>(S[m][n]);
 #pragma unroll
-        for (int c = 0; c < kDv / 16; ++c) {
+        for (int c = 0; c < kColumns; ++c) {
           Right value = V.load(16 * n, 16 * c);
 #pragma unroll
           for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], p[m], value);
@@ -202,7 +208,7 @@ private:
   }
 
   // O / l and LSE to memory.
-  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kDv / 16], RowSoftmax<2 * kM> &softmax) {
+  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kColumns], RowSoftmax<2 * kM> &softmax) {
     bool whole = a.splits == 1;
     float sink = whole && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0)) : minus_infinity<float>();
 #pragma unroll
@@ -211,31 +217,31 @@ private:
       const RowEnd end = row_end(softmax.M[i], tile::row_sum(softmax.l[i]), sink, F.bias != 0);
       float factor = end.factor * dropout.dropout.factor();
 #pragma unroll
-      for (int k = 0; k < kDv / 4; ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= factor;
+      for (int k = 0; k < 4 * kColumns; ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= factor;
       i32 q = item.q + warp_row + 16 * m + tile::lane_row(r);
       if (q >= scores.seqlen_q) continue;
       if (!whole) {
         i64 row = item.split * in.rows() + in.row_index(item.b, item.h, sequence.q0 + q);
-        if (tile::lane_column(0, 0) == 0) a.partial_lse[row] = end.lse;
+        if (first_column() + tile::lane_column(0, 0) == 0) a.partial_lse[row] = end.lse;
         float *out = a.partial_out + row * in.head_dim_v;
 #pragma unroll
-        for (int k = 0; k < kDv / 4; ++k) {
-          int c = 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
+        for (int k = 0; k < 4 * kColumns; ++k) {
+          int c = first_column() + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
           if (c < in.head_dim_v) out[c] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
         }
-      } else if (a.lse && tile::lane_column(0, 0) == 0) {
+      } else if (a.lse && first_column() + tile::lane_column(0, 0) == 0) {
         *a.lse.at<float>(item.b, item.h, sequence.q0 + q, 0) = end.lse;
       }
     }
     if (whole) store_o(O);
   }
-  __device__ __forceinline__ void store_o(const Accumulator (&O)[kM][kDv / 16]) {
+  __device__ __forceinline__ void store_o(const Accumulator (&O)[kM][kColumns]) {
     cp_async_wait<0>();
     __syncthreads(); // Q's place is O's now
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int c = 0; c < kDv / 16; ++c) tile::store<kDv>(q_shared, warp_row + 16 * m, 16 * c, tile::rounded<T>(O[m][c]));
+      for (int c = 0; c < kColumns; ++c) tile::store<kDv>(q_shared, warp_row + 16 * m, first_column() + 16 * c, tile::rounded<T>(O[m][c]));
     }
     __syncthreads();
     T *out = a.out.at<T>(item.b, item.h, sequence.q0 + item.q, 0);

@@ -33,6 +33,7 @@ struct ForwardTile {
   int32_t blocks_per_sm; // that registers are limited for
   Load most_load;
   Suits suits{};
+  int32_t column_warps = 1;
 };
 
 // From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 read K and V from shared memory half
@@ -58,12 +59,18 @@ constexpr ForwardTile kForwardTiles[] = {
     {256,  64,  32,   4,   1,   2, anything},
     {256,  32,  32,   2,   1,   2, anything},
     {256,  16,  32,   1,   1,   2, anything},
+    {576,  64,  32,   8,   2,   1, anything, {.least_dim = kMostUsualDim + 1}, 2}, // from here on guessed
+    {576,  64,  32,   8,   1,   1, anything, {.least_dim = kMostUsualDim + 1}, 2},
+    {576,  32,  32,   4,   1,   1, anything, {.least_dim = kMostUsualDim + 1}, 2},
+    {576,  16,  32,   2,   1,   1, anything, {.least_dim = kMostUsualDim + 1}, 2},
 };
 // clang-format on
 
 struct DecodeTile {
   int32_t most_rows; // query heads of a group times queries
   int32_t most_dim, q, k, warps, stages, blocks_per_sm;
+  int32_t column_warps = 1;
+  int32_t least_dim = 0, most_queries = 0; // so many take it with any number of heads
 };
 constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 2},
@@ -71,11 +78,59 @@ constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 16, .most_dim = 256, .q = 16, .k = 16, .warps = 2, .stages = 2, .blocks_per_sm = 1},
     {.most_rows = 64, .most_dim = 128, .q = 32, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 1},
     {.most_rows = 64, .most_dim = 256, .q = 16, .k = 16, .warps = 4, .stages = 2, .blocks_per_sm = 1},
+    {.most_rows = 16,
+     .most_dim = 576,
+     .q = 16,
+     .k = 16,
+     .warps = 4,
+     .stages = 3,
+     .blocks_per_sm = 1,
+     .column_warps = 2,
+     .least_dim = kMostUsualDim + 1},
+    {.most_rows = 16,
+     .most_dim = 576,
+     .q = 16,
+     .k = 16,
+     .warps = 4,
+     .stages = 2,
+     .blocks_per_sm = 1,
+     .column_warps = 2,
+     .least_dim = kMostUsualDim + 1},
+    {.most_rows = 64,
+     .most_dim = 576,
+     .q = 32,
+     .k = 16,
+     .warps = 8,
+     .stages = 2,
+     .blocks_per_sm = 1,
+     .column_warps = 4,
+     .least_dim = kMostUsualDim + 1,
+     .most_queries = 8},
+    {.most_rows = 64,
+     .most_dim = 576,
+     .q = 16,
+     .k = 16,
+     .warps = 4,
+     .stages = 2,
+     .blocks_per_sm = 1,
+     .column_warps = 2,
+     .least_dim = kMostUsualDim + 1,
+     .most_queries = 8},
+    {.most_rows = 64,
+     .most_dim = 576,
+     .q = 16,
+     .k = 16,
+     .warps = 2,
+     .stages = 2,
+     .blocks_per_sm = 1,
+     .column_warps = 2,
+     .least_dim = kMostUsualDim + 1,
+     .most_queries = 8},
 };
 
 // But for the tile.
 Config config_for(const Problem &p) {
-  Config c = begin_config<Config>(p, 32);
+  Config c = begin_config<Config>(p, wide(p) ? 64 : 32);
   c.aligned = aligned({&p.q, &p.k}, p.head_dim) && aligned({&p.v, &p.out}, p.head_dim_v);
   c.exact_max = p.exact_max;
   c.features = features_of(p);
@@ -84,6 +139,7 @@ Config config_for(const Problem &p) {
 
 template <class Tile> Config with(Config c, const Tile &tile) {
   c.tile_q = tile.q, c.tile_k = tile.k, c.warps = tile.warps, c.stages = tile.stages, c.blocks_per_sm = tile.blocks_per_sm;
+  c.column_warps = tile.column_warps;
   return c;
 }
 
@@ -115,9 +171,9 @@ std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   const int64_t rows = p.seqlen_q * p.group();
   const Config any = config_for(p);
   const DecodeTile *best = cheapest(kDecodeTiles, [&](const DecodeTile &tile) {
-    const bool fits =
-        std::max(any.head_dim, any.head_dim_v) <= tile.most_dim && with(any, tile).decode_shared_bytes() <= device.shared_per_block;
-    return fits && rows <= tile.most_rows ? 0 : kCannotRun;
+    const int32_t dim = std::max(any.head_dim, any.head_dim_v);
+    const bool suits = dim <= tile.most_dim && dim >= tile.least_dim && (rows <= tile.most_rows || p.seqlen_q <= tile.most_queries);
+    return suits && with(any, tile).decode_shared_bytes() <= device.shared_per_block ? 0 : kCannotRun;
   });
   return best ? std::optional(with(any, *best)) : std::nullopt;
 }
@@ -137,15 +193,17 @@ double rate(const Device &device) {
 }
 
 // Measured on an H200. A block of the decode merges its warps' rows at the end, one after another.
-constexpr double kShareOfPeak = 0.7, kLaunchSeconds = 4e-6, kBlockSeconds = 6e-6, kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7;
+constexpr double kShareOfPeak = 0.7, kWideShare = 0.3 /* guessed */, kLaunchSeconds = 4e-6, kBlockSeconds = 6e-6,
+                 kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7;
 
 double predicted_seconds(const Problem &p, const Config &c, const Device &device, bool decode, int64_t resident, int64_t parts) {
-  const double flop = 2.0 * (c.head_dim + c.head_dim_v), of_sm = kShareOfPeak * rate(device) * device.clock_hz;
+  const double flop = 2.0 * (c.head_dim + c.head_dim_v), of_sm = (wide(p) ? kWideShare : kShareOfPeak) * rate(device) * device.clock_hz;
   double computing = 0, ends = 0;
   if (decode) {
     const int64_t rows = p.seqlen_q * p.group();
     const double blocks = double(p.batch * p.heads_kv * tiles(rows, c.tile_q) * parts);
-    computing = visible_scores(p) / std::min(1.0, double(p.seqlen_q) / 16) * flop / (of_sm * device.sms);
+    const double used = wide(p) ? double(rows) / double(tiles(rows, c.tile_q) * c.tile_q) : std::min(1.0, double(p.seqlen_q) / 16);
+    computing = visible_scores(p) / used * flop / (of_sm * device.sms);
     ends = (kDecodeBlockSeconds + kMergedRowSeconds * double(std::min<int64_t>(rows, c.tile_q))) * std::max(1.0, blocks / device.sms);
   } else {
     computing = seconds(walks(p, Direction::forward, c.tile_q, c.tile_k), device, resident, of_sm / flop, kBlockSeconds, parts);
@@ -197,6 +255,7 @@ private:
     program.kernel = text(strobe::name(p.dtype), " mma.sync, ", c.warps, " warps, ", c.stages, " stages, head dimensions ", c.head_dim,
                           " and ", c.head_dim_v, decode ? ", query heads packed" : "");
     describe_tile(program, p, c.tile_q, c.tile_k, c.aligned);
+    describe_width(program, p);
   }
 };
 

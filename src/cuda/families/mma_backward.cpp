@@ -27,6 +27,7 @@ struct BackwardTile {
   // Of the products, relative to other rows, on an H200: of large problems; of 32 x 32 and 32 x 16 of small ones; of the others that it has
   // memory enough to pass over (0.25 and below), guessed.
   double speed;
+  int32_t least_dim = 0;
 };
 constexpr int32_t kAll = 8;
 constexpr BackwardTile kBackwardTiles[] = {
@@ -42,6 +43,24 @@ constexpr BackwardTile kBackwardTiles[] = {
     {.most_dim = 192, .q = 16, .k = 32, .key_warps = 2, .dim_warps = 1, .step_q = 16, .most_features = kAll, .speed = 0.15},
     {.most_dim = 256, .q = 32, .k = 16, .key_warps = 1, .dim_warps = 2, .step_q = 16, .most_features = kAll, .speed = 0.15},
     {.most_dim = 256, .q = 16, .k = 16, .key_warps = 1, .dim_warps = 1, .step_q = 16, .most_features = kAll, .speed = 0.1},
+    {.most_dim = 576,
+     .q = 32,
+     .k = 32,
+     .key_warps = 2,
+     .dim_warps = 2,
+     .step_q = 16,
+     .most_features = kAll,
+     .speed = 0.3,
+     .least_dim = kMostUsualDim + 1},
+    {.most_dim = 576,
+     .q = 32,
+     .k = 16,
+     .key_warps = 1,
+     .dim_warps = 2,
+     .step_q = 16,
+     .most_features = kAll,
+     .speed = 0.15,
+     .least_dim = kMostUsualDim + 1},
 };
 
 // Features that take registers.
@@ -63,13 +82,15 @@ std::optional<Chosen> choose(const Problem &p, const Device &device) {
   const int32_t features = costly_features(any);
   const auto with = [&](const BackwardTile &tile) {
     BackwardConfig c = any;
-    c.head_dim = rounded(p.head_dim, 16 * tile.dim_warps), c.head_dim_v = rounded(p.head_dim_v, 16 * tile.dim_warps);
+    const int32_t unit = wide(p) ? 64 : 16 * tile.dim_warps; // wide: dQ's columns, too, are divided among many warps
+    c.head_dim = rounded(p.head_dim, unit), c.head_dim_v = rounded(p.head_dim_v, unit);
     c.tile_q = tile.q, c.tile_k = tile.k, c.key_warps = tile.key_warps, c.dim_warps = tile.dim_warps, c.step_q = tile.step_q;
     return c;
   };
   const BackwardTile *best = cheapest(kBackwardTiles, [&](const BackwardTile &tile) {
     const BackwardConfig c = with(tile);
-    const bool suits = std::max(c.head_dim, c.head_dim_v) <= tile.most_dim && features <= tile.most_features;
+    const int32_t dim = std::max(c.head_dim, c.head_dim_v);
+    const bool suits = dim <= tile.most_dim && dim >= tile.least_dim && features <= tile.most_features;
     if (!suits || c.shared_bytes() > device.shared_per_block || !divides_blocks(p, tile.q, tile.k)) return kCannotRun;
     const double waves = double(p.batch * p.heads_kv * tiles(p.seqlen_k, tile.k)) / device.sms;
     return 16 * distance(p, tile.q, tile.k) + std::log2(std::max(1.0, waves) * tile.k / tile.speed);
@@ -111,6 +132,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
 
   program.kernel = text(strobe::name(p.dtype), " mma.sync, ", c.warps(), " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   describe_tile(program, p, c.tile_q, c.tile_k, c.aligned);
+  describe_width(program, p);
   program.predicted_seconds = predicted_seconds(p, c, chosen->speed, device, program.steps.size());
   return program;
 }

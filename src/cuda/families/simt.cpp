@@ -36,8 +36,8 @@ int64_t registers(const Config &c, Kind kind) {
   };
   if (kind == Kind::bias_gradient) return nt(2 * words * rows * keys); // the sum and what it lost
   if (kind == Kind::forward) {
-    const int64_t o = words * rows * c.head_dim_v / c.threads_k;
-    return std::max(nt(o), by_rows(2 * o, rows, c.head_dim_v, c.rows_staged(c.tile_k, c.head_dim_v)));
+    const int64_t o = words * rows * c.head_dim_v / c.threads_k, at_once = c.columns_staged(c.head_dim_v);
+    return std::max(nt(o), by_rows(2 * o, rows, at_once, c.rows_staged(c.tile_k, at_once)));
   }
   const int64_t dk_dv = words * (c.tile_k / c.threads_q) * (c.head_dim + c.head_dim_v) / c.threads_k;
   const int64_t dq = words * rows * c.columns_at_once() / c.threads_k;
@@ -65,11 +65,18 @@ constexpr Tile kBackwardTiles[] = {
     {.q = 16, .k = 32, .threads_q = 8, .threads_k = 16},  {.q = 16, .k = 16, .threads_q = 8, .threads_k = 16},
 };
 
+// Of wide heads, forward and backward: more threads, since each has O, or dK and dV, of all columns of its own.
+constexpr Tile kWideTiles[] = {
+    {.q = 32, .k = 64, .threads_q = 16, .threads_k = 16}, {.q = 32, .k = 32, .threads_q = 16, .threads_k = 16},
+    {.q = 32, .k = 16, .threads_q = 16, .threads_k = 16}, {.q = 16, .k = 64, .threads_q = 16, .threads_k = 16},
+    {.q = 16, .k = 32, .threads_q = 16, .threads_k = 16}, {.q = 16, .k = 16, .threads_q = 16, .threads_k = 16},
+};
+
 // What all kernels of a call share.
 Config config_for(const Problem &p) {
-  Config c = begin_config<Config>(p, Config::kDimStep);
+  Config c = begin_config<Config>(p, wide(p) ? Config::kWideStep : Config::kDimStep);
   c.chunk = 16;
-  c.blocks_per_sm = 2;
+  c.blocks_per_sm = wide(p) ? 1 : 2;
   const bool pieces = aligned({&p.q, &p.k, &p.dk}, p.head_dim) && aligned({&p.v, &p.out, &p.dout, &p.dv}, p.head_dim_v);
   const bool whole = p.head_dim == c.head_dim && p.head_dim_v == c.head_dim_v;
   c.copy = !pieces ? simt::kElements : whole ? simt::kWhole : simt::kPieces;
@@ -85,7 +92,9 @@ Config with(Config c, const Tile &tile) {
 // The first tile that shared memory and, if any, registers hold and that the blocks of a sparse mask divide into; of those, where there
 // are wishes, the one that comes nearest; and none that is longer than the queries if a shorter one will do.
 std::optional<Config> choose(const Config &any, Kind kind, const Problem &p, const Device &device) {
-  const std::span<const Tile> tiles = kind == Kind::forward ? std::span<const Tile>(kForwardTiles) : kBackwardTiles;
+  const std::span<const Tile> tiles = wide(p)                 ? std::span<const Tile>(kWideTiles)
+                                      : kind == Kind::forward ? std::span<const Tile>(kForwardTiles)
+                                                              : kBackwardTiles;
   const Tile *best = cheapest(tiles, [&](const Tile &tile) {
     const Config c = with(any, tile);
     if (!divides_blocks(p, tile.q, kind == Kind::forward ? 1 : tile.k) || shared_bytes(c, kind) > device.shared_per_block)
@@ -122,6 +131,7 @@ private:
     program.kernel = text(p.dtype == DType::f64 ? "fp64" : "fp32", " FMA, ", c.threads(), " threads, head dimensions ", c.head_dim, " and ",
                           c.head_dim_v);
     describe_tile(program, p, c.tile_q, c.tile_k, c.copy != simt::kElements);
+    describe_width(program, p);
   }
   static double predicted_seconds(const Problem &p, const Config &c, const Device &device, Direction direction, size_t launches,
                                   int64_t parts) {
@@ -172,7 +182,7 @@ private:
          {.delta = delta(p, a),
           .settle = Launch(kSettle, *c, query_tiles, c->threads(), shared, a),
           .main = Launch(kBackward, *c, key_tiles, c->threads(), shared, a),
-          .dq = dq_from_sum(p, a),
+          .dq = dq_from_sum(p, {int32_t(p.dtype), c->head_dim, passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow}, a),
           .dbias = bias_gradient(p, *of_bias, a)});
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size() - bool(p.dbias), 1);
     return program;

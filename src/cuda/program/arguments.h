@@ -1,5 +1,6 @@
 // From a Problem to what kernels are called with.
 #pragma once
+#include <algorithm>
 #include <initializer_list>
 #include <string>
 
@@ -24,6 +25,9 @@ bool aligned(std::initializer_list<const View *>, int64_t row_elements);
 bool aligned_backward(const Problem &); // all that a backward copies so
 
 inline int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit - 1) / unit * unit); }
+
+// Wide heads have tiles of their own.
+inline bool wide(const Problem &p) { return std::max(p.head_dim, p.head_dim_v) > kMostUsualDim; }
 
 // What all kernels' Configs begin with; head dimensions are rounded up to multiples of dim_unit.
 template <class Config> Config begin_config(const Problem &p, int32_t dim_unit) {

@@ -6,6 +6,7 @@
 #include "attention/attention.h"
 #include "attention/text.h"
 #include "cuda/driver/device.h"
+#include "cuda/program/arguments.h"
 #include "cuda/program/program.h"
 
 namespace strobe::cuda {
@@ -39,6 +40,13 @@ inline void describe_tile(Program &program, const Problem &p, int64_t tile_q, in
   if (p.tile_q > 0 && p.tile_q != tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", tile_q, ": what fits"));
   if (p.tile_k > 0 && p.tile_k != tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", tile_k, ": what fits"));
   if (!vectors) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
+}
+
+// The family has the call, but no fast kernel of such heads.
+inline void describe_width(Program &program, const Problem &p) {
+  if (wide(p))
+    program.notes.push_back(text("head dimensions beyond ", kMostUsualDim, " are slow: cuda-sm90 has no kernel for them, and their sums ",
+                                 "leave room for small tiles only"));
 }
 
 } // namespace strobe::cuda
