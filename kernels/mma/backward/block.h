@@ -23,7 +23,8 @@ template <BackwardConfig C> struct BackwardBlock {
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
   // A warp's parts, in blocks of 16: keys; queries of S at a time, and of what it multiplies by dO or Q; columns of dK and of dV.
-  static constexpr int kKeys = kTileK / C.key_warps / 16, kStep = C.step_q / 16, kSpan = kStep * C.dim_warps, kQueries = kTileQ / 16;
+  static constexpr int kKeys = kTileK / C.key_warps / 16, kStep = C.step_q / 16, kSpan = C.repeats() ? kStep : kStep * C.dim_warps,
+                       kQueries = kTileQ / 16;
   static constexpr int kColumns = kD / C.dim_warps / 16, kColumnsV = kDv / C.dim_warps / 16;
   static constexpr int kDqRows = kTileQ / C.dq_rows() / 16, kDqColumns = kD / C.dq_columns() / 16;
   // Blocks of dQ's columns at a time, beside dK or dV of a wide head.

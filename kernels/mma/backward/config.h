@@ -8,7 +8,7 @@ namespace strobe::mma {
 struct BackwardConfig {
   i32 dtype;                // kF16 or kBF16
   i32 head_dim, head_dim_v; // rounded up to the next multiple of 16 * dim_warps
-  i32 tile_q, tile_k;       // queries of an iteration, a multiple of step_q * dim_warps; keys of a block of threads, of 16 * key_warps
+  i32 tile_q, tile_k; // queries of an iteration, a multiple of step_q * dim_warps, or step_q; keys of a block of threads, of 16 * key_warps
   i32 key_warps,
       dim_warps; // tile_k is divided among key_warps; head dims (and S, by queries) among dim_warps; all of it twice, for two roles
   i32 step_q;    // queries of which a warp computes S at once, a multiple of 16
@@ -19,6 +19,8 @@ struct BackwardConfig {
 
   STROBE_FN constexpr i32 warps() const { return 2 * key_warps * dim_warps; }
   STROBE_FN constexpr i32 threads() const { return 32 * warps(); }
+  // Queries are too few to be divided: warps that divide the head dims compute the same S.
+  STROBE_FN constexpr bool repeats() const { return tile_q < step_q * dim_warps; }
 
   // Bytes of shared memory.
   STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * head_dim; }

@@ -35,7 +35,9 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   __device__ __forceinline__ int barrier_of_p(int span) const { return 1 + kBarriers * key_warp + span; }
   __device__ __forceinline__ int barrier_of_role() const { return 1 + kBarriers * key_warp + kSpans + role; }
   // The queries of the span from `span` on of which this warp computes S and dP.
-  __device__ __forceinline__ int own(int span) const { return span + dim_warp * kStep; }
+  __device__ __forceinline__ int own(int span) const { return C.repeats() ? span : span + dim_warp * kStep; }
+  // Of warps that compute the same one hands it on.
+  __device__ __forceinline__ bool hands_on() const { return !C.repeats() || dim_warp == 0; }
 
   // The slope of a function of q.k goes from left to right as P * slope. FP16, whose steps below 2^-14 are 2^-24, loses that where keys
   // are many, and takes P and the slope apart, in units that keep the slope above those steps: arccosh's is at most 2^11, and 2^-18 at a
@@ -82,10 +84,10 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
 #pragma unroll
       for (int n = 0; n < kStep; ++n) {
         p[m][n] = tile::rounded<T>(S[m][n]);
-        tile::put(shared + kP, block(m, own(span) + n), p[m][n]);
+        if (hands_on()) tile::put(shared + kP, block(m, own(span) + n), p[m][n]);
         if constexpr (F.function) {
           p[m][n] = tile::rounded<T>(P[m][n]);
-          tile::put(shared + kP + C.p_bytes(), block(m, own(span) + n), p[m][n]);
+          if (hands_on()) tile::put(shared + kP + C.p_bytes(), block(m, own(span) + n), p[m][n]);
         }
       }
     }
@@ -147,7 +149,8 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
 #pragma unroll
     for (int m = 0; m < kKeys; ++m) {
 #pragma unroll
-      for (int n = 0; n < kStep; ++n) tile::put_parts(shared + kDs + stage * C.p_bytes(), block(m, own(span) + n), dS[m][n]);
+      for (int n = 0; n < kStep; ++n)
+        if (hands_on()) tile::put_parts(shared + kDs + stage * C.p_bytes(), block(m, own(span) + n), dS[m][n]);
     }
   }
 
@@ -166,7 +169,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
         Left x[kKeys];
 #pragma unroll
         for (int m = 0; m < kKeys; ++m) {
-          if constexpr (C.dim_warps > 1)
+          if constexpr (C.dim_warps > 1 && !C.repeats())
             x[m] = taken(m, span + n);
           else
             x[m] = own(m, n);

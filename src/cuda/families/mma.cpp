@@ -28,6 +28,7 @@ struct Suits {
   int64_t least_queries = 0; // of shorter causal sequences smaller tiles waste less
   int32_t least_dim = 0;
 };
+constexpr int32_t kWide = kMostUsualDim + 1;
 struct ForwardTile {
   int32_t most_dim, q, k, warps, stages;
   int32_t blocks_per_sm; // that registers are limited for
@@ -59,10 +60,10 @@ constexpr ForwardTile kForwardTiles[] = {
     {256,  64,  32,   4,   1,   2, anything},
     {256,  32,  32,   2,   1,   2, anything},
     {256,  16,  32,   1,   1,   2, anything},
-    {576,  64,  32,   8,   2,   1, anything, {.least_dim = kMostUsualDim + 1}, 2}, // from here on guessed
-    {576,  64,  32,   8,   1,   1, anything, {.least_dim = kMostUsualDim + 1}, 2},
-    {576,  32,  32,   4,   1,   1, anything, {.least_dim = kMostUsualDim + 1}, 2},
-    {576,  16,  32,   2,   1,   1, anything, {.least_dim = kMostUsualDim + 1}, 2},
+    {576,  64,  32,   8,   2,   1, anything, {.least_dim = kWide}, 2}, // from here on guessed
+    {576,  64,  32,   8,   1,   1, anything, {.least_dim = kWide}, 2},
+    {576,  32,  32,   4,   1,   1, anything, {.least_dim = kWide}, 2},
+    {576,  16,  32,   2,   1,   1, anything, {.least_dim = kWide}, 2},
 };
 // clang-format on
 
@@ -78,54 +79,11 @@ constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 16, .most_dim = 256, .q = 16, .k = 16, .warps = 2, .stages = 2, .blocks_per_sm = 1},
     {.most_rows = 64, .most_dim = 128, .q = 32, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 1},
     {.most_rows = 64, .most_dim = 256, .q = 16, .k = 16, .warps = 4, .stages = 2, .blocks_per_sm = 1},
-    {.most_rows = 16,
-     .most_dim = 576,
-     .q = 16,
-     .k = 16,
-     .warps = 4,
-     .stages = 3,
-     .blocks_per_sm = 1,
-     .column_warps = 2,
-     .least_dim = kMostUsualDim + 1},
-    {.most_rows = 16,
-     .most_dim = 576,
-     .q = 16,
-     .k = 16,
-     .warps = 4,
-     .stages = 2,
-     .blocks_per_sm = 1,
-     .column_warps = 2,
-     .least_dim = kMostUsualDim + 1},
-    {.most_rows = 64,
-     .most_dim = 576,
-     .q = 32,
-     .k = 16,
-     .warps = 8,
-     .stages = 2,
-     .blocks_per_sm = 1,
-     .column_warps = 4,
-     .least_dim = kMostUsualDim + 1,
-     .most_queries = 8},
-    {.most_rows = 64,
-     .most_dim = 576,
-     .q = 16,
-     .k = 16,
-     .warps = 4,
-     .stages = 2,
-     .blocks_per_sm = 1,
-     .column_warps = 2,
-     .least_dim = kMostUsualDim + 1,
-     .most_queries = 8},
-    {.most_rows = 64,
-     .most_dim = 576,
-     .q = 16,
-     .k = 16,
-     .warps = 2,
-     .stages = 2,
-     .blocks_per_sm = 1,
-     .column_warps = 2,
-     .least_dim = kMostUsualDim + 1,
-     .most_queries = 8},
+    {16, 576, 16, 16, 4, 3, 1, 2, kWide},
+    {16, 576, 16, 16, 4, 2, 1, 2, kWide},
+    {64, 576, 32, 16, 8, 2, 1, 4, kWide, 8},
+    {64, 576, 16, 16, 4, 2, 1, 2, kWide, 8},
+    {64, 576, 16, 16, 2, 2, 1, 2, kWide, 8},
 };
 
 // But for the tile.

@@ -29,7 +29,7 @@ struct BackwardTile {
   double speed;
   int32_t least_dim = 0;
 };
-constexpr int32_t kAll = 8;
+constexpr int32_t kAll = 8, kWide = kMostUsualDim + 1;
 constexpr BackwardTile kBackwardTiles[] = {
     {.most_dim = 64, .q = 64, .k = 256, .key_warps = 4, .dim_warps = 1, .step_q = 32, .most_features = 0, .speed = 1.05},
     {.most_dim = 128, .q = 64, .k = 128, .key_warps = 4, .dim_warps = 1, .step_q = 64, .most_features = 0, .speed = 1.0},
@@ -43,24 +43,9 @@ constexpr BackwardTile kBackwardTiles[] = {
     {.most_dim = 192, .q = 16, .k = 32, .key_warps = 2, .dim_warps = 1, .step_q = 16, .most_features = kAll, .speed = 0.15},
     {.most_dim = 256, .q = 32, .k = 16, .key_warps = 1, .dim_warps = 2, .step_q = 16, .most_features = kAll, .speed = 0.15},
     {.most_dim = 256, .q = 16, .k = 16, .key_warps = 1, .dim_warps = 1, .step_q = 16, .most_features = kAll, .speed = 0.1},
-    {.most_dim = 576,
-     .q = 32,
-     .k = 32,
-     .key_warps = 2,
-     .dim_warps = 2,
-     .step_q = 16,
-     .most_features = kAll,
-     .speed = 0.3,
-     .least_dim = kMostUsualDim + 1},
-    {.most_dim = 576,
-     .q = 32,
-     .k = 16,
-     .key_warps = 1,
-     .dim_warps = 2,
-     .step_q = 16,
-     .most_features = kAll,
-     .speed = 0.15,
-     .least_dim = kMostUsualDim + 1},
+    {576, 32, 32, 2, 2, 16, kAll, 0.3, kWide},
+    {576, 32, 16, 1, 2, 16, kAll, 0.15, kWide},
+    {576, 16, 16, 1, 2, 16, kAll, 0.1, kWide}, // for blocks of 16 and 48, and GPUs with less memory
 };
 
 // Features that take registers.
