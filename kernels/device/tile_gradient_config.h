@@ -23,11 +23,6 @@ struct TileConfig {
   STROBE_FN constexpr i32 shared_bytes() const {
     return max(k_bytes() + v_bytes() + q_bytes() + dout_bytes(), 4 * max(sums_pitch() * tile_k, 2 * key_warps * tile_q));
   }
-  // Of the gradient of the bias. Which of dbias's axes are longer than 1?
-  STROBE_FN constexpr i64 blocks(bool batches, bool heads, bool rows, bool columns, i64 batch, i64 n_heads, i64 seqlen_q,
-                                 i64 seqlen_k) const {
-    return (batches ? batch : 1) * (heads ? n_heads : 1) * (rows ? div_up(seqlen_q, tile_q) : 1) * (columns ? div_up(seqlen_k, tile_k) : 1);
-  }
 };
 
 } // namespace strobe

@@ -37,6 +37,26 @@ def text(chars: Any, errors: str = "backslashreplace") -> str:
     return ffi.string(chars).decode(errors=errors)
 
 
+def said(ask: Callable[[Any, int, Any], object], errors: str = "backslashreplace") -> str:
+    """What a function of the library writes as strobe_explain does: ask(chars, size, needed) calls it, first for the size alone."""
+    needed = ffi.new("size_t *")
+    ask(ffi.NULL, 0, needed)
+    chars = ffi.new("char[]", needed[0])
+    ask(chars, needed[0], needed)
+    return text(chars, errors)
+
+
+def told(function: Any, *arguments: Any, errors: str = "backslashreplace") -> str:
+    """The same of a function of which nothing but its status can be wrong."""
+
+    def ask(*buffer: Any) -> None:
+        status = function(*arguments, *buffer)
+        if status != lib.STROBE_OK:
+            raise error(status, str)
+
+    return said(ask, errors)
+
+
 def error(status: int, in_callers_words: Callable[[str], str]) -> Exception:
     """Of a call that failed, with the library's reasons in words that fit the Python function; no argument is named twice."""
     message = text(lib.strobe_last_error())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, error, text
+from ._abi import BACKWARD, FORWARD, error, said
 from ._call import Allocator, Call, attention_struct
 from ._core import ffi, lib
 from ._graphs import outside_graphs
@@ -122,11 +122,7 @@ def _whole(framework: Framework, p: Request, of_backward: bool) -> Call:
 def explain(framework: Framework, p: Request, of_backward: bool) -> str:
     made = _whole(framework, p, of_backward)
     direction = BACKWARD if of_backward else FORWARD
-    needed = ffi.new("size_t *")
-    made.run(lib.strobe_explain, direction, ffi.NULL, 0, needed)
-    chars = ffi.new("char[]", needed[0])
-    made.run(lib.strobe_explain, direction, chars, needed[0], needed)
-    return text(chars)
+    return said(partial(made.run, lib.strobe_explain, direction))
 
 
 def tile(framework: Framework, p: Request, of_backward: bool) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ._abi import error, text
-from ._core import ffi, lib
+from ._abi import told
+from ._core import lib
 from ._whole_file import replacing
 
 # Of an entry: the calls that it is for. What else is in it is a result.
@@ -42,21 +42,10 @@ def parsed(text: str) -> list[dict[str, str]]:
     return [dict(line.split(" = ", 1) for line in section.split("\n") if line) for section in text.split("\n\n") if section.strip()]
 
 
-def said(function: Any, *arguments: Any) -> str:
-    """What a function of the library writes as strobe_explain does."""
-    needed = ffi.new("size_t *")
-    for size in (0, None):
-        chars = ffi.NULL if size == 0 else ffi.new("char[]", needed[0])
-        status = function(*arguments, chars, 0 if size == 0 else needed[0], needed)
-        if status != lib.STROBE_OK:
-            raise error(status, str)
-    return text(chars, "surrogateescape")  # a file's name as Python wants it
-
-
 def header(device: int) -> Header:
-    (told,) = parsed(said(lib.strobe_tuning, device))
-    ignored = told["ignored"].encode(errors="surrogateescape").decode(errors="backslashreplace")  # to be shown
-    return Header(told["file"], {name: told[name] for name in ("format", "device", "kernels")}, ignored)
+    (said,) = parsed(told(lib.strobe_tuning, device, errors="surrogateescape"))  # a file's name as Python wants it
+    ignored = said["ignored"].encode(errors="surrogateescape").decode(errors="backslashreplace")  # to be shown
+    return Header(said["file"], {name: said[name] for name in ("format", "device", "kernels")}, ignored)
 
 
 def merged(about: Section, old: str | None, measured: Sequence[Section], winners: Sequence[Section]) -> list[Section]:

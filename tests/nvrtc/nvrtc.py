@@ -3,43 +3,53 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 
+@cache
 def load() -> ctypes.CDLL:
     files = {file.name.split(".so")[0]: file.locate() for file in metadata.files("nvidia-cuda-nvrtc") or [] if ".so." in file.name}
     ctypes.CDLL(str(files["libnvrtc-builtins"]))  # NVRTC looks for it by name
     return ctypes.CDLL(str(files["libnvrtc"]))
 
 
+def compiled(
+    source: bytes, name: str, options: Iterable[str], form: str, headers: Mapping[str, str] | None = None
+) -> tuple[int, str, bytes]:
+    """Status (0: good), log, and the code in this form (CUBIN or PTX), if it is good. headers: by the names that the source includes."""
+    nvrtc, program, size = load(), ctypes.c_void_p(), ctypes.c_size_t()
+    names, texts = _strings(headers or {}), _strings((headers or {}).values())
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), len(names), texts, names)
+    given = _strings(options)
+    status = nvrtc.nvrtcCompileProgram(program, len(given), given)
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log, code = ctypes.create_string_buffer(size.value), ctypes.create_string_buffer(0)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    if status == 0:
+        getattr(nvrtc, f"nvrtcGet{form}Size")(program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        getattr(nvrtc, f"nvrtcGet{form}")(program, code)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return status, log.value.decode(), code.raw
+
+
+def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [text.encode() for text in texts]
+    return (ctypes.c_char_p * len(encoded))(*encoded)
+
+
 def compile_source(source: Path, include: Path, arch: str) -> tuple[int, str, int]:
     """Status (0: good), log and size of the cubin."""
-    nvrtc = load()
-    program = ctypes.c_void_p()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
     options = [f"--gpu-architecture={arch}", "--std=c++20", f"--include-path={include}", "--ptxas-options=-v", "--no-cache"]
-    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
-    size = ctypes.c_size_t()
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    cubin = ctypes.c_size_t()
-    if status == 0:
-        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(cubin))
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return status, log.value.decode(), cubin.value
+    status, log, cubin = compiled(source.read_bytes(), source.name, options, "CUBIN")
+    return status, log, len(cubin)
 
 
 def ptx_of(source: Path, include: Path, arch: str) -> str:
-    nvrtc = load()
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
     options = [f"--gpu-architecture={arch}", "--std=c++20", f"--include-path={include}"]
-    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
-    assert status == 0, source
-    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
-    ptx = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetPTX(program, ptx)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return ptx.value.decode()
+    status, log, ptx = compiled(source.read_bytes(), source.name, options, "PTX")
+    assert status == 0, f"{source}: {log}"
+    return ptx.rstrip(b"\0").decode()

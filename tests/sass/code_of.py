@@ -9,7 +9,9 @@ import os
 import re
 import struct
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cache
 
 from tree import CACHE, HERE, Program
 
@@ -47,7 +49,7 @@ def sass(program: Program) -> Sass:
 
 
 def _kept(what: str, program: Program, make) -> dict:
-    file = CACHE / what / _library().version / program.key[:2] / program.key
+    file = CACHE / what / _version() / program.key[:2] / program.key
     if file.exists():
         return json.loads(file.read_text())
     made = make()
@@ -58,48 +60,23 @@ def _kept(what: str, program: Program, make) -> dict:
     return made
 
 
-class _Library:
-    def __init__(self) -> None:
-        self.calls = nvrtc.load()
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self.calls.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        self.version = f"{major.value}.{minor.value}"
-
-
-_loaded: list[_Library] = []
-
-
-def _library() -> _Library:
-    if not _loaded:
-        _loaded.append(_Library())
-    return _loaded[0]
-
-
-def _strings(texts: list[str]) -> ctypes.Array:
-    return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+@cache
+def _version() -> str:
+    """NVRTC's."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.load().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
 
 
 def compiled(program: Program, form: str) -> tuple[bytes, str]:
     """form: PTX or CUBIN. The code and the log."""
-    calls, handle, size = _library().calls, ctypes.c_void_p(), ctypes.c_size_t()
-    names = list(program.headers)
-    calls.nvrtcCreateProgram(
-        ctypes.byref(handle), program.source.encode(), b"kernel.cu", len(names), _strings(list(program.headers.values())), _strings(names)
-    )
-    options = list(program.options)
+    options: Iterable[str] = program.options
     if form == "PTX":
         options = [option.replace("=sm_", "=compute_") for option in options if not option.startswith("--ptxas-options")]
-    status = calls.nvrtcCompileProgram(handle, len(options), _strings(options))
-    calls.nvrtcGetProgramLogSize(handle, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    calls.nvrtcGetProgramLog(handle, log)
+    status, log, code = nvrtc.compiled(program.source.encode(), "kernel.cu", options, form, program.headers)
     if status:
-        raise SystemExit(f"{program.name} does not compile:\n{log.value.decode()}")
-    getattr(calls, f"nvrtcGet{form}Size")(handle, ctypes.byref(size))
-    code = ctypes.create_string_buffer(size.value)
-    getattr(calls, f"nvrtcGet{form}")(handle, code)
-    calls.nvrtcDestroyProgram(ctypes.byref(handle))
-    return code.raw, log.value.decode()
+        raise SystemExit(f"{program.name} does not compile:\n{log}")
+    return code, log
 
 
 _NAME = re.compile(r"\b(?:_Z|__cuda_local_var_|_\$_|anon)[\w$]*")

@@ -23,7 +23,7 @@ template <BackwardConfig C> struct BackwardScores {
 
   const BackwardShared<C> &shared;
   const int w, part, lane, warp; // warpgroup; which 64 of the block's keys
-  const Scores<F, float> scores;
+  const Scores<F, float, Functions::half> scores;
   const KeyMajorDropout<F> dropout;
 
   __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const Inputs &in, const KeyBlock &keys, int w)
@@ -120,7 +120,7 @@ template <BackwardConfig C> struct BackwardScores {
 private:
   // Of one score.
   struct Given {
-    const typename Scores<F, float>::InMemory memory;
+    const typename Scores<F, float, Functions::half>::InMemory memory;
     const u32 bit;
     __device__ __forceinline__ float bias() const { return memory.bias(); }
     __device__ __forceinline__ bool allowed() const { return bit != 0; }

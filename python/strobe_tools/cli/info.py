@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import strobe
+from strobe._abi import told
 from strobe._core import lib
-from strobe._tuning import said
 from strobe_tools import machine
 
 
@@ -43,7 +43,7 @@ def compiled_for() -> list[int]:
 
 
 def _known_of_cuda(begin: str) -> str:
-    return next(line.removeprefix(begin) for line in said(lib.strobe_cuda_info).splitlines() if line.startswith(begin))
+    return next(line.removeprefix(begin) for line in told(lib.strobe_cuda_info).splitlines() if line.startswith(begin))
 
 
 @click.command(short_help="Version, machine, engines.")

@@ -190,11 +190,7 @@ private:
 
   static std::optional<Launch> bias_gradient(const Problem &p, const Config &c, const BackwardArguments &a) {
     if (!p.dbias) return std::nullopt;
-    int64_t ctas = 1;
-    const int64_t parts[4] = {p.batch, p.heads, tiles(p.seqlen_q, c.tile_q), tiles(p.seqlen_k, c.tile_k)};
-    for (int axis = 0; axis < 4; axis++)
-      if (p.dbias.stride[axis]) ctas *= parts[axis];
-    return Launch(kBiasGradient, c, ctas, c.threads(), c.backward_shared_bytes(), a);
+    return Launch(kBiasGradient, c, bias_tiles(p, c.tile_q, c.tile_k), c.threads(), c.backward_shared_bytes(), a);
   }
 };
 

@@ -129,9 +129,7 @@ std::optional<Launch> bias_gradient(const Problem &p, const Device &device, cons
   if (!p.dbias) return std::nullopt;
   const std::span<const GradientTile> tiles = p.dtype == DType::f32 ? std::span<const GradientTile>(kBiasTilesTf32) : kBiasTiles;
   const TileConfig c = *gradient_config(tiles, p, device); // the smallest tile is settle's, too
-  const i64 *s = a.dbias.stride;
-  const int64_t blocks = c.blocks(s[0] != 0, s[1] != 0, s[2] != 0, s[3] != 0, p.batch, p.heads, p.seqlen_q, p.seqlen_k);
-  return Launch(kBiasGradient, c, blocks, c.threads(), c.shared_bytes(), a);
+  return Launch(kBiasGradient, c, bias_tiles(p, c.tile_q, c.tile_k), c.threads(), c.shared_bytes(), a);
 }
 
 Launch padding(const Problem &p, Direction direction) {

@@ -30,6 +30,15 @@ inline bool divides_blocks(const Problem &p, int64_t tile_q, int64_t tile_k = 1)
   return !p.blocks.present || (p.blocks.block_q % tile_q == 0 && p.blocks.block_k % tile_k == 0);
 }
 
+// Of dbias: one along an axis over which it is broadcast.
+inline int64_t bias_tiles(const Problem &p, int64_t tile_q, int64_t tile_k) {
+  const int64_t along[4] = {p.batch, p.heads, tiles(p.seqlen_q, tile_q), tiles(p.seqlen_k, tile_k)};
+  int64_t count = 1;
+  for (int axis = 0; axis < 4; axis++)
+    if (p.dbias.stride[axis]) count *= along[axis];
+  return count;
+}
+
 inline std::string no_tile(const Device &device) {
   return text("no tile fits the ", device.shared_per_block, " bytes of shared memory and divides the blocks of block_rows");
 }
