@@ -27,7 +27,7 @@ struct Features {
 inline constexpr i32 kRunOfColumns = 32;
 
 // Head dimensions beyond this one are called wide. Their rows are too many registers for the ways in which kernels are cut up to here.
-inline constexpr i32 kMostUsualDim = 256;
+STROBE_FN constexpr i32 most_usual_dim() { return 256; }
 
 // As strobe_dtype.
 inline constexpr i32 kF32 = 1, kF16 = 2, kBF16 = 3, kF64 = 4;

@@ -9,24 +9,24 @@ namespace strobe::mma {
 
 // The warp's place among the block's: groups follow one another, then come their next warps.
 template <Config C> struct ColumnWarps {
-  static constexpr bool kAlone = C.column_warps == 1;
-  static constexpr int kColumns = C.head_dim_v / C.column_warps / 16; // blocks of O that a warp has
-  static constexpr int kInner = C.head_dim / C.column_warps;          // columns of Q and K over which it sums S
+  static __device__ constexpr bool alone() { return C.column_warps == 1; }
+  static __device__ constexpr int columns() { return C.head_dim_v / C.column_warps / 16; } // blocks of O that a warp has
+  static __device__ constexpr int inner() { return C.head_dim / C.column_warps; }          // columns of Q and K over which it sums S
   static_assert(C.head_dim_v % (16 * C.column_warps) == 0 && C.head_dim % (16 * C.column_warps) == 0);
   static_assert(C.warps % C.column_warps == 0 && C.groups() < 16);
 
-  static __device__ __forceinline__ int group(int thread) { return kAlone ? thread / 32 : thread / 32 % C.groups(); }
-  static __device__ __forceinline__ int column(int thread) { return kAlone ? 0 : thread / 32 / C.groups(); }
+  static __device__ __forceinline__ int group(int thread) { return alone() ? thread / 32 : thread / 32 % C.groups(); }
+  static __device__ __forceinline__ int column(int thread) { return alone() ? 0 : thread / 32 / C.groups(); }
   // All of the group have come.
   static __device__ __forceinline__ void meet(int thread) {
-    if constexpr (kAlone)
+    if constexpr (alone())
       __syncwarp();
     else
       barrier_sync(1 + group(thread), 32 * C.column_warps);
   }
   // S becomes the sum over all of its warps' columns, the same bits in each. Before the next exchange all must have met once more.
   template <int kM, int kN> static __device__ __forceinline__ void exchange(tile::Accumulator (&S)[kM][kN], u32 places, int thread) {
-    if constexpr (!kAlone) {
+    if constexpr (!alone()) {
       constexpr u32 kBytes = 1024 * kM * kN; // of a warp
       const u32 at = places + (u32)group(thread) * C.column_warps * kBytes + tile::lane_id() * 16, own = at + (u32)column(thread) * kBytes;
 #pragma unroll

@@ -37,7 +37,7 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
     and activation checkpointing work. NumPy arrays give NumPy arrays; attention_backward() computes their gradients.
 
     B is the number of batches, H that of query heads and Hkv that of key heads. H is a multiple of Hkv: query head h reads key head
-    h // (H / Hkv). Sq and Sk are the lengths. D and Dv, the head dimensions, are 1 to 256.
+    h // (H / Hkv). Sq and Sk are the lengths. The head dimensions are 1 to 576 for D, 1 to 512 for Dv.
 
     Args:
         q: (B, H, Sq, D), or (B, Sq, H, D) with layout "bshd"; float32, float16, bfloat16 or float64. Any strides are read in place.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .arrays.base import Array
 
 INT32_MAX, INT64_MIN, INT64_MAX = 2**31 - 1, -(2**63), 2**63 - 1
-MAX_HEAD_DIM = 256  # src/attention/validate.cpp
+MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512  # src/attention/validate.cpp
 _UNDOCUMENTED = ""  # the words are those of the row before
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from ._attention import _prepared, attention
 from ._checks import Wrong, check_names, flag, is_choice, is_integer, number, refusal
 from ._kinds import is_bool, shown
-from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM
+from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from ._request import without_causal_bias
 from .arrays.base import Array, Framework
 from .arrays.known import framework_of, known_framework, unfit
@@ -67,9 +67,9 @@ def hyperbolic_attention(
     suffers from that; docs/hyperbolic.md says by how much.
 
     Args:
-        q: (B, H, Sq, n + 1), or (B, H, Sq, n) with model "poincare", where n <= 255. layout and packed sequences work as in attention().
+        q: (B, H, Sq, n + 1), or (B, H, Sq, n) with model "poincare", where n <= 575. layout and packed sequences work as in attention().
         k: points of the same width as q's.
-        v: points of any width.
+        v: points of any width up to 512, with model "poincare" up to 511.
         beta: how fast attention falls with distance; > 0.
         c: a constant. The returned lse includes it. In the softmax it cancels, unless there are sinks.
         model: of q, k, v and the output. "lorentz": points of the hyperboloid, with the time-like coordinate first. "poincare": points
@@ -107,8 +107,9 @@ def hyperbolic_attention(
         return _refused(q, k, v, options, wrong)
     options = dict(without_causal_bias(framework, q, k, options, wrong))
     for name, x in points.items():
-        if model == "poincare" and x.shape[-1] >= MAX_HEAD_DIM:  # a point has one more on the hyperboloid
-            wrong.append(ValueError(f"{name}: {x.shape[-1]} coordinates; accepted with model 'poincare' are 1 to {MAX_HEAD_DIM - 1}"))
+        most = (MAX_HEAD_DIM_V if name == "v" else MAX_HEAD_DIM) - 1  # a point has one more on the hyperboloid
+        if model == "poincare" and x.shape[-1] > most:
+            wrong.append(ValueError(f"{name}: {x.shape[-1]} coordinates; accepted with model 'poincare' are 1 to {most}"))
     if wrong:
         return _refused(q, k, v, options, wrong)
     if is_bool(check := options.get("check")) and check:

@@ -12,7 +12,7 @@ from ._attention import attention, explain
 from ._blockmask import BlockMask
 from ._checks import Wrong, check_names, is_integer, refusal
 from ._kinds import kind
-from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM
+from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from .arrays.known import known_framework, unfit
 from .arrays.torch import TORCH
 
@@ -94,4 +94,4 @@ def _check_values(head_dim: int, options: AttentionOptions) -> None:
         given["seed"] = 0  # none is drawn
     if isinstance(given.get("block_mask"), BlockMask):
         del given["block_mask"]  # fits lengths that come with the call
-    explain(nothing, nothing, nothing, **given)
+    explain(nothing, nothing, nothing[..., :MAX_HEAD_DIM_V], **given)

@@ -126,8 +126,9 @@ TEST_CASE("validate: shapes that do not agree") {
   expect_each(
       make_dense, Direction::forward,
       {{"q: head dimension 0", shape("q", 3, 0)},
-       {"q: head dimension 257", [](Call &c) { c.add("q", DType::f32, {B, H, Sq, 257}); }},
-       {"v: head dimension 257", [](Call &c) { c.add("v", DType::f32, {B, Hkv, Sk, 257}), c.add("out", DType::f32, {B, H, Sq, 257}); }},
+       {"q: head dimension 577; accepted is 1 to 576", [](Call &c) { c.add("q", DType::f32, {B, H, Sq, 577}); }},
+       {"v: head dimension 513; accepted is 1 to 512",
+        [](Call &c) { c.add("v", DType::f32, {B, Hkv, Sk, 513}), c.add("out", DType::f32, {B, H, Sq, 513}); }},
        {"k: shape (1, 2, 38, 8); accepted is (B, Hkv, Sk, D) = (2, any, any, 8)", shape("k", 0, 1)},
        {"k: shape (2, 2, 38, 7)", shape("k", 3, 7)},
        {"k: 3 heads for the 4 of q", [](Call &c) { c.add("k", DType::f32, {B, 3, Sk, D}), c.add("v", DType::f32, {B, 3, Sk, Dv}); }},
@@ -392,14 +393,14 @@ TEST_CASE("validate: every reason at once, a line each") {
 TEST_CASE("validate: also those of the head dimension, the execution and the engine") {
   Call call;
   make_dense(call, Direction::forward);
-  call.add("q", DType::f32, {B, H, Sq, 300}), call.add("k", DType::f32, {B, Hkv, Sk, 300}), call.add("v", DType::f32, {B, Hkv, Sk, 300});
+  call.add("q", DType::f32, {B, H, Sq, 600}), call.add("k", DType::f32, {B, Hkv, Sk, 600}), call.add("v", DType::f32, {B, Hkv, Sk, 600});
   call.execution.threads = -1, call.attention.engine = "no-such";
   REQUIRE(call.run() == STROBE_INVALID_ARGUMENT);
   const std::vector<std::string> all = lines(strobe_last_error());
   REQUIRE(all.size() == 5);
-  CHECK(all[0].starts_with("q: head dimension 300"));
-  CHECK(all[1].starts_with("k: head dimension 300"));
-  CHECK(all[2].starts_with("v: head dimension 300"));
+  CHECK(all[0].starts_with("q: head dimension 600"));
+  CHECK(all[1].starts_with("k: head dimension 600"));
+  CHECK(all[2].starts_with("v: head dimension 600"));
   CHECK(all[3].starts_with("execution.threads: -1"));
   CHECK(all[4].starts_with("engine: \"no-such\" is unknown"));
 }

@@ -170,16 +170,16 @@ def test_learned_scale_masks_and_dropout():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"head_dim": 0}, ValueError, "head_dim: 0; accepted are integers from 1 to 256"),
-        ({"head_dim": -4}, ValueError, "head_dim: -4; accepted are integers from 1 to 256"),
-        ({"head_dim": 300}, ValueError, "head_dim: 300; accepted are integers from 1 to 256"),
+        ({"head_dim": 0}, ValueError, "head_dim: 0; accepted are integers from 1 to 576"),
+        ({"head_dim": -4}, ValueError, "head_dim: -4; accepted are integers from 1 to 576"),
+        ({"head_dim": 577}, ValueError, "head_dim: 577; accepted are integers from 1 to 576"),
         ({"head_dim": "a"}, TypeError, "head_dim: str; accepted is an integer"),
         ({"head_dim": 64.0}, TypeError, "head_dim: float; accepted is an integer"),
         ({"dropout": 1.5}, ValueError, "dropout: 1.5; accepted is 0 to below 1, the probability of dropping"),
         (
             {"head_dim": 0, "dropout": "a"},
             ValueError,
-            "head_dim: 0; accepted are integers from 1 to 256\ndropout: str; accepted is a number",
+            "head_dim: 0; accepted are integers from 1 to 576\ndropout: str; accepted is a number",
         ),
     ],
 )
@@ -318,7 +318,7 @@ def test_block_sizes_refusals():
     [
         ((-1, 64), ValueError, "sequence_length: -1; accepted are integers from 1 to 2147483647"),
         ((10.0, 64), TypeError, "sequence_length: float; accepted is an integer"),
-        ((10, 300), ValueError, "head_dim: 300; accepted are integers from 1 to 256"),
+        ((10, 513), ValueError, "head_dim: 513; accepted are integers from 1 to 512"),
     ],
 )
 def test_sizes_that_are_none(given, error, message):

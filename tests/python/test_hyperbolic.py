@@ -432,14 +432,16 @@ def test_midpoints_complain_of_no_bias_that_was_not_given():
 def test_widths(aggregate, check):
     x = h.lift(torch.zeros(1, 1, 4, 3))
     options = {"aggregate": aggregate, "check": check}
-    with pytest.raises(ValueError, match="^q: head dimension 0; accepted is 1 to 256\nk: "):
+    with pytest.raises(ValueError, match="^q: head dimension 0; accepted is 1 to 576\nk: "):
         strobe.hyperbolic_attention(x[..., :0], x[..., :0], x, **options)
-    with pytest.raises(ValueError, match="^v: head dimension 0; accepted is 1 to 256$"):
+    with pytest.raises(ValueError, match="^v: head dimension 0; accepted is 1 to 512$"):
         strobe.hyperbolic_attention(x, x, x[..., :0], **options)
-    wide = torch.zeros(1, 1, 4, 256)
-    with pytest.raises(ValueError, match="^v: 256 coordinates; accepted with model 'poincare' are 1 to 255$"):
-        strobe.hyperbolic_attention(wide[..., :3], wide[..., :3], wide, model="poincare", **options)
-    assert strobe.hyperbolic_attention(*[wide[..., :255]] * 3, model="poincare", **options).shape == (1, 1, 4, 255)
+    wide = torch.zeros(1, 1, 4, 576)
+    with pytest.raises(ValueError, match="^v: 512 coordinates; accepted with model 'poincare' are 1 to 511$"):
+        strobe.hyperbolic_attention(wide[..., :3], wide[..., :3], wide[..., :512], model="poincare", **options)
+    with pytest.raises(ValueError, match="^q: 576 coordinates; accepted with model 'poincare' are 1 to 575\nk: "):
+        strobe.hyperbolic_attention(wide, wide, wide[..., :3], model="poincare", **options)
+    assert strobe.hyperbolic_attention(*[wide[..., :511]] * 3, model="poincare", **options).shape == (1, 1, 4, 511)
 
 
 def test_meta_tensors_have_shapes_and_no_points():

@@ -27,8 +27,6 @@ template <BackwardConfig C> struct BackwardBlock {
                        kQueries = kTileQ / 16;
   static constexpr int kColumns = kD / C.dim_warps / 16, kColumnsV = kDv / C.dim_warps / 16;
   static constexpr int kDqRows = kTileQ / C.dq_rows() / 16, kDqColumns = kD / C.dq_columns() / 16;
-  // Blocks of dQ's columns at a time, beside dK or dV of a wide head.
-  static constexpr int kDqAtOnce = max(kD, kDv) > kMostUsualDim ? min(3, kDqColumns) : kDqColumns;
   // Elements may be hidden in any tile, not in those alone that position masks.
   static constexpr bool kHides = F.mask || F.bias;
 

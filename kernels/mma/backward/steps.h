@@ -13,8 +13,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   using Block = BackwardBlock<C>;
   using Block::a, Block::in, Block::state, Block::shared, Block::thread, Block::role, Block::key_warp, Block::dim_warp;
   using Block::kD, Block::kDv, Block::kTileQ, Block::kTileK, Block::kThreads, Block::kShort, Block::kHides, Block::F;
-  using Block::kKeys, Block::kStep, Block::kSpan, Block::kQueries, Block::kColumns, Block::kColumnsV, Block::kDqRows, Block::kDqColumns,
-      Block::kDqAtOnce;
+  using Block::kKeys, Block::kStep, Block::kSpan, Block::kQueries, Block::kColumns, Block::kColumnsV, Block::kDqRows, Block::kDqColumns;
   using Block::kQ, Block::kV, Block::kDo, Block::kP, Block::kDs;
   using Block::tile_of, Block::lse_of, Block::delta_of;
   using typename Block::T, typename Block::Tile, typename Block::StagedLse;
@@ -204,6 +203,8 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       for (int m = 0; m < kKeys; ++m) make_nonfinite(sum[m][c], count[m]);
     }
   }
+  // Blocks of dQ's columns at a time: all, but beside dK or dV of a wide head.
+  static __device__ constexpr int dq_at_once() { return max(kD, kDv) > most_usual_dim() ? min(3, kDqColumns) : kDqColumns; }
   // Adds an iteration's dQ (without the scale) to the rows of its tile.
   template <bool kNonfinite> __device__ __forceinline__ void add_dq(int iteration) const {
     int stage = iteration % 2;
@@ -218,14 +219,12 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     auto taken = [&](int m, int k) {
       return tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
     };
-    // dq_sum holds 16x16 blocks as the lanes hold them, row by row of blocks.
-    float *target = a.dq_sum + (number * (kTileQ * kD) + row * kD + column * 16);
 #pragma unroll
-    for (int first = 0; first < kDqColumns; first += kDqAtOnce) {
-      Accumulator dQ[kDqRows][kDqAtOnce] = {};
+    for (int first = 0; first < kDqColumns; first += dq_at_once()) {
+      Accumulator dQ[kDqRows][dq_at_once()] = {};
       if constexpr (kNonfinite) { // not finite numbers of K count only where dS is not 0
 #pragma unroll
-        for (int c = 0; c < min(kDqAtOnce, kDqColumns - first); ++c) {
+        for (int c = 0; c < min(dq_at_once(), kDqColumns - first); ++c) {
           Accumulator count[kDqRows] = {};
 #pragma unroll 1
           for (int k = 0; k < kTileK / 16; ++k) {
@@ -246,7 +245,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
 #pragma unroll
           for (int m = 0; m < kDqRows; ++m) dS[m] = taken(m, k);
 #pragma unroll
-          for (int c = 0; c < min(kDqAtOnce, kDqColumns - first); ++c) {
+          for (int c = 0; c < min(dq_at_once(), kDqColumns - first); ++c) {
             Right y = K.load(16 * k, 16 * (first + c));
 #pragma unroll
             for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
@@ -257,10 +256,12 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
         if (tile::lane_id() == 0) await_turn<F.blocks != 0>(turn, seen, key_tiles_before(t));
         __syncwarp();
       }
+      // dq_sum holds 16x16 blocks as the lanes hold them, row by row of blocks.
+      float *target = a.dq_sum + (number * (kTileQ * kD) + row * kD + column * 16);
 #pragma unroll
       for (int m = 0; m < kDqRows; ++m) {
 #pragma unroll
-        for (int c = 0; c < min(kDqAtOnce, kDqColumns - first); ++c) {
+        for (int c = 0; c < min(dq_at_once(), kDqColumns - first); ++c) {
           add_quad(target + m * 16 * kD + (first + c) * 256, dQ[m][c].x[0]);
           add_quad(target + m * 16 * kD + (first + c) * 256 + 128, dQ[m][c].x[1]);
         }

@@ -22,8 +22,7 @@ template <Config C> struct Decode {
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v;
   using Warps = ColumnWarps<C>;
-  static constexpr int kM = C.tile_q / 16, kN = C.tile_k / 16, kColumns = Warps::kColumns; // blocks of O that a warp has
-  static constexpr int kGroups = C.groups(), kLoaders = 32 * C.column_warps;               // threads of a group
+  static constexpr int kM = C.tile_q / 16, kN = C.tile_k / 16;
   static constexpr bool kAligned = C.aligned;
   static_assert(!F.blocks && C.tile_q % 16 == 0 && C.tile_k % 16 == 0 && kD % 16 == 0 && kDv % 16 == 0);
 
@@ -59,7 +58,7 @@ private:
   __device__ __forceinline__ Decode(const Arguments &a, const Sequence &s, i32 b, i32 head, i32 first, i32 split, unsigned char *shared)
       : a(a), in(a.in), sequence(s), b(b), head(head), first(first), split(split), rows((i32)s.band.seqlen_q * in.group), scores(in, s, b),
         dropout(in), shared(shared), q_shared(shared_address(shared)), k_shared(q_shared + C.tile_q * kD * 2 + group * C.stages * kKBytes),
-        v_shared(q_shared + C.tile_q * kD * 2 + kGroups * C.stages * kKBytes + group * C.stages * kVBytes) {}
+        v_shared(q_shared + C.tile_q * kD * 2 + C.groups() * C.stages * kKBytes + group * C.stages * kVBytes) {}
 
   __device__ __forceinline__ i32 query(i32 row) const { return row / in.group; }
   __device__ __forceinline__ i32 query_head(i32 row) const { return head * in.group + row % in.group; }
@@ -75,7 +74,7 @@ private:
   };
 
   __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // query + 1
-  __device__ __forceinline__ Schedule::Part part(int w) const { return {(i64)split * kGroups + w, (i64)a.splits * kGroups}; }
+  __device__ __forceinline__ Schedule::Part part(int w) const { return {(i64)split * C.groups() + w, (i64)a.splits * C.groups()}; }
 
   __device__ __forceinline__ void compute() {
     const Keys<T> k = k_of<T>(in, sequence, b, head), v = v_of<T>(in, sequence, b, head);
@@ -85,8 +84,8 @@ private:
     auto load = [&] { // the next tile of keys; a group of copies, even if empty
       KeyTile t;
       if (ahead.next(t)) {
-        tile::load<C.tile_k, kD, kLoaders, kAligned>(k_shared + loading * kKBytes, k.rows(t.begin, t.end), lane);
-        tile::load<C.tile_k, kDv, kLoaders, kAligned>(v_shared + loading * kVBytes, v.rows(t.begin, t.end), lane);
+        tile::load<C.tile_k, kD, 32 * C.column_warps, kAligned>(k_shared + loading * kKBytes, k.rows(t.begin, t.end), lane);
+        tile::load<C.tile_k, kDv, 32 * C.column_warps, kAligned>(v_shared + loading * kVBytes, v.rows(t.begin, t.end), lane);
         loading = loading + 1 == C.stages ? 0 : loading + 1;
       }
       cp_async_commit();
@@ -98,7 +97,7 @@ private:
     for (int i = 0; i < C.stages - 1; ++i) load();
     cp_async_wait<C.stages - 1>();
     __syncthreads();
-    constexpr int kInner = Warps::kInner / 16;
+    constexpr int kInner = Warps::inner() / 16;
     tile::Blocks<Left, kD> q_blocks(q_shared, 16 * column * kInner);
     constexpr bool kKeepQ = kM * kD <= 128; // in registers
     Left Q[kM][kInner];
@@ -107,7 +106,7 @@ private:
       for (int i = 0; i < kM * kInner; ++i) Q[i / kInner][i % kInner] = q_blocks.load(i / kInner * 16, i % kInner * 16);
     }
 
-    Accumulator O[kM][kColumns] = {};
+    Accumulator O[kM][Warps::columns()] = {};
     RowSoftmax<2 * kM> softmax;
     KeyTile tile;
     int stage = 0;
@@ -134,9 +133,9 @@ private:
       Warps::exchange(S, q_shared + C.decode_exchange_at(), (int)threadIdx.x);
       score(S, tile);
       softmax.template follow<C.exact_max>(S, exponent(), O);
-      if (masked(tile)) nonfinite |= clear_nonfinite<T, C.tile_k, kDv, kLoaders>(v_shared + stage * kVBytes, lane);
+      if (masked(tile)) nonfinite |= clear_nonfinite<T, C.tile_k, kDv, 32 * C.column_warps>(v_shared + stage * kVBytes, lane);
       Warps::meet((int)threadIdx.x);
-      tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, 16 * column * kColumns);
+      tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, 16 * column * Warps::columns());
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         Left P[kM];
@@ -147,7 +146,7 @@ private:
           P[m] = tile::rounded<T>(S[m][n]);
         }
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
+        for (int c = 0; c < Warps::columns(); ++c) {
           Right value = V.load(16 * n, 16 * c);
 #pragma unroll
           for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], P[m], value);
@@ -180,11 +179,11 @@ private:
   }
 
   // O of all groups -> memory. Shared memory now holds M and l (group, row), then O (group, row, column).
-  __device__ __forceinline__ void merge(const Accumulator (&O)[kM][kColumns], const RowSoftmax<2 * kM> &softmax) {
+  __device__ __forceinline__ void merge(const Accumulator (&O)[kM][Warps::columns()], const RowSoftmax<2 * kM> &softmax) {
     cp_async_wait<0>();
     __syncthreads();
-    const int first_column = Warps::column((int)threadIdx.x) * 16 * kColumns;
-    float *M = (float *)shared, *l = M + kGroups * C.tile_q, *o = l + kGroups * C.tile_q;
+    const int first_column = Warps::column((int)threadIdx.x) * 16 * Warps::columns();
+    float *M = (float *)shared, *l = M + C.groups() * C.tile_q, *o = l + C.groups() * C.tile_q;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       int m = i / 2, r = i % 2, row = group * C.tile_q + 16 * m + tile::lane_row(r);
@@ -192,7 +191,7 @@ private:
       if (first + 16 * m + tile::lane_row(r) >= rows) continue;
       if (first_column + tile::lane_column(0, 0) == 0) M[row] = softmax.M[i], l[row] = sum;
 #pragma unroll
-      for (int k = 0; k < 4 * kColumns; ++k)
+      for (int k = 0; k < 4 * Warps::columns(); ++k)
         o[row * kOPitch + first_column + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2)] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
     }
     __syncthreads();
@@ -204,11 +203,11 @@ private:
     i64 q = sequence.q0 + query(first + r);
     bool whole = a.splits == 1;
     float sink = whole && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, h, 0, 0)) : minus_infinity<float>();
-    float top = minus_infinity<float>(), sum = 0, weight[kGroups];
+    float top = minus_infinity<float>(), sum = 0, weight[C.groups()];
 #pragma unroll
-    for (int w = 0; w < kGroups; ++w) top = fmaxf(top, M[w * C.tile_q + r]);
+    for (int w = 0; w < C.groups(); ++w) top = fmaxf(top, M[w * C.tile_q + r]);
 #pragma unroll
-    for (int w = 0; w < kGroups; ++w) {
+    for (int w = 0; w < C.groups(); ++w) {
       weight[w] = top == minus_infinity<float>() ? 1.0f : exp2(exponent().difference(M[w * C.tile_q + r] - top));
       sum += weight[w] * l[w * C.tile_q + r];
     }
@@ -224,7 +223,7 @@ private:
     for (int c = tile::lane_id(); c < in.head_dim_v; c += 32) {
       float x = 0;
 #pragma unroll
-      for (int w = 0; w < kGroups; ++w) x += weight[w] * o[(w * C.tile_q + r) * kOPitch + c];
+      for (int w = 0; w < C.groups(); ++w) x += weight[w] * o[(w * C.tile_q + r) * kOPitch + c];
       x *= factor;
       if (whole)
         *a.out.at<T>(b, h, q, c) = Convert<T>::from(x);
@@ -244,7 +243,7 @@ private:
   };
   __device__ __forceinline__ void add_nonfinite(const Keys<T> &v) const {
     Results results{*this, min((i32)C.tile_q, rows - first)};
-    for (int w = 0; w < kGroups; ++w) {
+    for (int w = 0; w < C.groups(); ++w) {
       Range keys = Schedule::share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, part(w));
       __syncthreads();
       strobe::add_nonfinite<kThreads>(scores, dropout, v, keys, {nullptr, 0, 0}, results, (int)threadIdx.x);

@@ -24,7 +24,7 @@ template <Config C> struct Forward {
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v;
   using Warps = ColumnWarps<C>;
-  static constexpr int kRows = C.tile_q / C.groups(), kColumns = Warps::kColumns; // of a warp; blocks of O
+  static constexpr int kRows = C.tile_q / C.groups(); // of a warp
   static constexpr int kM = kRows / 16, kN = C.tile_k / 16;
   static constexpr bool kAligned = C.aligned;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0 && kD % 16 == 0 && kDv % 16 == 0);
@@ -80,7 +80,7 @@ private:
 
   // Returns whether V had numbers that were not finite.
   __device__ __forceinline__ bool compute() {
-    Accumulator O[kM][kColumns] = {};
+    Accumulator O[kM][Warps::columns()] = {};
     RowSoftmax<2 * kM> softmax;
     Schedule tiles(sequence.band, item.q, last(), C.tile_k, 16, blocks(), part());
     KeyTile tile, next;
@@ -129,11 +129,11 @@ private:
 
   // S = Q K^T
   __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], int stage) const {
-    const int first = Warps::column((int)threadIdx.x) * Warps::kInner;
+    const int first = Warps::column((int)threadIdx.x) * Warps::inner();
     tile::Blocks<Left, kD> Q(q_shared + warp_row * kD * 2, first);
     tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, first, computed_here(tile::lane_id()));
 #pragma unroll
-    for (int c = 0; c < Warps::kInner; c += 16) {
+    for (int c = 0; c < Warps::inner(); c += 16) {
       Left q[kM];
 #pragma unroll
       for (int m = 0; m < kM; ++m) q[m] = Q.load(16 * m, c);
@@ -148,7 +148,7 @@ private:
   }
 
   // Of the warp's part of O.
-  static __device__ __forceinline__ int first_column() { return Warps::column((int)threadIdx.x) * 16 * kColumns; }
+  static __device__ __forceinline__ int first_column() { return Warps::column((int)threadIdx.x) * 16 * Warps::columns(); }
   static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
 
   // Raw products -> scores.
@@ -160,8 +160,8 @@ private:
   }
 
   // P = exp2(S * unit - M); O += P V
-  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kColumns], Accumulator (&S)[kM][kN], RowSoftmax<2 * kM> &softmax,
-                                               const KeyTile &tile, int stage) const {
+  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][Warps::columns()], Accumulator (&S)[kM][kN],
+                                               RowSoftmax<2 * kM> &softmax, const KeyTile &tile, int stage) const {
     tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, first_column());
 #pragma unroll
     for (int pair = 0; pair < kN; pair += 2) {
@@ -177,7 +177,7 @@ private:
 #pragma unroll
         for (int m = 0; m < kM; ++m) p[m] = tile::rounded<T>(S[m][n]);
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
+        for (int c = 0; c < Warps::columns(); ++c) {
           Right value = V.load(16 * n, 16 * c);
 #pragma unroll
           for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], p[m], value);
@@ -208,7 +208,7 @@ private:
   }
 
   // O / l and LSE to memory.
-  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kColumns], RowSoftmax<2 * kM> &softmax) {
+  __device__ __forceinline__ void finish(Accumulator (&O)[kM][Warps::columns()], RowSoftmax<2 * kM> &softmax) {
     bool whole = a.splits == 1;
     float sink = whole && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0)) : minus_infinity<float>();
 #pragma unroll
@@ -217,7 +217,7 @@ private:
       const RowEnd end = row_end(softmax.M[i], tile::row_sum(softmax.l[i]), sink, F.bias != 0);
       float factor = end.factor * dropout.dropout.factor();
 #pragma unroll
-      for (int k = 0; k < 4 * kColumns; ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= factor;
+      for (int k = 0; k < 4 * Warps::columns(); ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= factor;
       i32 q = item.q + warp_row + 16 * m + tile::lane_row(r);
       if (q >= scores.seqlen_q) continue;
       if (!whole) {
@@ -225,7 +225,7 @@ private:
         if (first_column() + tile::lane_column(0, 0) == 0) a.partial_lse[row] = end.lse;
         float *out = a.partial_out + row * in.head_dim_v;
 #pragma unroll
-        for (int k = 0; k < 4 * kColumns; ++k) {
+        for (int k = 0; k < 4 * Warps::columns(); ++k) {
           int c = first_column() + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
           if (c < in.head_dim_v) out[c] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
         }
@@ -235,13 +235,14 @@ private:
     }
     if (whole) store_o(O);
   }
-  __device__ __forceinline__ void store_o(const Accumulator (&O)[kM][kColumns]) {
+  __device__ __forceinline__ void store_o(const Accumulator (&O)[kM][Warps::columns()]) {
     cp_async_wait<0>();
     __syncthreads(); // Q's place is O's now
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) tile::store<kDv>(q_shared, warp_row + 16 * m, first_column() + 16 * c, tile::rounded<T>(O[m][c]));
+      for (int c = 0; c < Warps::columns(); ++c)
+        tile::store<kDv>(q_shared, warp_row + 16 * m, first_column() + 16 * c, tile::rounded<T>(O[m][c]));
     }
     __syncthreads();
     T *out = a.out.at<T>(item.b, item.h, sequence.q0 + item.q, 0);

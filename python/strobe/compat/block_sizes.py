@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strobe import attention, attention_backward, explain
 from strobe._checks import Wrong, is_integer, refusal
-from strobe._options import MAX_HEAD_DIM
+from strobe._options import MAX_HEAD_DIM_V
 
 from ._statistics import lse_of, statistics
 from ._words import flag_or_refusal, in_words_of, names_checked
@@ -82,7 +82,7 @@ class FlashAttention(torch.nn.Module):
 @names_checked(_NAMES)
 def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
     """(Bc, Br) that Strobe chooses by itself for a forward of one float32 head of that size, on the GPU if there is one."""
-    _check_integers(sequence_length=(sequence_length, _LONGEST), head_dim=(head_dim, MAX_HEAD_DIM))
+    _check_integers(sequence_length=(sequence_length, _LONGEST), head_dim=(head_dim, MAX_HEAD_DIM_V))
     shape = (1, 1, sequence_length, head_dim)
     x = torch.empty(shape, device="cuda" if torch.cuda.is_available() else "cpu")
     answer = explain(x, x, x)

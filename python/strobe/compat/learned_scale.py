@@ -5,7 +5,7 @@
 >>> optimizer = torch.optim.Adam(attn.parameters())
 >>> attn(Q, K, V).sum().backward()
 
-Beyond the original: any head dimension from 1 to 256, every float dtype (inputs are not cast to float32), the CPU, attn_mask, dropout.
+Beyond the original: any head dimension from 1 to 576 (V: 512), every float dtype (inputs are not cast to float32), the CPU, attn_mask, dropout.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FlashAttention(torch.nn.Module):
     The gradient of scale, sum dQ o Q / scale, costs one pass over Q and dQ.
 
     Args:
-        head_dim: D, from 1 to 256. Every call is held to it.
+        head_dim: D, from 1 to 576. Every call is held to it.
         dropout: 0 <= dropout < 1; it applies in training mode only.
 
     Raises:

@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
     """softmax(scale · query · keyᵀ + attn_mask) · value, differentiable in query, key, value and a float attn_mask.
 
     Args:
-        query: (L, E), (N, L, E), (N, Hq, L, E), or more axes in front; float32, float16, bfloat16 or float64. E and Ev are up to 256.
+        query: (L, E), (N, L, E), (N, Hq, L, E), or more axes in front; float32, float16, bfloat16 or float64. E is up to 576, Ev up to 512.
         key, value: (..., H, S, E) and (..., H, S, Ev), in query's dtype. Axes in front broadcast, and so does a single head.
         attn_mask: it broadcasts to (..., Hq, L, S). A bool mask says True = attend; a float one, in query's dtype or float32, is added to
             the scores. A torch.nn.attention.bias.CausalBias of L and S is taken too.

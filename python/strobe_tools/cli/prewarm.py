@@ -16,6 +16,7 @@ import click
 from rich.console import Console
 
 from strobe._core import lib
+from strobe._options import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from strobe._prewarm import Kernel, Shape, kernels, prewarm
 from strobe_tools.cli.info import compiled_for, kernel_cache
 from strobe_tools.progress import Progress, duration
@@ -91,11 +92,15 @@ class Job(NamedTuple):
         more, options = FEATURES[self.feature]
         packed = "cu_seqlens_q" in more
         batch = max(_B, _B * _S // self.seqlen)
-        x = Shape((_B * _S, _H, self.head_dim) if packed else (batch, _H, self.seqlen, self.head_dim), self.dtype)
+
+        def tokens(width: int) -> Shape:
+            return Shape((_B * _S, _H, width) if packed else (batch, _H, self.seqlen, width), self.dtype)
+
+        x, v = tokens(self.head_dim), tokens(min(self.head_dim, MAX_HEAD_DIM_V))
         if self.dtype == "float64":
             more = {name: tensor._replace(dtype="float64") if name in _AS_WIDE else tensor for name, tensor in more.items()}
         try:
-            return function({"q": x, "k": x, "v": x, **more}, options, self.backward, self.compute_capability), ""
+            return function({"q": x, "k": x, "v": v, **more}, options, self.backward, self.compute_capability), ""
         except NotImplementedError as refusal:
             return nothing, str(refusal)
 
@@ -113,6 +118,7 @@ def jobs(
 
 
 _OLDEST = 61
+_HEAD_DIM_HELP = f"Head dimensions, up to {MAX_HEAD_DIM} (that of V: {MAX_HEAD_DIM_V}); by default 32 to 256 by 32."
 _ARCH = "compute capability times ten, e.g. 90 for an H100 or H200"
 
 
@@ -141,7 +147,7 @@ def _reasons(refused: Iterable[tuple[Job, str]]) -> Iterator[str]:
     help=f"Only {', '.join(_COMMON_DTYPES)}, head dimensions {' and '.join(map(str, _COMMON_DIMS))}, {', '.join(_COMMON_FEATURES)}; "
     "the options below replace each.",
 )
-@click.option("--head-dim", multiple=True, type=click.IntRange(1, 256), help="Head dimensions; by default 32 to 256 by 32.")
+@click.option("--head-dim", multiple=True, type=click.IntRange(1, MAX_HEAD_DIM), help=_HEAD_DIM_HELP)
 @click.option("--dtype", multiple=True, help=f"By default {', '.join(DTYPES)}.")
 @click.option("--feature", multiple=True, help=f"Of {', '.join(FEATURES)}; by default all, each alone.")
 @click.option("--max-spill", type=click.IntRange(0), help="Exit with 1 if a kernel spills more than this many bytes.")

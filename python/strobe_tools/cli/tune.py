@@ -14,6 +14,7 @@ from rich.table import Table
 
 import strobe
 from strobe import _run, _tuning
+from strobe._options import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from strobe._request import parse
 from strobe_tools.requirements import require
 from strobe_tools.timing import medians_on_gpu
@@ -49,8 +50,11 @@ class Shape(NamedTuple):
         if len(sizes) == 4:
             batch, heads, seqlen, dim = sizes
             sizes = [batch, heads, heads, seqlen, seqlen, dim, dim]
-        if len(sizes) != 7 or min(sizes) < 1 or max(sizes) >= 2**31 or sizes[1] % sizes[2] or max(sizes[5:]) > 256:
-            accepted = "B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv, whole numbers from 1 below 2^31, Hkv a divisor of H, D and Dv up to 256"
+        if len(sizes) != 7 or min(sizes) < 1 or max(sizes) >= 2**31 or sizes[1] % sizes[2] or sizes[5] > MAX_HEAD_DIM or sizes[6] > MAX_HEAD_DIM_V:
+            accepted = (
+                "B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv, whole numbers from 1 below 2^31, Hkv a divisor of H, "
+                f"D up to {MAX_HEAD_DIM}, Dv up to {MAX_HEAD_DIM_V}"
+            )
             raise click.BadParameter(f"{written!r}; accepted is {accepted}", param_hint="--shape")
         return cls(*sizes)
 

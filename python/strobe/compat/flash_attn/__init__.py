@@ -13,7 +13,7 @@ They can also take its name, for code that imports flash-attn itself:
 Arguments, their order and their layouts are those of that package: (B, S, H, D), packed tokens (T, H, D), window_size with -1 for no bound,
 causal and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), heads of K and V that divide those of Q. These things differ:
 
-- float32 and float64, the CPU, and any head dimension from 1 to 256 work as well.
+- float32 and float64, the CPU, and any head dimension from 1 to 576 (that of v: 512) work as well.
 - dropout_p is rounded to steps of 1/256. Its mask is Strobe's own (strobe.dropout_mask), seeded from torch's default generator.
 - return_attn_probs=True returns (out, softmax_lse, None), because the S x S probabilities are never made. softmax_lse is differentiable.
   That of a query that sees no key is -inf, not +inf.
