@@ -12,7 +12,7 @@ inline constexpr i32 kWhole = 2;    // the same, and no column is missing: the h
 
 struct Config {
   i32 dtype;                // of q, k, v
-  i32 head_dim, head_dim_v; // rounded up to kDimStep, if wide to kWideStep
+  i32 head_dim, head_dim_v; // rounded up to kDimStep, if wide to wide_step()
   i32 tile_q, tile_k;       // of S
   i32 threads_q, threads_k; // a thread owns tile_q / threads_q rows by tile_k / threads_k columns of S; threads_k: lanes of one warp
   i32 chunk;                // how much of the sum over the head dimension is staged in shared memory at a time
@@ -21,9 +21,9 @@ struct Config {
   Features features;
 
   static constexpr i32 kDimStep = 32;
-  static constexpr i32 kWideStep = 64;   // with 16 threads side by side four adjacent columns for each
   static constexpr i32 kWalkBytes = 384; // of shared memory, for the schedule and what the threads have in common
 
+  STROBE_FN static constexpr i32 wide_step() { return 64; } // with 16 threads side by side four adjacent columns for each
   STROBE_FN constexpr i32 threads() const { return threads_q * threads_k; }
   STROBE_FN constexpr i32 real_bytes() const { return dtype == kF64 ? 8 : 4; }
   STROBE_FN constexpr i32 pad() const { return 16 / real_bytes(); }
@@ -38,10 +38,10 @@ struct Config {
 
   // Columns of `dim` of which O, dV, dK or dQ are multiplied at a time: wide rows are staged in parts.
   STROBE_FN constexpr bool wide() const { return max(head_dim, head_dim_v) > most_usual_dim(); }
-  STROBE_FN constexpr i32 columns_staged(i32 dim) const { return wide() ? min(dim, kWideStep) : dim; }
+  STROBE_FN constexpr i32 columns_staged(i32 dim) const { return wide() ? min(dim, wide_step()) : dim; }
   // One of the two stages that operands pass through: a chunk of two tiles along the head dimension, or some rows of one.
   STROBE_FN constexpr i32 stage_elements() const {
-    return max((tile_q + tile_k) * chunk, wide() ? 16 * kWideStep : pad() * max(head_dim, head_dim_v));
+    return max((tile_q + tile_k) * chunk, wide() ? 16 * wide_step() : pad() * max(head_dim, head_dim_v));
   }
   // Rows of a tile of `rows` that are staged at a time when whole rows of `dim` elements are.
   STROBE_FN constexpr i32 rows_staged(i32 rows, i32 dim) const {

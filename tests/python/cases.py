@@ -21,7 +21,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.f
 # Every value of every option that the pairs cover. The first value of each is the plain one.
 FACTORS: dict[str, list[Any]] = {
     "dtype": ["float32", "float64", "float16", "bfloat16"],
-    "dims": [(64, 64), (128, 128), (32, 32), (1, 1), (7, 5), (80, 80), (96, 40), (33, 65), (16, 24), (192, 128), (256, 256)],
+    "dims": [(64, 64), (128, 128), (32, 32), (1, 1), (7, 5), (80, 80), (96, 40), (33, 65), (16, 24), (192, 128), (256, 256), (576, 512), (40, 321)],
     "lengths": [(64, 64), (1, 1), (17, 17), (129, 129), (1, 129), (129, 1), (17, 129), (129, 64), (64, 17), (5, 300)],
     "batch": [2, 1, 3],
     "heads": [(2, 2), (1, 1), (3, 3), (4, 2), (6, 1), (8, 2)],

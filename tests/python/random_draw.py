@@ -58,6 +58,10 @@ def _width(rng: random.Random) -> int:
     return max(1, min(256, round(_log_uniform(rng, 0.6, 256.4))))
 
 
+def _wide(rng: random.Random, most: int) -> int:
+    return rng.choice([320, 384, 512, most]) if rng.random() < 0.6 else rng.randint(257, most)
+
+
 def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options:
     """What the calls of a number // CALLS have in common. dtypes: the weight of each."""
     rng = random.Random(f"options {number // CALLS}")
@@ -94,6 +98,10 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
     o["leaves"] = [name for name in ("q", "k", "v", "bias", "sinks") if rng.random() < 0.6] if rng.random() < 0.2 else None
     o["aligned"] = rng.random() < 0.75  # rows on 16-byte addresses, where their width lets them
     o["length"] = _one(rng, {"any": 0.5, "short": 0.1, "long keys": 0.1, "long": 0.3})
+    if rng.random() < 0.05:
+        which = rng.choice(["both", "both", "both", "d", "dv"])
+        o["d"] = o["d"] if which == "dv" else _wide(rng, 576)
+        o["dv"] = o["dv"] if which == "d" else _wide(rng, 512)
     return o
 
 

@@ -74,7 +74,7 @@ constexpr Tile kWideTiles[] = {
 
 // What all kernels of a call share.
 Config config_for(const Problem &p) {
-  Config c = begin_config<Config>(p, wide(p) ? Config::kWideStep : Config::kDimStep);
+  Config c = begin_config<Config>(p, wide(p) ? Config::wide_step() : Config::kDimStep);
   c.chunk = 16;
   c.blocks_per_sm = wide(p) ? 1 : 2;
   const bool pieces = aligned({&p.q, &p.k, &p.dk}, p.head_dim) && aligned({&p.v, &p.out, &p.dout, &p.dv}, p.head_dim_v);
