@@ -219,58 +219,64 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     auto taken = [&](int m, int k) {
       return tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
     };
-#pragma unroll
-    for (int first = 0; first < kDqColumns; first += dq_at_once()) {
-      Accumulator dQ[kDqRows][dq_at_once()] = {};
-      if constexpr (kNonfinite) { // not finite numbers of K count only where dS is not 0
-#pragma unroll
-        for (int c = 0; c < min(dq_at_once(), kDqColumns - first); ++c) {
-          Accumulator count[kDqRows] = {};
-#pragma unroll 1
-          for (int k = 0; k < kTileK / 16; ++k) {
-            Right y = K.load(16 * k, 16 * (first + c)), bad = split_nonfinite<T>(y);
-#pragma unroll
-            for (int m = 0; m < kDqRows; ++m) {
-              tile::multiply_add<T>(dQ[m][c], taken(m, k), y);
-              tile::multiply_add<T>(count[m], nonzero<T>(taken(m, k)), bad);
-            }
-          }
-#pragma unroll
-          for (int m = 0; m < kDqRows; ++m) make_nonfinite(dQ[m][c], count[m]);
-        }
-      } else {
-#pragma unroll
-        for (int k = 0; k < kTileK / 16; ++k) {
-          Left dS[kDqRows];
-#pragma unroll
-          for (int m = 0; m < kDqRows; ++m) dS[m] = taken(m, k);
-#pragma unroll
-          for (int c = 0; c < min(dq_at_once(), kDqColumns - first); ++c) {
-            Right y = K.load(16 * k, 16 * (first + c));
-#pragma unroll
-            for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
-          }
-        }
-      }
-      if (C.deterministic && first == 0) {
+    add_dq_columns<kNonfinite, 0>(taken, K, [&] {
+      if constexpr (C.deterministic) {
         if (tile::lane_id() == 0) await_turn<F.blocks != 0>(turn, seen, key_tiles_before(t));
         __syncwarp();
       }
       // dq_sum holds 16x16 blocks as the lanes hold them, row by row of blocks.
-      float *target = a.dq_sum + (number * (kTileQ * kD) + row * kD + column * 16);
-#pragma unroll
-      for (int m = 0; m < kDqRows; ++m) {
-#pragma unroll
-        for (int c = 0; c < min(dq_at_once(), kDqColumns - first); ++c) {
-          add_quad(target + m * 16 * kD + (first + c) * 256, dQ[m][c].x[0]);
-          add_quad(target + m * 16 * kD + (first + c) * 256 + 128, dQ[m][c].x[1]);
-        }
-      }
-    }
+      return a.dq_sum + (number * (kTileQ * kD) + row * kD + column * 16);
+    });
     if constexpr (C.deterministic) {
       __syncwarp();
       if (tile::lane_id() == 0) end_turn(turn);
     }
+  }
+  // From block kFirst of its columns on. place(): where the sum lies, once it is this warp's turn.
+  template <bool kNonfinite, int kFirst, class Taken, class Place>
+  __device__ __forceinline__ void add_dq_columns(const Taken &taken, const Blocks<Right, kD, true> &K, const Place &place) const {
+    constexpr int kCount = min(dq_at_once(), kDqColumns - kFirst);
+    Accumulator dQ[kDqRows][kCount] = {};
+    if constexpr (kNonfinite) { // not finite numbers of K count only where dS is not 0
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) {
+        Accumulator count[kDqRows] = {};
+#pragma unroll 1
+        for (int k = 0; k < kTileK / 16; ++k) {
+          Right y = K.load(16 * k, 16 * (kFirst + c)), bad = split_nonfinite<T>(y);
+#pragma unroll
+          for (int m = 0; m < kDqRows; ++m) {
+            tile::multiply_add<T>(dQ[m][c], taken(m, k), y);
+            tile::multiply_add<T>(count[m], nonzero<T>(taken(m, k)), bad);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < kDqRows; ++m) make_nonfinite(dQ[m][c], count[m]);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kTileK / 16; ++k) {
+        Left dS[kDqRows];
+#pragma unroll
+        for (int m = 0; m < kDqRows; ++m) dS[m] = taken(m, k);
+#pragma unroll
+        for (int c = 0; c < kCount; ++c) {
+          Right y = K.load(16 * k, 16 * (kFirst + c));
+#pragma unroll
+          for (int m = 0; m < kDqRows; ++m) tile::multiply_add<T>(dQ[m][c], dS[m], y);
+        }
+      }
+    }
+    float *target = place();
+#pragma unroll
+    for (int m = 0; m < kDqRows; ++m) {
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) {
+        add_quad(target + m * 16 * kD + (kFirst + c) * 256, dQ[m][c].x[0]);
+        add_quad(target + m * 16 * kD + (kFirst + c) * 256 + 128, dQ[m][c].x[1]);
+      }
+    }
+    if constexpr (kFirst + kCount < kDqColumns) add_dq_columns<kNonfinite, kFirst + kCount>(taken, K, [&] { return target; });
   }
 
   __device__ __forceinline__ u32 key_tiles_before(const Tile &t) const {
