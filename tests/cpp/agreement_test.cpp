@@ -32,7 +32,7 @@ double half(uint16_t bits, int mantissa, int bias) {
 
 // Which calls are drawn. packed_softcap: of 16 bits, where queries beyond a sequence's end might spoil its gradients by their slope.
 // lengthy: more keys or queries than a running sum takes before it starts anew.
-enum class Calls { any, packed_softcap, lengthy };
+enum class Calls { any, packed_softcap, lengthy, wide };
 
 // The calls that one seed stands for: the same inputs whatever the direction and the engine.
 class Drawn {
@@ -44,6 +44,7 @@ public:
     wide = dtype == DType::f64 ? DType::f64 : DType::f32;
     group = 1 + draw(3), hkv = 1 + draw(2), h = group * hkv, b = 1 + draw(2);
     d = size(), dv = size();
+    if (calls == Calls::wide) d = pick<int64_t>({40, 257, 320, 576}), dv = d == 40 ? 320 : pick<int64_t>({7, 289, 512});
     varlen = calls == Calls::packed_softcap || (draw(3) == 0 && calls != Calls::lengthy);
     varlen ? packed() : dense();
     options();
@@ -288,14 +289,15 @@ void agrees(uint32_t seed, Calls calls, const char *engine, Taken &taken) {
 
 int number(const char *name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; }
 void every_engine_agrees(Calls calls, int rounds) {
-  const int most = number("STROBE_AGREEMENT_CALLS", rounds);
+  const int most = calls == Calls::wide ? 1 : number("STROBE_AGREEMENT_CALLS", rounds);
   const char *listed = std::getenv("STROBE_AGREEMENT_ENGINES");
   const bool emulated = std::getenv("STROBE_EMULATOR_NVRTC");
   int engines = 0;
   for (int32_t e = 0; const char *engine = strobe_engine_name(e); e++) {
     if (strobe_engine_missing(e) || std::strcmp(engine, kOracle) == 0) continue;
     if (std::strncmp(engine, "ladder-", 7) == 0) continue; // takes no options: tests/python/test_ladder.py
-    if (on_gpu(engine) != emulated) continue;              // a GPU that is there has memory of its own
+    if (calls == Calls::wide && (std::strcmp(engine, "cuda-sm90") == 0 || std::strcmp(engine, "cuda-tf32") == 0)) continue;
+    if (on_gpu(engine) != emulated) continue; // a GPU that is there has memory of its own
     if (listed && text(",", listed, ",").find(text(",", engine, ",")) == std::string::npos) continue;
     CAPTURE(std::string(engine));
     Taken taken;
@@ -319,6 +321,7 @@ TEST_CASE("agreement: every engine with the oracle") { every_engine_agrees(Calls
 TEST_CASE("agreement: softcap over packed sequences with padding behind them") {
   every_engine_agrees(Calls::packed_softcap, number("STROBE_AGREEMENT_ROUNDS", 150));
 }
+TEST_CASE("agreement: head dimensions beyond 256") { every_engine_agrees(Calls::wide, 100); }
 TEST_CASE("agreement: sums that start anew") {
   if (!std::getenv("STROBE_EMULATOR_NVRTC")) every_engine_agrees(Calls::lengthy, 12);
 }

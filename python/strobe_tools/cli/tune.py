@@ -50,7 +50,8 @@ class Shape(NamedTuple):
         if len(sizes) == 4:
             batch, heads, seqlen, dim = sizes
             sizes = [batch, heads, heads, seqlen, seqlen, dim, dim]
-        if len(sizes) != 7 or min(sizes) < 1 or max(sizes) >= 2**31 or sizes[1] % sizes[2] or sizes[5] > MAX_HEAD_DIM or sizes[6] > MAX_HEAD_DIM_V:
+        good = len(sizes) == 7 and min(sizes) >= 1 and max(sizes) < 2**31 and sizes[1] % sizes[2] == 0
+        if not good or sizes[5] > MAX_HEAD_DIM or sizes[6] > MAX_HEAD_DIM_V:
             accepted = (
                 "B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv, whole numbers from 1 below 2^31, Hkv a divisor of H, "
                 f"D up to {MAX_HEAD_DIM}, Dv up to {MAX_HEAD_DIM_V}"
