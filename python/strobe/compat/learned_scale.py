@@ -5,7 +5,7 @@
 >>> optimizer = torch.optim.Adam(attn.parameters())
 >>> attn(Q, K, V).sum().backward()
 
-Beyond the original: head dimensions from 1 to 576 (V: 512), every float dtype (inputs are not cast to float32), the CPU, attn_mask, dropout.
+Beyond the original: head dimensions up to 576 (V: 512), every float dtype (inputs are not cast to float32), the CPU, attn_mask, dropout.
 """
 
 from __future__ import annotations
