@@ -81,6 +81,7 @@ def shipped() -> list[Job]:
     return [
         *jobs((90,), None, ("bfloat16",), None),
         *jobs((90,), (64, 128), ("float16",), usual),
+        *jobs((90,), (576,), ("bfloat16", "float32"), ("plain",)),
         *jobs((90,), (64, 128, 256), ("float32",), usual),
         *jobs((90,), (64,), ("float32",), None),
         *jobs((90,), (64, 256), ("float64",), ("plain",)),
