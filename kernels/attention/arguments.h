@@ -41,6 +41,7 @@ struct Sequence {
 struct Inputs {
   Operand q, k, v, mask, bias, slopes, sinks;
   const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense
+  const i32 *seqused_k;                   // (batch): how many keys of each sequence count; null: all
   i64 seqlen_q, seqlen_k;                 // of the longest sequence
   i64 total_q, total_k;                   // varlen: packed tokens
   i64 left, right;                        // the window; Band::kFar: unbounded
@@ -62,6 +63,7 @@ struct Inputs {
       k0 = min(max((i64)cu_seqlens_k[b], 0ll), total_k);
       nk = min(min(max((i64)cu_seqlens_k[b + 1], k0), total_k) - k0, seqlen_k);
     }
+    if (seqused_k) nk = min((i64)max(seqused_k[b], 0), nk);
     return {q0, k0, Band::make(nq, nk, bottom_right != 0, left, right)};
   }
   // Index of a query's row in contiguous per-row scratch: (batch, head, query), varlen (head, token).

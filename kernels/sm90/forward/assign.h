@@ -15,7 +15,7 @@ template <Config C> struct Assign {
   __device__ __forceinline__ void all() {
     // Where items take different times, the next one is drawn when one is loaded: drawn earlier it would be fixed while two are still to be
     // computed, and the last ones would be shared out ill. Where all take the same, nobody waits for a ticket.
-    const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q;
+    const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q && !in.seqused_k;
     Item before{0, 0, 0, kNone};
     bool first = true;
 #pragma unroll 1
