@@ -34,8 +34,7 @@ struct SinksConfig {
 struct PaddingConfig {
   i32 dtype; // of q, k, v
   i32 backward;
-  i32 packed;
-  STROBE_FN constexpr i32 groups(i32 batch) const { return batch + (packed != 0); }
+  i32 packed, seqused;
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 

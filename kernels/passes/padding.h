@@ -23,17 +23,17 @@ template <PaddingConfig C> struct Padding {
 
   static __device__ void run(const Arguments &a) {
     const Inputs &in = a.in;
-    const i32 blocks = (i32)gridDim.x / C.groups(in.batch), group = (i32)blockIdx.x / blocks, first = (i32)blockIdx.x % blocks;
+    const i32 blocks = (i32)gridDim.x / (in.batch + (C.packed ? 1 : 0)), group = (i32)blockIdx.x / blocks, first = (i32)blockIdx.x % blocks;
     const i32 b = C.packed ? 0 : group;
     Range q = {0, in.total_q}, k = {0, in.total_k};
     if constexpr (!C.packed) {
-      q = {0, 0}, k = {in.sequence(b).band.seqlen_k, in.seqlen_k};
+      q = {0, 0}, k = {in.sequence<C.seqused>(b).band.seqlen_k, in.seqlen_k};
     } else if (group > 0) {
-      const Sequence before = in.sequence(group - 1);
+      const Sequence before = in.sequence<C.seqused>(group - 1);
       q.begin = before.q0 + before.band.seqlen_q, k.begin = before.k0 + before.band.seqlen_k;
     }
     if (C.packed && group < in.batch) {
-      const Sequence behind = in.sequence(group);
+      const HeldRows behind = in.held(group);
       q.end = behind.q0, k.end = behind.k0;
     }
     const T zero = Convert<T>::from(Lse(0));

@@ -56,6 +56,7 @@ Features features_of(const Problem &p) {
   f.function = p.score == ScoreFunction::hyperbolic ? kHyperbolic : p.softcap > 0 ? kSoftcap : kLinear;
   f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale <= kMostScale);
   f.dropout = p.dropout > 0;
+  f.seqused = p.seqused_k != nullptr;
   return f;
 }
 
