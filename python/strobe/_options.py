@@ -317,7 +317,10 @@ class AttentionOptions(TypedDict, total=False):
     ]
     strict: Annotated["bool", Flag("refuse to run on any engine other than the fastest one of this device.")]
     check: Annotated[
-        "bool", Flag("check values in device memory (cu_seqlens, seqused_k, block_mask) first, which synchronises. Those in host memory always are.")
+        "bool",
+        Flag(
+            "check values in device memory (cu_seqlens, seqused_k, block_mask) first, which synchronises. Those in host memory always are."
+        ),
     ]
     threads: Annotated[
         "int | None",

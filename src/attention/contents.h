@@ -1,5 +1,5 @@
-// What must hold of the integers in host memory: cu_seqlens, seqused_k and the block-sparse CSR. Each check answers with the first thing wrong, or
-// with an empty text.
+// What must hold of the integers in host memory: cu_seqlens, seqused_k and the block-sparse CSR. Each check answers with the first thing
+// wrong, or with an empty text.
 #pragma once
 #include <cstdint>
 #include <memory>

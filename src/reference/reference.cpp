@@ -245,7 +245,8 @@ private:
   }
 
   // seqlen, total: of dense tensors, and of packed ones.
-  std::vector<int64_t> selected(const Indices &indices, int64_t b, int64_t h, int64_t heads, Tokens t, int64_t seqlen, int64_t total) const {
+  std::vector<int64_t> selected(const Indices &indices, int64_t b, int64_t h, int64_t heads, Tokens t, int64_t seqlen,
+                                int64_t total) const {
     return indices.within(p.varlen ? h * total + t.begin : (b * heads + h) * seqlen, t.length);
   }
 
