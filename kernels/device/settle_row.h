@@ -25,8 +25,8 @@ template <class T> __device__ __forceinline__ void settle_row(const BackwardArgu
 }
 
 // The kernel: after D, a block of threads takes a tile of queries, and leaves at once where no LSE is large. Tile: how the backward that
-// follows makes P and dS: kDType, kThreads, kTileQ, kSeqused, T of LSE, and row_sums(b, h, sequence, q0), the sums of P and of dS over all keys of
-// the row that is this thread's.
+// follows makes P and dS: kDType, kThreads, kTileQ, kSeqused, T of LSE, and row_sums(b, h, sequence, q0), the sums of P and of dS over all
+// keys of the row that is this thread's.
 template <class T> struct RowSums {
   T P, dS;
 };
