@@ -12,9 +12,9 @@ enum class Slope { none, times_p, apart };
 // lane's column (c, e) of block n, in exp2's unit. kExact: natural, and correction(c, e): what rounding took from LSE (settle_row.h), in
 // exp2's unit. kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's slope, or the
 // slope alone; else s becomes P.
-template <Features F, bool kMasked, Slope kSlope, bool kExact, int kM, int kN, class Lse>
+template <Features F, bool kMasked, Slope kSlope, bool kExact, int kM, int kN, Functions kFunctions, class Lse>
 __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], tile::Accumulator (&P)[kM][kN],
-                                              const Scores<F, float> &scores, i32 head, i32 i, i32 j, i32 limit, const Lse &lse) {
+                                              const Scores<F, float, kFunctions> &scores, i32 head, i32 i, i32 j, i32 limit, const Lse &lse) {
   const float natural = F.additive() ? 1.0f : scores.scale;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {

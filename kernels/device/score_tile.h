@@ -11,8 +11,8 @@ template <int kTileK, class KeyTile> __device__ __forceinline__ bool hides_by_po
 }
 
 // row_of(row): the Scores::Row of a lane's row.
-template <bool kByPosition, Features F, class KeyTile, class RowOf, int kM, int kN>
-__device__ __forceinline__ void score_elements(tile::Accumulator (&S)[kM][kN], const Scores<F, float> &scores, const KeyTile &tile,
+template <bool kByPosition, Features F, Functions kFunctions, class KeyTile, class RowOf, int kM, int kN>
+__device__ __forceinline__ void score_elements(tile::Accumulator (&S)[kM][kN], const Scores<F, float, kFunctions> &scores, const KeyTile &tile,
                                                const RowOf &row_of) {
   const i32 begin = (i32)tile.begin, end = (i32)tile.end;
 #pragma unroll
@@ -25,8 +25,8 @@ __device__ __forceinline__ void score_elements(tile::Accumulator (&S)[kM][kN], c
     }
   }
 }
-template <Features F, class KeyTile, class RowOf, int kM, int kN>
-__device__ __forceinline__ void score_tile(tile::Accumulator (&S)[kM][kN], const Scores<F, float> &scores, const KeyTile &tile,
+template <Features F, Functions kFunctions, class KeyTile, class RowOf, int kM, int kN>
+__device__ __forceinline__ void score_tile(tile::Accumulator (&S)[kM][kN], const Scores<F, float, kFunctions> &scores, const KeyTile &tile,
                                            const RowOf &row_of) {
   if (hides_by_position<16 * kN>(tile))
     score_elements<true>(S, scores, tile, row_of);

@@ -11,8 +11,13 @@
 namespace strobe {
 
 // The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a
-// tile ask with different h. kApproximate: softcap's tanh is one instruction, with a relative error of 2^-11.
-template <Features F, class T, bool kApproximate = false> struct Scores {
+// tile ask with different h.
+//
+// How exact a function of the score is. rough: softcap's tanh is one instruction, with a relative error of 2^-11. half: as elements of 16
+// bits want it, with an arccosh of 2^-22. full: to a few units in the last place of T.
+enum class Functions { rough, half, full };
+
+template <Features F, class T, Functions kFunctions = Functions::full> struct Scores {
   const Inputs &in;
   i64 b;
   i32 seqlen_q, seqlen_k;
@@ -83,7 +88,7 @@ private:
   template <bool kSlope, class Given>
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit,
                                      T &slope) const {
-    static_assert(!kSlope || !kApproximate);
+    static_assert(!kSlope || kFunctions != Functions::rough);
     T s = raw;
     bool seen = !by_position || (F.band ? j >= r.begin && j < min(r.end, limit) : j < limit); // limit <= seqlen_k
     if constexpr (kSlope) slope = T(1);
@@ -92,12 +97,19 @@ private:
       if constexpr (F.function == kSoftcap) {
         if constexpr (kSlope)
           s = softcap(s, cap, inverse_cap, slope);
-        else if constexpr (kApproximate)
+        else if constexpr (kFunctions == Functions::rough)
           s = cap * tanh_approximate(s * inverse_cap);
         else
           s = cap * tanh(s * inverse_cap);
       }
-      if constexpr (F.function == kHyperbolic) s = hyperbolic(s, beta, beta_ln2, shift, slope);
+      if constexpr (F.function == kHyperbolic) {
+        T distance;
+        if constexpr (kFunctions == Functions::full)
+          distance = arccosh2(-s, slope);
+        else
+          distance = arccosh2_approximate(-s, slope);
+        s = hyperbolic(distance, beta, beta_ln2, shift, slope);
+      }
       if constexpr (F.alibi) s += alibi(r.slope, distance);
       if constexpr (F.bias) {
         if (seen) {

@@ -51,7 +51,7 @@ public:
     cp_async_wait<0>();
     __syncthreads();
 
-    const Scores<F, float> scores(in, sequence, p.batch);
+    const Scores<F, float, C.dtype == kF32 ? Functions::full : Functions::half> scores(in, sequence, p.batch);
     const i32 i = p.q0 + query_warp * kQueries * 16, j = p.k0 + key_warp * kKeys * 16;
     multiply<kD>(P, 0, kQ);
     const auto lse = [&](int n) { return RowLse{*this, p, sequence, i + 16 * n, q1}; };

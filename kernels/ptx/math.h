@@ -164,6 +164,13 @@ template <class T> __device__ __forceinline__ T tanh(T x, T &slope) {
 // arccosh(max(y, 1)) / ln 2 and arccosh's derivative: 1 / sqrt(y^2 - 1), 0 where y <= 1. NaN stays NaN. y^2 - 1 is rounded once; where it
 // overflows its root is y.
 __device__ __forceinline__ float arccosh2(float y, float &slope) {
+  y = y < 1 ? 1 : y;
+  const float sinh = fminf(__fsqrt_rn(fmaf(y, y, -1.0f)), y);
+  slope = sinh > 0 ? __frcp_rn(sinh) : 0.0f;
+  return log2(y + sinh);
+}
+// The same by the special functions' instructions, where scores need no more than elements of 16 bits do.
+__device__ __forceinline__ float arccosh2_approximate(float y, float &slope) {
 #if __CUDA_ARCH__ >= 800
   asm("max.NaN.f32 %0, %0, 0f3F800000;" : "+f"(y));
 #else

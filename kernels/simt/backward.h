@@ -21,8 +21,8 @@ template <Config C> struct Backward {
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
   // Sums over many queries are summed in parts, a head's or so many tiles', which rounds less. Not where the output would round them: 16
   // bits.
-  static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? 512 / C.tile_q : 0;
-  static constexpr int kPass = C.columns_at_once(); // columns of dQ
+  static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? 2048 / C.tile_q : 0;
+  static constexpr int kPass = C.columns_at_once(C.head_dim); // columns of dQ
 
   // In shared memory, for registers are short.
   struct Operands {
@@ -85,11 +85,11 @@ template <Config C> struct Backward {
                        ds = gradient * slope;
                      });
 
-        multiply.template tn<C.head_dim_v, C.tile_q, C.p_stride()>(dV, P, dO, q0, q1 - q0); // dV += P^T dO
+        add_product(dV, multiply, P, dO, q0, q1 - q0); // dV += P^T dO
         __syncthreads();
         T *const dS_t = P; // P has been read: dS, a line a key
         transpose(dS_t, dS, grid);
-        multiply.template tn<C.head_dim, C.tile_q, C.p_stride()>(dK, dS, Q, q0, q1 - q0); // dK += dS^T Q
+        add_product(dK, multiply, dS, Q, q0, q1 - q0); // dK += dS^T Q
         if (a.dq_sum) {
 #pragma unroll 1
           for (i32 column = 0; column < C.head_dim; column += kPass) {
@@ -111,6 +111,28 @@ template <Config C> struct Backward {
   }
 
 private:
+  // sum += x^T B over a tile of queries. In FP32 a tile is summed by itself first: where a row before had a large part in the sum, each
+  // product that joins it alone is rounded to that.
+  template <int kColumns>
+  static __device__ __forceinline__ void add_product(T (&sum)[kKeys][kColumns], Multiply &multiply, const T *x, const Rows<E> &B, i32 q0,
+                                                     i32 count) {
+    constexpr int kDim = kColumns * C.threads_k;
+    if constexpr (C.dtype == kF32) {
+      constexpr int kAtOnce = C.columns_at_once(kDim), kPart = kAtOnce / C.threads_k;
+      static_assert(piece<T>(kPart) == piece<T>(kColumns), "a part's columns are as many of the sum's, side by side");
+#pragma unroll
+      for (int first = 0; first < kColumns; first += kPart) {
+        T part[kKeys][kPart] = {};
+        multiply.template tn<kAtOnce, C.tile_q, C.p_stride()>(part, x, B, q0, count, first * C.threads_k);
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i)
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) sum[i][first + j] += part[i][j];
+      }
+    } else {
+      multiply.template tn<kDim, C.tile_q, C.p_stride()>(sum, x, B, q0, count);
+    }
+  }
   // Each thread's own elements, as recompute left them.
   static __device__ __forceinline__ void transpose(T *to, const T *from, const typename Multiply::Grid &grid) {
     constexpr int kAcross = C.tile_k / C.threads_k, WM = piece<T>(kRows), WN = piece<T>(kAcross);

@@ -43,8 +43,8 @@ struct Config {
     while (n > pad() && n * dim > stage_elements()) n /= 2;
     return n;
   }
-  // Columns of dQ that the backward has in registers at a time, beside dK and dV.
-  STROBE_FN constexpr i32 columns_at_once() const { return head_dim <= 96 ? head_dim : head_dim % 64 ? 32 : 64; }
+  // Columns of a tile's part of dQ, dK or dV that the backward has in registers at a time, beside all of dK and dV.
+  STROBE_FN static constexpr i32 columns_at_once(i32 dim) { return dim <= 96 ? dim : dim % 64 ? 32 : 64; }
   // Dropout of a tile of S, 16 elements in 2 bytes.
   STROBE_FN constexpr i32 kept_bytes() const { return features.dropout ? tile_q * tile_k / 8 : 0; }
   // Walk, P, stages, dropout; m of a row, l of a thread and row

@@ -24,7 +24,7 @@ private:
   using Block = BackwardBlock<C>;
   using Block::a, Block::in, Block::F, Block::kD, Block::kDv, Block::kTileQ, Block::kTileK, Block::kM, Block::kN;
   using Block::Block;
-  using Block::kBlocks, Block::kSegment, Block::kV, Block::kQ, Block::kDo, Block::kDs;
+  using Block::kBlocks, Block::kSegment, Block::kSegmentAgain, Block::kV, Block::kQ, Block::kDo, Block::kDs;
   using Block::shared_state, Block::shared, Block::first_key, Block::choose_keys, Block::find, Block::load_keys, Block::load_queries;
   using Block::statistic;
   using typename Block::State, typename Block::Tile;
@@ -37,14 +37,17 @@ private:
     cp_async_wait<0>();
     __syncthreads();
     bool k_finite = __syncthreads_and(keys_finite());
-    if (threadIdx.x == 0) shared_state().k_finite = k_finite, shared_state().nonfinite = 0, shared_state().segment = -1;
+    if (threadIdx.x == 0) {
+      State &state = shared_state();
+      state.k_finite = k_finite, state.segment = -1, state.walked = state.again = state.repeat = 0;
+    }
 
     Accumulator dK[kM][kD / 16], dV[kM][kDv / 16];
 #pragma unroll 1
     while (true) {
       const bool more = walk(dK, dV);
-      const bool repeat = !__syncthreads_and(shared_state().nonfinite || (all_finite(dK) && all_finite(dV)));
-      if (threadIdx.x == 0) shared_state().nonfinite = repeat;
+      const bool repeat = !__syncthreads_and(shared_state().again || (all_finite(dK) && all_finite(dV)));
+      if (threadIdx.x == 0) shared_state().repeat = repeat;
       if (repeat) continue;
       store(a.dk, dK, (float)in.scale, in.head_dim);
       store(a.dv, dV, Dropout<F>(in).factor(), in.head_dim_v);
@@ -53,8 +56,8 @@ private:
   }
 
   // A segment: kSegment tiles of queries, or what is left. Infinities and NaN in dO and Q must reach the keys that they see and no others:
-  // they are rare, and if dK or dV are not finite, all of the segment but dQ is done again, without them. Returns whether there is another
-  // segment.
+  // they are rare, and if dK or dV are not finite, all of the segment but dQ is done again, without them, in short segments. Returns
+  // whether there is another segment.
   __device__ __forceinline__ bool walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
     set_zero(dK), set_zero(dV);
     begin_segment();
@@ -62,11 +65,11 @@ private:
     cp_async_commit();
     int n = 0;
 #pragma unroll 1
-    for (; n < kSegment && shared_state().ring[n % 2].head >= 0; ++n) {
+    for (; shared_state().ring[n % 2].head >= 0; ++n) {
       const Tile &t = shared_state().ring[n % 2], &next = shared_state().ring[(n + 1) % 2];
       cp_async_wait<0>();
       __syncthreads(); // Q and dO are here, and nobody reads the last dS
-      if (threadIdx.x == 0) find(n + 1);
+      if (threadIdx.x == 0) find_within_segment(n + 1);
       const u32 keys = first_key();
       Accumulator P[kM][kN] = {}, slope[kM][kN] = {}, dS[kM][kN] = {};
       make_p(P, slope, t, keys);
@@ -76,25 +79,35 @@ private:
       put(dS);
       accumulate<kD, false>(dK, dS, shared(kQ));
       __syncthreads(); // all of dS is here, and nobody reads Q and dO any more
-      if (next.head >= 0 && n + 1 < kSegment) load_queries(next);
+      if (next.head >= 0) load_queries(next);
       cp_async_commit();
       add_dq(t);
     }
     cp_async_wait<0>();
+    if (threadIdx.x == 0) shared_state().walked = n;
     __syncthreads();
-    return n == kSegment && shared_state().ring[0].head >= 0;
+    return shared_state().ring[0].head < -1;
   }
 
+  // The tile of iteration n. Where the segment ends before it, its head becomes -2 - head until the next segment.
+  __device__ __forceinline__ void find_within_segment(int n) const {
+    find(n);
+    State &state = shared_state();
+    if (i32 &head = state.ring[n % 2].head; head >= 0 && n == (state.again ? kSegmentAgain : kSegment)) head = -2 - head;
+  }
   __device__ __forceinline__ void begin_segment() const {
     if (threadIdx.x == 0) {
       State &state = shared_state();
-      if (state.nonfinite)
+      state.again = state.repeat ? state.walked : max(state.again - state.walked, 0);
+      if (state.repeat) {
         state.head = state.begin.head, state.tiles = state.begin.tiles, state.ring[0] = state.begin.tile;
-      else
+      } else {
+        if (i32 &head = state.ring[0].head; head < -1) head = -2 - head;
         state.begin = {state.head, state.tiles, state.ring[0]};
+      }
     }
     __syncthreads();
-    if (threadIdx.x == 0 && !shared_state().nonfinite) ++shared_state().segment; // the last one has been stored
+    if (threadIdx.x == 0 && !shared_state().repeat) ++shared_state().segment; // the last one has been stored
   }
   template <int kC> static __device__ __forceinline__ void set_zero(Accumulator (&x)[kM][kC]) {
 #pragma unroll
@@ -171,7 +184,7 @@ private:
   // sum += x B, B: the tile's queries, x: P^T or dS^T, which also lies in shared memory
   template <int kColumns, bool kP>
   __device__ __forceinline__ void accumulate(Accumulator (&sum)[kM][kColumns / 16], Accumulator (&x)[kM][kN], u32 b) const {
-    if (shared_state().nonfinite) return accumulate_nonfinite<kColumns, kP>(sum, b);
+    if (shared_state().again) return accumulate_nonfinite<kColumns, kP>(sum, b);
     Pairs<kColumns> B(b);
 #pragma unroll
     for (int n = 0; n < kN; n += kBlocks) {
@@ -211,7 +224,7 @@ private:
 
   // Adds dS K, 16 queries by 32 columns at a time, to the rows of the tile. In turns: each warp to parts of its own.
   __device__ __forceinline__ void add_dq(const Tile &t) const {
-    if (!a.dq_sum || shared_state().nonfinite) return;
+    if (!a.dq_sum || shared_state().again) return;
     const i64 rows = in.row_index(shared_state().batch, t.head, shared_state().sequence.q0 + t.queries.begin);
     float *target = a.dq_sum + rows * kD;
     const float scale = (float)in.scale;

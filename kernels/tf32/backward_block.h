@@ -21,7 +21,9 @@ template <Config C> struct BackwardBlock {
   static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // of queries that dK and dV take at a time: registers are short
   // dK and dV are summed up in parts of so many tiles, 2048 queries, which rounds less.
   static constexpr int kSegment = 2048 / kTileQ;
-  static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0 && kSegment % 2 == 0);
+  // Where dO or Q are not finite, products join a sum one by one, in parts of two tiles.
+  static constexpr int kSegmentAgain = 2;
+  static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0 && kSegment % kSegmentAgain == 0);
 
   // In shared memory
   static constexpr u32 kV = 4 * kTileK * kD, kQ = kV + 4 * kTileK * kDv, kDo = kQ + 4 * kTileQ * kD, kDs = kDo + 4 * kTileQ * kDv,
@@ -30,7 +32,7 @@ template <Config C> struct BackwardBlock {
 
   using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
   struct Tile { // of queries
-    i32 head;   // -1: there are no more
+    i32 head;   // -1: there are no more; less: none in this segment
     QueryTile queries;
     i32 rows; // that are there
   };
@@ -48,8 +50,10 @@ template <Config C> struct BackwardBlock {
     Tiles tiles;
     Position begin; // of the segment
     i32 k_finite;
-    i32 nonfinite; // this is the second time: dO or Q are not finite
-    i32 segment;   // which
+    i32 walked;  // tiles of the last segment
+    i32 repeat;  // that one: dO or Q are not finite
+    i32 again;   // so many tiles from here on are walked over for the second time
+    i32 segment; // which
   };
   static_assert(sizeof(State) <= C.state_bytes());
 

@@ -34,7 +34,7 @@ def takes(engine: str, dtype: torch.dtype) -> bool:
     """Whether the engine takes a plain call of that dtype; some are for one dtype alone."""
     try:
         with running_on(engine):
-            strobe.attention(*(torch.zeros(1, 1, 1, 1, dtype=dtype, device=DEVICE) for _ in "qkv"), engine=engine)
+            strobe.attention(*(torch.zeros(1, 1, 1, 64, dtype=dtype, device=DEVICE) for _ in "qkv"), engine=engine)
     except NotImplementedError:
         return False
     return True

@@ -175,7 +175,8 @@ class Dense:
 
     def shuffled(self, seed: int) -> Dense:
         """A call of the same kind: the tokens of q, of k, of v and of dout in another order, across sequences and heads: within one, a few
-        tokens have few orders, which would be the call's own luck again."""
+        tokens have few orders, which would be the call's own luck again. Each number, and each of the bias, moves by an ulp or two: where
+        scores do not depend on the order, and a key has nearly all of P, the same numbers would round in the same way."""
         g = torch.Generator().manual_seed(seed)
 
         def mixed(t: Tensor, keys: bool) -> Tensor:
@@ -185,5 +186,9 @@ class Dense:
             found[there] = tokens[torch.randperm(len(tokens), generator=g).to(t.device)]
             return found
 
-        q, k, v, dout = (mixed(t, keys) for t, keys in ((self.q, False), (self.k, True), (self.v, True), (self.dout, False)))
-        return dataclasses.replace(self, q=q, k=k, v=v, dout=dout)
+        def moved(t: Tensor) -> Tensor:
+            up = torch.randint(2, t.shape, generator=g).to(t.device)
+            return (t.double() * (1 + torch.finfo(t.dtype).eps * (2 * up - 1))).to(t.dtype)
+
+        q, k, v, dout = (moved(mixed(t, keys)) for t, keys in ((self.q, False), (self.k, True), (self.v, True), (self.dout, False)))
+        return dataclasses.replace(self, q=q, k=k, v=v, dout=dout, bias=None if self.bias is None else moved(self.bias))

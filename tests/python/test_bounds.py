@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -124,3 +126,28 @@ def test_hyperbolic_slopes_below_the_steps_of_float16(width, far, engine):
     for name, bound in {"dq": off @ k.abs(), "dk": off.transpose(2, 3) @ q.abs()}.items():
         over = ((results[name].double() - ref[name]).abs() / (bound + unit * ref[name].abs() + step)).max()
         assert over <= 1, f"{name}: {over:.2f} of the bound"
+
+
+@pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32)])
+@pytest.mark.parametrize("hidden", [0.0, math.inf])
+def test_small_terms_of_a_sum_whose_first_are_large(hidden, engine):
+    """The last queries see a few keys, which get most of dK and dV from them, and then small terms of hundreds of others: each would round
+    to the last bit of the large ones. On the average of all numbers. hidden: in queries that see nothing, which engines keep out in ways
+    of their own."""
+    sq, sk, left, right = 915, 887, 23, 385
+    inputs = call(h=1, sq=sq, sk=sk, d=64, window=(left, right), alignment="top_left", dlse=False)
+    q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+    for t in (q, dout):
+        t[:, :, sk + left :] = 0
+    distance = torch.arange(sk) - torch.arange(sq)[:, None]
+    s = (q @ k.transpose(2, 3) / 8).masked_fill((distance < -left) | (distance > right), -math.inf)
+    p = s.softmax(3).nan_to_num(0.0)
+    ds = p * (dout @ v.transpose(2, 3) - (dout * (p @ v)).sum(3, keepdim=True))
+    formulas = {"dk": ds.transpose(2, 3) @ q / 8, "dv": p.transpose(2, 3) @ dout}
+    ref = oracle(inputs)
+    for t in (q, dout):
+        t[:, :, sk + left :] = hidden
+    results = run_or_skip(inputs, engine)
+    for name, t in formulas.items():
+        error, plain = ((x.double() - ref[name]).square().mean().sqrt() for x in (results[name], t))
+        assert error < 1.2 * plain, f"{name}: {error / plain:.2f} times the formulas' error"

@@ -44,7 +44,7 @@ private:
   Sequence sequence;
   i32 b, head, first, split; // head: of K and V; first: row of the tile
   i32 rows;                  // of the sequence
-  Scores<F, float> scores;
+  Scores<F, float, Functions::half> scores;
   Dropout<F> dropout;
   int warp = (int)threadIdx.x / 32;
   unsigned char *shared;

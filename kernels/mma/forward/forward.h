@@ -44,7 +44,7 @@ private:
   const Inputs &in;
   Item item;
   Sequence sequence;
-  Scores<F, float> scores;
+  Scores<F, float, Functions::half> scores;
   QueryMajorDropout<F> dropout;
   const Keys<T> k, v;
   u32 q_shared, k_shared, v_shared; // Q's place takes O at the end

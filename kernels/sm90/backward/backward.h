@@ -109,8 +109,7 @@ template <BackwardConfig C> struct Backward {
     // P, dP and dS of a tile, whose S is there; dV += P^T dO, dK += dS^T Q; dQ of the tile before; S of the next one. Returns the next
     // iteration's number, as the other step does: n after the last tile.
     __device__ __forceinline__ u32 steady_step(const QueryStep &step, u32 allowed, u32 n, i32 before) {
-      scores.exponentiate(S, P, n, step, allowed);
-      scores.clear_nonfinite_queries(step, n);
+      scores.template exponentiate<true>(S, P, n, step, allowed);
       scores.round(P, S);
       wait_full(shared.dout_full(n), n);
       begin_dp(n);

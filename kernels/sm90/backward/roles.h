@@ -91,7 +91,7 @@ template <BackwardConfig C> struct BackwardRoles {
         const u32 allowed = my.scores.allowed(step);
         wait_for<0>(S);
         my.scores.clear_nonfinite_queries(step, n);
-        my.scores.exponentiate(S, P, n, step, allowed);
+        my.scores.template exponentiate<false>(S, P, n, step, allowed);
         my.give_p(S, n);
         my.scores.round(P, S);
         my.scores.release(my.shared.q_empty(n));

@@ -48,7 +48,7 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   constexpr Features F = C.features;
   const Inputs &in = group.in;
   const Sequence sequence = in.sequence<F.seqused>(item.b); // again: nothing is kept in registers for this
-  const Scores<F, float, C.reference != kExact> scores(in, sequence, item.b);
+  const Scores<F, float, C.reference != kExact ? Functions::rough : Functions::half> scores(in, sequence, item.b);
   group.together(); // the results are in memory
   const i32 first = item.q + 64 * group.w;
   const Results<C> results{group.a, item, sequence.q0, first, min(64, scores.seqlen_q - first)};

@@ -12,7 +12,7 @@ namespace strobe::sm90 {
 template <Config C> struct TileSoftmax {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
-  using Score = Scores<F, float, C.reference != kExact>;
+  using Score = Scores<F, float, C.reference != kExact ? Functions::rough : Functions::half>;
   using Softcap = sm90::Softcap<F, C.reference != kExact>;
   static constexpr bool kLine = Line<C, Score>::kApplies;
   static constexpr int kN = C.tile_k;

@@ -40,8 +40,14 @@ int64_t registers(const Config &c, Kind kind) {
     return std::max(nt(o), by_rows(2 * o, rows, c.head_dim_v, c.rows_staged(c.tile_k, c.head_dim_v)));
   }
   const int64_t dk_dv = words * (c.tile_k / c.threads_q) * (c.head_dim + c.head_dim_v) / c.threads_k;
-  const int64_t dq = words * rows * c.columns_at_once() / c.threads_k;
-  return std::max(nt(dk_dv), by_rows(dk_dv + dq, rows, c.columns_at_once(), c.rows_staged(c.tile_k, c.columns_at_once())));
+  const auto part = [&](int64_t lines, int64_t tile, int32_t dim) { // of dQ, dK or dV
+    const int64_t columns = Config::columns_at_once(dim);
+    return by_rows(dk_dv + words * lines * columns / c.threads_k, lines, columns, c.rows_staged(tile, columns));
+  };
+  const int64_t held = std::max(nt(dk_dv), part(rows, c.tile_k, c.head_dim));
+  if (c.dtype != kF32) return held;
+  const int64_t lines = c.tile_k / c.threads_q;
+  return std::max({held, part(lines, c.tile_q, c.head_dim), part(lines, c.tile_q, c.head_dim_v)});
 }
 // Of 255; addresses and loops take the rest. FP64's loops want more.
 int64_t most_registers(const Config &c) { return c.dtype == kF64 ? 160 : 204; }

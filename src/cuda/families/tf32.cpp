@@ -21,6 +21,8 @@ using tf32::Config;
 constexpr KernelSource kForward{"tf32/forward.h", "strobe::tf32::Forward", "strobe::tf32::Config"};
 constexpr KernelSource kBackward{"tf32/backward.h", "strobe::tf32::Backward", "strobe::tf32::Config"};
 
+constexpr int64_t kFewestColumns = 16; // of Q and K, and of V, but for plain TF32
+
 // From the fastest to the smallest.
 struct Tile {
   int32_t most_dims; // of Q and V together: what the registers hold
@@ -101,6 +103,12 @@ protected:
     if (p.dtype != DType::f32) return text("takes float32, not ", strobe::name(p.dtype));
     if (device.cc < 80) return text(device.name, " has no TF32: sm_80 or newer is needed, this is sm_", device.cc);
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
+    if (!p.allow_tf32) {
+      // Three products of parts of 11 bits are off by 2^-23.8 of a product (rms), and FP32's sum of n of them by n / 1.4 2^-25.8.
+      if (std::min(p.head_dim, p.head_dim_v) < kFewestColumns)
+        return text("head dimensions under ", kFewestColumns, ": FP32 rounds a sum of so few products less than TF32's parts do");
+      if (p.score == ScoreFunction::hyperbolic) return "a Lorentz product cancels, which shows what TF32's parts leave of FP32's last bits";
+    }
     return direction == Direction::forward ? forward(p, device, scratch) : backward(p, device, scratch);
   }
 
