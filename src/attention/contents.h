@@ -59,9 +59,9 @@ template <class Read> void check_contents(const Problem &p, Read &&read) {
     require("cu_seqlens_k", check_cu_seqlens(read(p.cu_seqlens_k, p.batch + 1).data(), p.batch, p.total_k, p.seqlen_k));
   }
   if (p.seqused_k) {
-    const int64_t lengths = p.varlen ? p.batch + 1 : 0;
-    const auto used = read(p.seqused_k, p.batch), cu = read(p.cu_seqlens_k, lengths);
-    require("seqused_k", check_seqused(used.data(), p.batch, lengths ? cu.data() : nullptr, p.seqlen_k));
+    const auto used = read(p.seqused_k, p.batch);
+    require("seqused_k", p.varlen ? check_seqused(used.data(), p.batch, read(p.cu_seqlens_k, p.batch + 1).data(), 0)
+                                  : check_seqused(used.data(), p.batch, nullptr, p.seqlen_k));
   }
   const Problem::Blocks &m = p.blocks;
   if (!m.present) return;
