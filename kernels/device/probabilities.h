@@ -14,7 +14,8 @@ enum class Slope { none, times_p, apart };
 // slope alone; else s becomes P.
 template <Features F, bool kMasked, Slope kSlope, bool kExact, int kM, int kN, Functions kFunctions, class Lse>
 __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], tile::Accumulator (&P)[kM][kN],
-                                              const Scores<F, float, kFunctions> &scores, i32 head, i32 i, i32 j, i32 limit, const Lse &lse) {
+                                              const Scores<F, float, kFunctions> &scores, i32 head, i32 i, i32 j, i32 limit,
+                                              const Lse &lse) {
   const float natural = F.additive() ? 1.0f : scores.scale;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {

@@ -12,8 +12,8 @@ template <int kTileK, class KeyTile> __device__ __forceinline__ bool hides_by_po
 
 // row_of(row): the Scores::Row of a lane's row.
 template <bool kByPosition, Features F, Functions kFunctions, class KeyTile, class RowOf, int kM, int kN>
-__device__ __forceinline__ void score_elements(tile::Accumulator (&S)[kM][kN], const Scores<F, float, kFunctions> &scores, const KeyTile &tile,
-                                               const RowOf &row_of) {
+__device__ __forceinline__ void score_elements(tile::Accumulator (&S)[kM][kN], const Scores<F, float, kFunctions> &scores,
+                                               const KeyTile &tile, const RowOf &row_of) {
   const i32 begin = (i32)tile.begin, end = (i32)tile.end;
 #pragma unroll
   for (int row = 0; row < 2 * kM; ++row) {

@@ -135,16 +135,16 @@ private:
     if constexpr (F.blocks) row = a.in.blocks_t.row(keys.batch, head, keys.begin / (u32)a.in.blocks_t.row_tokens);
     return Tiles(a.in.sequence<F.seqused>(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
   }
-  // Which 64 keys mask the queries from q on.
+  // Whether these keys mask the queries from q on, and which 64 of them none of these sees.
   __device__ __forceinline__ i32 masks(i32 q) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Reach reach = read<Reach>(shared.reach());
     // Queries that are not there are another sequence's.
-    i32 flags = a.in.cu_seqlens_q && q + kM > reach.seqlen_q ? kMasked | kMasked << 1 : 0;
+    i32 flags = a.in.cu_seqlens_q && q + kM > reach.seqlen_q ? kMasked : 0;
 #pragma unroll
     for (int w = 0; w < kTileK / 64; ++w) {
       const i32 j = keys.begin + 64 * w;
-      if (j + 64 > keys.seqlen_k || (F.band && (q < j + 63 - reach.high || q + kM - 1 > j - reach.low))) flags |= kMasked << w;
+      if (j + 64 > keys.seqlen_k || (F.band && (q < j + 63 - reach.high || q + kM - 1 > j - reach.low))) flags |= kMasked;
       if (F.band && (q + kM - 1 < j - reach.high || q > j + 63 - reach.low)) flags |= kUnseen << w;
     }
     return flags;

@@ -31,9 +31,7 @@ template <BackwardConfig C> struct BackwardScores {
         warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(in, in.sequence<F.seqused>(keys.batch), keys.batch),
         dropout{Dropout<F>(in)} {}
 
-  __device__ __forceinline__ bool masked(const QueryStep &step) const { return step.flags & kMasked << part; }
-  // For one warpgroup or the other.
-  static __device__ __forceinline__ bool masked_for_someone(const QueryStep &step) { return step.flags & (kMasked | kMasked << 1); }
+  static __device__ __forceinline__ bool masked(const QueryStep &step) { return step.flags & kMasked; }
 
   // What the mask says of this lane's scores, a bit for each: to be asked for while the tensor cores make them.
   __device__ __forceinline__ u32 allowed(const QueryStep &step) const {
@@ -55,8 +53,7 @@ template <BackwardConfig C> struct BackwardScores {
   }
 
   // S -> P, in S. With a function S becomes P times its slope, and P, rounded, comes apart; with dropout what is dropped has a sign. kClear:
-  // Q and dO are then free of what is not finite: here, since one branch that is rarely taken costs the exponentials before it nothing, and
-  // a second one costs 9% of the backward at d128.
+  // Q and dO are then free of what is not finite.
   template <bool kClear>
   __device__ __forceinline__ void exponentiate(Accumulator<T, kM> &scored, LeftOperand<kM> &rounded, u32 n, const QueryStep &step,
                                                u32 allowed) const {
@@ -77,10 +74,8 @@ template <BackwardConfig C> struct BackwardScores {
 #pragma unroll
         for (int k = 0; k < 4; ++k) S[4 * i + k] = exp2(__fmaf_rn(S[4 * i + k], scores.unit, negative[k % 2]));
       }
-      if (kClear ? masked_for_someone(step) : masked(step)) {
-        hide(S, step.begin);
-        if constexpr (kClear) clear_nonfinite_queries(step, n);
-      }
+      if (masked(step)) hide(S, step.begin);
+      if constexpr (kClear) clear_nonfinite_queries(step, n);
     }
     if constexpr (F.dropout) {
       const KeyBlock keys = read<KeyBlock>(shared.keys());
@@ -190,7 +185,7 @@ public:
   // dO become 0. Both warpgroups come when their products of this tile so far (S; by roles: S, and dP) have ended: one clears Q, the other
   // dO.
   __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
-    if (!kHides && !masked_for_someone(step)) return; // nothing is hidden
+    if (!kHides && !masked(step)) return; // nothing is hidden
     bool found = false;
 #pragma unroll
     for (int i = 0; i < (kM + 31) / 32; ++i) found |= !finite(n, min(32 * i + lane, kM - 1));
@@ -207,6 +202,9 @@ public:
       }
     }
     both();
+    // Needless but for ptxas: ahead of a barrier whose number is not a constant it mixes the exponentials with their arguments, ahead of
+    // one that is it puts arguments first, though the branch to it is hardly ever taken: 9% of the backward at d128, 6% of d64 causal.
+    together();
   }
   // K of keys that someone sees shows in LSE, V in O and so in D. What is not finite becomes 0 in V, and in K, which may yet make a score
   // of -inf, the largest number. Keys beyond the sequence become 0: they may be so large that dP is not finite. kLargest: of these bytes,

@@ -11,8 +11,8 @@ namespace strobe::sm90 {
 enum : i32 {
   kLast = 1,
   kNothing = 2, // there is no tile at all
-  kMasked = 4,  // << 0 or 1: some of the first, or second, 64 keys is not seen by some of the queries
-  kUnseen = 16  // << 0 or 1: none of them is seen by any
+  kMasked = 4,  // some of the keys is not seen by some of the queries
+  kUnseen = 16  // << 0 or 1: none of the first, or second, 64 keys is seen by any
 };
 struct QueryStep {
   i32 begin, head;
