@@ -74,8 +74,11 @@ void asked(Page &page, const Problem &p, const Execution &e) {
   page.line("alignment",
             p.bottom_right ? "bottom right: the last query sees the last key" : "top left: the first query sees the first key");
   std::string extras;
-  for (auto [present, what] :
-       {std::pair{bool(p.mask), "mask"}, {bool(p.bias), "bias"}, {bool(p.alibi_slopes), "ALiBi"}, {bool(p.sinks), "sinks"}})
+  for (auto [present, what] : {std::pair{bool(p.mask), "mask"},
+                               {bool(p.bias), "bias"},
+                               {bool(p.alibi_slopes), "ALiBi"},
+                               {bool(p.sinks), "sinks"},
+                               {p.seqused_k != nullptr, "seqused_k"}})
     if (present) extras += (extras.empty() ? "" : ", ") + std::string(what);
   if (!extras.empty()) page.line("with", extras);
   if (p.blocks.present) page.line("blocks", blocks(p.blocks));

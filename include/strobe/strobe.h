@@ -104,7 +104,7 @@ typedef struct strobe_attention {
   int32_t exact_max;  /* follow the running maximum where an engine would let it lag, and compute the exact tanh of softcap */
   int32_t allow_tf32; /* let a GPU compute fp32 by single TF32 products */
   int32_t strict;     /* refuse a call that would not run on the fastest engine of this device */
-  int32_t check;      /* check values in device memory (cu_seqlens, CSR), which synchronises; those in host memory always are */
+  int32_t check;      /* check values in device memory (cu_seqlens, seqused_k, CSR), which synchronises; those in host memory always are */
   const char *engine; /* run on this engine only, e.g. "cpu-avx2"; null: on the one with the least predicted time */
   int32_t score;      /* a strobe_score */
   int32_t reserved;
@@ -136,6 +136,8 @@ typedef struct strobe_tensors {
   const strobe_tensor *dq, *dk, *dv;
   const strobe_tensor *dbias;  /* bias's shape and dtype; it is summed over the axes where bias has size 1 */
   const strobe_tensor *dsinks; /* sinks' shape and dtype */
+  /* both */
+  const strobe_tensor *seqused_k; /* int32 (B), contiguous: of sequence b the first seqused_k[b] keys count, as if there were no more */
 } strobe_tensors;
 
 /* A parallel region that the caller provides. It has to run body(arg, i) once for each i in [0, n), on as many threads as it likes, and to
@@ -191,6 +193,7 @@ typedef struct strobe_addresses {
   void *q, *k, *v, *mask, *bias, *alibi_slopes, *sinks, *cu_seqlens_q, *cu_seqlens_k;
   void *block_rows, *block_cols, *block_rows_t, *block_cols_t, *rng, *out, *lse;
   void *dout, *dlse, *dq, *dk, *dv, *dbias, *dsinks;
+  void *seqused_k;
 } strobe_addresses;
 
 /* Only the number of threads is kept of the execution. On success *prepared is written; the caller has to release it. */

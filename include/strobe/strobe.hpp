@@ -185,6 +185,7 @@ struct Attention {
 
   ConstTensor cu_seqlens_q = {}, cu_seqlens_k = {}; // if given, sequences are packed
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
+  ConstTensor seqused_k = {}; // how many keys of each sequence count; absent: all
 
   int64_t block_q = 0, block_k = 0; // for block sparsity
   ConstTensor block_rows = {}, block_cols = {}, block_rows_t = {}, block_cols_t = {};
@@ -240,7 +241,7 @@ inline strobe_tensors raw_inputs(const Attention &a) {
   raw.cu_seqlens_q = a.cu_seqlens_q.get("cu_seqlens_q"), raw.cu_seqlens_k = a.cu_seqlens_k.get("cu_seqlens_k");
   raw.block_rows = a.block_rows.get("block_rows"), raw.block_cols = a.block_cols.get("block_cols");
   raw.block_rows_t = a.block_rows_t.get("block_rows_t"), raw.block_cols_t = a.block_cols_t.get("block_cols_t");
-  raw.rng = a.rng.get("rng");
+  raw.rng = a.rng.get("rng"), raw.seqused_k = a.seqused_k.get("seqused_k");
   return raw;
 }
 

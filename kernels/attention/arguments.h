@@ -32,6 +32,12 @@ struct BlockList {
   }
 };
 
+// The rows of one sequence that the tensors hold.
+struct HeldRows {
+  i64 q0, k0; // first packed token; 0 when dense
+  i64 seqlen_q, seqlen_k;
+};
+
 // One sequence of the batch: where its tokens lie and what sees what. Positions within a sequence fit 31 bits (the host refuses more).
 struct Sequence {
   i64 q0, k0; // first packed token; 0 when dense
@@ -41,6 +47,7 @@ struct Sequence {
 struct Inputs {
   Operand q, k, v, mask, bias, slopes, sinks;
   const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense
+  const i32 *seqused_k;                   // (batch): how many keys of each sequence count; null: all (Features::seqused)
   i64 seqlen_q, seqlen_k;                 // of the longest sequence
   i64 total_q, total_k;                   // varlen: packed tokens
   i64 left, right;                        // the window; Band::kFar: unbounded
@@ -54,7 +61,7 @@ struct Inputs {
   BlockList blocks, blocks_t;
   double beta, shift; // of hyperbolic scores
 
-  STROBE_FN Sequence sequence(i64 b) const {
+  template <i32 kSeqused> STROBE_FN Sequence sequence(i64 b) const {
     i64 q0 = 0, k0 = 0, nq = seqlen_q, nk = seqlen_k;
     if (cu_seqlens_q) { // clamped, never trusted
       q0 = min(max((i64)cu_seqlens_q[b], 0ll), total_q);
@@ -62,7 +69,12 @@ struct Inputs {
       k0 = min(max((i64)cu_seqlens_k[b], 0ll), total_k);
       nk = min(min(max((i64)cu_seqlens_k[b + 1], k0), total_k) - k0, seqlen_k);
     }
+    if constexpr (kSeqused) nk = min((i64)max(seqused_k[b], 0), nk); // clamped, too
     return {q0, k0, Band::make(nq, nk, bottom_right != 0, left, right)};
+  }
+  STROBE_FN HeldRows held(i64 b) const {
+    const Sequence s = sequence<0>(b);
+    return {s.q0, s.k0, s.band.seqlen_q, s.band.seqlen_k};
   }
   // Index of a query's row in contiguous per-row scratch: (batch, head, query), varlen (head, token).
   STROBE_FN i64 row_index(i64 b, i64 h, i64 row) const { return cu_seqlens_q ? h * total_q + row : (b * heads + h) * seqlen_q + row; }

@@ -7,7 +7,7 @@ namespace strobe::inline STROBE_ISA {
 // Tiles of `tile` queries, those of a head of a sequence one after another, and as many of all: the order of dq_sum and of the turns.
 STROBE_FN i64 first_query_tile(const Inputs &in, i64 b, i64 h, i64 tile) {
   if (!in.cu_seqlens_q) return (b * in.heads + h) * div_up(in.seqlen_q, tile);
-  return h * (div_up(in.total_q, tile) + in.batch) + in.sequence(b).q0 / tile + b; // a sequence's last tile may be a part of one
+  return h * (div_up(in.total_q, tile) + in.batch) + in.held(b).q0 / tile + b; // a sequence's last tile may be a part of one
 }
 STROBE_FN i64 count_query_tiles(const Inputs &in, i64 tile) {
   if (!in.cu_seqlens_q) return (i64)in.batch * in.heads * div_up(in.seqlen_q, tile);

@@ -18,6 +18,7 @@ struct Features {
   i32 function; // what becomes of x = scale q.k: kLinear, kSoftcap or kHyperbolic
   i32 scaled;   // the scale cannot be left to exp2's argument: not positive, too small or too large; kHyperbolic: it is not 1
   i32 dropout;
+  i32 seqused; // seqused_k says how many keys of each sequence count
 
   // Scores are kept in their own unit, else as raw q.k with the scale left to exp2's argument.
   STROBE_FN constexpr bool additive() const { return bias || alibi || function || scaled; }

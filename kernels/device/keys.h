@@ -32,6 +32,6 @@ template <class T> __device__ __forceinline__ Keys<T> v_of(const Inputs &in, con
   return {in.v, s, b, head, in.head_dim_v};
 }
 // The same for the copy engine: row j of a sequence among those of its maps of K and V.
-__device__ __forceinline__ i32 mapped_row(const Sequence &s, i32 j) { return (i32)s.k0 + j; }
+template <class Rows> __device__ __forceinline__ i32 mapped_row(const Rows &s, i32 j) { return (i32)s.k0 + j; }
 
 } // namespace strobe

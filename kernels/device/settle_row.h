@@ -25,8 +25,8 @@ template <class T> __device__ __forceinline__ void settle_row(const BackwardArgu
 }
 
 // The kernel: after D, a block of threads takes a tile of queries, and leaves at once where no LSE is large. Tile: how the backward that
-// follows makes P and dS: kDType, kThreads, kTileQ, T of LSE, and row_sums(b, h, sequence, q0), the sums of P and of dS over all keys of
-// the row that is this thread's.
+// follows makes P and dS: kDType, kThreads, kTileQ, kSeqused, T of LSE, and row_sums(b, h, sequence, q0), the sums of P and of dS over all
+// keys of the row that is this thread's.
 template <class T> struct RowSums {
   T P, dS;
 };
@@ -37,7 +37,7 @@ template <class Tile> __device__ __forceinline__ void settle_rows(const Backward
   const Inputs &in = a.in;
   const u32 tiles = (u32)div_up(in.seqlen_q, Tile::kTileQ), pair = blockIdx.x / tiles;
   const i32 b = (i32)(pair / in.heads), h = (i32)(pair % in.heads), q0 = (i32)(blockIdx.x % tiles) * Tile::kTileQ, t = (i32)threadIdx.x;
-  const Sequence sequence = in.sequence(b);
+  const Sequence sequence = in.sequence<Tile::kSeqused>(b);
   const bool mine = t < Tile::kTileQ && q0 + t < sequence.band.seqlen_q;
   const i64 row = sequence.q0 + q0 + t;
   const T lse = mine ? *a.lse.at<const T>(b, h, row, 0) : T(0);

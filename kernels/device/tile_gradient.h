@@ -35,7 +35,7 @@ public:
 
   // P (what dropout takes away: with a sign) and dS, 0 where P is. Whether anything is seen of the tile; if not, they are not written.
   __device__ __forceinline__ bool compute(Tile &P, Tile &dS, const Part &p) const {
-    const Sequence sequence = in.sequence(p.batch);
+    const Sequence sequence = in.sequence<F.seqused>(p.batch);
     const Band &band = sequence.band;
     const i32 q1 = (i32)min((i64)p.q0 + kTileQ, band.seqlen_q), k1 = (i32)min((i64)p.k0 + kTileK, band.seqlen_k);
     if (q1 <= p.q0 || k1 <= p.k0 || intersect(band.keys_any(p.q0, q1), {p.k0, k1}).empty() || !kept(p)) return false;

@@ -36,7 +36,7 @@ template <Features F> __device__ __forceinline__ i32 kept_of(const BlockRow &row
 
 // The query tile of `rank` among those of a head.
 template <Features F, int kThreads, int kTile> __device__ __forceinline__ i32 longest_query_tile(const Inputs &in, i32 b, i32 h, i32 rank) {
-  const Band band = in.sequence(b).band;
+  const Band band = in.sequence<F.seqused>(b).band;
   const i32 most = (i32)((u32)in.seqlen_k / (u32)in.blocks.column_tokens) + 1;
   return longest_first<kThreads>(rank, (i32)div_up(in.seqlen_q, kTile), most, [&](i32 tile) {
     const i64 q0 = (i64)tile * kTile, q1 = min(q0 + kTile, band.seqlen_q);
@@ -46,7 +46,7 @@ template <Features F, int kThreads, int kTile> __device__ __forceinline__ i32 lo
 // The key tile of `rank` among those of a key head, the tiles of queries of all its query heads counted.
 template <Features F, int kThreads, int kTile>
 __device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_kv, i32 rank) {
-  const Band band = in.sequence(b).band.transposed();
+  const Band band = in.sequence<F.seqused>(b).band.transposed();
   const i32 most = ((i32)((u32)in.seqlen_q / (u32)in.blocks_t.column_tokens) + 1) * in.group;
   return longest_first<kThreads>(rank, (i32)div_up(in.seqlen_k, kTile), most, [&](i32 tile) {
     const i64 k0 = (i64)tile * kTile, k1 = min(k0 + kTile, band.seqlen_q);
@@ -77,7 +77,8 @@ template <int kTileQ> struct QueryItem {
 
 // The tile of keys of this block of threads: batch, head_kv, k0 and sequence of state. Bundles of heads run together and share the L2
 // cache; within one, tiles of the first keys come first, which causal ones are the longest of.
-template <bool kTickets, int kTileK, class State> __device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {
+template <Features F, bool kTickets, int kTileK, class State>
+__device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {
   const Inputs &in = a.in;
   u32 index = blockIdx.x;
   if constexpr (kTickets) index = atomicAdd(a.turns, 1u); // whatever a block waits for has drawn its own before
@@ -85,14 +86,14 @@ template <bool kTickets, int kTileK, class State> __device__ __forceinline__ voi
   u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
   u32 pair = first + rest % n;
   state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
-  state.sequence = in.sequence(state.batch);
+  state.sequence = in.sequence<F.seqused>(state.batch);
 }
 
 // The same of all threads: the longest tiles come first, where lists of blocks say which. (In turns it must stay the first keys: they are
 // waited for.) begin(): by the first thread, when k0 and k1 of state stand.
 template <Features F, bool kTurns, int kThreads, int kTileK, class State, class Begin>
 __device__ __forceinline__ void choose_keys(State &state, const BackwardArguments &a, int thread, const Begin &begin) {
-  if (thread == 0) take_keys<kTurns, kTileK>(state, a);
+  if (thread == 0) take_keys<F, kTurns, kTileK>(state, a);
   __syncthreads();
   i32 k0 = state.k0;
   if constexpr (F.blocks && !kTurns) k0 = longest_key_tile<F, kThreads, kTileK>(a.in, state.batch, state.head_kv, k0 / kTileK) * kTileK;

@@ -34,6 +34,7 @@ struct SinksConfig {
 struct PaddingConfig {
   i32 dtype; // of q, k, v
   i32 backward;
+  i32 packed, seqused;
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 

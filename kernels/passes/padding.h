@@ -1,5 +1,6 @@
 // Packed tokens that belong to no sequence (padding at the end; what cu_seqlens leave out): out 0, LSE -inf, gradients 0. A group of blocks
-// of threads takes what lies in front of a sequence, as all other kernels see it, the last group what lies behind them.
+// of threads takes what lies in front of a sequence, as all other kernels see it, the last group what lies behind them. Of dense tensors
+// the keys of a sequence that do not count (seqused_k): a group takes those of one.
 #pragma once
 #include "../attention/arguments.h"
 #include "../ptx/math.h"
@@ -22,32 +23,35 @@ template <PaddingConfig C> struct Padding {
 
   static __device__ void run(const Arguments &a) {
     const Inputs &in = a.in;
-    const i32 blocks = (i32)gridDim.x / (in.batch + 1), group = (i32)blockIdx.x / blocks, first = (i32)blockIdx.x % blocks;
+    const i32 blocks = (i32)gridDim.x / (in.batch + (C.packed ? 1 : 0)), group = (i32)blockIdx.x / blocks, first = (i32)blockIdx.x % blocks;
+    const i32 b = C.packed ? 0 : group;
     Range q = {0, in.total_q}, k = {0, in.total_k};
-    if (group > 0) {
-      const Sequence before = in.sequence(group - 1);
+    if constexpr (!C.packed) {
+      q = {0, 0}, k = {in.sequence<C.seqused>(b).band.seqlen_k, in.seqlen_k};
+    } else if (group > 0) {
+      const Sequence before = in.sequence<C.seqused>(group - 1);
       q.begin = before.q0 + before.band.seqlen_q, k.begin = before.k0 + before.band.seqlen_k;
     }
-    if (group < in.batch) {
-      const Sequence behind = in.sequence(group);
+    if (C.packed && group < in.batch) {
+      const HeldRows behind = in.held(group);
       q.end = behind.q0, k.end = behind.k0;
     }
     const T zero = Convert<T>::from(Lse(0));
     if constexpr (C.backward) {
-      fill(a.dq, in.heads, in.head_dim, q, first, blocks, zero);
-      fill(a.dk, in.heads_kv, in.head_dim, k, first, blocks, zero);
-      fill(a.dv, in.heads_kv, in.head_dim_v, k, first, blocks, zero);
+      fill(a.dq, b, in.heads, in.head_dim, q, first, blocks, zero);
+      fill(a.dk, b, in.heads_kv, in.head_dim, k, first, blocks, zero);
+      fill(a.dv, b, in.heads_kv, in.head_dim_v, k, first, blocks, zero);
     } else {
-      fill(a.out, in.heads, in.head_dim_v, q, first, blocks, zero);
-      fill(a.lse, in.heads, 1, q, first, blocks, minus_infinity<Lse>());
+      fill(a.out, b, in.heads, in.head_dim_v, q, first, blocks, zero);
+      fill(a.lse, b, in.heads, 1, q, first, blocks, minus_infinity<Lse>());
     }
   }
 
 private:
-  template <class E> static __device__ void fill(const Operand &to, i32 heads, i32 width, Range rows, i32 first, i32 step, E x) {
+  template <class E> static __device__ void fill(const Operand &to, i32 b, i32 heads, i32 width, Range rows, i32 first, i32 step, E x) {
     if (!to) return;
     for (i64 i = rows.begin + first; i < rows.end; i += step)
-      for (i32 n = (i32)threadIdx.x; n < heads * width; n += kThreads) *to.at<E>(0, n / width, i, n % width) = x;
+      for (i32 n = (i32)threadIdx.x; n < heads * width; n += kThreads) *to.at<E>(b, n / width, i, n % width) = x;
   }
 };
 

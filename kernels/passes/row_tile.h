@@ -16,9 +16,9 @@ template <RowsConfig C> struct RowTile {
     if constexpr (C.form == kWarpgroups) block = gridDim.x - 1 - block;
     u32 tiles = (u32)div_up(in.seqlen_q, C.tile_q), pair = block / tiles, tile = block % tiles;
     batch = (i32)(pair / in.heads), head = (i32)(pair % in.heads);
-    Sequence s = in.sequence(batch);
+    HeldRows s = in.held(batch);
     i64 begin = (i64)tile * C.tile_q;
-    rows = (i32)max(0ll, min(s.band.seqlen_q - begin, (i64)C.tile_q));
+    rows = (i32)max(0ll, min(s.seqlen_q - begin, (i64)C.tile_q));
     row = s.q0 + begin, index = in.row_index(batch, head, row), number = first_query_tile(in, batch, head, C.tile_q) + tile;
   }
 };

@@ -19,8 +19,8 @@ template <SinksConfig C> struct SinkGradient {
     const T sink = *in.sinks.at<const T>(0, h, 0, 0);
     T sum = T(0), lost = T(0); // lost: what sum's roundings dropped (Kahan)
     for (i32 b = 0; b < in.batch; ++b) {
-      const Sequence s = in.sequence(b);
-      for (i64 i = t; i < s.band.seqlen_q; i += kThreads) {
+      const HeldRows s = in.held(b);
+      for (i64 i = t; i < s.seqlen_q; i += kThreads) {
         const T lse = *a.lse.at<const T>(b, h, s.q0 + i, 0);
         if (lse == minus_infinity<T>()) continue; // a sink of -inf and nothing visible
         const T *delta = static_cast<const T *>(a.delta) + in.row_index(b, h, s.q0 + i);

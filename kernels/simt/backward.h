@@ -55,7 +55,7 @@ template <Config C> struct Backward {
       if (!a.deterministic) item.tile = longest_key_tile<C.features, kThreads, C.tile_k>(in, item.batch, item.head, item.tile);
     const i32 n = item.tile, h_kv = item.head, b = item.batch;
     auto &[Q, dO, K, V, sequence, dropout] = *reinterpret_cast<Operands *>(shared + sizeof(walk));
-    if (threadIdx.x == 0) sequence = in.sequence(b), dropout = Dropout<C.features>(in);
+    if (threadIdx.x == 0) sequence = in.sequence<C.features.seqused>(b), dropout = Dropout<C.features>(in);
     __syncthreads();
     const i32 seqlen_q = (i32)sequence.band.seqlen_q, seqlen_k = (i32)sequence.band.seqlen_k, k0 = n * C.tile_k,
               k1 = min(k0 + C.tile_k, seqlen_k);

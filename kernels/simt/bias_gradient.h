@@ -41,7 +41,7 @@ private:
     static __device__ __forceinline__ void add(T &sum, T &lost, T x) { strobe::add(sum, lost, x); }
     __device__ __forceinline__ bool take_queries(i32 batch, i32 head, i32 first) {
       b = batch, h = head, q0 = first;
-      const Sequence s = in.sequence(b);
+      const Sequence s = in.sequence<C.features.seqused>(b);
       if (q0 >= s.band.seqlen_q) return false;
       q1 = min(q0 + C.tile_q, (i32)s.band.seqlen_q), seqlen_k = (i32)s.band.seqlen_k;
       any = s.band.keys_any(q0, q1), all = s.band.keys_all(q0, q1);
@@ -52,7 +52,7 @@ private:
     __device__ __forceinline__ void add(Sum &sum, Sum &lost, i32 k0) {
       const i32 k1 = min(k0 + C.tile_k, seqlen_k);
       if (k0 >= seqlen_k || k1 <= any.begin || k0 >= any.end || !block_kept(k0)) return;
-      const Sequence s = in.sequence(b);
+      const Sequence s = in.sequence<C.features.seqused>(b);
       const i32 h_kv = h / in.group, seqlen_q = (i32)s.band.seqlen_q;
       const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(k_of<E>(in, s, b, h_kv), seqlen_k),
           dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), V(v_of<E>(in, s, b, h_kv), seqlen_k);

@@ -30,7 +30,7 @@ template <Config C> struct Forward {
                                   : (i32)div_up(in.seqlen_q, C.tile_q) - 1 - item.tile;
     const i32 split = item.split, q0 = item.tile * C.tile_q;
     const i32 h = item.head, b = item.batch, h_kv = h / in.group;
-    const Sequence s = in.sequence(b);
+    const Sequence s = in.sequence<C.features.seqused>(b);
     const i32 seqlen_q = (i32)s.band.seqlen_q, seqlen_k = (i32)s.band.seqlen_k;
     if (q0 >= seqlen_q) return;
     const i32 q1 = min(q0 + C.tile_q, seqlen_q);

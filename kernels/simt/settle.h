@@ -19,6 +19,7 @@ private:
   struct QueryTile {
     using T = typename Multiply::T;
     static constexpr i32 kDType = C.dtype, kThreads = C.threads(), kTileQ = C.tile_q;
+    static constexpr i32 kSeqused = C.features.seqused;
     const BackwardArguments &a;
     unsigned char *const shared;
 

@@ -58,7 +58,7 @@ private:
     State &state = shared_state();
     if (threadIdx.x == 0) {
       const Item item(a, blockIdx.x);
-      Sequence s = in.sequence(item.b);
+      Sequence s = in.sequence<F.seqused>(item.b);
       state.item = item, state.sequence = s, state.nonfinite = 0;
       state.k = k_of<float>(in, s, item.b, item.h / in.group).first, state.v = v_of<float>(in, s, item.b, item.h / in.group).first;
     }

@@ -62,6 +62,8 @@ class Calls(_autograd.Calls):
             return
         if [*p.arrays] != ["q", "k", "v", *_tensors(given)] or p.options.get("engine") == _run.ORACLE:
             return  # some tensors are made anew for each call, or results have another dtype first
+        if any(x is not p.arrays[name] for name, x in _tensors(given).items()):
+            return  # or are copied for it from host memory
         if 0 in (p.options.get("max_seqlen_q"), p.options.get("max_seqlen_k")):
             return  # lengths are held against it here
         if any(x is not p.arrays[name] for name, x in TORCH.autocast(p.arrays).items()):

@@ -196,7 +196,7 @@ def _ways_out(name: str, reason: str) -> str:
         return "; what is added to the scores is bias" if "float" in reason else f"; of zeros and ones, {name}.bool()"
     if name == "bias" and "dtype bool" in reason:
         return "; what hides is mask"
-    return f"; {name}.int()" if name.startswith("cu_seqlens") and "dtype int64" in reason else ""
+    return f"; {name}.int()" if name.startswith(("cu_seqlens", "seqused")) and "dtype int64" in reason else ""
 
 
 def _fit_in_the_other_layout(arrays: dict[str, Any], bshd: bool) -> bool:

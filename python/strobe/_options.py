@@ -168,11 +168,12 @@ class Name(Row):
 
 
 class Tensor(Row):
-    """An array of q's kind, where q lies."""
+    """An array of q's kind, where q lies, or in host memory, if that is said; it is then copied to where q lies."""
 
-    def __init__(self, doc: str, has_gradient: bool = False):
+    def __init__(self, doc: str, has_gradient: bool = False, may_lie_in_host_memory: bool = False):
         super().__init__(None, doc)
         self.has_gradient = has_gradient
+        self.may_lie_in_host_memory = may_lie_in_host_memory
 
     def tensors(self, name: str) -> tuple[str, ...]:
         return (name,)
@@ -278,6 +279,15 @@ class AttentionOptions(TypedDict, total=False):
         ),
     ]
     max_seqlen_k: Annotated["int | None", Whole(0, INT32_MAX, _UNDOCUMENTED)]
+    seqused_k: Annotated[
+        "Array | None",
+        Tensor(
+            "int32 (B,): of sequence b the first seqused_k[b] keys count, as if k and v ended there: the last query stands at the last of "
+            "them. The others may hold anything, and their gradients are 0. mask, bias and block_mask keep their sizes. On a GPU it is "
+            "read when the work runs; a tensor in host memory is copied there.",
+            may_lie_in_host_memory=True,
+        ),
+    ]
     block_mask: Annotated[
         "BlockMask | None",
         Blocks("a BlockMask of the call's lengths (for packed sequences, of their maxima): blocks that it drops are not computed."),
@@ -307,7 +317,10 @@ class AttentionOptions(TypedDict, total=False):
     ]
     strict: Annotated["bool", Flag("refuse to run on any engine other than the fastest one of this device.")]
     check: Annotated[
-        "bool", Flag("check values in device memory (cu_seqlens, block_mask) first, which synchronises. Those in host memory always are.")
+        "bool",
+        Flag(
+            "check values in device memory (cu_seqlens, seqused_k, block_mask) first, which synchronises. Those in host memory always are."
+        ),
     ]
     threads: Annotated[
         "int | None",
@@ -328,9 +341,10 @@ _LAST = ("tile_q", "tile_k", "deterministic", "exact_max", "allow_tf32", "strict
 _GIVEN = {field: x for name, row in ROWS.items() for field, x in row.fields(name).items()}
 # What a call says beside its tensors: the fields of strobe_attention, and two that say how the call is made.
 FIELDS: dict[str, Field] = {name: x for name, x in _GIVEN.items() if name not in _LAST} | {name: _GIVEN[name] for name in _LAST}
-_TENSORS = [tensor for name, row in ROWS.items() for tensor in row.tensors(name) if tensor != "rng"]
+_LAST_TENSORS = ("rng", "seqused_k")  # as in strobe_tensors, which grows at its end
+_TENSORS = [tensor for name, row in ROWS.items() for tensor in row.tensors(name) if tensor not in _LAST_TENSORS]
 # The tensors that a call reads: their names in strobe_tensors, and the order of the operators' arguments.
-INPUTS = ("q", "k", "v", *_TENSORS, "rng")
+INPUTS = ("q", "k", "v", *_TENSORS, *_LAST_TENSORS)
 BLOCKS = ROWS["block_mask"].tensors("block_mask")
 # The tensors that a backward may be asked for, and the inputs whose gradients they are, in the order of the operators.
 GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v") or getattr(ROWS.get(name), "has_gradient", False)}
@@ -340,7 +354,6 @@ HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 # What other attention functions have.
 _MASK_OR_BIAS = "did you mean mask (bool, True = attend) or bias (added to the scores)?"
 _NO_PAGES = "paged KV caches are refused; accepted are dense k and v, or packed ones with cu_seqlens"
-_USED = "give the lengths in a padded batch as mask=(arange(Sk) < lengths[:, None])[:, None, None, :], or pack it with cu_seqlens"
 _HEADS = 'the heads are an axis of q, k and v, the second one, or the third with layout="bshd"'
 ELSEWHERE = {
     "alibi": "did you mean alibi_slopes?",
@@ -365,7 +378,6 @@ ELSEWHERE = {
     "rng_state": "did you mean rng?",
     "s_aux": "did you mean sinks?",
     "score_mod": "a function is refused; there are softcap, alibi_slopes and bias",
-    "seqused_k": _USED,
     "seqused_q": "the queries behind a sequence's end may hold anything; leave out their rows of the result, or pack them with cu_seqlens",
     "sliding_window": "did you mean window?",
     "sm_scale": "did you mean scale?",

@@ -46,8 +46,13 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
         elif x is row.default:
             continue
         elif isinstance(row, Tensor):
+            host = x
+            if row.may_lie_in_host_memory and framework is not None and framework.is_array(x) and framework.unfit(name, x) is None:
+                x = framework.beside(q, x)
             if is_array(wrong, name, x, framework, q):
                 arrays[name] = x
+            if x is not host and framework is not None and framework.is_readable(host):
+                _check_used(wrong, name, host, _lengths(arrays.get("q"), arrays.get("k"), given)[1])
         elif isinstance(row, Blocks):
             if not isinstance(x, BlockMask):
                 wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a strobe.BlockMask"))
@@ -94,6 +99,16 @@ def _longest(framework: Framework, cu_seqlens: Array) -> int:
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != framework.xp.int32 or not framework.is_readable(cu_seqlens):
         return 0
     return max(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), 0)
+
+
+def _check_used(wrong: Wrong, name: str, used: Array, most: int | None) -> None:
+    """Of a list in host memory that the library gets a copy of elsewhere: what is wrong with its values, in the library's words."""
+    if used.ndim != 1 or most is None:
+        return
+    for b, n in enumerate(used.tolist()):
+        if not 0 <= n <= most:
+            wrong.append(ValueError(f"{name}: {n} at [{b}]; accepted are 0 to {most}, the length of k"))
+            return
 
 
 def _lengths(q: Array | None, k: Array | None, given: Mapping[str, Any]) -> list[int | None]:

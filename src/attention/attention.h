@@ -88,6 +88,7 @@ struct Problem {
   View sinks;                        // (-, head, -, -)
   std::shared_ptr<const void> lists; // in host memory: the call's own copies of the lists from here on (contents.h)
   const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
+  const int32_t *seqused_k = nullptr; // (batch): how many keys of each sequence count; null: all
   const int64_t *rng = nullptr;
   // block sparsity: CSR over query blocks, and its transpose over key blocks
   struct Blocks {
@@ -110,12 +111,18 @@ struct Problem {
   __attribute__((always_inline)) int64_t longest_q() const { return least(seqlen_q, total_q, most_q); }
   __attribute__((always_inline)) int64_t longest_k() const { return least(seqlen_k, total_k, most_k); }
 
-  // The sequence b: its first packed token and its length (dense: row 0 of batch b). cu_seqlens is clamped, never trusted.
+  // The sequence b: its first packed token and its length (dense: row 0 of batch b). cu_seqlens and seqused_k are
+  // clamped, never trusted. held_k: of the keys those, too, that do not count.
   struct Rows {
     int64_t begin, length;
   };
   __attribute__((always_inline)) Rows rows_q(int64_t b) const { return rows(cu_seqlens_q, b, total_q, varlen ? longest_q() : seqlen_q); }
-  __attribute__((always_inline)) Rows rows_k(int64_t b) const { return rows(cu_seqlens_k, b, total_k, varlen ? longest_k() : seqlen_k); }
+  __attribute__((always_inline)) Rows rows_k(int64_t b) const {
+    Rows keys = held_k(b);
+    if (seqused_k) keys.length = least(keys.length, seqused_k[b] > 0 ? seqused_k[b] : 0, kUnbounded);
+    return keys;
+  }
+  __attribute__((always_inline)) Rows held_k(int64_t b) const { return rows(cu_seqlens_k, b, total_k, varlen ? longest_k() : seqlen_k); }
 
 private:
   __attribute__((always_inline)) static int64_t least(int64_t a, int64_t b, int64_t c) {

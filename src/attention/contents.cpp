@@ -18,13 +18,14 @@ const void *OwnLists::copy_bytes(const void *list, size_t bytes) {
 }
 
 void own_lists(Problem &p) {
-  if (p.device_type != STROBE_CPU || !(p.varlen || p.rng || p.blocks.present)) return;
+  if (p.device_type != STROBE_CPU || !(p.varlen || p.seqused_k || p.rng || p.blocks.present)) return;
   const auto lists = std::make_shared<OwnLists>();
   auto own = [&](auto *&list, int64_t count) {
     if (list) list = lists->copy(list, count);
   };
   own(p.cu_seqlens_q, p.batch + 1);
   own(p.cu_seqlens_k, p.batch + 1);
+  own(p.seqused_k, p.batch);
   own(p.rng, 2);
   Problem::Blocks &m = p.blocks;
   const int64_t matrices = m.batch * m.heads;
@@ -43,6 +44,15 @@ std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, in
     if (length > max_seqlen) return text("sequence ", b, " has ", length, " tokens; accepted is at most max_seqlen = ", max_seqlen);
   }
   if (cu[batch] > total) return text("ends at ", cu[batch], "; accepted is at most the number of packed tokens, ", total);
+  return {};
+}
+
+std::string check_seqused(const int32_t *used, int64_t batch, const int32_t *cu, int64_t length) {
+  for (int64_t b = 0; b < batch; b++) {
+    const int64_t most = cu ? int64_t{cu[b + 1]} - cu[b] : length;
+    if (used[b] < 0 || used[b] > most)
+      return text(used[b], " at [", b, "]; accepted are 0 to ", most, cu ? ", the length of that sequence's keys" : ", the length of k");
+  }
   return {};
 }
 

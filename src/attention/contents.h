@@ -1,5 +1,5 @@
-// What must hold of the integers in host memory: cu_seqlens and the block-sparse CSR. Each check answers with the first thing wrong, or
-// with an empty text.
+// What must hold of the integers in host memory: cu_seqlens, seqused_k and the block-sparse CSR. Each check answers with the first thing
+// wrong, or with an empty text.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -32,6 +32,8 @@ private:
 void own_lists(Problem &);
 
 std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, int64_t max_seqlen);
+// cu: of packed keys, which was checked before; null: each sequence has `length` of them.
+std::string check_seqused(const int32_t *used, int64_t batch, const int32_t *cu, int64_t length);
 
 // A stack of `matrices` CSR matrices: offsets (matrices, rows + 1), absolute, into indices[kept] in [0, cols), ascending within a row.
 struct Csr {
@@ -55,6 +57,11 @@ template <class Read> void check_contents(const Problem &p, Read &&read) {
   if (p.varlen) {
     require("cu_seqlens_q", check_cu_seqlens(read(p.cu_seqlens_q, p.batch + 1).data(), p.batch, p.total_q, p.seqlen_q));
     require("cu_seqlens_k", check_cu_seqlens(read(p.cu_seqlens_k, p.batch + 1).data(), p.batch, p.total_k, p.seqlen_k));
+  }
+  if (p.seqused_k) {
+    const auto used = read(p.seqused_k, p.batch);
+    require("seqused_k", p.varlen ? check_seqused(used.data(), p.batch, read(p.cu_seqlens_k, p.batch + 1).data(), 0)
+                                  : check_seqused(used.data(), p.batch, nullptr, p.seqlen_k));
   }
   const Problem::Blocks &m = p.blocks;
   if (!m.present) return;

@@ -23,9 +23,21 @@ void clear(const View &to, int64_t heads, int64_t width, int64_t begin, int64_t 
   }
 }
 
+// dk or dv of the keys of each sequence that do not count.
+void clear_unused(const Problem &p, const View &to, int64_t width) {
+  if (!to) return;
+  for (int64_t b = 0; b < p.batch; b++) {
+    const Problem::Rows held = p.held_k(b), used = p.rows_k(b);
+    View of_batch = to;
+    of_batch.data += b * to.stride[0] * bytes(to.dtype);
+    clear(of_batch, p.heads_kv, width, held.begin + used.length, held.begin + held.length);
+  }
+}
+
 } // namespace
 
 void clear_padding(const Problem &p, Direction direction) {
+  if (p.seqused_k && direction == Direction::backward) clear_unused(p, p.dk, p.head_dim), clear_unused(p, p.dv, p.head_dim_v);
   if (!p.varlen) return;
   const int64_t end_q = p.cu_seqlens_q[p.batch], end_k = p.cu_seqlens_k[p.batch];
   if (direction == Direction::backward) {

@@ -141,10 +141,11 @@ private:
   void sequences() {
     n.seqlen_q = longest("max_seqlen_q", a.max_seqlen_q, n.rows_q);
     n.seqlen_k = longest("max_seqlen_k", a.max_seqlen_k, n.rows_k);
-    if (!varlen) return;
+    if (!varlen) return seqused(nullptr, true);
     if (t.cu_seqlens_q && t.cu_seqlens_q->rank == 1 && t.cu_seqlens_q->shape[0] > 0) n.batch = t.cu_seqlens_q->shape[0] - 1;
     cu_seqlens("cu_seqlens_q", t.cu_seqlens_q, n.rows_q, n.seqlen_q);
-    cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, n.seqlen_k);
+    const bool good_k = cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, n.seqlen_k);
+    seqused(good_k ? ints(t.cu_seqlens_k) : nullptr, good_k);
   }
   int64_t longest(const char *field, int64_t given, int64_t rows) {
     if (!varlen && given != 0) reasons.add(field, given, " without cu_seqlens; accepted is 0");
@@ -154,14 +155,23 @@ private:
     }
     return varlen && given ? given : rows;
   }
-  void cu_seqlens(const char *argument, const strobe_tensor *cu, int64_t rows, int64_t most) {
+  // Whether they may be read.
+  bool cu_seqlens(const char *argument, const strobe_tensor *cu, int64_t rows, int64_t most) {
     if (!cu) {
       reasons.add(argument, "missing; accepted is cu_seqlens_q and cu_seqlens_k, or neither");
     } else if (cu->rank == 1 && cu->shape[0] == 0) {
       reasons.add(argument, "shape (0); accepted is (B+1), which is 1 or more");
     } else if (accept(argument, cu, {{"B+1", n.batch == kAny ? kAny : n.batch + 1}}, {DType::i32}) && checks.contiguous(argument, *cu)) {
-      if (on_cpu(*cu) && rows != kAny && most != kAny) add(argument, check_cu_seqlens(ints(cu), cu->shape[0] - 1, rows, most));
+      return on_cpu(*cu) && rows != kAny && most != kAny && add(argument, check_cu_seqlens(ints(cu), cu->shape[0] - 1, rows, most));
     }
+    return false;
+  }
+  // cu: of the keys, where they are packed. comparable: whether the lengths are known.
+  void seqused(const int32_t *cu, bool comparable) {
+    const strobe_tensor *used = t.seqused_k;
+    if (!accept("seqused_k", used, {{"B", n.batch}}, {DType::i32}) || !checks.contiguous("seqused_k", *used)) return;
+    if (on_cpu(*used) && comparable && n.batch != kAny && n.rows_k != kAny)
+      add("seqused_k", check_seqused(ints(used), n.batch, cu, n.rows_k));
   }
 
   void extras() {
@@ -311,7 +321,7 @@ private:
     p.mask = view(t.mask, kDense), p.bias = view(t.bias, kDense);
     p.alibi_slopes = view(t.alibi_slopes, t.alibi_slopes && t.alibi_slopes->rank == 2 ? kBatchHead : kHead);
     p.sinks = view(t.sinks, kHead);
-    p.cu_seqlens_q = ints(t.cu_seqlens_q), p.cu_seqlens_k = ints(t.cu_seqlens_k);
+    p.cu_seqlens_q = ints(t.cu_seqlens_q), p.cu_seqlens_k = ints(t.cu_seqlens_k), p.seqused_k = ints(t.seqused_k);
     if (varlen && on_cpu(*t.q)) { // with a maximum of the caller's, plans do not depend on what the lengths are
       if (!a.max_seqlen_q) p.most_q = 0;
       if (!a.max_seqlen_k) p.most_k = 0;

@@ -39,7 +39,9 @@ Tokens queries(const Problem &p, int64_t b) {
   return p.varlen ? Tokens{p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]} : Tokens{0, p.seqlen_q};
 }
 Tokens keys(const Problem &p, int64_t b) {
-  return p.varlen ? Tokens{p.cu_seqlens_k[b], p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]} : Tokens{0, p.seqlen_k};
+  Tokens t = p.varlen ? Tokens{p.cu_seqlens_k[b], p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]} : Tokens{0, p.seqlen_k};
+  if (p.seqused_k) t.length = p.seqused_k[b]; // which was checked
+  return t;
 }
 
 // (tokens, columns) of one head, in double.
@@ -242,12 +244,14 @@ private:
     });
   }
 
-  std::vector<int64_t> selected(const Indices &indices, int64_t b, int64_t h, int64_t heads, Tokens t, int64_t total) const {
-    return indices.within(p.varlen ? h * total + t.begin : (b * heads + h) * t.length, t.length);
+  // seqlen, total: of dense tensors, and of packed ones.
+  std::vector<int64_t> selected(const Indices &indices, int64_t b, int64_t h, int64_t heads, Tokens t, int64_t seqlen,
+                                int64_t total) const {
+    return indices.within(p.varlen ? h * total + t.begin : (b * heads + h) * seqlen, t.length);
   }
 
   void forward(int64_t b, int64_t h) const {
-    const auto chosen = selected(rows, b, h, p.heads, queries(p, b), p.total_q);
+    const auto chosen = selected(rows, b, h, p.heads, queries(p, b), p.seqlen_q, p.total_q);
     if (chosen.empty()) return;
     const Head head(p, b, h);
     for (const int64_t i : chosen) {
@@ -260,7 +264,7 @@ private:
 
   // dQ_i = scale sum_j dx_ij K_j
   void rows_of_dq(int64_t b, int64_t h) const {
-    const auto chosen = selected(rows, b, h, p.heads, queries(p, b), p.total_q);
+    const auto chosen = selected(rows, b, h, p.heads, queries(p, b), p.seqlen_q, p.total_q);
     if (chosen.empty()) return;
     const Head head(p, b, h);
     for (const int64_t i : chosen) {
@@ -273,7 +277,7 @@ private:
   // dK_j = scale sum_i dx_ij Q_i, dV_j = sum_i P_ij dO_i, over all query heads of the key head
   void columns_of_dk_dv(int64_t b, int64_t h_kv) const {
     const Tokens k = keys(p, b);
-    const auto chosen = selected(cols, b, h_kv, p.heads_kv, k, p.total_k);
+    const auto chosen = selected(cols, b, h_kv, p.heads_kv, k, p.seqlen_k, p.total_k);
     if (chosen.empty()) return;
     const bool given = cols && p.lse && p.out;
     std::vector<Vector> dK(chosen.size(), Vector(size_t(p.head_dim))), dV(chosen.size(), Vector(size_t(p.head_dim_v)));

@@ -252,7 +252,7 @@ TEST_CASE("abi: explain says what was asked and what would run, and fits any buf
   text.pop_back();
   for (const char *part :
        {"attention, backward\n", "B 2, H 4, Hkv 2, Sq 21, Sk 38, D 8, Dv 6\n", "float32 on the CPU, 1 thread\n", "softcap", "(causal)",
-        "bottom right", "mask, bias, ALiBi, sinks\n", "0.25, quantised to 0.25 (keeps 192/256); from rng\n", "50 x any\n",
+        "bottom right", "mask, bias, ALiBi, sinks, seqused_k\n", "0.25, quantised to 0.25 (keeps 192/256); from rng\n", "50 x any\n",
         "deterministic\n", "no: runs only when asked for by name\n", "the least predicted time\n", "tile_q 50 rounded to"}) {
     CAPTURE(part);
     CHECK(text.find(part) != std::string::npos);

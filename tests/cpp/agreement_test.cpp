@@ -37,7 +37,8 @@ enum class Calls { any, packed_softcap, lengthy, wide };
 // The calls that one seed stands for: the same inputs whatever the direction and the engine.
 class Drawn {
 public:
-  Drawn(uint32_t seed, Calls calls, Call &call, Direction direction, bool oracle) : random(seed), c(call), calls(calls), oracle(oracle) {
+  Drawn(uint32_t seed, Calls calls, Call &call, Direction direction, bool oracle)
+      : random(seed), counts(~seed), c(call), calls(calls), oracle(oracle) {
     c.direction = direction;
     dtype = calls == Calls::packed_softcap ? pick({DType::f16, DType::bf16})
                                            : pick({DType::f32, DType::f32, DType::f64, DType::f16, DType::bf16});
@@ -54,7 +55,7 @@ public:
   DType dtype;
 
 private:
-  std::mt19937 random;
+  std::mt19937 random, counts; // counts: how many keys count
   Call &c;
   const Calls calls;
   const bool oracle;
@@ -116,12 +117,7 @@ private:
     spoil_padding("q", used_q), spoil_padding("k", used_k), spoil_padding("v", used_k);
   }
   // Nobody reads the tokens from `used` on: NaN.
-  void spoil_padding(const char *name, int64_t used) {
-    const strobe_tensor &t = c[name];
-    if (used == t.shape[0]) return;
-    const size_t token = c.memory_bytes(name) / static_cast<size_t>(t.shape[0]);
-    std::memset(static_cast<char *>(t.data) + token * static_cast<size_t>(used), 0xFF, token * static_cast<size_t>(t.shape[0] - used));
-  }
+  void spoil_padding(const char *name, int64_t used) { spoil(name, used, c[name].shape[0] - used); }
 
   int64_t or_one(int64_t n) { return draw(2) ? n : 1; }
   void options() {
@@ -150,6 +146,27 @@ private:
     if (draw(4) == 0) numbers("alibi_slopes", DType::f32, {h});
     if (draw(3) == 0) numbers("sinks", wide, {h});
     if (draw(4) == 0) blocks();
+    if (counts() % 4 == 0) use_some();
+  }
+  // Keys that do not count hold NaN.
+  void use_some() {
+    std::vector<int32_t> used;
+    for (int64_t n = 0; n < b; n++) {
+      const int32_t *cu = varlen ? c.data<int32_t>("cu_seqlens_k") + n : nullptr;
+      const int32_t length = varlen ? cu[1] - cu[0] : static_cast<int32_t>(sk),
+                    some = static_cast<int32_t>(counts() % (static_cast<uint32_t>(length) + 1));
+      used.push_back(some);
+      for (const char *name : {"k", "v"})
+        for (int64_t head = 0; head < (varlen ? 1 : hkv); head++)
+          spoil(name, some + (varlen ? cu[0] : (n * hkv + head) * sk), length - some);
+    }
+    c.add_values("seqused_k", DType::i32, used);
+  }
+  void spoil(const char *name, int64_t row, int64_t rows) {
+    if (rows == 0) return;
+    const strobe_tensor &t = c[name];
+    const size_t all = static_cast<size_t>(varlen ? t.shape[0] : t.shape[0] * t.shape[1] * t.shape[2]), bytes = c.memory_bytes(name) / all;
+    std::memset(static_cast<char *>(t.data) + bytes * static_cast<size_t>(row), 0xFF, bytes * static_cast<size_t>(rows));
   }
   // Products of q and k near -64: at -1 a distance has a cusp, where rounding counts for more than tolerances allow.
   void hyperbolic() {

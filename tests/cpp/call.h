@@ -48,6 +48,7 @@ inline constexpr NamedSlot kSlots[] = {
     {"dv", &strobe_tensors::dv},
     {"dbias", &strobe_tensors::dbias},
     {"dsinks", &strobe_tensors::dsinks},
+    {"seqused_k", &strobe_tensors::seqused_k},
 };
 
 class Call {
@@ -165,6 +166,7 @@ inline void make_dense(Call &c, Direction direction) {
   c.add("alibi_slopes", DType::f32, {B, H});
   c.add("sinks", DType::f32, {H});
   c.add_values<int64_t>("rng", DType::i64, {1, 2});
+  c.add_values<int32_t>("seqused_k", DType::i32, {30, Sk});
   c.attention.dropout = 0.25;
   add_results(c, direction, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
 }

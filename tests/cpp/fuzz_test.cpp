@@ -79,7 +79,7 @@ private:
       return;
     case 6: { // what cu_seqlens and the CSR hold
       const std::string name =
-          pick<const char *>({"cu_seqlens_q", "cu_seqlens_k", "block_rows", "block_cols", "block_rows_t", "block_cols_t"});
+          pick<const char *>({"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_rows", "block_cols", "block_rows_t", "block_cols_t"});
       if (call.has(name)) call.data<int32_t>(name)[draw(static_cast<int>(call.memory_bytes(name) / 4))] = static_cast<int32_t>(size());
       return;
     }

@@ -10,7 +10,8 @@ using namespace strobe::test;
 
 namespace {
 
-constexpr const char *kLists[] = {"cu_seqlens_q", "cu_seqlens_k", "block_rows", "block_cols", "block_rows_t", "block_cols_t", "rng"};
+constexpr const char *kLists[] = {"cu_seqlens_q", "cu_seqlens_k", "block_rows", "block_cols",
+                                  "block_rows_t", "block_cols_t", "rng",        "seqused_k"};
 
 // Numbers that no check would let through; as a seed, another one.
 void spoil(Call &c) {
@@ -29,6 +30,7 @@ void make_padded(Call &c, Direction direction) { // three tokens of q and two of
   c.add_values<int32_t>("cu_seqlens_q", DType::i32, {0, 13, Sq - 3});
   c.add_values<int32_t>("cu_seqlens_k", DType::i32, {0, 0, Sk - 2});
   c.add_values<int64_t>("rng", DType::i64, {1, 2});
+  c.add_values<int32_t>("seqused_k", DType::i32, {0, 20});
   c.attention.dropout = 0.25;
 }
 
@@ -99,6 +101,7 @@ TEST_CASE("lists: changed in the midst of a prepared call") {
                               {"block_rows_t", &strobe_addresses::block_rows_t},
                               {"block_cols_t", &strobe_addresses::block_cols_t},
                               {"rng", &strobe_addresses::rng},
+                              {"seqused_k", &strobe_addresses::seqused_k},
                               {"out", &strobe_addresses::out},
                               {"lse", &strobe_addresses::lse}})
       if (disturbed.has(name)) at.*slot = disturbed[name].data;

@@ -45,7 +45,8 @@ const std::map<std::string, void *strobe_addresses::*> kAddresses = {ADDRESS(q),
                                                                      ADDRESS(dk),
                                                                      ADDRESS(dv),
                                                                      ADDRESS(dbias),
-                                                                     ADDRESS(dsinks)};
+                                                                     ADDRESS(dsinks),
+                                                                     ADDRESS(seqused_k)};
 
 strobe_addresses addresses(Call &call) {
   strobe_addresses at{};
@@ -176,6 +177,41 @@ TEST_CASE("prepared: host memory is checked at every run") {
   CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
   CHECK(error().starts_with("cu_seqlens_q: "));
   CHECK(call.untouched());
+}
+
+TEST_CASE("prepared: how many keys count is read, and checked, at every run") {
+  for (Direction direction : {Direction::forward, Direction::backward}) {
+    Call first, whole;
+    make_filled(first, make_dense, direction, 1), make_filled(whole, make_dense, direction, 1);
+    const Held held = prepared(first);
+    const strobe_addresses at = addresses(first);
+    for (Call *call : {&first, &whole}) call->data<int32_t>("seqused_k")[0] = 7;
+    REQUIRE_MESSAGE(whole.run() == STROBE_OK, error());
+    REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
+    CHECK(results(first) == results(whole));
+    first.data<int32_t>("seqused_k")[0] = -1;
+    CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
+    CHECK(error() == "seqused_k: -1 at [0]; accepted are 0 to 38, the length of k");
+  }
+}
+
+TEST_CASE("prepared: a program built before there was seqused_k") {
+  Call call;
+  make_filled(call, make_dense, Direction::backward, 1);
+  call.drop("seqused_k");
+  call.tensors.size = offsetof(strobe_tensors, seqused_k);
+  call.tensors.seqused_k = reinterpret_cast<const strobe_tensor *>(1); // what lies behind its struct
+  const Held held = prepared(call);
+  call.tensors.seqused_k = nullptr;
+  strobe_addresses at = addresses(call);
+  at.size = offsetof(strobe_addresses, seqused_k), at.seqused_k = &call;
+  REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
+  const std::vector<unsigned char> found = results(call);
+  REQUIRE_MESSAGE(call.run() == STROBE_OK, error());
+  CHECK(results(call) == found);
+  at.size = sizeof at;
+  CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
+  CHECK(error() == "seqused_k: given, where the call was prepared without one; accepted is null");
 }
 
 TEST_CASE("prepared: without a maximum, other lengths are other plans") {

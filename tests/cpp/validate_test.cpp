@@ -267,6 +267,14 @@ TEST_CASE("validate: what host memory holds") {
           c.resize_memory("cu_seqlens_k", 5 * sizeof(int32_t));
           c["cu_seqlens_k"].strides[0] = 2;
         }}});
+  expect_each(make_dense, Direction::forward,
+              {{"seqused_k: 39 at [0]; accepted are 0 to 38, the length of k", value("seqused_k", 0, 39)},
+               {"seqused_k: -1 at [1]; accepted are 0 to 38, the length of k", value("seqused_k", 1, -1)},
+               {"seqused_k: shape (1); accepted is (B) = (2)", shape("seqused_k", 0, 1)},
+               {"seqused_k: dtype int64; accepted is int32", dtype("seqused_k", DType::i64)}});
+  expect_each(make_varlen, Direction::forward,
+              {{"seqused_k: 1 at [0]; accepted are 0 to 0, the length of that sequence's keys",
+                [](Call &c) { c.add_values<int32_t>("seqused_k", DType::i32, {1, 5}); }}});
   expect_each(
       make_sparse, Direction::forward,
       {{"block_rows: row 0 of matrix 0 begins at 1", value("block_rows", 0, 1)},
@@ -308,7 +316,7 @@ TEST_CASE("validate: what is written has memory of its own") {
 TEST_CASE("validate: sizes beyond what engines count") {
   Call call;
   make_dense(call, Direction::forward);
-  for (const char *extra : {"mask", "bias", "alibi_slopes", "sinks", "rng", "lse"}) call.drop(extra);
+  for (const char *extra : {"mask", "bias", "alibi_slopes", "sinks", "rng", "seqused_k", "lse"}) call.drop(extra);
   for (const char *name : {"q", "k", "v"})
     for (int a = 0; a < 4; a++) call[name].strides[a] = 0;
   const int64_t most = int64_t{1} << 39;
@@ -418,11 +426,11 @@ TEST_CASE("validate: what is legal although it looks odd") {
         accepted(make_dense, direction, [&](Call &c) {
           for (const std::string &name : names)
             if (c.has(name)) c[name].shape[axis] = 0, c[name].data = nullptr;
-          if (names[0] == "k") c["mask"].shape[3] = c["bias"].shape[3] = 0;
+          if (names[0] == "k") c["mask"].shape[3] = c["bias"].shape[3] = 0, c.add_values<int32_t>("seqused_k", DType::i32, {0, 0});
           if (c.has("dbias")) c["dbias"].shape[3] = c["bias"].shape[3];
         });
     };
-    empty({"q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "alibi_slopes", "mask"}, 0);
+    empty({"q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "alibi_slopes", "mask", "seqused_k"}, 0);
     empty({"q", "out", "lse", "dout", "dlse", "dq", "mask"}, 2);
     empty({"k", "v", "dk", "dv"}, 2);
   }
@@ -454,7 +462,7 @@ TEST_CASE("validate: what is legal although it looks odd") {
     accepted(make_dense, Direction::backward, [](Call &c) {
       for (const NamedSlot &s : kSlots) {
         const std::string name = s.name;
-        if (!c.has(name) || name == "mask" || name == "rng" || name == "alibi_slopes") continue;
+        if (!c.has(name) || name == "mask" || name == "rng" || name == "alibi_slopes" || name == "seqused_k") continue;
         const strobe_tensor &t = c[name];
         c.add(name, DType::f64, std::vector<int64_t>(t.shape, t.shape + t.rank));
       }

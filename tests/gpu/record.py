@@ -27,7 +27,7 @@ RECORD = ROOT / "tests" / "gpu-record.json"
 CONTRACT = (
     *("test_contract.py", "test_corners.py", "test_hidden.py", "test_known_bugs.py", "test_hyperbolic.py", "test_ladder.py"),
     *("test_compat.py", "test_compat_flash_attn.py", "test_compat_flash_cache.py", "test_compat_flash_padding.py"),
-    *("test_compat_flash_passes.py", "test_compat_sdpa.py", "test_bounds.py", "test_many_keys.py"),
+    *("test_compat_flash_passes.py", "test_compat_sdpa.py", "test_bounds.py", "test_many_keys.py", "test_seqused.py"),
 )
 HELPERS = ("cases.py", "check.py", "conftest.py", "device.py", "flash_formulas.py", "plain.py", "random_*.py")
 LEAST_OPTION_SETS = 3000  # of random calls

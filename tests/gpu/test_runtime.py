@@ -45,6 +45,26 @@ def test_a_graph_replays_with_other_lengths_and_other_dropout(dtype):
             assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("queries", [1, 200])
+def test_a_graph_replays_with_other_keys_that_count(queries, dtype):
+    q, dout = tensors(4, 8, queries, 64, dtype=dtype, n=2)
+    k, v = tensors(4, 2, 900, 64, dtype=dtype, n=2)
+    used = torch.tensor([900, 0, 3, 450], device="cuda", dtype=torch.int32)
+    options = {"seqused_k": used, "causal": True, "deterministic": True}
+    gradients(q, k, v, dout, **options)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(q, k, v, dout, **options)
+    for counts in ([1, 900, 33, 0], [900, 900, 900, 900], [900, 0, 3, 450]):
+        used.copy_(torch.tensor(counts))
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, want in zip(captured, gradients(q, k, v, dout, **options), strict=True):
+            assert torch.equal(got, want)
+
+
 @pytest.fixture(params=[False, True], ids=["option", "use_deterministic_algorithms"])
 def deterministic(request):
     """The option that asks for it, if PyTorch does not."""

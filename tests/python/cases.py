@@ -40,6 +40,7 @@ FACTORS: dict[str, list[Any]] = {
     "batch": [2, 1, 3],
     "heads": [(2, 2), (1, 1), (3, 3), (4, 2), (6, 1), (8, 2)],
     "varlen": [None, "lengths", "zero lengths"],
+    "used": [None, "some", "few or none"],
     "storage": ["bhsd", "bshd", "transposed", "expanded batch", "expanded heads", "sliced", "reversed"],
     "dout": ["contiguous", "transposed", "expanded"],
     "band": [
@@ -214,6 +215,15 @@ def build(case: dict[str, Any]) -> Inputs:
         sq, sk = max(1, *lengths_q), max(1, *lengths_k)
         options |= {"max_seqlen_q": sq, "max_seqlen_k": sk}
 
+    if case["used"]:
+        counted = lengths_k if varlen else [sk] * b
+        some = [int(torch.randint(n + 1, (1,), generator=g)) for n in counted]
+        if case["used"] == "few or none":
+            some = [min(n, b % 3) for b, n in enumerate(some)]
+        else:
+            some[0] = counted[0]
+        options["seqused_k"] = torch.tensor(some, dtype=torch.int32)
+
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64)
 
@@ -298,7 +308,7 @@ def build(case: dict[str, Any]) -> Inputs:
 
 def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], plain.Score, Any]]:
     """The call as dense ones for the formulas: ((q, k, v, dout, dlse), score, where the sequence lies), one for each sequence of a
-    varlen call."""
+    varlen call, and of one with seqused_k."""
     o = inputs.options
     q, k, v = inputs.q, inputs.k, inputs.v
     alignment, softcap, dropout = o.get("alignment", "bottom_right"), o.get("softcap", 0.0), o.get("dropout", 0.0)
@@ -334,16 +344,24 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
         bias = part(o["bias"]) if "bias" in o else None
         return plain.Score(scale, softcap, hyperbolic, alibi, bias, visible, o.get("sinks"), keep, plain.keep_rate(dropout))
 
+    used = None if o.get("seqused_k") is None else o["seqused_k"].tolist()
     if not inputs.varlen:
         tensors = (q, k, v, inputs.dout)
         if o.get("layout") == "bshd":
             tensors = tuple(t.transpose(1, 2) for t in tensors)
         sq, sk = tensors[0].shape[2], tensors[1].shape[2]
-        return [((*tensors, inputs.dlse), score(None, sq, sk), None)]
+        if used is None:
+            return [((*tensors, inputs.dlse), score(None, sq, sk), None)]
+        q, k, v, dout = tensors
+        dlse = [None if inputs.dlse is None else inputs.dlse[b : b + 1] for b in range(len(used))]
+        return [
+            ((q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], dout[b : b + 1], dlse[b]), score(b, sq, n), None)
+            for b, n in enumerate(used)
+        ]
     problems = []
     cu_q, cu_k = o["cu_seqlens_q"].tolist(), o["cu_seqlens_k"].tolist()
     for b in range(len(cu_q) - 1):
-        here_q, here_k = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        here_q, here_k = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1] if used is None else cu_k[b] + used[b])
         packed = ((q, here_q), (k, here_k), (v, here_k), (inputs.dout, here_q))
         tensors = tuple(t[here].transpose(0, 1)[None] for t, here in packed)
         dlse = None if inputs.dlse is None else inputs.dlse[None, :, here_q]

@@ -146,7 +146,8 @@ def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, see
         out = torch.cat([q.new_zeros(0, q.shape[1], v.shape[2]), *outs])
         lse = torch.cat([q.new_zeros(q.shape[1], 0), *lses], dim=1)
     else:
-        out, lse = outs[0].transpose(1, 2) if options.get("layout") == "bshd" else outs[0], lses[0]
+        out, lse = torch.cat(outs), torch.cat(lses)
+        out = out.transpose(1, 2) if options.get("layout") == "bshd" else out
     return {"out": out.detach(), "lse": lse.detach()} | dict(zip(leaves, found, strict=True))
 
 

@@ -57,10 +57,13 @@ def _positions(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packi
     if packing:
         lengths = [torch.tensor(x, device=device, dtype=torch.int64).view(b, 1, 1, 1) for x in (packing.lengths_q, packing.lengths_k)]
         there_q, there_k = i < lengths[0], j < lengths[1]
-        difference = lengths[1] - lengths[0]
     else:
         there_q = there_k = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        difference = torch.full((1, 1, 1, 1), sk - sq, device=device)
+        lengths = [torch.full((1, 1, 1, 1), n, device=device) for n in (sq, sk)]
+    if "seqused_k" in options:
+        lengths[1] = options["seqused_k"].long().view(b, 1, 1, 1)
+        there_k = j < lengths[1]
+    difference = lengths[1] - lengths[0]
     return i - j + (difference if options["alignment"] == "bottom_right" else 0), there_q, there_k
 
 

@@ -102,6 +102,7 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
         which = rng.choice(["both", "both", "both", "d", "dv"])
         o["d"] = o["d"] if which == "dv" else _wide(rng, 576)
         o["dv"] = o["dv"] if which == "d" else _wide(rng, 512)
+    o["used"] = rng.random() < 0.2
     return o
 
 
@@ -116,6 +117,7 @@ class Shape:
     lengths_k: list[int] | None = None
     total_q: int = 0  # of tokens, with padding behind the last sequence
     total_k: int = 0
+    used: list[int] | None = None  # of each sequence's keys
 
 
 def _length(rng: random.Random, most: int) -> int:
@@ -157,6 +159,7 @@ def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float]
         b = 0
     s = Shape(b, hkv * group, hkv, sq, sk)
     if not o["packed"]:
+        s.used = _used(rng, o, [sk] * b)
         return s
 
     def lengths(longest: int) -> list[int]:
@@ -169,9 +172,17 @@ def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float]
     s.lengths_k = list(s.lengths_q) if sq == sk and rng.random() < 0.6 else lengths(sk)
     s.sq, s.sk = max(1, sq), max(1, sk)  # a bound of 0 is none
     padding = rng.random() < 0.6
+    s.used = _used(rng, o, s.lengths_k)
     s.total_q = sum(s.lengths_q) + (rng.choice([1, 7, 40, 130]) if padding else 0)
     s.total_k = sum(s.lengths_k) + (s.total_q - sum(s.lengths_q) if rng.random() < 0.5 else rng.choice([0, 1, 60, 150]) if padding else 0)
     return s
+
+
+def _used(rng: random.Random, o: Options, lengths: list[int]) -> list[int] | None:
+    """How many keys of each sequence count."""
+    if not o["used"]:
+        return None
+    return [_one(rng, {n: 0.25, rng.randint(0, n): 0.65, min(n, rng.randint(0, 2)): 0.1}) for n in lengths]
 
 
 SPOILS = {"nan": [math.nan], "inf": [math.inf], "-inf": [-math.inf], "huge": [1.0, -1.0], "all": [math.nan, math.inf, -math.inf, 1.0, -1.0]}
@@ -285,6 +296,8 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
         for side, lengths in (("q", s.lengths_q), ("k", s.lengths_k)):
             options["cu_seqlens_" + side] = torch.tensor([0, *lengths], device=device).cumsum(0).int()
         options |= {"max_seqlen_q": s.sq, "max_seqlen_k": s.sk}
+    if s.used is not None:
+        options["seqused_k"] = torch.tensor(s.used, dtype=torch.int32, device=device)
 
     # Tensors, as the caller stores them
     points = o["score"] == "hyperbolic"

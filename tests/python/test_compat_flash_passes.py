@@ -11,6 +11,7 @@ from torch import Tensor
 
 from device import DEVICE
 from flash_formulas import SLOPES, assert_close
+from strobe import attention
 from strobe.compat import flash_attn
 from strobe.compat.flash_attn.flash_attn_interface import (
     _flash_attn_backward,
@@ -167,13 +168,29 @@ def test_sequences_of_which_some_keys_are_there(slopes):
     expected, expected_lse, *_ = _flash_attn_varlen_forward(q, k[there], v[there], cu_q, lengths, 30, 20, **plain)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
-    with pytest.raises(ValueError, match=r"^dropout_p: 0\.1 beside seqused_k or leftpad_k; accepted is 0$"):
-        _flash_attn_varlen_forward(q, k, v, **sequences, **plain | {"dropout_p": 0.1}, seqused_k=used)
+    with pytest.raises(ValueError, match=r"^dropout_p: 0\.1 beside leftpad_k; accepted is 0$"):
+        _flash_attn_varlen_forward(q, k, v, **sequences, **plain | {"dropout_p": 0.1}, leftpad_k=begin)
     with pytest.raises(NotImplementedError, match="^block_table: given"):
         _flash_attn_varlen_forward(q, k, v, **sequences, **plain, block_table=used)
     if DEVICE == "cpu":
-        with pytest.raises(ValueError, match=r"^seqused_k: 6 at \[1\]; accepted are 0 to 5, the sequence's length$"):
+        with pytest.raises(ValueError, match=r"^seqused_k: 6 at \[1\]; accepted are 0 to 5, the length of that sequence's keys$"):
             _flash_attn_varlen_forward(q, k, v, **sequences, **plain, seqused_k=used + 6)
+        with pytest.raises(ValueError, match=r"^seqused_k: 6 at \[1\]; accepted are 0 to 5, the sequence's length$"):
+            _flash_attn_varlen_forward(q, k, v, **sequences, **plain, seqused_k=used + 6, leftpad_k=begin)
+
+
+def test_some_keys_of_each_sequence_with_dropout():
+    (q, k, v), sequences = packed()
+    k, v = k.detach().clone(), v.detach().clone()
+    used, cu_k = torch.tensor([12, 0, 11], dtype=torch.int32, device=q.device), sequences["cu_seqlens_k"]
+    for b in range(3):
+        k[cu_k[b] + used[b] : cu_k[b + 1]] = v[cu_k[b] + used[b] : cu_k[b + 1]] = math.nan
+    given = {"dropout_p": 0.2, "softmax_scale": None, "causal": True}
+    out, lse, _, rng = _flash_attn_varlen_forward(q, k, v, **sequences, **given, seqused_k=used)
+    lists = {name: sequences[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
+    expected, expected_lse = attention(q, k, v, dropout=0.2, rng=rng, causal=True, seqused_k=used, return_lse=True, **lists)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
 
 
 REFUSED = [

@@ -698,7 +698,6 @@ def test_options_by_place_are_refused():
         ("block_table", "paged KV caches are refused"),
         ("num_heads", "the heads are an axis of q, k and v"),
         ("score_mod", "a function is refused"),
-        ("seqused_k", "mask=(arange(Sk) < lengths[:, None])[:, None, None, :]"),
         ("key_padding_mask", "did you mean mask=~key_padding_mask[:, None, None, :]?"),
         ("attention_mask", "did you mean mask (bool, True = attend) or bias"),
         ("alibi", "did you mean alibi_slopes?"),

@@ -93,7 +93,7 @@ def test_zero_is_absent_in_the_struct():
 
 
 def test_the_structs_of_tensors():
-    assert tuple(members("strobe_tensors"))[: len(INPUTS)] == INPUTS
+    assert tuple(name for name in members("strobe_tensors") if name in INPUTS) == INPUTS
     assert [*members("strobe_addresses")] == [*members("strobe_tensors")]
     assert members("strobe_tensors").keys() - {*INPUTS} == {"out", "lse", "dout", "dlse", *GRADIENTS}
 

@@ -35,7 +35,7 @@ template <Config C> struct Decode {
     i32 head = (i32)(x % in.heads_kv);
     x /= in.heads_kv;
     i32 split = (i32)(x % a.splits), b = (i32)(x / a.splits);
-    Sequence sequence = in.sequence(b);
+    Sequence sequence = in.sequence<F.seqused>(b);
     if (row >= sequence.band.seqlen_q * in.group) return;
     Decode(a, sequence, b, head, row, split, shared).compute();
   }

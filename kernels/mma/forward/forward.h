@@ -34,11 +34,11 @@ template <Config C> struct Forward {
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     Item item(a, blockIdx.x);
-    Sequence sequence = a.in.sequence(item.b);
+    Sequence sequence = a.in.sequence<F.seqused>(item.b);
     if (item.q >= sequence.band.seqlen_q) return;
     if (!Forward(a, item, sequence, shared_address(shared)).compute()) return;
     Item again(a, computed_here(blockIdx.x)); // nothing is kept in registers for this
-    Forward(a, again, a.in.sequence(again.b), 0).add_nonfinite();
+    Forward(a, again, a.in.sequence<F.seqused>(again.b), 0).add_nonfinite();
   }
 
 private:

@@ -23,7 +23,7 @@ template <BackwardConfig C> struct BackwardLoad {
     const u32 x = C.deterministic ? fetch_add(a.turns, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 pair = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_kv_divisor.divide(pair);
-    const BasicBand<i32> band = narrow(a.in.sequence(b).band);
+    const BasicBand<i32> band = narrow(a.in.sequence<F.seqused>(b).band);
     write(shared.keys(), (i32)b, (i32)(pair - b * a.heads_kv_divisor.by), (i32)tile * kTileK, band.seqlen_k);
     write(shared.reach(), band.low, band.high, band.seqlen_q, 0);
   }
@@ -97,13 +97,13 @@ private:
   __device__ __forceinline__ const float *rows(const QueryStep &step) const {
     return a.rows + (i64)step.number * ((C.lse_bytes() + C.row_bytes()) / 4);
   }
-  __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return mapped_row(a.in.sequence(keys.batch), keys.begin); }
+  __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return mapped_row(a.in.held(keys.batch), keys.begin); }
 
   // visit(iteration, row of the tensors, step) for each tile of queries, of each head that shares these keys, that sees some of them.
   template <class Visit> __device__ __forceinline__ u32 walk(u32 n, const Visit &visit) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Inputs &in = a.in;
-    const i32 q0 = (i32)in.sequence(keys.batch).q0, end = (keys.head_kv + 1) * in.group;
+    const i32 q0 = (i32)in.held(keys.batch).q0, end = (keys.head_kv + 1) * in.group;
     const i32 first = in.cu_seqlens_q ? (i32)((u32)q0 / kM) + keys.batch : keys.batch * in.heads * a.query_tiles;
     i32 head = keys.head_kv * in.group;
     const Tiles of_first = tiles_of(keys, head);
@@ -133,7 +133,7 @@ private:
   __device__ __forceinline__ Tiles tiles_of(const KeyBlock &keys, i32 head) const {
     BlockRow row{nullptr, 0, 0};
     if constexpr (F.blocks) row = a.in.blocks_t.row(keys.batch, head, keys.begin / (u32)a.in.blocks_t.row_tokens);
-    return Tiles(a.in.sequence(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
+    return Tiles(a.in.sequence<F.seqused>(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
   }
   // Whether these keys mask the queries from q on, and which 64 of them none of these sees.
   __device__ __forceinline__ i32 masks(i32 q) const {

@@ -28,7 +28,7 @@ template <BackwardConfig C> struct BackwardScores {
 
   __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const Inputs &in, const KeyBlock &keys, int w)
       : shared(shared), w(w), part(C.roles ? 0 : w), lane(this_thread<C>() % 32),
-        warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(in, in.sequence(keys.batch), keys.batch),
+        warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(in, in.sequence<F.seqused>(keys.batch), keys.batch),
         dropout{Dropout<F>(in)} {}
 
   static __device__ __forceinline__ bool masked(const QueryStep &step) { return step.flags & kMasked; }
@@ -118,7 +118,7 @@ template <BackwardConfig C> struct BackwardScores {
   __device__ __forceinline__ void store(const Operand &out, const Inputs &in, const KeyBlock &keys, i32 columns,
                                         const Accumulator<T, kColumns> &x, float factor) const {
     const i32 j = keys.begin + 64 * part + 16 * warp;
-    store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.sequence(keys.batch).k0 + j, keys.seqlen_k - j, columns, x.x, factor);
+    store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j, keys.seqlen_k - j, columns, x.x, factor);
   }
 
 private:

@@ -15,7 +15,7 @@ template <Config C> struct Assign {
   __device__ __forceinline__ void all() {
     // Where items take different times, the next one is drawn when one is loaded: drawn earlier it would be fixed while two are still to be
     // computed, and the last ones would be shared out ill. Where all take the same, nobody waits for a ticket.
-    const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q;
+    const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q && !C.features.seqused;
     Item before{0, 0, 0, kNone};
     bool first = true;
 #pragma unroll 1
@@ -52,7 +52,7 @@ template <Config C> struct Assign {
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 head = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_divisor.divide(head);
     const i32 q = (a.tiles - 1 - (i32)tile) * C.tile_q();
-    const bool empty = in.cu_seqlens_q && q >= in.sequence(b).band.seqlen_q;
+    const bool empty = in.cu_seqlens_q && q >= in.held(b).seqlen_q;
     return {(i32)b, (i32)(head - b * a.heads_divisor.by), q, (i32)split * Item::kKinds + (empty ? kNone : kFast)};
   }
   // Until all have read the last item told, and the copy engine has been told of all of its keys and values.

@@ -66,7 +66,7 @@ template <Config C> struct Load {
   }
 
   __device__ __forceinline__ void load(const Item &item) {
-    const Sequence sequence = in.sequence(item.b);
+    const Sequence sequence = in.sequence<C.features.seqused>(item.b);
     const BasicBand<i32> band = narrow(sequence.band);
     if constexpr (kFromDiagonal)
       load(item, sequence, FromDiagonal(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
@@ -132,7 +132,7 @@ template <Config C> struct LoadQ {
       const Item item = read<Item>(shared.item());
       mbarrier_arrive(shared.item_empty());
       if (item.kind() == kNone) break;
-      const i32 row = (i32)a.in.sequence(item.b).q0 + item.q;
+      const i32 row = (i32)a.in.held(item.b).q0 + item.q;
 #pragma unroll 1
       for (int w = 0; w < C.warpgroups; ++w) {
         mbarrier_wait(shared.q_empty(w), items % 2 ^ 1);

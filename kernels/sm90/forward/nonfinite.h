@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   using T = typename Element<C.dtype>::type;
   constexpr Features F = C.features;
   const Inputs &in = group.in;
-  const Sequence sequence = in.sequence(item.b); // again: nothing is kept in registers for this
+  const Sequence sequence = in.sequence<F.seqused>(item.b); // again: nothing is kept in registers for this
   const Scores<F, float, C.reference != kExact ? Functions::rough : Functions::half> scores(in, sequence, item.b);
   group.together(); // the results are in memory
   const i32 first = item.q + 64 * group.w;

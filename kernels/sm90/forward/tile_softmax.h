@@ -36,7 +36,7 @@ template <Config C> struct TileSoftmax {
   u32 random[F.dropout ? kN / 32 : 1][4];
 
   __device__ __forceinline__ TileSoftmax(Warpgroup<C> &group, const Item &item)
-      : group(group), S(group.S.x), item(item), sequence(group.in.sequence(item.b)), scores(group.in, sequence, item.b),
+      : group(group), S(group.S.x), item(item), sequence(group.in.sequence<F.seqused>(item.b)), scores(group.in, sequence, item.b),
         dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b}, q(item.q + 64 * group.w), row(q + 16 * group.warp),
         rows{scores.row(row + tile::lane_row(0), item.h), scores.row(row + tile::lane_row(1), item.h)},
         given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), softcap(scores),

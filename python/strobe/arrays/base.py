@@ -63,6 +63,10 @@ class Framework(ABC):
     def own(self, x: Array) -> Array:
         """An array of either framework as one of this."""
 
+    def beside(self, q: Array, x: Array) -> Array:
+        """x, or a copy of it where q lies, if x lies in host memory alone."""
+        return x
+
     @abstractmethod
     def view(self, tensor: Any, name: str, x: Array, swap_1_2: bool) -> Array:
         """Fills a strobe_tensor; `name` is for messages, swap_1_2 as in strobe_glue_tensor. Returns what has to live as long."""

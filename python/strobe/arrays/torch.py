@@ -67,6 +67,9 @@ class Torch(Framework):
     def own(self, x: Any) -> Tensor:
         return x if isinstance(x, Tensor) else torch.from_numpy(x)
 
+    def beside(self, q: Tensor, x: Tensor) -> Tensor:
+        return x.to(q.device) if x.is_cpu and not q.is_cpu else x
+
     def view(self, tensor: Any, name: str, x: Tensor, swap_1_2: bool) -> Tensor:
         rank = x.dim()
         if rank > MAX_RANK:

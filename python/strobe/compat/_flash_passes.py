@@ -83,7 +83,7 @@ def _flash_attn_varlen_forward(
     Args:
         block_table: refused.
         seqused_k, leftpad_k: int32 (B,): of each sequence's keys those from leftpad_k up to before seqused_k alone are there; None: all.
-            Then without dropout.
+            With leftpad_k without dropout.
         zero_tensors, num_splits: without effect.
 
     Returns:
@@ -94,12 +94,14 @@ def _flash_attn_varlen_forward(
     is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
     if wrong:
         raise refusal(wrong)
-    if seqused_k is not None or leftpad_k is not None:
+    if leftpad_k is not None:
         if dropout_p:
-            raise ValueError(f"dropout_p: {dropout_p!r} beside seqused_k or leftpad_k; accepted is 0")
+            raise ValueError(f"dropout_p: {dropout_p!r} beside leftpad_k; accepted is 0")
         cu_seqlens_q, cu_seqlens_k, alibi_slopes = _without_gaps(cu_seqlens_q, cu_seqlens_k, leftpad_k, seqused_k, alibi_slopes)
+        seqused_k = None
     options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
-    return _forward(q, k, v, options, return_softmax, **sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _forward(q, k, v, options, return_softmax, **packed, seqused_k=seqused_k)
 
 
 @names_checked(_NAMES)
@@ -200,7 +202,7 @@ def _options(
 
 
 def _without_gaps(
-    cu_q: Tensor, cu_k: Tensor, leftpad: Tensor | None, used: Tensor | None, slopes: Tensor | None
+    cu_q: Tensor, cu_k: Tensor, leftpad: Tensor, used: Tensor | None, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """cu_seqlens of both sides and alibi_slopes of the keys that are there."""
     given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "leftpad_k": leftpad, "seqused_k": used, "alibi_slopes": slopes}
@@ -216,7 +218,7 @@ def _without_gaps(
     batch = len(cu_q) - 1
     lengths = cu_k.diff()
     end = lengths if used is None else within("seqused_k", used, batch, lengths, "the sequence's length")
-    begin = torch.zeros_like(end) if leftpad is None else within("leftpad_k", leftpad, batch, end, "where the sequence ends")
+    begin = within("leftpad_k", leftpad, batch, end, "where the sequence ends")
     return parts(cu_q, cu_k, cu_k[:-1] + begin, cu_k[:-1] + end, slopes)
 
 

@@ -143,8 +143,10 @@ def flash_attn_with_kvcache(
 
     if not isinstance(filled, Tensor) and cache_leftpad is None and exists is None:
         out, lse, _ = attend(q, k_cache[:, : filled + new], v_cache[:, : filled + new], **options)
+    elif cache_leftpad is None:
+        out, lse, _ = attend(q, k_cache, v_cache, **options, seqused_k=end.int())
     else:
-        out, lse = _ragged(q, k_cache, v_cache, end, cache_leftpad, options)
+        out, lse = _behind_padding(q, k_cache, v_cache, cache_leftpad, end, options)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -216,16 +218,15 @@ def _write(caches: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor], rows: Te
         cache[places] = x if exists is None else torch.where(exists.any(), x, cache[places])
 
 
-def _ragged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, end: Tensor, leftpad: Tensor | None, options: dict[str, Any]
+def _behind_padding(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, begin: Tensor, end: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Sequences of various lengths in rows of one length, read in place."""
+    """Sequences that begin and end somewhere in their rows of the cache, read in place."""
     batch, queries = q.shape[:2]
     length = k_cache.shape[1]
     rows = torch.arange(batch + 1, device=q.device)
-    begin = torch.zeros_like(end) if leftpad is None else leftpad.long()
     cu_k = rows * length
-    cu_q, cu_k, slopes = parts(rows * queries, cu_k, cu_k[:-1] + begin, cu_k[:-1] + end, options["alibi_slopes"])
+    cu_q, cu_k, slopes = parts(rows * queries, cu_k, cu_k[:-1] + begin.long(), cu_k[:-1] + end, options["alibi_slopes"])
     packed: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": queries, "max_seqlen_k": length}
     options = {**options, "alibi_slopes": slopes}
     out, lse, _ = attend(q.flatten(0, 1), k_cache.flatten(0, 1), v_cache.flatten(0, 1), **options, **packed)

@@ -33,6 +33,7 @@ FEATURES: dict[str, tuple[dict[str, Shape], dict[str, Any]]] = {
     "causal": ({}, {"window_right": 0}),
     "window": ({}, {"window_left": 512, "window_right": 0}),
     "varlen": ({"cu_seqlens_q": _STARTS, "cu_seqlens_k": _STARTS}, {"max_seqlen_q": _S, "max_seqlen_k": _S, "window_right": 0}),
+    "seqused_k": ({"seqused_k": Shape((_B,), "int32")}, {"window_right": 0}),
     "mask": ({"mask": Shape(_SCORES, "bool")}, {}),
     "bias": ({"bias": Shape(_SCORES, "float32")}, {}),
     "ALiBi": ({"alibi_slopes": Shape((_H,), "float32")}, {"window_right": 0}),

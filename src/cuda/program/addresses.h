@@ -22,7 +22,7 @@ public:
   void *of(const void *marked) const;
 
 private:
-  std::array<uintptr_t, 24> bases_{}; // of the tensors and lists of a Problem, and of the workspace
+  std::array<uintptr_t, 25> bases_{}; // of the tensors and lists of a Problem, and of the workspace
 };
 
 // The workspace while a program is made: 256-byte aligned pieces, behind the workspace's mark.
@@ -43,7 +43,7 @@ private:
 template <class V> void each_pointer(const BlockList &list, V &visit) { visit(list.offsets), visit(list.indices); }
 template <class V> void each_pointer(const Inputs &in, V &visit) {
   for (const Operand *x : {&in.q, &in.k, &in.v, &in.mask, &in.bias, &in.slopes, &in.sinks}) visit(x->data);
-  visit(in.cu_seqlens_q), visit(in.cu_seqlens_k), visit(in.rng);
+  visit(in.cu_seqlens_q), visit(in.cu_seqlens_k), visit(in.seqused_k), visit(in.rng);
   each_pointer(in.blocks, visit), each_pointer(in.blocks_t, visit);
 }
 template <class V> void each_pointer(const ForwardArguments &a, V &visit) {

@@ -21,7 +21,7 @@ Inputs inputs(const Problem &p) {
   Inputs in{};
   in.q = operand(p.q), in.k = operand(p.k), in.v = operand(p.v);
   in.mask = operand(p.mask), in.bias = operand(p.bias), in.slopes = operand(p.alibi_slopes), in.sinks = operand(p.sinks);
-  in.cu_seqlens_q = p.cu_seqlens_q, in.cu_seqlens_k = p.cu_seqlens_k;
+  in.cu_seqlens_q = p.cu_seqlens_q, in.cu_seqlens_k = p.cu_seqlens_k, in.seqused_k = p.seqused_k;
   in.seqlen_q = p.seqlen_q, in.seqlen_k = p.seqlen_k, in.total_q = p.total_q, in.total_k = p.total_k;
   in.left = side(p.window_left), in.right = side(p.window_right);
   in.batch = i32(p.batch), in.heads = i32(p.heads), in.heads_kv = i32(p.heads_kv), in.group = i32(p.group());
@@ -56,6 +56,7 @@ Features features_of(const Problem &p) {
   f.function = p.score == ScoreFunction::hyperbolic ? kHyperbolic : p.softcap > 0 ? kSoftcap : kLinear;
   f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale <= kMostScale);
   f.dropout = p.dropout > 0;
+  f.seqused = p.seqused_k != nullptr;
   return f;
 }
 

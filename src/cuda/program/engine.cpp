@@ -37,7 +37,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
   const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
   if (tile) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
-  if (p.varlen) program->steps.push_back(padding(p, direction));
+  if (p.varlen || (p.seqused_k && direction == Direction::backward)) program->steps.push_back(padding(p, direction));
   for (const Step &step : program->steps)
     if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
       return text(launch->grid, " thread blocks; a launch takes ", kMostCtas, p.varlen ? ": see max_seqlen_q and max_seqlen_k" : "");

@@ -134,8 +134,9 @@ std::optional<Launch> bias_gradient(const Problem &p, const Device &device, cons
 
 Launch padding(const Problem &p, Direction direction) {
   constexpr int64_t most = 128; // blocks of threads for long padding behind few sequences
-  const passes::PaddingConfig c{.dtype = int32_t(p.dtype), .backward = direction == Direction::backward};
-  const int64_t grid = (p.batch + 1) * std::max<int64_t>(1, most / (p.batch + 1));
+  const passes::PaddingConfig c{
+      .dtype = int32_t(p.dtype), .backward = direction == Direction::backward, .packed = p.varlen, .seqused = p.seqused_k != nullptr};
+  const int64_t groups = p.batch + c.packed, grid = groups * std::max<int64_t>(1, most / std::max<int64_t>(1, groups));
   return direction == Direction::forward ? Launch(kPadding, c, grid, c.threads(), 0, forward_arguments(p))
                                          : Launch(kPadding, c, grid, c.threads(), 0, backward_arguments(p));
 }

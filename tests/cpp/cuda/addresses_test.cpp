@@ -44,7 +44,7 @@ struct OnGpu : Problem {
   void every_option() {
     mask = dense(DType::boolean, heads, seqlen_q, seqlen_k), bias = dense(dtype, heads, seqlen_q, seqlen_k);
     alibi_slopes = dense(DType::f32, heads, 1, 1), sinks = dense(DType::f32, heads, 1, 1);
-    dropout = 0.1, place(rng);
+    dropout = 0.1, place(rng), place(seqused_k);
     if (direction == Direction::backward) dbias = dense(dtype, heads, seqlen_q, seqlen_k), dsinks = dense(DType::f32, heads, 1, 1);
   }
   void pack() {

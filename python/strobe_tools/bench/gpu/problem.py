@@ -84,6 +84,12 @@ def _bias(p: Problem, device: str) -> dict[str, Any]:
     return {"bias": torch.randn(1, 1, p.seqlen, p.seqlen, device=device, dtype=getattr(torch, p.dtype))}
 
 
+def _all_keys(p: Problem, device: str) -> dict[str, Any]:
+    import torch
+
+    return {"seqused_k": torch.full((p.batch,), p.seqlen_k or p.seqlen, device=device, dtype=torch.int32)}
+
+
 def _blocks(share: float) -> Callable[[Problem, str], dict[str, Any]]:
     """Exactly this share of all blocks, drawn at random."""
 
@@ -119,6 +125,7 @@ FEATURES: dict[str, Callable[[Problem, str], dict[str, Any]]] = {
     "bias": _bias,
     "exact_max": _constant(exact_max=True),
     "deterministic": _constant(deterministic=True),
+    "seqused_k": _all_keys,
     **{name: _blocks(share) for name, share in SHARES.items()},
 }
 

@@ -160,9 +160,10 @@ def decode() -> Iterator[Group]:
     for batch, keys in ((1, 65536), (8, 16384), (64, 4096), (128, 1024)):
         p = Problem(batch, 32, 1, 128, heads_kv=8, seqlen_k=keys)
         read = 2.0 * batch * 8 * keys * 128 * 2
-        runs = {who: Run(who, p, work=read) for who in ("strobe", "cudnn")}
+        runs = {who: Run(who, p, work=read) for who in ("strobe", "cudnn")} | {"seqused_k": Run("strobe", p, "seqused_k", read)}
         where = {"heads": "32/8", "d": 128, "batch": batch, "keys": keys}
-        yield Group("decode", "forward", runs, [Row(where, "strobe", ("cudnn",))], "TB/s")
+        rows = [Row(where, "strobe", ("cudnn",)), Row({**where, "option": "seqused_k"}, "seqused_k", base="strobe")]
+        yield Group("decode", "forward", runs, rows, "TB/s")
 
 
 def step() -> Iterator[Group]:

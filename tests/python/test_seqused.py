@@ -1,0 +1,249 @@
+"""seqused_k: sequences that use a part of the keys that a tensor, or a packed sequence, has room for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import strobe
+from cases import Inputs, call
+from check import Yardstick, available_engines, run, run_or_skip
+from device import DEVICE, EMULATED, on_device, running_on
+
+engines = pytest.mark.parametrize("engine", available_engines())
+SK = 150
+USED = [SK, 0, 1, 77]
+GRADIENTS = ("dk", "dv")
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _ramp(*shape: int) -> Tensor:
+    return torch.sin(torch.arange(torch.Size(shape).numel(), dtype=torch.float32)).view(shape)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "causal": {"causal": True},
+    "causal top left": {"causal": True, "alignment": "top_left", "deterministic": True},
+    "window": {"window": (40, 3), "alignment": "bottom_right"},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.02, 0.3, 0.05]), "causal": True},
+    "dropout": {"dropout": 0.3, "seed": 3, "causal": True},
+    "bias": {"bias": _ramp(1, 4, 37, SK)},
+    "bias of keys": {"bias": _ramp(4, 1, 1, SK), "causal": True},
+    "mask": {"mask": _ramp(4, 1, 37, SK) > -0.4, "causal": True},
+    "blocks": {"block_mask": strobe.BlockMask.from_kept(_ramp(4, 1, 3, 10) > -0.6, 16, 16, 37, SK), "deterministic": True},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]), "softcap": 20.0},
+    "deterministic": {"causal": True, "deterministic": True},
+}
+
+
+def spoiled(inputs: Inputs, behind: float = torch.nan) -> Inputs:
+    """Keys and values that do not count hold anything."""
+    k, v = inputs.k.clone(), inputs.v.clone()
+    used = inputs.options["seqused_k"].tolist()
+    for t in (k, v):
+        if inputs.varlen:
+            cu = inputs.options["cu_seqlens_k"].tolist()
+            for b, n in enumerate(used):
+                t[cu[b] + n : cu[b + 1]] = behind
+            t[cu[-1] :] = behind
+        else:
+            for b, n in enumerate(used):
+                t[b, :, n:] = behind
+    return dataclasses.replace(inputs, k=k, v=v)
+
+
+def assert_counts(inputs: Inputs, engine: str, behind: float = torch.nan) -> None:
+    """The contract's bounds, whatever lies behind the keys that count, whose gradients are 0 exactly."""
+    yardstick = Yardstick(inputs)
+    there = spoiled(inputs, behind)
+    results = run_or_skip(there, engine)
+    assert not yardstick.faults(results)
+    for name, x in zip(GRADIENTS, (there.k, there.v), strict=True):
+        assert (results[name][x.isnan()] == 0).all(), name
+
+
+def dense(dtype: torch.dtype, d: int, **options: Any) -> Inputs:
+    options = {name: x.to(dtype) if name == "bias" else x for name, x in options.items()}
+    gradients = tuple(name for name in ("bias", "sinks") if name in options)
+    return call(b=4, h=4, hkv=2, sq=37, sk=SK, d=d, dtype=dtype, gradients=gradients, seqused_k=ints(*USED), **options)
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_dense(name, dtype, engine):
+    assert_counts(dense(dtype, 64, **OPTIONS[name]), engine)
+
+
+@engines
+@pytest.mark.parametrize(("dtype", "d"), [(torch.float64, 24), (torch.float16, 128), (torch.bfloat16, 256)], ids=str)
+def test_other_widths(dtype, d, engine):
+    assert_counts(dense(dtype, d, causal=True), engine)
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["nothing", "causal", "window", "alibi", "sinks", "dropout", "deterministic"])
+def test_packed(name, dtype, engine):
+    """Padding lies between what counts of two sequences, and behind the last one."""
+    options = OPTIONS[name] | {"cu_seqlens_q": ints(0, 37, 37, 60, 90), "cu_seqlens_k": ints(0, 90, 130, 131, 200)}
+    gradients = ("sinks",) if name == "sinks" else ()
+    inputs = call(
+        h=4, hkv=2, sq=90, sk=211, d=64, dtype=dtype, gradients=gradients, seqused_k=ints(90, 17, 0, 50), max_seqlen_q=37, max_seqlen_k=90,
+        **options,
+    )  # fmt: skip
+    assert_counts(inputs, engine)
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("sq", "options"), [(1, {}), (1, {"mask": _ramp(3, 1, 1, 1100) > -0.5}), (4, {"causal": True})], ids=str)
+def test_few_queries(sq, options, dtype, engine):
+    """A cache that is filled in part; a GPU shares its keys among blocks of threads, of which some get none."""
+    inputs = call(b=3, h=4, hkv=1, sq=sq, sk=1100, d=64, dtype=dtype, seqused_k=ints(1100, 300, 5), **options)
+    assert_counts(inputs, engine)
+
+
+@engines
+def test_nothing_counts(engine):
+    inputs = call(b=2, sq=40, sk=70, d=64, dtype=torch.bfloat16, sinks=torch.zeros(2), seqused_k=ints(0, 0), gradients=("sinks",))
+    assert_counts(inputs, engine)
+    inputs = call(b=2, sq=40, sk=70, d=64, dlse=False, dtype=torch.float32, seqused_k=ints(0, 0))
+    results = run_or_skip(spoiled(inputs), engine)
+    assert (results["lse"] == -torch.inf).all()
+    assert all((results[name] == 0).all() for name in ("out", "dq", "dk", "dv"))
+
+
+@engines
+@pytest.mark.parametrize("behind", [torch.inf, torch.finfo(torch.bfloat16).max], ids=str)
+def test_infinite_and_large_numbers_behind(behind, engine):
+    inputs = dense(torch.bfloat16, 64, causal=True)
+    results, expected = (run_or_skip(x, engine) for x in (spoiled(inputs, behind), inputs))
+    for name, x in results.items():
+        assert torch.allclose(x.float(), expected[name].float(), rtol=2**-6, atol=2**-6), name
+
+
+def test_all_keys_count_as_if_none_was_said():
+    inputs = dense(torch.float32, 64, causal=True)
+    plain = dataclasses.replace(inputs, options={name: x for name, x in inputs.options.items() if name != "seqused_k"})
+    full = dataclasses.replace(inputs, options=inputs.options | {"seqused_k": ints(*[SK] * 4)})
+    for (name, x), y in zip(run(plain, deterministic=True).items(), run(full, deterministic=True).values(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_a_call_that_comes_again_reads_the_lengths_anew():
+    """From the third time on it is a prepared one."""
+    inputs = on_device(dense(torch.float32, 16), DEVICE)
+    used = inputs.options["seqused_k"]
+    with running_on(None):
+        for counts in (USED, [1, 2, 3, 4], [SK] * 4, [0] * 4, USED):
+            used.copy_(ints(*counts))
+            q, k, v = (x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+            out = strobe.attention(q, k, v, seqused_k=used)
+            out.backward(inputs.dout)
+            for b, n in enumerate(counts):
+                alone = strobe.attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n])
+                assert torch.allclose(out[b], alone[0], atol=1e-5)
+                assert (k.grad[b, :, n:] == 0).all()
+
+
+@pytest.mark.skipif(EMULATED, reason="of PyTorch's CPU and GPU alone")
+def test_a_list_in_host_memory():
+    """Beside tensors of a GPU it is copied, each time anew."""
+    inputs = on_device(dense(torch.float32, 16), DEVICE)
+    used = inputs.options["seqused_k"].cpu()
+    for counts in (USED, [5, 6, 7, 8], [9, 0, 1, SK], USED):
+        used.copy_(ints(*counts))
+        out = strobe.attention(inputs.q, inputs.k, inputs.v, seqused_k=used)
+        assert torch.equal(out, strobe.attention(inputs.q, inputs.k, inputs.v, seqused_k=used.to(DEVICE)))
+    message = rf"^seqused_k: {SK + 1} at \[2\]; accepted are 0 to {SK}, the length of k$"
+    with pytest.raises(ValueError, match=message):
+        strobe.attention(inputs.q, inputs.k, inputs.v, seqused_k=ints(0, 1, SK + 1, 2))
+
+
+@engines
+def test_bad_lengths_in_device_memory_read_nothing_beyond(engine):
+    """They count as the nearest that there are."""
+    if not engine.startswith("cuda"):
+        pytest.skip("in host memory they are refused")
+    inputs = dense(torch.bfloat16, 64, causal=True)
+    bad = dataclasses.replace(inputs, options=inputs.options | {"seqused_k": ints(SK + 9, -3, 1, 77)})
+    expected = run_or_skip(inputs, engine, deterministic=True)
+    for name, x in run(bad, engine, deterministic=True).items():
+        assert torch.equal(x, expected[name]), name
+    with pytest.raises(ValueError, match=rf"^seqused_k: {SK + 9} at \[0\]; accepted are 0 to {SK}, the length of k$"):
+        run(bad, engine, check=True)
+
+
+PACKED = {"cu_seqlens_q": ints(0, 3, 8), "cu_seqlens_k": ints(0, 10, 12)}
+
+
+@pytest.mark.parametrize(
+    ("used", "options", "message"),
+    [
+        (ints(0, 21), {}, r"^seqused_k: 21 at \[1\]; accepted are 0 to 20, the length of k$"),
+        (ints(-1, 20), {}, r"^seqused_k: -1 at \[0\]; accepted are 0 to 20, the length of k$"),
+        (ints(10, 3), PACKED, r"^seqused_k: 3 at \[1\]; accepted are 0 to 2, the length of that sequence's keys$"),
+        (ints(1, 2, 3), {}, r"^seqused_k: shape \(3\); accepted is \(B\) = \(2\)$"),
+        (torch.tensor([1, 2]), {}, r"^seqused_k: dtype int64; accepted is int32; seqused_k\.int\(\)$"),
+        (ints(1, 0, 2, 0)[::2], {}, r"^seqused_k: strides \(2\) for shape \(2\); accepted is a contiguous tensor$"),
+        ([1, 2], {}, r"^seqused_k: list; accepted is a torch.Tensor"),
+    ],
+    ids=str,
+)
+def test_refusals(used, options, message):
+    shape_q, shape_k = ((8, 2, 16), (12, 1, 16)) if options else ((2, 2, 5, 16), (2, 1, 20, 16))
+    q, k = torch.randn(shape_q), torch.randn(shape_k)
+    with pytest.raises((TypeError, ValueError), match=message):
+        strobe.attention(q, k, k, seqused_k=used, **options)
+
+
+def test_the_rungs_of_the_ladder_refuse():
+    q = torch.randn(1, 1, 5, 16)
+    with pytest.raises(NotImplementedError, match="no seqused_k: all keys count"):
+        strobe.attention(q, q, q, seqused_k=ints(3), engine="ladder-flash2")
+
+
+def test_numpy_and_words():
+    q, k = (np.random.default_rng(0).standard_normal(s).astype(np.float32) for s in ((2, 2, 5, 16), (2, 1, 20, 16)))
+    used = np.array([20, 7], np.int32)
+    out = strobe.attention(q, k, k, seqused_k=used, causal=True)
+    np.testing.assert_allclose(out[1:], strobe.attention(q[1:], k[1:, :, :7], k[1:, :, :7], causal=True), atol=1e-6)
+    assert "seqused_k" in strobe.explain(q, k, k, seqused_k=used)
+
+
+def test_rows_and_columns_of_the_reference():
+    inputs = dense(torch.float32, 16, causal=True)
+    given = (inputs.q, inputs.k, inputs.v)
+    out, lse = strobe.reference(*given, **inputs.options)
+    rows = [0, 40, 37 * 9 + 5]
+    some, _ = strobe.reference(*given, rows=rows, **inputs.options)
+    assert torch.equal(some.view(-1, 16)[rows], out.view(-1, 16)[rows])
+    cols = [3, SK * 2 * 3 + 76, SK * 7 + 2]
+    for known in ((None, None), (out, lse)):
+        found = strobe.reference_backward(inputs.dout, *given, *known, cols=cols, rows=rows, **inputs.options)
+        whole = strobe.reference_backward(inputs.dout, *given, **inputs.options)
+        assert torch.allclose(found.dk.view(-1, 16)[cols], whole.dk.view(-1, 16)[cols], atol=1e-12)
+
+
+def test_compiled():
+    inputs = dense(torch.float32, 16)
+
+    def attend_to(q: Tensor, k: Tensor, v: Tensor, used: Tensor) -> Tensor:
+        return strobe.attention(q, k, v, causal=True, seqused_k=used)
+
+    attend = torch.compile(attend_to, backend="aot_eager", fullgraph=True)
+    q, k, v = (x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    for used in (ints(*USED), ints(1, 2, 3, 4)):
+        found = torch.autograd.grad(attend(q, k, v, used).sum(), (q, k, v))
+        expected = torch.autograd.grad(strobe.attention(q, k, v, causal=True, seqused_k=used).sum(), (q, k, v))
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
