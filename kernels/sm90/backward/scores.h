@@ -52,8 +52,8 @@ template <BackwardConfig C> struct BackwardScores {
     return bits;
   }
 
-  // S -> P, in S. With a function S becomes P times its slope, and P, rounded, comes apart; with dropout what is dropped has a sign. kClear:
-  // Q and dO are then free of what is not finite.
+  // S -> P, in S. With a function S becomes P times its slope, and P, rounded, comes apart; with dropout what is dropped has a sign.
+  // kClear: Q and dO are then free of what is not finite.
   template <bool kClear>
   __device__ __forceinline__ void exponentiate(Accumulator<T, kM> &scored, LeftOperand<kM> &rounded, u32 n, const QueryStep &step,
                                                u32 allowed) const {

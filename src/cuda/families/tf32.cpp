@@ -21,7 +21,7 @@ using tf32::Config;
 constexpr KernelSource kForward{"tf32/forward.h", "strobe::tf32::Forward", "strobe::tf32::Config"};
 constexpr KernelSource kBackward{"tf32/backward.h", "strobe::tf32::Backward", "strobe::tf32::Config"};
 
-constexpr int64_t kFewestColumns = 16; // of Q and K, and of V, but for plain TF32
+constexpr int64_t kFewestColumns = 32; // of Q and K, and of V, but for plain TF32
 
 // From the fastest to the smallest.
 struct Tile {
