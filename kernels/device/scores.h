@@ -10,13 +10,12 @@
 
 namespace strobe {
 
-// The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a
-// tile ask with different h.
-//
 // How exact a function of the score is. rough: softcap's tanh is one instruction, with a relative error of 2^-11. half: as elements of 16
 // bits want it, with an arccosh of 2^-22. full: to a few units in the last place of T.
 enum class Functions { rough, half, full };
 
+// The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a
+// tile ask with different h.
 template <Features F, class T, Functions kFunctions = Functions::full> struct Scores {
   const Inputs &in;
   i64 b;

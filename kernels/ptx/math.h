@@ -167,7 +167,7 @@ __device__ __forceinline__ float arccosh2(float y, float &slope) {
   y = y < 1 ? 1 : y;
   const float sinh = fminf(__fsqrt_rn(fmaf(y, y, -1.0f)), y);
   slope = sinh > 0 ? __frcp_rn(sinh) : 0.0f;
-  return log2(y + sinh);
+  return ::log1pf((y - 1) + sinh) * kLog2e<float>;
 }
 // The same by the special functions' instructions, where scores need no more than elements of 16 bits do.
 __device__ __forceinline__ float arccosh2_approximate(float y, float &slope) {

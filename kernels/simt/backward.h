@@ -19,9 +19,9 @@ template <Config C> struct Backward {
   using Queries = DescendingQueries<C.features.blocks != 0, C.tile_q>;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows of a thread; dK's and dV's
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
-  // Sums over many queries are summed in parts, a head's or so many tiles', which rounds less. Not where the output would round them: 16
-  // bits.
-  static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? 2048 / C.tile_q : 0;
+  // Sums over many queries are summed in parts, a head's or so many tiles', which rounds less. FP32's parts may be long, for a tile is a
+  // part of its own there (add_product). Not where the output would round them: 16 bits.
+  static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? (C.dtype == kF32 ? 2048 : 512) / C.tile_q : 0;
   static constexpr int kPass = C.columns_at_once(C.head_dim); // columns of dQ
 
   // In shared memory, for registers are short.

@@ -36,16 +36,18 @@ void clear_unused(const Problem &p, const View &to, int64_t width) {
 
 } // namespace
 
-void clear_padding(const Problem &p, Direction direction) {
-  if (p.seqused_k && direction == Direction::backward) clear_unused(p, p.dk, p.head_dim), clear_unused(p, p.dv, p.head_dim_v);
+void clear_padding_of_keys(const Problem &p) {
+  if (p.seqused_k) clear_unused(p, p.dk, p.head_dim), clear_unused(p, p.dv, p.head_dim_v);
   if (!p.varlen) return;
-  const int64_t end_q = p.cu_seqlens_q[p.batch], end_k = p.cu_seqlens_k[p.batch];
-  if (direction == Direction::backward) {
-    clear(p.dq, p.heads, p.head_dim, end_q, p.total_q);
-    clear(p.dk, p.heads_kv, p.head_dim, end_k, p.total_k);
-    clear(p.dv, p.heads_kv, p.head_dim_v, end_k, p.total_k);
-    return;
-  }
+  const int64_t end = p.cu_seqlens_k[p.batch];
+  clear(p.dk, p.heads_kv, p.head_dim, end, p.total_k);
+  clear(p.dv, p.heads_kv, p.head_dim_v, end, p.total_k);
+}
+
+void clear_padding_of_queries(const Problem &p, Direction direction) {
+  if (!p.varlen) return;
+  const int64_t end_q = p.cu_seqlens_q[p.batch];
+  if (direction == Direction::backward) return clear(p.dq, p.heads, p.head_dim, end_q, p.total_q);
   clear(p.out, p.heads, p.head_dim_v, end_q, p.total_q);
   if (!p.lse) return;
   if (p.lse.dtype == DType::f64)

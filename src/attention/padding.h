@@ -4,7 +4,12 @@
 
 namespace strobe {
 
-// In host memory: out and the gradients of such tokens become 0, their LSE -inf; dk and dv of such keys, too.
-void clear_padding(const Problem &, Direction);
+// In host memory: out and dq of such queries become 0, their LSE -inf; dk and dv of such keys 0.
+void clear_padding_of_queries(const Problem &, Direction);
+void clear_padding_of_keys(const Problem &);
+inline void clear_padding(const Problem &p, Direction direction) {
+  clear_padding_of_queries(p, direction);
+  if (direction == Direction::backward) clear_padding_of_keys(p);
+}
 
 } // namespace strobe

@@ -38,8 +38,11 @@ struct Tokens {
 Tokens queries(const Problem &p, int64_t b) {
   return p.varlen ? Tokens{p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]} : Tokens{0, p.seqlen_q};
 }
+Tokens held_keys(const Problem &p, int64_t b) {
+  return p.varlen ? Tokens{p.cu_seqlens_k[b], p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]} : Tokens{0, p.seqlen_k};
+}
 Tokens keys(const Problem &p, int64_t b) {
-  Tokens t = p.varlen ? Tokens{p.cu_seqlens_k[b], p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]} : Tokens{0, p.seqlen_k};
+  Tokens t = held_keys(p, b);
   if (p.seqused_k) t.length = p.seqused_k[b]; // which was checked
   return t;
 }
@@ -277,7 +280,7 @@ private:
   // dK_j = scale sum_i dx_ij Q_i, dV_j = sum_i P_ij dO_i, over all query heads of the key head
   void columns_of_dk_dv(int64_t b, int64_t h_kv) const {
     const Tokens k = keys(p, b);
-    const auto chosen = selected(cols, b, h_kv, p.heads_kv, k, p.seqlen_k, p.total_k);
+    const auto chosen = selected(cols, b, h_kv, p.heads_kv, held_keys(p, b), p.seqlen_k, p.total_k); // those that do not count get 0
     if (chosen.empty()) return;
     const bool given = cols && p.lse && p.out;
     std::vector<Vector> dK(chosen.size(), Vector(size_t(p.head_dim))), dV(chosen.size(), Vector(size_t(p.head_dim_v)));
@@ -285,7 +288,7 @@ private:
       const Head head(p, b, h);
       for (int64_t i = 0; i < head.q.length; i++) {
         std::optional<Row> row; // once a chosen column is seen from it
-        for (size_t n = 0; n < chosen.size(); n++) {
+        for (size_t n = 0; n < chosen.size() && chosen[n] < k.length; n++) {
           const Score score = head.score(i, chosen[n]);
           if (score.s == -kInfinity) continue;
           if (!row) row = given ? head.given_row(i) : head.row(i, head.scores(i));

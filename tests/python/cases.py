@@ -221,7 +221,7 @@ def build(case: dict[str, Any]) -> Inputs:
         if case["used"] == "few or none":
             some = [min(n, b % 3) for b, n in enumerate(some)]
         else:
-            some[0] = counted[0]
+            some[:1] = counted[:1]
         options["seqused_k"] = torch.tensor(some, dtype=torch.int32)
 
     def normal(*shape: int) -> Tensor:
@@ -350,7 +350,7 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
         if o.get("layout") == "bshd":
             tensors = tuple(t.transpose(1, 2) for t in tensors)
         sq, sk = tensors[0].shape[2], tensors[1].shape[2]
-        if used is None:
+        if not used:  # none, or no batch
             return [((*tensors, inputs.dlse), score(None, sq, sk), None)]
         q, k, v, dout = tensors
         dlse = [None if inputs.dlse is None else inputs.dlse[b : b + 1] for b in range(len(used))]
