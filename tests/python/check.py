@@ -30,18 +30,18 @@ def available_engines() -> list[str]:
     return [name for name, missing in strobe.engines() if missing is None and name != "reference" and here(name)]
 
 
-def takes(engine: str, dtype: torch.dtype) -> bool:
-    """Whether the engine takes a plain call of that dtype; some are for one dtype alone."""
+def takes(engine: str, dtype: torch.dtype, d: int = 1) -> bool:
+    """Whether the engine takes a plain call of that dtype, of heads of d columns; some are for one dtype alone."""
     try:
         with running_on(engine):
-            strobe.attention(*(torch.zeros(1, 1, 1, 64, dtype=dtype, device=DEVICE) for _ in "qkv"), engine=engine)
+            strobe.attention(*(torch.zeros(1, 1, 1, d, dtype=dtype, device=DEVICE) for _ in "qkv"), engine=engine)
     except NotImplementedError:
         return False
     return True
 
 
 def dtype_of(engine: str) -> torch.dtype:
-    return torch.float32 if takes(engine, torch.float32) else torch.bfloat16
+    return torch.float32 if takes(engine, torch.float32, 64) else torch.bfloat16
 
 
 def runs(inputs: Inputs, **how: Any) -> Iterator[tuple[str, Results]]:

@@ -86,7 +86,7 @@ def test_sums_of_large_values(sk, dtype, engine):
     assert ((results["out"].double() / ref["out"] - 1).abs() < 1e-5 + torch.finfo(dtype).eps).all()
 
 
-@pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32)])
+@pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 64)])
 def test_scores_of_a_hundred(engine):
     """P is off by as much of itself as its score is off, so a sum of 256 products must not be rounded in one run: on the average of all
     numbers, for the largest error is one row's luck."""
@@ -128,7 +128,7 @@ def test_hyperbolic_slopes_below_the_steps_of_float16(width, far, engine):
         assert over <= 1, f"{name}: {over:.2f} of the bound"
 
 
-@pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32)])
+@pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 64)])
 @pytest.mark.parametrize("hidden", [0.0, math.inf])
 def test_small_terms_of_a_sum_whose_first_are_large(hidden, engine):
     """The last queries see a few keys, which get most of dK and dV from them, and then small terms of hundreds of others: each would round

@@ -312,7 +312,7 @@ def test_nan_reaches_only_the_rows_that_see_it(hidden_by, what, value, engine):
 def test_nan_stays_in_its_sequence(engine):
     """Packed neighbours share tiles but nothing else."""
     cu = torch.tensor([0, 13, 13, 40, 60], dtype=torch.int32)
-    inputs = call(sq=60, sk=60, dtype=dtype_of(engine), dlse=False, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    inputs = call(sq=60, sk=60, d=32, dtype=dtype_of(engine), dlse=False, cu_seqlens_q=cu, cu_seqlens_k=cu)
     clean = run(inputs, engine)
     for t in (inputs.q, inputs.k, inputs.v, inputs.dout):
         t[13:40] = torch.nan
@@ -330,7 +330,7 @@ def test_nan_stays_in_its_sequence(engine):
 @engines
 def test_all_nan_is_not_zero(engine):
     """pytorch/pytorch#141128: a NaN query turned into zeros by a 'no visible key' test on the row's maximum."""
-    inputs = call(dtype=dtype_of(engine), dlse=False)
+    inputs = call(d=32, dtype=dtype_of(engine), dlse=False)
     inputs.q = torch.full_like(inputs.q, torch.nan)
     results = run(inputs, engine)
     assert results["out"].isnan().all()

@@ -11,7 +11,7 @@ import strobe
 from cases import Inputs, call
 from check import Results, Yardstick, assert_matches, available_engines, oracle, run, run_or_skip
 from device import ON_GPU
-from strobe._prewarm import Shape, prewarm
+from strobe._prewarm import Shape, kernels, prewarm
 
 INF, NAN = torch.inf, torch.nan
 engines = pytest.mark.parametrize("engine", available_engines())
@@ -171,6 +171,26 @@ def test_tensor_cores_refuse_a_large_scale(engine, dtype, backward):
     x = Shape((1, 2, 64, 64), dtype)
     with pytest.raises(NotImplementedError, match=f"{engine}: takes a scale of up to 10000 in size, not -20000"):
         prewarm({"q": x, "k": x, "v": x}, {"engine": engine, "scale": -2e4}, backward, 90)
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "options", "reason"),
+    [
+        (31, 64, {}, "head dimensions under 32"),
+        (64, 31, {}, "head dimensions under 32"),
+        (64, 64, {"score": 1, "beta": 1.0, "shift": 0.0}, "a Lorentz product cancels"),
+    ],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_three_products_in_tf32_are_not_for_sums_that_show_them(d, dv, options, reason, backward):
+    """One product is, since the caller allowed it, and 32 columns are enough."""
+    tensors = {name: Shape((1, 2, 64, dv if name == "v" else d), "float32") for name in "qkv"}
+    options = options | {"engine": "cuda-tf32"}
+    with pytest.raises(NotImplementedError, match=reason):
+        kernels(tensors, options, backward, 90)
+    assert kernels(tensors, options | {"allow_tf32": True}, backward, 90)
+    enough = {name: Shape((1, 2, 64, 32), "float32") for name in "qkv"}
+    assert kernels(enough, {"engine": "cuda-tf32"}, backward, 90)
 
 
 # What a mask hides whole blocks of, it costs nothing: such keys are not even packed

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import cases
 import strobe
-from cases import call
 from check import Yardstick, assert_matches, available_engines, run, runs, takes
 from device import DEVICE, on_device, running_on
 
 DTYPES = (torch.float32, torch.bfloat16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
-engines = pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32)])
+engines = pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 32)])
 BITS = {"deterministic": True}  # of calls that are compared by torch.equal: else a GPU adds dq up in any order
+
+call = partial(cases.call, d=32)  # which every engine takes
 
 
 def cumulated(*lengths):
@@ -105,10 +108,10 @@ def test_lse_alone_has_gradients(engine):
     with running_on(engine):
         _, lse = strobe.attention(q, k, v, return_lse=True, engine=engine)
         lse.mean().backward()
-    s = (inputs.q.double() @ inputs.k.double().transpose(-1, -2)) * 0.25
+    s = (inputs.q.double() @ inputs.k.double().transpose(-1, -2)) * 32**-0.5
     p = s.softmax(-1) / lse.numel()
-    torch.testing.assert_close(q.grad.cpu(), (0.25 * p @ inputs.k.double()).float())
-    torch.testing.assert_close(k.grad.cpu(), (0.25 * p.transpose(-1, -2) @ inputs.q.double()).float())
+    torch.testing.assert_close(q.grad.cpu(), (32**-0.5 * p @ inputs.k.double()).float())
+    torch.testing.assert_close(k.grad.cpu(), (32**-0.5 * p.transpose(-1, -2) @ inputs.q.double()).float())
     assert v.grad is None or (v.grad == 0).all()
 
 
@@ -160,7 +163,7 @@ def test_values_alone_transposed(dtype):
 def test_sliced_keys_get_their_gradient(engine):
     """pytorch/pytorch#146377: the gradient of a sliced K came back as garbage, and reached the part that was cut off."""
     inputs = on_device(call(sq=40, sk=200), DEVICE)
-    whole = {name: torch.randn(1, 2, 328, 16, device=DEVICE).requires_grad_() for name in "kv"}
+    whole = {name: torch.randn(1, 2, 328, 32, device=DEVICE).requires_grad_() for name in "kv"}
     with running_on(engine):
         out = strobe.attention(inputs.q, whole["k"][:, :, :-128], whole["v"][:, :, :-128], engine=engine)
         out.backward(inputs.dout)
@@ -273,7 +276,7 @@ def test_dropout_masks_of_heads_batches_seeds_and_offsets_differ():
 @engines
 def test_dropout_keeps_the_expected_output(engine):
     """Kept values are scaled by the rate that is kept in fact, so the mean over masks is the output without dropout."""
-    inputs = on_device(call(h=1, sq=16, sk=64, d=4), DEVICE)
+    inputs = on_device(call(h=1, sq=16, sk=64), DEVICE)
     n = 2000
     q, k, v = (t.expand(n, *t.shape[1:]) for t in (inputs.q, inputs.k, inputs.v))
     with running_on(engine):
@@ -383,7 +386,7 @@ def test_gradients_of_grouped_heads(hkv, dtype):
 @engines
 def test_large_batch_times_heads(engine):
     """pytorch/pytorch#142228, facebookresearch/xformers#845, flashinfer-ai/flashinfer#3125: more than 65535 of them."""
-    inputs = on_device(call(b=65537, h=1, sq=1, sk=2, d=2), DEVICE)
+    inputs = on_device(call(b=65537, h=1, sq=1, sk=2), DEVICE)
     with running_on(engine):
         out = strobe.attention(inputs.q, inputs.k, inputs.v, engine=engine)
         last = strobe.attention(inputs.q[-1:], inputs.k[-1:], inputs.v[-1:], engine=engine)

@@ -47,7 +47,7 @@ def extra(engine: str, dtype: str, length: int) -> int:
 def test_extra_memory_per_token(engine, dtype, record_property):
     """Per token and with two threads: the results, and as scratch at most twice what q, k, v, out and their gradients take in float32.
     One row of S alone, at the longer length, is far more than that."""
-    if not takes(engine, getattr(torch, dtype)):
+    if not takes(engine, getattr(torch, dtype), 64):
         pytest.skip(f"{engine} does not take {dtype}")
     heads, heads_kv, d = 2, 1, 64
     element = 4 if dtype == "float32" else 2
