@@ -247,3 +247,17 @@ def test_compiled():
         found = torch.autograd.grad(attend(q, k, v, used).sum(), (q, k, v))
         expected = torch.autograd.grad(strobe.attention(q, k, v, causal=True, seqused_k=used).sum(), (q, k, v))
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the reference runs on the CPU")
+def test_the_reference_writes_keys_that_do_not_count():
+    """0, where a selection asks for them, and where it is one of queries alone."""
+    q, k, v, dout = (torch.randn(1, 1, n, 8) for n in (3, 6, 6, 3))
+    used = torch.tensor([2], dtype=torch.int32)
+    for selection in ({"rows": [0]}, {"cols": [1, 4]}):
+        memory = [torch.full((1, 1, 6, 8), 7.0, dtype=torch.float64) for _ in range(40)]
+        del memory  # what is left unwritten holds 7
+        found = strobe.reference_backward(dout, q, k, v, seqused_k=used, **selection)
+        hidden = [4] if "cols" in selection else [2, 3, 4, 5]
+        assert (found.dk[0, 0, hidden] == 0).all()
+        assert (found.dv[0, 0, hidden] == 0).all()

@@ -203,7 +203,7 @@ public:
     }
     both();
     // Needless but for ptxas: ahead of a barrier whose number is not a constant it mixes the exponentials with their arguments, ahead of
-    // one that is it puts arguments first, though the branch to it is hardly ever taken: 9% of the backward at d128, 6% of d64 causal.
+    // one that is it puts all arguments first (docs/lab/hopper-backward.md, step 25).
     together();
   }
   // K of keys that someone sees shows in LSE, V in O and so in D. What is not finite becomes 0 in V, and in K, which may yet make a score
