@@ -3,6 +3,7 @@ the formulas, random_judge.py holds the results to the accuracy clause. random_c
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from functools import partial
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from device import DEVICE
-from random_call import drawn, engines, faults, replay
+from random_call import drawn, engines, faults, replay, run
 from random_dense import dropout_keeps
 from random_draw import CALLS
 from random_judge import Judge
@@ -99,3 +100,18 @@ def test_dropout_by_groups_is_the_contracts(shape):
     keep, rate = dropout_keeps(options, *shape, DEVICE)
     assert torch.equal(keep.cpu(), torch.from_numpy(philox.keep(shape, 0.3, 2**64 - 5, 2**35 + 3)))
     assert rate == 179 / 256
+
+
+def test_the_judge_refuses_what_is_a_little_wrong():
+    """Of a few calls in float32: results that are off by 5e-6 of themselves, and q·k without its last column."""
+    calls = [call for call in (drawn(number) for number in range(0, 240 * CALLS, CALLS)) if call.words["dtype"] == "float32"]
+    calls = [call for call in calls if call.packing is None and call.words["score"] == "dot" and call.dense.q.shape[2] >= 20][:4]
+    assert len(calls) == 4
+    refused = []
+    for call in calls:
+        results, q = run(call, None), call.q.clone()
+        q[..., -1] = 0
+        assert not Judge(call).faults(results)
+        refused += [bool(Judge(call).faults({name: t * (1 + 5e-6) for name, t in results.items()}))]
+        refused += [bool(Judge(call).faults(run(dataclasses.replace(call, q=q), None)))]
+    assert all(refused), refused
