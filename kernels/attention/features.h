@@ -28,7 +28,8 @@ struct Features {
 inline constexpr i32 kRunOfColumns = 32;
 
 // Head dimensions beyond this one are called wide. Their rows are too many registers for the ways in which kernels are cut up to here.
-STROBE_FN constexpr i32 most_usual_dim() { return 256; }
+inline constexpr i32 kMostUsualDim = 256;
+STROBE_FN constexpr bool wide(i32 head_dim, i32 head_dim_v) { return max(head_dim, head_dim_v) > kMostUsualDim; }
 
 // As strobe_dtype.
 inline constexpr i32 kF32 = 1, kF16 = 2, kBF16 = 3, kF64 = 4;

@@ -37,7 +37,7 @@ struct Config {
   STROBE_FN constexpr i32 pt_elements() const { return tile_k * pt_stride(); }
 
   // Columns of `dim` of which O, dV, dK or dQ are multiplied at a time: wide rows are staged in parts.
-  STROBE_FN constexpr bool wide() const { return max(head_dim, head_dim_v) > most_usual_dim(); }
+  STROBE_FN constexpr bool wide() const { return strobe::wide(head_dim, head_dim_v); }
   STROBE_FN constexpr i32 columns_staged(i32 dim) const { return wide() ? min(dim, wide_step()) : dim; }
   // One of the two stages that operands pass through: a chunk of two tiles along the head dimension, or some rows of one.
   STROBE_FN constexpr i32 stage_elements() const {

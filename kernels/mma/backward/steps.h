@@ -204,7 +204,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     }
   }
   // Blocks of dQ's columns at a time: all, but beside dK or dV of a wide head.
-  static __device__ constexpr int dq_at_once() { return max(kD, kDv) > most_usual_dim() ? min(3, kDqColumns) : kDqColumns; }
+  static __device__ constexpr int dq_at_once() { return wide(kD, kDv) ? min(3, kDqColumns) : kDqColumns; }
   // Adds an iteration's dQ (without the scale) to the rows of its tile.
   template <bool kNonfinite> __device__ __forceinline__ void add_dq(int iteration) const {
     int stage = iteration % 2;

@@ -28,7 +28,6 @@ struct Suits {
   int64_t least_queries = 0; // of shorter causal sequences smaller tiles waste less
   int32_t least_dim = 0;
 };
-constexpr int32_t kWide = most_usual_dim() + 1;
 struct ForwardTile {
   int32_t most_dim, q, k, warps, stages;
   int32_t blocks_per_sm; // that registers are limited for

@@ -29,7 +29,7 @@ struct BackwardTile {
   double speed;
   int32_t least_dim = 0;
 };
-constexpr int32_t kAll = 8, kWide = most_usual_dim() + 1;
+constexpr int32_t kAll = 8;
 constexpr BackwardTile kBackwardTiles[] = {
     {.most_dim = 64, .q = 64, .k = 256, .key_warps = 4, .dim_warps = 1, .step_q = 32, .most_features = 0, .speed = 1.05},
     {.most_dim = 128, .q = 64, .k = 128, .key_warps = 4, .dim_warps = 1, .step_q = 64, .most_features = 0, .speed = 1.0},

@@ -26,8 +26,9 @@ bool aligned_backward(const Problem &); // all that a backward copies so
 
 inline int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit - 1) / unit * unit); }
 
-// Wide heads have tiles of their own.
-inline bool wide(const Problem &p) { return std::max(p.head_dim, p.head_dim_v) > most_usual_dim(); }
+// Wide heads have tiles of their own, whose least dimension this is.
+inline constexpr int32_t kWide = kMostUsualDim + 1;
+inline bool wide(const Problem &p) { return strobe::wide(i32(p.head_dim), i32(p.head_dim_v)); }
 
 // What all kernels' Configs begin with; head dimensions are rounded up to multiples of dim_unit.
 template <class Config> Config begin_config(const Problem &p, int32_t dim_unit) {

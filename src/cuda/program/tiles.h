@@ -54,8 +54,8 @@ inline void describe_tile(Program &program, const Problem &p, int64_t tile_q, in
 // The family has the call, but no fast kernel of such heads.
 inline void describe_width(Program &program, const Problem &p) {
   if (wide(p))
-    program.notes.push_back(text("head dimensions beyond ", most_usual_dim(),
-                                 " are slow: cuda-sm90 has no kernel for them, and their sums ", "leave room for small tiles only"));
+    program.notes.push_back(text("head dimensions beyond ", kMostUsualDim, " are slow: cuda-sm90 has no kernel for them, and their sums ",
+                                 "leave room for small tiles only"));
 }
 
 } // namespace strobe::cuda
