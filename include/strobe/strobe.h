@@ -26,7 +26,7 @@
 #endif
 
 #define STROBE_VERSION_MAJOR 0
-#define STROBE_VERSION_MINOR 1
+#define STROBE_VERSION_MINOR 2
 #define STROBE_VERSION_PATCH 0
 
 #ifdef __cplusplus
@@ -148,7 +148,9 @@ typedef void (*strobe_parallel)(void *pool, int32_t n, void (*body)(void *arg, i
 typedef struct strobe_execution {
   uint64_t size;
   int32_t threads; /* CPU: how many threads to use; 0: as many as the process may run on */
-  int32_t reserved;
+  /* CUDA: how many of the GPU's multiprocessors are left to others, such as communication; 0 to one fewer than there are. Grids that would
+   * be as large as the GPU shrink, and work is shared out for those that are left. docs/reference.md says what other grids do. */
+  int32_t reserved_sms;
   strobe_parallel parallel; /* CPU: how to run them; null: threads start and end with the call, so that fork is safe afterwards */
   void *pool;               /* handed to parallel */
   void *stream;             /* CUDA: a CUstream */
@@ -196,13 +198,13 @@ typedef struct strobe_addresses {
   void *seqused_k;
 } strobe_addresses;
 
-/* Only the number of threads is kept of the execution. On success *prepared is written; the caller has to release it. */
+/* Only threads and reserved_sms are kept of the execution. On success *prepared is written; the caller has to release it. */
 STROBE_API int32_t strobe_prepare(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                   strobe_prepared **prepared);
 STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *plan);
-/* Does what strobe_forward or strobe_backward does, with every check. execution.threads must be 0, or what it was when the call was
- * prepared. A packed call in host memory without max_seqlen is planned again if its longest sequence has another length than when it was
- * prepared, and it may then need another workspace. */
+/* Does what strobe_forward or strobe_backward does, with every check. execution.threads and reserved_sms must be 0, or what they were when
+ * the call was prepared. A packed call in host memory without max_seqlen is planned again if its longest sequence has another length than
+ * when it was prepared, and it may then need another workspace. */
 STROBE_API int32_t strobe_run(const strobe_prepared *, const strobe_addresses *, const strobe_execution *);
 STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; no run may be under way */
 

@@ -211,6 +211,7 @@ struct Execution {
   void *pool = nullptr;
   void *stream = nullptr;
   std::span<std::byte> workspace = {};
+  int32_t reserved_sms = 0; // of a GPU, left to others
 };
 
 namespace detail {
@@ -263,6 +264,7 @@ inline strobe_execution raw(const Execution &e) {
   strobe_execution raw{};
   raw.size = sizeof raw;
   raw.threads = e.threads, raw.parallel = e.parallel, raw.pool = e.pool, raw.stream = e.stream;
+  raw.reserved_sms = e.reserved_sms;
   raw.workspace = e.workspace.data(), raw.workspace_bytes = e.workspace.size();
   return raw;
 }

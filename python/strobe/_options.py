@@ -331,15 +331,25 @@ class AttentionOptions(TypedDict, total=False):
             in_struct=False,
         ),
     ]
+    reserved_sms: Annotated[
+        "int | None",
+        Whole(
+            0,
+            INT32_MAX,
+            "how many multiprocessors of the GPU are left to others, such as communication: kernels whose grid is as large as the GPU "
+            "shrink by these, and work is shared out for the rest. None: 0.",
+            in_struct=False,
+        ),
+    ]
 
 
 ROWS: dict[str, Row] = {name: x.__metadata__[0] for name, x in AttentionOptions.__annotations__.items()}
 DEFAULTS: dict[str, Any] = {name: row.default for name, row in ROWS.items()}
 
 # The operators' schemas have these at the end.
-_LAST = ("tile_q", "tile_k", "deterministic", "exact_max", "allow_tf32", "strict", "check", "engine", "bshd", "threads")
+_LAST = ("tile_q", "tile_k", "deterministic", "exact_max", "allow_tf32", "strict", "check", "engine", "bshd", "threads", "reserved_sms")
 _GIVEN = {field: x for name, row in ROWS.items() for field, x in row.fields(name).items()}
-# What a call says beside its tensors: the fields of strobe_attention, and two that say how the call is made.
+# What a call says beside its tensors: the fields of strobe_attention, and three that say how the call is made.
 FIELDS: dict[str, Field] = {name: x for name, x in _GIVEN.items() if name not in _LAST} | {name: _GIVEN[name] for name in _LAST}
 _LAST_TENSORS = ("rng", "seqused_k")  # as in strobe_tensors, which grows at its end
 _TENSORS = [tensor for name, row in ROWS.items() for tensor in row.tensors(name) if tensor not in _LAST_TENSORS]

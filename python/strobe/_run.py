@@ -166,21 +166,23 @@ def call(framework: Framework, p: Request, known: dict[str, Array], made: dict[s
     """known: beside p.arrays, from the caller."""
 
     def place(execution: Any) -> Allocator | None:
-        return _place(framework, execution, p.arrays["q"], p.options.get("threads"))
+        return _place(framework, execution, p.arrays["q"], p.options.get("threads"), p.options.get("reserved_sms", 0))
 
     options = p.options | {"deterministic": True} if framework.is_deterministic() else p.options
     return Call(p.arrays | known, made, options, framework.view, place)
 
 
-def _place(framework: Framework, execution: Any, q: Array, threads: int | None) -> Allocator | None:
+def _place(framework: Framework, execution: Any, q: Array, threads: int | None, reserved_sms: int = 0) -> Allocator | None:
     """Fills a strobe_execution for work where q lies; returns where its workspace comes from, None for the library's own memory."""
     stream = framework.stream(q)
     if stream is None:
         most = framework.default_threads()  # asked in any case: PyTorch then tells OpenMP of its number, if this thread is new
         lib.strobe_glue_execution(execution, threads or most)
+        execution.reserved_sms = reserved_sms
         return None
     execution.size = ffi.sizeof("strobe_execution")
     execution.stream = ffi.cast("void *", stream)
+    execution.reserved_sms = reserved_sms
     return Allocator(partial(framework.scratch, q))
 
 

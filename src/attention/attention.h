@@ -139,7 +139,8 @@ private:
 
 // How the caller wants it run.
 struct Execution {
-  int32_t threads = 1; // >= 1, resolved
+  int32_t threads = 1;      // >= 1, resolved
+  int32_t reserved_sms = 0; // of a GPU, left to others
   strobe_parallel parallel = nullptr;
   void *pool = nullptr;
   void *stream = nullptr;

@@ -75,7 +75,7 @@ private:
       return;
     }
     case 5:
-      call.execution.*pick<int32_t strobe_execution::*>({&strobe_execution::threads, &strobe_execution::reserved}) = flag();
+      call.execution.*pick<int32_t strobe_execution::*>({&strobe_execution::threads, &strobe_execution::reserved_sms}) = flag();
       return;
     case 6: { // what cu_seqlens and the CSR hold
       const std::string name =

@@ -69,7 +69,7 @@ FACTORS: dict[str, list[Any]] = {
     "tile": [None, (1, 1), (16, 16), (64, 32), (128, 256)],
     "threads": [None, 1, 2, 3],
     "values": ["normal", "mean 1", "large"],
-    "flag": [None, "deterministic", "exact_max", "allow_tf32", "check"],
+    "flag": [None, "deterministic", "exact_max", "allow_tf32", "check", "reserved_sms"],
 }
 Factors = dict[str, list[Any]]
 Names, Indices = tuple[str, ...], tuple[int, ...]
@@ -302,7 +302,7 @@ def build(case: dict[str, Any]) -> Inputs:
     if case["tile"]:
         run |= dict(zip(("tile_q", "tile_k"), case["tile"], strict=True))
     if case["flag"]:
-        run[case["flag"]] = True
+        run[case["flag"]] = 3 if case["flag"] == "reserved_sms" else True
     return Inputs(q, k, v, dout, dlse, options, gradients, case["lse"] != "none", storage == "reversed", run)
 
 

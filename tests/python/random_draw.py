@@ -359,6 +359,8 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
         run |= {"tile_q": o["tile"][0], "tile_k": o["tile"][1]}
     if rng.random() < 0.2:
         run["threads"] = rng.choice([1, 2, 3])
+    if rng.random() < 0.1:
+        run["reserved_sms"] = rng.choice([1, 3])
 
     seen = visible(options, s.b, s.sq, s.sk, packing, device)
     dense = Dense.of(q, k, v, dout, dlse, options, seen, packing)

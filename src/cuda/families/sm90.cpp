@@ -260,6 +260,7 @@ protected:
     }
     const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
+    program.persistent = true;
     take_parts(a, p, scratch);
     if (p.mask) program.steps.push_back(pack_mask(p, a.in, a.mask, scratch));
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));

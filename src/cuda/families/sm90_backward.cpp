@@ -199,7 +199,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.tma_v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
 
   Program program;
-  program.overlap = true;
+  program.overlap = true, program.persistent = c.owns_dq;
   const RowsConfig rows{c.dtype, c.columns(), c.tile_q, 1, passes::kWarpgroups};
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
                             .main = Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a),

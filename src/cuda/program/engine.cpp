@@ -62,10 +62,20 @@ const TunedTile *CudaEngine::tuned(const Problem &p, Direction direction, const 
   return key ? table.find(*key) : nullptr;
 }
 
-Answer CudaEngine::plan(const Problem &p, const Execution &, Direction direction) const {
-  const Device &on = device(p.device_index);
+Answer CudaEngine::plan(const Problem &p, const Execution &execution, Direction direction) const {
+  const Device &whole = device(p.device_index);
+  if (execution.reserved_sms >= whole.sms)
+    throw Error(STROBE_INVALID_ARGUMENT, text("execution.reserved_sms: ", execution.reserved_sms, "; accepted is 0 to ", whole.sms - 1,
+                                              ", one fewer than the GPU has"));
+  Device on = whole;
+  on.sms -= execution.reserved_sms;
   Answer answer = plan_on(on, p, direction);
   if (Plan *plan = std::get_if<Plan>(&answer)) {
+    if (execution.reserved_sms)
+      plan->notes.push_back(
+          program_of(*plan).persistent
+              ? text("reserved_sms: the main kernel leaves ", execution.reserved_sms, " SMs to others")
+              : "reserved_sms: this kernel's blocks go to every SM that is free; work is shared out for those that are left");
     if (const std::string &ignored = tuning(on).ignored(); !ignored.empty()) plan->notes.push_back(ignored);
     for (const std::string &why : refused_folders()) plan->notes.push_back(text("kernel cache not used: ", why));
   }
