@@ -108,7 +108,7 @@ static Problem without_options(Problem p) {
   for (View *x : {&p.k, &p.dk}) make_dense(*x, p.heads_kv, rows_k, p.head_dim);
   for (View *x : {&p.v, &p.dv}) make_dense(*x, p.heads_kv, rows_k, p.head_dim_v);
   for (View *x : {&p.out, &p.dout}) make_dense(*x, p.heads, rows_q, p.head_dim_v);
-  p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = {};
+  p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = p.max_logit = p.column_sums = {};
   p.blocks = {}, p.seqused_k = nullptr;
   p.window_left = p.window_right = kUnbounded;
   p.score = ScoreFunction::dot, p.beta = p.shift = 0;

@@ -78,7 +78,9 @@ void asked(Page &page, const Problem &p, const Execution &e) {
                                {bool(p.bias), "bias"},
                                {bool(p.alibi_slopes), "ALiBi"},
                                {bool(p.sinks), "sinks"},
-                               {p.seqused_k != nullptr, "seqused_k"}})
+                               {p.seqused_k != nullptr, "seqused_k"},
+                               {bool(p.max_logit), "max_logit"},
+                               {bool(p.column_sums), "column_sums"}})
     if (present) extras += (extras.empty() ? "" : ", ") + std::string(what);
   if (!extras.empty()) page.line("with", extras);
   if (p.blocks.present) page.line("blocks", blocks(p.blocks));

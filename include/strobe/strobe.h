@@ -138,6 +138,9 @@ typedef struct strobe_tensors {
   const strobe_tensor *dsinks; /* sinks' shape and dtype */
   /* both */
   const strobe_tensor *seqused_k; /* int32 (B), contiguous: of sequence b the first seqused_k[b] keys count, as if there were no more */
+  /* forward, written where given; lse's dtype. They take another pass over the scores, and column_sums needs lse. */
+  const strobe_tensor *max_logit;   /* (B,H): the largest score after bias and masks; -inf where nothing is seen. Sinks do not count */
+  const strobe_tensor *column_sums; /* (B,H,Sk), varlen (H,Tk): of P over the queries, before dropout */
 } strobe_tensors;
 
 /* A parallel region that the caller provides. It has to run body(arg, i) once for each i in [0, n), on as many threads as it likes, and to
@@ -196,6 +199,7 @@ typedef struct strobe_addresses {
   void *block_rows, *block_cols, *block_rows_t, *block_cols_t, *rng, *out, *lse;
   void *dout, *dlse, *dq, *dk, *dv, *dbias, *dsinks;
   void *seqused_k;
+  void *max_logit, *column_sums;
 } strobe_addresses;
 
 /* Only threads and reserved_sms are kept of the execution. On success *prepared is written; the caller has to release it. */

@@ -197,6 +197,7 @@ struct Attention {
 
 struct Forward {
   Tensor out = {}, lse = {};
+  Tensor max_logit = {}, column_sums = {}; // where wanted: another pass over the scores
 };
 // A gradient left out is not computed.
 struct Backward {
@@ -249,6 +250,7 @@ inline strobe_tensors raw_inputs(const Attention &a) {
 inline strobe_tensors raw(const Attention &a, const Forward &f) {
   strobe_tensors raw = raw_inputs(a);
   raw.out = f.out.get("out"), raw.lse = f.lse.get("lse");
+  raw.max_logit = f.max_logit.get("max_logit"), raw.column_sums = f.column_sums.get("column_sums");
   return raw;
 }
 

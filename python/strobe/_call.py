@@ -10,9 +10,9 @@ from typing import Any
 
 from ._abi import MAX_RANK, NO_DTYPE, engines, error
 from ._core import ffi, lib
-from ._options import FIELDS, GRADIENTS, INPUTS
+from ._options import AUX, FIELDS, GRADIENTS, INPUTS
 
-_MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse")) + len(GRADIENTS)
+_MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse")) + len(GRADIENTS) + len(AUX)
 _PLACES = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
 # Those that broadcast to (B, H, Sq, Sk): what they have fewer axes lacks the first ones, as in NumPy.
 _SCORES = frozenset({"mask", "bias", "dbias"})
@@ -184,8 +184,8 @@ def _check_structs(structs: Mapping[str, Iterable[str]]) -> None:
 _check_structs(
     {
         "strobe_attention": [field for name, x in FIELDS.items() if x.in_struct for field in (name, f"has_{name}" if x.has else name)],
-        "strobe_tensors": [*INPUTS, *GRADIENTS],
-        "strobe_addresses": [*INPUTS, *GRADIENTS],
+        "strobe_tensors": [*INPUTS, *GRADIENTS, *AUX],
+        "strobe_addresses": [*INPUTS, *GRADIENTS, *AUX],
     }
 )
 

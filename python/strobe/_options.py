@@ -358,6 +358,8 @@ INPUTS = ("q", "k", "v", *_TENSORS, *_LAST_TENSORS)
 BLOCKS = ROWS["block_mask"].tensors("block_mask")
 # The tensors that a backward may be asked for, and the inputs whose gradients they are, in the order of the operators.
 GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v") or getattr(ROWS.get(name), "has_gradient", False)}
+# What attention() and reference() return beside out and lse, where asked for.
+AUX = ("max_logit", "column_sums")
 
 HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 

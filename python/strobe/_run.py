@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import permutations
 from typing import Any, NamedTuple
 
 from ._abi import BACKWARD, FORWARD, error, said
 from ._call import Allocator, Call, attention_struct
 from ._core import ffi, lib
 from ._graphs import outside_graphs
-from ._options import GRADIENTS
+from ._options import AUX, GRADIENTS
 from ._request import Request
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework
@@ -29,14 +31,20 @@ class Gradients(NamedTuple):
 
 
 def results(framework: Framework, p: Request, wide: bool = False) -> dict[str, Array]:
-    """Uninitialised out and lse. wide: in float64."""
-    q, v = p.arrays["q"], p.arrays["v"]
+    """Uninitialised out and lse, and what p.aux names. wide: in float64."""
+    q, k, v = (p.arrays[name] for name in "qkv")
     xp = framework.xp
     double = xp.float64
     head, row = (1, 0) if q.ndim == 3 else (2, 1) if "bshd" in p.options else (1, 2)
     rows = (*q.shape[: q.ndim - 3], q.shape[head], q.shape[row])
     out = framework.dense_like(q, v.shape[-1], double if wide else q.dtype)
-    return {"out": out, "lse": framework.empty(q, rows, double if wide or q.dtype == double else xp.float32)}
+    statistic = double if wide or q.dtype == double else xp.float32
+    shapes = {
+        "lse": rows,
+        "max_logit": (rows[0] if q.ndim == 4 else p.arrays["cu_seqlens_q"].shape[0] - 1, q.shape[head]),
+        "column_sums": (*rows[:-1], k.shape[row]),
+    }
+    return {"out": out} | {name: framework.empty(q, shapes[name], statistic) for name in ("lse", *p.aux)}
 
 
 def gradients(framework: Framework, p: Request, needed: Iterable[str], wide: bool = False) -> dict[str, Array]:
@@ -49,15 +57,16 @@ def gradients(framework: Framework, p: Request, needed: Iterable[str], wide: boo
     return found
 
 
-def forward(framework: Framework, p: Request) -> tuple[Array, Array]:
+def forward(framework: Framework, p: Request) -> tuple[Array, ...]:
+    """out, lse and what p.aux names."""
     oracle = _is_oracle(p)
     found = results(framework, p, oracle)
     call(framework, p, {}, found).run(lib.strobe_forward)
-    out, lse = found.values()
-    if oracle:
-        q, xp = p.arrays["q"], framework.xp
-        return framework.cast(out, q.dtype), framework.cast(lse, xp.float64 if q.dtype == xp.float64 else xp.float32)
-    return out, lse
+    if not oracle:
+        return tuple(found.values())
+    q, xp = p.arrays["q"], framework.xp
+    statistic = xp.float64 if q.dtype == xp.float64 else xp.float32
+    return tuple(framework.cast(x, q.dtype if name == "out" else statistic) for name, x in found.items())
 
 
 def backward(framework: Framework, p: Request, known: dict[str, Array], needed: Iterable[str]) -> dict[str, Array]:
@@ -70,14 +79,31 @@ def backward(framework: Framework, p: Request, known: dict[str, Array], needed: 
     return {name: framework.cast(x, p.arrays[GRADIENTS[name]].dtype) for name, x in found.items()} if oracle else found
 
 
-def reference(framework: Framework, p: Request, rows: list[int] | None) -> tuple[Array, Array]:
+def reference(framework: Framework, p: Request, rows: list[int] | None) -> tuple[Array, ...]:
     found = results(framework, p, True)
-    out, lse = found.values()
     if rows is not None:
-        out[...] = lse[...] = float("nan")
+        found["out"][...] = found["lse"][...] = float("nan")
     selection, _alive = _selection(rows, None)
     call(framework, p, {}, found).run(lib.strobe_reference_forward, selection)
-    return out, lse
+    return tuple(found.values())
+
+
+# attention()'s named tuples, by what is behind out.
+_NAMED: dict[tuple[str, ...], Callable[..., Any]] = {
+    (*lse, *aux): namedtuple("Attention", ("out", *lse, *aux))
+    for count in range(1, len(AUX) + 1)
+    for aux in permutations(AUX, count)
+    for lse in ((), ("lse",))
+}
+
+
+def returned(found: tuple[Array, ...], return_lse: bool, aux: tuple[str, ...]) -> Any:
+    """What attention() returns of out, lse and what aux names."""
+    out, lse, *more = found
+    if not aux:
+        return (out, lse) if return_lse else out
+    names = ("lse", *aux) if return_lse else aux
+    return _NAMED[names](out, lse, *more) if return_lse else _NAMED[names](out, *more)
 
 
 def reference_backward(
@@ -114,7 +140,7 @@ def _whole(framework: Framework, p: Request, of_backward: bool) -> Call:
     oracle = _is_oracle(p)
     more = results(framework, p, oracle)
     if of_backward:
-        more["dout"], more["dlse"] = results(framework, p).values()
+        more["dout"], more["dlse"] = results(framework, p._replace(aux=())).values()
         more |= gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], oracle)
     return call(framework, p, {}, more)
 
@@ -215,8 +241,8 @@ class Calls:
         """For AGAIN: a call of attention() that was made."""
         return
 
-    def forward(self, p: Request) -> tuple[Array, Array]:
-        """out and lse; differentiable in torch."""
+    def forward(self, p: Request) -> tuple[Array, ...]:
+        """out and lse, differentiable in torch, and what p.aux names, which is not."""
         return forward(self.framework, p)
 
     def backward(self, p: Request, dout: Array, dlse: Array | None, out: Array, lse: Array, needed: list[str]) -> dict[str, Array]:

@@ -100,9 +100,12 @@ struct Problem {
     const int32_t *row_ptr_t = nullptr, *col_t = nullptr; // (batch, heads, cols + 1)
   } blocks;
 
-  View out, lse; // lse: (batch, head, query, -)
+  View out, lse;               // lse: (batch, head, query, -)
+  View max_logit, column_sums; // of the forward, where wanted: (batch, head, -, -) and (batch, query head, key, -)
   View dout, dlse, dq, dk, dv, dbias, dsinks;
 
+  // Whether a forward is to be followed by the pass that makes max_logit and column_sums.
+  bool auxiliary() const { return max_logit || column_sums; }
   // Whether the score is no linear function of q.k.
   __attribute__((always_inline)) bool curved() const { return softcap > 0 || score == ScoreFunction::hyperbolic; }
   __attribute__((always_inline)) int64_t group() const { return heads_kv > 0 ? heads / heads_kv : 1; } // query heads per key head

@@ -61,13 +61,14 @@ Range unused(const Problem &p, int64_t b) {
 
 } // namespace
 
-void clear_padding_of_keys(const Problem &p, const Execution &execution) {
-  const auto both = [&](int64_t batch, auto &&range_of) {
+void clear_padding_of_keys(const Problem &p, const Execution &execution, Direction direction) {
+  const auto each = [&](int64_t batch, auto &&range_of) {
+    if (direction == Direction::forward) return clear(p.column_sums, execution, batch, p.heads, 1, range_of);
     clear(p.dk, execution, batch, p.heads_kv, p.head_dim, range_of);
     clear(p.dv, execution, batch, p.heads_kv, p.head_dim_v, range_of);
   };
-  if (p.seqused_k) both(p.batch, [&](int64_t b) { return unused(p, b); });
-  if (p.varlen) both(1, [&](int64_t) { return Range{0, p.cu_seqlens_k[p.batch], p.total_k}; });
+  if (p.seqused_k) each(p.batch, [&](int64_t b) { return unused(p, b); });
+  if (p.varlen) each(1, [&](int64_t) { return Range{0, p.cu_seqlens_k[p.batch], p.total_k}; });
 }
 
 void clear_padding_of_queries(const Problem &p, const Execution &execution, Direction direction) {

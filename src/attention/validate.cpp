@@ -83,6 +83,10 @@ private:
     if (varlen) return {{"H", n.heads}, {"Tq", n.rows_q}};
     return {{"B", n.batch}, {"H", n.heads}, {"Sq", n.rows_q}};
   }
+  Axes key_columns() const {
+    if (varlen) return {{"H", n.heads}, {"Tk", n.rows_k}};
+    return {{"B", n.batch}, {"H", n.heads}, {"Sk", n.rows_k}};
+  }
   Axes scores() const {
     return {{"B", n.batch, true},
             {"H", n.heads, true},
@@ -234,6 +238,9 @@ private:
     if (!backward) {
       require("out", t.out, queries({"Dv", n.dim_v}), result_types(), Access::write);
       accept("lse", t.lse, query_rows(), statistics_types(), Access::write);
+      accept("max_logit", t.max_logit, {{"B", n.batch}, {"H", n.heads}}, statistics_types(), Access::write);
+      if (beside("column_sums", t.column_sums, "lse", t.lse))
+        accept("column_sums", t.column_sums, key_columns(), statistics_types(), Access::write);
       return;
     }
     // The oracle works its own out and lse out again.
@@ -330,6 +337,7 @@ private:
     p.rng = ints<int64_t>(t.rng);
     if (t.block_rows) p.blocks = kept_blocks();
     p.out = view(t.out, tokens), p.lse = view(t.lse, rows);
+    if (!backward) p.max_logit = view(t.max_logit, kBatchHead), p.column_sums = view(t.column_sums, rows);
     if (backward) {
       p.dout = view(t.dout, tokens), p.dlse = view(t.dlse, rows);
       p.dq = view(t.dq, tokens), p.dk = view(t.dk, tokens), p.dv = view(t.dv, tokens);

@@ -185,6 +185,12 @@ public:
     plan.tile_k = tile.k;
     plan.workspace_bytes = uint64_t((forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
     plan.predicted_seconds = predict(set_, p, kernels->forward_tile.width, execution.threads, direction);
+    if (p.auxiliary()) {
+      plan.workspace_bytes = std::max(plan.workspace_bytes, uint64_t(kernels->auxiliary_workspace(p, tile, execution.threads)));
+      const double pass = plan.predicted_seconds * double(p.head_dim) / double(p.head_dim + p.head_dim_v);
+      plan.predicted_seconds += pass;
+      plan.notes.push_back(auxiliary_note(p, pass, plan.predicted_seconds));
+    }
     return plan;
   }
 
@@ -194,6 +200,7 @@ public:
     const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
     TileSizes tile{plan.tile_q, plan.tile_k, std::min(preferred.width, plan.tile_q)};
     (forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
+    if (p.auxiliary()) kernels->auxiliary(p, execution, tile, workspace);
   }
 
 private:

@@ -10,10 +10,10 @@ public:
   using T = typename Math::Real;
   using Element = typename Math::Element;
 
-  // x: K or V, with its head dimension d, to be multiplied as rows, as columns or both.
+  // x: K or V, with its head dimension d, to be multiplied as rows, as columns, both or not at all.
   KeySource(const Problem &p, const View &x, int64_t d, bool rows, bool columns, const TileSizes &tile)
       : p_(p), x_(x), d_(d), tile_k_(tile.k), rows_(rows), columns_(columns), in_place_(Math::in_place(x, d)),
-        once_(!in_place_ && p.group() * div_up(p.longest_q(), tile.q) > 1 && p.blocks.block_k % kKeyAlign == 0) {}
+        once_((rows || columns) && !in_place_ && p.group() * div_up(p.longest_q(), tile.q) > 1 && p.blocks.block_k % kKeyAlign == 0) {}
 
   // Elements that the threads share: every head packed.
   int64_t shared_size() const { return once_ ? (p_.total_k + kSlack * p_.batch) * p_.heads_kv * Math::key_size(d_, rows_, columns_) : 0; }

@@ -46,7 +46,7 @@ private:
 
   void as_reference() {
     call.attention.engine = "reference";
-    for (const char *name : {"out", "lse", "dq", "dk", "dv", "dbias", "dsinks"})
+    for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
       if (call.has(name)) call.add(name, DType::f64, std::vector<int64_t>(call[name].shape, call[name].shape + call[name].rank));
   }
 

@@ -66,6 +66,7 @@ FACTORS: dict[str, list[Any]] = {
     "dropout": [0.0, 0.1, 0.5, "rng"],
     "blocks": [None, (16, 16, "11"), (32, 64, "BH"), (64, 16, "1H"), (48, 48, "B1"), (64, 32, "11")],
     "lse": ["none", "returned", "gradient"],
+    "aux": [(), ("max_logit",), ("column_sums",), ("column_sums", "max_logit")],
     "tile": [None, (1, 1), (16, 16), (64, 32), (128, 256)],
     "threads": [None, 1, 2, 3],
     "values": ["normal", "mean 1", "large"],
@@ -142,6 +143,7 @@ class Inputs:
     lse: bool = True
     numpy: bool = False  # pass NumPy arrays with negative strides, backward through attention_backward
     run: dict[str, Any] = field(default_factory=dict)  # how, not what: tile, threads, flags
+    aux: tuple[str, ...] = ()
 
     @property
     def varlen(self) -> bool:
@@ -303,7 +305,7 @@ def build(case: dict[str, Any]) -> Inputs:
         run |= dict(zip(("tile_q", "tile_k"), case["tile"], strict=True))
     if case["flag"]:
         run[case["flag"]] = 3 if case["flag"] == "reserved_sms" else True
-    return Inputs(q, k, v, dout, dlse, options, gradients, case["lse"] != "none", storage == "reversed", run)
+    return Inputs(q, k, v, dout, dlse, options, gradients, case["lse"] != "none", storage == "reversed", run, case["aux"])
 
 
 def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], plain.Score, Any]]:

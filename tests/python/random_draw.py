@@ -39,6 +39,7 @@ class Call:
     packing: Packing | None
     spoiled: bool  # what nobody may read holds no numbers
     words: dict[str, Any] = field(default_factory=dict)  # what was drawn
+    aux: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.words.items())
@@ -103,6 +104,7 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
         o["d"] = o["d"] if which == "dv" else _wide(rng, 576)
         o["dv"] = o["dv"] if which == "d" else _wide(rng, 512)
     o["used"] = rng.random() < 0.2
+    o["aux"] = rng.choice([("max_logit",), ("column_sums",), ("max_logit", "column_sums")]) if rng.random() < 0.2 else ()
     return o
 
 
@@ -373,9 +375,8 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     words = {**o, **{name: x for name, x in vars(s).items() if x is not None}, "layout": "bshd" if bshd else "bhsd", "spoil": values.spoil}
     words |= {name: options[name] for name in ("window",) if name in options}
     words |= {name: tuple(options[name].shape) for name in ("bias", "mask") if name in options}
-    return Call(
-        number, q, k, v, dout, dlse, options | run, leaves or ["q"], lse != "none", dense, packing, values.spoil is not None, words
-    )  # fmt: skip
+    spoiled = values.spoil is not None
+    return Call(number, q, k, v, dout, dlse, options | run, leaves or ["q"], lse != "none", dense, packing, spoiled, words, o["aux"])
 
 
 def _spoil(
