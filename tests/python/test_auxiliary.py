@@ -10,7 +10,7 @@ import torch
 
 import strobe
 from cases import call
-from check import available_engines, run_or_skip
+from check import available_engines, dtype_of, run_or_skip
 from device import DEVICE, running_on
 
 BOTH = ("max_logit", "column_sums")
@@ -75,16 +75,18 @@ def test_the_reference_wants_all_rows():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_they_have_no_gradient_and_leave_the_others_alone(engine):
-    q, k, v = (x.requires_grad_() for x in tensors(1, 2, 33, 16))
-    expected = torch.autograd.grad(attention(q, k, v, causal=True, engine=engine).sum(), (q, k, v))
+    q, k, v = (x.requires_grad_() for x in tensors(1, 2, 33, 64, dtype=dtype_of(engine)))
+    with running_on(engine):
+        out = attention(q, k, v, causal=True, engine=engine)
+        expected = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     for _ in range(3):  # a call that comes again is made another way
         found = attention(q, k, v, causal=True, aux=BOTH, engine=engine)
         assert not found.max_logit.requires_grad
         assert not found.column_sums.requires_grad
         with running_on(engine):
-            gradients = torch.autograd.grad(found.out.sum(), (q, k, v))
+            gradients = torch.autograd.grad(found.out, (q, k, v), torch.ones_like(found.out))
         for got, want in zip(gradients, expected, strict=True):
-            assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+            assert torch.allclose(got, want, rtol=1e-2, atol=1e-5)
 
 
 def test_compiled():
@@ -116,11 +118,11 @@ def test_numpy():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_columns_sum_to_the_queries_that_see_something(engine, dtype):
     q, k, v = tensors(2, 4, 200, 64, dtype=dtype)
     found = attention(q, k, v, window=(40, 3), aux=BOTH, engine=engine)
-    assert torch.allclose(found.column_sums.sum(2), torch.full((2, 4), 200.0, device=q.device), rtol=1e-4)
+    assert torch.allclose(found.column_sums.sum(2), torch.full((2, 4), 200.0, device=q.device, dtype=found.column_sums.dtype), rtol=1e-4)
     empty = attention(q, k, v, mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=q.device), aux=BOTH, engine=engine)
     assert (empty.max_logit == -math.inf).all()
     assert (empty.column_sums == 0).all()
@@ -129,13 +131,13 @@ def test_columns_sum_to_the_queries_that_see_something(engine, dtype):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0), (1, 1)])
 def test_without_queries_or_keys(engine, queries, keys):
-    dtype = torch.float32 if engine != "cpu-avx512bf16" else torch.bfloat16
-    (q,), (k, v) = tensors(2, 3, queries, 8, n=1, dtype=dtype), tensors(2, 3, keys, 8, n=2, dtype=dtype)
+    dtype = dtype_of(engine)
+    (q,), (k, v) = tensors(2, 3, queries, 64, n=1, dtype=dtype), tensors(2, 3, keys, 64, n=2, dtype=dtype)
     found = attention(q, k, v, aux=BOTH, engine=engine)
     assert found.column_sums.shape == (2, 3, keys)
     if queries and keys:
         assert torch.allclose(found.column_sums, torch.ones_like(found.column_sums))
-        assert torch.allclose(found.max_logit, (q * k).float().sum(-1)[..., 0] / 8**0.5, rtol=1e-2)
+        assert torch.allclose(found.max_logit, (q * k).float().sum(-1)[..., 0] / 8, rtol=1e-2)
     else:
         assert (found.max_logit == -math.inf).all()
         assert (found.column_sums == 0).all()
@@ -143,8 +145,7 @@ def test_without_queries_or_keys(engine, queries, keys):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nan_that_is_seen_and_nan_that_is_not(engine):
-    dtype = torch.float32 if engine != "cpu-avx512bf16" else torch.bfloat16
-    q, k, v = tensors(1, 2, 70, 16, dtype=dtype)
+    q, k, v = tensors(1, 2, 70, 64, dtype=dtype_of(engine))
     k[0, 0, 50] = math.nan
     found = attention(q, k, v, causal=True, aux=BOTH, engine=engine)
     assert found.max_logit[0, 0].isnan()
@@ -161,7 +162,7 @@ def test_nan_that_is_seen_and_nan_that_is_not(engine):
 @pytest.mark.parametrize("shape", [(1, 1), (2, 7)])
 def test_the_same_bits_for_any_number_of_threads(engine, shape):
     b, h = shape
-    inputs = call(b=b, h=h, sq=700, sk=333, d=24, dtype=torch.float32 if engine != "cpu-avx512bf16" else torch.bfloat16, causal=True)
+    inputs = call(b=b, h=h, sq=700, sk=333, d=24, dtype=dtype_of(engine), causal=True)
     inputs.aux = BOTH
     one = run_or_skip(inputs, engine, threads=1)
     for threads in (2, 3, 5):
@@ -172,9 +173,8 @@ def test_the_same_bits_for_any_number_of_threads(engine, shape):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_long_sums(engine):
     """Of many queries that all give the same to a key."""
-    dtype = torch.float32 if engine != "cpu-avx512bf16" else torch.bfloat16
-    queries = 40_000 if engine.startswith("cpu-") else 4_000
-    q, k = torch.zeros(1, 1, queries, 8, dtype=dtype, device=DEVICE), torch.zeros(1, 1, 3, 8, dtype=dtype, device=DEVICE)
+    dtype, queries = dtype_of(engine), 40_000 if engine.startswith("cpu-") else 4_000
+    q, k = torch.zeros(1, 1, queries, 64, dtype=dtype, device=DEVICE), torch.zeros(1, 1, 3, 64, dtype=dtype, device=DEVICE)
     found = attention(q, k, k, aux=BOTH, engine=engine)
     assert (found.column_sums - queries / 3).abs().max() <= 1e-6 * queries / 3
     assert found.max_logit.item() == 0

@@ -50,6 +50,10 @@ template <class V> void each_pointer(const ForwardArguments &a, V &visit) {
   each_pointer(a.in, visit);
   visit(a.out.data), visit(a.lse.data), visit(a.partial_out), visit(a.partial_lse);
 }
+template <class V> void each_pointer(const AuxiliaryArguments &a, V &visit) {
+  each_pointer(a.in, visit);
+  visit(a.lse.data), visit(a.max_logit.data), visit(a.column_sums.data), visit(a.largest);
+}
 template <class V> void each_pointer(const BackwardArguments &a, V &visit) {
   each_pointer(a.in, visit);
   for (const Operand *x : {&a.out, &a.lse, &a.dout, &a.dlse, &a.dq, &a.dk, &a.dv, &a.dbias, &a.dsinks}) visit(x->data);

@@ -29,7 +29,6 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (call.batch > kMostCtas || call.heads > kMostCtas) return text("more than ", kMostCtas, " sequences or heads");
   if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
-  if (call.auxiliary()) return "computes no max_logit or column_sums yet";
   Problem p = marked(call);
   const TunedTile *tile = tuned(p, direction, device);
   if (tile) p.tile_q = tile->q, p.tile_k = tile->k;
@@ -39,6 +38,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
   if (tile) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
   if (p.varlen || (p.seqused_k && direction == Direction::backward)) program->steps.push_back(padding(p, direction));
+  if (p.auxiliary()) auxiliary(*program, p, device, scratch);
   for (const Step &step : program->steps)
     if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
       return text(launch->grid, " thread blocks; a launch takes ", kMostCtas, p.varlen ? ": see max_seqlen_q and max_seqlen_k" : "");
