@@ -116,7 +116,7 @@ private:
 
   // S^T = K Q^T, P^T = exp(S^T - LSE). With a function of q.k `slope` becomes P^T times its slope. What is dropped has a sign.
   __device__ __forceinline__ void make_p(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t, u32 keys) const {
-    multiply_rows<kD, C.products>(F.function ? slope : P, shared(0) + 4 * keys * kD, shared(kQ));
+    multiply_rows<kD, C.products, Sum::of_scores_transposed>(F.function ? slope : P, shared(0) + 4 * keys * kD, shared(kQ));
     if (t.queries.masked)
       probabilities<true>(P, slope, t);
     else
@@ -226,8 +226,8 @@ private:
   __device__ __forceinline__ void add_dq(const Tile &t) const {
     if (!a.dq_sum || shared_state().again) return;
     const i64 rows = in.row_index(shared_state().batch, t.head, shared_state().sequence.q0 + t.queries.begin);
-    float *target = a.dq_sum + rows * kD;
-    const float scale = (float)in.scale;
+    double *target = reinterpret_cast<double *>(a.dq_sum) + rows * kD;
+    const double scale = in.scale;
     u32 *turn = nullptr, before = 0;
     if constexpr (C.deterministic) {
       const i64 number = first_query_tile(in, shared_state().batch, t.head, kTileQ) + t.queries.begin / kTileQ;
