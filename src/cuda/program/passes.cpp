@@ -21,7 +21,11 @@ constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::
 
 // Of FP32 and FP64: they do not vary with tiles and features. dQ's sum has rows as wide as the backward's.
 passes::RowsConfig row_config(const Problem &p) {
-  return {int32_t(p.dtype), rounded(p.head_dim, 32), passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow};
+  return {.dtype = int32_t(p.dtype),
+          .head_dim = rounded(p.head_dim, 32),
+          .tile_q = passes::RowsConfig::kRowTile,
+          .aligned = 0,
+          .form = passes::kRowAfterRow};
 }
 
 struct GradientTile {
