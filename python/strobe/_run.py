@@ -39,11 +39,10 @@ def results(framework: Framework, p: Request, wide: bool = False) -> dict[str, A
     rows = (*q.shape[: q.ndim - 3], q.shape[head], q.shape[row])
     out = framework.dense_like(q, v.shape[-1], double if wide else q.dtype)
     statistic = double if wide or q.dtype == double else xp.float32
-    shapes = {
-        "lse": rows,
-        "max_logit": (rows[0] if q.ndim == 4 else p.arrays["cu_seqlens_q"].shape[0] - 1, q.shape[head]),
-        "column_sums": (*rows[:-1], k.shape[row]),
-    }
+    shapes = {"lse": rows}
+    if p.aux:
+        batch = rows[0] if q.ndim == 4 else p.arrays["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in p.arrays else 0
+        shapes |= {"max_logit": (batch, q.shape[head]), "column_sums": (*rows[:-1], k.shape[row])}
     return {"out": out} | {name: framework.empty(q, shapes[name], statistic) for name in ("lse", *p.aux)}
 
 

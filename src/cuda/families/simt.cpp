@@ -181,8 +181,7 @@ private:
     describe(program, p, *c);
     take_sums(program, a, p, scratch,
               {.real_bytes = c->real_bytes(),
-               .dq_bytes = dq_row_sum_bytes(int32_t(p.dtype)),
-               .dq = a.in.rows() * c->head_dim,
+               .dq = (p.dtype == DType::f32 ? dq_sums(a.in, c->head_dim) : 1) * a.in.rows() * c->head_dim,
                .turns = p.deterministic && p.dq ? 1 + query_tiles : 0,
                .zero_dq = true});
     const int32_t shared = c->backward_shared_bytes();
