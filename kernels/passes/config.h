@@ -22,7 +22,8 @@ struct RowsConfig {
 };
 
 struct CombineConfig {
-  i32 dtype; // of out
+  i32 dtype;     // of out
+  i32 invariant; // parts are chunks of keys, to be merged one after the other: device/chunks.h
   STROBE_FN static constexpr i32 threads() { return 128; }
 };
 

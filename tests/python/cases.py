@@ -69,7 +69,7 @@ FACTORS: dict[str, list[Any]] = {
     "tile": [None, (1, 1), (16, 16), (64, 32), (128, 256)],
     "threads": [None, 1, 2, 3],
     "values": ["normal", "mean 1", "large"],
-    "flag": [None, "deterministic", "exact_max", "allow_tf32", "check"],
+    "flag": [None, "deterministic", "exact_max", "allow_tf32", "invariant", "check"],
 }
 Factors = dict[str, list[Any]]
 Names, Indices = tuple[str, ...], tuple[int, ...]

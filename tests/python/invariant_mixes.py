@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import strobe
+from device import ON_GPU
 
 Options = dict[str, Any]
 Results = dict[str, Tensor]  # out (1, H, Sq, Dv), lse (1, H, Sq), dq, dk, dv
@@ -143,7 +144,7 @@ class Variant:
             of_lse = lambda x: x[self.place : self.place + 1, own_q]  # noqa: E731
 
         options |= {"invariant": True} | how
-        if p.q.device.type == "cpu":
+        if not ON_GPU:
             options["threads"] = self.threads
         there = {name: placed(name, x) for name, x in tensors.items()}
         if not backward:

@@ -93,7 +93,7 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
     o["blocks"] = (
         None if rng.random() < 0.8 else _one(rng, {(128, 128): 3, (128, 64): 2, (64, 64): 2, (16, 16): 2, (48, 80): 1, (256, 32): 1})
     )
-    o["flags"] = sorted(name for name, p in {"deterministic": 0.25, "exact_max": 0.2, "check": 0.05}.items() if rng.random() < p)
+    o["flags"] = sorted(name for name, p in {"deterministic": 0.25, "exact_max": 0.2, "check": 0.05, "invariant": 0.1}.items() if rng.random() < p)
     o["tile"] = None if rng.random() < 0.88 else (rng.choice([1, 16, 64, 100, 128, 256]), rng.choice([1, 16, 48, 64, 128, 300]))
     o["leaves"] = [name for name in ("q", "k", "v", "bias", "sinks") if rng.random() < 0.6] if rng.random() < 0.2 else None
     o["aligned"] = rng.random() < 0.75  # rows on 16-byte addresses, where their width lets them

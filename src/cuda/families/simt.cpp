@@ -86,9 +86,13 @@ Config config_for(const Problem &p) {
   const bool pieces = aligned({&p.q, &p.k, &p.dk}, p.head_dim) && aligned({&p.v, &p.out, &p.dout, &p.dv}, p.head_dim_v);
   const bool whole = p.head_dim == c.head_dim && p.head_dim_v == c.head_dim_v;
   c.copy = !pieces ? simt::kElements : whole ? simt::kWhole : simt::kPieces;
+  c.invariant = p.invariant;
   c.features = features_of(p);
   return c;
 }
+
+// Invariant: which keys are summed together is the same in all tiles, and which of a thread's.
+constexpr int32_t kInvariantKeys = 64, kInvariantThreads = 16;
 
 Config with(Config c, const Tile &tile) {
   c.tile_q = tile.q, c.tile_k = tile.k, c.threads_q = tile.threads_q, c.threads_k = tile.threads_k;
@@ -103,6 +107,7 @@ std::optional<Config> choose(const Config &any, Kind kind, const Problem &p, con
                                                               : kBackwardTiles;
   const Tile *best = cheapest(tiles, [&](const Tile &tile) {
     const Config c = with(any, tile);
+    if (p.invariant && (tile.k != kInvariantKeys || tile.threads_k != kInvariantThreads)) return kCannotRun;
     if (!divides_blocks(p, tile.q, kind == Kind::forward ? 1 : tile.k) || shared_bytes(c, kind) > device.shared_per_block)
       return kCannotRun;
     const int64_t spare = tile.q - std::max<int64_t>(16, p.longest_q());
@@ -154,11 +159,13 @@ private:
   }
 
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
+    if (p.invariant)
+      if (std::string reason = cuts_blocks(p, kInvariantKeys); !reason.empty()) return reason;
     const std::optional<Config> c = choose(config_for(p), Kind::forward, p, device);
     if (!c) return no_tile(device);
     ForwardArguments a = forward_arguments(p);
     const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c->tile_q), slots = int64_t{device.sms} * c->blocks_per_sm;
-    if (p.dtype != DType::f64) a.splits = parts_to_fill(slots, ctas, std::min<int64_t>(tiles(p.seqlen_k, c->tile_k) / 2, 64));
+    if (p.dtype != DType::f64 && !p.invariant) a.splits = parts_to_fill(slots, ctas, std::min<int64_t>(tiles(p.seqlen_k, c->tile_k) / 2, 64));
     take_parts(a, p, scratch); // FP64 has none
     Program program;
     describe(program, p, *c);
@@ -169,6 +176,7 @@ private:
   }
 
   static Made backward(const Problem &p, const Device &device, Scratch &scratch) {
+    if (p.invariant) return "has no invariant backward: the order in which tiles of keys add to dq follows from the lengths";
     const Config any = config_for(p);
     const std::optional<Config> c = choose(any, Kind::backward, p, device);
     const std::optional<Config> of_bias = p.dbias ? choose(any, Kind::bias_gradient, p, device) : c;

@@ -29,7 +29,6 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (call.batch > kMostCtas || call.heads > kMostCtas) return text("more than ", kMostCtas, " sequences or heads");
   if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
-  if (call.invariant) return "not invariant: its tiles and the parts that it shares keys out in follow from lengths, batch and device";
   Problem p = marked(call);
   const TunedTile *tile = tuned(p, direction, device);
   if (tile) p.tile_q = tile->q, p.tile_k = tile->k;
