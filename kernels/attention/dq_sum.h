@@ -1,6 +1,7 @@
 // How the sum of dQ lies in memory: tile of queries after tile of queries; and so do the turns in which tiles of keys add to it.
 #pragma once
 #include "arguments.h"
+#include "features.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -13,6 +14,19 @@ STROBE_FN i64 count_query_tiles(const Inputs &in, i64 tile) {
   if (!in.cu_seqlens_q) return (i64)in.batch * in.heads * div_up(in.seqlen_q, tile);
   return in.heads * (div_up(in.total_q, tile) + in.batch);
 }
+
+// What sums of dQ that lie row after row are made of. Each tile of keys adds to them. Thousands of additions in FP32 would be off by more
+// than FP32's results may be, but not by what shows in 16 bits.
+template <i32 kDType> struct DqRowSum {
+  using type = double;
+};
+template <> struct DqRowSum<kF16> {
+  using type = float;
+};
+template <> struct DqRowSum<kBF16> {
+  using type = float;
+};
+STROBE_FN constexpr i64 dq_row_sum_bytes(i32 dtype) { return dtype == kF16 || dtype == kBF16 ? 4 : 8; }
 
 // On Hopper a warpgroup's part of a tile, transposed: blocks of 64 columns of all of a tile's queries; where there is but one, of half of
 // them.

@@ -34,7 +34,10 @@ __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], ti
             i32 key = j + 16 * m + tile::lane_row(r);
             float p = kSlope != Slope::none ? scores.score(x, row, key, kMasked, limit, slope) : scores.score(x, row, key, kMasked, limit);
             bool hidden = (kMasked || F.mask || F.bias) && p == minus_infinity<float>();
-            p = exp2(kExact ? fmaf(fmaf(p, natural, -own), kLog2e<float>, -correction) : fmaf(p, scores.unit, -own));
+            if constexpr (kExact && kFunctions == Functions::full)
+              p = probability(p, natural, own, correction);
+            else
+              p = exp2(kExact ? fmaf(fmaf(p, natural, -own), kLog2e<float>, -correction) : fmaf(p, scores.unit, -own));
             if (hidden) p = 0; // LSE may be no number
             if constexpr (kSlope != Slope::none) P[m][n].x[c][2 * r + e] = p;
             x = kSlope == Slope::apart ? slope : kSlope == Slope::times_p ? p * slope : p;

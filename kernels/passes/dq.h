@@ -67,10 +67,10 @@ private:
   }
 
   static __device__ __forceinline__ void from_rows(const Arguments &a, const RowTile<C> &tile) {
-    const T *sum = reinterpret_cast<const T *>(a.dq_sum) + tile.index * C.head_dim;
+    const auto *sum = reinterpret_cast<const typename DqRowSum<C.dtype>::type *>(a.dq_sum) + tile.index * C.head_dim;
     for (i32 i = (i32)threadIdx.x; i < tile.rows * C.head_dim; i += kThreads) {
       const i32 r = i / C.head_dim, c = i % C.head_dim;
-      if (c < a.in.head_dim) *a.dq.at<E>(tile.batch, tile.head, tile.row + r, c) = Convert<E>::from(sum[i]);
+      if (c < a.in.head_dim) *a.dq.at<E>(tile.batch, tile.head, tile.row + r, c) = Convert<E>::from(T(sum[i]));
     }
   }
 };

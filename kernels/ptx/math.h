@@ -127,6 +127,18 @@ __device__ __forceinline__ i32 computed_here(i32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// P = exp(s * factor - LSE) * 2^-correction (kernels/device/settle_row.h). The difference of two large numbers would be rounded to their
+// last bits; so the power of two is taken out ahead of it [Cody & Waite 1980]: 2^n exp(s * factor - (LSE + n ln 2)), where LSE + n ln 2 is
+// exact, for the high part of ln 2 has 9 bits.
+__device__ __forceinline__ double probability(double s, double factor, double lse, double correction) {
+  return exp2(fma(fma(s, factor, -lse), kLog2e<double>, -correction));
+}
+__device__ __forceinline__ float probability(float s, float factor, float lse, float correction) {
+  constexpr float kMagic = 0x1.8p23f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  const float x = fmaxf(fmaf(s, factor, -lse), -88.0f), shifted = fmaf(x, kLog2e<float>, kMagic), n = shifted - kMagic;
+  const float rest = fmaf(n, -kLn2Low, fmaf(s, factor, -fmaf(n, kLn2High, lse)));
+  return exp2(fmaf(rest, kLog2e<float>, -correction)) * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3F800000); // n >= -127
+}
 // m * factor + ln(l), a row's LSE. An error in it is one of the whole row of P, so FP32's is rounded once: m * factor and the power of two
 // in l are added with what their roundings took. __f..._rn: what they took follows only where the compiler makes no fma of them.
 __device__ __forceinline__ double row_lse(double m, double factor, double l) { return m * factor + log2(l) * kLn2<double>; }

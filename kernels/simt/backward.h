@@ -2,6 +2,7 @@
 // head of its key head. dK and dV grow in registers; dQ is added up in global memory, in any order, or key tile after key tile where the
 // result must be the same over runs.
 #pragma once
+#include "../attention/dq_sum.h"
 #include "../device/tile_order.h"
 #include "../device/turns.h"
 #include "gradient.h"
@@ -178,12 +179,13 @@ private:
                                                 const T (&dQ)[kRows][kPass / C.threads_k], const typename Multiply::Grid &grid) {
     constexpr int kColumns = kPass / C.threads_k, W = piece<T>(kColumns);
     const T scale = T(a.in.scale);
-    T *sum = reinterpret_cast<T *>(a.dq_sum) + a.in.row_index(b, h, s.q0 + q0) * C.head_dim + column;
+    using Sum = typename DqRowSum<C.dtype>::type;
+    Sum *sum = reinterpret_cast<Sum *>(a.dq_sum) + a.in.row_index(b, h, s.q0 + q0) * C.head_dim + column;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
       if (const i32 r = grid.template row<piece<T>(kRows)>(i); q0 + r < q1)
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) atomicAdd(sum + r * C.head_dim + grid.template column<W>(j), dQ[i][j] * scale);
+        for (int j = 0; j < kColumns; ++j) atomicAdd(sum + r * C.head_dim + grid.template column<W>(j), Sum(dQ[i][j]) * scale);
   }
 
   template <int kColumns> // adjacent to another in pieces, as multiply_tn left them

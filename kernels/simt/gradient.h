@@ -6,7 +6,7 @@
 namespace strobe::simt {
 
 // LSE and D of a tile's queries, in shared memory; rows at `end` and beyond are hidden. correction: of LSE, where its rounding
-// shows.
+// shows, in exp2's unit.
 template <Config C, class T> struct RowStatistics {
   T *lse, *correction, *delta;
 
@@ -23,7 +23,7 @@ template <Config C, class T> struct RowStatistics {
       }
       lse[i] = x == minus_infinity<T>() ? -x : x; // a row that sees nothing
       delta[i] = y;
-      correction[i] = z;
+      correction[i] = z * kLog2e<T>;
     }
   }
 };
@@ -79,7 +79,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
         T slope;
         const T s = scores.score(p.x[w], row, k0 + c + w, by_position, k1, slope);
         const bool hidden = s == minus_infinity<T>(), kept = kept_of(r, c + w);
-        const T x = hidden ? T(0) : exp2((fma(s, scale, -lse) - correction) * kLog2e<T>);
+        const T x = hidden ? T(0) : probability(s, scale, lse, correction);
         T dp = ds.x[w];
         if constexpr (C.features.dropout) dp = kept ? dp * factor : T(0);
         write(p.x[w], ds.x[w], x, kept, hidden ? T(0) : x * (dp - D), slope);

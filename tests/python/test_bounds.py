@@ -151,3 +151,14 @@ def test_small_terms_of_a_sum_whose_first_are_large(hidden, engine):
     for name, t in formulas.items():
         error, plain = ((x.double() - ref[name]).square().mean().sqrt() for x in (results[name], t))
         assert error < 1.2 * plain, f"{name}: {error / plain:.2f} times the formulas' error"
+
+
+@pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 64)])
+def test_dq_of_thousands_of_tiles_of_keys(engine):
+    """Thousands of tiles add to dQ of a few queries: a sum in float32 would round as often. On the average of all numbers."""
+    inputs = call(h=1, sq=2, sk=40_000, d=64, tile_q=256, tile_k=16, dlse=False)
+    inputs.q.mul_(0.1)
+    inputs.k.mul_(0.1)
+    dq, ref = run_or_skip(inputs, engine)["dq"].double(), oracle(inputs)["dq"]
+    error = float((dq - ref).square().mean().sqrt() / ref.abs().max())
+    assert error < 2e-7, error

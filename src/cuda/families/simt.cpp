@@ -3,6 +3,7 @@
 #include <optional>
 #include <span>
 
+#include "../../../kernels/attention/dq_sum.h"
 #include "../../../kernels/simt/config.h"
 #include "attention/text.h"
 #include "cuda/families/families.h"
@@ -188,6 +189,7 @@ private:
     describe(program, p, *c);
     take_sums(program, a, p, scratch,
               {.real_bytes = c->real_bytes(),
+               .dq_bytes = dq_row_sum_bytes(int32_t(p.dtype)),
                .dq = a.in.rows() * c->head_dim,
                .turns = p.deterministic && p.dq ? 1 + query_tiles : 0,
                .zero_dq = true});

@@ -84,7 +84,7 @@ void combine_parts(Program &program, const Problem &p, const ForwardArguments &a
 void take_sums(Program &program, BackwardArguments &a, const Problem &p, Scratch &scratch, const BackwardSums &sums) {
   a.delta = scratch.take<char>(2 * a.in.rows() * sums.real_bytes);
   if (p.dq) {
-    const int64_t bytes = sums.dq * sums.real_bytes;
+    const int64_t bytes = sums.dq * sums.dq_bytes;
     a.dq_sum = reinterpret_cast<float *>(scratch.take<char>(bytes));
     if (sums.zero_dq) program.steps.push_back(Zero{a.dq_sum, uint64_t(bytes)});
   }
