@@ -80,8 +80,8 @@ static bool follows_forward(const Problem &problem, Direction direction) {
   return direction == Direction::backward && problem.engine.empty() && problem.dtype == DType::f32 && problem.device_type != STROBE_CPU;
 }
 
-// Invariant: the engine is the first that takes the dtype, head dimensions and options, for each has bits of its own. If it does not take the
-// strides, no other one stands in for it.
+// Invariant: the engine is the first that takes the dtype, head dimensions and options, for each has bits of its own. If it does not take
+// the strides, no other one stands in for it.
 static void choose_first(Choice &choice, const Problem &problem, Direction direction, const Ask &ask) {
   const Problem dense = stored_densely(problem);
   choice.chosen = -1;

@@ -119,8 +119,8 @@ std::string explain(const Problem &problem, const Execution &execution, Directio
     const Decision decision = decide(problem, execution, direction, choice);
     page.line(decision.engine->name(), !problem.engine.empty() ? "asked for by name"
                                        : choice.follows        ? "the forward's engine, whose LSE the backward takes"
-                                       : problem.invariant     ? "invariant: the first one that takes the dtype, head dimensions and options"
-                                                               : "the least predicted time");
+                                       : problem.invariant ? "invariant: the first one that takes the dtype, head dimensions and options"
+                                                           : "the least predicted time");
     for (const std::string &note : decision.plan.notes) page.line("note", note);
   } catch (const Error &refusal) {
     page.line("none", refusal.what());

@@ -17,7 +17,8 @@ struct Merge {
     take = a == minus_infinity<float>();
     lse = b, before = 0, now = 1;
     if (take) return;
-    const float top = fmaxf(a, b), x = exp2(__fmul_rn(__fsub_rn(a, top), kLog2e<float>)), y = exp2(__fmul_rn(__fsub_rn(b, top), kLog2e<float>));
+    const float top = fmaxf(a, b), x = exp2(__fmul_rn(__fsub_rn(a, top), kLog2e<float>)),
+                y = exp2(__fmul_rn(__fsub_rn(b, top), kLog2e<float>));
     const float sum = __fadd_rn(x, y);
     lse = row_lse(top, 1.0f, sum), before = __fdiv_rn(x, sum), now = __fdiv_rn(y, sum);
   }

@@ -66,8 +66,8 @@ template <int kRows> struct RowSoftmax {
       for (int i = 0; i < tile::elements_of_row(O); ++i) tile::row_element(O, row, i) *= alpha[row];
     }
   }
-  // The same where O is at hand: nothing is exchanged nor rescaled unless a row of the warp's is far from its reference. kOwn: then the rows
-  // that are far move alone; else all of them do.
+  // The same where O is at hand: nothing is exchanged nor rescaled unless a row of the warp's is far from its reference. kOwn: then the
+  // rows that are far move alone; else all of them do.
   template <bool kExact, bool kOwn = false, class Tile, class Exponent, class Sum>
   __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, Sum &O) {
     float top[kRows];

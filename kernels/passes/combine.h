@@ -1,8 +1,8 @@
 // Merges what the splits over keys left: a block of threads takes a row, O = sum of exp(LSE_s - LSE) O_s. The sink joins here, once.
 #pragma once
 #include "../attention/arguments.h"
-#include "../ptx/math.h"
 #include "../device/chunks.h"
+#include "../ptx/math.h"
 #include "config.h"
 
 namespace strobe::passes {

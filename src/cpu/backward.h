@@ -14,11 +14,11 @@ template <class Math> struct BackwardScratch {
   ScoreScratch<T> score;
   Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
   T *s, *dp, *dq, *dq_total, *lse, *dlse, *excess, *delta, *sum, *sum_lost, *rest, *rest_lost, *ones, *row;
-  T *settled;                        // how D and P of a row follow from its sums, if they do: Settled
-  T *first_tile, *last_tile;         // of keys that the row sees some of, for rows that might see one alone
+  T *settled;                // how D and P of a row follow from its sums, if they do: Settled
+  T *first_tile, *last_tile; // of keys that the row sees some of, for rows that might see one alone
   T *keep = nullptr, *slopes = nullptr;
-  T *finite_q, *finite_do;           // of a tile of queries of which something is not finite
-  T *wide_p, *wide_ds;               // of a piece that meets something that is not finite
+  T *finite_q, *finite_do; // of a tile of queries of which something is not finite
+  T *wide_p, *wide_ds;     // of a piece that meets something that is not finite
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)), finite_k(arena, tile.k, problem.head_dim),
@@ -356,8 +356,8 @@ private:
 
 // sum[key][c] += weights[key][i] x(i, c) of the elements of x that are not finite, where a weight is not 0: what finite_rows left out.
 template <class T>
-__attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const TileSpan &t, const View &x, int64_t columns, const T *weights,
-                                                     T *sum, int64_t ld) {
+__attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const TileSpan &t, const View &x, int64_t columns,
+                                                     const T *weights, T *sum, int64_t ld) {
   for (int64_t i = 0; i < t.lanes; ++i)
     for (int64_t c = 0; c < columns; ++c) {
       T value;
@@ -412,7 +412,8 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       dq[n].expect(keys.begin);
       const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
       // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
-      const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0, nonfinite = reads_nonfinite(head, piece, reads_others, p.k, d);
+      const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0,
+                 nonfinite = reads_nonfinite(head, piece, reads_others, p.k, d);
       auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
       auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width,
                                 tile.q, lane);

@@ -147,7 +147,8 @@ int64_t nearest_divisor(int64_t block, int64_t wish) {
 
 // Br: a multiple of 16 that, under block sparsity, divides the query block. Wishes are rounded; without one the kernels' own preference is
 // halved until there is work for many threads. All of it follows from the shape alone: the threads there are must not change a bit.
-// Invariant: tiles of keys are the kernels' own, for bits follow from them; of the queries' tiles, those of the backward, whose dK and dV do.
+// Invariant: tiles of keys are the kernels' own, for bits follow from them; of the queries' tiles, those of the backward, whose dK and dV
+// do.
 TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction direction, std::vector<std::string> &notes) {
   auto round_up = [](int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; };
   TileSizes tile = preferred;
@@ -165,7 +166,8 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction d
     notes.push_back(
         rounded("tile_q", p.tile_q, tile.q, "a multiple of 16, at most 256 and the queries, dividing the block of a block-sparse mask"));
   if (p.tile_k > 0 && tile.k != p.tile_k)
-    notes.push_back(rounded("tile_k", p.tile_k, tile.k, p.invariant ? "invariant bits have one tile of keys" : "a multiple of 32, at most 512"));
+    notes.push_back(
+        rounded("tile_k", p.tile_k, tile.k, p.invariant ? "invariant bits have one tile of keys" : "a multiple of 32, at most 512"));
   return tile;
 }
 

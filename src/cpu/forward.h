@@ -123,14 +123,14 @@ template <class Math> struct BothScores {
   }
 };
 
-// Whether the rows of K or V that a piece's products read hold something that is not finite, for which they need FiniteKeys. What nobody sees
-// matters where there is such a key. Under `invariant` a row that sees it must not depend on whether others do.
+// Whether the rows of K or V that a piece's products read hold something that is not finite, for which they need FiniteKeys. What nobody
+// sees matters where there is such a key. Under `invariant` a row that sees it must not depend on whether others do.
 template <class T> bool reads_nonfinite(const Head<T> &head, const Piece<T> &piece, bool hidden, const View &x, int64_t d) {
   return (hidden || head.p->invariant) && !all_finite(x, head.b, head.kv, head.k0 + piece.span.j0, piece.keys_read(head), d);
 }
 
-// sum += x^T s, a product over keys: s from its key `from` on. invariant: of one that adds a whole sum up before it adds it to what there is,
-// each sum is of kKeyAlign keys.
+// sum += x^T s, a product over keys: s from its key `from` on. invariant: of one that adds a whole sum up before it adds it to what there
+// is, each sum is of kKeyAlign keys.
 template <class Math>
 STROBE_INLINE void multiply_keys(const Head<typename Math::Real> &head, int64_t d, int64_t width, int64_t keys, typename Math::Left x,
                                  const typename Math::Scores &s, int64_t from, KeySum<typename Math::Real> &sum) {
@@ -210,8 +210,8 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
   for (int64_t i = 0; i < queries.rows; ++i) scratch.l[i] += scratch.l_lost[i];
 }
 
-// Whether O of a row is not finite while its l is. `again`: the m that such a row is to start from then, at log2 l above; all others start as
-// they did.
+// Whether O of a row is not finite while its l is. `again`: the m that such a row is to start from then, at log2 l above; all others start
+// as they did.
 template <class Math>
 bool overflowed(const Head<typename Math::Real> &head, const ForwardScratch<Math> &scratch, ForwardTile<Math> &queries) {
   using T = typename Math::Real;

@@ -62,8 +62,7 @@ STROBE_INLINE void multiply_block(int64_t depth, Broadcast<T> a, const T *b, int
 }
 
 template <int kRows, int kColumns, bool kUnitRow, class T>
-STROBE_INLINE void multiply_rows(int64_t rows, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc,
-                                 bool accumulate) {
+STROBE_INLINE void multiply_rows(int64_t rows, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc, bool accumulate) {
   for (; rows >= kRows; rows -= kRows) {
     multiply_block<kRows, kColumns, kUnitRow>(depth, a, b, ldb, c, ldc, accumulate);
     a.a += kRows * a.row;
@@ -73,8 +72,8 @@ STROBE_INLINE void multiply_rows(int64_t rows, int64_t depth, Broadcast<T> a, co
 }
 
 template <int kColumns, bool kUnitRow, class T>
-STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb,
-                                    T *c, int64_t ldc, bool accumulate) {
+STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
+                                    int64_t ldc, bool accumulate) {
   constexpr int kWidth = kColumns * Vec<T>::kLanes;
   for (; columns >= kWidth; columns -= kWidth) {
     multiply_rows<block_rows(kColumns), kColumns, kUnitRow>(rows, depth, a, b, ldb, c, ldc, accumulate);

@@ -273,7 +273,15 @@ def alone(p: Problem) -> Variant:
 
 
 def mixes(
-    seed: int, dtype: torch.dtype, device: str, problems: int, variants: int, backward: bool, longest: int = 300, most_dim: int = 256, **how: Any
+    seed: int,
+    dtype: torch.dtype,
+    device: str,
+    problems: int,
+    variants: int,
+    backward: bool,
+    longest: int = 300,
+    most_dim: int = 256,
+    **how: Any,
 ) -> Iterator[tuple[int, dict[str, int], str]]:
     """For each mix its number, how many elements of each result have other bits, and what it was in words. A problem that no engine takes
     with `invariant` is left out."""

@@ -65,7 +65,7 @@ private:
 
   const Arguments &a;
   const Inputs &in;
-  Item item; // split: of keys the part, or the chunk
+  Item item;                       // split: of keys the part, or the chunk
   bool begins = true, ends = true; // invariant: the chunk is the first or the last one of the tile of queries
   Sequence sequence;
   Scores<F, float, Functions::half> scores;

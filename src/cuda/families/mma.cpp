@@ -207,7 +207,8 @@ private:
     // Invariant: chunks are merged where a block of threads walks over them, or, where blocks are few, by the combination of parts.
     a.splits = p.invariant ? tiles(p.seqlen_q, c.tile_q) == 1 && ctas < device.sms * per_sm ? i32(std::max<int64_t>(1, chunks)) : 1
                            : parts_to_fill(device.sms * per_sm, ctas, most_parts(p));
-    if (!p.invariant && !decode && predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))
+    if (!p.invariant && !decode &&
+        predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))
       a.splits = 1;
     a.bundle = pairs_in_half_the_cache(p, device);
     take_parts(a, p, scratch);

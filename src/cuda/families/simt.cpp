@@ -166,7 +166,8 @@ private:
     if (!c) return no_tile(device);
     ForwardArguments a = forward_arguments(p);
     const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c->tile_q), slots = int64_t{device.sms} * c->blocks_per_sm;
-    if (p.dtype != DType::f64 && !p.invariant) a.splits = parts_to_fill(slots, ctas, std::min<int64_t>(tiles(p.seqlen_k, c->tile_k) / 2, 64));
+    if (p.dtype != DType::f64 && !p.invariant)
+      a.splits = parts_to_fill(slots, ctas, std::min<int64_t>(tiles(p.seqlen_k, c->tile_k) / 2, 64));
     take_parts(a, p, scratch); // FP64 has none
     Program program;
     describe(program, p, *c);
