@@ -53,7 +53,7 @@ public:
 
     const Scores<F, float, C.dtype == kF32 ? Functions::full : Functions::half> scores(in, sequence, p.batch);
     const i32 i = p.q0 + query_warp * kQueries * 16, j = p.k0 + key_warp * kKeys * 16;
-    multiply<kD>(P, 0, kQ);
+    multiply<kD, true>(P, 0, kQ);
     const auto lse = [&](int n) { return RowLse{*this, p, sequence, i + 16 * n, q1}; };
     if (masked)
       probabilities<F, true, Slope::none, true>(P, P, scores, p.head, i, j, k1, lse);
@@ -61,7 +61,7 @@ public:
       probabilities<F, false, Slope::none, true>(P, P, scores, p.head, i, j, k1, lse);
     const KeyMajorDropout<F> dropout{Dropout<F>(in)};
     if constexpr (F.dropout) dropout.mark(P, i, j, p.head, p.batch);
-    multiply<kDv>(dS, kV, kDo);
+    multiply<kDv, false>(dS, kV, kDo);
 #pragma unroll
     for (int n = 0; n < kQueries; ++n) {
 #pragma unroll
@@ -111,13 +111,14 @@ private:
       tile::load<kRows, kColumns, kThreads, C.aligned != 0>(shared_ + target, m, thread);
   }
   // x = this warp's rows of the tile at `keys` times transpose(those at `queries`)
-  template <int kInner> __device__ __forceinline__ void multiply(Tile &x, u32 keys, u32 queries) const {
+  template <int kInner, bool kScores> __device__ __forceinline__ void multiply(Tile &x, u32 keys, u32 queries) const {
     constexpr u32 kRow = element_bytes(C.dtype) * kInner;
 #pragma unroll
     for (int n = 0; n < kKeys * kQueries; ++n) x[n / kQueries][n % kQueries] = {};
     keys += shared_ + key_warp * kKeys * 16 * kRow, queries += shared_ + query_warp * kQueries * 16 * kRow;
     if constexpr (kTf32)
-      tile::tf32::multiply_rows<kInner, C.products>(x, keys, queries);
+      tile::tf32::multiply_rows<kInner, C.products, kScores ? tile::tf32::Sum::of_scores_transposed : tile::tf32::Sum::of_32>(x, keys,
+                                                                                                                              queries);
     else
       tile::multiply<T, kInner, false>(x, keys, queries);
   }

@@ -116,7 +116,7 @@ private:
 
   // S^T = K Q^T, P^T = exp(S^T - LSE). With a function of q.k `slope` becomes P^T times its slope. What is dropped has a sign.
   __device__ __forceinline__ void make_p(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t, u32 keys) const {
-    multiply_rows<kD, C.products>(F.function ? slope : P, shared(0) + 4 * keys * kD, shared(kQ));
+    multiply_rows<kD, C.products, Sum::of_scores_transposed>(F.function ? slope : P, shared(0) + 4 * keys * kD, shared(kQ));
     if (t.queries.masked)
       probabilities<true>(P, slope, t);
     else

@@ -146,7 +146,7 @@ private:
       cp_async_commit();
 
       Accumulator S[kM][kN] = {};
-      multiply_rows<kD, C.products>(S, shared(0) + warp_row() * kD * 4, shared(kK) + stage * kKBytes); // S = Q K^T
+      multiply_rows<kD, C.products, Sum::of_scores>(S, shared(0) + warp_row() * kD * 4, shared(kK) + stage * kKBytes); // S = Q K^T
       score(S, tile);
       softmax.template follow<C.exact_max != 0>(S, exponent(), O);
       if constexpr (C.stages == 1) {

@@ -25,24 +25,39 @@ template <int n> struct Split {
 using Left = Split<4>;  // 16x8
 using Right = Split<2>; // 8x8
 
+// How q.k is summed: 8 products at a time, for its truncation would show in the exponential; and to the same bits in the forward, where Q
+// is the left operand, and in the backward, where K is, whose low parts are then multiplied last. Others: 32 products at a time.
+enum class Sum { of_32, of_scores, of_scores_transposed };
+
 // d += a b over an inner axis of 8 kSteps.
-template <int kProducts, int kSteps>
+template <int kProducts, Sum kSum = Sum::of_32, int kSteps>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const Left (&a)[kSteps], const Right (&b)[kSteps]) {
-  float sum[4] = {};
-  if constexpr (kProducts == 3) {
+  constexpr int kRun = kSum == Sum::of_32 ? kSteps : 1;
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) mma_m16n8k8_tf32(sum, a[k].lo, b[k].hi);
+  for (int first = 0; first < kSteps; first += kRun) {
+    float sum[4] = {};
+    if constexpr (kProducts == 3) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) mma_m16n8k8_tf32(sum, a[k].hi, b[k].lo);
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int k = first; k < first + kRun; ++k) {
+          if ((i == 0) == (kSum == Sum::of_scores_transposed))
+            mma_m16n8k8_tf32(sum, a[k].hi, b[k].lo);
+          else
+            mma_m16n8k8_tf32(sum, a[k].lo, b[k].hi);
+        }
+      }
+    }
+#pragma unroll
+    for (int k = first; k < first + kRun; ++k) mma_m16n8k8_tf32(sum, a[k].hi, b[k].hi);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] += sum[i];
   }
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) mma_m16n8k8_tf32(sum, a[k].hi, b[k].hi);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) d[i] += sum[i];
 }
 
 // s += A transpose(B), both kInner wide; their addresses in shared memory.
-template <int kInner, int kProducts, int kM, int kN> __device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u32 b) {
+template <int kInner, int kProducts, Sum kSum = Sum::of_32, int kM, int kN>
+__device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u32 b) {
   Rows<kInner> A(a), B(b);
 #pragma unroll 1
   for (int c = 0; c < kInner; c += 32) {
@@ -70,7 +85,7 @@ template <int kInner, int kProducts, int kM, int kN> __device__ __forceinline__ 
         for (int i = 0; i < 4; ++i) y[2 * k + i / 2].set<kProducts>(i % 2, row[i]);
       }
 #pragma unroll
-      for (int m = 0; m < kM; ++m) multiply_add<kProducts>(s[m][n / 2].x[n % 2], x[m], y);
+      for (int m = 0; m < kM; ++m) multiply_add<kProducts, kSum>(s[m][n / 2].x[n % 2], x[m], y);
     }
   }
 }
