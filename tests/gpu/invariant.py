@@ -40,9 +40,7 @@ def main() -> int:
             how = {"engine": engine} if engine else {}
             for longest in asked.longest:
                 with running_on(engine or "default"):
-                    found = mixes(
-                        asked.seed, getattr(torch, dtype), DEVICE, asked.problems // len(asked.longest), VARIANTS, False, longest, **how
-                    )
+                    found = mixes(asked.seed, getattr(torch, dtype), DEVICE, asked.problems // len(asked.longest), VARIANTS, longest, **how)
                     for _, bits, words in found:
                         count += 1
                         if any(bits.values()):

@@ -17,7 +17,7 @@ from torch import Tensor
 import plain
 import strobe
 
-ON_CPU = os.environ.get("STROBE_TEST_DEVICE", "cpu") == "cpu"  # GPU engines refuse a backward with `invariant`, and some block masks
+ON_CPU = os.environ.get("STROBE_TEST_DEVICE", "cpu") == "cpu"  # GPU engines refuse some block masks with `invariant`
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

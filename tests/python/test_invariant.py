@@ -33,7 +33,7 @@ def test_mixes(engine, dtype):
         pytest.skip(f"{engine} takes no {dtype}")
     sizes = {"longest": 60, "most_dim": 40} if EMULATED else {}
     with running_on(engine):
-        found = list(mixes(16, dtype, DEVICE, PROBLEMS, VARIANTS, not ON_GPU, engine=engine, **sizes))
+        found = list(mixes(16, dtype, DEVICE, PROBLEMS, VARIANTS, engine=engine, **sizes))
     if not found:
         assert "invariant" in refusal(engine, invariant=True) or dtype in (torch.float32,), "left out without a reason"
         pytest.skip(f"{engine} is not invariant")
@@ -45,7 +45,7 @@ def test_mixes(engine, dtype):
 @pytest.mark.skipif(ON_GPU, reason="of the CPU's tiles")
 def test_the_mixes_find_what_is_not_invariant():
     """Without the option, rows do have other bits in other surroundings."""
-    found = list(mixes(16, torch.bfloat16, DEVICE, 15, 4, True, invariant=False))
+    found = list(mixes(16, torch.bfloat16, DEVICE, 15, 4, invariant=False))
     assert {name for _, bits, _ in found for name, n in bits.items() if n} >= {"out", "dq", "dk", "dv"}
 
 

@@ -184,9 +184,9 @@ protected:
     if (device.cc < 80 && p.dtype == DType::bf16)
       return text(device.name, " multiplies no bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
-    if (p.invariant && direction == Direction::backward)
-      return "has no invariant backward: the order in which tiles of keys add to dq follows from the lengths";
-    if (p.invariant)
+    if (p.invariant && p.bias && direction == Direction::backward)
+      return "has no invariant backward with a bias: rows are settled by tiles of queries";
+    if (p.invariant && direction == Direction::forward)
       if (std::string reason = cuts_blocks(p, kInvariantKeys); !reason.empty()) return reason;
     if (direction == Direction::backward) return mma_backward(p, device, scratch);
     return forward(p, device, scratch);

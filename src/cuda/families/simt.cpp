@@ -108,11 +108,12 @@ std::optional<Config> choose(const Config &any, Kind kind, const Problem &p, con
                                                               : kBackwardTiles;
   const Tile *best = cheapest(tiles, [&](const Tile &tile) {
     const Config c = with(any, tile);
-    if (p.invariant && (tile.k != kInvariantKeys || tile.threads_k != kInvariantThreads)) return kCannotRun;
+    if (p.invariant && kind != Kind::bias_gradient && (tile.k != kInvariantKeys || tile.threads_k != kInvariantThreads)) return kCannotRun;
     if (!divides_blocks(p, tile.q, kind == Kind::forward ? 1 : tile.k) || shared_bytes(c, kind) > device.shared_per_block)
       return kCannotRun;
     const int64_t spare = tile.q - std::max<int64_t>(16, p.longest_q());
-    double cost = 1e3 * distance(p, tile.q, tile.k) + (spare >= 16 ? double(spare) : 0.0);
+    const bool shorter = spare >= 16 && !(p.invariant && kind == Kind::backward); // whose dk and dv are sums over tiles of queries
+    double cost = 1e3 * distance(p, tile.q, tile.k) + (shorter ? double(spare) : 0.0);
     cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c)));                  // they would spill
     if (p.blocks.present && p.blocks.block_k % tile.k) cost += 10.0 * tile.k / double(p.blocks.block_k); // computed, not kept
     return cost;
@@ -178,7 +179,8 @@ private:
   }
 
   static Made backward(const Problem &p, const Device &device, Scratch &scratch) {
-    if (p.invariant) return "has no invariant backward: the order in which tiles of keys add to dq follows from the lengths";
+    if (p.invariant)
+      if (std::string reason = cuts_blocks(p, kInvariantKeys); !reason.empty()) return reason;
     const Config any = config_for(p);
     const std::optional<Config> c = choose(any, Kind::backward, p, device);
     const std::optional<Config> of_bias = p.dbias ? choose(any, Kind::bias_gradient, p, device) : c;
@@ -192,7 +194,7 @@ private:
               {.real_bytes = c->real_bytes(),
                .dq_bytes = dq_row_sum_bytes(int32_t(p.dtype)),
                .dq = a.in.rows() * c->head_dim,
-               .turns = p.deterministic && p.dq ? 1 + query_tiles : 0,
+               .turns = (p.deterministic || p.invariant) && p.dq ? 1 + query_tiles : 0,
                .zero_dq = true});
     const int32_t shared = c->backward_shared_bytes();
     push(program, p, a,
