@@ -94,7 +94,7 @@ struct BackwardArguments {
   Inputs in;
   Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that nobody wants are null
   void *delta;   // (2, rows), in lse's type: D = rowsum(dO * O) - dLSE, and LSE's correction (device/settle_row.h; the ladder: D alone)
-  float *dq_sum; // where several key tiles add to dQ; FP32 and FP64: doubles, (rows, head_dim of the kernel)
+  float *dq_sum; // (rows, head_dim of the kernel), FP32: dq_sums() of them: where several key tiles add to dQ
   u32 *turns;    // deterministic: (query tiles of all rows) who may add next
   i32 deterministic;
   i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache

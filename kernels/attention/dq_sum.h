@@ -1,7 +1,6 @@
 // How the sum of dQ lies in memory: tile of queries after tile of queries; and so do the turns in which tiles of keys add to it.
 #pragma once
 #include "arguments.h"
-#include "features.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -15,18 +14,15 @@ STROBE_FN i64 count_query_tiles(const Inputs &in, i64 tile) {
   return in.heads * (div_up(in.total_q, tile) + in.batch);
 }
 
-// What sums of dQ that lie row after row are made of. Each tile of keys adds to them. Thousands of additions in FP32 would be off by more
-// than FP32's results may be, but not by what shows in 16 bits.
-template <i32 kDType> struct DqRowSum {
-  using type = double;
-};
-template <> struct DqRowSum<kF16> {
-  using type = float;
-};
-template <> struct DqRowSum<kBF16> {
-  using type = float;
-};
-STROBE_FN constexpr i64 dq_row_sum_bytes(i32 dtype) { return dtype == kF16 || dtype == kBF16 ? 4 : 8; }
+// FP32's sum of dQ lies row after row, and has so many addends that it would be off by more than all that is added: it is made of several,
+// to which the tiles of keys add in turn, as long as these sums are not large. Invariant: to which of them follows from where the keys stand.
+inline constexpr i64 kKeysOfDqSum = 8192, kMostDqSums = 8;
+STROBE_FN i32 dq_sums(const Inputs &in, i32 head_dim, bool invariant = false) {
+  constexpr i64 kNumbers = i64(1) << 26;
+  const i64 room = invariant ? kMostDqSums : kNumbers / max(in.rows() * head_dim, i64(1));
+  return (i32)max(min(min(div_up(in.seqlen_k, kKeysOfDqSum), room), kMostDqSums), i64(1));
+}
+STROBE_FN i32 invariant_dq_sum(i32 k0) { return k0 / (i32)kKeysOfDqSum % (i32)kMostDqSums; } // of the tile of keys that begins there
 
 // On Hopper a warpgroup's part of a tile, transposed: blocks of 64 columns of all of a tile's queries; where there is but one, of half of
 // them.

@@ -84,6 +84,11 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
 private:
   static constexpr i32 kMost = 1 << 30;
 
+  // Kernels that compute the same score, the forward and those of the backward, have to agree on its last bit where P is to be as exact as
+  // FP32: a large score's is more than P's.
+  static __device__ __forceinline__ T product(T x, T y) { return kFunctions == Functions::full ? rounded_product(x, y) : x * y; }
+  static __device__ __forceinline__ T sum(T x, T y) { return kFunctions == Functions::full ? rounded_sum(x, y) : x + y; }
+
   template <bool kSlope, class Given>
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit,
                                      T &slope) const {
@@ -92,7 +97,7 @@ private:
     bool seen = !by_position || (F.band ? j >= r.begin && j < min(r.end, limit) : j < limit); // limit <= seqlen_k
     if constexpr (kSlope) slope = T(1);
     if constexpr (F.additive()) {
-      if constexpr (F.function != kHyperbolic || F.scaled) s *= scale;
+      if constexpr (F.function != kHyperbolic || F.scaled) s = product(s, scale);
       if constexpr (F.function == kSoftcap) {
         if constexpr (kSlope)
           s = softcap(s, cap, inverse_cap, slope);
@@ -109,11 +114,11 @@ private:
           distance = arccosh2_approximate(-s, slope);
         s = hyperbolic(distance, beta, beta_ln2, shift, slope);
       }
-      if constexpr (F.alibi) s += alibi(r.slope, distance);
+      if constexpr (F.alibi) s = sum(s, alibi(r.slope, distance));
       if constexpr (F.bias) {
         if (seen) {
           const T x = given.bias();
-          s += x;
+          s = sum(s, x);
           seen = x != minus_infinity<T>(); // then s may be NaN
         }
       }

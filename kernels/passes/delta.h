@@ -148,12 +148,12 @@ private:
     float lse = -infinity, correction = 0;
     if (i < tile.rows) {
       lse = *a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
-      float *delta = (float *)a.delta + tile.index + i;
+      float *const delta = (float *)a.delta + tile.index + i, *const correction_of = delta + a.in.rows();
       if (a.in.bias) { // rows are settled by now
-        D = delta[0], correction = delta[a.in.rows()];
+        D = *delta, correction = *correction_of;
       } else {
         if (a.dlse) D -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
-        if (a.delta) delta[0] = D, delta[a.in.rows()] = 0;
+        if (a.delta) *delta = D, *correction_of = 0;
       }
     }
     if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // it sees the sink alone: a score that it sees would be in LSE

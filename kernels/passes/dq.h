@@ -1,5 +1,6 @@
 // dQ from the sum that the backward's blocks have added up, rounded.
 #pragma once
+#include "../attention/features.h"
 #include "../device/hopper_dq.h"
 #include "../ptx/barrier.h"
 #include "row_tile.h"
@@ -67,10 +68,13 @@ private:
   }
 
   static __device__ __forceinline__ void from_rows(const Arguments &a, const RowTile<C> &tile) {
-    const auto *sum = reinterpret_cast<const typename DqRowSum<C.dtype>::type *>(a.dq_sum) + tile.index * C.head_dim;
+    const T *sum = reinterpret_cast<const T *>(a.dq_sum) + tile.index * C.head_dim;
     for (i32 i = (i32)threadIdx.x; i < tile.rows * C.head_dim; i += kThreads) {
       const i32 r = i / C.head_dim, c = i % C.head_dim;
-      if (c < a.in.head_dim) *a.dq.at<E>(tile.batch, tile.head, tile.row + r, c) = Convert<E>::from(T(sum[i]));
+      T total = sum[i];
+      if constexpr (C.dtype == kF32)
+        for (i32 n = 1; n < dq_sums(a.in, C.head_dim, C.invariant); ++n) total += sum[n * a.in.rows() * C.head_dim + i];
+      if (c < a.in.head_dim) *a.dq.at<E>(tile.batch, tile.head, tile.row + r, c) = Convert<E>::from(total);
     }
   }
 };

@@ -44,10 +44,14 @@ __device__ __forceinline__ void add_quad(float *base, const float (&x)[4]) {
 }
 #endif
 
-// p[0] += x, p[1] += y; aligned to both
-__device__ __forceinline__ void add_pair(double *p, double x, double y) {
-  asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" ::"l"(p), "d"(x) : "memory");
-  asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" ::"l"(p + 1), "d"(y) : "memory");
+// p[0] += x, p[1] += y; 8 bytes aligned
+__device__ __forceinline__ void add_pair(float *p, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
+#else
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 1), "f"(y) : "memory");
+#endif
 }
 
 __device__ __forceinline__ u32 load_acquire(const u32 *p) {

@@ -127,6 +127,11 @@ __device__ __forceinline__ i32 computed_here(i32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// x * y and x + y, rounded each: no compiler makes one operation of two, as it may where it likes.
+__device__ __forceinline__ float rounded_product(float x, float y) { return __fmul_rn(x, y); }
+__device__ __forceinline__ double rounded_product(double x, double y) { return __dmul_rn(x, y); }
+__device__ __forceinline__ float rounded_sum(float x, float y) { return __fadd_rn(x, y); }
+__device__ __forceinline__ double rounded_sum(double x, double y) { return __dadd_rn(x, y); }
 // P = exp(s * factor - LSE) * 2^-correction (kernels/device/settle_row.h). The difference of two large numbers would be rounded to their
 // last bits; so the power of two is taken out ahead of it [Cody & Waite 1980]: 2^n exp(s * factor - (LSE + n ln 2)), where LSE + n ln 2 is
 // exact, for the high part of ln 2 has 9 bits.

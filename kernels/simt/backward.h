@@ -97,7 +97,7 @@ template <Config C> struct Backward {
             T dQ[kRows][kPass / C.threads_k] = {};
             multiply.template tn<kPass, C.tile_k, C.pt_stride()>(dQ, dS_t, K, k0, k1 - k0, column); // dQ = dS K
             if (a.deterministic && column == 0) await_turn(a, b, h, sequence, q0, n);
-            add_dq(a, b, h, sequence, q0, q1, column, dQ, grid);
+            add_dq(a, b, h, sequence, q0, q1, n, column, dQ, grid);
           }
           if (a.deterministic) end_turn(a, b, h, q0);
         }
@@ -175,17 +175,18 @@ private:
     if (threadIdx.x == 0) atomicAdd(turns(a, b, h, q0), 1u);
   }
 
-  static __device__ __forceinline__ void add_dq(const Arguments &a, i64 b, i64 h, const Sequence &s, i32 q0, i32 q1, i32 column,
+  static __device__ __forceinline__ void add_dq(const Arguments &a, i64 b, i64 h, const Sequence &s, i32 q0, i32 q1, i32 n, i32 column,
                                                 const T (&dQ)[kRows][kPass / C.threads_k], const typename Multiply::Grid &grid) {
     constexpr int kColumns = kPass / C.threads_k, W = piece<T>(kColumns);
     const T scale = T(a.in.scale);
-    using Sum = typename DqRowSum<C.dtype>::type;
-    Sum *sum = reinterpret_cast<Sum *>(a.dq_sum) + a.in.row_index(b, h, s.q0 + q0) * C.head_dim + column;
+    T *sum = reinterpret_cast<T *>(a.dq_sum) + a.in.row_index(b, h, s.q0 + q0) * C.head_dim + column;
+    if constexpr (C.dtype == kF32)
+      sum += (C.invariant ? invariant_dq_sum(n * C.tile_k) : n % dq_sums(a.in, C.head_dim)) * a.in.rows() * C.head_dim;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
       if (const i32 r = grid.template row<piece<T>(kRows)>(i); q0 + r < q1)
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) atomicAdd(sum + r * C.head_dim + grid.template column<W>(j), Sum(dQ[i][j]) * scale);
+        for (int j = 0; j < kColumns; ++j) atomicAdd(sum + r * C.head_dim + grid.template column<W>(j), dQ[i][j] * scale);
   }
 
   template <int kColumns> // adjacent to another in pieces, as multiply_tn left them

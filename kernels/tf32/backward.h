@@ -226,8 +226,8 @@ private:
   __device__ __forceinline__ void add_dq(const Tile &t) const {
     if (!a.dq_sum || shared_state().again) return;
     const i64 rows = in.row_index(shared_state().batch, t.head, shared_state().sequence.q0 + t.queries.begin);
-    double *target = reinterpret_cast<double *>(a.dq_sum) + rows * kD;
-    const double scale = in.scale;
+    float *target = a.dq_sum + (rows + shared_state().k0 / kTileK % dq_sums(in, kD) * in.rows()) * kD;
+    const float scale = (float)in.scale;
     u32 *turn = nullptr, before = 0;
     if constexpr (C.deterministic) {
       const i64 number = first_query_tile(in, shared_state().batch, t.head, kTileQ) + t.queries.begin / kTileQ;

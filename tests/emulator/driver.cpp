@@ -4,6 +4,7 @@
 //   STROBE_EMULATOR_SMS    streaming multiprocessors; 4
 //   STROBE_EMULATOR_LATE   1: asynchronous copies and products happen as late as the program's waits permit
 //   STROBE_EMULATOR_RACES  1: look for races in shared memory
+//   STROBE_EMULATOR_EDIT   a change of a kernel's source, of controls/ (nvrtc.cpp)
 //   STROBE_EMULATOR_SEED   not 0: warps run in an order drawn from it
 #include "cuda/driver/driver.h"
 

@@ -13,12 +13,19 @@ template <class T> T greater(T a, T b) {
 }
 template <class T> T lesser(T a, T b) { return -greater<T>(-a, -b); }
 
+// a + b, rounded toward zero: what the nearest number is too large by follows exactly (Knuth's sum).
+template <class T> T sum_toward_zero(T a, T b) {
+  const T sum = a + b, of_b = sum - a, lost = (a - (sum - of_b)) + (b - of_b);
+  return lost != 0 && (lost < 0) == (sum > 0) ? std::nextafter(sum, T(0)) : sum;
+}
+
 template <class T> void add_type(Opcodes &o, const std::string &type) {
   for (const std::string rounding : {"", "rn."}) {
     o["add." + rounding + type] = of<[](T a, T b) { return a + b; }, T, T, T>();
     o["sub." + rounding + type] = of<[](T a, T b) { return a - b; }, T, T, T>();
     o["mul." + rounding + type] = of<[](T a, T b) { return a * b; }, T, T, T>();
   }
+  o["add.rz." + type] = of<sum_toward_zero<T>, T, T, T>();
   o["fma.rn." + type] = of<[](T a, T b, T c) { return std::fma(a, b, c); }, T, T, T, T>();
   o["div.rn." + type] = of<[](T a, T b) { return a / b; }, T, T, T>();
   o["rcp.rn." + type] = of<[](T a) { return 1 / a; }, T, T>();

@@ -61,6 +61,8 @@ TEST_CASE("emulator: floats, rounded and not a number") {
       {"cvt.rna.tf32.f32 %r9, 0f3F801000;", 0x3F802000},
       {"cvt.rn.f16.f32 %rs1, 0fC0000000; cvt.f32.f16 %f1, %rs1; mov.b32 %r9, %f1;", bits(-2)},
       // 1 + 2^-8 + 2^-30: rounded to fp32 first it would be a tie
+      {"mov.f32 %f1, 0f3F800000; add.rz.f32 %f2, %f1, 0f33C00000; mov.b32 %r9, %f2;", bits(1.0f)}, // to the nearest: 1 + 2^-23
+      {"mov.f32 %f1, 0f3F800000; add.rz.f32 %f2, %f1, 0fB3000000; mov.b32 %r9, %f2;", bits(1.0f - 0x1p-24f)},
       {"mov.u32 %r2, 0x3F803F80; mov.u32 %r3, 0x3F813F81; fma.rn.bf16x2 %r9, %r2, %r3, 0x30803080;", 0x3F813F81},
       {"set.neu.u32.f16x2 %r9, 0x80007E00, 0;", 0x0000FFFF},         // -0 is 0; NaN is not
       {"set.lt.u32.f16x2 %r9, 0x3C007E00, 0x40004000;", 0xFFFF0000}, // 1 < 2; NaN is not

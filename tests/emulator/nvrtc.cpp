@@ -5,8 +5,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -32,6 +34,33 @@ template <class... Arguments> int forward(const char *name, Arguments... argumen
   return function ? reinterpret_cast<int (*)(Arguments...)>(function)(arguments...) : 7;
 }
 
+// A change: the header's name, a line that says what is wrong, and lines to take out (-), each run of them followed by those that come in
+// their place (+).
+struct Edit {
+  std::string header;
+  std::vector<std::pair<std::string, std::string>> changes;
+
+  explicit Edit(const char *path) {
+    std::ifstream file(path);
+    std::string line;
+    std::getline(file, header);
+    std::getline(file, line);
+    for (char before = 0; std::getline(file, line); before = line[0]) {
+      if (line[0] == '-' && before != '-') changes.emplace_back();
+      (line[0] == '-' ? changes.back().first : changes.back().second) += line.substr(1) + "\n";
+    }
+  }
+  bool apply(std::string &text) const {
+    for (const auto &[old, replacement] : changes) {
+      const size_t at = text.find(old);
+      if (at == text.npos || text.find(old, at + 1) != text.npos)
+        return std::fprintf(stderr, "STROBE_EMULATOR_EDIT: kernels/%s has not once:\n%s", header.c_str(), old.c_str()), false;
+      text.replace(at, old.size(), replacement);
+    }
+    return !changes.empty();
+  }
+};
+
 } // namespace
 
 extern "C" {
@@ -41,7 +70,18 @@ int nvrtcGetNumSupportedArchs(int *count) { return forward("nvrtcGetNumSupported
 int nvrtcGetSupportedArchs(int *archs) { return forward("nvrtcGetSupportedArchs", archs); }
 int nvrtcCreateProgram(void **program, const char *source, const char *name, int headers, const char *const *texts,
                        const char *const *names) {
-  return forward("nvrtcCreateProgram", program, source, name, headers, texts, names);
+  std::vector<const char *> changed(texts, texts + headers);
+  std::string text;
+  if (const char *path = std::getenv("STROBE_EMULATOR_EDIT")) {
+    const Edit edit(path);
+    for (int i = 0; i < headers; i++) {
+      if (names[i] != edit.header) continue;
+      text = texts[i];
+      if (!edit.apply(text)) return 7;
+      changed[i] = text.c_str();
+    }
+  }
+  return forward("nvrtcCreateProgram", program, source, name, headers, static_cast<const char *const *>(changed.data()), names);
 }
 int nvrtcCompileProgram(void *program, int count, const char *const *options) {
   constexpr std::string_view kReal = "--gpu-architecture=sm_", kVirtual = "--gpu-architecture=compute_", kPtxas = "--ptxas-options";

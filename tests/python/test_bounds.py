@@ -161,4 +161,4 @@ def test_dq_of_thousands_of_tiles_of_keys(engine):
     inputs.k.mul_(0.1)
     dq, ref = run_or_skip(inputs, engine)["dq"].double(), oracle(inputs)["dq"]
     error = float((dq - ref).square().mean().sqrt() / ref.abs().max())
-    assert error < 2e-7, error
+    assert error < 2e-7, f"{error:.2e}"

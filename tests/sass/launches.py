@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Whether two trees launch the same: kernel, Config, grid and every word of the arguments of all calls of the contract's pairs, with every
-engine that takes them. Nothing is compiled but the sizes of arguments, and nothing is computed.
+engine that takes them. The pairs are the base's: tests/python/cases.py may have changed since. Nothing is compiled but the sizes of
+arguments, and nothing is computed.
 
 Addresses stand as the allocation that they lie in, numbered as they are met, and the offset there. A kernel may be called something else;
 which ones are is printed.
@@ -11,21 +12,26 @@ which ones are is printed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tree import CACHE, PARTS, digest, recorder, run
+from tree import CACHE, HERE, digest, recorder, run
 
 ARCHS = (75, 80, 90, 120)
+CASES = "tests/python/cases.py"
 Calls = dict[str, list[dict[str, Any]]]
 
 
-def read(tree: str, arch: int) -> Calls:
-    file = CACHE / "launches" / f"{digest(tree, (*PARTS, 'tests/python'))}-{arch}.json"
+def read(tree: str, arch: int, base: str) -> Calls:
+    """What the tree launches for the base's calls."""
+    cases = text_of(base, CASES)
+    file = CACHE / "launches" / f"{digest(tree)}-{hashlib.sha256(cases.encode()).hexdigest()[:16]}-{arch}.json"
     if not file.exists():
         if not (Path(tree) / "kernels").is_dir():
             raise SystemExit(f"{tree} was not recorded yet: name a folder with a checkout of it whose package is built")
@@ -33,10 +39,19 @@ def read(tree: str, arch: int) -> Calls:
         with tempfile.TemporaryDirectory(dir=file.parent) as new:
             Path(new, "programs").mkdir()
             environment = {"STROBE_RECORD": new, "STROBE_RECORD_CC": str(arch), "STROBE_TEST_DEVICE": "emulated", "PYTHONMALLOC": "malloc"}
-            environment["PYTHONPATH"] = str(Path(tree).resolve() / "tests" / "python")
+            Path(new, "cases").mkdir()
+            Path(new, "cases", "cases.py").write_text(cases)
+            environment["PYTHONPATH"] = f"{new}/cases:{Path(tree, CASES).resolve().parent}"
             run(Path(tree).resolve(), "record_launches.py", f"{new}/calls.json", LD_PRELOAD=str(recorder()), **environment)
             Path(new, "calls.json").replace(file)
     return json.loads(file.read_text())
+
+
+def text_of(tree: str, name: str) -> str:
+    """A file of a folder or a revision."""
+    if (Path(tree) / "kernels").is_dir():
+        return Path(tree, name).read_text()
+    return subprocess.run(["git", "show", f"{tree}:{name}"], capture_output=True, check=True, text=True, cwd=HERE.parents[1]).stdout
 
 
 def template(kernel: str) -> str:
@@ -90,7 +105,7 @@ def main() -> int:
     given = parser.parse_args()
     failed = False
     for arch in given.arch or ARCHS:
-        base, new = read(given.base, arch), read(given.new, arch)
+        base, new = read(given.base, arch, given.base), read(given.new, arch, given.base)
         found = faults(base, new)
         for (before, after), times in renamed(base, new).items():
             print(f"sm_{arch}: {before} is called {after} ({times} launches)")

@@ -53,7 +53,10 @@ struct Needs {
 };
 
 Needs needs(Kind kind, const Config &c, Direction direction) {
-  if (kind == Kind::naive) return {256, max(c.shared_scores(), max(c.shared_product(), c.shared_product_t())), c.sums_naive()};
+  if (kind == Kind::naive) {
+    const int64_t shared = max(c.shared_scores(), max(c.shared_product(), c.shared_product_t()));
+    return {.threads = 256, .shared_bytes = shared, .sums = c.sums_naive()};
+  }
   if (direction == Direction::forward) return {c.threads_forward(), c.shared_forward(), c.sums_forward()};
   return {c.threads_backward(), c.shared_backward(), c.sums_backward()};
 }
@@ -80,7 +83,7 @@ protected:
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (std::string reason = against(p, direction, device); !reason.empty()) return reason;
     Program made;
-    Config c{0, 0, 0, i32(p.dtype), 0};
+    Config c{.dtype = i32(p.dtype)};
     const int64_t unit = kind_ == Kind::tensor_cores && p.head_dim > 128 ? 32 : 16;
     c.head_dim = i32((p.head_dim + unit - 1) / unit * unit);
     if (kind_ == Kind::tensor_cores)

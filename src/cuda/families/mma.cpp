@@ -31,46 +31,46 @@ struct Suits {
 struct ForwardTile {
   int32_t most_dim, q, k, warps, stages;
   int32_t blocks_per_sm; // that registers are limited for
+  int32_t column_warps;  // that divide the columns of the same queries
   Load most_load;
   Suits suits{};
-  int32_t column_warps = 1;
 };
 
 // From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 read K and V from shared memory half
 // as often as 16 do, but leave no registers for features or copies by element.
 // clang-format off
 constexpr ForwardTile kForwardTiles[] = {
-    // up                   stages
-    // to D  q,   k, warps   |  blocks per SM; the most features, what it suits
-    { 64, 128,  96,   4,   2,   2, plain, {.least_cc = 80, .most_cc = 99, .least_queries = 2048}},
-    { 64, 128,  64,   4,   2,   2, sparse_band, {.least_cc = 80, .least_queries = 2048}},
-    {128, 128,  64,   4,   2,   2, plain, {.least_cc = 90, .most_cc = 90}}, // whose uniform registers hold the loop's state
-    {128, 128,  64,   4,   2,   2, sparse, {.least_cc = 90, .most_cc = 90, .least_dim = 97}},
-    {128, 128,  32,   4,   2,   2, plain, {.least_cc = 80, .most_cc = 89}},
-    {128, 128,  32,   4,   2,   2, sparse_band, {.least_cc = 90, .most_cc = 90}},
-    {192, 128, 128,   8,   1,   1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096}},
-    {256, 128, 128,   8,   1,   1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096, .least_dim = 225}},
-    {128,  64,  64,   4,   1,   2, features, {.least_cc = 100}},
-    {128,  64,  64,   4,   2,   2, features},
-    {128,  64,  64,   4,   1,   2, features},
-    {192,  64,  64,   4,   1,   2, sparse_band, {.least_cc = 90, .most_cc = 90}},
-    {256,  64,  64,   4,   1,   2, plain, {.least_cc = 90, .most_cc = 90}},
-    {128,  64,  32,   4,   2,   2, anything},
-    {256,  64,  32,   4,   1,   2, anything},
-    {256,  32,  32,   2,   1,   2, anything},
-    {256,  16,  32,   1,   1,   2, anything},
-    {576,  64,  32,   8,   2,   1, anything, {.least_dim = kWide}, 2}, // from here on guessed
-    {576,  64,  32,   8,   1,   1, anything, {.least_dim = kWide}, 2},
-    {576,  32,  32,   4,   1,   1, anything, {.least_dim = kWide}, 2},
-    {576,  16,  32,   2,   1,   1, anything, {.least_dim = kWide}, 2},
+    // up                   stages,   warps that divide
+    // to D  q,   k, warps   |  per SM   columns; the most features, what it suits
+    { 64, 128,  96,   4,   2,   2,   1, plain, {.least_cc = 80, .most_cc = 99, .least_queries = 2048}},
+    { 64, 128,  64,   4,   2,   2,   1, sparse_band, {.least_cc = 80, .least_queries = 2048}},
+    {128, 128,  64,   4,   2,   2,   1, plain, {.least_cc = 90, .most_cc = 90}}, // whose uniform registers hold the loop's state
+    {128, 128,  64,   4,   2,   2,   1, sparse, {.least_cc = 90, .most_cc = 90, .least_dim = 97}},
+    {128, 128,  32,   4,   2,   2,   1, plain, {.least_cc = 80, .most_cc = 89}},
+    {128, 128,  32,   4,   2,   2,   1, sparse_band, {.least_cc = 90, .most_cc = 90}},
+    {192, 128, 128,   8,   1,   1,   1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096}},
+    {256, 128, 128,   8,   1,   1,   1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096, .least_dim = 225}},
+    {128,  64,  64,   4,   1,   2,   1, features, {.least_cc = 100}},
+    {128,  64,  64,   4,   2,   2,   1, features},
+    {128,  64,  64,   4,   1,   2,   1, features},
+    {192,  64,  64,   4,   1,   2,   1, sparse_band, {.least_cc = 90, .most_cc = 90}},
+    {256,  64,  64,   4,   1,   2,   1, plain, {.least_cc = 90, .most_cc = 90}},
+    {128,  64,  32,   4,   2,   2,   1, anything},
+    {256,  64,  32,   4,   1,   2,   1, anything},
+    {256,  32,  32,   2,   1,   2,   1, anything},
+    {256,  16,  32,   1,   1,   2,   1, anything},
+    {576,  64,  32,   8,   2,   1,   2, anything, {.least_dim = kWide}}, // from here on guessed
+    {576,  64,  32,   8,   1,   1,   2, anything, {.least_dim = kWide}},
+    {576,  32,  32,   4,   1,   1,   2, anything, {.least_dim = kWide}},
+    {576,  16,  32,   2,   1,   1,   2, anything, {.least_dim = kWide}},
 };
 // clang-format on
 
 struct DecodeTile {
   int32_t most_rows; // query heads of a group times queries
   int32_t most_dim, q, k, warps, stages, blocks_per_sm;
-  int32_t column_warps = 1;
-  int32_t least_dim = 0, most_queries = 0; // so many take it with any number of heads
+  int32_t column_warps = 1; // more: of wide heads
+  int32_t most_queries = 0; // so many take it with any number of heads
 };
 constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 2},
@@ -78,11 +78,11 @@ constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 16, .most_dim = 256, .q = 16, .k = 16, .warps = 2, .stages = 2, .blocks_per_sm = 1},
     {.most_rows = 64, .most_dim = 128, .q = 32, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 1},
     {.most_rows = 64, .most_dim = 256, .q = 16, .k = 16, .warps = 4, .stages = 2, .blocks_per_sm = 1},
-    {16, 576, 16, 16, 4, 3, 1, 2, kWide},
-    {16, 576, 16, 16, 4, 2, 1, 2, kWide},
-    {64, 576, 32, 16, 8, 2, 1, 4, kWide, 8},
-    {64, 576, 16, 16, 4, 2, 1, 2, kWide, 8},
-    {64, 576, 16, 16, 2, 2, 1, 2, kWide, 8},
+    {.most_rows = 16, .most_dim = 576, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 1, .column_warps = 2},
+    {.most_rows = 16, .most_dim = 576, .q = 16, .k = 16, .warps = 4, .stages = 2, .blocks_per_sm = 1, .column_warps = 2},
+    {.most_rows = 64, .most_dim = 576, .q = 32, .k = 16, .warps = 8, .stages = 2, .blocks_per_sm = 1, .column_warps = 4, .most_queries = 8},
+    {.most_rows = 64, .most_dim = 576, .q = 16, .k = 16, .warps = 4, .stages = 2, .blocks_per_sm = 1, .column_warps = 2, .most_queries = 8},
+    {.most_rows = 64, .most_dim = 576, .q = 16, .k = 16, .warps = 2, .stages = 2, .blocks_per_sm = 1, .column_warps = 2, .most_queries = 8},
 };
 
 // But for the tile.
@@ -134,7 +134,8 @@ std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   const Config any = config_for(p);
   const DecodeTile *best = cheapest(kDecodeTiles, [&](const DecodeTile &tile) {
     const int32_t dim = std::max(any.head_dim, any.head_dim_v);
-    const bool suits = dim <= tile.most_dim && dim >= tile.least_dim && (rows <= tile.most_rows || p.seqlen_q <= tile.most_queries);
+    const bool suits =
+        dim <= tile.most_dim && wide(p) == (tile.column_warps > 1) && (rows <= tile.most_rows || p.seqlen_q <= tile.most_queries);
     return suits && with(any, tile).decode_shared_bytes() <= device.shared_per_block ? 0 : kCannotRun;
   });
   return best ? std::optional(with(any, *best)) : std::nullopt;

@@ -21,31 +21,32 @@ using passes::RowsConfig;
 
 constexpr KernelSource kBackward{"mma/backward/backward.h", "strobe::mma::Backward", "strobe::mma::BackwardConfig"};
 
+constexpr int32_t kAll = 8;
 struct BackwardTile {
   int32_t most_dim, q, k, key_warps, dim_warps, step_q;
-  int32_t most_features; // beside one another: what the registers hold
+  int32_t most_features = kAll; // beside one another: what the registers hold
   // Of the products, relative to other rows, on an H200: of large problems; of 32 x 32 and 32 x 16 of small ones; of the others that it has
   // memory enough to pass over (0.25 and below), guessed.
   double speed;
   int32_t least_dim = 0;
 };
-constexpr int32_t kAll = 8;
 constexpr BackwardTile kBackwardTiles[] = {
     {.most_dim = 64, .q = 64, .k = 256, .key_warps = 4, .dim_warps = 1, .step_q = 32, .most_features = 0, .speed = 1.05},
     {.most_dim = 128, .q = 64, .k = 128, .key_warps = 4, .dim_warps = 1, .step_q = 64, .most_features = 0, .speed = 1.0},
     {.most_dim = 64, .q = 128, .k = 128, .key_warps = 4, .dim_warps = 1, .step_q = 64, .most_features = 0, .speed = 1.02},
     {.most_dim = 128, .q = 64, .k = 128, .key_warps = 4, .dim_warps = 1, .step_q = 32, .most_features = 2, .speed = 0.95},
-    {.most_dim = 128, .q = 64, .k = 64, .key_warps = 2, .dim_warps = 2, .step_q = 32, .most_features = kAll, .speed = 0.8},
+    {.most_dim = 128, .q = 64, .k = 64, .key_warps = 2, .dim_warps = 2, .step_q = 32, .speed = 0.8},
     {.most_dim = 256, .q = 64, .k = 64, .key_warps = 2, .dim_warps = 2, .step_q = 32, .most_features = 2, .speed = 0.85},
-    {.most_dim = 256, .q = 32, .k = 64, .key_warps = 2, .dim_warps = 2, .step_q = 16, .most_features = kAll, .speed = 0.7},
+    {.most_dim = 256, .q = 32, .k = 64, .key_warps = 2, .dim_warps = 2, .step_q = 16, .speed = 0.7},
     {.most_dim = 192, .q = 16, .k = 64, .key_warps = 4, .dim_warps = 1, .step_q = 16, .most_features = 2, .speed = 0.25},
-    {.most_dim = 256, .q = 32, .k = 32, .key_warps = 2, .dim_warps = 2, .step_q = 16, .most_features = kAll, .speed = 0.3},
-    {.most_dim = 192, .q = 16, .k = 32, .key_warps = 2, .dim_warps = 1, .step_q = 16, .most_features = kAll, .speed = 0.15},
-    {.most_dim = 256, .q = 32, .k = 16, .key_warps = 1, .dim_warps = 2, .step_q = 16, .most_features = kAll, .speed = 0.15},
-    {.most_dim = 256, .q = 16, .k = 16, .key_warps = 1, .dim_warps = 1, .step_q = 16, .most_features = kAll, .speed = 0.1},
-    {576, 32, 32, 2, 2, 16, kAll, 0.3, kWide},
-    {576, 32, 16, 1, 2, 16, kAll, 0.15, kWide},
-    {576, 16, 16, 1, 2, 16, kAll, 0.1, kWide}, // for blocks of 16 and 48, and GPUs with less memory
+    {.most_dim = 256, .q = 32, .k = 32, .key_warps = 2, .dim_warps = 2, .step_q = 16, .speed = 0.3},
+    {.most_dim = 192, .q = 16, .k = 32, .key_warps = 2, .dim_warps = 1, .step_q = 16, .speed = 0.15},
+    {.most_dim = 256, .q = 32, .k = 16, .key_warps = 1, .dim_warps = 2, .step_q = 16, .speed = 0.15},
+    {.most_dim = 256, .q = 16, .k = 16, .key_warps = 1, .dim_warps = 1, .step_q = 16, .speed = 0.1},
+    {.most_dim = 576, .q = 32, .k = 32, .key_warps = 2, .dim_warps = 2, .step_q = 16, .speed = 0.3, .least_dim = kWide},
+    {.most_dim = 576, .q = 32, .k = 16, .key_warps = 1, .dim_warps = 2, .step_q = 16, .speed = 0.15, .least_dim = kWide},
+    // for blocks of 16 and 48, and GPUs with less memory
+    {.most_dim = 576, .q = 16, .k = 16, .key_warps = 1, .dim_warps = 2, .step_q = 16, .speed = 0.1, .least_dim = kWide},
 };
 
 // Features that take registers.
@@ -108,7 +109,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   BackwardArguments a = backward_arguments(p);
   a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
   const int64_t query_tiles = count_query_tiles(a.in, c.tile_q), key_tiles = p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k);
-  const RowsConfig rows{c.dtype, c.head_dim, c.tile_q, c.aligned, passes::kFragments};
+  const RowsConfig rows{.dtype = c.dtype, .head_dim = c.head_dim, .tile_q = c.tile_q, .aligned = c.aligned, .form = passes::kFragments};
   Program program;
   take_sums(program, a, p, scratch, {.dq = query_tiles * c.tile_q * c.head_dim, .turns = c.deterministic ? c.turns(query_tiles) : 0});
   push(program, p, a,

@@ -192,8 +192,7 @@ private:
     describe(program, p, *c);
     take_sums(program, a, p, scratch,
               {.real_bytes = c->real_bytes(),
-               .dq_bytes = dq_row_sum_bytes(int32_t(p.dtype)),
-               .dq = a.in.rows() * c->head_dim,
+               .dq = (p.dtype == DType::f32 ? dq_sums(a.in, c->head_dim, p.invariant) : 1) * a.in.rows() * c->head_dim,
                .turns = (p.deterministic || p.invariant) && p.dq ? 1 + query_tiles : 0,
                .zero_dq = true});
     const int32_t shared = c->backward_shared_bytes();
@@ -201,7 +200,7 @@ private:
          {.delta = delta(p, a),
           .settle = Launch(kSettle, *c, query_tiles, c->threads(), shared, a),
           .main = Launch(kBackward, *c, key_tiles, c->threads(), shared, a),
-          .dq = dq_from_sum(p, {int32_t(p.dtype), c->head_dim, passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow}, a),
+          .dq = dq_from_sum(p, {int32_t(p.dtype), c->head_dim, passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow, p.invariant}, a),
           .dbias = bias_gradient(p, *of_bias, a)});
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size() - bool(p.dbias), 1);
     return program;

@@ -146,8 +146,7 @@ private:
     Program program;
     describe(program, p, *c);
     take_sums(program, a, p, scratch,
-              {.dq_bytes = dq_row_sum_bytes(kF32),
-               .dq = a.in.rows() * c->head_dim,
+              {.dq = dq_sums(a.in, c->head_dim) * a.in.rows() * c->head_dim,
                .turns = c->deterministic ? 1 + count_query_tiles(a.in, c->tile_q) * c->warps : 0,
                .zero_dq = true});
     const int64_t ctas = p.batch * p.heads_kv * tiles(p.seqlen_k, c->tile_k);

@@ -21,7 +21,11 @@ constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::
 
 // Of FP32 and FP64: they do not vary with tiles and features. dQ's sum has rows as wide as the backward's.
 passes::RowsConfig row_config(const Problem &p) {
-  return {int32_t(p.dtype), rounded(p.head_dim, 32), passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow};
+  return {.dtype = int32_t(p.dtype),
+          .head_dim = rounded(p.head_dim, 32),
+          .tile_q = passes::RowsConfig::kRowTile,
+          .aligned = 0,
+          .form = passes::kRowAfterRow};
 }
 
 struct GradientTile {
@@ -84,7 +88,7 @@ void combine_parts(Program &program, const Problem &p, const ForwardArguments &a
 void take_sums(Program &program, BackwardArguments &a, const Problem &p, Scratch &scratch, const BackwardSums &sums) {
   a.delta = scratch.take<char>(2 * a.in.rows() * sums.real_bytes);
   if (p.dq) {
-    const int64_t bytes = sums.dq * sums.dq_bytes;
+    const int64_t bytes = sums.dq * sums.real_bytes;
     a.dq_sum = reinterpret_cast<float *>(scratch.take<char>(bytes));
     if (sums.zero_dq) program.steps.push_back(Zero{a.dq_sum, uint64_t(bytes)});
   }

@@ -24,9 +24,8 @@ void combine_parts(Program &, const Problem &, const ForwardArguments &a);
 // A backward's memory. D, and LSE's correction; if dQ is wanted, its sum, to which the thread blocks of several tiles of keys add; with
 // `turns` their turns, which begin as 0.
 struct BackwardSums {
-  int64_t real_bytes = 4; // of D
-  int64_t dq_bytes = 4;   // of a number of dQ's sum
-  int64_t dq = 0;         // numbers of dQ's sum
+  int64_t real_bytes = 4; // of D and of dQ's sum
+  int64_t dq = 0;         // reals of dQ's sum
   int64_t turns = 0;      // words; 0: the order of additions is free
   bool zero_dq = false;   // the launch that computes D does not set dQ's sum to 0
 };
