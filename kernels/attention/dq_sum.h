@@ -15,7 +15,8 @@ STROBE_FN i64 count_query_tiles(const Inputs &in, i64 tile) {
 }
 
 // FP32's sum of dQ lies row after row, and has so many addends that it would be off by more than all that is added: it is made of several,
-// to which the tiles of keys add in turn, as long as these sums are not large. Invariant: to which of them follows from where the keys stand.
+// to which the tiles of keys add in turn, as long as these sums are not large. Invariant: to which of them follows from where the keys
+// stand.
 inline constexpr i64 kKeysOfDqSum = 8192, kMostDqSums = 8;
 STROBE_FN i32 dq_sums(const Inputs &in, i32 head_dim, bool invariant = false) {
   constexpr i64 kNumbers = i64(1) << 26;

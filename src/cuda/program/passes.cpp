@@ -25,7 +25,8 @@ passes::RowsConfig row_config(const Problem &p) {
           .head_dim = rounded(p.head_dim, 32),
           .tile_q = passes::RowsConfig::kRowTile,
           .aligned = 0,
-          .form = passes::kRowAfterRow};
+          .form = passes::kRowAfterRow,
+          .invariant = 0};
 }
 
 struct GradientTile {
