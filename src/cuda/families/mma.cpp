@@ -116,7 +116,7 @@ constexpr int32_t kInvariantKeys = 32;
 std::optional<Config> choose(const Problem &p, const Device &device) {
   const Config any = config_for(p);
   const int32_t dim = std::max(any.head_dim, any.head_dim_v);
-  const Load load = load_of(any);
+  const Load load = p.invariant ? anything : load_of(any); // merging chunks takes registers, too
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &tile) {
     const bool suits = dim <= tile.most_dim && dim >= tile.suits.least_dim && load <= tile.most_load && device.cc >= tile.suits.least_cc &&
                        device.cc <= tile.suits.most_cc && (!any.features.band || p.seqlen_q >= tile.suits.least_queries);
