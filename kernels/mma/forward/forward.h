@@ -47,8 +47,8 @@ private:
   // The chunks of keys that the tile of queries sees, in order; or the one that is this block's part.
   static __device__ __forceinline__ void run_chunks(const Arguments &a, Item item, const Sequence &sequence, u32 shared) {
     const Range keys = sequence.band.keys_any(item.q, min((i64)item.q + C.tile_q, sequence.band.seqlen_q));
-    const i32 first = a.splits > 1 ? item.split : keys.empty() ? 0 : (i32)keys.begin / kChunk;
-    const i32 end = a.splits > 1 ? item.split + 1 : keys.empty() ? 1 : (i32)div_up(keys.end, kChunk);
+    const i32 first = a.splits > 1 ? item.split : keys.empty() ? 0 : (i32)keys.begin / C.chunk();
+    const i32 end = a.splits > 1 ? item.split + 1 : keys.empty() ? 1 : (i32)div_up(keys.end, C.chunk());
     bool nonfinite = false;
 #pragma unroll 1
     for (i32 chunk = first; chunk < end; ++chunk) {
@@ -99,7 +99,7 @@ private:
     return {nullptr, 0, 0};
   }
   __device__ __forceinline__ Schedule::Part part() const {
-    if constexpr (C.invariant) return item.split < 0 ? Schedule::Part{0, 1} : Schedule::Part{item.split, 1, kChunk};
+    if constexpr (C.invariant) return item.split < 0 ? Schedule::Part{0, 1} : Schedule::Part{item.split, 1, C.chunk()};
     return {item.split, a.splits};
   }
 

@@ -204,7 +204,7 @@ private:
     const int64_t ctas =
         decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
     const int64_t per_sm = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer parts to merge
-    const int64_t chunks = tiles(p.seqlen_k, mma::kChunk);
+    const int64_t chunks = tiles(p.seqlen_k, Config::chunk());
     // Invariant: chunks are merged where a block of threads walks over them, or, where blocks are few, by the combination of parts.
     a.splits = p.invariant ? tiles(p.seqlen_q, c.tile_q) == 1 && ctas < device.sms * per_sm ? i32(std::max<int64_t>(1, chunks)) : 1
                            : parts_to_fill(device.sms * per_sm, ctas, most_parts(p));
