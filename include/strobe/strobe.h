@@ -110,6 +110,10 @@ typedef struct strobe_attention {
   int32_t reserved;
   double beta;  /* for STROBE_HYPERBOLIC; > 0 */
   double shift; /* for STROBE_HYPERBOLIC */
+  /* The bits of a row of out, lse and dq follow from its query, the keys that it sees and the options alone, and those of dk and dv from
+   * their sequence and head: see docs/semantics.md. The engine is then the first one that takes the dtype, head dimensions and options. */
+  int32_t invariant;
+  int32_t reserved_invariant; /* 0 */
 } strobe_attention;
 
 /* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads these too and writes the gradients; one that is null is

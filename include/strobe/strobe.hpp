@@ -191,7 +191,7 @@ struct Attention {
   ConstTensor block_rows = {}, block_cols = {}, block_rows_t = {}, block_cols_t = {};
 
   int64_t tile_q = 0, tile_k = 0;
-  bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false;
+  bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false, invariant = false;
   std::string engine = {}; // empty: the engine with the least predicted time
 };
 
@@ -229,7 +229,7 @@ inline strobe_attention raw(const Attention &a) {
   raw.dropout = a.dropout, raw.seed = a.seed, raw.offset = a.offset;
   raw.block_q = a.block_q, raw.block_k = a.block_k, raw.tile_q = a.tile_q, raw.tile_k = a.tile_k;
   raw.max_seqlen_q = a.max_seqlen_q, raw.max_seqlen_k = a.max_seqlen_k;
-  raw.exact_max = a.exact_max, raw.allow_tf32 = a.allow_tf32, raw.strict = a.strict, raw.check = a.check;
+  raw.exact_max = a.exact_max, raw.allow_tf32 = a.allow_tf32, raw.strict = a.strict, raw.check = a.check, raw.invariant = a.invariant;
   raw.engine = a.engine.empty() ? nullptr : a.engine.c_str();
   return raw;
 }

@@ -78,7 +78,7 @@ struct Problem {
   uint64_t seed = 0, offset = 0; // unless rng
   // wishes
   int64_t tile_q = 0, tile_k = 0;
-  bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false;
+  bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false, invariant = false;
   std::string engine; // empty: any
 
   // tensors

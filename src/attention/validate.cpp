@@ -321,7 +321,7 @@ private:
     p.dropout = a.dropout, p.seed = a.seed, p.offset = a.offset;
     p.tile_q = a.tile_q, p.tile_k = a.tile_k;
     p.deterministic = a.deterministic, p.exact_max = a.exact_max, p.allow_tf32 = a.allow_tf32, p.strict = a.strict, p.check = a.check;
-    p.engine = a.engine ? a.engine : "";
+    p.invariant = a.invariant, p.engine = a.engine ? a.engine : "";
 
     const AxisMap &tokens = varlen ? kPacked : kDense, &rows = varlen ? kPackedRows : kDenseRows;
     p.q = view(t.q, tokens), p.k = view(t.k, tokens), p.v = view(t.v, tokens);

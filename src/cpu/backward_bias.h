@@ -61,7 +61,7 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
   using V = Vec<T>;
   QueryTile<Math> queries;
   load_queries(head, source.mask, tile, i0, false, scratch, queries);
-  if (queries.large && !queries.whole) sum_rows(head, tile, queries, source, scratch);
+  if (queries.sums_first) sum_rows(head, tile, queries, source, scratch);
   KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
   for (KeyTile keys; tiles.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);

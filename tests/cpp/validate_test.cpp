@@ -235,6 +235,8 @@ TEST_CASE("validate: options") {
                {"allow_tf32: 7", set(&A::allow_tf32, 7)},
                {"strict: 7", set(&A::strict, 7)},
                {"check: 7", set(&A::check, 7)},
+               {"invariant: 7", set(&A::invariant, 7)},
+               {"reserved_invariant: 1", set(&A::reserved_invariant, 1)},
                {"window_left: -1", [](Call &c) { c.attention.has_window_left = 1, c.attention.window_left = -1; }},
                {"window_left: 4 while has_window_left is 0", set(&A::window_left, int64_t{4})},
                {"window_right: -1", [](Call &c) { c.attention.has_window_right = 1, c.attention.window_right = -1; }},

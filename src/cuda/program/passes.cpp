@@ -29,7 +29,8 @@ passes::RowsConfig row_config(const Problem &p) {
           .head_dim = rounded(p.head_dim, 32),
           .tile_q = passes::RowsConfig::kRowTile,
           .aligned = 0,
-          .form = passes::kRowAfterRow};
+          .form = passes::kRowAfterRow,
+          .invariant = 0};
 }
 
 struct GradientTile {
@@ -84,7 +85,7 @@ void take_parts(ForwardArguments &a, const Problem &p, Scratch &scratch) {
 
 void combine_parts(Program &program, const Problem &p, const ForwardArguments &a) {
   if (a.splits <= 1) return;
-  const passes::CombineConfig c{.dtype = int32_t(p.dtype)};
+  const passes::CombineConfig c{.dtype = int32_t(p.dtype), .invariant = p.invariant};
   program.steps.push_back(Launch(kCombine, c, a.in.rows(), c.threads(), 0, a));
   program.kernel += text(", keys split in ", a.splits);
 }
