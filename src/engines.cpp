@@ -80,22 +80,23 @@ static bool follows_forward(const Problem &problem, Direction direction) {
   return direction == Direction::backward && problem.engine.empty() && problem.dtype == DType::f32 && problem.device_type != STROBE_CPU;
 }
 
-// Invariant: the engine is the first that takes the dtype, head dimensions and options, for each has bits of its own. If it does not take
-// the strides, no other one stands in for it.
+// Invariant: the engine is the first that takes the dtype, head dimensions and options of dense tensors, for each has bits of its own. If
+// it does not take these tensors, no other one stands in for it.
 static void choose_first(Choice &choice, const Problem &problem, Direction direction, const Ask &ask) {
   const Problem dense = stored_densely(problem);
   choice.chosen = -1;
   for (size_t i = 0; i < choice.rows.size(); i++) {
     const Engine &engine = *choice.rows[i].engine;
-    if (engine.device_type() != problem.device_type) continue;
-    const bool takes = std::holds_alternative<Plan>(choice.rows[i].answer);
-    if (takes) choice.chosen = static_cast<int>(i);
-    if (takes) return;
-    if (!std::holds_alternative<Plan>(ask(engine, dense, direction))) continue;
+    if (engine.device_type() != problem.device_type || !std::holds_alternative<Plan>(ask(engine, dense, direction))) continue;
+    if (std::holds_alternative<Plan>(choice.rows[i].answer)) {
+      choice.chosen = static_cast<int>(i);
+      return;
+    }
     for (Choice::Row &row : choice.rows)
       if (std::holds_alternative<Plan>(row.answer))
-        row.answer = text("has other bits than ", engine.name(), ", which is the engine of this dtype, head dimensions and options where ",
-                          "invariant is given, and which does not take these strides: give tensors that it takes, or name an engine");
+        row.answer =
+            text("has other bits than ", engine.name(), ", which is the engine of this dtype, head dimensions and options where ",
+                 "invariant is given, and which does not take these strides or addresses: give tensors that it takes, or name an engine");
     return;
   }
 }
@@ -140,7 +141,7 @@ static Problem without_options(Problem p) {
   p.score = ScoreFunction::dot, p.beta = p.shift = 0;
   p.softcap = p.dropout = 0;
   p.tile_q = p.tile_k = 0;
-  p.deterministic = p.exact_max = false;
+  p.deterministic = p.exact_max = p.invariant = false;
   return p;
 }
 

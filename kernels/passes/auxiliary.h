@@ -28,6 +28,7 @@ template <AuxiliaryConfig C> struct FmaTile {
   __device__ __forceinline__ T raw(int m, int n) const { return S[m][n]; }
 
   __device__ __forceinline__ void take_keys(const tile::Matrix<const E> &rows) { keys = rows; }
+  __device__ __forceinline__ void finish() const {}
   __device__ __forceinline__ void multiply(const tile::Matrix<const E> &queries) {
 #pragma unroll
     for (int m = 0; m < kKeys; ++m)
@@ -89,6 +90,11 @@ template <AuxiliaryConfig C> struct TensorTile {
   __device__ __forceinline__ void take_keys(const tile::Matrix<const E> &rows) const {
     tile::load<C.tile_k, C.head_dim, kThreads, C.aligned != 0>(shared, rows, (int)threadIdx.x);
   }
+  // Nothing is written where keys still arrive, though no query has multiplied them.
+  __device__ __forceinline__ void finish() const {
+    cp_async_commit();
+    cp_async_wait<0>();
+  }
   __device__ __forceinline__ void multiply(const tile::Matrix<const E> &queries) {
     __syncthreads(); // nobody reads the last queries any more
     tile::load<C.tile_q, C.head_dim, kThreads, C.aligned != 0>(shared + C.k_bytes(), queries, (int)threadIdx.x);
@@ -149,6 +155,7 @@ template <AuxiliaryConfig C> struct Auxiliary {
         else
           add<false>(a, tile, scores, s, b, h, q.begin, rows, k0, k1, sum, lost, most);
       }
+      tile.finish();
     }
     __syncthreads();
     if constexpr (C.column_sums != 0) store_sums(a, (T *)shared, sum, lost, b, h, s, k0, k1);

@@ -133,14 +133,14 @@ __device__ __forceinline__ double rounded_product(double x, double y) { return _
 __device__ __forceinline__ float rounded_sum(float x, float y) { return __fadd_rn(x, y); }
 __device__ __forceinline__ double rounded_sum(double x, double y) { return __dadd_rn(x, y); }
 // P = exp(s * factor - LSE) * 2^-correction (kernels/device/settle_row.h). The difference of two large numbers would be rounded to their
-// last bits; so the power of two is taken out ahead of it [Cody & Waite 1980]: 2^n exp(s * factor - (LSE + n ln 2)), where LSE + n ln 2 is
-// exact, for the high part of ln 2 has 9 bits.
+// last bits; so the power of two is taken out ahead of it [Cody & Waite 1980]: 2^n exp(s * factor - (LSE + n ln 2)), where the high
+// part of ln 2 has 9 bits, so that LSE + n ln 2 is exact, or rounded to the last bit of s.
 __device__ __forceinline__ double probability(double s, double factor, double lse, double correction) {
   return exp2(fma(fma(s, factor, -lse), kLog2e<double>, -correction));
 }
 __device__ __forceinline__ float probability(float s, float factor, float lse, float correction) {
   constexpr float kMagic = 0x1.8p23f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-  const float x = fmaxf(fmaf(s, factor, -lse), -88.0f), shifted = fmaf(x, kLog2e<float>, kMagic), n = shifted - kMagic;
+  const float x = fminf(fmaxf(fmaf(s, factor, -lse), -88.0f), 88.0f), shifted = fmaf(x, kLog2e<float>, kMagic), n = shifted - kMagic;
   const float rest = fmaf(n, -kLn2Low, fmaf(s, factor, -fmaf(n, kLn2High, lse)));
   return exp2(fmaf(rest, kLog2e<float>, -correction)) * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3F800000); // n >= -127
 }

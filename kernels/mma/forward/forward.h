@@ -133,7 +133,7 @@ private:
       score(S, tile);
       softmax.template follow<C.exact_max, C.invariant>(S, exponent(), O);
       if constexpr (C.stages == 1) arrive(); // V is here, and nobody reads K any more
-      if (masked(tile)) nonfinite |= clear_nonfinite(stage);
+      if (C.invariant || masked(tile)) nonfinite |= clear_nonfinite(stage);
       if constexpr (C.stages == 1) {
         if (more) load_k(next, 0);
         cp_async_commit();

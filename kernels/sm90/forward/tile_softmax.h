@@ -107,8 +107,11 @@ private:
       if (!scored) line.begin(S, row, t.begin, t.end);
     }
     if constexpr (Softcap::kApplies) softcap.begin(S);
+    if constexpr (C.invariant) { // in each tile, or a row's bits would depend on who else is in its tile
+      if (item.kind() != kFast) clear_nonfinite_v(group, value);
+    }
     if (t.masked) {
-      if constexpr (!F.mask && !F.bias) {
+      if constexpr (!F.mask && !F.bias && !C.invariant) {
         if (item.kind() != kFast) clear_nonfinite_v(group, value);
       }
       if (scored)
