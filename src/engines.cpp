@@ -109,7 +109,7 @@ static Problem without_options(Problem p) {
   for (View *x : {&p.v, &p.dv}) make_dense(*x, p.heads_kv, rows_k, p.head_dim_v);
   for (View *x : {&p.out, &p.dout}) make_dense(*x, p.heads, rows_q, p.head_dim_v);
   p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = {};
-  p.blocks = {}, p.seqused_k = nullptr;
+  p.blocks = {}, p.seqused_k = nullptr, p.part = {}, p.accumulate = false, p.lse_low = 0;
   p.window_left = p.window_right = kUnbounded;
   p.score = ScoreFunction::dot, p.beta = p.shift = 0;
   p.softcap = p.dropout = 0;

@@ -49,6 +49,7 @@ constexpr Field kFields[] = {
     STROBE_FIELD(dbias, dbias),
     STROBE_FIELD(dsinks, dsinks),
     STROBE_FIELD(seqused_k, seqused_k),
+    STROBE_FIELD(delta, delta),
 };
 #undef STROBE_FIELD
 static_assert(sizeof(strobe_tensors) == sizeof(uint64_t) + std::size(kFields) * sizeof(void *), "a tensor is missing from kFields");

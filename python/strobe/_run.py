@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ._abi import BACKWARD, FORWARD, error, said
-from ._call import Allocator, Call, attention_struct
+from ._call import ACCUMULATE, Allocator, Call, attention_struct
 from ._core import ffi, lib
 from ._graphs import outside_graphs
 from ._options import GRADIENTS
+from ._part import is_partial
 from ._request import Request
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework
@@ -31,12 +32,23 @@ class Gradients(NamedTuple):
 def results(framework: Framework, p: Request, wide: bool = False) -> dict[str, Array]:
     """Uninitialised out and lse. wide: in float64."""
     q, v = p.arrays["q"], p.arrays["v"]
-    xp = framework.xp
-    double = xp.float64
+    lse = of_rows(framework, p, wide, 2 if is_partial(p.options) else None)
+    out = framework.dense_like(q, v.shape[-1], framework.xp.float64 if wide else _summed(framework, p, q.dtype))
+    return {"out": out, "lse": lse}
+
+
+def of_rows(framework: Framework, p: Request, wide: bool = False, numbers: int | None = None) -> Array:
+    """Uninitialised: a number for each row, or several."""
+    q = p.arrays["q"]
     head, row = (1, 0) if q.ndim == 3 else (2, 1) if "bshd" in p.options else (1, 2)
     rows = (*q.shape[: q.ndim - 3], q.shape[head], q.shape[row])
-    out = framework.dense_like(q, v.shape[-1], double if wide else q.dtype)
-    return {"out": out, "lse": framework.empty(q, rows, double if wide or q.dtype == double else xp.float32)}
+    dtype = framework.xp.float64 if wide or q.dtype == framework.xp.float64 else framework.xp.float32
+    return framework.empty(q, rows if numbers is None else (numbers, *rows), dtype)
+
+
+def _summed(framework: Framework, p: Request, dtype: Any) -> Any:
+    """The dtype of what is to be added to what other parts have."""
+    return framework.xp.float32 if is_partial(p.options) and dtype != framework.xp.float64 else dtype
 
 
 def gradients(framework: Framework, p: Request, needed: Iterable[str], wide: bool = False) -> dict[str, Array]:
@@ -44,7 +56,7 @@ def gradients(framework: Framework, p: Request, needed: Iterable[str], wide: boo
     found = {}
     for name in needed:
         x = p.arrays[GRADIENTS[name]]
-        dtype = framework.xp.float64 if wide else x.dtype
+        dtype = framework.xp.float64 if wide else _summed(framework, p, x.dtype) if name in ("dq", "dk", "dv") else x.dtype
         found[name] = framework.empty(x, x.shape, dtype) if name in ("dbias", "dsinks") else framework.dense_like(x, x.shape[-1], dtype)
     return found
 
@@ -56,18 +68,26 @@ def forward(framework: Framework, p: Request) -> tuple[Array, Array]:
     out, lse = found.values()
     if oracle:
         q, xp = p.arrays["q"], framework.xp
-        return framework.cast(out, q.dtype), framework.cast(lse, xp.float64 if q.dtype == xp.float64 else xp.float32)
+        return framework.cast(out, _summed(framework, p, q.dtype)), framework.cast(lse, xp.float64 if q.dtype == xp.float64 else xp.float32)
     return out, lse
 
 
-def backward(framework: Framework, p: Request, known: dict[str, Array], needed: Iterable[str]) -> dict[str, Array]:
-    """known: out, lse, dout and, if there is one, dlse."""
+def backward(
+    framework: Framework, p: Request, known: dict[str, Array], needed: Iterable[str], into: dict[str, Array] | None = None
+) -> dict[str, Array]:
+    """known: out, lse, dout and, if there is one, dlse; of a partial part delta, not out. into: gradients that are added to."""
     oracle = _is_oracle(p)
-    found = gradients(framework, p, needed, oracle)
-    if oracle:
+    into = into or {}
+    found = gradients(framework, p, [name for name in needed if name not in into], oracle)
+    if oracle and not is_partial(p.options):
         known = {name: x for name, x in known.items() if name not in ("out", "lse")}  # works its own out again
-    call(framework, p, known, found).run(lib.strobe_backward)
-    return {name: framework.cast(x, p.arrays[GRADIENTS[name]].dtype) for name, x in found.items()} if oracle else found
+    how = p._replace(options=p.options | {ACCUMULATE: True}) if into else p
+    call(framework, how, known | into, found).run(lib.strobe_backward)
+    if oracle:
+        for name, x in found.items():
+            of = p.arrays[GRADIENTS[name]].dtype
+            found[name] = framework.cast(x, _summed(framework, p, of) if name in ("dq", "dk", "dv") else of)
+    return found | into
 
 
 def reference(framework: Framework, p: Request, rows: list[int] | None) -> tuple[Array, Array]:
@@ -114,7 +134,13 @@ def _whole(framework: Framework, p: Request, of_backward: bool) -> Call:
     oracle = _is_oracle(p)
     more = results(framework, p, oracle)
     if of_backward:
-        more["dout"], more["dlse"] = results(framework, p).values()
+        more["dout"], more["dlse"] = (
+            framework.dense_like(p.arrays["q"], p.arrays["v"].shape[-1], p.arrays["q"].dtype),
+            of_rows(framework, p),
+        )
+        if is_partial(p.options):
+            more["delta"] = of_rows(framework, p)
+            del more["out"]
         more |= gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], oracle)
     return call(framework, p, {}, more)
 

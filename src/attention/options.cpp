@@ -10,7 +10,8 @@ void check_dropout(const strobe_attention &a, Reasons &reasons) {
 }
 
 static void check_score(const strobe_attention &a, Reasons &reasons) {
-  if (a.reserved) reasons.add("reserved", a.reserved, "; accepted is 0");
+  for (auto [field, value] : {std::pair{"reserved", a.reserved}, {"reserved_2", a.reserved_2}})
+    if (value) reasons.add(field, value, "; accepted is 0");
   if (a.score == STROBE_DOT) {
     for (auto [field, value] : {std::pair{"beta", a.beta}, {"shift", a.shift}})
       if (value != 0) reasons.add(field, value, " with a score of q.k itself; accepted is 0, or a hyperbolic score");
@@ -35,6 +36,7 @@ void check_options(const strobe_attention &a, Reasons &reasons) {
       {"allow_tf32", a.allow_tf32},
       {"strict", a.strict},
       {"check", a.check},
+      {"accumulate", a.accumulate},
   };
   for (auto [field, value] : flags)
     if (value != 0 && value != 1) reasons.add(field, value, "; accepted is 0 or 1");

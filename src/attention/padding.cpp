@@ -37,6 +37,7 @@ void clear_unused(const Problem &p, const View &to, int64_t width) {
 } // namespace
 
 void clear_padding_of_keys(const Problem &p) {
+  if (p.accumulate) return; // nothing is added there
   if (p.seqused_k) clear_unused(p, p.dk, p.head_dim), clear_unused(p, p.dv, p.head_dim_v);
   if (!p.varlen) return;
   const int64_t end = p.cu_seqlens_k[p.batch];
@@ -47,9 +48,15 @@ void clear_padding_of_keys(const Problem &p) {
 void clear_padding_of_queries(const Problem &p, Direction direction) {
   if (!p.varlen) return;
   const int64_t end_q = p.cu_seqlens_q[p.batch];
+  if (direction == Direction::backward && p.accumulate) return;
   if (direction == Direction::backward) return clear(p.dq, p.heads, p.head_dim, end_q, p.total_q);
   clear(p.out, p.heads, p.head_dim_v, end_q, p.total_q);
   if (!p.lse) return;
+  if (p.part.partial) {
+    View low = p.lse;
+    low.data += p.lse_low * bytes(low.dtype);
+    clear(low, p.heads, 1, end_q, p.total_q);
+  }
   if (p.lse.dtype == DType::f64)
     fill(p.lse, p.heads, 1, end_q, p.total_q, -std::numeric_limits<double>::infinity());
   else

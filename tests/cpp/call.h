@@ -49,6 +49,7 @@ inline constexpr NamedSlot kSlots[] = {
     {"dbias", &strobe_tensors::dbias},
     {"dsinks", &strobe_tensors::dsinks},
     {"seqused_k", &strobe_tensors::seqused_k},
+    {"delta", &strobe_tensors::delta},
 };
 
 class Call {

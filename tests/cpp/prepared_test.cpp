@@ -46,7 +46,8 @@ const std::map<std::string, void *strobe_addresses::*> kAddresses = {ADDRESS(q),
                                                                      ADDRESS(dv),
                                                                      ADDRESS(dbias),
                                                                      ADDRESS(dsinks),
-                                                                     ADDRESS(seqused_k)};
+                                                                     ADDRESS(seqused_k),
+                                                                     ADDRESS(delta)};
 
 strobe_addresses addresses(Call &call) {
   strobe_addresses at{};
