@@ -92,8 +92,8 @@ void run_reference(const strobe_attention *attention, const strobe_tensors *t, c
   Execution execution;
   check_all([&] { problem = validate(&a, t, direction); }, [&] { execution = validate(e); });
   reference(problem, execution, direction, selection ? &selected : nullptr);
-  if (!selected.rows) clear_padding_of_queries(problem, direction);
-  if (!selected.cols && direction == Direction::backward) clear_padding_of_keys(problem);
+  if (!selected.rows) clear_padding_of_queries(problem, execution, direction);
+  if (!selected.cols) clear_padding_of_keys(problem, execution, direction);
 }
 
 void check_text(const char *text, size_t capacity) {

@@ -30,7 +30,7 @@ void perform(const Decision &decision, const Problem &problem, const Execution &
                                               plan.workspace_bytes, " or more, as strobe_workspace_size() says"));
   }
   engine->run(problem, execution, direction, plan, workspace);
-  if (engine->device_type() == STROBE_CPU) clear_padding(problem, direction);
+  if (engine->device_type() == STROBE_CPU) clear_padding(problem, execution, direction);
 }
 
 } // namespace strobe

@@ -58,17 +58,53 @@ void check_engine(const char *wanted) {
                                             "; accepted are ", accepted, "or none for the fastest"));
 }
 
+// As it lies where nobody cut it out of something: adjacent, on addresses that every engine likes.
+static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
+  if (!x) return;
+  x.data = reinterpret_cast<char *>(uintptr_t{256});
+  x.stride[3] = 1, x.stride[2] = width, x.stride[1] = rows * width, x.stride[0] = heads * rows * width;
+}
+// To be planned, not to be run.
+static Problem stored_densely(Problem p) {
+  const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
+  for (View *x : {&p.q, &p.dq}) make_dense(*x, p.heads, rows_q, p.head_dim);
+  for (View *x : {&p.k, &p.dk}) make_dense(*x, p.heads_kv, rows_k, p.head_dim);
+  for (View *x : {&p.v, &p.dv}) make_dense(*x, p.heads_kv, rows_k, p.head_dim_v);
+  for (View *x : {&p.out, &p.dout}) make_dense(*x, p.heads, rows_q, p.head_dim_v);
+  return p;
+}
+
 // Whether the backward runs where the forward of the same call would, if that engine takes it. Its P is exp(S - LSE): in fp32 on a GPU, S
 // of another engine than that of which LSE was made has other rounding errors, which are larger than what the contract leaves.
 static bool follows_forward(const Problem &problem, Direction direction) {
   return direction == Direction::backward && problem.engine.empty() && problem.dtype == DType::f32 && problem.device_type != STROBE_CPU;
 }
 
+// Invariant: the engine is the first that takes the dtype, head dimensions and options, for each has bits of its own. If it does not take
+// the strides, no other one stands in for it.
+static void choose_first(Choice &choice, const Problem &problem, Direction direction, const Ask &ask) {
+  const Problem dense = stored_densely(problem);
+  choice.chosen = -1;
+  for (size_t i = 0; i < choice.rows.size(); i++) {
+    const Engine &engine = *choice.rows[i].engine;
+    if (engine.device_type() != problem.device_type) continue;
+    const bool takes = std::holds_alternative<Plan>(choice.rows[i].answer);
+    if (takes) choice.chosen = static_cast<int>(i);
+    if (takes) return;
+    if (!std::holds_alternative<Plan>(ask(engine, dense, direction))) continue;
+    for (Choice::Row &row : choice.rows)
+      if (std::holds_alternative<Plan>(row.answer))
+        row.answer = text("has other bits than ", engine.name(), ", which is the engine of this dtype, head dimensions and options where ",
+                          "invariant is given, and which does not take these strides: give tensors that it takes, or name an engine");
+    return;
+  }
+}
+
 Choice choose(const Problem &problem, Direction direction, const Ask &ask) {
   Choice choice;
   double least = 0;
   for (const Engine *engine : engines()) {
-    Answer answer = engine->device_type() == problem.device_type ? ask(*engine, direction)
+    Answer answer = engine->device_type() == problem.device_type ? ask(*engine, problem, direction)
                     : problem.device_type == STROBE_CPU          ? "the tensors are on the CPU"
                                                                  : "the tensors are on a CUDA device";
     if (const Plan *plan = std::get_if<Plan>(&answer); plan && (problem.engine.empty() || problem.engine == engine->name()))
@@ -78,6 +114,7 @@ Choice choose(const Problem &problem, Direction direction, const Ask &ask) {
       }
     choice.rows.push_back({engine, std::move(answer)});
   }
+  if (problem.invariant && problem.engine.empty()) choose_first(choice, problem, direction, ask);
   if (choice.chosen >= 0 && follows_forward(problem, direction)) {
     const int same = choose(problem, Direction::forward, ask).chosen; // the rows are all engines' in both
     if (same >= 0 && same != choice.chosen && std::holds_alternative<Plan>(choice.rows[same].answer))
@@ -87,28 +124,17 @@ Choice choose(const Problem &problem, Direction direction, const Ask &ask) {
 }
 
 Choice choose(const Problem &problem, const Execution &execution, Direction direction) {
-  return choose(problem, direction, [&](const Engine &engine, Direction direction) -> Answer {
+  return choose(problem, direction, [&](const Engine &engine, const Problem &problem, Direction direction) -> Answer {
     if (const std::string &reason = missing(engine); !reason.empty()) return reason;
     if (engine.only_by_name() && problem.engine != engine.name()) return "runs only when asked for by name";
     return engine.plan(problem, execution, direction);
   });
 }
 
-// As it lies where nobody cut it out of something: adjacent, on addresses that every engine likes.
-static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
-  if (!x) return;
-  x.data = reinterpret_cast<char *>(uintptr_t{256});
-  x.stride[3] = 1, x.stride[2] = width, x.stride[1] = rows * width, x.stride[0] = heads * rows * width;
-}
-
 // The same dtype and shape, densely stored, without a single option. To be planned, not to be run.
 static Problem without_options(Problem p) {
-  const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-  for (View *x : {&p.q, &p.dq}) make_dense(*x, p.heads, rows_q, p.head_dim);
-  for (View *x : {&p.k, &p.dk}) make_dense(*x, p.heads_kv, rows_k, p.head_dim);
-  for (View *x : {&p.v, &p.dv}) make_dense(*x, p.heads_kv, rows_k, p.head_dim_v);
-  for (View *x : {&p.out, &p.dout}) make_dense(*x, p.heads, rows_q, p.head_dim_v);
-  p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = {};
+  p = stored_densely(std::move(p));
+  p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = p.max_logit = p.column_sums = {};
   p.blocks = {}, p.seqused_k = nullptr, p.part = {}, p.accumulate = false, p.lse_low = 0;
   p.window_left = p.window_right = kUnbounded;
   p.score = ScoreFunction::dot, p.beta = p.shift = 0;

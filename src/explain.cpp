@@ -82,7 +82,9 @@ void asked(Page &page, const Problem &p, const Execution &e) {
                                {bool(p.bias), "bias"},
                                {bool(p.alibi_slopes), "ALiBi"},
                                {bool(p.sinks), "sinks"},
-                               {p.seqused_k != nullptr, "seqused_k"}})
+                               {p.seqused_k != nullptr, "seqused_k"},
+                               {bool(p.max_logit), "max_logit"},
+                               {bool(p.column_sums), "column_sums"}})
     if (present) extras += (extras.empty() ? "" : ", ") + std::string(what);
   if (!extras.empty()) page.line("with", extras);
   if (p.blocks.present) page.line("blocks", blocks(p.blocks));
@@ -95,7 +97,8 @@ void asked(Page &page, const Problem &p, const Execution &e) {
                           {p.allow_tf32, "allow_tf32"},
                           {p.accumulate, "accumulate"},
                           {p.strict, "strict"},
-                          {p.check, "check"}})
+                          {p.check, "check"},
+                          {p.invariant, "invariant"}})
     if (on) wishes += (wishes.empty() ? "" : ", ") + std::string(what);
   if (!p.engine.empty()) wishes += (wishes.empty() ? "" : ", ") + ("engine " + p.engine);
   if (!wishes.empty()) page.line("options", wishes);
@@ -123,7 +126,8 @@ std::string explain(const Problem &problem, const Execution &execution, Directio
     const Decision decision = decide(problem, execution, direction, choice);
     page.line(decision.engine->name(), !problem.engine.empty() ? "asked for by name"
                                        : choice.follows        ? "the forward's engine, whose LSE the backward takes"
-                                                               : "the least predicted time");
+                                       : problem.invariant ? "invariant: the first one that takes the dtype, head dimensions and options"
+                                                           : "the least predicted time");
     for (const std::string &note : decision.plan.notes) page.line("note", note);
   } catch (const Error &refusal) {
     page.line("none", refusal.what());

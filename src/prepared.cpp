@@ -49,6 +49,8 @@ constexpr Field kFields[] = {
     STROBE_FIELD(dbias, dbias),
     STROBE_FIELD(dsinks, dsinks),
     STROBE_FIELD(seqused_k, seqused_k),
+    STROBE_FIELD(max_logit, max_logit),
+    STROBE_FIELD(column_sums, column_sums),
     STROBE_FIELD(delta, delta),
 };
 #undef STROBE_FIELD
@@ -64,7 +66,7 @@ Prepared::Prepared(const strobe_attention *a, const strobe_tensors *t, const str
   const Call call(a, t, e, direction, &placed_);
   const Decision decision = call.decision();
   problem_ = call.problem, problem_.lists.reset(); // each run has copies of its own
-  threads_ = call.execution.threads, engine_ = decision.engine, plan_ = decision.plan;
+  threads_ = call.execution.threads, reserved_sms_ = call.execution.reserved_sms, engine_ = decision.engine, plan_ = decision.plan;
 
   Reasons none; // after the call's own
   const strobe_tensors given = read_versioned("tensors", t, none);
@@ -114,11 +116,14 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
   if (e) how = read_versioned("execution", e, reasons);
   if (how.threads && how.threads != threads_)
     reasons.add("execution.threads", how.threads, "; accepted is ", threads_, ", as prepared, or 0 for the same");
+  if (how.reserved_sms && how.reserved_sms != reserved_sms_)
+    reasons.add("execution.reserved_sms", how.reserved_sms, "; accepted is ", reserved_sms_, ", as prepared",
+                reserved_sms_ ? ", or 0 for the same" : "");
   reasons.raise_if_any();
   own_lists(problem);
   if (problem.device_type == STROBE_CPU)
     check_contents(problem, [](const int32_t *ints, int64_t count) { return std::span(ints, static_cast<size_t>(count)); });
-  how.size = sizeof how, how.threads = threads_;
+  how.size = sizeof how, how.threads = threads_, how.reserved_sms = reserved_sms_;
   const Execution execution = validate(&how);
   if (update_longest(problem)) // planned anew, as the same call in full is
     perform(decide(problem, execution, direction_, choose(problem, execution, direction_)), problem, execution, direction_);

@@ -24,7 +24,7 @@ private:
 
   Problem problem_; // its addresses are those of the call that was prepared
   Direction direction_;
-  int32_t threads_;
+  int32_t threads_, reserved_sms_;
   const Engine *engine_;
   Plan plan_;
   std::vector<Placed> placed_;

@@ -26,7 +26,7 @@
 #endif
 
 #define STROBE_VERSION_MAJOR 0
-#define STROBE_VERSION_MINOR 1
+#define STROBE_VERSION_MINOR 2
 #define STROBE_VERSION_PATCH 0
 
 #ifdef __cplusplus
@@ -124,10 +124,14 @@ typedef struct strobe_attention {
   const char *engine; /* run on this engine only, e.g. "cpu-avx2"; null: on the one with the least predicted time */
   int32_t score;      /* a strobe_score */
   int32_t reserved;
-  double beta;             /* for STROBE_HYPERBOLIC; > 0 */
-  double shift;            /* for STROBE_HYPERBOLIC */
-  const strobe_part *part; /* the tensors hold a part of a larger problem; null: all of it */
-  int32_t accumulate;      /* backward: dq, dk and dv, which are float32 (float64 if q is), are added to */
+  double beta;  /* for STROBE_HYPERBOLIC; > 0 */
+  double shift; /* for STROBE_HYPERBOLIC */
+  /* The bits of a row of out, lse and dq follow from its query, the keys that it sees and the options alone, and those of dk and dv from
+   * their sequence and head: see docs/semantics.md. The engine is then the first one that takes the dtype, head dimensions and options. */
+  int32_t invariant;
+  int32_t reserved_invariant; /* 0 */
+  const strobe_part *part;    /* the tensors hold a part of a larger problem; null: all of it */
+  int32_t accumulate;         /* backward: dq, dk and dv, which are float32 (float64 if q is), are added to */
   int32_t reserved_2;
 } strobe_attention;
 
@@ -157,7 +161,10 @@ typedef struct strobe_tensors {
   const strobe_tensor *dsinks; /* sinks' shape and dtype */
   /* both */
   const strobe_tensor *seqused_k; /* int32 (B), contiguous: of sequence b the first seqused_k[b] keys count, as if there were no more */
-  const strobe_tensor *delta;     /* shaped like dlse, of lse's dtype: D, the sum of dout * out of each row; with a partial part, for out */
+  /* forward, written where given; lse's dtype. They take another pass over the scores, and column_sums needs lse. */
+  const strobe_tensor *max_logit;   /* (B,H): the largest score after bias and masks; -inf where nothing is seen. Sinks do not count */
+  const strobe_tensor *column_sums; /* (B,H,Sk), varlen (H,Tk): of P over the queries, before dropout */
+  const strobe_tensor *delta; /* shaped like dlse, of lse's dtype: D, the sum of dout * out of each row; with a partial part, for out */
 } strobe_tensors;
 
 /* A parallel region that the caller provides. It has to run body(arg, i) once for each i in [0, n), on as many threads as it likes, and to
@@ -168,7 +175,9 @@ typedef void (*strobe_parallel)(void *pool, int32_t n, void (*body)(void *arg, i
 typedef struct strobe_execution {
   uint64_t size;
   int32_t threads; /* CPU: how many threads to use; 0: as many as the process may run on */
-  int32_t reserved;
+  /* CUDA: how many of the GPU's multiprocessors are left to others, such as communication; 0 to one fewer than there are. Grids that would
+   * be as large as the GPU shrink, and work is shared out for those that are left. docs/reference.md says what other grids do. */
+  int32_t reserved_sms;
   strobe_parallel parallel; /* CPU: how to run them; null: threads start and end with the call, so that fork is safe afterwards */
   void *pool;               /* handed to parallel */
   void *stream;             /* CUDA: a CUstream */
@@ -213,16 +222,18 @@ typedef struct strobe_addresses {
   void *q, *k, *v, *mask, *bias, *alibi_slopes, *sinks, *cu_seqlens_q, *cu_seqlens_k;
   void *block_rows, *block_cols, *block_rows_t, *block_cols_t, *rng, *out, *lse;
   void *dout, *dlse, *dq, *dk, *dv, *dbias, *dsinks;
-  void *seqused_k, *delta;
+  void *seqused_k;
+  void *max_logit, *column_sums;
+  void *delta;
 } strobe_addresses;
 
-/* Only the number of threads is kept of the execution. On success *prepared is written; the caller has to release it. */
+/* Only threads and reserved_sms are kept of the execution. On success *prepared is written; the caller has to release it. */
 STROBE_API int32_t strobe_prepare(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                   strobe_prepared **prepared);
 STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *plan);
-/* Does what strobe_forward or strobe_backward does, with every check. execution.threads must be 0, or what it was when the call was
- * prepared. A packed call in host memory without max_seqlen is planned again if its longest sequence has another length than when it was
- * prepared, and it may then need another workspace. */
+/* Does what strobe_forward or strobe_backward does, with every check. execution.threads and reserved_sms must be 0, or what they were when
+ * the call was prepared. A packed call in host memory without max_seqlen is planned again if its longest sequence has another length than
+ * when it was prepared, and it may then need another workspace. */
 STROBE_API int32_t strobe_run(const strobe_prepared *, const strobe_addresses *, const strobe_execution *);
 STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; no run may be under way */
 

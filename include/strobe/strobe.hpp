@@ -201,12 +201,13 @@ struct Attention {
   std::optional<Part> part = {}; // absent: the whole problem
 
   int64_t tile_q = 0, tile_k = 0;
-  bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false;
+  bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false, invariant = false;
   std::string engine = {}; // empty: the engine with the least predicted time
 };
 
 struct Forward {
   Tensor out = {}, lse = {};
+  Tensor max_logit = {}, column_sums = {}; // where wanted: another pass over the scores
 };
 // A gradient left out is not computed.
 struct Backward {
@@ -223,6 +224,7 @@ struct Execution {
   void *pool = nullptr;
   void *stream = nullptr;
   std::span<std::byte> workspace = {};
+  int32_t reserved_sms = 0; // of a GPU, left to others
 };
 
 namespace detail {
@@ -240,7 +242,7 @@ struct RawAttention : strobe_attention {
     dropout = a.dropout, seed = a.seed, offset = a.offset;
     block_q = a.block_q, block_k = a.block_k, tile_q = a.tile_q, tile_k = a.tile_k;
     max_seqlen_q = a.max_seqlen_q, max_seqlen_k = a.max_seqlen_k;
-    exact_max = a.exact_max, allow_tf32 = a.allow_tf32, strict = a.strict, check = a.check;
+    exact_max = a.exact_max, allow_tf32 = a.allow_tf32, strict = a.strict, check = a.check, invariant = a.invariant;
     engine = a.engine.empty() ? nullptr : a.engine.c_str();
     if (!a.part) return;
     const Part &p = *a.part;
@@ -275,6 +277,7 @@ inline strobe_tensors raw_inputs(const Attention &a) {
 inline strobe_tensors raw(const Attention &a, const Forward &f) {
   strobe_tensors raw = raw_inputs(a);
   raw.out = f.out.get("out"), raw.lse = f.lse.get("lse");
+  raw.max_logit = f.max_logit.get("max_logit"), raw.column_sums = f.column_sums.get("column_sums");
   return raw;
 }
 
@@ -291,6 +294,7 @@ inline strobe_execution raw(const Execution &e) {
   strobe_execution raw{};
   raw.size = sizeof raw;
   raw.threads = e.threads, raw.parallel = e.parallel, raw.pool = e.pool, raw.stream = e.stream;
+  raw.reserved_sms = e.reserved_sms;
   raw.workspace = e.workspace.data(), raw.workspace_bytes = e.workspace.size();
   return raw;
 }

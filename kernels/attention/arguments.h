@@ -90,6 +90,14 @@ struct ForwardArguments {
   float *partial_out, *partial_lse;
 };
 
+// Of the pass after a forward that makes max_logit and column_sums; either may be null.
+struct AuxiliaryArguments {
+  Inputs in;
+  Operand lse, max_logit, column_sums; // (batch, head, query, -), (batch, head, -, -), (batch, query head, key, -)
+  void *largest;                       // of each (batch, head, tile of keys), in lse's type
+  i32 tiles;                           // of keys, of a head
+};
+
 struct BackwardArguments {
   Inputs in;
   Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that nobody wants are null

@@ -45,6 +45,7 @@ public:
   using Range = BasicRange<Int>;
   struct Part {
     Int index, count;
+    Int keys = 0; // not 0: the part is keys [index * keys, index * keys + keys), whatever the queries see
   };
   STROBE_FN BasicSchedule(const BasicBand<Int> &band, Int q0, Int q1, Int tile, Int align, BlockRow row = {nullptr, 0, 0},
                           Part part = {0, 1})
@@ -63,6 +64,7 @@ public:
 
   // The part of the keys that one of several walks over.
   STROBE_FN static Range share(Range keys, Int tile, Int align, Part part) {
+    if (part.keys) return intersect(keys, {part.index * part.keys, part.index * part.keys + part.keys});
     if (part.count == 1) return keys;
     Int first = Int(round_down(keys.begin, align));
     u32 some =

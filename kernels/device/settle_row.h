@@ -25,8 +25,8 @@ template <class T> __device__ __forceinline__ void settle_row(const BackwardArgu
 }
 
 // The kernel: after D, a block of threads takes a tile of queries, and leaves at once where no LSE is large. Tile: how the backward that
-// follows makes P and dS: kDType, kThreads, kTileQ, kSeqused, T of LSE, and row_sums(b, h, sequence, q0), the sums of P and of dS over all
-// keys of the row that is this thread's.
+// follows makes P and dS: kDType, kThreads, kTileQ, kSeqused, kOwn (a row is settled for its own LSE alone), T of LSE, and row_sums(b, h,
+// sequence, q0), the sums of P and of dS over all keys of the row that is this thread's.
 template <class T> struct RowSums {
   T P, dS;
 };
@@ -43,7 +43,7 @@ template <class Tile> __device__ __forceinline__ void settle_rows(const Backward
   const T lse = mine ? *a.lse.at<const T>(b, h, row, 0) : T(0);
   if (!__syncthreads_or(large_lse<Tile::kDType>(lse))) return;
   const RowSums<T> sums = Tile{a, shared}.row_sums(b, h, sequence, q0);
-  if (mine) settle_row(a, b, h, row, lse, sums.P, sums.dS);
+  if (mine && (!Tile::kOwn || large_lse<Tile::kDType>(lse))) settle_row(a, b, h, row, lse, sums.P, sums.dS);
 }
 
 } // namespace strobe

@@ -66,8 +66,9 @@ template <int kRows> struct RowSoftmax {
       for (int i = 0; i < tile::elements_of_row(O); ++i) tile::row_element(O, row, i) *= alpha[row];
     }
   }
-  // The same where O is at hand: nothing is exchanged nor rescaled unless a row of the warp's is far from its reference.
-  template <bool kExact, class Tile, class Exponent, class Sum>
+  // The same where O is at hand: nothing is exchanged nor rescaled unless a row of the warp's is far from its reference. kOwn: then the
+  // rows that are far move alone; else all of them do.
+  template <bool kExact, bool kOwn = false, class Tile, class Exponent, class Sum>
   __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, Sum &O) {
     float top[kRows];
     bool far = false;
@@ -79,7 +80,9 @@ template <int kRows> struct RowSoftmax {
     if (!__any_sync(0xFFFFFFFFu, far)) return;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      const float before = M[row], now = fmaxf(before, tile::row_max(top[row]));
+      const float before = M[row];
+      float now = fmaxf(before, tile::row_max(top[row]));
+      if constexpr (kOwn && !kExact) now = now > before + 8 / exponent.difference(1) ? now : before;
       alpha[row] = now == minus_infinity<float>() ? 1.0f : exp2(exponent.difference(before - now));
       M[row] = now;
       l[row] *= alpha[row];

@@ -12,11 +12,13 @@ struct Config {
   i32 stages;    // K and V tiles (backward: Q and dO tiles) in shared memory at a time
   i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 exact_max; // the running maximum is followed exactly; else it may stay behind by a factor of 2^8
+  i32 invariant; // forward: a row's bits do not depend on the tile of queries that it is in; keys in chunks (device/chunks.h)
   i32 blocks_per_sm;
   i32 column_warps; // warps side by side that have columns of the same rows of O: more than 1 where O is too wide for one's registers
   Features features;
 
   STROBE_FN constexpr i32 threads() const { return 32 * warps; }
+  STROBE_FN static constexpr i32 chunk() { return 2048; }                 // keys of an invariant forward's chunk: a multiple of every tile
   STROBE_FN constexpr i32 groups() const { return warps / column_warps; } // of warps with the same rows; of decode: with the same keys
   // Each warp of a group sums S over columns of Q and K of its own; here they exchange what they have.
   STROBE_FN constexpr i32 exchange_bytes(i32 rows) const { return column_warps > 1 ? 4 * column_warps * rows * tile_k : 0; }

@@ -1,6 +1,7 @@
 // Merges what the splits over keys left: a block of threads takes a row, O = sum of exp(LSE_s - LSE) O_s. The sink joins here, once.
 #pragma once
 #include "../attention/arguments.h"
+#include "../device/chunks.h"
 #include "../ptx/math.h"
 #include "config.h"
 
@@ -15,6 +16,7 @@ template <CombineConfig C> struct Combine {
     const Inputs &in = a.in;
     i64 row = blockIdx.x, rows = in.rows(), length = in.cu_seqlens_q ? in.total_q : in.seqlen_q;
     i64 q = row % length, h = row / length % in.heads, b = row / length / in.heads;
+    if constexpr (C.invariant) return merge(a, row, b, h, q);
 
     float top = minus_infinity<float>();
 #pragma unroll 8
@@ -37,6 +39,24 @@ template <CombineConfig C> struct Combine {
       *a.out.at<T>(b, h, q, c) = Convert<T>::from(x * factor);
     }
     if (a.lse && threadIdx.x == 0) *a.lse.at<float>(b, h, q, 0) = sum == 0 ? minus_infinity<float>() : row_lse(reference, 1.0f, sum);
+  }
+
+private:
+  static __device__ __forceinline__ void merge(const Arguments &a, i64 row, i64 b, i64 h, i64 q) {
+    const Inputs &in = a.in;
+    const float sink = in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) : minus_infinity<float>();
+    for (i32 c = (i32)threadIdx.x; c < max(in.head_dim_v, (i32)kThreads); c += kThreads) {
+      const bool there = c < in.head_dim_v;
+      float lse = a.partial_lse[row], x = there ? a.partial_out[row * in.head_dim_v + c] : 0.0f;
+      for (i32 s = 1; s < a.splits; ++s) {
+        const i64 part = s * in.rows() + row;
+        const Merge merge(lse, a.partial_lse[part]);
+        lse = merge.lse, x = merge(x, there ? a.partial_out[part * in.head_dim_v + c] : 0.0f);
+      }
+      const Merge with_sink(lse, sink);
+      if (there) *a.out.at<T>(b, h, q, c) = Convert<T>::from(with_sink(x, 0.0f));
+      if (a.lse && c == 0) *a.lse.at<float>(b, h, q, 0) = with_sink.lse;
+    }
   }
 };
 

@@ -14,6 +14,7 @@ struct RowsConfig {
   i32 head_dim, tile_q; // of the backward
   i32 aligned;          // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 form;             // kFragments, kWarpgroups or kRowAfterRow
+  i32 invariant;        // kRowAfterRow: how many sums of dQ there are follows from the keys alone
 
   static constexpr i32 kRowTile = 64; // tile_q of kRowAfterRow
   STROBE_FN static constexpr i32 threads() { return 256; }
@@ -22,7 +23,8 @@ struct RowsConfig {
 };
 
 struct CombineConfig {
-  i32 dtype; // of out
+  i32 dtype;     // of out
+  i32 invariant; // parts are chunks of keys, to be merged one after the other: device/chunks.h
   STROBE_FN static constexpr i32 threads() { return 128; }
 };
 

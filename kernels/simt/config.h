@@ -18,6 +18,7 @@ struct Config {
   i32 chunk;                // how much of the sum over the head dimension is staged in shared memory at a time
   i32 blocks_per_sm;        // resident CTAs that registers are limited for
   i32 copy;                 // kElements, kPieces or kWhole
+  i32 invariant;            // forward: tiles of keys begin at multiples of tile_k
   Features features;
 
   static constexpr i32 kDimStep = 32;

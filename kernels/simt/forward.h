@@ -49,7 +49,8 @@ template <Config C> struct Forward {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) rows.m(i) = minus_infinity<T>(), rows.l(i) = T(0);
 
-    const Schedule schedule(s.band, q0, q1, C.tile_k, 16, C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
+    const Schedule schedule(s.band, q0, q1, C.tile_k, C.invariant ? C.tile_k : 16,
+                            C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
     walk.run({schedule}, split, a.splits, [&](const Tile &tile, const bool &) {
       const i32 k0 = tile.begin, k1 = tile.end;
       const bool by_position = tile.masked || k1 - k0 < C.tile_k;

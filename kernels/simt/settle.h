@@ -19,7 +19,7 @@ private:
   struct QueryTile {
     using T = typename Multiply::T;
     static constexpr i32 kDType = C.dtype, kThreads = C.threads(), kTileQ = C.tile_q;
-    static constexpr i32 kSeqused = C.features.seqused;
+    static constexpr i32 kSeqused = C.features.seqused, kOwn = C.invariant;
     const BackwardArguments &a;
     unsigned char *const shared;
 
@@ -48,6 +48,7 @@ private:
         __syncthreads();
         if (t < q1 - q0)
           for (i32 c = 0; c < C.tile_k; ++c) {
+            if (C.invariant && P[t * C.p_stride() + c] == T(0)) continue; // however many keys it does not see
             add(sums.P, lost.P, P[t * C.p_stride() + c]);
             add(sums.dS, lost.dS, dS[t * C.p_stride() + c]);
           }

@@ -12,7 +12,7 @@ from ._graphs import outside_graphs
 from ._kinds import shown
 from ._options import BLOCKS, GRADIENTS, INPUTS, AttentionOptions, documentation, parameters
 from ._part import Part
-from ._request import Request, is_seed, parse, seed_options
+from ._request import Request, is_seed, parse, parse_aux, seed_options
 from ._run import Gradients
 from .arrays.base import Array, Framework
 from .arrays.known import framework_like, known_framework
@@ -30,8 +30,12 @@ def attention(
     q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> tuple[ArrayT, ArrayT]: ...
 @overload
-def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool, **options: Unpack[AttentionOptions]) -> Any: ...
-def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, **options: Unpack[AttentionOptions]) -> Any:
+def attention(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool = ..., aux: Sequence[str] = ..., **options: Unpack[AttentionOptions]
+) -> Any: ...
+def attention(
+    q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, aux: Sequence[str] = (), **options: Unpack[AttentionOptions]
+) -> Any:
     """Exact softmax attention, softmax(scale · q·kᵀ) · v with the options below, in memory linear in the sequence length.
 
     With torch tensors, the result is differentiable once in q, k, v, bias and sinks, and so is the returned lse. torch.compile, autocast
@@ -45,12 +49,18 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
         k: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), in q's dtype.
         v: (B, Hkv, Sk, Dv) or (B, Sk, Hkv, Dv), in q's dtype.
         return_lse: True returns (out, lse).
+        aux: names of more results, of "max_logit" and "column_sums", each once. A named tuple is then returned: out, lse if asked for, and
+            these in the order of their names. They have no gradient, and take another pass over the scores; explain() says how long.
         {options}
 
     Returns:
         out: (B, H, Sq, Dv), (B, Sq, H, Dv) or (Tq, H, Dv), in q's dtype. Its heads and its sequence lie in memory in the same order as q's.
         lse, if asked for: (B, H, Sq) in either layout, or (H, Tq); float32, or float64 if q is. It is the natural logarithm of the
         softmax's denominator. A query that sees no key has the output 0, and its lse is -inf or the sink.
+        max_logit, if asked for: (B, H), of packed sequences one row each, in lse's dtype. The largest score of a head after bias and
+        masks; -inf where nothing is seen. Sinks do not count.
+        column_sums, if asked for: (B, H, Sk) in either layout, or (H, Tk), in lse's dtype. The sum over the queries of a head of what
+        each gives to a key, before dropout.
 
     Raises:
         TypeError: an argument has a wrong type. The message names each wrong argument and what is accepted.
@@ -66,19 +76,23 @@ def attention(q: Any, k: Any, v: Any, *unnamed: Any, return_lse: bool = False, *
         raise TypeError(
             f"attention() takes q, k and v by their places, and {len(unnamed)} more were given; options are named, as in causal=True"
         )
-    again = _run.AGAIN.get(type(q))
+    plain = isinstance(aux, tuple) and not aux
+    again = _run.AGAIN.get(type(q)) if plain else None
     if again is not None and (found := again(q, k, v, return_lse, options)) is not None:
         return found
     framework = known_framework(q)
     if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):
-        return framework.handed_over(kinds, attention, q, k, v, return_lse=return_lse, **options)
+        more = {} if plain else {"aux": aux}
+        return framework.handed_over(kinds, attention, q, k, v, return_lse=return_lse, **more, **options)
     wrong: Wrong = []
     flag(wrong, "return_lse", return_lse)
-    framework, p = _prepared("attention", q, k, v, options, wrong)
+    names = parse_aux(wrong, aux)
+    framework, p = _prepared("attention", q, k, v, options, wrong, aux=names)
     calls = _calls(framework)
-    out, lse = calls.forward(p)
-    calls.remember(q, k, v, return_lse, options, p)
-    return (out, lse) if return_lse else out
+    results = calls.forward(p)
+    if plain:
+        calls.remember(q, k, v, return_lse, options, p)
+    return _run.returned(results, return_lse, names)
 
 
 def _calls(framework: Framework) -> _run.Calls:
@@ -101,7 +115,14 @@ _with_options(attention)
 
 
 def _prepared(
-    function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array] | None = None
+    function: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: AttentionOptions,
+    wrong: Wrong,
+    known: dict[str, Array] | None = None,
+    aux: tuple[str, ...] = (),
 ) -> tuple[Framework, Request]:
     """parse(), or the exception that tells all that is wrong. known: beside q, k and v."""
     framework, p = parse(function, q, k, v, options, wrong)
@@ -110,7 +131,7 @@ def _prepared(
         is_array(wrong, name, x, framework, q)
     if wrong or framework is None:
         raise _refusal(function, framework, p, wrong, known)
-    return framework, p
+    return framework, p._replace(aux=aux)
 
 
 def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wrong, known: dict[str, Array]) -> Exception:
@@ -145,8 +166,8 @@ def _judgeable(p: Request, known: dict[str, Array], wrong: Set[str]) -> tuple[Re
         withheld |= {*BLOCKS, "block_q", "block_k"}
     if "score" in wrong:
         withheld |= {"beta", "shift"}
-    left = Request(*({name: x for name, x in given.items() if name not in withheld} for given in (arrays, options)))
-    return left, known
+    arrays, options = ({name: x for name, x in given.items() if name not in withheld} for given in (arrays, options))
+    return Request(arrays, options), known
 
 
 def _repeat(
@@ -229,24 +250,26 @@ def _of_rows(
 
 @outside_graphs
 def reference(
-    q: Array, k: Array, v: Array, *, rows: Iterable[int] | None = None, **options: Unpack[AttentionOptions]
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, *, rows: Iterable[int] | None = None, aux: Sequence[str] = (), **options: Unpack[AttentionOptions]
+) -> Any:
     """attention() in float64 on the CPU, row by row by the formulas. Every engine is tested against it. It is slow and not differentiable.
 
     Args:
         q, k, v, options: as for attention().
         rows: the only queries to compute, as ascending flat indices into (B, H, Sq), or (H, Tq) of packed sequences. The rest is NaN.
+        aux: as for attention(); refused with rows, for all rows of a head belong to them.
 
     Returns:
-        out, lse: in the shapes of attention()'s, float64.
+        (out, lse), or with aux a named tuple of these and what it names: in the shapes of attention()'s, float64.
 
     Raises:
         The errors of attention().
     """
     wrong: Wrong = []
     chosen = _chosen(wrong, "rows", rows)
-    framework, p = _prepared("reference", q, k, v, options, wrong)
-    return _run.reference(framework, p, chosen)
+    names = parse_aux(wrong, aux)
+    framework, p = _prepared("reference", q, k, v, options, wrong, aux=names)
+    return _run.returned(_run.reference(framework, p, chosen), True, names)
 
 
 def _chosen(wrong: Wrong, name: str, given: Any) -> list[int] | None:
@@ -307,12 +330,14 @@ def reference_backward(
 
 
 @outside_graphs
-def explain(q: Array, k: Array, v: Array, *, backward: bool = False, **options: Unpack[AttentionOptions]) -> str:
+def explain(q: Array, k: Array, v: Array, *, backward: bool = False, aux: Sequence[str] = (), **options: Unpack[AttentionOptions]) -> str:
     """Says what attention() or its backward would run for this call: each engine's plan or reason against, the choice, what was rounded.
 
     Nothing is computed. Arguments and errors are those of attention(), except that the text also says if no engine takes the call.
     """
-    framework, p = _prepared("explain", q, k, v, options, [])
+    wrong: Wrong = []
+    names = parse_aux(wrong, aux)
+    framework, p = _prepared("explain", q, k, v, options, wrong, aux=names)
     return _run.explain(framework, p, backward)
 
 

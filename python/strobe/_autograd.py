@@ -20,11 +20,13 @@ from .arrays.torch import TORCH
 class Calls(_run.Calls):
     """Through autograd and PyTorch's dispatcher, unless nobody wants to see the call."""
 
-    def forward(self, p: Request) -> tuple[Tensor, Tensor]:
+    def forward(self, p: Request) -> tuple[Tensor, ...]:
         arrays = TORCH.autocast(p.arrays)
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
-            return _operators.forward(**arrays, **p.options)
         more: dict[str, Any] = {**arrays, **p.options}
+        if p.aux:
+            more["aux"] = [*p.aux]
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+            return tuple(_operators.forward_aux(**more)) if p.aux else _operators.forward(**more)
         try:
             return _differentiable_forward(**more)  # where the dispatcher's first step would lead
         except TypeError as refused:
@@ -47,9 +49,15 @@ def _is_plain(arrays: Iterable[Any]) -> bool:
     return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in arrays if isinstance(x, Tensor))
 
 
-def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
     """The operator, past the dispatcher (some 10 µs) where it would lead straight to _operators.run_forward."""
-    if _is_plain((q, k, v, *given.values())):
+    plain = _is_plain((q, k, v, *given.values()))
+    if "aux" in given:
+        if plain:
+            return tuple(_operators.run_forward_aux(q, k, v, **given))
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(_operators.forward_aux(q, k, v, **given))
+    if plain:
         return _operators.run_forward(q, k, v, **given)
     with torch._C._AutoDispatchBelowAutograd():
         return _operators.forward(q, k, v, **given)
@@ -66,17 +74,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _below_autograd_forward(q, k, v, given)
+    ) -> tuple[Tensor, ...]:
+        out, lse, *aux = _below_autograd_forward(q, k, v, given)
+        ctx.mark_non_differentiable(*aux)
         ctx.options = {name: x for name, x in given.items() if name in FIELDS}
-        arrays = {name: x for name, x in given.items() if name not in FIELDS}
+        arrays = {name: x for name, x in given.items() if name not in FIELDS and name != "aux"}
         ctx.names = tuple(arrays)
         ctx.save_for_backward(out, lse, q, k, v, *arrays.values())
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse, *aux
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         out, lse, q, k, v, *arrays = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
@@ -106,7 +115,7 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     return tracked or forward_ad._current_level >= 0
 
 
-def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
     bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -129,4 +138,5 @@ def differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Ten
 
 
 torch.library.impl(_operators.FORWARD_NAME, "Autograd", _differentiable_forward)
+torch.library.impl(_operators.FORWARD_AUX_NAME, "Autograd", lambda q, k, v, **given: [*_differentiable_forward(q, k, v, **given)])
 torch.library.impl(_operators.BACKWARD_NAME, "Autograd", differentiable_backward)

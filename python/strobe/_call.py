@@ -11,10 +11,10 @@ from typing import Any
 
 from ._abi import MAX_RANK, NO_DTYPE, engines, error
 from ._core import ffi, lib
-from ._options import FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN
+from ._options import AUX, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN
 from ._part import decoded
 
-_MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse", "delta")) + len(GRADIENTS)
+_MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse", "delta")) + len(GRADIENTS) + len(AUX)
 _PLACES = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
 # Those that broadcast to (B, H, Sq, Sk): what they have fewer axes lacks the first ones, as in NumPy.
 _SCORES = frozenset({"mask", "bias", "dbias"})
@@ -210,8 +210,8 @@ def _check_structs(structs: Mapping[str, Iterable[str]]) -> None:
 _check_structs(
     {
         "strobe_attention": [field for name, x in FIELDS.items() if x.in_struct for field in (name, f"has_{name}" if x.has else name)],
-        "strobe_tensors": [*INPUTS, *GRADIENTS],
-        "strobe_addresses": [*INPUTS, *GRADIENTS],
+        "strobe_tensors": [*INPUTS, *GRADIENTS, *AUX],
+        "strobe_addresses": [*INPUTS, *GRADIENTS, *AUX],
     }
 )
 

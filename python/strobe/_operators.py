@@ -1,4 +1,4 @@
-"""The operators strobe::attention_forward and strobe::attention_backward, as torch.compile and PyTorch's dispatcher see them."""
+"""The operators strobe::attention_forward, attention_forward_aux and attention_backward, as torch.compile and PyTorch see them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from . import _eager, _repeated, _run
 from ._abi import BACKWARD, FORWARD
+from ._checks import Wrong
 from ._options import FIELDS, GRADIENTS, INPUTS
 from ._repeated import Seen, made_ready
-from ._request import Request
+from ._request import Request, parse_aux
 from .arrays.torch import TORCH
 
 # The operators take everything that a call consists of, so that a graph holds nothing else. What is at its default is neither passed
@@ -41,12 +42,16 @@ torch.library.define(
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needed) -> Tensor[]",  # as GRADIENTS
     tags=_TAGS,
 )
+# The same with what aux names (_options.AUX) behind out and lse.
+FORWARD_AUX_NAME = "strobe::attention_forward_aux"
+torch.library.define(FORWARD_AUX_NAME, f"({_ARGUMENTS}, str[] aux) -> Tensor[]", tags=_TAGS)
 forward = torch.ops.strobe.attention_forward.default
+forward_aux = torch.ops.strobe.attention_forward_aux.default
 backward = torch.ops.strobe.attention_backward.default
 
 
-def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
-    p = Request({"q": q, "k": k, "v": v}, {})
+def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], aux: tuple[str, ...] = ()) -> Request:
+    p = Request({"q": q, "k": k, "v": v}, {}, aux)
     for name, x in given.items():
         (p.options if name in FIELDS else p.arrays)[name] = tuple(x) if isinstance(x, list) else x
     return p
@@ -92,18 +97,36 @@ def _again(
     return _eager.run(_repeated.CALLS.lately, prefix, tensors, given)
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    request = partial(_request, q, k, v, given)
-    found = _again(FORWARD, b"forward", (q, k, v), given, request, {}, partial(_run.results, TORCH))
-    if found is None:
-        return _run.forward(TORCH, request())
-    out, lse = found
-    return out, lse
+def _run_forward(aux: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    request = partial(_request, q, k, v, given, aux)
+    found = _again(FORWARD, " ".join(("forward", *aux)).encode(), (q, k, v), given, request, {}, partial(_run.results, TORCH))
+    return _run.forward(TORCH, request()) if found is None else found
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    return _run_forward((), q, k, v, given)
+
+
+def run_forward_aux(q: Tensor, k: Tensor, v: Tensor, *, aux: list[str], **given: Any) -> list[Tensor]:
+    return list(_run_forward(_aux(aux), q, k, v, given))
+
+
+def _aux(aux: list[str]) -> tuple[str, ...]:
+    wrong: Wrong = []
+    names = parse_aux(wrong, [*aux])
+    if wrong:
+        raise wrong[0]
+    return names
 
 
 @torch.library.register_fake(FORWARD_NAME)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
     return tuple(_run.results(TORCH, _request(q, k, v, given)).values())
+
+
+@torch.library.register_fake(FORWARD_AUX_NAME)
+def _fake_forward_aux(q: Tensor, k: Tensor, v: Tensor, *, aux: list[str], **given: Any) -> list[Tensor]:
+    return list(_run.results(TORCH, _request(q, k, v, given, _aux(aux))).values())
 
 
 def with_dense_rows(dout: Tensor, bshd: bool) -> Tensor:
@@ -141,4 +164,5 @@ def _fake_backward(
 
 
 torch.library.impl(FORWARD_NAME, "CompositeExplicitAutograd", run_forward)
+torch.library.impl(FORWARD_AUX_NAME, "CompositeExplicitAutograd", run_forward_aux)
 torch.library.impl(BACKWARD_NAME, "CompositeExplicitAutograd", run_backward)

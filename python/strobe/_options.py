@@ -332,6 +332,14 @@ class AttentionOptions(TypedDict, total=False):
         "bool", Flag("follow the softmax's running maximum where an engine would let it lag, and compute the exact tanh of softcap.")
     ]
     allow_tf32: Annotated["bool", Flag("let a GPU compute float32 by single TF32 products.")]
+    invariant: Annotated[
+        "bool",
+        Flag(
+            "the bits of a row of the output, lse and dq follow from its query, the keys that it sees and the options alone: not from the "
+            "batch, other heads, the number of queries, packing, strides, threads or the GPU's load. Those of dk and dv follow from "
+            "their sequence and head. The engine is then the first one that takes the dtype, head dimensions and options."
+        ),
+    ]
     tile_q: Annotated[
         "int | None", Whole(1, lib.STROBE_MAX_TILE, "the tile (Br, Bc) that you wish for; explain() names the tile that runs.")
     ]
@@ -355,15 +363,28 @@ class AttentionOptions(TypedDict, total=False):
             in_struct=False,
         ),
     ]
+    reserved_sms: Annotated[
+        "int | None",
+        Whole(
+            0,
+            INT32_MAX,
+            "how many multiprocessors of the GPU are left to others, such as communication: kernels whose grid is as large as the GPU "
+            "shrink by these, and work is shared out for the rest. None: 0.",
+            in_struct=False,
+        ),
+    ]
 
 
 ROWS: dict[str, Row] = {name: x.__metadata__[0] for name, x in AttentionOptions.__annotations__.items()}
 DEFAULTS: dict[str, Any] = {name: row.default for name, row in ROWS.items()}
 
 # The operators' schemas have these at the end.
-_LAST = ("tile_q", "tile_k", "deterministic", "exact_max", "allow_tf32", "strict", "check", "engine", "bshd", "threads")
+_LAST = (
+    *("tile_q", "tile_k", "deterministic", "exact_max", "allow_tf32", "invariant"),
+    *("strict", "check", "engine", "bshd", "threads", "reserved_sms"),
+)
 _GIVEN = {field: x for name, row in ROWS.items() for field, x in row.fields(name).items()}
-# What a call says beside its tensors: the fields of strobe_attention, and two that say how the call is made.
+# What a call says beside its tensors: the fields of strobe_attention, and three that say how the call is made.
 FIELDS: dict[str, Field] = {name: x for name, x in _GIVEN.items() if name not in _LAST} | {name: _GIVEN[name] for name in _LAST}
 _LAST_TENSORS = ("rng", "seqused_k")  # as in strobe_tensors, which grows at its end
 _TENSORS = [tensor for name, row in ROWS.items() for tensor in row.tensors(name) if tensor not in _LAST_TENSORS]
@@ -372,6 +393,8 @@ INPUTS = ("q", "k", "v", *_TENSORS, *_LAST_TENSORS)
 BLOCKS = ROWS["block_mask"].tensors("block_mask")
 # The tensors that a backward may be asked for, and the inputs whose gradients they are, in the order of the operators.
 GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v") or getattr(ROWS.get(name), "has_gradient", False)}
+# What attention() and reference() return beside out and lse, where asked for.
+AUX = ("max_logit", "column_sums")
 
 HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 

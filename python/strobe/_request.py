@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ._blockmask import BlockMask
 from ._checks import Wrong, check_names, is_array, is_whole, name_of
 from ._kinds import kind, shown
-from ._options import BLOCKS, ELSEWHERE, HYPERBOLIC, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
+from ._options import AUX, BLOCKS, ELSEWHERE, HYPERBOLIC, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
 from ._part import decoded
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
@@ -29,6 +29,7 @@ class Request(NamedTuple):
 
     arrays: dict[str, Array]  # those of _options.INPUTS that are given
     options: dict[str, Any]  # those of _options.FIELDS that are not at their default
+    aux: tuple[str, ...] = ()  # those of _options.AUX that are wanted
 
 
 def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> tuple[Framework | None, Request]:
@@ -97,6 +98,18 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
             )  # to the library, 0 is None
     _dropout(wrong, arrays, options, given, framework)
     return framework, Request(arrays, options)
+
+
+def parse_aux(wrong: Wrong, aux: Any) -> tuple[str, ...]:
+    """The names of auxiliary results that are wanted."""
+    accepted = f"accepted are several of {', '.join(map(repr, AUX))} in a tuple, each once"
+    if not isinstance(aux, (tuple, list)) or not all(isinstance(name, str) for name in aux):
+        wrong.append(TypeError(f"aux: {shown(aux)}; {accepted}"))
+    elif not set(aux) <= {*AUX} or len(set(aux)) < len(aux):
+        wrong.append(ValueError(f"aux: {shown(aux)}; {accepted}"))
+    else:
+        return tuple(aux)
+    return ()
 
 
 def _longest(framework: Framework, cu_seqlens: Array) -> int:

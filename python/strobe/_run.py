@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import permutations
 from typing import Any, NamedTuple
 
 from ._abi import BACKWARD, FORWARD, error, said
 from ._call import ACCUMULATE, Allocator, Call, attention_struct
 from ._core import ffi, lib
 from ._graphs import outside_graphs
-from ._options import GRADIENTS
+from ._options import AUX, GRADIENTS
 from ._part import is_partial
 from ._request import Request
 from .arrays.base import Array, Framework
@@ -30,20 +32,38 @@ class Gradients(NamedTuple):
 
 
 def results(framework: Framework, p: Request, wide: bool = False) -> dict[str, Array]:
-    """Uninitialised out and lse. wide: in float64."""
-    q, v = p.arrays["q"], p.arrays["v"]
-    lse = of_rows(framework, p, wide, 2 if is_partial(p.options) else None)
+    """Uninitialised out and lse, and what p.aux names. wide: in float64."""
+    q, k, v = (p.arrays[name] for name in "qkv")
+    head, row = _axes(p)
+    shapes = {"lse": _rows(p)}
+    if is_partial(p.options):
+        shapes["lse"] = (2, *shapes["lse"])
+    if p.aux:
+        batch = q.shape[0] if q.ndim == 4 else p.arrays["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in p.arrays else 0
+        shapes |= {"max_logit": (batch, q.shape[head]), "column_sums": (*_rows(p)[:-1], k.shape[row])}
     out = framework.dense_like(q, v.shape[-1], framework.xp.float64 if wide else _summed(framework, p, q.dtype))
-    return {"out": out, "lse": lse}
+    return {"out": out} | {name: framework.empty(q, shapes[name], _statistic(framework, q, wide)) for name in ("lse", *p.aux)}
 
 
-def of_rows(framework: Framework, p: Request, wide: bool = False, numbers: int | None = None) -> Array:
-    """Uninitialised: a number for each row, or several."""
-    q = p.arrays["q"]
-    head, row = (1, 0) if q.ndim == 3 else (2, 1) if "bshd" in p.options else (1, 2)
-    rows = (*q.shape[: q.ndim - 3], q.shape[head], q.shape[row])
-    dtype = framework.xp.float64 if wide or q.dtype == framework.xp.float64 else framework.xp.float32
-    return framework.empty(q, rows if numbers is None else (numbers, *rows), dtype)
+def of_rows(framework: Framework, p: Request) -> Array:
+    """Uninitialised: a number for each row."""
+    return framework.empty(p.arrays["q"], _rows(p), _statistic(framework, p.arrays["q"]))
+
+
+def _axes(p: Request) -> tuple[int, int]:
+    """Where q has its head and its row."""
+    return (1, 0) if p.arrays["q"].ndim == 3 else (2, 1) if "bshd" in p.options else (1, 2)
+
+
+def _rows(p: Request) -> tuple[int, ...]:
+    """The shape of what has a number for each row."""
+    shape = p.arrays["q"].shape
+    return (*shape[: len(shape) - 3], *(shape[axis] for axis in _axes(p)))
+
+
+def _statistic(framework: Framework, q: Array, wide: bool = False) -> Any:
+    """The dtype of lse and its like."""
+    return framework.xp.float64 if wide or q.dtype == framework.xp.float64 else framework.xp.float32
 
 
 def _summed(framework: Framework, p: Request, dtype: Any) -> Any:
@@ -61,15 +81,16 @@ def gradients(framework: Framework, p: Request, needed: Iterable[str], wide: boo
     return found
 
 
-def forward(framework: Framework, p: Request) -> tuple[Array, Array]:
+def forward(framework: Framework, p: Request) -> tuple[Array, ...]:
+    """out, lse and what p.aux names."""
     oracle = _is_oracle(p)
     found = results(framework, p, oracle)
     call(framework, p, {}, found).run(lib.strobe_forward)
-    out, lse = found.values()
-    if oracle:
-        q, xp = p.arrays["q"], framework.xp
-        return framework.cast(out, _summed(framework, p, q.dtype)), framework.cast(lse, xp.float64 if q.dtype == xp.float64 else xp.float32)
-    return out, lse
+    if not oracle:
+        return tuple(found.values())
+    q = p.arrays["q"]
+    of_out, statistic = _summed(framework, p, q.dtype), _statistic(framework, q)
+    return tuple(framework.cast(x, of_out if name == "out" else statistic) for name, x in found.items())
 
 
 def backward(
@@ -90,14 +111,31 @@ def backward(
     return found | into
 
 
-def reference(framework: Framework, p: Request, rows: list[int] | None) -> tuple[Array, Array]:
+def reference(framework: Framework, p: Request, rows: list[int] | None) -> tuple[Array, ...]:
     found = results(framework, p, True)
-    out, lse = found.values()
     if rows is not None:
-        out[...] = lse[...] = float("nan")
+        found["out"][...] = found["lse"][...] = float("nan")
     selection, _alive = _selection(rows, None)
     call(framework, p, {}, found).run(lib.strobe_reference_forward, selection)
-    return out, lse
+    return tuple(found.values())
+
+
+# attention()'s named tuples, by what is behind out.
+_NAMED: dict[tuple[str, ...], Callable[..., Any]] = {
+    (*lse, *aux): namedtuple("Attention", ("out", *lse, *aux))
+    for count in range(1, len(AUX) + 1)
+    for aux in permutations(AUX, count)
+    for lse in ((), ("lse",))
+}
+
+
+def returned(found: tuple[Array, ...], return_lse: bool, aux: tuple[str, ...]) -> Any:
+    """What attention() returns of out, lse and what aux names."""
+    out, lse, *more = found
+    if not aux:
+        return (out, lse) if return_lse else out
+    names = ("lse", *aux) if return_lse else aux
+    return _NAMED[names](out, lse, *more) if return_lse else _NAMED[names](out, *more)
 
 
 def reference_backward(
@@ -192,21 +230,23 @@ def call(framework: Framework, p: Request, known: dict[str, Array], made: dict[s
     """known: beside p.arrays, from the caller."""
 
     def place(execution: Any) -> Allocator | None:
-        return _place(framework, execution, p.arrays["q"], p.options.get("threads"))
+        return _place(framework, execution, p.arrays["q"], p.options.get("threads"), p.options.get("reserved_sms", 0))
 
     options = p.options | {"deterministic": True} if framework.is_deterministic() else p.options
     return Call(p.arrays | known, made, options, framework.view, place)
 
 
-def _place(framework: Framework, execution: Any, q: Array, threads: int | None) -> Allocator | None:
+def _place(framework: Framework, execution: Any, q: Array, threads: int | None, reserved_sms: int = 0) -> Allocator | None:
     """Fills a strobe_execution for work where q lies; returns where its workspace comes from, None for the library's own memory."""
     stream = framework.stream(q)
     if stream is None:
         most = framework.default_threads()  # asked in any case: PyTorch then tells OpenMP of its number, if this thread is new
         lib.strobe_glue_execution(execution, threads or most)
+        execution.reserved_sms = reserved_sms
         return None
     execution.size = ffi.sizeof("strobe_execution")
     execution.stream = ffi.cast("void *", stream)
+    execution.reserved_sms = reserved_sms
     return Allocator(partial(framework.scratch, q))
 
 
@@ -239,8 +279,8 @@ class Calls:
         """For AGAIN: a call of attention() that was made."""
         return
 
-    def forward(self, p: Request) -> tuple[Array, Array]:
-        """out and lse; differentiable in torch."""
+    def forward(self, p: Request) -> tuple[Array, ...]:
+        """out and lse, differentiable in torch, and what p.aux names, which is not."""
         return forward(self.framework, p)
 
     def backward(self, p: Request, dout: Array, dlse: Array | None, out: Array, lse: Array, needed: list[str]) -> dict[str, Array]:

@@ -84,7 +84,7 @@ struct Problem {
   uint64_t seed = 0, offset = 0; // unless rng
   // wishes
   int64_t tile_q = 0, tile_k = 0;
-  bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false;
+  bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false, invariant = false;
   std::string engine; // empty: any
 
   // tensors
@@ -108,6 +108,7 @@ struct Problem {
 
   View out, lse;                                     // lse: (batch, head, query, -)
   int64_t lse_low = 0;                               // of a partial part: how many elements behind a row's LSE its second number lies
+  View max_logit, column_sums;                       // of the forward, where wanted: (batch, head, -, -) and (batch, query head, key, -)
   View dout, dlse, delta, dq, dk, dv, dbias, dsinks; // delta: of a partial part
   bool accumulate = false;                           // dq, dk and dv are added to
 
@@ -123,6 +124,8 @@ struct Problem {
     __attribute__((always_inline)) explicit operator bool() const { return q != nullptr; }
   } part;
 
+  // Whether a forward is to be followed by the pass that makes max_logit and column_sums.
+  bool auxiliary() const { return max_logit || column_sums; }
   // Whether the score is no linear function of q.k.
   __attribute__((always_inline)) bool curved() const { return softcap > 0 || score == ScoreFunction::hyperbolic; }
   __attribute__((always_inline)) int64_t group() const { return heads_kv > 0 ? heads / heads_kv : 1; } // query heads per key head
@@ -179,7 +182,8 @@ private:
 
 // How the caller wants it run.
 struct Execution {
-  int32_t threads = 1; // >= 1, resolved
+  int32_t threads = 1;      // >= 1, resolved
+  int32_t reserved_sms = 0; // of a GPU, left to others
   strobe_parallel parallel = nullptr;
   void *pool = nullptr;
   void *stream = nullptr;

@@ -29,7 +29,7 @@ Execution validate(const strobe_execution *execution) {
   if (e.threads < 0 || e.threads > STROBE_MAX_THREADS)
     reasons.add("execution.threads", e.threads, "; accepted is 1 to ", int(STROBE_MAX_THREADS),
                 ", or 0 for as many as the process may run on");
-  if (e.reserved) reasons.add("execution.reserved", e.reserved, "; accepted is 0");
+  if (e.reserved_sms < 0) reasons.add("execution.reserved_sms", e.reserved_sms, "; accepted is 0 to one fewer than the GPU has");
   if (reinterpret_cast<uintptr_t>(e.workspace) % kWorkspaceAlignment)
     reasons.add("execution.workspace", e.workspace, "; accepted is an address aligned to ", kWorkspaceAlignment, " bytes");
   if (!e.workspace && e.workspace_bytes)
@@ -38,6 +38,7 @@ Execution validate(const strobe_execution *execution) {
   reasons.raise_if_any();
 
   result.threads = e.threads ? e.threads : usable_processors();
+  result.reserved_sms = e.reserved_sms;
   result.parallel = e.parallel, result.pool = e.pool, result.stream = e.stream;
   result.workspace = e.workspace, result.workspace_bytes = e.workspace_bytes;
   result.allocate = e.allocate, result.allocator = e.allocator;

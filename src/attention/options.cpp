@@ -10,7 +10,8 @@ void check_dropout(const strobe_attention &a, Reasons &reasons) {
 }
 
 static void check_score(const strobe_attention &a, Reasons &reasons) {
-  for (auto [field, value] : {std::pair{"reserved", a.reserved}, {"reserved_2", a.reserved_2}})
+  for (auto [field, value] :
+       {std::pair{"reserved", a.reserved}, {"reserved_invariant", a.reserved_invariant}, {"reserved_2", a.reserved_2}})
     if (value) reasons.add(field, value, "; accepted is 0");
   if (a.score == STROBE_DOT) {
     for (auto [field, value] : {std::pair{"beta", a.beta}, {"shift", a.shift}})
@@ -36,6 +37,7 @@ void check_options(const strobe_attention &a, Reasons &reasons) {
       {"allow_tf32", a.allow_tf32},
       {"strict", a.strict},
       {"check", a.check},
+      {"invariant", a.invariant},
       {"accumulate", a.accumulate},
   };
   for (auto [field, value] : flags)

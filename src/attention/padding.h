@@ -4,12 +4,12 @@
 
 namespace strobe {
 
-// In host memory: out and dq of such queries become 0, their LSE -inf; dk and dv of such keys 0.
-void clear_padding_of_queries(const Problem &, Direction);
-void clear_padding_of_keys(const Problem &);
-inline void clear_padding(const Problem &p, Direction direction) {
-  clear_padding_of_queries(p, direction);
-  if (direction == Direction::backward) clear_padding_of_keys(p);
+// In host memory: out and dq of such queries become 0, their LSE -inf; dk, dv and column sums of such keys 0.
+void clear_padding_of_queries(const Problem &, const Execution &, Direction);
+void clear_padding_of_keys(const Problem &, const Execution &, Direction);
+inline void clear_padding(const Problem &p, const Execution &execution, Direction direction) {
+  clear_padding_of_queries(p, execution, direction);
+  clear_padding_of_keys(p, execution, direction);
 }
 
 } // namespace strobe

@@ -87,6 +87,10 @@ private:
     if (varlen) return {{"H", n.heads}, {"Tq", n.rows_q}};
     return {{"B", n.batch}, {"H", n.heads}, {"Sq", n.rows_q}};
   }
+  Axes key_columns() const {
+    if (varlen) return {{"H", n.heads}, {"Tk", n.rows_k}};
+    return {{"B", n.batch}, {"H", n.heads}, {"Sk", n.rows_k}};
+  }
   Axes scores() const {
     return {{"B", n.batch, true},
             {"H", n.heads, true},
@@ -200,6 +204,9 @@ private:
     if (t.seqused_k) reasons.add("seqused_k", "given beside part; accepted is part alone, whose ranges and seqlens_k say it");
     if (part->partial && t.sinks)
       reasons.add("sinks", "given with a partial part; accepted are none: they join the whole row once, in the last merge");
+    if (a.invariant) reasons.add("invariant", "given beside part; accepted is one of the two: tiles of keys begin where its ranges do");
+    for (auto [name, result] : {std::pair{"max_logit", t.max_logit}, {"column_sums", t.column_sums}})
+      if (result && !backward) reasons.add(name, "given beside part; accepted is one of the two: it belongs to whole rows and columns");
     whole("max_seqlen_q", a.max_seqlen_q, part->most_q), whole("max_seqlen_k", a.max_seqlen_k, part->most_k);
     n.size_q = part->most_q, n.size_k = part->most_k;
     if (n.batch == kAny || n.rows_q == kAny || n.rows_k == kAny) return;
@@ -285,6 +292,9 @@ private:
     if (!backward) {
       require("out", t.out, queries({"Dv", n.dim_v}), partial() ? statistics_types() : result_types(), Access::write);
       accept("lse", t.lse, lse_rows(), statistics_types(), Access::write);
+      accept("max_logit", t.max_logit, {{"B", n.batch}, {"H", n.heads}}, statistics_types(), Access::write);
+      if (beside("column_sums", t.column_sums, "lse", t.lse))
+        accept("column_sums", t.column_sums, key_columns(), statistics_types(), Access::write);
       return;
     }
     const Types either = {DType::f32, DType::f64};
@@ -372,7 +382,7 @@ private:
     p.dropout = a.dropout, p.seed = a.seed, p.offset = a.offset;
     p.tile_q = a.tile_q, p.tile_k = a.tile_k;
     p.deterministic = a.deterministic, p.exact_max = a.exact_max, p.allow_tf32 = a.allow_tf32, p.strict = a.strict, p.check = a.check;
-    p.engine = a.engine ? a.engine : "";
+    p.invariant = a.invariant, p.engine = a.engine ? a.engine : "";
 
     const AxisMap &tokens = varlen ? kPacked : kDense, &rows = varlen ? kPackedRows : kDenseRows;
     p.q = view(t.q, tokens), p.k = view(t.k, tokens), p.v = view(t.v, tokens);
@@ -392,6 +402,7 @@ private:
     p.out = view(t.out, tokens);
     p.lse = view(t.lse, !partial() ? rows : varlen ? kPackedPairs : kDensePairs);
     if (partial() && p.lse) p.lse_low = t.lse->strides[0];
+    if (!backward) p.max_logit = view(t.max_logit, kBatchHead), p.column_sums = view(t.column_sums, rows);
     if (backward) {
       p.dout = view(t.dout, tokens), p.dlse = view(t.dlse, rows), p.delta = view(t.delta, rows);
       p.dq = view(t.dq, tokens), p.dk = view(t.dk, tokens), p.dv = view(t.dv, tokens);

@@ -1,6 +1,9 @@
 #include "attention/work.h"
 
 #include <algorithm>
+#include <cmath>
+
+#include "attention/text.h"
 
 namespace strobe {
 
@@ -43,6 +46,11 @@ double keys_read(const Problem &p) {
   const bool bounded = p.window_right != kUnbounded && p.window_left != kUnbounded;
   const double most = bounded ? double(p.longest_q()) + double(p.window_left) + double(p.window_right) : double(p.longest_k());
   return double(p.heads_kv) * std::min(double(p.total_k), double(p.batch) * most);
+}
+
+std::string auxiliary_note(const Problem &p, double pass, double all) {
+  const char *what = !p.column_sums ? "max_logit" : !p.max_logit ? "column_sums" : "max_logit and column_sums";
+  return text(what, ": another pass over the scores after the forward, ", std::lround(100 * pass / all), "% of the predicted time");
 }
 
 double flops(const Problem &p, Direction direction) {

@@ -10,6 +10,9 @@ double visible_scores(const Problem &);
 // Keys of all key heads that some query sees by position.
 double keys_read(const Problem &);
 
+// For explain(): that max_logit and column_sums cost a pass over the scores, of so many of the seconds that are predicted.
+std::string auxiliary_note(const Problem &, double pass, double all);
+
 // Multiplications and additions of the products: two forward, five backward.
 double flops(const Problem &, Direction);
 

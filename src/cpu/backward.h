@@ -10,14 +10,18 @@ template <class Math> struct BackwardScratch {
   using T = typename Math::Real;
   using Element = typename Math::Element;
   typename KeySource<Math>::Scratch k, v;
+  FiniteKeys<Math> finite_k;
   ScoreScratch<T> score;
   Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
   T *s, *dp, *dq, *dq_total, *lse, *dlse, *excess, *delta, *sum, *sum_lost, *rest, *rest_lost, *ones, *row;
+  T *settled;                // how D and P of a row follow from its sums, if they do: Settled
+  T *first_tile, *last_tile; // of keys that the row sees some of, for rows that might see one alone
   T *keep = nullptr, *slopes = nullptr;
-  T *wide_p, *wide_ds; // of a piece with something hidden and something not finite
+  T *finite_q, *finite_do; // of a tile of queries of which something is not finite
+  T *wide_p, *wide_ds;     // of a piece that meets something that is not finite
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
-      : k(keys.k.take(arena)), v(keys.v.take(arena)),
+      : k(keys.k.take(arena)), v(keys.v.take(arena)), finite_k(arena, tile.k, problem.head_dim),
         score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
     const int64_t d = problem.head_dim, dv = problem.head_dim_v, pieces = pieces_of(tile);
     q = arena.take<Element>(pieces * Math::lanes_size(tile.width, d));
@@ -40,6 +44,11 @@ template <class Math> struct BackwardScratch {
     rest = arena.take<T>(tile.q);
     rest_lost = arena.take<T>(tile.q);
     ones = arena.take<T>(tile.q);
+    settled = arena.take<T>(tile.q);
+    first_tile = arena.take<T>(tile.q);
+    last_tile = arena.take<T>(tile.q);
+    finite_q = arena.take<T>(tile.q * round_to(d, 16));
+    finite_do = arena.take<T>(tile.q * round_to(dv, 16));
     row = arena.take<T>(2 * round_to(dv, 16));
     if (problem.dropout > 0) keep = arena.take<T>(tile.k * tile.width);
     wide_p = arena.take<T>(tile.k * tile.width);
@@ -52,13 +61,17 @@ template <class Math> struct BackwardScratch {
   }
 };
 
+// Whether D of a row follows from the sums of its P dP and P, and P of its LSE and the sum of P: see add_rows. If not invariant, this is
+// said of all rows of a tile of queries at once.
+enum Settled { kAsItIs, kDelta, kDeltaAndLse };
+
 // A tile of queries, ready: Q and dO as lanes and as rows, LSE, D and dLSE.
 template <class Math> struct QueryTile {
   using T = typename Math::Real;
   int64_t i0, i1, rows, pieces, width;
-  bool finite; // Q and dO are
-  bool large;  // some LSE is so large that its rounding shows in P
-  bool whole;  // all keys that they see lie in one tile
+  bool finite;     // Q and dO are; else their rows are FiniteRows
+  bool whole;      // all keys that they see lie in one tile, where their sums are made
+  bool sums_first; // some row's sums are to be made ahead of the gradients
   typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows, do_rows;
 
   int64_t piece_lanes(int64_t n) const { return min((i64)width, (i64)(i1 - i0 - n * width)); }
@@ -74,6 +87,13 @@ template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t t
   double sum = 0;
   for (int64_t c = 0; c < dv; ++c) sum += double(buffer[c]) * double(buffer[ld + c]);
   return sum;
+}
+
+// Whether all keys that a query sees may lie in one tile of keys: where masks or a bias hide, that is found out from the scores.
+template <class T> STROBE_INLINE bool may_see_one_tile(const Head<T> &head, int64_t tile_k, int64_t i) {
+  const Problem &p = *head.p;
+  const Range keys = head.band.keys(i);
+  return !keys.empty() && (p.mask || p.bias || p.blocks.present || keys.begin / tile_k == (keys.end - 1) / tile_k);
 }
 
 template <class Math>
@@ -94,14 +114,21 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
     out.d_o[n] = Math::load_lanes(p.dout, head.b, head.h, token + lane, count, dv, T(1), width,
                                   scratch.d_o + n * Math::lanes_size(tile.width, dv), scratch.score.buffer);
   }
-  if (rows_too) {
-    out.q_rows = Math::load_rows(p.q, head.b, head.h, token, out.i1 - i0, d, scratch.q_rows);
-    out.do_rows = Math::load_rows(p.dout, head.b, head.h, token, out.i1 - i0, dv, scratch.do_rows);
+  const int64_t real_rows = out.i1 - i0;
+  out.finite = all_finite(p.q, head.b, head.h, token, real_rows, d) && all_finite(p.dout, head.b, head.h, token, real_rows, dv);
+  if (rows_too && out.finite) {
+    out.q_rows = Math::load_rows(p.q, head.b, head.h, token, real_rows, d, scratch.q_rows);
+    out.do_rows = Math::load_rows(p.dout, head.b, head.h, token, real_rows, dv, scratch.do_rows);
+  } else if (rows_too) {
+    const View finite_q = finite_rows(p.q, head.b, head.h, token, real_rows, d, scratch.finite_q);
+    const View finite_do = finite_rows(p.dout, head.b, head.h, token, real_rows, dv, scratch.finite_do);
+    out.q_rows = Math::load_rows(finite_q, 0, 0, 0, real_rows, d, scratch.q_rows);
+    out.do_rows = Math::load_rows(finite_do, 0, 0, 0, real_rows, dv, scratch.do_rows);
   }
-  out.finite = all_finite(p.q, head.b, head.h, token, out.i1 - i0, d) && all_finite(p.dout, head.b, head.h, token, out.i1 - i0, dv);
   const double large = p.dtype == DType::f64 ? 1e4 : p.dtype == DType::f32 ? 16 : 1024; // half the last bit of LSE: 1e-12, 1e-6, 6e-5
-  out.large = false;
+  bool any_large = false, any_settled = false;
   fill(scratch.excess, out.rows, T(0));
+  fill(scratch.settled, out.rows, T(kAsItIs));
   for (int64_t i = 0; i < out.rows; ++i) {
     bool real = i0 + i < out.i1;
     T lse = real ? *p.lse.at<T>(head.b, head.h, token + i, 0) : T(0);
@@ -111,22 +138,31 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
       scratch.excess[i] = T((both - double(lse)) * double(head.unit));
     }
     scratch.lse[i] = real && lse != -kInfinity<T> ? lse : kInfinity<T>; // P = 0 in lanes past the end and in rows that see nothing
-    out.large |= real && __builtin_fabs(double(lse)) > large && __builtin_isfinite(lse);
+    const bool is_large = real && __builtin_fabs(double(lse)) > large && __builtin_isfinite(lse);
+    scratch.settled[i] = is_large ? T(kDeltaAndLse) : real && may_see_one_tile(head, tile.k, i0 + i) ? T(kDelta) : T(kAsItIs);
+    any_large |= is_large;
+    any_settled |= scratch.settled[i] != T(kAsItIs);
     scratch.dlse[i] = real && p.dlse ? *p.dlse.at<T>(head.b, head.h, token + i, 0) : T(0);
     scratch.delta[i] = !real ? T(0) : p.delta ? *p.delta.at<T>(head.b, head.h, token + i, 0) : T(row_delta(head, token + i, scratch.row));
   }
   if (p.part.partial) { // the sums of a row are not all here: LSE and D are the caller's
-    out.large = out.whole = false;
+    out.sums_first = out.whole = false;
     return;
   }
+  out.whole = false;
+  out.sums_first = any_settled;
+  if (p.invariant) return;
   KeyTiles<T> tiles(head, mask, tile, i0, out.i1);
   KeysOfRange keys;
   out.whole = tiles.next(keys) && !tiles.next(keys);
+  out.sums_first = any_large && !out.whole;
+  fill(scratch.settled, out.rows, T(any_large ? kDeltaAndLse : kDelta));
 }
 
 // Where a row sees few keys, or all its P falls to one, dP and D cancel; summed up apart, in different orders, they leave their rounding.
 // And rounded to its last bit, a large LSE is off by eps |LSE|, and P = e^(s - LSE) by that factor, in a whole row. So rows whose keys lie
 // in one tile, and those of a tile where some LSE is large, are summed up once more, P and P (dP - D), and D and P follow from the sums.
+// Invariant: a row whose own keys lie in one tile, and one whose own LSE is large.
 template <class Math>
 __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, const TileSpan &t, int64_t lane,
                                         const typename Math::Real *s, const typename Math::Real *dp, BackwardScratch<Math> &scratch) {
@@ -151,9 +187,25 @@ __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, c
   }
 }
 
+// Which tiles of keys the rows see some key of.
+template <class Math>
+__attribute__((noinline)) void note_tile(const TileSpan &t, int64_t lane, const typename Math::Real *s, int64_t tile,
+                                         BackwardScratch<Math> &scratch) {
+  using T = typename Math::Real;
+  using V = Vec<T>;
+  const V hidden(-kInfinity<T>), number{T(tile)};
+  for (int64_t c = 0; c < t.width; c += V::kLanes) {
+    V seen(T(0));
+    for (int64_t j = 0; j < t.keys; ++j) seen = select(V::load(s + j * t.width + c) == hidden, seen, V(T(1)));
+    const V first = V::load(scratch.first_tile + lane + c), last = V::load(scratch.last_tile + lane + c);
+    select((seen == V(T(1))) & (number < first), number, first).store(scratch.first_tile + lane + c);
+    select((seen == V(T(1))) & (last < number), number, last).store(scratch.last_tile + lane + c);
+  }
+}
+
 // From the sums: D = sum of P dP / sum of P, the sink's P among the latter; excess = log2 of the sum of P.
 template <class Math>
-__attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head, bool large, int64_t lane, int64_t width,
+__attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head, int64_t lane, int64_t width,
                                            BackwardScratch<Math> &scratch) {
   using T = typename Math::Real;
   using V = Vec<T>;
@@ -163,10 +215,12 @@ __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head
     const V delta = V::load(scratch.delta + c), rest = V::load(scratch.rest + c) + V::load(scratch.rest_lost + c);
     const V of_sink = Math::power((V(sink) - V::load(scratch.lse + c)) * V(kLog2e<T>));
     const V sum = V::load(scratch.sum + c) + (V::load(scratch.sum_lost + c) + of_sink);
-    select(sum == V(T(0)), delta, delta + (rest - of_sink * delta) / sum).store(scratch.delta + c);
+    const auto as_it_is = (sum == V(T(0))) | (V::load(scratch.settled + c) == V(T(kAsItIs)));
+    select(as_it_is, delta, delta + (rest - of_sink * delta) / sum).store(scratch.delta + c);
     sum.store(scratch.sum + c);
   }
-  for (int64_t i = lane; large && i < lane + width; ++i) {
+  for (int64_t i = lane; i < lane + width; ++i) {
+    if (scratch.settled[i] != T(kDeltaAndLse)) continue;
     const double sum = double(scratch.sum[i]);
     scratch.excess[i] = sum > 0 && __builtin_isfinite(sum) ? T(__builtin_log2(sum)) : T(0);
   }
@@ -179,6 +233,8 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
   using T = typename Math::Real;
   const Problem &p = *head.p;
   scratch.clear_sums(0, queries.rows);
+  fill(scratch.first_tile, queries.rows, kInfinity<T>);
+  fill(scratch.last_tile, queries.rows, -kInfinity<T>);
   KeyTiles<T> tiles(head, source.mask, tile, queries.i0, queries.i1);
   for (KeysOfRange keys; tiles.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, keys, scratch.k);
@@ -187,18 +243,22 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
       const int64_t lane = n * queries.width, width = queries.piece_width(n);
       Piece<T> piece;
       if (!make_piece(head, source.mask, queries.i0 + lane, queries.piece_lanes(n), width, keys, piece)) continue;
-      for (int64_t done = 0; done < piece.span.keys; done += Math::kChunk) {
-        const TileSpan t = piece.span.chunk(done, Math::kChunk);
+      TileSpan t;
+      for (int64_t done = 0; done < piece.span.keys; done += t.keys) {
+        t = piece.span.chunk(done, Math::kChunk);
         Math::multiply(t.keys, width, p.head_dim, Math::rows_from(k.keys.rows, t.j0 - k.origin), queries.q[n], scratch.s, width, false);
         Math::multiply(t.keys, width, p.head_dim_v, Math::rows_from(v.keys.rows, t.j0 - v.origin), queries.d_o[n], scratch.dp, width,
                        false);
         apply_options(head, piece, t, scratch.score, scratch.s, (T *)nullptr);
         if (head.dropout) load_keep(head, t, scratch.keep);
         add_rows(head, t, lane, scratch.s, scratch.dp, scratch);
+        if (p.invariant) note_tile(t, lane, scratch.s, keys.begin / tile.k, scratch);
       }
     }
   }
-  settle_rows(head, queries.large, 0, queries.rows, scratch);
+  for (int64_t i = 0; p.invariant && i < queries.rows; ++i)
+    if (scratch.settled[i] == T(kDelta) && scratch.first_tile[i] != scratch.last_tile[i]) scratch.settled[i] = T(kAsItIs);
+  settle_rows(head, 0, queries.rows, scratch);
 }
 
 // P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, a chunk of keys at a time, handed on by pairs of keys:
@@ -216,9 +276,9 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   const bool masked = piece.masked(head);
   // (s * natural - lse) * log2e is what P is a power of 2 of. The two numbers of a partial part's LSE are in the unit of s.
   const V natural(p.part.partial || head.additive ? T(1) : head.scale), log2e(p.part.partial ? head.unit : kLog2e<T>);
-  const int64_t step = queries.whole ? piece.span.keys : Math::kChunk; // D needs all scores of the rows at once
-  for (int64_t done = 0; done < piece.span.keys; done += step) {
-    const TileSpan t = piece.span.chunk(done, step);
+  TileSpan t;
+  for (int64_t done = 0; done < piece.span.keys; done += t.keys) {
+    t = queries.whole ? piece.span : piece.span.chunk(done, Math::kChunk); // D needs all scores of the rows at once
     T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0), *dp = scratch.dp + (Math::kScoresInPlace ? done * width : 0);
     Math::multiply(t.keys, width, p.head_dim, Math::rows_from(k_rows, done), queries.q[n], s, width, false);      // S = K Q^T
     Math::multiply(t.keys, width, p.head_dim_v, Math::rows_from(v_rows, done), queries.d_o[n], dp, width, false); // dP = V dO^T
@@ -227,7 +287,7 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
     if (queries.whole) {
       scratch.clear_sums(lane, width);
       add_rows(head, t, lane, s, dp, scratch);
-      settle_rows(head, queries.large, lane, width, scratch);
+      settle_rows(head, lane, width, scratch);
     }
     for (int64_t c = 0; c < width; c += L) {
       const V delta = V::load(scratch.delta + lane + c), dlse = V::load(scratch.dlse + lane + c);
@@ -305,41 +365,21 @@ private:
   }
 };
 
-// The products of one piece without the elements that are hidden: see add_nonfinite.
-template <class Math>
-__attribute__((noinline)) void backward_nonfinite(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
-                                                  const Piece<typename Math::Real> &piece, typename Math::Left k_rows,
-                                                  typename Math::Left v_rows, BackwardScratch<Math> &scratch,
-                                                  const KeyGradients<typename Math::Real> &sums, KeySum<typename Math::Real> &dq) {
-  using T = typename Math::Real;
-  using V = Vec<T>;
-  const Problem &p = *head.p;
-  const TileSpan &t = piece.span;
-  const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16);
-  const int64_t j0 = piece.k0 - head.k_begin + t.j0; // of the sequence's rows
-  const auto probs = Fma<T>::in_place(scratch.wide_p, t.width), grads = Fma<T>::in_place(scratch.wide_ds, t.width);
-  recompute<true>(head, queries, n, piece, k_rows, v_rows, scratch,
-                  [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
-                    probs.put(done + j, c, p0, p1, both);
-                    grads.put(done + j, c, g0, g1, both);
-                  });
-  // sum[key] += weights[key][i] x[i]
-  auto add_queries = [&](const View &x, int64_t columns, const T *weights, T *sum, int64_t ld) {
-    T *row = scratch.score.buffer, *part = row + ld;
-    for (int64_t j = 0; j < t.keys; ++j) {
-      fill(part, columns, T(0));
-      for (int64_t i = 0; i < t.lanes; ++i) {
+// sum[key][c] += weights[key][i] x(i, c), from the piece's first key on, of the elements of x that are not finite, where a weight is not 0:
+// what finite_rows left out.
+template <class T>
+__attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const TileSpan &t, const View &x, int64_t columns,
+                                                     const T *weights, T *sum, int64_t ld) {
+  for (int64_t i = 0; i < t.lanes; ++i)
+    for (int64_t c = 0; c < columns; ++c) {
+      T value;
+      load_row(x, head.b, head.h, head.q0 + t.i0 + i, c, 1, &value);
+      if (__builtin_isfinite(value)) continue;
+      for (int64_t j = 0; j < t.keys; ++j) {
         const T weight = weights[j * t.width + i];
-        if (weight == T(0)) continue;
-        load_row(x, head.b, head.h, head.q0 + t.i0 + i, 0, columns, row);
-        for (int64_t c = 0; c < columns; ++c) part[c] += weight * row[c];
+        sum[j * ld + c] += weight != T(0) ? weight * value : T(0);
       }
-      for (int64_t c = 0; c < columns; ++c) sum[(j0 + j) * ld + c] += part[c];
     }
-  };
-  if (p.dv) add_queries(p.dout, dv, scratch.wide_p, sums.dv, ldv);
-  if (p.dk) add_queries(p.q, d, scratch.wide_ds, sums.dk, ldk);
-  if (p.dq) add_nonfinite(t, scratch.wide_ds, p.k, head.b, head.kv, piece.k0, d, dq.add_to(), scratch.score.buffer);
 }
 
 template <class Math>
@@ -353,7 +393,7 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   const bool want_dq(p.dq), want_dk(p.dk), want_dv(p.dv);
   QueryTile<Math> queries;
   load_queries(head, source.mask, tile, want_dk || want_dv, scratch, queries);
-  if (queries.large && !queries.whole) sum_rows(head, tile, queries, source, scratch);
+  if (queries.sums_first) sum_rows(head, tile, queries, source, scratch);
   KeySum<T> dq[kMaxPieces];
   for (int64_t n = 0; n < queries.pieces; ++n)
     dq[n] = {scratch.dq + ldk * n * tile.width, scratch.dq_total + ldk * n * tile.width, d, queries.piece_width(n)};
@@ -382,30 +422,36 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
         loaded = true;
       }
       const TileSpan &t = spans[n] = piece.span;
-      dq[n].expect(t.keys);
+      dq[n].expect(keys.begin);
       const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
       // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
-      const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0;
-      if (reads_others && !(queries.finite && all_finite(p.k, head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), d))) {
-        backward_nonfinite(head, queries, n, piece, k_rows, v_rows, scratch, sums, dq[n]);
-        spans[n] = {};
-        continue;
-      }
+      const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0,
+                 nonfinite = reads_nonfinite(head, piece, reads_others, p.k, d);
       auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
       auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width,
                                 tile.q, lane);
-      recompute<true>(head, queries, n, piece, k_rows, v_rows, scratch,
-                      [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
-                        probs.put(done + j, c, p0, p1, both);
-                        grads.put(done + j, c, g0, g1, both);
-                      });
+      auto emit_to = [&](const auto &p_to, const auto &ds_to) __attribute__((always_inline)) {
+        recompute<true>(head, queries, n, piece, k_rows, v_rows, scratch,
+                        [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
+                          p_to.put(done + j, c, p0, p1, both);
+                          ds_to.put(done + j, c, g0, g1, both);
+                        });
+      };
+      if (nonfinite || !queries.finite)
+        emit_to(BothScores<Math>{probs, scratch.wide_p, 0, t.width}, BothScores<Math>{grads, scratch.wide_ds, 0, t.width});
+      else
+        emit_to(probs, grads);
       probs.finish(t.keys);
       grads.finish(t.keys);
       if (!Math::kJointQueries) multiply_queries(t, probs.rows(), grads.rows(), lane, count);
+      const int64_t j0 = keys.k0 - head.k_begin + t.j0; // of the sequence's rows
+      if (!queries.finite && want_dv) add_nonfinite_queries(head, t, p.dout, dv, scratch.wide_p, sums.dv + j0 * ldv, ldv);
+      if (!queries.finite && want_dk) add_nonfinite_queries(head, t, p.q, d, scratch.wide_ds, sums.dk + j0 * ldk, ldk);
       if (want_dq) { // dQ^T += K^T dS
-        Math::multiply(d, t.width, t.keys, Math::columns_from(k.keys.columns, t.j0 - k.origin), grads.lanes(), dq[n].run, t.width,
-                       dq[n].started);
-        dq[n].started = true;
+        const auto columns = nonfinite ? scratch.finite_k.columns(p.k, head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), d)
+                                       : Math::columns_from(k.keys.columns, t.j0 - k.origin);
+        multiply_keys<Math>(head, d, t.width, t.keys, columns, grads, 0, dq[n]);
+        if (nonfinite) add_nonfinite(t, scratch.wide_ds, p.k, head.b, head.kv, piece.k0, d, dq[n].add_to());
       }
     }
     if constexpr (Math::kJointQueries) { // neighbours that take part in the same keys at once
@@ -431,13 +477,14 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
 }
 
 // Items: key heads; where these are few, their query tiles are cut into chunks with sums of their own. Both follow from the shape alone.
+// Invariant: they are not cut, for how many there are depends on the batch.
 struct BackwardItems {
   int64_t heads, chunks, tiles; // tiles: of the queries of all heads of a group
   BackwardItems(const Problem &p, const TileSizes &tile) {
     constexpr int64_t kEnough = 8;
     heads = p.batch * p.heads_kv;
     tiles = p.group() * query_tiles(p, tile.q);
-    chunks = heads > 0 ? max(1ll, min((i64)tiles, div_up(kEnough, heads))) : 1;
+    chunks = heads > 0 && !p.invariant ? max(1ll, min((i64)tiles, div_up(kEnough, heads))) : 1;
   }
   int64_t count() const { return heads * chunks; }
   int64_t tiles_each() const { return div_up(tiles, chunks); }

@@ -62,7 +62,7 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
   const int64_t i0 = head.queries.i0;
   QueryTile<Math> queries;
   load_queries(head, source.mask, tile, false, scratch, queries);
-  if (queries.large && !queries.whole) sum_rows(head, tile, queries, source, scratch);
+  if (queries.sums_first) sum_rows(head, tile, queries, source, scratch);
   KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
   for (KeysOfRange keys; tiles.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, keys, scratch.k);

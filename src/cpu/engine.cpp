@@ -147,22 +147,27 @@ int64_t nearest_divisor(int64_t block, int64_t wish) {
 
 // Br: a multiple of 16 that, under block sparsity, divides the query block. Wishes are rounded; without one the kernels' own preference is
 // halved until there is work for many threads. All of it follows from the shape alone: the threads there are must not change a bit.
-TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, std::vector<std::string> &notes) {
+// Invariant: tiles of keys are the kernels' own, for bits follow from them; of the queries' tiles, those of the backward, whose dK and dV
+// do.
+TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction direction, std::vector<std::string> &notes) {
   auto round_up = [](int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; };
   TileSizes tile = preferred;
+  const bool fixed = p.invariant && direction == Direction::backward;
   auto items = [&] { return p.batch * p.heads * ((p.longest_q() + tile.q - 1) / tile.q); };
   if (p.tile_q > 0)
     tile.q = std::min(kLongestTileQ, round_up(p.tile_q, 16));
   else
-    while (tile.q > 64 && items() < 32) tile.q /= 2;
-  tile.q = std::min(tile.q, std::max<int64_t>(16, round_up(p.longest_q(), 16)));
+    while (!fixed && tile.q > 64 && items() < 32) tile.q /= 2;
+  if (!fixed) tile.q = std::min(tile.q, std::max<int64_t>(16, round_up(p.longest_q(), 16)));
   if (p.blocks.present) tile.q = nearest_divisor(p.blocks.block_q, tile.q);
-  if (p.tile_k > 0) tile.k = std::min(kLongestTileK, round_up(p.tile_k, 32));
+  if (p.tile_k > 0 && !p.invariant) tile.k = std::min(kLongestTileK, round_up(p.tile_k, 32));
   tile.width = std::min(tile.width, tile.q);
   if (p.tile_q > 0 && tile.q != p.tile_q)
     notes.push_back(
         rounded("tile_q", p.tile_q, tile.q, "a multiple of 16, at most 256 and the queries, dividing the block of a block-sparse mask"));
-  if (p.tile_k > 0 && tile.k != p.tile_k) notes.push_back(rounded("tile_k", p.tile_k, tile.k, "a multiple of 32, at most 512"));
+  if (p.tile_k > 0 && tile.k != p.tile_k)
+    notes.push_back(
+        rounded("tile_k", p.tile_k, tile.k, p.invariant ? "invariant bits have one tile of keys" : "a multiple of 32, at most 512"));
   return tile;
 }
 
@@ -179,12 +184,18 @@ public:
     plan.engine = set_.name;
     const bool forward = direction == Direction::forward;
     const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
-    TileSizes tile = choose_tiles(p, preferred, plan.notes);
+    TileSizes tile = choose_tiles(p, preferred, direction, plan.notes);
     plan.kernel = std::string(kernels->arithmetic) + ", " + std::to_string(tile.width) + " queries at once";
     plan.tile_q = tile.q;
     plan.tile_k = tile.k;
     plan.workspace_bytes = uint64_t((forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
     plan.predicted_seconds = predict(set_, p, kernels->forward_tile.width, execution.threads, direction);
+    if (p.auxiliary()) {
+      plan.workspace_bytes = std::max(plan.workspace_bytes, uint64_t(kernels->auxiliary_workspace(p, tile, execution.threads)));
+      const double pass = plan.predicted_seconds * double(p.head_dim) / double(p.head_dim + p.head_dim_v);
+      plan.predicted_seconds += pass;
+      plan.notes.push_back(auxiliary_note(p, pass, plan.predicted_seconds));
+    }
     return plan;
   }
 
@@ -194,6 +205,7 @@ public:
     const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
     TileSizes tile{plan.tile_q, plan.tile_k, std::min(preferred.width, plan.tile_q)};
     (forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
+    if (p.auxiliary()) kernels->auxiliary(p, execution, tile, workspace);
   }
 
 private:

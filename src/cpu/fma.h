@@ -13,6 +13,7 @@ template <class T> struct Fma {
   static constexpr int64_t kChunk = 64;        // keys whose scores are computed at once
   static constexpr bool kScoresInPlace = true; // Scores overwrites its source
   static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
+  static constexpr bool kSumsApart = false;    // a product that adds to C does so every few terms, wherever it ends
 
   static STROBE_INLINE Vec<T> power(Vec<T> x) { return exp2(x); } // 2^x
 

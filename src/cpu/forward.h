@@ -14,12 +14,13 @@ inline constexpr int64_t kMaxPieces = 16; // Br / width at most
 template <class Math> struct ForwardScratch {
   using T = typename Math::Real;
   typename KeySource<Math>::Scratch k, v;
+  FiniteKeys<Math> finite_v;
   ScoreScratch<T> score;
   typename Math::Element *q, *p;
-  T *s, *o, *o_total, *m, *l, *l_lost, *alpha, *keep = nullptr;
+  T *s, *o, *o_total, *m, *l, *l_lost, *again, *alpha, *keep = nullptr;
 
   ForwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
-      : k(keys.k.take(arena)), v(keys.v.take(arena)),
+      : k(keys.k.take(arena)), v(keys.v.take(arena)), finite_v(arena, tile.k, problem.head_dim_v),
         score(arena, problem, Math::kChunk, tile.width, max(max(problem.head_dim, problem.head_dim_v), Math::kChunk)) {
     q = arena.take<typename Math::Element>(pieces_of(tile) * Math::lanes_size(tile.width, problem.head_dim));
     p = arena.take<typename Math::Element>(Math::scores_size(tile.k, tile.width));
@@ -29,6 +30,7 @@ template <class Math> struct ForwardScratch {
     m = arena.take<T>(tile.q);
     l = arena.take<T>(tile.q);
     l_lost = arena.take<T>(tile.q);
+    again = arena.take<T>(tile.q);
     alpha = arena.take<T>(tile.width);
     if (problem.dropout > 0) keep = arena.take<T>(Math::kChunk * tile.width);
   }
@@ -92,22 +94,51 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
   return moved;
 }
 
-// sum[c * width + lane] += sum over keys of s[key * width + lane] x(key, c), without the elements where s is 0: a hidden key's V, or K, may
-// hold anything, and 0 times an infinity is not a number. For tiles that are masked and hold one; part: scratch of width.
+// sum[c * width + lane] += s[key * width + lane] x(key, c) of the elements of x that are not finite, where s is not 0: what FiniteKeys left
+// out, for those who see it.
 template <class T>
 __attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, const View &x, int64_t b, int64_t h, int64_t k0, int64_t d,
-                                             T *sum, T *part) {
-  for (int64_t c = 0; c < d; ++c) {
-    fill(part, t.width, T(0));
-    for (int64_t j = 0; j < t.keys; ++j) {
+                                             T *sum) {
+  for (int64_t j = 0; j < t.keys; ++j)
+    for (int64_t c = 0; c < d; ++c) {
       T value;
       load_row(x, b, h, k0 + t.j0 + j, c, 1, &value);
+      if (__builtin_isfinite(value)) continue;
       for (int64_t lane = 0; lane < t.width; ++lane) {
         const T weight = s[j * t.width + lane];
-        part[lane] += weight != T(0) ? weight * value : T(0);
+        sum[c * t.width + lane] += weight != T(0) ? weight * value : T(0);
       }
     }
-    for (int64_t lane = 0; lane < t.width; ++lane) sum[c * t.width + lane] += part[lane];
+}
+
+// Scores on their way into a product, and as they are: `wide` from key `from` on.
+template <class Math> struct BothScores {
+  typename Math::Scores probs;
+  typename Math::Real *wide;
+  int64_t from, width;
+  STROBE_INLINE void put(int64_t j, int64_t lane, Vec<typename Math::Real> first, Vec<typename Math::Real> second, bool both) const {
+    probs.put(j, lane, first, second, both);
+    first.store(wide + (j - from) * width + lane);
+    if (both) second.store(wide + (j + 1 - from) * width + lane);
+  }
+};
+
+// Whether the rows of K or V that a piece's products read hold something that is not finite, for which they need FiniteKeys. What nobody
+// sees matters where there is such a key. Under `invariant` a row that sees it must not depend on whether others do.
+template <class T> bool reads_nonfinite(const Head<T> &head, const Piece<T> &piece, bool hidden, const View &x, int64_t d) {
+  return (hidden || head.p->invariant) && !all_finite(x, head.b, head.kv, piece.k0 + piece.span.j0, piece.keys_read(head), d);
+}
+
+// sum += x^T s, a product over keys: s from its key `from` on. invariant: of one that adds a whole sum up before it adds it to what there
+// is, each sum is of kKeyAlign keys.
+template <class Math>
+STROBE_INLINE void multiply_keys(const Head<typename Math::Real> &head, int64_t d, int64_t width, int64_t keys, typename Math::Left x,
+                                 const typename Math::Scores &s, int64_t from, KeySum<typename Math::Real> &sum) {
+  const int64_t step = Math::kSumsApart && head.p->invariant ? kKeyAlign : keys;
+  for (int64_t done = 0; done < keys; done += step) {
+    Math::multiply(d, width, min((i64)step, (i64)(keys - done)), Math::columns_from(x, done), s.lanes(from + done), sum.run, width,
+                   sum.started);
+    sum.started = true;
   }
 }
 
@@ -147,32 +178,31 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
         loaded = true;
       }
       const TileSpan &t = piece.span;
-      const int64_t skipped = t.j0 - v.origin;
-      o.expect(t.keys);
+      o.expect(keys.begin);
       auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width, width, 0);
-      const bool nonfinite = piece.reads_hidden(head) && !all_finite(p.v, head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), dv);
+      const bool nonfinite = reads_nonfinite(head, piece, piece.reads_hidden(head), p.v, dv);
+      const auto columns = nonfinite ? scratch.finite_v.columns(p.v, head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), dv)
+                                     : Math::columns_from(v.keys.columns, t.j0 - v.origin);
       int64_t multiplied = 0;                   // keys of the tile whose P V is in O
       auto multiply_values = [&](int64_t end) { // O += V^T P
-        Math::multiply(dv, width, end - multiplied, Math::columns_from(v.keys.columns, skipped + multiplied), probs.lanes(multiplied),
-                       o.run, width, o.started);
-        o.started = true;
+        multiply_keys<Math>(head, dv, width, end - multiplied, Math::columns_from(columns, multiplied), probs, multiplied, o);
         multiplied = end;
       };
-      for (int64_t done = 0; done < t.keys; done += Math::kChunk) {
-        const TileSpan chunk = t.chunk(done, Math::kChunk);
+      TileSpan chunk;
+      for (int64_t done = 0; done < t.keys; done += chunk.keys) {
+        chunk = t.chunk(done, Math::kChunk);
         T *s = scratch.s + (Math::kScoresInPlace ? done * width : 0);
         Math::multiply(chunk.keys, width, d, Math::rows_from(k.keys.rows, chunk.j0 - k.origin), queries.q[n], s, width, false); // S = K Q^T
         apply_options(head, piece, chunk, scratch.score, s, (T *)nullptr);
         if (head.dropout) load_keep(head, chunk, scratch.keep);
-        const bool moved = nonfinite ? softmax_step<Math>(head, chunk, s, lane, Fma<T>::in_place(s, width), 0, scratch)
+        const bool moved = nonfinite ? softmax_step<Math>(head, chunk, s, lane, BothScores<Math>{probs, s, done, width}, done, scratch)
                                      : softmax_step<Math>(head, chunk, s, lane, probs, done, scratch);
         if (moved) {
-          if (!nonfinite && done > multiplied) multiply_values(done); // what was measured against the old m
+          if (done > multiplied) multiply_values(done); // what was measured against the old m
           o.scale(scratch.alpha);
         }
-        if (nonfinite) add_nonfinite(chunk, s, p.v, head.b, head.kv, piece.k0, dv, o.add_to(), scratch.score.buffer);
+        if (nonfinite) add_nonfinite(chunk, s, p.v, head.b, head.kv, piece.k0, dv, o.add_to());
       }
-      if (nonfinite) continue;
       probs.finish(t.keys);
       multiply_values(t.keys);
     }
@@ -180,9 +210,12 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
   for (int64_t i = 0; i < queries.rows; ++i) scratch.l[i] += scratch.l_lost[i];
 }
 
-// Whether O of a row is not finite while its l is.
-template <class Math> bool overflowed(const ForwardScratch<Math> &scratch, ForwardTile<Math> &queries) {
-  using V = Vec<typename Math::Real>;
+// Whether O of a row is not finite while its l is. `again`: the m that such a row is to start from then, at log2 l above; all others start
+// as they did.
+template <class Math>
+bool overflowed(const Head<typename Math::Real> &head, const ForwardScratch<Math> &scratch, ForwardTile<Math> &queries) {
+  using T = typename Math::Real;
+  using V = Vec<T>;
   bool any_row = false;
   for (int64_t n = 0, lane = 0; n < queries.pieces; lane += queries.o[n++].width) {
     KeySum<typename Math::Real> &o = queries.o[n];
@@ -191,8 +224,14 @@ template <class Math> bool overflowed(const ForwardScratch<Math> &scratch, Forwa
       V all = V::load(scratch.l + lane + c) * V(0); // 0, or NaN
       const auto good = all == V(0);
       for (int64_t r = 0; r < o.rows; ++r) all += V::load(sum + r * o.width + c) * V(0);
-      any_row |= any(good & ~(all == V(0)));
+      const auto lost = good & ~(all == V(0));
+      any_row |= any(lost);
+      select(lost, V(T(1)), V(T(0))).store(scratch.again + lane + c);
     }
+  }
+  for (int64_t i = 0; any_row && i < queries.rows; ++i) {
+    const T m = scratch.m[i], l = scratch.l[i];
+    scratch.again[i] = scratch.again[i] != 0 && l > T(0) ? T(double(m) + __builtin_log2(double(l)) / double(head.unit)) : -kInfinity<T>;
   }
   return any_row;
 }
@@ -216,9 +255,8 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   fill(scratch.m, rows, -kInfinity<T>);
   add_keys(head, tile, source, scratch, queries);
   // The sum P V, with P up to 2^8, may overflow where the mean does not: once more with m at log2 l above, P then sums to 1.
-  if (overflowed(scratch, queries)) {
-    for (int64_t i = 0; i < rows; ++i)
-      if (scratch.l[i] > T(0)) scratch.m[i] = T(double(scratch.m[i]) + __builtin_log2(double(scratch.l[i])) / double(head.unit));
+  if (overflowed(head, scratch, queries)) {
+    std::memcpy(scratch.m, scratch.again, sizeof(T) * size_t(rows));
     add_keys(head, tile, source, scratch, queries);
   }
 

@@ -26,7 +26,7 @@ constexpr int block_rows(int columns) { return kVectorRegisters == 32 ? (columns
 
 // A block of C, rows x columns vectors, in registers over a run of k.
 template <int kRows, int kColumns, bool kUnitRow, class T>
-STROBE_INLINE void multiply_block(int64_t depth, int64_t run, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc, bool accumulate) {
+STROBE_INLINE void multiply_block(int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc, bool accumulate) {
   using V = Vec<T>;
   constexpr int L = V::kLanes;
   V sum[kRows][kColumns];
@@ -36,7 +36,7 @@ STROBE_INLINE void multiply_block(int64_t depth, int64_t run, Broadcast<T> a, co
     unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] = V(T(0)); });
   });
   for (int64_t k = 0;;) {
-    const int64_t end = run < depth - k ? k + run : depth;
+    const int64_t end = kRun < depth - k ? k + kRun : depth;
 #pragma GCC unroll 4
     for (; k < end; ++k) {
       V column[kColumns];
@@ -48,7 +48,7 @@ STROBE_INLINE void multiply_block(int64_t depth, int64_t run, Broadcast<T> a, co
       b += ldb;
       if constexpr (kUnitRow) a.a += a.col;
     }
-    if (accumulate || end > run)
+    if (accumulate || end > kRun)
       unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] += V::load(c + m * ldc + n * L); }); });
     if (end == depth) break;
     unroll<kRows>(STROBE_UNROLL(m) {
@@ -62,38 +62,37 @@ STROBE_INLINE void multiply_block(int64_t depth, int64_t run, Broadcast<T> a, co
 }
 
 template <int kRows, int kColumns, bool kUnitRow, class T>
-STROBE_INLINE void multiply_rows(int64_t rows, int64_t depth, int64_t run, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc,
-                                 bool accumulate) {
+STROBE_INLINE void multiply_rows(int64_t rows, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc, bool accumulate) {
   for (; rows >= kRows; rows -= kRows) {
-    multiply_block<kRows, kColumns, kUnitRow>(depth, run, a, b, ldb, c, ldc, accumulate);
+    multiply_block<kRows, kColumns, kUnitRow>(depth, a, b, ldb, c, ldc, accumulate);
     a.a += kRows * a.row;
     c += kRows * ldc;
   }
-  if constexpr (kRows > 1) multiply_rows<kRows == 6 ? 4 : kRows / 2, kColumns, kUnitRow>(rows, depth, run, a, b, ldb, c, ldc, accumulate);
+  if constexpr (kRows > 1) multiply_rows<kRows == 6 ? 4 : kRows / 2, kColumns, kUnitRow>(rows, depth, a, b, ldb, c, ldc, accumulate);
 }
 
 template <int kColumns, bool kUnitRow, class T>
-STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth, int64_t run, Broadcast<T> a, const T *b, int64_t ldb,
-                                    T *c, int64_t ldc, bool accumulate) {
+STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
+                                    int64_t ldc, bool accumulate) {
   constexpr int kWidth = kColumns * Vec<T>::kLanes;
   for (; columns >= kWidth; columns -= kWidth) {
-    multiply_rows<block_rows(kColumns), kColumns, kUnitRow>(rows, depth, run, a, b, ldb, c, ldc, accumulate);
+    multiply_rows<block_rows(kColumns), kColumns, kUnitRow>(rows, depth, a, b, ldb, c, ldc, accumulate);
     b += kWidth;
     c += kWidth;
   }
-  if constexpr (kColumns > 1) multiply_columns<kColumns - 1, kUnitRow>(rows, columns, depth, run, a, b, ldb, c, ldc, accumulate);
+  if constexpr (kColumns > 1) multiply_columns<kColumns - 1, kUnitRow>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
 }
 
 // C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns a multiple of the lanes. A sum of many terms one after the other loses
-// bits as it grows: each run of at most kRun terms starts from 0 and is then added to C.
+// bits as it grows: each run of kRun terms starts from 0 and is then added to C. So a product over some terms and one over those that
+// follow have the bits of one over all, if the first ones are a multiple of kRun; and terms of 0 change nothing.
 template <class T>
 __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
                                         int64_t ldc, bool accumulate) {
-  const int64_t runs = (depth + kRun - 1) / kRun, run = runs < 2 ? depth : (depth + runs - 1) / runs;
   if (a.row == 1)
-    multiply_columns<kMaxColumns, true>(rows, columns, depth, run, a, b, ldb, c, ldc, accumulate);
+    multiply_columns<kMaxColumns, true>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
   else
-    multiply_columns<kMaxColumns, false>(rows, columns, depth, run, a, b, ldb, c, ldc, accumulate);
+    multiply_columns<kMaxColumns, false>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
 }
 
 } // namespace strobe::inline STROBE_ISA

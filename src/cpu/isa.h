@@ -20,6 +20,9 @@ struct CpuKernels {
   void (*forward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
   int64_t (*backward_workspace)(const Problem &, const TileSizes &, int64_t threads);
   void (*backward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
+  // max_logit and column_sums, after a forward of the same tile.
+  int64_t (*auxiliary_workspace)(const Problem &, const TileSizes &, int64_t threads);
+  void (*auxiliary)(const Problem &, const Execution &, const TileSizes &, void *workspace);
 };
 
 struct InstructionSet {

@@ -10,10 +10,11 @@ public:
   using T = typename Math::Real;
   using Element = typename Math::Element;
 
-  // x: K or V, with its head dimension d, to be multiplied as rows, as columns or both.
+  // x: K or V, with its head dimension d, to be multiplied as rows, as columns, both or not at all.
   KeySource(const Problem &p, const View &x, int64_t d, bool rows, bool columns, const TileSizes &tile)
       : p_(p), x_(x), d_(d), tile_k_(tile.k), rows_(rows), columns_(columns), in_place_(Math::in_place(x, d)),
-        once_(!in_place_ && p.group() * query_tiles(p, tile.q) > 1 && p.blocks.block_k % kKeyAlign == 0 && aligned(p)) {}
+        once_((rows || columns) && !in_place_ && p.group() * query_tiles(p, tile.q) > 1 && p.blocks.block_k % kKeyAlign == 0 &&
+              aligned(p)) {}
 
   // Elements that the threads share: every range of every head packed.
   int64_t shared_size() const {
@@ -87,6 +88,47 @@ private:
   const View &x_;
   int64_t d_, tile_k_;
   bool rows_, columns_, in_place_, once_;
+};
+
+// Rows of K, V, Q or dO without what is not finite, for products with weights that are 0 where a query does not see: 0 times an infinity is
+// not a number. What was left out is added to the sums of those who see it (add_nonfinite).
+template <class T> View dense_rows(T *rows, int64_t d) {
+  View view;
+  view.data = reinterpret_cast<char *>(rows), view.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
+  view.stride[2] = round_to(d, 16), view.stride[3] = 1;
+  return view;
+}
+template <class T> View finite_rows(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *copy) {
+  const View view = dense_rows(copy, d);
+  for (int64_t i = 0; i < n; ++i) {
+    T *row = copy + i * view.stride[2];
+    load_row(x, b, h, i0 + i, 0, d, row);
+    for (int64_t c = 0; c < d; ++c) row[c] = __builtin_isfinite(row[c]) ? row[c] : T(0);
+  }
+  return view;
+}
+
+// A tile of K or V of which something is not finite, as the left operand of a product over keys.
+template <class Math> struct FiniteKeys {
+  using T = typename Math::Real;
+  T *copy, *wide = nullptr, *buffer = nullptr;
+  typename Math::Element *packed = nullptr;
+
+  FiniteKeys(Arena &arena, int64_t tile_k, int64_t d) : copy(arena.take<T>((tile_k + 64) * round_to(d, 16))) {
+    if (Math::in_place(dense_rows(copy, d), d)) return;
+    wide = arena.take<T>(64 * round_to(d, 32));
+    buffer = arena.take<T>(16 * round_to(d, 16));
+    packed = arena.take<typename Math::Element>((tile_k + 64) * Math::key_size(d, false, true));
+  }
+
+  // Of n keys from j0 on, d columns.
+  typename Math::Left columns(const View &x, int64_t b, int64_t kv, int64_t j0, int64_t n, int64_t d) const {
+    const View finite = finite_rows(x, b, kv, j0, n, d, copy);
+    if (Math::in_place(finite, d)) return Math::keys_in_place(finite, 0, 0, 0).columns;
+    const auto keys = Math::keys_at(packed, n, d, false);
+    Math::pack_keys(finite, 0, 0, 0, n, d, keys, false, true, wide, buffer);
+    return keys.columns;
+  }
 };
 
 // K and V of one direction, the elements of them that the threads share, and what the mask says of them.

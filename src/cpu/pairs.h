@@ -72,9 +72,10 @@ template <int planes, class Unit> struct Pairs {
   using Real = float;
   using Element = uint16_t;
   static constexpr int kPlanes = planes;
-  static constexpr int64_t kChunk = 32;         // keys whose scores are held at once
-  static constexpr bool kScoresInPlace = false; // Scores leaves its source alone
-  static constexpr bool kJointQueries = true;   // the products over queries are made over the whole tile: C moves less
+  static constexpr int64_t kChunk = 32;           // keys whose scores are held at once
+  static constexpr bool kScoresInPlace = false;   // Scores leaves its source alone
+  static constexpr bool kJointQueries = true;     // the products over queries are made over the whole tile: C moves less
+  static constexpr bool kSumsApart = planes == 3; // a product is summed up from 0, and then added to C: see amx.h
 
   using V = Vec<float>;
   // bf16's P is rounded to 8 bits: a shorter polynomial (3e-6) serves it.

@@ -4,18 +4,20 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// The schedule's tiles of keys, cut where a mask hides a cell from every query of the tile.
+// The schedule's tiles of keys, cut where a mask hides a cell from every query of the tile; invariant: and at multiples of tile.k among all
+// keys, wherever the first key lies that some query of the tile sees.
 template <class T> class KeyTiles {
 public:
   KeyTiles(const Head<T> &head, const MaskMap &mask, const TileSizes &tile, int64_t i0, int64_t i1)
-      : head_(head), mask_(mask), i0_(i0), tiles_(head, i0, i1, tile.k) {}
+      : head_(head), mask_(mask), i0_(i0), tile_k_(tile.k),
+        tiles_(head, i0, i1, head.p->invariant ? max(head.band.seqlen_k, (i64)1) : tile.k) {}
 
   bool next(KeysOfRange &keys) {
-    if (!mask_ || head_.cut()) return tiles_.next(keys);
+    if (!mask_ || head_.cut()) return next_scheduled(keys);
     for (;;) {
       while (rest_.begin < rest_.end && !seen(rest_.begin)) rest_.begin = mask_.cell_end(rest_.begin);
       if (rest_.begin < rest_.end) break;
-      if (!tiles_.next(rest_)) return false;
+      if (!next_scheduled(rest_)) return false;
     }
     keys = rest_;
     keys.end = mask_.cell_end(keys.begin);
@@ -27,12 +29,22 @@ public:
 
 private:
   bool seen(int64_t j) const { return mask_.of_tile(head_.b, head_.h, head_.queries, i0_, j) & kSeen; }
+  bool next_scheduled(KeysOfRange &keys) {
+    if (!head_.p->invariant) return tiles_.next(keys);
+    if (run_.begin >= run_.end && !tiles_.next(run_)) return false; // of all adjacent keys
+    keys = run_;
+    // A block may begin where sums of kKeyAlign keys do not.
+    const int64_t unit = keys.begin % kKeyAlign == 0 ? tile_k_ : kKeyAlign;
+    keys.end = min((i64)keys.end, round_down(keys.begin, unit) + unit);
+    run_.begin = keys.end;
+    return true;
+  }
 
   const Head<T> &head_;
   const MaskMap &mask_;
-  int64_t i0_;
+  int64_t i0_, tile_k_;
   RangeTiles<T> tiles_;
-  KeysOfRange rest_{{0, 0, false}, 0, 0};
+  KeysOfRange rest_{{0, 0, false}, 0, 0}, run_{{0, 0, false}, 0, 0};
 };
 
 // Whether, and how, a piece of lanes takes part in a tile of keys: the tile cut to what it sees.

@@ -11,8 +11,11 @@ namespace strobe::inline STROBE_ISA {
 struct TileSpan {
   int64_t i0, lanes, width;
   int64_t j0, keys;
+  // At most so many keys from j0 + from on. In a span that begins at a multiple of kKeyAlign they end at the next multiple of `most` among
+  // all keys, wherever the span begins.
   STROBE_INLINE TileSpan chunk(int64_t from, int64_t most) const {
-    return {i0, lanes, width, j0 + from, keys - from < most ? keys - from : most};
+    const int64_t left = j0 % kKeyAlign == 0 ? most - (j0 + from) % most : most;
+    return {i0, lanes, width, j0 + from, keys - from < left ? keys - from : left};
   }
 };
 

@@ -26,17 +26,18 @@ template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t wi
       (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
 }
 
-// O or dQ of a piece, rows x width: products over keys gather in `run`, which every kKeys keys is added to `total` and starts anew.
+// O or dQ of a piece, rows x width: products over keys gather in `run`, which is added to `total` and starts anew wherever the keys pass a
+// multiple of kKeys.
 template <class T> struct KeySum {
   static constexpr int64_t kKeys = 2048;
   T *run, *total;
   int64_t rows, width;
-  int64_t keys = 0;                      // whose terms are in run
+  int64_t segment = 0;                   // of kKeys keys: whose terms are in run
   bool started = false, carried = false; // run, total hold something
 
-  void expect(int64_t more) { // terms of so many keys
-    if (keys + more > kKeys) carry();
-    keys += more;
+  void expect(int64_t key) { // the next terms are those of the tile of keys that begins here
+    if (key / kKeys != segment) carry();
+    segment = key / kKeys;
   }
   // For products that add to it: `started` says whether there is something to add to.
   T *add_to() {
@@ -56,7 +57,6 @@ template <class T> struct KeySum {
 
 private:
   void carry() {
-    keys = 0;
     if (!started) return;
     if (carried)
       for (int64_t i = 0; i < rows * width; ++i) total[i] += run[i];

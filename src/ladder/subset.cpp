@@ -15,7 +15,9 @@ std::string against(const Problem &p) {
   if (p.seqused_k) return "no seqused_k: all keys count";
   if (p.mask || p.bias || p.alibi_slopes || p.curved() || p.sinks || p.blocks.present || p.dropout > 0)
     return "no mask, bias, ALiBi, softcap, hyperbolic scores, sinks, block mask or dropout; causal and windows only";
+  if (p.invariant) return "not invariant: its sums are the papers' own, in tiles that begin where a tile of queries sees keys";
   if (p.dlse) return "no gradient through LSE";
+  if (p.auxiliary()) return "no max_logit or column_sums";
   if (!(p.scale > 1e-30 && p.scale < 1e30)) return "the scale must be positive (1e-30 to 1e30): it stands in the exponent";
   return {};
 }

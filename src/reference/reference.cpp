@@ -252,6 +252,9 @@ public:
     cols = checked("cols", selection->cols, selection->n_cols, tokens_k * p.heads_kv);
     if (direction == Direction::forward && cols)
       throw Error(STROBE_INVALID_ARGUMENT, "cols: given in forward; accepted is null, for they are those of dk and dv");
+    if (rows && p.auxiliary())
+      throw Error(STROBE_INVALID_ARGUMENT, text(p.max_logit ? "max_logit" : "column_sums",
+                                                ": given with rows; accepted is null, for all rows of a head belong to it"));
     if (direction == Direction::backward && rows && (p.dbias || p.dsinks))
       throw Error(STROBE_INVALID_ARGUMENT,
                   text(p.dbias ? "dbias" : "dsinks", ": given with rows; accepted is null, for it is a sum over all rows"));
@@ -287,15 +290,23 @@ private:
 
   void forward(int64_t b, int64_t h) const {
     const auto chosen = selected(rows, b, h, p.heads, queries(p, b), p.seqlen_q, p.total_q);
-    if (chosen.empty()) return;
+    if (chosen.empty() && !p.auxiliary()) return;
     const Head head(p, b, h);
+    double most = -kInfinity;
+    Vector columns(size_t(p.column_sums ? head.k.length : 0));
     for (const int64_t i : chosen) {
       const auto scores = head.scores(i);
       const Softmax P = head.softmax(scores);
       write(p.out, b, h, head.q.begin + i, head.output(i, scores, P));
       if (p.lse) *p.lse.at<double>(b, h, head.q.begin + i, 0) = P.lse();
       if (p.lse && p.part.partial) p.lse.at<double>(b, h, head.q.begin + i, 0)[p.lse_low] = 0; // as exact as it gets
+      for (const Score &x : scores)
+        if (x.s > most || std::isnan(x.s)) most = x.s; // a NaN stays: nothing is larger
+      for (size_t j = 0; j < columns.size(); j++)
+        if (scores[j].s != -kInfinity) columns[j] += P(scores[j].s);
     }
+    if (p.max_logit) *p.max_logit.at<double>(b, h, 0, 0) = most;
+    for (size_t j = 0; j < columns.size(); j++) *p.column_sums.at<double>(b, h, head.k.begin + int64_t(j), 0) = columns[j];
   }
 
   // dQ_i = scale sum_j dx_ij K_j

@@ -26,7 +26,7 @@ void make_filled(Call &c, Direction direction) {
 // The same call on the reference, whose results are float64.
 void as_reference(Call &c) {
   c.attention.engine = "reference";
-  for (const char *name : {"out", "lse", "dq", "dk", "dv", "dbias", "dsinks"})
+  for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
     if (c.has(name)) c.add(name, DType::f64, std::vector<int64_t>(c[name].shape, c[name].shape + c[name].rank));
   if (c.direction == Direction::backward) c.drop("out"), c.drop("lse");
 }
@@ -160,7 +160,7 @@ TEST_CASE("abi: every engine here computes what the reference does, forward and 
     uint64_t bytes = 0;
     if (strobe_workspace_size(&f.attention, &f.tensors, &f.execution, STROBE_FORWARD, &bytes) == STROBE_UNSUPPORTED) continue; // no float32
     REQUIRE_MESSAGE(f.run() == STROBE_OK, error());
-    for (const char *name : {"out", "lse"}) CHECK(worst(f, forward, name) < 1e-5);
+    for (const char *name : {"out", "lse", "max_logit", "column_sums"}) CHECK(worst(f, forward, name) < 1e-5);
 
     Call b;
     make_filled(b, Direction::backward);
@@ -221,7 +221,7 @@ TEST_CASE("abi: the same bits for any number of threads, theirs or the caller's"
       call.execution.threads = std::abs(threads), call.execution.parallel = threads < 0 ? +pool : nullptr;
       REQUIRE(call.run() == STROBE_OK);
       std::vector<unsigned char> got;
-      for (const char *name : {"out", "lse", "dq", "dk", "dv", "dbias", "dsinks"})
+      for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
         if (call.has(name)) got.insert(got.end(), call.data<unsigned char>(name), call.data<unsigned char>(name) + call.memory_bytes(name));
       if (expected.empty()) expected = got;
       CHECK(got == expected);

@@ -214,6 +214,9 @@ private:
     if (direction == Direction::forward) {
       c.add("out", narrow_result, out);
       c.add("lse", wide_result, lse);
+      const uint32_t wanted = counts() % 4;
+      if (wanted & 1) c.add("max_logit", wide_result, {b, h});
+      if (wanted & 2) c.add("column_sums", wide_result, varlen ? std::vector{h, total_k} : std::vector{b, h, sk});
       return;
     }
     numbers("dout", dtype, out);
@@ -290,7 +293,8 @@ void agrees(uint32_t seed, Calls calls, const char *engine, Taken &taken) {
   Drawn(seed, calls, forward_oracle, Direction::forward, true);
   forward_oracle.attention.engine = kOracle;
   REQUIRE_MESSAGE(forward_oracle.run() == STROBE_OK, std::string(strobe_last_error()));
-  for (const char *name : {"out", "lse"}) compare(forward, forward_oracle, name, drawn.dtype);
+  for (const char *name : {"out", "lse", "max_logit", "column_sums"})
+    if (forward.has(name)) compare(forward, forward_oracle, name, drawn.dtype);
 
   Drawn(seed, calls, backward, Direction::backward, false);
   backward.tensors.out = forward.tensors.out, backward.tensors.lse = forward.tensors.lse;

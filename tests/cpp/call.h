@@ -49,6 +49,8 @@ inline constexpr NamedSlot kSlots[] = {
     {"dbias", &strobe_tensors::dbias},
     {"dsinks", &strobe_tensors::dsinks},
     {"seqused_k", &strobe_tensors::seqused_k},
+    {"max_logit", &strobe_tensors::max_logit},
+    {"column_sums", &strobe_tensors::column_sums},
     {"delta", &strobe_tensors::delta},
 };
 
@@ -120,7 +122,7 @@ public:
 
 private:
   static constexpr unsigned char kFill = 0x3C; // as a float of any width: small and finite
-  static inline const std::vector<const char *> kForwardResults = {"out", "lse"};
+  static inline const std::vector<const char *> kForwardResults = {"out", "lse", "max_logit", "column_sums"};
   static inline const std::vector<const char *> kBackwardResults = {"dq", "dk", "dv", "dbias", "dsinks"};
 
   void point(const std::string &name, const strobe_tensor *tensor) {
@@ -147,7 +149,12 @@ inline void add_results(Call &c, Direction direction, const std::vector<int64_t>
   c.direction = direction;
   c.add("out", DType::f32, out);
   c.add("lse", DType::f32, rows);
-  if (direction == Direction::forward) return;
+  if (direction == Direction::forward) {
+    const bool packed = c.has("cu_seqlens_q");
+    c.add("max_logit", DType::f32, {B, H}); // there are B packed sequences, too
+    c.add("column_sums", DType::f32, packed ? std::vector{H, Sk} : std::vector{B, H, Sk});
+    return;
+  }
   c.add("dout", DType::f32, out);
   c.add("dlse", DType::f32, rows);
   c.add("dq", DType::f32, q);

@@ -46,7 +46,7 @@ private:
 
   void as_reference() {
     call.attention.engine = "reference";
-    for (const char *name : {"out", "lse", "dq", "dk", "dv", "dbias", "dsinks"})
+    for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
       if (call.has(name)) call.add(name, DType::f64, std::vector<int64_t>(call[name].shape, call[name].shape + call[name].rank));
   }
 
@@ -59,8 +59,8 @@ private:
       return;
     case 1:
       a.*pick<int32_t A::*>({&A::has_scale, &A::causal, &A::alignment, &A::has_window_left, &A::has_window_right, &A::deterministic,
-                             &A::exact_max, &A::allow_tf32, &A::strict, &A::check, &A::score, &A::reserved, &A::accumulate,
-                             &A::reserved_2}) = flag();
+                             &A::exact_max, &A::allow_tf32, &A::strict, &A::check, &A::score, &A::reserved, &A::invariant,
+                             &A::reserved_invariant, &A::accumulate, &A::reserved_2}) = flag();
       return;
     case 2:
       a.*pick<int64_t A::*>({&A::window_left, &A::window_right, &A::block_q, &A::block_k, &A::tile_q, &A::tile_k, &A::max_seqlen_q,
@@ -76,7 +76,7 @@ private:
       return;
     }
     case 5:
-      call.execution.*pick<int32_t strobe_execution::*>({&strobe_execution::threads, &strobe_execution::reserved}) = flag();
+      call.execution.*pick<int32_t strobe_execution::*>({&strobe_execution::threads, &strobe_execution::reserved_sms}) = flag();
       return;
     case 6: { // what cu_seqlens and the CSR hold
       const std::string name =

@@ -36,7 +36,7 @@ void make_padded(Call &c, Direction direction) { // three tokens of q and two of
 
 using Make = void (*)(Call &, Direction);
 constexpr Make kCalls[] = {make_padded, make_sparse, make_dense};
-constexpr const char *kResults[] = {"out", "lse", "dq", "dk", "dv", "dbias", "dsinks"};
+constexpr const char *kResults[] = {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"};
 constexpr const char *kEngines[] = {"cpu-baseline", "cpu-avx2", "cpu-avx512", "cpu-amx", "cpu-avx512bf16", "cpu-neon"};
 
 void make(Call &c, Make make, Direction direction) {
@@ -103,7 +103,9 @@ TEST_CASE("lists: changed in the midst of a prepared call") {
                               {"rng", &strobe_addresses::rng},
                               {"seqused_k", &strobe_addresses::seqused_k},
                               {"out", &strobe_addresses::out},
-                              {"lse", &strobe_addresses::lse}})
+                              {"lse", &strobe_addresses::lse},
+                              {"max_logit", &strobe_addresses::max_logit},
+                              {"column_sums", &strobe_addresses::column_sums}})
       if (disturbed.has(name)) at.*slot = disturbed[name].data;
     REQUIRE(calm.run() == STROBE_OK);
     const int32_t status = strobe_run(prepared, &at, &disturbed.execution);
@@ -140,6 +142,7 @@ TEST_CASE("lists: changed in the midst of the reference") {
             {"dq", {Sq, H, D}},   {"dk", {Sk, Hkv, D}}, {"dv", {Sk, Hkv, Dv}}};
         for (const auto &[name, shape] : wide)
           if (c.has(name)) c.add(name, DType::f64, shape);
+        for (const char *name : {"max_logit", "column_sums"}) c.drop(name); // which want all rows
         for (const char *name : {"q", "k", "v"}) c.fill<float>(name, 0.3, 0.7);
         for (const char *name : {"dout", "dlse", "out", "lse"})
           if (c.has(name)) c.fill<double>(name, 0.2, 0.3);

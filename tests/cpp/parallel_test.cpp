@@ -112,8 +112,8 @@ TEST_CASE("execution: its fields") {
   refused("execution.threads: -1; accepted is 1 to 1024, or 0");
   e.threads = 1025;
   refused("execution.threads: 1025");
-  e.reserved = 1;
-  refused("execution.reserved: 1; accepted is 0");
+  e.reserved_sms = -1;
+  refused("execution.reserved_sms: -1; accepted is 0 to one fewer than the GPU has");
   alignas(256) static char memory[512];
   e.workspace = memory + 64, e.workspace_bytes = 448;
   refused("execution.workspace: ");

@@ -40,7 +40,7 @@ struct PartOf {
 // make_dense without what a part has no place for.
 void make_part(Call &call, PartOf &of, Direction direction, bool partial = false) {
   make_dense(call, direction);
-  for (const char *name : {"seqused_k", "mask", "bias", "dbias"}) call.drop(name);
+  for (const char *name : {"seqused_k", "mask", "bias", "dbias", "max_logit", "column_sums"}) call.drop(name);
   if (partial) {
     call.drop("sinks"), call.drop("dsinks"), call.drop("out");
     call.add("lse", DType::f32, {2, B, H, Sq});
@@ -99,6 +99,7 @@ TEST_CASE("part: what is refused") {
       {"part.partial: 2; accepted is 0 or 1", [](Call &, PartOf &p) { p.part.partial = 2; }},
       {"part.reserved: 1; accepted is 0", [](Call &, PartOf &p) { p.part.reserved = 1; }},
       {"seqused_k: given beside part", [](Call &c, PartOf &) { c.add_values<int32_t>("seqused_k", DType::i32, {30, Sk}); }},
+      {"invariant: given beside part", [](Call &c, PartOf &) { c.attention.invariant = 1; }},
       {"sinks: given with a partial part; accepted are none", [](Call &, PartOf &p) { p.part.partial = 1; }},
       {"lse: rank 3; accepted is rank 4, (two numbers, B, H, Sq)", [](Call &, PartOf &p) { p.part.partial = 1; }},
       {"delta: given without a partial part", [](Call &c, PartOf &) { c.add("delta", DType::f32, {B, H, Sq}); }},
@@ -115,6 +116,16 @@ TEST_CASE("part: what is refused") {
     CHECK_MESSAGE(std::ranges::any_of(lines(all), [&](const std::string &line) { return line.starts_with(wrong.reason); }), wrong.reason,
                   " is not in\n", all);
   }
+}
+
+TEST_CASE("part: results that belong to whole rows and columns are refused") {
+  Call call;
+  PartOf of;
+  make_part(call, of, Direction::forward);
+  call.add("max_logit", DType::f32, {B, H});
+  CHECK(refusal(call).starts_with("max_logit: given beside part"));
+  call.drop("max_logit"), call.add("column_sums", DType::f32, {B, H, Sk});
+  CHECK(refusal(call).starts_with("column_sums: given beside part"));
 }
 
 TEST_CASE("part: what is legal although it looks odd") {

@@ -47,6 +47,8 @@ const std::map<std::string, void *strobe_addresses::*> kAddresses = {ADDRESS(q),
                                                                      ADDRESS(dbias),
                                                                      ADDRESS(dsinks),
                                                                      ADDRESS(seqused_k),
+                                                                     ADDRESS(max_logit),
+                                                                     ADDRESS(column_sums),
                                                                      ADDRESS(delta)};
 
 strobe_addresses addresses(Call &call) {
@@ -70,7 +72,7 @@ void make_filled(Call &c, Make make, Direction direction, int seed) {
 
 std::vector<unsigned char> results(Call &call) {
   std::vector<unsigned char> all;
-  for (const char *name : {"out", "lse", "dq", "dk", "dv", "dbias", "dsinks"})
+  for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
     if (call.has(name)) all.insert(all.end(), call.data<unsigned char>(name), call.data<unsigned char>(name) + call.memory_bytes(name));
   return all;
 }
@@ -112,7 +114,7 @@ TEST_CASE("prepared: what the caller lent while preparing is not needed later") 
   make_filled(*call, make_dense, Direction::forward, 1);
   auto engine = std::make_unique<std::string>("reference-");
   engine->pop_back();
-  for (const char *name : {"out", "lse"})
+  for (const char *name : {"out", "lse", "max_logit", "column_sums"})
     call->add(name, DType::f64, std::vector<int64_t>((*call)[name].shape, (*call)[name].shape + (*call)[name].rank));
   call->attention.engine = engine->c_str();
   const Held held = prepared(*call);
@@ -120,7 +122,7 @@ TEST_CASE("prepared: what the caller lent while preparing is not needed later") 
   engine.reset();
   Call other;
   make_filled(other, make_dense, Direction::forward, 2);
-  for (const char *name : {"out", "lse"})
+  for (const char *name : {"out", "lse", "max_logit", "column_sums"})
     other.add(name, DType::f64, std::vector<int64_t>(other[name].shape, other[name].shape + other[name].rank));
   const strobe_addresses at = addresses(other);
   REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());

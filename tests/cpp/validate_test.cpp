@@ -107,7 +107,11 @@ TEST_CASE("validate: every tensor wrong as a tensor") {
 
 TEST_CASE("validate: what is missing") {
   expect_each(make_dense, Direction::forward,
-              {{"q: missing", drop("q")}, {"k: missing", drop("k")}, {"v: missing", drop("v")}, {"out: missing", drop("out")}});
+              {{"q: missing", drop("q")},
+               {"k: missing", drop("k")},
+               {"v: missing", drop("v")},
+               {"out: missing", drop("out")},
+               {"column_sums: given without lse; accepted is both, or lse alone", drop("lse")}});
   expect_each(make_dense, Direction::backward,
               {{"out: missing", drop("out")},
                {"lse: missing", drop("lse")},
@@ -145,7 +149,9 @@ TEST_CASE("validate: shapes that do not agree") {
        {"rng: shape (1)", shape("rng", 0, 1)},
        {"out: shape (2, 4, 21, 5)", shape("out", 3, 5)},
        {"out: shape (2, 4, 20, 6)", shape("out", 2, 20)},
-       {"lse: shape (2, 4, 20)", shape("lse", 2, 20)}});
+       {"lse: shape (2, 4, 20)", shape("lse", 2, 20)},
+       {"max_logit: shape (2, 3); accepted is (B, H) = (2, 4)", shape("max_logit", 1, 3)},
+       {"column_sums: shape (2, 4, 37); accepted is (B, H, Sk) = (2, 4, 38)", shape("column_sums", 2, 37)}});
   expect_each(make_dense, Direction::backward,
               {{"dout: shape (2, 4, 20, 6)", shape("dout", 2, 20)},
                {"dlse: shape (2, 3, 21)", shape("dlse", 1, 3)},
@@ -159,7 +165,9 @@ TEST_CASE("validate: shapes that do not agree") {
                {"cu_seqlens_q: shape (0)", [](Call &c) { c["cu_seqlens_q"].shape[0] = 0; }},
                {"v: shape (37, 2, 6); accepted is (Tk, Hkv, Dv) = (38, 2, any)", shape("v", 0, 37)},
                {"out: shape (20, 4, 6); accepted is (Tq, H, Dv) = (21, 4, 6)", shape("out", 0, 20)},
-               {"lse: shape (4, 20)", shape("lse", 1, 20)}});
+               {"lse: shape (4, 20)", shape("lse", 1, 20)},
+               {"max_logit: shape (1, 4); accepted is (B, H) = (2, 4)", shape("max_logit", 0, 1)},
+               {"column_sums: shape (4, 37); accepted is (H, Tk) = (4, 38)", shape("column_sums", 1, 37)}});
   expect_each(make_sparse, Direction::forward,
               {{"block_rows: shape (2, 3, 3); accepted is (B|1, H|1, nq+1) = (2|1, 4|1, 3)", shape("block_rows", 1, 3)},
                {"block_rows: shape (2, 1, 2)", shape("block_rows", 2, 2)},
@@ -229,6 +237,8 @@ TEST_CASE("validate: options") {
                {"allow_tf32: 7", set(&A::allow_tf32, 7)},
                {"strict: 7", set(&A::strict, 7)},
                {"check: 7", set(&A::check, 7)},
+               {"invariant: 7", set(&A::invariant, 7)},
+               {"reserved_invariant: 1", set(&A::reserved_invariant, 1)},
                {"window_left: -1", [](Call &c) { c.attention.has_window_left = 1, c.attention.window_left = -1; }},
                {"window_left: 4 while has_window_left is 0", set(&A::window_left, int64_t{4})},
                {"window_right: -1", [](Call &c) { c.attention.has_window_right = 1, c.attention.window_right = -1; }},
@@ -307,7 +317,9 @@ TEST_CASE("validate: what is written has memory of its own") {
                {"out: strides (504, 126, 5, 1)", stride("out", 2, 5)},
                {"out: shares memory with q", [](Call &c) { c["out"].data = c["q"].data; }},
                {"out: shares memory with mask", [](Call &c) { c["mask"].data = static_cast<char *>(c["out"].data) + 8; }},
-               {"lse: shares memory with out", [](Call &c) { c["lse"].data = c["out"].data; }}});
+               {"lse: shares memory with out", [](Call &c) { c["lse"].data = c["out"].data; }},
+               {"column_sums: strides (152, 38, 0)", stride("column_sums", 2, 0)},
+               {"max_logit: shares memory with lse", [](Call &c) { c["max_logit"].data = c["lse"].data; }}});
   expect_each(make_dense, Direction::backward,
               {{"dq: shares memory with q", [](Call &c) { c["dq"].data = c["q"].data; }},
                {"dv: shares memory with dk", [](Call &c) { c["dv"].data = c["dk"].data; }},
@@ -318,7 +330,8 @@ TEST_CASE("validate: what is written has memory of its own") {
 TEST_CASE("validate: sizes beyond what engines count") {
   Call call;
   make_dense(call, Direction::forward);
-  for (const char *extra : {"mask", "bias", "alibi_slopes", "sinks", "rng", "seqused_k", "lse"}) call.drop(extra);
+  for (const char *extra : {"mask", "bias", "alibi_slopes", "sinks", "rng", "seqused_k", "lse", "max_logit", "column_sums"})
+    call.drop(extra);
   for (const char *name : {"q", "k", "v"})
     for (int a = 0; a < 4; a++) call[name].strides[a] = 0;
   const int64_t most = int64_t{1} << 39;
@@ -335,7 +348,7 @@ namespace {
 // `batch` sequences of `length` queries and as many keys, in memory that is not there: strides of 0.
 void make_many(Call &call, int64_t batch, int64_t length) {
   make_varlen(call, Direction::forward);
-  call.drop("lse");
+  for (const char *name : {"lse", "max_logit", "column_sums"}) call.drop(name);
   call.attention.max_seqlen_q = call.attention.max_seqlen_k = 0;
   std::vector<int32_t> cu(batch + 1);
   for (int64_t b = 0; b <= batch; b++) cu[b] = int32_t(b * length);
@@ -428,6 +441,8 @@ TEST_CASE("validate: what is legal although it looks odd") {
         accepted(make_dense, direction, [&](Call &c) {
           for (const std::string &name : names)
             if (c.has(name)) c[name].shape[axis] = 0, c[name].data = nullptr;
+          if (names[0] == "q" && axis == 0 && c.has("max_logit")) c["max_logit"].shape[0] = c["column_sums"].shape[0] = 0;
+          if (names[0] == "k" && c.has("column_sums")) c["column_sums"].shape[2] = 0;
           if (names[0] == "k") c["mask"].shape[3] = c["bias"].shape[3] = 0, c.add_values<int32_t>("seqused_k", DType::i32, {0, 0});
           if (c.has("dbias")) c["dbias"].shape[3] = c["bias"].shape[3];
         });

@@ -121,7 +121,8 @@ def test_options_are_counted(feature, count, arch):
 
 def test_a_spill_of_many_options_excuses_none_of_few():
     few, many = (
-        f"strobe::sm90::Forward<strobe::sm90::Config{{3,128,128,2,128,2,40,232,0,1,1,0,0,1,0,0,0,0,0,{rest},0}}>" for rest in ("0,1", "1,1")
+        f"strobe::sm90::Forward<strobe::sm90::Config{{3,128,128,2,128,2,40,232,0,1,1,0,0,0,1,0,0,0,0,0,{rest},0}}>"
+        for rest in ("0,1", "1,1")
     )
     assert (options(few), options(many)) == (1, 2)
     assert accepted(90, many) > 48

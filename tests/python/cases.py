@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import zlib
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from torch import Tensor
 
 import plain
 import strobe
+
+ON_CPU = os.environ.get("STROBE_TEST_DEVICE", "cpu") == "cpu"  # GPU engines refuse some block masks with `invariant`
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -66,10 +69,11 @@ FACTORS: dict[str, list[Any]] = {
     "dropout": [0.0, 0.1, 0.5, "rng"],
     "blocks": [None, (16, 16, "11"), (32, 64, "BH"), (64, 16, "1H"), (48, 48, "B1"), (64, 32, "11")],
     "lse": ["none", "returned", "gradient"],
+    "aux": [(), ("max_logit",), ("column_sums",), ("column_sums", "max_logit")],
     "tile": [None, (1, 1), (16, 16), (64, 32), (128, 256)],
     "threads": [None, 1, 2, 3],
     "values": ["normal", "mean 1", "large"],
-    "flag": [None, "deterministic", "exact_max", "allow_tf32", "check"],
+    "flag": [None, "deterministic", "exact_max", "allow_tf32", *["invariant"] * ON_CPU, "check", "reserved_sms"],
     "part": [None, "anywhere", "multiples of 16", "each anywhere"],
 }
 Factors = dict[str, list[Any]]
@@ -86,6 +90,8 @@ def _valid(case: dict[str, Any]) -> bool:
         not (case.get("varlen") and case.get("storage") in ("bshd", "expanded batch")),
         # the ranges of a part say which keys count
         not (case.get("part") and case.get("used")),
+        # refused beside a part
+        not (case.get("part") and (case.get("aux") or case.get("flag") == "invariant")),
         not ({"bias", "bias kind"} <= case.keys() and (case["bias"] is None) != (case["bias kind"] is None)),
         # a score is one function of q.k
         not (case.get("score", "dot") != "dot" and case.get("softcap")),
@@ -145,6 +151,7 @@ class Inputs:
     lse: bool = True
     numpy: bool = False  # pass NumPy arrays with negative strides, backward through attention_backward
     run: dict[str, Any] = field(default_factory=dict)  # how, not what: tile, threads, flags
+    aux: tuple[str, ...] = ()
 
     @property
     def varlen(self) -> bool:
@@ -353,8 +360,8 @@ def build(case: dict[str, Any]) -> Inputs:
     if case["tile"]:
         run |= dict(zip(("tile_q", "tile_k"), case["tile"], strict=True))
     if case["flag"]:
-        run[case["flag"]] = True
-    return Inputs(q, k, v, dout, dlse, options, gradients, case["lse"] != "none", storage == "reversed", run)
+        run[case["flag"]] = 3 if case["flag"] == "reserved_sms" else True
+    return Inputs(q, k, v, dout, dlse, options, gradients, case["lse"] != "none", storage == "reversed", run, case["aux"])
 
 
 def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], plain.Score, Any]]:

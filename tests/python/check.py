@@ -17,7 +17,8 @@ import strobe
 from cases import Inputs, dense_problems
 from device import DEVICE, here, on_device, running_on
 
-Results = dict[str, Tensor]  # of "out", "lse", "dq", "dk", "dv", "dbias", "dsinks"
+Results = dict[str, Tensor]  # of "out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"
+STATISTICS = ("lse", "max_logit", "column_sums")
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
 ORDERS = 3  # in which the plain formulas are summed
@@ -77,16 +78,24 @@ def _run_autograd(inputs: Inputs, options: dict[str, Any]) -> Results:
     q, k, v = (_leaf(t) for t in (inputs.q, inputs.k, inputs.v))
     options = options | {name: _leaf(options[name]) for name in inputs.gradients}
     leaves = {"dq": q, "dk": k, "dv": v} | {"d" + name: options[name] for name in inputs.gradients}
-    result = strobe.attention(q, k, v, **options, return_lse=inputs.lse)
-    out, lse = result if inputs.lse else (result, None)
+    out, lse, aux = _split(strobe.attention(q, k, v, **options, return_lse=inputs.lse, aux=inputs.aux), inputs)
     outputs, gradients = [out], [inputs.dout]
     if inputs.dlse is not None:
         outputs, gradients = [out, lse], [inputs.dout, inputs.dlse]
     found = torch.autograd.grad(outputs, list(leaves.values()), gradients)
-    results = {"out": out.detach()} | dict(zip(leaves, found, strict=True))
+    assert not any(x.requires_grad for x in aux.values())
+    results = {"out": out.detach()} | dict(zip(leaves, found, strict=True)) | aux
     if lse is not None:
         results["lse"] = lse.detach()
     return results
+
+
+def _split(result: Any, inputs: Inputs) -> tuple[Any, Any, dict[str, Any]]:
+    """out, lse if it was asked for, and what inputs.aux names, of what attention() returned."""
+    if not inputs.aux:
+        return (*result, {}) if inputs.lse else (result, None, {})
+    assert result._fields == ("out", *["lse"] * inputs.lse, *inputs.aux)
+    return result.out, getattr(result, "lse", None), {name: getattr(result, name) for name in inputs.aux}
 
 
 def _reversed(t: Tensor) -> np.ndarray:
@@ -98,10 +107,10 @@ def _reversed(t: Tensor) -> np.ndarray:
 def _run_numpy(inputs: Inputs, options: dict[str, Any]) -> Results:
     options = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in options.items()}
     q, k, v, dout = (_reversed(t) for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    out, lse = strobe.attention(q, k, v, **options, return_lse=True)
+    out, lse, aux = _split(strobe.attention(q, k, v, **options, return_lse=True, aux=inputs.aux), dataclasses.replace(inputs, lse=True))
     dlse = None if inputs.dlse is None else _reversed(inputs.dlse)
     found = strobe.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
-    results = {"out": out, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv}
+    results = {"out": out, "lse": lse, **aux, "dq": found.dq, "dk": found.dk, "dv": found.dv}
     results |= {"d" + name: getattr(found, "d" + name) for name in inputs.gradients}
     return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in results.items()}
 
@@ -109,9 +118,9 @@ def _run_numpy(inputs: Inputs, options: dict[str, Any]) -> Results:
 def oracle(inputs: Inputs) -> Results:
     """The reference: float64, from the same inputs."""
     with running_on("reference"):
-        out, lse = strobe.reference(inputs.q, inputs.k, inputs.v, **inputs.options)
+        out, lse, *aux = strobe.reference(inputs.q, inputs.k, inputs.v, aux=inputs.aux, **inputs.options)
         found = strobe.reference_backward(inputs.dout, inputs.q, inputs.k, inputs.v, dlse=inputs.dlse, **inputs.options)
-    results = {"out": out, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv}
+    results = {"out": out, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv} | dict(zip(inputs.aux, aux, strict=True))
     return results | {"d" + name: getattr(found, "d" + name) for name in inputs.gradients}
 
 
@@ -126,12 +135,17 @@ def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, see
     dlse = None if inputs.dlse is None else inputs.dlse.to(dtype)
     leaf_inputs = dataclasses.replace(inputs, q=q, k=k, v=v, dout=inputs.dout.to(dtype), dlse=dlse, options=options)
     outs, lses, outputs, gradients = [], [], [], []
-    for (qs, ks, vs, dout, dl), score, _ in dense_problems(leaf_inputs):
+    statistics = []  # of each problem, and the keys that it has
+    for (qs, ks, vs, dout, dl), score, place in dense_problems(leaf_inputs):
         order = None
         if seed is not None:
             g = torch.Generator().manual_seed(seed)
             order = torch.randperm(qs.shape[-1], generator=g), torch.randperm(ks.shape[2], generator=g)
         out, lse = plain.attention(qs, ks, vs, score, from_output, order)
+        if inputs.aux:
+            with torch.no_grad():
+                largest, sums = plain.statistics(qs, ks, score, order)
+            statistics.append((largest, sums, slice(0, ks.shape[2]) if place is None else place[1]))
         outs.append(out)
         lses.append(lse)
         outputs.append(out)
@@ -148,7 +162,26 @@ def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, see
     else:
         out, lse = torch.cat(outs), torch.cat(lses)
         out = out.transpose(1, 2) if options.get("layout") == "bshd" else out
-    return {"out": out.detach(), "lse": lse.detach()} | dict(zip(leaves, found, strict=True))
+    results = {"out": out.detach(), "lse": lse.detach()} | dict(zip(leaves, found, strict=True))
+    return results | {name: x for name, x in _auxiliary(leaf_inputs, statistics).items() if name in inputs.aux}
+
+
+def _auxiliary(inputs: Inputs, statistics: list[tuple[Tensor, Tensor, slice]]) -> Results:
+    """From those of dense problems: 0 for keys that none of them has."""
+    axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
+    heads, keys = inputs.q.shape[1 if inputs.varlen or axis == 2 else 2], inputs.k.shape[axis]
+    if inputs.varlen:
+        columns = inputs.q.detach().new_zeros(heads, keys)
+        for _, sums, place in statistics:
+            columns[:, place] = sums[0]
+    else:
+        columns = (
+            torch.cat([torch.nn.functional.pad(sums, (0, keys - sums.shape[2])) for _, sums, _ in statistics])[:, :, :keys]
+            if statistics
+            else None
+        )
+    largest = torch.cat([inputs.q.detach().new_zeros(0, heads), *(largest for largest, _, _ in statistics)])
+    return {"max_logit": largest} | ({} if columns is None else {"column_sums": columns})
 
 
 def _magnitude(t: Tensor) -> float:
@@ -209,9 +242,12 @@ class Yardstick:
             for name, size in self.size.items():
                 output = dtype if name in vanishing else self._dtype(name)  # what cancels there carries the rounding of O
                 self.allowed[name] += ulp(output, size)
-            float32 = 2 * self._plain_errors(calls, torch.float32)["lse"]
-            self.allowed["lse"] = min(self.allowed["lse"], max(1e-4 * self.size["lse"], float32))
-        for name in self.allowed.keys() - {"out", "lse"}:
+            if "column_sums" in self.allowed:  # P in float32: docs/semantics.md, "Rows"
+                self.allowed["column_sums"] += self.size["column_sums"] * 2.0**-21 * (1 + 2 * self.size["lse"])
+            float32 = self._plain_errors(calls, torch.float32)
+            for name in self.allowed.keys() & {*STATISTICS}:
+                self.allowed[name] = min(self.allowed[name], max(1e-4 * self.size[name], 2 * float32[name]))
+        for name in self.allowed.keys() - {"out", *STATISTICS}:
             self.allowed[name] = max(self.allowed[name], flushed)
 
     def _plain_errors(self, calls: list[tuple[Inputs, Results, int | None]], dtype: torch.dtype) -> dict[str, float]:
@@ -238,7 +274,7 @@ class Yardstick:
         wide = torch.float64 if self.inputs.q.dtype == torch.float64 else torch.float32
         if name in ("dbias", "dsinks"):
             return self.inputs.options[name[1:]].dtype
-        return wide if name == "lse" else self.inputs.q.dtype
+        return wide if name in STATISTICS else self.inputs.q.dtype
 
     def faults(self, results: Results) -> list[str]:
         found = []

@@ -5,7 +5,7 @@ As PyTorch's math path evaluates them: whole S and P matrices, torch.softmax, gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -97,13 +97,28 @@ class SoftmaxTimesV(torch.autograd.Function):
         return ds, _drop(p[..., :sk], keep, ctx.rate).transpose(-1, -2) @ dout, None, None, None
 
 
+def statistics(q: Tensor, k: Tensor, score: Score, order: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """The largest score of each head (B,H), and the sums of P's columns (B,H,Sk), of q's dtype. order: as of attention()."""
+    (b, h, sq), sk = q.shape[:3], k.shape[2]
+    p, s = attention(q, k, torch.eye(sk, dtype=q.dtype).expand(b, k.shape[1], sk, sk), replace(score, keep=None), False, order, True)
+    largest = s.reshape(b, h, -1).amax(2) if sq * sk else q.new_full((b, h), -torch.inf)
+    return largest, p.sum(2)
+
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, from_output: bool = False, order: tuple[Tensor, Tensor] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Score,
+    from_output: bool = False,
+    order: tuple[Tensor, Tensor] | None = None,
+    with_scores: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """q (B,H,Sq,D), k (B,Hkv,Sk,D), v (B,Hkv,Sk,Dv) -> out (B,H,Sq,Dv), lse (B,H,Sq), all of q's dtype.
 
     order permutes (head dimension of q and k, keys): the same formulas, summed in another order.
     from_output: the backward takes D from the output, not from P and dP.
+    with_scores: returns out and the scores, in `order`.
     """
     dtype = q.dtype
     b, h, sq, _ = q.shape
@@ -127,10 +142,11 @@ def attention(
         s = (s + ordered(score.bias)).to(dtype)
     if score.visible is not None:
         s = s.masked_fill(~ordered(score.visible), -torch.inf)
+    scores = s
     if score.sinks is not None:
         s = torch.cat([s, score.sinks.to(dtype)[None, :, None, None].expand(b, h, sq, 1)], dim=-1)
     if not s.shape[-1]:
-        return s @ v, s.sum(dim=-1) - torch.inf
+        return s @ v, scores if with_scores else s.sum(dim=-1) - torch.inf
     # A row of nothing but -inf: any finite value keeps NaN out of the gradients, and the row is taken out of P.
     empty = (s == -torch.inf).all(dim=-1, keepdim=True)
     s = s.masked_fill(empty, 0.0)
@@ -139,4 +155,4 @@ def attention(
         return SoftmaxTimesV.apply(s, v, empty, keep, score.keep_rate)
     p = torch.softmax(s, dim=-1).masked_fill(empty, 0.0)[..., :sk]
     lse = torch.logsumexp(s, dim=-1).masked_fill(empty[..., 0], -torch.inf)
-    return _drop(p, keep, score.keep_rate) @ v, lse
+    return _drop(p, keep, score.keep_rate) @ v, scores if with_scores else lse

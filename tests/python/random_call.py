@@ -59,7 +59,7 @@ def taken_by(engine: str, call: Call) -> bool:
     try:
         with running_on(engine):
             for backward in (False, True):
-                text = strobe.explain(call.q, call.k, call.v, backward=backward, engine=engine, **call.options)
+                text = strobe.explain(call.q, call.k, call.v, backward=backward, engine=engine, aux=call.aux, **call.options)
                 if "no engine" in text:
                     return False
     except NotImplementedError:
@@ -78,11 +78,12 @@ def run(call: Call, engine: str | None) -> Results:
             options[name] = _leaf(options[name])
     leaves = [tensors[name] if name in tensors else options[name] for name in call.leaves]
     with running_on(engine):
-        found = strobe.attention(**tensors, **options, engine=engine, return_lse=call.returns_lse)
-        out, lse = found if call.returns_lse else (found, None)
+        found = strobe.attention(**tensors, **options, engine=engine, return_lse=call.returns_lse, aux=call.aux)
+        aux = {name: getattr(found, name) for name in call.aux}
+        out, lse = (found[0], found[1] if call.returns_lse else None) if call.returns_lse or aux else (found, None)
         outputs = [out] if call.dlse is None else [out, lse]
         gradients = torch.autograd.grad(outputs, leaves, [call.dout, call.dlse][: len(outputs)])
-    results = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    results = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()}) | aux
     return results | {"d" + name: t for name, t in zip(call.leaves, gradients, strict=True)}
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import strobe
+from cases import ON_CPU
 from random_dense import Dense, Packing, visible
 
 CALLS = 16  # numbers of the same options
@@ -39,6 +40,7 @@ class Call:
     packing: Packing | None
     spoiled: bool  # what nobody may read holds no numbers
     words: dict[str, Any] = field(default_factory=dict)  # what was drawn
+    aux: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.words.items())
@@ -103,8 +105,12 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
         o["d"] = o["d"] if which == "dv" else _wide(rng, 576)
         o["dv"] = o["dv"] if which == "d" else _wide(rng, 512)
     o["used"] = rng.random() < 0.2
+    o["aux"] = rng.choice([("max_logit",), ("column_sums",), ("max_logit", "column_sums")]) if rng.random() < 0.2 else ()
+    if rng.random() < 0.1 and ON_CPU:  # where no engine refuses it
+        o["flags"] = sorted([*o["flags"], "invariant"])
     o["part"] = _one(rng, {None: 0.82, "aligned": 0.08, "any": 0.1})  # where rows stand in a larger problem
-    o["used"] = o["used"] and not o["part"]
+    if o["part"]:  # beside which these are refused
+        o |= {"used": False, "aux": (), "flags": [name for name in o["flags"] if name != "invariant"]}
     return o
 
 
@@ -423,6 +429,8 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
         run |= {"tile_q": o["tile"][0], "tile_k": o["tile"][1]}
     if rng.random() < 0.2:
         run["threads"] = rng.choice([1, 2, 3])
+    if rng.random() < 0.1:
+        run["reserved_sms"] = rng.choice([1, 3])
 
     seen = visible(options, s.b, s.h, s.sq, s.sk, packing, device)
     dense = Dense.of(q, k, v, dout, dlse, options, seen, packing)
@@ -437,9 +445,8 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     words = {**o, **{name: x for name, x in vars(s).items() if x is not None}, "layout": "bshd" if bshd else "bhsd", "spoil": values.spoil}
     words |= {name: options[name] for name in ("window",) if name in options}
     words |= {name: tuple(options[name].shape) for name in ("bias", "mask") if name in options}
-    return Call(
-        number, q, k, v, dout, dlse, options | run, leaves or ["q"], lse != "none", dense, packing, values.spoil is not None, words
-    )  # fmt: skip
+    spoiled = values.spoil is not None
+    return Call(number, q, k, v, dout, dlse, options | run, leaves or ["q"], lse != "none", dense, packing, spoiled, words, o["aux"])
 
 
 def _spoil(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from random_dense import Dense
 
-Results = dict[str, Tensor]  # of "out", "lse", "dq", "dk", "dv", "dbias", "dsinks"
+Results = dict[str, Tensor]  # of "out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -69,12 +69,14 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
         total = total + torch.exp(sink - m)
     lse = m + torch.log(total)
     p = r(torch.where(total == 0, 0.0, e / total))
+    columns = p.sum(2)
     kept = p if x.keep is None else r(p * x.keep / x.keep_rate)
     out = r((kept.reshape(*grouped, sk) @ v).view(b, h, sq, dv))
 
     # Gradients
     if p_from_lse:
         p = r(torch.where(total == 0, 0.0, torch.exp(s - lse)))
+        columns = p.sum(2)
         kept = p if x.keep is None else r(p * x.keep / x.keep_rate)
     dp = (dout.reshape(*grouped, dv) @ v.transpose(2, 3)).view(scores)
     dp = r(dp) if x.keep is None else r(r(dp) * x.keep / x.keep_rate)
@@ -82,7 +84,8 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
     ds = r(p * (dp - delta + dlse[..., None]))
     dx = ds if slope is None else r(ds * slope)
     dx = r(dx * x.scale).reshape(*grouped, sk)
-    results = {"out": out, "lse": r(lse[..., 0]), "dq": r((dx @ k).view(b, h, sq, d))}
+    largest = s.reshape(b, h, sq * sk).amax(2) if sq * sk else s.new_full((b, h), -torch.inf)
+    results = {"out": out, "lse": r(lse[..., 0]), "max_logit": largest, "column_sums": columns, "dq": r((dx @ k).view(b, h, sq, d))}
     results["dk"] = r(dx.transpose(2, 3) @ rows)
     results["dv"] = r(kept.reshape(*grouped, sk).transpose(2, 3) @ dout.reshape(*grouped, dv))
     if x.bias is not None:

@@ -19,6 +19,7 @@ ORDERS = 12  # in which the formulas are summed, beside their own: one may meet 
 # each, cuda-tf32 erred by 1.8 times what the formulas did, over 300 calls of 24 rows by 1.7. With more of larger calls an engine that
 # sums all 256 columns of q.k in one run goes unnoticed.
 DRAWS, FEW, DRAWS_OF_FEW = 12, 300, 100
+STATISTICS = ("lse", "max_logit", "column_sums")
 
 
 def magnitude(t: Tensor) -> float:
@@ -41,7 +42,7 @@ def ulp(dtype: torch.dtype, size: float) -> float:
 
 
 def _ordered(ref: Results, keys: Tensor, dims: Tensor) -> Results:
-    found = {name: ref[name] for name in ("out", "lse") if name in ref}
+    found = {name: ref[name] for name in ("out", "lse", "max_logit")} | {"column_sums": ref["column_sums"][..., keys]}
     found |= {"dq": ref["dq"][..., dims], "dk": ref["dk"][:, :, keys][..., dims], "dv": ref["dv"][:, :, keys]}
     if "dbias" in ref:
         found["dbias"] = ref["dbias"][..., keys] if ref["dbias"].shape[-1] > 1 else ref["dbias"]
@@ -50,9 +51,9 @@ def _ordered(ref: Results, keys: Tensor, dims: Tensor) -> Results:
 
 class Judge:
     """float32 (float64): within max(1e-6 (1e-12) of max|ref|, twice the error of the formulas in that precision); float16 and bfloat16:
-    within twice that error and one ulp of the output; lse, which is float32 there, within 1e-4 of max|ref| besides, or twice the formulas'
-    error in float32. The formulas' error is the largest over orders of summation and calls of the same kind, looked at one after another
-    until the results are within the bound: what is within a smaller one is within the largest."""
+    within twice that error and one ulp of the output; lse, max_logit and column_sums, which are float32 there, within 1e-4 of max|ref|
+    besides, or twice the formulas' error in float32. The formulas' error is the largest over orders of summation and calls of the same
+    kind, looked at one after another until the results are within the bound: what is within a smaller one is within the largest."""
 
     def __init__(self, call: Call, flushed: float = 0.0):
         """flushed: gradients smaller than this may be 0."""
@@ -67,7 +68,7 @@ class Judge:
         lse = min(max(self.size["lse"], 1.0), 1e5)
         self.rounding = {name: 4 * torch.finfo(torch.float64).eps * lse * gross.get(name, size) for name, size in self.size.items()}
         self.plain = dict.fromkeys(self.ref, 0.0)  # the formulas' error, so far
-        self.plain_lse = 0.0  # in float32
+        self.plain_statistics = dict.fromkeys(STATISTICS, 0.0)  # in float32
         self.steps = self._steps() if self.dtype == torch.float16 else {}
         self._more = self._measure()
 
@@ -115,7 +116,8 @@ class Judge:
         dtype = self.dtype
         for x, ref, in_runs in self._variants():
             if dtype in HALF:
-                self.plain_lse = max(self.plain_lse, error(evaluate(x, torch.float32, in_runs=in_runs)["lse"], ref["lse"]))
+                single = evaluate(x, torch.float32, in_runs=in_runs)
+                self.plain_statistics = {name: max(off, error(single[name], ref[name])) for name, off in self.plain_statistics.items()}
             # An LSE of more than 16 is rounded too far for float32: engines make up for it, and these formulas must not.
             from_lse = [(False, True)] if dtype == torch.float32 and self.size["lse"] <= 16 else []
             for d_from_p, p_from_lse in [(True, False), (False, False), *from_lse]:
@@ -131,7 +133,7 @@ class Judge:
         if name in ("dbias", "dsinks"):
             return self.call.options[name[1:]].dtype
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return wide if name == "lse" else self.dtype
+        return wide if name in STATISTICS else self.dtype
 
     def allowed(self, name: str) -> float:
         size = self.size[name]
@@ -142,40 +144,42 @@ class Judge:
             bound += ulp(
                 self.dtype if name in self.vanishing else self.dtype_of(name), size
             )  # what cancels there carries the rounding of O
-            if name == "lse":
-                bound = min(bound, max(1e-4 * size, 2 * self.plain_lse))
-        return bound if name in ("out", "lse") else max(bound + self.steps.get(name, 0.0), self.flushed)
+            if name == "column_sums":
+                bound += size * 2.0**-21 * (1 + 2 * self.size["lse"])  # P in float32: docs/semantics.md, "Rows"
+            if name in STATISTICS:
+                bound = min(bound, max(1e-4 * size, 2 * self.plain_statistics[name]))
+        return bound if name in ("out", *STATISTICS) else max(bound + self.steps.get(name, 0.0), self.flushed)
 
     def _dense(self, name: str, t: Tensor) -> Tensor:
         """A result in the axes of the formulas'; where packed sequences have no token, what these have."""
         packing = self.call.packing
-        if name in ("dbias", "dsinks"):
+        if name in ("dbias", "dsinks", "max_logit"):
             return t
         if packing is None:
-            return t.transpose(1, 2) if name != "lse" and self.call.options.get("layout") == "bshd" else t
-        keys, ref = name in ("dk", "dv"), self.ref[name]
-        if name == "lse":
+            return t.transpose(1, 2) if name not in STATISTICS and self.call.options.get("layout") == "bshd" else t
+        keys, ref = name in ("dk", "dv", "column_sums"), self.ref[name]
+        if name in STATISTICS:
             return packing.dense(t.T[..., None], keys, ref[..., None])[..., 0]
         return packing.dense(t, keys, ref)
 
     def _behind(self, name: str, t: Tensor) -> Tensor:
         """Of tokens of no sequence."""
         packing = self.call.packing
-        if packing is None or name in ("dbias", "dsinks"):
+        if packing is None or name in ("dbias", "dsinks", "max_logit"):
             return t[:0]
-        first = sum(packing.lengths_k if name in ("dk", "dv") else packing.lengths_q)
-        return t[:, first:] if name == "lse" else t[first:]
+        first = sum(packing.lengths_k if name in ("dk", "dv", "column_sums") else packing.lengths_q)
+        return t[:, first:] if name in STATISTICS else t[first:]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         call, options = self.call, self.call.options
         like = {"dq": call.q, "dk": call.k, "dv": call.v, "out": call.dout} | {
             "d" + x: options[x] for x in ("bias", "sinks") if x in options
         }
-        if name != "lse":
+        if name not in STATISTICS:
             return tuple(like[name].shape)
-        if call.packing:
-            return call.q.shape[1], call.q.shape[0]
-        return tuple(self.ref["lse"].shape)
+        if call.packing and name != "max_logit":
+            return call.q.shape[1], (call.k if name == "column_sums" else call.q).shape[0]
+        return tuple(self.ref[name].shape)
 
     def faults(self, results: Results) -> list[str]:
         found, errors = [], {}

@@ -178,7 +178,11 @@ DENSE = [
     ("engine", {"engine": ""}),
     ("engine", {"engine": 3}),
     ("return_lse", {"return_lse": "yes"}),
-    *((flag, {flag: wrong}) for flag in ("deterministic", "exact_max", "allow_tf32", "strict", "check") for wrong in (1, None, "yes")),
+    *(
+        (flag, {flag: wrong})
+        for flag in ("deterministic", "exact_max", "allow_tf32", "invariant", "strict", "check")
+        for wrong in (1, None, "yes")
+    ),
     ("block_mask", {"block_mask": torch.ones(2, 2, dtype=torch.bool)}),
     ("block_mask", {"block_mask": strobe.BlockMask.causal(SQ, SK, 8, 16)}),
     ("block_mask", {"block_mask": strobe.BlockMask.causal(SQ, SK, 16, 24)}),
@@ -302,7 +306,10 @@ INTEGERS["window"] += [(HUGE, 1), (1, -HUGE), (1,), (1, 2, 3), (1, "2"), (True, 
 for name in ("seed", "offset"):
     INTEGERS[name] = [HUGE, 10**5000, 2**64, -(2**63) - 1, 1.0, True]
 WORDS = {name: ["", "\0", "cpu\0avx2", SURROGATE, "x" * 10**6, "\n", 1] for name in ("engine", "alignment", "layout", "score")}
-FLAGS = {name: [1, 0, None, NAN, HUGE, 10**5000] for name in ("causal", "deterministic", "exact_max", "allow_tf32", "strict", "check")}
+FLAGS = {
+    name: [1, 0, None, NAN, HUGE, 10**5000]
+    for name in ("causal", "deterministic", "exact_max", "allow_tf32", "invariant", "strict", "check")
+}
 OPTIONS = [(name, x) for kinds in (NUMBERS, INTEGERS, WORDS, FLAGS) for name, values in kinds.items() for x in values + ANYWHERE]
 OPTIONS += [("beta", x) for x in (HUGE, NAN, INF, 0, -1, *ANYWHERE)] + [("shift", x) for x in (HUGE, NAN, INF, *ANYWHERE)]
 

@@ -14,7 +14,7 @@ import cases
 import strobe
 from strobe import _call, _options
 from strobe._core import ffi
-from strobe._options import BLOCKS, DEFAULTS, FIELDS, GRADIENTS, INPUTS, ROWS
+from strobe._options import AUX, BLOCKS, DEFAULTS, FIELDS, GRADIENTS, INPUTS, ROWS
 
 ROOT = Path(__file__).parents[2]
 IN_STRUCT = {name: field for name, field in FIELDS.items() if field.in_struct}
@@ -28,7 +28,7 @@ def members(struct: str) -> dict[str, str]:
 
 def test_the_signature():
     shown = inspect.signature(strobe.attention).parameters
-    assert [*shown] == ["q", "k", "v", "return_lse", *ROWS]
+    assert [*shown] == ["q", "k", "v", "return_lse", "aux", *ROWS]
     for name, default in DEFAULTS.items():
         assert shown[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert shown[name].default == default
@@ -45,7 +45,7 @@ def test_the_types_are_types():
 def test_the_docstring():
     arguments = inspect.getdoc(strobe.attention).split("Args:\n")[1].split("\n\nReturns:")[0]
     documented = [name for names in re.findall(r"^    ((?:\w+, )*\w+): ", arguments, re.MULTILINE) for name in names.split(", ")]
-    assert documented == ["q", "k", "v", "return_lse", *ROWS]
+    assert documented == ["q", "k", "v", "return_lse", "aux", *ROWS]
     assert all(len(line) <= 136 for line in arguments.splitlines())
     words = " ".join(arguments.split())
     assert all(row.doc in words for row in ROWS.values())
@@ -62,8 +62,9 @@ def test_the_operators():
         "Optional[str]": str | None,
         "Optional[List[int]]": tuple[int, ...] | None,
     }
-    for operator in ("attention_forward", "attention_backward"):
-        named = [x for x in getattr(torch.ops.strobe, operator).default._schema.arguments if x.kwarg_only and x.name != "needed"]
+    for operator in ("attention_forward", "attention_forward_aux", "attention_backward"):
+        schema = getattr(torch.ops.strobe, operator).default._schema
+        named = [x for x in schema.arguments if x.kwarg_only and x.name not in ("needed", "aux")]
         assert [x.name for x in named] == [*INPUTS[3:], *FIELDS]
         for x in named:
             if x.name in INPUTS:
@@ -98,7 +99,7 @@ def test_zero_is_absent_in_the_struct():
 def test_the_structs_of_tensors():
     assert tuple(name for name in members("strobe_tensors") if name in INPUTS) == INPUTS
     assert [*members("strobe_addresses")] == [*members("strobe_tensors")]
-    assert members("strobe_tensors").keys() - {*INPUTS} == {"out", "lse", "dout", "dlse", "delta", *GRADIENTS}
+    assert members("strobe_tensors").keys() - {*INPUTS} == {"out", "lse", "dout", "dlse", "delta", *GRADIENTS, *AUX}
 
 
 def test_the_struct_of_cpp():

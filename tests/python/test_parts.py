@@ -23,7 +23,8 @@ def drawn(seed: int) -> dict:
     rng = random.Random(seed)
     while True:
         case = {name: rng.choice(values) if rng.random() < 0.6 else values[0] for name, values in FACTORS.items()}
-        case |= {"used": None, "part": None, "lengths": rng.choice(FACTORS["lengths"])}
+        case |= {"used": None, "part": None, "aux": (), "lengths": rng.choice(FACTORS["lengths"])}
+        case["flag"] = None if case["flag"] == "invariant" else case["flag"]
         case["storage"] = "bhsd" if case["storage"] == "reversed" else case["storage"]
         case["bias kind"] = None if case["bias"] is None else case["bias kind"] or "gradient"
         if _valid(case):
@@ -196,6 +197,9 @@ def test_what_a_call_refuses():
         ({"q_ranges": [(0, 2**70)]}, {}, "part.q_ranges: (0, 9223372036854775807)"),
         ({"first_head": 3, "heads": 4}, {}, "part.heads: 4 with first_head 3 and 2 heads of q; accepted are 5 or more"),
         ({}, {"seqused_k": torch.tensor([8], dtype=torch.int32)}, "seqused_k: given beside part"),
+        ({}, {"invariant": True}, "invariant: given beside part"),
+        ({}, {"aux": ("max_logit",)}, "max_logit: given beside part"),
+        ({}, {"aux": ("column_sums",)}, "column_sums: given beside part"),
         ({"partial": True}, {"sinks": torch.zeros(2)}, "sinks: given with a partial part; accepted are none: they join the whole row once"),
         ({}, {"mask": torch.ones(8, 8, dtype=torch.bool)}, "mask: shape (8, 8); accepted is (B|1, H|1, Sq|1, Sk of the whole problem|1)"),
         ({}, {"block_mask": strobe.BlockMask.from_kept(torch.ones(1, 1, 1, 1, dtype=torch.bool), 16, 16, 8, 8)},

@@ -46,7 +46,7 @@ def test_the_python_runs(capsys):
 
 def test_every_option_and_its_default_is_listed():
     listed = {name: ast.literal_eval(cells[1].strip("`")) for cells in table("option") for name in re.findall(r"`(\w+)`", cells[0])}
-    assert listed == {**DEFAULTS, "return_lse": False}
+    assert listed == {**DEFAULTS, "return_lse": False, "aux": ()}
 
 
 def test_every_command_is_listed():

@@ -20,15 +20,15 @@ def visible(Sq, Sk, *, causal, window, alignment):
     return seen
 
 
-def attention(
-    q, k, v, *, causal=False, window=(None, None), alignment="bottom_right", scale=None, softcap=0.0,
+def probabilities(
+    q, k, *, causal=False, window=(None, None), alignment="bottom_right", scale=None, softcap=0.0,
     score="dot", beta=1.0, shift=0.0, mask=None, bias=None,
-    alibi_slopes=None, sinks=None, kept=None, keep_rate=1.0, blocks=None,
+    alibi_slopes=None, sinks=None, blocks=None,
 ):  # fmt: skip
-    """(B, H, Sq, D) and so on -> out, lse. kept and blocks: what dropout and block sparsity keep, (B, H, Sq, Sk) or broadcast to it."""
+    """(B, H, Sq, D) and so on -> S, P before dropout, lse. blocks: what block sparsity keeps, (B, H, Sq, Sk) or broadcast to it."""
     B, H, Sq, D = q.shape
     Sk = k.shape[2]
-    k, v = (x.repeat_interleave(H // max(k.shape[1], 1), dim=1) for x in (k, v))
+    k = k.repeat_interleave(H // max(k.shape[1], 1), dim=1)
     default = 1 if score == "hyperbolic" else 1 / math.sqrt(D)
     s = torch.einsum("bhid,bhjd->bhij", q, k) * (default if scale is None else scale)
     if softcap:
@@ -59,15 +59,38 @@ def attention(
     safe = l.masked_fill(nothing, 1)
     P = e / safe
     lse = (m + torch.log(safe)).masked_fill(nothing, -math.inf).squeeze(-1)
-    P = P[..., :Sk]
+    return s[..., :Sk], P[..., :Sk], lse
+
+
+def attention(q, k, v, *, kept=None, keep_rate=1.0, **options):
+    """(B, H, Sq, D) and so on -> out, lse. kept: what dropout keeps, (B, H, Sq, Sk) or broadcast to it."""
+    _, P, lse = probabilities(q, k, **options)
     if kept is not None:
         P = P * kept / keep_rate
-    return torch.einsum("bhij,bhjd->bhid", P, v), lse
+    return torch.einsum("bhij,bhjd->bhid", P, v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)), lse
 
 
-def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, mask=None, bias=None, alibi_slopes=None, kept=None, blocks=None, **options):
-    """(Tq, H, D) and so on -> out (Tq, H, Dv), lse (H, Tq): each sequence by itself. The batch axis of mask and so on counts sequences."""
-    outs, lses = [], []
+def statistics(q, k, v, *, kept=None, keep_rate=1.0, **options):
+    """The largest score of each head (B, H), and the sums of P's columns before dropout (B, H, Sk)."""
+    s, P, _ = probabilities(q, k, **options)
+    nothing = torch.full((*s.shape[:2], 1), -math.inf, dtype=s.dtype)
+    return torch.cat([s.flatten(2), nothing], dim=2).amax(2), P.sum(2)
+
+
+def varlen_statistics(**inputs):
+    """The same of packed sequences: (sequences, H) and (H, Tk)."""
+    largest, sums = zip(*(statistics(**x) for x in sequences(**inputs)), strict=True)
+    return torch.cat(largest), torch.cat([x[0] for x in sums], dim=1)
+
+
+def varlen(**inputs):
+    """(Tq, H, D) and so on -> out (Tq, H, Dv), lse (H, Tq): each sequence by itself."""
+    outs, lses = zip(*(attention(**x) for x in sequences(**inputs)), strict=True)
+    return torch.cat([x[0].transpose(0, 1) for x in outs]), torch.cat([x[0] for x in lses], dim=1)
+
+
+def sequences(q, k, v, *, cu_seqlens_q, cu_seqlens_k, mask=None, bias=None, alibi_slopes=None, kept=None, blocks=None, **options):
+    """Packed sequences as dense calls of one sequence each. The batch axis of mask and so on counts sequences."""
     cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(cu_q) - 1):
         Sq, Sk = cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b]
@@ -80,11 +103,8 @@ def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, mask=None, bias=None, alibi_s
 
         rows, cols = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
-        out, lse = attention(
-            *(x.transpose(0, 1)[None] for x in (q[rows], k[cols], v[cols])),
-            mask=of_sequence(mask), bias=of_sequence(bias), kept=of_sequence(kept), blocks=of_sequence(blocks),
-            alibi_slopes=slopes, **options,
-        )  # fmt: skip
-        outs.append(out[0].transpose(0, 1))
-        lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses, dim=1)
+        yield {
+            **{name: x.transpose(0, 1)[None] for name, x in (("q", q[rows]), ("k", k[cols]), ("v", v[cols]))},
+            **{name: of_sequence(x) for name, x in (("mask", mask), ("bias", bias), ("kept", kept), ("blocks", blocks))},
+            "alibi_slopes": slopes, **options,
+        }  # fmt: skip

@@ -140,6 +140,14 @@ class Case:
     def backward(self, **more):
         return strobe.reference_backward(self.dout, self.q, self.k, self.v, dlse=self.dlse, **self.arguments(), **more)
 
+    def expected_statistics(self):
+        """max_logit and column_sums."""
+        tensors = {"q": self.q, "k": self.k, "v": self.v} | self.tensors
+        inputs = {name: x if name == "mask" else x.double() for name, x in tensors.items()} | self.options | self.dense
+        if not self.varlen:
+            return formulas.statistics(**inputs)
+        return formulas.varlen_statistics(**inputs, **{name: self.cu[name] for name in ("cu_seqlens_q", "cu_seqlens_k")})
+
     def expected(self):
         """out, lse and the gradients of q, k, v, bias, sinks (None where there is none), by autograd."""
         leaves = {name: x.double().requires_grad_() for name, x in (("q", self.q), ("k", self.k), ("v", self.v))}
@@ -172,6 +180,15 @@ def test_against_autograd(number):
         assert (found is None) == (expected is None), name
         if expected is not None:
             assert relative_error(found, expected, size) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("number", range(CASES))
+def test_largest_scores_and_column_sums(number):
+    case = Case(number)
+    found = case.forward(aux=("max_logit", "column_sums"))
+    assert all(torch.equal(x, y) for x, y in zip(found, case.forward(), strict=False))
+    for name, expected in zip(("max_logit", "column_sums"), case.expected_statistics(), strict=True):
+        assert relative_error(getattr(found, name), expected) < TOLERANCE, name
 
 
 def flat_rows(x, packed):

@@ -94,7 +94,7 @@ private:
         this->template make_dp<kNonfinite>(dP, n, span);
         this->await_p(span);
         Left dS[kKeys][kStep];
-        if (kNonfinite || Steps::kHides || this->tile_of(n).queries.masked)
+        if (C.invariant || kNonfinite || Steps::kHides || this->tile_of(n).queries.masked)
           this->template differentiate<true>(dS, dP, this->own(span), n % 2);
         else
           this->template differentiate<false>(dS, dP, this->own(span), n % 2);

@@ -14,6 +14,7 @@ struct BackwardConfig {
   i32 step_q;    // queries of which a warp computes S at once, a multiple of 16
   i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 deterministic;
+  i32 invariant; // and a row's bits do not depend on what is hidden in its tiles
   i32 blocks_per_sm;
   Features features;
 

@@ -2,6 +2,7 @@
 // keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers. Where O is too wide for that, several warps have
 // the same rows (column_warps.h).
 #pragma once
+#include "../../device/chunks.h"
 #include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
 #include "../../device/query_major_dropout.h"
@@ -36,15 +37,36 @@ template <Config C> struct Forward {
     Item item(a, blockIdx.x);
     Sequence sequence = a.in.sequence<F.seqused>(item.b);
     if (item.q >= sequence.band.seqlen_q) return;
+    if constexpr (C.invariant) return run_chunks(a, item, sequence, shared_address(shared));
     if (!Forward(a, item, sequence, shared_address(shared)).compute()) return;
     Item again(a, computed_here(blockIdx.x)); // nothing is kept in registers for this
     Forward(a, again, a.in.sequence<F.seqused>(again.b), 0).add_nonfinite();
   }
 
 private:
+  // The chunks of keys that the tile of queries sees, in order; or the one that is this block's part.
+  static __device__ __forceinline__ void run_chunks(const Arguments &a, Item item, const Sequence &sequence, u32 shared) {
+    const Range keys = sequence.band.keys_any(item.q, min((i64)item.q + C.tile_q, sequence.band.seqlen_q));
+    const i32 first = a.splits > 1 ? item.split : keys.empty() ? 0 : (i32)keys.begin / C.chunk();
+    const i32 end = a.splits > 1 ? item.split + 1 : keys.empty() ? 1 : (i32)div_up(keys.end, C.chunk());
+    bool nonfinite = false;
+#pragma unroll 1
+    for (i32 chunk = first; chunk < end; ++chunk) {
+      item.split = chunk;
+      Forward forward(a, item, sequence, shared);
+      forward.begins = chunk == first, forward.ends = chunk + 1 == end;
+      nonfinite |= forward.compute();
+      __syncthreads(); // nobody reads the chunk's tiles any more
+    }
+    if (!nonfinite) return;
+    if (a.splits == 1) item.split = -1; // of all
+    Forward(a, item, sequence, 0).add_nonfinite();
+  }
+
   const Arguments &a;
   const Inputs &in;
-  Item item;
+  Item item;                       // split: of keys the part, or the chunk
+  bool begins = true, ends = true; // invariant: the chunk is the first or the last one of the tile of queries
   Sequence sequence;
   Scores<F, float, Functions::half> scores;
   QueryMajorDropout<F> dropout;
@@ -76,13 +98,16 @@ private:
     if constexpr (F.blocks) return in.blocks.row(item.b, item.h, (u32)item.q / (u32)in.blocks.row_tokens);
     return {nullptr, 0, 0};
   }
-  __device__ __forceinline__ Schedule::Part part() const { return {item.split, a.splits}; }
+  __device__ __forceinline__ Schedule::Part part() const {
+    if constexpr (C.invariant) return item.split < 0 ? Schedule::Part{0, 1} : Schedule::Part{item.split, 1, C.chunk()};
+    return {item.split, a.splits};
+  }
 
   // Returns whether V had numbers that were not finite.
   __device__ __forceinline__ bool compute() {
     Accumulator O[kM][Warps::columns()] = {};
     RowSoftmax<2 * kM> softmax;
-    Schedule tiles(sequence.band, item.q, last(), C.tile_k, 16, blocks(), part());
+    Schedule tiles(sequence.band, item.q, last(), C.tile_k, C.invariant ? C.tile_k : 16, blocks(), part());
     KeyTile tile, next;
     bool more = tiles.next(next), nonfinite = false;
     int stage = 0;
@@ -106,7 +131,7 @@ private:
       Accumulator S[kM][kN] = {};
       multiply_q_k(S, stage);
       score(S, tile);
-      softmax.template follow<C.exact_max>(S, exponent(), O);
+      softmax.template follow<C.exact_max, C.invariant>(S, exponent(), O);
       if constexpr (C.stages == 1) arrive(); // V is here, and nobody reads K any more
       if (masked(tile)) nonfinite |= clear_nonfinite(stage);
       if constexpr (C.stages == 1) {
@@ -116,7 +141,10 @@ private:
       multiply_p_v(O, S, softmax, tile, stage);
       if constexpr (C.stages > 1) stage ^= 1;
     }
-    finish(O, softmax);
+    if constexpr (C.invariant)
+      finish_chunk(O, softmax);
+    else
+      finish(O, softmax);
     return nonfinite;
   }
 
@@ -234,6 +262,51 @@ private:
       }
     }
     if (whole) store_o(O);
+  }
+  // O of a chunk / l joins what came before it. What is not stored yet waits where parts do.
+  __device__ __forceinline__ void finish_chunk(Accumulator (&O)[kM][Warps::columns()], RowSoftmax<2 * kM> &softmax) {
+    const bool part = a.splits > 1, alone = part || begins, stores = !part && ends;
+    const auto query = [&](int i) { return item.q + warp_row + 16 * (i / 2) + tile::lane_row(i % 2); };
+    const auto place = [&](i32 q) {
+      return (part ? item.split : 0) * in.rows() + in.row_index(item.b, item.h, sequence.q0 + min(q, scores.seqlen_q - 1));
+    };
+    float before[2 * kM]; // the LSE
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) before[i] = alone ? minus_infinity<float>() : a.partial_lse[place(query(i))];
+    if constexpr (C.column_warps > 1)
+      __syncthreads();
+    else
+      __syncwarp(); // all who want it have it
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, r = i % 2;
+      const RowEnd end = row_end(softmax.M[i], tile::row_sum(softmax.l[i]), minus_infinity<float>(), F.bias != 0);
+      const float factor = end.factor * dropout.dropout.factor();
+      const i32 q = query(i);
+      const bool there = q < scores.seqlen_q;
+      const i64 row = place(q);
+      const Merge merge(before[i], end.lse);
+      const float sink = in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) : minus_infinity<float>();
+      const Merge with_sink(merge.lse, sink);
+      float *out = a.partial_out + row * in.head_dim_v;
+#pragma unroll
+      for (int k = 0; k < 4 * Warps::columns(); ++k) {
+        const int c = first_column() + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
+        const bool exists = there && c < in.head_dim_v;
+        float &o = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
+        o = merge(alone || !exists ? 0.0f : out[c], __fmul_rn(o, factor));
+        if (stores)
+          o = with_sink(o, 0.0f);
+        else if (exists)
+          out[c] = o;
+      }
+      if (!there || first_column() + tile::lane_column(0, 0) != 0) continue;
+      if (!stores)
+        a.partial_lse[row] = merge.lse;
+      else if (a.lse)
+        *a.lse.at<float>(item.b, item.h, sequence.q0 + q, 0) = with_sink.lse;
+    }
+    if (stores) store_o(O);
   }
   __device__ __forceinline__ void store_o(const Accumulator (&O)[kM][Warps::columns()]) {
     cp_async_wait<0>();

@@ -22,6 +22,7 @@ struct Config {
   i32 reference;   // kExact, kLagging or kFixed
   i32 split;       // over keys: results are partial ones, to be combined
   i32 bias_by_tma; // of 16 bits, by the copy engine
+  i32 invariant;   // tiles of keys begin at multiples of tile_k; with kExact or kLagging a row's bits are then its own
   Features features;
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }

@@ -13,7 +13,13 @@ template <Config C>
 __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
   BlockRow row{nullptr, 0, 0};
   if constexpr (C.features.blocks) row = a.in.blocks.row(item.b, item.h, item.q / a.in.blocks.row_tokens);
-  return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, 16, row, {item.split(), C.split ? a.splits : 1}};
+  return {band,
+          item.q,
+          min(item.q + C.tile_q(), band.seqlen_q),
+          C.tile_k,
+          C.invariant ? C.tile_k : 16,
+          row,
+          {item.split(), C.split ? a.splits : 1}};
 }
 
 // The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to

@@ -83,7 +83,8 @@ protected:
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (std::string reason = against(p, direction, device); !reason.empty()) return reason;
     Program made;
-    Config c{.dtype = i32(p.dtype)};
+    Config c{};
+    c.dtype = i32(p.dtype);
     const int64_t unit = kind_ == Kind::tensor_cores && p.head_dim > 128 ? 32 : 16;
     c.head_dim = i32((p.head_dim + unit - 1) / unit * unit);
     if (kind_ == Kind::tensor_cores)

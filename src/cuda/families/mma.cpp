@@ -90,6 +90,7 @@ Config config_for(const Problem &p) {
   Config c = begin_config<Config>(p, wide(p) ? 64 : 32);
   c.aligned = aligned({&p.q, &p.k}, p.head_dim) && aligned({&p.v, &p.out}, p.head_dim_v);
   c.exact_max = p.exact_max;
+  c.invariant = p.invariant;
   c.features = features_of(p);
   return c;
 }
@@ -108,15 +109,19 @@ Load load_of(const Config &c) {
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
 }
 
+// Invariant: scores that share a look at the running maximum are the same in all tiles, of queries and of any dtype, option and stride.
+constexpr int32_t kInvariantKeys = 32;
+
 // The first tile that fits, or with wishes the nearest.
 std::optional<Config> choose(const Problem &p, const Device &device) {
   const Config any = config_for(p);
   const int32_t dim = std::max(any.head_dim, any.head_dim_v);
-  const Load load = load_of(any);
+  const Load load = p.invariant ? anything : load_of(any); // merging chunks takes registers, too
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &tile) {
     const bool suits = dim <= tile.most_dim && dim >= tile.suits.least_dim && load <= tile.most_load && device.cc >= tile.suits.least_cc &&
                        device.cc <= tile.suits.most_cc && (!any.features.band || p.seqlen_q >= tile.suits.least_queries);
-    const bool fits = with(any, tile).forward_shared_bytes() <= device.shared_per_block && divides_blocks(p, tile.q);
+    const bool fits = with(any, tile).forward_shared_bytes() <= device.shared_per_block && divides_blocks(p, tile.q) &&
+                      (!p.invariant || tile.k == kInvariantKeys);
     return suits && fits ? distance(p, tile.q, tile.k) : kCannotRun;
   });
   return best ? std::optional(with(any, *best)) : std::nullopt;
@@ -124,7 +129,7 @@ std::optional<Config> choose(const Problem &p, const Device &device) {
 
 // Decode packs the query heads of a group into the rows of a tile, where they are few; a block-sparse mask may differ between them.
 std::optional<Config> choose_decode(const Problem &p, const Device &device) {
-  if (p.blocks.present) return std::nullopt;
+  if (p.blocks.present || p.invariant) return std::nullopt;
   const int64_t rows = p.seqlen_q * p.group();
   const Config any = config_for(p);
   const DecodeTile *best = cheapest(kDecodeTiles, [&](const DecodeTile &tile) {
@@ -180,6 +185,10 @@ protected:
     if (device.cc < 80 && p.dtype == DType::bf16)
       return text(device.name, " multiplies no bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
+    if (p.invariant && p.bias && direction == Direction::backward)
+      return "has no invariant backward with a bias: rows are settled by tiles of queries";
+    if (p.invariant && direction == Direction::forward)
+      if (std::string reason = cuts_blocks(p, kInvariantKeys); !reason.empty()) return reason;
     if (direction == Direction::backward) return mma_backward(p, device, scratch);
     return forward(p, device, scratch);
   }
@@ -195,11 +204,19 @@ private:
     const int64_t ctas =
         decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
     const int64_t per_sm = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer parts to merge
-    a.splits = parts_to_fill(device.sms * per_sm, ctas, most_parts(p));
-    if (!decode && predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))
+    const int64_t chunks = tiles(p.seqlen_k, Config::chunk());
+    // Invariant: chunks are merged where a block of threads walks over them, or, where blocks are few, by the combination of parts.
+    a.splits = p.invariant ? tiles(p.seqlen_q, c.tile_q) == 1 && ctas < device.sms * per_sm ? i32(std::max<int64_t>(1, chunks)) : 1
+                           : parts_to_fill(device.sms * per_sm, ctas, most_parts(p));
+    if (!p.invariant && !decode &&
+        predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))
       a.splits = 1;
     a.bundle = pairs_in_half_the_cache(p, device);
     take_parts(a, p, scratch);
+    if (p.invariant && a.splits == 1 && chunks > 1) {
+      a.partial_out = scratch.take<float>(a.in.rows() * p.head_dim_v);
+      a.partial_lse = scratch.take<float>(a.in.rows());
+    }
     Program program;
     program.overlap = true;
     describe(program, p, c, decode);

@@ -63,9 +63,11 @@ struct Chosen {
 // The fastest tile that fits, or with wishes the nearest. A small grid does not fill the GPU: then tiles of fewer keys may be faster.
 std::optional<Chosen> choose(const Problem &p, const Device &device) {
   BackwardConfig any = begin_config<BackwardConfig>(p, 16);
-  any.aligned = aligned_backward(p), any.deterministic = p.deterministic && p.dq, any.blocks_per_sm = 1;
+  any.aligned = aligned_backward(p), any.deterministic = (p.deterministic || p.invariant) && p.dq, any.blocks_per_sm = 1;
+  any.invariant = p.invariant;
   any.features = features_of(p);
-  const int32_t features = costly_features(any);
+  // Invariant: the tile follows from neither strides nor lengths.
+  const int32_t features = costly_features(any) + (p.invariant && any.aligned);
   const auto with = [&](const BackwardTile &tile) {
     BackwardConfig c = any;
     const int32_t unit = wide(p) ? 64 : 16 * tile.dim_warps; // wide: dQ's columns, too, are divided among many warps
@@ -78,6 +80,7 @@ std::optional<Chosen> choose(const Problem &p, const Device &device) {
     const int32_t dim = std::max(c.head_dim, c.head_dim_v);
     const bool suits = dim <= tile.most_dim && dim >= tile.least_dim && features <= tile.most_features;
     if (!suits || c.shared_bytes() > device.shared_per_block || !divides_blocks(p, tile.q, tile.k)) return kCannotRun;
+    if (p.invariant) return 16 * distance(p, tile.q, tile.k) - tile.speed;
     const double waves = double(p.batch * p.heads_kv * tiles(p.seqlen_k, tile.k)) / device.sms;
     return 16 * distance(p, tile.q, tile.k) + std::log2(std::max(1.0, waves) * tile.k / tile.speed);
   });
@@ -106,7 +109,8 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   BackwardArguments a = backward_arguments(p);
   a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
   const int64_t query_tiles = count_query_tiles(a.in, c.tile_q), key_tiles = p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k);
-  const RowsConfig rows{.dtype = c.dtype, .head_dim = c.head_dim, .tile_q = c.tile_q, .aligned = c.aligned, .form = passes::kFragments};
+  const RowsConfig rows{
+      .dtype = c.dtype, .head_dim = c.head_dim, .tile_q = c.tile_q, .aligned = c.aligned, .form = passes::kFragments, .invariant = 0};
   Program program;
   take_sums(program, a, p, scratch, {.dq = query_tiles * c.tile_q * c.head_dim, .turns = c.deterministic ? c.turns(query_tiles) : 0});
   push(program, p, a,

@@ -87,9 +87,13 @@ Config config_for(const Problem &p) {
   const bool pieces = aligned({&p.q, &p.k, &p.dk}, p.head_dim) && aligned({&p.v, &p.out, &p.dout, &p.dv}, p.head_dim_v);
   const bool whole = p.head_dim == c.head_dim && p.head_dim_v == c.head_dim_v;
   c.copy = !pieces ? simt::kElements : whole ? simt::kWhole : simt::kPieces;
+  c.invariant = p.invariant;
   c.features = features_of(p);
   return c;
 }
+
+// Invariant: which keys are summed together is the same in all tiles, and which of a thread's.
+constexpr int32_t kInvariantKeys = 64, kInvariantThreads = 16;
 
 Config with(Config c, const Tile &tile) {
   c.tile_q = tile.q, c.tile_k = tile.k, c.threads_q = tile.threads_q, c.threads_k = tile.threads_k;
@@ -104,10 +108,12 @@ std::optional<Config> choose(const Config &any, Kind kind, const Problem &p, con
                                                               : kBackwardTiles;
   const Tile *best = cheapest(tiles, [&](const Tile &tile) {
     const Config c = with(any, tile);
+    if (p.invariant && kind != Kind::bias_gradient && (tile.k != kInvariantKeys || tile.threads_k != kInvariantThreads)) return kCannotRun;
     if (!divides_blocks(p, tile.q, kind == Kind::forward ? 1 : tile.k) || shared_bytes(c, kind) > device.shared_per_block)
       return kCannotRun;
     const int64_t spare = tile.q - std::max<int64_t>(16, p.longest_q());
-    double cost = 1e3 * distance(p, tile.q, tile.k) + (spare >= 16 ? double(spare) : 0.0);
+    const bool shorter = spare >= 16 && !(p.invariant && kind == Kind::backward); // whose dk and dv are sums over tiles of queries
+    double cost = 1e3 * distance(p, tile.q, tile.k) + (shorter ? double(spare) : 0.0);
     cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c)));                  // they would spill
     if (p.blocks.present && p.blocks.block_k % tile.k) cost += 10.0 * tile.k / double(p.blocks.block_k); // computed, not kept
     return cost;
@@ -155,11 +161,14 @@ private:
   }
 
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
+    if (p.invariant)
+      if (std::string reason = cuts_blocks(p, kInvariantKeys); !reason.empty()) return reason;
     const std::optional<Config> c = choose(config_for(p), Kind::forward, p, device);
     if (!c) return no_tile(device);
     ForwardArguments a = forward_arguments(p);
     const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c->tile_q), slots = int64_t{device.sms} * c->blocks_per_sm;
-    if (p.dtype != DType::f64) a.splits = parts_to_fill(slots, ctas, std::min<int64_t>(tiles(p.seqlen_k, c->tile_k) / 2, 64));
+    if (p.dtype != DType::f64 && !p.invariant)
+      a.splits = parts_to_fill(slots, ctas, std::min<int64_t>(tiles(p.seqlen_k, c->tile_k) / 2, 64));
     take_parts(a, p, scratch); // FP64 has none
     Program program;
     describe(program, p, *c);
@@ -170,6 +179,8 @@ private:
   }
 
   static Made backward(const Problem &p, const Device &device, Scratch &scratch) {
+    if (p.invariant)
+      if (std::string reason = cuts_blocks(p, kInvariantKeys); !reason.empty()) return reason;
     const Config any = config_for(p);
     const std::optional<Config> c = choose(any, Kind::backward, p, device);
     const std::optional<Config> of_bias = p.dbias ? choose(any, Kind::bias_gradient, p, device) : c;
@@ -181,15 +192,15 @@ private:
     describe(program, p, *c);
     take_sums(program, a, p, scratch,
               {.real_bytes = c->real_bytes(),
-               .dq = (p.dtype == DType::f32 ? dq_sums(a.in, c->head_dim) : 1) * a.in.rows() * c->head_dim,
-               .turns = p.deterministic && p.dq ? 1 + query_tiles : 0,
+               .dq = (p.dtype == DType::f32 ? dq_sums(a.in, c->head_dim, p.invariant) : 1) * a.in.rows() * c->head_dim,
+               .turns = (p.deterministic || p.invariant) && p.dq ? 1 + query_tiles : 0,
                .zero_dq = true});
     const int32_t shared = c->backward_shared_bytes();
     push(program, p, a,
          {.delta = delta(p, a),
           .settle = Launch(kSettle, *c, query_tiles, c->threads(), shared, a),
           .main = Launch(kBackward, *c, key_tiles, c->threads(), shared, a),
-          .dq = dq_from_sum(p, {int32_t(p.dtype), c->head_dim, passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow}, a),
+          .dq = dq_from_sum(p, {int32_t(p.dtype), c->head_dim, passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow, p.invariant}, a),
           .dbias = bias_gradient(p, *of_bias, a)});
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size() - bool(p.dbias), 1);
     return program;

@@ -121,7 +121,8 @@ Config config_for(const Problem &p) {
   c.features = features_of(p);
   // With FP16 a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
-  c.reference = p.exact_max ? sm90::kExact : fixed ? sm90::kFixed : sm90::kLagging;
+  c.reference = p.exact_max ? sm90::kExact : fixed && !p.invariant ? sm90::kFixed : sm90::kLagging;
+  c.invariant = p.invariant;
   c.bias_by_tma = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
   return c;
 }
@@ -165,7 +166,16 @@ bool suits(const Suits &row, const Problem &p, const Config &c, const Device &de
   return double(count * heads * parts) >= row.blocks * device.sms;
 }
 
-// The first tile that fits and suits; with wishes the nearest that fits.
+// Invariant: why some query's bits would follow from those beside it.
+std::string against_invariant(const Problem &p, const Config &c) {
+  if (p.bias) return "is not invariant with a bias: a tile that is computed again takes other roundings";
+  if (p.alibi_slopes) return "is not invariant with ALiBi: it is added from where a tile's own queries stand";
+  if (p.softcap > 0 && c.reference != sm90::kExact)
+    return "is not invariant with a softcap: whether it is approximated is said of 16 queries at once";
+  return cuts_blocks(p, c.tile_k);
+}
+
+// The first tile that fits and suits; with wishes the nearest that fits. Invariant: the first that fits, whatever the lengths.
 std::optional<Config> choose(const Problem &p, const Device &device) {
   const bool wishes = p.tile_q > 0 || p.tile_k > 0;
   const Config any = config_for(p);
@@ -175,6 +185,7 @@ std::optional<Config> choose(const Problem &p, const Device &device) {
     const bool fits =
         c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) && !(c.features.dropout && t.tile_k % 32);
     if (!fits || !divides_blocks(p, c.tile_q())) return kCannotRun;
+    if (p.invariant) return t.suits.least_keys == 0 && t.suits.most_keys == INT64_MAX ? 0 : kCannotRun;
     return wishes ? distance(p, c.tile_q(), c.tile_k) : suits(t.suits, p, c, device) ? 0 : 1;
   });
   return best ? std::optional(with(any, *best)) : std::nullopt;
@@ -214,6 +225,8 @@ protected:
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
     if (wide(p)) return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v));
+    if (p.invariant && direction == Direction::backward)
+      return "has no invariant backward: which keys a block of threads takes follows from the lengths";
     if (direction == Direction::backward) return sm90_backward(p, device, scratch);
     if (!p.q || !p.k || !p.v) return "there are no queries or no keys to fetch";
     for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
@@ -225,6 +238,8 @@ protected:
     const std::optional<Config> chosen = choose(p, device);
     if (!chosen) return text("no tile of queries divides the blocks of ", p.blocks.block_q);
     Config config = *chosen;
+    if (p.invariant)
+      if (std::string reason = against_invariant(p, config); !reason.empty()) return reason;
 
     Program program;
     program.overlap = true;
@@ -237,7 +252,7 @@ protected:
     static_cast<ForwardArguments &>(a) = forward_arguments(p);
     const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
     const int64_t heads = p.batch * p.heads, tiles_of_head = tiles(p.seqlen_q, config.tile_q());
-    a.splits = splits(p, config, device, tiles_of_head * heads);
+    a.splits = p.invariant ? 1 : splits(p, config, device, tiles_of_head * heads);
     config.split = a.splits > 1;
     const int64_t items = tiles_of_head * heads * a.splits;
     if (items > int64_t{1} << 30) return text(items, " tiles of queries; accepted are 2^30");
@@ -260,6 +275,7 @@ protected:
     }
     const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
+    program.persistent = true;
     take_parts(a, p, scratch);
     if (p.mask) program.steps.push_back(pack_mask(p, a.in, a.mask, scratch));
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));

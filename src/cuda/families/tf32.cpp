@@ -103,6 +103,7 @@ protected:
     if (p.dtype != DType::f32) return text("takes float32, not ", strobe::name(p.dtype));
     if (device.cc < 80) return text(device.name, " has no TF32: sm_80 or newer is needed, this is sm_", device.cc);
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
+    if (p.invariant) return "is not invariant: its tiles of keys begin where a tile of queries sees some";
     if (!p.allow_tf32) {
       // Three products of parts of 11 bits are off by 2^-23.8 of a product (rms), and FP32's sum of n of them by n / 1.4 2^-25.8.
       if (std::min(p.head_dim, p.head_dim_v) < kFewestColumns)

@@ -22,7 +22,7 @@ public:
   void *of(const void *marked) const;
 
 private:
-  std::array<uintptr_t, 25> bases_{}; // of the tensors and lists of a Problem, and of the workspace
+  std::array<uintptr_t, 27> bases_{}; // of the tensors and lists of a Problem, and of the workspace
 };
 
 // The workspace while a program is made: 256-byte aligned pieces, behind the workspace's mark.
@@ -49,6 +49,10 @@ template <class V> void each_pointer(const Inputs &in, V &visit) {
 template <class V> void each_pointer(const ForwardArguments &a, V &visit) {
   each_pointer(a.in, visit);
   visit(a.out.data), visit(a.lse.data), visit(a.partial_out), visit(a.partial_lse);
+}
+template <class V> void each_pointer(const AuxiliaryArguments &a, V &visit) {
+  each_pointer(a.in, visit);
+  visit(a.lse.data), visit(a.max_logit.data), visit(a.column_sums.data), visit(a.largest);
 }
 template <class V> void each_pointer(const BackwardArguments &a, V &visit) {
   each_pointer(a.in, visit);

@@ -83,6 +83,13 @@ BackwardArguments backward_arguments(const Problem &p) {
   return a;
 }
 
+AuxiliaryArguments auxiliary_arguments(const Problem &p) {
+  AuxiliaryArguments a{};
+  a.in = inputs(p);
+  a.lse = operand(p.lse), a.max_logit = operand(p.max_logit), a.column_sums = operand(p.column_sums);
+  return a;
+}
+
 bool aligned(const View &view, int64_t row_elements) {
   if (!view) return true;
   const int64_t unit = 16 / bytes(view.dtype);

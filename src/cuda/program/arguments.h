@@ -18,6 +18,7 @@ inline constexpr double kMostScale = 1e4;
 std::string outsized_scale(const Problem &);
 ForwardArguments forward_arguments(const Problem &);   // but for the split over keys
 BackwardArguments backward_arguments(const Problem &); // but for the workspace
+AuxiliaryArguments auxiliary_arguments(const Problem &);
 
 // Base and rows lie on 16-byte addresses and a row's elements are adjacent: tiles may be copied 16 bytes at a time.
 bool aligned(const View &, int64_t row_elements);

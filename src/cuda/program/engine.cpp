@@ -40,6 +40,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
   if (tile) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
   if (p.varlen || (p.seqused_k && direction == Direction::backward)) program->steps.push_back(padding(p, direction));
+  if (p.auxiliary()) auxiliary(*program, p, device, scratch);
   for (const Step &step : program->steps)
     if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
       return text(launch->grid, " thread blocks; a launch takes ", kMostCtas, p.varlen ? ": see max_seqlen_q and max_seqlen_k" : "");
@@ -64,10 +65,20 @@ const TunedTile *CudaEngine::tuned(const Problem &p, Direction direction, const 
   return key ? table.find(*key) : nullptr;
 }
 
-Answer CudaEngine::plan(const Problem &p, const Execution &, Direction direction) const {
-  const Device &on = device(p.device_index);
+Answer CudaEngine::plan(const Problem &p, const Execution &execution, Direction direction) const {
+  const Device &whole = device(p.device_index);
+  if (execution.reserved_sms >= whole.sms)
+    throw Error(STROBE_INVALID_ARGUMENT, text("execution.reserved_sms: ", execution.reserved_sms, "; accepted is 0 to ", whole.sms - 1,
+                                              ", one fewer than the GPU has"));
+  Device on = whole;
+  on.sms -= execution.reserved_sms;
   Answer answer = plan_on(on, p, direction);
   if (Plan *plan = std::get_if<Plan>(&answer)) {
+    if (execution.reserved_sms)
+      plan->notes.push_back(
+          program_of(*plan).persistent
+              ? text("reserved_sms: the main kernel leaves ", execution.reserved_sms, " SMs to others")
+              : "reserved_sms: this kernel's blocks go to every SM that is free; work is shared out for those that are left");
     if (const std::string &ignored = tuning(on).ignored(); !ignored.empty()) plan->notes.push_back(ignored);
     for (const std::string &why : refused_folders()) plan->notes.push_back(text("kernel cache not used: ", why));
   }

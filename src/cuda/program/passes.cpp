@@ -4,7 +4,9 @@
 #include <span>
 
 #include "../../../kernels/device/tile_gradient_config.h"
+#include "../../../kernels/passes/auxiliary_config.h"
 #include "attention/text.h"
+#include "attention/work.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/tiles.h"
 
@@ -17,6 +19,8 @@ constexpr KernelSource kConvertDq{"passes/dq.h", "strobe::passes::ConvertDq", "s
 constexpr KernelSource kPadding{"passes/padding.h", "strobe::passes::Padding", "strobe::passes::PaddingConfig"};
 constexpr KernelSource kSinkGradient{"passes/sinks.h", "strobe::passes::SinkGradient", "strobe::passes::SinksConfig"};
 constexpr KernelSource kSettle{"passes/settle.h", "strobe::passes::Settle", "strobe::TileConfig"};
+constexpr KernelSource kAuxiliary{"passes/auxiliary.h", "strobe::passes::Auxiliary", "strobe::passes::AuxiliaryConfig"};
+constexpr KernelSource kLargestScore{"passes/auxiliary.h", "strobe::passes::LargestScore", "strobe::passes::LargestConfig"};
 constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::BiasGradient", "strobe::TileConfig"};
 
 // Of FP32 and FP64: they do not vary with tiles and features. dQ's sum has rows as wide as the backward's.
@@ -25,7 +29,8 @@ passes::RowsConfig row_config(const Problem &p) {
           .head_dim = rounded(p.head_dim, 32),
           .tile_q = passes::RowsConfig::kRowTile,
           .aligned = 0,
-          .form = passes::kRowAfterRow};
+          .form = passes::kRowAfterRow,
+          .invariant = 0};
 }
 
 struct GradientTile {
@@ -80,7 +85,7 @@ void take_parts(ForwardArguments &a, const Problem &p, Scratch &scratch) {
 
 void combine_parts(Program &program, const Problem &p, const ForwardArguments &a) {
   if (a.splits <= 1) return;
-  const passes::CombineConfig c{.dtype = int32_t(p.dtype)};
+  const passes::CombineConfig c{.dtype = int32_t(p.dtype), .invariant = p.invariant};
   program.steps.push_back(Launch(kCombine, c, a.in.rows(), c.threads(), 0, a));
   program.kernel += text(", keys split in ", a.splits);
 }
@@ -134,6 +139,57 @@ std::optional<Launch> bias_gradient(const Problem &p, const Device &device, cons
   const std::span<const GradientTile> tiles = p.dtype == DType::f32 ? std::span<const GradientTile>(kBiasTilesTf32) : kBiasTiles;
   const TileConfig c = *gradient_config(tiles, p, device); // the smallest tile is settle's, too
   return Launch(kBiasGradient, c, bias_tiles(p, c.tile_q, c.tile_k), c.threads(), c.shared_bytes(), a);
+}
+
+namespace {
+
+struct AuxiliaryTile {
+  int32_t q, k, tensor_cores, blocks_per_sm;
+};
+constexpr AuxiliaryTile kAuxiliaryTiles[] = {
+    {.q = 64, .k = 128, .tensor_cores = 1, .blocks_per_sm = 2}, {.q = 64, .k = 128, .tensor_cores = 1, .blocks_per_sm = 1},
+    {.q = 64, .k = 64, .tensor_cores = 1, .blocks_per_sm = 1},  {.q = 32, .k = 32, .tensor_cores = 1, .blocks_per_sm = 1},
+    {.q = 16, .k = 16, .tensor_cores = 1, .blocks_per_sm = 1},  {.q = 64, .k = 64, .tensor_cores = 0, .blocks_per_sm = 2},
+    {.q = 32, .k = 32, .tensor_cores = 0, .blocks_per_sm = 2},  {.q = 16, .k = 16, .tensor_cores = 0, .blocks_per_sm = 2},
+};
+
+// The first tile that fits; the last one always does.
+passes::AuxiliaryConfig auxiliary_config(const Problem &p, const Device &device) {
+  const bool multiplied = p.dtype == DType::f16 ? device.cc >= 75 : p.dtype == DType::bf16 && device.cc >= 80;
+  passes::AuxiliaryConfig c{};
+  c.dtype = int32_t(p.dtype), c.column_sums = bool(p.column_sums);
+  c.features = features_of(p), c.features.dropout = 0;
+  for (const AuxiliaryTile &tile : kAuxiliaryTiles) {
+    c.tile_q = tile.q, c.tile_k = tile.k, c.tensor_cores = tile.tensor_cores, c.blocks_per_sm = tile.blocks_per_sm;
+    c.head_dim = tile.tensor_cores ? rounded(p.head_dim, 16) : 0;
+    c.aligned = tile.tensor_cores && aligned({&p.q, &p.k}, p.head_dim);
+    if (tile.tensor_cores && !multiplied) continue;
+    if (c.shared_bytes() <= device.shared_per_block && c.shared_bytes() * c.blocks_per_sm <= device.shared_per_sm &&
+        divides_blocks(p, tile.q, tile.k))
+      break;
+  }
+  return c;
+}
+
+} // namespace
+
+void auxiliary(Program &program, const Problem &p, const Device &device, Scratch &scratch) {
+  const passes::AuxiliaryConfig c = auxiliary_config(p, device);
+  AuxiliaryArguments a = auxiliary_arguments(p);
+  const int64_t tiles_of_head = tiles(p.seqlen_k, c.tile_k), heads = p.batch * p.heads;
+  a.tiles = i32(tiles_of_head);
+  if (p.max_logit) a.largest = scratch.take<char>(heads * tiles_of_head * c.real_bytes());
+  const int64_t blocks = std::max<int64_t>(p.batch, 1) * p.heads * tiles_of_head; // without a sequence all tokens are padding
+  program.steps.push_back(Launch(kAuxiliary, c, blocks, c.threads(), c.shared_bytes(), a));
+  const passes::LargestConfig largest{.dtype = int32_t(p.dtype)};
+  if (p.max_logit) program.steps.push_back(Launch(kLargestScore, largest, heads, largest.threads(), 0, a));
+
+  constexpr double kLaunchSeconds = 5e-6, kTensorCores = 500, kFma = 30, kDouble = 15; // multiply-adds of an SM per clock: guessed
+  const double rate = c.tensor_cores ? kTensorCores : p.dtype == DType::f64 ? kDouble : kFma;
+  const double pass = kLaunchSeconds * (1 + bool(p.max_logit)) +
+                      visible_scores(p) * double(p.head_dim + 16) / (rate * device.sms * device.clock_hz); // 16: of what follows q.k
+  program.predicted_seconds += pass;
+  program.notes.push_back(auxiliary_note(p, pass, program.predicted_seconds));
 }
 
 Launch padding(const Problem &p, Direction direction) {

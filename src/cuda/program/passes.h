@@ -54,6 +54,9 @@ bool tensor_cores_settle(const Problem &, const Device &);
 Launch settle(const Problem &, const Device &, const BackwardArguments &);
 std::optional<Launch> bias_gradient(const Problem &, const Device &, const BackwardArguments &); // where dbias is wanted
 
+// max_logit and column_sums, after a forward that leaves LSE; adds to what is predicted, and a note that says how much.
+void auxiliary(Program &, const Problem &, const Device &, Scratch &);
+
 Launch padding(const Problem &, Direction); // packed tokens of no sequence: results 0, LSE -inf
 
 } // namespace strobe::cuda

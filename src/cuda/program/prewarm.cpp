@@ -10,7 +10,7 @@ namespace {
 Plan plan(const Problem &p, Direction direction, int cc) {
   const Device device = described(cc);
   const auto may_run = [&p](const Engine &engine) { return p.engine.empty() ? !engine.only_by_name() : p.engine == engine.name(); };
-  Choice choice = choose(p, direction, [&](const Engine &engine, Direction direction) -> Answer {
+  Choice choice = choose(p, direction, [&](const Engine &engine, const Problem &p, Direction direction) -> Answer {
     return may_run(engine) ? static_cast<const CudaEngine &>(engine).plan_on(device, p, direction) : "not asked";
   });
   if (choice.chosen >= 0) return std::get<Plan>(std::move(choice.rows[choice.chosen].answer));

@@ -65,8 +65,9 @@ using Step = std::variant<Launch, Zero>;
 
 struct Program {
   std::vector<Step> steps;
-  bool overlap = false; // thread blocks of a launch may come as soon as those of the one before have all begun
-  std::string kernel;   // in words, for explain()
+  bool overlap = false;    // thread blocks of a launch may come as soon as those of the one before have all begun
+  bool persistent = false; // the main kernel's grid is no larger than the GPU: it takes no more SMs than the Device has
+  std::string kernel;      // in words, for explain()
   int64_t tile_q = 0, tile_k = 0;
   double predicted_seconds = 0;
   std::vector<std::string> notes;

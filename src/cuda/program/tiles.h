@@ -30,6 +30,12 @@ inline bool divides_blocks(const Problem &p, int64_t tile_q, int64_t tile_k = 1)
   return !p.blocks.present || (p.blocks.block_q % tile_q == 0 && p.blocks.block_k % tile_k == 0);
 }
 
+// Invariant: of a tile that each row walks by, whose keys begin at multiples of tile_k, in blocks, too.
+inline std::string cuts_blocks(const Problem &p, int64_t tile_k) {
+  if (!p.blocks.present || p.blocks.block_k % tile_k == 0) return {};
+  return text("is invariant with blocks of multiples of ", tile_k, " keys, not ", p.blocks.block_k, ": sums begin at such keys alone");
+}
+
 // Of dbias: one along an axis over which it is broadcast.
 inline int64_t bias_tiles(const Problem &p, int64_t tile_q, int64_t tile_k) {
   const int64_t along[4] = {p.batch, p.heads, tiles(p.seqlen_q, tile_q), tiles(p.seqlen_k, tile_k)};

@@ -101,7 +101,7 @@ std::optional<TuningKey> tuning_key(const char *engine, Direction direction, con
   Features others = features_of(p);
   if (causal) others.band = 0;
   constexpr Features none{};
-  if (std::memcmp(&others, &none, sizeof none) || p.sinks || p.exact_max || p.allow_tf32) return std::nullopt;
+  if (std::memcmp(&others, &none, sizeof none) || p.sinks || p.exact_max || p.allow_tf32 || p.invariant) return std::nullopt;
   return TuningKey{.engine = engine,
                    .direction = direction,
                    .dtype = p.dtype,

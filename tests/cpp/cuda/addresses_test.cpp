@@ -45,6 +45,7 @@ struct OnGpu : Problem {
     mask = dense(DType::boolean, heads, seqlen_q, seqlen_k), bias = dense(dtype, heads, seqlen_q, seqlen_k);
     alibi_slopes = dense(DType::f32, heads, 1, 1), sinks = dense(DType::f32, heads, 1, 1);
     dropout = 0.1, place(rng), place(seqused_k);
+    if (direction == Direction::forward) max_logit = dense(DType::f32, heads, 1, 1), column_sums = dense(DType::f32, heads, seqlen_k, 1);
     if (direction == Direction::backward) dbias = dense(dtype, heads, seqlen_q, seqlen_k), dsinks = dense(DType::f32, heads, 1, 1);
   }
   void pack() {

@@ -134,6 +134,31 @@ TEST_CASE("prepared on a GPU: an address off 16 bytes would be read by another k
   strobe_release(prepared);
 }
 
+TEST_CASE("prepared on a GPU: reserved_sms is kept, and at least one is left") {
+  const Compiling c;
+  OnGpu call;
+  const int sms = device(kDevice).sms;
+  call.execution.reserved_sms = sms;
+  CHECK(call.run() == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()) == "execution.reserved_sms: " + std::to_string(sms) + "; accepted is 0 to " +
+                                                std::to_string(sms - 1) + ", one fewer than the GPU has");
+  call.execution.reserved_sms = sms - 1;
+  char text[8192];
+  REQUIRE(strobe_explain(&call.attention, &call.tensors, &call.execution, STROBE_FORWARD, text, sizeof text, nullptr) == STROBE_OK);
+  CHECK(std::string(text).find("reserved_sms: this kernel's blocks go to every SM that is free") != std::string::npos);
+  strobe_prepared *prepared = call.prepare();
+  const strobe_addresses at = call.addresses();
+  for (int32_t reserved : {0, sms - 1}) {
+    call.execution.reserved_sms = reserved;
+    CHECK(strobe_run(prepared, &at, &call.execution) == STROBE_OK);
+  }
+  call.execution.reserved_sms = 1;
+  CHECK(strobe_run(prepared, &at, &call.execution) == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()) ==
+        "execution.reserved_sms: 1; accepted is " + std::to_string(sms - 1) + ", as prepared, or 0 for the same");
+  strobe_release(prepared);
+}
+
 TEST_CASE("prepared on a GPU: many threads, one call; what it costs the host is printed") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();

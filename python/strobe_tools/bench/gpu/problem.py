@@ -125,6 +125,7 @@ FEATURES: dict[str, Callable[[Problem, str], dict[str, Any]]] = {
     "bias": _bias,
     "exact_max": _constant(exact_max=True),
     "deterministic": _constant(deterministic=True),
+    "invariant": _constant(invariant=True),
     "seqused_k": _all_keys,
     **{name: _blocks(share) for name, share in SHARES.items()},
 }

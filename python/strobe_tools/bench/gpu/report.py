@@ -27,9 +27,10 @@ TITLES = {
     "fp32": "fp32",
     "mma": "cuda-mma, S 8k, beside the FlashAttention of the same instructions",
     "deterministic": "What `deterministic` costs",
+    "invariant": "What `invariant` costs in the forward, at the shapes of the first table and of decode",
     "step": "The attention of a training step of gpt3-small, forward and backward together: time on the GPU",
 }
-_COSTS = ("block-sparse", "options", "deterministic")
+_COSTS = ("block-sparse", "options", "deterministic", "invariant")
 
 
 def is_time(row: Row) -> bool:

@@ -141,7 +141,9 @@ def sparse() -> Iterator[Group]:
 
 
 def options() -> Iterator[Group]:
-    names = [name for name in FEATURES if name not in ("plain", "window", "deterministic", *SHARES)]  # those have sets of their own
+    names = [
+        name for name in FEATURES if name not in ("plain", "window", "deterministic", "invariant", *SHARES)
+    ]  # those have sets of their own
     for d, direction in product((64, 128), DIRECTIONS):
         p = Problem(4, WIDTH // d, 4096, d, True)
         runs = {name: Run("strobe", p, name) for name in ("plain", *names)}
@@ -155,11 +157,28 @@ def deterministic() -> Iterator[Group]:
         yield Group("deterministic", "backward", runs, [Row({"d": d, "s": s, "causal": causal}, "deterministic", base="plain")])
 
 
+def invariant() -> Iterator[Group]:
+    """The forward with `invariant`, beside the same call without it, at the shapes of core36 and of decode."""
+    for d, causal, s in product(DIMS, (False, True), LENGTHS):
+        p = Problem(TOKENS // s, WIDTH // d, s, d, causal)
+        runs = {"plain": Run("strobe", p), "invariant": Run("strobe", p, "invariant")}
+        yield Group("invariant", "forward", runs, [Row({"d": d, "s": s, "causal": causal}, "invariant", base="plain")])
+    for p, read in _decoded():
+        runs = {"plain": Run("strobe", p, work=read), "invariant": Run("strobe", p, "invariant", read)}
+        where = {"heads": "32/8", "d": 128, "batch": p.batch, "keys": p.seqlen_k}
+        yield Group("invariant", "forward", runs, [Row(where, "invariant", base="plain")], "TB/s")
+
+
+def _decoded() -> Iterator[tuple[Problem, float]]:
+    """One query over long keys, and the bytes of K and V."""
+    for batch, keys in ((1, 65536), (8, 16384), (64, 4096), (128, 1024)):
+        yield Problem(batch, 32, 1, 128, heads_kv=8, seqlen_k=keys), 2.0 * batch * 8 * keys * 128 * 2
+
+
 def decode() -> Iterator[Group]:
     """One query over long keys: bytes of K and V read."""
-    for batch, keys in ((1, 65536), (8, 16384), (64, 4096), (128, 1024)):
-        p = Problem(batch, 32, 1, 128, heads_kv=8, seqlen_k=keys)
-        read = 2.0 * batch * 8 * keys * 128 * 2
+    for p, read in _decoded():
+        batch, keys = p.batch, p.seqlen_k
         runs = {who: Run(who, p, work=read) for who in ("strobe", "cudnn")} | {"seqused_k": Run("strobe", p, "seqused_k", read)}
         where = {"heads": "32/8", "d": 128, "batch": batch, "keys": keys}
         rows = [Row(where, "strobe", ("cudnn",)), Row({**where, "option": "seqused_k"}, "seqused_k", base="strobe")]
@@ -188,5 +207,6 @@ SETS: dict[str, Callable[[], Iterator[Group]]] = {
     "fp32": fp32,
     "mma": mma,
     "deterministic": deterministic,
+    "invariant": invariant,
     "step": step,
 }

@@ -1,0 +1,30 @@
+// Results over chunks of keys that begin at fixed places, merged in ascending order: a row's bits then do not depend on who computes which
+// chunk (Features do not know of it; a Config's `invariant` does).
+#pragma once
+#include "../attention/base.h"
+#include "../ptx/math.h"
+
+namespace strobe {
+
+// Two results over keys, each O normalised with its natural LSE, are one: before * x + now * y. A side that saw nothing leaves the bits of
+// the other one.
+struct Merge {
+  float lse, before, now;
+  bool keep, take; // the one or the other alone
+
+  __device__ __forceinline__ Merge(float a, float b) : lse(a), before(1), now(0), keep(b == minus_infinity<float>()), take(false) {
+    if (keep) return;
+    take = a == minus_infinity<float>();
+    lse = b, before = 0, now = 1;
+    if (take) return;
+    const float top = fmaxf(a, b), x = exp2(__fmul_rn(__fsub_rn(a, top), kLog2e<float>)),
+                y = exp2(__fmul_rn(__fsub_rn(b, top), kLog2e<float>));
+    const float sum = __fadd_rn(x, y);
+    lse = row_lse(top, 1.0f, sum), before = __fdiv_rn(x, sum), now = __fdiv_rn(y, sum);
+  }
+  __device__ __forceinline__ float operator()(float x, float y) const {
+    return keep ? x : take ? y : __fmaf_rn(x, before, __fmul_rn(y, now));
+  }
+};
+
+} // namespace strobe
