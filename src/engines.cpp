@@ -157,7 +157,9 @@ Decision decide(const Problem &problem, const Execution &execution, Direction di
     for (const Choice::Row &row : choice.rows)
       if ((problem.engine.empty() || problem.engine == row.engine->name()) && !stands_elsewhere(row, choice, problem))
         reasons += text("\n", row.engine->name(), ": ", std::get<std::string>(row.answer));
-    throw Error(STROBE_UNSUPPORTED, "no engine takes this problem:" + reasons);
+    throw Error(STROBE_UNSUPPORTED,
+                (problem.engine.empty() ? "no engine takes this problem:" : "the engine that was asked for cannot take this problem:") +
+                    reasons);
   }
   const Choice::Row &chosen = choice.rows[choice.chosen];
   for (int i = 0; problem.strict && i < choice.chosen; i++) {

@@ -37,7 +37,7 @@ void own_lists(Problem &p) {
 }
 
 std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, int64_t max_seqlen) {
-  if (cu[0] != 0) return text("starts at ", cu[0], "; accepted is 0");
+  if (cu[0] != 0) return text("starts at ", cu[0], "; accepted is 0, and then the sums of the lengths so far");
   for (int64_t b = 0; b < batch; b++) {
     int64_t length = int64_t{cu[b + 1]} - cu[b];
     if (length < 0) return text("falls from ", cu[b], " at [", b, "] to ", cu[b + 1], "; accepted are values that never fall");

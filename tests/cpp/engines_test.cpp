@@ -48,7 +48,7 @@ TEST_CASE("decide: nobody takes it") {
   CHECK_THROWS_WITH_AS(decide(p, choice), "no engine takes this problem:\nbest: no softcap\nabsent: this CPU lacks it\nplain: no masks",
                        Error);
   p.engine = "plain"; // only the reason of the one asked for
-  CHECK_THROWS_WITH_AS(decide(p, choice), "no engine takes this problem:\nplain: no masks", Error);
+  CHECK_THROWS_WITH_AS(decide(p, choice), "the engine that was asked for cannot take this problem:\nplain: no masks", Error);
 }
 
 TEST_CASE("decide: strict refuses a slower engine where a faster one, here and for this dtype, refused an option or the storage") {

@@ -185,4 +185,4 @@ def test_a_refusal_is_of_the_form_that_was_asked():
     x = torch.ones(1, 1, 20, 16, dtype=torch.float64, device=DEVICE)
     with pytest.raises(NotImplementedError) as refusal:
         strobe.attention(x, x, x, engine="ladder-flash1")
-    assert str(refusal.value) == "no engine takes this problem:\nladder-flash1: float32 only"
+    assert str(refusal.value) == "the engine that was asked for cannot take this problem:\nladder-flash1: float32 only"

@@ -184,10 +184,11 @@ void auxiliary(Program &program, const Problem &p, const Device &device, Scratch
   const passes::LargestConfig largest{.dtype = int32_t(p.dtype)};
   if (p.max_logit) program.steps.push_back(Launch(kLargestScore, largest, heads, largest.threads(), 0, a));
 
-  constexpr double kLaunchSeconds = 5e-6, kTensorCores = 500, kFma = 30, kDouble = 15; // multiply-adds of an SM per clock: guessed
-  const double rate = c.tensor_cores ? kTensorCores : p.dtype == DType::f64 ? kDouble : kFma;
-  const double pass = kLaunchSeconds * (1 + bool(p.max_logit)) +
-                      visible_scores(p) * double(p.head_dim + 16) / (rate * device.sms * device.clock_hz); // 16: of what follows q.k
+  // Multiply-adds of an SM per clock, and as many of them as what follows q.k takes: fitted to an H200, FP64's guessed.
+  constexpr double kLaunchSeconds = 5e-6, kTensorCores = 520, kFma = 28, kDouble = 14;
+  const double rate = c.tensor_cores ? kTensorCores : p.dtype == DType::f64 ? kDouble : kFma, after = c.tensor_cores ? 200 : 16;
+  const double pass =
+      kLaunchSeconds * (1 + bool(p.max_logit)) + visible_scores(p) * (double(p.head_dim) + after) / (rate * device.sms * device.clock_hz);
   program.predicted_seconds += pass;
   program.notes.push_back(auxiliary_note(p, pass, program.predicted_seconds));
 }
