@@ -78,8 +78,9 @@ void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile
       const int64_t width = min((i64)tile.width, (i64)(rows - lane));
       Piece<T> piece;
       if (!make_piece(head, source.mask, i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), width, keys, piece)) continue;
-      for (int64_t done = 0; done < piece.span.keys; done += Math::kChunk) {
-        const TileSpan chunk = piece.span.chunk(done, Math::kChunk);
+      TileSpan chunk;
+      for (int64_t done = 0; done < piece.span.keys; done += chunk.keys) {
+        chunk = piece.span.chunk(done, Math::kChunk);
         Math::multiply(chunk.keys, width, p.head_dim, Math::rows_from(k.keys.rows, chunk.j0 - k.origin), q[n], scratch.s, width, false);
         apply_options(head, piece, chunk, scratch.score, scratch.s, (T *)nullptr);
         add_chunk(head, chunk, scratch.s, scratch.lse + lane, most, spoiled, p.column_sums ? scratch.run + chunk.j0 : nullptr);
