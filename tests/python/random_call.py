@@ -60,7 +60,7 @@ def taken_by(engine: str, call: Call) -> bool:
         with running_on(engine):
             for backward in (False, True):
                 text = strobe.explain(call.q, call.k, call.v, backward=backward, engine=engine, aux=call.aux, **call.options)
-                if "no engine" in text:
+                if "no engine takes" in text or "cannot take this problem" in text:
                     return False
     except NotImplementedError:
         return False
