@@ -136,7 +136,7 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
 static Problem without_options(Problem p) {
   p = stored_densely(std::move(p));
   p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = p.max_logit = p.column_sums = {};
-  p.blocks = {}, p.seqused_k = nullptr;
+  p.blocks = {}, p.seqused_k = nullptr, p.part = {}, p.accumulate = false, p.lse_low = 0;
   p.window_left = p.window_right = kUnbounded;
   p.score = ScoreFunction::dot, p.beta = p.shift = 0;
   p.softcap = p.dropout = 0;

@@ -73,6 +73,10 @@ void asked(Page &page, const Problem &p, const Execution &e) {
                              p.window_left == kUnbounded && p.window_right == 0 ? " (causal)" : ""));
   page.line("alignment",
             p.bottom_right ? "bottom right: the last query sees the last key" : "top left: the first query sees the first key");
+  if (p.part)
+    page.line("part", text(p.part.count_q, " ranges of queries and ", p.part.count_k, " of keys of up to ", p.part.most_q, " and ",
+                           p.part.most_k, "; heads from ", p.part.first_head, " of ", p.part.heads, ", sequences from ", p.part.first_batch,
+                           p.part.partial ? "; partial: float32 results, to be merged" : ""));
   std::string extras;
   for (auto [present, what] : {std::pair{bool(p.mask), "mask"},
                                {bool(p.bias), "bias"},
@@ -91,6 +95,7 @@ void asked(Page &page, const Problem &p, const Execution &e) {
   for (auto [on, what] : {std::pair{p.deterministic, "deterministic"},
                           {p.exact_max, "exact_max"},
                           {p.allow_tf32, "allow_tf32"},
+                          {p.accumulate, "accumulate"},
                           {p.strict, "strict"},
                           {p.check, "check"},
                           {p.invariant, "invariant"}})

@@ -51,6 +51,7 @@ constexpr Field kFields[] = {
     STROBE_FIELD(seqused_k, seqused_k),
     STROBE_FIELD(max_logit, max_logit),
     STROBE_FIELD(column_sums, column_sums),
+    STROBE_FIELD(delta, delta),
 };
 #undef STROBE_FIELD
 static_assert(sizeof(strobe_tensors) == sizeof(uint64_t) + std::size(kFields) * sizeof(void *), "a tensor is missing from kFields");

@@ -81,6 +81,22 @@ typedef struct strobe_tensor {
   int64_t strides[4];
 } strobe_tensor;
 
+/* The tensors hold some rows, heads and sequences of a larger problem, to whose positions, heads and batch every option refers: see "Parts
+ * of a problem" in docs/semantics.md. The lists lie in host memory, are contiguous, and are copied by the call. */
+typedef struct strobe_part {
+  uint64_t size;
+  /* int64 (B|1, n, 2): the rows of a sequence are its ranges (start, length), one after the other; ascending and disjoint, any n */
+  const strobe_tensor *q_ranges, *k_ranges;
+  const strobe_tensor *seqlens_q, *seqlens_k; /* int64 (B|1): the lengths of the whole sequences */
+  int64_t first_head;                         /* the place of the first query head among all */
+  int64_t heads;                              /* how many query heads there are in all; 0: first_head + H */
+  int64_t first_batch;                        /* the place of the first sequence among all */
+  /* The keys are not all that the queries see: out is float32 (float64 if q is), lse (2,B,H,Sq), or (2,H,Tq), has two numbers a row, whose
+   * sum it is. The backward takes lse and delta of the whole row; dq, dk and dv are float32. No sinks. */
+  int32_t partial;
+  int32_t reserved;
+} strobe_part;
+
 /* WHAT is computed: everything except the tensors. */
 typedef struct strobe_attention {
   uint64_t size;
@@ -114,6 +130,9 @@ typedef struct strobe_attention {
    * their sequence and head: see docs/semantics.md. The engine is then the first one that takes the dtype, head dimensions and options. */
   int32_t invariant;
   int32_t reserved_invariant; /* 0 */
+  const strobe_part *part;    /* the tensors hold a part of a larger problem; null: all of it */
+  int32_t accumulate;         /* backward: dq, dk and dv, which are float32 (float64 if q is), are added to */
+  int32_t reserved_2;
 } strobe_attention;
 
 /* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads these too and writes the gradients; one that is null is
@@ -145,6 +164,7 @@ typedef struct strobe_tensors {
   /* forward, written where given; lse's dtype. They take another pass over the scores, and column_sums needs lse. */
   const strobe_tensor *max_logit;   /* (B,H): the largest score after bias and masks; -inf where nothing is seen. Sinks do not count */
   const strobe_tensor *column_sums; /* (B,H,Sk), varlen (H,Tk): of P over the queries, before dropout */
+  const strobe_tensor *delta; /* shaped like dlse, of lse's dtype: D, the sum of dout * out of each row; with a partial part, for out */
 } strobe_tensors;
 
 /* A parallel region that the caller provides. It has to run body(arg, i) once for each i in [0, n), on as many threads as it likes, and to
@@ -204,6 +224,7 @@ typedef struct strobe_addresses {
   void *dout, *dlse, *dq, *dk, *dv, *dbias, *dsinks;
   void *seqused_k;
   void *max_logit, *column_sums;
+  void *delta;
 } strobe_addresses;
 
 /* Only threads and reserved_sms are kept of the execution. On success *prepared is written; the caller has to release it. */

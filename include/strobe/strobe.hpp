@@ -166,6 +166,14 @@ public:
 enum class Alignment : int32_t { bottom_right = STROBE_BOTTOM_RIGHT, top_left = STROBE_TOP_LEFT };
 enum class Score : int32_t { dot = STROBE_DOT, hyperbolic = STROBE_HYPERBOLIC };
 
+// Which rows, heads and sequences of a larger problem the tensors hold: see strobe_part.
+struct Part {
+  ConstTensor q_ranges = {}, k_ranges = {};   // int64 (B|1, n, 2)
+  ConstTensor seqlens_q = {}, seqlens_k = {}; // int64 (B|1)
+  int64_t first_head = 0, heads = 0, first_batch = 0;
+  bool partial = false;
+};
+
 // What is computed, and on what. A tensor left out is absent.
 struct Attention {
   ConstTensor q = {}, k = {}, v = {};
@@ -190,6 +198,8 @@ struct Attention {
   int64_t block_q = 0, block_k = 0; // for block sparsity
   ConstTensor block_rows = {}, block_cols = {}, block_rows_t = {}, block_cols_t = {};
 
+  std::optional<Part> part = {}; // absent: the whole problem
+
   int64_t tile_q = 0, tile_k = 0;
   bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false, invariant = false;
   std::string engine = {}; // empty: the engine with the least predicted time
@@ -202,6 +212,8 @@ struct Forward {
 // A gradient left out is not computed.
 struct Backward {
   ConstTensor out = {}, lse = {}, dout = {}, dlse = {};
+  ConstTensor delta = {};  // with a partial part, instead of out
+  bool accumulate = false; // dq, dk and dv, which are float32 (float64 if q is), are added to
   Tensor dq = {}, dk = {}, dv = {}, dbias = {}, dsinks = {};
 };
 
@@ -217,22 +229,37 @@ struct Execution {
 
 namespace detail {
 
-inline strobe_attention raw(const Attention &a) {
-  strobe_attention raw{};
-  raw.size = sizeof raw;
-  raw.scale = a.scale.value_or(0), raw.has_scale = a.scale.has_value();
-  raw.causal = a.causal, raw.alignment = static_cast<int32_t>(a.alignment);
-  raw.has_window_left = a.window_left.has_value(), raw.window_left = a.window_left.value_or(0);
-  raw.has_window_right = a.window_right.has_value(), raw.window_right = a.window_right.value_or(0);
-  raw.deterministic = a.deterministic, raw.softcap = a.softcap;
-  raw.score = static_cast<int32_t>(a.score), raw.beta = a.beta, raw.shift = a.shift;
-  raw.dropout = a.dropout, raw.seed = a.seed, raw.offset = a.offset;
-  raw.block_q = a.block_q, raw.block_k = a.block_k, raw.tile_q = a.tile_q, raw.tile_k = a.tile_k;
-  raw.max_seqlen_q = a.max_seqlen_q, raw.max_seqlen_k = a.max_seqlen_k;
-  raw.exact_max = a.exact_max, raw.allow_tf32 = a.allow_tf32, raw.strict = a.strict, raw.check = a.check, raw.invariant = a.invariant;
-  raw.engine = a.engine.empty() ? nullptr : a.engine.c_str();
-  return raw;
-}
+// The struct, which may point into itself: it stays where it is made.
+struct RawAttention : strobe_attention {
+  explicit RawAttention(const Attention &a) : strobe_attention{} {
+    size = sizeof(strobe_attention);
+    scale = a.scale.value_or(0), has_scale = a.scale.has_value();
+    causal = a.causal, alignment = static_cast<int32_t>(a.alignment);
+    has_window_left = a.window_left.has_value(), window_left = a.window_left.value_or(0);
+    has_window_right = a.window_right.has_value(), window_right = a.window_right.value_or(0);
+    deterministic = a.deterministic, softcap = a.softcap;
+    score = static_cast<int32_t>(a.score), beta = a.beta, shift = a.shift;
+    dropout = a.dropout, seed = a.seed, offset = a.offset;
+    block_q = a.block_q, block_k = a.block_k, tile_q = a.tile_q, tile_k = a.tile_k;
+    max_seqlen_q = a.max_seqlen_q, max_seqlen_k = a.max_seqlen_k;
+    exact_max = a.exact_max, allow_tf32 = a.allow_tf32, strict = a.strict, check = a.check, invariant = a.invariant;
+    engine = a.engine.empty() ? nullptr : a.engine.c_str();
+    if (!a.part) return;
+    const Part &p = *a.part;
+    own_part.size = sizeof own_part;
+    own_part.q_ranges = p.q_ranges.get("part.q_ranges"), own_part.k_ranges = p.k_ranges.get("part.k_ranges");
+    own_part.seqlens_q = p.seqlens_q.get("part.seqlens_q"), own_part.seqlens_k = p.seqlens_k.get("part.seqlens_k");
+    own_part.first_head = p.first_head, own_part.heads = p.heads, own_part.first_batch = p.first_batch, own_part.partial = p.partial;
+    part = &own_part;
+  }
+  RawAttention(const Attention &a, const Forward &) : RawAttention(a) {}
+  RawAttention(const Attention &a, const Backward &b) : RawAttention(a) { accumulate = b.accumulate; }
+  RawAttention(const RawAttention &) = delete;
+  RawAttention &operator=(const RawAttention &) = delete;
+
+private:
+  strobe_part own_part{};
+};
 
 inline strobe_tensors raw_inputs(const Attention &a) {
   strobe_tensors raw{};
@@ -257,6 +284,7 @@ inline strobe_tensors raw(const Attention &a, const Forward &f) {
 inline strobe_tensors raw(const Attention &a, const Backward &b) {
   strobe_tensors raw = raw_inputs(a);
   raw.out = b.out.get("out"), raw.lse = b.lse.get("lse"), raw.dout = b.dout.get("dout"), raw.dlse = b.dlse.get("dlse");
+  raw.delta = b.delta.get("delta");
   raw.dq = b.dq.get("dq"), raw.dk = b.dk.get("dk"), raw.dv = b.dv.get("dv"), raw.dbias = b.dbias.get("dbias"),
   raw.dsinks = b.dsinks.get("dsinks");
   return raw;
@@ -279,14 +307,14 @@ concept Direction = std::is_same_v<T, Forward> || std::is_same_v<T, Backward>;
 } // namespace detail
 
 inline void forward(const Attention &attention, const Forward &results, const Execution &execution = {}) {
-  const auto a = detail::raw(attention);
+  const detail::RawAttention a(attention, results);
   const auto t = detail::raw(attention, results);
   const auto e = detail::raw(execution);
   detail::check(strobe_forward(&a, &t, &e));
 }
 
 inline void backward(const Attention &attention, const Backward &gradients, const Execution &execution = {}) {
-  const auto a = detail::raw(attention);
+  const detail::RawAttention a(attention, gradients);
   const auto t = detail::raw(attention, gradients);
   const auto e = detail::raw(execution);
   detail::check(strobe_backward(&a, &t, &e));
@@ -294,7 +322,7 @@ inline void backward(const Attention &attention, const Backward &gradients, cons
 
 // What would run for these arguments of forward() or backward().
 template <detail::Direction D> strobe_plan plan(const Attention &attention, const D &direction, const Execution &execution = {}) {
-  const auto a = detail::raw(attention);
+  const detail::RawAttention a(attention, direction);
   const auto t = detail::raw(attention, direction);
   const auto e = detail::raw(execution);
   strobe_plan plan{};
@@ -308,7 +336,7 @@ template <detail::Direction D> uint64_t workspace_size(const Attention &attentio
 }
 
 template <detail::Direction D> std::string explain(const Attention &attention, const D &direction, const Execution &execution = {}) {
-  const auto a = detail::raw(attention);
+  const detail::RawAttention a(attention, direction);
   const auto t = detail::raw(attention, direction);
   const auto e = detail::raw(execution);
   size_t needed = 0;
@@ -323,7 +351,7 @@ template <detail::Direction D> std::string explain(const Attention &attention, c
 class Prepared {
 public:
   template <detail::Direction D> Prepared(const Attention &attention, const D &direction, const Execution &execution = {}) {
-    const auto a = detail::raw(attention);
+    const detail::RawAttention a(attention, direction);
     const auto t = detail::raw(attention, direction);
     const auto e = detail::raw(execution);
     strobe_prepared *made = nullptr;
@@ -352,7 +380,7 @@ private:
 
 // Writes keep, a bool (B,H,Sq,Sk), which is true where dropout keeps the element. Reads dropout, seed, offset and rng of the attention.
 inline void dropout_mask(const Attention &attention, const Tensor &keep, const Execution &execution = {}) {
-  const auto a = detail::raw(attention);
+  const detail::RawAttention a(attention);
   const auto e = detail::raw(execution);
   detail::check(strobe_dropout_mask(&a, attention.rng.get("rng"), keep.get("keep"), &e));
 }

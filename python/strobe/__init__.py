@@ -13,6 +13,7 @@ from ._abi import engines, version
 from ._attention import attention, attention_backward, dropout_mask, explain, reference, reference_backward
 from ._blockmask import BlockMask
 from ._merge import merge
+from ._part import Part
 from ._run import Gradients
 from .hyperbolic import hyperbolic_attention
 
@@ -28,6 +29,7 @@ __version__ = version()
 __all__ = [
     "BlockMask",
     "Gradients",
+    "Part",
     "__version__",
     "attention",
     "attention_backward",

@@ -11,6 +11,7 @@ from ._checks import Wrong, flag, is_array, is_integer, name_of, number, refusal
 from ._graphs import outside_graphs
 from ._kinds import shown
 from ._options import BLOCKS, GRADIENTS, INPUTS, AttentionOptions, documentation, parameters
+from ._part import Part
 from ._request import Request, is_seed, parse, parse_aux, seed_options
 from ._run import Gradients
 from .arrays.base import Array, Framework
@@ -179,28 +180,72 @@ def _repeat(
 
 
 def attention_backward(
-    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *, dlse: Array | None = None, **options: Unpack[AttentionOptions]
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    lse: Array,
+    *,
+    dlse: Array | None = None,
+    delta: Array | None = None,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    accumulate: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """The gradients of attention(), for callers without autograd.
+
+    With a partial part, lse and delta are those of the whole rows: what merge() made of all parts, and the sum of dout · out of the whole
+    rows' out. The gradients that several such calls give are to be added up.
 
     Args:
         dout: the gradient of out, in out's shape and q's dtype. Strides are arbitrary and may be 0.
         q, k, v, options: those of attention(), and with dropout also its seed and offset, or its rng. Autocast casts nothing here: what
             attention() was given under autocast must first be cast to out's dtype.
-        out, lse: what attention() returned.
-        dlse: the gradient of lse, in lse's shape and dtype. None means that lse was not used.
+        out, lse: what attention() returned. With a partial part, out is None, and lse, of two numbers, that of the whole rows.
+        dlse: the gradient of lse, (B, H, Sq) or (H, Tq), in lse's dtype. None means that lse was not used.
+        delta: with a partial part (dout · out).sum(-1) of the whole rows, in the shape of dlse and lse's dtype; otherwise None.
+        dq, dk, dv: with accumulate, the float32 arrays (float64 if q is) to which the gradients are added, in the shapes of q, k and v.
+            One that is None is not computed.
+        accumulate: adds the gradients to dq, dk and dv, which is nothing that autograd sees. dbias and dsinks are made anew.
 
     Returns:
-        Gradients(dq, dk, dv, dbias, dsinks), in the shapes and dtypes of q, k, v, bias and sinks. dbias and dsinks are None without bias
-        and sinks.
+        Gradients(dq, dk, dv, dbias, dsinks), in the shapes and dtypes of q, k, v, bias and sinks; dq, dk and dv of a partial part in
+        float32. dbias and dsinks are None without bias and sinks. With accumulate, dq, dk and dv are those that were given.
 
     Raises:
         The errors of attention().
     """
-    known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-    framework, p = _repeat("attention_backward", q, k, v, options, [], known)
+    wrong: Wrong = []
+    known = _of_rows(wrong, dout, out, lse, dlse, delta, options)
+    into = {name: x for name, x in (("dq", dq), ("dk", dk), ("dv", dv)) if x is not None}
+    if flag(wrong, "accumulate", accumulate) and not into:
+        wrong.append(ValueError("accumulate: True without dq, dk or dv; accepted is one or more of them, to be added to"))
+    elif not accumulate:
+        wrong += [ValueError(f"{name}: given without accumulate; accepted is None, or accumulate=True") for name in into]
+    framework, p = _repeat("attention_backward", q, k, v, options, wrong, known | into)
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays]
-    return Gradients(**_calls(framework).backward(p, dout, dlse, out, lse, needed))
+    if into or "delta" in known:
+        wanted = [name for name in needed if name in into or not into or name not in ("dq", "dk", "dv")]
+        found = _run.backward(framework, p, known, wanted, into)
+        return Gradients(*(found.get(name) for name in Gradients._fields))
+    return Gradients(**_calls(framework).backward(p, dout, dlse, known["out"], lse, needed))
+
+
+def _of_rows(
+    wrong: Wrong, dout: Array, out: Array | None, lse: Array | None, dlse: Array | None, delta: Array | None, options: AttentionOptions
+) -> dict[str, Array]:
+    """What a backward reads beside the inputs; delta takes the place of out with a partial part."""
+    part = options.get("part")
+    partial = isinstance(part, Part) and part.partial
+    if partial and out is not None:
+        wrong.append(ValueError("out: given with a partial part; accepted is None, for delta and lse are those of the whole rows"))
+    if not partial and delta is not None:
+        wrong.append(ValueError("delta: given without a partial part; accepted is None, for out says it"))
+    given = {"dout": dout, "lse": lse, **({"delta": delta} if partial else {"out": out})}
+    return given if dlse is None else {**given, "dlse": dlse}
 
 
 @outside_graphs
@@ -254,6 +299,7 @@ def reference_backward(
     lse: Array | None = None,
     *,
     dlse: Array | None = None,
+    delta: Array | None = None,
     rows: Iterable[int] | None = None,
     cols: Iterable[int] | None = None,
     **options: Unpack[AttentionOptions],
@@ -264,6 +310,7 @@ def reference_backward(
         dout, dlse: the gradients of out and lse, in any float dtype.
         q, k, v, options: as for attention_backward().
         out, lse: what reference() returned. They only save time if `cols` names few rows.
+        delta: with a partial part, as for attention_backward(), which lse then is too; in float32 or float64.
         rows: the only rows of dq to compute, as flat indices as in reference(). The rest is NaN. dbias and dsinks, which are sums over
             all rows, are then None.
         cols: the only rows of dk and dv to compute, as ascending flat indices into (B, Hkv, Sk), or (Hkv, Tk). The rest is NaN.
@@ -274,9 +321,9 @@ def reference_backward(
     Raises:
         The errors of attention().
     """
-    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    known = {name: x for name, x in given.items() if x is not None or name == "dout"}
     wrong: Wrong = []
+    given = _of_rows(wrong, dout, out, lse, dlse, delta, options)
+    known = {name: x for name, x in given.items() if x is not None or name == "dout" or "delta" in given}
     chosen = _chosen(wrong, "rows", rows), _chosen(wrong, "cols", cols)
     framework, p = _repeat("reference_backward", q, k, v, options, wrong, known)
     return _run.reference_backward(framework, p, known, *chosen)

@@ -122,6 +122,11 @@ def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tu
             "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
         )
     if _is_differentiated(q, k, v, bias, sinks):
+        if "part" in given and given["part"] and given["part"][0]:
+            raise NotImplementedError(
+                "part: partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
+                "whole row's lse and delta"
+            )
         return _Attention.apply(q, k, v, bias, sinks, given)
     return _below_autograd_forward(q, k, v, given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -10,12 +11,15 @@ from typing import Any
 
 from ._abi import MAX_RANK, NO_DTYPE, engines, error
 from ._core import ffi, lib
-from ._options import AUX, FIELDS, GRADIENTS, INPUTS
+from ._options import AUX, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN
+from ._part import decoded
 
-_MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse")) + len(GRADIENTS) + len(AUX)
+_MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse", "delta")) + len(GRADIENTS) + len(AUX)
 _PLACES = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
 # Those that broadcast to (B, H, Sq, Sk): what they have fewer axes lacks the first ones, as in NumPy.
 _SCORES = frozenset({"mask", "bias", "dbias"})
+# A field of strobe_attention that is no option of attention(): its backward alone has it.
+ACCUMULATE = "accumulate"
 # Those whose axes are (B,S,H,D) with layout "bshd".
 _TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
 
@@ -25,16 +29,38 @@ def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
     """A strobe_attention and what must live as long. Nobody writes to it, so that calls share it."""
     fields: dict[str, Any] = {"size": ffi.sizeof("strobe_attention")}
     for name, x in options:
-        if FIELDS[name].in_struct:
+        if name == ACCUMULATE or FIELDS[name].in_struct:
             fields[name] = x
-        if FIELDS[name].has:
+        if name != ACCUMULATE and FIELDS[name].has:
             fields[f"has_{name}"] = True
+    alive = None
+    if "part" in fields:
+        fields["part"], alive = _part_struct(fields["part"])
     for name in ("seed", "offset"):
         fields[name] = fields.get(name, 0) % 2**64
     engine = fields.get("engine")
     if engine is not None:
         fields["engine"] = engine = ffi.new("char[]", engine.encode())
-    return ffi.new("strobe_attention *", fields), engine
+    return ffi.new("strobe_attention *", fields), (engine, alive)
+
+
+def _part_struct(part: tuple[int, ...]) -> tuple[Any, Any]:
+    """A strobe_part of an encoded Part, and what must live as long."""
+    lists = decoded(part)
+    alive = []
+
+    def tensor(numbers: list[int], shape: tuple[int, ...]) -> Any:
+        data = ffi.new("int64_t[]", [min(max(n, INT64_MIN), INT64_MAX) for n in numbers])
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        made = ffi.new("strobe_tensor *", {"data": data, "dtype": lib.STROBE_INT64, "rank": len(shape), "shape": shape, "strides": strides})
+        alive.append((data, made))
+        return made
+
+    fields: dict[str, Any] = {f"{side}_ranges": tensor(numbers, (*shape, 2)) for side, (shape, numbers) in lists.ranges.items()}
+    fields |= {f"seqlens_{side}": tensor(numbers, (len(numbers),)) for side, numbers in lists.seqlens.items()}
+    fields |= {name: getattr(lists, name) for name in ("partial", "first_head", "heads", "first_batch")}
+    made = ffi.new("strobe_part *", {"size": ffi.sizeof("strobe_part"), **fields})
+    return made, (made, alive)
 
 
 def field_of(tensor: str) -> int:

@@ -5,22 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from ._checks import Wrong, is_choice, refusal
-from .arrays.base import Array
+from .arrays.base import Array, Framework
 from .arrays.known import framework_of, unfit
 
 _WIDE = ("float32", "float64")
 _FLOATS = (*_WIDE, "float16", "bfloat16")
 
 
-def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, layout: str = "bhsd") -> tuple[Array, Array]:
+def merge(
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, sinks: Array | None = None, layout: str = "bhsd"
+) -> tuple[Array, Array]:
     """Merges the attentions over two disjoint parts of the keys into the attention over all keys.
 
-    With torch tensors, the result is differentiable in all four arguments. Give a sink to only one of the parts. An lse may be -inf, in
-    both parts too: that part then has no key for this query.
+    With torch tensors, the result is differentiable in all arguments. Give a sink only once: to one of the parts, or to the last merge.
+    An lse may be -inf, in both parts too: that part then has no key for this query.
 
     Args:
         out_a, out_b: (B, H, Sq, Dv), (B, Sq, H, Dv) with layout "bshd", or (Tq, H, Dv) packed; any float dtype.
-        lse_a, lse_b: (B, H, Sq), or (H, Tq) packed; float32 or float64, as attention() returns it. The sums have its precision.
+        lse_a, lse_b: (B, H, Sq), or (H, Tq) packed; float32 or float64, as attention() returns it. The sums have its precision. Or two
+            numbers a row, (2, B, H, Sq) or (2, H, Tq), whose sum is the lse, as partial parts have it: the sums are then float64's.
+        sinks: (H,), float32 or float64: a logit of each head that joins the denominator, where no part had it.
         layout: "bhsd" or "bshd".
 
     Returns:
@@ -33,34 +37,61 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, layout: str
     """
     framework = framework_of("out_a", out_a)
     xp: Any = framework.xp
-    others = {"lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    others = {"lse_a": lse_a, "out_b": out_b, "lse_b": lse_b} | ({} if sinks is None else {"sinks": sinks})
     wrong: Wrong = [x for name, given in others.items() if (x := unfit(name, given, framework, "out_a", out_a)) is not None]
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     if not wrong:
-        wrong = _unlike(out_a, lse_a, out_b, lse_b, layout)
+        wrong = _unlike(out_a, lse_a, out_b, lse_b, sinks, layout)
     if wrong:
         raise refusal(wrong)
     rows_first = out_a.ndim == 3 or layout == "bshd"  # in out; in lse the heads are
+    in_pairs = [lse.ndim == out_a.ndim for lse in (lse_a, lse_b)]
+    rows_a, rows_b = (_sum(framework, lse, pair) if any(in_pairs) else lse for lse, pair in zip((lse_a, lse_b), in_pairs, strict=True))
 
-    m = xp.maximum(lse_a, lse_b)
+    m = xp.maximum(rows_a, rows_b)
+    if sinks is not None:
+        logits = sinks[:, None] if out_a.ndim == 3 else sinks[None, :, None]
+        m = xp.maximum(m, framework.cast(logits, m.dtype))
     m = framework.constant(xp.where(m == -xp.inf, 0.0, m))  # any value gives the same result
-    weight_a, weight_b = xp.exp(lse_a - m), xp.exp(lse_b - m)
+    weight_a, weight_b = xp.exp(rows_a - m), xp.exp(rows_b - m)
     total = weight_a + weight_b
+    if sinks is not None:
+        total = total + xp.exp(logits - m)
     none = total == 0
     total = xp.where(none, 1.0, total)
     lse = xp.where(none, -xp.inf, m + xp.log(total))
 
     def scaled(out: Array, weight: Array) -> Array:
         weight = weight / total
+        if any(in_pairs):
+            weight = framework.cast(weight, lse_a.dtype)
         return (weight.swapaxes(-1, -2) if rows_first else weight)[..., None] * out
 
-    return framework.cast(scaled(out_a, weight_a) + scaled(out_b, weight_b), out_a.dtype), lse
+    out = framework.cast(scaled(out_a, weight_a) + scaled(out_b, weight_b), out_a.dtype)
+    return out, _pair(framework, lse, lse_a.dtype) if in_pairs[0] else framework.cast(lse, lse_a.dtype)
 
 
-def _unlike(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, layout: str) -> Wrong:
+def _sum(framework: Framework, lse: Array, pair: bool) -> Array:
+    """Of one number a row, or of two, in float64. The second one of a row without keys is 0."""
+    wide = framework.cast(lse, framework.xp.float64)
+    return wide[0] + wide[1] if pair else wide
+
+
+def _pair(framework: Framework, lse: Array, dtype: Any) -> Array:
+    """The number as dtype rounds it, and what that took."""
+    xp: Any = framework.xp
+    value = framework.cast(lse, dtype)
+    lost = lse - framework.cast(value, xp.float64)
+    return xp.stack([value, framework.cast(xp.where(xp.isfinite(lse), lost, 0.0), dtype)])
+
+
+def _unlike(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, sinks: Array | None, layout: str) -> Wrong:
     """Dtypes and shapes that do not fit one another."""
     wrong: Wrong = []
-    for name, x, accepted in (("out_a", out_a, _FLOATS), ("out_b", out_b, _FLOATS), ("lse_a", lse_a, _WIDE), ("lse_b", lse_b, _WIDE)):
+    arrays = [("out_a", out_a, _FLOATS), ("out_b", out_b, _FLOATS), ("lse_a", lse_a, _WIDE), ("lse_b", lse_b, _WIDE)]
+    if sinks is not None:
+        arrays.append(("sinks", sinks, _WIDE))
+    for name, x, accepted in arrays:
         if (dtype := str(x.dtype).removeprefix("torch.")) not in accepted:
             wrong.append(ValueError(f"{name}: dtype {dtype}; accepted is {', '.join(accepted)}"))
     if out_a.ndim not in (3, 4):
@@ -68,7 +99,10 @@ def _unlike(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, layout: str)
     whole, rows = tuple(out_a.shape), tuple(out_a.shape[:-1])
     if out_a.ndim == 3 or layout == "bshd":
         rows = (*rows[:-2], rows[-1], rows[-2])
-    for name, x, shape in (("out_b", out_b, whole), ("lse_a", lse_a, rows), ("lse_b", lse_b, rows)):
-        if tuple(x.shape) != shape:
-            wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {shape}, as out_a has shape {whole}"))
+    for name, x, shapes in (("out_b", out_b, [whole]), ("lse_a", lse_a, [rows, (2, *rows)]), ("lse_b", lse_b, [rows, (2, *rows)])):
+        if tuple(x.shape) not in shapes:
+            either = " or ".join(map(str, shapes))
+            wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {either}, as out_a has shape {whole}"))
+    if sinks is not None and tuple(sinks.shape) != rows[-2:-1]:
+        wrong.append(ValueError(f"sinks: shape {tuple(sinks.shape)}; accepted is {rows[-2:-1]}, a number for each head of out_a"))
     return wrong

@@ -19,7 +19,15 @@ from .arrays.torch import TORCH
 
 # The operators take everything that a call consists of, so that a graph holds nothing else. What is at its default is neither passed
 # nor kept in a graph.
-_SCHEMA_TYPES = {bool: "bool", int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?", str | None: "str?"}
+_SCHEMA_TYPES: dict[Any, str] = {
+    bool: "bool",
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    str | None: "str?",
+}
+_SCHEMA_TYPES[tuple[int, ...] | None] = "int[]?"
 _ARGUMENTS = ", ".join(
     ["Tensor q, Tensor k, Tensor v, *"]
     + [f"Tensor? {name}=None" for name in INPUTS if name not in ("q", "k", "v")]
@@ -45,7 +53,7 @@ backward = torch.ops.strobe.attention_backward.default
 def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], aux: tuple[str, ...] = ()) -> Request:
     p = Request({"q": q, "k": k, "v": v}, {}, aux)
     for name, x in given.items():
-        (p.options if name in FIELDS else p.arrays)[name] = x
+        (p.options if name in FIELDS else p.arrays)[name] = tuple(x) if isinstance(x, list) else x
     return p
 
 

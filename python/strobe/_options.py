@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 from ._checks import Wrong, flag, is_choice, is_integer, is_whole, number, plain
 from ._core import lib
-from ._kinds import shown
+from ._kinds import kind, shown
+from ._part import Part
 
 if TYPE_CHECKING:
     from ._blockmask import BlockMask
@@ -192,6 +193,22 @@ class Blocks(Row):
         return ("block_rows", "block_cols", "block_rows_t", "block_cols_t")
 
 
+class PartOfProblem(Row):
+    """A Part, which the operators take as integers."""
+
+    def __init__(self, doc: str):
+        super().__init__(None, doc)
+
+    def fields(self, name: str) -> dict[str, Field]:
+        return {name: Field(tuple[int, ...] | None, None)}
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        if isinstance(x, Part):
+            return {name: x.encoded()}
+        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a strobe.Part"))
+        return {}
+
+
 class AttentionOptions(TypedDict, total=False):
     """The options of strobe.attention(), which documents them."""
 
@@ -291,6 +308,13 @@ class AttentionOptions(TypedDict, total=False):
     block_mask: Annotated[
         "BlockMask | None",
         Blocks("a BlockMask of the call's lengths (for packed sequences, of their maxima): blocks that it drops are not computed."),
+    ]
+    part: Annotated[
+        "Part | None",
+        PartOfProblem(
+            "a Part: the tensors hold some rows, heads and sequences of a larger problem, to whose positions, heads and sequences the "
+            "options refer."
+        ),
     ]
     layout: Annotated[
         "str",

@@ -13,6 +13,7 @@ from ._blockmask import BlockMask
 from ._checks import Wrong, check_names, is_array, is_whole, name_of
 from ._kinds import kind, shown
 from ._options import AUX, BLOCKS, ELSEWHERE, HYPERBOLIC, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
+from ._part import decoded
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
 
@@ -82,7 +83,11 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
                 )
                 wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}{hint}"))
     if isinstance(block_mask := given.get("block_mask"), BlockMask) and not SIZES & set(map(name_of, wrong)):
-        _fits(wrong, block_mask, _lengths(arrays.get("q"), arrays.get("k"), given), given)
+        part = options.get("part")
+        lengths = _lengths(arrays.get("q"), arrays.get("k"), given)
+        if part:
+            lengths = [options.get(f"max_seqlen_{side}") or most for side, most in zip("qk", decoded(part).longest(), strict=True)]
+        _fits(wrong, block_mask, lengths, given)
     for side in "qk":
         name, cu_seqlens = f"max_seqlen_{side}", arrays.get(f"cu_seqlens_{side}")
         if options.get(name) and not packed:
@@ -155,8 +160,9 @@ def without_causal_bias(framework: Framework | None, q: Array, k: Array, given: 
         arrays = [x if unfit("", x, framework) is None else None for x in (q, k)]
         own, aligned = _lengths(arrays[0], arrays[1], given), given.get("alignment", "bottom_right")
         said = f"{name}: a causal bias of {lengths[0]} x {lengths[1]}, {alignment}"
-        if _is_packed(given):
-            wrong.append(ValueError(f'{said}, with cu_seqlens; accepted is causal=True, alignment="{alignment}"'))
+        if _is_packed(given) or given.get("part") is not None:
+            beside = "cu_seqlens" if _is_packed(given) else "part"
+            wrong.append(ValueError(f'{said}, with {beside}; accepted is causal=True, alignment="{alignment}"'))
         elif any(there is not None and here != there for here, there in zip(lengths, own, strict=True)):
             wrong.append(ValueError(f"{said}; accepted is one of {own[0]} x {own[1]}, as q and k have"))
         elif lengths[0] != lengths[1] and aligned != alignment and _has_band(given):
@@ -173,8 +179,10 @@ def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mappi
     aligned = given.get("alignment", "bottom_right")
     if [mask.seqlen_q, mask.seqlen_k] != lengths:
         whose = "the maxima of the sequences" if _is_packed(given) else "q and k"
+        if given.get("part") is not None:
+            whose = "the longest whole sequences of part"
         accepted = f"accepted is one of {lengths[0]} queries and {lengths[1]} keys, as {whose} have"
-        if _is_packed(given) and any(given.get(name) is None for name in ("max_seqlen_q", "max_seqlen_k")):
+        if _is_packed(given) and given.get("part") is None and any(given.get(name) is None for name in ("max_seqlen_q", "max_seqlen_k")):
             accepted += "; without max_seqlen_q and max_seqlen_k these are the numbers of tokens"
         wrong.append(ValueError(f"block_mask: of {mask.seqlen_q} queries and {mask.seqlen_k} keys; {accepted}"))
     elif mask.alignment not in (None, aligned) and "alignment" not in map(name_of, wrong) and _has_band(given):

@@ -9,10 +9,11 @@ from itertools import permutations
 from typing import Any, NamedTuple
 
 from ._abi import BACKWARD, FORWARD, error, said
-from ._call import Allocator, Call, attention_struct
+from ._call import ACCUMULATE, Allocator, Call, attention_struct
 from ._core import ffi, lib
 from ._graphs import outside_graphs
 from ._options import AUX, GRADIENTS
+from ._part import is_partial
 from ._request import Request
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework
@@ -33,17 +34,41 @@ class Gradients(NamedTuple):
 def results(framework: Framework, p: Request, wide: bool = False) -> dict[str, Array]:
     """Uninitialised out and lse, and what p.aux names. wide: in float64."""
     q, k, v = (p.arrays[name] for name in "qkv")
-    xp = framework.xp
-    double = xp.float64
-    head, row = (1, 0) if q.ndim == 3 else (2, 1) if "bshd" in p.options else (1, 2)
-    rows = (*q.shape[: q.ndim - 3], q.shape[head], q.shape[row])
-    out = framework.dense_like(q, v.shape[-1], double if wide else q.dtype)
-    statistic = double if wide or q.dtype == double else xp.float32
-    shapes = {"lse": rows}
+    head, row = _axes(p)
+    shapes = {"lse": _rows(p)}
+    if is_partial(p.options):
+        shapes["lse"] = (2, *shapes["lse"])
     if p.aux:
-        batch = rows[0] if q.ndim == 4 else p.arrays["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in p.arrays else 0
-        shapes |= {"max_logit": (batch, q.shape[head]), "column_sums": (*rows[:-1], k.shape[row])}
-    return {"out": out} | {name: framework.empty(q, shapes[name], statistic) for name in ("lse", *p.aux)}
+        batch = q.shape[0] if q.ndim == 4 else p.arrays["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in p.arrays else 0
+        shapes |= {"max_logit": (batch, q.shape[head]), "column_sums": (*_rows(p)[:-1], k.shape[row])}
+    out = framework.dense_like(q, v.shape[-1], framework.xp.float64 if wide else _summed(framework, p, q.dtype))
+    return {"out": out} | {name: framework.empty(q, shapes[name], _statistic(framework, q, wide)) for name in ("lse", *p.aux)}
+
+
+def of_rows(framework: Framework, p: Request) -> Array:
+    """Uninitialised: a number for each row."""
+    return framework.empty(p.arrays["q"], _rows(p), _statistic(framework, p.arrays["q"]))
+
+
+def _axes(p: Request) -> tuple[int, int]:
+    """Where q has its head and its row."""
+    return (1, 0) if p.arrays["q"].ndim == 3 else (2, 1) if "bshd" in p.options else (1, 2)
+
+
+def _rows(p: Request) -> tuple[int, ...]:
+    """The shape of what has a number for each row."""
+    shape = p.arrays["q"].shape
+    return (*shape[: len(shape) - 3], *(shape[axis] for axis in _axes(p)))
+
+
+def _statistic(framework: Framework, q: Array, wide: bool = False) -> Any:
+    """The dtype of lse and its like."""
+    return framework.xp.float64 if wide or q.dtype == framework.xp.float64 else framework.xp.float32
+
+
+def _summed(framework: Framework, p: Request, dtype: Any) -> Any:
+    """The dtype of what is to be added to what other parts have."""
+    return framework.xp.float32 if is_partial(p.options) and dtype != framework.xp.float64 else dtype
 
 
 def gradients(framework: Framework, p: Request, needed: Iterable[str], wide: bool = False) -> dict[str, Array]:
@@ -51,7 +76,7 @@ def gradients(framework: Framework, p: Request, needed: Iterable[str], wide: boo
     found = {}
     for name in needed:
         x = p.arrays[GRADIENTS[name]]
-        dtype = framework.xp.float64 if wide else x.dtype
+        dtype = framework.xp.float64 if wide else _summed(framework, p, x.dtype) if name in ("dq", "dk", "dv") else x.dtype
         found[name] = framework.empty(x, x.shape, dtype) if name in ("dbias", "dsinks") else framework.dense_like(x, x.shape[-1], dtype)
     return found
 
@@ -63,19 +88,27 @@ def forward(framework: Framework, p: Request) -> tuple[Array, ...]:
     call(framework, p, {}, found).run(lib.strobe_forward)
     if not oracle:
         return tuple(found.values())
-    q, xp = p.arrays["q"], framework.xp
-    statistic = xp.float64 if q.dtype == xp.float64 else xp.float32
-    return tuple(framework.cast(x, q.dtype if name == "out" else statistic) for name, x in found.items())
+    q = p.arrays["q"]
+    of_out, statistic = _summed(framework, p, q.dtype), _statistic(framework, q)
+    return tuple(framework.cast(x, of_out if name == "out" else statistic) for name, x in found.items())
 
 
-def backward(framework: Framework, p: Request, known: dict[str, Array], needed: Iterable[str]) -> dict[str, Array]:
-    """known: out, lse, dout and, if there is one, dlse."""
+def backward(
+    framework: Framework, p: Request, known: dict[str, Array], needed: Iterable[str], into: dict[str, Array] | None = None
+) -> dict[str, Array]:
+    """known: out, lse, dout and, if there is one, dlse; of a partial part delta, not out. into: gradients that are added to."""
     oracle = _is_oracle(p)
-    found = gradients(framework, p, needed, oracle)
-    if oracle:
+    into = into or {}
+    found = gradients(framework, p, [name for name in needed if name not in into], oracle)
+    if oracle and not is_partial(p.options):
         known = {name: x for name, x in known.items() if name not in ("out", "lse")}  # works its own out again
-    call(framework, p, known, found).run(lib.strobe_backward)
-    return {name: framework.cast(x, p.arrays[GRADIENTS[name]].dtype) for name, x in found.items()} if oracle else found
+    how = p._replace(options=p.options | {ACCUMULATE: True}) if into else p
+    call(framework, how, known | into, found).run(lib.strobe_backward)
+    if oracle:
+        for name, x in found.items():
+            of = p.arrays[GRADIENTS[name]].dtype
+            found[name] = framework.cast(x, _summed(framework, p, of) if name in ("dq", "dk", "dv") else of)
+    return found | into
 
 
 def reference(framework: Framework, p: Request, rows: list[int] | None) -> tuple[Array, ...]:
@@ -139,7 +172,13 @@ def _whole(framework: Framework, p: Request, of_backward: bool) -> Call:
     oracle = _is_oracle(p)
     more = results(framework, p, oracle)
     if of_backward:
-        more["dout"], more["dlse"] = results(framework, p._replace(aux=())).values()
+        more["dout"], more["dlse"] = (
+            framework.dense_like(p.arrays["q"], p.arrays["v"].shape[-1], p.arrays["q"].dtype),
+            of_rows(framework, p),
+        )
+        if is_partial(p.options):
+            more["delta"] = of_rows(framework, p)
+            del more["out"]
         more |= gradients(framework, p, [name for name, of in GRADIENTS.items() if of in p.arrays], oracle)
     return call(framework, p, {}, more)
 

@@ -51,6 +51,12 @@ struct View {
   }
 };
 
+// Rows of a sequence that tensors hold: its rows [local, local + length) are the positions from start on.
+struct RowRange {
+  int64_t start, length, local;
+  __attribute__((always_inline)) int64_t end() const { return start + length; }
+};
+
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
 // The validated call. Sizes are those of the longest sequence; varlen lengths come from cu_seqlens.
@@ -100,9 +106,23 @@ struct Problem {
     const int32_t *row_ptr_t = nullptr, *col_t = nullptr; // (batch, heads, cols + 1)
   } blocks;
 
-  View out, lse;               // lse: (batch, head, query, -)
-  View max_logit, column_sums; // of the forward, where wanted: (batch, head, -, -) and (batch, query head, key, -)
-  View dout, dlse, dq, dk, dv, dbias, dsinks;
+  View out, lse;                                     // lse: (batch, head, query, -)
+  int64_t lse_low = 0;                               // of a partial part: how many elements behind a row's LSE its second number lies
+  View max_logit, column_sums;                       // of the forward, where wanted: (batch, head, -, -) and (batch, query head, key, -)
+  View dout, dlse, delta, dq, dk, dv, dbias, dsinks; // delta: of a partial part
+  bool accumulate = false;                           // dq, dk and dv are added to
+
+  // Of a larger problem: the rows, heads and sequences that the tensors hold (docs/semantics.md, "Parts of a problem").
+  struct Part {
+    std::shared_ptr<const void> lists;                                  // what owns them
+    const RowRange *q = nullptr, *k = nullptr;                          // (batch or 1, count); null: whole sequences
+    int64_t count_q = 1, count_k = 1, batch_q = 1, batch_k = 1;         // ranges of a sequence, sequences of the lists
+    const int64_t *seqlens_q = nullptr, *seqlens_k = nullptr;           // (batch or 1): of the whole sequences
+    int64_t batch_lens_q = 1, batch_lens_k = 1, most_q = 0, most_k = 0; // sequences of these lists; the longest
+    int64_t first_head = 0, heads = 0, first_batch = 0;
+    bool partial = false;
+    __attribute__((always_inline)) explicit operator bool() const { return q != nullptr; }
+  } part;
 
   // Whether a forward is to be followed by the pass that makes max_logit and column_sums.
   bool auxiliary() const { return max_logit || column_sums; }
@@ -126,6 +146,26 @@ struct Problem {
     return keys;
   }
   __attribute__((always_inline)) Rows held_k(int64_t b) const { return rows(cu_seqlens_k, b, total_k, varlen ? longest_k() : seqlen_k); }
+
+  // The positions of a sequence's rows, range by range: one range of all unless the call is a part.
+  __attribute__((always_inline)) RowRange range_q(int64_t b, int64_t n) const {
+    if (part) return part.q[(part.batch_q > 1 ? b : 0) * part.count_q + n];
+    return {0, rows_q(b).length, 0};
+  }
+  __attribute__((always_inline)) RowRange range_k(int64_t b, int64_t n) const {
+    if (part) return part.k[(part.batch_k > 1 ? b : 0) * part.count_k + n];
+    return {0, rows_k(b).length, 0};
+  }
+  // The lengths of the whole sequence, and the sizes of what is indexed by the whole problem's positions: blocks, and mask's and bias's
+  // columns.
+  __attribute__((always_inline)) int64_t whole_q(int64_t b) const {
+    return part ? part.seqlens_q[part.batch_lens_q > 1 ? b : 0] : rows_q(b).length;
+  }
+  __attribute__((always_inline)) int64_t whole_k(int64_t b) const {
+    return part ? part.seqlens_k[part.batch_lens_k > 1 ? b : 0] : rows_k(b).length;
+  }
+  __attribute__((always_inline)) int64_t size_q() const { return part ? part.most_q : seqlen_q; }
+  __attribute__((always_inline)) int64_t size_k() const { return part ? part.most_k : seqlen_k; }
 
 private:
   __attribute__((always_inline)) static int64_t least(int64_t a, int64_t b, int64_t c) {

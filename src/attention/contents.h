@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/part.h"
 #include "attention/text.h"
 
 namespace strobe {
@@ -57,6 +58,11 @@ template <class Read> void check_contents(const Problem &p, Read &&read) {
   if (p.varlen) {
     require("cu_seqlens_q", check_cu_seqlens(read(p.cu_seqlens_q, p.batch + 1).data(), p.batch, p.total_q, p.seqlen_q));
     require("cu_seqlens_k", check_cu_seqlens(read(p.cu_seqlens_k, p.batch + 1).data(), p.batch, p.total_k, p.seqlen_k));
+  }
+  if (p.varlen && p.part) {
+    const auto q = read(p.cu_seqlens_q, p.batch + 1), k = read(p.cu_seqlens_k, p.batch + 1);
+    require("part.q_ranges", check_held(p.part.q, p.part.batch_q, p.part.count_q, p.batch, q.data(), 0));
+    require("part.k_ranges", check_held(p.part.k, p.part.batch_k, p.part.count_k, p.batch, k.data(), 0));
   }
   if (p.seqused_k) {
     const auto used = read(p.seqused_k, p.batch);

@@ -10,8 +10,9 @@ void check_dropout(const strobe_attention &a, Reasons &reasons) {
 }
 
 static void check_score(const strobe_attention &a, Reasons &reasons) {
-  if (a.reserved) reasons.add("reserved", a.reserved, "; accepted is 0");
-  if (a.reserved_invariant) reasons.add("reserved_invariant", a.reserved_invariant, "; accepted is 0");
+  for (auto [field, value] :
+       {std::pair{"reserved", a.reserved}, {"reserved_invariant", a.reserved_invariant}, {"reserved_2", a.reserved_2}})
+    if (value) reasons.add(field, value, "; accepted is 0");
   if (a.score == STROBE_DOT) {
     for (auto [field, value] : {std::pair{"beta", a.beta}, {"shift", a.shift}})
       if (value != 0) reasons.add(field, value, " with a score of q.k itself; accepted is 0, or a hyperbolic score");
@@ -37,6 +38,7 @@ void check_options(const strobe_attention &a, Reasons &reasons) {
       {"strict", a.strict},
       {"check", a.check},
       {"invariant", a.invariant},
+      {"accumulate", a.accumulate},
   };
   for (auto [field, value] : flags)
     if (value != 0 && value != 1) reasons.add(field, value, "; accepted is 0 or 1");

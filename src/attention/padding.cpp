@@ -62,6 +62,7 @@ Range unused(const Problem &p, int64_t b) {
 } // namespace
 
 void clear_padding_of_keys(const Problem &p, const Execution &execution, Direction direction) {
+  if (direction == Direction::backward && p.accumulate) return; // nothing is added there
   const auto each = [&](int64_t batch, auto &&range_of) {
     if (direction == Direction::forward) return clear(p.column_sums, execution, batch, p.heads, 1, range_of);
     clear(p.dk, execution, batch, p.heads_kv, p.head_dim, range_of);
@@ -73,10 +74,16 @@ void clear_padding_of_keys(const Problem &p, const Execution &execution, Directi
 
 void clear_padding_of_queries(const Problem &p, const Execution &execution, Direction direction) {
   if (!p.varlen) return;
+  if (direction == Direction::backward && p.accumulate) return; // nothing is added there
   const auto behind = [&](int64_t) { return Range{0, p.cu_seqlens_q[p.batch], p.total_q}; };
   if (direction == Direction::backward) return clear(p.dq, execution, 1, p.heads, p.head_dim, behind);
   clear(p.out, execution, 1, p.heads, p.head_dim_v, behind);
   if (!p.lse) return;
+  if (p.part.partial) {
+    View low = p.lse;
+    low.data += p.lse_low * bytes(low.dtype);
+    clear(low, execution, 1, p.heads, 1, behind);
+  }
   const Range rows = behind(0);
   if (p.lse.dtype == DType::f64)
     fill(p.lse, p.heads, rows.begin, rows.end, -std::numeric_limits<double>::infinity());

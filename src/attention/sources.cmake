@@ -7,6 +7,7 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/options.cpp
   ${CMAKE_CURRENT_LIST_DIR}/padding.cpp
   ${CMAKE_CURRENT_LIST_DIR}/parallel.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/part.cpp
   ${CMAKE_CURRENT_LIST_DIR}/tensor_check.cpp
   ${CMAKE_CURRENT_LIST_DIR}/validate.cpp
   ${CMAKE_CURRENT_LIST_DIR}/work.cpp)

@@ -8,6 +8,7 @@
 
 #include "attention/contents.h"
 #include "attention/options.h"
+#include "attention/part.h"
 #include "attention/tensor_check.h"
 #include "attention/versioned.h"
 
@@ -23,9 +24,10 @@ int64_t div_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 // Where a tensor has its batch, head, row and column; -1: nowhere.
 using AxisMap = std::array<int, 4>;
-constexpr AxisMap kDense = {0, 1, 2, 3}, kPacked = {-1, 1, 0, 2};           // q and its like
-constexpr AxisMap kDenseRows = {0, 1, 2, -1}, kPackedRows = {-1, 0, 1, -1}; // lse
-constexpr AxisMap kHead = {-1, 0, -1, -1}, kBatchHead = {0, 1, -1, -1};     // sinks, ALiBi's slopes
+constexpr AxisMap kDense = {0, 1, 2, 3}, kPacked = {-1, 1, 0, 2};             // q and its like
+constexpr AxisMap kDenseRows = {0, 1, 2, -1}, kPackedRows = {-1, 0, 1, -1};   // lse
+constexpr AxisMap kDensePairs = {1, 2, 3, -1}, kPackedPairs = {-1, 1, 2, -1}; // lse of a partial part
+constexpr AxisMap kHead = {-1, 0, -1, -1}, kBatchHead = {0, 1, -1, -1};       // sinks, ALiBi's slopes
 
 View view(const strobe_tensor *t, const AxisMap &map) {
   View v;
@@ -49,6 +51,7 @@ public:
     check_options(a, reasons);
     inputs();
     sequences();
+    parts();
     extras();
     blocks();
     results();
@@ -68,6 +71,7 @@ private:
     int64_t batch = kAny, heads = kAny, heads_kv = kAny, dim = kAny, dim_v = kAny;
     int64_t rows_q = kAny, rows_k = kAny;     // Sq, Sk; varlen: Tq, Tk
     int64_t seqlen_q = kAny, seqlen_k = kAny; // Sq, Sk; varlen: max_seqlen_q, max_seqlen_k
+    int64_t size_q = kAny, size_k = kAny;     // the same; of a part: the longest of the whole problem
     int64_t blocks_q = kAny, blocks_k = kAny;
   };
 
@@ -90,8 +94,20 @@ private:
   Axes scores() const {
     return {{"B", n.batch, true},
             {"H", n.heads, true},
-            {varlen ? "max_seqlen_q" : "Sq", n.seqlen_q, true},
-            {varlen ? "max_seqlen_k" : "Sk", n.seqlen_k, true}};
+            {varlen && part ? "the most queries of a sequence"
+             : varlen       ? "max_seqlen_q"
+                            : "Sq",
+             n.seqlen_q, true},
+            {part     ? "Sk of the whole problem"
+             : varlen ? "max_seqlen_k"
+                      : "Sk",
+             n.size_k, true}};
+  }
+  // Of a partial part, a row's LSE is two numbers.
+  Axes lse_rows() const {
+    Axes rows = query_rows();
+    if (part && part->partial) rows.insert(rows.begin(), {"two numbers", 2});
+    return rows;
   }
 
   bool accept(const char *argument, const strobe_tensor *tensor, const Axes &axes, const Types &types, Access access = Access::read) {
@@ -109,7 +125,8 @@ private:
 
   Types input_types() const { return dtype == DType::none ? kFloats : Types{dtype}; }
   Types result_types() const { return oracle ? Types{DType::f64} : input_types(); }
-  Types statistics_types() const { // of what is kept per row or per head
+  bool partial() const { return part && part->partial; }
+  Types statistics_types() const { // of what is kept per row or per head, and of what several calls add up
     if (dtype == DType::none && !oracle) return {DType::f32, DType::f64};
     return {oracle || dtype == DType::f64 ? DType::f64 : DType::f32};
   }
@@ -147,8 +164,8 @@ private:
     n.seqlen_k = longest("max_seqlen_k", a.max_seqlen_k, n.rows_k);
     if (!varlen) return seqused(nullptr, true);
     if (t.cu_seqlens_q && t.cu_seqlens_q->rank == 1 && t.cu_seqlens_q->shape[0] > 0) n.batch = t.cu_seqlens_q->shape[0] - 1;
-    cu_seqlens("cu_seqlens_q", t.cu_seqlens_q, n.rows_q, n.seqlen_q);
-    const bool good_k = cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, n.seqlen_k);
+    good_cu_q = cu_seqlens("cu_seqlens_q", t.cu_seqlens_q, n.rows_q, n.seqlen_q);
+    const bool good_k = good_cu_k = cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, n.seqlen_k);
     seqused(good_k ? ints(t.cu_seqlens_k) : nullptr, good_k);
   }
   int64_t longest(const char *field, int64_t given, int64_t rows) {
@@ -178,6 +195,36 @@ private:
       add("seqused_k", check_seqused(ints(used), n.batch, cu, n.rows_k));
   }
 
+  // What the rows, heads and sequences at hand are of a larger problem.
+  void parts() {
+    n.size_q = n.seqlen_q, n.size_k = n.seqlen_k;
+    if (!a.part) return;
+    part = check_part(*a.part, n.batch, n.heads, reasons);
+    if (!part) return reasons.raise_if_any(); // without it all that follows would be noise
+    if (t.seqused_k) reasons.add("seqused_k", "given beside part; accepted is part alone, whose ranges and seqlens_k say it");
+    if (part->partial && t.sinks)
+      reasons.add("sinks", "given with a partial part; accepted are none: they join the whole row once, in the last merge");
+    if (a.invariant) reasons.add("invariant", "given beside part; accepted is one of the two: tiles of keys begin where its ranges do");
+    for (auto [name, result] : {std::pair{"max_logit", t.max_logit}, {"column_sums", t.column_sums}})
+      if (result && !backward) reasons.add(name, "given beside part; accepted is one of the two: it belongs to whole rows and columns");
+    whole("max_seqlen_q", a.max_seqlen_q, part->most_q), whole("max_seqlen_k", a.max_seqlen_k, part->most_k);
+    n.size_q = part->most_q, n.size_k = part->most_k;
+    if (n.batch == kAny || n.rows_q == kAny || n.rows_k == kAny) return;
+    if (!varlen || good_cu_q)
+      add("part.q_ranges", check_held(part->q, part->batch_q, part->count_q, n.batch, varlen ? ints(t.cu_seqlens_q) : nullptr, n.rows_q));
+    if (!varlen || good_cu_k)
+      add("part.k_ranges", check_held(part->k, part->batch_k, part->count_k, n.batch, varlen ? ints(t.cu_seqlens_k) : nullptr, n.rows_k));
+    if (!varlen) return;
+    n.seqlen_q = most_held(part->q, part->batch_q, part->count_q);
+    n.seqlen_k = most_held(part->k, part->batch_k, part->count_k);
+  }
+  // Of packed sequences, max_seqlen bounds the whole ones.
+  void whole(const char *field, int64_t given, int64_t &most) {
+    if (!varlen || given <= 0) return;
+    if (given < most) reasons.add(field, given, "; accepted beside part is ", most, " or more, the longest of the whole sequences");
+    most = given;
+  }
+
   void extras() {
     accept("mask", t.mask, scores(), {DType::boolean});
     Types bias = input_types();
@@ -199,20 +246,27 @@ private:
       beside("block_cols_t", t.block_cols_t, "block_rows", t.block_rows);
       return;
     }
-    n.blocks_q = block_count("block_q", a.block_q, n.seqlen_q);
-    n.blocks_k = block_count("block_k", a.block_k, n.seqlen_k);
+    n.blocks_q = block_count("block_q", a.block_q, n.size_q);
+    n.blocks_k = block_count("block_k", a.block_k, n.size_k);
     Csr m{}, mt{};
-    const bool good = csr("block_rows", t.block_rows, {{"B", n.batch, true}, {"H", n.heads, true}, {"nq+1", plus_one(n.blocks_q)}},
-                          "block_cols", t.block_cols, kAny, n.blocks_k, m);
+    const Axis batch_axis = part ? Axis{"B of the whole problem", sequences_of_blocks(), true} : Axis{"B", n.batch, true};
+    const Axis head_axis = part ? Axis{"H of the whole problem", part->heads, true} : Axis{"H", n.heads, true};
+    const bool good = csr("block_rows", t.block_rows, {batch_axis, head_axis, {"nq+1", plus_one(n.blocks_q)}}, "block_cols", t.block_cols,
+                          kAny, n.blocks_k, m);
     if (!t.block_rows_t) {
       beside("block_cols_t", t.block_cols_t, "block_rows_t", t.block_rows_t);
       return;
     }
-    const Axis batch = good ? Axis{"B of block_rows", t.block_rows->shape[0]} : Axis{"B", n.batch, true};
-    const Axis heads = good ? Axis{"H of block_rows", t.block_rows->shape[1]} : Axis{"H", n.heads, true};
+    const Axis batch = good ? Axis{"B of block_rows", t.block_rows->shape[0]} : batch_axis;
+    const Axis heads = good ? Axis{"H of block_rows", t.block_rows->shape[1]} : head_axis;
     const bool good_t = csr("block_rows_t", t.block_rows_t, {batch, heads, {"nk+1", plus_one(n.blocks_k)}}, "block_cols_t", t.block_cols_t,
                             good ? m.kept : kAny, n.blocks_q, mt);
     if (good && good_t && on_cpu(*t.block_rows)) add("block_rows_t", check_transpose(m, mt));
+  }
+  // How many sequences a block mask of its own for each may have: as many as there are, which is known no better than by the last one here.
+  int64_t sequences_of_blocks() const {
+    if (n.batch == kAny || !t.block_rows || t.block_rows->rank < 1) return kAny;
+    return std::max(part->first_batch + n.batch, t.block_rows->shape[0]);
   }
   static int64_t plus_one(int64_t size) { return size == kAny ? kAny : size + 1; }
   int64_t block_count(const char *field, int64_t block, int64_t seqlen) {
@@ -236,24 +290,31 @@ private:
 
   void results() {
     if (!backward) {
-      require("out", t.out, queries({"Dv", n.dim_v}), result_types(), Access::write);
-      accept("lse", t.lse, query_rows(), statistics_types(), Access::write);
+      require("out", t.out, queries({"Dv", n.dim_v}), partial() ? statistics_types() : result_types(), Access::write);
+      accept("lse", t.lse, lse_rows(), statistics_types(), Access::write);
       accept("max_logit", t.max_logit, {{"B", n.batch}, {"H", n.heads}}, statistics_types(), Access::write);
       if (beside("column_sums", t.column_sums, "lse", t.lse))
         accept("column_sums", t.column_sums, key_columns(), statistics_types(), Access::write);
       return;
     }
-    // The oracle works its own out and lse out again.
-    if (!oracle || t.out) require("out", t.out, queries({"Dv", n.dim_v}), result_types());
-    if (!oracle || t.lse) require("lse", t.lse, query_rows(), statistics_types());
+    const Types either = {DType::f32, DType::f64};
+    if (partial()) {
+      require("lse", t.lse, lse_rows(), oracle ? either : statistics_types());
+      require("delta", t.delta, query_rows(), oracle ? either : statistics_types());
+    } else { // the oracle works its own out and lse out again
+      if (!oracle || t.out) require("out", t.out, queries({"Dv", n.dim_v}), result_types());
+      if (!oracle || t.lse) require("lse", t.lse, query_rows(), statistics_types());
+      if (t.delta) reasons.add("delta", "given without a partial part; accepted is out alone");
+    }
     Types dout = input_types();
     if (oracle) dout.push_back(DType::f64);
     require("dout", t.dout, queries({"Dv", n.dim_v}), dout);
-    accept("dlse", t.dlse, query_rows(), oracle ? Types{DType::f32, DType::f64} : statistics_types());
+    accept("dlse", t.dlse, query_rows(), oracle ? either : statistics_types());
 
-    accept("dq", t.dq, queries({"D", n.dim}), result_types(), Access::write);
-    accept("dk", t.dk, keys({"D", n.dim}), result_types(), Access::write);
-    accept("dv", t.dv, keys({"Dv", n.dim_v}), result_types(), Access::write);
+    const Types gradients = partial() || a.accumulate ? statistics_types() : result_types();
+    accept("dq", t.dq, queries({"D", n.dim}), gradients, Access::write);
+    accept("dk", t.dk, keys({"D", n.dim}), gradients, Access::write);
+    accept("dv", t.dv, keys({"Dv", n.dim_v}), gradients, Access::write);
     if (beside("dbias", t.dbias, "bias", t.bias) && good_bias) gradient_like("dbias", *t.dbias, *t.bias, {"B", "H", "Sq", "Sk"});
     if (beside("dsinks", t.dsinks, "sinks", t.sinks) && good_sinks) gradient_like("dsinks", *t.dsinks, *t.sinks, {"H"});
   }
@@ -314,7 +375,7 @@ private:
     p.scale = a.has_scale ? a.scale : p.score == ScoreFunction::hyperbolic ? 1 : 1 / std::sqrt(static_cast<double>(n.dim));
     p.softcap = a.softcap, p.beta = a.beta, p.shift = a.shift;
     p.bottom_right = a.alignment == STROBE_BOTTOM_RIGHT;
-    const int64_t all = n.seqlen_q + n.seqlen_k; // a window this wide hides nothing
+    const int64_t all = n.size_q + n.size_k; // a window this wide hides nothing
     if (a.has_window_left && a.window_left < all) p.window_left = a.window_left;
     if (a.has_window_right && a.window_right < all) p.window_right = a.window_right;
     if (a.causal) p.window_right = 0;
@@ -329,17 +390,21 @@ private:
     p.alibi_slopes = view(t.alibi_slopes, t.alibi_slopes && t.alibi_slopes->rank == 2 ? kBatchHead : kHead);
     p.sinks = view(t.sinks, kHead);
     p.cu_seqlens_q = ints(t.cu_seqlens_q), p.cu_seqlens_k = ints(t.cu_seqlens_k), p.seqused_k = ints(t.seqused_k);
-    if (varlen && on_cpu(*t.q)) { // with a maximum of the caller's, plans do not depend on what the lengths are
+    if (varlen && !part && on_cpu(*t.q)) { // with a maximum of the caller's, plans do not depend on what the lengths are
       if (!a.max_seqlen_q) p.most_q = 0;
       if (!a.max_seqlen_k) p.most_k = 0;
       update_longest(p);
     }
     p.rng = ints<int64_t>(t.rng);
     if (t.block_rows) p.blocks = kept_blocks();
-    p.out = view(t.out, tokens), p.lse = view(t.lse, rows);
+    if (part) p.part = *part;
+    p.accumulate = backward && a.accumulate;
+    p.out = view(t.out, tokens);
+    p.lse = view(t.lse, !partial() ? rows : varlen ? kPackedPairs : kDensePairs);
+    if (partial() && p.lse) p.lse_low = t.lse->strides[0];
     if (!backward) p.max_logit = view(t.max_logit, kBatchHead), p.column_sums = view(t.column_sums, rows);
     if (backward) {
-      p.dout = view(t.dout, tokens), p.dlse = view(t.dlse, rows);
+      p.dout = view(t.dout, tokens), p.dlse = view(t.dlse, rows), p.delta = view(t.delta, rows);
       p.dq = view(t.dq, tokens), p.dk = view(t.dk, tokens), p.dv = view(t.dv, tokens);
       p.dbias = view(t.dbias, kDense), p.dsinks = view(t.dsinks, kHead);
     }
@@ -367,7 +432,8 @@ private:
   const std::shared_ptr<OwnLists> lists = std::make_shared<OwnLists>();
   Sizes n;
   DType dtype = DType::none;
-  bool good_bias = false, good_sinks = false;
+  bool good_cu_q = false, good_cu_k = false, good_bias = false, good_sinks = false;
+  std::optional<Problem::Part> part;
 };
 
 } // namespace

@@ -7,6 +7,27 @@
 
 namespace strobe {
 
+// Of a part: what the middle query of each range sees, for all queries of the range.
+static double visible_in_part(const Problem &p) {
+  double scores = 0;
+  for (int64_t b = 0; b < p.batch; b++) {
+    const double offset = p.bottom_right ? double(p.whole_k(b) - p.whole_q(b)) : 0;
+    for (int64_t n = 0; n < p.part.count_q; n++) {
+      const RowRange queries = p.range_q(b, n);
+      if (!queries.length) continue;
+      const double at = double(queries.start) + double(queries.length - 1) / 2 + offset;
+      for (int64_t m = 0; m < p.part.count_k; m++) {
+        const RowRange keys = p.range_k(b, m);
+        const double first = p.window_left == kUnbounded ? double(keys.start) : std::max(double(keys.start), at - double(p.window_left));
+        const double end =
+            p.window_right == kUnbounded ? double(keys.end()) : std::min(double(keys.end()), at + double(p.window_right) + 1);
+        scores += double(queries.length) * std::max(0.0, end - first);
+      }
+    }
+  }
+  return double(p.heads) * scores;
+}
+
 double visible_scores(const Problem &p) {
   double q = double(p.longest_q()), k = double(p.longest_k()), keys = k;
   if (p.window_right != kUnbounded && p.window_left != kUnbounded)
@@ -16,6 +37,7 @@ double visible_scores(const Problem &p) {
   double share = 1;
   if (p.blocks.present)
     share = double(p.blocks.kept) / std::max(1.0, double(p.blocks.batch * p.blocks.heads * p.blocks.rows * p.blocks.cols));
+  if (p.part) return visible_in_part(p) * share;
   double sequences = p.varlen ? double(p.total_q) / std::max(1.0, q) : double(p.batch);
   return sequences * double(p.heads) * q * keys * share;
 }

@@ -9,7 +9,7 @@ struct AuxiliaryItems {
   int64_t tiles_each, parts, count, keys; // tiles of queries of an item; items of a head, of all; elements of a row of sums
   AuxiliaryItems(const Problem &p, const TileSizes &tile) {
     constexpr int64_t kEnough = 16; // items for many threads
-    const int64_t tiles = max(div_up(p.longest_q(), tile.q), (i64)1), heads = p.batch * p.heads;
+    const int64_t tiles = max((i64)query_tiles(p, tile.q), (i64)1), heads = p.batch * p.heads;
     tiles_each = div_up(tiles, min((i64)tiles, max(div_up(kEnough, max((i64)heads, (i64)1)), (i64)1)));
     parts = div_up(tiles, tiles_each);
     count = heads * parts;
@@ -56,11 +56,11 @@ __attribute__((noinline)) void add_chunk(const Head<T> &head, const TileSpan &t,
 
 // One tile of queries; the sums of its columns go to scratch.run.
 template <class Math>
-void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source,
+void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source,
                     AuxiliaryScratch<Math> &scratch, Vec<typename Math::Real> &most, Vec<typename Math::Real> &spoiled) {
   using T = typename Math::Real;
   const Problem &p = *head.p;
-  const int64_t i1 = min((i64)(i0 + tile.q), head.band.seqlen_q), rows = round_to(i1 - i0, 16);
+  const int64_t i0 = head.queries.i0, i1 = head.queries.i1, rows = round_to(i1 - i0, 16);
   typename Math::Right q[kMaxPieces];
   for (int64_t lane = 0, n = 0; lane < rows; lane += tile.width, ++n) {
     const int64_t width = min((i64)tile.width, (i64)(rows - lane)), count = min((i64)width, (i64)(i1 - i0 - lane));
@@ -72,8 +72,8 @@ void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile
     scratch.lse[i] = lse == -kInfinity<T> ? kInfinity<T> : lse;
   }
   KeyTiles<T> tiles(head, source.mask, tile, i0, i1);
-  for (KeyTile keys; tiles.next(keys);) {
-    const auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
+  for (KeysOfRange keys; tiles.next(keys);) {
+    const auto k = source.k.tile(source.shared_k, head.b, head.kv, keys, scratch.k);
     for (int64_t lane = 0, n = 0; lane < rows; lane += tile.width, ++n) {
       const int64_t width = min((i64)tile.width, (i64)(rows - lane));
       Piece<T> piece;
@@ -126,21 +126,21 @@ template <class Math> void auxiliary(const Problem &p, const Execution &executio
     AuxiliaryScratch<Math> scratch(own, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count;) {
-      const Head<T> head(p, item / items.parts / p.heads, item / items.parts % p.heads);
+      const int64_t b = item / items.parts / p.heads, h = item / items.parts % p.heads;
       T *const total = sums + item * items.keys;
       V most(-kInfinity<T>), spoiled(T(0));
       for (T *x : {total, scratch.run, scratch.lost}) fill(x, items.keys, T(0));
       for (int64_t n = 0; n < items.tiles_each; ++n) {
-        const int64_t i0 = (item % items.parts * items.tiles_each + n) * tile.q;
-        if (i0 >= head.band.seqlen_q) break;
-        auxiliary_tile<Math>(head, tile, i0, source, scratch, most, spoiled);
+        const QuerySpan queries = query_tile(p, b, item % items.parts * items.tiles_each + n, tile.q);
+        if (queries.empty()) break;
+        auxiliary_tile<Math>({p, b, h, queries}, tile, source, scratch, most, spoiled);
         move_exactly(scratch.run, total, scratch.lost, items.keys);
       }
       for (int64_t j = 0; j < items.keys; ++j) total[j] += scratch.lost[j];
       T x = most.v[0];
       for (int lane = 1; lane < V::kLanes; ++lane) x = x < most.v[lane] ? most.v[lane] : x;
       for (int lane = 0; lane < V::kLanes; ++lane) x = spoiled.v[lane] == spoiled.v[lane] ? x : spoiled.v[lane];
-      largest[item] = head.additive ? x : x * head.scale;
+      largest[item] = x * Head<T>(p, b, h, {}).measure();
     }
   });
   const int64_t heads = p.batch * p.heads;

@@ -97,13 +97,13 @@ template <class T> STROBE_INLINE bool may_see_one_tile(const Head<T> &head, int6
 }
 
 template <class Math>
-void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, const TileSizes &tile, int64_t i0, bool rows_too,
+void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, const TileSizes &tile, bool rows_too,
                   BackwardScratch<Math> &scratch, QueryTile<Math> &out) {
   using T = typename Math::Real;
   const Problem &p = *head.p;
-  const int64_t d = p.head_dim, dv = p.head_dim_v, token = head.q0 + i0;
+  const int64_t i0 = head.queries.i0, d = p.head_dim, dv = p.head_dim_v, token = head.q0 + i0;
   out.i0 = i0;
-  out.i1 = min((i64)(i0 + tile.q), head.band.seqlen_q);
+  out.i1 = head.queries.i1;
   out.rows = round_to(out.i1 - i0, 16);
   out.width = tile.width;
   out.pieces = div_up(out.rows, tile.width);
@@ -132,19 +132,28 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
   for (int64_t i = 0; i < out.rows; ++i) {
     bool real = i0 + i < out.i1;
     T lse = real ? *p.lse.at<T>(head.b, head.h, token + i, 0) : T(0);
+    if (real && p.part.partial && __builtin_isfinite(lse)) {
+      const double both = (double(lse) + double(p.lse.at<T>(head.b, head.h, token + i, 0)[p.lse_low])) / double(head.measure());
+      lse = T(both);
+      scratch.excess[i] = T((both - double(lse)) * double(head.unit));
+    }
     scratch.lse[i] = real && lse != -kInfinity<T> ? lse : kInfinity<T>; // P = 0 in lanes past the end and in rows that see nothing
     const bool is_large = real && __builtin_fabs(double(lse)) > large && __builtin_isfinite(lse);
     scratch.settled[i] = is_large ? T(kDeltaAndLse) : real && may_see_one_tile(head, tile.k, i0 + i) ? T(kDelta) : T(kAsItIs);
     any_large |= is_large;
     any_settled |= scratch.settled[i] != T(kAsItIs);
     scratch.dlse[i] = real && p.dlse ? *p.dlse.at<T>(head.b, head.h, token + i, 0) : T(0);
-    scratch.delta[i] = real ? T(row_delta(head, token + i, scratch.row)) : T(0);
+    scratch.delta[i] = !real ? T(0) : p.delta ? *p.delta.at<T>(head.b, head.h, token + i, 0) : T(row_delta(head, token + i, scratch.row));
+  }
+  if (p.part.partial) { // the sums of a row are not all here: LSE and D are the caller's
+    out.sums_first = out.whole = false;
+    return;
   }
   out.whole = false;
   out.sums_first = any_settled;
   if (p.invariant) return;
   KeyTiles<T> tiles(head, mask, tile, i0, out.i1);
-  KeyTile keys;
+  KeysOfRange keys;
   out.whole = tiles.next(keys) && !tiles.next(keys);
   out.sums_first = any_large && !out.whole;
   fill(scratch.settled, out.rows, T(any_large ? kDeltaAndLse : kDelta));
@@ -227,9 +236,9 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
   fill(scratch.first_tile, queries.rows, kInfinity<T>);
   fill(scratch.last_tile, queries.rows, -kInfinity<T>);
   KeyTiles<T> tiles(head, source.mask, tile, queries.i0, queries.i1);
-  for (KeyTile keys; tiles.next(keys);) {
-    auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
-    auto v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
+  for (KeysOfRange keys; tiles.next(keys);) {
+    auto k = source.k.tile(source.shared_k, head.b, head.kv, keys, scratch.k);
+    auto v = source.v.tile(source.shared_v, head.b, head.kv, keys, scratch.v);
     for (int64_t n = 0; n < queries.pieces; ++n) {
       const int64_t lane = n * queries.width, width = queries.piece_width(n);
       Piece<T> piece;
@@ -265,7 +274,8 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   const Problem &p = *head.p;
   const int64_t lane = n * queries.width, width = piece.span.width;
   const bool masked = piece.masked(head);
-  const V natural(head.additive ? T(1) : head.scale), log2e(kLog2e<T>); // s * natural is the score
+  // (s * natural - lse) * log2e is what P is a power of 2 of. The two numbers of a partial part's LSE are in the unit of s.
+  const V natural(p.part.partial || head.additive ? T(1) : head.scale), log2e(p.part.partial ? head.unit : kLog2e<T>);
   TileSpan t;
   for (int64_t done = 0; done < piece.span.keys; done += t.keys) {
     t = queries.whole ? piece.span : piece.span.chunk(done, Math::kChunk); // D needs all scores of the rows at once
@@ -317,7 +327,8 @@ template <class T> struct KeyGradients {
   int64_t size_dk, size_dv;
   int64_t tiles = 0;
 
-  static int64_t keys(const Problem &p) { return round_to(p.longest_k(), 16); }
+  // Products write 16 rows at a time, from any row on where ranges begin at any.
+  static int64_t keys(const Problem &p) { return round_to(p.longest_k(), 16) + (p.part ? 16 : 0); }
   static int64_t sums(int64_t tiles) { return tiles > kTiles ? 2 : 1; }
   static int64_t size(const Problem &p, int64_t tiles) {
     return sums(tiles) * keys(p) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16));
@@ -354,7 +365,8 @@ private:
   }
 };
 
-// sum[key][c] += weights[key][i] x(i, c) of the elements of x that are not finite, where a weight is not 0: what finite_rows left out.
+// sum[key][c] += weights[key][i] x(i, c), from the piece's first key on, of the elements of x that are not finite, where a weight is not 0:
+// what finite_rows left out.
 template <class T>
 __attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const TileSpan &t, const View &x, int64_t columns,
                                                      const T *weights, T *sum, int64_t ld) {
@@ -365,35 +377,36 @@ __attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const 
       if (__builtin_isfinite(value)) continue;
       for (int64_t j = 0; j < t.keys; ++j) {
         const T weight = weights[j * t.width + i];
-        sum[(t.j0 + j) * ld + c] += weight != T(0) ? weight * value : T(0);
+        sum[j * ld + c] += weight != T(0) ? weight * value : T(0);
       }
     }
 }
 
 template <class Math>
-void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source,
+void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source,
                    BackwardScratch<Math> &scratch, const KeyGradients<typename Math::Real> &sums) {
   using T = typename Math::Real;
   using V = Vec<T>;
   using Element = typename Math::Element;
   const Problem &p = *head.p;
-  const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16);
+  const int64_t i0 = head.queries.i0, d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16);
   const bool want_dq(p.dq), want_dk(p.dk), want_dv(p.dv);
   QueryTile<Math> queries;
-  load_queries(head, source.mask, tile, i0, want_dk || want_dv, scratch, queries);
+  load_queries(head, source.mask, tile, want_dk || want_dv, scratch, queries);
   if (queries.sums_first) sum_rows(head, tile, queries, source, scratch);
   KeySum<T> dq[kMaxPieces];
   for (int64_t n = 0; n < queries.pieces; ++n)
     dq[n] = {scratch.dq + ldk * n * tile.width, scratch.dq_total + ldk * n * tile.width, d, queries.piece_width(n)};
 
   KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
-  for (KeyTile keys; tiles.next(keys);) {
+  for (KeysOfRange keys; tiles.next(keys);) {
     typename KeySource<Math>::Tile k{}, v{};
     bool loaded = false;
     // dV += P^T dO and dK += dS^T Q over the queries [lane, lane + count) of the tile
     auto multiply_queries = [&](const TileSpan &t, typename Math::Left probs, typename Math::Left grads, int64_t lane, int64_t count) {
-      if (want_dv) Math::multiply(t.keys, ldv, count, probs, Math::right_from(queries.do_rows, lane), sums.dv + t.j0 * ldv, ldv, true);
-      if (want_dk) Math::multiply(t.keys, ldk, count, grads, Math::right_from(queries.q_rows, lane), sums.dk + t.j0 * ldk, ldk, true);
+      const int64_t j0 = keys.k0 - head.k_begin + t.j0; // of the sequence's rows
+      if (want_dv) Math::multiply(t.keys, ldv, count, probs, Math::right_from(queries.do_rows, lane), sums.dv + j0 * ldv, ldv, true);
+      if (want_dk) Math::multiply(t.keys, ldk, count, grads, Math::right_from(queries.q_rows, lane), sums.dk + j0 * ldk, ldk, true);
     };
     TileSpan spans[kMaxPieces];
     for (int64_t n = 0; n < queries.pieces; ++n) {
@@ -404,8 +417,8 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
         continue;
       }
       if (!loaded) {
-        k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
-        v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
+        k = source.k.tile(source.shared_k, head.b, head.kv, keys, scratch.k);
+        v = source.v.tile(source.shared_v, head.b, head.kv, keys, scratch.v);
         loaded = true;
       }
       const TileSpan &t = spans[n] = piece.span;
@@ -431,13 +444,14 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       probs.finish(t.keys);
       grads.finish(t.keys);
       if (!Math::kJointQueries) multiply_queries(t, probs.rows(), grads.rows(), lane, count);
-      if (!queries.finite && want_dv) add_nonfinite_queries(head, t, p.dout, dv, scratch.wide_p, sums.dv, ldv);
-      if (!queries.finite && want_dk) add_nonfinite_queries(head, t, p.q, d, scratch.wide_ds, sums.dk, ldk);
+      const int64_t j0 = keys.k0 - head.k_begin + t.j0; // of the sequence's rows
+      if (!queries.finite && want_dv) add_nonfinite_queries(head, t, p.dout, dv, scratch.wide_p, sums.dv + j0 * ldv, ldv);
+      if (!queries.finite && want_dk) add_nonfinite_queries(head, t, p.q, d, scratch.wide_ds, sums.dk + j0 * ldk, ldk);
       if (want_dq) { // dQ^T += K^T dS
-        const auto columns = nonfinite ? scratch.finite_k.columns(p.k, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), d)
+        const auto columns = nonfinite ? scratch.finite_k.columns(p.k, head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), d)
                                        : Math::columns_from(k.keys.columns, t.j0 - k.origin);
         multiply_keys<Math>(head, d, t.width, t.keys, columns, grads, 0, dq[n]);
-        if (nonfinite) add_nonfinite(t, scratch.wide_ds, p.k, head.b, head.kv, head.k0, d, dq[n].add_to());
+        if (nonfinite) add_nonfinite(t, scratch.wide_ds, p.k, head.b, head.kv, piece.k0, d, dq[n].add_to());
       }
     }
     if constexpr (Math::kJointQueries) { // neighbours that take part in the same keys at once
@@ -458,7 +472,7 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   for (int64_t n = 0; n < queries.pieces; ++n) {
     int64_t lane = n * tile.width;
     store_lanes(p.dq, head.b, head.h, head.q0 + i0 + lane, queries.piece_lanes(n), d, scratch.ones + lane, dq[n].result(),
-                queries.piece_width(n), scratch.score.buffer);
+                queries.piece_width(n), scratch.score.buffer, p.accumulate);
   }
 }
 
@@ -469,7 +483,7 @@ struct BackwardItems {
   BackwardItems(const Problem &p, const TileSizes &tile) {
     constexpr int64_t kEnough = 8;
     heads = p.batch * p.heads_kv;
-    tiles = p.group() * div_up(p.longest_q(), tile.q);
+    tiles = p.group() * query_tiles(p, tile.q);
     chunks = heads > 0 && !p.invariant ? max(1ll, min((i64)tiles, div_up(kEnough, heads))) : 1;
   }
   int64_t count() const { return heads * chunks; }
@@ -481,7 +495,7 @@ struct BackwardItems {
 // dst = scale * sum over parts (stride apart), rows [j0, j1) of one key head.
 template <class T>
 void store_key_gradients(const View &dst, int64_t b, int64_t h, int64_t k0, int64_t j0, int64_t j1, int64_t d, T scale, const T *first,
-                         int64_t parts, int64_t stride, T *buffer) {
+                         int64_t parts, int64_t stride, T *buffer, bool add) {
   if (!dst) return;
   int64_t ld = round_to(d, 16);
   for (int64_t j = j0; j < j1; ++j) {
@@ -489,7 +503,7 @@ void store_key_gradients(const View &dst, int64_t b, int64_t h, int64_t k0, int6
     for (int64_t n = 0; n < parts; ++n)
       for (int64_t c = 0; c < ld; ++c) buffer[c] += first[n * stride + j * ld + c];
     for (int64_t c = 0; c < ld; ++c) buffer[c] *= scale;
-    store_row(dst, b, h, k0 + j, d, buffer);
+    store_row(dst, b, h, k0 + j, d, buffer, add);
   }
 }
 
@@ -499,15 +513,15 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
   using T = typename Math::Real;
   const BackwardItems items(p, tile);
   const int64_t size = KeyGradients<T>::size(p, items.tiles_each()), threads = min((i64)execution.threads, (i64)items.count());
-  const int64_t query_tiles = div_up(p.longest_q(), tile.q);
+  const int64_t tiles = query_tiles(p, tile.q);
 
   auto store = [&](int64_t kv_head, int64_t j0, int64_t j1, const T *first, T *buffer) {
     const int64_t b = kv_head / p.heads_kv, h = kv_head % p.heads_kv;
     auto k = p.rows_k(b);
     const KeyGradients<T> part(const_cast<T *>(first), p, items.tiles_each(), k.length);
     j1 = min((i64)j1, (i64)k.length);
-    store_key_gradients(p.dk, b, h, k.begin, j0, j1, p.head_dim, T(p.scale), part.total_dk, items.chunks, size, buffer);
-    store_key_gradients(p.dv, b, h, k.begin, j0, j1, p.head_dim_v, T(1), part.total_dv, items.chunks, size, buffer);
+    store_key_gradients(p.dk, b, h, k.begin, j0, j1, p.head_dim, T(p.scale), part.total_dk, items.chunks, size, buffer, p.accumulate);
+    store_key_gradients(p.dv, b, h, k.begin, j0, j1, p.head_dim_v, T(1), part.total_dv, items.chunks, size, buffer, p.accumulate);
   };
 
   int64_t next = 0;
@@ -522,10 +536,10 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
       KeyGradients<T> gradients(sum, p, items.tiles_each(), p.rows_k(kv_head / p.heads_kv).length);
       gradients.clear();
       for (int64_t n = chunk * items.tiles / items.chunks; n < (chunk + 1) * items.tiles / items.chunks; ++n) {
-        Head<T> head(p, kv_head / p.heads_kv, kv_head % p.heads_kv * p.group() + n / query_tiles);
-        const int64_t i0 = n % query_tiles * tile.q;
-        if (i0 >= head.band.seqlen_q) continue;
-        backward_tile<Math>(head, tile, i0, source, scratch, gradients);
+        const int64_t b = kv_head / p.heads_kv, h = kv_head % p.heads_kv * p.group() + n / tiles;
+        const QuerySpan queries = query_tile(p, b, n % tiles, tile.q);
+        if (queries.empty()) continue;
+        backward_tile<Math>({p, b, h, queries}, tile, source, scratch, gradients);
         gradients.tile_done();
       }
       gradients.add_up();

@@ -8,18 +8,18 @@ namespace strobe::inline STROBE_ISA {
 // Where bias has a row for each query, an item is a tile of queries of one slice of bias: it walks the heads that share the slice and sums
 // keys x queries. Where one row serves all queries, an item is one head, and sums keys; the heads' sums are then added in order.
 struct BiasItems {
-  bool rows;                 // bias has a row for each query
-  int64_t batch, heads;      // slices of bias
-  int64_t tiles;             // of queries
-  int64_t count, sum_size;   // items, elements of an item's sum
-  int64_t terms, terms_once; // of an item, tiles of queries of one head; of a running sum
-  BiasItems(const Problem &p, const TileSizes &tile) {
+  bool rows;                                           // bias has a row for each query
+  int64_t batch, heads;                                // slices of bias
+  int64_t tiles;                                       // of queries
+  int64_t count, sum_size;                             // items, elements of an item's sum
+  int64_t terms, terms_once;                           // of an item, tiles of queries of one head; of a running sum
+  BiasItems(const Problem &p, const TileSizes &tile) { // tiles: where bias has rows, of these, whatever positions they are
     rows = p.dbias.stride[2] != 0;
     batch = p.dbias.stride[0] != 0 ? p.batch : 1;
     heads = p.dbias.stride[1] != 0 ? p.heads : 1;
-    tiles = div_up(p.seqlen_q, tile.q);
+    tiles = rows ? div_up(p.seqlen_q, tile.q) : query_tiles(p, tile.q);
     count = rows ? batch * heads * tiles : p.batch * p.heads;
-    sum_size = rows ? round_to(p.seqlen_k, 16) * tile.q : round_to(p.seqlen_k, 16);
+    sum_size = rows ? round_to(p.size_k(), 16) * tile.q : round_to(p.size_k(), 16);
     terms = rows ? (batch > 1 ? 1 : p.batch) * (heads > 1 ? 1 : p.heads) : tiles;
     terms_once = rows ? 16 : 1; // there a term of an element is one dS, here the sum of a whole tile
   }
@@ -53,27 +53,29 @@ private:
   }
 };
 
-// Adds dS of one tile of queries of one head to the sum.
+// Adds dS of one tile of queries of one head to the sum; first: where its queries begin in a row of the sum, if there is one for each.
 template <class Math>
-void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, bool rows, const KeyPair<Math> &source,
+void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &tile, bool rows, int64_t first, const KeyPair<Math> &source,
                         BackwardScratch<Math> &scratch, typename Math::Real *sum) {
   using T = typename Math::Real;
   using V = Vec<T>;
+  const int64_t i0 = head.queries.i0;
   QueryTile<Math> queries;
-  load_queries(head, source.mask, tile, i0, false, scratch, queries);
+  load_queries(head, source.mask, tile, false, scratch, queries);
   if (queries.sums_first) sum_rows(head, tile, queries, source, scratch);
   KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
-  for (KeyTile keys; tiles.next(keys);) {
-    auto k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
-    auto v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
+  for (KeysOfRange keys; tiles.next(keys);) {
+    auto k = source.k.tile(source.shared_k, head.b, head.kv, keys, scratch.k);
+    auto v = source.v.tile(source.shared_v, head.b, head.kv, keys, scratch.v);
     for (int64_t n = 0; n < queries.pieces; ++n) {
       Piece<T> piece;
       if (!make_piece(head, source.mask, i0 + n * tile.width, queries.piece_lanes(n), queries.piece_width(n), keys, piece)) continue;
       const TileSpan &t = piece.span;
       auto add = [&](int64_t j, int64_t c, V grad) __attribute__((always_inline)) {
         if (rows) {
-          T *to = sum + (t.j0 + j) * tile.q + n * tile.width + c;
-          (V::load(to) + grad).store(to);
+          T *to = sum + (t.j0 + j) * tile.q + first + n * tile.width + c;
+          if (first + n * tile.width + c + V::kLanes <= tile.q) return (V::load(to) + grad).store(to);
+          for (int64_t lane = 0; lane < min((i64)V::kLanes, (i64)(t.lanes - c)); ++lane) to[lane] += grad.v[lane];
         } else {
           sum[t.j0 + j] += sum_of_lanes(grad);
         }
@@ -88,12 +90,12 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
   }
 }
 
-// One row of dbias, from sum[j * stride], j < seqlen_k; one element if bias has one column.
+// One row of dbias, from sum[j * stride], a number for each column of bias; one element if bias has one column.
 template <class T> STROBE_INLINE void store_bias_row(const Problem &p, int64_t b, int64_t h, int64_t i, const T *sum, int64_t stride) {
   with_type(p.dbias.dtype, [&](auto *type) {
     using To = std::remove_pointer_t<decltype(type)>;
     double all = 0;
-    for (int64_t j = 0; j < p.seqlen_k; ++j) {
+    for (int64_t j = 0; j < p.size_k(); ++j) {
       if (p.dbias.stride[3] != 0)
         narrow(Narrow<To>(sum[j * stride]), *p.dbias.at<To>(b, h, i, j));
       else
@@ -126,21 +128,34 @@ void backward_bias(const Problem &p, const Execution &execution, const TileSizes
     BackwardScratch<Math> scratch(arena, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     BiasSum<T> sum(items, sums + thread * items.own_size());
-    auto add_tile = [&](int64_t b, int64_t h, int64_t i0) {
-      Head<T> head(p, b, h);
-      if (i0 < head.band.seqlen_q) backward_bias_tile<Math>(head, tile, i0, items.rows, source, scratch, sum.run);
+    auto add_tile = [&](int64_t b, int64_t h, const QuerySpan &queries, int64_t first) {
+      if (!queries.empty()) backward_bias_tile<Math>({p, b, h, queries}, tile, items.rows, first, source, scratch, sum.run);
+    };
+    // Rows [r0, r1) of the sequence: what lies in one range and one tile at a time.
+    auto add_rows = [&](int64_t b, int64_t h, int64_t r0, int64_t r1) {
+      for (int64_t n = 0; n < ranges_of_queries(p); ++n) {
+        const RowRange range = p.range_q(b, n);
+        const int64_t shift = range.start - range.local, end = min(r1 + shift, range.end());
+        for (int64_t i0 = max(r0 + shift, range.start), i1; i0 < end; i0 = i1) {
+          i1 = min((i0 / tile.q + 1) * tile.q, end);
+          add_tile(b, h, {range, 0, i0, i1, bool(p.part)}, i0 - shift - r0);
+        }
+      }
       sum.term_done();
     };
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count;) {
       sum.clear();
       if (!items.rows) {
-        for (int64_t n = 0; n < items.tiles; ++n) add_tile(item / p.heads, item % p.heads, n * tile.q);
+        for (int64_t n = 0; n < items.tiles; ++n) {
+          add_tile(item / p.heads, item % p.heads, query_tile(p, item / p.heads, n, tile.q), 0);
+          sum.term_done();
+        }
         std::memcpy(kept + item * items.sum_size, sum.result(), sizeof(T) * size_t(items.sum_size));
         continue;
       }
       const int64_t i0 = item % items.tiles * tile.q, slice_b = item / items.tiles / items.heads,
                     slice_h = item / items.tiles % items.heads;
-      each_of(slice_b, slice_h, [&](int64_t b, int64_t h) { add_tile(b, h, i0); });
+      each_of(slice_b, slice_h, [&](int64_t b, int64_t h) { add_rows(b, h, i0, i0 + tile.q); });
       const T *rows = sum.result();
       for (int64_t i = i0; i < min((i64)(i0 + tile.q), (i64)p.seqlen_q); ++i) store_bias_row(p, slice_b, slice_h, i, rows + i - i0, tile.q);
     }
@@ -164,10 +179,11 @@ void backward_bias(const Problem &p, const Execution &execution, const TileSizes
 template <class T> void backward_sinks(const Problem &p, int64_t h, T *buffer) {
   double sum = 0, sink = load_as<double>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, h, 0, 0));
   for (int64_t b = 0; b < p.batch; ++b) {
-    Head<T> head(p, b, h);
-    for (int64_t i = 0; i < head.band.seqlen_q; ++i) {
-      double lse = double(*p.lse.at<T>(b, h, head.q0 + i, 0)), dlse = p.dlse ? double(*p.dlse.at<T>(b, h, head.q0 + i, 0)) : 0;
-      if (lse > -__builtin_inf()) sum += __builtin_exp(sink - lse) * (dlse - row_delta(head, head.q0 + i, buffer));
+    const auto rows = p.rows_q(b);
+    const Head<T> head(p, b, h, {});
+    for (int64_t i = rows.begin; i < rows.begin + rows.length; ++i) {
+      double lse = double(*p.lse.at<T>(b, h, i, 0)), dlse = p.dlse ? double(*p.dlse.at<T>(b, h, i, 0)) : 0;
+      if (lse > -__builtin_inf()) sum += __builtin_exp(sink - lse) * (dlse - row_delta(head, i, buffer));
     }
   }
   *p.dsinks.at<T>(0, h, 0, 0) = T(sum);

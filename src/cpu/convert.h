@@ -112,7 +112,13 @@ template <class T> void load_row(const View &view, int64_t b, int64_t h, int64_t
     }
   });
 }
-template <class T> void store_row(const View &view, int64_t b, int64_t h, int64_t i, int64_t n, const T *src) {
+// add: to what is there, of T's own type.
+template <class T> void store_row(const View &view, int64_t b, int64_t h, int64_t i, int64_t n, const T *src, bool add = false) {
+  if (add) {
+    T *dst = view.at<T>(b, h, i, 0);
+    for (int64_t c = 0; c < n; ++c) dst[c * view.stride[3]] += src[c];
+    return;
+  }
   with_type(view.dtype, [&](auto *type) {
     using To = std::remove_pointer_t<decltype(type)>;
     auto *dst = view.at<To>(b, h, i, 0);

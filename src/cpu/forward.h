@@ -126,7 +126,7 @@ template <class Math> struct BothScores {
 // Whether the rows of K or V that a piece's products read hold something that is not finite, for which they need FiniteKeys. What nobody
 // sees matters where there is such a key. Under `invariant` a row that sees it must not depend on whether others do.
 template <class T> bool reads_nonfinite(const Head<T> &head, const Piece<T> &piece, bool hidden, const View &x, int64_t d) {
-  return (hidden || head.p->invariant) && !all_finite(x, head.b, head.kv, head.k0 + piece.span.j0, piece.keys_read(head), d);
+  return (hidden || head.p->invariant) && !all_finite(x, head.b, head.kv, piece.k0 + piece.span.j0, piece.keys_read(head), d);
 }
 
 // sum += x^T s, a product over keys: s from its key `from` on. invariant: of one that adds a whole sum up before it adds it to what there
@@ -164,7 +164,7 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
   fill(scratch.l_lost, queries.rows, T(0));
 
   KeyTiles<T> tiles(head, source.mask, tile, i0, i1);
-  for (KeyTile keys; tiles.next(keys);) {
+  for (KeysOfRange keys; tiles.next(keys);) {
     typename KeySource<Math>::Tile k{}, v{};
     bool loaded = false;
     for (int64_t n = 0; n < queries.pieces; ++n) {
@@ -173,15 +173,15 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
       Piece<T> piece;
       if (!make_piece(head, source.mask, i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), width, keys, piece)) continue;
       if (!loaded) {
-        k = source.k.tile(source.shared_k, head.b, head.kv, head.k0, keys, scratch.k);
-        v = source.v.tile(source.shared_v, head.b, head.kv, head.k0, keys, scratch.v);
+        k = source.k.tile(source.shared_k, head.b, head.kv, keys, scratch.k);
+        v = source.v.tile(source.shared_v, head.b, head.kv, keys, scratch.v);
         loaded = true;
       }
       const TileSpan &t = piece.span;
       o.expect(keys.begin);
       auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width, width, 0);
       const bool nonfinite = reads_nonfinite(head, piece, piece.reads_hidden(head), p.v, dv);
-      const auto columns = nonfinite ? scratch.finite_v.columns(p.v, head.b, head.kv, head.k0 + t.j0, piece.keys_read(head), dv)
+      const auto columns = nonfinite ? scratch.finite_v.columns(p.v, head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), dv)
                                      : Math::columns_from(v.keys.columns, t.j0 - v.origin);
       int64_t multiplied = 0;                   // keys of the tile whose P V is in O
       auto multiply_values = [&](int64_t end) { // O += V^T P
@@ -201,7 +201,7 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
           if (done > multiplied) multiply_values(done); // what was measured against the old m
           o.scale(scratch.alpha);
         }
-        if (nonfinite) add_nonfinite(chunk, s, p.v, head.b, head.kv, head.k0, dv, o.add_to());
+        if (nonfinite) add_nonfinite(chunk, s, p.v, head.b, head.kv, piece.k0, dv, o.add_to());
       }
       probs.finish(t.keys);
       multiply_values(t.keys);
@@ -237,13 +237,13 @@ bool overflowed(const Head<typename Math::Real> &head, const ForwardScratch<Math
 }
 
 template <class Math>
-void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, int64_t i0, const KeyPair<Math> &source,
+void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source,
                   ForwardScratch<Math> &scratch) {
   using T = typename Math::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes;
   const Problem &p = *head.p;
-  const int64_t i1 = min((i64)(i0 + tile.q), head.band.seqlen_q), d = p.head_dim, dv = p.head_dim_v, rows = round_to(i1 - i0, 16);
+  const int64_t i0 = head.queries.i0, i1 = head.queries.i1, d = p.head_dim, dv = p.head_dim_v, rows = round_to(i1 - i0, 16);
 
   ForwardTile<Math> queries;
   queries.i0 = i0, queries.i1 = i1, queries.rows = rows;
@@ -276,8 +276,11 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
     for (int64_t n = 0; n < L && i0 + lane + n < i1; ++n) {
       if (!p.lse) break;
       double natural = head.additive ? double(m.v[n]) : double(m.v[n]) * double(head.scale);
-      T lse = l.v[n] == T(0) ? -kInfinity<T> : T(natural + __builtin_log(double(l.v[n])));
-      *p.lse.at<T>(head.b, head.h, head.q0 + i0 + lane + n, 0) = lse;
+      natural += __builtin_log(double(l.v[n]));
+      const T lse = l.v[n] == T(0) ? -kInfinity<T> : T(natural);
+      T *const at = p.lse.at<T>(head.b, head.h, head.q0 + i0 + lane + n, 0);
+      *at = lse;
+      if (p.part.partial) at[p.lse_low] = __builtin_isfinite(lse) ? T(natural - double(lse)) : T(0);
     }
   }
   for (int64_t n = 0; n < queries.pieces; ++n) {
@@ -304,7 +307,7 @@ template <class Math> int64_t forward_workspace(const Problem &p, const TileSize
 }
 
 template <class Math> void forward(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
-  const int64_t tiles = div_up(p.longest_q(), tile.q), items = p.batch * p.heads * tiles, each = forward_scratch<Math>(p, tile);
+  const int64_t tiles = query_tiles(p, tile.q), items = p.batch * p.heads * tiles, each = forward_scratch<Math>(p, tile);
   Arena arena(workspace);
   char *scratches = arena.take<char>(execution.threads * each);
   KeyPair<Math> source = forward_keys<Math>(p, tile);
@@ -316,9 +319,9 @@ template <class Math> void forward(const Problem &p, const Execution &execution,
     ForwardScratch<Math> scratch(own, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) {
-      Head<typename Math::Real> head(p, item / tiles / p.heads, item / tiles % p.heads);
-      int64_t i0 = (tiles - 1 - item % tiles) * tile.q; // causal: the longest rows first
-      if (i0 < head.band.seqlen_q) forward_tile<Math>(head, tile, i0, source, scratch);
+      const int64_t b = item / tiles / p.heads;
+      const QuerySpan queries = query_tile(p, b, tiles - 1 - item % tiles, tile.q); // causal: the longest rows first
+      if (!queries.empty()) forward_tile<Math>({p, b, item / tiles % p.heads, queries}, tile, source, scratch);
     }
   });
 }

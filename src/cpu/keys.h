@@ -1,7 +1,7 @@
 // K and V as the arithmetic wants them: in place where that serves; packed once a head where several tiles of queries will read them; else
 // packed tile by tile.
 #pragma once
-#include "scores.h"
+#include "key_ranges.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -13,10 +13,13 @@ public:
   // x: K or V, with its head dimension d, to be multiplied as rows, as columns, both or not at all.
   KeySource(const Problem &p, const View &x, int64_t d, bool rows, bool columns, const TileSizes &tile)
       : p_(p), x_(x), d_(d), tile_k_(tile.k), rows_(rows), columns_(columns), in_place_(Math::in_place(x, d)),
-        once_((rows || columns) && !in_place_ && p.group() * div_up(p.longest_q(), tile.q) > 1 && p.blocks.block_k % kKeyAlign == 0) {}
+        once_((rows || columns) && !in_place_ && p.group() * query_tiles(p, tile.q) > 1 && p.blocks.block_k % kKeyAlign == 0 &&
+              aligned(p)) {}
 
-  // Elements that the threads share: every head packed.
-  int64_t shared_size() const { return once_ ? (p_.total_k + kSlack * p_.batch) * p_.heads_kv * Math::key_size(d_, rows_, columns_) : 0; }
+  // Elements that the threads share: every range of every head packed.
+  int64_t shared_size() const {
+    return once_ ? (p_.total_k + kSlack * p_.batch * ranges()) * p_.heads_kv * Math::key_size(d_, rows_, columns_) : 0;
+  }
 
   // What each thread has of its own.
   struct Scratch {
@@ -32,36 +35,50 @@ public:
     return scratch;
   }
 
-  // Packs keys [j0, j1) of key head kv of sequence b, j0 a multiple of kPacked, if that is to be done once.
-  void pack(Element *shared, int64_t b, int64_t kv, int64_t j0, int64_t j1, const Scratch &scratch) const {
+  // Packs keys [j0, j1) of a range of key head kv of sequence b, counted from where the range begins, j0 a multiple of kPacked, if that is
+  // to be done once.
+  void pack(Element *shared, int64_t b, int64_t kv, int64_t n, int64_t j0, int64_t j1, const Scratch &scratch) const {
     if (!once_) return;
-    auto k = p_.rows_k(b);
-    auto keys = Math::keys_at(head_at(shared, b, kv), k.length, d_, rows_);
-    pack_to({Math::rows_from(keys.rows, j0), Math::columns_from(keys.columns, j0)}, b, kv, k.begin + j0, j1 - j0, scratch);
+    const RowRange range = p_.range_k(b, n);
+    auto keys = Math::keys_at(range_at(shared, b, kv, n), range.length, d_, rows_);
+    pack_to({Math::rows_from(keys.rows, j0), Math::columns_from(keys.columns, j0)}, b, kv, p_.rows_k(b).begin + range.local + j0, j1 - j0,
+            scratch);
   }
   bool once() const { return once_; }
 
-  // The operands of a tile of keys; their first key is key `origin` of the sequence.
+  // The operands of a tile of keys; their first key is key `origin`.
   struct Tile {
     typename Math::Keys keys;
     int64_t origin;
   };
-  Tile tile(Element *shared, int64_t b, int64_t kv, int64_t k0, const KeyTile &keys, const Scratch &scratch) const {
-    if (in_place_) return {Math::keys_in_place(x_, b, kv, k0 + keys.begin), keys.begin};
-    if (once_) return {Math::keys_at(head_at(shared, b, kv), p_.rows_k(b).length, d_, rows_), 0};
+  Tile tile(Element *shared, int64_t b, int64_t kv, const KeysOfRange &keys, const Scratch &scratch) const {
+    if (in_place_) return {Math::keys_in_place(x_, b, kv, keys.k0 + keys.begin), keys.begin};
+    if (once_) {
+      const RowRange range = p_.range_k(b, keys.range);
+      return {Math::keys_at(range_at(shared, b, kv, keys.range), range.length, d_, rows_), range.start};
+    }
     const int64_t n = keys.end - keys.begin;
     auto packed = Math::keys_at(scratch.packed, n, d_, rows_);
-    pack_to(packed, b, kv, k0 + keys.begin, n, scratch);
+    pack_to(packed, b, kv, keys.k0 + keys.begin, n, scratch);
     return {packed, keys.begin};
   }
 
 private:
-  static constexpr int64_t kSlack = 64; // keys of padding a head: see Math::keys_at
+  static constexpr int64_t kSlack = 64; // keys of padding a range: see Math::keys_at
 
-  Element *head_at(Element *shared, int64_t b, int64_t kv) const {
+  int64_t ranges() const { return p_.part ? p_.part.count_k : 1; }
+  // Whether tiles of keys begin at multiples of kKeyAlign from where their range begins: cells of a mask and blocks are cut elsewhere.
+  static bool aligned(const Problem &p) {
+    if (!p.part || !(p.mask || p.blocks.present)) return true;
+    for (int64_t n = 0; n < p.part.batch_k * p.part.count_k; ++n)
+      if (p.part.k[n].start % kKeyAlign != 0) return false;
+    return true;
+  }
+  Element *range_at(Element *shared, int64_t b, int64_t kv, int64_t n) const {
     auto k = p_.rows_k(b);
-    int64_t start = (p_.varlen ? k.begin : b * p_.seqlen_k) + kSlack * b;
-    return shared + (start * p_.heads_kv + kv * (k.length + kSlack)) * Math::key_size(d_, rows_, columns_);
+    int64_t start = (p_.varlen ? k.begin : b * p_.seqlen_k) + kSlack * b * ranges();
+    int64_t keys = start * p_.heads_kv + kv * (k.length + kSlack * ranges()) + p_.range_k(b, n).local + kSlack * n;
+    return shared + keys * Math::key_size(d_, rows_, columns_);
   }
   void pack_to(typename Math::Keys to, int64_t b, int64_t kv, int64_t j0, int64_t n, const Scratch &scratch) const {
     Math::pack_keys(x_, b, kv, j0, n, d_, to, rows_, columns_, scratch.wide, scratch.buffer);
@@ -124,7 +141,9 @@ template <class Math> struct KeyPair {
   uint8_t *used = nullptr; // of each key head, by kPacked keys: some query sees one of them
 
   static constexpr int64_t kPacked = 64;
-  static int64_t groups(const Problem &p) { return div_up(p.longest_k(), kPacked); }
+  static int64_t groups(const Problem &p) { return div_up(p.longest_k(), kPacked) + (p.part ? p.part.count_k : 0); }
+  // Where those of a range begin.
+  static int64_t first_group(const RowRange &range, int64_t n) { return range.local / kPacked + n; }
   void take(Arena &arena, const Problem &p) {
     mask.take(arena);
     shared_k = arena.take<Element>(k.shared_size());
@@ -141,16 +160,20 @@ template <class Math> struct KeyPair {
       Arena arena(scratch + thread * each);
       auto scratch_k = k.take(arena), scratch_v = v.take(arena);
       for (int64_t head; (head = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < heads;) {
-        const int64_t b = head / p.heads_kv, kv = head % p.heads_kv, length = p.rows_k(b).length;
+        const int64_t b = head / p.heads_kv, kv = head % p.heads_kv;
         uint8_t *groups_used = used + head * groups(p);
         mark_used(p, b, kv, groups_used);
-        for (int64_t j0 = 0, j1; j0 < length; j0 = j1) {
-          const bool wanted = groups_used[j0 / kPacked];
-          for (j1 = j0 + kPacked; j1 < length && bool(groups_used[j1 / kPacked]) == wanted;) j1 += kPacked;
-          j1 = min(j1, length);
-          if (!wanted) continue;
-          k.pack(shared_k, b, kv, j0, j1, scratch_k);
-          v.pack(shared_v, b, kv, j0, j1, scratch_v);
+        for (int64_t n = 0; n < (p.part ? p.part.count_k : 1); ++n) {
+          const RowRange range = p.range_k(b, n);
+          const uint8_t *group = groups_used + first_group(range, n);
+          for (int64_t j0 = 0, j1; j0 < range.length; j0 = j1) {
+            const bool wanted = group[j0 / kPacked];
+            for (j1 = j0 + kPacked; j1 < range.length && bool(group[j1 / kPacked]) == wanted;) j1 += kPacked;
+            j1 = min(j1, range.length);
+            if (!wanted) continue;
+            k.pack(shared_k, b, kv, n, j0, j1, scratch_k);
+            v.pack(shared_v, b, kv, n, j0, j1, scratch_v);
+          }
         }
       }
     });
@@ -160,15 +183,20 @@ private:
   void mark_used(const Problem &p, int64_t b, int64_t kv, uint8_t *groups_used) const {
     fill(groups_used, groups(p), uint8_t(0));
     for (int64_t h = kv * p.group(); h < (kv + 1) * p.group(); ++h) {
-      const Head<T> head(p, b, h);
-      auto mark = [&](Range keys) {
-        for (int64_t j = round_down(keys.begin, kKeyAlign); j < keys.end; j += kKeyAlign)
-          groups_used[j / kPacked] |= !mask || mask.of_all(b, h, j) & kSeen;
-      };
-      const int64_t queries = head.band.seqlen_q, rows = p.blocks.present ? p.blocks.block_q : queries; // that lie in one row of blocks
-      for (int64_t i0 = 0; i0 < queries; i0 += rows) {
-        Schedule schedule(head.band, i0, min((i64)(i0 + rows), (i64)queries), max(head.band.seqlen_k, (i64)1), kKeyAlign, head.blocks(i0));
-        for (KeyTile tile; schedule.next(tile);) mark({tile.begin, tile.end});
+      for (int64_t n = 0; n < ranges_of_queries(p); ++n) {
+        const RowRange queries = p.range_q(b, n);
+        const Head<T> head(p, b, h, {queries, 0, queries.start, queries.end()});
+        const int64_t rows = p.blocks.present ? p.blocks.block_q : max(queries.end(), int64_t(1)); // that lie in one row of blocks
+        for (int64_t i0 = queries.start; i0 < queries.end(); i0 = (i0 / rows + 1) * rows) {
+          const int64_t i1 = min((i0 / rows + 1) * rows, queries.end());
+          RangeTiles<T> tiles(head, i0, i1, max((i64)p.longest_k(), (i64)1));
+          for (KeysOfRange keys; tiles.next(keys);) {
+            const RowRange range = head.range_k(keys.range);
+            uint8_t *group = groups_used + first_group(range, keys.range);
+            for (int64_t j = range.start + round_down(keys.begin - range.start, kKeyAlign); j < keys.end; j += kKeyAlign)
+              group[(j - range.start) / kPacked] |= !mask || mask.of_all(b, h, j) & kSeen;
+          }
+        }
       }
     }
   }

@@ -1,8 +1,7 @@
 // What the mask says of cells of queries x keys. The mask is read once a call, whatever shares it: all heads and passes then skip what it
 // hides, and where it hides nothing they work as if there were none.
 #pragma once
-#include "../../kernels/attention/geometry.h"
-#include "isa.h"
+#include "query_tiles.h"
 #include "tile.h"
 
 namespace strobe::inline STROBE_ISA {
@@ -45,11 +44,11 @@ public:
   MaskMap(const Problem &p, const TileSizes &tile) : p_(p), tile_(tile) {
     if (!p.mask) return;
     const int64_t *stride = p.mask.stride;
-    batch_ = stride[0] != 0 ? p.batch : 1;
+    batch_ = stride[0] != 0 || (p.part && p.part.batch_q > 1) ? p.batch : 1; // where tiles differ, so do cells
     heads_ = stride[1] != 0 ? p.heads : 1;
-    rows_ = stride[2] != 0 ? div_up(p.longest_q(), tile.q) * pieces_of(tile) : 1;
-    keys_ = stride[3] != 0 ? kKeyAlign : max(1ll, (i64)p.longest_k());
-    columns_ = div_up(p.longest_k(), keys_);
+    rows_ = stride[2] != 0 ? query_tiles(p, tile.q) * pieces_of(tile) : 1;
+    keys_ = stride[3] != 0 ? kKeyAlign : max(1ll, (i64)columns());
+    columns_ = div_up(columns(), keys_);
   }
   void take(Arena &arena) {
     cells_ = arena.take<uint8_t>(batch_ * heads_ * rows_ * columns_);
@@ -58,7 +57,7 @@ public:
 
   void make(const Execution &execution) const {
     constexpr int64_t kWorthAThread = 1 << 16; // bytes of the mask
-    const int64_t items = batch_ * heads_ * rows_, bytes_each = (p_.mask.stride[2] != 0 ? tile_.width : 1) * p_.longest_k();
+    const int64_t items = batch_ * heads_ * rows_, bytes_each = (p_.mask.stride[2] != 0 ? tile_.width : 1) * columns();
     fill(totals_, batch_ * heads_ * columns_, uint8_t(0));
     int64_t next = 0;
     execution.run(int32_t(min((i64)execution.threads, (i64)div_up(items * bytes_each, kWorthAThread))), [&](int32_t) {
@@ -68,13 +67,15 @@ public:
 
   explicit operator bool() const { return bool(p_.mask); }
   // The cells of the piece of queries that begins at i0, of a row of them for each piece of its tile.
-  const uint8_t *row(int64_t b, int64_t h, int64_t i0) const {
-    const int64_t piece = rows_ > 1 ? i0 / tile_.q * pieces_of(tile_) + i0 % tile_.q / tile_.width : 0;
-    return cells_ + (slice(b, h) * rows_ + piece) * columns_;
+  const uint8_t *row(int64_t b, int64_t h, const QuerySpan &queries, int64_t i0) const {
+    if (rows_ == 1) return cells_ + slice(b, h) * columns_;
+    const int64_t start = queries.range.start, aligned = i0 / tile_.q * tile_.q, begin = max(aligned, start); // of its tile
+    const int64_t tile = queries.first_tile + i0 / tile_.q - start / tile_.q;
+    return cells_ + (slice(b, h) * rows_ + tile * pieces_of(tile_) + (i0 - begin) / tile_.width) * columns_;
   }
   // What some query of the tile of queries at i0 makes of the cell of key j.
-  uint8_t of_tile(int64_t b, int64_t h, int64_t i0, int64_t j) const {
-    const uint8_t *cell = row(b, h, i0) + j / keys_;
+  uint8_t of_tile(int64_t b, int64_t h, const QuerySpan &queries, int64_t i0, int64_t j) const {
+    const uint8_t *cell = row(b, h, queries, i0) + j / keys_;
     uint8_t kind = 0;
     for (int64_t n = 0; n < min((i64)pieces_of(tile_), (i64)rows_); ++n) kind |= cell[n * columns_];
     return kind;
@@ -96,13 +97,19 @@ public:
   int64_t cell_end(int64_t j) const { return (j / keys_ + 1) * keys_; }
 
 private:
+  int64_t columns() const { return p_.part ? p_.size_k() : p_.longest_k(); } // of the mask that count
   int64_t slice(int64_t b, int64_t h) const { return (batch_ > 1 ? b : 0) * heads_ + (heads_ > 1 ? h : 0); }
   void make_row(int64_t slice, int64_t row) const {
     const View &m = p_.mask;
-    const int64_t pieces = pieces_of(tile_), piece = row % pieces * tile_.width, i0 = row / pieces * tile_.q + piece;
-    const int64_t lanes = m.stride[2] == 0 ? 1 : min(min((i64)tile_.width, (i64)(tile_.q - piece)), (i64)(p_.longest_q() - i0));
+    const int64_t pieces = pieces_of(tile_), piece = row % pieces * tile_.width;
+    int64_t i0 = row / pieces * tile_.q + piece, most = p_.longest_q() - i0; // rows of the mask
+    if (p_.part) {
+      const QuerySpan tile = query_tile(p_, batch_ > 1 ? slice / heads_ : 0, row / pieces, tile_.q);
+      i0 = tile.i0 + tile.range.local - tile.range.start + piece, most = tile.i1 - tile.i0 - piece;
+    }
+    const int64_t lanes = m.stride[2] == 0 ? 1 : min(min((i64)tile_.width, (i64)(tile_.q - piece)), (i64)most);
     for (int64_t c = 0; c < columns_; ++c) {
-      const int64_t keys = m.stride[3] == 0 ? 1 : min((i64)keys_, (i64)(p_.longest_k() - c * keys_));
+      const int64_t keys = m.stride[3] == 0 ? 1 : min((i64)keys_, (i64)(columns() - c * keys_));
       const uint8_t kind = classify(m.at<uint8_t>(slice / heads_, slice % heads_, i0, c * keys_), lanes, m.stride[2], keys, m.stride[3]);
       cells_[(slice * rows_ + row) * columns_ + c] = kind;
       __atomic_fetch_or(&totals_[slice * columns_ + c], kind, __ATOMIC_RELAXED);

@@ -10,10 +10,10 @@ template <class T> class KeyTiles {
 public:
   KeyTiles(const Head<T> &head, const MaskMap &mask, const TileSizes &tile, int64_t i0, int64_t i1)
       : head_(head), mask_(mask), i0_(i0), tile_k_(tile.k),
-        schedule_(head.band, i0, i1, head.p->invariant ? max(head.band.seqlen_k, (i64)1) : tile.k, kKeyAlign, head.blocks(i0)) {}
+        tiles_(head, i0, i1, head.p->invariant ? max(head.band.seqlen_k, (i64)1) : tile.k) {}
 
-  bool next(KeyTile &keys) {
-    if (!mask_) return next_scheduled(keys);
+  bool next(KeysOfRange &keys) {
+    if (!mask_ || head_.cut()) return next_scheduled(keys);
     for (;;) {
       while (rest_.begin < rest_.end && !seen(rest_.begin)) rest_.begin = mask_.cell_end(rest_.begin);
       if (rest_.begin < rest_.end) break;
@@ -28,10 +28,10 @@ public:
   }
 
 private:
-  bool seen(int64_t j) const { return mask_.of_tile(head_.b, head_.h, i0_, j) & kSeen; }
-  bool next_scheduled(KeyTile &keys) {
-    if (!head_.p->invariant) return schedule_.next(keys);
-    if (run_.begin >= run_.end && !schedule_.next(run_)) return false; // of all adjacent keys
+  bool seen(int64_t j) const { return mask_.of_tile(head_.b, head_.h, head_.queries, i0_, j) & kSeen; }
+  bool next_scheduled(KeysOfRange &keys) {
+    if (!head_.p->invariant) return tiles_.next(keys);
+    if (run_.begin >= run_.end && !tiles_.next(run_)) return false; // of all adjacent keys
     keys = run_;
     // A block may begin where sums of kKeyAlign keys do not.
     const int64_t unit = keys.begin % kKeyAlign == 0 ? tile_k_ : kKeyAlign;
@@ -43,29 +43,31 @@ private:
   const Head<T> &head_;
   const MaskMap &mask_;
   int64_t i0_, tile_k_;
-  Schedule schedule_;
-  KeyTile rest_{0, 0, false}, run_{0, 0, false};
+  RangeTiles<T> tiles_;
+  KeysOfRange rest_{{0, 0, false}, 0, 0}, run_{{0, 0, false}, 0, 0};
 };
 
 // Whether, and how, a piece of lanes takes part in a tile of keys: the tile cut to what it sees.
 template <class T> struct Piece {
   TileSpan span;
+  int64_t k0; // key j is row k0 + j of K and V
   bool band_masked, use_mask;
   const MaskMap *mask;
   const uint8_t *cells;                                                                      // of the mask's map, if there is one
   bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias; } // some score may be -inf
   // Products over keys run in steps of kKeyAlign and may read keys past the piece, times a P of 0.
-  int64_t keys_read(const Head<T> &head) const { return min((i64)round_to(span.keys, kKeyAlign), (i64)(head.band.seqlen_k - span.j0)); }
+  int64_t keys_read(const Head<T> &head) const { return min((i64)round_to(span.keys, kKeyAlign), (i64)(head.k_end - k0 - span.j0)); }
   bool reads_hidden(const Head<T> &head) const { return masked(head) || keys_read(head) > span.keys; }
-  bool uses_mask(int64_t j0, int64_t keys) const { return cells && mask->of(cells, j0, j0 + keys) & kHidden; }
+  bool uses_mask(int64_t j0, int64_t keys) const { return *mask && (!cells || mask->of(cells, j0, j0 + keys) & kHidden); }
 };
 template <class T>
-STROBE_INLINE bool make_piece(const Head<T> &head, const MaskMap &mask, int64_t i0, int64_t lanes, int64_t width, const KeyTile &tile,
+STROBE_INLINE bool make_piece(const Head<T> &head, const MaskMap &mask, int64_t i0, int64_t lanes, int64_t width, const KeysOfRange &tile,
                               Piece<T> &piece) {
   Range any = intersect({tile.begin, tile.end}, head.band.keys_any(i0, i0 + lanes)), all = head.band.keys_all(i0, i0 + lanes);
   piece.mask = &mask;
-  piece.cells = mask ? mask.row(head.b, head.h, i0) : nullptr;
-  if (mask) any = mask.seen(piece.cells, any);
+  piece.cells = mask && !head.cut() ? mask.row(head.b, head.h, head.queries, i0) : nullptr;
+  piece.k0 = tile.k0;
+  if (piece.cells) any = mask.seen(piece.cells, any);
   if (any.empty()) return false;
   int64_t begin = tile.begin + round_down(any.begin - tile.begin, kKeyAlign);
   piece.span = {i0, lanes, width, begin, any.end - begin};

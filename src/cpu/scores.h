@@ -19,11 +19,14 @@ struct TileSpan {
   }
 };
 
-// The constants of a problem, and of one head of one sequence of it.
+// The constants of a problem, and of one head of one sequence of it. Queries i and keys j are positions of the whole sequence.
 template <class T> struct Head {
-  int64_t b, h;   // batch or sequence, query head
-  int64_t kv;     // its key head
-  int64_t q0, k0; // first packed token (0 when dense)
+  int64_t b, h;           // batch or sequence, query head
+  int64_t kv;             // its key head
+  int64_t q0;             // query i is row q0 + i of Q and its like
+  int64_t row0;           // and row row0 + i of mask and bias
+  int64_t k_begin, k_end; // the sequence's rows of K and V
+  QuerySpan queries;      // whose constants these are
   Band band;
   BlockRow no_blocks{nullptr, 0, 0};
   const Problem *p;
@@ -37,12 +40,13 @@ template <class T> struct Head {
   DropoutKey key;
   u32 threshold;
 
-  Head(const Problem &problem, int64_t batch, int64_t head) : b(batch), h(head), p(&problem) {
+  Head(const Problem &problem, int64_t batch, int64_t head, const QuerySpan &span) : b(batch), h(head), queries(span), p(&problem) {
     kv = head / problem.group();
-    auto q = problem.rows_q(batch), k = problem.rows_k(batch);
-    q0 = q.begin;
-    k0 = k.begin;
-    band = Band::make(q.length, k.length, problem.bottom_right, problem.window_left, problem.window_right);
+    const auto k = problem.rows_k(batch);
+    row0 = span.range.local - span.range.start;
+    q0 = problem.rows_q(batch).begin + row0;
+    k_begin = k.begin, k_end = k.begin + k.length;
+    band = Band::make(problem.whole_q(batch), problem.whole_k(batch), problem.bottom_right, problem.window_left, problem.window_right);
     additive = problem.curved() || problem.alibi_slopes || problem.bias || outsized(problem.scale);
     sign = !additive && problem.scale < 0 ? T(-1) : T(1);
     scale = T(additive ? problem.scale : problem.scale * double(sign));
@@ -59,14 +63,20 @@ template <class T> struct Head {
     }
   }
 
-  STROBE_INLINE int64_t seqlen_q() const { return band.seqlen_q; }
-  STROBE_INLINE int64_t seqlen_k() const { return band.seqlen_k; }
+  // What the unit of raw scores is to that of scores.
+  STROBE_INLINE T measure() const { return additive ? T(1) : scale; }
+  // Whether they are but some queries of a tile, of which the cells of a mask's map say nothing.
+  STROBE_INLINE bool cut() const { return queries.cut; }
+  // The positions of the keys that the call holds.
+  STROBE_INLINE int64_t ranges_k() const { return p->part ? p->part.count_k : 1; }
+  STROBE_INLINE RowRange range_k(int64_t n) const { return p->range_k(b, n); }
 
   // The row of blocks that the queries from i0 lie in.
   STROBE_INLINE BlockRow blocks(int64_t i0) const {
     const Problem::Blocks &m = p->blocks;
     if (!m.present) return no_blocks;
-    int64_t row = i0 / m.block_q, base = ((m.batch > 1 ? b : 0) * m.heads + (m.heads > 1 ? h : 0)) * (m.rows + 1);
+    const int64_t matrix = (m.batch > 1 ? p->part.first_batch + b : 0) * m.heads + (m.heads > 1 ? p->part.first_head + h : 0);
+    int64_t row = i0 / m.block_q, base = matrix * (m.rows + 1);
     int64_t begin = clamp(m.row_ptr[base + row], 0, m.kept), end = clamp(m.row_ptr[base + row + 1], begin, m.kept);
     static const i32 nothing = 0; // a row of no entries is still a row
     return {m.kept > 0 ? m.col + begin : &nothing, end - begin, m.block_k};
@@ -102,11 +112,11 @@ __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan
   const View &m = p.mask;
   auto row_of = [&](int64_t i, T *row) { // of a query
     if (p.bias)
-      load_row(p.bias, head.b, head.h, i, t.j0, t.keys, row);
+      load_row(p.bias, head.b, head.h, head.row0 + i, t.j0, t.keys, row);
     else
       fill(row, t.keys, T(0));
     if (!use_mask) return;
-    const uint8_t *seen = m.at<uint8_t>(head.b, head.h, i, t.j0);
+    const uint8_t *seen = m.at<uint8_t>(head.b, head.h, head.row0 + i, t.j0);
     if (m.stride[3] == 1)
       for (int64_t j = 0; j < t.keys; ++j) row[j] = seen[j] ? row[j] : -kInfinity<T>;
     else
@@ -115,7 +125,7 @@ __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan
   if ((p.bias && p.bias.stride[2] != 0) || (use_mask && m.stride[2] != 0)) {
     load_lanes<T>([&](int64_t lane, T *row) { row_of(t.i0 + lane, row); }, t.lanes, t.keys, T(1), scratch.add, t.width, scratch.buffer);
   } else {
-    row_of(0, scratch.buffer);
+    row_of(t.i0, scratch.buffer);
     for (int64_t j = 0; j < t.keys; ++j) fill(scratch.add + j * t.width, t.width, scratch.buffer[j]);
   }
 }
@@ -168,23 +178,31 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
   }
 }
 
-// keep[key][lane] = 1 / keep rate where dropout keeps the element, else 0. i0 and j0 are multiples of 16.
+// keep[key][lane] = 1 / keep rate where dropout keeps the element, else 0. Bits are drawn for blocks of 16 x 16, which i0 and j0 need not
+// begin.
 template <class T> __attribute__((noinline)) void load_keep(const Head<T> &head, const TileSpan &t, T *keep) {
   const T kept = T(1) / T(dropout_keep_rate(head.threshold));
-  for (int64_t j = 0; j < t.keys; j += 16) {
-    for (int64_t i = 0; i < t.width; i += 16) {
-      u32 key_group = dropout_group(t.j0 + j), query_group = dropout_group(t.i0 + i);
+  const u32 of_head = u32(head.p->part.first_head + head.h), of_batch = u32(head.p->part.first_batch + head.b);
+  for (int64_t j = t.j0 / 16 * 16; j < t.j0 + t.keys; j += 16) {
+    for (int64_t i = t.i0 / 16 * 16; i < t.i0 + t.width; i += 16) {
+      u32 key_group = dropout_group(j), query_group = dropout_group(i);
       u32 bits[4][16]; // [word][4 * key group + query group]: sixteen calls side by side
       for (u32 g = 0; g < 16; ++g) {
-        Philox x = dropout_bits(head.key, key_group + g / 4, query_group + g % 4, u32(head.h), u32(head.b));
+        Philox x = dropout_bits(head.key, key_group + g / 4, query_group + g % 4, of_head, of_batch);
         for (int w = 0; w < 4; ++w) bits[w][g] = x.x[w];
       }
-      int64_t rows = t.keys - j < 16 ? t.keys - j : 16;
-      for (int64_t r = 0; r < rows; ++r) {
+      const i64 first_row = max((i64)(t.j0 - j), 0ll), last_row = min((i64)(t.j0 + t.keys - j), 16ll);
+      const i64 first = max((i64)(t.i0 - i), 0ll), last = min((i64)(t.i0 + t.width - i), 16ll);
+      for (int64_t r = first_row; r < last_row; ++r) {
         u32 g = dropout_group(r), shift = 8 * dropout_slot(r);
-        T *to = keep + (j + r) * t.width + i;
-        for (int64_t c = 0; c < 16; ++c)
+        T *to = keep + (j + r - t.j0) * t.width + i - t.i0;
+        auto put = [&](int64_t c) __attribute__((always_inline)) {
           to[c] = (bits[dropout_slot(c)][4 * g + dropout_group(c)] >> shift & 0xFF) < head.threshold ? kept : T(0);
+        };
+        if (last - first == 16)
+          for (int64_t c = 0; c < 16; ++c) put(c);
+        else
+          for (int64_t c = first; c < last; ++c) put(c);
       }
     }
   }

@@ -83,10 +83,11 @@ __attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h,
   load_lanes([&](int64_t lane, T *row) { load_row(src, b, h, i0 + lane, 0, columns, row); }, count, columns, factor, dst, width, buffer);
 }
 
-// The way back: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count. buffer: 16 rows of round_to(columns, 16).
+// The way back: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count; add: to what is there. buffer: 16 rows of
+// round_to(columns, 16).
 template <class T>
 __attribute__((noinline)) void store_lanes(const View &dst, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t columns,
-                                           const T *factor, const T *src, int64_t width, T *buffer) {
+                                           const T *factor, const T *src, int64_t width, T *buffer, bool add = false) {
   constexpr int L = Vec<T>::kLanes;
   int64_t padded = round_to(columns, 16);
   for (int64_t lane = 0; lane < count; lane += L) {
@@ -97,7 +98,7 @@ __attribute__((noinline)) void store_lanes(const View &dst, int64_t b, int64_t h
       transpose_block(block);
       unroll<L>(STROBE_UNROLL(r) { block[r].store(buffer + r * padded + c); });
     }
-    for (int64_t r = 0; r < L && lane + r < count; ++r) store_row(dst, b, h, i0 + lane + r, columns, buffer + r * padded);
+    for (int64_t r = 0; r < L && lane + r < count; ++r) store_row(dst, b, h, i0 + lane + r, columns, buffer + r * padded, add);
   }
 }
 

@@ -10,6 +10,8 @@ std::string against(const Problem &p) {
   if (p.head_dim != p.head_dim_v) return "the head dimensions of q and v must be equal";
   if (p.head_dim > kMostHeadDim) return text("head dimensions up to ", kMostHeadDim, " only");
   if (p.varlen) return "no packed sequences";
+  if (p.part) return "no parts of a larger problem";
+  if (p.accumulate) return "no accumulate: it writes gradients, and adds to none";
   if (p.seqused_k) return "no seqused_k: all keys count";
   if (p.mask || p.bias || p.alibi_slopes || p.curved() || p.sinks || p.blocks.present || p.dropout > 0)
     return "no mask, bias, ALiBi, softcap, hyperbolic scores, sinks, block mask or dropout; causal and windows only";

@@ -47,6 +47,22 @@ Tokens keys(const Problem &p, int64_t b) {
   return t;
 }
 
+// The place of each token within its whole sequence.
+std::vector<int64_t> places(const RowRange *ranges, int64_t sequences, int64_t count, int64_t b, Tokens t) {
+  std::vector<int64_t> at(size_t(t.length), 0);
+  if (!ranges) {
+    std::iota(at.begin(), at.end(), 0);
+    return at;
+  }
+  size_t next = 0;
+  for (const RowRange *range = ranges + (sequences > 1 ? b : 0) * count; next < at.size(); range++)
+    for (int64_t n = 0; n < range->length; n++) at[next++] = range->start + n;
+  return at;
+}
+int64_t whole(const int64_t *lengths, int64_t sequences, int64_t b, Tokens t) {
+  return lengths ? lengths[sequences > 1 ? b : 0] : t.length;
+}
+
 // (tokens, columns) of one head, in double.
 class Matrix {
 public:
@@ -87,26 +103,33 @@ struct Head {
   const Problem &p;
   const int64_t b, h, h_kv;
   const Tokens q, k;
+  const std::vector<int64_t> place_q, place_k;
   const int64_t offset;
   const double slope, sink;
   const Dropout dropout;
   const Matrix Q, K, V, dO;
 
   Head(const Problem &p, int64_t b, int64_t h)
-      : p(p), b(b), h(h), h_kv(h / p.group()), q(queries(p, b)), k(keys(p, b)), offset(p.bottom_right ? k.length - q.length : 0),
+      : p(p), b(b), h(h), h_kv(h / p.group()), q(queries(p, b)), k(keys(p, b)),
+        place_q(places(p.part.q, p.part.batch_q, p.part.count_q, b, q)), place_k(places(p.part.k, p.part.batch_k, p.part.count_k, b, k)),
+        offset(p.bottom_right ? whole(p.part.seqlens_k, p.part.batch_lens_k, b, k) - whole(p.part.seqlens_q, p.part.batch_lens_q, b, q)
+                              : 0),
         slope(p.alibi_slopes ? load(p.alibi_slopes, b, h, 0, 0) : 0), sink(p.sinks ? load(p.sinks, 0, h, 0, 0) : -kInfinity),
         dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset), Q(p.q, b, h, q, p.head_dim),
         K(p.k, b, h_kv, k, p.head_dim), V(p.v, b, h_kv, k, p.head_dim_v), dO(p.dout, b, h, q, p.head_dim_v) {}
 
+  // How far key j lies behind query i.
+  int64_t behind(int64_t i, int64_t j) const { return place_q[i] + offset - place_k[j]; }
+
   bool visible(int64_t i, int64_t j) const {
-    const int64_t behind = i + offset - j; // how far key j lies behind query i
-    return behind <= p.window_left && -behind <= p.window_right && (!p.mask || *p.mask.at<uint8_t>(b, h, i, j)) && in_kept_block(i, j);
+    return behind(i, j) <= p.window_left && -behind(i, j) <= p.window_right && (!p.mask || *p.mask.at<uint8_t>(b, h, i, place_k[j])) &&
+           in_kept_block(place_q[i], place_k[j]);
   }
 
   bool in_kept_block(int64_t i, int64_t j) const {
     const auto &blocks = p.blocks;
     if (!blocks.present) return true;
-    const int64_t matrix = (blocks.batch > 1 ? b : 0) * blocks.heads + (blocks.heads > 1 ? h : 0);
+    const int64_t matrix = (blocks.batch > 1 ? p.part.first_batch + b : 0) * blocks.heads + (blocks.heads > 1 ? p.part.first_head + h : 0);
     const int32_t *row = blocks.row_ptr + matrix * (blocks.rows + 1) + i / blocks.block_q;
     return std::binary_search(blocks.col + row[0], blocks.col + row[1], j / blocks.block_k);
   }
@@ -124,8 +147,8 @@ struct Head {
       s = -p.beta * std::log1p(t + sinh) - p.shift;
       ds = t == 0 ? 0 : p.beta / sinh;
     }
-    if (p.alibi_slopes) s += -slope * double(std::abs(i + offset - j));
-    if (p.bias) s += load(p.bias, b, h, i, j);
+    if (p.alibi_slopes) s += -slope * double(std::abs(behind(i, j)));
+    if (p.bias) s += load(p.bias, b, h, i, place_k[j]);
     return {s, ds};
   }
 
@@ -143,30 +166,39 @@ struct Head {
     return {max, sum + std::exp(sink - max)};
   }
 
+  double kept(int64_t i, int64_t j) const { return dropout.factor(p.part.first_batch + b, p.part.first_head + h, place_q[i], place_k[j]); }
+
   Vector output(int64_t i, const std::vector<Score> &row, const Softmax &P) const {
     Vector O(size_t(p.head_dim_v));
     for (int64_t j = 0; j < k.length; j++)
-      if (row[j].s != -kInfinity) add(O, P(row[j].s) * dropout.factor(b, h, i, j), V[j]);
+      if (row[j].s != -kInfinity) add(O, P(row[j].s) * kept(i, j), V[j]);
     return O;
   }
 
   double dlse(int64_t i) const { return p.dlse ? load(p.dlse, b, h, q.begin + i, 0) : 0; }
 
   Row row(int64_t i, const std::vector<Score> &scores) const {
+    if (p.part.partial) return given_row(i);
     const Softmax P = softmax(scores);
     return {P, dot(dO[i], output(i, scores, P).data(), p.head_dim_v), dlse(i)};
   }
 
-  // The same from the caller's LSE and O.
+  // The same from the caller's LSE and O, or D.
   Row given_row(int64_t i) const {
-    const double lse = load(p.lse, b, h, q.begin + i, 0);
+    double lse = load(p.lse, b, h, q.begin + i, 0);
+    if (p.part.partial) {
+      View low = p.lse;
+      low.data += p.lse_low * bytes(low.dtype);
+      if (std::isfinite(lse)) lse += load(low, b, h, q.begin + i, 0);
+      return {{lse, lse == -kInfinity ? 0.0 : 1.0}, load(p.delta, b, h, q.begin + i, 0), dlse(i)};
+    }
     double D = 0;
     for (int64_t c = 0; c < p.head_dim_v; c++) D += dO[i][c] * load(p.out, b, h, q.begin + i, c);
     return {{lse, 1}, D, dlse(i)};
   }
 
   Gradient gradient(int64_t i, int64_t j, const Score &x, const Row &r) const {
-    const double P = r.softmax(x.s), keep = dropout.factor(b, h, i, j);
+    const double P = r.softmax(x.s), keep = kept(i, j);
     const double dP = keep * dot(dO[i], V[j], p.head_dim_v);
     const double dS = P * (dP - r.D + r.dlse);
     return {P * keep, dS, dS * x.slope};
@@ -267,6 +299,7 @@ private:
       const Softmax P = head.softmax(scores);
       write(p.out, b, h, head.q.begin + i, head.output(i, scores, P));
       if (p.lse) *p.lse.at<double>(b, h, head.q.begin + i, 0) = P.lse();
+      if (p.lse && p.part.partial) p.lse.at<double>(b, h, head.q.begin + i, 0)[p.lse_low] = 0; // as exact as it gets
       for (const Score &x : scores)
         if (x.s > most || std::isnan(x.s)) most = x.s; // a NaN stays: nothing is larger
       for (size_t j = 0; j < columns.size(); j++)
@@ -318,13 +351,14 @@ private:
   // dbias = dS, summed over the axes that dbias lacks (stride 0); (b, h) is the place in dbias.
   void matrix_of_dbias(int64_t b, int64_t h) const {
     const bool all_b = !p.dbias.stride[0], all_h = !p.dbias.stride[1], all_i = !p.dbias.stride[2], all_j = !p.dbias.stride[3];
-    const int64_t n_i = all_i ? 1 : p.seqlen_q, n_j = all_j ? 1 : p.seqlen_k;
+    const int64_t n_i = all_i ? 1 : p.seqlen_q, n_j = all_j ? 1 : p.size_k();
     Vector sum(size_t(n_i * n_j));
     for (int64_t batch = all_b ? 0 : b; batch < (all_b ? p.batch : b + 1); batch++)
       for (int64_t query_head = all_h ? 0 : h; query_head < (all_h ? p.heads : h + 1); query_head++) {
         const Head head(p, batch, query_head);
         for (int64_t i = 0; i < head.q.length; i++)
-          each_gradient(head, i, [&](int64_t j, const Gradient &g) { sum[size_t((all_i ? 0 : i * n_j) + (all_j ? 0 : j))] += g.dS; });
+          each_gradient(head, i,
+                        [&](int64_t j, const Gradient &g) { sum[size_t((all_i ? 0 : i * n_j) + (all_j ? 0 : head.place_k[j]))] += g.dS; });
       }
     for (int64_t i = 0; i < n_i; i++)
       for (int64_t j = 0; j < n_j; j++) *p.dbias.at<double>(b, h, i, j) = sum[size_t(i * n_j + j)];
@@ -353,7 +387,10 @@ private:
 
   void write(const View &x, int64_t b, int64_t h, int64_t i, const Vector &values) const {
     if (!x) return;
-    for (size_t c = 0; c < values.size(); c++) *x.at<double>(b, h, i, int64_t(c)) = values[c];
+    for (size_t c = 0; c < values.size(); c++) {
+      double &to = *x.at<double>(b, h, i, int64_t(c));
+      to = p.accumulate ? to + values[c] : values[c];
+    }
   }
 
   const Problem &p;

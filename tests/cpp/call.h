@@ -51,6 +51,7 @@ inline constexpr NamedSlot kSlots[] = {
     {"seqused_k", &strobe_tensors::seqused_k},
     {"max_logit", &strobe_tensors::max_logit},
     {"column_sums", &strobe_tensors::column_sums},
+    {"delta", &strobe_tensors::delta},
 };
 
 class Call {

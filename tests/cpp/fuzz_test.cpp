@@ -60,7 +60,7 @@ private:
     case 1:
       a.*pick<int32_t A::*>({&A::has_scale, &A::causal, &A::alignment, &A::has_window_left, &A::has_window_right, &A::deterministic,
                              &A::exact_max, &A::allow_tf32, &A::strict, &A::check, &A::score, &A::reserved, &A::invariant,
-                             &A::reserved_invariant}) = flag();
+                             &A::reserved_invariant, &A::accumulate, &A::reserved_2}) = flag();
       return;
     case 2:
       a.*pick<int64_t A::*>({&A::window_left, &A::window_right, &A::block_q, &A::block_k, &A::tile_q, &A::tile_k, &A::max_seqlen_q,

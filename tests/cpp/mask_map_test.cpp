@@ -94,9 +94,9 @@ TEST_CASE("mask map: every cell, tile and total is what the bytes say, whatever 
           for (int64_t j = 0; j < p.seqlen_k; j += 32) {
             REQUIRE(made.map.of_all(b, h, j) == expected(b, h, 0, p.seqlen_q, j));
             for (int64_t i0 = 0; i0 < p.seqlen_q; i0 += tile.q) {
-              REQUIRE(made.map.of_tile(b, h, i0, j) == expected(b, h, i0, i0 + tile.q, j));
+              REQUIRE(made.map.of_tile(b, h, {}, i0, j) == expected(b, h, i0, i0 + tile.q, j));
               for (int64_t i = i0; i < std::min(i0 + tile.q, p.seqlen_q); i += tile.width) {
-                const uint8_t kind = made.map.of(made.map.row(b, h, i), j, j + 1);
+                const uint8_t kind = made.map.of(made.map.row(b, h, {}, i), j, j + 1);
                 REQUIRE(kind == expected(b, h, i, std::min(i + tile.width, i0 + tile.q), j));
                 kinds[kind]++;
               }
@@ -112,7 +112,7 @@ TEST_CASE("mask map: the hull of what is seen, and the union over keys") {
   Mask mask(p, 8, false, [](int64_t, int64_t j) { return uint8_t((j >= 70 && j < 100) || j == 200); });
   p.mask = mask.view;
   Made made(p, {16, 64, 16}, 1);
-  const uint8_t *row = made.map.row(0, 0, 0);
+  const uint8_t *row = made.map.row(0, 0, {}, 0);
   auto hull = [&](i64 begin, i64 end) {
     const Range r = made.map.seen(row, {begin, end});
     return r.empty() ? std::pair<i64, i64>{0, 0} : std::pair<i64, i64>{r.begin, r.end};
@@ -133,9 +133,9 @@ TEST_CASE("mask map: heads and sequences that share a slice share its cells") {
     Mask mask(p, axes, false, [](int64_t, int64_t) { return uint8_t(1); });
     p.mask = mask.view;
     Made made(p, tile, 1);
-    CHECK((made.map.row(0, 0, 32) == made.map.row(3, 0, 32)) == !(axes & 1));
-    CHECK((made.map.row(0, 0, 32) == made.map.row(0, 7, 32)) == !(axes & 2));
-    CHECK((made.map.row(0, 0, 0) == made.map.row(0, 0, 32)) == !(axes & 4));
+    CHECK((made.map.row(0, 0, {}, 32) == made.map.row(3, 0, {}, 32)) == !(axes & 1));
+    CHECK((made.map.row(0, 0, {}, 32) == made.map.row(0, 7, {}, 32)) == !(axes & 2));
+    CHECK((made.map.row(0, 0, {}, 0) == made.map.row(0, 0, {}, 32)) == !(axes & 4));
     return made.used;
   };
   const int64_t cells = 256 / 32 * 512 / kKeyAlign, totals = 64; // bytes, aligned to 64

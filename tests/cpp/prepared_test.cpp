@@ -48,7 +48,8 @@ const std::map<std::string, void *strobe_addresses::*> kAddresses = {ADDRESS(q),
                                                                      ADDRESS(dsinks),
                                                                      ADDRESS(seqused_k),
                                                                      ADDRESS(max_logit),
-                                                                     ADDRESS(column_sums)};
+                                                                     ADDRESS(column_sums),
+                                                                     ADDRESS(delta)};
 
 strobe_addresses addresses(Call &call) {
   strobe_addresses at{};

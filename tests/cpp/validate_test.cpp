@@ -222,6 +222,8 @@ TEST_CASE("validate: options") {
                {"shift: inf", hyperbolic(&A::shift, kInf)},
                {"softcap: 3 with a hyperbolic score; accepted is 0", hyperbolic(&A::softcap, 3.0)},
                {"reserved: 1", set(&A::reserved, 1)},
+               {"reserved_2: 1", set(&A::reserved_2, 1)},
+               {"accumulate: -1", set(&A::accumulate, -1)},
                {"dropout: 1;", set(&A::dropout, 1.0)},
                {"dropout: -0.1", set(&A::dropout, -0.1)},
                {"dropout: nan", set(&A::dropout, kNan)},

@@ -74,6 +74,7 @@ FACTORS: dict[str, list[Any]] = {
     "threads": [None, 1, 2, 3],
     "values": ["normal", "mean 1", "large"],
     "flag": [None, "deterministic", "exact_max", "allow_tf32", *["invariant"] * ON_CPU, "check", "reserved_sms"],
+    "part": [None, "anywhere", "multiples of 16", "each anywhere"],
 }
 Factors = dict[str, list[Any]]
 Names, Indices = tuple[str, ...], tuple[int, ...]
@@ -87,6 +88,10 @@ def _valid(case: dict[str, Any]) -> bool:
         not (case.get("storage") == "reversed" and case.get("dout") == "expanded"),
         # packed tokens have one layout and no batch axis
         not (case.get("varlen") and case.get("storage") in ("bshd", "expanded batch")),
+        # the ranges of a part say which keys count
+        not (case.get("part") and case.get("used")),
+        # refused beside a part
+        not (case.get("part") and (case.get("aux") or case.get("flag") == "invariant")),
         not ({"bias", "bias kind"} <= case.keys() and (case["bias"] is None) != (case["bias kind"] is None)),
         # a score is one function of q.k
         not (case.get("score", "dot") != "dot" and case.get("softcap")),
@@ -189,6 +194,41 @@ def _lengths(generator: torch.Generator, n: int, most: int, zeros: bool) -> list
     return lengths
 
 
+@dataclass
+class Placed:
+    """Where the rows that a call holds stand in the sequences of a larger problem."""
+
+    ranges: list[list[tuple[int, int]]]  # of each sequence
+    lengths: list[int]  # of the whole sequences
+
+    @classmethod
+    def drawn(cls, generator: torch.Generator, lengths: list[int], kind: str) -> Placed:
+        ranges: list[list[tuple[int, int]]] = []
+        wholes = []
+        for length in lengths:
+            if ranges and kind != "each anywhere" and len(set(lengths)) == 1:
+                ranges.append(ranges[0])
+                wholes.append(wholes[0])
+                continue
+            unit, at, left, found = 16 if kind == "multiples of 16" else 1, 0, length, []
+            for last in (False, False, False, True):
+                gap, size = (int(x) for x in torch.randint(50, (2,), generator=generator) // unit * unit)
+                size = left if last else min(size, left)
+                found.append((at + gap, size))
+                at, left = at + gap + size, left - size
+            ranges.append(found)
+            wholes.append(at + int(torch.randint(50, (1,), generator=generator)))
+        return cls(ranges, wholes)
+
+    def longest(self) -> int:
+        return max([1, *self.lengths])
+
+
+def positions(ranges: Any) -> Tensor:
+    """Of one sequence's ranges."""
+    return torch.cat([torch.arange(0), *(torch.arange(start, start + length) for start, length in ranges)])
+
+
 def _cumulated(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
@@ -228,6 +268,19 @@ def build(case: dict[str, Any]) -> Inputs:
         else:
             some[:1] = counted[:1]
         options["seqused_k"] = torch.tensor(some, dtype=torch.int32)
+
+    # Of the whole problem: the queries and keys of its longest sequence, and its heads and sequences.
+    whole_q, whole_k, whole_h, whole_b = sq, sk, h, b
+    if case["part"] and b:
+        places = [Placed.drawn(g, of, case["part"]) for of in ((lengths_q, lengths_k) if varlen else ([sq] * b, [sk] * b))]
+        whole_q, whole_k = (of.longest() for of in places)
+        first_head, first_batch = 3, 2
+        whole_h, whole_b = first_head + h + 2, first_batch + b + 1
+        shared = case["part"] != "each anywhere" and not varlen
+        lists = [of.ranges[0] if shared else of.ranges for of in places] + [of.lengths[0] if shared else of.lengths for of in places]
+        options["part"] = strobe.Part(*lists, first_head=first_head, heads=whole_h, first_batch=first_batch)
+        if varlen:
+            options |= {"max_seqlen_q": whole_q, "max_seqlen_k": whole_k}
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64)
@@ -269,7 +322,7 @@ def build(case: dict[str, Any]) -> Inputs:
     gradients = []
 
     def broadcast(spec: str) -> tuple[int, ...]:
-        return tuple(1 if c == "1" else n for c, n in zip(spec, (b, h, sq, sk), strict=True))
+        return tuple(1 if c == "1" else n for c, n in zip(spec, (b, h, sq, whole_k), strict=True))
 
     if case["bias"]:
         bias = normal(*broadcast(case["bias"]))
@@ -283,7 +336,7 @@ def build(case: dict[str, Any]) -> Inputs:
             gradients.append("bias")
     if case["mask"]:
         if case["mask"] == "all but nothing":
-            mask = torch.zeros(b, 1, sq, sk, dtype=torch.bool)
+            mask = torch.zeros(b, 1, sq, whole_k, dtype=torch.bool)
             mask[..., -1:, :1] = True
         else:
             mask = torch.rand(broadcast(case["mask"]), generator=g) < 0.7
@@ -299,9 +352,9 @@ def build(case: dict[str, Any]) -> Inputs:
             options |= {"dropout": case["dropout"], "seed": 1234, "offset": 2**33 + 1}
     if case["blocks"]:
         block_q, block_k, axes = case["blocks"]
-        rows, cols = -(-sq // block_q), -(-sk // block_k)
-        kept = torch.rand(b if axes[0] == "B" else 1, h if axes[1] == "H" else 1, rows, cols, generator=g) < 0.6
-        options["block_mask"] = strobe.BlockMask.from_kept(kept, block_q, block_k, sq, sk)
+        rows, cols = -(-whole_q // block_q), -(-whole_k // block_k)
+        kept = torch.rand(whole_b if axes[0] == "B" else 1, whole_h if axes[1] == "H" else 1, rows, cols, generator=g) < 0.6
+        options["block_mask"] = strobe.BlockMask.from_kept(kept, block_q, block_k, whole_q, whole_k)
 
     run: dict[str, Any] = {"threads": case["threads"]}
     if case["tile"]:
@@ -313,7 +366,7 @@ def build(case: dict[str, Any]) -> Inputs:
 
 def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], plain.Score, Any]]:
     """The call as dense ones for the formulas: ((q, k, v, dout, dlse), score, where the sequence lies), one for each sequence of a
-    varlen call, and of one with seqused_k."""
+    varlen call, and of one with seqused_k or a part."""
     o = inputs.options
     q, k, v = inputs.q, inputs.k, inputs.v
     alignment, softcap, dropout = o.get("alignment", "bottom_right"), o.get("softcap", 0.0), o.get("dropout", 0.0)
@@ -326,6 +379,9 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
     def score(b: int | None, sq: int, sk: int) -> plain.Score:
         """b: the sequence of a varlen call, or None for the whole batch."""
         rows = slice(None) if b is None else slice(b, b + 1)
+        held: strobe.Part | None = o.get("part")
+        if held is not None:
+            return score_of_part(held, b or 0, sq, sk)
 
         def part(t: Tensor) -> Tensor:  # (B|1, H|1, Sq|1, Sk|1) for this sequence
             t = t if t.shape[0] == 1 else t[rows]
@@ -349,12 +405,46 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
         bias = part(o["bias"]) if "bias" in o else None
         return plain.Score(scale, softcap, hyperbolic, alibi, bias, visible, o.get("sinks"), keep, plain.keep_rate(dropout))
 
+    def score_of_part(held: strobe.Part, b: int, sq: int, sk: int) -> plain.Score:
+        """Of sequence b, whose rows stand somewhere in a larger problem."""
+        at_q, at_k = (positions(x[b if len(x) > 1 else 0]) for x in (held.q_ranges, held.k_ranges))
+        whole_q, whole_k = (x[b if len(x) > 1 else 0] for x in (held.seqlens_q, held.seqlens_k))
+        heads = slice(held.first_head, held.first_head + h)
+        distance = at_q[:, None] + plain.offset_of(whole_q, whole_k, alignment) - at_k[None, :]
+
+        def own(t: Tensor, columns: Tensor) -> Tensor:
+            t = t[b : b + 1] if t.shape[0] > 1 else t
+            t = t[:, :, :sq] if t.shape[2] > 1 else t
+            return t[..., columns] if t.shape[3] > 1 else t
+
+        visible = plain.seen_at(distance, o.get("causal", False), window)[None, None]
+        if "mask" in o:
+            visible = visible & own(o["mask"], at_k)
+        if "block_mask" in o:
+            blocks = o["block_mask"].to_dense()
+            blocks = blocks[held.first_batch + b, None] if blocks.shape[0] > 1 else blocks
+            blocks = blocks[:, heads] if blocks.shape[1] > 1 else blocks
+            visible = visible & blocks[:, :, at_q][..., at_k]
+        alibi = None
+        if "alibi_slopes" in o:
+            slopes = o["alibi_slopes"].double()
+            alibi = -(slopes if slopes.dim() == 1 else slopes[b])[None, :, None, None] * distance.abs()
+        keep = None
+        if dropout:
+            shape = (held.first_batch + b + 1, held.first_head + h, whole_q, whole_k)
+            keep = strobe.dropout_mask(shape, dropout, **{key: o[key] for key in ("seed", "offset", "rng") if key in o})
+            keep = keep[-1:, heads][:, :, at_q][..., at_k]
+        bias = own(o["bias"], at_k) if "bias" in o else None
+        return plain.Score(scale, softcap, hyperbolic, alibi, bias, visible, o.get("sinks"), keep, plain.keep_rate(dropout))
+
     used = None if o.get("seqused_k") is None else o["seqused_k"].tolist()
     if not inputs.varlen:
         tensors = (q, k, v, inputs.dout)
         if o.get("layout") == "bshd":
             tensors = tuple(t.transpose(1, 2) for t in tensors)
         sq, sk = tensors[0].shape[2], tensors[1].shape[2]
+        if "part" in o and tensors[0].shape[0]:
+            used = [sk] * tensors[0].shape[0]
         if not used:  # none, or no batch
             return [((*tensors, inputs.dlse), score(None, sq, sk), None)]
         q, k, v, dout = tensors

@@ -22,8 +22,12 @@ def distance(sq: int, sk: int, alignment: str) -> Tensor:
 
 def band(sq: int, sk: int, causal: bool, window: tuple[int | None, int | None], alignment: str) -> Tensor:
     """Which keys causal and the window leave to each query, bool (sq, sk)."""
-    d = distance(sq, sk, alignment)
-    seen = torch.ones(sq, sk, dtype=torch.bool)
+    return seen_at(distance(sq, sk, alignment), causal, window)
+
+
+def seen_at(d: Tensor, causal: bool, window: tuple[int | None, int | None]) -> Tensor:
+    """The same by how far each key lies behind each query."""
+    seen = torch.ones(d.shape, dtype=torch.bool)
     left, right = window
     if left is not None:
         seen &= d <= left

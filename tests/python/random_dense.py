@@ -51,9 +51,63 @@ class Packing:
         return found
 
 
+@dataclass
+class Held:
+    """Where the rows of a part stand in the whole problem: (B, Sq) and (B, Sk), 0 behind a sequence's last."""
+
+    q: Tensor
+    k: Tensor
+    first_head: int
+    first_batch: int
+
+    @classmethod
+    def of(cls, options: dict[str, Any], b: int, sq: int, sk: int, device: Any) -> Held | None:
+        part = options.get("part")
+        if part is None:
+            return None
+        sides = []
+        for ranges, most in ((part.q_ranges, sq), (part.k_ranges, sk)):
+            found = torch.zeros(b, most, dtype=torch.int64, device=device)
+            for n in range(b):
+                at = [i for start, length in ranges[n if len(ranges) > 1 else 0] for i in range(start, start + length)]
+                found[n, : len(at)] = torch.tensor(at, dtype=torch.int64, device=device)
+            sides.append(found)
+        return cls(*sides, part.first_head, part.first_batch)
+
+    def columns(self, x: Tensor) -> Tensor:
+        """(B|1, H|1, Sq|1, columns of the whole) as the call's own keys."""
+        if x.shape[3] == 1:
+            return x
+        b, sk = self.k.shape
+        return x.expand(b, *x.shape[1:]).gather(3, self.k[:, None, None, :].expand(b, *x.shape[1:3], sk))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The same of the rows of the whole."""
+        b, sq = self.q.shape
+        return x.expand(b, *x.shape[1:]).gather(2, self.q[:, None, :, None].expand(b, x.shape[1], sq, x.shape[3]))
+
+    def own(self, x: Tensor, heads: int) -> Tensor:
+        """What is the whole problem's in all axes."""
+        x = x[self.first_batch : self.first_batch + len(self.q)] if x.shape[0] > 1 else x
+        x = x[:, self.first_head : self.first_head + heads] if x.shape[1] > 1 else x
+        return self.columns(self.rows(x))
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """Rows for the longest sequence that there may be."""
+    return torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[2])) if x.shape[2] != 1 and x.shape[2] < rows else x
+
+
 def _positions(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packing | None, device: Any) -> tuple[Tensor, Tensor, Tensor]:
     """i + offset - j; and which queries and keys there are, of each sequence."""
     i, j = torch.arange(sq, device=device)[:, None], torch.arange(sk, device=device)[None, :]
+    if (held := Held.of(options, b, sq, sk, device)) is not None:
+        part = options["part"]
+        here = [torch.tensor(x, device=device).view(b, 1, 1, 1) for x in (packing.lengths_q, packing.lengths_k)] if packing else (sq, sk)
+        whole = [torch.tensor(x, device=device).view(-1, 1, 1, 1) for x in (part.seqlens_q, part.seqlens_k)]
+        difference = whole[1] - whole[0] if options["alignment"] == "bottom_right" else 0
+        there = [(n < of) & torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) for n, of in zip((i, j), here, strict=True)]
+        return held.q[:, None, :, None] - held.k[:, None, None, :] + difference, there[0], there[1]
     if packing:
         lengths = [torch.tensor(x, device=device, dtype=torch.int64).view(b, 1, 1, 1) for x in (packing.lengths_q, packing.lengths_k)]
         there_q, there_k = i < lengths[0], j < lengths[1]
@@ -67,7 +121,7 @@ def _positions(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packi
     return i - j + (difference if options["alignment"] == "bottom_right" else 0), there_q, there_k
 
 
-def visible(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packing | None, device: Any) -> Tensor:
+def visible(options: dict[str, Any], b: int, heads: int, sq: int, sk: int, packing: Packing | None, device: Any) -> Tensor:
     """Which scores count, (B|1, H|1, Sq, Sk), a bias of -inf included."""
     distance, there_q, there_k = _positions(options, b, sq, sk, packing, device)
     seen = there_q & there_k & torch.ones_like(distance, dtype=torch.bool)
@@ -79,14 +133,15 @@ def visible(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packing 
         seen = seen & (distance <= left)
     if right is not None:
         seen = seen & (distance >= -right)
+    held = Held.of(options, b, sq, sk, device)
     if "mask" in options:
-        seen = seen & options["mask"]
+        seen = seen & (options["mask"] if held is None else _padded(held.columns(options["mask"]), sq))
     if "block_mask" in options:
         m = options["block_mask"]
         kept = m.to_kept().to(device).repeat_interleave(m.block_q, 2).repeat_interleave(m.block_k, 3)
-        seen = seen & kept[:, :, :sq, :sk]
+        seen = seen & (kept[:, :, :sq, :sk] if held is None else held.own(kept, heads))
     if "bias" in options:
-        seen = seen & (options["bias"] != -torch.inf)
+        seen = seen & ((options["bias"] if held is None else _padded(held.columns(options["bias"]), sq)) != -torch.inf)
     return seen
 
 
@@ -148,7 +203,14 @@ class Dense:
             dlse = torch.zeros(b, h, sq, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
         elif sinks is None:  # of a row that sees no key it is ignored
             dlse = torch.where(seen.expand(b, h, sq, sk).any(3), dlse, 0)
-        keep, rate = dropout_keeps(options, b, h, sq, sk, q.device)
+        held = Held.of(options, b, sq, sk, q.device)
+        if held is None:
+            keep, rate = dropout_keeps(options, b, h, sq, sk, q.device)
+        else:
+            sizes = [int(x.max()) + 1 if x.numel() else 0 for x in (held.q, held.k)]
+            keep, rate = dropout_keeps(options, held.first_batch + b, held.first_head + h, *sizes, q.device)
+            keep = None if keep is None else held.columns(held.rows(keep[held.first_batch :, held.first_head :]))
+            bias = None if bias is None else _padded(held.columns(bias), sq)
         hyperbolic = (options["beta"], options["shift"]) if options.get("score") == "hyperbolic" else None
         scale = options.get("scale")
         return cls(

@@ -108,7 +108,57 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
     o["aux"] = rng.choice([("max_logit",), ("column_sums",), ("max_logit", "column_sums")]) if rng.random() < 0.2 else ()
     if rng.random() < 0.1 and ON_CPU:  # where no engine refuses it
         o["flags"] = sorted([*o["flags"], "invariant"])
+    o["part"] = _one(rng, {None: 0.82, "aligned": 0.08, "any": 0.1})  # where rows stand in a larger problem
+    if o["part"]:  # beside which these are refused
+        o |= {"used": False, "aux": (), "flags": [name for name in o["flags"] if name != "invariant"]}
     return o
+
+
+@dataclass
+class Placing:
+    """Of each sequence: the ranges of positions that its rows have, and how long it is as a whole. All of a dense call have the same ranges
+    or their own."""
+
+    ranges_q: list[list[tuple[int, int]]]
+    ranges_k: list[list[tuple[int, int]]]
+    seqlens_q: list[int]
+    seqlens_k: list[int]
+    first_head: int
+    heads: int
+    first_batch: int
+
+    def option(self) -> strobe.Part:
+        def once(lists: list[Any]) -> list[Any]:
+            return lists[:1] if lists and all(x == lists[0] for x in lists) else lists
+
+        lists = (once(x) for x in (self.ranges_q, self.ranges_k, self.seqlens_q, self.seqlens_k))
+        return strobe.Part(*lists, self.first_head, self.heads, self.first_batch)
+
+
+def _placed(rng: random.Random, length: int, unit: int) -> tuple[list[tuple[int, int]], int]:
+    """The rows of one sequence cut into ranges, with gaps between them; and a whole length that holds them."""
+    ranges, at = [], 0
+    for n in range(4):
+        at += rng.choice([0, rng.randint(0, 80)]) // unit * unit
+        size = length if n == 3 else min(length, rng.randint(0, max(length, 1)) // unit * unit)
+        ranges.append((at, size))
+        at, length = at + size, length - size
+    return ranges, at + rng.choice([0, rng.randint(0, 80)])
+
+
+def _part(rng: random.Random, o: Options, s: Shape) -> Placing | None:
+    if not o["part"]:
+        return None
+    sides = []
+    for length, lengths in ((s.sq, s.lengths_q), (s.sk, s.lengths_k)):
+        unit = 16 if o["part"] == "aligned" else 1
+        if lengths is None and (s.b == 0 or rng.random() < 0.5):
+            sides.append([_placed(rng, length, unit)] * s.b)
+        else:
+            sides.append([_placed(rng, n, unit) for n in (lengths if lengths is not None else [length] * s.b)])
+    first_head = rng.choice([0, 0, 1, 7])
+    lists = [[x[n] for x in side] for n in (0, 1) for side in sides]
+    return Placing(*lists, first_head, first_head + s.h + rng.choice([0, 3]), rng.choice([0, 0, 2]))
 
 
 @dataclass
@@ -123,6 +173,7 @@ class Shape:
     total_q: int = 0  # of tokens, with padding behind the last sequence
     total_k: int = 0
     used: list[int] | None = None  # of each sequence's keys
+    part: Placing | None = None
 
 
 def _length(rng: random.Random, most: int) -> int:
@@ -164,7 +215,7 @@ def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float]
         b = 0
     s = Shape(b, hkv * group, hkv, sq, sk)
     if not o["packed"]:
-        s.used = _used(rng, o, [sk] * b)
+        s.used, s.part = _used(rng, o, [sk] * b), _part(rng, o, s)
         return s
 
     def lengths(longest: int) -> list[int]:
@@ -179,6 +230,7 @@ def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float]
     padding = rng.random() < 0.6
     s.used = _used(rng, o, s.lengths_k)
     s.total_q = sum(s.lengths_q) + (rng.choice([1, 7, 40, 130]) if padding else 0)
+    s.part = _part(rng, o, s) if o["part"] else None
     s.total_k = sum(s.lengths_k) + (s.total_q - sum(s.lengths_q) if rng.random() < 0.5 else rng.choice([0, 1, 60, 150]) if padding else 0)
     return s
 
@@ -304,6 +356,19 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     if s.used is not None:
         options["seqused_k"] = torch.tensor(s.used, dtype=torch.int32, device=device)
 
+    # What is indexed by the whole problem's positions
+    whole_b, whole_h, whole_q, whole_k = s.b, s.h, s.sq, s.sk
+    if s.part is not None:
+        options["part"] = s.part.option()
+        whole_b, whole_h = s.part.first_batch + s.b, s.part.heads
+        whole_q, whole_k = (max([0, *x]) for x in (s.part.seqlens_q, s.part.seqlens_k))
+        if packing:
+            whole_q, whole_k = max(1, whole_q), max(1, whole_k)
+            options |= {"max_seqlen_q": whole_q, "max_seqlen_k": whole_k}
+    rows = s.sq
+    if s.part is not None and packing:
+        rows = max(s.lengths_q, default=0)
+
     # Tensors, as the caller stores them
     points = o["score"] == "hyperbolic"
     large = rng.choice([1.0, 1.0, 3.0] if points else [0.1, 1.0, 1.0, 1.0, 1.0, 3.0])
@@ -332,7 +397,7 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
         options |= {"score": "hyperbolic", "beta": o["beta"], "shift": o["shift"]}
 
     def broadcast() -> tuple[int, ...]:
-        sizes = (s.b, s.h, s.sq, s.sk)
+        sizes = (s.b, s.h, rows, whole_k)
         return sizes if rng.random() < 0.3 else tuple(1 if rng.random() < 0.5 else n for n in sizes)
 
     if o["alibi"]:
@@ -356,9 +421,9 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
             options |= {"seed": seed, "offset": offset}
     if o["blocks"]:
         block_q, block_k = o["blocks"]
-        axes = [n if rng.random() < 0.5 else 1 for n in (s.b, s.h)]
-        kept = values.chance(rng.choice([0.2, 0.6, 1.0]), *axes, -(-s.sq // block_q), -(-s.sk // block_k))
-        options["block_mask"] = strobe.BlockMask.from_kept(kept, block_q, block_k, s.sq, s.sk)
+        axes = [n if rng.random() < 0.5 else 1 for n in (whole_b, whole_h)]
+        kept = values.chance(rng.choice([0.2, 0.6, 1.0]), *axes, -(-whole_q // block_q), -(-whole_k // block_k))
+        options["block_mask"] = strobe.BlockMask.from_kept(kept, block_q, block_k, whole_q, whole_k)
     run: dict[str, Any] = dict.fromkeys(o["flags"], True)
     if o["tile"]:
         run |= {"tile_q": o["tile"][0], "tile_k": o["tile"][1]}
@@ -367,13 +432,15 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     if rng.random() < 0.1:
         run["reserved_sms"] = rng.choice([1, 3])
 
-    seen = visible(options, s.b, s.sq, s.sk, packing, device)
+    seen = visible(options, s.b, s.h, s.sq, s.sk, packing, device)
     dense = Dense.of(q, k, v, dout, dlse, options, seen, packing)
     if values.spoil:
         _spoil(values, s, packing, seen, q, k, v, dout, dlse, options)
     if bshd:
         q, k, v, dout = (t.transpose(1, 2) for t in (q, k, v, dout))
     given = [name for name in ("q", "k", "v", "bias", "sinks") if name in ("q", "k", "v") or name in options]
+    if s.part is not None and "bias" in given:
+        given.remove("bias")  # its gradient has the whole problem's columns: test_contract.py
     leaves = [name for name in o["leaves"] if name in given] if o["leaves"] else given
     words = {**o, **{name: x for name, x in vars(s).items() if x is not None}, "layout": "bshd" if bshd else "bhsd", "spoil": values.spoil}
     words |= {name: options[name] for name in ("window",) if name in options}
@@ -401,6 +468,12 @@ def _spoil(
         rows = nobody if "sinks" in options else empty
         values.spoiled(dlse, packing.pack(rows, False, True) if packing else rows)
     bias = options.get("bias")
-    if bias is not None and bias.numel() and values.rng.random() < 0.5 and all(bias.stride(i) or bias.shape[i] == 1 for i in range(4)):
+    if (
+        bias is not None
+        and "part" not in options
+        and bias.numel()
+        and values.rng.random() < 0.5
+        and all(bias.stride(i) or bias.shape[i] == 1 for i in range(4))
+    ):
         axes = [i for i in range(4) if bias.shape[i] == 1]
         values.spoiled(bias, ~(full.any(dim=axes, keepdim=True) if axes else full) & (bias != -math.inf))  # which hides by itself

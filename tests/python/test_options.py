@@ -21,8 +21,9 @@ IN_STRUCT = {name: field for name, field in FIELDS.items() if field.in_struct}
 
 
 def members(struct: str) -> dict[str, str]:
-    """A C struct's, without its size and what is reserved: name and type."""
-    return {name: x.type.cname for name, x in ffi.typeof(struct).fields if name != "size" and not name.startswith("reserved")}
+    """A C struct's, without its size, what is reserved, and what the backward alone has: name and type."""
+    fields = ffi.typeof(struct).fields
+    return {name: x.type.cname for name, x in fields if name not in ("size", _call.ACCUMULATE) and not name.startswith("reserved")}
 
 
 def test_the_signature():
@@ -35,7 +36,7 @@ def test_the_signature():
 
 def test_the_types_are_types():
     """They are written as strings, which nothing evaluates when the package runs."""
-    names = {"Array": object, "BlockMask": strobe.BlockMask}
+    names = {"Array": object, "BlockMask": strobe.BlockMask, "Part": strobe.Part}
     for name, hint in get_type_hints(_options.AttentionOptions, localns=names).items():
         default = DEFAULTS[name]
         assert default is None or isinstance(default, hint), name
@@ -59,6 +60,7 @@ def test_the_operators():
         "float": float,
         "Optional[float]": float | None,
         "Optional[str]": str | None,
+        "Optional[List[int]]": tuple[int, ...] | None,
     }
     for operator in ("attention_forward", "attention_forward_aux", "attention_backward"):
         schema = getattr(torch.ops.strobe, operator).default._schema
@@ -77,6 +79,7 @@ def test_the_struct_of_options():
     assert flags == {f"has_{name}" for name, field in FIELDS.items() if field.has}
     assert c.keys() - flags == IN_STRUCT.keys()
     types = {bool: {"int32_t"}, int: {"int32_t", "int64_t", "uint64_t"}, float: {"double"}, str: {"char *", "char const *"}}
+    types[tuple[int, ...]] = {"struct strobe_part *", "struct strobe_part const *"}
     for name, field in IN_STRUCT.items():
         (kind,) = (x for x in types if x in (field.type, *getattr(field.type, "__args__", ())))
         assert c[name] in types[kind], name
@@ -96,7 +99,7 @@ def test_zero_is_absent_in_the_struct():
 def test_the_structs_of_tensors():
     assert tuple(name for name in members("strobe_tensors") if name in INPUTS) == INPUTS
     assert [*members("strobe_addresses")] == [*members("strobe_tensors")]
-    assert members("strobe_tensors").keys() - {*INPUTS} == {"out", "lse", "dout", "dlse", *GRADIENTS, *AUX}
+    assert members("strobe_tensors").keys() - {*INPUTS} == {"out", "lse", "dout", "dlse", "delta", *GRADIENTS, *AUX}
 
 
 def test_the_struct_of_cpp():
@@ -131,7 +134,7 @@ def test_every_option_is_in_the_contract():
 
 def test_what_each_row_reads():
     """All its fields and no others of a good value, nothing but one refusal of a bad one."""
-    examples = {bool: True, float: 0.5, int: 16, str: "cpu-baseline"}
+    examples = {bool: True, float: 0.5, int: 16, str: "cpu-baseline", tuple[int, ...]: strobe.Part([], [], 1, 1)}
     for name, row in ROWS.items():
         if isinstance(row, (_options.Tensor, _options.Blocks, _options.Seed)):
             continue

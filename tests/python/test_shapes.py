@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cases import FACTORS, build
 from check import Yardstick, available_engines, run
+from device import ON_GPU
 
 LONG = bool(os.environ.get("STROBE_TRIPLES"))  # more shapes, others each time
 LENGTH = st.one_of(
@@ -41,6 +42,10 @@ def cases(draw):
         case["storage"] = "sliced"
     if case["bias"] is None or case["bias kind"] is None:
         case["bias"] = case["bias kind"] = None
+    if case["part"]:
+        case["used"] = None
+    if ON_GPU:
+        case["part"] = None
     if case["score"] != "dot":
         case["softcap"] = FACTORS["softcap"][0]  # none: it is a score of its own
     if case["bias kind"] == "float32" and case["dtype"] == "float64":

@@ -407,6 +407,7 @@ IN_GRAPHS = {
     "merge": lambda q, k, v: strobe.merge(OUT, LSE, *strobe.attention(q, k, v, return_lse=True)),
     "reference": lambda q, k, v: strobe.reference(q, k, v),
     "reference_backward": lambda q, k, v: strobe.reference_backward(OUT, q, k, v),
+    "Part": lambda q, k, v: strobe.attention(q, k, v, causal=True, part=strobe.Part([(7, 9)], [(0, 11)], 16, [20])),
     "BlockMask": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask(*CSR, 9, 11, 16, 16)),
     "BlockMask.butterfly": lambda q, k, v: strobe.BlockMask.butterfly(99, 40, 16, 16).to_kept(),
     "BlockMask.causal": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask.causal(q.shape[2], k.shape[2], 16, 16)),

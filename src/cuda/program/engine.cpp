@@ -27,6 +27,8 @@ std::string CudaEngine::missing() const { return devices_missing(); }
 Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction direction) const {
   if (call.seqlen_q > kMostPositions || call.seqlen_k > kMostPositions) return text("a sequence is longer than 2^30 = ", kMostPositions);
   if (call.batch > kMostCtas || call.heads > kMostCtas) return text("more than ", kMostCtas, " sequences or heads");
+  if (call.part) return "computes no parts of a larger problem";
+  if (call.accumulate) return "no accumulate: it writes gradients, and adds to none";
   if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
   Problem p = marked(call);

@@ -1,0 +1,18 @@
+// The lists of a strobe_part: which rows of the whole problem's sequences the tensors hold.
+#pragma once
+#include <optional>
+#include <string>
+
+#include "attention/reasons.h"
+
+namespace strobe {
+
+// The call's own copies of them, with every reason against them; -1: how many sequences, or heads, the call has is not known.
+std::optional<Problem::Part> check_part(const strobe_part &, int64_t batch, int64_t heads, Reasons &);
+
+// Whether the ranges hold as many rows as each sequence has: those of cu, or `rows` if it is null. Answers as the checks of contents.h do.
+std::string check_held(const RowRange *ranges, int64_t range_batch, int64_t count, int64_t batch, const int32_t *cu, int64_t rows);
+// The rows of the sequence that has most.
+int64_t most_held(const RowRange *ranges, int64_t range_batch, int64_t count);
+
+} // namespace strobe

@@ -1,0 +1,227 @@
+"""strobe.Part: calls cut into parts are the uncut call, and what a part may not say. Options in pairs are in test_contract.py."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import strobe
+from cases import FACTORS, _valid, build, call
+from check import Yardstick, available_engines
+from cuts import run_in_parts
+from device import ON_GPU
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="GPU engines refuse parts: tests/cpp/part_test.cpp")
+CUTS = 60
+
+
+def drawn(seed: int) -> dict:
+    """A case of any options, most of them plain."""
+    rng = random.Random(seed)
+    while True:
+        case = {name: rng.choice(values) if rng.random() < 0.6 else values[0] for name, values in FACTORS.items()}
+        case |= {"used": None, "part": None, "aux": (), "lengths": rng.choice(FACTORS["lengths"])}
+        case["flag"] = None if case["flag"] == "invariant" else case["flag"]
+        case["storage"] = "bhsd" if case["storage"] == "reversed" else case["storage"]
+        case["bias kind"] = None if case["bias"] is None else case["bias kind"] or "gradient"
+        if _valid(case):
+            return case
+
+
+@pytest.mark.parametrize("seed", range(CUTS))
+def test_any_cut_is_the_whole(seed):
+    """Rows from both ends, in a ring or in blocks of any size, sequences and heads apart: merged in any order, within the contract."""
+    case = drawn(seed)
+    inputs = build(case)
+    faults = []
+    for engine in (None, random.Random(seed).choice(available_engines())):
+        try:
+            results = run_in_parts(inputs, seed, engine)
+        except NotImplementedError:
+            continue
+        faults += [f"{engine}: {fault}" for fault in Yardstick(inputs).faults(results)]
+    assert not faults, "\n".join([str(case), *faults])
+
+
+LARGE = {"dims": (64, 64), "lengths": (129, 129), "band": "causal", "bias": "1HQ1", "bias kind": "float32"}
+
+
+@pytest.mark.parametrize("engine", available_engines())
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("by", ["a bias", "q and k"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_large_lse(sign, by, dtype, engine):
+    """An LSE of 1e4, whose last bit is 1e-3 of P in float32."""
+    case = {name: values[0] for name, values in FACTORS.items()} | LARGE | {"dtype": dtype}
+    if dtype == "float64":
+        case["bias kind"] = "gradient"
+    if by == "q and k":
+        case |= {"bias": None, "bias kind": None}
+    inputs = build(case)
+    if by == "a bias":
+        inputs.options["bias"] += sign * 1e4
+        inputs.gradients.clear()
+    else:  # all keys near one another, so that scores are large and near one another too
+        inputs.k.copy_(inputs.k / 16 + 40)
+        inputs.q.copy_(inputs.q / 16 + sign * 31)
+    yardstick = Yardstick(inputs)
+    assert 0.9e4 < float(yardstick.ref["lse"].abs().max()) < 1.1e4
+    try:
+        results = run_in_parts(inputs, 5, engine)
+    except NotImplementedError:
+        pytest.skip(f"{engine} is not for {dtype}")
+    assert not yardstick.faults(results)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_same_bits_in_every_run(seed):
+    inputs = build(drawn(seed))
+    first = run_in_parts(inputs, seed)
+    inputs.run["threads"] = 3
+    for name, x in run_in_parts(inputs, seed).items():
+        assert torch.equal(torch.nan_to_num(x), torch.nan_to_num(first[name])), name
+
+
+@pytest.mark.parametrize("engine", available_engines())
+def test_starts_do_not_change_bits(engine):
+    """Of a query's out and lse on one engine where keys are the same: only which rows a call has differs."""
+    x = call(sq=128, sk=128, d=32, h=2, b=1, dtype=torch.bfloat16)
+    how = {"causal": True, "return_lse": True, "tile_q": 16, "engine": engine}
+    out, lse = strobe.attention(x.q, x.k, x.v, **how)
+    for start in (16, 48, 112):
+        part = strobe.Part([(start, 16)], [(0, 128)], 128, 128)
+        rows = slice(start, start + 16)
+        found = strobe.attention(x.q[:, :, rows], x.k, x.v, part=part, **how)
+        assert torch.equal(found[0], out[:, :, rows])
+        assert torch.equal(found[1], lse[:, :, rows])
+
+
+def test_numpy_and_every_spelling():
+    q, k, v = (np.random.default_rng(0).standard_normal((2, 2, 8, 16), dtype=np.float32) for _ in range(3))
+    spellings = [
+        strobe.Part([(4, 8)], [[0, 8]], 16, [16]),
+        strobe.Part(np.array([[4, 8]]), torch.tensor([[[0, 8]]]), torch.tensor(16), np.array([16, 16])),
+        strobe.Part([[(4, 8)], [(4, 8)]], [(0, 3), (3, 5), (0, 0)], 16, 16),
+    ]
+    found = [strobe.attention(q, k, v, causal=True, part=part) for part in spellings]
+    assert np.array_equal(found[0], found[1])
+    np.testing.assert_allclose(found[2], found[0], atol=1e-6)
+    expected, _ = strobe.reference(q, k, v, causal=True, part=spellings[0])
+    np.testing.assert_allclose(found[0], expected, atol=1e-6)
+    partial = strobe.Part([(4, 8)], [(0, 8)], 16, 16, partial=True)
+    out, lse = strobe.attention(q, k, v, part=partial, return_lse=True)
+    assert (out.dtype, lse.shape) == (np.float32, (2, 2, 2, 8))
+    delta = (out * out).sum(-1)
+    dq, dk, dv = (np.ones_like(x) for x in (q, k, v))
+    once = strobe.attention_backward(out, q, k, v, None, lse, delta=delta, part=partial)
+    added = strobe.attention_backward(out, q, k, v, None, lse, delta=delta, part=partial, dq=dq, dk=dk, dv=dv, accumulate=True)
+    for name, to in (("dq", dq), ("dk", dk), ("dv", dv)):
+        assert getattr(added, name) is to
+        np.testing.assert_array_equal(to, 1 + getattr(once, name))
+
+
+def test_accumulate_without_a_part():
+    x = call(sq=40, h=4, hkv=2, dtype=torch.bfloat16)
+    out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True)
+    dk = torch.full(x.k.shape, 3.0)
+    found = strobe.attention_backward(x.dout, x.q, x.k, x.v, out, lse, dk=dk, accumulate=True)
+    assert found.dk is dk
+    assert found.dq is None
+    assert found.dv is None
+    once = strobe.attention_backward(x.dout, x.q, x.k, x.v, out, lse)
+    torch.testing.assert_close((dk - 3).to(torch.bfloat16), once.dk, atol=1e-6, rtol=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_merge_with_sinks(layout):
+    """Once, with one number and with two."""
+    shape = (2, 2, 8, 16) if layout == "bhsd" else (2, 8, 2, 16)
+    q, k, v = (torch.randn(shape) for _ in range(3))
+    sinks = torch.tensor([0.5, -1.0])
+    expected = strobe.attention(q, k, v, sinks=sinks, layout=layout, return_lse=True)
+    axis = 2 if layout == "bhsd" else 1
+    for partial in (False, True):
+        halves = [
+            strobe.attention(
+                q, k.narrow(axis, at, 4), v.narrow(axis, at, 4), layout=layout, return_lse=True,
+                part=strobe.Part([(0, 8)], [(at, 4)], 8, 8, partial=partial),
+            )
+            for at in (0, 4)
+        ]  # fmt: skip
+        out, lse = strobe.merge(*halves[0], *halves[1], sinks=sinks, layout=layout)
+        assert lse.shape == halves[0][1].shape
+        torch.testing.assert_close(out, expected[0])
+        torch.testing.assert_close(lse.sum(0) if partial else lse, expected[1])
+
+
+def test_autograd():
+    """Of a call with all the keys that its queries see; a partial one is refused."""
+    x = call(sq=16, sk=48, d=32)
+    q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
+    part = strobe.Part([(32, 16)], [(0, 48)], 48, 48)
+    strobe.attention(q, k, v, causal=True, part=part).backward(x.dout)
+    expected = strobe.reference_backward(x.dout, q.detach(), k.detach(), v.detach(), causal=True, part=part)
+    for t, of in zip((q, k, v), expected, strict=False):
+        torch.testing.assert_close(t.grad.double(), of, atol=1e-5, rtol=1e-5)
+    with pytest.raises(NotImplementedError, match="^part: partial=True, and a tensor requires grad"):
+        strobe.attention(q, k, v, part=strobe.Part([(0, 16)], [(0, 48)], 48, 48, partial=True))
+
+
+def test_what_a_part_refuses():
+    for wrong, message in (
+        ({"q_ranges": 3}, "q_ranges: int; accepted are integers (n, 2) or (B, n, 2)"),
+        ({"q_ranges": [(0, 8, 1)]}, "q_ranges: [(0, 8, 1)]; accepted are"),
+        ({"k_ranges": [[(0, 8)], [(0, 4), (4, 4)]]}, "k_ranges: [[(0, 8)], [(0, 4), (4, 4)]]; accepted are"),
+        ({"k_ranges": [(0.5, 8)]}, "k_ranges: [(0.5, 8)]; accepted are"),
+        ({"seqlens_q": "16"}, "seqlens_q: '16'; accepted are integers (B,), or one for all sequences"),
+        ({"first_head": 0.5}, "first_head: float; accepted is an integer"),
+        ({"heads": 0}, "heads: 0; accepted are integers from 1"),
+        ({"partial": 1}, "partial: int 1; accepted is True or False"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as refused:
+            strobe.Part(**({"q_ranges": [(0, 8)], "k_ranges": [(0, 8)], "seqlens_q": 8, "seqlens_k": 8} | wrong))
+        assert str(refused.value).startswith(message)
+
+
+def test_what_a_call_refuses():
+    x = call(sq=8, sk=8, d=16)
+    given = {"q_ranges": [(0, 8)], "k_ranges": [(0, 8)], "seqlens_q": 16, "seqlens_k": 16}
+    for wrong, options, message in (
+        ({"q_ranges": [(8, 4), (0, 4)]}, {}, "part.q_ranges: (0, 4) at [0, 1] begins before 12, where the range before ends"),
+        ({"q_ranges": [(0, 5), (4, 3)]}, {}, "part.q_ranges: (4, 3) at [0, 1] begins before 5"),
+        ({"k_ranges": [(9, 8)]}, {}, "part.k_ranges: (9, 8) at [0, 0]; accepted are a start and a length within the 16 positions"),
+        ({"k_ranges": [(0, 7)]}, {}, "part.k_ranges: hold 7 rows of sequence 0; accepted is 8, as many as it has here"),
+        ({"q_ranges": [(0, 2**70)]}, {}, "part.q_ranges: (0, 9223372036854775807)"),
+        ({"first_head": 3, "heads": 4}, {}, "part.heads: 4 with first_head 3 and 2 heads of q; accepted are 5 or more"),
+        ({}, {"seqused_k": torch.tensor([8], dtype=torch.int32)}, "seqused_k: given beside part"),
+        ({}, {"invariant": True}, "invariant: given beside part"),
+        ({}, {"aux": ("max_logit",)}, "max_logit: given beside part"),
+        ({}, {"aux": ("column_sums",)}, "column_sums: given beside part"),
+        ({"partial": True}, {"sinks": torch.zeros(2)}, "sinks: given with a partial part; accepted are none: they join the whole row once"),
+        ({}, {"mask": torch.ones(8, 8, dtype=torch.bool)}, "mask: shape (8, 8); accepted is (B|1, H|1, Sq|1, Sk of the whole problem|1)"),
+        ({}, {"block_mask": strobe.BlockMask.from_kept(torch.ones(1, 1, 1, 1, dtype=torch.bool), 16, 16, 8, 8)},
+         "block_mask: of 8 queries and 8 keys; accepted is one of 16 queries and 16 keys, as the longest whole sequences of part have"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError)) as refused:
+            strobe.attention(x.q, x.k, x.v, part=strobe.Part(**(given | wrong)), **options)
+        assert message in str(refused.value)
+    with pytest.raises(TypeError, match="^part: tuple; accepted is a strobe.Part"):
+        strobe.attention(x.q, x.k, x.v, part=((0, 8),))
+    out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True)
+    whole, partial = strobe.Part(**given), strobe.Part(**given, partial=True)
+    pair, delta = torch.stack([lse, torch.zeros_like(lse)]), torch.zeros_like(lse)
+    for arguments, options, message in (
+        ((out, lse), {"part": whole, "delta": delta}, "delta: given without a partial part"),
+        ((out, pair), {"part": partial, "delta": delta}, "out: given with a partial part"),
+        ((None, lse), {"part": partial, "delta": delta}, "lse: shape"),
+        ((None, pair), {"part": partial}, "delta: "),
+        ((out, lse), {"accumulate": True}, "accumulate: True without dq, dk or dv"),
+        ((out, lse), {"dq": torch.zeros_like(x.q)}, "dq: given without accumulate"),
+        ((out, lse), {"dq": torch.zeros_like(x.q).double(), "accumulate": True}, "dq: dtype float64; accepted is float32"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as refused:
+            strobe.attention_backward(x.dout, x.q, x.k, x.v, *arguments, **options)
+        assert message.removesuffix("shape") in str(refused.value)
