@@ -127,6 +127,9 @@ _NAMED: dict[tuple[str, ...], Callable[..., Any]] = {
     for aux in permutations(AUX, count)
     for lse in ((), ("lse",))
 }
+for _tuple in _NAMED.values():  # where pickle finds them
+    _tuple.__qualname__ = "_".join(("Attention", *_tuple._fields))  # type: ignore[attr-defined]
+    globals()[_tuple.__qualname__] = _tuple
 
 
 def returned(found: tuple[Array, ...], return_lse: bool, aux: tuple[str, ...]) -> Any:

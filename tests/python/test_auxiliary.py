@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -187,3 +188,20 @@ def test_explain_says_what_they_cost():
     assert "with                 column_sums\n" in text
     assert "column_sums: another pass over the scores after the forward, " in text
     assert "% of the predicted time" in text
+
+
+@pytest.mark.parametrize("engine", available_engines())
+@pytest.mark.parametrize("first", [1, 16, 48, 97])
+def test_no_key_is_left_out_wherever_the_first_one_lies(engine, first):
+    """Tiles of queries see keys from anywhere on: by a window, and where a mask hides the first ones."""
+    q, k, v = (torch.randn(1, 2, 200, 16, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in range(3))
+    mask = (torch.arange(200) >= first).to(DEVICE)[None, None, None]
+    for options in ({"window": (first, 0)}, {"mask": mask}):
+        sums = attention(q, k, v, aux=("column_sums",), engine=engine, **options).column_sums
+        assert torch.allclose(sums.sum(2).cpu(), torch.full((1, 2), 200.0), rtol=1e-5)
+
+
+def test_a_named_tuple_is_pickled():
+    q = torch.randn(1, 1, 8, 16)
+    found = strobe.attention(q, q, q, aux=("max_logit",))
+    assert torch.equal(pickle.loads(pickle.dumps(found)).max_logit, found.max_logit)
