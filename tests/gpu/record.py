@@ -30,7 +30,17 @@ CONTRACT = (
     *("test_compat_flash_passes.py", "test_compat_sdpa.py", "test_bounds.py", "test_many_keys.py", "test_seqused.py"),
     *("test_auxiliary.py", "test_invariant.py"),
 )
-HELPERS = ("cases.py", "check.py", "conftest.py", "device.py", "flash_formulas.py", "invariant_mixes.py", "plain.py", "random_*.py")
+HELPERS = (
+    "cases.py",
+    "check.py",
+    "conftest.py",
+    "cuts.py",
+    "device.py",
+    "flash_formulas.py",
+    "invariant_mixes.py",
+    "plain.py",
+    "random_*.py",
+)
 LEAST_OPTION_SETS = 3000  # of random calls
 # What decides what runs on a GPU, and what its results are compared with. Each tracked file of these folders is one of SOURCES or EXCLUDED.
 ROOTS = ("include", "kernels", "python", "src", "tests/gpu", "tests/python", "tests/reference")

@@ -101,7 +101,7 @@ def statistics(q: Tensor, k: Tensor, score: Score, order: tuple[Tensor, Tensor] 
     """The largest score of each head (B,H), and the sums of P's columns (B,H,Sk), of q's dtype. order: as of attention()."""
     (b, h, sq), sk = q.shape[:3], k.shape[2]
     p, s = attention(q, k, torch.eye(sk, dtype=q.dtype).expand(b, k.shape[1], sk, sk), replace(score, keep=None), False, order, True)
-    largest = s.reshape(b, h, -1).amax(2) if sq * sk else q.new_full((b, h), -torch.inf)
+    largest = s.flatten(2).amax(2) if sq * sk else q.new_full((b, h), -torch.inf)
     return largest, p.sum(2)
 
 

@@ -42,10 +42,10 @@ def cases(draw):
         case["storage"] = "sliced"
     if case["bias"] is None or case["bias kind"] is None:
         case["bias"] = case["bias kind"] = None
-    if case["part"]:
-        case["used"] = None
     if ON_GPU:
         case["part"] = None
+    if case["part"]:
+        case |= {"used": None, "aux": (), "flag": None if case["flag"] == "invariant" else case["flag"]}
     if case["score"] != "dot":
         case["softcap"] = FACTORS["softcap"][0]  # none: it is a score of its own
     if case["bias kind"] == "float32" and case["dtype"] == "float64":
