@@ -45,9 +45,12 @@ template <Config C> struct TileSoftmax {
   // Scores and M are natural logarithms where a tile with a bias is computed again: as low as numbers go, and -inf whatever else there is.
   __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kFast; }
 
+  // What is not finite in V is cleared in all tiles, not only in those that hide something by position: mask and bias hide anywhere, and an
+  // invariant row's bits do not depend on who else is in its tile.
+  static constexpr bool kClearsEachTile = F.mask || F.bias || C.invariant;
   // Q K^T of tile t, in S -> P, in S. value: where its V lies.
   __device__ __forceinline__ void exponentiate(const Tile &t, const Stage<C> &value) {
-    if constexpr (F.mask || F.bias) {
+    if constexpr (kClearsEachTile) {
       if (item.kind() != kFast) clear_nonfinite_v(group, value);
     }
     score_and_hide(t, value);
@@ -107,11 +110,8 @@ private:
       if (!scored) line.begin(S, row, t.begin, t.end);
     }
     if constexpr (Softcap::kApplies) softcap.begin(S);
-    if constexpr (C.invariant) { // in each tile, or a row's bits would depend on who else is in its tile
-      if (item.kind() != kFast) clear_nonfinite_v(group, value);
-    }
     if (t.masked) {
-      if constexpr (!F.mask && !F.bias && !C.invariant) {
+      if constexpr (!kClearsEachTile) {
         if (item.kind() != kFast) clear_nonfinite_v(group, value);
       }
       if (scored)
