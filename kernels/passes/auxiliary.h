@@ -14,6 +14,17 @@ namespace strobe::passes {
 // The larger; a NaN is larger than all numbers.
 template <class T> __device__ __forceinline__ T larger(T a, T b) { return b > a || b != b ? b : a; }
 
+// Of what all threads have; `shared` has room for a number of each.
+template <int kThreads, class T> __device__ __forceinline__ T largest_of_block(T *shared, T mine) {
+  shared[threadIdx.x] = mine;
+  __syncthreads();
+  for (int n = kThreads / 2; n; n /= 2) {
+    if ((int)threadIdx.x < n) shared[threadIdx.x] = larger(shared[threadIdx.x], shared[threadIdx.x + n]);
+    __syncthreads();
+  }
+  return shared[0];
+}
+
 // Raw q.k of a tile by FMA: this thread has the keys key(m), m < kKeys, and the queries query(n), n < kQueries.
 template <AuxiliaryConfig C> struct FmaTile {
   using E = typename Element<C.dtype>::type;
@@ -207,13 +218,8 @@ private:
     }
   }
   static __device__ __forceinline__ void store_largest(const Arguments &a, T *largest, T most) {
-    largest[threadIdx.x] = most;
-    __syncthreads();
-    for (int n = kThreads / 2; n; n /= 2) {
-      if ((int)threadIdx.x < n) largest[threadIdx.x] = larger(largest[threadIdx.x], largest[threadIdx.x + n]);
-      __syncthreads();
-    }
-    if (threadIdx.x == 0) ((T *)a.largest)[blockIdx.x] = F.additive() ? largest[0] : largest[0] * T(a.in.scale);
+    most = largest_of_block<kThreads>(largest, most);
+    if (threadIdx.x == 0) ((T *)a.largest)[blockIdx.x] = F.additive() ? most : most * T(a.in.scale);
   }
   // Tokens between the keys of this sequence and those of the next belong to none; without any sequence all do.
   static __device__ __forceinline__ void clear_behind(const Arguments &a, i32 b, i32 h, i32 number, i32 tiles) {
@@ -240,13 +246,8 @@ template <LargestConfig C> struct LargestScore {
     const T *const of_tiles = (const T *)a.largest + (i64)blockIdx.x * a.tiles;
     T most = minus_infinity<T>();
     for (i32 n = (i32)threadIdx.x; n < a.tiles; n += kThreads) most = larger(most, of_tiles[n]);
-    largest[threadIdx.x] = most;
-    __syncthreads();
-    for (int n = kThreads / 2; n; n /= 2) {
-      if ((int)threadIdx.x < n) largest[threadIdx.x] = larger(largest[threadIdx.x], largest[threadIdx.x + n]);
-      __syncthreads();
-    }
-    if (threadIdx.x == 0) *a.max_logit.template at<T>((i32)blockIdx.x / a.in.heads, (i32)blockIdx.x % a.in.heads, 0, 0) = largest[0];
+    most = largest_of_block<kThreads>(largest, most);
+    if (threadIdx.x == 0) *a.max_logit.template at<T>((i32)blockIdx.x / a.in.heads, (i32)blockIdx.x % a.in.heads, 0, 0) = most;
   }
 };
 
