@@ -1,5 +1,11 @@
-"""Attention over the ranks of a torch.distributed process group. So far: which rank has which tokens."""
+"""One attention over the ranks of a torch.distributed process group, with every option of strobe.attention().
 
+>>> layout = strobe.distributed.Layout.zigzag(seqlen, world_size)
+>>> q, k, v = (layout.shard(x, 2) for x in (q, k, v))  # each rank's tokens of (B, H, S, D)
+>>> out = strobe.distributed.attention(q, k, v, layout=layout, causal=True)
+"""
+
+from ._attention import attention
 from ._layout import Layout
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "attention"]
