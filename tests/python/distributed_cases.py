@@ -18,11 +18,11 @@ from check import Results
 from strobe.distributed import Layout
 
 FACTORS: dict[str, list[Any]] = {
-    "how": [(w, method) for w in (2, 3, 4, 1) for method in ("gather", "heads", "ring", None)],
+    "how": [*((w, method) for w in (2, 3, 4, 1) for method in ("gather", "heads", "ring")), (2, None)],
     "layout": ["zigzag", "contiguous", "balanced", "blocks", "a rank has none", "one rank has all"],
     "dtype": ["float32", "float64", "float16", "bfloat16"],
     "dims": [(64, 64), (16, 24), (7, 5), (33, 65)],
-    "lengths": [(64, 64), (1, 1), (3, 3), (31, 31), (127, 127), (257, 257), (17, 129), (129, 64), (2, 40)],
+    "lengths": [(64, 64), (1, 1), (3, 3), (31, 31), (257, 257), (17, 129), (129, 64), (2, 40)],
     "batch": [2, 1],
     "heads": [(4, 4), (12, 12), (6, 1), (8, 4), (6, 3), (4, 2)],
     "varlen": [None, "lengths", "zero lengths"],

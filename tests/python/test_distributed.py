@@ -7,17 +7,9 @@ import pytest
 from check import Yardstick
 from device import ON_GPU
 from distributed_cases import build, every_pair, joined, run_on_rank
-from distributed_workers import Workers
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="on GPUs: tests/gpu/distributed_on_gpus.py")
 CASES = every_pair()
-
-
-@pytest.fixture(scope="module")
-def workers():
-    made = Workers()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

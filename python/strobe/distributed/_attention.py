@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .._blockmask import BlockMask
 from .._checks import Wrong, check_names, flag, is_choice, number, refusal
 from .._kinds import kind, shown
 from .._options import ELSEWHERE, ROWS, parameters
@@ -19,11 +20,12 @@ from ..arrays.known import unfit
 from ..arrays.torch import TORCH
 from . import _operators
 from ._agree import Said, agree
-from ._call import Facts
-from ._group import group_of, takes
+from ._call import Facts, facts_of
+from ._group import group_of
 from ._layout import Layout, host_integers
-from ._methods import METHODS, choose, reason_against
+from ._methods import METHODS, choose
 from ._ranges import count
+from ._seen import Band
 
 WORLD = "world"
 _AXES = ("bhsd", "bshd")
@@ -38,7 +40,6 @@ class Prepared(NamedTuple):
     """A call that is ready for the operator."""
 
     p: Request
-    of: Facts
     layouts: tuple[Layout, Layout]
     method: str
     draw: bool
@@ -171,8 +172,6 @@ def prepare(
             wrong.append(refused)
     if wrong or layouts is None:
         raise refusal(wrong)
-    if not takes(group, q.device):
-        raise ValueError(f"q: on {q.device}; accepted is a device of the group's backend, {group.name()}")
     return _parsed(q, k, v, layouts, method, axes, rank, options, of_world)
 
 
@@ -193,15 +192,16 @@ def _parsed(
     if len(lists) == 1:
         (missing,) = set(names) - lists.keys()
         raise ValueError(f"{missing}: missing beside {next(iter(lists))}; accepted are both, or none")
-    cu = [_cu_seqlens(name, x, layout.seqlen) for (name, x), layout in zip(lists.items(), layouts, strict=False)]
-    if lists and len(cu[0]) != len(cu[1]):
+    compiling = torch.compiler.is_compiling()  # numbers in tensors are then not known
+    cu = [] if compiling else [_cu_seqlens(name, x, layout.seqlen) for (name, x), layout in zip(lists.items(), layouts, strict=False)]
+    if cu and len(cu[0]) != len(cu[1]):
         raise ValueError(f"cu_seqlens_k: {len(cu[1])} numbers; accepted are {len(cu[0])}, as cu_seqlens_q has")
     draw = bool(options.get("dropout")) and all(options.get(name) is None for name in ("seed", "rng"))
     given = options | {name: TORCH.beside(q, x) if isinstance(x, Tensor) else x for name, x in lists.items()} | {"layout": axes}
     if draw and options.get("offset") is None:
         given["seed"] = 0  # none is drawn
-    if options.get("block_mask") is not None:
-        given["part"] = _whole_part(layouts, cu)  # whose lengths the mask has
+    if isinstance(mask := options.get("block_mask"), BlockMask):
+        given["part"] = _whole_part(layouts, cu) if cu or not lists else Part([], [], mask.seqlen_q, mask.seqlen_k)  # whose lengths it has
     _, p = parse("attention", q, k, v, given, wrong)
     if wrong:
         raise refusal(wrong)
@@ -220,17 +220,32 @@ def _parsed(
         raise ValueError(f"k: {heads_kv} heads; accepted is a divisor of q's {heads}")
     if (slopes := p.arrays.get("alibi_slopes")) is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes: requires grad, and attention has no gradient of it; accepted is alibi_slopes.detach()")
-    plan = _operators.plan_of(p, *layouts)
-    of = Facts(p, plan, heads, heads_kv)
-    if of_world:
-        method = "heads"
-        if (against := reason_against(method, of)) is not None:
-            raise ValueError(f"deterministic: 'world', which needs method 'heads', and {against}")
-    if method is None:
-        method = choose(of)
-    elif (against := reason_against(method, of)) is not None:
+    if compiling:
+        band = tuple(_operators.band_of(p.options))
+        numbers = [tuple(_operators.encoded(layout)) for layout in layouts]
+        facts = tuple(facts_of(p, _operators.plan_of_layouts(*layouts, bool(lists)))[1:])
+        chosen, against = _chosen(numbers[0], numbers[1], bool(lists), band, facts, method, of_world)
+    else:
+        chosen, against = choose(facts_of(p, _operators.plan_of(p, *layouts)), method, of_world)
+    if against is not None:
         raise ValueError(against)
-    return Prepared(p, of, layouts, method, draw)
+    return Prepared(p, layouts, chosen, draw)
+
+
+@torch.compiler.assume_constant_result
+def _chosen(
+    layout_q: tuple[int, ...],
+    layout_k: tuple[int, ...],
+    packed: bool,
+    band: tuple[Any, ...],
+    facts: tuple[Any, ...],
+    method: str | None,
+    of_world: bool,
+) -> tuple[str, str | None]:
+    """choose() of what a compiler knows: packed sequences as one, and without a block mask."""
+    layouts = _operators.decoded(layout_q), _operators.decoded(layout_k)
+    plan = _operators.plan_of_layouts(*layouts, packed)._replace(band=Band(*band))
+    return choose(Facts(plan, *facts), method, of_world)
 
 
 def _whole_part(layouts: tuple[Layout, Layout], cu: list[tuple[int, ...]]) -> Part:

@@ -47,12 +47,27 @@ class Plan(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What decides which methods take a call; the same on all ranks."""
+    """What decides which methods take a call, and how fast they are; the same on all ranks."""
 
-    p: Request
     plan: Plan
+    batch: int
     heads: int
     heads_kv: int
+    columns: tuple[int, int]  # D, Dv
+    itemsize: int
+    device: str
+    given: tuple[str, ...]  # options of which methods differ
+
+
+def facts_of(p: Request, plan: Plan) -> Facts:
+    q, k, v = (p.arrays[name] for name in "qkv")
+    axis = 1 if plan.packed or "bshd" not in p.options else 2
+    given: list[str] = [name for name in ("mask", "bias", "seqused_k") if name in p.arrays]
+    given += [name for name in ("invariant", "dropout") if p.options.get(name)]
+    if BLOCKS[0] in p.arrays and p.arrays[BLOCKS[0]].shape[1] > 1:
+        given.append("block_mask of several heads")
+    batch = 1 if plan.packed else q.shape[0]
+    return Facts(plan, batch, q.shape[axis], k.shape[axis], (q.shape[-1], v.shape[-1]), q.element_size(), q.device.type, tuple(given))
 
 
 @lru_cache(maxsize=1024)
@@ -207,6 +222,21 @@ def forward_into(p: Request, out: Tensor, lse: Tensor) -> None:
             to.copy_(x)
         return
     _run.call(TORCH, p, {}, {"out": out, "lse": lse}).run(lib.strobe_forward)
+
+
+def in_own_words(call: Call, refused: Exception) -> Exception:
+    """What is wrong with the rank's own tensors, in their shapes, if that is why a call on others was refused."""
+    if not isinstance(refused, ValueError):
+        return refused
+    own = call.plan.q[call.rank], call.plan.k[call.rank]
+    arrays = {name: x for name, x in call.p.arrays.items() if name != "seqused_k"}
+    if call.plan.packed:
+        for name, ranges, cu in (("cu_seqlens_q", own[0], call.plan.cu_q), ("cu_seqlens_k", own[1], call.plan.cu_k)):
+            arrays[name] = call.here(cu_seqlens_of(ranges, cu))
+    options = {name: x for name, x in call.p.options.items() if name != "invariant"}
+    options["part"] = part_numbers(call.plan, *own, 0, call.heads, False)
+    reasons = _run.reasons_against(TORCH, Request(arrays, options), {}, False)
+    return ValueError("\n".join(reasons)) if reasons else refused
 
 
 def backward_into(p: Request, known: Results, made: Results) -> Results:

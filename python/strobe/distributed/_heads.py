@@ -126,7 +126,7 @@ class Whole:
 
 
 def needs_part(p: Request) -> bool:
-    """Whether the library has to know which heads they are."""
+    """Whether the library has to know which heads they are: as _methods.py judges it."""
     return bool(p.options.get("dropout")) or (BLOCKS[0] in p.arrays and p.arrays[BLOCKS[0]].shape[1] > 1)
 
 

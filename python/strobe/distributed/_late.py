@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-_GRACE = 5.0  # seconds for those that came to say so, beyond the longest time limit
+_GRACE = 2.0  # seconds for those that came to say so, beyond the time limit
 
 
 class Waits:

@@ -19,12 +19,12 @@ from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS
 from .._request import Request
 from ..arrays.torch import TORCH
 from ._agree import Said, agree
-from ._call import Call, Pass, Plan, Results, check
-from ._group import of_name, on_host
+from ._call import Call, Pass, Plan, Results, check, facts_of, in_own_words
+from ._group import of_name, on_host, takes
 from ._heads import has_rows
 from ._late import Waits
 from ._layout import Layout, host_integers
-from ._methods import METHODS
+from ._methods import METHODS, reason_against
 from ._seen import Band, Blocks, blocks_of
 
 PassT = TypeVar("PassT", bound=Pass)
@@ -68,6 +68,11 @@ def plan_of(p: Request, layout_q: Layout, layout_k: Layout) -> Plan:
     packed = _CU[0] in p.arrays
     cu_q, cu_k = (host_integers(name, p.arrays[name]) for name in _CU) if packed else ((0, layout_q.seqlen), (0, layout_k.seqlen))
     return Plan(layout_q.ranges, layout_k.ranges, cu_q, cu_k, packed, band_of(p.options), _blocks(p))
+
+
+def plan_of_layouts(layout_q: Layout, layout_k: Layout, packed: bool) -> Plan:
+    """Of one sequence, whose queries see all keys."""
+    return Plan(layout_q.ranges, layout_k.ranges, (0, layout_q.seqlen), (0, layout_k.seqlen), packed, Band(), None)
 
 
 def band_of(options: dict[str, Any]) -> Band:
@@ -144,12 +149,17 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT]) -> 
     call: Call | None = None
     failure: Exception | None = None
     held: list[Tensor] = []
+    q = p.arrays["q"]
     try:
         call = Call(p, plan_of(p, own.layout_q, own.layout_k), own.rank, Waits(own.group, own.seconds), own.needs)
+        if not takes(own.group, q.device):
+            raise ValueError(f"q: on {q.device}; accepted is a device of the group's backend, {own.group.name()}")
+        if (against := reason_against(own.method, facts_of(p, call.plan))) is not None:
+            raise ValueError(against)
         made = build(call)
         held = check(made.example(), own.needs)
     except _FAILURES as refused:
-        failure = refused
+        failure = refused if call is None else in_own_words(call, refused)
     rng = p.arrays["rng"].tolist() if own.draw else (0, 0)
     if own.world > 1 and own.agree:
         rng = agree(own.group, Said({} if call is None else _signature(call, own, of), failure, rng), own.seconds)
@@ -218,8 +228,7 @@ def _fake_saved(p: Request, own: _Own, lse: Tensor) -> list[Tensor]:
         return [lse.new_empty((2, *lse.shape))]
     if own.method == "gather":
         return []
-    packed = _CU[0] in p.arrays
-    plan = Plan(own.layout_q.ranges, own.layout_k.ranges, (0, own.layout_q.seqlen), (0, own.layout_k.seqlen), packed, Band(), None)
+    plan = plan_of_layouts(own.layout_q, own.layout_k, _CU[0] in p.arrays)
     call = Call(p, plan, own.rank, Waits(own.group, None), own.needs)
     whole = []
     for x, layout in ((call.q, own.layout_q), (call.k, own.layout_k), (call.v, own.layout_k)):

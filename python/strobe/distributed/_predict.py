@@ -62,11 +62,8 @@ class Moved(NamedTuple):
 
 def moved(method: str, of: Facts) -> Moved:
     """Without what a rank sends to itself."""
-    q, v = of.p.arrays["q"], of.p.arrays["v"]
-    plan, world = of.plan, of.plan.world
-    batch = 1 if plan.packed else q.shape[0]
-    size, wide = q.element_size(), 8 if q.element_size() == 8 else 4
-    d, dv = q.shape[-1], v.shape[-1]
+    plan, world, batch, (d, dv) = of.plan, of.plan.world, of.batch, of.columns
+    size, wide = of.itemsize, max(of.itemsize, 4)
     tokens_q, tokens_k = [count(x) for x in plan.q], [count(x) for x in plan.k]
     key = batch * of.heads_kv * (d + dv)
     if method == "gather":
@@ -99,13 +96,11 @@ class Seconds(NamedTuple):
 
 
 def predicted(method: str, of: Facts, backward: bool = False) -> Seconds:
-    q, v = of.p.arrays["q"], of.p.arrays["v"]
     plan, world = of.plan, of.plan.world
-    rates = RATES.get(q.device.type, RATES["cpu"])
-    batch = 1 if plan.packed else q.shape[0]
+    rates = RATES.get(of.device, RATES["cpu"])
     shares = [pairs(plan, r) for r in range(world)]
     busiest = sum(shares) / world if method == "heads" else max(shares)
-    products = busiest * batch * of.heads * (q.shape[-1] + v.shape[-1]) * (2.5 if backward else 1)
+    products = busiest * of.batch * of.heads * sum(of.columns) * (2.5 if backward else 1)
     compute = products / rates.products
     bytes_, start = moved(method, of), rates.start if world > 1 else 0.0
     transfer = (bytes_.backward if backward else bytes_.forward) / rates.link + start * bytes_.calls * (2 if backward else 1)

@@ -1,0 +1,209 @@
+"""What ranks do in the tests of strobe.distributed beside the contract's cases: calls that fail, seeds, bits, modes of PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import strobe
+from strobe.arrays import torch as torch_arrays
+from strobe.arrays.memory import OutOfMemoryError
+from strobe.distributed import Layout, _call, _exchange
+
+S, H, HKV, D = 37, 4, 4, 16
+
+
+def whole(dtype: torch.dtype = torch.float32, seqlen: int = S, hkv: int = HKV, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and dout, the same on all ranks."""
+    g = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, h, seqlen, D, generator=g).to(dtype) for h in (H, hkv, hkv, H))  # type: ignore[return-value]
+
+
+def shards(layout: Layout, rank: int, **how: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return tuple(layout.shard(x, 2, rank).detach().requires_grad_(n < 3) for n, x in enumerate(whole(**how)))  # type: ignore[return-value]
+
+
+def said(call: Callable[[], Any]) -> tuple[str, str]:
+    """The exception that the call raises."""
+    try:
+        call()
+    except Exception as failure:
+        return type(failure).__name__, str(failure)
+    return "", "nothing was raised"
+
+
+# On one rank, something is wrong. Each changes the arguments of the call.
+WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
+    "rows": lambda a: a.update(q=a["q"][:, :, 1:]),
+    "rows of k": lambda a: a.update(k=a["k"][:, :, 1:]),
+    "a NumPy array": lambda a: a.update(v=np.zeros((2, 4, 9, 16), np.float32)),
+    "another dtype": lambda a: a.update(k=a["k"].double()),
+    "another head dimension": lambda a: a.update(k=a["k"][..., 1:]),
+    "a value": lambda a: a.update(softcap=-1.0),
+    "a kind": lambda a: a.update(causal="yes"),
+    "a name": lambda a: a.update(is_causal=True),
+    "a mask": lambda a: a.update(mask=torch.ones(3, 3, dtype=torch.bool)),
+    "a bias": lambda a: a.update(bias=torch.zeros(1, 1, 1, S + 1)),
+    "a part": lambda a: a.update(part=strobe.Part([(0, 1)], [(0, 1)], 1, 1)),
+    "an engine": lambda a: a.update(engine="no such engine"),
+    "a layout": lambda a: a.update(layout="bshd"),
+    "a layout of other ranks": lambda a: a.update(layout=Layout.zigzag(S, 7)),
+    "axes": lambda a: a.update(axes="hbsd"),
+    "a method": lambda a: a.update(method="shuttle"),
+    "cu_seqlens": lambda a: a.update(cu_seqlens_q=torch.tensor([0, 5], dtype=torch.int32)),
+    "aux": lambda a: a.update(aux=("max_logit",)),
+    "deterministic": lambda a: a.update(deterministic="always"),
+    "time_limit": lambda a: a.update(time_limit=-1.0),
+}
+# On one rank, something is other than on the first one.
+OTHERS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "window_left": lambda a: a.update(window=(3, None)),
+    "scale": lambda a: a.update(scale=0.5),
+    "method": lambda a: a.update(method="ring"),
+    "layout": lambda a: a.update(layout=Layout.contiguous(S, a["layout"].world_size), **a["others"]),
+    "tensors that require grad": lambda a: a.update(q=a["q"].detach()),
+    "sinks": lambda a: a.update(sinks=torch.zeros(H)),
+    "seed": lambda a: a.update(dropout=0.1, seed=2),
+    "q": lambda a: a.update({name: a[name].double() for name in "qkv"}),
+}
+
+
+def fails_on(group: dist.ProcessGroup, rank: int, change: str, of: str) -> tuple[str, str]:
+    """What this rank is told where one rank's call is changed so. Afterwards a right call goes through."""
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, _ = shards(layout, group.rank())
+    contiguous = Layout.contiguous(S, group.size())
+    others = dict(zip("qkv", shards(contiguous, group.rank()), strict=False))
+    arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "layout": layout, "group": group, "method": "gather", "others": others}
+    if change == "seed":
+        arguments |= {"dropout": 0.1, "seed": 1}
+    if group.rank() == rank:
+        (WRONG if of == "wrong" else OTHERS)[change](arguments)
+    del arguments["others"]
+    found = said(lambda: strobe.distributed.attention(**arguments))
+    strobe.distributed.attention(q, k, v, layout=layout, group=group)
+    return found
+
+
+@contextlib.contextmanager
+def no_memory(after: int) -> Iterator[None]:
+    """For whoever allocates more than so often."""
+    modules, real, left = (_call, _exchange, torch_arrays), _call.allocated, after
+
+    def allocated(*arguments: Any) -> Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OutOfMemoryError("can't allocate memory: 1 TB")
+        return real(*arguments)
+
+    for module in modules:
+        module.allocated = allocated
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.allocated = real
+
+
+def runs_out_of_memory(group: dist.ProcessGroup, rank: int, method: str, in_backward: bool) -> tuple[str, str]:
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+
+    def call() -> None:
+        poor = no_memory(0) if group.rank() == rank else contextlib.nullcontext()
+        with contextlib.nullcontext() if in_backward else poor:
+            out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method)
+        with poor if in_backward else contextlib.nullcontext():
+            out.backward(dout)
+
+    return said(call)
+
+
+def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) -> tuple[str, str, float]:
+    """In a group of its own, for nobody can use it afterwards."""
+    own = dist.new_group(list(range(group.size())))
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+    given: dict[str, Any] = {"layout": layout, "group": own, "method": "gather", "agree": agree, "time_limit": 1.0}
+    began = time.monotonic()
+    if how == "backward":
+        out = strobe.distributed.attention(q, k, v, **given)
+        found = ("", "absent") if group.rank() == absent else said(lambda: out.backward(dout))
+    elif group.rank() == absent:
+        found = ("", "absent") if how == "absent" else said(lambda: strobe.distributed.attention(q, k, v, softcap=-1.0, **given))
+    else:
+        found = said(lambda: strobe.distributed.attention(q, k, v, **given))
+    seconds = time.monotonic() - began
+    dist.barrier()
+    return *found, seconds
+
+
+def drawn(group: dist.ProcessGroup, method: str, agree: bool) -> dict[str, Tensor]:
+    """Dropout without a seed, where every rank's generator is another one: this rank's results, and what the first one drew."""
+    torch.manual_seed(100 + group.rank())
+    expected = torch.randint(2**63 - 1, (2,), dtype=torch.int64)
+    torch.manual_seed(100 + group.rank())
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+    out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, agree=agree, dropout=0.3, causal=True)
+    out.backward(dout)
+    return {"rng": expected, "out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def bits(group: dist.ProcessGroup, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
+    layout = getattr(Layout, kind)(S, group.size())
+    q, k, v, dout = shards(layout, group.rank(), dtype=dtype)
+    out, lse = strobe.distributed.attention(q, k, v, layout=layout, group=group, deterministic="world", return_lse=True, **options)
+    torch.autograd.backward([out, lse], [dout, torch.ones_like(lse)])
+    return {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def as_users_call_it(group: dist.ProcessGroup, way: str, method: str) -> dict[str, Tensor]:
+    """The same call through other doors; `group` has all ranks."""
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+    how: dict[str, Any] = {"layout": layout, "method": method, "causal": True}
+    if way == "mesh":
+        how["mesh"] = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
+
+    def call(*tensors: Tensor) -> Tensor:
+        return strobe.distributed.attention(*tensors, **how)
+
+    if way == "checkpoint":
+        out = checkpoint(call, q, k, v, use_reentrant=False)
+    elif way == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = call(q, k, v).float()
+    elif way == "bshd":
+        how["axes"] = "bshd"
+        out = call(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    elif way == "compile":
+        torch._dynamo.reset()
+        out = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    else:
+        out = call(q, k, v)
+    out.backward(dout)
+    return {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def twice_differentiated(group: dist.ProcessGroup) -> tuple[str, str]:
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+    out = strobe.distributed.attention(q, k, v, layout=layout, group=group)
+    (dq,) = torch.autograd.grad(out, q, dout.requires_grad_(), create_graph=True)
+    return said(lambda: torch.autograd.grad(dq.sum(), dout))
+
+
+def unsharded(group: dist.ProcessGroup) -> Tensor:
+    layout = Layout(11, (((0, 2), (9, 2)), ((2, 7),), ())[: group.size()]) if group.size() == 3 else Layout.zigzag(11, group.size())
+    x = torch.arange(33.0).reshape(3, 11)
+    return layout.unshard(layout.shard(x, 1, group=group), -1, group=group)
