@@ -65,7 +65,7 @@ def valid(case: dict[str, Any]) -> bool:
 
 def every_pair() -> list[dict[str, Any]]:
     """Cases that hold every pair of values at least once. Where a rank would have one query beside a mask or bias, which method "heads"
-    refuses, another method takes the case, and it comes once more with other lengths."""
+    refuses, another method takes the case, and it comes once more with other lengths, and once without mask and bias."""
     found = []
     for case in cases.combinations(2, FACTORS, valid):
         (world, method), inputs = case["how"], build(case)
@@ -73,8 +73,8 @@ def every_pair() -> list[dict[str, Any]]:
         if method == "heads" and world > 1 and scores and 1 in _most_rows(inputs, layouts(case, inputs)[0]):
             plain = case | {"lengths": (64, 64), "layout": "contiguous"}
             assert 1 not in _most_rows(build(plain), layouts(plain, build(plain))[0])
-            found.append(plain)
-            case = case | {"how": (world, "ring")} if not (case["used"] or case["flag"] == "invariant") else plain
+            found += [plain, case | {"mask": None, "bias": None, "bias kind": None}]
+            case = case | {"how": (1, "heads") if case["used"] or case["flag"] == "invariant" else (world, "ring")}
         found.append(case)
     return found
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+import cases
 from check import Yardstick
 from device import ON_GPU
-from distributed_cases import build, every_pair, joined, run_on_rank
+from distributed_cases import FACTORS, build, every_pair, joined, run_on_rank, valid
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="on GPUs: tests/gpu/distributed_on_gpus.py")
 CASES = every_pair()
+
+
+def test_every_pair_is_among_the_cases():
+    for names, possible in cases.tuples(2, FACTORS, valid).items():
+        held = {tuple(FACTORS[name].index(case[name]) for name in names) for case in CASES}
+        assert possible <= held, names
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
