@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import strobe
+from strobe._request import Request
 from strobe.arrays import torch as torch_arrays
 from strobe.arrays.memory import OutOfMemoryError
-from strobe.distributed import Layout, _call, _exchange
+from strobe.distributed import Layout, _call, _exchange, _gather, _operators, _predict, _ring
 
 S, H, HKV, D = 37, 4, 4, 16
 
@@ -207,3 +208,80 @@ def unsharded(group: dist.ProcessGroup) -> Tensor:
     layout = Layout(11, (((0, 2), (9, 2)), ((2, 7),), ())[: group.size()]) if group.size() == 3 else Layout.zigzag(11, group.size())
     x = torch.arange(33.0).reshape(3, 11)
     return layout.unshard(layout.shard(x, 1, group=group), -1, group=group)
+
+
+def in_a_context(group: dist.ProcessGroup, door: str) -> dict[str, Any]:
+    """PyTorch's way: buffers are sharded within, and attention sees whole sequences."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
+    q, k, v, dout = whole()
+    kept = torch.arange(S)
+    before = torch.nn.functional.scaled_dot_product_attention
+    with strobe.distributed.context_parallel(
+        mesh, buffers=[q, k, v, dout, kept], buffer_seq_dims=[2, 2, -2, 2, 0], no_restore_buffers={kept}
+    ) as layout:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        if door == "sdpa":
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        else:
+            out = strobe.distributed.attention(*leaves, causal=True)
+        out.backward(dout)
+        whole_out = layout.unshard(out.detach(), 2)
+    assert torch.nn.functional.scaled_dot_product_attention is before
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v, dout), whole(), strict=True))
+    assert torch.equal(kept, layout.positions())
+    return {"out": out.detach(), "whole": whole_out} | {f"d{name}": x.grad for name, x in zip("qkv", leaves, strict=True)}
+
+
+def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
+    x, y = torch.zeros(2, 8), torch.zeros(2, 9)
+    found = []
+    for given in (
+        {},
+        {"buffers": [x]},
+        {"buffers": [x], "buffer_seq_dims": [2]},
+        {"buffers": [x, y], "buffer_seq_dims": [1, 1]},
+        {"buffers": [x.clone().requires_grad_()], "buffer_seq_dims": [1]},
+        {"buffers": [x], "buffer_seq_dims": [1], "no_restore_buffers": {y}},
+        {"layout": Layout.zigzag(8, 7)},
+        {"buffers": [x], "buffer_seq_dims": [1], "layout": Layout.zigzag(9, group.size())},
+    ):
+
+        def enter(given: dict[str, Any] = given) -> None:
+            with strobe.distributed.context_parallel(mesh, **given):
+                pass
+
+        found.append(said(enter))
+    return found
+
+
+def explained(group: dist.ProcessGroup, method: str | None, hkv: int, backward: bool, options: dict[str, Any]) -> str:
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, _ = shards(layout, group.rank(), hkv=hkv)
+    return strobe.distributed.explain(q, k, v, layout=layout, group=group, method=method, backward=backward, **options)
+
+
+def bytes_received(group: dist.ProcessGroup, method: str, kind: str, options: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """By this rank from others, forward and backward: what was moved, and what explain() has from its model."""
+    layout = getattr(Layout, kind)(S, group.size())
+    q, k, v, dout = shards(layout, group.rank(), hkv=2)
+    real, found = _exchange.begin, [0]
+
+    def begin(waits: Any, what: str, sent: Tensor, to: Any, received: Tensor, of: Any) -> Any:
+        rows = sum(of) - of[group.rank()]
+        found[0] += rows * (received[0].numel() if len(received) else 0) * received.element_size()
+        return real(waits, what, sent, to, received, of)
+
+    modules = (_exchange, _gather, _ring)
+    for module in modules:
+        module.begin = begin
+    try:
+        out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, **options)
+        forward, found[0] = found[0], 0
+        out.backward(dout)
+    finally:
+        for module in modules:
+            module.begin = real
+    p = Request({"q": q, "k": k, "v": v}, {"window_right": 0} if options.get("causal") else {})
+    told = _predict.moved(method, _call.facts_of(p, _operators.plan_of(p, layout, layout)))
+    return [forward, found[0]], [told.forward, told.backward]

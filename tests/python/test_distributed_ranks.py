@@ -10,7 +10,7 @@ import torch
 import distributed_calls as calls
 import strobe
 from device import ON_GPU
-from strobe.distributed import Layout
+from strobe.distributed import Layout, _call, _predict, _seen
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="gloo on the CPU")
 METHODS = ["gather", "heads", "ring"]
@@ -142,3 +142,76 @@ def test_no_second_derivative(workers):
 def test_unshard(workers, world):
     for x in workers.run(calls.unsharded, world):
         assert torch.equal(x, torch.arange(33.0).reshape(3, 11))
+
+
+@pytest.mark.parametrize("door", ["sdpa", "attention"])
+def test_context_parallel(workers, door):
+    answers = workers.run(calls.in_a_context, 4, door)
+    q, k, v, dout = calls.whole()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = strobe.attention(q, k, v, causal=True)
+    out.backward(dout)
+    expected = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    for answer in answers:
+        torch.testing.assert_close(answer.pop("whole"), expected["out"], atol=2e-6, rtol=1e-5)
+    for name, x in joined(Layout.zigzag(calls.S, 4), answers).items():
+        torch.testing.assert_close(x, expected[name], atol=2e-6, rtol=1e-5)
+
+
+def test_what_a_context_refuses(workers):
+    words = [
+        "layout: None without buffers",
+        "buffer_seq_dims: 0 numbers; accepted are 1, one for each buffer",
+        "buffer_seq_dims: 2 at [0]; accepted is an axis of a buffer of shape (2, 8)",
+        "buffers: 9 tokens at [1]; accepted are 8, as at [0]",
+        "buffers: requires grad at [0]",
+        "no_restore_buffers: a tensor that is not among buffers",
+        "layout: of 7 ranks; accepted is one of 4",
+        "layout: of 9 tokens; accepted is one of 8, as the buffers have",
+    ]
+    for (kind, text), expected in zip(workers.run(calls.contexts_refused, 4)[0], words, strict=True):
+        assert kind == "ValueError"
+        assert text.startswith(expected)
+
+
+def test_explain(workers):
+    text = workers.run(calls.explained, 4, None, 2, False, {"causal": True})[1]
+    first, balance, *methods, _, engine = text.splitlines()[:7]
+    assert first.startswith("forward by method '")
+    assert first.endswith("on 4 ranks; rank 1 has 10 of 37 queries and 10 of 37 keys")
+    assert balance.startswith("layout: the rank with most work has 1.")
+    assert [line.split()[0] for line in methods] == ["gather", "heads", "ring"]
+    assert "refused: k: 2 key heads with method 'heads'; accepted is a multiple of 4, the number of ranks" in methods[1]
+    assert sum("<- runs" in line for line in methods) == 1
+    assert "of products beside" in methods[0]
+    assert engine
+    for method in METHODS:
+        assert f"backward by method {method!r} on 2 ranks" in workers.run(calls.explained, 2, method, 2, True, {})[0]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bytes_that_are_told_are_those_that_move(workers, method, options, kind):
+    answers = workers.run(calls.bytes_received, 2, method, kind, options)
+    for direction in range(2):
+        most = max(moved[direction] for moved, _ in answers)
+        told = answers[0][1][direction]
+        assert most <= told <= 1.35 * most + 64, (direction, most, told)
+        if kind == "contiguous" and not options:
+            assert told <= 1.15 * most
+
+
+def test_predicted_pairs_are_those_that_are_seen():
+    layout = Layout.balanced(61, 3, cu_seqlens=[0, 20, 61])
+    for causal, window, alignment in ((True, None, "top_left"), (False, (3, 5), "bottom_right"), (True, (7, None), "bottom_right")):
+        band = _seen.Band.of(causal, window, alignment)
+        plan = _call.Plan(layout.ranges, layout.ranges, (0, 20, 61), (0, 33, 61), True, band, None)
+        for rank in range(3):
+            total = 0
+            for q0, q1, k0, k1 in ((0, 20, 0, 33), (20, 61, 33, 61)):
+                mine = [i - q0 for i in layout.positions(rank).tolist() if q0 <= i < q1]
+                i, j = torch.tensor(mine)[:, None] + band.offset(q1 - q0, k1 - k0), torch.arange(k1 - k0)
+                left, right = (x if x is not None else 10**6 for x in (band.left, band.right))
+                total += int(((j >= i - left) & (j <= i + right)).sum()) if mine else 0
+            assert _predict.pairs(plan, rank) == total

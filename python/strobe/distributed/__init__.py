@@ -6,6 +6,8 @@
 """
 
 from ._attention import attention
+from ._context import context_parallel
+from ._explain import explain
 from ._layout import Layout
 
-__all__ = ["Layout", "attention"]
+__all__ = ["Layout", "attention", "context_parallel", "explain"]

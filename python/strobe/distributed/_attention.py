@@ -21,6 +21,7 @@ from ..arrays.torch import TORCH
 from . import _operators
 from ._agree import Said, agree
 from ._call import Facts, facts_of
+from ._contexts import CONTEXTS
 from ._group import group_of
 from ._layout import Layout, host_integers
 from ._methods import METHODS, choose
@@ -50,7 +51,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     layout_k: Layout | None = None,
     group: ProcessGroup | None = None,
     mesh: Any = None,
@@ -71,7 +72,8 @@ def attention(
     Args:
         q: the rank's rows, (B, H, Sq, D), (B, Sq, H, D) with axes "bshd", or (Tq, H, D) packed; as strobe.attention() takes it.
         k, v: the rank's rows of keys and values, likewise.
-        layout: which rank has which queries: a strobe.distributed.Layout of the group's size.
+        layout: which rank has which queries: a strobe.distributed.Layout of the group's size. None: that of the context_parallel() that
+            the call is in, and its group.
         layout_k: which rank has which keys. None: the same.
         group: the process group. None: the default one.
         mesh: in place of group a DeviceMesh of one dimension.
@@ -100,7 +102,7 @@ def attention(
         The errors of strobe.attention(), on all ranks alike; "[rank 1 of 4]" says whose arguments are wrong.
         RuntimeError: a rank did not come, or a transfer failed.
     """
-    group = group_of(group, mesh)
+    group, layout, method = in_context(group, mesh, layout, method)
     wants = [agree, time_limit, return_lse]
     try:
         prepared = prepare(group, q, k, v, layout, layout_k, method, axes, wants, dict(options))
@@ -125,6 +127,15 @@ def attention(
         needed=_operators.names_of(needed),
     )
     return (out, lse) if return_lse else out
+
+
+def in_context(group: ProcessGroup | None, mesh: Any, layout: Any, method: str | None) -> tuple[ProcessGroup, Any, str | None]:
+    """Of a call without a layout those of context_parallel()."""
+    if layout is None and CONTEXTS:
+        context = CONTEXTS[-1]
+        own = context.group if group is None and mesh is None else group_of(group, mesh)
+        return own, context.layout, method or context.method
+    return group_of(group, mesh), layout, method
 
 
 def raise_on_all(group: ProcessGroup, failure: Exception, time_limit: Any) -> None:
