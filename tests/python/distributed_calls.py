@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -285,3 +287,24 @@ def bytes_received(group: dist.ProcessGroup, method: str, kind: str, options: di
     p = Request({"q": q, "k": k, "v": v}, {"window_right": 0} if options.get("causal") else {})
     told = _predict.moved(method, _call.facts_of(p, _operators.plan_of(p, layout, layout)))
     return [forward, found[0]], [told.forward, told.backward]
+
+
+def trained_and_resumed(group: dist.ProcessGroup, folder: str, cache: str) -> tuple[list[float], list[float]]:
+    """The losses of four steps; and of two, a checkpoint, and two more. `group` has all ranks."""
+    from strobe_tools.train import CONFIGS, data
+    from strobe_tools.train.ranks import Ranks
+    from strobe_tools.train.trainer import Trainer
+
+    os.environ["STROBE_CACHE"] = cache
+    config = CONFIGS["smoke"].replace(device="cpu", dropout=0.3, steps=4, context_parallel=group.size())
+    corpus = data.load(None, vocab_size=config.vocab_size, most_bytes=config.text_bytes)
+    ranks = Ranks(group.size(), group.rank(), "cpu", None)
+    whole = Trainer(config, corpus, ranks)
+    whole.run()
+    first, path = Trainer(config, corpus, ranks), Path(folder) / "half.pt"
+    losses = [first.train_step(), first.train_step()]
+    if ranks.is_first:
+        first.save(path)
+    ranks.barrier()
+    second = Trainer.load(path, config, corpus, ranks)
+    return whole.history.train, [*losses, second.train_step(), second.train_step()]

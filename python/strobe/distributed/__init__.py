@@ -5,6 +5,11 @@
 >>> out = strobe.distributed.attention(q, k, v, layout=layout, causal=True)
 """
 
+import torch.distributed
+
+if not torch.distributed.is_available():
+    raise ImportError("strobe.distributed needs torch.distributed, which this build of PyTorch does not have")
+
 from ._attention import attention
 from ._context import context_parallel
 from ._explain import explain

@@ -69,8 +69,8 @@ def moved(method: str, of: Facts) -> Moved:
     if method == "gather":
         routes = [_gather.route(plan, r) for r in range(world)]
         got = [sum(route.of) - route.of[r] for r, route in enumerate(routes)]
-        back = [sum(route.to) - route.to[r] for r, route in enumerate(routes)]
-        both = max(a * size + b * wide for a, b in zip(got, back, strict=True))
+        returned = [sum(route.to) - route.to[r] for r, route in enumerate(routes)]
+        both = max(a * size + b * wide for a, b in zip(got, returned, strict=True))
         return Moved(max(got) * key * size, both * key, len(_gather.groups(of.heads_kv)))
     if method == "ring":
         most = (sum(tokens_k) - min(tokens_k)) if world > 1 else 0
