@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from click.testing import CliRunner
 
 import distributed_calls
@@ -65,3 +69,20 @@ def test_what_is_refused(tmp_path, options, message):
     ran = CliRunner().invoke(command, ["--config", "smoke", "--out", str(tmp_path), "--context-parallel", "2", *options])
     assert ran.exit_code == 2
     assert message in ran.output
+
+
+def test_the_example_of_fsdp_and_context_parallel(tmp_path):
+    """It learns, and by the same losses on one rank and on two."""
+    if not hasattr(torch.distributed.fsdp, "fully_shard"):
+        pytest.skip("FSDP2 came with PyTorch 2.6")
+    example = Path(__file__).parents[2] / "examples" / "fsdp_context_parallel.py"
+    ran = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    said = [float(number) for number in re.findall(r"loss (\S+) after the first step, (\S+) after 25, on 2 ranks", ran.stdout)[0]]
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        alone = runpy.run_path(str(example))["train"]("cpu")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert said == pytest.approx([alone[0], alone[-1]], abs=2e-4)
+    assert said[1] < 0.5 * said[0]
