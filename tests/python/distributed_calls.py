@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -308,3 +309,11 @@ def trained_and_resumed(group: dist.ProcessGroup, folder: str, cache: str) -> tu
     ranks.barrier()
     second = Trainer.load(path, config, corpus, ranks)
     return whole.history.train, [*losses, second.train_step(), second.train_step()]
+
+
+def runs_the_page(group: dist.ProcessGroup, page: str) -> float:
+    """The Python of docs/many-gpus.md, and by how much the result that it prints differs. `group` has all ranks."""
+    names: dict[str, Any] = {"print": lambda x: names.update(printed=float(x))}
+    for code in re.findall(r"```python\n(.*?)```", Path(page).read_text(), re.DOTALL):
+        exec(compile(code, page, "exec"), names)
+    return names["printed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,3 +216,8 @@ def test_predicted_pairs_are_those_that_are_seen():
                 left, right = (x if x is not None else 10**6 for x in (band.left, band.right))
                 total += int(((j >= i - left) & (j <= i + right)).sum()) if mine else 0
             assert _predict.pairs(plan, rank) == total
+
+
+def test_the_code_of_the_page(workers):
+    page = Path(__file__).parents[2] / "docs" / "many-gpus.md"
+    assert all(0 <= difference < 1e-5 for difference in workers.run(calls.runs_the_page, 4, str(page)))
