@@ -220,7 +220,7 @@ def _parsed(
     p.arrays.update(lists)
     if draw:
         p.options.pop("seed", None)
-        p.arrays["rng"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device="cpu").to(q.device)
+        p.arrays["rng"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device="cpu")
     axis = 0 if lists else 1 if axes == "bshd" else 2
     for name, x, layout in (("q", q, layouts[0]), ("k", k, layouts[1]), ("v", v, layouts[1])):
         if x.shape[axis] != (n := count(layout.ranges[rank])):

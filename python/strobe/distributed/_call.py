@@ -78,23 +78,30 @@ def part_numbers(plan: Plan, q: Ranges, k: Ranges, first_head: int, heads: int, 
 
 
 @lru_cache(maxsize=1024)
-def cu_seqlens_of(ranges: Ranges, cu: tuple[int, ...]) -> Tensor:
-    """Of the tokens that are here, in host memory."""
-    return torch.tensor([0, *rows_of_sequences(ranges, cu)]).cumsum(0).int()
+def cu_seqlens_of(ranges: Ranges, cu: tuple[int, ...], device: torch.device) -> Tensor:
+    """Of the tokens that are here."""
+    return torch.tensor([0, *rows_of_sequences(ranges, cu)]).cumsum(0).int().to(device)
 
 
 @lru_cache(maxsize=1024)
-def rows_for(of: Ranges, among: Ranges) -> Tensor:
-    """Where the tokens `of` stand among a rank's."""
-    return indices(places(of, among))
+def rows_for(of: tuple[Ranges, ...], among: Ranges, device: torch.device) -> Tensor:
+    """Where the tokens of several ranges, one after the other, stand among a rank's."""
+    return torch.cat([torch.arange(0), *(indices(places(each, among)) for each in of)]).to(device)
+
+
+class Order(NamedTuple):
+    """What brings tokens, which arrived from several ranks, into the order of their positions, and back."""
+
+    there: Tensor
+    back: Tensor
 
 
 @lru_cache(maxsize=1024)
-def order_of(arrived: tuple[Ranges, ...]) -> Tensor | None:
-    """The order that brings tokens, which arrived from several ranks, into that of their positions; None if they are."""
+def order_of(arrived: tuple[Ranges, ...], device: torch.device) -> Order | None:
+    """None if they are in that order."""
     positions = indices([each for of in arrived for each in of])
     order = positions.argsort()
-    return None if torch.equal(order, torch.arange(len(order))) else order
+    return None if torch.equal(order, torch.arange(len(order))) else Order(order.to(device), order.argsort().to(device))
 
 
 @dataclass
@@ -149,8 +156,9 @@ class Call:
         """The other way round."""
         return rows.movedim(0, self.axis) if self.axis != 1 else rows.transpose(0, 1)
 
-    def here(self, order: Tensor) -> Tensor:
-        return order.to(self.q.device)
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return allocated(tuple(shape), None, dtype, self.q.device)
@@ -194,7 +202,7 @@ class Call:
                 arrays[name] = x
         if self.plan.packed:
             for name, ranges, cu in (("cu_seqlens_q", of[0], self.plan.cu_q), ("cu_seqlens_k", of[1], self.plan.cu_k)):
-                arrays[name] = self.here(cu_seqlens_of(ranges, cu))
+                arrays[name] = cu_seqlens_of(ranges, cu, self.device)
         numbers = part_numbers(self.plan, *of, heads.start, self.heads, partial)
         return Request(arrays, {**self.p.options, "part": numbers})
 
@@ -232,7 +240,7 @@ def in_own_words(call: Call, refused: Exception) -> Exception:
     arrays = {name: x for name, x in call.p.arrays.items() if name != "seqused_k"}
     if call.plan.packed:
         for name, ranges, cu in (("cu_seqlens_q", own[0], call.plan.cu_q), ("cu_seqlens_k", own[1], call.plan.cu_k)):
-            arrays[name] = call.here(cu_seqlens_of(ranges, cu))
+            arrays[name] = cu_seqlens_of(ranges, cu, call.device)
     options = {name: x for name, x in call.p.options.items() if name != "invariant"}
     options["part"] = part_numbers(call.plan, *own, 0, call.heads, False)
     reasons = _run.reasons_against(TORCH, Request(arrays, options), {}, False)

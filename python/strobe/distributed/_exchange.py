@@ -27,7 +27,7 @@ class Underway(NamedTuple):
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            self.waits.for_(self.work, self.what)
+            self.waits.for_(self.work, self.what, self.received.is_cuda)
         return self.received
 
 

@@ -56,8 +56,8 @@ class Keys:
         self.route = route(call.plan, call.rank)
         self.columns = call.k.shape[-1], call.v.shape[-1]
         self.groups = groups(call.heads_kv)
-        self.rows_sent = call.here(torch.cat([rows_for(of, call.plan.k[call.rank]) for of in self.route.sent]))
-        self.order = order_of(self.route.got)
+        self.rows_sent = rows_for(self.route.sent, call.plan.k[call.rank], call.device)
+        self.order = order_of(self.route.got, call.device)
         k = call.rows(call.k)
         largest = max(len(heads) for heads in self.groups)
         shape = (*k.shape[1:-2], largest, sum(self.columns))
@@ -94,7 +94,7 @@ class Keys:
     def split(self, arrived: Tensor, heads: range) -> tuple[Tensor, Tensor]:
         if self.order is None or self.ordered is None:
             return self._split(arrived)
-        return self._split(torch.index_select(arrived, 0, self.call.here(self.order), out=self._of(self.ordered, heads)))
+        return self._split(torch.index_select(arrived, 0, self.order.there, out=self._of(self.ordered, heads)))
 
     def _split(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         k, v = kv.split(self.columns, -1)
@@ -171,11 +171,11 @@ class Backward:
         """The rows of a group's gradients to where their keys are."""
         call, route = self.call, self.keys.route
         if self.keys.order is not None:
-            sums = sums.index_select(0, call.here(self.keys.order.argsort()))
+            sums = sums.index_select(0, self.keys.order.back)
         back = self.keys._of(self.back, heads_kv)
         arrived = begin(call.waits, "gradients of keys", sums, route.of, back, route.to).wait()
         for rows, of in zip(arrived.split(route.to), route.sent, strict=True):
-            at = call.here(rows_for(of, call.plan.k[call.rank]))
+            at = rows_for((of,), call.plan.k[call.rank], call.device)
             for name, x in zip("kv", rows.split(self.keys.columns, -1), strict=True):
                 if name in self.home:
                     call.rows(call.of_heads(self.home[name], heads_kv)).index_add_(0, at, x)

@@ -12,10 +12,10 @@ from .. import _run
 from .._options import BLOCKS
 from .._request import Request
 from ..arrays.torch import TORCH
-from ._call import Call, Plan, Results, backward_into, forward_into, four_axes, order_of
+from ._call import Call, Plan, Results, backward_into, forward_into, four_axes, order_of, rows_for
 from ._exchange import exchange
 from ._layout import rows_of_sequences
-from ._ranges import Ranges, count, indices, union
+from ._ranges import Ranges, count, union
 
 
 class Exchange:
@@ -24,8 +24,8 @@ class Exchange:
     def __init__(self, call: Call, ranges: tuple[Ranges, ...]):
         self.call = call
         self.counts = [count(of) for of in ranges]
-        self.order = order_of(ranges)
-        self.positions = call.here(indices([each for of in ranges for each in of]))
+        self.order = order_of(ranges, call.device)
+        self.positions = rows_for(ranges, union([(0, sum(self.counts))]), call.device)
 
     def to_heads(self, rows: Tensor) -> Tensor:
         world, own = len(self.counts), rows.shape[0]
@@ -53,7 +53,7 @@ class Exchange:
         return exchange(self.call.waits, "exchanging heads back", sent, self.counts, [own] * world).unflatten(0, (world, own))
 
     def _ordered(self, rows: Tensor) -> Tensor:
-        return rows if self.order is None else rows.index_select(0, self.call.here(self.order))
+        return rows if self.order is None else rows.index_select(0, self.order.there)
 
 
 class Whole:
@@ -153,8 +153,8 @@ class ScoreRows:
             counts = rows_of_sequences(ranges, call.plan.cu_q)
             self.most, self.batch = max(counts, default=0), len(counts)
             self.tokens = sum(n for _, n in ranges)  # with those behind the last sequence
-            self.sequence = call.here(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64)))
-            self.row = call.here(torch.cat([torch.arange(0), *map(torch.arange, counts)]))
+            self.sequence = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(call.device)
+            self.row = torch.cat([torch.arange(0), *map(torch.arange, counts)]).to(call.device)
 
     def to_rows(self, x: Tensor) -> Tensor:
         if not self.packed:

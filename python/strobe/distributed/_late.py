@@ -20,9 +20,10 @@ class Waits:
     def __init__(self, group: ProcessGroup, seconds: float | None):
         self.group, self.seconds = group, seconds
 
-    def for_(self, work: dist.Work, what: str) -> None:
-        """Until the work is done; on a GPU until the stream waits for it."""
-        self.of(what, lambda: work.wait() if self.seconds is None else work.wait(datetime.timedelta(seconds=self.seconds)))
+    def for_(self, work: dist.Work, what: str, on_gpu: bool = False) -> None:
+        """Until the work is done. On a GPU the stream waits for it, not the host, and the group's own limit counts."""
+        limit = None if self.seconds is None or on_gpu else datetime.timedelta(seconds=self.seconds)
+        self.of(what, work.wait if limit is None else lambda: work.wait(limit))
 
     def of(self, what: str, call: Callable[[], T]) -> T:
         began = time.monotonic()

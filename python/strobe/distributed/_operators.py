@@ -144,8 +144,8 @@ def _but(x: Tensor, axis: int) -> tuple[object, ...]:
     return tuple("tokens" if n == axis else size for n, size in enumerate(x.shape))
 
 
-def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT]) -> PassT:
-    """Validates, allocates, and agrees with the other ranks to go on."""
+def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], drawn: Tensor | None = None) -> PassT:
+    """Validates, allocates, and agrees with the other ranks to go on. drawn: a seed and offset, of which the first rank's become rng."""
     call: Call | None = None
     failure: Exception | None = None
     held: list[Tensor] = []
@@ -160,16 +160,16 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT]) -> 
         held = check(made.example(), own.needs)
     except _FAILURES as refused:
         failure = refused if call is None else in_own_words(call, refused)
-    rng = p.arrays["rng"].tolist() if own.draw else (0, 0)
+    rng = (0, 0) if drawn is None else tuple(drawn.tolist())
     if own.world > 1 and own.agree:
         rng = agree(own.group, Said({} if call is None else _signature(call, own, of), failure, rng), own.seconds)
     elif failure is not None:
         raise failure
-    elif own.world > 1 and own.draw and of == "forward":
-        first = torch.tensor(rng)
-        dist.broadcast(first, group=on_host(own.group), group_src=0)
-        rng = first.tolist()
-    if own.draw and of == "forward":
+    elif own.world > 1 and drawn is not None:
+        first, host = drawn.clone(), on_host(own.group)
+        dist.broadcast(first, dist.get_global_rank(host, 0), group=host)
+        rng = tuple(first.tolist())
+    if drawn is not None:
         p.arrays["rng"].copy_(torch.tensor(rng))
     del held
     return made
@@ -178,10 +178,11 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT]) -> 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     own = _Own(given)
     p = _request(q, k, v, given)
-    if own.draw:
-        p.arrays["rng"] = p.arrays["rng"].clone()
+    drawn = p.arrays["rng"] if own.draw else None
+    if drawn is not None:
+        p.arrays["rng"] = torch.empty_like(drawn, device=q.device)
     with torch.no_grad():
-        made = _started(p, own, "forward", METHODS[own.method].Forward)
+        made = _started(p, own, "forward", METHODS[own.method].Forward, drawn)
         out, lse, saved = made.run()
         expected = made.call.results()["out"]  # whose strides a compiler was told of
         if out.stride() != expected.stride() or out.dtype != expected.dtype:
@@ -220,7 +221,11 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor
     own = _Own(given)
     p = _request(q, k, v, given)
     found = _run.results(TORCH, p)
-    return found["out"], found["lse"], [*_fake_saved(p, own, found["lse"]), *([torch.empty_like(p.arrays["rng"])] if own.draw else [])]
+    return (
+        found["out"],
+        found["lse"],
+        [*_fake_saved(p, own, found["lse"]), *([torch.empty_like(p.arrays["rng"], device=q.device)] if own.draw else [])],
+    )
 
 
 def _fake_saved(p: Request, own: _Own, lse: Tensor) -> list[Tensor]:
