@@ -1,4 +1,4 @@
-"""Processes that stay for many tests: four ranks on gloo, of one thread each, and groups of the first 1, 2, 3 and 4 of them."""
+"""Processes that stay for many tests: ranks on gloo, of one thread each, or on NCCL with a GPU each, and groups of the first n of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ MOST = 4
 SECONDS = 120  # for which an answer is waited
 
 
-def _serve(rank: int, folder: str, pipe: Any) -> None:
+def _serve(rank: int, most: int, backend: str, folder: str, pipe: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=MOST)
-    groups = {n: dist.new_group(list(range(n))) for n in range(1, MOST + 1)}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=most)
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, most + 1)}
     pipe.send("ready")
     while True:
         function, world, arguments = pipe.recv()
@@ -32,18 +34,18 @@ def _serve(rank: int, folder: str, pipe: Any) -> None:
 class Workers:
     """Calls functions of modules on the ranks: function(group, *arguments)."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST, backend: str = "gloo") -> None:
         self._folder = tempfile.TemporaryDirectory()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
-        for rank in range(MOST):
+        for rank in range(most):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._folder.name, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, most, backend, self._folder.name, there), daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
-        for rank in range(MOST):
+        for rank in range(most):
             self._answer(rank)
 
     def send(self, function: Callable[..., Any], world: int, *arguments: Any) -> None:
