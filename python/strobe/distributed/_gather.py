@@ -16,7 +16,8 @@ from ._call import Call, Plan, Results, forward_into, order_of, rows_for
 from ._exchange import Underway, begin, room
 from ._ranges import Ranges, common, count
 
-_GROUPS = 4  # of key heads: while one is computed, the next one is on its way
+_GROUPS = 4  # of key heads at most: while one is computed, the next one is on its way
+LEAST_BYTES = 2**22  # of all keys of a group: transfers of fewer take no less time
 
 
 class Route(NamedTuple):
@@ -42,9 +43,10 @@ def route(plan: Plan, rank: int) -> Route:
     return Route(sent, tuple(common(seen[rank], k) for k in plan.k), seen[rank])
 
 
-def groups(heads_kv: int) -> list[range]:
-    """Of key heads, as they come."""
-    n = min(heads_kv, _GROUPS)
+def groups(plan: Plan, batch: int, heads_kv: int, columns: tuple[int, int], itemsize: int) -> list[range]:
+    """Of key heads, as they come; the same on all ranks."""
+    whole = sum(count(of) for of in plan.k) * batch * heads_kv * sum(columns) * itemsize
+    n = max(min(heads_kv, _GROUPS, whole // LEAST_BYTES), 1)
     return [range(heads_kv * i // n, heads_kv * (i + 1) // n) for i in range(n)]
 
 
@@ -55,7 +57,8 @@ class Keys:
         self.call = call
         self.route = route(call.plan, call.rank)
         self.columns = call.k.shape[-1], call.v.shape[-1]
-        self.groups = groups(call.heads_kv)
+        batch = 1 if call.plan.packed else call.k.shape[0]
+        self.groups = groups(call.plan, batch, call.heads_kv, self.columns, call.k.element_size())
         self.rows_sent = rows_for(self.route.sent, call.plan.k[call.rank], call.device)
         self.order = order_of(self.route.got, call.device)
         k = call.rows(call.k)

@@ -71,7 +71,7 @@ def moved(method: str, of: Facts) -> Moved:
         got = [sum(route.of) - route.of[r] for r, route in enumerate(routes)]
         returned = [sum(route.to) - route.to[r] for r, route in enumerate(routes)]
         both = max(a * size + b * wide for a, b in zip(got, returned, strict=True))
-        return Moved(max(got) * key * size, both * key, len(_gather.groups(of.heads_kv)))
+        return Moved(max(got) * key * size, both * key, len(_gather.groups(plan, batch, of.heads_kv, of.columns, size)))
     if method == "ring":
         most = (sum(tokens_k) - min(tokens_k)) if world > 1 else 0
         home = sum(tokens_k) if world > 1 else 0
