@@ -216,7 +216,6 @@ def _run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) ->
         method=case["how"][1],
         return_lse=inputs.lse,
         **own_options(options),
-        **how,
     )
     out, lse = found if inputs.lse else (found, None)
     outputs, gradients = [out], [shard.dout.to(device)]
