@@ -317,3 +317,75 @@ def runs_the_page(group: dist.ProcessGroup, page: str) -> float:
     for code in re.findall(r"```python\n(.*?)```", Path(page).read_text(), re.DOTALL):
         exec(compile(code, page, "exec"), names)
     return names["printed"]
+
+
+DTENSOR_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"causal": True},
+    "all": {
+        "mask": torch.rand(2, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.7,
+        "alibi_slopes": torch.rand(2, H, generator=torch.Generator().manual_seed(2)),
+        "dropout": 0.2,
+        "seed": 5,
+        "window": (20, 3),
+    },
+    "blocks": {
+        "block_mask": strobe.BlockMask.from_kept(torch.rand(2, H, 3, 3, generator=torch.Generator().manual_seed(3)) < 0.7, 16, 16, S, S)
+    },
+    "none": {},
+    "learned": {},  # bias and sinks, with gradients
+}
+
+
+def laid_out(layout: str) -> list[Tensor]:
+    """whole() as a layout, or packed, has it."""
+    if layout == "packed":
+        return [x.transpose(1, 2).flatten(0, 1).contiguous() for x in whole()]
+    return [x.transpose(1, 2).contiguous() if layout == "bshd" else x for x in whole()]
+
+
+def options_laid_out(layout: str) -> dict[str, Any]:
+    if layout != "packed":
+        return {"layout": layout}
+    cu = torch.tensor([0, 30, 2 * S], dtype=torch.int32)
+    return {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "dropout": 0.2, "seed": 9, "causal": True}
+
+
+def learned() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(4)
+    return {"bias": torch.randn(1, H, S, S, generator=g), "sinks": torch.randn(H, generator=g)}
+
+
+def of_dtensors(group: dist.ProcessGroup, placed: str, of: str, layout: str) -> dict[str, Tensor]:
+    """Results and gradients, gathered, of a call whose heads and sequences are sharded. `group` has all four ranks."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    head = 2 if layout == "bshd" else 1
+    placements = [{"H": Shard(head), "B": Shard(0), "-": Replicate()}[letter] for letter in placed]
+    tensors = laid_out(layout)
+    q, k, v, dout = (distribute_tensor(x, mesh, placements) for x in tensors)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    more = {name: distribute_tensor(x, mesh, [Replicate()] * 2).requires_grad_() for name, x in learned().items() if of == "learned"}
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options_laid_out(layout), **DTENSOR_OPTIONS[of], **more)
+    assert tuple(out.placements) == tuple(placements)
+    torch.autograd.backward([out, lse], [dout, distribute_tensor(torch.ones(lse.shape), mesh, lse.placements)])
+    found = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad} | {f"d{name}": x.grad for name, x in more.items()}
+    return {name: x.full_tensor().detach() for name, x in found.items()}
+
+
+def dtensors_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
+    q, k, v, _ = whole()
+    by_heads, by_rows, replicated = ([distribute_tensor(x, mesh, [of]) for x in (q, k, v)] for of in (Shard(1), Shard(2), Replicate()))
+    few = distribute_tensor(k[:, :2], mesh, [Shard(1)])
+    return [
+        said(lambda: strobe.attention(*by_rows)),
+        said(lambda: strobe.attention(by_heads[0], k, v)),
+        said(lambda: strobe.attention(by_heads[0], replicated[1], replicated[2])),
+        said(lambda: strobe.attention(by_heads[0], few, few)),
+        said(lambda: strobe.attention(*by_heads, dropout=0.1)),
+        said(lambda: strobe.attention(*by_heads, sinks=torch.zeros(H, requires_grad=True))),
+        said(lambda: strobe.distributed.attention(*by_heads, layout=Layout.zigzag(S, 4))),
+    ]

@@ -221,3 +221,42 @@ def test_predicted_pairs_are_those_that_are_seen():
 def test_the_code_of_the_page(workers):
     page = Path(__file__).parents[2] / "docs" / "many-gpus.md"
     assert all(0 <= difference < 1e-5 for difference in workers.run(calls.runs_the_page, 4, str(page)))
+
+
+@pytest.mark.parametrize(
+    ("placed", "of", "layout"),
+    [
+        *(("HB", of, layout) for of in calls.DTENSOR_OPTIONS for layout in ("bhsd", "bshd")),
+        *(("BH", "learned", "bhsd"), ("H-", "learned", "bshd"), ("-B", "all", "bhsd"), ("HH", "all", "bhsd"), ("HH", "none", "packed")),
+    ],
+)
+def test_dtensors(workers, placed, of, layout):
+    """strobe.attention() of sharded heads and sequences, by what each rank has."""
+    pytest.importorskip("torch.distributed.tensor")
+    answers = workers.run(calls.of_dtensors, 4, placed, of, layout)
+    more = calls.learned() if of == "learned" else {}
+    tensors = calls.laid_out(layout)
+    leaves = dict(zip(("dq", "dk", "dv"), (x.requires_grad_() for x in tensors[:3]), strict=True))
+    leaves |= {f"d{name}": x.requires_grad_() for name, x in more.items()}
+    out, lse = strobe.attention(*tensors[:3], return_lse=True, **calls.options_laid_out(layout), **calls.DTENSOR_OPTIONS[of], **more)
+    torch.autograd.backward([out, lse], [tensors[3], torch.ones_like(lse)])
+    expected = {"out": out.detach(), "lse": lse.detach()} | {name: x.grad for name, x in leaves.items()}
+    for answer in answers:
+        assert answer.keys() == expected.keys()
+        for name, x in answer.items():
+            torch.testing.assert_close(x, expected[name], atol=3e-6, rtol=1e-5)
+
+
+def test_what_dtensors_are_refused(workers):
+    pytest.importorskip("torch.distributed.tensor")
+    words = [
+        "q: placement S(2) on dimension 0 of the mesh; accepted are Replicate(), Shard(0), Shard(1): batch and heads.",
+        "k: Tensor; accepted is a DTensor, as q is",
+        "k: placements (Replicate(),) on ",
+        "k: 2 heads on 4 ranks; accepted is a multiple of 4",
+        "seed: missing beside dropout and DTensors",
+        "sinks: requires grad, and is no DTensor, as q is",
+        "q: a DTensor; accepted is a torch.Tensor, which to_local() or full_tensor() gives",
+    ]
+    for (_, text), expected in zip(workers.run(calls.dtensors_refused, 4)[1], words, strict=True):
+        assert text.replace("Shard(dim=2)", "S(2)").startswith(expected), text

@@ -10,6 +10,7 @@ import torch.distributed
 if not torch.distributed.is_available():
     raise ImportError("strobe.distributed needs torch.distributed, which this build of PyTorch does not have")
 
+from . import _dtensor as _dtensor
 from ._attention import attention
 from ._context import context_parallel
 from ._explain import explain

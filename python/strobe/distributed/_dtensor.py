@@ -1,7 +1,8 @@
-"""strobe.attention() of DTensors whose batch or heads are sharded, as in tensor parallelism: each rank computes its own, nothing is sent."""
+"""strobe.attention() of DTensors whose batch or heads are sharded, as in tensor parallelism: each rank computes its own."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -125,13 +126,13 @@ def _own_of(name: str, x: Tensor, own: Own) -> Tensor:
 def _part(local: Sequence[Tensor], given: Mapping[str, Any], own: Own, packed: bool, bshd: bool) -> Part:
     """Whole sequences, and which of the heads and sequences they are."""
     if packed:
-        lengths = [[b - a for a, b in zip(cu[:-1], cu[1:], strict=True)] for cu in (given[f"cu_seqlens_{side}"].tolist() for side in "qk")]
+        lengths = [[b - a for a, b in itertools.pairwise(cu)] for cu in (given[f"cu_seqlens_{side}"].tolist() for side in "qk")]
         ranges: list[Any] = [[[(0, n)] for n in of] for of in lengths]
     else:
         axis = 1 if bshd else 2
         lengths = [[x.shape[axis]] for x in local[:2]]
         ranges = [[(0, of[0])] for of in lengths]
-    return Part(*ranges, lengths[0], lengths[1], first_head=own.heads.start, heads=own.all_heads, first_batch=own.batch.start)
+    return Part(ranges[0], ranges[1], lengths[0], lengths[1], first_head=own.heads.start, heads=own.all_heads, first_batch=own.batch.start)
 
 
 def _distributed(local: Tensor, mesh: Any, placements: Sequence[Placement], shape: tuple[int, ...]) -> Any:
