@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import plain
 import strobe
-from strobe.distributed import Layout
+from strobe.distributed import Layout, _ranges, _seen
 
 WORLDS = st.integers(1, 9)
 LENGTHS = st.one_of(st.integers(0, 40), st.sampled_from([31, 97, 127, 257, 1009]), st.integers(41, 700))
@@ -165,3 +166,37 @@ def test_what_a_layout_refuses():
         with pytest.raises((TypeError, ValueError)) as refused:
             call()
         assert str(refused.value).startswith(message)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 4), st.integers(0, 99), st.booleans(), st.booleans(), st.sampled_from([None, 0, 3, 30]), st.sampled_from([None, 0, 7]),
+    st.booleans(),
+)  # fmt: skip
+def test_seen_keys_are_those_that_positions_and_blocks_leave(world, seed, packed, causal, left, right, blocks):
+    """By the formulas of the contract, for sequences of other lengths on either side."""
+    rng = random.Random(seed)
+    lengths = [(rng.randrange(1, 60), rng.randrange(0, 60)) for _ in range(3 if packed else 1)]
+    cu_q, cu_k = ([0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True))
+    alignment = rng.choice(["bottom_right", "top_left"])
+    band = _seen.Band.of(causal, (left, right), alignment)
+    layout = layout_of("any", cu_q[-1], world, seed)
+    most_q, most_k = (max(side) for side in zip(*lengths, strict=True))
+    mask = found = None
+    if blocks and most_k:
+        generator = torch.Generator().manual_seed(seed)
+        kept = torch.rand(1, 2, -(-most_q // 16), -(-most_k // 16), generator=generator) < 0.4
+        mask = strobe.BlockMask.from_kept(kept, 16, 16, most_q, most_k)
+        found = _seen.blocks_of(mask.rows, mask.cols, kept.shape[3], 16, 16)
+        assert _seen.blocks_of(mask.rows, mask.cols, kept.shape[3], 16, 16) is found
+    for rank in range(world):
+        expected = []
+        for b, (sq, sk) in enumerate(lengths):
+            own = layout.positions(rank)
+            own = own[(own >= cu_q[b]) & (own < cu_q[b + 1])] - cu_q[b]
+            seen = plain.band(sq, sk, causal, (left, right), alignment)
+            if mask is not None:
+                seen = seen & mask.to_dense()[0].any(0)[:sq, :sk]
+            expected += (seen[own].any(0).nonzero()[:, 0] + cu_k[b]).tolist()
+        keys = _seen.seen_keys(layout.ranges[rank], tuple(cu_q), tuple(cu_k), band, found)
+        assert _ranges.indices(keys).tolist() == expected

@@ -78,7 +78,7 @@ def test_a_rank_without_memory(workers, method, in_backward):
     ("agree", "how"), [(True, "absent"), (False, "absent"), (False, "wrong"), (True, "backward")], ids=lambda x: str(x)
 )
 def test_a_rank_that_does_not_come_is_named(workers, agree, how):
-    """In the end by a time limit, here of one second."""
+    """In the end by a time limit, here of half a second."""
     answers = workers.run(calls.does_not_come, 4, 2, agree, how)
     for rank, (kind, text, seconds) in enumerate(answers):
         if rank == 2:

@@ -49,7 +49,7 @@ def _digest(signature: Signature) -> bytes:
 def _refusal(waits: Waits, said: Said) -> Exception:
     """The same on all ranks."""
     failure = said.failure
-    mine = None if failure is None else (_kind(failure), str(failure)), {name: repr(x) for name, x in said.signature.items()}
+    mine = None if failure is None else _told(failure), {name: repr(x) for name, x in said.signature.items()}
     found: list[tuple[tuple[str, str] | None, dict[str, str]]] = [mine] * waits.group.size()
     waits.of("agreeing on what is wrong", lambda: dist.all_gather_object(found, mine, group=waits.group))
     for r, (wrong, _) in enumerate(found):
@@ -66,8 +66,10 @@ def _refusal(waits: Waits, said: Said) -> Exception:
     return RuntimeError("signatures differ in nothing that has a name")
 
 
-def _kind(failure: Exception) -> str:
-    return next((name for of in type(failure).__mro__ if (name := of.__name__) in _KINDS), "RuntimeError")
+def _told(failure: Exception) -> tuple[str, str]:
+    """Its kind, and its words."""
+    kind = next((name for of in type(failure).__mro__ if (name := of.__name__) in _KINDS), None)
+    return (kind, str(failure)) if kind and str(failure) else ("RuntimeError", f"{type(failure).__name__}: {failure}")
 
 
 def _short(text: str | None) -> str:

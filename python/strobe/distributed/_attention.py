@@ -34,7 +34,6 @@ _HINTS = ELSEWHERE | {
     "aux": "max_logit and column_sums belong to whole rows and columns, of which each rank has a part",
     "dropout_p": "did you mean dropout?",
 }
-_FAILURES = (TypeError, ValueError, NotImplementedError, MemoryError, RuntimeError)
 
 
 class Prepared(NamedTuple):
@@ -106,7 +105,7 @@ def attention(
     wants = [agree, time_limit, return_lse]
     try:
         prepared = prepare(group, q, k, v, layout, layout_k, method, axes, wants, dict(options))
-    except _FAILURES as failure:
+    except Exception as failure:  # whatever it is, the others have to know
         if group.size() > 1 and agree is not False:
             raise_on_all(group, failure, time_limit)
         raise

@@ -38,7 +38,6 @@ torch.library.define(
 )
 forward = torch.ops.strobe.distributed_forward.default
 backward = torch.ops.strobe.distributed_backward.default
-_FAILURES = (TypeError, ValueError, NotImplementedError, MemoryError, RuntimeError)
 _NAMES = tuple(GRADIENTS.values())  # q, k, v, bias, sinks
 # How a rank runs its share may differ.
 _LOCAL = frozenset({"threads", "check", "reserved_sms"})
@@ -86,7 +85,8 @@ def _blocks(p: Request) -> Blocks | None:
     rows = p.arrays.get(BLOCKS[0])
     if rows is None or not rows.is_cpu:
         return None
-    return blocks_of(rows, p.arrays[BLOCKS[1]], p.options["block_q"], p.options["block_k"])
+    columns = p.arrays[BLOCKS[2]].shape[2] - 1  # the transpose's rows
+    return blocks_of(rows, p.arrays[BLOCKS[1]], columns, p.options["block_q"], p.options["block_k"])
 
 
 class _Own:
@@ -158,7 +158,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
             raise ValueError(against)
         made = build(call)
         held = check(made.example(), own.needs)
-    except _FAILURES as refused:
+    except Exception as refused:  # whatever it is, the others have to know
         failure = refused if call is None else in_own_words(call, refused)
     rng = (0, 0) if drawn is None else tuple(drawn.tolist())
     if own.world > 1 and own.agree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._blockmask import BlockMask
 from ._ranges import Ranges, common, union, within
@@ -39,23 +41,47 @@ class Band(NamedTuple):
         return low, max(high - low, 0)
 
 
-class Blocks(NamedTuple):
-    """Which blocks of a block mask some sequence and some head keeps; for each row of blocks the ranges of columns."""
+class Blocks:
+    """Which blocks of a block mask some sequence and some head keeps: for each row of blocks the ranges of columns. A digest tells whether
+    two are equal."""
 
-    block_q: int
-    block_k: int
-    rows: tuple[Ranges, ...]
+    def __init__(self, block_q: int, block_k: int, rows: tuple[Ranges, ...]):
+        self.block_q, self.block_k, self.rows = block_q, block_k, rows
+        self.digest = hashlib.sha256(repr((block_q, block_k, rows)).encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Blocks) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Blocks({self.block_q}, {self.block_k}, {self.digest[:16]})"
 
 
-def blocks_of(rows: Tensor, cols: Tensor, block_q: int, block_k: int) -> Blocks:
-    """Of a CSR in host memory, (B, H, query blocks + 1)."""
+# By the offsets of a mask that a call was given, and what has been written to them since.
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def blocks_of(rows: Tensor, cols: Tensor, columns: int, block_q: int, block_k: int) -> Blocks:
+    """Of a CSR in host memory, (B, H, query blocks + 1), of that many columns."""
+    version = rows._version, cols._version, cols.data_ptr(), block_q, block_k
+    found = _KNOWN.get(rows)
+    if found is not None and found[0] == version:
+        return found[1]
     n = rows.shape[2] - 1
     counts = (rows[..., 1:] - rows[..., :-1]).reshape(-1).long()
     of = torch.arange(n).repeat(rows.shape[0] * rows.shape[1]).repeat_interleave(counts)
-    kept: list[list[int]] = [[] for _ in range(n)]
-    for row, col in sorted(set(zip(of.tolist(), cols.tolist(), strict=True))):
-        kept[row].append(col)
-    return Blocks(block_q, block_k, tuple(union((col, 1) for col in each) for each in kept))
+    kept = torch.zeros(n, columns + 2, dtype=torch.int8)
+    kept[of, cols.long() + 1] = 1
+    edges = kept.diff(dim=1)
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(n)]
+    ends = (edges == -1).nonzero()[:, 1].tolist()
+    for (row, start), end in zip((edges == 1).nonzero().tolist(), ends, strict=True):
+        ranges[row].append((start, end - start))
+    made = Blocks(block_q, block_k, tuple(map(tuple, ranges)))
+    _KNOWN[rows] = version, made
+    return made
 
 
 @lru_cache(maxsize=4096)
