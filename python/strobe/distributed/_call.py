@@ -254,14 +254,11 @@ def backward_into(p: Request, known: Results, made: Results) -> Results:
     return made
 
 
-def check(p: Request, needs: frozenset[str]) -> list[Tensor]:
-    """Raises what the library has against the call, or its backward; nothing is computed. Returns memory as large as the workspaces on a
-    GPU, so that whoever has it is sure to get them."""
-    held = []
-    for direction in (FORWARD, BACKWARD) if needs else (FORWARD,):
-        made: LibraryCall = _run._whole(TORCH, p, direction == BACKWARD)
-        plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
-        made.run(lib.strobe_make_plan, direction, plan)
-        if p.arrays["q"].is_cuda:
-            held.append(allocated((plan.workspace_bytes,), None, torch.uint8, p.arrays["q"].device))
-    return held
+def check(p: Request, of_backward: bool) -> Tensor | None:
+    """Raises what the library has against the call, or its backward; nothing is computed. Returns memory as large as the workspace on a
+    GPU, so that whoever has it is sure to get it."""
+    made: LibraryCall = _run._whole(TORCH, p, of_backward)
+    plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
+    made.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
+    q = p.arrays["q"]
+    return allocated((plan.workspace_bytes,), None, torch.uint8, q.device) if q.is_cuda else None

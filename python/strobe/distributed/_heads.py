@@ -115,9 +115,8 @@ class Whole:
         all_tokens = union([(0, sum(self.q.counts))]), union([(0, sum(self.k.counts))])
         p = call.local(q, k, v, self.heads, all_tokens)
         p.arrays.update(scores)
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
-            if name in call.p.arrays:
-                p.arrays[name] = call.p.arrays[name]
+        if "seqused_k" in call.p.arrays:
+            p.arrays["seqused_k"] = call.p.arrays["seqused_k"]
         if not needs_part(call.p):
             del p.options["part"]
             if plan.packed:  # without a part mask and bias would be as large as there are tokens

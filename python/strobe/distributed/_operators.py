@@ -148,7 +148,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
     """Validates, allocates, and agrees with the other ranks to go on. drawn: a seed and offset, of which the first rank's become rng."""
     call: Call | None = None
     failure: Exception | None = None
-    held: list[Tensor] = []
+    held: Tensor | None = None
     q = p.arrays["q"]
     try:
         call = Call(p, plan_of(p, own.layout_q, own.layout_k), own.rank, Waits(own.group, own.seconds), own.needs)
@@ -157,7 +157,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
         if (against := reason_against(own.method, facts_of(p, call.plan))) is not None:
             raise ValueError(against)
         made = build(call)
-        held = check(made.example(), own.needs)
+        held = check(made.example(), of == "backward")
     except Exception as refused:  # whatever it is, the others have to know
         failure = refused if call is None else in_own_words(call, refused)
     rng = (0, 0) if drawn is None else tuple(drawn.tolist())
