@@ -390,3 +390,24 @@ def dtensors_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
         said(lambda: strobe.attention(*by_heads, sinks=torch.zeros(H, requires_grad=True))),
         said(lambda: strobe.distributed.attention(*by_heads, layout=Layout.zigzag(S, 4))),
     ]
+
+
+def compiled_beside_eager(group: dist.ProcessGroup) -> float:
+    """The largest difference of a packed call with dropout whose seed is drawn, and of its gradients."""
+    torch._dynamo.reset()
+    layout = Layout.zigzag(2 * S, group.size())
+    q, k, v, dout = (layout.shard(x, 0, group.rank()).detach().requires_grad_() for x in laid_out("packed"))
+    sinks = torch.zeros(H, requires_grad=True)
+    cu = torch.tensor([0, 30, 2 * S], dtype=torch.int32)
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, sinks = tensors
+        options = {"causal": True, "sinks": sinks, "dropout": 0.3, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        return strobe.distributed.attention(q, k, v, layout=layout, group=group, return_lse=True, **options)
+
+    found = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(3)
+        out, lse = function(q, k, v, sinks)
+        found.append((out, lse, *torch.autograd.grad([out, lse], [q, k, v, sinks], [dout.detach(), torch.ones_like(lse)])))
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))

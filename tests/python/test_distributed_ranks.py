@@ -133,6 +133,10 @@ def test_ways_to_call(workers, way, method):
         torch.testing.assert_close(x, {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}[name], **near)
 
 
+def test_a_compiled_call_is_the_eager_one(workers):
+    assert workers.run(calls.compiled_beside_eager, 2) == [0.0, 0.0]
+
+
 def test_no_second_derivative(workers):
     answers = workers.run(calls.twice_differentiated, 2)
     assert {kind for kind, _ in answers} == {"NotImplementedError"}
