@@ -162,10 +162,8 @@ TEST_CASE("jit: of kernels of one call that do not compile, the first one says w
   const KernelKey<Config> good = plain(60), second = plain(61);
   const Config first_config{1, 2}, second_config{2, 2};
   const KernelKey<Config> bad{&broken, first_config}, worse{&broken, second_config};
-  const KernelName names[] = {{good.source, good.integers()},
-                              {bad.source, bad.integers()},
-                              {worse.source, worse.integers()},
-                              {second.source, second.integers()}};
+  const KernelName names[] = {
+      {good.source, good.integers()}, {bad.source, bad.integers()}, {worse.source, worse.integers()}, {second.source, second.integers()}};
   CHECK(has(thrown(STROBE_DEVICE_ERROR, [&] { load_together(names, device(1)); }), "test::Broken<test::Config{1,2}>"));
   CHECK(find_loaded(*good.source, good.integers(), device(1)));
   CHECK(find_loaded(*second.source, second.integers(), device(1)));
