@@ -11,7 +11,7 @@
 namespace strobe {
 
 // How exact a function of the score is. rough: softcap's tanh is one instruction, with a relative error of 2^-11. half: as elements of 16
-// bits want it, with an arccosh of 2^-22. full: to a few units in the last place of T.
+// bits want it, with an arccosh, and a tanh beside its slope, of 2^-22. full: to a few units in the last place of T.
 enum class Functions { rough, half, full };
 
 // The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a
@@ -99,8 +99,10 @@ private:
     if constexpr (F.additive()) {
       if constexpr (F.function != kHyperbolic || F.scaled) s = product(s, scale);
       if constexpr (F.function == kSoftcap) {
-        if constexpr (kSlope)
+        if constexpr (kSlope && kFunctions == Functions::full)
           s = softcap(s, cap, inverse_cap, slope);
+        else if constexpr (kSlope)
+          s = cap * tanh_approximate(s * inverse_cap, slope);
         else if constexpr (kFunctions == Functions::rough)
           s = cap * tanh_approximate(s * inverse_cap);
         else

@@ -8,6 +8,7 @@
 #include "../../tile/exchange.h"
 #include "../accumulator.h"
 #include "shared.h"
+#include "softcap.h"
 
 namespace strobe::sm90 {
 
@@ -59,7 +60,18 @@ template <BackwardConfig C> struct BackwardScores {
                                                u32 allowed) const {
     float (&S)[kM / 2] = scored.x;
     u32(&P)[kM / 4] = rounded.x;
-    if constexpr (F.additive() || F.mask) {
+    if constexpr (BackwardSoftcap<F>::kApplies) {
+      BackwardSoftcap<F>(scores).template exponentiate<T>(S, P, shared.lse_of(n) + lane % 4 * 8);
+      auto clear = [&](int i) { S[i] = 0, P[i / 2] &= i % 2 ? 0x0000FFFFu : 0xFFFF0000u; };
+      if (masked(step)) hide(step.begin, clear);
+      if constexpr (F.mask) {
+#pragma unroll
+        for (int i = 0; i < kM / 2; ++i) {
+          if (!(allowed & 1u << i)) clear(i);
+        }
+      }
+      if constexpr (kClear) clear_nonfinite_queries(step, n);
+    } else if constexpr (F.additive() || F.mask) {
       if (masked(step))
         score<true>(S, P, n, step, allowed);
       else
@@ -74,7 +86,7 @@ template <BackwardConfig C> struct BackwardScores {
 #pragma unroll
         for (int k = 0; k < 4; ++k) S[4 * i + k] = exp2(__fmaf_rn(S[4 * i + k], scores.unit, negative[k % 2]));
       }
-      if (masked(step)) hide(S, step.begin);
+      if (masked(step)) hide(step.begin, [&](int i) { S[i] = 0; });
       if constexpr (kClear) clear_nonfinite_queries(step, n);
     }
     if constexpr (F.dropout) {
@@ -163,8 +175,8 @@ private:
   }
   // This lane's first key; the other one is 8 further.
   __device__ __forceinline__ i32 key() const { return (i32)load_shared(shared.keys() + 8) + 64 * part + 16 * warp + tile::lane_row(0); }
-  // P of what is not seen by position: 0.
-  __device__ __forceinline__ void hide(float (&S)[kM / 2], i32 q) const {
+  // clear(i) for each of the lane's scores that is not seen by position.
+  template <class Clear> __device__ __forceinline__ void hide(i32 q, const Clear &clear) const {
     const i32 column = q + tile::lane_column(0, 0);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -174,7 +186,7 @@ private:
 #pragma unroll
       for (int i = 2 * r; i < kM / 2; i += i % 2 ? 3 : 1) {
         const i32 at = i / 4 * 8 + i % 2;
-        if ((F.band && at < begin) || at >= end) S[i] = 0;
+        if ((F.band && at < begin) || at >= end) clear(i);
       }
     }
   }

@@ -3,6 +3,7 @@
 #pragma once
 #include "../../device/scores.h"
 #include "../../device/softmax.h"
+#include "../softcap.h"
 #include "config.h"
 #include "given.h"
 
@@ -55,11 +56,9 @@ template <Config C, class Score> struct Line {
   __device__ __forceinline__ Exponent exponent(const Given<C, Score> &given) const { return {*this, given}; }
 };
 
-// A softcap and nothing else: S stays q.k where it is small, c tanh(x / c) = x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up to
-// kSmall c with a relative error of 5e-5; else it becomes tanh(x / c).
-template <Features F, bool kApproximate> struct Softcap {
+// A softcap and nothing else: S stays q.k where it is small, and the exponent is c tanh(x / c) by SmallTanh; else it becomes tanh(x / c).
+template <Features F, bool kApproximate> struct Softcap : SmallTanh {
   static constexpr bool kApplies = F.function == strobe::kSoftcap && kApproximate && !F.scaled && !F.alibi && !F.bias;
-  static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;
   float to_caps, most; // from q.k to x / c; |q.k| that is small
   float cap;           // in exp2's unit
   float linear, cubic, quintic;
@@ -74,10 +73,7 @@ template <Features F, bool kApproximate> struct Softcap {
   }
   // Before anything is hidden.
   template <int N> __device__ __forceinline__ void begin(float (&s)[N]) {
-    float x = fabsf(s[0]), y = fabsf(s[1]);
-#pragma unroll
-    for (int i = 2; i < N; i += 2) x = fmaxf(x, fabsf(s[i])), y = fmaxf(y, fabsf(s[i + 1]));
-    small = !__any_sync(0xFFFFFFFFu, !(fmaxf(x, y) <= most));
+    small = all_small(s, most);
     if (small) return;
 #pragma unroll
     for (int i = 0; i < N; ++i) s[i] = tanh_approximate(s[i] * to_caps);
