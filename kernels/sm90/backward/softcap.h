@@ -6,20 +6,19 @@
 
 namespace strobe::sm90 {
 
-template <Features F> struct BackwardSoftcap : SmallTanh {
-  static constexpr bool kApplies = F.function == kSoftcap && !F.scaled && !F.alibi && !F.bias;
-  float to_caps, cap; // from q.k to x / c; c in exp2's unit
+template <Features F> struct BackwardSoftcap {
+  using Forward = Softcap<F, true>;
+  static constexpr bool kApplies = Forward::kApplies;
+  const Forward forward;
 
-  template <class Score>
-  __device__ __forceinline__ explicit BackwardSoftcap(const Score &scores)
-      : to_caps(scores.scale * scores.inverse_cap), cap(scores.cap * kLog2e<float>) {}
+  template <class Score> __device__ __forceinline__ explicit BackwardSoftcap(const Score &scores) : forward(scores) {}
 
   // q.k -> P times the slope, in S, and P as T. lse: where -LSE of this lane's first two queries is; those of the next two 32 bytes
   // further.
   template <class T, int N> __device__ __forceinline__ void exponentiate(float (&S)[N], u32 (&P)[N / 2], u32 lse) const {
-    const float square = to_caps * to_caps, cubic = kCubic * square * to_caps, quintic = kQuintic * (square * square) * to_caps;
-    const float most = cubic > -1e30f && quintic < 1e30f ? __fdividef(kSmall, to_caps) : -1;
-    if (all_small(S, most)) {
+    const float to_caps = forward.to_caps, square = to_caps * to_caps;
+    const float cubic = Forward::kCubic * square * to_caps, quintic = Forward::kQuintic * (square * square) * to_caps;
+    if (forward.all_small(S)) {
       exponentiate<T>(S, P, lse, [&](float s, float &slope) {
         const float u = s * s, t = s * __fmaf_rn(__fmaf_rn(quintic, u, cubic), u, to_caps);
         slope = __fmaf_rn(-t, t, 1.0f); // which does not cancel: t is small
@@ -41,7 +40,7 @@ private:
       for (int k = 0; k < 4; ++k) {
         float slope;
         const float t = tanh(S[4 * i + k], slope);
-        p[k] = exp2(__fmaf_rn(t, cap, negative[k % 2]));
+        p[k] = exp2(__fmaf_rn(t, forward.cap, negative[k % 2]));
         S[4 * i + k] = p[k] * slope;
       }
       P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);

@@ -8,6 +8,7 @@
 #include "../../../kernels/sm90/backward/config.h"
 #include "attention/text.h"
 #include "attention/work.h"
+#include "cuda/families/sm90_mask.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
@@ -200,10 +201,16 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
 
   Program program;
   program.overlap = true, program.persistent = c.owns_dq;
+  HopperBackwardArguments main = a;
+  if (p.mask) { // in its place its bits
+    MaskBits bits{};
+    program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_keys, bits, scratch));
+    main.in.mask = {bits.data, {bits.batch_stride, bits.head_stride, bits.row_stride, p.mask.stride[2] ? MaskBits::block_bytes() : 0}};
+  }
   const RowsConfig rows{
       .dtype = c.dtype, .head_dim = c.columns(), .tile_q = c.tile_q, .aligned = 1, .form = passes::kWarpgroups, .invariant = 0};
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
-                            .main = Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a),
+                            .main = Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), main),
                             .dbias = bias_gradient(p, device, a)};
   if (p.bias) { // the settle kernel wants D first
     BackwardArguments before_settle = a;
@@ -218,6 +225,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   if (c.owns_dq) program.kernel += ", a block all keys of a head";
+  if (p.mask) program.kernel += ", mask packed into bits";
   describe_tile(program, p, c.tile_q, c.tile_k(), true);
   program.predicted_seconds = predicted_seconds(p, c, device);
   return program;
