@@ -9,6 +9,7 @@
 #include "../accumulator.h"
 #include "shared.h"
 #include "softcap.h"
+#include "store.h"
 
 namespace strobe::sm90 {
 
@@ -147,6 +148,9 @@ template <BackwardConfig C> struct BackwardScores {
   __device__ __forceinline__ void store(const Operand &out, const Inputs &in, const KeyBlock &keys, i32 columns,
                                         const Accumulator<T, kColumns> &x, float factor) const {
     const i32 j = keys.begin + 64 * part + 16 * warp;
+    if constexpr (C.staged_store)
+      return store_rows_staged<T, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j, keys.seqlen_k - j, columns, x.x,
+                                            factor, shared.v + (64 * part + 16 * warp) * kRowBytes, C.tile_k() * kRowBytes);
     store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j, keys.seqlen_k - j, columns, x.x, factor);
   }
 

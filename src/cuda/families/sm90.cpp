@@ -36,6 +36,7 @@ int64_t bundle(const Problem &p, const Device &device) {
   const bool uneven = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), heads = p.batch * p.heads;
   int64_t size = uneven ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
+  if (p.bundle) size = std::min(p.bundle, heads);
   while (size > 1 && heads % size) size--;
   return size;
 }

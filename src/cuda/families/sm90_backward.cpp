@@ -122,6 +122,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   c.owns_dq = owns_dq(p, c, device);
   if (c.owns_dq) c.deterministic = 0;                                  // it is
   const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
+  c.staged_store = p.staged_store && !c.owns_dq && c.columns() <= c.columns_v();
   c.exact_p = f.function || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && (costly || c.owns_dq));
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
@@ -145,6 +146,7 @@ int64_t bundle(const Problem &p, const BackwardConfig &c) {
   // In turns: 16 of up to 64 columns, though they leave the cache (on an H200 1.07 to 1.09 at 8k and 16k, causal); of 128, 0.96 to 1.03.
   const int64_t least = c.deterministic && larger_dim(p) <= 64 ? 16 : uneven ? 4 : 1, most = c.deterministic ? 32 : uneven ? 16 : 4;
   int64_t size = std::clamp<int64_t>(kCache / (uneven ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
+  if (p.bundle) size = std::min(p.bundle, std::max<int64_t>(1, p.batch * p.heads_kv));
   while (p.batch * p.heads_kv % size) size--;
   return size;
 }
