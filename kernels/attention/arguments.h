@@ -102,7 +102,7 @@ struct BackwardArguments {
   Inputs in;
   Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that nobody wants are null
   void *delta;   // (2, rows), in lse's type: D = rowsum(dO * O) - dLSE, and LSE's correction (device/settle_row.h; the ladder: D alone)
-  float *dq_sum; // (rows, head_dim of the kernel), FP32: dq_sums() of them: where several key tiles add to dQ
+  float *dq_sum; // (rows, head_dim of the kernel), FP32: dq_sums of them: where several key tiles add to dQ
   u32 *turns;    // deterministic: (query tiles of all rows) who may add next
   i32 deterministic;
   i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache
@@ -111,6 +111,7 @@ struct BackwardArguments {
   // what LSE is) and 0.
   float *rows;
   i32 first_stores; // dq_sum holds nothing before: who adds first stores
+  i32 dq_sums;      // how many dq_sum holds, one behind the other: a power of two (attention/dq_sum.h)
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -15,16 +15,10 @@ STROBE_FN i64 count_query_tiles(const Inputs &in, i64 tile) {
 }
 
 // FP32's sum of dQ lies row after row, and has so many addends that it would be off by more than all that is added: it is made of several,
-// to which the tiles of keys add in turn, as long as these sums are not large. Invariant: to which of them follows from where the keys
-// stand.
+// a power of two, to which so many keys each add in turn. To which of them follows from where the keys stand.
 STROBE_FN constexpr i32 keys_of_dq_sum() { return 8192; }
 STROBE_FN constexpr i32 most_dq_sums() { return 8; }
-STROBE_FN i32 dq_sums(const Inputs &in, i32 head_dim, bool invariant = false) {
-  constexpr i64 kNumbers = i64(1) << 26;
-  const i64 room = invariant ? most_dq_sums() : kNumbers / max(in.rows() * head_dim, i64(1));
-  return (i32)max(min(min(div_up(in.seqlen_k, keys_of_dq_sum()), room), (i64)most_dq_sums()), i64(1));
-}
-STROBE_FN i32 invariant_dq_sum(i32 k0) { return k0 / keys_of_dq_sum() % most_dq_sums(); } // of the tile of keys that begins there
+STROBE_FN i32 dq_sum_of(i32 key, i32 sums) { return (i32)((u32)key / (u32)keys_of_dq_sum() & (u32)(sums - 1)); }
 
 // On Hopper a warpgroup's part of a tile, transposed: blocks of 64 columns of all of a tile's queries; where there is but one, of half of
 // them.

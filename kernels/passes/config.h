@@ -14,7 +14,6 @@ struct RowsConfig {
   i32 head_dim, tile_q; // of the backward
   i32 aligned;          // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 form;             // kFragments, kWarpgroups or kRowAfterRow
-  i32 invariant;        // kRowAfterRow: how many sums of dQ there are follows from the keys alone
 
   static constexpr i32 kRowTile = 64; // tile_q of kRowAfterRow
   STROBE_FN static constexpr i32 threads() { return 256; }

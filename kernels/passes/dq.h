@@ -73,7 +73,7 @@ private:
       const i32 r = i / C.head_dim, c = i % C.head_dim;
       T total = sum[i];
       if constexpr (C.dtype == kF32)
-        for (i32 n = 1; n < dq_sums(a.in, C.head_dim, C.invariant); ++n) total += sum[n * a.in.rows() * C.head_dim + i];
+        for (i32 n = 1; n < a.dq_sums; ++n) total += sum[n * a.in.rows() * C.head_dim + i];
       if (c < a.in.head_dim) *a.dq.at<E>(tile.batch, tile.head, tile.row + r, c) = Convert<E>::from(total);
     }
   }

@@ -180,8 +180,7 @@ private:
     constexpr int kColumns = kPass / C.threads_k, W = piece<T>(kColumns);
     const T scale = T(a.in.scale);
     T *sum = reinterpret_cast<T *>(a.dq_sum) + a.in.row_index(b, h, s.q0 + q0) * C.head_dim + column;
-    if constexpr (C.dtype == kF32)
-      sum += (C.invariant ? invariant_dq_sum(n * C.tile_k) : n % dq_sums(a.in, C.head_dim)) * a.in.rows() * C.head_dim;
+    if constexpr (C.dtype == kF32) sum += dq_sum_of(n * C.tile_k, a.dq_sums) * a.in.rows() * C.head_dim;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
       if (const i32 r = grid.template row<piece<T>(kRows)>(i); q0 + r < q1)

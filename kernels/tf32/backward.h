@@ -226,7 +226,7 @@ private:
   __device__ __forceinline__ void add_dq(const Tile &t) const {
     if (!a.dq_sum || shared_state().again) return;
     const i64 rows = in.row_index(shared_state().batch, t.head, shared_state().sequence.q0 + t.queries.begin);
-    float *target = a.dq_sum + (rows + shared_state().k0 / kTileK % dq_sums(in, kD) * in.rows()) * kD;
+    float *target = a.dq_sum + (rows + dq_sum_of(shared_state().k0, a.dq_sums) * in.rows()) * kD;
     const float scale = (float)in.scale;
     u32 *turn = nullptr, before = 0;
     if constexpr (C.deterministic) {

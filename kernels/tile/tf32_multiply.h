@@ -58,27 +58,29 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const Left (&a)[kSte
 // s += A transpose(B), both kInner wide; their addresses in shared memory.
 template <int kInner, int kProducts, Sum kSum = Sum::of_32, int kM, int kN>
 __device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u32 b) {
+  // Columns at a time. The backward, which computes transposed scores, is short of registers.
+  constexpr int kWidth = kSum == Sum::of_scores_transposed ? 16 : 32, kLoads = kWidth / 16;
   Rows<kInner> A(a), B(b);
 #pragma unroll 1
-  for (int c = 0; c < kInner; c += 32) {
-    Left x[kM][4];
+  for (int c = 0; c < kInner; c += kWidth) {
+    Left x[kM][2 * kLoads];
 #pragma unroll
-    for (int k = 0; k < 2 * kM; ++k) {
+    for (int k = 0; k < kLoads * kM; ++k) {
       float top[4], bottom[4];
-      A.load(top, 16 * (k / 2), c + 16 * (k % 2));
-      A.load(bottom, 16 * (k / 2) + 8, c + 16 * (k % 2));
+      A.load(top, 16 * (k / kLoads), c + 16 * (k % kLoads));
+      A.load(bottom, 16 * (k / kLoads) + 8, c + 16 * (k % kLoads));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        Left &f = x[k / 2][2 * (k % 2) + i / 2];
+        Left &f = x[k / kLoads][2 * (k % kLoads) + i / 2];
         f.set<kProducts>(2 * (i % 2), top[i]);
         f.set<kProducts>(2 * (i % 2) + 1, bottom[i]);
       }
     }
 #pragma unroll
     for (int n = 0; n < 2 * kN; ++n) {
-      Right y[4];
+      Right y[2 * kLoads];
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
+      for (int k = 0; k < kLoads; ++k) {
         float row[4];
         B.load(row, 8 * n, c + 16 * k);
 #pragma unroll

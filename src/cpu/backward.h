@@ -125,7 +125,10 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
     out.q_rows = Math::load_rows(finite_q, 0, 0, 0, real_rows, d, scratch.q_rows);
     out.do_rows = Math::load_rows(finite_do, 0, 0, 0, real_rows, dv, scratch.do_rows);
   }
-  const double large = p.dtype == DType::f64 ? 1e4 : p.dtype == DType::f32 ? 16 : 1024; // half the last bit of LSE: 1e-12, 1e-6, 6e-5
+  // Half the last bit of LSE: 1e-12, 1e-6, 6e-5. Of few queries, whose dv is P itself, half of it, which costs little; not where the bits
+  // of a row are not to follow from how many there are.
+  const double large_single = p.longest_q() <= 8 && !p.invariant ? 8 : 16;
+  const double large = p.dtype == DType::f64 ? 1e4 : p.dtype == DType::f32 ? large_single : 1024;
   bool any_large = false, any_settled = false;
   fill(scratch.excess, out.rows, T(0));
   fill(scratch.settled, out.rows, T(kAsItIs));
@@ -175,7 +178,7 @@ __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, c
       V sum(T(0)), rest(T(0));
       for (const int64_t end = min((i64)(j + kRun), (i64)t.keys); j < end; ++j) {
         const int64_t at = j * t.width + c;
-        const V prob = Math::power((V::load(s + at) * natural - lse) * log2e);
+        const V prob = probability<Math>(V::load(s + at), natural, lse, log2e, V(T(0)));
         V grad = V::load(dp + at);
         if (head.dropout) grad *= V::load(scratch.keep + at);
         sum += prob;
@@ -294,7 +297,7 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
       const V lse = V::load(scratch.lse + lane + c), excess = V::load(scratch.excess + lane + c);
       auto element = [&](int64_t at, V &prob, V &grad) __attribute__((always_inline)) {
         const V score = V::load(s + at);
-        prob = Math::power((score * natural - lse) * log2e - excess);
+        prob = probability<Math>(score, natural, lse, log2e, excess);
         grad = V::load(dp + at);
         const V keep = head.dropout ? V::load(scratch.keep + at) : V(T(1));
         grad = (head.dropout ? grad * keep : grad) - delta;

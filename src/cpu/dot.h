@@ -11,16 +11,26 @@ struct Dot {
   static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c,
                                                  int64_t ldc, bool accumulate) {
     static_assert(kPlanes == 1); // with more, fp32 multiply-adds are as fast
-    int64_t n = 0;
-    for (; n + 32 <= columns; n += 32) multiply_columns<2>(rows, depth, a, b.columns_from(n), c + n, ldc, accumulate);
-    if (n < columns) multiply_columns<1>(rows, depth, a, b.columns_from(n), c + n, ldc, accumulate);
+    if (rows <= 2)
+      multiply_rows<2, 4>(rows, columns, depth, a, b, c, ldc, accumulate);
+    else if (rows <= 4)
+      multiply_rows<4, 4>(rows, columns, depth, a, b, c, ldc, accumulate);
+    else
+      multiply_rows<8, 2>(rows, columns, depth, a, b, c, ldc, accumulate);
   }
 
 private:
-  static constexpr int kRows = 8;
+  template <int kRows, int kColumns>
+  static STROBE_INLINE void multiply_rows(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc,
+                                          bool accumulate) {
+    int64_t n = 0;
+    for (; n + 16 * kColumns <= columns; n += 16 * kColumns)
+      multiply_columns<kRows, kColumns>(rows, depth, a, b.columns_from(n), c + n, ldc, accumulate);
+    for (; n < columns; n += 16) multiply_columns<kRows, 1>(rows, depth, a, b.columns_from(n), c + n, ldc, accumulate);
+  }
 
-  // The left operand is padded to blocks of 32 rows and C to 16, so that rows of C come by eights.
-  template <int kColumns>
+  // The left operand is padded to blocks of 32 rows and C to 16, so that rows of C come by twos, fours or eights.
+  template <int kRows, int kColumns>
   static STROBE_INLINE void multiply_columns(int64_t rows, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc,
                                              bool accumulate) {
     for (int64_t m = 0; m < rows; m += kRows) {

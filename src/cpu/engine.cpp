@@ -171,6 +171,14 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction d
   return tile;
 }
 
+// Whether the forward lays keys across lanes: where queries would leave most lanes idle. Invariant bits do not follow from how many queries
+// there are; what is not listed in decode.h's scores goes the other way, and so do wishes for tiles.
+bool few_queries(const Problem &p, Direction direction) {
+  constexpr int64_t kFew = 8;
+  return direction == Direction::forward && p.longest_q() <= kFew && !p.invariant && !p.part && !p.blocks.present && p.dropout == 0 &&
+         p.score == ScoreFunction::dot && p.tile_q == 0 && p.tile_k == 0;
+}
+
 class CpuEngine final : public Engine {
 public:
   explicit CpuEngine(const InstructionSet &set) : set_(set) {}
@@ -185,10 +193,13 @@ public:
     const bool forward = direction == Direction::forward;
     const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
     TileSizes tile = choose_tiles(p, preferred, direction, plan.notes);
-    plan.kernel = std::string(kernels->arithmetic) + ", " + std::to_string(tile.width) + " queries at once";
+    const bool few = few_queries(p, direction);
+    plan.kernel = std::string(kernels->arithmetic) +
+                  (few ? ", the queries of a group at once, keys across lanes" : ", " + std::to_string(tile.width) + " queries at once");
     plan.tile_q = tile.q;
     plan.tile_k = tile.k;
-    plan.workspace_bytes = uint64_t((forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
+    plan.workspace_bytes = uint64_t(few ? kernels->decode_workspace(p, execution.threads)
+                                        : (forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
     plan.predicted_seconds = predict(set_, p, kernels->forward_tile.width, execution.threads, direction);
     if (p.auxiliary()) {
       plan.workspace_bytes = std::max(plan.workspace_bytes, uint64_t(kernels->auxiliary_workspace(p, tile, execution.threads)));
@@ -204,7 +215,10 @@ public:
     const bool forward = direction == Direction::forward;
     const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
     TileSizes tile{plan.tile_q, plan.tile_k, std::min(preferred.width, plan.tile_q)};
-    (forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
+    if (few_queries(p, direction))
+      kernels->decode(p, execution, workspace);
+    else
+      (forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
     if (p.auxiliary()) kernels->auxiliary(p, execution, tile, workspace);
   }
 

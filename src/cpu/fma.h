@@ -52,6 +52,12 @@ template <class T> struct Fma {
   static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.row, x.a.row, x.a.col}}; }
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.col, x.a.row, x.a.col}}; }
 
+  // Any rows as the operand that is broadcast.
+  static STROBE_INLINE int64_t left_size(int64_t /*rows*/, int64_t /*columns*/) { return 0; } // of scratch
+  static STROBE_INLINE Left left_rows(const T *src, int64_t /*rows*/, int64_t /*columns*/, int64_t ld, T * /*scratch*/) {
+    return {{src, ld, 1}};
+  }
+
   // Queries: rows of Q or dO, one a lane (d x width).
   static STROBE_INLINE int64_t lanes_size(int64_t lanes, int64_t d) { return lanes * d; } // of scratch
   static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T factor, int64_t width, T *scratch,

@@ -19,7 +19,7 @@ inline constexpr int kVectorRegisters = 16;
 #if defined(__FMA__) || defined(__aarch64__)
 inline constexpr int64_t kRun = 32; // terms of a product that are added up one after the other
 #else
-inline constexpr int64_t kRun = 16; // each product is rounded too
+inline constexpr int64_t kRun = 8; // each product is rounded too
 #endif
 inline constexpr int kMaxColumns = kVectorRegisters == 32 ? 4 : 2; // vectors of C's columns held at once
 constexpr int block_rows(int columns) { return kVectorRegisters == 32 ? (columns == 4 ? 6 : 8) : (columns == 2 ? 4 : 8); }

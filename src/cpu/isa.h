@@ -18,6 +18,9 @@ struct CpuKernels {
   TileSizes forward_tile, backward_tile; // where nothing else is wished
   int64_t (*forward_workspace)(const Problem &, const TileSizes &, int64_t threads);
   void (*forward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
+  // The forward of few queries (decode.h).
+  int64_t (*decode_workspace)(const Problem &, int64_t threads);
+  void (*decode)(const Problem &, const Execution &, void *workspace);
   int64_t (*backward_workspace)(const Problem &, const TileSizes &, int64_t threads);
   void (*backward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
   // max_logit and column_sums, after a forward of the same tile.

@@ -67,6 +67,32 @@ template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *sr
   }
 }
 
+// The same of bf16 rows that lie in memory as they are wanted: pairs along a row, dst[c / 2][lane], of `count` rows in `width` lanes.
+inline __attribute__((noinline)) void pair_lanes(const uint16_t *src, int64_t row, int64_t count, int64_t columns, int64_t width,
+                                                 uint32_t *dst) {
+  for (int64_t lane = 0; lane < width; lane += 16)
+    for (int64_t c = 0; c < columns; c += 32) {
+      Vec<float> block[16]; // of pairs, of which nothing is computed
+      unroll<16>(STROBE_UNROLL(r) { __builtin_prefetch(src + (lane + r + width) * row + c, 0, 2); }); // of the next tile
+      unroll<16>(STROBE_UNROLL(r) {
+        block[r] = lane + r < count ? Vec<float>::load(reinterpret_cast<const float *>(src + (lane + r) * row + c)) : Vec<float>(0.0f);
+      });
+      transpose_block(block);
+      unroll<16>(STROBE_UNROLL(r) { block[r].store(reinterpret_cast<float *>(dst) + (c / 2 + r) * width + lane); });
+    }
+}
+// And pairs of rows, dst[i / 2][c]; behind the last row zeros, to a multiple of 32 rows.
+inline __attribute__((noinline)) void pair_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, uint32_t *dst) {
+  for (int64_t i = 0; i < round_to(count, 32); i += 2)
+    for (int64_t c = 0; c < columns; c += 16) {
+      const auto load = [&](int64_t n) __attribute__((always_inline)) {
+        return n < count ? _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(src + n * row + c)))
+                         : _mm512_setzero_si512();
+      };
+      _mm512_storeu_si512(dst + i / 2 * columns + c, _mm512_or_si512(load(i), _mm512_slli_epi32(load(i + 1), 16)));
+    }
+}
+
 // Unit: what multiplies, amx.h or dot.h.
 template <int planes, class Unit> struct Pairs {
   using Real = float;
@@ -123,11 +149,22 @@ template <int planes, class Unit> struct Pairs {
   static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return x.rows_from(skip); }
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {x.a + skip / 32 * x.step, x.row, x.step, x.block, x.plane}; }
 
+  static int64_t left_size(int64_t rows, int64_t columns) { return kPlanes * round_to(rows, 32) * round_to(columns, 32); }
+  static Left left_rows(const float *src, int64_t rows, int64_t columns, int64_t ld, uint16_t *scratch) {
+    const Left left = keys_at(scratch, rows, columns, true).rows;
+    pack_rows(src, rows, columns, ld, left, round_to(columns, 32));
+    return left;
+  }
+
   static int64_t lanes_size(int64_t width, int64_t d) { return kPlanes * round_to(d, 32) * width + 2 * d * width; } // packed, and wide
   static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, float factor, int64_t width,
                           uint16_t *scratch, float *buffer) {
     float *wide = reinterpret_cast<float *>(scratch);
     uint32_t *packed = reinterpret_cast<uint32_t *>(scratch + 2 * d * width);
+    if (kPlanes == 1 && is_paired(x, d) && factor == 1) {
+      pair_lanes(x.at<uint16_t>(b, h, i0, 0), x.stride[2], n, d, width, packed);
+      return {packed, width, d / 2 * width};
+    }
     load_lanes_of(x, b, h, i0, n, d, factor, wide, width, buffer);
     pack_pairs<kPlanes>(wide, d, width, packed);
     return {packed, width, round_to(d, 32) / 2 * width};
@@ -138,6 +175,10 @@ template <int planes, class Unit> struct Pairs {
     const int64_t ld = round_to(d, 16);
     float *wide = reinterpret_cast<float *>(scratch);
     uint32_t *packed = reinterpret_cast<uint32_t *>(scratch + 2 * round_to(n, 32) * ld);
+    if (kPlanes == 1 && is_paired(x, d)) {
+      pair_rows(x.at<uint16_t>(b, h, i0, 0), x.stride[2], n, d, packed);
+      return {packed, ld, round_to(n, 32) / 2 * ld};
+    }
     for (int64_t i = 0; i < n; ++i) {
       load_row(x, b, h, i0 + i, 0, d, wide + i * ld);
       fill(wide + i * ld + d, ld - d, 0.0f);
@@ -195,6 +236,8 @@ template <int planes, class Unit> struct Pairs {
   }
 
 private:
+  // Whether the rows of a tensor are bf16, side by side, in whole steps of 32.
+  static STROBE_INLINE bool is_paired(const View &x, int64_t d) { return x.dtype == DType::bf16 && x.stride[3] == 1 && d % 32 == 0; }
   // src[rows][width] -> the left operand `to`; of its columns [0, end) those past `columns` are zero. width and end are multiples of 16.
   static __attribute__((noinline)) void pack_rows(const float *src, int64_t rows, int64_t columns, int64_t width, Left to, int64_t end) {
     for (int64_t r = 0; r < rows; ++r) {

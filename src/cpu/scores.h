@@ -123,7 +123,11 @@ __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan
       for (int64_t j = 0; j < t.keys; ++j) row[j] = seen[j * m.stride[3]] ? row[j] : -kInfinity<T>;
   };
   if ((p.bias && p.bias.stride[2] != 0) || (use_mask && m.stride[2] != 0)) {
-    load_lanes<T>([&](int64_t lane, T *row) { row_of(t.i0 + lane, row); }, t.lanes, t.keys, T(1), scratch.add, t.width, scratch.buffer);
+    auto of_lane = [&](int64_t lane, T *row) -> const T * {
+      row_of(t.i0 + lane, row);
+      return row;
+    };
+    load_lanes<T>(of_lane, t.lanes, t.keys, T(1), scratch.add, t.width, scratch.buffer);
   } else {
     row_of(t.i0, scratch.buffer);
     for (int64_t j = 0; j < t.keys; ++j) fill(scratch.add + j * t.width, t.width, scratch.buffer[j]);

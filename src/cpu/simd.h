@@ -157,6 +157,24 @@ template <int kDegree = 5, class T> STROBE_INLINE Vec<T> exp2(Vec<T> x) {
 }
 #endif
 
+// 2^((s * factor - lse) * unit - excess): P of a score. Where no instruction multiplies and adds with one rounding, s * factor would lose
+// the last bits of a number of tens, which is an error of all of P: there FP32's exponent is made in FP64.
+template <class Math, class T> STROBE_INLINE Vec<T> probability(Vec<T> s, Vec<T> factor, Vec<T> lse, Vec<T> unit, Vec<T> excess) {
+#if !defined(__FP_FAST_FMAF)
+  if constexpr (sizeof(T) == 4) {
+    typedef double Wide __attribute__((vector_size(2 * STROBE_VECTOR_BYTES)));
+    const auto wide = [](Vec<T> x) __attribute__((always_inline)) { return __builtin_convertvector(x.v, Wide); };
+    constexpr double kMagic = 0x1.8p52, kLowest = 0.5 - Bits<T>::kBias; // adding kMagic rounds to an integer
+    Wide x = (wide(s) * wide(factor) - wide(lse)) * wide(unit) - wide(excess);
+    x = x < kLowest ? kLowest - Wide{} : x;
+    const Wide floor = ((x - 0.5) + kMagic) - kMagic;
+    const auto exponent = (__builtin_convertvector(floor, typename Vec<T>::RawInt) + Bits<T>::kBias) << Bits<T>::kMantissa;
+    return exp2_fraction<5>(Vec<T>(__builtin_convertvector(x - floor, typename Vec<T>::Raw))) * Vec<T>((typename Vec<T>::Raw)exponent);
+  }
+#endif
+  return Math::power((s * factor - lse) * unit - excess);
+}
+
 // tanh and its derivative, neither by a difference that cancels: Cephes' rational form below 0.625, e^-2|x| above.
 template <class T> STROBE_INLINE Vec<T> tanh(Vec<T> x, Vec<T> &slope) {
   using V = Vec<T>;

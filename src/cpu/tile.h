@@ -46,23 +46,24 @@ template <int s = 1, class T> STROBE_INLINE void transpose_block(Vec<T> (&x)[Vec
   }
 }
 
-// dst[c * width + lane] = x[c] * factor for lane < count (0 in the lanes above, up to width) and c < columns, where row_of(lane, x) writes
-// x. width is a multiple of 16; buffer holds 16 rows of round_to(columns, 16).
+// dst[c * width + lane] = x[c] * factor for lane < count (0 in the lanes above, up to width) and c < columns, where x is row_of(lane,
+// room), which may write to room. width is a multiple of 16; x has round_to(columns, 16) elements that can be read, and buffer 16 such
+// rows. ahead: so many elements behind each row lies one that will be read soon (0: it is not known).
 template <class T, class Row>
-STROBE_INLINE void load_lanes(Row &&row_of, int64_t count, int64_t columns, T factor, T *dst, int64_t width, T *buffer) {
+STROBE_INLINE void load_lanes(Row &&row_of, int64_t count, int64_t columns, T factor, T *dst, int64_t width, T *buffer, int64_t ahead = 0) {
   constexpr int L = Vec<T>::kLanes;
   int64_t padded = round_to(columns, 16);
   for (int64_t lane = 0; lane < width; lane += L) {
+    const T *rows[L];
     for (int64_t r = 0; r < L; ++r) {
       T *row = buffer + r * padded;
-      if (lane + r < count)
-        row_of(lane + r, row);
-      else
-        fill(row, columns, T(0));
+      if (lane + r >= count) fill(row, columns, T(0));
+      rows[r] = lane + r < count ? row_of(lane + r, row) : row;
     }
     for (int64_t c = 0; c < columns; c += L) {
       Vec<T> block[L];
-      unroll<L>(STROBE_UNROLL(r) { block[r] = Vec<T>::load(buffer + r * padded + c) * Vec<T>(factor); });
+      if (ahead) unroll<L>(STROBE_UNROLL(r) { __builtin_prefetch(rows[r] + c + ahead, 0, 2); });
+      unroll<L>(STROBE_UNROLL(r) { block[r] = Vec<T>::load(rows[r] + c) * Vec<T>(factor); });
       transpose_block(block);
       int64_t n = columns - c < L ? columns - c : L;
       if (n == L) {
@@ -80,7 +81,13 @@ STROBE_INLINE void load_lanes(Row &&row_of, int64_t count, int64_t columns, T fa
 template <class T>
 __attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t columns, T factor,
                                           T *dst, int64_t width, T *buffer) {
-  load_lanes([&](int64_t lane, T *row) { load_row(src, b, h, i0 + lane, 0, columns, row); }, count, columns, factor, dst, width, buffer);
+  const bool in_place = src.dtype == (sizeof(T) == 8 ? DType::f64 : DType::f32) && src.stride[3] == 1 && columns % 16 == 0;
+  auto row_of = [&](int64_t lane, T *room) -> const T * {
+    if (in_place) return src.at<T>(b, h, i0 + lane, 0);
+    load_row(src, b, h, i0 + lane, 0, columns, room);
+    return room;
+  };
+  load_lanes<T>(row_of, count, columns, factor, dst, width, buffer, in_place ? width * src.stride[2] : 0);
 }
 
 // The way back: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count; add: to what is there. buffer: 16 rows of

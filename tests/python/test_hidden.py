@@ -176,20 +176,20 @@ def test_tensor_cores_refuse_a_large_scale(engine, dtype, backward):
 @pytest.mark.parametrize(
     ("d", "dv", "options", "reason"),
     [
-        (31, 64, {}, "head dimensions under 32"),
-        (64, 31, {}, "head dimensions under 32"),
+        (63, 64, {}, "head dimensions under 64"),
+        (64, 63, {}, "head dimensions under 64"),
         (64, 64, {"score": 1, "beta": 1.0, "shift": 0.0}, "a Lorentz product cancels"),
     ],
 )
 @pytest.mark.parametrize("backward", [False, True])
 def test_three_products_in_tf32_are_not_for_sums_that_show_them(d, dv, options, reason, backward):
-    """One product is, since the caller allowed it, and 32 columns are enough."""
+    """One product is, since the caller allowed it, and 64 columns are enough."""
     tensors = {name: Shape((1, 2, 64, dv if name == "v" else d), "float32") for name in "qkv"}
     options = options | {"engine": "cuda-tf32"}
     with pytest.raises(NotImplementedError, match=reason):
         kernels(tensors, options, backward, 90)
     assert kernels(tensors, options | {"allow_tf32": True}, backward, 90)
-    enough = {name: Shape((1, 2, 64, 32), "float32") for name in "qkv"}
+    enough = {name: Shape((1, 2, 64, 64), "float32") for name in "qkv"}
     assert kernels(enough, {"engine": "cuda-tf32"}, backward, 90)
 
 

@@ -17,10 +17,10 @@ from device import DEVICE, on_device, running_on
 
 DTYPES = (torch.float32, torch.bfloat16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
-engines = pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 32)])
+engines = pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 64)])
 BITS = {"deterministic": True}  # of calls that are compared by torch.equal: else a GPU adds dq up in any order
 
-call = partial(cases.call, d=32)  # which every engine takes
+call = partial(cases.call, d=64)  # which every engine takes
 
 
 def cumulated(*lengths):
@@ -108,10 +108,10 @@ def test_lse_alone_has_gradients(engine):
     with running_on(engine):
         _, lse = strobe.attention(q, k, v, return_lse=True, engine=engine)
         lse.mean().backward()
-    s = (inputs.q.double() @ inputs.k.double().transpose(-1, -2)) * 32**-0.5
+    s = (inputs.q.double() @ inputs.k.double().transpose(-1, -2)) * 64**-0.5
     p = s.softmax(-1) / lse.numel()
-    torch.testing.assert_close(q.grad.cpu(), (32**-0.5 * p @ inputs.k.double()).float())
-    torch.testing.assert_close(k.grad.cpu(), (32**-0.5 * p.transpose(-1, -2) @ inputs.q.double()).float())
+    torch.testing.assert_close(q.grad.cpu(), (64**-0.5 * p @ inputs.k.double()).float())
+    torch.testing.assert_close(k.grad.cpu(), (64**-0.5 * p.transpose(-1, -2) @ inputs.q.double()).float())
     assert v.grad is None or (v.grad == 0).all()
 
 
@@ -163,7 +163,7 @@ def test_values_alone_transposed(dtype):
 def test_sliced_keys_get_their_gradient(engine):
     """pytorch/pytorch#146377: the gradient of a sliced K came back as garbage, and reached the part that was cut off."""
     inputs = on_device(call(sq=40, sk=200), DEVICE)
-    whole = {name: torch.randn(1, 2, 328, 32, device=DEVICE).requires_grad_() for name in "kv"}
+    whole = {name: torch.randn(1, 2, 328, 64, device=DEVICE).requires_grad_() for name in "kv"}
     with running_on(engine):
         out = strobe.attention(inputs.q, whole["k"][:, :, :-128], whole["v"][:, :, :-128], engine=engine)
         out.backward(inputs.dout)

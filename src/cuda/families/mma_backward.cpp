@@ -109,8 +109,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   BackwardArguments a = backward_arguments(p);
   a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
   const int64_t query_tiles = count_query_tiles(a.in, c.tile_q), key_tiles = p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k);
-  const RowsConfig rows{
-      .dtype = c.dtype, .head_dim = c.head_dim, .tile_q = c.tile_q, .aligned = c.aligned, .form = passes::kFragments, .invariant = 0};
+  const RowsConfig rows{.dtype = c.dtype, .head_dim = c.head_dim, .tile_q = c.tile_q, .aligned = c.aligned, .form = passes::kFragments};
   Program program;
   take_sums(program, a, p, scratch, {.dq = query_tiles * c.tile_q * c.head_dim, .turns = c.deterministic ? c.turns(query_tiles) : 0});
   push(program, p, a,

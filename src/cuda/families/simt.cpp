@@ -186,13 +186,14 @@ private:
     const std::optional<Config> of_bias = p.dbias ? choose(any, Kind::bias_gradient, p, device) : c;
     if (!c || !of_bias) return no_tile(device);
     BackwardArguments a = backward_arguments(p);
+    a.dq_sums = dq_sums(p, a.in.rows() * c->head_dim);
     const int64_t query_tiles = p.batch * p.heads * tiles(p.seqlen_q, c->tile_q);
     const int64_t key_tiles = p.batch * p.heads_kv * tiles(p.seqlen_k, c->tile_k);
     Program program;
     describe(program, p, *c);
     take_sums(program, a, p, scratch,
               {.real_bytes = c->real_bytes(),
-               .dq = (p.dtype == DType::f32 ? dq_sums(a.in, c->head_dim, p.invariant) : 1) * a.in.rows() * c->head_dim,
+               .dq = a.dq_sums * a.in.rows() * c->head_dim,
                .turns = (p.deterministic || p.invariant) && p.dq ? 1 + query_tiles : 0,
                .zero_dq = true});
     const int32_t shared = c->backward_shared_bytes();
@@ -200,7 +201,7 @@ private:
          {.delta = delta(p, a),
           .settle = Launch(kSettle, *c, query_tiles, c->threads(), shared, a),
           .main = Launch(kBackward, *c, key_tiles, c->threads(), shared, a),
-          .dq = dq_from_sum(p, {int32_t(p.dtype), c->head_dim, passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow, p.invariant}, a),
+          .dq = dq_from_sum(p, {int32_t(p.dtype), c->head_dim, passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow}, a),
           .dbias = bias_gradient(p, *of_bias, a)});
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size() - bool(p.dbias), 1);
     return program;

@@ -209,8 +209,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
     program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_keys, bits, scratch));
     main.in.mask = {bits.data, {bits.batch_stride, bits.head_stride, bits.row_stride, p.mask.stride[2] ? MaskBits::block_bytes() : 0}};
   }
-  const RowsConfig rows{
-      .dtype = c.dtype, .head_dim = c.columns(), .tile_q = c.tile_q, .aligned = 1, .form = passes::kWarpgroups, .invariant = 0};
+  const RowsConfig rows{.dtype = c.dtype, .head_dim = c.columns(), .tile_q = c.tile_q, .aligned = 1, .form = passes::kWarpgroups};
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
                             .main = Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), main),
                             .dbias = bias_gradient(p, device, a)};

@@ -1,8 +1,10 @@
 #include "cuda/program/passes.h"
 
 #include <algorithm>
+#include <bit>
 #include <span>
 
+#include "../../../kernels/attention/dq_sum.h"
 #include "../../../kernels/device/tile_gradient_config.h"
 #include "../../../kernels/passes/auxiliary_config.h"
 #include "attention/text.h"
@@ -29,8 +31,7 @@ passes::RowsConfig row_config(const Problem &p) {
           .head_dim = rounded(p.head_dim, 32),
           .tile_q = passes::RowsConfig::kRowTile,
           .aligned = 0,
-          .form = passes::kRowAfterRow,
-          .invariant = 0};
+          .form = passes::kRowAfterRow};
 }
 
 struct GradientTile {
@@ -88,6 +89,14 @@ void combine_parts(Program &program, const Problem &p, const ForwardArguments &a
   const passes::CombineConfig c{.dtype = int32_t(p.dtype), .invariant = p.invariant};
   program.steps.push_back(Launch(kCombine, c, a.in.rows(), c.threads(), 0, a));
   program.kernel += text(", keys split in ", a.splits);
+}
+
+int32_t dq_sums(const Problem &p, int64_t reals) {
+  constexpr int64_t kReals = int64_t(1) << 26;
+  if (p.dtype != DType::f32) return 1;
+  const int64_t most = p.invariant ? most_dq_sums() : std::clamp<int64_t>(kReals / std::max<int64_t>(reals, 1), 1, most_dq_sums());
+  const uint64_t wanted = std::bit_ceil(uint64_t(div_up(std::max<int64_t>(p.seqlen_k, 1), keys_of_dq_sum())));
+  return int32_t(std::min(wanted, std::bit_floor(uint64_t(most))));
 }
 
 void take_sums(Program &program, BackwardArguments &a, const Problem &p, Scratch &scratch, const BackwardSums &sums) {

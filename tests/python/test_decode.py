@@ -1,0 +1,123 @@
+"""Few queries, as in decoding: CPUs lay keys across lanes and divide them into spans of 1024, whose results they merge."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import strobe
+from cases import Inputs, call
+from check import Yardstick, available_engines, run, run_or_skip
+from device import ON_GPU
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="of the CPU's engines")
+SPAN = 1024
+ENGINES = [name for name in available_engines() if name.startswith("cpu-")]
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+generator = torch.Generator().manual_seed(3)
+SEEN = torch.rand(1, 4, 1, 2500, generator=generator) < 0.5
+CASES = {
+    "one query": {"sq": 1, "sk": 2 * SPAN + 37},
+    "keys of a whole span": {"sq": 1, "sk": SPAN},
+    "eight queries, causal": {"sq": 8, "sk": SPAN + 3, "causal": True},
+    "causal from the top left": {"sq": 5, "sk": 1500, "causal": True, "alignment": "top_left"},
+    "a window of the last span alone": {"sq": 3, "sk": 2500, "window": (60, 2)},
+    "softcap, sinks, a negative scale": {"sq": 2, "sk": 1100, "softcap": 3.0, "sinks": torch.tensor([1.0, -2, 0, 5]), "scale": -0.4},
+    "a mask": {"sq": 2, "sk": 2500, "mask": SEEN},
+    "a bias for each query, ALiBi": {
+        "sq": 4,
+        "sk": 1300,
+        "bias": torch.randn(1, 1, 4, 1300, generator=generator),
+        "alibi_slopes": torch.tensor([0.5, 0.1, 0.01, 0.9]),
+    },
+    "packed": {
+        "sq": 12,
+        "sk": 2600,
+        "cu_seqlens_q": torch.tensor([0, 3, 4, 12], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 1200, 1210, 2600], dtype=torch.int32),
+        "max_seqlen_q": 8,
+        "max_seqlen_k": 1400,
+        "causal": True,
+    },
+    "keys in use": {"b": 3, "sq": 2, "sk": 1200, "seqused_k": torch.tensor([1, 1100, 0], dtype=torch.int32)},
+}
+
+
+def made(name: str, dtype: str) -> Inputs:
+    options = dict(CASES[name])
+    for tensor in ("sinks", "bias") if dtype == "float64" else ():
+        if tensor in options:
+            options[tensor] = options[tensor].double()
+    return call(**{"h": 4, "hkv": 2, "d": 40, "dv": 24, "dtype": getattr(torch, dtype), **options})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_is_right_and_so_is_the_backward_after_it(name, dtype):
+    inputs = made(name, dtype)
+    yardstick = Yardstick(inputs)
+    for engine in ENGINES:
+        try:
+            results = run(inputs, engine)
+        except NotImplementedError:
+            continue
+        assert not (faults := yardstick.faults(results)), f"{engine}: {faults}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_explained(engine):
+    def kernel(queries: int, **options: object) -> str:
+        q, k = torch.zeros(1, 2, queries, 64), torch.zeros(1, 2, 99, 64)
+        q, k = (x.to(torch.bfloat16) if engine == "cpu-avx512bf16" else x for x in (q, k))
+        return strobe.explain(q, k, k, engine=engine, **options)
+
+    assert "keys across lanes" in kernel(8)
+    for text in (kernel(9), kernel(1, invariant=True), kernel(1, dropout=0.5), kernel(1, tile_q=16)):
+        assert "queries at once" in text
+        assert "keys across lanes" not in text
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["packed", "eight queries, causal", "a mask"])
+def test_any_number_of_threads(name, dtype, engine):
+    inputs = made(name, dtype)
+    one = run_or_skip(inputs, engine, threads=1)
+    for threads in (2, 3, 7):
+        other = run(inputs, engine, threads=threads)
+        assert all(torch.equal(one[x].nan_to_num(7), other[x].nan_to_num(7)) for x in one), threads
+
+
+@pytest.mark.parametrize("most", [3e38, 1e37])
+def test_a_mean_that_fits_where_the_sum_does_not(most):
+    inputs = call(h=4, hkv=1, sq=2, sk=2100, d=16, dlse=False)
+    v = most * torch.rand(inputs.v.shape, generator=torch.Generator().manual_seed(1))
+    inputs = dataclasses.replace(inputs, v=v, dout=inputs.dout / 64)
+    yardstick = Yardstick(inputs)
+    for engine in ENGINES:
+        results = run_or_skip(inputs, engine) if engine != "cpu-avx512bf16" else None
+        assert results is None or not (faults := yardstick.faults(results)), f"{engine}: {faults}"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_hidden_changes_nothing(dtype, bad):
+    """Of keys: behind a causal row, hidden by a mask, not in use. A row that sees them is told so."""
+    shape, type_ = (1, 2, 1300, 32), getattr(torch, dtype)
+    q, k, v = (torch.randn(1, 4, 3, 32).to(type_), torch.randn(shape).to(type_), torch.randn(shape).to(type_))
+    mask = torch.ones(1, 1, 1, 1300, dtype=torch.bool)
+    mask[..., 700] = False
+    damaged = v.clone()
+    damaged[:, :, [700, 1299]] = bad
+    for engine in ENGINES:
+        try:
+            clean = strobe.attention(q, k, v, mask=mask, causal=True, engine=engine)
+        except NotImplementedError:
+            continue
+        out = strobe.attention(q, k, damaged, mask=mask, causal=True, engine=engine)
+        assert torch.equal(out[:, :, :2], clean[:, :, :2]), engine
+        assert not out[:, :, 2].isfinite().any(), engine
+        used = torch.tensor([700], dtype=torch.int32)
+        assert strobe.attention(q, k, damaged, seqused_k=used, engine=engine).isfinite().all(), engine
