@@ -17,6 +17,7 @@ from typing import Any
 MODULES = (
     "strobe",
     "strobe.nn",
+    "strobe.distributed",
     "strobe.hyperbolic",
     "strobe.compat.flash_attn",
     "strobe.compat.flash_attn.bert_padding",

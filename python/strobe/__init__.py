@@ -19,6 +19,7 @@ from .hyperbolic import hyperbolic_attention
 
 if TYPE_CHECKING:
     from . import compat as compat
+    from . import distributed as distributed
     from . import nn as nn
 
 # Else it is done as torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 
-_LATE = ("compat", "nn")  # they import torch, so only when they are asked for
+_LATE = ("compat", "distributed", "nn")  # they import torch, so only when they are asked for
 
 
 def __dir__() -> list[str]:

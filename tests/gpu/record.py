@@ -36,6 +36,7 @@ HELPERS = (
     "conftest.py",
     "cuts.py",
     "device.py",
+    "distributed_*.py",
     "flash_formulas.py",
     "invariant_mixes.py",
     "plain.py",

@@ -22,6 +22,16 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def workers():
+    """Processes of torch.distributed for all tests that want some."""
+    from distributed_workers import Workers
+
+    made = Workers()
+    yield made
+    made.close()
+
+
 def pytest_terminal_summary(terminalreporter):
     outcomes, cases, compared, strength = Counter(), Counter(), Counter(), ""
     for outcome in ("passed", "failed"):

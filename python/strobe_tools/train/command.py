@@ -52,6 +52,7 @@ def _overrides(config: Config, assignments: Iterable[str]) -> dict[str, Any]:
 @click.option("--device", help="cpu, cuda, cuda:1, ...; by default a GPU if attention runs there.")
 @click.option("--compile/--no-compile", default=None, help="Whether to use torch.compile.")
 @click.option("--ablation/--no-ablation", default=None, help="Whether to train the same model without attention, too.")
+@click.option("--context-parallel", type=int, metavar="W", help="Processes that share the tokens of every sequence; 1 by default.")
 @click.option("--seed", type=int, help="Of the weights, the order of the text and dropout.")
 @click.option("--set", "fields", multiple=True, metavar="NAME=VALUE", help="Any field, e.g. lr=1e-3; repeatable.")
 def command(
@@ -66,6 +67,7 @@ def command(
     device: str | None,
     compile: bool | None,
     ablation: bool | None,
+    context_parallel: int | None,
     seed: int | None,
     fields: tuple[str, ...],
 ) -> None:
@@ -76,7 +78,7 @@ def command(
     require("train", "torch", "numpy", "tokenizers", "matplotlib", extra="train")
     # Before torch comes in: beside other work, threads that wait actively make small steps several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from strobe_tools.train.experiment import train as run
+    from strobe_tools.train.experiment import train
 
     folder = out or Path("runs") / config
     try:
@@ -85,13 +87,20 @@ def command(
         chosen = CONFIGS[config]
         changes = _overrides(chosen, fields)
         options = {"attention": attention, "precision": precision, "device": device, "compile": compile, "ablation": ablation, "seed": seed}
+        options["context_parallel"] = context_parallel
         changes |= {name: value for name, value in options.items() if value is not None}
         if steps is not None and epochs is not None:
             raise ValueError("--steps and --epochs: both given; accepted is one of the two")
         if steps is not None or epochs is not None:
             changes |= {"steps": steps, "epochs": epochs}
         chosen = chosen.replace(**changes)
-        result = run(chosen, text=text, out=folder, resume=resume, console=Console(soft_wrap=True))
+        how: dict[str, Any] = {"text": text, "out": folder, "resume": resume, "console": Console(soft_wrap=True)}
+        if chosen.context_parallel > 1:
+            from strobe_tools.train.ranks import launch
+
+            result = launch(chosen, **how)
+        else:
+            result = train(chosen, **how)
     except (ValueError, NotImplementedError, OSError, MemoryError) as error:
         click.echo(f"strobe train: {error}", err=True)
         raise SystemExit(2) from None

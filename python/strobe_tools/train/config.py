@@ -66,6 +66,7 @@ class Config:
     # how it runs
     precision: str = "auto"
     compile: bool = False
+    context_parallel: int = 1  # processes that share the tokens of every sequence
     device: str = "auto"
     seed: int = 0
     evaluate_every: int = 100
@@ -97,6 +98,7 @@ class Config:
             "accumulation",
             "evaluate_every",
             "save_every",
+            "context_parallel",
         ):
             require(getattr(self, name) >= 1, name, "1 or more")
         require(self.vocab_size > 256, "vocab_size", "more than 256, since every byte is a token")
@@ -117,6 +119,10 @@ class Config:
         require(self.weight_decay >= 0, "weight_decay", "0 or more")
         require(abs(self.seed) < 2**40, "seed", "less than 2^40 either way")
         require(self.sample_tokens >= 0, "sample_tokens", "0 or more")
+
+        if self.context_parallel > 1:
+            require(self.attention in ("strobe", "none"), "attention", "strobe, where context_parallel is more than 1")
+            require(not self.compile, "compile", "False, where context_parallel is more than 1")
 
     @property
     def head_dim(self) -> int:

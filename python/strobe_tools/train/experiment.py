@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -17,28 +18,40 @@ from strobe_tools.train.data import Corpus
 from strobe_tools.train.report import Result, draw
 from strobe_tools.train.trainer import History, Trainer, pick_device
 
+if TYPE_CHECKING:
+    from strobe_tools.train.ranks import Ranks
+
 CUT = "--- how the model goes on:"
 
 
-def train(config: Config, *, text: Path | None, out: Path, resume: bool, console: Console) -> Result:
+def train(config: Config, *, text: Path | None, out: Path, resume: bool, console: Console, ranks: Ranks | None = None) -> Result:
     """Trains as the configuration says and leaves loss.png, sample.txt, summary.json and the checkpoints in the folder ``out``.
+
+    Of several ranks all call it, and the first one writes.
 
     Raises ValueError or FileNotFoundError, naming the argument, for a text or a checkpoint that does not fit.
     """
     pick_device(config)  # before the text takes its time
     out.mkdir(parents=True, exist_ok=True)
+    if ranks is not None and not ranks.is_first:
+        ranks.barrier()  # until the first one has trained the tokenizer and kept it
     with console.status("gathering the text, training its tokenizer"):
         corpus = data.load(text, vocab_size=config.vocab_size, most_bytes=config.text_bytes)
+    if ranks is not None and ranks.is_first:
+        ranks.barrier()
     console.print(
         f"Text: {text or 'the standard library of this Python'}, {_size(corpus.text_bytes)}, vocabulary "
         f"{corpus.tokenizer.get_vocab_size():,}, {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held back"
     )
-    main = _run(config, corpus, out / "attention.pt", resume, console, config.attention)
+    main = _run(config, corpus, out / "attention.pt", resume, console, config.attention, ranks)
     ablation: History | None = None
     if config.ablation and config.attention != "none":
-        ablation = _run(main.config.replace(attention="none"), corpus, out / "no-attention.pt", resume, console, "no attention").history
+        without = main.config.replace(attention="none")
+        ablation = _run(without, corpus, out / "no-attention.pt", resume, console, "no attention", ranks).history
     bigram = data.bigram_entropy(corpus.train.numpy(), main.validation.numpy(), config.vocab_size)
     result = Result(config.attention, main.history, ablation, bigram, config.must_learn)
+    if ranks is not None and not ranks.is_first:
+        return result
     draw(out / "loss.png", result)
     prompt, continuation = _sample(main)
     (out / "sample.txt").write_text(f"{prompt}\n{CUT}\n{continuation}\n", encoding="utf-8")
@@ -69,16 +82,19 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
     return result
 
 
-def _run(config: Config, corpus: Corpus, checkpoint: Path, resume: bool, console: Console, name: str) -> Trainer:
+def _run(
+    config: Config, corpus: Corpus, checkpoint: Path, resume: bool, console: Console, name: str, ranks: Ranks | None = None
+) -> Trainer:
+    first = ranks is None or ranks.is_first
     if resume and checkpoint.exists():
-        trainer = Trainer.load(checkpoint, config, corpus)
+        trainer = Trainer.load(checkpoint, config, corpus, ranks)
         console.print(f"{name}: continues at step {trainer.step} of {trainer.steps}")
     else:
         if resume:
             console.print(f"{name}: {checkpoint} does not exist; starts at step 0")
-        if checkpoint.exists():  # hours may lie in it
+        if first and checkpoint.exists():  # hours may lie in it
             checkpoint.replace(checkpoint.with_suffix(".previous.pt"))
-        trainer = Trainer(config, corpus)
+        trainer = Trainer(config, corpus, ranks)
     if config.device == "auto" and trainer.device.type == "cpu" and torch.cuda.is_available():
         console.print(f"The GPU is left alone, since {config.attention} attention does not run there yet; --attention sdpa does.")
     parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -103,7 +119,7 @@ def _run(config: Config, corpus: Corpus, checkpoint: Path, resume: bool, console
                     f"{name}: step {trainer.step:>5}  training {trainer.history.train[-1]:.3f}  validation {trainer.history.final:.3f}"
                 )
 
-        trainer.run(checkpoint, on_step)
+        trainer.run(checkpoint if first else None, on_step)
     return trainer
 
 

@@ -63,9 +63,12 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, S, vocabulary) of the next token, for tokens (B, S), S at most config.sequence."""
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits (B, S, vocabulary) of the next token, for tokens (B, S), S at most config.sequence. positions (S,): where the tokens
+        stand in their sequences; None: from 0 on."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token(tokens) + self.position(positions)
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x)

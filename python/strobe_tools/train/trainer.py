@@ -12,9 +12,10 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from strobe_tools.train.attention import ATTENTIONS
 from strobe_tools.train.config import Config
 from strobe_tools.train.data import Corpus
 from strobe_tools.train.model import GPT
+
+if TYPE_CHECKING:
+    from strobe_tools.train.ranks import Ranks
 
 
 @dataclass
@@ -133,9 +137,11 @@ class Trainer:
     process: what other functions compiled with "reduce-overhead" have returned ends there, too.
     """
 
-    def __init__(self, config: Config, corpus: Corpus) -> None:
+    def __init__(self, config: Config, corpus: Corpus, ranks: Ranks | None = None) -> None:
         self.device = pick_device(config)
-        self.config = config.replace(device=str(self.device), precision=pick_precision(config, self.device))
+        self.ranks = ranks
+        precision = pick_precision(config, self.device)  # by a measurement, which other ranks may find otherwise
+        self.config = config.replace(device=str(self.device), precision=precision if ranks is None else ranks.of_first(precision))
         self.corpus = corpus
         self.step = 0
         self.history = History()
@@ -156,6 +162,9 @@ class Trainer:
         self._replayed = config.compile and self.device.type == "cuda" and threading.current_thread() is threading.main_thread()
         mode = "reduce-overhead" if self._replayed else None
         self.loss: Callable[[Tensor], Tensor] = torch.compile(self.model.loss, mode=mode) if config.compile else self.model.loss
+        if ranks is not None:
+            ranks.over_ranks(self.model)
+            self.loss = partial(ranks.loss, self.model)
         if self._replayed:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -208,6 +217,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.step)
         total = torch.zeros((), device=self.device)
+        if self.ranks is not None:
+            self.ranks.seed(self.config.seed, self.step)
         for batch in self._batches():
             if self._replayed:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -215,6 +226,9 @@ class Trainer:
                 loss = self.loss(batch)
             self.scaler.scale(loss / self.config.accumulation).backward()
             total += loss.detach() / self.config.accumulation
+        if self.ranks is not None:
+            self.ranks.add_gradients(self.model.parameters())
+            total = self.ranks.total(total)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self._replayed)
@@ -230,22 +244,29 @@ class Trainer:
         total = 0.0
         for batch in self.validation.split(self.config.batch):
             with self._autocast():
-                total += self.model.loss(batch.to(self.device)).item() * len(batch)
+                loss = self.model.loss if self.ranks is None else self.loss
+                part = loss(batch.to(self.device))
+            total += (part if self.ranks is None else self.ranks.total(part)).item() * len(batch)
         self.model.train()
         self.history.validation.append((self.step, total / len(self.validation)))
         return self.history.final
 
     def run(self, checkpoint: Path | None = None, on_step: Callable[[Trainer], None] = lambda trainer: None) -> History:
         """Trains to the end, measuring and saving on the way. Ctrl-C lets the step end, saves too, then goes on as KeyboardInterrupt."""
-        with _held_interrupt() as interrupted:
+        with _held_interrupt() as held:
+
+            def interrupted() -> bool:
+                return held() if self.ranks is None else self.ranks.any(held(), self.device)
+
             while self.step < self.steps:
                 self.train_step()
                 if self.step % self.config.evaluate_every == 0 or self.step == self.steps:
                     self.evaluate()
                 on_step(self)
-                if checkpoint and (self.step % self.config.save_every == 0 or self.step == self.steps or interrupted()):
+                ends = interrupted()
+                if checkpoint and (self.step % self.config.save_every == 0 or self.step == self.steps or ends):
                     self.save(checkpoint)
-                if interrupted():
+                if ends or (self.ranks is None and held()):
                     raise KeyboardInterrupt
         return self.history
 
@@ -272,7 +293,7 @@ class Trainer:
             raise OSError(f"checkpoint: {path} cannot be written ({_first_line(error)}); accepted: a folder with room, as --out") from None
 
     @classmethod
-    def load(cls, path: Path, config: Config, corpus: Corpus) -> Trainer:
+    def load(cls, path: Path, config: Config, corpus: Corpus, ranks: Ranks | None = None) -> Trainer:
         """Raises ValueError if the checkpoint is damaged, or of another configuration or text."""
         with _of_a_checkpoint(path):
             with zipfile.ZipFile(path) as archive:
@@ -286,13 +307,15 @@ class Trainer:
             device=saved.device if config.device == "auto" else str(pick_device(config)),
             precision=saved.precision if config.precision == "auto" else config.precision,
         )
+        if ranks is not None:  # each has a GPU of its own
+            saved = saved.replace(device=config.device)
         differ = [f.name for f in dataclasses.fields(Config) if getattr(saved, f.name) != getattr(config, f.name)]
         if differ:
             told = ", ".join(f"{name} {getattr(saved, name)!r} instead of {getattr(config, name)!r}" for name in differ)
             raise ValueError(f"resume: {path} was trained with {told}; accepted: the same configuration, or another --out")
         if digest != corpus.digest:
             raise ValueError(f"resume: {path} was trained on another text; accepted: the same text, or another --out")
-        trainer = cls(config, corpus)
+        trainer = cls(config, corpus, ranks)
         with _of_a_checkpoint(path):
             trainer.step = state["step"]
             trainer.history = History(state["history"]["train"], [(step, loss) for step, loss in state["history"]["validation"]])

@@ -1,0 +1,19 @@
+"""One attention over the ranks of a torch.distributed process group, with every option of strobe.attention().
+
+>>> layout = strobe.distributed.Layout.zigzag(seqlen, world_size)
+>>> q, k, v = (layout.shard(x, 2) for x in (q, k, v))  # each rank's tokens of (B, H, S, D)
+>>> out = strobe.distributed.attention(q, k, v, layout=layout, causal=True)
+"""
+
+import torch.distributed
+
+if not torch.distributed.is_available():
+    raise ImportError("strobe.distributed needs torch.distributed, which this build of PyTorch does not have")
+
+from . import _dtensor as _dtensor
+from ._attention import attention
+from ._context import context_parallel
+from ._explain import explain
+from ._layout import Layout
+
+__all__ = ["Layout", "attention", "context_parallel", "explain"]

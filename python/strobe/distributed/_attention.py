@@ -1,0 +1,297 @@
+"""strobe.distributed.attention()."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .._blockmask import BlockMask
+from .._checks import Wrong, check_names, flag, is_choice, number, refusal
+from .._kinds import kind, shown
+from .._options import ELSEWHERE, ROWS, parameters
+from .._part import Part
+from .._request import Request, parse
+from ..arrays.known import unfit
+from ..arrays.torch import TORCH
+from . import _operators
+from ._agree import Said, agree
+from ._call import Facts, facts_of
+from ._contexts import CONTEXTS
+from ._group import group_of
+from ._layout import Layout, host_integers
+from ._methods import METHODS, choose
+from ._ranges import count
+from ._seen import Band
+
+WORLD = "world"
+_AXES = ("bhsd", "bshd")
+_HINTS = ELSEWHERE | {
+    "aux": "max_logit and column_sums belong to whole rows and columns, of which each rank has a part",
+    "dropout_p": "did you mean dropout?",
+}
+
+
+class Prepared(NamedTuple):
+    """A call that is ready for the operator."""
+
+    p: Request
+    layouts: tuple[Layout, Layout]
+    method: str
+    draw: bool
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout | None = None,
+    layout_k: Layout | None = None,
+    group: ProcessGroup | None = None,
+    mesh: Any = None,
+    method: str | None = None,
+    axes: str = "bhsd",
+    return_lse: bool = False,
+    agree: bool = True,
+    time_limit: float | None = None,
+    **options: Any,
+) -> Any:
+    """strobe.attention() of sequences whose tokens lie on several ranks of a process group. All ranks of the group call it.
+
+    Every option means what it means in strobe.attention() for the whole sequences. Each rank has the rows of q, k and v that the layout
+    gives it, and gets its rows of the result. It is differentiable once in q, k, v, bias and sinks, under torch.compile as well; all
+    ranks then differentiate. Gradients of what all ranks have alike (sinks, a bias whose rows are broadcast) are local parts, to be
+    added up over the ranks, as those of parameters are.
+
+    Args:
+        q: the rank's rows, (B, H, Sq, D), (B, Sq, H, D) with axes "bshd", or (Tq, H, D) packed; as strobe.attention() takes it.
+        k, v: the rank's rows of keys and values, likewise.
+        layout: which rank has which queries: a strobe.distributed.Layout of the group's size. None: that of the context_parallel() that
+            the call is in, and its group.
+        layout_k: which rank has which keys. None: the same.
+        group: the process group. None: the default one.
+        mesh: in place of group a DeviceMesh of one dimension.
+        method: "gather", "heads" or "ring": how keys and queries meet. None: the one with the least predicted time; explain() shows it.
+        axes: "bhsd" or "bshd", the order of the axes of q, k, v and the output, which strobe.attention() calls layout.
+        return_lse: True returns (out, lse).
+        agree: the ranks tell one another before the first transfer, forward and backward, whether their arguments are valid, alike, and
+            have memory: what is wrong on one is raised on all. False saves two small messages in a step, and nobody is told: a rank whose
+            arguments are wrong raises, and the others wait for it until the time limit.
+        time_limit: seconds for which a rank waits for the others; the error then names those that did not come. None: the group's own.
+            On a GPU a transfer is waited for by the stream, and the limit is the group's.
+        mask, bias: rows for the rank's own queries, or broadcast, and columns for all keys: (B or 1, H or 1, rows of q or 1, Sk or 1).
+        cu_seqlens_q, cu_seqlens_k: those of the whole axes, in host memory or where q lies; on a GPU they are read, which waits for it.
+            The sizes of mask and bias are the longest sequence's, or max_seqlen_k.
+        deterministic: True, or "world": the bits of out, lse, dq, dk and dv do not depend on the number of ranks and the layout, and are
+            those of strobe.attention(invariant=True, deterministic=True). Method "heads" alone has them, without dropout.
+        seed, offset, rng: the same on all ranks. Without them the group's first rank draws, from its default generator on the CPU (the
+            other ranks draw as well, and their draws are not used).
+        options: all others are those of strobe.attention(), the same on all ranks. part is refused, for the layout says it. Beside more
+            than one rank, seqused_k and invariant need method "heads".
+
+    Returns:
+        out: the rank's rows, in q's dtype. lse, if asked for: (B, H, Sq) or (H, Tq) of the rank's rows.
+
+    Raises:
+        The errors of strobe.attention(), on all ranks alike; "[rank 1 of 4]" says whose arguments are wrong.
+        RuntimeError: a rank did not come, or a transfer failed.
+    """
+    group, layout, method = in_context(group, mesh, layout, method)
+    wants = [agree, time_limit, return_lse]
+    try:
+        prepared = prepare(group, q, k, v, layout, layout_k, method, axes, wants, dict(options))
+    except Exception as failure:  # whatever it is, the others have to know
+        if group.size() > 1 and agree is not False:
+            raise_on_all(group, failure, time_limit)
+        raise
+    p, arrays = prepared.p, TORCH.autocast(prepared.p.arrays)
+    given = {name: x for name, x in arrays.items() if name not in ("q", "k", "v")}
+    needed = [name for name, x in arrays.items() if x.requires_grad and torch.is_grad_enabled()]
+    out, lse, _ = _operators.forward(
+        *(arrays[name] for name in "qkv"),
+        **given,
+        **p.options,
+        layout_q=_operators.encoded(prepared.layouts[0]),
+        layout_k=_operators.encoded(prepared.layouts[1]),
+        group=group.group_name,
+        method=prepared.method,
+        agree=bool(agree),
+        time_limit=time_limit,
+        draw=prepared.draw,
+        needed=_operators.names_of(needed),
+    )
+    return (out, lse) if return_lse else out
+
+
+def in_context(group: ProcessGroup | None, mesh: Any, layout: Any, method: str | None) -> tuple[ProcessGroup, Any, str | None]:
+    """Of a call without a layout those of context_parallel()."""
+    if layout is None and CONTEXTS:
+        context = CONTEXTS[-1]
+        own = context.group if group is None and mesh is None else group_of(group, mesh)
+        return own, context.layout, method or context.method
+    return group_of(group, mesh), layout, method
+
+
+def raise_on_all(group: ProcessGroup, failure: Exception, time_limit: Any) -> None:
+    """This rank's failure, as all ranks raise it."""
+    limit = time_limit if isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool) and time_limit > 0 else None
+    agree(group, Said({}, failure), limit)
+
+
+def prepare(
+    group: ProcessGroup,
+    q: Any,
+    k: Any,
+    v: Any,
+    layout: Any,
+    layout_k: Any,
+    method: Any,
+    axes: Any,
+    wants: list[Any],
+    options: dict[str, Any],
+) -> Prepared:
+    """Judges what can be judged without the library, which sees the call of the rank's own rows later."""
+    wrong: Wrong = []
+    world, rank = group.size(), group.rank()
+    flag(wrong, "agree", wants[0])
+    if wants[1] is not None and number(wrong, "time_limit", wants[1]) <= 0 and not wrong:
+        wrong.append(ValueError(f"time_limit: {shown(wants[1])}; accepted are seconds above 0, or None"))
+    flag(wrong, "return_lse", wants[2])
+    is_choice(wrong, "axes", axes, _AXES)
+    if method is not None:
+        is_choice(wrong, "method", method, METHODS)
+    layouts = _layouts(wrong, layout, layout_k, world)
+    if options.pop("part", None) is not None:
+        wrong.append(ValueError("part: given; accepted is None, for the layout says it"))
+    check_names("attention", options, wrong, ROWS, _HINTS)
+    of_world = options.get("deterministic") == WORLD and isinstance(options["deterministic"], str)
+    if of_world:
+        options |= {"deterministic": True, "invariant": True}
+        if method not in (None, "heads"):
+            wrong.append(ValueError(f"method: {shown(method)} beside deterministic 'world'; accepted is 'heads', or None"))
+    elif isinstance(options.get("deterministic"), str):
+        wrong.append(ValueError(f"deterministic: {shown(options.pop('deterministic'))}; accepted is True, False or 'world'"))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        refused = TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor") if not isinstance(x, Tensor) else unfit(name, x, TORCH)
+        if refused is not None:
+            wrong.append(refused)
+    if wrong or layouts is None:
+        raise refusal(wrong)
+    return _parsed(q, k, v, layouts, method, axes, rank, options, of_world)
+
+
+def _parsed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layouts: tuple[Layout, Layout],
+    method: str | None,
+    axes: str,
+    rank: int,
+    options: dict[str, Any],
+    of_world: bool,
+) -> Prepared:
+    wrong: Wrong = []
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    lists = {name: options[name] for name in names if options.get(name) is not None}
+    if len(lists) == 1:
+        (missing,) = set(names) - lists.keys()
+        raise ValueError(f"{missing}: missing beside {next(iter(lists))}; accepted are both, or none")
+    compiling = torch.compiler.is_compiling()  # numbers in tensors are then not known
+    cu = [] if compiling else [_cu_seqlens(name, x, layout.seqlen) for (name, x), layout in zip(lists.items(), layouts, strict=False)]
+    if cu and len(cu[0]) != len(cu[1]):
+        raise ValueError(f"cu_seqlens_k: {len(cu[1])} numbers; accepted are {len(cu[0])}, as cu_seqlens_q has")
+    draw = bool(options.get("dropout")) and all(options.get(name) is None for name in ("seed", "rng"))
+    given = options | {name: TORCH.beside(q, x) if isinstance(x, Tensor) else x for name, x in lists.items()} | {"layout": axes}
+    if draw and options.get("offset") is None:
+        given["seed"] = 0  # none is drawn
+    if isinstance(mask := options.get("block_mask"), BlockMask):
+        given["part"] = _whole_part(layouts, cu) if cu or not lists else Part([], [], mask.seqlen_q, mask.seqlen_k)  # whose lengths it has
+    _, p = parse("attention", q, k, v, given, wrong)
+    if wrong:
+        raise refusal(wrong)
+    p.options.pop("part", None)
+    p.arrays.update(lists)
+    if draw:
+        p.options.pop("seed", None)
+        p.arrays["rng"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device="cpu")
+    axis = 0 if lists else 1 if axes == "bshd" else 2
+    for name, x, layout in (("q", q, layouts[0]), ("k", k, layouts[1]), ("v", v, layouts[1])):
+        if x.shape[axis] != (n := count(layout.ranges[rank])):
+            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are {n} tokens along axis {axis}, as the layout says")
+    head_axis = 1 if lists or axes == "bhsd" else 2
+    heads, heads_kv = (x.shape[head_axis] for x in (q, k))
+    if heads_kv == 0 or heads % heads_kv:
+        raise ValueError(f"k: {heads_kv} heads; accepted is a divisor of q's {heads}")
+    if (slopes := p.arrays.get("alibi_slopes")) is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("alibi_slopes: requires grad, and attention has no gradient of it; accepted is alibi_slopes.detach()")
+    if compiling:
+        band = tuple(_operators.band_of(p.options))
+        numbers = [tuple(_operators.encoded(layout)) for layout in layouts]
+        facts = tuple(facts_of(p, _operators.plan_of_layouts(*layouts, bool(lists)))[1:])
+        chosen, against = _chosen(numbers[0], numbers[1], bool(lists), band, facts, method, of_world)
+    else:
+        chosen, against = choose(facts_of(p, _operators.plan_of(p, *layouts)), method, of_world)
+    if against is not None:
+        raise ValueError(against)
+    return Prepared(p, layouts, chosen, draw)
+
+
+@torch.compiler.assume_constant_result
+def _chosen(
+    layout_q: tuple[int, ...],
+    layout_k: tuple[int, ...],
+    packed: bool,
+    band: tuple[Any, ...],
+    facts: tuple[Any, ...],
+    method: str | None,
+    of_world: bool,
+) -> tuple[str, str | None]:
+    """choose() of what a compiler knows: packed sequences as one, and without a block mask."""
+    layouts = _operators.decoded(layout_q), _operators.decoded(layout_k)
+    plan = _operators.plan_of_layouts(*layouts, packed)._replace(band=Band(*band))
+    return choose(Facts(plan, *facts), method, of_world)
+
+
+def _whole_part(layouts: tuple[Layout, Layout], cu: list[tuple[int, ...]]) -> Part:
+    lengths = [[b - a for a, b in itertools.pairwise(of)] for of in cu] or [[layout.seqlen] for layout in layouts]
+    return Part([], [], lengths[0], lengths[1])
+
+
+def _layouts(wrong: Wrong, layout: Any, layout_k: Any, world: int) -> tuple[Layout, Layout] | None:
+    found = []
+    for name, x in (("layout", layout), ("layout_k", layout if layout_k is None else layout_k)):
+        if not isinstance(x, Layout):
+            hint = '; the order of axes is axes="bshd"' if isinstance(x, str) else ""
+            wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a strobe.distributed.Layout{hint}"))
+            return None
+        if x.world_size != world:
+            wrong.append(ValueError(f"{name}: of {x.world_size} ranks; accepted is one of {world}, the group's size"))
+            return None
+        found.append(x)
+    return found[0], found[1]
+
+
+def _cu_seqlens(name: str, x: Any, tokens: int) -> tuple[int, ...]:
+    if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != 1 or not len(x):
+        what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else kind(x)
+        raise (ValueError if isinstance(x, Tensor) else TypeError)(f"{name}: {what}; accepted is a torch.Tensor of int32 (B + 1,)")
+    cu = host_integers(name, x)
+    if cu[0] != 0 or list(cu) != sorted(cu) or cu[-1] > tokens:
+        raise ValueError(f"{name}: {shown(list(cu))}; accepted are numbers that begin at 0, never fall, and end at {tokens} or before")
+    return cu
+
+
+def _document() -> None:
+    """Lets help() show every option with its default."""
+    own = [x for x in inspect.signature(attention).parameters.values() if x.kind is not x.VAR_KEYWORD]
+    more = [x for x in parameters() if x.name not in ("layout", "part")]
+    attention.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+
+
+_document()

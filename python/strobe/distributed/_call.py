@@ -1,0 +1,264 @@
+"""One call on one rank: what is the same on all of them, what is its own, and calls of the library on parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import _run
+from .._abi import BACKWARD, FORWARD
+from .._call import Call as LibraryCall
+from .._core import ffi, lib
+from .._options import BLOCKS
+from .._request import Request
+from ..arrays.memory import allocated
+from ..arrays.torch import TORCH
+from ._late import Waits
+from ._layout import part_of, rows_of_sequences
+from ._ranges import Ranges, indices, places
+from ._seen import Band, Blocks, seen_keys
+
+Results = dict[str, Tensor]
+
+
+class Plan(NamedTuple):
+    """What positions say, the same on all ranks."""
+
+    q: tuple[Ranges, ...]  # of each rank
+    k: tuple[Ranges, ...]
+    cu_q: tuple[int, ...]  # of dense tensors one sequence, which stands for all of the batch
+    cu_k: tuple[int, ...]
+    packed: bool
+    band: Band
+    blocks: Blocks | None
+
+    @property
+    def world(self) -> int:
+        return len(self.q)
+
+    def seen(self, rank: int) -> Ranges:
+        """The keys that some query of the rank sees."""
+        return seen_keys(self.q[rank], self.cu_q, self.cu_k, self.band, self.blocks)
+
+
+class Facts(NamedTuple):
+    """What decides which methods take a call, and how fast they are; the same on all ranks."""
+
+    plan: Plan
+    batch: int
+    heads: int
+    heads_kv: int
+    columns: tuple[int, int]  # D, Dv
+    itemsize: int
+    device: str
+    given: tuple[str, ...]  # options of which methods differ
+
+
+def facts_of(p: Request, plan: Plan) -> Facts:
+    q, k, v = (p.arrays[name] for name in "qkv")
+    axis = 1 if plan.packed or "bshd" not in p.options else 2
+    given: list[str] = [name for name in ("mask", "bias", "seqused_k") if name in p.arrays]
+    given += [name for name in ("invariant", "dropout") if p.options.get(name)]
+    if BLOCKS[0] in p.arrays and p.arrays[BLOCKS[0]].shape[1] > 1:
+        given.append("block_mask of several heads")
+    batch = 1 if plan.packed else q.shape[0]
+    return Facts(plan, batch, q.shape[axis], k.shape[axis], (q.shape[-1], v.shape[-1]), q.element_size(), q.device.type, tuple(given))
+
+
+@lru_cache(maxsize=1024)
+def part_numbers(plan: Plan, q: Ranges, k: Ranges, first_head: int, heads: int, partial: bool) -> tuple[int, ...]:
+    """A Part of these tokens as the library takes it."""
+    part = part_of(q, k, plan.cu_q, plan.cu_k, partial=partial, packed=plan.packed, first_head=first_head, heads=heads)
+    return part.encoded()
+
+
+@lru_cache(maxsize=1024)
+def cu_seqlens_of(ranges: Ranges, cu: tuple[int, ...], device: torch.device) -> Tensor:
+    """Of the tokens that are here."""
+    return torch.tensor([0, *rows_of_sequences(ranges, cu)]).cumsum(0).int().to(device)
+
+
+@lru_cache(maxsize=1024)
+def rows_for(of: tuple[Ranges, ...], among: Ranges, device: torch.device) -> Tensor:
+    """Where the tokens of several ranges, one after the other, stand among a rank's."""
+    return torch.cat([torch.arange(0), *(indices(places(each, among)) for each in of)]).to(device)
+
+
+class Order(NamedTuple):
+    """What brings tokens, which arrived from several ranks, into the order of their positions, and back."""
+
+    there: Tensor
+    back: Tensor
+
+
+@lru_cache(maxsize=1024)
+def order_of(arrived: tuple[Ranges, ...], device: torch.device) -> Order | None:
+    """None if they are in that order."""
+    positions = indices([each for of in arrived for each in of])
+    order = positions.argsort()
+    return None if torch.equal(order, torch.arange(len(order))) else Order(order.to(device), order.argsort().to(device))
+
+
+@dataclass
+class Call:
+    """p: the caller's, with the rank's own rows. needs: the names of those of p.arrays whose gradients are wanted."""
+
+    p: Request
+    plan: Plan
+    rank: int
+    waits: Waits
+    needs: frozenset[str]
+
+    @property
+    def q(self) -> Tensor:
+        return self.p.arrays["q"]
+
+    @property
+    def k(self) -> Tensor:
+        return self.p.arrays["k"]
+
+    @property
+    def v(self) -> Tensor:
+        return self.p.arrays["v"]
+
+    @property
+    def axis(self) -> int:
+        """Of the tokens."""
+        return 0 if self.plan.packed else 1 if "bshd" in self.p.options else 2
+
+    @cached_property
+    def heads(self) -> int:
+        return self.q.shape[self.head_axis]
+
+    @cached_property
+    def heads_kv(self) -> int:
+        return self.k.shape[self.head_axis]
+
+    @property
+    def head_axis(self) -> int:
+        return 2 if not self.plan.packed and "bshd" in self.p.options else 1
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of lse, and of sums."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Tokens first, then the batch of dense tensors, heads and columns."""
+        return x.movedim(self.axis, 0) if self.axis != 1 else x.transpose(0, 1)
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """The other way round."""
+        return rows.movedim(0, self.axis) if self.axis != 1 else rows.transpose(0, 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return allocated(tuple(shape), None, dtype, self.q.device)
+
+    def room_for_bias(self) -> Tensor | None:
+        """Zeros to which gradients of the bias are added, with all four axes."""
+        return self.new(four_axes(self.p.arrays["bias"]).shape, self.wide).zero_() if "bias" in self.needs else None
+
+    def results(self) -> Results:
+        """Uninitialised out and lse of the rank's rows."""
+        return _run.results(TORCH, self.p)
+
+    def of_heads(self, x: Tensor, heads: range, axis: int | None = None) -> Tensor:
+        axis = self.head_axis if axis is None else axis
+        return x.narrow(axis, heads.start, len(heads))
+
+    def statistic_of_heads(self, x: Tensor, heads: range) -> Tensor:
+        """Of lse and its like, whose last axes are heads and rows."""
+        return x.narrow(-2, heads.start, len(heads))
+
+    def scores_of_heads(self, x: Tensor, heads: range) -> Tensor:
+        """Of mask or bias, with all of its four axes."""
+        x = four_axes(x)
+        return x.narrow(1, heads.start, len(heads)) if x.shape[1] > 1 else x
+
+    def query_heads(self, heads_kv: range) -> range:
+        share = self.heads // self.heads_kv
+        return range(heads_kv.start * share, heads_kv.stop * share)
+
+    def local(self, q: Tensor, k: Tensor, v: Tensor, heads: range, of: tuple[Ranges, Ranges], partial: bool = False) -> Request:
+        """The call of the library on these tensors: some query heads and their key heads, queries and keys at these positions."""
+        arrays: dict[str, Tensor] = {"q": q, "k": k, "v": v}
+        for name, x in self.p.arrays.items():
+            if name in ("mask", "bias"):
+                arrays[name] = self.scores_of_heads(x, heads)
+            elif name == "alibi_slopes":
+                arrays[name] = x.narrow(-1, heads.start, len(heads)) if x.dim() else x
+            elif name == "sinks" and not partial:
+                arrays[name] = x.narrow(0, heads.start, len(heads)) if x.dim() else x
+            elif name in ("rng", *BLOCKS):
+                arrays[name] = x
+        if self.plan.packed:
+            for name, ranges, cu in (("cu_seqlens_q", of[0], self.plan.cu_q), ("cu_seqlens_k", of[1], self.plan.cu_k)):
+                arrays[name] = cu_seqlens_of(ranges, cu, self.device)
+        numbers = part_numbers(self.plan, *of, heads.start, self.heads, partial)
+        return Request(arrays, {**self.p.options, "part": numbers})
+
+
+class Pass(Protocol):
+    """A forward or backward of a method, its memory allocated."""
+
+    call: Call
+
+    def example(self) -> Request:
+        """A call of the library as it will be made, for the library to judge."""
+
+
+def four_axes(x: Tensor) -> Tensor:
+    return x[(None,) * (4 - x.dim())]
+
+
+def is_oracle(p: Request) -> bool:
+    return p.options.get("engine") == _run.ORACLE
+
+
+def forward_into(p: Request, out: Tensor, lse: Tensor) -> None:
+    if is_oracle(p):  # which writes float64
+        for to, x in zip((out, lse), _run.forward(TORCH, p), strict=True):
+            to.copy_(x)
+        return
+    _run.call(TORCH, p, {}, {"out": out, "lse": lse}).run(lib.strobe_forward)
+
+
+def in_own_words(call: Call, refused: Exception) -> Exception:
+    """What is wrong with the rank's own tensors, in their shapes, if that is why a call on others was refused."""
+    if not isinstance(refused, ValueError):
+        return refused
+    own = call.plan.q[call.rank], call.plan.k[call.rank]
+    arrays = {name: x for name, x in call.p.arrays.items() if name != "seqused_k"}
+    if call.plan.packed:
+        for name, ranges, cu in (("cu_seqlens_q", own[0], call.plan.cu_q), ("cu_seqlens_k", own[1], call.plan.cu_k)):
+            arrays[name] = cu_seqlens_of(ranges, cu, call.device)
+    options = {name: x for name, x in call.p.options.items() if name != "invariant"}
+    options["part"] = part_numbers(call.plan, *own, 0, call.heads, False)
+    reasons = _run.reasons_against(TORCH, Request(arrays, options), {}, False)
+    return ValueError("\n".join(reasons)) if reasons else refused
+
+
+def backward_into(p: Request, known: Results, made: Results) -> Results:
+    if is_oracle(p):
+        return _run.backward(TORCH, p, known, made)
+    _run.call(TORCH, p, known, made).run(lib.strobe_backward)
+    return made
+
+
+def check(p: Request, of_backward: bool) -> Tensor | None:
+    """Raises what the library has against the call, or its backward; nothing is computed. Returns memory as large as the workspace on a
+    GPU, so that whoever has it is sure to get it."""
+    made: LibraryCall = _run._whole(TORCH, p, of_backward)
+    plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
+    made.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
+    q = p.arrays["q"]
+    return allocated((plan.workspace_bytes,), None, torch.uint8, q.device) if q.is_cuda else None

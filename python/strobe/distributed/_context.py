@@ -1,0 +1,107 @@
+"""A context in which tensors are sharded along their sequences, and attention is that of whole sequences."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._checks import is_whole
+from .._kinds import kind, shown
+from ._attention import attention
+from ._contexts import CONTEXTS, Context
+from ._group import group_of
+from ._layout import Layout
+
+
+@contextlib.contextmanager
+def context_parallel(
+    mesh: Any,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Collection[Tensor] | None = None,
+    layout: Layout | None = None,
+    method: str | None = None,
+) -> Iterator[Layout]:
+    """Within it each rank has its own tokens of the buffers, and attention sees the whole sequences, as in PyTorch's context manager of
+    this name: F.scaled_dot_product_attention, and strobe.distributed.attention() without a layout. All ranks enter it, with the same
+    buffers. It yields the layout.
+
+    Args:
+        mesh: a DeviceMesh of one dimension.
+        buffers: tensors that have all tokens along an axis: the batch, its labels, positions. Within the context they have the rank's
+            own tokens; afterwards they are what they were. They require no gradient.
+        buffer_seq_dims: of each buffer the axis of its tokens. All have the same length there.
+        no_restore_buffers: those of the buffers that stay sharded.
+        layout: a Layout of the buffers' length. None: Layout.zigzag. It is needed where there are no buffers.
+        method: as of attention().
+
+    Raises:
+        TypeError, ValueError: an argument is not as described above.
+    """
+    group = group_of(None, mesh)
+    given, dims, kept = list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ())
+    _check(given, dims, kept)
+    lengths = {x.shape[dim] for x, dim in zip(given, dims, strict=True)}
+    if layout is None:
+        if not lengths:
+            raise ValueError("layout: None without buffers; accepted is a strobe.distributed.Layout, or buffers, whose length says it")
+        layout = Layout.zigzag(lengths.pop(), group.size())
+    elif not isinstance(layout, Layout):
+        raise TypeError(f"layout: {kind(layout)}; accepted is a strobe.distributed.Layout, or None")
+    elif lengths - {layout.seqlen}:
+        raise ValueError(f"layout: of {layout.seqlen} tokens; accepted is one of {lengths.pop()}, as the buffers have")
+    if layout.world_size != group.size():
+        raise ValueError(f"layout: of {layout.world_size} ranks; accepted is one of {group.size()}, the group's size")
+    before = [x.data for x in given]
+    own = F.scaled_dot_product_attention
+    CONTEXTS.append(Context(layout, group, method))
+    try:
+        for x, dim in zip(given, dims, strict=True):
+            x.data = layout.shard(x.data, dim, group.rank()).contiguous()
+        F.scaled_dot_product_attention = _sdpa
+        yield layout
+    finally:
+        F.scaled_dot_product_attention = own
+        CONTEXTS.pop()
+        for x, data in zip(given, before, strict=True):
+            if not any(x is other for other in kept):
+                x.data = data
+
+
+def _check(buffers: list[Tensor], dims: list[int], kept: list[Tensor]) -> None:
+    if len(buffers) != len(dims):
+        raise ValueError(f"buffer_seq_dims: {len(dims)} numbers; accepted are {len(buffers)}, one for each buffer")
+    for n, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"buffers: {kind(x)} at [{n}]; accepted is a torch.Tensor")
+        if x.requires_grad:
+            raise ValueError(f"buffers: requires grad at [{n}]; accepted is a tensor that does not, as x.detach()")
+        if not is_whole(dim) or not -x.dim() <= dim < x.dim():
+            raise ValueError(f"buffer_seq_dims: {shown(dim)} at [{n}]; accepted is an axis of a buffer of shape {tuple(x.shape)}")
+        if x.shape[dim] != buffers[0].shape[dims[0]]:
+            raise ValueError(
+                f"buffers: {x.shape[dim]} tokens at [{n}]; accepted are {buffers[0].shape[dims[0]]}, as at [0]: all have the same"
+            )
+    if not all(any(x is other for other in buffers) for x in kept):
+        raise ValueError("no_restore_buffers: a tensor that is not among buffers; accepted are some of buffers")
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention of tensors that have the rank's tokens, (B, H, S, D); attn_mask has its rows, and all keys."""
+    of_scores: dict[str, Any] = {} if attn_mask is None else {"mask" if attn_mask.dtype == torch.bool else "bias": attn_mask}
+    return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p, alignment="top_left", **of_scores)

@@ -1,0 +1,82 @@
+"""What strobe.distributed.attention() would do, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .. import _run
+from .._graphs import outside_graphs
+from ..arrays.torch import TORCH
+from . import _operators
+from ._attention import in_context, prepare
+from ._call import Call, Facts, facts_of
+from ._late import Waits
+from ._layout import Layout
+from ._methods import METHODS, reason_against
+from ._predict import moved, pairs, predicted
+from ._ranges import count
+
+
+@outside_graphs
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backward: bool = False,
+    layout: Layout | None = None,
+    layout_k: Layout | None = None,
+    group: ProcessGroup | None = None,
+    mesh: Any = None,
+    method: str | None = None,
+    axes: str = "bhsd",
+    **options: Any,
+) -> str:
+    """Says what attention() or its backward would do for this call: the method, what every method would move and how long it would take
+    by a model of constant rates, and what strobe.explain() says of this rank's call of the library.
+
+    Nothing is computed or sent: one rank may ask alone, and what is wrong elsewhere it does not know. Arguments and errors are those of
+    attention(), on this rank.
+    """
+    group, layout, method = in_context(group, mesh, layout, method)
+    prepared = prepare(group, q, k, v, layout, layout_k, method, axes, [True, None, False], dict(options))
+    p = prepared.p._replace(arrays=TORCH.autocast(prepared.p.arrays))
+    plan = _operators.plan_of(p, *prepared.layouts)
+    of = facts_of(p, plan)
+    rank, needs = group.rank(), frozenset(("q", "k", "v") if backward else ())
+    made = METHODS[prepared.method].Forward(Call(p, plan, rank, Waits(group, None), needs))
+    shares = [pairs(plan, r) for r in range(plan.world)]
+    mean = sum(shares) / plan.world
+    lines = [
+        f"{'backward' if backward else 'forward'} by method {prepared.method!r} on {plan.world} ranks; rank {rank} has "
+        f"{count(plan.q[rank])} of {prepared.layouts[0].seqlen} queries and {count(plan.k[rank])} of {prepared.layouts[1].seqlen} keys",
+        f"layout: the rank with most work has {max(shares) / mean if mean else 1:.2f} times the mean (by positions)",
+        *(_line(name, of, backward, name == prepared.method) for name in METHODS),
+        "this rank's first call of the library:",
+        _run.explain(TORCH, made.example(), backward),
+    ]
+    return "\n".join(lines)
+
+
+def _line(method: str, of: Facts, backward: bool, chosen: bool) -> str:
+    name = f"  {method:7}"
+    if (against := reason_against(method, of)) is not None:
+        return f"{name}refused: {against}"
+    took, bytes_ = predicted(method, of, backward), moved(method, of)
+    count_ = bytes_.backward if backward else bytes_.forward
+    told = (
+        f"{name}predicted {_time(took.both)}: {_time(took.compute)} of products beside {_time(took.transfer)} of transfers; the busiest "
+        f"rank receives {_size(count_)}"
+    )
+    return told + ("  <- runs" if chosen else "")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def _size(n: int) -> str:
+    return f"{n / 2**20:.3g} MiB" if n >= 2**20 else f"{n / 2**10:.3g} KiB" if n >= 2**10 else f"{n} bytes"

@@ -1,0 +1,184 @@
+"""Keys come to the queries: each rank gets those that some of its queries sees, a group of key heads at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _run
+from .._request import Request
+from ..arrays.torch import TORCH
+from ._call import Call, Plan, Results, forward_into, order_of, rows_for
+from ._exchange import Underway, begin, room
+from ._ranges import Ranges, common, count
+
+_GROUPS = 4  # of key heads at most: while one is computed, the next one is on its way
+LEAST_BYTES = 2**22  # of all keys of a group: transfers of fewer take no less time
+
+
+class Route(NamedTuple):
+    """Which rows of keys a rank sends to whom, and which it gets."""
+
+    sent: tuple[Ranges, ...]  # to each rank, positions
+    got: tuple[Ranges, ...]  # from each rank
+    seen: Ranges
+
+    @property
+    def to(self) -> list[int]:
+        return [count(of) for of in self.sent]
+
+    @property
+    def of(self) -> list[int]:
+        return [count(of) for of in self.got]
+
+
+@lru_cache(maxsize=256)
+def route(plan: Plan, rank: int) -> Route:
+    seen = [plan.seen(r) for r in range(plan.world)]
+    sent = tuple(common(of, plan.k[rank]) for of in seen)
+    return Route(sent, tuple(common(seen[rank], k) for k in plan.k), seen[rank])
+
+
+def groups(plan: Plan, batch: int, heads_kv: int, columns: tuple[int, int], itemsize: int) -> list[range]:
+    """Of key heads, as they come; the same on all ranks."""
+    whole = sum(count(of) for of in plan.k) * batch * heads_kv * sum(columns) * itemsize
+    n = max(min(heads_kv, _GROUPS, whole // LEAST_BYTES), 1)
+    return [range(heads_kv * i // n, heads_kv * (i + 1) // n) for i in range(n)]
+
+
+class Keys:
+    """The keys and values of one group of key heads after the other, of which the next one is on its way."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self.route = route(call.plan, call.rank)
+        self.columns = call.k.shape[-1], call.v.shape[-1]
+        batch = 1 if call.plan.packed else call.k.shape[0]
+        self.groups = groups(call.plan, batch, call.heads_kv, self.columns, call.k.element_size())
+        self.rows_sent = rows_for(self.route.sent, call.plan.k[call.rank], call.device)
+        self.order = order_of(self.route.got, call.device)
+        k = call.rows(call.k)
+        largest = max(len(heads) for heads in self.groups)
+        shape = (*k.shape[1:-2], largest, sum(self.columns))
+        sent, got = sum(self.route.to), sum(self.route.of)
+        turns = min(2, len(self.groups))
+        self.memory = [(call.new((sent, *shape), k.dtype), call.new((got, *shape), k.dtype)) for _ in range(turns)]
+        self.ordered = None if self.order is None else call.new((got, *shape), k.dtype)
+
+    def _of(self, memory: Tensor, heads: range) -> Tensor:
+        """As many heads of it, without gaps."""
+        shape = (*memory.shape[:-2], len(heads), memory.shape[-1])
+        return memory.reshape(-1)[: torch.Size(shape).numel()].view(shape)
+
+    def example(self) -> tuple[Tensor, Tensor]:
+        """k and v of the first group, of no values."""
+        return self._split(self._of(self.memory[0][1], self.groups[0]))
+
+    def begin(self, number: int) -> Underway:
+        heads = self.groups[number]
+        sent, got = (self._of(memory, heads) for memory in self.memory[number % 2])
+        for x, at, width in ((self.call.k, 0, self.columns[0]), (self.call.v, self.columns[0], self.columns[1])):
+            rows = self.call.rows(self.call.of_heads(x, heads))
+            sent.narrow(-1, at, width).copy_(rows.index_select(0, self.rows_sent))
+        return begin(self.call.waits, "gathering keys", sent, self.route.to, got, self.route.of)
+
+    def __iter__(self) -> Iterator[tuple[range, Tensor, Tensor]]:
+        under = self.begin(0)
+        for number, heads in enumerate(self.groups):
+            arrived = under.wait()
+            if number + 1 < len(self.groups):
+                under = self.begin(number + 1)
+            yield heads, *self.split(arrived, heads)
+
+    def split(self, arrived: Tensor, heads: range) -> tuple[Tensor, Tensor]:
+        if self.order is None or self.ordered is None:
+            return self._split(arrived)
+        return self._split(torch.index_select(arrived, 0, self.order.there, out=self._of(self.ordered, heads)))
+
+    def _split(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = kv.split(self.columns, -1)
+        return self.call.tokens(k), self.call.tokens(v)
+
+    def local(self, k: Tensor, v: Tensor, heads_kv: range) -> tuple[Request, range]:
+        heads = self.call.query_heads(heads_kv)
+        q = self.call.of_heads(self.call.q, heads)
+        return self.call.local(q, k, v, heads, (self.call.plan.q[self.call.rank], self.route.seen)), heads
+
+
+class Forward:
+    def __init__(self, call: Call):
+        self.call, self.keys = call, Keys(call)
+        self.made = call.results()
+
+    def example(self) -> Request:
+        return self.keys.local(*self.keys.example(), self.keys.groups[0])[0]
+
+    def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        call, keys, (out, lse) = self.call, self.keys, self.made.values()
+        for heads_kv, k, v in keys:
+            p, heads = keys.local(k, v, heads_kv)
+            forward_into(p, call.of_heads(out, heads), call.statistic_of_heads(lse, heads))
+        return out, lse, []
+
+
+class Backward:
+    """Gradients of keys go back in float32 and are added up, in the order of the ranks, where their keys are."""
+
+    def __init__(self, call: Call, given: Results, saved: list[Tensor]):
+        self.call, self.given, self.keys = call, given, Keys(call)
+        self.to_keys = [name for name in "kv" if name in call.needs]
+        self.dq = call.new(call.q.shape, call.wide).zero_() if "q" in call.needs else None
+        self.home = {name: call.new(call.p.arrays[name].shape, call.wide).zero_() for name in self.to_keys}
+        received = self.keys.memory[0][1]
+        self.sums, self.back = (room(received, n if self.to_keys else 0, call.wide) for n in (len(received), sum(self.keys.route.to)))
+        self.dbias = call.room_for_bias()
+        self.dsinks = torch.zeros_like(call.p.arrays["sinks"]) if "sinks" in call.needs else None
+
+    def example(self) -> Request:
+        return self.keys.local(*self.keys.example(), self.keys.groups[0])[0]
+
+    def run(self) -> Results:
+        call, keys = self.call, self.keys
+        for heads_kv, k, v in keys:
+            p, heads = keys.local(k, v, heads_kv)
+            into: Results = {}
+            if self.dq is not None:
+                into["dq"] = call.of_heads(self.dq, heads)
+            if self.to_keys:
+                sums = keys._of(self.sums, heads_kv).zero_()
+                into |= {f"d{name}": x for name, x in zip("kv", keys._split(sums), strict=True) if name in call.needs}
+            self._add(p, heads, into)
+            if self.to_keys:
+                self._home(sums, heads_kv)
+        found = {"dq": self.dq} | {f"d{name}": x for name, x in self.home.items()} | {"dbias": self.dbias, "dsinks": self.dsinks}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def _add(self, p: Request, heads: range, into: Results) -> None:
+        call = self.call
+        known = {name: call.of_heads(self.given[name], heads) for name in ("dout", "out")}
+        known |= {name: call.statistic_of_heads(self.given[name], heads) for name in ("lse", "dlse") if name in self.given}
+        if self.dbias is not None and call.wide != p.arrays["bias"].dtype and p.arrays["bias"].shape[1] == 1:
+            p.arrays["bias"] = p.arrays["bias"].to(call.wide)  # several of its gradients are added up
+        wanted = [*into, *(name for name, x in (("dbias", self.dbias), ("dsinks", self.dsinks)) if x is not None)]
+        found = _run.backward(TORCH, p, known, wanted, into) if wanted else {}
+        if self.dbias is not None:
+            self.call.scores_of_heads(self.dbias, heads).add_(found["dbias"])
+        if self.dsinks is not None:
+            self.dsinks[heads.start : heads.stop] = found["dsinks"]
+
+    def _home(self, sums: Tensor, heads_kv: range) -> None:
+        """The rows of a group's gradients to where their keys are."""
+        call, route = self.call, self.keys.route
+        if self.keys.order is not None:
+            sums = sums.index_select(0, self.keys.order.back)
+        back = self.keys._of(self.back, heads_kv)
+        arrived = begin(call.waits, "gradients of keys", sums, route.of, back, route.to).wait()
+        for rows, of in zip(arrived.split(route.to), route.sent, strict=True):
+            at = rows_for((of,), call.plan.k[call.rank], call.device)
+            for name, x in zip("kv", rows.split(self.keys.columns, -1), strict=True):
+                if name in self.home:
+                    call.rows(call.of_heads(self.home[name], heads_kv)).index_add_(0, at, x)

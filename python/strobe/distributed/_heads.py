@@ -1,0 +1,237 @@
+"""Heads are exchanged for tokens: each rank computes some heads of all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .. import _run
+from .._options import BLOCKS
+from .._request import Request
+from ..arrays.torch import TORCH
+from ._call import Call, Plan, Results, backward_into, forward_into, four_axes, order_of, rows_for
+from ._exchange import exchange
+from ._layout import rows_of_sequences
+from ._ranges import Ranges, count, union
+
+
+class Exchange:
+    """Rows of tokens, (tokens, ..., heads, columns), to rows of all tokens with a rank's share of the heads, and back."""
+
+    def __init__(self, call: Call, ranges: tuple[Ranges, ...]):
+        self.call = call
+        self.counts = [count(of) for of in ranges]
+        self.order = order_of(ranges, call.device)
+        self.positions = rows_for(ranges, union([(0, sum(self.counts))]), call.device)
+
+    def to_heads(self, rows: Tensor) -> Tensor:
+        world, own = len(self.counts), rows.shape[0]
+        sent = rows.unflatten(-2, (world, rows.shape[-2] // world)).movedim(-3, 0).flatten(0, 1).contiguous()
+        return self._ordered(exchange(self.call.waits, "exchanging heads", sent, [own] * world, self.counts))
+
+    def to_all(self, rows: Tensor) -> Tensor:
+        """All tokens of what has no share of heads."""
+        world = len(self.counts)
+        sent = rows.expand(world, *rows.shape).flatten(0, 1).contiguous()
+        return self._ordered(exchange(self.call.waits, "gathering rows", sent, [rows.shape[0]] * world, self.counts))
+
+    def to_tokens(self, rows: Tensor) -> Tensor:
+        found = self._back(rows).movedim(0, -3)
+        return found.flatten(-3, -2)
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """Of each rank's the sum, of the rank's own tokens."""
+        return self._back(rows).sum(0)
+
+    def _back(self, rows: Tensor) -> Tensor:
+        """(world, own tokens, ...)"""
+        world, own = len(self.counts), self.counts[self.call.rank]
+        sent = rows.index_select(0, self.positions)
+        return exchange(self.call.waits, "exchanging heads back", sent, self.counts, [own] * world).unflatten(0, (world, own))
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        return rows if self.order is None else rows.index_select(0, self.order.there)
+
+
+class Whole:
+    """The call of the library on all tokens of the rank's heads."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self.q, self.k = Exchange(call, call.plan.q), Exchange(call, call.plan.k)
+        share, share_kv = call.heads // call.plan.world, call.heads_kv // call.plan.world
+        self.heads = range(call.rank * share, (call.rank + 1) * share)
+        self.heads_kv = range(call.rank * share_kv, (call.rank + 1) * share_kv)
+        self.own_scores = ScoreRows(call, call.plan.q[call.rank])
+        self.all_scores = ScoreRows(call, union([(0, sum(self.q.counts))]))
+        if not needs_part(call.p):  # beside a part they have as many rows as the longest sequence
+            self.all_scores.most = max(self.all_scores.most, call.p.options.get("max_seqlen_q") or 0)
+
+    def memory(self, like: Tensor, tokens: int, heads: int) -> Tensor:
+        rows = self.call.rows(like)
+        return self.call.tokens(self.call.new((tokens, *rows.shape[1:-2], heads, rows.shape[-1]), like.dtype))
+
+    def scores_with_rows(self) -> Iterator[tuple[str, Tensor]]:
+        for name in ("mask", "bias"):
+            x = self.call.p.arrays.get(name)
+            if x is not None and has_rows(x):
+                yield name, four_axes(x)
+
+    def room_for_scores(self) -> Results:
+        """Of no values: what scores() returns."""
+        rows, found = self.all_scores, {}
+        for name, x in self.scores_with_rows():
+            heads = len(self.heads) if x.shape[1] > 1 else 1
+            shape = (rows.batch, heads, rows.most) if rows.packed else (x.shape[0], heads, sum(self.q.counts))
+            found[name] = x.new_empty((*shape, x.shape[3]))
+        return found
+
+    def scores(self) -> Results:
+        """mask and bias whose rows are not broadcast: those of all queries, of the rank's heads."""
+        found = {}
+        for name, x in self.scores_with_rows():
+            rows = self.own_scores.to_rows(x)
+            rows = self.q.to_heads(rows) if rows.shape[-2] > 1 else self.q.to_all(rows)
+            found[name] = self.all_scores.of_rows(rows, self.all_scores.batch)
+        return found
+
+    def bias_gradient(self, own: Tensor) -> Tensor:
+        """Of the rank's own rows, or where these are broadcast the rank's part."""
+        given = four_axes(self.call.p.arrays["bias"])
+        if not has_rows(given):
+            found = own.new_zeros(given.shape)
+            self.call.scores_of_heads(found, self.heads).copy_(own)
+            return found
+        rows = self.all_scores.to_rows(own)
+        rows = self.q.to_tokens(rows) if given.shape[1] > 1 else self.q.sum(rows)
+        return self.own_scores.of_rows(rows, given.shape[0])
+
+    def request(self, q: Tensor, k: Tensor, v: Tensor, scores: Results) -> Request:
+        """scores: mask and bias of all rows, where their rows are not broadcast."""
+        call, plan = self.call, self.call.plan
+        all_tokens = union([(0, sum(self.q.counts))]), union([(0, sum(self.k.counts))])
+        p = call.local(q, k, v, self.heads, all_tokens)
+        p.arrays.update(scores)
+        if "seqused_k" in call.p.arrays:
+            p.arrays["seqused_k"] = call.p.arrays["seqused_k"]
+        if not needs_part(call.p):
+            del p.options["part"]
+            if plan.packed:  # without a part mask and bias would be as large as there are tokens
+                p.options.update(longest(plan.cu_q, plan.cu_k, p.options))
+        return p
+
+
+def needs_part(p: Request) -> bool:
+    """Whether the library has to know which heads they are: as _methods.py judges it."""
+    return bool(p.options.get("dropout")) or (BLOCKS[0] in p.arrays and p.arrays[BLOCKS[0]].shape[1] > 1)
+
+
+def longest(cu_q: tuple[int, ...], cu_k: tuple[int, ...], options: dict[str, object]) -> dict[str, object]:
+    """max_seqlen_q and max_seqlen_k, as a part would have them."""
+    most = {
+        name: max((end - begin for begin, end in pairwise(cu)), default=0) for name, cu in (("max_seqlen_q", cu_q), ("max_seqlen_k", cu_k))
+    }
+    return {name: options.get(name) or n for name, n in most.items()}
+
+
+def most_rows(plan: Plan, rank: int) -> int:
+    """How many rows a mask or bias has that has rows for the rank's queries: of packed sequences those of the longest one here."""
+    return max(rows_of_sequences(plan.q[rank], plan.cu_q), default=0)
+
+
+class ScoreRows:
+    """Rows of mask and bias as rows of tokens, (tokens, batch of dense tensors, heads, Sk), and back: of a rank's tokens, or of all."""
+
+    def __init__(self, call: Call, ranges: Ranges):
+        self.call = call
+        self.packed, self.most, self.batch = call.plan.packed, 0, 0
+        if self.packed:
+            counts = rows_of_sequences(ranges, call.plan.cu_q)
+            self.most, self.batch = max(counts, default=0), len(counts)
+            self.tokens = sum(n for _, n in ranges)  # with those behind the last sequence
+            self.sequence = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(call.device)
+            self.row = torch.cat([torch.arange(0), *map(torch.arange, counts)]).to(call.device)
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        if not self.packed:
+            return x.movedim(2, 0)
+        rows = x.new_zeros((self.tokens, x.shape[1], x.shape[3]))
+        rows[: len(self.row)] = x[self.sequence if x.shape[0] > 1 else torch.zeros_like(self.sequence), :, self.row]
+        return rows
+
+    def of_rows(self, rows: Tensor, batch: int) -> Tensor:
+        """batch: 1 to add up what sequences have alike."""
+        if not self.packed:
+            return rows.movedim(0, 2)
+        found = rows.new_zeros((batch, self.most, *rows.shape[1:]))
+        sequence = self.sequence if batch > 1 else torch.zeros_like(self.sequence)
+        return found.index_put_((sequence, self.row), rows[: len(self.row)], accumulate=batch == 1).movedim(1, 2)
+
+
+def has_rows(x: Tensor) -> bool:
+    """Whether a mask or bias has rows of its own for queries."""
+    return x.dim() > 1 and x.shape[-2] != 1
+
+
+class Forward:
+    def __init__(self, call: Call):
+        self.call, self.whole = call, Whole(call)
+        whole, n = self.whole, sum(self.whole.q.counts)
+        q = whole.memory(call.q, n, len(whole.heads))
+        k, v = (whole.memory(x, sum(whole.k.counts), len(whole.heads_kv)) for x in (call.k, call.v))
+        self._example = whole.request(q, k, v, whole.room_for_scores())
+        self.made = _run.results(TORCH, self._example)
+
+    def example(self) -> Request:
+        return self._example
+
+    def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        call, whole = self.call, self.whole
+        del self._example  # its memory is used again
+        q, k, v = (call.tokens(on.to_heads(call.rows(x))) for on, x in ((whole.q, call.q), (whole.k, call.k), (whole.k, call.v)))
+        out, lse = self.made.values()
+        forward_into(whole.request(q, k, v, whole.scores()), out, lse)
+        mine = call.tokens(whole.q.to_tokens(call.rows(out)))
+        of_rows = whole.q.to_tokens(lse.movedim(-1, 0)[..., None])[..., 0].movedim(0, -1).contiguous()
+        return mine, of_rows, [q, k, v, out, lse]
+
+
+class Backward:
+    def __init__(self, call: Call, given: Results, saved: list[Tensor]):
+        self.call, self.given, self.whole = call, given, Whole(call)
+        *self.tensors, self.out, self.lse = saved
+        self.p = self._request(self.whole.room_for_scores())
+        names = [name for name in ("q", "k", "v", "bias", "sinks") if name in call.needs]
+        self.found = _run.gradients(TORCH, self.p, [f"d{name}" for name in names])
+
+    def _request(self, scores: Results) -> Request:
+        call = self.call
+        q, k, v = self.tensors
+        p = self.whole.request(q, k, v, scores)
+        if "bias" in call.needs and has_rows(bias := call.p.arrays["bias"]) and four_axes(bias).shape[1] == 1:
+            p.arrays["bias"] = p.arrays["bias"].to(call.wide)  # gradients of several ranks are added up
+        return p
+
+    def example(self) -> Request:
+        return self.p
+
+    def run(self) -> Results:
+        call, whole = self.call, self.whole
+        self.p = self._request(whole.scores())
+        known = {"dout": call.tokens(whole.q.to_heads(call.rows(self.given["dout"]))), "out": self.out, "lse": self.lse}
+        if "dlse" in self.given:
+            known["dlse"] = whole.q.to_heads(self.given["dlse"].movedim(-1, 0)[..., None])[..., 0].movedim(0, -1).contiguous()
+        found = backward_into(self.p, known, self.found)
+        for name, on in (("dq", whole.q), ("dk", whole.k), ("dv", whole.k)):
+            if name in found:
+                found[name] = call.tokens(on.to_tokens(call.rows(found[name])))
+        if "dbias" in found:
+            found["dbias"] = self.whole.bias_gradient(found["dbias"])
+        if "dsinks" in found:
+            own = found["dsinks"]
+            found["dsinks"] = torch.zeros_like(call.p.arrays["sinks"])
+            found["dsinks"][whole.heads.start : whole.heads.stop] = own
+        return found

@@ -1,0 +1,269 @@
+"""Which rank has which tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._blockmask import BlockMask
+from .._checks import Wrong, is_integer, is_whole, refusal
+from .._kinds import kind, shown
+from .._part import Part
+from ._group import rank_in
+from ._ranges import Ranges, count, indices, union, within
+from ._seen import Band, work_of_tokens
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_MOST = 2**63 - 1
+_GRAINS = (4, 16, 64)  # blocks for each rank, among which balanced() looks for the best
+_CLOSE = 1.1  # a layout of fewer pieces is taken if its largest share is larger by no more than this
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Assigns the tokens of an axis to ranks, each token to one of them: the sequence axis, or that of packed tokens.
+
+    A rank's tokens are ranges of positions, in ascending order. Ranks may have different numbers of tokens, or none. The functions that
+    take a rank mean by None this process's rank in `group`, and by a group of None the default one, which must have the layout's size.
+
+    Args:
+        seqlen: the length of the axis.
+        ranges: of each rank its ranges (start, length). Together they have each position from 0 to seqlen - 1 once.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong kind or value.
+    """
+
+    seqlen: int
+    ranges: tuple[Ranges, ...]
+
+    def __post_init__(self) -> None:
+        wrong: Wrong = []
+        is_integer(wrong, "seqlen", self.seqlen, 0, _MOST)
+        if not isinstance(self.ranges, (tuple, list)) or not all(map(_is_ranges, self.ranges)) or not self.ranges:
+            wrong.append(ValueError(f"ranges: {shown(self.ranges)}; accepted is for each rank a sequence of (start, length)"))
+        if wrong:
+            raise refusal(wrong)
+        ranges = tuple(union((int(start), int(length)) for start, length in of) for of in self.ranges)
+        given = sum(int(length) for of in self.ranges for _, length in of if length > 0)
+        if given != self.seqlen or union(each for of in ranges for each in of) != union([(0, self.seqlen)]):
+            raise ValueError(f"ranges: {shown(self.ranges)}; accepted are ranges that have each position from 0 to {self.seqlen - 1} once")
+        object.__setattr__(self, "seqlen", int(self.seqlen))
+        object.__setattr__(self, "ranges", ranges)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranges)
+
+    @classmethod
+    def contiguous(cls, seqlen: int, world_size: int) -> Layout:
+        """Each rank has one range, in the order of the ranks; their lengths differ by 1 at most. For windows that are short beside seqlen,
+        and for attention that is not causal.
+
+        Args:
+            seqlen: the number of tokens.
+            world_size: the number of ranks.
+        """
+        _check(seqlen, world_size)
+        return cls(seqlen, tuple(((begin, end - begin),) for begin, end in _cuts(seqlen, world_size)))
+
+    @classmethod
+    def zigzag(cls, seqlen: int, world_size: int) -> Layout:
+        """Of 2 · world_size blocks, rank r has block r and block 2 · world_size - 1 - r: a causal mask then leaves each rank the same work.
+
+        Args:
+            seqlen: the number of tokens. No multiple of anything: the lengths of blocks differ by 1 at most.
+            world_size: the number of ranks.
+        """
+        _check(seqlen, world_size)
+        blocks = [(begin, end - begin) for begin, end in _cuts(seqlen, 2 * world_size)]
+        return cls(seqlen, tuple((blocks[r], blocks[-1 - r]) for r in range(world_size)))
+
+    @classmethod
+    def balanced(
+        cls,
+        seqlen: int,
+        world_size: int,
+        cu_seqlens: Any = None,
+        window: int | tuple[int | None, int | None] | None = None,
+        block_mask: BlockMask | None = None,
+        *,
+        causal: bool = True,
+    ) -> Layout:
+        """The layout that gives the ranks nearly the same work, and nearly as many tokens each: contiguous or zigzag if they do, else
+        blocks of tokens that are dealt out, those with most work first.
+
+        Args:
+            seqlen: the number of tokens.
+            world_size: the number of ranks.
+            cu_seqlens: of packed sequences (B + 1,), integers or an array in host memory; None: one sequence.
+            window, causal: those of the attention. Queries and keys are the same tokens.
+            block_mask: that of the attention, of its lengths, in host memory.
+        """
+        _check(seqlen, world_size)
+        starts = host_integers("cu_seqlens", cu_seqlens) if cu_seqlens is not None else (0, seqlen)
+        if starts[0] != 0 or list(starts) != sorted(starts) or starts[-1] > seqlen:
+            raise ValueError(
+                f"cu_seqlens: {shown(starts)}; accepted are numbers that begin at 0, never fall, and end at {seqlen} or before"
+            )
+        work = work_of_tokens(seqlen, starts, Band.of(causal, window), block_mask)
+        before = [0, *work.cumsum(0).tolist()]
+
+        def most(layout: Layout) -> int:
+            return max(sum(before[start + n] - before[start] for start, n in of) for of in layout.ranges)
+
+        plain = [cls.contiguous(seqlen, world_size), cls.zigzag(seqlen, world_size)]
+        candidates = [*plain, *(cls._dealt(seqlen, world_size, grain, before) for grain in _GRAINS)]
+        least = min(map(most, candidates))
+        return next(layout for layout in candidates if most(layout) <= least * _CLOSE)
+
+    @classmethod
+    def _dealt(cls, seqlen: int, world_size: int, grain: int, before: list[int]) -> Layout:
+        """Blocks, the one with most work first, each to the rank that has least work among those that have room for a block more."""
+        blocks = [(begin, end) for begin, end in _cuts(seqlen, grain * world_size) if end > begin]
+        room = -(-len(blocks) // world_size)
+        work, ranges = [0] * world_size, [[] for _ in range(world_size)]  # type: tuple[list[int], list[list[tuple[int, int]]]]
+        for begin, end in sorted(blocks, key=lambda block: before[block[0]] - before[block[1]]):
+            r = min((r for r in range(world_size) if len(ranges[r]) < room), key=lambda r: work[r])
+            work[r] += before[end] - before[begin]
+            ranges[r].append((begin, end - begin))
+        return cls(seqlen, tuple(map(tuple, ranges)))
+
+    def count(self, rank: int | None = None, *, group: ProcessGroup | None = None) -> int:
+        """How many tokens a rank has."""
+        return count(self.ranges[self._rank(rank, group)])
+
+    def positions(self, rank: int | None = None, *, group: ProcessGroup | None = None) -> Tensor:
+        """The positions of a rank's tokens, ascending: int64 (count,), in host memory."""
+        return indices(self.ranges[self._rank(rank, group)])
+
+    def shard(self, x: Tensor, dim: int, rank: int | None = None, *, group: ProcessGroup | None = None) -> Tensor:
+        """A rank's tokens of a tensor that has all of them along `dim`: a view where they are one range, else a copy. Differentiable."""
+        self._check_length(x, dim, self.seqlen)
+        pieces = [x.narrow(dim, start, length) for start, length in self.ranges[self._rank(rank, group)]]
+        if len(pieces) == 1:
+            return pieces[0]
+        return x.index_select(dim, self.positions(rank, group=group).to(x.device))
+
+    def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """All tokens, in their order, of tensors that each have a rank's along `dim`, in the order of the ranks."""
+        if len(shards) != self.world_size:
+            raise ValueError(f"shards: {len(shards)} of them; accepted are {self.world_size}, one for each rank")
+        for r, x in enumerate(shards):
+            self._check_length(x, dim, count(self.ranges[r]))
+        order = indices([each for of in self.ranges for each in of])
+        return torch.cat([*shards], dim).index_select(dim, order.argsort().to(shards[0].device))
+
+    def unshard(self, x: Tensor, dim: int, *, group: ProcessGroup | None = None) -> Tensor:
+        """All tokens of a tensor of which each rank of the group has its own along `dim`. A collective call; not differentiable.
+
+        Raises:
+            ValueError: x has another length along `dim`, or requires a gradient: accepted is then x.detach().
+        """
+        from ._exchange import gathered
+
+        rank = self._rank(None, group)
+        self._check_length(x, dim, count(self.ranges[rank]))
+        if x.requires_grad:
+            raise ValueError("x: requires grad, and unshard() has no gradient; accepted is x.detach()")
+        return self.join(gathered(x, dim, [count(of) for of in self.ranges], group), dim)
+
+    def part(
+        self,
+        rank: int | None = None,
+        *,
+        keys: Layout | None = None,
+        k_rank: int | None = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None,
+        group: ProcessGroup | None = None,
+    ) -> Part:
+        """What strobe.attention() has to know of a call whose queries are a rank's, of this layout.
+
+        Args:
+            rank: whose queries the call has.
+            keys: the layout of the keys; None: this one.
+            k_rank: whose keys the call has; the part is then partial. None: all keys.
+            cu_seqlens_q, cu_seqlens_k: of packed sequences, whose ranges are then (B, n, 2). Integers, or arrays in host memory.
+        """
+        keys = keys or self
+        q, k = self.ranges[self._rank(rank, group)], union([(0, keys.seqlen)]) if k_rank is None else keys.ranges[k_rank]
+        cu_q, cu_k = (None if x is None else host_integers(name, x) for name, x in (("q", cu_seqlens_q), ("k", cu_seqlens_k)))
+        return part_of(q, k, cu_q or (0, self.seqlen), cu_k or (0, keys.seqlen), partial=k_rank is not None, packed=cu_q is not None)
+
+    def _rank(self, rank: int | None, group: ProcessGroup | None) -> int:
+        if rank is None:
+            return rank_in(group, self.world_size)
+        wrong: Wrong = []
+        if not is_integer(wrong, "rank", rank, 0, self.world_size - 1):
+            raise refusal(wrong)
+        return rank
+
+    def _check_length(self, x: Tensor, dim: int, length: int) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: {kind(x)}; accepted is a torch.Tensor")
+        if not is_whole(dim) or not -x.dim() <= dim < x.dim():
+            raise ValueError(f"dim: {shown(dim)}; accepted is an axis of x, of shape {tuple(x.shape)}")
+        if x.shape[dim] != length:
+            raise ValueError(f"x: shape {tuple(x.shape)}; accepted are {length} tokens along axis {dim}, as the layout says")
+
+
+def part_of(
+    q: Ranges,
+    k: Ranges,
+    cu_q: Sequence[int],
+    cu_k: Sequence[int],
+    *,
+    partial: bool,
+    packed: bool,
+    first_head: int = 0,
+    heads: int | None = None,
+) -> Part:
+    """Of tokens, those of queries and those of keys, the ranges of each sequence."""
+
+    def side(ranges: Ranges, cu: Sequence[int]) -> tuple[Any, Any]:
+        of = [within(ranges, begin, end) for begin, end in itertools.pairwise(cu)]
+        if not packed:
+            return of[0], cu[1]
+        n = max(map(len, of), default=0)
+        return [[*each, *[(0, 0)] * (n - len(each))] for each in of], [end - begin for begin, end in itertools.pairwise(cu)]
+
+    (q_ranges, seqlens_q), (k_ranges, seqlens_k) = side(q, cu_q), side(k, cu_k)
+    return Part(q_ranges, k_ranges, seqlens_q, seqlens_k, first_head=first_head, heads=heads, partial=partial)
+
+
+def rows_of_sequences(ranges: Ranges, cu: Sequence[int]) -> list[int]:
+    """How many of the tokens each sequence has."""
+    return [count(within(ranges, begin, end)) for begin, end in itertools.pairwise(cu)]
+
+
+def host_integers(name: str, x: Any) -> tuple[int, ...]:
+    """Of a list, or of an array, whose numbers are read (of a GPU's, which waits for it)."""
+    numbers = x.tolist() if hasattr(x, "tolist") else x
+    if not isinstance(numbers, Iterable) or not (numbers := list(numbers)) or not all(map(is_whole, numbers)):
+        raise TypeError(f"{name}: {shown(x)}; accepted are integers (B + 1,)")
+    return tuple(int(n) for n in numbers)
+
+
+def _is_ranges(of: object) -> bool:
+    return isinstance(of, (tuple, list)) and all(isinstance(x, (tuple, list)) and len(x) == 2 and all(map(is_whole, x)) for x in of)
+
+
+def _check(seqlen: int, world_size: int) -> None:
+    wrong: Wrong = []
+    is_integer(wrong, "seqlen", seqlen, 0, _MOST)
+    is_integer(wrong, "world_size", world_size, 1, _MOST)
+    if wrong:
+        raise refusal(wrong)
+
+
+def _cuts(seqlen: int, n: int) -> list[tuple[int, int]]:
+    """n pieces as even as can be."""
+    return [(seqlen * i // n, seqlen * (i + 1) // n) for i in range(n)]

@@ -1,0 +1,46 @@
+"""The ways to bring keys and queries together, and the choice among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _gather, _heads, _ring
+from ._call import Facts
+from ._predict import seconds
+
+METHODS: dict[str, Any] = {"gather": _gather, "heads": _heads, "ring": _ring}
+_BESIDE_A_PART = ("seqused_k", "invariant")  # refused beside a strobe.Part
+_OF_HEADS = ("dropout", "block_mask of several heads")  # the library has to know which heads they are, which a part says
+
+
+def reason_against(method: str, of: Facts) -> str | None:
+    """Why the method does not take the call; None if it does."""
+    given = [name for name in _BESIDE_A_PART if name in of.given]
+    if method != "heads":
+        if given:
+            return f"{given[0]}: given with method {method!r}, whose calls hold parts of a problem; accepted is method 'heads'"
+        return None
+    world = of.plan.world
+    if of.heads_kv % world:
+        return f"k: {of.heads_kv} key heads with method 'heads'; accepted is a multiple of {world}, the number of ranks"
+    numbered = [name for name in _OF_HEADS if name in of.given]
+    if given and numbered:
+        return f"{given[0]}: given beside {numbered[0]}; accepted is one of the two"
+    for name in ("mask", "bias"):
+        if world > 1 and name in of.given and any(_heads.most_rows(of.plan, r) == 1 for r in range(world)):
+            return f"{name}: given with method 'heads', and a rank has 1 query, whose row cannot be told from a broadcast one"
+    return None
+
+
+def choose(of: Facts, method: str | None, of_world: bool) -> tuple[str, str | None]:
+    """The method that is asked for, or the one with the least predicted time of those that take the call; and what is against it.
+    of_world: whether bits may not depend on the number of ranks."""
+    if of_world:
+        against = reason_against("heads", of)
+        return "heads", against and f"deterministic: 'world', which needs method 'heads', and {against}"
+    if method is not None:
+        return method, reason_against(method, of)
+    taken = [name for name in METHODS if reason_against(name, of) is None]
+    if not taken:
+        return "heads", reason_against("heads", of)  # which takes what the others refuse
+    return min(taken, key=lambda name: seconds(name, of)), None

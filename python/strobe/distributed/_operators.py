@@ -1,0 +1,317 @@
+"""The operators strobe::distributed_forward and distributed_backward: a call on one rank as torch.compile and autograd see it.
+
+They carry the group's name, and layouts as integers, so that a graph holds nothing else. Who takes part in them is all ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _run
+from .._operators import _ARGUMENTS
+from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS
+from .._request import Request
+from ..arrays.torch import TORCH
+from ._agree import Said, agree
+from ._call import Call, Pass, Plan, Results, check, facts_of, in_own_words
+from ._group import of_name, on_host, takes
+from ._heads import has_rows
+from ._late import Waits
+from ._layout import Layout, host_integers
+from ._methods import METHODS, reason_against
+from ._seen import Band, Blocks, blocks_of
+
+PassT = TypeVar("PassT", bound=Pass)
+_OWN = "int[] layout_q, int[] layout_k, str group, str method, bool agree, float? time_limit, bool draw, bool[] needed"
+FORWARD_NAME, BACKWARD_NAME = "strobe::distributed_forward", "strobe::distributed_backward"
+_TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
+# saved: what the backward takes of the forward; the seed and offset that were drawn are its last.
+torch.library.define(FORWARD_NAME, f"({_ARGUMENTS}, {_OWN}) -> (Tensor out, Tensor lse, Tensor[] saved)", tags=_TAGS)
+torch.library.define(
+    BACKWARD_NAME, f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor[] saved, {_ARGUMENTS}, {_OWN}) -> Tensor[]", tags=_TAGS
+)
+forward = torch.ops.strobe.distributed_forward.default
+backward = torch.ops.strobe.distributed_backward.default
+_NAMES = tuple(GRADIENTS.values())  # q, k, v, bias, sinks
+# How a rank runs its share may differ.
+_LOCAL = frozenset({"threads", "check", "reserved_sms"})
+_CU = ("cu_seqlens_q", "cu_seqlens_k")
+
+
+def encoded(layout: Layout) -> list[int]:
+    numbers = [layout.seqlen, layout.world_size]
+    for ranges in layout.ranges:
+        numbers += [len(ranges), *(x for pair in ranges for x in pair)]
+    return numbers
+
+
+@lru_cache(maxsize=256)
+def decoded(numbers: tuple[int, ...]) -> Layout:
+    ranges, at = [], 2
+    for _ in range(numbers[1]):
+        n = numbers[at]
+        flat = numbers[at + 1 : at + 1 + 2 * n]
+        ranges.append(tuple(zip(flat[::2], flat[1::2], strict=True)))
+        at += 1 + 2 * n
+    return Layout(numbers[0], tuple(ranges))
+
+
+def plan_of(p: Request, layout_q: Layout, layout_k: Layout) -> Plan:
+    """Reads cu_seqlens, and block masks that lie in host memory."""
+    packed = _CU[0] in p.arrays
+    cu_q, cu_k = (host_integers(name, p.arrays[name]) for name in _CU) if packed else ((0, layout_q.seqlen), (0, layout_k.seqlen))
+    return Plan(layout_q.ranges, layout_k.ranges, cu_q, cu_k, packed, band_of(p.options), _blocks(p))
+
+
+def plan_of_layouts(layout_q: Layout, layout_k: Layout, packed: bool) -> Plan:
+    """Of one sequence, whose queries see all keys."""
+    return Plan(layout_q.ranges, layout_k.ranges, (0, layout_q.seqlen), (0, layout_k.seqlen), packed, Band(), None)
+
+
+def band_of(options: dict[str, Any]) -> Band:
+    left, right = options.get("window_left"), options.get("window_right")
+    alignments = {field.default for name, field in FIELDS.items() if name == "alignment"}
+    alignment = "bottom_right" if options.get("alignment", *alignments) in alignments else "top_left"
+    return Band.of(bool(options.get("causal")), (left, right), alignment)
+
+
+def _blocks(p: Request) -> Blocks | None:
+    rows = p.arrays.get(BLOCKS[0])
+    if rows is None or not rows.is_cpu:
+        return None
+    columns = p.arrays[BLOCKS[2]].shape[2] - 1  # the transpose's rows
+    return blocks_of(rows, p.arrays[BLOCKS[1]], columns, p.options["block_q"], p.options["block_k"])
+
+
+class _Own:
+    """The operators' own arguments."""
+
+    def __init__(self, given: dict[str, Any]):
+        self.layout_q, self.layout_k = (decoded(tuple(given.pop(f"layout_{side}"))) for side in "qk")
+        self.group = of_name(given.pop("group"))
+        self.method: str = given.pop("method")
+        self.agree, self.seconds, self.draw = (given.pop(name) for name in ("agree", "time_limit", "draw"))
+        self.needs = frozenset(name for name, needed in zip(_NAMES, given.pop("needed"), strict=True) if needed)
+        self.rank, self.world = self.group.rank(), self.group.size()
+
+
+def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
+    arrays: dict[str, Tensor] = {"q": q, "k": k, "v": v}
+    arrays |= {name: x for name, x in given.items() if name not in FIELDS and x is not None}
+    options = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name in FIELDS}
+    return Request(arrays, options)
+
+
+def _signature(call: Call, own: _Own, of: str) -> dict[str, object]:
+    """What has to be the same on all ranks, by the names that callers know."""
+    p, plan = call.p, call.plan
+    said: dict[str, object] = {
+        "the pass": of,
+        "layout": plan.q,
+        "layout_k": plan.k,
+        "cu_seqlens_q": plan.cu_q,
+        "cu_seqlens_k": plan.cu_k,
+        "block_mask": plan.blocks,
+        "method": own.method,
+        "tensors that require grad": sorted(call.needs),
+        "q": (_but(call.q, call.axis), call.q.dtype, call.q.device.type),
+        "k": (_but(call.k, call.axis), call.k.dtype),
+        "v": (_but(call.v, call.axis), call.v.dtype),
+        "seed": "drawn" if own.draw else p.options.get("seed"),
+    }
+    for name in INPUTS[3:]:
+        x = p.arrays.get(name)
+        if x is None or name in (*_CU, *BLOCKS):
+            continue
+        if name in ("mask", "bias"):
+            rows = ("rows" if has_rows(x) else "no rows") if own.method == "heads" else "any rows"
+            said[name] = (*x.shape[:-2], rows, *x.shape[-1:], x.dtype)
+        elif name == "rng":
+            said[name] = None if own.draw else x.tolist()
+        else:
+            said[name] = tuple(x.shape), x.dtype
+    return said | {name: x for name, x in p.options.items() if name not in _LOCAL}
+
+
+def _but(x: Tensor, axis: int) -> tuple[object, ...]:
+    """The shape without the tokens, which ranks have different numbers of."""
+    return tuple("tokens" if n == axis else size for n, size in enumerate(x.shape))
+
+
+def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], drawn: Tensor | None = None) -> PassT:
+    """Validates, allocates, and agrees with the other ranks to go on. drawn: a seed and offset, of which the first rank's become rng."""
+    call: Call | None = None
+    failure: Exception | None = None
+    held: Tensor | None = None
+    q = p.arrays["q"]
+    try:
+        call = Call(p, plan_of(p, own.layout_q, own.layout_k), own.rank, Waits(own.group, own.seconds), own.needs)
+        if not takes(own.group, q.device):
+            raise ValueError(f"q: on {q.device}; accepted is a device of the group's backend, {own.group.name()}")
+        if (against := reason_against(own.method, facts_of(p, call.plan))) is not None:
+            raise ValueError(against)
+        made = build(call)
+        held = check(made.example(), of == "backward")
+    except Exception as refused:  # whatever it is, the others have to know
+        failure = refused if call is None else in_own_words(call, refused)
+    rng = (0, 0) if drawn is None else tuple(drawn.tolist())
+    if own.world > 1 and own.agree:
+        rng = agree(own.group, Said({} if call is None else _signature(call, own, of), failure, rng), own.seconds)
+    elif failure is not None:
+        raise failure
+    elif own.world > 1 and drawn is not None:
+        first, host = drawn.clone(), on_host(own.group)
+        dist.broadcast(first, dist.get_global_rank(host, 0), group=host)
+        rng = tuple(first.tolist())
+    if drawn is not None:
+        p.arrays["rng"].copy_(torch.tensor(rng))
+    del held
+    return made
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    own = _Own(given)
+    p = _request(q, k, v, given)
+    drawn = p.arrays["rng"] if own.draw else None
+    if drawn is not None:
+        p.arrays["rng"] = torch.empty_like(drawn, device=q.device)
+    with torch.no_grad():
+        made = _started(p, own, "forward", METHODS[own.method].Forward, drawn)
+        out, lse, saved = made.run()
+        expected = made.call.results()["out"]  # whose strides a compiler was told of
+        if out.stride() != expected.stride() or out.dtype != expected.dtype:
+            out = expected.copy_(out)
+    return out, lse, [*saved, *([p.arrays["rng"]] if own.draw else [])]
+
+
+def run_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    saved: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    **given: Any,
+) -> list[Tensor]:
+    own = _Own(given)
+    p = _request(q, k, v, given)
+    if own.draw:
+        *saved, p.arrays["rng"] = saved
+    known: Results = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    with torch.no_grad():
+        made = _started(p, own, "backward", lambda call: METHODS[own.method].Backward(call, known, saved))
+        found = made.run()
+    return [_as_given(found[f"d{name}"], p.arrays[name]) for name in _NAMES if name in own.needs]
+
+
+def _as_given(gradient: Tensor, of: Tensor) -> Tensor:
+    return gradient.reshape(of.shape).to(of.dtype).contiguous()
+
+
+@torch.library.register_fake(FORWARD_NAME)
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    own = _Own(given)
+    p = _request(q, k, v, given)
+    found = _run.results(TORCH, p)
+    return (
+        found["out"],
+        found["lse"],
+        [*_fake_saved(p, own, found["lse"]), *([torch.empty_like(p.arrays["rng"], device=q.device)] if own.draw else [])],
+    )
+
+
+def _fake_saved(p: Request, own: _Own, lse: Tensor) -> list[Tensor]:
+    if own.method == "ring":
+        return [lse.new_empty((2, *lse.shape))]
+    if own.method == "gather":
+        return []
+    plan = plan_of_layouts(own.layout_q, own.layout_k, _CU[0] in p.arrays)
+    call = Call(p, plan, own.rank, Waits(own.group, None), own.needs)
+    whole = []
+    for x, layout in ((call.q, own.layout_q), (call.k, own.layout_k), (call.v, own.layout_k)):
+        rows = call.rows(x)
+        heads = rows.shape[-2] // own.world
+        whole.append(call.tokens(rows.new_empty((layout.seqlen, *rows.shape[1:-2], heads, rows.shape[-1]))))
+    found = _run.results(TORCH, Request(dict(zip("qkv", whole, strict=True)), {name: x for name, x in p.options.items() if name == "bshd"}))
+    whole += [found["out"], found["lse"]]
+    return whole
+
+
+@torch.library.register_fake(BACKWARD_NAME)
+def _fake_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, saved: list[Tensor], q: Tensor, k: Tensor, v: Tensor, **given: Any
+) -> list[Tensor]:
+    p = _request(q, k, v, {name: x for name, x in given.items() if name in (*FIELDS, *INPUTS)})
+    return [p.arrays[name].new_empty(p.arrays[name].shape) for name, needed in zip(_NAMES, given["needed"], strict=True) if needed]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, saved = forward(q, k, v, **given)
+        arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        ctx.rest = {name: x for name, x in given.items() if name not in arrays}
+        ctx.names = tuple(arrays)
+        ctx.mark_non_differentiable(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out, lse, q, k, v, *arrays.values(), *saved)
+        return out, lse, *saved
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        out, lse, q, k, v, *more = ctx.saved_tensors
+        arrays, saved = more[: len(ctx.names)], more[len(ctx.names) :]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        given = dict(zip(ctx.names, arrays, strict=True))
+        found = iter(_Gradients.apply(ctx.rest, ctx.names, len(saved), dout, dlse, out, lse, *saved, q, k, v, *given.values()))
+        return *(next(found) if needed else None for needed in ctx.rest["needed"]), None
+
+
+class _Gradients(torch.autograd.Function):
+    """Differentiable once: nothing follows the first gradient but the words why."""
+
+    @staticmethod
+    def forward(ctx: Any, rest: dict[str, Any], names: tuple[str, ...], n: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        dout, dlse, out, lse, *more = tensors
+        saved, (q, k, v, *arrays) = more[:n], more[n:]
+        given = {**rest, **dict(zip(names, arrays, strict=True))}
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(backward(dout, dlse, out, lse, saved, q, k, v, **given))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError("strobe.distributed.attention has no second derivative: a gradient of it cannot be differentiated again")
+
+
+def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    out, lse, *saved = _Attention.apply(q, k, v, given.get("bias"), given.get("sinks"), given)
+    return out, lse, saved
+
+
+def _differentiable_backward(*arguments: Any, **given: Any) -> list[Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return backward(*arguments, **given)
+
+
+def names_of(tensors: Iterable[str]) -> list[bool]:
+    """As `needed` says them."""
+    chosen = frozenset(tensors)
+    return [name in chosen for name in _NAMES]
+
+
+torch.library.impl(FORWARD_NAME, "CompositeExplicitAutograd", run_forward)
+torch.library.impl(BACKWARD_NAME, "CompositeExplicitAutograd", run_backward)
+torch.library.impl(FORWARD_NAME, "Autograd", _differentiable_forward)
+torch.library.impl(BACKWARD_NAME, "Autograd", _differentiable_backward)

@@ -1,0 +1,177 @@
+"""Keys go round: each rank has one rank's at a time, and merges what it computes of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _run
+from .._merge import merge
+from .._request import Request
+from ..arrays.torch import TORCH
+from ._call import Call, Results
+from ._exchange import Underway, begin
+from ._ranges import common, count
+
+
+class Round:
+    """Tensors that every rank has one of go from rank to rank: rows of one shape, as many as their first owner has keys."""
+
+    def __init__(self, call: Call, row: tuple[int, ...], dtype: torch.dtype, what: str):
+        self.call, self.what = call, what
+        self.counts = [count(of) for of in call.plan.k]
+        self.room = [call.new((max(self.counts), *row), dtype) for _ in range(2)]
+
+    def owner(self, turn: int) -> int:
+        return (self.call.rank - turn) % len(self.counts)
+
+    def memory(self, turn: int) -> Tensor:
+        """Where they lie in a turn."""
+        return self.room[turn % 2][: self.counts[self.owner(turn)]]
+
+    def begin(self, turn: int) -> Underway:
+        """Those of this turn to the next rank."""
+        world = len(self.counts)
+        to, of = [0] * world, [0] * world
+        to[(self.call.rank + 1) % world] = self.counts[self.owner(turn)]
+        of[(self.call.rank - 1) % world] = self.counts[self.owner(turn + 1)]
+        return begin(self.call.waits, self.what, self.memory(turn), to, self.memory(turn + 1), of)
+
+
+class Ring:
+    """The rounds of a call: in each turn the keys of one rank are here, and calls of the library on those that are seen."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        k = call.rows(call.k)
+        self.columns = call.k.shape[-1], call.v.shape[-1]
+        self.row = (*k.shape[1:-1], sum(self.columns))
+        self.keys = Round(call, self.row, call.k.dtype, "keys going round")
+        self.all_heads = range(call.heads)
+
+    @property
+    def turns(self) -> range:
+        return range(self.call.plan.world)
+
+    def fill(self) -> None:
+        call = self.call
+        torch.cat([call.rows(call.k), call.rows(call.v)], -1, out=self.keys.memory(0))
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = rows.split(self.columns, -1)
+        return self.call.tokens(k), self.call.tokens(v)
+
+    def is_seen(self, turn: int) -> bool:
+        plan, owner = self.call.plan, self.keys.owner(turn)
+        return bool(common(plan.seen(self.call.rank), plan.k[owner]))
+
+    def local(self, turn: int) -> Request:
+        """On all keys of the rank whose turn it is."""
+        plan = self.call.plan
+        of = plan.q[self.call.rank], plan.k[self.keys.owner(turn)]
+        return self.call.local(self.call.q, *self.split(self.keys.memory(turn)), self.all_heads, of, partial=True)
+
+
+class Forward:
+    def __init__(self, call: Call):
+        self.call, self.ring = call, Ring(call)
+        self.made = _run.results(TORCH, self.ring.local(0))  # of the first turn's, and of the merged ones
+
+    def example(self) -> Request:
+        return self.ring.local(0)
+
+    def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        call, ring = self.call, self.ring
+        ring.fill()
+        merged: tuple[Tensor, Tensor] | None = None
+        how = {"layout": "bshd" if "bshd" in call.p.options else "bhsd"}
+        for turn in ring.turns:
+            under = ring.keys.begin(turn) if turn + 1 < len(ring.turns) else None
+            if ring.is_seen(turn):
+                found = _run.forward(TORCH, ring.local(turn))
+                merged = found if merged is None else merge(*merged, *found, **how)
+            if under is not None:
+                under.wait()
+        out, lse = merged if merged is not None else self._nothing()
+        if "sinks" in call.p.arrays:
+            out, lse = merge(out, lse, *self._nothing(), sinks=call.p.arrays["sinks"], **how)
+        return out, lse.double().sum(0).to(call.wide), [lse]
+
+    def _nothing(self) -> tuple[Tensor, Tensor]:
+        """Results over no keys."""
+        out, lse = torch.zeros_like(self.made["out"]), torch.full_like(self.made["lse"], -torch.inf)
+        lse[1] = 0
+        return out, lse
+
+
+class Backward:
+    """Gradients of keys go round with their keys, and one step further, which is home."""
+
+    def __init__(self, call: Call, given: Results, saved: list[Tensor]):
+        self.call, self.given, self.ring = call, given, Ring(call)
+        (self.lse,) = saved
+        self.to_keys = any(name in call.needs for name in "kv")
+        self.sums = Round(call, self.ring.row, call.wide, "gradients of keys going round") if self.to_keys else None
+        self.dq = call.new(call.q.shape, call.wide).zero_() if "q" in call.needs else None
+        self.dbias = call.room_for_bias()
+
+    def example(self) -> Request:
+        return self.ring.local(0)
+
+    def run(self) -> Results:
+        call, ring = self.call, self.ring
+        known = {"dout": self.given["dout"], "lse": self.lse, "delta": self._delta()}
+        if "dlse" in self.given:
+            known["dlse"] = self.given["dlse"]
+        ring.fill()
+        if self.sums is not None:
+            self.sums.memory(0).zero_()
+        for turn in ring.turns:
+            under = ring.keys.begin(turn) if turn + 1 < len(ring.turns) else None
+            if ring.is_seen(turn):
+                self._add(turn, known)
+            if self.sums is not None:
+                self.sums.begin(turn).wait()
+            if under is not None:
+                under.wait()
+        found: Results = {} if self.dq is None else {"dq": self.dq}
+        if self.sums is not None:
+            home = ring.split(self.sums.memory(len(ring.turns)))
+            found |= {f"d{name}": x for name, x in zip("kv", home, strict=True) if name in call.needs}
+        if self.dbias is not None:
+            found["dbias"] = self.dbias
+        if "sinks" in call.needs:
+            found["dsinks"] = self._sinks(known)
+        return found
+
+    def _add(self, turn: int, known: Results) -> None:
+        """What the keys of this turn give."""
+        p, into = self.ring.local(turn), {}
+        if self.dq is not None:
+            into["dq"] = self.dq
+        if self.sums is not None:
+            sums = self.ring.split(self.sums.memory(turn))
+            into |= {f"d{name}": x for name, x in zip("kv", sums, strict=True) if name in self.call.needs}
+        if self.dbias is not None:
+            p.arrays["bias"] = p.arrays["bias"].to(self.call.wide)
+        wanted = [*into, *(["dbias"] if self.dbias is not None else [])]
+        if wanted:
+            found = _run.backward(TORCH, p, known, wanted, into)
+            if self.dbias is not None:
+                self.dbias.add_(found["dbias"])
+
+    def _delta(self) -> Tensor:
+        """(dout · out) of each row, as lse lies."""
+        products = (self.given["dout"].double() * self.given["out"].double()).sum(-1).to(self.call.wide)
+        rows_first = self.call.plan.packed or "bshd" in self.call.p.options
+        return (products.transpose(-1, -2) if rows_first else products).contiguous()
+
+    def _sinks(self, known: Results) -> Tensor:
+        """Of this rank's rows."""
+        sinks = self.call.p.arrays["sinks"]
+        below = -known["delta"].double()
+        if "dlse" in known:
+            below = known["dlse"].double() + below
+        lse = self.lse.double().sum(0)
+        share = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks.double()[:, None] - lse)) * below
+        return share.sum(-1).reshape(-1, len(sinks)).sum(0).to(sinks.dtype)

@@ -1,0 +1,122 @@
+"""Which keys some query sees, as far as positions and block masks say; and how much work that is."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .._blockmask import BlockMask
+from ._ranges import Ranges, common, union, within
+
+
+class Band(NamedTuple):
+    """i + offset - left <= j <= i + offset + right; None: no bound. The offset aligns the ends of sequences, or else their beginnings."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = True
+
+    @classmethod
+    def of(cls, causal: bool, window: int | tuple[int | None, int | None] | None, alignment: str = "bottom_right") -> Band:
+        left, right = window if isinstance(window, (tuple, list)) else (window, window)
+        if causal:
+            right = 0 if right is None else min(right, 0)
+        return cls(left, right, alignment == "bottom_right")
+
+    def offset(self, seqlen_q: int, seqlen_k: int) -> int:
+        return seqlen_k - seqlen_q if self.bottom_right else 0
+
+    def keys(self, first: int, last: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+        """Where the keys that some of the queries first ... last sees begin, and how many they are."""
+        offset = self.offset(seqlen_q, seqlen_k)
+        low = 0 if self.left is None else max(first + offset - self.left, 0)
+        high = seqlen_k if self.right is None else min(last + offset + self.right + 1, seqlen_k)
+        return low, max(high - low, 0)
+
+
+class Blocks:
+    """Which blocks of a block mask some sequence and some head keeps: for each row of blocks the ranges of columns. A digest tells whether
+    two are equal."""
+
+    def __init__(self, block_q: int, block_k: int, rows: tuple[Ranges, ...]):
+        self.block_q, self.block_k, self.rows = block_q, block_k, rows
+        self.digest = hashlib.sha256(repr((block_q, block_k, rows)).encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Blocks) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Blocks({self.block_q}, {self.block_k}, {self.digest[:16]})"
+
+
+# By the offsets of a mask that a call was given, and what has been written to them since.
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def blocks_of(rows: Tensor, cols: Tensor, columns: int, block_q: int, block_k: int) -> Blocks:
+    """Of a CSR in host memory, (B, H, query blocks + 1), of that many columns."""
+    version = rows._version, cols._version, cols.data_ptr(), block_q, block_k
+    found = _KNOWN.get(rows)
+    if found is not None and found[0] == version:
+        return found[1]
+    n = rows.shape[2] - 1
+    counts = (rows[..., 1:] - rows[..., :-1]).reshape(-1).long()
+    of = torch.arange(n).repeat(rows.shape[0] * rows.shape[1]).repeat_interleave(counts)
+    kept = torch.zeros(n, columns + 2, dtype=torch.int8)
+    kept[of, cols.long() + 1] = 1
+    edges = kept.diff(dim=1)
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(n)]
+    ends = (edges == -1).nonzero()[:, 1].tolist()
+    for (row, start), end in zip((edges == 1).nonzero().tolist(), ends, strict=True):
+        ranges[row].append((start, end - start))
+    made = Blocks(block_q, block_k, tuple(map(tuple, ranges)))
+    _KNOWN[rows] = version, made
+    return made
+
+
+@lru_cache(maxsize=4096)
+def seen_keys(q: Ranges, cu_q: Sequence[int], cu_k: Sequence[int], band: Band, blocks: Blocks | None) -> Ranges:
+    """The key tokens that some of the query tokens q may see."""
+
+    def of_sequence(rows: Ranges, seqlen_q: int, seqlen_k: int) -> Iterator[tuple[int, int]]:
+        for start, length in rows:
+            if blocks is None:
+                yield band.keys(start, start + length - 1, seqlen_q, seqlen_k)
+                continue
+            for row in range(start // blocks.block_q, (start + length - 1) // blocks.block_q + 1):
+                first, last = max(start, row * blocks.block_q), min(start + length, (row + 1) * blocks.block_q) - 1
+                wide = tuple((at * blocks.block_k, n * blocks.block_k) for at, n in blocks.rows[row])
+                yield from common(union([band.keys(first, last, seqlen_q, seqlen_k)]), wide)
+
+    found: list[tuple[int, int]] = []
+    for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+        found += [(k0 + start, length) for start, length in of_sequence(within(q, q0, q1), q1 - q0, k1 - k0)]
+    return union(found)
+
+
+def work_of_tokens(seqlen: int, cu: Sequence[int], band: Band, block_mask: BlockMask | None) -> Tensor:
+    """How many keys each query sees, where queries and keys are the same tokens: int64 (seqlen,). Of block masks by whole blocks, their
+    share of the band's keys."""
+    work = torch.zeros(seqlen, dtype=torch.int64)
+    share = None
+    if block_mask is not None:
+        kept = torch.as_tensor(block_mask.to_kept()).double().mean((0, 1, 3))
+        share = kept.repeat_interleave(block_mask.block_q)
+    for begin, end in itertools.pairwise(cu):
+        length = end - begin
+        i = torch.arange(length)
+        low = torch.zeros_like(i) if band.left is None else (i - band.left).clamp(min=0)
+        high = torch.full_like(i, length) if band.right is None else (i + band.right + 1).clamp(max=length)
+        seen = (high - low).clamp(min=0)
+        work[begin:end] = seen if share is None else (length * share[:length]).ceil().long().minimum(seen)
+    return work

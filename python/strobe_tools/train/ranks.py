@@ -1,0 +1,149 @@
+"""Context parallelism: several processes that train one model, each with some tokens of every sequence."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+import strobe
+from strobe.distributed import Layout
+from strobe_tools.train.attention import Attention
+from strobe_tools.train.config import Config
+from strobe_tools.train.model import GPT, SelfAttention
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among those that train. All of them see the same batches, take the same steps, and have the same weights."""
+
+    def __init__(self, world: int, rank: int, device: str, store: str | None) -> None:
+        """store: a file through which the ranks find one another; None: they have, and are the default process group."""
+        self.world, self.rank = world, rank
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        if store is not None:
+            backend = "nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+        self._mesh = dist.device_mesh.init_device_mesh(device, (world,))
+        self._sharded = False
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def seed(self, seed: int, step: int) -> None:
+        """Each rank drops other elements of its tokens in each step, the same ones whenever the step is taken."""
+        torch.manual_seed((seed * 1_000_003 + step) * self.world + self.rank)
+
+    def over_ranks(self, model: GPT) -> None:
+        """Lets the model's attention see whole sequences while loss() is computed."""
+        for module in model.modules():
+            if isinstance(module, SelfAttention):
+                module.attend = self._attention(module.attend)
+
+    def _attention(self, own: Attention) -> Attention:
+        def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, block: int) -> Tensor:
+            if not self._sharded:
+                return own(q, k, v, dropout, block)
+            tile = block or None
+            return strobe.distributed.attention(q, k, v, causal=True, axes="bshd", dropout=dropout, tile_q=tile, tile_k=tile)
+
+        return attend
+
+    def loss(self, model: GPT, tokens: Tensor) -> Tensor:
+        """This rank's part of the mean cross entropy of tokens[:, 1:]: the parts of all ranks add up to it."""
+        before, targets = tokens[:, :-1], tokens[:, 1:]
+        layout = _layout(before.shape[1], self.world)
+        before, targets = (layout.shard(x, 1, self.rank) for x in (before, targets))
+        self._sharded = True
+        try:
+            with strobe.distributed.context_parallel(self._mesh, layout=layout):
+                logits = model(before, layout.positions(self.rank).to(tokens.device))
+        finally:
+            self._sharded = False
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+        return losses / (tokens.shape[0] * layout.seqlen)
+
+    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Each rank's are those of its part of the loss."""
+        for x in parameters:
+            if x.grad is None:
+                x.grad = torch.zeros_like(x)
+            dist.all_reduce(x.grad)
+
+    def total(self, part: Tensor) -> Tensor:
+        dist.all_reduce(part)
+        return part
+
+    def any(self, mine: bool, device: torch.device) -> bool:
+        return bool(self.total(torch.tensor(float(mine), device=device)))
+
+    def of_first(self, x: T) -> T:
+        """The first rank's."""
+        held = [x]
+        dist.broadcast_object_list(held)
+        return held[0]
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+@lru_cache(maxsize=8)
+def _layout(sequence: int, world: int) -> Layout:
+    return Layout.zigzag(sequence, world)
+
+
+def launch(config: Config, *, text: Path | None, out: Path, resume: bool, console: Console) -> Any:
+    """experiment.train() in config.context_parallel processes, of which this is the first. Raises what it raises."""
+    from strobe_tools.train.experiment import train
+    from strobe_tools.train.trainer import pick_device
+
+    world = config.context_parallel
+    device = pick_device(config).type
+    if device == "cuda" and torch.cuda.device_count() < world:
+        raise ValueError(f"context_parallel is {world}; accepted: up to {torch.cuda.device_count()}, the number of GPUs, or --device cpu")
+    config = config.replace(device=device)
+    if device == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // world))
+    processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        context = torch.multiprocessing.get_context("spawn")
+        try:
+            for rank in range(1, world):
+                arguments = (config, text, out, resume, rank, store, torch.get_num_threads())
+                processes.append(context.Process(target=_other, args=arguments, daemon=True))
+                processes[-1].start()
+            ranks = Ranks(world, 0, device, store)
+            found = train(config, text=text, out=out, resume=resume, console=console, ranks=ranks)
+            for process in processes:
+                process.join()
+            return found
+        finally:
+            for process in processes:
+                process.kill()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _other(config: Config, text: Path | None, out: Path, resume: bool, rank: int, store: str, threads: int) -> None:
+    """Another rank, which prints and writes nothing."""
+    from strobe_tools.train.experiment import train
+
+    torch.set_num_threads(threads)
+    ranks = Ranks(config.context_parallel, rank, config.device, store)
+    try:
+        train(config, text=text, out=out, resume=resume, console=Console(quiet=True), ranks=ranks)
+    except KeyboardInterrupt:
+        os._exit(130)

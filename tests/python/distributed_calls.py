@@ -1,0 +1,413 @@
+"""What ranks do in the tests of strobe.distributed beside the contract's cases: calls that fail, seeds, bits, modes of PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import strobe
+from strobe._request import Request
+from strobe.arrays import torch as torch_arrays
+from strobe.arrays.memory import OutOfMemoryError
+from strobe.distributed import Layout, _call, _exchange, _gather, _late, _operators, _predict, _ring
+
+S, H, HKV, D = 37, 4, 4, 16
+
+
+def whole(dtype: torch.dtype = torch.float32, seqlen: int = S, hkv: int = HKV, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and dout, the same on all ranks."""
+    g = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, h, seqlen, D, generator=g).to(dtype) for h in (H, hkv, hkv, H))  # type: ignore[return-value]
+
+
+def shards(layout: Layout, rank: int, **how: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return tuple(layout.shard(x, 2, rank).detach().requires_grad_(n < 3) for n, x in enumerate(whole(**how)))  # type: ignore[return-value]
+
+
+def said(call: Callable[[], Any]) -> tuple[str, str]:
+    """The exception that the call raises."""
+    try:
+        call()
+    except Exception as failure:
+        return type(failure).__name__, str(failure)
+    return "", "nothing was raised"
+
+
+# On one rank, something is wrong. Each changes the arguments of the call.
+WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
+    "rows": lambda a: a.update(q=a["q"][:, :, 1:]),
+    "rows of k": lambda a: a.update(k=a["k"][:, :, 1:]),
+    "a NumPy array": lambda a: a.update(v=np.zeros((2, 4, 9, 16), np.float32)),
+    "another dtype": lambda a: a.update(k=a["k"].double()),
+    "another head dimension": lambda a: a.update(k=a["k"][..., 1:]),
+    "a value": lambda a: a.update(softcap=-1.0),
+    "a kind": lambda a: a.update(causal="yes"),
+    "a name": lambda a: a.update(is_causal=True),
+    "a mask": lambda a: a.update(mask=torch.ones(3, 3, dtype=torch.bool)),
+    "a bias": lambda a: a.update(bias=torch.zeros(1, 1, 1, S + 1)),
+    "a part": lambda a: a.update(part=strobe.Part([(0, 1)], [(0, 1)], 1, 1)),
+    "an engine": lambda a: a.update(engine="no such engine"),
+    "a layout": lambda a: a.update(layout="bshd"),
+    "a layout of other ranks": lambda a: a.update(layout=Layout.zigzag(S, 7)),
+    "axes": lambda a: a.update(axes="hbsd"),
+    "a method": lambda a: a.update(method="shuttle"),
+    "cu_seqlens": lambda a: a.update(cu_seqlens_q=torch.tensor([0, 5], dtype=torch.int32)),
+    "aux": lambda a: a.update(aux=("max_logit",)),
+    "deterministic": lambda a: a.update(deterministic="always"),
+    "time_limit": lambda a: a.update(time_limit=-1.0),
+}
+# On one rank, something is other than on the first one.
+OTHERS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "window_left": lambda a: a.update(window=(3, None)),
+    "scale": lambda a: a.update(scale=0.5),
+    "method": lambda a: a.update(method="ring"),
+    "layout": lambda a: a.update(layout=Layout.contiguous(S, a["layout"].world_size), **a["others"]),
+    "tensors that require grad": lambda a: a.update(q=a["q"].detach()),
+    "sinks": lambda a: a.update(sinks=torch.zeros(H)),
+    "seed": lambda a: a.update(dropout=0.1, seed=2),
+    "q": lambda a: a.update({name: a[name].double() for name in "qkv"}),
+}
+
+
+def fails_on(group: dist.ProcessGroup, rank: int, change: str, of: str) -> tuple[str, str]:
+    """What this rank is told where one rank's call is changed so. Afterwards a right call goes through."""
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, _ = shards(layout, group.rank())
+    contiguous = Layout.contiguous(S, group.size())
+    others = dict(zip("qkv", shards(contiguous, group.rank()), strict=False))
+    arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "layout": layout, "group": group, "method": "gather", "others": others}
+    if change == "seed":
+        arguments |= {"dropout": 0.1, "seed": 1}
+    if group.rank() == rank:
+        (WRONG if of == "wrong" else OTHERS)[change](arguments)
+    del arguments["others"]
+    found = said(lambda: strobe.distributed.attention(**arguments))
+    strobe.distributed.attention(q, k, v, layout=layout, group=group)
+    return found
+
+
+@contextlib.contextmanager
+def no_memory(after: int) -> Iterator[None]:
+    """For whoever allocates more than so often."""
+    modules, real, left = (_call, _exchange, torch_arrays), _call.allocated, after
+
+    def allocated(*arguments: Any) -> Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OutOfMemoryError("can't allocate memory: 1 TB")
+        return real(*arguments)
+
+    for module in modules:
+        module.allocated = allocated
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.allocated = real
+
+
+def runs_out_of_memory(group: dist.ProcessGroup, rank: int, method: str, in_backward: bool) -> tuple[str, str]:
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+
+    def call() -> None:
+        poor = no_memory(0) if group.rank() == rank else contextlib.nullcontext()
+        with contextlib.nullcontext() if in_backward else poor:
+            out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method)
+        with poor if in_backward else contextlib.nullcontext():
+            out.backward(dout)
+
+    return said(call)
+
+
+def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) -> tuple[str, str, float]:
+    """In a group of its own, for nobody can use it afterwards."""
+    own = dist.new_group(list(range(group.size())))
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+    given: dict[str, Any] = {"layout": layout, "group": own, "method": "gather", "agree": agree, "time_limit": 0.5}
+    _late._GRACE = 0.5
+    began = time.monotonic()
+    if how == "backward":
+        out = strobe.distributed.attention(q, k, v, **given)
+        found = ("", "absent") if group.rank() == absent else said(lambda: out.backward(dout))
+    elif group.rank() == absent:
+        found = ("", "absent") if how == "absent" else said(lambda: strobe.distributed.attention(q, k, v, softcap=-1.0, **given))
+    else:
+        found = said(lambda: strobe.distributed.attention(q, k, v, **given))
+    seconds = time.monotonic() - began
+    dist.barrier()
+    return *found, seconds
+
+
+def drawn(group: dist.ProcessGroup, method: str, agree: bool) -> dict[str, Tensor]:
+    """Dropout without a seed, where every rank's generator is another one: this rank's results, and what the first one drew."""
+    torch.manual_seed(100 + group.rank())
+    expected = torch.randint(2**63 - 1, (2,), dtype=torch.int64)
+    torch.manual_seed(100 + group.rank())
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+    out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, agree=agree, dropout=0.3, causal=True)
+    out.backward(dout)
+    return {"rng": expected, "out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def bits(group: dist.ProcessGroup, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
+    layout = getattr(Layout, kind)(S, group.size())
+    q, k, v, dout = shards(layout, group.rank(), dtype=dtype)
+    out, lse = strobe.distributed.attention(q, k, v, layout=layout, group=group, deterministic="world", return_lse=True, **options)
+    torch.autograd.backward([out, lse], [dout, torch.ones_like(lse)])
+    return {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def as_users_call_it(group: dist.ProcessGroup, way: str, method: str) -> dict[str, Tensor]:
+    """The same call through other doors; `group` has all ranks."""
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+    how: dict[str, Any] = {"layout": layout, "method": method, "causal": True}
+    if way == "mesh":
+        how["mesh"] = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
+
+    def call(*tensors: Tensor) -> Tensor:
+        return strobe.distributed.attention(*tensors, **how)
+
+    if way == "checkpoint":
+        out = checkpoint(call, q, k, v, use_reentrant=False)
+    elif way == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = call(q, k, v).float()
+    elif way == "bshd":
+        how["axes"] = "bshd"
+        out = call(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    elif way == "compile":
+        torch._dynamo.reset()
+        out = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    else:
+        out = call(q, k, v)
+    out.backward(dout)
+    return {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def twice_differentiated(group: dist.ProcessGroup) -> tuple[str, str]:
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+    out = strobe.distributed.attention(q, k, v, layout=layout, group=group)
+    (dq,) = torch.autograd.grad(out, q, dout.requires_grad_(), create_graph=True)
+    return said(lambda: torch.autograd.grad(dq.sum(), dout))
+
+
+def unsharded(group: dist.ProcessGroup) -> Tensor:
+    layout = Layout(11, (((0, 2), (9, 2)), ((2, 7),), ())[: group.size()]) if group.size() == 3 else Layout.zigzag(11, group.size())
+    x = torch.arange(33.0).reshape(3, 11)
+    return layout.unshard(layout.shard(x, 1, group=group), -1, group=group)
+
+
+def in_a_context(group: dist.ProcessGroup, door: str) -> dict[str, Any]:
+    """PyTorch's way: buffers are sharded within, and attention sees whole sequences."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
+    q, k, v, dout = whole()
+    kept = torch.arange(S)
+    before = torch.nn.functional.scaled_dot_product_attention
+    with strobe.distributed.context_parallel(
+        mesh, buffers=[q, k, v, dout, kept], buffer_seq_dims=[2, 2, -2, 2, 0], no_restore_buffers={kept}
+    ) as layout:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        if door == "sdpa":
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        else:
+            out = strobe.distributed.attention(*leaves, causal=True)
+        out.backward(dout)
+        whole_out = layout.unshard(out.detach(), 2)
+    assert torch.nn.functional.scaled_dot_product_attention is before
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v, dout), whole(), strict=True))
+    assert torch.equal(kept, layout.positions())
+    return {"out": out.detach(), "whole": whole_out} | {f"d{name}": x.grad for name, x in zip("qkv", leaves, strict=True)}
+
+
+def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
+    x, y = torch.zeros(2, 8), torch.zeros(2, 9)
+    found = []
+    for given in (
+        {},
+        {"buffers": [x]},
+        {"buffers": [x], "buffer_seq_dims": [2]},
+        {"buffers": [x, y], "buffer_seq_dims": [1, 1]},
+        {"buffers": [x.clone().requires_grad_()], "buffer_seq_dims": [1]},
+        {"buffers": [x], "buffer_seq_dims": [1], "no_restore_buffers": {y}},
+        {"layout": Layout.zigzag(8, 7)},
+        {"buffers": [x], "buffer_seq_dims": [1], "layout": Layout.zigzag(9, group.size())},
+    ):
+
+        def enter(given: dict[str, Any] = given) -> None:
+            with strobe.distributed.context_parallel(mesh, **given):
+                pass
+
+        found.append(said(enter))
+    return found
+
+
+def explained(group: dist.ProcessGroup, method: str | None, hkv: int, backward: bool, options: dict[str, Any]) -> str:
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, _ = shards(layout, group.rank(), hkv=hkv)
+    return strobe.distributed.explain(q, k, v, layout=layout, group=group, method=method, backward=backward, **options)
+
+
+def bytes_received(group: dist.ProcessGroup, method: str, kind: str, options: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """By this rank from others, forward and backward: what was moved, and what explain() has from its model."""
+    layout = getattr(Layout, kind)(S, group.size())
+    q, k, v, dout = shards(layout, group.rank(), hkv=2)
+    real, found = _exchange.begin, [0]
+
+    def begin(waits: Any, what: str, sent: Tensor, to: Any, received: Tensor, of: Any) -> Any:
+        rows = sum(of) - of[group.rank()]
+        found[0] += rows * (received[0].numel() if len(received) else 0) * received.element_size()
+        return real(waits, what, sent, to, received, of)
+
+    modules = (_exchange, _gather, _ring)
+    for module in modules:
+        module.begin = begin
+    try:
+        out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, **options)
+        forward, found[0] = found[0], 0
+        out.backward(dout)
+    finally:
+        for module in modules:
+            module.begin = real
+    p = Request({"q": q, "k": k, "v": v}, {"window_right": 0} if options.get("causal") else {})
+    told = _predict.moved(method, _call.facts_of(p, _operators.plan_of(p, layout, layout)))
+    return [forward, found[0]], [told.forward, told.backward]
+
+
+def trained_and_resumed(group: dist.ProcessGroup, folder: str, cache: str) -> tuple[list[float], list[float]]:
+    """The losses of four steps; and of two, a checkpoint, and two more. `group` has all ranks."""
+    from strobe_tools.train import CONFIGS, data
+    from strobe_tools.train.ranks import Ranks
+    from strobe_tools.train.trainer import Trainer
+
+    os.environ["STROBE_CACHE"] = cache
+    config = CONFIGS["smoke"].replace(device="cpu", dropout=0.3, steps=4, context_parallel=group.size())
+    corpus = data.load(None, vocab_size=config.vocab_size, most_bytes=config.text_bytes)
+    ranks = Ranks(group.size(), group.rank(), "cpu", None)
+    whole = Trainer(config, corpus, ranks)
+    whole.run()
+    first, path = Trainer(config, corpus, ranks), Path(folder) / "half.pt"
+    losses = [first.train_step(), first.train_step()]
+    if ranks.is_first:
+        first.save(path)
+    ranks.barrier()
+    second = Trainer.load(path, config, corpus, ranks)
+    return whole.history.train, [*losses, second.train_step(), second.train_step()]
+
+
+def runs_the_page(group: dist.ProcessGroup, page: str) -> float:
+    """The Python of docs/many-gpus.md, and by how much the result that it prints differs. `group` has all ranks."""
+    names: dict[str, Any] = {"print": lambda x: names.update(printed=float(x))}
+    for code in re.findall(r"```python\n(.*?)```", Path(page).read_text(), re.DOTALL):
+        exec(compile(code, page, "exec"), names)
+    return names["printed"]
+
+
+DTENSOR_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"causal": True},
+    "all": {
+        "mask": torch.rand(2, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.7,
+        "alibi_slopes": torch.rand(2, H, generator=torch.Generator().manual_seed(2)),
+        "dropout": 0.2,
+        "seed": 5,
+        "window": (20, 3),
+    },
+    "blocks": {
+        "block_mask": strobe.BlockMask.from_kept(torch.rand(2, H, 3, 3, generator=torch.Generator().manual_seed(3)) < 0.7, 16, 16, S, S)
+    },
+    "none": {},
+    "learned": {},  # bias and sinks, with gradients
+}
+
+
+def laid_out(layout: str) -> list[Tensor]:
+    """whole() as a layout, or packed, has it."""
+    if layout == "packed":
+        return [x.transpose(1, 2).flatten(0, 1).contiguous() for x in whole()]
+    return [x.transpose(1, 2).contiguous() if layout == "bshd" else x for x in whole()]
+
+
+def options_laid_out(layout: str) -> dict[str, Any]:
+    if layout != "packed":
+        return {"layout": layout}
+    cu = torch.tensor([0, 30, 2 * S], dtype=torch.int32)
+    return {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "dropout": 0.2, "seed": 9, "causal": True}
+
+
+def learned() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(4)
+    return {"bias": torch.randn(1, H, S, S, generator=g), "sinks": torch.randn(H, generator=g)}
+
+
+def of_dtensors(group: dist.ProcessGroup, placed: str, of: str, layout: str) -> dict[str, Tensor]:
+    """Results and gradients, gathered, of a call whose heads and sequences are sharded. `group` has all four ranks."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    head = 2 if layout == "bshd" else 1
+    placements = [{"H": Shard(head), "B": Shard(0), "-": Replicate()}[letter] for letter in placed]
+    tensors = laid_out(layout)
+    q, k, v, dout = (distribute_tensor(x, mesh, placements) for x in tensors)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    more = {name: distribute_tensor(x, mesh, [Replicate()] * 2).requires_grad_() for name, x in learned().items() if of == "learned"}
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options_laid_out(layout), **DTENSOR_OPTIONS[of], **more)
+    assert tuple(out.placements) == tuple(placements)
+    torch.autograd.backward([out, lse], [dout, distribute_tensor(torch.ones(lse.shape), mesh, lse.placements)])
+    found = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad} | {f"d{name}": x.grad for name, x in more.items()}
+    return {name: x.full_tensor().detach() for name, x in found.items()}
+
+
+def dtensors_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
+    q, k, v, _ = whole()
+    by_heads, by_rows, replicated = ([distribute_tensor(x, mesh, [of]) for x in (q, k, v)] for of in (Shard(1), Shard(2), Replicate()))
+    few = distribute_tensor(k[:, :2], mesh, [Shard(1)])
+    return [
+        said(lambda: strobe.attention(*by_rows)),
+        said(lambda: strobe.attention(by_heads[0], k, v)),
+        said(lambda: strobe.attention(by_heads[0], replicated[1], replicated[2])),
+        said(lambda: strobe.attention(by_heads[0], few, few)),
+        said(lambda: strobe.attention(*by_heads, dropout=0.1)),
+        said(lambda: strobe.attention(*by_heads, sinks=torch.zeros(H, requires_grad=True))),
+        said(lambda: strobe.distributed.attention(*by_heads, layout=Layout.zigzag(S, 4))),
+    ]
+
+
+def compiled_beside_eager(group: dist.ProcessGroup) -> float:
+    """The largest difference of a packed call with dropout whose seed is drawn, and of its gradients."""
+    torch._dynamo.reset()
+    layout = Layout.zigzag(2 * S, group.size())
+    q, k, v, dout = (layout.shard(x, 0, group.rank()).detach().requires_grad_() for x in laid_out("packed"))
+    sinks = torch.zeros(H, requires_grad=True)
+    cu = torch.tensor([0, 30, 2 * S], dtype=torch.int32)
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, sinks = tensors
+        options = {"causal": True, "sinks": sinks, "dropout": 0.3, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        return strobe.distributed.attention(q, k, v, layout=layout, group=group, return_lse=True, **options)
+
+    found = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(3)
+        out, lse = function(q, k, v, sinks)
+        found.append((out, lse, *torch.autograd.grad([out, lse], [q, k, v, sinks], [dout.detach(), torch.ones_like(lse)])))
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))

@@ -1,0 +1,247 @@
+"""Calls of strobe.distributed.attention(): the contract's options beside ranks, layouts and methods, and what a rank computes of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import cases
+import strobe
+from cases import Inputs
+from check import Results
+from strobe.distributed import Layout, _gather
+
+FACTORS: dict[str, list[Any]] = {
+    "how": [*((w, method) for w in (2, 3, 4, 1) for method in ("gather", "heads", "ring")), (2, None)],
+    "layout": ["zigzag", "contiguous", "balanced", "blocks", "a rank has none", "one rank has all"],
+    "dtype": ["float32", "float64", "float16", "bfloat16"],
+    "dims": [(64, 64), (16, 24), (7, 5), (33, 65)],
+    "lengths": [(64, 64), (1, 1), (3, 3), (31, 31), (257, 257), (17, 129), (129, 64), (2, 40)],
+    "batch": [2, 1],
+    "heads": [(4, 4), (12, 12), (6, 1), (8, 4), (6, 3), (4, 2)],
+    "varlen": [None, "lengths", "zero lengths"],
+    "used": [None, "some"],
+    "storage": ["bhsd", "bshd", "transposed", "sliced"],
+    "dout": ["contiguous", "expanded"],
+    "band": ["full", "causal", "window 8,0", "window 16,16", "window None,5", "causal window 33,20"],
+    "alignment": ["bottom_right", "top_left"],
+    "scale": [None, 0.1],
+    "softcap": [0.0, 3.0],
+    "score": ["dot", "hyperbolic 1,0"],
+    "alibi": [None, "H", "BH"],
+    "bias": [None, "BHQK", "1HQK", "B1QK", "B11K", "11QK", "1HQ1", "1111"],
+    "bias kind": [None, "gradient", "fixed", "float32", "-inf"],
+    "mask": [None, "BHQK", "B11K", "11QK", "1HQ1", "all but nothing"],
+    "sinks": [None, "gradient", "fixed"],
+    "dropout": [0.0, 0.1, "rng"],
+    "blocks": [None, (16, 16, "11"), (32, 64, "BH"), (64, 32, "11")],
+    "lse": ["none", "returned", "gradient"],
+    "flag": [None, "deterministic", "exact_max", "invariant", "check"],
+}
+# Of the other options of the contract the plain values.
+PLAIN = {name: values[0] for name, values in cases.FACTORS.items() if name not in FACTORS}
+
+
+def valid(case: dict[str, Any]) -> bool:
+    """Every rule speaks of two options."""
+    world, method = case.get("how", (1, "heads"))
+    beside = {name: case[name] for name in ("used", "flag") if case.get(name) in ("some", "invariant")}
+    heads = case.get("heads")
+    rules = [
+        not (heads and method == "heads" and heads[1] % world),
+        # they need method "heads", and no dropout or block mask of several heads beside it
+        not (beside and "how" in case and method != "heads"),
+        not (beside and (case.get("dropout") or (case.get("blocks") or " ")[-1].endswith("H"))),
+        not (case.get("storage") in ("transposed", "sliced") and case.get("layout") in ("zigzag", "balanced")),  # which copy
+    ]
+    return all(rules) and cases._valid(case)
+
+
+def every_pair() -> list[dict[str, Any]]:
+    """Cases that hold every pair of values at least once. Where a rank would have one query beside a mask or bias, which method "heads"
+    refuses, another method takes the case, and it comes once more with other lengths, and once without mask and bias."""
+    found = []
+    for case in cases.combinations(2, FACTORS, valid):
+        (world, method), inputs = case["how"], build(case)
+        scores = case["mask"] or case["bias"]
+        if method == "heads" and world > 1 and scores and 1 in _most_rows(inputs, layouts(case, inputs)[0]):
+            plain = case | {"lengths": (64, 64), "layout": "contiguous"}
+            assert 1 not in _most_rows(build(plain), layouts(plain, build(plain))[0])
+            found += [plain, case | {"mask": None, "bias": None, "bias kind": None}]
+            case = case | {"how": (1, "heads") if case["used"] or case["flag"] == "invariant" else (world, "ring")}
+        found.append(case)
+    return found
+
+
+def _most_rows(inputs: Inputs, layout: Layout) -> set[int]:
+    shards = [Shard(inputs, (layout, layout), rank) for rank in range(layout.world_size)]
+    return {max(map(len, shard.rows()), default=0) for shard in shards}
+
+
+def build(case: dict[str, Any]) -> Inputs:
+    return cases.build(PLAIN | {name: x for name, x in case.items() if name not in ("how", "layout")})
+
+
+def layouts(case: dict[str, Any], inputs: Inputs) -> tuple[Layout, Layout]:
+    """Of the queries and of the keys. Where these are as many, they are the same."""
+    world = case["how"][0]
+    axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
+    found = []
+    for side, x in (("q", inputs.q), ("k", inputs.k)):
+        cu = inputs.options[f"cu_seqlens_{side}"].tolist() if inputs.varlen else None
+        found.append(drawn_layout(case["layout"], x.shape[axis], world, cu, side))
+    return found[0], found[0] if found[0].seqlen == found[1].seqlen else found[1]
+
+
+def drawn_layout(kind: str, seqlen: int, world: int, cu: list[int] | None = None, side: str = "q") -> Layout:
+    if kind in ("zigzag", "contiguous"):
+        return getattr(Layout, kind)(seqlen, world)
+    if kind == "balanced":
+        return Layout.balanced(seqlen, world, cu_seqlens=cu)
+    if kind == "one rank has all":
+        ranges: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+        ranges[-1 if side == "q" else 0] = [(0, seqlen)]
+        return Layout(seqlen, tuple(map(tuple, ranges)))
+    rng = random.Random(f"{kind} {seqlen} {world} {side}")
+    ranges = [[] for _ in range(world)]
+    owners = range(1, world) if kind == "a rank has none" and world > 1 else range(world)
+    at = 0
+    while at < seqlen:
+        n = min(rng.choice([1, 5, 16, 23]), seqlen - at)
+        ranges[rng.choice(owners)].append((at, n))
+        at += n
+    return Layout(seqlen, tuple(map(tuple, ranges)))
+
+
+@dataclasses.dataclass
+class Shard:
+    """A rank's rows of a call."""
+
+    inputs: Inputs
+    layouts: tuple[Layout, Layout]
+    rank: int
+
+    def tokens(self, x: Tensor, side: int, axis: int | None = None) -> Tensor:
+        i = self.inputs
+        axis = (0 if i.varlen else 1 if i.options.get("layout") == "bshd" else 2) if axis is None else axis
+        return self.layouts[side].shard(x, axis, self.rank)
+
+    def rows(self) -> list[Tensor]:
+        """Of each sequence (of dense tensors of one) the positions of this rank's queries."""
+        positions = self.layouts[0].positions(self.rank)
+        if not self.inputs.varlen:
+            return [positions]
+        cu = self.inputs.options["cu_seqlens_q"].tolist()
+        return [positions[(positions >= a) & (positions < b)] - a for a, b in itertools.pairwise(cu)]
+
+    def scores(self, x: Tensor) -> Tensor:
+        """mask or bias: the rank's rows by all keys."""
+        if x.shape[2] == 1:
+            return x
+        rows = self.rows()
+        if not self.inputs.varlen:
+            return x[:, :, rows[0]]
+        most = max(map(len, rows), default=0)
+        own = [x[b if x.shape[0] > 1 else 0] for b in range(len(rows))]
+        return torch.stack(
+            [torch.cat([t[:, at], t.new_zeros(t.shape[0], most - len(at), t.shape[2])], 1) for t, at in zip(own, rows, strict=True)]
+        )
+
+    def add_scores(self, to: Tensor, gradient: Tensor) -> None:
+        """Adds the rank's dbias to the whole's."""
+        if to.shape[2] == 1:
+            to += gradient
+            return
+        rows = self.rows()
+        if not self.inputs.varlen:
+            to[:, :, rows[0]] += gradient
+            return
+        for b, at in enumerate(rows):
+            to[b if to.shape[0] > 1 else 0][:, at] += gradient[b][:, : len(at)]
+
+    def local(self) -> Inputs:
+        i = self.inputs
+        q, dout = (self.tokens(t, 0) for t in (i.q, i.dout))
+        k, v = (self.tokens(t, 1) for t in (i.k, i.v))
+        dlse = None if i.dlse is None else self.tokens(i.dlse, 0, i.dlse.dim() - 1)
+        options = dict(i.options)
+        for name in ("mask", "bias"):
+            if name in options:
+                options[name] = self.scores(options[name])
+        return dataclasses.replace(i, q=q, k=k, v=v, dout=dout, dlse=dlse, options=options)
+
+
+def own_options(options: dict[str, Any]) -> dict[str, Any]:
+    """In the words of strobe.distributed.attention()."""
+    found = {name: x for name, x in options.items() if name != "layout"}
+    return found | ({"axes": options["layout"]} if "layout" in options else {})
+
+
+def run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str = "cpu") -> Results:
+    """What a rank's part of the case gives: its rows, and its parts of dbias and dsinks."""
+    before = _gather.LEAST_BYTES
+    if len(repr(case)) % 2:
+        _gather.LEAST_BYTES = 1  # key heads come in groups
+    try:
+        return _run_on_rank(group, case, device)
+    finally:
+        _gather.LEAST_BYTES = before
+
+
+def _run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) -> Results:
+    inputs = build(case)
+    layout_q, layout_k = layouts(case, inputs)
+    shard = Shard(inputs, (layout_q, layout_k), group.rank()).local()
+
+    def leaf(t: Tensor) -> Tensor:
+        return t.detach().to(device).requires_grad_()
+
+    q, k, v = (leaf(t) for t in (shard.q, shard.k, shard.v))
+    options = {name: x.to(device) if isinstance(x, (Tensor, strobe.BlockMask)) else x for name, x in shard.options.items()} | inputs.run
+    options |= {name: leaf(options[name]) for name in inputs.gradients}
+    leaves = {"dq": q, "dk": k, "dv": v} | {f"d{name}": options[name] for name in inputs.gradients}
+    found = strobe.distributed.attention(
+        q,
+        k,
+        v,
+        layout=layout_q,
+        layout_k=layout_k,
+        group=group,
+        method=case["how"][1],
+        return_lse=inputs.lse,
+        **own_options(options),
+    )
+    out, lse = found if inputs.lse else (found, None)
+    outputs, gradients = [out], [shard.dout.to(device)]
+    if shard.dlse is not None:
+        outputs, gradients = [out, lse], [*gradients, shard.dlse.to(device)]
+    made = torch.autograd.grad(outputs, list(leaves.values()), gradients)
+    results = {"out": out.detach()} | dict(zip(leaves, made, strict=True)) | ({} if lse is None else {"lse": lse.detach()})
+    return {name: t.cpu() for name, t in results.items()}
+
+
+def joined(case: dict[str, Any], inputs: Inputs, of_ranks: list[Results]) -> Results:
+    """The whole call's results. What ranks have parts of is added up."""
+    both = layouts(case, inputs)
+    axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
+    found: Results = {}
+    for name in of_ranks[0]:
+        each = [results[name] for results in of_ranks]
+        if name in ("out", "dq", "dk", "dv"):
+            found[name] = both[name in ("dk", "dv")].join(each, axis)
+        elif name == "lse":
+            found[name] = both[0].join(each, each[0].dim() - 1)
+        elif name == "dsinks":
+            found[name] = sum(x.double() for x in each).to(each[0].dtype)
+        else:
+            whole = torch.zeros(inputs.options["bias"].shape, dtype=torch.float64)
+            for rank, x in enumerate(each):
+                Shard(inputs, both, rank).add_scores(whole, x.double())
+            found[name] = whole.to(each[0].dtype)
+    return found

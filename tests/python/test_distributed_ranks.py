@@ -1,0 +1,266 @@
+"""strobe.distributed beside its covering array: one rank's fault is every rank's error, seeds, bits, and the ways in which it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distributed_calls as calls
+import strobe
+from device import ON_GPU
+from strobe.distributed import Layout, _call, _predict, _seen
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="gloo on the CPU")
+METHODS = ["gather", "heads", "ring"]
+
+
+def joined(layout: Layout, of_ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: layout.join([found[name] for found in of_ranks], 2) for name in of_ranks[0] if name != "rng"}
+
+
+WORDS = {
+    "rows": "q: shape (2, 4, {less}, 16); accepted are {own} tokens along axis 2, as the layout says",
+    "rows of k": "k: shape (2, 4, {less}, 16); accepted are {own} tokens along axis 2, as the layout says",
+    "a NumPy array": "v: numpy.ndarray; accepted is a torch.Tensor",
+    "another dtype": "k: dtype float64",
+    "another head dimension": "k: shape (2, 4, {own}, 15); accepted is",
+    "a value": "softcap: -1",
+    "a kind": "causal: str 'yes'; accepted is True or False",
+    "a name": "attention() got an unexpected keyword argument 'is_causal'; did you mean causal?",
+    "a mask": "mask: shape (3, 3); accepted is",
+    "a bias": "bias: shape (1, 1, 1, 38); accepted is",
+    "a part": "part: given; accepted is None, for the layout says it",
+    "an engine": "engine: ",
+    "a layout": 'layout: str; accepted is a strobe.distributed.Layout; the order of axes is axes="bshd"',
+    "a layout of other ranks": "layout: of 7 ranks; accepted is one of {world}, the group's size",
+    "axes": "axes: 'hbsd'; accepted is 'bhsd' or 'bshd'",
+    "a method": "method: 'shuttle'; accepted is 'gather' or 'heads' or 'ring'",
+    "cu_seqlens": "cu_seqlens_k: missing beside cu_seqlens_q; accepted are both, or none",
+    "aux": "attention() got an unexpected keyword argument 'aux'; max_logit and column_sums belong to whole rows",
+    "deterministic": "deterministic: 'always'; accepted is True, False or 'world'",
+    "time_limit": "time_limit: -1.0; accepted are seconds above 0, or None",
+}
+
+
+@pytest.mark.parametrize("change", list(calls.WRONG))
+def test_one_wrong_call_raises_on_all(workers, change):
+    for world, rank in ((2, 1), (3, 0)):
+        answers = workers.run(calls.fails_on, world, rank, change, "wrong")
+        assert len(set(answers)) == 1
+        own = Layout.zigzag(calls.S, world).count(rank)
+        assert answers[0][1].startswith(WORDS[change].format(own=own, less=own - 1, world=world)), answers[0]
+        assert all(line.endswith(f"[rank {rank} of {world}]") for line in answers[0][1].splitlines())
+        assert answers[0][0] in ("TypeError", "ValueError", "NotImplementedError")
+
+
+@pytest.mark.parametrize("change", list(calls.OTHERS))
+def test_calls_that_differ_raise_on_all(workers, change):
+    answers = workers.run(calls.fails_on, 3, 2, change, "others")
+    assert len(set(answers)) == 1
+    kind, text = answers[0]
+    assert kind == "ValueError"
+    assert text.startswith(f"{change}: ")
+    assert text.endswith("accepted is the same on all 3 ranks")
+    assert "on rank 2, and " in text
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_without_memory(workers, method, in_backward):
+    answers = workers.run(calls.runs_out_of_memory, 2, 1, method, in_backward)
+    assert answers == [("MemoryError", "can't allocate memory: 1 TB [rank 1 of 2]")] * 2
+
+
+@pytest.mark.parametrize(
+    ("agree", "how"), [(True, "absent"), (False, "absent"), (False, "wrong"), (True, "backward")], ids=lambda x: str(x)
+)
+def test_a_rank_that_does_not_come_is_named(workers, agree, how):
+    """In the end by a time limit, here of half a second."""
+    answers = workers.run(calls.does_not_come, 4, 2, agree, how)
+    for rank, (kind, text, seconds) in enumerate(answers):
+        if rank == 2:
+            assert text == "absent" or (how == "wrong" and text.startswith("softcap: -1"))
+            continue
+        assert kind == "RuntimeError", text
+        assert "rank 2 did not take part" in text
+        assert f"says rank {rank} of 4" in text
+        assert seconds < 20
+
+
+@pytest.mark.parametrize("agree", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_rank_draws_the_seed(workers, method, agree):
+    answers = workers.run(calls.drawn, 2, method, agree)
+    q, k, v, dout = calls.whole()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = strobe.attention(q, k, v, dropout=0.3, causal=True, rng=answers[0]["rng"])
+    out.backward(dout)
+    for name, x in joined(Layout.zigzag(calls.S, 2), answers).items():
+        torch.testing.assert_close(x, {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}[name], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 3), "softcap": 5.0, "sinks": torch.tensor([0.1, 0.2, -1.0, 0.0])}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_the_world(workers, dtype, options):
+    q, k, v, dout = calls.whole(dtype)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = strobe.attention(q, k, v, invariant=True, deterministic=True, return_lse=True, **options)
+    torch.autograd.backward([out, lse], [dout, torch.ones_like(lse)])
+    expected = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    for world, kind in ((1, "zigzag"), (2, "zigzag"), (2, "contiguous"), (4, "contiguous")):
+        answers = workers.run(calls.bits, world, kind, dtype, options)
+        for name, x in joined(getattr(Layout, kind)(calls.S, world), answers).items():
+            assert torch.equal(x, expected[name]), (world, kind, name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("way", ["group", "mesh", "checkpoint", "bshd", "autocast", "compile"])
+def test_ways_to_call(workers, way, method):
+    answers = workers.run(calls.as_users_call_it, 4, way, method)
+    q, k, v, dout = calls.whole()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    if way == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = strobe.attention(q, k, v, causal=True).float()
+    else:
+        out = strobe.attention(q, k, v, causal=True)
+    out.backward(dout)
+    near = {"atol": 3e-2, "rtol": 3e-2} if way == "autocast" else {"atol": 2e-6, "rtol": 1e-5}
+    for name, x in joined(Layout.zigzag(calls.S, 4), answers).items():
+        torch.testing.assert_close(x, {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}[name], **near)
+
+
+def test_a_compiled_call_is_the_eager_one(workers):
+    assert workers.run(calls.compiled_beside_eager, 2) == [0.0, 0.0]
+
+
+def test_no_second_derivative(workers):
+    answers = workers.run(calls.twice_differentiated, 2)
+    assert {kind for kind, _ in answers} == {"NotImplementedError"}
+    assert "has no second derivative" in answers[0][1]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_unshard(workers, world):
+    for x in workers.run(calls.unsharded, world):
+        assert torch.equal(x, torch.arange(33.0).reshape(3, 11))
+
+
+@pytest.mark.parametrize("door", ["sdpa", "attention"])
+def test_context_parallel(workers, door):
+    answers = workers.run(calls.in_a_context, 4, door)
+    q, k, v, dout = calls.whole()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = strobe.attention(q, k, v, causal=True)
+    out.backward(dout)
+    expected = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    for answer in answers:
+        torch.testing.assert_close(answer.pop("whole"), expected["out"], atol=2e-6, rtol=1e-5)
+    for name, x in joined(Layout.zigzag(calls.S, 4), answers).items():
+        torch.testing.assert_close(x, expected[name], atol=2e-6, rtol=1e-5)
+
+
+def test_what_a_context_refuses(workers):
+    words = [
+        "layout: None without buffers",
+        "buffer_seq_dims: 0 numbers; accepted are 1, one for each buffer",
+        "buffer_seq_dims: 2 at [0]; accepted is an axis of a buffer of shape (2, 8)",
+        "buffers: 9 tokens at [1]; accepted are 8, as at [0]",
+        "buffers: requires grad at [0]",
+        "no_restore_buffers: a tensor that is not among buffers",
+        "layout: of 7 ranks; accepted is one of 4",
+        "layout: of 9 tokens; accepted is one of 8, as the buffers have",
+    ]
+    for (kind, text), expected in zip(workers.run(calls.contexts_refused, 4)[0], words, strict=True):
+        assert kind == "ValueError"
+        assert text.startswith(expected)
+
+
+def test_explain(workers):
+    text = workers.run(calls.explained, 4, None, 2, False, {"causal": True})[1]
+    first, balance, *methods, _, engine = text.splitlines()[:7]
+    assert first.startswith("forward by method '")
+    assert first.endswith("on 4 ranks; rank 1 has 10 of 37 queries and 10 of 37 keys")
+    assert balance.startswith("layout: the rank with most work has 1.")
+    assert [line.split()[0] for line in methods] == ["gather", "heads", "ring"]
+    assert "refused: k: 2 key heads with method 'heads'; accepted is a multiple of 4, the number of ranks" in methods[1]
+    assert sum("<- runs" in line for line in methods) == 1
+    assert "of products beside" in methods[0]
+    assert engine
+    for method in METHODS:
+        assert f"backward by method {method!r} on 2 ranks" in workers.run(calls.explained, 2, method, 2, True, {})[0]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bytes_that_are_told_are_those_that_move(workers, method, options, kind):
+    answers = workers.run(calls.bytes_received, 2, method, kind, options)
+    for direction in range(2):
+        most = max(moved[direction] for moved, _ in answers)
+        told = answers[0][1][direction]
+        assert most <= told <= 1.35 * most + 64, (direction, most, told)
+        if kind == "contiguous" and not options:
+            assert told <= 1.15 * most
+
+
+def test_predicted_pairs_are_those_that_are_seen():
+    layout = Layout.balanced(61, 3, cu_seqlens=[0, 20, 61])
+    for causal, window, alignment in ((True, None, "top_left"), (False, (3, 5), "bottom_right"), (True, (7, None), "bottom_right")):
+        band = _seen.Band.of(causal, window, alignment)
+        plan = _call.Plan(layout.ranges, layout.ranges, (0, 20, 61), (0, 33, 61), True, band, None)
+        for rank in range(3):
+            total = 0
+            for q0, q1, k0, k1 in ((0, 20, 0, 33), (20, 61, 33, 61)):
+                mine = [i - q0 for i in layout.positions(rank).tolist() if q0 <= i < q1]
+                i, j = torch.tensor(mine)[:, None] + band.offset(q1 - q0, k1 - k0), torch.arange(k1 - k0)
+                left, right = (x if x is not None else 10**6 for x in (band.left, band.right))
+                total += int(((j >= i - left) & (j <= i + right)).sum()) if mine else 0
+            assert _predict.pairs(plan, rank) == total
+
+
+def test_the_code_of_the_page(workers):
+    page = Path(__file__).parents[2] / "docs" / "many-gpus.md"
+    assert all(0 <= difference < 1e-5 for difference in workers.run(calls.runs_the_page, 4, str(page)))
+
+
+@pytest.mark.parametrize(
+    ("placed", "of", "layout"),
+    [
+        *(("HB", of, layout) for of in calls.DTENSOR_OPTIONS for layout in ("bhsd", "bshd")),
+        *(("BH", "learned", "bhsd"), ("H-", "learned", "bshd"), ("-B", "all", "bhsd"), ("HH", "all", "bhsd"), ("HH", "none", "packed")),
+    ],
+)
+def test_dtensors(workers, placed, of, layout):
+    """strobe.attention() of sharded heads and sequences, by what each rank has."""
+    pytest.importorskip("torch.distributed.tensor")
+    answers = workers.run(calls.of_dtensors, 4, placed, of, layout)
+    more = calls.learned() if of == "learned" else {}
+    tensors = calls.laid_out(layout)
+    leaves = dict(zip(("dq", "dk", "dv"), (x.requires_grad_() for x in tensors[:3]), strict=True))
+    leaves |= {f"d{name}": x.requires_grad_() for name, x in more.items()}
+    out, lse = strobe.attention(*tensors[:3], return_lse=True, **calls.options_laid_out(layout), **calls.DTENSOR_OPTIONS[of], **more)
+    torch.autograd.backward([out, lse], [tensors[3], torch.ones_like(lse)])
+    expected = {"out": out.detach(), "lse": lse.detach()} | {name: x.grad for name, x in leaves.items()}
+    for answer in answers:
+        assert answer.keys() == expected.keys()
+        for name, x in answer.items():
+            torch.testing.assert_close(x, expected[name], atol=3e-6, rtol=1e-5)
+
+
+def test_what_dtensors_are_refused(workers):
+    pytest.importorskip("torch.distributed.tensor")
+    words = [
+        "q: placement S(2) on dimension 0 of the mesh; accepted are Replicate(), Shard(0), Shard(1): batch and heads.",
+        "k: Tensor; accepted is a DTensor, as q is",
+        "k: placements (Replicate(),) on ",
+        "k: 2 heads on 4 ranks; accepted is a multiple of 4",
+        "seed: missing beside dropout and DTensors",
+        "sinks: requires grad, and is no DTensor, as q is",
+        "q: a DTensor; accepted is a torch.Tensor, which to_local() or full_tensor() gives",
+    ]
+    for (_, text), expected in zip(workers.run(calls.dtensors_refused, 4)[1], words, strict=True):
+        assert text.replace("Shard(dim=2)", "S(2)").startswith(expected), text
