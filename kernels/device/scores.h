@@ -12,7 +12,7 @@
 namespace strobe {
 
 // How exact a function of the score is. rough: softcap's tanh is one instruction, with a relative error of 2^-11. half: as elements of 16
-// bits want it, with an arccosh of 2^-22. full: to a few units in the last place of T.
+// bits want it, with an arccosh, and a tanh beside its slope, of 2^-22. full: to a few units in the last place of T.
 enum class Functions { rough, half, full };
 
 // What a part of a larger problem adds to a kernel's numbers; nothing without one.
@@ -123,8 +123,10 @@ private:
     if constexpr (F.additive()) {
       if constexpr (F.function != kHyperbolic || F.scaled) s = product(s, scale);
       if constexpr (F.function == kSoftcap) {
-        if constexpr (kSlope)
+        if constexpr (kSlope && kFunctions == Functions::full)
           s = softcap(s, cap, inverse_cap, slope);
+        else if constexpr (kSlope)
+          s = cap * tanh_approximate(s * inverse_cap, slope);
         else if constexpr (kFunctions == Functions::rough)
           s = cap * tanh_approximate(s * inverse_cap);
         else

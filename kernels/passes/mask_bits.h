@@ -1,5 +1,5 @@
 // Packs a bool mask: a warp takes 16 queries and 64 keys, each lane 32 keys of one query; then lanes exchange what the forward's lanes
-// want.
+// want. Transposed: 16 keys and 64 queries, each lane 32 queries of one key.
 #pragma once
 #include "../device/mask_bits.h"
 #include "../ptx/math.h"
@@ -17,8 +17,12 @@ template <MaskConfig C> struct PackMask {
     const i32 lane = (i32)threadIdx.x % 32, column = (i32)(cell - line * a.columns.by), row = (i32)(line - head * a.rows.by);
     const BasicRange<i32> visible = a.band.keys_any(16 * row, 16 * row + 16);
     if (64 * column >= visible.end || 64 * column + 64 <= visible.begin) return;
-    const u32 seen = load(a, b, h, 16 * row + lane / 2, 64 * column + 32 * (lane % 2));
-    u32 x[2][2]; // row lane / 4 + 8 r, keys from 32 c on, this lane's first
+    u32 seen; // row lane / 2, 32 columns
+    if constexpr (C.by_keys)
+      seen = load_transposed(a, b, h, 64 * column, 16 * row);
+    else
+      seen = load(a, b, h, 16 * row + lane / 2, 64 * column + 32 * (lane % 2));
+    u32 x[2][2]; // row lane / 4 + 8 r, columns from 32 c on, this lane's first
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -53,6 +57,31 @@ private:
       for (int k = 0; k < 32; ++k) {
         if (j + k < a.keys && mask[k * a.mask.stride[3]] != 0) seen |= 1u << k;
       }
+    }
+    return seen;
+  }
+  // Bits of the 32 queries from i + 32 (lane % 2) on, of key j + lane / 2.
+  static __device__ __forceinline__ u32 load_transposed(const Arguments &a, i64 b, i64 h, i32 i, i32 j) {
+    const i32 lane = (i32)threadIdx.x % 32;
+    u32 own[2], seen = 0; // of queries i + lane and i + 32 + lane a bit for each of 16 keys
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const u8 *mask = a.mask.template at<const u8>(b, h, min(i + 32 * half + lane, a.queries - 1), j);
+      own[half] = 0;
+      if constexpr (C.aligned) {
+        const uint4 x = *reinterpret_cast<const uint4 *>(mask);
+        own[half] = nonzero(x.x) | nonzero(x.y) << 4 | nonzero(x.z) << 8 | nonzero(x.w) << 12;
+      } else {
+#pragma unroll 4
+        for (int k = 0; k < 16; ++k) {
+          if (j + k < a.keys && mask[k * a.mask.stride[3]] != 0) own[half] |= 1u << k;
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 16; ++k) {
+      const u32 first = __ballot_sync(0xFFFFFFFFu, own[0] >> k & 1), second = __ballot_sync(0xFFFFFFFFu, own[1] >> k & 1);
+      if (lane / 2 == k) seen = lane % 2 ? second : first;
     }
     return seen;
   }

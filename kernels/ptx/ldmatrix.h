@@ -16,7 +16,12 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&x)[4], u32 address) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address));
 }
-// The other way, each matrix transposed.
+// The other way.
+__device__ __forceinline__ void stmatrix(u32 address, const u32 (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+// Each matrix transposed.
 __device__ __forceinline__ void stmatrix_transposed(u32 address, const u32 *x) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
                "r"(x[3])

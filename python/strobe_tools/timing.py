@@ -40,19 +40,19 @@ def medians_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) ->
     """The same by CUDA events on the current stream: the time on the GPU, whatever the host takes beside it.
 
     As in a training step, under load: all calls are launched without a stop, after rounds that are not counted and have brought clocks and
-    power to where they stay. Each call finds an L2 cache of other data. Where the calls are too short for the host to keep ahead, the GPU
-    waits before each.
+    power to where they stay. Each call finds an L2 cache of other data, none of which is to be written back. Where the calls are too short
+    for the host to keep ahead, the GPU waits before each.
     """
     import torch
 
     properties = torch.cuda.get_device_properties("cuda")
-    other = torch.empty(2 * properties.L2_cache_size, dtype=torch.uint8, device="cuda")
+    other = torch.zeros(2 * properties.L2_cache_size // 4, dtype=torch.float32, device="cuda")
 
     def timed(function: Callable[[], Any], clocks: int) -> tuple[Any, Any]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if clocks:
             torch.cuda._sleep(clocks)
-        other.zero_()
+        other.sum()  # read, not written: the cache would write it back while the call runs
         start.record()
         function()
         end.record()

@@ -6,6 +6,7 @@ import itertools
 import json
 import types
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from strobe._options import AttentionOptions
 from strobe_tools import timing
 from strobe_tools.bench import gpu as command
 from strobe_tools.bench.gpu import contestants, measurement, report
+from strobe_tools.bench.gpu import drawn as shapes
 from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles
 from strobe_tools.bench.gpu.sets import LENGTHS, SETS, TOKENS, WIDTH, Group, Row, Run
 from strobe_tools.cli import app
@@ -192,8 +194,8 @@ class FakeGpu:
         def synchronize():
             self.host_time = max(self.host_time, self.gpu_time)
 
-        other = types.SimpleNamespace(zero_=lambda: self.kernel(1e-5))
-        monkeypatch.setattr(torch, "empty", lambda *shape, **of: other)
+        other = types.SimpleNamespace(sum=lambda: self.kernel(1e-5))
+        monkeypatch.setattr(torch, "zeros", lambda *shape, **of: other)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(L2_cache_size=1 << 20))
         for name, function in (("Event", Event), ("_sleep", sleep), ("synchronize", synchronize)):
             monkeypatch.setattr(torch.cuda, name, function)
@@ -303,7 +305,7 @@ def test_without_a_gpu_nothing_is_measured(run):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("--set", "all"), "accepted are core36, gqa, "), (("--direction", "up"), "accepted are forward and backward")],
+    [(("--set", "all"), "accepted are core36, random, gqa, "), (("--direction", "up"), "accepted are forward and backward")],
 )
 def test_what_is_accepted_is_said(run, arguments, message):
     done = run("gpu", *arguments)
@@ -315,3 +317,130 @@ def test_the_documentation_has_the_figures_that_were_measured():
     root = Path(__file__).parents[2]
     files = [root / "bench" / "results" / f"h200-{direction}.json" for direction in ("forward", "backward", "backward-earlier")]
     assert (root / "docs" / "h200.md").read_text() == report.page([json.loads(file.read_text()) for file in files]) + "\n"
+
+
+# Shapes drawn at random
+
+
+def drawn(seed, count=400):
+    draw = Random(seed)
+    return [shapes.shape(draw) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_shapes_are_drawn_from_what_is_named(seed):
+    for p, where in drawn(seed):
+        assert {p.dim, p.dim_v} <= set(range(16, 257, 8))
+        assert p.heads % p.heads_kv == 0
+        assert p.heads // p.heads_kv in range(1, 9)
+        lengths = p.lengths or (p.seqlen,) * p.batch
+        assert all(64 <= n <= 32768 for n in lengths[: -1 if p.lengths else None])  # the last packed sequence has what is left
+        assert 4096 <= sum(lengths) <= 65536
+        assert max(lengths) == where["s"]
+        assert 0 <= p.window < 32768
+        assert p.causal or not p.window
+        assert where == {**where, "d": p.dim, "heads": f"{p.heads}/{p.heads_kv}", "causal": p.causal}
+        assert where.get("dv", p.dim) == p.dim_v
+        assert (where.get("packed", 0), where.get("window", 0)) == (len(p.lengths), p.window)
+
+
+def test_everything_that_is_named_is_drawn():
+    problems = [p for p, _ in drawn(3, 2000)]
+    assert {p.dim for p in problems} == set(range(16, 257, 8))
+    assert {p.heads // p.heads_kv for p in problems} == set(range(1, 9))
+    lengths = [p.seqlen for p in problems if not p.lengths]
+    assert {n % 2 for n in lengths} == {0, 1}
+    below = [sum(n < bound for n in lengths) / len(lengths) for bound in (512, 4096)]  # a third of the logarithm each
+    assert below == [pytest.approx(1 / 3, abs=0.05), pytest.approx(2 / 3, abs=0.05)]
+    tokens = [p.batch * p.seqlen for p in problems if not p.lengths]
+    assert min(tokens) < 5000
+    assert max(tokens) > 60000
+    for share, of in ((1 / 4, "lengths"), (1 / 4, "window"), (5 / 8, "causal")):  # a window is causal
+        assert sum(bool(getattr(p, of)) for p in problems) / len(problems) == pytest.approx(share, abs=0.04), of
+    assert sum(p.dim_v != p.dim for p in problems) / len(problems) == pytest.approx(1 / 4, abs=0.04)
+
+
+def test_a_seed_is_repeated_and_another_one_is_not():
+    assert drawn(5, 20) == drawn(5, 40)[:20]
+    assert drawn(5, 20) != drawn(6, 20)
+    two = [list(command.chosen((), 7, 5, None)["random"]) for _ in range(2)]
+    assert two[0] == two[1]
+    assert [group.direction for group in two[0]] == ["forward", "backward"] * 7
+    assert two[0] != command.chosen((), 7, 6, None)["random"]
+
+
+def test_random_alone_unless_sets_are_named():
+    assert list(command.chosen((), 3, 0, None)) == ["random"]
+    assert list(command.chosen(("small",), 3, 0, None)) == ["small", "random"]
+    assert list(command.chosen((), None, 0, None)) == list(SETS)
+    groups = command.chosen(("random",), None, 0, "backward")["random"]
+    assert len(groups) == 60
+    assert {group.direction for group in groups} == {"backward"}
+
+
+@pytest.mark.parametrize("left", [1, 5, 200])
+@pytest.mark.parametrize("lengths", [(), (40, 3)])
+def test_a_windows_work_is_what_it_leaves(left, lengths):
+    p = Problem(0 if lengths else 2, 3, 0 if lengths else 50, 16, True, lengths=lengths, window=left)
+    seen = sum(min(i, left) + 1 for n in lengths or (50, 50) for i in range(n))
+    assert p.flops(False) == 4 * 3 * seen * 16
+    assert p.flops(True) == 10 * 3 * seen * 16
+
+
+def test_a_drawn_window_is_the_calls():
+    q = torch.randn(1, 2, 50, 16)
+    p = Problem(1, 2, 50, 16, True, window=5)
+    i, j = torch.arange(50)[:, None], torch.arange(50)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=(j <= i) & (i - j <= 5))
+    found = contestants.call("strobe", p, "plain", "forward", (q, q, q, q), "cpu")()[0]
+    torch.testing.assert_close(found, expected)
+
+
+def drawn_rows():
+    rows = [row("random", 100.0 + i, peers={"fa2": 50.0, "fa4": 110.0}, seed=9) | {"s": 100 + i} for i in range(20)]
+    return [*rows, row("random", 90.0, peers={}, seed=9)]  # beside nobody, it has no part in any of the figures
+
+
+def test_summary_of_shapes_drawn_at_random():
+    mean, lowest = report.summary(drawn_rows(), "forward")
+    assert mean.startswith("random forward: 0.99 times the best peer's speed (geometric mean of 20; lowest 0.91, at d 64 s 100)")
+    assert lowest.startswith(
+        "random forward, seed 9: at least 1 at 50% of the shapes; the lowest 10: 0.91 at d 64 s 100; 0.92 at d 64 s 101;"
+    )
+    assert lowest.endswith("; 0.99 at d 64 s 109")
+    assert lowest.count(" at d ") == 10
+
+
+def test_a_seed_is_no_part_of_a_shapes_name():
+    heads, lines = report.columns(drawn_rows()[:1])
+    assert heads == ["random", "Strobe, TFLOP/s", "FlashAttention-2", "FlashAttention-4", "over the best"]
+    assert lines == [["d 64 s 100", "100", "50", "110", "0.91"]]
+
+
+def test_the_clock_ends_a_run_and_what_was_measured_is_kept(monkeypatch, run, tmp_path):
+    now = [0.0]
+
+    def measure(group, repeats):
+        now[0] += 10
+        return measurement.Found([{"set": group.set, **group.rows[0].where, "unit": group.unit, "strobe": 1.0, "peers": {"fa2": 2.0}}], {})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(command, "host", dict)
+    monkeypatch.setattr(command, "_versions", dict)
+    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(command, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    done = run("gpu", "--random", 60, "--seconds", 35, "--jobs", 0, "--results", tmp_path, "--commit", "abc")
+    assert done.exit_code == 0, done.output
+    assert "random: 116 of 120 not measured" in done.output
+    seed = int(done.output.partition("shapes drawn at random: --seed ")[2].split()[0])
+    rows = [json.loads((tmp_path / f"h200-{direction}.json").read_text())["rows"] for direction in ("forward", "backward")]
+    expected = [where for _, where in drawn(seed, 2)]
+    for of_direction in rows:
+        assert of_direction == [
+            {"set": "random", **where, "seed": seed, "unit": "TFLOP/s", "strobe": 1.0, "peers": {"fa2": 2.0}} for where in expected
+        ]
+    assert "at least 1 at 0% of the shapes" in done.output
+    again = run("gpu", "--random", 60, "--seconds", 35, "--jobs", 0)
+    assert f"--seed {seed}\n" not in again.output

@@ -24,6 +24,7 @@ template <BackwardConfig C> struct Backward {
   static constexpr int kComputing = 128 * C.kWarpgroups;
 
   static_assert(!C.roles && kD <= 128 && kDv <= 128);
+  static_assert(!C.staged_store || (!C.owns_dq && C.columns() <= C.columns_v()));
   static_assert(!C.keys_in_registers || (kD <= 64 && kDv <= 64));
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 
@@ -67,6 +68,7 @@ template <BackwardConfig C> struct Backward {
         for (u32 read : {shared.q_empty(n), shared.ds_empty(n), shared.keys_empty()}) scores.release(read);
       }
       if (!nothing) dq_sum().add(dQ, n, last, keys.begin);
+      if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // where there is nothing, nobody has waited for V
       scores.template store<kDv>(a.dv, a.in, keys, a.in.head_dim_v, dV, scores.dropout.dropout.factor());
       scores.template store<kD>(a.dk, a.in, keys, a.in.head_dim, dK, (float)a.in.scale);
       dq_sum().finish(keys);

@@ -8,6 +8,8 @@
 #include "../../tile/exchange.h"
 #include "../accumulator.h"
 #include "shared.h"
+#include "softcap.h"
+#include "store.h"
 
 namespace strobe::sm90 {
 
@@ -17,6 +19,8 @@ template <BackwardConfig C> struct BackwardScores {
   static constexpr int kM = C.tile_q;
   // Elements may be hidden in any tile, not in those alone that position masks.
   static constexpr bool kHides = F.mask || F.bias;
+  // ALiBi's penalty is a multiply-add of the exponent.
+  static constexpr bool kLine = F.alibi && !F.bias && F.function == kLinear && !F.scaled;
   // Named barriers: all of a warpgroup have come, + its number; all of both.
   static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
   static_assert(!F.mask || kM == 64, "a lane's part of the mask is a word");
@@ -33,23 +37,22 @@ template <BackwardConfig C> struct BackwardScores {
 
   static __device__ __forceinline__ bool masked(const QueryStep &step) { return step.flags & kMasked; }
 
-  // What the mask says of this lane's scores, a bit for each: to be asked for while the tensor cores make them.
+  // What the mask says of this lane's scores, a bit for each: to be asked for while the tensor cores make them. in.mask holds its bits
+  // (device/mask_bits.h), transposed, its axes (batch, head, 16 keys, 16 queries).
   __device__ __forceinline__ u32 allowed(const QueryStep &step) const {
     u32 bits = 0;
     if constexpr (F.mask) {
       const Operand &mask = scores.in.mask;
-      const i32 j = key(), last = scores.seqlen_k - 1;
-      i32 q = step.begin + tile::lane_column(0, 0);
-      const u8 *keys[2];
+      const i32 keys = min(key() - tile::lane_row(0), scores.seqlen_k - 1) / 16;
+      const u8 *bytes = mask.at<const u8>(scores.b, step.head, keys, step.begin / 16) + lane;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) keys[r] = mask.at<const u8>(scores.b, step.head, 0, min(j + 8 * r, last));
-#pragma unroll 4
-      for (int i = 0; i < kM / 8; ++i, q += 8) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) bits |= (u32)(keys[k / 2][min(q + k % 2, scores.seqlen_q - 1) * mask.stride[2]] != 0) << (4 * i + k);
-      }
+      for (int n = 0; n < kM / 16; ++n) bits |= (u32)bytes[n * mask.stride[3]] << 8 * n;
     }
     return bits;
+  }
+  // Of score i of the lane's.
+  static constexpr __device__ __forceinline__ u32 mask_bit(int i) {
+    return 1u << (8 * (i / 8) + 4 * (i / 2 % 2) + 2 * (i / 4 % 2) + i % 2);
   }
 
   // S -> P, in S. With a function S becomes P times its slope, and P, rounded, comes apart; with dropout what is dropped has a sign.
@@ -59,7 +62,18 @@ template <BackwardConfig C> struct BackwardScores {
                                                u32 allowed) const {
     float (&S)[kM / 2] = scored.x;
     u32(&P)[kM / 4] = rounded.x;
-    if constexpr (F.additive() || F.mask) {
+    if constexpr (BackwardSoftcap<F>::kApplies) {
+      BackwardSoftcap<F>(scores).template exponentiate<T>(S, P, shared.lse_of(n) + lane % 4 * 8);
+      auto clear = [&](int i) { S[i] = 0, P[i / 2] &= i % 2 ? 0x0000FFFFu : 0xFFFF0000u; };
+      if (masked(step)) hide(step.begin, clear);
+      if constexpr (F.mask) {
+#pragma unroll
+        for (int i = 0; i < kM / 2; ++i) {
+          if (!(allowed & mask_bit(i))) clear(i);
+        }
+      }
+      if constexpr (kClear) clear_nonfinite_queries(step, n);
+    } else if constexpr (F.additive() && !kLine) {
       if (masked(step))
         score<true>(S, P, n, step, allowed);
       else
@@ -67,14 +81,30 @@ template <BackwardConfig C> struct BackwardScores {
       if constexpr (kClear) clear_nonfinite_queries(step, n);
     } else {
       const u32 lse = shared.lse_of(n) + lane % 4 * 8;
+      float unit = scores.unit, slope = 0, distance = 0; // in exp2's unit; of the lane's first query and key
+      if constexpr (kLine) {
+        const i32 q = step.begin + tile::lane_column(0, 0);
+        unit = scores.scale * kLog2e<float>, slope = scores.row(q, step.head).slope * kLog2e<float>;
+        distance = (float)(q + scores.offset - key());
+      }
 #pragma unroll
       for (int i = 0; i < kM / 8; ++i) {
         float negative[2];
         load_shared(negative, lse + 32 * i);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) S[4 * i + k] = exp2(__fmaf_rn(S[4 * i + k], scores.unit, negative[k % 2]));
+        for (int k = 0; k < 4; ++k) {
+          float exponent = __fmaf_rn(S[4 * i + k], unit, negative[k % 2]);
+          if constexpr (kLine) exponent = __fmaf_rn(-slope, fabsf(distance + (float)(8 * i + k % 2 - k / 2 * 8)), exponent);
+          S[4 * i + k] = exp2(exponent);
+        }
       }
-      if (masked(step)) hide(S, step.begin);
+      if (masked(step)) hide(step.begin, [&](int i) { S[i] = 0; });
+      if constexpr (F.mask) {
+#pragma unroll
+        for (int i = 0; i < kM / 2; ++i) {
+          if (!(allowed & mask_bit(i))) S[i] = 0;
+        }
+      }
       if constexpr (kClear) clear_nonfinite_queries(step, n);
     }
     if constexpr (F.dropout) {
@@ -118,6 +148,9 @@ template <BackwardConfig C> struct BackwardScores {
   __device__ __forceinline__ void store(const Operand &out, const Inputs &in, const KeyBlock &keys, i32 columns,
                                         const Accumulator<T, kColumns> &x, float factor) const {
     const i32 j = keys.begin + 64 * part + 16 * warp;
+    if constexpr (C.staged_store)
+      return store_rows_staged<T, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j, keys.seqlen_k - j, columns, x.x,
+                                            factor, shared.v + (64 * part + 16 * warp) * kRowBytes, C.tile_k() * kRowBytes);
     store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j, keys.seqlen_k - j, columns, x.x, factor);
   }
 
@@ -149,7 +182,7 @@ private:
         if constexpr (F.band) row.begin = max(0, row.i + scores.low), row.end = min(scores.seqlen_k, row.i + scores.high + 1);
         float &x = S[4 * i + k], slope = 1;
         const i32 own = j + k / 2 * 8;
-        const Given given{{scores, row, own}, allowed & 1u << (4 * i + k)};
+        const Given given{{scores, row, own}, allowed & mask_bit(4 * i + k)};
         x = F.function ? scores.score(x, row, own, given, kByPosition, scores.seqlen_k, slope)
                        : scores.score(x, row, own, float(row.i + scores.offset - own), given, kByPosition, scores.seqlen_k);
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= scores.seqlen_q);
@@ -163,8 +196,8 @@ private:
   }
   // This lane's first key; the other one is 8 further.
   __device__ __forceinline__ i32 key() const { return (i32)load_shared(shared.keys() + 8) + 64 * part + 16 * warp + tile::lane_row(0); }
-  // P of what is not seen by position: 0.
-  __device__ __forceinline__ void hide(float (&S)[kM / 2], i32 q) const {
+  // clear(i) for each of the lane's scores that is not seen by position.
+  template <class Clear> __device__ __forceinline__ void hide(i32 q, const Clear &clear) const {
     const i32 column = q + tile::lane_column(0, 0);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -174,7 +207,7 @@ private:
 #pragma unroll
       for (int i = 2 * r; i < kM / 2; i += i % 2 ? 3 : 1) {
         const i32 at = i / 4 * 8 + i % 2;
-        if ((F.band && at < begin) || at >= end) S[i] = 0;
+        if ((F.band && at < begin) || at >= end) clear(i);
       }
     }
   }

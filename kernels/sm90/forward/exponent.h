@@ -3,6 +3,7 @@
 #pragma once
 #include "../../device/scores.h"
 #include "../../device/softmax.h"
+#include "../softcap.h"
 #include "config.h"
 #include "given.h"
 
@@ -53,45 +54,6 @@ template <Config C, class Score> struct Line {
     __device__ __forceinline__ float difference(float x) const { return x; }
   };
   __device__ __forceinline__ Exponent exponent(const Given<C, Score> &given) const { return {*this, given}; }
-};
-
-// A softcap and nothing else: S stays q.k where it is small, c tanh(x / c) = x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up to
-// kSmall c with a relative error of 5e-5; else it becomes tanh(x / c).
-template <Features F, bool kApproximate> struct Softcap {
-  static constexpr bool kApplies = F.function == strobe::kSoftcap && kApproximate && !F.scaled && !F.alibi && !F.bias;
-  static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;
-  float to_caps, most; // from q.k to x / c; |q.k| that is small
-  float cap;           // in exp2's unit
-  float linear, cubic, quintic;
-  bool small; // the tile
-
-  template <class Score>
-  __device__ __forceinline__ explicit Softcap(const Score &scores)
-      : to_caps(scores.scale * scores.inverse_cap), most(__fdividef(kSmall * scores.cap, scores.scale)), cap(scores.cap * kLog2e<float>),
-        linear(scores.scale * kLog2e<float>), cubic(linear * kCubic * to_caps * to_caps),
-        quintic(linear * kQuintic * to_caps * to_caps * (to_caps * to_caps)) {
-    if (!(cubic > -1e30f && quintic < 1e30f)) most = -1;
-  }
-  // Before anything is hidden.
-  template <int N> __device__ __forceinline__ void begin(float (&s)[N]) {
-    float x = fabsf(s[0]), y = fabsf(s[1]);
-#pragma unroll
-    for (int i = 2; i < N; i += 2) x = fmaxf(x, fabsf(s[i])), y = fmaxf(y, fabsf(s[i + 1]));
-    small = !__any_sync(0xFFFFFFFFu, !(fmaxf(x, y) <= most));
-    if (small) return;
-#pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = tanh_approximate(s[i] * to_caps);
-  }
-
-  __device__ __forceinline__ float factor(float s) const {
-    const float u = s * s;
-    return __fmaf_rn(__fmaf_rn(quintic, u, cubic), u, linear);
-  }
-  __device__ __forceinline__ float at(float s, int, float c) const { return __fmaf_rn(s, factor(s), c); }
-  __device__ __forceinline__ float constant(float c) const { return c; }
-  __device__ __forceinline__ float comparable(float s, int) const { return s; } // which keeps its order
-  __device__ __forceinline__ float top(float x) const { return x * factor(x); }
-  __device__ __forceinline__ float difference(float x) const { return x; }
 };
 
 } // namespace strobe::sm90

@@ -4,8 +4,11 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #include "attention/text.h"
@@ -142,19 +145,47 @@ Kernel load_now(const KernelSource &source, std::span<const int32_t> config, con
 
 } // namespace
 
+const Kernel *find_loaded(const KernelSource &source, std::span<const int32_t> config, const Device &device) {
+  const Entry *known =
+      kernels().table.load(std::memory_order_acquire)->find(hash_of(source, config, device.ordinal), source, config, device.ordinal);
+  return known ? &known->kernel : nullptr;
+}
+
 const Kernel &load(const KernelSource &source, std::span<const int32_t> config, const Device &device) {
+  if (const Kernel *known = find_loaded(source, config, device)) return *known;
   Kernels &all = kernels();
   const uint64_t hash = hash_of(source, config, device.ordinal);
-  auto find = [&] { return all.table.load(std::memory_order_acquire)->find(hash, source, config, device.ordinal); };
-  if (const Entry *known = find()) return known->kernel;
   cuda::device(device.ordinal); // in a forked child another thread of the parent may hold a lock for ever: this throws there
   const std::lock_guard lock(all.loading[hash % all.loading.size()]);
-  if (const Entry *known = find()) return known->kernel;
+  if (const Kernel *known = find_loaded(source, config, device)) return *known;
   std::unique_ptr<const Entry> entry(
       new Entry{&source, device.ordinal, {config.begin(), config.end()}, hash, load_now(source, config, device)});
   const Kernel &kernel = entry->kernel;
   all.insert(std::move(entry));
   return kernel;
+}
+
+void load_together(std::span<const KernelName> names, const Device &device) {
+  std::vector<std::exception_ptr> errors(names.size());
+  auto load_one = [&](size_t i) noexcept {
+    try {
+      load(*names[i].source, names[i].config, device);
+    } catch (...) {
+      errors[i] = std::current_exception();
+    }
+  };
+  std::vector<std::thread> team;
+  size_t started = 1; // the first is this thread's
+  try {
+    for (team.reserve(names.size()); started < names.size(); started++) team.emplace_back(load_one, started);
+  } catch (const std::system_error &) {
+    // The system has no further thread to give.
+  } catch (const std::bad_alloc &) {}
+  if (!names.empty()) load_one(0);
+  for (size_t i = started; i < names.size(); i++) load_one(i);
+  for (std::thread &thread : team) thread.join();
+  for (const std::exception_ptr &error : errors)
+    if (error) std::rethrow_exception(error);
 }
 
 } // namespace strobe::cuda

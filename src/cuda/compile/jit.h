@@ -63,6 +63,14 @@ const Kernel &load(const KernelSource &, std::span<const int32_t> config, const 
 template <class Config> const Kernel &load(const KernelKey<Config> &key, const Device &device) {
   return load(*key.source, key.integers(), device);
 }
+// Null if it has not been loaded; without a lock.
+const Kernel *find_loaded(const KernelSource &, std::span<const int32_t> config, const Device &);
+struct KernelName {
+  const KernelSource *source;
+  std::span<const int32_t> config;
+};
+// All of them, each in a thread of its own, for a compiler takes a core for a second or two. Throws what the first that fails threw.
+void load_together(std::span<const KernelName>, const Device &);
 
 struct Grid {
   int64_t x = 1, y = 1, z = 1;

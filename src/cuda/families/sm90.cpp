@@ -10,6 +10,7 @@
 #include "cuda/driver/driver.h"
 #include "cuda/families/families.h"
 #include "cuda/families/sm90_backward.h"
+#include "cuda/families/sm90_mask.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
@@ -18,7 +19,6 @@
 
 namespace strobe::cuda {
 
-template <class V> void each_pointer(const MaskArguments &a, V &visit) { visit(a.mask.data), visit(a.bits.data); }
 template <class V> void each_pointer(const HopperForwardArguments &a, V &visit) {
   each_pointer(static_cast<const ForwardArguments &>(a), visit);
   for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_bias}) visit(x->map);
@@ -30,13 +30,13 @@ namespace {
 using sm90::Config;
 
 constexpr KernelSource kForward{"sm90/forward/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
-constexpr KernelSource kPackMask{"passes/mask_bits.h", "strobe::passes::PackMask", "strobe::MaskConfig"};
 
 // Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
 int64_t bundle(const Problem &p, const Device &device) {
   const bool uneven = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), heads = p.batch * p.heads;
   int64_t size = uneven ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
+  if (p.bundle) size = std::min(p.bundle, heads);
   while (size > 1 && heads % size) size--;
   return size;
 }
@@ -132,24 +132,6 @@ Config with(Config c, const ForwardTile &t) {
   c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
   c.blocks_per_sm = t.blocks_per_sm;
   return c;
-}
-
-// What packs the mask into `a`'s bits.
-Launch pack_mask(const Problem &p, const Inputs &in, MaskBits &bits, Scratch &scratch) {
-  MaskArguments a{};
-  const int64_t batch = p.mask.stride[0] ? p.batch : 1, heads = p.mask.stride[1] ? p.heads : 1, queries = p.mask.stride[2] ? p.seqlen_q : 1;
-  const int64_t rows = tiles(queries, 16), columns = tiles(p.seqlen_k, 64), row_bytes = columns * 4 * 32;
-  bits.data = scratch.take<uint8_t>(batch * heads * rows * row_bytes + MaskArguments::tail());
-  bits.row_stride = queries > 1 ? row_bytes : 0;
-  bits.head_stride = heads > 1 ? rows * row_bytes : 0, bits.batch_stride = batch > 1 ? heads * rows * row_bytes : 0;
-  a.mask = operand(p.mask), a.bits = bits;
-  a.cells = uint32_t(batch * heads * rows * columns); // of 128 bytes each: memory ends before a Divisor's 2^31
-  a.heads = Divisor::make(uint32_t(heads)), a.rows = Divisor::make(uint32_t(rows)), a.columns = Divisor::make(uint32_t(columns));
-  a.queries = i32(queries), a.keys = i32(p.seqlen_k);
-  const bool one = !p.varlen && !p.seqused_k && queries > 1; // band for all
-  a.band = narrow(one ? in.sequence<0>(0).band : Band::make(queries, p.seqlen_k, false, Band::kFar, Band::kFar));
-  const MaskConfig config{aligned(p.mask, p.seqlen_k)};
-  return Launch(kPackMask, config, tiles(int64_t{a.cells}, config.threads() / 32), config.threads(), 0, a);
 }
 
 constexpr int64_t kLeastKeysOfPart = 512; // where keys are split
@@ -277,7 +259,7 @@ protected:
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
     program.persistent = true;
     take_parts(a, p, scratch);
-    if (p.mask) program.steps.push_back(pack_mask(p, a.in, a.mask, scratch));
+    if (p.mask) program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_queries, a.mask, scratch));
     program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
     combine_parts(program, p, a);
     if (p.mask) program.kernel += ", mask packed into bits";

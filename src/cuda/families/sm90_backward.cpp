@@ -8,6 +8,7 @@
 #include "../../../kernels/sm90/backward/config.h"
 #include "attention/text.h"
 #include "attention/work.h"
+#include "cuda/families/sm90_mask.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
@@ -121,6 +122,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   c.owns_dq = owns_dq(p, c, device);
   if (c.owns_dq) c.deterministic = 0;                                  // it is
   const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
+  c.staged_store = p.staged_store && !c.owns_dq && c.columns() <= c.columns_v();
   c.exact_p = f.function || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && (costly || c.owns_dq));
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
@@ -144,6 +146,7 @@ int64_t bundle(const Problem &p, const BackwardConfig &c) {
   // In turns: 16 of up to 64 columns, though they leave the cache (on an H200 1.07 to 1.09 at 8k and 16k, causal); of 128, 0.96 to 1.03.
   const int64_t least = c.deterministic && larger_dim(p) <= 64 ? 16 : uneven ? 4 : 1, most = c.deterministic ? 32 : uneven ? 16 : 4;
   int64_t size = std::clamp<int64_t>(kCache / (uneven ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
+  if (p.bundle) size = std::min(p.bundle, std::max<int64_t>(1, p.batch * p.heads_kv));
   while (p.batch * p.heads_kv % size) size--;
   return size;
 }
@@ -200,6 +203,12 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
 
   Program program;
   program.overlap = true, program.persistent = c.owns_dq;
+  HopperBackwardArguments main = a;
+  if (p.mask) { // in its place its bits
+    MaskBits bits{};
+    program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_keys, bits, scratch));
+    main.in.mask = {bits.data, {bits.batch_stride, bits.head_stride, bits.row_stride, p.mask.stride[2] ? MaskBits::block_bytes() : 0}};
+  }
   const RowsConfig rows{.dtype = c.dtype,
                         .head_dim = c.columns(),
                         .tile_q = c.tile_q,
@@ -210,7 +219,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
                         .sparse = 0,
                         .adds = 0};
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
-                            .main = Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a),
+                            .main = Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), main),
                             .dbias = bias_gradient(p, device, a)};
   if (p.bias) { // the settle kernel wants D first
     BackwardArguments before_settle = a;
@@ -225,6 +234,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   if (c.owns_dq) program.kernel += ", a block all keys of a head";
+  if (p.mask) program.kernel += ", mask packed into bits";
   describe_tile(program, p, c.tile_q, c.tile_k(), true);
   program.predicted_seconds = predicted_seconds(p, c, device);
   return program;

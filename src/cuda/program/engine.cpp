@@ -21,6 +21,15 @@ std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream
   return host;
 }
 
+// What a run is going to launch.
+void load_all(const Program &program, const Device &on) {
+  std::vector<KernelName> names;
+  for (const Step &step : program.steps)
+    if (const Launch *l = std::get_if<Launch>(&step); l && l->grid && !find_loaded(*l->source, l->config, on))
+      names.push_back({l->source, l->config});
+  load_together(names, on);
+}
+
 } // namespace
 
 std::string CudaEngine::missing() const { return devices_missing(); }
@@ -36,7 +45,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
   Problem p = marked(call);
   const TunedTile *tile = tuned(p, direction, device);
-  if (tile) p.tile_q = tile->q, p.tile_k = tile->k;
+  if (tile) p.tile_q = tile->q, p.tile_k = tile->k, p.bundle = tile->bundle, p.staged_store = tile->staged_store;
   Scratch scratch;
   std::vector<Launch> first;
   if (p.part) first = part_table(p, scratch);
@@ -118,7 +127,9 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction, co
       early = false;
     } else if (const Launch &l = std::get<Launch>(step); l.grid) {
       l.bind(addresses, arguments);
-      launch(load(*l.source, l.config, on), {.x = l.grid}, l.threads, l.shared_bytes, stream, arguments, l.arguments.size(), early);
+      const Kernel *kernel = find_loaded(*l.source, l.config, on);
+      if (!kernel) load_all(program, on), kernel = &load(*l.source, l.config, on);
+      launch(*kernel, {.x = l.grid}, l.threads, l.shared_bytes, stream, arguments, l.arguments.size(), early);
       early = program.overlap && on.cc >= 90;
     }
   }

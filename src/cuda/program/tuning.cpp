@@ -45,6 +45,7 @@ public:
     if (at == line.npos || at == 0) throw std::runtime_error(text("line ", number, ": expected \"name = value\""));
     values_[std::string(line.substr(0, at))] = line.substr(at + between.size());
   }
+  bool has(const char *name) const { return values_.contains(name); }
   const std::string &string(const char *name) const {
     const auto found = values_.find(name);
     if (found == values_.end()) throw std::runtime_error(text("\"", name, "\" is missing"));
@@ -149,7 +150,10 @@ Tuning::Tuning(const std::string &file, const std::string &device_name) {
                           .causal = e.boolean("causal"),
                           .varlen = e.boolean("varlen"),
                           .deterministic = e.boolean("deterministic")};
-      tiles_[key] = {.q = e.whole("tile_q", 1, STROBE_MAX_TILE), .k = e.whole("tile_k", 1, STROBE_MAX_TILE)};
+      tiles_[key] = {.q = e.whole("tile_q", 1, STROBE_MAX_TILE),
+                     .k = e.whole("tile_k", 1, STROBE_MAX_TILE),
+                     .bundle = e.has("bundle") ? e.whole("bundle", 1, most) : 0,
+                     .staged_store = e.has("staged_store") && e.boolean("staged_store")};
     }
   } catch (const std::exception &why) {
     tiles_.clear();

@@ -1,8 +1,8 @@
 // The tiles that `strobe tune` has measured on a GPU, kept beside the kernel cache; engines take them as wishes where the caller has none.
 //
 // A table is a text of lines "name = value" in sections that empty lines part. The first section says what the table is good for: format,
-// device, kernels. Each of the others names the calls that it is for, by TuningKey's members, and their tile: tile_q, tile_k. What else a
-// section has is not read.
+// device, kernels. Each of the others names the calls that it is for, by TuningKey's members, and their tile: tile_q, tile_k. It may have
+// two more wishes, to try on a GPU what no engine does by itself: bundle, staged_store. What else a section has is not read.
 #pragma once
 #include <compare>
 #include <map>
@@ -28,6 +28,8 @@ std::optional<TuningKey> tuning_key(const char *engine, Direction, const Problem
 
 struct TunedTile {
   int64_t q, k;
+  int64_t bundle = 0; // of the Hopper kernels: heads, or pairs of batch and key head, whose tiles run together; 0: as they choose
+  bool staged_store = false;
 };
 
 class Tuning {

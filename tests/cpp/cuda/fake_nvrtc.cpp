@@ -1,7 +1,9 @@
 // A libnvrtc.so that "compiles" to a text of what it was given, slowly, and adds a line to the file that FAKE_NVRTC_LOG names each time.
+// With FAKE_NVRTC_MEET no call succeeds before so many have come.
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -14,6 +16,13 @@ struct Program {
 };
 
 static const std::vector<int> archs = MAJOR == 12 ? std::vector{50, 61, 70, 75, 80, 90, 120} : std::vector{75, 80, 90, 120};
+
+static bool meets(int others) {
+  static std::atomic<int> come = 0;
+  come++;
+  for (int i = 0; i < 5000 && come < others; i++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return come >= others;
+}
 
 extern "C" {
 
@@ -29,6 +38,7 @@ int nvrtcCreateProgram(Program **out, const char *source, const char *, int coun
 }
 int nvrtcCompileProgram(Program *p, int count, const char *const *options) {
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  if (const char *count = std::getenv("FAKE_NVRTC_MEET"); count && !meets(std::atoi(count))) return 1;
   if (const char *path = std::getenv("FAKE_NVRTC_LOG")) {
     const int fd = open(path, O_WRONLY | O_APPEND | O_CREAT, 0666);
     const std::string line = p->source.substr(0, p->source.find(';')).substr(p->source.find("using")) + "\n";

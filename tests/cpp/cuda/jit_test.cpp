@@ -132,6 +132,44 @@ TEST_CASE("jit: many threads, many kernels, each loaded once and found again") {
   }
 }
 
+TEST_CASE("jit: kernels of one call are compiled at the same time") {
+  const Compiling c;
+  const Variable meet("FAKE_NVRTC_MEET", "3"); // one after another they would not compile
+  FakeCuda &fake = fake_cuda();
+  const int loads = fake.loads;
+  const KernelKey<Config> keys[] = {plain(50), plain(51), plain(52)};
+  std::vector<KernelName> names;
+  for (const auto &key : keys) names.push_back({key.source, key.integers()});
+  CHECK(find_loaded(*names[0].source, names[0].config, device(1)) == nullptr);
+  load_together(names, device(1));
+  CHECK(fake.loads == loads + 3);
+  CHECK(c.compiled() == 3);
+  for (const KernelName &name : names) {
+    const Kernel *kernel = find_loaded(*name.source, name.config, device(1));
+    REQUIRE(kernel);
+    CHECK(kernel->name == kernel_name(*name.source, name.config));
+    CHECK(kernel == &load(*name.source, name.config, device(1)));
+    CHECK(find_loaded(*name.source, name.config, device(0)) == nullptr);
+  }
+  load_together(names, device(1));
+  load_together({}, device(1));
+  CHECK(fake.loads == loads + 3);
+}
+
+TEST_CASE("jit: of kernels of one call that do not compile, the first one says why, and the others are loaded") {
+  const Compiling c;
+  const KernelSource broken{"test/broken.h", "test::Broken", "test::Config"};
+  const KernelKey<Config> good = plain(60), second = plain(61);
+  const Config first_config{1, 2}, second_config{2, 2};
+  const KernelKey<Config> bad{&broken, first_config}, worse{&broken, second_config};
+  const KernelName names[] = {
+      {good.source, good.integers()}, {bad.source, bad.integers()}, {worse.source, worse.integers()}, {second.source, second.integers()}};
+  CHECK(has(thrown(STROBE_DEVICE_ERROR, [&] { load_together(names, device(1)); }), "test::Broken<test::Config{1,2}>"));
+  CHECK(find_loaded(*good.source, good.integers(), device(1)));
+  CHECK(find_loaded(*second.source, second.integers(), device(1)));
+  CHECK(c.compiled() == 4);
+}
+
 TEST_CASE("jit: a loaded kernel is found each time; how fast is printed") {
   const Compiling c;
   fake_cuda();

@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import click
@@ -20,7 +21,7 @@ from strobe_tools.bench.gpu import contestants, report
 from strobe_tools.bench.gpu.kernels import compile_all
 from strobe_tools.bench.gpu.measurement import measure
 from strobe_tools.bench.gpu.problem import Problem
-from strobe_tools.bench.gpu.sets import SETS
+from strobe_tools.bench.gpu.sets import SETS, SHAPES, Group, random
 from strobe_tools.requirements import require
 from strobe_tools.table import table
 from strobe_tools.values import PATH, known
@@ -100,14 +101,36 @@ def _write(results: Path, record: dict[str, Any], figures: Figures) -> None:
         _file(results, record["device"], direction).write_text(text + "\n", encoding="utf-8")
 
 
+def chosen(sets: Sequence[str], drawn: int | None, seed: int, direction: str | None) -> dict[str, list[Group]]:
+    """What is to be measured, by set."""
+    names = list(sets) or ([] if drawn else list(SETS))
+    if drawn and "random" not in names:
+        names.append("random")
+    made = {name: random(drawn or SHAPES, seed) if name == "random" else SETS[name]() for name in names}
+    return {name: [g for g in of_set if direction in (None, _FILES[g.direction])] for name, of_set in made.items()}
+
+
 @click.command(short_help="Speed on a GPU, beside other attentions.")
 @click.option("--set", "sets", multiple=True, help=f"Of {', '.join(SETS)}; by default all.")
+@click.option("--random", "drawn", type=click.IntRange(1), help="Draw this many shapes; without --set they alone are measured.")
+@click.option("--seed", type=click.IntRange(0), help="Of the shapes that are drawn; by default another one in each run, which is printed.")
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), help="Begin no other figure afterwards.")
 @click.option("--direction", help="forward or backward; by default both.")
 @click.option("--results", type=PATH, help="Keep the figures in this folder, beside those of other sets.")
 @click.option("--commit", help="Of the sources, for the files; by default what git says here.")
 @click.option("--repeats", type=click.IntRange(1), default=15, help="Calls per figure, of which the median counts.")
 @click.option("--jobs", type=click.IntRange(0), default=min(16, os.cpu_count() or 1), help="Processes that compile kernels first; 0: none.")
-def command(sets: tuple[str, ...], direction: str | None, results: Path | None, commit: str | None, repeats: int, jobs: int) -> None:
+def command(
+    sets: tuple[str, ...],
+    drawn: int | None,
+    seed: int | None,
+    seconds: float | None,
+    direction: str | None,
+    results: Path | None,
+    commit: str | None,
+    repeats: int,
+    jobs: int,
+) -> None:
     """Speed on the GPU, beside PyTorch's backends and, where it is installed, FlashAttention-4, in the same run."""
     require("bench gpu", "torch", extra="torch")
     known(sets, SETS, "--set")
@@ -119,12 +142,18 @@ def command(sets: tuple[str, ...], direction: str | None, results: Path | None, 
     if not torch.cuda.is_available():
         console.print("PyTorch sees no CUDA device here: nothing to measure")
         raise SystemExit(2)
-    groups = {name: [g for g in SETS[name]() if direction in (None, _FILES[g.direction])] for name in sets or SETS}
     began = time.perf_counter()
+    end = None if seconds is None else began + seconds
+    seed = SystemRandom().randrange(1, 1 << 31) if seed is None else seed
+    groups = chosen(sets, drawn, seed, direction)
+    if "random" in groups:
+        console.print(f"shapes drawn at random: --seed {seed}")
     if jobs:
         major, minor = torch.cuda.get_device_capability()
         with console.status("compiling kernels"):
-            calls, failures = compile_all([group for of_set in groups.values() for group in of_set], 10 * major + minor, jobs)
+            calls, failures = compile_all(
+                [group for of_set in groups.values() for group in of_set], 10 * major + minor, jobs, seconds and seconds / 2
+            )
         console.print(f"the kernels of {calls} calls: {time.perf_counter() - began:.0f} s")
         for failure in dict.fromkeys(failures):
             console.print(f"[yellow]not compiled[/yellow] {failure}", soft_wrap=True, highlight=False)
@@ -143,7 +172,10 @@ def command(sets: tuple[str, ...], direction: str | None, results: Path | None, 
     wrong = False
     for name, of_set in groups.items():
         begin, absent = time.perf_counter(), set()
-        for group in of_set:
+        for done, group in enumerate(of_set):
+            if end is not None and time.perf_counter() >= end:
+                console.print(f"[yellow]out of time[/yellow] {name}: {len(of_set) - done} of {len(of_set)} not measured")
+                break
             found = measure(group, repeats)
             rows[_FILES[group.direction]] += found.rows
             absent |= {f"{run} {group.direction}: {why}" for run, why in found.absent.items()}

@@ -32,6 +32,8 @@ def _sdpa(backend: str, p: Problem) -> Callable[..., Tensor]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
+    if p.window or p.lengths:
+        raise NotImplementedError("takes windows and packed sequences only as masks")
     chosen, grouped = getattr(SDPBackend, backend), p.heads_kv not in (0, p.heads)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -41,13 +43,36 @@ def _sdpa(backend: str, p: Problem) -> Callable[..., Tensor]:
     return attend
 
 
-def fa4(p: Problem) -> Callable[..., Tensor]:
-    # Its kernels take seconds each to compile: kept on disk, so that several processes can do it for one.
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    from flash_attn.cute.interface import flash_attn_func  # type: ignore[import-not-found]
+def _fa2(p: Problem, device: str) -> Callable[..., Tensor]:
+    """PyTorch's kernels with what scaled_dot_product_attention does not hand on to them: windows, and packed sequences."""
+    import torch
+
+    starts, longest = (p.starts(device), max(p.lengths)) if p.lengths else (None, p.seqlen)
+    left, right = (p.window, 0) if p.window else (-1, -1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = flash_attn_func(q, k, v, causal=p.causal)
+        if starts is None:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        found: Tensor = torch.ops.aten._flash_attention_forward(
+            *(q, k, v, starts, starts, longest, longest, p.dropout, p.causal, False), window_size_left=left, window_size_right=right
+        )[0]
+        return found if starts is not None else found.transpose(1, 2)
+
+    return attend
+
+
+def fa4(p: Problem, device: str = "cuda") -> Callable[..., Tensor]:
+    # Its kernels take seconds each to compile: kept on disk, so that several processes can do it for one.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    options: dict[str, Any] = {"causal": p.causal} | ({"window_size": (p.window, 0)} if p.window else {})
+    if p.lengths:
+        starts, longest = p.starts(device), max(p.lengths)
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = (flash_attn_varlen_func if p.lengths else flash_attn_func)(q, k, v, **options)
         return found[0] if isinstance(found, tuple) else found
 
     return attend
@@ -58,11 +83,14 @@ def call(who: str, p: Problem, feature: str, direction: str, inputs: tuple[Tenso
     import torch
 
     attend: Callable[..., Tensor]
-    if who in _BACKENDS:
+    if who == "fa2" and (p.window or p.lengths):
+        attend = _fa2(p, device)
+    elif who in _BACKENDS:
         attend = _sdpa(_BACKENDS[who], p)
     elif who == "fa4":
-        attend = fa4(p)
-        inputs = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # as it wants them
+        attend = fa4(p, device)
+        if not p.lengths:
+            inputs = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # as it wants them
     else:
         options = p.options(device) | FEATURES[feature](p, device) | {"engine": None if who == "strobe" else who}
 
@@ -85,4 +113,4 @@ def call(who: str, p: Problem, feature: str, direction: str, inputs: tuple[Tenso
 def results(who: str, run: Call) -> list[Tensor]:
     """What the call gives, in the layout that all others give."""
     found = [x.detach() for x in run()]
-    return [x.transpose(1, 2) for x in found] if who == "fa4" else found
+    return [x.transpose(1, 2) for x in found] if who == "fa4" and found[0].ndim == 4 else found

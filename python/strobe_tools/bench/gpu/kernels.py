@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
+from itertools import zip_longest
 from multiprocessing import get_context
 from random import Random
+from typing import Any
 
 from strobe._prewarm import Shape, prewarm
 from strobe_tools.bench.gpu import contestants
 from strobe_tools.bench.gpu.measurement import make
-from strobe_tools.bench.gpu.problem import FEATURES
+from strobe_tools.bench.gpu.problem import FEATURES, Problem
 from strobe_tools.bench.gpu.sets import Group, Run
 
 
-def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int) -> tuple[int, list[str]]:
-    """How many calls' kernels were seen to, and what went wrong; that is tried again when the call is timed."""
+def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int, seconds: float | None = None) -> tuple[int, list[str]]:
+    """How many calls' kernels were seen to, and what went wrong; that is tried again when the call is timed. seconds: begin no other ones
+    afterwards, and take those first that are timed first."""
     of_strobe = {(run, g.direction): None for g in groups for run in g.runs.values() if run.who not in contestants.PEERS}
     of_fa4 = {
-        (run.problem._replace(batch=1, seqlen=1024), g.direction): Group(g.set, g.direction, {"fa4": run}, [])
+        (_small(run.problem), g.direction): Group(g.set, g.direction, {"fa4": run._replace(problem=_small(run.problem))}, [])
         for g in groups
         for run in g.runs.values()
         if run.who == "fa4" and not contestants.missing("fa4")
     }
     # Neighbours share kernels, and would wait for one another.
-    shuffled = Random(0).sample(list(of_strobe), len(of_strobe))
+    ordered = list(of_strobe) if seconds is not None else Random(0).sample(list(of_strobe), len(of_strobe))
+    began = time.monotonic()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        done = [pool.submit(_of_fa4, group) for group in of_fa4.values()]  # the slowest first
-        done += [pool.submit(_of_strobe, run, direction, compute_capability) for run, direction in shuffled]
-        wrong = [str(error) for future in done if (error := future.exception())]
-    return len(done), wrong
+        slow = [(_of_fa4, group) for group in of_fa4.values()]
+        quick = [(_of_strobe, run, direction, compute_capability) for run, direction in ordered]
+        calls: list[tuple[Any, ...]] = [*slow, *quick]
+        if seconds is not None:
+            calls = [call for pair in zip_longest(slow, quick) for call in pair if call]
+        done = [pool.submit(*call) for call in calls]
+        wait(done, None if seconds is None else max(0.0, began + seconds - time.monotonic()))
+        for future in done:
+            future.cancel()
+        seen_to = [future for future in done if not future.cancelled()]
+        wrong = [str(error) for future in seen_to if (error := future.exception())]
+    return len(seen_to), wrong
+
+
+def _small(p: Problem) -> Problem:
+    """What has the same kernels of FlashAttention-4, and is over soon."""
+    return p._replace(lengths=(512, 512)) if p.lengths else p._replace(batch=1, seqlen=1024)
 
 
 def _of_strobe(run: Run, direction: str, compute_capability: int) -> None:

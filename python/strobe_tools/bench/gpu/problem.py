@@ -26,13 +26,23 @@ class Problem(NamedTuple):
     dim_v: int = 0
     dropout: float = 0.0
     lengths: tuple[int, ...] = ()  # packed sequences, in place of batch and seqlen
+    window: int = 0  # how many keys to the left of its own a query of a causal call sees; 0: all
 
     def flops(self, backward: bool) -> float:
-        """Two products forward, five backward (three of the keys' dimension, two of the values'); half of them when causal."""
-        scores = sum(n * n for n in self.lengths) or self.batch * self.seqlen * (self.seqlen_k or self.seqlen)
+        """Two products forward, five backward (three of the keys' dimension, two of the values'); half of them when causal, and with a
+        window those of the scores that it leaves."""
         dim_v = self.dim_v or self.dim
         width = 3 * self.dim + 2 * dim_v if backward else self.dim + dim_v
-        return 2.0 * self.heads * scores * width * (0.5 if self.causal else 1)
+        return 2.0 * self.heads * self._scores() * width
+
+    def _scores(self) -> float:
+        """Of one head."""
+        if self.window:
+            seen = (min(n, self.window + 1) for n in self.lengths or (self.seqlen,))  # by the last query
+            lengths = self.lengths or (self.seqlen,)
+            return (1 if self.lengths else self.batch) * sum(n * w - w * (w - 1) / 2 for n, w in zip(lengths, seen, strict=True))
+        scores = sum(n * n for n in self.lengths) or self.batch * self.seqlen * (self.seqlen_k or self.seqlen)
+        return scores * (0.5 if self.causal else 1)
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of normal numbers."""
@@ -48,16 +58,19 @@ class Problem(NamedTuple):
 
     def options(self, device: str) -> dict[str, Any]:
         """Of strobe.attention."""
-        import torch
-
-        found: dict[str, Any] = {"causal": self.causal}
+        found: dict[str, Any] = {"causal": self.causal} | ({"window": (self.window, 0)} if self.window else {})
         if self.dropout:
             found |= {"dropout": self.dropout, "seed": 1}
         if self.lengths:
-            starts = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
-            longest = max(self.lengths)
+            starts, longest = self.starts(device), max(self.lengths)
             found |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
         return found
+
+    def starts(self, device: str) -> Tensor:
+        """Of packed sequences, and their end."""
+        import torch
+
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
 
 
 def _alibi(p: Problem, device: str) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from typing import Any
 from strobe_tools.bench.gpu.contestants import PEERS
 
 Row = dict[str, Any]  # a line of a figures' file
-_MEASURED = ("set", "unit", "strobe", "peers", "beside")  # the other keys say what was measured
+_MEASURED = ("set", "unit", "strobe", "peers", "beside", "seed")  # the other keys say what was measured
+_LOWEST = 10  # shapes drawn at random that a summary names
 
 # What a table is about, and how Strobe's run of its own beside it is put: as a ratio of rates or as a cost in time.
 TITLES = {
     "core36": "16k tokens, heads·d = 2048, bf16",
+    "random": "Shapes drawn at random, bf16",
     "gqa": "Grouped queries: 32 query heads, 8 key heads, bf16",
     "varlen": "Packed sequences beside equal ones with as many tokens and scores",
     "window": "A window of 1k at 16k beside causal: rates by tiles of 128 × 128 that are not wholly hidden",
@@ -84,6 +86,13 @@ def summary(rows: Sequence[Row], direction: str) -> list[str]:
                 f"{name} {direction}: {mean([r for r, _ in ratios]):.2f} times the best peer's speed (geometric mean of {len(ratios)}; "
                 f"lowest {lowest[0]:.2f}, at {lowest[1]}); at least 1 in {sum(r >= 1 for r, _ in ratios)} of {len(ratios)}"
             )
+            if name == "random":
+                share, lowest_ones = sum(r >= 1 for r, _ in ratios) / len(ratios), sorted(ratios)[:_LOWEST]
+                seeds = ", ".join(str(seed) for seed in dict.fromkeys(row["seed"] for row in group))
+                lines.append(
+                    f"{name} {direction}, seed {seeds}: at least 1 at {share:.0%} of the shapes; the lowest {len(lowest_ones)}: "
+                    + "; ".join(f"{r:.2f} at {at}" for r, at in lowest_ones)
+                )
         if bases := [(row["strobe"] / next(iter(row["beside"].values())), row) for row in group if row.get("beside")]:
             worst = min(bases, key=lambda pair: pair[0])[1]
             lines.append(f"{name} {direction}: at worst {beside(worst)} beside {next(iter(worst['beside']))}, at {where(worst)}")

@@ -7,6 +7,7 @@ from itertools import product
 from random import Random
 from typing import Any, NamedTuple
 
+from strobe_tools.bench.gpu import drawn
 from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles
 
 TOKENS, WIDTH = 16384, 2048  # of most shapes: B·S, H·D
@@ -56,6 +57,17 @@ def _beside(set_: str, p: Problem, peers: tuple[str, ...], unit: str = "TFLOP/s"
 def core36() -> Iterator[Group]:
     for d, causal, s in product(DIMS, (False, True), LENGTHS):
         yield from _beside("core36", Problem(TOKENS // s, WIDTH // d, s, d, causal), HOPPER, d=d, s=s, causal=causal)
+
+
+SHAPES = 60  # drawn at random
+
+
+def random(count: int = SHAPES, seed: int = 0) -> Iterator[Group]:
+    """Shapes drawn from this seed: a longer run begins with those of a shorter one."""
+    draw = Random(seed)
+    for _ in range(count):
+        p, where = drawn.shape(draw)
+        yield from _beside("random", p, HOPPER, **where, seed=seed)
 
 
 def gqa() -> Iterator[Group]:
@@ -196,6 +208,7 @@ def step() -> Iterator[Group]:
 
 SETS: dict[str, Callable[[], Iterator[Group]]] = {
     "core36": core36,
+    "random": random,
     "gqa": gqa,
     "varlen": varlen,
     "window": window,
