@@ -225,8 +225,6 @@ protected:
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
     if (wide(p)) return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v));
-    if (p.invariant && direction == Direction::backward)
-      return "has no invariant backward: which keys a block of threads takes follows from the lengths";
     if (direction == Direction::backward) return sm90_backward(p, device, scratch);
     if (!p.q || !p.k || !p.v) return "there are no queries or no keys to fetch";
     for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
