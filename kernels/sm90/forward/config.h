@@ -22,10 +22,16 @@ struct Config {
   i32 reference;   // kExact, kLagging or kFixed
   i32 split;       // over keys: results are partial ones, to be combined
   i32 bias_by_tma; // of 16 bits, by the copy engine
-  i32 invariant;   // tiles of keys begin at multiples of tile_k; with kExact or kLagging a row's bits are then its own
+  // Tiles of keys begin at multiples of tile_k, and chunks of them have results of their own, merged in order (device/chunks.h), up to 128
+  // columns of O: more leave no registers for merging. With kExact or kLagging a row's bits are then its own. split: a part is a chunk.
+  i32 invariant;
+  i32 packed; // query heads of a key head share a tile of queries: rows.h
   Features features;
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
+  STROBE_FN constexpr bool chunked() const { return invariant && head_dim_v <= 128; }
+  STROBE_FN constexpr i32 chunk() const { return 4096 / tile_k * tile_k; }    // keys
+  STROBE_FN constexpr bool walks_chunks() const { return chunked() && !split; } // one after the other
   STROBE_FN constexpr i32 threads() const { return 128 * (warpgroups + 1); }
   // Tiles in shared memory are blocks of 64 columns.
   STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }

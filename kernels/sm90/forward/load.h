@@ -8,6 +8,11 @@
 
 namespace strobe::sm90 {
 
+// Of the keys: what the item walks over.
+template <Config C> __device__ __forceinline__ BasicSchedule<i32>::Part part(const ForwardArguments &a, const Item &item) {
+  if constexpr (C.invariant && C.split) return {item.split(), 1, C.chunk()};
+  return {item.split(), C.split ? a.splits : 1};
+}
 // The tiles of keys for a tile of queries.
 template <Config C>
 __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
@@ -19,7 +24,7 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a
           C.tile_k,
           C.invariant ? C.tile_k : 16,
           row,
-          {item.split(), C.split ? a.splits : 1}};
+          part<C>(a, item)};
 }
 
 // The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to
@@ -91,7 +96,8 @@ template <Config C> struct Load {
       if constexpr (C.reference == kFixed) more = more && load_shared(shared.lost()) != items;
       more = more && tiles.next(next);
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
-      write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
+      write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN,
+            !more ? Tile::kLast : ends_chunk(tile.begin, next.begin) ? Tile::kLastOfChunk : 0);
       load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u),
                         shared.k + k.index * C.k_bytes(), k0 + tile.begin, kv, item.b);
       if constexpr (C.bias_by_tma) load_bias(item, tile.begin);
@@ -102,6 +108,9 @@ template <Config C> struct Load {
     load_v(k0 + before, kv, item.b);
   }
 
+  static __device__ __forceinline__ bool ends_chunk(i32 begin, i32 next) {
+    return C.walks_chunks() && (u32)begin / C.chunk() != (u32)next / C.chunk();
+  }
   __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
     mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);
     load<C.columns_v()>(a.tma_v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
@@ -142,12 +151,20 @@ template <Config C> struct LoadQ {
 #pragma unroll 1
       for (int w = 0; w < C.warpgroups; ++w) {
         mbarrier_wait(shared.q_empty(w), items % 2 ^ 1);
-        mbarrier_expect(shared.q_full(w), C.q_bytes() / C.warpgroups);
+        mbarrier_expect(shared.q_full(w), bytes());
+        const i32 first = C.packed ? row : row + 64 * w, head = C.packed ? item.h + w * a.packed_heads : item.h;
         for (int c = 0; c < C.columns(); c += 64)
-          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row + 64 * w,
-                   item.h * a.tma_q.head_step, item.b * a.tma_q.batch_step);
+          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, first,
+                   head * a.tma_q.head_step, item.b * a.tma_q.batch_step);
       }
     }
+  }
+
+private:
+  // Of a warpgroup's queries.
+  __device__ __forceinline__ u32 bytes() const {
+    if constexpr (C.packed) return 2 * C.columns() * a.packed_queries.by * (u32)a.packed_heads;
+    return C.q_bytes() / C.warpgroups;
   }
 };
 

@@ -26,31 +26,59 @@ template <Config C> struct QueryTile {
     const bool turn = find_first_tile();
     const bool any = sees();
     softmax.given.mask.fetch(t.begin);
-    if (any) {
-      bool more = first_tile(turn);
-#pragma unroll 1
-      while (more) more = steady_step();
-      last_p_v();
+    if constexpr (C.walks_chunks()) {
+      walk_chunks(turn);
     } else {
-      release_q(true);
+      if (any) {
+        walk(turn);
+        last_p_v();
+      } else {
+        release_q(true);
+      }
+      if (!sees()) drain(turn || any);
+      store_results(group, item, softmax);
     }
-    if (!sees()) drain(turn || any);
-    store_results(group, item, softmax);
     if (item.kind() != kFast) add_nonfinite(group, item, softmax.dropout.dropout);
   }
 
+  // From the first tile that is seen on, by chunks of keys, each with a softmax of its own.
+  __device__ __forceinline__ void walk_chunks(bool turn) {
+    const bool any = sees();
+    for (bool first = true;; first = false) {
+      if (any) walk(turn);
+      bool last = true;
+      if (any && t.last == Tile::kLastOfChunk) t = group.wait_tile(), last = !sees();
+      if (last) release_q(!any);
+      if (any) p_v();
+      if (last && !sees()) drain(turn || any);
+      finish_chunk(group, item, softmax, first, last);
+      if (last) return;
+      group.O.clear();
+      softmax.begin_again();
+      softmax.given.mask.fetch(t.begin);
+      turn = true;
+    }
+  }
+
+  __device__ __forceinline__ bool is_last() const { return C.walks_chunks() ? t.last == Tile::kLast : t.last; }
   __device__ __forceinline__ bool sees() const { return t.begin < visible.end && t.end > visible.begin; }
 
   // Skips tiles that are not seen. Every tile of an item but its first takes a turn: returns whether this one is to.
   __device__ __forceinline__ bool find_first_tile() {
     t = group.wait_tile();
     bool turn = false;
-    while (!sees() && !t.last) {
+    while (!sees() && !is_last()) {
       group.skip_tile(turn);
       turn = true;
       t = group.wait_tile();
     }
     return turn;
+  }
+  // From this tile on; but for the last tile's O += P V.
+  __device__ __forceinline__ void walk(bool turn) {
+    bool more = first_tile(turn);
+#pragma unroll 1
+    while (more) more = steady_step();
   }
   // S = Q K^T, P = softmax(S). Returns, as the next step does, whether there is another tile to be computed.
   __device__ __forceinline__ bool first_tile(bool turn) {
@@ -84,6 +112,9 @@ template <Config C> struct QueryTile {
   // O += P V of the last tile that is seen.
   __device__ __forceinline__ void last_p_v() {
     release_q(false);
+    p_v();
+  }
+  __device__ __forceinline__ void p_v() {
     group.begin_p_v();
     wait_for<0>(group.O, group.P);
     group.release_v();
@@ -91,7 +122,7 @@ template <Config C> struct QueryTile {
   // This tile, which is not seen, and what follows it.
   __device__ __forceinline__ void drain(bool turn) {
     group.skip_tile(turn);
-    while (!t.last) {
+    while (!is_last()) {
       t = group.wait_tile();
       group.skip_tile(true);
     }

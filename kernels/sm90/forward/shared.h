@@ -25,6 +25,7 @@ struct Item {
 struct Tile {
   i32 begin, end;
   i32 masked, last;
+  enum Last : i32 { kLast = 1, kLastOfChunk = 2 };
 };
 
 // From an address that is a multiple of 1024.

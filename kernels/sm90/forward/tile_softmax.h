@@ -6,6 +6,7 @@
 #include "exponent.h"
 #include "given.h"
 #include "nonfinite.h"
+#include "rows.h"
 
 namespace strobe::sm90 {
 
@@ -37,10 +38,18 @@ template <Config C> struct TileSoftmax {
 
   __device__ __forceinline__ TileSoftmax(Warpgroup<C> &group, const Item &item)
       : group(group), S(group.S.x), item(item), sequence(group.in.sequence<F.seqused>(item.b)), scores(group.in, sequence, item.b),
-        dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b}, q(item.q + 64 * group.w), row(q + 16 * group.warp),
-        rows{scores.row(row + tile::lane_row(0), item.h), scores.row(row + tile::lane_row(1), item.h)},
+        dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b}, q(first_query<C>(group.a, item, group.w)), row(q + 16 * group.warp),
+        rows{scores.row(place(0).i, place(0).h), scores.row(place(1).i, place(1).h)},
         given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), softcap(scores),
         rising(item.kind() == kSafe) {}
+
+  // Of a lane's row r.
+  __device__ __forceinline__ RowPlace place(int r) const {
+    if constexpr (!C.packed) return {row + tile::lane_row(r), item.h};
+    return packed_place(group.a, item, group.w, 16 * group.warp + tile::lane_row(r));
+  }
+  // Of another chunk of keys.
+  __device__ __forceinline__ void begin_again() { running = RowSoftmax<2>(); }
 
   // Scores and M are natural logarithms where a tile with a bias is computed again: as low as numbers go, and -inf whatever else there is.
   __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kFast; }
