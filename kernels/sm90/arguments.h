@@ -23,10 +23,18 @@ struct HopperForwardArguments : ForwardArguments {
   MappedOperand tma_bias; // if it comes by the copy engine
   i32 bias_rows_step;     // 0: broadcast over queries, then one row is fetched
   u32 bias_bytes;         // of a tile
-  // Query heads packed into a tile of queries: packed_heads to a warpgroup, all queries of each (packed_queries, those of the longest
-  // sequence); a key head's query heads make `pieces` such tiles, which count as heads above.
-  i32 packed_heads;
-  Divisor packed_queries, pieces;
+};
+// Query heads packed into a tile of queries: `packed` of them to a warpgroup, all queries of each (`queries`, those of the longest
+// sequence); a key head's query heads make `pieces` such tiles, which count as heads above.
+struct PackedForwardArguments : HopperForwardArguments {
+  i32 packed;
+  Divisor queries, pieces;
+};
+template <bool kPacked> struct ForwardArgumentsOf {
+  using type = HopperForwardArguments;
+};
+template <> struct ForwardArgumentsOf<true> {
+  using type = PackedForwardArguments;
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -66,6 +66,9 @@ def test_chunks_of_a_long_cache(engine):
     options = {"return_lse": True, "engine": engine, "causal": True, "invariant": True}
     with running_on(engine):
         many = strobe.attention(q, k, v, sinks=sinks, **options)
+        copies = 150 if ON_GPU and not EMULATED else 2  # more blocks of threads than SMs: they walk over all chunks
+        walked = strobe.attention(*(x.expand(copies, -1, -1, -1) for x in (q, k, v)), sinks=sinks, **options)
+        assert [differing(x[-1:], y) for x, y in zip(walked, many, strict=True)] == [0, 0]
         for first, end in ((149, 150), (140, 143), (100, 150)):
             seen = keys - 150 + end
             some = strobe.attention(q[:, :, first:end], k[:, :, :seen], v[:, :, :seen], sinks=sinks, **options)

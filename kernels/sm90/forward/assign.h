@@ -1,6 +1,7 @@
 // One thread of a block decides which tiles of queries the block computes.
 #pragma once
 #include "../arguments.h"
+#include "rows.h"
 #include "shared.h"
 #include "tickets.h"
 
@@ -57,8 +58,8 @@ template <Config C> struct Assign {
     return {(i32)b, (i32)(head - b * a.heads_divisor.by), q, (i32)split * Item::kKinds + (empty ? kNone : kFast)};
   }
   __device__ __forceinline__ Item packed_item(i32 b, u32 piece, u32 split) const {
-    const u32 kv = a.pieces.divide(piece);
-    const i32 h = (i32)kv * in.group + (i32)(piece - kv * a.pieces.by) * a.packed_heads * C.warpgroups;
+    const u32 pieces = packed(a).pieces.by, kv = packed(a).pieces.divide(piece);
+    const i32 h = (i32)kv * in.group + (i32)(piece - kv * pieces) * packed(a).packed * C.warpgroups;
     return {b, h, 0, (i32)split * Item::kKinds + (in.cu_seqlens_q && in.held(b).seqlen_q == 0 ? kNone : kFast)};
   }
   // Until all have read the last item told, and the copy engine has been told of all of its keys and values.

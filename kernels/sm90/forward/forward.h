@@ -10,7 +10,7 @@
 namespace strobe::sm90 {
 
 template <Config C> struct Forward {
-  using Arguments = HopperForwardArguments;
+  using Arguments = ForwardArgumentsOf<C.packed>::type;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
 
   static __device__ __forceinline__ void run(const Arguments &a) {

@@ -4,6 +4,7 @@
 #include "../../device/keys.h"
 #include "../../ptx/tma.h"
 #include "../arguments.h"
+#include "rows.h"
 #include "shared.h"
 
 namespace strobe::sm90 {
@@ -151,20 +152,25 @@ template <Config C> struct LoadQ {
 #pragma unroll 1
       for (int w = 0; w < C.warpgroups; ++w) {
         mbarrier_wait(shared.q_empty(w), items % 2 ^ 1);
-        mbarrier_expect(shared.q_full(w), bytes());
-        const i32 first = C.packed ? row : row + 64 * w, head = C.packed ? item.h + w * a.packed_heads : item.h;
+        if constexpr (C.packed) {
+          load_packed(item, row, w);
+          continue;
+        }
+        mbarrier_expect(shared.q_full(w), C.q_bytes() / C.warpgroups);
         for (int c = 0; c < C.columns(); c += 64)
-          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, first,
-                   head * a.tma_q.head_step, item.b * a.tma_q.batch_step);
+          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row + 64 * w,
+                   item.h * a.tma_q.head_step, item.b * a.tma_q.batch_step);
       }
     }
   }
 
 private:
-  // Of a warpgroup's queries.
-  __device__ __forceinline__ u32 bytes() const {
-    if constexpr (C.packed) return 2 * C.columns() * a.packed_queries.by * (u32)a.packed_heads;
-    return C.q_bytes() / C.warpgroups;
+  // All queries of a warpgroup's heads; beyond the last there is nothing, or another group.
+  __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {
+    mbarrier_expect(shared.q_full(w), 2 * C.columns() * packed(a).queries.by * (u32)packed(a).packed);
+    for (int c = 0; c < C.columns(); c += 64)
+      tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row,
+               packed_heads(a, item, w).begin, item.b * a.tma_q.batch_step);
   }
 };
 

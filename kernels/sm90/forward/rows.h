@@ -11,10 +11,14 @@ struct RowPlace {
 };
 inline constexpr i32 kNoQuery = 1 << 30;
 
-// Packed: the query heads of warpgroup w.
+// Where Config::packed says so.
+__device__ __forceinline__ const PackedForwardArguments &packed(const HopperForwardArguments &a) {
+  return static_cast<const PackedForwardArguments &>(a);
+}
+// The query heads of warpgroup w.
 __device__ __forceinline__ BasicRange<i32> packed_heads(const HopperForwardArguments &a, const Item &item, int w) {
-  const i32 first = item.h + w * a.packed_heads, end = ((i32)a.group_divisor.divide(item.h) + 1) * a.in.group;
-  return {first, min(first + a.packed_heads, end)};
+  const i32 first = item.h + w * packed(a).packed, end = ((i32)a.group_divisor.divide(item.h) + 1) * a.in.group;
+  return {first, min(first + packed(a).packed, end)};
 }
 // The query of warpgroup w's first row, or none; packed: the first one of all.
 template <Config C> __device__ __forceinline__ i32 first_query(const HopperForwardArguments &a, const Item &item, int w) {
@@ -25,8 +29,8 @@ template <Config C> __device__ __forceinline__ i32 first_query(const HopperForwa
 // Of row r of warpgroup w, packed.
 __device__ __forceinline__ RowPlace packed_place(const HopperForwardArguments &a, const Item &item, int w, i32 r) {
   const BasicRange<i32> heads = packed_heads(a, item, w);
-  const i32 n = (i32)a.packed_queries.divide((u32)r), h = heads.begin + n;
-  return h < heads.end ? RowPlace{r - n * (i32)a.packed_queries.by, h} : RowPlace{kNoQuery, item.h};
+  const i32 n = (i32)packed(a).queries.divide((u32)r), h = heads.begin + n;
+  return h < heads.end ? RowPlace{r - n * (i32)packed(a).queries.by, h} : RowPlace{kNoQuery, item.h};
 }
 
 } // namespace strobe::sm90

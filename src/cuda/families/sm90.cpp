@@ -259,7 +259,7 @@ protected:
                           config.reference == sm90::kFixed     ? "fixed reference"
                           : config.reference == sm90::kLagging ? "lagging maximum"
                                                                : "running maximum");
-    HopperForwardArguments a{};
+    PackedForwardArguments a{}; // packed, if there are such heads
     static_cast<ForwardArguments &>(a) = forward_arguments(p);
     const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
     const int32_t packed = heads_packed(p, config);
@@ -279,7 +279,7 @@ protected:
     a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, pieces))),
     a.group_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
     if (config.packed) {
-      a.packed_heads = packed, a.packed_queries = Divisor::make(uint32_t(p.seqlen_q));
+      a.packed = packed, a.queries = Divisor::make(uint32_t(p.seqlen_q));
       a.pieces = Divisor::make(uint32_t(pieces / p.heads_kv));
       a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(p.seqlen_q), uint32_t(packed));
       program.kernel += ", query heads packed";
@@ -304,7 +304,10 @@ protected:
       a.partial_lse = scratch.take<float>(a.in.rows());
     }
     if (p.mask) program.steps.push_back(pack_mask(p, a.in, a.mask, scratch));
-    program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
+    const auto launch = [&](const auto &arguments) {
+      program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), arguments));
+    };
+    config.packed ? launch(a) : launch(static_cast<const HopperForwardArguments &>(a));
     combine_parts(program, p, a);
     if (p.mask) program.kernel += ", mask packed into bits";
     program.predicted_seconds = predicted_seconds(p, config, device, a.splits);
