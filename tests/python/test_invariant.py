@@ -143,6 +143,40 @@ def test_a_row_that_overflows_is_followed_again_by_itself(engine):
     assert differing(together, apart) == 0
 
 
+@pytest.mark.skipif(not ON_GPU, reason="a CPU's reference always follows")
+@engines
+@pytest.mark.parametrize("keys", [300, 4096 + 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_whose_scores_rise_do_not_concern_the_others(engine, dtype, keys):
+    """Some rows' later scores are far above their first ones, so much that P, or P V, overflows if nothing follows them; V holds NaN that
+    some rows do not see."""
+    if not takes(engine, dtype, 32) or "invariant" in refusal(engine, invariant=True):
+        pytest.skip(f"{engine} does not take it")
+    g = torch.Generator().manual_seed(6)
+    rows, d = 200, 32
+    q, k, v = (torch.randn(1, 1, n, d, generator=g) for n in (rows, keys, keys))
+    k[..., 0] = torch.linspace(0, 1, keys)
+    rises = torch.tensor([0.0, 0.0, 30.0, 200.0, 600.0, 3e3, 0.0, -3e3])  # natural scores of the last keys
+    q[..., 0] = rises.repeat(rows // 8) * d**0.5
+    v *= 1e30 if dtype == torch.bfloat16 else 1e3
+    v[0, 0, keys - 20, 4] = torch.nan  # causal: the last rows see it
+    q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
+    options = {"causal": True, "engine": engine, "invariant": True, "return_lse": True}
+    with running_on(engine):
+        together = strobe.attention(q, k, v, **options)
+        walked = strobe.attention(*(x.expand(150 if not EMULATED else 4, -1, -1, -1) for x in (q, k, v)), **options)
+        assert [differing(x[-1:], y) for x, y in zip(walked, together, strict=True)] == [0, 0]
+        for i in (*range(8), *range(rows - 24, rows - 8, 3), rows - 1):
+            seen = keys - rows + 1 + i
+            apart = strobe.attention(q[:, :, i : i + 1], k[:, :, :seen], v[:, :, :seen], **options)
+            assert [differing(x, y[:, :, i : i + 1]) for x, y in zip(apart, together, strict=True)] == [0, 0], i
+    expected = strobe.reference(q, k, v, causal=True, rows=list(range(0, rows, 9)))
+    for found, right in zip(together, expected, strict=True):
+        found, right = found[:, :, ::9].double().cpu(), right[:, :, ::9].double().cpu()
+        assert (found.isnan() == right.isnan()).all()
+        assert (found - right).nan_to_num(0).abs().max() < 0.02 * right.nan_to_num(0).abs().max()
+
+
 def test_a_variant_compares_the_rows_that_it_says():
     """The harness: a problem with other queries differs in them alone."""
     import random

@@ -11,22 +11,59 @@ namespace strobe::sm90 {
 
 // Of the keys: what the item walks over.
 template <Config C> __device__ __forceinline__ BasicSchedule<i32>::Part part(const ForwardArguments &a, const Item &item) {
-  if constexpr (C.invariant && C.split) return {item.split(), 1, C.chunk()};
+  if constexpr (C.chunked() && C.split) return {item.split(), 1, C.chunk()};
   return {item.split(), C.split ? a.splits : 1};
 }
 // The tiles of keys for a tile of queries.
 template <Config C>
-__device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
+__device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item,
+                                                       const BasicSchedule<i32>::Part &part) {
   BlockRow row{nullptr, 0, 0};
   if constexpr (C.features.blocks) row = a.in.blocks.row(item.b, item.h, item.q / a.in.blocks.row_tokens);
-  return {band,
-          item.q,
-          min(item.q + C.tile_q(), band.seqlen_q),
-          C.tile_k,
-          C.invariant ? C.tile_k : 16,
-          row,
-          part<C>(a, item)};
+  return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, C.invariant ? C.tile_k : 16, row, part};
 }
+template <Config C>
+__device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
+  return schedule<C>(a, band, item, part<C>(a, item));
+}
+
+// The same, each chunk of keys twice: where a tile of queries is computed again (kFixedByRow).
+template <Config C> class TwiceByChunk {
+public:
+  __device__ __forceinline__ TwiceByChunk(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item)
+      : a_(a), band_(band), item_(item), tiles_(schedule<C>(a, band, item)) {
+    if constexpr (C.walks_chunks()) {
+      const BasicRange<i32> keys = band.keys_any(item.q, min(item.q + C.tile_q(), band.seqlen_q));
+      chunk_ = keys.empty() ? 0 : keys.begin / C.chunk(), end_ = keys.empty() ? 1 : (keys.end + C.chunk() - 1) / C.chunk();
+      BasicKeyTile<i32> any;
+      while (end_ - 1 > chunk_ && !of(end_ - 1).next(any)) --end_;
+      tiles_ = of(chunk_);
+    }
+  }
+  __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
+    while (!tiles_.next(t)) {
+      if (again_ && ++chunk_ >= end_) return false;
+      again_ = !again_;
+      tiles_ = of(chunk_);
+    }
+    return true;
+  }
+  // What the tile found last belongs to; and how the one before says that this one is another chunk's, or comes again.
+  __device__ __forceinline__ i32 run() const { return 2 * chunk_ + again_; }
+  __device__ __forceinline__ Tile::Last before() const { return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk; }
+
+private:
+  __device__ __forceinline__ BasicSchedule<i32> of(i32 chunk) const {
+    if constexpr (!C.walks_chunks()) return schedule<C>(a_, band_, item_);
+    return schedule<C>(a_, band_, item_, {chunk, 1, C.chunk()});
+  }
+  const ForwardArguments &a_;
+  const BasicBand<i32> band_;
+  const Item &item_;
+  BasicSchedule<i32> tiles_;
+  i32 chunk_ = 0, end_ = 1;
+  bool again_ = false;
+};
 
 // The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to
 // tile, and the fixed reference holds. With a window from its far end down: what a warpgroup sees must be one run in this order, too.
@@ -80,6 +117,9 @@ template <Config C> struct Load {
   __device__ __forceinline__ void load(const Item &item) {
     const Sequence sequence = in.sequence<C.features.seqused>(item.b);
     const BasicBand<i32> band = narrow(sequence.band);
+    if constexpr (C.repeats_chunks()) {
+      if (item.kind() != kFast) return load(item, sequence, TwiceByChunk<C>(a, band, item));
+    }
     if constexpr (kFromDiagonal)
       load(item, sequence, FromDiagonal(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
     else
@@ -94,11 +134,12 @@ template <Config C> struct Load {
 #pragma unroll 1
     do {
       const BasicKeyTile<i32> tile = next;
+      const i32 run = this->run(tiles, tile.begin);
       if constexpr (C.reference == kFixed) more = more && load_shared(shared.lost()) != items;
       more = more && tiles.next(next);
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
       write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN,
-            !more ? Tile::kLast : ends_chunk(tile.begin, next.begin) ? Tile::kLastOfChunk : 0);
+            !more ? Tile::kLast : end_of_run(tiles, run, next.begin));
       load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u),
                         shared.k + k.index * C.k_bytes(), k0 + tile.begin, kv, item.b);
       if constexpr (C.bias_by_tma) load_bias(item, tile.begin);
@@ -109,8 +150,17 @@ template <Config C> struct Load {
     load_v(k0 + before, kv, item.b);
   }
 
-  static __device__ __forceinline__ bool ends_chunk(i32 begin, i32 next) {
-    return C.walks_chunks() && (u32)begin / C.chunk() != (u32)next / C.chunk();
+  // Of tiles that are walked over as one.
+  template <class Tiles> static __device__ __forceinline__ i32 run(const Tiles &, i32 begin) {
+    return C.walks_chunks() ? (i32)((u32)begin / C.chunk()) : 0;
+  }
+  static __device__ __forceinline__ i32 run(const TwiceByChunk<C> &tiles, i32) { return tiles.run(); }
+  // What is said of a tile of `run`, after which comes one at `next`.
+  template <class Tiles> static __device__ __forceinline__ i32 end_of_run(const Tiles &tiles, i32 run, i32 next) {
+    return Load::run(tiles, next) != run ? Tile::kLastOfChunk : 0;
+  }
+  static __device__ __forceinline__ i32 end_of_run(const TwiceByChunk<C> &tiles, i32 run, i32) {
+    return tiles.run() != run ? tiles.before() : 0;
   }
   __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
     mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);

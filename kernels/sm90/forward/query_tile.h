@@ -22,6 +22,7 @@ template <Config C> struct QueryTile {
                     : BasicRange<i32>{0, 0}) {}
 
   __device__ __forceinline__ void compute() {
+    if constexpr (C.repeats_chunks()) softmax.begin_again();
     group.O.clear();
     const bool turn = find_first_tile();
     const bool any = sees();
@@ -36,11 +37,20 @@ template <Config C> struct QueryTile {
         release_q(true);
       }
       if (!sees()) drain(turn || any);
-      store_results(group, item, softmax);
+      finish();
     }
-    if (item.kind() != kFast) add_nonfinite(group, item, softmax.dropout.dropout);
+    if (!C.repeats_chunks() && item.kind() != kFast) add_nonfinite(group, item, softmax.dropout.dropout);
   }
-
+  __device__ __forceinline__ void finish() {
+    if constexpr (C.invariant)
+      finish_chunk(true, true);
+    else
+      store_results(group, item, softmax);
+  }
+  __device__ __forceinline__ void finish_chunk(bool first, bool last) {
+    bool none[2];
+    sm90::finish_chunk(group, item, softmax, first, last, Rows::all, none);
+  }
   // From the first tile that is seen on, by chunks of keys, each with a softmax of its own.
   __device__ __forceinline__ void walk_chunks(bool turn) {
     const bool any = sees();
@@ -51,13 +61,46 @@ template <Config C> struct QueryTile {
       if (last) release_q(!any);
       if (any) p_v();
       if (last && !sees()) drain(turn || any);
-      finish_chunk(group, item, softmax, first, last);
+      finish_chunk(first, last);
       if (last) return;
       group.O.clear();
       softmax.begin_again();
       softmax.given.mask.fetch(t.begin);
       turn = true;
     }
+  }
+  // Each chunk of keys comes twice: for all rows, and then, lagging, for those that were not finite.
+  __device__ __forceinline__ void compute_safely() {
+    bool failed[2], first = true, again = false, turn = false;
+    for (;;) {
+      group.O.clear();
+      softmax.begin_again(again);
+      for (t = group.wait_tile(); !sees() && !t.last; turn = true) {
+        group.skip_tile(turn);
+        t = group.wait_tile();
+      }
+      if (sees()) {
+        softmax.given.mask.fetch(t.begin);
+        walk(turn);
+        p_v();
+        turn = true;
+      }
+      if (!sees()) { // nor what follows
+        group.skip_tile(turn);
+        turn = true;
+        while (!t.last) {
+          t = group.wait_tile();
+          group.skip_tile(true);
+        }
+      }
+      const bool end = t.last == Tile::kLast, last = t.last != Tile::kLastOfChunk;
+      if (end) release_q(true);
+      sm90::finish_chunk(group, item, softmax, first, last, again ? Rows::failed : Rows::finite, failed);
+      if (end) break;
+      if (again) first = false;
+      again = !again;
+    }
+    add_nonfinite(group, item, softmax.dropout.dropout);
   }
 
   __device__ __forceinline__ bool is_last() const { return C.walks_chunks() ? t.last == Tile::kLast : t.last; }
