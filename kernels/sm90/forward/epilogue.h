@@ -68,19 +68,10 @@ __device__ __forceinline__ float merge_row(Warpgroup<C> &group, const RowEnd &en
   if (!last && there && group.lane % 4 == 0) a.partial_lse[index] = merge.lse;
   return merge.lse;
 }
-// Whether row r of O, times a factor, is finite.
-template <Config C> __device__ __forceinline__ bool finite_row(const Warpgroup<C> &group, int r, float factor) {
-  float zero = 0;
-#pragma unroll
-  for (int n = 0; n < C.head_dim_v / 4; ++n) zero = __fmaf_rn(__fmul_rn(group.O.x[n / 2 * 4 + 2 * r + n % 2], factor), 0.0f, zero);
-  return tile::row_max(zero == 0 ? 0.0f : 1.0f) == 0;
-}
-// Which rows a walk over a chunk of keys is for: all; all, but they count only if they are finite; those that were not.
-enum class Rows { all, finite, failed };
-// What a chunk of keys makes of O and LSE: the result, if there is no other one. failed: a lane's rows that were not finite.
+// What a chunk of keys makes of O and LSE: the result, if there is no other one. counts: of which of a lane's rows.
 template <Config C>
 __device__ __forceinline__ void finish_chunk(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, bool first, bool last,
-                                             Rows rows, bool (&failed)[2]) {
+                                             const bool (&counts)[2]) {
   const HopperForwardArguments &a = group.a;
   const Inputs &in = group.in;
   const float infinity = -minus_infinity<float>();
@@ -93,21 +84,17 @@ __device__ __forceinline__ void finish_chunk(Warpgroup<C> &group, const Item &it
     const i64 row = held.q0 + at.i;
     const RowEnd end = row_end(softmax.running.M[r], tile::row_sum(softmax.running.l[r]), minus_infinity<float>());
     float factor = end.factor * softmax.dropout.dropout.factor(), lse = end.lse;
-    bool counts = at.i < held.seqlen_q;
-    nonfinite |= counts && !(lse < infinity);
-    if constexpr (C.repeats_chunks()) {
-      if (rows == Rows::finite) failed[r] = !(lse < infinity) | !finite_row(group, r, factor);
-      if (rows != Rows::all) counts = counts && failed[r] == (rows == Rows::failed);
-    }
+    const bool there = at.i < held.seqlen_q && counts[r];
+    nonfinite |= there && !(lse < infinity);
     if constexpr (C.split) {
-      if (!counts) continue;
+      if (!there) continue;
       if (group.lane % 4 == 0) a.partial_lse[item.split() * in.rows() + in.row_index(item.b, at.h, row)] = lse;
       nonfinite |= store_partial(group, item, at.h, row, r, factor);
       continue;
     }
     if (C.walks_chunks() && !(first && last)) {
-      const i64 index = counts ? in.row_index(item.b, at.h, row) : 0;
-      lse = merge_row(group, end, factor, index, counts, r, first, last, zero), factor = 1;
+      const i64 index = there ? in.row_index(item.b, at.h, row) : 0;
+      lse = merge_row(group, end, factor, index, there, r, first, last, zero), factor = 1;
     }
     if (!last) continue;
     if (in.sinks) {
@@ -119,8 +106,8 @@ __device__ __forceinline__ void finish_chunk(Warpgroup<C> &group, const Item &it
       }
       lse = with_sink.lse, factor = 1;
     }
-    if (a.lse && counts && group.lane % 4 == 0) *a.lse.template at<float>(item.b, at.h, row, 0) = lse;
-    nonfinite |= store_rounded(group, item, at.h, row, counts, r, factor);
+    if (a.lse && there && group.lane % 4 == 0) *a.lse.template at<float>(item.b, at.h, row, 0) = lse;
+    nonfinite |= store_rounded(group, item, at.h, row, there, r, factor);
   }
   if (item.kind() != kFast) return;
   if (last)

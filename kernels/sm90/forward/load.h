@@ -30,11 +30,12 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a
 // The same, each chunk of keys twice: where a tile of queries is computed again (kFixedByRow).
 template <Config C> class TwiceByChunk {
 public:
-  __device__ __forceinline__ TwiceByChunk(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item)
-      : a_(a), band_(band), item_(item), tiles_(schedule<C>(a, band, item)) {
+  __device__ __forceinline__ TwiceByChunk(const HopperForwardArguments &a, const SharedMemory<C> &shared) : a_(a), shared_(shared), tiles_(of(-1)) {
     if constexpr (C.walks_chunks()) {
+      const Item item = read<Item>(shared.item());
+      const BasicBand<i32> band = narrow(a.in.sequence<C.features.seqused>(item.b).band);
       const BasicRange<i32> keys = band.keys_any(item.q, min(item.q + C.tile_q(), band.seqlen_q));
-      chunk_ = keys.empty() ? 0 : keys.begin / C.chunk(), end_ = keys.empty() ? 1 : (keys.end + C.chunk() - 1) / C.chunk();
+      if (!keys.empty()) chunk_ = keys.begin / C.chunk(), end_ = (keys.end + C.chunk() - 1) / C.chunk();
       BasicKeyTile<i32> any;
       while (end_ - 1 > chunk_ && !of(end_ - 1).next(any)) --end_;
       tiles_ = of(chunk_);
@@ -53,13 +54,15 @@ public:
   __device__ __forceinline__ Tile::Last before() const { return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk; }
 
 private:
+  // The item is read again: nothing is kept in registers for this.
   __device__ __forceinline__ BasicSchedule<i32> of(i32 chunk) const {
-    if constexpr (!C.walks_chunks()) return schedule<C>(a_, band_, item_);
-    return schedule<C>(a_, band_, item_, {chunk, 1, C.chunk()});
+    const Item item = read<Item>(shared_.item());
+    const BasicBand<i32> band = narrow(a_.in.sequence<C.features.seqused>(item.b).band);
+    if (!C.walks_chunks() || chunk < 0) return schedule<C>(a_, band, item);
+    return schedule<C>(a_, band, item, {chunk, 1, C.chunk()});
   }
-  const ForwardArguments &a_;
-  const BasicBand<i32> band_;
-  const Item &item_;
+  const HopperForwardArguments &a_;
+  const SharedMemory<C> &shared_;
   BasicSchedule<i32> tiles_;
   i32 chunk_ = 0, end_ = 1;
   bool again_ = false;
@@ -118,7 +121,7 @@ template <Config C> struct Load {
     const Sequence sequence = in.sequence<C.features.seqused>(item.b);
     const BasicBand<i32> band = narrow(sequence.band);
     if constexpr (C.repeats_chunks()) {
-      if (item.kind() != kFast) return load(item, sequence, TwiceByChunk<C>(a, band, item));
+      if (item.kind() != kFast) return load(item, sequence, TwiceByChunk<C>(a, shared));
     }
     if constexpr (kFromDiagonal)
       load(item, sequence, FromDiagonal(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));

@@ -48,8 +48,7 @@ template <Config C> struct QueryTile {
       store_results(group, item, softmax);
   }
   __device__ __forceinline__ void finish_chunk(bool first, bool last) {
-    bool none[2];
-    sm90::finish_chunk(group, item, softmax, first, last, Rows::all, none);
+    sm90::finish_chunk(group, item, softmax, first, last, {true, true});
   }
   // From the first tile that is seen on, by chunks of keys, each with a softmax of its own.
   __device__ __forceinline__ void walk_chunks(bool turn) {
@@ -71,7 +70,7 @@ template <Config C> struct QueryTile {
   }
   // Each chunk of keys comes twice: for all rows, and then, lagging, for those that were not finite.
   __device__ __forceinline__ void compute_safely() {
-    bool failed[2], first = true, again = false, turn = false;
+    bool failed[2] = {}, first = true, again = false, turn = false; // failed, and when they come again: the others
     for (;;) {
       group.O.clear();
       softmax.begin_again(again);
@@ -95,12 +94,20 @@ template <Config C> struct QueryTile {
       }
       const bool end = t.last == Tile::kLast, last = t.last != Tile::kLastOfChunk;
       if (end) release_q(true);
-      sm90::finish_chunk(group, item, softmax, first, last, again ? Rows::failed : Rows::finite, failed);
+      for (int r = 0; r < 2; ++r) failed[r] = again ? !failed[r] : !finite(r);
+      sm90::finish_chunk(group, item, softmax, first, last, {!failed[0], !failed[1]});
       if (end) break;
       if (again) first = false;
       again = !again;
     }
     add_nonfinite(group, item, softmax.dropout.dropout);
+  }
+  // A lane's row r, its other lanes' columns included.
+  __device__ __forceinline__ bool finite(int r) const {
+    float zero = tile::row_sum(softmax.running.l[r]) * 0.0f;
+#pragma unroll
+    for (int n = 0; n < C.head_dim_v / 4; ++n) zero = __fmaf_rn(group.O.x[n / 2 * 4 + 2 * r + n % 2], 0.0f, zero);
+    return tile::row_max(zero == 0 ? 0.0f : 1.0f) == 0;
   }
 
   __device__ __forceinline__ bool is_last() const { return C.walks_chunks() ? t.last == Tile::kLast : t.last; }
