@@ -33,9 +33,9 @@ struct Config {
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
   STROBE_FN constexpr bool chunked() const { return invariant && head_dim_v <= 128; }
-  STROBE_FN constexpr i32 chunk() const { return 4096 / tile_k * tile_k; }    // keys
+  STROBE_FN constexpr i32 chunk() const { return 4096 / tile_k * tile_k; }             // keys
   STROBE_FN constexpr bool repeats_chunks() const { return reference == kFixedByRow; } // where a tile of queries is computed again
-  STROBE_FN constexpr bool walks_chunks() const { return chunked() && !split; } // one after the other
+  STROBE_FN constexpr bool walks_chunks() const { return chunked() && !split; }        // one after the other
   STROBE_FN constexpr i32 threads() const { return 128 * (warpgroups + 1); }
   // Tiles in shared memory are blocks of 64 columns.
   STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }

@@ -25,7 +25,8 @@ __device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const I
 // The same as the results themselves. Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of
 // them whole sectors. Without branches: within one the compiler computes the address anew, and waits for each exchange.
 template <Config C>
-__device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, bool there, int r, float factor) {
+__device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, bool there, int r,
+                                              float factor) {
   using T = typename Element<C.dtype>::type;
   const i32 odd = group.lane % 2, column = 8 * odd + group.lane % 4 / 2 * 4;
   T *out = group.a.out.template at<T>(item.b, h, row, 0) + column;

@@ -30,7 +30,8 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a
 // The same, each chunk of keys twice: where a tile of queries is computed again (kFixedByRow).
 template <Config C> class TwiceByChunk {
 public:
-  __device__ __forceinline__ TwiceByChunk(const HopperForwardArguments &a, const SharedMemory<C> &shared) : a_(a), shared_(shared), tiles_(of(-1)) {
+  __device__ __forceinline__ TwiceByChunk(const HopperForwardArguments &a, const SharedMemory<C> &shared)
+      : a_(a), shared_(shared), tiles_(of(-1)) {
     if constexpr (C.walks_chunks()) {
       const Item item = read<Item>(shared.item());
       const BasicBand<i32> band = narrow(a.in.sequence<C.features.seqused>(item.b).band);
@@ -51,7 +52,9 @@ public:
   }
   // What the tile found last belongs to; and how the one before says that this one is another chunk's, or comes again.
   __device__ __forceinline__ i32 run() const { return 2 * chunk_ + again_; }
-  __device__ __forceinline__ Tile::Last before() const { return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk; }
+  __device__ __forceinline__ Tile::Last before() const {
+    return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk;
+  }
 
 private:
   // The item is read again: nothing is kept in registers for this.

@@ -44,8 +44,7 @@ template <Config C> struct Results {
     }
   }
 };
-template <Config C>
-__device__ __forceinline__ Results<C> results_of(const Warpgroup<C> &group, const Item &item, i64 q0, i32 seqlen_q) {
+template <Config C> __device__ __forceinline__ Results<C> results_of(const Warpgroup<C> &group, const Item &item, i64 q0, i32 seqlen_q) {
   const i32 first = item.q + 64 * group.w;
   if constexpr (!C.packed) return {group.a, item, q0, first, min(64, seqlen_q - first), 0};
   const BasicRange<i32> heads = packed_heads(group.a, item, group.w);

@@ -121,8 +121,7 @@ template <Config C> struct TileSoftmax {
         hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(running.M[0], running.M[1]) == minus_infinity<float>());
       follows = rising || (follows && hidden);
     }
-    if constexpr (C.reference == kFixedByRow)
-      follows = rising || __any_sync(0xFFFFFFFFu, wants(0) || wants(1));
+    if constexpr (C.reference == kFixedByRow) follows = rising || __any_sync(0xFFFFFFFFu, wants(0) || wants(1));
   }
   // It is false; but the compiler has to finish the softmax to know.
   __device__ __forceinline__ bool never() const { return __any_sync(0xFFFFFFFFu, running.l[0] + running.l[1] < 0); }

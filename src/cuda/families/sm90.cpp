@@ -259,7 +259,7 @@ protected:
                           config.reference == sm90::kFixed        ? "fixed reference"
                           : config.reference == sm90::kFixedByRow ? "reference fixed row by row"
                           : config.reference == sm90::kLagging    ? "lagging maximum"
-                                                               : "running maximum");
+                                                                  : "running maximum");
     PackedForwardArguments a{}; // packed, if there are such heads
     static_cast<ForwardArguments &>(a) = forward_arguments(p);
     const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;

@@ -84,7 +84,7 @@ int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
 bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
   const Features &f = c.features;
   if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
-  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // registers
+  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false;   // registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   // The first keys are seen by all queries, and all keys by some.
   if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
