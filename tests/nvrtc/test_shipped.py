@@ -275,7 +275,8 @@ INVARIANT_SPILLS = {
     (90, "strobe::mma::Backward", 128): 16,
 }
 INVARIANT = [
-    *product((90,), (64, 128, 256), ("plain", "causal", "mask", "dropout", "sinks", "block-sparse"), (1, 4096), (False, True), ("",)),
+    *product((90,), (64, 128, 256), ("plain", "causal", "mask", "dropout", "sinks"), (1, 4096), (False, True), ("",)),
+    *product((90,), (64, 128, 256), ("block-sparse",), (4096,), (False, True), ("",)),
     *product((80, 90, 120), (128, 192, 256), ("causal",), (1, 4096), (False, True), ("cuda-mma",)),
 ]
 

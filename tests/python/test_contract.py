@@ -48,6 +48,8 @@ def test_case(number, record_property):
         try:
             results = run(inputs, engine)
         except NotImplementedError as refusal:
+            if ON_GPU and case["flag"] == "invariant" and "invariant" in str(refusal):
+                continue  # with these block masks, this bias, or never
             if case["dtype"] in SPECIAL.get(engine, {case["dtype"]}):
                 faults.append(f"{engine or 'default'} refuses: {refusal}")
             continue
