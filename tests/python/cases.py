@@ -16,7 +16,6 @@ from torch import Tensor
 import plain
 import strobe
 
-
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 # Every value of every option that the pairs cover. The first value of each is the plain one.

@@ -140,12 +140,15 @@ template <Config C> struct Load {
 #pragma unroll 1
     do {
       const BasicKeyTile<i32> tile = next;
-      const i32 run = this->run(tiles, tile.begin);
+      const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
       if constexpr (C.reference == kFixed) more = more && load_shared(shared.lost()) != items;
       more = more && tiles.next(next);
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
-      write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN,
-            !more ? Tile::kLast : end_of_run(tiles, run, next.begin));
+      if constexpr (C.invariant)
+        write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN,
+              !more ? Tile::kLast : end_of_run(tiles, run, next.begin));
+      else
+        write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
       load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u),
                         shared.k + k.index * C.k_bytes(), k0 + tile.begin, kv, item.b);
       if constexpr (C.bias_by_tma) load_bias(item, tile.begin);
