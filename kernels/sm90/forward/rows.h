@@ -9,7 +9,7 @@ namespace strobe::sm90 {
 struct RowPlace {
   i32 i, h; // a row that is not there: a query beyond all sequences
 };
-inline constexpr i32 kNoQuery = 1 << 30;
+enum : i32 { kNoQuery = 1 << 30 };
 
 // Where Config::packed says so.
 __device__ __forceinline__ const PackedForwardArguments &packed(const HopperForwardArguments &a) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ BasicRange<i32> packed_heads(const HopperForwardArgum
 template <Config C> __device__ __forceinline__ i32 first_query(const HopperForwardArguments &a, const Item &item, int w) {
   if constexpr (!C.packed) return item.q + 64 * w;
   const BasicRange<i32> heads = packed_heads(a, item, w);
-  return heads.begin < heads.end ? 0 : kNoQuery;
+  return heads.begin < heads.end ? 0 : i32(kNoQuery);
 }
 // Of row r of warpgroup w, packed.
 __device__ __forceinline__ RowPlace packed_place(const HopperForwardArguments &a, const Item &item, int w, i32 r) {

@@ -121,7 +121,7 @@ Config config_for(const Problem &p) {
   c.features = features_of(p);
   // With FP16 a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
-  c.reference = p.exact_max ? sm90::kExact : p.invariant ? sm90::kFixedByRow : fixed ? sm90::kFixed : sm90::kLagging;
+  c.reference = p.exact_max ? sm90::kExact : p.invariant ? i32(sm90::kFixedByRow) : fixed ? sm90::kFixed : sm90::kLagging;
   c.invariant = p.invariant;
   c.bias_by_tma = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
   return c;
