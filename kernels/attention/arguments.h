@@ -47,11 +47,11 @@ struct Sequence {
 struct Inputs {
   Operand q, k, v, mask, bias, slopes, sinks;
   const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense
-  const i32 *seqused_k;                   // (batch): how many keys of each sequence count; null: all (Features::seqused)
-  i64 seqlen_q, seqlen_k;                 // of the longest sequence
-  i64 total_q, total_k;                   // varlen: packed tokens
-  i64 left, right;                        // the window; Band::kFar: unbounded
-  i32 batch, heads, heads_kv, group;      // group = heads / heads_kv
+  const i32 *seqused_k;   // (batch): how many keys of each sequence count (Features::seqused); of a part its table (part.h); null: all
+  i64 seqlen_q, seqlen_k; // of the longest sequence
+  i64 total_q, total_k;   // varlen: packed tokens
+  i64 left, right;        // the window; Band::kFar: unbounded
+  i32 batch, heads, heads_kv, group; // group = heads / heads_kv
   i32 head_dim, head_dim_v;
   i32 bottom_right;
   u32 threshold; // of dropout: keep if byte < threshold

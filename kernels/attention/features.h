@@ -8,6 +8,9 @@ namespace strobe::inline STROBE_ISA {
 // Values of Features::function. Other than kLinear, gradients by x need the function's slope, which is never negative.
 inline constexpr i32 kLinear = 0, kSoftcap = 1, kHyperbolic = 2;
 
+// Values of Features::part: ranges begin at multiples of 16, or some of them elsewhere.
+enum Starts : i32 { kAligned = 1, kAnywhere = 2 };
+
 // int32 fields only: a kernel's Config holds one, and its bytes are the key that the compiled kernel is cached under.
 struct Features {
   i32 band;   // causal or a window: which keys are visible differs from query to query
@@ -19,9 +22,14 @@ struct Features {
   i32 scaled;   // the scale cannot be left to exp2's argument: not positive, too small or too large; kHyperbolic: it is not 1
   i32 dropout;
   i32 seqused; // seqused_k says how many keys of each sequence count
+  i32 part;    // of a larger problem (part.h): kAligned, kAnywhere, or 0
+  i32 partial; // of a part: results are fp32 (fp64 if q is), LSE two numbers; the backward takes both, and D, of the whole row
+  i32 adds;    // gradients are fp32 (fp64 if q is) and added to what is there
 
   // Scores are kept in their own unit, else as raw q.k with the scale left to exp2's argument.
   STROBE_FN constexpr bool additive() const { return bias || alibi || function || scaled; }
+  // dq, dk and dv have the type of sums, not that of q.
+  STROBE_FN constexpr bool wide_gradients() const { return partial || adds; }
 };
 
 // Columns over which FP32 and FP64 sum D and dP in one run: where they cancel, what longer runs round shows.

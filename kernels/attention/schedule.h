@@ -51,15 +51,12 @@ public:
                           Part part = {0, 1})
       : any_(share(band.keys_any(q0, q1), tile, align, part)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align),
         seqlen_(band.seqlen_k) {
-    if (row_.cols) {
-      block_ = max((Int)min(row_.block, (i64)seqlen_), Int(1));
-      blocks_ = (seqlen_ + block_ - 1) / block_;
-      join_ = tile_ > block_ || (u32)block_ % (u32)tile_ != 0; // a tile may be longer than 32 bits say, a block is not
-      advance();
-    } else {
-      run_ = any_;
-      next_ = run_.empty() ? 0 : below(run_.begin);
-    }
+    begin();
+  }
+  // any: of the keys that some query sees, those to walk over.
+  STROBE_FN BasicSchedule(Range any, const BasicBand<Int> &band, Int q0, Int q1, Int tile, Int align, BlockRow row)
+      : any_(any), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align), seqlen_(band.seqlen_k) {
+    begin();
   }
 
   // The part of the keys that one of several walks over.
@@ -85,6 +82,17 @@ public:
   }
 
 private:
+  STROBE_FN void begin() {
+    if (row_.cols) {
+      block_ = max((Int)min(row_.block, (i64)seqlen_), Int(1));
+      blocks_ = (seqlen_ + block_ - 1) / block_;
+      join_ = tile_ > block_ || (u32)block_ % (u32)tile_ != 0; // a tile may be longer than 32 bits say, a block is not
+      advance();
+    } else {
+      run_ = any_;
+      next_ = run_.empty() ? 0 : below(run_.begin);
+    }
+  }
   STROBE_FN Int below(Int x) const { return x / align_ * align_; }
   // ahead_: the next entry's block, cut to the sequence; behind it, and so empty, if there is no next entry.
   STROBE_FN void advance() {

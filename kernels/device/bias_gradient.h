@@ -1,14 +1,19 @@
 // dbias = dS, summed over what bias was broadcast over. A block of threads owns a tile of dbias, walks over all tiles of scores that add to
 // it, in a fixed order, and computes them anew: nothing is shared, so it takes no workspace and is the same over runs.
 #pragma once
-#include "../attention/arguments.h"
+#include "../attention/part.h"
 #include "../ptx/math.h"
 
 namespace strobe {
 
-// Tile: how a family makes dS of a tile of scores: kTileQ, kTileK, kThreads, T; Sum, what a thread has of such a tile; take_queries(b, h,
-// q0), whether there are any; add(sum, lost, k0), with what the roundings lost; put(sum), to shared memory, where at(query, key) is an
-// element; add(x, lost, y) of two numbers.
+// Tile: how a family makes dS of a tile of scores: kTileQ, kTileK, kThreads, of_part(), T; Sum, what a thread has of such a tile;
+// take_queries(b, h, q0), whether there are any (of a part q0 counts rows that are held, keys are positions of the whole sequence);
+// add(sum, lost, k0), with what the roundings lost; put(sum), to shared memory, where at(query, key) is an element; add(x, lost, y) of two
+// numbers.
+template <bool kPart> __device__ __forceinline__ i64 columns_of(const Inputs &in) {
+  if constexpr (kPart) return part_of(in).columns;
+  return in.seqlen_k;
+}
 template <i32 kBias, class Tile> __device__ __forceinline__ void bias_gradient(const BackwardArguments &a) {
   extern __shared__ __align__(128) unsigned char shared[];
   using T = typename Tile::T;
@@ -25,8 +30,8 @@ template <i32 kBias, class Tile> __device__ __forceinline__ void bias_gradient(c
   };
   const i64 *stride = a.dbias.stride;
   u32 item = blockIdx.x;
-  const Part keys(item, stride[3], div_up(in.seqlen_k, Tile::kTileK)), queries(item, stride[2], div_up(in.seqlen_q, Tile::kTileQ)),
-      heads(item, stride[1], in.heads), batches(item, stride[0], in.batch);
+  const Part keys(item, stride[3], div_up(columns_of<Tile::of_part()>(in), Tile::kTileK)),
+      queries(item, stride[2], div_up(in.seqlen_q, Tile::kTileQ)), heads(item, stride[1], in.heads), batches(item, stride[0], in.batch);
 
   Tile tile(a, shared);
   typename Tile::Sum sum = {}, lost = {};
@@ -63,7 +68,7 @@ template <i32 kBias, class Tile> __device__ __forceinline__ void bias_gradient(c
   }
   const i32 q0 = queries.begin * Tile::kTileQ, k0 = keys.begin * Tile::kTileK;
   const i32 rows = stride[2] ? (i32)min((i64)Tile::kTileQ, in.seqlen_q - q0) : 1;
-  const i32 columns = stride[3] ? (i32)min((i64)Tile::kTileK, in.seqlen_k - k0) : 1;
+  const i32 columns = stride[3] ? (i32)min((i64)Tile::kTileK, columns_of<Tile::of_part()>(in) - k0) : 1;
   for (i32 n = t; n < rows * Tile::kTileK; n += Tile::kThreads) {
     const i32 i = n / Tile::kTileK, j = n % Tile::kTileK;
     if (j < columns) *a.dbias.template at<B>(batches.begin, heads.begin, q0 + i, k0 + j) = Convert<B>::from(tile.at(i, j));

@@ -11,6 +11,18 @@ template <Features F> struct KeyMajorDropout {
   // Gives what is dropped of P^T a sign. i, j: query and key of the corner of block [0][0], multiples of 16.
   template <int kKeys, int kQueries>
   __device__ __forceinline__ void mark(tile::Accumulator (&P)[kKeys][kQueries], i32 i, i32 j, i32 head, i32 batch) const {
+    const u32 of_head = dropout.whole_head(head), of_batch = dropout.whole_batch(batch);
+    if constexpr (F.part == kAnywhere) { // i and j are no multiples of 16
+#pragma unroll
+      for (int n = 0; n < kKeys * kQueries * 8; ++n) {
+        const int m = n / 8 % kKeys, q = n / 8 / kKeys, c = n / 4 % 2, r = n / 2 % 2, e = n % 2;
+        float &x = P[m][q].x[c][2 * r + e];
+        if (!dropout_keep(dropout.key, dropout.threshold, of_batch, of_head, i + 16 * q + tile::lane_column(c, e),
+                          j + 16 * m + tile::lane_row(r)))
+          x = -x;
+      }
+      return;
+    }
     // Two blocks at a time: lanes with an even key call for the first one, their neighbours for the second one, and they trade what they
     // do not need. A last block without partner is called for twice.
     constexpr int kBlocks = kKeys * kQueries;
@@ -19,7 +31,7 @@ template <Features F> struct KeyMajorDropout {
       bool pair = n + 1 < kBlocks;
       int lane = tile::lane_id(), odd = lane >> 2 & 1, own = pair ? n + odd : n;
       u32 key_group = (u32)((j >> 4) + own % kKeys) * 4 + (lane >> 3), query_group = (u32)((i >> 4) + own / kKeys) * 4 + (lane & 3);
-      Philox bits = dropout_bits(dropout.key, key_group, query_group, (u32)head, (u32)batch);
+      Philox bits = dropout_bits(dropout.key, key_group, query_group, of_head, of_batch);
       u32 mine = odd ? 0x7531 : 0x6420, theirs = odd ? 0x6420 : 0x7531; // the bytes of keys g and g + 8 of two words
       u32 low = __byte_perm(bits.x[0], bits.x[1], mine), high = __byte_perm(bits.x[2], bits.x[3], mine);
       if (pair) {

@@ -7,7 +7,7 @@ namespace strobe {
 
 template <Features F> struct QueryMajorDropout {
   Dropout<F> dropout;
-  u32 head, batch;
+  u32 head, batch; // of a part, those of the whole problem
 
   // Random bytes, one for each element of this lane's: rows g and g + 8 of the left block, then of the right one. i, j: query and key of
   // the corner, multiples of 16.
@@ -23,6 +23,11 @@ template <Features F> struct QueryMajorDropout {
   }
   // Sets what is dropped of P to 0.
   __device__ __forceinline__ void apply(tile::Accumulator &left, tile::Accumulator &right, i32 i, i32 j) const {
+    if constexpr (F.part == kAnywhere) { // i and j are no multiples of 16
+      keep_each(left, i, j);
+      keep_each(right, i, j + 16);
+      return;
+    }
     u32 bytes[4];
     draw(bytes, i, j);
     keep(left, bytes[0], bytes[1]);
@@ -34,6 +39,14 @@ template <Features F> struct QueryMajorDropout {
   }
 
 private:
+  __device__ __forceinline__ void keep_each(tile::Accumulator &P, i32 i, i32 j) const {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int c = k / 4, r = k / 2 % 2, e = k % 2;
+      if (!dropout_keep(dropout.key, dropout.threshold, batch, head, i + tile::lane_row(r), j + tile::lane_column(c, e)))
+        P.x[c][2 * r + e] = 0;
+    }
+  }
   // words of rows g and g + 8
   __device__ __forceinline__ void keep(tile::Accumulator &P, u32 low, u32 high) const {
 #pragma unroll

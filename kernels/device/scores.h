@@ -6,6 +6,7 @@
 #include "../attention/arguments.h"
 #include "../attention/dropout.h"
 #include "../attention/features.h"
+#include "../attention/part.h"
 #include "../attention/score.h"
 
 namespace strobe {
@@ -14,9 +15,30 @@ namespace strobe {
 // bits want it, with an arccosh of 2^-22. full: to a few units in the last place of T.
 enum class Functions { rough, half, full };
 
+// What a part of a larger problem adds to a kernel's numbers; nothing without one.
+template <bool kPart> struct PlaceOfRows { // where mask and bias have the row of a query
+  __device__ __forceinline__ i32 row(i32 i) const { return i; }
+};
+template <> struct PlaceOfRows<true> {
+  i32 row_shift = 0; // of the tile of queries
+  __device__ __forceinline__ i32 row(i32 i) const { return i + row_shift; }
+};
+template <bool kPart> struct PlaceOfHeads { // of dropout's counters
+  __device__ __forceinline__ explicit PlaceOfHeads(const Inputs &) {}
+  __device__ __forceinline__ u32 whole_head(i64 h) const { return (u32)h; }
+  __device__ __forceinline__ u32 whole_batch(i64 b) const { return (u32)b; }
+};
+template <> struct PlaceOfHeads<true> {
+  u32 first_head, first_batch;
+  __device__ __forceinline__ explicit PlaceOfHeads(const Inputs &in)
+      : first_head((u32)part_of(in).first_head), first_batch((u32)part_of(in).first_batch) {}
+  __device__ __forceinline__ u32 whole_head(i64 h) const { return (u32)h + first_head; }
+  __device__ __forceinline__ u32 whole_batch(i64 b) const { return (u32)b + first_batch; }
+};
+
 // The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a
 // tile ask with different h.
-template <Features F, class T, Functions kFunctions = Functions::full> struct Scores {
+template <Features F, class T, Functions kFunctions = Functions::full> struct Scores : PlaceOfRows<F.part != 0> {
   const Inputs &in;
   i64 b;
   i32 seqlen_q, seqlen_k;
@@ -49,6 +71,8 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
     return r;
   }
 
+  __device__ __forceinline__ i32 row_of(const Row &r) const { return PlaceOfRows<F.part != 0>::row(r.i); }
+
   // raw = q.k of query r and key j -> its score, -inf where hidden. by_position: the tile holds keys that r does not see by position, by
   // the end of the sequence, or beyond `limit` (the end of the schedule's tile); else all of them lie inside.
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit) const {
@@ -68,9 +92,9 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
     const Row &r;
     i32 j;
     __device__ __forceinline__ T bias() const {
-      return to_real<T>(*s.in.bias.template at<const typename Element<F.bias>::type>(s.b, r.h, r.i, j));
+      return to_real<T>(*s.in.bias.template at<const typename Element<F.bias>::type>(s.b, r.h, s.row_of(r), j));
     }
-    __device__ __forceinline__ bool allowed() const { return *s.in.mask.template at<const u8>(s.b, r.h, r.i, j) != 0; }
+    __device__ __forceinline__ bool allowed() const { return *s.in.mask.template at<const u8>(s.b, r.h, s.row_of(r), j) != 0; }
   };
   // The same with d score / d (scale * raw), 0 where hidden.
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit, T &slope) const {
@@ -132,10 +156,10 @@ private:
 };
 
 // Dropout of one sequence.
-template <Features F> struct Dropout {
+template <Features F> struct Dropout : PlaceOfHeads<F.part && F.dropout> {
   DropoutKey key;
   u32 threshold;
-  __device__ explicit Dropout(const Inputs &in) {
+  __device__ explicit Dropout(const Inputs &in) : PlaceOfHeads < F.part && F.dropout > (in) {
     if constexpr (F.dropout) {
       key = in.rng ? dropout_key((u64)in.rng[0], (u64)in.rng[1]) : dropout_key(in.seed, in.offset);
       threshold = in.threshold;
@@ -143,7 +167,7 @@ template <Features F> struct Dropout {
   }
   __device__ __forceinline__ bool keep(i64 b, i32 h, i32 i, i32 j) const {
     if constexpr (F.dropout)
-      return dropout_keep(key, threshold, b, h, i, j);
+      return dropout_keep(key, threshold, this->whole_batch(b), this->whole_head(h), i, j);
     else
       return true;
   }

@@ -3,6 +3,7 @@
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/features.h"
+#include "../attention/part.h"
 #include "../ptx/math.h"
 
 namespace strobe {
@@ -25,7 +26,7 @@ template <class T> __device__ __forceinline__ void settle_row(const BackwardArgu
 }
 
 // The kernel: after D, a block of threads takes a tile of queries, and leaves at once where no LSE is large. Tile: how the backward that
-// follows makes P and dS: kDType, kThreads, kTileQ, kSeqused, kOwn (a row is settled for its own LSE alone), T of LSE, and row_sums(b, h,
+// follows makes P and dS: kDType, kThreads, kTileQ, features(), kOwn (a row is settled for its own LSE alone), T of LSE, and row_sums(b, h,
 // sequence, q0), the sums of P and of dS over all keys of the row that is this thread's.
 template <class T> struct RowSums {
   T P, dS;
@@ -35,9 +36,10 @@ template <class Tile> __device__ __forceinline__ void settle_rows(const Backward
   using T = typename Tile::T;
   static_assert(Tile::kTileQ <= Tile::kThreads);
   const Inputs &in = a.in;
-  const u32 tiles = (u32)div_up(in.seqlen_q, Tile::kTileQ), pair = blockIdx.x / tiles;
-  const i32 b = (i32)(pair / in.heads), h = (i32)(pair % in.heads), q0 = (i32)(blockIdx.x % tiles) * Tile::kTileQ, t = (i32)threadIdx.x;
-  const Sequence sequence = in.sequence<Tile::kSeqused>(b);
+  constexpr Features F = Tile::features();
+  const u32 tiles = (u32)query_tiles<F, Tile::kTileQ>(in), pair = blockIdx.x / tiles;
+  const i32 b = (i32)(pair / in.heads), h = (i32)(pair % in.heads), t = (i32)threadIdx.x;
+  const auto [q0, sequence] = queries_of<F, Tile::kTileQ>(in, b, (i32)(blockIdx.x % tiles));
   const bool mine = t < Tile::kTileQ && q0 + t < sequence.band.seqlen_q;
   const i64 row = sequence.q0 + q0 + t;
   const T lse = mine ? *a.lse.at<const T>(b, h, row, 0) : T(0);

@@ -3,6 +3,7 @@
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/features.h"
+#include "../attention/part.h"
 
 namespace strobe {
 
@@ -61,8 +62,9 @@ __device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_k
 // bundle the last (longest, if causal) tile first.
 template <int kTileQ> struct QueryItem {
   i32 b, h, q, split;
-  __device__ __forceinline__ QueryItem(const ForwardArguments &a, u32 x) {
-    u32 tiles = (u32)div_up(a.in.seqlen_q, kTileQ), all = (u32)(a.in.batch * a.in.heads);
+  __device__ __forceinline__ QueryItem(const ForwardArguments &a, u32 x) : QueryItem(a, x, (u32)div_up(a.in.seqlen_q, kTileQ)) {}
+  __device__ __forceinline__ QueryItem(const ForwardArguments &a, u32 x, u32 tiles) {
+    u32 all = (u32)(a.in.batch * a.in.heads);
     split = (i32)(x % a.splits);
     x /= a.splits;
     u32 bundle = x / (tiles * a.bundle), first = bundle * a.bundle, size = min(all - first, (u32)a.bundle);
@@ -82,11 +84,17 @@ __device__ __forceinline__ void take_keys(State &state, const BackwardArguments 
   const Inputs &in = a.in;
   u32 index = blockIdx.x;
   if constexpr (kTickets) index = atomicAdd(a.turns, 1u); // whatever a block waits for has drawn its own before
-  u32 tiles = (u32)div_up(in.seqlen_k, kTileK), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
+  u32 tiles = (u32)key_tiles<F, kTileK>(in), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
   u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
   u32 pair = first + rest % n;
   state.batch = (i32)(pair / in.heads_kv), state.head_kv = (i32)(pair % in.heads_kv), state.k0 = (i32)(rest / n) * kTileK;
-  state.sequence = in.sequence<F.seqused>(state.batch);
+  if constexpr (F.part) {
+    state.number = (i32)(rest / n);
+    const PartTile tile = part_tile(held_keys(in, state.batch), state.number, kTileK, F.blocks != 0);
+    state.k0 = tile.begin, state.sequence = keys_at(in, state.batch, tile);
+  } else {
+    state.sequence = in.sequence<F.seqused>(state.batch);
+  }
 }
 
 // The same of all threads: the longest tiles come first, where lists of blocks say which. (In turns it must stay the first keys: they are
@@ -96,7 +104,8 @@ __device__ __forceinline__ void choose_keys(State &state, const BackwardArgument
   if (thread == 0) take_keys<F, kTurns, kTileK>(state, a);
   __syncthreads();
   i32 k0 = state.k0;
-  if constexpr (F.blocks && !kTurns) k0 = longest_key_tile<F, kThreads, kTileK>(a.in, state.batch, state.head_kv, k0 / kTileK) * kTileK;
+  if constexpr (F.blocks && !kTurns && !F.part)
+    k0 = longest_key_tile<F, kThreads, kTileK>(a.in, state.batch, state.head_kv, k0 / kTileK) * kTileK;
   if (thread == 0) {
     state.k0 = k0, state.k1 = min(k0 + kTileK, (i32)state.sequence.band.seqlen_k);
     begin();
@@ -110,7 +119,10 @@ template <Features F, int kTileK, class State> __device__ __forceinline__ bool t
   if (head == (state.head_kv + 1) * in.group) return false;
   BlockRow row{nullptr, 0, 0};
   if constexpr (F.blocks) row = in.blocks_t.row(state.batch, head, state.k0 / (u32)in.blocks_t.row_tokens);
-  state.tiles = decltype(state.tiles)(state.sequence.band, state.k0, state.k1, kTileK, row);
+  if constexpr (F.part)
+    state.tiles = {held_queries(in, state.batch), state.sequence.band, state.k0, state.k1, kTileK, row};
+  else
+    state.tiles = decltype(state.tiles)(state.sequence.band, state.k0, state.k1, kTileK, row);
   return true;
 }
 // t: the next tile of queries, of this head or of one of the next, which take(head) takes; its head is -1 if there is none.

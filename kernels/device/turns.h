@@ -1,6 +1,6 @@
 // Sums that must be the same over runs: tiles of keys add to dQ of a tile of queries in turns, in ascending order.
 #pragma once
-#include "../attention/arguments.h"
+#include "../attention/part.h"
 #include "../ptx/barrier.h"
 
 namespace strobe {
@@ -17,6 +17,31 @@ __device__ __forceinline__ u32 key_tiles_before(const Inputs &in, const BasicBan
     return (u32)kept * each + own % each - (cut ? first % each : 0);
   }
   return own - first;
+}
+
+// The same of a part: tiles of keys before number `own` of the sequence that the queries [q0, q1) see something of.
+template <bool kBlocks, int kTileK>
+__device__ __forceinline__ u32 part_tiles_before(const Inputs &in, const Band &band, i32 b, i32 h, i32 q0, i32 q1, i32 own) {
+  const HeldRanges keys = held_keys(in, b);
+  Band whole = band;
+  whole.seqlen_k = 1ll << 31;
+  const Range any = whole.keys_any(q0, q1);
+  u32 before = 0;
+  for (i32 n = keys.first_behind(any.begin); n < keys.count; ++n) {
+    const HeldRange r = keys.at(n);
+    const i32 number = number_of_first(r, n, kTileK, kBlocks), at = first_of_tiles(r, kTileK, kBlocks);
+    if (number >= own || r.start >= any.end) break;
+    // Of its tiles, those from `first` to `end` that the queries see and that come before.
+    const i32 most = (i32)div_up(min((i64)r.end(), any.end) - at, kTileK), first = (i32)(max((i64)r.start, any.begin) - at) / kTileK,
+              end = min(most, own - number);
+    if constexpr (kBlocks) {
+      const BlockRow row = in.blocks.row(b, h, (u32)q0 / (u32)in.blocks.row_tokens);
+      for (i32 tile = first; tile < end; ++tile) before += row.keeps(at + tile * kTileK);
+    } else {
+      before += (u32)max(end - first, 0);
+    }
+  }
+  return before;
 }
 
 // Waits until as many have added; seen: what the turn was lately. It ends whatever the caller's tensors hold: if sequences overlap (illegal

@@ -25,7 +25,8 @@ struct Config {
   // Shared memory of the forward: Q, where O takes its place, then the stages of K, then those of V; then what warps exchange.
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * max(head_dim, head_dim_v); }
   STROBE_FN constexpr i32 forward_exchange_at() const { return q_bytes() + 2 * stages * tile_k * (head_dim + head_dim_v); }
-  STROBE_FN constexpr i32 forward_shared_bytes() const { return forward_exchange_at() + exchange_bytes(tile_q); }
+  STROBE_FN constexpr i32 forward_walk_at() const { return forward_exchange_at() + exchange_bytes(tile_q); } // of a part: over its keys
+  STROBE_FN constexpr i32 forward_shared_bytes() const { return forward_walk_at() + (features.part ? 640 : 0); }
   // Of decode: Q, then every group's stages of K, then those of V; then what warps exchange. At the end M, l and O of every group.
   STROBE_FN constexpr i32 decode_exchange_at() const {
     return 2 * tile_q * head_dim + 2 * groups() * stages * tile_k * (head_dim + head_dim_v);

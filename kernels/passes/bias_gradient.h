@@ -19,6 +19,7 @@ private:
     using T = float;
     using Sum = typename Gradient::Tile;
     static constexpr int kTileQ = C.tile_q, kTileK = C.tile_k, kThreads = C.threads();
+    static __device__ constexpr bool of_part() { return false; }
     const Gradient gradient;
     float *const sums; // of the tile, transposed, where the inputs were
     typename Gradient::Part part;

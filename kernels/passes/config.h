@@ -14,8 +14,12 @@ struct RowsConfig {
   i32 head_dim, tile_q; // of the backward
   i32 aligned;          // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 form;             // kFragments, kWarpgroups or kRowAfterRow
+  i32 partial;          // of a part: D and both numbers of LSE are given (Features::partial)
+  i32 part, sparse;     // tiles are those of a part's ranges (attention/part.h), and of blocks
+  i32 adds;             // dQ is added to what is there; it and a partial part's have the type of sums
 
   static constexpr i32 kRowTile = 64; // tile_q of kRowAfterRow
+  STROBE_FN constexpr bool wide() const { return partial || adds; }
   STROBE_FN static constexpr i32 threads() { return 256; }
   STROBE_FN constexpr i32 delta_threads() const { return form == kRowAfterRow ? kRowTile : threads(); }
   STROBE_FN constexpr i64 blocks(i64 batch, i64 heads, i64 seqlen_q) const { return batch * heads * div_up(seqlen_q, tile_q); }
@@ -27,6 +31,11 @@ struct CombineConfig {
   STROBE_FN static constexpr i32 threads() { return 128; }
 };
 
+struct WordsConfig {
+  i32 unused;
+  STROBE_FN static constexpr i32 threads() { return 256; }
+};
+
 struct SinksConfig {
   i32 dtype; // of q
   STROBE_FN static constexpr i32 threads() { return 256; }
@@ -36,6 +45,7 @@ struct PaddingConfig {
   i32 dtype; // of q, k, v
   i32 backward;
   i32 packed, seqused;
+  i32 partial, adds; // as Features
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 

@@ -2,6 +2,7 @@
 // becomes 0 here, too, tile by tile.
 #pragma once
 #include "../attention/features.h"
+#include "../attention/part.h"
 #include "../ptx/math.h"
 #include "../tile/exchange.h"
 #include "row_tile.h"
@@ -22,7 +23,9 @@ template <RowsConfig C> struct Delta {
     }
     if (tile.rows == 0) return;
     if constexpr (C.form != kRowAfterRow) clear_dq(a, tile); // first what waits for nothing
-    if constexpr (C.form == kRowAfterRow)
+    if constexpr (C.partial)
+      take_given(a, tile);
+    else if constexpr (C.form == kRowAfterRow)
       sum_in_runs(a, tile);
     else
       sum_across_lanes(a, tile);
@@ -133,6 +136,16 @@ private:
       D += run;
     }
     if (t < tile.rows) write(a, tile, t, D);
+  }
+
+  // A partial part's rows are sums over keys that are not all here: D is the caller's (in the place of out), LSE's correction its second
+  // number.
+  static __device__ __forceinline__ void take_given(const Arguments &a, const RowTile<C> &tile) {
+    for (i32 i = (i32)threadIdx.x; i < tile.rows; i += kThreads) {
+      write(a, tile, i, *a.out.at<const T>(tile.batch, tile.head, tile.row + i, 0));
+      const T low = a.lse.at<const T>(tile.batch, tile.head, tile.row + i, 0)[part_of(a.in).lse_low];
+      static_cast<T *>(a.delta)[tile.index + i + a.in.rows()] = abs(low) < -minus_infinity<T>() ? low : T(0);
+    }
   }
 
   static __device__ __forceinline__ void write(const Arguments &a, const RowTile<C> &tile, int i, T D) {

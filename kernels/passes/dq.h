@@ -11,6 +11,7 @@ template <RowsConfig C> struct ConvertDq {
   using Arguments = BackwardArguments;
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
+  using Out = Result<C.dtype, C.wide()>;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.form == kRowAfterRow ? 1 : 2;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
@@ -28,6 +29,10 @@ private:
     for (int n = (int)threadIdx.x; n < C.tile_q / 2 * (C.head_dim / 16); n += kThreads) {
       int block = n % (C.head_dim / 16), g = n / (C.head_dim / 16) % 8, i = n / (C.head_dim / 16) / 8 * 16 + g;
       if (i >= tile.rows) continue;
+      if constexpr (C.wide()) {
+        add_fragments(a, tile, sum + (i / 16 * (C.head_dim / 16) + block) * 256, i, g, 16 * block);
+        continue;
+      }
       const float *from = sum + (i / 16 * (C.head_dim / 16) + block) * 256;
       alignas(16) E y[2][16];
 #pragma unroll
@@ -42,6 +47,18 @@ private:
       for (int r = 0; r < 2; ++r) {
         if (i + 8 * r < tile.rows) store_sixteen_columns(a.dq, tile, i + 8 * r, 16 * block, a.in.head_dim, y[r]);
       }
+    }
+  }
+  // Rows i and i + 8 of a block in fp32.
+  static __device__ __forceinline__ void add_fragments(const Arguments &a, const RowTile<C> &tile, const float *from, int i, int g,
+                                                       i32 c0) {
+#pragma unroll 4
+    for (int n = 0; n < 32; ++n) {
+      const int r = n / 16, c = n / 8 % 2, t = n / 2 % 4, e = n % 2;
+      if (i + 8 * r >= tile.rows || c0 + 8 * c + 2 * t + e >= a.in.head_dim) continue;
+      float *const to = a.dq.at<float>(tile.batch, tile.head, tile.row + i + 8 * r, c0 + 8 * c + 2 * t + e);
+      const float x = (float)a.in.scale * from[c * 128 + quad(4 * g + t, 2 * r + e)];
+      *to = C.adds ? *to + x : x;
     }
   }
   static __device__ __forceinline__ void store_sixteen_columns(const Operand &o, const RowTile<C> &tile, int i, i32 c, i32 columns,
@@ -74,7 +91,10 @@ private:
       T total = sum[i];
       if constexpr (C.dtype == kF32)
         for (i32 n = 1; n < a.dq_sums; ++n) total += sum[n * a.in.rows() * C.head_dim + i];
-      if (c < a.in.head_dim) *a.dq.at<E>(tile.batch, tile.head, tile.row + r, c) = Convert<E>::from(total);
+      if (c >= a.in.head_dim) continue;
+      Out *const to = a.dq.at<Out>(tile.batch, tile.head, tile.row + r, c);
+      if constexpr (C.adds) total += *to;
+      *to = Convert<Out>::from(total);
     }
   }
 };

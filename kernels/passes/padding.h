@@ -2,7 +2,7 @@
 // of threads takes what lies in front of a sequence, as all other kernels see it, the last group what lies behind them. Of dense tensors
 // the keys of a sequence that do not count (seqused_k): a group takes those of one.
 #pragma once
-#include "../attention/arguments.h"
+#include "../attention/part.h"
 #include "../ptx/math.h"
 #include "config.h"
 
@@ -17,7 +17,7 @@ template <> struct ArgumentsOf<true> {
 
 template <PaddingConfig C> struct Padding {
   using Arguments = typename ArgumentsOf<C.backward>::type;
-  using T = typename Element<C.dtype>::type;
+  using T = Result<C.dtype, C.partial != 0>;
   using Lse = typename Element<C.dtype>::real;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
 
@@ -36,6 +36,7 @@ template <PaddingConfig C> struct Padding {
       const HeldRows behind = in.held(group);
       q.end = behind.q0, k.end = behind.k0;
     }
+    if constexpr (C.adds) return; // nothing is added there
     const T zero = Convert<T>::from(Lse(0));
     if constexpr (C.backward) {
       fill(a.dq, b, in.heads, in.head_dim, q, first, blocks, zero);
@@ -44,6 +45,11 @@ template <PaddingConfig C> struct Padding {
     } else {
       fill(a.out, b, in.heads, in.head_dim_v, q, first, blocks, zero);
       fill(a.lse, b, in.heads, 1, q, first, blocks, minus_infinity<Lse>());
+      if constexpr (C.partial) {
+        Operand low = a.lse;
+        if (low) low.data = a.lse.template at<Lse>(0, 0, 0, 0) + part_of(in).lse_low;
+        fill(low, b, in.heads, 1, q, first, blocks, Lse(0));
+      }
     }
   }
 

@@ -1,6 +1,7 @@
 // A block's tile of queries, of one head of one sequence.
 #pragma once
 #include "../attention/dq_sum.h"
+#include "../attention/part.h"
 #include "config.h"
 
 namespace strobe::passes {
@@ -14,12 +15,25 @@ template <RowsConfig C> struct RowTile {
     // On Hopper the first tiles' dq_sum is written last, and is in the L2 cache yet when the backward begins with them; at the end the
     // other way round.
     if constexpr (C.form == kWarpgroups) block = gridDim.x - 1 - block;
-    u32 tiles = (u32)div_up(in.seqlen_q, C.tile_q), pair = block / tiles, tile = block % tiles;
+    u32 tiles = (u32)count(in), pair = block / tiles, tile = block % tiles;
     batch = (i32)(pair / in.heads), head = (i32)(pair % in.heads);
     HeldRows s = in.held(batch);
+    if constexpr (C.part) {
+      const PartTile of_part = part_tile(held_queries(in, batch), (i32)tile, C.tile_q, C.sparse != 0);
+      rows = max(of_part.end - of_part.begin, 0);
+      row = s.q0 + of_part.begin + of_part.shift, index = in.row_index(batch, head, row);
+      number = first_part_tile(in, batch, head, C.tile_q, C.sparse != 0) + tile;
+      return;
+    }
     i64 begin = (i64)tile * C.tile_q;
     rows = (i32)max(0ll, min(s.seqlen_q - begin, (i64)C.tile_q));
     row = s.q0 + begin, index = in.row_index(batch, head, row), number = first_query_tile(in, batch, head, C.tile_q) + tile;
+  }
+
+private:
+  static __device__ __forceinline__ i64 count(const Inputs &in) {
+    if constexpr (C.part) return part_tiles(in.seqlen_q, part_of(in).count_q, C.tile_q, C.sparse != 0);
+    return div_up(in.seqlen_q, C.tile_q);
   }
 };
 

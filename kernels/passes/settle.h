@@ -19,7 +19,8 @@ private:
   struct Tile {
     using T = float;
     static constexpr i32 kDType = C.dtype, kThreads = C.threads(), kTileQ = C.tile_q;
-    static constexpr i32 kSeqused = C.features.seqused, kOwn = 0;
+    static constexpr i32 kOwn = 0;
+    static __device__ constexpr Features features() { return C.features; }
     const Gradient gradient;
     float *const totals; // where the tiles lay before: (key warp, P or dS, query)
 

@@ -106,6 +106,15 @@ template <> struct Element<4> {
   using real = double;
 };
 
+// What results are stored as: with the dtype, or, wide, as sums are kept.
+template <i32 DType, bool kWide> struct ResultType {
+  using type = typename Element<DType>::type;
+};
+template <i32 DType> struct ResultType<DType, true> {
+  using type = typename Element<DType>::real;
+};
+template <i32 DType, bool kWide> using Result = typename ResultType<DType, kWide>::type;
+
 template <class T> __device__ __forceinline__ T minus_infinity();
 template <> __device__ __forceinline__ float minus_infinity<float>() { return __int_as_float(0xff800000); }
 template <> __device__ __forceinline__ double minus_infinity<double>() { return __longlong_as_double(0xfff0000000000000ll); }
@@ -155,6 +164,17 @@ __device__ __forceinline__ float row_lse(float m, float factor, float l) {
   const float sum = __fadd_rn(x, y), of_y = __fsub_rn(sum, x);
   const float lost = __fadd_rn(__fsub_rn(x, __fsub_rn(sum, of_y)), __fsub_rn(y, of_y));
   return sum + (log2(rest) * kLn2<float> + (lost + __fmaf_rn(m, factor, -x) + __fmaf_rn((float)exponent, kLn2<float>, -y)));
+}
+// What rounding took from it, lse.
+__device__ __forceinline__ double rest_of_lse(double m, double factor, double l, double lse) {
+  const double x = __dmul_rn(m, factor), y = __dmul_rn(log2(l), kLn2<double>), sum = __dadd_rn(x, y), of_y = __dsub_rn(sum, x);
+  const double lost = __dadd_rn(__dsub_rn(x, __dsub_rn(sum, of_y)), __dsub_rn(y, of_y));
+  return __dadd_rn(__dsub_rn(sum, lse), __dadd_rn(lost, __fma_rn(m, factor, -x)));
+}
+__device__ __forceinline__ float rest_of_lse(float m, float factor, float l, float lse) {
+  const float x = __fmul_rn(m, factor), y = log2(l) * kLn2<float>, sum = __fadd_rn(x, y), of_y = __fsub_rn(sum, x);
+  const float lost = __fadd_rn(__fsub_rn(x, __fsub_rn(sum, of_y)), __fsub_rn(y, of_y));
+  return __fadd_rn(__fsub_rn(sum, lse), __fadd_rn(lost, __fmaf_rn(m, factor, -x)));
 }
 // sum + x; `lost` is what roundings added too much so far (Kahan 1965).
 template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {

@@ -17,7 +17,9 @@ template <Config C> struct Backward {
   using Multiply = Products<C>;
   using E = typename Multiply::E;
   using T = typename Multiply::T;
-  using Queries = DescendingQueries<C.features.blocks != 0, C.tile_q>;
+  using Source = typename Multiply::Source;
+  using Gradient = Result<C.dtype, C.features.wide_gradients()>;
+  using Queries = QueriesBy<C>;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows of a thread; dK's and dV's
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
   // Sums over many queries are summed in parts, a head's or so many tiles', which rounds less. FP32's parts may be long, for a tile is a
@@ -27,18 +29,18 @@ template <Config C> struct Backward {
 
   // In shared memory, for registers are short.
   struct Operands {
-    Rows<E> Q, dO, K, V;
+    Source Q, dO, K, V;
     Sequence sequence;
     Dropout<C.features> dropout;
   };
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
-    static_assert(sizeof(Walk<Queries>) + sizeof(Operands) <= Config::kWalkBytes);
+    static_assert(sizeof(Walk<Queries>) + sizeof(Operands) <= C.walk_bytes());
     const Inputs &in = a.in;
     constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
     auto &walk = *reinterpret_cast<Walk<Queries> *>(shared);
-    T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes), *dS = P + kPlace;
+    T *P = reinterpret_cast<T *>(shared + C.walk_bytes()), *dS = P + kPlace;
     const RowStatistics<C, T> rows(dS + kPlace);
     Multiply multiply(dS + kPlace + 3 * C.tile_q);
     const auto grid = multiply.grid;
@@ -50,36 +52,46 @@ template <Config C> struct Backward {
       __syncthreads();
       number = ticket;
     }
-    Item item =
-        Item::of(number, 1, div_up(in.seqlen_k, C.tile_k), in.heads_kv, in.batch, C.features.band || C.features.blocks || a.deterministic);
-    if constexpr (C.features.blocks)
+    Item item = Item::of(number, 1, key_tiles<C.features, C.tile_k>(in), in.heads_kv, in.batch,
+                         C.features.band || C.features.blocks || a.deterministic);
+    if constexpr (C.features.blocks && !C.features.part)
       if (!a.deterministic) item.tile = longest_key_tile<C.features, kThreads, C.tile_k>(in, item.batch, item.head, item.tile);
     const i32 n = item.tile, h_kv = item.head, b = item.batch;
-    auto &[Q, dO, K, V, sequence, dropout] = *reinterpret_cast<Operands *>(shared + sizeof(walk));
-    if (threadIdx.x == 0) sequence = in.sequence<C.features.seqused>(b), dropout = Dropout<C.features>(in);
+    auto &[all_Q, all_dO, K, V, sequence, dropout] = *reinterpret_cast<Operands *>(shared + sizeof(walk));
+    // Of a part, the sequence as this tile of keys sees it; k0 and seqlen_k are where the tile begins and ends.
+    if (threadIdx.x == 0) {
+      if constexpr (C.features.part)
+        sequence = keys_at(in, b, part_tile(held_keys(in, b), n, C.tile_k, C.features.blocks != 0));
+      else
+        sequence = in.sequence<C.features.seqused>(b);
+      dropout = Dropout<C.features>(in);
+    }
     __syncthreads();
-    const i32 seqlen_q = (i32)sequence.band.seqlen_q, seqlen_k = (i32)sequence.band.seqlen_k, k0 = n * C.tile_k,
+    const i32 seqlen_q = (i32)sequence.band.seqlen_q, seqlen_k = (i32)sequence.band.seqlen_k, k0 = first_key(in, b, n),
               k1 = min(k0 + C.tile_k, seqlen_k);
     if (k0 >= seqlen_k) return;
     if (threadIdx.x == 0) K = {k_of<E>(in, sequence, b, h_kv), seqlen_k}, V = {v_of<E>(in, sequence, b, h_kv), seqlen_k};
     const Kept<C> kept(dS + kPlace + 3 * C.tile_q + 2 * C.stage_elements());
 
     T dK[kKeys][kColumns] = {}, dV[kKeys][kColumnsV] = {};
-    i32 summed = 0; // tiles in dK and dV
-    bool flushed = false;
+    i32 summed = 0;                      // tiles in dK and dV
+    bool flushed = C.features.adds != 0; // what is there stays
     const auto flush = [&] {
       store<kColumns>(a.dk, b, h_kv, sequence.k0 + k0, k1 - k0, in.head_dim, dK, T(in.scale), flushed, grid);
       store<kColumnsV>(a.dv, b, h_kv, sequence.k0 + k0, k1 - k0, in.head_dim_v, dV, Kept<C>::template factor<T>(dropout), flushed, grid);
       flushed = true;
     };
     for (i32 h = h_kv * in.group; h < (h_kv + 1) * in.group; ++h) {
-      if (threadIdx.x == 0) Q = {in.q, b, h, sequence.q0, seqlen_q, in.head_dim}, dO = {a.dout, b, h, sequence.q0, seqlen_q, in.head_dim_v};
+      if (threadIdx.x == 0)
+        all_Q = {in.q, b, h, sequence.q0, seqlen_q, in.head_dim}, all_dO = {a.dout, b, h, sequence.q0, seqlen_q, in.head_dim_v};
       const BlockRow row = C.features.blocks ? in.blocks_t.row(b, h, k0 / in.blocks_t.row_tokens) : BlockRow{};
-      // The last queries first: all key tiles of a head see those, even under a causal mask, and do not wait long for their turn.
-      walk.run({{sequence.band, k0, k1, C.tile_k, row}, seqlen_q}, 0, 1, [&](const Tile &tile, const bool &more) {
+      const auto step = [&](const typename Queries::Tile &tile, const bool &more) {
         const i32 q0 = tile.begin, q1 = tile.end;
-        const Scores<C.features, T> scores(in, sequence, b);
-        rows.load(a, b, h, sequence, q0, q1);
+        decltype(auto) s = sequence_of(sequence, tile);
+        decltype(auto) Q = rows_of(all_Q, tile);
+        decltype(auto) dO = rows_of(all_dO, tile);
+        const Scores<C.features, T> scores = scores_of<C, T>(in, s, b);
+        rows.load(a, b, h, s, q0, q1);
         recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, tile.masked,
                      [](T &p, T &ds, T x, bool kept, T gradient, T slope) {
                        p = kept ? x : T(0);
@@ -96,26 +108,35 @@ template <Config C> struct Backward {
           for (i32 column = 0; column < C.head_dim; column += kPass) {
             T dQ[kRows][kPass / C.threads_k] = {};
             multiply.template tn<kPass, C.tile_k, C.pt_stride()>(dQ, dS_t, K, k0, k1 - k0, column); // dQ = dS K
-            if (a.deterministic && column == 0) await_turn(a, b, h, sequence, q0, n);
-            add_dq(a, b, h, sequence, q0, q1, n, column, dQ, grid);
+            if (a.deterministic && column == 0) await_turn(a, b, h, s, tile, n);
+            add_dq(a, b, h, s, q0, q1, n, column, dQ, grid);
           }
-          if (a.deterministic) end_turn(a, b, h, q0);
+          if (a.deterministic) end_turn(a, b, h, tile);
         }
         __syncthreads(); // P, dS and the rows' statistics have been read
         if (kFlush && (++summed == kFlush || !more)) {
           flush();
           summed = 0;
         }
-      });
+      };
+      // The last queries first: all key tiles of a head see those, even under a causal mask, and do not wait long for their turn.
+      if constexpr (C.features.part)
+        walk.run({{held_queries(in, b), sequence.band, k0, k1, C.tile_k, row}}, 0, 1, step);
+      else
+        walk.run({{sequence.band, k0, k1, C.tile_k, row}, seqlen_q}, 0, 1, step);
     }
-    if (!flushed) flush();
+    if (!kFlush || !flushed) flush();
   }
 
 private:
+  static __device__ __forceinline__ i32 first_key(const Inputs &in, i32 b, i32 number) {
+    if constexpr (C.features.part) return part_tile(held_keys(in, b), number, C.tile_k, C.features.blocks != 0).begin;
+    return number * C.tile_k;
+  }
   // sum += x^T B over a tile of queries. In FP32 a tile is summed by itself first: where a row before had a large part in the sum, each
   // product that joins it alone is rounded to that.
   template <int kColumns>
-  static __device__ __forceinline__ void add_product(T (&sum)[kKeys][kColumns], Multiply &multiply, const T *x, const Rows<E> &B, i32 q0,
+  static __device__ __forceinline__ void add_product(T (&sum)[kKeys][kColumns], Multiply &multiply, const T *x, const Source &B, i32 q0,
                                                      i32 count) {
     constexpr int kDim = kColumns * C.threads_k;
     if constexpr (C.dtype == kF32) {
@@ -154,25 +175,32 @@ private:
         }
       }
   }
-  static __device__ __forceinline__ u32 *turns(const Arguments &a, i64 b, i64 h, i32 q0) {
-    return a.turns + 1 + (b * a.in.heads + h) * div_up(a.in.seqlen_q, C.tile_q) + q0 / C.tile_q;
+  static __device__ __forceinline__ u32 *turns(const Arguments &a, i64 b, i64 h, const Tile &tile) {
+    return a.turns + 1 + (b * a.in.heads + h) * div_up(a.in.seqlen_q, C.tile_q) + tile.begin / C.tile_q;
+  }
+  static __device__ __forceinline__ u32 *turns(const Arguments &a, i64 b, i64 h, const NumberedTile &tile) {
+    return a.turns + 1 + (b * a.in.heads + h) * query_tiles<C.features, C.tile_q>(a.in) + tile.number;
   }
   // Lists of blocks that contradict their transpose would have a CTA wait for one that never comes: after seconds nobody waits any more.
   static constexpr u32 kPatience = 1u << 24, kNoMoreTurns = 1u << 31;
-  static __device__ void await_turn(const Arguments &a, i32 b, i32 h, const Sequence &s, i32 q0, i32 n) {
+  template <class Tile> static __device__ void await_turn(const Arguments &a, i32 b, i32 h, const Sequence &s, const Tile &tile, i32 n) {
     if (threadIdx.x == 0) {
-      const u32 mine = key_tiles_before<C.features.blocks != 0, C.tile_k>(a.in, s.band, b, h, q0, n * C.tile_k);
-      const volatile u32 *turn = turns(a, b, h, q0), *tickets = a.turns;
+      u32 mine;
+      if constexpr (C.features.part)
+        mine = part_tiles_before<C.features.blocks != 0, C.tile_k>(a.in, s.band, b, h, tile.begin, tile.end, n);
+      else
+        mine = key_tiles_before<C.features.blocks != 0, C.tile_k>(a.in, s.band, b, h, tile.begin, n * C.tile_k);
+      const volatile u32 *turn = turns(a, b, h, tile), *tickets = a.turns;
       for (u32 polls = 0; *turn < mine && *tickets < kNoMoreTurns; ++polls)
         if (polls == kPatience) atomicOr(a.turns, kNoMoreTurns);
       __threadfence();
     }
     __syncthreads();
   }
-  static __device__ void end_turn(const Arguments &a, i64 b, i64 h, i32 q0) {
+  template <class Tile> static __device__ void end_turn(const Arguments &a, i64 b, i64 h, const Tile &tile) {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(turns(a, b, h, q0), 1u);
+    if (threadIdx.x == 0) atomicAdd(turns(a, b, h, tile), 1u);
   }
 
   static __device__ __forceinline__ void add_dq(const Arguments &a, i64 b, i64 h, const Sequence &s, i32 q0, i32 q1, i32 n, i32 column,
@@ -195,7 +223,7 @@ private:
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const i32 r = grid.template row<piece<T>(kKeys)>(i);
-      if (to && r < count) store_row<C.copy>(grid, to.at<E>(b, h, row + r, 0), to.stride[3], columns, x[i], scale, add);
+      if (to && r < count) store_row<C.copy>(grid, to.at<Gradient>(b, h, row + r, 0), to.stride[3], columns, x[i], scale, add);
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) x[i][j] = T(0);
     }

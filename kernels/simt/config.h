@@ -22,7 +22,9 @@ struct Config {
   Features features;
 
   static constexpr i32 kDimStep = 32;
+
   static constexpr i32 kWalkBytes = 384; // of shared memory, for the schedule and what the threads have in common
+  STROBE_FN constexpr i32 walk_bytes() const { return features.part ? 640 : kWalkBytes; }
 
   STROBE_FN static constexpr i32 wide_step() { return 64; } // with 16 threads side by side four adjacent columns for each
   STROBE_FN constexpr i32 threads() const { return threads_q * threads_k; }
@@ -56,14 +58,14 @@ struct Config {
   STROBE_FN constexpr i32 kept_bytes() const { return features.dropout ? tile_q * tile_k / 8 : 0; }
   // Walk, P, stages, dropout; m of a row, l of a thread and row
   STROBE_FN constexpr i32 forward_states_at() const {
-    return kWalkBytes + (2 * stage_elements() + pt_elements()) * real_bytes() + kept_bytes();
+    return walk_bytes() + (2 * stage_elements() + pt_elements()) * real_bytes() + kept_bytes();
   }
   STROBE_FN constexpr i32 forward_shared_bytes() const {
     return forward_states_at() + (tile_q + tile_q / threads_q * threads()) * real_bytes();
   }
   // Walk, P (then dS, a line a key), dS, three numbers of each query, stages, dropout. Also of the gradient of the bias.
   STROBE_FN constexpr i32 backward_shared_bytes() const {
-    return kWalkBytes + (2 * stage_elements() + 2 * max(p_elements(), pt_elements()) + 3 * tile_q) * real_bytes() + kept_bytes();
+    return walk_bytes() + (2 * stage_elements() + 2 * max(p_elements(), pt_elements()) + 3 * tile_q) * real_bytes() + kept_bytes();
   }
 };
 

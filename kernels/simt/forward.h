@@ -4,9 +4,7 @@
 
 #include "../attention/softmax.h"
 #include "../device/tile_order.h"
-#include "kept.h"
-#include "tile.h"
-#include "walk.h"
+#include "part.h"
 
 namespace strobe::simt {
 
@@ -17,30 +15,34 @@ template <Config C> struct Forward {
   using Multiply = Products<C>;
   using E = typename Multiply::E;
   using T = typename Multiply::T;
+  using Source = typename Multiply::Source;
+  using Out = Result<C.dtype, C.features.partial != 0>;
+  using Keys = KeysOf<C>;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k, kColumns = C.head_dim_v / C.threads_k;
   static constexpr int WM = piece<T>(kRows), WN = piece<T>(kKeys);
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
-    static_assert(sizeof(Walk<KeyTiles>) <= Config::kWalkBytes);
+    static_assert(sizeof(Walk<Keys>) <= C.walk_bytes());
     const Inputs &in = a.in;
 
-    Item item = Item::of(blockIdx.x, a.splits, div_up(in.seqlen_q, C.tile_q), in.heads, in.batch, C.features.band || C.features.blocks);
-    item.tile = C.features.blocks ? longest_query_tile<C.features, kThreads, C.tile_q>(in, item.batch, item.head, item.tile)
-                                  : (i32)div_up(in.seqlen_q, C.tile_q) - 1 - item.tile;
-    const i32 split = item.split, q0 = item.tile * C.tile_q;
-    const i32 h = item.head, b = item.batch, h_kv = h / in.group;
-    const Sequence s = in.sequence<C.features.seqused>(b);
+    constexpr Features F = C.features;
+    Item item = Item::of(blockIdx.x, a.splits, query_tiles<F, C.tile_q>(in), in.heads, in.batch, F.band || F.blocks);
+    item.tile = F.blocks && !F.part ? longest_query_tile<F, kThreads, C.tile_q>(in, item.batch, item.head, item.tile)
+                                    : (i32)query_tiles<F, C.tile_q>(in) - 1 - item.tile;
+    const auto [q0, s] = queries_of<F, C.tile_q>(in, item.batch, item.tile);
+    const i32 split = item.split, h = item.head, b = item.batch, h_kv = h / in.group;
     const i32 seqlen_q = (i32)s.band.seqlen_q, seqlen_k = (i32)s.band.seqlen_k;
     if (q0 >= seqlen_q) return;
     const i32 q1 = min(q0 + C.tile_q, seqlen_q);
 
-    const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(k_of<E>(in, s, b, h_kv), seqlen_k), V(v_of<E>(in, s, b, h_kv), seqlen_k);
-    auto &walk = *reinterpret_cast<Walk<KeyTiles> *>(shared);
-    T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes);
+    const Source Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), all_K(k_of<E>(in, s, b, h_kv), seqlen_k),
+        all_V(v_of<E>(in, s, b, h_kv), seqlen_k);
+    auto &walk = *reinterpret_cast<Walk<Keys> *>(shared);
+    T *P = reinterpret_cast<T *>(shared + C.walk_bytes());
     Multiply multiply(P + C.pt_elements());
     const auto grid = multiply.grid;
-    const Scores<C.features, T> scores(in, s, b);
+    const Scores<C.features, T> scores = scores_of<C, T>(in, s, b);
     const Dropout<C.features> dropout(in);
     const Kept<C> kept(P + C.pt_elements() + 2 * C.stage_elements());
 
@@ -49,10 +51,10 @@ template <Config C> struct Forward {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) rows.m(i) = minus_infinity<T>(), rows.l(i) = T(0);
 
-    const Schedule schedule(s.band, q0, q1, C.tile_k, C.invariant ? C.tile_k : 16,
-                            C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
-    walk.run({schedule}, split, a.splits, [&](const Tile &tile, const bool &) {
+    const auto step = [&](const typename Keys::Tile &tile, const bool &) {
       const i32 k0 = tile.begin, k1 = tile.end;
+      decltype(auto) K = rows_of(all_K, tile);
+      decltype(auto) V = rows_of(all_V, tile);
       const bool by_position = tile.masked || k1 - k0 < C.tile_k;
 
       kept.draw(dropout, b, h, q0, k0);
@@ -99,7 +101,13 @@ template <Config C> struct Forward {
       for (int i = 0; i < kRows; ++i)
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) O[i][j] = fma(O[i][j], alpha[i], PV[i][j]);
-    });
+    };
+    if constexpr (F.part)
+      walk.run({part_keys<C>(in, s, b, h, q0, q1)}, split, a.splits, step);
+    else
+      walk.run({Schedule(s.band, q0, q1, C.tile_k, C.invariant ? C.tile_k : 16,
+                         F.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{})},
+               split, a.splits, step);
 
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -117,6 +125,7 @@ template <Config C> struct Forward {
       }
       const bool empty = total == T(0);
       const T lse = empty ? minus_infinity<T>() : row_lse(most, to_natural, total);
+      if constexpr (C.features.partial) store_low(a, b, h, s.q0 + r, lse, rest_of_lse(most, to_natural, total, lse), grid);
       scale = empty ? T(0) : scale * Kept<C>::template factor<T>(dropout) / total;
       store(a, b, h, s.q0 + r, split, O[i], scale, lse, grid);
     }
@@ -177,6 +186,10 @@ private:
     }
   }
 
+  static __device__ __forceinline__ void store_low(const Arguments &a, i64 b, i64 h, i64 row, T lse, T rest,
+                                                   const typename Multiply::Grid &grid) {
+    if (grid.x == 0 && a.lse) a.lse.template at<T>(b, h, row, 0)[part_of(a.in).lse_low] = abs(lse) < -minus_infinity<T>() ? rest : T(0);
+  }
   static __device__ __forceinline__ void store(const Arguments &a, i64 b, i64 h, i64 row, i32 split, const T (&O)[kColumns], T scale, T lse,
                                                const typename Multiply::Grid &grid) {
     if (a.splits > 1) {
@@ -184,7 +197,7 @@ private:
       store_row<kElements>(grid, a.partial_out + index * a.in.head_dim_v, 1, a.in.head_dim_v, O, scale);
       if (grid.x == 0) a.partial_lse[index] = (float)lse;
     } else {
-      store_row<C.copy>(grid, a.out.template at<E>(b, h, row, 0), a.out.stride[3], a.in.head_dim_v, O, scale);
+      store_row<C.copy>(grid, a.out.template at<Out>(b, h, row, 0), a.out.stride[3], a.in.head_dim_v, O, scale);
       if (grid.x == 0 && a.lse) *a.lse.template at<T>(b, h, row, 0) = lse;
     }
   }

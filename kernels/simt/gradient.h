@@ -1,7 +1,6 @@
 // One tile of P and dS, recomputed from Q, K, dO, V, LSE and D: what every gradient starts from.
 #pragma once
-#include "kept.h"
-#include "tile.h"
+#include "part.h"
 
 namespace strobe::simt {
 
@@ -29,11 +28,12 @@ template <Config C, class T> struct RowStatistics {
 };
 
 // S = Q K^T, dP = dO V^T; then write(P's place, dS's place, P, kept, dS, d score / d (scale * q.k)) for each element, where the former two
-// wait in shared memory. P without, dS with dropout. Each thread writes what it then reads, element by element: registers are for products.
-template <Config C, class Multiply, class T, class E, class F>
+// wait in shared memory. P without, dS with dropout. Rows that Q and K lack at their beginning are hidden. Each thread writes what it then
+// reads, element by element: registers are for products.
+template <Config C, class Multiply, class T, class Source, class F>
 __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.features, T> &scores, const Dropout<C.features> &dropout,
-                                          const Kept<C> &kept_of, const RowStatistics<C, T> &rows, T *P, T *dS, const Rows<E> &Q,
-                                          const Rows<E> &K, const Rows<E> &dO, const Rows<E> &V, i32 h, i32 q0, i32 q1, i32 k0, i32 k1,
+                                          const Kept<C> &kept_of, const RowStatistics<C, T> &rows, T *P, T *dS, const Source &Q,
+                                          const Source &K, const Source &dO, const Source &V, i32 h, i32 q0, i32 q1, i32 k0, i32 k1,
                                           bool masked, F &&write) {
   constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k;
   const auto grid = multiply.grid;
@@ -78,7 +78,9 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
       for (int w = 0; w < WN; ++w) {
         T slope;
         const T s = scores.score(p.x[w], row, k0 + c + w, by_position, k1, slope);
-        const bool hidden = s == minus_infinity<T>(), kept = kept_of(r, c + w);
+        bool hidden = s == minus_infinity<T>();
+        if constexpr (Source::may_lack()) hidden = hidden || q0 + r < Q.from() || q0 + r >= q1 || k0 + c + w < K.from();
+        const bool kept = kept_of(r, c + w);
         const T x = hidden ? T(0) : probability(s, scale, lse, correction);
         T dp = ds.x[w];
         if constexpr (C.features.dropout) dp = kept ? dp * factor : T(0);

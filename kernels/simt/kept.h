@@ -13,18 +13,30 @@ template <Config C> class Kept {
 public:
   __device__ explicit Kept(void *shared) : groups_(static_cast<unsigned short *>(shared)) {}
 
-  // A barrier must follow before the tile is asked, and one after that before the next is drawn. q0 and k0 are multiples of 16.
+  // A barrier must follow before the tile is asked, and one after that before the next is drawn. q0 and k0 are multiples of 16, but where
+  // the ranges of a part are not.
   __device__ __forceinline__ void draw(const Dropout<C.features> &dropout, i64 b, i32 h, i32 q0, i32 k0) const {
-    if constexpr (C.features.dropout)
+    if constexpr (C.features.dropout && C.features.part == kAnywhere) // groups are not those of the sequence: each element alone
+      for (i32 n = (i32)threadIdx.x; n < C.tile_q * C.tile_k / 16; n += C.threads()) {
+        const i32 across = n % kGroupsAcross, down = n / kGroupsAcross;
+        u32 kept = 0;
+#pragma unroll 1
+        for (i32 e = 0; e < 16; ++e) kept |= u32(dropout.keep(b, h, q0 + place(down, e / 4), k0 + place(across, e % 4))) << e;
+        groups_[n] = (unsigned short)kept;
+      }
+    else if constexpr (C.features.dropout)
       for (i32 n = (i32)threadIdx.x; n < C.tile_q * C.tile_k / 16; n += C.threads()) {
         const u32 query_group = (u32)(q0 / 4 + n / kGroupsAcross), key_group = (u32)(k0 / 4 + n % kGroupsAcross);
-        const Philox bits = dropout_bits(dropout.key, key_group, query_group, (u32)h, (u32)b);
+        const Philox bits = dropout_bits(dropout.key, key_group, query_group, dropout.whole_head(h), dropout.whole_batch(b));
         u32 kept = 0;
 #pragma unroll
         for (int e = 0; e < 16; ++e) kept |= u32((bits.x[e / 4] >> 8 * (e % 4) & 0xFF) < dropout.threshold) << e;
         groups_[n] = (unsigned short)kept;
       }
   }
+  // Of a group's row or column, by its slot, where in the tile it is: dropout_group and dropout_slot the other way round.
+  static __device__ __forceinline__ i32 place(i32 group, i32 slot) { return group / 4 * 16 + group % 4 * 2 + slot % 2 + slot / 2 * 8; }
+
   // What kept elements are multiplied by.
   template <class T> static __device__ __forceinline__ T factor(const Dropout<C.features> &dropout) {
     return C.features.dropout ? T(256) / T(dropout.threshold) : T(1);

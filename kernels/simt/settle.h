@@ -19,15 +19,17 @@ private:
   struct QueryTile {
     using T = typename Multiply::T;
     static constexpr i32 kDType = C.dtype, kThreads = C.threads(), kTileQ = C.tile_q;
-    static constexpr i32 kSeqused = C.features.seqused, kOwn = C.invariant;
+    static constexpr i32 kOwn = C.invariant;
+    static __device__ constexpr Features features() { return C.features; }
     const BackwardArguments &a;
     unsigned char *const shared;
 
     __device__ __forceinline__ RowSums<T> row_sums(i32 b, i32 h, const Sequence &s, i32 q0) const {
       const Inputs &in = a.in;
       constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
-      auto &walk = *reinterpret_cast<Walk<KeyTiles> *>(shared);
-      T *P = reinterpret_cast<T *>(shared + Config::kWalkBytes), *dS = P + kPlace;
+      static_assert(sizeof(Walk<KeysOf<C>>) <= C.walk_bytes());
+      auto &walk = *reinterpret_cast<Walk<KeysOf<C>> *>(shared);
+      T *P = reinterpret_cast<T *>(shared + C.walk_bytes()), *dS = P + kPlace;
       const RowStatistics<C, T> rows(dS + kPlace);
       Multiply multiply(dS + kPlace + 3 * C.tile_q);
       const Dropout<C.features> dropout(in);
@@ -36,13 +38,13 @@ private:
       const i32 h_kv = h / in.group, t = (i32)threadIdx.x, seqlen_q = (i32)s.band.seqlen_q, seqlen_k = (i32)s.band.seqlen_k;
       const i32 q1 = min(q0 + C.tile_q, seqlen_q);
       rows.load(a, b, h, s, q0, q1);
-      const Rows<E> Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(k_of<E>(in, s, b, h_kv), seqlen_k),
-          dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), V(v_of<E>(in, s, b, h_kv), seqlen_k);
-      const Scores<C.features, T> scores(in, s, b);
+      const typename Multiply::Source Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), all_K(k_of<E>(in, s, b, h_kv), seqlen_k),
+          dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), all_V(v_of<E>(in, s, b, h_kv), seqlen_k);
+      const Scores<C.features, T> scores = scores_of<C, T>(in, s, b);
       RowSums<T> sums = {T(0), T(0)}, lost = {T(0), T(0)};
-      const Schedule schedule(s.band, q0, q1, C.tile_k, 16,
-                              C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
-      walk.run({schedule}, 0, 1, [&](const Tile &tile, const bool &) {
+      const auto step = [&](const typename KeysOf<C>::Tile &tile, const bool &) {
+        decltype(auto) K = rows_of(all_K, tile);
+        decltype(auto) V = rows_of(all_V, tile);
         recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, tile.begin, tile.end, tile.masked,
                      [](T &p, T &ds, T x, bool, T gradient, T) { p = x, ds = gradient; });
         __syncthreads();
@@ -53,7 +55,12 @@ private:
             add(sums.dS, lost.dS, dS[t * C.p_stride() + c]);
           }
         __syncthreads();
-      });
+      };
+      if constexpr (C.features.part)
+        walk.run({part_keys<C>(in, s, b, h, q0, q1)}, 0, 1, step);
+      else
+        walk.run({Schedule(s.band, q0, q1, C.tile_k, 16, C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{})},
+                 0, 1, step);
       return sums;
     }
   };

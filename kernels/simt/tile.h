@@ -90,14 +90,33 @@ __device__ __forceinline__ void multiply_seen(const Grid &g, T (&acc)[M][N], con
   }
 }
 
+// The first row that there is: 0, but where a tile may begin ahead of a part's range.
+template <bool kBounded> struct FirstRow {
+  static __device__ constexpr bool may_lack() { return false; }
+  static __device__ __forceinline__ i32 from() { return 0; }
+};
+template <> struct FirstRow<true> {
+  static __device__ constexpr bool may_lack() { return true; }
+  i32 first = 0;
+  __device__ __forceinline__ i32 from() const { return first; }
+};
+
 // The rows of one head of one sequence in global memory.
-template <class E> struct Rows {
+template <class E, bool kBounded = false> struct Rows : FirstRow<kBounded> {
+  using Of = E;
   const E *data;
   i64 stride, column_stride;
   i32 count, columns; // beyond them everything reads as 0
 
   __device__ Rows(const Keys<E> &keys, i32 count)
       : data(keys.first), stride(keys.x.stride[2]), column_stride(keys.x.stride[3]), count(count), columns(keys.columns) {}
+  Rows() = default;
+  // Row 0 lies `shift` rows behind, and there are those before `end`.
+  __device__ __forceinline__ Rows shifted(i32 shift, i32 end) const {
+    Rows rows = *this;
+    rows.data += shift * stride, rows.count = end;
+    return rows;
+  }
   // first: the sequence's first row
   __device__ Rows(const Operand &o, i64 b, i64 h, i64 first, i32 count, i32 columns)
       : data(o.at<const E>(b, h, first, 0)), stride(o.stride[2]), column_stride(o.stride[3]), count(count), columns(columns) {}
@@ -132,7 +151,8 @@ __device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stri
 // kRows x kColumns elements on their way from global to shared memory, in the registers of the CTA's threads. Each thread takes pieces of V
 // elements from a few rows, always at the same columns: one address, and one comparison a row, serve them all. Columns that do not exist
 // read as 0; rows that do not exist, as 0 or as an earlier row: they are multiplied by 0 or their scores are hidden.
-template <class E, class T, int kThreads, i32 kCopy, int kRows, int kColumns> class Chunk {
+template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns> class Chunk : FirstRow<Source::may_lack()> {
+  using E = typename Source::Of;
   static constexpr int V = 16 / sizeof(T), kAcrossAll = kColumns / V; // pieces of a row
   static_assert(kColumns % V == 0);
   static constexpr int kAcross = min(kAcrossAll & -kAcrossAll, kThreads), kDown = kThreads / kAcross;
@@ -144,24 +164,29 @@ template <class E, class T, int kThreads, i32 kCopy, int kRows, int kColumns> cl
 
   static __device__ __forceinline__ i32 row() { return (i32)threadIdx.x / kAcross; }
   static __device__ __forceinline__ i32 column() { return (i32)threadIdx.x % kAcross * V; }
-  static __device__ __forceinline__ i64 step(const Rows<E> &from) { return kCopy == kElements ? from.column_stride : 1; }
+  static __device__ __forceinline__ i64 step(const Source &from) { return kCopy == kElements ? from.column_stride : 1; }
   static __device__ __forceinline__ bool mine(int n) { return kRows % kDown == 0 || row() + n * kDown < kRows; }
 
 public:
-  __device__ __forceinline__ Chunk(const Rows<E> &from, i32 first_row, i32 first_column) {
+  __device__ __forceinline__ Chunk(const Source &from, i32 first_row, i32 first_column) {
     const i32 r = computed_here(first_row + row()),
               c = first_column + column(); // addresses of several operands are not to wait in registers
     at_ = from.data + r * from.stride + c * step(from);
     rows_ = from.count - r;
+    if constexpr (Source::may_lack()) this->first = from.from() - r;
     columns_ = from.columns - c;
   }
 
-  __device__ __forceinline__ void load(const Rows<E> &from) {
+  __device__ __forceinline__ void load(const Source &from) {
 #pragma unroll
     for (int n = 0; n < kMine; ++n)
 #pragma unroll
       for (int m = 0; m < kMineAcross; ++m) {
         if (n * kDown >= rows_ || !mine(n)) continue;
+        if (Source::may_lack() && n * kDown < this->from()) {
+          x_[n][m] = {};
+          continue;
+        }
         const E *at = at_ + n * kDown * from.stride + m * kAcross * V * step(from);
         const i32 left = columns_ - m * kAcross * V;
         if constexpr (kCopy == kWhole) {
@@ -174,8 +199,11 @@ public:
         }
       }
   }
-  __device__ __forceinline__ void next_columns(const Rows<E> &from) { at_ += kColumns * step(from), columns_ -= kColumns; }
-  __device__ __forceinline__ void next_rows(const Rows<E> &from) { at_ += kRows * from.stride, rows_ -= kRows; }
+  __device__ __forceinline__ void next_columns(const Source &from) { at_ += kColumns * step(from), columns_ -= kColumns; }
+  __device__ __forceinline__ void next_rows(const Source &from) {
+    at_ += kRows * from.stride, rows_ -= kRows;
+    if constexpr (Source::may_lack()) this->first -= kRows;
+  }
 
   // A line a column, rows swizzled.
   template <int kSpan> __device__ __forceinline__ void store_transposed(T *shared) const {
@@ -216,8 +244,9 @@ template <Config C> struct Products {
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
   using Grid = Threads<C.threads_q, C.threads_k>;
+  using Source = Rows<E, C.features.part == kAnywhere>;
   static constexpr int kThreads = Grid::kCount, kChunk = C.chunk;
-  template <int kRows, int kColumns> using Part = Chunk<E, T, kThreads, C.copy, kRows, kColumns>;
+  template <int kRows, int kColumns> using Part = Chunk<Source, T, kThreads, C.copy, kRows, kColumns>;
 
   Grid grid;
   T *stage, *other_stage;
@@ -233,7 +262,7 @@ template <Config C> struct Products {
   // acc += A B^T for the rows a0... of A and b0... of B, over kDim columns. acc(i, j) belongs to row<WM>(i), column<WN>(j). After each run
   // of kRun columns but the last, end_of_run(whether it is the first) takes acc and lets it begin anew: a long sum in one run rounds more.
   template <int kDim, int kRun, int M, int N, class F>
-  __device__ __forceinline__ void nt_in_runs(T (&acc)[M][N], const Rows<E> &A, i32 a0, const Rows<E> &B, i32 b0, F &&end_of_run) {
+  __device__ __forceinline__ void nt_in_runs(T (&acc)[M][N], const Source &A, i32 a0, const Source &B, i32 b0, F &&end_of_run) {
     constexpr int kRowsA = C.threads_q * M, kRowsB = C.threads_k * N;
     static_assert(kRun % kChunk == 0 && kDim % kRun == 0);
     Part<kRowsA, kChunk> a(A, a0, 0);
@@ -256,7 +285,7 @@ template <Config C> struct Products {
   // acc += P^T B for the `length` rows b0... of B and kDim columns from `column` on; P in shared memory, at most kLines lines kStride
   // apart.
   template <int kDim, int kLines, int kStride, int M, int N>
-  __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Rows<E> &B, i32 b0, i32 length, i32 column = 0) {
+  __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Source &B, i32 b0, i32 length, i32 column = 0) {
     constexpr int kAtOnce = C.columns_staged(kDim);
     if constexpr (kAtOnce < kDim) {
       constexpr int kMine = kAtOnce / C.threads_k; // of a thread

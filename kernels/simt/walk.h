@@ -1,12 +1,18 @@
 // Tiles walked over by one thread for the whole CTA: its state lies in shared memory and not in every thread's registers.
 #pragma once
-#include "../device/query_tiles.h"
+#include "../device/part_tiles.h"
 
 namespace strobe::simt {
 
 struct Tile {
   i32 begin, end;
   bool masked;
+};
+struct ShiftedTile : Tile {
+  i32 shift; // row = position + shift
+};
+struct NumberedTile : ShiftedTile {
+  i32 number; // among the tiles of the sequence
 };
 
 // What a CTA works on, from its number: tiles of one head are neighbours, which share K and V in the L2 cache; or, where tiles are of
@@ -34,6 +40,7 @@ private:
 
 // What is walked over: tiles of keys, ascending, or of queries, descending.
 struct KeyTiles {
+  using Tile = simt::Tile;
   Schedule schedule;
   __device__ bool next(Tile &tile) {
     KeyTile t;
@@ -43,6 +50,7 @@ struct KeyTiles {
   }
 };
 template <bool kBlocks, int kTile> struct DescendingQueries {
+  using Tile = simt::Tile;
   QueryTiles<kBlocks, kTile> tiles;
   i32 seqlen_q;
   __device__ bool next(Tile &tile) {
@@ -53,8 +61,31 @@ template <bool kBlocks, int kTile> struct DescendingQueries {
   }
 };
 
+// The same of a part's ranges.
+struct RangesOfKeys {
+  using Tile = ShiftedTile;
+  PartKeys tiles;
+  __device__ bool next(Tile &tile) {
+    PartKeyTile t;
+    if (!tiles.next(t)) return false;
+    tile = {{(i32)t.begin, (i32)t.end, t.masked}, t.shift};
+    return true;
+  }
+};
+template <bool kBlocks, int kTile> struct RangesOfQueries {
+  using Tile = NumberedTile;
+  PartQueries<kBlocks, kTile> tiles;
+  __device__ bool next(Tile &tile) {
+    PartQueryTile t;
+    if (!tiles.next(t)) return false;
+    tile = {{{t.begin, t.end, t.masked != 0}, t.shift}, t.number};
+    return true;
+  }
+};
+
 // Lies in shared memory. The tile after the current one is found while that is worked on.
 template <class Tiles> class Walk {
+  using Tile = typename Tiles::Tile;
   struct Slot {
     Tile tile;
     bool valid;

@@ -11,6 +11,7 @@ from ._abi import BACKWARD, CUDA, DTYPES, FORWARD, text
 from ._call import Call
 from ._core import ffi, lib
 from ._options import GRADIENTS
+from ._part import is_partial
 
 _TEXT_BYTES = 1 << 16
 
@@ -50,7 +51,7 @@ def kernels(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: b
 
 
 def _said(function: Any, arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> list[str]:
-    made = dict(_results(arrays, backward))
+    made = dict(_results(arrays, backward, is_partial(dict(options))))
     call = Call(dict(arrays), made, dict(options), _Addresses(), lambda _: None)
     chars = ffi.new("char[]", _TEXT_BYTES)
     call.run_without_execution(function, BACKWARD if backward else FORWARD, compute_capability, chars, _TEXT_BYTES, ffi.NULL)
@@ -62,17 +63,21 @@ def _kernel(line: str) -> Kernel:
     return Kernel(name, int(registers), int(spilled), serialized == "1", how == "compiled")
 
 
-def _results(arrays: Mapping[str, Shape], backward: bool) -> Iterator[tuple[str, Shape]]:
+def _results(arrays: Mapping[str, Shape], backward: bool, partial: bool) -> Iterator[tuple[str, Shape]]:
     q, v = arrays["q"], arrays["v"]
     out = Shape((*q.shape[:-1], v.shape[-1]), q.dtype)
     rows = (q.shape[1], q.shape[0]) if len(q.shape) == 3 else q.shape[:-1]
-    yield "out", out
-    yield "lse", Shape(rows, "float64" if q.dtype == "float64" else "float32")
+    wide = "float64" if q.dtype == "float64" else "float32"
+    if partial and backward:
+        yield "delta", Shape(rows, wide)
+    else:
+        yield "out", Shape(out.shape, wide) if partial else out
+    yield "lse", Shape((2, *rows) if partial else rows, wide)
     if backward:
         yield "dout", out
         for name, of in GRADIENTS.items():
             if of in arrays:
-                yield name, arrays[of]
+                yield name, Shape(arrays[of].shape, wide) if partial and name in ("dq", "dk", "dv") else arrays[of]
 
 
 class _Addresses:

@@ -121,6 +121,7 @@ struct Problem {
     int64_t batch_lens_q = 1, batch_lens_k = 1, most_q = 0, most_k = 0; // sequences of these lists; the longest
     int64_t first_head = 0, heads = 0, first_batch = 0;
     bool partial = false;
+    const void *table = nullptr; // where a GPU engine has the lists in its workspace
     __attribute__((always_inline)) explicit operator bool() const { return q != nullptr; }
   } part;
 

@@ -244,17 +244,18 @@ TEST_CASE("part: a program built before there were parts") {
   CHECK_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
 }
 
-TEST_CASE("part: GPU engines say that they compute none") {
+TEST_CASE("part: GPU engines that compute none say so") {
   for (bool accumulate : {false, true}) {
     Call call;
     PartOf of;
     make_part(call, of, Direction::backward);
     if (accumulate) call.attention.part = nullptr, call.attention.accumulate = 1;
+    call.attention.engine = "cuda-tf32";
     call.move_to_gpu();
     CHECK(strobe_kernels(&call.attention, &call.tensors, STROBE_BACKWARD, 90, nullptr, 0, nullptr) == STROBE_UNSUPPORTED);
     const std::string said = strobe_last_error(),
                       reason = accumulate ? "no accumulate: it writes gradients" : "computes no parts of a larger problem";
-    CHECK_MESSAGE(said.find("cuda-simt: " + reason) != std::string::npos, said);
+    CHECK_MESSAGE(said.find("cuda-tf32: " + reason) != std::string::npos, said);
   }
 }
 

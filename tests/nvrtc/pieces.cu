@@ -9,9 +9,11 @@
 #include "attention/dropout.h"
 #include "attention/features.h"
 #include "attention/geometry.h"
+#include "attention/part.h"
 #include "attention/schedule.h"
 #include "attention/score.h"
 #include "attention/softmax.h"
+#include "device/part_tiles.h"
 #include "device/query_tiles.h"
 #include "device/scores.h"
 #include "device/settle_row.h"
@@ -67,6 +69,21 @@ extern "C" __global__ void backward_pieces(const BackwardArguments a, u32 *befor
   await_turn<true>(a.turns, 0, *before);
   const float lse = *a.lse.at<const float>(0, 0, 0, 0);
   if (large_lse<kF32>(lse)) settle_row(a, 0, 0, 0, lse, 1.0f, 0.0f);
+}
+
+// The ranges of a part: how many keys a tile of queries walks over, how many queries a tile of keys.
+extern "C" __global__ void part_pieces(const BackwardArguments a, u32 *walked) {
+  constexpr Features kFeatures{.band = 1, .blocks = 1, .part = kAnywhere};
+  const auto [q0, s] = queries_of<kFeatures, 64>(a.in, 0, (i32)blockIdx.x);
+  u32 keys = 0, queries = 0;
+  PartKeys tiles(s.band, q0, s.band.seqlen_q, 64, 1, a.in.blocks.row(0, 0, 0), held_keys(a.in, 0));
+  for (PartKeyTile tile; tiles.next(tile);) keys += (u32)(tile.end - tile.begin);
+  const PartTile own = part_tile(held_keys(a.in, 0), (i32)blockIdx.x, 64, true);
+  PartQueries<true, 64> others(held_queries(a.in, 0), keys_at(a.in, 0, own).band, own.begin, own.end, 64, a.in.blocks_t.row(0, 0, 0));
+  for (PartQueryTile tile; others.next(tile);) queries += (u32)(tile.end - tile.begin);
+  walked[0] = keys, walked[1] = queries;
+  walked[2] = part_tiles_before<true, 64>(a.in, s.band, 0, 0, q0, (i32)s.band.seqlen_q, (i32)key_tiles<kFeatures, 64>(a.in));
+  walked[3] = (u32)first_part_tile(a.in, 0, 0, 64, true);
 }
 
 } // namespace strobe

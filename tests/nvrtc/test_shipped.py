@@ -55,30 +55,30 @@ SPILLS = {
 
 # The same of kernels with one option or none, each by its name: no other of them spills. Of OLD_ARCHS only a template's worst is known.
 SPILLS_OF_FEW = {
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,0,0,0,0,0,0}>"): 52,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,1,0,0,0,0,0}>"): 64,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,1,0,0,0,0,0,0}>"): 64,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,1,0,0,0,0,0,0,0}>"): 52,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,0,0}>"): 52,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,1,0}>"): 36,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,1,0,0,0}>"): 240,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,1,0,0,0,0}>"): 68,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,1,2,1,0,0,0,0,0,0,0,0}>"): 36,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,1,0}>"): 20,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,0,1,0,0,0}>"): 40,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,1,0,0,0,0}>"): 20,
-    (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,1,2,1,0,0,0,0,0,0,0,0}>"): 40,
-    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,0,0,0,0,0,0}>"): 88,
-    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,1,0,0,0,0,0}>"): 64,
-    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,1,0,0,0,0,0,0}>"): 64,
-    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,1,0,0,0,0,0,0,0}>"): 64,
-    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,0,0}>"): 88,
-    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,1,0}>"): 56,
-    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,1,0,0,0}>"): 300,
-    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,1,0,0,0,0}>"): 100,
-    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,1,2,1,0,0,0,0,0,0,0,0}>"): 80,
-    (90, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,0,1,0,0,0}>"): 40,
-    (90, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,1,2,1,0,0,0,0,0,0,0,0}>"): 40,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,0,0,0,0,0,0,0,0,0}>"): 52,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,1,0,0,0,0,0,0,0,0}>"): 64,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,1,0,0,0,0,0,0,0,0,0}>"): 64,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,1,0,0,0,0,0,0,0,0,0,0}>"): 52,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,0,0,0,0,0}>"): 52,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,1,0,0,0,0}>"): 36,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,1,0,0,0,0,0,0}>"): 240,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,1,0,0,0,0,0,0,0}>"): 68,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,1,2,1,0,0,0,0,0,0,0,0,0,0,0}>"): 36,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,1,0,0,0,0}>"): 20,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,0,1,0,0,0,0,0,0}>"): 40,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,1,0,0,0,0,0,0,0}>"): 20,
+    (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,1,2,1,0,0,0,0,0,0,0,0,0,0,0}>"): 40,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,0,0,0,0,0,0,0,0,0}>"): 88,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,1,0,0,0,0,0,0,0,0}>"): 64,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,1,0,0,0,0,0,0,0,0,0}>"): 64,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,1,0,0,0,0,0,0,0,0,0,0}>"): 64,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,0,0,0,0,0}>"): 88,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,0,0,1,0,0,0,0}>"): 56,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,0,1,0,0,0,0,0,0}>"): 300,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,1,0,0,0,1,0,0,0,0,0,0,0}>"): 100,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,1,2,1,0,0,0,0,0,0,0,0,0,0,0}>"): 80,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,0,1,0,0,0,0,0,0}>"): 40,
+    (90, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,1,2,1,0,0,0,0,0,0,0,0,0,0,0}>"): 40,
 }
 
 
@@ -137,7 +137,7 @@ def test_options_are_counted(feature, count, arch):
 
 def test_a_spill_of_many_options_excuses_none_of_few():
     few, many = (
-        f"strobe::sm90::Forward<strobe::sm90::Config{{3,128,128,2,128,2,40,232,0,1,1,0,0,0,1,0,0,0,0,0,{rest},0}}>"
+        f"strobe::sm90::Forward<strobe::sm90::Config{{3,128,128,2,128,2,40,232,0,1,1,0,0,0,1,0,0,0,0,0,{rest},0,0,0,0}}>"
         for rest in ("0,1", "1,1")
     )
     assert (options(few), options(many)) == (1, 2)

@@ -36,7 +36,6 @@ def drawn(number: int, gpu: bool = False) -> Call:
         o = draw_options(number)
         return build(number, o, draw_shape(number, o, scores_on_cpu), DEVICE)
     o = draw_options(number, {"bfloat16": 0.42, "float16": 0.25, "float32": 0.25, "float64": 0.08})
-    o["part"] = None  # which GPU engines refuse
     return build(number, o, draw_shape(number, o, scores_on_gpu, most_keys=2**11 if EMULATED else 2**17), DEVICE)
 
 

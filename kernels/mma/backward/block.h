@@ -4,7 +4,7 @@
 #include "../../attention/dq_sum.h"
 #include "../../device/keys.h"
 #include "../../device/nonfinite.h"
-#include "../../device/query_tiles.h"
+#include "../../device/part_tiles.h"
 #include "../../device/tile_order.h"
 #include "../../ptx/barrier.h"
 #include "../../tile/copy.h"
@@ -16,6 +16,16 @@ using tile::Accumulator;
 using tile::Blocks;
 using tile::Left;
 using tile::Right;
+
+// Of a part: the number of the tile of keys among those of the sequence; where the rows of a tile of queries lie.
+template <bool kPart> struct NumberOfTile {};
+template <> struct NumberOfTile<true> {
+  i32 number;
+};
+template <bool kPart> struct ShiftOfTile {};
+template <> struct ShiftOfTile<true> {
+  i32 shift; // row = position + shift
+};
 
 template <BackwardConfig C> struct BackwardBlock {
   using Arguments = BackwardArguments;
@@ -34,21 +44,21 @@ template <BackwardConfig C> struct BackwardBlock {
   static constexpr u32 kV = C.k_bytes(), kQ = kV + C.v_bytes(), kDo = kQ + 2 * C.q_bytes(), kP = kDo + 2 * C.dout_bytes(),
                        kDs = kP + C.p_planes() * C.p_bytes(), kStats = kDs + 2 * C.p_bytes(), kState = kStats + C.stats_bytes();
 
-  using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
+  using Tiles = typename Either<F.part != 0, PartQueries<F.blocks != 0, kTileQ>, QueryTiles<F.blocks != 0, kTileQ>>::type;
   // Where the rows of a head of the sequence begin.
   struct Head {
     const T *q, *dout;
     const float *lse, *delta;
     i64 query_tile; // its first one's number
   };
-  struct __align__(16) Tile { // of queries
-    i32 head;                 // -1: there are no more
+  struct __align__(16) Tile : ShiftOfTile<F.part != 0> { // of queries
+    i32 head;                                            // -1: there are no more
     QueryTile queries;
     i32 rows; // that are there
     Head at;
   };
   // What the threads have in common lies in shared memory: registers are short.
-  struct State {
+  struct State : NumberOfTile<F.part != 0> {
     Tile ring[4];               // iteration n's at n % 4
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
     Sequence sequence;
@@ -79,13 +89,37 @@ template <BackwardConfig C> struct BackwardBlock {
     if (!strobe::take_head<F, kTileK>(state, in, head)) return;
     i64 b = state.batch, q0 = state.sequence.q0;
     state.at = {in.q.at<const T>(b, head, q0, 0), a.dout.at<const T>(b, head, q0, 0), a.lse.at<const float>(b, head, q0, 0),
-                (const float *)a.delta + in.row_index(b, head, q0), first_query_tile(in, b, head, kTileQ)};
+                (const float *)a.delta + in.row_index(b, head, q0), first_tile(b, head)};
   }
   // By one thread: the tile of iteration n.
   __device__ __forceinline__ void schedule(int n) const {
     Tile &t = state.ring[n % 4];
-    next_queries<kTileQ>(state, in, t, [&](i32 head) { take_head(head); });
+    if constexpr (F.part) {
+      schedule_part(t);
+    } else {
+      next_queries<kTileQ>(state, in, t, [&](i32 head) { take_head(head); });
+      t.at = state.at;
+    }
+  }
+  // The rows of a tile lie elsewhere than its positions say, and its number is its own.
+  template <class TileOfPart> __device__ __forceinline__ void schedule_part(TileOfPart &t) const {
+    const i32 heads_end = (state.head_kv + 1) * in.group;
+    PartQueryTile tile = {};
+    while (state.head < heads_end && !state.tiles.next(tile)) take_head(state.head + 1);
+    t.head = state.head < heads_end ? state.head : -1;
+    t.queries = {tile.begin, tile.masked}, t.rows = tile.end - tile.begin;
     t.at = state.at;
+    t.at.q += tile.shift * in.q.stride[2], t.at.dout += tile.shift * a.dout.stride[2], t.at.lse += tile.shift * a.lse.stride[2];
+    t.at.delta += tile.shift, t.at.query_tile += tile.number;
+    if constexpr (F.part) t.shift = tile.shift;
+  }
+  __device__ __forceinline__ i64 first_tile(i64 b, i64 head) const {
+    if constexpr (F.part) return first_part_tile(in, b, head, kTileQ, F.blocks != 0);
+    return first_query_tile(in, b, head, kTileQ);
+  }
+  // In dq_sum and the turns.
+  static __device__ __forceinline__ i64 number_of(const Tile &t) {
+    return F.part ? t.at.query_tile : t.at.query_tile + t.queries.begin / kTileQ;
   }
   __device__ __forceinline__ const Tile &tile_of(int n) const {
     asm volatile("" : "+r"(n)); // its address is found anew, not kept in a register

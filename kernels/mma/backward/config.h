@@ -34,7 +34,7 @@ struct BackwardConfig {
   // Numbers of a query: LSE, D twice, with a bias LSE's correction.
   STROBE_FN constexpr i32 stats() const { return features.bias ? 4 : 3; }
   STROBE_FN constexpr i32 stats_bytes() const { return 2 * stats() * tile_q * 4; }
-  STROBE_FN static constexpr i32 state_bytes() { return 512; }
+  STROBE_FN constexpr i32 state_bytes() const { return features.part ? 768 : 512; }
   STROBE_FN constexpr i32 shared_bytes() const {
     return k_bytes() + v_bytes() + 2 * (q_bytes() + dout_bytes()) + (p_planes() + 2) * p_bytes() + stats_bytes() + state_bytes();
   }

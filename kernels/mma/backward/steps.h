@@ -55,10 +55,11 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     const Tile &t = tile_of(iteration);
     i32 i = t.queries.begin + 16 * n0, j = state.k0 + key_warp * kKeys * 16;
     auto lse = [&](int n) { return StagedLse(lse_of(stage, n0 + n)); };
+    decltype(auto) own_scores = scores_of(t);
     if (kNonfinite || t.queries.masked)
-      probabilities<F, true, kSlope, F.bias != 0>(S, P, scores, t.head, i, j, state.k1, lse);
+      probabilities<F, true, kSlope, F.bias != 0>(S, P, own_scores, t.head, i, j, state.k1, lse);
     else
-      probabilities<F, false, kSlope, F.bias != 0>(S, P, scores, t.head, i, j, state.k1, lse);
+      probabilities<F, false, kSlope, F.bias != 0>(S, P, own_scores, t.head, i, j, state.k1, lse);
     if constexpr (F.dropout) {
       if constexpr (kSlope != Slope::apart) dropout.mark(S, i, j, t.head, state.batch);
       if constexpr (F.function) dropout.mark(P, i, j, t.head, state.batch);
@@ -73,6 +74,16 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
           for (int i = 0; i < 8; ++i) S[m][n].x[i / 4][i % 4] *= inverse;
         }
       }
+    }
+  }
+  // Of a part, mask and bias have the tile's rows.
+  __device__ __forceinline__ decltype(auto) scores_of(const Tile &t) const {
+    if constexpr (F.part && (F.mask || F.bias)) {
+      auto own = scores;
+      own.row_shift = t.shift, own.seqlen_q = t.queries.begin + t.rows;
+      return own;
+    } else {
+      return (scores);
     }
   }
   // P to the other role's warps, rounded, and to those of this role; p: this warp's, as dV takes it.
@@ -212,7 +223,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     if (!a.dq_sum || warp >= C.dq_rows() * C.dq_columns()) return;
     int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
     const Tile &t = tile_of(iteration);
-    i64 number = t.at.query_tile + t.queries.begin / kTileQ;
+    i64 number = this->number_of(t);
     u32 *turn = a.turns + 1 + number * C.warps() + warp, seen = 0;
     if constexpr (C.deterministic) seen = load_relaxed(turn); // most often it is our turn: then nobody waits
     Blocks<Right, kD, true> K(shared, column);
@@ -280,11 +291,37 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   }
 
   __device__ __forceinline__ u32 key_tiles_before(const Tile &t) const {
+    if constexpr (F.part)
+      return part_tiles_before<F.blocks != 0, kTileK>(in, state.sequence.band, state.batch, t.head, t.queries.begin,
+                                                      t.queries.begin + t.rows, state.number);
     return strobe::key_tiles_before<F.blocks != 0, kTileK>(in, state.sequence.band, state.batch, t.head, t.queries.begin, state.k0);
+  }
+  // The same in fp32, from where it is; or added to what is there.
+  template <int kN>
+  __device__ __forceinline__ void store_wide(const Operand &out, const Accumulator (&x)[kKeys][kN], float factor, i32 columns) const {
+    if (!out) return;
+#pragma unroll
+    for (int m = 0; m < kKeys; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const i32 j = (key_warp * kKeys + m) * 16 + tile::lane_row(r);
+        if (state.k0 + j >= state.k1) continue;
+        float *const row = out.at<float>(state.batch, state.head_kv, state.sequence.k0 + state.k0 + j, 0);
+#pragma unroll
+        for (int k = 0; k < 4 * kN; ++k) {
+          const i32 c = (dim_warp * kN + k / 4) * 16 + tile::lane_column(k / 2 % 2, k % 2);
+          if (c >= columns) continue;
+          float y = x[m][k / 4].x[k / 2 % 2][2 * r + k % 2] * factor, &to = row[c * out.stride[3]];
+          if constexpr (F.adds) y += to;
+          to = y;
+        }
+      }
+    }
   }
   // Writes dK or dV: x, rounded, through what was K's or V's place.
   template <int kInner, int kN>
   __device__ __forceinline__ void store_sum(const Operand &out, Accumulator (&x)[kKeys][kN], float factor, u32 place, i32 columns) const {
+    if constexpr (F.wide_gradients()) return store_wide(out, x, factor, columns);
 #pragma unroll
     for (int m = 0; m < kKeys; ++m) {
 #pragma unroll

@@ -5,6 +5,7 @@
 #include "../../device/chunks.h"
 #include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
+#include "../../device/part_tiles.h"
 #include "../../device/query_major_dropout.h"
 #include "../../device/score_tile.h"
 #include "../../device/softmax.h"
@@ -21,6 +22,7 @@ using tile::Right;
 template <Config C> struct Forward {
   using Arguments = ForwardArguments;
   using T = typename Element<C.dtype>::type;
+  using Out = Result<C.dtype, C.features.partial != 0>;
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v;
@@ -34,6 +36,7 @@ template <Config C> struct Forward {
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
+    if constexpr (F.part) return run_part(a, shared_address(shared));
     Item item(a, blockIdx.x);
     Sequence sequence = a.in.sequence<F.seqused>(item.b);
     if (item.q >= sequence.band.seqlen_q) return;
@@ -44,6 +47,21 @@ template <Config C> struct Forward {
   }
 
 private:
+  // Of a larger problem: item.q is where the tile's queries stand in it.
+  static __device__ __forceinline__ void run_part(const Arguments &a, u32 shared) {
+    const auto place = [&](u32 x, Item &item) {
+      item = Item(a, x, (u32)query_tiles<F, C.tile_q>(a.in));
+      const auto [q0, sequence] = queries_of<F, C.tile_q>(a.in, item.b, item.q / C.tile_q);
+      item.q = q0;
+      return sequence;
+    };
+    Item item;
+    const Sequence sequence = place(blockIdx.x, item);
+    if (item.q >= sequence.band.seqlen_q) return;
+    if (!Forward(a, item, sequence, shared).compute()) return;
+    const Sequence again = place(computed_here(blockIdx.x), item);
+    Forward(a, item, again, 0).add_nonfinite();
+  }
   // The chunks of keys that the tile of queries sees, in order; or the one that is this block's part.
   static __device__ __forceinline__ void run_chunks(const Arguments &a, Item item, const Sequence &sequence, u32 shared) {
     const Range keys = sequence.band.keys_any(item.q, min((i64)item.q + C.tile_q, sequence.band.seqlen_q));
@@ -79,18 +97,29 @@ private:
   __device__ __forceinline__ Forward(const Arguments &a, const Item &item, const Sequence &sequence, u32 shared)
       : a(a), in(a.in), item(item), sequence(sequence), scores(in, sequence, item.b), dropout{Dropout<F>(in), (u32)item.h, (u32)item.b},
         k(k_of<T>(in, sequence, item.b, item.h / in.group)), v(v_of<T>(in, sequence, item.b, item.h / in.group)), q_shared(shared),
-        k_shared(shared + C.q_bytes()), v_shared(k_shared + C.stages * kKBytes) {}
+        k_shared(shared + C.q_bytes()), v_shared(k_shared + C.stages * kKBytes) {
+    if constexpr (F.part) {
+      scores.row_shift = (i32)(sequence.q0 - in.held(item.b).q0);
+      dropout.head = dropout.dropout.whole_head(item.h), dropout.batch = dropout.dropout.whole_batch(item.b);
+    }
+  }
+
+  using Tile = typename Either<F.part != 0, PartKeyTile, KeyTile>::type;
+  static __device__ __forceinline__ tile::Matrix<const T> rows_of(const Keys<T> &x, const KeyTile &t) { return x.rows(t.begin, t.end); }
+  static __device__ __forceinline__ tile::Matrix<const T> rows_of(const Keys<T> &x, const PartKeyTile &t) {
+    return x.rows(t.begin + t.shift, t.end + t.shift);
+  }
 
   __device__ __forceinline__ void load_q() {
     const T *q = in.q.at<const T>(item.b, item.h, sequence.q0 + item.q, 0);
     tile::load<C.tile_q, kD, kThreads, kAligned>(
         q_shared, tile::Matrix<const T>{q, in.q.stride[2], in.q.stride[3], scores.seqlen_q - item.q, in.head_dim}, threadIdx.x);
   }
-  __device__ __forceinline__ void load_k(const KeyTile &t, int stage) {
-    tile::load<C.tile_k, kD, kThreads, kAligned>(k_shared + stage * kKBytes, k.rows(t.begin, t.end), threadIdx.x);
+  __device__ __forceinline__ void load_k(const Tile &t, int stage) {
+    tile::load<C.tile_k, kD, kThreads, kAligned>(k_shared + stage * kKBytes, rows_of(k, t), threadIdx.x);
   }
-  __device__ __forceinline__ void load_v(const KeyTile &t, int stage) {
-    tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, v.rows(t.begin, t.end), computed_here(threadIdx.x));
+  __device__ __forceinline__ void load_v(const Tile &t, int stage) {
+    tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, rows_of(v, t), computed_here(threadIdx.x));
   }
 
   __device__ __forceinline__ i64 last() const { return min((i64)item.q + C.tile_q, sequence.band.seqlen_q); } // query + 1
@@ -107,8 +136,18 @@ private:
   __device__ __forceinline__ bool compute() {
     Accumulator O[kM][Warps::columns()] = {};
     RowSoftmax<2 * kM> softmax;
-    Schedule tiles(sequence.band, item.q, last(), C.tile_k, C.invariant ? C.tile_k : 16, blocks(), part());
-    KeyTile tile, next;
+    extern __shared__ __align__(128) unsigned char shared[];
+    static_assert(sizeof(SharedKeys::Memory) <= 640);
+    constexpr i32 kWalkAt = C.forward_walk_at();
+    const auto walk = [&] {
+      if constexpr (F.part)
+        return SharedKeys(*reinterpret_cast<SharedKeys::Memory *>(shared + kWalkAt), sequence.band, item.q, last(), C.tile_k,
+                          F.part == kAnywhere ? 1 : 16, blocks(), held_keys(in, item.b));
+      else
+        return Schedule(sequence.band, item.q, last(), C.tile_k, C.invariant ? C.tile_k : 16, blocks(), part());
+    };
+    auto tiles = walk();
+    Tile tile, next;
     bool more = tiles.next(next), nonfinite = false;
     int stage = 0;
 
@@ -225,14 +264,26 @@ private:
     __device__ __forceinline__ i32 query(i32 r) const { return f.item.q + r; }
     __device__ __forceinline__ i32 head(i32) const { return f.item.h; }
     __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
-      add_to_out<T>(f.a, f.item.split, f.item.b, f.item.h, f.sequence.q0 + query(r), c, x);
+      add_to_out<Out>(f.a, f.item.split, f.item.b, f.item.h, f.sequence.q0 + query(r), c, x);
     }
   };
   __device__ __forceinline__ void add_nonfinite() const {
     Results results{*this, min((i32)C.tile_q, scores.seqlen_q - item.q)};
+    if constexpr (F.part) return add_nonfinite_of_ranges(results);
     Range keys = Schedule::share(sequence.band.keys_any(item.q, last()), C.tile_k, 16, part());
     __syncthreads();
     strobe::add_nonfinite<kThreads>(scores, dropout.dropout, v, keys, blocks(), results, (int)threadIdx.x);
+  }
+  __device__ __forceinline__ void add_nonfinite_of_ranges(const Results &results) const {
+    const HeldRanges ranges = held_keys(in, item.b);
+    const Range any = sequence.band.keys_any(item.q, last());
+    __syncthreads();
+    for (i32 n = ranges.first_behind(any.begin); n < ranges.count; ++n) {
+      const HeldRange r = ranges.at(n);
+      const Keys<T> own(v.x, v.row(r.shift()), v.columns);
+      strobe::add_nonfinite<kThreads>(scores, dropout.dropout, own, intersect(any, {r.start, r.end()}), blocks(), results,
+                                      (int)threadIdx.x);
+    }
   }
 
   // O / l and LSE to memory.
@@ -247,7 +298,8 @@ private:
 #pragma unroll
       for (int k = 0; k < 4 * Warps::columns(); ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= factor;
       i32 q = item.q + warp_row + 16 * m + tile::lane_row(r);
-      if (q >= scores.seqlen_q) continue;
+      if constexpr (F.partial) store_partial(O[m], r, q, softmax.M[i], tile::row_sum(softmax.l[i]));
+      if (F.partial || q >= scores.seqlen_q) continue;
       if (!whole) {
         i64 row = item.split * in.rows() + in.row_index(item.b, item.h, sequence.q0 + q);
         if (first_column() + tile::lane_column(0, 0) == 0) a.partial_lse[row] = end.lse;
@@ -261,7 +313,21 @@ private:
         *a.lse.at<float>(item.b, item.h, sequence.q0 + q, 0) = end.lse;
       }
     }
-    if (whole) store_o(O);
+    if (whole && !F.partial) store_o(O);
+  }
+  // Row q's part of O in fp32, and LSE as two numbers.
+  __device__ __forceinline__ void store_partial(const Accumulator (&O)[Warps::columns()], int r, i32 q, float M, float l) const {
+    if (q >= scores.seqlen_q) return;
+    const i64 row = sequence.q0 + q;
+#pragma unroll
+    for (int k = 0; k < 4 * Warps::columns(); ++k) {
+      const int c = first_column() + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
+      if (c < in.head_dim_v) *a.out.at<float>(item.b, item.h, row, c) = O[k / 4].x[k / 2 % 2][2 * r + k % 2];
+    }
+    if (!a.lse || first_column() + tile::lane_column(0, 0) != 0) return;
+    const float natural = F.bias ? 1.0f : kLn2<float>, lse = l == 0 ? minus_infinity<float>() : row_lse(M, natural, l);
+    float *const to = a.lse.at<float>(item.b, item.h, row, 0);
+    to[0] = lse, to[part_of(in).lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
   }
   // O of a chunk / l joins what came before it. What is not stored yet waits where parts do.
   __device__ __forceinline__ void finish_chunk(Accumulator (&O)[kM][Warps::columns()], RowSoftmax<2 * kM> &softmax) {

@@ -10,7 +10,7 @@ inline constexpr i32 kLagging = 1; // by a factor of 2^8 in P: most tiles need n
 inline constexpr i32 kFixed = 2;   // without bound after a row's first whole tile: no maximum is taken; a tile of queries that overflows is
                                    // computed again, lagging
 // Each row by itself: without bound after the first tile with a key that the row sees, but lagging while the row's sum is large. If
-// something is not finite, the tile of queries is computed again: each chunk of keys so, and then lagging, for the rows that are not finite.
+// something is not finite, the tile of queries is computed again: each chunk of keys so, and then lagging, for rows that are not finite.
 // (An enum leaves no symbol in kernels that do not use it.)
 enum : i32 { kFixedByRow = 3 };
 

@@ -8,6 +8,7 @@
 #include "cuda/families/families.h"
 #include "cuda/families/mma_backward.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
 #include "cuda/program/tiles.h"
@@ -106,6 +107,7 @@ Load load_of(const Config &c) {
   const int many = 2 * !!f.function + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
   if (many > 2) return anything;
   if (many || !c.aligned) return features;
+  if (f.part) return sparse_band; // whose walk takes registers as well
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
 }
 
@@ -183,6 +185,7 @@ public:
   const char *name() const override { return "cuda-mma"; }
 
 protected:
+  bool computes_parts() const override { return true; }
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("takes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (device.cc < 75) return text(device.name, " has no mma.sync of this shape: sm_75 or newer is needed, this is sm_", device.cc);
@@ -199,18 +202,19 @@ protected:
 
 private:
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
-    const std::optional<Config> packed = choose_decode(p, device), chosen = packed ? packed : choose(p, device);
+    const std::optional<Config> packed = p.part ? std::nullopt : choose_decode(p, device), chosen = packed ? packed : choose(p, device);
     if (!chosen) return no_tile(device);
     const bool decode = packed.has_value();
     const Config &c = *chosen;
     ForwardArguments a = forward_arguments(p);
     const int32_t shared = decode ? c.decode_shared_bytes() : c.forward_shared_bytes();
     const int64_t ctas =
-        decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * tiles(p.seqlen_q, c.tile_q);
+        decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * query_tiles(p, c.tile_q);
     const int64_t per_sm = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer parts to merge
     const int64_t chunks = tiles(p.seqlen_k, Config::chunk());
     // Invariant: chunks are merged where a block of threads walks over them, or, where blocks are few, by the combination of parts.
     a.splits = p.invariant ? tiles(p.seqlen_q, c.tile_q) == 1 && ctas < device.sms * per_sm ? i32(std::max<int64_t>(1, chunks)) : 1
+               : p.part    ? 1
                            : parts_to_fill(device.sms * per_sm, ctas, most_parts(p));
     if (!p.invariant && !decode &&
         predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))

@@ -9,6 +9,7 @@
 #include "../../../kernels/mma/backward/config.h"
 #include "attention/text.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
 #include "cuda/program/tiles.h"
@@ -52,7 +53,8 @@ constexpr BackwardTile kBackwardTiles[] = {
 // Features that take registers.
 int32_t costly_features(const BackwardConfig &c) {
   const Features &f = c.features;
-  return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) + 2 * (f.function != 0) + (f.dropout != 0 && f.additive()) + !c.aligned;
+  return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) * (f.part ? 3 : 1) + 2 * (f.function != 0) + (f.dropout != 0 && f.additive()) +
+         !c.aligned;
 }
 
 struct Chosen {
@@ -104,18 +106,29 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, double speed
 
 CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &scratch) {
   const std::optional<Chosen> chosen = choose(p, device);
+  if (p.part && p.bias && (!p.part.partial || p.dbias))
+    return "has no backward of a part with a bias, but for a partial one without its gradient";
   if (!chosen || (p.bias && !tensor_cores_settle(p, device))) return no_tile(device);
   const BackwardConfig &c = chosen->config;
   BackwardArguments a = backward_arguments(p);
   a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
-  const int64_t query_tiles = count_query_tiles(a.in, c.tile_q), key_tiles = p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k);
-  const RowsConfig rows{.dtype = c.dtype, .head_dim = c.head_dim, .tile_q = c.tile_q, .aligned = c.aligned, .form = passes::kFragments};
+  const int64_t tiles_q = all_query_tiles(p, a.in, c.tile_q), tiles_k = p.batch * p.heads_kv * key_tiles(p, c.tile_k);
+  const RowsConfig rows{.dtype = c.dtype,
+                        .head_dim = c.head_dim,
+                        .tile_q = c.tile_q,
+                        .aligned = c.aligned,
+                        .form = passes::kFragments,
+                        .partial = p.part.partial,
+                        .part = bool(p.part),
+                        .sparse = bool(p.part) && p.blocks.present,
+                        .adds = p.accumulate};
   Program program;
-  take_sums(program, a, p, scratch, {.dq = query_tiles * c.tile_q * c.head_dim, .turns = c.deterministic ? c.turns(query_tiles) : 0});
+  take_sums(program, a, p, scratch, {.dq = tiles_q * c.tile_q * c.head_dim, .turns = c.deterministic ? c.turns(tiles_q) : 0});
   push(program, p, a,
        {.delta = delta(p, rows, a),
-        .settle = p.bias ? std::optional(settle(p, device, a)) : std::nullopt, // of other scores P's 16 bits hide LSE's rounding
-        .main = Launch(kBackward, c, key_tiles, c.threads(), c.shared_bytes(), a),
+        .settle = p.bias && !p.part.partial ? std::optional(settle(p, device, a))
+                                            : std::nullopt, // of other scores P's 16 bits hide LSE's rounding
+        .main = Launch(kBackward, c, tiles_k, c.threads(), c.shared_bytes(), a),
         .dq = dq_from_sum(p, rows, a),
         .dbias = bias_gradient(p, device, a)});
 

@@ -8,6 +8,7 @@
 #include "attention/text.h"
 #include "cuda/families/families.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
 #include "cuda/program/tiles.h"
@@ -51,7 +52,7 @@ int64_t registers(const Config &c, Kind kind) {
   return std::max({held, part(lines, c.tile_q, c.head_dim), part(lines, c.tile_q, c.head_dim_v)});
 }
 // Of 255; addresses and loops take the rest. FP64's loops want more.
-int64_t most_registers(const Config &c) { return c.dtype == kF64 ? 160 : 204; }
+int64_t most_registers(const Config &c) { return c.dtype == kF64 ? 160 : c.features.part ? 150 : 204; }
 
 struct Tile {
   int32_t q, k, threads_q, threads_k;
@@ -135,6 +136,7 @@ public:
   const char *name() const override { return "cuda-simt"; }
 
 protected:
+  bool computes_parts() const override { return true; }
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     return direction == Direction::forward ? forward(p, device, scratch) : backward(p, device, scratch);
   }
@@ -166,8 +168,8 @@ private:
     const std::optional<Config> c = choose(config_for(p), Kind::forward, p, device);
     if (!c) return no_tile(device);
     ForwardArguments a = forward_arguments(p);
-    const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c->tile_q), slots = int64_t{device.sms} * c->blocks_per_sm;
-    if (p.dtype != DType::f64 && !p.invariant)
+    const int64_t ctas = p.batch * p.heads * query_tiles(p, c->tile_q), slots = int64_t{device.sms} * c->blocks_per_sm;
+    if (p.dtype != DType::f64 && !p.invariant && !p.part)
       a.splits = parts_to_fill(slots, ctas, std::min<int64_t>(tiles(p.seqlen_k, c->tile_k) / 2, 64));
     take_parts(a, p, scratch); // FP64 has none
     Program program;
@@ -183,25 +185,34 @@ private:
       if (std::string reason = cuts_blocks(p, kInvariantKeys); !reason.empty()) return reason;
     const Config any = config_for(p);
     const std::optional<Config> c = choose(any, Kind::backward, p, device);
-    const std::optional<Config> of_bias = p.dbias ? choose(any, Kind::bias_gradient, p, device) : c;
+    Config with_bias = any;
+    if (p.part) with_bias.features.part = kAnywhere; // whose tiles are of rows that are held, wherever they stand
+    const std::optional<Config> of_bias = p.dbias ? choose(with_bias, Kind::bias_gradient, p, device) : c;
     if (!c || !of_bias) return no_tile(device);
     BackwardArguments a = backward_arguments(p);
     a.dq_sums = dq_sums(p, a.in.rows() * c->head_dim);
-    const int64_t query_tiles = p.batch * p.heads * tiles(p.seqlen_q, c->tile_q);
-    const int64_t key_tiles = p.batch * p.heads_kv * tiles(p.seqlen_k, c->tile_k);
+    const int64_t tiles_q = p.batch * p.heads * query_tiles(p, c->tile_q), tiles_k = p.batch * p.heads_kv * key_tiles(p, c->tile_k);
     Program program;
     describe(program, p, *c);
     take_sums(program, a, p, scratch,
               {.real_bytes = c->real_bytes(),
                .dq = a.dq_sums * a.in.rows() * c->head_dim,
-               .turns = (p.deterministic || p.invariant) && p.dq ? 1 + query_tiles : 0,
+               .turns = (p.deterministic || p.invariant) && p.dq ? 1 + tiles_q : 0,
                .zero_dq = true});
     const int32_t shared = c->backward_shared_bytes();
     push(program, p, a,
          {.delta = delta(p, a),
-          .settle = Launch(kSettle, *c, query_tiles, c->threads(), shared, a),
-          .main = Launch(kBackward, *c, key_tiles, c->threads(), shared, a),
-          .dq = dq_from_sum(p, {int32_t(p.dtype), c->head_dim, passes::RowsConfig::kRowTile, 0, passes::kRowAfterRow}, a),
+          .settle = p.part.partial ? std::nullopt : std::optional(Launch(kSettle, *c, tiles_q, c->threads(), shared, a)),
+          .main = Launch(kBackward, *c, tiles_k, c->threads(), shared, a),
+          .dq = dq_from_sum(p,
+                            {.dtype = int32_t(p.dtype),
+                             .head_dim = c->head_dim,
+                             .tile_q = passes::RowsConfig::kRowTile,
+                             .aligned = 0,
+                             .form = passes::kRowAfterRow,
+                             .partial = p.part.partial,
+                             .adds = p.accumulate},
+                            a),
           .dbias = bias_gradient(p, *of_bias, a)});
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size() - bool(p.dbias), 1);
     return program;

@@ -208,7 +208,15 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
 
   Program program;
   program.overlap = true, program.persistent = c.owns_dq;
-  const RowsConfig rows{.dtype = c.dtype, .head_dim = c.columns(), .tile_q = c.tile_q, .aligned = 1, .form = passes::kWarpgroups};
+  const RowsConfig rows{.dtype = c.dtype,
+                        .head_dim = c.columns(),
+                        .tile_q = c.tile_q,
+                        .aligned = 1,
+                        .form = passes::kWarpgroups,
+                        .partial = 0,
+                        .part = 0,
+                        .sparse = 0,
+                        .adds = 0};
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
                             .main = Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), a),
                             .dbias = bias_gradient(p, device, a)};

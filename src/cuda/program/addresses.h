@@ -22,7 +22,7 @@ public:
   void *of(const void *marked) const;
 
 private:
-  std::array<uintptr_t, 27> bases_{}; // of the tensors and lists of a Problem, and of the workspace
+  std::array<uintptr_t, 28> bases_{}; // of the tensors and lists of a Problem, and of the workspace
 };
 
 // The workspace while a program is made: 256-byte aligned pieces, behind the workspace's mark.

@@ -5,23 +5,26 @@
 
 #include "../../../kernels/attention/dropout.h"
 #include "attention/text.h"
+#include "cuda/program/part.h"
 
 namespace strobe::cuda {
 namespace {
 
 i64 side(int64_t window) { return window == kUnbounded ? Band::kFar : window; }
 
-BlockList list(const int32_t *offsets, const int32_t *indices, const Problem::Blocks &m, int64_t rows, int64_t row_tokens,
-               int64_t column_tokens) {
+BlockList list(const int32_t *offsets, const int32_t *indices, const Problem &p, int64_t rows, int64_t row_tokens, int64_t column_tokens) {
+  const Problem::Blocks &m = p.blocks;
+  const Problem::Part &part = p.part;
   const i64 head = m.heads > 1 ? rows + 1 : 0, batch = m.batch > 1 ? m.heads * (rows + 1) : 0;
-  return {offsets, indices, m.kept, rows, batch, head, row_tokens, column_tokens};
+  return {offsets + part.first_batch * batch + part.first_head * head, indices, m.kept, rows, batch, head, row_tokens, column_tokens};
 }
 
 Inputs inputs(const Problem &p) {
   Inputs in{};
   in.q = operand(p.q), in.k = operand(p.k), in.v = operand(p.v);
   in.mask = operand(p.mask), in.bias = operand(p.bias), in.slopes = operand(p.alibi_slopes), in.sinks = operand(p.sinks);
-  in.cu_seqlens_q = p.cu_seqlens_q, in.cu_seqlens_k = p.cu_seqlens_k, in.seqused_k = p.seqused_k;
+  in.cu_seqlens_q = p.cu_seqlens_q, in.cu_seqlens_k = p.cu_seqlens_k;
+  in.seqused_k = p.part ? static_cast<const i32 *>(p.part.table) : p.seqused_k;
   in.seqlen_q = p.seqlen_q, in.seqlen_k = p.seqlen_k, in.total_q = p.total_q, in.total_k = p.total_k;
   in.left = side(p.window_left), in.right = side(p.window_right);
   in.batch = i32(p.batch), in.heads = i32(p.heads), in.heads_kv = i32(p.heads_kv), in.group = i32(p.group());
@@ -30,9 +33,9 @@ Inputs inputs(const Problem &p) {
   in.threshold = dropout_threshold(p.dropout);
   in.scale = p.scale, in.softcap = p.softcap, in.beta = p.beta, in.shift = p.shift;
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
-  const Problem::Blocks &m = p.blocks;
-  if (m.present) in.blocks = list(m.row_ptr, m.col, m, m.rows, m.block_q, m.block_k);
-  if (m.transposed) in.blocks_t = list(m.row_ptr_t, m.col_t, m, m.cols, m.block_k, m.block_q);
+  const Problem::Blocks &m = p.blocks; // of a part: the whole problem's, from the first of its sequences and heads on
+  if (m.present) in.blocks = list(m.row_ptr, m.col, p, m.rows, m.block_q, m.block_k);
+  if (m.transposed) in.blocks_t = list(m.row_ptr_t, m.col_t, p, m.cols, m.block_k, m.block_q);
   return in;
 }
 
@@ -57,6 +60,9 @@ Features features_of(const Problem &p) {
   f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale <= kMostScale);
   f.dropout = p.dropout > 0;
   f.seqused = p.seqused_k != nullptr;
+  f.part = !p.part ? 0 : begins_aligned(p) ? kAligned : kAnywhere;
+  f.partial = p.part.partial;
+  f.adds = p.accumulate;
   return f;
 }
 
@@ -76,7 +82,7 @@ ForwardArguments forward_arguments(const Problem &p) {
 BackwardArguments backward_arguments(const Problem &p) {
   BackwardArguments a{};
   a.in = inputs(p);
-  a.out = operand(p.out), a.lse = operand(p.lse), a.dout = operand(p.dout), a.dlse = operand(p.dlse);
+  a.out = operand(p.part.partial ? p.delta : p.out), a.lse = operand(p.lse), a.dout = operand(p.dout), a.dlse = operand(p.dlse);
   a.dq = operand(p.dq), a.dk = operand(p.dk), a.dv = operand(p.dv);
   a.dbias = operand(p.dbias), a.dsinks = operand(p.dsinks);
   a.deterministic = p.deterministic;

@@ -5,6 +5,7 @@
 #include "cuda/compile/cache.h"
 #include "cuda/driver/driver.h"
 #include "cuda/driver/stream.h"
+#include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/tuning.h"
 
@@ -27,20 +28,25 @@ std::string CudaEngine::missing() const { return devices_missing(); }
 Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction direction) const {
   if (call.seqlen_q > kMostPositions || call.seqlen_k > kMostPositions) return text("a sequence is longer than 2^30 = ", kMostPositions);
   if (call.batch > kMostCtas || call.heads > kMostCtas) return text("more than ", kMostCtas, " sequences or heads");
-  if (call.part) return "computes no parts of a larger problem";
-  if (call.accumulate) return "no accumulate: it writes gradients, and adds to none";
+  if (call.part.most_q > kMostPositions || call.part.most_k > kMostPositions)
+    return text("a whole sequence of part is longer than 2^30 = ", kMostPositions);
+  if (call.part && !computes_parts()) return "computes no parts of a larger problem";
+  if (call.accumulate && !computes_parts()) return "no accumulate: it writes gradients, and adds to none";
   if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
   Problem p = marked(call);
   const TunedTile *tile = tuned(p, direction, device);
   if (tile) p.tile_q = tile->q, p.tile_k = tile->k;
   Scratch scratch;
+  std::vector<Launch> first;
+  if (p.part) first = part_table(p, scratch);
   Made made = program(p, direction, device, scratch);
   if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
   const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
   if (tile) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
   if (p.varlen || (p.seqused_k && direction == Direction::backward)) program->steps.push_back(padding(p, direction));
   if (p.auxiliary()) auxiliary(*program, p, device, scratch);
+  program->steps.insert(program->steps.begin(), first.begin(), first.end());
   for (const Step &step : program->steps)
     if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
       return text(launch->grid, " thread blocks; a launch takes ", kMostCtas, p.varlen ? ": see max_seqlen_q and max_seqlen_k" : "");

@@ -23,6 +23,8 @@ public:
   Answer plan_on(const Device &, const Problem &, Direction) const;
 
 protected:
+  // Whether it takes parts of larger problems, and adds to gradients that exist.
+  virtual bool computes_parts() const { return false; }
   // Of a call whose addresses are marks.
   virtual Made program(const Problem &, Direction, const Device &, Scratch &) const = 0;
 

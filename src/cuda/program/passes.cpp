@@ -10,6 +10,7 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/part.h"
 #include "cuda/program/tiles.h"
 
 namespace strobe::cuda {
@@ -31,7 +32,11 @@ passes::RowsConfig row_config(const Problem &p) {
           .head_dim = rounded(p.head_dim, 32),
           .tile_q = passes::RowsConfig::kRowTile,
           .aligned = 0,
-          .form = passes::kRowAfterRow};
+          .form = passes::kRowAfterRow,
+          .partial = p.part.partial,
+          .part = 0,
+          .sparse = 0,
+          .adds = p.accumulate};
 }
 
 struct GradientTile {
@@ -127,11 +132,14 @@ void push(Program &program, const Problem &p, const BackwardArguments &a, Backwa
   next(launches.dbias);
 }
 
+static int64_t row_tiles(const Problem &p, const passes::RowsConfig &c) {
+  return c.part ? p.batch * p.heads * query_tiles(p, c.tile_q) : c.blocks(p.batch, p.heads, p.seqlen_q);
+}
 Launch delta(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
-  return Launch(kDelta, c, c.blocks(p.batch, p.heads, p.seqlen_q), c.delta_threads(), 0, a);
+  return Launch(kDelta, c, row_tiles(p, c), c.delta_threads(), 0, a);
 }
 Launch dq_from_sum(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
-  return Launch(kConvertDq, c, c.blocks(p.batch, p.heads, p.seqlen_q), c.threads(), 0, a);
+  return Launch(kConvertDq, c, row_tiles(p, c), c.threads(), 0, a);
 }
 Launch delta(const Problem &p, const BackwardArguments &a) { return delta(p, row_config(p), a); }
 Launch dq_from_sum(const Problem &p, const BackwardArguments &a) { return dq_from_sum(p, row_config(p), a); }
@@ -204,8 +212,12 @@ void auxiliary(Program &program, const Problem &p, const Device &device, Scratch
 
 Launch padding(const Problem &p, Direction direction) {
   constexpr int64_t most = 128; // blocks of threads for long padding behind few sequences
-  const passes::PaddingConfig c{
-      .dtype = int32_t(p.dtype), .backward = direction == Direction::backward, .packed = p.varlen, .seqused = p.seqused_k != nullptr};
+  const passes::PaddingConfig c{.dtype = int32_t(p.dtype),
+                                .backward = direction == Direction::backward,
+                                .packed = p.varlen,
+                                .seqused = p.seqused_k != nullptr,
+                                .partial = p.part.partial,
+                                .adds = direction == Direction::backward && p.accumulate};
   const int64_t groups = p.batch + c.packed, grid = groups * std::max<int64_t>(1, most / std::max<int64_t>(1, groups));
   return direction == Direction::forward ? Launch(kPadding, c, grid, c.threads(), 0, forward_arguments(p))
                                          : Launch(kPadding, c, grid, c.threads(), 0, backward_arguments(p));

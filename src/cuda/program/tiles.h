@@ -38,7 +38,7 @@ inline std::string cuts_blocks(const Problem &p, int64_t tile_k) {
 
 // Of dbias: one along an axis over which it is broadcast.
 inline int64_t bias_tiles(const Problem &p, int64_t tile_q, int64_t tile_k) {
-  const int64_t along[4] = {p.batch, p.heads, tiles(p.seqlen_q, tile_q), tiles(p.seqlen_k, tile_k)};
+  const int64_t along[4] = {p.batch, p.heads, tiles(p.seqlen_q, tile_q), tiles(p.part ? p.size_k() : p.seqlen_k, tile_k)};
   int64_t count = 1;
   for (int axis = 0; axis < 4; axis++)
     if (p.dbias.stride[axis]) count *= along[axis];

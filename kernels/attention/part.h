@@ -1,0 +1,152 @@
+// Parts of a larger problem: the table that says which rows the tensors hold, written by the host into the workspace and read by kernels;
+// and how tiles of rows are counted. Sizes of `Inputs` are then those of what is held, positions those of the whole sequences.
+#pragma once
+#include "arguments.h"
+#include "features.h"
+
+namespace strobe::inline STROBE_ISA {
+
+// Rows [local, local + length) of a sequence are the positions from start on.
+struct HeldRange {
+  i32 start, length, local;
+  STROBE_FN i32 end() const { return start + length; }
+  STROBE_FN i32 shift() const { return local - start; } // row - position
+};
+
+// Behind it lie the lists.
+struct PartTable {
+  i64 lse_low; // of a partial part: how many elements behind a row's LSE its second number lies
+  i32 first_head, first_batch;
+  i32 count_q, count_k;                     // ranges of a sequence
+  i32 columns;                              // of mask, bias and dbias: positions of the longest sequence
+  i32 step_q, step_k;                       // from the ranges of a sequence to those of the next one; 0: all sequences have the same
+  i32 step_whole_q, step_whole_k;           // the same of the lengths of whole sequences
+  i32 ranges_q, ranges_k, whole_q, whole_k; // where the lists begin, in words
+  i32 unused;
+
+  STROBE_FN const i32 *words() const { return (const i32 *)this; }
+};
+
+// The kernel that writes it: some of its words.
+enum : i32 { kMostWords = 1016 };
+struct WordArguments {
+  i32 *to;
+  i32 count, unused;
+  i32 words[kMostWords];
+};
+
+STROBE_FN const PartTable &part_of(const Inputs &in) { return *(const PartTable *)in.seqused_k; }
+
+// Tiles of `tile` rows that are counted where a sequence holds `rows` rows in `count` ranges. Each tile lies within one range: it begins
+// there, or, of blocks, at multiples of the tile, too. So some numbers are of tiles without rows.
+STROBE_FN constexpr i64 spare_tiles(bool blocks) { return blocks ? 2 : 1; } // of a range
+STROBE_FN constexpr i64 part_tiles(i64 rows, i64 count, i64 tile, bool blocks) { return rows / tile + count * spare_tiles(blocks); }
+
+// The ranges of one side of a sequence, ascending; the host has put those without rows last. held: rows that there are, whatever the list
+// says.
+struct HeldRanges {
+  const HeldRange *ranges;
+  i32 count;
+  i32 held;
+
+  STROBE_FN HeldRange at(i32 n) const {
+    HeldRange r = ranges[n];
+    r.length = max(min(r.length, held - r.local), 0);
+    return r;
+  }
+  // The first range that ends behind this position, or `count`.
+  STROBE_FN i32 first_behind(i64 position) const {
+    i32 low = 0, high = count;
+    while (low < high) {
+      const i32 middle = (low + high) / 2;
+      if (ranges[middle].end() <= position)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+};
+STROBE_FN HeldRanges held_queries(const Inputs &in, i64 b) {
+  const PartTable &t = part_of(in);
+  return {(const HeldRange *)(t.words() + t.ranges_q) + b * t.step_q, t.count_q, (i32)in.held(b).seqlen_q};
+}
+STROBE_FN HeldRanges held_keys(const Inputs &in, i64 b) {
+  const PartTable &t = part_of(in);
+  return {(const HeldRange *)(t.words() + t.ranges_k) + b * t.step_k, t.count_k, (i32)in.held(b).seqlen_k};
+}
+
+// The whole sequence; q0 and k0 are where its rows here begin, until a tile adds its shift.
+STROBE_FN Sequence whole_sequence(const Inputs &in, i64 b) {
+  const PartTable &t = part_of(in);
+  const HeldRows held = in.held(b);
+  const i64 nq = t.words()[t.whole_q + b * t.step_whole_q], nk = t.words()[t.whole_k + b * t.step_whole_k];
+  return {held.q0, held.k0, Band::make(nq, nk, in.bottom_right != 0, in.left, in.right)};
+}
+
+// A tile of rows by its number among those of a sequence: positions [begin, end), none of a number without rows.
+struct PartTile {
+  i32 begin, end, shift; // row = position + shift
+};
+// Where the tiles of a range are counted from: positions, and the number of the first one.
+STROBE_FN i32 first_of_tiles(const HeldRange &r, i32 tile, bool blocks) {
+  return blocks ? (i32)((u32)r.start / (u32)tile) * tile : r.start;
+}
+STROBE_FN i32 number_of_first(const HeldRange &r, i32 n, i32 tile, bool blocks) {
+  return (i32)((u32)r.local / (u32)tile) + n * (i32)spare_tiles(blocks);
+}
+STROBE_FN PartTile part_tile(const HeldRanges &ranges, i32 number, i32 tile, bool blocks) {
+  i32 low = 0, high = ranges.count; // the last range whose first number is not beyond it
+  while (high - low > 1) {
+    const i32 middle = (low + high) / 2;
+    if (number_of_first(ranges.ranges[middle], middle, tile, blocks) <= number)
+      low = middle;
+    else
+      high = middle;
+  }
+  if (ranges.count == 0) return {0, 0, 0};
+  const HeldRange r = ranges.at(low);
+  const i32 at = first_of_tiles(r, tile, blocks) + (number - number_of_first(r, low, tile, blocks)) * tile;
+  return {max(at, r.start), min(at + tile, r.end()), r.shift()};
+}
+
+// Of a call with these features, whole or a part. How many tiles a sequence has that has most:
+template <Features F, i32 kTile> STROBE_FN i64 query_tiles(const Inputs &in) {
+  if constexpr (F.part) return part_tiles(in.seqlen_q, part_of(in).count_q, kTile, F.blocks != 0);
+  return div_up(in.seqlen_q, kTile);
+}
+template <Features F, i32 kTile> STROBE_FN i64 key_tiles(const Inputs &in) {
+  if constexpr (F.part) return part_tiles(in.seqlen_k, part_of(in).count_k, kTile, F.blocks != 0);
+  return div_up(in.seqlen_k, kTile);
+}
+// The tile of queries of that number, from q0 on, and the sequence as it sees it: position i is row s.q0 + i, and none from the band's
+// seqlen_q on is.
+struct Queries {
+  i32 q0;
+  Sequence s;
+};
+STROBE_FN Queries queries_at(const Inputs &in, i64 b, const PartTile &tile) {
+  Queries x{tile.begin, whole_sequence(in, b)};
+  x.s.q0 += tile.shift, x.s.band.seqlen_q = tile.end;
+  return x;
+}
+// The sequence as a tile of keys sees it: position j is row s.k0 + j, and none from seqlen_k on is.
+STROBE_FN Sequence keys_at(const Inputs &in, i64 b, const PartTile &tile) {
+  Sequence s = whole_sequence(in, b);
+  s.k0 += tile.shift, s.band.seqlen_k = tile.end;
+  return s;
+}
+// As first_query_tile and count_query_tiles (dq_sum.h): the tiles of a head of a sequence one after another.
+STROBE_FN i64 first_part_tile(const Inputs &in, i64 b, i64 h, i64 tile, bool blocks) {
+  const i64 count = part_of(in).count_q, spare = count * spare_tiles(blocks);
+  if (!in.cu_seqlens_q) return (b * in.heads + h) * part_tiles(in.seqlen_q, count, tile, blocks);
+  return h * (in.total_q / tile + in.batch * spare) + in.held(b).q0 / tile + b * spare;
+}
+template <Features F, i32 kTile> STROBE_FN Queries queries_of(const Inputs &in, i64 b, i32 number) {
+  if constexpr (F.part)
+    return queries_at(in, b, part_tile(held_queries(in, b), number, kTile, F.blocks != 0));
+  else
+    return {number * kTile, in.sequence<F.seqused>(b)};
+}
+
+} // namespace strobe::inline STROBE_ISA

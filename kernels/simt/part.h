@@ -1,0 +1,41 @@
+// Whole calls and parts of larger problems: where a kernel's tiles lie.
+#pragma once
+#include "kept.h"
+#include "tile.h"
+#include "walk.h"
+
+namespace strobe::simt {
+
+template <Config C> using KeysOf = typename Either<C.features.part != 0, RangesOfKeys, KeyTiles>::type;
+template <Config C>
+using QueriesBy = typename Either<C.features.part != 0, RangesOfQueries<C.features.blocks != 0, C.tile_q>,
+                                  DescendingQueries<C.features.blocks != 0, C.tile_q>>::type;
+
+// The scores of a tile's queries: of a part, mask and bias have their rows.
+template <Config C, class T> __device__ __forceinline__ Scores<C.features, T> scores_of(const Inputs &in, const Sequence &s, i64 b) {
+  Scores<C.features, T> scores(in, s, b);
+  if constexpr (C.features.part) scores.row_shift = (i32)(s.q0 - in.held(b).q0);
+  return scores;
+}
+
+// The keys that some of the queries [q0, q1) see.
+template <Config C> __device__ __forceinline__ PartKeys part_keys(const Inputs &in, const Sequence &s, i32 b, i32 h, i32 q0, i32 q1) {
+  constexpr Features F = C.features;
+  const BlockRow row = F.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{};
+  return {s.band, q0, q1, C.tile_k, F.part == kAnywhere ? 1 : 16, row, held_keys(in, b)};
+}
+// The sequence, of which a tile of keys has its part, as a tile of queries sees it, too.
+__device__ __forceinline__ const Sequence &sequence_of(const Sequence &s, const Tile &) { return s; }
+__device__ __forceinline__ Sequence sequence_of(const Sequence &s, const ShiftedTile &tile) {
+  Sequence own = s;
+  own.q0 += tile.shift, own.band.seqlen_q = tile.end;
+  return own;
+}
+
+// K or V, Q or dO, as a tile counts its rows.
+template <class Source> __device__ __forceinline__ const Source &rows_of(const Source &all, const Tile &) { return all; }
+template <class Source> __device__ __forceinline__ Source rows_of(const Source &all, const ShiftedTile &tile) {
+  return all.shifted(tile.shift, tile.end);
+}
+
+} // namespace strobe::simt

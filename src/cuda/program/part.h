@@ -1,0 +1,20 @@
+// The table of a part of a larger problem, which kernels read in the workspace (kernels/attention/part.h).
+#pragma once
+#include <vector>
+
+#include "attention/attention.h"
+#include "cuda/program/addresses.h"
+#include "cuda/program/program.h"
+
+namespace strobe::cuda {
+
+// Takes room for it, sets p.part.table, and answers with the launches that write it: one, but for lists of hundreds of ranges.
+std::vector<Launch> part_table(Problem &p, Scratch &);
+// Whether all ranges begin at multiples of 16, where dropout's groups and blocks may.
+bool begins_aligned(const Problem &);
+// Tiles of a sequence that has most, of queries and of keys, counted as kernels do.
+int64_t query_tiles(const Problem &, int64_t tile);
+int64_t key_tiles(const Problem &, int64_t tile);
+int64_t all_query_tiles(const Problem &, const Inputs &, int64_t tile); // of all heads and sequences: how many dq_sum has
+
+} // namespace strobe::cuda

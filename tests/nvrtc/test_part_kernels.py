@@ -1,0 +1,47 @@
+"""Kernels of parts of larger problems compile for GPUs that are not here, without spills where the same ones without a part have none."""
+
+from __future__ import annotations
+
+import pytest
+
+import strobe
+from strobe._prewarm import Shape, prewarm
+
+S, WHOLE = 4096, 16384
+BLOCKS = {"block_rows": (1, 1, 129), "block_rows_t": (1, 1, 129), "block_cols": (9000,), "block_cols_t": (9000,)}
+OPTIONS = {
+    "causal": ({}, {"window_right": 0}),
+    "dropout": ({"rng": Shape((2,), "int64")}, {"dropout": 0.1}),
+    "ALiBi": ({"alibi_slopes": Shape((16,), "float32")}, {"window_right": 0}),
+    "mask": ({"mask": Shape((1, 1, S, WHOLE), "bool")}, {}),
+    "block-sparse": ({name: Shape(shape, "int32") for name, shape in BLOCKS.items()}, {"block_q": 128, "block_k": 128}),
+}
+STARTS = {"multiples of 16": 0, "anywhere": 8}
+# Bytes of local memory of the worst kernel, where one of these takes some.
+SPILLS = {(90, "strobe::mma::Backward"): 16}  # d 64, of 256 keys
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("partial", [False, True], ids=["whole rows", "partial"])
+@pytest.mark.parametrize("starts", STARTS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("arch", "engine", "dtype", "dim"), [
+    (90, "cuda-mma", "bfloat16", 64),
+    (90, "cuda-mma", "bfloat16", 128),
+    (90, "cuda-simt", "float32", 64),
+])  # fmt: skip
+def test_it_compiles_without_spills(arch, engine, dtype, dim, options, starts, partial, backward):
+    first = STARTS[starts]
+    ranges = [(first, S // 2), (WHOLE - S // 2 - first, S // 2)]
+    part = strobe.Part(ranges, ranges, WHOLE, WHOLE, partial=partial)
+    x = Shape((1, 16, S, dim), dtype)
+    arrays, fields = OPTIONS[options]
+    try:
+        kernels = prewarm({"q": x, "k": x, "v": x} | arrays, fields | {"part": part.encoded(), "engine": engine}, backward, arch)
+    except NotImplementedError as refusal:
+        if "no NVRTC" not in str(refusal):
+            raise
+        pytest.skip(str(refusal))
+    assert kernels[0].name.startswith("strobe::passes::WriteWords")
+    for kernel in kernels:
+        assert kernel.spilled <= SPILLS.get((arch, kernel.name.partition("<")[0]), 0), kernel
