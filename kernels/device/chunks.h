@@ -23,7 +23,12 @@ struct Merge {
     lse = row_lse(top, 1.0f, sum), before = __fdiv_rn(x, sum), now = __fdiv_rn(y, sum);
   }
   __device__ __forceinline__ float operator()(float x, float y) const {
-    return keep ? x : take ? y : __fmaf_rn(x, before, __fmul_rn(y, now));
+    return __fmaf_rn(take ? -0.0f : x, before, keep ? -0.0f : __fmul_rn(y, now)); // -0 changes nothing that it is added to
+  }
+  // The same of results to which infinities and NaN of V were added: they stay, however little they weigh.
+  __device__ __forceinline__ float of_any(float x, float y) const {
+    if (x - x + (y - y) == 0) return (*this)(x, y);
+    return keep ? x : take ? y : x + y;
   }
 };
 

@@ -53,6 +53,18 @@ template <int kRows> struct RowSoftmax {
       l[row] *= alpha[row];
     }
   }
+  // The same for some rows alone.
+  template <class Tile, class Exponent>
+  __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, const bool (&rows)[kRows]) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const float top = exponent.top(tile::row_max(largest(S, row, exponent))), before = M[row];
+      const float now = rows[row] && top > before + 8.0f ? top : before;
+      alpha[row] = now == before ? 1.0f : exp2(exponent.difference(before - now));
+      M[row] = now;
+      l[row] *= alpha[row];
+    }
+  }
   __device__ __forceinline__ bool moved() const {
     bool any = false;
 #pragma unroll

@@ -48,13 +48,14 @@ private:
     for (i32 c = (i32)threadIdx.x; c < max(in.head_dim_v, (i32)kThreads); c += kThreads) {
       const bool there = c < in.head_dim_v;
       float lse = a.partial_lse[row], x = there ? a.partial_out[row * in.head_dim_v + c] : 0.0f;
+#pragma unroll 8
       for (i32 s = 1; s < a.splits; ++s) {
         const i64 part = s * in.rows() + row;
         const Merge merge(lse, a.partial_lse[part]);
-        lse = merge.lse, x = merge(x, there ? a.partial_out[part * in.head_dim_v + c] : 0.0f);
+        lse = merge.lse, x = merge.of_any(x, there ? a.partial_out[part * in.head_dim_v + c] : 0.0f);
       }
       const Merge with_sink(lse, sink);
-      if (there) *a.out.at<T>(b, h, q, c) = Convert<T>::from(with_sink(x, 0.0f));
+      if (there) *a.out.at<T>(b, h, q, c) = Convert<T>::from(with_sink.of_any(x, 0.0f));
       if (a.lse && c == 0) *a.lse.at<float>(b, h, q, 0) = with_sink.lse;
     }
   }

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import strobe
-from cases import ON_CPU
 from random_dense import Dense, Packing, visible
 
 CALLS = 16  # numbers of the same options
@@ -106,7 +105,7 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
         o["dv"] = o["dv"] if which == "d" else _wide(rng, 512)
     o["used"] = rng.random() < 0.2
     o["aux"] = rng.choice([("max_logit",), ("column_sums",), ("max_logit", "column_sums")]) if rng.random() < 0.2 else ()
-    if rng.random() < 0.1 and ON_CPU:  # where no engine refuses it
+    if rng.random() < 0.1:
         o["flags"] = sorted([*o["flags"], "invariant"])
     o["part"] = _one(rng, {None: 0.82, "aligned": 0.08, "any": 0.1})  # where rows stand in a larger problem
     if o["part"]:  # beside which these are refused

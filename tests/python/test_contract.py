@@ -46,6 +46,8 @@ def test_case(number, record_property):
         try:
             results = run(inputs, engine)
         except NotImplementedError as refusal:
+            if ON_GPU and case["flag"] == "invariant" and "invariant" in str(refusal):
+                continue  # with these block masks, this bias, or never
             special = SPECIAL.get(engine, {case["dtype"]})
             if case["part"] and case["bias"] and engine == "cuda-mma":  # which leaves the backward of most of these to cuda-simt
                 special = set()

@@ -51,23 +51,68 @@ def test_the_mixes_find_what_is_not_invariant():
 
 @engines
 def test_chunks_of_a_long_cache(engine):
-    """One query over the keys of more than one chunk, which may be shared out, and many queries, which walk over them."""
+    """A few queries over the keys of more than one chunk, which may be shared out, and many queries, which walk over them. Few queries of
+    many heads may share a tile. What is not finite is added to parts, or to the result."""
     if "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} is not invariant")
     g = torch.Generator().manual_seed(3)
-    keys, d = 2048 + 77, 16
+    keys, d, group = 4096 + 77, 16, 3
     dtype = torch.bfloat16 if takes(engine, torch.bfloat16, d) else torch.float32
-    q, k, v = (torch.randn(1, 1, n, d, generator=g).to(DEVICE, dtype) for n in (150, keys, keys))
-    options = {"return_lse": True, "engine": engine, "causal": True, "sinks": torch.tensor([0.3], device=DEVICE), "invariant": True}
+    q, k, v = (torch.randn(1, h, n, d, generator=g).to(dtype) for h, n in ((group, 150), (1, keys), (1, keys)))
+    k[0, 0, 2048:4096, 0] -= 1e3 * q[0, 1].float().sign().mean(0)[0].item()  # rows whose first chunks weigh nothing, or all
+    v[0, 0, 100, 3], v[0, 0, 4150, 5] = torch.inf, torch.nan
+    q, k, v = (x.to(DEVICE) for x in (q, k, v))
+    sinks = torch.tensor([0.3, -1.0, 20.0], device=DEVICE)
+    options = {"return_lse": True, "engine": engine, "causal": True, "invariant": True}
     with running_on(engine):
-        many = strobe.attention(q, k, v, **options)
-        for first, end in ((149, 150), (140, 143), (50, 150)):
+        many = strobe.attention(q, k, v, sinks=sinks, **options)
+        copies = 150 if ON_GPU and not EMULATED else 2  # more blocks of threads than SMs: they walk over all chunks
+        walked = strobe.attention(*(x.expand(copies, -1, -1, -1) for x in (q, k, v)), sinks=sinks, **options)
+        assert [differing(x[-1:], y) for x, y in zip(walked, many, strict=True)] == [0, 0]
+        for first, end in ((149, 150), (140, 143), (100, 150)):
             seen = keys - 150 + end
-            some = strobe.attention(q[:, :, first:end], k[:, :, :seen], v[:, :, :seen], **options)
+            some = strobe.attention(q[:, :, first:end], k[:, :, :seen], v[:, :, :seen], sinks=sinks, **options)
             assert [differing(x, y[:, :, first:end]) for x, y in zip(some, many, strict=True)] == [0, 0]
-        reached = strobe.attention(q, k, v, **options, window=(900, 0))  # some rows see the second chunk alone
+        for h in range(group):  # a head by itself, which is not packed
+            alone = strobe.attention(q[:, h : h + 1, -1:], k, v, sinks=sinks[h : h + 1], **options)
+            assert [differing(x, y[:, h : h + 1, -1:]) for x, y in zip(alone, many, strict=True)] == [0, 0]
+        reached = strobe.attention(q, k, v, **options, window=(900, 0))  # some rows see the last chunk alone
         one = strobe.attention(q[:, :, -1:], k, v, **options, window=(900, 0))
         assert [differing(x, y[:, :, -1:]) for x, y in zip(one, reached, strict=True)] == [0, 0]
+    expected = strobe.reference(q, k, v, causal=True, sinks=sinks, rows=[149, 299])[0]
+    for h, i in ((0, 149), (1, 149)):
+        error = (many[0][0, h, i].double().cpu() - expected[0, h, i].double().cpu()).nan_to_num(0, 0, 0).abs().max()
+        assert error < 0.02 * expected[0, h, i].nan_to_num(0, 0, 0).abs().max()
+
+
+@engines
+@pytest.mark.parametrize("queries", [1, 5, 33])
+def test_heads_of_a_group_share_a_tile(engine, queries):
+    """And each row has the bits that it has among the rows of its head alone; a NaN of one head stays there."""
+    if "invariant" in refusal(engine, invariant=True):
+        pytest.skip(f"{engine} is not invariant")
+    g = torch.Generator().manual_seed(4)
+    d, group, keys = 16, 19, 90
+    dtype = torch.bfloat16 if takes(engine, torch.bfloat16, d) else torch.float32
+    q, k, v = (torch.randn(2, h, n, d, generator=g).to(dtype) for h, n in ((2 * group, queries), (2, keys), (2, keys)))
+    q[1, group + 3, 0, 2] = torch.nan
+    q, k, v = (x.to(DEVICE) for x in (q, k, v))
+    options = {"return_lse": True, "engine": engine, "causal": True, "invariant": True}
+    cu_q = torch.tensor([0, queries, queries + 1], dtype=torch.int32, device=DEVICE)
+    cu_k = torch.tensor([0, keys, 2 * keys - 7], dtype=torch.int32, device=DEVICE)
+    with running_on(engine):
+        together = strobe.attention(q, k, v, **options)
+        for h in (0, 3, group - 1, group, group + 3, 2 * group - 1):
+            kv = slice(h // group, h // group + 1)
+            apart = strobe.attention(q[:, h : h + 1], k[:, kv], v[:, kv], **options)
+            assert [differing(x, y[:, h : h + 1]) for x, y in zip(apart, together, strict=True)] == [0, 0]
+        tokens = [torch.cat([x[0], x[1, :, :n]], 1).transpose(0, 1) for x, n in ((q, 1), (k, keys - 7), (v, keys - 7))]
+        packed = strobe.attention(*tokens, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=queries, max_seqlen_k=keys, **options)
+        assert differing(packed[0][:queries].transpose(0, 1), together[0][0]) == 0
+        last = strobe.attention(q[1:, :, :1], k[1:, :, : keys - 7], v[1:, :, : keys - 7], **options)
+        assert differing(packed[0][queries:].transpose(0, 1), last[0][0]) == 0
+        assert differing(packed[1][:, :queries], together[1][0]) == 0
+        assert differing(packed[1][:, queries:], last[1][0]) == 0
 
 
 @pytest.mark.skipif(ON_GPU, reason="threads are the CPU's")
@@ -95,6 +140,40 @@ def test_a_row_that_overflows_is_followed_again_by_itself(engine):
     apart = torch.cat([strobe.attention(q[:, :, i : i + 1], k, v, engine=engine, invariant=True) for i in range(40)], 2)
     assert together.isfinite().all()
     assert differing(together, apart) == 0
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a CPU's reference always follows")
+@engines
+@pytest.mark.parametrize("keys", [300, 4096 + 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_whose_scores_rise_do_not_concern_the_others(engine, dtype, keys):
+    """Some rows' later scores are far above their first ones, so much that P, or P V, overflows if nothing follows them; V holds NaN that
+    some rows do not see."""
+    if not takes(engine, dtype, 32) or "invariant" in refusal(engine, invariant=True):
+        pytest.skip(f"{engine} does not take it")
+    g = torch.Generator().manual_seed(6)
+    rows, d = 200, 32
+    q, k, v = (torch.randn(1, 1, n, d, generator=g) for n in (rows, keys, keys))
+    k[..., 0] = torch.linspace(0, 1, keys)
+    rises = torch.tensor([0.0, 9.0, 12.0, 30.0, 200.0, 600.0, 3e3, -3e3])  # natural scores of the last keys
+    q[..., 0] = rises.repeat(rows // 8) * d**0.5
+    v *= 1e30 if dtype == torch.bfloat16 else 1e3
+    v[0, 0, keys - 20, 4] = torch.nan  # causal: the last rows see it
+    q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
+    options = {"causal": True, "engine": engine, "invariant": True, "return_lse": True}
+    with running_on(engine):
+        together = strobe.attention(q, k, v, **options)
+        walked = strobe.attention(*(x.expand(150 if not EMULATED else 4, -1, -1, -1) for x in (q, k, v)), **options)
+        assert [differing(x[-1:], y) for x, y in zip(walked, together, strict=True)] == [0, 0]
+        for i in (*range(8), *range(rows - 24, rows - 8, 3), rows - 1):
+            seen = keys - rows + 1 + i
+            apart = strobe.attention(q[:, :, i : i + 1], k[:, :, :seen], v[:, :, :seen], **options)
+            assert [differing(x, y[:, :, i : i + 1]) for x, y in zip(apart, together, strict=True)] == [0, 0], i
+    expected = strobe.reference(q, k, v, causal=True, rows=list(range(0, rows, 9)))
+    for found, right in zip(together, expected, strict=True):
+        found, right = found[:, :, ::9].double().cpu(), right[:, :, ::9].double().cpu()
+        assert (found.isnan() == right.isnan()).all()
+        assert (found - right).nan_to_num(0).abs().max() < 0.02 * right.nan_to_num(0).abs().max()
 
 
 def test_a_variant_compares_the_rows_that_it_says():

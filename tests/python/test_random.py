@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import ON_CPU
 from device import DEVICE
 from random_call import drawn, engines, faults, replay, run
 from random_dense import dropout_keeps
@@ -60,7 +59,7 @@ def test_what_is_drawn_holds_every_option():
     assert any(x["scale"] == 0 for x in words)
     assert any(x["scale"] and x["scale"] < 0 for x in words)
     assert all(any(x[name] for x in words) for name in ("blocks", "tile", "dropout"))
-    assert {flag for x in words for flag in x["flags"]} == {"deterministic", "exact_max", "check"} | ({"invariant"} if ON_CPU else set())
+    assert {flag for x in words for flag in x["flags"]} == {"deterministic", "exact_max", "check", "invariant"}
     assert max(max(x["sq"], x["sk"]) for x in words) > 4096
 
 

@@ -20,6 +20,7 @@ struct BackwardConfig {
   i32 owns_dq;
   i32 keys_in_registers; // a warpgroup holds its keys' K and V in registers, the left operands of S and dP; heads of up to 64 columns
   i32 staged_store;      // dK and dV leave through the shared memory of V; not by roles, nor where a block takes more keys after these
+  i32 invariant;         // a row's bits do not depend on what is hidden in its tiles
   Features features;
 
   static constexpr i32 kWarpgroups = 2; // that compute

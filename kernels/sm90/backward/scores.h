@@ -17,8 +17,8 @@ template <BackwardConfig C> struct BackwardScores {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
   static constexpr int kM = C.tile_q;
-  // Elements may be hidden in any tile, not in those alone that position masks.
-  static constexpr bool kHides = F.mask || F.bias;
+  // Elements may be hidden in any tile, not in those alone that position masks; invariant: all tiles are treated so.
+  static constexpr bool kHides = F.mask || F.bias || C.invariant;
   // ALiBi's penalty is a multiply-add of the exponent.
   static constexpr bool kLine = F.alibi && !F.bias && F.function == kLinear && !F.scaled;
   // Named barriers: all of a warpgroup have come, + its number; all of both.

@@ -1,6 +1,7 @@
 // One thread of a block decides which tiles of queries the block computes.
 #pragma once
 #include "../arguments.h"
+#include "rows.h"
 #include "shared.h"
 #include "tickets.h"
 
@@ -51,9 +52,15 @@ template <Config C> struct Assign {
     if constexpr (C.split) x = a.splits_divisor.divide(x);
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 head = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_divisor.divide(head);
+    if constexpr (C.packed) return packed_item((i32)b, head - b * a.heads_divisor.by, split);
     const i32 q = (a.tiles - 1 - (i32)tile) * C.tile_q();
     const bool empty = in.cu_seqlens_q && q >= in.held(b).seqlen_q;
     return {(i32)b, (i32)(head - b * a.heads_divisor.by), q, (i32)split * Item::kKinds + (empty ? kNone : kFast)};
+  }
+  __device__ __forceinline__ Item packed_item(i32 b, u32 piece, u32 split) const {
+    const u32 pieces = packed(a).pieces.by, kv = packed(a).pieces.divide(piece);
+    const i32 h = (i32)kv * in.group + (i32)(piece - kv * pieces) * packed(a).packed * C.warpgroups;
+    return {b, h, 0, (i32)split * Item::kKinds + (in.cu_seqlens_q && in.held(b).seqlen_q == 0 ? kNone : kFast)};
   }
   // Until all have read the last item told, and the copy engine has been told of all of its keys and values.
   __device__ __forceinline__ void wait_loaded() const { mbarrier_wait(shared.item_empty(), told % 2 ^ 1); }

@@ -9,6 +9,10 @@ inline constexpr i32 kExact = 0;   // not at all
 inline constexpr i32 kLagging = 1; // by a factor of 2^8 in P: most tiles need no rescaling
 inline constexpr i32 kFixed = 2;   // without bound after a row's first whole tile: no maximum is taken; a tile of queries that overflows is
                                    // computed again, lagging
+// Each row by itself: without bound after the first tile with a key that the row sees, but lagging while the row's sum is large. If
+// something is not finite, the tile of queries is computed again: each chunk of keys so, and then lagging, for rows that are not finite.
+// (An enum leaves no symbol in kernels that do not use it.)
+enum : i32 { kFixedByRow = 3 };
 
 struct Config {
   i32 dtype;                // kF16 or kBF16
@@ -22,10 +26,18 @@ struct Config {
   i32 reference;   // kExact, kLagging or kFixed
   i32 split;       // over keys: results are partial ones, to be combined
   i32 bias_by_tma; // of 16 bits, by the copy engine
-  i32 invariant;   // tiles of keys begin at multiples of tile_k; with kExact or kLagging a row's bits are then its own
+  // Tiles of keys begin at multiples of tile_k, and chunks of them have results of their own, merged in order (device/chunks.h), up to 128
+  // columns of O: more leave no registers for merging. With another reference than kFixed a row's bits are its own. split: a part is one
+  // chunk.
+  i32 invariant;
+  i32 packed; // query heads of a key head share a tile of queries: rows.h
   Features features;
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
+  STROBE_FN constexpr bool chunked() const { return invariant && head_dim_v <= 128; }
+  STROBE_FN constexpr i32 chunk() const { return 4096 / tile_k * tile_k; }             // keys
+  STROBE_FN constexpr bool repeats_chunks() const { return reference == kFixedByRow; } // where a tile of queries is computed again
+  STROBE_FN constexpr bool walks_chunks() const { return chunked() && !split; }        // one after the other
   STROBE_FN constexpr i32 threads() const { return 128 * (warpgroups + 1); }
   // Tiles in shared memory are blocks of 64 columns.
   STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }

@@ -1,5 +1,6 @@
 // O / l and LSE to memory.
 #pragma once
+#include "../../device/chunks.h"
 #include "../../device/softmax.h"
 #include "../../tile/shared.h"
 #include "nonfinite.h"
@@ -9,25 +10,26 @@ namespace strobe::sm90 {
 
 // Columns of row r of a lane's O, times a factor, as part of the results of all keys. Returns whether something is not finite.
 template <Config C>
-__device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const Item &item, i64 row, int r, float factor) {
-  float *out = partial_out(group.a, item, row) + tile::lane_column(0, 0);
+__device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, int r, float factor) {
+  float *out = partial_out(group.a, item, h, row) + tile::lane_column(0, 0);
   bool nonfinite = false;
 #pragma unroll
   for (int n = 0; n < C.head_dim_v / 4; ++n) {
     const i32 c = n / 2 * 8 + n % 2;
     const float x = group.O.x[n / 2 * 4 + 2 * r + n % 2] * factor;
     if (c + tile::lane_column(0, 0) < group.in.head_dim_v) out[c] = x;
-    if (r == 0) nonfinite |= !(x - x == 0);
+    if (r == 0 || C.invariant) nonfinite |= !(x - x == 0); // invariant: a row that sees nothing of a part leaves nothing in the results
   }
   return nonfinite;
 }
 // The same as the results themselves. Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of
 // them whole sectors. Without branches: within one the compiler computes the address anew, and waits for each exchange.
 template <Config C>
-__device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const Item &item, i64 row, bool there, int r, float factor) {
+__device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, bool there, int r,
+                                              float factor) {
   using T = typename Element<C.dtype>::type;
   const i32 odd = group.lane % 2, column = 8 * odd + group.lane % 4 / 2 * 4;
-  T *out = group.a.out.template at<T>(item.b, item.h, row, 0) + column;
+  T *out = group.a.out.template at<T>(item.b, h, row, 0) + column;
   const i32 columns = there ? group.in.head_dim_v - column : 0;
   u32 zero = 0; // NaN if something is not finite
 #pragma unroll
@@ -37,9 +39,82 @@ __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const I
     const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
     const u32 x = odd ? other : left, y = odd ? right : other;
     store_global_below(c, columns, out + c, x, y);
-    if (r == 0) zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero)); // what is not finite in V is so in all rows
+    // What is not finite in V is so in all rows; invariant: a sum may be so in one.
+    if (r == 0 || C.invariant) zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero));
   }
-  return r == 0 && there && multiply_add_pairs<T>(zero, 0, 0) != 0;
+  return (r == 0 || C.invariant) && there && multiply_add_pairs<T>(zero, 0, 0) != 0;
+}
+
+// Row r of a lane's O of a chunk / l joins what came before it; what is not the result yet waits where parts do. Returns the LSE of all so
+// far. zero: NaN if something of the chunk is not finite.
+template <Config C>
+__device__ __forceinline__ float merge_row(Warpgroup<C> &group, const RowEnd &end, float factor, i64 index, bool there, int r, bool first,
+                                           bool last, float &zero) {
+  const HopperForwardArguments &a = group.a;
+  const float before = first || !there ? minus_infinity<float>() : a.partial_lse[index];
+  __syncwarp(); // all who want it have it
+  const Merge merge(before, end.lse);
+  float2 *const out = (float2 *)(a.partial_out + index * a.in.head_dim_v + tile::lane_column(0, 0));
+  const i32 columns = there ? a.in.head_dim_v - tile::lane_column(0, 0) : 0;
+#pragma unroll
+  for (int n = 0; n < C.head_dim_v / 8; ++n) {
+    float &x = group.O.x[4 * n + 2 * r], &y = group.O.x[4 * n + 2 * r + 1];
+    float2 old{0, 0};
+    if (!first && 8 * n < columns) old = out[4 * n];
+    x = __fmul_rn(x, factor), y = __fmul_rn(y, factor);
+    if (there) zero = __fmaf_rn(x, 0.0f, __fmaf_rn(y, 0.0f, zero));
+    x = merge(old.x, x), y = merge(old.y, y);
+    if (!last && 8 * n < columns) out[4 * n] = {x, y};
+  }
+  if (!last && there && group.lane % 4 == 0) a.partial_lse[index] = merge.lse;
+  return merge.lse;
+}
+// What a chunk of keys makes of O and LSE: the result, if there is no other one. counts: of which of a lane's rows.
+template <Config C>
+__device__ __forceinline__ void finish_chunk(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, bool first, bool last,
+                                             const bool (&counts)[2]) {
+  const HopperForwardArguments &a = group.a;
+  const Inputs &in = group.in;
+  const float infinity = -minus_infinity<float>();
+  const HeldRows held = in.held(computed_here(item.b)); // nothing is kept in registers for this
+  bool nonfinite = false;
+  float zero = 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const RowPlace at = softmax.place(r);
+    const i64 row = held.q0 + at.i;
+    const RowEnd end = row_end(softmax.running.M[r], tile::row_sum(softmax.running.l[r]), minus_infinity<float>());
+    float factor = end.factor * softmax.dropout.dropout.factor(), lse = end.lse;
+    const bool there = at.i < held.seqlen_q && counts[r];
+    nonfinite |= there && !(lse < infinity);
+    if constexpr (C.split) {
+      if (!there) continue;
+      if (group.lane % 4 == 0) a.partial_lse[item.split() * in.rows() + in.row_index(item.b, at.h, row)] = lse;
+      nonfinite |= store_partial(group, item, at.h, row, r, factor);
+      continue;
+    }
+    if (C.walks_chunks() && !(first && last)) {
+      const i64 index = there ? in.row_index(item.b, at.h, row) : 0;
+      lse = merge_row(group, end, factor, index, there, r, first, last, zero), factor = 1;
+    }
+    if (!last) continue;
+    if (in.sinks) {
+      const Merge with_sink(lse, *in.sinks.at<const float>(0, at.h, 0, 0));
+#pragma unroll
+      for (int n = 0; n < C.head_dim_v / 4; ++n) {
+        float &x = group.O.x[n / 2 * 4 + 2 * r + n % 2];
+        x = with_sink(__fmul_rn(x, factor), 0.0f);
+      }
+      lse = with_sink.lse, factor = 1;
+    }
+    if (a.lse && there && group.lane % 4 == 0) *a.lse.template at<float>(item.b, at.h, row, 0) = lse;
+    nonfinite |= store_rounded(group, item, at.h, row, there, r, factor);
+  }
+  if (item.kind() != kFast) return;
+  if (last)
+    group.judge(nonfinite || zero != 0);
+  else if (nonfinite || zero != 0)
+    store_shared(group.shared.failed(group.verdicts), 1);
 }
 
 template <Config C> __device__ __forceinline__ void store_results(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax) {
@@ -53,7 +128,7 @@ template <Config C> __device__ __forceinline__ void store_results(Warpgroup<C> &
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const RowEnd end = row_end(running.M[r], tile::row_sum(running.l[r]), sink, natural);
-    const i32 i = softmax.row + tile::lane_row(r);
+    const auto [i, h] = softmax.place(r);
     const bool there = i < softmax.scores.seqlen_q;
     overflow = overflow || (there && C.reference == kFixed && !(running.l[r] < TileSoftmax<C>::kMost));
     if constexpr (C.features.bias) overflow = overflow || (there && running.M[r] == minus_infinity<float>()); // it may be low instead
@@ -61,11 +136,11 @@ template <Config C> __device__ __forceinline__ void store_results(Warpgroup<C> &
     const float factor = end.factor * softmax.dropout.dropout.factor();
     if constexpr (C.split) {
       if (!there) continue;
-      if (group.lane % 4 == 0) a.partial_lse[item.split() * in.rows() + in.row_index(item.b, item.h, row)] = end.lse;
-      nonfinite |= store_partial(group, item, row, r, factor);
+      if (group.lane % 4 == 0) a.partial_lse[item.split() * in.rows() + in.row_index(item.b, h, row)] = end.lse;
+      nonfinite |= store_partial(group, item, h, row, r, factor);
     } else {
-      if (a.lse && group.lane % 4 == 0 && there) *a.lse.template at<float>(item.b, item.h, row, 0) = end.lse;
-      nonfinite |= store_rounded(group, item, row, there, r, factor);
+      if (a.lse && group.lane % 4 == 0 && there) *a.lse.template at<float>(item.b, h, row, 0) = end.lse;
+      nonfinite |= store_rounded(group, item, h, row, there, r, factor);
     }
   }
   if (item.kind() == kFast) group.judge(overflow || nonfinite);

@@ -10,7 +10,7 @@
 namespace strobe::sm90 {
 
 template <Config C> struct Forward {
-  using Arguments = HopperForwardArguments;
+  using Arguments = ForwardArgumentsOf<C.packed>::type;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
@@ -41,7 +41,10 @@ template <Config C> struct Forward {
       if (item.kind() == kNone) break;
       mbarrier_wait(group.shared.q_full(group.w), group.items % 2);
       if constexpr (C.q_in_registers) group.load_q();
-      QueryTile<C>(group, item).compute();
+      if (C.repeats_chunks() && item.kind() != kFast)
+        QueryTile<C>(group, item).compute_safely();
+      else
+        QueryTile<C>(group, item).compute();
     }
   }
 };

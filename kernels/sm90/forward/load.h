@@ -4,23 +4,72 @@
 #include "../../device/keys.h"
 #include "../../ptx/tma.h"
 #include "../arguments.h"
+#include "rows.h"
 #include "shared.h"
 
 namespace strobe::sm90 {
 
+// Of the keys: what the item walks over.
+template <Config C> __device__ __forceinline__ BasicSchedule<i32>::Part part(const ForwardArguments &a, const Item &item) {
+  if constexpr (C.chunked() && C.split) return {item.split(), 1, C.chunk()};
+  return {item.split(), C.split ? a.splits : 1};
+}
 // The tiles of keys for a tile of queries.
 template <Config C>
-__device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
+__device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item,
+                                                       const BasicSchedule<i32>::Part &part) {
   BlockRow row{nullptr, 0, 0};
   if constexpr (C.features.blocks) row = a.in.blocks.row(item.b, item.h, item.q / a.in.blocks.row_tokens);
-  return {band,
-          item.q,
-          min(item.q + C.tile_q(), band.seqlen_q),
-          C.tile_k,
-          C.invariant ? C.tile_k : 16,
-          row,
-          {item.split(), C.split ? a.splits : 1}};
+  return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, C.invariant ? C.tile_k : 16, row, part};
 }
+template <Config C>
+__device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
+  return schedule<C>(a, band, item, part<C>(a, item));
+}
+
+// The same, each chunk of keys twice: where a tile of queries is computed again (kFixedByRow).
+template <Config C> class TwiceByChunk {
+public:
+  __device__ __forceinline__ TwiceByChunk(const HopperForwardArguments &a, const SharedMemory<C> &shared)
+      : a_(a), shared_(shared), tiles_(of(-1)) {
+    if constexpr (C.walks_chunks()) {
+      const Item item = read<Item>(shared.item());
+      const BasicBand<i32> band = narrow(a.in.sequence<C.features.seqused>(item.b).band);
+      const BasicRange<i32> keys = band.keys_any(item.q, min(item.q + C.tile_q(), band.seqlen_q));
+      if (!keys.empty()) chunk_ = keys.begin / C.chunk(), end_ = (keys.end + C.chunk() - 1) / C.chunk();
+      BasicKeyTile<i32> any;
+      while (end_ - 1 > chunk_ && !of(end_ - 1).next(any)) --end_;
+      tiles_ = of(chunk_);
+    }
+  }
+  __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
+    while (!tiles_.next(t)) {
+      if (again_ && ++chunk_ >= end_) return false;
+      again_ = !again_;
+      tiles_ = of(chunk_);
+    }
+    return true;
+  }
+  // What the tile found last belongs to; and how the one before says that this one is another chunk's, or comes again.
+  __device__ __forceinline__ i32 run() const { return 2 * chunk_ + again_; }
+  __device__ __forceinline__ Tile::Last before() const {
+    return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk;
+  }
+
+private:
+  // The item is read again: nothing is kept in registers for this.
+  __device__ __forceinline__ BasicSchedule<i32> of(i32 chunk) const {
+    const Item item = read<Item>(shared_.item());
+    const BasicBand<i32> band = narrow(a_.in.sequence<C.features.seqused>(item.b).band);
+    if (!C.walks_chunks() || chunk < 0) return schedule<C>(a_, band, item);
+    return schedule<C>(a_, band, item, {chunk, 1, C.chunk()});
+  }
+  const HopperForwardArguments &a_;
+  const SharedMemory<C> &shared_;
+  BasicSchedule<i32> tiles_;
+  i32 chunk_ = 0, end_ = 1;
+  bool again_ = false;
+};
 
 // The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to
 // tile, and the fixed reference holds. With a window from its far end down: what a warpgroup sees must be one run in this order, too.
@@ -74,6 +123,9 @@ template <Config C> struct Load {
   __device__ __forceinline__ void load(const Item &item) {
     const Sequence sequence = in.sequence<C.features.seqused>(item.b);
     const BasicBand<i32> band = narrow(sequence.band);
+    if constexpr (C.repeats_chunks()) {
+      if (item.kind() != kFast) return load(item, sequence, TwiceByChunk<C>(a, shared));
+    }
     if constexpr (kFromDiagonal)
       load(item, sequence, FromDiagonal(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
     else
@@ -88,10 +140,15 @@ template <Config C> struct Load {
 #pragma unroll 1
     do {
       const BasicKeyTile<i32> tile = next;
+      const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
       if constexpr (C.reference == kFixed) more = more && load_shared(shared.lost()) != items;
       more = more && tiles.next(next);
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
-      write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
+      if constexpr (C.invariant)
+        write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN,
+              !more ? Tile::kLast : end_of_run(tiles, run, next.begin));
+      else
+        write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
       load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u),
                         shared.k + k.index * C.k_bytes(), k0 + tile.begin, kv, item.b);
       if constexpr (C.bias_by_tma) load_bias(item, tile.begin);
@@ -102,6 +159,18 @@ template <Config C> struct Load {
     load_v(k0 + before, kv, item.b);
   }
 
+  // Of tiles that are walked over as one.
+  template <class Tiles> static __device__ __forceinline__ i32 run(const Tiles &, i32 begin) {
+    return C.walks_chunks() ? (i32)((u32)begin / C.chunk()) : 0;
+  }
+  static __device__ __forceinline__ i32 run(const TwiceByChunk<C> &tiles, i32) { return tiles.run(); }
+  // What is said of a tile of `run`, after which comes one at `next`.
+  template <class Tiles> static __device__ __forceinline__ i32 end_of_run(const Tiles &tiles, i32 run, i32 next) {
+    return Load::run(tiles, next) != run ? Tile::kLastOfChunk : 0;
+  }
+  static __device__ __forceinline__ i32 end_of_run(const TwiceByChunk<C> &tiles, i32 run, i32) {
+    return tiles.run() != run ? tiles.before() : 0;
+  }
   __device__ __forceinline__ void load_v(i32 row, i32 kv, i32 b) {
     mbarrier_wait(shared.v_empty(v.index), v.parity ^ 1);
     load<C.columns_v()>(a.tma_v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
@@ -142,12 +211,25 @@ template <Config C> struct LoadQ {
 #pragma unroll 1
       for (int w = 0; w < C.warpgroups; ++w) {
         mbarrier_wait(shared.q_empty(w), items % 2 ^ 1);
+        if constexpr (C.packed) {
+          load_packed(item, row, w);
+          continue;
+        }
         mbarrier_expect(shared.q_full(w), C.q_bytes() / C.warpgroups);
         for (int c = 0; c < C.columns(); c += 64)
           tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row + 64 * w,
                    item.h * a.tma_q.head_step, item.b * a.tma_q.batch_step);
       }
     }
+  }
+
+private:
+  // All queries of a warpgroup's heads; beyond the last there is nothing, or another group.
+  __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {
+    mbarrier_expect(shared.q_full(w), 2 * C.columns() * packed(a).queries.by * (u32)packed(a).packed);
+    for (int c = 0; c < C.columns(); c += 64)
+      tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row,
+               packed_heads(a, item, w).begin, item.b * a.tma_q.batch_step);
   }
 };
 

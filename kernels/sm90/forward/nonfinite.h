@@ -3,6 +3,7 @@
 #pragma once
 #include "../../device/nonfinite.h"
 #include "load.h"
+#include "rows.h"
 #include "warpgroup.h"
 
 namespace strobe::sm90 {
@@ -21,8 +22,8 @@ template <Config C> __device__ __forceinline__ void clear_nonfinite_v(const Warp
 }
 
 // A row of what this part of the keys makes of O.
-__device__ __forceinline__ float *partial_out(const HopperForwardArguments &a, const Item &item, i64 row) {
-  return a.partial_out + (item.split() * a.in.rows() + a.in.row_index(item.b, item.h, row)) * a.in.head_dim_v;
+__device__ __forceinline__ float *partial_out(const HopperForwardArguments &a, const Item &item, i32 h, i64 row) {
+  return a.partial_out + (item.split() * a.in.rows() + a.in.row_index(item.b, h, row)) * a.in.head_dim_v;
 }
 
 template <Config C> struct Results {
@@ -30,18 +31,25 @@ template <Config C> struct Results {
   const HopperForwardArguments &a;
   const Item &item;
   i64 q0;
-  i32 first, count; // of the sequence's queries
-  __device__ __forceinline__ i32 query(i32 r) const { return first + r; }
-  __device__ __forceinline__ i32 head(i32) const { return item.h; }
+  i32 first, count; // of the sequence's queries; packed: the first head, and rows, those of a head as many as the sequence has queries
+  i32 queries;
+  __device__ __forceinline__ i32 query(i32 r) const { return C.packed ? r % queries : first + r; }
+  __device__ __forceinline__ i32 head(i32 r) const { return C.packed ? first + r / queries : item.h; }
   __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
     if constexpr (C.split) {
-      partial_out(a, item, q0 + query(r))[c] += x;
+      partial_out(a, item, head(r), q0 + query(r))[c] += x;
     } else {
-      T *o = a.out.template at<T>(item.b, item.h, q0 + query(r), c);
+      T *o = a.out.template at<T>(item.b, head(r), q0 + query(r), c);
       *o = Convert<T>::from(to_float(*o) + x);
     }
   }
 };
+template <Config C> __device__ __forceinline__ Results<C> results_of(const Warpgroup<C> &group, const Item &item, i64 q0, i32 seqlen_q) {
+  const i32 first = item.q + 64 * group.w;
+  if constexpr (!C.packed) return {group.a, item, q0, first, min(64, seqlen_q - first), 0};
+  const BasicRange<i32> heads = packed_heads(group.a, item, group.w);
+  return {group.a, item, q0, heads.begin, max(heads.end - heads.begin, 0) * seqlen_q, seqlen_q};
+}
 template <Config C>
 __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const Item &item, const Dropout<C.features> &dropout) {
   using T = typename Element<C.dtype>::type;
@@ -50,8 +58,7 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   const Sequence sequence = in.sequence<F.seqused>(item.b); // again: nothing is kept in registers for this
   const Scores<F, float, C.reference != kExact ? Functions::rough : Functions::half> scores(in, sequence, item.b);
   group.together(); // the results are in memory
-  const i32 first = item.q + 64 * group.w;
-  const Results<C> results{group.a, item, sequence.q0, first, min(64, scores.seqlen_q - first)};
+  const Results<C> results = results_of(group, item, sequence.q0, scores.seqlen_q);
   const Keys<T> value = v_of<T>(in, sequence, item.b, (i32)group.a.group_divisor.divide(item.h));
   BasicSchedule<i32> tiles = schedule<C>(group.a, narrow(sequence.band), item);
   BasicKeyTile<i32> t;

@@ -22,35 +22,113 @@ template <Config C> struct QueryTile {
                     : BasicRange<i32>{0, 0}) {}
 
   __device__ __forceinline__ void compute() {
+    if constexpr (C.repeats_chunks()) softmax.begin_again();
     group.O.clear();
     const bool turn = find_first_tile();
     const bool any = sees();
     softmax.given.mask.fetch(t.begin);
-    if (any) {
-      bool more = first_tile(turn);
-#pragma unroll 1
-      while (more) more = steady_step();
-      last_p_v();
+    if constexpr (C.walks_chunks()) {
+      walk_chunks(turn);
     } else {
-      release_q(true);
+      if (any) {
+        walk(turn);
+        last_p_v();
+      } else {
+        release_q(true);
+      }
+      if (!sees()) drain(turn || any);
+      finish();
     }
-    if (!sees()) drain(turn || any);
-    store_results(group, item, softmax);
-    if (item.kind() != kFast) add_nonfinite(group, item, softmax.dropout.dropout);
+    if (!C.repeats_chunks() && item.kind() != kFast) add_nonfinite(group, item, softmax.dropout.dropout);
+  }
+  __device__ __forceinline__ void finish() {
+    if constexpr (C.invariant)
+      finish_chunk(true, true);
+    else
+      store_results(group, item, softmax);
+  }
+  __device__ __forceinline__ void finish_chunk(bool first, bool last) {
+    sm90::finish_chunk(group, item, softmax, first, last, {true, true});
+  }
+  // From the first tile that is seen on, by chunks of keys, each with a softmax of its own.
+  __device__ __forceinline__ void walk_chunks(bool turn) {
+    const bool any = sees();
+    for (bool first = true;; first = false) {
+      if (any) walk(turn);
+      bool last = true;
+      if (any && t.last == Tile::kLastOfChunk) t = group.wait_tile(), last = !sees();
+      if (last) release_q(!any);
+      if (any) p_v();
+      if (last && !sees()) drain(turn || any);
+      finish_chunk(first, last);
+      if (last) return;
+      group.O.clear();
+      softmax.begin_again();
+      softmax.given.mask.fetch(t.begin);
+      turn = true;
+    }
+  }
+  // Each chunk of keys comes twice: for all rows, and then, lagging, for those that were not finite.
+  __device__ __forceinline__ void compute_safely() {
+    bool failed[2] = {}, first = true, again = false, turn = false; // failed, and when they come again: the others
+    for (;;) {
+      group.O.clear();
+      softmax.begin_again(again);
+      for (t = group.wait_tile(); !sees() && !t.last; turn = true) {
+        group.skip_tile(turn);
+        t = group.wait_tile();
+      }
+      if (sees()) {
+        softmax.given.mask.fetch(t.begin);
+        walk(turn);
+        p_v();
+        turn = true;
+      }
+      if (!sees()) { // nor what follows
+        group.skip_tile(turn);
+        turn = true;
+        while (!t.last) {
+          t = group.wait_tile();
+          group.skip_tile(true);
+        }
+      }
+      const bool end = t.last == Tile::kLast, last = t.last != Tile::kLastOfChunk;
+      if (end) release_q(true);
+      for (int r = 0; r < 2; ++r) failed[r] = again ? !failed[r] : !finite(r);
+      sm90::finish_chunk(group, item, softmax, first, last, {!failed[0], !failed[1]});
+      if (end) break;
+      if (again) first = false;
+      again = !again;
+    }
+    add_nonfinite(group, item, softmax.dropout.dropout);
+  }
+  // A lane's row r, its other lanes' columns included.
+  __device__ __forceinline__ bool finite(int r) const {
+    float zero = tile::row_sum(softmax.running.l[r]) * 0.0f;
+#pragma unroll
+    for (int n = 0; n < C.head_dim_v / 4; ++n) zero = __fmaf_rn(group.O.x[n / 2 * 4 + 2 * r + n % 2], 0.0f, zero);
+    return tile::row_max(zero == 0 ? 0.0f : 1.0f) == 0;
   }
 
+  __device__ __forceinline__ bool is_last() const { return C.walks_chunks() ? t.last == Tile::kLast : t.last; }
   __device__ __forceinline__ bool sees() const { return t.begin < visible.end && t.end > visible.begin; }
 
   // Skips tiles that are not seen. Every tile of an item but its first takes a turn: returns whether this one is to.
   __device__ __forceinline__ bool find_first_tile() {
     t = group.wait_tile();
     bool turn = false;
-    while (!sees() && !t.last) {
+    while (!sees() && !is_last()) {
       group.skip_tile(turn);
       turn = true;
       t = group.wait_tile();
     }
     return turn;
+  }
+  // From this tile on; but for the last tile's O += P V.
+  __device__ __forceinline__ void walk(bool turn) {
+    bool more = first_tile(turn);
+#pragma unroll 1
+    while (more) more = steady_step();
   }
   // S = Q K^T, P = softmax(S). Returns, as the next step does, whether there is another tile to be computed.
   __device__ __forceinline__ bool first_tile(bool turn) {
@@ -84,6 +162,9 @@ template <Config C> struct QueryTile {
   // O += P V of the last tile that is seen.
   __device__ __forceinline__ void last_p_v() {
     release_q(false);
+    p_v();
+  }
+  __device__ __forceinline__ void p_v() {
     group.begin_p_v();
     wait_for<0>(group.O, group.P);
     group.release_v();
@@ -91,7 +172,7 @@ template <Config C> struct QueryTile {
   // This tile, which is not seen, and what follows it.
   __device__ __forceinline__ void drain(bool turn) {
     group.skip_tile(turn);
-    while (!t.last) {
+    while (!is_last()) {
       t = group.wait_tile();
       group.skip_tile(true);
     }

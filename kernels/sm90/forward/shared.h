@@ -25,6 +25,8 @@ struct Item {
 struct Tile {
   i32 begin, end;
   i32 masked, last;
+  // last: of all; of a chunk of keys, if they are walked over by chunks; of the last chunk, which comes once more.
+  enum Last : i32 { kLast = 1, kLastOfChunk, kLastBeforeAgain };
 };
 
 // From an address that is a multiple of 1024.

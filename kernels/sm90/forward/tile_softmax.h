@@ -6,6 +6,7 @@
 #include "exponent.h"
 #include "given.h"
 #include "nonfinite.h"
+#include "rows.h"
 
 namespace strobe::sm90 {
 
@@ -32,15 +33,32 @@ template <Config C> struct TileSoftmax {
   Line<C, Score> line;
   Softcap softcap;
   RowSoftmax<2> running;
-  bool follows = true, rising; // the reference follows the maxima, and always will
+  bool follows = true, rising; // the reference follows the maxima (of some rows), and always will (of all)
   u32 random[F.dropout ? kN / 32 : 1][4];
 
   __device__ __forceinline__ TileSoftmax(Warpgroup<C> &group, const Item &item)
       : group(group), S(group.S.x), item(item), sequence(group.in.sequence<F.seqused>(item.b)), scores(group.in, sequence, item.b),
-        dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b}, q(item.q + 64 * group.w), row(q + 16 * group.warp),
-        rows{scores.row(row + tile::lane_row(0), item.h), scores.row(row + tile::lane_row(1), item.h)},
+        dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b}, q(first_query<C>(group.a, item, group.w)), row(q + 16 * group.warp),
+        rows{scores.row(place(0).i, place(0).h), scores.row(place(1).i, place(1).h)},
         given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), softcap(scores),
         rising(item.kind() == kSafe) {}
+
+  // Of a lane's row r.
+  __device__ __forceinline__ RowPlace place(int r) const {
+    if constexpr (!C.packed) return {row + tile::lane_row(r), item.h};
+    return packed_place(group.a, item, group.w, 16 * group.warp + tile::lane_row(r));
+  }
+  // Of another chunk of keys. kFixedByRow: all rows lag, or as they do by themselves; one that is not there never does.
+  __device__ __forceinline__ void begin_again(bool lags = false) {
+    running = RowSoftmax<2>();
+    if constexpr (C.reference == kFixedByRow) {
+      follows = true, rising = lags;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (place(r).i >= scores.seqlen_q) running.M[r] = -minus_infinity<float>();
+      }
+    }
+  }
 
   // Scores and M are natural logarithms where a tile with a bias is computed again: as low as numbers go, and -inf whatever else there is.
   __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kFast; }
@@ -68,7 +86,11 @@ template <Config C> struct TileSoftmax {
     }
   }
   template <class Exponent> __device__ __forceinline__ void exponentiate(const Exponent &of) {
-    if (follows) running.template follow<C.reference == kExact>(S, of);
+    if constexpr (C.reference == kFixedByRow) {
+      if (follows) follow_by_row(of);
+    } else {
+      if (follows) running.template follow<C.reference == kExact>(S, of);
+    }
     running.exponentiate(S, of);
   }
   // P as the tensor cores take it, without what is dropped.
@@ -99,11 +121,20 @@ template <Config C> struct TileSoftmax {
         hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(running.M[0], running.M[1]) == minus_infinity<float>());
       follows = rising || (follows && hidden);
     }
+    if constexpr (C.reference == kFixedByRow) follows = rising || __any_sync(0xFFFFFFFFu, wants(0) || wants(1));
   }
   // It is false; but the compiler has to finish the softmax to know.
   __device__ __forceinline__ bool never() const { return __any_sync(0xFFFFFFFFu, running.l[0] + running.l[1] < 0); }
 
 private:
+  // By what this lane knows of a row.
+  __device__ __forceinline__ bool wants(int r) const { return running.M[r] == minus_infinity<float>() || running.l[r] >= kFar; }
+  template <class Exponent> __device__ __forceinline__ void follow_by_row(const Exponent &of) {
+    bool rows[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) rows[r] = rising || tile::row_max(wants(r) ? 1.0f : 0.0f) > 0;
+    running.follow(S, of, rows);
+  }
   __device__ __forceinline__ void score_and_hide(const Tile &t, const Stage<C> &value) {
     const bool scored = natural() || (F.additive() && !kLine && !Softcap::kApplies);
     if constexpr (kLine) {

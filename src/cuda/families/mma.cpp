@@ -111,6 +111,9 @@ Load load_of(const Config &c) {
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
 }
 
+// Invariant: of wider heads O leaves a warp no registers for merging chunks; as of those beyond kMostUsualDim, two warps share its columns.
+int32_t most_dim_of_one_warp(const Device &device) { return device.cc < 100 ? 192 : 96; }
+
 // Invariant: scores that share a look at the running maximum are the same in all tiles, of queries and of any dtype, option and stride.
 constexpr int32_t kInvariantKeys = 32;
 
@@ -120,7 +123,8 @@ std::optional<Config> choose(const Problem &p, const Device &device) {
   const int32_t dim = std::max(any.head_dim, any.head_dim_v);
   const Load load = p.invariant ? anything : load_of(any); // merging chunks takes registers, too
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &tile) {
-    const bool suits = dim <= tile.most_dim && dim >= tile.suits.least_dim && load <= tile.most_load && device.cc >= tile.suits.least_cc &&
+    const bool wide_enough = p.invariant && dim > most_dim_of_one_warp(device) ? tile.column_warps > 1 : dim >= tile.suits.least_dim;
+    const bool suits = dim <= tile.most_dim && wide_enough && load <= tile.most_load && device.cc >= tile.suits.least_cc &&
                        device.cc <= tile.suits.most_cc && (!any.features.band || p.seqlen_q >= tile.suits.least_queries);
     const bool fits = with(any, tile).forward_shared_bytes() <= device.shared_per_block && divides_blocks(p, tile.q) &&
                       (!p.invariant || tile.k == kInvariantKeys);

@@ -121,7 +121,7 @@ Config config_for(const Problem &p) {
   c.features = features_of(p);
   // With FP16 a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
-  c.reference = p.exact_max ? sm90::kExact : fixed && !p.invariant ? sm90::kFixed : sm90::kLagging;
+  c.reference = p.exact_max ? sm90::kExact : p.invariant ? i32(sm90::kFixedByRow) : fixed ? sm90::kFixed : sm90::kLagging;
   c.invariant = p.invariant;
   c.bias_by_tma = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
   return c;
@@ -189,6 +189,19 @@ int32_t splits(const Problem &p, const Config &c, const Device &device, int64_t 
   return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > combining_seconds(p) ? int32_t(most) : 1;
 }
 
+// Invariant: query heads of a key head that share a warpgroup's rows, each with all its queries; 1 where none do. A mask and dropout come
+// by 16 queries of a head.
+int32_t heads_packed(const Problem &p, const Config &c) {
+  if (!p.invariant || p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return 1;
+  return int32_t(std::clamp<int64_t>(64 / p.seqlen_q, 1, p.group()));
+}
+
+// Invariant: chunks of keys are merged where a block of threads walks over them, or, where there are fewer tiles of queries than SMs, by
+// the combination of parts.
+int32_t parts_by_chunk(const Problem &p, const Config &c, const Device &device, int64_t items) {
+  return c.chunked() && items < device.sms * c.blocks_per_sm ? int32_t(std::max<int64_t>(1, tiles(p.seqlen_k, c.chunk()))) : 1;
+}
+
 double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t parts) {
   constexpr double kStart = 5.2e-6, kBlockSeconds = 2.5e-6; // measured on an H200: of the call, and of a thread block
   const Walks w = walks(p, Direction::forward, c.tile_q(), c.tile_k);
@@ -207,8 +220,6 @@ protected:
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
     if (wide(p)) return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v));
-    if (p.invariant && direction == Direction::backward)
-      return "has no invariant backward: which keys a block of threads takes follows from the lengths";
     if (direction == Direction::backward) return sm90_backward(p, device, scratch);
     if (!p.q || !p.k || !p.v) return "there are no queries or no keys to fetch";
     for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
@@ -227,25 +238,37 @@ protected:
     program.overlap = true;
     describe_tile(program, p, config.tile_q(), config.tile_k, true);
     program.kernel = text("wgmma, ", config.warpgroups, " warpgroups, ",
-                          config.reference == sm90::kFixed     ? "fixed reference"
-                          : config.reference == sm90::kLagging ? "lagging maximum"
-                                                               : "running maximum");
-    HopperForwardArguments a{};
+                          config.reference == sm90::kFixed        ? "fixed reference"
+                          : config.reference == sm90::kFixedByRow ? "reference fixed row by row"
+                          : config.reference == sm90::kLagging    ? "lagging maximum"
+                                                                  : "running maximum");
+    PackedForwardArguments a{}; // packed, if there are such heads
     static_cast<ForwardArguments &>(a) = forward_arguments(p);
     const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-    const int64_t heads = p.batch * p.heads, tiles_of_head = tiles(p.seqlen_q, config.tile_q());
-    a.splits = p.invariant ? 1 : splits(p, config, device, tiles_of_head * heads);
+    const int32_t packed = heads_packed(p, config);
+    config.packed = packed > 1;
+    // Of packed heads a tile counts as a head.
+    const int64_t pieces = config.packed ? p.heads_kv * tiles(p.group(), packed * config.warpgroups) : p.heads;
+    const int64_t heads = p.batch * pieces, tiles_of_head = tiles(p.seqlen_q, config.tile_q());
+    a.splits = p.invariant ? parts_by_chunk(p, config, device, tiles_of_head * heads) : splits(p, config, device, tiles_of_head * heads);
     config.split = a.splits > 1;
     const int64_t items = tiles_of_head * heads * a.splits;
     if (items > int64_t{1} << 30) return text(items, " tiles of queries; accepted are 2^30");
     a.items = uint32_t(items), a.tiles = i32(tiles_of_head);
     a.splits_divisor = Divisor::make(uint32_t(a.splits));
-    a.bundle = i32(bundle(p, device));
+    a.bundle = config.packed ? 1 : i32(bundle(p, device));
     a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.bundle * tiles_of_head)));
     a.bundle_divisor = Divisor::make(uint32_t(a.bundle));
-    a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.heads))),
+    a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, pieces))),
     a.group_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
-    a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
+    if (config.packed) {
+      a.packed = packed, a.queries = Divisor::make(uint32_t(p.seqlen_q));
+      a.pieces = Divisor::make(uint32_t(pieces / p.heads_kv));
+      a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(p.seqlen_q), uint32_t(packed));
+      program.kernel += ", query heads packed";
+    } else {
+      a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
+    }
     a.tma_k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     a.tma_v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
     if (config.bias_by_tma) {
@@ -259,8 +282,15 @@ protected:
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
     program.persistent = true;
     take_parts(a, p, scratch);
+    if (config.walks_chunks() && p.seqlen_k > config.chunk()) {
+      a.partial_out = scratch.take<float>(a.in.rows() * p.head_dim_v);
+      a.partial_lse = scratch.take<float>(a.in.rows());
+    }
     if (p.mask) program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_queries, a.mask, scratch));
-    program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), a));
+    const auto launch = [&](const auto &arguments) {
+      program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), arguments));
+    };
+    config.packed ? launch(a) : launch(static_cast<const HopperForwardArguments &>(a));
     combine_parts(program, p, a);
     if (p.mask) program.kernel += ", mask packed into bits";
     program.predicted_seconds = predicted_seconds(p, config, device, a.splits);

@@ -34,8 +34,14 @@ constexpr int64_t kMostDimOf128Keys = 128; // the widest head that leaves a warp
 
 int64_t larger_dim(const Problem &p) { return std::max(p.head_dim, p.head_dim_v); }
 
+// Sums of dQ have one order: tiles of keys add to it in turns.
+bool in_turns(const Problem &p) { return p.deterministic || p.invariant; }
+
 // Why it does not carry this; empty if it does.
 std::string refusal(const Problem &p, const Features &f) {
+  if (p.invariant && p.bias) return "has no invariant backward with a bias: rows are settled by tiles of queries";
+  if (p.invariant && p.softcap > 0)
+    return "has no invariant backward with a softcap: whether it is approximated is said of many scores at once";
   if (larger_dim(p) > kMostDimOf128Keys) {
     if (f.bias && (f.mask || f.alibi || f.dropout))
       return text("its backward takes a bias with no mask, alibi_slopes or dropout where head dimensions exceed ", kMostDimOf128Keys);
@@ -61,7 +67,7 @@ std::string refusal(const Problem &p, const Features &f) {
 bool takes_64_keys(const Problem &p, const Features &f) {
   if (larger_dim(p) <= 64) return false;
   // A warpgroup's registers with dK and dV.
-  const bool costly_pair = (f.function && (f.dropout || (f.band && p.deterministic))) || (f.mask && f.dropout && f.band);
+  const bool costly_pair = (f.function && (f.dropout || (f.band && in_turns(p)))) || (f.mask && f.dropout && f.band);
   const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + costly_pair > 1;
   return larger_dim(p) > kMostDimOf128Keys || crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
 }
@@ -80,8 +86,8 @@ int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
 // it; but each works at a pair of its own, which must stay in the L2 cache, and SMs idle where pairs do not fill them evenly.
 bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
   const Features &f = c.features;
-  if (f.blocks || p.varlen || p.seqused_k || !p.dq) return false;
-  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // registers
+  if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
+  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false;   // registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   // The first keys are seen by all queries, and all keys by some.
   if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
@@ -94,8 +100,10 @@ bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
 }
 
 // Tiles of 80 queries multiply at a higher rate, but hold more of what is not seen or not there: 64 are faster by 1 to 10% (measured on an
-// H200) where a band has up to 4096 queries or is as narrow, and without one where 80 make 7% more rows.
+// H200) where a band has up to 4096 queries or is as narrow, and without one where 80 make 7% more rows. Invariant: dK and dV are sums over
+// tiles of queries, which are the same for all lengths.
 bool wastes_80(const Problem &p, const Features &f) {
+  if (p.invariant) return f.band;
   if (f.band) {
     const bool bounded = p.window_left != kUnbounded && p.window_right != kUnbounded;
     return std::min(p.seqlen_q, bounded ? p.window_left + p.window_right + 1 : p.seqlen_q) <= 4096;
@@ -113,7 +121,8 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   BackwardConfig c = begin_config<BackwardConfig>(p, 16);
   c.features = f;
   c.registers_load = 40, c.registers_compute = 232;
-  c.deterministic = p.deterministic && p.dq;
+  c.deterministic = in_turns(p) && p.dq;
+  c.invariant = p.invariant;
   if (takes_64_keys(p, f)) {
     c.roles = 1, c.tile_q = 64;
     c.head_dim = std::max(c.head_dim, 80); // two blocks of columns, one for each warpgroup
@@ -129,7 +138,8 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
     c.tile_q = leaves_registers(p, f) ? 128 : 64;
     // Shared memory is read less in each iteration, but the walk begins later: on an H200 1.02 to 1.08 without a band, and with one 1.01
     // from 8 iterations on, 0.97 for 4.
-    c.keys_in_registers = !f.band || walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k();
+    c.keys_in_registers =
+        !f.band || (!p.invariant && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k());
   } else if (costly || c.head_dim <= 64 || c.owns_dq)
     c.tile_q = 64;
   else

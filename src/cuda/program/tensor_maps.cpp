@@ -23,7 +23,7 @@ namespace {
 struct Request {
   const void *data; // a mark; null: none
   uint64_t sizes[4], strides[3];
-  uint32_t box;
+  uint32_t box, box_heads;
   DType dtype;
 };
 static_assert(sizeof(Request) <= sizeof(TensorMap));
@@ -36,7 +36,7 @@ Request request_in(const TensorMap &map) {
 
 } // namespace
 
-MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, uint32_t box) {
+MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, uint32_t box, uint32_t box_heads) {
   MappedOperand operand{};
   operand.head_step = view.stride[1] != 0, operand.batch_step = view.stride[0] != 0;
   const uint64_t unused = uint64_t((columns * 2 + 15) / 16 * 16); // of an axis of size 1
@@ -45,6 +45,7 @@ MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t he
       .sizes = {uint64_t(columns), uint64_t(rows), uint64_t(operand.head_step ? heads : 1), uint64_t(operand.batch_step ? batch : 1)},
       .strides = {},
       .box = box,
+      .box_heads = box_heads,
       .dtype = view.dtype};
   for (int a = 0; a < 3; a++) request.strides[a] = view.stride[2 - a] ? uint64_t(view.stride[2 - a]) * 2 : unused; // bytes
   std::memcpy(&operand.map, &request, sizeof request);
@@ -55,7 +56,7 @@ bool is_request(const TensorMap &map) { return request_in(map).data; }
 
 void encode(TensorMap &map, const Addresses &addresses) {
   const Request r = request_in(map);
-  const uint32_t boxes[4] = {64, r.box, 1, 1}, steps[4] = {1, 1, 1, 1};
+  const uint32_t boxes[4] = {64, r.box, r.box_heads, 1}, steps[4] = {1, 1, 1, 1};
   constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle128 = 3, kPromote256 = 3;
   CUtensorMap encoded; // the driver's type may want more alignment than a kernel's argument
   check(driver()->cuTensorMapEncodeTiled(&encoded, r.dtype == DType::f16 ? kFloat16 : kBfloat16, 4, addresses.of(r.data), r.sizes,
