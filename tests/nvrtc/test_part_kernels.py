@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from itertools import product
+
 import pytest
 
 import strobe
@@ -21,10 +24,17 @@ STARTS = {"multiples of 16": 0, "anywhere": 8}
 SPILLS = {(90, "strobe::mma::Backward"): 16}  # d 64, of 256 keys
 
 
+KINDS = list(product(STARTS, [False, True]))  # where ranges begin, whether results are partial
+# Each option with one of them (make test-long: with all).
+CASES = [
+    (option, *kind)
+    for n, option in enumerate(OPTIONS)
+    for kind in (KINDS if os.environ.get("STROBE_TRIPLES") else KINDS[n % len(KINDS) :][:1])
+]
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("partial", [False, True], ids=["whole rows", "partial"])
-@pytest.mark.parametrize("starts", STARTS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("options", "starts", "partial"), CASES)
 @pytest.mark.parametrize(("arch", "engine", "dtype", "dim"), [
     (90, "cuda-mma", "bfloat16", 64),
     (90, "cuda-mma", "bfloat16", 128),

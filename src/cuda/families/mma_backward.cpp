@@ -53,8 +53,8 @@ constexpr BackwardTile kBackwardTiles[] = {
 // Features that take registers.
 int32_t costly_features(const BackwardConfig &c) {
   const Features &f = c.features;
-  return (f.mask != 0) + (f.bias != 0) + (f.alibi != 0) * (f.part ? 3 : 1) + 2 * (f.function != 0) + (f.dropout != 0 && f.additive()) +
-         !c.aligned;
+  const int32_t alibi = f.alibi ? (f.part ? 3 : 1) : 0, dropout = f.dropout ? (f.part ? 3 : f.additive()) : 0;
+  return (f.mask != 0) + (f.bias != 0) + alibi + 2 * (f.function != 0) + dropout + !c.aligned;
 }
 
 struct Chosen {
