@@ -16,8 +16,8 @@ template <Features F, bool kApproximate> struct Softcap {
 
   template <class Score>
   __device__ __forceinline__ explicit Softcap(const Score &scores)
-      : to_caps(scores.scale * scores.inverse_cap), most(__fdividef(kSmall * scores.cap, scores.scale)), cap(scores.cap * kLog2e<float>),
-        linear(scores.scale * kLog2e<float>), cubic(linear * kCubic * to_caps * to_caps),
+      : to_caps(scores.scale * scores.inverse_cap), most(__fdividef(kSmall * scores.cap, fabsf(scores.scale))),
+        cap(scores.cap * kLog2e<float>), linear(scores.scale * kLog2e<float>), cubic(linear * kCubic * to_caps * to_caps),
         quintic(linear * kQuintic * to_caps * to_caps * (to_caps * to_caps)) {
     if (!(cubic > -1e30f && quintic < 1e30f)) most = -1;
   }

@@ -35,15 +35,29 @@ template <class Math> struct DecodeScratch : DecodeTile {
   }
 };
 
-// What each item leaves of its rows: the largest score m, l, the sum of P, and O = P V; P is measured against m.
+// What each item leaves of its rows: the largest score m, l, the sum of P, and O = P V; P is measured against m. A sequence's spans have
+// places side by side, as many in all as there can be spans of packed tokens.
 template <class T> struct DecodeResults : DecodeTile {
-  int64_t spans, rows, columns; // of a key head; of O
+  const Problem &p;
+  int64_t places, rows, columns; // of a key head; of O
   T *m, *l, *o;
 
-  DecodeResults(Arena &arena, const Problem &p)
-      : spans(max(div_up(p.longest_k(), kSpan), (i64)1)), rows(p.group() * p.longest_q()), columns(round_to(p.head_dim_v, 16)) {
-    const int64_t all = p.batch * p.heads_kv * spans * rows;
+  DecodeResults(Arena &arena, const Problem &problem) : p(problem), rows(p.group() * p.longest_q()), columns(round_to(p.head_dim_v, 16)) {
+    places = p.varlen ? p.total_k / kSpan + p.batch : p.batch * div_up(p.seqlen_k, kSpan);
+    const int64_t all = places * p.heads_kv * rows;
     m = arena.take<T>(all), l = arena.take<T>(all), o = arena.take<T>(all * columns);
+  }
+  STROBE_INLINE int64_t first(int64_t b) const { return p.varlen ? p.rows_k(b).begin / kSpan + b : b * div_up(p.seqlen_k, kSpan); }
+  STROBE_INLINE int64_t spans(int64_t b) const { return div_up(p.rows_k(b).length, kSpan); }
+  STROBE_INLINE int64_t row(int64_t place, int64_t kv) const { return (place * p.heads_kv + kv) * rows; }
+  // Whose place it is: the last sequence that begins there or before.
+  int64_t sequence(int64_t place) const {
+    int64_t low = 0, high = p.batch;
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (first(middle) <= place ? low : high) = middle;
+    }
+    return low;
   }
 };
 
@@ -126,7 +140,7 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   using T = typename Math::Real;
   constexpr int64_t kKeys = DecodeTile::kKeys, kPitch = DecodeTile::kPitch;
   const int64_t group = p.group(), count = queries.i1, rows = group * count, d = p.head_dim, ldq = round_to(d, 16);
-  const int64_t first = ((b * p.heads_kv + kv) * results.spans + span) * results.rows;
+  const int64_t first = results.row(results.first(b) + span, kv);
   T *const m = results.m + first, *const l = results.l + first, *const o = results.o + first * results.columns;
 
   const Head<T> any(p, b, kv * group, queries);
@@ -184,18 +198,19 @@ __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t 
                                            const DecodeResults<T> &results, double *sum, T *row) {
   const int64_t group = p.group(), count = queries.i1;
   for (int64_t r = 0; r < group * count; ++r) {
-    const int64_t first = (b * p.heads_kv + kv) * results.spans * results.rows + r;
+    const auto at_span = [&](int64_t n) { return results.row(results.first(b) + n, kv) + r; };
+    const int64_t spans = results.spans(b);
     const Head<T> head(p, b, kv * group + r / count, queries);
     double most = -kInfinity<double>, l = 0, sink = 0;
-    for (int64_t n = 0; n < results.spans; ++n) most = max(most, double(results.m[first + n * results.rows]));
+    for (int64_t n = 0; n < spans; ++n) most = max(most, double(results.m[at_span(n)]));
     if (p.sinks) {
       sink = load_as<double>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0)) / double(head.measure());
       most = max(most, sink);
     }
     const double reference = most == -kInfinity<double> ? 0 : most;
     fill(sum, results.columns, 0.0);
-    for (int64_t n = 0; n < results.spans; ++n) {
-      const int64_t at = first + n * results.rows;
+    for (int64_t n = 0; n < spans; ++n) {
+      const int64_t at = at_span(n);
       if (results.l[at] == T(0)) continue; // nothing is seen there, and O may not have been written
       const double factor = __builtin_exp2((double(results.m[at]) - reference) * double(head.unit));
       l += double(results.l[at]) * factor;
@@ -237,10 +252,11 @@ template <class Math> void decode(const Problem &p, const Execution &execution, 
       for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) work(scratch, item);
     });
   };
-  share(heads * results.spans, [&](DecodeScratch<Math> &scratch, int64_t item) {
-    const int64_t head = item / results.spans, b = head / p.heads_kv;
+  share(results.places * p.heads_kv, [&](DecodeScratch<Math> &scratch, int64_t item) {
+    const int64_t place = item / p.heads_kv, b = results.sequence(place), span = place - results.first(b);
     const QuerySpan queries = query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1));
-    if (!queries.empty()) decode_span<Math>(p, b, head % p.heads_kv, item % results.spans, queries, scratch, results);
+    if (span >= 0 && span < results.spans(b) && !queries.empty())
+      decode_span<Math>(p, b, item % p.heads_kv, span, queries, scratch, results);
   });
   share(heads, [&](DecodeScratch<Math> &scratch, int64_t head) {
     const int64_t b = head / p.heads_kv;

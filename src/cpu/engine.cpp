@@ -171,12 +171,21 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction d
   return tile;
 }
 
-// Whether the forward lays keys across lanes: where queries would leave most lanes idle. Invariant bits do not follow from how many queries
-// there are; what is not listed in decode.h's scores goes the other way, and so do wishes for tiles.
-bool few_queries(const Problem &p, Direction direction) {
-  constexpr int64_t kFew = 8;
-  return direction == Direction::forward && p.longest_q() <= kFew && !p.invariant && !p.part && !p.blocks.present && p.dropout == 0 &&
-         p.score == ScoreFunction::dot && p.tile_q == 0 && p.tile_k == 0;
+constexpr int64_t kFewQueries = 8, kMostRows = 128; // most lanes would be idle; of a group: each thread holds their scores
+
+// What keeps the forward of few queries from laying keys across lanes (decode.h); empty if nothing does. Invariant bits do not follow from
+// how many queries there are.
+const char *against_decoding(const Problem &p) {
+  if (p.invariant) return "invariant";
+  if (p.part) return "a part";
+  if (p.blocks.present) return "block sparsity";
+  if (p.dropout > 0) return "dropout";
+  if (p.score != ScoreFunction::dot) return "hyperbolic scores";
+  if (p.group() * p.longest_q() > kMostRows) return "so many query heads of a key head";
+  return p.tile_q > 0 || p.tile_k > 0 ? "tiles that are asked for" : "";
+}
+bool decodes(const Problem &p, Direction direction) {
+  return direction == Direction::forward && p.longest_q() <= kFewQueries && !*against_decoding(p);
 }
 
 class CpuEngine final : public Engine {
@@ -193,14 +202,18 @@ public:
     const bool forward = direction == Direction::forward;
     const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
     TileSizes tile = choose_tiles(p, preferred, direction, plan.notes);
-    const bool few = few_queries(p, direction);
+    const bool few = decodes(p, direction);
     plan.kernel = std::string(kernels->arithmetic) +
                   (few ? ", the queries of a group at once, keys across lanes" : ", " + std::to_string(tile.width) + " queries at once");
-    plan.tile_q = tile.q;
-    plan.tile_k = tile.k;
+    plan.tile_q = few ? p.longest_q() : tile.q;
+    plan.tile_k = few ? kernels->decode_keys : tile.k;
+    if (const char *reason = against_decoding(p); forward && p.longest_q() <= kFewQueries && *reason)
+      plan.notes.push_back(std::string("queries across lanes, 16 at a time, though they are few: keys are not beside ") + reason);
     plan.workspace_bytes = uint64_t(few ? kernels->decode_workspace(p, execution.threads)
                                         : (forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
     plan.predicted_seconds = predict(set_, p, kernels->forward_tile.width, execution.threads, direction);
+    // No lane is padding: about the share of 16 lanes that twice the queries take. Of all sets alike, so that the order remains (predict).
+    if (few) plan.predicted_seconds *= double(std::max<int64_t>(p.longest_q(), 1)) / double(kFewQueries);
     if (p.auxiliary()) {
       plan.workspace_bytes = std::max(plan.workspace_bytes, uint64_t(kernels->auxiliary_workspace(p, tile, execution.threads)));
       const double pass = plan.predicted_seconds * double(p.head_dim) / double(p.head_dim + p.head_dim_v);
@@ -215,10 +228,13 @@ public:
     const bool forward = direction == Direction::forward;
     const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
     TileSizes tile{plan.tile_q, plan.tile_k, std::min(preferred.width, plan.tile_q)};
-    if (few_queries(p, direction))
+    std::vector<std::string> notes;
+    if (decodes(p, direction)) {
       kernels->decode(p, execution, workspace);
-    else
+      tile = choose_tiles(p, preferred, direction, notes); // of the pass that may follow
+    } else {
       (forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
+    }
     if (p.auxiliary()) kernels->auxiliary(p, execution, tile, workspace);
   }
 

@@ -19,6 +19,7 @@ struct CpuKernels {
   int64_t (*forward_workspace)(const Problem &, const TileSizes &, int64_t threads);
   void (*forward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
   // The forward of few queries (decode.h).
+  int64_t decode_keys; // of an item
   int64_t (*decode_workspace)(const Problem &, int64_t threads);
   void (*decode)(const Problem &, const Execution &, void *workspace);
   int64_t (*backward_workspace)(const Problem &, const TileSizes &, int64_t threads);

@@ -9,12 +9,18 @@
 namespace strobe::inline STROBE_ISA {
 
 template <class Math> constexpr CpuKernels kernels_of(const char *arithmetic, TileSizes forward_tile, TileSizes backward_tile) {
-  return {arithmetic,     forward_tile,
-          backward_tile,  forward_workspace<Math>,
-          forward<Math>,  decode_workspace<Math>,
-          decode<Math>,   backward_workspace<Math>,
-          backward<Math>, auxiliary_workspace<Math>,
-          auxiliary<Math>};
+  return {.arithmetic = arithmetic,
+          .forward_tile = forward_tile,
+          .backward_tile = backward_tile,
+          .forward_workspace = forward_workspace<Math>,
+          .forward = forward<Math>,
+          .decode_keys = DecodeTile::kSpan,
+          .decode_workspace = decode_workspace<Math>,
+          .decode = decode<Math>,
+          .backward_workspace = backward_workspace<Math>,
+          .backward = backward<Math>,
+          .auxiliary_workspace = auxiliary_workspace<Math>,
+          .auxiliary = auxiliary<Math>};
 }
 
 } // namespace strobe::inline STROBE_ISA
