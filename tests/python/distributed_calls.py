@@ -200,6 +200,16 @@ def as_users_call_it(group: dist.ProcessGroup, way: str, method: str) -> dict[st
     return {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
+def lse_on_the_first_rank(group: dist.ProcessGroup, method: str) -> dict[str, Tensor]:
+    """A loss of which one rank's share alone uses lse."""
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+    out, lse = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, causal=True, return_lse=True)
+    loss = (out * dout).sum()
+    (loss + lse.sum() if group.rank() == 0 else loss).backward()
+    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
 def twice_differentiated(group: dist.ProcessGroup) -> tuple[str, str]:
     layout = Layout.zigzag(S, group.size())
     q, k, v, dout = shards(layout, group.rank())

@@ -133,6 +133,18 @@ def test_ways_to_call(workers, way, method):
         torch.testing.assert_close(x, {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}[name], **near)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_lse_in_the_loss_of_one_rank(workers, method):
+    layout = Layout.zigzag(calls.S, 2)
+    q, k, v, dout = calls.whole()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = strobe.attention(q, k, v, causal=True, return_lse=True)
+    ((out * dout).sum() + layout.shard(lse, 2, 0).sum()).backward()
+    expected = {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+    for name, x in joined(layout, workers.run(calls.lse_on_the_first_rank, 2, method)).items():
+        torch.testing.assert_close(x, expected[name], atol=3e-6, rtol=1e-5)
+
+
 def test_a_compiled_call_is_the_eager_one(workers):
     assert workers.run(calls.compiled_beside_eager, 2) == [0.0, 0.0]
 

@@ -57,6 +57,7 @@ KEYS = {
     "bias of one column": lambda n: call(sq=5, sk=n, d=32, bias=_random(1, 1, 5, 1), gradients=("bias",)),
     "LSE above 16": lambda n: call(sq=16, sk=n, d=32, bias=torch.full((1, 1, 1, 1), 20.0)),
     "packed": lambda n: _packed(n, queries=False),
+    "scores that are nearly the same": lambda n: call(h=3, hkv=1, sq=8, sk=n, d=7, dv=1, scale=1e-4),
     "bfloat16": lambda n: call(sq=16, sk=n, d=64, dtype=torch.bfloat16),
     "float16, LSE above 1024": lambda n: call(sq=16, sk=n, d=32, dtype=torch.float16, bias=torch.full((1, 1, 1, 1), 1040.0)),
 }

@@ -205,6 +205,8 @@ def run_backward(
     p = _request(q, k, v, given)
     if own.draw:
         *saved, p.arrays["rng"] = saved
+    if dlse is None and own.method == "heads":  # another rank's loss may have used lse: all exchange the same tensors
+        dlse = torch.zeros_like(lse)
     known: Results = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     with torch.no_grad():
         made = _started(p, own, "backward", lambda call: METHODS[own.method].Backward(call, known, saved))

@@ -65,9 +65,10 @@ _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def blocks_of(rows: Tensor, cols: Tensor, columns: int, block_q: int, block_k: int) -> Blocks:
     """Of a CSR in host memory, (B, H, query blocks + 1), of that many columns."""
-    version = rows._version, cols._version, cols.data_ptr(), block_q, block_k
+    changes = [None if x.is_inference() else x._version for x in (rows, cols)]  # inference tensors do not count what is written
+    version = (*changes, cols.data_ptr(), block_q, block_k)
     found = _KNOWN.get(rows)
-    if found is not None and found[0] == version:
+    if found is not None and found[0] == version and None not in changes:
         return found[1]
     n = rows.shape[2] - 1
     counts = (rows[..., 1:] - rows[..., :-1]).reshape(-1).long()
