@@ -163,6 +163,18 @@ def test_context_parallel(workers, door):
         torch.testing.assert_close(x, expected[name], atol=2e-6, rtol=1e-5)
 
 
+def test_multihead_attention_in_a_context(workers):
+    """Without gradients too, where PyTorch has a fast path that calls no function."""
+    for difference in workers.run(calls.multihead_in_a_context, 4):
+        assert difference < 2e-6
+
+
+def test_local_attention_in_a_context_is_refused(workers):
+    words = "attention() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention"
+    for answers in workers.run(calls.local_attention_in_a_context, 4):
+        assert answers == [("RuntimeError", words)] * 5 + [("", "nothing was raised")] * 2
+
+
 def test_what_a_context_refuses(workers):
     words = [
         "layout: None without buffers",
