@@ -11,7 +11,7 @@ import torch
 import distributed_calls as calls
 import strobe
 from device import ON_GPU
-from strobe.distributed import Layout, _call, _predict, _seen
+from strobe.distributed import Layout, _call, _methods, _predict, _seen
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="gloo on the CPU")
 METHODS = ["gather", "heads", "ring"]
@@ -232,6 +232,22 @@ def test_predicted_pairs_are_those_that_are_seen():
                 left, right = (x if x is not None else 10**6 for x in (band.left, band.right))
                 total += int(((j >= i - left) & (j <= i + right)).sum()) if mine else 0
             assert _predict.pairs(plan, rank) == total
+
+
+def test_calls_on_parts_are_predicted_at_their_own_rate():
+    """On Hopper the fastest engine takes whole problems alone."""
+    layout, band = Layout.zigzag(2**20, 2), _seen.Band.of(True, None)
+    plan = _call.Plan(layout.ranges, layout.ranges, (0, 2**20), (0, 2**20), False, band, None)
+    of = _call.Facts(plan, 1, 32, 8, (128, 128), 2, "cuda", ())
+
+    def compute(method: str, *given: str) -> float:
+        return _predict.predicted(method, of._replace(given=given)).compute
+
+    parts, whole = _predict.RATES["cuda"][:2]
+    assert compute("gather") / compute("heads") == pytest.approx(whole / parts)
+    assert compute("ring") == compute("gather")
+    assert compute("heads", "dropout") == pytest.approx(compute("gather"))
+    assert _methods.choose(of, None, False) == ("heads", None)
 
 
 def test_the_code_of_the_page(workers):
