@@ -48,6 +48,9 @@ def said(call: Callable[[], Any]) -> tuple[str, str]:
 WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "rows": lambda a: a.update(q=a["q"][:, :, 1:]),
     "rows of k": lambda a: a.update(k=a["k"][:, :, 1:]),
+    "whole q": lambda a: a.update(q=whole()[0]),
+    "rows before heads": lambda a: a.update({name: a[name].transpose(1, 2) for name in "qkv"}),
+    "heads before rows": lambda a: a.update(axes="bshd"),
     "a NumPy array": lambda a: a.update(v=np.zeros((2, 4, 9, 16), np.float32)),
     "another dtype": lambda a: a.update(k=a["k"].double()),
     "another head dimension": lambda a: a.update(k=a["k"][..., 1:]),

@@ -24,6 +24,11 @@ def joined(layout: Layout, of_ranks: list[dict[str, Any]]) -> dict[str, torch.Te
 WORDS = {
     "rows": "q: shape (2, 4, {less}, 16); accepted are {own} tokens along axis 2, as the layout says",
     "rows of k": "k: shape (2, 4, {less}, 16); accepted are {own} tokens along axis 2, as the layout says",
+    "whole q": "q: shape (2, 4, 37, 16); accepted are {own} tokens along axis 2, as the layout says; layout.shard(q, 2) takes this rank's",
+    "rows before heads": "q: shape (2, {own}, 4, 16); accepted are {own} tokens along axis 2, as the layout says; "
+    'did you mean axes="bshd"?',
+    "heads before rows": "q: shape (2, 4, {own}, 16); accepted are {own} tokens along axis 1, as the layout says; "
+    'did you mean axes="bhsd"?',
     "a NumPy array": "v: numpy.ndarray; accepted is a torch.Tensor",
     "another dtype": "k: dtype float64",
     "another head dimension": "k: shape (2, 4, {own}, 15); accepted is",
@@ -201,6 +206,8 @@ def test_explain(workers):
     assert "refused: k: 2 key heads with method 'heads'; accepted is a multiple of 4, the number of ranks" in methods[1]
     assert sum("<- runs" in line for line in methods) == 1
     assert "of products beside" in methods[0]
+    assert "; forward + backward " in methods[0]
+    assert any(line.endswith("<- runs, with the least forward + backward") for line in methods)
     assert engine
     for method in METHODS:
         assert f"backward by method {method!r} on 2 ranks" in workers.run(calls.explained, 2, method, 2, True, {})[0]
