@@ -90,6 +90,7 @@ def run(rank: int, ranks: int, store: str | None, device: str) -> None:
     losses = train(device)
     if rank == 0:
         print(f"loss {losses[0]:.4f} after the first step, {losses[-1]:.4f} after {len(losses)}, on {dist.get_world_size()} ranks")
+    dist.barrier()  # a rank that ends while another one still sends can abort, with gloo
     dist.destroy_process_group()
 
 

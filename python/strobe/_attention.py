@@ -67,6 +67,7 @@ def attention(
         ValueError: an argument has a wrong shape, dtype or value. The message names each wrong argument and what is accepted.
         NotImplementedError: no engine here takes the call; the message has every engine's reason. Or alibi_slopes require a gradient.
         MemoryError: there is no memory for the results or the work.
+        RuntimeError: the call is inside strobe.distributed.context_parallel(), where strobe.distributed.attention() is accepted.
 
     Sources: FlashAttention (Dao et al. 2022, arXiv:2205.14135), FlashAttention-2 (Dao 2023, arXiv:2307.08691), ALiBi (Press et al. 2021,
     arXiv:2108.12409), softcap (Gemma 2, arXiv:2408.00118), sinks (gpt-oss, arXiv:2508.10925), Philox (Salmon et al. 2011).
@@ -76,6 +77,8 @@ def attention(
         raise TypeError(
             f"attention() takes q, k and v by their places, and {len(unnamed)} more were given; options are named, as in causal=True"
         )
+    if _run.CONTEXTS:
+        raise RuntimeError("attention() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention")
     plain = isinstance(aux, tuple) and not aux
     again = _run.AGAIN.get(type(q)) if plain else None
     if again is not None and (found := again(q, k, v, return_lse, options)) is not None:

@@ -271,6 +271,9 @@ def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any
 # By the exact type of q: what makes a call of attention() that is known from one before. None: the call has to be made in full.
 AGAIN: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
 
+# What the process is in of strobe.distributed.context_parallel(); the innermost is last.
+CONTEXTS: list[Any] = []
+
 
 class Calls:
     """How attention() and its backward are called on a framework's arrays: here the library is, and nobody sees it."""

@@ -48,6 +48,9 @@ def said(call: Callable[[], Any]) -> tuple[str, str]:
 WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "rows": lambda a: a.update(q=a["q"][:, :, 1:]),
     "rows of k": lambda a: a.update(k=a["k"][:, :, 1:]),
+    "whole q": lambda a: a.update(q=whole()[0]),
+    "rows before heads": lambda a: a.update({name: a[name].transpose(1, 2) for name in "qkv"}),
+    "heads before rows": lambda a: a.update(axes="bshd"),
     "a NumPy array": lambda a: a.update(v=np.zeros((2, 4, 9, 16), np.float32)),
     "another dtype": lambda a: a.update(k=a["k"].double()),
     "another head dimension": lambda a: a.update(k=a["k"][..., 1:]),
@@ -244,6 +247,42 @@ def in_a_context(group: dist.ProcessGroup, door: str) -> dict[str, Any]:
     assert all(torch.equal(a, b) for a, b in zip((q, k, v, dout), whole(), strict=True))
     assert torch.equal(kept, layout.positions())
     return {"out": out.detach(), "whole": whole_out} | {f"d{name}": x.grad for name, x in zip("qkv", leaves, strict=True)}
+
+
+def multihead_in_a_context(group: dist.ProcessGroup) -> float:
+    """By how much nn.MultiheadAttention of shards differs from that of whole sequences, with and without gradients."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
+    torch.manual_seed(0)
+    module, x = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, S, 32)
+    expected, own, found = module(x, x, x, need_weights=False)[0].detach(), x.clone(), []
+    with strobe.distributed.context_parallel(mesh, buffers=[own], buffer_seq_dims=[1]) as layout:
+        for mode in (torch.no_grad(), torch.enable_grad()):
+            with mode:
+                found.append(layout.unshard(module(own, own, own, need_weights=False)[0].detach(), 1))
+    assert torch.backends.mha.get_fastpath_enabled()
+    return max(float((x - expected).abs().max()) for x in found)
+
+
+def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """Within a context calls that see the rank's tokens alone, then strobe.distributed's; and one after the context."""
+    from strobe.compat import sdpa
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
+    q, k, v, _ = whole()
+    module = strobe.nn.FlashAttention(D, causal=True)
+    strobe.attention(q, k, v)  # known from here on
+    strobe.attention(q, k, v)
+    with strobe.distributed.context_parallel(mesh, layout=Layout.zigzag(S, group.size())) as layout:
+        own = [layout.shard(x, 2, group.rank()) for x in (q, k, v)]
+        found = [
+            said(lambda: strobe.attention(q, k, v)),
+            said(lambda: strobe.attention(*(x.numpy() for x in own))),
+            said(lambda: module(*own)),
+            said(lambda: sdpa.scaled_dot_product_attention(*own)),
+            said(lambda: torch.compile(strobe.attention, backend="eager")(*own)),
+            said(lambda: strobe.distributed.attention(*own)),
+        ]
+    return [*found, said(lambda: strobe.attention(q, k, v))]
 
 
 def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ import torch
 import distributed_calls as calls
 import strobe
 from device import ON_GPU
-from strobe.distributed import Layout, _call, _predict, _seen
+from strobe.distributed import Layout, _call, _methods, _predict, _seen
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="gloo on the CPU")
 METHODS = ["gather", "heads", "ring"]
@@ -24,6 +24,11 @@ def joined(layout: Layout, of_ranks: list[dict[str, Any]]) -> dict[str, torch.Te
 WORDS = {
     "rows": "q: shape (2, 4, {less}, 16); accepted are {own} tokens along axis 2, as the layout says",
     "rows of k": "k: shape (2, 4, {less}, 16); accepted are {own} tokens along axis 2, as the layout says",
+    "whole q": "q: shape (2, 4, 37, 16); accepted are {own} tokens along axis 2, as the layout says; layout.shard(q, 2) takes this rank's",
+    "rows before heads": "q: shape (2, {own}, 4, 16); accepted are {own} tokens along axis 2, as the layout says; "
+    'did you mean axes="bshd"?',
+    "heads before rows": "q: shape (2, 4, {own}, 16); accepted are {own} tokens along axis 1, as the layout says; "
+    'did you mean axes="bhsd"?',
     "a NumPy array": "v: numpy.ndarray; accepted is a torch.Tensor",
     "another dtype": "k: dtype float64",
     "another head dimension": "k: shape (2, 4, {own}, 15); accepted is",
@@ -175,6 +180,18 @@ def test_context_parallel(workers, door):
         torch.testing.assert_close(x, expected[name], atol=2e-6, rtol=1e-5)
 
 
+def test_multihead_attention_in_a_context(workers):
+    """Without gradients too, where PyTorch has a fast path that calls no function."""
+    for difference in workers.run(calls.multihead_in_a_context, 4):
+        assert difference < 2e-6
+
+
+def test_local_attention_in_a_context_is_refused(workers):
+    words = "attention() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention"
+    for answers in workers.run(calls.local_attention_in_a_context, 4):
+        assert answers == [("RuntimeError", words)] * 5 + [("", "nothing was raised")] * 2
+
+
 def test_what_a_context_refuses(workers):
     words = [
         "layout: None without buffers",
@@ -201,6 +218,8 @@ def test_explain(workers):
     assert "refused: k: 2 key heads with method 'heads'; accepted is a multiple of 4, the number of ranks" in methods[1]
     assert sum("<- runs" in line for line in methods) == 1
     assert "of products beside" in methods[0]
+    assert "; forward + backward " in methods[0]
+    assert any(line.endswith("<- runs, with the least forward + backward") for line in methods)
     assert engine
     for method in METHODS:
         assert f"backward by method {method!r} on 2 ranks" in workers.run(calls.explained, 2, method, 2, True, {})[0]
@@ -232,6 +251,22 @@ def test_predicted_pairs_are_those_that_are_seen():
                 left, right = (x if x is not None else 10**6 for x in (band.left, band.right))
                 total += int(((j >= i - left) & (j <= i + right)).sum()) if mine else 0
             assert _predict.pairs(plan, rank) == total
+
+
+def test_calls_on_parts_are_predicted_at_their_own_rate():
+    """On Hopper the fastest engine takes whole problems alone."""
+    layout, band = Layout.zigzag(2**20, 2), _seen.Band.of(True, None)
+    plan = _call.Plan(layout.ranges, layout.ranges, (0, 2**20), (0, 2**20), False, band, None)
+    of = _call.Facts(plan, 1, 32, 8, (128, 128), 2, "cuda", ())
+
+    def compute(method: str, *given: str) -> float:
+        return _predict.predicted(method, of._replace(given=given)).compute
+
+    parts, whole = _predict.RATES["cuda"][:2]
+    assert compute("gather") / compute("heads") == pytest.approx(whole / parts)
+    assert compute("ring") == compute("gather")
+    assert compute("heads", "dropout") == pytest.approx(compute("gather"))
+    assert _methods.choose(of, None, False) == ("heads", None)
 
 
 def test_the_code_of_the_page(workers):

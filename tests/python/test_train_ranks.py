@@ -61,7 +61,7 @@ def test_dropout_and_resuming_bit_for_bit(workers, tmp_path):
     ("options", "message"),
     [
         (("--attention", "sdpa"), "attention is 'sdpa'; accepted: strobe, where context_parallel is more than 1"),
-        (("--compile",), "compile is True; accepted: False, where context_parallel is more than 1"),
+        (("--compile",), "compile is True; accepted: False, where context_parallel is more than 1 (pass --no-compile)"),
         (("--context-parallel", "0"), "context_parallel is 0; accepted: 1 or more"),
     ],
 )

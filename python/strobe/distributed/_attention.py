@@ -82,11 +82,13 @@ def attention(
         agree: the ranks tell one another before the first transfer, forward and backward, whether their arguments are valid, alike, and
             have memory: what is wrong on one is raised on all. False saves two small messages in a step, and nobody is told: a rank whose
             arguments are wrong raises, and the others wait for it until the time limit.
-        time_limit: seconds for which a rank waits for the others; the error then names those that did not come. None: the group's own.
-            On a GPU a transfer is waited for by the stream, and the limit is the group's.
+        time_limit: seconds for which a rank waits for the others; the error then names those that did not come. It is raised up to as many
+            seconds and 2 more later, for a rank that came late says so when its own limit ends. None: the group's own. On a GPU a transfer
+            is waited for by the stream, and the limit is the group's.
         mask, bias: rows for the rank's own queries, or broadcast, and columns for all keys: (B or 1, H or 1, rows of q or 1, Sk or 1).
-        cu_seqlens_q, cu_seqlens_k: those of the whole axes, in host memory or where q lies; on a GPU they are read, which waits for it.
-            The sizes of mask and bias are the longest sequence's, or max_seqlen_k.
+        cu_seqlens_q, cu_seqlens_k: those of the whole axes, not of this rank's tokens (tokens past the last number are padding, whose rows
+            are zeros), in host memory or where q lies; on a GPU they are read, which waits for it. The sizes of mask and bias are the
+            longest sequence's, or max_seqlen_k.
         deterministic: True, or "world": the bits of out, lse, dq, dk and dv do not depend on the number of ranks and the layout, and are
             those of strobe.attention(invariant=True, deterministic=True). Method "heads" alone has them, without dropout.
         seed, offset, rng: the same on all ranks. Without them the group's first rank draws, from its default generator on the CPU (the
@@ -223,7 +225,8 @@ def _parsed(
     axis = 0 if lists else 1 if axes == "bshd" else 2
     for name, x, layout in (("q", q, layouts[0]), ("k", k, layouts[1]), ("v", v, layouts[1])):
         if x.shape[axis] != (n := count(layout.ranges[rank])):
-            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are {n} tokens along axis {axis}, as the layout says")
+            hint = _hint(name, x, axis, n, layout, bool(lists))
+            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are {n} tokens along axis {axis}, as the layout says{hint}")
     head_axis = 1 if lists or axes == "bhsd" else 2
     heads, heads_kv = (x.shape[head_axis] for x in (q, k))
     if heads_kv == 0 or heads % heads_kv:
@@ -240,6 +243,15 @@ def _parsed(
     if against is not None:
         raise ValueError(against)
     return Prepared(p, layouts, chosen, draw)
+
+
+def _hint(name: str, x: Tensor, axis: int, tokens: int, layout: Layout, packed: bool) -> str:
+    """What a tensor with a wrong number of tokens may have been meant to be."""
+    if x.shape[axis] == layout.seqlen:
+        return f"; layout.shard({name}, {axis}) takes this rank's"
+    if not packed and x.shape[3 - axis] == tokens:  # of bhsd the tokens are axis 2, and of bshd axis 1
+        return f'; did you mean axes="{_AXES[axis - 1]}"?'
+    return ""
 
 
 @torch.compiler.assume_constant_result

@@ -29,8 +29,13 @@ def context_parallel(
     method: str | None = None,
 ) -> Iterator[Layout]:
     """Within it each rank has its own tokens of the buffers, and attention sees the whole sequences, as in PyTorch's context manager of
-    this name: F.scaled_dot_product_attention, and strobe.distributed.attention() without a layout. All ranks enter it, with the same
-    buffers. It yields the layout.
+    this name: torch.nn.functional.scaled_dot_product_attention, and strobe.distributed.attention() without a layout. All ranks enter it,
+    with the same buffers. It yields the layout.
+
+    F.scaled_dot_product_attention has to be looked up within, where it is another function: a name that was imported before still stands
+    for PyTorch's, which attends among this rank's tokens. nn.MultiheadAttention calls it with need_weights=False, and its fast path for
+    inference is switched off within. With need_weights=True it attends among this rank's tokens. strobe.attention(), and what is made of
+    it in strobe.nn and strobe.compat, raises a RuntimeError within.
 
     Args:
         mesh: a DeviceMesh of one dimension.
@@ -59,15 +64,17 @@ def context_parallel(
     if layout.world_size != group.size():
         raise ValueError(f"layout: of {layout.world_size} ranks; accepted is one of {group.size()}, the group's size")
     before = [x.data for x in given]
-    own = F.scaled_dot_product_attention
+    own, fast = F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
     CONTEXTS.append(Context(layout, group, method))
     try:
         for x, dim in zip(given, dims, strict=True):
             x.data = layout.shard(x.data, dim, group.rank()).contiguous()
         F.scaled_dot_product_attention = _sdpa
+        torch.backends.mha.set_fastpath_enabled(False)  # it does not call F.scaled_dot_product_attention
         yield layout
     finally:
         F.scaled_dot_product_attention = own
+        torch.backends.mha.set_fastpath_enabled(fast)
         CONTEXTS.pop()
         for x, data in zip(given, before, strict=True):
             if not any(x is other for other in kept):

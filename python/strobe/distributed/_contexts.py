@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
+from .. import _run
 from ._layout import Layout
 
 
@@ -18,4 +19,4 @@ class Context(NamedTuple):
 
 
 # The innermost is last. All of the process sees them, its backward threads too, as PyTorch's replaced functions are seen.
-CONTEXTS: list[Context] = []
+CONTEXTS: list[Context] = _run.CONTEXTS

@@ -11,12 +11,12 @@ from .. import _run
 from .._graphs import outside_graphs
 from ..arrays.torch import TORCH
 from . import _operators
-from ._attention import in_context, prepare
+from ._attention import WORLD, in_context, prepare
 from ._call import Call, Facts, facts_of
 from ._late import Waits
 from ._layout import Layout
 from ._methods import METHODS, reason_against
-from ._predict import moved, pairs, predicted
+from ._predict import moved, pairs, predicted, seconds
 from ._ranges import count
 
 
@@ -50,18 +50,20 @@ def explain(
     made = METHODS[prepared.method].Forward(Call(p, plan, rank, Waits(group, None), needs))
     shares = [pairs(plan, r) for r in range(plan.world)]
     mean = sum(shares) / plan.world
+    by_time = method is None and options.get("deterministic") != WORLD
     lines = [
         f"{'backward' if backward else 'forward'} by method {prepared.method!r} on {plan.world} ranks; rank {rank} has "
         f"{count(plan.q[rank])} of {prepared.layouts[0].seqlen} queries and {count(plan.k[rank])} of {prepared.layouts[1].seqlen} keys",
         f"layout: the rank with most work has {max(shares) / mean if mean else 1:.2f} times the mean (by positions)",
-        *(_line(name, of, backward, name == prepared.method) for name in METHODS),
+        *(_line(name, of, backward, name == prepared.method, by_time) for name in METHODS),
         "this rank's first call of the library:",
         _run.explain(TORCH, made.example(), backward),
     ]
     return "\n".join(lines)
 
 
-def _line(method: str, of: Facts, backward: bool, chosen: bool) -> str:
+def _line(method: str, of: Facts, backward: bool, runs: bool, chosen: bool) -> str:
+    """chosen: by choose(), not by the caller."""
     name = f"  {method:7}"
     if (against := reason_against(method, of)) is not None:
         return f"{name}refused: {against}"
@@ -69,9 +71,11 @@ def _line(method: str, of: Facts, backward: bool, chosen: bool) -> str:
     count_ = bytes_.backward if backward else bytes_.forward
     told = (
         f"{name}predicted {_time(took.both)}: {_time(took.compute)} of products beside {_time(took.transfer)} of transfers; the busiest "
-        f"rank receives {_size(count_)}"
+        f"rank receives {_size(count_)}; forward + backward {_time(seconds(method, of))}"
     )
-    return told + ("  <- runs" if chosen else "")
+    if not runs:
+        return told
+    return told + ("  <- runs, with the least forward + backward" if chosen else "  <- runs")
 
 
 def _time(seconds: float) -> str:

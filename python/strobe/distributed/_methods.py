@@ -6,11 +6,10 @@ from typing import Any
 
 from . import _gather, _heads, _ring
 from ._call import Facts
-from ._predict import seconds
+from ._predict import OF_HEADS, seconds
 
 METHODS: dict[str, Any] = {"gather": _gather, "heads": _heads, "ring": _ring}
 _BESIDE_A_PART = ("seqused_k", "invariant")  # refused beside a strobe.Part
-_OF_HEADS = ("dropout", "block_mask of several heads")  # the library has to know which heads they are, which a part says
 
 
 def reason_against(method: str, of: Facts) -> str | None:
@@ -23,7 +22,7 @@ def reason_against(method: str, of: Facts) -> str | None:
     world = of.plan.world
     if of.heads_kv % world:
         return f"k: {of.heads_kv} key heads with method 'heads'; accepted is a multiple of {world}, the number of ranks"
-    numbered = [name for name in _OF_HEADS if name in of.given]
+    numbered = [name for name in OF_HEADS if name in of.given]
     if given and numbered:
         return f"{given[0]}: given beside {numbered[0]}; accepted is one of the two"
     for name in ("mask", "bias"):

@@ -12,15 +12,20 @@ from ._seen import Band
 
 
 class Rates(NamedTuple):
-    """Of a rank: multiply-adds and bytes a second, and what a collective call takes before the first byte."""
+    """Of a rank: multiply-adds a second of calls on parts of a problem and of whole ones, bytes a second, and what a collective call takes
+    before the first byte."""
 
-    products: float
+    parts: float
+    whole: float
     link: float
     start: float
 
 
-# A GPU's are those of an H200: bf16, and all_gather over NVLink as it was measured. A CPU's are two cores and gloo on one host.
-RATES = {"cuda": Rates(3.3e14, 3.1e11, 2e-5), "cpu": Rates(1e11, 1e9, 3e-4)}
+# A GPU's are those of an H200: bf16 forward, parts by cuda-mma and whole problems by cuda-sm90, which refuses parts, and all_gather over
+# NVLink as it was measured. A CPU's are two cores and gloo on one host.
+RATES = {"cuda": Rates(1.8e14, 3.3e14, 3.1e11, 2e-5), "cpu": Rates(1e11, 1e11, 1e9, 3e-4)}
+# With which method "heads" too makes calls on parts: the library has to know which heads they are.
+OF_HEADS = ("dropout", "block_mask of several heads")
 _STATISTIC = 4  # bytes
 
 
@@ -102,7 +107,8 @@ def predicted(method: str, of: Facts, backward: bool = False) -> Seconds:
     shares = [pairs(plan, r) for r in range(world)]
     busiest = sum(shares) / world if method == "heads" else max(shares)
     products = busiest * of.batch * of.heads * sum(of.columns) * (2.5 if backward else 1)
-    compute = products / rates.products
+    is_whole = method == "heads" and not any(name in of.given for name in OF_HEADS)
+    compute = products / (rates.whole if is_whole else rates.parts)
     bytes_, start = moved(method, of), rates.start if world > 1 else 0.0
     transfer = (bytes_.backward if backward else bytes_.forward) / rates.link + start * bytes_.calls * (2 if backward else 1)
     if method == "heads":

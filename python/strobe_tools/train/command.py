@@ -52,7 +52,7 @@ def _overrides(config: Config, assignments: Iterable[str]) -> dict[str, Any]:
 @click.option("--device", help="cpu, cuda, cuda:1, ...; by default a GPU if attention runs there.")
 @click.option("--compile/--no-compile", default=None, help="Whether to use torch.compile.")
 @click.option("--ablation/--no-ablation", default=None, help="Whether to train the same model without attention, too.")
-@click.option("--context-parallel", type=int, metavar="W", help="Processes that share the tokens of every sequence; 1 by default.")
+@click.option("--context-parallel", type=int, metavar="W", help="Processes that share every sequence, with --no-compile; 1 by default.")
 @click.option("--seed", type=int, help="Of the weights, the order of the text and dropout.")
 @click.option("--set", "fields", multiple=True, metavar="NAME=VALUE", help="Any field, e.g. lr=1e-3; repeatable.")
 def command(

@@ -122,7 +122,7 @@ class Config:
 
         if self.context_parallel > 1:
             require(self.attention in ("strobe", "none"), "attention", "strobe, where context_parallel is more than 1")
-            require(not self.compile, "compile", "False, where context_parallel is more than 1")
+            require(not self.compile, "compile", "False, where context_parallel is more than 1 (pass --no-compile)")
 
     @property
     def head_dim(self) -> int:
