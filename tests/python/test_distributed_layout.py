@@ -145,6 +145,23 @@ def test_shard_is_differentiable_and_a_view_of_one_range():
     assert x.grad[:, 0].tolist() == [1, 1, 0, 0, 0, 0, 0, 1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"k_rank": -1}, "^k_rank: -1"),
+        ({"k_rank": 2}, "^k_rank: 2"),
+        ({"keys": 3}, "^keys: int"),
+        ({"cu_seqlens_k": [0, 8, 16]}, "^cu_seqlens_q, cu_seqlens_k"),
+        ({"cu_seqlens_q": [0, 99], "cu_seqlens_k": [0, 16]}, "^cu_seqlens_q"),
+        ({"cu_seqlens_q": [0, 16], "cu_seqlens_k": [0, 5, 3]}, "^cu_seqlens_k"),
+        ({"cu_seqlens_q": [0, 16], "cu_seqlens_k": "x"}, "^cu_seqlens_k"),
+    ],
+)
+def test_what_a_part_is_not_made_of(how, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        Layout.zigzag(16, 2).part(0, **how)
+
+
 def test_what_a_layout_refuses():
     x = torch.zeros(2, 8)
     for call, message in (

@@ -46,7 +46,7 @@ WORDS = {
     "cu_seqlens": "cu_seqlens_k: missing beside cu_seqlens_q; accepted are both, or none",
     "aux": "attention() got an unexpected keyword argument 'aux'; max_logit and column_sums belong to whole rows",
     "deterministic": "deterministic: 'always'; accepted is True, False or 'world'",
-    "time_limit": "time_limit: -1.0; accepted are seconds above 0, or None",
+    "time_limit": "time_limit: -1.0; accepted are seconds above 0, up to 1000000, or None",
 }
 
 

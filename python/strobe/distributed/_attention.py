@@ -29,6 +29,7 @@ from ._ranges import count
 from ._seen import Band
 
 WORLD = "world"
+_LONGEST = 1e6  # seconds that a rank may be asked to wait
 _AXES = ("bhsd", "bshd")
 _HINTS = ELSEWHERE | {
     "aux": "max_logit and column_sums belong to whole rows and columns, of which each rank has a part",
@@ -141,7 +142,7 @@ def in_context(group: ProcessGroup | None, mesh: Any, layout: Any, method: str |
 
 def raise_on_all(group: ProcessGroup, failure: Exception, time_limit: Any) -> None:
     """This rank's failure, as all ranks raise it."""
-    limit = time_limit if isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool) and time_limit > 0 else None
+    limit = time_limit if isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool) and 0 < time_limit <= _LONGEST else None
     agree(group, Said({}, failure), limit)
 
 
@@ -161,8 +162,8 @@ def prepare(
     wrong: Wrong = []
     world, rank = group.size(), group.rank()
     flag(wrong, "agree", wants[0])
-    if wants[1] is not None and number(wrong, "time_limit", wants[1]) <= 0 and not wrong:
-        wrong.append(ValueError(f"time_limit: {shown(wants[1])}; accepted are seconds above 0, or None"))
+    if wants[1] is not None and not 0 < number(wrong, "time_limit", wants[1]) <= _LONGEST and not wrong:
+        wrong.append(ValueError(f"time_limit: {shown(wants[1])}; accepted are seconds above 0, up to {_LONGEST:.0f}, or None"))
     flag(wrong, "return_lse", wants[2])
     is_choice(wrong, "axes", axes, _AXES)
     if method is not None:

@@ -192,10 +192,21 @@ class Layout:
             keys: the layout of the keys; None: this one.
             k_rank: whose keys the call has; the part is then partial. None: all keys.
             cu_seqlens_q, cu_seqlens_k: of packed sequences, whose ranges are then (B, n, 2). Integers, or arrays in host memory.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described above.
         """
+        if keys is not None and not isinstance(keys, Layout):
+            raise TypeError(f"keys: {kind(keys)}; accepted is a Layout, or None")
         keys = keys or self
+        wrong: Wrong = []
+        if k_rank is not None and not is_integer(wrong, "k_rank", k_rank, 0, keys.world_size - 1):
+            raise refusal(wrong)
+        if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+            raise TypeError("cu_seqlens_q, cu_seqlens_k: accepted are both, or neither")
         q, k = self.ranges[self._rank(rank, group)], union([(0, keys.seqlen)]) if k_rank is None else keys.ranges[k_rank]
-        cu_q, cu_k = (None if x is None else host_integers(name, x) for name, x in (("q", cu_seqlens_q), ("k", cu_seqlens_k)))
+        given = (("cu_seqlens_q", cu_seqlens_q, self.seqlen), ("cu_seqlens_k", cu_seqlens_k, keys.seqlen))
+        cu_q, cu_k = (None if x is None else _cumulated(name, x, tokens) for name, x, tokens in given)
         return part_of(q, k, cu_q or (0, self.seqlen), cu_k or (0, keys.seqlen), partial=k_rank is not None, packed=cu_q is not None)
 
     def _rank(self, rank: int | None, group: ProcessGroup | None) -> int:
@@ -250,6 +261,13 @@ def host_integers(name: str, x: Any) -> tuple[int, ...]:
     if not isinstance(numbers, Iterable) or not (numbers := list(numbers)) or not all(map(is_whole, numbers)):
         raise TypeError(f"{name}: {shown(x)}; accepted are integers (B + 1,)")
     return tuple(int(n) for n in numbers)
+
+
+def _cumulated(name: str, x: Any, tokens: int) -> tuple[int, ...]:
+    cu = host_integers(name, x)
+    if cu[0] != 0 or cu[-1] > tokens or any(a > b for a, b in itertools.pairwise(cu)):
+        raise ValueError(f"{name}: {shown(list(cu))}; accepted are numbers that ascend from 0 to at most {tokens}, the layout's tokens")
+    return cu
 
 
 def _is_ranges(of: object) -> bool:
