@@ -198,11 +198,12 @@ template <class T> __device__ __forceinline__ T tanh(T x, T &slope) {
   return tanh(x);
 }
 // The same where scores need no more than elements of 16 bits do: an absolute error of 2^-22.
-__device__ __forceinline__ float tanh_approximate(float x, float &slope) {
+template <bool kSmall = true> __device__ __forceinline__ float tanh_approximate(float x, float &slope) {
   const float e = exp2(-2.88539008177792681472f * fabsf(x));
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1 + e));
   slope = 4 * (e * inverse) * inverse;
+  if constexpr (!kSmall) return copysignf((1 - e) * inverse, x);
   // 1 - e would cancel: a series, of which the next term is 3e-7 of the sum.
   const float u = x * x, series = fmaf(u, fmaf(u, fmaf(u, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1.0f) * x;
   return fabsf(x) < 0.25f ? series : copysignf((1 - e) * inverse, x);

@@ -178,7 +178,7 @@ __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, c
       V sum(T(0)), rest(T(0));
       for (const int64_t end = min((i64)(j + kRun), (i64)t.keys); j < end; ++j) {
         const int64_t at = j * t.width + c;
-        const V prob = probability<Math>(V::load(s + at), natural, lse, log2e, V(T(0)), true);
+        const V prob = Math::power((V::load(s + at) * natural - lse) * log2e);
         V grad = V::load(dp + at);
         if (head.dropout) grad *= V::load(scratch.keep + at);
         sum += prob;
@@ -297,7 +297,7 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
       const V lse = V::load(scratch.lse + lane + c), excess = V::load(scratch.excess + lane + c);
       auto element = [&](int64_t at, V &prob, V &grad) __attribute__((always_inline)) {
         const V score = V::load(s + at);
-        prob = probability<Math>(score, natural, lse, log2e, excess, !p.part.partial);
+        prob = Math::power((score * natural - lse) * log2e - excess);
         grad = V::load(dp + at);
         const V keep = head.dropout ? V::load(scratch.keep + at) : V(T(1));
         grad = (head.dropout ? grad * keep : grad) - delta;

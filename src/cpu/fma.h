@@ -15,7 +15,6 @@ template <class T> struct Fma {
   static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
   static constexpr bool kSumsApart = false;    // a product that adds to C does so every few terms, wherever it ends
 
-  static constexpr bool kExactPower = true;                       // P keeps all bits of T
   static STROBE_INLINE Vec<T> power(Vec<T> x) { return exp2(x); } // 2^x
 
   struct Left { // the operand of a product whose elements are broadcast

@@ -104,7 +104,6 @@ template <int planes, class Unit> struct Pairs {
   static constexpr bool kSumsApart = planes == 3; // a product is summed up from 0, and then added to C: see amx.h
 
   using V = Vec<float>;
-  static constexpr bool kExactPower = kPlanes == 3;
   // bf16's P is rounded to 8 bits: a shorter polynomial (3e-6) serves it.
   static STROBE_INLINE V power(V x) { return exp2<kPlanes == 1 ? 4 : 5>(x); }
 

@@ -157,41 +157,6 @@ template <int kDegree = 5, class T> STROBE_INLINE Vec<T> exp2(Vec<T> x) {
 }
 #endif
 
-// 2^((s * factor - lse) * unit - excess): P of a score. FP32's difference of a score and LSE is rounded to the last bit of a number of
-// tens, an error of P that is the same in all rows where scores are: natural, where the unit is log2 e, the power of two is taken out ahead
-// of it [Cody & Waite 1980], with the high part of ln 2 in 9 bits, so that LSE + n ln 2 is nearly exact. That needs multiply-adds of one
-// rounding; without them the exponent is made in FP64. Not of 16 bits, whose P is rounded to fewer.
-template <class Math, class T>
-STROBE_INLINE Vec<T> probability(Vec<T> s, Vec<T> factor, Vec<T> lse, Vec<T> unit, Vec<T> excess, [[maybe_unused]] bool natural) {
-#if defined(__FP_FAST_FMAF)
-  if constexpr (sizeof(T) == 4 && Math::kExactPower) {
-    if (natural) {
-      const Vec<T> high(T(0.693359375)), low(T(-2.12194440e-4)), magic(T(0x1.8p23)); // adding magic rounds to an integer
-      Vec<T> x = (s * factor - lse) * unit;
-      x = max(select(Vec<T>(T(126)) < x, Vec<T>(T(126)), x), Vec<T>(T(-126)));
-      const Vec<T> shifted = x + magic, n = shifted - magic;
-      const Vec<T> rest = s * factor - (n * high + lse) - n * low;
-      using Raw = typename Vec<T>::Raw;
-      using RawInt = typename Vec<T>::RawInt;
-      const RawInt exponent = ((RawInt)shifted.v << Bits<T>::kMantissa) + (Bits<T>::kBias << Bits<T>::kMantissa);
-      return Math::power(rest * unit - excess) * Vec<T>((Raw)exponent);
-    }
-  }
-#else
-  if constexpr (sizeof(T) == 4) {
-    typedef double Wide __attribute__((vector_size(2 * STROBE_VECTOR_BYTES)));
-    const auto wide = [](Vec<T> x) __attribute__((always_inline)) { return __builtin_convertvector(x.v, Wide); };
-    constexpr double kMagic = 0x1.8p52, kLowest = 0.5 - Bits<T>::kBias; // adding kMagic rounds to an integer
-    Wide x = (wide(s) * wide(factor) - wide(lse)) * wide(unit) - wide(excess);
-    x = x < kLowest ? kLowest - Wide{} : x;
-    const Wide floor = ((x - 0.5) + kMagic) - kMagic;
-    const auto exponent = (__builtin_convertvector(floor, typename Vec<T>::RawInt) + Bits<T>::kBias) << Bits<T>::kMantissa;
-    return exp2_fraction<5>(Vec<T>(__builtin_convertvector(x - floor, typename Vec<T>::Raw))) * Vec<T>((typename Vec<T>::Raw)exponent);
-  }
-#endif
-  return Math::power((s * factor - lse) * unit - excess);
-}
-
 // tanh and its derivative, neither by a difference that cancels: Cephes' rational form below 0.625, e^-2|x| above.
 template <class T> STROBE_INLINE Vec<T> tanh(Vec<T> x, Vec<T> &slope) {
   using V = Vec<T>;

@@ -152,7 +152,8 @@ TEST_CASE("choose: both directions and any number of threads run on one CPU engi
 TEST_CASE("predict: padded lanes and packed keys count") {
   const Choice any = choose(self_attention(DType::f32, 2, 1, 4096, 64), {}, Direction::forward);
   const char *name = any.rows[any.chosen].engine->name();
-  const double one = predicted(self_attention(DType::f32, 2, 1, 4096, 64), name);
+  const double one = predicted(self_attention(DType::f32, 2, 9, 4096, 64), name);
+  CHECK(predicted(self_attention(DType::f32, 2, 1, 4096, 64), name) == doctest::Approx(one / 8)); // keys across lanes
   CHECK(predicted(self_attention(DType::f32, 2, 16, 4096, 64), name) == doctest::Approx(one));
   CHECK(predicted(self_attention(DType::f32, 2, 17, 4096, 64), name) > one);
   if (predicted(self_attention(DType::f32, 2, 1, 4096, 64), "cpu-amx") == 0) return; // not here

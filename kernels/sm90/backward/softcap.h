@@ -25,7 +25,7 @@ template <Features F> struct BackwardSoftcap {
         return t;
       });
     } else {
-      exponentiate<T>(S, P, lse, [&](float s, float &slope) { return tanh_approximate(s * to_caps, slope); });
+      exponentiate<T>(S, P, lse, [&](float s, float &slope) { return tanh_approximate<false>(s * to_caps, slope); });
     }
   }
 
