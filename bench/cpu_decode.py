@@ -1,13 +1,16 @@
-"""Decoding on a CPU: one query of each head over many keys, beside PyTorch's attention and a sum that reads as many bytes.
+"""Decoding on a CPU: few queries of each head over many keys, beside PyTorch's attention and a sum that reads the same bytes.
 
-    python bench/cpu_decode.py [--threads 1] [--rounds 25]
+    python bench/cpu_decode.py [--threads 1] [--rounds 9] [--beyond-cache] [--queries 1] [--quantised]
 
-Prints the least of the rounds, in which the three take turns.
+Prints the least of the rounds, in which all take turns; on one thread in the thread's own time, so that other work on the machine counts
+only where it takes the memory's.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import time
 from collections.abc import Callable
 
@@ -16,48 +19,89 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import strobe
 
-HEADS = ((8, 8), (8, 1), (32, 8))
+HEADS = ((1, 1), (8, 8), (8, 1), (32, 8), (32, 32))
 KEYS = (1024, 8192, 65536)
 MOST_BYTES = 512 << 20  # of K and V
+BEYOND_CACHE = 160 << 20  # at least four times 32 MiB
+SHORTEST = 4 << 20  # bytes that one measurement reads at least
 
 
-def seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
+def seconds(call: Callable[[], object], repeats: int, threads: int) -> float:
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    begin = clock()
+    for _ in range(repeats):
+        call()
+    return (clock() - begin) / repeats
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--queries", type=int, default=1)
+    parser.add_argument("--beyond-cache", action="store_true", help=f"K and V of {BEYOND_CACHE >> 20} MiB and more, by a batch")
+    parser.add_argument("--quantised", action="store_true", help="quantised K and V beside bfloat16 instead")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print("| dtype | heads | keys | D | µs | GB/s | over SDPA | of a sum's GB/s |\n|---|---|---|---|---|---|---|---|")
-    for dtype in (torch.float32, torch.bfloat16):
-        for heads, heads_kv in HEADS:
-            for keys in KEYS:
-                for d in (64, 128):
-                    size = 2 * heads_kv * keys * d * dtype.itemsize
-                    if size <= MOST_BYTES:
-                        row(dtype, heads, heads_kv, keys, d, size, args.rounds)
+    if args.quantised:
+        print("| heads | D | INT8 | FP8 | INT4 | INT8, K by column |\n|---|---|---|---|---|---|")
+        for d, heads in itertools.product((128, 64), (8, 32, 64)):
+            quantised(heads, 8, d, args)
+        return
+    print("| dtype | batch | heads | keys | D | µs | GB/s | over SDPA | of a sum's GB/s |\n|---|---|---|---|---|---|---|---|---|")
+    all_heads = ((8, 8), (32, 8), (8, 1)) if args.beyond_cache else HEADS
+    ratios = []
+    for dtype, (heads, heads_kv), keys, d in itertools.product((torch.float32, torch.bfloat16), all_heads, KEYS, (64, 128)):
+        size = 2 * heads_kv * keys * d * dtype.itemsize
+        batch = -(-BEYOND_CACHE // size) if args.beyond_cache else 1
+        if batch * size <= MOST_BYTES:
+            ratios.append(row(dtype, batch, heads, heads_kv, keys, d, args))
+    for n, beside in enumerate(("SDPA", "a sum")):
+        column = [ratio[n] for ratio in ratios]
+        print(f"over {beside}: geometric mean {math.exp(sum(map(math.log, column)) / len(column)):.2f}, lowest {min(column):.2f}")
 
 
-def row(dtype: torch.dtype, heads: int, heads_kv: int, keys: int, d: int, size: int, rounds: int) -> None:
-    q = torch.randn(1, heads, 1, d).to(dtype)
-    k, v = (torch.randn(1, heads_kv, keys, d).to(dtype) for _ in "kv")
-    as_read = torch.ones(size // 4)
+def row(dtype: torch.dtype, batch: int, heads: int, heads_kv: int, keys: int, d: int, args: argparse.Namespace) -> tuple[float, float]:
+    q = torch.randn(batch, heads, args.queries, d).to(dtype)
+    k, v = (torch.randn(batch, heads_kv, keys, d).to(dtype) for _ in "kv")
+    as_read = [x.flatten().view(torch.float32) for x in (k, v)]
+    size = sum(x.nbytes for x in (k, v))
     calls: list[Callable[[], object]] = [
         lambda: strobe.attention(q, k, v),
         lambda: scaled_dot_product_attention(q, k, v, enable_gqa=heads != heads_kv),
-        as_read.sum,
+        lambda: [x.sum() for x in as_read],
     ]
-    least = [min(times) for times in zip(*[[seconds(call) for call in calls] for _ in range(rounds)], strict=True)]
+    repeats = max(1, SHORTEST // size)
+    rounds = [[seconds(call, repeats, args.threads) for call in calls] for _ in range(args.rounds)]
+    least = [min(times) for times in zip(*rounds, strict=True)]
+    name, over = str(dtype).removeprefix("torch."), (least[1] / least[0], least[2] / least[0])
     print(
-        f"| {str(dtype).removeprefix('torch.')} | {heads}/{heads_kv} | {keys} | {d} | {least[0] * 1e6:.0f} | {size / least[0] / 1e9:.1f} "
-        f"| {least[1] / least[0]:.2f} | {least[2] / least[0]:.2f} |",
+        f"| {name} | {batch} | {heads}/{heads_kv} | {keys} | {d} | {least[0] * 1e6:.0f} | {size / least[0] / 1e9:.1f} "
+        f"| {over[0]:.2f} | {over[1]:.2f} |",
         flush=True,
     )
+    return over
+
+
+def quantised(heads: int, heads_kv: int, d: int, args: argparse.Namespace) -> None:
+    keys, group = 65536, 64
+    q = torch.randn(1, heads, args.queries, d).bfloat16()
+    k, v = (torch.randn(1, heads_kv, keys, d).bfloat16() for _ in "kv")
+    scale, by_column = torch.rand(1, heads_kv, keys), torch.rand(1, heads_kv, keys // group, d)
+    int8, fp8, int4 = (
+        [torch.randint(0, 100, (1, heads_kv, keys, width), dtype=torch.uint8).view(dtype) for _ in "kv"]
+        for dtype, width in ((torch.int8, d), (torch.float8_e4m3fn, d), (torch.uint8, d // 2))
+    )
+    calls: list[Callable[[], object]] = [
+        lambda: strobe.attention(q, k, v),
+        lambda: strobe.attention(q, *int8, k_scale=scale, v_scale=scale),
+        lambda: strobe.attention(q, *fp8, k_scale=scale, v_scale=scale),
+        lambda: strobe.attention(q, *int4, k_scale=scale, v_scale=scale),
+        lambda: strobe.attention(q, *int8, k_scale=by_column, v_scale=scale, k_scale_group=group),
+    ]
+    rounds = [[seconds(call, 1, args.threads) for call in calls] for _ in range(args.rounds)]
+    bf16, *others = (min(times) for times in zip(*rounds, strict=True))
+    print(f"| {heads}/{heads_kv} | {d} | " + " | ".join(f"{bf16 / other:.2f}" for other in others) + " |", flush=True)
 
 
 if __name__ == "__main__":

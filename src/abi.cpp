@@ -91,6 +91,8 @@ void run_reference(const strobe_attention *attention, const strobe_tensors *t, c
   Problem problem;
   Execution execution;
   check_all([&] { problem = validate(&a, t, direction); }, [&] { execution = validate(e); });
+  if (problem.device_type != STROBE_CPU)
+    throw Error(STROBE_INVALID_ARGUMENT, "q: on a CUDA device; accepted are tensors on the CPU, where the reference computes");
   reference(problem, execution, direction, selection ? &selected : nullptr);
   if (!selected.rows) clear_padding_of_queries(problem, execution, direction);
   if (!selected.cols) clear_padding_of_keys(problem, execution, direction);

@@ -66,10 +66,10 @@ static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
 }
 // To be planned, not to be run.
 static Problem stored_densely(Problem p) {
-  const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
+  const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k;
   for (View *x : {&p.q, &p.dq}) make_dense(*x, p.heads, rows_q, p.head_dim);
-  for (View *x : {&p.k, &p.dk}) make_dense(*x, p.heads_kv, rows_k, p.head_dim);
-  for (View *x : {&p.v, &p.dv}) make_dense(*x, p.heads_kv, rows_k, p.head_dim_v);
+  for (View *x : {&p.k, &p.dk}) make_dense(*x, p.heads_kv, rows_k, p.stored(p.head_dim));
+  for (View *x : {&p.v, &p.dv}) make_dense(*x, p.heads_kv, rows_k, p.stored(p.head_dim_v));
   for (View *x : {&p.out, &p.dout}) make_dense(*x, p.heads, rows_q, p.head_dim_v);
   return p;
 }
@@ -136,6 +136,10 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
 static Problem without_options(Problem p) {
   p = stored_densely(std::move(p));
   p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = p.max_logit = p.column_sums = {};
+  p.page_size = p.k.page_size = p.v.page_size = 0;
+  p.k_scale = p.v_scale = {}, p.quantised_as = DType::none;
+  for (View *x : {&p.k, &p.v})
+    if (*x) x->dtype = p.dtype;
   p.blocks = {}, p.seqused_k = nullptr, p.part = {}, p.accumulate = false, p.lse_low = 0;
   p.window_left = p.window_right = kUnbounded;
   p.score = ScoreFunction::dot, p.beta = p.shift = 0;

@@ -40,6 +40,11 @@ std::string size(uint64_t bytes) {
 std::string shape(const Problem &p) {
   std::string heads = p.heads == p.heads_kv ? text("H ", p.heads) : text("H ", p.heads, ", Hkv ", p.heads_kv);
   std::string dims = text("D ", p.head_dim, ", Dv ", p.head_dim_v);
+  if (p.page_size) {
+    const std::string keys = text("Sk ", p.pages_each, " pages of ", p.page_size, " keys, of a pool of ", p.pages);
+    if (!p.varlen) return text("B ", p.batch, ", ", heads, ", Sq ", p.seqlen_q, ", ", keys, ", ", dims);
+    return text(p.batch, " sequences, Tq ", p.total_q, ", max_seqlen_q ", p.longest_q(), ", ", keys, ", ", heads, ", ", dims);
+  }
   if (!p.varlen) return text("B ", p.batch, ", ", heads, ", Sq ", p.seqlen_q, ", Sk ", p.seqlen_k, ", ", dims);
   return text(p.batch, " sequences, Tq ", p.total_q, ", Tk ", p.total_k, ", max_seqlen_q ", p.longest_q(), ", max_seqlen_k ", p.longest_k(),
               ", ", heads, ", ", dims);
@@ -62,7 +67,7 @@ std::string blocks(const Problem::Blocks &b) {
 
 void asked(Page &page, const Problem &p, const Execution &e) {
   page.line("shape", shape(p));
-  page.line("dtype", text(name(p.dtype), " on ",
+  page.line("dtype", text(name(p.dtype), p.quantised() ? text(", k and v ", name(p.quantised_as)) : "", " on ",
                           p.device_type == STROBE_CPU ? text("the CPU, ", e.threads, e.threads == 1 ? " thread" : " threads")
                                                       : text("CUDA device ", p.device_index)));
   page.line("scale", text(p.scale));
@@ -83,6 +88,9 @@ void asked(Page &page, const Problem &p, const Execution &e) {
                                {bool(p.alibi_slopes), "ALiBi"},
                                {bool(p.sinks), "sinks"},
                                {p.seqused_k != nullptr, "seqused_k"},
+                               {p.page_size > 0, "page_table"},
+                               {p.quantised() && !p.scaled_by_channel(), "k_scale and v_scale"},
+                               {p.quantised() && p.scaled_by_channel(), "k_scale by channel and v_scale"},
                                {bool(p.max_logit), "max_logit"},
                                {bool(p.column_sums), "column_sums"}})
     if (present) extras += (extras.empty() ? "" : ", ") + std::string(what);

@@ -52,6 +52,10 @@ constexpr Field kFields[] = {
     STROBE_FIELD(max_logit, max_logit),
     STROBE_FIELD(column_sums, column_sums),
     STROBE_FIELD(delta, delta),
+    {"page_table", &strobe_tensors::page_table, &strobe_addresses::page_table,
+     [](Problem &p, void *address) { p.set_page_table(static_cast<const int32_t *>(address)); }},
+    STROBE_FIELD(k_scale, k_scale),
+    STROBE_FIELD(v_scale, v_scale),
 };
 #undef STROBE_FIELD
 static_assert(sizeof(strobe_tensors) == sizeof(uint64_t) + std::size(kFields) * sizeof(void *), "a tensor is missing from kFields");

@@ -10,6 +10,8 @@
  * Shapes (B batch, H query heads, Hkv key heads (H a multiple of Hkv), Sq queries, Sk keys, D = Dqk head dimension, Dv value dimension)
  *   dense    q (B,H,Sq,D)   k (B,Hkv,Sk,D)   v (B,Hkv,Sk,Dv)   out, dout (B,H,Sq,Dv)   lse, dlse (B,H,Sq)
  *   varlen   q (Tq,H,D)     k (Tk,Hkv,D)     v (Tk,Hkv,Dv)     out, dout (Tq,H,Dv)     lse, dlse (H,Tq)     with both cu_seqlens (B+1)
+ *   paged    k (pages,Hkv,page,D)   v (pages,Hkv,page,Dv)   with page_table (B,pages of a sequence); all else dense, or with cu_seqlens_q
+ *   quantised  k, v as INT8, FP8 or INT4 with k_scale and v_scale; INT4 is uint8 (..,D/2), two numbers a byte, the low nibble first
  *   dq, dk, dv have the shapes of q, k, v. Strides are counted in elements and are arbitrary; those of inputs may be 0 or negative.
  *   docs/semantics.md has the formulas.
  */
@@ -49,7 +51,11 @@ typedef enum strobe_dtype {
   STROBE_FLOAT64 = 4,
   STROBE_BOOL = 5, /* one byte: 0 is false, all else true */
   STROBE_INT32 = 6,
-  STROBE_INT64 = 7
+  STROBE_INT64 = 7,
+  STROBE_INT8 = 8, /* k and v alone, with k_scale and v_scale, as the next two */
+  STROBE_FLOAT8_E4M3 =
+      9,            /* one sign bit, four of the exponent, which is off by 7, three of the fraction; NaN is 0x7F or 0xFF, no infinity */
+  STROBE_UINT8 = 10 /* two INT4 (-8 to 7, two's complement) a byte: column 2n is the low nibble of byte n */
 } strobe_dtype;
 
 typedef enum strobe_device_type { STROBE_CPU = 0, STROBE_CUDA = 1 } strobe_device_type;
@@ -120,7 +126,7 @@ typedef struct strobe_attention {
   int32_t exact_max;  /* follow the running maximum where an engine would let it lag, and compute the exact tanh of softcap */
   int32_t allow_tf32; /* let a GPU compute fp32 by single TF32 products */
   int32_t strict;     /* refuse a call that would not run on the fastest engine of this device */
-  int32_t check;      /* check values in device memory (cu_seqlens, seqused_k, CSR), which synchronises; those in host memory always are */
+  int32_t check;      /* check values in device memory (lengths, page_table, CSR), which synchronises; those in host memory always are */
   const char *engine; /* run on this engine only, e.g. "cpu-avx2"; null: on the one with the least predicted time */
   int32_t score;      /* a strobe_score */
   int32_t reserved;
@@ -133,6 +139,7 @@ typedef struct strobe_attention {
   const strobe_part *part;    /* the tensors hold a part of a larger problem; null: all of it */
   int32_t accumulate;         /* backward: dq, dk and dv, which are float32 (float64 if q is), are added to */
   int32_t reserved_2;
+  int64_t k_scale_group; /* with k_scale: 0: one for each key and head; else a multiple of 32: one for each column and so many rows */
 } strobe_attention;
 
 /* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads these too and writes the gradients; one that is null is
@@ -145,7 +152,7 @@ typedef struct strobe_tensors {
   const strobe_tensor *alibi_slopes; /* float32 (H) or (B,H): -slope * |i + offset - j| is added to the score */
   const strobe_tensor *sinks;        /* float32 (float64 if q is), (H): a logit that joins the denominator and no value */
   const strobe_tensor *cu_seqlens_q; /* int32 (B+1), contiguous: sequence b is the tokens [cu[b], cu[b+1]); padding follows cu[B] */
-  const strobe_tensor *cu_seqlens_k; /* given if cu_seqlens_q is */
+  const strobe_tensor *cu_seqlens_k; /* given if cu_seqlens_q is, but not beside page_table */
   const strobe_tensor *block_rows;   /* int32 (B|1, H|1, nq+1), contiguous: query block r keeps block_cols[rows[r] .. rows[r+1] - 1] */
   const strobe_tensor *block_cols;   /* int32 (kept): key blocks, strictly ascending within a row */
   const strobe_tensor *block_rows_t; /* the transpose, int32 (B|1, H|1, nk+1) and int32 (kept): optional, but some engines need it */
@@ -165,6 +172,12 @@ typedef struct strobe_tensors {
   const strobe_tensor *max_logit;   /* (B,H): the largest score after bias and masks; -inf where nothing is seen. Sinks do not count */
   const strobe_tensor *column_sums; /* (B,H,Sk), varlen (H,Tk): of P over the queries, before dropout */
   const strobe_tensor *delta; /* shaped like dlse, of lse's dtype: D, the sum of dout * out of each row; with a partial part, for out */
+  /* forward: int32 (B, pages of a sequence), contiguous: key j of sequence b is row j % page of the page page_table[b][j / page] of k and
+   * v, pools of pages. Sk is the keys that a row of it has room for. Entries behind the last key that counts are not read. */
+  const strobe_tensor *page_table;
+  /* forward: k and v are quantised, and what they stand for is each stored number times its scale: float16 or float32, in the shape of k
+   * and v without the last axis; with k_scale_group, k_scale has k's shape, where the axis of rows has ceil(rows / k_scale_group). */
+  const strobe_tensor *k_scale, *v_scale;
 } strobe_tensors;
 
 /* A parallel region that the caller provides. It has to run body(arg, i) once for each i in [0, n), on as many threads as it likes, and to
@@ -225,6 +238,8 @@ typedef struct strobe_addresses {
   void *seqused_k;
   void *max_logit, *column_sums;
   void *delta;
+  void *page_table;
+  void *k_scale, *v_scale;
 } strobe_addresses;
 
 /* Only threads and reserved_sms are kept of the execution. On success *prepared is written; the caller has to release it. */

@@ -72,6 +72,12 @@ struct float16 {
 struct bfloat16 {
   uint16_t bits;
 };
+struct float8_e4m3 {
+  uint8_t bits;
+};
+struct int4x2 { // column 2n in the low nibble of the n-th
+  uint8_t bits;
+};
 
 template <class T> struct dtype_of;
 template <> struct dtype_of<float> : std::integral_constant<strobe_dtype, STROBE_FLOAT32> {};
@@ -80,6 +86,9 @@ template <> struct dtype_of<float16> : std::integral_constant<strobe_dtype, STRO
 template <> struct dtype_of<bfloat16> : std::integral_constant<strobe_dtype, STROBE_BFLOAT16> {};
 template <> struct dtype_of<bool> : std::integral_constant<strobe_dtype, STROBE_BOOL> {};
 template <> struct dtype_of<uint8_t> : std::integral_constant<strobe_dtype, STROBE_BOOL> {};
+template <> struct dtype_of<int8_t> : std::integral_constant<strobe_dtype, STROBE_INT8> {};
+template <> struct dtype_of<float8_e4m3> : std::integral_constant<strobe_dtype, STROBE_FLOAT8_E4M3> {};
+template <> struct dtype_of<int4x2> : std::integral_constant<strobe_dtype, STROBE_UINT8> {};
 template <> struct dtype_of<int32_t> : std::integral_constant<strobe_dtype, STROBE_INT32> {};
 template <> struct dtype_of<int64_t> : std::integral_constant<strobe_dtype, STROBE_INT64> {};
 
@@ -193,7 +202,11 @@ struct Attention {
 
   ConstTensor cu_seqlens_q = {}, cu_seqlens_k = {}; // if given, sequences are packed
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
-  ConstTensor seqused_k = {}; // how many keys of each sequence count; absent: all
+  ConstTensor seqused_k = {};  // how many keys of each sequence count; absent: all
+  ConstTensor page_table = {}; // if given, k and v are pools of pages; forward alone
+
+  ConstTensor k_scale = {}, v_scale = {}; // if given, k and v are quantised; forward alone
+  int64_t k_scale_group = 0;              // 0: a scale for each key and head; else for each column and so many rows of k
 
   int64_t block_q = 0, block_k = 0; // for block sparsity
   ConstTensor block_rows = {}, block_cols = {}, block_rows_t = {}, block_cols_t = {};
@@ -243,6 +256,7 @@ struct RawAttention : strobe_attention {
     block_q = a.block_q, block_k = a.block_k, tile_q = a.tile_q, tile_k = a.tile_k;
     max_seqlen_q = a.max_seqlen_q, max_seqlen_k = a.max_seqlen_k;
     exact_max = a.exact_max, allow_tf32 = a.allow_tf32, strict = a.strict, check = a.check, invariant = a.invariant;
+    k_scale_group = a.k_scale_group;
     engine = a.engine.empty() ? nullptr : a.engine.c_str();
     if (!a.part) return;
     const Part &p = *a.part;
@@ -270,7 +284,8 @@ inline strobe_tensors raw_inputs(const Attention &a) {
   raw.cu_seqlens_q = a.cu_seqlens_q.get("cu_seqlens_q"), raw.cu_seqlens_k = a.cu_seqlens_k.get("cu_seqlens_k");
   raw.block_rows = a.block_rows.get("block_rows"), raw.block_cols = a.block_cols.get("block_cols");
   raw.block_rows_t = a.block_rows_t.get("block_rows_t"), raw.block_cols_t = a.block_cols_t.get("block_cols_t");
-  raw.rng = a.rng.get("rng"), raw.seqused_k = a.seqused_k.get("seqused_k");
+  raw.rng = a.rng.get("rng"), raw.seqused_k = a.seqused_k.get("seqused_k"), raw.page_table = a.page_table.get("page_table");
+  raw.k_scale = a.k_scale.get("k_scale"), raw.v_scale = a.v_scale.get("v_scale");
   return raw;
 }
 

@@ -1,5 +1,6 @@
 // What a kernel is called with, written by the host and read by the device: plain structs, the same bytes in both.
 #pragma once
+#include "features.h"
 #include "geometry.h"
 #include "schedule.h"
 
@@ -44,9 +45,30 @@ struct Sequence {
   Band band;
 };
 
+// Where the keys of a sequence lie that has pages of pools. A key whose page is none of the pools' is lacking, and hidden.
+struct SequencePages {
+  const i32 *table;
+  u32 page, pages; // keys of a page; pages of the pools
+  i32 shift;       // log2 of page, -1: it is no power of two
+
+  STROBE_FN u32 number(i32 j) const { return shift >= 0 ? (u32)j >> shift : (u32)j / page; }
+  STROBE_FN bool lacks(i32 j) const { return (u32)table[number(j)] >= pages; }
+  // How many elements behind row 0 of page 0 a head has row j; of one that is lacking, where a row is that may be read.
+  STROBE_FN i64 offset(i32 j, i64 page_stride, i64 row_stride) const {
+    const u32 n = number(j), at = (u32)table[n];
+    return (at < pages ? (i64)at * page_stride : 0) + (i64)((u32)j - n * page) * row_stride;
+  }
+  // Whether some of the keys [begin, end) lack, as threads see it of which each looks at every count-th page from the first-th on.
+  STROBE_FN bool lacks_some(i32 begin, i32 end, u32 first, u32 count) const {
+    bool some = false;
+    for (u32 n = number(begin) + first; n <= number(end - 1); n += count) some |= (u32)table[n] >= pages;
+    return some;
+  }
+};
+
 struct Inputs {
   Operand q, k, v, mask, bias, slopes, sinks;
-  const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense
+  const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense; of keys in pages cu_seqlens_k is their table, see pages()
   const i32 *seqused_k;   // (batch): how many keys of each sequence count (Features::seqused); of a part its table (part.h); null: all
   i64 seqlen_q, seqlen_k; // of the longest sequence
   i64 total_q, total_k;   // varlen: packed tokens
@@ -66,14 +88,26 @@ struct Inputs {
     if (cu_seqlens_q) { // clamped, never trusted
       q0 = min(max((i64)cu_seqlens_q[b], 0ll), total_q);
       nq = min(min(max((i64)cu_seqlens_q[b + 1], q0), total_q) - q0, seqlen_q);
-      k0 = min(max((i64)cu_seqlens_k[b], 0ll), total_k);
-      nk = min(min(max((i64)cu_seqlens_k[b + 1], k0), total_k) - k0, seqlen_k);
+      if constexpr (kSeqused != kPaged) {
+        k0 = min(max((i64)cu_seqlens_k[b], 0ll), total_k);
+        nk = min(min(max((i64)cu_seqlens_k[b + 1], k0), total_k) - k0, seqlen_k);
+      }
     }
-    if constexpr (kSeqused) nk = min((i64)max(seqused_k[b], 0), nk); // clamped, too
+    if constexpr (kSeqused == kCounted) nk = min((i64)max(seqused_k[b], 0), nk); // clamped, too
+    if constexpr (kSeqused == kPaged) {
+      if (seqused_k) nk = min((i64)max(seqused_k[b], 0), nk);
+      if (total_k == 0) nk = 0; // there is no page, and nothing may be read of the pools
+    }
     return {q0, k0, Band::make(nq, nk, bottom_right != 0, left, right)};
   }
-  STROBE_FN HeldRows held(i64 b) const {
-    const Sequence s = sequence<0>(b);
+  // Of keys in pages, which no packed keys are beside: the table in cu_seqlens_k (batch, pages of a sequence), how many pages there are in
+  // total_k, how many keys one has, and the logarithm of that, in blocks_t, which no forward reads.
+  STROBE_FN SequencePages pages(i64 b) const {
+    const u32 page = (u32)blocks_t.row_tokens;
+    return {cu_seqlens_k + b * ((u32)seqlen_k / page), page, (u32)total_k, (i32)blocks_t.column_tokens};
+  }
+  template <i32 kSeqused = 0> STROBE_FN HeldRows held(i64 b) const {
+    const Sequence s = sequence<kSeqused == kPaged ? kPaged : 0>(b);
     return {s.q0, s.k0, s.band.seqlen_q, s.band.seqlen_k};
   }
   // Index of a query's row in contiguous per-row scratch: (batch, head, query), varlen (head, token).
@@ -95,6 +129,7 @@ struct AuxiliaryArguments {
   Inputs in;
   Operand lse, max_logit, column_sums; // (batch, head, query, -), (batch, head, -, -), (batch, query head, key, -)
   void *largest;                       // of each (batch, head, tile of keys), in lse's type
+  void *inverse;                       // (rows), in lse's type, for column_sums: what P of a row is multiplied by
   i32 tiles;                           // of keys, of a head
 };
 

@@ -42,6 +42,31 @@ STROBE_FN const PartTable &part_of(const Inputs &in) { return *(const PartTable 
 STROBE_FN constexpr i64 spare_tiles(bool blocks) { return blocks ? 2 : 1; } // of a range
 STROBE_FN constexpr i64 part_tiles(i64 rows, i64 count, i64 tile, bool blocks) { return rows / tile + count * spare_tiles(blocks); }
 
+// The first of `count` numbers of which it is true, as it then is of all that follow; or count.
+template <class IsSo> STROBE_FN i32 first_where(i32 count, const IsSo &is_so) {
+  i32 low = 0, high = count;
+  while (low < high) {
+    const i32 middle = (low + high) / 2;
+    if (!is_so(middle))
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+// The range that a tile of this number is of: the last one, of one or more, whose first number is not beyond it.
+template <class FirstNumber> STROBE_FN i32 range_of_tile(i32 count, i32 number, const FirstNumber &first_number) {
+  i32 low = 0, high = count;
+  while (high - low > 1) {
+    const i32 middle = (low + high) / 2;
+    if (first_number(middle) <= number)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
 // The ranges of one side of a sequence, ascending; the host has put those without rows last. held: rows that there are, whatever the list
 // says.
 struct HeldRanges {
@@ -56,15 +81,7 @@ struct HeldRanges {
   }
   // The first range that ends behind this position, or `count`.
   STROBE_FN i32 first_behind(i64 position) const {
-    i32 low = 0, high = count;
-    while (low < high) {
-      const i32 middle = (low + high) / 2;
-      if (ranges[middle].end() <= position)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    return low;
+    return first_where(count, [&](i32 n) { return ranges[n].end() > position; });
   }
 };
 STROBE_FN HeldRanges held_queries(const Inputs &in, i64 b) {
@@ -96,17 +113,10 @@ STROBE_FN i32 number_of_first(const HeldRange &r, i32 n, i32 tile, bool blocks) 
   return (i32)((u32)r.local / (u32)tile) + n * (i32)spare_tiles(blocks);
 }
 STROBE_FN PartTile part_tile(const HeldRanges &ranges, i32 number, i32 tile, bool blocks) {
-  i32 low = 0, high = ranges.count; // the last range whose first number is not beyond it
-  while (high - low > 1) {
-    const i32 middle = (low + high) / 2;
-    if (number_of_first(ranges.ranges[middle], middle, tile, blocks) <= number)
-      low = middle;
-    else
-      high = middle;
-  }
+  const i32 n = range_of_tile(ranges.count, number, [&](i32 n) { return number_of_first(ranges.ranges[n], n, tile, blocks); });
   if (ranges.count == 0) return {0, 0, 0};
-  const HeldRange r = ranges.at(low);
-  const i32 at = first_of_tiles(r, tile, blocks) + (number - number_of_first(r, low, tile, blocks)) * tile;
+  const HeldRange r = ranges.at(n);
+  const i32 at = first_of_tiles(r, tile, blocks) + (number - number_of_first(r, n, tile, blocks)) * tile;
   return {max(at, r.start), min(at + tile, r.end()), r.shift()};
 }
 

@@ -43,4 +43,25 @@ __device__ __forceinline__ void store_rows(const Operand &out, i32 b, i32 h, i64
   }
 }
 
+// The same in fp32, from where it lies. kAdds: to what is there.
+template <bool kAdds, int kColumns>
+__device__ __forceinline__ void store_rows_wide(const Operand &out, i32 b, i32 h, i64 row, i32 rows, i32 columns,
+                                                const float (&x)[kColumns / 2], float factor) {
+  if (!out) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const i32 i = (i32)threadIdx.x % 32 / 4 + 8 * r, first = (i32)threadIdx.x % 4 * 2;
+    if (i >= rows) continue;
+    float *const target = out.at<float>(b, h, row + i, first);
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 8) {
+      if (c + first >= columns) continue;
+      float2 y{x[c / 2 + 2 * r] * factor, x[c / 2 + 2 * r + 1] * factor};
+      float2 *const to = (float2 *)(target + c);
+      if constexpr (kAdds) y.x += to->x, y.y += to->y;
+      *to = y;
+    }
+  }
+}
+
 } // namespace strobe

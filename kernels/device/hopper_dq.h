@@ -25,4 +25,27 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
   }
 }
 
+// The same in fp32. kAdds: to what is there.
+template <bool kAdds, i32 kColumns, i32 kTileQ>
+__device__ __forceinline__ void store_dq_wide(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int part,
+                                              bool nobody) {
+  constexpr int kN = dq_queries(kColumns, kTileQ);
+  const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
+  const i32 column = (kN == kTileQ ? 64 * part : 0) + 16 * warp + lane / 4, first = (kN == kTileQ ? 0 : kN * part) + lane % 4 * 2;
+  const float4 *sum = (const float4 *)(a.dq_sum + number * (kTileQ * kColumns) + (part * 4 + warp) * (16 * kN)) + lane;
+  const float scale = (float)a.in.scale;
+#pragma unroll 2
+  for (int i = 0; i < kN / 8; ++i) {
+    const float4 quad = nobody ? float4{0, 0, 0, 0} : __ldcg(sum + 32 * i);
+    const float x[4] = {quad.x, quad.y, quad.z, quad.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const i32 query = first + 8 * i + k % 2, c = column + k / 2 * 8;
+      if (query >= rows || c >= a.in.head_dim) continue;
+      float *const to = a.dq.at<float>(batch, head, row + query, c);
+      *to = kAdds ? *to + x[k] * scale : x[k] * scale;
+    }
+  }
+}
+
 } // namespace strobe

@@ -1,15 +1,17 @@
-// Where the rows of K and V of a sequence lie. Dense: batch after batch; packed: a sequence's tokens from cu_seqlens_k on. A page table
-// would begin here, in row(), rows() and mapped_row(), and not end here: some callers ask once where row 0 is and count on from there, and
-// would have to ask for each tile. They are sm90/forward/load.h (mapped_row once an item), tf32/forward.h (keeps `first`) and simt/tile.h
-// (Rows copies it). The CPU engines have src/cpu/keys.h.
+// Where the rows of K and V of a sequence lie. Dense: batch after batch; packed: a sequence's tokens from cu_seqlens_k on; in pages: as a
+// table says. Two families ask once where row 0 is and count on from there, and read no pages: sm90/forward/load.h (mapped_row once an
+// item) and tf32/forward.h (keeps `first`). simt/tile.h copies its rows in another way, and finds those in pages itself. The CPU engines
+// have src/cpu/keys.h.
 #pragma once
 #include "../attention/arguments.h"
 #include "../tile/copy.h"
+#include "quantised.h"
 
 namespace strobe {
 
 // K or V of one key head of a sequence.
 template <class T> struct Keys {
+  using Matrix = tile::Matrix<const T>;
   const Operand &x;
   const T *first; // row 0
   i32 columns;
@@ -25,11 +27,81 @@ template <class T> struct Keys {
     return {row(begin), x.stride[2], x.stride[3], (i32)end - (i32)begin, columns};
   }
 };
-template <class T> __device__ __forceinline__ Keys<T> k_of(const Inputs &in, const Sequence &s, i64 b, i64 head) {
-  return {in.k, s, b, head, in.head_dim};
+// The same in pages.
+template <class T> struct PagedKeys {
+  const Operand &x;
+  const T *first; // row 0 of page 0
+  i32 columns;
+  SequencePages pages;
+
+  __device__ __forceinline__ PagedKeys(const Operand &x, const SequencePages &pages, i64 head, i32 columns)
+      : x(x), first(x.at<const T>(0, head, 0, 0)), columns(columns), pages(pages) {}
+
+  __device__ __forceinline__ const T *row(i32 j) const { return first + pages.offset(j, x.stride[0], x.stride[2]); }
+  __device__ __forceinline__ T at(i64 j, i64 c) const { return row((i32)j)[c * x.stride[3]]; }
+  struct Matrix {
+    static constexpr bool kLooksUp = true;
+    const PagedKeys *keys;
+    i32 begin, rows, columns;
+    i64 column_stride;
+    __device__ __forceinline__ const T *row(i32 i) const { return keys->row(begin + min(i, rows - 1)); }
+  };
+  __device__ __forceinline__ Matrix rows(i64 begin, i64 end) const {
+    return {this, (i32)begin, (i32)end - (i32)begin, columns, x.stride[3]};
+  }
+};
+
+// Whether key j, and whether some key of a tile, is hidden because its page is none of the pools'; the same in all lanes of a warp.
+template <class T> __device__ __forceinline__ constexpr bool lacks(const Keys<T> &, i32) { return false; }
+template <class T> __device__ __forceinline__ bool lacks(const PagedKeys<T> &keys, i32 j) { return keys.pages.lacks(j); }
+template <class T, class KeyTile> __device__ __forceinline__ constexpr bool lacks_some(const Keys<T> &, const KeyTile &) { return false; }
+template <class T, class KeyTile> __device__ __forceinline__ bool lacks_some(const PagedKeys<T> &keys, const KeyTile &tile) {
+  return __any_sync(0xFFFFFFFFu, keys.pages.lacks_some((i32)tile.begin, (i32)tile.end, threadIdx.x % 32, 32)) != 0;
 }
-template <class T> __device__ __forceinline__ Keys<T> v_of(const Inputs &in, const Sequence &s, i64 b, i64 head) {
-  return {in.v, s, b, head, in.head_dim_v};
+
+// With the features of a forward: in pages or not.
+template <class T, Features F = Features{}>
+__device__ __forceinline__ auto keys_of(const Operand &x, const Inputs &in, const Sequence &s, i64 b, i64 head, i32 columns) {
+  if constexpr (F.seqused == kPaged)
+    return PagedKeys<T>(x, in.pages(b), head, columns);
+  else
+    return Keys<T>(x, s, b, head, columns);
+}
+template <class T, Features F = Features{}> __device__ __forceinline__ auto k_of(const Inputs &in, const Sequence &s, i64 b, i64 head) {
+  return keys_of<T, F>(in.k, in, s, b, head, in.head_dim);
+}
+template <class T, Features F = Features{}> __device__ __forceinline__ auto v_of(const Inputs &in, const Sequence &s, i64 b, i64 head) {
+  return keys_of<T, F>(in.v, in, s, b, head, in.head_dim_v);
+}
+template <class T, Features F> struct KeysOf { // what these are
+  using type = Keys<T>;
+};
+template <class T, Features F>
+  requires(F.seqused == kPaged && !F.quant)
+struct KeysOf<T, F> {
+  using type = PagedKeys<T>;
+};
+template <class T, Features F>
+  requires(F.quant != 0)
+struct KeysOf<T, F> {
+  using type = QuantisedKeys<F, F.by_column != 0>;
+};
+// Of a kernel's arguments, which have the scales of quantised keys.
+template <class T, Features F, class Arguments>
+__device__ __forceinline__ auto k_of_call(const Arguments &a, const Sequence &s, i64 b, i64 head) {
+  const Inputs &in = a.in;
+  if constexpr (F.quant)
+    return QuantisedKeys<F, F.by_column != 0>(in.k, a.scales.k, a.scales.half_k, a.scales.group, in, s, b, head, in.head_dim);
+  else
+    return k_of<T, F>(in, s, b, head);
+}
+template <class T, Features F, class Arguments>
+__device__ __forceinline__ auto v_of_call(const Arguments &a, const Sequence &s, i64 b, i64 head) {
+  const Inputs &in = a.in;
+  if constexpr (F.quant)
+    return QuantisedKeys<F, false>(in.v, a.scales.v, a.scales.half_v, 1, in, s, b, head, in.head_dim_v);
+  else
+    return v_of<T, F>(in, s, b, head);
 }
 // The same for the copy engine: row j of a sequence among those of its maps of K and V.
 template <class Rows> __device__ __forceinline__ i32 mapped_row(const Rows &s, i32 j) { return (i32)s.k0 + j; }

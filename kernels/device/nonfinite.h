@@ -91,13 +91,14 @@ template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinli
 
 // By kThreads threads, of which this is `thread`; the results are in memory. Rows: count, query(row), head(row), add(row, column, x). keys:
 // those that were walked over, of them only blocks' ones; v: the head's, in global memory.
-template <int kThreads, Features F, Functions kFunctions, class T, class Rows>
-__device__ __forceinline__ void add_nonfinite(const Scores<F, float, kFunctions> &scores, const Dropout<F> &dropout, const Keys<T> &v,
+template <int kThreads, Features F, Functions kFunctions, class KeysOfHead, class Rows>
+__device__ __forceinline__ void add_nonfinite(const Scores<F, float, kFunctions> &scores, const Dropout<F> &dropout, const KeysOfHead &v,
                                               Range keys, BlockRow blocks, Rows rows, int thread) {
   const Inputs &in = scores.in;
 #pragma unroll 1
   for (i32 j = (i32)keys.begin; j < (i32)keys.end; ++j) {
     if (F.blocks && !blocks.keeps(j)) continue;
+    if (lacks(v, j)) continue;
 #pragma unroll 1
     for (i32 c = thread; c < in.head_dim_v; c += kThreads) {
       float x = to_float(v.at(j, c));

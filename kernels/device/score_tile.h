@@ -34,4 +34,16 @@ __device__ __forceinline__ void score_tile(tile::Accumulator (&S)[kM][kN], const
     score_elements<false>(S, scores, tile, row_of);
 }
 
+// Hides the keys of a tile that lack: see keys.h.
+template <class Keys, class KeyTile, int kM, int kN>
+__device__ __forceinline__ void hide_lacking(tile::Accumulator (&S)[kM][kN], const Keys &keys, const KeyTile &tile) {
+#pragma unroll
+  for (int k = 0; k < 4 * kN; ++k) {
+    const i32 j = (i32)tile.begin + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
+    if (j >= (i32)tile.end || !lacks(keys, j)) continue;
+#pragma unroll
+    for (int row = 0; row < 2 * kM; ++row) tile::row_element(S, row, k) = minus_infinity<float>();
+  }
+}
+
 } // namespace strobe

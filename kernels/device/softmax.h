@@ -33,7 +33,14 @@ template <bool kNatural> __device__ __forceinline__ auto exponent_of(float unit)
     return Linear{unit};
 }
 
-template <int kRows> struct RowSoftmax {
+// What keeps a row's sum from tile to tile: l itself; or memory, with what roundings added too much: FP32's bound is smaller than they are
+// over many keys. l is then of the tile alone, until join().
+struct OneSum {
+  static constexpr bool kJoins = false;
+};
+
+template <int kRows, class Totals = OneSum> struct RowSoftmax {
+  static constexpr bool kJoins = Totals::kJoins;
   float M[kRows], l[kRows]; // l: of the columns that this lane has seen
   float alpha[kRows];       // what l was multiplied by last, and O is to be
 
@@ -98,9 +105,33 @@ template <int kRows> struct RowSoftmax {
       alpha[row] = now == minus_infinity<float>() ? 1.0f : exp2(exponent.difference(before - now));
       M[row] = now;
       l[row] *= alpha[row];
+      if constexpr (kJoins) {
+        float x[2]; // the sum, and what roundings added too much
+        Totals::load(row, x);
+        x[0] *= alpha[row], x[1] *= alpha[row];
+        Totals::store(row, x);
+      }
     }
     rescale(O);
   }
+  __device__ __forceinline__ void join() {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      float x[2];
+      Totals::load(row, x);
+      add(x[0], x[1], l[row]);
+      Totals::store(row, x);
+      l[row] = 0;
+    }
+  }
+  // Of all tiles: this lane's, and all lanes'.
+  __device__ __forceinline__ float own_sum(int row) const {
+    if constexpr (!kJoins) return l[row];
+    float x[2];
+    Totals::load(row, x);
+    return x[0] - x[1];
+  }
+  __device__ __forceinline__ float sum(int row) const { return tile::row_sum(own_sum(row)); }
 
   // S -> P, in a warpgroup's array; two sums of a row at a time.
   template <int N, class Exponent> __device__ __forceinline__ void exponentiate(float (&S)[N], const Exponent &exponent) {
@@ -143,7 +174,7 @@ template <int kRows> struct RowSoftmax {
     for (int row = 0; row < kRows; ++row) {
 #pragma unroll
       for (int i = 0; i < tile::elements_of_row(O); ++i) zero = __fmaf_rn(tile::row_element(O, row, i), 0.0f, zero);
-      zero += l[row] * 0.0f;
+      zero += own_sum(row) * 0.0f;
     }
     return zero == 0;
   }

@@ -27,9 +27,11 @@ struct Config {
   STROBE_FN constexpr i32 forward_exchange_at() const { return q_bytes() + 2 * stages * tile_k * (head_dim + head_dim_v); }
   STROBE_FN constexpr i32 forward_walk_at() const { return forward_exchange_at() + exchange_bytes(tile_q); } // of a part: over its keys
   STROBE_FN constexpr i32 forward_shared_bytes() const { return forward_walk_at() + (features.part ? 640 : 0); }
+  // Of a row of K or V as it lies in memory.
+  STROBE_FN constexpr i32 row_bytes(i32 dim) const { return features.quant == kInt4 ? dim / 2 : features.quant ? dim : 2 * dim; }
   // Of decode: Q, then every group's stages of K, then those of V; then what warps exchange. At the end M, l and O of every group.
   STROBE_FN constexpr i32 decode_exchange_at() const {
-    return 2 * tile_q * head_dim + 2 * groups() * stages * tile_k * (head_dim + head_dim_v);
+    return 2 * tile_q * head_dim + groups() * stages * tile_k * (row_bytes(head_dim) + row_bytes(head_dim_v));
   }
   STROBE_FN constexpr i32 decode_shared_bytes() const {
     return max(decode_exchange_at() + groups() * exchange_bytes(tile_q), 4 * groups() * tile_q * (2 + head_dim_v + 8));

@@ -1,7 +1,10 @@
-// The largest score of each head, and the sums of P's columns: a pass over S after the forward, whose LSE it reads. A block of threads owns
-// a tile of keys of one query head and walks over the queries that see some of it, so a column's sum has one order and needs no workspace;
-// of the largest scores each block leaves its own, and a second launch takes the largest of a head.
+// The largest score of each head, and the sums of P's columns: passes over S after the forward, whose LSE they read. A block of threads
+// owns a tile of keys of one query head and walks over the queries that see some of it, so a column's sum has one order and needs no
+// workspace; of the largest scores each block leaves its own, and a second launch takes the largest of a head. The scores of the forward's
+// engine may differ from those of here in their last bits, which P would show: so a launch before adds up what a row has here, and P is
+// divided by it.
 #pragma once
+#include "../attention/schedule.h"
 #include "../device/keys.h"
 #include "../device/query_tiles.h"
 #include "../device/scores.h"
@@ -26,7 +29,8 @@ template <int kThreads, class T> __device__ __forceinline__ T largest_of_block(T
 }
 
 // Raw q.k of a tile by FMA: this thread has the keys key(m), m < kKeys, and the queries query(n), n < kQueries.
-template <AuxiliaryConfig C> struct FmaTile {
+// Taken: the rows that stay, as they lie in memory.
+template <AuxiliaryConfig C, class Taken> struct FmaTile {
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
   static constexpr int kKeys = C.tile_k / C.kThreadsK, kQueries = C.tile_q / C.kThreadsQ, kThreads = C.threads();
@@ -38,9 +42,9 @@ template <AuxiliaryConfig C> struct FmaTile {
   static __device__ __forceinline__ i32 query(int n) { return share() + C.kThreadsQ * n; }
   __device__ __forceinline__ T raw(int m, int n) const { return S[m][n]; }
 
-  __device__ __forceinline__ void take_keys(const tile::Matrix<const E> &rows) { keys = rows; }
+  __device__ __forceinline__ void take_keys(const Taken &rows) { keys = rows; }
   __device__ __forceinline__ void finish() const {}
-  __device__ __forceinline__ void multiply(const tile::Matrix<const E> &queries) {
+  template <class Rows> __device__ __forceinline__ void multiply(const Rows &queries) {
 #pragma unroll
     for (int m = 0; m < kKeys; ++m)
 #pragma unroll
@@ -74,12 +78,19 @@ private:
   static constexpr int kPitchK = C.pitch(C.tile_k), kPitchQ = C.pitch(C.tile_q);
   const Inputs &in;
   T *const K, *const Q; // (column, row)
-  tile::Matrix<const E> keys;
+  Taken keys;
 
-  template <int kRows, int kPitch> __device__ __forceinline__ void stage(T *to, const tile::Matrix<const E> &from, i32 c0) const {
+  template <int kRows, int kPitch, class From> __device__ __forceinline__ void stage(T *to, const From &from, i32 c0) const {
     for (int i = (int)threadIdx.x; i < kRows * C.kColumns; i += kThreads) {
       const int r = i / C.kColumns, c = i % C.kColumns;
-      to[c * kPitch + r] = r < from.rows && c0 + c < from.columns ? to_real<T>(from.row(r)[(c0 + c) * from.column_stride]) : T(0);
+      T x = T(0);
+      if (r < from.rows && c0 + c < from.columns) {
+        if constexpr (requires { from.number(r, c); })
+          x = from.number(r, c0 + c);
+        else
+          x = to_real<T>(from.row(r)[(c0 + c) * from.column_stride]);
+      }
+      to[c * kPitch + r] = x;
     }
   }
 };
@@ -98,7 +109,7 @@ template <AuxiliaryConfig C> struct TensorTile {
   static __device__ __forceinline__ i32 query(int n) { return 16 * (n / 4) + tile::lane_column(n / 2 % 2, n % 2); }
   __device__ __forceinline__ float raw(int m, int n) const { return S[0][n / 4].x[n / 2 % 2][2 * m + n % 2]; }
 
-  __device__ __forceinline__ void take_keys(const tile::Matrix<const E> &rows) const {
+  template <class KeyRows> __device__ __forceinline__ void take_keys(const KeyRows &rows) const {
     tile::load<C.tile_k, C.head_dim, kThreads, C.aligned != 0>(shared, rows, (int)threadIdx.x);
   }
   // Nothing is written where keys still arrive, though no query has multiplied them.
@@ -106,7 +117,7 @@ template <AuxiliaryConfig C> struct TensorTile {
     cp_async_commit();
     cp_async_wait<0>();
   }
-  __device__ __forceinline__ void multiply(const tile::Matrix<const E> &queries) {
+  template <class Rows> __device__ __forceinline__ void multiply(const Rows &queries) {
     __syncthreads(); // nobody reads the last queries any more
     tile::load<C.tile_q, C.head_dim, kThreads, C.aligned != 0>(shared + C.k_bytes(), queries, (int)threadIdx.x);
     cp_async_commit();
@@ -121,28 +132,116 @@ private:
   const u32 shared;
 };
 
-template <AuxiliaryConfig C, bool kTensorCores = C.tensor_cores != 0> struct TileOf {
-  using type = FmaTile<C>;
+template <AuxiliaryConfig C, class Taken, bool kTensorCores = C.tensor_cores != 0> struct TileOf {
+  using type = FmaTile<C, Taken>;
 };
-template <AuxiliaryConfig C> struct TileOf<C, true> {
+template <AuxiliaryConfig C, class Taken> struct TileOf<C, Taken, true> {
   using type = TensorTile<C>;
 };
 
-template <AuxiliaryConfig C> struct Auxiliary {
-  using Arguments = AuxiliaryArguments;
-  using Tile = typename TileOf<C>::type;
+template <class T> __device__ __forceinline__ T exp_from(T score, T natural, T lse) { return exp2(fma(score, natural, -lse) * kLog2e<T>); }
+
+// What both passes over S are made of. Taken: the rows that stay, the tile's keys.
+template <AuxiliaryConfig C, class Taken> struct ScorePass {
+  using Arguments = typename ArgumentsOf<AuxiliaryArguments, C.features.quant != 0>::type;
   using E = typename Element<C.dtype>::type;
+  using Tile = typename TileOf<C, Taken>::type;
   using T = typename Tile::T;
   static constexpr Features F = C.features;
   using HeadScores = Scores<F, T, C.dtype == kF16 || C.dtype == kBF16 ? Functions::half : Functions::full>;
-  static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm, kKeys = Tile::kKeys, kQueries = Tile::kQueries;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
+
+  // -inf where key j, one of those before k1, is hidden, or lacking.
+  template <class KeysOfHead, class Row>
+  static __device__ __forceinline__ T score(const HeadScores &scores, const KeysOfHead &keys, T raw, const Row &row, i32 j,
+                                            bool by_position, i32 k1) {
+    const T x = scores.score(raw, row, j, by_position, k1);
+    return F.seqused == kPaged && j < k1 && lacks(keys, j) ? minus_infinity<T>() : x;
+  }
+  // What the threads that share a row have summed of it (Kahan), between barriers; and the sum of all, in order.
+  static __device__ __forceinline__ void put(T *parts, const T (&sum)[Tile::kKeys], const T (&lost)[Tile::kKeys]) {
+#pragma unroll
+    for (int m = 0; m < Tile::kKeys; ++m) parts[Tile::share() * C.tile_k + Tile::key(m)] = sum[m] - lost[m];
+    __syncthreads();
+  }
+  static __device__ __forceinline__ T total(const T *parts, i32 i) {
+    T all = T(0);
+#pragma unroll
+    for (int n = 0; n < C.shares(); ++n) all += parts[n * C.tile_k + i];
+    return all;
+  }
+};
+
+// Of each query: 1 / (sum of exp(s - LSE) over the keys that it sees, and its sink's). A tile's keys and queries change places.
+template <AuxiliaryConfig C> struct RowTotals : ScorePass<C, tile::Matrix<const typename Element<C.dtype>::type>> {
+  using Queries = tile::Matrix<const typename Element<C.dtype>::type>;
+  using Pass = ScorePass<C, Queries>;
+  using Pass::F, Pass::kThreads;
+  using typename Pass::Arguments, typename Pass::E, typename Pass::Tile, typename Pass::T, typename Pass::HeadScores;
+  static constexpr int kQueries = Tile::kKeys, kKeys = Tile::kQueries;
+
+  static __device__ __forceinline__ void run(const Arguments &a) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const Inputs &in = a.in;
+    const u32 tiles = (u32)div_up(in.seqlen_q, C.tile_k), pair = blockIdx.x / tiles;
+    const i32 q0 = (i32)(blockIdx.x % tiles) * C.tile_k, h = (i32)(pair % in.heads), b = (i32)(pair / in.heads);
+    const Sequence s = in.sequence<F.seqused>(b);
+    const i32 q1 = (i32)min((i64)q0 + C.tile_k, s.band.seqlen_q);
+    if (q0 >= q1) return;
+
+    Tile tile(shared, in);
+    tile.take_keys(Queries{in.q.at<const E>(b, h, s.q0 + q0, 0), in.q.stride[2], in.q.stride[3], q1 - q0, in.head_dim});
+    const HeadScores scores(in, s, b);
+    const T natural = F.additive() ? T(1) : scores.scale;
+    const auto K = k_of_call<E, F>(a, s, b, h / in.group);
+    T sum[kQueries], lost[kQueries], lse[kQueries];
+#pragma unroll
+    for (int m = 0; m < kQueries; ++m) {
+      sum[m] = lost[m] = T(0);
+      lse[m] = *a.lse.template at<const T>(b, h, s.q0 + min(q0 + tile.key(m), q1 - 1), 0);
+    }
+    Schedule schedule(s.band, q0, q1, C.tile_q, 16, F.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{});
+    for (KeyTile keys; schedule.next(keys);) {
+      const i32 k0 = (i32)keys.begin, k1 = (i32)keys.end;
+      tile.multiply(K.rows(k0, k1));
+      const bool by_position = keys.masked || k1 - k0 < C.tile_q;
+#pragma unroll
+      for (int m = 0; m < kQueries; ++m) {
+        const auto row = scores.row(q0 + tile.key(m), h);
+        T part = T(0);
+#pragma unroll
+        for (int n = 0; n < kKeys; ++n) {
+          const T x = Pass::score(scores, K, tile.raw(m, n), row, k0 + tile.query(n), by_position, k1);
+          if (x != minus_infinity<T>()) part += exp_from(x, natural, lse[m]);
+        }
+        strobe::add(sum[m], lost[m], part);
+      }
+    }
+    tile.finish();
+    __syncthreads();
+    T *const parts = (T *)shared;
+    Pass::put(parts, sum, lost);
+    for (i32 i = (i32)threadIdx.x; i < q1 - q0; i += kThreads) {
+      T all = Pass::total(parts, i);
+      if (in.sinks) all += exp_from(*in.sinks.template at<const T>(0, h, 0, 0), T(1), *a.lse.template at<const T>(b, h, s.q0 + q0 + i, 0));
+      // Of a row that sees nothing, or no numbers, there is nothing to divide.
+      ((T *)a.inverse)[in.row_index(b, h, s.q0 + q0 + i)] = all > T(0) && all < -minus_infinity<T>() ? T(1) / all : T(1);
+    }
+  }
+};
+
+template <AuxiliaryConfig C> struct Auxiliary : ScorePass<C, typename KeysOf<typename Element<C.dtype>::type, C.features>::type::Matrix> {
+  using Pass = ScorePass<C, typename KeysOf<typename Element<C.dtype>::type, C.features>::type::Matrix>;
+  using Pass::F, Pass::kThreads;
+  using typename Pass::Arguments, typename Pass::E, typename Pass::Tile, typename Pass::T, typename Pass::HeadScores;
+  static constexpr int kKeys = Tile::kKeys, kQueries = Tile::kQueries;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Inputs &in = a.in;
     const u32 tiles = (u32)div_up(in.seqlen_k, C.tile_k), pair = blockIdx.x / tiles;
     const i32 number = (i32)(blockIdx.x % tiles), h = (i32)(pair % in.heads), b = (i32)(pair / in.heads);
-    if (a.column_sums && in.cu_seqlens_q) clear_behind(a, b, h, number, (i32)tiles);
+    if (F.seqused != kPaged && a.column_sums && in.cu_seqlens_q) clear_behind(a, b, h, number, (i32)tiles);
     if (b >= in.batch) return; // there is no sequence, and all tokens are padding
 
     const Sequence s = in.sequence<F.seqused>(b);
@@ -152,7 +251,8 @@ template <AuxiliaryConfig C> struct Auxiliary {
     for (int m = 0; m < kKeys; ++m) sum[m] = lost[m] = T(0);
     if (k0 < k1) {
       Tile tile(shared, in);
-      tile.take_keys(k_of<E>(in, s, b, h / in.group).rows(k0, k1));
+      const auto keys = k_of_call<E, F>(a, s, b, h / in.group);
+      tile.take_keys(keys.rows(k0, k1));
       const HeadScores scores(in, s, b);
       QueryTiles<false, C.tile_q> queries(s.band, k0, k1, C.tile_k, {nullptr, 0, 0});
       for (QueryTile q; queries.next(q);) {
@@ -160,11 +260,11 @@ template <AuxiliaryConfig C> struct Auxiliary {
           if (!in.blocks.row(b, h, q.begin / in.blocks.row_tokens).keeps(k0)) continue;
         }
         const i32 rows = (i32)min((i64)C.tile_q, s.band.seqlen_q - q.begin);
-        tile.multiply({in.q.at<const E>(b, h, s.q0 + q.begin, 0), in.q.stride[2], in.q.stride[3], rows, in.head_dim});
+        tile.multiply(tile::Matrix<const E>{in.q.at<const E>(b, h, s.q0 + q.begin, 0), in.q.stride[2], in.q.stride[3], rows, in.head_dim});
         if (q.masked)
-          add<true>(a, tile, scores, s, b, h, q.begin, rows, k0, k1, sum, lost, most);
+          add<true>(a, tile, keys, scores, s, b, h, q.begin, rows, k0, k1, sum, lost, most);
         else
-          add<false>(a, tile, scores, s, b, h, q.begin, rows, k0, k1, sum, lost, most);
+          add<false>(a, tile, keys, scores, s, b, h, q.begin, rows, k0, k1, sum, lost, most);
       }
       tile.finish();
     }
@@ -174,9 +274,11 @@ template <AuxiliaryConfig C> struct Auxiliary {
   }
 
 private:
-  template <bool kMasked>
-  static __device__ __forceinline__ void add(const Arguments &a, const Tile &tile, const HeadScores &scores, const Sequence &s, i32 b,
-                                             i32 h, i32 q0, i32 rows, i32 k0, i32 k1, T (&sum)[kKeys], T (&lost)[kKeys], T &most) {
+  template <bool kMasked, class KeysOfHead>
+  static __device__ __forceinline__ void add(const Arguments &a, const Tile &tile, const KeysOfHead &keys, const HeadScores &scores,
+                                             const Sequence &s, i32 b, i32 h, i32 q0, i32 rows, i32 k0, i32 k1, T (&sum)[kKeys],
+                                             T (&lost)[kKeys], T &most) {
+    const Inputs &in = a.in;
     const T natural = F.additive() ? T(1) : scores.scale;
     T part[kKeys];
 #pragma unroll
@@ -186,14 +288,17 @@ private:
       const i32 i = tile.query(n);
       if (i >= rows) continue;
       const auto row = scores.row(q0 + i, h);
-      T lse = T(0);
-      if constexpr (C.column_sums != 0) lse = *a.lse.template at<const T>(b, h, s.q0 + q0 + i, 0);
+      T lse = T(0), inverse = T(0);
+      if constexpr (C.column_sums != 0) {
+        lse = *a.lse.template at<const T>(b, h, s.q0 + q0 + i, 0);
+        inverse = ((const T *)a.inverse)[in.row_index(b, h, s.q0 + q0 + i)];
+      }
 #pragma unroll
       for (int m = 0; m < kKeys; ++m) {
-        const T x = scores.score(tile.raw(m, n), row, k0 + tile.key(m), kMasked, k1);
+        const T x = Pass::score(scores, keys, tile.raw(m, n), row, k0 + tile.key(m), kMasked, k1);
         most = larger(most, x);
         if constexpr (C.column_sums != 0) {
-          if (x != minus_infinity<T>()) part[m] += exp2(fma(x, natural, -lse) * kLog2e<T>); // of what is hidden LSE may be no number
+          if (x != minus_infinity<T>()) part[m] += exp_from(x, natural, lse) * inverse; // of what is hidden LSE may be no number
         }
       }
     }
@@ -206,14 +311,10 @@ private:
   // Over the threads that share a key, in order. Keys that do not count have the sum 0.
   static __device__ __forceinline__ void store_sums(const Arguments &a, T *parts, const T (&sum)[kKeys], const T (&lost)[kKeys], i32 b,
                                                     i32 h, const Sequence &s, i32 k0, i32 k1) {
-#pragma unroll
-    for (int m = 0; m < kKeys; ++m) parts[Tile::share() * C.tile_k + Tile::key(m)] = sum[m] - lost[m];
-    __syncthreads();
-    const i64 held = a.in.held(b).seqlen_k;
+    Pass::put(parts, sum, lost);
+    const i64 held = F.seqused == kPaged ? a.in.seqlen_k : a.in.held(b).seqlen_k;
     for (i32 j = (i32)threadIdx.x; j < C.tile_k && k0 + j < held; j += kThreads) {
-      T all = T(0);
-#pragma unroll
-      for (int n = 0; n < C.shares(); ++n) all += parts[n * C.tile_k + j];
+      const T all = Pass::total(parts, j);
       *a.column_sums.template at<T>(b, h, s.k0 + k0 + j, 0) = k0 + j < k1 ? all : T(0);
     }
   }

@@ -14,7 +14,8 @@ template <RowsConfig C> struct Delta {
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
   static constexpr bool kHopper = C.form == kWarpgroups;
-  static constexpr int kThreads = C.delta_threads(), kBlocksPerSm = kHopper ? 4 : C.form == kFragments ? 2 : 1;
+  static constexpr int kThreads = C.delta_threads();
+  static constexpr int kBlocksPerSm = kHopper ? (C.part && C.tile_q == 80 ? 3 : 4) : C.form == kFragments ? 2 : 1; // registers
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     const RowTile<C> tile(a.in);
@@ -23,7 +24,7 @@ template <RowsConfig C> struct Delta {
     }
     if (tile.rows == 0) return;
     if constexpr (C.form != kRowAfterRow) clear_dq(a, tile); // first what waits for nothing
-    if constexpr (C.partial)
+    if constexpr (C.partial && !kHopper)
       take_given(a, tile);
     else if constexpr (C.form == kRowAfterRow)
       sum_in_runs(a, tile);
@@ -61,7 +62,7 @@ private:
         for (int n = 0; n < kSteps; ++n) {
           const int i = first + n * kRows;
           if (i >= tile.rows) continue;
-          x[n] = load(out, a.out, n * kRows, c, in.head_dim_v);
+          if constexpr (!C.partial) x[n] = load(out, a.out, n * kRows, c, in.head_dim_v);
           y[n] = load(dout, a.dout, n * kRows, c, in.head_dim_v);
         }
 #pragma unroll
@@ -70,7 +71,7 @@ private:
           if constexpr (kHopper) zero[n] += dot(uint4{}, y[n], 0);
         }
       }
-      if (kHopper && in.sinks) { // then a row that sees nothing has a finite LSE, whatever Q is
+      if (kHopper && (in.sinks || C.partial)) { // then a row that sees nothing may have a finite LSE, whatever Q is
         const E *const q = in.q.at<const E>(tile.batch, tile.head, tile.row + first, 0);
 #pragma unroll 1
         for (i32 c = 8 * lane; c < in.head_dim; c += 8 * kLanes) {
@@ -87,7 +88,7 @@ private:
         for (int m = kLanes / 2; m > 0; m /= 2) {
           D[n] += __shfl_xor_sync(0xFFFFFFFFu, D[n], m);
           if constexpr (kHopper) zero[n] += __shfl_xor_sync(0xFFFFFFFFu, zero[n], m);
-          if (kHopper && in.sinks) zero_q[n] += __shfl_xor_sync(0xFFFFFFFFu, zero_q[n], m);
+          if (kHopper && (in.sinks || C.partial)) zero_q[n] += __shfl_xor_sync(0xFFFFFFFFu, zero_q[n], m);
         }
         if constexpr (kHopper) {
           if (lane == 0) write_statistics(a, tile, rows, i, D[n], zero[n] == 0, zero_q[n] == 0);
@@ -162,7 +163,11 @@ private:
     if (i < tile.rows) {
       lse = *a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
       float *const delta = (float *)a.delta + tile.index + i, *const correction_of = delta + a.in.rows();
-      if (a.in.bias) { // rows are settled by now
+      if constexpr (C.partial) { // as take_given
+        D = *a.out.at<const float>(tile.batch, tile.head, tile.row + i, 0);
+        const float low = a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0)[part_of(a.in).lse_low];
+        if (fabsf(low) < infinity) correction = low;
+      } else if (a.in.bias) { // rows are settled by now
         D = *delta, correction = *correction_of;
       } else {
         if (a.dlse) D -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
@@ -172,6 +177,7 @@ private:
     if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // it sees the sink alone: a score that it sees would be in LSE
     // Where a row's dO or LSE is no number, its P is none, either. If D alone is no number, for the row sees such a V, P stays, for dV.
     rows[i] = lse == -infinity ? lse : finite ? -lse * (a.in.bias ? 1.0f : kLog2e<float>) : __int_as_float(0x7FC00000);
+    if (C.partial && !a.in.bias) rows[i] -= correction * kLog2e<float>;
     if (a.in.bias) rows[i + C.tile_q] = -correction * kLog2e<float>;
     rows[i + (a.in.bias ? 2 : 1) * C.tile_q] = finite && fabsf(lse) < infinity ? D : 0;
   }

@@ -79,9 +79,15 @@ private:
   static __device__ __forceinline__ void from_warpgroups(const Arguments &a, const RowTile<C> &tile) {
     static_assert(kThreads == 256);
 #pragma unroll 1
-    for (int part = (int)threadIdx.x / 128; part < C.tile_q / dq_queries(C.head_dim, C.tile_q) * (C.head_dim / 64); part += 2)
+    for (int part = (int)threadIdx.x / 128; part < C.tile_q / dq_queries(C.head_dim, C.tile_q) * (C.head_dim / 64); part += 2) {
+      if constexpr (C.wide()) {
+        store_dq_wide<C.adds != 0, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
+                                                         a.first_stores && a.turns[1 + 2 * tile.number + part] == 0);
+        continue;
+      }
       store_dq<E, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
                                         a.first_stores && a.turns[1 + 2 * tile.number + part] == 0);
+    }
   }
 
   static __device__ __forceinline__ void from_rows(const Arguments &a, const RowTile<C> &tile) {

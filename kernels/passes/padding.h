@@ -33,7 +33,7 @@ template <PaddingConfig C> struct Padding {
       q.begin = before.q0 + before.band.seqlen_q, k.begin = before.k0 + before.band.seqlen_k;
     }
     if (C.packed && group < in.batch) {
-      const HeldRows behind = in.held(group);
+      const HeldRows behind = in.held<C.seqused>(group);
       q.end = behind.q0, k.end = behind.k0;
     }
     if constexpr (C.adds) return; // nothing is added there

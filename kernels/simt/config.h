@@ -60,8 +60,10 @@ struct Config {
   STROBE_FN constexpr i32 forward_states_at() const {
     return walk_bytes() + (2 * stage_elements() + pt_elements()) * real_bytes() + kept_bytes();
   }
+  // Whether the forward keeps what the roundings of l dropped: FP32's bound is smaller than they are over many keys.
+  STROBE_FN constexpr bool compensated() const { return dtype == kF32; }
   STROBE_FN constexpr i32 forward_shared_bytes() const {
-    return forward_states_at() + (tile_q + tile_q / threads_q * threads()) * real_bytes();
+    return forward_states_at() + (tile_q + (compensated() ? 2 : 1) * tile_q / threads_q * threads()) * real_bytes();
   }
   // Walk, P (then dS, a line a key), dS, three numbers of each query, stages, dropout. Also of the gradient of the bias.
   STROBE_FN constexpr i32 backward_shared_bytes() const {

@@ -9,7 +9,7 @@
 namespace strobe::simt {
 
 template <Config C> struct Forward {
-  using Arguments = ForwardArguments;
+  using Arguments = typename ArgumentsOf<ForwardArguments, C.features.quant != 0>::type;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
 
   using Multiply = Products<C>;
@@ -32,12 +32,13 @@ template <Config C> struct Forward {
                                     : (i32)query_tiles<F, C.tile_q>(in) - 1 - item.tile;
     const auto [q0, s] = queries_of<F, C.tile_q>(in, item.batch, item.tile);
     const i32 split = item.split, h = item.head, b = item.batch, h_kv = h / in.group;
-    const i32 seqlen_q = (i32)s.band.seqlen_q, seqlen_k = (i32)s.band.seqlen_k;
+    const i32 seqlen_q = (i32)s.band.seqlen_q;
     if (q0 >= seqlen_q) return;
     const i32 q1 = min(q0 + C.tile_q, seqlen_q);
 
-    const Source Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), all_K(k_of<E>(in, s, b, h_kv), seqlen_k),
-        all_V(v_of<E>(in, s, b, h_kv), seqlen_k);
+    const Source Q(in.q, b, h, s.q0, seqlen_q, in.head_dim);
+    const auto all_K = rows_of_k<C, E, Source>(a, s, b, h_kv);
+    const auto all_V = rows_of_v<C, E, Source>(a, s, b, h_kv);
     auto &walk = *reinterpret_cast<Walk<Keys> *>(shared);
     T *P = reinterpret_cast<T *>(shared + C.walk_bytes());
     Multiply multiply(P + C.pt_elements());
@@ -49,7 +50,10 @@ template <Config C> struct Forward {
     T O[kRows][kColumns] = {};
     const RowStates rows(multiply.grid, reinterpret_cast<T *>(shared + C.forward_states_at()));
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) rows.m(i) = minus_infinity<T>(), rows.l(i) = T(0);
+    for (int i = 0; i < kRows; ++i) {
+      rows.m(i) = minus_infinity<T>(), rows.l(i) = T(0);
+      if constexpr (C.compensated()) rows.lost(i) = T(0);
+    }
 
     const auto step = [&](const typename Keys::Tile &tile, const bool &) {
       const i32 k0 = tile.begin, k1 = tile.end;
@@ -69,6 +73,17 @@ template <Config C> struct Forward {
 
       T alpha[kRows];
       score<kStaged>(scores, h, q0, k0, k1, by_position, S, P, grid);
+      if constexpr (C.features.seqused == kPaged) {
+        if (all_K.pages.lacks_some(k0, k1, 0, 1)) { // seldom: hides those keys
+#pragma unroll
+          for (int j = 0; j < kKeys; ++j) {
+            const i32 key = k0 + column(grid, j);
+            const bool lacks = key < k1 && all_K.pages.lacks(key);
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) S[i][j] = lacks ? minus_infinity<T>() : S[i][j];
+          }
+        }
+      }
       auto here = grid; // that places of what dropout keeps are not held in registers around the loop
       here.x = computed_here(here.x), here.y = computed_here(here.y);
       // P = exp(S - m), left in shared memory for the threads of the same row: those of one warp
@@ -83,12 +98,17 @@ template <Config C> struct Forward {
         const T reference = reference_of(state.m, minus_infinity<T>());
         __syncwarp(); // all of the row have read m
         rows.m(i) = state.m;
-        T l = state.l;
+        T l = C.compensated() ? T(0) : state.l;
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) {
           const T p = exp2((S[i][j] - reference) * scores.unit);
           l += p;
           S[i][j] = kept(row(here, i), column(here, j)) ? p : T(0);
+        }
+        if constexpr (C.compensated()) {
+          T lost = rows.lost(i) * alpha[i];
+          add(state.l, lost, l);
+          rows.lost(i) = lost, l = state.l;
         }
         rows.l(i) = l;
       }
@@ -111,7 +131,9 @@ template <Config C> struct Forward {
 
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      T total = grid.reduce(rows.l(i), [](T x, T y) { return x + y; });
+      T total = rows.l(i);
+      if constexpr (C.compensated()) total -= rows.lost(i);
+      total = grid.reduce(total, [](T x, T y) { return x + y; });
       const i32 r = q0 + row(grid, i);
       if (r >= q1) continue;
       T scale = T(1), most = rows.m(i), to_natural = natural<C.features, T>(in);
@@ -155,6 +177,7 @@ private:
         : m_(shared + grid.template row<WM>(0)), l_(shared + C.tile_q + (i32)threadIdx.x) {}
     __device__ __forceinline__ T &m(int i) const { return m_[WM * C.threads_q * (i / WM) + i % WM]; }
     __device__ __forceinline__ T &l(int i) const { return l_[i * kThreads]; }
+    __device__ __forceinline__ T &lost(int i) const { return l_[(kRows + i) * kThreads]; } // what l's roundings added too much
   };
 
   // Scores that take more than a comparison are made element by element, by way of shared memory, in a loop that is not unrolled: it would

@@ -18,6 +18,33 @@ template <Config C, class T> __device__ __forceinline__ Scores<C.features, T> sc
   return scores;
 }
 
+// K or V of a key head of a sequence.
+template <Config C, class E, class Source>
+__device__ __forceinline__ auto keys_of(const Operand &x, const Inputs &in, const Sequence &s, i64 b, i64 head, i32 columns) {
+  if constexpr (C.features.seqused == kPaged)
+    return PagedRows<E>(x, in.pages(b), head, (i32)s.band.seqlen_k, columns);
+  else
+    return Source(Keys<E>(x, s, b, head, columns), (i32)s.band.seqlen_k);
+}
+
+// Of the arguments of a forward, whose keys may be quantised.
+template <Config C, class E, class Source, class Arguments>
+__device__ __forceinline__ auto rows_of_k(const Arguments &a, const Sequence &s, i64 b, i64 head) {
+  constexpr Features F = C.features;
+  if constexpr (F.quant)
+    return QuantisedRows<F, F.by_column != 0>(k_of_call<E, F>(a, s, b, head), (i32)s.band.seqlen_k);
+  else
+    return keys_of<C, E, Source>(a.in.k, a.in, s, b, head, a.in.head_dim);
+}
+template <Config C, class E, class Source, class Arguments>
+__device__ __forceinline__ auto rows_of_v(const Arguments &a, const Sequence &s, i64 b, i64 head) {
+  constexpr Features F = C.features;
+  if constexpr (F.quant)
+    return QuantisedRows<F, false>(v_of_call<E, F>(a, s, b, head), (i32)s.band.seqlen_k);
+  else
+    return keys_of<C, E, Source>(a.in.v, a.in, s, b, head, a.in.head_dim_v);
+}
+
 // The keys that some of the queries [q0, q1) see.
 template <Config C> __device__ __forceinline__ PartKeys part_keys(const Inputs &in, const Sequence &s, i32 b, i32 h, i32 q0, i32 q1) {
   constexpr Features F = C.features;

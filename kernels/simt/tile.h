@@ -2,6 +2,7 @@
 #pragma once
 #include "../attention/arguments.h"
 #include "../device/keys.h"
+#include "../device/part_tiles.h"
 #include "config.h"
 #include "numbers.h"
 
@@ -104,6 +105,7 @@ template <> struct FirstRow<true> {
 // The rows of one head of one sequence in global memory.
 template <class E, bool kBounded = false> struct Rows : FirstRow<kBounded> {
   using Of = E;
+  static constexpr bool kInPages = false;
   const E *data;
   i64 stride, column_stride;
   i32 count, columns; // beyond them everything reads as 0
@@ -152,6 +154,8 @@ __device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stri
 // elements from a few rows, always at the same columns: one address, and one comparison a row, serve them all. Columns that do not exist
 // read as 0; rows that do not exist, as 0 or as an earlier row: they are multiplied by 0 or their scores are hidden.
 template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns> class Chunk : FirstRow<Source::may_lack()> {
+protected:
+  Chunk() = default;
   using E = typename Source::Of;
   static constexpr int V = 16 / sizeof(T), kAcrossAll = kColumns / V; // pieces of a row
   static_assert(kColumns % V == 0);
@@ -238,6 +242,127 @@ public:
   }
 };
 
+// Rows of K or V of a sequence that has pages of a pool: data is row 0 of page 0.
+template <class E> struct PagedRows : FirstRow<false> {
+  using Of = E;
+  static constexpr bool kInPages = true;
+  const E *data;
+  i64 stride, column_stride, page_stride;
+  i32 count, columns;
+  SequencePages pages;
+
+  __device__ PagedRows(const Operand &x, const SequencePages &pages, i64 head, i32 count, i32 columns)
+      : data(x.at<const E>(0, head, 0, 0)), stride(x.stride[2]), column_stride(x.stride[3]), page_stride(x.stride[0]), count(count),
+        columns(columns), pages(pages) {}
+};
+
+// The same as Chunk, with an address for each row.
+template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns>
+class PagedChunk : public Chunk<Source, T, kThreads, kCopy, kRows, kColumns> {
+  using Base = Chunk<Source, T, kThreads, kCopy, kRows, kColumns>;
+  using Base::V, Base::kDown, Base::kMine, Base::kMineAcross, Base::kAcross;
+  using typename Base::E;
+
+  i32 first_row_, first_column_;
+  static constexpr i64 kNone = (i64)1 << 63;
+  i64 row_at_[kMine]; // from row 0 of page 0 on; kNone: there is none
+
+  __device__ __forceinline__ void find(const Source &from) {
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      const i32 r = first_row_ + n * kDown;
+      row_at_[n] = r < from.count && Base::mine(n) ? from.pages.offset(r, from.page_stride, from.stride) : kNone;
+    }
+  }
+
+public:
+  __device__ __forceinline__ PagedChunk(const Source &from, i32 first_row, i32 first_column)
+      : Base(from, first_row, first_column), first_row_(first_row + Base::row()), first_column_(first_column + Base::column()) {
+    find(from);
+  }
+
+  __device__ __forceinline__ void load(const Source &from) {
+#pragma unroll
+    for (int n = 0; n < kMine; ++n)
+#pragma unroll
+      for (int m = 0; m < kMineAcross; ++m) {
+        const i32 c = first_column_ + m * kAcross * V, left = from.columns - c;
+        Pack<E, V> x{};
+        if (row_at_[n] != kNone) {
+          if constexpr (kCopy != kElements) {
+            if (kCopy == kWhole || left > 0) x = read<E, V>(from.data + row_at_[n] + c);
+          } else {
+#pragma unroll
+            for (int v = 0; v < V; ++v)
+              if (v < left) x.x[v] = from.data[row_at_[n] + (c + v) * from.column_stride];
+          }
+        }
+        this->x_[n][m] = x;
+      }
+  }
+  __device__ __forceinline__ void next_columns(const Source &) { first_column_ += kColumns; }
+  __device__ __forceinline__ void next_rows(const Source &from) {
+    first_row_ += kRows;
+    find(from);
+  }
+};
+
+// Rows of quantised K or V.
+template <Features F, bool kByColumn> struct QuantisedRows : FirstRow<false> {
+  using Of = float;
+  static constexpr bool kInPages = false;
+  static constexpr i32 kStored = F.quant;
+  QuantisedKeys<F, kByColumn> keys;
+  SequencePages pages; // where there are any
+  i32 count;
+
+  __device__ QuantisedRows(const QuantisedKeys<F, kByColumn> &keys, i32 count) : keys(keys), pages(keys.pages), count(count) {}
+};
+
+// The same as Chunk, of numbers that are made as they are read.
+template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns>
+class QuantisedChunk : public Chunk<Source, T, kThreads, kElements, kRows, kColumns> {
+  using Base = Chunk<Source, T, kThreads, kElements, kRows, kColumns>;
+  using Base::V, Base::kDown, Base::kMine, Base::kMineAcross, Base::kAcross;
+
+  i32 first_row_, first_column_;
+
+public:
+  __device__ __forceinline__ QuantisedChunk(const Source &, i32 first_row, i32 first_column)
+      : first_row_(first_row + Base::row()), first_column_(first_column + Base::column()) {}
+
+  __device__ __forceinline__ void load(const Source &from) {
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      const i32 r = first_row_ + n * kDown;
+      const bool there = r < from.count && Base::mine(n);
+      const u8 *const row = there ? from.keys.row(r) : nullptr;
+      const i64 scales = there ? from.keys.scales_of(r) : 0;
+#pragma unroll
+      for (int m = 0; m < kMineAcross; ++m)
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const i32 c = first_column_ + m * kAcross * V + v;
+          float x = 0;
+          if (there && c < from.keys.columns) x = stored_number<Source::kStored>(from.keys.stored(row, c)) * from.keys.scale_of(scales, c);
+          this->x_[n][m].x[v] = x;
+        }
+    }
+  }
+  __device__ __forceinline__ void next_columns(const Source &) { first_column_ += kColumns; }
+  __device__ __forceinline__ void next_rows(const Source &) { first_row_ += kRows; }
+};
+
+// How a chunk of a source is read.
+template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns> struct ChunkOf {
+  using type = typename Either<Source::kInPages, PagedChunk<Source, T, kThreads, kCopy, kRows, kColumns>,
+                               Chunk<Source, T, kThreads, kCopy, kRows, kColumns>>::type;
+};
+template <Features F, bool kByColumn, class T, int kThreads, i32 kCopy, int kRows, int kColumns>
+struct ChunkOf<QuantisedRows<F, kByColumn>, T, kThreads, kCopy, kRows, kColumns> {
+  using type = QuantisedChunk<QuantisedRows<F, kByColumn>, T, kThreads, kCopy, kRows, kColumns>;
+};
+
 // The products with their operands taken from global memory through two stages of shared memory: while one is multiplied, the next chunk is
 // on its way through registers, and one barrier a chunk keeps them apart.
 template <Config C> struct Products {
@@ -246,7 +371,7 @@ template <Config C> struct Products {
   using Grid = Threads<C.threads_q, C.threads_k>;
   using Source = Rows<E, C.features.part == kAnywhere>;
   static constexpr int kThreads = Grid::kCount, kChunk = C.chunk;
-  template <int kRows, int kColumns> using Part = Chunk<Source, T, kThreads, C.copy, kRows, kColumns>;
+  template <class From, int kRows, int kColumns> using Part = typename ChunkOf<From, T, kThreads, C.copy, kRows, kColumns>::type;
 
   Grid grid;
   T *stage, *other_stage;
@@ -261,12 +386,12 @@ template <Config C> struct Products {
 
   // acc += A B^T for the rows a0... of A and b0... of B, over kDim columns. acc(i, j) belongs to row<WM>(i), column<WN>(j). After each run
   // of kRun columns but the last, end_of_run(whether it is the first) takes acc and lets it begin anew: a long sum in one run rounds more.
-  template <int kDim, int kRun, int M, int N, class F>
-  __device__ __forceinline__ void nt_in_runs(T (&acc)[M][N], const Source &A, i32 a0, const Source &B, i32 b0, F &&end_of_run) {
+  template <int kDim, int kRun, int M, int N, class Other, class F>
+  __device__ __forceinline__ void nt_in_runs(T (&acc)[M][N], const Source &A, i32 a0, const Other &B, i32 b0, F &&end_of_run) {
     constexpr int kRowsA = C.threads_q * M, kRowsB = C.threads_k * N;
     static_assert(kRun % kChunk == 0 && kDim % kRun == 0);
-    Part<kRowsA, kChunk> a(A, a0, 0);
-    Part<kRowsB, kChunk> b(B, b0, 0);
+    Part<Source, kRowsA, kChunk> a(A, a0, 0);
+    Part<Other, kRowsB, kChunk> b(B, b0, 0);
     a.load(A), b.load(B);
 #pragma unroll 1
     for (int c = 0; c < kDim; c += kChunk) {
@@ -284,8 +409,8 @@ template <Config C> struct Products {
 
   // acc += P^T B for the `length` rows b0... of B and kDim columns from `column` on; P in shared memory, at most kLines lines kStride
   // apart.
-  template <int kDim, int kLines, int kStride, int M, int N>
-  __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Source &B, i32 b0, i32 length, i32 column = 0) {
+  template <int kDim, int kLines, int kStride, int M, int N, class Other>
+  __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Other &B, i32 b0, i32 length, i32 column = 0) {
     constexpr int kAtOnce = C.columns_staged(kDim);
     if constexpr (kAtOnce < kDim) {
       constexpr int kMine = kAtOnce / C.threads_k; // of a thread
@@ -302,7 +427,7 @@ template <Config C> struct Products {
       return;
     }
     constexpr int kRows = C.rows_staged(kLines, kDim);
-    Part<kRows, kDim> b(B, b0, column);
+    Part<Other, kRows, kDim> b(B, b0, column);
     b.load(B);
 #pragma unroll 1
     for (int k = 0; k < length; k += kRows, p += kRows * kStride) {

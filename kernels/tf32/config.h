@@ -20,8 +20,10 @@ struct Config {
   // Bytes of shared memory. Forward: Q, the stages of K, those of V; backward: K, V, Q, dO, dS, three numbers of each query; both: the
   // schedule.
   STROBE_FN static constexpr i32 state_bytes() { return 512; }
+  // And two numbers of each row that a thread has.
+  STROBE_FN constexpr i32 forward_state_bytes() const { return state_bytes() + 2 * (tile_q / warps / 8) * threads() * 4; }
   STROBE_FN constexpr i32 forward_shared_bytes() const {
-    return 4 * (tile_q * head_dim + stages * tile_k * (head_dim + head_dim_v)) + state_bytes();
+    return 4 * (tile_q * head_dim + stages * tile_k * (head_dim + head_dim_v)) + forward_state_bytes();
   }
   STROBE_FN constexpr i32 backward_shared_bytes() const {
     return 4 * ((tile_k + tile_q) * (head_dim + head_dim_v) + tile_q * ds_pitch() + 3 * tile_q) + state_bytes();

@@ -41,6 +41,17 @@ private:
   };
   static_assert(sizeof(State) <= C.state_bytes());
 
+  // P of a row that a thread has summed, and what roundings added too much, behind the state.
+  struct Totals {
+    static constexpr bool kJoins = true;
+    static __device__ __forceinline__ u32 at(int row) { return shared(kState + C.state_bytes()) + (row * kThreads + thread_index()) * 8; }
+    static __device__ __forceinline__ void load(int row, float (&x)[2]) { load_shared(x, at(row)); }
+    static __device__ __forceinline__ void store(int row, const float (&x)[2]) {
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at(row)), "f"(x[0]), "f"(x[1]) : "memory");
+    }
+  };
+  using Softmax = RowSoftmax<2 * kM, Totals>;
+
   const Arguments &a;
   const Inputs &in;
   float unit;
@@ -108,7 +119,7 @@ private:
 
   __device__ __forceinline__ void compute() {
     Accumulator O[kM][kC];
-    RowSoftmax<2 * kM> softmax;
+    Softmax softmax;
     choose_queries();
     if (rows() <= 0) return;
     unit = Scores<F, float>(in, shared_state().sequence, 0).unit;
@@ -122,10 +133,12 @@ private:
     finish(O, softmax);
   }
 
-  __device__ __forceinline__ void walk(Accumulator (&O)[kM][kC], RowSoftmax<2 * kM> &softmax) {
+  __device__ __forceinline__ void walk(Accumulator (&O)[kM][kC], Softmax &softmax) {
 #pragma unroll
     for (int i = 0; i < 8 * kM * kC; ++i) O[i / (8 * kC)][i / 8 % kC].x[i / 4 % 2][i % 4] = 0;
     softmax = {};
+#pragma unroll
+    for (int row = 0; row < 2 * kM; ++row) Totals::store(row, {0, 0});
     if (threadIdx.x == 0) begin();
     __syncthreads();
     if (shared_state().ring[0].valid) load_k(shared_state().ring[0], 0);
@@ -180,8 +193,8 @@ private:
   __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(unit); }
 
   // P = exp2(S * unit - M); O += P V
-  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kC], Accumulator (&S)[kM][kN], RowSoftmax<2 * kM> &softmax,
-                                               const Tile &tile, int stage) const {
+  __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kC], Accumulator (&S)[kM][kN], Softmax &softmax, const Tile &tile,
+                                               int stage) const {
     Pairs<kDv> V(shared(kV) + stage * kVBytes);
     QueryMajorDropout<F> dropout{Dropout<F>(in), (u32)shared_state().item.h, (u32)shared_state().item.b};
 #pragma unroll
@@ -196,10 +209,11 @@ private:
       }
       multiply_pairs<kDv, C.products>(O, P, V, 16 * n);
     }
+    softmax.join();
   }
 
   // O / l and LSE to memory.
-  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], RowSoftmax<2 * kM> &softmax) const {
+  __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], Softmax &softmax) const {
     const Item item = shared_state().item;
     bool whole = a.splits == 1;
     float dropped = Dropout<F>(in).factor();
@@ -207,7 +221,7 @@ private:
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       int m = i / 2, r = i % 2;
-      const RowEnd end = row_end<true>(softmax.M[i], tile::row_sum(softmax.l[i]), sink, F.bias != 0);
+      const RowEnd end = row_end<true>(softmax.M[i], softmax.sum(i), sink, F.bias != 0);
       i32 q = item.q + warp_row() + 16 * m + tile::lane_row(r);
       if (q >= shared_state().sequence.band.seqlen_q) continue;
       i64 row = shared_state().sequence.q0 + q, part = item.split * in.rows() + in.row_index(item.b, item.h, row);

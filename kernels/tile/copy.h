@@ -12,6 +12,10 @@ template <class T> struct Matrix {
   __device__ __forceinline__ T *row(i32 i) const { return data + i * row_stride; }
 };
 
+// Of rows whose places are read from memory.
+template <class Rows>
+concept LooksUp = requires { Rows::kLooksUp; };
+
 // Which chunks of a tile a thread copies: chunk + k * kAcross of row + i * kDown.
 template <int kRows, int kColumns, int kThreads> struct Share {
   using L = Layout<kColumns>;
@@ -32,7 +36,22 @@ __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   for (int k = 0; k < S::kAlong; ++k) {
     int chunk = s.chunk + k * S::kAcross;
     i32 columns = m.columns - 8 * chunk, rows = columns > 0 ? m.rows - s.row : 0;
-    if constexpr (kAligned) {
+    if constexpr (kAligned && LooksUp<Rows> && S::kSteps > 8) {
+      // Several addresses at a time, where a thread copies many rows: each is read from memory, and no copy begins until it is there.
+      constexpr int kBatch = 8;
+#pragma unroll
+      for (int first = 0; first < S::kSteps; first += kBatch) {
+        decltype(m.row(0)) from[kBatch];
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n) from[n] = m.row(s.row + (first + n) * S::kDown);
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n) {
+          const int i = first + n;
+          if (i < S::kSteps && s.inside(i))
+            cp_async(base + S::L::offset(s.row + i * S::kDown, chunk), from[n] + 8 * chunk, i * S::kDown < rows);
+        }
+      }
+    } else if constexpr (kAligned) {
 #pragma unroll
       for (int i = 0; i < S::kSteps; ++i) {
         if (s.inside(i))

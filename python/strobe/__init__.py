@@ -3,6 +3,7 @@
 >>> out = strobe.attention(q, k, v, causal=True)  # torch tensors or NumPy arrays, (B, H, S, D)
 
 strobe.hyperbolic_attention attends between points of hyperbolic space; strobe.hyperbolic has the maps between its models.
+strobe.kv writes into KV caches, contiguous or in pages.
 strobe.nn.FlashAttention is a torch.nn.Module that computes strobe.attention with options that are set once: see help(strobe.nn).
 """
 
@@ -20,6 +21,7 @@ from .hyperbolic import hyperbolic_attention
 if TYPE_CHECKING:
     from . import compat as compat
     from . import distributed as distributed
+    from . import kv as kv
     from . import nn as nn
 
 # Else it is done as torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
@@ -44,7 +46,7 @@ __all__ = [
 ]
 
 
-_LATE = ("compat", "distributed", "nn")  # they import torch, so only when they are asked for
+_LATE = ("compat", "distributed", "kv", "nn")  # they import torch, so only when they are asked for
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,9 @@ DTYPES: dict[str, int] = {
     "bool": lib.STROBE_BOOL,
     "int32": lib.STROBE_INT32,
     "int64": lib.STROBE_INT64,
+    "int8": lib.STROBE_INT8,
+    "float8_e4m3fn": lib.STROBE_FLOAT8_E4M3,
+    "uint8": lib.STROBE_UINT8,  # two INT4 each
 }
 NO_DTYPE = 0  # of what the library has no name for
 MAX_RANK = 4

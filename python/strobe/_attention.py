@@ -134,7 +134,7 @@ def _prepared(
         is_array(wrong, name, x, framework, q)
     if wrong or framework is None:
         raise _refusal(function, framework, p, wrong, known)
-    return framework, p._replace(aux=aux)
+    return framework, Request(p.arrays, p.options, aux)
 
 
 def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wrong, known: dict[str, Array]) -> Exception:
@@ -160,7 +160,7 @@ def _judgeable(p: Request, known: dict[str, Array], wrong: Set[str]) -> tuple[Re
     withheld: set[str] = set()
     if "layout" in wrong:
         withheld = {"q", "k", "v"}
-    if wrong & {"cu_seqlens_q", "cu_seqlens_k"}:
+    if wrong & {"cu_seqlens_q", "cu_seqlens_k", "page_table"}:  # which say how many axes the others have, and what these mean
         withheld = {*INPUTS, "max_seqlen_q", "max_seqlen_k", "block_q", "block_k"}
         known = {}
     elif wrong & {"max_seqlen_q", "max_seqlen_k"}:

@@ -121,11 +121,20 @@ def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tu
         raise NotImplementedError(
             "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
         )
-    if _is_differentiated(q, k, v, bias, sinks):
+    scales = given.get("k_scale"), given.get("v_scale")
+    if _is_differentiated(q, k, v, bias, sinks, *scales):
         if "part" in given and given["part"] and given["part"][0]:
             raise NotImplementedError(
                 "part: partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
                 "whole row's lse and delta"
+            )
+        if given.get("page_table") is not None:
+            raise NotImplementedError(
+                "page_table: a tensor requires grad, and keys in pages have no gradients; accepted are tensors that do not require grad"
+            )
+        if scales != (None, None):
+            raise NotImplementedError(
+                "k_scale: a tensor requires grad, and quantised keys have no gradients; accepted are tensors that do not require grad"
             )
         return _Attention.apply(q, k, v, bias, sinks, given)
     return _below_autograd_forward(q, k, v, given)

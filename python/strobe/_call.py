@@ -22,6 +22,7 @@ _SCORES = frozenset({"mask", "bias", "dbias"})
 ACCUMULATE = "accumulate"
 # Those whose axes are (B,S,H,D) with layout "bshd".
 _TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
+_SCALES = frozenset({"k_scale", "v_scale"})  # the same but for the last one, if k has four
 
 
 @lru_cache(maxsize=1024)
@@ -78,22 +79,28 @@ class Allocator:
     The owner may go before the work is done if its memory is used again in the stream's order."""
 
     def __init__(self, allocate: Callable[[int], tuple[Any, int]]):
+        # The handle keeps it alive. It does not know the handle, so that no circle keeps tensors until the garbage collector comes.
+        self._request = _Request(allocate)
+        self.handle = ffi.new_handle(self._request)
+
+    def raise_if_failed(self) -> None:
+        if self._request.error is not None:
+            raise self._request.error
+
+
+class _Request:
+    def __init__(self, allocate: Callable[[int], tuple[Any, int]]):
         self._allocate = allocate
         self._owner: Any = None
-        self._error: BaseException | None = None
-        self.handle = ffi.new_handle(self)
+        self.error: BaseException | None = None
 
     def __call__(self, count: int) -> Any:
         try:
             self._owner, address = self._allocate(count)
             return ffi.cast("void *", address)
         except BaseException as error:  # no exception crosses the library: Call.run raises it
-            self._error = error
+            self.error = error
             return ffi.NULL
-
-    def raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise self._error
 
 
 # Fills a strobe_execution; returns where the workspace comes from, None for the library's own memory.
@@ -124,9 +131,12 @@ class Call:
         alive = [views, attention]
         for named in (arrays, made):
             for name, array in named.items():
+                swapped = bshd and name in _TOKENS and len(array.shape) == MAX_RANK  # packed ones have no such axes
+                if bshd and name in _SCALES:
+                    swapped = len(arrays["k"].shape) == MAX_RANK and len(array.shape) >= MAX_RANK - 1
                 if name in _SCORES and array.ndim < MAX_RANK:
                     array = array[(None,) * (MAX_RANK - array.ndim)]
-                alive.append(view(t, name, array, bshd and name in _TOKENS))
+                alive.append(view(t, name, array, swapped))
                 setattr(tensors, name, t)
                 t += 1
         execution = ffi.new("strobe_execution *")
@@ -162,6 +172,8 @@ class Call:
             return "block_mask: " + reason
         if self._bshd and name in _TOKENS:
             reason = re.sub(r"\(([^(),]+), ([^(),]+), ([^(),]+), ([^(),]+)\)", r"(\1, \3, \2, \4)", reason)
+        if self._bshd and name in _SCALES:
+            reason = re.sub(r"\(([^(),]+), ([^(),]+), ([^(),]+)((?:, [^(),]+)?)\)", r"(\1, \3, \2\4)", reason)
         array = self._arrays.get(name)
         if array is not None:
             reason = reason.replace(f"dtype {NO_DTYPE} (none)", f"dtype {array.dtype}")
@@ -169,9 +181,11 @@ class Call:
                 reason = re.sub(r"shape \([^()]*\)", f"shape {tuple(array.shape)}", reason, count=1)
                 reason += self._missing_axes(name, tuple(array.shape))
             if ": dtype" in reason:
-                reason += _ways_out(name, reason)
+                reason += _ways_out(name, reason, not _SCALES.isdisjoint(self._arrays))
             if name == "k" and " heads for the " in reason and _fit_in_the_other_layout(self._arrays, self._bshd):
                 reason += f'; did you mean layout="{"bhsd" if self._bshd else "bshd"}"?'
+        if name == "k_scale_group":
+            reason = reason.replace("accepted is 0", "accepted is None")
         if name == "engine":
             reason = reason.replace("or none", "or None") + _close_engine(reason)
         return reason.removeprefix("execution.")
@@ -179,7 +193,7 @@ class Call:
     def _missing_axes(self, name: str, shape: tuple[int, ...]) -> str:
         """Of a mask or bias that does not broadcast: how it does, if its axes are a batch's and the keys'."""
         q, k, cu_seqlens_q = map(self._arrays.get, ("q", "k", "cu_seqlens_q"))
-        if q is None or k is None or q.ndim != k.ndim:
+        if q is None or k is None or q.ndim != k.ndim or "page_table" in self._arrays:
             return ""  # what is wrong with them is said beside it
         if q.ndim == MAX_RANK:
             tokens = 1 if self._bshd else 2
@@ -216,13 +230,17 @@ _check_structs(
 )
 
 
-def _ways_out(name: str, reason: str) -> str:
+def _ways_out(name: str, reason: str, has_scales: bool) -> str:
     """Of a wrong dtype: what the caller may have wanted."""
     if name == "mask":
         return "; what is added to the scores is bias" if "float" in reason else f"; of zeros and ones, {name}.bool()"
     if name == "bias" and "dtype bool" in reason:
         return "; what hides is mask"
-    return f"; {name}.int()" if name.startswith(("cu_seqlens", "seqused")) and "dtype int64" in reason else ""
+    if has_scales and name == "v" and "," not in reason:  # one dtype alone is accepted where k has it
+        return ", as k"
+    if not has_scales and name in ("k", "v") and re.search(r"dtype (int8|uint8|float8_e4m3fn);", reason):
+        return ", or with k_scale and v_scale int8, float8_e4m3fn, uint8"
+    return f"; {name}.int()" if name.startswith(("cu_seqlens", "seqused", "page_table")) and "dtype int64" in reason else ""
 
 
 def _fit_in_the_other_layout(arrays: dict[str, Any], bshd: bool) -> bool:

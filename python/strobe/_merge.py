@@ -37,7 +37,7 @@ def merge(
     """
     framework = framework_of("out_a", out_a)
     xp: Any = framework.xp
-    others = {"lse_a": lse_a, "out_b": out_b, "lse_b": lse_b} | ({} if sinks is None else {"sinks": sinks})
+    others = {"lse_a": lse_a, "out_b": out_b, "lse_b": lse_b, **({} if sinks is None else {"sinks": sinks})}
     wrong: Wrong = [x for name, given in others.items() if (x := unfit(name, given, framework, "out_a", out_a)) is not None]
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     if not wrong:

@@ -101,6 +101,16 @@ class Whole(Row):
         return {name: plain(x)} if is_integer(wrong, name, x, self.least, self.most) else {}
 
 
+class Multiple(Whole):
+    """A multiple of `least` up to `most`; None: 0, which leaves it to the library."""
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        if not is_whole(x) or (0 < x <= self.most and x % self.least == 0):
+            return super().read(wrong, name, x)
+        wrong.append(ValueError(f"{name}: {shown(x)}; accepted are the multiples of {self.least}, or None"))
+        return {}
+
+
 class Choice(Row):
     """One of several words, of which the first is the default."""
 
@@ -126,11 +136,13 @@ class Layout(Choice):
 
 
 class Window(Row):
+    _SIDES = "window_left", "window_right"
+
     def __init__(self, doc: str):
         super().__init__(None, doc)
 
     def fields(self, name: str) -> dict[str, Field]:
-        return dict.fromkeys(("window_left", "window_right"), Field(int | None, None, has=True))
+        return dict.fromkeys(self._SIDES, Field(int | None, None, has=True))
 
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         sides = x if isinstance(x, (tuple, list)) else (x, x)
@@ -140,7 +152,7 @@ class Window(Row):
             accepted = "(left, right), each None (no bound) or an integer from 0 on, in 64 bits, or one integer for both"
             wrong.append(error(f"{name}: {shown(x)}; accepted is {accepted}"))
             return {}
-        return {field: plain(side) for field, side in zip(self.fields(name), sides, strict=True) if side is not None}
+        return {field: plain(side) for field, side in zip(self._SIDES, sides, strict=True) if side is not None}
 
 
 class Seed(Row):
@@ -305,6 +317,34 @@ class AttentionOptions(TypedDict, total=False):
             may_lie_in_host_memory=True,
         ),
     ]
+    page_table: Annotated[
+        "Array | None",
+        Tensor(
+            "int32 (B, n): k and v are pools of pages, (pages, Hkv, page, D) and (pages, Hkv, page, Dv), or (pages, page, Hkv, D) with "
+            'layout "bshd". Key j of sequence b is row j % page of the page page_table[b, j // page]; Sk is n · page, of which seqused_k '
+            "says how many count. The entries behind these are not read. q is dense, or packed with cu_seqlens_q alone. There are no "
+            "gradients."
+        ),
+    ]
+    k_scale: Annotated[
+        "Array | None",
+        Tensor(
+            "k and v are quantised: int8, float8_e4m3fn, or INT4 as uint8 of half the width, column 2c in the low nibble of byte c. Each "
+            "stands for what is stored times its scale. Scales are float16 or float32, one for each key and head: (B, Hkv, Sk), (Tk, Hkv) "
+            'or (pages, Hkv, page), heads and keys exchanged in layout "bshd". q is float32, float16 or bfloat16, and out '
+            "has its dtype. There are no gradients. strobe.kv.quantise makes data and scales."
+        ),
+    ]
+    v_scale: Annotated["Array | None", Tensor(_UNDOCUMENTED)]
+    k_scale_group: Annotated[
+        "int | None",
+        Multiple(
+            32,
+            INT32_MAX,
+            "G, a multiple of 32: k_scale has one scale for each column and G rows of k, (B, Hkv, ceil(Sk / G), D), (ceil(Tk / G), Hkv, D) "
+            "or (pages, Hkv, ceil(page / G), D). None: one for each key and head.",
+        ),
+    ]
     block_mask: Annotated[
         "BlockMask | None",
         Blocks("a BlockMask of the call's lengths (for packed sequences, of their maxima): blocks that it drops are not computed."),
@@ -351,7 +391,8 @@ class AttentionOptions(TypedDict, total=False):
     check: Annotated[
         "bool",
         Flag(
-            "check values in device memory (cu_seqlens, seqused_k, block_mask) first, which synchronises. Those in host memory always are."
+            "check values in device memory (cu_seqlens, seqused_k, page_table, block_mask) first, which synchronises. Those in host memory "
+            "always are."
         ),
     ]
     threads: Annotated[
@@ -386,7 +427,7 @@ _LAST = (
 _GIVEN = {field: x for name, row in ROWS.items() for field, x in row.fields(name).items()}
 # What a call says beside its tensors: the fields of strobe_attention, and three that say how the call is made.
 FIELDS: dict[str, Field] = {name: x for name, x in _GIVEN.items() if name not in _LAST} | {name: _GIVEN[name] for name in _LAST}
-_LAST_TENSORS = ("rng", "seqused_k")  # as in strobe_tensors, which grows at its end
+_LAST_TENSORS = ("rng", "seqused_k", "page_table", "k_scale", "v_scale")  # as in strobe_tensors, which grows at its end
 _TENSORS = [tensor for name, row in ROWS.items() for tensor in row.tensors(name) if tensor not in _LAST_TENSORS]
 # The tensors that a call reads: their names in strobe_tensors, and the order of the operators' arguments.
 INPUTS = ("q", "k", "v", *_TENSORS, *_LAST_TENSORS)
@@ -400,15 +441,15 @@ HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 
 # What other attention functions have.
 _MASK_OR_BIAS = "did you mean mask (bool, True = attend) or bias (added to the scores)?"
-_NO_PAGES = "paged KV caches are refused; accepted are dense k and v, or packed ones with cu_seqlens"
+_PAGES = "did you mean page_table?"
 _HEADS = 'the heads are an axis of q, k and v, the second one, or the third with layout="bshd"'
 ELSEWHERE = {
     "alibi": "did you mean alibi_slopes?",
     "attention_mask": _MASK_OR_BIAS + " A padding mask (B, Sk) is mask=attention_mask.bool()[:, None, None, :]",
     "attn_bias": "did you mean bias?",
     "attn_mask": _MASK_OR_BIAS,
-    "block_table": _NO_PAGES,
-    "block_tables": _NO_PAGES,
+    "block_table": _PAGES,
+    "block_tables": _PAGES,
     "dropout_p": "did you mean dropout?",
     "enable_gqa": "k and v may have fewer heads than q without it",
     "is_causal": "did you mean causal?",
@@ -419,7 +460,6 @@ ELSEWHERE = {
     "num_heads": _HEADS,
     "num_kv_heads": _HEADS,
     "p": "did you mean dropout?",
-    "page_table": _NO_PAGES,
     "return_attn_probs": "did you mean return_lse? The probabilities are never made",
     "return_softmax_lse": "did you mean return_lse?",
     "rng_state": "did you mean rng?",

@@ -65,7 +65,7 @@ def _kernel(line: str) -> Kernel:
 
 def _results(arrays: Mapping[str, Shape], backward: bool, partial: bool) -> Iterator[tuple[str, Shape]]:
     q, v = arrays["q"], arrays["v"]
-    out = Shape((*q.shape[:-1], v.shape[-1]), q.dtype)
+    out = Shape((*q.shape[:-1], v.shape[-1] * (2 if v.dtype == "uint8" else 1)), q.dtype)
     rows = (q.shape[1], q.shape[0]) if len(q.shape) == 3 else q.shape[:-1]
     wide = "float64" if q.dtype == "float64" else "float32"
     if partial and backward:

@@ -22,6 +22,10 @@ _SHAPES = {
     "k": {"bhsd": "(B, Hkv, Sk, D)", "bshd": "(B, Sk, Hkv, D)", "packed": "(Tk, Hkv, D) with cu_seqlens"},
     "v": {"bhsd": "(B, Hkv, Sk, Dv)", "bshd": "(B, Sk, Hkv, Dv)", "packed": "(Tk, Hkv, Dv) with cu_seqlens"},
 }
+_PAGED_SHAPES = {
+    "k": {"bhsd": "(pages, Hkv, page, D) with page_table", "bshd": "(pages, page, Hkv, D) with page_table"},
+    "v": {"bhsd": "(pages, Hkv, page, Dv) with page_table", "bshd": "(pages, page, Hkv, Dv) with page_table"},
+}
 
 
 class Request(NamedTuple):
@@ -65,23 +69,21 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
             options.update(row.read(wrong, name, x))
 
     if options.get("score") == HYPERBOLIC:
-        options.setdefault("beta", 1.0)
+        options["beta"] = options.get("beta", 1.0)
     elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":
         wrong.append(ValueError(f"beta: {beta} with score 'dot'; accepted is None, or a hyperbolic score"))
     layout = given.get("layout", "bhsd")
-    packed = _is_packed(given)
-    if packed:
+    packed, paged = _is_packed(given), given.get("page_table") is not None
+    if packed and not paged:
         options.pop("bshd", None)
-    if "layout" not in map(name_of, wrong):
-        shapes, rank = ("packed", 3) if packed else (layout, 4)
+    if "layout" not in [*map(name_of, wrong)]:
         for name in ("q", "k", "v"):
+            in_pages = paged and name != "q"
+            rank = 3 if packed and not in_pages else 4
+            accepted = _PAGED_SHAPES[name][layout] if in_pages else _SHAPES[name]["packed" if packed else layout]
             if name in arrays and arrays[name].ndim != rank:
-                hint = (
-                    "; did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences, or q[None], of one sequence?"
-                    if name == "q" and arrays[name].ndim == 3
-                    else ""
-                )
-                wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {_SHAPES[name][shapes]}{hint}"))
+                hint = _rank_hint(layout, paged) if name == "q" and arrays[name].ndim == 3 else ""
+                wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {accepted}{hint}"))
     if isinstance(block_mask := given.get("block_mask"), BlockMask) and not SIZES & set(map(name_of, wrong)):
         part = options.get("part")
         lengths = _lengths(arrays.get("q"), arrays.get("k"), given)
@@ -98,6 +100,14 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
             )  # to the library, 0 is None
     _dropout(wrong, arrays, options, given, framework)
     return framework, Request(arrays, options)
+
+
+def _rank_hint(layout: str, paged: bool) -> str:
+    """Of a q with three axes, where it has four."""
+    if paged:
+        single = "q[:, None]" if layout == "bshd" else "q[:, :, None]"
+        return f"; did you mean cu_seqlens_q, of packed queries, or {single}, of one query each?"
+    return "; did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences, or q[None], of one sequence?"
 
 
 def parse_aux(wrong: Wrong, aux: Any) -> tuple[str, ...]:
@@ -132,11 +142,15 @@ def _check_used(wrong: Wrong, name: str, used: Array, most: int | None) -> None:
 def _lengths(q: Array | None, k: Array | None, given: Mapping[str, Any]) -> list[int | None]:
     """Sq and Sk, of packed sequences what max_seqlen_q and max_seqlen_k say; None where that cannot be told."""
     packed = _is_packed(given)
-    axis = 0 if packed else 1 if given.get("layout") == "bshd" else 2
+    row = 1 if given.get("layout") == "bshd" else 2
+    axis = 0 if packed else row
     found: list[int | None] = []
     for x, most in ((q, given.get("max_seqlen_q")), (k, given.get("max_seqlen_k"))):
         length = x.shape[axis] if x is not None and x.ndim == (3 if packed else 4) else None
         found.append(most if packed and is_whole(most) and most else length)
+    if (table := given.get("page_table")) is not None:
+        known = k is not None and k.ndim == 4 and getattr(table, "ndim", 0) == 2
+        found[1] = table.shape[1] * k.shape[row] if known else None  # type: ignore[union-attr]
     return found
 
 
@@ -179,6 +193,8 @@ def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mappi
     aligned = given.get("alignment", "bottom_right")
     if [mask.seqlen_q, mask.seqlen_k] != lengths:
         whose = "the maxima of the sequences" if _is_packed(given) else "q and k"
+        if given.get("page_table") is not None:
+            whose = "q and a row of page_table"
         if given.get("part") is not None:
             whose = "the longest whole sequences of part"
         accepted = f"accepted is one of {lengths[0]} queries and {lengths[1]} keys, as {whose} have"

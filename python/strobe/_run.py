@@ -40,9 +40,18 @@ def results(framework: Framework, p: Request, wide: bool = False) -> dict[str, A
         shapes["lse"] = (2, *shapes["lse"])
     if p.aux:
         batch = q.shape[0] if q.ndim == 4 else p.arrays["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in p.arrays else 0
-        shapes |= {"max_logit": (batch, q.shape[head]), "column_sums": (*_rows(p)[:-1], k.shape[row])}
-    out = framework.dense_like(q, v.shape[-1], framework.xp.float64 if wide else _summed(framework, p, q.dtype))
-    return {"out": out} | {name: framework.empty(q, shapes[name], _statistic(framework, q, wide)) for name in ("lse", *p.aux)}
+        sums: tuple[int, ...] = (*_rows(p)[:-1], k.shape[row])
+        if (table := p.arrays.get("page_table")) is not None:
+            page = k.shape[1 if "bshd" in p.options else 2] if k.ndim == 4 else 0
+            sums = (batch, q.shape[head], page * (table.shape[1] if table.ndim == 2 else 0))
+        shapes.update({"max_logit": (batch, q.shape[head]), "column_sums": sums})
+    out = framework.dense_like(q, width_v(framework, v), framework.xp.float64 if wide else _summed(framework, p, q.dtype))
+    return {"out": out, **{name: framework.empty(q, shapes[name], _statistic(framework, q, wide)) for name in ("lse", *p.aux)}}
+
+
+def width_v(framework: Framework, v: Array) -> int:
+    """Dv: of INT4, two columns lie in an element."""
+    return v.shape[-1] * (2 if v.dtype == framework.xp.uint8 else 1)
 
 
 def of_rows(framework: Framework, p: Request) -> Array:
@@ -102,7 +111,7 @@ def backward(
     found = gradients(framework, p, [name for name in needed if name not in into], oracle)
     if oracle and not is_partial(p.options):
         known = {name: x for name, x in known.items() if name not in ("out", "lse")}  # works its own out again
-    how = p._replace(options=p.options | {ACCUMULATE: True}) if into else p
+    how = Request(p.arrays, {**p.options, ACCUMULATE: True}, p.aux) if into else p
     call(framework, how, known | into, found).run(lib.strobe_backward)
     if oracle:
         for name, x in found.items():
@@ -171,12 +180,12 @@ def dropout_mask(framework: Framework, shape: tuple[int, ...], options: dict[str
 
 def _whole(framework: Framework, p: Request, of_backward: bool) -> Call:
     """The call as attention() would make it, with results, and with all gradients, that nobody wants to see."""
-    p = p._replace(arrays=framework.autocast(p.arrays))
+    p = Request(framework.autocast(p.arrays), p.options, p.aux)
     oracle = _is_oracle(p)
     more = results(framework, p, oracle)
     if of_backward:
         more["dout"], more["dlse"] = (
-            framework.dense_like(p.arrays["q"], p.arrays["v"].shape[-1], p.arrays["q"].dtype),
+            framework.dense_like(p.arrays["q"], width_v(framework, p.arrays["v"]), p.arrays["q"].dtype),
             of_rows(framework, p),
         )
         if is_partial(p.options):

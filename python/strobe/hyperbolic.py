@@ -101,10 +101,14 @@ def hyperbolic_attention(
         if (x := options.pop(name, None)) is not None:
             wrong.append(ValueError(f"{name}: {shown(x)}; accepted is none: the score is the distance's"))
     check_names("hyperbolic_attention", options, wrong, _NAMES, _HINTS)
-    options = {name: x for name, x in options.items() if name in _NAMES} | {"score": "hyperbolic", "beta": beta, "shift": shift}
+    options = {**{name: x for name, x in options.items() if name in _NAMES}, "score": "hyperbolic", "beta": beta, "shift": shift}
     framework = known_framework(q)
     if framework is None or not all(_may_be_points(framework, name, x, q) for name, x in points.items()):
         return _refused(q, k, v, options, wrong)
+    if aggregate == "midpoint" and options.get("page_table") is not None:
+        wrong.append(ValueError("page_table: given with aggregate 'midpoint'; accepted is 'centroid', for midpoints weigh v in each call"))
+    if options.get("k_scale") is not None:
+        wrong.append(ValueError("k_scale: given; accepted is None, for quantised points lie beside the hyperboloid"))
     options = dict(without_causal_bias(framework, q, k, options, wrong))
     for name, x in points.items():
         most = (MAX_HEAD_DIM_V if name == "v" else MAX_HEAD_DIM) - 1  # a point has one more on the hyperboloid

@@ -27,27 +27,45 @@ enum class DType : int32_t {
   f64 = STROBE_FLOAT64,
   boolean = STROBE_BOOL,
   i32 = STROBE_INT32,
-  i64 = STROBE_INT64
+  i64 = STROBE_INT64,
+  i8 = STROBE_INT8,
+  e4m3 = STROBE_FLOAT8_E4M3,
+  i4x2 = STROBE_UINT8 // two a byte
 };
 enum class ScoreFunction : int32_t { dot = STROBE_DOT, hyperbolic = STROBE_HYPERBOLIC };
 enum class Direction : int32_t { forward = STROBE_FORWARD, backward = STROBE_BACKWARD };
 
 const char *name(DType);
+// Of an element as it is stored: INT4 are stored two at a time.
 int64_t bytes(DType);
 
 // A tensor seen through the axes (batch, head, row, column). Strides count elements; an axis that the tensor lacks or broadcasts has
-// stride 0. Varlen tensors have batch stride 0: the row is the packed token.
+// stride 0. Varlen tensors have batch stride 0: the row is the packed token. Of a pool of pages, stride[0] leads from page to page.
 struct View {
   char *data = nullptr;
   DType dtype = DType::none;
   int64_t stride[4] = {0, 0, 0, 0};
+  const int32_t *page_table = nullptr;   // (batch, pages_each): where row i of a sequence lies, page_size rows a page
+  int64_t page_size = 0, pages_each = 0; // page_size 0: no pages
 
   __attribute__((always_inline)) explicit operator bool() const { return dtype != DType::none; }
   __attribute__((always_inline)) int64_t index(int64_t b, int64_t h, int64_t i, int64_t c) const {
+    if (page_size) b = page_table[b * pages_each + i / page_size], i %= page_size;
     return b * stride[0] + h * stride[1] + i * stride[2] + c * stride[3];
   }
   template <class T> __attribute__((always_inline)) T *at(int64_t b, int64_t h, int64_t i, int64_t c) const {
     return reinterpret_cast<T *>(data) + index(b, h, i, c);
+  }
+};
+
+// What the stored numbers of K or V are multiplied by: a scale for each row, or for each column and `rows` rows of the tensor on end. Both
+// are found where the tensor's own row is.
+struct Scales : View {
+  int64_t rows = 1;
+
+  __attribute__((always_inline)) int64_t index(int64_t b, int64_t h, int64_t i, int64_t c) const {
+    if (page_size) b = page_table[b * pages_each + i / page_size], i %= page_size;
+    return b * stride[0] + h * stride[1] + i / rows * stride[2] + c * stride[3];
   }
 };
 
@@ -65,10 +83,12 @@ struct Problem {
   int64_t batch = 0, heads = 0, heads_kv = 0;
   int64_t seqlen_q = 0, seqlen_k = 0; // varlen: max_seqlen_q, max_seqlen_k
   int64_t head_dim = 0, head_dim_v = 0;
-  bool varlen = false;
+  bool varlen = false;                              // of the keys, unless they are paged
+  int64_t page_size = 0, pages = 0, pages_each = 0; // keys of a page, 0: no pages; pages of the pool, and of a sequence
   int64_t total_q = 0, total_k = 0;                 // varlen: packed tokens; dense: batch * seqlen
   int64_t most_q = kUnbounded, most_k = kUnbounded; // varlen without a maximum, in host memory: the longest's lengths
-  DType dtype = DType::none;                        // of q, k, v, out
+  DType dtype = DType::none;                        // of q and out, and of k and v unless they are quantised
+  DType quantised_as = DType::none;                 // how quantised k and v are stored; none: in dtype
   int32_t device_type = STROBE_CPU, device_index = 0;
 
   // score
@@ -90,7 +110,8 @@ struct Problem {
   std::string engine; // empty: any
 
   // tensors
-  View q, k, v;
+  View q, k, v;                      // INT4: strides count bytes, of which each holds two columns
+  Scales k_scale, v_scale;           // of quantised k and v
   View mask, bias;                   // (batch, head, query, key), stride 0 where broadcast
   View alibi_slopes;                 // (batch, head, -, -)
   View sinks;                        // (-, head, -, -)
@@ -127,6 +148,14 @@ struct Problem {
     __attribute__((always_inline)) explicit operator bool() const { return q != nullptr; }
   } part;
 
+  // Whether the keys are tokens of one row after the other, sequence behind sequence.
+  __attribute__((always_inline)) bool packed_k() const { return varlen && !page_size; }
+  const int32_t *page_table() const { return k.page_table; }
+  void set_page_table(const int32_t *table) { k.page_table = v.page_table = k_scale.page_table = v_scale.page_table = table; }
+  __attribute__((always_inline)) bool quantised() const { return quantised_as != DType::none; }
+  // Elements of a row of K or V.
+  __attribute__((always_inline)) int64_t stored(int64_t columns) const { return quantised_as == DType::i4x2 ? columns / 2 : columns; }
+  bool scaled_by_channel() const { return k_scale.rows > 1; } // K; else by row
   // Whether a forward is to be followed by the pass that makes max_logit and column_sums.
   bool auxiliary() const { return max_logit || column_sums; }
   // Whether the score is no linear function of q.k.
@@ -142,13 +171,17 @@ struct Problem {
   struct Rows {
     int64_t begin, length;
   };
-  __attribute__((always_inline)) Rows rows_q(int64_t b) const { return rows(cu_seqlens_q, b, total_q, varlen ? longest_q() : seqlen_q); }
+  __attribute__((always_inline)) Rows rows_q(int64_t b) const {
+    return rows(varlen, cu_seqlens_q, b, total_q, varlen ? longest_q() : seqlen_q);
+  }
   __attribute__((always_inline)) Rows rows_k(int64_t b) const {
     Rows keys = held_k(b);
     if (seqused_k) keys.length = least(keys.length, seqused_k[b] > 0 ? seqused_k[b] : 0, kUnbounded);
     return keys;
   }
-  __attribute__((always_inline)) Rows held_k(int64_t b) const { return rows(cu_seqlens_k, b, total_k, varlen ? longest_k() : seqlen_k); }
+  __attribute__((always_inline)) Rows held_k(int64_t b) const {
+    return rows(packed_k(), cu_seqlens_k, b, total_k, packed_k() ? longest_k() : seqlen_k);
+  }
 
   // The positions of a sequence's rows, range by range: one range of all unless the call is a part.
   __attribute__((always_inline)) RowRange range_q(int64_t b, int64_t n) const {
@@ -175,8 +208,8 @@ private:
     const int64_t d = a < b ? a : b;
     return c < d ? c : d;
   }
-  __attribute__((always_inline)) Rows rows(const int32_t *cu, int64_t b, int64_t total, int64_t most) const {
-    if (!varlen) return {0, most};
+  __attribute__((always_inline)) static Rows rows(bool packed, const int32_t *cu, int64_t b, int64_t total, int64_t most) {
+    if (!packed) return {0, most};
     auto clamp = [](int64_t x, int64_t lo, int64_t hi) { return x < lo ? lo : x > hi ? hi : x; };
     int64_t begin = clamp(cu[b], 0, total), end = clamp(cu[b + 1], begin, total);
     return {begin, end - begin < most ? end - begin : most};

@@ -18,7 +18,7 @@ const void *OwnLists::copy_bytes(const void *list, size_t bytes) {
 }
 
 void own_lists(Problem &p) {
-  if (p.device_type != STROBE_CPU || !(p.varlen || p.seqused_k || p.rng || p.blocks.present)) return;
+  if (p.device_type != STROBE_CPU || !(p.varlen || p.seqused_k || p.page_size || p.rng || p.blocks.present)) return;
   const auto lists = std::make_shared<OwnLists>();
   auto own = [&](auto *&list, int64_t count) {
     if (list) list = lists->copy(list, count);
@@ -26,6 +26,8 @@ void own_lists(Problem &p) {
   own(p.cu_seqlens_q, p.batch + 1);
   own(p.cu_seqlens_k, p.batch + 1);
   own(p.seqused_k, p.batch);
+  const int32_t *table = p.page_table();
+  own(table, p.batch * p.pages_each), p.set_page_table(table);
   own(p.rng, 2);
   Problem::Blocks &m = p.blocks;
   const int64_t matrices = m.batch * m.heads;
@@ -52,6 +54,18 @@ std::string check_seqused(const int32_t *used, int64_t batch, const int32_t *cu,
     const int64_t most = cu ? int64_t{cu[b + 1]} - cu[b] : length;
     if (used[b] < 0 || used[b] > most)
       return text(used[b], " at [", b, "]; accepted are 0 to ", most, cu ? ", the length of that sequence's keys" : ", the length of k");
+  }
+  return {};
+}
+
+std::string check_pages(const PageTable &t, const int32_t *used) {
+  for (int64_t b = 0; b < t.batch; b++) {
+    const int64_t keys = used ? used[b] : t.pages_each * t.page_size, counted = keys / t.page_size + (keys % t.page_size != 0);
+    for (int64_t n = 0; n < counted; n++)
+      if (const int64_t page = t.table[b * t.pages_each + n]; page < 0 || page >= t.pages)
+        return text("page ", page, " at [", b, ", ", n, "]; accepted ",
+                    t.pages ? text("are 0 to ", t.pages - 1, ", the pages of k and v,") : "is none, for k and v have no pages,",
+                    " where keys count");
   }
   return {};
 }

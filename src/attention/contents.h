@@ -1,5 +1,5 @@
-// What must hold of the integers in host memory: cu_seqlens, seqused_k and the block-sparse CSR. Each check answers with the first thing
-// wrong, or with an empty text.
+// What must hold of the integers in host memory: cu_seqlens, seqused_k, page_table and the block-sparse CSR. Each check answers with the
+// first thing wrong, or with an empty text.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -36,6 +36,13 @@ std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, in
 // cu: of packed keys, which was checked before; null: each sequence has `length` of them.
 std::string check_seqused(const int32_t *used, int64_t batch, const int32_t *cu, int64_t length);
 
+// Of the pages that hold keys that count. used: how many of each sequence count, which was checked before; null: all.
+struct PageTable {
+  int64_t batch, pages_each, page_size, pages; // pages: of the pool
+  const int32_t *table;
+};
+std::string check_pages(const PageTable &, const int32_t *used);
+
 // A stack of `matrices` CSR matrices: offsets (matrices, rows + 1), absolute, into indices[kept] in [0, cols), ascending within a row.
 struct Csr {
   int64_t matrices, rows, cols, kept;
@@ -57,7 +64,7 @@ template <class Read> void check_contents(const Problem &p, Read &&read) {
   };
   if (p.varlen) {
     require("cu_seqlens_q", check_cu_seqlens(read(p.cu_seqlens_q, p.batch + 1).data(), p.batch, p.total_q, p.seqlen_q));
-    require("cu_seqlens_k", check_cu_seqlens(read(p.cu_seqlens_k, p.batch + 1).data(), p.batch, p.total_k, p.seqlen_k));
+    if (p.packed_k()) require("cu_seqlens_k", check_cu_seqlens(read(p.cu_seqlens_k, p.batch + 1).data(), p.batch, p.total_k, p.seqlen_k));
   }
   if (p.varlen && p.part) {
     const auto q = read(p.cu_seqlens_q, p.batch + 1), k = read(p.cu_seqlens_k, p.batch + 1);
@@ -66,8 +73,13 @@ template <class Read> void check_contents(const Problem &p, Read &&read) {
   }
   if (p.seqused_k) {
     const auto used = read(p.seqused_k, p.batch);
-    require("seqused_k", p.varlen ? check_seqused(used.data(), p.batch, read(p.cu_seqlens_k, p.batch + 1).data(), 0)
-                                  : check_seqused(used.data(), p.batch, nullptr, p.seqlen_k));
+    require("seqused_k", p.packed_k() ? check_seqused(used.data(), p.batch, read(p.cu_seqlens_k, p.batch + 1).data(), 0)
+                                      : check_seqused(used.data(), p.batch, nullptr, p.seqlen_k));
+  }
+  if (p.page_size) {
+    const auto table = read(p.page_table(), p.batch * p.pages_each);
+    const PageTable pages{p.batch, p.pages_each, p.page_size, p.pages, table.data()};
+    require("page_table", p.seqused_k ? check_pages(pages, read(p.seqused_k, p.batch).data()) : check_pages(pages, nullptr));
   }
   const Problem::Blocks &m = p.blocks;
   if (!m.present) return;

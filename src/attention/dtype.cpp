@@ -20,6 +20,12 @@ const char *name(DType type) {
     return "int32";
   case DType::i64:
     return "int64";
+  case DType::i8:
+    return "int8";
+  case DType::e4m3:
+    return "float8_e4m3fn";
+  case DType::i4x2:
+    return "uint8";
   }
   return "unknown";
 }
@@ -29,6 +35,9 @@ int64_t bytes(DType type) {
   case DType::none:
     return 0;
   case DType::boolean:
+  case DType::i8:
+  case DType::e4m3:
+  case DType::i4x2:
     return 1;
   case DType::f16:
   case DType::bf16:

@@ -69,7 +69,7 @@ void clear_padding_of_keys(const Problem &p, const Execution &execution, Directi
     clear(p.dv, execution, batch, p.heads_kv, p.head_dim_v, range_of);
   };
   if (p.seqused_k) each(p.batch, [&](int64_t b) { return unused(p, b); });
-  if (p.varlen) each(1, [&](int64_t) { return Range{0, p.cu_seqlens_k[p.batch], p.total_k}; });
+  if (p.packed_k()) each(1, [&](int64_t) { return Range{0, p.cu_seqlens_k[p.batch], p.total_k}; });
 }
 
 void clear_padding_of_queries(const Problem &p, const Execution &execution, Direction direction) {

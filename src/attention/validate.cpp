@@ -15,10 +15,10 @@
 namespace strobe {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 576, kMaxHeadDimV = 512;
+constexpr int64_t kMaxHeadDim = 576, kMaxHeadDimV = 512, kScaleGroup = 32;
 constexpr const char *kOracle = "reference"; // the engine whose results are float64
 
-const Types kFloats = {DType::f32, DType::f16, DType::bf16, DType::f64};
+const Types kFloats = {DType::f32, DType::f16, DType::bf16, DType::f64}, kQuantised = {DType::i8, DType::e4m3, DType::i4x2};
 
 int64_t div_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
@@ -27,6 +27,7 @@ using AxisMap = std::array<int, 4>;
 constexpr AxisMap kDense = {0, 1, 2, 3}, kPacked = {-1, 1, 0, 2};             // q and its like
 constexpr AxisMap kDenseRows = {0, 1, 2, -1}, kPackedRows = {-1, 0, 1, -1};   // lse
 constexpr AxisMap kDensePairs = {1, 2, 3, -1}, kPackedPairs = {-1, 1, 2, -1}; // lse of a partial part
+constexpr AxisMap kPackedScales = {-1, 1, 0, -1};                             // of a row and head each
 constexpr AxisMap kHead = {-1, 0, -1, -1}, kBatchHead = {0, 1, -1, -1};       // sinks, ALiBi's slopes
 
 View view(const strobe_tensor *t, const AxisMap &map) {
@@ -44,13 +45,15 @@ public:
   Validator(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction)
       : a(read_versioned("attention", attention, reasons)), t(read_versioned("tensors", tensors, reasons)),
         backward(direction == Direction::backward), oracle(a.engine && std::strcmp(a.engine, kOracle) == 0),
-        varlen(t.cu_seqlens_q || t.cu_seqlens_k) {}
+        varlen(t.cu_seqlens_q || t.cu_seqlens_k), paged(t.page_table), quantised(t.k_scale || t.v_scale) {}
 
   Problem problem() {
     reasons.raise_if_any(); // without the structs all that follows would be noise
     check_options(a, reasons);
     inputs();
     sequences();
+    scales();
+    pages_in_pool();
     parts();
     extras();
     blocks();
@@ -73,6 +76,7 @@ private:
     int64_t seqlen_q = kAny, seqlen_k = kAny; // Sq, Sk; varlen: max_seqlen_q, max_seqlen_k
     int64_t size_q = kAny, size_k = kAny;     // the same; of a part: the longest of the whole problem
     int64_t blocks_q = kAny, blocks_k = kAny;
+    int64_t pages = kAny, page_size = kAny, pages_each = kAny; // of the pool, keys of one, of a sequence
   };
 
   Axes queries(Axis width) const {
@@ -80,6 +84,7 @@ private:
     return {{"B", n.batch}, {"H", n.heads}, {"Sq", n.rows_q}, width};
   }
   Axes keys(Axis width) const {
+    if (paged) return {{"pages", n.pages}, {"Hkv", n.heads_kv}, {"page", n.page_size}, width};
     if (varlen) return {{"Tk", n.rows_k}, {"Hkv", n.heads_kv}, width};
     return {{"B", n.batch}, {"Hkv", n.heads_kv}, {"Sk", n.rows_k}, width};
   }
@@ -88,7 +93,7 @@ private:
     return {{"B", n.batch}, {"H", n.heads}, {"Sq", n.rows_q}};
   }
   Axes key_columns() const {
-    if (varlen) return {{"H", n.heads}, {"Tk", n.rows_k}};
+    if (packed_k()) return {{"H", n.heads}, {"Tk", n.rows_k}};
     return {{"B", n.batch}, {"H", n.heads}, {"Sk", n.rows_k}};
   }
   Axes scores() const {
@@ -98,9 +103,10 @@ private:
              : varlen       ? "max_seqlen_q"
                             : "Sq",
              n.seqlen_q, true},
-            {part     ? "Sk of the whole problem"
-             : varlen ? "max_seqlen_k"
-                      : "Sk",
+            {part         ? "Sk of the whole problem"
+             : packed_k() ? "max_seqlen_k"
+             : paged      ? "Sk, the keys of all pages of a sequence"
+                          : "Sk",
              n.size_k, true}};
   }
   // Of a partial part, a row's LSE is two numbers.
@@ -123,6 +129,11 @@ private:
     return tensor && needed;
   }
 
+  // Of k and v. Two INT4 are one element.
+  Types key_types() const { return quantised ? kQuantised : input_types(); }
+  static int64_t columns_each(const strobe_tensor *x) { return x && x->dtype == STROBE_UINT8 ? 2 : 1; }
+  // Whether the keys are tokens of one row after the other.
+  bool packed_k() const { return varlen && !paged; }
   Types input_types() const { return dtype == DType::none ? kFloats : Types{dtype}; }
   Types result_types() const { return oracle ? Types{DType::f64} : input_types(); }
   bool partial() const { return part && part->partial; }
@@ -133,7 +144,7 @@ private:
 
   // q, k and v define the sizes.
   void inputs() {
-    const int32_t rank = varlen ? 3 : 4, row = varlen ? 0 : 2;
+    const int32_t rank = varlen ? 3 : 4, row = varlen ? 0 : 2, rank_k = packed_k() ? 3 : 4, row_k = packed_k() ? 0 : 2;
     auto width = [&](const char *argument, int64_t size, int64_t most = kMaxHeadDim) {
       if (size >= 1 && size <= most) return size;
       reasons.add(argument, "head dimension ", size, "; accepted is 1 to ", most);
@@ -148,33 +159,89 @@ private:
     }
     if (t.q && std::count(kFloats.begin(), kFloats.end(), static_cast<DType>(t.q->dtype))) dtype = static_cast<DType>(t.q->dtype);
 
-    require("k", t.k, keys({"D", n.dim}), input_types());
-    if (TensorChecks::has_rank(t.k, rank)) {
-      if (n.dim == kAny) width("k", t.k->shape[rank - 1]);
-      n.heads_kv = t.k->shape[1], n.rows_k = t.k->shape[row];
+    const int64_t each_k = columns_each(t.k), each_v = columns_each(t.v);
+    if (each_k > 1 && n.dim > 0 && n.dim % each_k)
+      reasons.add("k", "dtype uint8, which holds two columns, and q has ", n.dim, "; accepted is an even D");
+    else
+      require("k", t.k, keys({each_k > 1 ? "D/2" : "D", n.dim > 0 ? n.dim / each_k : n.dim}), key_types());
+    if (TensorChecks::has_rank(t.k, rank_k)) {
+      if (n.dim == kAny) width("k", t.k->shape[rank_k - 1] * each_k);
+      n.heads_kv = t.k->shape[1];
+      (paged ? n.page_size : n.rows_k) = t.k->shape[row_k];
+      if (paged) n.pages = t.k->shape[0];
+      if (n.page_size == 0) reasons.add("k", "pages of 0 keys; accepted is 1 or more"), n.page_size = kAny;
       if (n.heads > 0 && (n.heads_kv < 1 || n.heads % n.heads_kv))
         reasons.add("k", n.heads_kv, " heads for the ", n.heads, " of q; accepted are the divisors of ", n.heads);
     }
-    require("v", t.v, keys({"Dv"}), input_types());
-    if (TensorChecks::has_rank(t.v, rank)) n.dim_v = width("v", t.v->shape[rank - 1], kMaxHeadDimV);
+    Types types = key_types();
+    if (quantised && t.k && std::count(types.begin(), types.end(), static_cast<DType>(t.k->dtype)))
+      types = {static_cast<DType>(t.k->dtype)};
+    require("v", t.v, keys({each_v > 1 ? "Dv/2" : "Dv"}), types);
+    if (TensorChecks::has_rank(t.v, rank_k)) n.dim_v = width("v", t.v->shape[rank_k - 1] * each_v, kMaxHeadDimV);
   }
 
   void sequences() {
-    n.seqlen_q = longest("max_seqlen_q", a.max_seqlen_q, n.rows_q);
-    n.seqlen_k = longest("max_seqlen_k", a.max_seqlen_k, n.rows_k);
-    if (!varlen) return seqused(nullptr, true);
     if (t.cu_seqlens_q && t.cu_seqlens_q->rank == 1 && t.cu_seqlens_q->shape[0] > 0) n.batch = t.cu_seqlens_q->shape[0] - 1;
-    good_cu_q = cu_seqlens("cu_seqlens_q", t.cu_seqlens_q, n.rows_q, n.seqlen_q);
+    if (paged) pages();
+    n.seqlen_q = longest("max_seqlen_q", a.max_seqlen_q, n.rows_q, varlen);
+    n.seqlen_k = longest("max_seqlen_k", a.max_seqlen_k, n.rows_k, packed_k());
+    if (varlen) good_cu_q = cu_seqlens("cu_seqlens_q", t.cu_seqlens_q, n.rows_q, n.seqlen_q);
+    if (!packed_k()) return seqused(nullptr, true);
     const bool good_k = good_cu_k = cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, n.seqlen_k);
     seqused(good_k ? ints(t.cu_seqlens_k) : nullptr, good_k);
   }
-  int64_t longest(const char *field, int64_t given, int64_t rows) {
-    if (!varlen && given != 0) reasons.add(field, given, " without cu_seqlens; accepted is 0");
-    if (varlen && (given < 0 || given > INT32_MAX)) {
+  // Of quantised k and v. A row's scale lies where the row does, in the tensor, or in the page.
+  void scales() {
+    const int64_t group = a.k_scale_group;
+    if (!quantised) {
+      if (group) reasons.add("k_scale_group", group, " without k_scale; accepted is 0");
+      return;
+    }
+    if (!t.k_scale) reasons.add("k_scale", "missing beside v_scale; accepted is both, or neither");
+    if (!t.v_scale) reasons.add("v_scale", "missing beside k_scale; accepted is both, or neither");
+    if (backward) reasons.add("k_scale", "given in a backward; accepted is none: quantised keys have no gradients");
+    if (a.part) reasons.add("k_scale", "given beside part; accepted is one of the two");
+    if (dtype == DType::f64) reasons.add("q", "dtype float64 beside k_scale; accepted is float32, float16, bfloat16");
+    const bool good = group >= 0 && group % kScaleGroup == 0 && group <= INT32_MAX;
+    if (!good) reasons.add("k_scale_group", group, "; accepted are the multiples of ", kScaleGroup, ", and 0 for a scale for each key");
+    const Types types = {DType::f16, DType::f32};
+    const Axes rows = scale_rows();
+    accept("v_scale", t.v_scale, rows, types);
+    if (!good) return;
+    Axes of_k = rows;
+    if (group) {
+      Axis &axis = of_k[packed_k() ? 0 : 2];
+      axis = {"rows of k / k_scale_group", axis.size == kAny ? kAny : div_up(axis.size, group)};
+      of_k.push_back({"D", n.dim});
+    }
+    accept("k_scale", t.k_scale, of_k, types);
+  }
+  Axes scale_rows() const {
+    Axes axes = keys({"D"});
+    axes.pop_back();
+    return axes;
+  }
+  int64_t longest(const char *field, int64_t given, int64_t rows, bool packed) {
+    if (!packed && given != 0) reasons.add(field, given, paged && varlen ? " beside page_table" : " without cu_seqlens", "; accepted is 0");
+    if (packed && (given < 0 || given > INT32_MAX)) {
       reasons.add(field, given, "; accepted is 0 (the number of tokens) to ", INT32_MAX);
       return kAny;
     }
-    return varlen && given ? given : rows;
+    return packed && given ? given : rows;
+  }
+  // Sk is what a row of the page table has room for.
+  void pages() {
+    if (backward) reasons.add("page_table", "given in a backward; accepted is none: keys in pages have no gradients");
+    if (t.cu_seqlens_k) reasons.add("cu_seqlens_k", "given beside page_table; accepted is cu_seqlens_q alone, for k and v are not packed");
+    if (a.part) reasons.add("page_table", "given beside part; accepted is one of the two");
+    if (!accept("page_table", t.page_table, {{"B", n.batch}, {"pages of a sequence"}}, {DType::i32}) ||
+        !checks.contiguous("page_table", *t.page_table) || n.page_size == kAny)
+      return;
+    n.pages_each = t.page_table->shape[1];
+    if (__builtin_mul_overflow(n.pages_each, n.page_size, &n.rows_k) || n.rows_k > INT32_MAX) {
+      reasons.add("page_table", "room for ", n.pages_each, " pages of ", n.page_size, " keys; accepted are up to ", INT32_MAX, " keys");
+      n.rows_k = kAny;
+    }
   }
   // Whether they may be read.
   bool cu_seqlens(const char *argument, const strobe_tensor *cu, int64_t rows, int64_t most) {
@@ -192,7 +259,13 @@ private:
     const strobe_tensor *used = t.seqused_k;
     if (!accept("seqused_k", used, {{"B", n.batch}}, {DType::i32}) || !checks.contiguous("seqused_k", *used)) return;
     if (on_cpu(*used) && comparable && n.batch != kAny && n.rows_k != kAny)
-      add("seqused_k", check_seqused(ints(used), n.batch, cu, n.rows_k));
+      good_used = add("seqused_k", check_seqused(ints(used), n.batch, cu, n.rows_k));
+  }
+  // In host memory: those that hold keys that count.
+  void pages_in_pool() {
+    if (!paged || n.rows_k == kAny || n.pages == kAny || n.batch == kAny || !on_cpu(*t.page_table) || (t.seqused_k && !good_used)) return;
+    const PageTable table{n.batch, n.pages_each, n.page_size, n.pages, ints(t.page_table)};
+    add("page_table", check_pages(table, t.seqused_k ? ints(t.seqused_k) : nullptr));
   }
 
   // What the rows, heads and sequences at hand are of a larger problem.
@@ -328,7 +401,7 @@ private:
   // Engines count bytes of workspace in 64 bits, up to 2^20 a row, whatever the strides let the tensors claim. Of packed sequences they
   // keep the tokens' rows alone, and count the tiles that the longest of all would have.
   void total_size(const Problem &p) {
-    if (!varlen) {
+    if (!packed_k()) {
       if (product_below(40, {n.batch, n.heads}, {n.seqlen_q, n.seqlen_k})) return;
       reasons.add("q", "batch ", n.batch, ", heads ", n.heads, ", lengths ", n.seqlen_q, " and ", n.seqlen_k,
                   " are more than engines count; accepted is B * H * (Sq + Sk) below 2^40");
@@ -368,8 +441,9 @@ private:
     p.lists = lists;
     p.batch = n.batch, p.heads = n.heads, p.heads_kv = n.heads_kv, p.head_dim = n.dim, p.head_dim_v = n.dim_v;
     p.seqlen_q = n.seqlen_q, p.seqlen_k = n.seqlen_k, p.varlen = varlen;
-    p.total_q = varlen ? n.rows_q : n.batch * n.rows_q, p.total_k = varlen ? n.rows_k : n.batch * n.rows_k;
-    p.dtype = dtype, p.device_type = t.q->device_type, p.device_index = t.q->device_index;
+    p.total_q = varlen ? n.rows_q : n.batch * n.rows_q, p.total_k = packed_k() ? n.rows_k : n.batch * n.rows_k;
+    p.dtype = dtype, p.quantised_as = quantised ? static_cast<DType>(t.k->dtype) : DType::none, p.device_type = t.q->device_type,
+    p.device_index = t.q->device_index;
 
     p.score = static_cast<ScoreFunction>(a.score);
     p.scale = a.has_scale ? a.scale : p.score == ScoreFunction::hyperbolic ? 1 : 1 / std::sqrt(static_cast<double>(n.dim));
@@ -385,14 +459,26 @@ private:
     p.invariant = a.invariant, p.engine = a.engine ? a.engine : "";
 
     const AxisMap &tokens = varlen ? kPacked : kDense, &rows = varlen ? kPackedRows : kDenseRows;
-    p.q = view(t.q, tokens), p.k = view(t.k, tokens), p.v = view(t.v, tokens);
+    p.q = view(t.q, tokens), p.k = view(t.k, packed_k() ? kPacked : kDense), p.v = view(t.v, packed_k() ? kPacked : kDense);
+    if (quantised) {
+      const AxisMap &scale_rows = packed_k() ? kPackedScales : kDenseRows;
+      static_cast<View &>(p.v_scale) = view(t.v_scale, scale_rows);
+      static_cast<View &>(p.k_scale) = view(t.k_scale, !a.k_scale_group ? scale_rows : packed_k() ? kPacked : kDense);
+      if (a.k_scale_group) p.k_scale.rows = a.k_scale_group;
+    }
+    if (paged) {
+      p.page_size = n.page_size, p.pages = n.pages, p.pages_each = n.pages_each;
+      for (View *x : {&p.k, &p.v, static_cast<View *>(&p.k_scale), static_cast<View *>(&p.v_scale)})
+        x->page_size = n.page_size, x->pages_each = n.pages_each;
+      p.set_page_table(ints(t.page_table));
+    }
     p.mask = view(t.mask, kDense), p.bias = view(t.bias, kDense);
     p.alibi_slopes = view(t.alibi_slopes, t.alibi_slopes && t.alibi_slopes->rank == 2 ? kBatchHead : kHead);
     p.sinks = view(t.sinks, kHead);
     p.cu_seqlens_q = ints(t.cu_seqlens_q), p.cu_seqlens_k = ints(t.cu_seqlens_k), p.seqused_k = ints(t.seqused_k);
     if (varlen && !part && on_cpu(*t.q)) { // with a maximum of the caller's, plans do not depend on what the lengths are
       if (!a.max_seqlen_q) p.most_q = 0;
-      if (!a.max_seqlen_k) p.most_k = 0;
+      if (!a.max_seqlen_k && !paged) p.most_k = 0;
       update_longest(p);
     }
     p.rng = ints<int64_t>(t.rng);
@@ -402,7 +488,7 @@ private:
     p.out = view(t.out, tokens);
     p.lse = view(t.lse, !partial() ? rows : varlen ? kPackedPairs : kDensePairs);
     if (partial() && p.lse) p.lse_low = t.lse->strides[0];
-    if (!backward) p.max_logit = view(t.max_logit, kBatchHead), p.column_sums = view(t.column_sums, rows);
+    if (!backward) p.max_logit = view(t.max_logit, kBatchHead), p.column_sums = view(t.column_sums, packed_k() ? kPackedRows : kDenseRows);
     if (backward) {
       p.dout = view(t.dout, tokens), p.dlse = view(t.dlse, rows), p.delta = view(t.delta, rows);
       p.dq = view(t.dq, tokens), p.dk = view(t.dk, tokens), p.dv = view(t.dv, tokens);
@@ -427,12 +513,12 @@ private:
   Reasons reasons;
   const strobe_attention a;
   const strobe_tensors t;
-  const bool backward, oracle, varlen;
+  const bool backward, oracle, varlen, paged, quantised;
   TensorChecks checks{reasons};
   const std::shared_ptr<OwnLists> lists = std::make_shared<OwnLists>();
   Sizes n;
   DType dtype = DType::none;
-  bool good_cu_q = false, good_cu_k = false, good_bias = false, good_sinks = false;
+  bool good_used = false, good_cu_q = false, good_cu_k = false, good_bias = false, good_sinks = false;
   std::optional<Problem::Part> part;
 };
 

@@ -17,6 +17,9 @@ template <int c, int a, int b> STROBE_INLINE void tile_multiply() {
 }
 
 struct Amx {
+  // Few rows would leave most of a tile idle, and these CPUs multiply and add faster than they make dot products.
+  template <class Elements> using Lanes = FmaLanes<float, Elements>;
+
   // The thread's tile registers, configured for the time it works.
   struct Session {
     STROBE_INLINE Session() {

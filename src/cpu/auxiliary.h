@@ -2,6 +2,7 @@
 // run of tiles of queries of one head, and its sums are rows of its own, which are added in order: no bit depends on the threads.
 #pragma once
 #include "forward.h"
+#include "probability.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -22,7 +23,9 @@ template <class Math> struct AuxiliaryScratch {
   typename KeySource<Math>::Scratch k;
   ScoreScratch<T> score;
   typename Math::Element *q;
-  T *s, *lse, *run, *lost; // run: sums of a tile of queries; lost: what an item's sums lost to rounding
+  T *s, *lse, *excess;
+  T *sum, *sum_lost; // of a row's P
+  T *run, *lost;     // run: sums of a tile of queries; lost: what an item's sums lost to rounding
 
   AuxiliaryScratch(Arena &arena, const Problem &p, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), score(arena, p, Math::kChunk, tile.width, max(p.head_dim, Math::kChunk)) {
@@ -30,6 +33,9 @@ template <class Math> struct AuxiliaryScratch {
     q = arena.take<typename Math::Element>(pieces_of(tile) * Math::lanes_size(tile.width, p.head_dim));
     s = arena.take<T>(Math::kChunk * tile.width);
     lse = arena.take<T>(tile.q);
+    excess = arena.take<T>(tile.q);
+    sum = arena.take<T>(tile.q);
+    sum_lost = arena.take<T>(tile.q);
     run = arena.take<T>(items.keys);
     lost = arena.take<T>(items.keys);
   }
@@ -37,20 +43,36 @@ template <class Math> struct AuxiliaryScratch {
 
 // Adds a chunk of scores: the largest of each lane to `most`; NaN to `spoiled`, if there is one; P of each key, over the lanes, to `sums`.
 template <class T>
-__attribute__((noinline)) void add_chunk(const Head<T> &head, const TileSpan &t, const T *s, const T *lse, Vec<T> &most, Vec<T> &spoiled,
-                                         T *sums) {
+__attribute__((noinline)) void add_chunk(const Head<T> &head, const TileSpan &t, const T *s, const T *lse, const T *excess, Vec<T> &most,
+                                         Vec<T> &spoiled, T *sums) {
   using V = Vec<T>;
   constexpr int L = V::kLanes;
-  const V natural(head.additive ? T(1) : head.scale), log2e(kLog2e<T>), hidden(-kInfinity<T>), nobody(kInfinity<T>);
+  const V hidden(-kInfinity<T>), nobody(kInfinity<T>);
   for (int64_t j = 0; j < t.keys; ++j) {
     V sum(T(0));
     for (int64_t c = 0; c < t.width; c += L) {
-      const V of_row = V::load(lse + c), x = select(of_row == nobody, hidden, V::load(s + j * t.width + c));
+      const Probability<Fma<T>> probability(head, lse + c, excess + c);
+      const V x = select(probability.lse == nobody, hidden, V::load(s + j * t.width + c));
       most = max(most, x);
       spoiled = select(x == x, spoiled, x);
-      if (sums) sum += select(x == hidden, V(T(0)), exp2((x * natural - of_row) * log2e));
+      if (sums) sum += select(x == hidden, V(T(0)), probability(x));
     }
     if (sums) sums[j] += sum_of_lanes(sum);
+  }
+}
+
+// Adds P of a chunk of scores to the sums of its rows.
+template <class T>
+__attribute__((noinline)) void add_rows(const Head<T> &head, const TileSpan &t, int64_t lane, const T *s, const T *lse, const T *excess,
+                                        T *row_sum, T *row_lost) {
+  using V = Vec<T>;
+  for (int64_t c = lane; c < lane + t.width; c += V::kLanes) {
+    const Probability<Fma<T>> probability(head, lse + c, excess + c);
+    for (int64_t j = 0; j < t.keys;) {
+      V sum(T(0));
+      for (const int64_t end = min((i64)(j + kRun), (i64)t.keys); j < end; ++j) sum += probability(V::load(s + j * t.width + c - lane));
+      add_exactly(sum, row_sum + c, row_lost + c);
+    }
   }
 }
 
@@ -67,30 +89,52 @@ void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile
     q[n] = Math::load_lanes(p.q, head.b, head.h, head.q0 + i0 + lane, count, p.head_dim, head.sign, width,
                             scratch.q + n * Math::lanes_size(tile.width, p.head_dim), scratch.score.buffer);
   }
+  bool any_large = false;
   for (int64_t i = 0; i < rows; ++i) { // +inf: a lane past the end, or a row that sees nothing
-    T lse = i0 + i < i1 ? (p.column_sums ? *p.lse.at<T>(head.b, head.h, head.q0 + i0 + i, 0) : T(0)) : kInfinity<T>;
-    scratch.lse[i] = lse == -kInfinity<T> ? kInfinity<T> : lse;
+    const T lse = i0 + i < i1 ? (p.column_sums ? *p.lse.at<T>(head.b, head.h, head.q0 + i0 + i, 0) : T(0)) : kInfinity<T>;
+    const RowLse<T> row = Probability<Fma<T>>::row(head, lse == -kInfinity<T> ? kInfinity<T> : lse);
+    scratch.lse[i] = row.lse, scratch.excess[i] = row.excess;
+    any_large |= is_large(p, row.lse);
   }
-  KeyTiles<T> tiles(head, source.mask, tile, i0, i1);
-  for (KeysOfRange keys; tiles.next(keys);) {
-    const auto k = source.k.tile(source.shared_k, head.b, head.kv, keys, scratch.k);
-    for (int64_t lane = 0, n = 0; lane < rows; lane += tile.width, ++n) {
-      const int64_t width = min((i64)tile.width, (i64)(rows - lane));
-      Piece<T> piece;
-      if (!make_piece(head, source.mask, i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), width, keys, piece)) continue;
-      TileSpan chunk{};
-      for (int64_t done = 0; done < piece.span.keys; done += chunk.keys) {
-        chunk = piece.span.chunk(done, Math::kChunk);
-        Math::multiply(chunk.keys, width, p.head_dim, Math::rows_from(k.keys.rows, chunk.j0 - k.origin), q[n], scratch.s, width, false);
-        apply_options(head, piece, chunk, scratch.score, scratch.s, (T *)nullptr);
-        add_chunk(head, chunk, scratch.s, scratch.lse + lane, most, spoiled, p.column_sums ? scratch.run + chunk.j0 : nullptr);
+  auto each_chunk = [&](auto &&work) {
+    KeyTiles<T> tiles(head, source.mask, tile, i0, i1);
+    for (KeysOfRange keys; tiles.next(keys);) {
+      const auto k = source.k.tile(source.shared_k, head.b, head.kv, keys, scratch.k);
+      for (int64_t lane = 0, n = 0; lane < rows; lane += tile.width, ++n) {
+        const int64_t width = min((i64)tile.width, (i64)(rows - lane));
+        Piece<T> piece;
+        if (!make_piece(head, source.mask, i0 + lane, min((i64)width, (i64)(i1 - i0 - lane)), width, keys, piece)) continue;
+        TileSpan chunk{};
+        for (int64_t done = 0; done < piece.span.keys; done += chunk.keys) {
+          chunk = piece.span.chunk(done, Math::kChunk);
+          Math::multiply(chunk.keys, width, p.head_dim, Math::rows_from(k.keys.rows, chunk.j0 - k.origin), q[n], scratch.s, width, false);
+          apply_options(head, piece, chunk, scratch.score, scratch.s, (T *)nullptr);
+          work(chunk, lane);
+        }
       }
     }
+  };
+  if (any_large) { // as in the backward: P is divided by its sum where the last bit of LSE shows
+    fill(scratch.sum, rows, T(0)), fill(scratch.sum_lost, rows, T(0));
+    each_chunk([&](const TileSpan &chunk, int64_t lane) {
+      add_rows(head, chunk, lane, scratch.s, scratch.lse, scratch.excess, scratch.sum, scratch.sum_lost);
+    });
+    const double sink = p.sinks ? load_as<double>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0)) : -kInfinity<double>;
+    for (int64_t i = 0; i < rows; ++i) {
+      if (!is_large(p, scratch.lse[i])) continue;
+      const double both = double(scratch.lse[i]) + double(scratch.excess[i]);
+      const double sum = double(scratch.sum[i]) + double(scratch.sum_lost[i]) + __builtin_exp(sink - both);
+      if (sum > 0 && __builtin_isfinite(sum)) scratch.excess[i] = T(double(scratch.excess[i]) + __builtin_log(sum));
+    }
   }
+  each_chunk([&](const TileSpan &chunk, int64_t lane) {
+    add_chunk(head, chunk, scratch.s, scratch.lse + lane, scratch.excess + lane, most, spoiled,
+              p.column_sums ? scratch.run + chunk.j0 : nullptr);
+  });
 }
 
 template <class Math> KeyPair<Math> auxiliary_keys(const Problem &p, const TileSizes &tile) {
-  return {{p, p.k, p.head_dim, true, false, tile}, {p, p.k, p.head_dim, false, false, tile}, {p, tile}};
+  return {{p, rows_of_k(p), p.head_dim, true, false, tile}, {p, rows_of_k(p), p.head_dim, false, false, tile}, {p, tile}};
 }
 template <class Math> int64_t auxiliary_scratch(const Problem &p, const TileSizes &tile) {
   Arena arena(nullptr);

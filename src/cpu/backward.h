@@ -3,6 +3,7 @@
 // every sum is fixed by the shape alone, whatever the number of threads.
 #pragma once
 #include "forward.h"
+#include "probability.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -19,6 +20,10 @@ template <class Math> struct BackwardScratch {
   T *keep = nullptr, *slopes = nullptr;
   T *finite_q, *finite_do; // of a tile of queries of which something is not finite
   T *wide_p, *wide_ds;     // of a piece that meets something that is not finite
+  struct {
+    int64_t b = -1, kv = -1;
+    bool finite = true; // all of K
+  } known;              // of the key head that was looked at last
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)), finite_k(arena, tile.k, problem.head_dim),
@@ -69,7 +74,7 @@ enum Settled { kAsItIs, kDelta, kDeltaAndLse };
 template <class Math> struct QueryTile {
   using T = typename Math::Real;
   int64_t i0, i1, rows, pieces, width;
-  bool finite;     // Q and dO are; else their rows are FiniteRows
+  bool finite;     // Q and dO are; else their rows are finite_rows
   bool whole;      // all keys that they see lie in one tile, where their sums are made
   bool sums_first; // some row's sums are to be made ahead of the gradients
   typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows, do_rows;
@@ -125,25 +130,18 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
     out.q_rows = Math::load_rows(finite_q, 0, 0, 0, real_rows, d, scratch.q_rows);
     out.do_rows = Math::load_rows(finite_do, 0, 0, 0, real_rows, dv, scratch.do_rows);
   }
-  // Half the last bit of LSE: 1e-12, 1e-6, 6e-5. Of few queries, whose dv is P itself, half of it, which costs little; not where the bits
-  // of a row are not to follow from how many there are.
-  const double large_single = p.longest_q() <= 8 && !p.invariant ? 8 : 16;
-  const double large = p.dtype == DType::f64 ? 1e4 : p.dtype == DType::f32 ? large_single : 1024;
   bool any_large = false, any_settled = false;
-  fill(scratch.excess, out.rows, T(0));
   fill(scratch.settled, out.rows, T(kAsItIs));
   for (int64_t i = 0; i < out.rows; ++i) {
     bool real = i0 + i < out.i1;
-    T lse = real ? *p.lse.at<T>(head.b, head.h, token + i, 0) : T(0);
-    if (real && p.part.partial && __builtin_isfinite(lse)) {
-      const double both = (double(lse) + double(p.lse.at<T>(head.b, head.h, token + i, 0)[p.lse_low])) / double(head.measure());
-      lse = T(both);
-      scratch.excess[i] = T((both - double(lse)) * double(head.unit));
-    }
-    scratch.lse[i] = real && lse != -kInfinity<T> ? lse : kInfinity<T>; // P = 0 in lanes past the end and in rows that see nothing
-    const bool is_large = real && __builtin_fabs(double(lse)) > large && __builtin_isfinite(lse);
-    scratch.settled[i] = is_large ? T(kDeltaAndLse) : real && may_see_one_tile(head, tile.k, i0 + i) ? T(kDelta) : T(kAsItIs);
-    any_large |= is_large;
+    double lse = real ? double(*p.lse.at<T>(head.b, head.h, token + i, 0)) : -kInfinity<double>;
+    if (lse == -kInfinity<double>) lse = kInfinity<double>; // P = 0 in lanes past the end and in rows that see nothing
+    if (p.part.partial && __builtin_isfinite(lse)) lse += double(p.lse.at<T>(head.b, head.h, token + i, 0)[p.lse_low]);
+    const RowLse<T> row = Probability<Math>::row(head, lse);
+    scratch.lse[i] = row.lse, scratch.excess[i] = row.excess;
+    const bool large = is_large(p, lse);
+    scratch.settled[i] = large ? T(kDeltaAndLse) : real && may_see_one_tile(head, tile.k, i0 + i) ? T(kDelta) : T(kAsItIs);
+    any_large |= large;
     any_settled |= scratch.settled[i] != T(kAsItIs);
     scratch.dlse[i] = real && p.dlse ? *p.dlse.at<T>(head.b, head.h, token + i, 0) : T(0);
     scratch.delta[i] = !real ? T(0) : p.delta ? *p.delta.at<T>(head.b, head.h, token + i, 0) : T(row_delta(head, token + i, scratch.row));
@@ -171,14 +169,14 @@ __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, c
                                         const typename Math::Real *s, const typename Math::Real *dp, BackwardScratch<Math> &scratch) {
   using T = typename Math::Real;
   using V = Vec<T>;
-  const V natural(head.additive ? T(1) : head.scale), log2e(kLog2e<T>);
   for (int64_t c = 0; c < t.width; c += V::kLanes) {
-    const V lse = V::load(scratch.lse + lane + c), delta = V::load(scratch.delta + lane + c);
+    const Probability<Math> probability(head, scratch.lse + lane + c, scratch.excess + lane + c);
+    const V delta = V::load(scratch.delta + lane + c);
     for (int64_t j = 0; j < t.keys;) {
       V sum(T(0)), rest(T(0));
       for (const int64_t end = min((i64)(j + kRun), (i64)t.keys); j < end; ++j) {
         const int64_t at = j * t.width + c;
-        const V prob = Math::power((V::load(s + at) * natural - lse) * log2e);
+        const V prob = probability(V::load(s + at));
         V grad = V::load(dp + at);
         if (head.dropout) grad *= V::load(scratch.keep + at);
         sum += prob;
@@ -206,7 +204,7 @@ __attribute__((noinline)) void note_tile(const TileSpan &t, int64_t lane, const 
   }
 }
 
-// From the sums: D = sum of P dP / sum of P, the sink's P among the latter; excess = log2 of the sum of P.
+// From the sums: D = sum of P dP / sum of P, the sink's P among the latter; LSE grows by ln of the sum of P.
 template <class Math>
 __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head, int64_t lane, int64_t width,
                                            BackwardScratch<Math> &scratch) {
@@ -216,7 +214,7 @@ __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head
   const T sink = p.sinks ? load_as<T>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0)) : -kInfinity<T>;
   for (int64_t c = lane; c < lane + width; c += V::kLanes) {
     const V delta = V::load(scratch.delta + c), rest = V::load(scratch.rest + c) + V::load(scratch.rest_lost + c);
-    const V of_sink = Math::power((V(sink) - V::load(scratch.lse + c)) * V(kLog2e<T>));
+    const V of_sink = Math::power((V(sink) - V::load(scratch.lse + c) - V::load(scratch.excess + c)) * V(kLog2e<T>));
     const V sum = V::load(scratch.sum + c) + (V::load(scratch.sum_lost + c) + of_sink);
     const auto as_it_is = (sum == V(T(0))) | (V::load(scratch.settled + c) == V(T(kAsItIs)));
     select(as_it_is, delta, delta + (rest - of_sink * delta) / sum).store(scratch.delta + c);
@@ -225,7 +223,7 @@ __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head
   for (int64_t i = lane; i < lane + width; ++i) {
     if (scratch.settled[i] != T(kDeltaAndLse)) continue;
     const double sum = double(scratch.sum[i]);
-    scratch.excess[i] = sum > 0 && __builtin_isfinite(sum) ? T(__builtin_log2(sum)) : T(0);
+    if (sum > 0 && __builtin_isfinite(sum)) scratch.excess[i] = T(double(scratch.excess[i]) + __builtin_log(sum));
   }
 }
 
@@ -277,8 +275,6 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   const Problem &p = *head.p;
   const int64_t lane = n * queries.width, width = piece.span.width;
   const bool masked = piece.masked(head);
-  // (s * natural - lse) * log2e is what P is a power of 2 of. The two numbers of a partial part's LSE are in the unit of s.
-  const V natural(p.part.partial || head.additive ? T(1) : head.scale), log2e(p.part.partial ? head.unit : kLog2e<T>);
   TileSpan t;
   for (int64_t done = 0; done < piece.span.keys; done += t.keys) {
     t = queries.whole ? piece.span : piece.span.chunk(done, Math::kChunk); // D needs all scores of the rows at once
@@ -294,17 +290,17 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
     }
     for (int64_t c = 0; c < width; c += L) {
       const V delta = V::load(scratch.delta + lane + c), dlse = V::load(scratch.dlse + lane + c);
-      const V lse = V::load(scratch.lse + lane + c), excess = V::load(scratch.excess + lane + c);
+      const Probability<Math> probability(head, scratch.lse + lane + c, scratch.excess + lane + c);
       auto element = [&](int64_t at, V &prob, V &grad) __attribute__((always_inline)) {
         const V score = V::load(s + at);
-        prob = Math::power((score * natural - lse) * log2e - excess);
+        prob = probability(score);
         grad = V::load(dp + at);
         const V keep = head.dropout ? V::load(scratch.keep + at) : V(T(1));
         grad = (head.dropout ? grad * keep : grad) - delta;
         grad = prob * (p.dlse ? grad + dlse : grad); // dP and D may cancel: dLSE is not to be rounded with either
         if (scratch.slopes && kThroughFunction) grad *= V::load(scratch.slopes + at);
         if (masked) { // hidden, or past the last query: 0, whatever LSE, dP and D are
-          const auto hidden = (score == V(-kInfinity<T>)) | (lse == V(kInfinity<T>));
+          const auto hidden = (score == V(-kInfinity<T>)) | (probability.lse == V(kInfinity<T>));
           prob = select(hidden, V(T(0)), prob);
           grad = select(hidden, V(T(0)), grad);
         }
@@ -385,6 +381,14 @@ __attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const 
     }
 }
 
+// Whether a score of these queries and keys may be -inf though nothing hides it.
+template <class Math>
+bool meets_nonfinite(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, BackwardScratch<Math> &scratch) {
+  if (auto &known = scratch.known; known.b != head.b || known.kv != head.kv)
+    known = {head.b, head.kv, all_finite(head.p->k, head.b, head.kv, head.k_begin, head.k_end - head.k_begin, head.p->head_dim)};
+  return !queries.finite || !scratch.known.finite;
+}
+
 template <class Math>
 void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source,
                    BackwardScratch<Math> &scratch, const KeyGradients<typename Math::Real> &sums) {
@@ -401,6 +405,7 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   for (int64_t n = 0; n < queries.pieces; ++n)
     dq[n] = {scratch.dq + ldk * n * tile.width, scratch.dq_total + ldk * n * tile.width, d, queries.piece_width(n)};
 
+  const bool infinite = meets_nonfinite(head, queries, scratch);
   KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
   for (KeysOfRange keys; tiles.next(keys);) {
     typename KeySource<Math>::Tile k{}, v{};
@@ -424,12 +429,13 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
         v = source.v.tile(source.shared_v, head.b, head.kv, keys, scratch.v);
         loaded = true;
       }
+      piece.infinite = infinite;
       const TileSpan &t = spans[n] = piece.span;
       dq[n].expect(keys.begin);
       const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
       // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
       const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0,
-                 nonfinite = reads_nonfinite(head, piece, reads_others, p.k, d);
+                 nonfinite = reads_nonfinite(head, piece, reads_others, rows_of_k(p), d);
       auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
       auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width,
                                 tile.q, lane);
@@ -451,10 +457,10 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
       if (!queries.finite && want_dv) add_nonfinite_queries(head, t, p.dout, dv, scratch.wide_p, sums.dv + j0 * ldv, ldv);
       if (!queries.finite && want_dk) add_nonfinite_queries(head, t, p.q, d, scratch.wide_ds, sums.dk + j0 * ldk, ldk);
       if (want_dq) { // dQ^T += K^T dS
-        const auto columns = nonfinite ? scratch.finite_k.columns(p.k, head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), d)
+        const auto columns = nonfinite ? scratch.finite_k.columns(rows_of_k(p), head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), d)
                                        : Math::columns_from(k.keys.columns, t.j0 - k.origin);
         multiply_keys<Math>(head, d, t.width, t.keys, columns, grads, 0, dq[n]);
-        if (nonfinite) add_nonfinite(t, scratch.wide_ds, p.k, head.b, head.kv, piece.k0, d, dq[n].add_to());
+        if (nonfinite) add_nonfinite(t, scratch.wide_ds, rows_of_k(p), head.b, head.kv, piece.k0, d, dq[n].add_to());
       }
     }
     if constexpr (Math::kJointQueries) { // neighbours that take part in the same keys at once

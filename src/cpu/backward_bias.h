@@ -63,6 +63,7 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
   QueryTile<Math> queries;
   load_queries(head, source.mask, tile, false, scratch, queries);
   if (queries.sums_first) sum_rows(head, tile, queries, source, scratch);
+  const bool infinite = meets_nonfinite(head, queries, scratch);
   KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
   for (KeysOfRange keys; tiles.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, keys, scratch.k);
@@ -70,6 +71,7 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
     for (int64_t n = 0; n < queries.pieces; ++n) {
       Piece<T> piece;
       if (!make_piece(head, source.mask, i0 + n * tile.width, queries.piece_lanes(n), queries.piece_width(n), keys, piece)) continue;
+      piece.infinite = infinite;
       const TileSpan &t = piece.span;
       auto add = [&](int64_t j, int64_t c, V grad) __attribute__((always_inline)) {
         if (rows) {
@@ -190,7 +192,7 @@ template <class T> void backward_sinks(const Problem &p, int64_t h, T *buffer) {
 }
 
 template <class Math> KeyPair<Math> backward_sources(const Problem &p, const TileSizes &tile) {
-  return {{p, p.k, p.head_dim, true, bool(p.dq), tile}, {p, p.v, p.head_dim_v, true, false, tile}, {p, tile}};
+  return {{p, rows_of_k(p), p.head_dim, true, bool(p.dq), tile}, {p, rows_of_v(p), p.head_dim_v, true, false, tile}, {p, tile}};
 }
 template <class Math> int64_t backward_scratch(const Problem &p, const TileSizes &tile) {
   Arena arena(nullptr);

@@ -74,6 +74,7 @@ template <class T> STROBE_INLINE T load_as(DType dtype, const char *base, int64_
 
 // Whether the rows [i, i + n) of a head, d columns, hold no infinity and no NaN.
 inline bool all_finite(const View &view, int64_t b, int64_t h, int64_t i, int64_t n, int64_t d) {
+  if (n == 0) return true; // a view of no elements at all has no dtype
   bool finite = true;
   with_type(view.dtype, [&](auto *type) {
     using T = std::remove_pointer_t<decltype(type)>;

@@ -3,52 +3,53 @@
 // each, whose results are merged in order: no bit depends on the threads. A score is summed in the order of forward.h, so that a backward,
 // which computes it again in that order, finds the LSE of its own scores.
 #pragma once
-#include "fma.h"
+#include "decode_products.h"
 #include "isa.h"
-#include "keys.h"
 
 namespace strobe::inline STROBE_ISA {
 
-struct DecodeTile {
-  static constexpr int64_t kSpan = 1024, kPitch = kSpan + 16; // keys of an item; of a row of scores: rows are not to share cache sets
-  static constexpr int64_t kKeys = 64;                        // whose products are made at once
-};
-
 // Query i of the n-th head of a group is row n * queries + i.
-template <class Math> struct DecodeScratch : DecodeTile {
-  using T = typename Math::Real;
-  typename Math::Element *q, *k, *p, *v; // operands
-  T *wide, *s, *probs, *o, *add, *buffer;
+template <class Products> struct DecodeScratch : DecodeTile {
+  using T = typename Products::T;
+  Products products;
+  T *s, *probs, *add, *wide;
+  int64_t of_b = -1, of_kv = -1; // whose queries the products have
+  bool holds(int64_t b, int64_t kv) const { return b == of_b && kv == of_kv; }
 
-  DecodeScratch(Arena &arena, const Problem &problem, int64_t rows) {
-    const int64_t d = problem.head_dim, dv = problem.head_dim_v, padded = round_to(rows, 32);
-    q = arena.take<typename Math::Element>(Math::left_size(rows, d));
-    k = arena.take<typename Math::Element>(Math::lanes_size(kKeys, d));
-    p = arena.take<typename Math::Element>(Math::left_size(rows, kKeys));
-    v = arena.take<typename Math::Element>(Math::rows_size(kKeys, dv));
-    wide = arena.take<T>(max(rows * round_to(d, 16), kKeys * round_to(dv, 16)));
+  DecodeScratch(Arena &arena, const Problem &problem, int64_t rows) : products(arena, problem, rows) {
+    const int64_t padded = round_to(rows, 32);
     s = arena.take<T>(padded * kPitch);
     probs = arena.take<T>(padded * kPitch);
-    o = arena.take<T>(padded * round_to(dv, 16));
     add = arena.take<T>(kPitch);
-    buffer = arena.take<T>(16 * round_to(d, 16));
+    wide = arena.take<T>(max(rows * round_to(problem.head_dim, 16), round_to(problem.head_dim_v, 16)));
   }
 };
 
-// What each item leaves of its rows: the largest score m, l, the sum of P, and O = P V; P is measured against m. A sequence's spans have
-// places side by side, as many in all as there can be spans of packed tokens.
+// What each item leaves of its rows: the largest score m, l, the sum of P, and O = P V; P is measured against m. A sequence's spans of
+// which some query sees a key have places side by side: as many as a window can touch, or as there can be spans of packed tokens.
 template <class T> struct DecodeResults : DecodeTile {
   const Problem &p;
+  int64_t each;                  // places of a sequence; 0: of packed tokens, by where its tokens lie
   int64_t places, rows, columns; // of a key head; of O
   T *m, *l, *o;
 
   DecodeResults(Arena &arena, const Problem &problem) : p(problem), rows(p.group() * p.longest_q()), columns(round_to(p.head_dim_v, 16)) {
-    places = p.varlen ? p.total_k / kSpan + p.batch : p.batch * div_up(p.seqlen_k, kSpan);
+    each = div_up(p.longest_k(), kSpan);
+    if (p.window_left < p.longest_k() && p.window_right < p.longest_k()) // a range may begin and end anywhere in a span
+      each = min((i64)each, div_up(p.window_left + p.window_right + p.longest_q(), kSpan) + 1);
+    if (p.packed_k() && p.total_k / kSpan + p.batch < p.batch * each) each = 0;
+    places = each > 0 || !p.packed_k() ? p.batch * each : p.total_k / kSpan + p.batch;
     const int64_t all = places * p.heads_kv * rows;
     m = arena.take<T>(all), l = arena.take<T>(all), o = arena.take<T>(all * columns);
   }
-  STROBE_INLINE int64_t first(int64_t b) const { return p.varlen ? p.rows_k(b).begin / kSpan + b : b * div_up(p.seqlen_k, kSpan); }
-  STROBE_INLINE int64_t spans(int64_t b) const { return div_up(p.rows_k(b).length, kSpan); }
+  // The spans that hold a key which some query of a sequence sees.
+  STROBE_INLINE Range spans(int64_t b) const {
+    const QuerySpan queries = query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1));
+    if (queries.empty()) return {0, 0};
+    const Range keys = Head<T>(p, b, 0, queries).band.keys_any(0, queries.i1);
+    return keys.empty() ? Range{0, 0} : Range{keys.begin / kSpan, div_up(keys.end, kSpan)};
+  }
+  STROBE_INLINE int64_t first(int64_t b) const { return each > 0 || !p.packed_k() ? b * each : p.rows_k(b).begin / kSpan + b; }
   STROBE_INLINE int64_t row(int64_t place, int64_t kv) const { return (place * p.heads_kv + kv) * rows; }
   // Whose place it is: the last sequence that begins there or before.
   int64_t sequence(int64_t place) const {
@@ -95,13 +96,15 @@ template <class T> __attribute__((noinline)) void score_row(const Head<T> &head,
   for (int64_t j = max(seen.end - keys.begin, 0ll); j < round_to(count, 16); ++j) s[j] = -kInfinity<T>; // and behind the range
 }
 
-// P = exp2((s - reference) * unit); returns their sum. count: a multiple of 16.
+// P = exp2((s - reference) * unit); returns their sum. count: a multiple of 16. Meanwhile memory is asked for V: each_ahead bytes a step.
 template <class Math>
 __attribute__((noinline)) typename Math::Real exponentials(const typename Math::Real *s, int64_t count, typename Math::Real reference,
-                                                           typename Math::Real unit, typename Math::Real *probs) {
+                                                           typename Math::Real unit, typename Math::Real *probs,
+                                                           const char *ahead = nullptr, int64_t each_ahead = 0) {
   using V = Vec<typename Math::Real>;
   V sum[2] = {V(0), V(0)};
-  for (int64_t j = 0; j < count; j += V::kLanes) {
+  for (int64_t j = 0; j < count; j += V::kLanes, ahead += each_ahead) {
+    for (int64_t n = 0; n < each_ahead; n += 64) __builtin_prefetch(ahead + n, 0, 2);
     const V prob = Math::power((V::load(s + j) - V(reference)) * V(unit));
     prob.store(probs + j);
     sum[j / V::kLanes % 2] += prob;
@@ -109,38 +112,13 @@ __attribute__((noinline)) typename Math::Real exponentials(const typename Math::
   return sum_of_lanes(sum[0] + sum[1]);
 }
 
-// O = P V of the rows, over the keys of a range. Where something is hidden, what is not finite in V is taken out of the product and added
-// for the rows whose P is not 0 there.
-template <class Math>
-void multiply_values(const Problem &p, int64_t b, int64_t kv, int64_t k_begin, Range keys, bool hides, int64_t rows,
-                     DecodeScratch<Math> &scratch) {
-  using T = typename Math::Real;
-  constexpr int64_t kKeys = DecodeTile::kKeys, kPitch = DecodeTile::kPitch;
-  const int64_t dv = p.head_dim_v, ldo = round_to(dv, 16);
-  for (int64_t j = keys.begin; j < keys.end; j += kKeys) {
-    const int64_t n = min((i64)kKeys, keys.end - j), row = k_begin + j;
-    const T *const probs = scratch.probs + (j - keys.begin);
-    const bool nonfinite = hides && !all_finite(p.v, b, kv, row, n, dv);
-    const auto v = nonfinite ? Math::load_rows(finite_rows(p.v, b, kv, row, n, dv, scratch.wide), 0, 0, 0, n, dv, scratch.v)
-                             : Math::load_rows(p.v, b, kv, row, n, dv, scratch.v);
-    Math::multiply(rows, ldo, n, Math::left_rows(probs, rows, n, kPitch, scratch.p), v, scratch.o, ldo, j > keys.begin);
-    for (int64_t key = 0; nonfinite && key < n; ++key) {
-      load_row(p.v, b, kv, row + key, 0, dv, scratch.wide);
-      for (int64_t c = 0; c < dv; ++c)
-        for (int64_t r = 0; r < rows && !__builtin_isfinite(scratch.wide[c]); ++r)
-          if (const T weight = probs[r * kPitch + key]; weight != T(0)) scratch.o[r * ldo + c] += weight * scratch.wide[c];
-    }
-  }
-}
-
 // The rows of a group of heads and a span of the sequence's keys.
-template <class Math>
-void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const QuerySpan &queries, DecodeScratch<Math> &scratch,
+template <class Math, class Products>
+void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const QuerySpan &queries, DecodeScratch<Products> &scratch,
                  const DecodeResults<typename Math::Real> &results) {
   using T = typename Math::Real;
-  constexpr int64_t kKeys = DecodeTile::kKeys, kPitch = DecodeTile::kPitch;
-  const int64_t group = p.group(), count = queries.i1, rows = group * count, d = p.head_dim, ldq = round_to(d, 16);
-  const int64_t first = results.row(results.first(b) + span, kv);
+  const int64_t group = p.group(), count = queries.i1, rows = group * count, d = p.head_dim;
+  const int64_t first = results.row(results.first(b) + span - results.spans(b).begin, kv);
   T *const m = results.m + first, *const l = results.l + first, *const o = results.o + first * results.columns;
 
   const Head<T> any(p, b, kv * group, queries);
@@ -150,19 +128,23 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   const Range all = any.band.keys_all(0, count);
   const bool hides = p.mask || p.bias || keys.begin < all.begin || keys.end > all.end;
 
-  for (int64_t r = 0; r < rows; ++r) {
-    T *const row = scratch.wide + r * ldq;
+  const DecodeKeys of_span{p, b, kv, any.k_begin, keys};
+  for (int64_t r = 0; r < rows && !scratch.holds(b, kv); ++r) {
+    T *const row = scratch.wide + r * round_to(d, 16);
     load_row(p.q, b, kv * group + r / count, any.q0 + r % count, 0, d, row);
     for (int64_t c = 0; c < d; ++c) row[c] *= any.sign;
   }
-  const auto q = Math::left_rows(scratch.wide, rows, d, ldq, scratch.q);
-  for (int64_t j = keys.begin; j < keys.end; j += kKeys) { // S = Q K^T
-    const int64_t n = min((i64)kKeys, keys.end - j);
-    const auto k = Math::load_lanes(p.k, b, kv, any.k_begin + j, n, d, T(1), kKeys, scratch.k, scratch.buffer);
-    Math::multiply(rows, kKeys, d, q, k, scratch.s + (j - keys.begin), kPitch, false);
-  }
+  if (!scratch.holds(b, kv)) scratch.products.load_queries(scratch.wide, rows, d);
+  scratch.of_b = b, scratch.of_kv = kv;
+  scratch.products.scores(of_span, rows, scratch.s);
 
   const int64_t padded = round_to(keys.end - keys.begin, 16);
+  // Of V, what memory brings meanwhile, where its rows lie side by side.
+  const int64_t element = strobe::bytes(p.v.dtype);
+  const char *const v = p.v.data + p.v.index(b, kv, any.k_begin + keys.begin, 0) * element;
+  const bool dense = !p.v.page_size && p.v.stride[2] == p.stored(p.head_dim_v);
+  const int64_t bytes = !dense ? 0 : min((i64)32768, (i64)((keys.end - keys.begin) * p.v.stride[2] * element));
+  const int64_t each_ahead = round_down(bytes * Vec<T>::kLanes / padded, 64);
   for (int64_t n = 0; n < group; ++n) {
     const Head<T> head(p, b, kv * group + n, queries);
     for (int64_t i = 0; i < count; ++i) {
@@ -172,24 +154,24 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
       Vec<T> most(-kInfinity<T>);
       for (int64_t j = 0; j < padded; j += Vec<T>::kLanes) most = max(most, Vec<T>::load(s + j));
       for (int lane = 0; lane < Vec<T>::kLanes; ++lane) m[r] = max(m[r], T(most.v[lane]));
-      l[r] = exponentials<Math>(s, padded, m[r] == -kInfinity<T> ? T(0) : m[r], head.unit, scratch.probs + r * kPitch);
+      l[r] = exponentials<Math>(s, padded, m[r] == -kInfinity<T> ? T(0) : m[r], head.unit, scratch.probs + r * kPitch, v,
+                                r == 0 ? each_ahead : 0);
     }
   }
-  multiply_values(p, b, kv, any.k_begin, keys, hides, rows, scratch);
+  scratch.products.values(of_span, hides, rows, scratch.probs, o, results.columns);
 
-  // The sum P V may overflow where the mean does not: once more with m at log2 l above, P then sums to 1.
+  // As in forward.h: once more, with m at log2 l above, where the sum P V overflowed, or V of a key is no number whose K is -inf.
   bool again = false;
   for (int64_t r = 0; r < rows; ++r) {
     T zero = l[r] * T(0); // or NaN
     const bool good = zero == T(0);
-    for (int64_t c = 0; c < p.head_dim_v; ++c) zero += scratch.o[r * results.columns + c] * T(0);
+    for (int64_t c = 0; c < p.head_dim_v; ++c) zero += o[r * results.columns + c] * T(0);
     if (!good || zero == T(0) || !(l[r] > T(0))) continue;
     again = true;
     m[r] = T(double(m[r]) + __builtin_log2(double(l[r])) / double(any.unit));
     l[r] = exponentials<Math>(scratch.s + r * kPitch, padded, m[r], any.unit, scratch.probs + r * kPitch);
   }
-  if (again) multiply_values(p, b, kv, any.k_begin, keys, hides, rows, scratch);
-  std::memcpy(o, scratch.o, sizeof(T) * size_t(rows * results.columns));
+  if (again) scratch.products.values(of_span, true, rows, scratch.probs, o, results.columns);
 }
 
 // O / l and LSE of a group's rows from those of the spans; the sink joins the denominator.
@@ -199,7 +181,8 @@ __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t 
   const int64_t group = p.group(), count = queries.i1;
   for (int64_t r = 0; r < group * count; ++r) {
     const auto at_span = [&](int64_t n) { return results.row(results.first(b) + n, kv) + r; };
-    const int64_t spans = results.spans(b);
+    const Range range = results.spans(b);
+    const int64_t spans = range.end - range.begin;
     const Head<T> head(p, b, kv * group + r / count, queries);
     double most = -kInfinity<double>, l = 0, sink = 0;
     for (int64_t n = 0; n < spans; ++n) most = max(most, double(results.m[at_span(n)]));
@@ -224,21 +207,35 @@ __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t 
   }
 }
 
-template <class Math> int64_t decode_scratch(const Problem &p) {
+// Calls f with the products that serve so many rows.
+template <class Math, class F> STROBE_INLINE void with_products(const Problem &p, F &&f) {
+  using T = typename Math::Real;
+  constexpr int64_t kFewRows = 8; // measured (docs/lab/performance.md)
+  if constexpr (Math::kLanes) {
+    if (p.group() * p.longest_q() <= kFewRows) {
+      with_elements<T, Math::kQuantised>(p.k.dtype,
+                                         [&](auto elements) { f((FewRows<typename Math::template Lanes<decltype(elements)>> *)nullptr); });
+      return;
+    }
+  }
+  f((ManyRows<Math> *)nullptr);
+}
+
+template <class Products> int64_t decode_scratch(const Problem &p) {
   Arena arena(nullptr);
-  DecodeScratch<Math>(arena, p, p.group() * p.longest_q());
+  DecodeScratch<Products>(arena, p, p.group() * p.longest_q());
   return round_to(arena.used(), 256);
 }
 template <class Math> int64_t decode_workspace(const Problem &p, int64_t threads) {
   Arena arena(nullptr);
-  arena.take<char>(threads * decode_scratch<Math>(p));
+  with_products<Math>(p, [&](auto *products) { arena.take<char>(threads * decode_scratch<std::remove_pointer_t<decltype(products)>>(p)); });
   DecodeResults<typename Math::Real>(arena, p);
   return arena.used();
 }
 
-template <class Math> void decode(const Problem &p, const Execution &execution, void *workspace) {
+template <class Math, class Products> void decode_by(const Problem &p, const Execution &execution, void *workspace) {
   using T = typename Math::Real;
-  const int64_t each = decode_scratch<Math>(p), heads = p.batch * p.heads_kv;
+  const int64_t each = decode_scratch<Products>(p), heads = p.batch * p.heads_kv;
   Arena arena(workspace);
   char *const scratches = arena.take<char>(execution.threads * each);
   const DecodeResults<T> results(arena, p);
@@ -248,21 +245,28 @@ template <class Math> void decode(const Problem &p, const Execution &execution, 
     execution.run(int32_t(min((i64)execution.threads, (i64)items)), [&](int32_t thread) {
       [[maybe_unused]] typename Math::Session session;
       Arena own(scratches + thread * each);
-      DecodeScratch<Math> scratch(own, p, p.group() * p.longest_q());
+      const int64_t rows = p.group() * p.longest_q();
+      DecodeScratch<Products> scratch(own, p, rows);
+      for (int64_t r = rows; r < round_to(rows, 8); ++r) fill(scratch.probs + r * kPitch, kPitch, T(0));
       for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) work(scratch, item);
     });
   };
-  share(results.places * p.heads_kv, [&](DecodeScratch<Math> &scratch, int64_t item) {
-    const int64_t place = item / p.heads_kv, b = results.sequence(place), span = place - results.first(b);
-    const QuerySpan queries = query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1));
-    if (span >= 0 && span < results.spans(b) && !queries.empty())
-      decode_span<Math>(p, b, item % p.heads_kv, span, queries, scratch, results);
+  // The spans of a sequence one after the other: they lie so in memory.
+  share(results.places * p.heads_kv, [&](DecodeScratch<Products> &scratch, int64_t item) {
+    const int64_t place = item % results.places, b = results.sequence(place);
+    const Range spans = results.spans(b);
+    const int64_t span = spans.begin + place - results.first(b);
+    if (span >= spans.begin && span < spans.end)
+      decode_span<Math>(p, b, item / results.places, span, query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1)), scratch, results);
   });
-  share(heads, [&](DecodeScratch<Math> &scratch, int64_t head) {
+  share(heads, [&](DecodeScratch<Products> &scratch, int64_t head) {
     const int64_t b = head / p.heads_kv;
     const QuerySpan queries = query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1));
-    if (!queries.empty()) merge_spans<T>(p, b, head % p.heads_kv, queries, results, (double *)scratch.s, scratch.o);
+    if (!queries.empty()) merge_spans<T>(p, b, head % p.heads_kv, queries, results, (double *)scratch.s, scratch.wide);
   });
+}
+template <class Math> void decode(const Problem &p, const Execution &execution, void *workspace) {
+  with_products<Math>(p, [&](auto *products) { decode_by<Math, std::remove_pointer_t<decltype(products)>>(p, execution, workspace); });
 }
 
 } // namespace strobe::inline STROBE_ISA

@@ -1,11 +1,45 @@
 // Products of bf16 pairs by AVX512-BF16: a vector of pairs of B times a broadcast pair of A.
 #pragma once
+#include "lanes.h"
 #include "pairs.h"
 
 namespace strobe::inline STROBE_ISA {
 
+// The same of few rows of queries, for lanes.h: a word of K is a pair, and two rows of V side by side make pairs of keys. Sums have the
+// order of Dot::multiply.
+struct DotLanes {
+  using Real = float;
+  using Elements = BFloat16Elements;
+  using Operand = uint32_t; // a pair
+  using Words = WordsOf<float>;
+  static constexpr int kTerms = 1, kTogether = 1;
+  static constexpr int64_t kTermsOfRun = 0;
+  template <int> static STROBE_INLINE Vec<float> term(Words words) { return Vec<float>((Vec<float>::Raw)words); }
+  template <int> static STROBE_INLINE void add(Vec<float> (&x)[1], const Operand *y, Vec<float> &sum) {
+    sum = dot((__m512i)x[0].v, y, sum);
+  }
+
+  static constexpr int kVectors = 2, kKeys = 2, kOperands = 1;
+  template <int n> static STROBE_INLINE void add_values(const Words (&words)[2], const Operand *p, Vec<float> &sum) {
+    const __m512i a = (__m512i)words[0], b = (__m512i)words[1];
+    sum = dot(n == 0 ? _mm512_unpacklo_epi16(a, b) : _mm512_unpackhi_epi16(a, b), p, sum);
+  }
+  // [32 columns][low or high 4 of 8][those of the same 8 side by side]
+  static STROBE_INLINE int64_t place(int64_t c) { return c / 32 * 32 + c % 8 / 4 * 16 + c % 32 / 8 * 4 + c % 4; }
+  static STROBE_INLINE void convert(const float *src, int64_t count, Operand *dst) { // count: a multiple of 16
+    for (int64_t i = 0; i < count; i += 16)
+      _mm256_storeu_si256(reinterpret_cast<__m256i *>(dst + i / 2), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(src + i)));
+  }
+
+private:
+  static STROBE_INLINE Vec<float> dot(__m512i x, const Operand *y, Vec<float> sum) {
+    return Vec<float>((Vec<float>::Raw)_mm512_dpbf16_ps((__m512)sum.v, (__m512bh)x, (__m512bh)_mm512_set1_epi32(int32_t(*y))));
+  }
+};
+
 struct Dot {
   struct Session {};
+  template <class> using Lanes = DotLanes;
 
   template <int kPlanes>
   static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c,

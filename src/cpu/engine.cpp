@@ -180,6 +180,7 @@ const char *against_decoding(const Problem &p) {
   if (p.part) return "a part";
   if (p.blocks.present) return "block sparsity";
   if (p.dropout > 0) return "dropout";
+  if (p.quantised() && p.auxiliary()) return "aux of quantised keys"; // whose pass rounds scores in another place
   if (p.score != ScoreFunction::dot) return "hyperbolic scores";
   if (p.group() * p.longest_q() > kMostRows) return "so many query heads of a key head";
   return p.tile_q > 0 || p.tile_k > 0 ? "tiles that are asked for" : "";
@@ -197,6 +198,8 @@ public:
   Answer plan(const Problem &p, const Execution &execution, Direction direction) const override {
     const CpuKernels *kernels = set_.kernels(p.dtype);
     if (!kernels) return std::string("adds nothing for ") + strobe::name(p.dtype);
+    if (p.quantised() && !kernels->quantised)
+      return std::string("k and v in ") + strobe::name(p.quantised_as) + ": it would round what they stand for to bfloat16";
     Plan plan;
     plan.engine = set_.name;
     const bool forward = direction == Direction::forward;
@@ -227,15 +230,15 @@ public:
     const CpuKernels *kernels = set_.kernels(p.dtype);
     const bool forward = direction == Direction::forward;
     const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
-    TileSizes tile{plan.tile_q, plan.tile_k, std::min(preferred.width, plan.tile_q)};
-    std::vector<std::string> notes;
-    if (decodes(p, direction)) {
+    const TileSizes tile{plan.tile_q, plan.tile_k, std::min(preferred.width, plan.tile_q)};
+    const bool few = decodes(p, direction);
+    if (few)
       kernels->decode(p, execution, workspace);
-      tile = choose_tiles(p, preferred, direction, notes); // of the pass that may follow
-    } else {
+    else
       (forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
-    }
-    if (p.auxiliary()) kernels->auxiliary(p, execution, tile, workspace);
+    if (!p.auxiliary()) return;
+    std::vector<std::string> told; // by the plan
+    kernels->auxiliary(p, execution, few ? choose_tiles(p, preferred, direction, told) : tile, workspace);
   }
 
 private:

@@ -2,6 +2,7 @@
 // A family of arithmetic says how a tile of each tensor is laid out for its multiply; forward.h and backward.h know nothing else of it.
 #pragma once
 #include "gemm.h"
+#include "lanes.h"
 #include "tile.h"
 
 namespace strobe::inline STROBE_ISA {
@@ -15,6 +16,11 @@ template <class T> struct Fma {
   static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
   static constexpr bool kSumsApart = false;    // a product that adds to C does so every few terms, wherever it ends
 
+  static constexpr bool kQuantised = sizeof(T) == 4; // K and V may be quantised
+  static constexpr bool kLanes = true;               // few rows in decoding are multiplied by lanes.h
+  template <class Elements> using Lanes = FmaLanes<T, Elements>;
+
+  static constexpr bool kExactPower = true;                       // P keeps all bits of T
   static STROBE_INLINE Vec<T> power(Vec<T> x) { return exp2(x); } // 2^x
 
   struct Left { // the operand of a product whose elements are broadcast
@@ -34,7 +40,9 @@ template <class T> struct Fma {
     Left rows, columns;
   };
   // Whether a tensor serves as it lies in memory.
-  static STROBE_INLINE bool in_place(const View &x, int64_t /*d*/) { return matches(x) && (x.stride[3] == 1 || x.stride[2] == 1); }
+  static STROBE_INLINE bool in_place(const View &x, int64_t /*d*/) {
+    return matches(x) && !x.page_size && (x.stride[3] == 1 || x.stride[2] == 1);
+  }
   static STROBE_INLINE Keys keys_in_place(const View &x, int64_t b, int64_t h, int64_t j0) {
     const T *p = x.at<T>(b, h, j0, 0);
     return {{{p, x.stride[2], x.stride[3]}}, {{p, x.stride[3], x.stride[2]}}};
@@ -69,7 +77,7 @@ template <class T> struct Fma {
   static STROBE_INLINE int64_t rows_size(int64_t n, int64_t d) { return n * round_to(d, 16); } // of scratch
   static Right load_rows(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *scratch) {
     int64_t ld = round_to(d, 16);
-    if (matches(x) && x.stride[3] == 1 && d == ld) return {x.at<T>(b, h, i0, 0), x.stride[2]};
+    if (matches(x) && !x.page_size && x.stride[3] == 1 && d == ld) return {x.at<T>(b, h, i0, 0), x.stride[2]};
     for (int64_t i = 0; i < n; ++i) {
       load_row(x, b, h, i0 + i, 0, d, scratch + i * ld);
       fill(scratch + i * ld + d, ld - d, T(0));

@@ -97,7 +97,7 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
 // sum[c * width + lane] += s[key * width + lane] x(key, c) of the elements of x that are not finite, where s is not 0: what FiniteKeys left
 // out, for those who see it.
 template <class T>
-__attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, const View &x, int64_t b, int64_t h, int64_t k0, int64_t d,
+__attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, const KeyRows &x, int64_t b, int64_t h, int64_t k0, int64_t d,
                                              T *sum) {
   for (int64_t j = 0; j < t.keys; ++j)
     for (int64_t c = 0; c < d; ++c) {
@@ -125,7 +125,7 @@ template <class Math> struct BothScores {
 
 // Whether the rows of K or V that a piece's products read hold something that is not finite, for which they need FiniteKeys. What nobody
 // sees matters where there is such a key. Under `invariant` a row that sees it must not depend on whether others do.
-template <class T> bool reads_nonfinite(const Head<T> &head, const Piece<T> &piece, bool hidden, const View &x, int64_t d) {
+template <class T> bool reads_nonfinite(const Head<T> &head, const Piece<T> &piece, bool hidden, const KeyRows &x, int64_t d) {
   return (hidden || head.p->invariant) && !all_finite(x, head.b, head.kv, piece.k0 + piece.span.j0, piece.keys_read(head), d);
 }
 
@@ -149,10 +149,10 @@ template <class Math> struct ForwardTile {
   KeySum<typename Math::Real> o[kMaxPieces];
 };
 
-// O, m and l of a tile of queries, measured against the m that there is.
+// O, m and l of a tile of queries, measured against the m that there is. hides: whatever V holds, some key may have a P of 0.
 template <class Math>
 void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source, ForwardScratch<Math> &scratch,
-              ForwardTile<Math> &queries) {
+              ForwardTile<Math> &queries, bool hides) {
   using T = typename Math::Real;
   const Problem &p = *head.p;
   const int64_t d = p.head_dim, dv = p.head_dim_v, ldo = round_to(dv, 16), i0 = queries.i0, i1 = queries.i1;
@@ -180,8 +180,8 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
       const TileSpan &t = piece.span;
       o.expect(keys.begin);
       auto probs = Math::scores(scratch.s, scratch.p, nullptr, t.keys, width, width, 0);
-      const bool nonfinite = reads_nonfinite(head, piece, piece.reads_hidden(head), p.v, dv);
-      const auto columns = nonfinite ? scratch.finite_v.columns(p.v, head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), dv)
+      const bool nonfinite = reads_nonfinite(head, piece, hides || piece.reads_hidden(head), rows_of_v(p), dv);
+      const auto columns = nonfinite ? scratch.finite_v.columns(rows_of_v(p), head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), dv)
                                      : Math::columns_from(v.keys.columns, t.j0 - v.origin);
       int64_t multiplied = 0;                   // keys of the tile whose P V is in O
       auto multiply_values = [&](int64_t end) { // O += V^T P
@@ -201,7 +201,7 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
           if (done > multiplied) multiply_values(done); // what was measured against the old m
           o.scale(scratch.alpha);
         }
-        if (nonfinite) add_nonfinite(chunk, s, p.v, head.b, head.kv, piece.k0, dv, o.add_to());
+        if (nonfinite) add_nonfinite(chunk, s, rows_of_v(p), head.b, head.kv, piece.k0, dv, o.add_to());
       }
       probs.finish(t.keys);
       multiply_values(t.keys);
@@ -240,8 +240,6 @@ template <class Math>
 void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source,
                   ForwardScratch<Math> &scratch) {
   using T = typename Math::Real;
-  using V = Vec<T>;
-  constexpr int L = V::kLanes;
   const Problem &p = *head.p;
   const int64_t i0 = head.queries.i0, i1 = head.queries.i1, d = p.head_dim, dv = p.head_dim_v, rows = round_to(i1 - i0, 16);
 
@@ -253,35 +251,31 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
                                                  scratch.q + queries.pieces * Math::lanes_size(tile.width, d), scratch.score.buffer);
   }
   fill(scratch.m, rows, -kInfinity<T>);
-  add_keys(head, tile, source, scratch, queries);
-  // The sum P V, with P up to 2^8, may overflow where the mean does not: once more with m at log2 l above, P then sums to 1.
+  add_keys(head, tile, source, scratch, queries, false);
+  // The sum P V, with P up to 2^8, may overflow where the mean does not: once more with m at log2 l above, P then sums to 1. Or a score is
+  // -inf because K is infinite, and V of a key so hidden is no number.
   if (overflowed(head, scratch, queries)) {
     std::memcpy(scratch.m, scratch.again, sizeof(T) * size_t(rows));
-    add_keys(head, tile, source, scratch, queries);
+    add_keys(head, tile, source, scratch, queries, true);
   }
 
-  // O / l and LSE; the sink joins the denominator
-  for (int64_t lane = 0; lane < rows; lane += L) {
-    V m = V::load(scratch.m + lane), l = V::load(scratch.l + lane), factor(T(1));
+  // O / l and LSE; the sink joins the denominator. In FP64: a sink in the unit of raw scores may leave FP32's range.
+  const double sink = p.sinks ? load_as<double>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0)) : -kInfinity<double>;
+  for (int64_t i = 0; i < rows; ++i) {
+    double reference = double(scratch.m[i]) * double(head.measure()), sum = double(scratch.l[i]), factor = 1;
     if (p.sinks) {
-      RowState<V> row{m, l};
-      T sink = load_as<T>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0));
-      V logit(head.additive ? sink : sink / head.scale);
-      factor = rescale(row, logit, V(head.unit), V(T(0)), V(-kInfinity<T>));
-      m = row.m;
-      l = row.l + exp2((logit - reference_of(m, V(-kInfinity<T>))) * V(head.unit));
+      const double largest = max(reference, sink), most = largest == -kInfinity<double> ? 0 : largest;
+      factor = __builtin_exp(reference - most);
+      sum = sum * factor + __builtin_exp(sink - most);
+      reference = most;
     }
-    factor = select(l == V(T(0)), V(T(0)), factor / l);
-    factor.store(scratch.l + lane);
-    for (int64_t n = 0; n < L && i0 + lane + n < i1; ++n) {
-      if (!p.lse) break;
-      double natural = head.additive ? double(m.v[n]) : double(m.v[n]) * double(head.scale);
-      natural += __builtin_log(double(l.v[n]));
-      const T lse = l.v[n] == T(0) ? -kInfinity<T> : T(natural);
-      T *const at = p.lse.at<T>(head.b, head.h, head.q0 + i0 + lane + n, 0);
-      *at = lse;
-      if (p.part.partial) at[p.lse_low] = __builtin_isfinite(lse) ? T(natural - double(lse)) : T(0);
-    }
+    scratch.l[i] = sum == 0 ? T(0) : T(factor / sum);
+    if (!p.lse || i0 + i >= i1) continue;
+    const double natural = reference + __builtin_log(sum);
+    const T lse = sum == 0 ? -kInfinity<T> : T(natural);
+    T *const at = p.lse.at<T>(head.b, head.h, head.q0 + i0 + i, 0);
+    *at = lse;
+    if (p.part.partial) at[p.lse_low] = __builtin_isfinite(lse) ? T(natural - double(lse)) : T(0);
   }
   for (int64_t n = 0; n < queries.pieces; ++n) {
     const int64_t lane = n * tile.width, width = queries.o[n].width;
@@ -291,7 +285,7 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
 }
 
 template <class Math> KeyPair<Math> forward_keys(const Problem &p, const TileSizes &tile) {
-  return {{p, p.k, p.head_dim, true, false, tile}, {p, p.v, p.head_dim_v, false, true, tile}, {p, tile}};
+  return {{p, rows_of_k(p), p.head_dim, true, false, tile}, {p, rows_of_v(p), p.head_dim_v, false, true, tile}, {p, tile}};
 }
 template <class Math> int64_t forward_scratch(const Problem &p, const TileSizes &tile) {
   Arena arena(nullptr);

@@ -16,10 +16,11 @@ inline constexpr int kVectorRegisters = 32;
 #else
 inline constexpr int kVectorRegisters = 16;
 #endif
-#if defined(__FMA__) || defined(__aarch64__)
 inline constexpr int64_t kRun = 32; // terms of a product that are added up one after the other
+#if defined(__FMA__) || defined(__aarch64__)
+inline constexpr bool kRoundsProducts = false;
 #else
-inline constexpr int64_t kRun = 8; // each product is rounded too
+inline constexpr bool kRoundsProducts = true; // then four of them are added up first
 #endif
 inline constexpr int kMaxColumns = kVectorRegisters == 32 ? 4 : 2; // vectors of C's columns held at once
 constexpr int block_rows(int columns) { return kVectorRegisters == 32 ? (columns == 4 ? 6 : 8) : (columns == 2 ? 4 : 8); }
@@ -37,16 +38,37 @@ STROBE_INLINE void multiply_block(int64_t depth, Broadcast<T> a, const T *b, int
   });
   for (int64_t k = 0;;) {
     const int64_t end = kRun < depth - k ? k + kRun : depth;
+    if constexpr (kRoundsProducts) {
+      for (; k < end; k += 4, b += 4 * ldb) {
+        const int64_t left = end - k; // fewer than four have the bits of four of which the last are 0
+        unroll<kRows>(STROBE_UNROLL(m) {
+          const auto product = [&](int i, int n) __attribute__((always_inline)) {
+            return V(kUnitRow ? a.a[i * a.col + m] : rows[m][k + i]) * V::load(b + i * ldb + n * L);
+          };
+          unroll<kColumns>(STROBE_UNROLL(n) {
+            if (left >= 4)
+              sum[m][n] += (product(0, n) + product(1, n)) + (product(2, n) + product(3, n));
+            else
+              sum[m][n] += left == 3   ? product(0, n) + product(1, n) + product(2, n)
+                           : left == 2 ? product(0, n) + product(1, n)
+                                       : product(0, n);
+          });
+        });
+        if constexpr (kUnitRow) a.a += 4 * a.col;
+      }
+      k = end;
+    } else {
 #pragma GCC unroll 4
-    for (; k < end; ++k) {
-      V column[kColumns];
-      unroll<kColumns>(STROBE_UNROLL(n) { column[n] = V::load(b + n * L); });
-      unroll<kRows>(STROBE_UNROLL(m) {
-        V x = kUnitRow ? a.a[m] : rows[m][k];
-        unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] += x * column[n]; });
-      });
-      b += ldb;
-      if constexpr (kUnitRow) a.a += a.col;
+      for (; k < end; ++k) {
+        V column[kColumns];
+        unroll<kColumns>(STROBE_UNROLL(n) { column[n] = V::load(b + n * L); });
+        unroll<kRows>(STROBE_UNROLL(m) {
+          V x = kUnitRow ? a.a[m] : rows[m][k];
+          unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] += x * column[n]; });
+        });
+        b += ldb;
+        if constexpr (kUnitRow) a.a += a.col;
+      }
     }
     if (accumulate || end > kRun)
       unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { sum[m][n] += V::load(c + m * ldc + n * L); }); });

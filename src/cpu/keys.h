@@ -1,20 +1,38 @@
-// K and V as the arithmetic wants them: in place where that serves; packed once a head where several tiles of queries will read them; else
-// packed tile by tile.
+// K and V as the arithmetic wants them: in place where that serves; packed once a head where several tiles of queries will read them; else,
+// and where they lie in pages, packed tile by tile. Where row j of a sequence lies is said by View::index.
 #pragma once
 #include "key_ranges.h"
+#include "quantised.h"
 
 namespace strobe::inline STROBE_ISA {
 
+// Rows as numbers of T, side by side. finite: what is not is 0 in them.
+template <class T> View dense_rows(T *rows, int64_t d) {
+  View view;
+  view.data = reinterpret_cast<char *>(rows), view.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
+  view.stride[2] = round_to(d, 16), view.stride[3] = 1;
+  return view;
+}
+template <class Rows, class T>
+View dense_copy(const Rows &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, bool finite, T *copy) {
+  const View view = dense_rows(copy, d);
+  for (int64_t i = 0; i < n; ++i) {
+    T *row = copy + i * view.stride[2];
+    load_row(x, b, h, i0 + i, 0, d, row);
+    for (int64_t c = 0; c < d && finite; ++c) row[c] = __builtin_isfinite(row[c]) ? row[c] : T(0);
+  }
+  return view;
+}
 template <class Math> class KeySource {
 public:
   using T = typename Math::Real;
   using Element = typename Math::Element;
 
   // x: K or V, with its head dimension d, to be multiplied as rows, as columns, both or not at all.
-  KeySource(const Problem &p, const View &x, int64_t d, bool rows, bool columns, const TileSizes &tile)
-      : p_(p), x_(x), d_(d), tile_k_(tile.k), rows_(rows), columns_(columns), in_place_(Math::in_place(x, d)),
-        once_((rows || columns) && !in_place_ && p.group() * query_tiles(p, tile.q) > 1 && p.blocks.block_k % kKeyAlign == 0 &&
-              aligned(p)) {}
+  KeySource(const Problem &p, const KeyRows &x, int64_t d, bool rows, bool columns, const TileSizes &tile)
+      : p_(p), x_(x), d_(d), tile_k_(tile.k), rows_(rows), columns_(columns), in_place_(!x.quantised() && Math::in_place(x.x, d)),
+        once_((rows || columns) && !in_place_ && !x.quantised() && !x.x.page_size && p.group() * query_tiles(p, tile.q) > 1 &&
+              p.blocks.block_k % kKeyAlign == 0 && aligned(p)) {}
 
   // Elements that the threads share: every range of every head packed.
   int64_t shared_size() const {
@@ -24,7 +42,7 @@ public:
   // What each thread has of its own.
   struct Scratch {
     Element *packed = nullptr;
-    T *wide = nullptr, *buffer = nullptr;
+    T *wide = nullptr, *buffer = nullptr, *numbers = nullptr;
   };
   Scratch take(Arena &arena) const {
     Scratch scratch;
@@ -32,6 +50,7 @@ public:
     if (!once_) scratch.packed = arena.take<Element>((tile_k_ + kSlack) * Math::key_size(d_, rows_, columns_));
     scratch.wide = arena.take<T>(64 * round_to(d_, 32));
     scratch.buffer = arena.take<T>(16 * round_to(d_, 16));
+    if (x_.quantised()) scratch.numbers = arena.take<T>((tile_k_ + kSlack) * round_to(d_, 16));
     return scratch;
   }
 
@@ -52,12 +71,19 @@ public:
     int64_t origin;
   };
   Tile tile(Element *shared, int64_t b, int64_t kv, const KeysOfRange &keys, const Scratch &scratch) const {
-    if (in_place_) return {Math::keys_in_place(x_, b, kv, keys.k0 + keys.begin), keys.begin};
+    if (in_place_) return {Math::keys_in_place(x_.x, b, kv, keys.k0 + keys.begin), keys.begin};
     if (once_) {
       const RowRange range = p_.range_k(b, keys.range);
       return {Math::keys_at(range_at(shared, b, kv, keys.range), range.length, d_, rows_), range.start};
     }
     const int64_t n = keys.end - keys.begin;
+    if (x_.quantised()) { // its numbers may serve as they are
+      const View numbers = dense_rows(scratch.numbers, d_);
+      if (Math::in_place(numbers, d_)) {
+        dense_copy(x_, b, kv, keys.k0 + keys.begin, n, d_, false, scratch.numbers);
+        return {Math::keys_in_place(numbers, 0, 0, 0), keys.begin};
+      }
+    }
     auto packed = Math::keys_at(scratch.packed, n, d_, rows_);
     pack_to(packed, b, kv, keys.k0 + keys.begin, n, scratch);
     return {packed, keys.begin};
@@ -76,36 +102,28 @@ private:
   }
   Element *range_at(Element *shared, int64_t b, int64_t kv, int64_t n) const {
     auto k = p_.rows_k(b);
-    int64_t start = (p_.varlen ? k.begin : b * p_.seqlen_k) + kSlack * b * ranges();
+    int64_t start = (p_.packed_k() ? k.begin : b * p_.seqlen_k) + kSlack * b * ranges();
     int64_t keys = start * p_.heads_kv + kv * (k.length + kSlack * ranges()) + p_.range_k(b, n).local + kSlack * n;
     return shared + keys * Math::key_size(d_, rows_, columns_);
   }
   void pack_to(typename Math::Keys to, int64_t b, int64_t kv, int64_t j0, int64_t n, const Scratch &scratch) const {
-    Math::pack_keys(x_, b, kv, j0, n, d_, to, rows_, columns_, scratch.wide, scratch.buffer);
+    if (x_.quantised())
+      Math::pack_keys(dense_copy(x_, b, kv, j0, n, d_, false, scratch.numbers), 0, 0, 0, n, d_, to, rows_, columns_, scratch.wide,
+                      scratch.buffer);
+    else
+      Math::pack_keys(x_.x, b, kv, j0, n, d_, to, rows_, columns_, scratch.wide, scratch.buffer);
   }
 
   const Problem &p_;
-  const View &x_;
+  KeyRows x_;
   int64_t d_, tile_k_;
   bool rows_, columns_, in_place_, once_;
 };
 
 // Rows of K, V, Q or dO without what is not finite, for products with weights that are 0 where a query does not see: 0 times an infinity is
 // not a number. What was left out is added to the sums of those who see it (add_nonfinite).
-template <class T> View dense_rows(T *rows, int64_t d) {
-  View view;
-  view.data = reinterpret_cast<char *>(rows), view.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
-  view.stride[2] = round_to(d, 16), view.stride[3] = 1;
-  return view;
-}
-template <class T> View finite_rows(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *copy) {
-  const View view = dense_rows(copy, d);
-  for (int64_t i = 0; i < n; ++i) {
-    T *row = copy + i * view.stride[2];
-    load_row(x, b, h, i0 + i, 0, d, row);
-    for (int64_t c = 0; c < d; ++c) row[c] = __builtin_isfinite(row[c]) ? row[c] : T(0);
-  }
-  return view;
+template <class Rows, class T> View finite_rows(const Rows &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *copy) {
+  return dense_copy(x, b, h, i0, n, d, true, copy);
 }
 
 // A tile of K or V of which something is not finite, as the left operand of a product over keys.
@@ -122,7 +140,7 @@ template <class Math> struct FiniteKeys {
   }
 
   // Of n keys from j0 on, d columns.
-  typename Math::Left columns(const View &x, int64_t b, int64_t kv, int64_t j0, int64_t n, int64_t d) const {
+  typename Math::Left columns(const KeyRows &x, int64_t b, int64_t kv, int64_t j0, int64_t n, int64_t d) const {
     const View finite = finite_rows(x, b, kv, j0, n, d, copy);
     if (Math::in_place(finite, d)) return Math::keys_in_place(finite, 0, 0, 0).columns;
     const auto keys = Math::keys_at(packed, n, d, false);

@@ -104,6 +104,11 @@ template <int planes, class Unit> struct Pairs {
   static constexpr bool kSumsApart = planes == 3; // a product is summed up from 0, and then added to C: see amx.h
 
   using V = Vec<float>;
+  static constexpr bool kQuantised = false;
+  static constexpr bool kLanes = kPlanes == 1; // sums of more planes have an order of their own, that of the backward
+  template <class Elements> using Lanes = typename Unit::template Lanes<Elements>;
+
+  static constexpr bool kExactPower = kPlanes == 3;
   // bf16's P is rounded to 8 bits: a shorter polynomial (3e-6) serves it.
   static STROBE_INLINE V power(V x) { return exp2<kPlanes == 1 ? 4 : 5>(x); }
 
@@ -236,8 +241,10 @@ template <int planes, class Unit> struct Pairs {
   }
 
 private:
-  // Whether the rows of a tensor are bf16, side by side, in whole steps of 32.
-  static STROBE_INLINE bool is_paired(const View &x, int64_t d) { return x.dtype == DType::bf16 && x.stride[3] == 1 && d % 32 == 0; }
+  // Whether the rows of a tensor are bf16 at one distance from each other, each side by side, in whole steps of 32.
+  static STROBE_INLINE bool is_paired(const View &x, int64_t d) {
+    return x.dtype == DType::bf16 && !x.page_size && x.stride[3] == 1 && d % 32 == 0;
+  }
   // src[rows][width] -> the left operand `to`; of its columns [0, end) those past `columns` are zero. width and end are multiples of 16.
   static __attribute__((noinline)) void pack_rows(const float *src, int64_t rows, int64_t columns, int64_t width, Left to, int64_t end) {
     for (int64_t r = 0; r < rows; ++r) {

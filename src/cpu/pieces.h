@@ -52,9 +52,10 @@ template <class T> struct Piece {
   TileSpan span;
   int64_t k0; // key j is row k0 + j of K and V
   bool band_masked, use_mask;
+  bool infinite = false; // something of Q or K is no number
   const MaskMap *mask;
-  const uint8_t *cells;                                                                      // of the mask's map, if there is one
-  bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias; } // some score may be -inf
+  const uint8_t *cells; // of the mask's map, if there is one
+  bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias || infinite; } // some score may be -inf
   // Products over keys run in steps of kKeyAlign and may read keys past the piece, times a P of 0.
   int64_t keys_read(const Head<T> &head) const { return min((i64)round_to(span.keys, kKeyAlign), (i64)(head.k_end - k0 - span.j0)); }
   bool reads_hidden(const Head<T> &head) const { return masked(head) || keys_read(head) > span.keys; }

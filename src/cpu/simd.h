@@ -3,8 +3,10 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "../../kernels/attention/base.h"
@@ -81,6 +83,25 @@ template <class T> struct Vec {
   friend STROBE_INLINE Vec abs(Vec a) { return Vec((Raw)((RawInt)a.v & ~((RawInt){} + (Int(1) << (8 * sizeof(T) - 1))))); }
 };
 
+// a b + c, with one rounding where the CPU can. Of a * b + c the compiler makes what it likes: where two places are to have the same bits,
+// it might round the product in one of them, because it has other uses or was moved out of a branch.
+template <class T> STROBE_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
+  using Raw [[maybe_unused]] = typename Vec<T>::Raw; // where no instruction of that kind is known
+  [[maybe_unused]] constexpr bool kSingle = sizeof(T) == 4;
+#if defined(__AVX512F__)
+  if constexpr (kSingle) return Vec<T>((Raw)_mm512_fmadd_ps((__m512)a.v, (__m512)b.v, (__m512)c.v));
+  return Vec<T>((Raw)_mm512_fmadd_pd((__m512d)a.v, (__m512d)b.v, (__m512d)c.v));
+#elif defined(__FMA__)
+  if constexpr (kSingle) return Vec<T>((Raw)_mm256_fmadd_ps((__m256)a.v, (__m256)b.v, (__m256)c.v));
+  return Vec<T>((Raw)_mm256_fmadd_pd((__m256d)a.v, (__m256d)b.v, (__m256d)c.v));
+#elif defined(__aarch64__)
+  if constexpr (kSingle) return Vec<T>((Raw)vfmaq_f32((float32x4_t)c.v, (float32x4_t)a.v, (float32x4_t)b.v));
+  return Vec<T>((Raw)vfmaq_f64((float64x2_t)c.v, (float64x2_t)a.v, (float64x2_t)b.v));
+#else
+  return a * b + c; // two roundings
+#endif
+}
+
 template <class T> STROBE_INLINE T sum_of_lanes(Vec<T> x) {
   T lanes[Vec<T>::kLanes];
   x.store(lanes);
@@ -154,6 +175,31 @@ template <int kDegree = 5, class T> STROBE_INLINE Vec<T> exp2(Vec<T> x) {
   V r = x - V(shifted - magic);
   typename V::RawInt exponent = ((typename V::RawInt)shifted + B::kBias) << B::kMantissa;
   return exp2_fraction<kDegree>(r) * V((typename V::Raw)exponent);
+}
+#endif
+
+// e^r for |r| <= ln(2) / 2: minimax for the relative error with p(0) = p'(0) = 1; 3e-9, 6e-8 with its rounding.
+STROBE_INLINE Vec<float> exp_fraction(Vec<float> r) {
+  Vec<float> p = 0.0013813144591881456f;
+  p = p * r + 0.008369418826811692f;
+  p = p * r + 0.04166845678553441f;
+  p = p * r + 0.1666651479149428f;
+  p = p * r + 0.4999999305073412f;
+  return p * (r * r) + r + 1.0f; // 1 last: its rounding is the only one that counts
+}
+
+// x 2^n, where shifted = n + kIntegers; not where n is less than kLeastExponent / ln 2.
+inline constexpr float kIntegers = 0x1.8p23f; // adding it rounds to an integer, kept in the low bits
+#if defined(__AVX512DQ__)
+inline constexpr float kLeastExponent = -104;
+STROBE_INLINE Vec<float> times_power_of_2(Vec<float> x, Vec<float> n, Vec<float>) {
+  return Vec<float>(Vec<float>::Raw(_mm512_scalef_ps((__m512)x.v, (__m512)n.v)));
+}
+#else
+inline constexpr float kLeastExponent = -87.3f; // of normal numbers
+STROBE_INLINE Vec<float> times_power_of_2(Vec<float> x, Vec<float>, Vec<float> shifted) {
+  using V = Vec<float>;
+  return x * V((V::Raw)(((V::RawInt)shifted.v + Bits<float>::kBias) << Bits<float>::kMantissa));
 }
 #endif
 

@@ -87,7 +87,7 @@ __attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h,
     load_row(src, b, h, i0 + lane, 0, columns, room);
     return room;
   };
-  load_lanes<T>(row_of, count, columns, factor, dst, width, buffer, in_place ? width * src.stride[2] : 0);
+  load_lanes<T>(row_of, count, columns, factor, dst, width, buffer, in_place && !src.page_size ? width * src.stride[2] : 0);
 }
 
 // The way back: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count; add: to what is there. buffer: 16 rows of

@@ -12,6 +12,8 @@ std::string against(const Problem &p) {
   if (p.varlen) return "no packed sequences";
   if (p.part) return "no parts of a larger problem";
   if (p.accumulate) return "no accumulate: it writes gradients, and adds to none";
+  if (p.page_size) return "no page_table: k and v are one tensor each";
+  if (p.quantised()) return "no quantised k and v: they have q's dtype";
   if (p.seqused_k) return "no seqused_k: all keys count";
   if (p.mask || p.bias || p.alibi_slopes || p.curved() || p.sinks || p.blocks.present || p.dropout > 0)
     return "no mask, bias, ALiBi, softcap, hyperbolic scores, sinks, block mask or dropout; causal and windows only";

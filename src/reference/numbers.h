@@ -1,4 +1,4 @@
-// The oracle's numbers: any float dtype as double.
+// The oracle's numbers: any float dtype, and quantised K and V, as double.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -33,6 +33,32 @@ inline double load(const View &x, int64_t b, int64_t h, int64_t i, int64_t c) {
   if (x.dtype == DType::f16) return half(*x.at<uint16_t>(b, h, i, c));
   if (x.dtype == DType::bf16) return bfloat(*x.at<uint16_t>(b, h, i, c));
   throw Error(STROBE_INTERNAL, text("the oracle cannot read ", name(x.dtype)));
+}
+
+// FP8 E4M3: no infinity, and the exponent's largest value is of numbers too.
+inline double e4m3(uint8_t bits) {
+  const int exponent = (bits >> 3) & 15, fraction = bits & 7;
+  double value = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+  if ((bits & 0x7F) == 0x7F) value = std::numeric_limits<double>::quiet_NaN();
+  return bits & 0x80 ? -value : value;
+}
+
+// Of K or V: the number that is stored, times its scale where it has one.
+inline double load(const View &x, const Scales &scales, int64_t b, int64_t h, int64_t i, int64_t c) {
+  if (!scales) return load(x, b, h, i, c);
+  double stored;
+  if (x.dtype == DType::i8)
+    stored = *x.at<int8_t>(b, h, i, c);
+  else if (x.dtype == DType::e4m3)
+    stored = e4m3(*x.at<uint8_t>(b, h, i, c));
+  else if (x.dtype == DType::i4x2)
+    stored = (((*x.at<uint8_t>(b, h, i, c / 2) >> (c % 2 ? 4 : 0)) & 15) ^ 8) - 8;
+  else
+    throw Error(STROBE_INTERNAL, text("the oracle knows no scales of ", name(x.dtype)));
+  const int64_t at = scales.index(b, h, i, c);
+  View one = scales;
+  one.page_size = 0, one.data += at * bytes(one.dtype);
+  return stored * load(one, 0, 0, 0, 0);
 }
 
 } // namespace strobe::oracle

@@ -39,7 +39,7 @@ Tokens queries(const Problem &p, int64_t b) {
   return p.varlen ? Tokens{p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]} : Tokens{0, p.seqlen_q};
 }
 Tokens held_keys(const Problem &p, int64_t b) {
-  return p.varlen ? Tokens{p.cu_seqlens_k[b], p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]} : Tokens{0, p.seqlen_k};
+  return p.packed_k() ? Tokens{p.cu_seqlens_k[b], p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]} : Tokens{0, p.seqlen_k};
 }
 Tokens keys(const Problem &p, int64_t b) {
   Tokens t = held_keys(p, b);
@@ -66,8 +66,9 @@ int64_t whole(const int64_t *lengths, int64_t sequences, int64_t b, Tokens t) {
 // (tokens, columns) of one head, in double.
 class Matrix {
 public:
-  Matrix(const View &x, int64_t b, int64_t h, Tokens t, int64_t columns) : columns(columns), values(x ? size_t(t.length * columns) : 0) {
-    for (size_t n = 0; n < values.size(); n++) values[n] = load(x, b, h, t.begin + int64_t(n) / columns, int64_t(n) % columns);
+  Matrix(const View &x, int64_t b, int64_t h, Tokens t, int64_t columns, const Scales &scales = {})
+      : columns(columns), values(x ? size_t(t.length * columns) : 0) {
+    for (size_t n = 0; n < values.size(); n++) values[n] = load(x, scales, b, h, t.begin + int64_t(n) / columns, int64_t(n) % columns);
   }
   const double *operator[](int64_t i) const { return values.data() + i * columns; }
 
@@ -116,14 +117,14 @@ struct Head {
                               : 0),
         slope(p.alibi_slopes ? load(p.alibi_slopes, b, h, 0, 0) : 0), sink(p.sinks ? load(p.sinks, 0, h, 0, 0) : -kInfinity),
         dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset), Q(p.q, b, h, q, p.head_dim),
-        K(p.k, b, h_kv, k, p.head_dim), V(p.v, b, h_kv, k, p.head_dim_v), dO(p.dout, b, h, q, p.head_dim_v) {}
+        K(p.k, b, h_kv, k, p.head_dim, p.k_scale), V(p.v, b, h_kv, k, p.head_dim_v, p.v_scale), dO(p.dout, b, h, q, p.head_dim_v) {}
 
   // How far key j lies behind query i.
   int64_t behind(int64_t i, int64_t j) const { return place_q[i] + offset - place_k[j]; }
 
   bool visible(int64_t i, int64_t j) const {
     return behind(i, j) <= p.window_left && -behind(i, j) <= p.window_right && (!p.mask || *p.mask.at<uint8_t>(b, h, i, place_k[j])) &&
-           in_kept_block(place_q[i], place_k[j]);
+           (!p.bias || load(p.bias, b, h, i, place_k[j]) != -kInfinity) && in_kept_block(place_q[i], place_k[j]);
   }
 
   bool in_kept_block(int64_t i, int64_t j) const {

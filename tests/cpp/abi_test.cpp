@@ -278,6 +278,19 @@ TEST_CASE("abi: explain answers where nothing would run") {
   CHECK(text.find("none") != std::string::npos);
 }
 
+TEST_CASE("abi: the reference follows no pointer of a device") {
+  Call call;
+  make_dense(call, Direction::forward);
+  int64_t address = int64_t{1} << 40; // of nothing
+  for (const NamedSlot &s : kSlots) {
+    if (!call.has(s.name)) continue;
+    call[s.name].device_type = STROBE_CUDA, call[s.name].data = reinterpret_cast<void *>(address += int64_t{1} << 32);
+  }
+  for (const char *name : {"out", "lse", "max_logit", "column_sums"}) call[name].dtype = STROBE_FLOAT64; // what the reference writes
+  CHECK(strobe_reference_forward(&call.attention, &call.tensors, &call.execution, nullptr) == STROBE_INVALID_ARGUMENT);
+  CHECK(error() == "q: on a CUDA device; accepted are tensors on the CPU, where the reference computes");
+}
+
 TEST_CASE("abi: no exception leaves, not even one of the caller's pool") {
   const std::pair<strobe_parallel, int32_t> pools[] = {
       {[](void *, int32_t, void (*)(void *, int32_t), void *) { throw std::bad_alloc(); }, STROBE_OUT_OF_MEMORY},

@@ -52,6 +52,9 @@ inline constexpr NamedSlot kSlots[] = {
     {"max_logit", &strobe_tensors::max_logit},
     {"column_sums", &strobe_tensors::column_sums},
     {"delta", &strobe_tensors::delta},
+    {"page_table", &strobe_tensors::page_table},
+    {"k_scale", &strobe_tensors::k_scale},
+    {"v_scale", &strobe_tensors::v_scale},
 };
 
 class Call {
@@ -188,6 +191,52 @@ inline void make_varlen(Call &c, Direction direction) {
   c.add_values<int32_t>("cu_seqlens_k", DType::i32, {0, 0, Sk});
   c.attention.max_seqlen_q = 13, c.attention.max_seqlen_k = Sk;
   add_results(c, direction, {Sq, H, D}, {Sk, Hkv, D}, {Sk, Hkv, Dv}, {Sq, H, Dv}, {H, Sq});
+}
+
+// The keys of two sequences in pages of 5: 30 and 38 of 40. Packed: 13 and 8 queries.
+inline constexpr int64_t kPage = 5, kPages = 16, kPagesEach = 8;
+inline void make_paged(Call &c, bool packed) {
+  c.direction = Direction::forward;
+  c.add("q", DType::f32, packed ? std::vector{Sq, H, D} : std::vector{B, H, Sq, D});
+  c.add("k", DType::f32, {kPages, Hkv, kPage, D});
+  c.add("v", DType::f32, {kPages, Hkv, kPage, Dv});
+  c.add("mask", DType::boolean, {B, 1, packed ? 13 : Sq, kPagesEach * kPage});
+  if (packed) {
+    c.add_values<int32_t>("cu_seqlens_q", DType::i32, {0, 13, Sq});
+    c.attention.max_seqlen_q = 13;
+  }
+  c.add_values<int32_t>("seqused_k", DType::i32, {30, Sk});
+  c.add_values<int32_t>("page_table", DType::i32, {15, 3, 4, 1, 9, 0, -7, 1000, 2, 14, 10, 5, 11, 6, 8, 7});
+  c["page_table"].rank = 2, c["page_table"].shape[0] = B, c["page_table"].shape[1] = kPagesEach;
+  c["page_table"].strides[0] = kPagesEach, c["page_table"].strides[1] = 1;
+  c.add("out", DType::f32, packed ? std::vector{Sq, H, Dv} : std::vector{B, H, Sq, Dv});
+  c.add("lse", DType::f32, packed ? std::vector{H, Sq} : std::vector{B, H, Sq});
+  c.add("max_logit", DType::f32, {B, H});
+  c.add("column_sums", DType::f32, {B, H, kPagesEach * kPage});
+}
+
+// Quantised keys, of which the reference alone knows: dense, packed or in pages; scales of k by key, or by column and 32 rows.
+inline void make_quantised(Call &c, DType stored, bool by_column, void (*make)(Call &, Direction)) {
+  make(c, Direction::forward);
+  const int64_t each = stored == DType::i4x2 ? 2 : 1;
+  for (const char *name : {"k", "v"}) {
+    std::vector<int64_t> size(c[name].shape, c[name].shape + c[name].rank);
+    const size_t row = size.size() == 3 ? 0 : 2;
+    const int64_t columns = size.back();
+    size.back() /= each;
+    c.add(name, stored, size);
+    size.pop_back();
+    const bool k = name[0] == 'k', columns_too = k && by_column;
+    if (columns_too) size[row] = (size[row] + 31) / 32, size.push_back(columns);
+    c.add(k ? "k_scale" : "v_scale", k ? DType::f16 : DType::f32, size);
+  }
+  c.attention.k_scale_group = by_column ? 32 : 0;
+}
+// As the reference wants its results.
+inline void make_for_reference(Call &c) {
+  c.attention.engine = "reference";
+  for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
+    if (c.has(name)) c.add(name, DType::f64, std::vector<int64_t>(c[name].shape, c[name].shape + c[name].rank));
 }
 
 // Blocks of 16 x 16: 2 x 3 for each of the batch, one pattern for all heads. Kept: {0}, {0, 2} and {}, {1, 2}.

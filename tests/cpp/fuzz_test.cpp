@@ -16,10 +16,16 @@ class Fuzzer {
 public:
   explicit Fuzzer(uint32_t seed) : random(seed) {
     const auto direction = draw(2) ? Direction::backward : Direction::forward;
-    pick<void (*)(Call &, Direction)>({make_dense, make_varlen, make_sparse})(call, direction);
-    if (draw(4) == 0) as_reference();
+    if (direction == Direction::forward && draw(4) == 0)
+      make_quantised(call, pick<DType>({DType::i8, DType::e4m3, DType::i4x2}), draw(2),
+                     pick<void (*)(Call &, Direction)>({make_dense, make_varlen, in_pages}));
+    else if (direction == Direction::forward && draw(4) == 0)
+      make_paged(call, draw(2));
+    else
+      pick<void (*)(Call &, Direction)>({make_dense, make_varlen, make_sparse})(call, direction);
+    if (draw(call.has("k_scale") ? 2 : 4) == 0) make_for_reference(call);
     for (const char *name : {"q", "k", "v", "bias", "dout"})
-      if (call.has(name) && draw(2)) call.fill<float>(name, draw(100), 0.1);
+      if (call.has(name) && call[name].dtype == STROBE_FLOAT32 && draw(2)) call.fill<float>(name, draw(100), 0.1);
     for (int n = draw(5); n > 0; n--) mutate();
     for (const NamedSlot &s : kSlots)
       if (call.has(s.name)) give_memory(s.name);
@@ -44,11 +50,7 @@ private:
       if (const char *name = kSlots[draw(std::size(kSlots))].name; call.has(name)) return name;
   }
 
-  void as_reference() {
-    call.attention.engine = "reference";
-    for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
-      if (call.has(name)) call.add(name, DType::f64, std::vector<int64_t>(call[name].shape, call[name].shape + call[name].rank));
-  }
+  static void in_pages(Call &call, Direction) { make_paged(call, false); }
 
   void mutate() {
     strobe_attention &a = call.attention;
@@ -64,7 +66,7 @@ private:
       return;
     case 2:
       a.*pick<int64_t A::*>({&A::window_left, &A::window_right, &A::block_q, &A::block_k, &A::tile_q, &A::tile_k, &A::max_seqlen_q,
-                             &A::max_seqlen_k}) = size();
+                             &A::max_seqlen_k, &A::k_scale_group}) = size();
       return;
     case 3:
       a.engine = pick<const char *>({nullptr, "", "cpu-baseline", "cpu-avx2", "reference", "bogus"});
@@ -79,8 +81,8 @@ private:
       call.execution.*pick<int32_t strobe_execution::*>({&strobe_execution::threads, &strobe_execution::reserved_sms}) = flag();
       return;
     case 6: { // what cu_seqlens and the CSR hold
-      const std::string name =
-          pick<const char *>({"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_rows", "block_cols", "block_rows_t", "block_cols_t"});
+      const std::string name = pick<const char *>(
+          {"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "block_rows", "block_cols", "block_rows_t", "block_cols_t"});
       if (call.has(name)) call.data<int32_t>(name)[draw(static_cast<int>(call.memory_bytes(name) / 4))] = static_cast<int32_t>(size());
       return;
     }
@@ -93,7 +95,7 @@ private:
     strobe_tensor &t = call[name];
     switch (draw(9)) {
     case 0:
-      t.dtype = draw(10) - 1;
+      t.dtype = draw(13) - 1;
       return;
     case 1:
       t.device_type = flag();

@@ -10,8 +10,8 @@ using namespace strobe::test;
 
 namespace {
 
-constexpr const char *kLists[] = {"cu_seqlens_q", "cu_seqlens_k", "block_rows", "block_cols",
-                                  "block_rows_t", "block_cols_t", "rng",        "seqused_k"};
+constexpr const char *kLists[] = {"cu_seqlens_q", "cu_seqlens_k", "block_rows", "block_cols", "block_rows_t",
+                                  "block_cols_t", "rng",          "seqused_k",  "page_table"};
 
 // Numbers that no check would let through; as a seed, another one.
 void spoil(Call &c) {
@@ -35,7 +35,10 @@ void make_padded(Call &c, Direction direction) { // three tokens of q and two of
 }
 
 using Make = void (*)(Call &, Direction);
-constexpr Make kCalls[] = {make_padded, make_sparse, make_dense};
+void make_in_pages(Call &c, Direction direction) { // which have no backward
+  direction == Direction::forward ? make_paged(c, true) : make_dense(c, direction);
+}
+constexpr Make kCalls[] = {make_padded, make_sparse, make_dense, make_in_pages};
 constexpr const char *kResults[] = {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"};
 constexpr const char *kEngines[] = {"cpu-baseline", "cpu-avx2", "cpu-avx512", "cpu-amx", "cpu-avx512bf16", "cpu-neon"};
 
@@ -102,6 +105,8 @@ TEST_CASE("lists: changed in the midst of a prepared call") {
                               {"block_cols_t", &strobe_addresses::block_cols_t},
                               {"rng", &strobe_addresses::rng},
                               {"seqused_k", &strobe_addresses::seqused_k},
+                              {"mask", &strobe_addresses::mask},
+                              {"page_table", &strobe_addresses::page_table},
                               {"out", &strobe_addresses::out},
                               {"lse", &strobe_addresses::lse},
                               {"max_logit", &strobe_addresses::max_logit},

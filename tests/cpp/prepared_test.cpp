@@ -49,7 +49,10 @@ const std::map<std::string, void *strobe_addresses::*> kAddresses = {ADDRESS(q),
                                                                      ADDRESS(seqused_k),
                                                                      ADDRESS(max_logit),
                                                                      ADDRESS(column_sums),
-                                                                     ADDRESS(delta)};
+                                                                     ADDRESS(delta),
+                                                                     ADDRESS(page_table),
+                                                                     ADDRESS(k_scale),
+                                                                     ADDRESS(v_scale)};
 
 strobe_addresses addresses(Call &call) {
   strobe_addresses at{};
@@ -196,6 +199,26 @@ TEST_CASE("prepared: how many keys count is read, and checked, at every run") {
     CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
     CHECK(error() == "seqused_k: -1 at [0]; accepted are 0 to 38, the length of k");
   }
+}
+
+TEST_CASE("prepared: pages are read, and checked, at every run") {
+  Call first, whole;
+  for (Call *call : {&first, &whole}) {
+    make_paged(*call, true);
+    for (const char *name : {"q", "k", "v"}) call->fill<float>(name, 0.3, 0.7);
+    std::memset(call->data<char>("mask"), 1, call->memory_bytes("mask"));
+  }
+  const Held held = prepared(first);
+  const strobe_addresses at = addresses(first);
+  for (int32_t page : {8, 12}) {
+    for (Call *call : {&first, &whole}) call->data<int32_t>("page_table")[1] = page;
+    REQUIRE_MESSAGE(whole.run() == STROBE_OK, error());
+    REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
+    CHECK(results(first) == results(whole));
+  }
+  first.data<int32_t>("page_table")[1] = 16;
+  CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
+  CHECK(error() == "page_table: page 16 at [0, 1]; accepted are 0 to 15, the pages of k and v, where keys count");
 }
 
 TEST_CASE("prepared: a program built before there was seqused_k") {

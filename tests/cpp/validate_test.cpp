@@ -287,6 +287,61 @@ TEST_CASE("validate: what host memory holds") {
   expect_each(make_varlen, Direction::forward,
               {{"seqused_k: 1 at [0]; accepted are 0 to 0, the length of that sequence's keys",
                 [](Call &c) { c.add_values<int32_t>("seqused_k", DType::i32, {1, 5}); }}});
+  const Make paged = [](Call &c, Direction) { make_paged(c, false); }, paged_and_packed = [](Call &c, Direction) { make_paged(c, true); };
+  expect_each(paged, Direction::forward,
+              {{"page_table: page 16 at [0, 1]; accepted are 0 to 15, the pages of k and v, where keys count", value("page_table", 1, 16)},
+               {"page_table: page -1 at [1, 7]", value("page_table", 15, -1)},
+               {"page_table: page -7 at [0, 6]", [](Call &c) { c.drop("seqused_k"); }},
+               {"page_table: shape (1, 8); accepted is (B, pages of a sequence) = (2, any)", shape("page_table", 0, 1)},
+               {"page_table: dtype int64; accepted is int32", dtype("page_table", DType::i64)},
+               {"page_table: strides (9, 1)",
+                [](Call &c) {
+                  c.resize_memory("page_table", 17 * sizeof(int32_t));
+                  c["page_table"].strides[0] = 9;
+                }},
+               {"seqused_k: 41 at [0]; accepted are 0 to 40, the length of k", value("seqused_k", 0, 41)},
+               {"v: shape (15, 2, 5, 6); accepted is (pages, Hkv, page, Dv) = (16, 2, 5, any)", shape("v", 0, 15)},
+               {"mask: shape (2, 1, 21, 39)", shape("mask", 3, 39)},
+               {"max_seqlen_k: 40 without cu_seqlens; accepted is 0", set(&strobe_attention::max_seqlen_k, int64_t{40})}});
+  expect_each(paged_and_packed, Direction::forward,
+              {{"page_table: page 16 at [0, 1]", value("page_table", 1, 16)},
+               {"cu_seqlens_q: ends at 22", value("cu_seqlens_q", 2, 22)},
+               {"cu_seqlens_k: given beside page_table; accepted is cu_seqlens_q alone",
+                [](Call &c) { c.add_values<int32_t>("cu_seqlens_k", DType::i32, {0, 0, Sk}); }},
+               {"max_seqlen_k: 40 beside page_table; accepted is 0", set(&strobe_attention::max_seqlen_k, int64_t{40})}});
+  const Make by_key = [](Call &c, Direction) { make_quantised(c, DType::i8, false, make_dense); };
+  const Make by_column = [](Call &c, Direction) { make_quantised(c, DType::i4x2, true, make_varlen); };
+  const Make in_pages = [](Call &c, Direction) { make_quantised(c, DType::e4m3, true, [](Call &c, Direction) { make_paged(c, false); }); };
+  for (Make make : {by_key, by_column, in_pages}) {
+    Call call;
+    make(call, Direction::forward);
+    CHECK_NOTHROW(call.validated());
+  }
+  expect_each(by_key, Direction::forward,
+              {{"k_scale: missing beside v_scale; accepted is both, or neither", drop("k_scale")},
+               {"v_scale: missing beside k_scale; accepted is both, or neither", drop("v_scale")},
+               {"k_scale: shape (2, 2, 37); accepted is (B, Hkv, Sk) = (2, 2, 38)", shape("k_scale", 2, 37)},
+               {"k_scale: dtype bfloat16; accepted is float16, float32", dtype("k_scale", DType::bf16)},
+               {"v_scale: shape (2, 1, 38); accepted is (B, Hkv, Sk) = (2, 2, 38)", shape("v_scale", 1, 1)},
+               {"k_scale: rank 3; accepted is rank 4, (B, Hkv, rows of k / k_scale_group, D) = (2, 2, 1, 8)",
+                set(&strobe_attention::k_scale_group, int64_t{64})},
+               {"k_scale_group: 48; accepted are the multiples of 32, and 0 for a scale for each key",
+                set(&strobe_attention::k_scale_group, int64_t{48})},
+               {"k_scale_group: -32; accepted are", set(&strobe_attention::k_scale_group, int64_t{-32})},
+               {"v: dtype float8_e4m3fn; accepted is int8", dtype("v", DType::e4m3)},
+               {"k: dtype float32; accepted is int8, float8_e4m3fn, uint8",
+                [](Call &c) { c.add("k", DType::f32, {B, Hkv, Sk, D}), c.add("v", DType::i8, {B, Hkv, Sk, Dv}); }},
+               {"k: dtype int8; accepted is float32",
+                [](Call &c) { c.drop("k_scale"), c.drop("v_scale"), c.add("v", DType::f32, {B, Hkv, Sk, Dv}); }}});
+  expect_each(make_dense, Direction::forward,
+              {{"k_scale_group: 32 without k_scale; accepted is 0", set(&strobe_attention::k_scale_group, int64_t{32})}});
+  expect_each(by_column, Direction::forward,
+              {{"k_scale: shape (1, 2, 8); accepted is (rows of k / k_scale_group, Hkv, D) = (2, 2, 8)", shape("k_scale", 0, 1)},
+               {"k: shape (38, 2, 3); accepted is (Tk, Hkv, D/2) = (any, any, 4)", shape("k", 2, 3)}});
+  expect_each(
+      in_pages, Direction::forward,
+      {{"k_scale: shape (15, 2, 1, 8); accepted is (pages, Hkv, rows of k / k_scale_group, D) = (16, 2, 1, 8)", shape("k_scale", 0, 15)},
+       {"page_table: page 16 at [0, 1]", value("page_table", 1, 16)}});
   expect_each(
       make_sparse, Direction::forward,
       {{"block_rows: row 0 of matrix 0 begins at 1", value("block_rows", 0, 1)},

@@ -1,147 +1,231 @@
-"""strobe.distributed on GPUs: the covering array of tests/python/distributed_cases.py on NCCL, one process for each GPU, judged as on CPUs.
+"""strobe.distributed.attention() on GPUs: the covering array of tests/python/distributed_cases.py on NCCL, one process for each GPU, judged
+as on CPUs.
 
-python tests/gpu/distributed_on_gpus.py [--ranks 2] [--seconds 300] [--speed]
+python tests/gpu/distributed_on_gpus.py [--ranks 2] [--seconds 100] [--backend gloo]
 
-Cases for more ranks than there are GPUs become cases for as many as there are. A case that the GPU's engines refuse (on all ranks alike) is
-counted as refused, with its reason; a case that is wrong, or hangs, ends the run with status 1. --speed measures strong scaling instead:
-forward and backward of 32/8 heads, d 128, bf16, causal, beside strobe.attention of the whole problem on one GPU in the same run.
-"""
+Cases for more ranks than there are GPUs become cases for as many as there are. Other processes, as many as there are cores, compile the
+kernels of the cases ahead, without a GPU, and judge the results; a case runs once its kernels are there, and a line says how it went.
+A case that the GPU's engines refuse (on all ranks alike) is counted as refused, with its reason. One that is wrong, or hangs, makes
+the status 1; where ranks hang, their stacks go to stderr, and others take their place. bench/distributed_speed.py measures."""
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.pool import AsyncResult, Pool
 from pathlib import Path
+from random import Random
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import distributed_ahead
 import torch
 import torch.distributed as dist
+from random_calls import cores
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-import strobe
 from check import Yardstick
-from distributed_cases import build, every_pair, joined, run_on_rank
+from device import running_on
+from distributed_cases import build, every_pair, joined, node_of, run_on_rank
 from distributed_workers import Workers
-from strobe.distributed import Layout
 
-LENGTHS = (32768, 131072)
+BEGAN = time.monotonic()
 
 
-def on_gpu(group: dist.ProcessGroup, case: dict[str, Any]) -> Any:
-    """A rank's results, or why the engines refuse."""
+def since() -> float:
+    return time.monotonic() - BEGAN
+
+
+def tell(words: str) -> None:
+    print(f"{since():6.1f} s  {words}", flush=True)
+
+
+# What other processes do
+
+
+def on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) -> Any:
+    """A rank's results, or why the engines refuse; and the seconds that it took."""
+    began = time.monotonic()
     try:
-        return run_on_rank(group, case, "cuda")
+        with running_on(None):
+            found: Any = run_on_rank(group, case, device)
     except NotImplementedError as refusal:
-        return str(refusal)
+        found = str(refusal)
+    return found, time.monotonic() - began
+
+
+def all_there(group: dist.ProcessGroup, device: str) -> float:
+    """A sum over the ranks."""
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones, group=group)
+    return ones.item()
+
+
+def compiled(task: tuple[int, dict[str, Any], int | None]) -> tuple[int, int]:
+    """The case's number, and how many kernels were compiled."""
+    number, case, compute_capability = task
+    return number, 0 if compute_capability is None else distributed_ahead.compile_case(case, compute_capability)
+
+
+def faults(case: dict[str, Any], answers: list[Any]) -> list[str]:
+    inputs = build(case)
+    return Yardstick(inputs).faults(joined(case, inputs, answers))
+
+
+# The parent
 
 
 def cases_for(ranks: int) -> list[dict[str, Any]]:
     found = []
     for case in every_pair():
         world, method = case["how"]
-        how = min(world, ranks), method
-        if method != "heads" or case["heads"][1] % how[0] == 0:
+        how = ranks if method == "levels" else min(world, ranks), method
+        if case["heads"][1] % {"heads": how[0], "levels": node_of(how[0])}.get(method, 1) == 0:
             found.append(case | {"how": how})
     return found
 
 
-def covering(ranks: int, seconds: float) -> int:
-    workers, until = Workers(ranks, "nccl"), time.monotonic() + seconds
-    counts: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    for number, case in enumerate(cases_for(ranks)):
-        if time.monotonic() > until:
-            counts["not reached"] += 1
-            continue
+def short(case: dict[str, Any]) -> str:
+    """What is not at its first value."""
+    world, method = case["how"]
+    usual = {"how", "layout", "dtype", "dims", "lengths", "heads"}
+    more = [f"{name} {x}" for name, x in case.items() if name not in usual and x not in (None, 0.0, False)]
+    d, lengths, heads = ("x".join(map(str, case[name])) for name in ("dims", "lengths", "heads"))
+    return f"W {world} {method} {case['layout']} {case['dtype']} d{d} S {lengths} H {heads} " + ", ".join(more)
+
+
+class Run:
+    """The ranks, and what became of the cases."""
+
+    def __init__(self, ranks: int, backend: str, patience: float):
+        self.ranks, self.backend, self.patience = ranks, backend, patience
+        self.device = "cuda" if backend == "nccl" else "cpu"
+        self.workers = Workers(ranks, backend, patience)
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.judging: list[tuple[int, dict[str, Any], float, AsyncResult[list[str]]]] = []
+        self.seconds = 0.0
+
+    def case(self, number: int, case: dict[str, Any], pool: Pool) -> None:
+        if self.workers.closed:
+            self.workers = Workers(self.ranks, self.backend, self.patience)
         world = case["how"][0]
-        workers.send(on_gpu, world, case)
-        inputs = build(case)
-        yardstick = Yardstick(inputs)
         try:
-            answers = workers.receive(world)
+            answers, seconds = zip(*self.workers.run(on_rank, world, case, self.device), strict=True)
         except AssertionError as failure:
-            print(f"case {number} {case}: {failure}", flush=True)
-            counts["failed"] += 1
-            continue
-        if any(isinstance(answer, str) for answer in answers):
-            counts["refused" if all(isinstance(answer, str) for answer in answers) else "refused on some ranks"] += 1
-            reasons[str(answers[0]).partition(": ")[2][:100]] += 1
-            continue
-        faults = yardstick.faults(joined(case, inputs, answers))
-        counts["wrong" if faults else "right"] += 1
-        for fault in faults:
-            print(f"case {number} {case}: {fault}", flush=True)
-    workers.close()
-    print(dict(counts))
-    for reason, n in reasons.most_common(8):
-        print(f"  refused {n} times: {reason}")
-    return int(any(counts[name] for name in ("wrong", "failed", "refused on some ranks")))
+            self.result("failed", number, case, 0.0, str(failure))
+            self.replace_ranks()
+            return
+        self.seconds += max(seconds)
+        refused = [isinstance(answer, str) for answer in answers]
+        if any(refused):
+            self.result("refused" if all(refused) else "refused on some ranks", number, case, max(seconds), str(answers[0]))
+            words = [line.partition(" [rank ")[0] for line in str(answers[0]).splitlines() if "cuda-" in line]
+            self.reasons["; ".join(words or [str(answers[0])])] += 1
+        else:
+            self.judging.append((number, case, max(seconds), pool.apply_async(faults, (case, list(answers)))))
+        self.look(0.0)
 
+    def replace_ranks(self) -> None:
+        """If they are of no use any more."""
+        try:
+            if not self.workers.closed and self.workers.run(all_there, self.ranks, self.device) == [self.ranks] * self.ranks:
+                return
+        except AssertionError as failure:
+            print(f"  the ranks are replaced: {str(failure).splitlines()[0]}", flush=True)
+        self.workers.close()
 
-def timed(call: Any, repeats: int = 9) -> float:
-    times = []
-    for _ in range(repeats + 2):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
-
-
-def scaling(group: dist.ProcessGroup, seqlen: int, method: str) -> tuple[float, float, float, float, float] | str:
-    """T1 and TW in ms, forward, and forward and backward; and this rank's peak of memory in GiB."""
-    torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(1, h, seqlen, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8, 8, 32))
-    layout = Layout.zigzag(seqlen, group.size())
-    own = [layout.shard(x, 2, group.rank()).contiguous() for x in (q, k, v, dout)]
-
-    def both(call: Any, tensors: list[torch.Tensor], gradient: torch.Tensor) -> None:
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        call(*leaves).backward(gradient)
-
-    def shared(*tensors: torch.Tensor) -> torch.Tensor:
-        return strobe.distributed.attention(*tensors, layout=layout, group=group, method=method, causal=True)
-
-    def alone(*tensors: torch.Tensor) -> torch.Tensor:
-        return strobe.attention(*tensors, causal=True)
-
-    try:
-        one = timed(lambda: alone(q, k, v)), timed(lambda: both(alone, [q, k, v], dout))
-        torch.cuda.reset_peak_memory_stats()
-        dist.barrier(group)
-        many = timed(lambda: shared(*own[:3])), timed(lambda: both(shared, own[:3], own[3]))
-    except NotImplementedError as refusal:
-        return str(refusal)
-    return one[0] * 1e3, many[0] * 1e3, one[1] * 1e3, many[1] * 1e3, torch.cuda.max_memory_allocated() / 2**30
-
-
-def speed(ranks: int) -> int:
-    workers = Workers(ranks, "nccl")
-    print(f"{torch.cuda.get_device_name()}, {ranks} ranks; E = T1 / (W TW), TW of the slowest rank")
-    for seqlen in LENGTHS:
-        for method in ("gather", "heads", "ring"):
-            answers = workers.run(scaling, ranks, seqlen, method)
-            if isinstance(answers[0], str):
-                print(f"{seqlen:7} {method:7} refused: {answers[0][:100]}")
+    def look(self, until: float) -> None:
+        """At what was judged meanwhile."""
+        waiting = []
+        for number, case, seconds, judged in self.judging:
+            judged.wait(max(0.0, until - since()))
+            if not judged.ready():
+                waiting.append((number, case, seconds, judged))
                 continue
-            t1, tw, b1, bw, peak = (max(x) for x in zip(*answers, strict=True))
-            print(
-                f"{seqlen:7} {method:7} forward {t1:8.2f} / {tw:8.2f} ms, E {t1 / ranks / tw:.3f}; with backward {b1:8.2f} / {bw:8.2f} ms, "
-                f"E {b1 / ranks / bw:.3f}; peak {peak:.1f} GiB",
-                flush=True,
-            )
-    workers.close()
-    return 0
+            found = judged.get()
+            self.result("wrong" if found else "right", number, case, seconds, "\n".join(found))
+        self.judging = waiting
+
+    def result(self, what: str, number: int, case: dict[str, Any], seconds: float, more: str) -> None:
+        self.counts[what] += 1
+        tell(f"case {number}: {what} in {seconds:.2f} s: {short(case)}")
+        if what != "right":
+            print("  " + more.replace("\n", "\n  "), flush=True)
+        if what not in ("right", "refused"):
+            print(f"  {case}", flush=True)
+
+
+def until_then(found: Any, until: float) -> Iterator[Any]:
+    """What a pool's iterator gives until the time has come."""
+    while True:
+        try:
+            yield found.next(max(0.01, until - since()))
+        except (multiprocessing.TimeoutError, StopIteration):
+            return
+
+
+def covering(
+    ranks: int, backend: str, seconds: float, patience: float, numbers: list[int], compute_capability: int | None, jobs: int
+) -> int:
+    cases = cases_for(ranks)
+    tasks = [(number, cases[number], compute_capability) for number in numbers or range(len(cases))]
+    Random(0).shuffle(tasks)  # neighbours share kernels, and would wait for one another
+    # What is begun ends, and is judged, before all has to have ended.
+    until, judged_until = 0.85 * seconds, 0.97 * seconds
+    kernels, done, all_compiled = 0, 0, 0.0
+    context = multiprocessing.get_context("spawn")
+    tell(f"{len(tasks)} cases on {ranks} ranks of {backend}; {jobs} processes compile and judge")
+    with context.Pool(jobs) as pool, context.Pool(max(1, jobs // 4)) as judges:
+        ready = pool.imap_unordered(compiled, tasks)  # they compile while the ranks begin
+        run = Run(ranks, backend, patience)
+        tell("the ranks are ready")
+        for done, (number, of_case) in enumerate(until_then(ready, until), 1):
+            kernels += of_case
+            if since() > until:
+                break
+            if done == len(tasks):
+                all_compiled = since()
+            run.case(number, cases[number], judges)
+        tell(f"{done} of {len(tasks)} cases were run")
+        run.look(judged_until)
+    run.workers.close()
+    run.counts["not judged"] = len(run.judging)
+    run.counts["not reached"] = len(tasks) - run.counts.total()
+    tell(", ".join(f"{n} {what}" for what, n in run.counts.items() if n))
+    for reason, n in run.reasons.most_common(8):
+        print(f"  refused {n} times: {reason}")
+    print(f"{kernels} kernels were compiled ahead; the ranks computed for {run.seconds:.1f} s")
+    if all_compiled:
+        print(f"all kernels were there {all_compiled:.0f} s after the beginning")
+    return int(any(run.counts[name] for name in ("wrong", "failed", "refused on some ranks")) or not run.counts["right"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="gloo: on the CPU, or the emulated GPU")
+    parser.add_argument("--ranks", type=int, help="by default as many as there are GPUs")
+    parser.add_argument("--seconds", type=float, default=100, help="after which all has ended, from when PyTorch is imported")
+    parser.add_argument("--patience", type=float, default=30, help="seconds after which a case hangs")
+    parser.add_argument("--cases", type=int, nargs="*", default=[], help="their numbers; by default all")
+    parser.add_argument("--compute-capability", type=int, help="for which kernels are compiled ahead; by default the GPU's, as 90 for 9.0")
+    parser.add_argument("--jobs", type=int, default=cores(), help="processes that compile and judge")
+    asked = parser.parse_args()
+    capability = asked.compute_capability
+    if asked.backend == "nccl" and capability is None:
+        major, minor = torch.cuda.get_device_capability()
+        capability = 10 * major + minor
+    ranks = asked.ranks or (torch.cuda.device_count() if asked.backend == "nccl" else 2)
+    return covering(ranks, asked.backend, asked.seconds, asked.patience, asked.cases, capability, asked.jobs)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--speed", action="store_true")
-    arguments = parser.parse_args()
-    sys.exit(speed(arguments.ranks) if arguments.speed else covering(arguments.ranks, arguments.seconds))
+    sys.exit(main())

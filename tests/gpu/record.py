@@ -28,6 +28,7 @@ CONTRACT = (
     *("test_contract.py", "test_corners.py", "test_hidden.py", "test_known_bugs.py", "test_hyperbolic.py", "test_ladder.py"),
     *("test_compat.py", "test_compat_flash_attn.py", "test_compat_flash_cache.py", "test_compat_flash_padding.py"),
     *("test_compat_flash_passes.py", "test_compat_sdpa.py", "test_bounds.py", "test_many_keys.py", "test_seqused.py"),
+    *("test_pages.py", "test_kv.py", "test_quantised.py"),
     *("test_auxiliary.py", "test_invariant.py", "test_parts.py"),
 )
 HELPERS = (
@@ -36,6 +37,8 @@ HELPERS = (
     "conftest.py",
     "cuts.py",
     "device.py",
+    "paging.py",
+    "quantising.py",
     "distributed_*.py",
     "flash_formulas.py",
     "invariant_mixes.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -15,6 +15,15 @@ ENGINES = [name for name, missing in strobe.engines() if missing is None and nam
 
 def tensors(*shape: int, dtype: torch.dtype, n: int = 3) -> list[torch.Tensor]:
     return [torch.randn(*shape, device="cuda", dtype=dtype) for _ in range(n)]
+
+
+def memory_settles(at, seconds=2.0):
+    """Whether no more than that is allocated soon: PyTorch's thread of backwards lets go of tensors after the call has returned."""
+    torch.cuda.synchronize()
+    until = monotonic() + seconds
+    while torch.cuda.memory_allocated() > at and monotonic() < until:
+        sleep(0.01)
+    return torch.cuda.memory_allocated() <= at
 
 
 def gradients(q, k, v, dout, **options):
@@ -215,7 +224,22 @@ def test_repeated_calls_leave_no_memory_behind():
         torch.cuda.synchronize()
         if n == 9:
             before = torch.cuda.memory_allocated()
-    assert torch.cuda.memory_allocated() == before
+    assert memory_settles(before)
+
+
+def test_no_call_waits_for_the_garbage_collector():
+    """Neither its tensors nor its workspace; each of these calls is the first of its kind."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        for n in range(1, 9):
+            x = torch.randn(1, 2, 64 + n, 64, device="cuda", dtype=torch.bfloat16)
+            gradients(x, x, x, x, scale=0.1 * n)
+            del x
+            assert memory_settles(before)
+    finally:
+        gc.enable()
 
 
 def test_device_memory_is_clamped_and_checked_on_request():

@@ -17,6 +17,7 @@ OPTIONS = {
     "dropout": ({"rng": Shape((2,), "int64")}, {"dropout": 0.1}),
     "ALiBi": ({"alibi_slopes": Shape((16,), "float32")}, {"window_right": 0}),
     "mask": ({"mask": Shape((1, 1, S, WHOLE), "bool")}, {}),
+    "nothing": ({}, {}),
     "block-sparse": ({name: Shape(shape, "int32") for name, shape in BLOCKS.items()}, {"block_q": 128, "block_k": 128}),
 }
 STARTS = {"multiples of 16": 0, "anywhere": 8}
@@ -24,6 +25,7 @@ STARTS = {"multiples of 16": 0, "anywhere": 8}
 SPILLS = {(90, "strobe::mma::Backward"): 16}  # d 64, of 256 keys
 
 
+HOPPER_REFUSES = ("mask", "block-sparse")
 KINDS = list(product(STARTS, [False, True]))  # where ranges begin, whether results are partial
 # Each option with one of them (make test-long: with all).
 CASES = [
@@ -39,6 +41,9 @@ CASES = [
     (90, "cuda-mma", "bfloat16", 64),
     (90, "cuda-mma", "bfloat16", 128),
     (90, "cuda-simt", "float32", 64),
+    (90, "cuda-sm90", "bfloat16", 64),
+    (90, "cuda-sm90", "bfloat16", 128),
+    (90, "cuda-sm90", "bfloat16", 256),
 ])  # fmt: skip
 def test_it_compiles_without_spills(arch, engine, dtype, dim, options, starts, partial, backward):
     first = STARTS[starts]
@@ -49,6 +54,9 @@ def test_it_compiles_without_spills(arch, engine, dtype, dim, options, starts, p
     try:
         kernels = prewarm({"q": x, "k": x, "v": x} | arrays, fields | {"part": part.encoded(), "engine": engine}, backward, arch)
     except NotImplementedError as refusal:
+        refuses = options in HOPPER_REFUSES or (options, starts) == ("dropout", "anywhere")
+        if engine == "cuda-sm90" and refuses and ("in parts whose" in str(refusal) or "takes parts of larger" in str(refusal)):
+            return
         if "no NVRTC" not in str(refusal):
             raise
         pytest.skip(str(refusal))

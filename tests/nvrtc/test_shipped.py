@@ -55,6 +55,15 @@ SPILLS = {
 
 # The same of kernels with one option or none, each by its name: no other of them spills. Of OLD_ARCHS only a template's worst is known.
 SPILLS_OF_FEW = {
+    (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,0,0,0,0,0,0,0,0,0,0,0,0}>"): 24,
+    (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1,0,0,0,0,0,0,0,0,0,0,0}>"): 24,
+    (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1,0,0,0,0,0,0,0,1,0,0,0}>"): 24,
+    (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,0,0,1,0,0,0,0,0,0,0,0,0}>"): 24,
+    (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,0,0,0,1,0,0,0,0,0,0,0,0}>"): 24,
+    (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1,0,0,0,0,1,0,0,0,0,0,0}>"): 24,
+    (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1,0,0,0,0,0,0,1,0,0,0,0}>"): 24,
+    (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,0,1,0,0,0,0,0,0,0,0,0,0}>"): 24,
+    (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,1,0,3,1,0,0,0,0,0,0,0,0,0,0,0}>"): 24,
     (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,0,0,0,0,0,0,0,0,0}>"): 52,
     (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,1,0,0,0,0,0,0,0,0}>"): 64,
     (80, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,1,0,0,0,0,0,0,0,0,0}>"): 64,
@@ -68,6 +77,11 @@ SPILLS_OF_FEW = {
     (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,0,1,0,0,0,0,0,0}>"): 40,
     (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,1,0,0,0,0,0,0,0}>"): 20,
     (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,1,2,1,0,0,0,0,0,0,0,0,0,0,0}>"): 40,
+    (90, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1,0,0,0,0,0,0,0,0,0,0,0}>"): 24,
+    (90, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1,0,0,0,0,0,0,0,1,0,0,0}>"): 24,
+    (90, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1,0,0,0,1,0,0,0,0,0,0,0}>"): 24,
+    (90, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1,0,0,0,0,1,0,0,0,0,0,0}>"): 24,
+    (90, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,1,0,3,1,0,0,0,0,0,0,0,0,0,0,0}>"): 24,
     (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,0,0,0,0,0,0,0,0,0}>"): 88,
     (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,0,1,0,0,0,0,0,0,0,0}>"): 64,
     (90, "strobe::tf32::Backward<strobe::tf32::Config{128,128,32,64,4,1,3,1,0,0,2,0,0,1,0,0,0,0,0,0,0,0,0}>"): 64,

@@ -6,7 +6,7 @@ import itertools
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from torch import Tensor
 
 import plain
 import strobe
+from paging import in_pages
+from quantising import Kind, Quantised, group_of, quantised
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -72,6 +74,16 @@ FACTORS: dict[str, list[Any]] = {
     "values": ["normal", "mean 1", "large"],
     "flag": [None, "deterministic", "exact_max", "allow_tf32", "invariant", "check", "reserved_sms"],
     "part": [None, "anywhere", "multiples of 16", "each anywhere"],
+    "page": [None, 16, 1, 7, 64],
+    "quant": [
+        None,
+        Kind("int8", "float32"),
+        Kind("float8", "float16"),
+        Kind("int4", "float16"),
+        Kind("int4", "float32", 32),
+        Kind("int8", "float16", 64),
+        Kind("float8", "float32", 96),
+    ],
 }
 Factors = dict[str, list[Any]]
 Names, Indices = tuple[str, ...], tuple[int, ...]
@@ -88,12 +100,21 @@ def _valid(case: dict[str, Any]) -> bool:
         # the ranges of a part say which keys count
         not (case.get("part") and case.get("used")),
         # refused beside a part
-        not (case.get("part") and (case.get("aux") or case.get("flag") == "invariant")),
+        not (case.get("part") and (case.get("aux") or case.get("flag") == "invariant" or case.get("page"))),
         not ({"bias", "bias kind"} <= case.keys() and (case["bias"] is None) != (case["bias kind"] is None)),
         # a score is one function of q.k
         not (case.get("score", "dot") != "dot" and case.get("softcap")),
         not (case.get("bias kind") == "float32" and case.get("dtype") == "float64"),
     ]
+    if quant := case.get("quant"):
+        rules += [
+            case.get("dtype") != "float64",
+            not case.get("part"),
+            # two INT4 are a byte
+            not (quant.stored == "int4" and any(n % 2 for n in case.get("dims", ()))),
+            # which NumPy does not have
+            not (quant.stored == "float8" and case.get("storage") == "reversed"),
+        ]
     return all(rules)
 
 
@@ -106,17 +127,26 @@ def tuples(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str,
     return found
 
 
-def combinations(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid) -> list[dict[str, Any]]:
+def contract(strength: int) -> list[dict[str, Any]]:
+    """Cases that hold every combination: those of quantised keys, which have no gradients, stand in cases of their own."""
+    plain = combinations(strength, FACTORS | {"quant": [None]})
+    return plain + combinations(strength, FACTORS | {"quant": FACTORS["quant"][1:]}, among="quant")
+
+
+def combinations(
+    strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid, among: str | None = None
+) -> list[dict[str, Any]]:
     """Cases that hold every possible combination of `strength` options' values at least once: each starts from a combination not yet
-    held, then gives every other option the value that holds the most of what is left."""
-    left = tuples(strength, factors, valid)
+    held, then gives every other option the value that holds the most of what is left. among: of those combinations alone that this option
+    is one of."""
+    left = {names: found for names, found in tuples(strength, factors, valid).items() if among is None or among in names}
     order = list(factors)
     shuffle = random.Random(strength)
 
     def held(row: dict[str, int], name: str) -> int:
         """How many missing combinations the option of that name holds with the others of the row."""
         groups = (sorted((name, *rest), key=order.index) for rest in itertools.combinations(row.keys() - {name}, strength - 1))
-        return sum(tuple(row[n] for n in group) in left[tuple(group)] for group in groups)
+        return sum(tuple(row[n] for n in group) in left.get(tuple(group), ()) for group in groups)
 
     cases = []
     for names in left:
@@ -149,10 +179,65 @@ class Inputs:
     numpy: bool = False  # pass NumPy arrays with negative strides, backward through attention_backward
     run: dict[str, Any] = field(default_factory=dict)  # how, not what: tile, threads, flags
     aux: tuple[str, ...] = ()
+    page: int | None = None  # k and v are handed over in pages of so many keys, forward alone; Sk is a multiple
+    quant: Quantised | None = None  # what is handed over of k and v, which then are what it stands for, in float64; forward alone
 
     @property
     def varlen(self) -> bool:
         return "cu_seqlens_q" in self.options
+
+    @property
+    def has_gradients(self) -> bool:
+        return not self.page and self.quant is None
+
+    def handed(self) -> Inputs:
+        """The call as the library gets it: with k and v quantised, and in pages."""
+        if self.quant is None:
+            return self.paged() if self.page else self
+        kind, bshd = self.quant.kind, self.options.get("layout") == "bshd"
+        pairs = ((self.quant.k, self.quant.v), (self.quant.k_scale, self.quant.v_scale))
+        data, scales = (replace(self, k=k, v=v, quant=None) for k, v in pairs)
+        if self.page:
+            data, scales = data.paged(), scales.paged()
+        row = 0 if self.varlen and not self.page else 1 if bshd else 2
+        k, v, more = Quantised(kind, data.k, data.v, scales.k, scales.v).handed(row)
+        return replace(data, k=k, v=v, options=data.options | more)
+
+    def paged(self) -> Inputs:
+        """The call with k and v in pages."""
+        o, bshd = self.options, self.options.get("layout") == "bshd"
+        k, v = (x.transpose(1, 2) if bshd else x for x in (self.k, self.v))
+        used = None if o.get("seqused_k") is None else o["seqused_k"].tolist()
+        if self.varlen:
+            starts = o["cu_seqlens_k"].tolist()
+            lengths = [end - start for start, end in itertools.pairwise(starts)]
+            k, v = (self._one_by_one(x, starts, o["max_seqlen_k"]) for x in (k, v))
+        else:
+            lengths = [k.shape[2]] * k.shape[0]
+        generator = torch.Generator().manual_seed(k[..., :1].numel())
+        pages = in_pages(k, v, used or lengths, self.page, generator)
+        pools = (x.transpose(1, 2).contiguous() if bshd else x for x in (pages.k, pages.v))
+        options = {name: x for name, x in o.items() if name not in ("cu_seqlens_k", "max_seqlen_k")} | {"page_table": pages.table}
+        if self.varlen or used is not None:
+            options["seqused_k"] = torch.tensor(used or lengths, dtype=torch.int32, device=k.device)
+        return replace(self, k=next(pools), v=next(pools), options=options)
+
+    def _one_by_one(self, x: Tensor, starts: list[int], most: int) -> Tensor:
+        """Packed rows as (B, H, most, width), zeros behind them."""
+        found = x.new_zeros(len(starts) - 1, x.shape[1], most, x.shape[2])
+        for b, (start, end) in enumerate(itertools.pairwise(starts)):
+            found[b, :, : end - start] = x[start:end].transpose(0, 1)
+        return found
+
+    def packed_columns(self, sums: Tensor) -> Tensor:
+        """column_sums of the call in pages, as the call without pages has them."""
+        if not self.varlen:
+            return sums
+        found = sums.new_zeros(sums.shape[1], self.k.shape[0])
+        for b, (start, end) in enumerate(itertools.pairwise(self.options["cu_seqlens_k"].tolist())):
+            found[:, start:end] = sums[b, :, : end - start]
+            assert not sums[b, :, end - start :].any()
+        return found
 
 
 def _storage(kind: str, t: Tensor) -> Tensor:
@@ -164,7 +249,7 @@ def _storage(kind: str, t: Tensor) -> Tensor:
     if kind == "expanded heads":
         return t[..., :1, :, :].expand(t.shape) if t.dim() == 4 else t[:, :1].expand(t.shape)
     if kind == "sliced":
-        wide = torch.full([n * 2 + 1 for n in t.shape], torch.nan, dtype=t.dtype)
+        wide = torch.full([n * 2 + 1 for n in t.shape], torch.nan if t.is_floating_point() else 255, dtype=t.dtype)
         view = wide[tuple(slice(1, 1 + 2 * n, 2) for n in t.shape)]
         view.copy_(t)
         return view
@@ -230,6 +315,17 @@ def _cumulated(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
 
+def _groups(group: int, page: int | None, rows: int, starts: list[int] | None) -> Tensor:
+    """The group of each row of k, or of each token of packed sequences that begin at `starts`."""
+    at = torch.arange(rows)
+    if starts is None or page is None:
+        return group_of(at, group, page)
+    found = torch.full((rows,), -1)  # of no sequence
+    for b, (start, end) in enumerate(itertools.pairwise(starts)):
+        found[start:end] = b * rows + group_of(at[: end - start], group, page)
+    return found
+
+
 def _window(band: str) -> Any:
     words = band.split()
     if words[0] == "int":
@@ -247,6 +343,8 @@ def build(case: dict[str, Any]) -> Inputs:
     (d, dv), (sq, sk), (h, hkv), b = case["dims"], case["lengths"], case["heads"], case["batch"]
     options: dict[str, Any] = {}
     varlen = case["varlen"]
+    if case["page"] and not varlen:
+        sk = -(-sk // case["page"]) * case["page"]
     if varlen:
         zeros = varlen == "zero lengths"
         lengths_q, lengths_k = _lengths(g, b + 1, sq, zeros), _lengths(g, b + 1, sk, zeros)
@@ -255,6 +353,8 @@ def build(case: dict[str, Any]) -> Inputs:
         b = len(lengths_q)
         options |= {"cu_seqlens_q": _cumulated(lengths_q), "cu_seqlens_k": _cumulated(lengths_k)}
         sq, sk = max(1, *lengths_q), max(1, *lengths_k)
+        if case["page"]:
+            sk = -(-sk // case["page"]) * case["page"]
         options |= {"max_seqlen_q": sq, "max_seqlen_k": sk}
 
     if case["used"]:
@@ -301,6 +401,14 @@ def build(case: dict[str, Any]) -> Inputs:
         q, k = _flipped(_on_hyperboloid(q)), _on_hyperboloid(k)
     storage = case["storage"]
     q, k, v = (_storage(storage, t.to(dtype)) for t in (q, k, v))
+    quant = None
+    if kind := case["quant"]:
+        row, starts = 0 if varlen else 1 if storage == "bshd" else 2, total_k.tolist() if varlen else None
+        quant, k, v = quantised(kind, k, v, row, None if kind.group is None else _groups(kind.group, case["page"], k.shape[row], starts))
+        if not case["page"]:
+            quant.k, quant.v = (_storage(storage, t) for t in (quant.k, quant.v))
+        if storage == "sliced":
+            quant.k_scale, quant.v_scale = (_storage(storage, t) for t in (quant.k_scale, quant.v_scale))
 
     dout = normal(*shaped(sq, h, dv, total_q)).to(dtype)
     if case["dout"] == "transposed":
@@ -358,7 +466,9 @@ def build(case: dict[str, Any]) -> Inputs:
         run |= dict(zip(("tile_q", "tile_k"), case["tile"], strict=True))
     if case["flag"]:
         run[case["flag"]] = 3 if case["flag"] == "reserved_sms" else True
-    return Inputs(q, k, v, dout, dlse, options, gradients, case["lse"] != "none", storage == "reversed", run, case["aux"])
+    return Inputs(
+        q, k, v, dout, dlse, options, gradients, case["lse"] != "none", storage == "reversed", run, case["aux"], case["page"], quant
+    )  # fmt: skip
 
 
 def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], plain.Score, Any]]:

@@ -66,7 +66,8 @@ def run(inputs: Inputs, engine: str | None = None, **run: Any) -> Results:
     there = on_device(inputs, "cpu" if engine == "reference" else DEVICE)
     options = there.options | inputs.run | run | {"engine": engine}
     with running_on(engine):
-        results = _run_numpy(there, options) if there.numpy else _run_autograd(there, options)
+        run_it = _run_forward if not there.has_gradients else _run_numpy if there.numpy else _run_autograd
+        results = run_it(there, options)
     return {name: t.cpu() for name, t in results.items()}
 
 
@@ -87,6 +88,23 @@ def _run_autograd(inputs: Inputs, options: dict[str, Any]) -> Results:
     results = {"out": out.detach()} | dict(zip(leaves, found, strict=True)) | aux
     if lse is not None:
         results["lse"] = lse.detach()
+    return results
+
+
+def _run_forward(inputs: Inputs, options: dict[str, Any]) -> Results:
+    """Of keys in pages, or quantised."""
+    handed = inputs.handed()
+    options = {name: x for name, x in options.items() if name not in inputs.options} | handed.options
+    arrays: list[Any] = [handed.q, handed.k, handed.v]
+    if inputs.numpy:
+        options = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in options.items()}
+        arrays = [_reversed(t) for t in arrays]
+    out, lse, aux = _split(strobe.attention(*arrays, **options, return_lse=inputs.lse, aux=inputs.aux), inputs)
+    results = {"out": out, **({} if lse is None else {"lse": lse}), **aux}
+    if inputs.numpy:
+        results = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in results.items()}
+    if "column_sums" in results and inputs.page:
+        results["column_sums"] = inputs.packed_columns(results["column_sums"])
     return results
 
 
@@ -116,9 +134,15 @@ def _run_numpy(inputs: Inputs, options: dict[str, Any]) -> Results:
 
 
 def oracle(inputs: Inputs) -> Results:
-    """The reference: float64, from the same inputs."""
+    """The reference: float64, from the same inputs; of a call in pages, the gradients are those of the call without. Of quantised k and v
+    there are none."""
     with running_on("reference"):
-        out, lse, *aux = strobe.reference(inputs.q, inputs.k, inputs.v, aux=inputs.aux, **inputs.options)
+        forward = inputs.handed()
+        out, lse, *aux = strobe.reference(forward.q, forward.k, forward.v, aux=inputs.aux, **forward.options)
+        if inputs.page:
+            aux = [inputs.packed_columns(x) if name == "column_sums" else x for name, x in zip(inputs.aux, aux, strict=True)]
+        if inputs.quant is not None:
+            return {"out": out, "lse": lse} | dict(zip(inputs.aux, aux, strict=True))
         found = strobe.reference_backward(inputs.dout, inputs.q, inputs.k, inputs.v, dlse=inputs.dlse, **inputs.options)
     results = {"out": out, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv} | dict(zip(inputs.aux, aux, strict=True))
     return results | {"d" + name: getattr(found, "d" + name) for name in inputs.gradients}
@@ -162,7 +186,9 @@ def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, see
     else:
         out, lse = torch.cat(outs), torch.cat(lses)
         out = out.transpose(1, 2) if options.get("layout") == "bshd" else out
-    results = {"out": out.detach(), "lse": lse.detach()} | dict(zip(leaves, found, strict=True))
+    results = {"out": out.detach(), "lse": lse.detach()}
+    if inputs.quant is None:
+        results |= dict(zip(leaves, found, strict=True))
     return results | {name: x for name, x in _auxiliary(leaf_inputs, statistics).items() if name in inputs.aux}
 
 

@@ -25,6 +25,9 @@ ON_GPU = EMULATED or _WHERE == "cuda"
 DEVICE = "cpu" if EMULATED else _WHERE  # of tensors
 
 
+_QUANTISED = ("k", "v", "k_scale", "v_scale")
+
+
 @contextmanager
 def running_on(engine: str | None) -> Iterator[None]:
     """Where a GPU is emulated, CPU tensors are memory of it, but for the oracle."""
@@ -56,7 +59,8 @@ def on_device(inputs: Inputs, device: str) -> Inputs:
         return inputs
     tensors = {name: _moved(getattr(inputs, name), device) for name in ("q", "k", "v", "dout", "dlse")}
     options = {name: _moved(x, device) for name, x in inputs.options.items()}
-    return dataclasses.replace(inputs, **tensors, options=options, numpy=False)
+    quant = inputs.quant and dataclasses.replace(inputs.quant, **{x: _moved(getattr(inputs.quant, x), device) for x in _QUANTISED})
+    return dataclasses.replace(inputs, **tensors, options=options, quant=quant, numpy=False)
 
 
 def here(engine: str) -> bool:

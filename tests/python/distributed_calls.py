@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import strobe
+from distributed_cases import mesh_of
+from strobe import _run
 from strobe._request import Request
 from strobe.arrays import torch as torch_arrays
 from strobe.arrays.memory import OutOfMemoryError
-from strobe.distributed import Layout, _call, _exchange, _gather, _late, _operators, _predict, _ring
+from strobe.distributed import Layout, _agree, _call, _exchange, _gather, _group, _late, _operators, _predict, _ring
 
 S, H, HKV, D = 37, 4, 4, 16
 
@@ -135,6 +138,20 @@ def runs_out_of_memory(group: dist.ProcessGroup, rank: int, method: str, in_back
     return said(call)
 
 
+def agrees_without_a_cpu_backend(group: dist.ProcessGroup) -> tuple[list[tuple[int, ...]], tuple[str, str], str]:
+    """As of NCCL alone. These ranks are in different numbers of groups: the first in all that the workers begin with."""
+    own = dist.new_group(list(range(group.size())))
+    devices = _group._devices
+    try:
+        _group._devices = lambda of: {"cuda"} if of is own else devices(of)
+        drawn = _agree.drawn_by_first(own, torch.tensor([group.rank(), 7]), 5.0)
+        rng = _agree.agree(own, _agree.Said({"q": 1}, None, (10 + group.rank(), 3)), 5.0)
+        differing = said(lambda: _agree.agree(own, _agree.Said({"q": group.rank()}), 5.0))
+        return [drawn, rng], differing, _group.on_host(own).group_name
+    finally:
+        _group._devices = devices
+
+
 def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) -> tuple[str, str, float]:
     """In a group of its own, for nobody can use it afterwards."""
     own = dist.new_group(list(range(group.size())))
@@ -153,6 +170,27 @@ def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) 
     seconds = time.monotonic() - began
     dist.barrier()
     return *found, seconds
+
+
+def leaves(group: dist.ProcessGroup, absent: int, how: str) -> tuple[str, str, float]:
+    """One rank's group or mesh is none. In a group of its own, for nobody can use it afterwards."""
+    own = dist.new_group(list(range(group.size())))
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, _ = shards(layout, group.rank())
+    is_wrong = group.rank() == absent
+    began = time.monotonic()
+
+    def call() -> None:
+        if how == "context":
+            with strobe.distributed.context_parallel(
+                dist.device_mesh.DeviceMesh.from_group(own, "cpu"), layout=None if is_wrong else layout, method="gather"
+            ):
+                strobe.distributed.attention(q, k, v)
+        else:
+            given = {"group": own} if not is_wrong else {"group": "all"} if how == "group" else {"mesh": 4}
+            strobe.distributed.attention(q, k, v, layout=layout, **given)
+
+    return *said(call), time.monotonic() - began
 
 
 def drawn(group: dist.ProcessGroup, method: str, agree: bool) -> dict[str, Tensor]:
@@ -180,7 +218,9 @@ def as_users_call_it(group: dist.ProcessGroup, way: str, method: str) -> dict[st
     layout = Layout.zigzag(S, group.size())
     q, k, v, dout = shards(layout, group.rank())
     how: dict[str, Any] = {"layout": layout, "method": method, "causal": True}
-    if way == "mesh":
+    if method == "levels":
+        how["mesh"] = mesh_of(group.size(), "cpu")
+    elif way == "mesh":
         how["mesh"] = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
 
     def call(*tensors: Tensor) -> Tensor:
@@ -207,7 +247,8 @@ def lse_on_the_first_rank(group: dist.ProcessGroup, method: str) -> dict[str, Te
     """A loss of which one rank's share alone uses lse."""
     layout = Layout.zigzag(S, group.size())
     q, k, v, dout = shards(layout, group.rank())
-    out, lse = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, causal=True, return_lse=True)
+    where = {"mesh": mesh_of(group.size(), "cpu")} if method == "levels" else {"group": group}
+    out, lse = strobe.distributed.attention(q, k, v, layout=layout, **where, method=method, causal=True, return_lse=True)
     loss = (out * dout).sum()
     (loss + lse.sum() if group.rank() == 0 else loss).backward()
     return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
@@ -249,18 +290,44 @@ def in_a_context(group: dist.ProcessGroup, door: str) -> dict[str, Any]:
     return {"out": out.detach(), "whole": whole_out} | {f"d{name}": x.grad for name, x in zip("qkv", leaves, strict=True)}
 
 
-def multihead_in_a_context(group: dist.ProcessGroup) -> float:
-    """By how much nn.MultiheadAttention of shards differs from that of whole sequences, with and without gradients."""
+def reserved(group: dist.ProcessGroup, method: str, given: dict[str, int]) -> tuple[list[int], list[int]]:
+    """reserved_sms of this rank's calls of the library, forward and backward, if the method takes 5 beside transfers."""
+    found: list[int] = []
+
+    def call(framework: Any, p: Request, *more: Any) -> Any:
+        found.append(p.options.get("reserved_sms", 0))
+        return real(framework, p, *more)
+
+    real = _run.call
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+    with (
+        mock.patch.object(_run, "call", call),
+        mock.patch.object(_operators, "sms_for_transfers", return_value=5),
+        mock.patch.object(_gather, "LEAST_BYTES", 1),  # key heads come in groups
+    ):
+        out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, **given)
+        of_forward, found = found, []
+        out.backward(dout)
+    return of_forward[1:], found[1:]  # the first is judged, and not made
+
+
+def multihead_in_a_context(group: dist.ProcessGroup) -> tuple[float, list[tuple[str, str]]]:
+    """By how much nn.MultiheadAttention of shards differs from that of whole sequences, with and without gradients; and its words where
+    weights are wanted."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
     torch.manual_seed(0)
     module, x = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, S, 32)
     expected, own, found = module(x, x, x, need_weights=False)[0].detach(), x.clone(), []
+    refused: list[tuple[str, str]] = []
     with strobe.distributed.context_parallel(mesh, buffers=[own], buffer_seq_dims=[1]) as layout:
         for mode in (torch.no_grad(), torch.enable_grad()):
             with mode:
                 found.append(layout.unshard(module(own, own, own, need_weights=False)[0].detach(), 1))
+                refused.append(said(lambda: module(own, own, own)))
+    assert module(x, x, x)[1] is not None
     assert torch.backends.mha.get_fastpath_enabled()
-    return max(float((x - expected).abs().max()) for x in found)
+    return max(float((x - expected).abs().max()) for x in found), refused
 
 
 def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, str]]:
@@ -298,6 +365,9 @@ def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
         {"buffers": [x], "buffer_seq_dims": [1], "no_restore_buffers": {y}},
         {"layout": Layout.zigzag(8, 7)},
         {"buffers": [x], "buffer_seq_dims": [1], "layout": Layout.zigzag(9, group.size())},
+        {"buffers": x, "buffer_seq_dims": [1]},
+        {"buffers": [x], "buffer_seq_dims": 1},
+        {"buffers": [x], "buffer_seq_dims": [1], "no_restore_buffers": x},
     ):
 
         def enter(given: dict[str, Any] = given) -> None:
@@ -306,6 +376,24 @@ def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
 
         found.append(said(enter))
     return found
+
+
+def in_two_levels(group: dist.ProcessGroup) -> tuple[list[str], list[tuple[str, str]]]:
+    """What explain() says of a mesh of two dimensions; and what is refused."""
+    layout, mesh = Layout.zigzag(S, group.size()), mesh_of(group.size(), "cpu")
+    q, k, v, _ = shards(layout, group.rank())
+    one = shards(layout, group.rank(), hkv=1)
+    attention, explain = strobe.distributed.attention, strobe.distributed.explain
+    wrong = dist.device_mesh.DeviceMesh("cpu", [[1, 0], [2, 3]])
+    three = dist.device_mesh.init_device_mesh("cpu", (1, 2, 2))
+    return [explain(q, k, v, layout=layout, mesh=mesh), explain(*one[:3], layout=layout, mesh=mesh)], [
+        said(lambda: attention(q, k, v, layout=layout, group=group, method="levels")),
+        said(lambda: attention(*one[:3], layout=layout, mesh=mesh, method="levels")),
+        said(lambda: attention(q, k, v, layout=layout, mesh=mesh, method="levels", invariant=True)),
+        said(lambda: attention(q, k, v, layout=Layout.zigzag(S, 2), mesh=mesh)),
+        said(lambda: attention(q, k, v, layout=layout, mesh=wrong)),
+        said(lambda: attention(q, k, v, layout=layout, mesh=three)),
+    ]
 
 
 def explained(group: dist.ProcessGroup, method: str | None, hkv: int, backward: bool, options: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 from typing import Any
@@ -18,7 +19,7 @@ from check import Results
 from strobe.distributed import Layout, _gather
 
 FACTORS: dict[str, list[Any]] = {
-    "how": [*((w, method) for w in (2, 3, 4, 1) for method in ("gather", "heads", "ring")), (2, None)],
+    "how": [*((w, method) for w in (2, 3, 4, 1) for method in ("gather", "heads", "ring")), (2, None), (4, "levels")],
     "layout": ["zigzag", "contiguous", "balanced", "blocks", "a rank has none", "one rank has all"],
     "dtype": ["float32", "float64", "float16", "bfloat16"],
     "dims": [(64, 64), (16, 24), (7, 5), (33, 65)],
@@ -55,6 +56,7 @@ def valid(case: dict[str, Any]) -> bool:
     heads = case.get("heads")
     rules = [
         not (heads and method == "heads" and heads[1] % world),
+        not (heads and method == "levels" and heads[1] % node_of(world)),
         # they need method "heads", and no dropout or block mask of several heads beside it
         not (beside and "how" in case and method != "heads"),
         not (beside and (case.get("dropout") or (case.get("blocks") or " ")[-1].endswith("H"))),
@@ -70,13 +72,24 @@ def every_pair() -> list[dict[str, Any]]:
     for case in cases.combinations(2, FACTORS, valid):
         (world, method), inputs = case["how"], build(case)
         scores = case["mask"] or case["bias"]
-        if method == "heads" and world > 1 and scores and 1 in _most_rows(inputs, layouts(case, inputs)[0]):
-            plain = case | {"lengths": (64, 64), "layout": "contiguous"}
-            assert 1 not in _most_rows(build(plain), layouts(plain, build(plain))[0])
+        if method in ("heads", "levels") and world > 1 and scores and 1 in _most_rows(inputs, layouts(case, inputs)[0]):
+            longer = [case | {"lengths": n, "layout": "contiguous"} for n in ((64, 64), (129, 64), (257, 257))]  # packed ones: by chance
+            plain = next(x for x in longer if 1 not in _most_rows(build(x), layouts(x, build(x))[0]))
             found += [plain, case | {"mask": None, "bias": None, "bias kind": None}]
             case = case | {"how": (1, "heads") if case["used"] or case["flag"] == "invariant" else (world, "ring")}
         found.append(case)
     return found
+
+
+def node_of(world: int) -> int:
+    """How many ranks share a node."""
+    return 1 if world % 2 else 2
+
+
+@functools.cache
+def mesh_of(world: int, device: str) -> dist.device_mesh.DeviceMesh:
+    """Of all processes, as nodes."""
+    return dist.device_mesh.init_device_mesh(device, (world // node_of(world), node_of(world)))
 
 
 def _most_rows(inputs: Inputs, layout: Layout) -> set[int]:
@@ -212,7 +225,7 @@ def _run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) ->
         v,
         layout=layout_q,
         layout_k=layout_k,
-        group=group,
+        **({"mesh": mesh_of(group.size(), device)} if case["how"][1] == "levels" else {"group": group}),
         method=case["how"][1],
         return_lse=inputs.lse,
         **own_options(options),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +21,14 @@ MOST = 4
 SECONDS = 120  # for which an answer is waited
 
 
-def _serve(rank: int, most: int, backend: str, folder: str, pipe: Any) -> None:
+def _serve(rank: int, most: int, backend: str, folder: str, seconds: float, pipe: Any) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # where it hangs, for show_stacks()
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=most)
-    groups = {n: dist.new_group(list(range(n))) for n in range(1, most + 1)}
+    limit = datetime.timedelta(seconds=10 * seconds)  # who waits for an answer gives up before
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=most, timeout=limit)
+    groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, most + 1)}
     pipe.send("ready")
     while True:
         function, world, arguments = pipe.recv()
@@ -32,29 +39,31 @@ def _serve(rank: int, most: int, backend: str, folder: str, pipe: Any) -> None:
 
 
 class Workers:
-    """Calls functions of modules on the ranks: function(group, *arguments)."""
+    """Calls functions of modules on the ranks: function(group, *arguments). seconds: for which each answer is waited."""
 
-    def __init__(self, most: int = MOST, backend: str = "gloo") -> None:
-        self._folder = tempfile.TemporaryDirectory()
+    def __init__(self, most: int = MOST, backend: str = "gloo", seconds: float = SECONDS) -> None:
+        self._folder, self._seconds = tempfile.TemporaryDirectory(), seconds
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
         for rank in range(most):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, most, backend, self._folder.name, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, most, backend, self._folder.name, seconds, there), daemon=True)
             process.start()
+            there.close()  # so that a process that ends is told of
             self._pipes.append(here)
             self._processes.append(process)
         for rank in range(most):
-            self._answer(rank)
+            self._answer(rank, SECONDS)
 
     def send(self, function: Callable[..., Any], world: int, *arguments: Any) -> None:
         for pipe in self._pipes[:world]:
-            pipe.send((function, world, arguments))
+            with contextlib.suppress(BrokenPipeError):  # receive() tells that it has ended
+                pipe.send((function, world, arguments))
 
     def receive(self, world: int) -> list[Any]:
         """What each rank of the group returned."""
-        answers = [self._answer(rank) for rank in range(world)]
+        answers = [self._answer(rank, self._seconds) for rank in range(world)]
         wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
         assert not wrong, "\n".join(wrong)
         return [found for _, found in answers]
@@ -63,14 +72,34 @@ class Workers:
         self.send(function, world, *arguments)
         return self.receive(world)
 
-    def _answer(self, rank: int) -> Any:
-        if not self._pipes[rank].poll(SECONDS):
-            self.close()
-            raise AssertionError(f"rank {rank} does not answer within {SECONDS} s")
-        return self._pipes[rank].recv()
+    def _answer(self, rank: int, seconds: float) -> Any:
+        try:
+            if self._pipes[rank].poll(seconds):
+                return self._pipes[rank].recv()
+            words = f"does not answer within {seconds:.0f} s"
+            self._show_stacks()
+        except (EOFError, ConnectionError):
+            self._processes[rank].join()
+            words = f"ended with status {self._processes[rank].exitcode}"
+        self.close()
+        raise AssertionError(f"rank {rank} {words}")
+
+    def _show_stacks(self) -> None:
+        """Of all ranks, to stderr."""
+        for process in self._processes:
+            if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)
+                    time.sleep(0.3)  # one after the other
+
+    @property
+    def closed(self) -> bool:
+        """They are then of no use any more: an answer did not come."""
+        return not self._processes
 
     def close(self) -> None:
         for process in self._processes:  # they have nothing to keep
             process.kill()
             process.join()
+        self._processes = []
         self._folder.cleanup()

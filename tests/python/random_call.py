@@ -16,7 +16,7 @@ import torch
 
 import strobe
 from device import DEVICE, EMULATED, ON_GPU, here, running_on
-from random_draw import CALLS, Call, build, draw_options, draw_shape
+from random_draw import CALLS, Call, Handed, build, draw_options, draw_shape
 from random_formulas import Results
 from random_judge import Judge
 
@@ -57,8 +57,9 @@ def _leaf(t: torch.Tensor) -> torch.Tensor:
 def taken_by(engine: str, call: Call) -> bool:
     try:
         with running_on(engine):
-            for backward in (False, True):
-                text = strobe.explain(call.q, call.k, call.v, backward=backward, engine=engine, aux=call.aux, **call.options)
+            for backward in (False,) if call.handed else (False, True):
+                k, v, options = (call.handed.k, call.handed.v, call.handed.options) if call.handed else (call.k, call.v, call.options)
+                text = strobe.explain(call.q, k, v, backward=backward, engine=engine, aux=call.aux, **options)
                 if "no engine takes" in text or "cannot take this problem" in text:
                     return False
     except NotImplementedError:
@@ -68,6 +69,8 @@ def taken_by(engine: str, call: Call) -> bool:
 
 def run(call: Call, engine: str | None) -> Results:
     """Forward and the gradients that are wanted, through autograd. NotImplementedError: the engine does not take the call."""
+    if call.handed:
+        return _run_forward(call, call.handed, engine)
     tensors: dict[str, Any] = {"q": call.q, "k": call.k, "v": call.v}
     options = dict(call.options)
     for name in call.leaves:
@@ -84,6 +87,15 @@ def run(call: Call, engine: str | None) -> Results:
         gradients = torch.autograd.grad(outputs, leaves, [call.dout, call.dlse][: len(outputs)])
     results = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()}) | aux
     return results | {"d" + name: t for name, t in zip(call.leaves, gradients, strict=True)}
+
+
+def _run_forward(call: Call, handed: Handed, engine: str | None) -> Results:
+    with running_on(engine):
+        found = strobe.attention(call.q, handed.k, handed.v, **handed.options, engine=engine, return_lse=True, aux=call.aux)
+    results = {"out": found[0], "lse": found[1]} | {name: getattr(found, name) for name in call.aux}
+    if call.packing and call.words["page"] and "column_sums" in results:  # (B, H, Sk)
+        results["column_sums"] = call.packing.pack(results["column_sums"], True, 0.0)
+    return results
 
 
 def faults(call: Call, names: list[str | None]) -> list[str]:

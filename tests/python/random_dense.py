@@ -250,7 +250,8 @@ class Dense:
 
         def moved(t: Tensor) -> Tensor:
             up = torch.randint(2, t.shape, generator=g).to(t.device)
-            return (t.double() * (1 + torch.finfo(t.dtype).eps * (2 * up - 1))).to(t.dtype)
+            of = self.q.dtype if t.dtype == torch.float64 else t.dtype  # quantised keys stand here in float64
+            return (t.double() * (1 + torch.finfo(of).eps * (2 * up - 1))).to(t.dtype)
 
         q, k, v, dout = (moved(mixed(t, keys)) for t, keys in ((self.q, False), (self.k, True), (self.v, True), (self.dout, False)))
         return dataclasses.replace(self, q=q, k=k, v=v, dout=dout, bias=None if self.bias is None else moved(self.bias))

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 import strobe
+from device import ON_GPU
+from paging import in_pages
+from quantising import SCALES, Kind, Quantised, group_of, quantised
 from random_dense import Dense, Packing, visible
 
 CALLS = 16  # numbers of the same options
@@ -40,9 +43,19 @@ class Call:
     spoiled: bool  # what nobody may read holds no numbers
     words: dict[str, Any] = field(default_factory=dict)  # what was drawn
     aux: tuple[str, ...] = ()
+    handed: Handed | None = None  # k, v and options in pages, or quantised; the forward alone is called
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.words.items())
+
+
+@dataclass
+class Handed:
+    """What is handed over in the place of k, v and the options."""
+
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
 
 
 def _log_uniform(rng: random.Random, low: float, high: float) -> float:
@@ -110,6 +123,16 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
     o["part"] = _one(rng, {None: 0.82, "aligned": 0.08, "any": 0.1})  # where rows stand in a larger problem
     if o["part"]:  # beside which these are refused
         o |= {"used": False, "aux": (), "flags": [name for name in o["flags"] if name != "invariant"]}
+    o["page"] = None  # how many keys a page holds
+    if not o["part"] and rng.random() < 0.12:
+        o["page"] = rng.choice([16, 16, 32, 64, 64, 128, 256, 1, rng.randint(1, 300)])
+        o["flags"] = [name for name in o["flags"] if name != "deterministic"]
+    o["quant"] = None  # how k and v are stored
+    if not o["part"] and o["dtype"] != "float64" and rng.random() < 0.15:
+        even = o["d"] % 2 == 0 and o["dv"] % 2 == 0
+        stored = rng.choice(["int8", "float8", "int4"] if even else ["int8", "float8"])
+        o["quant"] = Kind(stored, rng.choice([*SCALES]), rng.choice([None, None, 32, 64, 128, 32 * rng.randint(1, 9)]))
+        o["flags"] = [name for name in o["flags"] if name != "deterministic"]
     return o
 
 
@@ -212,9 +235,9 @@ def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float]
     b = min(int(_log_uniform(rng, 1, 6.99)), max(1, int(room / hkv / group)))
     if rng.random() < 0.01:
         b = 0
-    s = Shape(b, hkv * group, hkv, sq, sk)
+    s = Shape(b, hkv * group, hkv, sq, _whole_pages(o, sk))
     if not o["packed"]:
-        s.used, s.part = _used(rng, o, [sk] * b), _part(rng, o, s)
+        s.used, s.part = _used(rng, o, [s.sk] * b), _part(rng, o, s)
         return s
 
     def lengths(longest: int) -> list[int]:
@@ -225,13 +248,17 @@ def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float]
 
     s.lengths_q = lengths(sq)
     s.lengths_k = list(s.lengths_q) if sq == sk and rng.random() < 0.6 else lengths(sk)
-    s.sq, s.sk = max(1, sq), max(1, sk)  # a bound of 0 is none
+    s.sq, s.sk = max(1, sq), _whole_pages(o, max(1, sk))  # a bound of 0 is none
     padding = rng.random() < 0.6
     s.used = _used(rng, o, s.lengths_k)
     s.total_q = sum(s.lengths_q) + (rng.choice([1, 7, 40, 130]) if padding else 0)
     s.part = _part(rng, o, s) if o["part"] else None
     s.total_k = sum(s.lengths_k) + (s.total_q - sum(s.lengths_q) if rng.random() < 0.5 else rng.choice([0, 1, 60, 150]) if padding else 0)
     return s
+
+
+def _whole_pages(o: Options, keys: int) -> int:
+    return -(-keys // o["page"]) * o["page"] if o["page"] else keys
 
 
 def _used(rng: random.Random, o: Options, lengths: list[int]) -> list[int] | None:
@@ -263,6 +290,8 @@ class _Values:
         """As many of what is no number, or a huge one; random bytes for bool."""
         if x.dtype == torch.bool:
             return self.chance(0.5, *x.shape)
+        if x.dtype == torch.uint8:  # bytes of quantised keys
+            return torch.randint(256, x.shape, generator=self.generator, device=self.device, dtype=torch.uint8)
         kinds = torch.tensor([n * torch.finfo(x.dtype).max if abs(n) == 1.0 else n for n in SPOILS[self.spoil]], dtype=torch.float64)
         index = torch.randint(len(kinds), (1009,), generator=self.generator, device=self.device)
         return kinds.to(self.device)[index].to(x.dtype).repeat(x.numel() // 1009 + 1)[: x.numel()].view(x.shape)
@@ -278,9 +307,9 @@ class _Values:
         t = torch.zeros(shape, dtype=dtype, device=self.device)
         return t if self.spoil is None else self.spoil_like(t)
 
-    def stored(self, t: Tensor, aligned: bool) -> Tensor:
+    def stored(self, t: Tensor, aligned: bool, expands: bool = True) -> Tensor:
         """t in other strides; of heads or a batch that are broadcast, the first one's."""
-        kinds = {"dense": 4, "heads last": 4, "wider": 3, "expanded": 0.6 if t.dim() == 4 else 0.3}
+        kinds = {"dense": 4, "heads last": 4, "wider": 3, "expanded": 0 if not expands else 0.6 if t.dim() == 4 else 0.3}
         if not aligned:
             kinds |= {"sliced": 2, "offset": 2, "transposed": 1.5}
         kind = _one(self.rng, kinds)
@@ -381,6 +410,9 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     k = tokens(s.hkv, s.sk, s.total_k, o["d"], lambda x: _lorentz(large * x, False) if points else large * x)
     v = tokens(s.hkv, s.sk, s.total_k, o["dv"], lambda x: x + mean)
     dout = tokens(s.h, s.sq, s.total_q, o["dv"], lambda x: x)
+    quant = None
+    if o["quant"]:
+        quant, k, v = _quantised(o, packing, k, v)
     lse = rng.choice(["none", "returned", "gradient", "gradient"])
     dlse = values.normal(*((s.h, s.total_q) if packing else (s.b, s.h, s.sq))).to(wide) if lse == "gradient" else None
 
@@ -432,9 +464,21 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
         run["reserved_sms"] = rng.choice([1, 3])
 
     seen = visible(options, s.b, s.h, s.sq, s.sk, packing, device)
+    lacking = _lacking(values, o, s, device)
+    if lacking is not None:
+        seen = seen & ~lacking.repeat_interleave(o["page"], 1)[:, None, None]
     dense = Dense.of(q, k, v, dout, dlse, options, seen, packing)
     if values.spoil:
         _spoil(values, s, packing, seen, q, k, v, dout, dlse, options)
+        if quant is not None:
+            _spoil_quantised(values, s, packing, seen, quant)
+    handed = None
+    if quant is not None:
+        handed = _handed(values, o, s, packing, quant, options, lacking, bshd)
+    elif o["page"]:
+        handed = _paged(values, o, s, packing, k, v, options, lacking)
+        if bshd:
+            handed.k, handed.v = handed.k.transpose(1, 2), handed.v.transpose(1, 2)
     if bshd:
         q, k, v, dout = (t.transpose(1, 2) for t in (q, k, v, dout))
     given = [name for name in ("q", "k", "v", "bias", "sinks") if name in ("q", "k", "v") or name in options]
@@ -445,7 +489,90 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     words |= {name: options[name] for name in ("window",) if name in options}
     words |= {name: tuple(options[name].shape) for name in ("bias", "mask") if name in options}
     spoiled = values.spoil is not None
-    return Call(number, q, k, v, dout, dlse, options | run, leaves or ["q"], lse != "none", dense, packing, spoiled, words, o["aux"])
+    if handed is not None:
+        handed.options |= run
+        leaves = []
+    else:
+        leaves = leaves or ["q"]
+    return Call(number, q, k, v, dout, dlse, options | run, leaves, lse != "none", dense, packing, spoiled, words, o["aux"], handed)
+
+
+def _lacking(values: _Values, o: Options, s: Shape, device: str) -> Tensor | None:
+    """Of each sequence, pages whose numbers are none of the pool's, which hides their keys: (B, pages of a sequence). In host memory, and
+    where it is checked, that is refused."""
+    if not o["page"] or not ON_GPU or "check" in o["flags"] or values.rng.random() < 0.6:
+        return None
+    return values.chance(values.rng.choice([0.02, 0.3, 1.0]), s.b, s.sk // o["page"])
+
+
+def _paged(
+    values: _Values, o: Options, s: Shape, packing: Packing | None, k: Tensor, v: Tensor, options: dict[str, Any], lacking: Tensor | None,
+    seed: int | None = None,
+) -> Handed:  # fmt: skip
+    """The call in pages, among which others lie that hold no numbers. seed: of where the pages lie."""
+    counted = s.used if s.used is not None else s.lengths_k if s.lengths_k is not None else [s.sk] * s.b
+    if packing:
+        k, v = (packing.dense(x, True, values.empty([s.b, s.hkv, s.sk, x.shape[2]], x.dtype)) for x in (k, v))
+    generator = values.generator if seed is None else torch.Generator(values.device).manual_seed(seed)
+    pages = in_pages(k, v, counted, o["page"], generator, lambda pool: values.empty([*pool.shape], pool.dtype))
+    if lacking is not None:
+        outside = torch.tensor([-1, -(2**31), len(pages.k), 2**31 - 1], dtype=torch.int32, device=k.device)
+        pages.table[lacking] = outside[torch.arange(int(lacking.sum()), device=k.device) % 4]
+    given = {name: x for name, x in options.items() if name not in ("cu_seqlens_k", "max_seqlen_k")} | {"page_table": pages.table}
+    if packing:
+        given["seqused_k"] = torch.tensor(counted, dtype=torch.int32, device=k.device)
+    return Handed(*(values.stored(x, o["aligned"], expands=False) for x in (pages.k, pages.v)), given)
+
+
+def _quantised(o: Options, packing: Packing | None, k: Tensor, v: Tensor) -> tuple[Quantised, Tensor, Tensor]:
+    """What is stored of k and v, and what that stands for."""
+    kind, row = o["quant"], 0 if packing else 2
+    groups = None
+    if kind.group is not None:
+        at = torch.arange(k.shape[row], device=k.device)
+        groups = group_of(at, kind.group, o["page"])
+        if packing and o["page"]:
+            groups = torch.full_like(at, -1)  # of no sequence
+            for b, (first, n) in enumerate(packing.spans(True)):
+                groups[first : first + n] = b * len(at) + group_of(at[:n], kind.group, o["page"])
+    return quantised(kind, k, v, row, groups)
+
+
+def _handed(
+    values: _Values, o: Options, s: Shape, packing: Packing | None, quant: Quantised, options: dict[str, Any], lacking: Tensor | None,
+    bshd: bool,
+) -> Handed:  # fmt: skip
+    """The call with k and v quantised."""
+    pairs = ((quant.k, quant.v), (quant.k_scale, quant.v_scale))
+    if o["page"]:
+        seed = values.rng.getrandbits(30)
+        data, scales = (_paged(values, o, s, packing, k, v, options, lacking, seed) for k, v in pairs)
+        options = data.options
+    else:
+        data, scales = (Handed(*(values.stored(x, o["aligned"], expands=False) for x in pair), options) for pair in pairs)
+    if bshd:
+        for x in (data, scales):
+            x.k, x.v = x.k.transpose(1, 2), x.v.transpose(1, 2)
+    row = 0 if packing and not o["page"] else 1 if bshd else 2
+    k, v, more = Quantised(quant.kind, data.k, data.v, scales.k, scales.v).handed(row)
+    return Handed(k, v, options | more)
+
+
+def _spoil_quantised(values: _Values, s: Shape, packing: Packing | None, seen: Tensor, quant: Quantised) -> None:
+    """Keys that no query sees hold any bytes and scales, but for scales that others share."""
+    unread = _unread(s, seen).to(quant.k.device)
+    where = (packing.pack(unread, True, True).T if packing else unread)[..., None]
+    values.spoiled(quant.v_scale, where)
+    if quant.kind.group is None:
+        values.spoiled(quant.k_scale, where)
+    for x in (quant.k, quant.v):
+        values.spoiled(x, where)
+
+
+def _unread(s: Shape, seen: Tensor) -> Tensor:
+    """(B, Hkv, Sk)"""
+    full = seen.expand(s.b, s.h, s.sq, s.sk)
+    return ~full.view(s.b, s.hkv, s.h // s.hkv, s.sq, s.sk).any(3).any(2) if s.sq else torch.ones(s.b, s.hkv, s.sk, dtype=torch.bool)
 
 
 def _spoil(
@@ -454,7 +581,7 @@ def _spoil(
 ) -> None:  # fmt: skip
     """What nobody may read holds no numbers: keys that no query sees, tokens of no sequence, queries without keys, parts of the bias."""
     full = seen.expand(s.b, s.h, s.sq, s.sk)
-    unread = ~full.view(s.b, s.hkv, s.h // s.hkv, s.sq, s.sk).any(3).any(2) if s.sq else torch.ones(s.b, s.hkv, s.sk, dtype=torch.bool)
+    unread = _unread(s, seen)
     empty = ~full.any(3) if s.sk else torch.ones(s.b, s.h, s.sq, dtype=torch.bool)
     unread, empty = unread.to(q.device), empty.to(q.device)
     nobody = torch.zeros_like(empty)

@@ -74,6 +74,16 @@ def test_the_reference_wants_all_rows():
         strobe.reference(q, k, v, rows=[0], aux=BOTH)
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_only_key_of_a_query_gets_all_of_it(engine, seed):
+    """Scores of the pass are those that LSE is of, or near enough."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = ((3 * torch.randn(1, 4, n, 128, generator=g)).to(DEVICE, dtype_of(engine)) for n in (16, 1, 1))
+    found = attention(q, k, v, engine=engine, aux=("column_sums",)).column_sums
+    assert (found - 16).abs().max() < 16e-6
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_they_have_no_gradient_and_leave_the_others_alone(engine):
     q, k, v = (x.requires_grad_() for x in tensors(1, 2, 33, 64, dtype=dtype_of(engine)))

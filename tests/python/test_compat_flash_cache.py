@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from device import DEVICE, moved
 from flash_formulas import SLOPES, assert_close, formulas
-from strobe.compat import _gaps, _kvcache, flash_attn
-from strobe.compat._memory import share_memory
+from strobe._writable import share_memory
+from strobe.arrays.torch import TORCH
+from strobe.compat import flash_attn
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +84,44 @@ def test_rows_of_the_cache_by_index_and_left_padding():
         assert_close(out[b], expected[0])
 
 
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("new", [0, 1, 5])
+def test_a_cache_in_pages(new, rotary):
+    """As the same cache in one piece; with no new keys it is only read."""
+    page, each = 8, 5
+    table = torch.randperm(3 * each)[: 3 * each].view(3, each).int()
+    pools = [torch.randn(3 * each, page, 4, 16) for _ in range(2)]
+    whole = [x[table.long()].flatten(1, 2).contiguous() for x in pools]
+    filled = torch.tensor([21, 0, 33], dtype=torch.int32)
+    q = torch.randn(3, max(new, 2), 4, 16)
+    fresh = [torch.randn(3, new, 4, 16) for _ in range(2)] if new else [None, None]
+    angles = torch.rand(40, 4) * 6
+    options: dict[str, Any] = {"cache_seqlens": filled, "causal": True, "return_softmax_lse": True}
+    if rotary and new:
+        options |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    expected = flash_attn.flash_attn_with_kvcache(q, *whole, *fresh, **options)
+    found = flash_attn.flash_attn_with_kvcache(q, *pools, *fresh, **options, block_table=table)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    for x, y in zip(pools, whole, strict=True):
+        assert torch.equal(x[table.long()].flatten(1, 2), y)
+
+
+def test_packed_queries_over_pages():
+    table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+    pools = [torch.randn(5, 8, 2, 16) for _ in range(2)]
+    q, cu_q, cu_k = torch.randn(7, 4, 16), torch.tensor([0, 6, 7], dtype=torch.int32), torch.tensor([0, 13, 29], dtype=torch.int32)
+    k, v = (torch.cat([x[table[b].long()].flatten(0, 1)[: 13 if b == 0 else 16] for b in range(2)]) for x in pools)
+    expected = flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 6, 16, causal=True)
+    torch.testing.assert_close(flash_attn.flash_attn_varlen_func(q, *pools, cu_q, cu_k, 6, 16, causal=True, block_table=table), expected)
+    for wrong, message in (
+        (cu_k + 7, r"^cu_seqlens_k: \[7, .*; accepted are numbers that begin at 0 and never fall"),
+        (cu_k[0], r"^cu_seqlens_k: torch.int32 of shape \(\); accepted is int32 \(B \+ 1,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flash_attn.flash_attn_varlen_func(q, *pools, cu_q, wrong, 6, 16, causal=True, block_table=table)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary(interleaved, causal):
@@ -114,8 +154,16 @@ def test_refusals_of_a_cache():
     k_cache, v_cache = cache(2, 8)
     q = torch.zeros(2, 1, 4, 16)
     call = flash_attn.flash_attn_with_kvcache
-    with pytest.raises(NotImplementedError, match="^block_table: given"):
-        call(q, k_cache, v_cache, block_table=torch.zeros(2, 1, dtype=torch.int32))
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="^cache_leftpad: given beside block_table"):
+        call(q, k_cache, v_cache, cache_leftpad=table[:, 0], block_table=table)
+    with pytest.raises(ValueError, match=r"^block_table: torch.int64 of shape \(2, 1\); accepted is int32 \(2, n\)"):
+        call(q, k_cache, v_cache, block_table=table.long())
+    if DEVICE == "cpu":
+        with pytest.raises(ValueError, match=r"^block_table: page 2 at \[0, 0\]; accepted are 0 to 1, the pages of k_cache and v_cache"):
+            call(q, k_cache, v_cache, cache_seqlens=3, block_table=table + 2)
+        with pytest.raises(ValueError, match=r"^block_table: page 0 is to be written at \[0, 0\] and at \[1, 0\]"):
+            call(q, k_cache, v_cache, q, q, cache_seqlens=3, block_table=table)
     with pytest.raises(ValueError, match="^v: None beside k; accepted are both or neither"):
         call(q, k_cache, v_cache, k=q, cache_seqlens=0)
     with pytest.raises(ValueError, match="^cache_seqlens: None beside k and v"):
@@ -202,6 +250,10 @@ HOST_LENGTHS = [
         {"cache_seqlens": [3, 4], "cache_batch_idx": [0, 2], "new": 1},
         r"^cache_batch_idx: 2 at \[1\]; accepted are 0 to 1, a cache of 2 rows$",
     ),
+    (
+        {"cache_seqlens": [3, 4], "cache_batch_idx": [1, 1], "new": 1},
+        r"^cache_batch_idx: \[1, 1\] beside k and v; accepted are rows that differ",
+    ),
     ({"cache_batch_idx": [-1, 0]}, r"^cache_batch_idx: -1 at \[0\]; accepted are 0 to 1"),
     ({"cache_seqlens": [3, 4], "cache_leftpad": [3, 5]}, r"^cache_leftpad: 5 at \[1\]; accepted are 0 to 4, where the sequence ends$"),
     ({"cache_seqlens": [3, 4], "cache_leftpad": [-1, 0]}, r"^cache_leftpad: -1 at \[0\]"),
@@ -246,8 +298,7 @@ def test_what_the_attention_refuses_is_refused_before_the_cache_is_written(wrong
 @pytest.fixture
 def unread(monkeypatch):
     """Numbers that nobody reads, as where they lie in device memory."""
-    for module in (_gaps, _kvcache):
-        monkeypatch.setattr(module, "is_read", lambda _: False)
+    monkeypatch.setattr(TORCH, "is_readable", lambda _: False)
 
 
 @pytest.mark.parametrize("lengths", [[3, 9], [-5, 4], [2**31 - 1, -(2**31)]])
@@ -271,7 +322,7 @@ def test_lengths_that_nobody_reads_are_brought_into_the_cache(unread, lengths, n
         assert torch.equal(x, then)
 
 
-@pytest.mark.parametrize("rows", [[1, 5, 2], [-1, 0, 3], [7, -3, 4]])
+@pytest.mark.parametrize("rows", [[1, 5, 2], [-1, 0, 3], [7, -3, 4], [2**32, 1, 3]])
 @pytest.mark.parametrize("filled", [4, [4, 3, 6]])
 @pytest.mark.parametrize("new", [0, 2])
 def test_rows_that_are_not_in_the_cache_are_left_out(unread, rows, filled, new):
@@ -420,6 +471,14 @@ def test_nothing_is_written_by_a_call_that_is_refused(wrong, message):
         flash_attn.flash_attn_with_kvcache(**good | wrong)
     assert torch.equal(k_cache, copies[0])
     assert torch.equal(v_cache, copies[1])
+
+
+def test_that_pages_have_no_gradient_is_said_of_the_block_table():
+    q, pool = torch.zeros(2, 4, 16, requires_grad=True), torch.zeros(3, 8, 4, 16)
+    cu = torch.tensor([0, 1, 2], dtype=torch.int32)
+    table = torch.tensor([[0], [2]], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="^block_table: a tensor requires grad, and keys in pages have no gradients"):
+        flash_attn.flash_attn_varlen_func(q, pool, pool, cu, cu, 1, 1, block_table=table)
 
 
 def test_what_is_written_lies_in_no_memory_that_is_read():

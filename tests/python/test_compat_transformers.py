@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from device import DEVICE
+from strobe.compat import transformers as strobe_in_transformers
 from strobe.compat.transformers import attention_forward, register
 
 transformers = pytest.importorskip("transformers")
@@ -149,3 +150,47 @@ def test_refuses(others):
     x = torch.randn(1, 2, 5, 8, device=DEVICE)
     with pytest.raises(NotImplementedError, match=next(iter(others))):
         attention_forward(torch.nn.Module(), x, x, x, None, **others)
+
+
+PROMPTS = [[*range(3, 20)], [7, 8], [9, 30, 31], [40] * 25, [50, 51, 52, 53, 54]]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the comparison is of the CPU's texts")
+@pytest.mark.parametrize("case", [case for case in MODELS if case != "other dimensions of values"])
+def test_continuous_batching(case, monkeypatch):
+    """Prompts in pieces beside single tokens, in pages of 4, with fewer pages than all requests need at once: what each generates alone."""
+    batching = pytest.importorskip("transformers.generation.continuous_batching.cache")
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("an earlier transformers, whose generate_batch has other arguments")
+    page_size = "page_size" if hasattr(transformers.ContinuousBatchingConfig, "page_size") else "block_size"
+    if page_size == "block_size" and case != "grouped heads":
+        pytest.skip("an earlier transformers, whose continuous batching keeps other windows than generate(), on every attention")
+    model = made(*MODELS[case])
+    sampling = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    model.set_attn_implementation("eager")
+    expected = [model.generate(torch.tensor([prompt]), **sampling)[0, len(prompt) :].tolist() for prompt in PROMPTS]
+    copied = []
+    update = batching.PagedAttentionCache.update
+
+    def noted(self: Any, *arguments: Any, **named: Any) -> Any:
+        read = named.get("read_index") or named["kwargs"]["read_index"]
+        copied.append(max(x.numel() for x in read))
+        return update(self, *arguments, **named)
+
+    monkeypatch.setattr(batching.PagedAttentionCache, "update", noted)
+    strobe_in_transformers.use_paged(model)
+    found = model.generate_batch(
+        PROMPTS,
+        generation_config=transformers.GenerationConfig(**sampling),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(**{page_size: 4}, num_blocks=24, max_batch_tokens=16),
+    )
+    assert [result.generated_tokens for result in found.values()] == expected
+    if case == "grouped heads":
+        assert not any(copied)
+
+
+def test_a_paged_name_without_a_paged_cache_is_refused():
+    model = made("Llama", GROUPED)
+    strobe_in_transformers.use_paged(model)
+    with pytest.raises(ValueError, match="^cache: None; accepted is the paged cache of continuous batching"):
+        model(torch.tensor([[3, 4, 5]], device=DEVICE))

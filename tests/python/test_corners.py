@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import strobe
 from cases import call
 from check import Yardstick, assert_matches, available_engines, dtype_of, oracle, run, run_or_skip, runs
+from device import ON_GPU
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *HALF)
@@ -233,6 +235,26 @@ def test_differences_of_1e5(dtype):
     assert_matches(inputs)
 
 
+def test_rows_of_one_large_score():
+    """P = 1, whatever was rounded on the way to the score and to LSE: all that compute P must round in the same places."""
+    inputs = call(sq=300, d=2, scale=2.83, window=(0, 0), sinks=torch.zeros(2))
+    inputs.q.mul_(20)
+    assert_matches(inputs)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("size", [20.0, -160.0, 160.0, 1e4, -2e4, 1e6])
+def test_keys_that_share_rows_of_large_scores(size, sinks):
+    """Scores that are exact, a few units below a large one: P of a row, made again from its LSE, is as exact, whatever LSE's last bit."""
+    bias = size - torch.randint(0, 7, (1, 2, 33, 33), generator=torch.Generator().manual_seed(1)).float()
+    options = {"sinks": torch.full((2,), size)} if sinks else {}
+    if ON_GPU and size > 2**14:
+        pytest.skip("docs/performance.md: P of such scores on a GPU")
+    inputs = dataclasses.replace(call(bias=bias, gradients=("bias",), **options), aux=("column_sums",))
+    inputs.q.zero_()  # q.k would have digits that bias + q.k has not
+    assert_matches(inputs)
+
+
 @dtypes
 def test_masked_key_among_very_low_logits(dtype):
     """The visible logits lie below any sentinel that a masked key might get (ohdearquant/lattice#361)."""
@@ -309,10 +331,49 @@ def test_nan_reaches_only_the_rows_that_see_it(hidden_by, what, value, engine):
 
 
 @engines
+@pytest.mark.parametrize("sq", [1, 3, 50])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"invariant": True}, {"bias": torch.zeros(1, 1, 1, 70)}], ids=["plain", "causal", "invariant", "bias"]
+)
+def test_a_score_of_minus_infinity_hides(options, sq, engine):
+    """By an infinite K, where neither a mask nor a bias says so."""
+    if not engine.startswith("cpu-"):
+        pytest.skip("docs/semantics.md and docs/hopper.md: what of the others an infinite K breaks")
+    inputs = call(b=2, h=2, sq=sq, sk=70, d=16, dtype=dtype_of(engine), dlse=False, gradients=("bias",) * ("bias" in options), **options)
+    inputs.q[..., 5] = 1 + inputs.q[..., 5].abs()
+    inputs.k[1, 1, 17, 5], inputs.v[1, 1, 17, 3:] = -INF, torch.nan
+    inputs.k[0, 1, 4, 5], inputs.v[0, 1, 4] = -INF, INF
+    results, ref = run_or_skip(inputs, engine), oracle(inputs)
+    for name, t in results.items():
+        assert ref[name].isfinite().all()
+        assert (t.double() - ref[name]).abs().max() < 0.05 * ref[name].abs().max(), name
+
+
+@engines
+def test_a_bias_of_minus_infinity_hides_what_is_no_number(engine):
+    """Of K, in the reference too: a score of NaN and -inf is no NaN."""
+    bias = torch.zeros(1, 1, 1, 70)
+    bias[..., 37] = -INF
+    inputs = call(sq=20, sk=70, d=16, dtype=dtype_of(engine), dlse=False, bias=bias.to(dtype_of(engine)))
+    inputs.k[0, 1, 37, 5] = torch.nan
+    results, ref = run_or_skip(inputs, engine), oracle(inputs)
+    for name, t in results.items():
+        assert ref[name].isfinite().all()
+        assert t.isfinite().all()
+
+
+@pytest.mark.parametrize("sq", [1, 20])
+def test_a_huge_sink(sq):
+    """It leaves float32's range in the unit of q.k, not as a number of its own."""
+    inputs = call(sq=sq, sk=70, sinks=torch.tensor([1e38, -1e38]), scale=0.1, gradients=("sinks",))
+    assert_matches(inputs)
+
+
+@engines
 def test_nan_stays_in_its_sequence(engine):
     """Packed neighbours share tiles but nothing else."""
     cu = torch.tensor([0, 13, 13, 40, 60], dtype=torch.int32)
-    inputs = call(sq=60, sk=60, d=32, dtype=dtype_of(engine), dlse=False, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    inputs = call(sq=60, sk=60, d=64, dtype=dtype_of(engine), dlse=False, cu_seqlens_q=cu, cu_seqlens_k=cu)
     clean = run(inputs, engine)
     for t in (inputs.q, inputs.k, inputs.v, inputs.dout):
         t[13:40] = torch.nan
@@ -330,7 +391,7 @@ def test_nan_stays_in_its_sequence(engine):
 @engines
 def test_all_nan_is_not_zero(engine):
     """pytorch/pytorch#141128: a NaN query turned into zeros by a 'no visible key' test on the row's maximum."""
-    inputs = call(d=32, dtype=dtype_of(engine), dlse=False)
+    inputs = call(d=64, dtype=dtype_of(engine), dlse=False)
     inputs.q = torch.full_like(inputs.q, torch.nan)
     results = run(inputs, engine)
     assert results["out"].isnan().all()

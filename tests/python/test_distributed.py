@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import cases
@@ -28,3 +32,13 @@ def test_case(workers, number):
     results = joined(case, inputs, workers.receive(case["how"][0]))
     faults = yardstick.faults(results)
     assert not faults, "\n".join([str(case), *faults])
+
+
+def test_the_script_for_several_gpus():
+    """On the CPU."""
+    file = Path(__file__).parents[1] / "gpu" / "distributed_on_gpus.py"
+    command = [sys.executable, file, "--backend", "gloo", "--ranks", "2", "--cases", "3", "77", "--jobs", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 of 2 cases were run" in run.stdout
+    assert "2 right" in run.stdout

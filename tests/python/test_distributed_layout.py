@@ -163,7 +163,7 @@ def test_what_a_part_is_not_made_of(how, words):
 
 
 def test_what_a_layout_refuses():
-    x = torch.zeros(2, 8)
+    x, mask = torch.zeros(2, 8), strobe.BlockMask.from_kept(torch.ones(1, 1, 2, 2, dtype=torch.bool), 4, 4)
     for call, message in (
         (lambda: Layout.contiguous(-1, 2), "seqlen: -1; accepted are integers from 0"),
         (lambda: Layout.zigzag(8, 0), "world_size: 0; accepted are integers from 1"),
@@ -173,6 +173,17 @@ def test_what_a_layout_refuses():
         (lambda: Layout(8, ()), "ranges: (); accepted is for each rank a sequence of (start, length)"),
         (lambda: Layout.balanced(8, 2, cu_seqlens=[0, 9]), "cu_seqlens: (0, 9); accepted are numbers that begin at 0"),
         (lambda: Layout.balanced(8, 2, cu_seqlens=3), "cu_seqlens: 3; accepted are integers (B + 1,)"),
+        (lambda: Layout.balanced(8, 2, window="wide"), "window: 'wide'; accepted is (left, right)"),
+        (lambda: Layout.balanced(8, 2, window=(-1, 0)), "window: (-1, 0); accepted is (left, right)"),
+        (lambda: Layout.balanced(8, 2, causal="no"), "causal: str 'no'; accepted is True or False"),
+        (lambda: Layout.balanced(8, 2, causal=None), "causal: NoneType None; accepted is True or False"),
+        (lambda: Layout.balanced(8, 2, block_mask=x), "block_mask: torch.Tensor; accepted is a strobe.BlockMask"),
+        (lambda: Layout.balanced(9, 2, block_mask=mask), "block_mask: of 8 queries and 8 keys; accepted are 9 of each, as seqlen says"),
+        (lambda: Layout.balanced(7, 2, block_mask=mask), "block_mask: of 8 queries and 8 keys; accepted are 7 of each, as seqlen says"),
+        (
+            lambda: Layout.balanced(19, 2, cu_seqlens=[0, 9, 19], block_mask=mask),
+            "block_mask: of 8 queries and 8 keys; accepted are 10 or more of each, as the longest sequence has",
+        ),
         (lambda: Layout.contiguous(8, 2).shard(x, 0, 0), "x: shape (2, 8); accepted are 8 tokens along axis 0, as the layout says"),
         (lambda: Layout.contiguous(8, 2).shard(x, 2, 0), "dim: 2; accepted is an axis of x, of shape (2, 8)"),
         (lambda: Layout.contiguous(8, 2).shard([1], 0, 0), "x: list; accepted is a torch.Tensor"),

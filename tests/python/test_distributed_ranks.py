@@ -95,6 +95,32 @@ def test_a_rank_that_does_not_come_is_named(workers, agree, how):
         assert seconds < 20
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("group", "group: str; accepted is a torch.distributed.ProcessGroup that this process is a member of, or None"),
+        ("mesh", "mesh: int; accepted is a torch.distributed.device_mesh.DeviceMesh"),
+        ("context", "layout: None without buffers; accepted is a strobe.distributed.Layout, or buffers, whose length says it"),
+    ],
+)
+def test_a_rank_with_a_wrong_group_raises_on_all(workers, how, words):
+    """It does not know who waits for it; those who wait look."""
+    answers = workers.run(calls.leaves, 4, 2, how)
+    for rank, (_, text, seconds) in enumerate(answers):
+        assert text == (words if rank == 2 else f"{words} [rank 2 of 4]")
+        assert seconds < 10
+    assert len({kind for kind, _, _ in answers}) == 1
+
+
+def test_a_group_without_a_cpu_backend(workers):
+    """Its ranks agree in a group of gloo, however many other groups each of them is in."""
+    answers = workers.run(calls.agrees_without_a_cpu_backend, 4)
+    assert len({repr(answer) for answer in answers}) == 1
+    numbers, (kind, text), _ = answers[0]
+    assert numbers == [(0, 7), (10, 3)]
+    assert (kind, text) == ("ValueError", "q: 1 on rank 1, and 0 on rank 0; accepted is the same on all 4 ranks")
+
+
 @pytest.mark.parametrize("agree", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_first_rank_draws_the_seed(workers, method, agree):
@@ -121,7 +147,7 @@ def test_bits_do_not_depend_on_the_world(workers, dtype, options):
             assert torch.equal(x, expected[name]), (world, kind, name)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "levels"])
 @pytest.mark.parametrize("way", ["group", "mesh", "checkpoint", "bshd", "autocast", "compile"])
 def test_ways_to_call(workers, way, method):
     answers = workers.run(calls.as_users_call_it, 4, way, method)
@@ -138,15 +164,16 @@ def test_ways_to_call(workers, way, method):
         torch.testing.assert_close(x, {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}[name], **near)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "levels"])
 def test_lse_in_the_loss_of_one_rank(workers, method):
-    layout = Layout.zigzag(calls.S, 2)
+    world = 4 if method == "levels" else 2
+    layout = Layout.zigzag(calls.S, world)
     q, k, v, dout = calls.whole()
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, lse = strobe.attention(q, k, v, causal=True, return_lse=True)
     ((out * dout).sum() + layout.shard(lse, 2, 0).sum()).backward()
     expected = {"dq": q.grad, "dk": k.grad, "dv": v.grad}
-    for name, x in joined(layout, workers.run(calls.lse_on_the_first_rank, 2, method)).items():
+    for name, x in joined(layout, workers.run(calls.lse_on_the_first_rank, world, method)).items():
         torch.testing.assert_close(x, expected[name], atol=3e-6, rtol=1e-5)
 
 
@@ -182,8 +209,10 @@ def test_context_parallel(workers, door):
 
 def test_multihead_attention_in_a_context(workers):
     """Without gradients too, where PyTorch has a fast path that calls no function."""
-    for difference in workers.run(calls.multihead_in_a_context, 4):
+    for difference, refused in workers.run(calls.multihead_in_a_context, 4):
         assert difference < 2e-6
+        assert {kind for kind, _ in refused} == {"RuntimeError"}
+        assert all(text.startswith("need_weights=True inside context_parallel()") for _, text in refused)
 
 
 def test_local_attention_in_a_context_is_refused(workers):
@@ -202,20 +231,24 @@ def test_what_a_context_refuses(workers):
         "no_restore_buffers: a tensor that is not among buffers",
         "layout: of 7 ranks; accepted is one of 4",
         "layout: of 9 tokens; accepted is one of 8, as the buffers have",
+        "buffers: torch.Tensor; accepted are several tensors in a list, or None",
+        "buffer_seq_dims: int; accepted are integers in a list, or None",
+        "no_restore_buffers: torch.Tensor; accepted are several tensors in a list, or None",
     ]
     for (kind, text), expected in zip(workers.run(calls.contexts_refused, 4)[0], words, strict=True):
-        assert kind == "ValueError"
+        assert kind == ("TypeError" if ": torch.Tensor" in expected or ": int" in expected else "ValueError")
         assert text.startswith(expected)
 
 
 def test_explain(workers):
     text = workers.run(calls.explained, 4, None, 2, False, {"causal": True})[1]
-    first, balance, *methods, _, engine = text.splitlines()[:7]
+    first, balance, *methods, _, engine = text.splitlines()[:8]
     assert first.startswith("forward by method '")
     assert first.endswith("on 4 ranks; rank 1 has 10 of 37 queries and 10 of 37 keys")
     assert balance.startswith("layout: the rank with most work has 1.")
-    assert [line.split()[0] for line in methods] == ["gather", "heads", "ring"]
+    assert [line.split()[0] for line in methods] == ["gather", "heads", "ring", "levels"]
     assert "refused: k: 2 key heads with method 'heads'; accepted is a multiple of 4, the number of ranks" in methods[1]
+    assert "refused: mesh: of one dimension, or none, with method 'levels'" in methods[3]
     assert sum("<- runs" in line for line in methods) == 1
     assert "of products beside" in methods[0]
     assert "; forward + backward " in methods[0]
@@ -223,6 +256,25 @@ def test_explain(workers):
     assert engine
     for method in METHODS:
         assert f"backward by method {method!r} on 2 ranks" in workers.run(calls.explained, 2, method, 2, True, {})[0]
+
+
+def test_two_levels(workers):
+    (told, of_one_head), refused = workers.run(calls.in_two_levels, 4)[1]
+    assert told.startswith("forward by method 'levels' on 4 ranks; rank 1 has 10 of 37 queries")
+    assert "levels refused: k: 1 key heads with method 'levels'; accepted is a multiple of 2" in of_one_head
+    for (_, text), words in zip(
+        refused,
+        [
+            "mesh: of one dimension, or none, with method 'levels'; accepted is one of two: nodes, and the ranks of a node",
+            "k: 1 key heads with method 'levels'; accepted is a multiple of 2, the number of ranks in a node",
+            "invariant: given with method 'levels', whose calls hold parts of a problem; accepted is method 'heads'",
+            "layout: of 2 ranks; accepted is one of 4, the group's size",
+            "mesh: of ranks [[1, 0], [2, 3]]; accepted are ascending ones, node by node",
+            "mesh: of 3 dimensions; accepted is one of 1",
+        ],
+        strict=True,
+    ):
+        assert text.startswith(words)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
@@ -267,6 +319,30 @@ def test_calls_on_parts_are_predicted_at_their_own_rate():
     assert compute("ring") == compute("gather")
     assert compute("heads", "dropout") == pytest.approx(compute("gather"))
     assert _methods.choose(of, None, False) == ("heads", None)
+
+
+def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
+    """All of them where it takes as long as the call; and nothing is reserved where nothing is on its way, or for a CPU."""
+    band = _seen.Band.of(True, None)
+
+    def reserved(seqlen: int, world: int, device: str = "cuda", backward: bool = False) -> int:
+        layout = Layout.zigzag(seqlen, world)
+        plan = _call.Plan(layout.ranges, layout.ranges, (0, seqlen), (0, seqlen), False, band, None)
+        return _predict.sms_for_transfers("gather", _call.Facts(plan, 1, 32, 8, (128, 128), 2, device, ()), backward)
+
+    most = _predict.RATES["cuda"].sms
+    assert reserved(2**17, 4) == 1
+    assert 1 < reserved(2**13, 4) < most
+    assert reserved(2**9, 8) == reserved(2**9, 8, backward=True) == most
+    assert reserved(2**17, 1) == reserved(2**17, 4, "cpu") == 0
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, [5, 5, 5, 0]), ({"reserved_sms": 2}, [2, 2, 2, 2])])
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_multiprocessors_are_left_beside_transfers(workers, method, given, expected):
+    """Beside the last group of heads, and in the last turn, gradients are on their way, and nothing else is; who asks for another number
+    gets it."""
+    assert workers.run(calls.reserved, 4, method, given) == [(expected, [expected[0]] * 4)] * 4
 
 
 def test_the_code_of_the_page(workers):

@@ -624,12 +624,30 @@ def test_other_signatures_name_their_own_lengths():
     ("name", "tensor", "way"),
     [
         ("mask", torch.zeros(1, H, SQ, SK), "dtype float32; accepted is bool; what is added to the scores is bias"),
-        ("mask", torch.ones(1, H, SQ, SK, dtype=torch.uint8), "dtype torch.uint8; accepted is bool; of zeros and ones, mask.bool()"),
+        ("mask", torch.ones(1, H, SQ, SK, dtype=torch.uint8), "dtype uint8; accepted is bool; of zeros and ones, mask.bool()"),
         ("bias", torch.ones(1, H, SQ, SK, dtype=torch.bool), "dtype bool; accepted is float32; what hides is mask"),
     ],
 )
 def test_a_wrong_dtype_names_the_way_out(name, tensor, way):
     assert expect(name, good() | {name: tensor}) == f"{name}: {way}"
+
+
+@pytest.mark.parametrize("of_v", [torch.int8, torch.float32])
+def test_a_dtype_of_v_beside_scales_is_that_of_k(of_v):
+    k, v = torch.zeros(B, H, SK, D // 2, dtype=torch.uint8), torch.zeros(B, H, SK, D, dtype=of_v)
+    scale = torch.ones(B, H, SK)
+    message = expect("v", good() | {"k": k, "v": v, "k_scale": scale, "v_scale": scale})
+    assert message == f"v: dtype {str(of_v).removeprefix('torch.')}; accepted is uint8, as k"
+
+
+def test_k_scale_group_is_refused_in_pythons_words():
+    k, scale = torch.zeros(B, H, SK, D, dtype=torch.int8), torch.ones(B, H, SK)
+    quantised = good() | {"k": k, "v": k, "k_scale": scale, "v_scale": scale}
+    for group in (40, 0, -32, 2**31):
+        assert expect("k_scale_group", quantised | {"k_scale_group": group}) == (
+            f"k_scale_group: {group}; accepted are the multiples of 32, or None"
+        )
+    assert expect("k_scale_group", good() | {"k_scale_group": 32}) == "k_scale_group: 32 without k_scale; accepted is None"
 
 
 def test_cu_seqlens_of_int64_name_the_way_out():
@@ -702,7 +720,7 @@ def test_options_by_place_are_refused():
         ("dropout_p", "did you mean dropout?"),
         ("enable_gqa", "k and v may have fewer heads than q"),
         ("sofcap", "did you mean softcap?"),
-        ("block_table", "paged KV caches are refused"),
+        ("block_table", "did you mean page_table?"),
         ("num_heads", "the heads are an axis of q, k and v"),
         ("score_mod", "a function is refused"),
         ("key_padding_mask", "did you mean mask=~key_padding_mask[:, None, None, :]?"),

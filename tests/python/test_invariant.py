@@ -79,7 +79,7 @@ def test_chunks_of_a_long_cache(engine):
         reached = strobe.attention(q, k, v, **options, window=(900, 0))  # some rows see the last chunk alone
         one = strobe.attention(q[:, :, -1:], k, v, **options, window=(900, 0))
         assert [differing(x, y[:, :, -1:]) for x, y in zip(one, reached, strict=True)] == [0, 0]
-    expected = strobe.reference(q, k, v, causal=True, sinks=sinks, rows=[149, 299])[0]
+    expected = strobe.reference(q.cpu(), k.cpu(), v.cpu(), causal=True, sinks=sinks.cpu(), rows=[149, 299])[0]
     for h, i in ((0, 149), (1, 149)):
         error = (many[0][0, h, i].double().cpu() - expected[0, h, i].double().cpu()).nan_to_num(0, 0, 0).abs().max()
         assert error < 0.02 * expected[0, h, i].nan_to_num(0, 0, 0).abs().max()
@@ -169,10 +169,11 @@ def test_rows_whose_scores_rise_do_not_concern_the_others(engine, dtype, keys):
             seen = keys - rows + 1 + i
             apart = strobe.attention(q[:, :, i : i + 1], k[:, :, :seen], v[:, :, :seen], **options)
             assert [differing(x, y[:, :, i : i + 1]) for x, y in zip(apart, together, strict=True)] == [0, 0], i
-    expected = strobe.reference(q, k, v, causal=True, rows=list(range(0, rows, 9)))
+    expected = strobe.reference(q.cpu(), k.cpu(), v.cpu(), causal=True, rows=list(range(0, rows, 9)))
     for found, right in zip(together, expected, strict=True):
         found, right = found[:, :, ::9].double().cpu(), right[:, :, ::9].double().cpu()
-        assert (found.isnan() == right.isnan()).all()
+        if engine != "cuda-simt":  # a NaN in V whose P is 0 in float32 does not show there: docs/semantics.md
+            assert (found.isnan() == right.isnan()).all()
         assert (found - right).nan_to_num(0).abs().max() < 0.02 * right.nan_to_num(0).abs().max()
 
 

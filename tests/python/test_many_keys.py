@@ -57,6 +57,7 @@ KEYS = {
     "bias of one column": lambda n: call(sq=5, sk=n, d=32, bias=_random(1, 1, 5, 1), gradients=("bias",)),
     "LSE above 16": lambda n: call(sq=16, sk=n, d=32, bias=torch.full((1, 1, 1, 1), 20.0)),
     "packed": lambda n: _packed(n, queries=False),
+    "scores that are nearly the same": lambda n: call(h=3, hkv=1, sq=8, sk=n, d=7, dv=1, scale=1e-4),
     "bfloat16": lambda n: call(sq=16, sk=n, d=64, dtype=torch.bfloat16),
     "float16, LSE above 1024": lambda n: call(sq=16, sk=n, d=32, dtype=torch.float16, bias=torch.full((1, 1, 1, 1), 1040.0)),
 }
@@ -80,6 +81,12 @@ def test_few_queries_many_keys(kind, n):
     assert_matches(KEYS[kind](n))
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_scores_that_crowd_near_a_few_values(invariant):
+    """Adding one number again and again rounds one way: l of a thread was off by 3e-6. Invariant: no engine shares the keys out."""
+    assert_matches(call(sq=2, sk=40_000, h=1, d=64, scale=0.6, softcap=1.0, invariant=invariant))
+
+
 @pytest.mark.parametrize("n", MANY)
 @pytest.mark.parametrize("kind", QUERIES)
 def test_many_queries_few_keys(kind, n):
@@ -90,8 +97,6 @@ def test_many_queries_few_keys(kind, n):
 def long_cases(draw):
     """A row of the contract's table with few queries and many keys, or the other way round."""
     case = draw(cases())
-    if case["flag"] == "invariant":  # in one call of 2,896 keys dv of cpu-baseline is off by 1.08 times the bound: docs/performance.md
-        case["flag"] = None
     many, few = int(2 ** draw(st.floats(11, 17 if LONG else 14))), draw(st.integers(1, 12))
     case |= {"lengths": draw(st.permutations((many, few))), "batch": 1, "heads": draw(st.sampled_from([(1, 1), (2, 1)]))}
     return case | {"dims": tuple(min(d, 64) for d in case["dims"])}

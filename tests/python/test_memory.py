@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 
 from check import available_engines, takes
+from strobe._call import Allocator
 
 # Peak resident memory over what stands before the call, with every page of the inputs touched. glibc's arenas would keep what was freed.
 SCRIPT = """
@@ -58,3 +61,15 @@ def test_extra_memory_per_token(engine, dtype, record_property):
     record_property("bytes per token", slope)
     record_property("bound", bound)
     assert slope <= bound
+
+
+def test_an_allocator_does_not_wait_for_the_garbage_collector():
+    """It knows q and the workspace of a call on a GPU: in a circle both would stay until the collector comes."""
+    gc.disable()
+    try:
+        memory = torch.empty(8)
+        allocator, gone = Allocator(lambda count, memory=memory: (memory, memory.data_ptr())), weakref.ref(memory)
+        del memory, allocator
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -129,12 +129,14 @@ def test_every_option_is_in_the_contract():
     """But for which engine is asked, which is each in turn, and strict, which is tested in test_errors.py."""
     used = {name for case in cases.combinations(1) for name in cases.build(case).options}
     used |= {"tile_q", "tile_k", "threads", *cases.FACTORS["flag"]} if {"tile", "threads"} <= cases.FACTORS.keys() else set()
+    used |= {"page_table"} if "page" in cases.FACTORS else set()
+    used |= {"k_scale", "v_scale", "k_scale_group"} if "quant" in cases.FACTORS else set()
     assert ROWS.keys() - used == {"engine", "strict"}
 
 
 def test_what_each_row_reads():
     """All its fields and no others of a good value, nothing but one refusal of a bad one."""
-    examples = {bool: True, float: 0.5, int: 16, str: "cpu-baseline", tuple[int, ...]: strobe.Part([], [], 1, 1)}
+    examples = {bool: True, float: 0.5, int: 32, str: "cpu-baseline", tuple[int, ...]: strobe.Part([], [], 1, 1)}
     for name, row in ROWS.items():
         if isinstance(row, (_options.Tensor, _options.Blocks, _options.Seed)):
             continue

@@ -10,7 +10,7 @@ import torch
 
 import strobe
 from cases import FACTORS, _valid, build, call
-from check import Yardstick, available_engines
+from check import Yardstick, available_engines, dtype_of
 from cuts import run_in_parts
 from device import DEVICE, ON_GPU, moved, running_on
 
@@ -22,7 +22,7 @@ def drawn(seed: int) -> dict:
     rng = random.Random(seed)
     while True:
         case = {name: rng.choice(values) if rng.random() < 0.6 else values[0] for name, values in FACTORS.items()}
-        case |= {"used": None, "part": None, "aux": (), "lengths": rng.choice(FACTORS["lengths"])}
+        case |= {"used": None, "part": None, "quant": None, "aux": (), "lengths": rng.choice(FACTORS["lengths"])}
         case["flag"] = None if case["flag"] == "invariant" else case["flag"]
         case["storage"] = "bhsd" if case["storage"] == "reversed" else case["storage"]
         case["bias kind"] = None if case["bias"] is None else case["bias kind"] or "gradient"
@@ -143,6 +143,28 @@ def test_accumulate_without_a_part(dtype, engine):
         assert found.dv is None
         once = strobe.attention_backward(dout, q, k, v, out, lse, engine=engine)
     torch.testing.assert_close((dk - 3).to(dtype), once.dk, atol=3e-6, rtol=1e-2)
+
+
+@pytest.mark.parametrize("engine", available_engines())
+def test_keys_behind_the_last_query_are_hidden(engine):
+    """The queries of a part end before those of the whole sequence, which would see the keys that hold no numbers here."""
+    g = torch.Generator().manual_seed(2)
+    dtype = dtype_of(engine)
+    q, dout, k, v = (torch.randn(1, 1, n, 64, generator=g).to(dtype) for n in (4, 4, 80, 80))
+    k[:, :, 44:] = v[:, :, 44:] = torch.nan  # query 3 of 60 sees keys up to 43
+    part = strobe.Part([(0, 4)], [(0, 80)], 60, 100)
+    how = {"causal": True, "part": part}
+    expected = strobe.reference_backward(dout, q, k, v, **how)
+    q, k, v, dout = (moved(t, DEVICE) for t in (q, k, v, dout))
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    with running_on(engine):
+        try:
+            out = strobe.attention(*leaves, engine=engine, **how)
+            found = torch.autograd.grad(out, leaves, dout)
+        except NotImplementedError as refusal:
+            pytest.skip(f"{engine}: {refusal}")
+    for x, right in zip(found, expected, strict=False):
+        assert (x.double().cpu() - right).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

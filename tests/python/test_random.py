@@ -60,6 +60,7 @@ def test_what_is_drawn_holds_every_option():
     assert any(x["scale"] and x["scale"] < 0 for x in words)
     assert all(any(x[name] for x in words) for name in ("blocks", "tile", "dropout"))
     assert {flag for x in words for flag in x["flags"]} == {"deterministic", "exact_max", "check", "invariant"}
+    assert {bool(x["packed"]) for x in words if x["page"]} == {True, False}
     assert max(max(x["sq"], x["sk"]) for x in words) > 4096
 
 

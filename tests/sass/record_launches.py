@@ -18,7 +18,7 @@ from code_of import compiled
 from tree import Program
 
 import check
-from cases import build, combinations
+from cases import build, contract
 
 Step = dict[str, Any]
 
@@ -70,7 +70,7 @@ class Recorder:
 
 def calls(recorder: Recorder) -> dict[str, list[Step]]:
     found = {}
-    for number, case in enumerate(combinations(2)):
+    for number, case in enumerate(contract(2)):
         inputs = dataclasses.replace(build(case), numpy=False)
         for engine in (None, *ENGINES):
             with contextlib.suppress(NotImplementedError):

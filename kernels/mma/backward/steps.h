@@ -76,11 +76,12 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       }
     }
   }
-  // Of a part, mask and bias have the tile's rows.
+  // Of a part the tile's last query is the last one, whatever follows it in the whole sequence; and mask and bias have the tile's rows.
   __device__ __forceinline__ decltype(auto) scores_of(const Tile &t) const {
-    if constexpr (F.part && (F.mask || F.bias)) {
+    if constexpr (F.part) {
       auto own = scores;
-      own.row_shift = t.shift, own.seqlen_q = t.queries.begin + t.rows;
+      own.seqlen_q = t.queries.begin + t.rows;
+      if constexpr (F.mask || F.bias) own.row_shift = t.shift;
       return own;
     } else {
       return (scores);

@@ -8,6 +8,7 @@
 #include "../../device/softmax.h"
 #include "../../tile/copy.h"
 #include "../column_warps.h"
+#include "quantised.h"
 
 namespace strobe::mma {
 
@@ -16,7 +17,7 @@ using tile::Left;
 using tile::Right;
 
 template <Config C> struct Decode {
-  using Arguments = ForwardArguments;
+  using Arguments = typename ArgumentsOf<ForwardArguments, C.features.quant != 0>::type;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
@@ -52,7 +53,7 @@ private:
   unsigned char *shared;
   u32 q_shared, k_shared, v_shared; // K, V: this group's
 
-  static constexpr u32 kKBytes = C.tile_k * kD * 2, kVBytes = C.tile_k * kDv * 2;
+  static constexpr u32 kKBytes = C.tile_k * C.row_bytes(kD), kVBytes = C.tile_k * C.row_bytes(kDv);
   static constexpr int kOPitch = kDv + 8; // floats; spreads rows over the banks
 
   __device__ __forceinline__ Decode(const Arguments &a, const Sequence &s, i32 b, i32 head, i32 first, i32 split, unsigned char *shared)
@@ -77,15 +78,16 @@ private:
   __device__ __forceinline__ Schedule::Part part(int w) const { return {(i64)split * C.groups() + w, (i64)a.splits * C.groups()}; }
 
   __device__ __forceinline__ void compute() {
-    const Keys<T> k = k_of<T>(in, sequence, b, head), v = v_of<T>(in, sequence, b, head);
+    const auto k = k_of_call<T, F>(a, sequence, b, head);
+    const auto v = v_of_call<T, F>(a, sequence, b, head);
     const int column = Warps::column((int)threadIdx.x);
     int lane = column * 32 + tile::lane_id(), loading = 0; // among the group's
     Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, part(group)), tiles = ahead;
     auto load = [&] { // the next tile of keys; a group of copies, even if empty
       KeyTile t;
       if (ahead.next(t)) {
-        tile::load<C.tile_k, kD, 32 * C.column_warps, kAligned>(k_shared + loading * kKBytes, k.rows(t.begin, t.end), lane);
-        tile::load<C.tile_k, kDv, 32 * C.column_warps, kAligned>(v_shared + loading * kVBytes, v.rows(t.begin, t.end), lane);
+        tile::load<C.tile_k, C.row_bytes(kD) / 2, 32 * C.column_warps, kAligned>(k_shared + loading * kKBytes, rows_of(k, t), lane);
+        tile::load<C.tile_k, C.row_bytes(kDv) / 2, 32 * C.column_warps, kAligned>(v_shared + loading * kVBytes, rows_of(v, t), lane);
         loading = loading + 1 == C.stages ? 0 : loading + 1;
       }
       cp_async_commit();
@@ -103,7 +105,12 @@ private:
     Left Q[kM][kInner];
     if constexpr (kKeepQ) {
 #pragma unroll
-      for (int i = 0; i < kM * kInner; ++i) Q[i / kInner][i % kInner] = q_blocks.load(i / kInner * 16, i % kInner * 16);
+      for (int i = 0; i < kM * kInner; ++i) {
+        if constexpr (F.quant)
+          Q[i / kInner][i % kInner] = tile::left_of_steps<F.quant, kD>(q_shared, i / kInner * 16, i % kInner);
+        else
+          Q[i / kInner][i % kInner] = q_blocks.load(i / kInner * 16, i % kInner * 16);
+      }
     }
 
     Accumulator O[kM][Warps::columns()] = {};
@@ -111,45 +118,65 @@ private:
     KeyTile tile;
     int stage = 0;
     bool nonfinite = false;
+    TileScales<Schedule, C.features> key_scales(k, v, tiles);
     while (tiles.next(tile)) {
       cp_async_wait<C.stages - 2>();
       Warps::meet((int)threadIdx.x); // this tile is here, and the warp no longer reads the one before it
       load();
       Accumulator S[kM][kN] = {};
-      tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 16 * column * kInner);
+      if constexpr (F.quant) {
+        static_assert(kKeepQ && C.column_warps == 1);
+        key_scales.next(k, v);
+        multiply_stored<T, F.quant, kD>(S, Q, k_shared + stage * kKBytes, key_scales, zero());
+      } else {
+        tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 16 * column * kInner);
 #pragma unroll
-      for (int c = 0; c < kInner; ++c) {
-        if constexpr (!kKeepQ) {
+        for (int c = 0; c < kInner; ++c) {
+          if constexpr (!kKeepQ) {
 #pragma unroll
-          for (int m = 0; m < kM; ++m) Q[m][c] = q_blocks.load(16 * m, 16 * c);
-        }
+            for (int m = 0; m < kM; ++m) Q[m][c] = q_blocks.load(16 * m, 16 * c);
+          }
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          Right key = K.load(16 * n, 16 * c);
+          for (int n = 0; n < kN; ++n) {
+            Right key = K.load(16 * n, 16 * c);
 #pragma unroll
-          for (int m = 0; m < kM; ++m) tile::multiply_add<T>(S[m][n], Q[m][c], key);
+            for (int m = 0; m < kM; ++m) tile::multiply_add<T>(S[m][n], Q[m][c], key);
+          }
         }
       }
       Warps::exchange(S, q_shared + C.decode_exchange_at(), (int)threadIdx.x);
       score(S, tile);
+      const bool lacking = lacks_some(k, tile);
+      if (lacking) hide_lacking(S, k, tile);
       softmax.template follow<C.exact_max>(S, exponent(), O);
-      if (masked(tile)) nonfinite |= clear_nonfinite<T, C.tile_k, kDv, 32 * C.column_warps>(v_shared + stage * kVBytes, lane);
-      Warps::meet((int)threadIdx.x);
-      tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, 16 * column * Warps::columns());
+      if constexpr (F.quant) {
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        Left P[kM];
+        for (int n = 0; n < kN; ++n)
 #pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          softmax.exponentiate(S[m][n], 2 * m, exponent());
-          if constexpr (F.dropout) drop(S[m][n], 16 * m, (i32)tile.begin + 16 * n);
-          P[m] = tile::rounded<T>(S[m][n]);
-        }
+          for (int m = 0; m < kM; ++m) {
+            softmax.exponentiate(S[m][n], 2 * m, exponent());
+            if constexpr (F.dropout) drop(S[m][n], 16 * m, (i32)tile.begin + 16 * n);
+          }
+        nonfinite |= add_stored<T, F.quant, kDv>(O, S, v_shared + stage * kVBytes, key_scales, zero());
+      } else {
+        if (masked(tile) || lacking) nonfinite |= clear_nonfinite<T, C.tile_k, kDv, 32 * C.column_warps>(v_shared + stage * kVBytes, lane);
+        Warps::meet((int)threadIdx.x);
+        tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, 16 * column * Warps::columns());
 #pragma unroll
-        for (int c = 0; c < Warps::columns(); ++c) {
-          Right value = V.load(16 * n, 16 * c);
+        for (int n = 0; n < kN; ++n) {
+          Left P[kM];
 #pragma unroll
-          for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], P[m], value);
+          for (int m = 0; m < kM; ++m) {
+            softmax.exponentiate(S[m][n], 2 * m, exponent());
+            if constexpr (F.dropout) drop(S[m][n], 16 * m, (i32)tile.begin + 16 * n);
+            P[m] = tile::rounded<T>(S[m][n]);
+          }
+#pragma unroll
+          for (int c = 0; c < Warps::columns(); ++c) {
+            Right value = V.load(16 * n, 16 * c);
+#pragma unroll
+            for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], P[m], value);
+          }
         }
       }
       stage = stage + 1 == C.stages ? 0 : stage + 1;
@@ -159,6 +186,14 @@ private:
   }
 
   __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(scores.unit); }
+  __device__ __forceinline__ u32 zero() const { return (u32)a.splits >> 31; } // see tile/quantised.h
+  // A tile's rows of K or V: quantised ones as 16-bit elements.
+  template <class Values> static __device__ __forceinline__ auto rows_of(const Values &values, const KeyTile &tile) {
+    if constexpr (F.quant)
+      return values.bytes(tile.begin, tile.end);
+    else
+      return values.rows(tile.begin, tile.end);
+  }
   static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
 
   // Raw products -> scores.
@@ -191,8 +226,11 @@ private:
       if (first + 16 * m + tile::lane_row(r) >= rows) continue;
       if (first_column + tile::lane_column(0, 0) == 0) M[row] = softmax.M[i], l[row] = sum;
 #pragma unroll
-      for (int k = 0; k < 4 * Warps::columns(); ++k)
-        o[row * kOPitch + first_column + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2)] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
+      for (int k = 0; k < 4 * Warps::columns(); ++k) {
+        int c = first_column + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
+        if constexpr (F.quant) c = tile::column_of_sum<F.quant>(k / 4, k / 2 % 2, tile::lane_column(0, k % 2));
+        o[row * kOPitch + c] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
+      }
     }
     __syncthreads();
     for (int r = (int)threadIdx.x / 32; r < C.tile_q && first + r < rows; r += C.warps) store_row(r, M, l, o);
@@ -218,7 +256,7 @@ private:
       if (!whole)
         a.partial_lse[row] = end.lse;
       else if (a.lse)
-        *a.lse.at<float>(b, h, q, 0) = end.lse;
+        *a.lse.template at<float>(b, h, q, 0) = end.lse;
     }
     for (int c = tile::lane_id(); c < in.head_dim_v; c += 32) {
       float x = 0;
@@ -226,7 +264,7 @@ private:
       for (int w = 0; w < C.groups(); ++w) x += weight[w] * o[(w * C.tile_q + r) * kOPitch + c];
       x *= factor;
       if (whole)
-        *a.out.at<T>(b, h, q, c) = Convert<T>::from(x);
+        *a.out.template at<T>(b, h, q, c) = Convert<T>::from(x);
       else
         a.partial_out[row * in.head_dim_v + c] = x;
     }
@@ -241,7 +279,7 @@ private:
       add_to_out<T>(d.a, d.split, d.b, head(r), d.sequence.q0 + query(r), c, x);
     }
   };
-  __device__ __forceinline__ void add_nonfinite(const Keys<T> &v) const {
+  template <class Values> __device__ __forceinline__ void add_nonfinite(const Values &v) const {
     Results results{*this, min((i32)C.tile_q, rows - first)};
     for (int w = 0; w < C.groups(); ++w) {
       Range keys = Schedule::share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, part(w));

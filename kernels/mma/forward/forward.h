@@ -88,7 +88,7 @@ private:
   Sequence sequence;
   Scores<F, float, Functions::half> scores;
   QueryMajorDropout<F> dropout;
-  const Keys<T> k, v;
+  const typename KeysOf<T, F>::type k, v;
   u32 q_shared, k_shared, v_shared; // Q's place takes O at the end
   int warp_row = Warps::group((int)threadIdx.x) * kRows;
 
@@ -96,7 +96,7 @@ private:
 
   __device__ __forceinline__ Forward(const Arguments &a, const Item &item, const Sequence &sequence, u32 shared)
       : a(a), in(a.in), item(item), sequence(sequence), scores(in, sequence, item.b), dropout{Dropout<F>(in), (u32)item.h, (u32)item.b},
-        k(k_of<T>(in, sequence, item.b, item.h / in.group)), v(v_of<T>(in, sequence, item.b, item.h / in.group)), q_shared(shared),
+        k(k_of<T, F>(in, sequence, item.b, item.h / in.group)), v(v_of<T, F>(in, sequence, item.b, item.h / in.group)), q_shared(shared),
         k_shared(shared + C.q_bytes()), v_shared(k_shared + C.stages * kKBytes) {
     if constexpr (F.part) {
       scores.row_shift = (i32)(sequence.q0 - in.held(item.b).q0);
@@ -105,7 +105,7 @@ private:
   }
 
   using Tile = typename Either<F.part != 0, PartKeyTile, KeyTile>::type;
-  static __device__ __forceinline__ tile::Matrix<const T> rows_of(const Keys<T> &x, const KeyTile &t) { return x.rows(t.begin, t.end); }
+  template <class Of> static __device__ __forceinline__ auto rows_of(const Of &x, const KeyTile &t) { return x.rows(t.begin, t.end); }
   static __device__ __forceinline__ tile::Matrix<const T> rows_of(const Keys<T> &x, const PartKeyTile &t) {
     return x.rows(t.begin + t.shift, t.end + t.shift);
   }
@@ -170,9 +170,11 @@ private:
       Accumulator S[kM][kN] = {};
       multiply_q_k(S, stage);
       score(S, tile);
+      const bool lacking = lacks_some(k, tile);
+      if (lacking) hide_lacking(S, k, tile);
       softmax.template follow<C.exact_max, C.invariant>(S, exponent(), O);
       if constexpr (C.stages == 1) arrive(); // V is here, and nobody reads K any more
-      if (C.invariant || masked(tile)) nonfinite |= clear_nonfinite(stage);
+      if (C.invariant || masked(tile) || lacking) nonfinite |= clear_nonfinite(stage);
       if constexpr (C.stages == 1) {
         if (more) load_k(next, 0);
         cp_async_commit();

@@ -5,7 +5,7 @@
 #include "../../ptx/atomic.h"
 #include "../../ptx/grid.h"
 #include "../../ptx/tma.h"
-#include "shared.h"
+#include "part.h"
 
 namespace strobe::sm90 {
 
@@ -23,9 +23,19 @@ template <BackwardConfig C> struct BackwardLoad {
     const u32 x = C.deterministic ? fetch_add(a.turns, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 pair = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_kv_divisor.divide(pair);
+    if constexpr (F.part) return choose_held_keys(a, shared, (i32)b, (i32)(pair - b * a.heads_kv_divisor.by), (i32)tile);
     const BasicBand<i32> band = narrow(a.in.sequence<F.seqused>(b).band);
     write(shared.keys(), (i32)b, (i32)(pair - b * a.heads_kv_divisor.by), (i32)tile * kTileK, band.seqlen_k);
     write(shared.reach(), band.low, band.high, band.seqlen_q, 0);
+  }
+
+  static __device__ __forceinline__ void choose_held_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared, i32 b,
+                                                          i32 head_kv, i32 number) {
+    const PartTile tile = part_tile(held_keys(a.in, b), number, kTileK, false);
+    const BasicBand<i32> band = narrow(whole_sequence(a.in, b).band);
+    write(shared.keys(), b, head_kv, tile.begin, tile.end);
+    write(shared.reach(), band.low, band.high, band.seqlen_q, 0);
+    write(shared.held(), tile.shift, number, 0, 0);
   }
 
   // Where blocks own dQ, bit 31 of an iteration's number says of how many tiles of keys before: odd.
@@ -97,10 +107,14 @@ private:
   __device__ __forceinline__ const float *rows(const QueryStep &step) const {
     return a.rows + (i64)step.number * ((C.lse_bytes() + C.row_bytes()) / 4);
   }
-  __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const { return mapped_row(a.in.held(keys.batch), keys.begin); }
+  __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const {
+    const i32 shift = F.part ? read<HeldKeyBlock>(shared.held()).shift : 0;
+    return mapped_row(a.in.held(keys.batch), keys.begin + shift);
+  }
 
   // visit(iteration, row of the tensors, step) for each tile of queries, of each head that shares these keys, that sees some of them.
   template <class Visit> __device__ __forceinline__ u32 walk(u32 n, const Visit &visit) const {
+    if constexpr (F.part) return walk_held(n, visit);
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Inputs &in = a.in;
     const i32 q0 = (i32)in.held(keys.batch).q0, end = (keys.head_kv + 1) * in.group;
@@ -130,6 +144,25 @@ private:
     }
     return n;
   }
+  template <class Visit> __device__ __forceinline__ u32 walk_held(u32 n, const Visit &visit) const {
+    HeldQueryTiles<C> tiles(a, shared, shared.walk(threadIdx.x / 32));
+    if (!tiles.next()) {
+      visit(n, 0, {0, 0, 0, kNothing});
+      return n + 1;
+    }
+    i32 flags = 0;
+#pragma unroll 1
+    for (; !(flags & kLast); ++n) {
+      QueryStep step = tiles.step();
+      const i32 row = tiles.row();
+      step.flags |= masks(step.begin);
+      if (step.flags < kM * kRows) step.flags |= kMasked;
+      if (!tiles.next()) step.flags |= kLast;
+      flags = step.flags;
+      visit(n, row, step);
+    }
+    return n;
+  }
   __device__ __forceinline__ Tiles tiles_of(const KeyBlock &keys, i32 head) const {
     BlockRow row{nullptr, 0, 0};
     if constexpr (F.blocks) row = a.in.blocks_t.row(keys.batch, head, keys.begin / (u32)a.in.blocks_t.row_tokens);
@@ -140,7 +173,7 @@ private:
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Reach reach = read<Reach>(shared.reach());
     // Queries that are not there are another sequence's.
-    i32 flags = a.in.cu_seqlens_q && q + kM > reach.seqlen_q ? kMasked : 0;
+    i32 flags = !F.part && a.in.cu_seqlens_q && q + kM > reach.seqlen_q ? kMasked : 0;
 #pragma unroll
     for (int w = 0; w < kTileK / 64; ++w) {
       const i32 j = keys.begin + 64 * w;

@@ -4,7 +4,7 @@
 #pragma once
 #include "../../device/turns.h"
 #include "../../ptx/tma.h"
-#include "shared.h"
+#include "part.h"
 
 namespace strobe::sm90 {
 
@@ -61,6 +61,8 @@ private:
     const BasicBand<i32> band{reach.seqlen_q, keys.seqlen_k, reach.low, reach.high, 0};
     u32 *at = turn_of(a, step.number, w);
     const u32 seen = load_relaxed(at);
+    if constexpr (C.features.part)
+      return {at, kAdders * held_tiles_before(a.in, shared, step), seen, step.number, (step.flags & kLast) != 0};
     const u32 before = key_tiles_before<C.features.blocks != 0, C.tile_k()>(a.in, band, keys.batch, step.head, step.begin, keys.begin);
     return {at, kAdders * before, seen, step.number, (step.flags & kLast) != 0};
   }

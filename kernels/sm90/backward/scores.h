@@ -30,10 +30,20 @@ template <BackwardConfig C> struct BackwardScores {
   const Scores<F, float, Functions::half> scores;
   const KeyMajorDropout<F> dropout;
 
+  static __device__ __forceinline__ Sequence sequence(const Inputs &in, const KeyBlock &keys) {
+    if constexpr (!F.part) return in.sequence<F.seqused>(keys.batch);
+    Sequence s = whole_sequence(in, keys.batch);
+    s.band.seqlen_k = keys.seqlen_k;
+    return s;
+  }
+  // None of the tile's queries stands there or behind.
+  __device__ __forceinline__ i32 end_of(const QueryStep &step) const {
+    return F.part ? step.begin + (i32)((u32)step.flags / kRows) : scores.seqlen_q;
+  }
+
   __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const Inputs &in, const KeyBlock &keys, int w)
       : shared(shared), w(w), part(C.roles ? 0 : w), lane(this_thread<C>() % 32),
-        warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(in, in.sequence<F.seqused>(keys.batch), keys.batch),
-        dropout{Dropout<F>(in)} {}
+        warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(in, sequence(in, keys), keys.batch), dropout{Dropout<F>(in)} {}
 
   static __device__ __forceinline__ bool masked(const QueryStep &step) { return step.flags & kMasked; }
 
@@ -65,7 +75,7 @@ template <BackwardConfig C> struct BackwardScores {
     if constexpr (BackwardSoftcap<F>::kApplies) {
       BackwardSoftcap<F>(scores).template exponentiate<T>(S, P, shared.lse_of(n) + lane % 4 * 8);
       auto clear = [&](int i) { S[i] = 0, P[i / 2] &= i % 2 ? 0x0000FFFFu : 0xFFFF0000u; };
-      if (masked(step)) hide(step.begin, clear);
+      if (masked(step)) hide(step, clear);
       if constexpr (F.mask) {
 #pragma unroll
         for (int i = 0; i < kM / 2; ++i) {
@@ -98,7 +108,7 @@ template <BackwardConfig C> struct BackwardScores {
           S[4 * i + k] = exp2(exponent);
         }
       }
-      if (masked(step)) hide(step.begin, [&](int i) { S[i] = 0; });
+      if (masked(step)) hide(step, [&](int i) { S[i] = 0; });
       if constexpr (F.mask) {
 #pragma unroll
         for (int i = 0; i < kM / 2; ++i) {
@@ -148,6 +158,14 @@ template <BackwardConfig C> struct BackwardScores {
   __device__ __forceinline__ void store(const Operand &out, const Inputs &in, const KeyBlock &keys, i32 columns,
                                         const Accumulator<T, kColumns> &x, float factor) const {
     const i32 j = keys.begin + 64 * part + 16 * warp;
+    if constexpr (F.part || F.wide_gradients()) {
+      const i32 shift = F.part ? read<HeldKeyBlock>(shared.held()).shift : 0;
+      if constexpr (F.wide_gradients())
+        return store_rows_wide<F.adds != 0, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j + shift, keys.seqlen_k - j,
+                                                      columns, x.x, factor);
+      return store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j + shift, keys.seqlen_k - j, columns, x.x,
+                                     factor);
+    }
     if constexpr (C.staged_store)
       return store_rows_staged<T, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j, keys.seqlen_k - j, columns, x.x,
                                             factor, shared.v + (64 * part + 16 * warp) * kRowBytes, C.tile_k() * kRowBytes);
@@ -178,14 +196,14 @@ private:
       for (int k = 0; k < 4; ++k) {
         const i32 at = q + 8 * i + k % 2;
         auto row = first;
-        row.i = min(at, scores.seqlen_q - 1);
+        row.i = min(at, end_of(step) - 1);
         if constexpr (F.band) row.begin = max(0, row.i + scores.low), row.end = min(scores.seqlen_k, row.i + scores.high + 1);
         float &x = S[4 * i + k], slope = 1;
         const i32 own = j + k / 2 * 8;
         const Given given{{scores, row, own}, allowed & mask_bit(4 * i + k)};
         x = F.function ? scores.score(x, row, own, given, kByPosition, scores.seqlen_k, slope)
                        : scores.score(x, row, own, float(row.i + scores.offset - own), given, kByPosition, scores.seqlen_k);
-        const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= scores.seqlen_q);
+        const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= end_of(step));
         const float exponent =
             F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, correction[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
         p[k] = hidden ? 0 : exp2(exponent);              // LSE may be no number
@@ -197,13 +215,13 @@ private:
   // This lane's first key; the other one is 8 further.
   __device__ __forceinline__ i32 key() const { return (i32)load_shared(shared.keys() + 8) + 64 * part + 16 * warp + tile::lane_row(0); }
   // clear(i) for each of the lane's scores that is not seen by position.
-  template <class Clear> __device__ __forceinline__ void hide(i32 q, const Clear &clear) const {
-    const i32 column = q + tile::lane_column(0, 0);
+  template <class Clear> __device__ __forceinline__ void hide(const QueryStep &step, const Clear &clear) const {
+    const i32 column = step.begin + tile::lane_column(0, 0);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const i32 j = key() + 8 * r;
       const i32 begin = F.band ? j - scores.high - column : 0;
-      const i32 end = j >= scores.seqlen_k ? begin : min(F.band ? j - scores.low + 1 : kM + column, scores.seqlen_q) - column;
+      const i32 end = j >= scores.seqlen_k ? begin : min(F.band ? j - scores.low + 1 : kM + column, end_of(step)) - column;
 #pragma unroll
       for (int i = 2 * r; i < kM / 2; i += i % 2 ? 3 : 1) {
         const i32 at = i / 4 * 8 + i % 2;

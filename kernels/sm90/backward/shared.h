@@ -12,7 +12,8 @@ enum : i32 {
   kLast = 1,
   kNothing = 2, // there is no tile at all
   kMasked = 4,  // some of the keys is not seen by some of the queries
-  kUnseen = 16  // << 0 or 1: none of the first, or second, 64 keys is seen by any
+  kUnseen = 16, // << 0 or 1: none of the first, or second, 64 keys is seen by any
+  kRows = 256   // times how many queries there are, of a part of a larger problem
 };
 struct QueryStep {
   i32 begin, head;
@@ -23,6 +24,11 @@ struct QueryStep {
 struct KeyBlock {
   static constexpr i32 kNone = -1; // as batch: there are no more
   i32 batch, head_kv, begin, seqlen_k;
+};
+// Of a part of a larger problem: keys.begin is a position, and there are none from seqlen_k on.
+struct HeldKeyBlock {
+  i32 shift, number; // row = position + shift; of the tile among those of the sequence
+  i32 unused, unused_too;
 };
 // Key j is seen by queries from j - high to j - low.
 struct Reach {
@@ -65,6 +71,8 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 p_empty() const { return barriers + 120; }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
   __device__ __forceinline__ u32 keys() const { return barriers + 352; }
+  __device__ __forceinline__ u32 held() const { return barriers + 368; }
+  __device__ __forceinline__ u32 walk(int loader) const { return barriers + 384 + 48 * loader; }
   __device__ __forceinline__ u32 reach() const { return barriers + 176; }
   // Deterministic: the steps once more, for the warp that adds up dQ: it is never eight steps behind, so that eight places suffice.
   __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }

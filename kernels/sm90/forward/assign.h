@@ -1,6 +1,7 @@
 // One thread of a block decides which tiles of queries the block computes.
 #pragma once
 #include "../arguments.h"
+#include "../part.h"
 #include "rows.h"
 #include "shared.h"
 #include "tickets.h"
@@ -53,6 +54,7 @@ template <Config C> struct Assign {
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 head = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_divisor.divide(head);
     if constexpr (C.packed) return packed_item((i32)b, head - b * a.heads_divisor.by, split);
+    if constexpr (C.features.part) return held_item((i32)b, head - b * a.heads_divisor.by, a.tiles - 1 - (i32)tile);
     const i32 q = (a.tiles - 1 - (i32)tile) * C.tile_q();
     const bool empty = in.cu_seqlens_q && q >= in.held(b).seqlen_q;
     return {(i32)b, (i32)(head - b * a.heads_divisor.by), q, (i32)split * Item::kKinds + (empty ? kNone : kFast)};
@@ -62,10 +64,30 @@ template <Config C> struct Assign {
     const i32 h = (i32)kv * in.group + (i32)(piece - kv * pieces) * packed(a).packed * C.warpgroups;
     return {b, h, 0, (i32)split * Item::kKinds + (in.cu_seqlens_q && in.held(b).seqlen_q == 0 ? kNone : kFast)};
   }
+  __device__ __forceinline__ Item held_item(i32 b, u32 head, i32 number) const {
+    const i32 count = part_of(in).count_q, n = range_of_tile(count, number, [&](i32 n) { return first_number(b, n); }); // as part_tile
+    if (count == 0) return {b, (i32)head, 0, kNone};
+    const HeldRange r = held_range_of_queries(in, b, n);
+    const i32 q = r.start + (number - first_number(b, n)) * C.tile_q();
+    return {b, (i32)head, q, q < r.end() ? kFast : kNone};
+  }
+  __device__ __forceinline__ void tell_held(const Item &item) const {
+    if (item.kind() == kNone) return;
+    // The range that the tile is of, the last one if no earlier is.
+    const i32 n = first_where(part_of(in).count_q - 1, [&](i32 n) { return range_of_queries(in, item.b, n).end() > item.q; });
+    const HeldRange r = held_range_of_queries(in, item.b, n);
+    const PartTable &t = part_of(in);
+    write(shared.held(told), min(item.q + C.tile_q(), r.end()), r.shift(), t.words()[t.whole_q + item.b * t.step_whole_q],
+          t.words()[t.whole_k + item.b * t.step_whole_k]);
+  }
+  __device__ __forceinline__ i32 first_number(i32 b, i32 n) const {
+    return number_of_first(range_of_queries(in, b, n), n, C.tile_q(), false);
+  }
   // Until all have read the last item told, and the copy engine has been told of all of its keys and values.
   __device__ __forceinline__ void wait_loaded() const { mbarrier_wait(shared.item_empty(), told % 2 ^ 1); }
   __device__ __forceinline__ void tell(const Item &item) {
     wait_loaded();
+    if constexpr (C.features.part) tell_held(item);
     ++told;
     write(shared.item(), item.b, item.h, item.q, item.how);
     mbarrier_arrive(shared.item_full());

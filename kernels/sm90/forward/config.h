@@ -36,6 +36,7 @@ struct Config {
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
   STROBE_FN constexpr bool chunked() const { return invariant && head_dim_v <= 128; }
   STROBE_FN constexpr i32 chunk() const { return 4096 / tile_k * tile_k; }             // keys
+  STROBE_FN constexpr i32 walked_floats() const { return 128 * (head_dim_v / 4 + 1); } // O and LSE of one of each lane's two rows
   STROBE_FN constexpr bool repeats_chunks() const { return reference == kFixedByRow; } // where a tile of queries is computed again
   STROBE_FN constexpr bool walks_chunks() const { return chunked() && !split; }        // one after the other
   STROBE_FN constexpr i32 threads() const { return 128 * (warpgroups + 1); }

@@ -45,28 +45,51 @@ __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const I
   return (r == 0 || C.invariant) && there && multiply_add_pairs<T>(zero, 0, 0) != 0;
 }
 
-// Row r of a lane's O of a chunk / l joins what came before it; what is not the result yet waits where parts do. Returns the LSE of all so
-// far. zero: NaN if something of the chunk is not finite.
+// The same of a partial part (attention/part.h), and the LSE as two numbers.
 template <Config C>
-__device__ __forceinline__ float merge_row(Warpgroup<C> &group, const RowEnd &end, float factor, i64 index, bool there, int r, bool first,
-                                           bool last, float &zero) {
+__device__ __forceinline__ bool store_partial_of_part(const Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, i32 h,
+                                                      i64 row, bool there, int r, float factor) {
   const HopperForwardArguments &a = group.a;
-  const float before = first || !there ? minus_infinity<float>() : a.partial_lse[index];
-  __syncwarp(); // all who want it have it
-  const Merge merge(before, end.lse);
-  float2 *const out = (float2 *)(a.partial_out + index * a.in.head_dim_v + tile::lane_column(0, 0));
-  const i32 columns = there ? a.in.head_dim_v - tile::lane_column(0, 0) : 0;
+  const float M = softmax.running.M[r], l = tile::row_sum(softmax.running.l[r]);
+  if (!there) return false;
+  float *out = a.out.template at<float>(item.b, h, row, tile::lane_column(0, 0));
+  float zero = 0; // NaN if something is not finite
 #pragma unroll
   for (int n = 0; n < C.head_dim_v / 8; ++n) {
+    const float x = group.O.x[4 * n + 2 * r] * factor, y = group.O.x[4 * n + 2 * r + 1] * factor;
+    if (8 * n + tile::lane_column(0, 0) < group.in.head_dim_v) *(float2 *)(out + 8 * n) = {x, y};
+    if (r == 0) zero = __fmaf_rn(x, 0.0f, __fmaf_rn(y, 0.0f, zero));
+  }
+  if (a.lse && group.lane % 4 == 0) {
+    const float natural = softmax.natural() ? 1.0f : kLn2<float>, lse = l == 0 ? minus_infinity<float>() : row_lse(M, natural, l);
+    float *const to = a.lse.template at<float>(item.b, h, row, 0);
+    to[0] = lse, to[part_of(group.in).lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
+  }
+  return zero != 0;
+}
+// Row r of a lane's O of a chunk / l joins what came before it. What is not the result yet waits in memory of the block's own, which stays
+// in the L2 cache: each thread reads what it wrote. Returns the LSE of all so far. zero: NaN if something of the chunk is not finite.
+template <Config C>
+__device__ __forceinline__ float merge_row(Warpgroup<C> &group, const RowEnd &end, float factor, bool there, int r, bool first, bool last,
+                                           float &zero) {
+  constexpr int kPairs = C.head_dim_v / 8; // of columns, of a lane's row; its LSE comes after them
+  float2 *const own = (float2 *)group.a.partial_out + ((blockIdx.x * C.warpgroups + group.w) * 2 + r) * (C.walked_floats() / 2);
+  float2 *const out = own + threadIdx.x % 128;
+  float *const lse = (float *)(own + 128 * kPairs) + threadIdx.x % 128;
+  const bool reads = !first && there, writes = !last && there;
+  float2 old[kPairs];
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n) old[n] = reads ? out[128 * n] : float2{0, 0}; // all of them before the first is waited for
+  const Merge merge(reads ? *lse : minus_infinity<float>(), end.lse);
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n) {
     float &x = group.O.x[4 * n + 2 * r], &y = group.O.x[4 * n + 2 * r + 1];
-    float2 old{0, 0};
-    if (!first && 8 * n < columns) old = out[4 * n];
     x = __fmul_rn(x, factor), y = __fmul_rn(y, factor);
     if (there) zero = __fmaf_rn(x, 0.0f, __fmaf_rn(y, 0.0f, zero));
-    x = merge(old.x, x), y = merge(old.y, y);
-    if (!last && 8 * n < columns) out[4 * n] = {x, y};
+    x = merge(old[n].x, x), y = merge(old[n].y, y);
+    if (writes) out[128 * n] = {x, y};
   }
-  if (!last && there && group.lane % 4 == 0) a.partial_lse[index] = merge.lse;
+  if (writes) *lse = merge.lse;
   return merge.lse;
 }
 // What a chunk of keys makes of O and LSE: the result, if there is no other one. counts: of which of a lane's rows.
@@ -93,10 +116,7 @@ __device__ __forceinline__ void finish_chunk(Warpgroup<C> &group, const Item &it
       nonfinite |= store_partial(group, item, at.h, row, r, factor);
       continue;
     }
-    if (C.walks_chunks() && !(first && last)) {
-      const i64 index = there ? in.row_index(item.b, at.h, row) : 0;
-      lse = merge_row(group, end, factor, index, there, r, first, last, zero), factor = 1;
-    }
+    if (C.walks_chunks() && !(first && last)) lse = merge_row(group, end, factor, there, r, first, last, zero), factor = 1;
     if (!last) continue;
     if (in.sinks) {
       const Merge with_sink(lse, *in.sinks.at<const float>(0, at.h, 0, 0));
@@ -138,6 +158,8 @@ template <Config C> __device__ __forceinline__ void store_results(Warpgroup<C> &
       if (!there) continue;
       if (group.lane % 4 == 0) a.partial_lse[item.split() * in.rows() + in.row_index(item.b, h, row)] = end.lse;
       nonfinite |= store_partial(group, item, h, row, r, factor);
+    } else if constexpr (C.features.partial) {
+      nonfinite |= store_partial_of_part(group, item, softmax, h, row, there, r, factor);
     } else {
       if (a.lse && group.lane % 4 == 0 && there) *a.lse.template at<float>(item.b, h, row, 0) = end.lse;
       nonfinite |= store_rounded(group, item, h, row, there, r, factor);

@@ -4,6 +4,7 @@
 #include "../../device/keys.h"
 #include "../../ptx/tma.h"
 #include "../arguments.h"
+#include "part.h"
 #include "rows.h"
 #include "shared.h"
 
@@ -121,8 +122,9 @@ template <Config C> struct Load {
   }
 
   __device__ __forceinline__ void load(const Item &item) {
-    const Sequence sequence = in.sequence<C.features.seqused>(item.b);
+    const Sequence sequence = sequence_of(in, shared, item, items);
     const BasicBand<i32> band = narrow(sequence.band);
+    if constexpr (C.features.part) return load(item, sequence, HeldKeys<C, true>(in, band, item));
     if constexpr (C.repeats_chunks()) {
       if (item.kind() != kFast) return load(item, sequence, TwiceByChunk<C>(a, shared));
     }
@@ -133,13 +135,15 @@ template <Config C> struct Load {
   }
   template <class Tiles> __device__ __forceinline__ void load(const Item &item, const Sequence &sequence, Tiles tiles) {
     const i32 kv = (i32)a.group_divisor.divide(item.h), k0 = mapped_row(sequence, 0);
-    BasicKeyTile<i32> next;
+    using KeyTile = typename Either<C.features.part != 0, HeldKeyTile, BasicKeyTile<i32>>::type;
+    KeyTile next;
     bool more = tiles.next(next);
-    if (!more) next = {0, 0, true};
-    i32 before = -1; // where the tile begins whose V is still to be loaded
+    if (!more) next.begin = next.end = 0, next.masked = true;
+    if constexpr (C.features.part) next.shift = more ? next.shift : 0;
+    i32 before = -1; // the first row of the tile whose V is still to be loaded
 #pragma unroll 1
     do {
-      const BasicKeyTile<i32> tile = next;
+      const KeyTile tile = next;
       const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
       if constexpr (C.reference == kFixed) more = more && load_shared(shared.lost()) != items;
       more = more && tiles.next(next);
@@ -150,11 +154,11 @@ template <Config C> struct Load {
       else
         write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
       load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u),
-                        shared.k + k.index * C.k_bytes(), k0 + tile.begin, kv, item.b);
+                        shared.k + k.index * C.k_bytes(), k0 + first_row(tile), kv, item.b);
       if constexpr (C.bias_by_tma) load_bias(item, tile.begin);
       k.advance();
       if (before >= 0) load_v(k0 + before, kv, item.b);
-      before = tile.begin;
+      before = first_row(tile);
     } while (more);
     load_v(k0 + before, kv, item.b);
   }
@@ -207,7 +211,7 @@ template <Config C> struct LoadQ {
       const Item item = read<Item>(shared.item());
       mbarrier_arrive(shared.item_empty());
       if (item.kind() == kNone) break;
-      const i32 row = (i32)a.in.held(item.b).q0 + item.q;
+      const i32 row = (i32)first_row(item, items) + item.q;
 #pragma unroll 1
       for (int w = 0; w < C.warpgroups; ++w) {
         mbarrier_wait(shared.q_empty(w), items % 2 ^ 1);
@@ -224,6 +228,11 @@ template <Config C> struct LoadQ {
   }
 
 private:
+  // Where the row of query 0 would be.
+  __device__ __forceinline__ i64 first_row(const Item &item, u32 n) const {
+    if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
+    return a.in.held(item.b).q0;
+  }
   // All queries of a warpgroup's heads; beyond the last there is nothing, or another group.
   __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {
     mbarrier_expect(shared.q_full(w), 2 * C.columns() * packed(a).queries.by * (u32)packed(a).packed);

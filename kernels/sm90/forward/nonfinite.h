@@ -27,7 +27,6 @@ __device__ __forceinline__ float *partial_out(const HopperForwardArguments &a, c
 }
 
 template <Config C> struct Results {
-  using T = typename Element<C.dtype>::type;
   const HopperForwardArguments &a;
   const Item &item;
   i64 q0;
@@ -39,8 +38,9 @@ template <Config C> struct Results {
     if constexpr (C.split) {
       partial_out(a, item, head(r), q0 + query(r))[c] += x;
     } else {
-      T *o = a.out.template at<T>(item.b, head(r), q0 + query(r), c);
-      *o = Convert<T>::from(to_float(*o) + x);
+      using Out = Result<C.dtype, C.features.partial != 0>;
+      Out *o = a.out.template at<Out>(item.b, head(r), q0 + query(r), c);
+      *o = Convert<Out>::from(to_float(*o) + x);
     }
   }
 };
@@ -50,16 +50,29 @@ template <Config C> __device__ __forceinline__ Results<C> results_of(const Warpg
   const BasicRange<i32> heads = packed_heads(group.a, item, group.w);
   return {group.a, item, q0, heads.begin, max(heads.end - heads.begin, 0) * seqlen_q, seqlen_q};
 }
+template <Config C, class Scores, class Keys>
+__device__ __forceinline__ void add_nonfinite_of_part(const Item &item, const Sequence &sequence, const Scores &scores,
+                                                      const Dropout<C.features> &dropout, const Keys &value, const Results<C> &results) {
+  HeldKeys<C, false> tiles(scores.in, narrow(sequence.band), item);
+  HeldKeyTile t;
+#pragma unroll 1
+  while (tiles.next(t)) {
+    const Keys own(value.x, value.row(t.shift), value.columns);
+    if (C.features.mask || C.features.bias || t.masked || t.end - t.begin < C.tile_k)
+      strobe::add_nonfinite<128>(scores, dropout, own, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
+  }
+}
 template <Config C>
 __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const Item &item, const Dropout<C.features> &dropout) {
   using T = typename Element<C.dtype>::type;
   constexpr Features F = C.features;
   const Inputs &in = group.in;
-  const Sequence sequence = in.sequence<F.seqused>(item.b); // again: nothing is kept in registers for this
+  const Sequence sequence = sequence_of(in, group.shared, item, group.items); // again: nothing is kept in registers for this
   const Scores<F, float, C.reference != kExact ? Functions::rough : Functions::half> scores(in, sequence, item.b);
   group.together(); // the results are in memory
   const Results<C> results = results_of(group, item, sequence.q0, scores.seqlen_q);
   const Keys<T> value = v_of<T>(in, sequence, item.b, (i32)group.a.group_divisor.divide(item.h));
+  if constexpr (F.part) return add_nonfinite_of_part(item, sequence, scores, dropout, value, results);
   BasicSchedule<i32> tiles = schedule<C>(group.a, narrow(sequence.band), item);
   BasicKeyTile<i32> t;
 #pragma unroll 1

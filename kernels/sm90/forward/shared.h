@@ -21,6 +21,11 @@ struct Item {
   __device__ __forceinline__ i32 split() const { return how / kKinds; }
   __device__ __forceinline__ Item safely() const { return {b, h, q, split() * kKinds + kSafe}; }
 };
+// Of a part of a larger problem: what the tile of queries, whose q is a position, has beside the item.
+struct HeldQueries {
+  i32 end, shift;         // its queries end before this position; row = position + shift
+  i32 seqlen_q, seqlen_k; // of the whole sequence
+};
 // What the loading thread tells the others: a tile of keys. It reaches them with K.
 struct Tile {
   i32 begin, end;
@@ -49,6 +54,8 @@ template <Config C> struct SharedMemory {
   __device__ __forceinline__ u32 failed(u32 n) const { return messages + 16 + 4 * (n % 2); } // P overflowed, or O is not finite
   __device__ __forceinline__ u32 lost() const { return messages + 32; } // number of an item that is lost to an overflow
   __device__ __forceinline__ u32 tile(int stage) const { return messages + 48 + 16 * stage; }
+
+  __device__ __forceinline__ u32 held(u32 item) const { return messages + 144 + 16 * (item % 2); } // two: an item's is read to its end
 
   __device__ __forceinline__ void begin() const {
     for (int w = 0; w < C.warpgroups; ++w) mbarrier_init(q_full(w), 1), mbarrier_init(q_empty(w), 4);

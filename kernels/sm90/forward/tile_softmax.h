@@ -26,7 +26,7 @@ template <Config C> struct TileSoftmax {
   const Item &item;
   const Sequence sequence;
   const Score scores;
-  const QueryMajorDropout<F> dropout;
+  QueryMajorDropout<F> dropout;
   const i32 q, row; // the warpgroup's first query, and the warp's
   const typename Score::Row rows[2];
   Given<C, Score> given;
@@ -37,11 +37,14 @@ template <Config C> struct TileSoftmax {
   u32 random[F.dropout ? kN / 32 : 1][4];
 
   __device__ __forceinline__ TileSoftmax(Warpgroup<C> &group, const Item &item)
-      : group(group), S(group.S.x), item(item), sequence(group.in.sequence<F.seqused>(item.b)), scores(group.in, sequence, item.b),
-        dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b}, q(first_query<C>(group.a, item, group.w)), row(q + 16 * group.warp),
+      : group(group), S(group.S.x), item(item), sequence(sequence_of(group.in, group.shared, item, group.items)),
+        scores(group.in, sequence, item.b), dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b},
+        q(first_query<C>(group.a, item, group.w)), row(q + 16 * group.warp),
         rows{scores.row(place(0).i, place(0).h), scores.row(place(1).i, place(1).h)},
         given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), softcap(scores),
-        rising(item.kind() == kSafe) {}
+        rising(item.kind() == kSafe) {
+    if constexpr (F.part) dropout.head = dropout.dropout.whole_head(item.h), dropout.batch = dropout.dropout.whole_batch(item.b);
+  }
 
   // Of a lane's row r.
   __device__ __forceinline__ RowPlace place(int r) const {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
+PLAIN = Tensor, torch.nn.Parameter
 
 
 def is_lazy(x: Tensor) -> bool:

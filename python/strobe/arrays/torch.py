@@ -41,7 +41,7 @@ class Torch(Framework):
         return tensor_kinds.without_values(name, x)
 
     def is_readable(self, x: Tensor) -> bool:
-        return type(x) in PLAIN and x.is_cpu and is_alone()
+        return is_alone() and type(x) in PLAIN and x.is_cpu  # in this order: PyTorch 2.4 traces no more than the first
 
     def causal_bias(self, x: object) -> tuple[str, int, int] | None:
         return tensor_kinds.causal_bias(x)
@@ -146,7 +146,7 @@ def is_alone() -> bool:
 def _autocast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """As autocast treats scaled_dot_product_attention: q, k, v in `dtype`, float64 left alone. A float32 bias is taken as it is."""
     cast = dict(arrays)
-    for name in ("q", "k", "v", "bias"):
+    for name in ("q", "bias") if "k_scale" in arrays or "v_scale" in arrays else ("q", "k", "v", "bias"):
         x = arrays.get(name)
         if x is not None and x.is_floating_point() and x.dtype != torch.float64 and not (name == "bias" and x.dtype == torch.float32):
             cast[name] = x.to(dtype)

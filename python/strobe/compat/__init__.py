@@ -1,8 +1,10 @@
 """Other libraries' signatures over strobe.attention, a module each; docs/compat.md lists what differs.
 
 - flash_attn: the functions of the flash-attn package, importable in its place
+- flash_attn_3: the functions of FlashAttention-3, importable in the place of flash_attn_interface
 - sdpa: torch.nn.functional.scaled_dot_product_attention, importable in its place
-- transformers: an attention implementation of Hugging Face transformers, attn_implementation="strobe"
+- varlen: the functions of torch.nn.attention.varlen, importable in its place
+- transformers: an attention implementation of Hugging Face transformers, attn_implementation="strobe", and one for continuous batching
 - learned_scale: FlashAttention(head_dim=64), whose softmax scale is a parameter; flash_attention(Q, K, V)
 - block_sizes: flash_attention_forward(Q, K, V, Bc, Br, use_half) and its backward
 - ladder: flash_attention_1_forward, flash_attention_2_forward and their backwards, the papers' algorithms themselves
@@ -12,7 +14,7 @@
 from importlib import import_module
 from typing import Any
 
-__all__ = ["block_sizes", "flash_attn", "functional", "ladder", "learned_scale", "sdpa", "transformers"]
+__all__ = ["block_sizes", "flash_attn", "flash_attn_3", "functional", "ladder", "learned_scale", "sdpa", "transformers", "varlen"]
 
 
 def __dir__() -> list[str]:

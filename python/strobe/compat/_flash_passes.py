@@ -17,9 +17,9 @@ from strobe._kinds import kind
 from strobe._run import Gradients
 from strobe.arrays.torch import TORCH
 
+from .._writable import not_writable
 from ._call import NAMES, attend, refuse_pages, sequences, translated
 from ._gaps import parts, within
-from ._memory import not_writable
 from ._words import in_words_of, names_checked, switch_or_refusal, tensor_or_refusal
 
 _NAMES = NAMES | {"rng": "rng_state", "lse": "softmax_lse"}

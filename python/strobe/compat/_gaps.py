@@ -6,11 +6,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._kinds import shown
+from ..arrays.torch import TORCH
 
-def is_read(x: Tensor) -> bool:
-    """Whether its values are looked at. Those in device memory are not, for that would wait for the GPU; nor what torch.compile traces, for
-    it would break the graph."""
-    return x.is_cpu and not torch.compiler.is_compiling()
+
+def check_cu_seqlens(name: str, cu: Tensor, of: str | None = None, packed: Tensor | None = None) -> int:
+    """B, of cu_seqlens (B + 1,); packed: the tokens that they divide, the argument `of`."""
+    if cu.dim() != 1 or not len(cu) or cu.dtype != torch.int32:
+        raise ValueError(f"{name}: {cu.dtype} of shape {tuple(cu.shape)}; accepted is int32 (B + 1,)")
+    if TORCH.is_readable(cu):
+        ends = cu.tolist()
+        if ends[0] != 0 or ends != sorted(ends):
+            raise ValueError(f"{name}: {shown(ends)}; accepted are numbers that begin at 0 and never fall")
+        if packed is not None and packed.dim() == 3 and ends[-1] > len(packed):  # another rank is refused by who looks at shapes
+            raise ValueError(f"{name}: {ends[-1]} at its end; accepted are up to {len(packed)}, the tokens of {of}")
+    return len(cu) - 1
 
 
 def check_integers(name: str, x: Tensor, batch: int, most: int | Tensor, why: str) -> None:
@@ -19,7 +29,7 @@ def check_integers(name: str, x: Tensor, batch: int, most: int | Tensor, why: st
         raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is ({batch},), as q has batches")
     if x.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: dtype {x.dtype}; accepted is torch.int32")
-    if is_read(x):
+    if TORCH.is_readable(x):
         for b, (value, bound) in enumerate(zip(x.tolist(), torch.as_tensor(most).expand(batch).tolist(), strict=True)):
             if not 0 <= value <= bound:
                 raise ValueError(f"{name}: {value} at [{b}]; accepted are 0 to {bound}, {why}")
@@ -28,9 +38,9 @@ def check_integers(name: str, x: Tensor, batch: int, most: int | Tensor, why: st
 def within(name: str, x: Tensor, batch: int, most: int | Tensor, why: str) -> Tensor:
     """x, checked; what is not read is brought into 0 ... most, so that nothing beyond its place is touched whatever it holds."""
     check_integers(name, x, batch, most, why)
-    if is_read(x):
+    if TORCH.is_readable(x):
         return x
-    return x.clamp(0, most) if isinstance(most, int) else x.clamp(min=0).minimum(most)
+    return x.clamp(0, most) if isinstance(most, int) else x.minimum(most).clamp(min=0)
 
 
 def parts(cu_q: Tensor, cu_k: Tensor, begin: Tensor, end: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,80 +1,74 @@
-"""flash_attn_with_kvcache over a cache that is not paged."""
+"""Attention to a cache, contiguous or in pages, after new keys and values are written into it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from strobe._checks import Wrong, is_integer, is_whole, refusal
-from strobe._kinds import kind
+from strobe._kinds import kind, shown
+from strobe._places import places
+from strobe._rotary import check_tables, rotate
+from strobe.kv import append
 
-from ._call import NAMES, Window, attend, bounds, refuse_pages
-from ._gaps import is_read, parts, within
-from ._memory import not_writable
-from ._rotary import check_tables, rotate
-from ._words import names_checked, python_numbers, switch_or_refusal, tensor_or_refusal
-
-_CACHE = NAMES | {"k": "k_cache", "v": "v_cache"}
+from .._writable import not_writable
+from ..arrays.torch import TORCH
+from ._call import Window, attend, bounds
+from ._gaps import check_cu_seqlens, parts, within
+from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
 
 
-@names_checked(NAMES)
 @torch.no_grad()
-def flash_attn_with_kvcache(
+def attend_to_cache(
+    names: Mapping[str, str],
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    table: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    rotary_interleaved: bool,
+    alibi_slopes: Tensor | None,
+    num_splits: int,
+    return_softmax_lse: bool,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    beside: Wrong | None = None,
 ) -> Any:
-    """Writes k and v, if given, behind the filled part of a cache, and attends with q (B, Sq, H, D) to what is filled then.
+    """The two libraries' flash_attn_with_kvcache: what their docstrings say.
 
-    As in flash-attn there are no gradients: the output does not require a gradient, even if q does.
-
-    Args:
-        k_cache, v_cache: (Bc, Sc, Hkv, D). Bc = B, unless cache_batch_idx says which row serves which query.
-        k, v: (B, Snew, Hkv, D), written into the cache at cache_seqlens, in place.
-        rotary_cos, rotary_sin: (length, R), up to the last token's position: the first 2R columns of k are rotated by their position,
-            those of q as well: with causal or a window by cache_seqlens + i, else all by cache_seqlens.
-        cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it, which leaves no room for k and v.
-        cache_batch_idx: int (B,). The rows that it names are copied before the attention (the update is in place).
-        cache_leftpad: int32 (B,): where in the cache each sequence begins.
-        block_table: refused.
-        num_splits: an integer; it has no effect.
-
-    Numbers in host memory are checked. Those in device memory, and all under torch.compile, are not read: a length out of bounds is taken
-    for the nearest that fits, and a sequence whose row of the cache does not exist is left out: nothing is written, it sees no key.
-
-    Returns:
-        out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)).
+    names: as in_words_of() takes them; the table is what stands there for page_table. cu_seqlens_q: q is (Tq, H, D), and softmax_lse
+    (H, Tq). cu_seqlens_k_new: k and v are (Tnew, Hkv, D). beside: what else is wrong with the call.
     """
-    refuse_pages(block_table)
+    table_name = names["page_table"]
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     maybe = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx}
-    maybe |= {"cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes}
+    maybe.update({"cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes, table_name: table})  # PyTorch 2.4 does not trace |=
+    maybe.update({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "rotary_seqlens": rotary_seqlens})
     if isinstance(cache_seqlens, Tensor):
         maybe["cache_seqlens"] = cache_seqlens
-    tensors |= {name: x for name, x in maybe.items() if x is not None}
-    wrong: Wrong = [x for x in map(tensor_or_refusal, tensors, tensors.values()) if isinstance(x, Exception)]
+    tensors.update({name: x for name, x in maybe.items() if x is not None})
+    wrong: Wrong = [x for x in [tensor_or_refusal(name, x) for name, x in tensors.items()] if isinstance(x, Exception)]
+    wrong += beside or []
     if not (cache_seqlens is None or isinstance(cache_seqlens, Tensor) or is_whole(cache_seqlens)):
         wrong.append(TypeError(f"cache_seqlens: {kind(cache_seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"))
     switches = {"causal": causal, "rotary_interleaved": rotary_interleaved, "return_softmax_lse": return_softmax_lse}
-    wrong += [x for x in map(switch_or_refusal, switches, switches.values()) if isinstance(x, Exception)]
+    wrong += [x for x in [switch_or_refusal(name, x) for name, x in switches.items()] if isinstance(x, Exception)]
     is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
     window_size = python_numbers(window_size)
     window = bounds(window_size)
@@ -84,32 +78,48 @@ def flash_attn_with_kvcache(
         if (maybe[a] is None) != (maybe[b] is None):
             absent, there = (a, b) if maybe[a] is None else (b, a)
             wrong.append(ValueError(f"{absent}: None beside {there}; accepted are both or neither"))
-    if rotary_cos is not None and k is None:
-        wrong.append(ValueError("k: None beside rotary_cos; accepted are k and v, new keys to be turned, or no rotary_cos"))
+    for name in ("cache_batch_idx", "cache_leftpad"):
+        if table is not None and maybe[name] is not None:
+            wrong.append(ValueError(f"{name}: given beside {table_name}; accepted is None, for the table says where a sequence lies"))
+    for name, of in (("rotary_cos", "k"), ("cu_seqlens_k_new", "k"), ("rotary_seqlens", "rotary_cos")):
+        if maybe[name] is not None and maybe[of] is None:
+            needed = "k and v, new keys" + (" to be turned" if name == "rotary_cos" else "") if of == "k" else "rotary_cos and rotary_sin"
+            wrong.append(ValueError(f"{of}: None beside {name}; accepted are {needed}, or no {name}"))
     if wrong:
         raise refusal(wrong)
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
     fresh = {} if k is None or v is None else {"k": k, "v": v}
-    wrong = _misplaced(q, {name: x for name, x in (tensors | maybe).items() if isinstance(x, Tensor)})
-    wrong += _shapes_against({"q": q, "k_cache": k_cache, "v_cache": v_cache}, fresh, cache_batch_idx is not None)
+    wrong = _misplaced(q, {name: x for name, x in {**tensors, **maybe}.items() if isinstance(x, Tensor)})
+    if wrong:
+        raise refusal(wrong)
+    batch = q.shape[0] if cu_seqlens_q is None else check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
+    if cu_seqlens_k_new is not None and (found := check_cu_seqlens("cu_seqlens_k_new", cu_seqlens_k_new, "k", fresh["k"])) != batch:
+        raise ValueError(f"cu_seqlens_k_new: shape ({found + 1},); accepted is ({batch + 1},), as q has batches")
+    packed = {name for name, cu in (("q", cu_seqlens_q), ("k", cu_seqlens_k_new), ("v", cu_seqlens_k_new)) if cu is not None}
+    named_table = None if table is None else (table_name, table)
+    wrong = _shapes_against(
+        {"q": q, "k_cache": k_cache, "v_cache": v_cache}, fresh, batch, packed, cache_batch_idx is not None, named_table
+    )
     if fresh:
         wrong += not_writable({"k_cache": k_cache, "v_cache": v_cache}, {"q": q, **fresh})
     if wrong:
         raise refusal(wrong)
-    batch, queries = q.shape[:2]
     rows_of_cache, length = k_cache.shape[:2]
-    new = 0 if k is None else k.shape[1]
+    if table is not None:
+        length *= table.shape[1]
     filled = length if cache_seqlens is None else cache_seqlens
-    most, why = length - new, f"a cache has room for {length} keys" + (f", of which {new} are new" if new else "")
-    if isinstance(filled, Tensor):
-        filled = within("cache_seqlens", filled, batch, most, why)
-    elif not 0 <= filled <= most:
-        raise ValueError(f"cache_seqlens: {filled}; accepted are 0 to {most}, {why}")
+    new: int | Tensor = 0 if k is None else k.shape[1]  # of each sequence
+    if cu_seqlens_k_new is not None:
+        new = cu_seqlens_k_new.diff()
+        filled = torch.as_tensor(filled, device=q.device).expand(batch)  # beside the new ones, wherever these are
+    filled = _filled(filled, new, batch, length)
     rows, exists = None, None  # exists: bool (B,), of a cache_batch_idx that nobody has read
     if cache_batch_idx is not None:
         rows = within("cache_batch_idx", cache_batch_idx, batch, rows_of_cache - 1, f"a cache of {rows_of_cache} rows").long()
-        exists = None if is_read(cache_batch_idx) else rows == cache_batch_idx
+        exists = None if TORCH.is_readable(cache_batch_idx) else rows == cache_batch_idx
+        if fresh and exists is None and len(set(numbers := rows.tolist())) < batch:
+            raise ValueError(f"cache_batch_idx: {shown(numbers)} beside k and v; accepted are rows that differ from one another")
     if cache_leftpad is not None:
         cache_leftpad = within("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends").to(q.device)
 
@@ -122,58 +132,103 @@ def flash_attn_with_kvcache(
         "alibi_slopes": alibi_slopes,
         "deterministic": False,
         "return_attn_probs": True,
-        "names": _CACHE,
+        "names": names,
     }
-    if k is not None and v is not None:
-        attend(q[:, :0], k[:, :0], v[:, :0], **options)  # no query: what is wrong with the call is said before anything is written
+    if fresh:  # no query, or no key: what is wrong with the call is said before anything is written
+        of_none, *no_keys = [x.new_empty(batch, 0, *x.shape[-2:]) for x in (q, *fresh.values())]
+        attend(of_none, no_keys[0], no_keys[1], **options)
+        if cu_seqlens_q is not None:
+            packed_q: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+            none: dict[str, Any] = {"cu_seqlens_k": torch.zeros_like(cu_seqlens_q), "max_seqlen_k": 0}
+            attend(q, no_keys[0].flatten(0, 1), no_keys[1].flatten(0, 1), **options, **packed_q, **none)
+    if table is not None:
+        options["page_table"] = table
     start = torch.as_tensor(filled, device=q.device).long().expand(batch)
+    end = start + new
+    if fresh and table is not None:  # likewise of the pages
+        attend(q.new_empty(batch, 0, *q.shape[-2:]), k_cache, v_cache, **options, seqused_k=end.int())
     if rotary_cos is not None and rotary_sin is not None and k is not None:
         from_each = causal or window is not None
-        check_tables(rotary_cos, rotary_sin, q.shape[-1], _furthest(filled) + max(new, queries if from_each else 1))
-        q = rotate(q, rotary_cos, rotary_sin, _positions(start, queries if from_each else 1), rotary_interleaved)
-        k = rotate(k, rotary_cos, rotary_sin, _positions(start, new), rotary_interleaved)
+        first: int | Tensor = filled
+        if rotary_seqlens is not None:
+            first = within("rotary_seqlens", rotary_seqlens, batch, len(rotary_cos), "the length of rotary_cos")
+        queries = (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if from_each else 1
+        check_tables(rotary_cos, rotary_sin, q.shape[-1], max(_furthest(first, new), _furthest(first, queries)))
+        turn = torch.as_tensor(first, device=q.device).long().expand(batch), rotary_cos, rotary_sin, rotary_interleaved
+        q, k = _turned(q, cu_seqlens_q, from_each, *turn), _turned(k, cu_seqlens_k_new, True, *turn)
     if k is not None and v is not None:
-        _write((k_cache, v_cache), (k, v), torch.arange(batch, device=q.device) if rows is None else rows, start, exists)
+        place = table
+        if rows is not None:  # each is a page that has all of its sequence's keys
+            place = (rows if exists is None else torch.where(exists, rows, -1)).to(q.device, torch.int32)[:, None]
+        with in_words_of({**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}):
+            append(k_cache, v_cache, k, v, start.int(), page_table=place, cu_seqlens=cu_seqlens_k_new, layout="bshd")
     if rows is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
-    end = start + new
     if exists is not None:
         end = end * exists
         cache_leftpad = None if cache_leftpad is None else cache_leftpad * exists
 
-    if not isinstance(filled, Tensor) and cache_leftpad is None and exists is None:
+    if table is not None and cu_seqlens_q is not None:
+        options = {**options, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+    if table is None and (cu_seqlens_q is not None or cache_leftpad is not None):
+        out, lse = _packed(q, cu_seqlens_q, max_seqlen_q, k_cache, v_cache, cache_leftpad, end, options)
+    elif isinstance(filled, int) and exists is None and table is None:
         out, lse, _ = attend(q, k_cache[:, : filled + new], v_cache[:, : filled + new], **options)
-    elif cache_leftpad is None:
-        out, lse, _ = attend(q, k_cache, v_cache, **options, seqused_k=end.int())
     else:
-        out, lse = _behind_padding(q, k_cache, v_cache, cache_leftpad, end, options)
+        out, lse, _ = attend(q, k_cache, v_cache, **options, seqused_k=end.int())
     return (out, lse) if return_softmax_lse else out
 
 
-def _shapes_against(given: dict[str, Tensor], fresh: dict[str, Tensor], indexed: bool) -> Wrong:
-    """What does not fit, of what has to before anything is written. fresh: k and v, if they are given; indexed: by cache_batch_idx."""
-    both = given | fresh
-    wrong: Wrong = [
-        ValueError(f"{name}: shape {tuple(x.shape)}; accepted is (batches, tokens, heads, head dimension)")
-        for name, x in both.items()
-        if x.dim() != 4
-    ]
+def _filled(filled: int | Tensor, new: int | Tensor, batch: int, length: int) -> int | Tensor:
+    """cache_seqlens, checked or brought into bounds, of caches with room for `length` keys."""
+    why = f"a cache has room for {length} keys" + (f", of which {new} are new" if isinstance(new, int) and new else "")
+    if isinstance(new, Tensor):
+        why += ", those of cu_seqlens_k_new among them"
+        if TORCH.is_readable(new) and (most := max(new.tolist(), default=0)) > length:
+            raise ValueError(f"cu_seqlens_k_new: {most} tokens of a sequence; accepted are up to {length}, for which a cache has room")
+    if isinstance(filled, Tensor):
+        return within("cache_seqlens", filled, batch, length - new, why)
+    most = length - int(new)
+    if not 0 <= filled <= most:
+        raise ValueError(f"cache_seqlens: {filled}; accepted are 0 to {most}, {why}")
+    return int(filled)
+
+
+def _shapes_against(
+    given: dict[str, Tensor], fresh: dict[str, Tensor], batch: int, packed: set[str], indexed: bool, named_table: tuple[str, Tensor] | None
+) -> Wrong:
+    """What does not fit, of what has to before anything is written. fresh: k and v, if they are given; packed: which have three axes;
+    indexed: by cache_batch_idx; named_table: of a cache in pages, and what it is called."""
+    both = {**given, **fresh}
+    wrong: Wrong = []
+    for name, x in both.items():
+        if x.dim() != (3 if name in packed else 4):
+            accepted = f"(tokens, heads, head dimension) with cu_seqlens_{'q' if name == 'q' else 'k_new'}"
+            accepted = accepted if name in packed else "(batches, tokens, heads, head dimension)"
+            wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {accepted}"))
     if wrong:
         return wrong
     q, k_cache, v_cache = given.values()
-    batch, (rows, length, heads, _) = q.shape[0], k_cache.shape
-    if indexed and batch and not rows:
+    (rows, length, heads, _), width = k_cache.shape, q.shape[-1]
+    room, where = length, "k_cache"
+    if named_table is not None:
+        name, table = named_table
+        if table.dim() != 2 or table.shape[0] != batch or table.dtype != torch.int32:
+            return [ValueError(f"{name}: {table.dtype} of shape {tuple(table.shape)}; accepted is int32 ({batch}, n)")]
+        room, where = length * table.shape[1], f"a row of {name}"
+    elif indexed and batch and not rows:
         return [ValueError(f"k_cache: shape {tuple(k_cache.shape)}; accepted is one row or more, for cache_batch_idx to name")]
-    accepted = {
-        "k_cache": (rows if indexed else batch, length, heads, q.shape[3]),
-        "v_cache": (rows if indexed else batch, length, heads, v_cache.shape[3]),
+    first = rows if indexed or named_table is not None else batch
+    shapes: dict[str, tuple[int, ...]] = {
+        "k_cache": (first, length, heads, width),
+        "v_cache": (first, length, heads, v_cache.shape[3]),
     }
     if fresh:
-        tokens = fresh["k"].shape[1]
-        if tokens > length:
-            wrong.append(ValueError(f"k: {tokens} tokens; accepted are up to {length}, as k_cache has"))
-        accepted |= {"k": (batch, tokens, heads, q.shape[3]), "v": (batch, tokens, heads, v_cache.shape[3])}
-    for name, shape in accepted.items():
+        tokens = fresh["k"].shape[:1] if "k" in packed else (batch, fresh["k"].shape[1])
+        if "k" not in packed and tokens[1] > room:
+            wrong.append(ValueError(f"k: {tokens[1]} tokens; accepted are up to {room}, as {where} has"))
+        shapes.update({"k": (*tokens, heads, width), "v": (*tokens, heads, v_cache.shape[3])})
+    for name, shape in shapes.items():
         if (found := both[name].shape) != shape:
             wrong.append(ValueError(f"{name}: shape {tuple(found)}; accepted is {shape}"))
     for name, x in fresh.items():
@@ -193,41 +248,50 @@ def _misplaced(q: Tensor, others: dict[str, Tensor]) -> Wrong:
     return wrong
 
 
-def _furthest(filled: int | Tensor) -> int:
-    """The largest of the lengths; 0 where nobody looks at them."""
-    if not isinstance(filled, Tensor):
-        return filled
-    return max(filled.tolist(), default=0) if is_read(filled) else 0
+def _furthest(first: int | Tensor, count: int | Tensor) -> int:
+    """Where the last of sequences ends whose `count` tokens begin at `first`; as far as it is known without looking at numbers that nobody
+    reads."""
+    if not isinstance(first, Tensor) and not isinstance(count, Tensor):
+        return first + count
+    ends = first + count
+    if isinstance(ends, Tensor) and TORCH.is_readable(ends):
+        return max(ends.tolist(), default=0)
+    return 0 if isinstance(count, Tensor) else count
 
 
-def _positions(start: Tensor, count: int) -> Tensor:
-    """(B, count)"""
-    return start[:, None] + torch.arange(count, device=start.device)
+def _turned(x: Tensor, cu_seqlens: Tensor | None, from_each: bool, first: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (B, S, H, D), or packed (T, H, D), rotated: each token by its own position, from first[b] on, or all by first[b]."""
+    if cu_seqlens is None:
+        positions = first[:, None] + torch.arange(x.shape[1] if from_each else 1, device=x.device)
+        return rotate(x, cos, sin, positions, interleaved)
+    if not len(first):
+        return x
+    sequence, positions, _ = places(first, cu_seqlens, len(x))
+    return rotate(x[None], cos, sin, (positions if from_each else first[sequence])[None], interleaved)[0]
 
 
-def _write(caches: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor], rows: Tensor, start: Tensor, exists: Tensor | None) -> None:
-    """The new keys and values, into those rows of the cache, from `start` on; nothing for a sequence whose row does not exist."""
-    count = fresh[0].shape[1]
-    if exists is not None and len(rows):
-        # It writes once more what the first whose row exists writes; where none does, what stands there.
-        source = torch.where(exists, torch.arange(len(rows), device=rows.device), exists.int().argmax())
-        rows, start = rows[source], start[source]
-        fresh = (fresh[0][source], fresh[1][source])
-    places = (rows[:, None], _positions(start, count))
-    for cache, x in zip(caches, fresh, strict=True):
-        cache[places] = x if exists is None else torch.where(exists.any(), x, cache[places])
-
-
-def _behind_padding(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, begin: Tensor, end: Tensor, options: dict[str, Any]
+def _packed(
+    q: Tensor,
+    cu_q: Tensor | None,
+    longest: int | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    begin: Tensor | None,
+    end: Tensor,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Sequences that begin and end somewhere in their rows of the cache, read in place."""
-    batch, queries = q.shape[:2]
-    length = k_cache.shape[1]
-    rows = torch.arange(batch + 1, device=q.device)
-    cu_k = rows * length
-    cu_q, cu_k, slopes = parts(rows * queries, cu_k, cu_k[:-1] + begin.long(), cu_k[:-1] + end, options["alibi_slopes"])
-    packed: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": queries, "max_seqlen_k": length}
-    options = {**options, "alibi_slopes": slopes}
-    out, lse, _ = attend(q.flatten(0, 1), k_cache.flatten(0, 1), v_cache.flatten(0, 1), **options, **packed)
+    """Sequences that begin and end somewhere in their rows of the cache, read in place; q packed, or (B, Sq, H, D)."""
+    batch, queries, length = len(end), q.shape[1], k_cache.shape[1]
+    cu_k = torch.arange(batch + 1, device=q.device) * length
+    of_q = torch.arange(batch + 1, device=q.device) * queries if cu_q is None else cu_q
+    packed: dict[str, Any] = {"max_seqlen_q": queries if cu_q is None else longest, "max_seqlen_k": length}
+    if begin is None:
+        packed.update({"cu_seqlens_q": of_q.int(), "cu_seqlens_k": cu_k.int(), "seqused_k": end.int()})
+    else:
+        of_q, cu_k, slopes = parts(of_q, cu_k, cu_k[:-1] + begin.long(), cu_k[:-1] + end, options["alibi_slopes"])
+        packed.update({"cu_seqlens_q": of_q, "cu_seqlens_k": cu_k})
+        options = {**options, "alibi_slopes": slopes}
+    out, lse, _ = attend(q if cu_q is not None else q.flatten(0, 1), k_cache.flatten(0, 1), v_cache.flatten(0, 1), **options, **packed)
+    if cu_q is not None:
+        return out, lse
     return out.view(batch, queries, *out.shape[1:]), lse.view(lse.shape[0], batch, queries).transpose(0, 1)

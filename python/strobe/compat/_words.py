@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,21 +15,27 @@ from torch import Tensor
 from strobe._checks import Wrong, check_names, flag, is_whole, refusal
 from strobe._kinds import is_bool, kind
 from strobe.arrays.known import unfit
+from strobe.arrays.torch import TORCH
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@contextmanager
-def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None) -> Iterator[None]:
+def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
     """Each line of a refusal begins with the name of an argument of strobe.attention(); `names` says what the caller calls it.
 
     given: of what attention() gets, by its names. What the caller's own check refuses is handed on as the exception that says why:
     attention() refuses it, beside all else that is wrong, and the line is the exception's.
     """
+    # PyTorch 2.4 traces no generator. What is refused while a compiler looks on is refused again without it.
+    return nullcontext() if torch.compiler.is_compiling() else _in_words_of(names, given)
+
+
+@contextmanager
+def _in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None) -> Iterator[None]:
     try:
         yield
-    except (TypeError, ValueError) as refused:
+    except (TypeError, ValueError, NotImplementedError) as refused:
         own = {name: x for name, x in (given or {}).items() if isinstance(x, Exception)}
         lines: dict[str, None] = {}  # of several arguments that are one to the caller, one line
         for line in str(refused).splitlines():
@@ -98,6 +104,8 @@ def _has_values(x: Any) -> bool:
 
 def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:
     """Which of the two options of strobe.attention() it is."""
+    if TORCH.causal_bias(attn_mask):  # up to PyTorch 2.6 it tells no dtype
+        return {"bias": attn_mask}
     if not isinstance(attn_mask, Tensor) or attn_mask.dtype == torch.bool:
         return {"mask": attn_mask}
     if attn_mask.is_floating_point():

@@ -4,7 +4,10 @@
 >>> transformers.register()
 >>> model = AutoModelForCausalLM.from_pretrained("...", attn_implementation="strobe")
 
-It needs transformers 4.53 or later.
+It needs transformers 4.53 or later, and continuous batching 5.0 or later:
+
+>>> transformers.use_paged(model)
+>>> model.generate_batch(prompts, generation_config=...)
 """
 
 from __future__ import annotations
@@ -16,14 +19,44 @@ from torch import Tensor
 
 from strobe import attention
 
+from ._transformers_paged import paged_attention_forward
+
 
 def register(name: str = "strobe") -> None:
-    """Makes `attn_implementation=name` known to transformers."""
+    """Makes `attn_implementation=name` known to transformers, and for continuous batching "paged|name" and "name-flash" (see use_paged)."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, sdpa_mask)
+    for paged in _paged_names(name):
+        AttentionInterface.register(paged, paged_attention_forward)
+        AttentionMaskInterface.register(paged, _no_mask)
+
+
+def use_paged(model: Any, name: str = "strobe") -> None:
+    """Sets a model's attention for continuous batching (generate_batch, init_continuous_batching), whatever it was.
+
+    transformers 5.0 to 5.21 know it as "paged|strobe", which from_pretrained and set_attn_implementation take as well, and put the prefix
+    before "strobe" themselves. Later ones have no prefix, and take no other name than "sdpa", "paged|eager" and those that contain "flash",
+    whose code they load by themselves: "strobe-flash" is set past that.
+    """
+    from transformers import AttentionInterface
+
+    prefixed, flash = _paged_names(name)
+    register(name)
+    if "paged|sdpa" in AttentionInterface().valid_keys():
+        model.set_attn_implementation(prefixed)
+    else:
+        model.config._attn_implementation = flash
+
+
+def _paged_names(name: str) -> tuple[str, str]:
+    return f"paged|{name}", f"{name}-flash"
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Which keys a token sees follows from the sequences' lengths."""
 
 
 def attention_forward(
@@ -54,7 +87,9 @@ def attention_forward(
     if others.get("output_attentions"):
         raise NotImplementedError("output_attentions: True; accepted is False, for the weights are never made; 'eager' makes them")
     if others.get("cache") is not None:
-        raise NotImplementedError("cache: given; accepted is None, for paged caches are not there yet")
+        raise NotImplementedError(
+            "cache: given; accepted is None: strobe.compat.transformers.use_paged(model) sets what takes a paged cache"
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, bias = attention_mask, position_bias
     if mask is not None and mask.dtype != torch.bool:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ._group import on_host
-from ._late import Waits
+from ._late import Waits, come_back, said_by, told
 
-_KINDS: dict[str, type[Exception]] = {of.__name__: of for of in (TypeError, ValueError, NotImplementedError, MemoryError, RuntimeError)}
 _DIGEST = 32
 Signature = Mapping[str, object]  # what has to be the same on all ranks, by the names of arguments
 
@@ -35,11 +35,21 @@ def agree(group: ProcessGroup, said: Said, seconds: float | None) -> tuple[int, 
     mine[1 : 1 + _DIGEST] = torch.frombuffer(bytearray(_digest(said.signature)), dtype=torch.uint8)
     mine[1 + _DIGEST :] = torch.tensor(said.rng, dtype=torch.int64).view(torch.uint8)
     all_said = [torch.empty_like(mine) for _ in range(group.size())]
-    waits.for_(dist.all_gather(all_said, mine, group=waits.group, async_op=True), "agreeing on strobe.distributed.attention()")
+    come_back()
+    work = dist.all_gather(all_said, mine, group=waits.group, async_op=True)
+    waits.unless_one_left(work, "agreeing on strobe.distributed.attention()", dist.get_process_group_ranks(group))
     if any(x[0] for x in all_said) or not all(torch.equal(x[1 : 1 + _DIGEST], mine[1 : 1 + _DIGEST]) for x in all_said):
         raise _refusal(waits, said)
     seed, offset = all_said[0][1 + _DIGEST :].clone().view(torch.int64).tolist()
     return seed, offset
+
+
+def drawn_by_first(group: ProcessGroup, drawn: Tensor, seconds: float | None) -> tuple[int, ...]:
+    """The numbers in the first rank's tensor, which lies in host memory. A collective call."""
+    waits = Waits(on_host(group), seconds)
+    of_all = [torch.empty_like(drawn) for _ in range(group.size())]
+    waits.for_(dist.all_gather(of_all, drawn, group=waits.group, async_op=True), "drawing a seed")
+    return tuple(of_all[0].tolist())
 
 
 def _digest(signature: Signature) -> bytes:
@@ -49,12 +59,12 @@ def _digest(signature: Signature) -> bytes:
 def _refusal(waits: Waits, said: Said) -> Exception:
     """The same on all ranks."""
     failure = said.failure
-    mine = None if failure is None else _told(failure), {name: repr(x) for name, x in said.signature.items()}
+    mine = None if failure is None else told(failure), {name: repr(x) for name, x in said.signature.items()}
     found: list[tuple[tuple[str, str] | None, dict[str, str]]] = [mine] * waits.group.size()
     waits.of("agreeing on what is wrong", lambda: dist.all_gather_object(found, mine, group=waits.group))
     for r, (wrong, _) in enumerate(found):
         if wrong is not None:
-            return _KINDS[wrong[0]]("\n".join(f"{line} [rank {r} of {len(found)}]" for line in wrong[1].splitlines()))
+            return said_by(r, len(found), *wrong)
     first = found[0][1]
     for r, (_, other) in enumerate(found):
         for name in [*first, *other]:
@@ -64,12 +74,6 @@ def _refusal(waits: Waits, said: Said) -> Exception:
                     f"{len(found)} ranks"
                 )
     return RuntimeError("signatures differ in nothing that has a name")
-
-
-def _told(failure: Exception) -> tuple[str, str]:
-    """Its kind, and its words."""
-    kind = next((name for of in type(failure).__mro__ if (name := of.__name__) in _KINDS), None)
-    return (kind, str(failure)) if kind and str(failure) else ("RuntimeError", f"{type(failure).__name__}: {failure}")
 
 
 def _short(text: str | None) -> str:

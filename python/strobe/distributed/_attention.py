@@ -22,8 +22,9 @@ from . import _operators
 from ._agree import Said, agree
 from ._call import Facts, facts_of
 from ._contexts import CONTEXTS
-from ._group import group_of
-from ._layout import Layout, host_integers
+from ._group import Levels, groups_of
+from ._late import leave
+from ._layout import Layout, cumulated
 from ._methods import METHODS, choose
 from ._ranges import count
 from ._seen import Band
@@ -76,8 +77,10 @@ def attention(
             the call is in, and its group.
         layout_k: which rank has which keys. None: the same.
         group: the process group. None: the default one.
-        mesh: in place of group a DeviceMesh of one dimension.
-        method: "gather", "heads" or "ring": how keys and queries meet. None: the one with the least predicted time; explain() shows it.
+        mesh: in place of group a DeviceMesh of one dimension, or of two: nodes, and the ranks of a node. The layout then counts ranks node
+            by node.
+        method: "gather", "heads", "ring" or "levels": how keys and queries meet. None: with a mesh of two dimensions "levels" if it takes
+            the call, else the one with the least predicted time; explain() shows it.
         axes: "bhsd" or "bshd", the order of the axes of q, k, v and the output, which strobe.attention() calls layout.
         return_lse: True returns (out, lse).
         agree: the ranks tell one another before the first transfer, forward and backward, whether their arguments are valid, alike, and
@@ -104,10 +107,14 @@ def attention(
         The errors of strobe.attention(), on all ranks alike; "[rank 1 of 4]" says whose arguments are wrong.
         RuntimeError: a rank did not come, or a transfer failed.
     """
-    group, layout, method = in_context(group, mesh, layout, method)
+    try:
+        group, levels, layout, method = in_context(group, mesh, layout, method)
+    except Exception as failure:
+        leave(failure)
+        raise
     wants = [agree, time_limit, return_lse]
     try:
-        prepared = prepare(group, q, k, v, layout, layout_k, method, axes, wants, dict(options))
+        prepared = prepare(group, levels, q, k, v, layout, layout_k, method, axes, wants, dict(options))
     except Exception as failure:  # whatever it is, the others have to know
         if group.size() > 1 and agree is not False:
             raise_on_all(group, failure, time_limit)
@@ -122,6 +129,7 @@ def attention(
         layout_q=_operators.encoded(prepared.layouts[0]),
         layout_k=_operators.encoded(prepared.layouts[1]),
         group=group.group_name,
+        levels=[levels.inside, levels.across] if levels else [],
         method=prepared.method,
         agree=bool(agree),
         time_limit=time_limit,
@@ -131,13 +139,15 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def in_context(group: ProcessGroup | None, mesh: Any, layout: Any, method: str | None) -> tuple[ProcessGroup, Any, str | None]:
+def in_context(
+    group: ProcessGroup | None, mesh: Any, layout: Any, method: str | None
+) -> tuple[ProcessGroup, Levels | None, Any, str | None]:
     """Of a call without a layout those of context_parallel()."""
     if layout is None and CONTEXTS:
         context = CONTEXTS[-1]
-        own = context.group if group is None and mesh is None else group_of(group, mesh)
-        return own, context.layout, method or context.method
-    return group_of(group, mesh), layout, method
+        own = (context.group, None) if group is None and mesh is None else groups_of(group, mesh)
+        return *own, context.layout, method or context.method
+    return *groups_of(group, mesh), layout, method
 
 
 def raise_on_all(group: ProcessGroup, failure: Exception, time_limit: Any) -> None:
@@ -148,6 +158,7 @@ def raise_on_all(group: ProcessGroup, failure: Exception, time_limit: Any) -> No
 
 def prepare(
     group: ProcessGroup,
+    levels: Levels | None,
     q: Any,
     k: Any,
     v: Any,
@@ -171,6 +182,11 @@ def prepare(
     layouts = _layouts(wrong, layout, layout_k, world)
     if options.pop("part", None) is not None:
         wrong.append(ValueError("part: given; accepted is None, for the layout says it"))
+    if options.pop("page_table", None) is not None:
+        wrong.append(ValueError("page_table: given; accepted is None, for keys of several ranks do not lie in one rank's pages"))
+    for name in ("k_scale", "v_scale"):
+        if options.pop(name, None) is not None:
+            wrong.append(ValueError(f"{name}: given; accepted is None, for quantised keys are not sent between ranks"))
     check_names("attention", options, wrong, ROWS, _HINTS)
     of_world = options.get("deterministic") == WORLD and isinstance(options["deterministic"], str)
     if of_world:
@@ -185,7 +201,7 @@ def prepare(
             wrong.append(refused)
     if wrong or layouts is None:
         raise refusal(wrong)
-    return _parsed(q, k, v, layouts, method, axes, rank, options, of_world)
+    return _parsed(q, k, v, layouts, method, axes, rank, options, of_world, _operators.size_of(levels))
 
 
 def _parsed(
@@ -198,6 +214,7 @@ def _parsed(
     rank: int,
     options: dict[str, Any],
     of_world: bool,
+    inside: int,
 ) -> Prepared:
     wrong: Wrong = []
     names = ("cu_seqlens_q", "cu_seqlens_k")
@@ -237,10 +254,10 @@ def _parsed(
     if compiling:
         band = tuple(_operators.band_of(p.options))
         numbers = [tuple(_operators.encoded(layout)) for layout in layouts]
-        facts = tuple(facts_of(p, _operators.plan_of_layouts(*layouts, bool(lists)))[1:])
+        facts = tuple([*facts_of(p, _operators.plan_of_layouts(*layouts, bool(lists)), inside)][1:])
         chosen, against = _chosen(numbers[0], numbers[1], bool(lists), band, facts, method, of_world)
     else:
-        chosen, against = choose(facts_of(p, _operators.plan_of(p, *layouts)), method, of_world)
+        chosen, against = choose(facts_of(p, _operators.plan_of(p, *layouts), inside), method, of_world)
     if against is not None:
         raise ValueError(against)
     return Prepared(p, layouts, chosen, draw)
@@ -294,10 +311,7 @@ def _cu_seqlens(name: str, x: Any, tokens: int) -> tuple[int, ...]:
     if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != 1 or not len(x):
         what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else kind(x)
         raise (ValueError if isinstance(x, Tensor) else TypeError)(f"{name}: {what}; accepted is a torch.Tensor of int32 (B + 1,)")
-    cu = host_integers(name, x)
-    if cu[0] != 0 or list(cu) != sorted(cu) or cu[-1] > tokens:
-        raise ValueError(f"{name}: {shown(list(cu))}; accepted are numbers that begin at 0, never fall, and end at {tokens} or before")
-    return cu
+    return cumulated(name, x, tokens)
 
 
 def _document() -> None:

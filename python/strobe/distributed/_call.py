@@ -18,6 +18,7 @@ from .._options import BLOCKS
 from .._request import Request
 from ..arrays.memory import allocated
 from ..arrays.torch import TORCH
+from ._group import Levels
 from ._late import Waits
 from ._layout import part_of, rows_of_sequences
 from ._ranges import Ranges, indices, places
@@ -57,9 +58,10 @@ class Facts(NamedTuple):
     itemsize: int
     device: str
     given: tuple[str, ...]  # options of which methods differ
+    inside: int = 0  # how many ranks a node has; 0: nobody has said it
 
 
-def facts_of(p: Request, plan: Plan) -> Facts:
+def facts_of(p: Request, plan: Plan, inside: int = 0) -> Facts:
     q, k, v = (p.arrays[name] for name in "qkv")
     axis = 1 if plan.packed or "bshd" not in p.options else 2
     given: list[str] = [name for name in ("mask", "bias", "seqused_k") if name in p.arrays]
@@ -67,7 +69,8 @@ def facts_of(p: Request, plan: Plan) -> Facts:
     if BLOCKS[0] in p.arrays and p.arrays[BLOCKS[0]].shape[1] > 1:
         given.append("block_mask of several heads")
     batch = 1 if plan.packed else q.shape[0]
-    return Facts(plan, batch, q.shape[axis], k.shape[axis], (q.shape[-1], v.shape[-1]), q.element_size(), q.device.type, tuple(given))
+    heads, columns = (q.shape[axis], k.shape[axis]), (q.shape[-1], v.shape[-1])
+    return Facts(plan, batch, *heads, columns, q.element_size(), q.device.type, tuple(given), inside)
 
 
 @lru_cache(maxsize=1024)
@@ -106,13 +109,18 @@ def order_of(arrived: tuple[Ranges, ...], device: torch.device) -> Order | None:
 
 @dataclass
 class Call:
-    """p: the caller's, with the rank's own rows. needs: the names of those of p.arrays whose gradients are wanted."""
+    """p: the caller's, with the rank's own rows. needs: the names of those of p.arrays whose gradients are wanted. reserved_sms: of a GPU,
+    for a transfer beside a call of the library, unless the caller has said it. first_head, all_heads: of a call on some of the heads."""
 
     p: Request
     plan: Plan
     rank: int
     waits: Waits
     needs: frozenset[str]
+    reserved_sms: int = 0
+    levels: Levels | None = None
+    first_head: int = 0
+    all_heads: int | None = None
 
     @property
     def q(self) -> Tensor:
@@ -188,8 +196,19 @@ class Call:
         share = self.heads // self.heads_kv
         return range(heads_kv.start * share, heads_kv.stop * share)
 
-    def local(self, q: Tensor, k: Tensor, v: Tensor, heads: range, of: tuple[Ranges, Ranges], partial: bool = False) -> Request:
-        """The call of the library on these tensors: some query heads and their key heads, queries and keys at these positions."""
+    def local(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: range,
+        of: tuple[Ranges, Ranges],
+        *,
+        partial: bool = False,
+        beside_transfer: bool = False,
+    ) -> Request:
+        """The call of the library on these tensors: some query heads and their key heads, queries and keys at these positions.
+        beside_transfer: whether one is on its way meanwhile."""
         arrays: dict[str, Tensor] = {"q": q, "k": k, "v": v}
         for name, x in self.p.arrays.items():
             if name in ("mask", "bias"):
@@ -203,8 +222,9 @@ class Call:
         if self.plan.packed:
             for name, ranges, cu in (("cu_seqlens_q", of[0], self.plan.cu_q), ("cu_seqlens_k", of[1], self.plan.cu_k)):
                 arrays[name] = cu_seqlens_of(ranges, cu, self.device)
-        numbers = part_numbers(self.plan, *of, heads.start, self.heads, partial)
-        return Request(arrays, {**self.p.options, "part": numbers})
+        numbers = part_numbers(self.plan, *of, self.first_head + heads.start, self.all_heads or self.heads, partial)
+        reserved = {"reserved_sms": self.reserved_sms} if self.reserved_sms and beside_transfer else {}
+        return Request(arrays, {**reserved, **self.p.options, "part": numbers})
 
 
 class Pass(Protocol):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .._checks import is_whole
 from .._kinds import kind, shown
 from ._attention import attention
 from ._contexts import CONTEXTS, Context
 from ._group import group_of
+from ._late import leave
 from ._layout import Layout
 
 
@@ -34,8 +38,8 @@ def context_parallel(
 
     F.scaled_dot_product_attention has to be looked up within, where it is another function: a name that was imported before still stands
     for PyTorch's, which attends among this rank's tokens. nn.MultiheadAttention calls it with need_weights=False, and its fast path for
-    inference is switched off within. With need_weights=True it attends among this rank's tokens. strobe.attention(), and what is made of
-    it in strobe.nn and strobe.compat, raises a RuntimeError within.
+    inference is switched off within. What would attend among this rank's tokens raises a RuntimeError within: nn.MultiheadAttention with
+    need_weights=True, strobe.attention(), and what is made of that in strobe.nn and strobe.compat.
 
     Args:
         mesh: a DeviceMesh of one dimension.
@@ -49,8 +53,38 @@ def context_parallel(
     Raises:
         TypeError, ValueError: an argument is not as described above.
     """
+    try:
+        group, layout, given, dims, kept = _judged(mesh, buffers, buffer_seq_dims, no_restore_buffers, layout)
+    except Exception as failure:  # the others will wait for this rank
+        leave(failure)
+        raise
+    before = [x.data for x in given]
+    own, of_module, fast = F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
+    CONTEXTS.append(Context(layout, group, method))
+    try:
+        for x, dim in zip(given, dims, strict=True):
+            x.data = layout.shard(x.data, dim, group.rank()).contiguous()
+        F.scaled_dot_product_attention, F.multi_head_attention_forward = _sdpa, _without_weights(of_module)
+        torch.backends.mha.set_fastpath_enabled(False)  # it does not call F.scaled_dot_product_attention
+        yield layout
+    finally:
+        F.scaled_dot_product_attention, F.multi_head_attention_forward = own, of_module
+        torch.backends.mha.set_fastpath_enabled(fast)
+        CONTEXTS.pop()
+        for x, data in zip(given, before, strict=True):
+            if not any(x is other for other in kept):
+                x.data = data
+
+
+def _judged(
+    mesh: Any, buffers: Any, buffer_seq_dims: Any, no_restore_buffers: Any, layout: Any
+) -> tuple[ProcessGroup, Layout, list[Tensor], list[int], list[Tensor]]:
+    """The group and the layout, and the three lists."""
     group = group_of(None, mesh)
-    given, dims, kept = list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ())
+    given, dims, kept = (
+        _several(name, x)
+        for name, x in (("buffers", buffers), ("buffer_seq_dims", buffer_seq_dims), ("no_restore_buffers", no_restore_buffers))
+    )
     _check(given, dims, kept)
     lengths = {x.shape[dim] for x, dim in zip(given, dims, strict=True)}
     if layout is None:
@@ -63,22 +97,16 @@ def context_parallel(
         raise ValueError(f"layout: of {layout.seqlen} tokens; accepted is one of {lengths.pop()}, as the buffers have")
     if layout.world_size != group.size():
         raise ValueError(f"layout: of {layout.world_size} ranks; accepted is one of {group.size()}, the group's size")
-    before = [x.data for x in given]
-    own, fast = F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
-    CONTEXTS.append(Context(layout, group, method))
-    try:
-        for x, dim in zip(given, dims, strict=True):
-            x.data = layout.shard(x.data, dim, group.rank()).contiguous()
-        F.scaled_dot_product_attention = _sdpa
-        torch.backends.mha.set_fastpath_enabled(False)  # it does not call F.scaled_dot_product_attention
-        yield layout
-    finally:
-        F.scaled_dot_product_attention = own
-        torch.backends.mha.set_fastpath_enabled(fast)
-        CONTEXTS.pop()
-        for x, data in zip(given, before, strict=True):
-            if not any(x is other for other in kept):
-                x.data = data
+    return group, layout, given, dims, kept
+
+
+def _several(name: str, x: Any) -> list[Any]:
+    if x is None:
+        return []
+    if isinstance(x, Tensor) or not isinstance(x, Iterable):
+        accepted = "integers in a list" if name == "buffer_seq_dims" else "several tensors in a list"
+        raise TypeError(f"{name}: {kind(x)}; accepted are {accepted}, or None")
+    return list(x)
 
 
 def _check(buffers: list[Tensor], dims: list[int], kept: list[Tensor]) -> None:
@@ -112,3 +140,18 @@ def _sdpa(
     """F.scaled_dot_product_attention of tensors that have the rank's tokens, (B, H, S, D); attn_mask has its rows, and all keys."""
     of_scores: dict[str, Any] = {} if attn_mask is None else {"mask" if attn_mask.dtype == torch.bool else "bias": attn_mask}
     return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p, alignment="top_left", **of_scores)
+
+
+def _without_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """nn.MultiheadAttention's function, which computes weights among the tokens that it is given."""
+    place = list(inspect.signature(forward).parameters).index("need_weights")
+
+    @functools.wraps(forward)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        if arguments[place] if len(arguments) > place else named.get("need_weights", True):
+            raise RuntimeError(
+                "need_weights=True inside context_parallel(): the weights would be among this rank's tokens; accepted is False"
+            )
+        return forward(*arguments, **named)
+
+    return checked

@@ -43,6 +43,10 @@ def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: M
     _check(q, k, placements, batch_axis, head_axis)
     if options.get("part") is not None:
         raise ValueError("part: given beside DTensors; accepted is None, for their placements say it")
+    if options.get("page_table") is not None:
+        raise ValueError("page_table: given beside DTensors; accepted is None, for the placements of pages say nothing of sequences")
+    if options.get("k_scale") is not None:
+        raise ValueError("k_scale: given beside DTensors; accepted is None, for quantised keys are not sent between ranks")
     local = [x.to_local() for x in (q, k, v)]
     own = _own(q, local[0], placements, batch_axis, head_axis)
     given = dict(options)

@@ -16,7 +16,7 @@ from ._call import Call, Facts, facts_of
 from ._late import Waits
 from ._layout import Layout
 from ._methods import METHODS, reason_against
-from ._predict import moved, pairs, predicted, seconds
+from ._predict import moved, pairs, predicted, seconds, sms_for_transfers
 from ._ranges import count
 
 
@@ -41,13 +41,14 @@ def explain(
     Nothing is computed or sent: one rank may ask alone, and what is wrong elsewhere it does not know. Arguments and errors are those of
     attention(), on this rank.
     """
-    group, layout, method = in_context(group, mesh, layout, method)
-    prepared = prepare(group, q, k, v, layout, layout_k, method, axes, [True, None, False], dict(options))
+    group, levels, layout, method = in_context(group, mesh, layout, method)
+    prepared = prepare(group, levels, q, k, v, layout, layout_k, method, axes, [True, None, False], dict(options))
     p = prepared.p._replace(arrays=TORCH.autocast(prepared.p.arrays))
     plan = _operators.plan_of(p, *prepared.layouts)
-    of = facts_of(p, plan)
+    of = facts_of(p, plan, _operators.size_of(levels))
     rank, needs = group.rank(), frozenset(("q", "k", "v") if backward else ())
-    made = METHODS[prepared.method].Forward(Call(p, plan, rank, Waits(group, None), needs))
+    call = Call(p, plan, rank, Waits(group, None), needs, sms_for_transfers(prepared.method, of, backward), levels=levels)
+    made = METHODS[prepared.method].Forward(call)
     shares = [pairs(plan, r) for r in range(plan.world)]
     mean = sum(shares) / plan.world
     by_time = method is None and options.get("deterministic") != WORLD

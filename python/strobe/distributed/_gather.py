@@ -103,10 +103,11 @@ class Keys:
         k, v = kv.split(self.columns, -1)
         return self.call.tokens(k), self.call.tokens(v)
 
-    def local(self, k: Tensor, v: Tensor, heads_kv: range) -> tuple[Request, range]:
+    def local(self, k: Tensor, v: Tensor, heads_kv: range, beside_transfer: bool) -> tuple[Request, range]:
         heads = self.call.query_heads(heads_kv)
         q = self.call.of_heads(self.call.q, heads)
-        return self.call.local(q, k, v, heads, (self.call.plan.q[self.call.rank], self.route.seen)), heads
+        of = self.call.plan.q[self.call.rank], self.route.seen
+        return self.call.local(q, k, v, heads, of, beside_transfer=beside_transfer), heads
 
 
 class Forward:
@@ -115,12 +116,12 @@ class Forward:
         self.made = call.results()
 
     def example(self) -> Request:
-        return self.keys.local(*self.keys.example(), self.keys.groups[0])[0]
+        return self.keys.local(*self.keys.example(), self.keys.groups[0], len(self.keys.groups) > 1)[0]
 
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         call, keys, (out, lse) = self.call, self.keys, self.made.values()
         for heads_kv, k, v in keys:
-            p, heads = keys.local(k, v, heads_kv)
+            p, heads = keys.local(k, v, heads_kv, beside_transfer=heads_kv != keys.groups[-1])
             forward_into(p, call.of_heads(out, heads), call.statistic_of_heads(lse, heads))
         return out, lse, []
 
@@ -134,26 +135,34 @@ class Backward:
         self.dq = call.new(call.q.shape, call.wide).zero_() if "q" in call.needs else None
         self.home = {name: call.new(call.p.arrays[name].shape, call.wide).zero_() for name in self.to_keys}
         received = self.keys.memory[0][1]
-        self.sums, self.back = (room(received, n if self.to_keys else 0, call.wide) for n in (len(received), sum(self.keys.route.to)))
+        # A group's gradients are on their way while those of the next one are added up.
+        there, here = (len(received), sum(self.keys.route.to)) if self.to_keys else (0, 0)
+        self.sums = [room(received, there, call.wide) for _ in self.keys.memory]
+        self.back = room(received, here, call.wide)
         self.dbias = call.room_for_bias()
         self.dsinks = torch.zeros_like(call.p.arrays["sinks"]) if "sinks" in call.needs else None
 
     def example(self) -> Request:
-        return self.keys.local(*self.keys.example(), self.keys.groups[0])[0]
+        return self.keys.local(*self.keys.example(), self.keys.groups[0], len(self.keys.groups) > 1)[0]
 
     def run(self) -> Results:
         call, keys = self.call, self.keys
-        for heads_kv, k, v in keys:
-            p, heads = keys.local(k, v, heads_kv)
+        under: tuple[Underway, range] | None = None
+        for number, (heads_kv, k, v) in enumerate(keys):
+            p, heads = keys.local(k, v, heads_kv, beside_transfer=len(keys.groups) > 1)
             into: Results = {}
             if self.dq is not None:
                 into["dq"] = call.of_heads(self.dq, heads)
             if self.to_keys:
-                sums = keys._of(self.sums, heads_kv).zero_()
+                sums = keys._of(self.sums[number % 2], heads_kv).zero_()
                 into |= {f"d{name}": x for name, x in zip("kv", keys._split(sums), strict=True) if name in call.needs}
             self._add(p, heads, into)
             if self.to_keys:
-                self._home(sums, heads_kv)
+                if under is not None:
+                    self._arrive(*under)
+                under = self._begin_home(sums, heads_kv), heads_kv
+        if under is not None:
+            self._arrive(*under)
         found = {"dq": self.dq} | {f"d{name}": x for name, x in self.home.items()} | {"dbias": self.dbias, "dsinks": self.dsinks}
         return {name: x for name, x in found.items() if x is not None}
 
@@ -170,14 +179,16 @@ class Backward:
         if self.dsinks is not None:
             self.dsinks[heads.start : heads.stop] = found["dsinks"]
 
-    def _home(self, sums: Tensor, heads_kv: range) -> None:
+    def _begin_home(self, sums: Tensor, heads_kv: range) -> Underway:
         """The rows of a group's gradients to where their keys are."""
-        call, route = self.call, self.keys.route
+        route = self.keys.route
         if self.keys.order is not None:
             sums = sums.index_select(0, self.keys.order.back)
-        back = self.keys._of(self.back, heads_kv)
-        arrived = begin(call.waits, "gradients of keys", sums, route.of, back, route.to).wait()
-        for rows, of in zip(arrived.split(route.to), route.sent, strict=True):
+        return begin(self.call.waits, "gradients of keys", sums, route.of, self.keys._of(self.back, heads_kv), route.to)
+
+    def _arrive(self, under: Underway, heads_kv: range) -> None:
+        call, route = self.call, self.keys.route
+        for rows, of in zip(under.wait().split(route.to), route.sent, strict=True):
             at = rows_for((of,), call.plan.k[call.rank], call.device)
             for name, x in zip("kv", rows.split(self.keys.columns, -1), strict=True):
                 if name in self.home:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import datetime
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,13 +25,35 @@ def group_of(group: ProcessGroup | None, mesh: Any = None) -> ProcessGroup:
         if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
             raise TypeError(f"mesh: {kind(mesh)}; accepted is a torch.distributed.device_mesh.DeviceMesh")
         if mesh.ndim != 1:
-            raise ValueError(f'mesh: of {mesh.ndim} dimensions; accepted is one of 1, which mesh["name"] gives')
+            accepted = 'one of 1, which mesh["name"] gives, or with method "levels" of 2, nodes and the ranks of a node'
+            raise ValueError(f"mesh: of {mesh.ndim} dimensions; accepted is {accepted}")
         return mesh.get_group()
     if group is None:
         return dist.group.WORLD  # type: ignore[return-value]
     if not isinstance(group, ProcessGroup):
         raise TypeError(f"group: {kind(group)}; accepted is a torch.distributed.ProcessGroup that this process is a member of, or None")
     return group
+
+
+class Levels(NamedTuple):
+    """The names of two groups of a rank, of those in its node and of those that have its place in the other nodes; and how many ranks a
+    node has."""
+
+    inside: str
+    across: str
+    size: int
+
+
+def groups_of(group: ProcessGroup | None, mesh: Any) -> tuple[ProcessGroup, Levels | None]:
+    """As group_of(); of a mesh of two dimensions, nodes and places in a node, all of its ranks, node by node."""
+    if group is not None or getattr(mesh, "ndim", None) != 2 or not hasattr(mesh, "get_group"):
+        return group_of(group, mesh), None
+    if not torch.compiler.is_compiling():  # numbers in tensors are then not known
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != sorted(ranks):
+            raise ValueError(f"mesh: of ranks {mesh.mesh.tolist()}; accepted are ascending ones, node by node")
+    whole = group_of(None) if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
+    return whole, Levels(mesh.get_group(1).group_name, mesh.get_group(0).group_name, mesh.size(1))
 
 
 def rank_in(group: ProcessGroup | None, world_size: int) -> int:
@@ -49,14 +72,38 @@ def of_name(name: str) -> ProcessGroup:
 
 
 def on_host(group: ProcessGroup) -> ProcessGroup:
-    """A group of the same ranks for tensors in host memory: itself, or one that all its ranks make when they first need it."""
+    """A group of the same ranks for tensors in host memory: itself, or one of gloo that all its ranks make when they first need it."""
     if "cpu" in _devices(group):
         return group
     found = _ON_HOST.get(group)
     if found is None:
-        ranks = dist.get_process_group_ranks(group)
-        _ON_HOST[group] = found = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _ON_HOST[group] = found = _of_gloo(group)
     return found
+
+
+def _of_gloo(group: ProcessGroup) -> ProcessGroup:
+    """Not dist.new_group(): all processes would have to call it, or, with use_local_synchronization, to be in equally many groups, because
+    how many these are is part of the name by which its ranks find one another."""
+    if not dist.is_gloo_available():
+        raise ValueError("group: without a backend for tensors in host memory, and this PyTorch has no gloo; accepted is one that has it")
+    name, rank, size = f"{group.group_name}/strobe", group.rank(), group.size()
+    store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    of: Any = dist.ProcessGroup
+    gloo = of.BackendType.GLOO
+    if hasattr(of, "_set_default_backend"):
+        made = of(store, rank, size)
+        made._set_default_backend(gloo)
+    else:  # PyTorch before 2.6
+        made = of(store, rank, size, of.Options(backend="gloo"))
+    made._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, size, _limit(group)))
+    made._set_group_name(name)
+    return made
+
+
+def _limit(group: ProcessGroup) -> datetime.timedelta:
+    """How long its ranks wait for one another."""
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
 
 
 def _devices(group: ProcessGroup) -> set[str]:

@@ -14,6 +14,7 @@ from .._request import Request
 from ..arrays.torch import TORCH
 from ._call import Call, Plan, Results, backward_into, forward_into, four_axes, order_of, rows_for
 from ._exchange import exchange
+from ._late import Waits
 from ._layout import rows_of_sequences
 from ._ranges import Ranges, count, union
 
@@ -21,22 +22,23 @@ from ._ranges import Ranges, count, union
 class Exchange:
     """Rows of tokens, (tokens, ..., heads, columns), to rows of all tokens with a rank's share of the heads, and back."""
 
-    def __init__(self, call: Call, ranges: tuple[Ranges, ...]):
-        self.call = call
+    def __init__(self, call: Call, ranges: tuple[Ranges, ...], waits: Waits):
+        self.call, self.waits, self.rank = call, waits, waits.group.rank()
         self.counts = [count(of) for of in ranges]
         self.order = order_of(ranges, call.device)
-        self.positions = rows_for(ranges, union([(0, sum(self.counts))]), call.device)
+        self.tokens = union(each for of in ranges for each in of)
+        self.positions = rows_for(ranges, self.tokens, call.device)
 
     def to_heads(self, rows: Tensor) -> Tensor:
         world, own = len(self.counts), rows.shape[0]
         sent = rows.unflatten(-2, (world, rows.shape[-2] // world)).movedim(-3, 0).flatten(0, 1).contiguous()
-        return self._ordered(exchange(self.call.waits, "exchanging heads", sent, [own] * world, self.counts))
+        return self._ordered(exchange(self.waits, "exchanging heads", sent, [own] * world, self.counts))
 
     def to_all(self, rows: Tensor) -> Tensor:
         """All tokens of what has no share of heads."""
         world = len(self.counts)
         sent = rows.expand(world, *rows.shape).flatten(0, 1).contiguous()
-        return self._ordered(exchange(self.call.waits, "gathering rows", sent, [rows.shape[0]] * world, self.counts))
+        return self._ordered(exchange(self.waits, "gathering rows", sent, [rows.shape[0]] * world, self.counts))
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         found = self._back(rows).movedim(0, -3)
@@ -48,27 +50,26 @@ class Exchange:
 
     def _back(self, rows: Tensor) -> Tensor:
         """(world, own tokens, ...)"""
-        world, own = len(self.counts), self.counts[self.call.rank]
+        world, own = len(self.counts), self.counts[self.rank]
         sent = rows.index_select(0, self.positions)
-        return exchange(self.call.waits, "exchanging heads back", sent, self.counts, [own] * world).unflatten(0, (world, own))
+        return exchange(self.waits, "exchanging heads back", sent, self.counts, [own] * world).unflatten(0, (world, own))
 
     def _ordered(self, rows: Tensor) -> Tensor:
         return rows if self.order is None else rows.index_select(0, self.order.there)
 
 
 class Whole:
-    """The call of the library on all tokens of the rank's heads."""
+    """The call of the library on all tokens of the rank's heads, or on those of some ranks that share the heads."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, waits: Waits, members: range):
+        """waits: for the members, of which this rank is one."""
         self.call = call
-        self.q, self.k = Exchange(call, call.plan.q), Exchange(call, call.plan.k)
-        share, share_kv = call.heads // call.plan.world, call.heads_kv // call.plan.world
-        self.heads = range(call.rank * share, (call.rank + 1) * share)
-        self.heads_kv = range(call.rank * share_kv, (call.rank + 1) * share_kv)
+        self.q, self.k = (Exchange(call, side[members.start : members.stop], waits) for side in (call.plan.q, call.plan.k))
+        place, share, share_kv = waits.group.rank(), call.heads // len(members), call.heads_kv // len(members)
+        self.heads = range(place * share, (place + 1) * share)
+        self.heads_kv = range(place * share_kv, (place + 1) * share_kv)
         self.own_scores = ScoreRows(call, call.plan.q[call.rank])
-        self.all_scores = ScoreRows(call, union([(0, sum(self.q.counts))]))
-        if not needs_part(call.p):  # beside a part they have as many rows as the longest sequence
-            self.all_scores.most = max(self.all_scores.most, call.p.options.get("max_seqlen_q") or 0)
+        self.all_scores = ScoreRows(call, self.q.tokens)
 
     def memory(self, like: Tensor, tokens: int, heads: int) -> Tensor:
         rows = self.call.rows(like)
@@ -112,8 +113,7 @@ class Whole:
     def request(self, q: Tensor, k: Tensor, v: Tensor, scores: Results) -> Request:
         """scores: mask and bias of all rows, where their rows are not broadcast."""
         call, plan = self.call, self.call.plan
-        all_tokens = union([(0, sum(self.q.counts))]), union([(0, sum(self.k.counts))])
-        p = call.local(q, k, v, self.heads, all_tokens)
+        p = call.local(q, k, v, self.heads, (self.q.tokens, self.k.tokens))
         p.arrays.update(scores)
         if "seqused_k" in call.p.arrays:
             p.arrays["seqused_k"] = call.p.arrays["seqused_k"]
@@ -122,6 +122,13 @@ class Whole:
             if plan.packed:  # without a part mask and bias would be as large as there are tokens
                 p.options.update(longest(plan.cu_q, plan.cu_k, p.options))
         return p
+
+
+def _among_all(call: Call) -> Whole:
+    whole = Whole(call, call.waits, range(call.plan.world))
+    if not needs_part(call.p):  # beside a part they have as many rows as the longest sequence
+        whole.all_scores.most = max(whole.all_scores.most, call.p.options.get("max_seqlen_q") or 0)
+    return whole
 
 
 def needs_part(p: Request) -> bool:
@@ -178,7 +185,7 @@ def has_rows(x: Tensor) -> bool:
 
 class Forward:
     def __init__(self, call: Call):
-        self.call, self.whole = call, Whole(call)
+        self.call, self.whole = call, _among_all(call)
         whole, n = self.whole, sum(self.whole.q.counts)
         q = whole.memory(call.q, n, len(whole.heads))
         k, v = (whole.memory(x, sum(whole.k.counts), len(whole.heads_kv)) for x in (call.k, call.v))
@@ -201,7 +208,7 @@ class Forward:
 
 class Backward:
     def __init__(self, call: Call, given: Results, saved: list[Tensor]):
-        self.call, self.given, self.whole = call, given, Whole(call)
+        self.call, self.given, self.whole = call, given, _among_all(call)
         *self.tensors, self.out, self.lse = saved
         self.p = self._request(self.whole.room_for_scores())
         names = [name for name in ("q", "k", "v", "bias", "sinks") if name in call.needs]

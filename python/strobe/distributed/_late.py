@@ -1,17 +1,97 @@
-"""What becomes of a collective call that fails: an error that names the ranks that did not come."""
+"""What becomes of a collective call that fails: an error that names the ranks that did not come, or says why one has left."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
+import math
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 _GRACE = 2.0  # seconds for those that came to say so, beyond the time limit
+_LOOK = 1.0  # seconds of waiting after which a rank looks whether another one has left
+_LEFT = "strobe/left"
+
+
+@dataclass
+class _Left:
+    """How often this process has left, whether the store says so now, and how much more often others had when this one raised for them."""
+
+    times: int = 0
+    is_told: bool = False
+    ahead: dict[int, int] = field(default_factory=dict)
+
+
+_left = _Left()
+
+
+class AnotherLeftError(Exception):
+    """A rank does not come, and has said why."""
+
+    def __init__(self, failure: Exception):
+        self.failure = failure
+
+
+def leave(failure: Exception) -> None:
+    """Tells the ranks that wait for this one why it does not come. In which group they do it does not know."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _left.times += 1
+        with contextlib.suppress(Exception):  # the store's process has ended
+            store = _store()
+            store.set(f"{_LEFT}/{dist.get_rank()}", json.dumps((_left.times, *told(failure))))
+            store.set(_LEFT, "")
+            _left.is_told = True
+
+
+def come_back() -> None:
+    """It takes part again."""
+    if _left.is_told:
+        _left.is_told = False
+        _store().delete_key(f"{_LEFT}/{dist.get_rank()}")
+
+
+def _failure_of(ranks: Sequence[int]) -> Exception | None:
+    """What the first of the ranks has said that have left, and not as this one did: a program that calls wrongly may do so on all ranks,
+    and then none of them waits for another."""
+    try:
+        store = _store()
+        if not store.check([_LEFT]):
+            return None
+        for place, rank in enumerate(ranks):
+            if store.check([f"{_LEFT}/{rank}"]):
+                times, kind, words = json.loads(store.get(f"{_LEFT}/{rank}"))
+                if times - _left.times > _left.ahead.get(rank, 0):
+                    _left.ahead[rank] = times - _left.times
+                    return said_by(place, len(ranks), kind, words)
+    except Exception:  # the store's process has ended
+        return None
+    return None
+
+
+KINDS: dict[str, type[Exception]] = {of.__name__: of for of in (TypeError, ValueError, NotImplementedError, MemoryError, RuntimeError)}
+
+
+def told(failure: Exception) -> tuple[str, str]:
+    """Its kind, and its words."""
+    kind = next((name for of in type(failure).__mro__ if (name := of.__name__) in KINDS), None)
+    return (kind, str(failure)) if kind and str(failure) else ("RuntimeError", f"{type(failure).__name__}: {failure}")
+
+
+def said_by(rank: int, world: int, kind: str, words: str) -> Exception:
+    """A rank's failure, as all ranks raise it."""
+    return KINDS[kind]("\n".join(f"{line} [rank {rank} of {world}]" for line in words.splitlines()))
+
+
+def _store() -> Any:
+    """That of all processes."""
+    return dist.distributed_c10d._get_default_store()
 
 
 class Waits:
@@ -25,10 +105,30 @@ class Waits:
         limit = None if self.seconds is None or on_gpu else datetime.timedelta(seconds=self.seconds)
         self.of(what, work.wait if limit is None else lambda: work.wait(limit))
 
+    def unless_one_left(self, work: dist.Work, what: str, ranks: Sequence[int]) -> None:
+        """Until the work is done, or one of the ranks, which are all processes' numbers, has left. Not for a GPU's work."""
+        until = time.monotonic() + (math.inf if self.seconds is None else self.seconds)
+
+        def wait() -> None:
+            while True:
+                seconds = min(_LOOK, max(until - time.monotonic(), 1e-3))
+                try:
+                    work.wait(datetime.timedelta(seconds=seconds))
+                    return
+                except RuntimeError:
+                    if work.is_completed() or time.monotonic() >= until:
+                        raise
+                if (failure := _failure_of(ranks)) is not None:
+                    raise AnotherLeftError(failure)
+
+        self.of(what, wait)
+
     def of(self, what: str, call: Callable[[], T]) -> T:
         began = time.monotonic()
         try:
             return call()
+        except AnotherLeftError as left:
+            raise left.failure from None
         except (RuntimeError, ValueError) as failure:
             raise RuntimeError(self._words(what, failure, time.monotonic() - began)) from failure
 
@@ -47,7 +147,7 @@ class Waits:
 def _missing(group: ProcessGroup, seconds: float) -> list[int] | None:
     """The ranks that do not say in the processes' common store that they wait as well; None if nobody can tell."""
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = _store()
         prefix = f"strobe/{group.group_name}/failed"
         store.set(f"{prefix}/{group.rank()}", "waited")
         until, others = time.monotonic() + seconds + _GRACE, [r for r in range(group.size()) if r != group.rank()]

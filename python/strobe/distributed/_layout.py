@@ -13,6 +13,7 @@ from torch import Tensor
 from .._blockmask import BlockMask
 from .._checks import Wrong, is_integer, is_whole, refusal
 from .._kinds import kind, shown
+from .._options import ROWS
 from .._part import Part
 from ._group import rank_in
 from ._ranges import Ranges, count, indices, union, within
@@ -105,14 +106,14 @@ class Layout:
             world_size: the number of ranks.
             cu_seqlens: of packed sequences (B + 1,), integers or an array in host memory; None: one sequence.
             window, causal: those of the attention. Queries and keys are the same tokens.
-            block_mask: that of the attention, of its lengths, in host memory.
+            block_mask: that of the attention, of its lengths.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described above.
         """
         _check(seqlen, world_size)
-        starts = host_integers("cu_seqlens", cu_seqlens) if cu_seqlens is not None else (0, seqlen)
-        if starts[0] != 0 or list(starts) != sorted(starts) or starts[-1] > seqlen:
-            raise ValueError(
-                f"cu_seqlens: {shown(starts)}; accepted are numbers that begin at 0, never fall, and end at {seqlen} or before"
-            )
+        starts = cumulated("cu_seqlens", cu_seqlens, seqlen) if cu_seqlens is not None else (0, seqlen)
+        _check_seen(starts, causal, window, block_mask, packed=cu_seqlens is not None)
         work = work_of_tokens(seqlen, starts, Band.of(causal, window), block_mask)
         before = [0, *work.cumsum(0).tolist()]
 
@@ -206,7 +207,7 @@ class Layout:
             raise TypeError("cu_seqlens_q, cu_seqlens_k: accepted are both, or neither")
         q, k = self.ranges[self._rank(rank, group)], union([(0, keys.seqlen)]) if k_rank is None else keys.ranges[k_rank]
         given = (("cu_seqlens_q", cu_seqlens_q, self.seqlen), ("cu_seqlens_k", cu_seqlens_k, keys.seqlen))
-        cu_q, cu_k = (None if x is None else _cumulated(name, x, tokens) for name, x, tokens in given)
+        cu_q, cu_k = (None if x is None else cumulated(name, x, tokens) for name, x, tokens in given)
         return part_of(q, k, cu_q or (0, self.seqlen), cu_k or (0, keys.seqlen), partial=k_rank is not None, packed=cu_q is not None)
 
     def _rank(self, rank: int | None, group: ProcessGroup | None) -> int:
@@ -263,10 +264,11 @@ def host_integers(name: str, x: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in numbers)
 
 
-def _cumulated(name: str, x: Any, tokens: int) -> tuple[int, ...]:
+def cumulated(name: str, x: Any, tokens: int) -> tuple[int, ...]:
+    """cu_seqlens of packed sequences among so many tokens, checked."""
     cu = host_integers(name, x)
-    if cu[0] != 0 or cu[-1] > tokens or any(a > b for a, b in itertools.pairwise(cu)):
-        raise ValueError(f"{name}: {shown(list(cu))}; accepted are numbers that ascend from 0 to at most {tokens}, the layout's tokens")
+    if cu[0] != 0 or list(cu) != sorted(cu) or cu[-1] > tokens:
+        raise ValueError(f"{name}: {shown(cu)}; accepted are numbers that begin at 0, never fall, and end at {tokens} or before")
     return cu
 
 
@@ -278,6 +280,24 @@ def _check(seqlen: int, world_size: int) -> None:
     wrong: Wrong = []
     is_integer(wrong, "seqlen", seqlen, 0, _MOST)
     is_integer(wrong, "world_size", world_size, 1, _MOST)
+    if wrong:
+        raise refusal(wrong)
+
+
+def _check_seen(starts: Sequence[int], causal: object, window: object, block_mask: object, packed: bool) -> None:
+    """What balanced() is told of who sees whom."""
+    wrong: Wrong = []
+    for name, x in (("causal", causal), ("window", window)):
+        if x is not None or name == "causal":
+            ROWS[name].read(wrong, name, x)
+    most = max((end - begin for begin, end in itertools.pairwise(starts)), default=0)
+    if isinstance(block_mask, BlockMask):
+        lengths = block_mask.seqlen_q, block_mask.seqlen_k
+        if min(lengths) < most or (not packed and max(lengths) > most):
+            accepted = f"{most}{' or more' if packed else ''} of each, as {'the longest sequence has' if packed else 'seqlen says'}"
+            wrong.append(ValueError(f"block_mask: of {lengths[0]} queries and {lengths[1]} keys; accepted are {accepted}"))
+    elif block_mask is not None:
+        wrong.append(TypeError(f"block_mask: {kind(block_mask)}; accepted is a strobe.BlockMask"))
     if wrong:
         raise refusal(wrong)
 

@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import _run
@@ -18,17 +17,18 @@ from .._operators import _ARGUMENTS
 from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS
 from .._request import Request
 from ..arrays.torch import TORCH
-from ._agree import Said, agree
+from ._agree import Said, agree, drawn_by_first
 from ._call import Call, Pass, Plan, Results, check, facts_of, in_own_words
-from ._group import of_name, on_host, takes
+from ._group import Levels, of_name, takes
 from ._heads import has_rows
 from ._late import Waits
 from ._layout import Layout, host_integers
 from ._methods import METHODS, reason_against
+from ._predict import sms_for_transfers
 from ._seen import Band, Blocks, blocks_of
 
 PassT = TypeVar("PassT", bound=Pass)
-_OWN = "int[] layout_q, int[] layout_k, str group, str method, bool agree, float? time_limit, bool draw, bool[] needed"
+_OWN = "int[] layout_q, int[] layout_k, str group, str[] levels, str method, bool agree, float? time_limit, bool draw, bool[] needed"
 FORWARD_NAME, BACKWARD_NAME = "strobe::distributed_forward", "strobe::distributed_backward"
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 # saved: what the backward takes of the forward; the seed and offset that were drawn are its last.
@@ -95,10 +95,17 @@ class _Own:
     def __init__(self, given: dict[str, Any]):
         self.layout_q, self.layout_k = (decoded(tuple(given.pop(f"layout_{side}"))) for side in "qk")
         self.group = of_name(given.pop("group"))
+        names = given.pop("levels")
+        self.levels = Levels(names[0], names[1], of_name(names[0]).size()) if names else None
         self.method: str = given.pop("method")
         self.agree, self.seconds, self.draw = (given.pop(name) for name in ("agree", "time_limit", "draw"))
         self.needs = frozenset(name for name, needed in zip(_NAMES, given.pop("needed"), strict=True) if needed)
         self.rank, self.world = self.group.rank(), self.group.size()
+
+
+def size_of(levels: Levels | None) -> int:
+    """How many ranks a node has; 0 where nobody has said it."""
+    return 0 if levels is None else levels.size
 
 
 def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
@@ -119,6 +126,7 @@ def _signature(call: Call, own: _Own, of: str) -> dict[str, object]:
         "cu_seqlens_k": plan.cu_k,
         "block_mask": plan.blocks,
         "method": own.method,
+        "ranks of a node": size_of(own.levels),
         "tensors that require grad": sorted(call.needs),
         "q": (_but(call.q, call.axis), call.q.dtype, call.q.device.type),
         "k": (_but(call.k, call.axis), call.k.dtype),
@@ -130,7 +138,7 @@ def _signature(call: Call, own: _Own, of: str) -> dict[str, object]:
         if x is None or name in (*_CU, *BLOCKS):
             continue
         if name in ("mask", "bias"):
-            rows = ("rows" if has_rows(x) else "no rows") if own.method == "heads" else "any rows"
+            rows = ("rows" if has_rows(x) else "no rows") if own.method in ("heads", "levels") else "any rows"
             said[name] = (*x.shape[:-2], rows, *x.shape[-1:], x.dtype)
         elif name == "rng":
             said[name] = None if own.draw else x.tolist()
@@ -151,11 +159,13 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
     held: Tensor | None = None
     q = p.arrays["q"]
     try:
-        call = Call(p, plan_of(p, own.layout_q, own.layout_k), own.rank, Waits(own.group, own.seconds), own.needs)
+        call = Call(p, plan_of(p, own.layout_q, own.layout_k), own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
         if not takes(own.group, q.device):
             raise ValueError(f"q: on {q.device}; accepted is a device of the group's backend, {own.group.name()}")
-        if (against := reason_against(own.method, facts_of(p, call.plan))) is not None:
+        facts = facts_of(p, call.plan, size_of(own.levels))
+        if (against := reason_against(own.method, facts)) is not None:
             raise ValueError(against)
+        call.reserved_sms = sms_for_transfers(own.method, facts, of == "backward")
         made = build(call)
         held = check(made.example(), of == "backward")
     except Exception as refused:  # whatever it is, the others have to know
@@ -166,9 +176,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
     elif failure is not None:
         raise failure
     elif own.world > 1 and drawn is not None:
-        first, host = drawn.clone(), on_host(own.group)
-        dist.broadcast(first, dist.get_global_rank(host, 0), group=host)
-        rng = tuple(first.tolist())
+        rng = drawn_by_first(own.group, drawn, own.seconds)
     if drawn is not None:
         p.arrays["rng"].copy_(torch.tensor(rng))
     del held
@@ -205,7 +213,7 @@ def run_backward(
     p = _request(q, k, v, given)
     if own.draw:
         *saved, p.arrays["rng"] = saved
-    if dlse is None and own.method == "heads":  # another rank's loss may have used lse: all exchange the same tensors
+    if dlse is None and own.method in ("heads", "levels"):  # another rank's loss may have used lse: all exchange the same tensors
         dlse = torch.zeros_like(lse)
     known: Results = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     with torch.no_grad():
@@ -237,11 +245,13 @@ def _fake_saved(p: Request, own: _Own, lse: Tensor) -> list[Tensor]:
         return []
     plan = plan_of_layouts(own.layout_q, own.layout_k, _CU[0] in p.arrays)
     call = Call(p, plan, own.rank, Waits(own.group, None), own.needs)
+    size = size_of(own.levels) if own.method == "levels" else own.world
+    members = range(own.rank // size * size, (own.rank // size + 1) * size)
     whole = []
     for x, layout in ((call.q, own.layout_q), (call.k, own.layout_k), (call.v, own.layout_k)):
         rows = call.rows(x)
-        heads = rows.shape[-2] // own.world
-        whole.append(call.tokens(rows.new_empty((layout.seqlen, *rows.shape[1:-2], heads, rows.shape[-1]))))
+        tokens, heads = sum(layout.count(r) for r in members), rows.shape[-2] // size
+        whole.append(call.tokens(rows.new_empty((tokens, *rows.shape[1:-2], heads, rows.shape[-1]))))
     found = _run.results(TORCH, Request(dict(zip("qkv", whole, strict=True)), {name: x for name, x in p.options.items() if name == "bshd"}))
     whole += [found["out"], found["lse"]]
     return whole
@@ -309,7 +319,7 @@ def _differentiable_backward(*arguments: Any, **given: Any) -> list[Tensor]:
 
 def names_of(tensors: Iterable[str]) -> list[bool]:
     """As `needed` says them."""
-    chosen = frozenset(tensors)
+    chosen = [*tensors]
     return [name in chosen for name in _NAMES]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
 from . import _gather
 from ._call import Facts, Plan
-from ._ranges import count, within
+from ._ranges import count, union, within
 from ._seen import Band
 
 
@@ -19,11 +20,12 @@ class Rates(NamedTuple):
     whole: float
     link: float
     start: float
+    sms: int = 0  # multiprocessors with which transfers run at the rate of the link
 
 
-# A GPU's are those of an H200: bf16 forward, parts by cuda-mma and whole problems by cuda-sm90, which refuses parts, and all_gather over
-# NVLink as it was measured. A CPU's are two cores and gloo on one host.
-RATES = {"cuda": Rates(1.8e14, 3.3e14, 3.1e11, 2e-5), "cpu": Rates(1e11, 1e11, 1e9, 3e-4)}
+# A GPU's are those of an H200: bf16 forward of parts and of whole problems by cuda-sm90, and all_gather over NVLink as it was measured; how
+# many multiprocessors that takes is a guess. A CPU's are two cores and gloo on one host.
+RATES = {"cuda": Rates(3.1e14, 3.3e14, 3.1e11, 2e-5, 16), "cpu": Rates(1e11, 1e11, 1e9, 3e-4)}
 # With which method "heads" too makes calls on parts: the library has to know which heads they are.
 OF_HEADS = ("dropout", "block_mask of several heads")
 _STATISTIC = 4  # bytes
@@ -77,6 +79,8 @@ def moved(method: str, of: Facts) -> Moved:
         returned = [sum(route.to) - route.to[r] for r, route in enumerate(routes)]
         both = max(a * size + b * wide for a, b in zip(got, returned, strict=True))
         return Moved(max(got) * key * size, both * key, len(_gather.groups(plan, batch, of.heads_kv, of.columns, size)))
+    if method == "levels":
+        return _moved_by_levels(of)
     if method == "ring":
         most = (sum(tokens_k) - min(tokens_k)) if world > 1 else 0
         home = sum(tokens_k) if world > 1 else 0
@@ -93,6 +97,24 @@ def moved(method: str, of: Facts) -> Moved:
     )
 
 
+def _moved_by_levels(of: Facts) -> Moved:
+    """All exchange heads as in a world of one node, and gather a node's share of heads from all others."""
+    size, plan = max(of.inside, 1), of.plan
+    nodes = [range(at, at + size) for at in range(0, plan.world, size)]
+    sides = [tuple(union(each for r in node for each in side[r]) for node in nodes) for side in (plan.q, plan.k)]
+    across = moved("gather", of._replace(plan=plan._replace(q=sides[0], k=sides[1]), heads=of.heads // size, heads_kv=of.heads_kv // size))
+    inside = [moved("heads", of._replace(plan=_of_members(plan, node))) for node in nodes]
+    return Moved(
+        max(each.forward for each in inside) + across.forward,
+        max(each.backward for each in inside) + across.backward,
+        inside[0].calls + across.calls,
+    )
+
+
+def _of_members(plan: Plan, members: range) -> Plan:
+    return plan._replace(q=plan.q[members.start : members.stop], k=plan.k[members.start : members.stop])
+
+
 class Seconds(NamedTuple):
     """Of the slowest rank: compute, transfers, and both as the method has them beside each other."""
 
@@ -105,19 +127,32 @@ def predicted(method: str, of: Facts, backward: bool = False) -> Seconds:
     plan, world = of.plan, of.plan.world
     rates = RATES.get(of.device, RATES["cpu"])
     shares = [pairs(plan, r) for r in range(world)]
-    busiest = sum(shares) / world if method == "heads" else max(shares)
+    size = world if method == "heads" else max(of.inside, 1) if method == "levels" else 1
+    busiest = max(sum(shares[at : at + size]) for at in range(0, world, size)) / size
     products = busiest * of.batch * of.heads * sum(of.columns) * (2.5 if backward else 1)
     is_whole = method == "heads" and not any(name in of.given for name in OF_HEADS)
     compute = products / (rates.whole if is_whole else rates.parts)
     bytes_, start = moved(method, of), rates.start if world > 1 else 0.0
     transfer = (bytes_.backward if backward else bytes_.forward) / rates.link + start * bytes_.calls * (2 if backward else 1)
-    if method == "heads":
+    if method in ("heads", "levels"):
         return Seconds(compute, transfer, compute + transfer)
     # The first of several transfers is waited for, the others run beside the products.
     first = transfer / max(bytes_.calls, 1)
     if method == "ring":  # in each turn all wait for the rank that has most to compute
         return Seconds(compute, transfer, max(compute, transfer) + min(compute, transfer) / max(world, 1))
     return Seconds(compute, transfer, max(compute, transfer - first) + first)
+
+
+def sms_for_transfers(method: str, of: Facts, backward: bool = False) -> int:
+    """How many multiprocessors a call leaves to the transfer that runs beside it: as few as let that end before the call does, if its rate
+    grows with their number. A kernel that has all of them would let the transfer wait until it ends."""
+    rates = RATES.get(of.device, RATES["cpu"])
+    if of.plan.world == 1 or not rates.sms:
+        return 0
+    took = predicted(method, of, backward)
+    if not took.transfer or not took.compute:
+        return 0
+    return min(max(math.ceil(rates.sms * took.transfer / took.compute), 1), rates.sms)
 
 
 def seconds(method: str, of: Facts) -> float:

@@ -65,20 +65,21 @@ class Ring:
         plan, owner = self.call.plan, self.keys.owner(turn)
         return bool(common(plan.seen(self.call.rank), plan.k[owner]))
 
-    def local(self, turn: int) -> Request:
+    def local(self, turn: int, beside_transfer: bool) -> Request:
         """On all keys of the rank whose turn it is."""
         plan = self.call.plan
         of = plan.q[self.call.rank], plan.k[self.keys.owner(turn)]
-        return self.call.local(self.call.q, *self.split(self.keys.memory(turn)), self.all_heads, of, partial=True)
+        kv = self.split(self.keys.memory(turn))
+        return self.call.local(self.call.q, *kv, self.all_heads, of, partial=True, beside_transfer=beside_transfer)
 
 
 class Forward:
     def __init__(self, call: Call):
         self.call, self.ring = call, Ring(call)
-        self.made = _run.results(TORCH, self.ring.local(0))  # of the first turn's, and of the merged ones
+        self.made = _run.results(TORCH, self.example())  # of the first turn's, and of the merged ones
 
     def example(self) -> Request:
-        return self.ring.local(0)
+        return self.ring.local(0, len(self.ring.turns) > 1)
 
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         call, ring = self.call, self.ring
@@ -88,7 +89,7 @@ class Forward:
         for turn in ring.turns:
             under = ring.keys.begin(turn) if turn + 1 < len(ring.turns) else None
             if ring.is_seen(turn):
-                found = _run.forward(TORCH, ring.local(turn))
+                found = _run.forward(TORCH, ring.local(turn, under is not None))
                 merged = found if merged is None else merge(*merged, *found, **how)
             if under is not None:
                 under.wait()
@@ -112,11 +113,12 @@ class Backward:
         (self.lse,) = saved
         self.to_keys = any(name in call.needs for name in "kv")
         self.sums = Round(call, self.ring.row, call.wide, "gradients of keys going round") if self.to_keys else None
+        self.own = call.new((max(self.ring.keys.counts), *self.ring.row), call.wide) if self.to_keys else None
         self.dq = call.new(call.q.shape, call.wide).zero_() if "q" in call.needs else None
         self.dbias = call.room_for_bias()
 
     def example(self) -> Request:
-        return self.ring.local(0)
+        return self.ring.local(0, len(self.ring.turns) > 1)
 
     def run(self) -> Results:
         call, ring = self.call, self.ring
@@ -124,34 +126,34 @@ class Backward:
         if "dlse" in self.given:
             known["dlse"] = self.given["dlse"]
         ring.fill()
-        if self.sums is not None:
-            self.sums.memory(0).zero_()
+        home: Underway | None = None
         for turn in ring.turns:
             under = ring.keys.begin(turn) if turn + 1 < len(ring.turns) else None
-            if ring.is_seen(turn):
-                self._add(turn, known)
+            added = self._add(turn, known) if ring.is_seen(turn) else None
             if self.sums is not None:
-                self.sums.begin(turn).wait()
+                home = self._pass_on(self.sums, turn, home, added)
             if under is not None:
                 under.wait()
+        if home is not None:
+            home.wait()
         found: Results = {} if self.dq is None else {"dq": self.dq}
         if self.sums is not None:
-            home = ring.split(self.sums.memory(len(ring.turns)))
-            found |= {f"d{name}": x for name, x in zip("kv", home, strict=True) if name in call.needs}
+            own = ring.split(self.sums.memory(len(ring.turns)))
+            found |= {f"d{name}": x for name, x in zip("kv", own, strict=True) if name in call.needs}
         if self.dbias is not None:
             found["dbias"] = self.dbias
         if "sinks" in call.needs:
             found["dsinks"] = self._sinks(known)
         return found
 
-    def _add(self, turn: int, known: Results) -> None:
-        """What the keys of this turn give."""
-        p, into = self.ring.local(turn), {}
+    def _add(self, turn: int, known: Results) -> Tensor | None:
+        """What the keys of this turn give; returns the gradients of these."""
+        p, into, own = self.ring.local(turn, len(self.ring.turns) > 1), {}, None
         if self.dq is not None:
             into["dq"] = self.dq
-        if self.sums is not None:
-            sums = self.ring.split(self.sums.memory(turn))
-            into |= {f"d{name}": x for name, x in zip("kv", sums, strict=True) if name in self.call.needs}
+        if self.own is not None:
+            own = self.own[: self.ring.keys.counts[self.ring.keys.owner(turn)]].zero_()
+            into |= {f"d{name}": x for name, x in zip("kv", self.ring.split(own), strict=True) if name in self.call.needs}
         if self.dbias is not None:
             p.arrays["bias"] = p.arrays["bias"].to(self.call.wide)
         wanted = [*into, *(["dbias"] if self.dbias is not None else [])]
@@ -159,6 +161,18 @@ class Backward:
             found = _run.backward(TORCH, p, known, wanted, into)
             if self.dbias is not None:
                 self.dbias.add_(found["dbias"])
+        return own
+
+    def _pass_on(self, sums: Round, turn: int, arriving: Underway | None, added: Tensor | None) -> Underway:
+        """The gradients of this turn's keys to the next rank, with what was added here while they were on their way."""
+        here = sums.memory(turn)
+        if arriving is None:
+            here.zero_()
+        else:
+            arriving.wait()
+        if added is not None:
+            here.add_(added)
+        return sums.begin(turn)
 
     def _delta(self) -> Tensor:
         """(dout · out) of each row, as lse lies."""

@@ -111,7 +111,7 @@ def work_of_tokens(seqlen: int, cu: Sequence[int], band: Band, block_mask: Block
     work = torch.zeros(seqlen, dtype=torch.int64)
     share = None
     if block_mask is not None:
-        kept = torch.as_tensor(block_mask.to_kept()).double().mean((0, 1, 3))
+        kept = torch.as_tensor(block_mask.to_kept()).cpu().double().mean((0, 1, 3))
         share = kept.repeat_interleave(block_mask.block_q)
     for begin, end in itertools.pairwise(cu):
         length = end - begin

@@ -1,6 +1,7 @@
 // The kernels of kernels/mma: FP16 and BF16 on tensor cores by mma.sync, from sm_80 (FP16: sm_75).
 #include <algorithm>
 #include <optional>
+#include <span>
 
 #include "../../../kernels/mma/config.h"
 #include "attention/text.h"
@@ -86,10 +87,18 @@ constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 64, .most_dim = 576, .q = 16, .k = 16, .warps = 2, .stages = 2, .blocks_per_sm = 1, .column_warps = 2, .most_queries = 8},
 };
 
+// Of quantised K and V: a warp's lanes have a key's scales each, and Q's columns, in another order, stay in registers.
+constexpr DecodeTile kQuantisedTiles[] = {
+    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 32, .warps = 4, .stages = 3, .blocks_per_sm = 2},
+    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // FP16, whose sums are a tile's
+    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 2, .blocks_per_sm = 1},
+};
+
 // But for the tile.
 Config config_for(const Problem &p) {
-  Config c = begin_config<Config>(p, wide(p) ? 64 : 32);
-  c.aligned = aligned({&p.q, &p.k}, p.head_dim) && aligned({&p.v, &p.out}, p.head_dim_v);
+  const bool in_quarters = p.quantised_as == DType::i4x2; // of a row of K: whole words
+  Config c = begin_config<Config>(p, wide(p) || in_quarters ? 64 : 32);
+  c.aligned = aligned_keys(p) && aligned(p.q, p.head_dim) && aligned(p.out, p.head_dim_v);
   c.exact_max = p.exact_max;
   c.invariant = p.invariant;
   c.features = features_of(p);
@@ -107,7 +116,7 @@ Load load_of(const Config &c) {
   const int many = 2 * !!f.function + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
   if (many > 2) return anything;
   if (many || !c.aligned) return features;
-  if (f.part) return sparse_band; // whose walk takes registers as well
+  if (f.part || f.seqused == kPaged) return sparse_band; // whose walk, or rows' addresses, take registers as well
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
 }
 
@@ -138,10 +147,12 @@ std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   if (p.blocks.present || p.invariant) return std::nullopt;
   const int64_t rows = p.seqlen_q * p.group();
   const Config any = config_for(p);
-  const DecodeTile *best = cheapest(kDecodeTiles, [&](const DecodeTile &tile) {
+  const std::span<const DecodeTile> tiles = p.quantised() ? std::span<const DecodeTile>(kQuantisedTiles) : kDecodeTiles;
+  const DecodeTile *best = cheapest(tiles, [&](const DecodeTile &tile) {
     const int32_t dim = std::max(any.head_dim, any.head_dim_v);
-    const bool suits =
-        dim <= tile.most_dim && wide(p) == (tile.column_warps > 1) && (rows <= tile.most_rows || p.seqlen_q <= tile.most_queries);
+    const bool registers = !p.quantised() || p.dtype != DType::f16 || dim <= 64 || tile.k <= 16;
+    const bool suits = registers && dim <= tile.most_dim && wide(p) == (tile.column_warps > 1) &&
+                       (rows <= tile.most_rows || p.seqlen_q <= tile.most_queries);
     return suits && with(any, tile).decode_shared_bytes() <= device.shared_per_block ? 0 : kCannotRun;
   });
   return best ? std::optional(with(any, *best)) : std::nullopt;
@@ -186,6 +197,8 @@ public:
 
 protected:
   bool computes_parts() const override { return true; }
+  bool reads_pages() const override { return true; }
+  bool reads_quantised() const override { return true; }
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("takes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (device.cc < 75) return text(device.name, " has no mma.sync of this shape: sm_75 or newer is needed, this is sm_", device.cc);
@@ -203,6 +216,8 @@ protected:
 private:
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
     const std::optional<Config> packed = p.part ? std::nullopt : choose_decode(p, device), chosen = packed ? packed : choose(p, device);
+    if (p.quantised())
+      if (std::string reason = against_quantised(p, packed, device); !reason.empty()) return reason;
     if (!chosen) return no_tile(device);
     const bool decode = packed.has_value();
     const Config &c = *chosen;
@@ -228,10 +243,20 @@ private:
     Program program;
     program.overlap = true;
     describe(program, p, c, decode);
-    program.steps.push_back(Launch(decode ? kDecode : kForward, c, ctas * a.splits, c.threads(), shared, a));
+    program.steps.push_back(with_scales(p, decode ? kDecode : kForward, c, ctas * a.splits, c.threads(), shared, a));
     combine_parts(program, p, a);
     program.predicted_seconds = predicted_seconds(p, c, device, decode, per_sm, a.splits);
     return program;
+  }
+
+  // Why it leaves quantised keys to cuda-simt.
+  static std::string against_quantised(const Problem &p, const std::optional<Config> &packed, const Device &device) {
+    if (device.cc < 80) return text("multiplies quantised v as bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
+    if (p.scaled_by_channel()) return "k has scales of columns: it takes those of rows alone";
+    if (p.invariant) return "has no invariant forward of quantised keys";
+    if (!packed)
+      return "quantised keys of many queries, of a block mask or of head dimensions beyond 128: it decodes up to 16 rows a group";
+    return packed->aligned ? "" : "quantised keys whose rows, in bytes, are no multiples of 16, or do not lie on such addresses";
   }
 
   static void describe(Program &program, const Problem &p, const Config &c, bool decode) {

@@ -22,7 +22,7 @@ using passes::RowsConfig;
 
 constexpr KernelSource kBackward{"mma/backward/backward.h", "strobe::mma::Backward", "strobe::mma::BackwardConfig"};
 
-constexpr int32_t kAll = 8;
+constexpr int32_t kAll = 16;
 struct BackwardTile {
   int32_t most_dim, q, k, key_warps, dim_warps, step_q;
   int32_t most_features = kAll; // beside one another: what the registers hold

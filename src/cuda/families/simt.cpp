@@ -52,7 +52,12 @@ int64_t registers(const Config &c, Kind kind) {
   return std::max({held, part(lines, c.tile_q, c.head_dim), part(lines, c.tile_q, c.head_dim_v)});
 }
 // Of 255; addresses and loops take the rest. FP64's loops want more.
-int64_t most_registers(const Config &c) { return c.dtype == kF64 ? 160 : c.features.part ? 150 : 204; }
+int64_t most_registers(const Config &c) {
+  const bool paged = c.features.seqused == kPaged || c.features.quant; // each thread keeps the addresses of its rows
+  if (c.dtype == kF64) return paged ? 120 : 160;
+  if (paged) return c.wide() ? 90 : 136;
+  return c.features.part ? 150 : 204;
+}
 
 struct Tile {
   int32_t q, k, threads_q, threads_k;
@@ -85,7 +90,7 @@ Config config_for(const Problem &p) {
   Config c = begin_config<Config>(p, wide(p) ? Config::wide_step() : Config::kDimStep);
   c.chunk = 16;
   c.blocks_per_sm = wide(p) ? 1 : 2;
-  const bool pieces = aligned({&p.q, &p.k, &p.dk}, p.head_dim) && aligned({&p.v, &p.out, &p.dout, &p.dv}, p.head_dim_v);
+  const bool pieces = aligned_keys(p) && aligned({&p.q, &p.dk}, p.head_dim) && aligned({&p.out, &p.dout, &p.dv}, p.head_dim_v);
   const bool whole = p.head_dim == c.head_dim && p.head_dim_v == c.head_dim_v;
   c.copy = !pieces ? simt::kElements : whole ? simt::kWhole : simt::kPieces;
   c.invariant = p.invariant;
@@ -137,6 +142,8 @@ public:
 
 protected:
   bool computes_parts() const override { return true; }
+  bool reads_pages() const override { return true; }
+  bool reads_quantised() const override { return true; }
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     return direction == Direction::forward ? forward(p, device, scratch) : backward(p, device, scratch);
   }
@@ -169,12 +176,12 @@ private:
     if (!c) return no_tile(device);
     ForwardArguments a = forward_arguments(p);
     const int64_t ctas = p.batch * p.heads * query_tiles(p, c->tile_q), slots = int64_t{device.sms} * c->blocks_per_sm;
-    if (p.dtype != DType::f64 && !p.invariant && !p.part)
+    if (p.dtype != DType::f64 && !p.invariant && !p.part.partial)
       a.splits = parts_to_fill(slots, ctas, std::min<int64_t>(tiles(p.seqlen_k, c->tile_k) / 2, 64));
     take_parts(a, p, scratch); // FP64 has none
     Program program;
     describe(program, p, *c);
-    program.steps.push_back(Launch(kForward, *c, ctas * a.splits, c->threads(), c->forward_shared_bytes(), a));
+    program.steps.push_back(with_scales(p, kForward, *c, ctas * a.splits, c->threads(), c->forward_shared_bytes(), a));
     combine_parts(program, p, a);
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::forward, program.steps.size(), a.splits);
     return program;

@@ -12,6 +12,7 @@
 #include "cuda/families/sm90_backward.h"
 #include "cuda/families/sm90_mask.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
 #include "cuda/program/tensor_maps.h"
@@ -119,9 +120,12 @@ int load_of(const Config &c) {
 Config config_for(const Problem &p) {
   Config c = begin_config<Config>(p, 16);
   c.features = features_of(p);
+  if (c.features.part) c.features.part = kAligned; // it matters to none of the options that it takes
   // With FP16 a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
   c.reference = p.exact_max ? sm90::kExact : p.invariant ? i32(sm90::kFixedByRow) : fixed ? sm90::kFixed : sm90::kLagging;
+  // Tiles of a part come by ascending keys, and ALiBi's penalty falls towards the diagonal.
+  if (c.features.part && c.features.alibi && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
   c.invariant = p.invariant;
   c.bias_by_tma = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
   return c;
@@ -157,6 +161,15 @@ std::string against_invariant(const Problem &p, const Config &c) {
   return cuts_blocks(p, c.tile_k);
 }
 
+// Why it does not carry this part of a larger problem; empty if it does.
+std::string against_part(const Problem &p) {
+  if (!p.part) return {};
+  for (const auto &[there, option] : {std::pair{bool(p.mask), "a mask"}, {bool(p.bias), "a bias"}, {p.blocks.present, "block sparsity"}})
+    if (there) return text("takes parts of larger problems without ", option);
+  if (p.dropout > 0 && !begins_aligned(p)) return "takes dropout in parts whose ranges begin at multiples of 16";
+  return {};
+}
+
 // The first tile that fits and suits; with wishes the nearest that fits. Invariant: the first that fits, whatever the lengths.
 std::optional<Config> choose(const Problem &p, const Device &device) {
   const bool wishes = p.tile_q > 0 || p.tile_k > 0;
@@ -164,8 +177,8 @@ std::optional<Config> choose(const Problem &p, const Device &device) {
   const int load = load_of(any);
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &t) {
     const Config c = with(any, t);
-    const bool fits =
-        c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) && !(c.features.dropout && t.tile_k % 32);
+    const bool fits = c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) &&
+                      !(c.features.dropout && t.tile_k % 32) && !(c.features.part && !c.features.band && t.blocks_per_sm > 2); // registers
     if (!fits || !divides_blocks(p, c.tile_q())) return kCannotRun;
     if (p.invariant) return t.suits.least_keys == 0 && t.suits.most_keys == INT64_MAX ? 0 : kCannotRun;
     return wishes ? distance(p, c.tile_q(), c.tile_k) : suits(t.suits, p, c, device) ? 0 : 1;
@@ -214,12 +227,14 @@ public:
   const char *name() const override { return "cuda-sm90"; }
 
 protected:
+  bool computes_parts() const override { return true; }
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
     if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
     if (wide(p)) return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v));
+    if (std::string reason = against_part(p); !reason.empty()) return reason;
     if (direction == Direction::backward) return sm90_backward(p, device, scratch);
     if (!p.q || !p.k || !p.v) return "there are no queries or no keys to fetch";
     for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
@@ -249,8 +264,10 @@ protected:
     config.packed = packed > 1;
     // Of packed heads a tile counts as a head.
     const int64_t pieces = config.packed ? p.heads_kv * tiles(p.group(), packed * config.warpgroups) : p.heads;
-    const int64_t heads = p.batch * pieces, tiles_of_head = tiles(p.seqlen_q, config.tile_q());
-    a.splits = p.invariant ? parts_by_chunk(p, config, device, tiles_of_head * heads) : splits(p, config, device, tiles_of_head * heads);
+    const int64_t heads = p.batch * pieces, tiles_of_head = query_tiles(p, config.tile_q());
+    a.splits = p.part        ? 1
+               : p.invariant ? parts_by_chunk(p, config, device, tiles_of_head * heads)
+                             : splits(p, config, device, tiles_of_head * heads);
     config.split = a.splits > 1;
     const int64_t items = tiles_of_head * heads * a.splits;
     if (items > int64_t{1} << 30) return text(items, " tiles of queries; accepted are 2^30");
@@ -282,10 +299,8 @@ protected:
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
     program.persistent = true;
     take_parts(a, p, scratch);
-    if (config.walks_chunks() && p.seqlen_k > config.chunk()) {
-      a.partial_out = scratch.take<float>(a.in.rows() * p.head_dim_v);
-      a.partial_lse = scratch.take<float>(a.in.rows());
-    }
+    if (config.walks_chunks() && p.seqlen_k > config.chunk()) // of the chunks that a block has walked over
+      a.partial_out = scratch.take<float>(grid * config.warpgroups * 2 * config.walked_floats());
     if (p.mask) program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_queries, a.mask, scratch));
     const auto launch = [&](const auto &arguments) {
       program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), arguments));

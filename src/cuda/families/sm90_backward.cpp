@@ -10,6 +10,7 @@
 #include "attention/work.h"
 #include "cuda/families/sm90_mask.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
 #include "cuda/program/tensor_maps.h"
@@ -39,6 +40,7 @@ bool in_turns(const Problem &p) { return p.deterministic || p.invariant; }
 
 // Why it does not carry this; empty if it does.
 std::string refusal(const Problem &p, const Features &f) {
+  if (p.accumulate && p.dbias) return "its backward adds to no gradients beside that of a bias";
   if (p.invariant && p.bias) return "has no invariant backward with a bias: rows are settled by tiles of queries";
   if (p.invariant && p.softcap > 0)
     return "has no invariant backward with a softcap: whether it is approximated is said of many scores at once";
@@ -49,6 +51,7 @@ std::string refusal(const Problem &p, const Features &f) {
       return text("its backward takes two of alibi_slopes, dropout and softcap where head dimensions "
                   "exceed ",
                   kMostDimOf128Keys);
+    if (f.part && f.function) return text("its backward takes no softcap in parts where head dimensions exceed ", kMostDimOf128Keys);
     if (f.function == kHyperbolic) return text("its backward takes no hyperbolic scores where head dimensions exceed ", kMostDimOf128Keys);
   }
   if (!p.q || !p.k || !p.v || !p.dout || !p.seqlen_q || !p.seqlen_k) return "there are no queries or no keys to fetch";
@@ -68,6 +71,8 @@ bool takes_64_keys(const Problem &p, const Features &f) {
   if (larger_dim(p) <= 64) return false;
   // A warpgroup's registers with dK and dV.
   const bool costly_pair = (f.function && (f.dropout || (f.band && in_turns(p)))) || (f.mask && f.dropout && f.band);
+  // Those who load walk over ranges, and these leave them too few registers.
+  if (f.part && (f.function || (f.dropout && in_turns(p)))) return true;
   const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + costly_pair > 1;
   return larger_dim(p) > kMostDimOf128Keys || crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
 }
@@ -87,7 +92,8 @@ int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
 bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
   const Features &f = c.features;
   if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
-  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false;   // registers
+  if (f.part || f.wide_gradients()) return false;
+  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   // The first keys are seen by all queries, and all keys by some.
   if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
@@ -131,7 +137,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   c.owns_dq = owns_dq(p, c, device);
   if (c.owns_dq) c.deterministic = 0;                                  // it is
   const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
-  c.staged_store = p.staged_store && !c.owns_dq && c.columns() <= c.columns_v();
+  c.staged_store = p.staged_store && !f.part && !f.wide_gradients() && !c.owns_dq && c.columns() <= c.columns_v();
   c.exact_p = f.function || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && (costly || c.owns_dq));
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
@@ -140,7 +146,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
     // from 8 iterations on, 0.97 for 4.
     c.keys_in_registers =
         !f.band || (!p.invariant && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k());
-  } else if (costly || c.head_dim <= 64 || c.owns_dq)
+  } else if (costly || c.head_dim <= 64 || c.owns_dq || (f.part && c.deterministic)) // registers of those who load and order
     c.tile_q = 64;
   else
     c.tile_q = wastes_80(p, f) ? 64 : 80;
@@ -181,18 +187,19 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device
 
 CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &scratch) {
   Features features = features_of(p);
-  const double size = std::abs(p.scale); // its sign does not matter where LSE is known
+  if (features.part) features.part = kAligned; // it matters to none of the options that it takes
+  const double size = std::abs(p.scale);       // its sign does not matter where LSE is known
   if (features.function != kHyperbolic) features.scaled = size != 0 && !(size > 1e-30);
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
   const BackwardConfig c = configuration(p, features, device);
   if (!divides_blocks(p, c.tile_q, c.tile_k()))
     return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
-  const int64_t key_tiles = tiles(p.seqlen_k, c.tile_k()), pairs = p.batch * p.heads_kv;
+  const int64_t key_tiles = cuda::key_tiles(p, c.tile_k()), pairs = p.batch * p.heads_kv;
   const int64_t blocks = c.owns_dq ? std::min<int64_t>(pairs, device.sms) : key_tiles * pairs;
 
   HopperBackwardArguments a{};
   static_cast<BackwardArguments &>(a) = backward_arguments(p);
-  const int64_t query_tiles = count_query_tiles(a.in, c.tile_q);
+  const int64_t query_tiles = all_query_tiles(p, a.in, c.tile_q);
   for (const auto &[count, what] : {std::pair{key_tiles * pairs, "keys"}, std::pair{query_tiles, "queries"}})
     if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
   a.rows = scratch.take<float>(query_tiles * (c.lse_bytes() + c.row_bytes()) / 4);
@@ -224,10 +231,10 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
                         .tile_q = c.tile_q,
                         .aligned = 1,
                         .form = passes::kWarpgroups,
-                        .partial = 0,
-                        .part = 0,
+                        .partial = p.part.partial,
+                        .part = bool(p.part),
                         .sparse = 0,
-                        .adds = 0};
+                        .adds = p.accumulate};
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
                             .main = Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), main),
                             .dbias = bias_gradient(p, device, a)};

@@ -6,7 +6,7 @@ namespace strobe::cuda {
 namespace {
 
 // Marks look like no address and like no other number: this, and one after the other, farther apart than any tensor is large.
-constexpr uintptr_t kFirst = uintptr_t{0x57B0} << 48, kApart = uintptr_t{1} << 40, kWorkspace = kFirst + 27 * kApart;
+constexpr uintptr_t kFirst = uintptr_t{0x57B0} << 48, kApart = uintptr_t{1} << 40, kWorkspace = kFirst + 30 * kApart;
 constexpr uintptr_t kOff = 8; // of a mark for an address that does not lie on 16 bytes
 
 uintptr_t off_16_bytes(const void *address) { return reinterpret_cast<uintptr_t>(address) % 16 ? kOff : 0; }
@@ -15,7 +15,8 @@ template <class P, class F> void each_address(P &p, F f) {
   for (auto *view : {&p.q, &p.k, &p.v, &p.mask, &p.bias, &p.alibi_slopes, &p.sinks, &p.out, &p.lse, &p.dout, &p.dlse, &p.dq, &p.dk, &p.dv,
                      &p.dbias, &p.dsinks, &p.max_logit, &p.column_sums, &p.delta})
     f(view->data);
-  f(p.cu_seqlens_q), f(p.cu_seqlens_k), f(p.seqused_k), f(p.rng);
+  f(p.k_scale.data), f(p.v_scale.data);
+  f(p.cu_seqlens_q), f(p.cu_seqlens_k), f(p.seqused_k), f(p.k.page_table), f(p.rng);
   f(p.blocks.row_ptr), f(p.blocks.col), f(p.blocks.row_ptr_t), f(p.blocks.col_t);
 }
 
@@ -28,6 +29,7 @@ Problem marked(const Problem &p) {
     if (pointer) pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(mark + off_16_bytes(pointer));
     mark += kApart;
   });
+  result.set_page_table(result.page_table());
   return result;
 }
 

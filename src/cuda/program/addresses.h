@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../../../kernels/attention/arguments.h"
+#include "../../../kernels/attention/quantised.h"
 #include "attention/attention.h"
 
 namespace strobe::cuda {
@@ -22,7 +22,7 @@ public:
   void *of(const void *marked) const;
 
 private:
-  std::array<uintptr_t, 28> bases_{}; // of the tensors and lists of a Problem, and of the workspace
+  std::array<uintptr_t, 31> bases_{}; // of the tensors and lists of a Problem, and of the workspace
 };
 
 // The workspace while a program is made: 256-byte aligned pieces, behind the workspace's mark.
@@ -52,7 +52,11 @@ template <class V> void each_pointer(const ForwardArguments &a, V &visit) {
 }
 template <class V> void each_pointer(const AuxiliaryArguments &a, V &visit) {
   each_pointer(a.in, visit);
-  visit(a.lse.data), visit(a.max_logit.data), visit(a.column_sums.data), visit(a.largest);
+  visit(a.lse.data), visit(a.max_logit.data), visit(a.column_sums.data), visit(a.largest), visit(a.inverse);
+}
+template <class Arguments, class V> void each_pointer(const QuantisedArguments<Arguments> &a, V &visit) {
+  each_pointer(static_cast<const Arguments &>(a), visit);
+  visit(a.scales.k.data), visit(a.scales.v.data);
 }
 template <class V> void each_pointer(const BackwardArguments &a, V &visit) {
   each_pointer(a.in, visit);

@@ -1,6 +1,7 @@
 #include "cuda/program/arguments.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "../../../kernels/attention/dropout.h"
@@ -35,6 +36,12 @@ Inputs inputs(const Problem &p) {
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
   const Problem::Blocks &m = p.blocks; // of a part: the whole problem's, from the first of its sequences and heads on
   if (m.present) in.blocks = list(m.row_ptr, m.col, p, m.rows, m.block_q, m.block_k);
+  if (p.page_size) { // Inputs::pages
+    in.cu_seqlens_k = p.page_table(), in.total_k = std::min<int64_t>(p.pages, int64_t{1} << 31);
+    const uint64_t page = static_cast<uint64_t>(p.page_size);
+    in.blocks_t.row_tokens = p.page_size, in.blocks_t.column_tokens = std::has_single_bit(page) ? std::countr_zero(page) : -1;
+    return in;
+  }
   if (m.transposed) in.blocks_t = list(m.row_ptr_t, m.col_t, p, m.cols, m.block_k, m.block_q);
   return in;
 }
@@ -59,10 +66,11 @@ Features features_of(const Problem &p) {
   f.function = p.score == ScoreFunction::hyperbolic ? kHyperbolic : p.softcap > 0 ? kSoftcap : kLinear;
   f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale <= kMostScale);
   f.dropout = p.dropout > 0;
-  f.seqused = p.seqused_k != nullptr;
+  f.seqused = p.page_size ? kPaged : p.seqused_k ? kCounted : 0;
   f.part = !p.part ? 0 : begins_aligned(p) ? kAligned : kAnywhere;
   f.partial = p.part.partial;
   f.adds = p.accumulate;
+  f.quant = i32(p.quantised_as), f.by_column = p.scaled_by_channel();
   return f;
 }
 
@@ -95,6 +103,16 @@ AuxiliaryArguments auxiliary_arguments(const Problem &p) {
   a.lse = operand(p.lse), a.max_logit = operand(p.max_logit), a.column_sums = operand(p.column_sums);
   return a;
 }
+
+KeyScales key_scales(const Problem &p) {
+  KeyScales s{};
+  s.k = operand(p.k_scale), s.v = operand(p.v_scale);
+  s.group = i32(std::min<int64_t>(p.k_scale.rows, INT32_MAX));
+  s.half_k = p.k_scale.dtype == DType::f16, s.half_v = p.v_scale.dtype == DType::f16;
+  return s;
+}
+
+bool aligned_keys(const Problem &p) { return aligned(p.k, p.stored(p.head_dim)) && aligned(p.v, p.stored(p.head_dim_v)); }
 
 bool aligned(const View &view, int64_t row_elements) {
   if (!view) return true;

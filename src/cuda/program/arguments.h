@@ -6,6 +6,7 @@
 
 #include "../../../kernels/attention/arguments.h"
 #include "../../../kernels/attention/features.h"
+#include "../../../kernels/attention/quantised.h"
 #include "attention/attention.h"
 
 namespace strobe::cuda {
@@ -19,10 +20,12 @@ std::string outsized_scale(const Problem &);
 ForwardArguments forward_arguments(const Problem &);   // but for the split over keys
 BackwardArguments backward_arguments(const Problem &); // but for the workspace
 AuxiliaryArguments auxiliary_arguments(const Problem &);
+KeyScales key_scales(const Problem &); // of quantised keys
 
 // Base and rows lie on 16-byte addresses and a row's elements are adjacent: tiles may be copied 16 bytes at a time.
 bool aligned(const View &, int64_t row_elements);
 bool aligned(std::initializer_list<const View *>, int64_t row_elements);
+bool aligned_keys(const Problem &);     // K and V, quantised or not
 bool aligned_backward(const Problem &); // all that a backward copies so
 
 inline int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit - 1) / unit * unit); }

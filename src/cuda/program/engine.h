@@ -25,6 +25,10 @@ public:
 protected:
   // Whether it takes parts of larger problems, and adds to gradients that exist.
   virtual bool computes_parts() const { return false; }
+  // Whether its forward finds K and V by a page table.
+  virtual bool reads_pages() const { return false; }
+  // Whether its forward reads quantised K and V.
+  virtual bool reads_quantised() const { return false; }
   // Of a call whose addresses are marks.
   virtual Made program(const Problem &, Direction, const Device &, Scratch &) const = 0;
 

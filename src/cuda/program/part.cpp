@@ -5,6 +5,7 @@
 #include "../../../kernels/attention/dq_sum.h"
 #include "../../../kernels/attention/part.h"
 #include "../../../kernels/passes/config.h"
+#include "cuda/program/arguments.h"
 
 namespace strobe::cuda {
 
@@ -105,12 +106,8 @@ bool begins_aligned(const Problem &p) {
   return true;
 }
 
-int64_t query_tiles(const Problem &p, int64_t tile) {
-  return p.part ? tiles_of(p, p.seqlen_q, queries(p), tile) : (p.seqlen_q + tile - 1) / tile;
-}
-int64_t key_tiles(const Problem &p, int64_t tile) {
-  return p.part ? tiles_of(p, p.seqlen_k, keys(p), tile) : (p.seqlen_k + tile - 1) / tile;
-}
+int64_t query_tiles(const Problem &p, int64_t tile) { return p.part ? tiles_of(p, p.seqlen_q, queries(p), tile) : tiles(p.seqlen_q, tile); }
+int64_t key_tiles(const Problem &p, int64_t tile) { return p.part ? tiles_of(p, p.seqlen_k, keys(p), tile) : tiles(p.seqlen_k, tile); }
 
 int64_t all_query_tiles(const Problem &p, const Inputs &in, int64_t tile) {
   if (!p.part) return count_query_tiles(in, tile);

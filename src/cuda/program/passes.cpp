@@ -23,6 +23,7 @@ constexpr KernelSource kPadding{"passes/padding.h", "strobe::passes::Padding", "
 constexpr KernelSource kSinkGradient{"passes/sinks.h", "strobe::passes::SinkGradient", "strobe::passes::SinksConfig"};
 constexpr KernelSource kSettle{"passes/settle.h", "strobe::passes::Settle", "strobe::TileConfig"};
 constexpr KernelSource kAuxiliary{"passes/auxiliary.h", "strobe::passes::Auxiliary", "strobe::passes::AuxiliaryConfig"};
+constexpr KernelSource kRowTotals{"passes/auxiliary.h", "strobe::passes::RowTotals", "strobe::passes::AuxiliaryConfig"};
 constexpr KernelSource kLargestScore{"passes/auxiliary.h", "strobe::passes::LargestScore", "strobe::passes::LargestConfig"};
 constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::BiasGradient", "strobe::TileConfig"};
 
@@ -170,8 +171,8 @@ constexpr AuxiliaryTile kAuxiliaryTiles[] = {
     {.q = 32, .k = 32, .tensor_cores = 0, .blocks_per_sm = 2},  {.q = 16, .k = 16, .tensor_cores = 0, .blocks_per_sm = 2},
 };
 
-// The first tile that fits; the last one always does.
-passes::AuxiliaryConfig auxiliary_config(const Problem &p, const Device &device) {
+// The first tile that fits; the last one always does. of_rows: its keys and queries change places.
+passes::AuxiliaryConfig auxiliary_config(const Problem &p, const Device &device, bool of_rows = false) {
   const bool multiplied = p.dtype == DType::f16 ? device.cc >= 75 : p.dtype == DType::bf16 && device.cc >= 80;
   passes::AuxiliaryConfig c{};
   c.dtype = int32_t(p.dtype), c.column_sums = bool(p.column_sums);
@@ -180,9 +181,9 @@ passes::AuxiliaryConfig auxiliary_config(const Problem &p, const Device &device)
     c.tile_q = tile.q, c.tile_k = tile.k, c.tensor_cores = tile.tensor_cores, c.blocks_per_sm = tile.blocks_per_sm;
     c.head_dim = tile.tensor_cores ? rounded(p.head_dim, 16) : 0;
     c.aligned = tile.tensor_cores && aligned({&p.q, &p.k}, p.head_dim);
-    if (tile.tensor_cores && !multiplied) continue;
+    if (tile.tensor_cores && (!multiplied || p.quantised())) continue; // quantised keys are made numbers one by one
     if (c.shared_bytes() <= device.shared_per_block && c.shared_bytes() * c.blocks_per_sm <= device.shared_per_sm &&
-        divides_blocks(p, tile.q, tile.k))
+        (of_rows ? divides_blocks(p, tile.k, tile.q) : divides_blocks(p, tile.q, tile.k)))
       break;
   }
   return c;
@@ -196,16 +197,22 @@ void auxiliary(Program &program, const Problem &p, const Device &device, Scratch
   const int64_t tiles_of_head = tiles(p.seqlen_k, c.tile_k), heads = p.batch * p.heads;
   a.tiles = i32(tiles_of_head);
   if (p.max_logit) a.largest = scratch.take<char>(heads * tiles_of_head * c.real_bytes());
+  if (p.column_sums) {
+    const passes::AuxiliaryConfig rows = auxiliary_config(p, device, true);
+    a.inverse = scratch.take<char>(a.in.rows() * c.real_bytes());
+    if (const int64_t blocks = heads * tiles(p.seqlen_q, rows.tile_k))
+      program.steps.push_back(with_scales(p, kRowTotals, rows, blocks, rows.threads(), rows.shared_bytes(), a));
+  }
   const int64_t blocks = std::max<int64_t>(p.batch, 1) * p.heads * tiles_of_head; // without a sequence all tokens are padding
-  program.steps.push_back(Launch(kAuxiliary, c, blocks, c.threads(), c.shared_bytes(), a));
+  program.steps.push_back(with_scales(p, kAuxiliary, c, blocks, c.threads(), c.shared_bytes(), a));
   const passes::LargestConfig largest{.dtype = int32_t(p.dtype)};
   if (p.max_logit) program.steps.push_back(Launch(kLargestScore, largest, heads, largest.threads(), 0, a));
 
   // Multiply-adds of an SM per clock, and as many of them as what follows q.k takes: fitted to an H200, FP64's guessed.
   constexpr double kLaunchSeconds = 5e-6, kTensorCores = 520, kFma = 28, kDouble = 14;
   const double rate = c.tensor_cores ? kTensorCores : p.dtype == DType::f64 ? kDouble : kFma, after = c.tensor_cores ? 200 : 16;
-  const double pass =
-      kLaunchSeconds * (1 + bool(p.max_logit)) + visible_scores(p) * (double(p.head_dim) + after) / (rate * device.sms * device.clock_hz);
+  const double pass = kLaunchSeconds * (1 + bool(p.max_logit) + bool(p.column_sums)) +
+                      (1 + bool(p.column_sums)) * visible_scores(p) * (double(p.head_dim) + after) / (rate * device.sms * device.clock_hz);
   program.predicted_seconds += pass;
   program.notes.push_back(auxiliary_note(p, pass, program.predicted_seconds));
 }
@@ -215,7 +222,7 @@ Launch padding(const Problem &p, Direction direction) {
   const passes::PaddingConfig c{.dtype = int32_t(p.dtype),
                                 .backward = direction == Direction::backward,
                                 .packed = p.varlen,
-                                .seqused = p.seqused_k != nullptr,
+                                .seqused = features_of(p).seqused,
                                 .partial = p.part.partial,
                                 .adds = direction == Direction::backward && p.accumulate};
   const int64_t groups = p.batch + c.packed, grid = groups * std::max<int64_t>(1, most / std::max<int64_t>(1, groups));

@@ -7,9 +7,20 @@
 #include "../../../kernels/passes/config.h"
 #include "attention/attention.h"
 #include "cuda/driver/device.h"
+#include "cuda/program/arguments.h"
 #include "cuda/program/program.h"
 
 namespace strobe::cuda {
+
+// A launch that reads K and V, which have scales where they are quantised.
+template <class Config, class Arguments>
+Launch with_scales(const Problem &p, const KernelSource &source, const Config &config, int64_t grid, int32_t threads, int32_t shared_bytes,
+                   const Arguments &arguments) {
+  if (!p.quantised()) return Launch(source, config, grid, threads, shared_bytes, arguments);
+  QuantisedArguments<Arguments> all{};
+  static_cast<Arguments &>(all) = arguments, all.scales = key_scales(p);
+  return Launch(source, config, grid, threads, shared_bytes, all);
+}
 
 // Keys in parts, where tiles of queries are too few to fill the GPU. As many as fill `slots` places for thread blocks once: fewer leave it
 // idle, more are a second wave. At most `most`, for each part has an O of its own.

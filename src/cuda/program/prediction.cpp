@@ -67,7 +67,10 @@ double rows_seconds(const Problem &p, int64_t head_dim, int64_t head_dim_v, bool
 
 double reading_seconds(const Problem &p, const Device &device) {
   constexpr double kBytesPerClock = 16; // of an SM
-  return double(bytes(p.dtype)) * keys_read(p) * double(p.head_dim + p.head_dim_v) / (kBytesPerClock * device.clock_hz * device.sms);
+  constexpr double kScales = 8;         // of a quantised key and its value, at most
+  const double numbers = double(p.stored(p.head_dim) + p.stored(p.head_dim_v));
+  const double row = p.quantised() ? numbers * double(bytes(p.quantised_as)) + kScales : numbers * double(bytes(p.dtype));
+  return keys_read(p) * row / (kBytesPerClock * device.clock_hz * device.sms);
 }
 
 double combining_seconds(const Problem &p) {

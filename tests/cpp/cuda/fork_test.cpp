@@ -13,6 +13,13 @@ std::string built_in_child(int add) {
   return in_child([=] { return build(plain(add), 90).compiled ? "compiled" : "read"; });
 }
 
+// A child inherits AddressSanitizer's locked allocator from a thread that was in it (seen with GCC 12), and waits for ever.
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kAllocatorForks = false;
+#else
+constexpr bool kAllocatorForks = true;
+#endif
+
 } // namespace
 
 // In this order: nothing is loaded yet.
@@ -28,7 +35,7 @@ TEST_CASE("fork: before and after the first compilation") {
   CHECK(c.compiled() == 3);
 }
 
-TEST_CASE("fork: while other threads compile") {
+TEST_CASE("fork: while other threads compile" * doctest::skip(!kAllocatorForks)) {
   const Compiling c;
   std::atomic<bool> stop = false;
   std::vector<std::thread> busy;

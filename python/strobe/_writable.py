@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from strobe._checks import Wrong
-from strobe.arrays.torch import is_alone
+from ._checks import Wrong
+from .arrays.torch import is_alone
 
 
 def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> Wrong:
@@ -16,7 +16,7 @@ def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | Non
     wrong: Wrong = []
     earlier: dict[str, Tensor] = {}
     for name, x in written.items():
-        if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        if overlaps_itself(x):
             wrong.append(ValueError(f"{name}: strides {tuple(x.stride())}; accepted is memory of its own for each number"))
         elif not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
             wrong.append(ValueError(f"{name}: an inference tensor; accepted is one that may be written outside of inference mode"))
@@ -27,6 +27,19 @@ def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | Non
         for other in [other for other, y in written.items() if share_memory(x, y)][:1]:
             wrong.append(ValueError(f"{name}: in the memory of {other}, which is written; accepted is memory of its own"))
     return wrong
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Whether two elements may lie at one address: some axis takes steps that do not pass what the shorter ones reach. Where compilers look
+    on, sizes may be symbols, which have no order."""
+    if torch.compiler.is_compiling():
+        return any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)) and x.numel() > 0
+    reached = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
+        if stride <= reached:
+            return x.numel() > 0
+        reached += (size - 1) * stride
+    return False
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:

@@ -1,0 +1,168 @@
+"""Continuous batching: every step takes the next token of each request that is being answered, and pieces of the prompts of others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from cache import Batch, Cache, Pages
+from model import ROWS, step
+from tokenizers import Tokenizer
+
+from strobe_tools.train.data import END_OF_DOCUMENT
+from strobe_tools.train.model import GPT
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, and how it is to be answered."""
+
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+    seed: int
+    pages: list[int] = field(default_factory=list)
+    held: int = 0  # tokens in the cache
+    answer: list[int] = field(default_factory=list)
+    stream: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)  # None: the end
+    is_gone: bool = False  # nobody waits for it any more
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)  # its own, so that no other request draws from it
+
+    @property
+    def waiting(self) -> list[int]:
+        """The tokens that are not in the cache yet: what is left of the prompt, or the newest token."""
+        return (self.prompt + self.answer)[self.held :]
+
+    @property
+    def room(self) -> int:
+        """The most tokens whose keys it may hold: the last one of the answer has none."""
+        return len(self.prompt) + self.max_tokens - 1
+
+
+class Engine:
+    """Answers requests. run() is to run in the loop that submits them."""
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        *,
+        pages: int = 256,
+        page_size: int = 16,
+        cache_dtype: torch.dtype = torch.int8,
+        step_tokens: int = 8 * ROWS,
+    ) -> None:
+        """step_tokens: the most tokens of a step, so that a long prompt holds the others up for one step only."""
+        config = model.config
+        self.model, self.tokenizer, self.step_tokens = model, tokenizer, step_tokens
+        self.device = model.token.weight.device
+        self.end = tokenizer.token_to_id(END_OF_DOCUMENT)
+        self.pages = Pages(pages, page_size)
+        self.cache = Cache(config.layers, config.heads, config.head_dim, self.pages, cache_dtype, self.device)
+        self.queue: deque[Request] = deque()  # without pages yet
+        self.running: list[Request] = []
+        self._wakes = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1)
+
+    def submit(self, prompt: str, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Request:
+        """Raises ValueError for what could never be answered."""
+        tokens = [self.end, *self.tokenizer.encode(prompt).ids]
+        longest = self.model.config.sequence
+        if not 1 <= max_tokens <= longest:
+            raise ValueError(f"max_tokens: {max_tokens}; accepted are 1 to {longest}")
+        if temperature != 0 and not 0.01 <= temperature <= 100:
+            raise ValueError(f"temperature: {temperature}; accepted are 0, for the likeliest token, and 0.01 to 100")
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed: {seed}; accepted are integers of 64 bits")
+        if len(tokens) + max_tokens > longest:
+            raise ValueError(
+                f"prompt: {len(tokens)} tokens, and {max_tokens} to come; accepted are {longest} together, the model's longest"
+            )
+        request = Request(tokens, max_tokens, temperature, seed)
+        if (needed := self.pages.needed(request.room)) > self.pages.count:
+            raise ValueError(f"prompt: it needs {needed} pages with its answer; accepted are {self.pages.count}, all that there are")
+        self.queue.append(request)
+        self._wakes.set()
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Nobody waits for it any more. Its pages are free after the step that runs."""
+        request.is_gone = True
+        self._wakes.set()
+
+    async def run(self) -> None:
+        """Steps for ever, in a thread of its own, so that the loop goes on to listen."""
+        while True:
+            self._wakes.clear()
+            self._admit()
+            if not self.running:
+                await self._wakes.wait()
+                continue
+            pieces = self._pieces()
+            try:
+                tokens = await asyncio.get_running_loop().run_in_executor(self._thread, self._step, pieces)
+            except Exception as error:  # those of this step are told; the server goes on
+                for request in [*pieces]:
+                    self._finish(request, error)
+                continue
+            for request, token in tokens.items():
+                request.answer.append(token)
+                request.stream.put_nowait(token)
+                if token == self.end or len(request.answer) == request.max_tokens:
+                    self._finish(request)
+
+    def _admit(self) -> None:
+        """Those that are gone make room; then the queue, in its order. A request gets all the pages that it may need when it starts, so
+        that it never has to stop for want of one."""
+        for request in [r for r in self.running if r.is_gone]:
+            self._finish(request)
+        self.queue = deque(r for r in self.queue if not r.is_gone)
+        while self.queue and len(self.running) < self.step_tokens:
+            pages = self.pages.take(self.pages.needed(self.queue[0].room))
+            if pages is None:
+                break
+            self.queue[0].pages = pages
+            self.running.append(self.queue.popleft())
+
+    def _pieces(self) -> dict[Request, int]:
+        """How many tokens of which request come next: one of each that is being answered, and of prompts as many as there is room for."""
+        left = self.step_tokens - sum(len(r.waiting) == 1 for r in self.running)
+        pieces = {}
+        for request in self.running:
+            count = len(request.waiting)
+            if count > 1:
+                count = min(count, left)
+                left -= count
+            if count:
+                pieces[request] = count
+        return pieces
+
+    def _step(self, pieces: dict[Request, int]) -> dict[Request, int]:
+        """The next token of each request whose prompt is in the cache now."""
+        tokens = torch.tensor([token for r, count in pieces.items() for token in r.waiting[:count]], device=self.device)
+        batch = Batch([(r.pages, r.held, count) for r, count in pieces.items()], self.device)
+        logits = step(self.model, self.cache, tokens, batch).cpu()
+        found = {}
+        for (request, count), row in zip(pieces.items(), logits, strict=True):
+            is_whole = count == len(request.waiting)
+            request.held += count
+            if is_whole:
+                found[request] = _sample(row, request)
+        return found
+
+    def _finish(self, request: Request, error: Exception | None = None) -> None:
+        self.running.remove(request)
+        self.pages.give_back(request.pages)
+        request.pages = []
+        request.stream.put_nowait(error)
+
+
+def _sample(logits: torch.Tensor, request: Request) -> int:
+    if request.temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / request.temperature).softmax(-1), 1, generator=request.generator))

@@ -1,0 +1,66 @@
+"""strobe train's GPT, one step at a time: some tokens of many sequences in, the logits of each sequence's next token out.
+
+A matrix product may sum in another order for another number of rows, so that a request would get other bits, and sooner or later another
+text, in a larger batch. Hence everything but the attention runs on tiles of a fixed number of rows, the last of which is filled up with
+zeros: whatever the load, the same kernels run on the same shapes. The attention has invariant=True for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from cache import Batch, Cache
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from strobe_tools.train import data
+from strobe_tools.train.config import Config
+from strobe_tools.train.model import GPT
+
+ROWS = 16
+
+
+def load(checkpoint: Path, text: Path | None) -> tuple[GPT, Tokenizer]:
+    """What `strobe train` left in runs/NAME/attention.pt. text: what it was trained on, for the tokenizer is made from it."""
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    config = Config(**state["config"])
+    if config.attention == "none":
+        raise ValueError(f"checkpoint: {checkpoint} has no attention; accepted is attention.pt")
+    corpus = data.load(text, vocab_size=config.vocab_size, most_bytes=config.text_bytes)
+    if corpus.digest != state["corpus"]:
+        raise ValueError(f"--text: {checkpoint} was trained on another text; accepted is the --text of its strobe train")
+    model = GPT(config)
+    model.load_state_dict(state["model"])
+    return model.eval(), corpus.tokenizer
+
+
+def by_tiles(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """function of the inputs (T, ...), ROWS rows at a time."""
+    tokens = len(inputs[0])
+    tiles = []
+    for first in range(0, tokens, ROWS):
+        parts = [x[first : first + ROWS] for x in inputs]
+        if missing := ROWS - len(parts[0]):
+            parts = [F.pad(x, [0, 0] * (x.dim() - 1) + [0, missing]) for x in parts]
+        tiles.append(function(*parts))
+    return torch.cat(tiles)[:tokens]
+
+
+@torch.inference_mode()
+def step(model: GPT, cache: Cache, tokens: Tensor, batch: Batch) -> Tensor:
+    """Logits (B, vocabulary) behind the last of each sequence's tokens (T,), whose keys and values are in the cache afterwards."""
+    heads = (3, model.config.heads, model.config.head_dim)
+    x = model.token(tokens) + model.position(batch.positions)
+    for number, block in enumerate(model.blocks):
+        qkv = by_tiles(lambda x, block=block: block.attention.qkv(block.norm_attention(x)), x)
+        o = cache.attend(number, *qkv.unflatten(-1, heads).unbind(1), batch)
+
+        def rest(x: Tensor, o: Tensor, block: torch.nn.Module = block) -> Tensor:
+            x = x + block.attention.out(o)
+            return x + block.mlp(block.norm_mlp(x))
+
+        x = by_tiles(rest, x, o.to(x.dtype).flatten(1))
+    return by_tiles(lambda x: model.head(model.norm(x)), x[batch.last]).float()

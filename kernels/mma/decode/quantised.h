@@ -1,0 +1,133 @@
+// The products of a warp's tile with quantised K and V: what is stored is multiplied as it is, a row's scale of K multiplies a column of S,
+// and one of V a column of P.
+#pragma once
+#include "../../device/keys.h"
+#include "../../tile/quantised.h"
+
+namespace strobe::mma {
+
+// The scales of a warp's tile of at most 32 keys, a key a lane, read a tile ahead.
+template <class Schedule, Features F> struct TileScales {
+  template <class K, class V> __device__ __forceinline__ TileScales(const K &, const V &, const Schedule &) {}
+};
+template <class Schedule, Features F>
+  requires(F.quant != 0)
+struct TileScales<Schedule, F> {
+  float k = 0, v = 0;
+
+  template <class K, class V> __device__ __forceinline__ TileScales(const K &keys, const V &values, const Schedule &tiles) : ahead_(tiles) {
+    read(keys, values);
+  }
+  // Those of the next tile; the one after it is read meanwhile.
+  template <class K, class V> __device__ __forceinline__ void next(const K &keys, const V &values) {
+    k = next_k_, v = next_v_;
+    read(keys, values);
+  }
+  // Of key i of the tile.
+  __device__ __forceinline__ static float of(float scales, int i) { return __shfl_sync(0xFFFFFFFFu, scales, i); }
+
+private:
+  Schedule ahead_;
+  float next_k_ = 0, next_v_ = 0;
+
+  template <class K, class V> __device__ __forceinline__ void read(const K &keys, const V &values) {
+    KeyTile tile;
+    next_k_ = next_v_ = 0;
+    if (!ahead_.next(tile)) return;
+    const i32 j = (i32)tile.begin + tile::lane_id();
+    if (j >= (i32)tile.end) return;
+    next_k_ = keys.scale_of(keys.scales_of(j), 0), next_v_ = values.scale_of(values.scales_of(j), 0);
+  }
+};
+
+// S = Q K^T of 16 kN keys.
+template <class T, i32 kStored, int kD, int kM, int kN, int kSteps, class TileScales>
+__device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], const tile::Left (&Q)[kM][kSteps], u32 k,
+                                                const TileScales &scales, u32 zero) {
+  using Rows = tile::QuantisedRows<T, kStored, kD>;
+  constexpr int kPairs = tile::columns_of_word(kStored) / 2; // two for each step
+  const Rows rows(k);
+#pragma unroll
+  for (int half = 0; half < 2 * kN; ++half) { // 8 keys
+    u32 words[Rows::kWords], nan = 0;
+    rows.load(words, 8 * half);
+#pragma unroll
+    for (int w = 0; w < Rows::kWords; ++w) {
+      u32 pairs[kPairs];
+      tile::pairs_of<T, kStored>(words[w], pairs, zero);
+      if constexpr (kStored == kE4M3) nan |= tile::nan_bits<kStored>(words[w]);
+#pragma unroll
+      for (int p = 0; p < kPairs; p += 2)
+#pragma unroll
+        for (int m = 0; m < kM; ++m) mma_m16n8k16<T>(S[m][half / 2].x[half % 2], Q[m][w * (kPairs / 2) + p / 2].x, pairs[p], pairs[p + 1]);
+    }
+    const u32 keys = kStored == kE4M3 ? __ballot_sync(0xFFFFFFFFu, tile::has_nan(nan)) : 0; // four bits a key
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int key = tile::lane_column(0, e); // of the eight
+      float scale = scales.of(scales.k, 8 * half + key);
+      if (kStored == kE4M3 && keys >> 4 * key & 15) scale = __int_as_float(0x7FC00000);
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) S[m][half / 2].x[half % 2][2 * r + e] *= scale;
+    }
+  }
+}
+
+// O += P V, of P times V's scales. Returns whether V holds NaN here, which is still to be added: the sum takes it for a number.
+// A scale may have any exponent, so the factors are BF16, which holds all stored numbers. Its fraction is too short for FP16's results:
+// for these a factor is two terms.
+template <class T, i32 kStored, int kDv, int kM, int kN, int kSums, class TileScales>
+__device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], tile::Accumulator (&P)[kM][kN], u32 v,
+                                           const TileScales &scales, u32 zero) {
+  constexpr int kTerms = tile::kIsHalf<T> ? 2 : 1;
+  constexpr int kPairs = tile::columns_of_word(kStored) / 2, kUnits = kStored == kInt4 ? kDv / 4 : kDv / 2; // of 16 bits, in a row
+  tile::Left factors[kTerms][kM][kN];
+#pragma unroll
+  for (int k = 0; k < 4 * kN; ++k) {
+    const float scale = scales.of(scales.v, 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2));
+#pragma unroll
+    for (int row = 0; row < 2 * kM; ++row) {
+      float &p = tile::row_element(P, row, k);
+      p = p == 0 ? 0 : p * scale; // what is hidden may have any scale
+    }
+  }
+#pragma unroll
+  for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+    for (int i = 0; i < kM * kN; ++i) {
+      tile::Accumulator &rest = P[i / kN][i % kN];
+      factors[term][i / kN][i % kN] = tile::rounded<bf16>(rest);
+#pragma unroll
+      for (int x = 0; x < 8; ++x)
+        if (term + 1 < kTerms) rest.x[x / 4][x % 4] -= to_float(Convert<bf16>::from(rest.x[x / 4][x % 4]));
+    }
+
+  const tile::Blocks<tile::Right, kUnits, true> V(v);
+  u32 nan = 0;
+#pragma unroll
+  for (int c = 0; c < kUnits / 16; ++c) {
+    constexpr int kEach = kPairs; // accumulators of 16 units: half of them for each half's words
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const tile::Right stored = V.load(16 * n, 16 * c);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {    // of the units
+        u32 low[kPairs], high[kPairs]; // keys 0 to 7, and the others
+        tile::pairs_of<bf16, kStored>(stored.x[2 * h], low, zero), tile::pairs_of<bf16, kStored>(stored.x[2 * h + 1], high, zero);
+        if constexpr (kStored == kE4M3) nan |= tile::nan_bits<kStored>(stored.x[2 * h]) | tile::nan_bits<kStored>(stored.x[2 * h + 1]);
+#pragma unroll
+        for (int p = 0; p < kPairs; ++p)
+#pragma unroll
+          for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int term = 0; term < kTerms; ++term)
+              mma_m16n8k16<bf16>(O[m][kEach * c + h * (kPairs / 2) + p / 2].x[p % 2], factors[term][m][n].x, low[p], high[p]);
+      }
+    }
+  }
+  return tile::has_nan(nan);
+}
+
+} // namespace strobe::mma

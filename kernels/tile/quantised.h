@@ -1,0 +1,107 @@
+// Tiles of quantised K and V in shared memory, as they are stored, and operands of mma.sync made of them. A row lies as one of half as many
+// 16-bit elements would (shared.h). A word of four INT8 or FP8, or eight INT4, becomes pairs of 16-bit numbers: number i of the pairs'
+// first halves is stored i places before its second one, which lies in the word's upper half.
+#pragma once
+#include "../attention/features.h"
+#include "../ptx/math.h"
+#include "shared.h"
+
+namespace strobe::tile {
+
+STROBE_FN constexpr int columns_of_word(i32 stored) { return stored == kInt4 ? 8 : 4; }
+
+template <class T> inline constexpr bool kIsHalf = false;
+template <> inline constexpr bool kIsHalf<f16> = true;
+
+// 16 bits twice.
+__device__ __forceinline__ constexpr u32 both(u32 x) { return x << 16 | x; }
+
+// The pairs of a word. Small integers stand at the end of the fraction of a power of two, which is then taken off; FP8 has the fields of
+// FP16, and those of BF16, but for the exponent's bias. FP8's NaN becomes 480: see has_nan().
+// zero: 0, which the compiler must not know: it would move each constant to a register again for each use.
+template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, u32 (&pairs)[columns_of_word(kStored) / 2], u32 zero) {
+  constexpr bool kHalf = kIsHalf<T>;
+  constexpr u32 kOne = kHalf ? both(0x3C00) : both(0x3F80);
+  if constexpr (kStored == kInt4) {
+    constexpr u32 kPower = kHalf ? both(0x6400) : both(0x4300), kOff = kHalf ? both(0xE408) : both(0xC308); // 1024 or 128; -(that + 8)
+    x ^= 0x88888888u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = multiply_add_pairs<T>((x >> 4 * i & 0x000F000Fu) | (kPower + zero), kOne, kOff + zero);
+  } else if constexpr (kStored == kInt8 && kHalf) {
+    x ^= 0x80808080u;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      pairs[i] = multiply_add_pairs<T>((x >> 8 * i & 0x00FF00FFu) | (both(0x6400) + zero), kOne, both(0xE480) + zero);
+  } else if constexpr (kStored == kInt8) { // BF16's fraction has 7 bits: the eighth, of which -128 is made, is one of the exponent
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 y = x >> 8 * i;
+      pairs[i] = multiply_add_pairs<T>((y & 0x00800080u) | (both(0x4300) + zero), both(0xBF80), (y & 0x007F007Fu) | (both(0x4300) + zero));
+    }
+  } else {
+    constexpr int kShift = kHalf ? 1 : 4; // FP16 has one bit more of the exponent, BF16 four
+    constexpr u32 kFields = kHalf ? both(0x3F80) : both(0x07F0), kUnit = kHalf ? both(0x5C00) : both(0x7B80); // 2^8, 2^120
+    const u32 low = (x << (8 - kShift) & kFields) | (x << 8 & 0x80008000u), high = (x >> kShift & kFields) | (x & 0x80008000u);
+    pairs[0] = multiply_add_pairs<T>(low, kUnit, both(0x8000)), pairs[1] = multiply_add_pairs<T>(high, kUnit, both(0x8000));
+  }
+}
+// Bits 7 of a sum of these say whether a word holds FP8's NaN.
+template <i32 kStored> __device__ __forceinline__ u32 nan_bits(u32 x) { return kStored == kE4M3 ? (x & 0x7F7F7F7Fu) + 0x01010101u : 0; }
+__device__ __forceinline__ bool has_nan(u32 bits) { return (bits & 0x80808080u) != 0; }
+
+// Which column of a row of kColumns is multiplied as number e of half h of step c of the lanes with t = lane % 4: K's lanes hold a quarter
+// of a row each, and a sum over columns may take them in any order.
+template <i32 kStored, int kColumns> __device__ __forceinline__ int column_of_step(int t, int c, int h, int e) {
+  constexpr int kWord = columns_of_word(kStored), kSteps = kWord / 4; // steps of a word
+  return kColumns / 4 * t + c / kSteps * kWord + c % kSteps * 2 + h + e * kWord / 2;
+}
+// Q as a left operand for that, from a tile of 16-bit numbers at `base`.
+template <i32 kStored, int kColumns> __device__ __forceinline__ Left left_of_steps(u32 base, int row, int c) {
+  Left f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    u32 x[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = column_of_step<kStored, kColumns>(lane_id() % 4, c, i / 2, e);
+      const u32 pair = load_shared(base + Layout<kColumns>::offset(row + lane_row(i % 2), column / 8) + column % 8 / 2 * 4);
+      x[e] = column % 2 ? pair >> 16 : pair & 0xFFFF;
+    }
+    f.x[i] = x[1] << 16 | x[0];
+  }
+  return f;
+}
+
+// Rows of K as right operands.
+template <class T, i32 kStored, int kColumns> class QuantisedRows {
+  static constexpr int kBytes = kStored == kInt4 ? kColumns / 2 : kColumns, kShare = kBytes / 4; // of a row; of a lane
+  using L = Layout<kBytes / 2>;
+  static_assert(kShare % 8 == 0);
+  u32 at_[kShare / 8];
+
+public:
+  static constexpr int kWords = kShare / 4, kSteps = kColumns / 16;
+  __device__ __forceinline__ explicit QuantisedRows(u32 base) {
+#pragma unroll
+    for (int i = 0; i < kShare / 8; ++i) {
+      const int byte = lane_id() % 4 * kShare + 8 * i;
+      at_[i] = base + L::offset(lane_id() / 4, byte / 16) + byte % 16;
+    }
+  }
+  // This lane's words of row lane / 4 of the eight from `row` on, a multiple of 8.
+  __device__ __forceinline__ void load(u32 (&words)[kWords], int row) const {
+#pragma unroll
+    for (int i = 0; i < kShare / 8; ++i)
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                   : "=r"(words[2 * i]), "=r"(words[2 * i + 1])
+                   : "r"(at_[i] + row * L::kPitch)
+                   : "memory");
+  }
+};
+
+// V's columns in O: accumulator a has, in half h of its columns, number n of these.
+template <i32 kStored> __device__ __forceinline__ int column_of_sum(int a, int h, int n) {
+  return kStored == kInt4 ? 32 * (a / 2) + 4 * n + 2 * (a % 2) + h : 16 * a + 2 * n + h;
+}
+
+} // namespace strobe::tile

@@ -1,0 +1,32 @@
+"""Rotary embedding (Su et al. 2021, arXiv:2104.09864) of torch tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_tables(cos: Tensor, sin: Tensor, head_dim: int, positions: int, names: str = "rotary_cos, rotary_sin") -> None:
+    """Of what rotate() takes for heads of that many columns, at positions that end before `positions`."""
+    if cos.shape != sin.shape or cos.dim() != 2 or 2 * cos.shape[-1] > head_dim:
+        shapes = f"shapes {tuple(cos.shape)}, {tuple(sin.shape)}"
+        raise ValueError(f"{names}: {shapes}; accepted is (length, R) twice, 2R <= {head_dim}, the head dimension")
+    if len(cos) < max(positions, 1):
+        raise ValueError(f"{names}: length {len(cos)}; accepted is {max(positions, 1)} or more, to the last token's position")
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """x (B, S, H, D), of which the first 2R columns turn by the angles of their token's position.
+
+    cos, sin: (length, R). positions: int64 (B, S) or (B, 1), beyond the tables taken for their ends. interleaved: columns 2r and 2r + 1
+    turn together, else r and R + r.
+    """
+    turning = 2 * cos.shape[-1]
+    positions = positions.clamp(0, len(cos) - 1)  # those in device memory nobody has looked at
+    wide = torch.promote_types(x.dtype, torch.float32)
+    c, s = (table[positions].unsqueeze(2).to(wide) for table in (cos, sin))  # (B, S, 1, R)
+    head = x[..., :turning].to(wide)
+    a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
+    turned = (a * c - b * s, a * s + b * c)
+    head = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([head.to(x.dtype), x[..., turning:]], -1)

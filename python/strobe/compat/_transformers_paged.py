@@ -1,0 +1,115 @@
+"""Attention over the paged cache of transformers' continuous batching.
+
+transformers 5.0 to 5.21 keep a tensor of all layers' keys for each group of layers, and later ones views of one tensor for each layer; in
+both, read_index says where in those rows the keys of every sequence lie, one after the other, and write_index where new ones go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strobe import attention
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    cache: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in continuous batching: (out (1, T, H, Dv), no weights).
+
+    Layers that see all keys read them in the pages of the cache. Of layers with a sliding window the cache returns a copy of the window.
+
+    Args:
+        query, key, value: (1, H, T, D), (1, Hkv, T, D) and (1, Hkv, T, Dv): the new tokens of all sequences, one after the other.
+        attention_mask: refused.
+        cache: the PagedAttentionCache.
+        others: cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k (or max_seqlen_q, max_seqlen_k), read_index and write_index.
+    """
+    if cache is None:
+        raise ValueError("cache: None; accepted is the paged cache of continuous batching; without one a model takes 'strobe'")
+    for name, x in (("attention_mask", attention_mask), ("block_table", others.get("block_table"))):
+        if x is not None:
+            raise NotImplementedError(f"{name}: given beside a paged cache; accepted is None")
+    sliding: int | None = sliding_window or getattr(module, "sliding_window", None)
+    longest = others.get("max_length_q", others.get("max_seqlen_q"))
+    options: dict[str, Any] = {"cu_seqlens_q": others["cu_seq_lens_q"].int(), "max_seqlen_q": longest}
+    layer = _Layer(cache, int(module.layer_idx), sliding, others)  # type: ignore[arg-type]
+    if layer.pages is not None and layer.read.numel():
+        k, v = layer.pages
+        for pool, x in ((k, key), (v, value)):
+            pool.view(-1, *pool.shape[2:]).index_copy_(0, layer.write, x[0].transpose(0, 1).to(pool.dtype))
+        options.update({"page_table": layer.table(), "seqused_k": layer.cu_seqlens_k.diff()})
+    else:
+        k, v = layer.update(key, value)
+        options.update({"cu_seqlens_k": layer.cu_seqlens_k, "max_seqlen_k": layer.longest})
+    out = attention(
+        query[0].transpose(0, 1),
+        k,
+        v,
+        causal=True,
+        window=None if sliding is None else (sliding - 1, 0),
+        scale=scaling,
+        softcap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.to(torch.promote_types(query.dtype, torch.float32)),
+        dropout=dropout,
+        layout="bshd",
+        **options,
+    )
+    return out[None], None
+
+
+class _Layer:
+    """What the cache holds of one layer, in either of its forms."""
+
+    def __init__(self, cache: Any, index: int, sliding: int | None, given: dict[str, Any]) -> None:
+        self._cache, self._index, self._given = cache, index, given
+        self.pages: tuple[Tensor, Tensor] | None = None  # (pages, page, Hkv, D) each, of a layer that sees all keys
+        self._is_later = hasattr(cache, "layer_to_allocator")
+        if self._is_later:
+            allocator = cache.layer_to_allocator[index]
+            group, kind = allocator.index, allocator.layer_type
+            if allocator.supports_block_table:
+                self.pages = allocator.get_cache_for_block_table(index)
+        else:
+            group, within = cache.layer_index_to_group_indices[index]
+            kind = "full_attention" if sliding is None else "sliding_attention"
+            if sliding is None:
+                rows = cache.key_cache[within], cache.value_cache[within]
+                whole = len(rows[0]) // cache.block_size * cache.block_size
+                k, v = (x[:whole].unflatten(0, (-1, cache.block_size)) for x in rows)
+                self.pages = k, v
+        cu: Any = given["cu_seq_lens_k"]
+        longest: Any = given.get("max_length_k", given.get("max_seqlen_k"))
+        self.cu_seqlens_k: Tensor = (cu[kind] if isinstance(cu, dict) else cu).int()
+        self.longest: int = longest[kind] if isinstance(longest, dict) else longest
+        self.read: Tensor = given["read_index"][group]
+        self.write: Tensor = given["write_index"][group]
+
+    def table(self) -> Tensor:
+        """int32 (B, n): the pages of each sequence. A row of read_index is a page's number times its size, plus the place in it."""
+        assert self.pages is not None
+        page = self.pages[0].shape[1]
+        begins = self.cu_seqlens_k[:-1].long()[:, None] + torch.arange(0, self.longest, page, device=self.read.device)
+        return (self.read[begins.clamp(max=len(self.read) - 1)] // page).int()
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes into the cache. Returns the keys and values of all sequences, (Tk, Hkv, D) and (Tk, Hkv, Dv)."""
+        if not self._is_later:
+            read, write = self._given["read_index"], self._given["write_index"]
+            k, v = self._cache.update(key_states=key, value_states=value, layer_idx=self._index, read_index=read, write_index=write)
+            return k, v
+        k, v = self._cache.update(key_states=key, value_states=value, layer_idx=self._index, kwargs=dict(self._given))
+        return k[0].transpose(0, 1), v[0].transpose(0, 1)

@@ -1,0 +1,283 @@
+"""The functions of FlashAttention-3 (Dao-AILab, the folder hopper), whose module is flash_attn_interface. They can take its name:
+
+>>> import sys
+>>> import strobe.compat.flash_attn_3
+>>> sys.modules["flash_attn_interface"] = strobe.compat.flash_attn_3
+>>> from flash_attn_interface import flash_attn_func, flash_attn_with_kvcache
+
+What strobe.compat.flash_attn says holds here too. There is no dropout and there are no alibi_slopes, as there; functions that return
+softmax_lse return (out, softmax_lse). These arguments have no effect: num_splits, pack_gqa, sm_margin and scheduler_metadata; the engine
+decides. These are refused: qv, q_descale, k_descale, v_descale, attention_chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strobe._checks import Wrong, is_integer, refusal
+from strobe.arrays.torch import TORCH
+
+from ._call import NAMES, QKV, Window, attend, parts, sequences
+from ._gaps import check_cu_seqlens, within
+from ._kvcache import attend_to_cache
+from ._words import names_checked, switch_or_refusal, tensor_or_refusal
+
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+_CACHE = NAMES | {"k": "k_cache", "v": "v_cache", "page_table": "page_table"}
+
+
+@names_checked(NAMES)
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: None = None,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of q (B, Sq, H, D) over k and v (B, Sk, Hkv, D); differentiable.
+
+    Args:
+        softmax_scale: the factor of q·k; None means 1/sqrt(D).
+        causal: hide future keys; the last query stands at the last key.
+        window_size: (left, right) keys around the query's own; -1 means no bound.
+        softcap: c > 0 turns each score into c · tanh(score / c).
+        deterministic: True makes the backward give the same bits in every run.
+        return_attn_probs: True returns (out, softmax_lse).
+        qv, q_descale, k_descale, v_descale, attention_chunk: refused.
+        num_splits, pack_gqa, sm_margin: without effect.
+
+    Returns:
+        out (B, Sq, H, D); softmax_lse (B, H, Sq).
+    """
+    _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    return _attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+
+
+@names_checked(NAMES)
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func of qkv (B, S, 3, H, D), or of (B, S, num_heads_q + 2 · Hkv, D): the heads of q, then those of k, then those of v."""
+    wrong = _wrong(None, q_descale, k_descale, v_descale, attention_chunk, 1, None, sm_margin)
+    if num_heads_q is not None:
+        is_integer(wrong, "num_heads_q", num_heads_q, 1, 2**31 - 1)
+    if wrong:
+        raise refusal(wrong)
+    if num_heads_q is None:
+        q, k, v = parts("qkv", qkv, 3, 2, "(B, S, 3, H, D)")
+    else:
+        refused = tensor_or_refusal("qkv", qkv, "a torch.Tensor, (B, S, num_heads_q + 2 Hkv, D)")
+        if isinstance(refused, Exception):
+            raise refused
+        heads = qkv.shape[2] - num_heads_q if qkv.dim() == 4 else -1
+        if heads < 2 or heads % 2:
+            raise ValueError(f"qkv: shape {tuple(qkv.shape)}; accepted is (B, S, {num_heads_q} + 2 Hkv, D), with num_heads_q {num_heads_q}")
+        q, k, v = qkv.split([num_heads_q, heads // 2, heads // 2], 2)
+    return _attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, names=QKV)
+
+
+@names_checked(NAMES)
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: None = None,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func of packed sequences: q (Tq, H, D), k and v (Tk, Hkv, D), sequence b at [cu_seqlens[b], cu_seqlens[b + 1]).
+
+    Args:
+        seqused_q, seqused_k: int32 (B,): of each sequence's tokens the first so many are there; None: all. Causal and windows count from
+            their ends. A query that is not there has out 0 and softmax_lse -inf. In host memory the numbers are checked; in device memory
+            one out of bounds is taken for the nearest that fits.
+
+    Returns:
+        out (Tq, H, D); softmax_lse (H, Tq).
+    """
+    _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    packed: dict[str, Any] = {**sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "seqused_k": seqused_k}
+    if seqused_q is not None:
+        packed.update(_those_used(q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k))
+    return _attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, **packed)
+
+
+@names_checked(NAMES)
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Writes k and v, if given, behind the filled part of a cache, and attends with q (B, Sq, H, D) to what is filled then.
+
+    The output does not require a gradient, even if q does.
+
+    Args:
+        k_cache, v_cache: (Bc, Sc, Hkv, D) and (Bc, Sc, Hkv, Dv). Bc = B, unless cache_batch_idx says which row serves which query. With
+            page_table pools of pages, (pages, page, Hkv, D) and (pages, page, Hkv, Dv), of any size of a page.
+        k, v: (B, Snew, Hkv, D) and (B, Snew, Hkv, Dv), written into the cache at cache_seqlens, in place.
+        rotary_cos, rotary_sin: (length, R), up to the last token's position: the first 2R columns of k are rotated by their position,
+            those of q as well: with causal or a window by their own, else all by that of the first new key.
+        cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it, which leaves no room for k and v.
+        cache_batch_idx: int (B,). The rows that it names are copied before the attention (the update is in place).
+        cache_leftpad: int32 (B,): where in the cache each sequence begins.
+        page_table: int32 (B, n): the pages of each sequence; Sc is n · page. Beside it cache_batch_idx and cache_leftpad are refused.
+        cu_seqlens_q: int32 (B + 1,): q is packed, (Tq, H, D), of at most max_seqlen_q queries a sequence.
+        cu_seqlens_k_new: int32 (B + 1,): k and v are packed, (Tnew, Hkv, D) and (Tnew, Hkv, Dv).
+        rotary_seqlens: int32 (B,): where rotation counts from, in the place of cache_seqlens.
+        scheduler_metadata, num_splits, pack_gqa, sm_margin: without effect.
+        qv, q_descale, k_descale, v_descale, attention_chunk: refused.
+
+    Numbers in host memory are checked. Those in device memory, and all under torch.compile, are not read: a length out of bounds is taken
+    for the nearest that fits, and what has no place in the cache is left out.
+
+    Returns:
+        out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)); packed (Tq, H, D) and (H, Tq).
+    """
+    wrong = _wrong(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    metadata = (
+        None if scheduler_metadata is None else tensor_or_refusal("scheduler_metadata", scheduler_metadata, "a torch.Tensor, or None")
+    )
+    wrong += [metadata] if isinstance(metadata, Exception) else []
+    return attend_to_cache(
+        _CACHE, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, softmax_scale,
+        causal, window_size, softcap, rotary_interleaved, None, 0, return_softmax_lse, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens, beside=wrong,
+    )  # fmt: skip
+
+
+def _wrong(
+    qv: Any, q_descale: Any, k_descale: Any, v_descale: Any, attention_chunk: Any, num_splits: Any, pack_gqa: Any, sm_margin: Any
+) -> Wrong:
+    """What is wrong with the arguments that strobe.attention() has none for."""
+    wrong: Wrong = []
+    if qv is not None:
+        wrong.append(NotImplementedError("qv: given; accepted is None: pass q and qv, and k and v, as one tensor each, joined by columns"))
+    for name, x in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+        if x is not None:
+            wrong.append(NotImplementedError(f"{name}: given; accepted is None, for q, k and v of 8 bits are not taken"))
+    if is_integer(wrong, "attention_chunk", attention_chunk, 0, 2**31 - 1) and attention_chunk:
+        wrong.append(NotImplementedError(f"attention_chunk: {attention_chunk}; accepted is 0, no chunks"))
+    is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
+    is_integer(wrong, "sm_margin", sm_margin, 0, 2**31 - 1)
+    if pack_gqa is not None and isinstance(refused := switch_or_refusal("pack_gqa", pack_gqa), Exception):
+        wrong.append(refused)
+    return wrong
+
+
+def _check(*of_hopper: Any) -> None:
+    if wrong := _wrong(*of_hopper):
+        raise refusal(wrong)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    deterministic: bool,
+    return_attn_probs: bool,
+    **more: Any,
+) -> Any:
+    found = attend(q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, **more)
+    return found[:2] if isinstance(found, tuple) else found
+
+
+def _those_used(
+    q: Tensor, cu_q: Tensor, cu_k: Tensor, used_q: Tensor, used_k: Tensor | None, max_seqlen_q: object, max_seqlen_k: object
+) -> dict[str, Any]:
+    """cu_seqlens and seqused_k of packed sequences of which used_q queries are there: each is two, those queries with all keys, and the
+    others without a key."""
+    given = {"q": q, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q}
+    given.update({} if used_k is None else {"seqused_k": used_k})
+    if wrong := [x for x in map(tensor_or_refusal, given, given.values()) if isinstance(x, Exception)]:
+        raise refusal(wrong)
+    batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
+    if check_cu_seqlens("cu_seqlens_k", cu_k) != batch:
+        raise ValueError(f"cu_seqlens_k: shape {tuple(cu_k.shape)}; accepted is ({batch + 1},), as cu_seqlens_q has")
+    for side, cu, most in (("q", cu_q, max_seqlen_q), ("k", cu_k, max_seqlen_k)):  # by the caller's count of sequences
+        for b, n in enumerate(cu.diff().tolist() if TORCH.is_readable(cu) and isinstance(most, int) else []):
+            if n > most:
+                raise ValueError(f"cu_seqlens_{side}: sequence {b} has {n} tokens; accepted is at most max_seqlen_{side} = {most}")
+    used_q = within("seqused_q", used_q, batch, cu_q.diff(), "the tokens of the sequence")
+    used_k = cu_k.diff() if used_k is None else within("seqused_k", used_k, batch, cu_k.diff(), "the tokens of the sequence")
+    return {
+        "cu_seqlens_q": torch.cat([torch.stack([cu_q[:-1], cu_q[:-1] + used_q], 1).flatten(), cu_q[-1:]]).int(),
+        "cu_seqlens_k": torch.cat([cu_k[:1], cu_k[1:].repeat_interleave(2)]),
+        "seqused_k": torch.stack([used_k, torch.zeros_like(used_k)], 1).flatten().int(),
+    }

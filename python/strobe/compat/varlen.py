@@ -1,0 +1,140 @@
+"""torch.nn.attention.varlen: attention of packed sequences, with the arguments of PyTorch 2.13.
+
+>>> from strobe.compat.varlen import varlen_attn
+>>> out = varlen_attn(query, key, value, cu_seq, cu_seq, max_len, max_len, window_size=(-1, 0))  # causal
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from strobe._checks import Wrong, is_integer, refusal
+from strobe._kinds import kind, shown
+
+from .._writable import not_writable
+from ._call import Window, attend, sequences
+from ._gaps import check_cu_seqlens
+from ._words import flag_or_refusal, names_checked, tensor_or_refusal
+
+__all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
+
+_NAMES = {"q": "query", "k": "key", "v": "value", "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k", "max_seqlen_q": "max_q"}
+_NAMES |= {"max_seqlen_k": "max_k", "window": "window_size", "page_table": "block_table", "invariant": "num_splits"}
+
+
+class AuxRequest(NamedTuple):
+    """What is wanted beside the output. One of torch.nn.attention.varlen is taken as well."""
+
+    lse: bool = False
+
+
+@names_checked(_NAMES)
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: Window = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """Attention of packed sequences; differentiable, but with block_table.
+
+    Args:
+        query: (Tq, H, D), sequence b at [cu_seq_q[b], cu_seq_q[b + 1]).
+        key, value: (Tk, Hkv, D) and (Tk, Hkv, Dv); with block_table pools of pages, (pages, page, Hkv, D) and (pages, page, Hkv, Dv).
+        cu_seq_q, cu_seq_k: int32 (B + 1,). Beside block_table cu_seq_k may be None, and has no effect.
+        max_q, max_k: the most queries and keys of a sequence; max_k has no effect beside block_table.
+        return_aux: AuxRequest(lse=True) returns (out, lse).
+        scale: the factor of q·k; None means 1/sqrt(D).
+        window_size: (left, right) keys around the query's own, -1 for no bound; the last query stands at the last key. (-1, 0) is causal.
+        enable_gqa: without effect: key and value may always have fewer heads.
+        seqused_k: int32 (B,): of each sequence's keys the first so many count. Needed beside block_table.
+        block_table: int32 (B, n): the pages of each sequence.
+        num_splits: 1 is the invariant=True of strobe.attention(): the bits of a sequence's rows do not depend on the others. Other numbers
+            have no effect.
+
+    Returns:
+        out (Tq, H, Dv), or (out, lse (H, Tq)).
+    """
+    wrong: Wrong = []
+    is_gqa = flag_or_refusal("enable_gqa", enable_gqa)
+    wrong += [is_gqa] if isinstance(is_gqa, Exception) else []
+    with_lse = getattr(return_aux, "lse", False)
+    if not (return_aux is None or (isinstance(return_aux, tuple) and hasattr(return_aux, "lse"))):
+        wrong.append(TypeError(f"return_aux: {kind(return_aux)} {shown(return_aux)}; accepted is an AuxRequest, or None"))
+    if num_splits is not None:
+        is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
+    if cu_seq_k is None and block_table is None:
+        wrong.append(TypeError("cu_seq_k: None; accepted is a torch.Tensor, int32 (B + 1,), or None beside block_table"))
+    if block_table is not None and seqused_k is None:
+        wrong.append(ValueError("seqused_k: None beside block_table; accepted is int32 (B,), how many keys of each sequence there are"))
+    if wrong:
+        raise refusal(wrong)
+    packed: dict[str, Any] = {**sequences(cu_seq_q, cu_seq_k, max_q, max_k), "seqused_k": seqused_k}
+    if block_table is not None:
+        if cu_seq_k is not None:
+            cu_k = tensor_or_refusal("cu_seq_k", cu_seq_k, "a torch.Tensor, int32 (B + 1,)")
+            if isinstance(cu_k, Exception):
+                raise cu_k
+            check_cu_seqlens("cu_seq_k", cu_k)
+        packed = {"cu_seqlens_q": cu_seq_q, "max_seqlen_q": max_q, "seqused_k": seqused_k, "page_table": block_table}
+    found = attend(
+        query, key, value, 0.0, scale, False, window_size, 0.0, None, False, True, names=_NAMES, **packed, invariant=num_splits == 1
+    )
+    return found[:2] if with_lse else found[0]
+
+
+@names_checked(_NAMES)
+@torch.no_grad()
+def varlen_attn_out(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: Window = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """varlen_attn whose output is copied into out, (Tq, H, Dv) of query's dtype, any strides; without gradients.
+
+    out may share memory with query, key and value, for nothing is written before all of them are read.
+
+    Returns:
+        out, or (out, lse (H, Tq)).
+    """
+    refused = tensor_or_refusal("out", out)
+    if isinstance(refused, Exception):
+        raise refused
+    if wrong := not_writable({"out": out}):
+        raise refusal(wrong)
+    shape = (*query.shape[:-1], value.shape[-1]) if isinstance(query, Tensor) and isinstance(value, Tensor) and value.dim() else None
+    if shape is not None and (out.shape != shape or out.dtype != query.dtype or out.device != query.device):
+        accepted = f"{query.dtype} of shape {shape} on {query.device}"
+        raise ValueError(f"out: {out.dtype} of shape {tuple(out.shape)} on {out.device}; accepted is {accepted}, as query and value have")
+    options: dict[str, Any] = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa, "seqused_k": seqused_k}
+    options.update({"return_aux": return_aux, "block_table": block_table, "num_splits": num_splits})
+    found = varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+    if isinstance(found, tuple):
+        return out.copy_(found[0]), found[1]
+    return out.copy_(found)

@@ -1,0 +1,532 @@
+"""KV caches of torch tensors, contiguous and in pages: write keys and values into them, copy pages, read a sequence back.
+
+A cache is two tensors, of K and V. Contiguous, they are (B, Hkv, Sc, D) and (B, Hkv, Sc, Dv), a row for each sequence. In pages, they are
+pools, (pages, Hkv, page, D) and (pages, Hkv, page, Dv), and page_table, int32 (B, n), names the pages of each sequence, as
+strobe.attention() takes it. With layout "bshd" the axes of heads and tokens change places. Nothing here has a gradient.
+
+Numbers in host memory are checked before anything is written. Those in device memory, and under torch.compile all of them, are not read, so
+that a CUDA graph can capture the calls: what would lie outside of a sequence's room, or in a page that is none of the pool's, is left out.
+"""
+
+# No postponed annotations here: PyTorch 2.4 reads those of custom operators as they are.
+
+import torch
+from torch import Tensor
+
+from ._checks import Wrong, flag, is_choice, is_whole, refusal
+from ._kinds import kind, shown
+from ._places import places
+from ._rotary import check_tables, rotate
+from ._writable import not_writable
+from .arrays.torch import TORCH
+
+__all__ = ["append", "copy", "gather", "quantise"]
+
+# The largest number that is stored; of uint8, two INT4 each.
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.uint8: 7.0}
+
+
+@torch.no_grad()
+def quantise(
+    x: Tensor, dtype: torch.dtype, *, group: int | None = None, scale_dtype: torch.dtype = torch.float32, layout: str = "bhsd"
+) -> tuple[Tensor, Tensor]:
+    """K or V as strobe.attention() takes them with k_scale and v_scale: rounded to nearest. docs/semantics.md bounds what that takes.
+
+    Numbers in device memory are not looked at. There a NaN or an infinity makes its scale NaN or infinite, and what is computed with the
+    row is NaN; a scale larger than scale_dtype's largest number becomes that, and what is larger than it holds is cut off.
+
+    Args:
+        x: K or V, (B, Hkv, Sk, D), (B, Sk, Hkv, D) with layout "bshd", or (Tk, Hkv, D); pools of pages are the first two. Of float64,
+            float32, float16 or bfloat16, and finite.
+        dtype: torch.int8, torch.float8_e4m3fn, or torch.uint8, which stands for two INT4 and wants an even D.
+        group: of K, strobe.attention()'s k_scale_group, a multiple of 32: a scale for each column and so many rows. None: for each row.
+        scale_dtype: torch.float32, or torch.float16, which takes numbers up to 65504 times the largest that is stored (127, 448 or 7).
+            A float16 scale is 2^-24 or more, unless it is 0.
+        layout: "bhsd" or "bshd".
+
+    Returns:
+        (data, scale): data of dtype, contiguous, in x's shape, of uint8 half as wide; scale in the shape that strobe.attention() takes,
+        0 where all of its numbers are 0.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described above.
+    """
+    wrong = _no_tensors({"x": x})
+    is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
+    for name, given, accepted in (("dtype", dtype, (*_LARGEST,)), ("scale_dtype", scale_dtype, (torch.float32, torch.float16))):
+        if given not in accepted:
+            wrong.append(ValueError(f"{name}: {given}; accepted is {', '.join(map(str, accepted))}"))
+    if group is not None and not (is_whole(group) and group > 0 and group % 32 == 0):
+        wrong.append(ValueError(f"group: {group!r}; accepted are the multiples of 32, or None"))
+    if not wrong and (x.dim() not in (3, 4) or not x.is_floating_point()):
+        wrong.append(ValueError(f"x: {x.dtype} of shape {tuple(x.shape)}; accepted are numbers of three or four axes"))
+    elif not wrong and not x.shape[-1]:
+        wrong.append(ValueError(f"x: shape {tuple(x.shape)}; accepted is D of 1 or more"))
+    elif not wrong and dtype == torch.uint8 and x.shape[-1] % 2:
+        wrong.append(ValueError(f"x: shape {tuple(x.shape)}; accepted for two INT4 a byte is an even D"))
+    if wrong:
+        raise refusal(wrong)
+    row = 0 if x.dim() == 3 else 1 if layout == "bshd" else 2
+    if group is not None:
+        group = min(group, max(x.shape[row], 1))  # one group, however much larger
+    largest = _largest(x, group, row)
+    if TORCH.is_readable(x) and (wrong := _not_quantisable("x", largest, dtype, scale_dtype, "scale_dtype=torch.float32")):
+        raise refusal(wrong)
+    return _rounded(x, largest, dtype, group, row, scale_dtype)
+
+
+def _largest(x: Tensor, group: int | None, row: int) -> Tensor:
+    """The size of the largest of the numbers that share a scale, in float32 or float64. row: the axis of rows."""
+    x = (x if x.dtype == torch.float64 else x.float()).abs()
+    if group is None:
+        return x.amax(-1)
+    rows = x.shape[row]
+    groups = torch.nn.functional.pad(x.movedim(row, -1), (0, -rows % group)).unflatten(-1, (-(-rows // group), group))
+    return groups.amax(-1).movedim(-1, row).contiguous()
+
+
+def _not_quantisable(name: str, largest: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype, way_out: str) -> Wrong:
+    """Of numbers in host memory. way_out: how the caller asks for scales of float32."""
+    if not (finite := largest.isfinite()).all():
+        return [ValueError(f"{name}: {largest[~finite][0].item()} in it; accepted are finite numbers")]
+    most = _LARGEST[dtype]
+    if not (of_scale := (largest / most).to(scale_dtype).isinf()).any():
+        return []
+    accepted = f"{most * torch.finfo(scale_dtype).max:g}" + (f", or more with {way_out}" if scale_dtype == torch.float16 else "")
+    too_large = f"a number of size {largest[of_scale][0].item():g}, too large for a scale of {scale_dtype}"
+    return [ValueError(f"{name}: {too_large}; accepted are sizes up to {accepted}")]
+
+
+def _rounded(
+    x: Tensor, largest: Tensor, dtype: torch.dtype, group: int | None, row: int, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What quantise() returns."""
+    most = _LARGEST[dtype]
+    scale = _scale(largest, most, scale_dtype)
+    x = x if x.dtype == torch.float64 else x.float()
+    of_rows = scale[..., None] if group is None else scale.repeat_interleave(group, row).narrow(row, 0, x.shape[row])
+    data = (x / torch.where(of_rows == 0, 1.0, of_rows.to(x.dtype))).clamp(-most, most)
+    if dtype == torch.float8_e4m3fn:
+        return data.contiguous().to(dtype), scale
+    data = data.nan_to_num(0.0).round().to(torch.int8)  # what is NaN has a scale that makes it NaN again
+    if dtype == torch.uint8:
+        data = (data[..., 0::2] & 15 | data[..., 1::2] << 4).view(torch.uint8)
+    return data.contiguous(), scale
+
+
+def _scale(largest: Tensor, most: float, dtype: torch.dtype) -> Tensor:
+    """Of numbers that are all 0: 0. Of others it is a number of dtype that is not 0; a NaN or an infinity stays what it is."""
+    limits = torch.finfo(dtype)
+    scale = largest / most
+    if dtype == torch.float16:  # a subnormal number has few bits: it is rounded up, so that the row's largest number has room
+        scale = torch.where(scale < limits.tiny, (scale.clamp(min=2.0**-24) * 2.0**24).ceil() * 2.0**-24, scale)
+    else:
+        scale = scale.clamp(min=limits.tiny)
+    scale = torch.where(largest.isinf(), largest, scale.clamp(max=limits.max))
+    return torch.where(largest == 0, 0.0, scale).to(dtype)
+
+
+def _as_bytes(cache: Tensor) -> Tensor:
+    """FP8 as bytes, which can be copied by index on every device."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+@torch.no_grad()
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqlens: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "bhsd",
+) -> Tensor:
+    """Writes the keys and values of new tokens behind those that a cache holds, in place.
+
+    Args:
+        k_cache, v_cache: the cache.
+        k, v: (B, Hkv, Snew, D) and (B, Hkv, Snew, Dv), or (B, Snew, Hkv, D) and (B, Snew, Hkv, Dv) with layout "bshd"; the cache's dtype.
+            With cu_seqlens (Tnew, Hkv, D) and (Tnew, Hkv, Dv); layout is then the cache's alone.
+        seqlens: int32 (B,): how many tokens of each sequence the cache holds. The new ones have the positions from there on.
+        page_table: of a cache in pages. Sequences may share pages, but not one that is written into: no entry of the table that is in use
+            names it a second time. In host memory that is checked.
+        cu_seqlens: int32 (B + 1,): the new tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of k and v. Rows behind the
+            last sequence are padding.
+        rotary_cos, rotary_sin: (length, R), 2R <= D: the first 2R columns of k turn by the angles of their token's position.
+        rotary_interleaved: columns 2r and 2r + 1 turn together, else r and R + r.
+        k_scale, v_scale: of a quantised cache, as strobe.attention() takes them, one for each key and head: they are written, too. k and v
+            are then float64, float32, float16 or bfloat16, and quantise() makes of them what is written. Numbers in host memory that
+            it refuses are refused here, too, unless their row is padding.
+        layout: "bhsd" or "bshd".
+
+    Returns:
+        int32 (B,): how many tokens the cache holds now, for seqused_k and the next call.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described above; nothing is written then.
+    """
+    tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "seqlens": seqlens}
+    maybe = {"page_table": page_table, "cu_seqlens": cu_seqlens, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    maybe.update({"k_scale": k_scale, "v_scale": v_scale})
+    tensors.update({name: x for name, x in maybe.items() if x is not None})  # PyTorch 2.4 does not trace |=
+    wrong = _no_tensors(tensors)
+    is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
+    flag(wrong, "rotary_interleaved", rotary_interleaved)
+    if (rotary_cos is None) != (rotary_sin is None):
+        absent, there = ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
+        wrong.append(ValueError(f"{absent}: None beside {there}; accepted are both or neither"))
+    if (k_scale is None) != (v_scale is None):
+        absent, there = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
+        wrong.append(ValueError(f"{absent}: None beside {there}; accepted are both or neither"))
+    if wrong:
+        raise refusal(wrong)
+    bshd = layout == "bshd"
+    wrong = _misplaced(tensors) or _unlike(tensors, bshd)
+    caches = {name: x for name, x in tensors.items() if name in ("k_cache", "v_cache", "k_scale", "v_scale")}
+    wrong = wrong or not_writable(caches, {name: x for name, x in tensors.items() if name not in caches})
+    if wrong:
+        raise refusal(wrong)
+    row = 1 if bshd else 2
+    batch, page = seqlens.shape[0], k_cache.shape[row]
+    table = torch.arange(batch, device=k.device, dtype=torch.int32)[:, None] if page_table is None else page_table
+    room = table.shape[1] * page
+    new = k.shape[row] if cu_seqlens is None else cu_seqlens.diff()
+    if isinstance(new, int) and new > room:
+        raise ValueError(f"k: {new} tokens; accepted are up to {room}, for which a sequence has room")
+    counts: list[int] | None = None  # of new tokens, where anybody looks at numbers
+    if TORCH.is_readable(seqlens) and (cu_seqlens is None or TORCH.is_readable(cu_seqlens)):
+        counts = [new] * batch if isinstance(new, int) else new.tolist()
+        for b, (n, count) in enumerate(zip(seqlens.tolist(), counts, strict=True)):
+            if count > room:
+                raise ValueError(f"cu_seqlens: {count} tokens at [{b}]; accepted are up to {room}, for which a sequence has room")
+            if not 0 <= n <= room - count:
+                raise ValueError(f"seqlens: {n} at [{b}]; accepted are 0 to {room - count}, for a sequence has room for {room} tokens")
+        if TORCH.is_readable(table):
+            _check_pages(table.tolist(), seqlens.tolist(), counts, page, k_cache.shape[0])
+    if cu_seqlens is None:  # a row for each token
+        k, v = ((x if bshd else x.transpose(1, 2)).flatten(0, 1) for x in (k, v))
+    if rotary_cos is not None and rotary_sin is not None:
+        furthest = 0 if counts is None else max((seqlens + new).tolist(), default=0)
+        check_tables(rotary_cos, rotary_sin, k.shape[2], furthest)
+        _, positions, _ = places(seqlens, cu_seqlens, len(k))
+        k = rotate(k[None], rotary_cos, rotary_sin, positions[None], rotary_interleaved)[0]
+    if k_scale is not None and v_scale is not None:
+        largest = {"k": _largest(k, None, 0), "v": _largest(v, None, 0)}
+        if counts is not None and TORCH.is_readable(k):
+            for name, scale in (("k", k_scale), ("v", v_scale)):
+                written = largest[name][: sum(counts)]  # what is behind is padding
+                wrong += _not_quantisable(name, written, k_cache.dtype, scale.dtype, f"{name}_scale of dtype torch.float32")
+        if wrong:
+            raise refusal(wrong)
+        k, scale_k = _rounded(k, largest["k"], k_cache.dtype, None, 0, k_scale.dtype)
+        v, scale_v = _rounded(v, largest["v"], k_cache.dtype, None, 0, v_scale.dtype)
+        _write(k_scale[..., None], v_scale[..., None], scale_k[..., None], scale_v[..., None], seqlens, table, cu_seqlens, bshd)
+    _write(*map(_as_bytes, (k_cache, v_cache, k, v)), seqlens, table, cu_seqlens, bshd)
+    return seqlens + new
+
+
+@torch.no_grad()
+def copy(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    source: Tensor,
+    target: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Copies pages of a cache, or rows of a contiguous one, in place: page target[i] becomes what page source[i] was.
+
+    It is what a sequence needs that goes another way than the one that it shares a page with.
+
+    Args:
+        k_cache, v_cache: the cache, in either layout.
+        source, target: int32 or int64 (N,). The numbers of target differ from one another. A pair of which one is none of the cache's is
+            left out, if the numbers lie in device memory.
+        k_scale, v_scale: of a quantised cache, which is not copied without them: their pages are copied, too. As strobe.attention() takes
+            them; k_scale may be one with k_scale_group.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described above; nothing is written then.
+    """
+    tensors = {"k_cache": k_cache, "v_cache": v_cache, "source": source, "target": target}
+    scales = {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
+    tensors.update(scales)
+    wrong = _no_tensors(tensors) or _misplaced(tensors)
+    if len(scales) == 1:
+        wrong.append(ValueError(f"{'v_scale' if 'k_scale' in scales else 'k_scale'}: None beside the other; accepted are both or neither"))
+    if wrong:
+        raise refusal(wrong)
+    if k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
+        shapes = f"shapes {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
+        raise ValueError(f"k_cache, v_cache: {shapes}; accepted are four axes, of which the first three are alike")
+    if wrong := _unlike_scales(k_cache, v_cache, k_scale, v_scale):
+        raise refusal(wrong)
+    if wrong := not_writable({"k_cache": k_cache, "v_cache": v_cache, **scales}, {"source": source, "target": target}):
+        raise refusal(wrong)
+    pages = k_cache.shape[0]
+    for name, x in (("source", source), ("target", target)):
+        if x.dim() != 1 or x.shape != source.shape or x.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{name}: {x.dtype} of shape {tuple(x.shape)}; accepted are integers ({source.shape[0] if source.dim() else 1},)"
+            )
+        if TORCH.is_readable(x):
+            for n, number in enumerate(x.tolist()):
+                if not 0 <= number < pages:
+                    raise ValueError(f"{name}: {number} at [{n}]; accepted are 0 to {pages - 1}, the pages of the cache")
+    if TORCH.is_readable(target) and len(set(target.tolist())) < len(target):
+        raise ValueError("target: a page stands there twice; accepted are numbers that differ from one another")
+    if len(source) and pages:
+        _copy(_as_bytes(k_cache), _as_bytes(v_cache), source, target)
+        if k_scale is not None and v_scale is not None:
+            _copy(k_scale, v_scale, source, target)
+
+
+@torch.no_grad()
+def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, layout: str = "bhsd") -> Tensor:
+    """K or V of a cache in pages as one tensor, a copy: (B, Hkv, n · page, D), or (B, n · page, Hkv, D) with layout "bshd".
+
+    Args:
+        cache: (pages, Hkv, page, D), or (pages, page, Hkv, D) with layout "bshd". Of a quantised cache also its scales, one for each key
+            and head, without the last axis, which the result then lacks, too.
+        page_table: int32 (B, n).
+        seqlens: int32 (B,): how many tokens of each sequence there are; None: all. Behind them stand zeros, as where a page is none of the
+            pool's.
+        layout: "bhsd" or "bshd".
+
+    Raises:
+        TypeError, ValueError: an argument is not as described above.
+    """
+    tensors = {"cache": cache, "page_table": page_table} | ({} if seqlens is None else {"seqlens": seqlens})
+    wrong = _no_tensors(tensors)
+    is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
+    wrong = wrong or _misplaced(tensors)
+    if wrong:
+        raise refusal(wrong)
+    if cache.dim() == 3:
+        return gather(cache[..., None], page_table, seqlens, layout=layout)[..., 0]
+    if cache.dtype == torch.float8_e4m3fn:
+        return gather(_as_bytes(cache), page_table, seqlens, layout=layout).view(cache.dtype)
+    if cache.dim() != 4:
+        raise ValueError(
+            f"cache: shape {tuple(cache.shape)}; accepted is (pages, Hkv, page, D), or (pages, page, Hkv, D) with layout 'bshd'"
+        )
+    row = 1 if layout == "bshd" else 2
+    batch = _check_lists(page_table, seqlens)
+    pages, page = cache.shape[0], cache.shape[row]
+    if not page:
+        raise ValueError(f"cache: shape {tuple(cache.shape)}; accepted are pages of one key or more")
+    positions = torch.arange(page_table.shape[1] * page, device=cache.device).expand(batch, -1)
+    counts = torch.full((batch,), positions.shape[1], device=cache.device) if seqlens is None else seqlens.long()
+    if TORCH.is_readable(page_table) and TORCH.is_readable(counts):
+        for b, n in enumerate(counts.tolist()):
+            if not 0 <= n <= positions.shape[1]:
+                raise ValueError(f"seqlens: {n} at [{b}]; accepted are 0 to {positions.shape[1]}, the room of a sequence")
+        _check_pages(page_table.tolist(), [0] * batch, counts.tolist(), page, pages, writes=False)
+    shape = (batch, positions.shape[1], *cache.shape[2:]) if row == 1 else (batch, cache.shape[1], positions.shape[1], cache.shape[3])
+    if not pages or not positions.numel():
+        return cache.new_zeros(shape)
+    number = page_table.long().repeat_interleave(page, 1)
+    there = (positions < counts[:, None]) & (number >= 0) & (number < pages)
+    slot = positions % page
+    number = torch.where(there, number, 0)
+    found = cache[number, slot] if row == 1 else cache[number, :, slot]  # (B, S, Hkv, D)
+    found = torch.where(there[..., None, None], found, 0)
+    return found if row == 1 else found.transpose(1, 2).contiguous()
+
+
+@torch.library.custom_op("strobe::kv_append", mutates_args=("k_cache", "v_cache"))
+def _write(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqlens: Tensor, page_table: Tensor, cu_seqlens: Tensor | None, bshd: bool
+) -> None:
+    """The tokens, a row each, of sequence b to its positions from seqlens[b] on, but for those that have no place."""
+    pages, page = k_cache.shape[0], k_cache.shape[1 if bshd else 2]
+    if not (len(seqlens) and len(k) and pages and page_table.shape[1]):
+        return
+    sequence, positions, there = places(seqlens, cu_seqlens, len(k))
+    column = torch.div(positions, page, rounding_mode="floor")
+    there = there & (positions >= 0) & (column < page_table.shape[1])
+    number = page_table.long()[sequence, column.clamp(0, page_table.shape[1] - 1)]
+    there = there & (number >= 0) & (number < pages)
+    # A token without a place is written where the first one that has a place is, and is that token; where none has, what stands there.
+    source = torch.where(there, torch.arange(len(k), device=k.device), there.int().argmax())
+    some = there.any()
+    number, slot = (torch.where(some, x[source], 0) for x in (number, positions % page))
+    for cache, x in ((k_cache, k), (v_cache, v)):
+        place = (number, slot) if bshd else (number, slice(None), slot)
+        cache[place] = torch.where(some, x[source], cache[place])
+
+
+@torch.library.custom_op("strobe::kv_copy", mutates_args=("k_cache", "v_cache"))
+def _copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """Pairs of which one is none of the cache's repeat the first of the others; where there is none, a page becomes what it is."""
+    pages = k_cache.shape[0]
+    there = (source >= 0) & (source < pages) & (target >= 0) & (target < pages)
+    first = torch.where(there, torch.arange(len(there), device=there.device), there.int().argmax())
+    some = there.any()
+    source, target = (torch.where(some, x.long()[first], 0) for x in (source, target))
+    for cache in (k_cache, v_cache):
+        cache[target] = cache[source]
+
+
+@_write.register_fake
+def _(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqlens: Tensor, page_table: Tensor, cu_seqlens: Tensor | None, bshd: bool
+) -> None:
+    return None
+
+
+@_copy.register_fake
+def _(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
+    return None
+
+
+def _no_tensors(given: dict[str, Tensor]) -> Wrong:
+    return [TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor") for name, x in given.items() if not isinstance(x, Tensor)]
+
+
+def _misplaced(given: dict[str, Tensor]) -> Wrong:
+    """What does not lie where the first one does."""
+    first, *_ = given
+    there = given[first].device
+    return [
+        ValueError(f"{name}: on device {x.device}; accepted is {there}, where {first} lies")
+        for name, x in given.items()
+        if x.device != there
+    ]
+
+
+def _check_lists(page_table: Tensor | None, seqlens: Tensor | None, batch: int | None = None) -> int:
+    """B."""
+    if page_table is not None and (page_table.dim() != 2 or page_table.dtype != torch.int32 or batch not in (None, page_table.shape[0])):
+        accepted = "(B, n)" if batch is None else f"({batch}, n)"
+        raise ValueError(f"page_table: {page_table.dtype} of shape {tuple(page_table.shape)}; accepted is int32 {accepted}")
+    batch = page_table.shape[0] if batch is None and page_table is not None else batch
+    if seqlens is not None and (seqlens.shape != (batch,) or seqlens.dtype != torch.int32):
+        raise ValueError(f"seqlens: {seqlens.dtype} of shape {tuple(seqlens.shape)}; accepted is int32 ({batch},)")
+    return batch or 0
+
+
+def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
+    """What does not fit, of a call of append()."""
+    k_cache, k, seqlens = (given[name] for name in ("k_cache", "k", "seqlens"))
+    table, cu_seqlens, quantised = given.get("page_table"), given.get("cu_seqlens"), "k_scale" in given
+    axes = {"k_cache": 4, "v_cache": 4} | dict.fromkeys(("k", "v"), 4 if cu_seqlens is None else 3)
+    wrong: Wrong = [
+        ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted are {'four axes' if n == 4 else 'three axes, with cu_seqlens'}")
+        for name, n in axes.items()
+        if given[name].dim() != n
+    ]
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype != torch.int32):
+        wrong.append(ValueError(f"cu_seqlens: {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; accepted is int32 (B + 1,)"))
+    if wrong:
+        return wrong
+    head, row = (2, 1) if bshd else (1, 2)
+    batch, heads = len(k) if cu_seqlens is None else len(cu_seqlens) - 1, k_cache.shape[head]
+    rows = batch if table is None else k_cache.shape[0]
+
+    accepted: dict[str, tuple[int, ...]] = {}
+    for name in ("k", "v"):
+        width = given[f"{name}_cache"].shape[3]
+        new = width * (2 if quantised and k_cache.dtype == torch.uint8 else 1)
+        both = ((f"{name}_cache", rows, k_cache.shape[row], width), (name, batch, k.shape[row] if k.dim() == 4 else 0, new))
+        for whose, first, tokens, columns in both:
+            accepted[whose] = (first, tokens, heads, columns) if bshd else (first, heads, tokens, columns)
+        if cu_seqlens is not None:
+            accepted[name] = (len(k), heads, new)
+    wrong += [
+        ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted is {sizes}")
+        for name, sizes in accepted.items()
+        if given[name].shape != sizes
+    ]
+    if not k_cache.shape[row]:
+        wrong.append(ValueError("k_cache: room for 0 tokens; accepted is 1 or more"))
+    for name in ("k_scale", "v_scale") if quantised else ():
+        x, sizes = given[name], k_cache.shape[:3]
+        if x.shape != sizes or x.dtype not in (torch.float16, torch.float32):
+            wrong.append(ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; accepted is float16 or float32 {tuple(sizes)}"))
+        if not given[name[0]].shape[-1]:
+            wrong.append(ValueError(f"{name[0]}: shape {tuple(given[name[0]].shape)}; accepted is a last axis of 1 or more"))
+    if quantised and k_cache.dtype not in _LARGEST:
+        wrong.append(ValueError(f"k_cache: dtype {k_cache.dtype} beside k_scale; accepted is {', '.join(map(str, _LARGEST))}"))
+    if quantised and not k.is_floating_point():
+        wrong.append(ValueError(f"k: dtype {k.dtype}; accepted are float64, float32, float16, bfloat16"))
+    alike = (("v_cache", "k_cache"), ("v", "k")) if quantised else (("v_cache", "k_cache"), ("k", "k_cache"), ("v", "k_cache"))
+    for name, of in alike:
+        if given[name].dtype != given[of].dtype:
+            wrong.append(ValueError(f"{name}: dtype {given[name].dtype}; accepted is {given[of].dtype}, as {of} has"))
+    if wrong:
+        return wrong
+    if cu_seqlens is not None and TORCH.is_readable(cu_seqlens):
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends != sorted(ends) or ends[-1] > len(k):
+            wrong.append(
+                ValueError(f"cu_seqlens: {shown(ends)}; accepted are numbers from 0 to at most {len(k)}, the rows of k, that never fall")
+            )
+    try:
+        _check_lists(table, seqlens, batch)
+    except ValueError as refused:
+        wrong.append(refused)
+    return wrong
+
+
+def _unlike_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Wrong:
+    """What does not fit, of the caches and scales of a call of copy(), which does not know the layout."""
+    if k_scale is None or v_scale is None:
+        stored = [f"{name} of {x.dtype}" for name, x in (("k_cache", k_cache), ("v_cache", v_cache)) if x.dtype in _LARGEST]
+        return [ValueError(f"k_scale, v_scale: None beside {stored[0]}; accepted are the scales of a quantised cache")] if stored else []
+    if k_cache.dtype not in _LARGEST:
+        return [ValueError(f"k_cache: dtype {k_cache.dtype} beside k_scale; accepted is {', '.join(map(str, _LARGEST))}")]
+    if v_cache.dtype != k_cache.dtype:
+        return [ValueError(f"v_cache: dtype {v_cache.dtype}; accepted is {k_cache.dtype}, as k_cache has")]
+    pages, one, other = sizes = tuple(k_cache.shape[:3])
+    columns = k_cache.shape[3] * (2 if k_cache.dtype == torch.uint8 else 1)
+    by_column = k_scale.dim() == 4 and (k_scale.shape[0], k_scale.shape[3]) == (pages, columns)
+    if by_column:  # heads and groups of rows, or groups and heads
+        first, second = k_scale.shape[1:3]
+        by_column = (first == one and _is_groups(second, other)) or (second == other and _is_groups(first, one))
+    types = (torch.float16, torch.float32)
+    wrong: Wrong = []
+    if (k_scale.shape != sizes and not by_column) or k_scale.dtype not in types:
+        groups = f"with k_scale_group G ({pages}, {one}, ceil({other} / G), {columns}), or ({pages}, ceil({one} / G), {other}, {columns})"
+        given = f"{k_scale.dtype} of shape {tuple(k_scale.shape)}"
+        wrong.append(ValueError(f"k_scale: {given}; accepted is float16 or float32 {sizes}, {groups} in layout bshd"))
+    if v_scale.shape != sizes or v_scale.dtype not in types:
+        wrong.append(ValueError(f"v_scale: {v_scale.dtype} of shape {tuple(v_scale.shape)}; accepted is float16 or float32 {sizes}"))
+    return wrong
+
+
+def _is_groups(count: int, rows: int) -> bool:
+    """Whether rows make so many groups of some k_scale_group."""
+    if not count or not rows:
+        return count == rows
+    group = 32 * -(-rows // (32 * count))  # the least one that makes no more
+    return -(-rows // group) == count
+
+
+def _check_pages(table: list[list[int]], begin: list[int], new: list[int], page: int, pages: int, writes: bool = True) -> None:
+    """Of the pages that hold the new[b] tokens from begin[b] on: each is one of the pool's. writes: and serves no other place of a
+    sequence."""
+    written: dict[int, tuple[int, int]] = {}  # page: sequence, and which of its pages
+    ends = [-(-(first + count) // page) for first, count in zip(begin, new, strict=True)]
+    for b, (row, first, count, end) in enumerate(zip(table, begin, new, ends, strict=True)):
+        for n in range(first // page, end) if count else ():
+            if not 0 <= row[n] < pages:
+                raise ValueError(f"page_table: page {row[n]} at [{b}, {n}]; accepted are 0 to {pages - 1}, the pages of the cache")
+            if writes and written.setdefault(row[n], (b, n)) != (b, n):
+                places = f"[{written[row[n]][0]}, {written[row[n]][1]}] and at [{b}, {n}]"
+                raise ValueError(f"page_table: page {row[n]} is to be written at {places}; accepted is a page of its own for each")
+    for b, (row, end) in enumerate(zip(table, ends, strict=True)):
+        for n in range(end):
+            if (place := written.get(row[n], (b, n))) != (b, n):
+                raise ValueError(
+                    f"page_table: page {row[n]}, which holds keys at [{b}, {n}], is to be written at [{place[0]}, {place[1]}]; "
+                    "accepted is a page of its own there: strobe.kv.copy makes one"
+                )

@@ -1,0 +1,226 @@
+// The two products of decode.h, S = Q K^T and O = P V of the rows of a group, over the keys of a span. There are two ways: of few rows, by
+// lanes.h, and of more, by the tiles of an arithmetic.
+#pragma once
+#include "fma.h"
+#include "keys.h"
+#include "lanes.h"
+
+namespace strobe::inline STROBE_ISA {
+
+struct DecodeTile {
+  static constexpr int64_t kSpan = kPitch - 16; // keys of an item
+  static constexpr int64_t kKeys = 64;          // whose products are made at once
+};
+
+// The keys of a span, of one key head: key j is row k_begin + j of K and V.
+struct DecodeKeys {
+  const Problem &p;
+  int64_t b, kv, k_begin;
+  Range keys;
+  KeyRows k() const { return rows_of_k(p); }
+  KeyRows v() const { return rows_of_v(p); }
+  int64_t count() const { return keys.end - keys.begin; }
+};
+
+// What is not finite in V of the keys [j, j + n), added for the rows whose P is not 0 there. place(c): where column c of o lies.
+template <class T, class Place>
+void add_nonfinite_values(const DecodeKeys &span, int64_t j, int64_t n, int64_t rows, const T *probs, T *v, T *o, int64_t ldo,
+                          Place &&place) {
+  for (int64_t key = 0; key < n; ++key) {
+    load_row(span.v(), span.b, span.kv, span.k_begin + j + key, 0, span.p.head_dim_v, v);
+    for (int64_t c = 0; c < span.p.head_dim_v; ++c)
+      for (int64_t r = 0; r < rows && !__builtin_isfinite(v[c]); ++r)
+        if (const T weight = probs[r * kPitch + key]; weight != T(0)) o[r * ldo + place(c)] += weight * v[c];
+  }
+}
+
+// K and V are read once, as they lie, for up to kMostRowsHeld rows at a time.
+template <class Lanes> class FewRows : DecodeTile {
+public:
+  using T = typename Lanes::Real;
+  using Elements = typename Lanes::Elements;
+  using Word = typename Elements::Word;
+  using Operand = typename Lanes::Operand;
+  using Rows = WordRows<Elements>;
+
+  FewRows(Arena &arena, const Problem &p, int64_t rows) : padded_(round_to(rows, kMostRowsHeld)) {
+    const int64_t most = Rows::words(max(p.head_dim, p.head_dim_v));
+    words_k_ = Rows::words(p.head_dim), words_v_ = Rows::words(p.head_dim_v);
+    q_ = arena.take<Operand>(padded_ * words_k_ * Lanes::kTerms);
+    row_ = arena.take<Operand>(words_k_ * Lanes::kTerms);
+    if (!kWeightsAreP || p.quantised()) p_ = arena.take<Operand>(padded_ * kPitch);
+    if (p.quantised()) scales_ = arena.take<T>(max(kPitch, round_to(p.head_dim, 16)));
+    if (p.scaled_by_channel()) scaled_q_ = arena.take<Operand>(padded_ * words_k_ * Lanes::kTerms);
+    o_ = arena.take<T>(padded_ * words_v_ * Elements::kPerWord);
+    wide_ = arena.take<T>(max(words_k_ * Elements::kPerWord, round_to(p.head_dim_v, 16)));
+    copies_ = arena.take<Word>(kKeys * most);
+  }
+
+  // wide: rows of round_to(d, 16) columns.
+  void load_queries(const T *wide, int64_t rows, int64_t d) {
+    const int64_t terms = words_k_ * Lanes::kTerms, columns = words_k_ * Elements::kPerWord;
+    fill(q_, padded_ * terms, Operand(0));
+    batches(rows, [&](auto batch, int64_t first) {
+      for (int64_t r = first; r < min((i64)first + batch, (i64)rows); ++r) {
+        std::memcpy(wide_, wide + r * round_to(d, 16), sizeof(T) * size_t(d));
+        fill(wide_ + d, columns - d, T(0));
+        Lanes::convert(wide_, columns, row_);
+        for (int64_t n = 0; n < terms; ++n) q_[first * terms + n * batch + r - first] = row_[n];
+      }
+    });
+  }
+
+  void scores(const DecodeKeys &span, int64_t rows, T *s) {
+    const Problem &p = span.p;
+    const int64_t count = span.count();
+    if (!p.scaled_by_channel()) {
+      add_scores(span, rows, q_, 0, count, s);
+      if (!p.quantised()) return;
+      load_row_scales(p.k_scale, span.b, span.kv, span.k_begin + span.keys.begin, count, scales_);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t j = 0; j < count; ++j) s[r * kPitch + j] *= scales_[j];
+      return;
+    }
+    for (int64_t done = 0, end; done < count; done = end) { // groups of rows that share the scales of their columns
+      const int64_t row = span.k_begin + span.keys.begin + done, in_page = p.page_size ? row % p.page_size : row;
+      const int64_t left = p.k_scale.rows - in_page % p.k_scale.rows;
+      end = min((i64)count, (i64)(done + (p.page_size ? min((i64)left, (i64)(p.page_size - in_page)) : left)));
+      load_scales(p.k_scale, span.b, span.kv, row, 0, p.head_dim, scales_);
+      const int64_t terms = words_k_ * Lanes::kTerms;
+      batches(rows, [&](auto batch, int64_t r) {
+        for (int64_t n = 0; n < terms; ++n) {
+          const T scale = n < p.head_dim ? scales_[n] : T(0);
+          for (int64_t i = 0; i < batch; ++i) {
+            const int64_t at = r * terms + n * batch + i;
+            if constexpr (kWeightsAreP) scaled_q_[at] = q_[at] * scale;
+          }
+        }
+      });
+      add_scores(span, rows, scaled_q_, done, end, s);
+    }
+  }
+
+  // probs: rows of 0 behind the last one, up to a multiple of kMostRowsHeld, and keys of 0 behind the last one, up to a multiple of 16.
+  void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) {
+    const Problem &p = span.p;
+    const Rows v(p.v, span.b, span.kv, p.head_dim_v, span.k_begin + span.keys.end, kRun, Lanes::kKeys);
+    const int64_t ld = words_v_ * Elements::kPerWord, count = span.count();
+    const Operand *weights = p_;
+    if (p.quantised()) {
+      load_row_scales(p.v_scale, span.b, span.kv, span.k_begin + span.keys.begin, count, scales_);
+      fill(scales_ + count, round_to(count, 16) - count, T(0));
+      for (int64_t r = 0; r < padded_; ++r)
+        for (int64_t j = 0; j < round_to(count, 16); ++j) { // the scale of what is hidden may be anything
+          const T weight = probs[r * kPitch + j], product = weight * scales_[j];
+          if constexpr (kWeightsAreP) p_[r * kPitch + j] = (hides && weight == T(0)) ? T(0) : product;
+        }
+    } else if constexpr (kWeightsAreP) {
+      weights = probs;
+    } else {
+      for (int64_t r = 0; r < padded_; ++r) Lanes::convert(probs + r * kPitch, round_to(count, 16), p_ + r * kPitch);
+    }
+    for (int64_t done = 0; done < count;) {
+      const int64_t j = span.keys.begin + done, most = min((i64)kKeys, (i64)(count - done));
+      const bool nonfinite = hides && stores_nonfinite(span.v(), span.b, span.kv, span.k_begin + j, most, p.head_dim_v);
+      const auto keys = v.block(span.k_begin + j, most, nonfinite, copies_);
+      batches(rows, [&](auto batch, int64_t r) __attribute__((always_inline)) {
+        add_values<Lanes, batch>(keys, words_v_, weights + r * kPitch + done * Lanes::kOperands / Lanes::kKeys, o_ + r * ld, ld, done > 0);
+      });
+      if (nonfinite)
+        add_nonfinite_values(span, j, min((i64)keys.count, (i64)most), rows, probs + done, wide_, o_, ld,
+                             [](int64_t c) { return Lanes::place(c); });
+      done += keys.count;
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < span.p.head_dim_v; ++c) o[r * ldo + c] = o_[r * ld + Lanes::place(c)];
+  }
+
+private:
+  static constexpr bool kWeightsAreP = std::is_same_v<Operand, T>;
+
+  // Of the keys [done, end), counted from the span's first one.
+  void add_scores(const DecodeKeys &span, int64_t rows, const Operand *q, int64_t done, int64_t end, T *s) {
+    const int64_t first = span.k_begin + span.keys.begin, terms = words_k_ * Lanes::kTerms;
+    const Rows k(span.p.k, span.b, span.kv, span.p.head_dim, first + end, Vec<T>::kLanes, Vec<T>::kLanes);
+    while (done < end) {
+      const auto keys = k.block(first + done, kKeys, false, copies_);
+      batches(rows, [&](auto batch, int64_t r)
+                        __attribute__((always_inline)) { score_keys<Lanes, batch>(keys, words_k_, q + r * terms, s + r * kPitch + done); });
+      done += keys.count;
+    }
+  }
+  template <class F> static STROBE_INLINE void batches(int64_t rows, F &&f) {
+    for (int64_t r = 0, left; r < rows;) {
+      left = rows - r;
+      if constexpr (kMostRowsHeld == 8)
+        if (left > 4) {
+          f(Index<8>{}, r), r += 8;
+          continue;
+        }
+      if (left > 2)
+        f(Index<4>{}, r), r += 4;
+      else if (left > 1)
+        f(Index<2>{}, r), r += 2;
+      else
+        f(Index<1>{}, r), r += 1;
+    }
+  }
+
+  int64_t padded_, words_k_, words_v_;
+  Operand *q_, *row_, *p_ = nullptr, *scaled_q_ = nullptr;
+  T *o_, *wide_, *scales_ = nullptr;
+  Word *copies_;
+};
+
+// Tiles of K and V are brought into an arithmetic's layout.
+template <class Math> class ManyRows : DecodeTile {
+public:
+  using T = typename Math::Real;
+
+  ManyRows(Arena &arena, const Problem &p, int64_t rows) {
+    const int64_t d = p.head_dim, dv = p.head_dim_v;
+    q_ = arena.take<typename Math::Element>(Math::left_size(rows, d));
+    k_ = arena.take<typename Math::Element>(Math::lanes_size(kKeys, d));
+    p_ = arena.take<typename Math::Element>(Math::left_size(rows, kKeys));
+    v_ = arena.take<typename Math::Element>(Math::rows_size(kKeys, dv));
+    wide_ = arena.take<T>(kKeys * max(round_to(d, 16), round_to(dv, 16)));
+    o_ = arena.take<T>(round_to(rows, 32) * round_to(dv, 16));
+    buffer_ = arena.take<T>(16 * round_to(d, 16));
+  }
+
+  void load_queries(const T *wide, int64_t rows, int64_t d) { left_ = Math::left_rows(wide, rows, d, round_to(d, 16), q_); }
+
+  void scores(const DecodeKeys &span, int64_t rows, T *s) {
+    const int64_t d = span.p.head_dim;
+    for (int64_t j = span.keys.begin; j < span.keys.end; j += kKeys) {
+      const int64_t n = min((i64)kKeys, span.keys.end - j);
+      const auto k = span.p.quantised() ? Math::load_lanes(dense_copy(span.k(), span.b, span.kv, span.k_begin + j, n, d, false, wide_), 0,
+                                                           0, 0, n, d, T(1), kKeys, k_, buffer_)
+                                        : Math::load_lanes(span.p.k, span.b, span.kv, span.k_begin + j, n, d, T(1), kKeys, k_, buffer_);
+      Math::multiply(rows, kKeys, d, left_, k, s + (j - span.keys.begin), kPitch, false);
+    }
+  }
+
+  void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) {
+    const Problem &p = span.p;
+    const int64_t dv = p.head_dim_v, ld = round_to(dv, 16);
+    for (int64_t j = span.keys.begin; j < span.keys.end; j += kKeys) {
+      const int64_t n = min((i64)kKeys, span.keys.end - j), row = span.k_begin + j;
+      const T *const weights = probs + (j - span.keys.begin);
+      const bool nonfinite = hides && !all_finite(span.v(), span.b, span.kv, row, n, dv);
+      const auto v = nonfinite || p.quantised()
+                         ? Math::load_rows(dense_copy(span.v(), span.b, span.kv, row, n, dv, nonfinite, wide_), 0, 0, 0, n, dv, v_)
+                         : Math::load_rows(p.v, span.b, span.kv, row, n, dv, v_);
+      Math::multiply(rows, ld, n, Math::left_rows(weights, rows, n, kPitch, p_), v, o_, ld, j > span.keys.begin);
+      if (nonfinite) add_nonfinite_values(span, j, n, rows, weights, wide_, o_, ld, [](int64_t c) { return c; });
+    }
+    for (int64_t r = 0; r < rows; ++r) std::memcpy(o + r * ldo, o_ + r * ld, sizeof(T) * size_t(dv));
+  }
+
+private:
+  typename Math::Left left_;
+  typename Math::Element *q_, *k_, *p_, *v_;
+  T *wide_, *o_, *buffer_;
+};
+
+} // namespace strobe::inline STROBE_ISA

@@ -1,0 +1,166 @@
+// The products of few rows of queries with K and V, which read K and V once and as they lie: what is bound by memory. S = Q K^T has a key
+// a lane, whose words are transposed in registers; O = P V has a word of V a lane. Rows of Q and P are broadcast, and their sums stay in
+// registers.
+#pragma once
+#include "elements.h"
+#include "gemm.h"
+#include "tile.h"
+
+namespace strobe::inline STROBE_ISA {
+
+// By multiply-add. Sums have the order of gemm.h.
+template <class T, class E> struct FmaLanes {
+  using Real = T;
+  using Elements = E;
+  using Operand = T; // of a row of Q or P, to be broadcast
+  using Words = WordsOf<T>;
+  static constexpr int kTerms = E::kPerWord; // operands that a word of K holds
+  static constexpr int64_t kTermsOfRun = kRun;
+  static constexpr int kTogether = kRoundsProducts ? 4 : 1; // terms that are added up before they join a sum
+  template <int n> static STROBE_INLINE Vec<T> term(Words words) { return E::template element<n>(words); }
+  template <int kStride> static STROBE_INLINE void add(Vec<T> (&x)[kTogether], const Operand *y, Vec<T> &sum) {
+    if constexpr (kTogether == 4)
+      sum += (x[0] * V(y[0]) + x[1] * V(y[kStride])) + (x[2] * V(y[2 * kStride]) + x[3] * V(y[3 * kStride]));
+    else
+      sum = fma(x[0], V(*y), sum);
+  }
+
+  // Of V: a row's words hold as many vectors of columns as a word holds elements.
+  static constexpr int kVectors = E::kPerWord, kKeys = kTogether, kOperands = kTogether; // keys taken in at once
+  template <int n> static STROBE_INLINE void add_values(const Words (&words)[kKeys], const Operand *p, Vec<T> &sum) {
+    Vec<T> x[kKeys];
+    unroll<kKeys>(STROBE_UNROLL(i) { x[i] = E::template element<n>(words[i]); });
+    add<1>(x, p, sum);
+  }
+  // Where column c lies in a row of the sums: [vector of words][element][lane].
+  static STROBE_INLINE int64_t place(int64_t c) {
+    constexpr int64_t L = Vec<T>::kLanes, n = E::kPerWord;
+    return c / (L * n) * (L * n) + c % n * L + c / n % L;
+  }
+  static STROBE_INLINE void convert(const T *src, int64_t count, Operand *dst) { std::memcpy(dst, src, sizeof(T) * size_t(count)); }
+
+private:
+  using V = Vec<T>;
+};
+
+inline constexpr int kMostRowsHeld = kVectorRegisters == 32 ? 8 : 4;
+
+inline constexpr int64_t kPitch = 1024 + 16; // of a row of scores or of P, in elements or in operands: rows are not to share cache sets
+
+// Asks for words of rows to come, where they lie side by side from the first to the last: what fetches ahead by itself from memory follows
+// that order alone. Else the same words of each row.
+template <class Word> class Prefetch {
+public:
+  // In place of the words [w, w + words) of `rows` rows of `all` words.
+  STROBE_INLINE Prefetch(const Word *ahead, int64_t stride, int64_t rows, int64_t w, int64_t words, int64_t all)
+      : at_(ahead + (stride == all ? rows * w : w)), row_(stride == all ? words : stride) {}
+  STROBE_INLINE void operator()(int64_t row, int64_t word) const {
+    if (word * int64_t(sizeof(Word)) % 64 == 0) __builtin_prefetch(at_ + row * row_ + word, 0, 2);
+  }
+
+private:
+  const Word *at_;
+  int64_t row_;
+};
+
+// s[r * kPitch + key] = q(r) k(key) of a block of keys, a multiple of the lanes. q: [words * Lanes::kTerms][kRows].
+template <class Lanes, int kRows>
+__attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elements::Word> &block, int64_t words,
+                                          const typename Lanes::Operand *q, typename Lanes::Real *s) {
+  using T = typename Lanes::Real;
+  using V = Vec<T>;
+  using Words = typename Lanes::Words;
+  constexpr int L = V::kLanes, kStep = WordRows<typename Lanes::Elements>::kStep, kTerms = Lanes::kTerms * kStep;
+  constexpr int64_t kRunTerms = Lanes::kTermsOfRun;
+  for (int64_t key = 0; key < block.count; key += L) {
+    V run[kRows];
+    unroll<kRows>(STROBE_UNROLL(r) { run[r] = V(T(0)); });
+    bool started = false;
+    const auto end_run = [&]() __attribute__((always_inline)) { // sums are added up in memory: registers hold a square of K
+      unroll<kRows>(STROBE_UNROLL(r) {
+        T *const at = s + r * kPitch + key;
+        (started ? run[r] + V::load(at) : run[r]).store(at);
+        run[r] = V(T(0));
+      });
+      started = true;
+    };
+    const auto *const keys = block.rows + key * block.stride;
+    for (int64_t w = 0; w < words; w += kStep) {
+      const Prefetch prefetch(block.ahead + key * block.stride, block.stride, L, w, kStep, words);
+      V x[kStep];
+      unroll<kStep / L>(STROBE_UNROLL(part) {
+        V square[L];
+        unroll<L>(STROBE_UNROLL(i) {
+          prefetch(i, part * L);
+          square[i] = V::load(reinterpret_cast<const T *>(keys + i * block.stride + w + part * L));
+        });
+        transpose_block(square);
+        unroll<L>(STROBE_UNROLL(i) { x[part * L + i] = square[i]; });
+      });
+      const typename Lanes::Operand *const of_step = q + w * Lanes::kTerms * kRows;
+      unroll<kTerms / Lanes::kTogether>(STROBE_UNROLL(n) {
+        constexpr int kFirst = n * Lanes::kTogether;
+        V terms[Lanes::kTogether];
+        unroll<Lanes::kTogether>(STROBE_UNROLL(i) {
+          constexpr int kTerm = kFirst + i;
+          terms[i] = Lanes::template term<kTerm % Lanes::kTerms>((Words)x[kTerm / Lanes::kTerms].v);
+        });
+        unroll<kRows>(STROBE_UNROLL(r) { Lanes::template add<kRows>(terms, of_step + kFirst * kRows + r, run[r]); });
+        if constexpr (kRunTerms > 0 && (kFirst + Lanes::kTogether) % (kRunTerms > 0 ? kRunTerms : 1) == 0) end_run();
+      });
+      if constexpr (kRunTerms > kTerms)
+        if ((w + kStep) * Lanes::kTerms % kRunTerms == 0) end_run();
+    }
+    if (kRunTerms == 0 || words * Lanes::kTerms % (kRunTerms > 0 ? kRunTerms : 1) != 0) end_run();
+  }
+}
+
+// o[r * ldo ...] (+)= P V of a run of keys, a multiple of Lanes::kKeys, in kWide words of the lanes side by side and then in fewer.
+template <class Lanes, int kRows, int kWide, int kParts>
+STROBE_INLINE void add_run(const WordBlock<typename Lanes::Elements::Word> &block, int64_t first, int64_t keys, int64_t w, int64_t words,
+                           const typename Lanes::Operand *p, typename Lanes::Real *o, int64_t ldo, bool accumulate) {
+  using T = typename Lanes::Real;
+  using V = Vec<T>;
+  constexpr int L = V::kLanes, kOfWord = Lanes::kVectors; // vectors of columns that a vector of words holds, kParts at a time
+  for (; w + kWide * L <= words; w += kWide * L) {
+    const Prefetch prefetch(block.ahead + first * block.stride, block.stride, keys, w, kWide * L, words);
+    unroll<kOfWord / kParts>(STROBE_UNROLL(part) {
+      constexpr int kFirst = part * kParts;
+      V sum[kRows][kWide * kParts];
+      unroll<kRows>(STROBE_UNROLL(r) { unroll<kWide * kParts>(STROBE_UNROLL(n) { sum[r][n] = V(T(0)); }); });
+      const typename Lanes::Operand *weight = p;
+      const typename Lanes::Elements::Word *row = block.rows + first * block.stride + w;
+      for (int64_t key = 0; key < keys; key += Lanes::kKeys, weight += Lanes::kOperands, row += Lanes::kKeys * block.stride) {
+        unroll<kWide>(STROBE_UNROLL(v) {
+          typename Lanes::Words x[Lanes::kKeys];
+          unroll<Lanes::kKeys>(STROBE_UNROLL(i) {
+            if constexpr (kFirst == 0) prefetch(key + i, v * L);
+            x[i] = (typename Lanes::Words)V::load(reinterpret_cast<const T *>(row + i * block.stride + v * L)).v;
+          });
+          unroll<kParts>(STROBE_UNROLL(n) {
+            unroll<kRows>(STROBE_UNROLL(r) { Lanes::template add_values<kFirst + n>(x, weight + r * kPitch, sum[r][v * kParts + n]); });
+          });
+        });
+      }
+      unroll<kRows>(STROBE_UNROLL(r) {
+        unroll<kWide * kParts>(STROBE_UNROLL(n) {
+          T *at = o + r * ldo + (w / L + n / kParts) * (kOfWord * L) + (kFirst + n % kParts) * L;
+          (accumulate ? V::load(at) + sum[r][n] : sum[r][n]).store(at);
+        });
+      });
+    });
+  }
+  if constexpr (kWide > 1) add_run<Lanes, kRows, kWide / 2, kParts>(block, first, keys, w, words, p, o, ldo, accumulate);
+}
+
+// The same of a block of keys: sums of kRun of them start from 0.
+template <class Lanes, int kRows>
+__attribute__((noinline)) void add_values(const WordBlock<typename Lanes::Elements::Word> &block, int64_t words,
+                                          const typename Lanes::Operand *p, typename Lanes::Real *o, int64_t ldo, bool accumulate) {
+  constexpr int kHeld = min(8, 2 * kMostRowsHeld / kRows), kParts = min(kHeld, Lanes::kVectors);
+  for (int64_t key = 0; key < block.count; key += kRun, accumulate = true)
+    add_run<Lanes, kRows, kHeld / kParts, kParts>(block, key, min((i64)kRun, (i64)(block.count - key)), 0, words,
+                                                  p + key * Lanes::kOperands / Lanes::kKeys, o, ldo, accumulate);
+}
+
+} // namespace strobe::inline STROBE_ISA

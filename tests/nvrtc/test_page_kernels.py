@@ -1,0 +1,54 @@
+"""Kernels that find K and V by a page table compile for GPUs that are not here, without spills."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from strobe._prewarm import Shape, prewarm
+
+B, PAGES, PAGE = 4, 40, 16
+SK = PAGES * PAGE
+OPTIONS = {
+    "nothing": ({}, {}),
+    "causal": ({}, {"window_right": 0}),
+    "ALiBi": ({"alibi_slopes": Shape((16,), "float32")}, {"window_right": 0}),
+    "softcap": ({}, {"softcap": 20.0, "window_right": 0}),
+    "mask": ({"mask": Shape((1, 1, 1, SK), "bool")}, {}),
+}
+LENGTHS = (1, 100)
+CASES = [(o, LENGTHS[n % 2]) for n, o in enumerate(OPTIONS)]  # make test-long: all
+if os.environ.get("STROBE_TRIPLES"):
+    CASES = [(o, sq) for o in OPTIONS for sq in LENGTHS]
+
+
+@pytest.mark.parametrize(("options", "sq"), CASES)
+@pytest.mark.parametrize(("arch", "engine", "dtype", "dims"), [
+    (90, "cuda-simt", "float32", (64, 64)),
+    (90, "cuda-simt", "float32", (128, 128)),
+    (90, "cuda-simt", "bfloat16", (40, 321)),
+    (90, "cuda-simt", "float64", (64, 64)),
+    (90, "cuda-mma", "bfloat16", (64, 64)),
+    (90, "cuda-mma", "bfloat16", (128, 128)),
+    (80, "cuda-mma", "float16", (96, 40)),
+])  # fmt: skip
+def test_it_compiles_without_spills(arch, engine, dtype, dims, options, sq):
+    arrays, fields = OPTIONS[options]
+    d, dv = dims
+    arrays = {
+        "q": Shape((B, 16, sq, d), dtype),
+        "k": Shape((200, 4, PAGE, d), dtype),
+        "v": Shape((200, 4, PAGE, dv), dtype),
+        "page_table": Shape((B, PAGES), "int32"),
+        "seqused_k": Shape((B,), "int32"),
+        **arrays,
+    }
+    try:
+        kernels = prewarm(arrays, fields | {"engine": engine}, False, arch)
+    except NotImplementedError as refusal:
+        if "no NVRTC" not in str(refusal):
+            raise
+        pytest.skip(str(refusal))
+    for kernel in kernels:
+        assert kernel.spilled == 0, kernel

@@ -1,0 +1,55 @@
+"""Kernels that read quantised K and V compile for GPUs that are not here, without spills."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from strobe._prewarm import Shape, prewarm
+
+B, HKV, SK, PAGE = 4, 4, 640, 16
+OPTIONS = {
+    "nothing": ({}, {}),
+    "pages": ({"page_table": Shape((B, SK // PAGE), "int32"), "seqused_k": Shape((B,), "int32")}, {}),
+    "softcap": ({}, {"softcap": 20.0, "window_right": 0}),
+    "ALiBi and dropout": ({"alibi_slopes": Shape((16,), "float32")}, {"window_right": 0, "dropout": 0.1, "seed": 1}),
+    "mask and bias": ({"mask": Shape((1, 1, 1, SK), "bool"), "bias": Shape((1, 1, 1, SK), "float32")}, {}),
+}
+STORED = ("int8", "float8_e4m3fn", "uint8")
+CASES = [(o, STORED[n % 3]) for n, o in enumerate(OPTIONS)]  # make test-long: all
+if os.environ.get("STROBE_TRIPLES"):
+    CASES = [(o, stored) for o in OPTIONS for stored in STORED]
+
+
+@pytest.mark.parametrize(("options", "stored"), CASES)
+@pytest.mark.parametrize(("arch", "engine", "dtype", "dims", "sq"), [
+    (90, "cuda-mma", "bfloat16", (128, 128), 1),
+    (90, "cuda-mma", "float16", (128, 128), 1),
+    (90, "cuda-mma", "bfloat16", (64, 64), 4),
+    (80, "cuda-mma", "bfloat16", (128, 128), 1),
+    (90, "cuda-simt", "float32", (128, 128), 1),
+    (90, "cuda-simt", "bfloat16", (64, 64), 100),
+])  # fmt: skip
+def test_it_compiles_without_spills(arch, engine, dtype, dims, sq, options, stored):
+    arrays, fields = OPTIONS[options]
+    group = 64 if engine == "cuda-simt" and sq > 1 else 0
+    rows = (200, HKV, PAGE) if "page_table" in arrays else (B, HKV, SK)
+    each = 2 if stored == "uint8" else 1
+    d, dv = dims
+    arrays = {
+        "q": Shape((B, 16, sq, d), dtype),
+        "k": Shape((*rows, d // each), stored),
+        "v": Shape((*rows, dv // each), stored),
+        "k_scale": Shape((*rows[:2], -(-rows[2] // group), d) if group else rows, "float16"),
+        "v_scale": Shape(rows, "float32"),
+        **arrays,
+    }
+    try:
+        kernels = prewarm(arrays, fields | {"engine": engine, "k_scale_group": group}, False, arch)
+    except NotImplementedError as refusal:
+        if "no NVRTC" not in str(refusal):
+            raise
+        pytest.skip(str(refusal))
+    for kernel in kernels:
+        assert kernel.spilled == 0, kernel

@@ -1,0 +1,81 @@
+"""K and V of a call quantised, by formulas of the tests' own: what is stored, the scales, and what both stand for in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# By name: the largest number that is stored, and the dtype that stores it. int4: two a byte.
+KINDS = {"int8": (127.0, torch.int8), "float8": (448.0, torch.float8_e4m3fn), "int4": (7.0, torch.uint8)}
+SCALES = {"float16": torch.float16, "float32": torch.float32}
+
+
+class Kind(NamedTuple):
+    stored: str  # of KINDS
+    scale: str  # of SCALES
+    group: int | None = None  # rows of k that share a scale for each column; None: a scale for each row
+
+
+@dataclass
+class Quantised:
+    """What is handed over in the place of k and v; of scales, a row for each row of k and v, of one column or of all."""
+
+    kind: Kind
+    k: Tensor  # bytes
+    v: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+    def handed(self, row: int) -> tuple[Tensor, Tensor, dict[str, object]]:
+        """k, v and options; row: the axis of rows."""
+        dtype = KINDS[self.kind.stored][1]
+        options: dict[str, object] = {"k_scale": self.k_scale[..., 0], "v_scale": self.v_scale[..., 0]}
+        if self.kind.group is not None:
+            first = (slice(None),) * row + (slice(None, None, self.kind.group),)
+            options |= {"k_scale": self.k_scale[first], "k_scale_group": self.kind.group}
+        return self.k.view(dtype), self.v.view(dtype), options
+
+
+def quantised(kind: Kind, k: Tensor, v: Tensor, row: int, groups: Tensor | None) -> tuple[Quantised, Tensor, Tensor]:
+    """k and v, of any strides, as they are stored, contiguous; and what that stands for, in float64. groups: of each row of k along the
+    axis `row`, the number of the group of rows whose scales it shares."""
+    k_data, k_scale = _stored(kind, k, _largest_of_groups(k, row, groups) if groups is not None else k.abs().amax(-1, keepdim=True))
+    v_data, v_scale = _stored(kind, v, v.abs().amax(-1, keepdim=True))
+    both = Quantised(kind, _bytes(kind, k_data), _bytes(kind, v_data), k_scale.contiguous(), v_scale.contiguous())
+    return both, k_data.double() * k_scale.double(), v_data.double() * v_scale.double()
+
+
+def group_of(positions: Tensor, group: int, page: int | None) -> Tensor:
+    """Which group of rows the row at each position belongs to: in pages, each has groups of its own."""
+    if page is None:
+        return positions // group
+    return positions // page * -(-page // group) + positions % page // group
+
+
+def _largest_of_groups(x: Tensor, row: int, groups: Tensor) -> Tensor:
+    """|x| at most in the group of each row, column by column."""
+    _, which = groups.unique(return_inverse=True)
+    moved = x.abs().movedim(row, 0)
+    largest = moved.new_zeros(int(which.max()) + 1 if len(which) else 0, *moved.shape[1:])
+    index = which.view(-1, *[1] * (moved.dim() - 1)).expand(moved.shape)
+    return largest.scatter_reduce(0, index, moved, "amax")[which].movedim(0, row)
+
+
+def _stored(kind: Kind, x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    most, dtype = KINDS[kind.stored]
+    scale = (largest.double() / most).to(SCALES[kind.scale])
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    wanted = (x.double() / scale.double()).clamp(-most, most)
+    return wanted.float().to(dtype) if kind.stored == "float8" else wanted.round(), scale
+
+
+def _bytes(kind: Kind, data: Tensor) -> Tensor:
+    if kind.stored == "float8":
+        return data.contiguous().view(torch.uint8)
+    whole = data.to(torch.int64) % 256
+    if kind.stored == "int4":
+        whole = whole[..., 0::2] % 16 + whole[..., 1::2] % 16 * 16
+    return whole.to(torch.uint8).contiguous()

@@ -1,0 +1,328 @@
+"""strobe.compat.flash_attn_3 against the formulas in float64."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from device import DEVICE
+from flash_formulas import assert_close, formulas, inputs
+from strobe._rotary import rotate
+from strobe.arrays.torch import TORCH
+from strobe.compat import flash_attn_3
+
+H, HKV, D, DV = 4, 2, 16, 24
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    with torch.device(DEVICE):
+        yield
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Numbers that nobody reads, as where they lie in device memory."""
+    monkeypatch.setattr(TORCH, "is_readable", lambda _: False)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_the_signatures_are_that_librarys():
+    descales = "q_descale k_descale v_descale"
+    common = f"softmax_scale causal qv {descales} window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin"
+    expected = {
+        "flash_attn_func": f"q k v {common} return_attn_probs",
+        "flash_attn_qkvpacked_func": f"qkv softmax_scale causal {descales} window_size attention_chunk softcap deterministic num_heads_q "
+        "sm_margin return_attn_probs",
+        "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k "
+        f"{common} return_attn_probs",
+        "flash_attn_with_kvcache": "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table "
+        f"cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens {descales} softmax_scale causal window_size attention_chunk softcap "
+        "rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse",
+    }
+    assert sorted(flash_attn_3.__all__) == sorted(expected)
+    defaults = {"softmax_scale": None, "causal": False, "window_size": (-1, -1), "attention_chunk": 0, "softcap": 0.0, "sm_margin": 0}
+    for name, names in expected.items():
+        parameters = inspect.signature(getattr(flash_attn_3, name)).parameters
+        assert list(parameters) == names.split(), name
+        assert all(parameters[n].default == default for n, default in defaults.items()), name
+        splits = {"flash_attn_qkvpacked_func": None, "flash_attn_with_kvcache": 0}.get(name, 1)
+        assert splits is None or parameters["num_splits"].default == splits
+
+
+def test_under_the_name_that_callers_import(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_3)
+    from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
+
+    assert flash_attn_with_kvcache is flash_attn_3.flash_attn_with_kvcache
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}, {"window_size": (5, 2), "softmax_scale": 0.3}])
+def test_dense(options):
+    q, k, v = inputs(2, 9, H, D, kv=(13, HKV))
+    out, lse = flash_attn_3.flash_attn_func(q, k, v, **options, return_attn_probs=True, num_splits=3, pack_gqa=True, sm_margin=4)
+    expected = formulas(q, k, v, **options)
+    assert_close(out, expected[0])
+    assert_close(lse, expected[1])
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    for found, grad in zip(grads, torch.autograd.grad(expected[0], (q, k, v), dout.double()), strict=True):
+        assert_close(found, grad.double())
+    assert isinstance(flash_attn_3.flash_attn_func(q, k, v), Tensor)
+
+
+def test_packed_heads():
+    qkv = torch.randn(2, 7, 3, H, D)
+    expected = formulas(*qkv.unbind(2), causal=True)
+    assert_close(flash_attn_3.flash_attn_qkvpacked_func(qkv, causal=True), expected[0])
+    grouped = torch.randn(2, 7, H + 2 * HKV, D)
+    expected = formulas(*grouped.split([H, HKV, HKV], 2))
+    out, lse = flash_attn_3.flash_attn_qkvpacked_func(grouped, num_heads_q=H, return_attn_probs=True)
+    assert_close(out, expected[0])
+    assert_close(lse, expected[1])
+    with pytest.raises(ValueError, match=r"^qkv: shape \(2, 7, 8, 16\); accepted is \(B, S, 7 \+ 2 Hkv, D\), with num_heads_q 7"):
+        flash_attn_3.flash_attn_qkvpacked_func(grouped, num_heads_q=7)
+    with pytest.raises(TypeError, match=r"^num_heads_q: str; accepted is an integer"):
+        flash_attn_3.flash_attn_qkvpacked_func(grouped, num_heads_q="4")
+
+
+@pytest.mark.parametrize("used_k", [True, False])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2, 1)}], ids=str)
+def test_sequences_that_fill_their_place_in_part(options, used_k):
+    lengths_q, lengths_k, q_there, k_there = [5, 3, 0, 4], [6, 4, 2, 0], [3, 3, 0, 2], [6, 1, 2, 0]
+    cu_q, cu_k = (ints(0, *itertools.accumulate(lengths)) for lengths in (lengths_q, lengths_k))
+    q, k, v = (torch.randn(n, h, D, requires_grad=True) for n, h in ((14, H), (12, HKV), (12, HKV)))  # 2 of padding in q
+    used = {"seqused_q": ints(*q_there)} | ({"seqused_k": ints(*k_there)} if used_k else {})
+    out, lse = flash_attn_3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 6, **used, **options, return_attn_probs=True)
+    expected, expected_lse = torch.zeros_like(out, dtype=torch.double), torch.full_like(lse, -torch.inf, dtype=torch.double)
+    for b, n in enumerate(q_there):
+        i, j, m = int(cu_q[b]), int(cu_k[b]), k_there[b] if used_k else lengths_k[b]
+        of_b, lse_b = formulas(q[None, i : i + n], k[None, j : j + m], v[None, j : j + m], **options)
+        expected = expected.index_copy(0, torch.arange(i, i + n), of_b[0])
+        expected_lse = expected_lse.index_copy(1, torch.arange(i, i + n), lse_b[0])
+    assert_close(out, expected)
+    assert_close(lse, expected_lse)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    for found, grad in zip(grads, torch.autograd.grad(expected, (q, k, v), dout.double()), strict=True):
+        assert_close(found, grad.double())
+
+
+def test_lengths_that_nobody_reads_are_brought_into_bounds(unread):
+    cu = ints(0, 4, 8)
+    q = torch.randn(8, H, D)
+    found = flash_attn_3.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, ints(9, -2), ints(-1, 3))
+    assert torch.equal(found, flash_attn_3.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, ints(4, 0), ints(0, 3)))
+
+
+LENGTHS, NEW, QUERIES, ROOM, PAGE = [5, 0, 11], [3, 2, 1], [4, 1, 2], 16, 4
+
+
+def the_cache(kind: str) -> tuple[Tensor, Tensor, dict[str, Any], list[tuple[int, Tensor]]]:
+    """Caches, the arguments that say where sequences lie in them, and of each (where it begins, the rows of the flattened cache)."""
+    each = torch.arange(ROOM)
+    if kind == "pages":
+        k_cache, v_cache = (torch.randn(14, PAGE, HKV, d) for d in (D, DV))
+        table = torch.randperm(14, device="cpu")[: 3 * ROOM // PAGE].to(DEVICE).view(3, -1).int()
+        return k_cache, v_cache, {"page_table": table}, [(0, row.long()[each // PAGE] * PAGE + each % PAGE) for row in table]
+    k_cache, v_cache = (torch.randn(3 if kind != "rows" else 5, ROOM, HKV, d) for d in (D, DV))
+    rows, begins, given = [0, 1, 2], [0, 0, 0], {}
+    if kind == "rows":
+        rows = [4, 0, 3]
+        given = {"cache_batch_idx": ints(*rows)}
+    if kind == "leftpad":
+        begins = [2, 0, 7]
+        given = {"cache_leftpad": ints(*begins)}
+    return k_cache, v_cache, given, [(begin, row * ROOM + each) for begin, row in zip(begins, rows, strict=True)]
+
+
+@pytest.mark.parametrize("packed_k", [None, True, False], ids=["no new keys", "packed keys", "padded keys"])
+@pytest.mark.parametrize("packed_q", [True, False], ids=["packed queries", "padded queries"])
+@pytest.mark.parametrize("kind", ["whole", "pages", "rows", "leftpad"])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (4, -1), "softcap": 2.0}, {}], ids=str)
+def test_cache(kind, packed_q, packed_k, options):
+    torch.manual_seed(0)
+    k_cache, v_cache, given, places = the_cache(kind)
+    queries = QUERIES if packed_q else [2, 2, 2]
+    new = [0, 0, 0] if packed_k is None else NEW if packed_k else [2, 2, 2]
+    cu_q, cu_new = (list(itertools.accumulate(counts, initial=0)) for counts in (queries, new))
+    q = torch.randn(cu_q[-1] + 1, H, D)  # one of padding
+    k, v = (torch.randn(cu_new[-1] + 2, HKV, d) for d in (D, DV))
+    turns_from = [7, 1, 3]
+    angles = torch.rand(40, 5)
+    turn = (angles.cos(), angles.sin())
+    expected = k_cache.clone(), v_cache.clone()
+    outs, lses = [], []
+    for b, (begin, rows) in enumerate(places):
+        first, end = LENGTHS[b], LENGTHS[b] + new[b]
+        of_b = [x[None, cu[b] : cu[b + 1]] for x, cu in ((q, cu_q), (k, cu_new), (v, cu_new))]
+        if packed_k is not None:
+            steps = torch.arange(queries[b]) if options else torch.zeros(1).long()
+            of_b[0] = rotate(of_b[0], *turn, (turns_from[b] + steps)[None], False)
+            of_b[1] = rotate(of_b[1], *turn, turns_from[b] + torch.arange(new[b])[None], False)
+        for cache, x in zip(expected, of_b[1:], strict=True):
+            cache.flatten(0, 1)[rows[first:end]] = x[0]
+        keys = [cache.flatten(0, 1)[rows[begin:end]][None] for cache in expected]
+        out, lse = formulas(of_b[0], *keys, **options)
+        outs.append(out[0])
+        lses.append(lse[0])
+    given |= {"cache_seqlens": ints(*LENGTHS), "return_softmax_lse": True, **options}
+    if packed_k is not None:
+        given |= {"k": k, "v": v, "cu_seqlens_k_new": ints(*cu_new)} if packed_k else {
+            "k": k[: cu_new[-1]].view(3, 2, HKV, D), "v": v[: cu_new[-1]].view(3, 2, HKV, DV)}  # fmt: skip
+        given |= {"rotary_cos": turn[0], "rotary_sin": turn[1], "rotary_interleaved": False, "rotary_seqlens": ints(*turns_from)}
+    given |= {"cu_seqlens_q": ints(*cu_q), "max_seqlen_q": max(queries)} if packed_q else {}
+    out, lse = flash_attn_3.flash_attn_with_kvcache(q if packed_q else q[:-1].view(3, 2, H, D), k_cache, v_cache, **given)
+    if packed_q:
+        assert not out[-1].any()
+        assert (lse[:, -1] == -torch.inf).all()
+        assert_close(out[:-1], torch.cat(outs))
+        assert_close(lse[:, :-1], torch.cat(lses, 1))
+    else:
+        assert_close(out, torch.stack(outs))
+        assert_close(lse, torch.stack(lses))
+    assert_close(k_cache, expected[0].double())
+    assert_close(v_cache, expected[1].double())
+
+
+def test_an_integer_length_beside_packed_tokens():
+    k_cache, v_cache, given, _ = the_cache("pages")
+    q, k = torch.randn(3, H, D), torch.randn(3, HKV, D)
+    cu = ints(0, 2, 2, 3)
+    results = []
+    for length in (4, ints(4, 4, 4)):
+        caches = k_cache.clone(), v_cache.clone()
+        more = {"cache_seqlens": length, "cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "causal": True}
+        out = flash_attn_3.flash_attn_with_kvcache(q, *caches, k, torch.ones(3, HKV, DV), **given, **more)
+        results.append((out, *caches))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_numbers_that_nobody_reads_touch_nothing_outside(unread):
+    k_cache, v_cache, given, _ = the_cache("pages")
+    before = k_cache.clone(), v_cache.clone()
+    q, k = torch.randn(3, H, D), torch.randn(3, HKV, D)
+    more = {"cache_seqlens": ints(0, 0, 0), "cu_seqlens_q": ints(0, 1, 2, 3), "cu_seqlens_k_new": ints(5, 9, 12, 15)}
+    flash_attn_3.flash_attn_with_kvcache(q, k_cache, v_cache, k, torch.ones(3, HKV, DV), **given, **more)
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
+Q, K, V = torch.zeros(3, H, D, device=DEVICE), torch.zeros(3, HKV, D, device=DEVICE), torch.zeros(3, HKV, DV, device=DEVICE)
+CU = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="numbers in device memory are not read")
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (
+            {"qv": Q},
+            NotImplementedError,
+            "^qv: given; accepted is None: pass q and qv, and k and v, as one tensor each, joined by columns$",
+        ),
+        ({"k_descale": Q}, NotImplementedError, "^k_descale: given; accepted is None, for q, k and v of 8 bits are not taken$"),
+        ({"attention_chunk": 8}, NotImplementedError, "^attention_chunk: 8; accepted is 0, no chunks$"),
+        ({"attention_chunk": 0.5}, TypeError, "^attention_chunk: float; accepted is an integer$"),
+        ({"num_splits": "2"}, TypeError, "^num_splits: str; accepted is an integer$"),
+        ({"sm_margin": -1}, ValueError, "^sm_margin: -1; accepted are integers from 0"),
+        ({"pack_gqa": 2}, TypeError, "^pack_gqa: int 2; accepted is True or False, or 1 or 0$"),
+        ({"scheduler_metadata": 3}, TypeError, "^scheduler_metadata: int; accepted is a torch.Tensor, or None$"),
+        ({"page_table": [[0]]}, TypeError, "^page_table: list; accepted is a torch.Tensor$"),
+        ({"page_table": torch.zeros(3, 4)}, ValueError, r"^page_table: torch.float32 of shape \(3, 4\); accepted is int32 \(3, n\)$"),
+        ({"page_table": torch.full((3, 4), 77).int()}, ValueError, r"^page_table: page 77 at \[0, 0\]"),
+        ({"cu_seqlens_q": CU.long()}, ValueError, r"^cu_seqlens_q: torch.int64 of shape \(4,\); accepted is int32 \(B \+ 1,\)$"),
+        ({"cu_seqlens_q": CU + 1}, ValueError, r"^cu_seqlens_q: \[1, 2, 3, 4\]; accepted are numbers that begin at 0 and never fall$"),
+        ({"cu_seqlens_q": 2 * CU}, ValueError, "^cu_seqlens_q: 6 at its end; accepted are up to 3, the tokens of q$"),
+        ({"cu_seqlens_k_new": 2 * CU}, ValueError, "^cu_seqlens_k_new: 6 at its end; accepted are up to 3, the tokens of k$"),
+        ({"cu_seqlens_k_new": CU[:3]}, ValueError, r"^cu_seqlens_k_new: shape \(3,\); accepted is \(4,\), as q has batches$"),
+        ({"cu_seqlens_q": None}, ValueError, r"^q: shape \(3, 4, 16\); accepted is \(batches, tokens, heads, head dimension\)"),
+        ({"q": Q[None]}, ValueError, r"^q: shape \(1, 3, 4, 16\); accepted is \(tokens, heads, head dimension\) with cu_seqlens_q"),
+        ({"k": K[None]}, ValueError, r"^k: shape \(1, 3, 2, 16\); accepted is \(tokens, heads, head dimension\) with cu_seqlens_k_new"),
+        ({"v": V[:2]}, ValueError, r"^v: shape \(2, 2, 24\); accepted is \(3, 2, 24\)$"),
+        ({"v": None, "k": None}, ValueError, "^k: None beside cu_seqlens_k_new; accepted are k and v, new keys, or no cu_seqlens_k_new$"),
+        ({"rotary_seqlens": CU[:3]}, ValueError, "^rotary_cos: None beside rotary_seqlens; accepted are rotary_cos and rotary_sin, or no"),
+        ({"max_seqlen_q": 0.5}, TypeError, "^max_seqlen_q: float; accepted is an integer"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 3, 3, 3]).int()},
+            ValueError,
+            r"^cu_seqlens_q: a sequence of 3 .*max_seqlen_q|^cu_seqlens_q|^max",
+        ),
+        ({"cache_seqlens": CU[:3] + 14}, ValueError, r"^cache_seqlens: 16 at \[2\]; accepted are 0 to 15, a cache has room for 16 keys"),
+        ({"cache_seqlens": 16}, ValueError, r"^cache_seqlens: 16 at \[0\]; accepted are 0 to 15"),
+        ({"cache_leftpad": CU[:3]}, ValueError, "^cache_leftpad: given beside page_table; accepted is None"),
+        ({"window_size": 3}, TypeError, "^window_size: 3; accepted is"),
+        ({"window": (3, 0)}, TypeError, "unexpected keyword argument 'window'; did you mean window_size?"),
+        ({"block_table": CU}, TypeError, "unexpected keyword argument 'block_table'$"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_refused_is_named_and_nothing_is_written(wrong, error, message):
+    k_cache, v_cache, given, _ = the_cache("pages")
+    before = k_cache.clone(), v_cache.clone()
+    good = {"q": Q, "k": K, "v": V, "cache_seqlens": ints(3, 0, 5), "cu_seqlens_q": CU, "cu_seqlens_k_new": CU, "max_seqlen_q": 1}
+    with pytest.raises(error, match=message) as raised:
+        flash_attn_3.flash_attn_with_kvcache(**{"k_cache": k_cache, "v_cache": v_cache, **given, **good, **wrong})
+    assert len(str(raised.value).splitlines()) == 1
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seqused_q": CU}, r"^seqused_q: shape \(4,\); accepted is \(3,\), as q has batches$"),
+        ({"seqused_q": CU[:3].float()}, "^seqused_q: dtype torch.float32; accepted is torch.int32$"),
+        ({"seqused_q": [1, 1, 1]}, "^seqused_q: list; accepted is a torch.Tensor$"),
+        ({"seqused_k": CU}, r"^seqused_k: shape \(4\); accepted is \(B\) = \(3\)$"),
+        ({"seqused_q": CU[:3] // 2, "seqused_k": CU}, r"^seqused_k: shape \(4,\); accepted is \(3,\), as q has batches$"),
+        ({"seqused_q": CU[:3] // 2, "cu_seqlens_k": CU[:3]}, r"^cu_seqlens_k: shape \(3,\); accepted is \(4,\), as cu_seqlens_q has$"),
+        ({"q_descale": Q}, "^q_descale: given; accepted is None"),
+        ({"causal": 3}, "^causal: int 3; accepted is True or False, or 1 or 0$"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_refused_of_packed_sequences(wrong, message):
+    good = {"q": Q, "k": K, "v": V, "cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 1, "max_seqlen_k": 1}
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message) as raised:
+        flash_attn_3.flash_attn_varlen_func(**good | wrong)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="numbers in device memory are not read")
+def test_more_queries_used_than_there_are():
+    with pytest.raises(ValueError, match=r"^seqused_q: 2 at \[1\]; accepted are 0 to 1, the tokens of the sequence$"):
+        flash_attn_3.flash_attn_varlen_func(Q, K, V, CU, CU, 1, 1, ints(1, 2, 1))
+
+
+def test_compiled():
+    k_cache, v_cache, given, _ = the_cache("pages")
+    given |= {"cu_seqlens_q": CU, "cu_seqlens_k_new": CU, "max_seqlen_q": 1, "causal": True}
+    q, k, v = torch.randn(3, H, D), torch.randn(3, HKV, D), torch.randn(3, HKV, DV)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, used: Tensor) -> Tensor:
+        return flash_attn_3.flash_attn_with_kvcache(2 * q, k_cache, v_cache, k, v, cache_seqlens=used, **given)
+
+    results = []
+    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        caches = k_cache.clone(), v_cache.clone()
+        results.append((call(q, k, v, *caches, ints(3, 0, 5)), *caches))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_sequences_of_used_queries_are_counted_as_the_caller_does():
+    q, k = torch.randn(4, 2, 16), torch.randn(12, 2, 16)
+    cu_q, cu_k, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 4], [0, 4, 12], [1, 2]))
+    with pytest.raises(ValueError, match="cu_seqlens_k: sequence 1 has 8 tokens; accepted is at most max_seqlen_k = 4"):
+        flash_attn_3.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 2, 4, seqused_q=used)

@@ -1,0 +1,608 @@
+"""strobe.kv: what is written into caches, contiguous and in pages."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import strobe
+from device import DEVICE, EMULATED
+from strobe import _rotary
+from strobe.arrays.torch import TORCH
+
+HKV, D, DV, PAGE, EACH = 2, 8, 6, 4, 5
+USED = [7, 0, 13]
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def cache(layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Pools of 17 pages, and a table of 3 sequences with pages of their own."""
+    g = torch.Generator().manual_seed(0)
+    table = torch.randperm(17, generator=g)[: 3 * EACH].view(3, EACH).int()
+    pools = [torch.randn(17, HKV, PAGE, d, generator=g) for d in (D, DV)]
+    pools = [x.transpose(1, 2).contiguous() if layout == "bshd" else x for x in pools]
+    return pools[0].to(DEVICE), pools[1].to(DEVICE), table.to(DEVICE)
+
+
+def new_tokens(count: int, layout: str) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    found = [torch.randn(3, HKV, count, d, generator=g).to(DEVICE) for d in (D, DV)]
+    return tuple(x.transpose(1, 2) if layout == "bshd" else x for x in found)  # type: ignore[return-value]
+
+
+def rows(pool: Tensor, table: Tensor, b: int, layout: str) -> Tensor:
+    """(n · page, Hkv, D), written out."""
+    pages = pool[table[b].long()]
+    return (pages if layout == "bshd" else pages.transpose(1, 2)).flatten(0, 1)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("count", [0, 1, 6])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_append_to_pages(count, layout, rotary):
+    k_cache, v_cache, table = cache(layout)
+    before = k_cache.clone(), v_cache.clone()
+    k, v = new_tokens(count, layout)
+    angles = torch.rand(PAGE * EACH, 3, device=DEVICE)
+    options: dict[str, Any] = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()} if rotary else {}
+    used = strobe.kv.append(k_cache, v_cache, k, v, ints(*USED), page_table=table, layout=layout, **options)
+    assert used.tolist() == [n + count for n in USED]
+    assert used.dtype == torch.int32
+    for now, then, new in zip((k_cache, v_cache), before, (k, v), strict=True):
+        for b, n in enumerate(USED):
+            tokens = new[b] if layout == "bshd" else new[b].transpose(0, 1)
+            if rotary and now is k_cache:
+                tokens = _rotary.rotate(tokens[None], angles.cos(), angles.sin(), torch.arange(n, n + count, device=DEVICE)[None], False)[0]
+            expected = rows(then, table, b, layout)
+            expected[n : n + count] = tokens
+            assert torch.equal(rows(now, table, b, layout), expected)
+        nobodys = [n for n in range(17) if n not in table.flatten().tolist()]
+        assert torch.equal(now[nobodys], then[nobodys])
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
+def test_append_packed_tokens(layout, paged):
+    """As many as each sequence has, none of the second, and padding behind the last: what one call for each sequence writes."""
+    counts, padding = [5, 0, 1], 2
+    angles = torch.rand(PAGE * EACH, 3, device=DEVICE)
+    options: dict[str, Any] = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "layout": layout}
+    k_pool, v_pool, table = cache(layout)
+    if not paged:  # a row is a page that all of a sequence's tokens have room in
+        k_pool, v_pool = (x.repeat(1, *((EACH, 1) if layout == "bshd" else (1, EACH)), 1)[:3] for x in (k_pool, v_pool))
+    g = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(sum(counts) + padding, HKV, d, generator=g).to(DEVICE) for d in (D, DV))
+    expected = k_pool.clone(), v_pool.clone()
+    first = 0
+    for b, count in enumerate(counts):
+        new = [x[None, first : first + count] if layout == "bshd" else x[None, first : first + count].transpose(1, 2) for x in (k, v)]
+        whose = expected if paged else [x[b : b + 1] for x in expected]
+        strobe.kv.append(*whose, *new, ints(USED[b]), page_table=table[b : b + 1] if paged else None, **options)
+        first += count
+    given = {**options, "page_table": table if paged else None, "cu_seqlens": ints(0, 5, 5, 6)}
+    used = strobe.kv.append(k_pool, v_pool, k, v, ints(*USED), **given)
+    assert used.tolist() == [n + count for n, count in zip(USED, counts, strict=True)]
+    assert torch.equal(k_pool, expected[0])
+    assert torch.equal(v_pool, expected[1])
+
+
+def test_a_sequence_without_new_tokens_writes_in_no_page():
+    """Though others share the page that it would go on in."""
+    k_pool, v_pool = torch.zeros(3, 1, 4, 2, device=DEVICE), torch.zeros(3, 1, 4, 2, device=DEVICE)
+    table = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32, device=DEVICE)
+    k = torch.ones(1, 1, 2, device=DEVICE)
+    strobe.kv.append(k_pool, v_pool, k, k, ints(2, 4), page_table=table, cu_seqlens=ints(0, 0, 1))
+    assert k_pool.sum() == k_pool[2, 0, 0].sum() == 2
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_append_to_rows(layout):
+    caches = [torch.randn(3, HKV, 20, d, device=DEVICE) for d in (D, DV)]
+    caches = [x.transpose(1, 2).contiguous() if layout == "bshd" else x for x in caches]
+    expected = [x.clone() for x in caches]
+    fresh = new_tokens(5, layout)
+    strobe.kv.append(*caches, *fresh, ints(*USED), layout=layout)
+    for x, y, new in zip(caches, expected, fresh, strict=True):
+        for b, n in enumerate(USED):
+            (y[b, n : n + 5] if layout == "bshd" else y[b, :, n : n + 5]).copy_(new[b])
+        assert torch.equal(x, y)
+
+
+def test_append_and_attend_is_attention_to_all():
+    """A prompt in pieces into pages, then tokens one by one."""
+    q, k, v = (torch.randn(3, HKV, PAGE * EACH, D, device=DEVICE) for _ in "qkv")
+    k_cache, _, table = cache("bhsd")
+    v_cache = torch.zeros_like(k_cache)
+    expected = strobe.attention(q, k, v, causal=True)
+    used = ints(0, 0, 0)
+    for begin, end in ((0, 9), (9, 18), (18, 19), (19, 20)):
+        here = slice(begin, end)
+        used = strobe.kv.append(k_cache, v_cache, k[:, :, here], v[:, :, here], used, page_table=table)
+        found = strobe.attention(q[:, :, here], k_cache, v_cache, page_table=table, seqused_k=used, causal=True)
+        torch.testing.assert_close(found, expected[:, :, here])
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gather(layout):
+    k_cache, _, table = cache(layout)
+    found = strobe.kv.gather(k_cache, table, ints(*USED), layout=layout)
+    found = found if layout == "bshd" else found.transpose(1, 2)
+    for b, n in enumerate(USED):
+        assert torch.equal(found[b, :n], rows(k_cache, table, b, layout)[:n])
+        assert not found[b, n:].any()
+    assert torch.equal(strobe.kv.gather(k_cache, table, layout=layout), strobe.kv.gather(k_cache, table, ints(20, 20, 20), layout=layout))
+    assert strobe.kv.gather(k_cache[:0], table, ints(0, 0, 0), layout=layout).shape[0] == 3
+
+
+def test_copy():
+    k_cache, v_cache, _ = cache("bhsd")
+    before = k_cache.clone(), v_cache.clone()
+    strobe.kv.copy(k_cache, v_cache, ints(3, 5, 3), ints(5, 0, 3))
+    for now, then in zip((k_cache, v_cache), before, strict=True):
+        expected = then.clone()
+        expected[[5, 0, 3]] = then[[3, 5, 3]]
+        assert torch.equal(now, expected)
+
+
+TABLE = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+CU = torch.tensor([0, 3, 3], dtype=torch.int32)
+PACKED = {"k": torch.ones(3, 2, 8), "v": torch.ones(3, 2, 6)}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        {"seqlens": torch.tensor([8, 0], dtype=torch.int32)},
+        r"^seqlens: 8 at \[0\]; accepted are 0 to 7, for a sequence has room for 8 tokens",
+    ),
+    ({"seqlens": torch.tensor([-1, 0], dtype=torch.int32)}, r"^seqlens: -1 at \[0\]"),
+    ({"seqlens": torch.tensor([1, 0])}, r"^seqlens: torch.int64 of shape \(2,\); accepted is int32 \(2,\)"),
+    ({"page_table": TABLE[:1]}, r"^page_table: torch.int32 of shape \(1, 2\); accepted is int32 \(2, n\)"),
+    ({"page_table": TABLE + 1}, r"^page_table: page 4 at \[1, 1\]; accepted are 0 to 3, the pages of the cache"),
+    (
+        {"page_table": torch.tensor([[0, 1], [2, 1]], dtype=torch.int32)},
+        r"^page_table: page 1 is to be written at \[0, 1\] and at \[1, 1\]",
+    ),
+    (
+        {"page_table": torch.tensor([[0, 0], [2, 3]], dtype=torch.int32)},
+        r"^page_table: page 0, which holds keys at \[0, 0\], is to be written at \[0, 1\]",
+    ),
+    ({"k": torch.zeros(2, 2, 1, 9)}, r"^k: shape \(2, 2, 1, 9\); accepted is \(2, 2, 1, 8\)"),
+    ({"v": torch.zeros(2, 2, 2, 6)}, r"^v: shape \(2, 2, 2, 6\); accepted is \(2, 2, 1, 6\)"),
+    ({"k": torch.zeros(2, 2, 1, 8).double()}, "^k: dtype torch.float64; accepted is torch.float32, as k_cache has"),
+    ({"v_cache": torch.zeros(4, 2, 4, 6)[:, :1].expand(4, 2, 4, 6)}, "^v_cache: strides"),
+    ({"rotary_cos": torch.ones(9, 4)}, "^rotary_sin: None beside rotary_cos"),
+    ({"rotary_cos": torch.ones(2, 4), "rotary_sin": torch.ones(2, 4)}, "^rotary_cos, rotary_sin: length 2; accepted is 7 or more"),
+    ({"layout": "sbhd"}, "^layout: "),
+    ({"cu_seqlens": CU}, r"^k: shape \(2, 2, 1, 8\); accepted are three axes, with cu_seqlens\nv: "),
+    ({"cu_seqlens": CU.long(), **PACKED}, r"^cu_seqlens: torch.int64 of shape \(3,\); accepted is int32 \(B \+ 1,\)"),
+    (
+        {"cu_seqlens": CU + 1, **PACKED},
+        r"^cu_seqlens: \[1, 4, 4\]; accepted are numbers from 0 to at most 3, the rows of k, that never fall",
+    ),
+    ({"cu_seqlens": CU + torch.tensor([0, 1, 1]).int(), **PACKED}, r"^cu_seqlens: \[0, 4, 4\]; accepted are numbers from 0 to at most 3"),
+    ({"cu_seqlens": CU, **PACKED}, r"^seqlens: 6 at \[0\]; accepted are 0 to 5, for a sequence has room for 8 tokens"),
+    (
+        {"cu_seqlens": CU * 3, "k": torch.ones(9, 2, 8), "v": torch.ones(9, 2, 6)},
+        r"^cu_seqlens: 9 tokens at \[0\]; accepted are up to 8, for which a sequence has room",
+    ),
+    ({"cu_seqlens": CU, **PACKED, "seqlens": torch.zeros(3).int()}, r"^seqlens: torch.int32 of shape \(3,\); accepted is int32 \(2,\)"),
+]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="numbers in device memory are not read")
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+def test_what_does_not_fit_writes_nothing(wrong, message):
+    given: dict[str, Any] = {
+        "k_cache": torch.zeros(4, 2, 4, 8),
+        "v_cache": torch.zeros(4, 2, 4, 6),
+        "k": torch.ones(2, 2, 1, 8),
+        "v": torch.ones(2, 2, 1, 6),
+        "seqlens": torch.tensor([6, 6], dtype=torch.int32),
+        "page_table": TABLE,
+    } | wrong
+    with pytest.raises(ValueError, match=message):
+        strobe.kv.append(**given)
+    assert not given["k_cache"].any()
+    assert not given["v_cache"].any()
+
+
+def test_kinds():
+    with pytest.raises(TypeError, match="^k_cache: .*list; accepted is a torch.Tensor"):
+        strobe.kv.append([], *[torch.zeros(1, 1, 1, 1)] * 3, ints(0))
+    with pytest.raises(ValueError, match="^target: a page stands there twice"):
+        strobe.kv.copy(torch.zeros(3, 1, 1, 1), torch.zeros(3, 1, 1, 1), torch.tensor([0, 1]), torch.tensor([2, 2]))
+    with pytest.raises(ValueError, match=r"^source: 3 at \[0\]; accepted are 0 to 2"):
+        strobe.kv.copy(torch.zeros(3, 1, 1, 1), torch.zeros(3, 1, 1, 1), torch.tensor([3]), torch.tensor([2]))
+
+
+def test_numbers_that_nobody_reads_write_nothing_elsewhere(monkeypatch):
+    """As in device memory: what has no place is left out."""
+    monkeypatch.setattr(TORCH, "is_readable", lambda x: False)
+    for table, used, written in (
+        ([[0, 9], [2, 3]], [3, 3], {(0, 3): (0, 0), (2, 3): (1, 0), (3, 0): (1, 1)}),  # a page outside the pool
+        ([[0, 1], [-1, -2]], [3, 3], {(0, 3): (0, 0), (1, 0): (0, 1)}),
+        ([[0, 1], [2, 3]], [7, -5], {(1, 3): (0, 0)}),  # a length outside the room
+        ([[7, 7], [8, 8]], [0, 0], {}),
+    ):
+        k_cache, v_cache = torch.zeros(4, 1, 4, 1, device=DEVICE), torch.zeros(4, 1, 4, 1, device=DEVICE)
+        k = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=DEVICE)[:, None, :, None]
+        page_table = torch.tensor(table, dtype=torch.int32, device=DEVICE)
+        strobe.kv.append(k_cache, v_cache, k, -k, ints(*used), page_table=page_table)
+        expected = torch.zeros_like(k_cache)
+        for (page, slot), (b, i) in written.items():
+            expected[page, 0, slot] = k[b, 0, i]
+        assert torch.equal(k_cache, expected)
+        assert torch.equal(v_cache, -expected)
+        again = torch.zeros_like(k_cache), torch.zeros_like(k_cache)
+        packed = k.transpose(1, 2).flatten(0, 1)
+        strobe.kv.append(*again, packed, -packed, ints(*used), page_table=page_table, cu_seqlens=ints(0, 2, 4))
+        assert torch.equal(again[0], expected)
+        for nowhere in (ints(3, -1, 1), ints(9, 9, 9), ints(4, 4, 2)):  # whatever the numbers are, nothing lies outside
+            strobe.kv.append(*again, packed, packed, ints(*used), page_table=page_table, cu_seqlens=nowhere)
+    pool = torch.arange(3.0, device=DEVICE).view(3, 1, 1, 1)
+    strobe.kv.copy(pool, pool.clone(), ints(0, 7, 1), ints(2, 1, -1))
+    assert pool.flatten().tolist() == [0, 1, 0]
+    strobe.kv.copy(pool, pool.clone(), ints(0), ints(5))
+    assert pool.flatten().tolist() == [0, 1, 0]
+    found = strobe.kv.gather(torch.ones(2, 1, 2, 1, device=DEVICE), torch.tensor([[1, 5]], dtype=torch.int32, device=DEVICE))
+    assert found.flatten().tolist() == [1, 1, 0, 0]
+
+
+@pytest.mark.skipif(EMULATED, reason="tensors of the CPU stand for a GPU's outside torch.compile alone")
+def test_compiled():
+    def step(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, used: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        used = strobe.kv.append(k_cache, v_cache, 2 * k, v, used, page_table=table)
+        return strobe.attention(q, k_cache, v_cache, page_table=table, seqused_k=used), used
+
+    results = []
+    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        k_cache, _, table = cache("bhsd")
+        v_cache = k_cache + 1
+        k = new_tokens(3, "bhsd")[0]
+        results.append((*call(k, k, -k, k_cache, v_cache, ints(*USED), table), k_cache, v_cache))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_the_operators_are_declared_as_they_are():
+    k_cache, v_cache, table = cache("bhsd")
+    caches, tokens = (k_cache, v_cache), [x.flatten(0, 1) for x in new_tokens(2, "bshd")]
+    checks = ("test_schema", "test_faketensor")
+    append = torch.ops.strobe.kv_append.default
+    torch.library.opcheck(append, (*caches, *tokens, ints(*USED), table, None, False), test_utils=checks)
+    torch.library.opcheck(append, (*caches, *tokens, ints(*USED), table, ints(0, 2, 2, 5), False), test_utils=checks)
+    torch.library.opcheck(torch.ops.strobe.kv_copy.default, (k_cache, v_cache, ints(1), ints(2)), test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (lambda c: (c[0], c[0], c[2], c[3]), "^v_cache: the memory of k_cache"),
+        (lambda c: (c[0], c[1], c[2], c[0][:2, :, :1]), "^v: in the memory of k_cache, which is written"),
+        (lambda c: (c[0].as_strided((4, 2, 4, 8), (32, 32, 8, 1)), *c[1:]), "^k_cache: strides"),
+    ],
+    ids=["one cache", "v in the cache", "pages that overlap"],
+)
+def test_what_is_written_has_memory_of_its_own(share, message):
+    caches = torch.zeros(4, 2, 4, 8), torch.zeros(4, 2, 4, 8), torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8)
+    k_cache, v_cache, k, v = share(caches)
+    with pytest.raises(ValueError, match=message):
+        strobe.kv.append(k_cache, v_cache, k, v, torch.zeros(2, dtype=torch.int32), page_table=TABLE)
+    assert not any(x.any() for x in caches[:2])
+    if "v: " not in message:
+        with pytest.raises(ValueError, match=message):
+            strobe.kv.copy(k_cache, v_cache, torch.tensor([0]), torch.tensor([1]))
+
+
+def test_an_inference_tensor_is_not_written_outside_of_inference_mode():
+    with torch.inference_mode():
+        cache = torch.zeros(4, 2, 4, 8)
+    k = torch.ones(2, 2, 1, 8)
+    with pytest.raises(ValueError, match="^k_cache: an inference tensor"):
+        strobe.kv.append(cache, torch.zeros(4, 2, 4, 8), k, k, torch.zeros(2, dtype=torch.int32), page_table=TABLE)
+
+
+def test_pages_of_no_key_are_refused():
+    with pytest.raises(ValueError, match=r"^cache: shape \(4, 1, 0, 2\); accepted are pages of one key or more"):
+        strobe.kv.gather(torch.zeros(4, 1, 0, 2), TABLE)
+
+
+QUANTISED = {torch.int8: 127, torch.float8_e4m3fn: 448, torch.uint8: 7}
+
+
+def _numbers(data, dtype):
+    """What is stored, in float64."""
+    if dtype != torch.uint8:
+        return data.double()
+    nibbles = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2).to(torch.int64)
+    return ((nibbles ^ 8) - 8).double()
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_quantising_stays_within_the_bound(dtype, scale_dtype, of):
+    """Of docs/semantics.md, for numbers drawn at random."""
+    g = torch.Generator().manual_seed(QUANTISED[dtype])
+    u = torch.finfo(scale_dtype).eps / 2
+    for number in range(60):
+        b, h, s, half = (int(torch.randint(1, most, (1,), generator=g)) for most in (5, 9, 150, 40))
+        shape = (b, h, s, 2 * half)
+        size = 10.0 ** (4 * torch.rand(shape[:3], generator=g, dtype=torch.float64) - 1)[..., None]
+        x = (torch.randn(shape, generator=g, dtype=torch.float64) * size).to(of)
+        packed, layout, group = number % 3 == 0, ("bhsd", "bshd")[number % 2], (None, 32, 96)[number // 2 % 3]
+        x = x[0].transpose(0, 1) if packed else x.transpose(1, 2) if layout == "bshd" else x
+        row = 0 if packed else 1 if layout == "bshd" else 2
+        data, scale = strobe.kv.quantise(x, dtype, group=group, scale_dtype=scale_dtype, layout=layout)
+        assert (data.dtype, scale.dtype) == (dtype, scale_dtype)
+        if group is None:
+            assert scale.shape == x.shape[:-1]
+            s, largest = scale.double()[..., None], x.double().abs().amax(-1, keepdim=True)
+        else:
+            rows = x.shape[row]
+            assert scale.shape == (*x.shape[:row], -(-rows // group), *x.shape[row + 1 :])
+            which = torch.arange(rows) // group
+            s = scale.double().index_select(row, which)
+            groups = [x.double().abs().narrow(row, n, min(group, rows - n)).amax(row, keepdim=True) for n in range(0, rows, group)]
+            largest = torch.cat(groups, dim=row).index_select(row, which)
+        x = x.double()
+        step = torch.maximum(x.abs() / 16, s / 1024) if dtype == torch.float8_e4m3fn else s / 2
+        off = (_numbers(data, dtype) * s - x).abs()
+        assert (off <= step + 2 * u * largest).all(), (off - step - 2 * u * largest).max()
+        assert (off > 0.75 * step).any() or x.numel() < 8 * scale.numel() + 500  # no bound that nothing comes near
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_quantised_cache(dtype, paged, layout):
+    """What append writes is what quantise makes of the tokens; gather and copy take the scales, too."""
+    g = torch.Generator().manual_seed(7)
+    each, d, page = 2 if dtype == torch.uint8 else 1, 16, 4
+    table = torch.tensor([[3, 0, 5], [1, 6, 2]], dtype=torch.int32) if paged else None
+
+    def turned(x):
+        return x.transpose(1, 2).contiguous() if layout == "bshd" else x
+
+    rows, room = (8, page) if paged else (2, 12)
+    caches = [turned(torch.zeros(rows, 2, room, d // each, dtype=torch.uint8).view(dtype)) for _ in "kv"]
+    scales = {name: turned(torch.zeros(rows, 2, room, dtype=torch.float16)) for name in ("k_scale", "v_scale")}
+    held, all_k = torch.tensor([0, 3], dtype=torch.int32), []
+    for new in (5, 1):
+        k, v = (torch.randn(2, 2, new, d, generator=g) for _ in "kv")
+        held = strobe.kv.append(*caches, *map(turned, (k, v)), held, page_table=table, layout=layout, **scales)
+        all_k.append(k)
+    assert held.tolist() == [6, 9]
+    data, scale = strobe.kv.quantise(torch.cat(all_k, 2), dtype, scale_dtype=torch.float16)
+    if paged:
+        found = strobe.kv.gather(caches[0], table, held, layout=layout)
+        found_scale = strobe.kv.gather(scales["k_scale"], table, held, layout=layout)
+    else:
+        found, found_scale = caches[0], scales["k_scale"]
+    found, found_scale = (x.transpose(1, 2) if layout == "bshd" else x for x in (found.view(torch.uint8), found_scale))
+    for b, first in enumerate((0, 3)):
+        assert torch.equal(found[b, :, first : first + 6], data.view(torch.uint8)[b])
+        assert torch.equal(found_scale[b, :, first : first + 6], scale[b])
+    if paged:
+        one = torch.tensor([3]), torch.tensor([7])
+        strobe.kv.copy(*caches, *one, **scales)
+        for x in (*caches, *scales.values()):
+            x = x.view(torch.uint8) if x.dtype == dtype else x
+            assert torch.equal(x[7], x[3])
+            assert x[7].any()
+
+
+def test_a_quantised_caches_errors():
+    k_cache, v_cache = (torch.zeros(2, 2, 8, 16, dtype=torch.int8) for _ in "kv")
+    k, v, held = torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16), torch.zeros(2, dtype=torch.int32)
+    scale = torch.zeros(2, 2, 8)
+    for message, given in (
+        ("v_scale: None beside k_scale", {"k_scale": scale}),
+        (r"k_scale: torch.float32 of shape \(2, 2, 7\); accepted is float16 or float32 \(2, 2, 8\)",
+         {"k_scale": scale[..., :7], "v_scale": scale.clone()}),
+        ("v_scale: torch.float64", {"k_scale": scale, "v_scale": scale.double()}),
+        ("k: dtype torch.float32; accepted is torch.int8, as k_cache has", {}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            strobe.kv.append(k_cache, v_cache, k, v, held, **given)
+    assert not k_cache.any()
+    assert not scale.any()
+    with pytest.raises(ValueError, match="dtype: torch.int32; accepted is torch.int8, torch.float8_e4m3fn, torch.uint8"):
+        strobe.kv.quantise(k, torch.int32)
+    with pytest.raises(ValueError, match="group: 48; accepted are the multiples of 32, or None"):
+        strobe.kv.quantise(k, torch.int8, group=48)
+    with pytest.raises(ValueError, match="accepted for two INT4 a byte is an even D"):
+        strobe.kv.quantise(k[..., :15], torch.uint8)
+    for group in (None, 32):
+        with pytest.raises(ValueError, match=r"^x: shape \(2, 2, 1, 0\); accepted is D of 1 or more$"):
+            strobe.kv.quantise(k[..., :0], torch.int8, group=group)
+    narrow, scales = torch.zeros(2, 2, 8, 0, dtype=torch.int8), {"k_scale": scale, "v_scale": scale.clone()}
+    with pytest.raises(ValueError, match=r"^v: shape \(2, 2, 1, 0\); accepted is a last axis of 1 or more$"):
+        strobe.kv.append(k_cache, narrow, k, v[..., :0], held, **scales)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16], ids=str)
+def test_zeros_have_the_scale_zero(dtype, group, scale_dtype):
+    """And stand for zeros; so they do not have the largest scale among small ones."""
+    x = torch.randn(1, 2, 96, 16, generator=torch.Generator().manual_seed(1)) * 1e-3
+    x[:, :, 32:64] = 0
+    data, scale = strobe.kv.quantise(x, dtype, group=group, scale_dtype=scale_dtype)
+    of_rows = scale[..., None] if group is None else scale.repeat_interleave(group, 2)
+    assert (of_rows[:, :, 32:64] == 0).all()
+    assert ((of_rows > 0) & (of_rows < 1e-2)).sum() == of_rows.numel() * 2 // 3
+    assert not _numbers(data, dtype)[:, :, 32:64].any()
+    assert strobe.kv.quantise(x[:0], dtype, group=group)[1].shape == (0, *scale.shape[1:])
+    v_data, v_scale = strobe.kv.quantise(x, dtype, scale_dtype=scale_dtype)
+    q = torch.ones(1, 2, 3, 16)
+    options = {"k_scale": scale, "v_scale": v_scale} | ({} if group is None else {"k_scale_group": group})
+    for used in (None, torch.tensor([64], dtype=torch.int32)):
+        out = strobe.attention(q, data, v_data, seqused_k=used, **options)
+        expected, _ = strobe.reference(q, data, v_data, seqused_k=used, **options)
+        assert torch.allclose(out.double(), expected, rtol=0, atol=1e-8)
+    assert not strobe.attention(q, data[:, :, 32:64], v_data[:, :, 32:64], k_scale=v_scale[:, :, 32:64], v_scale=v_scale[:, :, 32:64]).any()
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+@pytest.mark.parametrize("group", [None, 32])
+def test_the_scales_of_small_numbers_hold_them(dtype, group):
+    """In float16 a scale would vanish, or be rounded to less than the largest number needs."""
+    most = QUANTISED[dtype]
+    for size in (1e-42, 2.0**-26 * most, 1.4 * 2.0**-24 * most, 2.6 * 2.0**-24 * most, 1e-5 * most):
+        x = torch.tensor([[size, -size / 3], [size / 3, -size]]).repeat(1, 1, 16, 4)
+        data, scale = strobe.kv.quantise(x, dtype, group=group, scale_dtype=torch.float16)
+        assert (scale >= 2.0**-24).all()
+        assert (scale.double() * most >= x.abs().max().double() * (1 - 2**-11)).all()
+        s = scale.double().max().item()
+        assert scale.double().min() == s
+        step = max(size / 16, s / 1024) if dtype == torch.float8_e4m3fn else s / 2
+        assert (_numbers(data, dtype) * s - x).abs().max() <= step + size * 2**-10
+    data, scale = strobe.kv.quantise(torch.full((1, 1, 32, 8), 1e-42), dtype, group=group)  # nor do those of float32 vanish
+    assert (scale == torch.finfo(torch.float32).tiny).all()
+    assert not _numbers(data, dtype).any()
+
+
+@pytest.mark.parametrize("group", [None, 32])
+def test_what_cannot_be_quantised_is_refused(group):
+    x = torch.ones(1, 2, 64, 8)
+    for bad, scale_dtype, message in (
+        (float("nan"), torch.float32, "x: nan in it; accepted are finite numbers"),
+        (float("inf"), torch.float16, "x: inf in it; accepted are finite numbers"),
+        (-float("inf"), torch.float32, "x: inf in it; accepted are finite numbers"),
+        (-1e7, torch.float16, "x: a number of size 1e+07, too large for a scale of torch.float16; accepted are sizes up to 8.31901e+06, or "
+                              "more with scale_dtype=torch.float32"),
+    ):  # fmt: skip
+        x[0, 1, 40, 3] = bad
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            strobe.kv.quantise(x, torch.int8, group=group, scale_dtype=scale_dtype)
+    _, scale = strobe.kv.quantise(x, torch.int8, group=group)
+    assert scale.max() == torch.tensor(1e7 / 127)
+    with pytest.raises(
+        ValueError, match=r"^x: a number of size 1e\+300, too large for a scale of torch.float32; accepted are sizes up to 4\S+$"
+    ):
+        strobe.kv.quantise(torch.full((1, 2, 64, 8), 1e300, dtype=torch.float64), torch.int8, group=group)
+    _, scale = strobe.kv.quantise(torch.full((1, 2, 64, 8), 65504 * 127.0), torch.int8, group=group, scale_dtype=torch.float16)
+    assert (scale == 65504).all()
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+def test_what_a_device_makes_of_what_cannot_be_quantised(dtype, monkeypatch):
+    """Where nothing is read."""
+    monkeypatch.setattr(type(strobe.kv.TORCH), "is_readable", lambda *_: False)
+    x = torch.ones(5, 1, 16)
+    x[1, 0, 4], x[2, 0, 5], x[3, 0, 6] = float("nan"), -float("inf"), 1e9
+    for scale_dtype in (torch.float16, torch.float32):
+        data, scale = strobe.kv.quantise(x, dtype, scale_dtype=scale_dtype)
+        assert scale[1].isnan().all()
+        assert scale[2].isposinf().all()
+        assert scale[3] == 65504 or scale_dtype == torch.float32
+        options = {"k_scale": scale[None].transpose(1, 2), "v_scale": scale[None].transpose(1, 2)}
+        stored = data[None].transpose(1, 2)
+        for row in range(5):
+            one = {name: s[..., row : row + 1] for name, s in options.items()}
+            out = strobe.attention(torch.ones(1, 1, 1, 16), stored[:, :, row : row + 1], stored[:, :, row : row + 1], **one)
+            assert out.isnan().any() == (row in (1, 2))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_append_refuses_what_cannot_be_quantised(packed):
+    shape = (3, 2, 16) if packed else (1, 2, 3, 16)
+    held = torch.tensor([0], dtype=torch.int32)
+    options = {"cu_seqlens": torch.tensor([0, 2], dtype=torch.int32)} if packed else {}
+    for scale_dtype, bad, accepted in (
+        (torch.float32, float("nan"), "nan in it; accepted are finite numbers"),
+        (torch.float16, float("inf"), "inf in it; accepted are finite numbers"),
+        (torch.float16, 1e7, "a number of size 1e+07, too large for a scale of torch.float16; accepted are sizes up to 8.31901e+06, or "
+                             "more with {}_scale of dtype torch.float32"),
+    ):  # fmt: skip
+        for names in ("k", "v", "kv"):
+            caches = [torch.zeros(1, 2, 8, 16, dtype=torch.int8) for _ in "kv"]
+            scales = {name: torch.zeros(1, 2, 8, dtype=scale_dtype) for name in ("k_scale", "v_scale")}
+            new = {name: torch.ones(shape) for name in "kv"}
+            for name in names:
+                (new[name] if packed else new[name][0].transpose(0, 1))[1, 0, 3] = bad
+            message = "\n".join(f"{name}: {accepted.format(name)}" for name in names)
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                strobe.kv.append(*caches, *new.values(), held, **options, **scales)
+            assert not any(x.any() for x in (*caches, *scales.values()))
+    if packed:  # padding may hold anything
+        new["k"][:2], new["v"][:2], new["k"][2] = 1, 1, float("nan")
+        assert strobe.kv.append(*caches, *new.values(), held, **options, **scales).tolist() == [2]
+        assert (caches[0][:, :, :2] == 127).all()
+        assert not caches[0][:, :, 2:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_copy_takes_scales_by_columns(dtype, layout):
+    page, each = 80, 2 if dtype == torch.uint8 else 1
+    shape = (4, 2, page, 16) if layout == "bhsd" else (4, page, 2, 16)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    for group, groups in ((32, 3), (64, 2), (96, 1)):
+        k_cache, k_scale = strobe.kv.quantise(x, dtype, group=group, layout=layout)
+        v_cache, v_scale = strobe.kv.quantise(x, dtype, layout=layout)
+        assert groups in k_scale.shape
+        strobe.kv.copy(k_cache, v_cache, torch.tensor([3]), torch.tensor([1]), k_scale=k_scale, v_scale=v_scale)
+        for copied in (k_cache, v_cache, k_scale, v_scale):
+            assert torch.equal(copied[1], copied[3])
+            assert not torch.equal(copied[1], copied[2])
+    wrong = k_scale.new_ones((4, 2, 4, 16) if layout == "bhsd" else (4, 4, 2, 16))
+    with pytest.raises(ValueError, match=r"^k_scale: torch.float32 of shape .*; accepted is float16 or float32 .* \/ G\)"):
+        strobe.kv.copy(k_cache, v_cache, torch.tensor([3]), torch.tensor([1]), k_scale=wrong, v_scale=v_scale)
+    assert each * k_cache.shape[-1] == 16
+
+
+def test_copys_scales_are_checked():
+    caches = [torch.arange(4, dtype=torch.int8)[:, None, None, None].expand(4, 2, 8, width).clone() for width in (16, 12)]
+    scale = torch.arange(4.0)[:, None, None].expand(4, 2, 8)
+    both = {"k_scale": scale.clone(), "v_scale": scale.clone()}
+    floats = [x.float() for x in caches]
+    of_k = (
+        "accepted is float16 or float32 (4, 2, 8), with k_scale_group G (4, 2, ceil(8 / G), 16), or (4, ceil(2 / G), 8, 16) in layout bshd"
+    )
+    for message, given, scales in (
+        ("k_scale, v_scale: None beside k_cache of torch.int8; accepted are the scales of a quantised cache", caches, {}),
+        ("k_scale, v_scale: None beside v_cache of torch.int8; accepted are the scales of a quantised cache", [floats[0], caches[1]], {}),
+        ("v_scale: None beside the other; accepted are both or neither", caches, {"k_scale": scale.clone()}),
+        ("k_cache: dtype torch.float32 beside k_scale; accepted is torch.int8, torch.float8_e4m3fn, torch.uint8", floats, both),
+        ("v_cache: dtype torch.float32; accepted is torch.int8, as k_cache has", [caches[0], floats[1]], both),
+        ("k_scale: torch.float32 of shape (4, 2, 7); " + of_k, caches, both | {"k_scale": scale[..., :7].clone()}),
+        ("k_scale: torch.float64 of shape (4, 2, 8); " + of_k, caches, both | {"k_scale": scale.double()}),
+        ("k_scale: torch.float32 of shape (3, 2, 8); " + of_k, caches, both | {"k_scale": scale[:3].clone()}),
+        ("k_scale: torch.float32 of shape (4, 2, 1, 12); " + of_k, caches, both | {"k_scale": torch.ones(4, 2, 1, 12)}),
+        ("k_scale: torch.float32 of shape (4, 2, 2, 16); " + of_k, caches, both | {"k_scale": torch.ones(4, 2, 2, 16)}),
+        ("v_scale: torch.int8 of shape (4, 2, 8); accepted is float16 or float32 (4, 2, 8)", caches,
+         both | {"v_scale": scale.to(torch.int8)}),
+        ("v_scale: torch.float32 of shape (4, 2, 1, 12); accepted is float16 or float32 (4, 2, 8)", caches,
+         both | {"v_scale": torch.ones(4, 2, 1, 12)}),
+    ):  # fmt: skip
+        before = [x.clone() for x in (*given, *scales.values())]
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            strobe.kv.copy(*given, torch.tensor([3]), torch.tensor([1]), **scales)
+        assert all(map(torch.equal, (*given, *scales.values()), before))
+
+
+def test_a_group_of_more_rows_than_there_are_takes_no_memory_for_them():
+    x = torch.randn(2, 1, 5, 16)
+    many, few = (strobe.kv.quantise(x, torch.int8, group=group) for group in (2**40, 32))
+    assert all(torch.equal(a, b) for a, b in zip(many, few, strict=True))
+
+
+def test_compiled_for_any_size_of_the_cache():
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def step(k_cache, v_cache, k, used, table):
+        strobe.kv.copy(k_cache, v_cache, table[:1, 0], table[-1:, -1])
+        return strobe.kv.append(k_cache, v_cache, k, k, used, page_table=table)
+
+    for batch, pages in ((2, 8), (3, 12), (5, 20)):
+        k_cache, v_cache, k = torch.zeros(pages, 2, 4, 16), torch.zeros(pages, 2, 4, 16), torch.randn(batch, 2, 1, 16)
+        table = torch.arange(batch * 3, dtype=torch.int32).view(batch, 3)
+        used = step(k_cache, v_cache, k, torch.zeros(batch, dtype=torch.int32), table)
+        assert used.tolist() == [1] * batch
+        assert torch.equal(k_cache[table[:, 0].long(), :, 0], k[:, :, 0])

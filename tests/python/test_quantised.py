@@ -1,0 +1,156 @@
+"""Quantised keys where engines read them in ways of their own: few queries over many keys, by each of the stored kinds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import strobe
+from cases import FACTORS, Inputs, call
+from check import Yardstick, available_engines, run
+from device import DEVICE, ON_GPU, moved, running_on
+from quantising import Kind, quantised
+
+HALF = [torch.bfloat16, torch.float16]
+KINDS = [Kind("int8", "float32"), Kind("int8", "float16"), Kind("float8", "float32"), Kind("int4", "float16")]
+# b, h, hkv, sq, sk, d, dv
+SHAPES = [
+    (1, 4, 1, 1, 300, 128, 128),
+    (2, 8, 2, 3, 131, 64, 128),
+    (1, 2, 2, 16, 200, 128, 64),
+    (3, 3, 1, 1, 33, 64, 64),
+    (1, 16, 1, 1, 70, 128, 128),
+]
+
+
+def quantised_call(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, page: int | None = None, **options: Any) -> Inputs:
+    b, h, hkv, sq, sk, d, dv = shape
+    if page:
+        sk = -(-sk // page) * page
+    inputs = call(b, h, sq, sk, d, dv, hkv, dtype, dlse=False, **options)
+    quant, k, v = quantised(kind, inputs.k, inputs.v, 2, None)
+    return replace(inputs, k=k, v=v, quant=quant, page=page)
+
+
+def check(inputs: Inputs, wanted: str | None = None) -> None:
+    """On every engine that takes the call; `wanted` has to, where it is there."""
+    yardstick, took, faults = Yardstick(inputs), set(), []
+    for engine in available_engines():
+        try:
+            found = run(inputs, engine)
+        except NotImplementedError as refusal:
+            if engine == wanted:
+                faults.append(f"{engine} refuses: {refusal}")
+            continue
+        took.add(engine)
+        faults += [f"{engine}: {fault}" for fault in yardstick.faults(found)]
+    assert not faults, "\n".join(faults)
+    if not took:
+        pytest.skip("no engine here reads quantised keys")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_few_queries(shape, dtype, kind):
+    check(quantised_call(kind, shape, dtype, causal=shape[3] > 1), "cuda-mma")
+
+
+@pytest.mark.parametrize("kind", KINDS[1:], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 3.0},
+        {"window": (40, 0)},
+        {"dropout": 0.3, "seed": 5},
+        {"mask": torch.rand(2, 1, 2, 96, generator=torch.Generator().manual_seed(3)) < 0.5},
+        {"bias": torch.randn(1, 8, 2, 96, generator=torch.Generator().manual_seed(4))},
+        {"sinks": torch.linspace(-1, 1, 8)},
+        {"alibi_slopes": torch.linspace(0.01, 0.3, 8)},
+        {"seqused_k": torch.tensor([61, 0], dtype=torch.int32)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("page", [None, 16])
+def test_options(options, kind, page):
+    check(quantised_call(kind, (2, 8, 2, 2, 96, 64, 64), HALF[kind.stored == "int8"], page, **options), "cuda-mma")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_scales_far_apart(kind, dtype):
+    """Of which float16, in which P times a scale is rounded, has few powers."""
+    inputs = call(1, 4, 2, 96, 64, 64, 1, dtype, dlse=False)
+    far = 10.0 ** torch.linspace(-5, 2, 96).view(1, 1, -1, 1)
+    k, v = (inputs.k.double(), far.double() * inputs.v.double())
+    quant, k, v = quantised(kind._replace(scale="float32"), k, v, 2, None)
+    for only in (slice(0, 96), slice(0, 20)):  # the keys that are seen
+        mask = torch.zeros(1, 1, 1, 96, dtype=torch.bool)
+        mask[..., only] = True
+        check(replace(inputs, k=k, v=v, quant=quant, options={"mask": mask}), "cuda-mma")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("scale", [1e6, 1e30])
+def test_a_large_scale_of_small_numbers(kind, dtype, scale):
+    """A row that stores 0 has any scale, and weighs nothing beside the others."""
+    inputs = quantised_call(kind._replace(scale="float32"), (1, 4, 1, 2, 96, 64, 64), dtype)
+    for x, scales in ((inputs.quant.k, inputs.quant.k_scale), (inputs.quant.v, inputs.quant.v_scale)):
+        x[:, :, 70], scales[:, :, 70] = 0, scale
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k[:, :, 70] = v[:, :, 70] = 0
+    check(replace(inputs, k=k, v=v), "cuda-mma")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_nobody_sees_may_be_anything(kind):
+    inputs = quantised_call(kind, (1, 4, 1, 2, 96, 64, 64), torch.bfloat16)
+    mask = torch.ones(1, 1, 1, 96, dtype=torch.bool)
+    mask[..., 10:30] = mask[..., 77] = False
+    inputs = replace(inputs, options={"mask": mask, "seqused_k": torch.tensor([90], dtype=torch.int32)})
+    hidden = ~mask[0, 0, 0]
+    hidden[90:] = True
+    for x in (inputs.quant.k, inputs.quant.v):
+        x[:, :, hidden] = 0x7F
+    for n, x in enumerate((inputs.quant.k_scale, inputs.quant.v_scale)):
+        x[:, :, hidden] = (torch.nan, torch.inf)[n]
+    check(inputs, "cuda-mma")
+
+
+@pytest.mark.parametrize("in_v", [False, True])
+def test_nan_that_is_seen_is_seen(in_v):
+    """FP8's in a number, and a scale's."""
+    for spoil in ("number", "scale"):
+        inputs = quantised_call(Kind("float8", "float32"), (1, 4, 1, 3, 64, 64, 64), torch.bfloat16, causal=True)
+        if spoil == "number":
+            (inputs.quant.v if in_v else inputs.quant.k)[0, 0, 62, 5] = 0x7F
+        else:
+            (inputs.quant.v_scale if in_v else inputs.quant.k_scale)[0, 0, 62] = torch.nan
+        handed = inputs.handed()
+        q, k, v = (moved(x, DEVICE) for x in (handed.q, handed.k, handed.v))
+        options = {name: moved(x, DEVICE) if isinstance(x, torch.Tensor) else x for name, x in handed.options.items()}
+        took = set()
+        for engine in (*available_engines(), "reference"):
+            if engine == "reference" and ON_GPU:
+                continue
+            with running_on(engine):
+                try:
+                    out = strobe.attention(q, k, v, engine=engine, **options).cpu()
+                except NotImplementedError:
+                    continue
+            took.add(engine)
+            assert out[0, :, 0].isfinite().all(), engine  # sees 62 keys
+            seen = out[0, :, 1:, 5] if in_v and spoil == "number" else out[0, :, 1:]
+            assert seen.isnan().all(), (engine, spoil)
+            if in_v and spoil == "number":
+                assert out[..., 6:].isfinite().all(), engine
+        assert took & {"cuda-mma", "cpu-avx512", "cpu-avx2", "cpu-baseline", "cpu-neon"}, took
+
+
+def test_the_cases_hold_each_kind():
+    assert {kind.stored for kind in FACTORS["quant"][1:]} == {"int8", "float8", "int4"}
+    assert {kind.group is None for kind in FACTORS["quant"][1:]} == {True, False}
