@@ -10,6 +10,7 @@
 #include "attention/features.h"
 #include "attention/geometry.h"
 #include "attention/part.h"
+#include "attention/quantised.h"
 #include "attention/schedule.h"
 #include "attention/score.h"
 #include "attention/softmax.h"
@@ -84,6 +85,11 @@ extern "C" __global__ void part_pieces(const BackwardArguments a, u32 *walked) {
   walked[0] = keys, walked[1] = queries;
   walked[2] = part_tiles_before<true, 64>(a.in, s.band, 0, 0, q0, (i32)s.band.seqlen_q, (i32)key_tiles<kFeatures, 64>(a.in));
   walked[3] = (u32)first_part_tile(a.in, 0, 0, 64, true);
+}
+
+// The scale of a quantised key's row.
+extern "C" __global__ void quantised_pieces(const ArgumentsOf<ForwardArguments, true>::type a, float *scale) {
+  *scale = *a.scales.k.at<const float>(0, 0, (i64)threadIdx.x, 0);
 }
 
 } // namespace strobe

@@ -78,7 +78,7 @@ def test_calls_of_the_same_kind_have_the_same_tokens_elsewhere():
             for b, n in enumerate(lengths or []):
                 assert torch.equal(before[b, :, n:], after[b, :, n:])  # padding stays
             if before.shape[0]:
-                ulps = 4 * torch.finfo(before.dtype).eps * float(before.double().abs().sum(3).max()) if before.numel() else 0.0
+                ulps = 4 * torch.finfo(x.q.dtype).eps * float(before.double().abs().sum(3).max()) if before.numel() else 0.0
                 same = partial(_same_in_some_order, atol=ulps)
                 sums = [torch.cat([r.double().sum(2).flatten() for r in t]) for t in (rows, mixed)]
                 assert same(*sums)
