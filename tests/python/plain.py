@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,6 +69,12 @@ def hyperbolic(x: Tensor, beta: float, shift: float) -> Tensor:
     return -beta * torch.where(far, torch.log1p(t + torch.sqrt(t * (t + 2))), 0.0) - shift
 
 
+def _rounded_once(q: Tensor, k: Tensor, s: Tensor) -> Tensor:
+    """q k^T of float64, summed in what the CPU has beyond it; of s, the same, are the gradients."""
+    exact = np.matmul(*(t.detach().numpy().astype(np.longdouble) for t in (q, k.transpose(-1, -2))))
+    return s + (torch.from_numpy(exact.astype(np.float64)) - s).detach()
+
+
 def _drop(p: Tensor, keep: Tensor | None, rate: float) -> Tensor:
     return p if keep is None else p * keep / rate
 
@@ -113,12 +120,14 @@ def attention(
     from_output: bool = False,
     order: tuple[Tensor, Tensor] | None = None,
     with_scores: bool = False,
+    round_once: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """q (B,H,Sq,D), k (B,Hkv,Sk,D), v (B,Hkv,Sk,Dv) -> out (B,H,Sq,Dv), lse (B,H,Sq), all of q's dtype.
 
     order permutes (head dimension of q and k, keys): the same formulas, summed in another order.
     from_output: the backward takes D from the output, not from P and dP.
     with_scores: returns out and the scores, in `order`.
+    round_once: q·k of float64 is its exact sum, rounded, where the CPU can.
     """
     dtype = q.dtype
     b, h, sq, _ = q.shape
@@ -131,7 +140,8 @@ def attention(
 
     if order is not None:
         q, k, v = q[..., order[0]], k[:, :, order[1]][..., order[0]], v[:, :, order[1]]
-    s = (q @ k.transpose(-1, -2)) * score.scale
+    s = q @ k.transpose(-1, -2)
+    s = (_rounded_once(q, k, s) if round_once else s) * score.scale
     if score.softcap:
         s = score.softcap * torch.tanh(s / score.softcap)
     if score.hyperbolic:
