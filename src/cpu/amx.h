@@ -38,26 +38,26 @@ struct Amx {
     STROBE_INLINE ~Session() { asm volatile("tilerelease"); }
   };
 
-  template <int kPlanes>
+  template <int kPlanes, bool kExchanged>
   static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c,
                                                  int64_t ldc, bool accumulate) {
     int64_t m = 0;
-    for (; m + 16 < rows; m += 32) multiply_rows<kPlanes, 2>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
-    if (m < rows) multiply_rows<kPlanes, 1>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
+    for (; m + 16 < rows; m += 32) multiply_rows<kPlanes, kExchanged, 2>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
+    if (m < rows) multiply_rows<kPlanes, kExchanged, 1>(columns, depth, a.rows_from(m), b, c + m * ldc, ldc, accumulate);
   }
 
 private:
-  template <int kPlanes, int kRows>
+  template <int kPlanes, bool kExchanged, int kRows>
   static STROBE_INLINE void multiply_rows(int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc,
                                           bool accumulate) {
     int64_t n = 0;
-    for (; n + 32 <= columns; n += 32) multiply_block<kPlanes, kRows, 2>(depth, a, b.columns_from(n), c + n, ldc, accumulate);
-    if (n < columns) multiply_block<kPlanes, kRows, 1>(depth, a, b.columns_from(n), c + n, ldc, accumulate);
+    for (; n + 32 <= columns; n += 32) multiply_block<kPlanes, kExchanged, kRows, 2>(depth, a, b.columns_from(n), c + n, ldc, accumulate);
+    if (n < columns) multiply_block<kPlanes, kExchanged, kRows, 1>(depth, a, b.columns_from(n), c + n, ldc, accumulate);
   }
 
   // One block of C: kRows x kColumns tiles. Each instruction adds 32 products of two planes to the sum and rounds once. fp32 takes six of
   // them for 32 terms: there a sum that is to be added to C starts from 0.
-  template <int kPlanes, int kRows, int kColumns>
+  template <int kPlanes, bool kExchanged, int kRows, int kColumns>
   static STROBE_INLINE void multiply_block(int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc, bool accumulate) {
     const bool apart = accumulate && kPlanes == 3;
     unroll<kRows>(STROBE_UNROLL(m) {
@@ -70,9 +70,10 @@ private:
     });
     for (int64_t k = 0; k < depth; k += 32) {
       unroll<kPlanes *(kPlanes + 1) / 2>(STROBE_UNROLL(i) {
-        constexpr int kA = product<kPlanes>(i).a, kB = product<kPlanes>(i).b;
-        if constexpr (i == 0 || kA != product<kPlanes>(i - 1).a) load_left<kRows>(a.a + kA * a.plane + k / 32 * a.step, a.row);
-        if constexpr (i == 0 || kB != product<kPlanes>(i - 1).b) load_right<kColumns>(b.b + kB * b.plane + k / 2 * b.ld, b.ld);
+        constexpr Product kThis = product<kPlanes, kExchanged>(i), kLast = product<kPlanes, kExchanged>(i > 0 ? i - 1 : 0);
+        constexpr int kA = kThis.a, kB = kThis.b;
+        if constexpr (i == 0 || kA != kLast.a) load_left<kRows>(a.a + kA * a.plane + k / 32 * a.step, a.row);
+        if constexpr (i == 0 || kB != kLast.b) load_right<kColumns>(b.b + kB * b.plane + k / 2 * b.ld, b.ld);
         unroll<kRows>(STROBE_UNROLL(m) { unroll<kColumns>(STROBE_UNROLL(n) { tile_multiply<2 * m + n, 4 + m, 6 + n>(); }); });
       });
     }
@@ -87,13 +88,14 @@ private:
       });
   }
 
-  // The products of planes, the smallest first, in an order that reloads few tiles.
+  // The products of planes, the smallest first, in an order that reloads few tiles. kExchanged: that of the product with a and b exchanged.
   struct Product {
     int a, b;
   };
-  template <int kPlanes> static constexpr Product product(int i) {
+  template <int kPlanes, bool kExchanged> static constexpr Product product(int i) {
     constexpr Product three[] = {{2, 0}, {1, 0}, {1, 1}, {0, 1}, {0, 0}, {0, 2}}, two[] = {{1, 0}, {0, 0}, {0, 1}};
-    return kPlanes == 3 ? three[i] : kPlanes == 2 ? two[i] : Product{0, 0};
+    const Product of = kPlanes == 3 ? three[i] : kPlanes == 2 ? two[i] : Product{0, 0};
+    return kExchanged ? Product{of.b, of.a} : of;
   }
   template <int kRows> static STROBE_INLINE void load_left(const uint16_t *a, int64_t row) {
     unroll<kRows>(STROBE_UNROLL(m) { tile_load<4 + m>(a + 16 * m * row, row * 2); });

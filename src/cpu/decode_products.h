@@ -197,7 +197,7 @@ public:
       const auto k = span.p.quantised() ? Math::load_lanes(dense_copy(span.k(), span.b, span.kv, span.k_begin + j, n, d, false, wide_), 0,
                                                            0, 0, n, d, T(1), kKeys, k_, buffer_)
                                         : Math::load_lanes(span.p.k, span.b, span.kv, span.k_begin + j, n, d, T(1), kKeys, k_, buffer_);
-      Math::multiply(rows, kKeys, d, left_, k, s + (j - span.keys.begin), kPitch, false);
+      Math::template multiply<true>(rows, kKeys, d, left_, k, s + (j - span.keys.begin), kPitch, false);
     }
   }
 

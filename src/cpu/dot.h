@@ -41,7 +41,7 @@ struct Dot {
   struct Session {};
   template <class> using Lanes = DotLanes;
 
-  template <int kPlanes>
+  template <int kPlanes, bool>
   static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c,
                                                  int64_t ldc, bool accumulate) {
     static_assert(kPlanes == 1); // with more, fp32 multiply-adds are as fast

@@ -200,6 +200,8 @@ public:
     if (!kernels) return std::string("adds nothing for ") + strobe::name(p.dtype);
     if (p.quantised() && !kernels->quantised)
       return std::string("k and v in ") + strobe::name(p.quantised_as) + ": it would round what they stand for to bfloat16";
+    if (p.score == ScoreFunction::hyperbolic && kernels->splits)
+      return std::string("a Lorentz product cancels, which shows what three bf16 leave of FP32's last bits");
     Plan plan;
     plan.engine = set_.name;
     const bool forward = direction == Direction::forward;

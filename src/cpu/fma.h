@@ -16,6 +16,7 @@ template <class T> struct Fma {
   static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
   static constexpr bool kSumsApart = false;    // a product that adds to C does so every few terms, wherever it ends
 
+  static constexpr bool kSplits = false;
   static constexpr bool kQuantised = sizeof(T) == 4; // K and V may be quantised
   static constexpr bool kLanes = true;               // few rows in decoding are multiplied by lanes.h
   template <class Elements> using Lanes = FmaLanes<T, Elements>;
@@ -31,6 +32,7 @@ template <class T> struct Fma {
     int64_t ld;
   };
 
+  template <bool /*kExchanged: the same sums*/ = false>
   static STROBE_INLINE void multiply(int64_t rows, int64_t columns, int64_t depth, Left a, Right b, T *c, int64_t ldc, bool accumulate) {
     STROBE_ISA::multiply(rows, columns, depth, a.a, b.b, b.ld, c, ldc, accumulate);
   }

@@ -16,6 +16,7 @@ struct TileSizes {
 struct CpuKernels {
   const char *arithmetic;                // in words
   bool quantised;                        // whether quantised K and V are read: products of bf16 would round what they stand for
+  bool splits;                           // FP32 into three bf16, whose smallest products are left out
   TileSizes forward_tile, backward_tile; // where nothing else is wished
   int64_t (*forward_workspace)(const Problem &, const TileSizes &, int64_t threads);
   void (*forward)(const Problem &, const Execution &, const TileSizes &, void *workspace);

@@ -11,14 +11,20 @@
 namespace strobe::inline STROBE_ISA {
 
 // x = sum of planes, each to be cut to the 8 significant bits of a bf16, the high half of a lane: the first ones are rounded to them, so
-// that what is left for the last is small and of either sign.
+// that what is left for the last is small and of either sign. FP32 beyond the largest bf16 is cut, for it would round to infinity.
 template <int kPlanes> struct Split {
   __m512 plane[kPlanes];
+  static STROBE_INLINE __m512 largest() { return _mm512_castsi512_ps(_mm512_set1_epi32(0x7F7F0000)); } // bf16
   STROBE_INLINE explicit Split(__m512 x) {
     unroll<kPlanes>(STROBE_UNROLL(p) {
       plane[p] = x;
       if constexpr (p + 1 < kPlanes) {
-        __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+        __m512i rounded = _mm512_castps_si512(x);
+        const __m512i half = _mm512_set1_epi32(0x8000);
+        if constexpr (kPlanes == 3 && p == 0)
+          rounded = _mm512_mask_add_epi32(rounded, _mm512_cmp_ps_mask(_mm512_abs_ps(x), largest(), _CMP_LE_OQ), rounded, half);
+        else
+          rounded = _mm512_add_epi32(rounded, half);
         plane[p] = _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(int(0xFFFF0000))));
         x = _mm512_sub_ps(x, plane[p]);
       }
@@ -104,6 +110,7 @@ template <int planes, class Unit> struct Pairs {
   static constexpr bool kSumsApart = planes == 3; // a product is summed up from 0, and then added to C: see amx.h
 
   using V = Vec<float>;
+  static constexpr bool kSplits = kPlanes == 3;
   static constexpr bool kQuantised = false;
   static constexpr bool kLanes = kPlanes == 1; // sums of more planes have an order of their own, that of the backward
   template <class Elements> using Lanes = typename Unit::template Lanes<Elements>;
@@ -115,9 +122,11 @@ template <int planes, class Unit> struct Pairs {
   using Left = PairsLeft;
   using Right = PairsRight;
   using Session = typename Unit::Session;
+  // kExchanged: sums have the order of the product with a and b exchanged.
+  template <bool kExchanged = false>
   static STROBE_INLINE void multiply(int64_t rows, int64_t columns, int64_t depth, Left a, Right b, float *c, int64_t ldc,
                                      bool accumulate) {
-    Unit::template multiply<kPlanes>(rows, columns, depth, a, b, c, ldc, accumulate);
+    Unit::template multiply<kPlanes, kExchanged>(rows, columns, depth, a, b, c, ldc, accumulate);
   }
 
   struct Keys {

@@ -121,6 +121,21 @@ def test_any_number_of_threads(name, dtype, engine):
         assert all(torch.equal(one[x].nan_to_num(7), other[x].nan_to_num(7)) for x in one), threads
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_one_key_has_a_p_of_1(dtype, engine):
+    """A score has the same bits in each pass, so that LSE, which is the score here, leaves 1."""
+    slopes = torch.zeros(16)  # with which scores are kept in their own unit
+    inputs = call(h=16, hkv=8, sq=1, sk=208, d=192, dtype=getattr(torch, dtype), alibi_slopes=slopes, window=(0, 0), dlse=False)
+    inputs = dataclasses.replace(inputs, q=inputs.q * 4, aux=("column_sums",))
+    results = run_or_skip(inputs, engine)
+    dv = results["dv"][:, :, -1].double()
+    if dtype in ("float32", "float64"):
+        assert results["column_sums"].max() == 1
+        torch.testing.assert_close(dv, inputs.dout.double().view(1, 8, 2, -1).sum(2), rtol=0, atol=1e-6 if dtype == "float32" else 1e-14)
+    assert (results["dv"][:, :, :-1] == 0).all()
+
+
 @pytest.mark.parametrize("most", [3e38, 1e37])
 def test_a_mean_that_fits_where_the_sum_does_not(most):
     inputs = call(h=4, hkv=1, sq=2, sk=2100, d=16, dlse=False)

@@ -66,19 +66,22 @@ def test_padding_behind_packed_tokens(function, added, dtype, d, dv, causal, eng
 @engines
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("what", ["k", "v"])
-@pytest.mark.parametrize("how", ["mask", "bias", "causal", "packed"])
+@pytest.mark.parametrize("how", ["mask", "every other one", "bias", "causal", "packed"])
 def test_largest_numbers(how, what, dtype, engine):
     """A product with the largest number there is may overflow, and be rounded to infinity before."""
-    hidden = torch.arange(64).view(1, 1, 1, 64) >= 40
+    hidden = torch.arange(64) % 2 == 1 if how == "every other one" else torch.arange(64) >= 40
+    rows = (slice(40, None),) if how == "packed" else (..., hidden, slice(None))
+    hidden = hidden.view(1, 1, 1, 64)
     options = {
         "mask": {"mask": ~hidden},
+        "every other one": {"mask": ~hidden},
         "bias": {"bias": torch.zeros(1, 1, 1, 64).masked_fill(hidden, -INF)},
         "causal": {"causal": True, "alignment": "top_left"},
         "packed": {"cu_seqlens_q": torch.tensor([0, 40]), "cu_seqlens_k": torch.tensor([0, 40])},
     }[how]
     options = {name: x.int() if name.startswith("cu_") else x for name, x in options.items()}
     inputs = call(sq=40, sk=64, d=64, dtype=dtype, **options)
-    getattr(inputs, what)[(slice(40, None),) if how == "packed" else (..., slice(40, None), slice(None))] = torch.finfo(dtype).max
+    getattr(inputs, what)[rows] = torch.finfo(dtype).max
     assert_clean(inputs, engine)
 
 
