@@ -201,7 +201,7 @@ def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mappi
         if _is_packed(given) and given.get("part") is None and any(given.get(name) is None for name in ("max_seqlen_q", "max_seqlen_k")):
             accepted += "; without max_seqlen_q and max_seqlen_k these are the numbers of tokens"
         wrong.append(ValueError(f"block_mask: of {mask.seqlen_q} queries and {mask.seqlen_k} keys; {accepted}"))
-    elif mask.alignment not in (None, aligned) and "alignment" not in map(name_of, wrong) and _has_band(given):
+    elif mask.alignment not in (None, aligned) and not any(name_of(x) == "alignment" for x in wrong) and _has_band(given):
         accepted = f"accepted beside causal, window or alibi_slopes is the alignment of these, {aligned}"
         wrong.append(ValueError(f'block_mask: {mask.alignment}; {accepted}: make it with alignment="{aligned}"'))
 

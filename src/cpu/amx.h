@@ -1,42 +1,17 @@
 // Products of bf16 tiles in AMX's registers.
 #pragma once
-#include "pairs.h"
+#include "decode_tiles.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// Tile registers 0-3 hold C, 4-5 A, 6-7 B, all of 16 rows of 64 bytes.
-template <int t> STROBE_INLINE void tile_zero() { asm volatile("tilezero %%tmm%c0" ::"i"(t)); }
-template <int t> STROBE_INLINE void tile_load(const void *p, int64_t stride) {
-  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(t), "r"(p), "r"(stride) : "memory");
-}
-template <int t> STROBE_INLINE void tile_store(void *p, int64_t stride) {
-  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(t), "r"(p), "r"(stride) : "memory");
-}
-template <int c, int a, int b> STROBE_INLINE void tile_multiply() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
-}
-
 struct Amx {
-  // Few rows would leave most of a tile idle, and these CPUs multiply and add faster than they make dot products.
-  template <class Elements> using Lanes = FmaLanes<float, Elements>;
+  // Of few rows most of a tile is idle, and these CPUs multiply and add faster than they make dot products.
+  template <class Elements> using Few = FewRows<FmaLanes<float, Elements>>;
+  template <class, class Elements> using Many = TileRows<Elements>;
+  static constexpr int64_t kFewRows = 4; // measured (docs/lab/performance.md)
+  static constexpr bool kManyInPlace = true, kDecodesQuantised = true;
 
-  // The thread's tile registers, configured for the time it works.
-  struct Session {
-    STROBE_INLINE Session() {
-      alignas(64) struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t columns[16];
-        uint8_t rows[16];
-      } config = {};
-      config.palette = 1;
-      for (int t = 0; t < 8; ++t) {
-        config.columns[t] = 64;
-        config.rows[t] = 16;
-      }
-      asm volatile("ldtilecfg %0" ::"m"(config));
-    }
-    STROBE_INLINE ~Session() { asm volatile("tilerelease"); }
-  };
+  using Session = TileSession;
 
   template <int kPlanes, bool kExchanged>
   static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c,
@@ -55,8 +30,8 @@ private:
     if (n < columns) multiply_block<kPlanes, kExchanged, kRows, 1>(depth, a, b.columns_from(n), c + n, ldc, accumulate);
   }
 
-  // One block of C: kRows x kColumns tiles. Each instruction adds 32 products of two planes to the sum and rounds once. fp32 takes six of
-  // them for 32 terms: there a sum that is to be added to C starts from 0.
+  // One block of C: kRows x kColumns tiles. Registers 0-3 hold C, 4-5 A, 6-7 B. Each instruction adds 32 products of two planes to the sum
+  // and rounds once. fp32 takes six of them for 32 terms: there a sum that is to be added to C starts from 0.
   template <int kPlanes, bool kExchanged, int kRows, int kColumns>
   static STROBE_INLINE void multiply_block(int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc, bool accumulate) {
     const bool apart = accumulate && kPlanes == 3;

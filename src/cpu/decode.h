@@ -210,15 +210,12 @@ __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t 
 // Calls f with the products that serve so many rows.
 template <class Math, class F> STROBE_INLINE void with_products(const Problem &p, F &&f) {
   using T = typename Math::Real;
-  constexpr int64_t kFewRows = 8; // measured (docs/lab/performance.md)
-  if constexpr (Math::kLanes) {
-    if (p.group() * p.longest_q() <= kFewRows) {
-      with_elements<T, Math::kQuantised>(p.k.dtype,
-                                         [&](auto elements) { f((FewRows<typename Math::template Lanes<decltype(elements)>> *)nullptr); });
-      return;
-    }
-  }
-  f((ManyRows<Math> *)nullptr);
+  with_elements<T, Math::kDecodesQuantised, Math::kBFloat16>(p.k.dtype, [&](auto elements) {
+    using Elements = decltype(elements);
+    if constexpr (Math::kFewRows > 0)
+      if (p.group() * p.longest_q() <= Math::kFewRows) return f((typename Math::template Few<Elements> *)nullptr);
+    f((typename Math::template Many<Elements> *)nullptr);
+  });
 }
 
 template <class Products> int64_t decode_scratch(const Problem &p) {

@@ -39,7 +39,10 @@ private:
 
 struct Dot {
   struct Session {};
-  template <class> using Lanes = DotLanes;
+  template <class> using Few = FewRows<DotLanes>;
+  template <class Math, class> using Many = ManyRows<Math>;
+  static constexpr int64_t kFewRows = 8; // measured (docs/lab/performance.md)
+  static constexpr bool kManyInPlace = false, kDecodesQuantised = false;
 
   template <int kPlanes, bool>
   static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c,

@@ -80,14 +80,16 @@ struct Int4Elements { // two a byte
   }
 };
 
-// Calls f with what a dtype is made of.
-template <class T, bool kQuantised, class F> STROBE_INLINE void with_elements(DType dtype, F &&f) {
+// Calls f with what a dtype is made of. kBFloat16: or else bf16.
+template <class T, bool kQuantised, bool kBFloat16, class F> STROBE_INLINE void with_elements(DType dtype, F &&f) {
   if constexpr (kQuantised) {
     if (dtype == DType::i8) return f(Int8Elements{});
     if (dtype == DType::e4m3) return f(E4M3Elements{});
     if (dtype == DType::i4x2) return f(Int4Elements{});
   }
-  if constexpr (sizeof(T) == 8)
+  if constexpr (kBFloat16)
+    f(BFloat16Elements{});
+  else if constexpr (sizeof(T) == 8)
     f(PlainElements<double>{});
   else if (dtype == DType::f32)
     f(PlainElements<float>{});
@@ -121,10 +123,11 @@ public:
   static constexpr int64_t kStep = Vec<typename Elements::Real>::kLanes < 4 ? 4 : Vec<typename Elements::Real>::kLanes;
   static int64_t words(int64_t d) { return (d + kStep * Elements::kPerWord - 1) / (kStep * Elements::kPerWord) * kStep; }
 
-  // Blocks of rows before `end` are wanted: cut at multiples of `unit` rows, and filled up to a multiple of `least`.
-  WordRows(const View &x, int64_t b, int64_t h, int64_t d, int64_t end, int64_t unit, int64_t least)
+  // Blocks of rows before `end` are wanted: cut at multiples of `unit` rows, and filled up to a multiple of `least`. ahead_bytes: measured
+  // (docs/lab/performance.md).
+  WordRows(const View &x, int64_t b, int64_t h, int64_t d, int64_t end, int64_t unit, int64_t least, int64_t ahead_bytes = 8192)
       : x_(x), b_(b), h_(h), d_(d * kStored / Elements::kPerWord), end_(end), unit_(unit), least_(least), words_(words(d)),
-        stride_(x.stride[2] / kStored), ahead_(max((i64)unit, (i64)(kAheadBytes / (words_ * int64_t(sizeof(Word)))))),
+        stride_(x.stride[2] / kStored), ahead_(max((i64)unit, (i64)(ahead_bytes / (words_ * int64_t(sizeof(Word)))))),
         in_place_(x.stride[3] == 1 && words_ * kStored == d_ && stride_ * kStored == x.stride[2]) {}
 
   // The rows from i0 on, `most` or less. finite: what is not is 0 in them. copies: room for as many.
@@ -139,8 +142,6 @@ public:
   }
 
 private:
-  static constexpr int64_t kAheadBytes = 8192; // measured (docs/lab/performance.md)
-
   STROBE_INLINE const Word *at(int64_t i) const { return reinterpret_cast<const Word *>(x_.at<Stored>(b_, h_, i, 0)); }
   __attribute__((noinline)) WordBlock<Word> copied(int64_t i0, int64_t n, const Word *ahead, bool finite, Word *copies) const {
     for (int64_t i = 0; i < n; ++i) {

@@ -111,21 +111,44 @@ constexpr Foreign kForeign[] = {
 #endif
 };
 
+constexpr int64_t kFewQueries = 16; // with them most lanes would be idle
+
+// What keeps the forward of few queries from laying keys across lanes (decode.h); empty if nothing does. Invariant bits do not follow from
+// how many queries there are.
+const char *against_decoding(const Problem &p) {
+  if (p.invariant) return "invariant";
+  if (p.part) return "a part";
+  if (p.blocks.present) return "block sparsity";
+  if (p.dropout > 0) return "dropout";
+  if (p.quantised() && p.auxiliary()) return "aux of quantised keys"; // whose pass rounds scores in another place
+  if (p.score != ScoreFunction::dot) return "hyperbolic scores";
+  if (p.group() * p.longest_q() > kMostDecodedRows) return "so many query heads of a key head";
+  return p.tile_q > 0 || p.tile_k > 0 ? "tiles that are asked for" : "";
+}
+bool has_few(const Problem &p) { return p.longest_q() <= kFewQueries && !*against_decoding(p); }
+bool decodes(const Problem &p, Direction direction) { return direction == Direction::forward && has_few(p); }
+
 // The model: the products of all lanes, padding included, and the packing of K and V. Backward takes as many times the forward as it has
 // products, in every set alike: one that leads forward leads backward, for P = e^(s - LSE) is exact only where both round s alike. Nor does
-// the order of the sets depend on the threads: their number must not change a bit.
-double predict(const InstructionSet &set, const Problem &p, int64_t width, int64_t threads, Direction direction) {
+// the order of the sets depend on the threads: their number must not change a bit. Few queries have no lanes that are padding, but in the
+// backward.
+double predict(const InstructionSet &set, const CpuKernels &kernels, const Problem &p, int64_t threads, Direction direction) {
   constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, share of the peak, and cost of a call
   constexpr int64_t kShortestTile = 64;                       // of those that are made smaller until there is work for all
+  constexpr double kTransposed = 1;                           // cycles of an element of K and V that few queries do not read in place
   const int column = p.dtype == DType::bf16 ? 2 : p.dtype == DType::f16 ? 1 : 0;
   const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.seqlen_q) / double(std::max<int64_t>(p.varlen ? p.batch : 1, 1)));
-  const double pieces = std::ceil(queries / double(width)), lanes = std::ceil(queries / 16) * 16 + pieces * set.idle_lanes;
-  const double padded = lanes / queries * double(width) / (double(width) + set.idle_lanes);
+  const double width = double(kernels.forward_tile.width), pieces = std::ceil(queries / width);
+  const double whole = std::ceil(queries / 16) * 16, lanes = whole + pieces * set.idle_lanes;
+  const bool few = has_few(p), in_place = few && p.group() * p.longest_q() <= kernels.few_rows;
+  const double padded = few ? 1 : lanes / queries * width / (width + set.idle_lanes);
+  const double pack = in_place ? 0 : few ? std::max(kTransposed, set.pack_cycles[column]) : set.pack_cycles[column];
   const double rate = set.flops_per_cycle[column] * kShare * (p.dtype == DType::f64 ? 0.5 : 1.0);
-  const double packed = keys_read(p) * double(p.head_dim + p.head_dim_v) * set.pack_cycles[column];
+  const double packed = keys_read(p) * double(p.head_dim + p.head_dim_v) * pack;
   const double items = double(p.batch * p.heads) * double((p.longest_q() + kShortestTile - 1) / kShortestTile);
   const double cycles = flops(p, Direction::forward) * padded / rate + packed;
-  const double passes = direction == Direction::forward ? 1 : flops(p, direction) / std::max(1.0, flops(p, Direction::forward));
+  const double products = direction == Direction::forward ? 1 : flops(p, direction) / std::max(1.0, flops(p, Direction::forward));
+  const double passes = products * (few && direction == Direction::backward ? whole / queries : 1);
   return kStart + passes * cycles / kHertz / std::clamp(items, 1.0, double(threads));
 }
 
@@ -171,24 +194,6 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction d
   return tile;
 }
 
-constexpr int64_t kFewQueries = 8, kMostRows = 128; // most lanes would be idle; of a group: each thread holds their scores
-
-// What keeps the forward of few queries from laying keys across lanes (decode.h); empty if nothing does. Invariant bits do not follow from
-// how many queries there are.
-const char *against_decoding(const Problem &p) {
-  if (p.invariant) return "invariant";
-  if (p.part) return "a part";
-  if (p.blocks.present) return "block sparsity";
-  if (p.dropout > 0) return "dropout";
-  if (p.quantised() && p.auxiliary()) return "aux of quantised keys"; // whose pass rounds scores in another place
-  if (p.score != ScoreFunction::dot) return "hyperbolic scores";
-  if (p.group() * p.longest_q() > kMostRows) return "so many query heads of a key head";
-  return p.tile_q > 0 || p.tile_k > 0 ? "tiles that are asked for" : "";
-}
-bool decodes(const Problem &p, Direction direction) {
-  return direction == Direction::forward && p.longest_q() <= kFewQueries && !*against_decoding(p);
-}
-
 class CpuEngine final : public Engine {
 public:
   explicit CpuEngine(const InstructionSet &set) : set_(set) {}
@@ -198,7 +203,7 @@ public:
   Answer plan(const Problem &p, const Execution &execution, Direction direction) const override {
     const CpuKernels *kernels = set_.kernels(p.dtype);
     if (!kernels) return std::string("adds nothing for ") + strobe::name(p.dtype);
-    if (p.quantised() && !kernels->quantised)
+    if (p.quantised() && !kernels->quantised && !(kernels->decodes_quantised && decodes(p, direction) && !p.scaled_by_channel()))
       return std::string("k and v in ") + strobe::name(p.quantised_as) + ": it would round what they stand for to bfloat16";
     if (p.score == ScoreFunction::hyperbolic && kernels->splits)
       return std::string("a Lorentz product cancels, which shows what three bf16 leave of FP32's last bits");
@@ -216,9 +221,7 @@ public:
       plan.notes.push_back(std::string("queries across lanes, 16 at a time, though they are few: keys are not beside ") + reason);
     plan.workspace_bytes = uint64_t(few ? kernels->decode_workspace(p, execution.threads)
                                         : (forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
-    plan.predicted_seconds = predict(set_, p, kernels->forward_tile.width, execution.threads, direction);
-    // No lane is padding: about the share of 16 lanes that twice the queries take. Of all sets alike, so that the order remains (predict).
-    if (few) plan.predicted_seconds *= double(std::max<int64_t>(p.longest_q(), 1)) / double(kFewQueries);
+    plan.predicted_seconds = predict(set_, *kernels, p, execution.threads, direction);
     if (p.auxiliary()) {
       plan.workspace_bytes = std::max(plan.workspace_bytes, uint64_t(kernels->auxiliary_workspace(p, tile, execution.threads)));
       const double pass = plan.predicted_seconds * double(p.head_dim) / double(p.head_dim + p.head_dim_v);

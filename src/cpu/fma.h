@@ -16,10 +16,13 @@ template <class T> struct Fma {
   static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
   static constexpr bool kSumsApart = false;    // a product that adds to C does so every few terms, wherever it ends
 
-  static constexpr bool kSplits = false;
+  static constexpr bool kBFloat16 = false, kSplits = false;
   static constexpr bool kQuantised = sizeof(T) == 4; // K and V may be quantised
-  static constexpr bool kLanes = true;               // few rows in decoding are multiplied by lanes.h
-  template <class Elements> using Lanes = FmaLanes<T, Elements>;
+  // The products of decode.h.
+  template <class Elements> using Few = FewRows<FmaLanes<T, Elements>>;
+  template <class> using Many = ManyRows<Fma>;
+  static constexpr int64_t kFewRows = 8; // measured (docs/lab/performance.md)
+  static constexpr bool kManyInPlace = false, kDecodesQuantised = kQuantised;
 
   static constexpr bool kExactPower = true;                       // P keeps all bits of T
   static STROBE_INLINE Vec<T> power(Vec<T> x) { return exp2(x); } // 2^x

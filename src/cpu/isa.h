@@ -13,9 +13,13 @@ struct TileSizes {
   int64_t width; // lanes worked on at once: a tile of queries is cut into pieces of so many
 };
 
+inline constexpr int64_t kMostDecodedRows = 128; // of a group of heads: each thread holds their scores
+
 struct CpuKernels {
   const char *arithmetic;                // in words
-  bool quantised;                        // whether quantised K and V are read: products of bf16 would round what they stand for
+  bool quantised;                        // whether quantised K and V are read: products of bf16 would round what they stand for,
+  bool decodes_quantised;                // but for few queries, where scales of rows are multiplied into S and P
+  int64_t few_rows;                      // up to so many rows of a group their forward reads K and V as they lie
   bool splits;                           // FP32 into three bf16, whose smallest products are left out
   TileSizes forward_tile, backward_tile; // where nothing else is wished
   int64_t (*forward_workspace)(const Problem &, const TileSizes &, int64_t threads);

@@ -11,6 +11,8 @@ namespace strobe::inline STROBE_ISA {
 template <class Math> constexpr CpuKernels kernels_of(const char *arithmetic, TileSizes forward_tile, TileSizes backward_tile) {
   return {.arithmetic = arithmetic,
           .quantised = Math::kQuantised,
+          .decodes_quantised = Math::kDecodesQuantised,
+          .few_rows = Math::kManyInPlace ? kMostDecodedRows : Math::kFewRows,
           .splits = Math::kSplits,
           .forward_tile = forward_tile,
           .backward_tile = backward_tile,

@@ -8,6 +8,10 @@
 
 namespace strobe::inline STROBE_ISA {
 
+// The products of decode.h: decode_products.h.
+template <class Lanes> class FewRows;
+template <class Math> class ManyRows;
+
 // By multiply-add. Sums have the order of gemm.h.
 template <class T, class E> struct FmaLanes {
   using Real = T;

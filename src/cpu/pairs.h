@@ -110,10 +110,14 @@ template <int planes, class Unit> struct Pairs {
   static constexpr bool kSumsApart = planes == 3; // a product is summed up from 0, and then added to C: see amx.h
 
   using V = Vec<float>;
-  static constexpr bool kSplits = kPlanes == 3;
+  static constexpr bool kBFloat16 = kPlanes == 1, kSplits = kPlanes == 3;
   static constexpr bool kQuantised = false;
-  static constexpr bool kLanes = kPlanes == 1; // sums of more planes have an order of their own, that of the backward
-  template <class Elements> using Lanes = typename Unit::template Lanes<Elements>;
+  // The products of decode.h. Sums of more planes than one have an order of their own, that of the backward.
+  template <class Elements> using Few = typename Unit::template Few<Elements>;
+  template <class Elements> using Many = std::conditional_t<kPlanes == 1, typename Unit::template Many<Pairs, Elements>, ManyRows<Pairs>>;
+  static constexpr int64_t kFewRows = kPlanes == 1 ? Unit::kFewRows : 0;
+  static constexpr bool kManyInPlace = kPlanes == 1 && Unit::kManyInPlace;
+  static constexpr bool kDecodesQuantised = kPlanes == 1 && Unit::kDecodesQuantised; // by scales of rows
 
   static constexpr bool kExactPower = kPlanes == 3;
   // bf16's P is rounded to 8 bits: a shorter polynomial (3e-6) serves it.

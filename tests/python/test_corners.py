@@ -339,7 +339,8 @@ def test_a_score_of_minus_infinity_hides(options, sq, engine):
     """By an infinite K, where neither a mask nor a bias says so."""
     if not engine.startswith("cpu-"):
         pytest.skip("docs/semantics.md and docs/hopper.md: what of the others an infinite K breaks")
-    inputs = call(b=2, h=2, sq=sq, sk=70, d=16, dtype=dtype_of(engine), dlse=False, gradients=("bias",) * ("bias" in options), **options)
+    dtype = torch.bfloat16 if engine == "cpu-amx" else dtype_of(engine)  # there float32's infinities become NaN: docs/semantics.md
+    inputs = call(b=2, h=2, sq=sq, sk=70, d=16, dtype=dtype, dlse=False, gradients=("bias",) * ("bias" in options), **options)
     inputs.q[..., 5] = 1 + inputs.q[..., 5].abs()
     inputs.k[1, 1, 17, 5], inputs.v[1, 1, 17, 3:] = -INF, torch.nan
     inputs.k[0, 1, 4, 5], inputs.v[0, 1, 4] = -INF, INF

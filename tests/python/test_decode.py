@@ -23,6 +23,8 @@ CASES = {
     "one query": {"sq": 1, "sk": 2 * SPAN + 37},
     "keys of a whole span": {"sq": 1, "sk": SPAN},
     "eight queries, causal": {"sq": 8, "sk": SPAN + 3, "causal": True},
+    "sixteen queries, causal": {"sq": 16, "sk": 2 * SPAN - 5, "causal": True},
+    "six rows of a group": {"h": 6, "hkv": 1, "sq": 1, "sk": SPAN + 70, "d": 128, "dv": 64},
     "causal from the top left": {"sq": 5, "sk": 1500, "causal": True, "alignment": "top_left"},
     "a window of the last span alone": {"sq": 3, "sk": 2500, "window": (60, 2)},
     "a window across spans": {"sq": 3, "sk": 4500, "window": (1500, 0)},
@@ -91,8 +93,8 @@ def test_what_is_explained(engine):
         q, k = (x.to(torch.bfloat16) if engine == "cpu-avx512bf16" else x for x in (q, k))
         return strobe.explain(q, k, k, engine=engine, **options)
 
-    assert "keys across lanes" in kernel(8)
-    assert "keys across lanes" not in kernel(9)
+    assert "keys across lanes" in kernel(16)
+    assert "keys across lanes" not in kernel(17)
     for reason, options in (("invariant", {"invariant": True}), ("dropout", {"dropout": 0.5}), ("tiles", {"tile_q": 16})):
         text = kernel(1, **options)
         assert f"keys are not beside {reason}" in text

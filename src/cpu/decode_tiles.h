@@ -1,0 +1,235 @@
+// The two products of decode.h in AMX's tiles, for queries in bf16. A tile has 16 rows of Q or P, be there fewer, and one product with it
+// takes 16 cycles, in which memory brings less than a tile: K and V are read at memory's speed by up to 16 rows. Rows of K serve as tiles
+// as they lie; of V, two rows are interleaved. What is quantised, an integer or E4M3, is a bf16 number by itself, and scales of rows are
+// multiplied into S and P.
+#pragma once
+#include "decode_products.h"
+#include "pairs.h"
+#include "tiles.h"
+
+namespace strobe::inline STROBE_ISA {
+
+template <class E> class TileRows : DecodeTile {
+public:
+  using T = float;
+  using Word = typename E::Word;
+  using Rows = WordRows<E>;
+
+  TileRows(Arena &arena, const Problem &p, int64_t rows) : tiles_(div_up(rows, kTile)) {
+    words_k_ = Rows::words(p.head_dim), words_v_ = Rows::words(p.head_dim_v);
+    q_ = arena.take<uint32_t>(tiles_ * pairs_k() * kTile);
+    if (kConverts) k_ = arena.take<uint32_t>(kKeys * pairs_k());
+    v_ = arena.take<uint32_t>(kKeys / 2 * columns_v());
+    p_ = arena.take<uint16_t>(tiles_ * kTile * kKeys);
+    s_ = arena.take<T>(kKeys * kTile);
+    o_ = arena.take<T>(tiles_ * kTile * columns_v());
+    if (p.quantised()) scales_ = arena.take<T>(kPitch);
+    wide_ = arena.take<T>(round_to(p.head_dim_v, 16));
+    copies_ = arena.take<Word>(kKeys * max(words_k_, words_v_));
+  }
+
+  // wide: rows of round_to(d, 16) columns, all of them numbers of bf16. q_: [tile of rows][pair of columns][row].
+  void load_queries(const T *wide, int64_t rows, int64_t d) {
+    fill(q_, tiles_ * pairs_k() * kTile, 0u);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < d; ++c) {
+        const int64_t at = place_k(c);
+        uint32_t &pair = q_[(r / kTile * pairs_k() + at / 2) * kTile + r % kTile];
+        pair |= bit_cast<uint32_t>(wide[r * round_to(d, 16) + c]) >> 16 << at % 2 * 16;
+      }
+  }
+
+  void scores(const DecodeKeys &span, int64_t rows, T *s) {
+    const Problem &p = span.p;
+    const int64_t first = span.k_begin + span.keys.begin, count = span.count();
+    const Rows k(p.k, span.b, span.kv, p.head_dim, first + count, kTile, kTile, ahead(words_k_));
+    for (int64_t done = 0; done < count;) {
+      const auto keys = k.block(first + done, kKeys, false, copies_);
+      Fetch fetch{keys.ahead, keys.stride, words_k_};
+      if (kConverts) convert_keys(keys);
+      const uint32_t *const from = kConverts ? k_ : reinterpret_cast<const uint32_t *>(keys.rows);
+      const int64_t stride = kConverts ? pairs_k() : keys.stride;
+      for (int64_t n = 0; n < tiles_; ++n) {
+        multiply_keys(keys.count, from, stride, q_ + n * pairs_k() * kTile, n == 0, fetch);
+        for (int64_t key = 0; key < keys.count; key += kTile)
+          store_scores(s_ + key * kTile, min((i64)kTile, (i64)(rows - n * kTile)), s + n * kTile * kPitch + done + key);
+      }
+      done += keys.count;
+    }
+    if (!p.quantised()) return;
+    load_row_scales(p.k_scale, span.b, span.kv, first, count, scales_);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t j = 0; j < count; ++j) s[r * kPitch + j] *= scales_[j];
+  }
+
+  // probs: keys of 0 behind the last one, up to a multiple of 16.
+  void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) {
+    const Problem &p = span.p;
+    const int64_t first = span.k_begin + span.keys.begin, count = span.count(), ld = columns_v();
+    const Rows v(p.v, span.b, span.kv, p.head_dim_v, first + count, kDepth, 2, ahead(words_v_));
+    if (p.quantised()) load_row_scales(p.v_scale, span.b, span.kv, first, count, scales_);
+    for (int64_t done = 0; done < count;) {
+      const int64_t j = span.keys.begin + done, most = min((i64)kKeys, (i64)(count - done));
+      const bool nonfinite = hides && stores_nonfinite(span.v(), span.b, span.kv, span.k_begin + j, most, p.head_dim_v);
+      const auto keys = v.block(first + done, most, nonfinite, copies_);
+      const int64_t there = min((i64)keys.count, (i64)most);
+      interleave_values(keys);
+      convert_probabilities(p.quantised() ? scales_ + done : nullptr, hides, rows, there, probs + done);
+      Fetch fetch{keys.ahead, keys.stride, words_v_};
+      for (int64_t n = 0; n < tiles_; ++n)
+        multiply_values(round_to(there, kDepth), p_ + n * kTile * kKeys, o_ + n * kTile * ld, done > 0, n == 0, fetch);
+      if (nonfinite) add_nonfinite_values(span, j, there, rows, probs + done, wide_, o_, ld, place_v);
+      done += keys.count;
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < p.head_dim_v; ++c) o[r * ldo + c] = o_[r * ld + place_v(c)];
+  }
+
+private:
+  static constexpr int64_t kTile = 16, kDepth = 32, L = 16; // rows, or columns of FP32, of a tile; bf16 of its rows; lanes
+  static constexpr int64_t kPerWord = E::kPerWord;
+  static constexpr bool kConverts = kPerWord > 2;
+  static int64_t ahead(int64_t words) { return max((i64)16384, (i64)(kKeys * words * int64_t(sizeof(Word)))); } // bytes: a block or more
+  int64_t pairs_k() const { return words_k_ * kPerWord / 2; }
+  int64_t columns_v() const { return words_v_ * kPerWord; }
+
+  // Asks memory for the rows of the next block, as many lines at each product of tiles as it takes in: what waits for memory and what
+  // computes are not to take turns.
+  struct Fetch {
+    const Word *row;
+    int64_t stride, words, w = 0;
+    STROBE_INLINE void lines() {
+      for (int64_t n = 0; n < kDepth / kPerWord; ++n) {
+        __builtin_prefetch(row + w, 0, 2);
+        w += L;
+        if (w == words) w = 0, row += stride;
+      }
+    }
+  };
+
+  // Where column c of K lies among the numbers of its row: words side by side have [pair of each word][word].
+  static STROBE_INLINE int64_t place_k(int64_t c) {
+    return c / (L * kPerWord) * (L * kPerWord) + c % kPerWord / 2 * kDepth + c / kPerWord % L * 2 + c % 2;
+  }
+  // And column c of V in a row of O: [column of each word][word].
+  static STROBE_INLINE int64_t place_v(int64_t c) { return c / (L * kPerWord) * (L * kPerWord) + c % kPerWord * L + c / kPerWord % L; }
+  static STROBE_INLINE WordsOf<T> load(const Word *at) { return (WordsOf<T>)Vec<T>::load(reinterpret_cast<const T *>(at)).v; }
+  // Numbers of bf16: low's in the low half of each lane.
+  static STROBE_INLINE __m512i pair(Vec<T> low, Vec<T> high) { return pair_up<2>((__m512)low.v, (__m512)high.v); }
+  // Element n of the words of two rows.
+  template <int n> static STROBE_INLINE __m512i pair(WordsOf<T> even, WordsOf<T> odd) {
+    if constexpr (kConverts) return pair(E::template element<n>(even), E::template element<n>(odd));
+    const __m512i low = n == 0 ? (__m512i)even : _mm512_srli_epi32((__m512i)even, 16);
+    return _mm512_mask_mov_epi16(low, 0xAAAAAAAA, n == 0 ? _mm512_slli_epi32((__m512i)odd, 16) : (__m512i)odd);
+  }
+
+  __attribute__((noinline)) void convert_keys(const WordBlock<Word> &keys) {
+    for (int64_t key = 0; key < keys.count; ++key) {
+      const Word *const row = keys.rows + key * keys.stride;
+      for (int64_t w = 0; w < words_k_; w += L) {
+        const WordsOf<T> words = load(row + w);
+        unroll<kPerWord / 2>(STROBE_UNROLL(n) {
+          _mm512_storeu_si512(k_ + key * pairs_k() + w * kPerWord / 2 + n * L,
+                              pair(E::template element<2 * n>(words), E::template element<2 * n + 1>(words)));
+        });
+      }
+    }
+  }
+
+  // s_[key][row] of one tile of rows.
+  __attribute__((noinline)) void multiply_keys(int64_t count, const uint32_t *from, int64_t stride, const uint32_t *q, bool first,
+                                               Fetch &fetch) {
+    int64_t key = 0;
+    for (; key + 4 * kTile <= count; key += 4 * kTile) multiply_tiles<4>(key, from, stride, q, first, fetch);
+    for (; key < count; key += kTile) multiply_tiles<1>(key, from, stride, q, first, fetch);
+  }
+  template <int kTiles>
+  STROBE_INLINE void multiply_tiles(int64_t key, const uint32_t *from, int64_t stride, const uint32_t *q, bool first, Fetch &fetch) {
+    unroll<kTiles>(STROBE_UNROLL(t) { tile_zero<t>(); });
+    const int64_t pairs = pairs_k();
+    for (int64_t w = 0; w < pairs; w += kTile) {
+      tile_load<7>(q + w * kTile, 64);
+      unroll<kTiles>(STROBE_UNROLL(t) {
+        if (first) fetch.lines();
+        tile_load<4 + t % 3>(from + (key + t * kTile) * stride + w, stride * 4);
+        tile_multiply<t, 4 + t % 3, 7>();
+      });
+    }
+    unroll<kTiles>(STROBE_UNROLL(t) { tile_store<t>(s_ + (key + t * kTile) * kTile, 64); });
+  }
+  // s[row * kPitch + key] of 16 keys.
+  static STROBE_INLINE void store_scores(const T *tile, int64_t rows, T *s) {
+    Vec<T> block[kTile];
+    unroll<kTile>(STROBE_UNROLL(i) { block[i] = Vec<T>::load(tile + i * kTile); });
+    transpose_block(block);
+    unroll<kTile>(STROBE_UNROLL(r) {
+      if (r < rows) block[r].store(s + r * kPitch);
+    });
+  }
+
+  // v_: [32 keys][16 columns][pair of keys][column]; behind the last row zeros.
+  __attribute__((noinline)) void interleave_values(const WordBlock<Word> &keys) {
+    for (int64_t key = 0; key < round_to(keys.count, kDepth); key += 2) {
+      uint32_t *const to = v_ + key / kDepth * (kDepth / 2) * columns_v() + key % kDepth / 2 * kTile;
+      const Word *const row = keys.rows + key * keys.stride;
+      for (int64_t w = 0; w < words_v_; w += L) {
+        WordsOf<T> even{}, odd{};
+        if (key < keys.count) even = load(row + w), odd = load(row + keys.stride + w);
+        unroll<int(kPerWord)>(
+            STROBE_UNROLL(n) { _mm512_storeu_si512(to + (w / L * kPerWord + n) * (kDepth / 2 * kTile), pair<n>(even, odd)); });
+      }
+    }
+  }
+
+  // p_: [tile of rows][32 keys][row][key]. scales: of V's rows, or null.
+  __attribute__((noinline)) void convert_probabilities(const T *scales, bool hides, int64_t rows, int64_t count, const T *probs) {
+    for (int64_t r = 0; r < tiles_ * kTile; ++r)
+      for (int64_t key = 0; key < round_to(count, kDepth); key += L) {
+        const int64_t left = r < rows ? count - key : 0;
+        const __mmask16 some = left >= L ? 0xFFFF : left > 0 ? __mmask16((1u << left) - 1) : 0;
+        __m512 x = _mm512_maskz_loadu_ps(some, probs + r * kPitch + key);
+        if (scales) { // the scale of what is hidden may be anything
+          const __mmask16 seen = hides ? _mm512_mask_cmp_ps_mask(some, x, _mm512_setzero_ps(), _CMP_NEQ_UQ) : some;
+          x = _mm512_maskz_mul_ps(seen, x, _mm512_maskz_loadu_ps(some, scales + key));
+        }
+        uint16_t *const to = p_ + r / kTile * kTile * kKeys + (key / kDepth * kTile + r % kTile) * kDepth + key % kDepth;
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), (__m256i)_mm512_cvtneps_pbh(x));
+      }
+  }
+
+  // o (+)= P V of one tile of rows.
+  __attribute__((noinline)) void multiply_values(int64_t keys, const uint16_t *p, T *o, bool accumulate, bool first, Fetch &fetch) {
+    const int64_t columns = columns_v();
+    int64_t c = 0;
+    for (; c + 4 * kTile <= columns; c += 4 * kTile) multiply_columns<4>(c, keys, p, o, accumulate, first, fetch);
+    for (; c < columns; c += 2 * kTile)
+      multiply_columns<2>(c, keys, p, o, accumulate, first, fetch); // words come by vectors, of two columns or more
+  }
+  template <int kTiles>
+  STROBE_INLINE void multiply_columns(int64_t c, int64_t keys, const uint16_t *p, T *o, bool accumulate, bool first, Fetch &fetch) {
+    const int64_t ld = columns_v();
+    unroll<kTiles>(STROBE_UNROLL(t) {
+      if (accumulate)
+        tile_load<t>(o + c + t * kTile, ld * 4);
+      else
+        tile_zero<t>();
+    });
+    for (int64_t key = 0; key < keys; key += kDepth) {
+      tile_load<7>(p + key * kTile, 64);
+      unroll<kTiles>(STROBE_UNROLL(t) {
+        if (first) fetch.lines();
+        tile_load<4 + t % 3>(v_ + key / 2 * ld + (c + t * kTile) * (kDepth / 2), 64);
+        tile_multiply<t, 7, 4 + t % 3>();
+      });
+    }
+    unroll<kTiles>(STROBE_UNROLL(t) { tile_store<t>(o + c + t * kTile, ld * 4); });
+  }
+
+  int64_t tiles_, words_k_, words_v_;
+  uint32_t *q_, *k_ = nullptr, *v_;
+  uint16_t *p_;
+  T *s_, *o_, *scales_ = nullptr, *wide_;
+  Word *copies_;
+};
+
+} // namespace strobe::inline STROBE_ISA
