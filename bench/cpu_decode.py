@@ -13,11 +13,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import strobe
+import strobe.kv
 
 HEADS = ((1, 1), (8, 8), (8, 1), (32, 8), (32, 32))
 KEYS = (1024, 8192, 65536)
@@ -87,18 +89,12 @@ def quantised(heads: int, heads_kv: int, d: int, args: argparse.Namespace) -> No
     keys, group = 65536, 64
     q = torch.randn(1, heads, args.queries, d).bfloat16()
     k, v = (torch.randn(1, heads_kv, keys, d).bfloat16() for _ in "kv")
-    scale, by_column = torch.rand(1, heads_kv, keys), torch.rand(1, heads_kv, keys // group, d)
-    int8, fp8, int4 = (
-        [torch.randint(0, 100, (1, heads_kv, keys, width), dtype=torch.uint8).view(dtype) for _ in "kv"]
-        for dtype, width in ((torch.int8, d), (torch.float8_e4m3fn, d), (torch.uint8, d // 2))
-    )
-    calls: list[Callable[[], object]] = [
-        lambda: strobe.attention(q, k, v),
-        lambda: strobe.attention(q, *int8, k_scale=scale, v_scale=scale),
-        lambda: strobe.attention(q, *fp8, k_scale=scale, v_scale=scale),
-        lambda: strobe.attention(q, *int4, k_scale=scale, v_scale=scale),
-        lambda: strobe.attention(q, *int8, k_scale=by_column, v_scale=scale, k_scale_group=group),
-    ]
+    calls: list[Callable[[], object]] = [lambda: strobe.attention(q, k, v)]
+    for dtype, of_columns in ((torch.int8, None), (torch.float8_e4m3fn, None), (torch.uint8, None), (torch.int8, group)):
+        stored_k, k_scale = strobe.kv.quantise(k, dtype, group=of_columns)
+        stored_v, v_scale = strobe.kv.quantise(v, dtype)
+        options = {"k_scale": k_scale, "v_scale": v_scale, "k_scale_group": of_columns}
+        calls.append(partial(strobe.attention, q, stored_k, stored_v, **options))
     rounds = [[seconds(call, 1, args.threads) for call in calls] for _ in range(args.rounds)]
     bf16, *others = (min(times) for times in zip(*rounds, strict=True))
     print(f"| {heads}/{heads_kv} | {d} | " + " | ".join(f"{bf16 / other:.2f}" for other in others) + " |", flush=True)

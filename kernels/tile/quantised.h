@@ -16,8 +16,12 @@ template <> inline constexpr bool kIsHalf<f16> = true;
 // 16 bits twice.
 __device__ __forceinline__ constexpr u32 both(u32 x) { return x << 16 | x; }
 
-// The pairs of a word. Small integers stand at the end of the fraction of a power of two, which is then taken off; FP8 has the fields of
-// FP16, and those of BF16, but for the exponent's bias. FP8's NaN becomes 480: see has_nan().
+// The pairs of a word, of FP16 (T = f16) or BF16. How x, a stored number, becomes one, the fused multiply-add being exact:
+//   INT4        (1024 + (x + 8)) - 1032, in BF16 (128 + (x + 8)) - 136: x + 8 is put into the last bits of the power of two's fraction
+//   INT8, FP16  (1024 + (x + 128)) - 1152
+//   INT8, BF16  (128 + the lower 7 bits of x) - (128, or 256 where x < 0): the fraction has 7 bits
+//   FP8         2^8 y, in BF16 2^120 y: y has x's sign, exponent and fraction, each at its place; the exponents' biases differ
+// FP8's NaN becomes 480: see has_nan().
 // zero: 0, which the compiler must not know: it would move each constant to a register again for each use.
 template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, u32 (&pairs)[columns_of_word(kStored) / 2], u32 zero) {
   constexpr bool kHalf = kIsHalf<T>;
@@ -32,7 +36,7 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, 
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       pairs[i] = multiply_add_pairs<T>((x >> 8 * i & 0x00FF00FFu) | (both(0x6400) + zero), kOne, both(0xE480) + zero);
-  } else if constexpr (kStored == kInt8) { // BF16's fraction has 7 bits: the eighth, of which -128 is made, is one of the exponent
+  } else if constexpr (kStored == kInt8) { // bit 7 of x is the last one of the exponent
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 y = x >> 8 * i;
@@ -73,7 +77,7 @@ template <i32 kStored, int kColumns> __device__ __forceinline__ Left left_of_ste
 }
 
 // Rows of K as right operands.
-template <class T, i32 kStored, int kColumns> class QuantisedRows {
+template <class T, i32 kStored, int kColumns> class StoredRows {
   static constexpr int kBytes = kStored == kInt4 ? kColumns / 2 : kColumns, kShare = kBytes / 4; // of a row; of a lane
   using L = Layout<kBytes / 2>;
   static_assert(kShare % 8 == 0);
@@ -81,7 +85,7 @@ template <class T, i32 kStored, int kColumns> class QuantisedRows {
 
 public:
   static constexpr int kWords = kShare / 4, kSteps = kColumns / 16;
-  __device__ __forceinline__ explicit QuantisedRows(u32 base) {
+  __device__ __forceinline__ explicit StoredRows(u32 base) {
 #pragma unroll
     for (int i = 0; i < kShare / 8; ++i) {
       const int byte = lane_id() % 4 * kShare + 8 * i;

@@ -149,14 +149,15 @@ private:
       const bool lacking = lacks_some(k, tile);
       if (lacking) hide_lacking(S, k, tile);
       softmax.template follow<C.exact_max>(S, exponent(), O);
+      const auto make_p = [&](int m, int n) { // of S, in place
+        softmax.exponentiate(S[m][n], 2 * m, exponent());
+        if constexpr (F.dropout) drop(S[m][n], 16 * m, (i32)tile.begin + 16 * n);
+      };
       if constexpr (F.quant) {
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
-          for (int m = 0; m < kM; ++m) {
-            softmax.exponentiate(S[m][n], 2 * m, exponent());
-            if constexpr (F.dropout) drop(S[m][n], 16 * m, (i32)tile.begin + 16 * n);
-          }
+          for (int m = 0; m < kM; ++m) make_p(m, n);
         nonfinite |= add_stored<T, F.quant, kDv>(O, S, v_shared + stage * kVBytes, key_scales, zero());
       } else {
         if (masked(tile) || lacking) nonfinite |= clear_nonfinite<T, C.tile_k, kDv, 32 * C.column_warps>(v_shared + stage * kVBytes, lane);
@@ -167,8 +168,7 @@ private:
           Left P[kM];
 #pragma unroll
           for (int m = 0; m < kM; ++m) {
-            softmax.exponentiate(S[m][n], 2 * m, exponent());
-            if constexpr (F.dropout) drop(S[m][n], 16 * m, (i32)tile.begin + 16 * n);
+            make_p(m, n);
             P[m] = tile::rounded<T>(S[m][n]);
           }
 #pragma unroll

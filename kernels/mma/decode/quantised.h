@@ -41,10 +41,10 @@ private:
 };
 
 // S = Q K^T of 16 kN keys.
-template <class T, i32 kStored, int kD, int kM, int kN, int kSteps, class TileScales>
+template <class T, i32 kStored, int kD, int kM, int kN, int kSteps, class Scales>
 __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], const tile::Left (&Q)[kM][kSteps], u32 k,
-                                                const TileScales &scales, u32 zero) {
-  using Rows = tile::QuantisedRows<T, kStored, kD>;
+                                                const Scales &scales, u32 zero) {
+  using Rows = tile::StoredRows<T, kStored, kD>;
   constexpr int kPairs = tile::columns_of_word(kStored) / 2; // two for each step
   const Rows rows(k);
 #pragma unroll
@@ -78,9 +78,9 @@ __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], 
 // O += P V, of P times V's scales. Returns whether V holds NaN here, which is still to be added: the sum takes it for a number.
 // A scale may have any exponent, so the factors are BF16, which holds all stored numbers. Its fraction is too short for FP16's results:
 // for these a factor is two terms.
-template <class T, i32 kStored, int kDv, int kM, int kN, int kSums, class TileScales>
-__device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], tile::Accumulator (&P)[kM][kN], u32 v,
-                                           const TileScales &scales, u32 zero) {
+template <class T, i32 kStored, int kDv, int kM, int kN, int kSums, class Scales>
+__device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], tile::Accumulator (&P)[kM][kN], u32 v, const Scales &scales,
+                                           u32 zero) {
   constexpr int kTerms = tile::kIsHalf<T> ? 2 : 1;
   constexpr int kPairs = tile::columns_of_word(kStored) / 2, kUnits = kStored == kInt4 ? kDv / 4 : kDv / 2; // of 16 bits, in a row
   tile::Left factors[kTerms][kM][kN];
