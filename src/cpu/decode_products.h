@@ -1,5 +1,5 @@
-// The two products of decode.h, S = Q K^T and O = P V of the rows of a group, over the keys of a span. There are two ways: of few rows, by
-// lanes.h, and of more, by the tiles of an arithmetic.
+// The two products of decode.h, S = Q K^T and O = P V of the rows of a group, over the keys of a span. Few rows are multiplied
+// by lanes.h, more by the tiles of an arithmetic.
 #pragma once
 #include "fma.h"
 #include "keys.h"

@@ -1,7 +1,7 @@
-// The two products of decode.h in AMX's tiles, for queries in bf16. A tile has 16 rows of Q or P, be there fewer, and one product with it
-// takes 16 cycles, in which memory brings less than a tile: K and V are read at memory's speed by up to 16 rows. Rows of K serve as tiles
+// The two products of decode.h in AMX's tiles, for queries in bf16. A product of tiles takes 16 cycles, however few of the 16 rows of Q or
+// P are used, and memory needs longer to bring the tile of K or V: so up to 16 rows cost little more than reading. Rows of K serve as tiles
 // as they lie; of V, two rows are interleaved. What is quantised, an integer or E4M3, is a bf16 number by itself, and scales of rows are
-// multiplied into S and P.
+// multiplied into S and P. Tile registers 0-3 hold sums, 4-6 are loaded in turn, and 7 holds the operand that four products share.
 #pragma once
 #include "decode_products.h"
 #include "pairs.h"
@@ -49,7 +49,7 @@ public:
       if (kConverts) convert_keys(keys);
       const uint32_t *const from = kConverts ? k_ : reinterpret_cast<const uint32_t *>(keys.rows);
       const int64_t stride = kConverts ? pairs_k() : keys.stride;
-      for (int64_t n = 0; n < tiles_; ++n) {
+      for (int64_t n = 0; n < div_up(rows, kTile); ++n) {
         multiply_keys(keys.count, from, stride, q_ + n * pairs_k() * kTile, n == 0, fetch);
         for (int64_t key = 0; key < keys.count; key += kTile)
           store_scores(s_ + key * kTile, min((i64)kTile, (i64)(rows - n * kTile)), s + n * kTile * kPitch + done + key);
@@ -62,12 +62,15 @@ public:
       for (int64_t j = 0; j < count; ++j) s[r * kPitch + j] *= scales_[j];
   }
 
-  // probs: keys of 0 behind the last one, up to a multiple of 16.
   void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) {
     const Problem &p = span.p;
     const int64_t first = span.k_begin + span.keys.begin, count = span.count(), ld = columns_v();
     const Rows v(p.v, span.b, span.kv, p.head_dim_v, first + count, kDepth, 2, ahead(words_v_));
-    if (p.quantised()) load_row_scales(p.v_scale, span.b, span.kv, first, count, scales_);
+    T power = 1, lifted = 1;
+    if (p.quantised()) {
+      load_row_scales(p.v_scale, span.b, span.kv, first, count, scales_);
+      power = lift_scales(rows, count, probs), lifted = 1 / kLift;
+    }
     for (int64_t done = 0; done < count;) {
       const int64_t j = span.keys.begin + done, most = min((i64)kKeys, (i64)(count - done));
       const bool nonfinite = hides && stores_nonfinite(span.v(), span.b, span.kv, span.k_begin + j, most, p.head_dim_v);
@@ -76,17 +79,20 @@ public:
       interleave_values(keys);
       convert_probabilities(p.quantised() ? scales_ + done : nullptr, hides, rows, there, probs + done);
       Fetch fetch{keys.ahead, keys.stride, words_v_};
-      for (int64_t n = 0; n < tiles_; ++n)
+      for (int64_t n = 0; n < div_up(rows, kTile); ++n)
         multiply_values(round_to(there, kDepth), p_ + n * kTile * kKeys, o_ + n * kTile * ld, done > 0, n == 0, fetch);
       if (nonfinite) add_nonfinite_values(span, j, there, rows, probs + done, wide_, o_, ld, place_v);
       done += keys.count;
     }
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < p.head_dim_v; ++c) o[r * ldo + c] = o_[r * ld + place_v(c)];
+      for (int64_t c = 0; c < p.head_dim_v; ++c) o[r * ldo + c] = o_[r * ld + place_v(c)] * lifted * power;
   }
 
 private:
-  static constexpr int64_t kTile = 16, kDepth = 32, L = 16; // rows, or columns of FP32, of a tile; bf16 of its rows; lanes
+  static constexpr int64_t kTile = 16;  // rows of a tile, and columns of FP32
+  static constexpr int64_t kDepth = 32; // columns of bf16
+  static constexpr int64_t L = Vec<T>::kLanes;
+  static constexpr T kLift = 0x1p64f;
   static constexpr int64_t kPerWord = E::kPerWord;
   static constexpr bool kConverts = kPerWord > 2;
   static int64_t ahead(int64_t words) { return max((i64)16384, (i64)(kKeys * words * int64_t(sizeof(Word)))); } // bytes: a block or more
@@ -112,7 +118,7 @@ private:
     return c / (L * kPerWord) * (L * kPerWord) + c % kPerWord / 2 * kDepth + c / kPerWord % L * 2 + c % 2;
   }
   // And column c of V in a row of O: [column of each word][word].
-  static STROBE_INLINE int64_t place_v(int64_t c) { return c / (L * kPerWord) * (L * kPerWord) + c % kPerWord * L + c / kPerWord % L; }
+  static STROBE_INLINE int64_t place_v(int64_t c) { return FmaLanes<T, E>::place(c); }
   static STROBE_INLINE WordsOf<T> load(const Word *at) { return (WordsOf<T>)Vec<T>::load(reinterpret_cast<const T *>(at)).v; }
   // Numbers of bf16: low's in the low half of each lane.
   static STROBE_INLINE __m512i pair(Vec<T> low, Vec<T> high) { return pair_up<2>((__m512)low.v, (__m512)high.v); }
@@ -181,16 +187,37 @@ private:
     }
   }
 
+  // Products below 2^-126 count as 0. So P times a scale is multiplied by a power of two that makes the largest about 2^100: P by kLift,
+  // and the scales here. Returns what O has then to be multiplied by, beside 1 / kLift.
+  __attribute__((noinline)) T lift_scales(int64_t rows, int64_t count, const T *probs) {
+    const Vec<T> none(T(0));
+    fill(scales_ + count, round_to(count, L) - count, T(0));
+    Vec<T> most = none;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t j = 0; j < count; j += L) {
+        const Vec<T> p = Vec<T>::load(probs + r * kPitch + j);
+        most = max(most, select(none < p, abs(p * Vec<T>::load(scales_ + j)), none)); // the scale of what is hidden may be anything
+      }
+    T largest = 0;
+    for (int lane = 0; lane < L; ++lane) largest = max(largest, T(most.v[lane]));
+    if (largest == 0 || !__builtin_isfinite(largest)) return 1;
+    constexpr uint32_t kMore = 36, kBias = 127; // 2^36 kLift = 2^100
+    const uint32_t exponent = max(bit_cast<uint32_t>(largest) >> 23, kMore + 1);
+    const Vec<T> factor(bit_cast<T>((2 * kBias + kMore - exponent) << 23));
+    for (int64_t j = 0; j < count; j += L) (Vec<T>::load(scales_ + j) * factor).store(scales_ + j);
+    return bit_cast<T>((exponent - kMore) << 23);
+  }
+
   // p_: [tile of rows][32 keys][row][key]. scales: of V's rows, or null.
   __attribute__((noinline)) void convert_probabilities(const T *scales, bool hides, int64_t rows, int64_t count, const T *probs) {
-    for (int64_t r = 0; r < tiles_ * kTile; ++r)
+    for (int64_t r = 0; r < round_to(rows, kTile); ++r)
       for (int64_t key = 0; key < round_to(count, kDepth); key += L) {
         const int64_t left = r < rows ? count - key : 0;
         const __mmask16 some = left >= L ? 0xFFFF : left > 0 ? __mmask16((1u << left) - 1) : 0;
         __m512 x = _mm512_maskz_loadu_ps(some, probs + r * kPitch + key);
         if (scales) { // the scale of what is hidden may be anything
           const __mmask16 seen = hides ? _mm512_mask_cmp_ps_mask(some, x, _mm512_setzero_ps(), _CMP_NEQ_UQ) : some;
-          x = _mm512_maskz_mul_ps(seen, x, _mm512_maskz_loadu_ps(some, scales + key));
+          x = _mm512_maskz_mul_ps(seen, _mm512_mul_ps(x, _mm512_set1_ps(kLift)), _mm512_maskz_loadu_ps(some, scales + key));
         }
         uint16_t *const to = p_ + r / kTile * kTile * kKeys + (key / kDepth * kTile + r % kTile) * kDepth + key % kDepth;
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), (__m256i)_mm512_cvtneps_pbh(x));

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 
+#include "attention/text.h"
 #include "attention/work.h"
 #include "isa.h"
 #if defined(__x86_64__)
@@ -131,7 +132,7 @@ bool decodes(const Problem &p, Direction direction) { return direction == Direct
 // The model: the products of all lanes, padding included, and the packing of K and V. Backward takes as many times the forward as it has
 // products, in every set alike: one that leads forward leads backward, for P = e^(s - LSE) is exact only where both round s alike. Nor does
 // the order of the sets depend on the threads: their number must not change a bit. Few queries have no lanes that are padding, but in the
-// backward.
+// backward. (With AMX they have, and these cost little beside reading.)
 double predict(const InstructionSet &set, const CpuKernels &kernels, const Problem &p, int64_t threads, Direction direction) {
   constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, share of the peak, and cost of a call
   constexpr int64_t kShortestTile = 64;                       // of those that are made smaller until there is work for all
@@ -194,6 +195,16 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction d
   return tile;
 }
 
+// What keeps an engine from reading quantised K and V; empty if nothing does.
+std::string against_quantised(const CpuKernels &kernels, const Problem &p, Direction direction) {
+  if (!p.quantised() || kernels.quantised) return "";
+  const std::string rounds = text("k and v in ", strobe::name(p.quantised_as), ": it would round what they stand for to bfloat16");
+  if (!kernels.decodes_quantised) return rounds;
+  if (p.scaled_by_channel()) return rounds + ", but for few queries with scales of rows";
+  if (p.longest_q() > kFewQueries) return text(rounds, ", but for up to ", kFewQueries, " queries");
+  return decodes(p, direction) ? "" : rounds + ", but for few queries without " + against_decoding(p);
+}
+
 class CpuEngine final : public Engine {
 public:
   explicit CpuEngine(const InstructionSet &set) : set_(set) {}
@@ -203,8 +214,7 @@ public:
   Answer plan(const Problem &p, const Execution &execution, Direction direction) const override {
     const CpuKernels *kernels = set_.kernels(p.dtype);
     if (!kernels) return std::string("adds nothing for ") + strobe::name(p.dtype);
-    if (p.quantised() && !kernels->quantised && !(kernels->decodes_quantised && decodes(p, direction) && !p.scaled_by_channel()))
-      return std::string("k and v in ") + strobe::name(p.quantised_as) + ": it would round what they stand for to bfloat16";
+    if (std::string reason = against_quantised(*kernels, p, direction); !reason.empty()) return reason;
     if (p.score == ScoreFunction::hyperbolic && kernels->splits)
       return std::string("a Lorentz product cancels, which shows what three bf16 leave of FP32's last bits");
     Plan plan;

@@ -259,7 +259,8 @@ class Yardstick:
         plain_error = self._plain_errors(calls, dtype)
         if few and inputs.q.numel() >= SMALL:
             plain_error |= {name: max(x, plain_error[name]) for name, x in self._plain_errors(alike, dtype).items() if name in few}
-        if dtype == torch.float64 and inputs.q.numel() < SMALL:  # whose oracle rounds each product, as may all orders: no fma
+        # The oracle and the orders above may round each product of q·k; an engine with multiply-adds does not.
+        if dtype == torch.float64 and inputs.q.numel() < SMALL:
             for from_output in (False, True):
                 for name, t in run_plain(inputs, dtype, from_output, round_once=True).items():
                     plain_error[name] = max(plain_error[name], error(t, self.ref[name]))

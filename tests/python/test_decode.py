@@ -132,8 +132,9 @@ def test_a_row_of_one_key_has_a_p_of_1(dtype, engine):
     inputs = dataclasses.replace(inputs, q=inputs.q * 4, aux=("column_sums",))
     results = run_or_skip(inputs, engine)
     dv = results["dv"][:, :, -1].double()
+    if dtype != "bfloat16":  # whose few rows have another order of sums
+        assert (results["column_sums"][..., -1] == 1).all()
     if dtype in ("float32", "float64"):
-        assert results["column_sums"].max() == 1
         torch.testing.assert_close(dv, inputs.dout.double().view(1, 8, 2, -1).sum(2), rtol=0, atol=1e-6 if dtype == "float32" else 1e-14)
     assert (results["dv"][:, :, :-1] == 0).all()
 
