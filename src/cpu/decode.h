@@ -212,7 +212,7 @@ template <class Math, class F> STROBE_INLINE void with_products(const Problem &p
   using T = typename Math::Real;
   with_elements<T, Math::kDecodesQuantised, Math::kBFloat16>(p.k.dtype, [&](auto elements) {
     using Elements = decltype(elements);
-    if constexpr (Math::kFewRows > 0)
+    if constexpr (Math::kFewRows > 0 && (Math::kQuantised || Elements::kPerWord <= 2)) // isa.h: decodes_quantised_from
       if (p.group() * p.longest_q() <= Math::kFewRows) return f((typename Math::template Few<Elements> *)nullptr);
     f((typename Math::template Many<Elements> *)nullptr);
   });

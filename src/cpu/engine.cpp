@@ -199,10 +199,12 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction d
 std::string against_quantised(const CpuKernels &kernels, const Problem &p, Direction direction) {
   if (!p.quantised() || kernels.quantised) return "";
   const std::string rounds = text("k and v in ", strobe::name(p.quantised_as), ": it would round what they stand for to bfloat16");
-  if (!kernels.decodes_quantised) return rounds;
+  if (kernels.decodes_quantised_from == 0) return rounds;
   if (p.scaled_by_channel()) return rounds + ", but for few queries with scales of rows";
   if (p.longest_q() > kFewQueries) return text(rounds, ", but for up to ", kFewQueries, " queries");
-  return decodes(p, direction) ? "" : rounds + ", but for few queries without " + against_decoding(p);
+  if (!decodes(p, direction)) return rounds + ", but for few queries without " + against_decoding(p);
+  if (p.group() * p.longest_q() >= kernels.decodes_quantised_from) return "";
+  return text("fewer than ", kernels.decodes_quantised_from, " rows of a group's queries: quantised keys are read faster by multiply-adds");
 }
 
 class CpuEngine final : public Engine {
@@ -215,8 +217,10 @@ public:
     const CpuKernels *kernels = set_.kernels(p.dtype);
     if (!kernels) return std::string("adds nothing for ") + strobe::name(p.dtype);
     if (std::string reason = against_quantised(*kernels, p, direction); !reason.empty()) return reason;
-    if (p.score == ScoreFunction::hyperbolic && kernels->splits)
+    if (p.score == ScoreFunction::hyperbolic && kernels->planes == 3)
       return std::string("a Lorentz product cancels, which shows what three bf16 leave of FP32's last bits");
+    if (p.softcap > 0 && kernels->planes == 2)
+      return std::string("a softcap makes small scores of large ones, which shows what two bf16 leave of FP16's products");
     Plan plan;
     plan.engine = set_.name;
     const bool forward = direction == Direction::forward;

@@ -16,7 +16,8 @@ template <class T> struct Fma {
   static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
   static constexpr bool kSumsApart = false;    // a product that adds to C does so every few terms, wherever it ends
 
-  static constexpr bool kBFloat16 = false, kSplits = false;
+  static constexpr bool kBFloat16 = false;
+  static constexpr int kPlanes = 0;
   static constexpr bool kQuantised = sizeof(T) == 4; // K and V may be quantised
   // The products of decode.h.
   template <class Elements> using Few = FewRows<FmaLanes<T, Elements>>;

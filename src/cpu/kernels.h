@@ -11,9 +11,9 @@ namespace strobe::inline STROBE_ISA {
 template <class Math> constexpr CpuKernels kernels_of(const char *arithmetic, TileSizes forward_tile, TileSizes backward_tile) {
   return {.arithmetic = arithmetic,
           .quantised = Math::kQuantised,
-          .decodes_quantised = Math::kDecodesQuantised,
+          .decodes_quantised_from = Math::kDecodesQuantised ? Math::kFewRows + 1 : 0,
           .few_rows = Math::kManyInPlace ? kMostDecodedRows : Math::kFewRows,
-          .splits = Math::kSplits,
+          .planes = Math::kPlanes,
           .forward_tile = forward_tile,
           .backward_tile = backward_tile,
           .forward_workspace = forward_workspace<Math>,

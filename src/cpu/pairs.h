@@ -110,7 +110,7 @@ template <int planes, class Unit> struct Pairs {
   static constexpr bool kSumsApart = planes == 3; // a product is summed up from 0, and then added to C: see amx.h
 
   using V = Vec<float>;
-  static constexpr bool kBFloat16 = kPlanes == 1, kSplits = kPlanes == 3;
+  static constexpr bool kBFloat16 = kPlanes == 1;
   static constexpr bool kQuantised = false;
   // The products of decode.h. Sums of more planes than one have an order of their own, that of the backward.
   template <class Elements> using Few = typename Unit::template Few<Elements>;
