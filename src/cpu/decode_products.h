@@ -34,6 +34,13 @@ void add_nonfinite_values(const DecodeKeys &span, int64_t j, int64_t n, int64_t 
   }
 }
 
+// Multiplies the scores of a span's keys by the scales of their rows. scales: room for them.
+template <class T> void scale_scores(const DecodeKeys &span, int64_t rows, T *scales, T *s) {
+  load_row_scales(span.p.k_scale, span.b, span.kv, span.k_begin + span.keys.begin, span.count(), scales);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t j = 0; j < span.count(); ++j) s[r * kPitch + j] *= scales[j];
+}
+
 // K and V are read once, as they lie, for up to kMostRowsHeld rows at a time.
 template <class Lanes> class FewRows : DecodeTile {
 public:
@@ -75,10 +82,7 @@ public:
     const int64_t count = span.count();
     if (!p.scaled_by_channel()) {
       add_scores(span, rows, q_, 0, count, s);
-      if (!p.quantised()) return;
-      load_row_scales(p.k_scale, span.b, span.kv, span.k_begin + span.keys.begin, count, scales_);
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t j = 0; j < count; ++j) s[r * kPitch + j] *= scales_[j];
+      if (p.quantised()) scale_scores(span, rows, scales_, s);
       return;
     }
     for (int64_t done = 0, end; done < count; done = end) { // groups of rows that share the scales of their columns

@@ -15,14 +15,15 @@ public:
   using Word = typename E::Word;
   using Rows = WordRows<E>;
 
-  TileRows(Arena &arena, const Problem &p, int64_t rows) : tiles_(div_up(rows, kTile)) {
+  TileRows(Arena &arena, const Problem &p, int64_t rows) {
+    const int64_t padded = round_to(rows, kTile);
     words_k_ = Rows::words(p.head_dim), words_v_ = Rows::words(p.head_dim_v);
-    q_ = arena.take<uint32_t>(tiles_ * pairs_k() * kTile);
+    q_ = arena.take<uint32_t>(padded * pairs_k());
     if (kConverts) k_ = arena.take<uint32_t>(kKeys * pairs_k());
     v_ = arena.take<uint32_t>(kKeys / 2 * columns_v());
-    p_ = arena.take<uint16_t>(tiles_ * kTile * kKeys);
+    p_ = arena.take<uint16_t>(padded * kKeys);
     s_ = arena.take<T>(kKeys * kTile);
-    o_ = arena.take<T>(tiles_ * kTile * columns_v());
+    o_ = arena.take<T>(padded * columns_v());
     if (p.quantised()) scales_ = arena.take<T>(kPitch);
     wide_ = arena.take<T>(round_to(p.head_dim_v, 16));
     copies_ = arena.take<Word>(kKeys * max(words_k_, words_v_));
@@ -30,7 +31,7 @@ public:
 
   // wide: rows of round_to(d, 16) columns, all of them numbers of bf16. q_: [tile of rows][pair of columns][row].
   void load_queries(const T *wide, int64_t rows, int64_t d) {
-    fill(q_, tiles_ * pairs_k() * kTile, 0u);
+    fill(q_, round_to(rows, kTile) * pairs_k(), 0u);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < d; ++c) {
         const int64_t at = place_k(c);
@@ -45,21 +46,18 @@ public:
     const Rows k(p.k, span.b, span.kv, p.head_dim, first + count, kTile, kTile, ahead(words_k_));
     for (int64_t done = 0; done < count;) {
       const auto keys = k.block(first + done, kKeys, false, copies_);
-      Fetch fetch{keys.ahead, keys.stride, words_k_};
+      Fetch fetch{keys.ahead, keys.stride, words_k_, keys.count};
       if (kConverts) convert_keys(keys);
       const uint32_t *const from = kConverts ? k_ : reinterpret_cast<const uint32_t *>(keys.rows);
       const int64_t stride = kConverts ? pairs_k() : keys.stride;
       for (int64_t n = 0; n < div_up(rows, kTile); ++n) {
-        multiply_keys(keys.count, from, stride, q_ + n * pairs_k() * kTile, n == 0, fetch);
+        multiply_keys(keys.count, from, stride, q_ + n * pairs_k() * kTile, fetch);
         for (int64_t key = 0; key < keys.count; key += kTile)
           store_scores(s_ + key * kTile, min((i64)kTile, (i64)(rows - n * kTile)), s + n * kTile * kPitch + done + key);
       }
       done += keys.count;
     }
-    if (!p.quantised()) return;
-    load_row_scales(p.k_scale, span.b, span.kv, first, count, scales_);
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t j = 0; j < count; ++j) s[r * kPitch + j] *= scales_[j];
+    if (p.quantised()) scale_scores(span, rows, scales_, s);
   }
 
   void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) {
@@ -78,9 +76,9 @@ public:
       const int64_t there = min((i64)keys.count, (i64)most);
       interleave_values(keys);
       convert_probabilities(p.quantised() ? scales_ + done : nullptr, hides, rows, there, probs + done);
-      Fetch fetch{keys.ahead, keys.stride, words_v_};
+      Fetch fetch{keys.ahead, keys.stride, words_v_, keys.count};
       for (int64_t n = 0; n < div_up(rows, kTile); ++n)
-        multiply_values(round_to(there, kDepth), p_ + n * kTile * kKeys, o_ + n * kTile * ld, done > 0, n == 0, fetch);
+        multiply_values(round_to(there, kDepth), p_ + n * kTile * kKeys, o_ + n * kTile * ld, done > 0, fetch);
       if (nonfinite) add_nonfinite_values(span, j, there, rows, probs + done, wide_, o_, ld, place_v);
       done += keys.count;
     }
@@ -103,12 +101,12 @@ private:
   // computes are not to take turns.
   struct Fetch {
     const Word *row;
-    int64_t stride, words, w = 0;
+    int64_t stride, words, rows, w = 0;
     STROBE_INLINE void lines() {
-      for (int64_t n = 0; n < kDepth / kPerWord; ++n) {
+      for (int64_t n = 0; n < kDepth / kPerWord && rows > 0; ++n) {
         __builtin_prefetch(row + w, 0, 2);
         w += L;
-        if (w == words) w = 0, row += stride;
+        if (w == words) w = 0, row += stride, --rows;
       }
     }
   };
@@ -143,20 +141,19 @@ private:
   }
 
   // s_[key][row] of one tile of rows.
-  __attribute__((noinline)) void multiply_keys(int64_t count, const uint32_t *from, int64_t stride, const uint32_t *q, bool first,
-                                               Fetch &fetch) {
+  __attribute__((noinline)) void multiply_keys(int64_t count, const uint32_t *from, int64_t stride, const uint32_t *q, Fetch &fetch) {
     int64_t key = 0;
-    for (; key + 4 * kTile <= count; key += 4 * kTile) multiply_tiles<4>(key, from, stride, q, first, fetch);
-    for (; key < count; key += kTile) multiply_tiles<1>(key, from, stride, q, first, fetch);
+    for (; key + 4 * kTile <= count; key += 4 * kTile) multiply_tiles<4>(key, from, stride, q, fetch);
+    for (; key < count; key += kTile) multiply_tiles<1>(key, from, stride, q, fetch);
   }
   template <int kTiles>
-  STROBE_INLINE void multiply_tiles(int64_t key, const uint32_t *from, int64_t stride, const uint32_t *q, bool first, Fetch &fetch) {
+  STROBE_INLINE void multiply_tiles(int64_t key, const uint32_t *from, int64_t stride, const uint32_t *q, Fetch &fetch) {
     unroll<kTiles>(STROBE_UNROLL(t) { tile_zero<t>(); });
     const int64_t pairs = pairs_k();
     for (int64_t w = 0; w < pairs; w += kTile) {
       tile_load<7>(q + w * kTile, 64);
       unroll<kTiles>(STROBE_UNROLL(t) {
-        if (first) fetch.lines();
+        fetch.lines();
         tile_load<4 + t % 3>(from + (key + t * kTile) * stride + w, stride * 4);
         tile_multiply<t, 4 + t % 3, 7>();
       });
@@ -225,15 +222,15 @@ private:
   }
 
   // o (+)= P V of one tile of rows.
-  __attribute__((noinline)) void multiply_values(int64_t keys, const uint16_t *p, T *o, bool accumulate, bool first, Fetch &fetch) {
+  __attribute__((noinline)) void multiply_values(int64_t keys, const uint16_t *p, T *o, bool accumulate, Fetch &fetch) {
     const int64_t columns = columns_v();
     int64_t c = 0;
-    for (; c + 4 * kTile <= columns; c += 4 * kTile) multiply_columns<4>(c, keys, p, o, accumulate, first, fetch);
+    for (; c + 4 * kTile <= columns; c += 4 * kTile) multiply_columns<4>(c, keys, p, o, accumulate, fetch);
     for (; c < columns; c += 2 * kTile)
-      multiply_columns<2>(c, keys, p, o, accumulate, first, fetch); // words come by vectors, of two columns or more
+      multiply_columns<2>(c, keys, p, o, accumulate, fetch); // words come by vectors, of two columns or more
   }
   template <int kTiles>
-  STROBE_INLINE void multiply_columns(int64_t c, int64_t keys, const uint16_t *p, T *o, bool accumulate, bool first, Fetch &fetch) {
+  STROBE_INLINE void multiply_columns(int64_t c, int64_t keys, const uint16_t *p, T *o, bool accumulate, Fetch &fetch) {
     const int64_t ld = columns_v();
     unroll<kTiles>(STROBE_UNROLL(t) {
       if (accumulate)
@@ -244,7 +241,7 @@ private:
     for (int64_t key = 0; key < keys; key += kDepth) {
       tile_load<7>(p + key * kTile, 64);
       unroll<kTiles>(STROBE_UNROLL(t) {
-        if (first) fetch.lines();
+        fetch.lines();
         tile_load<4 + t % 3>(v_ + key / 2 * ld + (c + t * kTile) * (kDepth / 2), 64);
         tile_multiply<t, 7, 4 + t % 3>();
       });
@@ -252,7 +249,7 @@ private:
     unroll<kTiles>(STROBE_UNROLL(t) { tile_store<t>(o + c + t * kTile, ld * 4); });
   }
 
-  int64_t tiles_, words_k_, words_v_;
+  int64_t words_k_, words_v_;
   uint32_t *q_, *k_ = nullptr, *v_;
   uint16_t *p_;
   T *s_, *o_, *scales_ = nullptr, *wide_;

@@ -80,7 +80,7 @@ struct Int4Elements { // two a byte
   }
 };
 
-// Calls f with what a dtype is made of. kBFloat16: or else bf16.
+// Calls f with what a dtype is made of. kBFloat16: what is not quantised is bf16.
 template <class T, bool kQuantised, bool kBFloat16, class F> STROBE_INLINE void with_elements(DType dtype, F &&f) {
   if constexpr (kQuantised) {
     if (dtype == DType::i8) return f(Int8Elements{});

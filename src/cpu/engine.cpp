@@ -141,7 +141,7 @@ double predict(const InstructionSet &set, const CpuKernels &kernels, const Probl
   const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.seqlen_q) / double(std::max<int64_t>(p.varlen ? p.batch : 1, 1)));
   const double width = double(kernels.forward_tile.width), pieces = std::ceil(queries / width);
   const double whole = std::ceil(queries / 16) * 16, lanes = whole + pieces * set.idle_lanes;
-  const bool few = has_few(p), in_place = few && p.group() * p.longest_q() <= kernels.few_rows;
+  const bool few = has_few(p), in_place = few && p.group() * p.longest_q() <= kernels.rows_in_place;
   const double padded = few ? 1 : lanes / queries * width / (width + set.idle_lanes);
   const double pack = in_place ? 0 : few ? std::max(kTransposed, set.pack_cycles[column]) : set.pack_cycles[column];
   const double rate = set.flops_per_cycle[column] * kShare * (p.dtype == DType::f64 ? 0.5 : 1.0);

@@ -17,9 +17,9 @@ inline constexpr int64_t kMostDecodedRows = 128; // of a group of heads: each th
 
 struct CpuKernels {
   const char *arithmetic;                // in words
-  bool quantised;                        // whether quantised K and V are read: products of bf16 would round what they stand for,
-  int64_t decodes_quantised_from;        // but for so many rows of a group (0: none), where scales of rows are multiplied into S and P
-  int64_t few_rows;                      // up to so many rows of a group their forward reads K and V as they lie
+  bool quantised;                        // whether quantised K and V are read everywhere: products of bf16 would round what they stand for
+  int64_t decodes_quantised_from;        // else rows of a group from which on decoding reads them, which scales S and P; 0: none
+  int64_t rows_in_place;                 // of a group, up to which decoding reads K and V as they lie
   int planes;                            // bf16 that a number is split into, whose smallest products are left out; 0: it is not split
   TileSizes forward_tile, backward_tile; // where nothing else is wished
   int64_t (*forward_workspace)(const Problem &, const TileSizes &, int64_t threads);

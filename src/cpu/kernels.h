@@ -12,7 +12,7 @@ template <class Math> constexpr CpuKernels kernels_of(const char *arithmetic, Ti
   return {.arithmetic = arithmetic,
           .quantised = Math::kQuantised,
           .decodes_quantised_from = Math::kDecodesQuantised ? Math::kFewRows + 1 : 0,
-          .few_rows = Math::kManyInPlace ? kMostDecodedRows : Math::kFewRows,
+          .rows_in_place = Math::kManyInPlace ? kMostDecodedRows : Math::kFewRows,
           .planes = Math::kPlanes,
           .forward_tile = forward_tile,
           .backward_tile = backward_tile,
