@@ -2,6 +2,7 @@
 #pragma once
 #include "../attention/quantised.h"
 #include "../ptx/math.h"
+#include "../tile/copy.h"
 
 namespace strobe {
 
@@ -21,6 +22,12 @@ template <> __device__ __forceinline__ float stored_number<kE4M3>(u32 x) { // FP
 __device__ __forceinline__ float scale_at(const void *scales, i64 at, bool half) {
   return half ? to_float(((const f16 *)scales)[at]) : ((const float *)scales)[at];
 }
+
+// A scale as it is stored. A register for each dtype: loads of two into one would wait for each other.
+struct StoredScale {
+  u32 as_half = 0;
+  float as_float = 0;
+};
 
 // K or V of one key head of a sequence. kByColumn: of K alone.
 template <Features F, bool kByColumn> struct QuantisedKeys {
@@ -64,6 +71,16 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
   __device__ __forceinline__ float scale_of(i64 at, i32 c) const {
     return scale_at(scales, kByColumn ? at + c * scale.stride[3] : at, half);
   }
+  // The same of a row in two steps, so that others compute while the first one waits for memory.
+  __device__ __forceinline__ StoredScale stored_scale(i64 at) const {
+    StoredScale x;
+    if (half)
+      x.as_half = ((const f16 *)scales)[at].bits;
+    else
+      x.as_float = ((const float *)scales)[at];
+    return x;
+  }
+  __device__ __forceinline__ float number(StoredScale x) const { return half ? to_float(f16{(unsigned short)x.as_half}) : x.as_float; }
   __device__ __forceinline__ u32 stored(const u8 *row, i32 c) const {
     if constexpr (F.quant == kInt4)
       return row[c / 2 * x.stride[3]] >> 4 * (c % 2);
@@ -73,15 +90,22 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
   __device__ __forceinline__ float at(i32 j, i32 c) const { return stored_number<F.quant>(stored(row(j), c)) * scale_of(scales_of(j), c); }
 
   // The bytes of rows that are copied 16 at a time, as 16-bit elements.
-  struct Bytes {
-    static constexpr bool kLooksUp = kPages;
+  struct PagedBytes {
+    static constexpr bool kLooksUp = true;
     const QuantisedKeys *keys;
     i32 begin, rows, columns;
     i64 column_stride;
-    __device__ __forceinline__ const f16 *row(i32 r) const { return (const f16 *)keys->row(begin + (kPages ? min(r, rows - 1) : r)); }
+    __device__ __forceinline__ const f16 *row(i32 r) const { return (const f16 *)keys->row(begin + min(r, rows - 1)); }
   };
-  __device__ __forceinline__ Bytes bytes(i64 begin, i64 end) const {
-    return {this, (i32)begin, (i32)end - (i32)begin, columns / (F.quant == kInt4 ? 4 : 2), 1};
+  struct Bytes : tile::Matrix<const f16> {
+    static constexpr bool kStrided = true;
+  };
+  __device__ __forceinline__ auto bytes(i64 begin, i64 end) const {
+    const i32 rows = (i32)end - (i32)begin, bytes = columns / (F.quant == kInt4 ? 4 : 2);
+    if constexpr (kPages)
+      return PagedBytes{this, (i32)begin, rows, bytes, 1};
+    else
+      return Bytes{{(const f16 *)row((i32)begin), x.stride[2] / 2, 1, rows, bytes}};
   }
 
   struct Matrix {

@@ -16,6 +16,10 @@ template <class T> struct Matrix {
 template <class Rows>
 concept LooksUp = requires { Rows::kLooksUp; };
 
+// Of rows that lie row_stride apart.
+template <class Rows>
+concept Strided = requires { Rows::kStrided; };
+
 // Which chunks of a tile a thread copies: chunk + k * kAcross of row + i * kDown.
 template <int kRows, int kColumns, int kThreads> struct Share {
   using L = Layout<kColumns>;
@@ -50,6 +54,15 @@ __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
           if (i < S::kSteps && s.inside(i))
             cp_async(base + S::L::offset(s.row + i * S::kDown, chunk), from[n] + 8 * chunk, i * S::kDown < rows);
         }
+      }
+    } else if constexpr (kAligned && Strided<Rows>) {
+      // Places in the tile repeat after so many steps, and both addresses come by adding what all threads share.
+      constexpr int kPeriod = S::kDown % 8 ? 8 / (S::kDown & -S::kDown) : 1;
+      const auto *const first = m.row(s.row) + 8 * chunk;
+#pragma unroll
+      for (int i = 0; i < S::kSteps; ++i) {
+        const u32 place = S::L::offset(s.row + i % kPeriod * S::kDown, chunk) + (u32)(i / kPeriod * kPeriod * S::kDown * S::L::kPitch);
+        if (s.inside(i)) cp_async(base + place, first + i * S::kDown * m.row_stride, i * S::kDown < rows);
       }
     } else if constexpr (kAligned) {
 #pragma unroll

@@ -17,7 +17,8 @@ template <> inline constexpr bool kIsHalf<f16> = true;
 __device__ __forceinline__ constexpr u32 both(u32 x) { return x << 16 | x; }
 
 // The pairs of a word, of FP16 (T = f16) or BF16. How x, a stored number, becomes one, the fused multiply-add being exact:
-//   INT4        (1024 + (x + 8)) - 1032, in BF16 (128 + (x + 8)) - 136: x + 8 is put into the last bits of the power of two's fraction
+//   INT4, FP16  (1024 + (x + 8)) - 1032, or (1024 + 16 (x + 8)) / 16 - 72: x + 8 is put into bits of the power of two's fraction
+//   INT4, BF16  (128 + (x + 8)) - 136
 //   INT8, FP16  (1024 + (x + 128)) - 1152
 //   INT8, BF16  (128 + the lower 7 bits of x) - (128, or 256 where x < 0): the fraction has 7 bits
 //   FP8         2^8 y, in BF16 2^120 y: y has x's sign, exponent and fraction, each at its place; the exponents' biases differ
@@ -26,16 +27,22 @@ __device__ __forceinline__ constexpr u32 both(u32 x) { return x << 16 | x; }
 template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, u32 (&pairs)[columns_of_word(kStored) / 2], u32 zero) {
   constexpr bool kHalf = kIsHalf<T>;
   constexpr u32 kOne = kHalf ? both(0x3C00) : both(0x3F80);
-  if constexpr (kStored == kInt4) {
-    constexpr u32 kPower = kHalf ? both(0x6400) : both(0x4300), kOff = kHalf ? both(0xE408) : both(0xC308); // 1024 or 128; -(that + 8)
-    x ^= 0x88888888u;
+  if constexpr (kStored == kInt4 && kHalf) {
+    constexpr u32 kPower = both(0x6400), kSixteenth = both(0x2C00);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = multiply_add_pairs<T>((x >> 4 * i & 0x000F000Fu) | (kPower + zero), kOne, kOff + zero);
+    for (int i = 0; i < 4; i += 2) {
+      const u32 y = x >> 4 * i;
+      pairs[i] = multiply_add_pairs<T>((y & 0x000F000Fu) ^ (kPower + both(8) + zero), kOne, both(0xE408) + zero);
+      pairs[i + 1] = multiply_add_pairs<T>((y & 0x00F000F0u) ^ (kPower + both(128) + zero), kSixteenth + zero, both(0xD480) + zero);
+    }
+  } else if constexpr (kStored == kInt4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      pairs[i] = multiply_add_pairs<T>((x >> 4 * i & 0x000F000Fu) ^ (both(0x4308) + zero), kOne, both(0xC308) + zero);
   } else if constexpr (kStored == kInt8 && kHalf) {
-    x ^= 0x80808080u;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      pairs[i] = multiply_add_pairs<T>((x >> 8 * i & 0x00FF00FFu) | (both(0x6400) + zero), kOne, both(0xE480) + zero);
+      pairs[i] = multiply_add_pairs<T>((x >> 8 * i & 0x00FF00FFu) ^ (both(0x6480) + zero), kOne, both(0xE480) + zero);
   } else if constexpr (kStored == kInt8) { // bit 7 of x is the last one of the exponent
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -49,6 +56,31 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, 
     pairs[0] = multiply_add_pairs<T>(low, kUnit, both(0x8000)), pairs[1] = multiply_add_pairs<T>(high, kUnit, both(0x8000));
   }
 }
+
+// K is multiplied as 16-bit numbers of KeyFactor's dtype, where Q has dtype T: as FP16 where that takes fewer instructions. FP8 is
+// converted to it by newer GPUs, NaN and all.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+template <i32 kStored> inline constexpr bool kConverted = kStored == kE4M3;
+#else
+template <i32 kStored> inline constexpr bool kConverted = false;
+#endif
+template <class T, i32 kStored> struct KeyFactor {
+  using type = T;
+};
+template <class T, i32 kStored>
+  requires(kConverted<kStored> || kStored == kInt8 || kStored == kInt4)
+struct KeyFactor<T, kStored> {
+  using type = f16;
+};
+template <class T, i32 kStored> __device__ __forceinline__ void pairs_of_key(u32 x, u32 (&pairs)[columns_of_word(kStored) / 2], u32 zero) {
+  if constexpr (kConverted<kStored>) // adjacent numbers
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(pairs[0]), "=r"(pairs[1])
+        : "r"(x));
+  else
+    pairs_of<typename KeyFactor<T, kStored>::type, kStored>(x, pairs, zero);
+}
+
 // Bits 7 of a sum of these say whether a word holds FP8's NaN.
 template <i32 kStored> __device__ __forceinline__ u32 nan_bits(u32 x) { return kStored == kE4M3 ? (x & 0x7F7F7F7Fu) + 0x01010101u : 0; }
 __device__ __forceinline__ bool has_nan(u32 bits) { return (bits & 0x80808080u) != 0; }
@@ -57,7 +89,7 @@ __device__ __forceinline__ bool has_nan(u32 bits) { return (bits & 0x80808080u) 
 // of a row each, and a sum over columns may take them in any order.
 template <i32 kStored, int kColumns> __device__ __forceinline__ int column_of_step(int t, int c, int h, int e) {
   constexpr int kWord = columns_of_word(kStored), kSteps = kWord / 4; // steps of a word
-  return kColumns / 4 * t + c / kSteps * kWord + c % kSteps * 2 + h + e * kWord / 2;
+  return kColumns / 4 * t + c / kSteps * kWord + c % kSteps * 2 + (kConverted<kStored> ? 2 * h + e : h + e * kWord / 2);
 }
 // Q as a left operand for that, from a tile of 16-bit numbers at `base`.
 template <i32 kStored, int kColumns> __device__ __forceinline__ Left left_of_steps(u32 base, int row, int c) {
@@ -77,7 +109,7 @@ template <i32 kStored, int kColumns> __device__ __forceinline__ Left left_of_ste
 }
 
 // Rows of K as right operands.
-template <class T, i32 kStored, int kColumns> class StoredRows {
+template <i32 kStored, int kColumns> class StoredRows {
   static constexpr int kBytes = kStored == kInt4 ? kColumns / 2 : kColumns, kShare = kBytes / 4; // of a row; of a lane
   using L = Layout<kBytes / 2>;
   static_assert(kShare % 8 == 0);

@@ -1,6 +1,7 @@
 // Conversions between integers, and of them and doubles to floating point. A register may be wider than the number that is taken from it.
 #include <cmath>
 
+#include "numbers.h"
 #include "opcodes.h"
 
 namespace strobe::emulator {
@@ -43,6 +44,8 @@ template <float (*kRound)(float)> void add_rounding(Opcodes &o, const std::strin
   o["cvt." + how + ".s32.f32"] = of<[](float a) { return to_integer(kRound(a)); }, int32_t, float>();
 }
 
+uint32_t halves_of_e4m3(uint16_t x) { return uint32_t(half_of_e4m3(uint8_t(x >> 8))) << 16 | half_of_e4m3(uint8_t(x)); }
+
 } // namespace
 
 void add_conversions(Opcodes &o) {
@@ -50,6 +53,7 @@ void add_conversions(Opcodes &o) {
   add_floats<int32_t>(o), add_floats<uint32_t>(o), add_floats<int64_t>(o), add_floats<uint64_t>(o);
   add_rounding<std::rint>(o, "rni"), add_rounding<std::trunc>(o, "rzi"), add_rounding<std::floor>(o, "rmi"),
       add_rounding<std::ceil>(o, "rpi");
+  o["cvt.rn.f16x2.e4m3x2"] = of<halves_of_e4m3, uint32_t, uint16_t>();
   o["cvt.rn.f32.f64"] = of<[](double a) { return float(a); }, float, double>();
   o["cvt.f64.f32"] = of<[](float a) { return double(a); }, double, float>();
 }

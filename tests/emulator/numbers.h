@@ -28,6 +28,11 @@ inline uint16_t to_half(float x) {
   if (magnitude >= 0x477FF000) half = 0x7C00;
   return magnitude > 0x7F800000 ? 0x7FFF : sign | half;
 }
+// Of FP8 (E4M3), which has FP16's fields with another bias, and NaN alone above 448.
+inline uint16_t half_of_e4m3(uint8_t x) {
+  if ((x & 0x7F) == 0x7F) return 0x7FFF;
+  return to_half((x & 0x80 ? -256.0f : 256.0f) * from_half(static_cast<uint16_t>((x & 0x7F) << 7)));
+}
 
 // Ten bits of fraction, ties away from zero.
 inline float to_tf32(float x) {

@@ -43,6 +43,18 @@ TEST_CASE("emulator: halves and bfloats round to nearest even") {
   CHECK(to_bfloat(3.4e38f) == 0x7F80);
 }
 
+TEST_CASE("emulator: FP8 as halves") {
+  for (int x = 0; x < 256; x++) {
+    const int exponent = x >> 3 & 15, fraction = x & 7;
+    const float magnitude = exponent ? std::ldexp(float(8 + fraction), exponent - 10) : std::ldexp(float(fraction), -9);
+    const float found = from_half(half_of_e4m3(static_cast<uint8_t>(x)));
+    if (x % 128 == 127)
+      CHECK(std::isnan(found));
+    else
+      CHECK(found == (x < 128 ? magnitude : -magnitude));
+  }
+}
+
 TEST_CASE("emulator: a product and a sum of halves are rounded once") {
   std::mt19937 random(1);
   int wrong = 0;

@@ -10,7 +10,7 @@ import torch
 
 import strobe
 from cases import call
-from check import Yardstick, assert_matches, available_engines, dtype_of, oracle, run, run_or_skip, runs
+from check import Yardstick, assert_matches, available_engines, dtype_of, oracle, run, run_or_skip, runs, takes
 from device import ON_GPU
 
 HALF = (torch.float16, torch.bfloat16)
@@ -404,3 +404,19 @@ def test_all_nan_is_not_zero(engine):
     results = run(inputs, engine)
     assert results["out"].isnan().all()
     assert results["lse"].isnan().all()
+
+
+@engines
+def test_sinks_far_below_the_scores(engine):
+    """Each row gives less than 2^-126 or little more, which exp() may take for 0, and the gradient is the sum of two thousand."""
+    sinks = torch.tensor([-82.5, -83.5])
+    inputs = call(sq=2000, sk=64, gradients=("sinks",), dlse=False, sinks=sinks)
+    if not takes(engine, torch.float32, 16):
+        pytest.skip("takes no float32 of 16 columns")
+    found = run(inputs, engine)["dsinks"].double()
+    q, k, v, dout = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    s = torch.cat([q @ k.transpose(2, 3) / 4, sinks.double()[:, None, None].expand(1, 2, 2000, 1)], dim=3)
+    p = s.softmax(3)
+    expected = -(p[..., -1] * (dout * (p[..., :-1] @ v)).sum(3)).sum((0, 2))
+    assert expected.abs().max() < 1e-35
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2.0**-126)

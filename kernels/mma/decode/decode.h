@@ -119,6 +119,7 @@ private:
     int stage = 0;
     bool nonfinite = false;
     TileScales<Schedule, C.features> key_scales(k, v, tiles);
+    const QueryUnits<T, F.quant, kM> units(Q);
     while (tiles.next(tile)) {
       cp_async_wait<C.stages - 2>();
       Warps::meet((int)threadIdx.x); // this tile is here, and the warp no longer reads the one before it
@@ -126,8 +127,8 @@ private:
       Accumulator S[kM][kN] = {};
       if constexpr (F.quant) {
         static_assert(kKeepQ && C.column_warps == 1);
-        key_scales.next(k, v);
-        multiply_stored<T, F.quant, kD>(S, Q, k_shared + stage * kKBytes, key_scales, zero());
+        nonfinite |= key_scales.next(k, v);
+        multiply_stored<T, F.quant, kD>(S, Q, k_shared + stage * kKBytes, units, key_scales, zero());
       } else {
         tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 16 * column * kInner);
 #pragma unroll

@@ -18,33 +18,76 @@ struct TileScales<Schedule, F> {
   template <class K, class V> __device__ __forceinline__ TileScales(const K &keys, const V &values, const Schedule &tiles) : ahead_(tiles) {
     read(keys, values);
   }
-  // Those of the next tile; the one after it is read meanwhile.
-  template <class K, class V> __device__ __forceinline__ void next(const K &keys, const V &values) {
-    k = next_k_, v = next_v_;
+  // Those of the next tile; the one after it is read meanwhile. Returns whether one of V's is not finite: it is 0 here, and its rows'
+  // values are still to be added.
+  template <class K, class V> __device__ __forceinline__ bool next(const K &keys, const V &values) {
+    k = keys.number(next_k_), v = values.number(next_v_);
+    const bool nonfinite = v - v != 0;
+    if (nonfinite) v = 0;
     read(keys, values);
+    return nonfinite;
   }
   // Of key i of the tile.
   __device__ __forceinline__ static float of(float scales, int i) { return __shfl_sync(0xFFFFFFFFu, scales, i); }
 
 private:
   Schedule ahead_;
-  float next_k_ = 0, next_v_ = 0;
+  StoredScale next_k_, next_v_;
 
   template <class K, class V> __device__ __forceinline__ void read(const K &keys, const V &values) {
     KeyTile tile;
-    next_k_ = next_v_ = 0;
+    next_k_ = {}, next_v_ = {};
     if (!ahead_.next(tile)) return;
     const i32 j = (i32)tile.begin + tile::lane_id();
     if (j >= (i32)tile.end) return;
-    next_k_ = keys.scale_of(keys.scales_of(j), 0), next_v_ = values.scale_of(values.scales_of(j), 0);
+    next_k_ = keys.stored_scale(keys.scales_of(j)), next_v_ = values.stored_scale(values.scales_of(j));
   }
+};
+
+// Q of BF16 as FP16 where K becomes that: each row is divided by a power of two that brings its largest number to 2^15. FP16 has more
+// digits, and what is too small for it is below 2^-39 of the largest.
+template <class T, i32 kStored, int kM> struct QueryUnits {
+  template <int kSteps> __device__ __forceinline__ explicit QueryUnits(tile::Left (&)[kM][kSteps]) {}
+  __device__ __forceinline__ static float of(int, float s) { return s; }
+};
+template <i32 kStored, int kM>
+  requires tile::kIsHalf<typename tile::KeyFactor<bf16, kStored>::type>
+struct QueryUnits<bf16, kStored, kM> {
+  template <int kSteps> __device__ __forceinline__ explicit QueryUnits(tile::Left (&Q)[kM][kSteps]) {
+#pragma unroll
+    for (int row = 0; row < 2 * kM; ++row) {
+      u32 largest = 0; // magnitudes of BF16 are ordered as integers
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        const u32 pair = Q[row / 2][i / 2].x[row % 2 + i % 2 * 2];
+        largest = max(largest, max(pair >> 16 & 0x7FFF, pair & 0x7FFF));
+      }
+      largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
+      largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+      const i32 exponent = (i32)(largest >> 7) - 127 - 15; // of the unit
+      const i32 unit = exponent < -126 ? -126 : exponent;
+      unit_[row] = __int_as_float((unit + 127) << 23);
+      const float inverse = __int_as_float((127 - unit) << 23);
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        u32 &pair = Q[row / 2][i / 2].x[row % 2 + i % 2 * 2];
+        pair = pack<f16>(__uint_as_float(pair << 16) * inverse, __uint_as_float(pair & 0xFFFF0000u) * inverse);
+      }
+    }
+  }
+  // A score of a row.
+  __device__ __forceinline__ float of(int row, float s) const { return s * unit_[row]; }
+
+private:
+  float unit_[2 * kM];
 };
 
 // S = Q K^T of 16 kN keys.
 template <class T, i32 kStored, int kD, int kM, int kN, int kSteps, class Scales>
 __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], const tile::Left (&Q)[kM][kSteps], u32 k,
-                                                const Scales &scales, u32 zero) {
-  using Rows = tile::StoredRows<T, kStored, kD>;
+                                                const QueryUnits<T, kStored, kM> &units, const Scales &scales, u32 zero) {
+  using Rows = tile::StoredRows<kStored, kD>;
+  constexpr bool kFindsNan = kStored == kE4M3 && !tile::kConverted<kStored>;
   constexpr int kPairs = tile::columns_of_word(kStored) / 2; // two for each step
   const Rows rows(k);
 #pragma unroll
@@ -54,23 +97,28 @@ __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], 
 #pragma unroll
     for (int w = 0; w < Rows::kWords; ++w) {
       u32 pairs[kPairs];
-      tile::pairs_of<T, kStored>(words[w], pairs, zero);
-      if constexpr (kStored == kE4M3) nan |= tile::nan_bits<kStored>(words[w]);
+      tile::pairs_of_key<T, kStored>(words[w], pairs, zero);
+      if constexpr (kFindsNan) nan |= tile::nan_bits<kStored>(words[w]);
 #pragma unroll
       for (int p = 0; p < kPairs; p += 2)
 #pragma unroll
-        for (int m = 0; m < kM; ++m) mma_m16n8k16<T>(S[m][half / 2].x[half % 2], Q[m][w * (kPairs / 2) + p / 2].x, pairs[p], pairs[p + 1]);
+        for (int m = 0; m < kM; ++m)
+          mma_m16n8k16<typename tile::KeyFactor<T, kStored>::type>(S[m][half / 2].x[half % 2], Q[m][w * (kPairs / 2) + p / 2].x, pairs[p],
+                                                                   pairs[p + 1]);
     }
-    const u32 keys = kStored == kE4M3 ? __ballot_sync(0xFFFFFFFFu, tile::has_nan(nan)) : 0; // four bits a key
+    const u32 keys = kFindsNan ? __ballot_sync(0xFFFFFFFFu, tile::has_nan(nan)) : 0; // four bits a key
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int key = tile::lane_column(0, e); // of the eight
       float scale = scales.of(scales.k, 8 * half + key);
-      if (kStored == kE4M3 && keys >> 4 * key & 15) scale = __int_as_float(0x7FC00000);
+      if (kFindsNan && keys >> 4 * key & 15) scale = __int_as_float(0x7FC00000);
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) S[m][half / 2].x[half % 2][2 * r + e] *= scale;
+        for (int r = 0; r < 2; ++r) {
+          float &s = S[m][half / 2].x[half % 2][2 * r + e];
+          s = units.of(2 * m + r, s) * scale;
+        }
     }
   }
 }
@@ -88,10 +136,7 @@ __device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], ti
   for (int k = 0; k < 4 * kN; ++k) {
     const float scale = scales.of(scales.v, 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2));
 #pragma unroll
-    for (int row = 0; row < 2 * kM; ++row) {
-      float &p = tile::row_element(P, row, k);
-      p = p == 0 ? 0 : p * scale; // what is hidden may have any scale
-    }
+    for (int row = 0; row < 2 * kM; ++row) tile::row_element(P, row, k) *= scale;
   }
 #pragma unroll
   for (int term = 0; term < kTerms; ++term)

@@ -1,5 +1,6 @@
 // The kernels of kernels/mma: FP16 and BF16 on tensor cores by mma.sync, from sm_80 (FP16: sm_75).
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <span>
 
@@ -90,8 +91,8 @@ constexpr DecodeTile kDecodeTiles[] = {
 // Of quantised K and V: a warp's lanes have a key's scales each, and Q's columns, in another order, stay in registers.
 constexpr DecodeTile kQuantisedTiles[] = {
     {.most_rows = 16, .most_dim = 128, .q = 16, .k = 32, .warps = 4, .stages = 3, .blocks_per_sm = 2},
-    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // FP16, whose sums are a tile's
-    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 2, .blocks_per_sm = 1},
+    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // FP16 and options: P is two terms
+    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 1},
 };
 
 // But for the tile.
@@ -150,7 +151,7 @@ std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   const std::span<const DecodeTile> tiles = p.quantised() ? std::span<const DecodeTile>(kQuantisedTiles) : kDecodeTiles;
   const DecodeTile *best = cheapest(tiles, [&](const DecodeTile &tile) {
     const int32_t dim = std::max(any.head_dim, any.head_dim_v);
-    const bool registers = !p.quantised() || p.dtype != DType::f16 || dim <= 64 || tile.k <= 16;
+    const bool registers = !p.quantised() || p.dtype != DType::f16 || dim <= 64 || tile.k <= 16 || load_of(any) < features;
     const bool suits = registers && dim <= tile.most_dim && wide(p) == (tile.column_warps > 1) &&
                        (rows <= tile.most_rows || p.seqlen_q <= tile.most_queries);
     return suits && with(any, tile).decode_shared_bytes() <= device.shared_per_block ? 0 : kCannotRun;
@@ -191,6 +192,19 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   return kLaunchSeconds + ends + std::max(computing, reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
 }
 
+// The parts of quantised keys. A block makes numbers of them more slowly than memory delivers them, so blocks fill all places, in rounds.
+int32_t quantised_parts(const Problem &p, const Device &device, int64_t ctas, int64_t slots) {
+  int32_t best = 1;
+  double least = std::numeric_limits<double>::infinity();
+  for (int32_t parts = 1; parts <= std::max<int64_t>(1, most_parts(p)); ++parts) {
+    const int64_t blocks = std::max<int64_t>(1, ctas) * parts;
+    const double of_block = reading_seconds(p, device) * double(slots) / double(blocks) + kDecodeBlockSeconds;
+    const double seconds = double(div_up(blocks, slots)) * of_block + (parts > 1 ? combining_seconds(p) : 0);
+    if (seconds < least) least = seconds, best = parts;
+  }
+  return best;
+}
+
 class MmaEngine final : public CudaEngine {
 public:
   const char *name() const override { return "cuda-mma"; }
@@ -228,9 +242,10 @@ private:
     const int64_t per_sm = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer parts to merge
     const int64_t chunks = tiles(p.seqlen_k, Config::chunk());
     // Invariant: chunks are merged where a block of threads walks over them, or, where blocks are few, by the combination of parts.
-    a.splits = p.invariant ? tiles(p.seqlen_q, c.tile_q) == 1 && ctas < device.sms * per_sm ? i32(std::max<int64_t>(1, chunks)) : 1
-               : p.part    ? 1
-                           : parts_to_fill(device.sms * per_sm, ctas, most_parts(p));
+    a.splits = p.invariant     ? tiles(p.seqlen_q, c.tile_q) == 1 && ctas < device.sms * per_sm ? i32(std::max<int64_t>(1, chunks)) : 1
+               : p.part        ? 1
+               : p.quantised() ? quantised_parts(p, device, ctas, device.sms * resident(device, shared, c.blocks_per_sm))
+                               : parts_to_fill(device.sms * per_sm, ctas, most_parts(p));
     if (!p.invariant && !decode &&
         predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))
       a.splits = 1;
