@@ -118,7 +118,7 @@ private:
     KeyTile tile;
     int stage = 0;
     bool nonfinite = false;
-    TileScales<Schedule, C.features> key_scales(k, v, tiles);
+    TileScales<C.features> key_scales(k, v, tiles);
     const QueryUnits<T, F.quant, kM> units(Q);
     while (tiles.next(tile)) {
       cp_async_wait<C.stages - 2>();
@@ -127,7 +127,7 @@ private:
       Accumulator S[kM][kN] = {};
       if constexpr (F.quant) {
         static_assert(kKeepQ && C.column_warps == 1);
-        nonfinite |= key_scales.next(k, v);
+        nonfinite |= key_scales.next(k, v, tiles);
         multiply_stored<T, F.quant, kD>(S, Q, k_shared + stage * kKBytes, units, key_scales, zero());
       } else {
         tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 16 * column * kInner);

@@ -7,37 +7,37 @@
 namespace strobe::mma {
 
 // The scales of a warp's tile of at most 32 keys, a key a lane, read a tile ahead.
-template <class Schedule, Features F> struct TileScales {
+template <Features F> struct TileScales {
   template <class K, class V> __device__ __forceinline__ TileScales(const K &, const V &, const Schedule &) {}
 };
-template <class Schedule, Features F>
+template <Features F>
   requires(F.quant != 0)
-struct TileScales<Schedule, F> {
+struct TileScales<F> {
   float k = 0, v = 0;
 
-  template <class K, class V> __device__ __forceinline__ TileScales(const K &keys, const V &values, const Schedule &tiles) : ahead_(tiles) {
-    read(keys, values);
+  // tiles: from the first one on.
+  template <class K, class V> __device__ __forceinline__ TileScales(const K &keys, const V &values, const Schedule &tiles) {
+    read(keys, values, tiles);
   }
-  // Those of the next tile; the one after it is read meanwhile. Returns whether one of V's is not finite: it is 0 here, and its rows'
-  // values are still to be added.
-  template <class K, class V> __device__ __forceinline__ bool next(const K &keys, const V &values) {
+  // Those of the next tile; the one after it, with which `tiles` goes on, is read meanwhile. Returns whether one of V's is not finite: it
+  // is 0 here, and its row's values are still to be added.
+  template <class K, class V> __device__ __forceinline__ bool next(const K &keys, const V &values, const Schedule &tiles) {
     k = keys.number(next_k_), v = values.number(next_v_);
     const bool nonfinite = v - v != 0;
     if (nonfinite) v = 0;
-    read(keys, values);
+    read(keys, values, tiles);
     return nonfinite;
   }
   // Of key i of the tile.
   __device__ __forceinline__ static float of(float scales, int i) { return __shfl_sync(0xFFFFFFFFu, scales, i); }
 
 private:
-  Schedule ahead_;
   StoredScale next_k_, next_v_;
 
-  template <class K, class V> __device__ __forceinline__ void read(const K &keys, const V &values) {
+  template <class K, class V> __device__ __forceinline__ void read(const K &keys, const V &values, Schedule tiles) {
     KeyTile tile;
     next_k_ = {}, next_v_ = {};
-    if (!ahead_.next(tile)) return;
+    if (!tiles.next(tile)) return;
     const i32 j = (i32)tile.begin + tile::lane_id();
     if (j >= (i32)tile.end) return;
     next_k_ = keys.stored_scale(keys.scales_of(j)), next_v_ = values.stored_scale(values.scales_of(j));

@@ -91,7 +91,7 @@ constexpr DecodeTile kDecodeTiles[] = {
 // Of quantised K and V: a warp's lanes have a key's scales each, and Q's columns, in another order, stay in registers.
 constexpr DecodeTile kQuantisedTiles[] = {
     {.most_rows = 16, .most_dim = 128, .q = 16, .k = 32, .warps = 4, .stages = 3, .blocks_per_sm = 2},
-    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // FP16 and options: P is two terms
+    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // with options, see crowds()
     {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 1},
 };
 
@@ -143,6 +143,9 @@ std::optional<Config> choose(const Problem &p, const Device &device) {
   return best ? std::optional(with(any, *best)) : std::nullopt;
 }
 
+// Quantised keys: P of FP16 is two terms, and FP8 is looked through for NaN where the GPU does not convert it.
+bool crowds(const Problem &p, const Device &device) { return p.dtype == DType::f16 || (p.quantised_as == DType::e4m3 && device.cc < 89); }
+
 // Decode packs the query heads of a group into the rows of a tile, where they are few; a block-sparse mask may differ between them.
 std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   if (p.blocks.present || p.invariant) return std::nullopt;
@@ -151,7 +154,7 @@ std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   const std::span<const DecodeTile> tiles = p.quantised() ? std::span<const DecodeTile>(kQuantisedTiles) : kDecodeTiles;
   const DecodeTile *best = cheapest(tiles, [&](const DecodeTile &tile) {
     const int32_t dim = std::max(any.head_dim, any.head_dim_v);
-    const bool registers = !p.quantised() || p.dtype != DType::f16 || dim <= 64 || tile.k <= 16 || load_of(any) < features;
+    const bool registers = !p.quantised() || dim <= 64 || tile.k <= 16 || load_of(any) < features || !crowds(p, device);
     const bool suits = registers && dim <= tile.most_dim && wide(p) == (tile.column_warps > 1) &&
                        (rows <= tile.most_rows || p.seqlen_q <= tile.most_queries);
     return suits && with(any, tile).decode_shared_bytes() <= device.shared_per_block ? 0 : kCannotRun;
