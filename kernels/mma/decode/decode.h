@@ -8,6 +8,7 @@
 #include "../../device/softmax.h"
 #include "../../tile/copy.h"
 #include "../column_warps.h"
+#include "load.h"
 #include "quantised.h"
 
 namespace strobe::mma {
@@ -86,8 +87,8 @@ private:
     auto load = [&] { // the next tile of keys; a group of copies, even if empty
       KeyTile t;
       if (ahead.next(t)) {
-        tile::load<C.tile_k, C.row_bytes(kD) / 2, 32 * C.column_warps, kAligned>(k_shared + loading * kKBytes, rows_of(k, t), lane);
-        tile::load<C.tile_k, C.row_bytes(kDv) / 2, 32 * C.column_warps, kAligned>(v_shared + loading * kVBytes, rows_of(v, t), lane);
+        load_rows<C.tile_k, C.row_bytes(kD) / 2, C.row_bytes(kDv) / 2, 32 * C.column_warps, kAligned>(
+            k_shared + loading * kKBytes, v_shared + loading * kVBytes, k, v, t, lane);
         loading = loading + 1 == C.stages ? 0 : loading + 1;
       }
       cp_async_commit();
@@ -188,13 +189,6 @@ private:
 
   __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(scores.unit); }
   __device__ __forceinline__ u32 zero() const { return (u32)a.splits >> 31; } // see tile/quantised.h
-  // A tile's rows of K or V: quantised ones as 16-bit elements.
-  template <class Values> static __device__ __forceinline__ auto rows_of(const Values &values, const KeyTile &tile) {
-    if constexpr (F.quant)
-      return values.bytes(tile.begin, tile.end);
-    else
-      return values.rows(tile.begin, tile.end);
-  }
   static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
 
   // Raw products -> scores.

@@ -17,6 +17,10 @@ struct TileScales<F> {
 
   // tiles: from the first one on.
   template <class K, class V> __device__ __forceinline__ TileScales(const K &keys, const V &values, const Schedule &tiles) {
+    KeyTile tile;
+    if constexpr (F.seqused == kPaged) {
+      if (Schedule first = tiles; first.next(tile)) page_ = page_of(keys, tile);
+    }
     read(keys, values, tiles);
   }
   // Those of the next tile; the one after it, with which `tiles` goes on, is read meanwhile. Returns whether one of V's is not finite: it
@@ -33,14 +37,31 @@ struct TileScales<F> {
 
 private:
   StoredScale next_k_, next_v_;
+  u32 page_ = 0; // which the next tile's key of this lane lies in, an entry of the table: read a tile earlier, as its scales are
 
   template <class K, class V> __device__ __forceinline__ void read(const K &keys, const V &values, Schedule tiles) {
     KeyTile tile;
     next_k_ = {}, next_v_ = {};
     if (!tiles.next(tile)) return;
     const i32 j = (i32)tile.begin + tile::lane_id();
-    if (j >= (i32)tile.end) return;
-    next_k_ = keys.stored_scale(keys.scales_of(j)), next_v_ = values.stored_scale(values.scales_of(j));
+    if (j < (i32)tile.end) {
+      next_k_ = keys.stored_scale(place(keys, j)), next_v_ = values.stored_scale(place(values, j));
+    }
+    if constexpr (F.seqused == kPaged) {
+      if (tiles.next(tile)) page_ = page_of(keys, tile);
+    }
+  }
+  template <class K> __device__ __forceinline__ static u32 page_of(const K &keys, const KeyTile &tile) {
+    return (u32)keys.pages.table[keys.pages.number(min((i32)tile.begin + tile::lane_id(), (i32)tile.end - 1))];
+  }
+  template <class Keys> __device__ __forceinline__ i64 place(const Keys &keys, i32 j) const {
+    if constexpr (F.seqused == kPaged) {
+      const SequencePages &pages = keys.pages;
+      const i64 at = page_ < pages.pages ? page_ : 0; // as SequencePages::offset()
+      return at * keys.scale.stride[0] + (i64)((u32)j - pages.number(j) * pages.page) * keys.scale.stride[2];
+    } else {
+      return keys.scales_of(j);
+    }
   }
 };
 

@@ -88,11 +88,12 @@ constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 64, .most_dim = 576, .q = 16, .k = 16, .warps = 2, .stages = 2, .blocks_per_sm = 1, .column_warps = 2, .most_queries = 8},
 };
 
+constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max();
 // Of quantised K and V: a warp's lanes have a key's scales each, and Q's columns, in another order, stay in registers.
 constexpr DecodeTile kQuantisedTiles[] = {
-    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 32, .warps = 4, .stages = 3, .blocks_per_sm = 2},
-    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // with options, see crowds()
-    {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 1},
+    {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 32, .warps = 4, .stages = 3, .blocks_per_sm = 2},
+    {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // with options, see crowds()
+    {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 1},
 };
 
 // But for the tile.
@@ -178,7 +179,8 @@ double rate(const Device &device) {
 
 // Measured on an H200. A block of the decode merges its warps' rows at the end, one after another.
 constexpr double kShareOfPeak = 0.7, kWideShare = 0.3 /* guessed */, kLaunchSeconds = 4e-6, kBlockSeconds = 6e-6,
-                 kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7;
+                 kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7,
+                 kQuantisedClocks = 0.06; // of an SM, for one stored number and a tile's rows
 
 double predicted_seconds(const Problem &p, const Config &c, const Device &device, bool decode, int64_t resident, int64_t parts) {
   const double flop = 2.0 * (c.head_dim + c.head_dim_v), of_sm = (wide(p) ? kWideShare : kShareOfPeak) * rate(device) * device.clock_hz;
@@ -188,6 +190,10 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
     const double blocks = double(p.batch * p.heads_kv * tiles(rows, c.tile_q) * parts);
     const double used = wide(p) ? double(rows) / double(tiles(rows, c.tile_q) * c.tile_q) : std::min(1.0, double(p.seqlen_q) / 16);
     computing = visible_scores(p) / used * flop / (of_sm * device.sms);
+    if (p.quantised()) { // numbers are made of K and V for each tile of rows
+      const double in_tiles = double(rows) / double(tiles(rows, c.tile_q) * c.tile_q);
+      computing = visible_scores(p) / in_tiles / c.tile_q * (c.head_dim + c.head_dim_v) * kQuantisedClocks / (device.clock_hz * device.sms);
+    }
     ends = (kDecodeBlockSeconds + kMergedRowSeconds * double(std::min<int64_t>(rows, c.tile_q))) * std::max(1.0, blocks / device.sms);
   } else {
     computing = seconds(walks(p, Direction::forward, c.tile_q, c.tile_k), device, resident, of_sm / flop, kBlockSeconds, parts);
@@ -272,8 +278,7 @@ private:
     if (device.cc < 80) return text("multiplies quantised v as bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
     if (p.scaled_by_channel()) return "k has scales of columns: it takes those of rows alone";
     if (p.invariant) return "has no invariant forward of quantised keys";
-    if (!packed)
-      return "quantised keys of many queries, of a block mask or of head dimensions beyond 128: it decodes up to 16 rows a group";
+    if (!packed) return "quantised keys of a block mask or of head dimensions beyond 128";
     return packed->aligned ? "" : "quantised keys whose rows, in bytes, are no multiples of 16, or do not lie on such addresses";
   }
 

@@ -1,0 +1,67 @@
+// The rows of a warp's tile of K and V, from global to shared memory; quantised ones are copied as 16-bit elements.
+#pragma once
+#include "../../device/keys.h"
+#include "../../tile/copy.h"
+
+namespace strobe::mma {
+
+template <class T> struct RowsOfPage : tile::Matrix<T> {
+  static constexpr bool kStrided = true;
+};
+
+template <class Values> __device__ __forceinline__ auto rows_of(const Values &values, i64 begin, i64 end) {
+  return values.rows(begin, end);
+}
+template <Features F, bool kByColumn>
+__device__ __forceinline__ auto rows_of(const QuantisedKeys<F, kByColumn> &values, i64 begin, i64 end) {
+  return values.bytes(begin, end);
+}
+
+template <class Values> inline constexpr bool kInPages = false;
+template <class T> inline constexpr bool kInPages<PagedKeys<T>> = true;
+template <Features F, bool kByColumn> inline constexpr bool kInPages<QuantisedKeys<F, kByColumn>> = F.seqused == kPaged;
+
+// Rows of one page, the first of which lies `at` elements behind row 0 of page 0.
+template <class T> __device__ __forceinline__ auto rows_of_page(const PagedKeys<T> &values, i64 at, i32 rows) {
+  return RowsOfPage<const T>{{values.first + at, values.x.stride[2], values.x.stride[3], rows, values.columns}};
+}
+template <Features F, bool kByColumn>
+__device__ __forceinline__ auto rows_of_page(const QuantisedKeys<F, kByColumn> &values, i64 at, i32 rows) {
+  return RowsOfPage<const f16>{{(const f16 *)(values.first + at), values.x.stride[2] / 2, 1, rows, values.bytes(0, 0).columns}};
+}
+
+// K and V of a tile, by tile::load(). Of pages each row's place is read from the table, and a copy waits for it. Where 16 rows lie in one
+// page, as they do in pages of 16 or a multiple, one look finds all of K's and V's.
+template <int kRows, int kD, int kDv, int kThreads, bool kAligned, class K, class V>
+__device__ __forceinline__ void load_rows(u32 base_k, u32 base_v, const K &k, const V &v, const KeyTile &tile, int thread) {
+  constexpr int kEach = 16;
+  static_assert(kRows % kEach == 0);
+  if constexpr (kAligned && kInPages<K>) {
+    const SequencePages &pages = k.pages;
+    i32 begin[kRows / kEach], rows[kRows / kEach]; // no rows: zeros are stored
+    u32 first[kRows / kEach], page[kRows / kEach];
+#pragma unroll
+    for (int i = 0; i < kRows / kEach; ++i) {
+      begin[i] = min((i32)tile.begin + kEach * i, (i32)tile.end - 1);
+      rows[i] = max(0, min(kEach, (i32)tile.end - (i32)tile.begin - kEach * i));
+      first[i] = pages.number(begin[i]), page[i] = (u32)pages.table[first[i]];
+    }
+#pragma unroll
+    for (int i = 0; i < kRows / kEach; ++i) {
+      const u32 to_k = base_k + i * kEach * tile::Layout<kD>::kPitch, to_v = base_v + i * kEach * tile::Layout<kDv>::kPitch;
+      if (first[i] == pages.number(begin[i] + max(rows[i], 1) - 1)) {
+        const i64 row = (u32)begin[i] - first[i] * pages.page, at = page[i] < pages.pages ? page[i] : 0; // as SequencePages::offset()
+        tile::load<kEach, kD, kThreads, true>(to_k, rows_of_page(k, at * k.x.stride[0] + row * k.x.stride[2], rows[i]), thread);
+        tile::load<kEach, kDv, kThreads, true>(to_v, rows_of_page(v, at * v.x.stride[0] + row * v.x.stride[2], rows[i]), thread);
+      } else {
+        tile::load<kEach, kD, kThreads, true>(to_k, rows_of(k, begin[i], begin[i] + rows[i]), thread);
+        tile::load<kEach, kDv, kThreads, true>(to_v, rows_of(v, begin[i], begin[i] + rows[i]), thread);
+      }
+    }
+  } else {
+    tile::load<kRows, kD, kThreads, kAligned>(base_k, rows_of(k, tile.begin, tile.end), thread);
+    tile::load<kRows, kDv, kThreads, kAligned>(base_v, rows_of(v, tile.begin, tile.end), thread);
+  }
+}
+
+} // namespace strobe::mma
