@@ -59,7 +59,7 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, 
 
 // K is multiplied as 16-bit numbers of KeyFactor's dtype, where Q has dtype T: as FP16 where that takes fewer instructions. FP8 is
 // converted to it by newer GPUs, NaN and all.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#if __CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201) // PTX 8.1
 template <i32 kStored> inline constexpr bool kConverted = kStored == kE4M3;
 #else
 template <i32 kStored> inline constexpr bool kConverted = false;

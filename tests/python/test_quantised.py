@@ -25,6 +25,7 @@ SHAPES = [
     (1, 16, 1, 1, 70, 128, 128),
     (1, 16, 1, 5, 150, 72, 40),
     (1, 8, 1, 16, 100, 64, 64),
+    (1, 4, 1, 37, 1100, 64, 64),
 ]
 
 
@@ -61,7 +62,7 @@ def test_few_queries(shape, dtype, kind):
     inputs = quantised_call(kind, shape, dtype, causal=shape[3] > 1)
     check(
         inputs,
-        *["cuda-mma"] * (shape[1] // shape[2] * shape[3] <= 16),
+        *["cuda-mma"] * (shape[5] % 32 == 0 and shape[6] % 32 == 0),  # rows of whole 16 bytes, of INT4 too
         *["cpu-amx"] * (dtype == torch.bfloat16 and shape[1] // shape[2] * shape[3] > 4),
     )
 
@@ -86,6 +87,17 @@ def test_options(options, kind, page):
     dtype = HALF[kind.stored == "int8"]
     engines = ["cuda-mma", *["cpu-amx"] * (dtype == torch.bfloat16 and "dropout" not in options)]
     check(quantised_call(kind, (2, 8, 2, 2, 96, 64, 64), dtype, page, **options), *engines)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:], ids=str)
+@pytest.mark.parametrize("page", [None, 16, 24])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (300, 5)}, {"dropout": 0.2, "seed": 3, "mask": True}], ids=str)
+def test_many_queries(options, page, kind):
+    """More rows of a group than a tile has; rows of a tile in two pages; keys in parts."""
+    dtype = HALF[kind.stored == "int8"]
+    if options.get("mask"):
+        options = {**options, "mask": torch.rand(1, 1, 37, 816, generator=torch.Generator().manual_seed(3)) < 0.9}
+    check(quantised_call(kind, (2, 8, 2, 37, 816, 64, 128), dtype, page, **options), "cuda-mma")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

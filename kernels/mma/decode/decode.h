@@ -1,6 +1,7 @@
-// Few queries over many keys. The query heads that share a key head are packed into the rows of one tile, row = query * group + head, so
-// that K and V are read once; each warp walks over keys of its own with its own copies under way, and at the end the warps' O are merged.
-// Where O is too wide for a warp, a group of warps (column_warps.h) does what is said of a warp here.
+// Few queries over many keys; of quantised keys any number of queries. The query heads that share a key head are packed into the rows of
+// one tile, row = query * group + head, so that K and V are read once; each warp walks over keys of its own with its own copies under way,
+// and at the end the warps' O are merged. Where O is too wide for a warp, a group of warps (column_warps.h) does what is said of a warp
+// here.
 #pragma once
 #include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
@@ -120,7 +121,7 @@ private:
     int stage = 0;
     bool nonfinite = false;
     TileScales<C.features> key_scales(k, v, tiles);
-    const QueryUnits<T, F.quant, kM> units(Q);
+    const QueryScales<T, F.quant, kM> row_scales(Q);
     while (tiles.next(tile)) {
       cp_async_wait<C.stages - 2>();
       Warps::meet((int)threadIdx.x); // this tile is here, and the warp no longer reads the one before it
@@ -129,7 +130,7 @@ private:
       if constexpr (F.quant) {
         static_assert(kKeepQ && C.column_warps == 1);
         nonfinite |= key_scales.next(k, v, tiles);
-        multiply_stored<T, F.quant, kD>(S, Q, k_shared + stage * kKBytes, units, key_scales, zero());
+        multiply_stored<T, F.quant, kD>(S, Q, k_shared + stage * kKBytes, row_scales, key_scales, zero());
       } else {
         tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 16 * column * kInner);
 #pragma unroll

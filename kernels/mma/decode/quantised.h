@@ -67,14 +67,14 @@ private:
 
 // Q of BF16 as FP16 where K becomes that: each row is divided by a power of two that brings its largest number to 2^15. FP16 has more
 // digits, and what is too small for it is below 2^-39 of the largest.
-template <class T, i32 kStored, int kM> struct QueryUnits {
-  template <int kSteps> __device__ __forceinline__ explicit QueryUnits(tile::Left (&)[kM][kSteps]) {}
-  __device__ __forceinline__ static float of(int, float s) { return s; }
+template <class T, i32 kStored, int kM> struct QueryScales {
+  template <int kSteps> __device__ __forceinline__ explicit QueryScales(tile::Left (&)[kM][kSteps]) {}
+  __device__ __forceinline__ static float unscaled(int, float s) { return s; }
 };
 template <i32 kStored, int kM>
   requires tile::kIsHalf<typename tile::KeyFactor<bf16, kStored>::type>
-struct QueryUnits<bf16, kStored, kM> {
-  template <int kSteps> __device__ __forceinline__ explicit QueryUnits(tile::Left (&Q)[kM][kSteps]) {
+struct QueryScales<bf16, kStored, kM> {
+  template <int kSteps> __device__ __forceinline__ explicit QueryScales(tile::Left (&Q)[kM][kSteps]) {
 #pragma unroll
     for (int row = 0; row < 2 * kM; ++row) {
       u32 largest = 0; // magnitudes of BF16 are ordered as integers
@@ -97,7 +97,7 @@ struct QueryUnits<bf16, kStored, kM> {
     }
   }
   // A score of a row.
-  __device__ __forceinline__ float of(int row, float s) const { return s * unit_[row]; }
+  __device__ __forceinline__ float unscaled(int row, float s) const { return s * unit_[row]; }
 
 private:
   float unit_[2 * kM];
@@ -106,7 +106,7 @@ private:
 // S = Q K^T of 16 kN keys.
 template <class T, i32 kStored, int kD, int kM, int kN, int kSteps, class Scales>
 __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], const tile::Left (&Q)[kM][kSteps], u32 k,
-                                                const QueryUnits<T, kStored, kM> &units, const Scales &scales, u32 zero) {
+                                                const QueryScales<T, kStored, kM> &row_scales, const Scales &scales, u32 zero) {
   using Rows = tile::StoredRows<kStored, kD>;
   constexpr bool kFindsNan = kStored == kE4M3 && !tile::kConverted<kStored>;
   constexpr int kPairs = tile::columns_of_word(kStored) / 2; // two for each step
@@ -138,7 +138,7 @@ __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float &s = S[m][half / 2].x[half % 2][2 * r + e];
-          s = units.of(2 * m + r, s) * scale;
+          s = row_scales.unscaled(2 * m + r, s) * scale;
         }
     }
   }

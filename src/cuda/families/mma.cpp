@@ -1,5 +1,6 @@
 // The kernels of kernels/mma: FP16 and BF16 on tensor cores by mma.sync, from sm_80 (FP16: sm_75).
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <span>
@@ -88,11 +89,11 @@ constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 64, .most_dim = 576, .q = 16, .k = 16, .warps = 2, .stages = 2, .blocks_per_sm = 1, .column_warps = 2, .most_queries = 8},
 };
 
-constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max();
+constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max() - 15; // a tile's last row has a number, too
 // Of quantised K and V: a warp's lanes have a key's scales each, and Q's columns, in another order, stay in registers.
 constexpr DecodeTile kQuantisedTiles[] = {
     {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 32, .warps = 4, .stages = 3, .blocks_per_sm = 2},
-    {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // with options, see crowds()
+    {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // see lacks_registers()
     {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 1},
 };
 
@@ -144,10 +145,13 @@ std::optional<Config> choose(const Problem &p, const Device &device) {
   return best ? std::optional(with(any, *best)) : std::nullopt;
 }
 
-// Quantised keys: P of FP16 is two terms, and FP8 is looked through for NaN where the GPU does not convert it.
-bool crowds(const Problem &p, const Device &device) { return p.dtype == DType::f16 || (p.quantised_as == DType::e4m3 && device.cc < 89); }
+// Quantised keys, with options: P of FP16 is two terms, and K of FP8 is looked through for NaN where the GPU does not convert it.
+bool lacks_registers(const Problem &p, const Device &device) {
+  return p.dtype == DType::f16 || (p.quantised_as == DType::e4m3 && device.cc < 90);
+}
 
-// Decode packs the query heads of a group into the rows of a tile, where they are few; a block-sparse mask may differ between them.
+// Decode packs the query heads of a group into the rows of a tile, where they are few, and over quantised keys always; a block-sparse mask
+// may differ between them.
 std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   if (p.blocks.present || p.invariant) return std::nullopt;
   const int64_t rows = p.seqlen_q * p.group();
@@ -155,7 +159,7 @@ std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   const std::span<const DecodeTile> tiles = p.quantised() ? std::span<const DecodeTile>(kQuantisedTiles) : kDecodeTiles;
   const DecodeTile *best = cheapest(tiles, [&](const DecodeTile &tile) {
     const int32_t dim = std::max(any.head_dim, any.head_dim_v);
-    const bool registers = !p.quantised() || dim <= 64 || tile.k <= 16 || load_of(any) < features || !crowds(p, device);
+    const bool registers = !p.quantised() || dim <= 64 || tile.k <= 16 || load_of(any) < features || !lacks_registers(p, device);
     const bool suits = registers && dim <= tile.most_dim && wide(p) == (tile.column_warps > 1) &&
                        (rows <= tile.most_rows || p.seqlen_q <= tile.most_queries);
     return suits && with(any, tile).decode_shared_bytes() <= device.shared_per_block ? 0 : kCannotRun;
@@ -182,18 +186,27 @@ constexpr double kShareOfPeak = 0.7, kWideShare = 0.3 /* guessed */, kLaunchSeco
                  kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7,
                  kQuantisedClocks = 0.06; // of an SM, for one stored number and a tile's rows
 
+// Of a decode: those that have rows. Each packed sequence may have one that is not full.
+double row_tiles(const Problem &p, const Config &c) {
+  const int64_t of_longest = p.batch * tiles(p.seqlen_q * p.group(), c.tile_q);
+  const int64_t of_all = p.varlen ? std::min(of_longest, p.total_q * p.group() / c.tile_q + p.batch) : of_longest;
+  return double(p.heads_kv * of_all);
+}
+
+// Each tile of rows makes numbers of the keys that it sees.
+double converting_seconds(const Problem &p, const Config &c, const Device &device) {
+  const double keys = visible_scores(p) / std::max(1.0, double(query_rows(p)));
+  return row_tiles(p, c) * keys * (c.head_dim + c.head_dim_v) * kQuantisedClocks / (device.clock_hz * device.sms);
+}
+
 double predicted_seconds(const Problem &p, const Config &c, const Device &device, bool decode, int64_t resident, int64_t parts) {
   const double flop = 2.0 * (c.head_dim + c.head_dim_v), of_sm = (wide(p) ? kWideShare : kShareOfPeak) * rate(device) * device.clock_hz;
   double computing = 0, ends = 0;
   if (decode) {
     const int64_t rows = p.seqlen_q * p.group();
-    const double blocks = double(p.batch * p.heads_kv * tiles(rows, c.tile_q) * parts);
+    const double blocks = (p.quantised() ? row_tiles(p, c) : double(p.batch * p.heads_kv * tiles(rows, c.tile_q))) * double(parts);
     const double used = wide(p) ? double(rows) / double(tiles(rows, c.tile_q) * c.tile_q) : std::min(1.0, double(p.seqlen_q) / 16);
-    computing = visible_scores(p) / used * flop / (of_sm * device.sms);
-    if (p.quantised()) { // numbers are made of K and V for each tile of rows
-      const double in_tiles = double(rows) / double(tiles(rows, c.tile_q) * c.tile_q);
-      computing = visible_scores(p) / in_tiles / c.tile_q * (c.head_dim + c.head_dim_v) * kQuantisedClocks / (device.clock_hz * device.sms);
-    }
+    computing = p.quantised() ? converting_seconds(p, c, device) : visible_scores(p) / used * flop / (of_sm * device.sms);
     ends = (kDecodeBlockSeconds + kMergedRowSeconds * double(std::min<int64_t>(rows, c.tile_q))) * std::max(1.0, blocks / device.sms);
   } else {
     computing = seconds(walks(p, Direction::forward, c.tile_q, c.tile_k), device, resident, of_sm / flop, kBlockSeconds, parts);
@@ -201,14 +214,17 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   return kLaunchSeconds + ends + std::max(computing, reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
 }
 
-// The parts of quantised keys. A block makes numbers of them more slowly than memory delivers them, so blocks fill all places, in rounds.
-int32_t quantised_parts(const Problem &p, const Device &device, int64_t ctas, int64_t slots) {
+// The parts of quantised keys, of which a block makes numbers more slowly than memory delivers them: blocks fill all places, in rounds.
+int32_t quantised_parts(const Problem &p, const Config &c, const Device &device, int64_t slots) {
+  constexpr double kBytesPerSecond = 3e12; // of partial results, written and read
+  const double whole = std::max(reading_seconds(p, device), converting_seconds(p, c, device));
+  const double merging = 8.0 * double(p.head_dim_v) * query_rows(p) / kBytesPerSecond;
   int32_t best = 1;
   double least = std::numeric_limits<double>::infinity();
   for (int32_t parts = 1; parts <= std::max<int64_t>(1, most_parts(p)); ++parts) {
-    const int64_t blocks = std::max<int64_t>(1, ctas) * parts;
-    const double of_block = reading_seconds(p, device) * double(slots) / double(blocks) + kDecodeBlockSeconds;
-    const double seconds = double(div_up(blocks, slots)) * of_block + (parts > 1 ? combining_seconds(p) : 0);
+    const double blocks = std::max(1.0, row_tiles(p, c)) * parts;
+    const double of_block = whole * double(slots) / blocks + kDecodeBlockSeconds;
+    const double seconds = std::ceil(blocks / double(slots)) * of_block + (parts > 1 ? combining_seconds(p) + parts * merging : 0);
     if (seconds < least) least = seconds, best = parts;
   }
   return best;
@@ -253,7 +269,7 @@ private:
     // Invariant: chunks are merged where a block of threads walks over them, or, where blocks are few, by the combination of parts.
     a.splits = p.invariant     ? tiles(p.seqlen_q, c.tile_q) == 1 && ctas < device.sms * per_sm ? i32(std::max<int64_t>(1, chunks)) : 1
                : p.part        ? 1
-               : p.quantised() ? quantised_parts(p, device, ctas, device.sms * resident(device, shared, c.blocks_per_sm))
+               : p.quantised() ? quantised_parts(p, c, device, device.sms * resident(device, shared, c.blocks_per_sm))
                                : parts_to_fill(device.sms * per_sm, ctas, most_parts(p));
     if (!p.invariant && !decode &&
         predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))
@@ -278,7 +294,9 @@ private:
     if (device.cc < 80) return text("multiplies quantised v as bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
     if (p.scaled_by_channel()) return "k has scales of columns: it takes those of rows alone";
     if (p.invariant) return "has no invariant forward of quantised keys";
-    if (!packed) return "quantised keys of a block mask or of head dimensions beyond 128";
+    if (p.blocks.present) return "quantised keys with a block mask";
+    if (std::max(p.head_dim, p.head_dim_v) > 128) return "quantised keys of head dimensions beyond 128";
+    if (!packed) return text("quantised keys of more rows than 2^31, or no tile that fits ", device.name, "'s shared memory");
     return packed->aligned ? "" : "quantised keys whose rows, in bytes, are no multiples of 16, or do not lie on such addresses";
   }
 

@@ -18,9 +18,9 @@ double kept(const Problem::Blocks &b) {
   return b.present ? double(b.kept) / std::max(1.0, double(b.batch * b.heads * b.rows * b.cols)) : 1;
 }
 
-double query_rows(const Problem &p) { return double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads); }
-
 } // namespace
+
+double query_rows(const Problem &p) { return double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads); }
 
 Walks walks(const Problem &p, Direction direction, int64_t tile_q, int64_t tile_k) {
   const bool forward = direction == Direction::forward, bounded = p.window_left != kUnbounded || p.window_right != kUnbounded;

@@ -43,6 +43,8 @@ double seconds(const Workload &, const Measured &, int64_t tile_q, int64_t tile_
 // (batch, head) pairs whose tiles run together in a forward: their K and V should stay in half of the L2 cache.
 int32_t pairs_in_half_the_cache(const Problem &, const Device &);
 
+double query_rows(const Problem &); // of all heads
+
 // Of a forward: K and V from memory, and the combination of parts.
 double reading_seconds(const Problem &, const Device &);
 double combining_seconds(const Problem &);
