@@ -23,7 +23,8 @@ __device__ __forceinline__ float scale_at(const void *scales, i64 at, bool half)
   return half ? to_float(((const f16 *)scales)[at]) : ((const float *)scales)[at];
 }
 
-// A scale as it is stored. A register for each dtype: loads of two into one would wait for each other.
+// A scale as it is stored. Each dtype has a register of its own: of two loads into one register, each under a condition, the second waits
+// for the first.
 struct StoredScale {
   u32 as_half = 0;
   float as_float = 0;

@@ -1,6 +1,6 @@
 // Tiles of quantised K and V in shared memory, as they are stored, and operands of mma.sync made of them. A row lies as one of half as many
-// 16-bit elements would (shared.h). A word of four INT8 or FP8, or eight INT4, becomes pairs of 16-bit numbers: number i of the pairs'
-// first halves is stored i places before its second one, which lies in the word's upper half.
+// 16-bit elements would (shared.h). A word of n numbers, four INT8 or FP8 or eight INT4, becomes pairs of 16-bit numbers: pair i
+// holds number i in its low half and number i + n / 2 in the high one; of kConverted numbers 2 i and 2 i + 1.
 #pragma once
 #include "../attention/features.h"
 #include "../ptx/math.h"
