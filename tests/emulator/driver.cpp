@@ -6,6 +6,7 @@
 //   STROBE_EMULATOR_RACES  1: look for races in shared memory
 //   STROBE_EMULATOR_EDIT   a change of a kernel's source, of controls/ (nvrtc.cpp)
 //   STROBE_EMULATOR_SEED   not 0: warps run in an order drawn from it
+//   STROBE_EMULATOR_IDLE   1: an H200 that takes code of any kind and runs none of it, so that its kernels are compiled without one
 #include "cuda/driver/driver.h"
 
 #include <sys/mman.h>
@@ -39,7 +40,8 @@ int setting(const char *name, int otherwise) {
 }
 
 struct Gpu {
-  int cc = setting("STROBE_EMULATOR_CC", 90), sms = setting("STROBE_EMULATOR_SMS", 4);
+  bool idle = setting("STROBE_EMULATOR_IDLE", 0);
+  int cc = setting("STROBE_EMULATOR_CC", 90), sms = setting("STROBE_EMULATOR_SMS", idle ? 132 : 4);
   bool late = setting("STROBE_EMULATOR_LATE", 0), races = setting("STROBE_EMULATOR_RACES", 0);
   uint32_t seed = static_cast<uint32_t>(setting("STROBE_EMULATOR_SEED", 0));
 
@@ -82,6 +84,7 @@ struct Library {
 Function &function(CUkernel kernel) { return *reinterpret_cast<Function *>(kernel); }
 
 void launch(const CUlaunchConfig &c, const Function &f, void **parameters) {
+  if (gpu().idle) return;
   std::vector<std::byte> arguments(f.info.argument_bytes);
   for (size_t n = 0; n < f.info.parameters.size(); n++)
     std::memcpy(arguments.data() + f.info.parameters[n].offset, parameters[n], f.info.parameters[n].bytes);
@@ -123,11 +126,11 @@ CUresult cuDeviceGetName(char *name, int length, CUdevice) {
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice) {
   switch (attribute) {
   case CU_DEVICE_ATTRIBUTE_CLOCK_RATE:
-    return *value = 1'000'000, CUDA_SUCCESS;
+    return *value = gpu().idle ? 1'980'000 : 1'000'000, CUDA_SUCCESS;
   case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
     return *value = gpu().sms, CUDA_SUCCESS;
   case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE:
-    return *value = 1 << 20, CUDA_SUCCESS;
+    return *value = gpu().idle ? 60 << 20 : 1 << 20, CUDA_SUCCESS;
   case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
     return *value = gpu().cc / 10, CUDA_SUCCESS;
   case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
@@ -146,7 +149,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext *popped) { return pushed--, *popped = cont
 
 CUresult cuLibraryLoadData(CUlibrary *library, const void *code, void *, void **, unsigned, void *, void **, unsigned) {
   try {
-    auto loaded = std::make_unique<Library>(parse(static_cast<const char *>(code)));
+    auto loaded = std::make_unique<Library>(gpu().idle ? nullptr : parse(static_cast<const char *>(code)));
     return *library = reinterpret_cast<CUlibrary>(loaded.release()), CUDA_SUCCESS;
   } catch (const Fault &fault) {
     return error(CUDA_ERROR_INVALID_PTX, fault.what());
@@ -156,7 +159,7 @@ CUresult cuLibraryUnload(CUlibrary library) { return delete reinterpret_cast<Lib
 CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary handle, const char *name) {
   Library &library = *reinterpret_cast<Library *>(handle);
   try {
-    library.functions.push_back({library, name, kernel_info(*library.module, name)});
+    library.functions.push_back({library, name, gpu().idle ? KernelInfo{} : kernel_info(*library.module, name)});
     return *kernel = reinterpret_cast<CUkernel>(&library.functions.back()), CUDA_SUCCESS;
   } catch (const Fault &fault) {
     return error(CUDA_ERROR_NOT_FOUND, fault.what());
@@ -172,6 +175,7 @@ CUresult cuKernelSetAttribute(CUfunction_attribute, int value, CUkernel kernel, 
   return function(kernel).most_dynamic = static_cast<size_t>(value), CUDA_SUCCESS;
 }
 CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t *offset, size_t *size) {
+  if (gpu().idle) return *offset = *size = 0, CUDA_SUCCESS; // not known
   const std::vector<Parameter> &all = function(kernel).info.parameters;
   if (index >= all.size()) return error(CUDA_ERROR_INVALID_VALUE, "no parameter of this index");
   return *offset = all[index].offset, *size = all[index].bytes, CUDA_SUCCESS;

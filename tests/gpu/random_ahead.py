@@ -1,0 +1,62 @@
+"""Compiles the kernels of tests/gpu/random_calls.py ahead of it, where there is no GPU: the calls are made on an H200 that runs nothing.
+
+STROBE_EMULATOR_IDLE=1 STROBE_CACHE_DIR=... tests/emulator/run build/cpp python tests/gpu/random_ahead.py --seed N [--sets N] [--workers N]
+
+The cache then holds what the sets of that seed need, if NVRTC has the version of the GPU's machine; STROBE_TEST_NVRTC of build/cpp names
+it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
+
+
+def compile_set(number: int) -> list[str]:
+    """What was not compiled, and why: calls that the engine refuses aside."""
+    from random_calls import CALLS_A_SET
+
+    import random_call
+    from random_draw import CALLS
+
+    random_call.EMULATED = False  # lengths are a GPU's
+    missing = []
+    for n in range(number * CALLS, number * CALLS + CALLS_A_SET):
+        try:
+            call = random_call.drawn(n, gpu=True)
+            names = random_call.engines(call)
+            random_call.run(call, names[number % len(names)])
+        except NotImplementedError:
+            continue
+        except Exception as error:
+            missing.append(f"{random_call.replay(n, None, True)}: {type(error).__name__}: {error}")
+    return missing
+
+
+def main() -> int:
+    from random_calls import SETS_A_SEED, cores
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True, help="of random_calls.py")
+    parser.add_argument("--sets", type=int, default=600, help="the first ones of the seed")
+    parser.add_argument("--workers", type=int, default=cores())
+    asked = parser.parse_args()
+    if os.environ.get("STROBE_EMULATOR_IDLE") != "1" or "STROBE_CACHE_DIR" not in os.environ:
+        parser.exit(2, "STROBE_EMULATOR_IDLE=1 and STROBE_CACHE_DIR are needed, and tests/emulator/run: see --help\n")
+    first = asked.seed * SETS_A_SEED
+    with ProcessPoolExecutor(asked.workers) as pool:
+        jobs = [pool.submit(compile_set, number) for number in range(first, first + asked.sets)]
+        missing = [line for job in as_completed(jobs) for line in job.result()]
+    print(*missing, f"{asked.sets} sets, {len(missing)} calls without kernels", sep="\n")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    os.environ["STROBE_TEST_DEVICE"] = "emulated"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
