@@ -128,14 +128,13 @@ def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tu
                 "part: partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
                 "whole row's lse and delta"
             )
+        named = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "k_scale": scales[0], "v_scale": scales[1]}
+        tracked = ", ".join(name for name, x in named.items() if x is not None and x.requires_grad)
+        accepted = f"{tracked} requires grad; accepted is torch.no_grad(), or detach()"
         if given.get("page_table") is not None:
-            raise NotImplementedError(
-                "page_table: a tensor requires grad, and keys in pages have no gradients; accepted are tensors that do not require grad"
-            )
+            raise NotImplementedError(f"page_table: keys in pages have no gradients, and {accepted}")
         if scales != (None, None):
-            raise NotImplementedError(
-                "k_scale: a tensor requires grad, and quantised keys have no gradients; accepted are tensors that do not require grad"
-            )
+            raise NotImplementedError(f"k_scale: quantised keys have no gradients, and {accepted}")
         return _Attention.apply(q, k, v, bias, sinks, given)
     return _below_autograd_forward(q, k, v, given)
 

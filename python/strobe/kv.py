@@ -185,6 +185,8 @@ def append(
     if (k_scale is None) != (v_scale is None):
         absent, there = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
         wrong.append(ValueError(f"{absent}: None beside {there}; accepted are both or neither"))
+    elif k_scale is None and not wrong and k_cache.dtype in _LARGEST:
+        wrong.append(ValueError(f"k_scale, v_scale: None beside k_cache of {k_cache.dtype}; accepted are the scales of a quantised cache"))
     if wrong:
         raise refusal(wrong)
     bshd = layout == "bshd"

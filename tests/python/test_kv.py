@@ -406,7 +406,7 @@ def test_a_quantised_caches_errors():
         (r"k_scale: torch.float32 of shape \(2, 2, 7\); accepted is float16 or float32 \(2, 2, 8\)",
          {"k_scale": scale[..., :7], "v_scale": scale.clone()}),
         ("v_scale: torch.float64", {"k_scale": scale, "v_scale": scale.double()}),
-        ("k: dtype torch.float32; accepted is torch.int8, as k_cache has", {}),
+        ("k_scale, v_scale: None beside k_cache of torch.int8", {}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             strobe.kv.append(k_cache, v_cache, k, v, held, **given)
@@ -606,3 +606,13 @@ def test_compiled_for_any_size_of_the_cache():
         used = step(k_cache, v_cache, k, torch.zeros(batch, dtype=torch.int32), table)
         assert used.tolist() == [1] * batch
         assert torch.equal(k_cache[table[:, 0].long(), :, 0], k[:, :, 0])
+
+
+def test_a_quantised_cache_is_not_appended_to_without_its_scales():
+    """Or the old scales would stand beside new numbers."""
+    cache, x = torch.zeros(3, 2, 16, 8, dtype=torch.int8), torch.ones(3, 2, 1, 8, dtype=torch.int8)
+    with pytest.raises(
+        ValueError, match="^k_scale, v_scale: None beside k_cache of torch.int8; accepted are the scales of a quantised cache"
+    ):
+        strobe.kv.append(cache, cache.clone(), x, x, torch.zeros(3, dtype=torch.int32))
+    assert not cache.any()
