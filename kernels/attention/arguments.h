@@ -55,8 +55,12 @@ struct SequencePages {
   STROBE_FN bool lacks(i32 j) const { return (u32)table[number(j)] >= pages; }
   // How many elements behind row 0 of page 0 a head has row j; of one that is lacking, where a row is that may be read.
   STROBE_FN i64 offset(i32 j, i64 page_stride, i64 row_stride) const {
-    const u32 n = number(j), at = (u32)table[n];
-    return (at < pages ? (i64)at * page_stride : 0) + (i64)((u32)j - n * page) * row_stride;
+    const u32 n = number(j);
+    return offset_in((u32)table[n], n, j, page_stride, row_stride);
+  }
+  // The same, entry being what the table has for page n of the sequence, in which j lies.
+  STROBE_FN i64 offset_in(u32 entry, u32 n, i32 j, i64 page_stride, i64 row_stride) const {
+    return (entry < pages ? (i64)entry * page_stride : 0) + (i64)((u32)j - n * page) * row_stride;
   }
   // Whether some of the keys [begin, end) lack, as threads see it of which each looks at every count-th page from the first-th on.
   STROBE_FN bool lacks_some(i32 begin, i32 end, u32 first, u32 count) const {

@@ -98,16 +98,18 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
     i64 column_stride;
     __device__ __forceinline__ const f16 *row(i32 r) const { return (const f16 *)keys->row(begin + min(r, rows - 1)); }
   };
-  struct Bytes : tile::Matrix<const f16> {
-    static constexpr bool kStrided = true;
-  };
-  __device__ __forceinline__ auto bytes(i64 begin, i64 end) const {
-    const i32 rows = (i32)end - (i32)begin, bytes = columns / (F.quant == kInt4 ? 4 : 2);
-    if constexpr (kPages)
-      return PagedBytes{this, (i32)begin, rows, bytes, 1};
-    else
-      return Bytes{{(const f16 *)row((i32)begin), x.stride[2] / 2, 1, rows, bytes}};
+  // Rows that lie one after another from that one on.
+  __device__ __forceinline__ tile::StridedMatrix<const f16> bytes_from(const u8 *row, i32 rows) const {
+    return {{(const f16 *)row, x.stride[2] / 2, 1, rows, elements()}};
   }
+  __device__ __forceinline__ auto bytes(i64 begin, i64 end) const {
+    const i32 rows = (i32)end - (i32)begin;
+    if constexpr (kPages)
+      return PagedBytes{this, (i32)begin, rows, elements(), 1};
+    else
+      return bytes_from(row((i32)begin), rows);
+  }
+  __device__ __forceinline__ i32 elements() const { return columns / (F.quant == kInt4 ? 4 : 2); } // of 16 bits, in a row
 
   struct Matrix {
     const QuantisedKeys *keys;

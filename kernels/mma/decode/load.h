@@ -5,10 +5,6 @@
 
 namespace strobe::mma {
 
-template <class T> struct RowsOfPage : tile::Matrix<T> {
-  static constexpr bool kStrided = true;
-};
-
 template <class Values> __device__ __forceinline__ auto rows_of(const Values &values, i64 begin, i64 end) {
   return values.rows(begin, end);
 }
@@ -23,11 +19,11 @@ template <Features F, bool kByColumn> inline constexpr bool kInPages<QuantisedKe
 
 // Rows of one page, the first of which lies `at` elements behind row 0 of page 0.
 template <class T> __device__ __forceinline__ auto rows_of_page(const PagedKeys<T> &values, i64 at, i32 rows) {
-  return RowsOfPage<const T>{{values.first + at, values.x.stride[2], values.x.stride[3], rows, values.columns}};
+  return tile::StridedMatrix<const T>{{values.first + at, values.x.stride[2], values.x.stride[3], rows, values.columns}};
 }
 template <Features F, bool kByColumn>
 __device__ __forceinline__ auto rows_of_page(const QuantisedKeys<F, kByColumn> &values, i64 at, i32 rows) {
-  return RowsOfPage<const f16>{{(const f16 *)(values.first + at), values.x.stride[2] / 2, 1, rows, values.bytes(0, 0).columns}};
+  return values.bytes_from(values.first + at, rows);
 }
 
 // K and V of a tile, by tile::load(). Of pages each row's place is read from the table, and a copy waits for it. Where 16 rows lie in one
@@ -50,9 +46,9 @@ __device__ __forceinline__ void load_rows(u32 base_k, u32 base_v, const K &k, co
     for (int i = 0; i < kRows / kEach; ++i) {
       const u32 to_k = base_k + i * kEach * tile::Layout<kD>::kPitch, to_v = base_v + i * kEach * tile::Layout<kDv>::kPitch;
       if (first[i] == pages.number(begin[i] + max(rows[i], 1) - 1)) {
-        const i64 row = (u32)begin[i] - first[i] * pages.page, at = page[i] < pages.pages ? page[i] : 0; // as SequencePages::offset()
-        tile::load<kEach, kD, kThreads, true>(to_k, rows_of_page(k, at * k.x.stride[0] + row * k.x.stride[2], rows[i]), thread);
-        tile::load<kEach, kDv, kThreads, true>(to_v, rows_of_page(v, at * v.x.stride[0] + row * v.x.stride[2], rows[i]), thread);
+        const auto place = [&](const Operand &x) { return pages.offset_in(page[i], first[i], begin[i], x.stride[0], x.stride[2]); };
+        tile::load<kEach, kD, kThreads, true>(to_k, rows_of_page(k, place(k.x), rows[i]), thread);
+        tile::load<kEach, kDv, kThreads, true>(to_v, rows_of_page(v, place(v.x), rows[i]), thread);
       } else {
         tile::load<kEach, kD, kThreads, true>(to_k, rows_of(k, begin[i], begin[i] + rows[i]), thread);
         tile::load<kEach, kDv, kThreads, true>(to_v, rows_of(v, begin[i], begin[i] + rows[i]), thread);

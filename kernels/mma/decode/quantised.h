@@ -56,9 +56,7 @@ private:
   }
   template <class Keys> __device__ __forceinline__ i64 place(const Keys &keys, i32 j) const {
     if constexpr (F.seqused == kPaged) {
-      const SequencePages &pages = keys.pages;
-      const i64 at = page_ < pages.pages ? page_ : 0; // as SequencePages::offset()
-      return at * keys.scale.stride[0] + (i64)((u32)j - pages.number(j) * pages.page) * keys.scale.stride[2];
+      return keys.pages.offset_in(page_, keys.pages.number(j), j, keys.scale.stride[0], keys.scale.stride[2]);
     } else {
       return keys.scales_of(j);
     }
