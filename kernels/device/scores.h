@@ -135,10 +135,10 @@ private:
       if constexpr (F.function == kHyperbolic) {
         T distance;
         if constexpr (kFunctions == Functions::full)
-          distance = arccosh2(-s, slope);
+          distance = arccosh(-s, slope);
         else
           distance = arccosh2_approximate(-s, slope);
-        s = hyperbolic(distance, beta, beta_ln2, shift, slope);
+        s = hyperbolic(distance, kFunctions == Functions::full ? beta : beta_ln2, beta, shift, slope);
       }
       if constexpr (F.alibi) s = sum(s, alibi(r.slope, distance));
       if constexpr (F.bias) {

@@ -24,9 +24,11 @@ template <CombineConfig C> struct Combine {
     float sink = in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) : minus_infinity<float>();
     top = fmaxf(top, sink);
     bool empty = top == minus_infinity<float>();
-    float reference = empty ? 0.0f : top, sum = sink == minus_infinity<float>() ? 0.0f : exp2((sink - reference) * kLog2e<float>);
+    float reference = empty ? 0.0f : top, sum = 0, lost = 0; // compensated: beside a large term many small ones would be rounded alike
 #pragma unroll 8
-    for (i32 s = 0; s < a.splits; ++s) sum += exp2((a.partial_lse[s * rows + row] - reference) * kLog2e<float>);
+    for (i32 s = 0; s < a.splits; ++s) add(sum, lost, exp2((a.partial_lse[s * rows + row] - reference) * kLog2e<float>));
+    if (sink != minus_infinity<float>()) add(sum, lost, exp2((sink - reference) * kLog2e<float>));
+    sum -= lost;
 
     float factor = sum == 0 ? 0.0f : 1 / sum;
     for (i32 c = (i32)threadIdx.x; c < in.head_dim_v; c += kThreads) {

@@ -209,15 +209,15 @@ template <bool kSmall = true> __device__ __forceinline__ float tanh_approximate(
   return fabsf(x) < 0.25f ? series : copysignf((1 - e) * inverse, x);
 }
 
-// arccosh(max(y, 1)) / ln 2 and arccosh's derivative: 1 / sqrt(y^2 - 1), 0 where y <= 1. NaN stays NaN. y^2 - 1 is rounded once; where it
-// overflows its root is y.
-__device__ __forceinline__ float arccosh2(float y, float &slope) {
+// arccosh(max(y, 1)) and its derivative: 1 / sqrt(y^2 - 1), 0 where y <= 1. NaN stays NaN. y^2 - 1 is rounded once; where it overflows its
+// root is y.
+__device__ __forceinline__ float arccosh(float y, float &slope) {
   y = y < 1 ? 1 : y;
   const float sinh = fminf(__fsqrt_rn(fmaf(y, y, -1.0f)), y);
   slope = sinh > 0 ? __frcp_rn(sinh) : 0.0f;
-  return ::log1pf((y - 1) + sinh) * kLog2e<float>;
+  return ::log1pf((y - 1) + sinh);
 }
-// The same by the special functions' instructions, where scores need no more than elements of 16 bits do.
+// arccosh / ln 2 and the same derivative by the special functions' instructions, where scores need no more than elements of 16 bits do.
 __device__ __forceinline__ float arccosh2_approximate(float y, float &slope) {
 #if __CUDA_ARCH__ >= 800
   asm("max.NaN.f32 %0, %0, 0f3F800000;" : "+f"(y));
@@ -232,10 +232,10 @@ __device__ __forceinline__ float arccosh2_approximate(float y, float &slope) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(y + sinh)); // error 2^-22, absolute up to 2, then relative
   return log2;
 }
-__device__ __forceinline__ double arccosh2(double y, double &slope) {
+__device__ __forceinline__ double arccosh(double y, double &slope) {
   double t = y < 1 ? 0.0 : y - 1, sinh = ::fmin(::sqrt(t * (t + 2)), t + 1);
   slope = sinh > 0 ? 1 / sinh : 0.0;
-  return ::log1p(t + sinh) * kLog2e<double>;
+  return ::log1p(t + sinh);
 }
 
 } // namespace strobe

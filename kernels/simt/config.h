@@ -56,14 +56,19 @@ struct Config {
   STROBE_FN static constexpr i32 columns_at_once(i32 dim) { return dim <= 96 ? dim : dim % 64 ? 32 : 64; }
   // Dropout of a tile of S, 16 elements in 2 bytes.
   STROBE_FN constexpr i32 kept_bytes() const { return features.dropout ? tile_q * tile_k / 8 : 0; }
-  // Walk, P, stages, dropout; m of a row, l of a thread and row
+  // Walk, P, stages, dropout; the states of rows
   STROBE_FN constexpr i32 forward_states_at() const {
     return walk_bytes() + (2 * stage_elements() + pt_elements()) * real_bytes() + kept_bytes();
   }
-  // Whether the forward keeps what the roundings of l dropped: FP32's bound is smaller than they are over many keys.
+  // Whether the forward keeps what the roundings of l dropped, and begins O anew after some tiles: over many keys those of one run are more
+  // than FP32's bound.
   STROBE_FN constexpr bool compensated() const { return dtype == kF32; }
+  // Keys whose products it then sums up in one run of O, from a multiple of them on.
+  STROBE_FN constexpr i32 run_of_keys() const { return 32 * tile_k; }
+  // m of a row, l of a thread and row; if compensated, what l lost, m of a row where its last run of keys ended, a thread's run
   STROBE_FN constexpr i32 forward_shared_bytes() const {
-    return forward_states_at() + (tile_q + (compensated() ? 2 : 1) * tile_q / threads_q * threads()) * real_bytes();
+    const i32 each = tile_q / threads_q * threads(); // row of each thread
+    return forward_states_at() + (compensated() ? 2 * tile_q + 2 * each + threads() : tile_q + each) * real_bytes();
   }
   // Walk, P (then dS, a line a key), dS, three numbers of each query, stages, dropout. Also of the gradient of the bias.
   STROBE_FN constexpr i32 backward_shared_bytes() const {

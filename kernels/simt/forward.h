@@ -52,8 +52,31 @@ template <Config C> struct Forward {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       rows.m(i) = minus_infinity<T>(), rows.l(i) = T(0);
-      if constexpr (C.compensated()) rows.lost(i) = T(0);
+      if constexpr (C.compensated()) rows.lost(i) = T(0), rows.earlier_m(i) = -minus_infinity<T>() + minus_infinity<T>();
     }
+    if constexpr (C.compensated()) rows.run() = -1;
+
+    // O of runs of keys that have ended waits where the result will be. Runs begin at multiples of their length, so that sums are the same
+    // in any tile of queries. Row i, or what lies there, is the sum of both; auto: of FP32 alone this is made at all.
+    const auto add_earlier = [&](int i, auto leave) {
+      auto here = grid;
+      here.x = computed_here(here.x), here.y = computed_here(here.y);
+      const T m = rows.m(i), before = rows.earlier_m(i);
+      __syncwarp(); // all of the row have read it
+      rows.earlier_m(i) = m;
+      const i32 r = q0 + row(here, i);
+      if (r >= q1) return;
+      at_row(a, b, h, s.q0 + r, split, [&]<i32 kCopy>(auto *to, i64 column_stride) {
+        if (before == before) {
+          const T alpha = exp2((before - reference_of(m, minus_infinity<T>())) * scores.unit);
+          add_row<kCopy>(here, to, column_stride, in.head_dim_v, O[i], alpha);
+        }
+        if (!leave) return;
+        store_row<kCopy>(here, to, column_stride, in.head_dim_v, O[i], T(1));
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) O[i][j] = T(0);
+      });
+    };
 
     const auto step = [&](const typename Keys::Tile &tile, const bool &) {
       const i32 k0 = tile.begin, k1 = tile.end;
@@ -61,6 +84,14 @@ template <Config C> struct Forward {
       decltype(auto) V = rows_of(all_V, tile);
       const bool by_position = tile.masked || k1 - k0 < C.tile_k;
 
+      if constexpr (C.compensated()) {
+        const i32 here = k0 / (C.run_of_keys() * a.splits);
+        if (rows.run() != here && rows.run() >= 0) {
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) add_earlier(i, true);
+        }
+        rows.run() = here;
+      }
       kept.draw(dropout, b, h, q0, k0);
       // S = Q K^T. Runs wait in P's place, which has been read by then.
       T S[kRows][kKeys] = {};
@@ -132,7 +163,7 @@ template <Config C> struct Forward {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       T total = rows.l(i);
-      if constexpr (C.compensated()) total -= rows.lost(i);
+      if constexpr (C.compensated()) total -= rows.lost(i), add_earlier(i, false);
       total = grid.reduce(total, [](T x, T y) { return x + y; });
       const i32 r = q0 + row(grid, i);
       if (r >= q1) continue;
@@ -178,6 +209,10 @@ private:
     __device__ __forceinline__ T &m(int i) const { return m_[WM * C.threads_q * (i / WM) + i % WM]; }
     __device__ __forceinline__ T &l(int i) const { return l_[i * kThreads]; }
     __device__ __forceinline__ T &lost(int i) const { return l_[(kRows + i) * kThreads]; } // what l's roundings added too much
+    // m where the last run of keys ended; none has: not a number
+    __device__ __forceinline__ T &earlier_m(int i) const { return (&m(i))[C.tile_q + 2 * kRows * kThreads]; }
+    // The number of the run of keys that is being summed, from 0; -1: none
+    __device__ __forceinline__ i32 &run() const { return reinterpret_cast<i32 *>(l_)[C.tile_q + 2 * kRows * kThreads]; }
   };
 
   // Scores that take more than a comparison are made element by element, by way of shared memory, in a loop that is not unrolled: it would
@@ -213,16 +248,25 @@ private:
                                                    const typename Multiply::Grid &grid) {
     if (grid.x == 0 && a.lse) a.lse.template at<T>(b, h, row, 0)[part_of(a.in).lse_low] = abs(lse) < -minus_infinity<T>() ? rest : T(0);
   }
+  static __device__ __forceinline__ i64 split_index(const Arguments &a, i64 b, i64 h, i64 row, i32 split) {
+    return split * a.in.rows() + a.in.row_index(b, h, row);
+  }
+  // f<how rows are copied>(where the row's O belongs, the distance of its columns)
+  template <class F> static __device__ __forceinline__ void at_row(const Arguments &a, i64 b, i64 h, i64 row, i32 split, F &&f) {
+    if (a.splits > 1)
+      f.template operator()<kElements>(a.partial_out + split_index(a, b, h, row, split) * a.in.head_dim_v, 1);
+    else
+      f.template operator()<C.copy>(a.out.template at<Out>(b, h, row, 0), a.out.stride[3]);
+  }
   static __device__ __forceinline__ void store(const Arguments &a, i64 b, i64 h, i64 row, i32 split, const T (&O)[kColumns], T scale, T lse,
                                                const typename Multiply::Grid &grid) {
-    if (a.splits > 1) {
-      const i64 index = split * a.in.rows() + a.in.row_index(b, h, row);
-      store_row<kElements>(grid, a.partial_out + index * a.in.head_dim_v, 1, a.in.head_dim_v, O, scale);
-      if (grid.x == 0) a.partial_lse[index] = (float)lse;
-    } else {
-      store_row<C.copy>(grid, a.out.template at<Out>(b, h, row, 0), a.out.stride[3], a.in.head_dim_v, O, scale);
-      if (grid.x == 0 && a.lse) *a.lse.template at<T>(b, h, row, 0) = lse;
-    }
+    at_row(a, b, h, row, split,
+           [&]<i32 kCopy>(auto *to, i64 column_stride) { store_row<kCopy>(grid, to, column_stride, a.in.head_dim_v, O, scale); });
+    if (grid.x != 0) return;
+    if (a.splits > 1)
+      a.partial_lse[split_index(a, b, h, row, split)] = (float)lse;
+    else if (a.lse)
+      *a.lse.template at<T>(b, h, row, 0) = lse;
   }
 };
 

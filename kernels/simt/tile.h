@@ -150,6 +150,26 @@ __device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stri
   }
 }
 
+// x += factor * that row, of which the thread has the same elements.
+template <i32 kCopy, class Grid, class T, int N>
+__device__ __forceinline__ void add_row(const Grid &g, const T *row, i64 column_stride, i32 columns, T (&x)[N], T factor) {
+  constexpr int W = piece<T>(N);
+#pragma unroll
+  for (int j = 0; j < N; j += W) {
+    const i32 c = g.template column<W>(j);
+    if constexpr (kCopy != kElements) {
+      if (c >= columns) continue;
+      const Pack<T, W> y = read<T, W>(row + c);
+#pragma unroll
+      for (int w = 0; w < W; ++w) x[j + w] = fma(y.x[w], factor, x[j + w]);
+    } else {
+#pragma unroll
+      for (int w = 0; w < W; ++w)
+        if (c + w < columns) x[j + w] = fma(row[(c + w) * column_stride], factor, x[j + w]);
+    }
+  }
+}
+
 // kRows x kColumns elements on their way from global to shared memory, in the registers of the CTA's threads. Each thread takes pieces of V
 // elements from a few rows, always at the same columns: one address, and one comparison a row, serve them all. Columns that do not exist
 // read as 0; rows that do not exist, as 0 or as an earlier row: they are multiplied by 0 or their scores are hidden.

@@ -167,7 +167,7 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
           if (slopes) capped_slope.store(slopes + j * t.width + lane);
         } else if (distances) {
           V distance_slope;
-          x = hyperbolic(arccosh2(-x, distance_slope), beta, beta_ln2, shift, distance_slope);
+          x = hyperbolic(arccosh2(-x, distance_slope), beta_ln2, beta, shift, distance_slope);
           if (slopes) distance_slope.store(slopes + j * t.width + lane);
         }
         if (p.alibi_slopes) x += alibi(slope, distance - V(T(j)));

@@ -22,7 +22,10 @@ OPTIONS = {
 }
 STARTS = {"multiples of 16": 0, "anywhere": 8}
 # Bytes of local memory of the worst kernel, where one of these takes some.
-SPILLS = {(90, "strobe::mma::Backward"): 16}  # d 64, of 256 keys
+SPILLS = {
+    (90, "strobe::mma::Backward"): 16,  # d 64, of 256 keys
+    (90, "strobe::simt::Forward"): 8,  # causal
+}
 
 
 HOPPER_REFUSES = ("mask", "block-sparse")

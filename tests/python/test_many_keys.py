@@ -55,6 +55,9 @@ KEYS = {
     "block mask": lambda n: call(sq=40, sk=n, d=32, block_mask=_kept(40, n)),
     "bias, its gradient": lambda n: call(sq=5, sk=n, d=32, bias=_random(1, 1, 5, n), gradients=("bias",)),
     "bias of one column": lambda n: call(sq=5, sk=n, d=32, bias=_random(1, 1, 5, 1), gradients=("bias",)),
+    "sinks far above the scores": lambda n: call(
+        sq=5, sk=n, d=32, bias=torch.full((1, 1, 1, 1), -21.5), sinks=torch.tensor([-0.64, -0.6]), gradients=("sinks",)
+    ),
     "LSE above 16": lambda n: call(sq=16, sk=n, d=32, bias=torch.full((1, 1, 1, 1), 20.0)),
     "packed": lambda n: _packed(n, queries=False),
     "scores that are nearly the same": lambda n: call(h=3, hkv=1, sq=8, sk=n, d=7, dv=1, scale=1e-4),
