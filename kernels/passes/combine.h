@@ -24,26 +24,35 @@ template <CombineConfig C> struct Combine {
     float sink = in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) : minus_infinity<float>();
     top = fmaxf(top, sink);
     bool empty = top == minus_infinity<float>();
-    float reference = empty ? 0.0f : top, sum = 0, lost = 0; // compensated: beside a large term many small ones would be rounded alike
+    float reference = empty ? 0.0f : top, sum = 0, lost = 0;
 #pragma unroll 8
-    for (i32 s = 0; s < a.splits; ++s) add(sum, lost, exp2((a.partial_lse[s * rows + row] - reference) * kLog2e<float>));
-    if (sink != minus_infinity<float>()) add(sum, lost, exp2((sink - reference) * kLog2e<float>));
+    for (i32 s = 0; s < a.splits; ++s) join(sum, lost, exp2((a.partial_lse[s * rows + row] - reference) * kLog2e<float>));
+    if (sink != minus_infinity<float>()) join(sum, lost, exp2((sink - reference) * kLog2e<float>));
     sum -= lost;
 
     float factor = sum == 0 ? 0.0f : 1 / sum;
     for (i32 c = (i32)threadIdx.x; c < in.head_dim_v; c += kThreads) {
-      float x = 0;
+      float x = 0, x_lost = 0;
 #pragma unroll 8
       for (i32 s = 0; s < a.splits; ++s) {
         i64 part = s * rows + row;
-        x += exp2((a.partial_lse[part] - reference) * kLog2e<float>) * a.partial_out[part * in.head_dim_v + c];
+        join(x, x_lost, exp2((a.partial_lse[part] - reference) * kLog2e<float>) * a.partial_out[part * in.head_dim_v + c]);
       }
-      *a.out.at<T>(b, h, q, c) = Convert<T>::from(x * factor);
+      *a.out.at<T>(b, h, q, c) = Convert<T>::from((x - x_lost) * factor);
     }
     if (a.lse && threadIdx.x == 0) *a.lse.at<float>(b, h, q, 0) = sum == 0 ? minus_infinity<float>() : row_lse(reference, 1.0f, sum);
   }
 
 private:
+  // FP32's sums are compensated: beside a large term many small ones would all be rounded the same way.
+  static __device__ __forceinline__ void join(float &sum, float &lost, float x) {
+    if constexpr (C.dtype == kF32) {
+      add(sum, lost, x);
+      lost = abs(lost) < -minus_infinity<float>() ? lost : 0.0f; // an infinite sum stays what it is
+    } else {
+      sum += x;
+    }
+  }
   static __device__ __forceinline__ void merge(const Arguments &a, i64 row, i64 b, i64 h, i64 q) {
     const Inputs &in = a.in;
     const float sink = in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) : minus_infinity<float>();

@@ -63,11 +63,11 @@ struct Config {
   // Whether the forward keeps what the roundings of l dropped, and begins O anew after some tiles: over many keys those of one run are more
   // than FP32's bound.
   STROBE_FN constexpr bool compensated() const { return dtype == kF32; }
-  // Keys whose products it then sums up in one run of O, from a multiple of them on.
+  // Positions of keys that a run of O then covers, from a multiple of them on; of each of several splits, as many of its own.
   STROBE_FN constexpr i32 run_of_keys() const { return 32 * tile_k; }
   // m of a row, l of a thread and row; if compensated, what l lost, m of a row where its last run of keys ended, a thread's run
   STROBE_FN constexpr i32 forward_shared_bytes() const {
-    const i32 each = tile_q / threads_q * threads(); // row of each thread
+    const i32 each = tile_q / threads_q * threads(); // rows of all threads together
     return forward_states_at() + (compensated() ? 2 * tile_q + 2 * each + threads() : tile_q + each) * real_bytes();
   }
   // Walk, P (then dS, a line a key), dS, three numbers of each query, stages, dropout. Also of the gradient of the bias.

@@ -52,17 +52,18 @@ template <Config C> struct Forward {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       rows.m(i) = minus_infinity<T>(), rows.l(i) = T(0);
-      if constexpr (C.compensated()) rows.lost(i) = T(0), rows.earlier_m(i) = -minus_infinity<T>() + minus_infinity<T>();
+      if constexpr (C.compensated()) rows.lost(i) = T(0), rows.earlier_m(i) = rows.none();
     }
     if constexpr (C.compensated()) rows.run() = -1;
 
-    // O of runs of keys that have ended waits where the result will be. Runs begin at multiples of their length, so that sums are the same
-    // in any tile of queries. Row i, or what lies there, is the sum of both; auto: of FP32 alone this is made at all.
+    // O of the runs of keys that have ended waits where the result will be. `invariant`: runs begin at the same keys in every tile of
+    // queries. leave: O joins what lies there, and begins anew; else what lies there joins O. Its parameter is generic so that it is made
+    // for FP32 alone, where Out is T.
     const auto add_earlier = [&](int i, auto leave) {
       auto here = grid;
       here.x = computed_here(here.x), here.y = computed_here(here.y);
       const T m = rows.m(i), before = rows.earlier_m(i);
-      __syncwarp(); // all of the row have read it
+      __syncwarp(); // all threads of the row have read it; they write the same
       rows.earlier_m(i) = m;
       const i32 r = q0 + row(here, i);
       if (r >= q1) return;
@@ -209,7 +210,8 @@ private:
     __device__ __forceinline__ T &m(int i) const { return m_[WM * C.threads_q * (i / WM) + i % WM]; }
     __device__ __forceinline__ T &l(int i) const { return l_[i * kThreads]; }
     __device__ __forceinline__ T &lost(int i) const { return l_[(kRows + i) * kThreads]; } // what l's roundings added too much
-    // m where the last run of keys ended; none has: not a number
+    // m where the last run of keys ended; none(), which is not a number, if none has
+    static __device__ __forceinline__ T none() { return -minus_infinity<T>() + minus_infinity<T>(); }
     __device__ __forceinline__ T &earlier_m(int i) const { return (&m(i))[C.tile_q + 2 * kRows * kThreads]; }
     // The number of the run of keys that is being summed, from 0; -1: none
     __device__ __forceinline__ i32 &run() const { return reinterpret_cast<i32 *>(l_)[C.tile_q + 2 * kRows * kThreads]; }

@@ -38,6 +38,13 @@ def _packed(n: int, queries: bool) -> Inputs:
     return call(sq=int(cu_q[-1]), sk=int(cu_k[-1]), d=24, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=n, max_seqlen_k=n)
 
 
+def _above(n: int, share: float) -> torch.Tensor:
+    """A bias that leaves all keys but the first this share of P."""
+    bias = torch.full((1, 1, 1, n), math.log(share / n))
+    bias[..., 0] = 0
+    return bias
+
+
 def _with_mean(inputs: Inputs, mean: float) -> Inputs:
     for t in (inputs.v, inputs.dout):
         t += mean
@@ -55,6 +62,7 @@ KEYS = {
     "block mask": lambda n: call(sq=40, sk=n, d=32, block_mask=_kept(40, n)),
     "bias, its gradient": lambda n: call(sq=5, sk=n, d=32, bias=_random(1, 1, 5, n), gradients=("bias",)),
     "bias of one column": lambda n: call(sq=5, sk=n, d=32, bias=_random(1, 1, 5, 1), gradients=("bias",)),
+    "one key far above the others": lambda n: _with_mean(call(sq=5, sk=n, d=32, scale=1e-3, bias=_above(n, 3.4e-6)), 1.0),
     "sinks far above the scores": lambda n: call(
         sq=5, sk=n, d=32, bias=torch.full((1, 1, 1, 1), -21.5), sinks=torch.tensor([-0.64, -0.6]), gradients=("sinks",)
     ),
@@ -82,6 +90,18 @@ QUERIES = {
 @pytest.mark.parametrize("kind", KEYS)
 def test_few_queries_many_keys(kind, n):
     assert_matches(KEYS[kind](n))
+
+
+def test_infinities_of_values_show():
+    """Also where keys are shared out: what a compensated sum takes for lost is then no number."""
+    inputs = call(sq=5, sk=8192, d=32)
+    inputs.v[:, :, 77, 3] = inputs.v[:, :, 1000, 4] = torch.inf
+    inputs.v[:, :, 6000, 5] = inputs.v[:, :, 7000, 4] = -torch.inf
+    for _, results in runs(inputs):
+        assert (results["out"][..., 3] == torch.inf).all()
+        assert (results["out"][..., 5] == -torch.inf).all()
+        assert results["out"][..., 4].isnan().all()
+        assert results["out"][..., 6:].isfinite().all()
 
 
 @pytest.mark.parametrize("invariant", [False, True])
