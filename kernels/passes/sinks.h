@@ -24,10 +24,7 @@ template <SinksConfig C> struct SinkGradient {
         const T lse = *a.lse.at<const T>(b, h, s.q0 + i, 0);
         if (lse == minus_infinity<T>()) continue; // a sink of -inf and nothing visible
         const T *delta = static_cast<const T *>(a.delta) + in.row_index(b, h, s.q0 + i);
-        const T exponent = (sink - lse - delta[in.rows()]) * kLog2e<T>;
-        const T lift = exponent < T(-64) ? T(64) : T(0); // exp2() of FP32 takes what is below 2^-126 for 0, and there are many rows
-        const T term = -exp2(exponent + lift) * delta[0];
-        add(sum, lost, lift ? term * T(0x1p-64) : term);
+        add(sum, lost, times_probability(-delta[0], sink, lse, delta[in.rows()] * kLog2e<T>)); // there are many rows
       }
     }
     sums[t] = sum - lost;

@@ -141,17 +141,30 @@ __device__ __forceinline__ float rounded_product(float x, float y) { return __fm
 __device__ __forceinline__ double rounded_product(double x, double y) { return __dmul_rn(x, y); }
 __device__ __forceinline__ float rounded_sum(float x, float y) { return __fadd_rn(x, y); }
 __device__ __forceinline__ double rounded_sum(double x, double y) { return __dadd_rn(x, y); }
-// P = exp(s * factor - LSE) * 2^-correction (kernels/device/settle_row.h). The difference of two large numbers would be rounded to their
-// last bits; so the power of two is taken out ahead of it [Cody & Waite 1980]: 2^n exp(s * factor - (LSE + n ln 2)), where the high
-// part of ln 2 has 9 bits, so that LSE + n ln 2 is exact, or rounded to the last bit of s.
+// s * factor - (LSE + n ln 2). The difference of two large numbers would be rounded to their last bits; so the power of two is taken out of
+// P = exp(s * factor - LSE) ahead of it [Cody & Waite 1980]. The high part of ln 2 has 9 bits, so that LSE + n ln 2 is exact, or rounded
+// to the last bit of s.
+__device__ __forceinline__ float without_power(float s, float factor, float lse, float n) {
+  constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  return fmaf(n, -kLn2Low, fmaf(s, factor, -fmaf(n, kLn2High, lse)));
+}
+// P = exp(s * factor - LSE) * 2^-correction (kernels/device/settle_row.h).
 __device__ __forceinline__ double probability(double s, double factor, double lse, double correction) {
   return exp2(fma(fma(s, factor, -lse), kLog2e<double>, -correction));
 }
 __device__ __forceinline__ float probability(float s, float factor, float lse, float correction) {
-  constexpr float kMagic = 0x1.8p23f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  constexpr float kMagic = 0x1.8p23f;
   const float x = fminf(fmaxf(fmaf(s, factor, -lse), -88.0f), 88.0f), shifted = fmaf(x, kLog2e<float>, kMagic), n = shifted - kMagic;
-  const float rest = fmaf(n, -kLn2Low, fmaf(s, factor, -fmaf(n, kLn2High, lse)));
-  return exp2(fmaf(rest, kLog2e<float>, -correction)) * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3F800000); // n >= -127
+  const float of_rest = exp2(fmaf(without_power(s, factor, lse, n), kLog2e<float>, -correction));
+  return of_rest * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3F800000); // n >= -127
+}
+// x times such a P, also of one below 2^-126, which FP32's exp2() takes for 0.
+__device__ __forceinline__ double times_probability(double x, double s, double lse, double correction) {
+  return x * probability(s, 1.0, lse, correction);
+}
+__device__ __forceinline__ float times_probability(float x, float s, float lse, float correction) {
+  const float n = ::rintf(fminf(fmaxf((s - lse) * kLog2e<float>, -400.0f), 400.0f));
+  return ::ldexpf(x * exp2(fmaf(without_power(s, 1.0f, lse, n), kLog2e<float>, -correction)), (i32)n);
 }
 // m * factor + ln(l), a row's LSE. An error in it is one of the whole row of P, so FP32's is rounded once: m * factor and the power of two
 // in l are added with what their roundings took. __f..._rn: what they took follows only where the compiler makes no fma of them.
@@ -181,6 +194,13 @@ template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {
   const T y = x - lost, t = sum + y;
   lost = (t - sum) - y;
   sum = t;
+}
+// y * factor + x, rounded once; x becomes what is lost by it (Knuth 1969, 4.2.2, theorem B), 0 where that is no number.
+template <class T> __device__ __forceinline__ T join(T y, T factor, T &x) {
+  const T scaled = rounded_product(y, factor), sum = rounded_sum(scaled, x), of_x = rounded_sum(sum, -scaled);
+  const T lost = rounded_sum(rounded_sum(scaled, -rounded_sum(sum, -of_x)), rounded_sum(x, -of_x)) + fma(y, factor, -scaled);
+  x = abs(lost) < -minus_infinity<T>() ? lost : T(0);
+  return sum;
 }
 template <class T> __device__ __forceinline__ T select(bool condition, T a, T b) { return condition ? a : b; }
 

@@ -64,7 +64,7 @@ struct Config {
   // than FP32's bound.
   STROBE_FN constexpr bool compensated() const { return dtype == kF32; }
   // Positions of keys that a run of O then covers, from a multiple of them on; of each of several splits, as many of its own.
-  STROBE_FN constexpr i32 run_of_keys() const { return 32 * tile_k; }
+  STROBE_FN constexpr i32 run_of_keys() const { return 16 * tile_k; }
   // m of a row, l of a thread and row; if compensated, what l lost, m of a row where its last run of keys ended, a thread's run
   STROBE_FN constexpr i32 forward_shared_bytes() const {
     const i32 each = tile_q / threads_q * threads(); // rows of all threads together

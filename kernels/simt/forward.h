@@ -56,26 +56,24 @@ template <Config C> struct Forward {
     }
     if constexpr (C.compensated()) rows.run() = -1;
 
-    // O of the runs of keys that have ended waits where the result will be. `invariant`: runs begin at the same keys in every tile of
-    // queries. leave: O joins what lies there, and begins anew; else what lies there joins O. Its parameter is generic so that it is made
+    // O of the runs of keys that have ended waits where the result will be, and what is lost by joining it is in O as the next run begins.
+    // `invariant`: runs begin at the same keys in every tile of queries. last: O becomes the sum. Its type is generic so that this is made
     // for FP32 alone, where Out is T.
-    const auto add_earlier = [&](int i, auto leave) {
+    const auto join_earlier = [&](int i, auto last) {
       auto here = grid;
       here.x = computed_here(here.x), here.y = computed_here(here.y);
       const T m = rows.m(i), before = rows.earlier_m(i);
+      const bool any = before == before;
       __syncwarp(); // all threads of the row have read it; they write the same
       rows.earlier_m(i) = m;
       const i32 r = q0 + row(here, i);
-      if (r >= q1) return;
+      if (r >= q1 || last && !any) return;
+      const T alpha = any ? exp2((before - reference_of(m, minus_infinity<T>())) * scores.unit) : T(0);
       at_row(a, b, h, s.q0 + r, split, [&]<i32 kCopy>(auto *to, i64 column_stride) {
-        if (before == before) {
-          const T alpha = exp2((before - reference_of(m, minus_infinity<T>())) * scores.unit);
-          add_row<kCopy>(here, to, column_stride, in.head_dim_v, O[i], alpha);
-        }
-        if (!leave) return;
-        store_row<kCopy>(here, to, column_stride, in.head_dim_v, O[i], T(1));
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) O[i][j] = T(0);
+        update_row<kCopy>(here, to, column_stride, in.head_dim_v, O[i], any, [&](T y, T &x) {
+          y = join(y, alpha, x);
+          return last ? x = y : y;
+        });
       });
     };
 
@@ -89,7 +87,7 @@ template <Config C> struct Forward {
         const i32 here = k0 / (C.run_of_keys() * a.splits);
         if (rows.run() != here && rows.run() >= 0) {
 #pragma unroll
-          for (int i = 0; i < kRows; ++i) add_earlier(i, true);
+          for (int i = 0; i < kRows; ++i) join_earlier(i, false);
         }
         rows.run() = here;
       }
@@ -164,7 +162,7 @@ template <Config C> struct Forward {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       T total = rows.l(i);
-      if constexpr (C.compensated()) total -= rows.lost(i), add_earlier(i, false);
+      if constexpr (C.compensated()) total -= rows.lost(i), join_earlier(i, true);
       total = grid.reduce(total, [](T x, T y) { return x + y; });
       const i32 r = q0 + row(grid, i);
       if (r >= q1) continue;

@@ -124,50 +124,37 @@ template <class E, bool kBounded = false> struct Rows : FirstRow<kBounded> {
       : data(o.at<const E>(b, h, first, 0)), stride(o.stride[2]), column_stride(o.stride[3]), count(count), columns(columns) {}
 };
 
-// A thread's elements of one row, scaled, to global memory; add: to what is there. columns: how many exist.
-template <i32 kCopy, class E, class Grid, class T, int N>
-__device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stride, i32 columns, const T (&x)[N], T scale,
-                                          bool add = false) {
-  constexpr int W = piece<T>(N);
+// y = f(y, x) for a thread's elements x of one row y in global memory. reads: what is there; else f gets 0. columns: how many exist.
+template <i32 kCopy, class E, class Grid, class X, int N, class F>
+__device__ __forceinline__ void update_row(const Grid &g, E *row, i64 column_stride, i32 columns, X (&x)[N], bool reads, F &&f) {
+  constexpr int W = piece<X>(N);
 #pragma unroll
   for (int j = 0; j < N; j += W) {
     const i32 c = g.template column<W>(j);
     if constexpr (kCopy != kElements) {
       if (c >= columns) continue;
       Pack<E, W> y{};
-      if (add) y = read<E, W>(row + c);
+      if (reads) y = read<E, W>(row + c);
 #pragma unroll
-      for (int w = 0; w < W; ++w) y.x[w] = Convert<E>::from(add ? fma(x[j + w], scale, to_real<T>(y.x[w])) : x[j + w] * scale);
+      for (int w = 0; w < W; ++w) y.x[w] = f(y.x[w], x[j + w]);
       *reinterpret_cast<Pack<E, W> *>(row + c) = y;
     } else {
 #pragma unroll
       for (int w = 0; w < W; ++w)
         if (c + w < columns) {
           E &y = row[(c + w) * column_stride];
-          y = Convert<E>::from(add ? fma(x[j + w], scale, to_real<T>(y)) : x[j + w] * scale);
+          y = f(reads ? y : E{}, x[j + w]);
         }
     }
   }
 }
 
-// x += factor * that row, of which the thread has the same elements.
-template <i32 kCopy, class Grid, class T, int N>
-__device__ __forceinline__ void add_row(const Grid &g, const T *row, i64 column_stride, i32 columns, T (&x)[N], T factor) {
-  constexpr int W = piece<T>(N);
-#pragma unroll
-  for (int j = 0; j < N; j += W) {
-    const i32 c = g.template column<W>(j);
-    if constexpr (kCopy != kElements) {
-      if (c >= columns) continue;
-      const Pack<T, W> y = read<T, W>(row + c);
-#pragma unroll
-      for (int w = 0; w < W; ++w) x[j + w] = fma(y.x[w], factor, x[j + w]);
-    } else {
-#pragma unroll
-      for (int w = 0; w < W; ++w)
-        if (c + w < columns) x[j + w] = fma(row[(c + w) * column_stride], factor, x[j + w]);
-    }
-  }
+// A thread's elements of one row, scaled, to global memory; add: to what is there.
+template <i32 kCopy, class E, class Grid, class T, int N>
+__device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stride, i32 columns, const T (&x)[N], T scale,
+                                          bool add = false) {
+  update_row<kCopy>(g, row, column_stride, columns, x, add,
+                    [&](E y, T x) { return Convert<E>::from(add ? fma(x, scale, to_real<T>(y)) : x * scale); });
 }
 
 // kRows x kColumns elements on their way from global to shared memory, in the registers of the CTA's threads. Each thread takes pieces of V

@@ -139,6 +139,9 @@ private:
     softmax = {};
 #pragma unroll
     for (int row = 0; row < 2 * kM; ++row) Totals::store(row, {0, 0});
+    float earlier[2 * kM]; // M where the last run of tiles ended; no number: none has
+#pragma unroll
+    for (int row = 0; row < 2 * kM; ++row) earlier[row] = __int_as_float(0x7FC00000);
     if (threadIdx.x == 0) begin();
     __syncthreads();
     if (shared_state().ring[0].valid) load_k(shared_state().ring[0], 0);
@@ -173,9 +176,31 @@ private:
         __syncthreads();
       }
       multiply_p_v(O, S, softmax, tile, stage);
+      if ((n + 1) % C.tiles_of_run() == 0) join_earlier(O, softmax, earlier, false);
     }
     cp_async_wait<0>();
     __syncthreads();
+    join_earlier(O, softmax, earlier, true);
+  }
+
+  // O of the runs of tiles that have ended waits where the result will be, measured against M as it was, and what is lost by joining it is
+  // in O as the next run begins. last: O becomes the sum.
+  __device__ __forceinline__ void join_earlier(Accumulator (&O)[kM][kC], const Softmax &softmax, float (&earlier)[2 * kM],
+                                               bool last) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const float before = earlier[i];
+      const bool any = before == before;
+      earlier[i] = softmax.M[i];
+      const Row row(i);
+      if (!row.there || last && !any) continue;
+      const float alpha = !any || before == softmax.M[i] ? 1.0f : exp2(exponent().difference(before - softmax.M[i]));
+      update_row<C.aligned != 0>(O, i / 2, i % 2, row.out(*this), row.stride(*this), in.head_dim_v, any,
+                                 [&](const float &y, bool there, float &x) {
+                                   const float sum = join(there ? y : 0.0f, alpha, x);
+                                   return last ? x = sum : sum;
+                                 });
+    }
   }
 
   static __device__ __forceinline__ void arrive() {
@@ -215,27 +240,42 @@ private:
   // O / l and LSE to memory.
   __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], Softmax &softmax) const {
     const Item item = shared_state().item;
-    bool whole = a.splits == 1;
-    float dropped = Dropout<F>(in).factor();
-    float sink = whole && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0)) : minus_infinity<float>();
+    const float dropped = Dropout<F>(in).factor();
+    const float sink = whole() && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0)) : minus_infinity<float>();
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      int m = i / 2, r = i % 2;
       const RowEnd end = row_end<true>(softmax.M[i], softmax.sum(i), sink, F.bias != 0);
-      i32 q = item.q + warp_row() + 16 * m + tile::lane_row(r);
-      if (q >= shared_state().sequence.band.seqlen_q) continue;
-      i64 row = shared_state().sequence.q0 + q, part = item.split * in.rows() + in.row_index(item.b, item.h, row);
+      const Row row(i);
+      if (!row.there) continue;
       if (first_column() == 0) {
-        if (!whole)
-          a.partial_lse[part] = end.lse;
+        if (!whole())
+          a.partial_lse[row.part(*this)] = end.lse;
         else if (a.lse)
-          *a.lse.at<float>(item.b, item.h, row, 0) = end.lse;
+          *a.lse.at<float>(item.b, item.h, row.row, 0) = end.lse;
       }
-      float *out = whole ? a.out.at<float>(item.b, item.h, row, 0) : a.partial_out + part * in.head_dim_v;
-      i64 stride = whole ? a.out.stride[3] : 1;
-      store_row<C.aligned != 0>(O, m, r, end.factor * dropped, out, stride, in.head_dim_v);
+      store_row<C.aligned != 0>(O, i / 2, i % 2, end.factor * dropped, row.out(*this), row.stride(*this), in.head_dim_v);
     }
   }
+
+  __device__ __forceinline__ bool whole() const { return a.splits == 1; }
+  // The i-th row that this thread has, and where its O belongs.
+  struct Row {
+    bool there;
+    i64 row; // of the tensors
+    __device__ __forceinline__ explicit Row(int i) {
+      const i32 q = shared_state().item.q + warp_row() + 16 * (i / 2) + tile::lane_row(i % 2);
+      there = q < shared_state().sequence.band.seqlen_q, row = shared_state().sequence.q0 + q;
+    }
+    __device__ __forceinline__ i64 part(const Forward &f) const {
+      const Item &item = shared_state().item;
+      return item.split * f.in.rows() + f.in.row_index(item.b, item.h, row);
+    }
+    __device__ __forceinline__ float *out(const Forward &f) const {
+      const Item &item = shared_state().item;
+      return f.whole() ? f.a.out.at<float>(item.b, item.h, row, 0) : f.a.partial_out + part(f) * f.in.head_dim_v;
+    }
+    __device__ __forceinline__ i64 stride(const Forward &f) const { return f.whole() ? f.a.out.stride[3] : 1; }
+  };
 };
 
 } // namespace strobe::tf32

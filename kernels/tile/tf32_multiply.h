@@ -108,19 +108,18 @@ template <int kM, int kC> __device__ __forceinline__ float &element(Accumulator 
   return d[m][2 * c + k % 4 / 2].x[k % 2][2 * r + k / 4];
 }
 
-// Row r of block m of a sum, times factor, to memory, or added to what is there; kAligned: columns adjacent, 16-byte addresses, a multiple
-// of 4 of them.
-template <bool kAligned, int kM, int kC>
-__device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r, float factor, float *row, i64 stride, i32 columns,
-                                          bool add = false) {
+// y = f(y, there, x) for the elements x of row r of block m of a sum and the row y in memory; there: y exists and may be read. kAligned:
+// columns adjacent, 16-byte addresses, a multiple of 4 of them.
+template <bool kAligned, int kM, int kC, class F>
+__device__ __forceinline__ void update_row(Accumulator (&d)[kM][kC], int m, int r, float *row, i64 stride, i32 columns, bool reads, F &&f) {
 #pragma unroll
   for (int k = 0; k < kC; ++k) {
-    int column = 32 * (k / 2) + first_column() + 4 * (k % 2);
+    const i32 column = 32 * (k / 2) + first_column() + 4 * (k % 2);
     u32 x[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      float &y = element(d, m, r, k / 2, 4 * (k % 2) + e);
-      x[e] = __float_as_uint(add && column + e < columns ? fmaf(y, factor, row[(column + e) * (kAligned ? 1 : stride)]) : y * factor);
+      const float &y = row[(column + e) * (kAligned ? 1 : stride)];
+      x[e] = __float_as_uint(f(y, reads && column + e < columns, element(d, m, r, k / 2, 4 * (k % 2) + e)));
     }
     if constexpr (kAligned) {
       if (column < columns) store_global(row + column, x);
@@ -131,6 +130,14 @@ __device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r
       }
     }
   }
+}
+
+// That row, times factor, to memory, or added to what is there.
+template <bool kAligned, int kM, int kC>
+__device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r, float factor, float *row, i64 stride, i32 columns,
+                                          bool add = false) {
+  update_row<kAligned>(d, m, r, row, stride, columns, add,
+                       [&](const float &y, bool there, float x) { return there ? fmaf(x, factor, y) : x * factor; });
 }
 
 // d += x (8 kSteps columns of it) times as many rows of a tile.

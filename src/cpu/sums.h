@@ -26,10 +26,10 @@ template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t wi
       (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
 }
 
-// O or dQ of a piece, rows x width: products over keys gather in `run`, which is added to `total` and starts anew wherever the keys pass a
-// multiple of kKeys.
+// O or dQ of a piece, rows x width: products over keys gather in `run`, which is added to `total` and starts anew, with what that addition
+// lost, wherever the keys pass a multiple of kKeys.
 template <class T> struct KeySum {
-  static constexpr int64_t kKeys = 2048;
+  static constexpr int64_t kKeys = 512;
   T *run, *total;
   int64_t rows, width;
   int64_t segment = 0;                   // of kKeys keys: whose terms are in run
@@ -58,11 +58,18 @@ template <class T> struct KeySum {
 private:
   void carry() {
     if (!started) return;
-    if (carried)
-      for (int64_t i = 0; i < rows * width; ++i) total[i] += run[i];
-    else
+    if (carried) {
+      using V = Vec<T>;
+      for (int64_t i = 0; i < rows * width; i += V::kLanes) {
+        const V before = V::load(total + i), x = V::load(run + i), after = before + x, added = after - before;
+        const V lost = (before - (after - added)) + (x - added);
+        after.store(total + i);
+        select(lost * V(0) == V(0), lost, V(0)).store(run + i); // an infinite sum loses nothing
+      }
+    } else {
       std::memcpy(total, run, sizeof(T) * rows * width);
-    started = false;
+      started = false;
+    }
     carried = true;
   }
 };

@@ -12,6 +12,7 @@ template <class T> void add_arithmetic(Opcodes &o, const std::string &type) {
   o["mul.lo." + type] = of<[](U a, U b) { return U(uint64_t(a) * b); }, U, U, U>();
   o["mad.lo." + type] = of<[](U a, U b, U c) { return U(uint64_t(a) * b + c); }, U, U, U, U>();
   o["neg." + type] = of<[](U a) { return U(0 - a); }, U, U>();
+  o["abs." + type] = of<[](T a) { return a < 0 ? U(0 - U(a)) : U(a); }, U, T>();
   o["min." + type] = of<[](T a, T b) { return a < b ? a : b; }, T, T, T>();
   o["max." + type] = of<[](T a, T b) { return a < b ? b : a; }, T, T, T>();
   // What division by 0 gives is nobody's business; by -1 it may overflow.

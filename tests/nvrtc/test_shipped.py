@@ -78,6 +78,7 @@ SPILLS_OF_FEW = {
     (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,0,1}>"): 40,
     (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,0,2,1,0,0,0,1}>"): 20,
     (80, "strobe::tf32::Backward<strobe::tf32::Config{64,64,32,64,4,1,3,1,0,1,2,1}>"): 40,
+    (90, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1,0,0,0,0,0,0,1}>"): 24,  # dropout
     (90, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1}>"): 24,
     (90, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1,0,0,0,0,0,0,0,1}>"): 24,
     (90, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1,0,0,0,1}>"): 24,

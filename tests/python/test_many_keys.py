@@ -111,6 +111,16 @@ def test_scores_that_crowd_near_a_few_values(invariant):
 
 
 @pytest.mark.parametrize("n", MANY)
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("p", [2.8e-11, 9e-10, 3.6e-9])
+def test_a_key_beside_which_sums_of_the_others_round_away(p, invariant, n):
+    """All keys but the first have this P each: 2048, 64 or 16 of them together are less than half of the last bit of 1. Invariant, or with
+    more queries than a GPU needs to share the keys out: O was off by up to 2e-6."""
+    sq = 5 if invariant else 600
+    assert_matches(_with_mean(call(sq=sq, sk=n, d=64, scale=1e-3, bias=_above(n, p * n), invariant=invariant), 1.0))
+
+
+@pytest.mark.parametrize("n", MANY)
 @pytest.mark.parametrize("kind", QUERIES)
 def test_many_queries_few_keys(kind, n):
     assert_matches(QUERIES[kind](n))
