@@ -4,13 +4,16 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// sum += x, one a lane; what rounding takes is added to lost (Knuth's two-sum). The sum is sum + lost.
-template <class T> STROBE_INLINE void add_exactly(Vec<T> x, T *sum, T *lost) {
+// sum += x, one a lane; returns what rounding takes (Knuth's two-sum).
+template <class T> STROBE_INLINE Vec<T> add_rounded(Vec<T> x, T *sum) {
   using V = Vec<T>;
   const V before = V::load(sum), after = before + x, added = after - before;
-  (V::load(lost) + ((before - (after - added)) + (x - added))).store(lost);
   after.store(sum);
+  return (before - (after - added)) + (x - added);
 }
+
+// The same; what rounding takes is added to lost. The sum is sum + lost.
+template <class T> STROBE_INLINE void add_exactly(Vec<T> x, T *sum, T *lost) { (Vec<T>::load(lost) + add_rounded(x, sum)).store(lost); }
 
 // The same of `size` numbers in memory, x being cleared.
 template <class T> __attribute__((noinline)) void move_exactly(T *x, T *sum, T *lost, int64_t size) {
@@ -61,9 +64,7 @@ private:
     if (carried) {
       using V = Vec<T>;
       for (int64_t i = 0; i < rows * width; i += V::kLanes) {
-        const V before = V::load(total + i), x = V::load(run + i), after = before + x, added = after - before;
-        const V lost = (before - (after - added)) + (x - added);
-        after.store(total + i);
+        const V lost = add_rounded(V::load(run + i), total + i);
         select(lost * V(0) == V(0), lost, V(0)).store(run + i); // an infinite sum loses nothing
       }
     } else {
