@@ -29,4 +29,12 @@ STROBE_FN constexpr i64 div_up(i64 a, i64 b) { return (a + b - 1) / b; }
 STROBE_FN constexpr i64 round_up(i64 a, i64 b) { return div_up(a, b) * b; }
 STROBE_FN constexpr i64 round_down(i64 a, i64 b) { return a / b * b; }
 
+// One of two types.
+template <bool kFirst, class A, class B> struct Either {
+  using type = A;
+};
+template <class A, class B> struct Either<false, A, B> {
+  using type = B;
+};
+
 } // namespace strobe::inline STROBE_ISA

@@ -1,7 +1,6 @@
 // Where the rows of K and V of a sequence lie. Dense: batch after batch; packed: a sequence's tokens from cu_seqlens_k on; in pages: as a
-// table says. Two families ask once where row 0 is and count on from there, and read no pages: sm90/forward/load.h (mapped_row once an
-// item) and tf32/forward.h (keeps `first`). simt/tile.h copies its rows in another way, and finds those in pages itself. The CPU engines
-// have src/cpu/keys.h.
+// table says. Two families find rows in pages by themselves: simt/tile.h, which copies them in another way, and sm90/forward/load.h, which
+// has the copy engine bring them. The CPU engines have src/cpu/keys.h.
 #pragma once
 #include "../attention/arguments.h"
 #include "../tile/copy.h"
@@ -34,8 +33,10 @@ template <class T> struct PagedKeys {
   i32 columns;
   SequencePages pages;
 
+  __device__ __forceinline__ PagedKeys(const Operand &x, const T *first, i32 columns, const SequencePages &pages)
+      : x(x), first(first), columns(columns), pages(pages) {}
   __device__ __forceinline__ PagedKeys(const Operand &x, const SequencePages &pages, i64 head, i32 columns)
-      : x(x), first(x.at<const T>(0, head, 0, 0)), columns(columns), pages(pages) {}
+      : PagedKeys(x, x.at<const T>(0, head, 0, 0), columns, pages) {}
 
   __device__ __forceinline__ const T *row(i32 j) const { return first + pages.offset(j, x.stride[0], x.stride[2]); }
   __device__ __forceinline__ T at(i64 j, i64 c) const { return row((i32)j)[c * x.stride[3]]; }

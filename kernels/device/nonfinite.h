@@ -144,9 +144,8 @@ template <int kRows, int kColumns, int kThreads> __device__ __forceinline__ void
 
 // d += what is not finite in the matrix B, for the rows that see it. seen: of a lane's rows, which of its columns of the left operand, bit
 // 4n + 2c + e.
-template <int kM, int kC>
-__device__ __forceinline__ void add_nonfinite_tf32(tile::Accumulator (&d)[kM][kC], const u32 (&seen)[kM][2],
-                                                   const tile::Matrix<const float> &B) {
+template <int kM, int kC, class Rows>
+__device__ __forceinline__ void add_nonfinite_tf32(tile::Accumulator (&d)[kM][kC], const u32 (&seen)[kM][2], const Rows &B) {
 #pragma unroll 1
   for (int j = 0; j < B.rows; ++j) {
     bool sees[kM][2];

@@ -6,13 +6,6 @@
 
 namespace strobe {
 
-template <bool kFirst, class A, class B> struct Either {
-  using type = A;
-};
-template <class A, class B> struct Either<false, A, B> {
-  using type = B;
-};
-
 struct PartKeyTile : KeyTile {
   i32 shift; // row of K and V = position + shift
 };

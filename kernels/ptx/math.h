@@ -195,11 +195,12 @@ template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {
   lost = (t - sum) - y;
   sum = t;
 }
-// y * factor + x, rounded once; x becomes what is lost by it (Knuth 1969, 4.2.2, theorem B), 0 where that is no number.
-template <class T> __device__ __forceinline__ T join(T y, T factor, T &x) {
+// y * factor + x, as the sum of two runs of keys is made. x becomes what the two roundings lose (Knuth 1969, 4.2.2, theorem B), or 0 where
+// that is no number; last: x becomes the sum.
+template <class T> __device__ __forceinline__ T join(T y, T factor, T &x, bool last) {
   const T scaled = rounded_product(y, factor), sum = rounded_sum(scaled, x), of_x = rounded_sum(sum, -scaled);
   const T lost = rounded_sum(rounded_sum(scaled, -rounded_sum(sum, -of_x)), rounded_sum(x, -of_x)) + fma(y, factor, -scaled);
-  x = abs(lost) < -minus_infinity<T>() ? lost : T(0);
+  x = last ? sum : abs(lost) < -minus_infinity<T>() ? lost : T(0);
   return sum;
 }
 template <class T> __device__ __forceinline__ T select(bool condition, T a, T b) { return condition ? a : b; }

@@ -133,8 +133,8 @@ private:
     if constexpr (C.features.part) return part_tile(held_keys(in, b), number, C.tile_k, C.features.blocks != 0).begin;
     return number * C.tile_k;
   }
-  // sum += x^T B over a tile of queries. In FP32 a tile is summed by itself first: where a row before had a large part in the sum, each
-  // product that joins it alone is rounded to that.
+  // sum += x^T B over a tile of queries. In FP32 runs of them are summed by themselves first: where a row before had a large part in the
+  // sum, each product that joins it alone is rounded to that.
   template <int kColumns>
   static __device__ __forceinline__ void add_product(T (&sum)[kKeys][kColumns], Multiply &multiply, const T *x, const Source &B, i32 q0,
                                                      i32 count) {
@@ -143,14 +143,14 @@ private:
       constexpr int kAtOnce = C.columns_at_once(kDim), kPart = kAtOnce / C.threads_k;
       static_assert(piece<T>(kPart) == piece<T>(kColumns), "a part's columns are as many of the sum's, side by side");
 #pragma unroll
-      for (int first = 0; first < kColumns; first += kPart) {
-        T part[kKeys][kPart] = {};
-        multiply.template tn<kAtOnce, C.tile_q, C.p_stride()>(part, x, B, q0, count, first * C.threads_k);
+      for (int first = 0; first < kColumns; first += kPart)
+        multiply.template tn_in_runs<kAtOnce, C.tile_q, C.p_stride(), C.run_of_rows(C.tile_q), kKeys>(
+            x, B, q0, count, first * C.threads_k, [&](const auto &part, int of_part, bool) {
 #pragma unroll
-        for (int i = 0; i < kKeys; ++i)
+              for (int i = 0; i < kKeys; ++i)
 #pragma unroll
-          for (int j = 0; j < kPart; ++j) sum[i][first + j] += part[i][j];
-      }
+                for (int j = 0; j < size(part[i]); ++j) sum[i][first + of_part + j] += part[i][j];
+            });
     } else {
       multiply.template tn<kDim, C.tile_q, C.p_stride()>(sum, x, B, q0, count);
     }

@@ -32,6 +32,10 @@ struct Config {
   STROBE_FN constexpr i32 pad() const { return 16 / real_bytes(); }
   // Columns over which q.k is summed in one run, by forward and backward alike. Where scores are large, what longer runs round shows.
   STROBE_FN constexpr i32 score_run() const { return dtype == kF32 ? kRunOfColumns : head_dim; }
+  // Keys or queries, of a tile of so many, over which O, dK and dV are summed in one run. Of N terms, in runs of r that are then added up,
+  // the squares of what all additions round are about N (r + N / r), and N is 1024 or 2048 (run_of_keys, Backward::kFlush); but beside one
+  // large term the more of the others are lost, the shorter their runs are.
+  STROBE_FN constexpr i32 run_of_rows(i32 tile) const { return dtype == kF32 ? min(tile, 64) : tile; }
   // P and dS, a line a query; the forward's P and the backward's second dS, a line a key. The distance of lines, in elements, spreads
   // neighbours over the banks.
   STROBE_FN constexpr i32 p_stride() const { return tile_k + pad(); }
@@ -64,7 +68,7 @@ struct Config {
   // than FP32's bound.
   STROBE_FN constexpr bool compensated() const { return dtype == kF32; }
   // Positions of keys that a run of O then covers, from a multiple of them on; of each of several splits, as many of its own.
-  STROBE_FN constexpr i32 run_of_keys() const { return 16 * tile_k; }
+  STROBE_FN constexpr i32 run_of_keys() const { return min(16 * tile_k, 1024); }
   // m of a row, l of a thread and row; if compensated, what l lost, m of a row where its last run of keys ended, a thread's run
   STROBE_FN constexpr i32 forward_shared_bytes() const {
     const i32 each = tile_q / threads_q * threads(); // rows of all threads together

@@ -70,10 +70,7 @@ template <Config C> struct Forward {
       if (r >= q1 || last && !any) return;
       const T alpha = any ? exp2((before - reference_of(m, minus_infinity<T>())) * scores.unit) : T(0);
       at_row(a, b, h, s.q0 + r, split, [&]<i32 kCopy>(auto *to, i64 column_stride) {
-        update_row<kCopy>(here, to, column_stride, in.head_dim_v, O[i], any, [&](T y, T &x) {
-          y = join(y, alpha, x);
-          return last ? x = y : y;
-        });
+        update_row<kCopy>(here, to, column_stride, in.head_dim_v, O[i], any, [&](T y, T &x) { return join(y, alpha, x, last); });
       });
     };
 
@@ -143,14 +140,15 @@ template <Config C> struct Forward {
         rows.l(i) = l;
       }
       transfer(grid, P, [&](T &p, int i, int j) { p = S[i][j]; });
-      // O = alpha O + P V, each tile's sum a sum of its own, which rounds less. Its first barrier comes after all of P is written; that of
-      // the next product after all of P is read.
-      T PV[kRows][kColumns] = {};
-      multiply.template tn<C.head_dim_v, C.tile_k, C.pt_stride()>(PV, P, V, k0, k1 - k0);
+      // O = alpha O + P V, a run of keys after the other. The first barrier comes after all of P is written; that of the next product after
+      // all of P is read.
+      multiply.template tn_in_runs<C.head_dim_v, C.tile_k, C.pt_stride(), C.run_of_rows(C.tile_k), kRows>(
+          P, V, k0, k1 - k0, 0, [&](const auto &PV, int first, bool begins) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
+            for (int i = 0; i < kRows; ++i)
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) O[i][j] = fma(O[i][j], alpha[i], PV[i][j]);
+              for (int j = 0; j < size(PV[i]); ++j) O[i][first + j] = fma(O[i][first + j], begins ? alpha[i] : T(1), PV[i][j]);
+          });
     };
     if constexpr (F.part)
       walk.run({part_keys<C>(in, s, b, h, q0, q1)}, split, a.splits, step);

@@ -16,6 +16,8 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> read(const T *p)
 // The widest piece, up to 16 bytes, that n elements can be cut into.
 template <class T> STROBE_FN constexpr int piece(int n) { return n % 4 == 0 && sizeof(T) <= 4 ? 4 : n % 2 == 0 ? 2 : 1; }
 
+template <class T, int N> STROBE_FN constexpr int size(const T (&)[N]) { return N; }
+
 // The threads as a grid of kY x kX. 16-byte reads of shared memory are served in two passes instead of four where neighbouring lanes, or
 // lanes two apart, read the same address: so bit 0 of a lane goes to x, bit 1 to y.
 template <int kY, int kX> struct Threads {
@@ -418,21 +420,46 @@ template <Config C> struct Products {
   // apart.
   template <int kDim, int kLines, int kStride, int M, int N, class Other>
   __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Other &B, i32 b0, i32 length, i32 column = 0) {
-    constexpr int kAtOnce = C.columns_staged(kDim);
-    if constexpr (kAtOnce < kDim) {
-      constexpr int kMine = kAtOnce / C.threads_k; // of a thread
-      static_assert(kAtOnce % (4 * C.threads_k) == 0 && kDim % kAtOnce == 0, "columns of a part are adjacent in acc");
+    constexpr int kAtOnce = C.columns_staged(kDim), kMine = kAtOnce / C.threads_k; // of a thread
+    static_assert(kAtOnce == kDim || kMine % 4 == 0, "columns of a part are adjacent in acc");
+    if constexpr (kAtOnce == kDim) {
+      of_rows<kDim, kLines, kStride>(acc, p, B, b0, length, column, [](i32) {});
+    } else {
 #pragma unroll
       for (int part = 0; part < kDim / kAtOnce; ++part) {
         T x[M][kMine];
 #pragma unroll
         for (int i = 0; i < M * kMine; ++i) x[i / kMine][i % kMine] = acc[i / kMine][part * kMine + i % kMine];
-        tn<kAtOnce, kLines, kStride>(x, p, B, b0, length, column + part * kAtOnce);
+        of_rows<kAtOnce, kLines, kStride>(x, p, B, b0, length, column + part * kAtOnce, [](i32) {});
 #pragma unroll
         for (int i = 0; i < M * kMine; ++i) acc[i / kMine][part * kMine + i % kMine] = x[i / kMine][i % kMine];
       }
-      return;
     }
+  }
+
+  // The same, but after each kRun rows end_of_run(sum of these, which of the thread's columns is its first, whether the run is the first)
+  // takes what they add, since a long sum in one run rounds more. M: rows of a thread.
+  template <int kDim, int kLines, int kStride, int kRun, int M, class Other, class F>
+  __device__ __forceinline__ void tn_in_runs(const T *p, const Other &B, i32 b0, i32 length, i32 column, F &&end_of_run) {
+    constexpr int kAtOnce = C.columns_staged(kDim), kMine = kAtOnce / C.threads_k;
+    static_assert(kAtOnce == kDim || kMine % 4 == 0, "columns of a part are adjacent");
+    static_assert(kRun % C.rows_staged(kLines, kAtOnce) == 0);
+#pragma unroll
+    for (int part = 0; part < kDim / kAtOnce; ++part) {
+      T sum[M][kMine] = {};
+      of_rows<kAtOnce, kLines, kStride>(sum, p, B, b0, length, column + part * kAtOnce, [&](i32 rows) {
+        if (rows % kRun && rows < length) return;
+        end_of_run(sum, part * kMine, rows <= kRun);
+#pragma unroll
+        for (int i = 0; i < M * kMine; ++i) sum[i / kMine][i % kMine] = T(0);
+      });
+    }
+  }
+
+private:
+  // tn for columns that are staged at once; after(how many rows have been added).
+  template <int kDim, int kLines, int kStride, int M, int N, class Other, class F>
+  __device__ __forceinline__ void of_rows(T (&acc)[M][N], const T *p, const Other &B, i32 b0, i32 length, i32 column, F &&after) {
     constexpr int kRows = C.rows_staged(kLines, kDim);
     Part<Other, kRows, kDim> b(B, b0, column);
     b.load(B);
@@ -449,6 +476,7 @@ template <Config C> struct Products {
         multiply_seen<kRows, kStride, kDim>(grid, acc, p, sb);
       else
         multiply<kRows, kStride, kDim, false>(grid, acc, p, sb);
+      after(k + kRows);
     }
   }
 };

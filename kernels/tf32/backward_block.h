@@ -78,7 +78,7 @@ template <Config C> struct BackwardBlock {
   }
 
   template <int kRows, int kColumns> __device__ __forceinline__ void load_tile(u32 target, const tile::Matrix<const float> &m) const {
-    load<kRows, kColumns, kThreads, C.aligned != 0>(shared(target), m, thread_index());
+    tile::tf32::load<kRows, kColumns, kThreads, C.aligned != 0>(shared(target), m, thread_index());
   }
   __device__ __forceinline__ void load_keys() const {
     const State &state = shared_state();

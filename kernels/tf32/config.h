@@ -22,7 +22,7 @@ struct Config {
   STROBE_FN static constexpr i32 state_bytes() { return 512; }
   // And two numbers of each row that a thread has.
   STROBE_FN constexpr i32 forward_state_bytes() const { return state_bytes() + 2 * (tile_q / warps / 8) * threads() * 4; }
-  // Of keys, after which the forward begins O anew: FP32's bound is smaller than what a sum over many keys loses.
+  // The forward begins O anew after so many tiles of keys: one sum over many keys loses more than FP32's bound allows.
   STROBE_FN constexpr i32 tiles_of_run() const { return 512 / tile_k; }
   STROBE_FN constexpr i32 forward_shared_bytes() const {
     return 4 * (tile_q * head_dim + stages * tile_k * (head_dim + head_dim_v)) + forward_state_bytes();

@@ -30,14 +30,17 @@ private:
   struct Tile { // of keys
     i32 begin, end, masked, valid;
   };
+  enum : i32 { kLacks = 2 }; // Tile::masked: the pages of some keys are none of the pool's
+  struct Nothing {};
   // What the threads have in common lies in shared memory: registers are short.
   struct State {
     Tile ring[4]; // iteration n's at n % 4
     Item item;
     Sequence sequence;
     Schedule schedule;
-    const float *k, *v; // row 0
+    const float *k, *v; // row 0; in pages, of page 0
     i32 nonfinite;      // V holds some that are not finite
+    typename Either<F.seqused == kPaged, SequencePages, Nothing>::type pages;
   };
   static_assert(sizeof(State) <= C.state_bytes());
 
@@ -71,7 +74,8 @@ private:
       const Item item(a, blockIdx.x);
       Sequence s = in.sequence<F.seqused>(item.b);
       state.item = item, state.sequence = s, state.nonfinite = 0;
-      state.k = k_of<float>(in, s, item.b, item.h / in.group).first, state.v = v_of<float>(in, s, item.b, item.h / in.group).first;
+      if constexpr (F.seqused == kPaged) state.pages = in.pages(item.b);
+      state.k = k_of<float, F>(in, s, item.b, item.h / in.group).first, state.v = v_of<float, F>(in, s, item.b, item.h / in.group).first;
     }
     __syncthreads();
     if constexpr (F.blocks) {
@@ -95,26 +99,39 @@ private:
   __device__ __forceinline__ void find(int n) const {
     KeyTile t;
     bool valid = shared_state().schedule.next(t);
-    shared_state().ring[n % 4] = valid ? Tile{(i32)t.begin, (i32)t.end, t.masked, 1} : Tile{0, 0, 0, 0};
+    i32 masked = t.masked;
+    if constexpr (F.seqused == kPaged) {
+      if (valid && shared_state().pages.lacks_some((i32)t.begin, (i32)t.end, 0, 1)) masked = kLacks;
+    }
+    shared_state().ring[n % 4] = valid ? Tile{(i32)t.begin, (i32)t.end, masked, 1} : Tile{0, 0, 0, 0};
   }
   __device__ __forceinline__ i32 rows() const {
     return (i32)shared_state().sequence.band.seqlen_q - shared_state().item.q;
   } // of Q that are there
 
+  // K and V of the item's key head.
+  __device__ __forceinline__ auto k() const { return keys(in.k, shared_state().k, in.head_dim); }
+  __device__ __forceinline__ auto v() const { return keys(in.v, shared_state().v, in.head_dim_v); }
+  __device__ __forceinline__ auto keys(const Operand &x, const float *first, i32 columns) const {
+    if constexpr (F.seqused == kPaged)
+      return PagedKeys<float>(x, first, columns, shared_state().pages);
+    else
+      return Keys<float>(x, first, columns);
+  }
+
   __device__ __forceinline__ void load_q() const {
     const Item &item = shared_state().item;
     const float *q = in.q.at<const float>(item.b, item.h, shared_state().sequence.q0 + item.q, 0);
-    load<C.tile_q, kD, kThreads, C.aligned != 0>(shared(0), {q, in.q.stride[2], in.q.stride[3], rows(), in.head_dim}, thread_index());
+    tile::tf32::load<C.tile_q, kD, kThreads, C.aligned != 0>(shared(0), {q, in.q.stride[2], in.q.stride[3], rows(), in.head_dim},
+                                                             thread_index());
   }
   __device__ __forceinline__ void load_k(const Tile &t, int stage) const {
-    const Keys<float> k{in.k, shared_state().k, in.head_dim};
-    load<C.tile_k, kD, kThreads, C.aligned != 0>(shared(kK) + stage * kKBytes, k.rows(t.begin, t.end), thread_index());
-  }
-  __device__ __forceinline__ tile::Matrix<const float> matrix_v(const Tile &t) const {
-    return Keys<float>{in.v, shared_state().v, in.head_dim_v}.rows(t.begin, t.end);
+    const auto k = this->k();
+    tile::tf32::load<C.tile_k, kD, kThreads, C.aligned != 0>(shared(kK) + stage * kKBytes, k.rows(t.begin, t.end), thread_index());
   }
   __device__ __forceinline__ void load_v(const Tile &t, int stage) const {
-    load<C.tile_k, kDv, kThreads, C.aligned != 0>(shared(kV) + stage * kVBytes, matrix_v(t), thread_index());
+    const auto v = this->v();
+    tile::tf32::load<C.tile_k, kDv, kThreads, C.aligned != 0>(shared(kV) + stage * kVBytes, v.rows(t.begin, t.end), thread_index());
   }
 
   __device__ __forceinline__ void compute() {
@@ -172,7 +189,8 @@ private:
       }
       if (shared_state().nonfinite) {
         clear_nonfinite_tf32<C.tile_k, kDv, kThreads>(shared(kV) + stage * kVBytes, (int)threadIdx.x);
-        add_nonfinite_tf32(O, Seen<kM, kN>(S).bits, matrix_v(tile));
+        const auto v = this->v();
+        add_nonfinite_tf32(O, Seen<kM, kN>(S).bits, v.rows(tile.begin, tile.end));
         __syncthreads();
       }
       multiply_p_v(O, S, softmax, tile, stage);
@@ -196,10 +214,7 @@ private:
       if (!row.there || last && !any) continue;
       const float alpha = !any || before == softmax.M[i] ? 1.0f : exp2(exponent().difference(before - softmax.M[i]));
       update_row<C.aligned != 0>(O, i / 2, i % 2, row.out(*this), row.stride(*this), in.head_dim_v, any,
-                                 [&](const float &y, bool there, float &x) {
-                                   const float sum = join(there ? y : 0.0f, alpha, x);
-                                   return last ? x = sum : sum;
-                                 });
+                                 [&](const float &y, bool there, float &x) { return join(there ? y : 0.0f, alpha, x, last); });
     }
   }
 
@@ -213,6 +228,9 @@ private:
     const Scores<F, float> scores(in, shared_state().sequence, shared_state().item.b);
     const i32 first = shared_state().item.q + warp_row(), head = shared_state().item.h;
     score_tile(S, scores, tile, [&](int row) { return scores.row(first + 16 * (row / 2) + tile::lane_row(row % 2), head); });
+    if constexpr (F.seqused == kPaged) {
+      if (tile.masked == kLacks) hide_lacking(S, k(), tile);
+    }
   }
 
   __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(unit); }

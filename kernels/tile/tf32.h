@@ -63,8 +63,8 @@ public:
 };
 
 // Global to shared memory, as tile::load. What lies beyond the matrix becomes zero.
-template <int kRows, int kColumns, int kThreads, bool kAligned>
-__device__ __forceinline__ void load(u32 base, const tile::Matrix<const float> &m, int thread) {
+template <int kRows, int kColumns, int kThreads, bool kAligned, class Rows = tile::Matrix<const float>>
+__device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   using S = tile::Share<kRows, 2 * kColumns, kThreads>;
   S s(thread);
 #pragma unroll

@@ -108,8 +108,8 @@ template <int kM, int kC> __device__ __forceinline__ float &element(Accumulator 
   return d[m][2 * c + k % 4 / 2].x[k % 2][2 * r + k / 4];
 }
 
-// y = f(y, there, x) for the elements x of row r of block m of a sum and the row y in memory; there: y exists and may be read. kAligned:
-// columns adjacent, 16-byte addresses, a multiple of 4 of them.
+// y = f(y, there, x) for the elements x of row r of block m of a sum and the row y in memory; there: y exists and may be read, which
+// f alone does: read ahead, it would not stay in registers. kAligned: columns side by side, 16-byte addresses, a multiple of 4 of them.
 template <bool kAligned, int kM, int kC, class F>
 __device__ __forceinline__ void update_row(Accumulator (&d)[kM][kC], int m, int r, float *row, i64 stride, i32 columns, bool reads, F &&f) {
 #pragma unroll

@@ -49,11 +49,11 @@ std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, in
   return {};
 }
 
-std::string check_seqused(const int32_t *used, int64_t batch, const int32_t *cu, int64_t length) {
+std::string check_seqused(const int32_t *used, int64_t batch, const int32_t *cu, int64_t length, bool paged) {
+  const char *what = cu ? ", the length of that sequence's keys" : paged ? ", the positions of a row of page_table" : ", the length of k";
   for (int64_t b = 0; b < batch; b++) {
     const int64_t most = cu ? int64_t{cu[b + 1]} - cu[b] : length;
-    if (used[b] < 0 || used[b] > most)
-      return text(used[b], " at [", b, "]; accepted are 0 to ", most, cu ? ", the length of that sequence's keys" : ", the length of k");
+    if (used[b] < 0 || used[b] > most) return text(used[b], " at [", b, "]; accepted are 0 to ", most, what);
   }
   return {};
 }

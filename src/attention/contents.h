@@ -34,7 +34,7 @@ void own_lists(Problem &);
 
 std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, int64_t max_seqlen);
 // cu: of packed keys, which was checked before; null: each sequence has `length` of them.
-std::string check_seqused(const int32_t *used, int64_t batch, const int32_t *cu, int64_t length);
+std::string check_seqused(const int32_t *used, int64_t batch, const int32_t *cu, int64_t length, bool paged);
 
 // Of the pages that hold keys that count. used: how many of each sequence count, which was checked before; null: all.
 struct PageTable {
@@ -73,8 +73,8 @@ template <class Read> void check_contents(const Problem &p, Read &&read) {
   }
   if (p.seqused_k) {
     const auto used = read(p.seqused_k, p.batch);
-    require("seqused_k", p.packed_k() ? check_seqused(used.data(), p.batch, read(p.cu_seqlens_k, p.batch + 1).data(), 0)
-                                      : check_seqused(used.data(), p.batch, nullptr, p.seqlen_k));
+    require("seqused_k", p.packed_k() ? check_seqused(used.data(), p.batch, read(p.cu_seqlens_k, p.batch + 1).data(), 0, false)
+                                      : check_seqused(used.data(), p.batch, nullptr, p.seqlen_k, p.page_size > 0));
   }
   if (p.page_size) {
     const auto table = read(p.page_table(), p.batch * p.pages_each);

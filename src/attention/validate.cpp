@@ -171,7 +171,8 @@ private:
       if (paged) n.pages = t.k->shape[0];
       if (n.page_size == 0) reasons.add("k", "pages of 0 keys; accepted is 1 or more"), n.page_size = kAny;
       if (n.heads > 0 && (n.heads_kv < 1 || n.heads % n.heads_kv))
-        reasons.add("k", n.heads_kv, " heads for the ", n.heads, " of q; accepted are the divisors of ", n.heads);
+        reasons.add("k", n.heads_kv, " heads for the ", n.heads, " of q; accepted are the divisors of ", n.heads,
+                    paged ? ", on the second axis of (pages, Hkv, page size, D)" : "");
     }
     Types types = key_types();
     if (quantised && t.k && std::count(types.begin(), types.end(), static_cast<DType>(t.k->dtype)))
@@ -206,6 +207,8 @@ private:
     if (!good) reasons.add("k_scale_group", group, "; accepted are the multiples of ", kScaleGroup, ", and 0 for a scale for each key");
     const Types types = {DType::f16, DType::f32};
     const Axes rows = scale_rows();
+    if (t.v_scale && size_t(t.v_scale->rank) < rows.size())
+      reasons.add("v_scale", "a scale for many rows is accepted as a view with strides of 0, as of scale.expand(shape)");
     accept("v_scale", t.v_scale, rows, types);
     if (!good) return;
     Axes of_k = rows;
@@ -259,7 +262,7 @@ private:
     const strobe_tensor *used = t.seqused_k;
     if (!accept("seqused_k", used, {{"B", n.batch}}, {DType::i32}) || !checks.contiguous("seqused_k", *used)) return;
     if (on_cpu(*used) && comparable && n.batch != kAny && n.rows_k != kAny)
-      good_used = add("seqused_k", check_seqused(ints(used), n.batch, cu, n.rows_k));
+      good_used = add("seqused_k", check_seqused(ints(used), n.batch, cu, n.rows_k, paged));
   }
   // In host memory: those that hold keys that count.
   void pages_in_pool() {

@@ -5,6 +5,7 @@
 #pragma once
 #include "decode_products.h"
 #include "isa.h"
+#include "sums.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -102,14 +103,20 @@ __attribute__((noinline)) typename Math::Real exponentials(const typename Math::
                                                            typename Math::Real unit, typename Math::Real *probs,
                                                            const char *ahead = nullptr, int64_t each_ahead = 0) {
   using V = Vec<typename Math::Real>;
-  V sum[2] = {V(0), V(0)};
+  V sum[2] = {V(0), V(0)}, lost(0); // what sum[0] lost
   for (int64_t j = 0; j < count; j += V::kLanes, ahead += each_ahead) {
     for (int64_t n = 0; n < each_ahead; n += 64) __builtin_prefetch(ahead + n, 0, 2);
     const V prob = Math::power((V::load(s + j) - V(reference)) * V(unit));
     prob.store(probs + j);
-    sum[j / V::kLanes % 2] += prob;
+    if constexpr (Math::kExactPower)
+      lost += add_rounded(prob, sum[0]);
+    else
+      sum[j / V::kLanes % 2] += prob;
   }
-  return sum_of_lanes(sum[0] + sum[1]);
+  if constexpr (!Math::kExactPower) return sum_of_lanes(sum[0] + sum[1]);
+  double total = 0;
+  for (int lane = 0; lane < V::kLanes; ++lane) total += double(sum[0].v[lane]) + double(lost.v[lane]);
+  return typename Math::Real(total);
 }
 
 // The rows of a group of heads and a span of the sequence's keys.
@@ -196,7 +203,9 @@ __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t 
       const int64_t at = at_span(n);
       if (results.l[at] == T(0)) continue; // nothing is seen there, and O may not have been written
       const double factor = __builtin_exp2((double(results.m[at]) - reference) * double(head.unit));
-      l += double(results.l[at]) * factor;
+      const double weight = double(results.l[at]) * factor;
+      if (weight == 0) continue; // its P are 0 beside the others': an infinity of V does not show
+      l += weight;
       for (int64_t c = 0; c < p.head_dim_v; ++c) sum[c] += double(results.o[at * results.columns + c]) * factor;
     }
     if (p.sinks) l += __builtin_exp2((sink - reference) * double(head.unit));

@@ -4,6 +4,7 @@
 #include "fma.h"
 #include "keys.h"
 #include "lanes.h"
+#include "sums.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -58,7 +59,7 @@ public:
     if (!kWeightsAreP || p.quantised()) p_ = arena.take<Operand>(padded_ * kPitch);
     if (p.quantised()) scales_ = arena.take<T>(max(kPitch, round_to(p.head_dim, 16)));
     if (p.scaled_by_channel()) scaled_q_ = arena.take<Operand>(padded_ * words_k_ * Lanes::kTerms);
-    o_ = arena.take<T>(padded_ * words_v_ * Elements::kPerWord);
+    for (T **o : {&o_, &o_total_}) *o = arena.take<T>(padded_ * words_v_ * Elements::kPerWord);
     wide_ = arena.take<T>(max(words_k_ * Elements::kPerWord, round_to(p.head_dim_v, 16)));
     copies_ = arena.take<Word>(kKeys * most);
   }
@@ -109,6 +110,7 @@ public:
     const Problem &p = span.p;
     const Rows v(p.v, span.b, span.kv, p.head_dim_v, span.k_begin + span.keys.end, kRun, Lanes::kKeys);
     const int64_t ld = words_v_ * Elements::kPerWord, count = span.count();
+    KeySum<T> sum{o_, o_total_, rows, ld};
     const Operand *weights = p_;
     if (p.quantised()) {
       load_row_scales(p.v_scale, span.b, span.kv, span.k_begin + span.keys.begin, count, scales_);
@@ -127,16 +129,20 @@ public:
       const int64_t j = span.keys.begin + done, most = min((i64)kKeys, (i64)(count - done));
       const bool nonfinite = hides && stores_nonfinite(span.v(), span.b, span.kv, span.k_begin + j, most, p.head_dim_v);
       const auto keys = v.block(span.k_begin + j, most, nonfinite, copies_);
+      sum.expect(j);
       batches(rows, [&](auto batch, int64_t r) __attribute__((always_inline)) {
-        add_values<Lanes, batch>(keys, words_v_, weights + r * kPitch + done * Lanes::kOperands / Lanes::kKeys, o_ + r * ld, ld, done > 0);
+        add_values<Lanes, batch>(keys, words_v_, weights + r * kPitch + done * Lanes::kOperands / Lanes::kKeys, o_ + r * ld, ld,
+                                 sum.started);
       });
+      sum.started = true;
       if (nonfinite)
         add_nonfinite_values(span, j, min((i64)keys.count, (i64)most), rows, probs + done, wide_, o_, ld,
                              [](int64_t c) { return Lanes::place(c); });
       done += keys.count;
     }
+    const T *const result = sum.result();
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < span.p.head_dim_v; ++c) o[r * ldo + c] = o_[r * ld + Lanes::place(c)];
+      for (int64_t c = 0; c < span.p.head_dim_v; ++c) o[r * ldo + c] = result[r * ld + Lanes::place(c)];
   }
 
 private:
@@ -172,7 +178,7 @@ private:
 
   int64_t padded_, words_k_, words_v_;
   Operand *q_, *row_, *p_ = nullptr, *scaled_q_ = nullptr;
-  T *o_, *wide_, *scales_ = nullptr;
+  T *o_, *o_total_, *wide_, *scales_ = nullptr;
   Word *copies_;
 };
 
@@ -188,7 +194,7 @@ public:
     p_ = arena.take<typename Math::Element>(Math::left_size(rows, kKeys));
     v_ = arena.take<typename Math::Element>(Math::rows_size(kKeys, dv));
     wide_ = arena.take<T>(kKeys * max(round_to(d, 16), round_to(dv, 16)));
-    o_ = arena.take<T>(round_to(rows, 32) * round_to(dv, 16));
+    for (T **o : {&o_, &o_total_}) *o = arena.take<T>(round_to(rows, 32) * round_to(dv, 16));
     buffer_ = arena.take<T>(16 * round_to(d, 16));
   }
 
@@ -208,6 +214,7 @@ public:
   void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) {
     const Problem &p = span.p;
     const int64_t dv = p.head_dim_v, ld = round_to(dv, 16);
+    KeySum<T> sum{o_, o_total_, rows, ld};
     for (int64_t j = span.keys.begin; j < span.keys.end; j += kKeys) {
       const int64_t n = min((i64)kKeys, span.keys.end - j), row = span.k_begin + j;
       const T *const weights = probs + (j - span.keys.begin);
@@ -215,16 +222,19 @@ public:
       const auto v = nonfinite || p.quantised()
                          ? Math::load_rows(dense_copy(span.v(), span.b, span.kv, row, n, dv, nonfinite, wide_), 0, 0, 0, n, dv, v_)
                          : Math::load_rows(p.v, span.b, span.kv, row, n, dv, v_);
-      Math::multiply(rows, ld, n, Math::left_rows(weights, rows, n, kPitch, p_), v, o_, ld, j > span.keys.begin);
+      sum.expect(j);
+      Math::multiply(rows, ld, n, Math::left_rows(weights, rows, n, kPitch, p_), v, o_, ld, sum.started);
+      sum.started = true;
       if (nonfinite) add_nonfinite_values(span, j, n, rows, weights, wide_, o_, ld, [](int64_t c) { return c; });
     }
-    for (int64_t r = 0; r < rows; ++r) std::memcpy(o + r * ldo, o_ + r * ld, sizeof(T) * size_t(dv));
+    const T *const result = sum.result();
+    for (int64_t r = 0; r < rows; ++r) std::memcpy(o + r * ldo, result + r * ld, sizeof(T) * size_t(dv));
   }
 
 private:
   typename Math::Left left_;
   typename Math::Element *q_, *k_, *p_, *v_;
-  T *wide_, *o_, *buffer_;
+  T *wide_, *o_, *o_total_, *buffer_;
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -66,26 +66,33 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
         (V::load(l_lost + lane + c * L) * factor).store(l_lost + lane + c * L);
       }
       reference[c] = reference_of(row.m, hidden);
-      sum[c] = V(T(0));
     });
     if (ahead && !moved) fill(alpha, lane, T(1));
     moved |= ahead;
     if (moved && !ahead) fill(alpha + lane, n * L, T(1));
-    for (int64_t j = 0; j < t.keys; j += 2) {
-      const bool both = j + 1 < t.keys;
-      unroll<n>(STROBE_UNROLL(c) {
-        const int64_t at = j * t.width + lane + c * L;
-        V first = Math::power((V::load(s + at) - reference[c]) * unit);
-        V second = both ? Math::power((V::load(s + at + t.width) - reference[c]) * unit) : V(T(0));
-        sum[c] += first + second;
-        if (keep) {
-          first *= V::load(keep + at);
-          if (both) second *= V::load(keep + at + t.width);
-        }
-        out.put(at_key + j, lane + c * L, first, second, both);
-      });
+    const auto exponentiate = [&](int64_t from, int64_t to) __attribute__((always_inline)) {
+      unroll<n>(STROBE_UNROLL(c) { sum[c] = V(T(0)); });
+      for (int64_t j = from; j < to; j += 2) {
+        const bool both = j + 1 < to;
+        unroll<n>(STROBE_UNROLL(c) {
+          const int64_t at = j * t.width + lane + c * L;
+          V first = Math::power((V::load(s + at) - reference[c]) * unit);
+          V second = both ? Math::power((V::load(s + at + t.width) - reference[c]) * unit) : V(T(0));
+          sum[c] += first + second;
+          if (keep) {
+            first *= V::load(keep + at);
+            if (both) second *= V::load(keep + at + t.width);
+          }
+          out.put(at_key + j, lane + c * L, first, second, both);
+        });
+      }
+    };
+    // Each P that is added to a much larger one may be lost: as many as are added at once.
+    constexpr int64_t kAtOnce = Math::kExactPower ? 4 : Math::kChunk;
+    for (int64_t j = 0; j < t.keys; j += kAtOnce) {
+      exponentiate(j, min((i64)(j + kAtOnce), (i64)t.keys));
+      unroll<n>(STROBE_UNROLL(c) { add_exactly(sum[c], l + lane + c * L, l_lost + lane + c * L); });
     }
-    unroll<n>(STROBE_UNROLL(c) { add_exactly(sum[c], l + lane + c * L, l_lost + lane + c * L); });
   };
   int64_t lane = 0;
   for (; lane + kColumns * L <= t.width; lane += kColumns * L) columns(Index<kColumns>{}, lane);

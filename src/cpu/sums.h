@@ -5,11 +5,15 @@
 namespace strobe::inline STROBE_ISA {
 
 // sum += x, one a lane; returns what rounding takes (Knuth's two-sum).
+template <class T> STROBE_INLINE Vec<T> add_rounded(Vec<T> x, Vec<T> &sum) {
+  const Vec<T> before = sum, added = (sum = before + x) - before;
+  return (before - (sum - added)) + (x - added);
+}
 template <class T> STROBE_INLINE Vec<T> add_rounded(Vec<T> x, T *sum) {
-  using V = Vec<T>;
-  const V before = V::load(sum), after = before + x, added = after - before;
-  after.store(sum);
-  return (before - (after - added)) + (x - added);
+  Vec<T> in_lanes = Vec<T>::load(sum);
+  const Vec<T> lost = add_rounded(x, in_lanes);
+  in_lanes.store(sum);
+  return lost;
 }
 
 // The same; what rounding takes is added to lost. The sum is sum + lost.

@@ -299,7 +299,7 @@ TEST_CASE("validate: what host memory holds") {
                   c.resize_memory("page_table", 17 * sizeof(int32_t));
                   c["page_table"].strides[0] = 9;
                 }},
-               {"seqused_k: 41 at [0]; accepted are 0 to 40, the length of k", value("seqused_k", 0, 41)},
+               {"seqused_k: 41 at [0]; accepted are 0 to 40, the positions of a row of page_table", value("seqused_k", 0, 41)},
                {"v: shape (15, 2, 5, 6); accepted is (pages, Hkv, page, Dv) = (16, 2, 5, any)", shape("v", 0, 15)},
                {"mask: shape (2, 1, 21, 39)", shape("mask", 3, 39)},
                {"max_seqlen_k: 40 without cu_seqlens; accepted is 0", set(&strobe_attention::max_seqlen_k, int64_t{40})}});

@@ -3,7 +3,8 @@
 python tests/gpu/record.py [pytest's options]      runs; with -n each worker of pytest-xdist begins at another GPU
 python tests/gpu/record.py --check                 exits with 1 if the record is of other sources than today's, or of a failure
 
-tests/gpu/random_calls.py adds what random calls gave: of the same sources, counts of several runs add up.
+tests/gpu/random_calls.py adds what random calls gave: of the same sources, counts of several runs add up. An edit of a test
+leaves them as they are, since no random call runs one.
 """
 
 from __future__ import annotations
@@ -48,13 +49,15 @@ HELPERS = (
 LEAST_OPTION_SETS = 3000  # of random calls
 # What decides what runs on a GPU, and what its results are compared with. Each tracked file of these folders is one of SOURCES or EXCLUDED.
 ROOTS = ("include", "kernels", "python", "src", "tests/gpu", "tests/python", "tests/reference")
+TESTS = ("tests/gpu/test_*.py", *(f"tests/python/{name}" for name in CONTRACT))
 SOURCES = (
     *("include/**/*.h", "include/**/*.hpp", "kernels/**/*.h"),
     *("src/*.h", "src/*.cpp", "src/attention/*.h", "src/attention/*.cpp", "src/reference/*.h", "src/reference/*.cpp"),
     *("src/cuda/**/*.h", "src/cuda/**/*.cpp", "src/cuda/compile/embed.cmake", "src/ladder/subset.h", "src/ladder/subset.cpp"),
     *("python/glue/*", "python/strobe/**/*.py", "python/strobe_tools/train/*.py"),
     "tests/gpu/*.py",
-    *(f"tests/python/{name}" for name in CONTRACT + HELPERS),
+    *TESTS,
+    *(f"tests/python/{name}" for name in HELPERS),
     "tests/reference/philox.py",
 )
 EXCLUDED = (
@@ -88,10 +91,10 @@ def matched(patterns: Iterable[str]) -> set[Path]:
     return {file for pattern in patterns for file in ROOT.glob(pattern) if file.is_file()}
 
 
-def digest() -> str:
-    """Of the sources that a record speaks of."""
+def digest(*, tests: bool = False) -> str:
+    """Of the sources that random calls depend on; with `tests` of all that a record speaks of."""
     sha = hashlib.sha256()
-    for file in sorted(matched(SOURCES)):
+    for file in sorted(matched(SOURCES) - (set() if tests else matched(TESTS) | {Path(__file__).resolve()})):
         sha.update(f"{file.relative_to(ROOT).as_posix()}\0{essence(file)}\0".encode())
     return sha.hexdigest()
 
@@ -101,7 +104,7 @@ def check() -> int:
         print(f"{RECORD.name}: missing; make test-gpu writes it on a machine with a GPU")
         return 1
     record = json.loads(RECORD.read_text())
-    if record["digest"] != digest():
+    if record["digest"] != digest(tests=True):
         print(f"{RECORD.name} is stale: sources have changed since {record['date']}; run make test-gpu")
         return 1
     if record["status"] not in ENDED:
@@ -112,7 +115,7 @@ def check() -> int:
         print(f"{RECORD.name}: {record['failed']} tests failed on {record['device']}")
         return 1
     drawn = record.get("random")
-    if not drawn or drawn["digest"] != record["digest"]:
+    if not drawn or drawn["digest"] != digest():
         print(f"{RECORD.name} has no random calls of today's sources; run make test-gpu-random")
         return 1
     if drawn["wrong"] or drawn["option_sets"] < LEAST_OPTION_SETS:
@@ -140,7 +143,7 @@ def run(options: list[str]) -> int:
     if not torch.cuda.is_available():
         print("PyTorch sees no CUDA device here", file=sys.stderr)
         return 2
-    before = digest()
+    before = digest(tests=True)
     report = ROOT / "build" / "gpu-tests.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)

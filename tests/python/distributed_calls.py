@@ -62,6 +62,13 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "a name": lambda a: a.update(is_causal=True),
     "a mask": lambda a: a.update(mask=torch.ones(3, 3, dtype=torch.bool)),
     "a bias": lambda a: a.update(bias=torch.zeros(1, 1, 1, S + 1)),
+    "slopes of other heads": lambda a: a.update(alibi_slopes=torch.zeros(2 * H)),
+    "sinks of other heads": lambda a: a.update(sinks=torch.zeros(H - 1)),
+    "a mask of other heads": lambda a: a.update(mask=torch.ones(1, 2 * H, 1, S, dtype=torch.bool)),
+    "a bias of other rows": lambda a: a.update(
+        bias=torch.zeros(1, 1, a["q"].shape[2] + 1, S), method="heads" if a["layout"].world_size == 2 else "gather"
+    ),
+    "meta": lambda a: a.update({name: a[name].to("meta") for name in "qkv"}),
     "a part": lambda a: a.update(part=strobe.Part([(0, 1)], [(0, 1)], 1, 1)),
     "an engine": lambda a: a.update(engine="no such engine"),
     "a layout": lambda a: a.update(layout="bshd"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -204,7 +207,7 @@ def test_prewarm_says_why_a_kernel_does_not_compile(run, monkeypatch):
     def fails(job):
         raise RuntimeError("strobe::mma::Forward for sm_90: nvrtcCompileProgram of NVRTC 13.0: an error")
 
-    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, mp_context: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, **_: ThreadPoolExecutor(processes))
     monkeypatch.setattr(prewarm.Job, "run", fails)
     done = run("prewarm", "--arch", "90")
     assert done.exit_code == 1
@@ -223,8 +226,9 @@ def without_compiler(monkeypatch, tmp_path):
         return [Kernel(name, 168, 0, False, True) for name in job.names()[0]], ""
 
     in_turn = SimpleNamespace(map=map)  # a call begins when the one before has been told
-    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, mp_context: nullcontext(in_turn))
+    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, **_: nullcontext(in_turn))
     monkeypatch.setattr(prewarm.Job, "run", run)
+    monkeypatch.setattr(prewarm, "_missing", lambda asked: set())  # as if they were kept
     monkeypatch.setattr(progress, "perf_counter", lambda: clock)
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
 
@@ -259,6 +263,48 @@ def test_prewarm_says_first_what_it_will_take(run, tmp_path):
     assert "--common compiles" not in few
 
 
+FEW = ("--arch", "90", "--head-dim", "64", "--dtype", "bfloat16", "--feature", "sinks")
+
+
+def test_prewarm_says_that_nothing_was_kept(run, monkeypatch, tmp_path):
+    if not compiled_for():
+        pytest.skip("no NVRTC")
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "none"))
+    monkeypatch.setenv("STROBE_CACHE_READONLY", "1")
+    done = run("prewarm", *FEW)
+    assert done.exit_code == 1
+    assert re.search(r"strobe prewarm: (\d+) of \1 compiled kernels were not kept; kernel cache: ", done.output), done.output
+
+
+def test_prewarm_ends_when_it_is_interrupted(tmp_path):
+    """By Ctrl-C, which reaches all processes of a terminal's group. It waited for ever."""
+    if not compiled_for():
+        pytest.skip("no NVRTC")
+    environment = os.environ | {"STROBE_CACHE_DIR": str(tmp_path)}
+    command = [
+        sys.executable,
+        "-c",
+        "from strobe_tools.cli import main; main()",
+        "prewarm",
+        "--arch",
+        "90",
+        "--head-dim",
+        "64",
+        "--jobs",
+        "2",
+    ]
+    process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        while not list(tmp_path.glob("*/*")):  # it compiles
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) != 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("arch", [91, 130])
 def test_prewarm_promises_nothing_for_an_architecture_that_the_compiler_does_not_know(run, arch):
     possible = [cc for cc in compiled_for() if cc >= 61]
@@ -278,7 +324,7 @@ def test_prewarm_gives_each_reason_once(run, monkeypatch, tmp_path):
         name = next(iter(job.names()[0]))
         return [], f"{name} for sm_{job.compute_capability}a: not in a cache (/none), and there is no NVRTC"
 
-    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, mp_context: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, **_: ThreadPoolExecutor(processes))
     monkeypatch.setattr(prewarm.Job, "run", refuses)
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
     done = run("prewarm", "--arch", "90", "--common")

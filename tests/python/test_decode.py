@@ -170,3 +170,19 @@ def test_what_is_hidden_changes_nothing(dtype, bad):
         assert not out[:, :, 2].isfinite().any(), engine
         used = torch.tensor([700], dtype=torch.int32)
         assert strobe.attention(q, k, damaged, seqused_k=used, engine=engine).isfinite().all(), engine
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "cpu-amx"])  # where it is NaN: docs/semantics.md
+@pytest.mark.parametrize("sq", [1, 17])
+def test_an_infinite_value_whose_weight_is_0_does_not_show(engine, sq):
+    """However the keys lie in spans: the first one's scores were the largest of the span, and 0 times infinity no number."""
+    q, k, v = torch.ones(1, 1, sq, 16), torch.zeros(1, 1, 4096, 16), torch.ones(1, 1, 4096, 16)
+    k[:, :, :2000] = -3000
+    v[:, :, 5] = torch.inf
+    if engine == "cpu-avx512bf16":
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+    try:
+        out = strobe.attention(q, k, v, engine=engine)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    torch.testing.assert_close(out, torch.ones_like(out))

@@ -37,6 +37,11 @@ WORDS = {
     "a name": "attention() got an unexpected keyword argument 'is_causal'; did you mean causal?",
     "a mask": "mask: shape (3, 3); accepted is",
     "a bias": "bias: shape (1, 1, 1, 38); accepted is",
+    "slopes of other heads": "alibi_slopes: shape (8); accepted is",
+    "sinks of other heads": "sinks: shape (3); accepted is (H) = (4)",
+    "a mask of other heads": "mask: shape (1, 8, 1, 37); accepted is",
+    "a bias of other rows": "bias: shape (1, 1, {more}, 37); accepted is",
+    "meta": "q: on the device meta; accepted is one that has memory",
     "a part": "part: given; accepted is None, for the layout says it",
     "an engine": "engine: ",
     "a layout": 'layout: str; accepted is a strobe.distributed.Layout; the order of axes is axes="bshd"',
@@ -56,7 +61,7 @@ def test_one_wrong_call_raises_on_all(workers, change):
         answers = workers.run(calls.fails_on, world, rank, change, "wrong")
         assert len(set(answers)) == 1
         own = Layout.zigzag(calls.S, world).count(rank)
-        assert answers[0][1].startswith(WORDS[change].format(own=own, less=own - 1, world=world)), answers[0]
+        assert answers[0][1].startswith(WORDS[change].format(own=own, less=own - 1, more=own + 1, world=world)), answers[0]
         assert all(line.endswith(f"[rank {rank} of {world}]") for line in answers[0][1].splitlines())
         assert answers[0][0] in ("TypeError", "ValueError", "NotImplementedError")
 

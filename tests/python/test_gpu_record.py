@@ -41,8 +41,8 @@ def test_random_calls_of_the_same_sources_add_up(tmp_path):
 )
 def test_check(drawn, says, tmp_path, monkeypatch, capsys):
     digest = "of today's sources"
-    monkeypatch.setattr(record, "digest", lambda: digest)
-    found = {"digest": digest, "date": "today", "status": 0, "passed": 5, "failed": 0, "skipped": 0, "device": "a GPU"}
+    monkeypatch.setattr(record, "digest", lambda *, tests=False: f"{digest} and tests" if tests else digest)
+    found = {"digest": f"{digest} and tests", "date": "today", "status": 0, "passed": 5, "failed": 0, "skipped": 0, "device": "a GPU"}
     file = tmp_path / "record.json"
     file.write_text(json.dumps(found | ({} if drawn is None else {"random": {"digest": digest} | drawn})))
     monkeypatch.setattr(record, "RECORD", file)
@@ -76,6 +76,24 @@ def test_sources(name):
     assert file in record.matched(record.SOURCES)
     left_out = {"tests/python/test_contract.py": "tests/python/test_*.py"}  # of which the contract's are sources
     assert (file in record.matched(record.EXCLUDED)) == (name in left_out)
+
+
+def test_an_edited_test_leaves_random_calls_of_today(tmp_path, monkeypatch):
+    for name in ("tests/gpu/test_runtime.py", "tests/python/test_parts.py", "tests/python/check.py", "tests/gpu/record.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "tests/gpu/record.py"))
+
+    def changed_by(name):
+        before = record.digest(), record.digest(tests=True)
+        (tmp_path / name).write_text("after")
+        return [now != then for now, then in zip((record.digest(), record.digest(tests=True)), before, strict=True)]
+
+    assert changed_by("tests/gpu/test_runtime.py") == [False, True]
+    assert changed_by("tests/python/test_parts.py") == [False, True]
+    assert changed_by("tests/gpu/record.py") == [False, True]
+    assert changed_by("tests/python/check.py") == [True, True]
 
 
 class Told:

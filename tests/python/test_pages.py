@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -35,16 +36,23 @@ class Problem:
         return strobe.attention(self.q, self.pages.k, self.pages.v, **options)
 
 
-def problem(page: int, sq: int = 5, dtype: torch.dtype = torch.float32, keys: int = 96, d: int = D, used: list[int] = USED) -> Problem:
+def problem(
+    page: int, sq: int = 5, dtype: torch.dtype = torch.float32, keys: int = 96, d: int = D, used: list[int] = USED, dv: int = DV
+) -> Problem:
     g = torch.Generator().manual_seed(page)
     sk = -(-keys // page) * page
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g).to(DEVICE, dtype)
 
-    q, k, v = normal(B, H, sq, d), normal(B, HKV, sk, d), normal(B, HKV, sk, DV)
+    q, k, v = normal(B, H, sq, d), normal(B, HKV, sk, d), normal(B, HKV, sk, dv)
     pages = in_pages(k, v, used, page, g)
     return Problem(q, k, v, Pages(*(x.to(DEVICE) for x in pages)), torch.tensor(used, dtype=torch.int32, device=DEVICE))
+
+
+def widths(engine: str) -> dict[str, int]:
+    """Head dimensions that it takes."""
+    return {"d": 64, "dv": 72} if engine == "cuda-tf32" else {}
 
 
 def close(found: Any, expected: Any, dtype: torch.dtype) -> None:
@@ -69,7 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_as_contiguous(name, sq, dtype, engine):
     """On CPUs bit by bit: nothing but where a row lies is another."""
-    p = problem(16, sq, dtype)
+    p = problem(16, sq, dtype, **widths(engine))
     options = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in OPTIONS[name].items()}
     with running_on(engine):
         try:
@@ -87,7 +95,7 @@ def test_as_contiguous(name, sq, dtype, engine):
 @pytest.mark.parametrize("page", [1, 3, 16, 31, 64, 300])
 def test_any_page_size(page, engine):
     for sq in (2, 40):
-        p = problem(page, sq, dtype_of(engine))
+        p = problem(page, sq, dtype_of(engine), **widths(engine))
         with running_on(engine):
             try:
                 found = p.paged(causal=True, engine=engine)
@@ -168,9 +176,10 @@ def test_auxiliary_results():
     torch.testing.assert_close(packed.column_sums, expected.column_sums, rtol=0, atol=1e-5)
 
 
-def test_nothing_counts():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_counts(dtype):
     for lengths in ([0, 0, 0], []):
-        p = problem(16, used=[0, 0, 0])
+        p = problem(16, dtype=dtype, used=[0, 0, 0])
         b = len(lengths)
         out, lse = strobe.attention(p.q[:b], *p.pages[:2], page_table=p.pages.table[:b], seqused_k=p.used[:b], return_lse=True)
         assert not out.any()
@@ -178,6 +187,15 @@ def test_nothing_counts():
         empty = [x[:0] for x in p.pages[:2]]  # no page at all
         assert not strobe.attention(p.q[:b], *empty, page_table=p.pages.table[:b], seqused_k=p.used[:b]).any()
         assert not strobe.attention(p.q[:b], *p.pages[:2], page_table=p.pages.table[:b, :0]).any()
+        bias = torch.zeros(1, 1, 5, 8, dtype=dtype, device=DEVICE)[..., :1]
+        for engine in available_engines():
+            with running_on(engine), contextlib.suppress(NotImplementedError):
+                assert not strobe.attention(p.q[:b], *p.pages[:2], page_table=p.pages.table[:b, :0], bias=bias, engine=engine).any()
+        empty = [x[:0] for x in p.pages[:2]]  # no page at all
+        assert not strobe.attention(p.q[:b], *empty, page_table=p.pages.table[:b], seqused_k=p.used[:b]).any()
+        bias = torch.zeros(1, 1, 5, 8, dtype=dtype, device=DEVICE)[..., :1]
+        for more in ({}, {"bias": bias}):
+            assert not strobe.attention(p.q[:b], *p.pages[:2], page_table=p.pages.table[:b, :0], **more).any()
         for pool in (p.pages[:2], empty):
             aux = strobe.attention(p.q[:b], *pool, page_table=p.pages.table[:b], seqused_k=p.used[:b], aux=("max_logit", "column_sums"))
             assert (aux.max_logit == -torch.inf).all()
@@ -213,7 +231,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"page_table": torch.zeros(3, 6, dtype=torch.int64)}, r"page_table: dtype int64; accepted is int32; page_table.int\(\)"),
     ({"page_table": torch.zeros(6, dtype=torch.int32)}, "page_table: rank 1; accepted is rank 2"),
     ({"page_table": torch.zeros(6, 3, dtype=torch.int32).T}, "page_table: strides"),
-    ({"seqused_k": torch.tensor([97, 0, 0], dtype=torch.int32)}, "seqused_k: 97 at"),
+    (
+        {"seqused_k": torch.tensor([97, 0, 0], dtype=torch.int32)},
+        r"seqused_k: 97 at \[0\]; accepted are 0 to 96, the positions of a row of page_table",
+    ),
     ({"cu_seqlens_k": torch.tensor([0, 5, 9, 12], dtype=torch.int32)}, "cu_seqlens_k: given beside page_table"),
     ({"max_seqlen_k": 96}, "max_seqlen_k: 96 without cu_seqlens"),
     ({"part": strobe.Part([(0, 5)], [(0, 96)], 5, 96)}, "page_table: given beside part"),
@@ -249,7 +270,7 @@ def test_pages_outside_the_pool():
 @pytest.mark.parametrize("page", [1, 7, 16, 64])
 def test_keys_of_pages_outside_the_pool_are_hidden(page, sq, dtype, engine):
     """In device memory, where nobody checks the numbers; V of the page that stands in their place may hold no numbers."""
-    p = problem(page, sq, dtype)
+    p = problem(page, sq, dtype, **widths(engine))
     p.pages.v[0, :, 0] = torch.inf
     seen = torch.ones(B, 1, 1, p.k.shape[2], dtype=torch.bool, device=DEVICE)
     for n, (b, place) in enumerate(((0, 0), (0, p.pages.table.shape[1] - 1), (2, 0))):

@@ -146,6 +146,27 @@ def test_accumulate_without_a_part(dtype, engine):
 
 
 @pytest.mark.parametrize("engine", available_engines())
+def test_no_sequences(engine):
+    """The lists of the block mask are empty, then, and have no addresses, though the heads begin behind the whole problem's first."""
+    dtype = torch.bfloat16 if engine in ("cuda-sm90", "cuda-mma") else torch.float32
+    q, k, v, sinks = (
+        torch.zeros(shape, dtype=of, device=DEVICE, requires_grad=True) for shape, of in [((0, 2, 64), dtype)] * 3 + [((2,), torch.float32)]
+    )
+    none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    part = strobe.Part([[]], [[]], [], [], first_head=1, heads=4)
+    kept = strobe.BlockMask.from_kept(torch.ones(0, 4, 1, 1, dtype=torch.bool, device=DEVICE), 128, 128, 8, 8)
+    lengths = {"cu_seqlens_q": none, "cu_seqlens_k": none, "max_seqlen_q": 8, "max_seqlen_k": 8}
+    with running_on(engine):
+        try:
+            out = strobe.attention(q, k, v, part=part, block_mask=kept, sinks=sinks, engine=engine, **lengths)
+        except NotImplementedError as refusal:
+            pytest.skip(str(refusal))
+        gradients = torch.autograd.grad(out, (q, k, v, sinks), torch.ones_like(out))
+    assert out.shape == q.shape
+    assert not gradients[-1].any()
+
+
+@pytest.mark.parametrize("engine", available_engines())
 def test_keys_behind_the_last_query_are_hidden(engine):
     """The queries of a part end before those of the whole sequence, which would see the keys that hold no numbers here."""
     g = torch.Generator().manual_seed(2)

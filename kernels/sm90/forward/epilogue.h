@@ -99,7 +99,7 @@ __device__ __forceinline__ void finish_chunk(Warpgroup<C> &group, const Item &it
   const HopperForwardArguments &a = group.a;
   const Inputs &in = group.in;
   const float infinity = -minus_infinity<float>();
-  const HeldRows held = in.held(computed_here(item.b)); // nothing is kept in registers for this
+  const HeldRows held = in.held<C.features.seqused>(computed_here(item.b)); // nothing is kept in registers for this
   bool nonfinite = false;
   float zero = 0;
 #pragma unroll

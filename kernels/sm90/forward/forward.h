@@ -1,7 +1,7 @@
-// FlashAttention-2's forward on Hopper. One thread of a block has the copy engine bring Q and, tile by tile, K and V into shared memory;
-// each of the other warpgroups owns 64 queries: S, P, O, m and l of them in its registers. While the tensor cores compute P V of one tile
-// and Q K^T of the next, the warpgroup takes the softmax of the one between (FlashAttention-3, Shah et al. 2024); the warpgroups take turns
-// at issuing. query_tile.h has the loop.
+// FlashAttention-2's forward on Hopper. One thread of a block (where K and V lie in pages, a warp) has the copy engine bring Q and, tile by
+// tile, K and V into shared memory; each of the other warpgroups owns 64 queries: S, P, O, m and l of them in its registers. While the
+// tensor cores compute P V of one tile and Q K^T of the next, the warpgroup takes the softmax of the one between (FlashAttention-3, Shah et
+// al. 2024); the warpgroups take turns at issuing. query_tile.h has the loop.
 #pragma once
 #include "assign.h"
 #include "load.h"
@@ -21,7 +21,7 @@ template <Config C> struct Forward {
     const int warpgroup = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);
     if (warpgroup == 0) {
       registers_lower<C.registers_load>();
-      if (threadIdx.x == 0) Load<C>{a, a.in, shared}.all();
+      if (Load<C>::kPaged ? threadIdx.x < 32 : threadIdx.x == 0) Load<C>{a, a.in, shared}.all();
       if (threadIdx.x == 64) LoadQ<C>{a, shared}.all();
       if (threadIdx.x == 32) Assign<C>{a, a.in, shared}.all();
     } else {

@@ -1,4 +1,5 @@
-// One thread of a block tells the copy engine what to fetch of K and V, tile by tile; another one, of Q.
+// One thread of a block, or where they lie in pages a warp, tells the copy engine what to fetch of K and V, tile by tile; another one, of
+// Q.
 #pragma once
 #include "../../attention/schedule.h"
 #include "../../device/keys.h"
@@ -99,8 +100,25 @@ private:
   i32 tile_, down_, up_;
 };
 
+// Rows of K and V in pages: each lane of the warp that loads asks for 16 of a tile, and they lie in one page.
+struct PagedRows {
+  enum : i32 { kCount = 16 };
+  i32 row, page; // of the first one; behind a page's last row, where the copy engine finds zeros, if the lane has none
+  bool lacks;    // the page is none of the pool's
+  // Of the lane's rows of a tile of keys, which begins at a multiple of kCount; what the table has behind `end` is not read.
+  __device__ __forceinline__ PagedRows(const SequencePages &pages, i32 begin, i32 end) : row((i32)pages.page), page(0), lacks(false) {
+    const i32 j = begin + (i32)threadIdx.x % 32 * kCount;
+    if (j >= end) return;
+    const u32 n = pages.number(j), entry = (u32)pages.table[n];
+    lacks = entry >= pages.pages;
+    if (!lacks) row = j - (i32)(n * pages.page), page = (i32)entry;
+  }
+};
+
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
+  // In pages: then a warp loads, else a thread. (As an enum it leaves no symbol in kernels that read none.)
+  enum : bool { kPaged = C.features.seqused == strobe::kPaged };
   static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
   const Inputs &in;
@@ -109,7 +127,7 @@ template <Config C> struct Load {
   u32 items = 0;
 
   __device__ __forceinline__ void all() {
-    tma_prefetch(a.tma_k.map), tma_prefetch(a.tma_v.map);
+    if (one()) tma_prefetch(a.tma_k.map), tma_prefetch(a.tma_v.map);
     if constexpr (C.bias_by_tma) tma_prefetch(a.tma_bias.map);
 #pragma unroll 1
     for (;; ++items) {
@@ -117,7 +135,7 @@ template <Config C> struct Load {
       const Item item = read<Item>(shared.item());
       if (item.kind() == kNone) break;
       load(item);
-      mbarrier_arrive(shared.item_empty()); // only now: assign.h draws the next item when this one is loaded
+      if (one()) mbarrier_arrive(shared.item_empty()); // only now: assign.h draws the next item when this one is loaded
     }
   }
 
@@ -140,14 +158,23 @@ template <Config C> struct Load {
     bool more = tiles.next(next);
     if (!more) next.begin = next.end = 0, next.masked = true;
     if constexpr (C.features.part) next.shift = more ? next.shift : 0;
-    i32 before = -1; // the first row of the tile whose V is still to be loaded
+    i32 before = -1; // the first row of the tile whose V is still to be loaded; in pages 0, for the message about it says which that is
 #pragma unroll 1
     do {
       const KeyTile tile = next;
       const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
-      if constexpr (C.reference == kFixed) more = more && load_shared(shared.lost()) != items;
+      if constexpr (C.reference == kFixed && kPaged) // all lanes as one: meanwhile it may be written
+        more = __shfl_sync(0xFFFFFFFFu, load_shared(shared.lost()), 0) != items && more;
+      else if constexpr (C.reference == kFixed)
+        more = more && load_shared(shared.lost()) != items;
       more = more && tiles.next(next);
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
+      if constexpr (kPaged) {
+        load_k_in_pages(item, tile, C.invariant && more ? end_of_run(tiles, run, next.begin) : !more, kv);
+        if (before >= 0) load_v_in_pages(item.b, kv);
+        before = 0;
+        continue;
+      }
       if constexpr (C.invariant)
         write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN,
               !more ? Tile::kLast : end_of_run(tiles, run, next.begin));
@@ -160,6 +187,7 @@ template <Config C> struct Load {
       if (before >= 0) load_v(k0 + before, kv, item.b);
       before = first_row(tile);
     } while (more);
+    if constexpr (kPaged) return load_v_in_pages(item.b, kv);
     load_v(k0 + before, kv, item.b);
   }
 
@@ -180,6 +208,25 @@ template <Config C> struct Load {
     load<C.columns_v()>(a.tma_v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
     v.advance();
   }
+  // The thread that tells the others, and the barriers.
+  static __device__ __forceinline__ bool one() { return !kPaged || threadIdx.x == 0; }
+  __device__ __forceinline__ void load_k_in_pages(const Item &item, const BasicKeyTile<i32> &tile, i32 last, i32 kv) {
+    const PagedRows rows(in.pages(item.b), tile.begin, tile.end);
+    const i32 lacking = (i32)__ballot_sync(0xFFFFFFFFu, rows.lacks) * Tile::kLacks;
+    if (one()) write(shared.tile(k.index), tile.begin, tile.end, lacking | (lacking || tile.masked || tile.end - tile.begin < kN), last);
+    load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u), shared.k + k.index * C.k_bytes(),
+                      rows.row, kv, rows.page);
+    if (C.bias_by_tma && one()) load_bias(item, tile.begin);
+    k.advance();
+  }
+  // The message about a tile is in the place of its K, whose number is that of its V. (It is written again for the tile that follows so
+  // many later; and nothing is kept in registers for this.)
+  __device__ __forceinline__ void load_v_in_pages(i32 b, i32 kv) {
+    static_assert(C.stages >= 2);
+    const Tile tile = read<Tile>(shared.tile(v.index));
+    const PagedRows rows(in.pages(b), tile.begin, tile.end);
+    load_v(rows.row, kv, rows.page);
+  }
   // It comes with K.
   __device__ __forceinline__ void load_bias(const Item &item, i32 column) {
     for (i32 c = 0; c < C.tile_k; c += 64) {
@@ -191,7 +238,13 @@ template <Config C> struct Load {
   }
   template <int kColumns>
   static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 bytes, u32 address, i32 row, i32 head, i32 b) {
-    mbarrier_expect(full, bytes);
+    if (one()) mbarrier_expect(full, bytes);
+    if constexpr (kPaged) {
+      __syncwarp();
+      const i32 first = (i32)threadIdx.x % 32 * PagedRows::kCount;
+      if (first >= kN) return;
+      address += first * kRowBytes;
+    }
 #pragma unroll
     for (int c = 0; c < kColumns; c += 64)
       tma_load(address + kN * kRowBytes * (c / 64), x.map, full, c, row, head * x.head_step, b * x.batch_step);
@@ -231,7 +284,7 @@ private:
   // Where the row of query 0 would be.
   __device__ __forceinline__ i64 first_row(const Item &item, u32 n) const {
     if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
-    return a.in.held(item.b).q0;
+    return a.in.held<C.features.seqused>(item.b).q0;
   }
   // All queries of a warpgroup's heads; beyond the last there is nothing, or another group.
   __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {

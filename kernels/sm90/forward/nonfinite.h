@@ -71,7 +71,7 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   const Scores<F, float, C.reference != kExact ? Functions::rough : Functions::half> scores(in, sequence, item.b);
   group.together(); // the results are in memory
   const Results<C> results = results_of(group, item, sequence.q0, scores.seqlen_q);
-  const Keys<T> value = v_of<T>(in, sequence, item.b, (i32)group.a.group_divisor.divide(item.h));
+  const auto value = v_of<T, F>(in, sequence, item.b, (i32)group.a.group_divisor.divide(item.h));
   if constexpr (F.part) return add_nonfinite_of_part(item, sequence, scores, dropout, value, results);
   BasicSchedule<i32> tiles = schedule<C>(group.a, narrow(sequence.band), item);
   BasicKeyTile<i32> t;

@@ -30,6 +30,7 @@ struct HeldQueries {
 struct Tile {
   i32 begin, end;
   i32 masked, last;
+  enum : i32 { kLacks = 2 }; // masked, besides: of each 16 keys a bit from this on, whether their page is none of the pool's
   // last: of all; of a chunk of keys, if they are walked over by chunks; of the last chunk, which comes once more.
   enum Last : i32 { kLast = 1, kLastOfChunk, kLastBeforeAgain };
 };

@@ -152,6 +152,9 @@ private:
         score<true>(t);
       else
         hide(t);
+      if constexpr (F.seqused == kPaged) {
+        if (t.masked >= Tile::kLacks) hide_lacking(t);
+      }
     } else if (scored) {
       score<false>(t);
     }
@@ -168,6 +171,12 @@ private:
         const i32 j = i / 4 * 8 + i % 2;
         if ((F.band && j < begin) || j >= end) S[i] = minus_infinity<float>();
       }
+    }
+  }
+  __device__ __forceinline__ void hide_lacking(const Tile &t) {
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      if (t.masked & Tile::kLacks << i / 8) S[i] = minus_infinity<float>();
     }
   }
   template <bool kByPosition> __device__ __forceinline__ void score(const Tile &t) {

@@ -197,6 +197,8 @@ def prepare(
         wrong.append(ValueError(f"deterministic: {shown(options.pop('deterministic'))}; accepted is True, False or 'world'"))
     for name, x in (("q", q), ("k", k), ("v", v)):
         refused = TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor") if not isinstance(x, Tensor) else unfit(name, x, TORCH)
+        if refused is None and world > 1 and x.device.type == "meta":
+            refused = ValueError(f"{name}: on the device meta; accepted is one that has memory, whose rows can be sent to other ranks")
         if refused is not None:
             wrong.append(refused)
     if wrong or layouts is None:

@@ -256,6 +256,18 @@ def in_own_words(call: Call, refused: Exception) -> Exception:
     """What is wrong with the rank's own tensors, in their shapes, if that is why a call on others was refused."""
     if not isinstance(refused, ValueError):
         return refused
+    reasons = _own_reasons(call)
+    return ValueError("\n".join(reasons)) if reasons else refused
+
+
+def check_shapes(call: Call) -> None:
+    """Raises what is wrong with arguments that methods cut by heads or send by rows before the library sees them."""
+    names = {"alibi_slopes", "sinks", "mask", "bias"} & call.p.arrays.keys()
+    if names and (wrong := [reason for reason in _own_reasons(call) if reason.partition(":")[0] in names]):
+        raise ValueError("\n".join(wrong))
+
+
+def _own_reasons(call: Call) -> list[str]:
     own = call.plan.q[call.rank], call.plan.k[call.rank]
     arrays = {name: x for name, x in call.p.arrays.items() if name != "seqused_k"}
     if call.plan.packed:
@@ -263,8 +275,7 @@ def in_own_words(call: Call, refused: Exception) -> Exception:
             arrays[name] = cu_seqlens_of(ranges, cu, call.device)
     options = {name: x for name, x in call.p.options.items() if name != "invariant"}
     options["part"] = part_numbers(call.plan, *own, 0, call.heads, False)
-    reasons = _run.reasons_against(TORCH, Request(arrays, options), {}, False)
-    return ValueError("\n".join(reasons)) if reasons else refused
+    return _run.reasons_against(TORCH, Request(arrays, options), {}, False)
 
 
 def backward_into(p: Request, known: Results, made: Results) -> Results:

@@ -18,7 +18,7 @@ from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS
 from .._request import Request
 from ..arrays.torch import TORCH
 from ._agree import Said, agree, drawn_by_first
-from ._call import Call, Pass, Plan, Results, check, facts_of, in_own_words
+from ._call import Call, Pass, Plan, Results, check, check_shapes, facts_of, in_own_words
 from ._group import Levels, of_name, takes
 from ._heads import has_rows
 from ._late import Waits
@@ -162,6 +162,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
         call = Call(p, plan_of(p, own.layout_q, own.layout_k), own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
         if not takes(own.group, q.device):
             raise ValueError(f"q: on {q.device}; accepted is a device of the group's backend, {own.group.name()}")
+        check_shapes(call)
         facts = facts_of(p, call.plan, size_of(own.levels))
         if (against := reason_against(own.method, facts)) is not None:
             raise ValueError(against)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -186,16 +188,23 @@ def command(
         missing = _announce(asked, small, processes, cache, console)
         with (
             Progress("kernels compiled", len(missing), console) as progress,
-            ProcessPoolExecutor(min(processes, len(asked)), mp_context=get_context("spawn")) as pool,
+            ProcessPoolExecutor(min(processes, len(asked)), mp_context=get_context("spawn"), initializer=_leave_interrupts) as pool,
         ):
-            for job, (made, reason) in zip(asked, pool.map(Job.run, asked), strict=True):
-                if reason:
-                    refused[job] = reason
-                for kernel in made:
-                    key = (job.compute_capability, kernel.name)
-                    if key not in found or kernel.compiled:
-                        found[key] = kernel
-                progress.update(len(found.keys() & missing), str(job))
+            try:
+                for job, (made, reason) in zip(asked, pool.map(Job.run, asked), strict=True):
+                    if reason:
+                        refused[job] = reason
+                    for kernel in made:
+                        key = (job.compute_capability, kernel.name)
+                        if key not in found or kernel.compiled:
+                            found[key] = kernel
+                    progress.update(len(found.keys() & missing), str(job))
+            except KeyboardInterrupt:  # the pool's end would wait for a lock that one of its processes holds
+                for process in active_children():
+                    process.terminate()
+                click.echo("Aborted!", err=True)
+                sys.stdout.flush()
+                os._exit(130)
     except (RuntimeError, ValueError, MemoryError) as error:  # a kernel that does not compile, a process that was killed
         click.echo(f"strobe prewarm: {error}", err=True)
         raise SystemExit(1) from None
@@ -212,9 +221,22 @@ def command(
     spilling = [(cc, k) for (cc, _), k in found.items() if max_spill is not None and k.spilled > max_spill]
     for cc, kernel in spilling:
         console.print(f"[red]spills {kernel.spilled} bytes[/red] sm_{cc} {kernel.name}")
+    lost = len(_missing(asked) & {key for key, kernel in found.items() if kernel.compiled})
+    if lost:
+        click.echo(f"strobe prewarm: {lost} of {compiled} compiled kernels were not kept; kernel cache: {cache}", err=True)
     nothing = [cc for cc in arch if all(job in refused for job in asked if job.compute_capability == cc)]
-    if spilling or nothing:
+    if spilling or nothing or lost:
         raise SystemExit(1)
+
+
+def _leave_interrupts() -> None:
+    """In a process that compiles: one that Ctrl-C ends within a call of the pool may leave a lock behind, for which the others wait."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _missing(asked: Sequence[Job]) -> set[tuple[int, str]]:
+    """The kernels that the cache does not have: compute capability and name."""
+    return {(job.compute_capability, name) for job in asked for name, there in job.names()[0].items() if not there}
 
 
 def _announce(asked: Sequence[Job], small: Sequence[Job], processes: int, cache: str, console: Console) -> set[tuple[int, str]]:

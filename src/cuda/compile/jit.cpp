@@ -2,13 +2,14 @@
 #include "cuda/compile/jit.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
+#include <condition_variable>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <unordered_set>
 #include <vector>
 
 #include "attention/text.h"
@@ -57,10 +58,41 @@ private:
   std::vector<std::atomic<const Entry *>> slots_;
 };
 
+// Hashes of the kernels that some thread is loading: a kernel is loaded once, others meanwhile.
+class Loading {
+public:
+  class Turn {
+  public:
+    Turn(Loading &all, uint64_t hash) : all_(all), hash_(hash) {
+      std::unique_lock lock(all_.mutex_);
+      all_.ended_.wait(lock, [&] { return !all_.hashes_.contains(hash); });
+      all_.hashes_.insert(hash);
+    }
+    ~Turn() {
+      {
+        const std::lock_guard lock(all_.mutex_);
+        all_.hashes_.erase(hash_);
+      }
+      all_.ended_.notify_all();
+    }
+    Turn(const Turn &) = delete;
+    Turn &operator=(const Turn &) = delete;
+
+  private:
+    Loading &all_;
+    uint64_t hash_;
+  };
+
+private:
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  std::unordered_set<uint64_t> hashes_;
+};
+
 // Never destroyed: other threads may still run at exit.
 struct Kernels {
   std::atomic<Table *> table = new Table(256);
-  std::array<std::mutex, 64> loading; // by hash: a kernel is loaded once, others meanwhile
+  Loading loading;
 
   std::mutex growing;
   std::vector<std::unique_ptr<const Entry>> entries;
@@ -156,7 +188,7 @@ const Kernel &load(const KernelSource &source, std::span<const int32_t> config, 
   Kernels &all = kernels();
   const uint64_t hash = hash_of(source, config, device.ordinal);
   cuda::device(device.ordinal); // in a forked child another thread of the parent may hold a lock for ever: this throws there
-  const std::lock_guard lock(all.loading[hash % all.loading.size()]);
+  const Loading::Turn turn(all.loading, hash);
   if (const Kernel *known = find_loaded(source, config, device)) return *known;
   std::unique_ptr<const Entry> entry(
       new Entry{&source, device.ordinal, {config.begin(), config.end()}, hash, load_now(source, config, device)});

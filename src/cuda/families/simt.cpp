@@ -218,6 +218,8 @@ private:
                              .aligned = 0,
                              .form = passes::kRowAfterRow,
                              .partial = p.part.partial,
+                             .part = 0,
+                             .sparse = 0,
                              .adds = p.accumulate},
                             a),
           .dbias = bias_gradient(p, *of_bias, a)});

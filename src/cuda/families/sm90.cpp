@@ -138,6 +138,8 @@ Config with(Config c, const ForwardTile &t) {
   return c;
 }
 
+constexpr uint32_t kRowsOfPage = 16; // that one copy brings; a tile of keys begins at a multiple
+
 constexpr int64_t kLeastKeysOfPart = 512; // where keys are split
 
 bool suits(const Suits &row, const Problem &p, const Config &c, const Device &device) {
@@ -175,10 +177,11 @@ std::optional<Config> choose(const Problem &p, const Device &device) {
   const bool wishes = p.tile_q > 0 || p.tile_k > 0;
   const Config any = config_for(p);
   const int load = load_of(any);
+  const bool takes_registers = any.features.part ? !any.features.band : p.page_size && any.features.mask;
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &t) {
     const Config c = with(any, t);
     const bool fits = c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) &&
-                      !(c.features.dropout && t.tile_k % 32) && !(c.features.part && !c.features.band && t.blocks_per_sm > 2); // registers
+                      !(c.features.dropout && t.tile_k % 32) && !(takes_registers && t.blocks_per_sm > 2);
     if (!fits || !divides_blocks(p, c.tile_q())) return kCannotRun;
     if (p.invariant) return t.suits.least_keys == 0 && t.suits.most_keys == INT64_MAX ? 0 : kCannotRun;
     return wishes ? distance(p, c.tile_q(), c.tile_k) : suits(t.suits, p, c, device) ? 0 : 1;
@@ -228,6 +231,7 @@ public:
 
 protected:
   bool computes_parts() const override { return true; }
+  bool reads_pages() const override { return true; }
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
     if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
@@ -236,10 +240,11 @@ protected:
     if (wide(p)) return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v));
     if (std::string reason = against_part(p); !reason.empty()) return reason;
     if (direction == Direction::backward) return sm90_backward(p, device, scratch);
-    if (!p.q || !p.k || !p.v) return "there are no queries or no keys to fetch";
+    if (!p.q || !p.k || !p.v || !p.seqlen_k || (p.page_size && !p.pages)) return "there are no queries or no keys to fetch";
     for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
       if (!reason.empty()) return reason;
     if (!aligned(p.out, p.head_dim_v)) return "out's rows do not lie on 16-byte addresses";
+    if (p.page_size % kRowsOfPage) return text("reads pages of multiples of ", kRowsOfPage, " keys, not of ", p.page_size);
     if (((p.k.stride[2] == 0 || p.v.stride[2] == 0) && p.seqlen_k > 1) || (p.q.stride[2] == 0 && p.seqlen_q > 1))
       return "a row is broadcast over its sequence";
 
@@ -259,7 +264,7 @@ protected:
                                                                   : "running maximum");
     PackedForwardArguments a{}; // packed, if there are such heads
     static_cast<ForwardArguments &>(a) = forward_arguments(p);
-    const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
+    const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q;
     const int32_t packed = heads_packed(p, config);
     config.packed = packed > 1;
     // Of packed heads a tile counts as a head.
@@ -286,8 +291,11 @@ protected:
     } else {
       a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
     }
-    a.tma_k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
-    a.tma_v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    const auto mapped_keys = [&](const View &x, int64_t columns) { // of a pool, pages are what else sequences are
+      if (p.page_size) return mapped(x, columns, p.page_size, p.heads_kv, p.pages, kRowsOfPage);
+      return mapped(x, columns, p.varlen ? p.total_k : p.seqlen_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
+    };
+    a.tma_k = mapped_keys(p.k, p.head_dim), a.tma_v = mapped_keys(p.v, p.head_dim_v);
     if (config.bias_by_tma) {
       const bool broadcast = p.bias.stride[2] == 0;
       const int64_t rows = broadcast ? 1 : p.seqlen_q;

@@ -99,6 +99,7 @@ public:
   const char *name() const override { return "cuda-tf32"; }
 
 protected:
+  bool reads_pages() const override { return true; }
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (p.dtype != DType::f32) return text("takes float32, not ", strobe::name(p.dtype));
     if (device.cc < 80) return text(device.name, " has no TF32: sm_80 or newer is needed, this is sm_", device.cc);

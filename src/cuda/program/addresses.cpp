@@ -35,6 +35,11 @@ Problem marked(const Problem &p) {
 
 std::byte *workspace_mark() { return reinterpret_cast<std::byte *>(kWorkspace); }
 
+bool is_mark(const void *address) {
+  const uintptr_t value = reinterpret_cast<uintptr_t>(address);
+  return value >= kFirst && value < kWorkspace + kApart;
+}
+
 Addresses::Addresses(const Problem &p, void *workspace) {
   size_t n = 0;
   each_address(p, [&](const auto *address) { bases_[n++] = reinterpret_cast<uintptr_t>(address) - off_16_bytes(address); });

@@ -13,6 +13,7 @@ namespace strobe::cuda {
 // The call with marks for addresses. A mark lies on 16 bytes where the address does: kernels are chosen by that.
 Problem marked(const Problem &);
 std::byte *workspace_mark();
+bool is_mark(const void *address);
 
 // What the marks stand for in one run.
 class Addresses {

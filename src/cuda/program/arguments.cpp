@@ -17,7 +17,8 @@ BlockList list(const int32_t *offsets, const int32_t *indices, const Problem &p,
   const Problem::Blocks &m = p.blocks;
   const Problem::Part &part = p.part;
   const i64 head = m.heads > 1 ? rows + 1 : 0, batch = m.batch > 1 ? m.heads * (rows + 1) : 0;
-  return {offsets + part.first_batch * batch + part.first_head * head, indices, m.kept, rows, batch, head, row_tokens, column_tokens};
+  if (offsets) offsets += part.first_batch * batch + part.first_head * head; // a list of nothing has no address
+  return {offsets, indices, m.kept, rows, batch, head, row_tokens, column_tokens};
 }
 
 Inputs inputs(const Problem &p) {

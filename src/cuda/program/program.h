@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "attention/text.h"
 #include "cuda/compile/jit.h"
 #include "cuda/program/addresses.h"
 #include "cuda/program/tensor_maps.h"
@@ -47,7 +48,9 @@ private:
 
     uint16_t offset(const void *member) const { return static_cast<uint16_t>(static_cast<const std::byte *>(member) - begin); }
     template <class T> void operator()(T *const &pointer) {
-      if (pointer) launch.marks.push_back(offset(&pointer));
+      if (!pointer) return;
+      if (!is_mark(pointer)) throw Error(STROBE_INTERNAL, text("an argument of ", launch.source->entry, " has an address that is no mark"));
+      launch.marks.push_back(offset(&pointer));
     }
     void operator()(const TensorMap &map) {
       if (is_request(map)) launch.map_requests.push_back(offset(&map));
