@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -155,6 +156,13 @@ def test_refuses(others):
 PROMPTS = [[*range(3, 20)], [7, 8], [9, 30, 31], [40] * 25, [50, 51, 52, 53, 54]]
 
 
+def updates_the_cache_itself() -> bool:
+    """transformers 5.24 and later: a model copies the keys out of the pages, and attention does not meet the cache."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    return "cache" in inspect.signature(LlamaAttention.forward).parameters
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="the comparison is of the CPU's texts")
 @pytest.mark.parametrize("case", [case for case in MODELS if case != "other dimensions of values"])
 def test_continuous_batching(case, monkeypatch):
@@ -185,7 +193,7 @@ def test_continuous_batching(case, monkeypatch):
         continuous_batching_config=transformers.ContinuousBatchingConfig(**{page_size: 4}, num_blocks=24, max_batch_tokens=16),
     )
     assert [result.generated_tokens for result in found.values()] == expected
-    if case == "grouped heads":
+    if case == "grouped heads" and not updates_the_cache_itself():
         assert not any(copied)
 
 

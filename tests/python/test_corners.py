@@ -420,3 +420,18 @@ def test_sinks_far_below_the_scores(engine):
     expected = -(p[..., -1] * (dout * (p[..., :-1] @ v)).sum(3)).sum((0, 2))
     assert expected.abs().max() < 1e-35
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2.0**-126)
+
+
+@engines
+def test_sinks_whose_terms_cancel(engine):
+    """Rows that see no key each give their dLSE: thousands of terms, whose sum is as small as one of them."""
+    if not takes(engine, torch.float32, 16):
+        pytest.skip("takes no float32 of 16 columns")
+    inputs = call(h=8, sq=3085, sk=1, causal=True, gradients=("sinks",), sinks=torch.linspace(-1, 1, 8))
+    assert inputs.dlse is not None
+    inputs.dout[:, :, -1] = inputs.dlse[:, :, -1] = 0  # the last row alone sees the key
+    inputs.dlse[:, :, -2] -= inputs.dlse.double().sum(2).float()
+    expected = inputs.dlse.double().sum((0, 2))
+    assert expected.abs().max() < 1e-4
+    error = (run_or_skip(inputs, engine)["dsinks"].double() - expected).abs().max()
+    assert error < 1e-6

@@ -1,7 +1,8 @@
 """Attention over the paged cache of transformers' continuous batching.
 
 transformers 5.0 to 5.21 keep a tensor of all layers' keys for each group of layers, and later ones views of one tensor for each layer; in
-both, read_index says where in those rows the keys of every sequence lie, one after the other, and write_index where new ones go.
+both, read_index says where in those rows the keys of every sequence lie, one after the other, and write_index where new ones go. From 5.24 on
+a model writes into the cache and copies the keys of all sequences out of it by itself, and attention is handed the copy without the cache.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ def paged_attention_forward(
     Layers that see all keys read them in the pages of the cache. Of layers with a sliding window the cache returns a copy of the window.
 
     Args:
-        query, key, value: (1, H, T, D), (1, Hkv, T, D) and (1, Hkv, T, Dv): the new tokens of all sequences, one after the other.
+        query, key, value: (1, H, T, D), (1, Hkv, T, D) and (1, Hkv, T, Dv): the new tokens of all sequences, one after the other. Without
+            `cache`, key and value hold the earlier tokens, too: (1, Hkv, Tk, D) and (1, Hkv, Tk, Dv).
         attention_mask: refused.
-        cache: the PagedAttentionCache.
+        cache: the PagedAttentionCache; None where the model has updated it, as from transformers 5.24 on.
         others: cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k (or max_seqlen_q, max_seqlen_k), read_index and write_index.
     """
-    if cache is None:
+    if cache is None and not isinstance(others.get("cu_seq_lens_k"), Tensor):
         raise ValueError("cache: None; accepted is the paged cache of continuous batching; without one a model takes 'strobe'")
     for name, x in (("attention_mask", attention_mask), ("block_table", others.get("block_table"))):
         if x is not None:
@@ -46,15 +48,18 @@ def paged_attention_forward(
     sliding: int | None = sliding_window or getattr(module, "sliding_window", None)
     longest = others.get("max_length_q", others.get("max_seqlen_q"))
     options: dict[str, Any] = {"cu_seqlens_q": others["cu_seq_lens_q"].int(), "max_seqlen_q": longest}
-    layer = _Layer(cache, int(module.layer_idx), sliding, others)  # type: ignore[arg-type]
-    if layer.pages is not None and layer.read.numel():
+    layer = None if cache is None else _Layer(cache, int(module.layer_idx), sliding, others)  # type: ignore[arg-type]
+    if layer is None:
+        k, v = (x[0].transpose(0, 1) for x in (key, value))
+        options |= {"cu_seqlens_k": others["cu_seq_lens_k"].int(), "max_seqlen_k": others.get("max_length_k", others.get("max_seqlen_k"))}
+    elif layer.pages is not None and layer.read.numel():
         k, v = layer.pages
         for pool, x in ((k, key), (v, value)):
             pool.view(-1, *pool.shape[2:]).index_copy_(0, layer.write, x[0].transpose(0, 1).to(pool.dtype))
-        options.update({"page_table": layer.table(), "seqused_k": layer.cu_seqlens_k.diff()})
+        options |= {"page_table": layer.table(), "seqused_k": layer.cu_seqlens_k.diff()}
     else:
         k, v = layer.update(key, value)
-        options.update({"cu_seqlens_k": layer.cu_seqlens_k, "max_seqlen_k": layer.longest})
+        options |= {"cu_seqlens_k": layer.cu_seqlens_k, "max_seqlen_k": layer.longest}
     out = attention(
         query[0].transpose(0, 1),
         k,
