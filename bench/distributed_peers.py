@@ -26,11 +26,12 @@ def ring_flash_attention(group: dist.ProcessGroup, device: str, tokens: int) -> 
         import strobe.compat.flash_attn
 
         sys.modules["flash_attn"] = strobe.compat.flash_attn
-    if (found := importlib.util.find_spec("ring_flash_attn")) is None:
-        raise ImportError("ring-flash-attn is not installed")
-    package = types.ModuleType(found.name)  # without its adapter to transformers, which not every version of that lets it import
-    package.__path__ = [*(found.submodule_search_locations or ())]
-    sys.modules[found.name] = package
+    if "ring_flash_attn" not in sys.modules:
+        if (found := importlib.util.find_spec("ring_flash_attn")) is None:
+            raise ImportError("ring-flash-attn is not installed")
+        package = types.ModuleType(found.name)  # without its adapter to transformers, which not every version of that lets it import
+        package.__path__ = [*(found.submodule_search_locations or ())]
+        sys.modules[found.name] = package
     from ring_flash_attn.zigzag_ring_flash_attn import zigzag_ring_flash_attn_func
 
     def call(*tensors: Tensor) -> Tensor:

@@ -3,9 +3,12 @@ strobe.attention() of the whole problem on one GPU in the same run.
 
 python bench/distributed_speed.py [--ranks 2] [--seconds 75] [--tokens 32768 131072] [--backend gloo] [--peers]
 
-E = T1 / (W TW): T1 of one GPU with the whole problem, TW of the slowest of W ranks, each the median. Other processes compile the kernels
-first, as tests/gpu/distributed_on_gpus.py does. --peers: those of distributed_peers.py in the same run, where they install. A line comes as
-each measurement ends; what the time does not suffice for is named."""
+E = T1 / (W TW): T1 of one GPU with the whole problem, TW of the slowest of W ranks, each the median. All begin together, and rounds of
+one call and of the methods take turns, so that a GPU which grows warm slows all alike. "alone" is a call that nothing comes before and that
+is waited for, as T1 is; "in a row" is one of several calls that follow one another, as a model's layers do, over T1 likewise: the host then
+prepares a call while the GPU computes the one before. Other processes compile the kernels first, as tests/gpu/distributed_on_gpus.py does.
+--peers: those of distributed_peers.py in the same run, where they install. A line comes as each measurement ends; what the time does not
+suffice for is named."""
 
 from __future__ import annotations
 
@@ -43,6 +46,7 @@ METHODS = ("gather", "heads", "ring")
 DOCUMENTS = (21, 1, 2, 8, 1, 3, 12, 2, 6, 4, 1, 3)
 WINDOW = 4096
 _ENOUGH = 32768  # tokens: longer problems have the same kernels
+_IN_A_ROW, _MOST_SECONDS = 8, 0.1  # calls, and how long they may take
 
 
 class How(NamedTuple):
@@ -80,53 +84,91 @@ def both(call: Callable[..., Tensor], tensors: list[Tensor], gradient: Tensor) -
     call(*(x.detach().requires_grad_() for x in tensors)).backward(gradient)
 
 
-def timed(call: Callable[[], Any], how: How) -> float:
-    """The median, in ms."""
-    times = []
-    for _ in range(how.repeats + 1):
-        if how.device == "cuda":
+class Times(NamedTuple):
+    """In ms: of one call that nothing comes before, and of one of several in a row."""
+
+    alone: float
+    in_a_row: float
+
+
+class Timer:
+    """Calls that are timed in turns."""
+
+    def __init__(self, group: dist.ProcessGroup, how: How):
+        self._group, self._how, self._times = group, how, list[Times]()
+
+    def __call__(self, call: Callable[[], Any]) -> None:
+        one = self._seconds(call, 1)
+        # One number for all ranks, since a call is a collective one. A long call is as long among others.
+        several = torch.tensor([min(_IN_A_ROW, int(_MOST_SECONDS / one))], device=self._how.device)
+        dist.all_reduce(several, dist.ReduceOp.MIN, group=self._group)
+        self._times.append(Times(one * 1e3, (self._seconds(call, int(several)) if several > 1 else one) * 1e3))
+
+    def medians(self) -> Times:
+        """Without the first, in which kernels are loaded."""
+        return Times(*(statistics.median(x) for x in zip(*(self._times[1:] or self._times), strict=True)))
+
+    def _seconds(self, call: Callable[[], Any], times: int) -> float:
+        if self._how.device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(self._group)
+        if self._how.device == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        call()
-        if how.device == "cuda":
+        for _ in range(times):
+            call()
+        if self._how.device == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:] or times) * 1e3
+        return (time.perf_counter() - began) / times
 
 
-def alone(group: dist.ProcessGroup, problem: Problem, how: How) -> tuple[float, float]:
-    """Forward, and forward and backward, of the whole problem."""
-    *tensors, dout = problem.tensors(how, problem.tokens)
-    options = problem.options(how.device)
+class Passes(NamedTuple):
+    """Of the forward, and of forward and backward."""
 
-    def call(*tensors: Tensor) -> Tensor:
-        return strobe.attention(*tensors, **options)
-
-    return timed(lambda: call(*tensors), how), timed(lambda: both(call, tensors, dout), how)
+    forward: Times
+    both: Times
 
 
-def shared(group: dist.ProcessGroup, problem: Problem, method: str, how: How) -> tuple[float, float, float] | str:
-    """The same of this rank's share, and the peak of this GPU's memory in GiB; or why it is refused."""
+def turns(group: dist.ProcessGroup, problem: Problem, how: How, names: tuple[str, ...]) -> dict[str, tuple[Passes, float] | str]:
+    """Of "one", the whole problem on this GPU, and of methods and peers: the times, and the peak of this GPU's memory in GiB; or why it is
+    refused."""
     layout = problem.layout(group.size())
-    *tensors, dout = problem.tensors(how, layout.count(group.rank()))
+    whole, own = problem.tensors(how, problem.tokens), problem.tensors(how, layout.count(group.rank()))
     options = problem.options(how.device)
 
-    def own(*tensors: Tensor) -> Tensor:
-        return strobe.distributed.attention(*tensors, layout=layout, group=group, method=method, **options)
+    def call_of(name: str) -> Callable[..., Tensor]:
+        if name == "one":
+            return lambda *tensors: strobe.attention(*tensors, **options)
+        return lambda *tensors: strobe.distributed.attention(*tensors, layout=layout, group=group, method=name, **options)
 
-    try:
-        if how.device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        with PEERS[method](group, how.device, problem.tokens) if method in PEERS else contextlib.nullcontext(own) as call:
-            found = timed(lambda: call(*tensors), how), timed(lambda: both(call, tensors, dout), how)
-    except NotImplementedError as refusal:
-        return str(refusal)
-    except Exception as failure:
-        if method in PEERS:
-            return f"{type(failure).__name__}: {failure}".partition("\n")[0]
-        raise
-    return *found, torch.cuda.max_memory_allocated() / 2**30 if how.device == "cuda" else 0.0
+    found: dict[str, tuple[Passes, float] | str] = {}
+    timers = {name: (Timer(group, how), Timer(group, how)) for name in names}
+    peaks = dict.fromkeys(names, 0.0)
+    for _ in range(how.repeats + 1):
+        for name in names:
+            if isinstance(found.get(name), str):
+                continue
+            *tensors, dout = whole if name == "one" else own
+            try:
+                if how.device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                peer = PEERS[name](group, how.device, problem.tokens) if name in PEERS else contextlib.nullcontext(call_of(name))
+                with peer as call:
+                    timers[name][0](lambda: call(*tensors))  # noqa: B023
+                    timers[name][1](lambda: both(call, tensors, dout))  # noqa: B023
+            except NotImplementedError as refusal:
+                found[name] = str(refusal)
+            except Exception as failure:
+                if name not in PEERS:
+                    raise
+                found[name] = f"{type(failure).__name__}: {failure}".partition("\n")[0]
+            if how.device == "cuda":
+                others = sum(x.nbytes for x in (own if name == "one" else whole))
+                peaks[name] = (torch.cuda.max_memory_allocated() - others) / 2**30
+    for name, (forward, whole_pass) in timers.items():
+        if name not in found:
+            found[name] = Passes(forward.medians(), whole_pass.medians()), peaks[name]
+    return found
 
 
 def compiled(task: tuple[Problem, str | None, int, int]) -> int:
@@ -134,34 +176,41 @@ def compiled(task: tuple[Problem, str | None, int, int]) -> int:
     problem, method, ranks, compute_capability = task
     problem = problem._replace(tokens=min(problem.tokens, _ENOUGH))
     how = How("cpu", 0)
-    if method is None:
-        return distributed_ahead.compile_ranks(1, compute_capability, lambda group: alone(group, problem, how))
-    return distributed_ahead.compile_ranks(ranks, compute_capability, lambda group: shared(group, problem, method, how))
+    layout, options = problem.layout(ranks), problem.options(how.device)
+
+    def call(group: dist.ProcessGroup) -> None:
+        *tensors, dout = problem.tensors(how, problem.tokens if method is None else layout.count(group.rank()))
+        if method is None:
+            both(lambda *x: strobe.attention(*x, **options), tensors, dout)
+        else:
+            both(lambda *x: strobe.distributed.attention(*x, layout=layout, group=group, method=method, **options), tensors, dout)
+
+    return distributed_ahead.compile_ranks(1 if method is None else ranks, compute_capability, call)
 
 
-def line(problem: Problem, method: str, ranks: int, one: tuple[float, float], answers: list[Any]) -> str:
-    name = f"{problem.name:6} {problem.tokens:7} {method:7}"
+def line(name: str, ranks: int, one: Passes, answers: list[Any]) -> str:
     if any(isinstance(answer, str) for answer in answers):
-        return f"{name} refused: {answers[0]}"
-    forward, whole, peak = (max(x) for x in zip(*answers, strict=True))
-    efficiency = [t / ranks / each for t, each in zip(one, (forward, whole), strict=True)]
-    return (
-        f"{name} forward {one[0]:8.2f} / {forward:8.2f} ms, E {efficiency[0]:.3f}; "
-        f"with backward {one[1]:8.2f} / {whole:8.2f} ms, E {efficiency[1]:.3f}; peak {peak:.1f} GiB"
-    )
+        return f"{name} refused: {next(answer for answer in answers if isinstance(answer, str))}"
+    parts = []
+    for of in Passes._fields:
+        for how in Times._fields:
+            first = getattr(getattr(one, of), how)
+            slowest = max(getattr(getattr(passes, of), how) for passes, _ in answers)
+            parts.append(f"{of} {how.replace('_', ' ')} {first:.2f} / {slowest:.2f} ms, E {first / ranks / slowest:.3f}")
+    return f"{name} {'; '.join(parts)}; peak {max(peak for _, peak in answers):.1f} GiB"
 
 
 def measure(workers: Workers, problems: list[Problem], ranks: int, how: How, peers: bool, until: float) -> None:
     for problem in problems:
+        name = f"{problem.name:6} {problem.tokens:7}"
         if since() > until:
-            tell(f"{problem.name} {problem.tokens}: not reached")
+            tell(f"{name}: not reached")
             continue
-        one = [max(x) for x in zip(*workers.run(alone, ranks, problem, how), strict=True)]
-        for method in (*METHODS, *(PEERS if peers and problem.name == "causal" else ())):
-            if since() > until:
-                tell(f"{problem.name} {problem.tokens} {method}: not reached")
-                continue
-            tell(line(problem, method, ranks, (one[0], one[1]), workers.run(shared, ranks, problem, method, how)))
+        names = ("one", *METHODS, *(PEERS if peers and problem.name == "causal" else ()))
+        answers = workers.run(turns, ranks, problem, how, names)
+        one = Passes(*(Times(*map(max, zip(*(getattr(each["one"][0], of) for each in answers), strict=True))) for of in Passes._fields))
+        for method in names[1:]:
+            tell(line(f"{name} {method:7}", ranks, one, [each[method] for each in answers]))
 
 
 def main() -> int:
@@ -190,7 +239,7 @@ def main() -> int:
         workers = Workers(ranks, asked.backend)
         tell(f"{ranks} ranks of {asked.backend} on {torch.cuda.get_device_name() if on_gpu else 'the CPU'} are ready")
         kernels = sum(compiling.get())
-    tell(f"{kernels} kernels were compiled; T1 / TW of the slowest rank, medians of {asked.repeats}; E = T1 / (W TW)")
+    tell(f"{kernels} kernels were compiled; T1 / TW of the slowest rank, medians of {asked.repeats} rounds; E = T1 / (W TW)")
     measure(workers, problems, ranks, How("cuda" if on_gpu else "cpu", asked.repeats), asked.peers, asked.seconds)
     workers.close()
     return 0

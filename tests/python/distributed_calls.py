@@ -311,7 +311,7 @@ def reserved(group: dist.ProcessGroup, method: str, given: dict[str, int]) -> tu
     with (
         mock.patch.object(_run, "call", call),
         mock.patch.object(_operators, "sms_for_transfers", return_value=5),
-        mock.patch.object(_gather, "LEAST_BYTES", 1),  # key heads come in groups
+        mock.patch.object(_gather, "LEAST_BYTES", {"cpu": 1}),  # key heads come in groups
     ):
         out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, **given)
         of_forward, found = found, []

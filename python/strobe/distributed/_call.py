@@ -235,6 +235,9 @@ class Pass(Protocol):
     def example(self) -> Request:
         """A call of the library as it will be made, for the library to judge."""
 
+    def prepare(self) -> None:
+        """What the first transfer needs and a rank does by itself, while the others still judge their arguments."""
+
 
 def four_axes(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())]

@@ -14,10 +14,13 @@ from .._request import Request
 from ..arrays.torch import TORCH
 from ._call import Call, Plan, Results, forward_into, order_of, rows_for
 from ._exchange import Underway, begin, room
-from ._ranges import Ranges, common, count
+from ._ranges import Ranges, common, count, places
 
 _GROUPS = 4  # of key heads at most: while one is computed, the next one is on its way
-LEAST_BYTES = 2**22  # of all keys of a group: transfers of fewer take no less time
+# What is moved of a group of key heads, over all ranks: with less, what a further group costs the host before the first one is computed
+# (0.3 ms on a GPU's host) is more than the shorter wait for the first transfer saves.
+LEAST_BYTES = {"cuda": 2**27, "cpu": 2**22}
+_MOST_PIECES = 8  # of rows that are copied one by one; more are picked by their numbers, which reads and writes them twice
 
 
 class Route(NamedTuple):
@@ -43,23 +46,27 @@ def route(plan: Plan, rank: int) -> Route:
     return Route(sent, tuple(common(seen[rank], k) for k in plan.k), seen[rank])
 
 
-def groups(plan: Plan, batch: int, heads_kv: int, columns: tuple[int, int], itemsize: int) -> list[range]:
-    """Of key heads, as they come; the same on all ranks."""
+def groups(plan: Plan, batch: int, heads_kv: int, columns: tuple[int, int], itemsize: int, device: str) -> list[range]:
+    """Of key heads, as they come; the same on all ranks. itemsize: of what is moved of a number of K or V, there and back."""
     whole = sum(count(of) for of in plan.k) * batch * heads_kv * sum(columns) * itemsize
-    n = max(min(heads_kv, _GROUPS, whole // LEAST_BYTES), 1)
+    n = max(min(heads_kv, _GROUPS, whole // LEAST_BYTES.get(device, LEAST_BYTES["cpu"])), 1)
     return [range(heads_kv * i // n, heads_kv * (i + 1) // n) for i in range(n)]
 
 
 class Keys:
     """The keys and values of one group of key heads after the other, of which the next one is on its way."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, of_gradients: int = 0):
+        """of_gradients: bytes of a number whose gradient goes back."""
         self.call = call
         self.route = route(call.plan, call.rank)
         self.columns = call.k.shape[-1], call.v.shape[-1]
         batch = 1 if call.plan.packed else call.k.shape[0]
-        self.groups = groups(call.plan, batch, call.heads_kv, self.columns, call.k.element_size())
-        self.rows_sent = rows_for(self.route.sent, call.plan.k[call.rank], call.device)
+        moved = call.k.element_size() + of_gradients
+        self.groups = groups(call.plan, batch, call.heads_kv, self.columns, moved, call.device.type)
+        self.pieces = [piece for of in self.route.sent for piece in places(of, call.plan.k[call.rank])]
+        picks = len(self.pieces) > _MOST_PIECES
+        self.rows_sent = rows_for(self.route.sent, call.plan.k[call.rank], call.device) if picks else None
         self.order = order_of(self.route.got, call.device)
         k = call.rows(call.k)
         largest = max(len(heads) for heads in self.groups)
@@ -78,20 +85,32 @@ class Keys:
         """k and v of the first group, of no values."""
         return self._split(self._of(self.memory[0][1], self.groups[0]))
 
-    def begin(self, number: int) -> Underway:
+    def pack(self, number: int) -> None:
+        """Copies the rows of a group that are sent to where they are sent from."""
         heads = self.groups[number]
-        sent, got = (self._of(memory, heads) for memory in self.memory[number % 2])
+        sent = self._of(self.memory[number % 2][0], heads)
         for x, at, width in ((self.call.k, 0, self.columns[0]), (self.call.v, self.columns[0], self.columns[1])):
-            rows = self.call.rows(self.call.of_heads(x, heads))
-            sent.narrow(-1, at, width).copy_(rows.index_select(0, self.rows_sent))
+            rows, to = self.call.rows(self.call.of_heads(x, heads)), sent.narrow(-1, at, width)
+            if self.rows_sent is not None:
+                to.copy_(rows.index_select(0, self.rows_sent))
+                continue
+            first = 0
+            for start, n in self.pieces:
+                to.narrow(0, first, n).copy_(rows.narrow(0, start, n))
+                first += n
+
+    def send(self, number: int) -> Underway:
+        sent, got = (self._of(memory, self.groups[number]) for memory in self.memory[number % 2])
         return begin(self.call.waits, "gathering keys", sent, self.route.to, got, self.route.of)
 
     def __iter__(self) -> Iterator[tuple[range, Tensor, Tensor]]:
-        under = self.begin(0)
+        """The first group is packed."""
+        under = self.send(0)
         for number, heads in enumerate(self.groups):
             arrived = under.wait()
             if number + 1 < len(self.groups):
-                under = self.begin(number + 1)
+                self.pack(number + 1)
+                under = self.send(number + 1)
             yield heads, *self.split(arrived, heads)
 
     def split(self, arrived: Tensor, heads: range) -> tuple[Tensor, Tensor]:
@@ -118,6 +137,9 @@ class Forward:
     def example(self) -> Request:
         return self.keys.local(*self.keys.example(), self.keys.groups[0], len(self.keys.groups) > 1)[0]
 
+    def prepare(self) -> None:
+        self.keys.pack(0)
+
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         call, keys, (out, lse) = self.call, self.keys, self.made.values()
         for heads_kv, k, v in keys:
@@ -130,8 +152,9 @@ class Backward:
     """Gradients of keys go back in float32 and are added up, in the order of the ranks, where their keys are."""
 
     def __init__(self, call: Call, given: Results, saved: list[Tensor]):
-        self.call, self.given, self.keys = call, given, Keys(call)
+        self.call, self.given = call, given
         self.to_keys = [name for name in "kv" if name in call.needs]
+        self.keys = Keys(call, call.wide.itemsize if self.to_keys else 0)
         self.dq = call.new(call.q.shape, call.wide).zero_() if "q" in call.needs else None
         self.home = {name: call.new(call.p.arrays[name].shape, call.wide).zero_() for name in self.to_keys}
         received = self.keys.memory[0][1]
@@ -144,6 +167,9 @@ class Backward:
 
     def example(self) -> Request:
         return self.keys.local(*self.keys.example(), self.keys.groups[0], len(self.keys.groups) > 1)[0]
+
+    def prepare(self) -> None:
+        self.keys.pack(0)
 
     def run(self) -> Results:
         call, keys = self.call, self.keys

@@ -195,6 +195,9 @@ class Forward:
     def example(self) -> Request:
         return self._example
 
+    def prepare(self) -> None:
+        """Nothing: the rows of all heads are copied in one go with what sends them."""
+
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         call, whole = self.call, self.whole
         del self._example  # its memory is used again
@@ -224,6 +227,9 @@ class Backward:
 
     def example(self) -> Request:
         return self.p
+
+    def prepare(self) -> None:
+        """Nothing, as in the forward."""
 
     def run(self) -> Results:
         call, whole = self.call, self.whole

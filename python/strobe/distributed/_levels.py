@@ -69,10 +69,14 @@ class Forward:
     def example(self) -> Request:
         return self.across.example()
 
+    def prepare(self) -> None:
+        """Nothing: what goes to other nodes comes from this one first."""
+
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         node, arrays = self.node, self.across.call.p.arrays
         arrays.update(zip("qkv", tensors := node.exchanged(), strict=True))
         arrays.update(node.whole.scores())
+        self.across.prepare()
         out, lse, _ = self.across.run()
         return node.rows_back(out), node.statistic_back(lse), [*tensors, out, lse]
 
@@ -87,12 +91,16 @@ class Backward:
     def example(self) -> Request:
         return self.across.example()
 
+    def prepare(self) -> None:
+        """Nothing: what goes to other nodes comes from this one first."""
+
     def run(self) -> Results:
         call, node, whole = self.call, self.node, self.node.whole
         self.across.call.p.arrays.update(whole.scores())
         self.known["dout"] = call.tokens(whole.q.to_heads(call.rows(self.given["dout"])))
         if "dlse" in self.given:
             self.known["dlse"] = node.statistic_there(self.given["dlse"])
+        self.across.prepare()
         found = self.across.run()
         for name, on in (("dq", whole.q), ("dk", whole.k), ("dv", whole.k)):
             if name in found:

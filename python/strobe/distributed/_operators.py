@@ -17,7 +17,7 @@ from .._operators import _ARGUMENTS
 from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS
 from .._request import Request
 from ..arrays.torch import TORCH
-from ._agree import Said, agree, drawn_by_first
+from ._agree import Asked, Said, drawn_by_first
 from ._call import Call, Pass, Plan, Results, check, check_shapes, facts_of, in_own_words
 from ._group import Levels, of_name, takes
 from ._heads import has_rows
@@ -173,11 +173,16 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
         failure = refused if call is None else in_own_words(call, refused)
     rng = (0, 0) if drawn is None else tuple(drawn.tolist())
     if own.world > 1 and own.agree:
-        rng = agree(own.group, Said({} if call is None else _signature(call, own, of), failure, rng), own.seconds)
+        asked = Asked(own.group, Said({} if call is None else _signature(call, own, of), failure, rng), own.seconds)
+        if failure is None:
+            made.prepare()  # while the others answer
+        rng = asked.answer()
     elif failure is not None:
         raise failure
-    elif own.world > 1 and drawn is not None:
-        rng = drawn_by_first(own.group, drawn, own.seconds)
+    else:
+        made.prepare()
+        if own.world > 1 and drawn is not None:
+            rng = drawn_by_first(own.group, drawn, own.seconds)
     if drawn is not None:
         p.arrays["rng"].copy_(torch.tensor(rng))
     del held

@@ -78,7 +78,7 @@ def moved(method: str, of: Facts) -> Moved:
         got = [sum(route.of) - route.of[r] for r, route in enumerate(routes)]
         returned = [sum(route.to) - route.to[r] for r, route in enumerate(routes)]
         both = max(a * size + b * wide for a, b in zip(got, returned, strict=True))
-        return Moved(max(got) * key * size, both * key, len(_gather.groups(plan, batch, of.heads_kv, of.columns, size)))
+        return Moved(max(got) * key * size, both * key, len(_gather.groups(plan, batch, of.heads_kv, of.columns, size, of.device)))
     if method == "levels":
         return _moved_by_levels(of)
     if method == "ring":

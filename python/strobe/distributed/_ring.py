@@ -81,9 +81,11 @@ class Forward:
     def example(self) -> Request:
         return self.ring.local(0, len(self.ring.turns) > 1)
 
+    def prepare(self) -> None:
+        self.ring.fill()
+
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         call, ring = self.call, self.ring
-        ring.fill()
         merged: tuple[Tensor, Tensor] | None = None
         how = {"layout": "bshd" if "bshd" in call.p.options else "bhsd"}
         for turn in ring.turns:
@@ -120,12 +122,14 @@ class Backward:
     def example(self) -> Request:
         return self.ring.local(0, len(self.ring.turns) > 1)
 
+    def prepare(self) -> None:
+        self.ring.fill()
+
     def run(self) -> Results:
         call, ring = self.call, self.ring
         known = {"dout": self.given["dout"], "lse": self.lse, "delta": self._delta()}
         if "dlse" in self.given:
             known["dlse"] = self.given["dlse"]
-        ring.fill()
         home: Underway | None = None
         for turn in ring.turns:
             under = ring.keys.begin(turn) if turn + 1 < len(ring.turns) else None
