@@ -100,18 +100,24 @@ private:
   i32 tile_, down_, up_;
 };
 
-// Rows of K and V in pages: each lane of the warp that loads asks for 16 of a tile, and they lie in one page.
+// Rows of K and V in pages: each lane of the warp that loads asks for 16 of a tile, and they lie in one page. They are looked up a tile
+// ahead, so that the table's answer is there when the tile's place in shared memory is free.
 struct PagedRows {
   enum : i32 { kCount = 16 };
-  i32 row, page; // of the first one; behind a page's last row, where the copy engine finds zeros, if the lane has none
-  bool lacks;    // the page is none of the pool's
+  i32 row;   // of the first one in its page; behind the page's last row, where the copy engine finds zeros, if the lane has none
+  u32 entry; // of the table: which page, or none of the pool's
   // Of the lane's rows of a tile of keys, which begins at a multiple of kCount; what the table has behind `end` is not read.
-  __device__ __forceinline__ PagedRows(const SequencePages &pages, i32 begin, i32 end) : row((i32)pages.page), page(0), lacks(false) {
+  __device__ __forceinline__ PagedRows(const SequencePages &pages, i32 begin, i32 end) : row((i32)pages.page), entry(0) {
     const i32 j = begin + (i32)threadIdx.x % 32 * kCount;
     if (j >= end) return;
-    const u32 n = pages.number(j), entry = (u32)pages.table[n];
-    lacks = entry >= pages.pages;
-    if (!lacks) row = j - (i32)(n * pages.page), page = (i32)entry;
+    const u32 n = pages.number(j);
+    row = j - (i32)(n * pages.page), entry = (u32)pages.table[n];
+  }
+  // Takes zeros for the rows of a page that is none of the pool's, and returns which lanes have such rows.
+  __device__ __forceinline__ u32 settle(const SequencePages &pages) {
+    const bool lacks = entry >= pages.pages && row != (i32)pages.page;
+    if (lacks) row = (i32)pages.page, entry = 0;
+    return __ballot_sync(0xFFFFFFFFu, lacks);
   }
 };
 
@@ -159,18 +165,23 @@ template <Config C> struct Load {
     if (!more) next.begin = next.end = 0, next.masked = true;
     if constexpr (C.features.part) next.shift = more ? next.shift : 0;
     i32 before = -1; // the first row of the tile whose V is still to be loaded; in pages 0, for the message about it says which that is
+    [[maybe_unused]] auto rows_next = rows_of(item, next);
 #pragma unroll 1
     do {
       const KeyTile tile = next;
+      [[maybe_unused]] auto rows = rows_next;
       const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
       if constexpr (C.reference == kFixed && kPaged) // all lanes as one: meanwhile it may be written
         more = __shfl_sync(0xFFFFFFFFu, load_shared(shared.lost()), 0) != items && more;
       else if constexpr (C.reference == kFixed)
         more = more && load_shared(shared.lost()) != items;
       more = more && tiles.next(next);
+      if constexpr (kPaged) {
+        if (more) rows_next = rows_of(item, next);
+      }
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
       if constexpr (kPaged) {
-        load_k_in_pages(item, tile, C.invariant && more ? end_of_run(tiles, run, next.begin) : !more, kv);
+        load_k_in_pages(item, tile, rows, C.invariant && more ? end_of_run(tiles, run, next.begin) : !more, kv);
         if (before >= 0) load_v_in_pages(item.b, kv);
         before = 0;
         continue;
@@ -210,22 +221,28 @@ template <Config C> struct Load {
   }
   // The thread that tells the others, and the barriers.
   static __device__ __forceinline__ bool one() { return !kPaged || threadIdx.x == 0; }
-  __device__ __forceinline__ void load_k_in_pages(const Item &item, const BasicKeyTile<i32> &tile, i32 last, i32 kv) {
-    const PagedRows rows(in.pages(item.b), tile.begin, tile.end);
-    const i32 lacking = (i32)__ballot_sync(0xFFFFFFFFu, rows.lacks) * Tile::kLacks;
+  template <class KeyTile> __device__ __forceinline__ auto rows_of(const Item &item, const KeyTile &tile) const {
+    if constexpr (kPaged)
+      return PagedRows(in.pages(item.b), tile.begin, tile.end);
+    else
+      return 0;
+  }
+  __device__ __forceinline__ void load_k_in_pages(const Item &item, const BasicKeyTile<i32> &tile, PagedRows &rows, i32 last, i32 kv) {
+    const i32 lacking = (i32)rows.settle(in.pages(item.b)) * Tile::kLacks;
     if (one()) write(shared.tile(k.index), tile.begin, tile.end, lacking | (lacking || tile.masked || tile.end - tile.begin < kN), last);
     load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u), shared.k + k.index * C.k_bytes(),
-                      rows.row, kv, rows.page);
+                      rows.row, kv, (i32)rows.entry);
     if (C.bias_by_tma && one()) load_bias(item, tile.begin);
     k.advance();
   }
   // The message about a tile is in the place of its K, whose number is that of its V. (It is written again for the tile that follows so
-  // many later; and nothing is kept in registers for this.)
+  // many later.) Its rows are looked up again, for no registers are left to keep them; what K's look-up has read is in the L1 cache.
   __device__ __forceinline__ void load_v_in_pages(i32 b, i32 kv) {
     static_assert(C.stages >= 2);
     const Tile tile = read<Tile>(shared.tile(v.index));
-    const PagedRows rows(in.pages(b), tile.begin, tile.end);
-    load_v(rows.row, kv, rows.page);
+    PagedRows rows(in.pages(b), tile.begin, tile.end);
+    rows.settle(in.pages(b));
+    load_v(rows.row, kv, (i32)rows.entry);
   }
   // It comes with K.
   __device__ __forceinline__ void load_bias(const Item &item, i32 column) {
