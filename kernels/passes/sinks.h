@@ -6,8 +6,8 @@
 
 namespace strobe::passes {
 
-// d sink = sum over batch and queries of exp(sink - LSE) * -D: one CTA a head, always in the same order. There are many queries, whose terms
-// may cancel to a small sum, so they are added up in double: in FP32 each step would round a sum that is far above the result.
+// d sink = sum over batch and queries of exp(sink - LSE) * -D: one CTA a head, always in the same order. There are many queries, whose
+// terms may cancel to a small sum, so they are added up in double: in FP32 each step would round a sum that is far above the result.
 template <SinksConfig C> struct SinkGradient {
   using Arguments = BackwardArguments;
   using T = typename Element<C.dtype>::real;

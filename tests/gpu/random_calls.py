@@ -104,7 +104,7 @@ class Worker:
         environment = dict(os.environ)
         if environment["STROBE_TEST_DEVICE"] == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = devices_from(index)
-        command = [sys.executable, str(HERE / "random_calls.py"), "--work", str(calls)]
+        command = [sys.executable, "-X", "faulthandler", str(HERE / "random_calls.py"), "--work", str(calls)]
         self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self._told: Queue[str | None] = Queue()
         threading.Thread(target=self._listen, daemon=True).start()

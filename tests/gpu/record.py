@@ -3,8 +3,8 @@
 python tests/gpu/record.py [pytest's options]      runs; with -n each worker of pytest-xdist begins at another GPU
 python tests/gpu/record.py --check                 exits with 1 if the record is of other sources than today's, or of a failure
 
-tests/gpu/random_calls.py adds what random calls gave: of the same sources, counts of several runs add up. An edit of a test
-leaves them as they are, since no random call runs one.
+tests/gpu/random_calls.py adds what random calls gave: of the same sources, counts of several runs add up. An edit of a test, of
+strobe.distributed or of strobe.compat leaves them as they are, since no random call runs one.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ SOURCES = (
     *(f"tests/python/{name}" for name in HELPERS),
     "tests/reference/philox.py",
 )
+# What no random call runs: it makes calls of strobe.attention() in one process.
+NOT_OF_RANDOM_CALLS = (*TESTS, "python/strobe/distributed/*.py", "python/strobe/compat/*.py", "python/strobe_tools/train/*.py")
 EXCLUDED = (
     *("src/**/sources.cmake", "python/CMakeLists.txt"),  # how files are built that are sources themselves
     *("src/cpu/*.h", "src/cpu/*.cpp", "src/ladder/*.h", "src/ladder/engine.cpp"),  # the CPU's engines, which no GPU result is judged by
@@ -94,7 +96,7 @@ def matched(patterns: Iterable[str]) -> set[Path]:
 def digest(*, tests: bool = False) -> str:
     """Of the sources that random calls depend on; with `tests` of all that a record speaks of."""
     sha = hashlib.sha256()
-    for file in sorted(matched(SOURCES) - (set() if tests else matched(TESTS) | {Path(__file__).resolve()})):
+    for file in sorted(matched(SOURCES) - (set() if tests else matched(NOT_OF_RANDOM_CALLS) | {Path(__file__).resolve()})):
         sha.update(f"{file.relative_to(ROOT).as_posix()}\0{essence(file)}\0".encode())
     return sha.hexdigest()
 

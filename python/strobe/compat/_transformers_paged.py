@@ -1,8 +1,8 @@
 """Attention over the paged cache of transformers' continuous batching.
 
 transformers 5.0 to 5.21 keep a tensor of all layers' keys for each group of layers, and later ones views of one tensor for each layer; in
-both, read_index says where in those rows the keys of every sequence lie, one after the other, and write_index where new ones go. From 5.24 on
-a model writes into the cache and copies the keys of all sequences out of it by itself, and attention is handed the copy without the cache.
+both, read_index says where in those rows the keys of every sequence lie, one after the other, and write_index where new ones go. From 5.24
+on a model writes into the cache and copies the keys of all sequences out of it by itself, and attention is handed the copy alone.
 """
 
 from __future__ import annotations
