@@ -229,6 +229,8 @@ def attention_backward(
     elif not accumulate:
         wrong += [ValueError(f"{name}: given without accumulate; accepted is None, or accumulate=True") for name in into]
     framework, p = _repeat("attention_backward", q, k, v, options, wrong, known | into)
+    if unwritable := [refused for name, x in into.items() if (refused := framework.unwritable(name, x)) is not None]:
+        raise refusal(unwritable)
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays]
     if into or "delta" in known:
         wanted = [name for name in needed if name in into or not into or name not in ("dq", "dk", "dv")]

@@ -107,7 +107,8 @@ class Multiple(Whole):
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         if not is_whole(x) or (0 < x <= self.most and x % self.least == 0):
             return super().read(wrong, name, x)
-        wrong.append(ValueError(f"{name}: {shown(x)}; accepted are the multiples of {self.least}, or None"))
+        end = f"2^{self.most.bit_length()}"
+        wrong.append(ValueError(f"{name}: {shown(x)}; accepted are the multiples of {self.least} below {end}, or None"))
         return {}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Wrong
-from .arrays.torch import is_alone
+from .arrays.torch import TORCH, is_alone
 
 
 def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> Wrong:
@@ -18,8 +18,8 @@ def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | Non
     for name, x in written.items():
         if overlaps_itself(x):
             wrong.append(ValueError(f"{name}: strides {tuple(x.stride())}; accepted is memory of its own for each number"))
-        elif not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
-            wrong.append(ValueError(f"{name}: an inference tensor; accepted is one that may be written outside of inference mode"))
+        elif (refused := TORCH.unwritable(name, x)) is not None:
+            wrong.append(refused)
         for other in (other for other, y in earlier.items() if share_memory(x, y)):
             wrong.append(ValueError(f"{name}: the memory of {other}; accepted is memory of its own"))
         earlier[name] = x

@@ -24,6 +24,7 @@ __all__ = ["append", "copy", "gather", "quantise"]
 
 # The largest number that is stored; of uint8, two INT4 each.
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.uint8: 7.0}
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -58,8 +59,9 @@ def quantise(
             wrong.append(ValueError(f"{name}: {given}; accepted is {', '.join(map(str, accepted))}"))
     if group is not None and not (is_whole(group) and group > 0 and group % 32 == 0):
         wrong.append(ValueError(f"group: {group!r}; accepted are the multiples of 32, or None"))
-    if not wrong and (x.dim() not in (3, 4) or not x.is_floating_point()):
-        wrong.append(ValueError(f"x: {x.dtype} of shape {tuple(x.shape)}; accepted are numbers of three or four axes"))
+    if not wrong and (x.dim() not in (3, 4) or x.dtype not in _PLAIN):
+        taken = f"{', '.join(map(str, _PLAIN))}, of three or four axes"
+        wrong.append(ValueError(f"x: {x.dtype} of shape {tuple(x.shape)}; accepted are {taken}"))
     elif not wrong and not x.shape[-1]:
         wrong.append(ValueError(f"x: shape {tuple(x.shape)}; accepted is D of 1 or more"))
     elif not wrong and dtype == torch.uint8 and x.shape[-1] % 2:
@@ -391,7 +393,12 @@ def _(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 def _no_tensors(given: dict[str, Tensor]) -> Wrong:
-    return [TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor") for name, x in given.items() if not isinstance(x, Tensor)]
+    """And no tensors whose memory is what they mean."""
+    wrong: Wrong = []
+    for name, x in given.items():
+        refused = TORCH.unfit(name, x) if isinstance(x, Tensor) else TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor")
+        wrong += [] if refused is None else [refused]
+    return wrong
 
 
 def _misplaced(given: dict[str, Tensor]) -> Wrong:
@@ -458,8 +465,9 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
             wrong.append(ValueError(f"{name[0]}: shape {tuple(given[name[0]].shape)}; accepted is a last axis of 1 or more"))
     if quantised and k_cache.dtype not in _LARGEST:
         wrong.append(ValueError(f"k_cache: dtype {k_cache.dtype} beside k_scale; accepted is {', '.join(map(str, _LARGEST))}"))
-    if quantised and not k.is_floating_point():
-        wrong.append(ValueError(f"k: dtype {k.dtype}; accepted are float64, float32, float16, bfloat16"))
+    numbers = "k" if quantised else "k_cache"
+    if given[numbers].dtype not in _PLAIN:
+        wrong.append(ValueError(f"{numbers}: dtype {given[numbers].dtype}; accepted are {', '.join(map(str, _PLAIN))}"))
     alike = (("v_cache", "k_cache"), ("v", "k")) if quantised else (("v_cache", "k_cache"), ("k", "k_cache"), ("v", "k_cache"))
     for name, of in alike:
         if given[name].dtype != given[of].dtype:

@@ -204,7 +204,8 @@ private:
     if (a.part) reasons.add("k_scale", "given beside part; accepted is one of the two");
     if (dtype == DType::f64) reasons.add("q", "dtype float64 beside k_scale; accepted is float32, float16, bfloat16");
     const bool good = group >= 0 && group % kScaleGroup == 0 && group <= INT32_MAX;
-    if (!good) reasons.add("k_scale_group", group, "; accepted are the multiples of ", kScaleGroup, ", and 0 for a scale for each key");
+    if (!good)
+      reasons.add("k_scale_group", group, "; accepted are the multiples of ", kScaleGroup, " below 2^31, and 0 for a scale for each key");
     const Types types = {DType::f16, DType::f32};
     const Axes rows = scale_rows();
     if (t.v_scale && size_t(t.v_scale->rank) < rows.size())

@@ -325,7 +325,7 @@ TEST_CASE("validate: what host memory holds") {
                {"v_scale: shape (2, 1, 38); accepted is (B, Hkv, Sk) = (2, 2, 38)", shape("v_scale", 1, 1)},
                {"k_scale: rank 3; accepted is rank 4, (B, Hkv, rows of k / k_scale_group, D) = (2, 2, 1, 8)",
                 set(&strobe_attention::k_scale_group, int64_t{64})},
-               {"k_scale_group: 48; accepted are the multiples of 32, and 0 for a scale for each key",
+               {"k_scale_group: 48; accepted are the multiples of 32 below 2^31, and 0 for a scale for each key",
                 set(&strobe_attention::k_scale_group, int64_t{48})},
                {"k_scale_group: -32; accepted are", set(&strobe_attention::k_scale_group, int64_t{-32})},
                {"v: dtype float8_e4m3fn; accepted is int8", dtype("v", DType::e4m3)},

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +46,17 @@ def _cache(tmp_path_factory, monkeypatch):
 def test_python_m_strobe():
     done = subprocess.run([sys.executable, "-m", "strobe", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == strobe.__version__
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["info"], ["train", "--help"]], ids=" ".join)
+def test_a_full_disk_behind_the_output(arguments, unbuffered):
+    with Path("/dev/full").open("w") as full:
+        environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        command = [sys.executable, "-m", "strobe", *arguments]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    assert ran.returncode == 1
+    assert ran.stderr == "Error: the output cannot be written: No space left on device\n"
 
 
 def test_help_lists_the_commands(run):

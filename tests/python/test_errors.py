@@ -645,7 +645,7 @@ def test_k_scale_group_is_refused_in_pythons_words():
     quantised = good() | {"k": k, "v": k, "k_scale": scale, "v_scale": scale}
     for group in (40, 0, -32, 2**31):
         assert expect("k_scale_group", quantised | {"k_scale_group": group}) == (
-            f"k_scale_group: {group}; accepted are the multiples of 32, or None"
+            f"k_scale_group: {group}; accepted are the multiples of 32 below 2^31, or None"
         )
     assert expect("k_scale_group", good() | {"k_scale_group": 32}) == "k_scale_group: 32 without k_scale; accepted is None"
 

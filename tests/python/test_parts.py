@@ -126,6 +126,16 @@ def test_numpy_and_every_spelling():
         np.testing.assert_array_equal(to, 1 + getattr(once, name))
 
 
+def test_an_inference_tensor_is_not_added_to_outside_of_inference_mode():
+    x = call(sq=4)
+    out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True)
+    with torch.inference_mode():
+        dq = torch.zeros(x.q.shape)
+    with pytest.raises(ValueError, match="^dq: an inference tensor; accepted is one that may be written outside of inference mode"):
+        strobe.attention_backward(x.dout, x.q, x.k, x.v, out, lse, dq=dq, accumulate=True)
+    assert not dq.any()
+
+
 @pytest.mark.parametrize("engine", available_engines())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_accumulate_without_a_part(dtype, engine):

@@ -31,6 +31,10 @@ class Framework(ABC):
         """What is wrong with x if its numbers cannot be read at its address."""
         return None
 
+    def unwritable(self, name: str, x: Array) -> Exception | None:
+        """Why nothing may be written to x's memory now, of which its strides say nothing."""
+        return None
+
     def is_readable(self, x: Array) -> bool:
         """Whether its numbers lie in host memory, and nobody wants to see them read."""
         return True

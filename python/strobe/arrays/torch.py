@@ -40,6 +40,11 @@ class Torch(Framework):
     def without_values(self, name: str, x: Tensor) -> Exception | None:
         return tensor_kinds.without_values(name, x)
 
+    def unwritable(self, name: str, x: Tensor) -> Exception | None:
+        if torch.compiler.is_compiling() or not x.is_inference() or torch.is_inference_mode_enabled():
+            return None
+        return ValueError(f"{name}: an inference tensor; accepted is one that may be written outside of inference mode")
+
     def is_readable(self, x: Tensor) -> bool:
         return is_alone() and type(x) in PLAIN and x.is_cpu  # in this order: PyTorch 2.4 traces no more than the first
 

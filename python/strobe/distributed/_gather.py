@@ -17,9 +17,9 @@ from ._exchange import Underway, begin, room
 from ._ranges import Ranges, common, count, places
 
 _GROUPS = 4  # of key heads at most: while one is computed, the next one is on its way
-# What is moved of a group of key heads, over all ranks: with less, what a further group costs the host before the first one is computed
-# (0.3 ms on a GPU's host) is more than the shorter wait for the first transfer saves.
-LEAST_BYTES = {"cuda": 2**27, "cpu": 2**22}
+# What a rank receives of a group of key heads: with less, what a further group costs the host before the first one is computed (0.3 ms on
+# a GPU's host) is more than the shorter wait for the first transfer saves.
+LEAST_BYTES = {"cuda": 2**26, "cpu": 2**21}
 _MOST_PIECES = 8  # of rows that are copied one by one; more are picked by their numbers, which reads and writes them twice
 
 
@@ -46,9 +46,15 @@ def route(plan: Plan, rank: int) -> Route:
     return Route(sent, tuple(common(seen[rank], k) for k in plan.k), seen[rank])
 
 
+@lru_cache(maxsize=256)
+def received(plan: Plan) -> int:
+    """How many keys the rank gets that gets most from others."""
+    return max(sum(route(plan, r).of) - route(plan, r).of[r] for r in range(plan.world))
+
+
 def groups(plan: Plan, batch: int, heads_kv: int, columns: tuple[int, int], itemsize: int, device: str) -> list[range]:
     """Of key heads, as they come; the same on all ranks. itemsize: of what is moved of a number of K or V, there and back."""
-    whole = sum(count(of) for of in plan.k) * batch * heads_kv * sum(columns) * itemsize
+    whole = received(plan) * batch * heads_kv * sum(columns) * itemsize
     n = max(min(heads_kv, _GROUPS, whole // LEAST_BYTES.get(device, LEAST_BYTES["cpu"])), 1)
     return [range(heads_kv * i // n, heads_kv * (i + 1) // n) for i in range(n)]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MOST = 2**63 - 1
 _GRAINS = (4, 16, 64)  # blocks for each rank, among which balanced() looks for the best
-_CLOSE = 1.1  # a layout of fewer pieces is taken if its largest share is larger by no more than this
+_CLOSE = 1.03  # a layout of fewer pieces is taken if its largest share is larger by no more than this
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def _signature(call: Call, own: _Own, of: str) -> dict[str, object]:
         "q": (_but(call.q, call.axis), call.q.dtype, call.q.device.type),
         "k": (_but(call.k, call.axis), call.k.dtype),
         "v": (_but(call.v, call.axis), call.v.dtype),
-        "seed": "drawn" if own.draw else p.options.get("seed"),
+        "seed": "drawn" if own.draw else p.options.get("seed", 0),
     }
     for name in INPUTS[3:]:
         x = p.arrays.get(name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import click
 
 import strobe
@@ -30,4 +33,15 @@ for name, module in {
 
 
 def main() -> None:
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # else it is Python that meets what fails here, as it ends
+    except OSError as failure:
+        if failure.filename is not None:
+            raise
+        # What is left of the output is written once more as Python ends, and would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        click.echo(f"Error: the output cannot be written: {failure.strerror}", err=True)
+        sys.exit(1)
