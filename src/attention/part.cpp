@@ -57,6 +57,10 @@ public:
     std::optional<std::vector<int64_t>> found = ints(name, tensor, {{"B", batch_, true}, {"n"}, {"start and length", 2}});
     if (!found) return false;
     const int64_t count = tensor->shape[1], sequences = tensor->shape[0];
+    if (sequences > 1 && seqlens.size() > 1 && sequences != int64_t(seqlens.size())) { // where nobody knows the batch, both may be any
+      reasons_.add(name, "ranges of ", sequences, " sequences; accepted are those of ", seqlens.size(), ", as ", of, " has, or of 1");
+      return false;
+    }
     for (int64_t b = 0; b < sequences; b++) {
       // ranges for all sequences lie within the shortest
       const int64_t most = sequences > 1 && seqlens.size() > 1 ? seqlens[b] : shortest(seqlens);

@@ -11,7 +11,7 @@ import torch
 import distributed_calls as calls
 import strobe
 from device import ON_GPU
-from strobe.distributed import Layout, _call, _methods, _predict, _seen
+from strobe.distributed import Layout, _call, _late, _methods, _predict, _seen
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="gloo on the CPU")
 METHODS = ["gather", "heads", "ring"]
@@ -184,6 +184,20 @@ def test_lse_in_the_loss_of_one_rank(workers, method):
 
 def test_a_compiled_call_is_the_eager_one(workers):
     assert workers.run(calls.compiled_beside_eager, 2) == [0.0, 0.0]
+
+
+def test_an_agreement_that_ends_as_the_look_around_does_is_no_failure():
+    """The wait for it times out, and before anybody asks it has come: on a busy machine, once in a few thousand."""
+
+    class Work:
+        def wait(self, limit: Any = None) -> None:
+            if limit is not None:
+                raise RuntimeError("Operation timed out!")
+
+        def is_completed(self) -> bool:
+            return True
+
+    _late.Waits(None, None).unless_one_left(Work(), "agreeing", [])  # type: ignore[arg-type]
 
 
 def test_no_second_derivative(workers):

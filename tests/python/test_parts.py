@@ -126,6 +126,15 @@ def test_numpy_and_every_spelling():
         np.testing.assert_array_equal(to, 1 + getattr(once, name))
 
 
+def test_ranges_of_more_sequences_than_have_lengths():
+    """Of a q with too few axes nobody knows the batch, and ranges were read with lengths from behind their list."""
+    x = call(b=2, sq=4)
+    part = strobe.Part([[(0, 4)]] * 3, [[(0, 4)]] * 2, [8, 8], [8, 8])
+    words = "\npart.q_ranges: ranges of 3 sequences; accepted are those of 2, as seqlens_q has, or of 1"
+    with pytest.raises(ValueError, match=words):
+        strobe.attention(x.q[0], x.k, x.v, part=part)
+
+
 def test_an_inference_tensor_is_not_added_to_outside_of_inference_mode():
     x = call(sq=4)
     out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True)

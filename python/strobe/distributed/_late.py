@@ -116,7 +116,10 @@ class Waits:
                     work.wait(datetime.timedelta(seconds=seconds))
                     return
                 except RuntimeError:
-                    if work.is_completed() or time.monotonic() >= until:
+                    if work.is_completed():
+                        work.wait()  # it was done just as the time had passed, or it failed: then this raises why
+                        return
+                    if time.monotonic() >= until:
                         raise
                 if (failure := _failure_of(ranks)) is not None:
                     raise AnotherLeftError(failure)

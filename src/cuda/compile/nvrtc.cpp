@@ -193,6 +193,8 @@ Compiled compile(const Nvrtc &n, const Translation &program) {
   for (const std::string &option : program.options) options.push_back(option.c_str());
   // From 12.9 it has a cache of its own, for which it asks the driver; ours is enough.
   if (n.major > 12 || (n.major == 12 && n.minor >= 9)) options.push_back("--no-cache");
+  // Else it raises the stack limit of the whole process while it compiles, and several threads that compile restore it at any time.
+  options.push_back("--modify-stack-limit=false");
 
   Nvrtc::Program handle = nullptr;
   auto check = [&](int result, const char *what, const std::string &log = {}) {
