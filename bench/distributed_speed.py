@@ -3,12 +3,12 @@ strobe.attention() of the whole problem on one GPU in the same run.
 
 python bench/distributed_speed.py [--ranks 2] [--seconds 75] [--tokens 32768 131072] [--backend gloo] [--peers]
 
-E = T1 / (W TW): T1 of one GPU with the whole problem, TW of the slowest of W ranks, each the median. All begin together, and rounds of
-one call and of the methods take turns, so that a GPU which grows warm slows all alike. "alone" is a call that nothing comes before and that
-is waited for, as T1 is; "in a row" is one of several calls that follow one another, as a model's layers do, over T1 likewise: the host then
-prepares a call while the GPU computes the one before. Other processes compile the kernels first, as tests/gpu/distributed_on_gpus.py does.
---peers: those of distributed_peers.py in the same run, where they install. A line comes as each measurement ends; what the time does not
-suffice for is named."""
+E = T1 / (W TW): T1 of one GPU with the whole problem, of the fastest of those that compute it at the same time; TW of the slowest of W
+ranks; each the median. In a round the whole problem and the methods take turns, each round in another order, so that a GPU which grows warm
+slows all alike. "alone" is a call that nothing comes before and that is waited for, as T1 is; "in a row" is one of several calls that
+follow one another, as a model's layers do, over T1 of as many: the host then prepares a call while the GPU computes the one before. Other
+processes compile the kernels first, as tests/gpu/distributed_on_gpus.py does. --peers: those of distributed_peers.py in the same run, where
+they install. The lines of a problem come as all its rounds have ended; what the time does not suffice for is named."""
 
 from __future__ import annotations
 
@@ -97,16 +97,20 @@ class Timer:
     def __init__(self, group: dist.ProcessGroup, how: How):
         self._group, self._how, self._times = group, how, list[Times]()
 
-    def __call__(self, call: Callable[[], Any]) -> None:
+    def __call__(self, call: Callable[[], Any], in_a_row: int) -> None:
+        """in_a_row: of how many; 0: a call is so long that it is as long among others."""
         one = self._seconds(call, 1)
-        # One number for all ranks, since a call is a collective one. A long call is as long among others.
-        several = torch.tensor([min(_IN_A_ROW, int(_MOST_SECONDS / one))], device=self._how.device)
+        self._times.append(Times(one * 1e3, (self._seconds(call, in_a_row) if in_a_row else one) * 1e3))
+
+    def calls_in_a_row(self) -> int:
+        """The same number for all ranks, since calls are collective ones, by the times so far."""
+        several = torch.tensor([int(_MOST_SECONDS * 1e3 / self._times[-1].alone)], device=self._how.device)
         dist.all_reduce(several, dist.ReduceOp.MIN, group=self._group)
-        self._times.append(Times(one * 1e3, (self._seconds(call, int(several)) if several > 1 else one) * 1e3))
+        return min(_IN_A_ROW, int(several)) if several > 1 else 0
 
     def medians(self) -> Times:
-        """Without the first, in which kernels are loaded."""
-        return Times(*(statistics.median(x) for x in zip(*(self._times[1:] or self._times), strict=True)))
+        """Without the first two, in which kernels are loaded and the number of calls in a row is found."""
+        return Times(*(statistics.median(x) for x in zip(*self._times[2:], strict=True)))
 
     def _seconds(self, call: Callable[[], Any], times: int) -> float:
         if self._how.device == "cuda":
@@ -129,6 +133,13 @@ class Passes(NamedTuple):
     both: Times
 
 
+def anywhere(group: dist.ProcessGroup, how: How, failed: bool) -> bool:
+    """Whether on some rank: then none goes on with what others would wait in."""
+    count = torch.tensor([failed], dtype=torch.int32, device=how.device)
+    dist.all_reduce(count, group=group)
+    return bool(count.item())
+
+
 def turns(group: dist.ProcessGroup, problem: Problem, how: How, names: tuple[str, ...]) -> dict[str, tuple[Passes, float] | str]:
     """Of "one", the whole problem on this GPU, and of methods and peers: the times, and the peak of this GPU's memory in GiB; or why it is
     refused."""
@@ -144,27 +155,33 @@ def turns(group: dist.ProcessGroup, problem: Problem, how: How, names: tuple[str
     found: dict[str, tuple[Passes, float] | str] = {}
     timers = {name: (Timer(group, how), Timer(group, how)) for name in names}
     peaks = dict.fromkeys(names, 0.0)
-    for _ in range(how.repeats + 1):
-        for name in names:
-            if isinstance(found.get(name), str):
+    in_a_row = [0, 0]  # of the two passes; the first round, in which kernels are loaded, tells
+    for n in range(how.repeats + 2):
+        for name in (names[n % len(names) :] + names[: n % len(names)]) if n > 1 else names:
+            if name in found:
                 continue
             *tensors, dout = whole if name == "one" else own
+            failed = None
             try:
                 if how.device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 peer = PEERS[name](group, how.device, problem.tokens) if name in PEERS else contextlib.nullcontext(call_of(name))
                 with peer as call:
-                    timers[name][0](lambda: call(*tensors))  # noqa: B023
-                    timers[name][1](lambda: both(call, tensors, dout))  # noqa: B023
+                    timers[name][0](lambda: call(*tensors), in_a_row[0])  # noqa: B023
+                    timers[name][1](lambda: both(call, tensors, dout), in_a_row[1])  # noqa: B023
             except NotImplementedError as refusal:
-                found[name] = str(refusal)
+                failed = str(refusal)
             except Exception as failure:
                 if name not in PEERS:
                     raise
-                found[name] = f"{type(failure).__name__}: {failure}".partition("\n")[0]
+                failed = f"{type(failure).__name__}: {failure}".partition("\n")[0]
+            if anywhere(group, how, failed is not None):
+                found[name] = failed or "another rank failed"
             if how.device == "cuda":
                 others = sum(x.nbytes for x in (own if name == "one" else whole))
                 peaks[name] = (torch.cuda.max_memory_allocated() - others) / 2**30
+        if n == 1:
+            in_a_row = [timer.calls_in_a_row() for timer in timers["one"]]
     for name, (forward, whole_pass) in timers.items():
         if name not in found:
             found[name] = Passes(forward.medians(), whole_pass.medians()), peaks[name]
@@ -208,7 +225,7 @@ def measure(workers: Workers, problems: list[Problem], ranks: int, how: How, pee
             continue
         names = ("one", *METHODS, *(PEERS if peers and problem.name == "causal" else ()))
         answers = workers.run(turns, ranks, problem, how, names)
-        one = Passes(*(Times(*map(max, zip(*(getattr(each["one"][0], of) for each in answers), strict=True))) for of in Passes._fields))
+        one = Passes(*(Times(*map(min, zip(*(getattr(each["one"][0], of) for each in answers), strict=True))) for of in Passes._fields))
         for method in names[1:]:
             tell(line(f"{name} {method:7}", ranks, one, [each[method] for each in answers]))
 

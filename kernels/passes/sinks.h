@@ -7,7 +7,8 @@
 namespace strobe::passes {
 
 // d sink = sum over batch and queries of exp(sink - LSE) * -D: one CTA a head, always in the same order. There are many queries, whose
-// terms may cancel to a small sum, so they are added up in double: in FP32 each step would round a sum that is far above the result.
+// terms may cancel to a small sum. In FP32 each step would round a sum that is far above the result, so they are added up in double, of
+// which `lost` keeps what roundings drop.
 template <SinksConfig C> struct SinkGradient {
   using Arguments = BackwardArguments;
   using T = typename Element<C.dtype>::real;
@@ -18,17 +19,17 @@ template <SinksConfig C> struct SinkGradient {
     const Inputs &in = a.in;
     const i32 h = (i32)blockIdx.x, t = (i32)threadIdx.x;
     const T sink = *in.sinks.at<const T>(0, h, 0, 0);
-    double sum = 0;
+    double sum = 0, lost = 0;
     for (i32 b = 0; b < in.batch; ++b) {
       const HeldRows s = in.held(b);
       for (i64 i = t; i < s.seqlen_q; i += kThreads) {
         const T lse = *a.lse.at<const T>(b, h, s.q0 + i, 0);
         if (lse == minus_infinity<T>()) continue; // a sink of -inf and nothing visible
         const T *delta = static_cast<const T *>(a.delta) + in.row_index(b, h, s.q0 + i);
-        sum += times_probability(-delta[0], sink, lse, delta[in.rows()] * kLog2e<T>);
+        add(sum, lost, (double)times_probability(-delta[0], sink, lse, delta[in.rows()] * kLog2e<T>));
       }
     }
-    sums[t] = sum;
+    sums[t] = sum - lost;
     __syncthreads();
     for (i32 n = kThreads / 2; n; n /= 2) {
       if (t < n) sums[t] += sums[t + n];

@@ -52,7 +52,7 @@ def quantise(
     Raises:
         TypeError, ValueError: an argument is not as described above.
     """
-    wrong = _no_tensors({"x": x})
+    wrong = _unfit({"x": x})
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     for name, given, accepted in (("dtype", dtype, (*_LARGEST,)), ("scale_dtype", scale_dtype, (torch.float32, torch.float16))):
         if given not in accepted:
@@ -178,7 +178,7 @@ def append(
     maybe = {"page_table": page_table, "cu_seqlens": cu_seqlens, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     maybe.update({"k_scale": k_scale, "v_scale": v_scale})
     tensors.update({name: x for name, x in maybe.items() if x is not None})  # PyTorch 2.4 does not trace |=
-    wrong = _no_tensors(tensors)
+    wrong = _unfit(tensors)
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     flag(wrong, "rotary_interleaved", rotary_interleaved)
     if (rotary_cos is None) != (rotary_sin is None):
@@ -263,7 +263,7 @@ def copy(
     tensors = {"k_cache": k_cache, "v_cache": v_cache, "source": source, "target": target}
     scales = {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
     tensors.update(scales)
-    wrong = _no_tensors(tensors) or _misplaced(tensors)
+    wrong = _unfit(tensors) or _misplaced(tensors)
     if len(scales) == 1:
         wrong.append(ValueError(f"{'v_scale' if 'k_scale' in scales else 'k_scale'}: None beside the other; accepted are both or neither"))
     if wrong:
@@ -309,7 +309,7 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
         TypeError, ValueError: an argument is not as described above.
     """
     tensors = {"cache": cache, "page_table": page_table} | ({} if seqlens is None else {"seqlens": seqlens})
-    wrong = _no_tensors(tensors)
+    wrong = _unfit(tensors)
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     wrong = wrong or _misplaced(tensors)
     if wrong:
@@ -392,8 +392,8 @@ def _(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
     return None
 
 
-def _no_tensors(given: dict[str, Tensor]) -> Wrong:
-    """And no tensors whose memory is what they mean."""
+def _unfit(given: dict[str, Tensor]) -> Wrong:
+    """What is no tensor, or one whose memory is not what it means."""
     wrong: Wrong = []
     for name, x in given.items():
         refused = TORCH.unfit(name, x) if isinstance(x, Tensor) else TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor")

@@ -19,7 +19,7 @@ from strobe import _abi
 from strobe._call import Call
 from strobe._core import ffi, lib
 from strobe.arrays import torch as torch_arrays
-from strobe.distributed import _operators
+from strobe.distributed import _gather, _operators
 
 _TEXT_BYTES = 1 << 16
 
@@ -62,18 +62,15 @@ def _in_place_of_runs(compute_capability: int, compiled: list[str]) -> Iterator[
         self.run_without_execution(lib.strobe_prewarm, direction, compute_capability, chars, _TEXT_BYTES, ffi.NULL)
         compiled.extend(line for line in _abi.text(chars).splitlines() if line.startswith("compiled"))
 
-    class Agreed:
-        def __init__(self, group: Any, said: Any, seconds: Any):
-            if said.failure is not None:
-                raise said.failure
-            self._rng = said.rng
-
-        def answer(self) -> tuple[int, int]:
-            return self._rng
+    def agreed(group: Any, said: Any, seconds: Any) -> tuple[int, int]:
+        if said.failure is not None:
+            raise said.failure
+        return said.rng
 
     with (
+        mock.patch.dict(_gather.LEAST_BYTES, cpu=_gather.LEAST_BYTES["cuda"]),
         mock.patch.object(Call, "run", run),
-        mock.patch.object(_operators, "Asked", Agreed),
+        mock.patch.object(_operators, "agree", agreed),
         mock.patch.object(torch_arrays, "CPU", _abi.CUDA),
         torch.autograd.set_multithreading_enabled(False),
     ):

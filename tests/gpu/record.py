@@ -4,7 +4,7 @@ python tests/gpu/record.py [pytest's options]      runs; with -n each worker of 
 python tests/gpu/record.py --check                 exits with 1 if the record is of other sources than today's, or of a failure
 
 tests/gpu/random_calls.py adds what random calls gave: of the same sources, counts of several runs add up. An edit of a test, of
-strobe.distributed or of strobe.compat leaves them as they are, since no random call runs one.
+strobe.distributed, of strobe.compat or of the training leaves them as they are, since no random call runs one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ SOURCES = (
     "tests/reference/philox.py",
 )
 # What no random call runs: it makes calls of strobe.attention() in one process.
-NOT_OF_RANDOM_CALLS = (*TESTS, "python/strobe/distributed/*.py", "python/strobe/compat/*.py", "python/strobe_tools/train/*.py")
+NOT_OF_RANDOM_CALLS = (
+    *TESTS,
+    *("python/strobe/distributed/*.py", "python/strobe/compat/**/*.py", "python/strobe_tools/train/*.py"),
+    *("tests/python/distributed_*.py", "tests/gpu/distributed_*.py"),
+)
 EXCLUDED = (
     *("src/**/sources.cmake", "python/CMakeLists.txt"),  # how files are built that are sources themselves
     *("src/cpu/*.h", "src/cpu/*.cpp", "src/ladder/*.h", "src/ladder/engine.cpp"),  # the CPU's engines, which no GPU result is judged by
@@ -150,7 +154,7 @@ def run(options: list[str]) -> int:
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
     tests = [str(ROOT / "tests" / "gpu"), *(str(ROOT / "tests" / "python" / name) for name in CONTRACT)]
-    command = [sys.executable, "-m", "pytest", "-p", "spread", f"--junitxml={report}", *tests, *options]
+    command = [sys.executable, "-m", "pytest", "-p", "spread", "--dist", "loadgroup", f"--junitxml={report}", *tests, *options]
     found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # spread
     environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
     environment.setdefault("OMP_NUM_THREADS", "1")  # the references are the CPU's, and the processes of -n many

@@ -101,7 +101,7 @@ def fails_on(group: dist.ProcessGroup, rank: int, change: str, of: str) -> tuple
     others = dict(zip("qkv", shards(contiguous, group.rank()), strict=False))
     arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "layout": layout, "group": group, "method": "gather", "others": others}
     if change == "seed":
-        arguments |= {"dropout": 0.1, "seed": 1}
+        arguments |= {"dropout": 0.1, "seed": 0}
     if group.rank() == rank:
         (WRONG if of == "wrong" else OTHERS)[change](arguments)
     del arguments["others"]
@@ -129,6 +129,18 @@ def no_memory(after: int) -> Iterator[None]:
     finally:
         for module in modules:
             module.allocated = real
+
+
+def cannot_prepare(group: dist.ProcessGroup, rank: int, wrong: int) -> tuple[str, str]:
+    """What this rank is told where one rank cannot copy what it would send, and another one's call is wrong."""
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, _ = shards(layout, group.rank())
+    causal = "yes" if group.rank() == wrong else True
+    poor = mock.patch.object(_gather.Keys, "pack", side_effect=OutOfMemoryError("can't allocate memory: 1 TB"))
+    with poor if group.rank() == rank else contextlib.nullcontext():
+        found = said(lambda: strobe.distributed.attention(q, k, v, layout=layout, group=group, method="gather", causal=causal))
+    strobe.distributed.attention(q, k, v, layout=layout, group=group)
+    return found
 
 
 def runs_out_of_memory(group: dist.ProcessGroup, rank: int, method: str, in_backward: bool) -> tuple[str, str]:

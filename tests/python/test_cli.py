@@ -27,6 +27,7 @@ from strobe_tools import progress, requirements, timing
 from strobe_tools.bench import cpu as bench
 from strobe_tools.bench import ladder, memory, peak
 from strobe_tools.cli import app, check, prewarm
+from strobe_tools.cli import main as cli_main
 from strobe_tools.cli.info import compiled_for
 from strobe_tools.train import CONFIGS, data, experiment
 from strobe_tools.train.trainer import Trainer
@@ -57,6 +58,20 @@ def test_a_full_disk_behind_the_output(arguments, unbuffered):
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     assert ran.returncode == 1
     assert ran.stderr == "Error: the output cannot be written: No space left on device\n"
+
+
+def test_without_an_output():
+    ran = subprocess.run(f"{sys.executable} -m strobe info >&-", shell=True, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_full_disk_elsewhere_keeps_its_own_words(monkeypatch):
+    def fails() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("strobe_tools.cli.app", fails)
+    with pytest.raises(OSError, match="No space left on device"):
+        cli_main()
 
 
 def test_help_lists_the_commands(run):

@@ -75,6 +75,7 @@ def test_calls_that_differ_raise_on_all(workers, change):
     assert text.startswith(f"{change}: ")
     assert text.endswith("accepted is the same on all 3 ranks")
     assert "on rank 2, and " in text
+    assert change != "seed" or "2 on rank 2, and 0 on rank 0" in text
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -82,6 +83,15 @@ def test_calls_that_differ_raise_on_all(workers, change):
 def test_a_rank_without_memory(workers, method, in_backward):
     answers = workers.run(calls.runs_out_of_memory, 2, 1, method, in_backward)
     assert answers == [("MemoryError", "can't allocate memory: 1 TB [rank 1 of 2]")] * 2
+
+
+@pytest.mark.parametrize("wrong", [None, 0])
+def test_a_rank_that_cannot_copy_what_it_sends(workers, wrong):
+    """It says so before the others send anything; the first rank that failed is the one that is named."""
+    answers = workers.run(calls.cannot_prepare, 3, 1, wrong)
+    assert len(set(answers)) == 1
+    assert answers[0][0] == ("MemoryError" if wrong is None else "TypeError")
+    assert f"[rank {1 if wrong is None else wrong} of 3]" in answers[0][1]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ def test_sources(name):
 
 
 def test_an_edited_test_leaves_random_calls_of_today(tmp_path, monkeypatch):
-    for name in ("tests/gpu/test_runtime.py", "tests/python/test_parts.py", "tests/python/check.py", "tests/gpu/record.py"):
+    others = ("python/strobe/distributed/_gather.py", "python/strobe/compat/flash_attn/__init__.py", "python/strobe_tools/train/data.py")
+    for name in ("tests/gpu/test_runtime.py", "tests/python/test_parts.py", "tests/python/check.py", "tests/gpu/record.py", *others):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before")
     monkeypatch.setattr(record, "ROOT", tmp_path)
@@ -94,6 +95,13 @@ def test_an_edited_test_leaves_random_calls_of_today(tmp_path, monkeypatch):
     assert changed_by("tests/python/test_parts.py") == [False, True]
     assert changed_by("tests/gpu/record.py") == [False, True]
     assert changed_by("tests/python/check.py") == [True, True]
+    assert [changed_by(name) for name in others] == [[False, True]] * 3
+
+
+def test_a_random_call_runs_nothing_of_what_its_count_does_not_speak_of():
+    words = "import sys, random_call; random_call.faults(random_call.drawn(5), [None]); print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", words], cwd=record.ROOT / "tests" / "python", capture_output=True, text=True, check=True)
+    assert not {name for name in ran.stdout.split() if name.startswith(("strobe.distributed", "strobe.compat", "strobe_tools"))}
 
 
 class Told:

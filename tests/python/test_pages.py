@@ -191,9 +191,6 @@ def test_nothing_counts(dtype):
         for engine in available_engines():
             with running_on(engine), contextlib.suppress(NotImplementedError):
                 assert not strobe.attention(p.q[:b], *p.pages[:2], page_table=p.pages.table[:b, :0], bias=bias, engine=engine).any()
-        empty = [x[:0] for x in p.pages[:2]]  # no page at all
-        assert not strobe.attention(p.q[:b], *empty, page_table=p.pages.table[:b], seqused_k=p.used[:b]).any()
-        bias = torch.zeros(1, 1, 5, 8, dtype=dtype, device=DEVICE)[..., :1]
         for more in ({}, {"bias": bias}):
             assert not strobe.attention(p.q[:b], *p.pages[:2], page_table=p.pages.table[:b, :0], **more).any()
         for pool in (p.pages[:2], empty):
@@ -290,6 +287,32 @@ def test_keys_of_pages_outside_the_pool_are_hidden(page, sq, dtype, engine):
         close(found, p.contiguous(causal=True, mask=seen, engine=engine), dtype)
         with pytest.raises(ValueError, match="page_table: page"):
             p.paged(causal=True, engine=engine, check=True)
+
+
+@engines
+@pytest.mark.parametrize("rises", [False, True], ids=["", "scores that rise"])
+@pytest.mark.parametrize("sq", [20, 200])
+def test_many_tiles(sq, rises, engine):
+    """Of which some in the middle have a page outside the pool, where nobody checks; and scores whose maxima come late, for which a tile of
+    queries may be computed again."""
+    used = [1000, 0, 777]
+    p = problem(16, sq, dtype_of(engine), keys=1000, used=used, **widths(engine))
+    if rises:
+        p.k[:, :, 700:] *= 30
+    pages = Pages(*(x.to(DEVICE) for x in in_pages(p.k.cpu(), p.v.cpu(), used, 16, torch.Generator().manual_seed(sq))))
+    p = dataclasses.replace(p, pages=pages)
+    seen = torch.ones(B, 1, 1, p.k.shape[2], dtype=torch.bool, device=DEVICE)
+    if ON_GPU:
+        for b, place in ((0, 20), (0, 21), (0, 60), (2, 5)):
+            pages.table[b, place] = len(pages.k) + place
+            seen[b, ..., 16 * place : 16 * place + 16] = False
+    with running_on(engine):
+        for options in ({}, {"causal": True}, {"window": (400, 0)}):
+            try:
+                found = p.paged(engine=engine, **options)
+            except NotImplementedError as refusal:
+                pytest.skip(str(refusal))
+            close(found, p.contiguous(mask=seen, engine=engine, **options), p.q.dtype)
 
 
 def test_shapes_are_told():

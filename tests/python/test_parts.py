@@ -126,6 +126,17 @@ def test_numpy_and_every_spelling():
         np.testing.assert_array_equal(to, 1 + getattr(once, name))
 
 
+def test_a_read_only_array_is_not_added_to():
+    x = call(sq=4)
+    q, k, v, dout = (t.numpy() for t in (x.q, x.k, x.v, x.dout))
+    out, lse = strobe.attention(q, k, v, return_lse=True)
+    dq = np.zeros(x.q.shape, np.float32)
+    dq.flags.writeable = False
+    with pytest.raises(ValueError, match="^dq: a read-only array; accepted is one that may be written"):
+        strobe.attention_backward(dout, q, k, v, out, lse, dq=dq, accumulate=True)
+    assert not dq.any()
+
+
 def test_ranges_of_more_sequences_than_have_lengths():
     """Of a q with too few axes nobody knows the batch, and ranges were read with lengths from behind their list."""
     x = call(b=2, sq=4)

@@ -100,8 +100,8 @@ private:
   i32 tile_, down_, up_;
 };
 
-// Rows of K and V in pages: each lane of the warp that loads asks for 16 of a tile, and they lie in one page. They are looked up a tile
-// ahead, so that the table's answer is there when the tile's place in shared memory is free.
+// Rows of K and V in pages: each lane of the warp that loads asks for 16 of a tile, and they lie in one page. Those of K are looked up a
+// tile ahead, so that the table's answer is there when the tile's place in shared memory is free.
 struct PagedRows {
   enum : i32 { kCount = 16 };
   i32 row;   // of the first one in its page; behind the page's last row, where the copy engine finds zeros, if the lane has none
@@ -236,7 +236,7 @@ template <Config C> struct Load {
     k.advance();
   }
   // The message about a tile is in the place of its K, whose number is that of its V. (It is written again for the tile that follows so
-  // many later.) Its rows are looked up again, for no registers are left to keep them; what K's look-up has read is in the L1 cache.
+  // many later.) Its rows are looked up again, for no registers are left to keep them; what K's look-up has read is likely in the L1 cache.
   __device__ __forceinline__ void load_v_in_pages(i32 b, i32 kv) {
     static_assert(C.stages >= 2);
     const Tile tile = read<Tile>(shared.tile(v.index));

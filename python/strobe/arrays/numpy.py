@@ -27,6 +27,9 @@ class NumPy(Framework):
     def is_array(self, x: object) -> bool:
         return isinstance(x, np.ndarray)
 
+    def unwritable(self, name: str, x: _NDArray) -> Exception | None:
+        return None if x.flags.writeable else ValueError(f"{name}: a read-only array; accepted is one that may be written")
+
     def unfit(self, name: str, x: _NDArray, beside: str = "q", q: _NDArray | None = None) -> Exception | None:
         of = type(x)
         if of is np.ndarray:

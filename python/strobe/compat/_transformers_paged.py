@@ -40,7 +40,7 @@ def paged_attention_forward(
         cache: the PagedAttentionCache; None where the model has updated it, as from transformers 5.24 on.
         others: cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k (or max_seqlen_q, max_seqlen_k), read_index and write_index.
     """
-    if cache is None and not isinstance(others.get("cu_seq_lens_k"), Tensor):
+    if cache is None and (others.get("read_index") is None or not isinstance(others.get("cu_seq_lens_k"), Tensor)):
         raise ValueError("cache: None; accepted is the paged cache of continuous batching; without one a model takes 'strobe'")
     for name, x in (("attention_mask", attention_mask), ("block_table", others.get("block_table"))):
         if x is not None:
@@ -77,7 +77,7 @@ def paged_attention_forward(
 
 
 class _Layer:
-    """What the cache holds of one layer, in either of its forms."""
+    """What the cache holds of one layer, in either of the forms in which attention is handed it."""
 
     def __init__(self, cache: Any, index: int, sliding: int | None, given: dict[str, Any]) -> None:
         self._cache, self._index, self._given = cache, index, given

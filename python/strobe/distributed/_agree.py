@@ -26,32 +26,22 @@ class Said(NamedTuple):
     rng: tuple[int, int] = (0, 0)  # the seed and offset that the first rank has drawn
 
 
-class Asked:
-    """What this rank has to say is on its way to the others. A collective call, of one small message."""
-
-    def __init__(self, group: ProcessGroup, said: Said, seconds: float | None):
-        self._said, self._waits, self._ranks = said, Waits(on_host(group), seconds), dist.get_process_group_ranks(group)
-        mine = torch.zeros(1 + _DIGEST + 16, dtype=torch.uint8)
-        mine[0] = said.failure is not None
-        mine[1 : 1 + _DIGEST] = torch.frombuffer(bytearray(_digest(said.signature)), dtype=torch.uint8)
-        mine[1 + _DIGEST :] = torch.tensor(said.rng, dtype=torch.int64).view(torch.uint8)
-        self._mine, self._all = mine, [torch.empty_like(mine) for _ in range(group.size())]
-        come_back()
-        self._work = dist.all_gather(self._all, mine, group=self._waits.group, async_op=True)
-
-    def answer(self) -> tuple[int, int]:
-        """The first rank's seed and offset. Raises on all ranks what the first rank that failed has said, or how signatures differ; then
-        there is a second message."""
-        self._waits.unless_one_left(self._work, "agreeing on strobe.distributed.attention()", self._ranks)
-        same = slice(1, 1 + _DIGEST)
-        if any(x[0] for x in self._all) or not all(torch.equal(x[same], self._mine[same]) for x in self._all):
-            raise _refusal(self._waits, self._said)
-        seed, offset = self._all[0][1 + _DIGEST :].clone().view(torch.int64).tolist()
-        return seed, offset
-
-
 def agree(group: ProcessGroup, said: Said, seconds: float | None) -> tuple[int, int]:
-    return Asked(group, said, seconds).answer()
+    """The first rank's seed and offset. Raises on all ranks what the first rank that failed has said, or how signatures differ. A
+    collective call: one small message, and a second one if something is wrong."""
+    waits = Waits(on_host(group), seconds)
+    mine = torch.zeros(1 + _DIGEST + 16, dtype=torch.uint8)
+    mine[0] = said.failure is not None
+    mine[1 : 1 + _DIGEST] = torch.frombuffer(bytearray(_digest(said.signature)), dtype=torch.uint8)
+    mine[1 + _DIGEST :] = torch.tensor(said.rng, dtype=torch.int64).view(torch.uint8)
+    all_said = [torch.empty_like(mine) for _ in range(group.size())]
+    come_back()
+    work = dist.all_gather(all_said, mine, group=waits.group, async_op=True)
+    waits.unless_one_left(work, "agreeing on strobe.distributed.attention()", dist.get_process_group_ranks(group))
+    if any(x[0] for x in all_said) or not all(torch.equal(x[1 : 1 + _DIGEST], mine[1 : 1 + _DIGEST]) for x in all_said):
+        raise _refusal(waits, said)
+    seed, offset = all_said[0][1 + _DIGEST :].clone().view(torch.int64).tolist()
+    return seed, offset
 
 
 def drawn_by_first(group: ProcessGroup, drawn: Tensor, seconds: float | None) -> tuple[int, ...]:

@@ -236,7 +236,7 @@ class Pass(Protocol):
         """A call of the library as it will be made, for the library to judge."""
 
     def prepare(self) -> None:
-        """What the first transfer needs and a rank does by itself, while the others still judge their arguments."""
+        """What the first transfer needs and a rank does by itself, before it says that it is ready: no memory is asked for after that."""
 
 
 def four_axes(x: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from ._exchange import Underway, begin, room
 from ._ranges import Ranges, common, count, places
 
 _GROUPS = 4  # of key heads at most: while one is computed, the next one is on its way
-# What a rank receives of a group of key heads: with less, what a further group costs the host before the first one is computed (0.3 ms on
-# a GPU's host) is more than the shorter wait for the first transfer saves.
+# What a rank receives, and in the backward sends back, of a group of key heads: with less, what a further group costs the host before the
+# first one is computed (0.3 ms on a GPU's host) is more than the shorter wait for the first transfer saves.
 LEAST_BYTES = {"cuda": 2**26, "cpu": 2**21}
 _MOST_PIECES = 8  # of rows that are copied one by one; more are picked by their numbers, which reads and writes them twice
 
@@ -52,11 +52,17 @@ def received(plan: Plan) -> int:
     return max(sum(route(plan, r).of) - route(plan, r).of[r] for r in range(plan.world))
 
 
-def groups(plan: Plan, batch: int, heads_kv: int, columns: tuple[int, int], itemsize: int, device: str) -> list[range]:
-    """Of key heads, as they come; the same on all ranks. itemsize: of what is moved of a number of K or V, there and back."""
-    whole = received(plan) * batch * heads_kv * sum(columns) * itemsize
+def groups(plan: Plan, batch: int, heads_kv: int, columns: tuple[int, int], bytes_each: int, device: str) -> list[range]:
+    """Of key heads, as they come; the same on all ranks. bytes_each: that are moved for a number of K or V, there and back."""
+    whole = received(plan) * batch * heads_kv * sum(columns) * bytes_each
     n = max(min(heads_kv, _GROUPS, whole // LEAST_BYTES.get(device, LEAST_BYTES["cpu"])), 1)
     return [range(heads_kv * i // n, heads_kv * (i + 1) // n) for i in range(n)]
+
+
+@lru_cache(maxsize=256)
+def pieces_sent(plan: Plan, rank: int) -> Ranges:
+    """The rank's rows that go to rank 0, to rank 1 and so on, as ranges of its own tokens, one after the other."""
+    return tuple(piece for of in route(plan, rank).sent for piece in places(of, plan.k[rank]))
 
 
 class Keys:
@@ -70,7 +76,7 @@ class Keys:
         batch = 1 if call.plan.packed else call.k.shape[0]
         moved = call.k.element_size() + of_gradients
         self.groups = groups(call.plan, batch, call.heads_kv, self.columns, moved, call.device.type)
-        self.pieces = [piece for of in self.route.sent for piece in places(of, call.plan.k[call.rank])]
+        self.pieces = pieces_sent(call.plan, call.rank)
         picks = len(self.pieces) > _MOST_PIECES
         self.rows_sent = rows_for(self.route.sent, call.plan.k[call.rank], call.device) if picks else None
         self.order = order_of(self.route.got, call.device)
@@ -163,11 +169,11 @@ class Backward:
         self.keys = Keys(call, call.wide.itemsize if self.to_keys else 0)
         self.dq = call.new(call.q.shape, call.wide).zero_() if "q" in call.needs else None
         self.home = {name: call.new(call.p.arrays[name].shape, call.wide).zero_() for name in self.to_keys}
-        received = self.keys.memory[0][1]
+        got = self.keys.memory[0][1]
         # A group's gradients are on their way while those of the next one are added up.
-        there, here = (len(received), sum(self.keys.route.to)) if self.to_keys else (0, 0)
-        self.sums = [room(received, there, call.wide) for _ in self.keys.memory]
-        self.back = room(received, here, call.wide)
+        there, here = (len(got), sum(self.keys.route.to)) if self.to_keys else (0, 0)
+        self.sums = [room(got, there, call.wide) for _ in self.keys.memory]
+        self.back = room(got, here, call.wide)
         self.dbias = call.room_for_bias()
         self.dsinks = torch.zeros_like(call.p.arrays["sinks"]) if "sinks" in call.needs else None
 

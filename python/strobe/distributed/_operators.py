@@ -17,7 +17,7 @@ from .._operators import _ARGUMENTS
 from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS
 from .._request import Request
 from ..arrays.torch import TORCH
-from ._agree import Asked, Said, drawn_by_first
+from ._agree import Said, agree, drawn_by_first
 from ._call import Call, Pass, Plan, Results, check, check_shapes, facts_of, in_own_words
 from ._group import Levels, of_name, takes
 from ._heads import has_rows
@@ -156,7 +156,6 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
     """Validates, allocates, and agrees with the other ranks to go on. drawn: a seed and offset, of which the first rank's become rng."""
     call: Call | None = None
     failure: Exception | None = None
-    held: Tensor | None = None
     q = p.arrays["q"]
     try:
         call = Call(p, plan_of(p, own.layout_q, own.layout_k), own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
@@ -168,24 +167,19 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
             raise ValueError(against)
         call.reserved_sms = sms_for_transfers(own.method, facts, of == "backward")
         made = build(call)
-        held = check(made.example(), of == "backward")
+        check(made.example(), of == "backward")  # its memory goes back to the allocator, for prepare() and what follows
+        made.prepare()
     except Exception as refused:  # whatever it is, the others have to know
         failure = refused if call is None else in_own_words(call, refused)
     rng = (0, 0) if drawn is None else tuple(drawn.tolist())
     if own.world > 1 and own.agree:
-        asked = Asked(own.group, Said({} if call is None else _signature(call, own, of), failure, rng), own.seconds)
-        if failure is None:
-            made.prepare()  # while the others answer
-        rng = asked.answer()
+        rng = agree(own.group, Said({} if call is None else _signature(call, own, of), failure, rng), own.seconds)
     elif failure is not None:
         raise failure
-    else:
-        made.prepare()
-        if own.world > 1 and drawn is not None:
-            rng = drawn_by_first(own.group, drawn, own.seconds)
+    elif own.world > 1 and drawn is not None:
+        rng = drawn_by_first(own.group, drawn, own.seconds)
     if drawn is not None:
         p.arrays["rng"].copy_(torch.tensor(rng))
-    del held
     return made
 
 

@@ -60,11 +60,12 @@ def _pairs(start: int, length: int, seqlen_q: int, seqlen_k: int, band: Band) ->
 
 
 class Moved(NamedTuple):
-    """Bytes that the busiest rank receives, and in how many collective calls."""
+    """Bytes that the busiest rank receives, and in how many collective calls; the backward's are as many again where gradients go back."""
 
     forward: int
     backward: int
     calls: int
+    calls_of_backward: int
 
 
 def moved(method: str, of: Facts) -> Moved:
@@ -78,13 +79,14 @@ def moved(method: str, of: Facts) -> Moved:
         got = [sum(route.of) - route.of[r] for r, route in enumerate(routes)]
         returned = [sum(route.to) - route.to[r] for r, route in enumerate(routes)]
         both = max(a * size + b * wide for a, b in zip(got, returned, strict=True))
-        return Moved(max(got) * key * size, both * key, len(_gather.groups(plan, batch, of.heads_kv, of.columns, size, of.device)))
+        turns = (len(_gather.groups(plan, batch, of.heads_kv, of.columns, each, of.device)) for each in (size, size + wide))
+        return Moved(max(got) * key * size, both * key, *turns)
     if method == "levels":
         return _moved_by_levels(of)
     if method == "ring":
         most = (sum(tokens_k) - min(tokens_k)) if world > 1 else 0
         home = sum(tokens_k) if world > 1 else 0
-        return Moved(most * key * size, most * key * size + home * key * wide, world - 1)
+        return Moved(most * key * size, most * key * size + home * key * wide, world - 1, world - 1)
     other_q, other_k = sum(tokens_q) - min(tokens_q), sum(tokens_k) - min(tokens_k)
     of_heads, own = of.heads // world, max(tokens_q)
     there = other_q * batch * of_heads * d + other_k * key // world
@@ -93,6 +95,7 @@ def moved(method: str, of: Facts) -> Moved:
     return Moved(
         there * size + out * (dv * size + _STATISTIC),
         other_q * batch * of_heads * (dv * size + _STATISTIC) + back * size,
+        5,
         5,
     )
 
@@ -108,6 +111,7 @@ def _moved_by_levels(of: Facts) -> Moved:
         max(each.forward for each in inside) + across.forward,
         max(each.backward for each in inside) + across.backward,
         inside[0].calls + across.calls,
+        inside[0].calls_of_backward + across.calls_of_backward,
     )
 
 
@@ -133,11 +137,12 @@ def predicted(method: str, of: Facts, backward: bool = False) -> Seconds:
     is_whole = method == "heads" and not any(name in of.given for name in OF_HEADS)
     compute = products / (rates.whole if is_whole else rates.parts)
     bytes_, start = moved(method, of), rates.start if world > 1 else 0.0
-    transfer = (bytes_.backward if backward else bytes_.forward) / rates.link + start * bytes_.calls * (2 if backward else 1)
+    moved_bytes, calls = (bytes_.backward, bytes_.calls_of_backward) if backward else (bytes_.forward, bytes_.calls)
+    transfer = moved_bytes / rates.link + start * calls * (2 if backward else 1)
     if method in ("heads", "levels"):
         return Seconds(compute, transfer, compute + transfer)
     # The first of several transfers is waited for, the others run beside the products.
-    first = transfer / max(bytes_.calls, 1)
+    first = transfer / max(calls, 1)
     if method == "ring":  # in each turn all wait for the rank that has most to compute
         return Seconds(compute, transfer, max(compute, transfer) + min(compute, transfer) / max(world, 1))
     return Seconds(compute, transfer, max(compute, transfer - first) + first)

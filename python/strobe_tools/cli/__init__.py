@@ -37,11 +37,23 @@ def main() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()  # else it is Python that meets what fails here, as it ends
-    except OSError as failure:
-        if failure.filename is not None:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # else it is Python that meets what fails here, as it ends
+    except OSError:
+        if (reason := _output_fails()) is None:
             raise
         # What is left of the output is written once more as Python ends, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        click.echo(f"Error: the output cannot be written: {failure.strerror}", err=True)
+        click.echo(f"Error: the output cannot be written: {reason}", err=True)
         sys.exit(1)
+
+
+def _output_fails() -> str | None:
+    """Why nothing more can be written to the standard output: an error of another file does not say whose it is."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError as failure:
+        return failure.strerror
+    except (AttributeError, ValueError):  # there is none, or it is no file
+        pass
+    return None
