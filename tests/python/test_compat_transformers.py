@@ -197,6 +197,11 @@ def test_continuous_batching(case, monkeypatch):
         assert not any(copied)
 
 
+def test_use_paged_takes_models_alone():
+    with pytest.raises(TypeError, match="^model: .*str.*; accepted is a transformers.PreTrainedModel"):
+        strobe_in_transformers.use_paged("model")
+
+
 def test_a_paged_name_without_a_paged_cache_is_refused():
     model = made("Llama", GROUPED)
     strobe_in_transformers.use_paged(model)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from strobe import attention
+from strobe._kinds import kind
 
 from ._transformers_paged import paged_attention_forward
 
@@ -41,8 +42,10 @@ def use_paged(model: Any, name: str = "strobe") -> None:
     before "strobe" themselves. Later ones have no prefix, and take no other name than "sdpa", "paged|eager" and those that contain "flash",
     whose code they load by themselves: "strobe-flash" is set past that.
     """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, PreTrainedModel
 
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: {kind(model)}; accepted is a transformers.PreTrainedModel")
     prefixed, flash = _paged_names(name)
     register(name)
     if "paged|sdpa" in AttentionInterface().valid_keys():

@@ -44,6 +44,7 @@ TEST_CASE("cache: what is compiled") {
   const Compiling c;
   const std::string cubin = build(plain(7), 90).cubin;
   CHECK(cubin.starts_with("--gpu-architecture=sm_90\n-std=c++20\n-default-device\n--ptxas-options=-v\n--no-cache\n"
+                          "--modify-stack-limit=false\n"
                           "#include \"test/plain.h\"\n"
                           "using Kernel = test::Plain<test::Config{7,2}>;\n"
                           "template <class K> constexpr bool kWaitsItself = requires { K::kWaitsItself; };\n"
