@@ -131,6 +131,18 @@ def no_memory(after: int) -> Iterator[None]:
             module.allocated = real
 
 
+def padded_with_sinks(group: dist.ProcessGroup, method: str) -> tuple[Tensor, Tensor]:
+    """lse of packed tokens of which the last ones belong to no sequence, and this rank's part of dsinks where the loss uses lse."""
+    layout = Layout.contiguous(12, group.size())
+    q, k, v = (layout.shard(torch.randn(12, 2, 8, generator=torch.Generator().manual_seed(n)), 0, group.rank()) for n in range(3))
+    sinks, cu = torch.zeros(2, requires_grad=True), torch.tensor([0, 3, 8], dtype=torch.int32)
+    given = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "sinks": sinks, "return_lse": True}
+    _, lse = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, **given)
+    lse.masked_fill(lse.isinf(), 0).sum().backward()
+    assert sinks.grad is not None
+    return lse.detach(), sinks.grad
+
+
 def cannot_prepare(group: dist.ProcessGroup, rank: int, wrong: int) -> tuple[str, str]:
     """What this rank is told where one rank cannot copy what it would send, and another one's call is wrong."""
     layout = Layout.zigzag(S, group.size())

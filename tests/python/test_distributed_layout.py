@@ -162,6 +162,13 @@ def test_what_a_part_is_not_made_of(how, words):
         Layout.zigzag(16, 2).part(0, **how)
 
 
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_cu_seqlens_without_numbers_are_refused_by_name(kind):
+    cu = torch.tensor([0, 7], device="meta") if kind == "meta" else torch.tensor([0, 7]).to_sparse()
+    with pytest.raises(TypeError, match=f"^cu_seqlens: .*{kind}.*; accepted are integers"):
+        Layout.balanced(7, 2, cu)
+
+
 def test_what_a_layout_refuses():
     x, mask = torch.zeros(2, 8), strobe.BlockMask.from_kept(torch.ones(1, 1, 2, 2, dtype=torch.bool), 4, 4)
     for call, message in (

@@ -85,6 +85,14 @@ def test_a_rank_without_memory(workers, method, in_backward):
     assert answers == [("MemoryError", "can't allocate memory: 1 TB [rank 1 of 2]")] * 2
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_behind_the_last_sequence_see_no_sink(workers, method):
+    lse, dsinks = zip(*workers.run(calls.padded_with_sinks, 2, method), strict=True)
+    found = torch.cat(lse, 1)
+    assert (found[:, 8:] == -torch.inf).all()
+    torch.testing.assert_close(sum(dsinks), torch.exp(-found[:, :8]).sum(1))
+
+
 @pytest.mark.parametrize("wrong", [None, 0])
 def test_a_rank_that_cannot_copy_what_it_sends(workers, wrong):
     """It says so before the others send anything; the first rank that failed is the one that is named."""

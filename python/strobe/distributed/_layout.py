@@ -258,6 +258,8 @@ def rows_of_sequences(ranges: Ranges, cu: Sequence[int]) -> list[int]:
 
 def host_integers(name: str, x: Any) -> tuple[int, ...]:
     """Of a list, or of an array, whose numbers are read (of a GPU's, which waits for it)."""
+    if isinstance(x, Tensor) and (x.is_meta or x.layout != torch.strided):
+        raise TypeError(f"{name}: {'on the device meta' if x.is_meta else f'layout {x.layout}'}; accepted are integers (B + 1,)")
     numbers = x.tolist() if hasattr(x, "tolist") else x
     if not isinstance(numbers, Iterable) or not (numbers := list(numbers)) or not all(map(is_whole, numbers)):
         raise TypeError(f"{name}: {shown(x)}; accepted are integers (B + 1,)")

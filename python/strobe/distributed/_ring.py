@@ -11,6 +11,7 @@ from .._request import Request
 from ..arrays.torch import TORCH
 from ._call import Call, Results
 from ._exchange import Underway, begin
+from ._layout import rows_of_sequences
 from ._ranges import common, count
 
 
@@ -98,6 +99,9 @@ class Forward:
         out, lse = merged if merged is not None else self._nothing()
         if "sinks" in call.p.arrays:
             out, lse = merge(out, lse, *self._nothing(), sinks=call.p.arrays["sinks"], **how)
+            if call.plan.packed:  # rows behind the last sequence belong to none, and see no sink
+                used = sum(rows_of_sequences(call.plan.q[call.rank], call.plan.cu_q))
+                lse[0, :, used:], lse[1, :, used:] = -torch.inf, 0
         return out, lse.double().sum(0).to(call.wide), [lse]
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
