@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import signal
-import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
@@ -189,22 +190,16 @@ def command(
         with (
             Progress("kernels compiled", len(missing), console) as progress,
             ProcessPoolExecutor(min(processes, len(asked)), mp_context=get_context("spawn"), initializer=_leave_interrupts) as pool,
+            _ended_by_interrupts(),
         ):
-            try:
-                for job, (made, reason) in zip(asked, pool.map(Job.run, asked), strict=True):
-                    if reason:
-                        refused[job] = reason
-                    for kernel in made:
-                        key = (job.compute_capability, kernel.name)
-                        if key not in found or kernel.compiled:
-                            found[key] = kernel
-                    progress.update(len(found.keys() & missing), str(job))
-            except KeyboardInterrupt:  # the pool's end would wait for a lock that one of its processes holds
-                for process in active_children():
-                    process.terminate()
-                click.echo("Aborted!", err=True)
-                sys.stdout.flush()
-                os._exit(130)
+            for job, (made, reason) in zip(asked, pool.map(Job.run, asked), strict=True):
+                if reason:
+                    refused[job] = reason
+                for kernel in made:
+                    key = (job.compute_capability, kernel.name)
+                    if key not in found or kernel.compiled:
+                        found[key] = kernel
+                progress.update(len(found.keys() & missing), str(job))
     except (RuntimeError, ValueError, MemoryError) as error:  # a kernel that does not compile, a process that was killed
         click.echo(f"strobe prewarm: {error}", err=True)
         raise SystemExit(1) from None
@@ -227,6 +222,27 @@ def command(
     nothing = [cc for cc in arch if all(job in refused for job in asked if job.compute_capability == cc)]
     if spilling or nothing or lost:
         raise SystemExit(1)
+
+
+@contextlib.contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """Ctrl-C ends all processes at once. As an exception it would wait, as the pool ends, for a lock that one of its processes holds, and
+    where it comes while Python frees an object nobody would see it."""
+
+    def end(*_: object) -> None:
+        for process in active_children():
+            process.terminate()
+        os.write(2, b"Aborted!\n")
+        os._exit(130)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+        yield
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _leave_interrupts() -> None:
