@@ -42,6 +42,7 @@ from distributed_workers import Workers
 from strobe.distributed import Layout
 
 METHODS = ("gather", "heads", "ring")
+ONE = "one"  # the whole problem on one GPU
 # Lengths of the documents of a packed batch, in 1/64 of all tokens.
 DOCUMENTS = (21, 1, 2, 8, 1, 3, 12, 2, 6, 4, 1, 3)
 WINDOW = 4096
@@ -78,6 +79,14 @@ class Problem(NamedTuple):
         heads, heads_kv = self.heads
         shapes = [(tokens, n, 128) if self.name == "packed" else (1, n, tokens, 128) for n in (heads, heads_kv, heads_kv, heads)]
         return [make(shape, device=how.device, dtype=torch.bfloat16) for shape in shapes]
+
+    def call(self, group: dist.ProcessGroup, name: str, how: How) -> Callable[..., Tensor]:
+        """Of q, k and v: of all tokens, or by a method of this rank's."""
+        options = self.options(how.device)
+        if name == ONE:
+            return lambda *tensors: strobe.attention(*tensors, **options)
+        layout = self.layout(group.size())
+        return lambda *tensors: strobe.distributed.attention(*tensors, layout=layout, group=group, method=name, **options)
 
 
 def both(call: Callable[..., Tensor], tensors: list[Tensor], gradient: Tensor) -> None:
@@ -141,31 +150,29 @@ def anywhere(group: dist.ProcessGroup, how: How, failed: bool) -> bool:
 
 
 def turns(group: dist.ProcessGroup, problem: Problem, how: How, names: tuple[str, ...]) -> dict[str, tuple[Passes, float] | str]:
-    """Of "one", the whole problem on this GPU, and of methods and peers: the times, and the peak of this GPU's memory in GiB; or why it is
+    """Of the whole problem on this GPU, of methods and peers: the times, and the peak of this GPU's memory in GiB; or why it is
     refused."""
     layout = problem.layout(group.size())
     whole, own = problem.tensors(how, problem.tokens), problem.tensors(how, layout.count(group.rank()))
-    options = problem.options(how.device)
-
-    def call_of(name: str) -> Callable[..., Tensor]:
-        if name == "one":
-            return lambda *tensors: strobe.attention(*tensors, **options)
-        return lambda *tensors: strobe.distributed.attention(*tensors, layout=layout, group=group, method=name, **options)
 
     found: dict[str, tuple[Passes, float] | str] = {}
     timers = {name: (Timer(group, how), Timer(group, how)) for name in names}
     peaks = dict.fromkeys(names, 0.0)
-    in_a_row = [0, 0]  # of the two passes; the first round, in which kernels are loaded, tells
+    in_a_row = [0, 0]  # of the two passes; the second round tells, for in the first kernels are loaded
     for n in range(how.repeats + 2):
         for name in (names[n % len(names) :] + names[: n % len(names)]) if n > 1 else names:
             if name in found:
                 continue
-            *tensors, dout = whole if name == "one" else own
+            *tensors, dout = whole if name == ONE else own
             failed = None
             try:
                 if how.device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                peer = PEERS[name](group, how.device, problem.tokens) if name in PEERS else contextlib.nullcontext(call_of(name))
+                peer = (
+                    PEERS[name](group, how.device, problem.tokens)
+                    if name in PEERS
+                    else contextlib.nullcontext(problem.call(group, name, how))
+                )
                 with peer as call:
                     timers[name][0](lambda: call(*tensors), in_a_row[0])  # noqa: B023
                     timers[name][1](lambda: both(call, tensors, dout), in_a_row[1])  # noqa: B023
@@ -178,31 +185,27 @@ def turns(group: dist.ProcessGroup, problem: Problem, how: How, names: tuple[str
             if anywhere(group, how, failed is not None):
                 found[name] = failed or "another rank failed"
             if how.device == "cuda":
-                others = sum(x.nbytes for x in (own if name == "one" else whole))
+                others = sum(x.nbytes for x in (own if name == ONE else whole))
                 peaks[name] = (torch.cuda.max_memory_allocated() - others) / 2**30
         if n == 1:
-            in_a_row = [timer.calls_in_a_row() for timer in timers["one"]]
+            in_a_row = [timer.calls_in_a_row() for timer in timers[ONE]]
     for name, (forward, whole_pass) in timers.items():
         if name not in found:
             found[name] = Passes(forward.medians(), whole_pass.medians()), peaks[name]
     return found
 
 
-def compiled(task: tuple[Problem, str | None, int, int]) -> int:
+def compiled(task: tuple[Problem, str, int, int]) -> int:
     """How many kernels were."""
-    problem, method, ranks, compute_capability = task
+    problem, name, ranks, compute_capability = task
     problem = problem._replace(tokens=min(problem.tokens, _ENOUGH))
     how = How("cpu", 0)
-    layout, options = problem.layout(ranks), problem.options(how.device)
 
     def call(group: dist.ProcessGroup) -> None:
-        *tensors, dout = problem.tensors(how, problem.tokens if method is None else layout.count(group.rank()))
-        if method is None:
-            both(lambda *x: strobe.attention(*x, **options), tensors, dout)
-        else:
-            both(lambda *x: strobe.distributed.attention(*x, layout=layout, group=group, method=method, **options), tensors, dout)
+        *tensors, dout = problem.tensors(how, problem.tokens if name == ONE else problem.layout(ranks).count(group.rank()))
+        both(problem.call(group, name, how), tensors, dout)
 
-    return distributed_ahead.compile_ranks(1 if method is None else ranks, compute_capability, call)
+    return distributed_ahead.compile_ranks(1 if name == ONE else ranks, compute_capability, call)
 
 
 def line(name: str, ranks: int, one: Passes, answers: list[Any]) -> str:
@@ -223,9 +226,9 @@ def measure(workers: Workers, problems: list[Problem], ranks: int, how: How, pee
         if since() > until:
             tell(f"{name}: not reached")
             continue
-        names = ("one", *METHODS, *(PEERS if peers and problem.name == "causal" else ()))
+        names = (ONE, *METHODS, *(PEERS if peers and problem.name == "causal" else ()))
         answers = workers.run(turns, ranks, problem, how, names)
-        one = Passes(*(Times(*map(min, zip(*(getattr(each["one"][0], of) for each in answers), strict=True))) for of in Passes._fields))
+        one = Passes(*(Times(*map(min, zip(*(getattr(each[ONE][0], of) for each in answers), strict=True))) for of in Passes._fields))
         for method in names[1:]:
             tell(line(f"{name} {method:7}", ranks, one, [each[method] for each in answers]))
 
@@ -250,7 +253,7 @@ def main() -> int:
     heads = (32, 8) if on_gpu else (4, 2)
     of = [*(("causal", n) for n in asked.tokens[:-1]), *((name, asked.tokens[-1]) for name in ("window", "packed", "causal"))]
     problems = [Problem(name, n, heads) for name, n in of]
-    tasks = [(problem, method, ranks, capability) for problem in problems for method in (None, *METHODS)] if capability else []
+    tasks = [(problem, method, ranks, capability) for problem in problems for method in (ONE, *METHODS)] if capability else []
     with multiprocessing.get_context("spawn").Pool(min(cores(), len(tasks) or 1)) as pool:
         compiling = pool.map_async(compiled, tasks, 1)
         workers = Workers(ranks, asked.backend)

@@ -288,11 +288,12 @@ def backward_into(p: Request, known: Results, made: Results) -> Results:
     return made
 
 
-def check(p: Request, of_backward: bool) -> Tensor | None:
-    """Raises what the library has against the call, or its backward; nothing is computed. Returns memory as large as the workspace on a
-    GPU, so that whoever has it is sure to get it."""
+def check(p: Request, of_backward: bool) -> None:
+    """Raises what the library has against the call, or its backward; nothing is computed. On a GPU memory as large as the workspace is
+    asked for, and goes back to the allocator, where what follows finds it."""
     made: LibraryCall = _run._whole(TORCH, p, of_backward)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
     made.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
     q = p.arrays["q"]
-    return allocated((plan.workspace_bytes,), None, torch.uint8, q.device) if q.is_cuda else None
+    if q.is_cuda:
+        allocated((plan.workspace_bytes,), None, torch.uint8, q.device)

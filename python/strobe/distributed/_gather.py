@@ -106,10 +106,8 @@ class Keys:
             if self.rows_sent is not None:
                 to.copy_(rows.index_select(0, self.rows_sent))
                 continue
-            first = 0
-            for start, n in self.pieces:
-                to.narrow(0, first, n).copy_(rows.narrow(0, start, n))
-                first += n
+            for piece, (start, n) in zip(to.split([n for _, n in self.pieces]), self.pieces, strict=True):
+                piece.copy_(rows.narrow(0, start, n))
 
     def send(self, number: int) -> Underway:
         sent, got = (self._of(memory, self.groups[number]) for memory in self.memory[number % 2])

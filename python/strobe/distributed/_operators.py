@@ -167,7 +167,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
             raise ValueError(against)
         call.reserved_sms = sms_for_transfers(own.method, facts, of == "backward")
         made = build(call)
-        check(made.example(), of == "backward")  # its memory goes back to the allocator, for prepare() and what follows
+        check(made.example(), of == "backward")
         made.prepare()
     except Exception as refused:  # whatever it is, the others have to know
         failure = refused if call is None else in_own_words(call, refused)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -233,6 +234,8 @@ def _ended_by_interrupts() -> Iterator[None]:
         for process in active_children():
             process.terminate()
         os.write(2, b"Aborted!\n")
+        with contextlib.suppress(Exception):  # it may have been interrupted while it was written to
+            sys.stdout.flush()
         os._exit(130)
 
     if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
