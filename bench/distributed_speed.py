@@ -5,7 +5,7 @@ python bench/distributed_speed.py [--ranks 2] [--seconds 75] [--tokens 32768 131
 
 E = T1 / (W TW): T1 of one GPU with the whole problem, of the fastest of those that compute it at the same time; TW of the slowest of W
 ranks; each the median. In a round the whole problem and the methods take turns, each round in another order, so that a GPU which grows warm
-slows all alike. "alone" is a call that nothing comes before and that is waited for, as T1 is; "in a row" is one of several calls that
+slows all alike. "world" is causal attention with deterministic="world". "alone" is a call that nothing comes before and that is waited for, as T1 is; "in a row" is one of several calls that
 follow one another, as a model's layers do, over T1 of as many: the host then prepares a call while the GPU computes the one before. Other
 processes compile the kernels first, as tests/gpu/distributed_on_gpus.py does. --peers: those of distributed_peers.py in the same run, where
 they install. The lines of a problem come as all its rounds have ended; what the time does not suffice for is named."""
@@ -60,10 +60,17 @@ class Problem(NamedTuple):
     tokens: int
     heads: tuple[int, int]
 
-    def options(self, device: str) -> dict[str, Any]:
+    def methods(self) -> tuple[str, ...]:
+        return ("heads",) if self.name == "world" else METHODS
+
+    def options(self, device: str, whole: bool) -> dict[str, Any]:
+        """Of all tokens on one GPU (`whole`), or of a method's call: "world" compares a method that has the bits of every world with a
+        call that promises nothing."""
         if self.name == "window":
             return {"window": (WINDOW, 0)}
-        return {"causal": True} | ({name: self.cu(device) for name in ("cu_seqlens_q", "cu_seqlens_k")} if self.name == "packed" else {})
+        if self.name == "packed":
+            return {"causal": True} | {name: self.cu(device) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        return {"causal": True} | ({"deterministic": "world"} if self.name == "world" and not whole else {})
 
     def cu(self, device: str) -> Tensor:
         return torch.tensor([0, *DOCUMENTS]).cumsum(0).mul(self.tokens // sum(DOCUMENTS)).int().to(device)
@@ -82,7 +89,7 @@ class Problem(NamedTuple):
 
     def call(self, group: dist.ProcessGroup, name: str, how: How) -> Callable[..., Tensor]:
         """Of q, k and v: of all tokens, or by a method of this rank's."""
-        options = self.options(how.device)
+        options = self.options(how.device, name == ONE)
         if name == ONE:
             return lambda *tensors: strobe.attention(*tensors, **options)
         layout = self.layout(group.size())
@@ -226,7 +233,7 @@ def measure(workers: Workers, problems: list[Problem], ranks: int, how: How, pee
         if since() > until:
             tell(f"{name}: not reached")
             continue
-        names = (ONE, *METHODS, *(PEERS if peers and problem.name == "causal" else ()))
+        names = (ONE, *problem.methods(), *(PEERS if peers and problem.name == "causal" else ()))
         answers = workers.run(turns, ranks, problem, how, names)
         one = Passes(*(Times(*map(min, zip(*(getattr(each[ONE][0], of) for each in answers), strict=True))) for of in Passes._fields))
         for method in names[1:]:
@@ -251,9 +258,10 @@ def main() -> int:
         major, minor = torch.cuda.get_device_capability()
         capability = 10 * major + minor
     heads = (32, 8) if on_gpu else (4, 2)
-    of = [*(("causal", n) for n in asked.tokens[:-1]), *((name, asked.tokens[-1]) for name in ("window", "packed", "causal"))]
+    shorter, longest = asked.tokens[:-1], asked.tokens[-1]
+    of = [*((name, n) for n in shorter for name in ("causal", "world")), *((name, longest) for name in ("window", "packed", "causal"))]
     problems = [Problem(name, n, heads) for name, n in of]
-    tasks = [(problem, method, ranks, capability) for problem in problems for method in (ONE, *METHODS)] if capability else []
+    tasks = [(problem, method, ranks, capability) for problem in problems for method in (ONE, *problem.methods())] if capability else []
     with multiprocessing.get_context("spawn").Pool(min(cores(), len(tasks) or 1)) as pool:
         compiling = pool.map_async(compiled, tasks, 1)
         workers = Workers(ranks, asked.backend)
