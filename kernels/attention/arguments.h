@@ -1,5 +1,6 @@
 // What a kernel is called with, written by the host and read by the device: plain structs, the same bytes in both.
 #pragma once
+#include "divisor.h"
 #include "features.h"
 #include "geometry.h"
 #include "schedule.h"
@@ -105,11 +106,13 @@ struct Inputs {
     return {q0, k0, Band::make(nq, nk, bottom_right != 0, left, right)};
   }
   // Of keys in pages, which no packed keys are beside: the table in cu_seqlens_k (batch, pages of a sequence), how many pages there are in
-  // total_k, how many keys one has, and the logarithm of that, in blocks_t, which no forward reads.
+  // total_k, how many keys one has, the logarithm of that and how to divide by it in blocks_t, which no forward reads.
   STROBE_FN SequencePages pages(i64 b) const {
     const u32 page = (u32)blocks_t.row_tokens;
     return {cu_seqlens_k + b * ((u32)seqlen_k / page), page, (u32)total_k, (i32)blocks_t.column_tokens};
   }
+  STROBE_FN Divisor page_divisor() const { return {(u32)blocks_t.row_tokens, (u32)blocks_t.batch_stride, (u32)blocks_t.head_stride}; }
+  STROBE_FN const i32 *page_table(i64 b) const { return cu_seqlens_k + (u64)(u32)b * (u32)blocks_t.rows; }
   template <i32 kSeqused = 0> STROBE_FN HeldRows held(i64 b) const {
     const Sequence s = sequence<kSeqused == kPaged ? kPaged : 0>(b);
     return {s.q0, s.k0, s.band.seqlen_q, s.band.seqlen_k};

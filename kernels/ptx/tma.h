@@ -6,6 +6,14 @@ namespace strobe {
 
 __device__ __forceinline__ void tma_prefetch(const TensorMap &map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
+// One lane of a warp, always the same one; all lanes come. Of what it does alone the compiler knows that one lane does: it asks the copy
+// engine at once, not lane by lane.
+__device__ __forceinline__ bool elected() {
+  int one;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.b32 %0, 1, 0, p; }" : "=r"(one)::"memory");
+  return one != 0;
+}
+
 // The box at (column, row, head, batch). Completes on the barrier with the bytes of the whole box: what lies outside the tensor is zero.
 __device__ __forceinline__ void tma_load(u32 shared, const TensorMap &map, u32 barrier, int column, int row, int head, int batch) {
   asm volatile(

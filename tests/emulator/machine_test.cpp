@@ -95,6 +95,7 @@ TEST_CASE("emulator: shuffles and votes") {
     CHECK(result("shfl.sync.down.b32 %r2|%p1, %r0, 1, 31, -1; selp.b32 %r9, %r2, 99, %p1;")[lane] == (lane < 31 ? lane + 1 : 99));
     CHECK(result("redux.sync.max.u32 %r9, %r0, 0xFFFFFFFF;")[lane] == 31);
     CHECK(result("setp.gt.u32 %p1, %r0, 29; vote.sync.ballot.b32 %r9, %p1, -1;")[lane] == 0xC0000000);
+    CHECK(result("elect.sync _|%p1, -1; selp.b32 %r9, 1, 0, %p1;")[lane] == (lane == 0));
   }
   check_fault(kernel("setp.lt.u32 %p1, %r0, 16; @%p1 bra LOW; ret;\nLOW: shfl.sync.bfly.b32 %r9|%p2, %r0, 16, 31, 65535;"),
               "does not take part");

@@ -1,4 +1,4 @@
-// shfl, vote, redux, bar.warp.sync: lanes of a warp exchange.
+// shfl, vote, redux, elect, bar.warp.sync: lanes of a warp exchange.
 #include "opcodes.h"
 
 namespace strobe::emulator {
@@ -37,6 +37,11 @@ void greatest(Warp &w, const Instruction &i, uint32_t lanes) {
   each(lanes, [&](uint32_t lane) { most = std::max(most, w.lanes<uint32_t>(i.a[0])[lane]); });
   each(lanes, [&](uint32_t lane) { w.lanes<uint32_t>(i.d)[lane] = most; });
 }
+void elect(Warp &w, const Instruction &i, uint32_t lanes) {
+  const uint32_t first = uint32_t(std::countr_zero(lanes));
+  if (i.d != kNoSlot) each(lanes, [&](uint32_t lane) { w.lanes<uint32_t>(i.d)[lane] = first; });
+  if (i.d2 != kNoSlot) write_mask(w, i.d2, lanes, 1u << first);
+}
 void nothing(Warp &, const Instruction &, uint32_t) {}
 
 } // namespace
@@ -51,6 +56,7 @@ bool decode_warp(Kernel &k, Instruction &i, const std::string &opcode, const std
                                                                 {"vote.sync.all.pred", {vote<true>, 1, {1}}},
                                                                 {"vote.sync.ballot.b32", {ballot, 32, {1}}},
                                                                 {"redux.sync.max.u32", {greatest, 32, {32}}},
+                                                                {"elect.sync", {elect, 32, {}}},
                                                                 {"bar.warp.sync", {nothing, 0, {}}}};
   const auto found = known.find(opcode);
   if (found == known.end()) return false;

@@ -1,5 +1,5 @@
-// One thread of a block, or where they lie in pages a warp, tells the copy engine what to fetch of K and V, tile by tile; another one, of
-// Q.
+// One thread of a block tells the copy engine what to fetch of K and V, tile by tile; another one, of Q. Where K and V lie in pages, a warp
+// each does.
 #pragma once
 #include "../../attention/schedule.h"
 #include "../../device/keys.h"
@@ -100,30 +100,53 @@ private:
   i32 tile_, down_, up_;
 };
 
-// Rows of K and V in pages: each lane of the warp that loads asks for 16 of a tile, and they lie in one page. Those of K are looked up a
-// tile ahead, so that the table's answer is there when the tile's place in shared memory is free.
+// Rows of K or V in pages: each lane of the warp that loads looks up where 16 of a tile lie, all of them in one page.
 struct PagedRows {
   enum : i32 { kCount = 16 };
   i32 row;   // of the first one in its page; behind the page's last row, where the copy engine finds zeros, if the lane has none
   u32 entry; // of the table: which page, or none of the pool's
   // Of the lane's rows of a tile of keys, which begins at a multiple of kCount; what the table has behind `end` is not read.
-  __device__ __forceinline__ PagedRows(const SequencePages &pages, i32 begin, i32 end) : row((i32)pages.page), entry(0) {
-    const i32 j = begin + (i32)threadIdx.x % 32 * kCount;
+  __device__ __forceinline__ PagedRows(const Inputs &in, i32 b, i32 begin, i32 end) : row((i32)in.page_divisor().by), entry(0) {
+    const i32 j = begin + (i32)((u32)thread_index() % 32 * kCount);
     if (j >= end) return;
-    const u32 n = pages.number(j);
-    row = j - (i32)(n * pages.page), entry = (u32)pages.table[n];
+    const Divisor page = in.page_divisor();
+    __builtin_assume(page.by != 1);
+    const u32 n = page.divide((u32)j);
+    row = j - (i32)(n * page.by), entry = (u32)in.page_table(b)[n];
   }
   // Takes zeros for the rows of a page that is none of the pool's, and returns which lanes have such rows.
-  __device__ __forceinline__ u32 settle(const SequencePages &pages) {
-    const bool lacks = entry >= pages.pages && row != (i32)pages.page;
-    if (lacks) row = (i32)pages.page, entry = 0;
+  __device__ __forceinline__ u32 settle(const Inputs &in) {
+    const bool lacks = entry >= (u32)in.total_k;
+    if (lacks) row = (i32)in.page_divisor().by;
     return __ballot_sync(0xFFFFFFFFu, lacks);
+  }
+  // The tile of kN rows, kColumns of each.
+  template <int kN, int kColumns> __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 head) const {
+    const i32 page = (i32)entry * x.batch_step;
+    // So many boxes are written as one run of instructions: more have no registers.
+    constexpr int kGroups = kN / kCount, kBoxes = 6, kTogether = min(4, max(1, kBoxes * 64 / kColumns));
+#pragma unroll
+    for (int n = 0; n < kGroups; n += kTogether) {
+      i32 row_of[kTogether], page_of[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether && n + i < kGroups; ++i)
+        row_of[i] = __shfl_sync(0xFFFFFFFFu, row, n + i), page_of[i] = __shfl_sync(0xFFFFFFFFu, page, n + i);
+      if (elected()) {
+#pragma unroll
+        for (int i = 0; i < kTogether && n + i < kGroups; ++i) {
+#pragma unroll
+          for (int c = 0; c < kColumns; c += 64)
+            tma_load(address + (kN * (c / 64) + kCount * (n + i)) * kRowBytes, x.map, full, c, row_of[i], head * x.head_step, page_of[i]);
+        }
+      }
+      __syncwarp();
+    }
   }
 };
 
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
-  // In pages: then a warp loads, else a thread. (As an enum it leaves no symbol in kernels that read none.)
+  // In pages: then a warp loads K, and LoadV V; else a thread loads both. (As an enum it leaves no symbol in kernels that read none.)
   enum : bool { kPaged = C.features.seqused == strobe::kPaged };
   static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
@@ -133,7 +156,8 @@ template <Config C> struct Load {
   u32 items = 0;
 
   __device__ __forceinline__ void all() {
-    if (one()) tma_prefetch(a.tma_k.map), tma_prefetch(a.tma_v.map);
+    tma_prefetch(a.tma_k.map);
+    if constexpr (!kPaged) tma_prefetch(a.tma_v.map);
     if constexpr (C.bias_by_tma) tma_prefetch(a.tma_bias.map);
 #pragma unroll 1
     for (;; ++items) {
@@ -164,26 +188,21 @@ template <Config C> struct Load {
     bool more = tiles.next(next);
     if (!more) next.begin = next.end = 0, next.masked = true;
     if constexpr (C.features.part) next.shift = more ? next.shift : 0;
-    i32 before = -1; // the first row of the tile whose V is still to be loaded; in pages 0, for the message about it says which that is
-    [[maybe_unused]] auto rows_next = rows_of(item, next);
+    i32 before = -1; // the first row of the tile whose V is still to be loaded
+    [[maybe_unused]] auto rows = rows_of(item, next);
 #pragma unroll 1
     do {
       const KeyTile tile = next;
-      [[maybe_unused]] auto rows = rows_next;
       const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
       if constexpr (C.reference == kFixed && kPaged) // all lanes as one: meanwhile it may be written
         more = __shfl_sync(0xFFFFFFFFu, load_shared(shared.lost()), 0) != items && more;
       else if constexpr (C.reference == kFixed)
         more = more && load_shared(shared.lost()) != items;
       more = more && tiles.next(next);
-      if constexpr (kPaged) {
-        if (more) rows_next = rows_of(item, next);
-      }
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
       if constexpr (kPaged) {
         load_k_in_pages(item, tile, rows, C.invariant && more ? end_of_run(tiles, run, next.begin) : !more, kv);
-        if (before >= 0) load_v_in_pages(item.b, kv);
-        before = 0;
+        rows = rows_of(item, next);
         continue;
       }
       if constexpr (C.invariant)
@@ -198,8 +217,7 @@ template <Config C> struct Load {
       if (before >= 0) load_v(k0 + before, kv, item.b);
       before = first_row(tile);
     } while (more);
-    if constexpr (kPaged) return load_v_in_pages(item.b, kv);
-    load_v(k0 + before, kv, item.b);
+    if constexpr (!kPaged) load_v(k0 + before, kv, item.b);
   }
 
   // Of tiles that are walked over as one.
@@ -219,30 +237,27 @@ template <Config C> struct Load {
     load<C.columns_v()>(a.tma_v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
     v.advance();
   }
-  // The thread that tells the others, and the barriers.
-  static __device__ __forceinline__ bool one() { return !kPaged || threadIdx.x == 0; }
+  // The thread that tells the others.
+  static __device__ __forceinline__ bool one() {
+    if constexpr (!kPaged) return true;
+    return elected();
+  }
+  // In pages a tile is looked up when the one before is asked for: the table answers while its place in shared memory is not yet free.
   template <class KeyTile> __device__ __forceinline__ auto rows_of(const Item &item, const KeyTile &tile) const {
     if constexpr (kPaged)
-      return PagedRows(in.pages(item.b), tile.begin, tile.end);
+      return PagedRows(in, item.b, tile.begin, tile.end);
     else
       return 0;
   }
   __device__ __forceinline__ void load_k_in_pages(const Item &item, const BasicKeyTile<i32> &tile, PagedRows &rows, i32 last, i32 kv) {
-    const i32 lacking = (i32)rows.settle(in.pages(item.b)) * Tile::kLacks;
-    if (one()) write(shared.tile(k.index), tile.begin, tile.end, lacking | (lacking || tile.masked || tile.end - tile.begin < kN), last);
-    load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u), shared.k + k.index * C.k_bytes(),
-                      rows.row, kv, (i32)rows.entry);
-    if (C.bias_by_tma && one()) load_bias(item, tile.begin);
+    const i32 lacking = (i32)rows.settle(in) * Tile::kLacks;
+    if (elected()) {
+      write(shared.tile(k.index), tile.begin, tile.end, lacking | (lacking || tile.masked || tile.end - tile.begin < kN), last);
+      mbarrier_expect(shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u));
+      if constexpr (C.bias_by_tma) load_bias(item, tile.begin);
+    }
+    rows.template load<kN, C.columns()>(a.tma_k, shared.k_full(k.index), shared.k + k.index * C.k_bytes(), kv);
     k.advance();
-  }
-  // The message about a tile is in the place of its K, whose number is that of its V. (It is written again for the tile that follows so
-  // many later.) Its rows are looked up again, for no registers are left to keep them; what K's look-up has read is likely in the L1 cache.
-  __device__ __forceinline__ void load_v_in_pages(i32 b, i32 kv) {
-    static_assert(C.stages >= 2);
-    const Tile tile = read<Tile>(shared.tile(v.index));
-    PagedRows rows(in.pages(b), tile.begin, tile.end);
-    rows.settle(in.pages(b));
-    load_v(rows.row, kv, (i32)rows.entry);
   }
   // It comes with K.
   __device__ __forceinline__ void load_bias(const Item &item, i32 column) {
@@ -255,16 +270,51 @@ template <Config C> struct Load {
   }
   template <int kColumns>
   static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 bytes, u32 address, i32 row, i32 head, i32 b) {
-    if (one()) mbarrier_expect(full, bytes);
-    if constexpr (kPaged) {
-      __syncwarp();
-      const i32 first = (i32)threadIdx.x % 32 * PagedRows::kCount;
-      if (first >= kN) return;
-      address += first * kRowBytes;
-    }
+    mbarrier_expect(full, bytes);
 #pragma unroll
     for (int c = 0; c < kColumns; c += 64)
       tma_load(address + kN * kRowBytes * (c / 64), x.map, full, c, row, head * x.head_step, b * x.batch_step);
+  }
+};
+
+// V in pages: a warp of its own, which follows the one that loads K from tile to tile.
+template <Config C> struct LoadV {
+  const HopperForwardArguments &a;
+  const Inputs &in;
+  const SharedMemory<C> &shared;
+
+  __device__ __forceinline__ void all() {
+    tma_prefetch(a.tma_v.map);
+    Stage<C> stage{};
+#pragma unroll 1
+    for (u32 items = 0;; ++items) {
+      mbarrier_wait(shared.item_full(), items % 2);
+      const Item item = read<Item>(shared.item());
+      release(shared.item_empty());
+      if (item.kind() == kNone) break;
+      const i32 kv = (i32)a.group_divisor.divide(item.h);
+      bool more;
+#pragma unroll 1
+      do {
+        mbarrier_wait(shared.k_full(stage.index), stage.parity);
+        const Tile tile = read<Tile>(shared.tile(stage.index));
+        PagedRows rows(in, item.b, tile.begin, tile.end);
+        more = tile.last != Tile::kLast;
+        release(shared.k_empty(stage.index));
+        rows.settle(in);
+        mbarrier_wait(shared.v_empty(stage.index), stage.parity ^ 1);
+        if (elected()) mbarrier_expect(shared.v_full(stage.index), C.v_bytes());
+        rows.template load<C.tile_k, C.columns_v()>(a.tma_v, shared.v_full(stage.index), shared.v + stage.index * C.v_bytes(), kv);
+        stage.advance();
+      } while (more);
+    }
+  }
+
+private:
+  // What all lanes have read may be written again.
+  static __device__ __forceinline__ void release(u32 empty) {
+    __syncwarp();
+    if (elected()) mbarrier_arrive(empty);
   }
 };
 

@@ -58,10 +58,11 @@ template <Config C> struct SharedMemory {
 
   __device__ __forceinline__ u32 held(u32 item) const { return messages + 144 + 16 * (item % 2); } // two: an item's is read to its end
 
+  enum : i32 { kLoadsV = C.features.seqused == kPaged }; // a warp of its own, which reads the messages as those that compute do
   __device__ __forceinline__ void begin() const {
     for (int w = 0; w < C.warpgroups; ++w) mbarrier_init(q_full(w), 1), mbarrier_init(q_empty(w), 4);
     mbarrier_init(item_full(), 1);
-    mbarrier_init(item_empty(), 4 * C.warpgroups + 2);
+    mbarrier_init(item_empty(), 4 * C.warpgroups + 2 + kLoadsV);
     store_shared(lost(), ~0u);
     for (int n = 0; n < 2; ++n) {
       mbarrier_init(judged(n), 4 * C.warpgroups);
@@ -69,7 +70,7 @@ template <Config C> struct SharedMemory {
     }
     for (int s = 0; s < C.stages; ++s) {
       mbarrier_init(k_full(s), 1);
-      mbarrier_init(k_empty(s), 4 * C.warpgroups);
+      mbarrier_init(k_empty(s), 4 * C.warpgroups + kLoadsV);
       mbarrier_init(v_full(s), 1);
       mbarrier_init(v_empty(s), 4 * C.warpgroups);
     }
