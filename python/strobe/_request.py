@@ -227,7 +227,9 @@ def _dropout(
     elif offset is not None and seed is None and all(seeded):
         wrong.append(ValueError("offset: given without seed; accepted is seed alone, or both"))
     if options.get("dropout", 0.0) == 0.0:
-        arrays.pop("rng", None)
+        rng = arrays.get("rng")
+        if rng is not None and framework is not None and tuple(rng.shape) == (2,) and rng.dtype == framework.xp.int64:
+            del arrays["rng"]  # it decides nothing; any other is for the library to refuse
     elif seed is not None and all(seeded):
         options.update(seed_options(seed, offset))
     elif "rng" not in arrays and framework is not None and not wrong:

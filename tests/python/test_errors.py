@@ -127,6 +127,8 @@ DENSE = [
     ("rng", {"rng": ints(1, 2)}),
     ("rng", {"rng": torch.tensor([1.0, 2.0])}),
     ("rng", {"rng": (1, 2)}),
+    ("rng", {"dropout": 0.0, "rng": torch.tensor([1, 2, 3])}),
+    ("rng", {"dropout": 0.0, "rng": ints(1, 2)}),
     ("rng", {"seed": 3}),
     ("rng", {"offset": 3}),
     ("seed", {"rng": None, "seed": 1.5}),
