@@ -187,8 +187,6 @@ def append(
     if (k_scale is None) != (v_scale is None):
         absent, there = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
         wrong.append(ValueError(f"{absent}: None beside {there}; accepted are both or neither"))
-    elif k_scale is None and not wrong and k_cache.dtype in _LARGEST:
-        wrong.append(ValueError(f"k_scale, v_scale: None beside k_cache of {k_cache.dtype}; accepted are the scales of a quantised cache"))
     if wrong:
         raise refusal(wrong)
     bshd = layout == "bshd"
@@ -463,15 +461,11 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
             wrong.append(ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; accepted is float16 or float32 {tuple(sizes)}"))
         if not given[name[0]].shape[-1]:
             wrong.append(ValueError(f"{name[0]}: shape {tuple(given[name[0]].shape)}; accepted is a last axis of 1 or more"))
-    if quantised and k_cache.dtype not in _LARGEST:
-        wrong.append(ValueError(f"k_cache: dtype {k_cache.dtype} beside k_scale; accepted is {', '.join(map(str, _LARGEST))}"))
-    numbers = "k" if quantised else "k_cache"
-    if given[numbers].dtype not in _PLAIN:
-        wrong.append(ValueError(f"{numbers}: dtype {given[numbers].dtype}; accepted are {', '.join(map(str, _PLAIN))}"))
-    alike = (("v_cache", "k_cache"), ("v", "k")) if quantised else (("v_cache", "k_cache"), ("k", "k_cache"), ("v", "k_cache"))
-    for name, of in alike:
-        if given[name].dtype != given[of].dtype:
-            wrong.append(ValueError(f"{name}: dtype {given[name].dtype}; accepted is {given[of].dtype}, as {of} has"))
+    wrong += _wrong_dtypes(k_cache, given["v_cache"], quantised)
+    if quantised and k.dtype not in _PLAIN:
+        wrong.append(ValueError(f"k: dtype {k.dtype}; accepted are {_listed(_PLAIN)}"))
+    for name, of in (("v", "k"),) if quantised else (("k", "k_cache"), ("v", "k_cache")):
+        wrong += _other_dtype(name, given[name], of, given[of])
     if wrong:
         return wrong
     if cu_seqlens is not None and TORCH.is_readable(cu_seqlens):
@@ -487,15 +481,30 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
     return wrong
 
 
+def _wrong_dtypes(k_cache: Tensor, v_cache: Tensor, quantised: bool) -> Wrong:
+    """What attention() does not take, of a cache that has scales, or has none."""
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dtype in _LARGEST and not quantised:
+            return [ValueError(f"k_scale, v_scale: None beside {name} of {x.dtype}; accepted are the scales of a quantised cache")]
+    accepted, beside = ((*_LARGEST,), " beside k_scale") if quantised else (_PLAIN, "")
+    if k_cache.dtype not in accepted:
+        return [ValueError(f"k_cache: dtype {k_cache.dtype}{beside}; accepted are {_listed(accepted)}")]
+    return _other_dtype("v_cache", v_cache, "k_cache", k_cache)
+
+
+def _other_dtype(name: str, x: Tensor, of: str, other: Tensor) -> Wrong:
+    return [] if x.dtype == other.dtype else [ValueError(f"{name}: dtype {x.dtype}; accepted is {other.dtype}, as {of} has")]
+
+
+def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(map(str, dtypes))
+
+
 def _unlike_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Wrong:
     """What does not fit, of the caches and scales of a call of copy(), which does not know the layout."""
-    if k_scale is None or v_scale is None:
-        stored = [f"{name} of {x.dtype}" for name, x in (("k_cache", k_cache), ("v_cache", v_cache)) if x.dtype in _LARGEST]
-        return [ValueError(f"k_scale, v_scale: None beside {stored[0]}; accepted are the scales of a quantised cache")] if stored else []
-    if k_cache.dtype not in _LARGEST:
-        return [ValueError(f"k_cache: dtype {k_cache.dtype} beside k_scale; accepted is {', '.join(map(str, _LARGEST))}")]
-    if v_cache.dtype != k_cache.dtype:
-        return [ValueError(f"v_cache: dtype {v_cache.dtype}; accepted is {k_cache.dtype}, as k_cache has")]
+    wrong = _wrong_dtypes(k_cache, v_cache, quantised=k_scale is not None)
+    if wrong or k_scale is None or v_scale is None:
+        return wrong
     pages, one, other = sizes = tuple(k_cache.shape[:3])
     columns = k_cache.shape[3] * (2 if k_cache.dtype == torch.uint8 else 1)
     by_column = k_scale.dim() == 4 and (k_scale.shape[0], k_scale.shape[3]) == (pages, columns)
@@ -503,7 +512,6 @@ def _unlike_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_s
         first, second = k_scale.shape[1:3]
         by_column = (first == one and _is_groups(second, other)) or (second == other and _is_groups(first, one))
     types = (torch.float16, torch.float32)
-    wrong: Wrong = []
     if (k_scale.shape != sizes and not by_column) or k_scale.dtype not in types:
         groups = f"with k_scale_group G ({pages}, {one}, ceil({other} / G), {columns}), or ({pages}, ceil({one} / G), {other}, {columns})"
         given = f"{k_scale.dtype} of shape {tuple(k_scale.shape)}"

@@ -314,6 +314,35 @@ def test_an_inference_tensor_is_not_written_outside_of_inference_mode():
         strobe.kv.append(cache, torch.zeros(4, 2, 4, 8), k, k, torch.zeros(2, dtype=torch.int32), page_table=TABLE)
 
 
+def test_a_negated_view_is_not_written():
+    """PyTorch would write the other cache before it finds out."""
+    caches = {"k_cache": torch.zeros(4, 2, 4, 8), "v_cache": torch.zeros(4, 2, 4, 8)}
+    k, held = torch.ones(2, 2, 1, 8), torch.zeros(2, dtype=torch.int32)
+    for name in caches:
+        given = caches | {name: torch._neg_view(torch.zeros(4, 2, 4, 8))}
+        for write, more in ((strobe.kv.append, (k, k, held)), (strobe.kv.copy, (torch.tensor([0]), torch.tensor([1])))):
+            with pytest.raises(ValueError, match=f"^{name}: a negated view or zeros without memory; accepted is a tensor of its own"):
+                write(*given.values(), *more, **({"page_table": TABLE} if write is strobe.kv.append else {}))
+    assert not any(x.any() for x in caches.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int64, torch.bool], ids=str)
+def test_a_dtype_that_attention_does_not_take(dtype):
+    plain, other = torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8, dtype=dtype)
+    places = torch.tensor([0]), torch.tensor([1])
+    for k_cache, v_cache, message in (
+        (other, plain, f"^k_cache: dtype {dtype}; accepted are torch.float64, "),
+        (plain, other, f"^v_cache: dtype {dtype}; accepted is torch.float32, as k_cache has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            strobe.kv.copy(k_cache, v_cache, *places)
+        with pytest.raises(ValueError, match=message):
+            strobe.kv.append(k_cache, v_cache, plain[:, :, :1], plain[:, :, :1], torch.zeros(2, dtype=torch.int32))
+    scales = {"k_scale": torch.zeros(2, 1, 4), "v_scale": torch.zeros(2, 1, 4)}
+    with pytest.raises(ValueError, match=f"^k_cache: dtype {dtype} beside k_scale; accepted are torch.int8, "):
+        strobe.kv.copy(other, other.clone(), *places, **scales)
+
+
 def test_pages_of_no_key_are_refused():
     with pytest.raises(ValueError, match=r"^cache: shape \(4, 1, 0, 2\); accepted are pages of one key or more"):
         strobe.kv.gather(torch.zeros(4, 1, 0, 2), TABLE)
@@ -577,7 +606,7 @@ def test_copys_scales_are_checked():
         ("k_scale, v_scale: None beside k_cache of torch.int8; accepted are the scales of a quantised cache", caches, {}),
         ("k_scale, v_scale: None beside v_cache of torch.int8; accepted are the scales of a quantised cache", [floats[0], caches[1]], {}),
         ("v_scale: None beside the other; accepted are both or neither", caches, {"k_scale": scale.clone()}),
-        ("k_cache: dtype torch.float32 beside k_scale; accepted is torch.int8, torch.float8_e4m3fn, torch.uint8", floats, both),
+        ("k_cache: dtype torch.float32 beside k_scale; accepted are torch.int8, torch.float8_e4m3fn, torch.uint8", floats, both),
         ("v_cache: dtype torch.float32; accepted is torch.int8, as k_cache has", [caches[0], floats[1]], both),
         ("k_scale: torch.float32 of shape (4, 2, 7); " + of_k, caches, both | {"k_scale": scale[..., :7].clone()}),
         ("k_scale: torch.float64 of shape (4, 2, 8); " + of_k, caches, both | {"k_scale": scale.double()}),

@@ -146,6 +146,15 @@ def test_ranges_of_more_sequences_than_have_lengths():
         strobe.attention(x.q[0], x.k, x.v, part=part)
 
 
+def test_a_negated_view_is_not_added_to():
+    x = call(sq=4)
+    out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True)
+    dq = torch.zeros(x.q.shape, dtype=torch.complex64).conj().imag
+    assert dq.is_neg()
+    with pytest.raises(ValueError, match="^dq: a negated view or zeros without memory; accepted is a tensor of its own numbers"):
+        strobe.attention_backward(x.dout, x.q, x.k, x.v, out, lse, dq=dq, accumulate=True)
+
+
 def test_an_inference_tensor_is_not_added_to_outside_of_inference_mode():
     x = call(sq=4)
     out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True)

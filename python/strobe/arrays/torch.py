@@ -14,7 +14,7 @@ from .._abi import CPU, CUDA, DTYPES, MAX_RANK, NO_DTYPE
 from .._core import lib
 from . import tensor_kinds
 from .base import Framework
-from .memory import PLAIN, allocated, in_memory
+from .memory import PLAIN, allocated, in_memory, is_lazy
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPES.items()}
 
@@ -41,9 +41,13 @@ class Torch(Framework):
         return tensor_kinds.without_values(name, x)
 
     def unwritable(self, name: str, x: Tensor) -> Exception | None:
-        if torch.compiler.is_compiling() or not x.is_inference() or torch.is_inference_mode_enabled():
+        if torch.compiler.is_compiling():
             return None
-        return ValueError(f"{name}: an inference tensor; accepted is one that may be written outside of inference mode")
+        if is_lazy(x):
+            return ValueError(f"{name}: a negated view or zeros without memory; accepted is a tensor of its own numbers, as clone() makes")
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            return ValueError(f"{name}: an inference tensor; accepted is one that may be written outside of inference mode")
+        return None
 
     def is_readable(self, x: Tensor) -> bool:
         return is_alone() and type(x) in PLAIN and x.is_cpu  # in this order: PyTorch 2.4 traces no more than the first
