@@ -14,12 +14,14 @@ import pytest
 import torch
 
 RECORD = Path(__file__).parents[2] / "build" / "contract.json"
+THREADS = torch.get_num_threads()
 
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Every run draws the same numbers, whichever worker a test falls to."""
+    """Every run draws the same numbers, whichever worker a test falls to, on as many threads, whatever the test before it asked for."""
     torch.manual_seed(0)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(scope="session")
