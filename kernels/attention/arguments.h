@@ -140,6 +140,15 @@ struct AuxiliaryArguments {
   i32 tiles;                           // of keys, of a head
 };
 
+// Of the pass that adds up dK and dV where the query heads of a key head are shared out among thread blocks. dk_shares, dv_shares: FP32,
+// (batch, share, key, columns), the shares of a key head one behind the other.
+struct SharesArguments {
+  Inputs in;
+  Operand dk, dv, dk_shares, dv_shares; // gradients that nobody wants are null
+  i32 shares;                           // of a key head
+  i32 tiles;                            // of keys, of a (batch, key head) pair
+};
+
 struct BackwardArguments {
   Inputs in;
   Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that nobody wants are null

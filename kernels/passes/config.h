@@ -36,6 +36,14 @@ struct WordsConfig {
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 
+struct SharesConfig {
+  i32 dtype;                                           // of q
+  i32 seqused;                                         // as Features
+  i32 partial, adds;                                   // as Features
+  STROBE_FN static constexpr i32 rows() { return 32; } // of a block of threads
+  STROBE_FN static constexpr i32 threads() { return 256; }
+};
+
 struct SinksConfig {
   i32 dtype; // of q
   STROBE_FN static constexpr i32 threads() { return 256; }

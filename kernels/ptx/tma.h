@@ -6,8 +6,8 @@ namespace strobe {
 
 __device__ __forceinline__ void tma_prefetch(const TensorMap &map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
-// One lane of a warp, always the same one; all lanes come. Of what it does alone the compiler knows that one lane does: it asks the copy
-// engine at once, not lane by lane.
+// One lane of a warp, the same one each time. All lanes must call it. Unlike a comparison of lane numbers, it tells the compiler that a
+// single lane follows, so that no loop over lanes is made.
 __device__ __forceinline__ bool elected() {
   int one;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.b32 %0, 1, 0, p; }" : "=r"(one)::"memory");

@@ -487,9 +487,10 @@ def _wrong_dtypes(k_cache: Tensor, v_cache: Tensor, quantised: bool) -> Wrong:
         if x.dtype in _LARGEST and not quantised:
             return [ValueError(f"k_scale, v_scale: None beside {name} of {x.dtype}; accepted are the scales of a quantised cache")]
     accepted, beside = ((*_LARGEST,), " beside k_scale") if quantised else (_PLAIN, "")
+    wrong: Wrong = []
     if k_cache.dtype not in accepted:
-        return [ValueError(f"k_cache: dtype {k_cache.dtype}{beside}; accepted are {_listed(accepted)}")]
-    return _other_dtype("v_cache", v_cache, "k_cache", k_cache)
+        wrong.append(ValueError(f"k_cache: dtype {k_cache.dtype}{beside}; accepted are {_listed(accepted)}"))
+    return wrong + _other_dtype("v_cache", v_cache, "k_cache", k_cache)
 
 
 def _other_dtype(name: str, x: Tensor, of: str, other: Tensor) -> Wrong:

@@ -104,7 +104,8 @@ struct Problem {
   uint64_t seed = 0, offset = 0; // unless rng
   // wishes
   int64_t tile_q = 0, tile_k = 0;
-  int64_t bundle = 0;        // heads whose tiles run together; of a tuning table alone, as the next one is
+  int64_t bundle = 0;        // heads whose tiles run together; of a tuning table alone, as the next two are
+  int64_t shares = 0;        // see the Hopper backward's Config, split_group
   bool staged_store = false; // see the Hopper backward's Config
   bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false, invariant = false;
   std::string engine; // empty: any

@@ -31,8 +31,9 @@ double half(uint16_t bits, int mantissa, int bias) {
 }
 
 // Which calls are drawn. packed_softcap: of 16 bits, where queries beyond a sequence's end might spoil its gradients by their slope.
-// lengthy: more keys or queries than a running sum takes before it starts anew.
-enum class Calls { any, packed_softcap, lengthy, wide };
+// lengthy: more keys or queries than a running sum takes before it starts anew. grouped: of 16 bits, many query heads of one key head,
+// which a large GPU shares out among blocks of threads.
+enum class Calls { any, packed_softcap, lengthy, wide, grouped };
 
 // The calls that one seed stands for: the same inputs whatever the direction and the engine.
 class Drawn {
@@ -40,11 +41,14 @@ public:
   Drawn(uint32_t seed, Calls calls, Call &call, Direction direction, bool oracle)
       : random(seed), counts(~seed), c(call), calls(calls), oracle(oracle) {
     c.direction = direction;
-    dtype = calls == Calls::packed_softcap ? pick({DType::f16, DType::bf16})
-                                           : pick({DType::f32, DType::f32, DType::f64, DType::f16, DType::bf16});
+    dtype = calls == Calls::packed_softcap || calls == Calls::grouped ? pick({DType::f16, DType::bf16})
+                                                                      : pick({DType::f32, DType::f32, DType::f64, DType::f16, DType::bf16});
     wide = dtype == DType::f64 ? DType::f64 : DType::f32;
     group = 1 + draw(3), hkv = 1 + draw(2), h = group * hkv, b = 1 + draw(2);
     d = size(), dv = size();
+    if (calls == Calls::grouped)
+      group = pick<int64_t>({6, 8}), hkv = 1 + draw(2), b = 1 + draw(2), h = group * hkv, d = pick<int64_t>({40, 64, 80, 128}),
+      dv = pick<int64_t>({64, 72, 128});
     if (calls == Calls::wide) d = pick<int64_t>({40, 257, 320, 576}), dv = d == 40 ? 320 : pick<int64_t>({7, 289, 512});
     varlen = calls == Calls::packed_softcap || (draw(3) == 0 && calls != Calls::lengthy);
     varlen ? packed() : dense();
@@ -93,6 +97,7 @@ private:
 
   void dense() {
     sq = total_q = pick<int64_t>({1, 5, 16, 33, 64, 100, 130}), sk = total_k = pick<int64_t>({1, 7, 16, 33, 64, 100, 130});
+    if (calls == Calls::grouped) sq = total_q = pick<int64_t>({130, 170}), sk = total_k = pick<int64_t>({100, 170});
     if (calls == Calls::lengthy) sq = total_q = pick<int64_t>({3, 300}), sk = total_k = sq == 3 ? 2500 : 40;
     numbers("q", dtype, {b, h, sq, d});
     numbers("k", dtype, {b, hkv, sk, d});
@@ -102,7 +107,8 @@ private:
     std::vector<int32_t> cu_q{0}, cu_k{0};
     sq = sk = 1;
     for (int64_t n = 0; n < b + 2; n++) {
-      const int32_t q = draw(4) ? draw(70) : 0, k = draw(4) ? draw(70) : 0;
+      const int most = calls == Calls::grouped ? 140 : 70;
+      const int32_t q = draw(4) ? draw(most) : 0, k = draw(4) ? draw(most) : 0;
       cu_q.push_back(cu_q.back() + q), cu_k.push_back(cu_k.back() + k);
       sq = std::max<int64_t>(sq, q), sk = std::max<int64_t>(sk, k);
     }
@@ -283,8 +289,13 @@ bool runs(Call &call, const char *engine) {
   return true;
 }
 struct Taken {
-  int forward = 0, backward = 0;
+  int forward = 0, backward = 0, shared = 0; // backwards that share out the query heads of a key head
 };
+bool shares(const Call &call) {
+  std::string said(1 << 16, '\0');
+  REQUIRE(strobe_explain(&call.attention, &call.tensors, &call.execution, STROBE_BACKWARD, said.data(), said.size(), nullptr) == STROBE_OK);
+  return said.find(" shares") != std::string::npos;
+}
 void agrees(uint32_t seed, Calls calls, const char *engine, Taken &taken) {
   Call forward, forward_oracle, backward, backward_oracle;
   const Drawn drawn(seed, calls, forward, Direction::forward, false);
@@ -300,6 +311,7 @@ void agrees(uint32_t seed, Calls calls, const char *engine, Taken &taken) {
   backward.tensors.out = forward.tensors.out, backward.tensors.lse = forward.tensors.lse;
   if (!runs(backward, engine)) return;
   taken.backward++;
+  if (calls == Calls::grouped) taken.shared += shares(backward);
   Drawn(seed, calls, backward_oracle, Direction::backward, true);
   backward_oracle.attention.engine = kOracle;
   REQUIRE_MESSAGE(backward_oracle.run() == STROBE_OK, std::string(strobe_last_error()));
@@ -332,6 +344,9 @@ void every_engine_agrees(Calls calls, int rounds) {
     CHECK(taken.forward > 0);
     CHECK(taken.backward > 0);
     engines++;
+    if (calls != Calls::grouped) continue;
+    MESSAGE(taken.shared << " backwards share out the query heads of a key head");
+    CHECK(taken.shared > 0);
   }
   CHECK(engines > 0);
 }
@@ -345,4 +360,7 @@ TEST_CASE("agreement: softcap over packed sequences with padding behind them") {
 TEST_CASE("agreement: head dimensions beyond 256") { every_engine_agrees(Calls::wide, 100); }
 TEST_CASE("agreement: sums that start anew") {
   if (!std::getenv("STROBE_EMULATOR_NVRTC")) every_engine_agrees(Calls::lengthy, 12);
+}
+TEST_CASE("agreement: query heads of a key head shared out") {
+  if (number("STROBE_EMULATOR_SMS", 0) >= 100) every_engine_agrees(Calls::grouped, 60);
 }

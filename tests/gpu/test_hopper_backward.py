@@ -138,6 +138,59 @@ def test_a_block_of_a_heads_keys(feature, d):
             assert all(torch.equal(once[name], again[name]) for name in once)
 
 
+def shares_out(inputs: Inputs, **how: Any) -> bool:
+    there = on_device(inputs, "cuda")
+    return " shares" in strobe.explain(there.q, there.k, there.v, backward=True, engine="cuda-sm90", **there.options, **how)
+
+
+SHARED = ["plain", "causal", "window", "softcap", "dropout, causal", "deterministic", "mask", "alibi", "seqused", "packed"]
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 200])
+@pytest.mark.parametrize("feature", SHARED)
+def test_query_heads_of_a_key_head_are_shared_out(feature, d):
+    """Fewer (batch, key head) pairs than SMs: blocks take some of the query heads each, and dK and dV are the sums of theirs."""
+    how = {"deterministic": True} if feature == "deterministic" else {}
+    for b, h, hkv in ((1, 8, 1), (2, 12, 2)):
+        options = {} if feature in ("mask", "seqused", "packed") else dict(FEATURES.get(feature, {"causal": True}))
+        sizes = {"b": b, "sq": 700, "sk": 700}
+        if feature == "alibi":
+            options["alibi_slopes"] = torch.linspace(0.004, 0.5, h)
+        elif feature == "mask":
+            options["mask"] = torch.rand(b, 1, 700, 700) < 0.7
+        elif feature == "seqused":
+            options["seqused_k"] = torch.tensor([650, 300][:b], dtype=torch.int32)
+        elif feature == "packed":
+            options |= {"cu_seqlens_q": lengths(500, 0, 260), "cu_seqlens_k": lengths(450, 30, 300), "max_seqlen_q": 500}
+            options["max_seqlen_k"] = 450
+            sizes = {"sq": 780, "sk": 800}  # with padding behind the sequences
+        inputs = call(h=h, hkv=hkv, d=d, dtype=BF16, **sizes, **options)
+        assert shares_out(inputs, **how)
+        assert not faults(inputs, **how), (h, hkv)
+        ref = run_plain(inputs, torch.float64)
+        once, again = (gradients(inputs, ref, **how) for _ in range(2))
+        assert all(torch.equal(once[name], again[name]) for name in (once if how else ("dk", "dv")))
+
+
+@pytest.mark.parametrize("d", [64, 128, 200])
+@pytest.mark.parametrize("part", [False, True])
+def test_shares_are_added_to_what_is_there(part, d):
+    inputs = call(b=2, h=12, hkv=2, sq=700, sk=700, d=d, dtype=BF16, causal=True)
+    assert shares_out(inputs)
+    there = on_device(inputs, "cuda")
+    out, lse = strobe.attention(there.q, there.k, there.v, causal=True, return_lse=True)
+    usual = strobe.attention_backward(there.dout, there.q, there.k, there.v, out, lse, causal=True, engine="cuda-sm90")
+    how: dict[str, Any] = {"part": strobe.Part([[(0, 700)]], [[(0, 700)]], [700], [700])} if part else {}
+    before = {"d" + name: torch.randn(x.shape, device="cuda") for name, x in (("q", there.q), ("k", there.k), ("v", there.v))}
+    sums = {name: x.clone() for name, x in before.items()}
+    strobe.attention_backward(
+        *(there.dout, there.q, there.k, there.v, out, lse), causal=True, engine="cuda-sm90", accumulate=True, **sums, **how
+    )
+    for name in before:
+        found, expected = sums[name] - before[name], getattr(usual, name).float()
+        assert (found - expected).norm() < 4e-3 * expected.norm(), name
+
+
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)

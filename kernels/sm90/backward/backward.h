@@ -24,7 +24,8 @@ template <BackwardConfig C> struct Backward {
   static constexpr int kComputing = 128 * C.kWarpgroups;
 
   static_assert(!C.roles && kD <= 128 && kDv <= 128);
-  static_assert(!C.staged_store || (!C.owns_dq && C.columns() <= C.columns_v()));
+  static_assert(!(C.owns_dq && C.split_group));
+  static_assert(!C.staged_store || (!C.owns_dq && !C.split_group && C.columns() <= C.columns_v()));
   static_assert(!C.keys_in_registers || (kD <= 64 && kDv <= 64));
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 

@@ -21,6 +21,9 @@ struct BackwardConfig {
   i32 keys_in_registers; // a warpgroup holds its keys' K and V in registers, the left operands of S and dP; heads of up to 64 columns
   i32 staged_store;      // dK and dV leave through the shared memory of V; not by roles, nor where a block takes more keys after these
   i32 invariant;         // a row's bits do not depend on what is hidden in its tiles
+  // The query heads of a key head are shared out: a thread block takes some of them, as if they had a key head of their own, and leaves dK
+  // and dV of these in FP32, for passes/shares.h to add up.
+  i32 split_group;
   Features features;
 
   static constexpr i32 kWarpgroups = 2; // that compute
@@ -44,6 +47,8 @@ struct BackwardConfig {
     return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + lse_bytes() + row_bytes()) + p_bytes() + dq_bytes() +
            384 + (features.part ? 96 : 0) + 1024;
   }
+  // dK and dV leave in FP32.
+  STROBE_FN constexpr bool wide_sums() const { return split_group || features.wide_gradients(); }
   STROBE_FN constexpr i32 dq_queries() const { return strobe::dq_queries(columns(), tile_q); }
 };
 
@@ -58,6 +63,7 @@ struct HopperBackwardArguments : BackwardArguments { // delta: null where dsinks
   i32 pairs;       // (batch, key head)
   // (batch, key head) pairs come in bundles, `bundle` of them, that share the L2 cache; their number is a multiple.
   Divisor bundle_items, bundle_divisor, heads_kv_divisor;
+  Divisor shares; // of a key head's query heads, where they are shared out: in.heads_kv, in.group, dk and dv then count shares as key heads
 };
 
 } // namespace strobe::inline STROBE_ISA

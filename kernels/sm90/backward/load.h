@@ -69,7 +69,7 @@ private:
   // Both return the next iteration's number.
   __device__ __forceinline__ u32 q(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
-    load<C.columns(), C.k_bytes(), kTileK>(a.tma_k, shared.k_full(), shared.k, k_row(keys), keys.head_kv, keys.batch);
+    load<C.columns(), C.k_bytes(), kTileK>(a.tma_k, shared.k_full(), shared.k, k_row(keys), head_of(keys), keys.batch);
     wait_for_launch_before(); // which made the rows, and room for dQ; who computes waits for them
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
@@ -86,7 +86,7 @@ private:
   }
   __device__ __forceinline__ u32 dout(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
-    load<C.columns_v(), C.v_bytes(), kTileK>(a.tma_v, shared.v_full(), shared.v, k_row(keys), keys.head_kv, keys.batch);
+    load<C.columns_v(), C.v_bytes(), kTileK>(a.tma_v, shared.v_full(), shared.v, k_row(keys), head_of(keys), keys.batch);
     wait_for_launch_before();
     if constexpr (C.owns_dq) mbarrier_wait(shared.k_full(), n >> 31); // else it might take these keys' K for the next ones'
     const i32 batch = keys.batch;
@@ -106,6 +106,9 @@ private:
   }
   __device__ __forceinline__ const float *rows(const QueryStep &step) const {
     return a.rows + (i64)step.number * ((C.lse_bytes() + C.row_bytes()) / 4);
+  }
+  __device__ __forceinline__ i32 head_of(const KeyBlock &keys) const { // of K and V
+    return C.split_group ? (i32)a.shares.divide((u32)keys.head_kv) : keys.head_kv;
   }
   __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const {
     const i32 shift = F.part ? read<HeldKeyBlock>(shared.held()).shift : 0;

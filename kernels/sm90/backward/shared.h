@@ -21,7 +21,7 @@ struct QueryStep {
   i32 flags;
 };
 // The keys of this thread block; where blocks own dQ, tile after tile of them.
-struct KeyBlock {
+struct KeyBlock {                  // head_kv: the number of a share where query heads of a key head are shared out
   static constexpr i32 kNone = -1; // as batch: there are no more
   i32 batch, head_kv, begin, seqlen_k;
 };

@@ -83,7 +83,8 @@ template <Config C> struct Assign {
   __device__ __forceinline__ i32 first_number(i32 b, i32 n) const {
     return number_of_first(range_of_queries(in, b, n), n, C.tile_q(), false);
   }
-  // Until all have read the last item told, and the copy engine has been told of all of its keys and values.
+  // Until all have read the last item told, and the copy engine has been told of all of its keys, and of its values unless they lie in
+  // pages.
   __device__ __forceinline__ void wait_loaded() const { mbarrier_wait(shared.item_empty(), told % 2 ^ 1); }
   __device__ __forceinline__ void tell(const Item &item) {
     wait_loaded();

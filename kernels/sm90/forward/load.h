@@ -110,7 +110,7 @@ struct PagedRows {
     const i32 j = begin + (i32)((u32)thread_index() % 32 * kCount);
     if (j >= end) return;
     const Divisor page = in.page_divisor();
-    __builtin_assume(page.by != 1);
+    __builtin_assume(page.by != 1); // a page holds a multiple of kCount keys
     const u32 n = page.divide((u32)j);
     row = j - (i32)(n * page.by), entry = (u32)in.page_table(b)[n];
   }

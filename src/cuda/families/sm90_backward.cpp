@@ -167,7 +167,30 @@ int64_t bundle(const Problem &p, const BackwardConfig &c) {
   return size;
 }
 
-double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device &device) {
+// As the main launch sees it: each share of a key head's query heads has a key head of its own.
+Problem of_shares(const Problem &p, int64_t shares) {
+  Problem split = p;
+  split.heads_kv *= shares;
+  return split;
+}
+
+// What it takes to fetch tiles of Q, dO and dQ anew that the L2 cache has lost. Blocks at work walk over the same rows, and find them in
+// the cache if they do so at about the same time. Under a causal mask walks of neighbouring tiles of keys differ by a tile of queries for
+// each head of the group, and under a window they begin when the blocks before them end: then each head's rows are needed as long as the
+// keys at work, and the window, reach.
+double missing_seconds(const Problem &p, const BackwardConfig &c, const Device &device, const Walks &w) {
+  const bool window = p.window_left != kUnbounded && p.window_right != kUnbounded;
+  if (!window && w.longest < 1.05 * w.mean) return 0; // they stay together
+  if (larger_dim(p) <= 64) return 0;                  // no such loss was measured there (an H100, groups of 4 and 8)
+  constexpr double kPartOfCache = 0.6; // for which the rates of long causal calls with groups of 5 to 7 heads agree (an H100)
+  const double size = double(bundle(p, c)), row = 8 * c.columns() + 2 * c.columns_v();
+  const double keys = device.sms / size * c.tile_k() + (window ? double(p.window_left + p.window_right) : 0);
+  const double used = size * double(p.group()) * std::min(double(p.seqlen_q), keys) * row;
+  return w.scores() / c.tile_k() * row * std::max(0.0, 1 - kPartOfCache * double(device.l2) / used) / kBytes;
+}
+
+double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t shares, const Device &device) {
+  const Problem p = of_shares(whole, shares);
   // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
   constexpr double kRate = 5.2e12, kRolesRate = 3.9e12, kLaunches = 13e-6, kBlockSeconds = 7e-6;
   constexpr double kShared = 0.6;        // of the rate, where fewer columns than 128 share a tile of 64 keys: guessed
@@ -179,8 +202,27 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, const Device
   }
   const double columns = c.head_dim + c.head_dim_v, share = c.roles && larger_dim(p) <= kMostDimOf128Keys ? kShared : 1;
   const double rate = (c.roles ? kRolesRate : kRate) * share / (5 * columns);
+  const double sums = shares > 1 ? 3e-6 + key_rows(p) * 8 * (c.columns() + c.columns_v()) / kBytes : 0;
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
-  return kLaunches + seconds(w, device, 1, rate, kBlockSeconds) + bias + rows_seconds(p, c.columns(), c.head_dim_v, !c.owns_dq);
+  const double main = std::max(seconds(w, device, 1, rate, kBlockSeconds), missing_seconds(p, c, device, w));
+  return kLaunches + main + sums + bias + rows_seconds(p, c.columns(), c.head_dim_v, !c.owns_dq);
+}
+
+// In how many shares thread blocks take the query heads of a key head: in one, unless several are predicted to be clearly faster, since
+// they fill the GPU more evenly or find more in the L2 cache. Their dK and dV may have as many rows as Q. Invariant: lengths have no say.
+int64_t shares(const Problem &p, const BackwardConfig &c, const Device &device) {
+  constexpr double kGain = 0.93; // predicted; for which it is worth the memory
+  const int64_t group = p.group();
+  if (c.owns_dq || p.invariant || (!p.dk && !p.dv)) return 1;
+  if (p.shares && group % p.shares == 0) return p.shares;
+  int64_t best = 1;
+  double least = kGain * (group > 1 ? predicted_seconds(p, c, 1, device) : 0);
+  for (int64_t n = 2; n <= group; n++) {
+    if (group % n || double(n) * key_rows(p) > query_rows(p)) continue;
+    if (n * p.batch * p.heads_kv * cuda::key_tiles(p, c.tile_k()) > int64_t{1} << 28) break; // more blocks than a launch may have
+    if (const double time = predicted_seconds(p, c, n, device); time < least) best = n, least = time;
+  }
+  return best;
 }
 
 } // namespace
@@ -191,10 +233,12 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   const double size = std::abs(p.scale);       // its sign does not matter where LSE is known
   if (features.function != kHyperbolic) features.scaled = size != 0 && !(size > 1e-30);
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
-  const BackwardConfig c = configuration(p, features, device);
+  BackwardConfig c = configuration(p, features, device);
   if (!divides_blocks(p, c.tile_q, c.tile_k()))
     return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
-  const int64_t key_tiles = cuda::key_tiles(p, c.tile_k()), pairs = p.batch * p.heads_kv;
+  const int64_t shares = cuda::shares(p, c, device);
+  if (shares > 1) c.split_group = 1, c.staged_store = 0;
+  const int64_t key_tiles = cuda::key_tiles(p, c.tile_k()), pairs = p.batch * p.heads_kv * shares;
   const int64_t blocks = c.owns_dq ? std::min<int64_t>(pairs, device.sms) : key_tiles * pairs;
 
   HopperBackwardArguments a{};
@@ -209,9 +253,10 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.first_stores = c.owns_dq || (c.deterministic && !c.roles);
   if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
   a.tiles = i32(key_tiles), a.pairs = i32(pairs);
-  a.bundle = c.owns_dq ? 1 : i32(bundle(p, c));
+  a.bundle = c.owns_dq ? 1 : i32(bundle(of_shares(p, shares), c));
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.bundle * key_tiles)));
-  a.bundle_divisor = Divisor::make(uint32_t(a.bundle)), a.heads_kv_divisor = Divisor::make(uint32_t(p.heads_kv));
+  a.bundle_divisor = Divisor::make(uint32_t(a.bundle)), a.heads_kv_divisor = Divisor::make(uint32_t(p.heads_kv * shares));
+  a.shares = Divisor::make(uint32_t(shares));
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
   a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
   a.tma_dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
@@ -226,6 +271,8 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
     program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_keys, bits, scratch));
     main.in.mask = {bits.data, {bits.batch_stride, bits.head_stride, bits.row_stride, p.mask.stride[2] ? MaskBits::block_bytes() : 0}};
   }
+  std::optional<Launch> sum;
+  if (shares > 1) sum = take_shares(main, p, scratch, shares);
   const RowsConfig rows{.dtype = c.dtype,
                         .head_dim = c.columns(),
                         .tile_q = c.tile_q,
@@ -237,6 +284,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
                         .adds = p.accumulate};
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
                             .main = Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), main),
+                            .shares = std::move(sum),
                             .dbias = bias_gradient(p, device, a)};
   if (p.bias) { // the settle kernel wants D first
     BackwardArguments before_settle = a;
@@ -251,9 +299,10 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   if (c.owns_dq) program.kernel += ", a block all keys of a head";
+  if (shares > 1) program.kernel += text(", query heads of a key head in ", shares, " shares");
   if (p.mask) program.kernel += ", mask packed into bits";
   describe_tile(program, p, c.tile_q, c.tile_k(), true);
-  program.predicted_seconds = predicted_seconds(p, c, device);
+  program.predicted_seconds = predicted_seconds(p, c, shares, device);
   return program;
 }
 

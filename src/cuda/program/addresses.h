@@ -59,6 +59,10 @@ template <class Arguments, class V> void each_pointer(const QuantisedArguments<A
   each_pointer(static_cast<const Arguments &>(a), visit);
   visit(a.scales.k.data), visit(a.scales.v.data);
 }
+template <class V> void each_pointer(const SharesArguments &a, V &visit) {
+  each_pointer(a.in, visit);
+  for (const Operand *x : {&a.dk, &a.dv, &a.dk_shares, &a.dv_shares}) visit(x->data);
+}
 template <class V> void each_pointer(const BackwardArguments &a, V &visit) {
   each_pointer(a.in, visit);
   for (const Operand *x : {&a.out, &a.lse, &a.dout, &a.dlse, &a.dq, &a.dk, &a.dv, &a.dbias, &a.dsinks}) visit(x->data);

@@ -21,6 +21,7 @@ constexpr KernelSource kDelta{"passes/delta.h", "strobe::passes::Delta", "strobe
 constexpr KernelSource kConvertDq{"passes/dq.h", "strobe::passes::ConvertDq", "strobe::passes::RowsConfig"};
 constexpr KernelSource kPadding{"passes/padding.h", "strobe::passes::Padding", "strobe::passes::PaddingConfig"};
 constexpr KernelSource kSinkGradient{"passes/sinks.h", "strobe::passes::SinkGradient", "strobe::passes::SinksConfig"};
+constexpr KernelSource kSumShares{"passes/shares.h", "strobe::passes::SumShares", "strobe::passes::SharesConfig"};
 constexpr KernelSource kSettle{"passes/settle.h", "strobe::passes::Settle", "strobe::TileConfig"};
 constexpr KernelSource kAuxiliary{"passes/auxiliary.h", "strobe::passes::Auxiliary", "strobe::passes::AuxiliaryConfig"};
 constexpr KernelSource kRowTotals{"passes/auxiliary.h", "strobe::passes::RowTotals", "strobe::passes::AuxiliaryConfig"};
@@ -125,12 +126,30 @@ void push(Program &program, const Problem &p, const BackwardArguments &a, Backwa
   };
   next(launches.delta), next(launches.settle), next(launches.rows_by_tiles);
   if (p.dq || p.dk || p.dv) next(launches.main);
+  next(launches.shares);
   if (p.dq) next(launches.dq);
   if (p.dsinks) {
     const passes::SinksConfig c{.dtype = int32_t(p.dtype)};
     program.steps.push_back(Launch(kSinkGradient, c, p.heads, c.threads(), 0, a));
   }
   next(launches.dbias);
+}
+
+std::optional<Launch> take_shares(BackwardArguments &a, const Problem &p, Scratch &scratch, int64_t shares) {
+  SharesArguments sum{.in = a.in, .dk = a.dk, .dv = a.dv, .dk_shares = {}, .dv_shares = {}, .shares = i32(shares), .tiles = 0};
+  const int64_t rows = p.varlen ? p.total_k : p.seqlen_k, heads = p.heads_kv * shares;
+  const auto take = [&](const Operand &wanted, int64_t width) {
+    if (!wanted) return Operand{};
+    return Operand{scratch.take<float>((p.varlen ? 1 : p.batch) * heads * rows * width),
+                   {p.varlen ? 0 : heads * rows * width, rows * width, width, 1}};
+  };
+  a.dk = sum.dk_shares = take(a.dk, p.head_dim), a.dv = sum.dv_shares = take(a.dv, p.head_dim_v);
+  a.in.heads_kv = i32(heads), a.in.group = i32(p.group() / shares);
+  if (!sum.dk && !sum.dv) return std::nullopt;
+  const passes::SharesConfig c{
+      .dtype = int32_t(p.dtype), .seqused = p.part ? 0 : features_of(p).seqused, .partial = p.part.partial, .adds = p.accumulate};
+  sum.tiles = i32(tiles(p.seqlen_k, c.rows()));
+  return Launch(kSumShares, c, sum.tiles * p.batch * p.heads_kv, c.threads(), 0, sum);
 }
 
 static int64_t row_tiles(const Problem &p, const passes::RowsConfig &c) {

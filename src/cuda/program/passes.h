@@ -50,6 +50,7 @@ struct BackwardLaunches {
   std::optional<Launch> settle{};        // of rows whose LSE is large: D anew, and LSE's correction
   std::optional<Launch> rows_by_tiles{}; // LSE and D in the order in which the main kernel reads them
   std::optional<Launch> main{};          // dK, dV and dQ's sum: where one of them is wanted
+  std::optional<Launch> shares{};        // dK and dV from those of shares of a group
   std::optional<Launch> dq{};            // from its sum: where it is wanted
   std::optional<Launch> dbias{};
 };
@@ -61,6 +62,10 @@ Launch dq_from_sum(const Problem &, const passes::RowsConfig &, const BackwardAr
 // The same in FP32 and FP64, D in the order of dP's products.
 Launch delta(const Problem &, const BackwardArguments &);
 Launch dq_from_sum(const Problem &, const BackwardArguments &);
+
+// Room for dK and dV of each of so many shares of a key head's query heads, for which `a` is changed; and the launch that adds them up,
+// null where nobody wants them.
+std::optional<Launch> take_shares(BackwardArguments &a, const Problem &, Scratch &, int64_t shares);
 
 // On tensor cores, tiles of scores computed anew. Whether some tile fits the GPU and the blocks of a sparse mask; then there is a launch.
 bool tensor_cores_settle(const Problem &, const Device &);

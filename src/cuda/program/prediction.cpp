@@ -22,6 +22,8 @@ double kept(const Problem::Blocks &b) {
 
 double query_rows(const Problem &p) { return double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads); }
 
+double key_rows(const Problem &p) { return double(p.varlen ? p.total_k : p.batch * p.seqlen_k) * double(p.heads_kv); }
+
 Walks walks(const Problem &p, Direction direction, int64_t tile_q, int64_t tile_k) {
   const bool forward = direction == Direction::forward, bounded = p.window_left != kUnbounded || p.window_right != kUnbounded;
   const i64 own = forward ? tile_q : tile_k, step = forward ? tile_k : tile_q;

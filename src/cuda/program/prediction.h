@@ -44,6 +44,7 @@ double seconds(const Workload &, const Measured &, int64_t tile_q, int64_t tile_
 int32_t pairs_in_half_the_cache(const Problem &, const Device &);
 
 double query_rows(const Problem &); // of all heads
+double key_rows(const Problem &);   // of all key heads
 
 // Of a forward: K and V from memory, and the combination of parts.
 double reading_seconds(const Problem &, const Device &);

@@ -153,6 +153,7 @@ Tuning::Tuning(const std::string &file, const std::string &device_name) {
       tiles_[key] = {.q = e.whole("tile_q", 1, STROBE_MAX_TILE),
                      .k = e.whole("tile_k", 1, STROBE_MAX_TILE),
                      .bundle = e.has("bundle") ? e.whole("bundle", 1, most) : 0,
+                     .shares = e.has("shares") ? e.whole("shares", 1, most) : 0,
                      .staged_store = e.has("staged_store") && e.boolean("staged_store")};
     }
   } catch (const std::exception &why) {

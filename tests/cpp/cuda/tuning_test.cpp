@@ -87,18 +87,20 @@ TEST_CASE("tuning: a table answers for sizes up to the same powers of two") {
   CHECK(tile->q == 64);
   CHECK(tile->k == 32);
   CHECK(tile->bundle == 0);
+  CHECK(tile->shares == 0);
   CHECK_FALSE(tile->staged_store);
 }
 
 TEST_CASE("tuning: wishes beside the tile") {
   const Folder folder;
   const std::string file = folder / "table.txt";
-  write(file, table(entry(64, 32) + "bundle = 12\nstaged_store = true\n"));
+  write(file, table(entry(64, 32) + "bundle = 12\nshares = 4\nstaged_store = true\n"));
   const Tuning tuning(file, kDeviceName);
   CHECK(tuning.ignored() == "");
   const TunedTile *tile = tuning.find(*tuning_key("cuda-mma", Direction::forward, problem()));
   REQUIRE(tile);
   CHECK(tile->bundle == 12);
+  CHECK(tile->shares == 4);
   CHECK(tile->staged_store);
   CHECK(has(ignored(folder, table(entry(64, 32) + "bundle = 0\n")), "\"bundle\" is 0, not a whole number from 1 to "));
   CHECK(has(ignored(folder, table(entry(64, 32) + "staged_store = yes\n")), "\"staged_store\" is yes, not true or false"));
