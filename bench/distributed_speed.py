@@ -5,10 +5,11 @@ python bench/distributed_speed.py [--ranks 2] [--seconds 75] [--tokens 32768 131
 
 E = T1 / (W TW): T1 of one GPU with the whole problem, of the fastest of those that compute it at the same time; TW of the slowest of W
 ranks; each the median. In a round the whole problem and the methods take turns, each round in another order, so that a GPU which grows warm
-slows all alike. "world" is causal attention with deterministic="world". "alone" is a call that nothing comes before and that is waited for, as T1 is; "in a row" is one of several calls that
-follow one another, as a model's layers do, over T1 of as many: the host then prepares a call while the GPU computes the one before. Other
-processes compile the kernels first, as tests/gpu/distributed_on_gpus.py does. --peers: those of distributed_peers.py in the same run, where
-they install. The lines of a problem come as all its rounds have ended; what the time does not suffice for is named."""
+slows all alike. "world" is causal attention with deterministic="world". "alone" is a call that nothing comes before and that is waited for,
+as T1 is; "in a row" is one of several calls that follow one another, as a model's layers do, over T1 of as many: the host then prepares a
+call while the GPU computes the one before. Other processes compile the kernels first, as tests/gpu/distributed_on_gpus.py does. --peers:
+those of distributed_peers.py in the same run, where they install. The lines of a problem come as all its rounds have ended; what the time
+does not suffice for is named."""
 
 from __future__ import annotations
 
