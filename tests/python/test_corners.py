@@ -190,6 +190,7 @@ def spread(t: torch.Tensor, axis: int) -> torch.Tensor:
     return virtual((t.shape[axis] - 1) * strides[axis] + size, t.dtype).as_strided(t.shape, strides).copy_(t)
 
 
+@pytest.mark.gigabytes
 @pytest.mark.xdist_group("gigabytes")
 @pytest.mark.parametrize("axis", range(4), ids=["batch", "head", "token", "element"])
 def test_offsets_beyond_31_bits(axis):

@@ -212,15 +212,16 @@ def test_what_does_not_fit_writes_nothing(wrong, message):
 
 
 def test_kinds():
+    none = torch.zeros(1, dtype=torch.int32)  # where the caches are: in host memory
     sparse, eights = torch.zeros(1, 1, 1, 4).to_sparse(), torch.zeros(1, 1, 1, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="^k_cache: layout torch.sparse_coo; accepted is torch.strided"):
-        strobe.kv.append(sparse, *[torch.zeros(1, 1, 1, 4)] * 3, ints(0))
+        strobe.kv.append(sparse, *[torch.zeros(1, 1, 1, 4)] * 3, none)
     with pytest.raises(ValueError, match="^k_cache: dtype torch.int32; accepted are torch.float64, "):
-        strobe.kv.append(eights, eights.clone(), eights, eights, ints(0))
+        strobe.kv.append(eights, eights.clone(), eights, eights, none)
     with pytest.raises(ValueError, match="^x: torch.float8_e4m3fn of shape .*; accepted are torch.float64, "):
         strobe.kv.quantise(torch.zeros(1, 1, 1, 4).to(torch.float8_e4m3fn), torch.int8)
     with pytest.raises(TypeError, match="^k_cache: .*list; accepted is a torch.Tensor"):
-        strobe.kv.append([], *[torch.zeros(1, 1, 1, 1)] * 3, ints(0))
+        strobe.kv.append([], *[torch.zeros(1, 1, 1, 1)] * 3, none)
     with pytest.raises(ValueError, match="^target: a page stands there twice"):
         strobe.kv.copy(torch.zeros(3, 1, 1, 1), torch.zeros(3, 1, 1, 1), torch.tensor([0, 1]), torch.tensor([2, 2]))
     with pytest.raises(ValueError, match=r"^source: 3 at \[0\]; accepted are 0 to 2"):
