@@ -109,9 +109,13 @@ def test_deterministic(feature, d):
         assert not faults(call(d=d, dtype=BF16, **shape, **FEATURES[feature]), deterministic=True), shape
 
 
-def owns(inputs: Inputs) -> bool:
+def plan(inputs: Inputs, **how: Any) -> str:
     there = on_device(inputs, "cuda")
-    return "all keys of a head" in strobe.explain(there.q, there.k, there.v, backward=True, engine="cuda-sm90", **there.options)
+    return strobe.explain(there.q, there.k, there.v, backward=True, engine="cuda-sm90", **there.options, **how)
+
+
+def owns(inputs: Inputs) -> bool:
+    return "all keys of a head" in plan(inputs)
 
 
 # batch, key heads, queries, keys: as many (batch, key head) pairs as two rounds of an H200's SMs, more, and fewer
@@ -138,11 +142,6 @@ def test_a_block_of_a_heads_keys(feature, d):
             assert all(torch.equal(once[name], again[name]) for name in once)
 
 
-def shares_out(inputs: Inputs, **how: Any) -> bool:
-    there = on_device(inputs, "cuda")
-    return " shares" in strobe.explain(there.q, there.k, there.v, backward=True, engine="cuda-sm90", **there.options, **how)
-
-
 SHARED = ["plain", "causal", "window", "softcap", "dropout, causal", "deterministic", "mask", "alibi", "seqused", "packed"]
 
 
@@ -165,7 +164,7 @@ def test_query_heads_of_a_key_head_are_shared_out(feature, d):
             options["max_seqlen_k"] = 450
             sizes = {"sq": 760, "sk": 780}
         inputs = call(h=h, hkv=hkv, d=d, dtype=BF16, **sizes, **options)
-        assert shares_out(inputs, **how)
+        assert " shares" in plan(inputs, **how)
         assert not faults(inputs, **how), (h, hkv)
         ref = run_plain(inputs, torch.float64)
         once, again = (gradients(inputs, ref, **how) for _ in range(2))
@@ -176,7 +175,7 @@ def test_query_heads_of_a_key_head_are_shared_out(feature, d):
 @pytest.mark.parametrize("part", [False, True])
 def test_shares_are_added_to_what_is_there(part, d):
     inputs = call(b=2, h=12, hkv=2, sq=700, sk=700, d=d, dtype=BF16, causal=True)
-    assert shares_out(inputs)
+    assert " shares" in plan(inputs)
     there = on_device(inputs, "cuda")
     out, lse = strobe.attention(there.q, there.k, there.v, causal=True, return_lse=True)
     usual = strobe.attention_backward(there.dout, there.q, there.k, there.v, out, lse, causal=True, engine="cuda-sm90")

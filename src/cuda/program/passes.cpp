@@ -147,7 +147,7 @@ std::optional<Launch> take_shares(BackwardArguments &a, const Problem &p, Scratc
   a.in.heads_kv = i32(heads), a.in.group = i32(p.group() / shares);
   if (!sum.dk && !sum.dv) return std::nullopt;
   const passes::SharesConfig c{
-      .dtype = int32_t(p.dtype), .seqused = p.part ? 0 : features_of(p).seqused, .partial = p.part.partial, .adds = p.accumulate};
+      .dtype = int32_t(p.dtype), .seqused = features_of(p).seqused, .partial = p.part.partial, .adds = p.accumulate};
   sum.tiles = i32(tiles(p.seqlen_k, c.rows()));
   return Launch(kSumShares, c, sum.tiles * p.batch * p.heads_kv, c.threads(), 0, sum);
 }
