@@ -53,8 +53,8 @@ struct Choice {
   bool follows = false; // chosen for the forward's sake, not for the least predicted time
 };
 Choice choose(const Problem &, const Execution &, Direction);
-// The same choice where somebody else asks the engines of the problem's device for plans, which may be for another machine than this: of
-// the problem, and of ones like it.
+// The same choice, where the caller asks the engines of the problem's device for plans, possibly for another machine than this one. `Ask`
+// is called for the problem and for variants of it.
 using Ask = std::function<Answer(const Engine &, const Problem &, Direction)>;
 Choice choose(const Problem &, Direction, const Ask &);
 

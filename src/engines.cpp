@@ -74,14 +74,14 @@ static Problem stored_densely(Problem p) {
   return p;
 }
 
-// Whether the backward runs where the forward of the same call would, if that engine takes it. Its P is exp(S - LSE): in fp32 on a GPU, S
-// of another engine than that of which LSE was made has other rounding errors, which are larger than what the contract leaves.
+// Whether the backward should run on the engine that the forward of the same call would choose, if that engine takes it. Its P is exp(S -
+// LSE). In fp32 on a GPU, the rounding of S by another engine than the one that made LSE exceeds what the contract allows.
 static bool follows_forward(const Problem &problem, Direction direction) {
   return direction == Direction::backward && problem.engine.empty() && problem.dtype == DType::f32 && problem.device_type != STROBE_CPU;
 }
 
-// Invariant: the engine is the first that takes the dtype, head dimensions and options of dense tensors, for each has bits of its own. If
-// it does not take these tensors, no other one stands in for it.
+// Invariant: the choice is the first engine that takes the dtype, head dimensions and options of dense tensors, because each engine has
+// bits of its own. If that engine does not take these tensors, no other one replaces it.
 static void choose_first(Choice &choice, const Problem &problem, Direction direction, const Ask &ask) {
   const Problem dense = stored_densely(problem);
   choice.chosen = -1;

@@ -10,7 +10,7 @@ const std::string &missing(const Engine &);
 // Throws Error(STROBE_INVALID_ARGUMENT) unless it is null, empty or the name of an engine.
 void check_engine(const char *wanted);
 
-// Whether it is the other device's form of an engine that has one for the problem's.
+// Whether this row is the form for the other device of an engine that also has a form for the problem's device.
 bool stands_elsewhere(const Choice::Row &, const Choice &, const Problem &);
 
 // The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if none took the problem, or if `strict` forbids the one that

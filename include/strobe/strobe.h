@@ -87,18 +87,18 @@ typedef struct strobe_tensor {
   int64_t strides[4];
 } strobe_tensor;
 
-/* The tensors hold some rows, heads and sequences of a larger problem, to whose positions, heads and batch every option refers: see "Parts
- * of a problem" in docs/semantics.md. The lists lie in host memory, are contiguous, and are copied by the call. */
+/* The tensors hold some rows, heads and sequences of a larger problem. Every option refers to the positions, heads and batch of that
+ * problem: see "Parts of a problem" in docs/semantics.md. The lists lie in host memory and are contiguous; the call copies them. */
 typedef struct strobe_part {
   uint64_t size;
-  /* int64 (B|1, n, 2): the rows of a sequence are its ranges (start, length), one after the other; ascending and disjoint, any n */
+  /* int64 (B|1, n, 2): the rows of a sequence are its ranges (start, length), in order; they ascend and are disjoint; n is arbitrary */
   const strobe_tensor *q_ranges, *k_ranges;
   const strobe_tensor *seqlens_q, *seqlens_k; /* int64 (B|1): the lengths of the whole sequences */
   int64_t first_head;                         /* the place of the first query head among all */
   int64_t heads;                              /* how many query heads there are in all; 0: first_head + H */
   int64_t first_batch;                        /* the place of the first sequence among all */
-  /* The keys are not all that the queries see: out is float32 (float64 if q is), lse (2,B,H,Sq), or (2,H,Tq), has two numbers a row, whose
-   * sum it is. The backward takes lse and delta of the whole row; dq, dk and dv are float32. No sinks. */
+  /* The queries see other keys as well: out is float32 (float64 if q is), and lse, (2,B,H,Sq) or (2,H,Tq), holds two numbers for each
+   * row, whose sum is the LSE. The backward takes lse and delta of the whole row; dq, dk and dv are float32. Sinks are not accepted. */
   int32_t partial;
   int32_t reserved;
 } strobe_part;
@@ -120,8 +120,8 @@ typedef struct strobe_attention {
   uint64_t seed, offset;    /* they choose the dropout mask, unless strobe_tensors.rng is given */
   int64_t block_q, block_k; /* the blocks of the block-sparse mask, multiples of 16 */
   int64_t tile_q, tile_k;   /* the tile (Br, Bc) wished for; 0: the engine's own choice. strobe_explain names the tile that runs */
-  /* Varlen only: upper bounds of the lengths, which are also the sizes of mask, bias and blocks. 0: the sizes are Tq and Tk. If cu_seqlens
-   * lies in host memory, the longest lengths are then read from it. On a GPU it is not read, and the work is that of the bounds. */
+  /* Varlen only: upper bounds of the lengths, which are also the sizes of mask, bias and blocks. 0: these sizes are Tq and Tk, and the
+   * longest lengths are read from cu_seqlens if it lies in host memory. On a GPU it is not read, and the work is that of the bounds. */
   int64_t max_seqlen_q, max_seqlen_k;
   int32_t exact_max;  /* follow the running maximum where an engine would let it lag, and compute the exact tanh of softcap */
   int32_t allow_tf32; /* let a GPU compute fp32 by single TF32 products */
@@ -132,8 +132,9 @@ typedef struct strobe_attention {
   int32_t reserved;
   double beta;  /* for STROBE_HYPERBOLIC; > 0 */
   double shift; /* for STROBE_HYPERBOLIC */
-  /* The bits of a row of out, lse and dq follow from its query, the keys that it sees and the options alone, and those of dk and dv from
-   * their sequence and head: see docs/semantics.md. The engine is then the first one that takes the dtype, head dimensions and options. */
+  /* The bits of a row of out, lse and dq depend only on its query, the keys that it sees and the options; those of dk and dv depend only
+   * on their sequence and head: see docs/semantics.md. The engine is then the first one that takes the dtype, head dimensions and
+   * options. */
   int32_t invariant;
   int32_t reserved_invariant; /* 0 */
   const strobe_part *part;    /* the tensors hold a part of a larger problem; null: all of it */
@@ -172,11 +173,13 @@ typedef struct strobe_tensors {
   const strobe_tensor *max_logit;   /* (B,H): the largest score after bias and masks; -inf where nothing is seen. Sinks do not count */
   const strobe_tensor *column_sums; /* (B,H,Sk), varlen (H,Tk): of P over the queries, before dropout */
   const strobe_tensor *delta; /* shaped like dlse, of lse's dtype: D, the sum of dout * out of each row; with a partial part, for out */
-  /* forward: int32 (B, pages of a sequence), contiguous: key j of sequence b is row j % page of the page page_table[b][j / page] of k and
-   * v, pools of pages. Sk is the keys that a row of it has room for. Entries behind the last key that counts are not read. */
+  /* forward: int32 (B, pages of a sequence), contiguous. k and v are pools of pages; key j of sequence b is row j % page of their page
+   * page_table[b][j / page]. Sk is the number of keys that a row of the table has room for. Entries behind the last key that counts are
+   * not read. */
   const strobe_tensor *page_table;
-  /* forward: k and v are quantised, and what they stand for is each stored number times its scale: float16 or float32, in the shape of k
-   * and v without the last axis; with k_scale_group, k_scale has k's shape, where the axis of rows has ceil(rows / k_scale_group). */
+  /* forward: the scales of quantised k and v, float16 or float32. Each stored number stands for itself times its scale. They have the
+   * shape of k and v without the last axis; with k_scale_group, k_scale has k's shape, but ceil(rows / k_scale_group) on the axis of
+   * rows. */
   const strobe_tensor *k_scale, *v_scale;
 } strobe_tensors;
 
@@ -188,8 +191,9 @@ typedef void (*strobe_parallel)(void *pool, int32_t n, void (*body)(void *arg, i
 typedef struct strobe_execution {
   uint64_t size;
   int32_t threads; /* CPU: how many threads to use; 0: as many as the process may run on */
-  /* CUDA: how many of the GPU's multiprocessors are left to others, such as communication; 0 to one fewer than there are. Grids that would
-   * be as large as the GPU shrink, and work is shared out for those that are left. docs/reference.md says what other grids do. */
+  /* CUDA: how many of the GPU's multiprocessors are left to others, such as communication; from 0 to one fewer than there are. Grids
+   * that would be as large as the GPU shrink, and their work is divided among the multiprocessors that remain. docs/reference.md says
+   * what other grids do. */
   int32_t reserved_sms;
   strobe_parallel parallel; /* CPU: how to run them; null: threads start and end with the call, so that fork is safe afterwards */
   void *pool;               /* handed to parallel */

@@ -7,9 +7,9 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Axes (batch, head, row, column); strides count elements, 0 where the axis is broadcast or absent. Varlen: batch stride 0, rows are the
-// packed tokens. mask, bias: (batch, head, query, key); slopes (batch, head, -, -); sinks (-, head, -, -); lse, dlse (batch, head, query,
-// -).
+// A tensor with the axes (batch, head, row, column). Strides count elements and are 0 where an axis is broadcast or absent. Varlen tensors
+// have batch stride 0, and their rows are the packed tokens. mask, bias: (batch, head, query, key); slopes: (batch, head, -, -); sinks:
+// (-, head, -, -); lse, dlse: (batch, head, query, -).
 struct Operand {
   void *data;
   i64 stride[4];
@@ -46,7 +46,7 @@ struct Sequence {
   Band band;
 };
 
-// Where the keys of a sequence lie that has pages of pools. A key whose page is none of the pools' is lacking, and hidden.
+// Where the keys of a sequence lie if K and V are pools of pages. A key is lacking, and hidden, if the table names no page of the pools.
 struct SequencePages {
   const i32 *table;
   u32 page, pages; // keys of a page; pages of the pools
@@ -54,7 +54,7 @@ struct SequencePages {
 
   STROBE_FN u32 number(i32 j) const { return shift >= 0 ? (u32)j >> shift : (u32)j / page; }
   STROBE_FN bool lacks(i32 j) const { return (u32)table[number(j)] >= pages; }
-  // How many elements behind row 0 of page 0 a head has row j; of one that is lacking, where a row is that may be read.
+  // The distance, in elements, from row 0 of page 0 to row j of a head. For a row that is lacking: to some row that may be read.
   STROBE_FN i64 offset(i32 j, i64 page_stride, i64 row_stride) const {
     const u32 n = number(j);
     return offset_in((u32)table[n], n, j, page_stride, row_stride);
@@ -63,7 +63,8 @@ struct SequencePages {
   STROBE_FN i64 offset_in(u32 entry, u32 n, i32 j, i64 page_stride, i64 row_stride) const {
     return (entry < pages ? (i64)entry * page_stride : 0) + (i64)((u32)j - n * page) * row_stride;
   }
-  // Whether some of the keys [begin, end) lack, as threads see it of which each looks at every count-th page from the first-th on.
+  // Whether any of the keys [begin, end) is lacking, judged by this thread's share of their pages: page `first` and every count-th one
+  // after it.
   STROBE_FN bool lacks_some(i32 begin, i32 end, u32 first, u32 count) const {
     bool some = false;
     for (u32 n = number(begin) + first; n <= number(end - 1); n += count) some |= (u32)table[n] >= pages;
@@ -105,8 +106,9 @@ struct Inputs {
     }
     return {q0, k0, Band::make(nq, nk, bottom_right != 0, left, right)};
   }
-  // Of keys in pages, which no packed keys are beside: the table in cu_seqlens_k (batch, pages of a sequence), how many pages there are in
-  // total_k, how many keys one has, the logarithm of that and how to divide by it in blocks_t, which no forward reads.
+  // The page table of keys in pages. Such keys are never packed, and the forward does not read blocks_t, so existing members hold it: the
+  // table (batch, pages of a sequence) is cu_seqlens_k, the number of pages is total_k, and blocks_t holds the keys of a page, their
+  // logarithm, and how to divide by them.
   STROBE_FN SequencePages pages(i64 b) const {
     const u32 page = (u32)blocks_t.row_tokens;
     return {cu_seqlens_k + b * ((u32)seqlen_k / page), page, (u32)total_k, (i32)blocks_t.column_tokens};

@@ -4,7 +4,8 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Tiles of `tile` queries, those of a head of a sequence one after another, and as many of all: the order of dq_sum and of the turns.
+// The number of a head's first tile of `tile` queries in dq_sum and in the turns, where the tiles of a head of a sequence are contiguous;
+// below, the number of all tiles.
 STROBE_FN i64 first_query_tile(const Inputs &in, i64 b, i64 h, i64 tile) {
   if (!in.cu_seqlens_q) return (b * in.heads + h) * div_up(in.seqlen_q, tile);
   return h * (div_up(in.total_q, tile) + in.batch) + in.held(b).q0 / tile + b; // a sequence's last tile may be a part of one
@@ -14,14 +15,15 @@ STROBE_FN i64 count_query_tiles(const Inputs &in, i64 tile) {
   return in.heads * (div_up(in.total_q, tile) + in.batch);
 }
 
-// FP32's sum of dQ lies row after row, and has so many addends that it would be off by more than all that is added: it is made of several,
-// a power of two, to which so many keys each add in turn. To which of them follows from where the keys stand.
+// In FP32 the sum of dQ lies row after row, and has so many addends that a single sum would round more than all the addends are off. So
+// there are several sums, a power of two: each run of this many keys adds to the next one in turn, so that the position of a key alone says
+// to which.
 STROBE_FN constexpr i32 keys_of_dq_sum() { return 8192; }
 STROBE_FN constexpr i32 most_dq_sums() { return 8; }
 STROBE_FN i32 dq_sum_of(i32 key, i32 sums) { return (i32)((u32)key / (u32)keys_of_dq_sum() & (u32)(sums - 1)); }
 
-// On Hopper a warpgroup's part of a tile, transposed: blocks of 64 columns of all of a tile's queries; where there is but one, of half of
-// them.
+// On Hopper a warpgroup's part of a tile of dQ is 64 columns, transposed: of all queries of the tile, or of half of them where there are
+// only 64 columns.
 STROBE_FN constexpr i32 dq_queries(i32 columns, i32 tile_q) { return columns > 64 ? tile_q : tile_q / 2; }
 
 } // namespace strobe::inline STROBE_ISA

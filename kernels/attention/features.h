@@ -11,7 +11,8 @@ inline constexpr i32 kLinear = 0, kSoftcap = 1, kHyperbolic = 2;
 // Values of Features::part: ranges begin at multiples of 16, or some of them elsewhere.
 enum Starts : i32 { kAligned = 1, kAnywhere = 2 };
 
-// Values of Features::seqused: seqused_k says how many keys of each sequence count; or K and V lie in pages, with a seqused_k or without.
+// Values of Features::seqused. kCounted: seqused_k says how many keys of each sequence count; kPaged: K and V lie in pages, with or without
+// a seqused_k.
 inline constexpr i32 kCounted = 1, kPaged = 2;
 
 // int32 fields only: a kernel's Config holds one, and its bytes are the key that the compiled kernel is cached under.

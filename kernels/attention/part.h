@@ -1,5 +1,6 @@
-// Parts of a larger problem: the table that says which rows the tensors hold, written by the host into the workspace and read by kernels;
-// and how tiles of rows are counted. Sizes of `Inputs` are then those of what is held, positions those of the whole sequences.
+// Parts of a larger problem: the table that says which rows the tensors hold, and how tiles of these rows are counted. The host writes the
+// table into the workspace, and kernels read it. The sizes in `Inputs` are then those of the rows held; positions are those of the whole
+// sequences.
 #pragma once
 #include "arguments.h"
 #include "features.h"
@@ -37,12 +38,13 @@ struct WordArguments {
 
 STROBE_FN const PartTable &part_of(const Inputs &in) { return *(const PartTable *)in.seqused_k; }
 
-// Tiles of `tile` rows that are counted where a sequence holds `rows` rows in `count` ranges. Each tile lies within one range: it begins
-// there, or, of blocks, at multiples of the tile, too. So some numbers are of tiles without rows.
+// How many tiles of `tile` rows are numbered for a sequence that holds `rows` rows in `count` ranges. Each tile lies within one range and
+// begins where the range does; with blocks, tiles are cut at multiples of `tile` as well. Some numbers therefore belong to tiles without
+// rows.
 STROBE_FN constexpr i64 spare_tiles(bool blocks) { return blocks ? 2 : 1; } // of a range
 STROBE_FN constexpr i64 part_tiles(i64 rows, i64 count, i64 tile, bool blocks) { return rows / tile + count * spare_tiles(blocks); }
 
-// The first of `count` numbers of which it is true, as it then is of all that follow; or count.
+// The first n below `count` for which is_so(n) is true, or `count`. If it is true of one n, it must be true of all that follow.
 template <class IsSo> STROBE_FN i32 first_where(i32 count, const IsSo &is_so) {
   i32 low = 0, high = count;
   while (low < high) {
@@ -54,7 +56,7 @@ template <class IsSo> STROBE_FN i32 first_where(i32 count, const IsSo &is_so) {
   }
   return low;
 }
-// The range that a tile of this number is of: the last one, of one or more, whose first number is not beyond it.
+// The range to which the tile of this number belongs: the last one (of one or more) whose first number is not greater.
 template <class FirstNumber> STROBE_FN i32 range_of_tile(i32 count, i32 number, const FirstNumber &first_number) {
   i32 low = 0, high = count;
   while (high - low > 1) {
@@ -67,8 +69,8 @@ template <class FirstNumber> STROBE_FN i32 range_of_tile(i32 count, i32 number, 
   return low;
 }
 
-// The ranges of one side of a sequence, ascending; the host has put those without rows last. held: rows that there are, whatever the list
-// says.
+// The ranges of one side of a sequence, ascending; the host has moved those without rows to the end. held: how many rows there are, which
+// limits the ranges whatever the list says.
 struct HeldRanges {
   const HeldRange *ranges;
   i32 count;
@@ -105,7 +107,7 @@ STROBE_FN Sequence whole_sequence(const Inputs &in, i64 b) {
 struct PartTile {
   i32 begin, end, shift; // row = position + shift
 };
-// Where the tiles of a range are counted from: positions, and the number of the first one.
+// Where the tiles of a range are counted from: the position, and the number, of its first tile.
 STROBE_FN i32 first_of_tiles(const HeldRange &r, i32 tile, bool blocks) {
   return blocks ? (i32)((u32)r.start / (u32)tile) * tile : r.start;
 }
@@ -120,7 +122,7 @@ STROBE_FN PartTile part_tile(const HeldRanges &ranges, i32 number, i32 tile, boo
   return {max(at, r.start), min(at + tile, r.end()), r.shift()};
 }
 
-// Of a call with these features, whole or a part. How many tiles a sequence has that has most:
+// How many tiles the sequence with the most tiles has, in a whole call or in a part.
 template <Features F, i32 kTile> STROBE_FN i64 query_tiles(const Inputs &in) {
   if constexpr (F.part) return part_tiles(in.seqlen_q, part_of(in).count_q, kTile, F.blocks != 0);
   return div_up(in.seqlen_q, kTile);
@@ -129,8 +131,8 @@ template <Features F, i32 kTile> STROBE_FN i64 key_tiles(const Inputs &in) {
   if constexpr (F.part) return part_tiles(in.seqlen_k, part_of(in).count_k, kTile, F.blocks != 0);
   return div_up(in.seqlen_k, kTile);
 }
-// The tile of queries of that number, from q0 on, and the sequence as it sees it: position i is row s.q0 + i, and none from the band's
-// seqlen_q on is.
+// The tile of queries of a given number, which begins at position q0, and the sequence as this tile sees it: position i is row s.q0 + i,
+// and the tile's queries end at the band's seqlen_q.
 struct Queries {
   i32 q0;
   Sequence s;
@@ -140,7 +142,7 @@ STROBE_FN Queries queries_at(const Inputs &in, i64 b, const PartTile &tile) {
   x.s.q0 += tile.shift, x.s.band.seqlen_q = tile.end;
   return x;
 }
-// The sequence as a tile of keys sees it: position j is row s.k0 + j, and none from seqlen_k on is.
+// The sequence as a tile of keys sees it: position j is row s.k0 + j, and the tile's keys end at seqlen_k.
 STROBE_FN Sequence keys_at(const Inputs &in, i64 b, const PartTile &tile) {
   Sequence s = whole_sequence(in, b);
   s.k0 += tile.shift, s.band.seqlen_k = tile.end;

@@ -37,9 +37,9 @@ template <class Int> struct BasicKeyTile {
 };
 using KeyTile = BasicKeyTile<i64>;
 
-// Tiles of at most tile keys, ascending, none twice, none without a visible key in its hull. The queries [q0, q1), q0 < q1, lie within one
-// row of blocks. Runs of adjacent kept blocks are walked as one, unless each holds whole tiles; align divides tile and, for block-sparse,
-// block. part: where several share the work over the keys.
+// Tiles of keys for the queries [q0, q1), q0 < q1, which lie within one row of blocks. They ascend, do not overlap, have at most `tile`
+// keys, and each has a visible key in its hull. Adjacent kept blocks are walked as one run unless each block holds whole tiles. `align`
+// divides `tile` and, for block-sparse, the block. part: this walk's share where several divide the keys.
 template <class Int> class BasicSchedule {
 public:
   using Range = BasicRange<Int>;

@@ -6,10 +6,10 @@
 
 namespace strobe {
 
-// Tile: how a family makes dS of a tile of scores: kTileQ, kTileK, kThreads, of_part(), T; Sum, what a thread has of such a tile;
-// take_queries(b, h, q0), whether there are any (of a part q0 counts rows that are held, keys are positions of the whole sequence);
-// add(sum, lost, k0), with what the roundings lost; put(sum), to shared memory, where at(query, key) is an element; add(x, lost, y) of two
-// numbers.
+// Tile says how a family makes dS of a tile of scores. It has kTileQ, kTileK, kThreads, of_part() and T; Sum, a thread's elements of a
+// tile; take_queries(b, h, q0), which returns whether there are any queries (in a part q0 counts the rows held, while keys are positions of
+// the whole sequence); add(sum, lost, k0), which keeps what roundings lose in `lost`; put(sum), which writes the sum to shared memory,
+// where at(query, key) is an element; and add(x, lost, y) for two numbers.
 template <bool kPart> __device__ __forceinline__ i64 columns_of(const Inputs &in) {
   if constexpr (kPart) return part_of(in).columns;
   return in.seqlen_k;

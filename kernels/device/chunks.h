@@ -1,13 +1,13 @@
-// Results over chunks of keys that begin at fixed places, merged in ascending order: a row's bits then do not depend on who computes which
-// chunk (Features do not know of it; a Config's `invariant` does).
+// Results over chunks of keys that begin at fixed places and are merged in ascending order: the bits of a row then do not depend on which
+// thread block computes which chunk. (A Config's `invariant` asks for this; it is not one of the Features.)
 #pragma once
 #include "../attention/base.h"
 #include "../ptx/math.h"
 
 namespace strobe {
 
-// Two results over keys, each O normalised with its natural LSE, are one: before * x + now * y. A side that saw nothing leaves the bits of
-// the other one.
+// Merges two results over different keys, each a normalised O with its natural LSE: before * x + now * y. If one side saw nothing, the
+// other one keeps its bits.
 struct Merge {
   float lse, before, now;
   bool keep, take; // the one or the other alone

@@ -16,9 +16,9 @@ template <class T> __device__ __forceinline__ void add_to_out(const ForwardArgum
   }
 }
 
-// Sixteen columns of eight rows (8 more for another call): lane 4g+t holds of row g the pairs of columns 2t and 8 + 2t, packed. Two lanes
-// exchange halves, so that each stores 8 bytes and all of them whole sectors. row: lane's row, at the first of the columns; `there`
-// of them are, none of a row that is not.
+// Stores sixteen columns of eight rows; another call stores the next eight rows. Lane 4g+t holds, packed, the pairs of columns 2t and 8 +
+// 2t of row g. Two lanes exchange halves, so that each stores 8 bytes and together they fill whole sectors. row: the lane's row, at the
+// first of these columns; there: how many of the columns exist, 0 for a row that does not.
 template <class T> __device__ __forceinline__ void store_sixteen(T *row, i32 there, u32 left, u32 right) {
   const int lane = (int)threadIdx.x % 32, odd = lane % 2, column = 8 * odd + lane % 4 / 2 * 4;
   const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);

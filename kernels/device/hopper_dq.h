@@ -5,8 +5,8 @@
 
 namespace strobe {
 
-// part: 64 columns of the tile, or half of its queries (dq_queries). row: the tile's first in the tensor, of which `rows` are there;
-// number: the tile's in dq_sum. nobody: no block has added to it, and it holds no sum.
+// part: 64 columns of the tile, or half of its queries (dq_queries). row: the tile's first row in the tensor, where `rows` of them exist;
+// number: the tile's place in dq_sum. nobody: no thread block has added to the tile, so it holds no sum.
 template <class T, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int part,
                                          bool nobody) {

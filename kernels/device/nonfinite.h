@@ -1,6 +1,6 @@
-// Numbers that are not finite. What a query does not see must not reach it, but a product with a zero of P or dS would make NaN of them:
-// where something is hidden they are taken out of tiles, as 0, and what they do to those who see them is added apart. 16 bits; then FP32
-// by TF32.
+// Numbers that are not finite. They must not reach queries that do not see them, but times a zero of P or dS they would become NaN. So
+// where something is hidden they are replaced by 0 in the tiles, and their effect on the queries that do see them is added separately.
+// First for 16 bits, then for FP32 by TF32.
 #pragma once
 #include "../tile/shared.h"
 #include "../tile/tf32_multiply.h"
@@ -89,8 +89,9 @@ template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinli
   return any;
 }
 
-// By kThreads threads, of which this is `thread`; the results are in memory. Rows: count, query(row), head(row), add(row, column, x). keys:
-// those that were walked over, of them only blocks' ones; v: the head's, in global memory.
+// Adds what is not finite in V to the results, which are in memory. kThreads threads call it; `thread` is this one's number. rows: has
+// count, query(row), head(row) and add(row, column, x). keys: those that were walked over, of which only the keys of kept blocks count. v:
+// the V of this head, in global memory.
 template <int kThreads, Features F, Functions kFunctions, class KeysOfHead, class Rows>
 __device__ __forceinline__ void add_nonfinite(const Scores<F, float, kFunctions> &scores, const Dropout<F> &dropout, const KeysOfHead &v,
                                               Range keys, BlockRow blocks, Rows rows, int thread) {
@@ -113,12 +114,12 @@ __device__ __forceinline__ void add_nonfinite(const Scores<F, float, kFunctions>
   }
 }
 
-// FP32 by TF32: infinities, NaN, and numbers that TF32 rounds to infinity. The split into hi and lo makes NaN of any of them; they are
-// rare: where a result is not finite, the work is done again without them.
+// FP32 by TF32. The split into hi and lo makes NaN of infinities, of NaN, and of numbers that TF32 rounds to infinity. They are rare: only
+// where a result is not finite is the work done again without them.
 
 __device__ __forceinline__ bool finite_tf32(float x) { return fabsf(x) < __int_as_float(0x7F7FF000); } // as TF32
 
-// Of the columns of a warp's S that this lane holds, in a row of its: which it sees. Bit 4n + 2c + e.
+// For each row of a lane: which of the columns of S that the lane holds the row sees. Bit 4n + 2c + e.
 template <int kM, int kN> struct Seen {
   static_assert(4 * kN <= 32);
   u32 bits[kM][2];
@@ -142,8 +143,8 @@ template <int kRows, int kColumns, int kThreads> __device__ __forceinline__ void
   }
 }
 
-// d += what is not finite in the matrix B, for the rows that see it. seen: of a lane's rows, which of its columns of the left operand, bit
-// 4n + 2c + e.
+// d += the numbers of the matrix B that are not finite, for the rows that see them. seen: for each of a lane's rows, which of its columns
+// of the left operand the row sees, bit 4n + 2c + e.
 template <int kM, int kC, class Rows>
 __device__ __forceinline__ void add_nonfinite_tf32(tile::Accumulator (&d)[kM][kC], const u32 (&seen)[kM][2], const Rows &B) {
 #pragma unroll 1

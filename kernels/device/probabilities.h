@@ -8,10 +8,10 @@ namespace strobe {
 // What `probabilities` makes of a function's slope.
 enum class Slope { none, times_p, apart };
 
-// S^T -> P^T, of keys from j on and queries from i on; lse(n): what has lse(c, e), the LSE of the query in this
-// lane's column (c, e) of block n, in exp2's unit. kExact: natural, and correction(c, e): what rounding took from LSE (settle_row.h), in
-// exp2's unit. kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's slope, or the
-// slope alone; else s becomes P.
+// S^T -> P^T, for keys from j on and queries from i on. lse(n) returns what has lse(c, e): the LSE of the query in this lane's column (c,
+// e) of block n, in exp2's unit. kExact: lse is natural, and correction(c, e) is what rounding took from LSE (settle_row.h), in exp2's
+// unit. kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's slope, or the slope alone; otherwise s
+// becomes P.
 template <Features F, bool kMasked, Slope kSlope, bool kExact, int kM, int kN, Functions kFunctions, class Lse>
 __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], tile::Accumulator (&P)[kM][kN],
                                               const Scores<F, float, kFunctions> &scores, i32 head, i32 i, i32 j, i32 limit,

@@ -11,8 +11,8 @@
 
 namespace strobe {
 
-// How exact a function of the score is. rough: softcap's tanh is one instruction, with a relative error of 2^-11. half: as elements of 16
-// bits want it, with an arccosh, and a tanh beside its slope, of 2^-22. full: to a few units in the last place of T.
+// How exact a function of the score is. rough: softcap's tanh is one instruction, with a relative error of 2^-11. half: enough for 16-bit
+// elements, with an error of 2^-22 in arccosh, and in a tanh whose slope is wanted too. full: to a few units in the last place of T.
 enum class Functions { rough, half, full };
 
 // What a part of a larger problem adds to a kernel's numbers; nothing without one.
@@ -108,8 +108,8 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
 private:
   static constexpr i32 kMost = 1 << 30;
 
-  // Kernels that compute the same score, the forward and those of the backward, have to agree on its last bit where P is to be as exact as
-  // FP32: a large score's is more than P's.
+  // Where P is to be as exact as FP32, the forward and the kernels of the backward must compute the same score to the last bit: the last
+  // bit of a large score is worth more than that of P.
   static __device__ __forceinline__ T product(T x, T y) { return kFunctions == Functions::full ? rounded_product(x, y) : x * y; }
   static __device__ __forceinline__ T sum(T x, T y) { return kFunctions == Functions::full ? rounded_sum(x, y) : x + y; }
 

@@ -1,5 +1,6 @@
-// Rows whose LSE is large: rounded to its last bit it is off by eps |LSE|, and P = exp(s - LSE) by that factor in the whole row. Their P
-// and P (dP - D) are summed up ahead of the gradients; from the sums follow D and LSE's correction: P = exp(s - LSE - correction).
+// Rows whose LSE is large. Rounding LSE to its last bit puts it off by eps |LSE|, and so multiplies P = exp(s - LSE) by a wrong factor in
+// the whole row. So P and P (dP - D) of such rows are summed up ahead of the gradients; the sums give D and the correction of LSE: P =
+// exp(s - LSE - correction).
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/features.h"
@@ -8,7 +9,7 @@
 
 namespace strobe {
 
-// T: of LSE. Half of its last bit is then more than 1e-12 for fp64, 1e-6 for fp32, 6e-5 for 16 bits.
+// T: the type of LSE. Beyond these limits half of LSE's last bit is about 1e-12 or more for fp64, 1e-6 for fp32, 6e-5 for 16 bits.
 template <i32 kDType, class T> __device__ __forceinline__ bool large_lse(T lse) {
   constexpr T kLarge = kDType == kF64 ? T(1e4) : kDType == kF32 ? T(16) : T(1024);
   return abs(lse) > kLarge && abs(lse) < -minus_infinity<T>();
@@ -25,9 +26,9 @@ template <class T> __device__ __forceinline__ void settle_row(const BackwardArgu
   delta[a.in.rows()] = log2(total) * kLn2<T>;
 }
 
-// The kernel: after D, a block of threads takes a tile of queries, and leaves at once where no LSE is large. Tile: how the backward that
-// follows makes P and dS: kDType, kThreads, kTileQ, features(), kOwn (a row is settled for its own LSE alone), T of LSE, and row_sums(b, h,
-// sequence, q0), the sums of P and of dS over all keys of the row that is this thread's.
+// The kernel runs after D is computed. A block of threads takes a tile of queries and leaves at once if no LSE is large. Tile says how the
+// backward that follows makes P and dS: it has kDType, kThreads, kTileQ, features(), kOwn (a row is settled only if its own LSE is large),
+// T (LSE's type), and row_sums(b, h, sequence, q0), the sums of P and dS over all keys of this thread's row.
 template <class T> struct RowSums {
   T P, dS;
 };

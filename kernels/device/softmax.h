@@ -1,13 +1,15 @@
-// Online softmax of the rows that a lane holds of S. M is the reference: P = exp2(exponent - M). It is the running maximum, or stays behind
-// it by 8 at most, a factor of 2^8 in P, so that most tiles need no rescaling. S is a warp's blocks of 16x16 or a warpgroup's array.
+// Online softmax of the rows of S that a lane holds. M is the reference: P = exp2(exponent - M). M is the running maximum, or stays behind
+// it by at most 8 (a factor of 2^8 in P), so that most tiles need no rescaling. S is an array of a warp's 16x16 blocks, or a warpgroup's
+// array.
 #pragma once
 #include "../ptx/math.h"
 #include "../tile/registers.h"
 
 namespace strobe {
 
-// Forms of the exponent: its value is at(s, i, c), c = constant(-M); a row's M follows top(the largest comparable(s, i)), and difference()
-// of two M is exp2's argument. i: the element's place in a warpgroup's array. M is in exp2's unit, which saves an instruction:
+// Forms of the exponent. Its value is at(s, i, c), where c = constant(-M) and i is the element's place in a warpgroup's array. A row's M
+// follows top(the largest comparable(s, i)). difference(the difference of two M) is an argument of exp2. Here M is in exp2's unit, which
+// saves an instruction:
 struct Linear {
   float unit;
   __device__ __forceinline__ float at(float s, int, float c) const { return __fmaf_rn(s, unit, c); }
@@ -17,7 +19,7 @@ struct Linear {
   __device__ __forceinline__ float difference(float x) const { return x; }
   __device__ __forceinline__ float from_natural(float x) const { return x / kLn2<float>; }
 };
-// or in that of the scores, where those may be as large as numbers go.
+// Here M is in the unit of the scores, which may be as large as numbers go:
 struct Natural {
   __device__ __forceinline__ float at(float s, int, float c) const { return (s + c) * kLog2e<float>; }
   __device__ __forceinline__ float constant(float c) const { return c; }
@@ -33,8 +35,8 @@ template <bool kNatural> __device__ __forceinline__ auto exponent_of(float unit)
     return Linear{unit};
 }
 
-// What keeps a row's sum from tile to tile: l itself; or memory, with what roundings added too much: FP32's bound is smaller than they are
-// over many keys. l is then of the tile alone, until join().
+// Where a row's sum is kept from tile to tile: in l, or in memory beside what its roundings added too much, for over many keys they exceed
+// FP32's bound. In memory l is only the sum of the current tile, until join().
 struct OneSum {
   static constexpr bool kJoins = false;
 };
@@ -124,7 +126,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       l[row] = 0;
     }
   }
-  // Of all tiles: this lane's, and all lanes'.
+  // The sum over all tiles, of this lane's columns; below, of all lanes' columns.
   __device__ __forceinline__ float own_sum(int row) const {
     if constexpr (!kJoins) return l[row];
     float x[2];
@@ -167,7 +169,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
   // What scores are measured against: M, or 0 in a row that has seen nothing yet (-inf - -inf is not a number).
   __device__ __forceinline__ float reference(int row) const { return M[row] == minus_infinity<float>() ? 0.0f : M[row]; }
 
-  // Whether all of O and l is.
+  // Whether all of O and l is finite.
   template <class Sum> __device__ __forceinline__ bool finite(Sum &O) const {
     float zero = 0; // or NaN
 #pragma unroll
@@ -189,8 +191,8 @@ private:
   }
 };
 
-// A row's end: O is to be multiplied by `factor`; the natural LSE. sink (in M's unit): one more term of the denominator, -inf: none.
-// kPrecise: as FP32 wants it; else to 2 ulp.
+// The end of a row: the factor by which O is to be multiplied, and the natural LSE. sink (in M's unit): one more term of the denominator;
+// -inf if there is none. kPrecise: as exact as FP32 needs it; otherwise to 2 ulp.
 struct RowEnd {
   float factor, lse;
 };

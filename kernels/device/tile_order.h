@@ -7,8 +7,8 @@
 
 namespace strobe {
 
-// The tile that `rank` of the `tiles` come before; of equal ones the first comes first. length(tile) <= most. All kThreads threads of the
-// block ask together.
+// The tile with the given rank when `tiles` tiles are sorted, the longest first; of equally long tiles the one with the lower number comes
+// first. length(tile) <= most. All kThreads threads of the block ask together.
 template <int kThreads, class Length> __device__ __forceinline__ i32 longest_first(i32 rank, i32 tiles, i32 most, const Length &length) {
   const u32 longest = min((u32)most, 0x7FFFFFFFu / (u32)tiles - 1);
   const auto key = [&](i32 tile) { // no two alike
@@ -29,7 +29,7 @@ template <int kThreads, class Length> __device__ __forceinline__ i32 longest_fir
   return (i32)tile;
 }
 
-// About how many blocks are kept of a tile whose row of them this is, of which it sees [any.begin, any.end) of `length`.
+// About how many blocks a tile keeps. row: the tile's row of blocks; the tile sees the keys [any.begin, any.end) of `length`.
 template <Features F> __device__ __forceinline__ i32 kept_of(const BlockRow &row, const Range &any, i64 length) {
   if (any.empty()) return 0;
   return F.band ? (i32)__float2int_ru((float)row.count * (float)(any.end - any.begin) / (float)length) : (i32)row.count;
@@ -58,8 +58,8 @@ __device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_k
   });
 }
 
-// The forward's tile of queries that block `x` of threads takes, and which part of the keys: heads in bundles that share the L2 cache, in a
-// bundle the last (longest, if causal) tile first.
+// Which tile of queries, and which part of the keys, thread block `x` of the forward takes. Heads come in bundles that share the L2 cache;
+// within a bundle the last tile comes first, which is the longest under a causal mask.
 template <int kTileQ> struct QueryItem {
   i32 b, h, q, split;
   __device__ __forceinline__ QueryItem(const ForwardArguments &a, u32 x) : QueryItem(a, x, (u32)div_up(a.in.seqlen_q, kTileQ)) {}
@@ -77,8 +77,8 @@ template <int kTileQ> struct QueryItem {
   QueryItem() = default;
 };
 
-// The tile of keys of this block of threads: batch, head_kv, k0 and sequence of state. Bundles of heads run together and share the L2
-// cache; within one, tiles of the first keys come first, which causal ones are the longest of.
+// Chooses this thread block's tile of keys: sets batch, head_kv, k0 and sequence of state. Bundles of heads run together and share the L2
+// cache; within a bundle the tiles of the first keys come first, which are the longest under a causal mask.
 template <Features F, bool kTickets, int kTileK, class State>
 __device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {
   const Inputs &in = a.in;
@@ -97,8 +97,8 @@ __device__ __forceinline__ void take_keys(State &state, const BackwardArguments 
   }
 }
 
-// The same of all threads: the longest tiles come first, where lists of blocks say which. (In turns it must stay the first keys: they are
-// waited for.) begin(): by the first thread, when k0 and k1 of state stand.
+// The same by all threads; where lists of blocks give tiles different lengths, the longest come first. (In turns the first keys must still
+// come first, because later ones wait for them.) begin() is called by the first thread once k0 and k1 of state are set.
 template <Features F, bool kTurns, int kThreads, int kTileK, class State, class Begin>
 __device__ __forceinline__ void choose_keys(State &state, const BackwardArguments &a, int thread, const Begin &begin) {
   if (thread == 0) take_keys<F, kTurns, kTileK>(state, a);

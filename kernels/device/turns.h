@@ -19,7 +19,7 @@ __device__ __forceinline__ u32 key_tiles_before(const Inputs &in, const BasicBan
   return own - first;
 }
 
-// The same of a part: tiles of keys before number `own` of the sequence that the queries [q0, q1) see something of.
+// The same in a part: how many tiles of keys of which the queries [q0, q1) see something come before number `own` of the sequence.
 template <bool kBlocks, int kTileK>
 __device__ __forceinline__ u32 part_tiles_before(const Inputs &in, const Band &band, i32 b, i32 h, i32 q0, i32 q1, i32 own) {
   const HeldRanges keys = held_keys(in, b);
@@ -44,12 +44,13 @@ __device__ __forceinline__ u32 part_tiles_before(const Inputs &in, const Band &b
   return before;
 }
 
-// Waits until as many have added; seen: what the turn was lately. It ends whatever the caller's tensors hold: if sequences overlap (illegal
-// cu_seqlens), strangers count too, which only makes it shorter; if lists of blocks contradict one another, it is given up.
+// Waits until `before` tiles of keys have added; seen: an earlier reading of the turn. It ends whatever the caller's tensors hold: if
+// sequences overlap (illegal cu_seqlens), tiles of other sequences count too, which only shortens the wait; if lists of blocks contradict
+// one another, it gives up.
 template <bool kBlocks> __device__ __forceinline__ void await_turn(const u32 *turn, u32 seen, u32 before) {
   for (i64 tries = 0; seen < before && (!kBlocks || tries < 1 << 24); ++tries) seen = load_acquire(turn);
 }
-// One more has added: all that this thread has seen of it comes before.
+// Ends a turn: one more tile has added. All of that addition that this thread has seen becomes visible before the turn ends.
 __device__ __forceinline__ void end_turn(u32 *turn) { add_release(turn, 1); }
 
 } // namespace strobe

@@ -1,5 +1,5 @@
-// Warps side by side, a group: they have the same rows of S, P, M and l, and of O columns of their own each. S is a sum over columns of Q
-// and K, which they share out among themselves.
+// A group of warps side by side. They have the same rows of S, P, M and l, and each has its own columns of O. They divide the sum over the
+// columns of Q and K that makes S.
 #pragma once
 #include "../ptx/barrier.h"
 #include "../tile/shared.h"

@@ -18,7 +18,7 @@ struct Config {
   Features features;
 
   STROBE_FN constexpr i32 threads() const { return 32 * warps; }
-  STROBE_FN static constexpr i32 chunk() { return 2048; }                 // keys of an invariant forward's chunk: a multiple of every tile
+  STROBE_FN static constexpr i32 chunk() { return 2048; }                 // keys of an invariant forward's chunk: a multiple of its tile_k
   STROBE_FN constexpr i32 groups() const { return warps / column_warps; } // of warps with the same rows; of decode: with the same keys
   // Each warp of a group sums S over columns of Q and K of its own; here they exchange what they have.
   STROBE_FN constexpr i32 exchange_bytes(i32 rows) const { return column_warps > 1 ? 4 * column_warps * rows * tile_k : 0; }

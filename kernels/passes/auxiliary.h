@@ -1,8 +1,8 @@
 // The largest score of each head, and the sums of P's columns: passes over S after the forward, whose LSE they read. A block of threads
-// owns a tile of keys of one query head and walks over the queries that see some of it, so a column's sum has one order and needs no
-// workspace; of the largest scores each block leaves its own, and a second launch takes the largest of a head. The scores of the forward's
-// engine may differ from those of here in their last bits, which P would show: so a launch before adds up what a row has here, and P is
-// divided by it.
+// owns a tile of keys of one query head and walks over the queries that see some of it, so the sum of a column has one order and needs no
+// workspace. Each block leaves its own largest score, and a second launch takes the largest of a head. The scores made here may differ in
+// their last bits from those of the forward's engine, and P would show it. So an earlier launch adds up P over each row as it is made here,
+// and P is divided by that sum.
 #pragma once
 #include "../attention/schedule.h"
 #include "../device/keys.h"

@@ -139,8 +139,8 @@ private:
     if (t < tile.rows) write(a, tile, t, D);
   }
 
-  // A partial part's rows are sums over keys that are not all here: D is the caller's (in the place of out), LSE's correction its second
-  // number.
+  // For a partial part. Its rows are sums over keys that are not all here, so the caller gives D (in the place of out) and LSE's correction
+  // (as the second number of LSE).
   static __device__ __forceinline__ void take_given(const Arguments &a, const RowTile<C> &tile) {
     for (i32 i = (i32)threadIdx.x; i < tile.rows; i += kThreads) {
       write(a, tile, i, *a.out.at<const T>(tile.batch, tile.head, tile.row + i, 0));
@@ -175,7 +175,8 @@ private:
       }
     }
     if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // it sees the sink alone: a score that it sees would be in LSE
-    // Where a row's dO or LSE is no number, its P is none, either. If D alone is no number, for the row sees such a V, P stays, for dV.
+    // Where dO or LSE of a row is not a number, P becomes NaN as well. If D alone is not a number, since the row sees such a V, then P
+    // stays for dV.
     rows[i] = lse == -infinity ? lse : finite ? -lse * (a.in.bias ? 1.0f : kLog2e<float>) : __int_as_float(0x7FC00000);
     if (C.partial && !a.in.bias) rows[i] -= correction * kLog2e<float>;
     if (a.in.bias) rows[i + C.tile_q] = -correction * kLog2e<float>;

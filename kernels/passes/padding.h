@@ -1,6 +1,6 @@
-// Packed tokens that belong to no sequence (padding at the end; what cu_seqlens leave out): out 0, LSE -inf, gradients 0. A group of blocks
-// of threads takes what lies in front of a sequence, as all other kernels see it, the last group what lies behind them. Of dense tensors
-// the keys of a sequence that do not count (seqused_k): a group takes those of one.
+// Clears packed tokens that belong to no sequence (padding at the end, and tokens that cu_seqlens leave out): out 0, LSE -inf, gradients 0.
+// Each group of thread blocks takes the tokens in front of one sequence, as all other kernels see it; the last group takes those behind all
+// sequences. In dense tensors each group takes those keys of one sequence that do not count (seqused_k).
 #pragma once
 #include "../attention/part.h"
 #include "../ptx/math.h"

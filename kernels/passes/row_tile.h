@@ -12,8 +12,8 @@ template <RowsConfig C> struct RowTile {
 
   __device__ __forceinline__ explicit RowTile(const Inputs &in) {
     u32 block = blockIdx.x;
-    // On Hopper the first tiles' dq_sum is written last, and is in the L2 cache yet when the backward begins with them; at the end the
-    // other way round.
+    // On Hopper dq_sum of the first tiles is cleared last, so that it is still in the L2 cache when the backward begins with them. The pass
+    // after the backward also walks in this order, for the last tiles are then in the cache.
     if constexpr (C.form == kWarpgroups) block = gridDim.x - 1 - block;
     u32 tiles = (u32)count(in), pair = block / tiles, tile = block % tiles;
     batch = (i32)(pair / in.heads), head = (i32)(pair % in.heads);

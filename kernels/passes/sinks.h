@@ -6,9 +6,9 @@
 
 namespace strobe::passes {
 
-// d sink = sum over batch and queries of exp(sink - LSE) * -D: one CTA a head, always in the same order. There are many queries, whose
-// terms may cancel to a small sum. In FP32 each step would round a sum that is far above the result, so they are added up in double, of
-// which `lost` keeps what roundings drop.
+// d sink = sum over batch and queries of exp(sink - LSE) * -D. One CTA takes a head, always in the same order. There are many queries, and
+// their terms may cancel to a small sum; in FP32 each addition would round a sum far above the result. So they are added up in double, and
+// `lost` keeps what roundings drop.
 template <SinksConfig C> struct SinkGradient {
   using Arguments = BackwardArguments;
   using T = typename Element<C.dtype>::real;

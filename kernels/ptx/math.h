@@ -131,7 +131,7 @@ __device__ __forceinline__ float abs(float x) { return fabsf(x); }
 __device__ __forceinline__ double abs(double x) { return fabs(x); }
 __device__ __forceinline__ float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 __device__ __forceinline__ double fma(double a, double b, double c) { return ::fma(a, b, c); }
-// x, of which the compiler knows nothing: what follows from it is computed where it is used, not before, to wait in registers.
+// Returns x, but hides its value from the compiler: what depends on it is computed where it is used, and not earlier, to wait in registers.
 __device__ __forceinline__ i32 computed_here(i32 x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -141,9 +141,9 @@ __device__ __forceinline__ float rounded_product(float x, float y) { return __fm
 __device__ __forceinline__ double rounded_product(double x, double y) { return __dmul_rn(x, y); }
 __device__ __forceinline__ float rounded_sum(float x, float y) { return __fadd_rn(x, y); }
 __device__ __forceinline__ double rounded_sum(double x, double y) { return __dadd_rn(x, y); }
-// s * factor - (LSE + n ln 2). The difference of two large numbers would be rounded to their last bits; so the power of two is taken out of
-// P = exp(s * factor - LSE) ahead of it [Cody & Waite 1980]. The high part of ln 2 has 9 bits, so that LSE + n ln 2 is exact, or rounded
-// to the last bit of s.
+// s * factor - (LSE + n ln 2); P is 2^n times its exponential. The difference of two large numbers would be rounded to their last bits, so
+// the power of two is taken out of P = exp(s * factor - LSE) first [Cody & Waite 1980]. The high part of ln 2 has 9 bits, so that LSE + n
+// ln 2 is exact, or rounded to the last bit of s.
 __device__ __forceinline__ float without_power(float s, float factor, float lse, float n) {
   constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   return fmaf(n, -kLn2Low, fmaf(s, factor, -fmaf(n, kLn2High, lse)));
@@ -166,8 +166,9 @@ __device__ __forceinline__ float times_probability(float x, float s, float lse, 
   const float n = ::rintf(fminf(fmaxf((s - lse) * kLog2e<float>, -400.0f), 400.0f));
   return ::ldexpf(x * exp2(fmaf(without_power(s, 1.0f, lse, n), kLog2e<float>, -correction)), (i32)n);
 }
-// m * factor + ln(l), a row's LSE. An error in it is one of the whole row of P, so FP32's is rounded once: m * factor and the power of two
-// in l are added with what their roundings took. __f..._rn: what they took follows only where the compiler makes no fma of them.
+// A row's LSE, m * factor + ln(l). Its error becomes an error of the whole row of P, so in FP32 it is rounded only once: m * factor and the
+// power of two in l are added together with what their own roundings took. The __f..._rn keep the compiler from making an fma, which would
+// falsify what was taken.
 __device__ __forceinline__ double row_lse(double m, double factor, double l) { return m * factor + log2(l) * kLn2<double>; }
 __device__ __forceinline__ float row_lse(float m, float factor, float l) {
   const float x = __fmul_rn(m, factor);
@@ -195,8 +196,8 @@ template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {
   lost = (t - sum) - y;
   sum = t;
 }
-// y * factor + x, as the sum of two runs of keys is made. x becomes what the two roundings lose (Knuth 1969, 4.2.2, theorem B), or 0 where
-// that is no number; last: x becomes the sum.
+// y * factor + x, which joins two runs of keys. x becomes what the two roundings lose (Knuth 1969, 4.2.2, theorem B), or 0 if that is not a
+// number. last: x becomes the sum instead.
 template <class T> __device__ __forceinline__ T join(T y, T factor, T &x, bool last) {
   const T scaled = rounded_product(y, factor), sum = rounded_sum(scaled, x), of_x = rounded_sum(sum, -scaled);
   const T lost = rounded_sum(rounded_sum(scaled, -rounded_sum(sum, -of_x)), rounded_sum(x, -of_x)) + fma(y, factor, -scaled);

@@ -22,8 +22,8 @@ template <Config C> struct Backward {
   using Queries = QueriesBy<C>;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows of a thread; dK's and dV's
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
-  // Sums over many queries are summed in parts, a head's or so many tiles', which rounds less. FP32's parts may be long, for a tile is a
-  // part of its own there (add_product). Not where the output would round them: 16 bits.
+  // Sums over many queries are made in parts, of a head or of this many tiles, because that rounds less. In FP32 the parts may be long,
+  // since each tile is summed by itself (add_product). 16-bit types do without: rounding the output would hide the difference.
   static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? (C.dtype == kF32 ? 2048 : 512) / C.tile_q : 0;
   static constexpr int kPass = C.columns_at_once(C.head_dim); // columns of dQ
 
@@ -133,8 +133,8 @@ private:
     if constexpr (C.features.part) return part_tile(held_keys(in, b), number, C.tile_k, C.features.blocks != 0).begin;
     return number * C.tile_k;
   }
-  // sum += x^T B over a tile of queries. In FP32 runs of them are summed by themselves first: where a row before had a large part in the
-  // sum, each product that joins it alone is rounded to that.
+  // sum += x^T B over a tile of queries. In FP32 runs of queries are first summed by themselves: after a row with a large part in the sum,
+  // each product that is added singly would be rounded to the last bit of that large sum.
   template <int kColumns>
   static __device__ __forceinline__ void add_product(T (&sum)[kKeys][kColumns], Multiply &multiply, const T *x, const Source &B, i32 q0,
                                                      i32 count) {
@@ -181,7 +181,7 @@ private:
   static __device__ __forceinline__ u32 *turns(const Arguments &a, i64 b, i64 h, const NumberedTile &tile) {
     return a.turns + 1 + (b * a.in.heads + h) * query_tiles<C.features, C.tile_q>(a.in) + tile.number;
   }
-  // Lists of blocks that contradict their transpose would have a CTA wait for one that never comes: after seconds nobody waits any more.
+  // If lists of blocks contradict their transpose, a CTA would wait for one that never comes; after some seconds no CTA waits any more.
   static constexpr u32 kPatience = 1u << 24, kNoMoreTurns = 1u << 31;
   template <class Tile> static __device__ void await_turn(const Arguments &a, i32 b, i32 h, const Sequence &s, const Tile &tile, i32 n) {
     if (threadIdx.x == 0) {

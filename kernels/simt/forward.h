@@ -56,9 +56,9 @@ template <Config C> struct Forward {
     }
     if constexpr (C.compensated()) rows.run() = -1;
 
-    // O of the runs of keys that have ended waits where the result will be, and what is lost by joining it is in O as the next run begins.
-    // `invariant`: runs begin at the same keys in every tile of queries. last: O becomes the sum. Its type is generic so that this is made
-    // for FP32 alone, where Out is T.
+    // O of the runs of keys that have ended waits in the place of the result. What joining loses stays in O, for the next run to begin
+    // with. `invariant`: runs begin at the same keys in every tile of queries. last: O becomes the sum. Its type is generic, so that this
+    // code exists for FP32 alone, where Out is T.
     const auto join_earlier = [&](int i, auto last) {
       auto here = grid;
       here.x = computed_here(here.x), here.y = computed_here(here.y);
@@ -213,8 +213,8 @@ private:
     __device__ __forceinline__ i32 &run() const { return reinterpret_cast<i32 *>(l_)[C.tile_q + 2 * kRows * kThreads]; }
   };
 
-  // Scores that take more than a comparison are made element by element, by way of shared memory, in a loop that is not unrolled: it would
-  // take the registers of O and seconds to compile.
+  // Scores that need more than a comparison are made one by one, through shared memory, in a loop that is not unrolled: unrolled it would
+  // take the registers of O, and seconds to compile.
   static constexpr bool kStaged = C.features.additive() || C.features.mask;
 
   template <bool kStage>

@@ -27,9 +27,9 @@ template <Config C, class T> struct RowStatistics {
   }
 };
 
-// S = Q K^T, dP = dO V^T; then write(P's place, dS's place, P, kept, dS, d score / d (scale * q.k)) for each element, where the former two
-// wait in shared memory. P without, dS with dropout. Rows that Q and K lack at their beginning are hidden. Each thread writes what it then
-// reads, element by element: registers are for products.
+// S = Q K^T and dP = dO V^T, which wait in shared memory, in the places of P and dS; then write(P's place, dS's place, P, kept, dS, d score
+// / d (scale * q.k)) for each element. This P has no dropout, dS has it. Rows that Q and K lack at their beginning are hidden. Each thread
+// reads only what it has written, element by element, since the products need the registers.
 template <Config C, class Multiply, class T, class Source, class F>
 __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.features, T> &scores, const Dropout<C.features> &dropout,
                                           const Kept<C> &kept_of, const RowStatistics<C, T> &rows, T *P, T *dS, const Source &Q,

@@ -20,8 +20,8 @@ template <int kPending, class... Registers> __device__ __forceinline__ void wait
   (registers.done(), ...);
 }
 
-// A sum's registers before its first product. kept: they hold the last iteration's, whose place the compiler is to keep over the loop;
-// free: they hold nothing, and may serve others until the product begins.
+// The state of a sum's registers before its first product. kept: they hold the sum of the last iteration, and the compiler is to keep them
+// in place over the loop. free: they hold nothing, and may serve other values until the product begins.
 enum class Place { kept, free };
 
 // A sum of products of T: 64 x N, FP32.

@@ -55,9 +55,9 @@ private:
     }
   }
 
-  // A segment: kSegment tiles of queries, or what is left. Infinities and NaN in dO and Q must reach the keys that they see and no others:
-  // they are rare, and if dK or dV are not finite, all of the segment but dQ is done again, without them, in short segments. Returns
-  // whether there is another segment.
+  // Walks over a segment: kSegment tiles of queries, or the rest. Infinities and NaN in dO and Q must reach the keys that see them and no
+  // others. They are rare: only if dK or dV are not finite is the segment, except for dQ, done again without them, in short segments.
+  // Returns whether there is another segment.
   __device__ __forceinline__ bool walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
     set_zero(dK), set_zero(dV);
     begin_segment();

@@ -201,8 +201,8 @@ private:
     join_earlier(O, softmax, earlier, true);
   }
 
-  // O of the runs of tiles that have ended waits where the result will be, measured against M as it was, and what is lost by joining it is
-  // in O as the next run begins. last: O becomes the sum.
+  // O of the runs of tiles that have ended waits in the place of the result, measured against M as it was then. What joining loses stays in
+  // O, for the next run to begin with. last: O becomes the sum.
   __device__ __forceinline__ void join_earlier(Accumulator (&O)[kM][kC], const Softmax &softmax, float (&earlier)[2 * kM],
                                                bool last) const {
 #pragma unroll

@@ -25,8 +25,9 @@ template <int n> struct Split {
 using Left = Split<4>;  // 16x8
 using Right = Split<2>; // 8x8
 
-// How q.k is summed: 8 products at a time, for its truncation would show in the exponential; and to the same bits in the forward, where Q
-// is the left operand, and in the backward, where K is, whose low parts are then multiplied last. Others: 32 products at a time.
+// How q.k is summed. Its sums take 8 products at a time, since the truncation of longer ones would show in the exponential. They have the
+// same bits in the forward, where Q is the left operand, and in the backward, where K is; its low parts are then multiplied last. All other
+// sums take 32 products at a time.
 enum class Sum { of_32, of_scores, of_scores_transposed };
 
 // d += a b over an inner axis of 8 kSteps.
@@ -108,8 +109,9 @@ template <int kM, int kC> __device__ __forceinline__ float &element(Accumulator 
   return d[m][2 * c + k % 4 / 2].x[k % 2][2 * r + k / 4];
 }
 
-// y = f(y, there, x) for the elements x of row r of block m of a sum and the row y in memory; there: y exists and may be read, which
-// f alone does: read ahead, it would not stay in registers. kAligned: columns side by side, 16-byte addresses, a multiple of 4 of them.
+// y = f(y, there, x) for the elements x of row r of a sum's block m, and the row y in memory. there: y exists and may be read. Only f reads
+// y, because y read ahead would not stay in registers. kAligned: the columns are side by side on 16-byte addresses, and their number is a
+// multiple of 4.
 template <bool kAligned, int kM, int kC, class F>
 __device__ __forceinline__ void update_row(Accumulator (&d)[kM][kC], int m, int r, float *row, i64 stride, i32 columns, bool reads, F &&f) {
 #pragma unroll

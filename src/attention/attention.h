@@ -58,8 +58,8 @@ struct View {
   }
 };
 
-// What the stored numbers of K or V are multiplied by: a scale for each row, or for each column and `rows` rows of the tensor on end. Both
-// are found where the tensor's own row is.
+// What the stored numbers of K or V are multiplied by: one scale for each row, or for each column of `rows` consecutive rows. Both lie
+// where the tensor's own row does.
 struct Scales : View {
   int64_t rows = 1;
 
@@ -163,12 +163,13 @@ struct Problem {
   __attribute__((always_inline)) bool curved() const { return softcap > 0 || score == ScoreFunction::hyperbolic; }
   __attribute__((always_inline)) int64_t group() const { return heads_kv > 0 ? heads / heads_kv : 1; } // query heads per key head
 
-  // No sequence has more queries or keys. Of seqlen_q and seqlen_k are the sizes of mask, bias and blocks, of these the work.
+  // The longest sequence has at most this many queries or keys, which bounds the work. seqlen_q and seqlen_k are the sizes of mask, bias
+  // and blocks.
   __attribute__((always_inline)) int64_t longest_q() const { return least(seqlen_q, total_q, most_q); }
   __attribute__((always_inline)) int64_t longest_k() const { return least(seqlen_k, total_k, most_k); }
 
-  // The sequence b: its first packed token and its length (dense: row 0 of batch b). cu_seqlens and seqused_k are
-  // clamped, never trusted. held_k: of the keys those, too, that do not count.
+  // The first packed token of sequence b and its length (dense: row 0 of batch b). cu_seqlens and seqused_k are clamped, never trusted.
+  // held_k includes the keys that do not count.
   struct Rows {
     int64_t begin, length;
   };

@@ -53,8 +53,7 @@ std::string check_indices(const Csr &); // only after check_offsets found nothin
 // Whether `t` holds the transposes of `m`; both checked before. O(kept + cols).
 std::string check_transpose(const Csr &m, const Csr &t);
 
-// Brings most_q and most_k, where the problem has them, to what cu_seqlens says, which was checked before. Whether they were something
-// else.
+// Sets most_q and most_k, if the problem has them, to what the checked cu_seqlens say. Returns whether that changed them.
 bool update_longest(Problem &);
 
 // All of them for a problem; throws what is wrong. read(ints, count) answers with something that has data(): the integers in host memory.

@@ -340,7 +340,8 @@ private:
                             good ? m.kept : kAny, n.blocks_q, mt);
     if (good && good_t && on_cpu(*t.block_rows)) add("block_rows_t", check_transpose(m, mt));
   }
-  // How many sequences a block mask of its own for each may have: as many as there are, which is known no better than by the last one here.
+  // How many sequences a block mask that differs between sequences may have: as many as the whole problem has, which is known only to be at
+  // least up to the last one here.
   int64_t sequences_of_blocks() const {
     if (n.batch == kAny || !t.block_rows || t.block_rows->rank < 1) return kAny;
     return std::max(part->first_batch + n.batch, t.block_rows->shape[0]);
@@ -402,8 +403,9 @@ private:
     accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
   }
 
-  // Engines count bytes of workspace in 64 bits, up to 2^20 a row, whatever the strides let the tensors claim. Of packed sequences they
-  // keep the tokens' rows alone, and count the tiles that the longest of all would have.
+  // Engines count the bytes of a workspace in 64 bits, up to 2^20 for each row, so the sizes are bounded whatever tensors with strides of 0
+  // claim. For packed sequences they keep only the rows of the tokens, but count as many tiles for each sequence as the longest one would
+  // have.
   void total_size(const Problem &p) {
     if (!packed_k()) {
       if (product_below(40, {n.batch, n.heads}, {n.seqlen_q, n.seqlen_k})) return;

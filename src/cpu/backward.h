@@ -1,6 +1,6 @@
 // The backward: FlashAttention-2's recomputation (Dao 2023, Algorithm 2), five products a tile. An item is one key head of one sequence:
-// its query tiles are walked in order, dQ of a tile is complete when its keys are done, dK and dV gather in fp32 rows. So the order of
-// every sum is fixed by the shape alone, whatever the number of threads.
+// its query tiles are walked in order, dQ of a tile is complete when its keys are done, and dK and dV gather in rows of the arithmetic's
+// real type. So the order of every sum is fixed by the shape alone, whatever the number of threads.
 #pragma once
 #include "forward.h"
 #include "probability.h"
@@ -66,8 +66,8 @@ template <class Math> struct BackwardScratch {
   }
 };
 
-// Whether D of a row follows from the sums of its P dP and P, and P of its LSE and the sum of P: see add_rows. If not invariant, this is
-// said of all rows of a tile of queries at once.
+// How D and P of a row are found (see add_rows). kDelta: D follows from the sums of P dP and of P. kDeltaAndLse: P follows as well, from
+// LSE and the sum of P. Unless invariant, all rows of a tile of queries have the same answer.
 enum Settled { kAsItIs, kDelta, kDeltaAndLse };
 
 // A tile of queries, ready: Q and dO as lanes and as rows, LSE, D and dLSE.
@@ -160,10 +160,10 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
   fill(scratch.settled, out.rows, T(any_large ? kDeltaAndLse : kDelta));
 }
 
-// Where a row sees few keys, or all its P falls to one, dP and D cancel; summed up apart, in different orders, they leave their rounding.
-// And rounded to its last bit, a large LSE is off by eps |LSE|, and P = e^(s - LSE) by that factor, in a whole row. So rows whose keys lie
-// in one tile, and those of a tile where some LSE is large, are summed up once more, P and P (dP - D), and D and P follow from the sums.
-// Invariant: a row whose own keys lie in one tile, and one whose own LSE is large.
+// Where a row sees few keys, or nearly all of its P lies on one, dP and D cancel; summed up separately, in different orders, they leave
+// their rounding. And LSE, rounded to its last bit, is off by eps |LSE|, which multiplies P = e^(s - LSE) by a wrong factor in the whole
+// row. So P and P (dP - D) are summed up once more, and D and P follow from the sums, for rows whose keys lie in one tile and for all rows
+// of a tile of queries where some LSE is large. Invariant: for a row whose own keys lie in one tile, or whose own LSE is large.
 template <class Math>
 __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, const TileSpan &t, int64_t lane,
                                         const typename Math::Real *s, const typename Math::Real *dp, BackwardScratch<Math> &scratch) {
@@ -262,9 +262,9 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
   settle_rows(head, 0, queries.rows, scratch);
 }
 
-// P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, a chunk of keys at a time, handed on by pairs of keys:
-// emit(first key of the chunk, key in the chunk, lane, P, P', dS, dS', both). kThroughFunction: dS is by scale q.k, not by a function of
-// it.
+// P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile. They are made for one chunk of keys at a time and handed on by pairs
+// of keys: emit(first key of the chunk, key in the chunk, lane, P, P', dS, dS', both). kThroughFunction: dS is the gradient by scale q.k,
+// where the score is a function of that.
 template <bool kThroughFunction, class Math, class Emit>
 STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
                              const Piece<typename Math::Real> &piece, typename Math::Left k_rows, typename Math::Left v_rows,
@@ -364,8 +364,8 @@ private:
   }
 };
 
-// sum[key][c] += weights[key][i] x(i, c), from the piece's first key on, of the elements of x that are not finite, where a weight is not 0:
-// what finite_rows left out.
+// sum[key][c] += weights[key][i] x(i, c), from the piece's first key on, for those elements of x that are not finite and whose weight is
+// not 0. finite_rows left them out.
 template <class T>
 __attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const TileSpan &t, const View &x, int64_t columns,
                                                      const T *weights, T *sum, int64_t ld) {

@@ -114,7 +114,7 @@ constexpr Foreign kForeign[] = {
 
 constexpr int64_t kFewQueries = 16; // with them most lanes would be idle
 
-// What keeps the forward of few queries from laying keys across lanes (decode.h); empty if nothing does. Invariant bits do not follow from
+// What keeps the forward of few queries from laying keys across lanes (decode.h); empty if nothing does. Invariant bits must not depend on
 // how many queries there are.
 const char *against_decoding(const Problem &p) {
   if (p.invariant) return "invariant";
@@ -129,10 +129,10 @@ const char *against_decoding(const Problem &p) {
 bool has_few(const Problem &p) { return p.longest_q() <= kFewQueries && !*against_decoding(p); }
 bool decodes(const Problem &p, Direction direction) { return direction == Direction::forward && has_few(p); }
 
-// The model: the products of all lanes, padding included, and the packing of K and V. Backward takes as many times the forward as it has
-// products, in every set alike: one that leads forward leads backward, for P = e^(s - LSE) is exact only where both round s alike. Nor does
-// the order of the sets depend on the threads: their number must not change a bit. Few queries have no lanes that are padding, but in the
-// backward. (With AMX they have, and these cost little beside reading.)
+// The model counts the products of all lanes, padding included, and the packing of K and V. The backward takes as many times the forward as
+// it has products, in every set alike: the set that is chosen for the forward must be chosen for the backward, because P = e^(s - LSE) is
+// exact only where both round s alike. The number of threads must not change a bit, so the order of the sets does not depend on it. Few
+// queries have no padding lanes, except in the backward. (With AMX they have some, which cost little beside reading.)
 double predict(const InstructionSet &set, const CpuKernels &kernels, const Problem &p, int64_t threads, Direction direction) {
   constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, share of the peak, and cost of a call
   constexpr int64_t kShortestTile = 64;                       // of those that are made smaller until there is work for all
@@ -169,10 +169,10 @@ int64_t nearest_divisor(int64_t block, int64_t wish) {
   return best;
 }
 
-// Br: a multiple of 16 that, under block sparsity, divides the query block. Wishes are rounded; without one the kernels' own preference is
-// halved until there is work for many threads. All of it follows from the shape alone: the threads there are must not change a bit.
-// Invariant: tiles of keys are the kernels' own, for bits follow from them; of the queries' tiles, those of the backward, whose dK and dV
-// do.
+// Br is a multiple of 16 that, under block sparsity, divides the query block. Wishes are rounded; without one the kernels' own preference
+// is halved until there is work for many threads. The number of threads must not change a bit, so everything follows from the shape alone.
+// Invariant: tiles of keys are the kernels' own, because the bits depend on them; so are the backward's tiles of queries, because dK and dV
+// depend on them.
 TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction direction, std::vector<std::string> &notes) {
   auto round_up = [](int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; };
   TileSizes tile = preferred;

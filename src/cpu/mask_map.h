@@ -10,8 +10,8 @@ inline constexpr int64_t kKeyAlign = 32; // pieces of a tile of keys begin at mu
 
 STROBE_INLINE int64_t pieces_of(const TileSizes &tile) { return (tile.q + tile.width - 1) / tile.width; }
 
-// Of a cell, and of many: the union.
-inline constexpr uint8_t kSeen = 1, kHidden = 2; // something is
+// What the mask does in a cell; for several cells, the union.
+inline constexpr uint8_t kSeen = 1, kHidden = 2; // something is seen; something is hidden
 
 // Of rows x columns bytes of the mask; 0 where there are none.
 inline uint8_t classify(const uint8_t *at, int64_t rows, int64_t row_stride, int64_t columns, int64_t stride) {

@@ -11,8 +11,8 @@ namespace strobe::inline STROBE_ISA {
 struct TileSpan {
   int64_t i0, lanes, width;
   int64_t j0, keys;
-  // At most so many keys from j0 + from on. In a span that begins at a multiple of kKeyAlign they end at the next multiple of `most` among
-  // all keys, wherever the span begins.
+  // At most `most` keys from j0 + from on. If the span begins at a multiple of kKeyAlign, they end at the next multiple of `most` among all
+  // keys, so that chunks do not depend on where the span begins.
   STROBE_INLINE TileSpan chunk(int64_t from, int64_t most) const {
     const int64_t left = j0 % kKeyAlign == 0 ? most - (j0 + from) % most : most;
     return {i0, lanes, width, j0 + from, keys - from < left ? keys - from : left};
@@ -83,8 +83,8 @@ template <class T> struct Head {
   }
 
 private:
-  // A scale whose reciprocal leaves the range of fp32, or that makes scores of 2^31 and more, whose rounding as a factor does, is applied
-  // to the scores, not to exp2's argument.
+  // Some scales are applied to the scores and not to exp2's argument: those whose reciprocal leaves the range of fp32, and those that make
+  // scores of 2^31 and more, where a score's rounding becomes a factor outside that range.
   static STROBE_INLINE bool outsized(double scale) { return !(__builtin_fabs(scale) > 1e-30 && __builtin_fabs(scale) <= 1e4); }
   static STROBE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 };

@@ -83,8 +83,8 @@ template <class T> struct Vec {
   friend STROBE_INLINE Vec abs(Vec a) { return Vec((Raw)((RawInt)a.v & ~((RawInt){} + (Int(1) << (8 * sizeof(T) - 1))))); }
 };
 
-// a b + c, with one rounding where the CPU can. Of a * b + c the compiler makes what it likes: where two places are to have the same bits,
-// it might round the product in one of them, because it has other uses or was moved out of a branch.
+// a b + c, with one rounding where the CPU can. The compiler may round a * b + c as it likes: of two places that must have the same bits,
+// it might round the product in one, because the product has other uses or was moved out of a branch.
 template <class T> STROBE_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
   using Raw [[maybe_unused]] = typename Vec<T>::Raw; // where no instruction of that kind is known
   [[maybe_unused]] constexpr bool kSingle = sizeof(T) == 4;

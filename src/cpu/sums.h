@@ -33,8 +33,8 @@ template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t wi
       (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
 }
 
-// O or dQ of a piece, rows x width: products over keys gather in `run`, which is added to `total` and starts anew, with what that addition
-// lost, wherever the keys pass a multiple of kKeys.
+// O or dQ of a piece, rows x width. Products over keys gather in `run`. Wherever the keys pass a multiple of kKeys, `run` is added to
+// `total`, and starts anew with what that addition lost.
 template <class T> struct KeySum {
   static constexpr int64_t kKeys = 512;
   T *run, *total;

@@ -1,8 +1,8 @@
 // Every engine that runs here against the oracle, forward and every gradient, over options and shapes drawn at random. tests/python judges
 // accuracy and covers all pairs of options; this is for where there is no Python: other machines, emulated or not, and the sanitizers.
-// STROBE_AGREEMENT_ROUNDS sets how many, STROBE_AGREEMENT_CALLS after how many calls that it took an engine is done,
-// STROBE_AGREEMENT_ENGINES names those whose turn it is (commas between). Under an emulated GPU (tests/emulator) it is the turn of the CUDA
-// engines, and of them alone.
+// STROBE_AGREEMENT_ROUNDS sets the number of rounds; STROBE_AGREEMENT_CALLS ends an engine after it has taken so many backwards;
+// STROBE_AGREEMENT_ENGINES names the engines to test (commas between). Under an emulated GPU (tests/emulator) only the CUDA engines are
+// tested.
 #include "call.h"
 
 #include <cstdlib>
@@ -246,7 +246,7 @@ std::vector<double> values(Call &c, const char *name) {
   return out;
 }
 
-// cancelled: the size of what cancels in the result, whose rounding stays.
+// cancelled: the size of the terms that cancel in the result; their rounding does not cancel.
 void compare(Call &found, Call &expected, const char *name, DType dtype, double cancelled = 0) {
   CAPTURE(std::string(name));
   const std::vector<double> x = values(found, name), ref = values(expected, name);
@@ -264,7 +264,8 @@ void compare(Call &found, Call &expected, const char *name, DType dtype, double 
   }
 }
 
-// A bias of one column gets whole rows of dS, in which sum_j P dP and D cancel: D, of an O rounded to dtype, and of each row anew.
+// A bias of one column sums up whole rows of dS, where sum_j P dP and D cancel. What remains is the rounding of D, which comes from an O
+// rounded to dtype and is new in each row.
 double cancelled_in_dbias(Call &backward, Call &forward_oracle) {
   if (!backward.has("dbias") || backward["dbias"].shape[3] != 1) return 0;
   const std::vector<double> out = values(forward_oracle, "out"), dout = values(backward, "dout");

@@ -7,7 +7,7 @@ namespace strobe::mma {
 
 struct BackwardConfig {
   i32 dtype;                // kF16 or kBF16
-  i32 head_dim, head_dim_v; // rounded up to the next multiple of 16 * dim_warps
+  i32 head_dim, head_dim_v; // rounded up to the next multiple of 16 * dim_warps or, if wide, of 64
   i32 tile_q, tile_k; // queries of an iteration, a multiple of step_q * dim_warps, or step_q; keys of a block of threads, of 16 * key_warps
   i32 key_warps,
       dim_warps; // tile_k is divided among key_warps; head dims (and S, by queries) among dim_warps; all of it twice, for two roles

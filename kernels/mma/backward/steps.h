@@ -38,16 +38,16 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   // Of warps that compute the same one hands it on.
   __device__ __forceinline__ bool hands_on() const { return !C.repeats() || dim_warp == 0; }
 
-  // The slope of a function of q.k goes from left to right as P * slope. FP16, whose steps below 2^-14 are 2^-24, loses that where keys
-  // are many, and takes P and the slope apart, in units that keep the slope above those steps: arccosh's is at most 2^11, and 2^-18 at a
-  // Lorentz product of 2^18; softcap's is at most 1.
+  // The slope of a function of q.k goes from left to right as P * slope. Below 2^-14 the steps of FP16 are 2^-24, so with many keys it
+  // would lose that product. It takes P and the slope separately, and in units that keep the slope above those steps: the slope of arccosh
+  // is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of softcap is at most 1.
   static constexpr Slope kSlope = !F.function ? Slope::none : C.dtype == kF16 ? Slope::apart : Slope::times_p;
   __device__ __forceinline__ float slope_unit() const {
     return F.function == kHyperbolic ? fmaxf((float)in.beta, 1e-30f) * 0x1p-4f : 0x1p-15f;
   }
 
-  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes what dS is made of: P^T times the slope, or the slope in its unit; else P
-  // is left alone. What is dropped has a sign, in S unless that is the slope alone.
+  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes the factor of dS, which is P^T times the slope, or the slope in its unit;
+  // without one P is not written. Dropped elements get a sign, in S unless S is the slope alone.
   template <bool kNonfinite>
   __device__ __forceinline__ void make_p(Accumulator (&S)[kKeys][kStep], Accumulator (&P)[kKeys][kStep], int iteration, int span) const {
     const int stage = iteration % 2, n0 = own(span);
@@ -87,7 +87,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       return (scores);
     }
   }
-  // P to the other role's warps, rounded, and to those of this role; p: this warp's, as dV takes it.
+  // Hands P, rounded, to the warps of the other role and to those of this role. p: this warp's P, as dV takes it.
   __device__ __forceinline__ void hand_on_p(Left (&p)[kKeys][kStep], const Accumulator (&S)[kKeys][kStep],
                                             const Accumulator (&P)[kKeys][kStep], int span) const {
 #pragma unroll
@@ -165,8 +165,8 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     }
   }
 
-  // sum (this warp's keys and columns) += x (keys x a span of queries) * the span's rows of Y. x is what this warp has computed, own(m, n),
-  // where it has computed all of the span, or what its role's warps have put where they can all take it, taken(m, n).
+  // sum (this warp's keys and columns) += x (keys x a span of queries) * the span's rows of Y. x is own(m, n), which this warp has
+  // computed, if it has computed the whole span; otherwise it is taken(m, n), which the warps of its role have put into shared memory.
   template <bool kNonfinite, int kInner, int kN, class Own, class Taken>
   __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kN], const Own &own, const Taken &taken,
                                              const Blocks<Right, kInner, true> &Y, int span) const {

@@ -23,8 +23,8 @@ struct TileScales<F> {
     }
     read(keys, values, tiles);
   }
-  // Those of the next tile; the one after it, with which `tiles` goes on, is read meanwhile. Returns whether one of V's is not finite: it
-  // is 0 here, and its row's values are still to be added.
+  // Takes the scales of the next tile, and begins to read those of the tile after it, which is the first one of `tiles`. Returns whether
+  // one of V's scales is not finite: it is 0 here, and the values of its row are still to be added.
   template <class K, class V> __device__ __forceinline__ bool next(const K &keys, const V &values, const Schedule &tiles) {
     k = keys.number(next_k_), v = values.number(next_v_);
     const bool nonfinite = v - v != 0;

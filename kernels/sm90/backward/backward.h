@@ -109,8 +109,8 @@ template <BackwardConfig C> struct Backward {
       clear_nonfinite_keys();
       if constexpr (C.keys_in_registers) load_rows(K, shared.k), load_rows(V, shared.v);
     }
-    // P, dP and dS of a tile, whose S is there; dV += P^T dO, dK += dS^T Q; dQ of the tile before; S of the next one. Returns the next
-    // iteration's number, as the other step does: n after the last tile.
+    // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the tile before, and S of the next one. Like the
+    // other step it returns the number of the next iteration, which is n after the last tile.
     __device__ __forceinline__ u32 steady_step(const QueryStep &step, u32 allowed, u32 n, i32 before) {
       scores.template exponentiate<true>(S, P, n, step, allowed);
       scores.round(P, S);
@@ -135,7 +135,8 @@ template <BackwardConfig C> struct Backward {
       }
       return next;
     }
-    // A tile that sees nothing of these keys: no product but dQ, of which the other warpgroup has made dS.
+    // A tile whose queries see none of these keys. The only product is dQ of the tile before, to whose dS the other warpgroup may have
+    // contributed.
     __device__ __forceinline__ u32 unseen_step(const QueryStep &step, u32 n, i32 before) {
       scores.clear_nonfinite_queries(step, n);
       scores.hand_on_nothing(n);

@@ -56,7 +56,7 @@ struct BackwardConfig {
 
 namespace strobe::inline STROBE_ISA {
 
-struct HopperBackwardArguments : BackwardArguments { // delta: null where dsinks does not want it
+struct HopperBackwardArguments : BackwardArguments { // delta: null unless there is a bias or dsinks is wanted
   MappedOperand tma_q, tma_k, tma_v, tma_dout;
   i32 query_tiles; // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
   i32 tiles;       // of keys

@@ -6,8 +6,8 @@
 
 namespace strobe::sm90 {
 
-// Of each head that shares the block's keys: tiles of the queries that are held and that see some of the keys, last to first, none of which
-// crosses a range. place: 48 bytes of shared memory for the tile that is next, and where the walk is.
+// The tiles of queries for a block's keys, for each head that shares the keys: those of the queries held that see some of the keys, from
+// the last to the first. No tile crosses a range. place: 48 bytes of shared memory for the current tile and the state of the walk.
 template <BackwardConfig C> class HeldQueryTiles {
 public:
   __device__ __forceinline__ HeldQueryTiles(const HopperBackwardArguments &a, const BackwardShared<C> &shared, u32 place)

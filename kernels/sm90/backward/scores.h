@@ -65,8 +65,8 @@ template <BackwardConfig C> struct BackwardScores {
     return 1u << (8 * (i / 8) + 4 * (i / 2 % 2) + 2 * (i / 4 % 2) + i % 2);
   }
 
-  // S -> P, in S. With a function S becomes P times its slope, and P, rounded, comes apart; with dropout what is dropped has a sign.
-  // kClear: Q and dO are then free of what is not finite.
+  // S -> P, in S. With a function S becomes P times its slope, and P is returned separately, rounded; with dropout the dropped elements get
+  // a sign. kClear: afterwards Q and dO hold only finite numbers where that matters.
   template <bool kClear>
   __device__ __forceinline__ void exponentiate(Accumulator<T, kM> &scored, LeftOperand<kM> &rounded, u32 n, const QueryStep &step,
                                                u32 allowed) const {
@@ -232,10 +232,10 @@ private:
   }
 
 public:
-  // What is hidden may be no number, but times 0 it is to be 0. Of queries whose LSE or D is no number, or that see nothing or are not
-  // there, P is no number where they are seen and 0 elsewhere, and so are all products with P, whatever Q and dO are: these rows of Q and
-  // dO become 0. Both warpgroups come when their products of this tile so far (S; by roles: S, and dP) have ended: one clears Q, the other
-  // dO.
+  // What is hidden must count as 0 even if it is not a number, but 0 times infinity is NaN. Some queries have an LSE or D that is not a
+  // number, see nothing, or do not exist. Their P is NaN where they see a key and 0 elsewhere, and so are all products with P, whatever Q
+  // and dO hold; so their rows of Q and dO become 0. Both warpgroups must first have ended their products of this tile so far (S; by roles
+  // S, and dP); then one clears Q, and the other one dO.
   __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
     if (!kHides && !masked(step)) return; // nothing is hidden
     bool found = false;
@@ -254,13 +254,13 @@ public:
       }
     }
     both();
-    // Needless but for ptxas: ahead of a barrier whose number is not a constant it mixes the exponentials with their arguments, ahead of
-    // one that is it puts all arguments first (docs/lab/hopper-backward.md, step 25).
+    // Only ptxas needs this. Ahead of a barrier whose number is not a constant it mixes the exponentials with their arguments; ahead of one
+    // whose number is a constant it puts all arguments first (docs/lab/hopper-backward.md, step 25).
     together();
   }
-  // K of keys that someone sees shows in LSE, V in O and so in D. What is not finite becomes 0 in V, and in K, which may yet make a score
-  // of -inf, the largest number. Keys beyond the sequence become 0: they may be so large that dP is not finite. kLargest: of these bytes,
-  // whose first row is key `first` of the tile.
+  // If a query sees a key, a K that is not finite shows in its LSE, and such a V in its O and so in D. So what is not finite becomes 0 in
+  // V, and the largest finite number in K (kLargest), where it may still have to make a score of -inf. Keys beyond the sequence become 0,
+  // because they may be so large that dP is not finite. base, bytes: what is cleared; its first row is key `first` of the tile.
   template <bool kLargest> __device__ __forceinline__ void clear_nonfinite_keys(u32 base, int bytes, int first = 0) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     if (!hides(keys)) return;

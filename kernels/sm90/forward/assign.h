@@ -15,8 +15,9 @@ template <Config C> struct Assign {
   u32 told = 0, verdicts = 0;
 
   __device__ __forceinline__ void all() {
-    // Where items take different times, the next one is drawn when one is loaded: drawn earlier it would be fixed while two are still to be
-    // computed, and the last ones would be shared out ill. Where all take the same, nobody waits for a ticket.
+    // Where items take different times, the next one is drawn only when the current one has been loaded: drawn earlier, it would be fixed
+    // while two items are still to be computed, and the last items would be distributed badly. Where all take the same time it is drawn
+    // earlier, so that nobody waits for a ticket.
     const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q && !C.features.seqused;
     Item before{0, 0, 0, kNone};
     bool first = true;
@@ -93,8 +94,8 @@ template <Config C> struct Assign {
     write(shared.item(), item.b, item.h, item.q, item.how);
     mbarrier_arrive(shared.item_full());
   }
-  // Waits for the verdict on an item that was computed fast; has it computed again if need be. (The next one is risked all the same: what
-  // is computed how must not depend on which block computes it.)
+  // Waits for the verdict on an item that was computed fast, and has it computed again if it failed. (The next item is computed fast all
+  // the same, because how an item is computed must not depend on which block does it.)
   __device__ __forceinline__ void judge(const Item &item) {
     if (item.kind() != kFast) return;
     const u32 n = verdicts++;

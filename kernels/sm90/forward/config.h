@@ -9,9 +9,9 @@ inline constexpr i32 kExact = 0;   // not at all
 inline constexpr i32 kLagging = 1; // by a factor of 2^8 in P: most tiles need no rescaling
 inline constexpr i32 kFixed = 2;   // without bound after a row's first whole tile: no maximum is taken; a tile of queries that overflows is
                                    // computed again, lagging
-// Each row by itself: without bound after the first tile with a key that the row sees, but lagging while the row's sum is large. If
-// something is not finite, the tile of queries is computed again: each chunk of keys so, and then lagging, for rows that are not finite.
-// (An enum leaves no symbol in kernels that do not use it.)
+// Each row decides for itself: without bound after the first tile with a key that the row sees, but lagging while the row's sum is large.
+// If something is not finite, the tile of queries is computed again, and each chunk of keys comes twice: once like this, and then lagging,
+// for the rows that are not finite. (An enum leaves no symbol in kernels that do not use it.)
 enum : i32 { kFixedByRow = 3 };
 
 struct Config {
@@ -23,12 +23,12 @@ struct Config {
   i32 registers_load, registers_compute;
   i32 q_in_registers;
   i32 blocks_per_sm;
-  i32 reference;   // kExact, kLagging or kFixed
+  i32 reference;   // kExact, kLagging, kFixed or kFixedByRow
   i32 split;       // over keys: results are partial ones, to be combined
   i32 bias_by_tma; // of 16 bits, by the copy engine
-  // Tiles of keys begin at multiples of tile_k, and chunks of them have results of their own, merged in order (device/chunks.h), up to 128
-  // columns of O: more leave no registers for merging. With another reference than kFixed a row's bits are its own. split: a part is one
-  // chunk.
+  // Tiles of keys begin at multiples of tile_k. Up to 128 columns of O, chunks of them have results of their own, which are merged in order
+  // (device/chunks.h); more columns leave no registers for merging. The bits of a row then depend on that row alone, unless the reference
+  // is kFixed. split: each part is one chunk.
   i32 invariant;
   i32 packed; // query heads of a key head share a tile of queries: rows.h
   Features features;

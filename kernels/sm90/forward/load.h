@@ -52,7 +52,8 @@ public:
     }
     return true;
   }
-  // What the tile found last belongs to; and how the one before says that this one is another chunk's, or comes again.
+  // The run that the tile found last belongs to; and the mark for the tile before it, which says whether this one begins another run or the
+  // repetition of the last chunk.
   __device__ __forceinline__ i32 run() const { return 2 * chunk_ + again_; }
   __device__ __forceinline__ Tile::Last before() const {
     return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk;
@@ -73,8 +74,9 @@ private:
   bool again_ = false;
 };
 
-// The same where they are one run, but from the last query's own key down, and then up from there: so ALiBi's penalty grows from tile to
-// tile, and the fixed reference holds. With a window from its far end down: what a warpgroup sees must be one run in this order, too.
+// The same keys as one run, in another order: from the last query's own key down, and then up from there. ALiBi's penalty then grows from
+// tile to tile, and the fixed reference holds. Under a window the walk begins at its far end, because what a warpgroup sees must be one run
+// in this order as well.
 class FromDiagonal {
 public:
   __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)

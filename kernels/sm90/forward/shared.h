@@ -30,8 +30,9 @@ struct HeldQueries {
 struct Tile {
   i32 begin, end;
   i32 masked, last;
-  enum : i32 { kLacks = 2 }; // masked, besides: of each 16 keys a bit from this on, whether their page is none of the pool's
-  // last: of all; of a chunk of keys, if they are walked over by chunks; of the last chunk, which comes once more.
+  enum : i32 { kLacks = 2 }; // further bits of masked, from this one on: for each 16 keys, whether their page is none of the pool's
+  // last: whether the tile is the last one of the item, of a chunk of keys (if they are walked by chunks), or of the last chunk, which
+  // comes again.
   enum Last : i32 { kLast = 1, kLastOfChunk, kLastBeforeAgain };
 };
 

@@ -63,7 +63,8 @@ template <Config C> struct TileSoftmax {
     }
   }
 
-  // Scores and M are natural logarithms where a tile with a bias is computed again: as low as numbers go, and -inf whatever else there is.
+  // Whether scores and M are natural logarithms, as they are where a tile with a bias is computed again: they may be as low as numbers go,
+  // and -inf.
   __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kFast; }
 
   // What is not finite in V is cleared in all tiles, not only in those that hide something by position: mask and bias hide anywhere, and an
@@ -109,7 +110,7 @@ template <Config C> struct TileSoftmax {
     if (running.moved()) running.rescale(O.x);
   }
 
-  // After tile t: whether the reference is still to follow the maxima, and whether P has become too large for that to help.
+  // After tile t: decides whether the reference goes on following the maxima, and whether P has become too large for that to help.
   __device__ __forceinline__ void watch(const Tile &t) {
     if constexpr (C.reference == kFixed) {
       const float l = fmaxf(running.l[0], running.l[1]);
@@ -126,7 +127,7 @@ template <Config C> struct TileSoftmax {
     }
     if constexpr (C.reference == kFixedByRow) follows = rising || __any_sync(0xFFFFFFFFu, wants(0) || wants(1));
   }
-  // It is false; but the compiler has to finish the softmax to know.
+  // Always false, but the compiler has to finish the softmax to find that out.
   __device__ __forceinline__ bool never() const { return __any_sync(0xFFFFFFFFu, running.l[0] + running.l[1] < 0); }
 
 private:

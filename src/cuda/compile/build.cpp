@@ -12,8 +12,9 @@ namespace {
 
 std::string source_text(const KernelSource &source, const std::string &name, int cc) {
   const char *constant = cc >= 70 ? "__grid_constant__ " : ""; // read in place, not copied; older architectures have no word for it
-  // The next launch's blocks may come into places that become free; this one's have come so, and wait for the end of the launch before,
-  // unless the kernel does that itself, later. Every block must, or the next launch could not tell that all before it have ended.
+  // Blocks of the next launch may begin as soon as places become free. Blocks of this launch have begun in the same way, so each waits for
+  // the end of the launch before, here or, if the kernel waits itself, later. Every block must wait, or the next launch could not know that
+  // all earlier ones have ended.
   const char *overlap = cc >= 90 ? "asm volatile(\"griddepcontrol.launch_dependents;\");\n"
                                    "if constexpr (!kWaitsItself<Kernel>) asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"
                                  : "";

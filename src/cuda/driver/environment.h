@@ -1,5 +1,5 @@
-// What the environment says; read at each use, and at no kernel's second use. Nothing in a program that runs with more rights than whoever
-// started it has.
+// Environment variables. They are read at each use, but not when a kernel runs again. All count as unset in a program that runs with more
+// rights than the user who started it has.
 #pragma once
 #include <algorithm>
 #include <cstdlib>

@@ -25,8 +25,8 @@ Gate &gate() {
 
 thread_local int depth = 0; // of this thread's gates
 
-// A driver that is called within may fork itself (cuInit does, to run nvidia-modprobe): it cannot wait for itself, and its child runs
-// another program.
+// A call of the driver within the gate may itself fork (cuInit does, to run nvidia-modprobe). Such a fork does not wait, since it would
+// wait for itself; its child runs another program.
 void before_fork() {
   if (depth) return;
   Gate &g = gate();

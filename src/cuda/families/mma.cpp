@@ -123,10 +123,11 @@ Load load_of(const Config &c) {
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
 }
 
-// Invariant: of wider heads O leaves a warp no registers for merging chunks; as of those beyond kMostUsualDim, two warps share its columns.
+// Invariant: in wider heads O leaves a warp no registers for merging chunks, so two warps share its columns, as in heads beyond
+// kMostUsualDim.
 int32_t most_dim_of_one_warp(const Device &device) { return device.cc < 100 ? 192 : 96; }
 
-// Invariant: scores that share a look at the running maximum are the same in all tiles, of queries and of any dtype, option and stride.
+// Invariant: this many scores are compared with the running maximum at once, in every tile of queries and for any dtype, option and stride.
 constexpr int32_t kInvariantKeys = 32;
 
 // The first tile that fits, or with wishes the nearest.
@@ -145,7 +146,8 @@ std::optional<Config> choose(const Problem &p, const Device &device) {
   return best ? std::optional(with(any, *best)) : std::nullopt;
 }
 
-// Quantised keys, with options: P of FP16 is two terms, and K of FP8 is looked through for NaN where the GPU does not convert it.
+// Quantised keys with options lack registers where P of FP16 becomes two terms, and where K of FP8 is searched for NaN because the GPU does
+// not convert it.
 bool lacks_registers(const Problem &p, const Device &device) {
   return p.dtype == DType::f16 || (p.quantised_as == DType::e4m3 && device.cc < 90);
 }
@@ -186,7 +188,7 @@ constexpr double kShareOfPeak = 0.7, kWideShare = 0.3 /* guessed */, kLaunchSeco
                  kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7,
                  kQuantisedClocks = 0.06; // of an SM, for one stored number and a tile's rows
 
-// Of a decode: those that have rows. Each packed sequence may have one that is not full.
+// How many tiles of a decode have rows. The last tile of each packed sequence may be partly empty.
 double row_tiles(const Problem &p, const Config &c) {
   const int64_t of_longest = p.batch * tiles(p.seqlen_q * p.group(), c.tile_q);
   const int64_t of_all = p.varlen ? std::min(of_longest, p.total_q * p.group() / c.tile_q + p.batch) : of_longest;
@@ -214,7 +216,8 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   return kLaunchSeconds + ends + std::max(computing, reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
 }
 
-// The parts of quantised keys, of which a block makes numbers more slowly than memory delivers them: blocks fill all places, in rounds.
+// How many parts quantised keys are divided into. A block converts them to numbers more slowly than memory delivers them, so blocks fill
+// all places, in rounds.
 int32_t quantised_parts(const Problem &p, const Config &c, const Device &device, int64_t slots) {
   constexpr double kBytesPerSecond = 3e12; // of partial results, written and read
   const double whole = std::max(reading_seconds(p, device), converting_seconds(p, c, device));

@@ -79,7 +79,7 @@ bool takes_64_keys(const Problem &p, const Features &f) {
 
 constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H200
 
-// Of what as many thread blocks would take that keep every SM busy.
+// The factor by which thread blocks take longer than if they kept every SM busy.
 double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
 
 // What a (batch, key head) pair reads, and adds up, time after time.

@@ -40,7 +40,8 @@ struct BackwardSums {
   int64_t turns = 0;      // words; 0: the order of additions is free
   bool zero_dq = false;   // the launch that computes D does not set dQ's sum to 0
 };
-// How many sums of so many reals dQ has in FP32: one for each keys_of_dq_sum() keys, as long as they are not large. Invariant: for each.
+// How many sums of so many reals dQ has: in FP32 one for each keys_of_dq_sum() keys, but fewer where they would be large. Invariant: their
+// size does not matter.
 int32_t dq_sums(const Problem &, int64_t reals);
 void take_sums(Program &, BackwardArguments &a, const Problem &, Scratch &, const BackwardSums &);
 

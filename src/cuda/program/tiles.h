@@ -30,7 +30,7 @@ inline bool divides_blocks(const Problem &p, int64_t tile_q, int64_t tile_k = 1)
   return !p.blocks.present || (p.blocks.block_q % tile_q == 0 && p.blocks.block_k % tile_k == 0);
 }
 
-// Invariant: of a tile that each row walks by, whose keys begin at multiples of tile_k, in blocks, too.
+// Invariant: why blocks of keys would make each row's sums begin elsewhere than at multiples of tile_k; empty if they do not.
 inline std::string cuts_blocks(const Problem &p, int64_t tile_k) {
   if (!p.blocks.present || p.blocks.block_k % tile_k == 0) return {};
   return text("is invariant with blocks of multiples of ", tile_k, " keys, not ", p.blocks.block_k, ": sums begin at such keys alone");
