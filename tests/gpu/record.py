@@ -168,9 +168,9 @@ def run(options: list[str]) -> int:
     environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
     environment.setdefault("OMP_NUM_THREADS", "1")  # the references are the CPU's, and the processes of -n many
     signal.signal(signal.SIGINT, lambda *_: None)  # pytest ends at one, too, with its report written
-    # What takes tens of gigabytes comes by itself, or the processes beside it find no memory.
+    # What takes tens of gigabytes comes by itself, one process for each GPU, or the processes beside it find no memory.
     suites, status = [], 0
-    for only in (["-m", "not gigabytes"], ["-m", "gigabytes", "-n", "0"]):
+    for only in (["-m", "not gigabytes"], ["-m", "gigabytes", "-n", str(torch.cuda.device_count())]):
         suite, ended = suite_of([*tests, *options, *only], environment)
         if suite is None:
             print(f"pytest ended with status {ended} and left no report", file=sys.stderr)

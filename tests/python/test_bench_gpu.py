@@ -245,6 +245,14 @@ def test_ratios_costs_and_shares():
     assert report.mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
 
 
+def test_rows_beside_peers_and_rows_beside_strobe_share_a_table():
+    with_peers = row("decode", 3.6, peers={"cudnn": 4.5})
+    with_option = row("decode", 1.8, beside={"strobe": 3.6}) | {"option": "seqused_k"}
+    heads, lines = report.columns([with_peers, with_option])
+    assert heads == ["decode", "Strobe, TFLOP/s", "cuDNN", "over the best", "strobe", "of that"]
+    assert lines == [["d 64 s 512", "3.6", "4.5", "0.80", "", ""], ["d 64 s 512 seqused_k", "1.8", "", "", "3.6", "50%"]]
+
+
 def test_summary_names_the_lowest():
     core, small, options, window = report.summary(ROWS, "forward")
     assert (
@@ -417,7 +425,9 @@ def test_a_seed_is_no_part_of_a_shapes_name():
     assert lines == [["d 64 s 100", "100", "50", "110", "0.91"]]
 
 
-def test_the_clock_ends_a_run_and_what_was_measured_is_kept(monkeypatch, run, tmp_path):
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """Seconds that have passed: ten for each group measured."""
     now = [0.0]
 
     def measure(group, repeats):
@@ -431,6 +441,30 @@ def test_the_clock_ends_a_run_and_what_was_measured_is_kept(monkeypatch, run, tm
     monkeypatch.setattr(command, "_versions", dict)
     monkeypatch.setattr(command, "measure", measure)
     monkeypatch.setattr(command, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_fault_of_the_gpu_ends_a_run_and_what_was_measured_is_kept(monkeypatch, run, tmp_path):
+    measure = command.measure
+
+    def faulty(group, repeats):
+        if group.rows[0].where["causal"]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+        return measure(group, repeats)
+
+    monkeypatch.setattr(command, "measure", faulty)
+    done = run("gpu", "--set", "gqa", "--set", "window", "--jobs", 0, "--results", tmp_path, "--commit", "abc")
+    assert done.exit_code == 1, done.output
+    assert "stopped gqa, forward, at 32/8 d 128 s 4096 causal: CUDA error: an illegal memory access was encountered\n" in done.output
+    assert "window" not in done.output
+    assert "Compile with" not in done.output
+    assert len(json.loads((tmp_path / "h200-forward.json").read_text())["rows"]) == 1
+    monkeypatch.setattr(command, "measure", lambda group, repeats: {}["a mistake of the benchmark's own"])
+    assert isinstance(run("gpu", "--set", "gqa", "--jobs", 0).exception, KeyError)
+
+
+def test_the_clock_ends_a_run_and_what_was_measured_is_kept(pretended_gpu, run, tmp_path):
     done = run("gpu", "--random", 60, "--seconds", 35, "--jobs", 0, "--results", tmp_path, "--commit", "abc")
     assert done.exit_code == 0, done.output
     assert "random: 116 of 120 not measured" in done.output

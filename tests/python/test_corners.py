@@ -191,7 +191,6 @@ def spread(t: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 @pytest.mark.gigabytes
-@pytest.mark.xdist_group("gigabytes")
 @pytest.mark.parametrize("axis", range(4), ids=["batch", "head", "token", "element"])
 def test_offsets_beyond_31_bits(axis):
     """fla-org/flash-linear-attention#1080, thu-ml/SageAttention#386, Dao-AILab/flash-attention#1500: offsets that wrap."""

@@ -169,14 +169,25 @@ def command(
     console.print(f"{record['device']}; {', '.join(map(' '.join, record['versions'].items()))}; host time of a forward call: {times}")
     rows: Figures = {name: [] for name in ("forward", "backward") if direction in (None, name)}
     kept = _kept(results, record, rows, groups) if results else {}
-    wrong = False
+    wrong = stopped = False
     for name, of_set in groups.items():
+        if stopped:
+            break
         begin, absent = time.perf_counter(), set()
         for done, group in enumerate(of_set):
             if end is not None and time.perf_counter() >= end:
                 console.print(f"[yellow]out of time[/yellow] {name}: {len(of_set) - done} of {len(of_set)} not measured")
                 break
-            found = measure(group, repeats)
+            try:
+                found = measure(group, repeats)
+            except RuntimeError as error:
+                if "CUDA error" not in str(error):
+                    raise
+                # A kernel, a peer's or Strobe's, has broken this process's use of the GPU.
+                at, why = report.where(group.rows[0].where), str(error).partition("\n")[0]
+                console.print(f"[red]stopped[/red] {name}, {group.direction}, at {at}: {why}", soft_wrap=True, highlight=False)
+                wrong = stopped = True
+                break
             rows[_FILES[group.direction]] += found.rows
             absent |= {f"{run} {group.direction}: {why}" for run, why in found.absent.items()}
             wrong |= any(row.strobe in found.absent for row in group.rows)

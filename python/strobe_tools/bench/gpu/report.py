@@ -107,7 +107,7 @@ def columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     heads += ["over the best"] * bool(peers) + [*bases, "cost" if rows[0]["set"] in _COSTS else "of that"] * bool(bases)
     lines = []
     for row in rows:
-        line = [where(row), _number(row["strobe"]), *(_number(row["peers"].get(who)) for who in peers)]
+        line = [where(row), _number(row["strobe"]), *(_number(row.get("peers", {}).get(who)) for who in peers)]
         if peers:
             line.append("" if (r := ratio(row)) is None else f"{r:.2f}")
         if bases:
