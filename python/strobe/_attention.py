@@ -249,7 +249,13 @@ def _of_rows(
         wrong.append(ValueError("out: given with a partial part; accepted is None, for delta and lse are those of the whole rows"))
     if not partial and delta is not None:
         wrong.append(ValueError("delta: given without a partial part; accepted is None, for out says it"))
-    given = {"dout": dout, "lse": lse, **({"delta": delta} if partial else {"out": out})}
+    if partial and delta is None:
+        wrong.append(ValueError("delta: missing; accepted with a partial part is (dout * out).sum(-1) of the whole rows"))
+    given = {"dout": dout, "lse": lse}
+    if not partial:
+        given["out"] = out
+    elif delta is not None:
+        given["delta"] = delta
     return given if dlse is None else {**given, "dlse": dlse}
 
 

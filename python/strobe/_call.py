@@ -184,11 +184,23 @@ class Call:
                 reason += _ways_out(name, reason, not _SCALES.isdisjoint(self._arrays))
             if name == "k" and " heads for the " in reason and _fit_in_the_other_layout(self._arrays, self._bshd):
                 reason += f'; did you mean layout="{"bhsd" if self._bshd else "bshd"}"?'
+            if name == "seqused_k" and reason.endswith("the positions of a row of page_table") and self._has_longer_pages(reason):
+                reason += f'; did you mean layout="{"bhsd" if self._bshd else "bshd"}"?'
+            if name == "k_scale" and not self._attention.k_scale_group and array.ndim == self._arrays["k"].ndim:
+                reason += "; did you mean a scale for each column, with k_scale_group?"
         if name == "k_scale_group":
             reason = reason.replace("accepted is 0", "accepted is None")
         if name == "engine":
             reason = reason.replace("or none", "or None") + _close_engine(reason)
         return reason.removeprefix("execution.")
+
+    def _has_longer_pages(self, reason: str) -> bool:
+        """Of a length that no row of the page table has room for: whether it would have if the pools' axes 1 and 2 changed places."""
+        q, k, table = (self._arrays[name] for name in ("q", "k", "page_table"))
+        page, heads = k.shape[1:3] if not self._bshd else k.shape[2:0:-1]
+        q_heads = q.shape[1] if q.ndim < MAX_RANK or not self._bshd else q.shape[2]
+        used = re.search(r"seqused_k: (\d+) at", reason)
+        return used is not None and int(used[1]) <= table.shape[1] * page and heads > 0 and q_heads % heads == 0
 
     def _missing_axes(self, name: str, shape: tuple[int, ...]) -> str:
         """Of a mask or bias that does not broadcast: how it does, if its axes are a batch's and the keys'."""

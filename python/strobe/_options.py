@@ -388,7 +388,9 @@ class AttentionOptions(TypedDict, total=False):
     engine: Annotated[
         "str | None", Name("the name of the engine to run on, out of strobe.engines(). None: the one with the least predicted time.")
     ]
-    strict: Annotated["bool", Flag("refuse to run on any engine other than the fastest one of this device.")]
+    strict: Annotated[
+        "bool", Flag("raise an error if an option of the call keeps it from the engine here that is fastest for its dtype and shape.")
+    ]
     check: Annotated[
         "bool",
         Flag(

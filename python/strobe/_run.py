@@ -99,6 +99,10 @@ def forward(framework: Framework, p: Request) -> tuple[Array, ...]:
         return tuple(found.values())
     q = p.arrays["q"]
     of_out, statistic = _summed(framework, p, q.dtype), _statistic(framework, q)
+    if is_partial(p.options):  # the second number is what the rounding below takes from the first one
+        whole, lost = found["lse"]
+        finite = abs(whole) < float("inf")
+        lost[finite] = (whole - framework.cast(framework.cast(whole, statistic), whole.dtype))[finite] if statistic != whole.dtype else 0
     return tuple(framework.cast(x, of_out if name == "out" else statistic) for name, x in found.items())
 
 

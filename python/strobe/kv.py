@@ -414,11 +414,30 @@ def _check_lists(page_table: Tensor | None, seqlens: Tensor | None, batch: int |
     """B."""
     if page_table is not None and (page_table.dim() != 2 or page_table.dtype != torch.int32 or batch not in (None, page_table.shape[0])):
         accepted = "(B, n)" if batch is None else f"({batch}, n)"
-        raise ValueError(f"page_table: {page_table.dtype} of shape {tuple(page_table.shape)}; accepted is int32 {accepted}")
+        raise ValueError(
+            f"page_table: {page_table.dtype} of shape {tuple(page_table.shape)}; accepted is int32 {accepted}"
+            + _as_int32("page_table", page_table)
+        )
     batch = page_table.shape[0] if batch is None and page_table is not None else batch
     if seqlens is not None and (seqlens.shape != (batch,) or seqlens.dtype != torch.int32):
-        raise ValueError(f"seqlens: {seqlens.dtype} of shape {tuple(seqlens.shape)}; accepted is int32 ({batch},)")
+        raise ValueError(
+            f"seqlens: {seqlens.dtype} of shape {tuple(seqlens.shape)}; accepted is int32 ({batch},)" + _as_int32("seqlens", seqlens)
+        )
     return batch or 0
+
+
+def _as_int32(name: str, x: Tensor) -> str:
+    return f"; {name}.int()" if x.dtype in (torch.int64, torch.int16, torch.int8, torch.uint8) else ""
+
+
+def _ways_out(given: dict[str, Tensor], name: str, heads: int, rows: int, bshd: bool) -> str:
+    """What the caller may have meant by a tensor that does not fit."""
+    shape = given[name].shape
+    if name in ("k", "v") and len(shape) == 4 and shape[1 if bshd else 2] == heads:
+        return f"; if tokens lie {'behind' if bshd else 'before'} heads, {name}.transpose(1, 2)"
+    if name in ("k_cache", "v_cache") and "page_table" not in given and shape[0] != rows:
+        return ", a row for each sequence; a pool of pages is accepted beside page_table"
+    return ""
 
 
 def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
@@ -449,7 +468,7 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
         if cu_seqlens is not None:
             accepted[name] = (len(k), heads, new)
     wrong += [
-        ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted is {sizes}")
+        ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted is {sizes}" + _ways_out(given, name, heads, rows, bshd))
         for name, sizes in accepted.items()
         if given[name].shape != sizes
     ]

@@ -52,6 +52,7 @@ public:
     check_options(a, reasons);
     inputs();
     sequences();
+    floats();
     scales();
     pages_in_pool();
     parts();
@@ -208,8 +209,10 @@ private:
       reasons.add("k_scale_group", group, "; accepted are the multiples of ", kScaleGroup, " below 2^31, and 0 for a scale for each key");
     const Types types = {DType::f16, DType::f32};
     const Axes rows = scale_rows();
-    if (t.v_scale && size_t(t.v_scale->rank) < rows.size())
-      reasons.add("v_scale", "a scale for many rows is accepted as a view with strides of 0, as of scale.expand(shape)");
+    for (const auto &[name, scale] : {std::pair{"k_scale", t.k_scale}, std::pair{"v_scale", t.v_scale}}) {
+      if (scale && size_t(scale->rank) < rows.size())
+        reasons.add(name, "a scale for many rows is accepted as a view with strides of 0, as of scale[..., None].expand(shape)");
+    }
     accept("v_scale", t.v_scale, rows, types);
     if (!good) return;
     Axes of_k = rows;
@@ -270,6 +273,15 @@ private:
     if (!paged || n.rows_k == kAny || n.pages == kAny || n.batch == kAny || !on_cpu(*t.page_table) || (t.seqused_k && !good_used)) return;
     const PageTable table{n.batch, n.pages_each, n.page_size, n.pages, ints(t.page_table)};
     add("page_table", check_pages(table, t.seqused_k ? ints(t.seqused_k) : nullptr));
+  }
+
+  // Engines compute float32 and 16 bits in float32, where larger factors are infinite, also times log2(e).
+  void floats() {
+    constexpr double most = 2e38;
+    if (dtype == DType::f64 || dtype == DType::none) return;
+    for (auto [field, value] : {std::pair{"scale", a.scale}, {"softcap", a.softcap}, {"beta", a.beta}, {"shift", a.shift}})
+      if (std::isfinite(value) && std::abs(value) > most)
+        reasons.add(field, value, "; accepted for q of ", name(dtype), " is a number within ", most, " of 0");
   }
 
   // What the rows, heads and sequences at hand are of a larger problem.

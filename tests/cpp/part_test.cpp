@@ -128,6 +128,17 @@ TEST_CASE("part: results that belong to whole rows and columns are refused") {
   CHECK(refusal(call).starts_with("column_sums: given beside part"));
 }
 
+TEST_CASE("part: a batch of any size is refused at once") {
+  for (const bool partial : {false, true}) {
+    Call call;
+    PartOf of;
+    make_part(call, of, Direction::forward, partial);
+    of.set(of.q_ranges, {5, 12}, {1, 1, 2});
+    call["q"].shape[0] = int64_t{1} << 62, call["q"].strides[0] = 0;
+    CHECK(refusal(call).find("k: shape") != std::string::npos);
+  }
+}
+
 TEST_CASE("part: what is legal although it looks odd") {
   auto runs = [](void (*change)(Call &, PartOf &)) {
     for (Direction direction : {Direction::forward, Direction::backward}) {

@@ -836,3 +836,38 @@ def test_dropout_mask_wants_a_seed_or_rng():
 def test_dropout_mask_of_one_kind():
     with pytest.raises(ValueError, match="^like: given beside rng; accepted is one of the two"):
         strobe.dropout_mask((1, 1, 4, 4), 0.5, rng=torch.tensor([1, 2]), like=np.ones(1))
+
+
+def test_pools_in_the_other_layout_are_named():
+    q, pool, table = torch.randn(2, 32, 1, 128), torch.randn(4, 16, 8, 128), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    for length, hint in ((30, '; did you mean layout="bshd"?'), (33, "")):
+        with pytest.raises(ValueError, match="^seqused_k") as raised:
+            strobe.attention(q, pool, pool, page_table=table, seqused_k=torch.tensor([9, length], dtype=torch.int32))
+        assert str(raised.value) == f"seqused_k: {length} at [1]; accepted are 0 to 16, the positions of a row of page_table{hint}"
+
+
+def test_scales_in_another_form_are_named():
+    k, scale = strobe.kv.quantise(torch.randn(1, 2, 64, 32), torch.uint8, group=64)
+    with pytest.raises(ValueError, match=r"^k_scale: rank 4; .*; did you mean a scale for each column, with k_scale_group\?$"):
+        strobe.attention(torch.randn(1, 2, 1, 32), k, k, k_scale=scale, v_scale=torch.ones(1, 2, 64))
+    with pytest.raises(ValueError, match=r"k_scale: a scale for many rows is accepted as .* of scale\[..., None\].expand\(shape\)"):
+        strobe.attention(torch.randn(1, 2, 1, 32), k, k, k_scale=torch.ones(()), v_scale=torch.ones(1, 2, 64))
+
+
+def test_caches_in_another_form_are_named():
+    cache, new, held = torch.zeros(2, 8, 64, 32), torch.randn(2, 40, 8, 32), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^k: shape \(2, 40, 8, 32\); .*; if tokens lie before heads, k.transpose\(1, 2\)\n"):
+        strobe.kv.append(cache, cache.clone(), new, new, held)
+    pool = torch.zeros(9, 8, 16, 32)
+    with pytest.raises(ValueError, match="a pool of pages is accepted beside page_table"):
+        strobe.kv.append(pool, pool.clone(), new.transpose(1, 2), new.transpose(1, 2), held)
+    with pytest.raises(ValueError, match=r"accepted is int32 \(2,\); seqlens.int\(\)$"):
+        strobe.kv.append(cache, cache.clone(), new.transpose(1, 2), new.transpose(1, 2), held.long())
+
+
+def test_a_partial_backward_wants_delta():
+    q = torch.randn(1, 1, 4, 8)
+    at = strobe.Part([(0, 4)], [(0, 4)], 4, 4, partial=True)
+    out, lse = strobe.attention(q, q, q, part=at, return_lse=True)
+    with pytest.raises(ValueError, match=r"^delta: missing; accepted with a partial part is \(dout \* out\).sum\(-1\) of the whole rows$"):
+        strobe.attention_backward(out, q, q, q, None, lse, part=at)

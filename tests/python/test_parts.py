@@ -317,3 +317,16 @@ def test_what_a_call_refuses():
         with pytest.raises((TypeError, ValueError)) as refused:
             strobe.attention_backward(x.dout, x.q, x.k, x.v, *arguments, **options)
         assert message.removesuffix("shape") in str(refused.value)
+
+
+def test_the_reference_has_both_numbers_of_a_partial_lse():
+    """Two float32 numbers are as exact as float64 here; a row that sees nothing has no second one."""
+    inputs = call(sq=5, sk=20, d=8, bias=torch.full((1, 1, 5, 20), 1e4), causal=True)
+    at = strobe.Part([(0, 5)], [(2, 18)], 5, 20, partial=True)
+    of = {"causal": True, "alignment": "top_left", "bias": inputs.options["bias"], "part": at, "return_lse": True}
+    k, v = inputs.k[:, :, 2:], inputs.v[:, :, 2:]
+    _, lse = strobe.attention(inputs.q, k, v, engine="reference", **of)
+    _, exact = strobe.attention(*(x.double() for x in (inputs.q, k, v)), engine="reference", **of | {"bias": of["bias"].double()})
+    assert (lse[0, ..., :2].isneginf().all(), lse[1, ..., :2].abs().max()) == (True, 0)
+    torch.testing.assert_close(lse.double().sum(0)[..., 2:], exact.sum(0)[..., 2:], rtol=1e-12, atol=0)
+    assert lse[1].abs().max() > 1e-5
