@@ -1,7 +1,11 @@
 """Runs the tests that need a GPU and writes tests/gpu-record.json: what ran, where, and of which sources.
 
-python tests/gpu/record.py [pytest's options]      runs; with -n each worker of pytest-xdist begins at another GPU
-python tests/gpu/record.py --check                 exits with 1 if the record is of other sources than today's, or of a failure
+python tests/gpu/record.py [--only NAME] [pytest's options]   runs all parts or one (common, gigabytes); with -n each worker of pytest-xdist
+                                                              begins at another GPU
+python tests/gpu/record.py --check                            exits with 1 if the record is of other sources than today's, lacks a part, or
+                                                              is of a failure
+
+Each part is recorded as soon as it ends, beside the parts of the same sources: several calls, also on several machines, make a record.
 
 tests/gpu/random_calls.py adds what random calls gave: of the same sources, counts of several runs add up. An edit of a test, of
 strobe.distributed, of strobe.compat or of the training leaves them as they are, since no random call runs one.
@@ -76,6 +80,8 @@ EXCLUDED = (
     "tests/reference/[!p]*.py",  # judge formulas on the CPU
 )
 ENDED = (0, 1)  # pytest's exit status: all passed, some failed
+# Of the tests, by marks. What takes tens of gigabytes runs by itself, one process for each GPU, or the processes beside it find no memory.
+PARTS = {"common": "not gigabytes", "gigabytes": "gigabytes"}
 
 
 # Of C++: a preprocessor's line, a string, a character, a comment, blanks, a word, an operator, anything else.
@@ -98,9 +104,10 @@ def matched(patterns: Iterable[str]) -> set[Path]:
 
 
 def digest(*, tests: bool = False) -> str:
-    """Of the sources that random calls depend on; with `tests` of all that a record speaks of."""
+    """A digest of the sources that random calls depend on; with `tests` of all that a record speaks of. This file decides no result: which
+    tests there are shows in the names of the others."""
     sha = hashlib.sha256()
-    for file in sorted(matched(SOURCES) - (set() if tests else matched(NOT_OF_RANDOM_CALLS) | {Path(__file__).resolve()})):
+    for file in sorted(matched(SOURCES) - {Path(__file__).resolve()} - (set() if tests else matched(NOT_OF_RANDOM_CALLS))):
         sha.update(f"{file.relative_to(ROOT).as_posix()}\0{essence(file)}\0".encode())
     return sha.hexdigest()
 
@@ -111,15 +118,20 @@ def check() -> int:
         return 1
     record = json.loads(RECORD.read_text())
     if record["digest"] != digest(tests=True):
-        print(f"{RECORD.name} is stale: sources have changed since {record['date']}; run make test-gpu")
+        print(f"{RECORD.name} is stale: sources have changed since; run make test-gpu")
         return 1
-    if record["status"] not in ENDED:
-        ran = record["passed"] + record["failed"] + record["skipped"]
-        print(f"{RECORD.name}: pytest ended with status {record['status']} after {ran} tests on {record['device']}")
-        return 1
-    if record["failed"] or not record["passed"]:
-        print(f"{RECORD.name}: {record['failed']} tests failed on {record['device']}")
-        return 1
+    for name in PARTS:
+        part = record["parts"].get(name)
+        if not part:
+            print(f'{RECORD.name}: the part "{name}" did not run; run make test-gpu ARGS="--only {name}"')
+            return 1
+        if part["status"] not in ENDED:
+            ran = part["passed"] + part["failed"] + part["skipped"]
+            print(f'{RECORD.name}: pytest ended with status {part["status"]} after {ran} tests of "{name}" on {part["device"]}')
+            return 1
+        if part["failed"] or not part["passed"]:
+            print(f'{RECORD.name}: {part["failed"]} tests of "{name}" failed on {part["device"]}')
+            return 1
     drawn = record.get("random")
     if not drawn or drawn["digest"] != digest():
         print(f"{RECORD.name} has no random calls of today's sources; run make test-gpu-random")
@@ -127,7 +139,8 @@ def check() -> int:
     if drawn["wrong"] or drawn["option_sets"] < LEAST_OPTION_SETS:
         print(f"{RECORD.name}: {drawn['option_sets']} option sets of random calls, of {LEAST_OPTION_SETS}; {drawn['wrong']} wrong")
         return 1
-    print(f"{record['passed']} passed, {record['skipped']} skipped on {record['device']}, {record['date']}")
+    for name, part in record["parts"].items():
+        print(f"{name}: {part['passed']} passed, {part['skipped']} skipped on {part['device']}, {part['date']}")
     print(f"{drawn['calls']} random calls with {drawn['option_sets']} option sets on {drawn['device']}, none wrong")
     return 0
 
@@ -143,6 +156,14 @@ def add_random(found: dict[str, Any], of: str, file: Path = RECORD) -> None:
     file.write_text(json.dumps(record | {"random": found | {"digest": of}}, indent=2) + "\n")
 
 
+def add_part(name: str, found: dict[str, Any], of: str, file: Path = RECORD) -> None:
+    """What a run of one of PARTS gave, of sources of that digest, joins the other part of the same sources."""
+    record = json.loads(file.read_text()) if file.exists() else {}
+    parts = record.get("parts", {}) if record.get("digest") == of else {}
+    kept = {"random": record["random"]} if "random" in record else {}
+    file.write_text(json.dumps({"digest": of, "parts": parts | {name: found}} | kept, indent=2) + "\n")
+
+
 def suite_of(options: list[str], environment: dict[str, str]) -> tuple[ElementTree.Element | None, int]:
     """What pytest reports of a run, None if it left no report; and its exit status."""
     report = ROOT / "build" / "gpu-tests.xml"
@@ -156,7 +177,7 @@ def suite_of(options: list[str], environment: dict[str, str]) -> tuple[ElementTr
     return suite if suite.tag == "testsuite" else suite[0], status
 
 
-def run(options: list[str]) -> int:
+def run(names: Iterable[str], options: list[str]) -> int:
     import torch
 
     if not torch.cuda.is_available():
@@ -168,36 +189,43 @@ def run(options: list[str]) -> int:
     environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
     environment.setdefault("OMP_NUM_THREADS", "1")  # the references are the CPU's, and the processes of -n many
     signal.signal(signal.SIGINT, lambda *_: None)  # pytest ends at one, too, with its report written
-    # What takes tens of gigabytes comes by itself, one process for each GPU, or the processes beside it find no memory.
-    suites, status = [], 0
-    for only in (["-m", "not gigabytes"], ["-m", "gigabytes", "-n", str(torch.cuda.device_count())]):
-        suite, ended = suite_of([*tests, *options, *only], environment)
+    worst = 0
+    for name in names:
+        processes = ["-n", str(torch.cuda.device_count())] if name == "gigabytes" else []
+        suite, status = suite_of([*tests, *options, "-m", PARTS[name], *processes], environment)
         if suite is None:
-            print(f"pytest ended with status {ended} and left no report", file=sys.stderr)
-            return ended or 1
-        suites.append(suite)
-        status = max(status, ended)
-        if ended not in ENDED:
+            print(f"pytest ended with status {status} and left no report", file=sys.stderr)
+            return status or 1
+        counts = {name: int(suite.get(name, 0)) for name in ("tests", "skipped", "failures", "errors")}
+        skipped, failed = counts["skipped"], counts["failures"] + counts["errors"]
+        part = {
+            "device": torch.cuda.get_device_name(),
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "passed": counts["tests"] - skipped - failed,
+            "failed": failed,
+            "status": status,
+            "skipped": skipped,
+            "seconds": round(float(suite.get("time", 0))),
+            "torch": torch.__version__,
+        }
+        add_part(name, part, before)
+        print(json.dumps({name: part}), flush=True)
+        worst = max(worst, status)
+        if status not in ENDED:
             break
-    counts = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "skipped", "failures", "errors")}
-    skipped, failed = counts["skipped"], counts["failures"] + counts["errors"]
-    record = {
-        "device": torch.cuda.get_device_name(),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "passed": counts["tests"] - skipped - failed,
-        "failed": failed,
-        "status": status,
-        "skipped": skipped,
-        "seconds": round(sum(float(suite.get("time", 0)) for suite in suites)),
-        "torch": torch.__version__,
-        "digest": before,
-    }
-    if RECORD.exists() and (drawn := json.loads(RECORD.read_text()).get("random")):
-        record["random"] = drawn
-    RECORD.write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(record))
-    return status
+    return worst
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--check"]:
+        return check()
+    if arguments[:1] != ["--only"]:
+        return run(PARTS, arguments)
+    if arguments[1:2] and arguments[1] in PARTS:
+        return run(arguments[1:2], arguments[2:])
+    print(f"--only: {' '.join(arguments[1:2]) or 'missing'}; accepted are {', '.join(PARTS)}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
-    sys.exit(check() if sys.argv[1:] == ["--check"] else run(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -10,12 +10,14 @@ from pathlib import Path
 from queue import Empty
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 import random_calls
 import record
 
 FOUND = {"calls": 4, "option_sets": 1, "wrong": 0, "seeds": [7], "device": "a GPU", "seconds": 3}
+PART = {"device": "a GPU", "date": "today", "status": 0, "passed": 5, "failed": 0, "skipped": 1}
 
 
 def test_random_calls_of_the_same_sources_add_up(tmp_path):
@@ -42,12 +44,51 @@ def test_random_calls_of_the_same_sources_add_up(tmp_path):
 def test_check(drawn, says, tmp_path, monkeypatch, capsys):
     digest = "of today's sources"
     monkeypatch.setattr(record, "digest", lambda *, tests=False: f"{digest} and tests" if tests else digest)
-    found = {"digest": f"{digest} and tests", "date": "today", "status": 0, "passed": 5, "failed": 0, "skipped": 0, "device": "a GPU"}
+    found = {"digest": f"{digest} and tests", "parts": dict.fromkeys(record.PARTS, PART)}
     file = tmp_path / "record.json"
     file.write_text(json.dumps(found | ({} if drawn is None else {"random": {"digest": digest} | drawn})))
     monkeypatch.setattr(record, "RECORD", file)
     assert record.check() == (0 if says == "none wrong" else 1)
     assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, "is stale"),
+        ({"common": None}, 'the part "common" did not run'),
+        ({"gigabytes": None}, 'the part "gigabytes" did not run; run make test-gpu ARGS="--only gigabytes"'),
+        ({"common": {"status": 2}}, 'pytest ended with status 2 after 6 tests of "common" on a GPU'),
+        ({"gigabytes": {"failed": 1}}, '1 tests of "gigabytes" failed on a GPU'),
+        ({"gigabytes": {"passed": 0}}, '0 tests of "gigabytes" failed on a GPU'),
+    ],
+)
+def test_what_a_record_lacks(changed, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(record, "digest", lambda *, tests=False: "other sources" if not changed else "these")
+    monkeypatch.setattr(record, "RECORD", tmp_path / "record.json")
+    for name in record.PARTS:
+        if name not in changed or changed[name]:
+            record.add_part(name, PART | (changed.get(name) or {}), "these", record.RECORD)
+    assert record.check() == 1
+    assert says in capsys.readouterr().out
+
+
+def test_parts_of_the_same_sources_join(tmp_path):
+    file = tmp_path / "record.json"
+    record.add_part("common", PART, "these", file)
+    record.add_random(FOUND, "those", file)
+    record.add_part("gigabytes", PART, "these", file)
+    drawn = FOUND | {"digest": "those"}
+    assert json.loads(file.read_text()) == {"digest": "these", "parts": {"common": PART, "gigabytes": PART}, "random": drawn}
+    record.add_part("gigabytes", PART, "others", file)
+    assert json.loads(file.read_text()) == {"digest": "others", "parts": {"gigabytes": PART}, "random": drawn}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_nothing_is_recorded(capsys):
+    assert record.main(["--only", "gigabytes"]) == record.main(["-q"]) == 2
+    assert record.main(["--only", "all"]) == record.main(["--only"]) == 2
+    assert "--only: all; accepted are common, gigabytes" in capsys.readouterr().err
 
 
 def test_every_file_that_may_decide_a_result_is_a_source_or_left_out_by_name():
@@ -93,7 +134,7 @@ def test_an_edited_test_leaves_random_calls_of_today(tmp_path, monkeypatch):
 
     assert changed_by("tests/gpu/test_runtime.py") == [False, True]
     assert changed_by("tests/python/test_parts.py") == [False, True]
-    assert changed_by("tests/gpu/record.py") == [False, True]
+    assert changed_by("tests/gpu/record.py") == [False, False]
     assert changed_by("tests/python/check.py") == [True, True]
     assert [changed_by(name) for name in others] == [[False, True]] * 3
 
