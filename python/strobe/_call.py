@@ -186,7 +186,8 @@ class Call:
                 reason += f'; did you mean layout="{"bhsd" if self._bshd else "bshd"}"?'
             if name == "seqused_k" and reason.endswith("the positions of a row of page_table") and self._has_longer_pages(reason):
                 reason += f'; did you mean layout="{"bhsd" if self._bshd else "bshd"}"?'
-            if name == "k_scale" and not self._attention.k_scale_group and array.ndim == self._arrays["k"].ndim:
+            k = self._arrays.get("k")
+            if name == "k_scale" and not self._attention.k_scale_group and k is not None and array.ndim == k.ndim and ": rank" in reason:
                 reason += "; did you mean a scale for each column, with k_scale_group?"
         if name == "k_scale_group":
             reason = reason.replace("accepted is 0", "accepted is None")
@@ -196,7 +197,9 @@ class Call:
 
     def _has_longer_pages(self, reason: str) -> bool:
         """Of a length that no row of the page table has room for: whether it would have if the pools' axes 1 and 2 changed places."""
-        q, k, table = (self._arrays[name] for name in ("q", "k", "page_table"))
+        q, k, table = (self._arrays.get(name) for name in ("q", "k", "page_table"))
+        if q is None or k is None or table is None:
+            return False
         page, heads = k.shape[1:3] if not self._bshd else k.shape[2:0:-1]
         q_heads = q.shape[1] if q.ndim < MAX_RANK or not self._bshd else q.shape[2]
         used = re.search(r"seqused_k: (\d+) at", reason)

@@ -854,6 +854,17 @@ def test_scales_in_another_form_are_named():
         strobe.attention(torch.randn(1, 2, 1, 32), k, k, k_scale=torch.ones(()), v_scale=torch.ones(1, 2, 64))
 
 
+def test_a_hint_wants_no_tensor_that_is_missing():
+    q, v, scale = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.ones(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="^k: NoneType.*\nv.*\nv_scale: missing beside k_scale"):
+        strobe.attention(q, None, v, k_scale=scale)
+    with pytest.raises((TypeError, ValueError), match="^v: list"):
+        strobe.attention(q, v, [1], page_table=torch.zeros(1, 1).int(), seqused_k=torch.tensor([40]).int())
+    packed = torch.zeros(5, 8, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"\nk_scale: a scale for many rows"):
+        strobe.attention(q[0], packed, v, k_scale=torch.ones(5, 2), v_scale=torch.ones(1))
+
+
 def test_caches_in_another_form_are_named():
     cache, new, held = torch.zeros(2, 8, 64, 32), torch.randn(2, 40, 8, 32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^k: shape \(2, 40, 8, 32\); .*; if tokens lie before heads, k.transpose\(1, 2\)\n"):
