@@ -250,7 +250,9 @@ def _of_rows(
     if not partial and delta is not None:
         wrong.append(ValueError("delta: given without a partial part; accepted is None, for out says it"))
     if partial and delta is None:
-        wrong.append(ValueError("delta: missing; accepted with a partial part is (dout * out).sum(-1) of the whole rows"))
+        wrong.append(
+            ValueError("delta: missing; accepted with a partial part is (dout * out).sum(-1) of the whole rows, (B, H, Sq) or (H, Tq)")
+        )
     given = {"dout": dout, "lse": lse}
     if not partial:
         given["out"] = out

@@ -187,7 +187,7 @@ class Call:
             if name == "seqused_k" and reason.endswith("the positions of a row of page_table") and self._has_longer_pages(reason):
                 reason += f'; did you mean layout="{"bhsd" if self._bshd else "bshd"}"?'
             k = self._arrays.get("k")
-            if name == "k_scale" and not self._attention.k_scale_group and k is not None and array.ndim == k.ndim and ": rank" in reason:
+            if name == "k_scale" and not self._attention.k_scale_group and k is not None and array.ndim == k.ndim and array.shape[-1] > 1:
                 reason += "; did you mean a scale for each column, with k_scale_group?"
         if name == "k_scale_group":
             reason = reason.replace("accepted is 0", "accepted is None")

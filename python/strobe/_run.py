@@ -101,8 +101,9 @@ def forward(framework: Framework, p: Request) -> tuple[Array, ...]:
     of_out, statistic = _summed(framework, p, q.dtype), _statistic(framework, q)
     if is_partial(p.options):  # the second number is what the rounding below takes from the first one
         whole, lost = found["lse"]
-        finite = abs(whole) < float("inf")
-        lost[finite] = (whole - framework.cast(framework.cast(whole, statistic), whole.dtype))[finite] if statistic != whole.dtype else 0
+        rounded = framework.cast(framework.cast(whole, statistic), whole.dtype)
+        finite = abs(rounded) < float("inf")
+        lost[finite] = whole[finite] - rounded[finite]
     return tuple(framework.cast(x, of_out if name == "out" else statistic) for name, x in found.items())
 
 

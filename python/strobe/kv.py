@@ -433,7 +433,7 @@ def _as_int32(name: str, x: Tensor) -> str:
 def _ways_out(given: dict[str, Tensor], name: str, heads: int, rows: int, bshd: bool) -> str:
     """What the caller may have meant by a tensor that does not fit."""
     shape = given[name].shape
-    if name in ("k", "v") and len(shape) == 4 and shape[1 if bshd else 2] == heads:
+    if name in ("k", "v") and len(shape) == 4 and shape[1 if bshd else 2] == heads != shape[2 if bshd else 1]:
         return f"; if tokens lie {'behind' if bshd else 'before'} heads, {name}.transpose(1, 2)"
     if name in ("k_cache", "v_cache") and "page_table" not in given and shape[0] != rows:
         return ", a row for each sequence; a pool of pages is accepted beside page_table"

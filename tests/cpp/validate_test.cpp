@@ -259,10 +259,10 @@ TEST_CASE("validate: options") {
   expect_each(
       make_varlen, Direction::forward,
       {{"max_seqlen_q: -1", set(&A::max_seqlen_q, int64_t{-1})}, {"max_seqlen_k: 2147483648", set(&A::max_seqlen_k, int64_t{1} << 31)}});
-  expect_each(
-      make_dense, Direction::forward,
-      {{"softcap: 3.5e+38; accepted for q of float32 is a number within 2e+38 of 0", set(&A::softcap, 3.5e38)},
-       {"scale: -3e+38; accepted for q of float32 is a number", [](Call &c) { c.attention.has_scale = 1, c.attention.scale = -3e38; }}});
+  expect_each(make_dense, Direction::forward,
+              {{"softcap: 3.5e+38; accepted for q of float32 is at most 2e+38", set(&A::softcap, 3.5e38)},
+               {"scale: -3e+38; accepted for q of float32 is at most 2e+38",
+                [](Call &c) { c.attention.has_scale = 1, c.attention.scale = -3e38; }}});
   expect_each(make_sparse, Direction::forward,
               {{"block_q: 0", set(&A::block_q, int64_t{0})},
                {"block_q: 24", set(&A::block_q, int64_t{24})},

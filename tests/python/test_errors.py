@@ -850,7 +850,7 @@ def test_scales_in_another_form_are_named():
     k, scale = strobe.kv.quantise(torch.randn(1, 2, 64, 32), torch.uint8, group=64)
     with pytest.raises(ValueError, match=r"^k_scale: rank 4; .*; did you mean a scale for each column, with k_scale_group\?$"):
         strobe.attention(torch.randn(1, 2, 1, 32), k, k, k_scale=scale, v_scale=torch.ones(1, 2, 64))
-    with pytest.raises(ValueError, match=r"k_scale: a scale for many rows is accepted as .* of scale\[..., None\].expand\(shape\)"):
+    with pytest.raises(ValueError, match=r"k_scale: a scale for many rows is accepted as .* of scale.expand\(shape\)"):
         strobe.attention(torch.randn(1, 2, 1, 32), k, k, k_scale=torch.ones(()), v_scale=torch.ones(1, 2, 64))
 
 
@@ -880,5 +880,8 @@ def test_a_partial_backward_wants_delta():
     q = torch.randn(1, 1, 4, 8)
     at = strobe.Part([(0, 4)], [(0, 4)], 4, 4, partial=True)
     out, lse = strobe.attention(q, q, q, part=at, return_lse=True)
-    with pytest.raises(ValueError, match=r"^delta: missing; accepted with a partial part is \(dout \* out\).sum\(-1\) of the whole rows$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^delta: missing; accepted with a partial part is \(dout \* out\).sum\(-1\) of the whole rows, \(B, H, Sq\) or \(H, Tq\)$",
+    ):
         strobe.attention_backward(out, q, q, q, None, lse, part=at)

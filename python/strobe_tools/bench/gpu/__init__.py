@@ -181,7 +181,7 @@ def command(
             try:
                 found = measure(group, repeats)
             except RuntimeError as error:
-                if "CUDA error" not in str(error):
+                if not any(words in str(error) for words in ("CUDA error", "CUDA_ERROR")):
                     raise
                 # A kernel, a peer's or Strobe's, has broken this process's use of the GPU.
                 at, why = report.where(group.rows[0].where), str(error).partition("\n")[0]
