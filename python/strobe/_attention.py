@@ -245,19 +245,19 @@ def _of_rows(
     """What a backward reads beside the inputs; delta takes the place of out with a partial part."""
     part = options.get("part")
     partial = isinstance(part, Part) and part.partial
-    if partial and out is not None:
-        wrong.append(ValueError("out: given with a partial part; accepted is None, for delta and lse are those of the whole rows"))
-    if not partial and delta is not None:
-        wrong.append(ValueError("delta: given without a partial part; accepted is None, for out says it"))
-    if partial and delta is None:
-        wrong.append(
-            ValueError("delta: missing; accepted with a partial part is (dout * out).sum(-1) of the whole rows, (B, H, Sq) or (H, Tq)")
-        )
     given = {"dout": dout, "lse": lse}
     if not partial:
         given["out"] = out
     elif delta is not None:
         given["delta"] = delta
+    else:
+        wrong.append(
+            ValueError("delta: missing; accepted with a partial part is (dout * out).sum(-1) of the whole rows, (B, H, Sq) or (H, Tq)")
+        )
+    if partial and out is not None:
+        wrong.append(ValueError("out: given with a partial part; accepted is None, for delta and lse are those of the whole rows"))
+    if not partial and delta is not None:
+        wrong.append(ValueError("delta: given without a partial part; accepted is None, for out says it"))
     return given if dlse is None else {**given, "dlse": dlse}
 
 

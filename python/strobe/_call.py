@@ -182,9 +182,9 @@ class Call:
                 reason += self._missing_axes(name, tuple(array.shape))
             if ": dtype" in reason:
                 reason += _ways_out(name, reason, not _SCALES.isdisjoint(self._arrays))
-            if name == "k" and " heads for the " in reason and _fit_in_the_other_layout(self._arrays, self._bshd):
-                reason += f'; did you mean layout="{"bhsd" if self._bshd else "bshd"}"?'
-            if name == "seqused_k" and reason.endswith("the positions of a row of page_table") and self._has_longer_pages(reason):
+            heads = name == "k" and " heads for the " in reason
+            rows = name == "seqused_k" and reason.endswith("the positions of a row of page_table")
+            if (heads and _fit_in_the_other_layout(self._arrays, self._bshd)) or (rows and self._has_longer_pages(reason)):
                 reason += f'; did you mean layout="{"bhsd" if self._bshd else "bshd"}"?'
             k = self._arrays.get("k")
             if name == "k_scale" and not self._attention.k_scale_group and k is not None and array.ndim == k.ndim and array.shape[-1] > 1:
