@@ -21,6 +21,7 @@ struct BackwardConfig {
   i32 keys_in_registers; // a warpgroup holds its keys' K and V in registers, the left operands of S and dP; heads of up to 64 columns
   i32 staged_store;      // dK and dV leave through the shared memory of V; not by roles, nor where a block takes more keys after these
   i32 invariant;         // a row's bits do not depend on what is hidden in its tiles
+  i32 bias_by_tma;       // of 16 bits, by the copy engine
   // The query heads of a key head are shared out: a thread block takes some of them, as if they had a key head of their own, and leaves dK
   // and dV of these in FP32, for passes/shares.h to add up.
   i32 split_group;
@@ -41,11 +42,12 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 ds_bytes() const { return 2 * tile_q * tile_k(); }
   STROBE_FN constexpr i32 p_bytes() const { return roles ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * columns() : 0; }
+  STROBE_FN constexpr i32 bias_bytes() const { return bias_by_tma ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or its correction, or D
   STROBE_FN constexpr i32 lse_bytes() const { return features.bias ? 2 * row_bytes() : row_bytes(); }
   STROBE_FN constexpr i32 shared_bytes() const {
-    return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + lse_bytes() + row_bytes()) + p_bytes() + dq_bytes() +
-           384 + (features.part ? 96 : 0) + 1024;
+    return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + bias_bytes() + lse_bytes() + row_bytes()) +
+           p_bytes() + dq_bytes() + 384 + (features.part ? 96 : 0) + 1024;
   }
   // dK and dV leave in FP32.
   STROBE_FN constexpr bool wide_sums() const { return split_group || features.wide_gradients(); }
@@ -64,6 +66,8 @@ struct HopperBackwardArguments : BackwardArguments { // delta: null unless there
   // (batch, key head) pairs come in bundles, `bundle` of them, that share the L2 cache; their number is a multiple.
   Divisor bundle_items, bundle_divisor, heads_kv_divisor;
   Divisor shares; // of a key head's query heads, where they are shared out: in.heads_kv, in.group, dk and dv then count shares as key heads
+  MappedOperand tma_bias; // if it comes by the copy engine; of one row where it is broadcast over queries
+  u32 bias_bytes;         // of a tile
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -80,7 +80,9 @@ private:
         mbarrier_wait(shared.k_full(), 0); // the block ends, and with it its shared memory
         return mbarrier_arrive(shared.q_full(n));
       }
-      load<C.columns(), C.q_bytes(), kM>(a.tma_q, shared.q_full(n), shared.q_of(n), row, step.head, batch, C.lse_bytes());
+      load<C.columns(), C.q_bytes(), kM>(a.tma_q, shared.q_full(n), shared.q_of(n), row, step.head, batch,
+                                         C.lse_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u));
+      if constexpr (C.bias_by_tma) load_bias(step, keys, n);
       bulk_load(shared.lse_of(n), rows(step), C.lse_bytes(), shared.q_full(n));
     });
   }
@@ -96,6 +98,14 @@ private:
       load<C.columns_v(), C.dout_bytes(), kM>(a.tma_dout, shared.dout_full(n), shared.dout_of(n), row, step.head, batch, C.row_bytes());
       bulk_load(shared.delta_of(n), rows(step) + C.lse_bytes() / 4, C.row_bytes(), shared.dout_full(n));
     });
+  }
+
+  __device__ __forceinline__ void load_bias(const QueryStep &step, const KeyBlock &keys, u32 n) const {
+    const bool rows = a.in.bias.stride[2] != 0;
+#pragma unroll
+    for (int w = 0; w < kTileK / 64; ++w)
+      tma_load(shared.bias_of(n) + w * kM * kRowBytes, a.tma_bias.map, shared.q_full(n), keys.begin + 64 * w, rows ? step.begin : 0,
+               step.head * a.tma_bias.head_step, keys.batch * a.tma_bias.batch_step);
   }
 
   // Of a tile, in dq_sum; where blocks own dQ, in the block's part, which holds what it adds up at present.

@@ -13,7 +13,10 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
     if constexpr (C.deterministic || C.features.part) wait_for_launch_before(); // for the ticket; for the table of ranges
     BackwardLoad<C>::choose_keys(a, shared);
   }
-  if (threadIdx.x == 32) tma_prefetch(a.tma_k.map), tma_prefetch(a.tma_q.map), tma_prefetch(a.tma_v.map), tma_prefetch(a.tma_dout.map);
+  if (threadIdx.x == 32) {
+    tma_prefetch(a.tma_k.map), tma_prefetch(a.tma_q.map), tma_prefetch(a.tma_v.map), tma_prefetch(a.tma_dout.map);
+    if constexpr (C.bias_by_tma) tma_prefetch(a.tma_bias.map);
+  }
   __syncthreads();
   if constexpr (!C.owns_dq) {
     const KeyBlock keys = read<KeyBlock>(shared.keys());

@@ -7,6 +7,7 @@
 #include "../../ptx/tma.h"
 #include "../../tile/exchange.h"
 #include "../accumulator.h"
+#include "bias.h"
 #include "shared.h"
 #include "softcap.h"
 #include "store.h"
@@ -21,6 +22,8 @@ template <BackwardConfig C> struct BackwardScores {
   static constexpr bool kHides = F.mask || F.bias || C.invariant;
   // ALiBi's penalty is a multiply-add of the exponent.
   static constexpr bool kLine = F.alibi && !F.bias && F.function == kLinear && !F.scaled;
+  // A bias is there when the score is, and alone what is added to it.
+  static constexpr bool kSum = C.bias_by_tma && !F.alibi && F.function == kLinear && !F.scaled;
   // Named barriers: all of a warpgroup have come, + its number; all of both.
   static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
   static_assert(!F.mask || kM == 64, "a lane's part of the mask is a word");
@@ -83,7 +86,7 @@ template <BackwardConfig C> struct BackwardScores {
         }
       }
       if constexpr (kClear) clear_nonfinite_queries(step, n);
-    } else if constexpr (F.additive() && !kLine) {
+    } else if constexpr (F.additive() && !kLine && !kSum) {
       if (masked(step))
         score<true>(S, P, n, step, allowed);
       else
@@ -97,10 +100,23 @@ template <BackwardConfig C> struct BackwardScores {
         unit = scores.scale * kLog2e<float>, slope = scores.row(q, step.head).slope * kLog2e<float>;
         distance = (float)(q + scores.offset - key());
       }
+      BackwardBias<C> bias = bias_of(n);
 #pragma unroll
       for (int i = 0; i < kM / 8; ++i) {
         float negative[2];
         load_shared(negative, lse + 32 * i);
+        if constexpr (kSum) {
+          if (i % 2 == 0) bias.take(i / 2);
+          float correction[2];
+          load_shared(correction, lse + C.row_bytes() + 32 * i);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const float added = bias.at(4 * i + k), score = S[4 * i + k] * scores.scale + added;
+            const float p = exp2(__fmaf_rn(score + negative[k % 2], unit, correction[k % 2]));
+            S[4 * i + k] = added == minus_infinity<float>() ? 0 : p;
+          }
+          continue;
+        }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           float exponent = __fmaf_rn(S[4 * i + k], unit, negative[k % 2]);
@@ -174,11 +190,21 @@ template <BackwardConfig C> struct BackwardScores {
   }
 
 private:
+  __device__ __forceinline__ BackwardBias<C> bias_of(u32 n) const {
+    return BackwardBias<C>(shared, n, scores.in.bias.stride[2] != 0, part, warp, lane);
+  }
   // Of one score.
   struct Given {
     const typename Scores<F, float, Functions::half>::InMemory memory;
+    const BackwardBias<C> &tile;
+    const int i; // which of the lane's
     const u32 bit;
-    __device__ __forceinline__ float bias() const { return memory.bias(); }
+    __device__ __forceinline__ float bias() const {
+      if constexpr (C.bias_by_tma)
+        return tile.at(i);
+      else
+        return memory.bias();
+    }
     __device__ __forceinline__ bool allowed() const { return bit != 0; }
   };
   // Scores that are more than products.
@@ -187,8 +213,10 @@ private:
     const u32 lse = shared.lse_of(n) + lane % 4 * 8;
     const i32 q = step.begin + tile::lane_column(0, 0), j = key();
     const auto first = scores.row(q, step.head);
+    BackwardBias<C> bias = bias_of(n);
 #pragma unroll
     for (int i = 0; i < kM / 8; ++i) {
+      if (i % 2 == 0) bias.take(i / 2);
       float negative[2], correction[2]; // -LSE and, with a bias, its correction, which is kept apart (kernels/device/settle_row.h)
       load_shared(negative, lse + 32 * i);
       if constexpr (F.bias) load_shared(correction, lse + C.row_bytes() + 32 * i);
@@ -201,7 +229,7 @@ private:
         if constexpr (F.band) row.begin = max(0, row.i + scores.low), row.end = min(scores.seqlen_k, row.i + scores.high + 1);
         float &x = S[4 * i + k], slope = 1;
         const i32 own = j + k / 2 * 8;
-        const Given given{{scores, row, own}, allowed & mask_bit(4 * i + k)};
+        const Given given{{scores, row, own}, bias, 4 * i + k, allowed & mask_bit(4 * i + k)};
         x = F.function ? scores.score(x, row, own, given, kByPosition, scores.seqlen_k, slope)
                        : scores.score(x, row, own, float(row.i + scores.offset - own), given, kByPosition, scores.seqlen_k);
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= end_of(step));

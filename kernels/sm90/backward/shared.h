@@ -44,14 +44,16 @@ template <BackwardConfig C> __device__ __forceinline__ int this_thread() {
 
 // From an address that is a multiple of 1024.
 template <BackwardConfig C> struct BackwardShared {
-  u32 k, v, q, dout, ds, p, dq, rows, barriers;
+  u32 k, v, q, dout, ds, p, dq, bias, rows, barriers;
   __device__ __forceinline__ explicit BackwardShared(u32 base)
       : k((base + 1023) & ~1023u), v(k + C.k_bytes()), q(v + C.v_bytes()), dout(q + 2 * C.q_bytes()), ds(dout + 2 * C.dout_bytes()),
-        p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), rows(dq + C.dq_bytes()), barriers(rows + 2 * (C.lse_bytes() + C.row_bytes())) {}
+        p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), bias(dq + C.dq_bytes()), rows(bias + 2 * C.bias_bytes()),
+        barriers(rows + 2 * (C.lse_bytes() + C.row_bytes())) {}
   // Of iteration n: the stage is n % 2.
   __device__ __forceinline__ u32 q_of(u32 n) const { return q + n % 2 * C.q_bytes(); }
   __device__ __forceinline__ u32 dout_of(u32 n) const { return dout + n % 2 * C.dout_bytes(); }
   __device__ __forceinline__ u32 ds_of(u32 n) const { return ds + n % 2 * C.ds_bytes(); }
+  __device__ __forceinline__ u32 bias_of(u32 n) const { return bias + n % 2 * C.bias_bytes(); }
   __device__ __forceinline__ u32 lse_of(u32 n) const { return rows + n % 2 * C.lse_bytes(); }
   __device__ __forceinline__ u32 delta_of(u32 n) const { return rows + 2 * C.lse_bytes() + n % 2 * C.row_bytes(); }
   __device__ __forceinline__ u32 q_full(u32 n) const { return barriers + n % 2 * 8; }

@@ -20,7 +20,7 @@ namespace strobe::cuda {
 
 template <class V> void each_pointer(const HopperBackwardArguments &a, V &visit) {
   each_pointer(static_cast<const BackwardArguments &>(a), visit);
-  for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_dout}) visit(x->map);
+  for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_dout, &a.tma_bias}) visit(x->map);
 }
 
 namespace {
@@ -121,6 +121,13 @@ bool wastes_80(const Problem &p, const Features &f) {
 // blocks 1.21 to 1.30, ALiBi 1.14 to 1.25; a bias 0.94, softcap slower, dropout spills.
 bool leaves_registers(const Problem &p, const Features &f) {
   return !f.mask && !f.bias && !f.function && !f.scaled && !f.dropout && (!f.blocks || p.blocks.block_q % 128 == 0);
+}
+
+// Let the copy engine bring the bias, if it can and there is room.
+BackwardConfig with_bias(BackwardConfig c, const Problem &p, const Device &device) {
+  c.bias_by_tma = p.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
+  if (c.shared_bytes() > device.shared_per_block) c.bias_by_tma = 0;
+  return c;
 }
 
 BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
@@ -233,7 +240,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   const double size = std::abs(p.scale);       // its sign does not matter where LSE is known
   if (features.function != kHyperbolic) features.scaled = size != 0 && !(size > 1e-30);
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
-  BackwardConfig c = configuration(p, features, device);
+  BackwardConfig c = with_bias(configuration(p, features, device), p, device);
   if (!divides_blocks(p, c.tile_q, c.tile_k()))
     return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
   const int64_t shares = cuda::shares(p, c, device);
@@ -262,6 +269,12 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.tma_dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
   a.tma_k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
   a.tma_v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+
+  if (c.bias_by_tma) {
+    const bool broadcast = p.bias.stride[2] == 0;
+    a.tma_bias = mapped(p.bias, p.seqlen_k, broadcast ? 1 : p.seqlen_q, p.heads, p.batch, broadcast ? 1 : uint32_t(c.tile_q));
+    a.bias_bytes = uint32_t(broadcast ? tiles(c.tile_k(), 64) * 128 : c.bias_bytes());
+  }
 
   Program program;
   program.overlap = true, program.persistent = c.owns_dq;

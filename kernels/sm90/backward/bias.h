@@ -1,0 +1,33 @@
+// A bias of 16 bits that the copy engine brings with Q. In shared memory its rows are queries; a lane takes it as S^T lies in registers.
+#pragma once
+#include "../../ptx/ldmatrix.h"
+#include "../../ptx/math.h"
+#include "shared.h"
+
+namespace strobe::sm90 {
+
+// Without such a bias there is nothing to take.
+template <BackwardConfig C, bool = C.bias_by_tma != 0> struct BackwardBias {
+  template <class... Whatever> __device__ __forceinline__ explicit BackwardBias(const Whatever &...) {}
+  __device__ __forceinline__ void take(int) {}
+};
+
+// That of 64 keys and all of a tile's queries; one row where it is the same for all queries.
+template <BackwardConfig C> struct BackwardBias<C, true> {
+  using E = typename Element<C.features.bias>::type;
+  u32 address, step; // of this lane's 16 bytes for the first 16 queries; from these to the next 16
+  u32 x[4];
+
+  // part: which 64 of the block's keys; warp: within its warpgroup.
+  __device__ __forceinline__ BackwardBias(const BackwardShared<C> &shared, u32 n, bool rows, int part, int warp, int lane) {
+    const int row = rows ? lane / 16 * 8 + lane % 8 : 0, chunk = 2 * warp + lane / 8 % 2;
+    address = shared.bias_of(n) + part * C.tile_q * kRowBytes + row * kRowBytes + ((chunk ^ row % 8) << 4);
+    step = rows ? 16 * kRowBytes : 0;
+  }
+  // Of the lane's scores from 8 i on.
+  __device__ __forceinline__ void take(int i) { ldmatrix_transposed(x, address + i * step); }
+  // Of one of them, which was taken.
+  __device__ __forceinline__ float at(int i) const { return to_float(E{(unsigned short)(x[i / 2 % 4] >> 16 * (i % 2))}); }
+};
+
+} // namespace strobe::sm90
