@@ -3,6 +3,7 @@
 // A product begins at once and runs by itself, as a commit group of its own: wait_for<kPending>(x...) returns when all products of this
 // warpgroup but the last kPending have ended, those that x... take part in among them. Until then x... are neither read nor written.
 #pragma once
+#include "../ptx/ldmatrix.h"
 #include "../ptx/wgmma.h"
 #include "messages.h"
 
@@ -14,6 +15,16 @@ template <int K> struct LeftOperand {
 
   __device__ __forceinline__ void done() { registers_changed(x); }
 };
+
+// 16 rows, from `row` on, of a tile of kRows in shared memory.
+template <int kRows, int K> __device__ __forceinline__ void load_left(LeftOperand<K> &x, u32 tile, int row, int lane) {
+  row += lane % 16;
+#pragma unroll
+  for (int c = 0; c < K / 16; ++c) {
+    const u32 block = tile + c / 4 * kRows * kRowBytes;
+    ldmatrix(reinterpret_cast<u32(&)[4]>(x.x[4 * c]), block + row * kRowBytes + (((2 * (c % 4) + lane / 16) ^ row % 8) << 4));
+  }
+}
 
 template <int kPending, class... Registers> __device__ __forceinline__ void wait_for(Registers &...registers) {
   wgmma_wait<kPending>();

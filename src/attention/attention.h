@@ -106,7 +106,8 @@ struct Problem {
   int64_t tile_q = 0, tile_k = 0;
   int64_t bundle = 0;        // heads whose tiles run together; of a tuning table alone, as the next two are
   int64_t shares = 0;        // see the Hopper backward's Config, split_group
-  bool staged_store = false; // see the Hopper backward's Config
+  bool staged_store = false; // see the Hopper backward's Config, as of the next one
+  std::optional<bool> persistent;
   bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false, invariant = false;
   std::string engine; // empty: any
 

@@ -24,8 +24,9 @@ template <BackwardConfig C> struct Backward {
   static constexpr int kComputing = 128 * C.kWarpgroups;
 
   static_assert(!C.roles && kD <= 128 && kDv <= 128);
-  static_assert(!(C.owns_dq && C.split_group));
-  static_assert(!C.staged_store || (!C.owns_dq && !C.split_group && C.columns() <= C.columns_v()));
+  static_assert(!C.owns_dq || (C.persistent && !C.split_group));
+  static_assert(!C.persistent || (!C.deterministic && !F.part));
+  static_assert(!C.staged_store || (!C.persistent && !C.split_group && C.columns() <= C.columns_v()));
   static_assert(!C.keys_in_registers || (kD <= 64 && kDv <= 64));
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 
@@ -63,8 +64,10 @@ template <BackwardConfig C> struct Backward {
         last = walk(step, n);
       else if constexpr (C.deterministic)
         scores.release(shared.dq_full(w));
+      else if constexpr (C.persistent)
+        pass(n);
       const KeyBlock keys = read<KeyBlock>(shared.keys());
-      if constexpr (C.owns_dq) {
+      if constexpr (C.persistent) {
         __syncwarp();
         for (u32 read : {shared.q_empty(n), shared.ds_empty(n), shared.keys_empty()}) scores.release(read);
       }
@@ -76,10 +79,17 @@ template <BackwardConfig C> struct Backward {
       return n + 1;
     }
 
+    // An iteration that has no tile at all: what is handed on in each goes its way, so that the next one finds it as ever.
+    __device__ __forceinline__ void pass(u32 n) const {
+      wait_full(shared.dout_full(n), n);
+      scores.hand_on_nothing(n);
+      wait_full(shared.ds_full(n), n);
+      scores.release(shared.dout_empty(n));
+    }
     // All tiles of queries, but for the last one's dQ, which is there and not added yet. Returns its number.
     __device__ __forceinline__ i32 walk(QueryStep step, u32 &n) {
       first_scores(n);
-      i32 before = C.owns_dq ? -1 : 0; // the number of the tile of the iteration before, if there was one
+      i32 before = C.persistent ? -1 : 0; // the number of the tile of the iteration before, if there was one
 #pragma unroll 1
       for (;; ++n) {
         const u32 allowed = scores.allowed(step);
@@ -107,7 +117,8 @@ template <BackwardConfig C> struct Backward {
       begin_s_of_shared(n);
       mbarrier_wait(shared.v_full(), n >> 31);
       clear_nonfinite_keys();
-      if constexpr (C.keys_in_registers) load_rows(K, shared.k), load_rows(V, shared.v);
+      if constexpr (C.keys_in_registers)
+        load_left<kTileK>(K, shared.k, 64 * w + 16 * warp, lane), load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
     }
     // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the tile before, and S of the next one. Like the
     // other step it returns the number of the next iteration, which is n after the last tile.
@@ -153,7 +164,7 @@ template <BackwardConfig C> struct Backward {
     }
 
     // Has there been an iteration with these keys?
-    static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.owns_dq ? before >= 0 : n > 0; }
+    static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.persistent ? before >= 0 : n > 0; }
     // S of the next tile; after the last one a product that nobody reads.
     __device__ __forceinline__ void begin_next_s(u32 n, u32 next) {
       if (next != n) scores.release(shared.q_empty(n));
@@ -186,13 +197,6 @@ template <BackwardConfig C> struct Backward {
     }
     __device__ __forceinline__ DqSum<C> dq_sum() const { return {a, shared, w, lane, warp}; }
 
-    // This warp's 16 rows of up to 64 columns of the keys.
-    template <int kColumns> __device__ __forceinline__ void load_rows(LeftOperand<kColumns> &x, u32 base) const {
-      const int row = 64 * w + 16 * warp + lane % 16;
-#pragma unroll
-      for (int c = 0; c < kColumns / 16; ++c)
-        ldmatrix(reinterpret_cast<u32(&)[4]>(x.x[4 * c]), base + row * kRowBytes + (((2 * c + lane / 16) ^ row % 8) << 4));
-    }
     __device__ __forceinline__ void clear_nonfinite_keys() const {
       scores.template clear_nonfinite_keys<true>(columns_of_k(), kTileK * kRowBytes);
 #pragma unroll

@@ -15,7 +15,10 @@ struct BackwardConfig {
   i32 exact_p;       // dS is made of P in fp32, not of P as dV takes it
   i32 dq_shared;     // dQ leaves through shared memory, not from registers
   i32 deterministic; // in the same order on every run; through shared memory, unless by roles
-  // A block takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order in memory
+  // A block takes tiles of keys, one after the other, as long as there are any: it fetches the next ones while dK and dV are stored. Else
+  // it takes one.
+  i32 persistent;
+  // It then takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order in memory
   // that stays in the L2 cache, and leaves it rounded.
   i32 owns_dq;
   i32 keys_in_registers; // a warpgroup holds its keys' K and V in registers, the left operands of S and dP; heads of up to 64 columns

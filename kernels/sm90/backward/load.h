@@ -12,6 +12,7 @@ namespace strobe::sm90 {
 template <BackwardConfig C> struct BackwardLoad {
   static constexpr Features F = C.features;
   static constexpr int kM = C.tile_q, kTileK = C.tile_k();
+  static constexpr bool kDraws = C.persistent && !C.owns_dq; // tickets for tiles of keys
   using Tiles = QueryTiles<F.blocks != 0, kM>;
   const HopperBackwardArguments &a;
   const BackwardShared<C> &shared;
@@ -21,6 +22,25 @@ template <BackwardConfig C> struct BackwardLoad {
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
     // A ticket: whatever a block waits for has drawn its own before.
     const u32 x = C.deterministic ? fetch_add(a.turns, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
+    if constexpr (kDraws)
+      take_keys(a, shared, x);
+    else
+      place_keys(a, shared, x);
+  }
+  // The keys of item x, or of the next one that has any. Returns whether there is one.
+  static __device__ __forceinline__ bool take_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared, u32 x) {
+    while (x < (u32)a.tiles * (u32)a.pairs) {
+      place_keys(a, shared, x);
+      if (there(read<KeyBlock>(shared.keys()))) return true;
+      wait_for_launch_before();
+      x = next_item(a);
+    }
+    write(shared.keys(), KeyBlock::kNone, 0, 0, 0);
+    return false;
+  }
+  // The launch before has set the tickets to 0.
+  static __device__ __forceinline__ u32 next_item(const HopperBackwardArguments &a) { return gridDim.x + fetch_add(a.turns, 1); }
+  static __device__ __forceinline__ void place_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared, u32 x) {
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 pair = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_kv_divisor.divide(pair);
     if constexpr (F.part) return choose_held_keys(a, shared, (i32)b, (i32)(pair - b * a.heads_kv_divisor.by), (i32)tile);
@@ -38,12 +58,18 @@ template <BackwardConfig C> struct BackwardLoad {
     write(shared.held(), tile.shift, number, 0, 0);
   }
 
-  // Where blocks own dQ, bit 31 of an iteration's number says of how many tiles of keys before: odd.
+  // Of persistent blocks bit 31 of an iteration's number says of how many tiles of keys before: odd.
   __device__ __forceinline__ void q() const {
 #pragma unroll 1
     for (u32 n = 0;; n ^= kOddKeys) {
       n = q(n);
-      if constexpr (!C.owns_dq) return;
+      if constexpr (!C.persistent) return;
+      if constexpr (kDraws) {
+        const u32 x = next_item(a);
+        mbarrier_wait(shared.keys_empty(), n >> 31);
+        if (take_keys(a, shared, x)) continue;
+        return mbarrier_arrive(shared.k_full());
+      }
       KeyBlock keys = read<KeyBlock>(shared.keys());
       const bool more = next_keys(keys);
       mbarrier_wait(shared.keys_empty(), n >> 31);
@@ -66,6 +92,7 @@ private:
     keys.begin = 0, keys.batch = (i32)a.heads_kv_divisor.divide(pair), keys.head_kv = (i32)(pair - (u32)keys.batch * a.heads_kv_divisor.by);
     return pair < (u32)a.pairs;
   }
+  static __device__ __forceinline__ u32 keys_parity(u32 n) { return C.persistent ? n >> 31 : 0; }
   // Both return the next iteration's number.
   __device__ __forceinline__ u32 q(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
@@ -77,7 +104,7 @@ private:
       write(shared.step(n), step.begin, step.head, number_of_dq(step), step.flags);
       if constexpr (C.deterministic) write(shared.dq_step(n), step.begin, step.head, step.number, step.flags);
       if (step.flags & kNothing) {
-        mbarrier_wait(shared.k_full(), 0); // the block ends, and with it its shared memory
+        mbarrier_wait(shared.k_full(), keys_parity(n)); // the block ends, and with it its shared memory
         return mbarrier_arrive(shared.q_full(n));
       }
       load<C.columns(), C.q_bytes(), kM>(a.tma_q, shared.q_full(n), shared.q_of(n), row, step.head, batch,
@@ -90,10 +117,15 @@ private:
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     load<C.columns_v(), C.v_bytes(), kTileK>(a.tma_v, shared.v_full(), shared.v, k_row(keys), head_of(keys), keys.batch);
     wait_for_launch_before();
-    if constexpr (C.owns_dq) mbarrier_wait(shared.k_full(), n >> 31); // else it might take these keys' K for the next ones'
+    if constexpr (C.persistent) mbarrier_wait(shared.k_full(), n >> 31); // else it might take these keys' K for the next ones'
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
-      if (step.flags & kNothing) return mbarrier_wait(shared.v_full(), 0);
+      if (step.flags & kNothing) {
+        mbarrier_wait(shared.v_full(), keys_parity(n));
+        if constexpr (!C.persistent) return;
+        wait_empty(shared.dout_empty(n), n);
+        return mbarrier_arrive(shared.dout_full(n));
+      }
       wait_empty(shared.dout_empty(n), n);
       load<C.columns_v(), C.dout_bytes(), kM>(a.tma_dout, shared.dout_full(n), shared.dout_of(n), row, step.head, batch, C.row_bytes());
       bulk_load(shared.delta_of(n), rows(step) + C.lse_bytes() / 4, C.row_bytes(), shared.dout_full(n));

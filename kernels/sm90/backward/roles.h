@@ -15,6 +15,8 @@ template <BackwardConfig C> struct BackwardRoles {
   static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kKeys = 64;
   static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64, kFirst = kBlocks / 2; // of K; of the first warpgroup
+  // Of keys, where they are held in registers.
+  template <int kColumns> using KeyOperand = LeftOperand<C.keys_in_registers ? kColumns : 4>;
   static_assert(C.roles && !C.exact_p && !C.dq_shared && kBlocks >= 2);
 
   struct Compute {
@@ -80,11 +82,13 @@ template <BackwardConfig C> struct BackwardRoles {
       Accumulator<T, kDv> dV;
       Accumulator<T, kM> S;
       LeftOperand<kM> P;
+      KeyOperand<kD> K;
       __device__ __forceinline__ void clear() { dV.clear(); }
       __device__ __forceinline__ void begin() {
-        begin_s(0);
+        begin_s_of_shared(0);
         wait_for<0>(S); // which reads all of K
         my.template clear_nonfinite_k<0, kFirst>();
+        if constexpr (C.keys_in_registers) my.load_keys(K, my.shared.k);
       }
       // P = exp(S - LSE), for both; dV += P^T dO begins.
       __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
@@ -106,7 +110,15 @@ template <BackwardConfig C> struct BackwardRoles {
         wait_full(my.shared.q_full(next), next);
         begin_s(next);
       }
-      __device__ __forceinline__ void begin_s(u32 n) { S.template begin_product<kD, kKeys, Place::free>(my.shared.k, my.shared.q_of(n)); }
+      __device__ __forceinline__ void begin_s(u32 n) {
+        if constexpr (C.keys_in_registers)
+          S.template begin_product<Place::free>(K, my.shared.q_of(n));
+        else
+          begin_s_of_shared(n);
+      }
+      __device__ __forceinline__ void begin_s_of_shared(u32 n) {
+        S.template begin_product<kD, kKeys, Place::free>(my.shared.k, my.shared.q_of(n));
+      }
       __device__ __forceinline__ void wait_queries(u32) const {}
       __device__ __forceinline__ void wait_last() { wait_for<0>(S); }
     };
@@ -117,12 +129,14 @@ template <BackwardConfig C> struct BackwardRoles {
       Accumulator<T, kD> dK;
       Accumulator<T, kM> dP;
       LeftOperand<kM> dS;
+      KeyOperand<kDv> V;
       __device__ __forceinline__ void clear() { dK.clear(); }
       __device__ __forceinline__ void begin() {
         my.template clear_nonfinite_k<kFirst, kBlocks>();
         mbarrier_wait(my.shared.v_full(), 0);
         my.scores.template clear_nonfinite_keys<false>(my.shared.v, C.v_bytes());
         my.scores.together();
+        if constexpr (C.keys_in_registers) my.load_keys(V, my.shared.v);
         begin_dp(0);
       }
       // dS = P (dP - D), for both; dK += dS^T Q begins.
@@ -149,12 +163,18 @@ template <BackwardConfig C> struct BackwardRoles {
       }
       __device__ __forceinline__ void begin_dp(u32 n) {
         wait_full(my.shared.dout_full(n), n);
-        dP.template begin_product<kDv, kKeys, Place::free>(my.shared.v, my.shared.dout_of(n));
+        if constexpr (C.keys_in_registers)
+          dP.template begin_product<Place::free>(V, my.shared.dout_of(n));
+        else
+          dP.template begin_product<kDv, kKeys, Place::free>(my.shared.v, my.shared.dout_of(n));
       }
       __device__ __forceinline__ void wait_queries(u32 n) const { wait_full(my.shared.q_full(n), n); }
       __device__ __forceinline__ void wait_last() { wait_for<0>(dP); }
     };
 
+    template <int kColumns> __device__ __forceinline__ void load_keys(LeftOperand<kColumns> &x, u32 base) const {
+      load_left<C.tile_k()>(x, base, 16 * warp, lane);
+    }
     // In some blocks of columns; between products of the first tile and of the second. The other warpgroup does so in the others.
     template <int kBegin, int kEnd> __device__ __forceinline__ void clear_nonfinite_k() const {
       if (!scores.hides(read<KeyBlock>(shared.keys()))) return;

@@ -19,8 +19,9 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
   }
   __syncthreads();
   if constexpr (!C.owns_dq) {
-    const KeyBlock keys = read<KeyBlock>(shared.keys());
-    if (keys.begin >= keys.seqlen_k) return wait_for_launch_before();
+    const bool some = there(read<KeyBlock>(shared.keys()));
+    if constexpr (C.persistent) __syncthreads(); // others' keys come into their place
+    if (!some) return wait_for_launch_before();
   }
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);
   if (warpgroup == 0) {

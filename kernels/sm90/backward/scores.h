@@ -123,6 +123,8 @@ template <BackwardConfig C> struct BackwardScores {
           if constexpr (kLine) exponent = __fmaf_rn(-slope, fabsf(distance + (float)(8 * i + k % 2 - k / 2 * 8)), exponent);
           S[4 * i + k] = exp2(exponent);
         }
+        // Only ptxas needs this: in a loop over tiles of keys it puts all arguments first (docs/lab/hopper-backward.md, steps 25 and 30).
+        if (C.persistent && C.columns() > 64 && i % 2 && i < kM / 8 - 1) __syncwarp();
       }
       if (masked(step)) hide(step, [&](int i) { S[i] = 0; });
       if constexpr (F.mask) {

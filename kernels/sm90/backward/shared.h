@@ -20,11 +20,12 @@ struct QueryStep {
   i32 number; // of the tile, in the order of dq_sum
   i32 flags;
 };
-// The keys of this thread block; where blocks own dQ, tile after tile of them.
+// The keys of this thread block; of a persistent one tile after tile of them.
 struct KeyBlock {                  // head_kv: the number of a share where query heads of a key head are shared out
   static constexpr i32 kNone = -1; // as batch: there are no more
   i32 batch, head_kv, begin, seqlen_k;
 };
+__device__ __forceinline__ bool there(const KeyBlock &keys) { return keys.begin < keys.seqlen_k; }
 // Of a part of a larger problem: keys.begin is a position, and there are none from seqlen_k on.
 struct HeldKeyBlock {
   i32 shift, number; // row = position + shift; of the tile among those of the sequence
@@ -38,7 +39,7 @@ struct Reach {
 // threadIdx.x; within a loop over keys what is made of it is made there, and not kept from before, in registers that are dear.
 template <BackwardConfig C> __device__ __forceinline__ int this_thread() {
   int x = (int)threadIdx.x;
-  if constexpr (C.owns_dq) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  if constexpr (C.persistent) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
 
@@ -64,7 +65,7 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 ds_empty(u32 n) const { return barriers + 80 + n % 2 * 8; }
   __device__ __forceinline__ u32 k_full() const { return barriers + 96; }
   __device__ __forceinline__ u32 v_full() const { return barriers + 104; }
-  // Where blocks own dQ: K and V are read, and the next ones may come.
+  // Of persistent blocks: K and V are read, and the next ones may come.
   __device__ __forceinline__ u32 keys_empty() const { return barriers + 160; }
   __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.roles ? 336 : 112) + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
@@ -101,11 +102,11 @@ template <BackwardConfig C> struct BackwardShared {
   }
 };
 
-// Where blocks own dQ: waits for the keys after those of iteration n - 1. Bit 31 of n: there have been an odd number of tiles of keys
+// Of persistent blocks: waits for the keys after those of iteration n - 1. Bit 31 of n: there have been an odd number of tiles of keys
 // before. Returns whether there are any.
 inline constexpr u32 kOddKeys = 1u << 31;
 template <BackwardConfig C> __device__ __forceinline__ bool other_keys(const BackwardShared<C> &shared, u32 &n) {
-  if constexpr (!C.owns_dq) return false;
+  if constexpr (!C.persistent) return false;
   n ^= kOddKeys;
   mbarrier_wait(shared.k_full(), n >> 31);
   return (i32)load_shared(shared.keys()) != KeyBlock::kNone;

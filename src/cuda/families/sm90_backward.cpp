@@ -130,6 +130,13 @@ BackwardConfig with_bias(BackwardConfig c, const Problem &p, const Device &devic
   return c;
 }
 
+// Do blocks walk over so many tiles of queries that it is worth while to hold their keys in registers? Shared memory is read less in each
+// iteration, but the walk begins later. On an H200, heads of up to 64 columns: 1.02 to 1.08 without a band, and with one 1.01 from 8
+// iterations on, 0.97 for 4.
+bool walks_on(const Problem &p, const BackwardConfig &c) {
+  return !c.features.band || (!p.invariant && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k());
+}
+
 BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
   BackwardConfig c = begin_config<BackwardConfig>(p, 16);
   c.features = f;
@@ -139,20 +146,21 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   if (takes_64_keys(p, f)) {
     c.roles = 1, c.tile_q = 64;
     c.head_dim = std::max(c.head_dim, 80); // two blocks of columns, one for each warpgroup
+    // Beyond these a warpgroup that computes spills, or threads that load, which then have fewer registers.
+    const bool room = larger_dim(p) <= 192 && !f.blocks && !f.part && !(f.bias && f.function);
+    c.keys_in_registers = room && walks_on(p, c);
+    if (c.keys_in_registers) c.registers_load = 24, c.registers_compute = 240;
     return c;
   }
   c.owns_dq = owns_dq(p, c, device);
-  if (c.owns_dq) c.deterministic = 0;                                  // it is
+  if (c.owns_dq) c.persistent = 1, c.deterministic = 0;                // it is
   const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
-  c.staged_store = p.staged_store && !f.part && !f.wide_gradients() && !c.owns_dq && c.columns() <= c.columns_v();
+  c.staged_store = p.staged_store && !f.part && !f.wide_gradients() && !c.persistent && c.columns() <= c.columns_v();
   c.exact_p = f.function || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && (costly || c.owns_dq));
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
     c.tile_q = leaves_registers(p, f) ? 128 : 64;
-    // Shared memory is read less in each iteration, but the walk begins later: on an H200 1.02 to 1.08 without a band, and with one 1.01
-    // from 8 iterations on, 0.97 for 4.
-    c.keys_in_registers =
-        !f.band || (!p.invariant && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k());
+    c.keys_in_registers = walks_on(p, c);
   } else if (costly || c.head_dim <= 64 || c.owns_dq || (f.part && c.deterministic)) // registers of those who load and order
     c.tile_q = 64;
   else
@@ -232,6 +240,15 @@ int64_t shares(const Problem &p, const BackwardConfig &c, const Device &device) 
   return best;
 }
 
+// Do blocks serve better that take one tile of keys after the other? They spare a block's start and fetch K and V while others are stored,
+// some 4,000 of a short block's 19,000 cycles, and an iteration has 1 to 3% more instructions.
+bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
+  if (c.roles || c.deterministic || c.features.part) return false;
+  if (p.persistent) return *p.persistent;
+  constexpr double kMostProducts = 24.0 * 128 * 128 * 128; // as of 24 iterations at d 64, where 4% are to be won; by counting, not measured
+  return items > device.sms && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean * (c.head_dim + c.head_dim_v) <= kMostProducts;
+}
+
 } // namespace
 
 CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &scratch) {
@@ -246,7 +263,9 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   const int64_t shares = cuda::shares(p, c, device);
   if (shares > 1) c.split_group = 1, c.staged_store = 0;
   const int64_t key_tiles = cuda::key_tiles(p, c.tile_k()), pairs = p.batch * p.heads_kv * shares;
-  const int64_t blocks = c.owns_dq ? std::min<int64_t>(pairs, device.sms) : key_tiles * pairs;
+  if (!c.owns_dq) c.persistent = persistent(of_shares(p, shares), c, key_tiles * pairs, device);
+  if (c.persistent) c.staged_store = 0;
+  const int64_t items = c.owns_dq ? pairs : key_tiles * pairs, blocks = c.persistent ? std::min<int64_t>(items, device.sms) : items;
 
   HopperBackwardArguments a{};
   static_cast<BackwardArguments &>(a) = backward_arguments(p);
@@ -256,7 +275,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.rows = scratch.take<float>(query_tiles * (c.lse_bytes() + c.row_bytes()) / 4);
   a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
   if (p.dq) a.dq_sum = scratch.take<float>((c.owns_dq ? blocks * p.group() * a.query_tiles : query_tiles) * c.tile_q * c.columns());
-  if (c.deterministic) a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
+  if (c.deterministic || (c.persistent && !c.owns_dq)) a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
   a.first_stores = c.owns_dq || (c.deterministic && !c.roles);
   if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
   a.tiles = i32(key_tiles), a.pairs = i32(pairs);
@@ -277,7 +296,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   }
 
   Program program;
-  program.overlap = true, program.persistent = c.owns_dq;
+  program.overlap = true, program.persistent = c.persistent;
   HopperBackwardArguments main = a;
   if (p.mask) { // in its place its bits
     MaskBits bits{};
@@ -312,6 +331,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   if (c.owns_dq) program.kernel += ", a block all keys of a head";
+  if (c.persistent && !c.owns_dq) program.kernel += ", persistent blocks";
   if (shares > 1) program.kernel += text(", query heads of a key head in ", shares, " shares");
   if (p.mask) program.kernel += ", mask packed into bits";
   describe_tile(program, p, c.tile_q, c.tile_k(), true);

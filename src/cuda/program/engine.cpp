@@ -47,7 +47,9 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
   Problem p = marked(call);
   const TunedTile *tile = tuned(p, direction, device);
-  if (tile) p.tile_q = tile->q, p.tile_k = tile->k, p.bundle = tile->bundle, p.shares = tile->shares, p.staged_store = tile->staged_store;
+  if (tile)
+    p.tile_q = tile->q, p.tile_k = tile->k, p.bundle = tile->bundle, p.shares = tile->shares, p.staged_store = tile->staged_store,
+    p.persistent = tile->persistent;
   Scratch scratch;
   std::vector<Launch> first;
   if (p.part) first = part_table(p, scratch);

@@ -154,7 +154,8 @@ Tuning::Tuning(const std::string &file, const std::string &device_name) {
                      .k = e.whole("tile_k", 1, STROBE_MAX_TILE),
                      .bundle = e.has("bundle") ? e.whole("bundle", 1, most) : 0,
                      .shares = e.has("shares") ? e.whole("shares", 1, most) : 0,
-                     .staged_store = e.has("staged_store") && e.boolean("staged_store")};
+                     .staged_store = e.has("staged_store") && e.boolean("staged_store"),
+                     .persistent = e.has("persistent") ? std::optional(e.boolean("persistent")) : std::nullopt};
     }
   } catch (const std::exception &why) {
     tiles_.clear();
