@@ -106,7 +106,9 @@ typedef struct strobe_part {
 /* WHAT is computed: everything except the tensors. */
 typedef struct strobe_attention {
   uint64_t size;
-  double scale; /* the factor of q.k; without has_scale it is 1/sqrt(D), or 1 with STROBE_HYPERBOLIC */
+  /* The factor of q.k; without has_scale it is 1/sqrt(D), or 1 with STROBE_HYPERBOLIC. Of scale, softcap, beta and shift at most 2e38 is
+     accepted, but for STROBE_FLOAT64 and the engine "reference". */
+  double scale;
   int32_t has_scale;
   int32_t causal;          /* key j is visible to query i if j <= i + offset */
   int32_t alignment;       /* a strobe_alignment: it gives the offset that causal, window and ALiBi share */

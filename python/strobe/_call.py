@@ -129,11 +129,12 @@ class Call:
         tensors.size = ffi.sizeof("strobe_tensors")
         t = views + 0
         alive = [views, attention]
+        k = arrays.get("k")
         for named in (arrays, made):
             for name, array in named.items():
                 swapped = bshd and name in _TOKENS and len(array.shape) == MAX_RANK  # packed ones have no such axes
                 if bshd and name in _SCALES:
-                    swapped = len(arrays["k"].shape) == MAX_RANK and len(array.shape) >= MAX_RANK - 1
+                    swapped = k is not None and len(k.shape) == MAX_RANK and len(array.shape) >= MAX_RANK - 1
                 if name in _SCORES and array.ndim < MAX_RANK:
                     array = array[(None,) * (MAX_RANK - array.ndim)]
                 alive.append(view(t, name, array, swapped))
@@ -186,6 +187,11 @@ class Call:
             rows = name == "seqused_k" and reason.endswith("the positions of a row of page_table")
             if (heads and _fit_in_the_other_layout(self._arrays, self._bshd)) or (rows and self._has_longer_pages(reason)):
                 reason += f'; did you mean layout="{"bhsd" if self._bshd else "bshd"}"?'
+            if name.startswith("cu_seqlens") and self._heads_come_first(name, reason):
+                reason += f"; packed {name[-1]} is (tokens, heads, D), and this one looks like (heads, tokens, D)"
+            unsaid = not (self._attention.max_seqlen_q and self._attention.max_seqlen_k)
+            if name in _SCORES and ": shape" in reason and unsaid and "cu_seqlens_q" in self._arrays:
+                reason += "; max_seqlen_q and max_seqlen_k give the lengths of its last two axes"
             k = self._arrays.get("k")
             if name == "k_scale" and not self._attention.k_scale_group and k is not None and array.ndim == k.ndim and array.shape[-1] > 1:
                 reason += "; did you mean a scale for each column, with k_scale_group?"
@@ -194,6 +200,12 @@ class Call:
         if name == "engine":
             reason = reason.replace("or none", "or None") + _close_engine(reason)
         return reason.removeprefix("execution.")
+
+    def _heads_come_first(self, name: str, reason: str) -> bool:
+        """Of a sequence that is too long for packed tokens: whether it fits where their heads were taken to be."""
+        x = self._arrays.get(name[-1])
+        length = re.search(r"has (\d+) tokens; accepted is at most", reason)
+        return x is not None and x.ndim == MAX_RANK - 1 and length is not None and x.shape[0] < int(length[1]) <= x.shape[1]
 
     def _has_longer_pages(self, reason: str) -> bool:
         """Of a length that no row of the page table has room for: whether it would have if the pools' axes 1 and 2 changed places."""

@@ -79,6 +79,7 @@ EXCLUDED = (
     "tests/python/test_*.py",  # the rest of the contract is the CPU's
     "tests/reference/[!p]*.py",  # judge formulas on the CPU
 )
+HOW = re.compile(r"-n|\d+|auto|-q+|-v+")  # options of pytest that choose no tests
 ENDED = (0, 1)  # pytest's exit status: all passed, some failed
 # Of the tests, by marks. What takes tens of gigabytes runs by itself, one process for each GPU, or the processes beside it find no memory.
 PARTS = {"common": "not gigabytes", "gigabytes": "gigabytes"}
@@ -104,9 +105,9 @@ def matched(patterns: Iterable[str]) -> set[Path]:
 
 
 def digest(*, tests: bool = False) -> str:
-    """A digest of the sources that random calls depend on; with `tests` of all that a record speaks of. This file decides no result: which
-    tests there are shows in the names of the others."""
-    sha = hashlib.sha256()
+    """A digest of the sources that random calls depend on; with `tests` of all that a record speaks of. Of this file PARTS alone decides
+    what runs: which tests there are shows in the names of the others."""
+    sha = hashlib.sha256(json.dumps(PARTS if tests else {}).encode())
     for file in sorted(matched(SOURCES) - {Path(__file__).resolve()} - (set() if tests else matched(NOT_OF_RANDOM_CALLS))):
         sha.update(f"{file.relative_to(ROOT).as_posix()}\0{essence(file)}\0".encode())
     return sha.hexdigest()
@@ -128,6 +129,9 @@ def check() -> int:
         if part["status"] not in ENDED:
             ran = part["passed"] + part["failed"] + part["skipped"]
             print(f'{RECORD.name}: pytest ended with status {part["status"]} after {ran} tests of "{name}" on {part["device"]}')
+            return 1
+        if chosen := [option for option in part["options"] if not HOW.fullmatch(option)]:
+            print(f'{RECORD.name}: "{name}" ran with {" ".join(chosen)}, so perhaps not whole; run make test-gpu')
             return 1
         if part["failed"] or not part["passed"]:
             print(f'{RECORD.name}: {part["failed"]} tests of "{name}" failed on {part["device"]}')
@@ -207,6 +211,7 @@ def run(names: Iterable[str], options: list[str]) -> int:
             "skipped": skipped,
             "seconds": round(float(suite.get("time", 0))),
             "torch": torch.__version__,
+            "options": options,
         }
         add_part(name, part, before)
         print(json.dumps({name: part}), flush=True)

@@ -463,6 +463,29 @@ def test_every_wrong_argument_of_packed_sequences_is_named(wrong):
     assert names(packed() | wrong) == sorted(wrong)
 
 
+def test_packed_heads_ahead_of_tokens_are_named():
+    q = torch.randn(H, SQ, D)
+    with pytest.raises(ValueError, match="^cu_seqlens_q: ") as raised:
+        strobe.attention(q, q, q, cu_seqlens_q=ints(0, SQ), cu_seqlens_k=ints(0, SQ))
+    assert str(raised.value).partition("\n")[0].endswith("; packed q is (tokens, heads, D), and this one looks like (heads, tokens, D)")
+
+
+def test_a_mask_of_the_longest_sequences_wants_their_lengths():
+    arguments = packed() | {"mask": torch.ones(1, 1, 12, 20, dtype=torch.bool)}
+    longest = {name: arguments.pop(name) for name in ("max_seqlen_q", "max_seqlen_k")}
+    del arguments["bias"], arguments["block_mask"]
+    hint = "; max_seqlen_q and max_seqlen_k give the lengths of its last two axes"
+    assert expect("mask", arguments).endswith(hint)
+    assert hint not in expect("mask", arguments | longest | {"mask": arguments["mask"][..., :3]})
+
+
+@pytest.mark.parametrize("k", ["x", None])
+def test_scales_beside_a_k_that_is_no_tensor(k):
+    q = torch.randn(1, 4, 16, D)
+    with pytest.raises((ValueError, TypeError), match="^k: "):
+        strobe.attention(q, k, q, layout="bshd", k_scale=torch.ones(1, 4, 16))
+
+
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_a_longest_length_of_zero_is_no_absent_one(side):
     """Every time, for the library takes 0 for none."""

@@ -17,7 +17,7 @@ import random_calls
 import record
 
 FOUND = {"calls": 4, "option_sets": 1, "wrong": 0, "seeds": [7], "device": "a GPU", "seconds": 3}
-PART = {"device": "a GPU", "date": "today", "status": 0, "passed": 5, "failed": 0, "skipped": 1}
+PART = {"device": "a GPU", "date": "today", "status": 0, "passed": 5, "failed": 0, "skipped": 1, "options": ["-n", "36", "-q"]}
 
 
 def test_random_calls_of_the_same_sources_add_up(tmp_path):
@@ -60,6 +60,7 @@ def test_check(drawn, says, tmp_path, monkeypatch, capsys):
         ({"gigabytes": None}, 'the part "gigabytes" did not run; run make test-gpu ARGS="--only gigabytes"'),
         ({"common": {"status": 2}}, 'pytest ended with status 2 after 6 tests of "common" on a GPU'),
         ({"gigabytes": {"failed": 1}}, '1 tests of "gigabytes" failed on a GPU'),
+        ({"common": {"options": ["-n", "4", "-k", "bias"]}}, '"common" ran with -k bias, so perhaps not whole'),
         ({"gigabytes": {"passed": 0}}, '0 tests of "gigabytes" failed on a GPU'),
     ],
 )
