@@ -25,7 +25,7 @@ template <BackwardConfig C> struct Backward {
 
   static_assert(!C.roles && kD <= 128 && kDv <= 128);
   static_assert(!C.owns_dq || (C.persistent && !C.split_group));
-  static_assert(!C.persistent || (!C.deterministic && !F.part));
+  static_assert(!C.persistent || !F.part);
   static_assert(!C.staged_store || (!C.persistent && !C.split_group && C.columns() <= C.columns_v()));
   static_assert(!C.keys_in_registers || (kD <= 64 && kDv <= 64));
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
@@ -62,10 +62,10 @@ template <BackwardConfig C> struct Backward {
       i32 last = 0;
       if (!nothing)
         last = walk(step, n);
-      else if constexpr (C.deterministic)
-        scores.release(shared.dq_full(w));
       else if constexpr (C.persistent)
         pass(n);
+      else if constexpr (C.deterministic)
+        scores.release(shared.dq_full(w));
       const KeyBlock keys = read<KeyBlock>(shared.keys());
       if constexpr (C.persistent) {
         __syncwarp();
@@ -85,6 +85,10 @@ template <BackwardConfig C> struct Backward {
       scores.hand_on_nothing(n);
       wait_full(shared.ds_full(n), n);
       scores.release(shared.dout_empty(n));
+      if constexpr (C.deterministic) {
+        mbarrier_wait(shared.dq_empty(w), n % 2 ^ 1);
+        scores.release(shared.dq_full(w));
+      }
     }
     // All tiles of queries, but for the last one's dQ, which is there and not added yet. Returns its number.
     __device__ __forceinline__ i32 walk(QueryStep step, u32 &n) {
@@ -110,7 +114,8 @@ template <BackwardConfig C> struct Backward {
       return before;
     }
 
-    // S of the first tile, before K is rid of what is not finite, and is in registers.
+    // S of the first tile, before K is rid of what is not finite, and is in registers. The product may read a number before or after it is
+    // cleared: such a key's scores are hidden, or make their row's LSE no number.
     __device__ __forceinline__ void first_scores(u32 n) {
       mbarrier_wait(shared.k_full(), n >> 31);
       if (w == 1) barrier_sync(kStagger, kComputing);

@@ -21,10 +21,11 @@ struct BackwardConfig {
   // It then takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order in memory
   // that stays in the L2 cache, and leaves it rounded.
   i32 owns_dq;
-  i32 keys_in_registers; // a warpgroup holds its keys' K and V in registers, the left operands of S and dP; heads of up to 64 columns
-  i32 staged_store;      // dK and dV leave through the shared memory of V; not by roles, nor where a block takes more keys after these
-  i32 invariant;         // a row's bits do not depend on what is hidden in its tiles
-  i32 bias_by_tma;       // of 16 bits, by the copy engine
+  // A warpgroup holds K and V of its keys in registers, as the left operands of S and dP; up to 64 columns, by roles up to 192.
+  i32 keys_in_registers;
+  i32 staged_store; // dK and dV leave through the shared memory of V; not by roles, nor where a block takes more keys after these
+  i32 invariant;    // a row's bits do not depend on what is hidden in its tiles
+  i32 bias_by_tma;  // of 16 bits, by the copy engine
   // The query heads of a key head are shared out: a thread block takes some of them, as if they had a key head of their own, and leaves dK
   // and dV of these in FP32, for passes/shares.h to add up.
   i32 split_group;

@@ -39,7 +39,9 @@ template <BackwardConfig C> struct BackwardLoad {
     return false;
   }
   // The launch before has set the tickets to 0.
-  static __device__ __forceinline__ u32 next_item(const HopperBackwardArguments &a) { return gridDim.x + fetch_add(a.turns, 1); }
+  static __device__ __forceinline__ u32 next_item(const HopperBackwardArguments &a) {
+    return (C.deterministic ? 0 : gridDim.x) + fetch_add(a.turns, 1);
+  }
   static __device__ __forceinline__ void place_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared, u32 x) {
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 pair = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_kv_divisor.divide(pair);
@@ -217,8 +219,8 @@ private:
   __device__ __forceinline__ i32 masks(i32 q) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Reach reach = read<Reach>(shared.reach());
-    // Queries that are not there are another sequence's.
-    i32 flags = !F.part && a.in.cu_seqlens_q && q + kM > reach.seqlen_q ? kMasked : 0;
+    // Queries that are not there are another sequence's, or the copy engine has made their bias 0, so that it hides nothing.
+    i32 flags = !F.part && (C.bias_by_tma || a.in.cu_seqlens_q) && q + kM > reach.seqlen_q ? kMasked : 0;
 #pragma unroll
     for (int w = 0; w < kTileK / 64; ++w) {
       const i32 j = keys.begin + 64 * w;

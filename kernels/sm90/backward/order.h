@@ -18,35 +18,45 @@ template <BackwardConfig C> struct BackwardOrder {
 
   __device__ __forceinline__ void all() const {
     if (!a.dq_sum) return;
+    u32 n = 0;
+    do n = all(n);
+    while (other_keys<C>(shared, n));
+  }
+
+private:
+  // Returns the number of the iteration after the last one with these keys.
+  __device__ __forceinline__ u32 all(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
-    mbarrier_wait(shared.dq_full(w), 0);
-    if (read<QueryStep>(shared.dq_step(0)).flags & kNothing) return;
-    Turn next = turn(keys, 0);
+    mbarrier_wait(shared.dq_full(w), n % 2);
+    if (read<QueryStep>(shared.dq_step(n)).flags & kNothing) {
+      if constexpr (C.persistent) mbarrier_arrive(shared.keys_empty()), mbarrier_arrive(shared.dq_empty(w));
+      return n + 1;
+    }
+    Turn next = turn(keys, n);
 #pragma unroll 1
-    for (u32 n = 0;; ++n) {
+    for (;; ++n) {
       const Turn own = next;
       await_turn<C.features.blocks != 0>(own.at, own.seen, own.before);
       if constexpr (C.roles) {
         mbarrier_arrive(shared.dq_empty(w));
-        if (own.last) return;
+        if (own.last) return n + 1;
         next = turn(keys, n + 1);
       } else {
         add(own);
-        if (!own.last) {
+        if (C.persistent || !own.last) {
           bulk_wait_read();
           mbarrier_arrive(shared.dq_empty(w));
-          next = turn(keys, n + 1);
         }
+        if (!own.last) next = turn(keys, n + 1);
         bulk_wait();
         async_proxy_fence_global();
         end_turn(own.at);
-        if (own.last) return;
+        if (own.last) return n + 1;
       }
       mbarrier_wait(shared.dq_full(w), (n + 1) % 2);
     }
   }
 
-private:
   static constexpr u32 kAdders = C.roles ? 4 : 1; // each of whom ends a turn
 
   struct Turn {
@@ -58,6 +68,7 @@ private:
   __device__ __forceinline__ Turn turn(const KeyBlock &keys, u32 n) const {
     const QueryStep step = read<QueryStep>(shared.dq_step(n));
     const Reach reach = read<Reach>(shared.reach());
+    if (C.persistent && (step.flags & kLast)) mbarrier_arrive(shared.keys_empty()); // what is said of these keys has been read
     const BasicBand<i32> band{reach.seqlen_q, keys.seqlen_k, reach.low, reach.high, 0};
     u32 *at = turn_of(a, step.number, w);
     const u32 seen = load_relaxed(at);

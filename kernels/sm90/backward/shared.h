@@ -97,7 +97,7 @@ template <BackwardConfig C> struct BackwardShared {
     }
     mbarrier_init(k_full(), 1);
     mbarrier_init(v_full(), 1);
-    mbarrier_init(keys_empty(), kWarps);
+    mbarrier_init(keys_empty(), kWarps + (C.deterministic ? C.kWarpgroups : 0));
     mbarrier_init_fence();
   }
 };

@@ -243,7 +243,8 @@ int64_t shares(const Problem &p, const BackwardConfig &c, const Device &device) 
 // Do blocks serve better that take one tile of keys after the other? They spare a block's start and fetch K and V while others are stored,
 // some 4,000 of a short block's 19,000 cycles, and an iteration has 1 to 3% more instructions.
 bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
-  if (c.roles || c.deterministic || c.features.part) return false;
+  if (c.roles || c.features.part) return false;
+  if (c.deterministic && c.features.seqused && c.registers_load < 40) return false; // those who load and order have too few registers
   if (p.persistent) return *p.persistent;
   constexpr double kMostProducts = 24.0 * 128 * 128 * 128; // as of 24 iterations at d 64, where 4% are to be won; by counting, not measured
   return items > device.sms && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean * (c.head_dim + c.head_dim_v) <= kMostProducts;
