@@ -54,7 +54,8 @@ template <Config C> struct SharedMemory {
   __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 120 + 32 * stage; }
   __device__ __forceinline__ u32 item() const { return messages; }
   __device__ __forceinline__ u32 failed(u32 n) const { return messages + 16 + 4 * (n % 2); } // P overflowed, or O is not finite
-  __device__ __forceinline__ u32 lost() const { return messages + 32; } // number of an item that is lost to an overflow
+  // The number of an item that is lost to an overflow. It is read without order: who sees it late fetches tiles that nobody needs.
+  __device__ __forceinline__ u32 lost() const { return messages + 32; }
   __device__ __forceinline__ u32 tile(int stage) const { return messages + 48 + 16 * stage; }
 
   __device__ __forceinline__ u32 held(u32 item) const { return messages + 144 + 16 * (item % 2); } // two: an item's is read to its end
