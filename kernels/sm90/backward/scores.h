@@ -24,6 +24,11 @@ template <BackwardConfig C> struct BackwardScores {
   static constexpr bool kLine = F.alibi && !F.bias && F.function == kLinear && !F.scaled;
   // A bias is there when the score is, and alone what is added to it.
   static constexpr bool kSum = C.bias_by_tma && !F.alibi && F.function == kLinear && !F.scaled;
+  // Only ptxas needs this: it would compute all arguments of the exponentials before the first of these, which costs 9%; a __syncwarp,
+  // which becomes a NOP, keeps it from that (docs/lab/hopper-backward.md, steps 25 and 32). The kernels left out have the good order
+  // without it.
+  static constexpr bool kSteps = !C.roles && C.columns() > 64 &&
+                                 (C.head_dim < 128 || C.head_dim_v < 128 || C.persistent || C.deterministic || C.invariant || F.blocks);
   // Named barriers: all of a warpgroup have come, + its number; all of both.
   static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
   static_assert(!F.mask || kM == 64, "a lane's part of the mask is a word");
@@ -123,8 +128,7 @@ template <BackwardConfig C> struct BackwardScores {
           if constexpr (kLine) exponent = __fmaf_rn(-slope, fabsf(distance + (float)(8 * i + k % 2 - k / 2 * 8)), exponent);
           S[4 * i + k] = exp2(exponent);
         }
-        // Only ptxas needs this: in a loop over tiles of keys it puts all arguments first (docs/lab/hopper-backward.md, steps 25 and 30).
-        if (C.persistent && C.columns() > 64 && i % 2 && i < kM / 8 - 1) __syncwarp();
+        if (kSteps && i % 2 && i < kM / 8 - 1) __syncwarp();
       }
       if (masked(step)) hide(step, [&](int i) { S[i] = 0; });
       if constexpr (F.mask) {
