@@ -58,7 +58,7 @@ void check_engine(const char *wanted) {
                                             "; accepted are ", accepted, "or none for the fastest"));
 }
 
-// As it lies where nobody cut it out of something: adjacent, on addresses that every engine likes.
+// Lays it out as a tensor that is no part of a larger one: its elements are adjacent, at an address that suits every engine.
 static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
   if (!x) return;
   x.data = reinterpret_cast<char *>(uintptr_t{256});

@@ -59,7 +59,7 @@ struct SequencePages {
     const u32 n = number(j);
     return offset_in((u32)table[n], n, j, page_stride, row_stride);
   }
-  // The same, entry being what the table has for page n of the sequence, in which j lies.
+  // The same, where row j lies in page n of the sequence, for which the table has `entry`.
   STROBE_FN i64 offset_in(u32 entry, u32 n, i32 j, i64 page_stride, i64 row_stride) const {
     return (entry < pages ? (i64)entry * page_stride : 0) + (i64)((u32)j - n * page) * row_stride;
   }
@@ -159,11 +159,11 @@ struct BackwardArguments {
   u32 *turns;    // deterministic: (query tiles of all rows) who may add next
   i32 deterministic;
   i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache
-  // Hopper. -LSE in exp2's unit and D of a tile of queries, tile_q each; with a bias -LSE, its correction in exp2's unit (kernels/device/
-  // settle_row.h) and D. Queries that are not there, and those that see nothing: -inf and 0; those of which something is no number: NaN (or
-  // what LSE is) and 0.
+  // Hopper. For each tile of tile_q queries -LSE in exp2's unit and D; with a bias -LSE, its correction in exp2's unit
+  // (kernels/device/settle_row.h) and D. A query that does not exist or sees nothing has -inf and 0; one whose dO is not finite has NaN and
+  // 0; one whose LSE alone is not finite has -LSE and 0.
   float *rows;
-  i32 first_stores; // dq_sum holds nothing before: who adds first stores
+  i32 first_stores; // nothing clears dq_sum: the first to add to a tile stores instead
   i32 dq_sums;      // how many dq_sum holds, one behind the other: a power of two (attention/dq_sum.h)
 };
 

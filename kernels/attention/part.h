@@ -14,7 +14,7 @@ struct HeldRange {
   STROBE_FN i32 shift() const { return local - start; } // row - position
 };
 
-// Behind it lie the lists.
+// The lists lie behind this table.
 struct PartTable {
   i64 lse_low; // of a partial part: how many elements behind a row's LSE its second number lies
   i32 first_head, first_batch;

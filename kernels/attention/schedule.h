@@ -53,7 +53,7 @@ public:
         seqlen_(band.seqlen_k) {
     begin();
   }
-  // any: of the keys that some query sees, those to walk over.
+  // any: the keys to walk over, out of those that some query sees.
   STROBE_FN BasicSchedule(Range any, const BasicBand<Int> &band, Int q0, Int q1, Int tile, Int align, BlockRow row)
       : any_(any), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align), seqlen_(band.seqlen_k) {
     begin();
@@ -94,7 +94,7 @@ private:
     }
   }
   STROBE_FN Int below(Int x) const { return x / align_ * align_; }
-  // ahead_: the next entry's block, cut to the sequence; behind it, and so empty, if there is no next entry.
+  // ahead_: the block of the next entry, cut to the sequence. If there is no next entry, it is empty and begins at the sequence's end.
   STROBE_FN void advance() {
     ahead_ = {seqlen_, seqlen_};
     if (entry_ >= row_.count) return;

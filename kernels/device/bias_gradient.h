@@ -19,7 +19,7 @@ template <i32 kBias, class Tile> __device__ __forceinline__ void bias_gradient(c
   using T = typename Tile::T;
   using B = typename Element<kBias>::type;
   const Inputs &in = a.in;
-  // Along each axis this block's tile, or all of them.
+  // The tiles that this block takes along an axis: one of its own, or all where bias was broadcast along the axis.
   struct Part {
     i32 begin, end;
     __device__ __forceinline__ Part(u32 &item, i64 stride, i64 count) {

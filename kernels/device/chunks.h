@@ -25,7 +25,7 @@ struct Merge {
   __device__ __forceinline__ float operator()(float x, float y) const {
     return __fmaf_rn(take ? -0.0f : x, before, keep ? -0.0f : __fmul_rn(y, now)); // -0 changes nothing that it is added to
   }
-  // The same of results to which infinities and NaN of V were added: they stay, however little they weigh.
+  // The same for results that hold infinities and NaN of V already: these stay, however little their chunk weighs.
   __device__ __forceinline__ float of_any(float x, float y) const {
     if (x - x + (y - y) == 0) return (*this)(x, y);
     return keep ? x : take ? y : x + y;

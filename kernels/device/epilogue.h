@@ -6,7 +6,7 @@
 
 namespace strobe {
 
-// Adds to an element of out, or of what part `split` of the keys makes of it.
+// Adds x to an element of out or, where the keys are split, of the partial result of part `split`.
 template <class T> __device__ __forceinline__ void add_to_out(const ForwardArguments &a, i32 split, i32 b, i32 h, i64 row, i32 c, float x) {
   if (a.splits > 1) {
     a.partial_out[(split * a.in.rows() + a.in.row_index(b, h, row)) * a.in.head_dim_v + c] += x;
@@ -25,7 +25,7 @@ template <class T> __device__ __forceinline__ void store_sixteen(T *row, i32 the
   store_global_below(column, there, row + column, odd ? other : left, odd ? right : other);
 }
 
-// A warp's part of a warpgroup's sums, times a factor, to the tensor's rows: row is the warp's first one, of which `rows` are there.
+// Stores a warp's part of a warpgroup's sums, times a factor, in the tensor. row: the warp's first row; `rows` rows exist from it on.
 template <class T, int kColumns>
 __device__ __forceinline__ void store_rows(const Operand &out, i32 b, i32 h, i64 row, i32 rows, i32 columns, const float (&x)[kColumns / 2],
                                            float factor) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_rows(const Operand &out, i32 b, i32 h, i64
   }
 }
 
-// The same in fp32, from where it lies. kAdds: to what is there.
+// The same in fp32, without an exchange between lanes. kAdds: adds to what the tensor holds.
 template <bool kAdds, int kColumns>
 __device__ __forceinline__ void store_rows_wide(const Operand &out, i32 b, i32 h, i64 row, i32 rows, i32 columns,
                                                 const float (&x)[kColumns / 2], float factor) {

@@ -52,7 +52,8 @@ template <class T> struct PagedKeys {
   }
 };
 
-// Whether key j, and whether some key of a tile, is hidden because its page is none of the pools'; the same in all lanes of a warp.
+// lacks: whether key j is hidden because the table names no page of the pools for it. lacks_some: whether a tile has such a key; all lanes
+// of a warp get the same answer.
 template <class T> __device__ __forceinline__ constexpr bool lacks(const Keys<T> &, i32) { return false; }
 template <class T> __device__ __forceinline__ bool lacks(const PagedKeys<T> &keys, i32 j) { return keys.pages.lacks(j); }
 template <class T, class KeyTile> __device__ __forceinline__ constexpr bool lacks_some(const Keys<T> &, const KeyTile &) { return false; }
@@ -60,7 +61,7 @@ template <class T, class KeyTile> __device__ __forceinline__ bool lacks_some(con
   return __any_sync(0xFFFFFFFFu, keys.pages.lacks_some((i32)tile.begin, (i32)tile.end, threadIdx.x % 32, 32)) != 0;
 }
 
-// With the features of a forward: in pages or not.
+// K or V of a head: in pages or not, as the forward's features say.
 template <class T, Features F = Features{}>
 __device__ __forceinline__ auto keys_of(const Operand &x, const Inputs &in, const Sequence &s, i64 b, i64 head, i32 columns) {
   if constexpr (F.seqused == kPaged)
@@ -87,7 +88,7 @@ template <class T, Features F>
 struct KeysOf<T, F> {
   using type = QuantisedKeys<F, F.by_column != 0>;
 };
-// Of a kernel's arguments, which have the scales of quantised keys.
+// The same from a kernel's arguments, which also hold the scales of quantised keys.
 template <class T, Features F, class Arguments>
 __device__ __forceinline__ auto k_of_call(const Arguments &a, const Sequence &s, i64 b, i64 head) {
   const Inputs &in = a.in;
@@ -104,7 +105,7 @@ __device__ __forceinline__ auto v_of_call(const Arguments &a, const Sequence &s,
   else
     return v_of<T, F>(in, s, b, head);
 }
-// The same for the copy engine: row j of a sequence among those of its maps of K and V.
+// For the copy engine: the row of its maps of K and V at which row j of a sequence lies.
 template <class Rows> __device__ __forceinline__ i32 mapped_row(const Rows &s, i32 j) { return (i32)s.k0 + j; }
 
 } // namespace strobe

@@ -1,13 +1,14 @@
-// A bool mask as bits, in the order in which lanes hold a tile of scores (the forward's) or of them transposed (the backward's); and what
-// packs them.
+// A bool mask as bits, which lie in the order in which lanes hold a tile of scores (in the forward) or a transposed one (in the backward);
+// and the arguments of the kernel that packs them.
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/divisor.h"
 
 namespace strobe {
 
-// A byte is what a lane has of 16 queries and 16 keys: bit 4 r + 2 c + e is row 8 r + lane / 4, column 8 c + 2 (lane % 4) + e. Its place:
-// (batch, head, 16 queries, 16 keys, lane); strides are 0 where the mask is broadcast. Transposed, rows are keys, and columns queries.
+// A byte holds what one lane has of 16 queries and 16 keys: bit 4 r + 2 c + e is row 8 r + lane / 4, column 8 c + 2 (lane % 4) + e. The
+// bytes lie in the order (batch, head, 16 queries, 16 keys, lane); strides are 0 where the mask is broadcast. Transposed, rows are keys,
+// and columns queries.
 struct MaskBits {
   STROBE_FN static constexpr i64 block_bytes() { return 32; } // of 16 x 16
   u8 *data;

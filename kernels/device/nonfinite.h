@@ -54,7 +54,7 @@ __device__ __forceinline__ void make_nonfinite(tile::Accumulator &d, const tile:
   }
 }
 
-// Is there one among the bytes (a multiple of 16) at base? This thread's share.
+// Whether this thread's share of the bytes at base (a multiple of 16) holds a number that is not finite.
 template <class T> __device__ __forceinline__ bool any_nonfinite(u32 base, int bytes, int thread, int threads) {
   u32 found = 0;
 #pragma unroll 1
@@ -73,7 +73,7 @@ template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinli
   constexpr int kChunks = kRows * kColumns / 8;
   u32 any = 0;
 #pragma unroll 2
-  for (int i = 0; i < kChunks; i += kThreads) { // no thread takes another way than its warp: that would cost the main loop registers
+  for (int i = 0; i < kChunks; i += kThreads) { // a warp's threads must not diverge here: that would cost the main loop registers
     u32 x[4], bad[4], place = v + 16 * min(i + thread, kChunks - 1);
     load_shared(x, place);
 #pragma unroll

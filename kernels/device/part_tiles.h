@@ -48,8 +48,8 @@ private:
   Schedule schedule_;
 };
 
-// The same where registers are short: in shared memory, by one thread, two tiles ahead. All threads of the block ask together, and meet
-// at a barrier between any two questions but the first two.
+// The same where registers are short: one thread finds the tiles, two ahead, and leaves them in shared memory. All threads of the block ask
+// together, and meet at a barrier between any two questions but the first two.
 class SharedKeys {
 public:
   struct Memory {

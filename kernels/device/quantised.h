@@ -68,11 +68,11 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
       return (k0 + j) / group * scale.stride[2];
     }
   }
-  // Of scales_of(j).
+  // at: the answer of scales_of(j).
   __device__ __forceinline__ float scale_of(i64 at, i32 c) const {
     return scale_at(scales, kByColumn ? at + c * scale.stride[3] : at, half);
   }
-  // The same of a row in two steps, so that others compute while the first one waits for memory.
+  // The scale of a row in two steps, so that other work can be done between the load and its use.
   __device__ __forceinline__ StoredScale stored_scale(i64 at) const {
     StoredScale x;
     if (half)
@@ -98,7 +98,7 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
     i64 column_stride;
     __device__ __forceinline__ const f16 *row(i32 r) const { return (const f16 *)keys->row(begin + min(r, rows - 1)); }
   };
-  // Rows that lie one after another from that one on.
+  // The same for rows that lie one after another, of which `row` is the first.
   __device__ __forceinline__ tile::StridedMatrix<const f16> bytes_from(const u8 *row, i32 rows) const {
     return {{(const f16 *)row, x.stride[2] / 2, 1, rows, elements()}};
   }

@@ -5,7 +5,7 @@
 
 namespace strobe {
 
-// Whether position hides something of a tile of keys, of kTileK where it is whole.
+// Whether position hides some key of the tile from some query, or the tile has fewer than kTileK keys.
 template <int kTileK, class KeyTile> __device__ __forceinline__ bool hides_by_position(const KeyTile &tile) {
   return tile.masked || tile.end - tile.begin < kTileK;
 }

@@ -35,8 +35,8 @@ template <bool kNatural> __device__ __forceinline__ auto exponent_of(float unit)
     return Linear{unit};
 }
 
-// Where a row's sum is kept from tile to tile: in l, or in memory beside what its roundings added too much, for over many keys they exceed
-// FP32's bound. In memory l is only the sum of the current tile, until join().
+// Where a row's sum is kept from tile to tile: in l, or in memory together with what its roundings added too much, since over many keys the
+// roundings exceed FP32's bound. If it is in memory, l is only the sum of the current tile, until join().
 struct OneSum {
   static constexpr bool kJoins = false;
 };
@@ -87,8 +87,8 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       for (int i = 0; i < tile::elements_of_row(O); ++i) tile::row_element(O, row, i) *= alpha[row];
     }
   }
-  // The same where O is at hand: nothing is exchanged nor rescaled unless a row of the warp's is far from its reference. kOwn: then the
-  // rows that are far move alone; else all of them do.
+  // The same where O is at hand: nothing is exchanged or rescaled unless some row of the warp is far from its reference. kOwn: then only
+  // the rows that are far move; without it all rows move.
   template <bool kExact, bool kOwn = false, class Tile, class Exponent, class Sum>
   __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, Sum &O) {
     float top[kRows];

@@ -1,5 +1,5 @@
-// P and dS of one tile of scores, computed anew by a block of threads, whoever asks: what dbias sums up and what rows are settled by. In
-// the arithmetic of the family's backward.
+// A block of threads computes P and dS of one tile of scores anew, in the arithmetic of the family's backward. dbias sums them up, and rows
+// are settled by them.
 #pragma once
 #include "../tile/copy.h"
 #include "../tile/multiply.h"
@@ -33,7 +33,8 @@ public:
       : a(a), in(a.in), thread((int)threadIdx.x), key_warp(thread / 32 % C.key_warps), query_warp(thread / 32 / C.key_warps),
         shared_(shared_address(memory)) {}
 
-  // P (what dropout takes away: with a sign) and dS, 0 where P is. Whether anything is seen of the tile; if not, they are not written.
+  // Makes P, with a sign where dropout drops it, and dS, which is 0 where P is. Returns whether the queries see anything of the tile; if
+  // not, neither is written.
   __device__ __forceinline__ bool compute(Tile &P, Tile &dS, const Part &p) const {
     const Sequence sequence = in.sequence<F.seqused>(p.batch);
     const Band &band = sequence.band;

@@ -83,7 +83,7 @@ template <Features F, bool kTickets, int kTileK, class State>
 __device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {
   const Inputs &in = a.in;
   u32 index = blockIdx.x;
-  if constexpr (kTickets) index = atomicAdd(a.turns, 1u); // whatever a block waits for has drawn its own before
+  if constexpr (kTickets) index = atomicAdd(a.turns, 1u); // each block that this one waits for has drawn its ticket before
   u32 tiles = (u32)key_tiles<F, kTileK>(in), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
   u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
   u32 pair = first + rest % n;

@@ -17,7 +17,7 @@ namespace strobe::passes {
 // The larger; a NaN is larger than all numbers.
 template <class T> __device__ __forceinline__ T larger(T a, T b) { return b > a || b != b ? b : a; }
 
-// Of what all threads have; `shared` has room for a number of each.
+// The largest number of all threads; `shared` has room for one number of each.
 template <int kThreads, class T> __device__ __forceinline__ T largest_of_block(T *shared, T mine) {
   shared[threadIdx.x] = mine;
   __syncthreads();
@@ -112,7 +112,7 @@ template <AuxiliaryConfig C> struct TensorTile {
   template <class KeyRows> __device__ __forceinline__ void take_keys(const KeyRows &rows) const {
     tile::load<C.tile_k, C.head_dim, kThreads, C.aligned != 0>(shared, rows, (int)threadIdx.x);
   }
-  // Nothing is written where keys still arrive, though no query has multiplied them.
+  // Waits for the copies of the keys even if no query has multiplied them: the caller writes to the same memory next.
   __device__ __forceinline__ void finish() const {
     cp_async_commit();
     cp_async_wait<0>();
@@ -141,7 +141,7 @@ template <AuxiliaryConfig C, class Taken> struct TileOf<C, Taken, true> {
 
 template <class T> __device__ __forceinline__ T exp_from(T score, T natural, T lse) { return exp2(fma(score, natural, -lse) * kLog2e<T>); }
 
-// What both passes over S are made of. Taken: the rows that stay, the tile's keys.
+// What both passes over S have in common. Taken: the type of the rows that stay while the others pass; the tile calls them its keys.
 template <AuxiliaryConfig C, class Taken> struct ScorePass {
   using Arguments = typename ArgumentsOf<AuxiliaryArguments, C.features.quant != 0>::type;
   using E = typename Element<C.dtype>::type;
@@ -158,7 +158,8 @@ template <AuxiliaryConfig C, class Taken> struct ScorePass {
     const T x = scores.score(raw, row, j, by_position, k1);
     return F.seqused == kPaged && j < k1 && lacks(keys, j) ? minus_infinity<T>() : x;
   }
-  // What the threads that share a row have summed of it (Kahan), between barriers; and the sum of all, in order.
+  // put(), which must follow a barrier, leaves in shared memory what each thread has summed of a row (Kahan); total() adds that up in
+  // order.
   static __device__ __forceinline__ void put(T *parts, const T (&sum)[Tile::kKeys], const T (&lost)[Tile::kKeys]) {
 #pragma unroll
     for (int m = 0; m < Tile::kKeys; ++m) parts[Tile::share() * C.tile_k + Tile::key(m)] = sum[m] - lost[m];
@@ -224,7 +225,7 @@ template <AuxiliaryConfig C> struct RowTotals : ScorePass<C, tile::Matrix<const 
     for (i32 i = (i32)threadIdx.x; i < q1 - q0; i += kThreads) {
       T all = Pass::total(parts, i);
       if (in.sinks) all += exp_from(*in.sinks.template at<const T>(0, h, 0, 0), T(1), *a.lse.template at<const T>(b, h, s.q0 + q0 + i, 0));
-      // Of a row that sees nothing, or no numbers, there is nothing to divide.
+      // A row that sees nothing, or whose sum is no finite number, is not divided.
       ((T *)a.inverse)[in.row_index(b, h, s.q0 + q0 + i)] = all > T(0) && all < -minus_infinity<T>() ? T(1) / all : T(1);
     }
   }

@@ -4,7 +4,7 @@
 
 namespace strobe::passes {
 
-// Whose backward a pass stands beside: the order in which D is summed, and how dq_sum lies.
+// The backward that a pass belongs to: it decides in which order D is summed, and how dq_sum lies.
 inline constexpr i32 kFragments = 0;   // mma.sync: eight lanes share a row; 16x16 blocks as a warp's lanes hold them
 inline constexpr i32 kWarpgroups = 1;  // Hopper: all of a tile's loads under way at once; parts of a tile as a warpgroup's lanes hold them
 inline constexpr i32 kRowAfterRow = 2; // FP32 and FP64: in the order and the runs of dP; rows, which have the scale already
@@ -16,7 +16,7 @@ struct RowsConfig {
   i32 form;             // kFragments, kWarpgroups or kRowAfterRow
   i32 partial;          // of a part: D and both numbers of LSE are given (Features::partial)
   i32 part, sparse;     // tiles are those of a part's ranges (attention/part.h), and of blocks
-  i32 adds;             // dQ is added to what is there; it and a partial part's have the type of sums
+  i32 adds;             // dQ is added to what is there; such a dQ, and that of a partial part, has the type of sums
 
   static constexpr i32 kRowTile = 64; // tile_q of kRowAfterRow
   STROBE_FN constexpr bool wide() const { return partial || adds; }

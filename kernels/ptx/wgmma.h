@@ -33,9 +33,9 @@ __device__ __forceinline__ u64 descriptor_mn_major(u32 base, u32 block_bytes) {
 // A descriptor `bytes` further on.
 __device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
 
-// Wgmma<T, N>: shared<kAccumulate, kMnMajorA>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). shared_anew<kMnMajorA>(d, a, b) and
-// registers_anew<kMnMajorB>(d, a, b): the first product of a sum whose registers are free until then (where d keeps its place over a loop,
-// kAccumulate = false).
+// Wgmma<T, N>: shared<kAccumulate, kMnMajorA>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). The first product of a sum is
+// shared_anew<kMnMajorA>(d, a, b) or registers_anew<kMnMajorB>(d, a, b), which leave d's registers free until then; where d keeps its
+// registers over a loop, it is kAccumulate = false.
 template <class T, int N> struct Wgmma;
 
 #define STROBE_OUT(io, i) io(d[i])

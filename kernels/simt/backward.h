@@ -216,7 +216,7 @@ private:
         for (int j = 0; j < kColumns; ++j) atomicAdd(sum + r * C.head_dim + grid.template column<W>(j), dQ[i][j] * scale);
   }
 
-  template <int kColumns> // adjacent to another in pieces, as multiply_tn left them
+  template <int kColumns> // a thread's columns are adjacent in pieces, as Products::tn left them
   static __device__ __forceinline__ void store(const Operand &to, i64 b, i64 h, i64 row, i32 count, i32 columns, T (&x)[kKeys][kColumns],
                                                T scale, bool add, typename Multiply::Grid grid) {
     grid.x = computed_here(grid.x), grid.y = computed_here(grid.y);

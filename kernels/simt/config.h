@@ -32,9 +32,9 @@ struct Config {
   STROBE_FN constexpr i32 pad() const { return 16 / real_bytes(); }
   // Columns over which q.k is summed in one run, by forward and backward alike. Where scores are large, what longer runs round shows.
   STROBE_FN constexpr i32 score_run() const { return dtype == kF32 ? kRunOfColumns : head_dim; }
-  // Keys or queries, of a tile of so many, over which O, dK and dV are summed in one run. Of N terms, in runs of r that are then added up,
-  // the squares of what all additions round are about N (r + N / r), and N is 1024 or 2048 (run_of_keys, Backward::kFlush); but beside one
-  // large term the more of the others are lost, the shorter their runs are.
+  // How many of a tile's keys or queries one run of the sums O, dK and dV covers. If N terms are summed in runs of r, and the runs are then
+  // added up, the squares of all roundings are about N (r + N / r), and N is 1024 or 2048 (run_of_keys, Backward::kFlush). But beside one
+  // large term, shorter runs lose more of the other terms.
   STROBE_FN constexpr i32 run_of_rows(i32 tile) const { return dtype == kF32 ? min(tile, 64) : tile; }
   // P and dS, a line a query; the forward's P and the backward's second dS, a line a key. The distance of lines, in elements, spreads
   // neighbours over the banks.
@@ -64,10 +64,11 @@ struct Config {
   STROBE_FN constexpr i32 forward_states_at() const {
     return walk_bytes() + (2 * stage_elements() + pt_elements()) * real_bytes() + kept_bytes();
   }
-  // Whether the forward keeps what the roundings of l dropped, and begins O anew after some tiles: over many keys those of one run are more
-  // than FP32's bound.
+  // Whether the forward keeps what the roundings of l dropped, and begins O anew after some tiles: over many keys, the roundings of a
+  // single run exceed FP32's bound.
   STROBE_FN constexpr bool compensated() const { return dtype == kF32; }
-  // Positions of keys that a run of O then covers, from a multiple of them on; of each of several splits, as many of its own.
+  // How many positions of keys such a run of O covers, from a multiple of them on. Where keys are split, a run covers so many for each
+  // split.
   STROBE_FN constexpr i32 run_of_keys() const { return min(16 * tile_k, 1024); }
   // m of a row, l of a thread and row; if compensated, what l lost, m of a row where its last run of keys ended, a thread's run
   STROBE_FN constexpr i32 forward_shared_bytes() const {

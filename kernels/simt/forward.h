@@ -56,9 +56,9 @@ template <Config C> struct Forward {
     }
     if constexpr (C.compensated()) rows.run() = -1;
 
-    // O of the runs of keys that have ended waits in the place of the result. What joining loses stays in O, for the next run to begin
-    // with. `invariant`: runs begin at the same keys in every tile of queries. last: O becomes the sum. Its type is generic, so that this
-    // code exists for FP32 alone, where Out is T.
+    // The result's memory holds O of the runs of keys that have ended. What rounding takes when a run joins it stays in O, and the next run
+    // begins with that. `invariant`: runs begin at the same keys in every tile of queries. last: O becomes the sum. Its type is generic, so
+    // that this code exists for FP32 alone, where Out is T.
     const auto join_earlier = [&](int i, auto last) {
       auto here = grid;
       here.x = computed_here(here.x), here.y = computed_here(here.y);

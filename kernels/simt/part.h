@@ -51,7 +51,7 @@ template <Config C> __device__ __forceinline__ PartKeys part_keys(const Inputs &
   const BlockRow row = F.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{};
   return {s.band, q0, q1, C.tile_k, F.part == kAnywhere ? 1 : 16, row, held_keys(in, b)};
 }
-// The sequence, of which a tile of keys has its part, as a tile of queries sees it, too.
+// The sequence as a tile of queries sees it; s is the sequence as the tile of keys sees it.
 __device__ __forceinline__ const Sequence &sequence_of(const Sequence &s, const Tile &) { return s; }
 __device__ __forceinline__ Sequence sequence_of(const Sequence &s, const ShiftedTile &tile) {
   Sequence own = s;

@@ -115,7 +115,7 @@ template <class E, bool kBounded = false> struct Rows : FirstRow<kBounded> {
   __device__ Rows(const Keys<E> &keys, i32 count)
       : data(keys.first), stride(keys.x.stride[2]), column_stride(keys.x.stride[3]), count(count), columns(keys.columns) {}
   Rows() = default;
-  // Row 0 lies `shift` rows behind, and there are those before `end`.
+  // These rows counted from `shift` rows further on; only those before `end` exist.
   __device__ __forceinline__ Rows shifted(i32 shift, i32 end) const {
     Rows rows = *this;
     rows.data += shift * stride, rows.count = end;

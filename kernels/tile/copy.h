@@ -12,7 +12,7 @@ template <class T> struct Matrix {
   __device__ __forceinline__ T *row(i32 i) const { return data + i * row_stride; }
 };
 
-// Of rows whose places are read from memory.
+// A source whose rows lie where a table in memory says.
 template <class Rows>
 concept LooksUp = requires { Rows::kLooksUp; };
 

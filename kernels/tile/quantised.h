@@ -85,13 +85,13 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of_key(u32
 template <i32 kStored> __device__ __forceinline__ u32 nan_bits(u32 x) { return kStored == kE4M3 ? (x & 0x7F7F7F7Fu) + 0x01010101u : 0; }
 __device__ __forceinline__ bool has_nan(u32 bits) { return (bits & 0x80808080u) != 0; }
 
-// Which column of a row of kColumns is multiplied as number e of half h of step c of the lanes with t = lane % 4: K's lanes hold a quarter
-// of a row each, and a sum over columns may take them in any order.
+// The column of a row of kColumns that the lanes with t = lane % 4 multiply in step c, as number e of half h. K's lanes hold a quarter of a
+// row each, and a sum over columns may take them in any order.
 template <i32 kStored, int kColumns> __device__ __forceinline__ int column_of_step(int t, int c, int h, int e) {
   constexpr int kWord = columns_of_word(kStored), kSteps = kWord / 4; // steps of a word
   return kColumns / 4 * t + c / kSteps * kWord + c % kSteps * 2 + (kConverted<kStored> ? 2 * h + e : h + e * kWord / 2);
 }
-// Q as a left operand for that, from a tile of 16-bit numbers at `base`.
+// Q as the left operand of such a step, from a tile of 16-bit numbers at `base`.
 template <i32 kStored, int kColumns> __device__ __forceinline__ Left left_of_steps(u32 base, int row, int c) {
   Left f;
 #pragma unroll

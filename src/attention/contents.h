@@ -36,7 +36,7 @@ std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, in
 // cu: of packed keys, which was checked before; null: each sequence has `length` of them.
 std::string check_seqused(const int32_t *used, int64_t batch, const int32_t *cu, int64_t length, bool paged);
 
-// Of the pages that hold keys that count. used: how many of each sequence count, which was checked before; null: all.
+// Only the pages that hold keys that count are checked. used: how many keys of each sequence count, which has been checked; null: all.
 struct PageTable {
   int64_t batch, pages_each, page_size, pages; // pages: of the pool
   const int32_t *table;

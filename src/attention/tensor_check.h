@@ -34,7 +34,7 @@ class TensorChecks {
 public:
   explicit TensorChecks(Reasons &reasons) : reasons(reasons) {}
 
-  // Every tensor from here on has to lie where that one lies, if that is a place at all; `why` ends the message.
+  // Every tensor from here on has to lie on the device of this one, if that is a valid device; `why` ends the message.
   void on_device_of(const strobe_tensor &, const char *why);
 
   // False, with reasons, if anything is wrong. A tensor that is accepted is one of placed().

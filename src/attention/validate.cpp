@@ -70,7 +70,7 @@ public:
   const std::vector<Placed> &placed() const { return checks.placed(); }
 
 private:
-  // Sizes as the tensors that define them say; kAny where they cannot be told, and then nothing is held against the others.
+  // Each size as the tensor that defines it says. A size is kAny if it cannot be told, and then nothing is held against it.
   struct Sizes {
     int64_t batch = kAny, heads = kAny, heads_kv = kAny, dim = kAny, dim_v = kAny;
     int64_t rows_q = kAny, rows_k = kAny;     // Sq, Sk; varlen: Tq, Tk
@@ -284,7 +284,7 @@ private:
         reasons.add(field, value, "; accepted for q of ", name(dtype), " is at most ", most);
   }
 
-  // What the rows, heads and sequences at hand are of a larger problem.
+  // Which rows, heads and sequences of a larger problem the call holds.
   void parts() {
     n.size_q = n.seqlen_q, n.size_k = n.seqlen_k;
     if (!a.part) return;
@@ -352,8 +352,8 @@ private:
                             good ? m.kept : kAny, n.blocks_q, mt);
     if (good && good_t && on_cpu(*t.block_rows)) add("block_rows_t", check_transpose(m, mt));
   }
-  // How many sequences a block mask that differs between sequences may have: as many as the whole problem has, which is known only to be at
-  // least up to the last one here.
+  // How many sequences a block mask may have if it differs between sequences: as many as the whole problem. That number is not known, but
+  // the last sequence here is a lower bound of it.
   int64_t sequences_of_blocks() const {
     if (n.batch == kAny || !t.block_rows || t.block_rows->rank < 1) return kAny;
     return std::max(part->first_batch + n.batch, t.block_rows->shape[0]);

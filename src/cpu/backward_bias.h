@@ -23,7 +23,7 @@ struct BiasItems {
     terms = rows ? (batch > 1 ? 1 : p.batch) * (heads > 1 ? 1 : p.heads) : tiles;
     terms_once = rows ? 16 : 1; // there a term of an element is one dS, here the sum of a whole tile
   }
-  // Elements: of the sums that each thread has, and of those of all items, where these are kept.
+  // Elements of the sums: own_size() for one thread, size() for all threads and, where each item's sum is kept, for all items.
   int64_t own_size() const { return (terms > terms_once ? 3 : 1) * sum_size; }
   int64_t size(int64_t threads) const { return min((i64)threads, (i64)count) * own_size() + (rows ? 0 : count * sum_size); }
 };

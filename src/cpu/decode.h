@@ -26,8 +26,9 @@ template <class Products> struct DecodeScratch : DecodeTile {
   }
 };
 
-// What each item leaves of its rows: the largest score m, l, the sum of P, and O = P V; P is measured against m. A sequence's spans of
-// which some query sees a key have places side by side: as many as a window can touch, or as there can be spans of packed tokens.
+// What each item leaves for each of its rows: m, the largest score; l, the sum of P, which is measured against m; and O = P V. A sequence
+// has places, side by side, for the spans in which some query sees a key: as many as a window can touch, or as many spans as packed tokens
+// can have.
 template <class T> struct DecodeResults : DecodeTile {
   const Problem &p;
   int64_t each;                  // places of a sequence; 0: of packed tokens, by where its tokens lie
@@ -146,7 +147,7 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   scratch.products.scores(of_span, rows, scratch.s);
 
   const int64_t padded = round_to(keys.end - keys.begin, 16);
-  // Of V, what memory brings meanwhile, where its rows lie side by side.
+  // V is fetched from memory meanwhile, if its rows lie side by side.
   const int64_t element = strobe::bytes(p.v.dtype);
   const char *const v = p.v.data + p.v.index(b, kv, any.k_begin + keys.begin, 0) * element;
   const bool dense = !p.v.page_size && p.v.stride[2] == p.stored(p.head_dim_v);
@@ -167,7 +168,8 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   }
   scratch.products.values(of_span, hides, rows, scratch.probs, o, results.columns);
 
-  // As in forward.h: once more, with m at log2 l above, where the sum P V overflowed, or V of a key is no number whose K is -inf.
+  // As in forward.h, P V is made once more, with m at log2 l above, where its sum overflowed, or where a key with a score of -inf has a V
+  // that is no number.
   bool again = false;
   for (int64_t r = 0; r < rows; ++r) {
     T zero = l[r] * T(0); // or NaN

@@ -97,8 +97,8 @@ private:
   int64_t pairs_k() const { return words_k_ * kPerWord / 2; }
   int64_t columns_v() const { return words_v_ * kPerWord; }
 
-  // Asks memory for the rows of the next block, as many lines at each product of tiles as it takes in: what waits for memory and what
-  // computes are not to take turns.
+  // Fetches the rows of the next block. Each product of tiles asks for as many lines as it takes in, so that memory and products work at
+  // the same time.
   struct Fetch {
     const Word *row;
     int64_t stride, words, rows, w = 0;
@@ -184,8 +184,8 @@ private:
     }
   }
 
-  // Products below 2^-126 count as 0. So P times a scale is multiplied by a power of two that makes the largest about 2^100: P by kLift,
-  // and the scales here. Returns what O has then to be multiplied by, beside 1 / kLift.
+  // Products below 2^-126 count as 0. So powers of two lift the largest product of P and a scale to about 2^100: kLift is multiplied into
+  // P, and the rest into the scales, here. Returns what O must be multiplied by afterwards, beside 1 / kLift.
   __attribute__((noinline)) T lift_scales(int64_t rows, int64_t count, const T *probs) {
     const Vec<T> none(T(0));
     fill(scales_ + count, round_to(count, L) - count, T(0));

@@ -106,7 +106,7 @@ template <class Stored> STROBE_INLINE bool is_finite(Stored x) {
     return __builtin_isfinite(widen(x));
 }
 
-// Rows at one distance from each other, in words. `ahead` is where rows lie that will be read soon, as many.
+// Rows at a fixed distance from each other, in words. `ahead` points to as many rows that will be read soon.
 template <class Word> struct WordBlock {
   const Word *rows;
   int64_t count; // rows; those behind the tensor's are 0

@@ -101,8 +101,8 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
   return moved;
 }
 
-// sum[c * width + lane] += s[key * width + lane] x(key, c) of the elements of x that are not finite, where s is not 0: what FiniteKeys left
-// out, for those who see it.
+// sum[c * width + lane] += s[key * width + lane] x(key, c) for each x(key, c) that is not finite, where s is not 0. FiniteKeys left these
+// out, and the queries that see them must get them.
 template <class T>
 __attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, const KeyRows &x, int64_t b, int64_t h, int64_t k0, int64_t d,
                                              T *sum) {
@@ -130,14 +130,15 @@ template <class Math> struct BothScores {
   }
 };
 
-// Whether the rows of K or V that a piece's products read hold something that is not finite, for which they need FiniteKeys. What nobody
-// sees matters where there is such a key. Under `invariant` a row that sees it must not depend on whether others do.
+// Whether the rows of K or V that a piece's products read hold something that is not finite, so that FiniteKeys are needed. That matters
+// only if some query does not see such a key (hidden) or under `invariant`, where the bits of a row that sees the key must not depend on
+// whether other rows see it.
 template <class T> bool reads_nonfinite(const Head<T> &head, const Piece<T> &piece, bool hidden, const KeyRows &x, int64_t d) {
   return (hidden || head.p->invariant) && !all_finite(x, head.b, head.kv, piece.k0 + piece.span.j0, piece.keys_read(head), d);
 }
 
-// sum += x^T s, a product over keys: s from its key `from` on. invariant: of one that adds a whole sum up before it adds it to what there
-// is, each sum is of kKeyAlign keys.
+// sum += x^T s, a product over keys; s begins at its key `from`. invariant: an arithmetic with kSumsApart sums a whole product up before it
+// adds it to `sum`, so each product is of kKeyAlign keys.
 template <class Math>
 STROBE_INLINE void multiply_keys(const Head<typename Math::Real> &head, int64_t d, int64_t width, int64_t keys, typename Math::Left x,
                                  const typename Math::Scores &s, int64_t from, KeySum<typename Math::Real> &sum) {
@@ -217,8 +218,8 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
   for (int64_t i = 0; i < queries.rows; ++i) scratch.l[i] += scratch.l_lost[i];
 }
 
-// Whether O of a row is not finite while its l is. `again`: the m that such a row is to start from then, at log2 l above; all others start
-// as they did.
+// Whether some row has an O that is not finite and an l that is. Such a row starts anew from the m in `again`, which is log2 l above its m;
+// all other rows start as they did.
 template <class Math>
 bool overflowed(const Head<typename Math::Real> &head, const ForwardScratch<Math> &scratch, ForwardTile<Math> &queries) {
   using T = typename Math::Real;
@@ -259,8 +260,8 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   }
   fill(scratch.m, rows, -kInfinity<T>);
   add_keys(head, tile, source, scratch, queries, false);
-  // The sum P V, with P up to 2^8, may overflow where the mean does not: once more with m at log2 l above, P then sums to 1. Or a score is
-  // -inf because K is infinite, and V of a key so hidden is no number.
+  // The sum P V, with P up to 2^8, may overflow where the mean does not, or take in a V that is no number from a key that an infinite K
+  // hides by a score of -inf. Then it is made once more, with m at log2 l above, so that P sums to 1.
   if (overflowed(head, scratch, queries)) {
     std::memcpy(scratch.m, scratch.again, sizeof(T) * size_t(rows));
     add_keys(head, tile, source, scratch, queries, true);

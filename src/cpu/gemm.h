@@ -40,7 +40,7 @@ STROBE_INLINE void multiply_block(int64_t depth, Broadcast<T> a, const T *b, int
     const int64_t end = kRun < depth - k ? k + kRun : depth;
     if constexpr (kRoundsProducts) {
       for (; k < end; k += 4, b += 4 * ldb) {
-        const int64_t left = end - k; // fewer than four have the bits of four of which the last are 0
+        const int64_t left = end - k; // a sum of fewer than four has the bits of one of four whose last terms are 0
         unroll<kRows>(STROBE_UNROLL(m) {
           const auto product = [&](int i, int n) __attribute__((always_inline)) {
             return V(kUnitRow ? a.a[i * a.col + m] : rows[m][k + i]) * V::load(b + i * ldb + n * L);

@@ -17,9 +17,9 @@ inline constexpr int64_t kMostDecodedRows = 128; // of a group of heads: each th
 
 struct CpuKernels {
   const char *arithmetic;                // in words
-  bool quantised;                        // whether quantised K and V are read everywhere: products of bf16 would round what they stand for
-  int64_t decodes_quantised_from;        // where not: from so many rows of a group on decoding reads them, scaling S and P; 0: never
-  int64_t rows_in_place;                 // of a group, up to which decoding reads K and V as they lie
+  bool quantised;                        // whether every forward reads quantised K and V: bf16 products would round what these stand for
+  int64_t decodes_quantised_from;        // else decoding reads them if a group has at least so many rows, and scales S and P; 0: never
+  int64_t rows_in_place;                 // decoding reads K and V as they lie if a group has at most so many rows
   int planes;                            // bf16 that a number is split into, whose smallest products are left out; 0: it is not split
   TileSizes forward_tile, backward_tile; // where nothing else is wished
   int64_t (*forward_workspace)(const Problem &, const TileSizes &, int64_t threads);

@@ -51,11 +51,11 @@ inline constexpr int kMostRowsHeld = kVectorRegisters == 32 ? 8 : 4;
 
 inline constexpr int64_t kPitch = 1024 + 16; // of a row of scores or of P, in elements or in operands: rows are not to share cache sets
 
-// Asks for words of rows to come, where they lie side by side from the first to the last: what fetches ahead by itself from memory follows
-// that order alone. Else the same words of each row.
+// Fetches words of rows to come. Where rows lie side by side, it asks for words in the order of memory, because the CPU's own prefetcher
+// follows that order alone; elsewhere it asks for the same words of each row.
 template <class Word> class Prefetch {
 public:
-  // In place of the words [w, w + words) of `rows` rows of `all` words.
+  // Serves a loop over the words [w, w + words) of `rows` rows of `all` words.
   STROBE_INLINE Prefetch(const Word *ahead, int64_t stride, int64_t rows, int64_t w, int64_t words, int64_t all)
       : at_(ahead + (stride == all ? rows * w : w)), row_(stride == all ? words : stride) {}
   STROBE_INLINE void operator()(int64_t row, int64_t word) const {

@@ -66,14 +66,14 @@ public:
   }
 
   explicit operator bool() const { return bool(p_.mask); }
-  // The cells of the piece of queries that begins at i0, of a row of them for each piece of its tile.
+  // The row of cells for the piece of queries that begins at i0; each piece of its tile has such a row.
   const uint8_t *row(int64_t b, int64_t h, const QuerySpan &queries, int64_t i0) const {
     if (rows_ == 1) return cells_ + slice(b, h) * columns_;
     const int64_t start = queries.range.start, aligned = i0 / tile_.q * tile_.q, begin = max(aligned, start); // of its tile
     const int64_t tile = queries.first_tile + i0 / tile_.q - start / tile_.q;
     return cells_ + (slice(b, h) * rows_ + tile * pieces_of(tile_) + (i0 - begin) / tile_.width) * columns_;
   }
-  // What some query of the tile of queries at i0 makes of the cell of key j.
+  // What the mask does in the cell of key j, for the tile of queries at i0: the union over its pieces.
   uint8_t of_tile(int64_t b, int64_t h, const QuerySpan &queries, int64_t i0, int64_t j) const {
     const uint8_t *cell = row(b, h, queries, i0) + j / keys_;
     uint8_t kind = 0;

@@ -65,7 +65,7 @@ template <class T> struct Head {
 
   // What the unit of raw scores is to that of scores.
   STROBE_INLINE T measure() const { return additive ? T(1) : scale; }
-  // Whether they are but some queries of a tile, of which the cells of a mask's map say nothing.
+  // Whether these queries are only some of a tile's, so that the cells of a mask's map do not speak for them.
   STROBE_INLINE bool cut() const { return queries.cut; }
   // The positions of the keys that the call holds.
   STROBE_INLINE int64_t ranges_k() const { return p->part ? p->part.count_k : 1; }

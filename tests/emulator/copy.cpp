@@ -10,7 +10,7 @@ namespace {
 
 uint32_t address_of(const Warp &warp, const Operand &o, uint32_t lane) { return static_cast<uint32_t>(warp.value(o, lane)); }
 
-// Of one lane's groups all but the last `pending`: those that it waits for.
+// Takes out what one lane waits for: all of its committed groups but the last `pending`.
 template <class Work> std::vector<Work> waited_for(std::vector<Work> &all, uint32_t lane, uint32_t committed, uint64_t pending) {
   auto is = [&](const Work &w) { return w.lane == lane && w.group + pending < committed; };
   std::vector<Work> found;

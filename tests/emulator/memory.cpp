@@ -48,7 +48,7 @@ template <Space space, class T, class R> void load(Warp &w, const Instruction &i
     }
   });
 }
-// One that others may write meanwhile: they have their turn before it is read again.
+// A load of what other warps may write meanwhile: they run before it is read again.
 template <Space space, class T, class R> void load_waiting(Warp &w, const Instruction &i, uint32_t lanes) {
   load<space, T, R>(w, i, lanes), w.waits = true;
 }
@@ -59,7 +59,7 @@ template <Space space, class T, class R> void store(Warp &w, const Instruction &
     for (int n = 0; n < i.count; n++) values[n] = T(w.lanes<R>(i.a[n])[lane]);
     const size_t bytes = i.count * sizeof(T);
     std::byte *to = at<space, Access::kSynchronize>(w, lane, address(w, i, lane), bytes);
-    if (w.block.races && std::memcmp(to, values, bytes) == 0) return; // nobody sees it: a flag that is set, a zero that is one
+    if (w.block.races && std::memcmp(to, values, bytes) == 0) return; // nobody can tell: the memory holds these values already
     at<space, Access::kWrite>(w, lane, address(w, i, lane), bytes);
     std::memcpy(to, values, bytes);
   });
@@ -136,7 +136,8 @@ void decode_access(Kernel &k, Instruction &i, const std::vector<std::string> &wo
   i.execute = access(a, type);
 }
 
-// count elements, one after another, for each lane in turn. Where nothing changes this may be a try: others have their turn first.
+// Each lane in turn changes `count` elements, one after another. If that changes nothing and returns a value, it may be a try in a loop:
+// other warps run before the next one.
 template <class T, auto f, bool returns> void atomic(Warp &w, const Instruction &i, uint32_t lanes) {
   bool changed = false;
   each(lanes, [&](uint32_t lane) {

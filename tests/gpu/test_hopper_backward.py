@@ -41,7 +41,7 @@ def faults(inputs: Inputs, **how: Any) -> list[str]:
 
 
 def spreads_nothing(inputs: Inputs) -> None:
-    """What is no number in the gradients is none in the oracle's, and what is NaN in the oracle's is no number in the gradients."""
+    """Where the oracle's gradients are finite, these are, too; where the oracle has NaN, these are not finite."""
     ref = oracle(inputs)
     found = gradients(inputs, ref)
     for name in ("dq", "dk", "dv"):
@@ -229,8 +229,8 @@ def test_shares_are_added_to_what_is_there(part, d):
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
 @pytest.mark.parametrize("batches", [slice(2, 4), slice(70, 72)], ids=["first pair", "second pair"])
 def test_a_block_of_a_heads_keys_spreads_nothing_hidden(batches, value, what, d):
-    """What is no number in the pairs 4 to 7, or 140 to 143, of 150 reaches neither the pair that an H200's block (of 132) takes after or
-    before it, nor who does not see it."""
+    """Of 150 pairs, 4 to 7 or 140 to 143 hold what is no number. It reaches neither the other pair that the same block takes (an H200 has
+    132), nor the queries and keys that do not see it."""
     inputs = call(b=75, h=4, hkv=2, sq=90, sk=180, d=d, dtype=BF16, causal=True)
     assert owns(inputs)
     getattr(inputs, what)[batches, :, slice(175, 180) if what in ("k", "v") else slice(0, 5)] = value
@@ -240,7 +240,7 @@ def test_a_block_of_a_heads_keys_spreads_nothing_hidden(batches, value, what, d)
 @pytest.mark.parametrize("d", [96, 128])
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "deterministic": True}, {"window": (4150, 9)}], ids=str)
 def test_long(options, d):
-    """Where a band takes tiles of 80 queries."""
+    """So long that the kernel takes tiles of 80 queries for a band."""
     options = dict(options)
     how = {"deterministic": options.pop("deterministic", False)}
     assert not faults(call(h=1, sq=4200, sk=4200, d=d, dtype=BF16, **options), **how)
@@ -296,7 +296,7 @@ def test_bias(feature, d, shape):
 @pytest.mark.parametrize("feature", ["alone", "causal", "softcap", "mask", "alibi"])
 @pytest.mark.parametrize("d", [64, 128, 192])
 def test_a_bias_hides_what_is_no_number(d, feature, number):
-    """Also from queries behind the last one, which are there in its tile."""
+    """The tile has places for queries that are not there, and for which there is no bias: they must not see the key either."""
     options = dict(BIASES[feature])
     if "mask" in options:
         options["mask"] = options["mask"][..., :100, :128].contiguous()
@@ -312,7 +312,7 @@ def test_a_bias_hides_what_is_no_number(d, feature, number):
 
 
 def test_a_large_bias_keeps_its_digits():
-    """One number more in each score changes nothing but LSE, and how much of it fp32 holds: held to the plain formulas without it."""
+    """A constant in all scores changes only LSE, of which fp32 then holds fewer digits. The plain formulas do without the constant."""
     bias = torch.randn(1, 1, 200, 200, generator=torch.Generator().manual_seed(4))
     inputs, small = (call(h=2, sq=200, d=128, dtype=F16, bias=bias + more, gradients=("bias",)) for more in (3e4, 0))
     ref, exact = run_plain(inputs, torch.float64), run_plain(small, torch.float64)

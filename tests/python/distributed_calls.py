@@ -112,7 +112,7 @@ def fails_on(group: dist.ProcessGroup, rank: int, change: str, of: str) -> tuple
 
 @contextlib.contextmanager
 def no_memory(after: int) -> Iterator[None]:
-    """For whoever allocates more than so often."""
+    """Each allocation after the first `after` ones fails."""
     modules, real, left = (_call, _exchange, torch_arrays), _call.allocated, after
 
     def allocated(*arguments: Any) -> Tensor:
@@ -170,7 +170,7 @@ def runs_out_of_memory(group: dist.ProcessGroup, rank: int, method: str, in_back
 
 
 def agrees_without_a_cpu_backend(group: dist.ProcessGroup) -> tuple[list[tuple[int, ...]], tuple[str, str], str]:
-    """As of NCCL alone. These ranks are in different numbers of groups: the first in all that the workers begin with."""
+    """The group looks like one of NCCL alone. Its ranks are in different numbers of groups: the first is in all of the workers' groups."""
     own = dist.new_group(list(range(group.size())))
     devices = _group._devices
     try:
@@ -184,7 +184,7 @@ def agrees_without_a_cpu_backend(group: dist.ProcessGroup) -> tuple[list[tuple[i
 
 
 def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) -> tuple[str, str, float]:
-    """In a group of its own, for nobody can use it afterwards."""
+    """What each rank is told where one rank does not come. The group is a new one, since nobody can use it afterwards."""
     own = dist.new_group(list(range(group.size())))
     layout = Layout.zigzag(S, group.size())
     q, k, v, dout = shards(layout, group.rank())
@@ -204,7 +204,7 @@ def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) 
 
 
 def leaves(group: dist.ProcessGroup, absent: int, how: str) -> tuple[str, str, float]:
-    """One rank's group or mesh is none. In a group of its own, for nobody can use it afterwards."""
+    """One rank passes what is no group, mesh or layout. The group is a new one, since nobody can use it afterwards."""
     own = dist.new_group(list(range(group.size())))
     layout = Layout.zigzag(S, group.size())
     q, k, v, _ = shards(layout, group.rank())

@@ -143,9 +143,9 @@ def test_hyperbolic_slopes_below_the_steps_of_float16(width, far, engine):
 @pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 64)])
 @pytest.mark.parametrize("hidden", [0.0, math.inf])
 def test_small_terms_of_a_sum_whose_first_are_large(hidden, engine):
-    """The last queries see a few keys, which get most of dK and dV from them, and then small terms of hundreds of others: each would round
-    to the last bit of the large ones. On the average of all numbers. hidden: in queries that see nothing, which engines keep out in ways
-    of their own."""
+    """The last queries see a few keys, which get most of dK and dV from them, and then small terms of hundreds of others: each addition
+    would round to the last bit of the large ones. The test looks at the average of all numbers. hidden: what the queries that see nothing
+    hold; each engine keeps it out in a way of its own."""
     sq, sk, left, right = 915, 887, 23, 385
     inputs = call(h=1, sq=sq, sk=sk, d=64, window=(left, right), alignment="top_left", dlse=False)
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout

@@ -352,7 +352,7 @@ def test_a_score_of_minus_infinity_hides(options, sq, engine):
 
 @engines
 def test_a_bias_of_minus_infinity_hides_what_is_no_number(engine):
-    """Of K, in the reference too: a score of NaN and -inf is no NaN."""
+    """K holds NaN there. In the reference, too, a score of NaN with a bias of -inf is not NaN."""
     bias = torch.zeros(1, 1, 1, 70)
     bias[..., 37] = -INF
     inputs = call(sq=20, sk=70, d=16, dtype=dtype_of(engine), dlse=False, bias=bias.to(dtype_of(engine)))

@@ -175,7 +175,7 @@ def test_what_is_hidden_changes_nothing(dtype, bad):
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "cpu-amx"])  # where it is NaN: docs/semantics.md
 @pytest.mark.parametrize("sq", [1, 17])
 def test_an_infinite_value_whose_weight_is_0_does_not_show(engine, sq):
-    """However the keys lie in spans: the first one's scores were the largest of the span, and 0 times infinity no number."""
+    """However the keys are cut into spans. In the first span the low scores are the largest, so the infinity weighs 1 there."""
     q, k, v = torch.ones(1, 1, sq, 16), torch.zeros(1, 1, 4096, 16), torch.ones(1, 1, 4096, 16)
     k[:, :, :2000] = -3000
     v[:, :, 5] = torch.inf

@@ -205,7 +205,7 @@ def test_a_compiled_call_is_the_eager_one(workers):
 
 
 def test_an_agreement_that_ends_as_the_look_around_does_is_no_failure():
-    """The wait for it times out, and before anybody asks it has come: on a busy machine, once in a few thousand."""
+    """The wait times out, but the agreement ends before anybody looks. On a busy machine that happens once in a few thousand calls."""
 
     class Work:
         def wait(self, limit: Any = None) -> None:
@@ -377,8 +377,7 @@ def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
 @pytest.mark.parametrize(("given", "expected"), [({}, [5, 5, 5, 0]), ({"reserved_sms": 2}, [2, 2, 2, 2])])
 @pytest.mark.parametrize("method", ["gather", "ring"])
 def test_multiprocessors_are_left_beside_transfers(workers, method, given, expected):
-    """Beside the last group of heads, and in the last turn, gradients are on their way, and nothing else is; who asks for another number
-    gets it."""
+    """Only gradients are on their way beside the last group of heads and in the last turn. Who asks for another number gets it."""
     assert workers.run(calls.reserved, 4, method, given) == [(expected, [expected[0]] * 4)] * 4
 
 

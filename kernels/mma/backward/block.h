@@ -17,7 +17,7 @@ using tile::Blocks;
 using tile::Left;
 using tile::Right;
 
-// Of a part: the number of the tile of keys among those of the sequence; where the rows of a tile of queries lie.
+// Only parts have these: the number of the tile of keys among those of the sequence, and where the rows of a tile of queries lie.
 template <bool kPart> struct NumberOfTile {};
 template <> struct NumberOfTile<true> {
   i32 number;
@@ -32,7 +32,8 @@ template <BackwardConfig C> struct BackwardBlock {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
-  // A warp's parts, in blocks of 16: keys; queries of S at a time, and of what it multiplies by dO or Q; columns of dK and of dV.
+  // What a warp takes, in blocks of 16: keys; queries of S at a time; queries that it multiplies by dO or Q at a time; columns of dK and of
+  // dV.
   static constexpr int kKeys = kTileK / C.key_warps / 16, kStep = C.step_q / 16, kSpan = C.repeats() ? kStep : kStep * C.dim_warps,
                        kQueries = kTileQ / 16;
   static constexpr int kColumns = kD / C.dim_warps / 16, kColumnsV = kDv / C.dim_warps / 16;
@@ -101,7 +102,7 @@ template <BackwardConfig C> struct BackwardBlock {
       t.at = state.at;
     }
   }
-  // The rows of a tile lie elsewhere than its positions say, and its number is its own.
+  // The same for a part, where a tile's rows do not lie where its positions say, and the tile brings its own number.
   template <class TileOfPart> __device__ __forceinline__ void schedule_part(TileOfPart &t) const {
     const i32 heads_end = (state.head_kv + 1) * in.group;
     PartQueryTile tile = {};
@@ -150,8 +151,8 @@ template <BackwardConfig C> struct BackwardBlock {
     load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
   }
 
-  // Is some number of Q or dO not finite, of a tile in which something is hidden? It would have shown in LSE or D (suspect), unless there
-  // was a sink and nothing else to see.
+  // Whether Q or dO of a tile that hides something has a number that is not finite. LSE or D would have shown it (suspect), unless a row
+  // sees its sink alone.
   __device__ __forceinline__ bool queries_nonfinite(const Tile &t, int stage, bool suspect) const {
     if (!(kHides || t.queries.masked) || !(suspect || in.sinks)) return false;
     return barrier_any(any_nonfinite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
@@ -159,8 +160,8 @@ template <BackwardConfig C> struct BackwardBlock {
                        kThreads);
   }
 
-  // LSE (of rows that see nothing and of those that are not there +inf: P = 0), -D and, with a bias, LSE's correction, of a tile's rows,
-  // held by the threads until there is room for them.
+  // A tile's LSE, -D and, with a bias, LSE's correction. The threads hold them until there is room in shared memory. LSE is +inf, and so P
+  // is 0, in rows that see nothing and in rows that do not exist.
   static constexpr int kStatsEach = (int)div_up((C.stats() - 1) * kTileQ, kLoaders);
   struct Stats {
     float x[kStatsEach];
@@ -183,8 +184,8 @@ template <BackwardConfig C> struct BackwardBlock {
     }
     return s;
   }
-  // In the order in which lanes want them: of each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and so its correction; -D of
-  // 2t and 2t + 1 twice, the two rows of an accumulator.
+  // Stores them in the order in which lanes read them: for each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and its
+  // correction likewise; -D of 2t and 2t + 1 twice, for the two rows of an accumulator.
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
   // Was some number of this thread's not finite?
   __device__ __forceinline__ bool write_stats(const Stats &s, int iteration) const {
@@ -210,7 +211,7 @@ template <BackwardConfig C> struct BackwardBlock {
   }
   __device__ __forceinline__ u32 delta_of(int stage, int n) const { return lse_of(stage, 2 * n) + kTileQ * 4; }
 
-  // LSE of a block's queries, four side by side; its correction, seldom used, is loaded where it is: registers are short.
+  // LSE of a block's queries, four side by side. Its correction is seldom used, so it is loaded only where it is used: registers are short.
   struct StagedLse {
     u32 at;
     float lse_[4];

@@ -28,14 +28,15 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
 
   // Where block (m of this warp's keys, n of the tile's queries) lies among those that are handed on.
   __device__ __forceinline__ int block(int m, int n) const { return (key_warp * kKeys + m) * kQueries + n; }
-  // Barriers of the warps that share keys: a role's own, if it is several warps; and for P one a span, since who writes it does not wait.
+  // The warps that share keys have a barrier for each role, if it is several warps, and one for each span of P, because its writers do not
+  // wait.
   static constexpr int kSpans = kQueries / kSpan, kBarriers = kSpans + (C.dim_warps > 1 ? 2 : 0);
   static_assert(C.key_warps * kBarriers < 16);
   __device__ __forceinline__ int barrier_of_p(int span) const { return 1 + kBarriers * key_warp + span; }
   __device__ __forceinline__ int barrier_of_role() const { return 1 + kBarriers * key_warp + kSpans + role; }
   // The queries of the span from `span` on of which this warp computes S and dP.
   __device__ __forceinline__ int own(int span) const { return C.repeats() ? span : span + dim_warp * kStep; }
-  // Of warps that compute the same one hands it on.
+  // Whether this warp hands P and dS on: of several warps that compute the same, only the first does.
   __device__ __forceinline__ bool hands_on() const { return !C.repeats() || dim_warp == 0; }
 
   // The slope of a function of q.k goes from left to right as P * slope. Below 2^-14 the steps of FP16 are 2^-24, so with many keys it
@@ -76,7 +77,8 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       }
     }
   }
-  // Of a part the tile's last query is the last one, whatever follows it in the whole sequence; and mask and bias have the tile's rows.
+  // In a part the scores end with the tile's last query, wherever the whole sequence ends, and mask and bias are read at the tile's own
+  // rows.
   __device__ __forceinline__ decltype(auto) scores_of(const Tile &t) const {
     if constexpr (F.part) {
       auto own = scores;
@@ -165,8 +167,8 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     }
   }
 
-  // sum (this warp's keys and columns) += x (keys x a span of queries) * the span's rows of Y. x is own(m, n), which this warp has
-  // computed, if it has computed the whole span; otherwise it is taken(m, n), which the warps of its role have put into shared memory.
+  // sum (this warp's keys and columns) += x (keys x a span of queries) * the span's rows of Y. x is own(m, n) if this warp has computed the
+  // whole span. Otherwise, and with kNonfinite, it is taken(m, n), which the warps of its role have put into shared memory.
   template <bool kNonfinite, int kInner, int kN, class Own, class Taken>
   __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kN], const Own &own, const Taken &taken,
                                              const Blocks<Right, kInner, true> &Y, int span) const {
@@ -297,7 +299,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
                                                       t.queries.begin + t.rows, state.number);
     return strobe::key_tiles_before<F.blocks != 0, kTileK>(in, state.sequence.band, state.batch, t.head, t.queries.begin, state.k0);
   }
-  // The same in fp32, from where it is; or added to what is there.
+  // Writes dK or dV in fp32 straight from the registers, or adds it to what is there.
   template <int kN>
   __device__ __forceinline__ void store_wide(const Operand &out, const Accumulator (&x)[kKeys][kN], float factor, i32 columns) const {
     if (!out) return;
@@ -319,7 +321,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       }
     }
   }
-  // Writes dK or dV: x, rounded, through what was K's or V's place.
+  // Writes dK or dV, which is x rounded, by way of the shared memory that held K or V.
   template <int kInner, int kN>
   __device__ __forceinline__ void store_sum(const Operand &out, Accumulator (&x)[kKeys][kN], float factor, u32 place, i32 columns) const {
     if constexpr (F.wide_gradients()) return store_wide(out, x, factor, columns);

@@ -1,7 +1,6 @@
 // Few queries over many keys; of quantised keys any number of queries. The query heads that share a key head are packed into the rows of
 // one tile, row = query * group + head, so that K and V are read once; each warp walks over keys of its own with its own copies under way,
-// and at the end the warps' O are merged. Where O is too wide for a warp, a group of warps (column_warps.h) does what is said of a warp
-// here.
+// and at the end the warps' O are merged. Where O is too wide for one warp, a group of warps (column_warps.h) takes the place of each warp.
 #pragma once
 #include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
@@ -85,7 +84,7 @@ private:
     const int column = Warps::column((int)threadIdx.x);
     int lane = column * 32 + tile::lane_id(), loading = 0; // among the group's
     Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, part(group)), tiles = ahead;
-    auto load = [&] { // the next tile of keys; a group of copies, even if empty
+    auto load = [&] { // copies the next tile of keys; without one it still commits a group, an empty one
       KeyTile t;
       if (ahead.next(t)) {
         load_rows<C.tile_k, C.row_bytes(kD) / 2, C.row_bytes(kDv) / 2, 32 * C.column_warps, kAligned>(

@@ -26,8 +26,8 @@ __device__ __forceinline__ auto rows_of_page(const QuantisedKeys<F, kByColumn> &
   return values.bytes_from(values.first + at, rows);
 }
 
-// K and V of a tile, by tile::load(). Of pages each row's place is read from the table, and a copy waits for it. Where 16 rows lie in one
-// page, as they do in pages of 16 or a multiple, one look finds all of K's and V's.
+// Loads K and V of a tile by tile::load(). In pages, each row's place is read from the table, and its copy waits for that. If 16 rows lie
+// in one page, as they do in pages of 16 or a multiple, one reading of the table finds these rows of K and of V.
 template <int kRows, int kD, int kDv, int kThreads, bool kAligned, class K, class V>
 __device__ __forceinline__ void load_rows(u32 base_k, u32 base_v, const K &k, const V &v, const KeyTile &tile, int thread) {
   constexpr int kEach = 16;

@@ -63,8 +63,8 @@ private:
   }
 };
 
-// Q of BF16 as FP16 where K becomes that: each row is divided by a power of two that brings its largest number to 2^15. FP16 has more
-// digits, and what is too small for it is below 2^-39 of the largest.
+// Where K becomes FP16, Q of BF16 does, too: each row is divided by a power of two that brings its largest number to 2^15. FP16 has more
+// digits than BF16, and loses only numbers below 2^-39 of the row's largest.
 template <class T, i32 kStored, int kM> struct QueryScales {
   template <int kSteps> __device__ __forceinline__ explicit QueryScales(tile::Left (&)[kM][kSteps]) {}
   __device__ __forceinline__ static float unscaled(int, float s) { return s; }
@@ -142,9 +142,9 @@ __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], 
   }
 }
 
-// O += P V, of P times V's scales. Returns whether V holds NaN here, which is still to be added: the sum takes it for a number.
-// A scale may have any exponent, so the factors are BF16, which holds all stored numbers. Its fraction is too short for FP16's results:
-// for these a factor is two terms.
+// O += P V, where P is multiplied by V's scales. Returns whether this tile of V holds NaN: the product takes NaN for a number, so the
+// caller must still add it. A scale may have any exponent, so the factors are BF16, which holds all stored numbers. Its fraction is too
+// short for FP16's results: for these a factor is two terms.
 template <class T, i32 kStored, int kDv, int kM, int kN, int kSums, class Scales>
 __device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], tile::Accumulator (&P)[kM][kN], u32 v, const Scales &scales,
                                            u32 zero) {

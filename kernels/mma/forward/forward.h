@@ -47,7 +47,7 @@ template <Config C> struct Forward {
   }
 
 private:
-  // Of a larger problem: item.q is where the tile's queries stand in it.
+  // Runs a part of a larger problem: item.q is the position of the tile's queries in the whole problem.
   static __device__ __forceinline__ void run_part(const Arguments &a, u32 shared) {
     const auto place = [&](u32 x, Item &item) {
       item = Item(a, x, (u32)query_tiles<F, C.tile_q>(a.in));

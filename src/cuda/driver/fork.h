@@ -3,8 +3,8 @@
 
 namespace strobe::cuda {
 
-// A fork waits until nobody is within: around work that a child could not finish (loading a library, compiling). Not within itself;
-// a fork by the same thread within does not wait, and its child has to run another program.
+// Stands around work that a child could not finish (loading a library, compiling): a fork waits until no thread is within. A thread that is
+// within must not enter again; a fork of its own does not wait, and that child has to run another program.
 class ForkGate {
 public:
   ForkGate();

@@ -26,8 +26,8 @@ constexpr int32_t kAll = 16;
 struct BackwardTile {
   int32_t most_dim, q, k, key_warps, dim_warps, step_q;
   int32_t most_features = kAll; // beside one another: what the registers hold
-  // Of the products, relative to other rows, on an H200: of large problems; of 32 x 32 and 32 x 16 of small ones; of the others that it has
-  // memory enough to pass over (0.25 and below), guessed.
+  // How fast the products are, relative to other rows. It is measured on an H200: in large problems, and for 32 x 32 and 32 x 16 in small
+  // ones. For the other rows (0.25 and below) it is guessed, since an H200 has memory enough to pass over them.
   double speed;
   int32_t least_dim = 0;
 };
@@ -89,8 +89,8 @@ std::optional<Chosen> choose(const Problem &p, const Device &device) {
   return best ? std::optional(Chosen{with(*best), best->speed}) : std::nullopt;
 }
 
-// Measured on an H200: of an SM, with the tile of speed 1; of each kernel; of a block, to begin and to store; of a step, besides its
-// products.
+// Measured on an H200: what an SM computes with the tile of speed 1; what each kernel takes; what a block takes to begin and to store; what
+// a step takes beside its products.
 constexpr double kFlopPerClock = 1370, kBiasPerClock = 1400, kLaunchSeconds = 3e-6, kBlockSeconds = 5.5e-6, kStepSeconds = 0.5e-6;
 
 double predicted_seconds(const Problem &p, const BackwardConfig &c, double speed, const Device &device, size_t launches) {

@@ -98,7 +98,7 @@ Config config_for(const Problem &p) {
   return c;
 }
 
-// Invariant: which keys are summed together is the same in all tiles, and which of a thread's.
+// Invariant: all tiles sum the same keys together, and a thread takes the same of them in each.
 constexpr int32_t kInvariantKeys = 64, kInvariantThreads = 16;
 
 Config with(Config c, const Tile &tile) {
@@ -106,8 +106,8 @@ Config with(Config c, const Tile &tile) {
   return c;
 }
 
-// The first tile that shared memory and, if any, registers hold and that the blocks of a sparse mask divide into; of those, where there
-// are wishes, the one that comes nearest; and none that is longer than the queries if a shorter one will do.
+// The first tile that fits shared memory, the blocks of a sparse mask and, if any does, the registers. With wishes it is the nearest of
+// these. A tile that is longer than the queries is taken only if no shorter one will do.
 std::optional<Config> choose(const Config &any, Kind kind, const Problem &p, const Device &device) {
   const std::span<const Tile> tiles = wide(p)                 ? std::span<const Tile>(kWideTiles)
                                       : kind == Kind::forward ? std::span<const Tile>(kForwardTiles)

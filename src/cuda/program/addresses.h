@@ -19,7 +19,7 @@ bool is_mark(const void *address);
 class Addresses {
 public:
   Addresses(const Problem &, void *workspace);
-  // Of what lies somewhere behind a mark.
+  // The address of what lies somewhere behind a mark.
   void *of(const void *marked) const;
 
 private:

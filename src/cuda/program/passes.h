@@ -22,10 +22,10 @@ Launch with_scales(const Problem &p, const KernelSource &source, const Config &c
   return Launch(source, config, grid, threads, shared_bytes, all);
 }
 
-// Keys in parts, where tiles of queries are too few to fill the GPU. As many as fill `slots` places for thread blocks once: fewer leave it
-// idle, more are a second wave. At most `most`, for each part has an O of its own.
+// How many parts the keys are split into where tiles of queries are too few to fill the GPU: as many as fill `slots` places for thread
+// blocks once, since fewer leave it idle and more begin a second wave. At most `most`, since each part has an O of its own.
 int32_t parts_to_fill(int64_t slots, int64_t ctas, int64_t most);
-// Of parts of so many keys that each is worth its O, on tensor cores by mma.sync.
+// The most parts that still have keys enough to be worth their O, on tensor cores by mma.sync.
 int64_t most_parts(const Problem &);
 // Room for what the parts compute, if a.splits says that there are several.
 void take_parts(ForwardArguments &a, const Problem &, Scratch &);
@@ -64,8 +64,8 @@ Launch dq_from_sum(const Problem &, const passes::RowsConfig &, const BackwardAr
 Launch delta(const Problem &, const BackwardArguments &);
 Launch dq_from_sum(const Problem &, const BackwardArguments &);
 
-// Room for dK and dV of each of so many shares of a key head's query heads, for which `a` is changed; and the launch that adds them up,
-// null where nobody wants them.
+// Takes room for dK and dV of each of `shares` shares of a key head's query heads, and points `a` to it. Returns the launch that adds them
+// up, or nothing where nobody wants dK or dV.
 std::optional<Launch> take_shares(BackwardArguments &a, const Problem &, Scratch &, int64_t shares);
 
 // On tensor cores, tiles of scores computed anew. Whether some tile fits the GPU and the blocks of a sparse mask; then there is a launch.
