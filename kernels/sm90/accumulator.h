@@ -16,13 +16,13 @@ template <int K> struct LeftOperand {
   __device__ __forceinline__ void done() { registers_changed(x); }
 };
 
-// 16 rows, from `row` on, of a tile of kRows in shared memory.
-template <int kRows, int K> __device__ __forceinline__ void load_left(LeftOperand<K> &x, u32 tile, int row, int lane) {
-  row += lane % 16;
+// 16 rows, from `first` on, of a tile of kRows in shared memory.
+template <int kRows, int K> __device__ __forceinline__ void load_left(LeftOperand<K> &x, u32 tile, int first, int lane) {
+  const int row = first + lane % 16;
 #pragma unroll
   for (int c = 0; c < K / 16; ++c) {
-    const u32 block = tile + c / 4 * kRows * kRowBytes;
-    ldmatrix(reinterpret_cast<u32(&)[4]>(x.x[4 * c]), block + row * kRowBytes + (((2 * (c % 4) + lane / 16) ^ row % 8) << 4));
+    const int chunk = c % 4 * 2 + lane / 16;
+    ldmatrix(reinterpret_cast<u32(&)[4]>(x.x[4 * c]), tile + kRows * kRowBytes * (c / 4) + row * kRowBytes + ((chunk ^ row % 8) << 4));
   }
 }
 

@@ -451,8 +451,12 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
         if given[name].dim() != n
     ]
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype != torch.int32):
-        lists = "accepted is int32 (B + 1,)" + _as_int32("cu_seqlens", cu_seqlens)
-        wrong.append(ValueError(f"cu_seqlens: {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; {lists}"))
+        wrong.append(
+            ValueError(
+                f"cu_seqlens: {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; accepted is int32 (B + 1,)"
+                + _as_int32("cu_seqlens", cu_seqlens)
+            )
+        )
     if wrong:
         return wrong
     head, row = (2, 1) if bshd else (1, 2)

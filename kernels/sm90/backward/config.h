@@ -53,6 +53,8 @@ struct BackwardConfig {
     return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + bias_bytes() + lse_bytes() + row_bytes()) +
            p_bytes() + dq_bytes() + 384 + (features.part ? 96 : 0) + 1024;
   }
+  // Persistent blocks draw tickets for tiles of keys, unless a pair's are theirs.
+  STROBE_FN constexpr bool draws_keys() const { return persistent && !owns_dq; }
   // dK and dV leave in FP32.
   STROBE_FN constexpr bool wide_sums() const { return split_group || features.wide_gradients(); }
   STROBE_FN constexpr i32 dq_queries() const { return strobe::dq_queries(columns(), tile_q); }

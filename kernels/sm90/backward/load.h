@@ -12,17 +12,15 @@ namespace strobe::sm90 {
 template <BackwardConfig C> struct BackwardLoad {
   static constexpr Features F = C.features;
   static constexpr int kM = C.tile_q, kTileK = C.tile_k();
-  static constexpr bool kDraws = C.persistent && !C.owns_dq; // tickets for tiles of keys
   using Tiles = QueryTiles<F.blocks != 0, kM>;
   const HopperBackwardArguments &a;
   const BackwardShared<C> &shared;
 
-  // This block's (first) keys; by one thread, before the others begin. Within a bundle of heads the first tile comes first (the longest,
-  // if causal).
+  // This block's (first) keys; by one thread, before the others begin.
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
     // A ticket: whatever a block waits for has drawn its own before.
     const u32 x = C.deterministic ? fetch_add(a.turns, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
-    if constexpr (kDraws)
+    if constexpr (C.draws_keys())
       take_keys(a, shared, x);
     else
       place_keys(a, shared, x);
@@ -42,6 +40,7 @@ template <BackwardConfig C> struct BackwardLoad {
   static __device__ __forceinline__ u32 next_item(const HopperBackwardArguments &a) {
     return (C.deterministic ? 0 : gridDim.x) + fetch_add(a.turns, 1);
   }
+  // Within a bundle of heads the first tile comes first (the longest, if causal).
   static __device__ __forceinline__ void place_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared, u32 x) {
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 pair = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_kv_divisor.divide(pair);
@@ -66,7 +65,7 @@ template <BackwardConfig C> struct BackwardLoad {
     for (u32 n = 0;; n ^= kOddKeys) {
       n = q(n);
       if constexpr (!C.persistent) return;
-      if constexpr (kDraws) {
+      if constexpr (C.draws_keys()) {
         const u32 x = next_item(a);
         mbarrier_wait(shared.keys_empty(), n >> 31);
         if (take_keys(a, shared, x)) continue;

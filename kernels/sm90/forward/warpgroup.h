@@ -29,13 +29,7 @@ template <Config C> struct Warpgroup {
 
   __device__ __forceinline__ u32 q_address() const { return shared.q + 64 * w * 2 * C.columns(); }
   __device__ __forceinline__ void load_q() {
-    const int row = 16 * warp + lane % 16;
-#pragma unroll
-    for (int c = 0; c < kD / 16; ++c) {
-      const int chunk = c % 4 * 2 + lane / 16;
-      ldmatrix(reinterpret_cast<u32(&)[4]>(Q.x[4 * c]),
-               q_address() + 64 * kRowBytes * (c / 4) + row * kRowBytes + ((chunk ^ row % 8) << 4));
-    }
+    load_left<64>(Q, q_address(), 16 * warp, lane);
     __syncwarp();
     release(shared.q_empty(w));
   }

@@ -127,7 +127,7 @@ Config config_for(const Problem &p) {
   // Tiles of a part come by ascending keys, and ALiBi's penalty falls towards the diagonal.
   if (c.features.part && c.features.alibi && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
   c.invariant = p.invariant;
-  c.bias_by_tma = c.features.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
+  c.bias_by_tma = maps_bias(p);
   return c;
 }
 
@@ -297,11 +297,9 @@ protected:
     };
     a.tma_k = mapped_keys(p.k, p.head_dim), a.tma_v = mapped_keys(p.v, p.head_dim_v);
     if (config.bias_by_tma) {
-      const bool broadcast = p.bias.stride[2] == 0;
-      const int64_t rows = broadcast ? 1 : p.seqlen_q;
-      a.tma_bias = mapped(p.bias, p.seqlen_k, rows, p.heads, p.batch, broadcast ? 1 : 64);
-      a.bias_rows_step = !broadcast;
-      a.bias_bytes = uint32_t(broadcast ? tiles(config.tile_k, 64) * 128 : config.bias_bytes());
+      a.tma_bias = mapped_bias(p, 64);
+      a.bias_rows_step = p.bias.stride[2] != 0;
+      a.bias_bytes = uint32_t(a.bias_rows_step ? config.bias_bytes() : tiles(config.tile_k, 64) * 128);
     }
     const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
     if (grid < items) a.tickets = scratch.take<TicketCounter>(1);

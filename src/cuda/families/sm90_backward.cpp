@@ -125,7 +125,7 @@ bool leaves_registers(const Problem &p, const Features &f) {
 
 // Let the copy engine bring the bias, if it can and there is room.
 BackwardConfig with_bias(BackwardConfig c, const Problem &p, const Device &device) {
-  c.bias_by_tma = p.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty();
+  c.bias_by_tma = maps_bias(p);
   if (c.shared_bytes() > device.shared_per_block) c.bias_by_tma = 0;
   return c;
 }
@@ -155,7 +155,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   c.owns_dq = owns_dq(p, c, device);
   if (c.owns_dq) c.persistent = 1, c.deterministic = 0;                // it is
   const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
-  c.staged_store = p.staged_store && !f.part && !f.wide_gradients() && !c.persistent && c.columns() <= c.columns_v();
+  c.staged_store = p.staged_store && !f.part && !f.wide_gradients() && c.columns() <= c.columns_v();
   c.exact_p = f.function || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && (costly || c.owns_dq));
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
@@ -262,10 +262,10 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   if (!divides_blocks(p, c.tile_q, c.tile_k()))
     return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
   const int64_t shares = cuda::shares(p, c, device);
-  if (shares > 1) c.split_group = 1, c.staged_store = 0;
+  c.split_group = shares > 1;
   const int64_t key_tiles = cuda::key_tiles(p, c.tile_k()), pairs = p.batch * p.heads_kv * shares;
   if (!c.owns_dq) c.persistent = persistent(of_shares(p, shares), c, key_tiles * pairs, device);
-  if (c.persistent) c.staged_store = 0;
+  if (c.persistent || c.split_group) c.staged_store = 0;
   const int64_t items = c.owns_dq ? pairs : key_tiles * pairs, blocks = c.persistent ? std::min<int64_t>(items, device.sms) : items;
 
   HopperBackwardArguments a{};
@@ -276,7 +276,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.rows = scratch.take<float>(query_tiles * (c.lse_bytes() + c.row_bytes()) / 4);
   a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
   if (p.dq) a.dq_sum = scratch.take<float>((c.owns_dq ? blocks * p.group() * a.query_tiles : query_tiles) * c.tile_q * c.columns());
-  if (c.deterministic || (c.persistent && !c.owns_dq)) a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
+  if (c.deterministic || c.draws_keys()) a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
   a.first_stores = c.owns_dq || (c.deterministic && !c.roles);
   if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
   a.tiles = i32(key_tiles), a.pairs = i32(pairs);
@@ -291,9 +291,8 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   a.tma_v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
 
   if (c.bias_by_tma) {
-    const bool broadcast = p.bias.stride[2] == 0;
-    a.tma_bias = mapped(p.bias, p.seqlen_k, broadcast ? 1 : p.seqlen_q, p.heads, p.batch, broadcast ? 1 : uint32_t(c.tile_q));
-    a.bias_bytes = uint32_t(broadcast ? tiles(c.tile_k(), 64) * 128 : c.bias_bytes());
+    a.tma_bias = mapped_bias(p, uint32_t(c.tile_q));
+    a.bias_bytes = uint32_t(p.bias.stride[2] ? c.bias_bytes() : tiles(c.tile_k(), 64) * 128);
   }
 
   Program program;
@@ -332,7 +331,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   if (c.owns_dq) program.kernel += ", a block all keys of a head";
-  if (c.persistent && !c.owns_dq) program.kernel += ", persistent blocks";
+  if (c.draws_keys()) program.kernel += ", persistent blocks";
   if (shares > 1) program.kernel += text(", query heads of a key head in ", shares, " shares");
   if (p.mask) program.kernel += ", mask packed into bits";
   describe_tile(program, p, c.tile_q, c.tile_k(), true);

@@ -52,6 +52,13 @@ MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t he
   return operand;
 }
 
+bool maps_bias(const Problem &p) { return p.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty(); }
+
+MappedOperand mapped_bias(const Problem &p, uint32_t box) {
+  if (p.bias.stride[2] == 0) return mapped(p.bias, p.seqlen_k, 1, p.heads, p.batch, 1);
+  return mapped(p.bias, p.seqlen_k, p.seqlen_q, p.heads, p.batch, box);
+}
+
 bool is_request(const TensorMap &map) { return request_in(map).data; }
 
 void encode(TensorMap &map, const Addresses &addresses) {
