@@ -32,8 +32,9 @@ template <BackwardConfig C> struct Backward {
 
   // Tiles of queries that see none of a warpgroup's keys are few: where registers are short they are computed all the same.
   static constexpr bool kSkips = F.band && !F.function;
-  // Named barrier: the first warpgroup has its first scores. The second one begins then, so that they are out of step.
-  static constexpr int kStagger = 1;
+  // Named barriers: the tensor cores are a warpgroup's, + its number, from dP to dQ. If both multiplied at the same times and exponentiated
+  // at the same times, iterations would take up to 15% longer; left to themselves some kernels fall into that step and keep it.
+  static constexpr int kTensorCores = BackwardScores<C>::kBoth + 1;
 
   struct Compute {
     const Arguments &a;
@@ -50,12 +51,13 @@ template <BackwardConfig C> struct Backward {
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
         : a(a), shared(shared), w(w), lane(this_thread<C>() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)),
-          scores(shared, a.in, keys, w) {}
+          scores(shared, a, keys, w) {}
 
     // n: the first iteration's number. Returns that of the one after the last.
     __device__ __forceinline__ u32 all(u32 n) {
       dK.clear();
       dV.clear();
+      if (w == 1 && n == 0) leave_tensor_cores(); // the other one begins
       wait_full(shared.q_full(n), n);
       const QueryStep step = read<QueryStep>(shared.step(n));
       const bool nothing = step.flags & kNothing;
@@ -98,7 +100,6 @@ template <BackwardConfig C> struct Backward {
       for (;; ++n) {
         const u32 allowed = scores.allowed(step);
         wait_for<0>(S);
-        if (w == 0 && !later(n, before)) barrier_arrive(kStagger, kComputing);
         u32 next;
         if (!kSkips || !(step.flags & kUnseen << w))
           next = steady_step(step, allowed, n, before);
@@ -118,7 +119,6 @@ template <BackwardConfig C> struct Backward {
     // cleared: such a key's scores are hidden, or make their row's LSE no number.
     __device__ __forceinline__ void first_scores(u32 n) {
       mbarrier_wait(shared.k_full(), n >> 31);
-      if (w == 1) barrier_sync(kStagger, kComputing);
       begin_s_of_shared(n);
       mbarrier_wait(shared.v_full(), n >> 31);
       clear_nonfinite_keys();
@@ -131,6 +131,7 @@ template <BackwardConfig C> struct Backward {
       scores.template exponentiate<true>(S, P, n, step, allowed);
       scores.round(P, S);
       wait_full(shared.dout_full(n), n);
+      take_tensor_cores();
       begin_dp(n);
       dV.begin_adding(P, shared.dout_of(n));
       wait_for<1>(dP);
@@ -143,10 +144,12 @@ template <BackwardConfig C> struct Backward {
       if (later(n, before)) {
         begin_dq(n - 1);
         wait_for<1>(dK, dS);
+        leave_tensor_cores();
         begin_next_s(n, next);
         end_dq(n - 1, before);
       } else {
         wait_for<0>(dK, dS);
+        leave_tensor_cores();
         begin_next_s(n, next);
       }
       return next;
@@ -158,16 +161,26 @@ template <BackwardConfig C> struct Backward {
       scores.hand_on_nothing(n);
       scores.release(shared.dout_empty(n));
       const u32 next = n + !(step.flags & kLast);
+      take_tensor_cores();
       if (later(n, before)) { // two ways, or ptxas lets the products wait for one another
         begin_dq(n - 1);
+        leave_tensor_cores();
         begin_next_s(n, next);
         end_dq(n - 1, before);
       } else {
+        leave_tensor_cores();
         begin_next_s(n, next);
       }
       return next;
     }
 
+    // Two ways, or the number of the barrier takes a register, which a softcap does not leave.
+    __device__ __forceinline__ void take_tensor_cores() const {
+      w == 0 ? barrier_sync(kTensorCores, kComputing) : barrier_sync(kTensorCores + 1, kComputing);
+    }
+    __device__ __forceinline__ void leave_tensor_cores() const {
+      w == 0 ? barrier_arrive(kTensorCores + 1, kComputing) : barrier_arrive(kTensorCores, kComputing);
+    }
     // Has there been an iteration with these keys?
     static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.persistent ? before >= 0 : n > 0; }
     // S of the next tile; after the last one a product that nobody reads.

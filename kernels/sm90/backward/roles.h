@@ -28,7 +28,7 @@ template <BackwardConfig C> struct BackwardRoles {
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
         : a(a), in(a.in), shared(shared), w(w), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)),
-          scores(shared, a.in, keys, w) {}
+          scores(shared, a, keys, w) {}
 
     __device__ __forceinline__ u32 all(u32) {
       if (w == 0) {

@@ -24,11 +24,6 @@ template <BackwardConfig C> struct BackwardScores {
   static constexpr bool kLine = F.alibi && !F.bias && F.function == kLinear && !F.scaled;
   // A bias is there when the score is, and alone what is added to it.
   static constexpr bool kSum = C.bias_by_tma && !F.alibi && F.function == kLinear && !F.scaled;
-  // Only ptxas needs this: it would compute all arguments of the exponentials before the first of these, which costs 9%; a __syncwarp,
-  // which becomes a NOP, keeps it from that (docs/lab/hopper-backward.md, steps 25 and 32). The kernels left out have the good order
-  // without it.
-  static constexpr bool kSteps = !C.roles && C.columns() > 64 &&
-                                 (C.head_dim < 128 || C.head_dim_v < 128 || C.persistent || C.deterministic || C.invariant || F.blocks);
   // Named barriers: all of a warpgroup have come, + its number; all of both.
   static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
   static_assert(!F.mask || kM == 64, "a lane's part of the mask is a word");
@@ -49,9 +44,15 @@ template <BackwardConfig C> struct BackwardScores {
     return F.part ? step.begin + (i32)((u32)step.flags / kRows) : scores.seqlen_q;
   }
 
-  __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const Inputs &in, const KeyBlock &keys, int w)
+  static __device__ __forceinline__ Scores<F, float, Functions::half> scores_of(const HopperBackwardArguments &a, const KeyBlock &keys) {
+    Scores<F, float, Functions::half> scores(a.in, sequence(a.in, keys), keys.batch);
+    // Within a loop over keys ptxas would make it anew for each tile of queries, from a double.
+    if constexpr (C.persistent) scores.unit = a.unit;
+    return scores;
+  }
+  __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const HopperBackwardArguments &a, const KeyBlock &keys, int w)
       : shared(shared), w(w), part(C.roles ? 0 : w), lane(this_thread<C>() % 32),
-        warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(in, sequence(in, keys), keys.batch), dropout{Dropout<F>(in)} {}
+        warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(scores_of(a, keys)), dropout{Dropout<F>(a.in)} {}
 
   static __device__ __forceinline__ bool masked(const QueryStep &step) { return step.flags & kMasked; }
 
@@ -128,7 +129,6 @@ template <BackwardConfig C> struct BackwardScores {
           if constexpr (kLine) exponent = __fmaf_rn(-slope, fabsf(distance + (float)(8 * i + k % 2 - k / 2 * 8)), exponent);
           S[4 * i + k] = exp2(exponent);
         }
-        if (kSteps && i % 2 && i < kM / 8 - 1) __syncwarp();
       }
       if (masked(step)) hide(step, [&](int i) { S[i] = 0; });
       if constexpr (F.mask) {
