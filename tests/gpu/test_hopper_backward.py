@@ -143,6 +143,7 @@ def test_a_block_of_a_heads_keys(feature, d):
 
 
 PERSISTENT = ["plain", "causal", "causal top left", "window", "softcap", "dropout, causal", "alibi", "mask", "bias", "blocks", "packed"]
+PERSISTENT += [f"{feature}, window" for feature in ("softcap", "dropout", "alibi", "mask", "bias")]
 
 
 @pytest.mark.parametrize("d", [64, 96, 128])
@@ -151,6 +152,7 @@ def test_persistent_blocks(feature, d):
     """More tiles of keys than SMs, added in order, with blocks or under a window: a block takes one tile after the other, some of which no
     query sees."""
     sizes = {"b": 24, "sq": 300, "sk": 400}
+    feature, window, _ = feature.partition(", window")
     options = dict(FEATURES.get(feature, {}))
     if "alibi_slopes" in options:
         options["alibi_slopes"] = options["alibi_slopes"][:4].contiguous()
@@ -167,11 +169,13 @@ def test_persistent_blocks(feature, d):
         options |= {"cu_seqlens_q": lengths(*(q for q, _ in each)), "cu_seqlens_k": lengths(*(k for _, k in each))}
         options |= {"max_seqlen_q": 300, "max_seqlen_k": 280, "causal": True, "alignment": "top_left"}
         sizes = {"sq": sum(q for q, _ in each), "sk": sum(k for _, k in each)}
+    if window:
+        options = {name: value for name, value in options.items() if name != "causal"} | FEATURES["window"]
     inputs = call(h=4, hkv=2, d=d, dtype=BF16, **sizes, **options)
     ref = run_plain(inputs, torch.float64)
     for how in ({}, {"deterministic": True}):
         crowded = feature == "softcap" and d > 64 and how  # 64 keys a block
-        persistent = bool(how) or feature in ("blocks", "window")
+        persistent = bool(how or window) or feature in ("blocks", "window")
         assert crowded or ("persistent blocks" in plan(inputs, **how)) == persistent
         assert not faults(inputs, **how)
         once, again = (gradients(inputs, ref, **how) for _ in range(2))

@@ -5,7 +5,7 @@
 //   dV += P^T dO                             dK += dS^T Q                             dQ^T = K^T dS^T, added up in global memory
 //
 // S is transposed, so that P and dS are operands where they lie, in registers; dS goes to shared memory for dQ, which needs both
-// warpgroups'. dQ is one iteration late and S one early: the warpgroups do not wait for one another, and one multiplies while the other
+// warpgroups'. dQ is one iteration late and S one early. The warpgroups take the tensor cores in turn: one multiplies while the other
 // exponentiates.
 #pragma once
 #include "dq.h"
@@ -116,11 +116,16 @@ template <BackwardConfig C> struct Backward {
     }
 
     // S of the first tile, before K is rid of what is not finite, and is in registers. The product may read a number before or after it is
-    // cleared: such a key's scores are hidden, or make their row's LSE no number.
+    // cleared: such a key's scores are hidden, or make their row's LSE no number. But whether all of a softcap's scores are small is asked
+    // before they are hidden.
     __device__ __forceinline__ void first_scores(u32 n) {
       mbarrier_wait(shared.k_full(), n >> 31);
       begin_s_of_shared(n);
       mbarrier_wait(shared.v_full(), n >> 31);
+      if constexpr (BackwardSoftcap<F>::kApplies) {
+        wait_for<0>(S);
+        scores.both();
+      }
       clear_nonfinite_keys();
       if constexpr (C.keys_in_registers)
         load_left<kTileK>(K, shared.k, 64 * w + 16 * warp, lane), load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);

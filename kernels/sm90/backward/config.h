@@ -74,7 +74,7 @@ struct HopperBackwardArguments : BackwardArguments { // delta: null unless there
   Divisor shares; // of a key head's query heads, where they are shared out: in.heads_kv, in.group, dk and dv then count shares as key heads
   MappedOperand tma_bias; // if it comes by the copy engine; of one row where it is broadcast over queries
   u32 bias_bytes;         // of a tile
-  float unit;             // exp2's argument = score * unit
+  float unit;             // Scores::unit, for persistent blocks
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -288,8 +288,8 @@ public:
       }
     }
     both();
-    // Only ptxas needs this. Ahead of a barrier whose number is not a constant it mixes the exponentials with their arguments; ahead of one
-    // whose number is a constant it puts all arguments first (docs/lab/hopper-backward.md, step 25).
+    // Only ptxas needs this: ahead of a barrier whose number is a constant it puts the arguments of all exponentials first
+    // (docs/lab/hopper-backward.md, step 25; whether that still costs anything since step 33 was not measured).
     together();
   }
   // If a query sees a key, a K that is not finite shows in its LSE, and such a V in its O and so in D. So what is not finite becomes 0 in

@@ -247,7 +247,9 @@ bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const 
   if (c.roles || c.features.part) return false;
   if (c.deterministic && c.features.seqused && c.registers_load < 40) return false; // those who load and order have too few registers
   if (p.persistent) return *p.persistent;
-  const bool window = p.window_left != kUnbounded && p.window_right != kUnbounded;
+  // A wide window is as good as none.
+  const bool bounded = p.window_left != kUnbounded && p.window_right != kUnbounded;
+  const bool window = bounded && p.window_left + p.window_right < p.longest_k() / 2;
   return items > device.sms && (c.deterministic || c.features.blocks || window);
 }
 
