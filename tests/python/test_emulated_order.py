@@ -1,0 +1,49 @@
+"""On the emulated GPU asynchronous products happen at once, or as late as the program's waits permit: the bits are the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "cpp"  # make test-cpp
+
+# Keys of the second sequence lie in the first one's last tile of keys. They are large, so that a softcap's polynomial does not serve them.
+CALL = """
+import hashlib, torch, strobe, device
+torch.manual_seed(0)
+starts = torch.tensor([0, 100, 300], dtype=torch.int32)
+q, k, v, dout = (torch.randn(300, 2, 128).half() for _ in range(4))
+k[:100] *= 0.35
+k[100:] *= 7
+options = {"softcap": 3.0, "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 200, "max_seqlen_k": 200}
+out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+with device.running_on("cuda-sm90"):
+    found = strobe.attention_backward(dout, q, k, v, out, lse, engine="cuda-sm90", deterministic=True, **options)
+for x in (found.dq, found.dk, found.dv):
+    assert x.isfinite().all()
+    print(hashlib.sha256(x.view(torch.int16).numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.skipif(not (BUILD / "tests" / "emulator" / "libnvrtc.so").exists(), reason="make test-cpp builds the emulated GPU")
+def test_deterministic_softcap_beside_large_hidden_keys():
+    def digests(late: str) -> list[str]:
+        environment = {
+            **os.environ,
+            "STROBE_TEST_DEVICE": "emulated",
+            "STROBE_EMULATOR_LATE": late,
+            "PYTHONPATH": str(Path(__file__).parent),
+        }
+        command = [str(ROOT / "tests" / "emulator" / "run"), str(BUILD), sys.executable, "-c", CALL]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    at_once = digests("0")
+    assert len(at_once) == 3
+    assert at_once == digests("1")
