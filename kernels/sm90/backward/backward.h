@@ -149,12 +149,10 @@ template <BackwardConfig C> struct Backward {
       if (later(n, before)) {
         begin_dq(n - 1);
         wait_for<1>(dK, dS);
-        leave_tensor_cores();
         begin_next_s(n, next);
         end_dq(n - 1, before);
       } else {
         wait_for<0>(dK, dS);
-        leave_tensor_cores();
         begin_next_s(n, next);
       }
       return next;
@@ -169,11 +167,9 @@ template <BackwardConfig C> struct Backward {
       take_tensor_cores();
       if (later(n, before)) { // two ways, or ptxas lets the products wait for one another
         begin_dq(n - 1);
-        leave_tensor_cores();
         begin_next_s(n, next);
         end_dq(n - 1, before);
       } else {
-        leave_tensor_cores();
         begin_next_s(n, next);
       }
       return next;
@@ -188,8 +184,9 @@ template <BackwardConfig C> struct Backward {
     }
     // Has there been an iteration with these keys?
     static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.persistent ? before >= 0 : n > 0; }
-    // S of the next tile; after the last one a product that nobody reads.
+    // S of the next tile, when the tensor cores are the other warpgroup's; after the last one a product that nobody reads.
     __device__ __forceinline__ void begin_next_s(u32 n, u32 next) {
+      leave_tensor_cores();
       if (next != n) scores.release(shared.q_empty(n));
       wait_full(shared.q_full(next), next);
       if constexpr (C.keys_in_registers)
