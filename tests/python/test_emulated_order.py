@@ -32,18 +32,19 @@ for x in (found.dq, found.dk, found.dv):
 
 @pytest.mark.skipif(not (BUILD / "tests" / "emulator" / "libnvrtc.so").exists(), reason="make test-cpp builds the emulated GPU")
 def test_deterministic_softcap_beside_large_hidden_keys():
-    def digests(late: str) -> list[str]:
+    def digests(**emulator: str) -> list[str]:
         environment = {
             **os.environ,
             "STROBE_TEST_DEVICE": "emulated",
-            "STROBE_EMULATOR_LATE": late,
             "PYTHONPATH": str(Path(__file__).parent),
+            **{f"STROBE_EMULATOR_{name}": value for name, value in emulator.items()},
         }
         command = [str(ROOT / "tests" / "emulator" / "run"), str(BUILD), sys.executable, "-c", CALL]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
-    at_once = digests("0")
+    at_once = digests(LATE="0")
     assert len(at_once) == 3
-    assert at_once == digests("1")
+    assert at_once == digests(LATE="1", SEED="1", RACES="1")
+    assert at_once == digests(LATE="1", SEED="2")

@@ -115,17 +115,11 @@ template <BackwardConfig C> struct Backward {
       return before;
     }
 
-    // S of the first tile, before K is rid of what is not finite, and is in registers. The product may read a number before or after it is
-    // cleared: such a key's scores are hidden, or make their row's LSE no number. But whether all of a softcap's scores are small is asked
-    // before they are hidden.
+    // S of the first tile, which is asked whether K holds numbers that are not finite, before K is in registers.
     __device__ __forceinline__ void first_scores(u32 n) {
       mbarrier_wait(shared.k_full(), n >> 31);
       begin_s_of_shared(n);
       mbarrier_wait(shared.v_full(), n >> 31);
-      if constexpr (BackwardSoftcap<F>::kApplies) {
-        wait_for<0>(S);
-        scores.both();
-      }
       clear_nonfinite_keys();
       if constexpr (C.keys_in_registers)
         load_left<kTileK>(K, shared.k, 64 * w + 16 * warp, lane), load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
@@ -217,17 +211,20 @@ template <BackwardConfig C> struct Backward {
     }
     __device__ __forceinline__ DqSum<C> dq_sum() const { return {a, shared, w, lane, warp}; }
 
-    __device__ __forceinline__ void clear_nonfinite_keys() const {
-      scores.template clear_nonfinite_keys<true>(columns_of_k(), kTileK * kRowBytes);
-#pragma unroll
-      for (int block = 0; block < C.columns_v() / 64; ++block)
-        scores.template clear_nonfinite_keys<false>(shared.v + (block * kTileK + 64 * w) * kRowBytes, 64 * kRowBytes, 64 * w);
-      scores.together();
+    // Of this warp's keys, once S of the first tile has been made of them. All warps come to a barrier before the next product of K. V stays
+    // as it is where dP of a hidden key is not looked at.
+    __device__ __forceinline__ void clear_nonfinite_keys() {
+      if (!scores.hides()) return;
+      wait_for<0>(S);
+      if (!scores.shows_nonfinite(S)) return;
+      scores.template clear_nonfinite_keys<true>(shared.k, C.columns() / 64);
+      if constexpr (!kHidden) scores.template clear_nonfinite_keys<false>(shared.v, C.columns_v() / 64);
     }
 
-    // dP -> dS. What is hidden stays 0, though D may be no number: the row may see a V that is no number.
+    // Something may be hidden in any tile of keys, not in the last one alone.
+    static constexpr bool kHidden = F.band || BackwardScores<C>::kHides;
+    // dP -> dS. What is hidden stays 0, though dP may be no number, of a V that is hidden, or D, of a V that the row sees.
     __device__ __forceinline__ void differentiate(u32 n) {
-      constexpr bool kHidden = F.band || BackwardScores<C>::kHides;
       const u32 delta = shared.delta_of(n) + lane % 4 * 8;
       const float factor = scores.dropout.dropout.factor();
 #pragma unroll

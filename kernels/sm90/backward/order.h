@@ -17,7 +17,6 @@ template <BackwardConfig C> struct BackwardOrder {
   const int w;
 
   __device__ __forceinline__ void all() const {
-    if (!a.dq_sum) return;
     u32 n = 0;
     do n = all(n);
     while (other_keys<C>(shared, n));

@@ -86,8 +86,7 @@ template <BackwardConfig C> struct BackwardRoles {
       __device__ __forceinline__ void clear() { dV.clear(); }
       __device__ __forceinline__ void begin() {
         begin_s_of_shared(0);
-        wait_for<0>(S); // which reads all of K
-        my.template clear_nonfinite_k<0, kFirst>();
+        my.clear_nonfinite_k(S);
         if constexpr (C.keys_in_registers) my.load_keys(K, my.shared.k);
       }
       // P = exp(S - LSE), for both; dV += P^T dO begins.
@@ -132,10 +131,7 @@ template <BackwardConfig C> struct BackwardRoles {
       KeyOperand<kDv> V;
       __device__ __forceinline__ void clear() { dK.clear(); }
       __device__ __forceinline__ void begin() {
-        my.template clear_nonfinite_k<kFirst, kBlocks>();
         mbarrier_wait(my.shared.v_full(), 0);
-        my.scores.template clear_nonfinite_keys<false>(my.shared.v, C.v_bytes());
-        my.scores.together();
         if constexpr (C.keys_in_registers) my.load_keys(V, my.shared.v);
         begin_dp(0);
       }
@@ -175,12 +171,13 @@ template <BackwardConfig C> struct BackwardRoles {
     template <int kColumns> __device__ __forceinline__ void load_keys(LeftOperand<kColumns> &x, u32 base) const {
       load_left<C.tile_k()>(x, base, 16 * warp, lane);
     }
-    // In some blocks of columns; between products of the first tile and of the second. The other warpgroup does so in the others.
-    template <int kBegin, int kEnd> __device__ __forceinline__ void clear_nonfinite_k() const {
-      if (!scores.hides(read<KeyBlock>(shared.keys()))) return;
-      scores.both();
-      scores.template clear_nonfinite_keys<true>(shared.k + kBegin * kBlockBytes, (kEnd - kBegin) * kBlockBytes);
-      scores.both();
+    // Once S of the first tile has been made of K. The other warpgroup reads K for dQ alone, and has waited for P by then. V stays as it is,
+    // for dP of a hidden key is not looked at.
+    __device__ __forceinline__ void clear_nonfinite_k(Accumulator<T, kM> &S) const {
+      wait_for<0>(S);
+      if (!scores.hides()) return;
+      if (scores.shows_nonfinite(S)) scores.template clear_nonfinite_keys<true>(shared.k, kBlocks);
+      scores.together();
     }
     // P to the other warpgroup, what is dropped with a sign.
     __device__ __forceinline__ u32 place_of_p(int i) const { return shared.p + (i * 128 + 32 * warp + lane) * 16; }

@@ -292,32 +292,46 @@ public:
     // (docs/lab/hopper-backward.md, step 25; whether that still costs anything since step 33 was not measured).
     together();
   }
+  // Whether something of these keys is hidden from a query.
+  __device__ __forceinline__ bool hides() const { return F.band || kHides || absent(); }
+  // Whether keys of this tile are beyond the sequence.
+  __device__ __forceinline__ bool absent() const {
+    const KeyBlock keys = read<KeyBlock>(shared.keys());
+    return keys.begin + C.tile_k() > keys.seqlen_k;
+  }
+  // Whether this warp's keys have to be cleared in K. Their first scores show it: where K is not finite, no score of its key is, for 0 times
+  // infinity is NaN.
+  __device__ __forceinline__ bool shows_nonfinite(const Accumulator<T, kM> &S) const {
+    const bool one_of_each_key = finite(__float_as_uint(S.x[0])) && finite(__float_as_uint(S.x[2]));
+    return __any_sync(0xFFFFFFFFu, absent() || !one_of_each_key);
+  }
   // If a query sees a key, a K that is not finite shows in its LSE, and such a V in its O and so in D. So what is not finite becomes 0 in
   // V, and the largest finite number in K (kLargest), where it may still have to make a score of -inf. Keys beyond the sequence become 0,
-  // because they may be so large that dP is not finite. base, bytes: what is cleared; its first row is key `first` of the tile.
-  template <bool kLargest> __device__ __forceinline__ void clear_nonfinite_keys(u32 base, int bytes, int first = 0) const {
+  // because they may be so large that dP is not finite. Each warp clears its own 16 keys, in the blocks of 64 columns of the tile. The
+  // tensor cores make their first scores of them meanwhile at most for other warps, to whose scores they do not matter.
+  template <bool kLargest> __device__ __forceinline__ void clear_nonfinite_keys(u32 tile, int blocks) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
-    if (!hides(keys)) return;
-    const int there = keys.seqlen_k - keys.begin - first;
-#pragma unroll 4
-    for (int i = 16 * (32 * warp + lane); i < bytes; i += 16 * 128) {
+    const int first = 64 * part + 16 * warp, there = keys.seqlen_k - keys.begin - first;
+#pragma unroll 1
+    for (int i = lane; i < 128 * blocks; i += 32) { // 16 bytes: 8 of a row, 16 rows of a block
+      const int row = i / 8 % 16;
+      const u32 place = tile + (i / 128 * C.tile_k() + first + row) * kRowBytes + i % 8 * 16;
       u32 x[4], bad[4];
-      load_shared(x, base + i);
-      const bool absent = i / (int)kRowBytes % C.tile_k() >= there;
+      load_shared(x, place);
 #pragma unroll
       for (int k = 0; k < 4; ++k) bad[k] = nonfinite<T>(x[k]);
-      if (!(bad[0] | bad[1] | bad[2] | bad[3] | absent)) continue;
+      if (!(bad[0] | bad[1] | bad[2] | bad[3] | (row >= there))) continue;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (absent) x[k] = 0, bad[k] = 0;
+        if (row >= there) x[k] = 0, bad[k] = 0;
         const u32 all = spread(bad[k]);
         x[k] = (x[k] & (~all | 0x80008000u)) | (kLargest ? all & (0x7FFF7FFFu - Exponent<T>::kUnit) : 0);
       }
-      store_shared(base + i, x);
+      store_shared(place, x);
     }
+    async_proxy_fence();
+    __syncwarp();
   }
-  // Whether something of these keys is hidden from a query.
-  static __device__ __forceinline__ bool hides(const KeyBlock &keys) { return F.band || kHides || keys.begin + C.tile_k() > keys.seqlen_k; }
   // What both warpgroups wrote is there for wgmma.
   __device__ __forceinline__ void both() const {
     async_proxy_fence();
@@ -330,9 +344,8 @@ public:
   }
 
 private:
-  __device__ __forceinline__ bool finite(u32 n, int row) const {
-    return (load_shared(shared.lse_of(n) + 4 * row) & 0x7F800000) != 0x7F800000;
-  }
+  static __device__ __forceinline__ bool finite(u32 bits) { return (bits & 0x7F800000) != 0x7F800000; }
+  __device__ __forceinline__ bool finite(u32 n, int row) const { return finite(load_shared(shared.lse_of(n) + 4 * row)); }
 };
 
 } // namespace strobe::sm90
