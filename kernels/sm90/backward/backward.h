@@ -211,8 +211,8 @@ template <BackwardConfig C> struct Backward {
     }
     __device__ __forceinline__ DqSum<C> dq_sum() const { return {a, shared, w, lane, warp}; }
 
-    // Of this warp's keys, once S of the first tile has been made of them. All warps come to a barrier before the next product of K. V stays
-    // as it is where dP of a hidden key is not looked at.
+    // Of this warp's keys, once S of the first tile has been made of them. All warps come to a barrier before the next product of K. V
+    // stays as it is where dP of a hidden key is not looked at.
     __device__ __forceinline__ void clear_nonfinite_keys() {
       if (!scores.hides()) return;
       wait_for<0>(S);

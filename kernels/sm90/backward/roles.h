@@ -171,8 +171,8 @@ template <BackwardConfig C> struct BackwardRoles {
     template <int kColumns> __device__ __forceinline__ void load_keys(LeftOperand<kColumns> &x, u32 base) const {
       load_left<C.tile_k()>(x, base, 16 * warp, lane);
     }
-    // Once S of the first tile has been made of K. The other warpgroup reads K for dQ alone, and has waited for P by then. V stays as it is,
-    // for dP of a hidden key is not looked at.
+    // Once S of the first tile has been made of K. The other warpgroup reads K for dQ alone, and has waited for P by then. V stays as it
+    // is, for dP of a hidden key is not looked at.
     __device__ __forceinline__ void clear_nonfinite_k(Accumulator<T, kM> &S) const {
       wait_for<0>(S);
       if (!scores.hides()) return;

@@ -299,8 +299,8 @@ public:
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     return keys.begin + C.tile_k() > keys.seqlen_k;
   }
-  // Whether this warp's keys have to be cleared in K. Their first scores show it: where K is not finite, no score of its key is, for 0 times
-  // infinity is NaN.
+  // Whether this warp's keys have to be cleared in K. Their first scores show it: where K is not finite, no score of its key is, for 0
+  // times infinity is NaN.
   __device__ __forceinline__ bool shows_nonfinite(const Accumulator<T, kM> &S) const {
     const bool one_of_each_key = finite(__float_as_uint(S.x[0])) && finite(__float_as_uint(S.x[2]));
     return __any_sync(0xFFFFFFFFu, absent() || !one_of_each_key);
