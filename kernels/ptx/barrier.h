@@ -54,6 +54,7 @@ __device__ __forceinline__ void add_pair(float *p, float x, float y) {
 #endif
 }
 
+#if __CUDA_ARCH__ >= 700
 __device__ __forceinline__ u32 load_acquire(const u32 *p) {
   u32 x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
@@ -67,5 +68,16 @@ __device__ __forceinline__ u32 load_relaxed(const u32 *p) {
 __device__ __forceinline__ void add_release(u32 *p, u32 x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
+#else // whose PTX has no order of memory but fences
+__device__ __forceinline__ u32 load_acquire(const u32 *p) {
+  const u32 x = *static_cast<const volatile u32 *>(p);
+  __threadfence();
+  return x;
+}
+__device__ __forceinline__ void add_release(u32 *p, u32 x) {
+  __threadfence();
+  atomicAdd(p, x);
+}
+#endif
 
 } // namespace strobe

@@ -108,10 +108,10 @@ template <Config C> struct Backward {
           for (i32 column = 0; column < C.head_dim; column += kPass) {
             T dQ[kRows][kPass / C.threads_k] = {};
             multiply.template tn<kPass, C.tile_k, C.pt_stride()>(dQ, dS_t, K, k0, k1 - k0, column); // dQ = dS K
-            if (a.deterministic && column == 0) await_turn(a, b, h, s, tile, n);
+            if (a.deterministic && column == 0) take_turn(a, b, h, s, tile, n);
             add_dq(a, b, h, s, q0, q1, n, column, dQ, grid);
           }
-          if (a.deterministic) end_turn(a, b, h, tile);
+          if (a.deterministic) leave_turn(a, b, h, tile);
         }
         __syncthreads(); // P, dS and the rows' statistics have been read
         if (kFlush && (++summed == kFlush || !more)) {
@@ -175,32 +175,27 @@ private:
         }
       }
   }
-  static __device__ __forceinline__ u32 *turns(const Arguments &a, i64 b, i64 h, const Tile &tile) {
+  static __device__ __forceinline__ u32 *turn_of(const Arguments &a, i64 b, i64 h, const Tile &tile) {
     return a.turns + 1 + (b * a.in.heads + h) * div_up(a.in.seqlen_q, C.tile_q) + tile.begin / C.tile_q;
   }
-  static __device__ __forceinline__ u32 *turns(const Arguments &a, i64 b, i64 h, const NumberedTile &tile) {
+  static __device__ __forceinline__ u32 *turn_of(const Arguments &a, i64 b, i64 h, const NumberedTile &tile) {
     return a.turns + 1 + (b * a.in.heads + h) * query_tiles<C.features, C.tile_q>(a.in) + tile.number;
   }
-  // If lists of blocks contradict their transpose, a CTA would wait for one that never comes; after some seconds no CTA waits any more.
-  static constexpr u32 kPatience = 1u << 24, kNoMoreTurns = 1u << 31;
-  template <class Tile> static __device__ void await_turn(const Arguments &a, i32 b, i32 h, const Sequence &s, const Tile &tile, i32 n) {
+  template <class Tile> static __device__ void take_turn(const Arguments &a, i32 b, i32 h, const Sequence &s, const Tile &tile, i32 n) {
     if (threadIdx.x == 0) {
-      u32 mine;
+      u32 before;
       if constexpr (C.features.part)
-        mine = part_tiles_before<C.features.blocks != 0, C.tile_k>(a.in, s.band, b, h, tile.begin, tile.end, n);
+        before = part_tiles_before<C.features.blocks != 0, C.tile_k>(a.in, s.band, b, h, tile.begin, tile.end, n);
       else
-        mine = key_tiles_before<C.features.blocks != 0, C.tile_k>(a.in, s.band, b, h, tile.begin, n * C.tile_k);
-      const volatile u32 *turn = turns(a, b, h, tile), *tickets = a.turns;
-      for (u32 polls = 0; *turn < mine && *tickets < kNoMoreTurns; ++polls)
-        if (polls == kPatience) atomicOr(a.turns, kNoMoreTurns);
-      __threadfence();
+        before = key_tiles_before<C.features.blocks != 0, C.tile_k>(a.in, s.band, b, h, tile.begin, n * C.tile_k);
+      const u32 *turn = turn_of(a, b, h, tile);
+      await_turn<C.features.blocks != 0>(turn, load_acquire(turn), before);
     }
     __syncthreads();
   }
-  template <class Tile> static __device__ void end_turn(const Arguments &a, i64 b, i64 h, const Tile &tile) {
-    __threadfence();
+  template <class Tile> static __device__ void leave_turn(const Arguments &a, i64 b, i64 h, const Tile &tile) {
     __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(turns(a, b, h, tile), 1u);
+    if (threadIdx.x == 0) end_turn(turn_of(a, b, h, tile));
   }
 
   static __device__ __forceinline__ void add_dq(const Arguments &a, i64 b, i64 h, const Sequence &s, i32 q0, i32 q1, i32 n, i32 column,
