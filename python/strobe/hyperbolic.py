@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from ._attention import _prepared, attention
 from ._checks import Wrong, check_names, flag, is_choice, is_integer, number, refusal
 from ._kinds import is_bool, shown
 from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, MAX_HEAD_DIM_V
+from ._part import Part
 from ._request import without_causal_bias
 from .arrays.base import Array, Framework
 from .arrays.known import framework_of, known_framework, unfit
@@ -39,6 +40,7 @@ _FIXED = ("score", "shift", "scale", "softcap")  # options of attention() that t
 _NAMES = ("c", "model", "aggregate", "return_lse", *(name for name in DEFAULTS if name not in _FIXED))
 _HINTS = ELSEWHERE | dict.fromkeys(("softmax_scale", "sm_scale"), "did you mean beta?")
 _HINTS |= {"score_mod": "a function is refused; there are alibi_slopes and bias"}
+_WEIGH = "midpoints weigh v in each call"
 
 
 def __dir__() -> list[str]:
@@ -76,9 +78,10 @@ def hyperbolic_attention(
             inside the unit ball.
         aggregate: "centroid": the Lorentz centroid Σ P v / |Σ P v|. "midpoint": the Einstein midpoint, whose weights P γ(v) act as a bias
             on the keys, which lse includes. Up to rounding and dropout the two are the same point; the centroid costs less.
-        options: those of attention() except score, shift, softcap and scale. check=True also checks every point of q, k and v, hidden ones
-            included, and refuses what is not a point of the model; it reads all three and waits for a GPU. Without it, what is not a point
-            (points of the other model, or outside the ball) gives numbers without a meaning.
+        options: those of attention() except score, shift, softcap, scale, k_scale and v_scale. A part is not partial, and with aggregate
+            "midpoint" it has all keys. check=True also checks every point of q, k and v, hidden ones included, and refuses what is not a
+            point of the model; it reads all three and waits for a GPU. Without it, what is not a point (points of the other model, or
+            outside the ball) gives numbers without a meaning.
 
     Returns:
         out: points with q's leading axes and v's width. A query that sees no key gets the origin.
@@ -102,20 +105,27 @@ def hyperbolic_attention(
             wrong.append(ValueError(f"{name}: {shown(x)}; accepted is none: the score is the distance's"))
     check_names("hyperbolic_attention", options, wrong, _NAMES, _HINTS)
     options = {**{name: x for name, x in options.items() if name in _NAMES}, "score": "hyperbolic", "beta": beta, "shift": shift}
+    scaled = [name for name in ("k_scale", "v_scale") if options.get(name) is not None]
+    wrong += [ValueError(f"{name}: given; accepted is None, for quantised points lie beside the hyperboloid") for name in scaled]
+    if scaled:
+        raise refusal(wrong)  # k and v are no points, so that nothing else can be said of them
+    if isinstance(part := options.get("part"), Part):
+        if part.partial:
+            wrong.append(ValueError("part: partial=True; accepted is partial=False, for strobe.merge() does not add up points"))
+        elif aggregate == "midpoint" and not _has_all_keys(part):
+            wrong.append(ValueError("part: of fewer keys than there are, with aggregate 'midpoint'; accepted is 'centroid', for " + _WEIGH))
     framework = known_framework(q)
     if framework is None or not all(_may_be_points(framework, name, x, q) for name, x in points.items()):
-        return _refused(q, k, v, options, wrong)
+        _refuse(q, k, v, options, wrong)
     if aggregate == "midpoint" and options.get("page_table") is not None:
-        wrong.append(ValueError("page_table: given with aggregate 'midpoint'; accepted is 'centroid', for midpoints weigh v in each call"))
-    if options.get("k_scale") is not None:
-        wrong.append(ValueError("k_scale: given; accepted is None, for quantised points lie beside the hyperboloid"))
+        wrong.append(ValueError("page_table: given with aggregate 'midpoint'; accepted is 'centroid', for " + _WEIGH))
     options = dict(without_causal_bias(framework, q, k, options, wrong))
     for name, x in points.items():
         most = (MAX_HEAD_DIM_V if name == "v" else MAX_HEAD_DIM) - 1  # a point has one more on the hyperboloid
         if model == "poincare" and x.shape[-1] > most:
             wrong.append(ValueError(f"{name}: {x.shape[-1]} coordinates; accepted with model 'poincare' are 1 to {most}"))
     if wrong:
-        return _refused(q, k, v, options, wrong)
+        _refuse(q, k, v, options, wrong)
     if is_bool(check := options.get("check")) and check:
         wrong = [reason for name, x in points.items() if (reason := _no_points(name, x, model))]
         if wrong:
@@ -132,11 +142,19 @@ def hyperbolic_attention(
     return (out, lse) if return_lse else out
 
 
-def _refused(q: Array, k: Array, v: Array, options: Any, wrong: Wrong) -> Any:
+def _refuse(q: Array, k: Array, v: Array, options: Any, wrong: Wrong) -> NoReturn:
     """Raises what is wrong and what attention() adds to it."""
     if wrong:
         _prepared("hyperbolic_attention", q, k, v, options, wrong)
-    return attention(q, k, v, **options)
+    attention(q, k, v, **options)
+    raise ValueError(f"q, k, v: {', '.join(_dtype(x) for x in (q, k, v))}; accepted are points, of {', '.join(_EPS)}")
+
+
+def _has_all_keys(part: Part) -> bool:
+    """Whether it has every key of the whole sequences."""
+    held = [sum(length for _, length in ranges) for ranges in part.k_ranges]
+    lengths = part.seqlens_k
+    return all(n >= length for n, length in zip(held * len(lengths), lengths * len(held), strict=True))  # of either one may stand for all
 
 
 def _may_be_points(framework: Framework, name: str, x: Array, q: Array) -> bool:
@@ -238,7 +256,7 @@ def poincare_to_lorentz(x: Array) -> Array:
 
 def lorentz_to_poincare(x: Array) -> Array:
     """(x1 ... xn) / (1 + x0)"""
-    return _mapped(lambda xp, x: x[..., 1:] / (1 + x[..., :1]), x)
+    return _mapped(lambda xp, x: x[..., 1:] / (1 + x[..., :1]), x, least=1)
 
 
 def klein_to_lorentz(x: Array) -> Array:
@@ -248,7 +266,7 @@ def klein_to_lorentz(x: Array) -> Array:
 
 def lorentz_to_klein(x: Array) -> Array:
     """(x1 ... xn) / x0"""
-    return _mapped(lambda xp, x: x[..., 1:] / x[..., :1], x)
+    return _mapped(lambda xp, x: x[..., 1:] / x[..., :1], x, least=1)
 
 
 def poincare_to_klein(x: Array) -> Array:
@@ -263,7 +281,7 @@ def klein_to_poincare(x: Array) -> Array:
 
 def lorentz_product(x: Array, y: Array) -> Array:
     """-x0 y0 + x1 y1 + ... + xn yn over the last axis. The other axes broadcast. The result has the wider of the two dtypes."""
-    return _mapped(_product, x, y)
+    return _mapped(_product, x, y, least=1)
 
 
 def distance(x: Array, y: Array) -> Array:
@@ -275,7 +293,7 @@ def distance(x: Array, y: Array) -> Array:
         t = xp.where(together, 1.0, t)
         return xp.where(together, 0.0, xp.log1p(t + xp.sqrt(t * (t + 2))))
 
-    return _mapped(formula, x, y)
+    return _mapped(formula, x, y, least=1)
 
 
 def centroid(x: Array) -> Array:
@@ -292,7 +310,7 @@ def centroid(x: Array) -> Array:
         left, eps = 1 - _square(space), _eps(x)
         return _lift(xp, space / xp.sqrt(xp.where(left < eps, eps, left)))
 
-    return _mapped(formula, x)
+    return _mapped(formula, x, least=1)
 
 
 def _dtype(x: Array) -> str:
@@ -319,10 +337,13 @@ def _lift(xp: Any, x: Array) -> Array:
     return _joined(xp, xp.sqrt(1 + _square(x)), x)
 
 
-def _mapped(formula: Callable[..., Array], x: Array, *second: Array) -> Array:
-    """formula(torch or numpy, x), or of x and y, rounded to their dtype, or to what both promote to."""
+def _mapped(formula: Callable[..., Array], x: Array, *second: Array, least: int = 0) -> Array:
+    """formula(torch or numpy, x), or of x and y, rounded to their dtype, or to what both promote to. least: how many coordinates they have;
+    one is the time-like coordinate."""
     framework = _framework_of_points("x", x)
     xp: Any = framework.xp
+    if x.shape[-1] < least:
+        raise ValueError(f"x: {x.shape[-1]} coordinates; accepted is {least} or more")
     if not second:
         return framework.cast(formula(xp, _wide(framework, x)), x.dtype)
     (y,) = second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tracemalloc
 
 import numpy as np
@@ -552,3 +553,54 @@ def test_the_midpoint_of_packed_sequences_is_as_long_as_the_longest(array):
     tracemalloc.stop()
     assert bool((found == bounded).all())
     assert peak < 2**26
+
+
+# What attention() takes and points cannot be
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("scales", [("k_scale", "v_scale"), ("v_scale",)])
+def test_quantised_points_are_refused(dtype, scales):
+    q = h.lift(torch.zeros(1, 2, 4, 7))
+    k, scale = strobe.kv.quantise(q, dtype)
+    lines = [f"{name}: given; accepted is None, for quantised points lie beside the hyperboloid" for name in scales]
+    with pytest.raises(ValueError, match=f"^{re.escape(chr(10).join(lines))}$"):
+        strobe.hyperbolic_attention(q, k, k, **dict.fromkeys(scales, scale))
+
+
+def test_what_is_no_point_never_has_a_result(monkeypatch):
+    """Whatever attention() comes to take."""
+    q = h.lift(torch.zeros(1, 2, 4, 7))
+    monkeypatch.setattr(h, "attention", lambda *_, **__: q)
+    with pytest.raises(ValueError, match="^q, k, v: float32, int8, int8; accepted are points, of float16"):
+        strobe.hyperbolic_attention(q, q.to(torch.int8), q.to(torch.int8))
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_a_partial_part_of_points_is_refused(aggregate):
+    x = h.lift(torch.zeros(1, 2, 8, 3))
+    part = strobe.Part([[0, 8]], [[0, 8]], 8, 8, partial=True)
+    with pytest.raises(ValueError, match=r"^part: partial=True; accepted is partial=False, for strobe.merge\(\) does not add up points$"):
+        strobe.hyperbolic_attention(x, x, x, aggregate=aggregate, part=part)
+
+
+def test_midpoints_of_some_of_the_keys_are_refused():
+    x = h.poincare_to_lorentz(ball(2, 2, 8, 3))
+    whole = strobe.hyperbolic_attention(x, x, x, aggregate="midpoint", causal=True)
+    for lengths in (8, [8, 8]):
+        part = strobe.Part([[4, 4]], [[0, 8]], lengths, lengths)
+        found = strobe.hyperbolic_attention(x[:, :, 4:], x, x, aggregate="midpoint", causal=True, part=part)
+        torch.testing.assert_close(found, whole[:, :, 4:])
+        some = strobe.Part([[0, 4]], [[0, 4]], lengths, lengths)
+        first = x[:, :, :4]
+        with pytest.raises(ValueError, match="^part: of fewer keys than there are, with aggregate 'midpoint'; accepted is 'centroid'[^\n]*$"):
+            strobe.hyperbolic_attention(first, first, first, aggregate="midpoint", causal=True, part=some)
+        found = strobe.hyperbolic_attention(first, first, first, causal=True, part=some)
+        torch.testing.assert_close(found, strobe.hyperbolic_attention(x, x, x, causal=True)[:, :, :4])
+
+
+def test_lorentz_coordinates_begin_with_time():
+    for function in (h.distance, h.lorentz_product, h.centroid, h.lorentz_to_poincare, h.lorentz_to_klein):
+        for x in (torch.ones(3, 0), np.ones((3, 0), np.float32)):
+            with pytest.raises(ValueError, match="^x: 0 coordinates; accepted is 1 or more$"):
+                function(*[x] * (2 if function in (h.distance, h.lorentz_product) else 1))
