@@ -112,7 +112,8 @@ def attend_to_cache(
     new: int | Tensor = 0 if k is None else k.shape[1]  # of each sequence
     if cu_seqlens_k_new is not None:
         new = cu_seqlens_k_new.diff()
-        filled = torch.as_tensor(filled, device=q.device).expand(batch)  # beside the new ones, wherever these are
+        filled = torch.as_tensor(filled, device=q.device)  # beside the new ones, wherever these are
+        filled = filled if isinstance(cache_seqlens, Tensor) else filled.expand(batch)
     filled = _filled(filled, new, batch, length)
     rows, exists = None, None  # exists: bool (B,), of a cache_batch_idx that nobody has read
     if cache_batch_idx is not None:
