@@ -11,6 +11,8 @@ def check_tables(cos: Tensor, sin: Tensor, head_dim: int, positions: int, names:
     if cos.shape != sin.shape or cos.dim() != 2 or 2 * cos.shape[-1] > head_dim:
         shapes = f"shapes {tuple(cos.shape)}, {tuple(sin.shape)}"
         raise ValueError(f"{names}: {shapes}; accepted is (length, R) twice, 2R <= {head_dim}, the head dimension")
+    if not (cos.is_floating_point() and sin.is_floating_point()):
+        raise ValueError(f"{names}: dtypes {cos.dtype}, {sin.dtype}; accepted is floating point twice")
     if len(cos) < max(positions, 1):
         raise ValueError(f"{names}: length {len(cos)}; accepted is {max(positions, 1)} or more, to the last token's position")
 

@@ -161,7 +161,8 @@ def append(
             names it a second time. In host memory that is checked.
         cu_seqlens: int32 (B + 1,): the new tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of k and v. Rows behind the
             last sequence are padding.
-        rotary_cos, rotary_sin: (length, R), 2R <= D: the first 2R columns of k turn by the angles of their token's position.
+        rotary_cos, rotary_sin: (length, R), 2R <= D, floating point: the first 2R columns of k turn by the angles of their token's
+            position.
         rotary_interleaved: columns 2r and 2r + 1 turn together, else r and R + r.
         k_scale, v_scale: of a quantised cache, as strobe.attention() takes them, one for each key and head: they are written, too. k and v
             are then float64, float32, float16 or bfloat16, and quantise() makes of them what is written. Numbers in host memory that

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import strobe
 from device import DEVICE, ON_GPU, moved
 from flash_formulas import SLOPES, assert_close, formulas
 from strobe._writable import share_memory
 from strobe.arrays.torch import TORCH
-from strobe.compat import flash_attn
+from strobe.compat import flash_attn, flash_attn_3
 
 
 @pytest.fixture(autouse=True)
@@ -237,6 +238,22 @@ def test_rotary_tables_come_with_each_other_and_with_new_keys():
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call(q, k_cache, v_cache, cache_seqlens=3, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int32], ids=str)
+def test_rotary_tables_are_floating_point(dtype):
+    """Of complex ones the imaginary part would go, and wrong keys would be in the cache."""
+    k_cache, v_cache = cache(2, 8)
+    kept = k_cache.clone()
+    q, table = torch.ones(2, 1, 4, 16), torch.ones(8, 4).to(dtype)
+    message = f"^rotary_cos, rotary_sin: dtypes {dtype}, {dtype}; accepted is floating point twice$"
+    filled = torch.tensor([3, 4], dtype=torch.int32)
+    for call in (flash_attn.flash_attn_with_kvcache, flash_attn_3.flash_attn_with_kvcache):
+        with pytest.raises(ValueError, match=message):
+            call(q, k_cache, v_cache, q, q, rotary_cos=table, rotary_sin=table, cache_seqlens=filled)
+    with pytest.raises(ValueError, match=message):
+        strobe.kv.append(k_cache, v_cache, q, q, filled, rotary_cos=table, rotary_sin=table, layout="bshd")
+    assert torch.equal(k_cache, kept)
 
 
 HOST_LENGTHS = [

@@ -168,6 +168,10 @@ def test_sequences_that_share_a_row():
             lambda x: index_first_axis(x, torch.tensor([0], device="meta")),
             f"^indices: on device meta; accepted is {DEVICE}(:0)?, where input lies",
         ),
+        (lambda x: unpad_input(x, torch.ones(2, 3)), "^attention_mask: dtype torch.float32; accepted is bool, True = a token, or integers"),
+        (lambda x: unpad_input(x, torch.ones(2, 3, dtype=torch.complex64)), "^attention_mask: dtype torch.complex64; accepted is bool"),
+        (lambda x: unpad_input(x, torch.tensor([[1, 2, 0], [0, 0, -1]])), "^attention_mask: 2; accepted are 0 and 1$"),
+        (lambda x: unpad_input(x, torch.ones(2, 3).int(), -torch.ones(2, 3).long()), "^unused_mask: -1; accepted are 0 and 1$"),
         (lambda x: index_first_axis(None, torch.tensor([0])), "^input: NoneType; accepted is a torch.Tensor"),
         (lambda x: index_first_axis(x.sum(), torch.tensor([0])), "^input: a number; accepted is"),
         (lambda x: index_put_first_axis([1.0], torch.tensor([0]), 2), "^values: list; accepted is a torch.Tensor"),
@@ -198,6 +202,15 @@ def test_integers_of_every_kind_are_indices_and_lengths(dtype):
     expected = unpad_input_for_concatenated_sequences(x, lengths)
     for found, wanted in zip(unpad_input_for_concatenated_sequences(x, lengths.to(dtype)), expected, strict=True):
         assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted))
+
+
+def test_two_tokens_have_no_one_place():
+    x = torch.zeros(3, 4, device="cpu")
+    for indices in ([4, 1, 4], [1, 1, 1]):
+        rows = torch.tensor(indices, device="cpu")
+        with pytest.raises(ValueError, match=f"^indices: {indices[2]} more than once; accepted are indices that differ from one another$"):
+            pad_input(x, rows, 2, 3)
+        assert index_first_axis(torch.zeros(6, 4, device="cpu"), rows).shape == (3, 4)
 
 
 def test_indices_in_host_memory_are_checked():
@@ -249,17 +262,36 @@ def test_rotary_embedding(interleaved, dtype):
     [
         ({"x": (5, 3, 12)}, r"^x: shape \(5, 3, 12\); accepted is \(B, S, H, D\)"),
         ({"cu_seqlens": torch.zeros(3, dtype=torch.int32)}, r"^x: shape \(2, 5, 3, 12\); accepted is \(T, H, D\) with cu_seqlens"),
-        ({"cos": (4, 8)}, r"^cos, sin: shapes \(4, 8\), \(4, 4\); accepted is \(length, R\) twice"),
+        ({"cos": (4, 8)}, r"^cos, sin: shapes \(4, 8\), \(8, 4\); accepted is \(length, R\) twice"),
         ({"cos": None}, r"^cos: NoneType; accepted is a torch\.Tensor"),
         ({"interleaved": 2, "seqlen_offsets": 1.5}, "^interleaved: int 2; accepted .*\nseqlen_offsets: float; accepted is an integer"),
         ({"seqlen_offsets": torch.zeros(2)}, "^seqlen_offsets: torch.Tensor; accepted is an integer, or"),
+        ({"seqlen_offsets": 2**70}, r"^seqlen_offsets: 1180591620717411303424; accepted are integers of 64 bits$"),
+        ({"x": torch.zeros(2, 5, 3, 12, dtype=torch.int32)}, r"^x: dtype torch\.int32; accepted is floating point$"),
+        ({"x": torch.zeros(2, 5, 1, 12).expand(2, 5, 3, 12), "inplace": True}, r"^x: strides .*; accepted is memory of its own for each number$"),
+        ({"cos": torch.ones(8, 4, dtype=torch.complex64)}, r"^cos, sin: dtypes torch\.complex64, torch\.float32; accepted is floating point twice$"),
+        ({"sin": torch.ones(8, 4, dtype=torch.bool)}, r"^cos, sin: dtypes torch\.float32, torch\.bool; accepted"),
+        ({"sin": torch.ones(8, 4, device="meta")}, r"^sin: on device meta; accepted is"),
         ({"seqlen_offsets": torch.zeros(3, dtype=torch.int32)}, r"^seqlen_offsets: shape \(3,\); accepted is \(2,\), or an integer"),
     ],
 )
 def test_rotary_arguments_that_do_not_fit_are_named(wrong, message):
-    good = {"x": torch.zeros(2, 5, 3, 12), "cos": torch.ones(4, 4), "sin": torch.ones(4, 4)}
+    good = {"x": torch.zeros(2, 5, 3, 12), "cos": torch.ones(8, 4), "sin": torch.ones(8, 4)}
     with pytest.raises((TypeError, ValueError), match=message):
         apply_rotary_emb(**good | {name: torch.zeros(x) if isinstance(x, tuple) else x for name, x in wrong.items()})
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        ([0, 9], "9 at its end; accepted are up to 8, the tokens of x"),
+        ([0, 5, 2], r"\[0, 5, 2\]; accepted are numbers that begin at 0 and never fall"),
+        ([], r"torch\.int64 of shape \(0,\); accepted is int32 or int64 \(B \+ 1,\)"),
+    ],
+)
+def test_rotary_sequences_in_host_memory_are_checked(ends, message):
+    with torch.device("cpu"), pytest.raises(ValueError, match=f"^cu_seqlens: {message}$"):
+        apply_rotary_emb(torch.zeros(8, 3, 12), torch.ones(9, 4), torch.ones(9, 4), cu_seqlens=torch.tensor(ends, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,13 @@ from .._kinds import shown
 from ..arrays.torch import TORCH
 
 
-def check_cu_seqlens(name: str, cu: Tensor, of: str | None = None, packed: Tensor | None = None) -> int:
+def check_cu_seqlens(
+    name: str, cu: Tensor, of: str | None = None, packed: Tensor | None = None, dtypes: tuple[torch.dtype, ...] = (torch.int32,)
+) -> int:
     """B, of cu_seqlens (B + 1,); packed: the tokens that they divide, the argument `of`."""
-    if cu.dim() != 1 or not len(cu) or cu.dtype != torch.int32:
-        raise ValueError(f"{name}: {cu.dtype} of shape {tuple(cu.shape)}; accepted is int32 (B + 1,)")
+    if cu.dim() != 1 or not len(cu) or cu.dtype not in dtypes:
+        accepted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name}: {cu.dtype} of shape {tuple(cu.shape)}; accepted is {accepted} (B + 1,)")
     if TORCH.is_readable(cu):
         ends = cu.tolist()
         if ends[0] != 0 or ends != sorted(ends):

@@ -48,13 +48,16 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
 
     Args:
         hidden_states: (B, S, ...).
-        attention_mask: bool or integers (B, S). True or 1 is a token, False or 0 is padding.
+        attention_mask: bool or integers (B, S). True or 1 is a token, False or 0 is padding; other numbers are refused.
         unused_mask: likewise, for further tokens that are packed but not counted in seqused.
 
     Returns:
         hidden_states (T, ...), indices (T,) of the tokens among the B · S, cu_seqlens (B + 1,), max_seqlen_in_batch, seqused (B,).
     """
-    _check(hidden_states, attention_mask=attention_mask, **({} if unused_mask is None else {"unused_mask": unused_mask}))
+    masks = {"attention_mask": attention_mask, **({} if unused_mask is None else {"unused_mask": unused_mask})}
+    _check(hidden_states, **masks)
+    for name, mask in masks.items():
+        _check_ones(name, mask)
     used = attention_mask.bool()
     kept = used if unused_mask is None else used | unused_mask.bool()
     lengths = kept.sum(1, dtype=torch.int32)
@@ -90,7 +93,7 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Puts the packed tokens (T, ...) back where they stood: (batch, seqlen, ...), with zeros elsewhere."""
+    """Puts the packed tokens (T, ...) back where they stood: (batch, seqlen, ...), with zeros elsewhere. No two indices may be equal."""
     wrong: Wrong = []
     sized = [is_integer(wrong, name, x, 0, _MOST) for name, x in (("batch", batch), ("seqlen", seqlen))]
     if all(sized):
@@ -112,7 +115,8 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Puts the rows of `values` at `indices`: (first_axis_dim, ...), with zeros elsewhere. No two indices may be equal."""
+    """Puts the rows of `values` at `indices`: (first_axis_dim, ...), with zeros elsewhere. No two indices may be equal: in host memory that
+    is checked."""
     wrong: Wrong = []
     if not is_integer(wrong, "first_axis_dim", first_axis_dim, 0, _MOST):
         raise refusal(wrong)
@@ -122,6 +126,8 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
         raise ValueError(
             f"indices: shape {tuple(rows.shape)}; accepted is ({', '.join(map(str, values.shape[:1]))},), one for each of the values"
         )
+    if _is_looked_at(rows) and (several := rows.bincount() > 1).any():
+        raise ValueError(f"indices: {int(several.nonzero()[0])} more than once; accepted are indices that differ from one another")
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, rows, values)
 
 
@@ -136,6 +142,17 @@ def _check(hidden_states: Tensor, **masks: Tensor) -> None:
             raise ValueError(f"{name}: on device meta; accepted is a torch.Tensor that has values")
         if mask.shape != hidden_states.shape[:2]:
             raise ValueError(f"{name}: shape {tuple(mask.shape)}; accepted is {tuple(hidden_states.shape[:2])}, as hidden_states begins")
+
+
+def _check_ones(name: str, mask: Tensor) -> None:
+    """A mask that is added to the scores says the opposite, and would be taken for one."""
+    if mask.dtype == torch.bool:
+        return
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(f"{name}: dtype {mask.dtype}; accepted is bool, True = a token, or integers, 1 = a token")
+    each = mask.long()
+    if not torch.compiler.is_compiling() and (other := each[(each != 0) & (each != 1)]).numel():
+        raise ValueError(f"{name}: {_number(other[0], mask.dtype)}; accepted are 0 and 1")
 
 
 def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -163,12 +180,16 @@ def _rows(indices: Tensor, count: int, beside: str, of: Tensor) -> Tensor:
     if indices.device != of.device:
         raise ValueError(f"indices: on device {indices.device}; accepted is {of.device}, where {beside} lies")
     rows = indices.long()
-    if rows.is_cpu and rows.numel() and not torch.compiler.is_compiling():
+    if _is_looked_at(rows):
         least, most = sorted(_number(x, indices.dtype) for x in rows.aminmax())
         if least < 0 or most >= count:
             accepted = f"accepted are 0 to {count - 1}" if count else "accepted is none, for there are no rows"
             raise ValueError(f"indices: {least} to {most}; {accepted}")
     return rows
+
+
+def _is_looked_at(rows: Tensor) -> bool:
+    return rows.is_cpu and rows.numel() > 0 and not torch.compiler.is_compiling()
 
 
 def _number(x: Tensor, dtype: torch.dtype) -> int:

@@ -6,10 +6,14 @@ import torch
 from torch import Tensor
 
 from strobe._checks import Wrong, is_whole, refusal
-from strobe._kinds import kind
+from strobe._kinds import kind, shown
 from strobe._places import places
 from strobe._rotary import check_tables, rotate
+from strobe._writable import not_writable
+from strobe.arrays.known import unfit
+from strobe.arrays.torch import TORCH
 
+from ._gaps import check_cu_seqlens
 from ._words import switch_or_refusal, tensor_or_refusal
 
 
@@ -27,11 +31,11 @@ def apply_rotary_emb(
 
     Args:
         x: (B, S, H, D), or packed (T, H, D) with cu_seqlens.
-        cos, sin: (length, R), 2R <= D.
+        cos, sin: (length, R), 2R <= D, floating point as x.
         interleaved: columns 2r and 2r + 1 turn together, else r and R + r.
-        inplace: write into x, and return it.
+        inplace: write into x, and return it. Each number of x then has memory of its own.
         seqlen_offsets: the position of each sequence's first token: an integer, or integers (B,).
-        cu_seqlens: integers (B + 1,).
+        cu_seqlens: int32 or int64 (B + 1,).
         max_seqlen: without effect.
     """
     tensors = {"x": x, "cos": cos, "sin": sin, **({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})}
@@ -40,12 +44,18 @@ def apply_rotary_emb(
     wrong: Wrong = [each for each in found if isinstance(each, Exception)]
     if not (is_whole(seqlen_offsets) or (isinstance(seqlen_offsets, Tensor) and not seqlen_offsets.is_floating_point())):
         wrong.append(TypeError(f"seqlen_offsets: {kind(seqlen_offsets)}; accepted is an integer, or a torch.Tensor, integers (B,)"))
+    elif not isinstance(seqlen_offsets, Tensor) and not -(2**63) <= seqlen_offsets < 2**63:
+        wrong.append(ValueError(f"seqlen_offsets: {shown(seqlen_offsets)}; accepted are integers of 64 bits"))
+    if not wrong:
+        wrong = [] if x.is_floating_point() else [ValueError(f"x: dtype {x.dtype}; accepted is floating point")]
+        wrong += [refused for name, each in tensors.items() if (refused := unfit(name, each, TORCH, "x", x)) is not None]
+        wrong += not_writable({"x": x}) if flags["inplace"] else []
     if wrong:
         raise refusal(wrong)
     rank, accepted = (4, "(B, S, H, D)") if cu_seqlens is None else (3, "(T, H, D) with cu_seqlens")
     if x.dim() != rank:
         raise ValueError(f"x: shape {tuple(x.shape)}; accepted is {accepted}")
-    batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    batch = x.shape[0] if cu_seqlens is None else check_cu_seqlens("cu_seqlens", cu_seqlens, "x", x, (torch.int32, torch.int64))
     offsets = torch.as_tensor(seqlen_offsets, device=x.device).long()
     if offsets.dim() and offsets.shape != (batch,):
         raise ValueError(f"seqlen_offsets: shape {tuple(offsets.shape)}; accepted is ({batch},), or an integer")

@@ -188,7 +188,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (Bc, Sc, Hkv, D) and (Bc, Sc, Hkv, Dv). Bc = B, unless cache_batch_idx says which row serves which query. With
             page_table pools of pages, (pages, page, Hkv, D) and (pages, page, Hkv, Dv), of any size of a page.
         k, v: (B, Snew, Hkv, D) and (B, Snew, Hkv, Dv), written into the cache at cache_seqlens, in place.
-        rotary_cos, rotary_sin: (length, R), up to the last token's position: the first 2R columns of k are rotated by their position,
+        rotary_cos, rotary_sin: floating point (length, R), up to the last token's position: the first 2R columns of k are rotated by it,
             those of q as well: with causal or a window by their own, else all by that of the first new key.
         cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it, which leaves no room for k and v.
         cache_batch_idx: int (B,). The rows that it names are copied before the attention (the update is in place).
