@@ -94,6 +94,10 @@ class _Attention(torch.autograd.Function):
         found = iter(differentiable_backward(dout, dlse, out, lse, q, k, v, **given, **ctx.options, needed=needed))
         return *(next(found) if wanted else None for wanted in needed), None
 
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        raise _no_forward_mode()
+
 
 class _Gradients(torch.autograd.Function):
     """Differentiable once: nothing follows the first gradient but the words why."""
@@ -106,9 +110,17 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> NoReturn:
         raise NotImplementedError("strobe.attention has no second derivative: a gradient of it cannot be differentiated again")
 
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        raise _no_forward_mode()
+
+
+def _no_forward_mode() -> Exception:
+    return NotImplementedError("strobe.attention has no forward-mode derivative; accepted are torch.autograd.grad and backward()")
+
 
 def _is_differentiated(*tensors: Tensor | None) -> bool:
-    """By reverse mode; or perhaps by forward mode, whose want of a formula autograd.Function reports by itself."""
+    """By reverse mode; or perhaps by forward mode, for which autograd.Function asks jvp()."""
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if (tracked or forward_ad._current_level >= 0) and torch._C._are_functorch_transforms_active():
         raise NotImplementedError("strobe.attention under torch.func.grad, vjp, jvp, ...: accepted are torch.autograd.grad and backward()")

@@ -41,7 +41,12 @@ def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collec
 
 def is_whole(x: object) -> bool:
     """Whether x is an integer, of Python, NumPy or a compiler, and no bool."""
-    return (isinstance(x, int) or (hasattr(x, "__index__") and known_framework(x) is None)) and not is_bool(x)
+    return (isinstance(x, int) or (_is_ordered_index(type(x)) and known_framework(x) is None)) and not is_bool(x)
+
+
+def _is_ordered_index(kind: type) -> bool:
+    """Whether its values stand for integers and can be held against bounds. (A class has the methods of its values, and is none.)"""
+    return hasattr(kind, "__index__") and kind.__lt__ is not object.__lt__
 
 
 def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Array) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ._checks import Wrong, flag, is_integer, is_whole, plain, refusal
 from ._kinds import kind, shown
+from .arrays.known import known_framework
 
 _MOST = 2**63 - 1
 
@@ -47,6 +48,13 @@ class Part:
 
     def __post_init__(self) -> None:
         wrong: Wrong = []
+        for name in ("q_ranges", "k_ranges", "seqlens_q", "seqlens_k"):
+            x = getattr(self, name)
+            framework = known_framework(x)
+            if framework is not None and (refused := framework.unfit(name, x) or framework.without_values(name, x)) is not None:
+                wrong.append(refused)
+        if wrong:
+            raise refusal(wrong)
         read: dict[str, Any] = {name: _ranges(wrong, name, getattr(self, name)) for name in ("q_ranges", "k_ranges")}
         read |= {name: _lengths(wrong, name, getattr(self, name)) for name in ("seqlens_q", "seqlens_k")}
         for name in ("first_head", "heads", "first_batch"):
@@ -104,8 +112,10 @@ def decoded(part: Sequence[int]) -> Lists:
 
 
 def _listed(x: Any) -> Any:
-    """Of an array its numbers."""
-    return x.tolist() if hasattr(x, "tolist") else x
+    """Of an array its numbers, or None where it has none."""
+    if not hasattr(x, "tolist"):
+        return x
+    return None if getattr(x, "is_meta", False) else x.tolist()
 
 
 def _is_several(x: Any) -> bool:

@@ -154,8 +154,19 @@ def test_second_derivative_is_refused():
 
 def test_forward_mode_is_refused():
     q, k, v = qkv(grad=False)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode"):
-        strobe.attention(torch.autograd.forward_ad.make_dual(q, q), k, v)
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "bias": torch.zeros(q.shape[2], k.shape[2], device=q.device),
+        "sinks": torch.zeros(q.shape[1], device=q.device),
+    }
+    for name in given:
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"^strobe\.attention has no forward-mode"):
+            strobe.attention(**given | {name: torch.autograd.forward_ad.make_dual(given[name], given[name])})
+    out, lse = strobe.attention(q, k, v, return_lse=True)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"^strobe\.attention has no forward-mode"):
+        strobe.attention_backward(torch.autograd.forward_ad.make_dual(out, out), q, k, v, out, lse)
     with pytest.raises(NotImplementedError, match=r"strobe\.attention under torch\.func"):
         torch.func.grad(lambda q: strobe.attention(q, k, v).sum())(q)
     with pytest.raises(NotImplementedError, match=r"strobe\.attention under torch\.func"):

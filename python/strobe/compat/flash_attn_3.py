@@ -265,7 +265,11 @@ def _those_used(
     others without a key."""
     given = {"q": q, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q}
     given.update({} if used_k is None else {"seqused_k": used_k})
-    if wrong := [x for x in map(tensor_or_refusal, given, given.values()) if isinstance(x, Exception)]:
+    wrong: Wrong = [x for x in map(tensor_or_refusal, given, given.values()) if isinstance(x, Exception)]
+    for name, x in () if wrong else given.items():
+        if x.device != q.device and not (name == "seqused_k" and x.is_cpu):  # which strobe.attention() copies
+            wrong.append(ValueError(f"{name}: on device {x.device}; accepted is {q.device}, where q lies"))
+    if wrong:
         raise refusal(wrong)
     batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
     if check_cu_seqlens("cu_seqlens_k", cu_k) != batch:
