@@ -212,7 +212,7 @@ def attention_backward(
         delta: with a partial part (dout · out).sum(-1) of the whole rows, in the shape of dlse and lse's dtype; otherwise None.
         dq, dk, dv: with accumulate, the float32 arrays (float64 if q is) to which the gradients are added, in the shapes of q, k and v.
             One that is None is not computed.
-        accumulate: adds the gradients to dq, dk and dv, which is nothing that autograd sees. dbias and dsinks are made anew.
+        accumulate: adds the gradients to dq, dk and dv, which is nothing that autograd differentiates. dbias and dsinks are made anew.
 
     Returns:
         Gradients(dq, dk, dv, dbias, dsinks), in the shapes and dtypes of q, k, v, bias and sinks; dq, dk and dv of a partial part in
@@ -235,6 +235,8 @@ def attention_backward(
     if into or "delta" in known:
         wanted = [name for name in needed if name in into or not into or name not in ("dq", "dk", "dv")]
         found = _run.backward(framework, p, known, wanted, into)
+        for x in into.values():
+            framework.written(x)
         return Gradients(*(found.get(name) for name in Gradients._fields))
     return Gradients(**_calls(framework).backward(p, dout, dlse, known["out"], lse, needed))
 

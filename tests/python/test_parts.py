@@ -155,6 +155,27 @@ def test_a_negated_view_is_not_added_to():
         strobe.attention_backward(x.dout, x.q, x.k, x.v, out, lse, dq=dq, accumulate=True)
 
 
+def test_what_was_added_to_is_not_what_a_graph_saved():
+    q, dq = torch.randn(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)
+    out, lse = strobe.attention(q, q, q, return_lse=True)
+    saved = (dq.requires_grad_() ** 2).sum()
+    added = [dq.detach(), torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)]
+    versions = [x._version for x in added]
+    strobe.attention_backward(out, q, q, q, out, lse, dq=added[0], dk=added[1], dv=added[2], accumulate=True)
+    assert all(x._version > version for x, version in zip(added, versions, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+def test_lists_on_meta_are_named():
+    for given in ({"q_ranges": torch.zeros(1, 2, device="meta")}, {"seqlens_k": torch.zeros(1, device="meta")}):
+        (name,) = given
+        with pytest.raises(ValueError, match=f"^{name}: on device meta; accepted is an array that has values$"):
+            strobe.Part(**{"q_ranges": [[0, 3]], "k_ranges": [[0, 3]], "seqlens_q": 3, "seqlens_k": 3} | given)
+    with pytest.raises(ValueError, match="^q_ranges: .*; accepted are integers"):
+        strobe.Part([torch.zeros(2, device="meta")], [[0, 3]], 3, 3)
+
+
 def test_an_inference_tensor_is_not_added_to_outside_of_inference_mode():
     x = call(sq=4)
     out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True)

@@ -35,6 +35,10 @@ class Framework(ABC):
         """Why nothing may be written to x's memory now, of which its strides say nothing."""
         return None
 
+    def written(self, x: Array) -> None:
+        """Takes note that the library has written to x."""
+        return
+
     def is_readable(self, x: Array) -> bool:
         """Whether its numbers lie in host memory, and nobody wants to see them read."""
         return True

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from .._abi import CPU, CUDA, DTYPES, MAX_RANK, NO_DTYPE
 from .._core import lib
@@ -48,6 +49,9 @@ class Torch(Framework):
         if x.is_inference() and not torch.is_inference_mode_enabled():
             return ValueError(f"{name}: an inference tensor; accepted is one that may be written outside of inference mode")
         return None
+
+    def written(self, x: Tensor) -> None:
+        increment_version(x)  # so that a backward that has saved x as it was says so
 
     def is_readable(self, x: Tensor) -> bool:
         return is_alone() and type(x) in PLAIN and x.is_cpu  # in this order: PyTorch 2.4 traces no more than the first
