@@ -237,8 +237,16 @@ def attention_backward(
         found = _run.backward(framework, p, known, wanted, into)
         for x in into.values():
             framework.written(x)
-        return Gradients(*(found.get(name) for name in Gradients._fields))
-    return Gradients(**_calls(framework).backward(p, dout, dlse, known["out"], lse, needed))
+        return _shaped(framework, Gradients(*(found.get(name) for name in Gradients._fields)), options)
+    return _shaped(framework, Gradients(**_calls(framework).backward(p, dout, dlse, known["out"], lse, needed)), options)
+
+
+def _shaped(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:
+    """dbias of a bias without elements, in place of which the library had another one."""
+    bias = options.get("bias")
+    if found.dbias is None or bias is None or found.dbias.shape == bias.shape:
+        return found
+    return found._replace(dbias=framework.empty(bias, bias.shape, found.dbias.dtype))
 
 
 def _of_rows(
@@ -341,7 +349,7 @@ def reference_backward(
     known = {name: x for name, x in given.items() if x is not None or name == "dout" or "delta" in given}
     chosen = _chosen(wrong, "rows", rows), _chosen(wrong, "cols", cols)
     framework, p = _repeat("reference_backward", q, k, v, options, wrong, known)
-    return _run.reference_backward(framework, p, known, *chosen)
+    return _shaped(framework, _run.reference_backward(framework, p, known, *chosen), options)
 
 
 @outside_graphs

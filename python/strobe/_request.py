@@ -88,16 +88,17 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
         part = options.get("part")
         lengths = _lengths(arrays.get("q"), arrays.get("k"), given)
         if part:
-            lengths = [options.get(f"max_seqlen_{side}") or most for side, most in zip("qk", decoded(part).longest(), strict=True)]
+            lengths = [options.get(f"max_seqlen_{side}", most) for side, most in zip("qk", decoded(part).longest(), strict=True)]
         _fits(wrong, block_mask, lengths, given)
-    for side in "qk":
+    for side, axis in (("q", -2), ("k", -1)):
         name, cu_seqlens = f"max_seqlen_{side}", arrays.get(f"cu_seqlens_{side}")
         if options.get(name) and not packed:
             wrong.append(ValueError(f"{name}: {options[name]} without cu_seqlens; accepted is None"))
-        elif options.get(name) == 0 and cu_seqlens is not None and framework is not None and (n := _longest(framework, cu_seqlens)):
-            wrong.append(
-                ValueError(f"{name}: 0, and a sequence has {n} tokens; accepted is {n} or more, or None")
-            )  # to the library, 0 is None
+        elif options.get(name) == 0 and cu_seqlens is not None and framework is not None:
+            if n := _longest(framework, cu_seqlens):
+                wrong.append(ValueError(f"{name}: 0, and a sequence has {n} tokens; accepted is {n} or more, or None"))
+            elif "part" not in options:
+                _without_scores(wrong, framework, arrays, options, name, axis)
     _dropout(wrong, arrays, options, given, framework)
     return framework, Request(arrays, options)
 
@@ -129,6 +130,22 @@ def _longest(framework: Framework, cu_seqlens: Array) -> int:
     return max(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), 0)
 
 
+def _without_scores(wrong: Wrong, framework: Framework, arrays: dict[str, Array], options: dict[str, Any], name: str, axis: int) -> None:
+    """Of a max_seqlen of 0, which to the library is none: that what has the size of the scores has none of them, and to hand on what can be
+    held against the number of tokens, which are padding."""
+    for of in ("mask", "bias"):
+        x = arrays.get(of)
+        if x is None or x.ndim < -axis:
+            continue
+        if x.shape[axis] > 1:
+            wrong.append(ValueError(f"{of}: shape {tuple(x.shape)}; accepted is one whose axis {axis} is {name}, 0, or 1"))
+        elif not x.shape[axis]:
+            arrays[of] = framework.cast(x.sum(axis)[..., None], x.dtype).swapaxes(-1, axis)  # of size 1, and x's to autograd
+    if "block_rows" in arrays and "block_mask" not in map(name_of, wrong):
+        for of in (*BLOCKS, "block_q", "block_k"):
+            (arrays if of in BLOCKS else options).pop(of)
+
+
 def _check_used(wrong: Wrong, name: str, used: Array, most: int | None) -> None:
     """Of a list in host memory that the library gets a copy of elsewhere: what is wrong with its values, in the library's words."""
     if used.ndim != 1 or most is None or not str(used.dtype).endswith("int32"):
@@ -147,7 +164,7 @@ def _lengths(q: Array | None, k: Array | None, given: Mapping[str, Any]) -> list
     found: list[int | None] = []
     for x, most in ((q, given.get("max_seqlen_q")), (k, given.get("max_seqlen_k"))):
         length = x.shape[axis] if x is not None and x.ndim == (3 if packed else 4) else None
-        found.append(most if packed and is_whole(most) and most else length)
+        found.append(most if packed and is_whole(most) else length)
     if (table := given.get("page_table")) is not None:
         known = k is not None and k.ndim == 4 and getattr(table, "ndim", 0) == 2
         found[1] = table.shape[1] * k.shape[row] if known else None  # type: ignore[union-attr]

@@ -220,7 +220,8 @@ def _with_log_gamma(framework: Framework, q: Array, k: Array, v: Array, options:
     if heads_axis == 2:
         gamma = gamma.swapaxes(1, 2)
     if cu_seqlens is not None:  # (Tk, Hkv) -> (B, Hkv, max_seqlen_k)
-        token = cu_seqlens[:-1, None] + framework.arange(options.get("max_seqlen_k") or v.shape[0], cu_seqlens)
+        longest = options.get("max_seqlen_k")
+        token = cu_seqlens[:-1, None] + framework.arange(v.shape[0] if longest is None else longest, cu_seqlens)
         gamma = gamma[xp.where(token < v.shape[0], token, 0)].swapaxes(1, 2)
     if gamma.shape[1] > 1:
         gamma = framework.repeat(gamma, q.shape[heads_axis] // gamma.shape[1], 1)

@@ -501,6 +501,57 @@ def test_a_longest_length_of_zero_is_no_absent_one(side):
         strobe.attention(**{x: y.numpy() if isinstance(y, torch.Tensor) else y for x, y in arguments.items()})
 
 
+class Index:
+    """Stands for an integer, and cannot be held against another one."""
+
+    def __index__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("value", [int, np.int64, Index()], ids=str)
+@pytest.mark.parametrize("name", ["threads", "window", "seed", "offset", "tile_q", "max_seqlen_k", "k_scale_group", "reserved_sms"])
+def test_what_only_looks_like_an_integer_is_named(name, value):
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(TypeError, match=rf"(?m)^{name}: .*; accepted is"):
+        strobe.attention(q, q, q, **{name: value})
+
+
+@pytest.mark.parametrize("array", [torch.Tensor, np.ndarray])
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_a_longest_length_of_zero_is_the_size_of_the_scores(side, array):
+    """Of a batch without queries, or without keys, of which padding remains."""
+    lengths = {"q": 3, "k": 4} | {side: 0}
+    cu = {x: ints(0, 2, 5) if x != side else ints(0, 0, 0) for x in "qk"}
+    given = {x: torch.randn(6, 2, 16) for x in "qkv"} | {f"cu_seqlens_{x}": cu[x] for x in "qk"}
+    given |= {f"max_seqlen_{x}": n for x, n in lengths.items()}
+    shape = 2, 1, *lengths.values()
+    bias, mask = torch.zeros(shape), torch.ones(shape, dtype=torch.bool)
+    blocks = strobe.BlockMask.causal(lengths["q"], lengths["k"], 16, 16)
+
+    def own(given: dict) -> dict:
+        return {x: y.numpy() if array is np.ndarray and isinstance(y, torch.Tensor) else y for x, y in given.items()}
+
+    for more in ({"mask": mask}, {"bias": bias}, {"bias": bias[0], "mask": mask[:, :, :1]}, {"block_mask": blocks}):
+        out, lse = strobe.attention(**own(given | more), return_lse=True)
+        assert out.shape == (6, 2, 16)
+        assert not out.any()
+        assert (lse == -np.inf).all()
+        arguments = own(given | more)
+        for found in (strobe.attention_backward(out, out=out, lse=lse, **arguments), strobe.reference_backward(out, **arguments)):
+            assert not any(x.any() for x in (found.dq, found.dk, found.dv))
+            assert tuple(getattr(found.dbias, "shape", ())) == tuple(more["bias"].shape if "bias" in more else ())
+    larger = torch.zeros(2, 1, *({"q": 3, "k": 4} | {side: 6}).values())
+    axis = {"q": -2, "k": -1}[side]
+    for name, x in (("bias", larger), ("mask", larger.bool())):
+        with pytest.raises(ValueError, match=rf"^{name}: shape .*; accepted is one whose axis {axis} is max_seqlen_{side}, 0, or 1$"):
+            strobe.attention(**own(given | {name: x}))
+    with pytest.raises(ValueError, match=f"^block_mask: .*; accepted is one of {lengths['q']} queries and {lengths['k']} keys"):
+        strobe.attention(**given, block_mask=strobe.BlockMask.causal(6, 6, 16, 16))
+    if array is torch.Tensor:
+        bias.requires_grad_()
+        assert torch.autograd.grad(strobe.attention(**given, bias=bias).sum(), bias)[0].shape == bias.shape
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("sk", [7, 256])
 def test_a_wrong_layout_is_guessed(layout, sk):

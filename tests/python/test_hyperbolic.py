@@ -593,7 +593,9 @@ def test_midpoints_of_some_of_the_keys_are_refused():
         torch.testing.assert_close(found, whole[:, :, 4:])
         some = strobe.Part([[0, 4]], [[0, 4]], lengths, lengths)
         first = x[:, :, :4]
-        with pytest.raises(ValueError, match="^part: of fewer keys than there are, with aggregate 'midpoint'; accepted is 'centroid'[^\n]*$"):
+        with pytest.raises(
+            ValueError, match="^part: of fewer keys than there are, with aggregate 'midpoint'; accepted is 'centroid'[^\n]*$"
+        ):
             strobe.hyperbolic_attention(first, first, first, aggregate="midpoint", causal=True, part=some)
         found = strobe.hyperbolic_attention(first, first, first, causal=True, part=some)
         torch.testing.assert_close(found, strobe.hyperbolic_attention(x, x, x, causal=True)[:, :, :4])
@@ -604,3 +606,9 @@ def test_lorentz_coordinates_begin_with_time():
         for x in (torch.ones(3, 0), np.ones((3, 0), np.float32)):
             with pytest.raises(ValueError, match="^x: 0 coordinates; accepted is 1 or more$"):
                 function(*[x] * (2 if function in (h.distance, h.lorentz_product) else 1))
+
+
+def test_midpoints_of_no_keys_beside_padding():
+    x, none, some = h.lift(torch.zeros(6, 2, 3)), torch.zeros(3, dtype=torch.int32), torch.tensor([0, 2, 5], dtype=torch.int32)
+    out = strobe.hyperbolic_attention(x, x, x, aggregate="midpoint", cu_seqlens_q=some, cu_seqlens_k=none, max_seqlen_q=3, max_seqlen_k=0)
+    assert torch.equal(out, x)
