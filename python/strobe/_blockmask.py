@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from copy import copy
+from itertools import chain
 from operator import index
 from typing import Any
 
@@ -16,7 +17,7 @@ from ._kinds import shown
 from .arrays.base import Array, Framework
 from .arrays.known import framework_like, framework_of, unfit
 
-_MOST_KEPT = 2**31 - 1  # the CSR is int32
+_MOST = 2**31 - 1  # the CSR is int32
 
 
 class BlockMask:
@@ -56,6 +57,7 @@ class BlockMask:
     def __init__(self, rows: Array, cols: Array, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int):
         lengths = _lengths(seqlen_q=(seqlen_q, 0), seqlen_k=(seqlen_k, 0), block_q=(block_q, 1), block_k=(block_k, 1))
         self.seqlen_q, self.seqlen_k, self.block_q, self.block_k = lengths
+        _limit_grid(*lengths)
         framework = framework_of("rows", rows)
         nq, nk = self._grid
         for name, x in {"rows": rows, "cols": cols}.items():
@@ -192,7 +194,7 @@ class BlockMask:
     ) -> BlockMask:
         """Keeps the blocks of which causal attention sees any part."""
 
-        def row(diagonal: range, nk: int) -> list[Iterable[int]]:
+        def row(diagonal: range, nk: int) -> list[Collection[int]]:
             return [range(min(diagonal.stop, nk))]
 
         return cls._of_pattern(seqlen_q, seqlen_k, block_q, block_k, alignment, like, row)
@@ -216,7 +218,7 @@ class BlockMask:
         """
         near, everywhere = _lengths(local_blocks=(local_blocks, 0), global_blocks=(global_blocks, 0))
 
-        def row(diagonal: range, nk: int) -> list[Iterable[int]]:
+        def row(diagonal: range, nk: int) -> list[Collection[int]]:
             if any(0 <= d < everywhere for d in diagonal):
                 return [range(nk)]
             return [range(min(everywhere, nk)), range(max(diagonal.start - near, everywhere), min(diagonal.stop + near, nk))]
@@ -242,7 +244,7 @@ class BlockMask:
         """
         stride, near = _lengths(stride=(stride, 1), local_blocks=(local_blocks, 0))
 
-        def row(diagonal: range, nk: int) -> list[Iterable[int]]:
+        def row(diagonal: range, nk: int) -> list[Collection[int]]:
             low, high = max(diagonal.start - near, 0), min(diagonal.stop + near, nk)
             after = max(low, high)
             return [range(stride - 1, min(low, nk), stride), range(low, high), range(after + (stride - 1 - after) % stride, nk, stride)]
@@ -258,7 +260,7 @@ class BlockMask:
         Sources: Pixelated Butterfly, flat butterfly (Chen et al. 2021, arXiv:2112.00029).
         """
 
-        def row(diagonal: range, nk: int) -> list[Iterable[int]]:
+        def row(diagonal: range, nk: int) -> list[Collection[int]]:
             bits = range((max(nk, diagonal.stop) - 1).bit_length())
             return [sorted({j for d in diagonal for j in (d, *(d ^ (1 << bit) for bit in bits)) if 0 <= j < nk})]
 
@@ -274,7 +276,7 @@ class BlockMask:
         block_k: int,
         alignment: str,
         like: Array | None,
-        row: Callable[[range, int], list[Iterable[int]]],
+        row: Callable[[range, int], list[Collection[int]]],
     ) -> BlockMask:
         """row(diagonal, nk): what a query block keeps of the nk key blocks, in ascending pieces. Its queries stand at the key blocks
         `diagonal`, which may reach past either end."""
@@ -282,15 +284,18 @@ class BlockMask:
         seqlen_q, seqlen_k, block_q, block_k = lengths
         if not isinstance(alignment, str) or alignment not in ("bottom_right", "top_left"):
             raise ValueError(f"alignment: {shown(alignment)}; accepted is 'bottom_right' or 'top_left'")
+        _limit_grid(seqlen_q, seqlen_k, block_q, block_k)
         offset = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
         nk = -(-seqlen_k // block_k)
-        rows, cols = array("i", [0]), array("i")
+        rows, pieces = array("i", [0]), []
         for first in range(0, seqlen_q, block_q):
             last = min(first + block_q, seqlen_q) - 1
-            for piece in row(range((first + offset) // block_k, (last + offset) // block_k + 1), nk):
-                cols.extend(piece)
-            _limit(len(cols))
-            rows.append(len(cols))
+            of_row = row(range((first + offset) // block_k, (last + offset) // block_k + 1), nk)
+            kept = rows[-1] + sum(map(len, of_row))
+            _limit(kept)  # before memory is filled with them
+            rows.append(kept)
+            pieces += of_row
+        cols = array("i", chain.from_iterable(pieces))
         framework = framework_like(like)
         if getattr(like, "is_meta", False):
             raise ValueError("like: on device meta; accepted is an array that has values")
@@ -312,8 +317,18 @@ def _lengths(**given: tuple[Any, int]) -> list[int]:
 
 
 def _limit(kept: int) -> None:
-    if kept > _MOST_KEPT:
-        raise ValueError(f"{kept} blocks kept; accepted are {_MOST_KEPT}, what the int32 of a CSR can count; larger blocks are fewer")
+    if kept > _MOST:
+        raise ValueError(f"{kept} blocks kept; accepted are {_MOST}, what the int32 of a CSR can count; larger blocks are fewer")
+
+
+def _limit_grid(seqlen_q: int, seqlen_k: int, block_q: int, block_k: int) -> None:
+    wrong: Wrong = [
+        ValueError(f"seqlen_{side}: {length} in blocks of {block}; accepted are up to {_MOST} blocks, what an int32 can count")
+        for side, length, block in (("q", seqlen_q, block_q), ("k", seqlen_k, block_k))
+        if -(-length // block) > _MOST
+    ]
+    if wrong:
+        raise refusal(wrong)
 
 
 def _matrices(name: str, x: Array) -> tuple[Framework, Array]:

@@ -331,3 +331,21 @@ def test_packed_sequences_have_a_mask_of_their_maxima():
         ValueError, match="^block_mask: of 48 queries and 64 keys; accepted is one of 40 .* 50 keys, as the maxima of the sequ"
     ):
         strobe.attention(q, k, k, block_mask=BlockMask.causal(48, 64, 16, 16), **cu, **maxima)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ((2**21, 2**21), "^[0-9]+ blocks kept; accepted are 2147483647, what the int32 of a CSR can count; larger blocks are fewer$"),
+        ((16, 2**40), "^seqlen_k: 1099511627776 in blocks of 16; accepted are up to 2147483647 blocks, what an int32 can count$"),
+        ((2**60, 2**60), "^seqlen_q: .*\nseqlen_k: .*; accepted are up to 2147483647 blocks"),
+    ],
+)
+def test_what_no_csr_holds_is_refused_before_it_is_made(lengths, message):
+    for pattern in (strobe.BlockMask.causal, strobe.BlockMask.local_global):
+        more = {} if pattern == strobe.BlockMask.causal else {"local_blocks": 2**20}
+        with pytest.raises(ValueError, match=message):
+            pattern(*lengths, 16, 16, **more)
+    rows = torch.zeros(1, 1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="^seqlen_k: .* blocks"):
+        strobe.BlockMask(rows, rows[0, 0, :0], 16, 2**40, 16, 16)
