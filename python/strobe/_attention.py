@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _run
+from ._call import guesses_layout, is_of_sizes
 from ._checks import Wrong, flag, is_array, is_integer, name_of, number, refusal
 from ._graphs import outside_graphs
 from ._kinds import shown
@@ -146,6 +147,8 @@ def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wron
     reasons = _run.reasons_against(framework, *_judgeable(p, more, lines.keys()), "backward" in function)
     for line in reasons:
         lines.setdefault(line.partition(":")[0], line)
+    if any(map(guesses_layout, reasons)):
+        return ValueError("\n".join(line for line in lines.values() if not is_of_sizes(line)))
     if len(lines) == 1:
         return wrong[0]
     kinds_alone = len(lines) == len(wrong) and all(isinstance(error, TypeError) for error in wrong)

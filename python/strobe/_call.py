@@ -23,6 +23,10 @@ ACCUMULATE = "accumulate"
 # Those whose axes are (B,S,H,D) with layout "bshd".
 _TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
 _SCALES = frozenset({"k_scale", "v_scale"})  # the same but for the last one, if k has four
+_LAYOUT_HINT = "; did you mean layout="
+_OF_SIZES = re.compile(
+    r"(mask|bias|alibi_slopes|sinks|lse|dlse|delta): (shape |a causal bias )|seqused_k: -?\d+ at |block_mask: (of |block_\w+: shape )"
+)
 
 
 @lru_cache(maxsize=1024)
@@ -170,7 +174,8 @@ class Call:
         if name in self._made:
             return ""
         if name.startswith("block_"):
-            return "block_mask: " + reason
+            reason = "block_mask: " + reason
+            return "" if is_of_sizes(reason) and _are_in_the_other_layout(self._arrays, self._bshd) else reason
         if self._bshd and name in _TOKENS:
             reason = re.sub(r"\(([^(),]+), ([^(),]+), ([^(),]+), ([^(),]+)\)", r"(\1, \3, \2, \4)", reason)
         if self._bshd and name in _SCALES:
@@ -183,10 +188,18 @@ class Call:
                 reason += self._missing_axes(name, tuple(array.shape))
             if ": dtype" in reason:
                 reason += _ways_out(name, reason, not _SCALES.isdisjoint(self._arrays))
+            guessed = _are_in_the_other_layout(self._arrays, self._bshd)
+            if guessed and is_of_sizes(reason):
+                return ""
             heads = name == "k" and " heads for the " in reason
             rows = name == "seqused_k" and reason.endswith("the positions of a row of page_table")
-            if (heads and _fit_in_the_other_layout(self._arrays, self._bshd)) or (rows and self._has_longer_pages(reason)):
-                reason += f'; did you mean layout="{"bhsd" if self._bshd else "bshd"}"?'
+            if heads and self._bshd:
+                reason = reason.replace("on the second axis of (pages", "on the third axis of (pages")
+            if (heads and guessed) or (rows and self._has_longer_pages(reason)):
+                reason += f'{_LAYOUT_HINT}"{"bhsd" if self._bshd else "bshd"}"?'
+            if name.startswith("cu_seqlens"):
+                given = getattr(self._attention, f"max_seqlen_{name[-1]}")
+                reason = reason.replace("at most max_seqlen = ", f"at most {f'max_seqlen_{name[-1]}' if given else f'T{name[-1]}'} = ")
             if name.startswith("cu_seqlens") and self._heads_come_first(name, reason):
                 reason += f"; packed {name[-1]} is (tokens, heads, D), and this one looks like (heads, tokens, D)"
             unsaid = not (self._attention.max_seqlen_q and self._attention.max_seqlen_k)
@@ -270,14 +283,27 @@ def _ways_out(name: str, reason: str, has_scales: bool) -> str:
     return f"; {name}.int()" if name.startswith(("cu_seqlens", "seqused", "page_table")) and "dtype int64" in reason else ""
 
 
-def _fit_in_the_other_layout(arrays: dict[str, Any], bshd: bool) -> bool:
-    """Whether q, k and v would be tensors of one call if their axes 1 and 2 changed places."""
+def _are_in_the_other_layout(arrays: dict[str, Any], bshd: bool) -> bool:
+    """Whether the heads of q, k and v do not fit, and would be those of one call if axes 1 and 2 changed places."""
     shapes = [tuple(arrays[name].shape) for name in ("q", "k", "v") if name in arrays]
-    if len(shapes) < 3 or any(len(shape) != MAX_RANK for shape in shapes):
+    paged = "page_table" in arrays
+    if len(shapes) < 3 or any(len(shape) != MAX_RANK for shape in shapes[1:]) or len(shapes[0]) not in ((3, 4) if paged else (4,)):
         return False
-    (b, *_, d), of_k, of_v = shapes
-    heads, heads_kv = (shape[1 if bshd else 2] for shape in shapes[:2])
-    return of_k[:3] == of_v[:3] and (b, d) == (of_k[0], of_k[3]) and heads_kv > 0 and heads % heads_kv == 0
+    of_q, of_k, of_v = shapes
+    fit = [
+        heads_kv > 0 and of_q[axis if len(of_q) == MAX_RANK else 1] % heads_kv == 0
+        for axis, heads_kv in ((2 if bshd else 1, of_k[2 if bshd else 1]), (1 if bshd else 2, of_k[1 if bshd else 2]))
+    ]
+    return fit == [False, True] and of_k[:3] == of_v[:3] and of_q[-1] == of_k[3] and (paged or of_q[0] == of_k[0])
+
+
+def is_of_sizes(reason: str) -> bool:
+    """Whether it is a reason that goes by H, Sq or Sk. Where these are of another layout, it speaks against what may be right."""
+    return _OF_SIZES.match(reason) is not None
+
+
+def guesses_layout(reason: str) -> bool:
+    return _LAYOUT_HINT in reason
 
 
 def _close_engine(reason: str) -> str:

@@ -46,7 +46,7 @@ def is_whole(x: object) -> bool:
 
 def _is_ordered_index(kind: type) -> bool:
     """Whether its values stand for integers and can be held against bounds. (A class has the methods of its values, and is none.)"""
-    return hasattr(kind, "__index__") and kind.__lt__ is not object.__lt__
+    return hasattr(kind, "__index__") and kind.__lt__ is not object.__lt__  # type: ignore[operator]
 
 
 def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Array) -> bool:

@@ -17,6 +17,7 @@ from strobe.compat import learned_scale
 from strobe.compat.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
+    flash_attn_varlen_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
@@ -561,6 +562,60 @@ def test_a_wrong_layout_is_guessed(layout, sk):
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     assert expect("k", {"q": q, "k": k, "v": k, "layout": layout}).endswith(f'; did you mean layout="{other}"?')
     assert strobe.attention(q, k, k, layout=other).shape == q.shape
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_right_arguments_are_not_called_wrong_beside_a_guess(layout):
+    """Of shapes that go by H, Sq and Sk, which are not what the call says."""
+    other = {"bhsd": "bshd", "bshd": "bhsd"}[layout]
+    q, k = torch.randn(2, 12, 4, 16), torch.randn(2, 20, 2, 16)
+    if layout == "bshd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    right = {
+        "bias": torch.zeros(1, 4, 12, 20),
+        "mask": torch.ones(2, 1, 1, 20).bool(),
+        "alibi_slopes": torch.rand(4),
+        "sinks": torch.zeros(4),
+    }
+    right |= {"seqused_k": ints(20, 15), "block_mask": strobe.BlockMask.causal(12, 20, 16, 16)}
+    assert strobe.attention(q, k, k, layout=other, **right).shape == q.shape
+    hint = f'k: {k.shape[1 + (layout == "bshd")]} heads .*; did you mean layout="{other}"?'.replace("?", r"\?")
+    without = {name: x for name, x in right.items() if name != "block_mask"}
+    for given in (right, without):
+        with pytest.raises(ValueError, match=f"^{hint}$"):
+            strobe.attention(q, k, k, layout=layout, **given)
+        with pytest.raises(ValueError, match=f"^threads: .*\n{hint}$"):
+            strobe.attention(q, k, k, layout=layout, threads="2", **given)
+    with pytest.raises(ValueError, match=f"(?s)^{hint}\nbias: dtype .*; accepted|^bias: dtype .*\n{hint}$"):
+        strobe.attention(q, k, k, layout=layout, bias=right["bias"].int())
+
+
+@pytest.mark.parametrize("packed_q", [False, True])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_layout_of_pools_is_guessed(layout, packed_q):
+    other = {"bhsd": "bshd", "bshd": "bhsd"}[layout]
+    q, pool = torch.randn(2, 3, 4, 16), torch.randn(10, 16, 2, 16)
+    if layout == "bshd":
+        q, pool = q.transpose(1, 2), pool.transpose(1, 2)
+    given = {"page_table": torch.arange(10).int().view(2, 5), "seqused_k": ints(70, 20)}
+    if packed_q:
+        q, given = torch.randn(6, 4, 16), given | {"cu_seqlens_q": ints(0, 3, 6)}
+    assert strobe.attention(q, pool, pool, layout=other, **given).shape == q.shape
+    axis = {"bhsd": "second", "bshd": "third"}[layout]
+    message = rf"^k: 16 heads for the \d of q; .*, on the {axis} axis of \(pages, .*\); did you mean layout=\"{other}\"\?$"
+    with pytest.raises(ValueError, match=message):
+        strobe.attention(q, pool, pool, layout=layout, **given)
+
+
+def test_a_length_is_held_against_what_was_given():
+    x, cu = torch.randn(20, 2, 8), ints(0, 9, 20)
+    for side in "qk":
+        with pytest.raises(ValueError, match=f"^cu_seqlens_{side}: sequence 0 has 9 tokens; accepted is at most max_seqlen_{side} = 4$"):
+            strobe.attention(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu, **{f"max_seqlen_{side}": 4})
+    with pytest.raises(ValueError, match="^cu_seqlens_q: sequence 0 has 9 tokens; accepted is at most Tq = 4$"):
+        strobe.attention(x[:4], x, x, cu_seqlens_q=ints(0, 9, 9), cu_seqlens_k=cu)
+    with pytest.raises(ValueError, match="^cu_seqlens_k: sequence 0 has 9 tokens; accepted is at most max_seqlen_k = 4$"):
+        flash_attn_varlen_func(x, x, x, cu, cu, 20, 4)
 
 
 def test_a_layout_is_guessed_only_where_it_fits():

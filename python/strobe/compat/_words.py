@@ -52,7 +52,7 @@ def _in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None) -> I
 # Where a refusal speaks of an argument: "as q and k have", "q[None]", "mask.bool()", "q, k, v are".
 _PLACES = re.compile(
     r"(?<=\bas )[qkv]\b|(?<=\bof )[qkv]\b|(?<=\bwhere )[qkv]\b|(?<=\b[qk] and )[qkv]\b|\b[qkv](?= and [qkv]\b)"
-    r"|\b[a-z]\w*(?=\[|\.\w+\()|\b[qkv](?=, [kv]\b| are \()"
+    r"|\b[a-z]\w*(?=\[|\.\w+\()|\b[qkv](?=, [kv]\b| are \()|\bmax_seqlen_[qk]\b"
 )
 _IN_PART = frozenset({"kv", "qkv", "k_cache"})  # of which attention() gets a part: it is another tensor whose axes would change places
 
