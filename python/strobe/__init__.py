@@ -57,10 +57,5 @@ def __getattr__(name: str) -> Any:
     if name in _LATE:
         from importlib import import_module
 
-        try:
-            return import_module(f".{name}", __name__)
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            raise ModuleNotFoundError(f"strobe.{name} needs torch: pip install 'torch>=2.4'", name="torch") from error
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -411,5 +411,5 @@ def dropout_mask(
             is_array(wrong, name, x, None, None)
     if wrong:
         raise refusal(wrong)
-    framework = framework_like(like if rng is None else rng)
+    framework = framework_like(like if rng is None else rng, "strobe.dropout_mask")
     return _run.dropout_mask(framework, tuple(sizes), {"dropout": share, **seed_options(seed, offset)}, rng)

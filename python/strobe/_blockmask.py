@@ -296,7 +296,7 @@ class BlockMask:
             rows.append(kept)
             pieces += of_row
         cols = array("i", chain.from_iterable(pieces))
-        framework = framework_like(like)
+        framework = framework_like(like, "strobe.BlockMask")
         if getattr(like, "is_meta", False):
             raise ValueError("like: on device meta; accepted is an array that has values")
         made = cls(framework.int32(rows, like)[None, None], framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k)

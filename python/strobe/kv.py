@@ -10,7 +10,11 @@ that a CUDA graph can capture the calls: what would lie outside of a sequence's 
 
 # No postponed annotations here: PyTorch 2.4 reads those of custom operators as they are.
 
-import torch
+from ._extras import TORCH_EXTRA, needed_by
+
+with needed_by(__name__, TORCH_EXTRA):
+    import torch
+
 from torch import Tensor
 
 from ._checks import Wrong, flag, is_choice, is_whole, refusal

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
+from ._extras import TORCH_EXTRA, needed_by
+
+with needed_by(__name__, TORCH_EXTRA):
+    import torch
+
 from torch import Tensor
 
 from ._attention import attention, explain

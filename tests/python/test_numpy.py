@@ -231,6 +231,35 @@ def test_torch_is_not_imported():
     assert result.stdout.strip() == "True True (1, 2, 64, 16) None"
 
 
+def test_what_is_not_installed_is_named_with_the_way_to_it():
+    """However it is asked for: as an attribute, or imported."""
+    code = """
+        import sys
+        import strobe
+        sys.modules |= dict.fromkeys(("torch", "numpy", "transformers"))  # an import of them would raise
+        from importlib import import_module
+        calls = [lambda name=name: getattr(strobe, name) for name in ("compat", "distributed", "kv", "nn")]
+        modules = ("compat.sdpa", "compat.flash_attn.bert_padding", "distributed", "kv", "nn")
+        calls += [lambda name=name: import_module(f"strobe.{name}") for name in modules]
+        calls += [lambda: strobe.BlockMask.causal(32, 32, 16, 16), lambda: strobe.dropout_mask((1, 1, 2, 2), 0.5, seed=1)]
+        for call in calls:
+            try:
+                call()
+            except ModuleNotFoundError as error:
+                print(error, error.name)
+        del sys.modules["torch"], sys.modules["numpy"]
+        try:
+            strobe.compat.transformers.register()
+        except ModuleNotFoundError as error:
+            print(error, error.name)
+    """
+    found = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True).stdout.splitlines()
+    torch_needed = ["compat", "distributed", "kv", "nn", "compat", "compat", "distributed", "kv", "nn"]
+    expected = [f"strobe.{name} needs torch: pip install 'torch>=2.4' torch" for name in torch_needed]
+    expected += [f"strobe.{name} without like needs numpy: pip install 'numpy>=1.23' numpy" for name in ("BlockMask", "dropout_mask")]
+    assert found == [*expected, "strobe.compat.transformers needs transformers: pip install 'transformers>=4.53' transformers"]
+
+
 def test_importing_strobe_imports_neither():
     code = "import sys, strobe; print([name for name in ('torch', 'numpy', 'click', 'rich') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from .._extras import NUMPY_EXTRA, needed_by
 from .._kinds import kind
 from .base import Array, Framework
 
@@ -48,14 +49,16 @@ def framework_of(name: str, x: object) -> Framework:
     return framework
 
 
-def framework_like(like: Array | None) -> Framework:
-    """For arrays that come from no other: `like`'s, or without it torch if the program has imported torch, else NumPy."""
+def framework_like(like: Array | None, whose: str) -> Framework:
+    """For arrays that come from no other: `like`'s, or without it torch if the program has imported torch, else NumPy. whose: they are, for
+    messages."""
     if like is not None:
         return framework_of("like", like)
     if sys.modules.get("torch") is not None:
         from .torch import TORCH
 
         return TORCH
-    from .numpy import NUMPY
+    with needed_by(f"{whose} without like", NUMPY_EXTRA):
+        from .numpy import NUMPY
 
     return NUMPY

@@ -14,6 +14,11 @@
 from importlib import import_module
 from typing import Any
 
+from .._extras import TORCH_EXTRA, needed_by
+
+with needed_by(__name__, TORCH_EXTRA):  # all of them do
+    import torch as torch
+
 __all__ = ["block_sizes", "flash_attn", "flash_attn_3", "functional", "ladder", "learned_scale", "sdpa", "transformers", "varlen"]
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from strobe import attention
+from strobe._extras import TRANSFORMERS_EXTRA, needed_by
 from strobe._kinds import kind
 
 from ._transformers_paged import paged_attention_forward
@@ -25,8 +26,9 @@ from ._transformers_paged import paged_attention_forward
 
 def register(name: str = "strobe") -> None:
     """Makes `attn_implementation=name` known to transformers, and for continuous batching "paged|name" and "name-flash" (see use_paged)."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+    with needed_by(__name__, TRANSFORMERS_EXTRA):
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, sdpa_mask)
@@ -42,7 +44,8 @@ def use_paged(model: Any, name: str = "strobe") -> None:
     before "strobe" themselves. Later ones have no prefix, and take no other name than "sdpa", "paged|eager" and those that contain "flash",
     whose code they load by themselves: "strobe-flash" is set past that.
     """
-    from transformers import AttentionInterface, PreTrainedModel
+    with needed_by(__name__, TRANSFORMERS_EXTRA):
+        from transformers import AttentionInterface, PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: {kind(model)}; accepted is a transformers.PreTrainedModel")

@@ -5,7 +5,10 @@
 >>> out = strobe.distributed.attention(q, k, v, layout=layout, causal=True)
 """
 
-import torch.distributed
+from .._extras import TORCH_EXTRA, needed_by
+
+with needed_by(__name__, TORCH_EXTRA):
+    import torch.distributed
 
 if not torch.distributed.is_available():
     raise ImportError("strobe.distributed needs torch.distributed, which this build of PyTorch does not have")
