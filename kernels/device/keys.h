@@ -1,6 +1,6 @@
 // Where the rows of K and V of a sequence lie. Dense: batch after batch; packed: a sequence's tokens from cu_seqlens_k on; in pages: as a
-// table says. Two families find rows in pages by themselves: simt/tile.h, which copies them in another way, and sm90/forward/load.h, which
-// has the copy engine bring them. The CPU engines have src/cpu/keys.h.
+// table says. What finds rows in pages by itself: simt/tile.h, which copies them in another way, sm90/forward/load.h, which has the copy
+// engine bring them, and mma/decode/, whose warps each copy some. The CPU engines have src/cpu/keys.h.
 #pragma once
 #include "../attention/arguments.h"
 #include "../tile/copy.h"

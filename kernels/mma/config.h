@@ -9,7 +9,7 @@ struct Config {
   i32 head_dim, head_dim_v; // rounded up to multiples of 16
   i32 tile_q, tile_k;       // multiples of 16
   i32 warps;
-  i32 stages;    // K and V tiles (backward: Q and dO tiles) in shared memory at a time
+  i32 stages;    // K and V tiles in shared memory at a time
   i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 exact_max; // the running maximum is followed exactly; else it may stay behind by a factor of 2^8
   i32 invariant; // forward: a row's bits do not depend on the tile of queries that it is in; keys in chunks (device/chunks.h)

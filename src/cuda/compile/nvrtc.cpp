@@ -169,8 +169,9 @@ std::string nvrtc_missing(int cc) {
     for (const std::string &folder : folders_to_search()) where += folder + ", ";
     where += "the loader's path";
   }
-  const char *wheel = cc < 75 ? "nvidia-cuda-nvrtc-cu12==12.9.*" : "nvidia-cuda-nvrtc";
-  return text("no NVRTC that compiles for sm_", cc, " (looked in ", where, "); accepted is NVRTC 12 or 13: pip install \"", wheel,
+  const bool old = cc < 75 || !driver_follows(13); // NVRTC 13 knows no such GPU, or the driver does not know its code
+  return text("no NVRTC that compiles for sm_", cc, " (looked in ", where, "); accepted is NVRTC ",
+              old ? "12: pip install \"nvidia-cuda-nvrtc-cu12==12.9.*" : "12 or 13: pip install \"nvidia-cuda-nvrtc",
               "\", or name the library in STROBE_NVRTC", result.failures.empty() ? "" : "; tried:", result.failures);
 }
 

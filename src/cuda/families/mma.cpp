@@ -174,7 +174,6 @@ double rate(const Device &device) {
   switch (device.cc) {
   case 80:
   case 90:
-    return 2048;
   case 100:
   case 103:
     return 2048;
@@ -247,8 +246,7 @@ protected:
     if (device.cc < 80 && p.dtype == DType::bf16)
       return text(device.name, " multiplies no bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
-    if (p.invariant && p.bias && direction == Direction::backward)
-      return "has no invariant backward with a bias: rows are settled by tiles of queries";
+    if (p.invariant && p.bias && direction == Direction::backward) return kNoInvariantBias;
     if (p.invariant && direction == Direction::forward)
       if (std::string reason = cuts_blocks(p, kInvariantKeys); !reason.empty()) return reason;
     if (direction == Direction::backward) return mma_backward(p, device, scratch);

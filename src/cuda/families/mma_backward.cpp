@@ -111,7 +111,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   if (!chosen || (p.bias && !tensor_cores_settle(p, device))) return no_tile(device);
   const BackwardConfig &c = chosen->config;
   BackwardArguments a = backward_arguments(p);
-  a.bundle = c.deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
+  a.bundle = bundle_of_heads(c.deterministic);
   const int64_t tiles_q = all_query_tiles(p, a.in, c.tile_q), tiles_k = p.batch * p.heads_kv * key_tiles(p, c.tile_k);
   const RowsConfig rows{.dtype = c.dtype,
                         .head_dim = c.head_dim,

@@ -211,17 +211,7 @@ private:
          {.delta = delta(p, a),
           .settle = p.part.partial ? std::nullopt : std::optional(Launch(kSettle, *c, tiles_q, c->threads(), shared, a)),
           .main = Launch(kBackward, *c, tiles_k, c->threads(), shared, a),
-          .dq = dq_from_sum(p,
-                            {.dtype = int32_t(p.dtype),
-                             .head_dim = c->head_dim,
-                             .tile_q = passes::RowsConfig::kRowTile,
-                             .aligned = 0,
-                             .form = passes::kRowAfterRow,
-                             .partial = p.part.partial,
-                             .part = 0,
-                             .sparse = 0,
-                             .adds = p.accumulate},
-                            a),
+          .dq = dq_from_sum(p, a, c->head_dim),
           .dbias = bias_gradient(p, *of_bias, a)});
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size() - bool(p.dbias), 1);
     return program;

@@ -41,7 +41,7 @@ bool in_turns(const Problem &p) { return p.deterministic || p.invariant; }
 // Why it does not carry this; empty if it does.
 std::string refusal(const Problem &p, const Features &f) {
   if (p.accumulate && p.dbias) return "its backward adds to no gradients beside that of a bias";
-  if (p.invariant && p.bias) return "has no invariant backward with a bias: rows are settled by tiles of queries";
+  if (p.invariant && p.bias) return kNoInvariantBias;
   if (p.invariant && p.softcap > 0)
     return "has no invariant backward with a softcap: whether it is approximated is said of many scores at once";
   if (larger_dim(p) > kMostDimOf128Keys) {

@@ -145,7 +145,7 @@ private:
     if (!c || !tensor_cores_settle(p, device)) return no_tile(device);
     BackwardArguments a = backward_arguments(p);
     a.dq_sums = dq_sums(p, a.in.rows() * c->head_dim);
-    a.bundle = c->deterministic ? 16 : 4; // more heads at a time: fewer key tiles of one wait for their turn
+    a.bundle = bundle_of_heads(c->deterministic);
     Program program;
     describe(program, p, *c);
     take_sums(program, a, p, scratch,
@@ -157,7 +157,7 @@ private:
          {.delta = delta(p, a),
           .settle = settle(p, device, a),
           .main = Launch(kBackward, *c, ctas, c->threads(), c->backward_shared_bytes(), a),
-          .dq = dq_from_sum(p, a),
+          .dq = dq_from_sum(p, a, c->head_dim),
           .dbias = bias_gradient(p, device, a)});
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size(), 1);
     return program;

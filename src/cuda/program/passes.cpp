@@ -28,10 +28,10 @@ constexpr KernelSource kRowTotals{"passes/auxiliary.h", "strobe::passes::RowTota
 constexpr KernelSource kLargestScore{"passes/auxiliary.h", "strobe::passes::LargestScore", "strobe::passes::LargestConfig"};
 constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::BiasGradient", "strobe::TileConfig"};
 
-// Of FP32 and FP64: they do not vary with tiles and features. dQ's sum has rows as wide as the backward's.
-passes::RowsConfig row_config(const Problem &p) {
+// Of FP32 and FP64: they do not vary with tiles and features.
+passes::RowsConfig row_config(const Problem &p, int32_t head_dim) {
   return {.dtype = int32_t(p.dtype),
-          .head_dim = rounded(p.head_dim, 32),
+          .head_dim = head_dim,
           .tile_q = passes::RowsConfig::kRowTile,
           .aligned = 0,
           .form = passes::kRowAfterRow,
@@ -161,8 +161,8 @@ Launch delta(const Problem &p, const passes::RowsConfig &c, const BackwardArgume
 Launch dq_from_sum(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
   return Launch(kConvertDq, c, row_tiles(p, c), c.threads(), 0, a);
 }
-Launch delta(const Problem &p, const BackwardArguments &a) { return delta(p, row_config(p), a); }
-Launch dq_from_sum(const Problem &p, const BackwardArguments &a) { return dq_from_sum(p, row_config(p), a); }
+Launch delta(const Problem &p, const BackwardArguments &a) { return delta(p, row_config(p, rounded(p.head_dim, 32)), a); }
+Launch dq_from_sum(const Problem &p, const BackwardArguments &a, int32_t head_dim) { return dq_from_sum(p, row_config(p, head_dim), a); }
 
 bool tensor_cores_settle(const Problem &p, const Device &device) { return gradient_config(kSettleTiles, p, device).has_value(); }
 

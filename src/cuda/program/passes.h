@@ -62,7 +62,7 @@ Launch delta(const Problem &, const passes::RowsConfig &, const BackwardArgument
 Launch dq_from_sum(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
 // The same in FP32 and FP64, D in the order of dP's products.
 Launch delta(const Problem &, const BackwardArguments &);
-Launch dq_from_sum(const Problem &, const BackwardArguments &);
+Launch dq_from_sum(const Problem &, const BackwardArguments &, int32_t head_dim);
 
 // Takes room for dK and dV of each of `shares` shares of a key head's query heads, and points `a` to it. Returns the launch that adds them
 // up, or nothing where nobody wants dK or dV.

@@ -36,6 +36,12 @@ inline std::string cuts_blocks(const Problem &p, int64_t tile_k) {
   return text("is invariant with blocks of multiples of ", tile_k, " keys, not ", p.blocks.block_k, ": sums begin at such keys alone");
 }
 
+inline const char *const kNoInvariantBias = "has no invariant backward with a bias: rows are settled by tiles of queries";
+
+// Heads whose tiles of keys run together, where mma.sync adds up dQ in the L2 cache that they share. In turns: the more heads, the fewer
+// tiles of one wait for one another.
+inline int32_t bundle_of_heads(bool in_turns) { return in_turns ? 16 : 4; }
+
 // Of dbias: one along an axis over which it is broadcast.
 inline int64_t bias_tiles(const Problem &p, int64_t tile_q, int64_t tile_k) {
   const int64_t along[4] = {p.batch, p.heads, tiles(p.seqlen_q, tile_q), tiles(p.part ? p.size_k() : p.seqlen_k, tile_k)};
