@@ -509,7 +509,7 @@ class Index:
         return 3
 
 
-@pytest.mark.parametrize("value", [int, np.int64, Index()], ids=str)
+@pytest.mark.parametrize("value", [int, np.int64, Index()], ids=["int", "int64", "index"])
 @pytest.mark.parametrize("name", ["threads", "window", "seed", "offset", "tile_q", "max_seqlen_k", "k_scale_group", "reserved_sms"])
 def test_what_only_looks_like_an_integer_is_named(name, value):
     q = torch.randn(1, 2, 4, 16)
