@@ -359,7 +359,8 @@ def reference_backward(
 def explain(q: Array, k: Array, v: Array, *, backward: bool = False, aux: Sequence[str] = (), **options: Unpack[AttentionOptions]) -> str:
     """Says what attention() or its backward would run for this call: each engine's plan or reason against, the choice, what was rounded.
 
-    Nothing is computed. Arguments and errors are those of attention(), except that the text also says if no engine takes the call.
+    Nothing is computed. Arguments and errors are those of attention(), but where no engine takes the call, the text says so and nothing is
+    raised.
     """
     wrong: Wrong = []
     names = parse_aux(wrong, aux)

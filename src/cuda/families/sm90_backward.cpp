@@ -234,7 +234,7 @@ int64_t shares(const Problem &p, const BackwardConfig &c, const Device &device) 
   double least = kGain * (group > 1 ? predicted_seconds(p, c, 1, device) : 0);
   for (int64_t n = 2; n <= group; n++) {
     if (group % n || double(n) * key_rows(p) > query_rows(p)) continue;
-    if (n * p.batch * p.heads_kv * cuda::key_tiles(p, c.tile_k()) > int64_t{1} << 28) break; // more blocks than a launch may have
+    if (n * p.batch * p.heads_kv * cuda::key_tiles(p, c.tile_k()) > int64_t{1} << 28) break; // far more blocks than help
     if (const double time = predicted_seconds(p, c, n, device); time < least) best = n, least = time;
   }
   return best;
