@@ -169,7 +169,7 @@ Decision decide(const Problem &problem, const Execution &execution, Direction di
   const Choice::Row &chosen = choice.rows[choice.chosen];
   for (int i = 0; problem.strict && i < choice.chosen; i++) {
     const auto &[engine, answer] = choice.rows[i];
-    if (engine->only_by_name() || engine->device_type() != problem.device_type || !missing(*engine).empty()) continue;
+    if (engine->only_by_name() || engine->device_type() != problem.device_type || !engine->missing().empty()) continue;
     if (const Plan *plan = std::get_if<Plan>(&answer)) {
       if (!choice.follows && plan->predicted_seconds < std::get<Plan>(chosen.answer).predicted_seconds)
         throw Error(STROBE_UNSUPPORTED,
