@@ -1,7 +1,7 @@
 """Runs the tests that need a GPU and writes tests/gpu-record.json: what ran, where, and of which sources.
 
-python tests/gpu/record.py [--only NAME] [pytest's options]   runs all parts or one (common, gigabytes); with -n each worker of pytest-xdist
-                                                              begins at another GPU
+python tests/gpu/record.py [--only NAME] [pytest's options]   runs all parts or one (contract, engines, ranks, gigabytes); with -n each
+                                                              worker of pytest-xdist begins at another GPU
 python tests/gpu/record.py --check                            exits with 1 if the record is of other sources than today's, lacks a part, or
                                                               is of a failure
 
@@ -24,7 +24,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "gpu-record.json"
@@ -81,8 +81,23 @@ EXCLUDED = (
 )
 HOW = re.compile(r"-n|\d+|auto|-q+|-v+")  # options of pytest that choose no tests
 ENDED = (0, 1)  # pytest's exit status: all passed, some failed
-# Of the tests, by marks. What takes tens of gigabytes runs by itself, one process for each GPU, or the processes beside it find no memory.
-PARTS = {"common": "not gigabytes", "gigabytes": "gigabytes"}
+
+
+class Part(NamedTuple):
+    """Of the tests: by files and folders, and marks."""
+
+    files: tuple[str, ...]
+    marks: str
+
+
+# What takes tens of gigabytes runs by itself, one process for each GPU, or the processes beside it find no memory; and so do the tests
+# whose ranks take all GPUs, in one process, or they wait for cores.
+PARTS = {
+    "contract": Part(tuple(f"tests/python/{name}" for name in CONTRACT), "not gigabytes and not all_gpus"),
+    "engines": Part(("tests/gpu",), "not gigabytes and not all_gpus"),
+    "ranks": Part(("tests/gpu",), "all_gpus"),
+    "gigabytes": Part(("tests/gpu", *(f"tests/python/{name}" for name in CONTRACT)), "gigabytes"),
+}
 
 
 # Of C++: a preprocessor's line, a string, a character, a comment, blanks, a word, an operator, anything else.
@@ -173,7 +188,7 @@ def suite_of(options: list[str], environment: dict[str, str]) -> tuple[ElementTr
     report = ROOT / "build" / "gpu-tests.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-p", "spread", "--dist", "loadgroup", f"--junitxml={report}", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "spread", f"--junitxml={report}", *options]
     status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     if not report.exists():
         return None, status
@@ -188,15 +203,15 @@ def run(names: Iterable[str], options: list[str]) -> int:
         print("PyTorch sees no CUDA device here", file=sys.stderr)
         return 2
     before = digest(tests=True)
-    tests = [str(ROOT / "tests" / "gpu"), *(str(ROOT / "tests" / "python" / name) for name in CONTRACT)]
     found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # spread
     environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
     environment.setdefault("OMP_NUM_THREADS", "1")  # the references are the CPU's, and the processes of -n many
     signal.signal(signal.SIGINT, lambda *_: None)  # pytest ends at one, too, with its report written
     worst = 0
     for name in names:
-        processes = ["-n", str(torch.cuda.device_count())] if name == "gigabytes" else []
-        suite, status = suite_of([*tests, *options, "-m", PARTS[name], *processes], environment)
+        files, marks = PARTS[name]
+        processes = {"gigabytes": ["-n", str(torch.cuda.device_count())], "ranks": ["-n", "0"]}.get(name, [])
+        suite, status = suite_of([*(str(ROOT / file) for file in files), *options, "-m", marks, *processes], environment)
         if suite is None:
             print(f"pytest ended with status {status} and left no report", file=sys.stderr)
             return status or 1

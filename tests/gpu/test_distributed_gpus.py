@@ -23,8 +23,7 @@ from distributed_workers import Workers
 from strobe.distributed import Layout
 
 WORLD = torch.cuda.device_count()
-# One process of pytest-xdist makes all of these, with --dist loadgroup, as record.py asks.
-pytestmark = [pytest.mark.skipif(WORLD < 2, reason="one GPU alone"), pytest.mark.xdist_group("all GPUs")]
+pytestmark = [pytest.mark.skipif(WORLD < 2, reason="one GPU alone"), pytest.mark.all_gpus]
 S, H, HKV, D = 1003, 8, 8, 64
 METHODS = ["gather", *(["heads"] if WORLD and HKV % WORLD == 0 else []), "ring"]
 

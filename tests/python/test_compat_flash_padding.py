@@ -261,30 +261,35 @@ def test_rotary_embedding(interleaved, dtype):
     ("wrong", "message"),
     [
         ({"x": (5, 3, 12)}, r"^x: shape \(5, 3, 12\); accepted is \(B, S, H, D\)"),
-        ({"cu_seqlens": torch.zeros(3, dtype=torch.int32)}, r"^x: shape \(2, 5, 3, 12\); accepted is \(T, H, D\) with cu_seqlens"),
+        ({"cu_seqlens": lambda: torch.zeros(3, dtype=torch.int32)}, r"^x: shape \(2, 5, 3, 12\); accepted is \(T, H, D\) with cu_seqlens"),
         ({"cos": (4, 8)}, r"^cos, sin: shapes \(4, 8\), \(8, 4\); accepted is \(length, R\) twice"),
         ({"cos": None}, r"^cos: NoneType; accepted is a torch\.Tensor"),
         ({"interleaved": 2, "seqlen_offsets": 1.5}, "^interleaved: int 2; accepted .*\nseqlen_offsets: float; accepted is an integer"),
-        ({"seqlen_offsets": torch.zeros(2)}, "^seqlen_offsets: torch.Tensor; accepted is an integer, or"),
+        ({"seqlen_offsets": lambda: torch.zeros(2)}, "^seqlen_offsets: torch.Tensor; accepted is an integer, or"),
         ({"seqlen_offsets": 2**70}, r"^seqlen_offsets: 1180591620717411303424; accepted are integers of 64 bits$"),
-        ({"x": torch.zeros(2, 5, 3, 12, dtype=torch.int32)}, r"^x: dtype torch\.int32; accepted is floating point$"),
+        ({"x": lambda: torch.zeros(2, 5, 3, 12, dtype=torch.int32)}, r"^x: dtype torch\.int32; accepted is floating point$"),
         (
-            {"x": torch.zeros(2, 5, 1, 12).expand(2, 5, 3, 12), "inplace": True},
+            {"x": lambda: torch.zeros(2, 5, 1, 12).expand(2, 5, 3, 12), "inplace": True},
             r"^x: strides .*; accepted is memory of its own for each number$",
         ),
         (
-            {"cos": torch.ones(8, 4, dtype=torch.complex64)},
+            {"cos": lambda: torch.ones(8, 4, dtype=torch.complex64)},
             r"^cos, sin: dtypes torch\.complex64, torch\.float32; accepted is floating point twice$",
         ),
-        ({"sin": torch.ones(8, 4, dtype=torch.bool)}, r"^cos, sin: dtypes torch\.float32, torch\.bool; accepted"),
-        ({"sin": torch.ones(8, 4, device="meta")}, r"^sin: on device meta; accepted is"),
-        ({"seqlen_offsets": torch.zeros(3, dtype=torch.int32)}, r"^seqlen_offsets: shape \(3,\); accepted is \(2,\), or an integer"),
+        ({"sin": lambda: torch.ones(8, 4, dtype=torch.bool)}, r"^cos, sin: dtypes torch\.float32, torch\.bool; accepted"),
+        ({"sin": lambda: torch.ones(8, 4, device="meta")}, r"^sin: on device meta; accepted is"),
+        (
+            {"seqlen_offsets": lambda: torch.zeros(3, dtype=torch.int32)},
+            r"^seqlen_offsets: shape \(3,\); accepted is \(2,\), or an integer",
+        ),
     ],
 )
 def test_rotary_arguments_that_do_not_fit_are_named(wrong, message):
     good = {"x": torch.zeros(2, 5, 3, 12), "cos": torch.ones(8, 4), "sin": torch.ones(8, 4)}
     with pytest.raises((TypeError, ValueError), match=message):
-        apply_rotary_emb(**good | {name: torch.zeros(x) if isinstance(x, tuple) else x for name, x in wrong.items()})
+        apply_rotary_emb(
+            **good | {name: torch.zeros(x) if isinstance(x, tuple) else x() if callable(x) else x for name, x in wrong.items()}
+        )
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,11 @@ def test_check(drawn, says, tmp_path, monkeypatch, capsys):
     ("changed", "says"),
     [
         ({}, "is stale"),
-        ({"common": None}, 'the part "common" did not run'),
+        ({"contract": None}, 'the part "contract" did not run'),
         ({"gigabytes": None}, 'the part "gigabytes" did not run; run make test-gpu ARGS="--only gigabytes"'),
-        ({"common": {"status": 2}}, 'pytest ended with status 2 after 6 tests of "common" on a GPU'),
+        ({"contract": {"status": 2}}, 'pytest ended with status 2 after 6 tests of "contract" on a GPU'),
         ({"gigabytes": {"failed": 1}}, '1 tests of "gigabytes" failed on a GPU'),
-        ({"common": {"options": ["-n", "4", "-k", "bias"]}}, '"common" ran with -k bias, so perhaps not whole'),
+        ({"contract": {"options": ["-n", "4", "-k", "bias"]}}, '"contract" ran with -k bias, so perhaps not whole'),
         ({"gigabytes": {"passed": 0}}, '0 tests of "gigabytes" failed on a GPU'),
     ],
 )
@@ -76,11 +76,11 @@ def test_what_a_record_lacks(changed, says, tmp_path, monkeypatch, capsys):
 
 def test_parts_of_the_same_sources_join(tmp_path):
     file = tmp_path / "record.json"
-    record.add_part("common", PART, "these", file)
+    record.add_part("contract", PART, "these", file)
     record.add_random(FOUND, "those", file)
     record.add_part("gigabytes", PART, "these", file)
     drawn = FOUND | {"digest": "those"}
-    assert json.loads(file.read_text()) == {"digest": "these", "parts": {"common": PART, "gigabytes": PART}, "random": drawn}
+    assert json.loads(file.read_text()) == {"digest": "these", "parts": {"contract": PART, "gigabytes": PART}, "random": drawn}
     record.add_part("gigabytes", PART, "others", file)
     assert json.loads(file.read_text()) == {"digest": "others", "parts": {"gigabytes": PART}, "random": drawn}
 
@@ -89,7 +89,7 @@ def test_parts_of_the_same_sources_join(tmp_path):
 def test_without_a_gpu_nothing_is_recorded(capsys):
     assert record.main(["--only", "gigabytes"]) == record.main(["-q"]) == 2
     assert record.main(["--only", "all"]) == record.main(["--only"]) == 2
-    assert "--only: all; accepted are common, gigabytes" in capsys.readouterr().err
+    assert "--only: all; accepted are contract, engines, ranks, gigabytes" in capsys.readouterr().err
 
 
 def test_every_file_that_may_decide_a_result_is_a_source_or_left_out_by_name():
