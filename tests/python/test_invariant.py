@@ -177,6 +177,34 @@ def test_rows_whose_scores_rise_do_not_concern_the_others(engine, dtype, keys):
         assert (found - right).nan_to_num(0).abs().max() < 0.02 * right.nan_to_num(0).abs().max()
 
 
+@engines
+@pytest.mark.parametrize("option", ["bias", "alibi_slopes"])
+def test_rows_lie_elsewhere_in_their_tiles(engine, option):
+    """The tile of keys before a row's diagonal is one in which something is hidden, or not, as the rows beside it have it: what is added to
+    a score is rounded alike in both."""
+    dtype = torch.bfloat16 if takes(engine, torch.bfloat16, 64) else torch.float32
+    if "invariant" in refusal(engine, invariant=True):
+        pytest.skip(f"{engine} is not invariant")
+    g = torch.Generator().manual_seed(0)
+    s, first, end = 200, 29, 171
+    q, k, v = (torch.randn(1, 8, s, 80, generator=g).to(DEVICE, dtype) for _ in range(3))
+    bias = (2 * torch.randn(1, 8, s, s, generator=g)).to(DEVICE, dtype)
+    slopes = torch.rand(8, generator=g).to(DEVICE)
+
+    def attend(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        given = bias[:, :, first:end, :end] if option == "bias" else slopes
+        options = {option: given, "causal": True, "invariant": True, "engine": engine}
+        return strobe.attention(q[:, :, first:end], k[:, :, :end], v[:, :, :end], return_lse=True, **options)
+
+    try:
+        with running_on(engine):
+            whole, rows = attend(0, s), attend(first, end)
+    except NotImplementedError as error:
+        pytest.skip(str(error).splitlines()[-1])
+    for a, b in zip(whole, rows, strict=True):
+        assert differing(a[:, :, first:end], b) == 0
+
+
 def test_a_variant_compares_the_rows_that_it_says():
     """The harness: a problem with other queries differs in them alone."""
     import random

@@ -18,7 +18,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   using Block::tile_of, Block::lse_of, Block::delta_of;
   using typename Block::T, typename Block::Tile, typename Block::StagedLse;
 
-  const Scores<F, float, Functions::half> scores;
+  const Scores<F, float, C.invariant ? Functions::half_rounded : Functions::half> scores;
   const KeyMajorDropout<F> dropout;
   const float factor; // of what dropout keeps
 

@@ -86,7 +86,7 @@ private:
   Item item;                       // split: of keys the part, or the chunk
   bool begins = true, ends = true; // invariant: the chunk is the first or the last one of the tile of queries
   Sequence sequence;
-  Scores<F, float, Functions::half> scores;
+  Scores<F, float, C.invariant ? Functions::half_rounded : Functions::half> scores;
   QueryMajorDropout<F> dropout;
   const typename KeysOf<T, F>::type k, v;
   u32 q_shared, k_shared, v_shared; // Q's place takes O at the end

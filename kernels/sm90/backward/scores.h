@@ -30,7 +30,8 @@ template <BackwardConfig C> struct BackwardScores {
 
   const BackwardShared<C> &shared;
   const int w, part, lane, warp; // warpgroup; which 64 of the block's keys
-  const Scores<F, float, Functions::half> scores;
+  using Score = Scores<F, float, C.invariant ? Functions::half_rounded : Functions::half>;
+  const Score scores;
   const KeyMajorDropout<F> dropout;
 
   static __device__ __forceinline__ Sequence sequence(const Inputs &in, const KeyBlock &keys) {
@@ -44,8 +45,8 @@ template <BackwardConfig C> struct BackwardScores {
     return F.part ? step.begin + (i32)((u32)step.flags / kRows) : scores.seqlen_q;
   }
 
-  static __device__ __forceinline__ Scores<F, float, Functions::half> scores_of(const HopperBackwardArguments &a, const KeyBlock &keys) {
-    Scores<F, float, Functions::half> scores(a.in, sequence(a.in, keys), keys.batch);
+  static __device__ __forceinline__ Score scores_of(const HopperBackwardArguments &a, const KeyBlock &keys) {
+    Score scores(a.in, sequence(a.in, keys), keys.batch);
     // Within a loop over keys ptxas would make it anew for each tile of queries, from a double.
     if constexpr (C.persistent) scores.unit = a.unit;
     return scores;
@@ -201,7 +202,7 @@ private:
   }
   // Of one score.
   struct Given {
-    const typename Scores<F, float, Functions::half>::InMemory memory;
+    const typename Score::InMemory memory;
     const BackwardBias<C> &tile;
     const int i; // which of the lane's
     const u32 bit;
