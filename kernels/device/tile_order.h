@@ -4,6 +4,7 @@
 #include "../attention/arguments.h"
 #include "../attention/features.h"
 #include "../attention/part.h"
+#include "../ptx/atomic.h"
 
 namespace strobe {
 
@@ -83,7 +84,7 @@ template <Features F, bool kTickets, int kTileK, class State>
 __device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {
   const Inputs &in = a.in;
   u32 index = blockIdx.x;
-  if constexpr (kTickets) index = atomicAdd(a.turns, 1u); // each block that this one waits for has drawn its ticket before
+  if constexpr (kTickets) index = fetch_add(a.turns, 1); // each block that this one waits for has drawn its ticket before
   u32 tiles = (u32)key_tiles<F, kTileK>(in), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
   u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
   u32 pair = first + rest % n;

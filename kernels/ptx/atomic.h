@@ -16,10 +16,14 @@ __device__ __forceinline__ bool compare_exchange(void *address, u64 (&before)[2]
                : "memory");
   return before[0] == x && before[1] == y;
 }
+#if __CUDA_ARCH__ >= 700
 __device__ __forceinline__ u32 fetch_add(u32 *address, u32 x) {
   u32 y;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(y) : "l"(address), "r"(x) : "memory");
   return y;
 }
+#else // whose PTX names no order of memory
+__device__ __forceinline__ u32 fetch_add(u32 *address, u32 x) { return atomicAdd(address, x); }
+#endif
 
 } // namespace strobe

@@ -5,6 +5,7 @@
 #include "../attention/dq_sum.h"
 #include "../device/tile_order.h"
 #include "../device/turns.h"
+#include "../ptx/atomic.h"
 #include "gradient.h"
 #include "walk.h"
 
@@ -48,7 +49,7 @@ template <Config C> struct Backward {
     u32 number = blockIdx.x;
     if (a.deterministic) { // Key tiles wait for the ones before them, so those must have started: numbers in the order of arrival.
       u32 &ticket = *reinterpret_cast<u32 *>(P);
-      if (threadIdx.x == 0) ticket = atomicAdd(a.turns, 1u);
+      if (threadIdx.x == 0) ticket = fetch_add(a.turns, 1);
       __syncthreads();
       number = ticket;
     }
