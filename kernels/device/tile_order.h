@@ -5,6 +5,7 @@
 #include "../attention/features.h"
 #include "../attention/part.h"
 #include "../ptx/atomic.h"
+#include "../ptx/math.h"
 
 namespace strobe {
 
@@ -23,11 +24,7 @@ template <int kThreads, class Length> __device__ __forceinline__ i32 longest_fir
       reach += __syncthreads_count(key(first + (i32)threadIdx.x) >= (found | bit));
     if (reach > rank) found |= bit;
   }
-  u32 tile = (u32)tiles - 1 - (found - 1) % (u32)tiles;
-#if __CUDA_ARCH__ >= 800
-  asm("redux.sync.max.u32 %0, %0, 0xFFFFFFFF;" : "+r"(tile)); // the same in all lanes, which the compiler then knows: for uniform registers
-#endif
-  return (i32)tile;
+  return (i32)uniform((u32)tiles - 1 - (found - 1) % (u32)tiles);
 }
 
 // About how many blocks a tile keeps. row: the tile's row of blocks; the tile sees the keys [any.begin, any.end) of `length`.

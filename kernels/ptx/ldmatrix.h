@@ -57,6 +57,12 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
+// Of memory that nobody writes meanwhile.
+__device__ __forceinline__ u32 load_global_byte(const u8 *address) {
+  u32 x;
+  asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
+  return x;
+}
 __device__ __forceinline__ void store_global(void *address, u32 x, u32 y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
 }
@@ -68,6 +74,12 @@ __device__ __forceinline__ void store_global_below(int at, int end, void *addres
 }
 __device__ __forceinline__ void load_shared(float (&x)[2], u32 address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 address, const float (&x)[2]) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x[0]), "f"(x[1]) : "memory");
+}
+__device__ __forceinline__ void load_shared(u32 &x, u32 &y, u32 address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
 }
 __device__ __forceinline__ float load_shared_float(u32 address) {
   float x;

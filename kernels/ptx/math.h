@@ -59,6 +59,13 @@ template <> __device__ __forceinline__ u32 multiply_add_pairs<f16>(u32 a, u32 b,
   return d;
 }
 
+// Four E4M3 become pairs of FP16, adjacent ones a pair (sm_89).
+__device__ __forceinline__ void pairs_of_e4m3(u32 x, u32 &first, u32 &second) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(first), "=r"(second)
+      : "r"(x));
+}
+
 // All bits of the halves that are not 0; NaN is not.
 template <class T> __device__ __forceinline__ u32 nonzero_pairs(u32 x);
 template <> __device__ __forceinline__ u32 nonzero_pairs<bf16>(u32 x) {
@@ -69,6 +76,13 @@ template <> __device__ __forceinline__ u32 nonzero_pairs<bf16>(u32 x) {
 template <> __device__ __forceinline__ u32 nonzero_pairs<f16>(u32 x) {
   u32 y;
   asm("set.neu.u32.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0u));
+  return y;
+}
+
+// All bits of the halves that have a sign.
+__device__ __forceinline__ u32 negative_pairs(u32 x) {
+  u32 y;
+  asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(y) : "r"(x));
   return y;
 }
 
@@ -134,6 +148,13 @@ __device__ __forceinline__ double fma(double a, double b, double c) { return ::f
 // Returns x, but hides its value from the compiler: what depends on it is computed where it is used, and not earlier, to wait in registers.
 __device__ __forceinline__ i32 computed_here(i32 x) {
   asm volatile("" : "+r"(x));
+  return x;
+}
+// Returns x, which all lanes of the warp have alike. From here on the compiler knows that, and may keep it in a uniform register.
+__device__ __forceinline__ u32 uniform(u32 x) {
+#if __CUDA_ARCH__ >= 800
+  asm("redux.sync.max.u32 %0, %0, 0xFFFFFFFF;" : "+r"(x));
+#endif
   return x;
 }
 // x * y and x + y, rounded each: no compiler makes one operation of two, as it may where it likes.

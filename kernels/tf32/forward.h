@@ -49,9 +49,7 @@ private:
     static constexpr bool kJoins = true;
     static __device__ __forceinline__ u32 at(int row) { return shared(kState + C.state_bytes()) + (row * kThreads + thread_index()) * 8; }
     static __device__ __forceinline__ void load(int row, float (&x)[2]) { load_shared(x, at(row)); }
-    static __device__ __forceinline__ void store(int row, const float (&x)[2]) {
-      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at(row)), "f"(x[0]), "f"(x[1]) : "memory");
-    }
+    static __device__ __forceinline__ void store(int row, const float (&x)[2]) { store_shared(at(row), x); }
   };
   using Softmax = RowSoftmax<2 * kM, Totals>;
 

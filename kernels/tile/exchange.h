@@ -1,6 +1,7 @@
 // Tiles that warps hand to one another through shared memory: 16x16 blocks of 512 bytes, one after another.
 #pragma once
 #include "../ptx/ldmatrix.h"
+#include "../ptx/math.h"
 #include "registers.h"
 
 namespace strobe::tile {
@@ -42,20 +43,14 @@ template <> __device__ __forceinline__ float unpacked<f16>(u32 pair, int e) { re
 // Elements with a sign become 0.
 __device__ __forceinline__ Left positive(Left f) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    u32 signs;
-    asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(signs) : "r"(f.x[i])); // of each half, in all of its bits
-    f.x[i] &= ~signs;
-  }
+  for (int i = 0; i < 4; ++i) f.x[i] &= ~negative_pairs(f.x[i]);
   return f;
 }
 
 // Products of packed pairs.
 template <class T> __device__ __forceinline__ u32 multiply_pairs(u32 x, u32 y);
 template <> __device__ __forceinline__ u32 multiply_pairs<bf16>(u32 x, u32 y) {
-  u32 z;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
-  return z;
+  return multiply_add_pairs<bf16>(x, y, 0x80008000u); // -0: the sign of a product of 0 stays
 }
 
 } // namespace strobe::tile

@@ -74,9 +74,7 @@ struct KeyFactor<T, kStored> {
 };
 template <class T, i32 kStored> __device__ __forceinline__ void pairs_of_key(u32 x, u32 (&pairs)[columns_of_word(kStored) / 2], u32 zero) {
   if constexpr (kConverted<kStored>) // adjacent numbers
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
-        : "=r"(pairs[0]), "=r"(pairs[1])
-        : "r"(x));
+    pairs_of_e4m3(x, pairs[0], pairs[1]);
   else
     pairs_of<typename KeyFactor<T, kStored>::type, kStored>(x, pairs, zero);
 }
@@ -127,11 +125,7 @@ public:
   // This lane's words of row lane / 4 of the eight from `row` on, a multiple of 8.
   __device__ __forceinline__ void load(u32 (&words)[kWords], int row) const {
 #pragma unroll
-    for (int i = 0; i < kShare / 8; ++i)
-      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                   : "=r"(words[2 * i]), "=r"(words[2 * i + 1])
-                   : "r"(at_[i] + row * L::kPitch)
-                   : "memory");
+    for (int i = 0; i < kShare / 8; ++i) load_shared(words[2 * i], words[2 * i + 1], at_[i] + row * L::kPitch);
   }
 };
 

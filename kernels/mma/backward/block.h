@@ -123,8 +123,7 @@ template <BackwardConfig C> struct BackwardBlock {
     return F.part ? t.at.query_tile : t.at.query_tile + t.queries.begin / kTileQ;
   }
   __device__ __forceinline__ const Tile &tile_of(int n) const {
-    asm volatile("" : "+r"(n)); // its address is found anew, not kept in a register
-    return state.ring[n % 4];
+    return state.ring[computed_here(n) % 4]; // its address is not kept in a register
   }
 
   __device__ __forceinline__ void load_keys() const {

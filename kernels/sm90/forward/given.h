@@ -19,8 +19,7 @@ template <Config C> struct GivenMask {
   // begin: a multiple of 16. Beyond the last key the bytes are somebody else's.
   __device__ __forceinline__ void fetch(i32 begin) {
 #pragma unroll
-    for (int n = 0; n < C.tile_k / 16; ++n)
-      asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(x[n]) : "l"(bytes + 2 * begin + 32 * n) : "memory");
+    for (int n = 0; n < C.tile_k / 16; ++n) x[n] = load_global_byte(bytes + 2 * begin + 32 * n);
   }
   __device__ __forceinline__ void hide(float (&s)[C.tile_k / 2]) const {
 #pragma unroll
