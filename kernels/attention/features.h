@@ -38,6 +38,9 @@ struct Features {
   STROBE_FN constexpr bool wide_gradients() const { return partial || adds; }
 };
 
+// What a score, as it is kept, is multiplied by to be a natural logarithm.
+template <Features F, class T> STROBE_FN constexpr T natural_factor(T scale) { return F.additive() ? T(1) : scale; }
+
 // Columns over which FP32 and FP64 sum D and dP in one run: where they cancel, what longer runs round shows.
 inline constexpr i32 kRunOfColumns = 32;
 

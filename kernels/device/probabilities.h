@@ -16,7 +16,7 @@ template <Features F, bool kMasked, Slope kSlope, bool kExact, int kM, int kN, F
 __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], tile::Accumulator (&P)[kM][kN],
                                               const Scores<F, float, kFunctions> &scores, i32 head, i32 i, i32 j, i32 limit,
                                               const Lse &lse) {
-  const float natural = F.additive() ? 1.0f : scores.scale;
+  const float natural = natural_factor<F>(scores.scale);
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     const auto l = lse(n);

@@ -54,7 +54,7 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
   __device__ Scores(const Inputs &in, const Sequence &s, i64 b)
       : in(in), b(b), seqlen_q((i32)s.band.seqlen_q), seqlen_k((i32)s.band.seqlen_k),
         low((i32)min(max(s.band.low, -s.band.seqlen_q), (i64)kMost)), high((i32)max(min(s.band.high, s.band.seqlen_k - 1), -(i64)kMost)),
-        offset((i32)s.band.offset), scale(T(in.scale)), unit(T((F.additive() ? 1.0 : in.scale) * kLog2e<double>)), cap(T(in.softcap)),
+        offset((i32)s.band.offset), scale(T(in.scale)), unit(T(natural_factor<F>(in.scale) * kLog2e<double>)), cap(T(in.softcap)),
         inverse_cap(T(1.0 / in.softcap)), beta(T(in.beta)), beta_ln2(T(in.beta * kLn2<double>)), shift(T(in.shift)) {}
 
   // One query: what of it does not change from key to key.

@@ -193,7 +193,7 @@ template <AuxiliaryConfig C> struct RowTotals : ScorePass<C, tile::Matrix<const 
     Tile tile(shared, in);
     tile.take_keys(Queries{in.q.at<const E>(b, h, s.q0 + q0, 0), in.q.stride[2], in.q.stride[3], q1 - q0, in.head_dim});
     const HeadScores scores(in, s, b);
-    const T natural = F.additive() ? T(1) : scores.scale;
+    const T natural = natural_factor<F>(scores.scale);
     const auto K = k_of_call<E, F>(a, s, b, h / in.group);
     T sum[kQueries], lost[kQueries], lse[kQueries];
 #pragma unroll
@@ -280,7 +280,7 @@ private:
                                              const Sequence &s, i32 b, i32 h, i32 q0, i32 rows, i32 k0, i32 k1, T (&sum)[kKeys],
                                              T (&lost)[kKeys], T &most) {
     const Inputs &in = a.in;
-    const T natural = F.additive() ? T(1) : scores.scale;
+    const T natural = natural_factor<F>(scores.scale);
     T part[kKeys];
 #pragma unroll
     for (int m = 0; m < kKeys; ++m) part[m] = T(0);
@@ -321,7 +321,7 @@ private:
   }
   static __device__ __forceinline__ void store_largest(const Arguments &a, T *largest, T most) {
     most = largest_of_block<kThreads>(largest, most);
-    if (threadIdx.x == 0) ((T *)a.largest)[blockIdx.x] = F.additive() ? most : most * T(a.in.scale);
+    if (threadIdx.x == 0) ((T *)a.largest)[blockIdx.x] = most * natural_factor<F>(T(a.in.scale));
   }
   // Tokens between the keys of this sequence and those of the next belong to none; without any sequence all do.
   static __device__ __forceinline__ void clear_behind(const Arguments &a, i32 b, i32 h, i32 number, i32 tiles) {

@@ -164,7 +164,7 @@ template <Config C> struct Forward {
       total = grid.reduce(total, [](T x, T y) { return x + y; });
       const i32 r = q0 + row(grid, i);
       if (r >= q1) continue;
-      T scale = T(1), most = rows.m(i), to_natural = natural<C.features, T>(in);
+      T scale = T(1), most = rows.m(i), to_natural = natural_factor<C.features>(T(in.scale));
       if (a.splits == 1 && in.sinks) { // one more term of the denominator
         const T sink = *in.sinks.template at<const T>(0, h, 0, 0);
         most *= to_natural, to_natural = T(1);

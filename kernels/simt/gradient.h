@@ -61,7 +61,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
   leave(dS, sum, C.head_dim_v == kRunOfColumns);
 
   const bool by_position = masked || q1 - q0 < C.tile_q || k1 - k0 < C.tile_k;
-  const T scale = natural<C.features, T>(scores.in), factor = Kept<C>::template factor<T>(dropout);
+  const T scale = natural_factor<C.features>(T(scores.in.scale)), factor = Kept<C>::template factor<T>(dropout);
 #pragma unroll 1
   for (int i = 0; i < kRows; ++i) {
     const i32 r = grid.template row<WM>(i);
