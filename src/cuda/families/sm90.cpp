@@ -245,8 +245,7 @@ protected:
       if (!reason.empty()) return reason;
     if (!aligned(p.out, p.head_dim_v)) return "out's rows do not lie on 16-byte addresses";
     if (p.page_size % kRowsOfPage) return text("reads pages of multiples of ", kRowsOfPage, " keys, not of ", p.page_size);
-    if (((p.k.stride[2] == 0 || p.v.stride[2] == 0) && p.seqlen_k > 1) || (p.q.stride[2] == 0 && p.seqlen_q > 1))
-      return "a row is broadcast over its sequence";
+    if (std::string reason = broadcast_row({&p.q}, {&p.k, &p.v}, p); !reason.empty()) return reason;
 
     const std::optional<Config> chosen = choose(p, device);
     if (!chosen) return text("no tile of queries divides the blocks of ", p.blocks.block_q);

@@ -1,5 +1,6 @@
 #include "cuda/program/tensor_maps.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "attention/text.h"
@@ -15,6 +16,13 @@ std::string unmapped(const char *argument, const View &view, int64_t columns) {
   for (int a = 0; a < 3; a++)
     if (view.stride[a] < 0 || view.stride[a] % 8)
       return text(argument, "'s ", axes[a], " lie ", view.stride[a], " elements apart, no multiple of 16 bytes above 0");
+  return {};
+}
+
+std::string broadcast_row(std::initializer_list<const View *> of_queries, std::initializer_list<const View *> of_keys, const Problem &p) {
+  const auto has_one_row = [](const View *view) { return view->stride[2] == 0; };
+  if ((p.seqlen_q > 1 && std::ranges::any_of(of_queries, has_one_row)) || (p.seqlen_k > 1 && std::ranges::any_of(of_keys, has_one_row)))
+    return "a row is broadcast over its sequence";
   return {};
 }
 

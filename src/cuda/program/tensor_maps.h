@@ -1,5 +1,6 @@
 // Tensors as the copy engine of Hopper sees them.
 #pragma once
+#include <initializer_list>
 #include <string>
 
 #include "../../../kernels/ptx/tensor_map.h"
@@ -10,6 +11,8 @@ namespace strobe::cuda {
 
 // Why the copy engine cannot fetch it; empty if it can.
 std::string unmapped(const char *argument, const View &, int64_t columns);
+// Why it cannot fetch boxes of their rows, where one row stands for all of a sequence; empty if none does.
+std::string broadcast_row(std::initializer_list<const View *> of_queries, std::initializer_list<const View *> of_keys, const Problem &);
 
 // box: rows fetched at a time, 64 columns each, of box_heads heads. The driver encodes a map for an address, so until a run has one the map
 // holds what it is to be made from: a request.
