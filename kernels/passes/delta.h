@@ -174,7 +174,7 @@ private:
         if (a.delta) *delta = D, *correction_of = 0;
       }
     }
-    if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // LSE is the sink alone: a score of such a Q would have spoiled it
+    if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // LSE is the sink alone: a score of such a Q would have made it NaN
     // Where dO or LSE of a row is not a number, P becomes NaN as well. If D alone is not a number, since the row sees such a V, then P
     // stays for dV.
     rows[i] = lse == -infinity ? lse : finite ? -lse * (a.in.bias ? 1.0f : kLog2e<float>) : __int_as_float(0x7FC00000);

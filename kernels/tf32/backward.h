@@ -24,7 +24,7 @@ private:
   using Block = BackwardBlock<C>;
   using Block::a, Block::in, Block::F, Block::kD, Block::kDv, Block::kTileQ, Block::kTileK, Block::kM, Block::kN;
   using Block::Block;
-  using Block::kBlocks, Block::kSegment, Block::kSegmentAgain, Block::kV, Block::kQ, Block::kDo, Block::kDs;
+  using Block::kBlocks, Block::kSegment, Block::kRepeatSegment, Block::kV, Block::kQ, Block::kDo, Block::kDs;
   using Block::shared_state, Block::shared, Block::first_key, Block::choose_keys, Block::find, Block::load_keys, Block::load_queries;
   using Block::statistic;
   using typename Block::State, typename Block::Tile;
@@ -39,14 +39,14 @@ private:
     bool k_finite = __syncthreads_and(keys_finite());
     if (threadIdx.x == 0) {
       State &state = shared_state();
-      state.k_finite = k_finite, state.segment = -1, state.walked = state.again = state.repeat = 0;
+      state.k_finite = k_finite, state.segment = -1, state.walked = state.repeats_left = state.repeat = 0;
     }
 
     Accumulator dK[kM][kD / 16], dV[kM][kDv / 16];
 #pragma unroll 1
     while (true) {
       const bool more = walk(dK, dV);
-      const bool repeat = !__syncthreads_and(shared_state().again || (all_finite(dK) && all_finite(dV)));
+      const bool repeat = !__syncthreads_and(shared_state().repeats_left || (all_finite(dK) && all_finite(dV)));
       if (threadIdx.x == 0) shared_state().repeat = repeat;
       if (repeat) continue;
       store(a.dk, dK, (float)in.scale, in.head_dim);
@@ -93,12 +93,12 @@ private:
   __device__ __forceinline__ void find_within_segment(int n) const {
     find(n);
     State &state = shared_state();
-    if (i32 &head = state.ring[n % 2].head; head >= 0 && n == (state.again ? kSegmentAgain : kSegment)) head = -2 - head;
+    if (i32 &head = state.ring[n % 2].head; head >= 0 && n == (state.repeats_left ? kRepeatSegment : kSegment)) head = -2 - head;
   }
   __device__ __forceinline__ void begin_segment() const {
     if (threadIdx.x == 0) {
       State &state = shared_state();
-      state.again = state.repeat ? state.walked : max(state.again - state.walked, 0);
+      state.repeats_left = state.repeat ? state.walked : max(state.repeats_left - state.walked, 0);
       if (state.repeat) {
         state.head = state.begin.head, state.tiles = state.begin.tiles, state.ring[0] = state.begin.tile;
       } else {
@@ -184,7 +184,7 @@ private:
   // sum += x B, B: the tile's queries, x: P^T or dS^T, which also lies in shared memory
   template <int kColumns, bool kP>
   __device__ __forceinline__ void accumulate(Accumulator (&sum)[kM][kColumns / 16], Accumulator (&x)[kM][kN], u32 b) const {
-    if (shared_state().again) return accumulate_nonfinite<kColumns, kP>(sum, b);
+    if (shared_state().repeats_left) return accumulate_nonfinite<kColumns, kP>(sum, b);
     Pairs<kColumns> B(b);
 #pragma unroll
     for (int n = 0; n < kN; n += kBlocks) {
@@ -224,7 +224,7 @@ private:
 
   // Adds dS K, 16 queries by 32 columns at a time, to the rows of the tile. In turns: each warp to parts of its own.
   __device__ __forceinline__ void add_dq(const Tile &t) const {
-    if (!a.dq_sum || shared_state().again) return;
+    if (!a.dq_sum || shared_state().repeats_left) return;
     const i64 rows = in.row_index(shared_state().batch, t.head, shared_state().sequence.q0 + t.queries.begin);
     float *target = a.dq_sum + (rows + dq_sum_of(shared_state().k0, a.dq_sums) * in.rows()) * kD;
     const float scale = (float)in.scale;

@@ -22,8 +22,8 @@ template <Config C> struct BackwardBlock {
   // dK and dV are summed up in parts of so many tiles, 2048 queries, which rounds less.
   static constexpr int kSegment = 2048 / kTileQ;
   // Where dO or Q are not finite, products join a sum one by one, in parts of two tiles.
-  static constexpr int kSegmentAgain = 2;
-  static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0 && kSegment % kSegmentAgain == 0);
+  static constexpr int kRepeatSegment = 2;
+  static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0 && kSegment % kRepeatSegment == 0);
 
   // In shared memory
   static constexpr u32 kV = 4 * kTileK * kD, kQ = kV + 4 * kTileK * kDv, kDo = kQ + 4 * kTileQ * kD, kDs = kDo + 4 * kTileQ * kDv,
@@ -50,10 +50,10 @@ template <Config C> struct BackwardBlock {
     Tiles tiles;
     Position begin; // of the segment
     i32 k_finite;
-    i32 walked;  // tiles of the last segment
-    i32 repeat;  // that one: dO or Q are not finite
-    i32 again;   // so many tiles from here on are walked over for the second time
-    i32 segment; // which
+    i32 walked;       // tiles of the last segment
+    i32 repeat;       // that one: dO or Q are not finite
+    i32 repeats_left; // so many tiles from here on are walked over for the second time
+    i32 segment;      // which
   };
   static_assert(sizeof(State) <= C.state_bytes());
 

@@ -22,7 +22,7 @@ template <Config C> struct QueryTile {
                     : BasicRange<i32>{0, 0}) {}
 
   __device__ __forceinline__ void compute() {
-    if constexpr (C.repeats_chunks()) softmax.begin_again();
+    if constexpr (C.repeats_chunks()) softmax.restart();
     group.O.clear();
     const bool turn = find_first_tile();
     const bool any = sees();
@@ -63,17 +63,17 @@ template <Config C> struct QueryTile {
       finish_chunk(first, last);
       if (last) return;
       group.O.clear();
-      softmax.begin_again();
+      softmax.restart();
       softmax.given.mask.fetch(t.begin);
       turn = true;
     }
   }
   // Each chunk of keys comes twice: for all rows, and then, lagging, for those that were not finite.
   __device__ __forceinline__ void compute_safely() {
-    bool failed[2] = {}, first = true, again = false, turn = false; // failed, and when they come again: the others
+    bool failed[2] = {}, first = true, repeats = false, turn = false; // failed, and when they come again: the others
     for (;;) {
       group.O.clear();
-      softmax.begin_again(again);
+      softmax.restart(repeats);
       for (t = group.wait_tile(); !sees() && !t.last; turn = true) {
         group.skip_tile(turn);
         t = group.wait_tile();
@@ -94,11 +94,11 @@ template <Config C> struct QueryTile {
       }
       const bool end = t.last == Tile::kLast, last = t.last != Tile::kLastOfChunk;
       if (end) release_q(true);
-      for (int r = 0; r < 2; ++r) failed[r] = again ? !failed[r] : !finite(r);
+      for (int r = 0; r < 2; ++r) failed[r] = repeats ? !failed[r] : !finite(r);
       sm90::finish_chunk(group, item, softmax, first, last, {!failed[0], !failed[1]});
       if (end) break;
-      if (again) first = false;
-      again = !again;
+      if (repeats) first = false;
+      repeats = !repeats;
     }
     add_nonfinite(group, item, softmax.dropout.dropout);
   }

@@ -52,7 +52,7 @@ template <Config C> struct TileSoftmax {
     return packed_place(group.a, item, group.w, 16 * group.warp + tile::lane_row(r));
   }
   // Of another chunk of keys. kFixedByRow: all rows lag, or as they do by themselves; one that is not there never does.
-  __device__ __forceinline__ void begin_again(bool lags = false) {
+  __device__ __forceinline__ void restart(bool lags = false) {
     running = RowSoftmax<2>();
     if constexpr (C.reference == kFixedByRow) {
       follows = true, rising = lags;
