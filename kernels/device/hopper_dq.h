@@ -27,8 +27,8 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
 
 // The same in fp32. kAdds: to what is there.
 template <bool kAdds, i32 kColumns, i32 kTileQ>
-__device__ __forceinline__ void store_dq_wide(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int part,
-                                              bool nobody) {
+__device__ __forceinline__ void store_dq_unrounded(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int part,
+                                                   bool nobody) {
   constexpr int kN = dq_queries(kColumns, kTileQ);
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
   const i32 column = (kN == kTileQ ? 64 * part : 0) + 16 * warp + lane / 4, first = (kN == kTileQ ? 0 : kN * part) + lane % 4 * 2;

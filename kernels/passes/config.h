@@ -18,8 +18,8 @@ struct RowsConfig {
   i32 part, sparse;     // tiles are those of a part's ranges (attention/part.h), and of blocks
   i32 adds;             // dQ is added to what is there; such a dQ, and that of a partial part, has the type of sums
 
-  static constexpr i32 kRowTile = 64; // tile_q of kRowAfterRow
-  STROBE_FN constexpr bool wide() const { return partial || adds; }
+  static constexpr i32 kRowTile = 64;                                    // tile_q of kRowAfterRow
+  STROBE_FN constexpr bool unrounded() const { return partial || adds; } // dQ
   STROBE_FN static constexpr i32 threads() { return 256; }
   STROBE_FN constexpr i32 delta_threads() const { return form == kRowAfterRow ? kRowTile : threads(); }
   STROBE_FN constexpr i64 blocks(i64 batch, i64 heads, i64 seqlen_q) const { return batch * heads * div_up(seqlen_q, tile_q); }

@@ -11,7 +11,7 @@ template <RowsConfig C> struct ConvertDq {
   using Arguments = BackwardArguments;
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
-  using Out = Result<C.dtype, C.wide()>;
+  using Out = Result<C.dtype, C.unrounded()>;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.form == kRowAfterRow ? 1 : 2;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
@@ -29,7 +29,7 @@ private:
     for (int n = (int)threadIdx.x; n < C.tile_q / 2 * (C.head_dim / 16); n += kThreads) {
       int block = n % (C.head_dim / 16), g = n / (C.head_dim / 16) % 8, i = n / (C.head_dim / 16) / 8 * 16 + g;
       if (i >= tile.rows) continue;
-      if constexpr (C.wide()) {
+      if constexpr (C.unrounded()) {
         add_fragments(a, tile, sum + (i / 16 * (C.head_dim / 16) + block) * 256, i, g, 16 * block);
         continue;
       }
@@ -80,9 +80,9 @@ private:
     static_assert(kThreads == 256);
 #pragma unroll 1
     for (int part = (int)threadIdx.x / 128; part < C.tile_q / dq_queries(C.head_dim, C.tile_q) * (C.head_dim / 64); part += 2) {
-      if constexpr (C.wide()) {
-        store_dq_wide<C.adds != 0, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
-                                                         a.first_stores && a.turns[1 + 2 * tile.number + part] == 0);
+      if constexpr (C.unrounded()) {
+        store_dq_unrounded<C.adds != 0, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
+                                                              a.first_stores && a.turns[1 + 2 * tile.number + part] == 0);
         continue;
       }
       store_dq<E, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,

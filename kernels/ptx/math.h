@@ -120,14 +120,14 @@ template <> struct Element<4> {
   using real = double;
 };
 
-// What results are stored as: with the dtype, or, wide, as sums are kept.
-template <i32 DType, bool kWide> struct ResultType {
+// What results are stored as: with the dtype, or, unrounded, as sums are kept.
+template <i32 DType, bool kUnrounded> struct ResultType {
   using type = typename Element<DType>::type;
 };
 template <i32 DType> struct ResultType<DType, true> {
   using type = typename Element<DType>::real;
 };
-template <i32 DType, bool kWide> using Result = typename ResultType<DType, kWide>::type;
+template <i32 DType, bool kUnrounded> using Result = typename ResultType<DType, kUnrounded>::type;
 
 template <class T> __device__ __forceinline__ T minus_infinity();
 template <> __device__ __forceinline__ float minus_infinity<float>() { return __int_as_float(0xff800000); }
