@@ -41,10 +41,10 @@ template <class Math> struct AuxiliaryScratch {
   }
 };
 
-// Adds a chunk of scores: the largest of each lane to `most`; NaN to `spoiled`, if there is one; P of each key, over the lanes, to `sums`.
+// Adds a chunk of scores: the largest of each lane to `most`; NaN to `nan`, if there is one; P of each key, over the lanes, to `sums`.
 template <class T>
 __attribute__((noinline)) void add_chunk(const Head<T> &head, const TileSpan &t, const T *s, const T *lse, const T *excess, Vec<T> &most,
-                                         Vec<T> &spoiled, T *sums) {
+                                         Vec<T> &nan, T *sums) {
   using V = Vec<T>;
   constexpr int L = V::kLanes;
   const V hidden(-kInfinity<T>), nobody(kInfinity<T>);
@@ -54,7 +54,7 @@ __attribute__((noinline)) void add_chunk(const Head<T> &head, const TileSpan &t,
       const Probability<Fma<T>> probability(head, lse + c, excess + c);
       const V x = select(probability.lse == nobody, hidden, V::load(s + j * t.width + c));
       most = max(most, x);
-      spoiled = select(x == x, spoiled, x);
+      nan = select(x == x, nan, x);
       if (sums) sum += select(x == hidden, V(T(0)), probability(x));
     }
     if (sums) sums[j] += sum_of_lanes(sum);
@@ -79,7 +79,7 @@ __attribute__((noinline)) void add_rows(const Head<T> &head, const TileSpan &t, 
 // One tile of queries; the sums of its columns go to scratch.run.
 template <class Math>
 void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source,
-                    AuxiliaryScratch<Math> &scratch, Vec<typename Math::Real> &most, Vec<typename Math::Real> &spoiled) {
+                    AuxiliaryScratch<Math> &scratch, Vec<typename Math::Real> &most, Vec<typename Math::Real> &nan) {
   using T = typename Math::Real;
   const Problem &p = *head.p;
   const int64_t i0 = head.queries.i0, i1 = head.queries.i1, rows = round_to(i1 - i0, 16);
@@ -128,7 +128,7 @@ void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile
     }
   }
   each_chunk([&](const TileSpan &chunk, int64_t lane) {
-    add_chunk(head, chunk, scratch.s, scratch.lse + lane, scratch.excess + lane, most, spoiled,
+    add_chunk(head, chunk, scratch.s, scratch.lse + lane, scratch.excess + lane, most, nan,
               p.column_sums ? scratch.run + chunk.j0 : nullptr);
   });
 }
@@ -172,18 +172,18 @@ template <class Math> void auxiliary(const Problem &p, const Execution &executio
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count;) {
       const int64_t b = item / items.parts / p.heads, h = item / items.parts % p.heads;
       T *const total = sums + item * items.keys;
-      V most(-kInfinity<T>), spoiled(T(0));
+      V most(-kInfinity<T>), nan(T(0));
       for (T *x : {total, scratch.run, scratch.lost}) fill(x, items.keys, T(0));
       for (int64_t n = 0; n < items.tiles_each; ++n) {
         const QuerySpan queries = query_tile(p, b, item % items.parts * items.tiles_each + n, tile.q);
         if (queries.empty()) break;
-        auxiliary_tile<Math>({p, b, h, queries}, tile, source, scratch, most, spoiled);
+        auxiliary_tile<Math>({p, b, h, queries}, tile, source, scratch, most, nan);
         move_exactly(scratch.run, total, scratch.lost, items.keys);
       }
       for (int64_t j = 0; j < items.keys; ++j) total[j] += scratch.lost[j];
       T x = most.v[0];
       for (int lane = 1; lane < V::kLanes; ++lane) x = x < most.v[lane] ? most.v[lane] : x;
-      for (int lane = 0; lane < V::kLanes; ++lane) x = spoiled.v[lane] == spoiled.v[lane] ? x : spoiled.v[lane];
+      for (int lane = 0; lane < V::kLanes; ++lane) x = nan.v[lane] == nan.v[lane] ? x : nan.v[lane];
       largest[item] = x * Head<T>(p, b, h, {}).measure();
     }
   });

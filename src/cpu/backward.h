@@ -18,8 +18,8 @@ template <class Math> struct BackwardScratch {
   T *settled;                // how D and P of a row follow from its sums, if they do: Settled
   T *first_tile, *last_tile; // of keys that the row sees some of, for rows that might see one alone
   T *keep = nullptr, *slopes = nullptr;
-  T *finite_q, *finite_do; // of a tile of queries of which something is not finite
-  T *wide_p, *wide_ds;     // of a piece that meets something that is not finite
+  T *finite_q, *finite_do;       // of a tile of queries of which something is not finite
+  T *unrounded_p, *unrounded_ds; // of a piece that meets something that is not finite
   struct {
     int64_t b = -1, kv = -1;
     bool finite = true; // all of K
@@ -56,8 +56,8 @@ template <class Math> struct BackwardScratch {
     finite_do = arena.take<T>(tile.q * round_to(dv, 16));
     row = arena.take<T>(2 * round_to(dv, 16));
     if (problem.dropout > 0) keep = arena.take<T>(tile.k * tile.width);
-    wide_p = arena.take<T>(tile.k * tile.width);
-    wide_ds = arena.take<T>(tile.k * tile.width);
+    unrounded_p = arena.take<T>(tile.k * tile.width);
+    unrounded_ds = arena.take<T>(tile.k * tile.width);
     if (problem.curved()) slopes = arena.take<T>(tile.k * tile.width);
   }
   void clear_sums(int64_t lane, int64_t width) const {
@@ -447,20 +447,20 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
                         });
       };
       if (nonfinite || !queries.finite)
-        emit_to(BothScores<Math>{probs, scratch.wide_p, 0, t.width}, BothScores<Math>{grads, scratch.wide_ds, 0, t.width});
+        emit_to(BothScores<Math>{probs, scratch.unrounded_p, 0, t.width}, BothScores<Math>{grads, scratch.unrounded_ds, 0, t.width});
       else
         emit_to(probs, grads);
       probs.finish(t.keys);
       grads.finish(t.keys);
       if (!Math::kJointQueries) multiply_queries(t, probs.rows(), grads.rows(), lane, count);
       const int64_t j0 = keys.k0 - head.k_begin + t.j0; // of the sequence's rows
-      if (!queries.finite && want_dv) add_nonfinite_queries(head, t, p.dout, dv, scratch.wide_p, sums.dv + j0 * ldv, ldv);
-      if (!queries.finite && want_dk) add_nonfinite_queries(head, t, p.q, d, scratch.wide_ds, sums.dk + j0 * ldk, ldk);
+      if (!queries.finite && want_dv) add_nonfinite_queries(head, t, p.dout, dv, scratch.unrounded_p, sums.dv + j0 * ldv, ldv);
+      if (!queries.finite && want_dk) add_nonfinite_queries(head, t, p.q, d, scratch.unrounded_ds, sums.dk + j0 * ldk, ldk);
       if (want_dq) { // dQ^T += K^T dS
         const auto columns = nonfinite ? scratch.finite_k.columns(rows_of_k(p), head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), d)
                                        : Math::columns_from(k.keys.columns, t.j0 - k.origin);
         multiply_keys<Math>(head, d, t.width, t.keys, columns, grads, 0, dq[n]);
-        if (nonfinite) add_nonfinite(t, scratch.wide_ds, rows_of_k(p), head.b, head.kv, piece.k0, d, dq[n].add_to());
+        if (nonfinite) add_nonfinite(t, scratch.unrounded_ds, rows_of_k(p), head.b, head.kv, piece.k0, d, dq[n].add_to());
       }
     }
     if constexpr (Math::kJointQueries) { // neighbours that take part in the same keys at once

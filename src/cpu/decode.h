@@ -13,7 +13,7 @@ namespace strobe::inline STROBE_ISA {
 template <class Products> struct DecodeScratch : DecodeTile {
   using T = typename Products::T;
   Products products;
-  T *s, *probs, *add, *wide;
+  T *s, *probs, *add, *reals;
   int64_t of_b = -1, of_kv = -1; // whose queries the products have
   bool holds(int64_t b, int64_t kv) const { return b == of_b && kv == of_kv; }
 
@@ -22,7 +22,7 @@ template <class Products> struct DecodeScratch : DecodeTile {
     s = arena.take<T>(padded * kPitch);
     probs = arena.take<T>(padded * kPitch);
     add = arena.take<T>(kPitch);
-    wide = arena.take<T>(max(rows * round_to(problem.head_dim, 16), round_to(problem.head_dim_v, 16)));
+    reals = arena.take<T>(max(rows * round_to(problem.head_dim, 16), round_to(problem.head_dim_v, 16)));
   }
 };
 
@@ -138,11 +138,11 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
 
   const DecodeKeys of_span{p, b, kv, any.k_begin, keys};
   for (int64_t r = 0; r < rows && !scratch.holds(b, kv); ++r) {
-    T *const row = scratch.wide + r * round_to(d, 16);
+    T *const row = scratch.reals + r * round_to(d, 16);
     load_row(p.q, b, kv * group + r / count, any.q0 + r % count, 0, d, row);
     for (int64_t c = 0; c < d; ++c) row[c] *= any.sign;
   }
-  if (!scratch.holds(b, kv)) scratch.products.load_queries(scratch.wide, rows, d);
+  if (!scratch.holds(b, kv)) scratch.products.load_queries(scratch.reals, rows, d);
   scratch.of_b = b, scratch.of_kv = kv;
   scratch.products.scores(of_span, rows, scratch.s);
 
@@ -170,17 +170,17 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
 
   // As in forward.h, P V is made once more, with m at log2 l above, where its sum overflowed, or where a key with a score of -inf has a V
   // that is no number.
-  bool again = false;
+  bool overflowed = false;
   for (int64_t r = 0; r < rows; ++r) {
     T zero = l[r] * T(0); // or NaN
     const bool good = zero == T(0);
     for (int64_t c = 0; c < p.head_dim_v; ++c) zero += o[r * results.columns + c] * T(0);
     if (!good || zero == T(0) || !(l[r] > T(0))) continue;
-    again = true;
+    overflowed = true;
     m[r] = T(double(m[r]) + __builtin_log2(double(l[r])) / double(any.unit));
     l[r] = exponentials<Math>(scratch.s + r * kPitch, padded, m[r], any.unit, scratch.probs + r * kPitch);
   }
-  if (again) scratch.products.values(of_span, true, rows, scratch.probs, o, results.columns);
+  if (overflowed) scratch.products.values(of_span, true, rows, scratch.probs, o, results.columns);
 }
 
 // O / l and LSE of a group's rows from those of the spans; the sink joins the denominator.
@@ -270,7 +270,7 @@ template <class Math, class Products> void decode_by(const Problem &p, const Exe
   share(heads, [&](DecodeScratch<Products> &scratch, int64_t head) {
     const int64_t b = head / p.heads_kv;
     const QuerySpan queries = query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1));
-    if (!queries.empty()) merge_spans<T>(p, b, head % p.heads_kv, queries, results, (double *)scratch.s, scratch.wide);
+    if (!queries.empty()) merge_spans<T>(p, b, head % p.heads_kv, queries, results, (double *)scratch.s, scratch.reals);
   });
 }
 template <class Math> void decode(const Problem &p, const Execution &execution, void *workspace) {

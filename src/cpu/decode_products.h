@@ -60,19 +60,19 @@ public:
     if (p.quantised()) scales_ = arena.take<T>(max(kPitch, round_to(p.head_dim, 16)));
     if (p.scaled_by_channel()) scaled_q_ = arena.take<Operand>(padded_ * words_k_ * Lanes::kTerms);
     for (T **o : {&o_, &o_total_}) *o = arena.take<T>(padded_ * words_v_ * Elements::kPerWord);
-    wide_ = arena.take<T>(max(words_k_ * Elements::kPerWord, round_to(p.head_dim_v, 16)));
+    reals_ = arena.take<T>(max(words_k_ * Elements::kPerWord, round_to(p.head_dim_v, 16)));
     copies_ = arena.take<Word>(kKeys * most);
   }
 
-  // wide: rows of round_to(d, 16) columns.
-  void load_queries(const T *wide, int64_t rows, int64_t d) {
+  // queries: rows of round_to(d, 16) columns.
+  void load_queries(const T *queries, int64_t rows, int64_t d) {
     const int64_t terms = words_k_ * Lanes::kTerms, columns = words_k_ * Elements::kPerWord;
     fill(q_, padded_ * terms, Operand(0));
     batches(rows, [&](auto batch, int64_t first) {
       for (int64_t r = first; r < min((i64)first + batch, (i64)rows); ++r) {
-        std::memcpy(wide_, wide + r * round_to(d, 16), sizeof(T) * size_t(d));
-        fill(wide_ + d, columns - d, T(0));
-        Lanes::convert(wide_, columns, row_);
+        std::memcpy(reals_, queries + r * round_to(d, 16), sizeof(T) * size_t(d));
+        fill(reals_ + d, columns - d, T(0));
+        Lanes::convert(reals_, columns, row_);
         for (int64_t n = 0; n < terms; ++n) q_[first * terms + n * batch + r - first] = row_[n];
       }
     });
@@ -136,7 +136,7 @@ public:
       });
       sum.started = true;
       if (nonfinite)
-        add_nonfinite_values(span, j, min((i64)keys.count, (i64)most), rows, probs + done, wide_, o_, ld,
+        add_nonfinite_values(span, j, min((i64)keys.count, (i64)most), rows, probs + done, reals_, o_, ld,
                              [](int64_t c) { return Lanes::place(c); });
       done += keys.count;
     }
@@ -178,7 +178,7 @@ private:
 
   int64_t padded_, words_k_, words_v_;
   Operand *q_, *row_, *p_ = nullptr, *scaled_q_ = nullptr;
-  T *o_, *o_total_, *wide_, *scales_ = nullptr;
+  T *o_, *o_total_, *reals_, *scales_ = nullptr;
   Word *copies_;
 };
 
@@ -193,18 +193,18 @@ public:
     k_ = arena.take<typename Math::Element>(Math::lanes_size(kKeys, d));
     p_ = arena.take<typename Math::Element>(Math::left_size(rows, kKeys));
     v_ = arena.take<typename Math::Element>(Math::rows_size(kKeys, dv));
-    wide_ = arena.take<T>(kKeys * max(round_to(d, 16), round_to(dv, 16)));
+    reals_ = arena.take<T>(kKeys * max(round_to(d, 16), round_to(dv, 16)));
     for (T **o : {&o_, &o_total_}) *o = arena.take<T>(round_to(rows, 32) * round_to(dv, 16));
     buffer_ = arena.take<T>(16 * round_to(d, 16));
   }
 
-  void load_queries(const T *wide, int64_t rows, int64_t d) { left_ = Math::left_rows(wide, rows, d, round_to(d, 16), q_); }
+  void load_queries(const T *queries, int64_t rows, int64_t d) { left_ = Math::left_rows(queries, rows, d, round_to(d, 16), q_); }
 
   void scores(const DecodeKeys &span, int64_t rows, T *s) {
     const int64_t d = span.p.head_dim;
     for (int64_t j = span.keys.begin; j < span.keys.end; j += kKeys) {
       const int64_t n = min((i64)kKeys, span.keys.end - j);
-      const auto k = span.p.quantised() ? Math::load_lanes(dense_copy(span.k(), span.b, span.kv, span.k_begin + j, n, d, false, wide_), 0,
+      const auto k = span.p.quantised() ? Math::load_lanes(dense_copy(span.k(), span.b, span.kv, span.k_begin + j, n, d, false, reals_), 0,
                                                            0, 0, n, d, T(1), kKeys, k_, buffer_)
                                         : Math::load_lanes(span.p.k, span.b, span.kv, span.k_begin + j, n, d, T(1), kKeys, k_, buffer_);
       Math::template multiply<true>(rows, kKeys, d, left_, k, s + (j - span.keys.begin), kPitch, false);
@@ -220,12 +220,12 @@ public:
       const T *const weights = probs + (j - span.keys.begin);
       const bool nonfinite = hides && !all_finite(span.v(), span.b, span.kv, row, n, dv);
       const auto v = nonfinite || p.quantised()
-                         ? Math::load_rows(dense_copy(span.v(), span.b, span.kv, row, n, dv, nonfinite, wide_), 0, 0, 0, n, dv, v_)
+                         ? Math::load_rows(dense_copy(span.v(), span.b, span.kv, row, n, dv, nonfinite, reals_), 0, 0, 0, n, dv, v_)
                          : Math::load_rows(p.v, span.b, span.kv, row, n, dv, v_);
       sum.expect(j);
       Math::multiply(rows, ld, n, Math::left_rows(weights, rows, n, kPitch, p_), v, o_, ld, sum.started);
       sum.started = true;
-      if (nonfinite) add_nonfinite_values(span, j, n, rows, weights, wide_, o_, ld, [](int64_t c) { return c; });
+      if (nonfinite) add_nonfinite_values(span, j, n, rows, weights, reals_, o_, ld, [](int64_t c) { return c; });
     }
     const T *const result = sum.result();
     for (int64_t r = 0; r < rows; ++r) std::memcpy(o + r * ldo, result + r * ld, sizeof(T) * size_t(dv));
@@ -234,7 +234,7 @@ public:
 private:
   typename Math::Left left_;
   typename Math::Element *q_, *k_, *p_, *v_;
-  T *wide_, *o_, *o_total_, *buffer_;
+  T *reals_, *o_, *o_total_, *buffer_;
 };
 
 } // namespace strobe::inline STROBE_ISA

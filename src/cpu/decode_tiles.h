@@ -25,18 +25,18 @@ public:
     s_ = arena.take<T>(kKeys * kTile);
     o_ = arena.take<T>(padded * columns_v());
     if (p.quantised()) scales_ = arena.take<T>(kPitch);
-    wide_ = arena.take<T>(round_to(p.head_dim_v, 16));
+    reals_ = arena.take<T>(round_to(p.head_dim_v, 16));
     copies_ = arena.take<Word>(kKeys * max(words_k_, words_v_));
   }
 
-  // wide: rows of round_to(d, 16) columns, all of them numbers of bf16. q_: [tile of rows][pair of columns][row].
-  void load_queries(const T *wide, int64_t rows, int64_t d) {
+  // queries: rows of round_to(d, 16) columns, all of them numbers of bf16. q_: [tile of rows][pair of columns][row].
+  void load_queries(const T *queries, int64_t rows, int64_t d) {
     fill(q_, round_to(rows, kTile) * pairs_k(), 0u);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < d; ++c) {
         const int64_t at = place_k(c);
         uint32_t &pair = q_[(r / kTile * pairs_k() + at / 2) * kTile + r % kTile];
-        pair |= bit_cast<uint32_t>(wide[r * round_to(d, 16) + c]) >> 16 << at % 2 * 16;
+        pair |= bit_cast<uint32_t>(queries[r * round_to(d, 16) + c]) >> 16 << at % 2 * 16;
       }
   }
 
@@ -79,7 +79,7 @@ public:
       Fetch fetch{keys.ahead, keys.stride, words_v_, keys.count};
       for (int64_t n = 0; n < div_up(rows, kTile); ++n)
         multiply_values(round_to(there, kDepth), p_ + n * kTile * kKeys, o_ + n * kTile * ld, done > 0, fetch);
-      if (nonfinite) add_nonfinite_values(span, j, there, rows, probs + done, wide_, o_, ld, place_v);
+      if (nonfinite) add_nonfinite_values(span, j, there, rows, probs + done, reals_, o_, ld, place_v);
       done += keys.count;
     }
     for (int64_t r = 0; r < rows; ++r)
@@ -252,7 +252,7 @@ private:
   int64_t words_k_, words_v_;
   uint32_t *q_, *k_ = nullptr, *v_;
   uint16_t *p_;
-  T *s_, *o_, *scales_ = nullptr, *wide_;
+  T *s_, *o_, *scales_ = nullptr, *reals_;
   Word *copies_;
 };
 

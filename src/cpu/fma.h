@@ -59,7 +59,7 @@ template <class T> struct Fma {
     return {{{base, ld, 1}}, {{base, 1, ld}}};
   }
   static void pack_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, Keys to, bool /*rows*/, bool /*columns*/,
-                        T * /*wide*/, T * /*buffer*/) {
+                        T * /*reals*/, T * /*buffer*/) {
     for (int64_t j = 0; j < n; ++j) load_row(x, b, h, j0 + j, 0, d, const_cast<T *>(to.rows.a.a) + j * to.rows.a.row);
   }
   // The same operands from key `skip` of the tile on.

@@ -17,7 +17,7 @@ template <class Math> struct ForwardScratch {
   FiniteKeys<Math> finite_v;
   ScoreScratch<T> score;
   typename Math::Element *q, *p;
-  T *s, *o, *o_total, *m, *l, *l_lost, *again, *alpha, *keep = nullptr;
+  T *s, *o, *o_total, *m, *l, *l_lost, *restart_m, *alpha, *keep = nullptr;
 
   ForwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)), finite_v(arena, tile.k, problem.head_dim_v),
@@ -30,7 +30,7 @@ template <class Math> struct ForwardScratch {
     m = arena.take<T>(tile.q);
     l = arena.take<T>(tile.q);
     l_lost = arena.take<T>(tile.q);
-    again = arena.take<T>(tile.q);
+    restart_m = arena.take<T>(tile.q);
     alpha = arena.take<T>(tile.width);
     if (problem.dropout > 0) keep = arena.take<T>(Math::kChunk * tile.width);
   }
@@ -118,15 +118,15 @@ __attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, cons
     }
 }
 
-// Scores on their way into a product, and as they are: `wide` from key `from` on.
+// Scores on their way into a product, and as they are: `unrounded` from key `from` on.
 template <class Math> struct BothScores {
   typename Math::Scores probs;
-  typename Math::Real *wide;
+  typename Math::Real *unrounded;
   int64_t from, width;
   STROBE_INLINE void put(int64_t j, int64_t lane, Vec<typename Math::Real> first, Vec<typename Math::Real> second, bool both) const {
     probs.put(j, lane, first, second, both);
-    first.store(wide + (j - from) * width + lane);
-    if (both) second.store(wide + (j + 1 - from) * width + lane);
+    first.store(unrounded + (j - from) * width + lane);
+    if (both) second.store(unrounded + (j + 1 - from) * width + lane);
   }
 };
 
@@ -218,8 +218,8 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
   for (int64_t i = 0; i < queries.rows; ++i) scratch.l[i] += scratch.l_lost[i];
 }
 
-// Whether some row has an O that is not finite and an l that is. Such a row starts anew from the m in `again`, which is log2 l above its m;
-// all other rows start as they did.
+// Whether some row has an O that is not finite and an l that is. Such a row starts anew from the m in `restart_m`, which is log2 l above
+// its m; all other rows start as they did.
 template <class Math>
 bool overflowed(const Head<typename Math::Real> &head, const ForwardScratch<Math> &scratch, ForwardTile<Math> &queries) {
   using T = typename Math::Real;
@@ -234,12 +234,13 @@ bool overflowed(const Head<typename Math::Real> &head, const ForwardScratch<Math
       for (int64_t r = 0; r < o.rows; ++r) all += V::load(sum + r * o.width + c) * V(0);
       const auto lost = good & ~(all == V(0));
       any_row |= any(lost);
-      select(lost, V(T(1)), V(T(0))).store(scratch.again + lane + c);
+      select(lost, V(T(1)), V(T(0))).store(scratch.restart_m + lane + c);
     }
   }
   for (int64_t i = 0; any_row && i < queries.rows; ++i) {
     const T m = scratch.m[i], l = scratch.l[i];
-    scratch.again[i] = scratch.again[i] != 0 && l > T(0) ? T(double(m) + __builtin_log2(double(l)) / double(head.unit)) : -kInfinity<T>;
+    scratch.restart_m[i] =
+        scratch.restart_m[i] != 0 && l > T(0) ? T(double(m) + __builtin_log2(double(l)) / double(head.unit)) : -kInfinity<T>;
   }
   return any_row;
 }
@@ -263,7 +264,7 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   // The sum P V, with P up to 2^8, may overflow where the mean does not, or take in a V that is no number from a key that an infinite K
   // hides by a score of -inf. Then it is made once more, with m at log2 l above, so that P sums to 1.
   if (overflowed(head, scratch, queries)) {
-    std::memcpy(scratch.m, scratch.again, sizeof(T) * size_t(rows));
+    std::memcpy(scratch.m, scratch.restart_m, sizeof(T) * size_t(rows));
     add_keys(head, tile, source, scratch, queries, true);
   }
 

@@ -42,13 +42,13 @@ public:
   // What each thread has of its own.
   struct Scratch {
     Element *packed = nullptr;
-    T *wide = nullptr, *buffer = nullptr, *numbers = nullptr;
+    T *reals = nullptr, *buffer = nullptr, *numbers = nullptr;
   };
   Scratch take(Arena &arena) const {
     Scratch scratch;
     if (in_place_) return scratch;
     if (!once_) scratch.packed = arena.take<Element>((tile_k_ + kSlack) * Math::key_size(d_, rows_, columns_));
-    scratch.wide = arena.take<T>(64 * round_to(d_, 32));
+    scratch.reals = arena.take<T>(64 * round_to(d_, 32));
     scratch.buffer = arena.take<T>(16 * round_to(d_, 16));
     if (x_.quantised()) scratch.numbers = arena.take<T>((tile_k_ + kSlack) * round_to(d_, 16));
     return scratch;
@@ -108,10 +108,10 @@ private:
   }
   void pack_to(typename Math::Keys to, int64_t b, int64_t kv, int64_t j0, int64_t n, const Scratch &scratch) const {
     if (x_.quantised())
-      Math::pack_keys(dense_copy(x_, b, kv, j0, n, d_, false, scratch.numbers), 0, 0, 0, n, d_, to, rows_, columns_, scratch.wide,
+      Math::pack_keys(dense_copy(x_, b, kv, j0, n, d_, false, scratch.numbers), 0, 0, 0, n, d_, to, rows_, columns_, scratch.reals,
                       scratch.buffer);
     else
-      Math::pack_keys(x_.x, b, kv, j0, n, d_, to, rows_, columns_, scratch.wide, scratch.buffer);
+      Math::pack_keys(x_.x, b, kv, j0, n, d_, to, rows_, columns_, scratch.reals, scratch.buffer);
   }
 
   const Problem &p_;
@@ -129,12 +129,12 @@ template <class Rows, class T> View finite_rows(const Rows &x, int64_t b, int64_
 // A tile of K or V of which something is not finite, as the left operand of a product over keys.
 template <class Math> struct FiniteKeys {
   using T = typename Math::Real;
-  T *copy, *wide = nullptr, *buffer = nullptr;
+  T *copy, *reals = nullptr, *buffer = nullptr;
   typename Math::Element *packed = nullptr;
 
   FiniteKeys(Arena &arena, int64_t tile_k, int64_t d) : copy(arena.take<T>((tile_k + 64) * round_to(d, 16))) {
     if (Math::in_place(dense_rows(copy, d), d)) return;
-    wide = arena.take<T>(64 * round_to(d, 32));
+    reals = arena.take<T>(64 * round_to(d, 32));
     buffer = arena.take<T>(16 * round_to(d, 16));
     packed = arena.take<typename Math::Element>((tile_k + 64) * Math::key_size(d, false, true));
   }
@@ -144,7 +144,7 @@ template <class Math> struct FiniteKeys {
     const View finite = finite_rows(x, b, kv, j0, n, d, copy);
     if (Math::in_place(finite, d)) return Math::keys_in_place(finite, 0, 0, 0).columns;
     const auto keys = Math::keys_at(packed, n, d, false);
-    Math::pack_keys(finite, 0, 0, 0, n, d, keys, false, true, wide, buffer);
+    Math::pack_keys(finite, 0, 0, 0, n, d, keys, false, true, reals, buffer);
     return keys.columns;
   }
 };

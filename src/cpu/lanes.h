@@ -119,23 +119,23 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
   }
 }
 
-// o[r * ldo ...] (+)= P V of a run of keys, a multiple of Lanes::kKeys, in kWide words of the lanes side by side and then in fewer.
-template <class Lanes, int kRows, int kWide, int kParts>
+// o[r * ldo ...] (+)= P V of a run of keys, a multiple of Lanes::kKeys, in kWords words of the lanes side by side and then in fewer.
+template <class Lanes, int kRows, int kWords, int kParts>
 STROBE_INLINE void add_run(const WordBlock<typename Lanes::Elements::Word> &block, int64_t first, int64_t keys, int64_t w, int64_t words,
                            const typename Lanes::Operand *p, typename Lanes::Real *o, int64_t ldo, bool accumulate) {
   using T = typename Lanes::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes, kOfWord = Lanes::kVectors; // vectors of columns that a vector of words holds, kParts at a time
-  for (; w + kWide * L <= words; w += kWide * L) {
-    const Prefetch prefetch(block.ahead + first * block.stride, block.stride, keys, w, kWide * L, words);
+  for (; w + kWords * L <= words; w += kWords * L) {
+    const Prefetch prefetch(block.ahead + first * block.stride, block.stride, keys, w, kWords * L, words);
     unroll<kOfWord / kParts>(STROBE_UNROLL(part) {
       constexpr int kFirst = part * kParts;
-      V sum[kRows][kWide * kParts];
-      unroll<kRows>(STROBE_UNROLL(r) { unroll<kWide * kParts>(STROBE_UNROLL(n) { sum[r][n] = V(T(0)); }); });
+      V sum[kRows][kWords * kParts];
+      unroll<kRows>(STROBE_UNROLL(r) { unroll<kWords * kParts>(STROBE_UNROLL(n) { sum[r][n] = V(T(0)); }); });
       const typename Lanes::Operand *weight = p;
       const typename Lanes::Elements::Word *row = block.rows + first * block.stride + w;
       for (int64_t key = 0; key < keys; key += Lanes::kKeys, weight += Lanes::kOperands, row += Lanes::kKeys * block.stride) {
-        unroll<kWide>(STROBE_UNROLL(v) {
+        unroll<kWords>(STROBE_UNROLL(v) {
           typename Lanes::Words x[Lanes::kKeys];
           unroll<Lanes::kKeys>(STROBE_UNROLL(i) {
             if constexpr (kFirst == 0) prefetch(key + i, v * L);
@@ -147,14 +147,14 @@ STROBE_INLINE void add_run(const WordBlock<typename Lanes::Elements::Word> &bloc
         });
       }
       unroll<kRows>(STROBE_UNROLL(r) {
-        unroll<kWide * kParts>(STROBE_UNROLL(n) {
+        unroll<kWords * kParts>(STROBE_UNROLL(n) {
           T *at = o + r * ldo + (w / L + n / kParts) * (kOfWord * L) + (kFirst + n % kParts) * L;
           (accumulate ? V::load(at) + sum[r][n] : sum[r][n]).store(at);
         });
       });
     });
   }
-  if constexpr (kWide > 1) add_run<Lanes, kRows, kWide / 2, kParts>(block, first, keys, w, words, p, o, ldo, accumulate);
+  if constexpr (kWords > 1) add_run<Lanes, kRows, kWords / 2, kParts>(block, first, keys, w, words, p, o, ldo, accumulate);
 }
 
 // The same of a block of keys: sums of kRun of them start from 0.

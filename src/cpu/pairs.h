@@ -143,23 +143,24 @@ template <int planes, class Unit> struct Pairs {
     return kPlanes * ((rows ? round_to(d, 32) : 0) + (columns ? round_to(d, 16) : 0));
   }
   static Keys keys_at(const uint16_t *base, int64_t n, int64_t d, bool rows) {
-    const int64_t wide = round_to(d, 32), tall = round_to(d, 16), unit = 32 * 32;
-    return {{base, 32, kPlanes * unit, kPlanes * 32 * wide, unit}, // [n / 32][d / 32][plane][32][32]
-            {base + (rows ? kPlanes * round_to(n, 32) * wide : 0), 32, kPlanes * 32 * tall, unit, 32 * tall}}; // [n / 32][plane][d][32]
+    const int64_t d_of_rows = round_to(d, 32), d_of_columns = round_to(d, 16), unit = 32 * 32;
+    return {{base, 32, kPlanes * unit, kPlanes * 32 * d_of_rows, unit}, // [n / 32][d / 32][plane][32][32]
+            {base + (rows ? kPlanes * round_to(n, 32) * d_of_rows : 0), 32, kPlanes * 32 * d_of_columns, unit,
+             32 * d_of_columns}}; // [n / 32][plane][d][32]
   }
-  // wide: 64 x round_to(d, 32)
+  // reals: 64 x round_to(d, 32)
   static void pack_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, Keys to, bool rows, bool columns,
-                        float *wide, float *buffer) {
+                        float *reals, float *buffer) {
     const int64_t ld = round_to(d, 32);
     for (int64_t j = 0; j < n; j += 64) {
       const int64_t count = n - j < 64 ? n - j : 64, width = round_to(count, 32);
       if (rows) {
-        for (int64_t r = 0; r < count; ++r) load_row(x, b, h, j0 + j + r, 0, d, wide + r * ld);
-        pack_rows(wide, count, d, ld, rows_from(to.rows, j), ld);
+        for (int64_t r = 0; r < count; ++r) load_row(x, b, h, j0 + j + r, 0, d, reals + r * ld);
+        pack_rows(reals, count, d, ld, rows_from(to.rows, j), ld);
       }
       if (columns) {
-        load_lanes_of(x, b, h, j0 + j, count, d, 1.0f, wide, width, buffer);
-        pack_rows(wide, d, width, width, columns_from(to.columns, j), width);
+        load_lanes_of(x, b, h, j0 + j, count, d, 1.0f, reals, width, buffer);
+        pack_rows(reals, d, width, width, columns_from(to.columns, j), width);
       }
     }
   }
@@ -174,34 +175,34 @@ template <int planes, class Unit> struct Pairs {
     return left;
   }
 
-  static int64_t lanes_size(int64_t width, int64_t d) { return kPlanes * round_to(d, 32) * width + 2 * d * width; } // packed, and wide
+  static int64_t lanes_size(int64_t width, int64_t d) { return kPlanes * round_to(d, 32) * width + 2 * d * width; } // packed, and as reals
   static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, float factor, int64_t width,
                           uint16_t *scratch, float *buffer) {
-    float *wide = reinterpret_cast<float *>(scratch);
+    float *reals = reinterpret_cast<float *>(scratch);
     uint32_t *packed = reinterpret_cast<uint32_t *>(scratch + 2 * d * width);
     if (kPlanes == 1 && is_paired(x, d) && factor == 1) {
       pair_lanes(x.at<uint16_t>(b, h, i0, 0), x.stride[2], n, d, width, packed);
       return {packed, width, d / 2 * width};
     }
-    load_lanes_of(x, b, h, i0, n, d, factor, wide, width, buffer);
-    pack_pairs<kPlanes>(wide, d, width, packed);
+    load_lanes_of(x, b, h, i0, n, d, factor, reals, width, buffer);
+    pack_pairs<kPlanes>(reals, d, width, packed);
     return {packed, width, round_to(d, 32) / 2 * width};
   }
 
   static int64_t rows_size(int64_t n, int64_t d) { return (kPlanes + 2) * round_to(n, 32) * round_to(d, 16); }
   static Right load_rows(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, uint16_t *scratch) {
     const int64_t ld = round_to(d, 16);
-    float *wide = reinterpret_cast<float *>(scratch);
+    float *reals = reinterpret_cast<float *>(scratch);
     uint32_t *packed = reinterpret_cast<uint32_t *>(scratch + 2 * round_to(n, 32) * ld);
     if (kPlanes == 1 && is_paired(x, d)) {
       pair_rows(x.at<uint16_t>(b, h, i0, 0), x.stride[2], n, d, packed);
       return {packed, ld, round_to(n, 32) / 2 * ld};
     }
     for (int64_t i = 0; i < n; ++i) {
-      load_row(x, b, h, i0 + i, 0, d, wide + i * ld);
-      fill(wide + i * ld + d, ld - d, 0.0f);
+      load_row(x, b, h, i0 + i, 0, d, reals + i * ld);
+      fill(reals + i * ld + d, ld - d, 0.0f);
     }
-    pack_pairs<kPlanes>(wide, n, ld, packed);
+    pack_pairs<kPlanes>(reals, n, ld, packed);
     return {packed, ld, round_to(n, 32) / 2 * ld};
   }
 

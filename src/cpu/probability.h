@@ -57,11 +57,11 @@ template <class Math> struct Probability {
       const V shifted = x * unit + V(kIntegers), n = shifted - V(kIntegers);
       const V rest = fma(score, factor, -(n * high + lse)) - n * low - excess;
 #else
-      typedef double Wide __attribute__((vector_size(2 * STROBE_VECTOR_BYTES)));
-      const auto wide = [](V x) __attribute__((always_inline)) { return __builtin_convertvector(x.v, Wide); };
-      const Wide exact = wide(score) * wide(factor) - wide(lse) - wide(excess);
+      typedef double Doubles __attribute__((vector_size(2 * STROBE_VECTOR_BYTES)));
+      const auto doubles = [](V x) __attribute__((always_inline)) { return __builtin_convertvector(x.v, Doubles); };
+      const Doubles exact = doubles(score) * doubles(factor) - doubles(lse) - doubles(excess);
       const V shifted = V(__builtin_convertvector(exact * kLog2e<double>, typename V::Raw)) + V(kIntegers), n = shifted - V(kIntegers);
-      const V rest(__builtin_convertvector(exact - wide(n) * kLn2<double>, typename V::Raw));
+      const V rest(__builtin_convertvector(exact - doubles(n) * kLn2<double>, typename V::Raw));
 #endif
       return select(x < V(kLeastExponent), V(T(0)), times_power_of_2(exp_fraction(rest), n, shifted)); // x may be infinite there
     }
