@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Else it is done as torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
 if sys.modules.get("torch") is not None:
-    from . import _again as _again  # registers the operators torch.ops.strobe.*
+    from . import _fast_path as _fast_path  # registers the operators torch.ops.strobe.*
 
 __version__ = version()
 __all__ = [

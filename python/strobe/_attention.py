@@ -81,8 +81,8 @@ def attention(
     if _run.CONTEXTS:
         raise RuntimeError("attention() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention")
     plain = isinstance(aux, tuple) and not aux
-    again = _run.AGAIN.get(type(q)) if plain else None
-    if again is not None and (found := again(q, k, v, return_lse, options)) is not None:
+    fast_path = _run.FAST_PATHS.get(type(q)) if plain else None
+    if fast_path is not None and (found := fast_path(q, k, v, return_lse, options)) is not None:
         return found
     framework = known_framework(q)
     if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):
@@ -101,7 +101,7 @@ def attention(
 
 def _calls(framework: Framework) -> _run.Calls:
     if framework.is_traced:
-        from ._again import TORCH_CALLS
+        from ._fast_path import TORCH_CALLS
 
         return TORCH_CALLS
     return _run.Calls(framework)

@@ -68,7 +68,7 @@ def _names(needed: list[bool], p: Request) -> list[str]:
     return names
 
 
-def _again(
+def _repeated_call(
     direction: int,
     prefix: bytes,
     tensors: tuple[Tensor, ...],
@@ -99,7 +99,7 @@ def _again(
 
 def _run_forward(aux: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
     request = partial(_request, q, k, v, given, aux)
-    found = _again(FORWARD, " ".join(("forward", *aux)).encode(), (q, k, v), given, request, {}, partial(_run.results, TORCH))
+    found = _repeated_call(FORWARD, " ".join(("forward", *aux)).encode(), (q, k, v), given, request, {}, partial(_run.results, TORCH))
     return _run.forward(TORCH, request()) if found is None else found
 
 
@@ -148,7 +148,7 @@ def run_backward(
     if any(needed):
         prefix = b"backward" + bytes(needed) + bytes([dlse is not None])
         tensors = (*known.values(), q, k, v)
-        found = _again(BACKWARD, prefix, tensors, given, request, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
+        found = _repeated_call(BACKWARD, prefix, tensors, given, request, known, lambda p: _run.gradients(TORCH, p, _names(needed, p)))
         if found is not None:
             return list(found)
     p = request()

@@ -283,7 +283,7 @@ def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any
 
 
 # By the exact type of q: what makes a call of attention() that is known from one before. None: the call has to be made in full.
-AGAIN: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
+FAST_PATHS: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
 
 # What the process is in of strobe.distributed.context_parallel(); the innermost is last.
 CONTEXTS: list[Any] = []
@@ -296,7 +296,7 @@ class Calls:
         self.framework = framework
 
     def remember(self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any], p: Request) -> None:
-        """For AGAIN: a call of attention() that was made."""
+        """For FAST_PATHS: a call of attention() that was made."""
         return
 
     def forward(self, p: Request) -> tuple[Array, ...]:

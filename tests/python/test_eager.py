@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import strobe
-from strobe import _again, _eager, _operators, _repeated, _run
+from strobe import _eager, _fast_path, _operators, _repeated, _run
 
 
 @pytest.fixture(autouse=True, params=["by the exchange API", "by attributes"])
@@ -289,7 +289,7 @@ def test_determinism_asked_for_between_forward_and_backward(monkeypatch):
         prepared.append(torch.are_deterministic_algorithms_enabled())
         return made_ready(p, known, made, direction, **more)
 
-    monkeypatch.setattr(_again, "made_ready", watched)
+    monkeypatch.setattr(_fast_path, "made_ready", watched)
     monkeypatch.setattr(_repeated, "CALLS", _repeated.Memory())
     q, k, v = qkv(grad=True)
     for _ in range(3):
@@ -502,7 +502,7 @@ def test_examples_are_gone_when_the_call_runs(monkeypatch):
 
     for name in ("results", "gradients"):
         monkeypatch.setattr(_run, name, noted(getattr(_run, name)))
-    for module, name in ((_again, "attention"), (_operators, "run")):
+    for module, name in ((_fast_path, "attention"), (_operators, "run")):
         seen = SimpleNamespace(**{x: getattr(_eager, x) for x in dir(_eager) if not x.startswith("__")})
 
         def counted(run):

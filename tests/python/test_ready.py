@@ -24,14 +24,14 @@ def expected(q, k, v, **options):
 def short_ways(monkeypatch):
     """How many calls took the short way."""
     counts = {"found": 0}
-    again = _run.AGAIN[torch.Tensor]
+    fast_path = _run.FAST_PATHS[torch.Tensor]
 
     def counted(*arguments):
-        found = again(*arguments)
+        found = fast_path(*arguments)
         counts["found"] += found is not None
         return found
 
-    monkeypatch.setitem(_run.AGAIN, torch.Tensor, counted)
+    monkeypatch.setitem(_run.FAST_PATHS, torch.Tensor, counted)
     return counts
 
 

@@ -770,7 +770,7 @@ def test_torch_may_be_imported_after_strobe():
     assert python(code) == "True"
 
 
-@pytest.mark.parametrize("order", ["torch, strobe", "strobe, torch", "strobe.nn", "strobe._again"])
+@pytest.mark.parametrize("order", ["torch, strobe", "strobe, torch", "strobe.nn", "strobe._fast_path"])
 def test_operators_are_there_once_both_are_imported(order):
     code = f"import {order}; import torch; print(torch.ops.strobe.attention_forward.default.name())"
     assert python(code) == "strobe::attention_forward"

@@ -30,7 +30,7 @@ class Own(NamedTuple):
 
 
 def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: Mapping[str, Any]) -> Any:
-    """As _run.AGAIN calls it."""
+    """As _run.FAST_PATHS calls it."""
     packed = options.get("cu_seqlens_q") is not None
     bshd = options.get("layout") == "bshd"
     batch_axis, head_axis = (None, 1) if packed else (0, 2 if bshd else 1)
@@ -145,4 +145,4 @@ def _distributed(local: Tensor, mesh: Any, placements: Sequence[Placement], shap
 
 
 if DTensor is not None:
-    _run.AGAIN[DTensor] = attention_of_dtensors
+    _run.FAST_PATHS[DTensor] = attention_of_dtensors

@@ -26,7 +26,7 @@ from .arrays.torch import TORCH
 _NO_RESULT = 255  # in the form of a Ready
 
 
-def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[str, Any]) -> Any:
+def fast_path(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[str, Any]) -> Any:
     """What attention() returns, of a call that is known from one before; None if it has to be made in full."""
     if torch.compiler.is_compiling():
         return None
@@ -72,7 +72,7 @@ class Calls(_autograd.Calls):
 
 
 TORCH_CALLS = Calls(TORCH)
-_run.AGAIN.update(dict.fromkeys(PLAIN, again))
+_run.FAST_PATHS.update(dict.fromkeys(PLAIN, fast_path))
 
 
 class _RepeatedCall:
