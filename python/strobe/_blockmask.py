@@ -134,8 +134,8 @@ class BlockMask:
     def to_dense(self) -> Array:
         """Which scores lie in a kept block: bool (B|1, H|1, seqlen_q, seqlen_k)."""
         framework = framework_of("rows", self.rows)
-        wide = framework.repeat(framework.repeat(self.to_kept(), self.block_q, 2), self.block_k, 3)
-        return wide[:, :, : self.seqlen_q, : self.seqlen_k]
+        dense = framework.repeat(framework.repeat(self.to_kept(), self.block_q, 2), self.block_k, 3)
+        return dense[:, :, : self.seqlen_q, : self.seqlen_k]
 
     @classmethod
     @outside_graphs

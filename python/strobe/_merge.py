@@ -8,8 +8,8 @@ from ._checks import Wrong, is_choice, refusal
 from .arrays.base import Array, Framework
 from .arrays.known import framework_of, unfit
 
-_WIDE = ("float32", "float64")
-_FLOATS = (*_WIDE, "float16", "bfloat16")
+_OF_SUMS = ("float32", "float64")
+_FLOATS = (*_OF_SUMS, "float16", "bfloat16")
 
 
 def merge(
@@ -73,8 +73,8 @@ def merge(
 
 def _sum(framework: Framework, lse: Array, pair: bool) -> Array:
     """Of one number a row, or of two, in float64. The second one of a row without keys is 0."""
-    wide = framework.cast(lse, framework.xp.float64)
-    return wide[0] + wide[1] if pair else wide
+    exact = framework.cast(lse, framework.xp.float64)
+    return exact[0] + exact[1] if pair else exact
 
 
 def _pair(framework: Framework, lse: Array, dtype: Any) -> Array:
@@ -88,9 +88,9 @@ def _pair(framework: Framework, lse: Array, dtype: Any) -> Array:
 def _unlike(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, sinks: Array | None, layout: str) -> Wrong:
     """Dtypes and shapes that do not fit one another."""
     wrong: Wrong = []
-    arrays = [("out_a", out_a, _FLOATS), ("out_b", out_b, _FLOATS), ("lse_a", lse_a, _WIDE), ("lse_b", lse_b, _WIDE)]
+    arrays = [("out_a", out_a, _FLOATS), ("out_b", out_b, _FLOATS), ("lse_a", lse_a, _OF_SUMS), ("lse_b", lse_b, _OF_SUMS)]
     if sinks is not None:
-        arrays.append(("sinks", sinks, _WIDE))
+        arrays.append(("sinks", sinks, _OF_SUMS))
     for name, x, accepted in arrays:
         if (dtype := str(x.dtype).removeprefix("torch.")) not in accepted:
             wrong.append(ValueError(f"{name}: dtype {dtype}; accepted is {', '.join(accepted)}"))

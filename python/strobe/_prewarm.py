@@ -67,17 +67,17 @@ def _results(arrays: Mapping[str, Shape], backward: bool, partial: bool) -> Iter
     q, v = arrays["q"], arrays["v"]
     out = Shape((*q.shape[:-1], v.shape[-1] * (2 if v.dtype == "uint8" else 1)), q.dtype)
     rows = (q.shape[1], q.shape[0]) if len(q.shape) == 3 else q.shape[:-1]
-    wide = "float64" if q.dtype == "float64" else "float32"
+    sum_dtype = "float64" if q.dtype == "float64" else "float32"
     if partial and backward:
-        yield "delta", Shape(rows, wide)
+        yield "delta", Shape(rows, sum_dtype)
     else:
-        yield "out", Shape(out.shape, wide) if partial else out
-    yield "lse", Shape((2, *rows) if partial else rows, wide)
+        yield "out", Shape(out.shape, sum_dtype) if partial else out
+    yield "lse", Shape((2, *rows) if partial else rows, sum_dtype)
     if backward:
         yield "dout", out
         for name, of in GRADIENTS.items():
             if of in arrays:
-                yield name, Shape(arrays[of].shape, wide) if partial and name in ("dq", "dk", "dv") else arrays[of]
+                yield name, Shape(arrays[of].shape, sum_dtype) if partial and name in ("dq", "dk", "dv") else arrays[of]
 
 
 class _Addresses:

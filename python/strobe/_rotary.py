@@ -25,9 +25,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     """
     turning = 2 * cos.shape[-1]
     positions = positions.clamp(0, len(cos) - 1)  # those in device memory nobody has looked at
-    wide = torch.promote_types(x.dtype, torch.float32)
-    c, s = (table[positions].unsqueeze(2).to(wide) for table in (cos, sin))  # (B, S, 1, R)
-    head = x[..., :turning].to(wide)
+    sum_dtype = torch.promote_types(x.dtype, torch.float32)
+    c, s = (table[positions].unsqueeze(2).to(sum_dtype) for table in (cos, sin))  # (B, S, 1, R)
+    head = x[..., :turning].to(sum_dtype)
     a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
     turned = (a * c - b * s, a * s + b * c)
     head = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)

@@ -31,8 +31,8 @@ class Gradients(NamedTuple):
     dsinks: Any = None
 
 
-def results(framework: Framework, p: Request, wide: bool = False) -> dict[str, Array]:
-    """Uninitialised out and lse, and what p.aux names. wide: in float64."""
+def results(framework: Framework, p: Request, in_float64: bool = False) -> dict[str, Array]:
+    """Uninitialised out and lse, and what p.aux names."""
     q, k, v = (p.arrays[name] for name in "qkv")
     head, row = _axes(p)
     shapes = {"lse": _rows(p)}
@@ -45,8 +45,8 @@ def results(framework: Framework, p: Request, wide: bool = False) -> dict[str, A
             page = k.shape[1 if "bshd" in p.options else 2] if k.ndim == 4 else 0
             sums = (batch, q.shape[head], page * (table.shape[1] if table.ndim == 2 else 0))
         shapes.update({"max_logit": (batch, q.shape[head]), "column_sums": sums})
-    out = framework.dense_like(q, width_v(framework, v), framework.xp.float64 if wide else _summed(framework, p, q.dtype))
-    return {"out": out, **{name: framework.empty(q, shapes[name], _statistic(framework, q, wide)) for name in ("lse", *p.aux)}}
+    out = framework.dense_like(q, width_v(framework, v), framework.xp.float64 if in_float64 else _summed(framework, p, q.dtype))
+    return {"out": out, **{name: framework.empty(q, shapes[name], _statistic(framework, q, in_float64)) for name in ("lse", *p.aux)}}
 
 
 def width_v(framework: Framework, v: Array) -> int:
@@ -70,9 +70,9 @@ def _rows(p: Request) -> tuple[int, ...]:
     return (*shape[: len(shape) - 3], *(shape[axis] for axis in _axes(p)))
 
 
-def _statistic(framework: Framework, q: Array, wide: bool = False) -> Any:
+def _statistic(framework: Framework, q: Array, in_float64: bool = False) -> Any:
     """The dtype of lse and its like."""
-    return framework.xp.float64 if wide or q.dtype == framework.xp.float64 else framework.xp.float32
+    return framework.xp.float64 if in_float64 or q.dtype == framework.xp.float64 else framework.xp.float32
 
 
 def _summed(framework: Framework, p: Request, dtype: Any) -> Any:
@@ -80,12 +80,12 @@ def _summed(framework: Framework, p: Request, dtype: Any) -> Any:
     return framework.xp.float32 if is_partial(p.options) and dtype != framework.xp.float64 else dtype
 
 
-def gradients(framework: Framework, p: Request, needed: Iterable[str], wide: bool = False) -> dict[str, Array]:
-    """Uninitialised, those of GRADIENTS that are needed. wide: in float64."""
+def gradients(framework: Framework, p: Request, needed: Iterable[str], in_float64: bool = False) -> dict[str, Array]:
+    """Uninitialised, those of GRADIENTS that are needed."""
     found = {}
     for name in needed:
         x = p.arrays[GRADIENTS[name]]
-        dtype = framework.xp.float64 if wide else _summed(framework, p, x.dtype) if name in ("dq", "dk", "dv") else x.dtype
+        dtype = framework.xp.float64 if in_float64 else _summed(framework, p, x.dtype) if name in ("dq", "dk", "dv") else x.dtype
         found[name] = framework.empty(x, x.shape, dtype) if name in ("dbias", "dsinks") else framework.dense_like(x, x.shape[-1], dtype)
     return found
 

@@ -167,22 +167,22 @@ def _no_points(name: str, x: Array, model: str) -> Exception | None:
     framework = framework_of(name, x)
     if (refused := framework.without_values(name, x)) is not None:
         return refused
-    wide = _wide(framework, framework.constant(x))
+    exact = _at_least_float32(framework, framework.constant(x))
     if model == "poincare":
-        square = _square(wide)[..., 0]
+        square = _square(exact)[..., 0]
         good = square < 1
     else:
-        square = lorentz_product(wide, wide)
-        within = (8 * _eps(x) + x.shape[-1] * _eps(wide)) * wide[..., 0] ** 2
-        good = (wide[..., 0] > 0) & (abs(square + 1) <= within)
+        square = lorentz_product(exact, exact)
+        within = (8 * _eps(x) + x.shape[-1] * _eps(exact)) * exact[..., 0] ** 2
+        good = (exact[..., 0] > 0) & (abs(square + 1) <= within)
     if bool(good.all()):
         return None
     place = tuple(int(axis[0]) for axis in framework.xp.where(~good))
     found = float(square[place])
     if model == "poincare":
         return ValueError(f"{name}: |p|² = {found:g} at {[*place]}; accepted with model 'poincare' are points of the unit ball, |p| < 1")
-    time = float(wide[..., 0][place])
-    hint = "; points of the ball are model='poincare'" if bool((_square(wide) < 1).all()) else ""
+    time = float(exact[..., 0][place])
+    hint = "; points of the ball are model='poincare'" if bool((_square(exact) < 1).all()) else ""
     return ValueError(
         f"{name}: <x, x> = {found:g} and x0 = {time:g} at {[*place]}; accepted with model 'lorentz' are <x, x> = -1 and x0 > 0{hint}"
     )
@@ -216,7 +216,7 @@ def _with_log_gamma(framework: Framework, q: Array, k: Array, v: Array, options:
         tied = any(options.get(name) is not None for name in ("max_seqlen_k", "mask", "bias", "block_mask"))  # to max_seqlen_k, or to Tk
         if not tied and framework.is_readable(cu_seqlens) and cu_seqlens.shape[0] > 1:
             options["max_seqlen_k"] = min(max(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), 1), 2**31 - 1)
-    gamma = xp.log(_wide(framework, v)[..., 0])
+    gamma = xp.log(_at_least_float32(framework, v)[..., 0])
     if heads_axis == 2:
         gamma = gamma.swapaxes(1, 2)
     if cu_seqlens is not None:  # (Tk, Hkv) -> (B, Hkv, max_seqlen_k)
@@ -305,9 +305,9 @@ def centroid(x: Array) -> Array:
     that distance.
     """
 
-    def formula(xp: Any, wide: Array) -> Array:
-        nothing = wide[..., :1] == 0
-        space = wide[..., 1:] / xp.where(nothing, 1.0, wide[..., :1])
+    def formula(xp: Any, exact: Array) -> Array:
+        nothing = exact[..., :1] == 0
+        space = exact[..., 1:] / xp.where(nothing, 1.0, exact[..., :1])
         left, eps = 1 - _square(space), _eps(x)
         return _lift(xp, space / xp.sqrt(xp.where(left < eps, eps, left)))
 
@@ -346,14 +346,14 @@ def _mapped(formula: Callable[..., Array], x: Array, *second: Array, least: int 
     if x.shape[-1] < least:
         raise ValueError(f"x: {x.shape[-1]} coordinates; accepted is {least} or more")
     if not second:
-        return framework.cast(formula(xp, _wide(framework, x)), x.dtype)
+        return framework.cast(formula(xp, _at_least_float32(framework, x)), x.dtype)
     (y,) = second
     if (refused := unfit("y", y, framework, "x", x)) is not None:
         raise refused
     _framework_of_points("y", y)
     if y.shape[-1] != x.shape[-1]:
         raise ValueError(f"y: {y.shape[-1]} coordinates; accepted are {x.shape[-1]}, as x has")
-    return framework.cast(formula(xp, _wide(framework, x), _wide(framework, y)), xp.promote_types(x.dtype, y.dtype))
+    return framework.cast(formula(xp, _at_least_float32(framework, x), _at_least_float32(framework, y)), xp.promote_types(x.dtype, y.dtype))
 
 
 def _framework_of_points(name: str, x: Array) -> Framework:
@@ -366,5 +366,5 @@ def _framework_of_points(name: str, x: Array) -> Framework:
     return framework
 
 
-def _wide(framework: Framework, x: Array) -> Array:
+def _at_least_float32(framework: Framework, x: Array) -> Array:
     return framework.cast(x, framework.xp.float32) if x.dtype.itemsize < 4 else x

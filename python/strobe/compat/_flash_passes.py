@@ -275,11 +275,11 @@ def _unfit(known: dict[str, Tensor], into: dict[str, tuple[Tensor | None, Tensor
     if wrong:
         return wrong
     result = (*q.shape[:-1], v.shape[-1])
-    wide = torch.promote_types(q.dtype, torch.float32)
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)
     needed: dict[str, tuple[Any, ...]] = {
         "dout": (dout, result, q),
         "out": (out, result, q),
-        "softmax_lse": (lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]), q.new_empty(0, dtype=wide)),
+        "softmax_lse": (lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]), q.new_empty(0, dtype=sum_dtype)),
     }
     needed |= {name: (x, like.shape, like) for name, (x, like) in into.items() if x is not None}
     for name, (x, shape, like) in needed.items():
@@ -321,8 +321,8 @@ def _backward_of_a_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
 
 def _row_sums(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout · out), (B, S, H) or (T, H)"""
-    wide = torch.promote_types(out.dtype, torch.float32)
-    return (dout.to(wide) * out.to(wide)).sum(-1)
+    sum_dtype = torch.promote_types(out.dtype, torch.float32)
+    return (dout.to(sum_dtype) * out.to(sum_dtype)).sum(-1)
 
 
 def _by_head(x: Tensor) -> Tensor:

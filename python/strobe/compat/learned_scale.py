@@ -33,8 +33,8 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dscaled: Tensor) -> tuple[Tensor, Tensor]:
         Q, factor = ctx.saved_tensors
-        wide = torch.promote_types(Q.dtype, torch.float32)
-        return (dscaled * factor).to(Q.dtype), (dscaled.to(wide) * Q).sum().to(factor)
+        sum_dtype = torch.promote_types(Q.dtype, torch.float32)
+        return (dscaled * factor).to(Q.dtype), (dscaled.to(sum_dtype) * Q).sum().to(factor)
 
 
 class FlashAttention(torch.nn.Module):

@@ -152,7 +152,7 @@ class Call:
         return 2 if not self.plan.packed and "bshd" in self.p.options else 1
 
     @property
-    def wide(self) -> torch.dtype:
+    def sum_dtype(self) -> torch.dtype:
         """Of lse, and of sums."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
@@ -173,7 +173,7 @@ class Call:
 
     def room_for_bias(self) -> Tensor | None:
         """Zeros to which gradients of the bias are added, with all four axes."""
-        return self.new(four_axes(self.p.arrays["bias"]).shape, self.wide).zero_() if "bias" in self.needs else None
+        return self.new(four_axes(self.p.arrays["bias"]).shape, self.sum_dtype).zero_() if "bias" in self.needs else None
 
     def results(self) -> Results:
         """Uninitialised out and lse of the rank's rows."""

@@ -164,14 +164,14 @@ class Backward:
     def __init__(self, call: Call, given: Results, saved: list[Tensor]):
         self.call, self.given = call, given
         self.to_keys = [name for name in "kv" if name in call.needs]
-        self.keys = Keys(call, call.wide.itemsize if self.to_keys else 0)
-        self.dq = call.new(call.q.shape, call.wide).zero_() if "q" in call.needs else None
-        self.home = {name: call.new(call.p.arrays[name].shape, call.wide).zero_() for name in self.to_keys}
+        self.keys = Keys(call, call.sum_dtype.itemsize if self.to_keys else 0)
+        self.dq = call.new(call.q.shape, call.sum_dtype).zero_() if "q" in call.needs else None
+        self.home = {name: call.new(call.p.arrays[name].shape, call.sum_dtype).zero_() for name in self.to_keys}
         got = self.keys.memory[0][1]
         # A group's gradients are on their way while those of the next one are added up.
         there, here = (len(got), sum(self.keys.route.to)) if self.to_keys else (0, 0)
-        self.sums = [room(got, there, call.wide) for _ in self.keys.memory]
-        self.back = room(got, here, call.wide)
+        self.sums = [room(got, there, call.sum_dtype) for _ in self.keys.memory]
+        self.back = room(got, here, call.sum_dtype)
         self.dbias = call.room_for_bias()
         self.dsinks = torch.zeros_like(call.p.arrays["sinks"]) if "sinks" in call.needs else None
 
@@ -206,8 +206,8 @@ class Backward:
         call = self.call
         known = {name: call.of_heads(self.given[name], heads) for name in ("dout", "out")}
         known |= {name: call.statistic_of_heads(self.given[name], heads) for name in ("lse", "dlse") if name in self.given}
-        if self.dbias is not None and call.wide != p.arrays["bias"].dtype and p.arrays["bias"].shape[1] == 1:
-            p.arrays["bias"] = p.arrays["bias"].to(call.wide)  # several of its gradients are added up
+        if self.dbias is not None and call.sum_dtype != p.arrays["bias"].dtype and p.arrays["bias"].shape[1] == 1:
+            p.arrays["bias"] = p.arrays["bias"].to(call.sum_dtype)  # several of its gradients are added up
         wanted = [*into, *(name for name, x in (("dbias", self.dbias), ("dsinks", self.dsinks)) if x is not None)]
         found = _run.backward(TORCH, p, known, wanted, into) if wanted else {}
         if self.dbias is not None:

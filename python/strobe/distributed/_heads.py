@@ -222,7 +222,7 @@ class Backward:
         q, k, v = self.tensors
         p = self.whole.request(q, k, v, scores)
         if "bias" in call.needs and has_rows(bias := call.p.arrays["bias"]) and four_axes(bias).shape[1] == 1:
-            p.arrays["bias"] = p.arrays["bias"].to(call.wide)  # gradients of several ranks are added up
+            p.arrays["bias"] = p.arrays["bias"].to(call.sum_dtype)  # gradients of several ranks are added up
         return p
 
     def example(self) -> Request:

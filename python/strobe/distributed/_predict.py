@@ -71,22 +71,22 @@ class Moved(NamedTuple):
 def moved(method: str, of: Facts) -> Moved:
     """Without what a rank sends to itself."""
     plan, world, batch, (d, dv) = of.plan, of.plan.world, of.batch, of.columns
-    size, wide = of.itemsize, max(of.itemsize, 4)
+    size, sum_bytes = of.itemsize, max(of.itemsize, 4)
     tokens_q, tokens_k = [count(x) for x in plan.q], [count(x) for x in plan.k]
     key = batch * of.heads_kv * (d + dv)
     if method == "gather":
         routes = [_gather.route(plan, r) for r in range(world)]
         got = [sum(route.of) - route.of[r] for r, route in enumerate(routes)]
         returned = [sum(route.to) - route.to[r] for r, route in enumerate(routes)]
-        both = max(a * size + b * wide for a, b in zip(got, returned, strict=True))
-        turns = (len(_gather.groups(plan, batch, of.heads_kv, of.columns, each, of.device)) for each in (size, size + wide))
+        both = max(a * size + b * sum_bytes for a, b in zip(got, returned, strict=True))
+        turns = (len(_gather.groups(plan, batch, of.heads_kv, of.columns, each, of.device)) for each in (size, size + sum_bytes))
         return Moved(max(got) * key * size, both * key, *turns)
     if method == "levels":
         return _moved_by_levels(of)
     if method == "ring":
         most = (sum(tokens_k) - min(tokens_k)) if world > 1 else 0
         home = sum(tokens_k) if world > 1 else 0
-        return Moved(most * key * size, most * key * size + home * key * wide, world - 1, world - 1)
+        return Moved(most * key * size, most * key * size + home * key * sum_bytes, world - 1, world - 1)
     other_q, other_k = sum(tokens_q) - min(tokens_q), sum(tokens_k) - min(tokens_k)
     of_heads, own = of.heads // world, max(tokens_q)
     there = other_q * batch * of_heads * d + other_k * key // world

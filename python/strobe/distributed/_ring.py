@@ -102,7 +102,7 @@ class Forward:
             if call.plan.packed:  # rows behind the last sequence belong to none, and see no sink
                 used = sum(rows_of_sequences(call.plan.q[call.rank], call.plan.cu_q))
                 lse[0, :, used:], lse[1, :, used:] = -torch.inf, 0
-        return out, lse.double().sum(0).to(call.wide), [lse]
+        return out, lse.double().sum(0).to(call.sum_dtype), [lse]
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
         """Results over no keys."""
@@ -118,9 +118,9 @@ class Backward:
         self.call, self.given, self.ring = call, given, Ring(call)
         (self.lse,) = saved
         self.to_keys = any(name in call.needs for name in "kv")
-        self.sums = Round(call, self.ring.row, call.wide, "gradients of keys going round") if self.to_keys else None
-        self.own = call.new((max(self.ring.keys.counts), *self.ring.row), call.wide) if self.to_keys else None
-        self.dq = call.new(call.q.shape, call.wide).zero_() if "q" in call.needs else None
+        self.sums = Round(call, self.ring.row, call.sum_dtype, "gradients of keys going round") if self.to_keys else None
+        self.own = call.new((max(self.ring.keys.counts), *self.ring.row), call.sum_dtype) if self.to_keys else None
+        self.dq = call.new(call.q.shape, call.sum_dtype).zero_() if "q" in call.needs else None
         self.dbias = call.room_for_bias()
 
     def example(self) -> Request:
@@ -163,7 +163,7 @@ class Backward:
             own = self.own[: self.ring.keys.counts[self.ring.keys.owner(turn)]].zero_()
             into |= {f"d{name}": x for name, x in zip("kv", self.ring.split(own), strict=True) if name in self.call.needs}
         if self.dbias is not None:
-            p.arrays["bias"] = p.arrays["bias"].to(self.call.wide)
+            p.arrays["bias"] = p.arrays["bias"].to(self.call.sum_dtype)
         wanted = [*into, *(["dbias"] if self.dbias is not None else [])]
         if wanted:
             found = _run.backward(TORCH, p, known, wanted, into)
@@ -184,7 +184,7 @@ class Backward:
 
     def _delta(self) -> Tensor:
         """(dout · out) of each row, as lse lies."""
-        products = (self.given["dout"].double() * self.given["out"].double()).sum(-1).to(self.call.wide)
+        products = (self.given["dout"].double() * self.given["out"].double()).sum(-1).to(self.call.sum_dtype)
         rows_first = self.call.plan.packed or "bshd" in self.call.p.options
         return (products.transpose(-1, -2) if rows_first else products).contiguous()
 

@@ -96,8 +96,8 @@ def seen_keys(q: Ranges, cu_q: Sequence[int], cu_k: Sequence[int], band: Band, b
                 continue
             for row in range(start // blocks.block_q, (start + length - 1) // blocks.block_q + 1):
                 first, last = max(start, row * blocks.block_q), min(start + length, (row + 1) * blocks.block_q) - 1
-                wide = tuple((at * blocks.block_k, n * blocks.block_k) for at, n in blocks.rows[row])
-                yield from common(union([band.keys(first, last, seqlen_q, seqlen_k)]), wide)
+                kept = tuple((at * blocks.block_k, n * blocks.block_k) for at, n in blocks.rows[row])
+                yield from common(union([band.keys(first, last, seqlen_q, seqlen_k)]), kept)
 
     found: list[tuple[int, int]] = []
     for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):

@@ -75,7 +75,7 @@ def _problem(case: Case, seed: int) -> Problem:
             return torch.from_numpy(x)
         return x
 
-    wide = "float64" if case.dtype == "float64" else "float32"
+    sum_dtype = "float64" if case.dtype == "float64" else "float32"
     options: dict[str, Any] = {}
     if case.shape == "varlen":
         lengths_q, lengths_k = rng.integers(0, sq + 1, batch), rng.integers(0, sk + 1, batch)
@@ -109,7 +109,7 @@ def _problem(case: Case, seed: int) -> Problem:
     elif case.extra == "bias":
         options["bias"] = normal(1, heads, sq, sk)
     elif case.extra == "sinks":
-        options["sinks"] = beside(normal(heads, dtype=wide))
+        options["sinks"] = beside(normal(heads, dtype=sum_dtype))
     elif case.extra == "dropout":
         options |= {"dropout": 0.25, "seed": seed, "offset": 7}
     return Problem(tensors, options)
