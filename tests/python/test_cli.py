@@ -346,6 +346,13 @@ def test_prewarm_promises_nothing_for_an_architecture_that_the_compiler_does_not
     assert "kernels" not in done.output
 
 
+def test_prewarm_names_the_compiler_that_older_gpus_need(run, monkeypatch):
+    monkeypatch.setattr("strobe_tools.cli.prewarm.compiled_for", lambda: [75, 90])
+    said = " ".join(run("prewarm", "--arch", "61").output.replace("│", "").split())
+    assert '75, 90; this one needs NVRTC 12: pip install "nvidia-cuda-nvrtc-cu12' in said
+    assert "NVRTC 12" not in run("prewarm", "--arch", "91").output
+
+
 def test_prewarm_gives_each_reason_once(run, monkeypatch, tmp_path):
     def refuses(job):
         name = next(iter(job.names()[0]))

@@ -122,7 +122,8 @@ def jobs(
                 yield Job(arch, dtype, dim, feature, True, _OTHER_LENGTHS[feature])
 
 
-_OLDEST = 61
+_OLDEST, _OLDEST_OF_NVRTC_13 = 61, 75
+_NVRTC_12 = '; this one needs NVRTC 12: pip install "nvidia-cuda-nvrtc-cu12==12.9.*"'
 _HEAD_DIM_HELP = f"Head dimensions, up to {MAX_HEAD_DIM} (that of V: {MAX_HEAD_DIM_V}); by default 32 to 256 by 32."
 _ARCH = "compute capability times ten, e.g. 90 for an H100 or H200"
 
@@ -176,7 +177,8 @@ def command(
     possible = [cc for cc in compiled_for() if cc >= _OLDEST]
     if possible and (none := [cc for cc in arch if cc not in possible]):  # without any NVRTC, kernels may be in the cache
         accepted = ", ".join(map(str, possible))
-        raise click.BadParameter(f"{none[0]}; accepted is what this machine's NVRTC compiles for: {accepted}", param_hint="--arch")
+        more = _NVRTC_12 if none[0] < _OLDEST_OF_NVRTC_13 and possible[0] >= _OLDEST_OF_NVRTC_13 else ""
+        raise click.BadParameter(f"{none[0]}; accepted is what this machine's NVRTC compiles for: {accepted}{more}", param_hint="--arch")
     if (cache := kernel_cache()).startswith("none"):
         click.echo(f"strobe prewarm: nothing would be kept; kernel cache: {cache}", err=True)
         raise SystemExit(1)
