@@ -1,0 +1,54 @@
+"""On the emulated GPU, tiles that wait for a turn that never comes: lists of blocks whose transpose contradicts them (illegal, but nobody
+looks into device memory before a call). The call ends, and writes where it may."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "cpp"  # make test-cpp
+
+# The lists say that each tile of queries sees all keys, their transpose that nobody sees the first ones.
+CALL = """
+import sys, torch, strobe, device
+engine, dtype = sys.argv[1], getattr(torch, sys.argv[2])
+torch.manual_seed(0)
+q, k, v, dout = (torch.randn(2, 32, 256, 32).to(dtype) for _ in range(4))
+full = strobe.BlockMask(*(torch.tensor(x, dtype=torch.int32) for x in ([[[0, 2, 4]]], [0, 1, 0, 1])), 256, 256, 128, 128)
+torn = strobe.BlockMask(full.rows, full.cols, 256, 256, 128, 128)
+torn.rows_t = torch.tensor([[[0, 0, 2]]], dtype=torch.int32)
+with device.running_on(engine):
+    out, lse = strobe.attention(q, k, v, return_lse=True, block_mask=full, engine=engine)
+    def gradients(mask):
+        return strobe.attention_backward(dout, q, k, v, out, lse, block_mask=mask, engine=engine, deterministic=True)
+    right, found = gradients(full), gradients(torn)
+for x, y in ((found.dk, right.dk), (found.dv, right.dv)):
+    assert not x[:, :, :128].any()
+    assert torch.equal(x[:, :, 128:], y[:, :, 128:])
+assert found.dq.isfinite().all()
+print("ended")
+"""
+
+
+@pytest.mark.skipif(not (BUILD / "tests" / "emulator" / "libnvrtc.so").exists(), reason="make test-cpp builds the emulated GPU")
+@pytest.mark.parametrize(("engine", "dtype"), [("cuda-simt", "float32"), ("cuda-mma", "float16")])
+def test_lists_that_contradict_their_transpose(engine, dtype, tmp_path):
+    edit = tmp_path / "impatient.edit"
+    [line] = [line for line in (ROOT / "kernels" / "device" / "turns.h").read_text().splitlines() if "1 << 24" in line]
+    impatient = line.replace("1 << 24", "1 << 8")  # the emulator takes a long wait for a deadlock
+    edit.write_text(f"device/turns.h\nA wait for a turn gives up soon.\n-{line}\n+{impatient}\n")
+    environment = {
+        **os.environ,
+        "STROBE_TEST_DEVICE": "emulated",
+        "STROBE_EMULATOR_SMS": "1",  # many more blocks than run at a time
+        "STROBE_EMULATOR_EDIT": str(edit),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [str(ROOT / "tests" / "emulator" / "run"), str(BUILD), sys.executable, "-c", CALL, engine, dtype]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
