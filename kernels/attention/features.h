@@ -35,7 +35,7 @@ struct Features {
   // Scores are kept in their own unit, else as raw q.k with the scale left to exp2's argument.
   STROBE_FN constexpr bool additive() const { return bias || alibi || function || scaled; }
   // dq, dk and dv have the type of sums, not that of q.
-  STROBE_FN constexpr bool wide_gradients() const { return partial || adds; }
+  STROBE_FN constexpr bool unrounded_gradients() const { return partial || adds; }
 };
 
 // What a score, as it is kept, is multiplied by to be a natural logarithm.

@@ -45,8 +45,8 @@ __device__ __forceinline__ void store_rows(const Operand &out, i32 b, i32 h, i64
 
 // The same in fp32, without an exchange between lanes. kAdds: adds to what the tensor holds.
 template <bool kAdds, int kColumns>
-__device__ __forceinline__ void store_rows_wide(const Operand &out, i32 b, i32 h, i64 row, i32 rows, i32 columns,
-                                                const float (&x)[kColumns / 2], float factor) {
+__device__ __forceinline__ void store_rows_unrounded(const Operand &out, i32 b, i32 h, i64 row, i32 rows, i32 columns,
+                                                     const float (&x)[kColumns / 2], float factor) {
   if (!out) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -19,7 +19,7 @@ template <Config C> struct Backward {
   using E = typename Multiply::E;
   using T = typename Multiply::T;
   using Source = typename Multiply::Source;
-  using Gradient = Result<C.dtype, C.features.wide_gradients()>;
+  using Gradient = Result<C.dtype, C.features.unrounded_gradients()>;
   using Queries = QueriesBy<C>;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows of a thread; dK's and dV's
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;

@@ -324,7 +324,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   // Writes dK or dV, which is x rounded, by way of the shared memory that held K or V.
   template <int kInner, int kN>
   __device__ __forceinline__ void store_sum(const Operand &out, Accumulator (&x)[kKeys][kN], float factor, u32 place, i32 columns) const {
-    if constexpr (F.wide_gradients()) return store_unrounded(out, x, factor, columns);
+    if constexpr (F.unrounded_gradients()) return store_unrounded(out, x, factor, columns);
 #pragma unroll
     for (int m = 0; m < kKeys; ++m) {
 #pragma unroll

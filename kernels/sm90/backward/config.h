@@ -56,7 +56,7 @@ struct BackwardConfig {
   // Persistent blocks draw tickets for tiles of keys, unless a pair's are theirs.
   STROBE_FN constexpr bool draws_keys() const { return persistent && !owns_dq; }
   // dK and dV leave in FP32.
-  STROBE_FN constexpr bool wide_sums() const { return split_group || features.wide_gradients(); }
+  STROBE_FN constexpr bool unrounded_sums() const { return split_group || features.unrounded_gradients(); }
   STROBE_FN constexpr i32 dq_queries() const { return strobe::dq_queries(columns(), tile_q); }
 };
 

@@ -181,12 +181,12 @@ template <BackwardConfig C> struct BackwardScores {
   __device__ __forceinline__ void store(const Operand &out, const Inputs &in, const KeyBlock &keys, i32 columns,
                                         const Accumulator<T, kColumns> &x, float factor) const {
     const i32 j = keys.begin + 64 * part + 16 * warp;
-    if constexpr (F.part || C.wide_sums()) {
+    if constexpr (F.part || C.unrounded_sums()) {
       const i32 shift = F.part ? read<HeldKeyBlock>(shared.held()).shift : 0;
       constexpr bool kAdds = F.adds && !C.split_group;
-      if constexpr (C.wide_sums())
-        return store_rows_wide<kAdds, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j + shift, keys.seqlen_k - j,
-                                                columns, x.x, factor);
+      if constexpr (C.unrounded_sums())
+        return store_rows_unrounded<kAdds, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j + shift, keys.seqlen_k - j,
+                                                     columns, x.x, factor);
       return store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j + shift, keys.seqlen_k - j, columns, x.x,
                                      factor);
     }

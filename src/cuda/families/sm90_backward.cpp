@@ -61,9 +61,7 @@ std::string refusal(const Problem &p, const Features &f) {
   for (const auto &[name, view, columns] : {std::tuple{"out", &p.out, p.head_dim_v}, std::tuple{"dq", &p.dq, p.head_dim},
                                             std::tuple{"dk", &p.dk, p.head_dim}, std::tuple{"dv", &p.dv, p.head_dim_v}})
     if (!aligned(*view, columns)) return text(name, "'s rows do not lie on 16-byte addresses");
-  if (((p.k.stride[2] == 0 || p.v.stride[2] == 0) && p.seqlen_k > 1) || ((p.q.stride[2] == 0 || p.dout.stride[2] == 0) && p.seqlen_q > 1))
-    return "a row is broadcast over its sequence";
-  return {};
+  return broadcast_row({&p.q, &p.dout}, {&p.k, &p.v}, p);
 }
 
 // Do 64 keys a block serve better than 128?
@@ -92,7 +90,7 @@ int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
 bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
   const Features &f = c.features;
   if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
-  if (f.part || f.wide_gradients()) return false;
+  if (f.part || f.unrounded_gradients()) return false;
   if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   // The first keys are seen by all queries, and all keys by some.
@@ -155,7 +153,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   c.owns_dq = owns_dq(p, c, device);
   if (c.owns_dq) c.persistent = 1, c.deterministic = 0;                // it is
   const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
-  c.staged_store = p.staged_store && !f.part && !f.wide_gradients() && c.columns() <= c.columns_v();
+  c.staged_store = p.staged_store && !f.part && !f.unrounded_gradients() && c.columns() <= c.columns_v();
   c.exact_p = f.function || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && (costly || c.owns_dq));
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
