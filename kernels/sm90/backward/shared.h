@@ -1,6 +1,7 @@
 // Shared memory of the Hopper backward, and what the threads of a block tell each other through it.
 #pragma once
 #include "../../attention/geometry.h"
+#include "../../ptx/barrier.h"
 #include "../../ptx/mbarrier.h"
 #include "../messages.h"
 #include "config.h"
@@ -38,9 +39,8 @@ struct Reach {
 
 // threadIdx.x; within a loop over keys what is made of it is made there, and not kept from before, in registers that are dear.
 template <BackwardConfig C> __device__ __forceinline__ int this_thread() {
-  int x = (int)threadIdx.x;
-  if constexpr (C.persistent) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-  return x;
+  if constexpr (C.persistent) return thread_index();
+  return (int)threadIdx.x;
 }
 
 // From an address that is a multiple of 1024.
