@@ -16,6 +16,7 @@ namespace strobe {
 // is rounded by itself, so that a score has the same bits whatever code stands around it: else the compiler may join a product and a sum
 // where nothing is hidden, and not where something may be. full: to a few units in the last place of T, and rounded so, too.
 enum class Functions { rough, half, half_rounded, full };
+STROBE_FN constexpr bool rounds_each(Functions f) { return f == Functions::half_rounded || f == Functions::full; }
 
 // What a part of a larger problem adds to a kernel's numbers; nothing without one.
 template <bool kPart> struct PlaceOfRows { // where mask and bias have the row of a query
@@ -112,9 +113,8 @@ private:
 
   // Where P is to be as exact as FP32, the forward and the kernels of the backward must compute the same score to the last bit: the last
   // bit of a large score is worth more than that of P.
-  static constexpr bool kRounded = kFunctions == Functions::full || kFunctions == Functions::half_rounded;
-  static __device__ __forceinline__ T product(T x, T y) { return kRounded ? rounded_product(x, y) : x * y; }
-  static __device__ __forceinline__ T sum(T x, T y) { return kRounded ? rounded_sum(x, y) : x + y; }
+  static __device__ __forceinline__ T product(T x, T y) { return rounds_each(kFunctions) ? rounded_product(x, y) : x * y; }
+  static __device__ __forceinline__ T sum(T x, T y) { return rounds_each(kFunctions) ? rounded_sum(x, y) : x + y; }
 
   template <bool kSlope, class Given>
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit,
