@@ -76,6 +76,7 @@ EXCLUDED = (
     *("python/strobe/*.pyi", "python/*/py.typed"),  # for mypy
     "python/_strobe_autoload/__init__.py",  # for other programs
     *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # the tools but training
+    "tests/python/emulated.py",  # of tests that need no GPU
     "tests/python/test_*.py",  # the rest of the contract is the CPU's
     "tests/reference/[!p]*.py",  # judge formulas on the CPU
 )

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
-ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "cpp"  # make test-cpp
+from emulated import needs_emulator, output
 
 # Keys of the second sequence lie in the first one's last tile of keys. They are large, so that a softcap's polynomial does not serve them.
 CALL = """
@@ -30,19 +22,10 @@ for x in (found.dq, found.dk, found.dv):
 """
 
 
-@pytest.mark.skipif(not (BUILD / "tests" / "emulator" / "libnvrtc.so").exists(), reason="make test-cpp builds the emulated GPU")
+@needs_emulator
 def test_deterministic_softcap_beside_large_hidden_keys():
     def digests(**emulator: str) -> list[str]:
-        environment = {
-            **os.environ,
-            "STROBE_TEST_DEVICE": "emulated",
-            "PYTHONPATH": str(Path(__file__).parent),
-            **{f"STROBE_EMULATOR_{name}": value for name, value in emulator.items()},
-        }
-        command = [str(ROOT / "tests" / "emulator" / "run"), str(BUILD), sys.executable, "-c", CALL]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+        return output(CALL, **emulator).split()
 
     at_once = digests(LATE="0")
     assert len(at_once) == 3

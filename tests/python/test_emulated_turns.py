@@ -3,15 +3,9 @@ looks into device memory before a call). The call ends, and writes where it may.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "cpp"  # make test-cpp
+from emulated import ROOT, needs_emulator, output
 
 # The lists say that each tile of queries sees all keys, their transpose that nobody sees the first ones.
 CALL = """
@@ -35,20 +29,12 @@ print("ended")
 """
 
 
-@pytest.mark.skipif(not (BUILD / "tests" / "emulator" / "libnvrtc.so").exists(), reason="make test-cpp builds the emulated GPU")
+@needs_emulator
 @pytest.mark.parametrize(("engine", "dtype"), [("cuda-simt", "float32"), ("cuda-mma", "float16")])
 def test_lists_that_contradict_their_transpose(engine, dtype, tmp_path):
     edit = tmp_path / "impatient.edit"
     [line] = [line for line in (ROOT / "kernels" / "device" / "turns.h").read_text().splitlines() if "1 << 24" in line]
     impatient = line.replace("1 << 24", "1 << 8")  # the emulator takes a long wait for a deadlock
     edit.write_text(f"device/turns.h\nA wait for a turn gives up soon.\n-{line}\n+{impatient}\n")
-    environment = {
-        **os.environ,
-        "STROBE_TEST_DEVICE": "emulated",
-        "STROBE_EMULATOR_SMS": "1",  # many more blocks than run at a time
-        "STROBE_EMULATOR_EDIT": str(edit),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [str(ROOT / "tests" / "emulator" / "run"), str(BUILD), sys.executable, "-c", CALL, engine, dtype]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+    sms = "1"  # many more blocks than run at a time
+    assert output(CALL, engine, dtype, SMS=sms, EDIT=str(edit)) == "ended\n"

@@ -308,8 +308,8 @@ public:
   }
   // If a query sees a key, a K that is not finite shows in its LSE, and such a V in its O and so in D. So what is not finite becomes 0 in
   // V, and the largest finite number in K (kLargest), where it may still have to make a score of -inf. Keys beyond the sequence become 0,
-  // because they may be so large that dP is not finite. Each warp clears its own 16 keys, in the blocks of 64 columns of the tile. The
-  // tensor cores make their first scores of them meanwhile at most for other warps, to whose scores they do not matter.
+  // because they may be so large that dP is not finite. Each warp clears its own 16 keys, in the blocks of 64 columns of the tile: its
+  // first scores have been made, and the other warps' scores do not depend on these keys.
   template <bool kLargest> __device__ __forceinline__ void clear_nonfinite_keys(u32 tile, int blocks) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const int first = 64 * part + 16 * warp, there = keys.seqlen_k - keys.begin - first;
