@@ -20,7 +20,7 @@ template <Config C> struct Backward {
   using T = typename Multiply::T;
   using Source = typename Multiply::Source;
   using Gradient = Result<C.dtype, C.features.unrounded_gradients()>;
-  using Queries = QueriesBy<C>;
+  using Tiles = TilesOfQueries<C>;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows of a thread; dK's and dV's
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
   // Sums over many queries are made in parts, of a head or of this many tiles, because that rounds less. In FP32 the parts may be long,
@@ -37,10 +37,10 @@ template <Config C> struct Backward {
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
-    static_assert(sizeof(Walk<Queries>) + sizeof(Operands) <= C.walk_bytes());
+    static_assert(sizeof(Walk<Tiles>) + sizeof(Operands) <= C.walk_bytes());
     const Inputs &in = a.in;
     constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
-    auto &walk = *reinterpret_cast<Walk<Queries> *>(shared);
+    auto &walk = *reinterpret_cast<Walk<Tiles> *>(shared);
     T *P = reinterpret_cast<T *>(shared + C.walk_bytes()), *dS = P + kPlace;
     const RowStatistics<C, T> rows(dS + kPlace);
     Multiply multiply(dS + kPlace + 3 * C.tile_q);
@@ -86,7 +86,7 @@ template <Config C> struct Backward {
       if (threadIdx.x == 0)
         all_Q = {in.q, b, h, sequence.q0, seqlen_q, in.head_dim}, all_dO = {a.dout, b, h, sequence.q0, seqlen_q, in.head_dim_v};
       const BlockRow row = C.features.blocks ? in.blocks_t.row(b, h, k0 / in.blocks_t.row_tokens) : BlockRow{};
-      const auto step = [&](const typename Queries::Tile &tile, const bool &more) {
+      const auto step = [&](const typename Tiles::Tile &tile, const bool &more) {
         const i32 q0 = tile.begin, q1 = tile.end;
         decltype(auto) s = sequence_of(sequence, tile);
         decltype(auto) Q = rows_of(all_Q, tile);

@@ -17,13 +17,13 @@ template <Config C> struct Forward {
   using T = typename Multiply::T;
   using Source = typename Multiply::Source;
   using Out = Result<C.dtype, C.features.partial != 0>;
-  using Keys = KeysOf<C>;
+  using Tiles = TilesOfKeys<C>;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k, kColumns = C.head_dim_v / C.threads_k;
   static constexpr int WM = piece<T>(kRows), WN = piece<T>(kKeys);
 
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
-    static_assert(sizeof(Walk<Keys>) <= C.walk_bytes());
+    static_assert(sizeof(Walk<Tiles>) <= C.walk_bytes());
     const Inputs &in = a.in;
 
     constexpr Features F = C.features;
@@ -39,7 +39,7 @@ template <Config C> struct Forward {
     const Source Q(in.q, b, h, s.q0, seqlen_q, in.head_dim);
     const auto all_K = rows_of_k<C, E, Source>(a, s, b, h_kv);
     const auto all_V = rows_of_v<C, E, Source>(a, s, b, h_kv);
-    auto &walk = *reinterpret_cast<Walk<Keys> *>(shared);
+    auto &walk = *reinterpret_cast<Walk<Tiles> *>(shared);
     T *P = reinterpret_cast<T *>(shared + C.walk_bytes());
     Multiply multiply(P + C.pt_elements());
     const auto grid = multiply.grid;
@@ -74,7 +74,7 @@ template <Config C> struct Forward {
       });
     };
 
-    const auto step = [&](const typename Keys::Tile &tile, const bool &) {
+    const auto step = [&](const typename Tiles::Tile &tile, const bool &) {
       const i32 k0 = tile.begin, k1 = tile.end;
       decltype(auto) K = rows_of(all_K, tile);
       decltype(auto) V = rows_of(all_V, tile);

@@ -6,10 +6,10 @@
 
 namespace strobe::simt {
 
-template <Config C> using KeysOf = typename Either<C.features.part != 0, RangesOfKeys, KeyTiles>::type;
+template <Config C> using TilesOfKeys = typename Either<C.features.part != 0, RangesOfKeys, KeyTiles>::type;
 template <Config C>
-using QueriesBy = typename Either<C.features.part != 0, RangesOfQueries<C.features.blocks != 0, C.tile_q>,
-                                  DescendingQueries<C.features.blocks != 0, C.tile_q>>::type;
+using TilesOfQueries = typename Either<C.features.part != 0, RangesOfQueries<C.features.blocks != 0, C.tile_q>,
+                                       DescendingQueries<C.features.blocks != 0, C.tile_q>>::type;
 
 // The scores of a tile's queries: of a part, mask and bias have their rows.
 template <Config C, class T> __device__ __forceinline__ Scores<C.features, T> scores_of(const Inputs &in, const Sequence &s, i64 b) {

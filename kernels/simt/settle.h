@@ -27,8 +27,8 @@ private:
     __device__ __forceinline__ RowSums<T> row_sums(i32 b, i32 h, const Sequence &s, i32 q0) const {
       const Inputs &in = a.in;
       constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
-      static_assert(sizeof(Walk<KeysOf<C>>) <= C.walk_bytes());
-      auto &walk = *reinterpret_cast<Walk<KeysOf<C>> *>(shared);
+      static_assert(sizeof(Walk<TilesOfKeys<C>>) <= C.walk_bytes());
+      auto &walk = *reinterpret_cast<Walk<TilesOfKeys<C>> *>(shared);
       T *P = reinterpret_cast<T *>(shared + C.walk_bytes()), *dS = P + kPlace;
       const RowStatistics<C, T> rows(dS + kPlace);
       Multiply multiply(dS + kPlace + 3 * C.tile_q);
@@ -42,7 +42,7 @@ private:
           dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), all_V(v_of<E>(in, s, b, h_kv), seqlen_k);
       const Scores<C.features, T> scores = scores_of<C, T>(in, s, b);
       RowSums<T> sums = {T(0), T(0)}, lost = {T(0), T(0)};
-      const auto step = [&](const typename KeysOf<C>::Tile &tile, const bool &) {
+      const auto step = [&](const typename TilesOfKeys<C>::Tile &tile, const bool &) {
         decltype(auto) K = rows_of(all_K, tile);
         decltype(auto) V = rows_of(all_V, tile);
         recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, tile.begin, tile.end, tile.masked,

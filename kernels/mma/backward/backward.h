@@ -4,9 +4,10 @@
 //   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
 //   dV += P^T dO                             dK += dS^T Q                             dQ += dS K, in global memory
 //
-// Half of the warps have the role on the left, half the one on the right, so that every sum stays in registers, P and dS are operands where
-// they lie, and one role multiplies while the other one exponentiates. P goes from left to right through shared memory; dS goes there for
-// dQ, which all warps multiply one iteration later, so that the roles meet once an iteration. S is transposed: rows are keys.
+// Half of the warps have the role on the left (PAndDv), half the one on the right (DsAndDk), so that every sum stays in registers, P and dS
+// are operands where they lie, and one role multiplies while the other one exponentiates. P goes from left to right through shared memory;
+// dS goes there for dQ, which all warps multiply one iteration later, so that the roles meet once an iteration. S is transposed: rows are
+// keys.
 #pragma once
 #include "steps.h"
 
@@ -22,9 +23,9 @@ template <BackwardConfig C> struct Backward {
     block.choose_keys();
     if (block.state.k0 >= block.state.k1) return;
     if (block.role == 0)
-      Walk<Values>(block).run();
+      Walk<PAndDv>(block).run();
     else
-      Walk<Keys>(block).run();
+      Walk<DsAndDk>(block).run();
   }
 
 private:
@@ -33,8 +34,8 @@ private:
   static constexpr Features F = C.features;
   static constexpr int kQueries = Steps::kQueries, kSpan = Steps::kSpan, kKeys = Steps::kKeys, kStep = Steps::kStep;
 
-  // The role on the left: P and dV.
-  struct Values : Steps {
+  // The role on the left: makes P, and dV of it.
+  struct PAndDv : Steps {
     using Steps::Steps;
     using Sum = Accumulator[kKeys][Steps::kColumnsV]; // dV
 
@@ -66,8 +67,8 @@ private:
     static __device__ __forceinline__ Left kept(const Left &x) { return F.dropout ? tile::positive(x) : x; }
   };
 
-  // The role on the right: dS and dK. Its threads load the next queries, while those on the left begin to multiply.
-  struct Keys : Steps {
+  // The role on the right: makes dS, and dK of it. Its threads load the next queries, while those on the left begin to multiply.
+  struct DsAndDk : Steps {
     using Steps::Steps;
     using Sum = Accumulator[kKeys][Steps::kColumns]; // dK
 
