@@ -50,7 +50,8 @@ private:
   i32 rows;                  // of the sequence
   Scores<F, float, Functions::half> scores;
   Dropout<F> dropout;
-  int group = Warps::group((int)threadIdx.x);
+  int group = Warps::group((int)threadIdx.x), column = Warps::column((int)threadIdx.x);
+  int lane = column * 32 + tile::lane_id(); // among the group's
   unsigned char *shared;
   u32 q_shared, k_shared, v_shared; // K, V: this group's
 
@@ -81,110 +82,132 @@ private:
   __device__ __forceinline__ void compute() {
     const auto k = k_of_call<T, F>(a, sequence, b, head);
     const auto v = v_of_call<T, F>(a, sequence, b, head);
-    const int column = Warps::column((int)threadIdx.x);
-    int lane = column * 32 + tile::lane_id(), loading = 0; // among the group's
     Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, part(group)), tiles = ahead;
-    auto load = [&] { // copies the next tile of keys; without one it still commits a group, an empty one
-      KeyTile t;
-      if (ahead.next(t)) {
-        load_rows<C.tile_k, C.row_bytes(kD) / 2, C.row_bytes(kDv) / 2, 32 * C.column_warps, kAligned>(
-            k_shared + loading * kKBytes, v_shared + loading * kVBytes, k, v, t, lane);
-        loading = loading + 1 == C.stages ? 0 : loading + 1;
-      }
-      cp_async_commit();
-    };
-
+    int loading = 0, stage = 0;
     tile::load<C.tile_q, kD, kThreads, kAligned>(q_shared, PackedRows{*this, rows - first, in.head_dim, in.q.stride[3]}, threadIdx.x);
     cp_async_commit();
 #pragma unroll
-    for (int i = 0; i < C.stages - 1; ++i) load();
+    for (int i = 0; i < C.stages - 1; ++i) load_next(ahead, loading, k, v);
     cp_async_wait<C.stages - 1>();
     __syncthreads();
-    constexpr int kInner = Warps::inner() / 16;
-    tile::Blocks<Left, kD> q_blocks(q_shared, 16 * column * kInner);
-    constexpr bool kKeepQ = kM * kD <= 128; // in registers
+    const tile::Blocks<Left, kD> q_blocks(q_shared, 16 * column * kInner);
     Left Q[kM][kInner];
-    if constexpr (kKeepQ) {
-#pragma unroll
-      for (int i = 0; i < kM * kInner; ++i) {
-        if constexpr (F.quant)
-          Q[i / kInner][i % kInner] = tile::left_of_steps<F.quant, kD>(q_shared, i / kInner * 16, i % kInner);
-        else
-          Q[i / kInner][i % kInner] = q_blocks.load(i / kInner * 16, i % kInner * 16);
-      }
-    }
+    if constexpr (kKeepQ) keep_q(Q, q_blocks);
 
     Accumulator O[kM][Warps::columns()] = {};
     RowSoftmax<2 * kM> softmax;
     KeyTile tile;
-    int stage = 0;
     bool nonfinite = false;
     TileScales<C.features> key_scales(k, v, tiles);
     const QueryScales<T, F.quant, kM> row_scales(Q);
     while (tiles.next(tile)) {
       cp_async_wait<C.stages - 2>();
       Warps::meet((int)threadIdx.x); // this tile is here, and the warp no longer reads the one before it
-      load();
+      load_next(ahead, loading, k, v);
       Accumulator S[kM][kN] = {};
       if constexpr (F.quant) {
-        static_assert(kKeepQ && C.column_warps == 1);
         nonfinite |= key_scales.next(k, v, tiles);
         multiply_stored<T, F.quant, kD>(S, Q, k_shared + stage * kKBytes, row_scales, key_scales, zero());
       } else {
-        tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 16 * column * kInner);
-#pragma unroll
-        for (int c = 0; c < kInner; ++c) {
-          if constexpr (!kKeepQ) {
-#pragma unroll
-            for (int m = 0; m < kM; ++m) Q[m][c] = q_blocks.load(16 * m, 16 * c);
-          }
-#pragma unroll
-          for (int n = 0; n < kN; ++n) {
-            Right key = K.load(16 * n, 16 * c);
-#pragma unroll
-            for (int m = 0; m < kM; ++m) tile::multiply_add<T>(S[m][n], Q[m][c], key);
-          }
-        }
+        multiply_q_k(S, Q, q_blocks, stage);
       }
       Warps::exchange(S, q_shared + C.decode_exchange_at(), (int)threadIdx.x);
       score(S, tile);
       const bool lacking = lacks_some(k, tile);
       if (lacking) hide_lacking(S, k, tile);
       softmax.template follow<C.exact_max>(S, exponent(), O);
-      const auto make_p = [&](int m, int n) { // of S, in place
-        softmax.exponentiate(S[m][n], 2 * m, exponent());
-        if constexpr (F.dropout) drop(S[m][n], 16 * m, (i32)tile.begin + 16 * n);
-      };
-      if constexpr (F.quant) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int m = 0; m < kM; ++m) make_p(m, n);
-        nonfinite |= add_stored<T, F.quant, kDv>(O, S, v_shared + stage * kVBytes, key_scales, zero());
-      } else {
-        if (masked(tile) || lacking) nonfinite |= clear_nonfinite<T, C.tile_k, kDv, 32 * C.column_warps>(v_shared + stage * kVBytes, lane);
-        Warps::meet((int)threadIdx.x);
-        tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, 16 * column * Warps::columns());
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          Left P[kM];
-#pragma unroll
-          for (int m = 0; m < kM; ++m) {
-            make_p(m, n);
-            P[m] = tile::rounded<T>(S[m][n]);
-          }
-#pragma unroll
-          for (int c = 0; c < Warps::columns(); ++c) {
-            Right value = V.load(16 * n, 16 * c);
-#pragma unroll
-            for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], P[m], value);
-          }
-        }
-      }
-      stage = stage + 1 == C.stages ? 0 : stage + 1;
+      if constexpr (F.quant)
+        nonfinite |= add_stored_p_v(O, S, softmax, tile, stage, key_scales);
+      else
+        nonfinite |= add_p_v(O, S, softmax, tile, stage, lacking);
+      stage = next_stage(stage);
     }
     merge(O, softmax);
     if (__syncthreads_or(nonfinite)) add_nonfinite(v);
+  }
+
+  static __device__ __forceinline__ int next_stage(int stage) { return stage + 1 == C.stages ? 0 : stage + 1; }
+  // Copies the next tile of keys; without one it still commits a group, an empty one.
+  template <class RowsOfK, class RowsOfV>
+  __device__ __forceinline__ void load_next(Schedule &ahead, int &stage, const RowsOfK &k, const RowsOfV &v) const {
+    KeyTile t;
+    if (ahead.next(t)) {
+      load_rows<C.tile_k, C.row_bytes(kD) / 2, C.row_bytes(kDv) / 2, 32 * C.column_warps, kAligned>(
+          k_shared + stage * kKBytes, v_shared + stage * kVBytes, k, v, t, lane);
+      stage = next_stage(stage);
+    }
+    cp_async_commit();
+  }
+
+  static constexpr int kInner = Warps::inner() / 16;
+  static constexpr bool kKeepQ = kM * kD <= 128; // in registers
+  static_assert(!F.quant || kKeepQ && C.column_warps == 1);
+  __device__ __forceinline__ void keep_q(Left (&Q)[kM][kInner], const tile::Blocks<Left, kD> &q_blocks) const {
+#pragma unroll
+    for (int i = 0; i < kM * kInner; ++i) {
+      if constexpr (F.quant)
+        Q[i / kInner][i % kInner] = tile::left_of_steps<F.quant, kD>(q_shared, i / kInner * 16, i % kInner);
+      else
+        Q[i / kInner][i % kInner] = q_blocks.load(i / kInner * 16, i % kInner * 16);
+    }
+  }
+  // S = Q K^T
+  __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], Left (&Q)[kM][kInner], const tile::Blocks<Left, kD> &q_blocks,
+                                               int stage) const {
+    const tile::Blocks<Right, kD> K(k_shared + stage * kKBytes, 16 * column * kInner);
+#pragma unroll
+    for (int c = 0; c < kInner; ++c) {
+      if constexpr (!kKeepQ) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Q[m][c] = q_blocks.load(16 * m, 16 * c);
+      }
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        Right key = K.load(16 * n, 16 * c);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) tile::multiply_add<T>(S[m][n], Q[m][c], key);
+      }
+    }
+  }
+
+  // P = exp2(S * unit - M), in S's place.
+  __device__ __forceinline__ void make_p(Accumulator (&S)[kM][kN], RowSoftmax<2 * kM> &softmax, const KeyTile &tile, int m, int n) const {
+    softmax.exponentiate(S[m][n], 2 * m, exponent());
+    if constexpr (F.dropout) drop(S[m][n], 16 * m, (i32)tile.begin + 16 * n);
+  }
+  // O += P V. Returns whether V had numbers that are not finite.
+  __device__ __forceinline__ bool add_p_v(Accumulator (&O)[kM][Warps::columns()], Accumulator (&S)[kM][kN], RowSoftmax<2 * kM> &softmax,
+                                          const KeyTile &tile, int stage, bool lacking) const {
+    bool nonfinite = false;
+    if (masked(tile) || lacking) nonfinite = clear_nonfinite<T, C.tile_k, kDv, 32 * C.column_warps>(v_shared + stage * kVBytes, lane);
+    Warps::meet((int)threadIdx.x);
+    const tile::Blocks<Right, kDv, true> V(v_shared + stage * kVBytes, 16 * column * Warps::columns());
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      Left P[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        make_p(S, softmax, tile, m, n);
+        P[m] = tile::rounded<T>(S[m][n]);
+      }
+#pragma unroll
+      for (int c = 0; c < Warps::columns(); ++c) {
+        Right value = V.load(16 * n, 16 * c);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) tile::multiply_add<T>(O[m][c], P[m], value);
+      }
+    }
+    return nonfinite;
+  }
+  // The same of quantised V.
+  __device__ __forceinline__ bool add_stored_p_v(Accumulator (&O)[kM][Warps::columns()], Accumulator (&S)[kM][kN],
+                                                 RowSoftmax<2 * kM> &softmax, const KeyTile &tile, int stage,
+                                                 const TileScales<C.features> &key_scales) const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int m = 0; m < kM; ++m) make_p(S, softmax, tile, m, n);
+    return add_stored<T, F.quant, kDv>(O, S, v_shared + stage * kVBytes, key_scales, zero());
   }
 
   __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(scores.unit); }
@@ -212,7 +235,7 @@ private:
   __device__ __forceinline__ void merge(const Accumulator (&O)[kM][Warps::columns()], const RowSoftmax<2 * kM> &softmax) {
     cp_async_wait<0>();
     __syncthreads();
-    const int first_column = Warps::column((int)threadIdx.x) * 16 * Warps::columns();
+    const int first_column = column * 16 * Warps::columns();
     float *M = (float *)shared, *l = M + C.groups() * C.tile_q, *o = l + C.groups() * C.tile_q;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
