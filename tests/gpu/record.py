@@ -59,7 +59,7 @@ SOURCES = (
     *("src/*.h", "src/*.cpp", "src/attention/*.h", "src/attention/*.cpp", "src/reference/*.h", "src/reference/*.cpp"),
     *("src/cuda/**/*.h", "src/cuda/**/*.cpp", "src/cuda/compile/embed.cmake", "src/ladder/subset.h", "src/ladder/subset.cpp"),
     *("python/glue/*", "python/strobe/**/*.py", "python/strobe_tools/train/*.py"),
-    "tests/gpu/*.py",
+    *(f"tests/gpu/{name}.py" for name in ("conftest", "distributed_*", "random_*", "record", "spread")),
     *TESTS,
     *(f"tests/python/{name}" for name in HELPERS),
     "tests/reference/philox.py",
@@ -76,6 +76,7 @@ EXCLUDED = (
     *("python/strobe/*.pyi", "python/*/py.typed"),  # for mypy
     "python/_strobe_autoload/__init__.py",  # for other programs
     *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # the tools but training
+    *("tests/gpu/*.cu", "tests/gpu/invariant.py", "tests/gpu/quantised.py", "tests/gpu/sanitize.py"),  # run by themselves, recorded nowhere
     "tests/python/emulated.py",  # of tests that need no GPU
     "tests/python/test_*.py",  # the rest of the contract is the CPU's
     "tests/reference/[!p]*.py",  # judge formulas on the CPU

@@ -23,12 +23,14 @@ import torch
 import strobe
 
 TOOLS = ("memcheck", "racecheck")
-# Of an mbarrier at which one lane arrives for its warp, after __syncwarp, racecheck does not know that it orders the other lanes' reads:
-# it reports every such hand-over as a race.
+# What a tool takes for wrong although it is right is left out of its calls: whole engines, and the backward of some.
+# - Of an mbarrier at which one lane arrives for its warp, after __syncwarp, racecheck does not know that it orders the other lanes' reads:
+#   it reports every such hand-over of cuda-sm90 as a race.
+# - Where some warps arrive at a barrier without waiting (bar.arrive), racecheck forgets what a barrier of all warps ordered before it:
+#   racecheck_arrive.cu shows that. The backward of cuda-mma hands P over so.
+# The emulated GPU looks for races in both (STROBE_EMULATOR_RACES, tests/emulator).
 NOT_UNDERSTOOD = {"racecheck": ("cuda-sm90",)}
-# Of this engine's kernels racecheck reports now and then one that it does not report again, whatever is run: docs/lab/performance.md.
-NOT_REPEATED = {"racecheck": ("cuda-mma",)}
-AGAIN = 8  # runs of such a case
+BACKWARD_NOT_UNDERSTOOD = {"racecheck": ("cuda-mma",)}
 SQ, SK = 130, 150
 DTYPES = {"cuda-sm90": ("bfloat16",), "cuda-mma": ("bfloat16", "float16"), "cuda-tf32": ("float32",), "cuda-simt": ("float32", "float64")}
 LADDER = {"ladder-naive": "float32", "ladder-flash1": "float32", "ladder-flash2": "float32", "ladder-tensor-cores": "float16"}
@@ -76,8 +78,8 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return f"{self.engine} {self.dtype} d{self.dims[0]}/{self.dims[1]} {self.feature}"
 
-    def run(self) -> str:
-        """What ran of forward and backward."""
+    def run(self, tool: str | None = None) -> str:
+        """What ran of forward and backward, under that tool."""
         torch.manual_seed(0)
         options, heads_kv, lengths, batch = FEATURES[self.feature]
         dtype, (d, dv) = getattr(torch, self.dtype), self.dims
@@ -97,6 +99,8 @@ class Case(NamedTuple):
         with contextlib.suppress(NotImplementedError):  # the engine does not take it
             out, lse = strobe.attention(q, k, v, return_lse=True, engine=self.engine, **more)
             ran = "forward"
+            if self.engine in BACKWARD_NOT_UNDERSTOOD.get(tool, ()):
+                return ran
             strobe.attention_backward(dout, q, k, v, out, lse, engine=self.engine, **more)
             ran = "forward and backward"
         torch.cuda.synchronize()
@@ -170,23 +174,6 @@ class Report(NamedTuple):
         return cls(ran, {case: lines for case, lines in found.items() if lines})
 
 
-def confirmed(tool: str, report: Report, jobs: int, pool: ThreadPoolExecutor) -> bool:
-    """Prints what was found, with the case that had run; whether nothing counts. What may be NOT_REPEATED counts if it comes again in one
-    of AGAIN runs, side by side, of the case and of the one before it in its share, whose report may have come late."""
-    index = {str(case): i for i, case in enumerate(cases(tool))}
-    clean = True
-    for case, lines in report.found.items():
-        print(f"{case}: {len(lines)} lines", *lines[:6], sep="\n  ")
-        if case in index and case.split()[0] in NOT_REPEATED.get(tool, ()):
-            both = [i for i in (index[case] - jobs, index[case]) if i >= 0]
-            again = sum(bool(Report.of([output]).found) for output in pool.map(check, [tool] * AGAIN, [both] * AGAIN))
-            print(f"  comes again in {again} of {AGAIN} runs of this case and the one before it")
-            clean &= again == 0
-        else:
-            clean = False
-    return clean
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tool", choices=TOOLS, action="append")
@@ -194,9 +181,10 @@ def main() -> int:
     parser.add_argument("--cases", help="make the calls of these cases, by their numbers, and run no tool")
     asked = parser.parse_args()
     if asked.cases is not None:
-        every = cases(asked.tool[0] if asked.tool else None)
+        tool = asked.tool[0] if asked.tool else None
+        every = cases(tool)
         for case in (every[int(i)] for i in asked.cases.split(",") if i):
-            print(f"case: {case}: {case.run()}", flush=True)
+            print(f"case: {case}: {case.run(tool)}", flush=True)
         return 0
     with ThreadPoolExecutor(asked.jobs) as pool:
         clean = True
@@ -208,7 +196,9 @@ def main() -> int:
             began = time.monotonic()
             report = Report.of(pool.map(check, [tool] * asked.jobs, shares(tool, asked.jobs)))
             print(f"{tool}, calls: " + ", ".join(f"{engine} {n}" for engine, n in report.ran.items()))
-            clean &= confirmed(tool, report, asked.jobs, pool)
+            for case, lines in report.found.items():
+                print(f"{case}: {len(lines)} lines", *lines[:6], sep="\n  ")
+            clean &= not report.found
             if idle := {case.engine for case in cases(tool)} - {engine for engine, n in report.ran.items() if n}:
                 print(f"{tool}: nothing ran on {', '.join(sorted(idle))}")
                 clean = False
