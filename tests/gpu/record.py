@@ -1,6 +1,6 @@
 """Runs the tests that need a GPU and writes tests/gpu-record.json: what ran, where, and of which sources.
 
-python tests/gpu/record.py [--only NAME] [pytest's options]   runs all parts or one (contract, engines, ranks, gigabytes); with -n each
+python tests/gpu/record.py [--only NAME] [pytest's options]   runs all parts or one (contract, extensions, engines, ...); with -n each
                                                               worker of pytest-xdist begins at another GPU
 python tests/gpu/record.py --check                            exits with 1 if the record is of other sources than today's, lacks a part, or
                                                               is of a failure
@@ -28,13 +28,15 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "gpu-record.json"
-# The contract on the GPU's engines, beside what tests/gpu holds.
+# The contract on the GPU's engines, beside what tests/gpu holds; and what it was extended by, with the interfaces of other libraries.
 CONTRACT = (
     *("test_contract.py", "test_corners.py", "test_hidden.py", "test_known_bugs.py", "test_hyperbolic.py", "test_ladder.py"),
+    *("test_bounds.py", "test_many_keys.py"),
+)
+EXTENSIONS = (
+    *("test_seqused.py", "test_pages.py", "test_kv.py", "test_quantised.py", "test_auxiliary.py", "test_invariant.py", "test_parts.py"),
     *("test_compat.py", "test_compat_flash_attn.py", "test_compat_flash_cache.py", "test_compat_flash_padding.py"),
-    *("test_compat_flash_passes.py", "test_compat_sdpa.py", "test_bounds.py", "test_many_keys.py", "test_seqused.py"),
-    *("test_pages.py", "test_kv.py", "test_quantised.py"),
-    *("test_auxiliary.py", "test_invariant.py", "test_parts.py"),
+    *("test_compat_flash_passes.py", "test_compat_sdpa.py"),
 )
 HELPERS = (
     "cases.py",
@@ -53,7 +55,7 @@ HELPERS = (
 LEAST_OPTION_SETS = 3000  # of random calls
 # What decides what runs on a GPU, and what its results are compared with. Each tracked file of these folders is one of SOURCES or EXCLUDED.
 ROOTS = ("include", "kernels", "python", "src", "tests/gpu", "tests/python", "tests/reference")
-TESTS = ("tests/gpu/test_*.py", *(f"tests/python/{name}" for name in CONTRACT))
+TESTS = ("tests/gpu/test_*.py", *(f"tests/python/{name}" for name in (*CONTRACT, *EXTENSIONS)))
 SOURCES = (
     *("include/**/*.h", "include/**/*.hpp", "kernels/**/*.h"),
     *("src/*.h", "src/*.cpp", "src/attention/*.h", "src/attention/*.cpp", "src/reference/*.h", "src/reference/*.cpp"),
@@ -96,9 +98,10 @@ class Part(NamedTuple):
 # whose ranks take all GPUs, in one process, or they wait for cores.
 PARTS = {
     "contract": Part(tuple(f"tests/python/{name}" for name in CONTRACT), "not gigabytes and not all_gpus"),
+    "extensions": Part(tuple(f"tests/python/{name}" for name in EXTENSIONS), "not gigabytes and not all_gpus"),
     "engines": Part(("tests/gpu",), "not gigabytes and not all_gpus"),
     "ranks": Part(("tests/gpu",), "all_gpus"),
-    "gigabytes": Part(("tests/gpu", *(f"tests/python/{name}" for name in CONTRACT)), "gigabytes"),
+    "gigabytes": Part(("tests/gpu", *(f"tests/python/{name}" for name in (*CONTRACT, *EXTENSIONS))), "gigabytes"),
 }
 
 

@@ -89,7 +89,7 @@ def test_parts_of_the_same_sources_join(tmp_path):
 def test_without_a_gpu_nothing_is_recorded(capsys):
     assert record.main(["--only", "gigabytes"]) == record.main(["-q"]) == 2
     assert record.main(["--only", "all"]) == record.main(["--only"]) == 2
-    assert "--only: all; accepted are contract, engines, ranks, gigabytes" in capsys.readouterr().err
+    assert "--only: all; accepted are contract, extensions, engines, ranks, gigabytes" in capsys.readouterr().err
 
 
 def test_every_file_that_may_decide_a_result_is_a_source_or_left_out_by_name():
