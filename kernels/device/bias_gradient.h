@@ -20,9 +20,9 @@ template <i32 kBias, class Tile> __device__ __forceinline__ void bias_gradient(c
   using B = typename Element<kBias>::type;
   const Inputs &in = a.in;
   // The tiles that this block takes along an axis: one of its own, or all where bias was broadcast along the axis.
-  struct Part {
+  struct TilesAlong {
     i32 begin, end;
-    __device__ __forceinline__ Part(u32 &item, i64 stride, i64 count) {
+    __device__ __forceinline__ TilesAlong(u32 &item, i64 stride, i64 count) {
       begin = stride ? (i32)(item % (u32)count) : 0;
       end = stride ? begin + 1 : (i32)count;
       if (stride) item /= (u32)count;
@@ -30,7 +30,7 @@ template <i32 kBias, class Tile> __device__ __forceinline__ void bias_gradient(c
   };
   const i64 *stride = a.dbias.stride;
   u32 item = blockIdx.x;
-  const Part keys(item, stride[3], div_up(columns_of<Tile::of_part()>(in), Tile::kTileK)),
+  const TilesAlong keys(item, stride[3], div_up(columns_of<Tile::of_part()>(in), Tile::kTileK)),
       queries(item, stride[2], div_up(in.seqlen_q, Tile::kTileQ)), heads(item, stride[1], in.heads), batches(item, stride[0], in.batch);
 
   Tile tile(a, shared);

@@ -9,17 +9,17 @@
 
 namespace strobe {
 
-template <class T> struct Exponent; // of a pair: where its bits are, and the lowest one
-template <> struct Exponent<bf16> {
+template <class T> struct ExponentBits; // of a pair: where its bits are, and the lowest one
+template <> struct ExponentBits<bf16> {
   static constexpr u32 kBits = 0x7F807F80, kUnit = 0x00800080, kOnes = 0x3F803F80;
 };
-template <> struct Exponent<f16> {
+template <> struct ExponentBits<f16> {
   static constexpr u32 kBits = 0x7C007C00, kUnit = 0x04000400, kOnes = 0x3C003C00;
 };
 
 // The sign bit of each half: it is not finite. (An exponent of all ones carries into the sign.)
 template <class T> __device__ __forceinline__ u32 nonfinite(u32 pair) {
-  return ((pair & Exponent<T>::kBits) + Exponent<T>::kUnit) & 0x80008000u;
+  return ((pair & ExponentBits<T>::kBits) + ExponentBits<T>::kUnit) & 0x80008000u;
 }
 // All bits of the halves whose sign bit is set.
 __device__ __forceinline__ u32 spread(u32 signs) { return (signs >> 15) * 0xFFFFu; }
@@ -30,7 +30,7 @@ template <class T, class Operand> __device__ __forceinline__ Operand split_nonfi
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     u32 bad = spread(nonfinite<T>(y.x[i]));
-    flags.x[i] = bad & Exponent<T>::kOnes;
+    flags.x[i] = bad & ExponentBits<T>::kOnes;
     y.x[i] &= ~bad;
   }
   return flags;
@@ -41,7 +41,7 @@ template <class T> __device__ __forceinline__ tile::Left nonzero(tile::Left x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     u32 magnitude = x.x[i] & 0x7FFF7FFFu; // + 0x7FFF reaches the sign bit unless it is 0
-    x.x[i] = spread((magnitude + 0x7FFF7FFFu) & 0x80008000u) & Exponent<T>::kOnes;
+    x.x[i] = spread((magnitude + 0x7FFF7FFFu) & 0x80008000u) & ExponentBits<T>::kOnes;
   }
   return x;
 }

@@ -21,7 +21,7 @@ template <TileConfig C> class TileGradient {
 public:
   static constexpr int kKeys = kTileK / C.key_warps / 16, kQueries = kTileQ / C.query_warps / 16; // of a warp, in blocks of 16
   using Tile = tile::Accumulator[kKeys][kQueries];                                                // rows are keys
-  struct Part {
+  struct Place {                                                                                  // of a tile
     i32 batch, head, q0, k0;
   };
 
@@ -35,39 +35,39 @@ public:
 
   // Makes P, with a sign where dropout drops it, and dS, which is 0 where P is. Returns whether the queries see anything of the tile; if
   // not, neither is written.
-  __device__ __forceinline__ bool compute(Tile &P, Tile &dS, const Part &p) const {
-    const Sequence sequence = in.sequence<F.seqused>(p.batch);
+  __device__ __forceinline__ bool compute(Tile &P, Tile &dS, const Place &place) const {
+    const Sequence sequence = in.sequence<F.seqused>(place.batch);
     const Band &band = sequence.band;
-    const i32 q1 = (i32)min((i64)p.q0 + kTileQ, band.seqlen_q), k1 = (i32)min((i64)p.k0 + kTileK, band.seqlen_k);
-    if (q1 <= p.q0 || k1 <= p.k0 || intersect(band.keys_any(p.q0, q1), {p.k0, k1}).empty() || !kept(p)) return false;
-    const Range all = band.keys_all(p.q0, q1);
-    const bool masked = p.k0 < all.begin || p.k0 + kTileK > all.end;
+    const i32 q1 = (i32)min((i64)place.q0 + kTileQ, band.seqlen_q), k1 = (i32)min((i64)place.k0 + kTileK, band.seqlen_k);
+    if (q1 <= place.q0 || k1 <= place.k0 || intersect(band.keys_any(place.q0, q1), {place.k0, k1}).empty() || !kept(place)) return false;
+    const Range all = band.keys_all(place.q0, q1);
+    const bool masked = place.k0 < all.begin || place.k0 + kTileK > all.end;
 
     __syncthreads(); // nobody reads the last tile any more
-    load<kTileK, kD>(0, k_of<T>(in, sequence, p.batch, p.head / in.group).rows(p.k0, k1));
-    load<kTileK, kDv>(kV, v_of<T>(in, sequence, p.batch, p.head / in.group).rows(p.k0, k1));
-    load<kTileQ, kD>(kQ, queries(in.q, p, sequence, q1, in.head_dim));
-    load<kTileQ, kDv>(kDo, queries(a.dout, p, sequence, q1, in.head_dim_v));
+    load<kTileK, kD>(0, k_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
+    load<kTileK, kDv>(kV, v_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
+    load<kTileQ, kD>(kQ, queries(in.q, place, sequence, q1, in.head_dim));
+    load<kTileQ, kDv>(kDo, queries(a.dout, place, sequence, q1, in.head_dim_v));
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
 
-    const Scores<F, float, C.dtype == kF32 ? Functions::full : Functions::half> scores(in, sequence, p.batch);
-    const i32 i = p.q0 + query_warp * kQueries * 16, j = p.k0 + key_warp * kKeys * 16;
+    const Scores<F, float, C.dtype == kF32 ? Functions::full : Functions::half> scores(in, sequence, place.batch);
+    const i32 i = place.q0 + query_warp * kQueries * 16, j = place.k0 + key_warp * kKeys * 16;
     multiply<kD, true>(P, 0, kQ);
-    const auto lse = [&](int n) { return RowLse{*this, p, sequence, i + 16 * n, q1}; };
+    const auto lse = [&](int n) { return RowLse{*this, place, sequence, i + 16 * n, q1}; };
     if (masked)
-      probabilities<F, true, Slope::none, true>(P, P, scores, p.head, i, j, k1, lse);
+      probabilities<F, true, Slope::none, true>(P, P, scores, place.head, i, j, k1, lse);
     else
-      probabilities<F, false, Slope::none, true>(P, P, scores, p.head, i, j, k1, lse);
+      probabilities<F, false, Slope::none, true>(P, P, scores, place.head, i, j, k1, lse);
     const KeyMajorDropout<F> dropout{Dropout<F>(in)};
-    if constexpr (F.dropout) dropout.mark(P, i, j, p.head, p.batch);
+    if constexpr (F.dropout) dropout.mark(P, i, j, place.head, place.batch);
     multiply<kDv, false>(dS, kV, kDo);
 #pragma unroll
     for (int n = 0; n < kQueries; ++n) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float D = *delta(p, sequence, i + 16 * n + tile::lane_column(k / 2, k % 2), q1);
+        const float D = *delta(place, sequence, i + 16 * n + tile::lane_column(k / 2, k % 2), q1);
 #pragma unroll
         for (int m = 0; m < 2 * kKeys; ++m) {
           float &x = dS[m / 2][n].x[k / 2][2 * (m % 2) + k % 2], probability = P[m / 2][n].x[k / 2][2 * (m % 2) + k % 2];
@@ -88,22 +88,23 @@ private:
   // Of the queries from `first` on, loaded where it is used: registers are short.
   struct RowLse {
     const TileGradient &gradient;
-    const Part &p;
+    const Place &place;
     const Sequence &sequence;
     i32 first, q1;
     __device__ __forceinline__ float lse(int c, int e) const { // of rows that are not there, or see nothing: +inf
       const i32 row = first + tile::lane_column(c, e);
-      const float x = row < q1 ? *gradient.a.lse.template at<const float>(p.batch, p.head, sequence.q0 + row, 0) : minus_infinity<float>();
+      const float x =
+          row < q1 ? *gradient.a.lse.template at<const float>(place.batch, place.head, sequence.q0 + row, 0) : minus_infinity<float>();
       return x == minus_infinity<float>() ? -x : x;
     }
     __device__ __forceinline__ float correction(int c, int e) const {
-      return gradient.delta(p, sequence, first + tile::lane_column(c, e), q1)[gradient.in.rows()] * kLog2e<float>;
+      return gradient.delta(place, sequence, first + tile::lane_column(c, e), q1)[gradient.in.rows()] * kLog2e<float>;
     }
   };
 
-  __device__ __forceinline__ tile::Matrix<const T> queries(const Operand &x, const Part &p, const Sequence &sequence, i32 q1,
+  __device__ __forceinline__ tile::Matrix<const T> queries(const Operand &x, const Place &place, const Sequence &sequence, i32 q1,
                                                            i32 columns) const {
-    return {x.at<const T>(p.batch, p.head, sequence.q0 + p.q0, 0), x.stride[2], x.stride[3], q1 - p.q0, columns};
+    return {x.at<const T>(place.batch, place.head, sequence.q0 + place.q0, 0), x.stride[2], x.stride[3], q1 - place.q0, columns};
   }
   template <int kRows, int kColumns> __device__ __forceinline__ void load(u32 target, const tile::Matrix<const T> &m) const {
     if constexpr (kTf32)
@@ -123,13 +124,13 @@ private:
     else
       tile::multiply<T, kInner, false>(x, keys, queries);
   }
-  __device__ __forceinline__ bool kept(const Part &p) const { // a tile lies within one block
-    if constexpr (F.blocks) return in.blocks.row(p.batch, p.head, p.q0 / in.blocks.row_tokens).keeps(p.k0);
+  __device__ __forceinline__ bool kept(const Place &place) const { // a tile lies within one block
+    if constexpr (F.blocks) return in.blocks.row(place.batch, place.head, place.q0 / in.blocks.row_tokens).keeps(place.k0);
     return true;
   }
   // D of a row before q1, and in.rows() further its LSE's correction.
-  __device__ __forceinline__ const float *delta(const Part &p, const Sequence &sequence, i32 row, i32 q1) const {
-    return (const float *)a.delta + in.row_index(p.batch, p.head, sequence.q0 + min(row, q1 - 1));
+  __device__ __forceinline__ const float *delta(const Place &place, const Sequence &sequence, i32 row, i32 q1) const {
+    return (const float *)a.delta + in.row_index(place.batch, place.head, sequence.q0 + min(row, q1 - 1));
   }
 };
 

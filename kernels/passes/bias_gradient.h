@@ -22,7 +22,7 @@ private:
     static __device__ constexpr bool of_part() { return false; }
     const Gradient gradient;
     float *const sums; // of the tile, transposed, where the inputs were
-    typename Gradient::Part part;
+    typename Gradient::Place place;
 
     __device__ __forceinline__ Tile(const Arguments &a, unsigned char *shared) : gradient(a, shared), sums((float *)shared) {}
 
@@ -34,13 +34,13 @@ private:
         sum += x;
     }
     __device__ __forceinline__ bool take_queries(i32 b, i32 h, i32 q0) {
-      part = {b, h, q0, 0};
+      place = {b, h, q0, 0};
       return true;
     }
     __device__ __forceinline__ void add(Sum &sum, Sum &lost, i32 k0) {
       Sum P, dS;
-      part.k0 = k0;
-      if (!gradient.compute(P, dS, part)) return;
+      place.k0 = k0;
+      if (!gradient.compute(P, dS, place)) return;
 #pragma unroll
       for (int i = 0; i < 8 * kKeys * kQueries; ++i) {
         const int m = i / (8 * kQueries), n = i / 8 % kQueries, c = i / 4 % 2, e = i % 4;

@@ -8,15 +8,8 @@
 
 namespace strobe::passes {
 
-template <bool kBackward> struct ArgumentsOf {
-  using type = ForwardArguments;
-};
-template <> struct ArgumentsOf<true> {
-  using type = BackwardArguments;
-};
-
 template <PaddingConfig C> struct Padding {
-  using Arguments = typename ArgumentsOf<C.backward>::type;
+  using Arguments = typename Either<C.backward != 0, BackwardArguments, ForwardArguments>::type;
   using T = Result<C.dtype, C.partial != 0>;
   using Lse = typename Element<C.dtype>::real;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;

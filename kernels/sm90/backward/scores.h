@@ -326,7 +326,7 @@ public:
       for (int k = 0; k < 4; ++k) {
         if (row >= there) x[k] = 0, bad[k] = 0;
         const u32 all = spread(bad[k]);
-        x[k] = (x[k] & (~all | 0x80008000u)) | (kLargest ? all & (0x7FFF7FFFu - Exponent<T>::kUnit) : 0);
+        x[k] = (x[k] & (~all | 0x80008000u)) | (kLargest ? all & (0x7FFF7FFFu - ExponentBits<T>::kUnit) : 0);
       }
       store_shared(place, x);
     }
