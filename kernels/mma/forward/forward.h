@@ -132,21 +132,23 @@ private:
     return {item.split, a.splits};
   }
 
+  // Those that some of the queries see.
+  __device__ __forceinline__ auto tiles_of_keys() const {
+    if constexpr (F.part) {
+      extern __shared__ __align__(128) unsigned char shared[];
+      static_assert(sizeof(SharedKeys::Memory) <= 640);
+      return SharedKeys(*reinterpret_cast<SharedKeys::Memory *>(shared + C.forward_walk_at()), sequence.band, item.q, last(), C.tile_k,
+                        F.part == kAnywhere ? 1 : 16, blocks(), held_keys(in, item.b));
+    } else {
+      return Schedule(sequence.band, item.q, last(), C.tile_k, C.invariant ? C.tile_k : 16, blocks(), part());
+    }
+  }
+
   // Returns whether V had numbers that were not finite.
   __device__ __forceinline__ bool compute() {
     Accumulator O[kM][Warps::columns()] = {};
     RowSoftmax<2 * kM> softmax;
-    extern __shared__ __align__(128) unsigned char shared[];
-    static_assert(sizeof(SharedKeys::Memory) <= 640);
-    constexpr i32 kWalkAt = C.forward_walk_at();
-    const auto walk = [&] {
-      if constexpr (F.part)
-        return SharedKeys(*reinterpret_cast<SharedKeys::Memory *>(shared + kWalkAt), sequence.band, item.q, last(), C.tile_k,
-                          F.part == kAnywhere ? 1 : 16, blocks(), held_keys(in, item.b));
-      else
-        return Schedule(sequence.band, item.q, last(), C.tile_k, C.invariant ? C.tile_k : 16, blocks(), part());
-    };
-    auto tiles = walk();
+    auto tiles = tiles_of_keys();
     Tile tile, next;
     bool more = tiles.next(next), nonfinite = false;
     int stage = 0;
