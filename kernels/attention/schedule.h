@@ -39,17 +39,17 @@ using KeyTile = BasicKeyTile<i64>;
 
 // Tiles of keys for the queries [q0, q1), q0 < q1, which lie within one row of blocks. They ascend, do not overlap, have at most `tile`
 // keys, and each has a visible key in its hull. Adjacent kept blocks are walked as one run unless each block holds whole tiles. `align`
-// divides `tile` and, for block-sparse, the block. part: this walk's share where several divide the keys.
+// divides `tile` and, for block-sparse, the block. share: this walk's share where several divide the keys.
 template <class Int> class BasicSchedule {
 public:
   using Range = BasicRange<Int>;
-  struct Part {
+  struct Share {
     Int index, count;
-    Int keys = 0; // not 0: the part is keys [index * keys, index * keys + keys), whatever the queries see
+    Int keys = 0; // not 0: the keys [index * keys, index * keys + keys), whatever the queries see
   };
   STROBE_FN BasicSchedule(const BasicBand<Int> &band, Int q0, Int q1, Int tile, Int align, BlockRow row = {nullptr, 0, 0},
-                          Part part = {0, 1})
-      : any_(share(band.keys_any(q0, q1), tile, align, part)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align),
+                          Share share = {0, 1})
+      : any_(keys_of_share(band.keys_any(q0, q1), tile, align, share)), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align),
         seqlen_(band.seqlen_k) {
     begin();
   }
@@ -59,15 +59,15 @@ public:
     begin();
   }
 
-  // The part of the keys that one of several walks over.
-  STROBE_FN static Range share(Range keys, Int tile, Int align, Part part) {
-    if (part.keys) return intersect(keys, {part.index * part.keys, part.index * part.keys + part.keys});
-    if (part.count == 1) return keys;
+  // The keys that one of several walks over.
+  STROBE_FN static Range keys_of_share(Range keys, Int tile, Int align, Share share) {
+    if (share.keys) return intersect(keys, {share.index * share.keys, share.index * share.keys + share.keys});
+    if (share.count == 1) return keys;
     Int first = Int(round_down(keys.begin, align));
     u32 some =
-        (u32)(max(keys.end - first, Int(0)) + part.count - 1) / (u32)part.count; // positions fit 31 bits; a 64-bit division is a call
+        (u32)(max(keys.end - first, Int(0)) + share.count - 1) / (u32)share.count; // positions fit 31 bits; a 64-bit division is a call
     Int length = Int(round_up(some, tile));
-    return intersect(keys, {first + part.index * length, first + (part.index + 1) * length});
+    return intersect(keys, {first + share.index * length, first + (share.index + 1) * length});
   }
 
   STROBE_FN bool next(BasicKeyTile<Int> &tile) {

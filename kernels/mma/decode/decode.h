@@ -77,12 +77,12 @@ private:
   };
 
   __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // query + 1
-  __device__ __forceinline__ Schedule::Part part(int w) const { return {(i64)split * C.groups() + w, (i64)a.splits * C.groups()}; }
+  __device__ __forceinline__ Schedule::Share share(int w) const { return {(i64)split * C.groups() + w, (i64)a.splits * C.groups()}; }
 
   __device__ __forceinline__ void compute() {
     const auto k = k_of_call<T, F>(a, sequence, b, head);
     const auto v = v_of_call<T, F>(a, sequence, b, head);
-    Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, part(group)), tiles = ahead;
+    Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, share(group)), tiles = ahead;
     int loading = 0, stage = 0;
     tile::load<C.tile_q, kD, kThreads, kAligned>(q_shared, PackedRows{*this, rows - first, in.head_dim, in.q.stride[3]}, threadIdx.x);
     cp_async_commit();
@@ -300,7 +300,7 @@ private:
   template <class Values> __device__ __forceinline__ void add_nonfinite(const Values &v) const {
     Results results{*this, min((i32)C.tile_q, rows - first)};
     for (int w = 0; w < C.groups(); ++w) {
-      Range keys = Schedule::share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, part(w));
+      Range keys = Schedule::keys_of_share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, share(w));
       __syncthreads();
       strobe::add_nonfinite<kThreads>(scores, dropout, v, keys, {nullptr, 0, 0}, results, (int)threadIdx.x);
     }

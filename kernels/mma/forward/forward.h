@@ -127,8 +127,8 @@ private:
     if constexpr (F.blocks) return in.blocks.row(item.b, item.h, (u32)item.q / (u32)in.blocks.row_tokens);
     return {nullptr, 0, 0};
   }
-  __device__ __forceinline__ Schedule::Part part() const {
-    if constexpr (C.invariant) return item.split < 0 ? Schedule::Part{0, 1} : Schedule::Part{item.split, 1, C.chunk()};
+  __device__ __forceinline__ Schedule::Share share() const {
+    if constexpr (C.invariant) return item.split < 0 ? Schedule::Share{0, 1} : Schedule::Share{item.split, 1, C.chunk()};
     return {item.split, a.splits};
   }
 
@@ -140,7 +140,7 @@ private:
       return SharedKeys(*reinterpret_cast<SharedKeys::Memory *>(shared + C.forward_walk_at()), sequence.band, item.q, last(), C.tile_k,
                         F.part == kAnywhere ? 1 : 16, blocks(), held_keys(in, item.b));
     } else {
-      return Schedule(sequence.band, item.q, last(), C.tile_k, C.invariant ? C.tile_k : 16, blocks(), part());
+      return Schedule(sequence.band, item.q, last(), C.tile_k, C.invariant ? C.tile_k : 16, blocks(), share());
     }
   }
 
@@ -274,7 +274,7 @@ private:
   __device__ __forceinline__ void add_nonfinite() const {
     Results results{*this, min((i32)C.tile_q, scores.seqlen_q - item.q)};
     if constexpr (F.part) return add_nonfinite_of_ranges(results);
-    Range keys = Schedule::share(sequence.band.keys_any(item.q, last()), C.tile_k, 16, part());
+    Range keys = Schedule::keys_of_share(sequence.band.keys_any(item.q, last()), C.tile_k, 16, share());
     __syncthreads();
     strobe::add_nonfinite<kThreads>(scores, dropout.dropout, v, keys, blocks(), results, (int)threadIdx.x);
   }

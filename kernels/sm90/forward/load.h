@@ -12,21 +12,21 @@
 namespace strobe::sm90 {
 
 // Of the keys: what the item walks over.
-template <Config C> __device__ __forceinline__ BasicSchedule<i32>::Part part(const ForwardArguments &a, const Item &item) {
+template <Config C> __device__ __forceinline__ BasicSchedule<i32>::Share share_of(const ForwardArguments &a, const Item &item) {
   if constexpr (C.chunked() && C.split) return {item.split(), 1, C.chunk()};
   return {item.split(), C.split ? a.splits : 1};
 }
 // The tiles of keys for a tile of queries.
 template <Config C>
 __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item,
-                                                       const BasicSchedule<i32>::Part &part) {
+                                                       const BasicSchedule<i32>::Share &share) {
   BlockRow row{nullptr, 0, 0};
   if constexpr (C.features.blocks) row = a.in.blocks.row(item.b, item.h, item.q / a.in.blocks.row_tokens);
-  return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, C.invariant ? C.tile_k : 16, row, part};
+  return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, C.invariant ? C.tile_k : 16, row, share};
 }
 template <Config C>
 __device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
-  return schedule<C>(a, band, item, part<C>(a, item));
+  return schedule<C>(a, band, item, share_of<C>(a, item));
 }
 
 // The same, each chunk of keys twice: where a tile of queries is computed again (kFixedByRow).
