@@ -95,7 +95,8 @@ def sizes(programs: list[Program]) -> dict[str, int]:
         # PTX ends at the last that is not 0
         content = bytes(int(n) for n in listed[1].split(",")).ljust(4 * len(of), b"\0")  # type: ignore[index]
         found |= dict(zip((program.name for program in of), (n for (n,) in struct.iter_unpack("<I", content)), strict=True))
-    assert all(found.values())
+    if not all(found.values()):
+        raise SystemExit(f"arguments of no size: {[name for name, size in found.items() if not size]}")
     return found
 
 
