@@ -91,29 +91,7 @@ def hyperbolic_attention(
     Learning for Hyperbolic Representations.
     """
     points = {"q": q, "k": k, "v": v}
-    wrong: Wrong = []
-    for name, choice, choices in (("model", model, ("lorentz", "poincare")), ("aggregate", aggregate, ("centroid", "midpoint"))):
-        is_choice(wrong, name, choice, choices)
-    flag(wrong, "return_lse", return_lse)
-    refused: Wrong = []
-    shift = number(refused, "c", c)
-    if refused or not math.isfinite(shift):
-        wrong.append(ValueError(f"c: {shown(c)}; accepted is a finite number"))
-        shift = 0.0
-    for name in _FIXED:
-        if (x := options.pop(name, None)) is not None:
-            wrong.append(ValueError(f"{name}: {shown(x)}; accepted is none: the score is the distance's"))
-    check_names("hyperbolic_attention", options, wrong, _NAMES, _HINTS)
-    options = {**{name: x for name, x in options.items() if name in _NAMES}, "score": "hyperbolic", "beta": beta, "shift": shift}
-    scaled = [name for name in ("k_scale", "v_scale") if options.get(name) is not None]
-    wrong += [ValueError(f"{name}: given; accepted is None, for quantised points lie beside the hyperboloid") for name in scaled]
-    if scaled:
-        raise refusal(wrong)  # k and v are no points, so that nothing else can be said of them
-    if isinstance(part := options.get("part"), Part):
-        if part.partial:
-            wrong.append(ValueError("part: partial=True; accepted is partial=False, for strobe.merge() does not add up points"))
-        elif aggregate == "midpoint" and not _has_all_keys(part):
-            wrong.append(ValueError("part: of fewer keys than there are, with aggregate 'midpoint'; accepted is 'centroid', for " + _WEIGH))
+    options, wrong = _translated(model, aggregate, return_lse, beta, c, options)
     framework = known_framework(q)
     if framework is None or not all(_may_be_points(framework, name, x, q) for name, x in points.items()):
         _refuse(q, k, v, options, wrong)
@@ -140,6 +118,36 @@ def hyperbolic_attention(
     if model == "poincare":
         out = lorentz_to_poincare(out)
     return (out, lse) if return_lse else out
+
+
+def _translated(
+    model: object, aggregate: object, return_lse: object, beta: object, c: object, options: dict[str, Any]
+) -> tuple[dict[str, Any], Wrong]:
+    """The options of attention(), and what is wrong with those that can be judged without the points."""
+    wrong: Wrong = []
+    for name, choice, choices in (("model", model, ("lorentz", "poincare")), ("aggregate", aggregate, ("centroid", "midpoint"))):
+        is_choice(wrong, name, choice, choices)
+    flag(wrong, "return_lse", return_lse)
+    refused: Wrong = []
+    shift = number(refused, "c", c)
+    if refused or not math.isfinite(shift):
+        wrong.append(ValueError(f"c: {shown(c)}; accepted is a finite number"))
+        shift = 0.0
+    for name in _FIXED:
+        if (x := options.pop(name, None)) is not None:
+            wrong.append(ValueError(f"{name}: {shown(x)}; accepted is none: the score is the distance's"))
+    check_names("hyperbolic_attention", options, wrong, _NAMES, _HINTS)
+    options = {**{name: x for name, x in options.items() if name in _NAMES}, "score": "hyperbolic", "beta": beta, "shift": shift}
+    scaled = [name for name in ("k_scale", "v_scale") if options.get(name) is not None]
+    wrong += [ValueError(f"{name}: given; accepted is None, for quantised points lie beside the hyperboloid") for name in scaled]
+    if scaled:
+        raise refusal(wrong)  # k and v are no points, so that nothing else can be said of them
+    if isinstance(part := options.get("part"), Part):
+        if part.partial:
+            wrong.append(ValueError("part: partial=True; accepted is partial=False, for strobe.merge() does not add up points"))
+        elif aggregate == "midpoint" and not _has_all_keys(part):
+            wrong.append(ValueError("part: of fewer keys than there are, with aggregate 'midpoint'; accepted is 'centroid', for " + _WEIGH))
+    return options, wrong
 
 
 def _refuse(q: Array, k: Array, v: Array, options: Any, wrong: Wrong) -> NoReturn:
