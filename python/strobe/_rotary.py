@@ -17,6 +17,11 @@ def check_tables(cos: Tensor, sin: Tensor, head_dim: int, positions: int, names:
         raise ValueError(f"{names}: length {len(cos)}; accepted is {max(positions, 1)} or more, to the last token's position")
 
 
+def rotate_tokens(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """rotate() of packed tokens: x (T, H, D), positions (T,)."""
+    return rotate(x[None], cos, sin, positions[None], interleaved)[0]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """x (B, S, H, D), of which the first 2R columns turn by the angles of their token's position.
 

@@ -18,9 +18,10 @@ with needed_by(__name__, TORCH_EXTRA):
 from torch import Tensor
 
 from ._checks import Wrong, flag, is_choice, is_whole, refusal
-from ._kinds import kind, shown
+from ._kinds import shown
 from ._places import places
-from ._rotary import check_tables, rotate
+from ._rotary import check_tables, rotate_tokens
+from ._tensors import incomplete, misplaced, unfit_tensors
 from ._writable import not_writable
 from .arrays.torch import TORCH
 
@@ -56,7 +57,7 @@ def quantise(
     Raises:
         TypeError, ValueError: an argument is not as described above.
     """
-    wrong = _unfit({"x": x})
+    wrong = unfit_tensors({"x": x})
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     for name, given, accepted in (("dtype", dtype, (*_LARGEST,)), ("scale_dtype", scale_dtype, (torch.float32, torch.float16))):
         if given not in accepted:
@@ -183,60 +184,67 @@ def append(
     maybe = {"page_table": page_table, "cu_seqlens": cu_seqlens, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     maybe.update({"k_scale": k_scale, "v_scale": v_scale})
     tensors.update({name: x for name, x in maybe.items() if x is not None})  # PyTorch 2.4 does not trace |=
-    wrong = _unfit(tensors)
+    wrong = unfit_tensors(tensors)
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     flag(wrong, "rotary_interleaved", rotary_interleaved)
-    if (rotary_cos is None) != (rotary_sin is None):
-        absent, there = ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
-        wrong.append(ValueError(f"{absent}: None beside {there}; accepted are both or neither"))
-    if (k_scale is None) != (v_scale is None):
-        absent, there = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
-        wrong.append(ValueError(f"{absent}: None beside {there}; accepted are both or neither"))
+    wrong += incomplete(maybe, ("rotary_cos", "rotary_sin"), ("k_scale", "v_scale"))
     if wrong:
         raise refusal(wrong)
     bshd = layout == "bshd"
-    wrong = _misplaced(tensors) or _unlike(tensors, bshd)
+    wrong = misplaced(tensors) or _unlike(tensors, bshd)
     caches = {name: x for name, x in tensors.items() if name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     wrong = wrong or not_writable(caches, {name: x for name, x in tensors.items() if name not in caches})
     if wrong:
         raise refusal(wrong)
     row = 1 if bshd else 2
-    batch, page = seqlens.shape[0], k_cache.shape[row]
-    table = torch.arange(batch, device=k.device, dtype=torch.int32)[:, None] if page_table is None else page_table
-    room = table.shape[1] * page
+    # A row of a contiguous cache is the one page of its sequence.
+    table = torch.arange(len(seqlens), device=k.device, dtype=torch.int32)[:, None] if page_table is None else page_table
     new = k.shape[row] if cu_seqlens is None else cu_seqlens.diff()
-    if isinstance(new, int) and new > room:
-        raise ValueError(f"k: {new} tokens; accepted are up to {room}, for which a sequence has room")
-    counts: list[int] | None = None  # of new tokens, where anybody looks at numbers
-    if TORCH.is_readable(seqlens) and (cu_seqlens is None or TORCH.is_readable(cu_seqlens)):
-        counts = [new] * batch if isinstance(new, int) else new.tolist()
-        for b, (n, count) in enumerate(zip(seqlens.tolist(), counts, strict=True)):
-            if count > room:
-                raise ValueError(f"cu_seqlens: {count} tokens at [{b}]; accepted are up to {room}, for which a sequence has room")
-            if not 0 <= n <= room - count:
-                raise ValueError(f"seqlens: {n} at [{b}]; accepted are 0 to {room - count}, for a sequence has room for {room} tokens")
-        if TORCH.is_readable(table):
-            _check_pages(table.tolist(), seqlens.tolist(), counts, page, k_cache.shape[0])
+    counts = _check_room(seqlens, new, table, k_cache.shape[row], k_cache.shape[0])
     if cu_seqlens is None:  # a row for each token
         k, v = ((x if bshd else x.transpose(1, 2)).flatten(0, 1) for x in (k, v))
     if rotary_cos is not None and rotary_sin is not None:
         furthest = 0 if counts is None else max((seqlens + new).tolist(), default=0)
         check_tables(rotary_cos, rotary_sin, k.shape[2], furthest)
         _, positions, _ = places(seqlens, cu_seqlens, len(k))
-        k = rotate(k[None], rotary_cos, rotary_sin, positions[None], rotary_interleaved)[0]
+        k = rotate_tokens(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
     if k_scale is not None and v_scale is not None:
-        largest = {"k": _largest(k, None, 0), "v": _largest(v, None, 0)}
-        if counts is not None and TORCH.is_readable(k):
-            for name, scale in (("k", k_scale), ("v", v_scale)):
-                written = largest[name][: sum(counts)]  # what is behind is padding
-                wrong += _not_quantisable(name, written, k_cache.dtype, scale.dtype, f"{name}_scale of dtype torch.float32")
-        if wrong:
-            raise refusal(wrong)
-        k, scale_k = _rounded(k, largest["k"], k_cache.dtype, None, 0, k_scale.dtype)
-        v, scale_v = _rounded(v, largest["v"], k_cache.dtype, None, 0, v_scale.dtype)
+        tokens = None if counts is None else sum(counts)
+        (k, scale_k), (v, scale_v) = _quantised_tokens({"k": (k, k_scale.dtype), "v": (v, v_scale.dtype)}, k_cache.dtype, tokens)
         _write(k_scale[..., None], v_scale[..., None], scale_k[..., None], scale_v[..., None], seqlens, table, cu_seqlens, bshd)
     _write(*map(_as_bytes, (k_cache, v_cache, k, v)), seqlens, table, cu_seqlens, bshd)
     return seqlens + new
+
+
+def _check_room(seqlens: Tensor, new: int | Tensor, table: Tensor, page: int, pages: int) -> list[int] | None:
+    """How many new tokens each sequence gets, for which it has to have room in pages of its own; None where nobody looks at numbers."""
+    room = table.shape[1] * page
+    if isinstance(new, int) and new > room:
+        raise ValueError(f"k: {new} tokens; accepted are up to {room}, for which a sequence has room")
+    if not (TORCH.is_readable(seqlens) and (not isinstance(new, Tensor) or TORCH.is_readable(new))):
+        return None
+    counts: list[int] = new.tolist() if isinstance(new, Tensor) else [new] * len(seqlens)
+    for b, (n, count) in enumerate(zip(seqlens.tolist(), counts, strict=True)):
+        if count > room:
+            raise ValueError(f"cu_seqlens: {count} tokens at [{b}]; accepted are up to {room}, for which a sequence has room")
+        if not 0 <= n <= room - count:
+            raise ValueError(f"seqlens: {n} at [{b}]; accepted are 0 to {room - count}, for a sequence has room for {room} tokens")
+    if TORCH.is_readable(table):
+        _check_pages(table.tolist(), seqlens.tolist(), counts, page, pages)
+    return counts
+
+
+def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch.dtype, tokens: int | None) -> list[tuple[Tensor, Tensor]]:
+    """Data and scale of k and of v, (Tnew, Hkv, D), each given with the dtype of its scales. tokens: how many are to be written, behind
+    which is padding; None where nobody looks at numbers."""
+    largest = {name: _largest(x, None, 0) for name, (x, _) in given.items()}
+    wrong: Wrong = []
+    if tokens is not None and TORCH.is_readable(given["k"][0]):
+        for name, (_, scale_dtype) in given.items():
+            wrong += _not_quantisable(name, largest[name][:tokens], dtype, scale_dtype, f"{name}_scale of dtype torch.float32")
+    if wrong:
+        raise refusal(wrong)
+    return [_rounded(x, largest[name], dtype, None, 0, scale_dtype) for name, (x, scale_dtype) in given.items()]
 
 
 @torch.no_grad()
@@ -266,7 +274,7 @@ def copy(
     tensors = {"k_cache": k_cache, "v_cache": v_cache, "source": source, "target": target}
     scales = {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
     tensors.update(scales)
-    wrong = _unfit(tensors) or _misplaced(tensors)
+    wrong = unfit_tensors(tensors) or misplaced(tensors)
     if len(scales) == 1:
         wrong.append(ValueError(f"{'v_scale' if 'k_scale' in scales else 'k_scale'}: None beside the other; accepted are both or neither"))
     if wrong:
@@ -312,9 +320,9 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
         TypeError, ValueError: an argument is not as described above.
     """
     tensors = {"cache": cache, "page_table": page_table} | ({} if seqlens is None else {"seqlens": seqlens})
-    wrong = _unfit(tensors)
+    wrong = unfit_tensors(tensors)
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
-    wrong = wrong or _misplaced(tensors)
+    wrong = wrong or misplaced(tensors)
     if wrong:
         raise refusal(wrong)
     if cache.dim() == 3:
@@ -393,26 +401,6 @@ def _(
 @_copy.register_fake
 def _(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
     return None
-
-
-def _unfit(given: dict[str, Tensor]) -> Wrong:
-    """What is no tensor, or one whose memory is not what it means."""
-    wrong: Wrong = []
-    for name, x in given.items():
-        refused = TORCH.unfit(name, x) if isinstance(x, Tensor) else TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor")
-        wrong += [] if refused is None else [refused]
-    return wrong
-
-
-def _misplaced(given: dict[str, Tensor]) -> Wrong:
-    """What does not lie where the first one does."""
-    first, *_ = given
-    there = given[first].device
-    return [
-        ValueError(f"{name}: on device {x.device}; accepted is {there}, where {first} lies")
-        for name, x in given.items()
-        if x.device != there
-    ]
 
 
 def _check_lists(page_table: Tensor | None, seqlens: Tensor | None, batch: int | None = None) -> int:

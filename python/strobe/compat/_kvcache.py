@@ -11,14 +11,15 @@ from torch import Tensor
 from strobe._checks import Wrong, is_integer, is_whole, refusal
 from strobe._kinds import kind, shown
 from strobe._places import places
-from strobe._rotary import check_tables, rotate
+from strobe._rotary import check_tables, rotate, rotate_tokens
+from strobe._tensors import incomplete, misplaced, unfit_tensors
 from strobe.kv import append
 
 from .._writable import not_writable
 from ..arrays.torch import TORCH
 from ._call import Window, attend, bounds
 from ._gaps import check_cu_seqlens, parts, within
-from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
+from ._words import in_words_of, python_numbers, switch_or_refusal
 
 
 @torch.no_grad()
@@ -63,66 +64,25 @@ def attend_to_cache(
     if isinstance(cache_seqlens, Tensor):
         maybe["cache_seqlens"] = cache_seqlens
     tensors.update({name: x for name, x in maybe.items() if x is not None})
-    wrong: Wrong = [x for x in [tensor_or_refusal(name, x) for name, x in tensors.items()] if isinstance(x, Exception)]
-    wrong += beside or []
-    if not (cache_seqlens is None or isinstance(cache_seqlens, Tensor) or is_whole(cache_seqlens)):
-        wrong.append(TypeError(f"cache_seqlens: {kind(cache_seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"))
-    switches = {"causal": causal, "rotary_interleaved": rotary_interleaved, "return_softmax_lse": return_softmax_lse}
-    wrong += [x for x in [switch_or_refusal(name, x) for name, x in switches.items()] if isinstance(x, Exception)]
-    is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
     window_size = python_numbers(window_size)
     window = bounds(window_size)
-    if isinstance(window, Exception):
-        wrong.append(window)
-    for a, b in (("k", "v"), ("rotary_cos", "rotary_sin")):
-        if (maybe[a] is None) != (maybe[b] is None):
-            absent, there = (a, b) if maybe[a] is None else (b, a)
-            wrong.append(ValueError(f"{absent}: None beside {there}; accepted are both or neither"))
-    for name in ("cache_batch_idx", "cache_leftpad"):
-        if table is not None and maybe[name] is not None:
-            wrong.append(ValueError(f"{name}: given beside {table_name}; accepted is None, for the table says where a sequence lies"))
-    for name, of in (("rotary_cos", "k"), ("cu_seqlens_k_new", "k"), ("rotary_seqlens", "rotary_cos")):
-        if maybe[name] is not None and maybe[of] is None:
-            needed = "k and v, new keys" + (" to be turned" if name == "rotary_cos" else "") if of == "k" else "rotary_cos and rotary_sin"
-            wrong.append(ValueError(f"{of}: None beside {name}; accepted are {needed}, or no {name}"))
+    switches = {"causal": causal, "rotary_interleaved": rotary_interleaved, "return_softmax_lse": return_softmax_lse}
+    wrong = unfit_tensors(tensors) + (beside or []) + _wrong_numbers(cache_seqlens, switches, num_splits, window)
+    wrong += incomplete(maybe, ("k", "v"), ("rotary_cos", "rotary_sin")) + _wrong_company(maybe, table_name)
     if wrong:
         raise refusal(wrong)
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
-    fresh = {} if k is None or v is None else {"k": k, "v": v}
-    wrong = _misplaced(q, {name: x for name, x in {**tensors, **maybe}.items() if isinstance(x, Tensor)})
-    if wrong:
+    if wrong := misplaced(tensors, on_host=("cache_seqlens", "cache_batch_idx", "cache_leftpad")):
         raise refusal(wrong)
-    batch = q.shape[0] if cu_seqlens_q is None else check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
-    if cu_seqlens_k_new is not None and (found := check_cu_seqlens("cu_seqlens_k_new", cu_seqlens_k_new, "k", fresh["k"])) != batch:
-        raise ValueError(f"cu_seqlens_k_new: shape ({found + 1},); accepted is ({batch + 1},), as q has batches")
-    packed = {name for name, cu in (("q", cu_seqlens_q), ("k", cu_seqlens_k_new), ("v", cu_seqlens_k_new)) if cu is not None}
-    named_table = None if table is None else (table_name, table)
-    wrong = _shapes_against(
-        {"q": q, "k_cache": k_cache, "v_cache": v_cache}, fresh, batch, packed, cache_batch_idx is not None, named_table
-    )
-    if fresh:
-        wrong += not_writable({"k_cache": k_cache, "v_cache": v_cache}, {"q": q, **fresh})
-    if wrong:
-        raise refusal(wrong)
-    rows_of_cache, length = k_cache.shape[:2]
-    if table is not None:
-        length *= table.shape[1]
-    filled = length if cache_seqlens is None else cache_seqlens
-    new: int | Tensor = 0 if k is None else k.shape[1]  # of each sequence
-    if cu_seqlens_k_new is not None:
-        new = cu_seqlens_k_new.diff()
-        filled = torch.as_tensor(filled, device=q.device)  # beside the new ones, wherever these are
-        filled = filled if isinstance(cache_seqlens, Tensor) else filled.expand(batch)
-    filled = _filled(filled, new, batch, length)
-    rows, exists = None, None  # exists: bool (B,), of a cache_batch_idx that nobody has read
-    if cache_batch_idx is not None:
-        rows = within("cache_batch_idx", cache_batch_idx, batch, rows_of_cache - 1, f"a cache of {rows_of_cache} rows").long()
-        exists = None if TORCH.is_readable(cache_batch_idx) else rows == cache_batch_idx
-        if fresh and exists is None and len(set(numbers := rows.tolist())) < batch:
-            raise ValueError(f"cache_batch_idx: {shown(numbers)} beside k and v; accepted are rows that differ from one another")
+    batch = _check_shapes(tensors, None if table is None else (table_name, table))
+    length = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    filled, new = _lengths(cache_seqlens, k, cu_seqlens_k_new, batch, length, q.device)
+    rows, exists = _rows_of_cache(cache_batch_idx, batch, k_cache.shape[0], written=k is not None)
     if cache_leftpad is not None:
         cache_leftpad = within("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends").to(q.device)
+    start = torch.as_tensor(filled, device=q.device).long().expand(batch)
+    end = start + new
 
     options: dict[str, Any] = {
         "dropout_p": 0.0,
@@ -135,32 +95,15 @@ def attend_to_cache(
         "return_attn_probs": True,
         "names": names,
     }
-    if fresh:  # no query, or no key: what is wrong with the call is said before anything is written
-        of_none, *no_keys = [x.new_empty(batch, 0, *x.shape[-2:]) for x in (q, *fresh.values())]
-        attend(of_none, no_keys[0], no_keys[1], **options)
-        if cu_seqlens_q is not None:
-            packed_q: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-            none: dict[str, Any] = {"cu_seqlens_k": torch.zeros_like(cu_seqlens_q), "max_seqlen_k": 0}
-            attend(q, no_keys[0].flatten(0, 1), no_keys[1].flatten(0, 1), **options, **packed_q, **none)
-    if table is not None:
-        options["page_table"] = table
-    start = torch.as_tensor(filled, device=q.device).long().expand(batch)
-    end = start + new
-    if fresh and table is not None:  # likewise of the pages
-        attend(q.new_empty(batch, 0, *q.shape[-2:]), k_cache, v_cache, **options, seqused_k=end.int())
-    if rotary_cos is not None and rotary_sin is not None and k is not None:
-        from_each = causal or window is not None
-        first: int | Tensor = filled
-        if rotary_seqlens is not None:
-            first = within("rotary_seqlens", rotary_seqlens, batch, len(rotary_cos), "the length of rotary_cos")
-        queries = (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if from_each else 1
-        check_tables(rotary_cos, rotary_sin, q.shape[-1], max(_furthest(first, new), _furthest(first, queries)))
-        turn = torch.as_tensor(first, device=q.device).long().expand(batch), rotary_cos, rotary_sin, rotary_interleaved
-        q, k = _turned(q, cu_seqlens_q, from_each, *turn), _turned(k, cu_seqlens_k_new, True, *turn)
     if k is not None and v is not None:
-        place = table
-        if rows is not None:  # each is a page that has all of its sequence's keys
-            place = (rows if exists is None else torch.where(exists, rows, -1)).to(q.device, torch.int32)[:, None]
+        _try_attention(q, k, v, k_cache, v_cache, cu_seqlens_q, max_seqlen_q, table, end, options)
+        if rotary_cos is not None and rotary_sin is not None:
+            first = filled
+            if rotary_seqlens is not None:
+                first = within("rotary_seqlens", rotary_seqlens, batch, len(rotary_cos), "the length of rotary_cos")
+            from_each, tables = causal or window is not None, (rotary_cos, rotary_sin, rotary_interleaved)
+            q, k = _rotated(q, k, cu_seqlens_q, cu_seqlens_k_new, first, new, batch, from_each, tables)
+        place = table if rows is None else _pages_of(rows, exists, q.device)
         with in_words_of({**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}):
             append(k_cache, v_cache, k, v, start.int(), page_table=place, cu_seqlens=cu_seqlens_k_new, layout="bshd")
     if rows is not None:
@@ -168,16 +111,102 @@ def attend_to_cache(
     if exists is not None:
         end = end * exists
         cache_leftpad = None if cache_leftpad is None else cache_leftpad * exists
-
-    if table is not None and cu_seqlens_q is not None:
-        options = {**options, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-    if table is None and (cu_seqlens_q is not None or cache_leftpad is not None):
-        out, lse = _packed(q, cu_seqlens_q, max_seqlen_q, k_cache, v_cache, cache_leftpad, end, options)
-    elif isinstance(filled, int) and exists is None and table is None:
-        out, lse, _ = attend(q, k_cache[:, : filled + new], v_cache[:, : filled + new], **options)
-    else:
-        out, lse, _ = attend(q, k_cache, v_cache, **options, seqused_k=end.int())
+    known = filled + new if isinstance(filled, int) and not isinstance(new, Tensor) and exists is None else None
+    out, lse = _attend_in_place(q, cu_seqlens_q, max_seqlen_q, k_cache, v_cache, table, cache_leftpad, end, known, options)
     return (out, lse) if return_softmax_lse else out
+
+
+def _wrong_numbers(cache_seqlens: object, switches: Mapping[str, object], num_splits: object, window: object) -> Wrong:
+    """What is wrong with arguments that are no tensors. window: as bounds() answers."""
+    wrong: Wrong = []
+    if not (cache_seqlens is None or isinstance(cache_seqlens, Tensor) or is_whole(cache_seqlens)):
+        wrong.append(TypeError(f"cache_seqlens: {kind(cache_seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"))
+    wrong += [x for x in [switch_or_refusal(name, x) for name, x in switches.items()] if isinstance(x, Exception)]
+    is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
+    return [*wrong, window] if isinstance(window, Exception) else wrong
+
+
+def _wrong_company(maybe: dict[str, Tensor | None], table_name: str) -> Wrong:
+    """What is given beside what excludes it, or without what it belongs to."""
+    wrong: Wrong = []
+    for name in ("cache_batch_idx", "cache_leftpad"):
+        if maybe[table_name] is not None and maybe[name] is not None:
+            wrong.append(ValueError(f"{name}: given beside {table_name}; accepted is None, for the table says where a sequence lies"))
+    for name, of in (("rotary_cos", "k"), ("cu_seqlens_k_new", "k"), ("rotary_seqlens", "rotary_cos")):
+        if maybe[name] is not None and maybe[of] is None:
+            needed = "k and v, new keys" + (" to be turned" if name == "rotary_cos" else "") if of == "k" else "rotary_cos and rotary_sin"
+            wrong.append(ValueError(f"{of}: None beside {name}; accepted are {needed}, or no {name}"))
+    return wrong
+
+
+def _check_shapes(tensors: dict[str, Tensor], named_table: tuple[str, Tensor] | None) -> int:
+    """B, if shapes and dtypes fit and the caches may be written where they are. tensors: those that are given, by their names."""
+    q, cu_q, cu_new = tensors["q"], tensors.get("cu_seqlens_q"), tensors.get("cu_seqlens_k_new")
+    caches: dict[str, Tensor] = {name: tensors[name] for name in ("k_cache", "v_cache")}
+    fresh: dict[str, Tensor] = {name: tensors[name] for name in ("k", "v") if name in tensors}
+    batch = q.shape[0] if cu_q is None else check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
+    if cu_new is not None and (found := check_cu_seqlens("cu_seqlens_k_new", cu_new, "k", fresh["k"])) != batch:
+        raise ValueError(f"cu_seqlens_k_new: shape ({found + 1},); accepted is ({batch + 1},), as q has batches")
+    packed = {name for name, cu in (("q", cu_q), ("k", cu_new), ("v", cu_new)) if cu is not None}
+    wrong = _shapes_against({"q": q, **caches}, fresh, batch, packed, "cache_batch_idx" in tensors, named_table)
+    if fresh:
+        wrong += not_writable(caches, {"q": q, **fresh})
+    if wrong:
+        raise refusal(wrong)
+    return batch
+
+
+def _lengths(
+    cache_seqlens: int | Tensor | None, k: Tensor | None, cu_new: Tensor | None, batch: int, length: int, device: torch.device
+) -> tuple[int | Tensor, int | Tensor]:
+    """How many keys of each sequence lie in a cache with room for `length`, and how many are new."""
+    filled = length if cache_seqlens is None else cache_seqlens
+    if cu_new is None:
+        new: int | Tensor = 0 if k is None else k.shape[1]
+    else:
+        new = cu_new.diff()
+        filled = torch.as_tensor(filled, device=device)  # beside the new ones, wherever these are
+        filled = filled if isinstance(cache_seqlens, Tensor) else filled.expand(batch)
+    return _filled(filled, new, batch, length), new
+
+
+def _rows_of_cache(cache_batch_idx: Tensor | None, batch: int, count: int, written: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The row of the cache that each sequence has, and whether there is such a row: None where that is known."""
+    if cache_batch_idx is None:
+        return None, None
+    rows = within("cache_batch_idx", cache_batch_idx, batch, count - 1, f"a cache of {count} rows").long()
+    exists = None if TORCH.is_readable(cache_batch_idx) else rows == cache_batch_idx
+    if written and exists is None and len(set(numbers := rows.tolist())) < batch:
+        raise ValueError(f"cache_batch_idx: {shown(numbers)} beside k and v; accepted are rows that differ from one another")
+    return rows, exists
+
+
+def _pages_of(rows: Tensor, exists: Tensor | None, device: torch.device) -> Tensor:
+    """The page_table of a contiguous cache: each row is a page that has all of its sequence's keys."""
+    return (rows if exists is None else torch.where(exists, rows, -1)).to(device, torch.int32)[:, None]
+
+
+def _try_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_q: Tensor | None,
+    longest: int | None,
+    table: Tensor | None,
+    end: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Without a query, or without a key: what is wrong with the call, or with its pages, is said before anything is written."""
+    batch = len(end)
+    of_none, no_k, no_v = [x.new_empty(batch, 0, *x.shape[-2:]) for x in (q, k, v)]
+    attend(of_none, no_k, no_v, **options)
+    if cu_q is not None:
+        none: dict[str, Any] = {"cu_seqlens_k": torch.zeros_like(cu_q), "max_seqlen_k": 0}
+        attend(q, no_k.flatten(0, 1), no_v.flatten(0, 1), **options, cu_seqlens_q=cu_q, max_seqlen_q=longest, **none)
+    if table is not None:
+        attend(of_none, k_cache, v_cache, **options, page_table=table, seqused_k=end.int())
 
 
 def _filled(filled: int | Tensor, new: int | Tensor, batch: int, length: int) -> int | Tensor:
@@ -239,16 +268,6 @@ def _shapes_against(
     return wrong
 
 
-def _misplaced(q: Tensor, others: dict[str, Tensor]) -> Wrong:
-    """What does not lie where q does. Integers may lie in host memory as well: which rows, and how long."""
-    wrong: Wrong = []
-    for name, x in others.items():
-        in_memory = name.startswith("cache_") and x.is_cpu
-        if x.device != q.device and not in_memory:
-            wrong.append(ValueError(f"{name}: on device {x.device}; accepted is {q.device}, where q lies"))
-    return wrong
-
-
 def _furthest(first: int | Tensor, count: int | Tensor) -> int:
     """Where the last of sequences ends whose `count` tokens begin at `first`; as far as it is known without looking at numbers that nobody
     reads."""
@@ -260,6 +279,29 @@ def _furthest(first: int | Tensor, count: int | Tensor) -> int:
     return 0 if isinstance(count, Tensor) else count
 
 
+def _rotated(
+    q: Tensor,
+    k: Tensor,
+    cu_q: Tensor | None,
+    cu_new: Tensor | None,
+    first: int | Tensor,
+    new: int | Tensor,
+    batch: int,
+    from_each: bool,
+    tables: tuple[Tensor, Tensor, bool],
+) -> tuple[Tensor, Tensor]:
+    """q and the new keys, by positions from `first` on. from_each: each query has a position of its own. tables: cos, sin, and whether
+    columns are interleaved."""
+    cos, sin, interleaved = tables
+    queries = (q.shape[1] if cu_q is None else cu_q.diff()) if from_each else 1
+    check_tables(cos, sin, q.shape[-1], max(_furthest(first, new), _furthest(first, queries)))
+    begin = torch.as_tensor(first, device=q.device).long().expand(batch)
+    return (
+        _turned(q, cu_q, from_each, begin, cos, sin, interleaved),
+        _turned(k, cu_new, True, begin, cos, sin, interleaved),
+    )
+
+
 def _turned(x: Tensor, cu_seqlens: Tensor | None, from_each: bool, first: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x (B, S, H, D), or packed (T, H, D), rotated: each token by its own position, from first[b] on, or all by first[b]."""
     if cu_seqlens is None:
@@ -268,7 +310,33 @@ def _turned(x: Tensor, cu_seqlens: Tensor | None, from_each: bool, first: Tensor
     if not len(first):
         return x
     sequence, positions, _ = places(first, cu_seqlens, len(x))
-    return rotate(x[None], cos, sin, (positions if from_each else first[sequence])[None], interleaved)[0]
+    return rotate_tokens(x, cos, sin, positions if from_each else first[sequence], interleaved)
+
+
+def _attend_in_place(
+    q: Tensor,
+    cu_q: Tensor | None,
+    longest: int | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor | None,
+    begin: Tensor | None,
+    end: Tensor,
+    known: int | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """out and softmax_lse, by the least general call that has them. known: where all sequences end, if that is one number."""
+    if table is None and (cu_q is not None or begin is not None):
+        return _packed(q, cu_q, longest, k_cache, v_cache, begin, end, options)
+    if table is None and known is not None:
+        out, lse, _ = attend(q, k_cache[:, :known], v_cache[:, :known], **options)
+        return out, lse
+    if table is not None:
+        options = {**options, "page_table": table}
+    if cu_q is not None:
+        options = {**options, "cu_seqlens_q": cu_q, "max_seqlen_q": longest}
+    out, lse, _ = attend(q, k_cache, v_cache, **options, seqused_k=end.int())
+    return out, lse
 
 
 def _packed(

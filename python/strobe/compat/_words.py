@@ -14,6 +14,7 @@ from torch import Tensor
 
 from strobe._checks import Wrong, check_names, flag, is_whole, refusal
 from strobe._kinds import is_bool, kind
+from strobe._tensors import refused_tensor
 from strobe.arrays.known import unfit
 from strobe.arrays.torch import TORCH
 
@@ -69,9 +70,7 @@ def _with_hints_for(names: Mapping[str, str], rest: str) -> str:
 
 
 def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Any:
-    if not isinstance(x, Tensor):
-        return TypeError(f"{name}: {kind(x)}; accepted is {accepted}")
-    refused = unfit(name, x)
+    refused = refused_tensor(name, x, accepted)
     return x if refused is None else refused
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from strobe._checks import Wrong, is_integer, refusal
+from strobe._tensors import misplaced, unfit_tensors
 from strobe.arrays.torch import TORCH
 
 from ._call import NAMES, QKV, Window, attend, parts, sequences
@@ -265,11 +266,7 @@ def _those_used(
     others without a key."""
     given = {"q": q, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q}
     given.update({} if used_k is None else {"seqused_k": used_k})
-    wrong: Wrong = [x for x in map(tensor_or_refusal, given, given.values()) if isinstance(x, Exception)]
-    for name, x in () if wrong else given.items():
-        if x.device != q.device and not (name == "seqused_k" and x.is_cpu):  # which strobe.attention() copies
-            wrong.append(ValueError(f"{name}: on device {x.device}; accepted is {q.device}, where q lies"))
-    if wrong:
+    if wrong := unfit_tensors(given) or misplaced(given, on_host=("seqused_k",)):  # which strobe.attention() copies
         raise refusal(wrong)
     batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
     if check_cu_seqlens("cu_seqlens_k", cu_k) != batch:

@@ -1,0 +1,43 @@
+"""What functions of torch tensors check alike, before they look at shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ._checks import Wrong
+from ._kinds import kind
+from .arrays.torch import TORCH
+
+
+def refused_tensor(name: str, x: Any, accepted: str = "a torch.Tensor") -> Exception | None:
+    """Why x is no tensor, or one whose memory is not what it means."""
+    return TORCH.unfit(name, x) if isinstance(x, Tensor) else TypeError(f"{name}: {kind(x)}; accepted is {accepted}")
+
+
+def unfit_tensors(given: Mapping[str, Any]) -> Wrong:
+    found = [refused_tensor(name, x) for name, x in given.items()]
+    return [refused for refused in found if refused is not None]
+
+
+def misplaced(given: Mapping[str, Tensor], on_host: Collection[str] = ()) -> Wrong:
+    """What does not lie where the first one does. on_host: what may lie in host memory as well."""
+    first, *_ = given
+    there = given[first].device
+    return [
+        ValueError(f"{name}: on device {x.device}; accepted is {there}, where {first} lies")
+        for name, x in given.items()
+        if x.device != there and not (name in on_host and x.is_cpu)
+    ]
+
+
+def incomplete(given: Mapping[str, object], *pairs: tuple[str, str]) -> Wrong:
+    """Of which pairs one is there, and the other one is not."""
+    wrong: Wrong = []
+    for a, b in pairs:
+        if (given[a] is None) != (given[b] is None):
+            absent, there = (a, b) if given[a] is None else (b, a)
+            wrong.append(ValueError(f"{absent}: None beside {there}; accepted are both or neither"))
+    return wrong
