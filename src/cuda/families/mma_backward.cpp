@@ -18,7 +18,6 @@ namespace strobe::cuda {
 namespace {
 
 using mma::BackwardConfig;
-using passes::RowsConfig;
 
 constexpr KernelSource kBackward{"mma/backward/backward.h", "strobe::mma::Backward", "strobe::mma::BackwardConfig"};
 
@@ -113,15 +112,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   BackwardArguments a = backward_arguments(p);
   a.bundle = bundle_of_heads(c.deterministic);
   const int64_t tiles_q = all_query_tiles(p, a.in, c.tile_q), tiles_k = p.batch * p.heads_kv * key_tiles(p, c.tile_k);
-  const RowsConfig rows{.dtype = c.dtype,
-                        .head_dim = c.head_dim,
-                        .tile_q = c.tile_q,
-                        .aligned = c.aligned,
-                        .form = passes::kFragments,
-                        .partial = p.part.partial,
-                        .part = bool(p.part),
-                        .sparse = bool(p.part) && p.blocks.present,
-                        .adds = p.accumulate};
+  const passes::RowsConfig rows = rows_config(p, c.head_dim, c.tile_q, passes::kFragments, c.aligned);
   Program program;
   take_sums(program, a, p, scratch, {.dq = tiles_q * c.tile_q * c.head_dim, .turns = c.deterministic ? c.turns(tiles_q) : 0});
   push(program, p, a,

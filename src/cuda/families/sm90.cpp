@@ -11,11 +11,11 @@
 #include "cuda/families/families.h"
 #include "cuda/families/sm90_backward.h"
 #include "cuda/families/sm90_mask.h"
+#include "cuda/families/sm90_steps.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
-#include "cuda/program/tensor_maps.h"
 #include "cuda/program/tiles.h"
 
 namespace strobe::cuda {
@@ -33,10 +33,10 @@ using sm90::Config;
 constexpr KernelSource kForward{"sm90/forward/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
 
 // Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
-int64_t bundle(const Problem &p, const Device &device) {
-  const bool uneven = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
+int64_t heads_in_bundle(const Problem &p, const Device &device) {
+  const bool some_longer = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), heads = p.batch * p.heads;
-  int64_t size = uneven ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
+  int64_t size = some_longer ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
   if (p.bundle) size = std::min(p.bundle, heads);
   while (size > 1 && heads % size) size--;
   return size;
@@ -119,8 +119,7 @@ int load_of(const Config &c) {
 // But for the tile.
 Config config_for(const Problem &p) {
   Config c = begin_config<Config>(p, 16);
-  c.features = features_of(p);
-  if (c.features.part) c.features.part = kAligned; // it matters to none of the options that it takes
+  c.features = hopper_features(p);
   // With FP16 a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
   c.reference = p.exact_max ? sm90::kExact : p.invariant ? i32(sm90::kFixedByRow) : fixed ? sm90::kFixed : sm90::kLagging;
@@ -138,7 +137,7 @@ Config with(Config c, const ForwardTile &t) {
   return c;
 }
 
-constexpr uint32_t kRowsOfPage = 16; // that one copy brings; a tile of keys begins at a multiple
+constexpr int32_t kRowsOfPage = 16; // that one copy brings; a tile of keys begins at a multiple
 
 constexpr int64_t kLeastKeysOfPart = 512; // where keys are split
 
@@ -200,7 +199,7 @@ double tile_seconds(const Problem &p, const Config &c) {
 
 // Where tiles of queries leave SMs idle: in how many parts each takes its keys. As many as fill the GPU once, if that gains more than
 // combining them takes.
-int32_t splits(const Problem &p, const Config &c, const Device &device, int64_t items) {
+int32_t parts_for_idle_sms(const Problem &p, const Config &c, const Device &device, int64_t items) {
   const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeysOfPart);
   return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > combining_seconds(p) ? int32_t(most) : 1;
 }
@@ -225,6 +224,103 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   return kStart + std::max(computing, kBlockSeconds + reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
 }
 
+// Why it carries nothing of this call, forward or backward; empty if it may.
+std::string against_call(const Problem &p, const Device &device) {
+  if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
+  if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
+  if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
+  if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
+  if (wide(p)) return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v));
+  return against_part(p);
+}
+
+// Why the forward cannot read or write these tensors; empty if it can.
+std::string against_tensors(const Problem &p) {
+  if (!p.q || !p.k || !p.v || !p.seqlen_k || (p.page_size && !p.pages)) return "there are no queries or no keys to fetch";
+  if (std::string reason = unmapped_inputs(p); !reason.empty()) return reason;
+  if (!aligned(p.out, p.head_dim_v)) return "out's rows do not lie on 16-byte addresses";
+  if (p.page_size % kRowsOfPage) return text("reads pages of multiples of ", kRowsOfPage, " keys, not of ", p.page_size);
+  return broadcast_row({&p.q}, {&p.k, &p.v}, p);
+}
+
+// What thread blocks share out among them.
+struct Work {
+  int32_t packed; // query heads that share a warpgroup's rows
+  int64_t pieces; // of a sequence's heads: of packed ones a tile counts as a head
+  int64_t tiles;  // of queries, of a piece
+  int32_t parts;  // in which each takes its keys
+  int64_t items = 0;
+};
+
+// Also decides what of the Config follows from how much work there is.
+Work share_out(Config &c, const Problem &p, const Device &device) {
+  Work work{.packed = heads_packed(p, c), .pieces = p.heads, .tiles = query_tiles(p, c.tile_q()), .parts = 1};
+  c.packed = work.packed > 1;
+  if (c.packed) work.pieces = p.heads_kv * tiles(p.group(), work.packed * c.warpgroups);
+  const int64_t all_tiles = work.tiles * p.batch * work.pieces;
+  if (!p.part) work.parts = p.invariant ? parts_by_chunk(p, c, device, all_tiles) : parts_for_idle_sms(p, c, device, all_tiles);
+  c.split = work.parts > 1;
+  work.items = all_tiles * work.parts;
+  return work;
+}
+
+void order_items(HopperForwardArguments &a, const Problem &p, const Config &c, const Work &work, const Device &device) {
+  a.splits = work.parts, a.items = uint32_t(work.items);
+  order_tiles(a, work.tiles, c.packed ? 1 : heads_in_bundle(p, device));
+  a.splits_divisor = Divisor::make(uint32_t(work.parts));
+  a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, work.pieces)));
+  a.group_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
+}
+
+void map_operands(HopperForwardArguments &a, const Problem &p, const Config &c, const Work &work) {
+  a.tma_q = c.packed ? mapped_queries(p, p.q, p.head_dim, i32(p.seqlen_q), work.packed) : mapped_queries(p, p.q, p.head_dim, 64);
+  const int32_t keys = p.page_size ? kRowsOfPage : c.tile_k;
+  a.tma_k = mapped_keys(p, p.k, p.head_dim, keys), a.tma_v = mapped_keys(p, p.v, p.head_dim_v, keys);
+  if (!c.bias_by_tma) return;
+  map_bias(a, p, 64, c.bias_bytes(), c.tile_k);
+  a.bias_rows_step = p.bias.stride[2] != 0;
+}
+
+// The arguments but for addresses in the workspace. Those of packed heads count only where there are some.
+PackedForwardArguments hopper_arguments(const Problem &p, const Config &c, const Work &work, const Device &device) {
+  PackedForwardArguments a{};
+  static_cast<ForwardArguments &>(a) = forward_arguments(p);
+  order_items(a, p, c, work, device);
+  map_operands(a, p, c, work);
+  if (c.packed) {
+    a.packed = work.packed, a.queries = Divisor::make(uint32_t(p.seqlen_q));
+    a.pieces = Divisor::make(uint32_t(work.pieces / p.heads_kv));
+  }
+  return a;
+}
+
+void push_launches(Program &program, const Problem &p, const Config &c, PackedForwardArguments &a, const Device &device, Scratch &scratch) {
+  const int64_t grid = std::min<int64_t>(a.items, device.sms * c.blocks_per_sm);
+  if (grid < a.items) a.tickets = scratch.take<TicketCounter>(1);
+  take_parts(a, p, scratch);
+  if (c.walks_chunks() && p.seqlen_k > c.chunk()) // of the chunks that a block has walked over
+    a.partial_out = scratch.take<float>(grid * c.warpgroups * 2 * c.walked_floats());
+  if (p.mask) program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_queries, a.mask, scratch));
+  const auto launch = [&](const auto &arguments) {
+    program.steps.push_back(Launch(kForward, c, grid, c.threads(), c.shared_bytes(), arguments));
+  };
+  c.packed ? launch(a) : launch(static_cast<const HopperForwardArguments &>(a));
+  combine_parts(program, p, a);
+}
+
+const char *reference_name(const Config &c) {
+  switch (c.reference) {
+  case sm90::kFixed:
+    return "fixed reference";
+  case sm90::kFixedByRow:
+    return "reference fixed row by row";
+  case sm90::kLagging:
+    return "lagging maximum";
+  default:
+    return "running maximum";
+  }
+}
+
 class Sm90Engine final : public CudaEngine {
 public:
   const char *name() const override { return "cuda-sm90"; }
@@ -233,87 +329,30 @@ protected:
   bool computes_parts() const override { return true; }
   bool reads_pages() const override { return true; }
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
-    if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
-    if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
-    if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
-    if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
-    if (wide(p)) return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v));
-    if (std::string reason = against_part(p); !reason.empty()) return reason;
-    if (direction == Direction::backward) return sm90_backward(p, device, scratch);
-    if (!p.q || !p.k || !p.v || !p.seqlen_k || (p.page_size && !p.pages)) return "there are no queries or no keys to fetch";
-    for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
-      if (!reason.empty()) return reason;
-    if (!aligned(p.out, p.head_dim_v)) return "out's rows do not lie on 16-byte addresses";
-    if (p.page_size % kRowsOfPage) return text("reads pages of multiples of ", kRowsOfPage, " keys, not of ", p.page_size);
-    if (std::string reason = broadcast_row({&p.q}, {&p.k, &p.v}, p); !reason.empty()) return reason;
+    if (std::string reason = against_call(p, device); !reason.empty()) return reason;
+    return direction == Direction::backward ? sm90_backward(p, device, scratch) : forward(p, device, scratch);
+  }
 
+private:
+  static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
+    if (std::string reason = against_tensors(p); !reason.empty()) return reason;
     const std::optional<Config> chosen = choose(p, device);
     if (!chosen) return text("no tile of queries divides the blocks of ", p.blocks.block_q);
     Config config = *chosen;
     if (p.invariant)
       if (std::string reason = against_invariant(p, config); !reason.empty()) return reason;
+    const Work work = share_out(config, p, device);
+    if (work.items > int64_t{1} << 30) return text(work.items, " tiles of queries; accepted are 2^30");
 
+    PackedForwardArguments a = hopper_arguments(p, config, work, device);
     Program program;
-    program.overlap = true;
+    program.overlap = program.persistent = true;
+    program.kernel = text("wgmma, ", config.warpgroups, " warpgroups, ", reference_name(config));
+    if (config.packed) program.kernel += ", query heads packed";
     describe_tile(program, p, config.tile_q(), config.tile_k, true);
-    program.kernel = text("wgmma, ", config.warpgroups, " warpgroups, ",
-                          config.reference == sm90::kFixed        ? "fixed reference"
-                          : config.reference == sm90::kFixedByRow ? "reference fixed row by row"
-                          : config.reference == sm90::kLagging    ? "lagging maximum"
-                                                                  : "running maximum");
-    PackedForwardArguments a{}; // packed, if there are such heads
-    static_cast<ForwardArguments &>(a) = forward_arguments(p);
-    const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q;
-    const int32_t packed = heads_packed(p, config);
-    config.packed = packed > 1;
-    // Of packed heads a tile counts as a head.
-    const int64_t pieces = config.packed ? p.heads_kv * tiles(p.group(), packed * config.warpgroups) : p.heads;
-    const int64_t heads = p.batch * pieces, tiles_of_head = query_tiles(p, config.tile_q());
-    a.splits = p.part        ? 1
-               : p.invariant ? parts_by_chunk(p, config, device, tiles_of_head * heads)
-                             : splits(p, config, device, tiles_of_head * heads);
-    config.split = a.splits > 1;
-    const int64_t items = tiles_of_head * heads * a.splits;
-    if (items > int64_t{1} << 30) return text(items, " tiles of queries; accepted are 2^30");
-    a.items = uint32_t(items), a.tiles = i32(tiles_of_head);
-    a.splits_divisor = Divisor::make(uint32_t(a.splits));
-    a.bundle = config.packed ? 1 : i32(bundle(p, device));
-    a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.bundle * tiles_of_head)));
-    a.bundle_divisor = Divisor::make(uint32_t(a.bundle));
-    a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, pieces))),
-    a.group_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
-    if (config.packed) {
-      a.packed = packed, a.queries = Divisor::make(uint32_t(p.seqlen_q));
-      a.pieces = Divisor::make(uint32_t(pieces / p.heads_kv));
-      a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(p.seqlen_q), uint32_t(packed));
-      program.kernel += ", query heads packed";
-    } else {
-      a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, 64);
-    }
-    const auto mapped_keys = [&](const View &x, int64_t columns) { // of a pool, pages are what else sequences are
-      if (p.page_size) return mapped(x, columns, p.page_size, p.heads_kv, p.pages, kRowsOfPage);
-      return mapped(x, columns, p.varlen ? p.total_k : p.seqlen_k, p.heads_kv, p.batch, uint32_t(config.tile_k));
-    };
-    a.tma_k = mapped_keys(p.k, p.head_dim), a.tma_v = mapped_keys(p.v, p.head_dim_v);
-    if (config.bias_by_tma) {
-      a.tma_bias = mapped_bias(p, 64);
-      a.bias_rows_step = p.bias.stride[2] != 0;
-      a.bias_bytes = uint32_t(a.bias_rows_step ? config.bias_bytes() : tiles(config.tile_k, 64) * 128);
-    }
-    const int64_t grid = std::min<int64_t>(items, device.sms * config.blocks_per_sm);
-    if (grid < items) a.tickets = scratch.take<TicketCounter>(1);
-    program.persistent = true;
-    take_parts(a, p, scratch);
-    if (config.walks_chunks() && p.seqlen_k > config.chunk()) // of the chunks that a block has walked over
-      a.partial_out = scratch.take<float>(grid * config.warpgroups * 2 * config.walked_floats());
-    if (p.mask) program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_queries, a.mask, scratch));
-    const auto launch = [&](const auto &arguments) {
-      program.steps.push_back(Launch(kForward, config, grid, config.threads(), config.shared_bytes(), arguments));
-    };
-    config.packed ? launch(a) : launch(static_cast<const HopperForwardArguments &>(a));
-    combine_parts(program, p, a);
+    push_launches(program, p, config, a, device, scratch);
     if (p.mask) program.kernel += ", mask packed into bits";
-    program.predicted_seconds = predicted_seconds(p, config, device, a.splits);
+    program.predicted_seconds = predicted_seconds(p, config, device, work.parts);
     return program;
   }
 };

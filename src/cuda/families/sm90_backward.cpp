@@ -9,11 +9,11 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "cuda/families/sm90_mask.h"
+#include "cuda/families/sm90_steps.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
-#include "cuda/program/tensor_maps.h"
 #include "cuda/program/tiles.h"
 
 namespace strobe::cuda {
@@ -25,7 +25,6 @@ template <class V> void each_pointer(const HopperBackwardArguments &a, V &visit)
 
 namespace {
 
-using passes::RowsConfig;
 using sm90::BackwardConfig;
 
 constexpr KernelSource kBackward{"sm90/backward/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
@@ -55,9 +54,8 @@ std::string refusal(const Problem &p, const Features &f) {
     if (f.function == kHyperbolic) return text("its backward takes no hyperbolic scores where head dimensions exceed ", kMostDimOf128Keys);
   }
   if (!p.q || !p.k || !p.v || !p.dout || !p.seqlen_q || !p.seqlen_k) return "there are no queries or no keys to fetch";
-  for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v),
-                                    unmapped("dout", p.dout, p.head_dim_v)})
-    if (!reason.empty()) return reason;
+  if (std::string reason = unmapped_inputs(p); !reason.empty()) return reason;
+  if (std::string reason = unmapped("dout", p.dout, p.head_dim_v); !reason.empty()) return reason;
   for (const auto &[name, view, columns] : {std::tuple{"out", &p.out, p.head_dim_v}, std::tuple{"dq", &p.dq, p.head_dim},
                                             std::tuple{"dk", &p.dk, p.head_dim}, std::tuple{"dv", &p.dv, p.head_dim_v}})
     if (!aligned(*view, columns)) return text(name, "'s rows do not lie on 16-byte addresses");
@@ -169,12 +167,17 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
 
 // (batch, key head) pairs whose tiles run together: what they read and add up shares the L2 cache. Where some tiles take longer, more of
 // them begin with long ones; where they take turns, the more pairs, the fewer tiles of one wait for one another.
-int64_t bundle(const Problem &p, const BackwardConfig &c) {
+int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
-  const bool uneven = c.features.band || c.features.blocks || p.varlen;
+  const bool some_longer = c.features.band || c.features.blocks || p.varlen;
   // In turns: 16 of up to 64 columns, though they leave the cache (on an H200 1.07 to 1.09 at 8k and 16k, causal); of 128, 0.96 to 1.03.
-  const int64_t least = c.deterministic && larger_dim(p) <= 64 ? 16 : uneven ? 4 : 1, most = c.deterministic ? 32 : uneven ? 16 : 4;
-  int64_t size = std::clamp<int64_t>(kCache / (uneven ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
+  const int64_t least = c.deterministic && larger_dim(p) <= 64 ? 16
+                        : some_longer                          ? 4
+                                                               : 1,
+                most = c.deterministic ? 32
+                       : some_longer   ? 16
+                                       : 4;
+  int64_t size = std::clamp<int64_t>(kCache / (some_longer ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
   if (p.bundle) size = std::min(p.bundle, std::max<int64_t>(1, p.batch * p.heads_kv));
   while (p.batch * p.heads_kv % size) size--;
   return size;
@@ -196,7 +199,7 @@ double missing_seconds(const Problem &p, const BackwardConfig &c, const Device &
   if (!window && w.longest < 1.05 * w.mean) return 0; // they stay together
   if (larger_dim(p) <= 64) return 0;                  // no such loss was measured there (an H100, groups of 4 and 8)
   constexpr double kPartOfCache = 0.6; // for which the rates of long causal calls with groups of 5 to 7 heads agree (an H100)
-  const double size = double(bundle(p, c)), row = 8 * c.columns() + 2 * c.columns_v();
+  const double size = double(pairs_in_bundle(p, c)), row = 8 * c.columns() + 2 * c.columns_v();
   const double keys = device.sms / size * c.tile_k() + (window ? double(p.window_left + p.window_right) : 0);
   const double used = size * double(p.group()) * std::min(double(p.seqlen_q), keys) * row;
   return w.scores() / c.tile_k() * row * std::max(0.0, 1 - kPartOfCache * double(device.l2) / used) / kBytes;
@@ -223,7 +226,7 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
 
 // In how many shares thread blocks take the query heads of a key head: in one, unless several are predicted to be clearly faster, since
 // they fill the GPU more evenly or find more in the L2 cache. Their dK and dV may have as many rows as Q. Invariant: lengths have no say.
-int64_t shares(const Problem &p, const BackwardConfig &c, const Device &device) {
+int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &device) {
   constexpr double kGain = 0.93; // predicted; for which it is worth the memory
   const int64_t group = p.group();
   if (c.owns_dq || p.invariant || (!p.dk && !p.dv)) return 1;
@@ -232,7 +235,7 @@ int64_t shares(const Problem &p, const BackwardConfig &c, const Device &device) 
   double least = kGain * (group > 1 ? predicted_seconds(p, c, 1, device) : 0);
   for (int64_t n = 2; n <= group; n++) {
     if (group % n || double(n) * key_rows(p) > query_rows(p)) continue;
-    if (n * p.batch * p.heads_kv * cuda::key_tiles(p, c.tile_k()) > int64_t{1} << 28) break; // far more blocks than help
+    if (n * p.batch * p.heads_kv * key_tiles(p, c.tile_k()) > int64_t{1} << 28) break; // far more blocks than help
     if (const double time = predicted_seconds(p, c, n, device); time < least) best = n, least = time;
   }
   return best;
@@ -251,85 +254,88 @@ bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const 
   return items > device.sms && (c.deterministic || c.features.blocks || window);
 }
 
-} // namespace
+Features backward_features(const Problem &p) {
+  Features f = hopper_features(p);
+  const double scale = std::abs(p.scale); // its sign does not matter where LSE is known
+  if (f.function != kHyperbolic) f.scaled = scale != 0 && !(scale > 1e-30);
+  return f;
+}
 
-CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &scratch) {
-  Features features = features_of(p);
-  if (features.part) features.part = kAligned; // it matters to none of the options that it takes
-  const double size = std::abs(p.scale);       // its sign does not matter where LSE is known
-  if (features.function != kHyperbolic) features.scaled = size != 0 && !(size > 1e-30);
-  if (std::string reason = refusal(p, features); !reason.empty()) return reason;
-  BackwardConfig c = with_bias(configuration(p, features, device), p, device);
-  if (!divides_blocks(p, c.tile_q, c.tile_k()))
-    return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
-  const int64_t shares = cuda::shares(p, c, device);
-  c.split_group = shares > 1;
-  const int64_t key_tiles = cuda::key_tiles(p, c.tile_k()), pairs = p.batch * p.heads_kv * shares;
-  if (!c.owns_dq) c.persistent = persistent(p, c, key_tiles * pairs, device);
+// What thread blocks share out among them.
+struct Work {
+  int64_t shares;    // of a key head's query heads
+  int64_t pairs = 0; // (batch, key head), once for each share
+  int64_t tiles_k;   // of a pair
+  int64_t tiles_q;   // of all heads and sequences
+  int64_t blocks = 0;
+};
+
+// Also decides what of the Config follows from how much work there is.
+Work share_out(BackwardConfig &c, const Problem &p, const Inputs &in, const Device &device) {
+  Work work{.shares = count_shares(p, c, device), .tiles_k = key_tiles(p, c.tile_k()), .tiles_q = all_query_tiles(p, in, c.tile_q)};
+  work.pairs = p.batch * p.heads_kv * work.shares;
+  c.split_group = work.shares > 1;
+  if (!c.owns_dq) c.persistent = persistent(p, c, work.tiles_k * work.pairs, device);
   if (c.persistent || c.split_group) c.staged_store = 0;
-  const int64_t items = c.owns_dq ? pairs : key_tiles * pairs, blocks = c.persistent ? std::min<int64_t>(items, device.sms) : items;
+  const int64_t items = c.owns_dq ? work.pairs : work.tiles_k * work.pairs;
+  work.blocks = c.persistent ? std::min<int64_t>(items, device.sms) : items;
+  return work;
+}
 
-  HopperBackwardArguments a{};
-  static_cast<BackwardArguments &>(a) = backward_arguments(p);
-  const int64_t query_tiles = all_query_tiles(p, a.in, c.tile_q);
-  for (const auto &[count, what] : {std::pair{key_tiles * pairs, "keys"}, std::pair{query_tiles, "queries"}})
-    if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
-  a.rows = scratch.take<float>(query_tiles * (c.lse_bytes() + c.row_bytes()) / 4);
-  a.query_tiles = i32(p.heads ? query_tiles / (p.varlen ? p.heads : p.batch * p.heads) : 0);
-  if (p.dq) a.dq_sum = scratch.take<float>((c.owns_dq ? blocks * p.group() * a.query_tiles : query_tiles) * c.tile_q * c.columns());
-  if (c.deterministic || c.draws_keys()) a.turns = scratch.take<uint32_t>(1 + 2 * query_tiles);
+void take_workspace(HopperBackwardArguments &a, const Problem &p, const BackwardConfig &c, const Work &work, Scratch &scratch) {
+  a.rows = scratch.take<float>(work.tiles_q * (c.lse_bytes() + c.row_bytes()) / 4);
+  a.query_tiles = i32(p.heads ? work.tiles_q / (p.varlen ? p.heads : p.batch * p.heads) : 0);
+  const int64_t dq_tiles = c.owns_dq ? work.blocks * p.group() * a.query_tiles : work.tiles_q;
+  if (p.dq) a.dq_sum = scratch.take<float>(dq_tiles * c.tile_q * c.columns());
+  if (c.deterministic || c.draws_keys()) a.turns = scratch.take<uint32_t>(1 + 2 * work.tiles_q);
   a.first_stores = c.owns_dq || (c.deterministic && !c.roles);
   if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
-  a.unit = float((features.additive() ? 1.0 : a.in.scale) * kLog2e<double>);
-  a.tiles = i32(key_tiles), a.pairs = i32(pairs);
-  a.bundle = c.owns_dq ? 1 : i32(bundle(of_shares(p, shares), c));
-  a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, a.bundle * key_tiles)));
-  a.bundle_divisor = Divisor::make(uint32_t(a.bundle)), a.heads_kv_divisor = Divisor::make(uint32_t(p.heads_kv * shares));
-  a.shares = Divisor::make(uint32_t(shares));
-  const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.varlen ? p.total_k : p.seqlen_k;
-  a.tma_q = mapped(p.q, p.head_dim, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.tma_dout = mapped(p.dout, p.head_dim_v, rows_q, p.heads, p.batch, uint32_t(c.tile_q));
-  a.tma_k = mapped(p.k, p.head_dim, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
-  a.tma_v = mapped(p.v, p.head_dim_v, rows_k, p.heads_kv, p.batch, uint32_t(c.tile_k()));
+}
 
-  if (c.bias_by_tma) {
-    a.tma_bias = mapped_bias(p, uint32_t(c.tile_q));
-    a.bias_bytes = uint32_t(p.bias.stride[2] ? c.bias_bytes() : tiles(c.tile_k(), 64) * 128);
-  }
+void order_pairs(HopperBackwardArguments &a, const Problem &p, const BackwardConfig &c, const Work &work) {
+  a.pairs = i32(work.pairs);
+  order_tiles(a, work.tiles_k, c.owns_dq ? 1 : pairs_in_bundle(of_shares(p, work.shares), c));
+  a.heads_kv_divisor = Divisor::make(uint32_t(p.heads_kv * work.shares)), a.shares = Divisor::make(uint32_t(work.shares));
+}
 
-  Program program;
-  program.overlap = true, program.persistent = c.persistent;
+void map_operands(HopperBackwardArguments &a, const Problem &p, const BackwardConfig &c) {
+  a.tma_q = mapped_queries(p, p.q, p.head_dim, c.tile_q), a.tma_dout = mapped_queries(p, p.dout, p.head_dim_v, c.tile_q);
+  a.tma_k = mapped_keys(p, p.k, p.head_dim, c.tile_k()), a.tma_v = mapped_keys(p, p.v, p.head_dim_v, c.tile_k());
+  if (c.bias_by_tma) map_bias(a, p, c.tile_q, c.bias_bytes(), c.tile_k());
+}
+
+// The mask's bits take its place.
+Launch replace_mask(HopperBackwardArguments &a, const Problem &p, Scratch &scratch) {
+  MaskBits bits{};
+  Launch packing = pack_mask(p, a.in, MaskOrder::by_keys, bits, scratch);
+  a.in.mask = {bits.data, {bits.batch_stride, bits.head_stride, bits.row_stride, p.mask.stride[2] ? MaskBits::block_bytes() : 0}};
+  return packing;
+}
+
+void push_launches(Program &program, const Problem &p, const BackwardConfig &c, const Work &work, const HopperBackwardArguments &a,
+                   const Device &device, Scratch &scratch) {
   HopperBackwardArguments main = a;
-  if (p.mask) { // in its place its bits
-    MaskBits bits{};
-    program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_keys, bits, scratch));
-    main.in.mask = {bits.data, {bits.batch_stride, bits.head_stride, bits.row_stride, p.mask.stride[2] ? MaskBits::block_bytes() : 0}};
-  }
+  if (p.mask) program.steps.push_back(replace_mask(main, p, scratch));
   std::optional<Launch> sum;
-  if (shares > 1) sum = take_shares(main, p, scratch, shares);
-  const RowsConfig rows{.dtype = c.dtype,
-                        .head_dim = c.columns(),
-                        .tile_q = c.tile_q,
-                        .aligned = 1,
-                        .form = passes::kWarpgroups,
-                        .partial = p.part.partial,
-                        .part = bool(p.part),
-                        .sparse = 0,
-                        .adds = p.accumulate};
+  if (work.shares > 1) sum = take_shares(main, p, scratch, work.shares);
+  const passes::RowsConfig rows = rows_config(p, c.columns(), c.tile_q, passes::kWarpgroups, true);
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
-                            .main = Launch(c.roles ? kByRoles : kBackward, c, blocks, c.kThreads, c.shared_bytes(), main),
+                            .main = Launch(c.roles ? kByRoles : kBackward, c, work.blocks, c.kThreads, c.shared_bytes(), main),
                             .shares = std::move(sum),
                             .dbias = bias_gradient(p, device, a)};
   if (p.bias) { // the settle kernel wants D first
     BackwardArguments before_settle = a;
     before_settle.dq_sum = nullptr;
-    RowsConfig only_d = rows;
+    passes::RowsConfig only_d = rows;
     only_d.form = passes::kFragments;
     launches.delta = delta(p, only_d, before_settle);
     launches.settle = settle(p, device, a);
   }
   if (!c.owns_dq) launches.dq = dq_from_sum(p, rows, a);
   push(program, p, a, std::move(launches));
+}
+
+void describe(Program &program, const Problem &p, const BackwardConfig &c, int64_t shares) {
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   if (c.owns_dq) program.kernel += ", a block all keys of a head";
@@ -337,7 +343,31 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   if (shares > 1) program.kernel += text(", query heads of a key head in ", shares, " shares");
   if (p.mask) program.kernel += ", mask packed into bits";
   describe_tile(program, p, c.tile_q, c.tile_k(), true);
-  program.predicted_seconds = predicted_seconds(p, c, shares, device);
+}
+
+} // namespace
+
+CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &scratch) {
+  const Features features = backward_features(p);
+  if (std::string reason = refusal(p, features); !reason.empty()) return reason;
+  BackwardConfig c = with_bias(configuration(p, features, device), p, device);
+  if (!divides_blocks(p, c.tile_q, c.tile_k()))
+    return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
+  HopperBackwardArguments a{};
+  static_cast<BackwardArguments &>(a) = backward_arguments(p);
+  const Work work = share_out(c, p, a.in, device);
+  for (const auto &[count, what] : {std::pair{work.tiles_k * work.pairs, "keys"}, std::pair{work.tiles_q, "queries"}})
+    if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
+
+  take_workspace(a, p, c, work, scratch);
+  order_pairs(a, p, c, work);
+  map_operands(a, p, c);
+  a.unit = float((features.additive() ? 1.0 : a.in.scale) * kLog2e<double>);
+  Program program;
+  program.overlap = true, program.persistent = c.persistent;
+  push_launches(program, p, c, work, a, device, scratch);
+  describe(program, p, c, work.shares);
+  program.predicted_seconds = predicted_seconds(p, c, work.shares, device);
   return program;
 }
 

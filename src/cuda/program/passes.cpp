@@ -29,7 +29,7 @@ constexpr KernelSource kLargestScore{"passes/auxiliary.h", "strobe::passes::Larg
 constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::BiasGradient", "strobe::TileConfig"};
 
 // Of FP32 and FP64: they do not vary with tiles and features.
-passes::RowsConfig row_config(const Problem &p, int32_t head_dim) {
+passes::RowsConfig row_after_row(const Problem &p, int32_t head_dim) {
   return {.dtype = int32_t(p.dtype),
           .head_dim = head_dim,
           .tile_q = passes::RowsConfig::kRowTile,
@@ -152,6 +152,17 @@ std::optional<Launch> take_shares(BackwardArguments &a, const Problem &p, Scratc
   return Launch(kSumShares, c, sum.tiles * p.batch * p.heads_kv, c.threads(), 0, sum);
 }
 
+passes::RowsConfig rows_config(const Problem &p, int32_t head_dim, int32_t tile_q, int32_t form, bool aligned) {
+  return {.dtype = int32_t(p.dtype),
+          .head_dim = head_dim,
+          .tile_q = tile_q,
+          .aligned = aligned,
+          .form = form,
+          .partial = p.part.partial,
+          .part = bool(p.part),
+          .sparse = bool(p.part) && p.blocks.present,
+          .adds = p.accumulate};
+}
 static int64_t row_tiles(const Problem &p, const passes::RowsConfig &c) {
   return c.part ? p.batch * p.heads * query_tiles(p, c.tile_q) : c.blocks(p.batch, p.heads, p.seqlen_q);
 }
@@ -161,8 +172,8 @@ Launch delta(const Problem &p, const passes::RowsConfig &c, const BackwardArgume
 Launch dq_from_sum(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
   return Launch(kConvertDq, c, row_tiles(p, c), c.threads(), 0, a);
 }
-Launch delta(const Problem &p, const BackwardArguments &a) { return delta(p, row_config(p, rounded(p.head_dim, 32)), a); }
-Launch dq_from_sum(const Problem &p, const BackwardArguments &a, int32_t head_dim) { return dq_from_sum(p, row_config(p, head_dim), a); }
+Launch delta(const Problem &p, const BackwardArguments &a) { return delta(p, row_after_row(p, rounded(p.head_dim, 32)), a); }
+Launch dq_from_sum(const Problem &p, const BackwardArguments &a, int32_t head_dim) { return dq_from_sum(p, row_after_row(p, head_dim), a); }
 
 bool tensor_cores_settle(const Problem &p, const Device &device) { return gradient_config(kSettleTiles, p, device).has_value(); }
 

@@ -57,6 +57,8 @@ struct BackwardLaunches {
 };
 void push(Program &, const Problem &, const BackwardArguments &, BackwardLaunches &&); // and dsinks
 
+// What the next two are compiled for where they go by tiles of the main kernel; form: passes::kFragments or kWarpgroups.
+passes::RowsConfig rows_config(const Problem &, int32_t head_dim, int32_t tile_q, int32_t form, bool aligned);
 // D, and room for dQ's sum; dQ from its sum.
 Launch delta(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
 Launch dq_from_sum(const Problem &, const passes::RowsConfig &, const BackwardArguments &);

@@ -42,9 +42,7 @@ Request request_in(const TensorMap &map) {
   return request;
 }
 
-} // namespace
-
-MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, uint32_t box, uint32_t box_heads) {
+MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, int32_t box, int32_t box_heads = 1) {
   MappedOperand operand{};
   operand.head_step = view.stride[1] != 0, operand.batch_step = view.stride[0] != 0;
   const uint64_t unused = uint64_t((columns * 2 + 15) / 16 * 16); // of an axis of size 1
@@ -52,17 +50,28 @@ MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t he
       .data = view.data,
       .sizes = {uint64_t(columns), uint64_t(rows), uint64_t(operand.head_step ? heads : 1), uint64_t(operand.batch_step ? batch : 1)},
       .strides = {},
-      .box = box,
-      .box_heads = box_heads,
+      .box = uint32_t(box),
+      .box_heads = uint32_t(box_heads),
       .dtype = view.dtype};
   for (int a = 0; a < 3; a++) request.strides[a] = view.stride[2 - a] ? uint64_t(view.stride[2 - a]) * 2 : unused; // bytes
   std::memcpy(&operand.map, &request, sizeof request);
   return operand;
 }
 
+} // namespace
+
+MappedOperand mapped_queries(const Problem &p, const View &view, int64_t columns, int32_t box, int32_t box_heads) {
+  return mapped(view, columns, p.varlen ? p.total_q : p.seqlen_q, p.heads, p.batch, box, box_heads);
+}
+
+MappedOperand mapped_keys(const Problem &p, const View &view, int64_t columns, int32_t box) {
+  if (p.page_size) return mapped(view, columns, p.page_size, p.heads_kv, p.pages, box);
+  return mapped(view, columns, p.varlen ? p.total_k : p.seqlen_k, p.heads_kv, p.batch, box);
+}
+
 bool maps_bias(const Problem &p) { return p.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty(); }
 
-MappedOperand mapped_bias(const Problem &p, uint32_t box) {
+MappedOperand mapped_bias(const Problem &p, int32_t box) {
   if (p.bias.stride[2] == 0) return mapped(p.bias, p.seqlen_k, 1, p.heads, p.batch, 1);
   return mapped(p.bias, p.seqlen_k, p.seqlen_q, p.heads, p.batch, box);
 }

@@ -1,0 +1,39 @@
+// What the forward and the backward of the Hopper family do alike.
+#pragma once
+#include <algorithm>
+#include <string>
+
+#include "../../../kernels/attention/divisor.h"
+#include "cuda/program/arguments.h"
+#include "cuda/program/tensor_maps.h"
+
+namespace strobe::cuda {
+
+// A part's ranges count as aligned: where they begin matters to none of the options that it takes.
+inline Features hopper_features(const Problem &p) {
+  Features f = features_of(p);
+  if (f.part) f.part = kAligned;
+  return f;
+}
+
+// Why the copy engine cannot fetch Q, K or V; empty if it can.
+inline std::string unmapped_inputs(const Problem &p) {
+  for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
+    if (!reason.empty()) return reason;
+  return {};
+}
+
+// Tiles of queries or keys, so many of each head, run in the order of bundles of heads.
+template <class Arguments> void order_tiles(Arguments &a, int64_t tiles_of_head, int64_t bundle) {
+  a.tiles = i32(tiles_of_head), a.bundle = i32(bundle);
+  a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, bundle * tiles_of_head)));
+  a.bundle_divisor = Divisor::make(uint32_t(bundle));
+}
+
+// The copy engine fetches the bias by boxes of so many queries: tile_bytes for a tile, or one row where all queries have the same.
+template <class Arguments> void map_bias(Arguments &a, const Problem &p, int32_t box, int32_t tile_bytes, int32_t tile_k) {
+  a.tma_bias = mapped_bias(p, box);
+  a.bias_bytes = uint32_t(p.bias.stride[2] ? tile_bytes : tiles(tile_k, 64) * 128);
+}
+
+} // namespace strobe::cuda
