@@ -21,7 +21,7 @@ from ._checks import Wrong, flag, is_choice, is_whole, refusal
 from ._kinds import shown
 from ._places import places
 from ._rotary import check_tables, rotate_tokens
-from ._tensors import incomplete, misplaced, unfit_tensors
+from ._tensor_checks import incomplete, misplaced, unfit_tensors
 from ._writable import not_writable
 from .arrays.torch import TORCH
 

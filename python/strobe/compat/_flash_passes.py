@@ -17,10 +17,11 @@ from strobe._kinds import kind
 from strobe._run import Gradients
 from strobe.arrays.torch import TORCH
 
+from .._tensor_checks import unfit_tensors
 from .._writable import not_writable
 from ._call import NAMES, attend, refuse_pages, sequences, translated
 from ._gaps import parts, within
-from ._words import in_words_of, names_checked, switch_or_refusal, tensor_or_refusal
+from ._words import in_words_of, names_checked, switch_or_refusal
 
 _NAMES = NAMES | {"rng": "rng_state", "lse": "softmax_lse"}
 
@@ -207,7 +208,7 @@ def _without_gaps(
     """cu_seqlens of both sides and alibi_slopes of the keys that are there."""
     given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "leftpad_k": leftpad, "seqused_k": used, "alibi_slopes": slopes}
     given = {name: x for name, x in given.items() if x is not None or name.startswith("cu_seqlens")}
-    wrong: Wrong = [x for x in map(tensor_or_refusal, given, given.values()) if isinstance(x, Exception)]
+    wrong = unfit_tensors(given)
     if not wrong:
         lists = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
         wrong = [ValueError(f"{name}: dtype {kind(x.dtype)}; accepted is int32") for name, x in lists.items() if x.dtype != torch.int32]
@@ -248,9 +249,9 @@ def _backward(
     **packed: Any,
 ) -> Tensor:
     known = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}
-    wrong: Wrong = [x for x in map(tensor_or_refusal, known, known.values()) if isinstance(x, Exception)]
+    wrong = unfit_tensors(known)
     if not wrong:
-        wrong = _unfit(known, {"dq": (dq, q), "dk": (dk, k), "dv": (dv, v)}, "cu_seqlens_q" in packed)
+        wrong = _misfits(known, {"dq": (dq, q), "dk": (dk, k), "dv": (dv, v)}, "cu_seqlens_q" in packed)
     if wrong:
         raise refusal(wrong)
     given = translated(_NAMES, **options, **packed, rng=rng_state)
@@ -263,7 +264,7 @@ def _backward(
     return softmax_d
 
 
-def _unfit(known: dict[str, Tensor], into: dict[str, tuple[Tensor | None, Tensor]], is_packed: bool) -> Wrong:
+def _misfits(known: dict[str, Tensor], into: dict[str, tuple[Tensor | None, Tensor]], is_packed: bool) -> Wrong:
     """What does not fit q, k and v, or has to before anything is written."""
     dout, q, k, v, out, lse = known.values()
     rank = 3 if is_packed else 4
@@ -289,7 +290,7 @@ def _unfit(known: dict[str, Tensor], into: dict[str, tuple[Tensor | None, Tensor
             found = f"shape {tuple(x.shape)}, {x.dtype}, on {x.device}"
             wrong.append(ValueError(f"{name}: {found}; accepted is {tuple(shape)}, {like.dtype}, on {like.device}"))
     written = {name: x for name, (x, _) in into.items() if isinstance(x, Tensor)}
-    wrong += [x for x in map(tensor_or_refusal, written, written.values()) if isinstance(x, Exception)]
+    wrong += unfit_tensors(written)
     return wrong or not_writable(written)
 
 

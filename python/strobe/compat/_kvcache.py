@@ -12,7 +12,7 @@ from strobe._checks import Wrong, is_integer, is_whole, refusal
 from strobe._kinds import kind, shown
 from strobe._places import places
 from strobe._rotary import check_tables, rotate, rotate_tokens
-from strobe._tensors import incomplete, misplaced, unfit_tensors
+from strobe._tensor_checks import incomplete, misplaced, unfit_tensors
 from strobe.kv import append
 
 from .._writable import not_writable

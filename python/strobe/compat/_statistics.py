@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strobe._checks import refusal
-
-from ._words import tensor_or_refusal
+from strobe._tensor_checks import unfit_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +59,7 @@ def statistics(
 
 def lse_of(l: Tensor, m: Tensor) -> Any:
     """What statistics() took apart; or the exception that says what is wrong with the two."""
-    refused = [x for x in (tensor_or_refusal("l", l), tensor_or_refusal("m", m)) if isinstance(x, Exception)]
+    refused = unfit_tensors({"l": l, "m": m})
     if refused:
         return refusal(refused)
     if l.shape != m.shape:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strobe._checks import Wrong, check_names, flag, is_whole, refusal
 from strobe._kinds import is_bool, kind
-from strobe._tensors import refused_tensor
+from strobe._tensor_checks import refused_tensor
 from strobe.arrays.known import unfit
 from strobe.arrays.torch import TORCH
 

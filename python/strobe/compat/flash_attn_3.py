@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from strobe._checks import Wrong, is_integer, refusal
-from strobe._tensors import misplaced, unfit_tensors
+from strobe._tensor_checks import misplaced, unfit_tensors
 from strobe.arrays.torch import TORCH
 
 from ._call import NAMES, QKV, Window, attend, parts, sequences
