@@ -389,38 +389,42 @@ bool meets_nonfinite(const Head<typename Math::Real> &head, const QueryTile<Math
   return !queries.finite || !scratch.known.finite;
 }
 
-template <class Math>
-void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source,
-                   BackwardScratch<Math> &scratch, const KeyGradients<typename Math::Real> &sums) {
+// A tile of queries, its dQ, and what it adds to dK and dV. Tiles of keys come one after the other.
+template <class Math> struct TileGradients {
   using T = typename Math::Real;
   using V = Vec<T>;
-  using Element = typename Math::Element;
-  const Problem &p = *head.p;
-  const int64_t i0 = head.queries.i0, d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16), ldv = round_to(dv, 16);
-  const bool want_dq(p.dq), want_dk(p.dk), want_dv(p.dv);
+  using KeysInMemory = typename KeySource<Math>::Tile;
+  const Head<T> &head;
+  const Problem &p;
+  const TileSizes &tile;
+  const KeyPair<Math> &source;
+  BackwardScratch<Math> &scratch;
+  const KeyGradients<T> &sums;
+  const int64_t d, dv, ldk, ldv;
+  const bool want_dq, want_dk, want_dv;
   QueryTile<Math> queries;
-  load_queries(head, source.mask, tile, want_dk || want_dv, scratch, queries);
-  if (queries.sums_first) sum_rows(head, tile, queries, source, scratch);
   KeySum<T> dq[kMaxPieces];
-  for (int64_t n = 0; n < queries.pieces; ++n)
-    dq[n] = {scratch.dq + ldk * n * tile.width, scratch.dq_total + ldk * n * tile.width, d, queries.piece_width(n)};
+  bool infinite;
 
-  const bool infinite = meets_nonfinite(head, queries, scratch);
-  KeyTiles<T> tiles(head, source.mask, tile, i0, queries.i1);
-  for (KeysOfRange keys; tiles.next(keys);) {
-    typename KeySource<Math>::Tile k{}, v{};
+  TileGradients(const Head<T> &head, const TileSizes &tile, const KeyPair<Math> &source, BackwardScratch<Math> &scratch,
+                const KeyGradients<T> &sums)
+      : head(head), p(*head.p), tile(tile), source(source), scratch(scratch), sums(sums), d(p.head_dim), dv(p.head_dim_v),
+        ldk(round_to(d, 16)), ldv(round_to(dv, 16)), want_dq(p.dq), want_dk(p.dk), want_dv(p.dv) {
+    load_queries(head, source.mask, tile, want_dk || want_dv, scratch, queries);
+    if (queries.sums_first) sum_rows(head, tile, queries, source, scratch);
+    for (int64_t n = 0; n < queries.pieces; ++n)
+      dq[n] = {scratch.dq + ldk * n * tile.width, scratch.dq_total + ldk * n * tile.width, d, queries.piece_width(n)};
+    infinite = meets_nonfinite(head, queries, scratch);
+  }
+
+  void add_keys(const KeysOfRange &keys) {
+    KeysInMemory k{}, v{};
     bool loaded = false;
-    // dV += P^T dO and dK += dS^T Q over the queries [lane, lane + count) of the tile
-    auto multiply_queries = [&](const TileSpan &t, typename Math::Left probs, typename Math::Left grads, int64_t lane, int64_t count) {
-      const int64_t j0 = keys.k0 - head.k_begin + t.j0; // of the sequence's rows
-      if (want_dv) Math::multiply(t.keys, ldv, count, probs, Math::right_from(queries.do_rows, lane), sums.dv + j0 * ldv, ldv, true);
-      if (want_dk) Math::multiply(t.keys, ldk, count, grads, Math::right_from(queries.q_rows, lane), sums.dk + j0 * ldk, ldk, true);
-    };
     TileSpan spans[kMaxPieces];
     for (int64_t n = 0; n < queries.pieces; ++n) {
-      const int64_t lane = n * tile.width, count = queries.piece_lanes(n);
+      const int64_t i = queries.i0 + n * tile.width;
       Piece<T> piece;
-      if (!make_piece(head, source.mask, i0 + lane, count, queries.piece_width(n), keys, piece)) {
+      if (!make_piece(head, source.mask, i, queries.piece_lanes(n), queries.piece_width(n), keys, piece)) {
         spans[n] = {};
         continue;
       }
@@ -430,59 +434,94 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
         loaded = true;
       }
       piece.infinite = infinite;
-      const TileSpan &t = spans[n] = piece.span;
-      dq[n].expect(keys.begin);
-      const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
-      // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
-      const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0,
-                 nonfinite = reads_nonfinite(head, piece, reads_others, rows_of_k(p), d);
-      auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
-      auto grads = Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width,
-                                tile.q, lane);
-      auto emit_to = [&](const auto &p_to, const auto &ds_to) __attribute__((always_inline)) {
-        recompute<true>(head, queries, n, piece, k_rows, v_rows, scratch,
-                        [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
-                          p_to.put(done + j, c, p0, p1, both);
-                          ds_to.put(done + j, c, g0, g1, both);
-                        });
+      spans[n] = piece.span;
+      add_piece(n, keys, piece, k, v);
+    }
+    if constexpr (Math::kJointQueries) multiply_neighbours(keys, spans);
+  }
+
+  void add_piece(int64_t n, const KeysOfRange &keys, const Piece<T> &piece, const KeysInMemory &k, const KeysInMemory &v) {
+    const TileSpan &t = piece.span;
+    const int64_t lane = n * tile.width;
+    dq[n].expect(keys.begin);
+    const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
+    // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
+    const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0,
+               nonfinite = reads_nonfinite(head, piece, reads_others, rows_of_k(p), d);
+    auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
+    auto grads =
+        Math::scores(scratch.dp, want_dq ? scratch.ds_lanes : nullptr, want_dk ? scratch.ds_rows : nullptr, t.keys, t.width, tile.q, lane);
+    auto emit_to = [&](const auto &p_to, const auto &ds_to) __attribute__((always_inline)) {
+      recompute<true>(head, queries, n, piece, k_rows, v_rows, scratch,
+                      [&](int64_t done, int64_t j, int64_t c, V p0, V p1, V g0, V g1, bool both) __attribute__((always_inline)) {
+                        p_to.put(done + j, c, p0, p1, both);
+                        ds_to.put(done + j, c, g0, g1, both);
+                      });
+    };
+    if (nonfinite || !queries.finite)
+      emit_to(BothScores<Math>{probs, scratch.unrounded_p, 0, t.width}, BothScores<Math>{grads, scratch.unrounded_ds, 0, t.width});
+    else
+      emit_to(probs, grads);
+    probs.finish(t.keys);
+    grads.finish(t.keys);
+    if (!Math::kJointQueries) multiply_queries(keys, t, probs.rows(), grads.rows(), lane, queries.piece_lanes(n));
+    if (!queries.finite) add_what_is_not_finite(keys, t);
+    if (!want_dq) return; // dQ^T += K^T dS
+    const auto columns = nonfinite ? scratch.finite_k.columns(rows_of_k(p), head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), d)
+                                   : Math::columns_from(k.keys.columns, t.j0 - k.origin);
+    multiply_keys<Math>(head, d, t.width, t.keys, columns, grads, 0, dq[n]);
+    if (nonfinite) add_nonfinite(t, scratch.unrounded_ds, rows_of_k(p), head.b, head.kv, piece.k0, d, dq[n].add_to());
+  }
+
+  // Where the piece's keys begin among the rows of the sequence, in which dK and dV gather.
+  int64_t first_row(const KeysOfRange &keys, const TileSpan &t) const { return keys.k0 - head.k_begin + t.j0; }
+
+  // dV += P^T dO and dK += dS^T Q over the queries [lane, lane + count) of the tile
+  void multiply_queries(const KeysOfRange &keys, const TileSpan &t, typename Math::Left probs, typename Math::Left grads, int64_t lane,
+                        int64_t count) const {
+    const int64_t j0 = first_row(keys, t);
+    if (want_dv) Math::multiply(t.keys, ldv, count, probs, Math::right_from(queries.do_rows, lane), sums.dv + j0 * ldv, ldv, true);
+    if (want_dk) Math::multiply(t.keys, ldk, count, grads, Math::right_from(queries.q_rows, lane), sums.dk + j0 * ldk, ldk, true);
+  }
+
+  void add_what_is_not_finite(const KeysOfRange &keys, const TileSpan &t) const {
+    const int64_t j0 = first_row(keys, t);
+    if (want_dv) add_nonfinite_queries(head, t, p.dout, dv, scratch.unrounded_p, sums.dv + j0 * ldv, ldv);
+    if (want_dk) add_nonfinite_queries(head, t, p.q, d, scratch.unrounded_ds, sums.dk + j0 * ldk, ldk);
+  }
+
+  // dK and dV of pieces side by side that take part in the same keys, at once.
+  void multiply_neighbours(const KeysOfRange &keys, const TileSpan *spans) const {
+    for (int64_t n = 0, end; n < queries.pieces; n = end) {
+      const TileSpan &t = spans[n];
+      int64_t count = 0;
+      for (end = n; end < queries.pieces && spans[end].keys == t.keys && (end == n || spans[end].j0 == t.j0); ++end)
+        count += queries.piece_lanes(end);
+      auto rows_of = [&](typename Math::Element *rows) {
+        return Math::scores(nullptr, nullptr, rows, t.keys, tile.width, tile.q, n * tile.width).rows();
       };
-      if (nonfinite || !queries.finite)
-        emit_to(BothScores<Math>{probs, scratch.unrounded_p, 0, t.width}, BothScores<Math>{grads, scratch.unrounded_ds, 0, t.width});
-      else
-        emit_to(probs, grads);
-      probs.finish(t.keys);
-      grads.finish(t.keys);
-      if (!Math::kJointQueries) multiply_queries(t, probs.rows(), grads.rows(), lane, count);
-      const int64_t j0 = keys.k0 - head.k_begin + t.j0; // of the sequence's rows
-      if (!queries.finite && want_dv) add_nonfinite_queries(head, t, p.dout, dv, scratch.unrounded_p, sums.dv + j0 * ldv, ldv);
-      if (!queries.finite && want_dk) add_nonfinite_queries(head, t, p.q, d, scratch.unrounded_ds, sums.dk + j0 * ldk, ldk);
-      if (want_dq) { // dQ^T += K^T dS
-        const auto columns = nonfinite ? scratch.finite_k.columns(rows_of_k(p), head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), d)
-                                       : Math::columns_from(k.keys.columns, t.j0 - k.origin);
-        multiply_keys<Math>(head, d, t.width, t.keys, columns, grads, 0, dq[n]);
-        if (nonfinite) add_nonfinite(t, scratch.unrounded_ds, rows_of_k(p), head.b, head.kv, piece.k0, d, dq[n].add_to());
-      }
-    }
-    if constexpr (Math::kJointQueries) { // neighbours that take part in the same keys at once
-      for (int64_t n = 0, end; n < queries.pieces; n = end) {
-        const TileSpan &t = spans[n];
-        int64_t count = 0;
-        for (end = n; end < queries.pieces && spans[end].keys == t.keys && (end == n || spans[end].j0 == t.j0); ++end)
-          count += queries.piece_lanes(end);
-        auto rows_of = [&](Element *rows) {
-          return Math::scores(nullptr, nullptr, rows, t.keys, tile.width, tile.q, n * tile.width).rows();
-        };
-        if (t.keys > 0) multiply_queries(t, rows_of(scratch.p_rows), rows_of(scratch.ds_rows), n * tile.width, count);
-      }
+      if (t.keys > 0) multiply_queries(keys, t, rows_of(scratch.p_rows), rows_of(scratch.ds_rows), n * tile.width, count);
     }
   }
-  if (!want_dq) return;
-  fill(scratch.ones, queries.rows, T(p.scale));
-  for (int64_t n = 0; n < queries.pieces; ++n) {
-    int64_t lane = n * tile.width;
-    store_lanes(p.dq, head.b, head.h, head.q0 + i0 + lane, queries.piece_lanes(n), d, scratch.ones + lane, dq[n].result(),
-                queries.piece_width(n), scratch.score.buffer, p.accumulate);
+
+  void store_dq() {
+    if (!want_dq) return;
+    fill(scratch.ones, queries.rows, T(p.scale));
+    for (int64_t n = 0; n < queries.pieces; ++n) {
+      const int64_t lane = n * tile.width;
+      store_lanes(p.dq, head.b, head.h, head.q0 + queries.i0 + lane, queries.piece_lanes(n), d, scratch.ones + lane, dq[n].result(),
+                  queries.piece_width(n), scratch.score.buffer, p.accumulate);
+    }
   }
+};
+
+template <class Math>
+void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source,
+                   BackwardScratch<Math> &scratch, const KeyGradients<typename Math::Real> &sums) {
+  TileGradients<Math> gradients(head, tile, source, scratch, sums);
+  KeyTiles<typename Math::Real> tiles(head, source.mask, tile, head.queries.i0, head.queries.i1);
+  for (KeysOfRange keys; tiles.next(keys);) gradients.add_keys(keys);
+  gradients.store_dq();
 }
 
 // Items: key heads; where these are few, their query tiles are cut into chunks with sums of their own. Both follow from the shape alone.
