@@ -5,7 +5,8 @@ python tests/gpu/record.py [--only NAME] [pytest's options]   runs all parts or 
 python tests/gpu/record.py --check                            exits with 1 if the record is of other sources than today's, lacks a part, or
                                                               is of a failure
 
-Each part is recorded as soon as it ends, beside the parts of the same sources: several calls, also on several machines, make a record.
+Each part is recorded as soon as it ends, with a digest of the sources that it depends on: several calls, also on several machines, make a
+record, and an edit of a test leaves the other parts as they are.
 
 tests/gpu/random_calls.py adds what random calls gave: of the same sources, counts of several runs add up. An edit of a test, of
 strobe.distributed, of strobe.compat or of the training leaves them as they are, since no random call runs one.
@@ -83,7 +84,7 @@ EXCLUDED = (
     "tests/python/test_*.py",  # the rest of the contract is the CPU's
     "tests/reference/[!p]*.py",  # judge formulas on the CPU
 )
-HOW = re.compile(r"-n|\d+|auto|-q+|-v+")  # options of pytest that choose no tests
+HOW = re.compile(r"-n|\d+|auto|-q+|-v+|--durations=\d+")  # options of pytest that choose no tests
 ENDED = (0, 1)  # pytest's exit status: all passed, some failed
 
 
@@ -124,11 +125,14 @@ def matched(patterns: Iterable[str]) -> set[Path]:
     return {file for pattern in patterns for file in ROOT.glob(pattern) if file.is_file()}
 
 
-def digest(*, tests: bool = False) -> str:
-    """A digest of the sources that random calls depend on; with `tests` of all that a record speaks of. Of this file PARTS alone decides
-    what runs: which tests there are shows in the names of the others."""
-    sha = hashlib.sha256(json.dumps(PARTS if tests else {}).encode())
-    for file in sorted(matched(SOURCES) - {Path(__file__).resolve()} - (set() if tests else matched(NOT_OF_RANDOM_CALLS))):
+def digest(part: str | None = None) -> str:
+    """A digest of the sources that a part of the tests depends on; without one of those that random calls depend on. Of this file PARTS
+    alone decides what runs: which tests there are shows in the names of the others."""
+    files = matched(SOURCES) - {Path(__file__).resolve()} - matched(TESTS if part else NOT_OF_RANDOM_CALLS)
+    if part:
+        files |= {file for each in PARTS[part].files for file in matched([each if each.endswith(".py") else f"{each}/test_*.py"])}
+    sha = hashlib.sha256(json.dumps(PARTS[part] if part else {}).encode())
+    for file in sorted(files):
         sha.update(f"{file.relative_to(ROOT).as_posix()}\0{essence(file)}\0".encode())
     return sha.hexdigest()
 
@@ -138,13 +142,11 @@ def check() -> int:
         print(f"{RECORD.name}: missing; make test-gpu writes it on a machine with a GPU")
         return 1
     record = json.loads(RECORD.read_text())
-    if record["digest"] != digest(tests=True):
-        print(f"{RECORD.name} is stale: sources have changed since; run make test-gpu")
-        return 1
     for name in PARTS:
         part = record["parts"].get(name)
-        if not part:
-            print(f'{RECORD.name}: the part "{name}" did not run; run make test-gpu ARGS="--only {name}"')
+        if not part or part["digest"] != digest(name):
+            what = "is of other sources than today's" if part else "did not run"
+            print(f'{RECORD.name}: the part "{name}" {what}; run make test-gpu ARGS="--only {name}"')
             return 1
         if part["status"] not in ENDED:
             ran = part["passed"] + part["failed"] + part["skipped"]
@@ -181,11 +183,10 @@ def add_random(found: dict[str, Any], of: str, file: Path = RECORD) -> None:
 
 
 def add_part(name: str, found: dict[str, Any], of: str, file: Path = RECORD) -> None:
-    """What a run of one of PARTS gave, of sources of that digest, joins the other part of the same sources."""
+    """What a run of one of PARTS gave, of sources of that digest, in place of what it gave before."""
     record = json.loads(file.read_text()) if file.exists() else {}
-    parts = record.get("parts", {}) if record.get("digest") == of else {}
-    kept = {"random": record["random"]} if "random" in record else {}
-    file.write_text(json.dumps({"digest": of, "parts": parts | {name: found}} | kept, indent=2) + "\n")
+    parts = {each: part for each, part in record.get("parts", {}).items() if each in PARTS}
+    file.write_text(json.dumps(record | {"parts": parts | {name: found | {"digest": of}}}, indent=2) + "\n")
 
 
 def suite_of(options: list[str], environment: dict[str, str]) -> tuple[ElementTree.Element | None, int]:
@@ -207,7 +208,6 @@ def run(names: Iterable[str], options: list[str]) -> int:
     if not torch.cuda.is_available():
         print("PyTorch sees no CUDA device here", file=sys.stderr)
         return 2
-    before = digest(tests=True)
     found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # spread
     environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
     environment.setdefault("OMP_NUM_THREADS", "1")  # the references are the CPU's, and the processes of -n many
@@ -215,6 +215,7 @@ def run(names: Iterable[str], options: list[str]) -> int:
     worst = 0
     for name in names:
         files, marks = PARTS[name]
+        before = digest(name)
         processes = {"gigabytes": ["-n", str(torch.cuda.device_count())], "ranks": ["-n", "0"]}.get(name, [])
         suite, status = suite_of([*(str(ROOT / file) for file in files), *options, "-m", marks, *processes], environment)
         if suite is None:

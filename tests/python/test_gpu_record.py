@@ -43,8 +43,8 @@ def test_random_calls_of_the_same_sources_add_up(tmp_path):
 )
 def test_check(drawn, says, tmp_path, monkeypatch, capsys):
     digest = "of today's sources"
-    monkeypatch.setattr(record, "digest", lambda *, tests=False: f"{digest} and tests" if tests else digest)
-    found = {"digest": f"{digest} and tests", "parts": dict.fromkeys(record.PARTS, PART)}
+    monkeypatch.setattr(record, "digest", lambda part=None: f"{digest} and {part}" if part else digest)
+    found = {"parts": {name: PART | {"digest": f"{digest} and {name}"} for name in record.PARTS}}
     file = tmp_path / "record.json"
     file.write_text(json.dumps(found | ({} if drawn is None else {"random": {"digest": digest} | drawn})))
     monkeypatch.setattr(record, "RECORD", file)
@@ -55,7 +55,7 @@ def test_check(drawn, says, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({}, "is stale"),
+        ({"contract": {"digest": "of others"}}, "is of other sources than today's"),
         ({"contract": None}, 'the part "contract" did not run'),
         ({"gigabytes": None}, 'the part "gigabytes" did not run; run make test-gpu ARGS="--only gigabytes"'),
         ({"contract": {"status": 2}}, 'pytest ended with status 2 after 6 tests of "contract" on a GPU'),
@@ -65,24 +65,25 @@ def test_check(drawn, says, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_what_a_record_lacks(changed, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(record, "digest", lambda *, tests=False: "other sources" if not changed else "these")
+    monkeypatch.setattr(record, "digest", lambda part: "these")
     monkeypatch.setattr(record, "RECORD", tmp_path / "record.json")
     for name in record.PARTS:
-        if name not in changed or changed[name]:
-            record.add_part(name, PART | (changed.get(name) or {}), "these", record.RECORD)
+        if (how := changed.get(name, {})) is not None:
+            record.add_part(name, PART | how, how.get("digest", "these"), record.RECORD)
     assert record.check() == 1
     assert says in capsys.readouterr().out
 
 
-def test_parts_of_the_same_sources_join(tmp_path):
+def test_parts_join_each_with_its_digest(tmp_path):
     file = tmp_path / "record.json"
     record.add_part("contract", PART, "these", file)
     record.add_random(FOUND, "those", file)
-    record.add_part("gigabytes", PART, "these", file)
-    drawn = FOUND | {"digest": "those"}
-    assert json.loads(file.read_text()) == {"digest": "these", "parts": {"contract": PART, "gigabytes": PART}, "random": drawn}
     record.add_part("gigabytes", PART, "others", file)
-    assert json.loads(file.read_text()) == {"digest": "others", "parts": {"gigabytes": PART}, "random": drawn}
+    parts = {"contract": PART | {"digest": "these"}, "gigabytes": PART | {"digest": "others"}}
+    assert json.loads(file.read_text()) == {"parts": parts, "random": FOUND | {"digest": "those"}}
+    record.add_part("gigabytes", PART | {"passed": 6}, "newer", file)
+    parts["gigabytes"] = PART | {"passed": 6, "digest": "newer"}
+    assert json.loads(file.read_text())["parts"] == parts
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -128,16 +129,18 @@ def test_an_edited_test_leaves_random_calls_of_today(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setattr(record, "__file__", str(tmp_path / "tests/gpu/record.py"))
 
-    def changed_by(name):
-        before = record.digest(), record.digest(tests=True)
-        (tmp_path / name).write_text("after")
-        return [now != then for now, then in zip((record.digest(), record.digest(tests=True)), before, strict=True)]
+    of = [None, *record.PARTS]  # random calls, and each part
 
-    assert changed_by("tests/gpu/test_runtime.py") == [False, True]
-    assert changed_by("tests/python/test_parts.py") == [False, True]
-    assert changed_by("tests/gpu/record.py") == [False, False]
-    assert changed_by("tests/python/check.py") == [True, True]
-    assert [changed_by(name) for name in others] == [[False, True]] * 3
+    def changed_by(name):
+        before = [record.digest(part) for part in of]
+        (tmp_path / name).write_text("after")
+        return {part for part, then in zip(of, before, strict=True) if record.digest(part) != then}
+
+    assert changed_by("tests/gpu/test_runtime.py") == {"engines", "ranks", "gigabytes"}
+    assert changed_by("tests/python/test_parts.py") == {"extensions", "gigabytes"}
+    assert changed_by("tests/gpu/record.py") == set()
+    assert changed_by("tests/python/check.py") == set(of)
+    assert [changed_by(name) for name in others] == [{*record.PARTS}] * 3
 
 
 def test_a_random_call_runs_nothing_of_what_its_count_does_not_speak_of():

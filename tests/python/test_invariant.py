@@ -10,7 +10,8 @@ from check import available_engines, takes
 from device import DEVICE, EMULATED, ON_GPU, running_on
 from invariant_mixes import Variant, alone, differing, draw_problem, mixes
 
-PROBLEMS, VARIANTS = (3, 2) if EMULATED else (25, 4)  # of each engine and dtype: 1,000 and more in all
+# Of each engine and dtype: 1,000 mixes and more in all. Those of a seed are compiled one after the other.
+SEEDS, PROBLEMS, VARIANTS = (range(16, 17), 3, 2) if EMULATED else (range(16, 21), 5, 4)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 engines = pytest.mark.parametrize("engine", available_engines())
 
@@ -28,12 +29,13 @@ def refusal(engine: str, **options) -> str:
 
 @engines
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mixes(engine, dtype):
+@pytest.mark.parametrize("seed", SEEDS)
+def test_mixes(engine, dtype, seed):
     if not takes(engine, dtype, 64):
         pytest.skip(f"{engine} takes no {dtype}")
     sizes = {"longest": 60, "most_dim": 40} if EMULATED else {}
     with running_on(engine):
-        found = list(mixes(16, dtype, DEVICE, PROBLEMS, VARIANTS, engine=engine, **sizes))
+        found = list(mixes(seed, dtype, DEVICE, PROBLEMS, VARIANTS, engine=engine, **sizes))
     if not found:
         assert "invariant" in refusal(engine, invariant=True) or dtype in (torch.float32,), "left out without a reason"
         pytest.skip(f"{engine} is not invariant")
