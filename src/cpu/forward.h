@@ -39,8 +39,10 @@ template <class Math> struct ForwardScratch {
 // One step of online softmax over a chunk of scores s of the lanes from first_lane on: P goes to `out` from its key `at_key` on, m and l
 // move on. Returns whether m moved: then alpha is what O must be multiplied by.
 template <class Math, class Scores>
-__attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &head, const TileSpan &t, const typename Math::Real *s,
-                                            int64_t first_lane, const Scores &out, int64_t at_key, ForwardScratch<Math> &scratch) {
+__attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &head, const TileSpan &span, const typename Math::Real *s,
+                                            int64_t first_lane, const Scores &scores, int64_t at_key, ForwardScratch<Math> &scratch) {
+  const TileSpan t = span; // of an object in memory the compiler asks for the width anew behind each store
+  const Scores out = scores;
   using T = typename Math::Real;
   using V = Vec<T>;
   constexpr int L = V::kLanes, kColumns = 4;

@@ -87,15 +87,33 @@ inline __attribute__((noinline)) void pair_lanes(const uint16_t *src, int64_t ro
       unroll<16>(STROBE_UNROLL(r) { block[r].store(reinterpret_cast<float *>(dst) + (c / 2 + r) * width + lane); });
     }
 }
+// Sixteen columns of rows i (low) and i + 1 from src on; zeros for rows from `count` on.
+STROBE_INLINE __m512i pair_of_rows(const uint16_t *src, int64_t row, int64_t i, int64_t count) {
+  const auto load = [&](int64_t n) __attribute__((always_inline)) {
+    return n < count ? _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(src + n * row))) : _mm512_setzero_si512();
+  };
+  return _mm512_or_si512(load(i), _mm512_slli_epi32(load(i + 1), 16));
+}
 // And pairs of rows, dst[i / 2][c]; behind the last row zeros, to a multiple of 32 rows.
 inline __attribute__((noinline)) void pair_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, uint32_t *dst) {
   for (int64_t i = 0; i < round_to(count, 32); i += 2)
+    for (int64_t c = 0; c < columns; c += 16) _mm512_storeu_si512(dst + i / 2 * columns + c, pair_of_rows(src + c, row, i, count));
+}
+// Such rows as the left operand, and, turned over, its columns; behind the last row zeros.
+inline __attribute__((noinline)) void copy_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t c = 0; c < columns; c += 32)
+      _mm512_storeu_si512(const_cast<uint16_t *>(to.a) + i / 32 * to.block + i % 32 * to.row + c / 32 * to.step,
+                          _mm512_loadu_si512(src + i * row + c));
+}
+inline __attribute__((noinline)) void turn_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
+  for (int64_t i = 0; i < count; i += 32)
     for (int64_t c = 0; c < columns; c += 16) {
-      const auto load = [&](int64_t n) __attribute__((always_inline)) {
-        return n < count ? _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(src + n * row + c)))
-                         : _mm512_setzero_si512();
-      };
-      _mm512_storeu_si512(dst + i / 2 * columns + c, _mm512_or_si512(load(i), _mm512_slli_epi32(load(i + 1), 16)));
+      Vec<float> block[16]; // of pairs, of which nothing is computed
+      unroll<16>(STROBE_UNROLL(r) { block[r] = Vec<float>((Vec<float>::Raw)pair_of_rows(src + c, row, i + 2 * r, count)); });
+      transpose_block(block);
+      uint16_t *const dst = const_cast<uint16_t *>(to.a) + i / 32 * to.step + c / 32 * to.block + c % 32 * to.row;
+      unroll<16>(STROBE_UNROLL(r) { block[r].store(reinterpret_cast<float *>(dst + r * to.row)); });
     }
 }
 
@@ -151,6 +169,12 @@ template <int planes, class Unit> struct Pairs {
   // reals: 64 x round_to(d, 32)
   static void pack_keys(const View &x, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t d, Keys to, bool rows, bool columns,
                         float *reals, float *buffer) {
+    if (kPlanes == 1 && is_paired(x, d)) {
+      const uint16_t *const from = x.at<uint16_t>(b, h, j0, 0);
+      if (rows) copy_rows(from, x.stride[2], n, d, to.rows);
+      if (columns) turn_rows(from, x.stride[2], n, d, to.columns);
+      return;
+    }
     const int64_t ld = round_to(d, 32);
     for (int64_t j = 0; j < n; j += 64) {
       const int64_t count = n - j < 64 ? n - j : 64, width = round_to(count, 32);
