@@ -433,6 +433,7 @@ def test_a_cache_has_no_gradient():
     ("wrong", "message"),
     [
         ({"q": (2, 1, 16)}, r"^q: shape \(2, 1, 16\); accepted is \(batches, tokens, heads, head dimension\)"),
+        ({"q": ()}, r"^q: shape \(\); accepted is \(batches, tokens, heads, head dimension\)"),
         ({"q": (2, 1, 4, 8)}, r"^k_cache: shape \(2, 8, 4, 16\); accepted is \(2, 8, 4, 8\)"),
         ({"q": (1, 1, 4, 16)}, r"^k_cache: shape \(2, 8, 4, 16\); accepted is \(1, 8, 4, 16\)"),
         ({"q": (2, 1, 3, 16)}, r"^k_cache: 4 heads for the 3 of q"),

@@ -68,7 +68,7 @@ def attend_to_cache(
     window = bounds(window_size)
     switches = {"causal": causal, "rotary_interleaved": rotary_interleaved, "return_softmax_lse": return_softmax_lse}
     wrong = unfit_tensors(tensors) + (beside or []) + _wrong_numbers(cache_seqlens, switches, num_splits, window)
-    wrong += incomplete(maybe, ("k", "v"), ("rotary_cos", "rotary_sin")) + _wrong_company(maybe, table_name)
+    wrong += incomplete(maybe, ("k", "v"), ("rotary_cos", "rotary_sin")) + _misfit_arguments(maybe, table_name)
     if wrong:
         raise refusal(wrong)
     if k is not None and cache_seqlens is None:
@@ -126,7 +126,7 @@ def _wrong_numbers(cache_seqlens: object, switches: Mapping[str, object], num_sp
     return [*wrong, window] if isinstance(window, Exception) else wrong
 
 
-def _wrong_company(maybe: dict[str, Tensor | None], table_name: str) -> Wrong:
+def _misfit_arguments(maybe: dict[str, Tensor | None], table_name: str) -> Wrong:
     """What is given beside what excludes it, or without what it belongs to."""
     wrong: Wrong = []
     for name in ("cache_batch_idx", "cache_leftpad"):
@@ -144,7 +144,7 @@ def _check_shapes(tensors: dict[str, Tensor], named_table: tuple[str, Tensor] | 
     q, cu_q, cu_new = tensors["q"], tensors.get("cu_seqlens_q"), tensors.get("cu_seqlens_k_new")
     caches: dict[str, Tensor] = {name: tensors[name] for name in ("k_cache", "v_cache")}
     fresh: dict[str, Tensor] = {name: tensors[name] for name in ("k", "v") if name in tensors}
-    batch = q.shape[0] if cu_q is None else check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
+    batch = next(iter(q.shape), 0) if cu_q is None else check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
     if cu_new is not None and (found := check_cu_seqlens("cu_seqlens_k_new", cu_new, "k", fresh["k"])) != batch:
         raise ValueError(f"cu_seqlens_k_new: shape ({found + 1},); accepted is ({batch + 1},), as q has batches")
     packed = {name for name, cu in (("q", cu_q), ("k", cu_new), ("v", cu_new)) if cu is not None}
@@ -198,7 +198,7 @@ def _try_attention(
     end: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Without a query, or without a key: what is wrong with the call, or with its pages, is said before anything is written."""
+    """Makes calls of no queries or no keys, so that what is wrong with the call, or with its pages, is said before anything is written."""
     batch = len(end)
     of_none, no_k, no_v = [x.new_empty(batch, 0, *x.shape[-2:]) for x in (q, k, v)]
     attend(of_none, no_k, no_v, **options)
