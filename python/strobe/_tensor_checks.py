@@ -12,13 +12,13 @@ from ._kinds import kind
 from .arrays.torch import TORCH
 
 
-def refused_tensor(name: str, x: Any, accepted: str = "a torch.Tensor") -> Exception | None:
-    """Why x is no tensor, or one whose memory is not what it means."""
+def tensor_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Exception | None:
+    """Why x is refused: it is no tensor, or one of a subclass whose memory does not hold its values."""
     return TORCH.unfit(name, x) if isinstance(x, Tensor) else TypeError(f"{name}: {kind(x)}; accepted is {accepted}")
 
 
 def unfit_tensors(given: Mapping[str, Any]) -> Wrong:
-    found = [refused_tensor(name, x) for name, x in given.items()]
+    found = [tensor_refusal(name, x) for name, x in given.items()]
     return [refused for refused in found if refused is not None]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strobe._checks import Wrong, check_names, flag, is_whole, refusal
 from strobe._kinds import is_bool, kind
-from strobe._tensor_checks import refused_tensor
+from strobe._tensor_checks import tensor_refusal
 from strobe.arrays.known import unfit
 from strobe.arrays.torch import TORCH
 
@@ -70,7 +70,7 @@ def _with_hints_for(names: Mapping[str, str], rest: str) -> str:
 
 
 def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Any:
-    refused = refused_tensor(name, x, accepted)
+    refused = tensor_refusal(name, x, accepted)
     return x if refused is None else refused
 
 

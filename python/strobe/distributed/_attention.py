@@ -16,7 +16,7 @@ from .._kinds import kind, shown
 from .._options import ELSEWHERE, ROWS, parameters
 from .._part import Part
 from .._request import Request, parse
-from .._tensor_checks import refused_tensor
+from .._tensor_checks import tensor_refusal
 from ..arrays.torch import TORCH
 from . import _operators
 from ._agree import Said, agree
@@ -196,7 +196,7 @@ def prepare(
     elif isinstance(options.get("deterministic"), str):
         wrong.append(ValueError(f"deterministic: {shown(options.pop('deterministic'))}; accepted is True, False or 'world'"))
     for name, x in (("q", q), ("k", k), ("v", v)):
-        refused = refused_tensor(name, x)
+        refused = tensor_refusal(name, x)
         if refused is None and world > 1 and x.device.type == "meta":
             refused = ValueError(f"{name}: on the device meta; accepted is one that has memory, whose rows can be sent to other ranks")
         if refused is not None:
