@@ -90,7 +90,7 @@ test-emulated: setup ## the contract and the ladder on an emulated GPU; ARGS=...
 	STROBE_TEST_DEVICE=emulated tests/emulator/run build/cpp \
 	  $(PYTEST) tests/python/test_contract.py tests/python/test_ladder.py $(ARGS)
 
-# With more, GCC takes twice as long over the instruction sets of src/cpu.
+# With the alias analysis and the register allocation of -O1, GCC takes twice as long over the instruction sets of src/cpu.
 SANITIZE_FLAGS := -O1 -fno-var-tracking-assignments -fno-tree-pta -fira-region=one -fira-algorithm=priority
 
 sanitize-cpu: $(VENV)/.python ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -214,7 +214,7 @@ private:
         for (int j = 0; j < kColumns; ++j) atomicAdd(sum + r * C.head_dim + grid.template column<W>(j), dQ[i][j] * scale);
   }
   __device__ __forceinline__ u32 *turn_of(i64 h, const Tile &tile) const {
-    u32 *const of_head = a.turns + 1 + (b * in.heads + h) * query_tiles<F, C.tile_q>(in);
+    u32 *const of_head = a.turns + 1 + ((i64)b * in.heads + h) * query_tiles<F, C.tile_q>(in);
     if constexpr (F.part)
       return of_head + tile.number;
     else

@@ -41,7 +41,8 @@ template <class Math> struct ForwardScratch {
 template <class Math, class Scores>
 __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &head, const TileSpan &span, const typename Math::Real *s,
                                             int64_t first_lane, const Scores &scores, int64_t at_key, ForwardScratch<Math> &scratch) {
-  const TileSpan t = span; // of an object in memory the compiler asks for the width anew behind each store
+  // Copies, because the compiler would load the members of a referenced object again after each store.
+  const TileSpan t = span;
   const Scores out = scores;
   using T = typename Math::Real;
   using V = Vec<T>;

@@ -99,13 +99,14 @@ inline __attribute__((noinline)) void pair_rows(const uint16_t *src, int64_t row
   for (int64_t i = 0; i < round_to(count, 32); i += 2)
     for (int64_t c = 0; c < columns; c += 16) _mm512_storeu_si512(dst + i / 2 * columns + c, pair_of_rows(src + c, row, i, count));
 }
-// Such rows as the left operand, and, turned over, its columns; behind the last row zeros.
+// Such rows as the left operand. Rows behind the last are not written: products with them make scores that nobody reads.
 inline __attribute__((noinline)) void copy_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
   for (int64_t i = 0; i < count; ++i)
     for (int64_t c = 0; c < columns; c += 32)
       _mm512_storeu_si512(const_cast<uint16_t *>(to.a) + i / 32 * to.block + i % 32 * to.row + c / 32 * to.step,
                           _mm512_loadu_si512(src + i * row + c));
 }
+// And turned over, as columns of the left operand, over which a product sums: behind the last row zeros, to a multiple of 32 rows.
 inline __attribute__((noinline)) void turn_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
   for (int64_t i = 0; i < count; i += 32)
     for (int64_t c = 0; c < columns; c += 16) {

@@ -48,6 +48,7 @@ HELPERS = (
     "paging.py",
     "quantising.py",
     "distributed_*.py",
+    "drawn_cases.py",
     "flash_formulas.py",
     "invariant_mixes.py",
     "plain.py",
@@ -144,7 +145,7 @@ def check() -> int:
     record = json.loads(RECORD.read_text())
     for name in PARTS:
         part = record["parts"].get(name)
-        if not part or part["digest"] != digest(name):
+        if not part or part.get("digest") != digest(name):
             what = "is of other sources than today's" if part else "did not run"
             print(f'{RECORD.name}: the part "{name}" {what}; run make test-gpu ARGS="--only {name}"')
             return 1
@@ -171,8 +172,9 @@ def check() -> int:
     return 0
 
 
-def add_random(found: dict[str, Any], of: str, file: Path = RECORD) -> None:
+def add_random(found: dict[str, Any], of: str, file: Path | None = None) -> None:
     """What a run of random calls gave, of sources of that digest: its counts join those of the same sources and device."""
+    file = file or RECORD
     record = json.loads(file.read_text()) if file.exists() else {}
     before = record.get("random")
     if before and before["digest"] == of and before["device"] == found["device"]:
@@ -182,8 +184,9 @@ def add_random(found: dict[str, Any], of: str, file: Path = RECORD) -> None:
     file.write_text(json.dumps(record | {"random": found | {"digest": of}}, indent=2) + "\n")
 
 
-def add_part(name: str, found: dict[str, Any], of: str, file: Path = RECORD) -> None:
+def add_part(name: str, found: dict[str, Any], of: str, file: Path | None = None) -> None:
     """What a run of one of PARTS gave, of sources of that digest, in place of what it gave before."""
+    file = file or RECORD
     record = json.loads(file.read_text()) if file.exists() else {}
     parts = {each: part for each, part in record.get("parts", {}).items() if each in PARTS}
     file.write_text(json.dumps(record | {"parts": parts | {name: found | {"digest": of}}}, indent=2) + "\n")
@@ -213,9 +216,9 @@ def run(names: Iterable[str], options: list[str]) -> int:
     environment.setdefault("OMP_NUM_THREADS", "1")  # the references are the CPU's, and the processes of -n many
     signal.signal(signal.SIGINT, lambda *_: None)  # pytest ends at one, too, with its report written
     worst = 0
-    for name in names:
+    before = {name: digest(name) for name in names}  # what is edited from now on is in no result
+    for name in before:
         files, marks = PARTS[name]
-        before = digest(name)
         processes = {"gigabytes": ["-n", str(torch.cuda.device_count())], "ranks": ["-n", "0"]}.get(name, [])
         suite, status = suite_of([*(str(ROOT / file) for file in files), *options, "-m", marks, *processes], environment)
         if suite is None:
@@ -234,7 +237,7 @@ def run(names: Iterable[str], options: list[str]) -> int:
             "torch": torch.__version__,
             "options": options,
         }
-        add_part(name, part, before)
+        add_part(name, part, before[name])
         print(json.dumps({name: part}), flush=True)
         worst = max(worst, status)
         if status not in ENDED:

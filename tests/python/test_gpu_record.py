@@ -143,6 +143,13 @@ def test_an_edited_test_leaves_random_calls_of_today(tmp_path, monkeypatch):
     assert [changed_by(name) for name in others] == [{*record.PARTS}] * 3
 
 
+def test_no_test_of_the_record_imports_another():
+    """A part's digest has its own tests alone; what several share are helpers."""
+    for file in record.matched(record.TESTS):
+        imported = {line.split()[1] for line in file.read_text().splitlines() if line.startswith(("import ", "from "))}
+        assert not {name for name in imported if name.startswith("test_")}, file
+
+
 def test_a_random_call_runs_nothing_of_what_its_count_does_not_speak_of():
     words = "import sys, random_call; random_call.faults(random_call.drawn(5), [None]); print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", words], cwd=record.ROOT / "tests" / "python", capture_output=True, text=True, check=True)

@@ -17,7 +17,7 @@ import strobe
 from cases import Inputs, build, call
 from check import Yardstick, assert_matches, error, oracle, runs
 from device import ON_GPU
-from test_shapes import cases
+from drawn_cases import cases
 
 LONG = bool(os.environ.get("STROBE_TRIPLES"))
 MANY = [16384, 65536, 131072] if LONG else [8192]
