@@ -38,6 +38,10 @@ struct PairsLeft {
   const uint16_t *a;
   int64_t row, step, block, plane;
   STROBE_INLINE PairsLeft rows_from(int64_t m) const { return {a + m / 32 * block, row, step, block, plane}; } // m: a multiple of 32
+  // Where element k of row m is packed.
+  STROBE_INLINE uint16_t *at(int64_t m, int64_t k) const {
+    return const_cast<uint16_t *>(a) + m / 32 * block + m % 32 * row + k / 32 * step + k % 32;
+  }
 };
 // The right operand: [plane][k / 2][ld], two along k in each 32 bits.
 struct PairsRight {
@@ -102,9 +106,7 @@ inline __attribute__((noinline)) void pair_rows(const uint16_t *src, int64_t row
 // Such rows as the left operand. Rows behind the last are not written: products with them make scores that nobody reads.
 inline __attribute__((noinline)) void copy_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
   for (int64_t i = 0; i < count; ++i)
-    for (int64_t c = 0; c < columns; c += 32)
-      _mm512_storeu_si512(const_cast<uint16_t *>(to.a) + i / 32 * to.block + i % 32 * to.row + c / 32 * to.step,
-                          _mm512_loadu_si512(src + i * row + c));
+    for (int64_t c = 0; c < columns; c += 32) _mm512_storeu_si512(to.at(i, c), _mm512_loadu_si512(src + i * row + c));
 }
 // And turned over, as columns of the left operand, over which a product sums: behind the last row zeros, to a multiple of 32 rows.
 inline __attribute__((noinline)) void turn_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
@@ -113,7 +115,7 @@ inline __attribute__((noinline)) void turn_rows(const uint16_t *src, int64_t row
       Vec<float> block[16]; // of pairs, of which nothing is computed
       unroll<16>(STROBE_UNROLL(r) { block[r] = Vec<float>((Vec<float>::Raw)pair_of_rows(src + c, row, i + 2 * r, count)); });
       transpose_block(block);
-      uint16_t *const dst = const_cast<uint16_t *>(to.a) + i / 32 * to.step + c / 32 * to.block + c % 32 * to.row;
+      uint16_t *const dst = to.at(c, i);
       unroll<16>(STROBE_UNROLL(r) { block[r].store(reinterpret_cast<float *>(dst + r * to.row)); });
     }
 }
@@ -291,7 +293,7 @@ private:
         int64_t left = columns - c;
         __mmask16 some = left >= 16 ? 0xFFFF : left > 0 ? __mmask16((1u << left) - 1) : 0;
         Split<kPlanes> x(_mm512_maskz_loadu_ps(some, src + r * width + c));
-        uint16_t *dst = const_cast<uint16_t *>(to.a) + r / 32 * to.block + r % 32 * to.row + c / 32 * to.step + c % 32;
+        uint16_t *dst = to.at(r, c);
         for (int p = 0; p < kPlanes; ++p) _mm256_storeu_si256((__m256i *)(dst + p * to.plane), (__m256i)_mm512_cvtneps_pbh(x.plane[p]));
       }
     }
