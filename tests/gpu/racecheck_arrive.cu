@@ -1,63 +1,61 @@
 // Compute Sanitizer's racecheck reports races in a kernel that has none, where some warps arrive at a barrier without waiting (bar.arrive):
 //
-//   nvcc -arch=sm_90 -DWAIT=0 racecheck_arrive.cu -o arrive && compute-sanitizer --tool racecheck ./arrive     # races, in each run
-//   nvcc -arch=sm_90 -DWAIT=1 racecheck_arrive.cu -o wait && compute-sanitizer --tool racecheck ./wait         # none
+//   nvcc -arch=sm_90 -DWAIT=0 racecheck_arrive.cu -o arrive && compute-sanitizer --tool racecheck ./arrive     # races in 8 of 8 runs
+//   nvcc -arch=sm_90 -DWAIT=1 racecheck_arrive.cu -o wait && compute-sanitizer --tool racecheck ./wait         # none in 8 of 8
 //
-// Half of the warps are writers of P and readers of LSE, the other half the other way round, as in the backward of cuda-mma. All accesses
-// of one iteration are ordered with those of the next one by a barrier of all warps. P is handed over by a barrier of its own, at which its
-// writers need not wait: with WAIT they do so all the same, which orders no more of these accesses.
+// Half of the warps write P and read LSE, the other half the other way round, as in the backward of cuda-mma. A barrier of all warps orders
+// the accesses of one iteration and those of the next. P is handed over by a barrier of its own, at which its writers need not wait: with
+// WAIT they do so all the same, which orders no more of these accesses.
 #include <cstdio>
+#include <cuda_runtime.h>
 
-constexpr int kThreads = 256, kHalf = kThreads / 2, kIterations = 6;
-
-__device__ int barrier_of_all(int condition) { // whether it holds for one of them
-  int any;
+__device__ __forceinline__ int barrier_of_all(int condition) { // whether it holds for one of them
+  int any = 0;
   asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, 0, 256, p; selp.b32 %0, 1, 0, q; }"
                : "=r"(any)
                : "r"(condition)
                : "memory");
   return any;
 }
-__device__ void p_is_written() {
-#if WAIT
-  asm volatile("bar.sync 1, 256;" ::: "memory");
-#else
-  asm volatile("bar.arrive 1, 256;" ::: "memory");
-#endif
-}
-__device__ void await_p() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+__device__ __forceinline__ void arrive(int barrier) { asm volatile("bar.arrive %0, 128;" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void wait(int barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
 
-__global__ void __launch_bounds__(kThreads) hand_over(float *out, int work) {
-  __shared__ float lse[2][kHalf], P[kHalf];
-  const int t = threadIdx.x % kHalf;
-  const bool writes_p = threadIdx.x < kHalf;
+extern "C" __global__ void __launch_bounds__(256) kernel(const float *x, float *out, int tiles, int work) {
+  __shared__ float lse[2][64], P[128];
+  int t = threadIdx.x, role = t / 128, pair = t / 64 % 2;
   float sum = 0;
-  int any = 0;
-  if (!writes_p) lse[0][t] = t;
-  for (int n = 0; n < kIterations; ++n) {
-    any = barrier_of_all(any);
-    if (writes_p) {
-      float p = lse[n % 2][t];
-      for (int k = 0; k < work; ++k) p = p * 0.5f + k; // the roles take turns at being late
+  if (role == 0) {
+    int any = 0;
+    barrier_of_all(0);
+    for (int n = 0; n < tiles; ++n) {
+      if (n > 0) any = barrier_of_all(any);
+      float p = lse[n % 2][t % 64];
+      for (int k = 0; k < work; ++k) p = p * 1.0001f + x[k];
       P[t] = p;
-      p_is_written();
+      WAIT ? wait(1 + pair) : arrive(1 + pair);
       sum += p;
-    } else {
-      float next = n;
-      for (int k = 0; k < work / 2; ++k) next = next * 0.5f + k;
-      await_p();
-      sum += P[t];
-      lse[(n + 1) % 2][t] = next;
+    }
+  } else {
+    int any = 0;
+    if (t < 192) lse[0][t - 128] = x[t];
+    barrier_of_all(0);
+    for (int n = 0; n < tiles; ++n) {
+      if (n > 0) any = barrier_of_all(any);
+      float next = x[(t + n) % 256];
+      for (int k = 0; k < work / 2; ++k) next = next * 1.0001f + x[k];
+      wait(1 + pair);
+      sum += P[t - 128];
+      if (t < 192) lse[(n + 1) % 2][t - 128] = next;
     }
   }
-  out[blockIdx.x * kThreads + threadIdx.x] = sum + any;
+  barrier_of_all(0);
+  out[blockIdx.x * 256 + t] = sum;
 }
 
 int main() {
-  constexpr int kBlocks = 176;
-  float *out;
-  cudaMalloc(&out, kBlocks * kThreads * sizeof(float));
-  hand_over<<<kBlocks, kThreads>>>(out, 40);
+  float *x, *out;
+  cudaMalloc(&x, 4096 * 4), cudaMalloc(&out, 4096 * 256 * 4), cudaMemset(x, 0, 4096 * 4);
+  for (int i = 0; i < 2; ++i) kernel<<<176, 256>>>(x, out, 6, 40);
   const cudaError_t error = cudaDeviceSynchronize();
   std::printf("%s\n", cudaGetErrorString(error));
   return error != cudaSuccess;
