@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,46 @@ from ..arrays.torch import TORCH
 from ._call import Window, attend, bounds
 from ._gaps import check_cu_seqlens, parts, within
 from ._words import in_words_of, python_numbers, switch_or_refusal
+
+
+class Queries(NamedTuple):
+    """(B, Sq, H, D); with cu_seqlens (Tq, H, D), the longest sequence being of `longest` tokens, if that is known."""
+
+    q: Tensor
+    cu_seqlens: Tensor | None
+    longest: int | None
+
+    def packing(self) -> dict[str, Any]:
+        return {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self.longest}
+
+
+class Cache(NamedTuple):
+    """k and v (B, S, Hkv, D); with a page table (pages, page, Hkv, D)."""
+
+    k: Tensor
+    v: Tensor
+    table: Tensor | None
+
+
+class Rotary(NamedTuple):
+    """The tables, and whether pairs of columns are neighbours."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+    def check(self, width: int, positions: int) -> None:
+        check_tables(self.cos, self.sin, width, positions)
+
+    def turned(self, x: Tensor, cu_seqlens: Tensor | None, first: Tensor, from_each: bool) -> Tensor:
+        """x (B, S, H, D), or packed (T, H, D), rotated: each token by its own position, from first[b] on, or all by first[b]."""
+        if cu_seqlens is None:
+            positions = first[:, None] + torch.arange(x.shape[1] if from_each else 1, device=x.device)
+            return rotate(x, self.cos, self.sin, positions, self.interleaved)
+        if not len(first):
+            return x
+        sequence, positions, _ = places(first, cu_seqlens, len(x))
+        return rotate_tokens(x, self.cos, self.sin, positions if from_each else first[sequence], self.interleaved)
 
 
 @torch.no_grad()
@@ -96,13 +136,17 @@ def attend_to_cache(
         "names": names,
     }
     if k is not None and v is not None:
-        _try_attention(q, k, v, k_cache, v_cache, cu_seqlens_q, max_seqlen_q, table, end, options)
+        _try_attention(Queries(q, cu_seqlens_q, max_seqlen_q), k, v, Cache(k_cache, v_cache, table), end, options)
         if rotary_cos is not None and rotary_sin is not None:
             first = filled
             if rotary_seqlens is not None:
                 first = within("rotary_seqlens", rotary_seqlens, batch, len(rotary_cos), "the length of rotary_cos")
-            from_each, tables = causal or window is not None, (rotary_cos, rotary_sin, rotary_interleaved)
-            q, k = _rotated(q, k, cu_seqlens_q, cu_seqlens_k_new, first, new, batch, from_each, tables)
+            tables = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
+            from_each = causal or window is not None
+            positions = (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if from_each else 1
+            tables.check(q.shape[-1], max(_furthest(first, new), _furthest(first, positions)))
+            begin = torch.as_tensor(first, device=q.device).long().expand(batch)
+            q, k = tables.turned(q, cu_seqlens_q, begin, from_each), tables.turned(k, cu_seqlens_k_new, begin, from_each=True)
         place = table if rows is None else _pages_of(rows, exists, q.device)
         with in_words_of({**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}):
             append(k_cache, v_cache, k, v, start.int(), page_table=place, cu_seqlens=cu_seqlens_k_new, layout="bshd")
@@ -112,7 +156,8 @@ def attend_to_cache(
         end = end * exists
         cache_leftpad = None if cache_leftpad is None else cache_leftpad * exists
     known = filled + new if isinstance(filled, int) and not isinstance(new, Tensor) and exists is None else None
-    out, lse = _attend_in_place(q, cu_seqlens_q, max_seqlen_q, k_cache, v_cache, table, cache_leftpad, end, known, options)
+    queries, cache = Queries(q, cu_seqlens_q, max_seqlen_q), Cache(k_cache, v_cache, table)
+    out, lse = _attend_in_place(queries, cache, cache_leftpad, end, known, options)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -186,27 +231,15 @@ def _pages_of(rows: Tensor, exists: Tensor | None, device: torch.device) -> Tens
     return (rows if exists is None else torch.where(exists, rows, -1)).to(device, torch.int32)[:, None]
 
 
-def _try_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_q: Tensor | None,
-    longest: int | None,
-    table: Tensor | None,
-    end: Tensor,
-    options: dict[str, Any],
-) -> None:
+def _try_attention(queries: Queries, k: Tensor, v: Tensor, cache: Cache, end: Tensor, options: dict[str, Any]) -> None:
     """Makes calls of no queries or no keys, so that what is wrong with the call, or with its pages, is said before anything is written."""
-    batch = len(end)
-    of_none, no_k, no_v = [x.new_empty(batch, 0, *x.shape[-2:]) for x in (q, k, v)]
+    of_none, no_k, no_v = [x.new_empty(len(end), 0, *x.shape[-2:]) for x in (queries.q, k, v)]
     attend(of_none, no_k, no_v, **options)
-    if cu_q is not None:
-        none: dict[str, Any] = {"cu_seqlens_k": torch.zeros_like(cu_q), "max_seqlen_k": 0}
-        attend(q, no_k.flatten(0, 1), no_v.flatten(0, 1), **options, cu_seqlens_q=cu_q, max_seqlen_q=longest, **none)
-    if table is not None:
-        attend(of_none, k_cache, v_cache, **options, page_table=table, seqused_k=end.int())
+    if queries.cu_seqlens is not None:
+        none: dict[str, Any] = {"cu_seqlens_k": torch.zeros_like(queries.cu_seqlens), "max_seqlen_k": 0}
+        attend(queries.q, no_k.flatten(0, 1), no_v.flatten(0, 1), **options, **queries.packing(), **none)
+    if cache.table is not None:
+        attend(of_none, cache.k, cache.v, **options, page_table=cache.table, seqused_k=end.int())
 
 
 def _filled(filled: int | Tensor, new: int | Tensor, batch: int, length: int) -> int | Tensor:
@@ -279,88 +312,38 @@ def _furthest(first: int | Tensor, count: int | Tensor) -> int:
     return 0 if isinstance(count, Tensor) else count
 
 
-def _rotated(
-    q: Tensor,
-    k: Tensor,
-    cu_q: Tensor | None,
-    cu_new: Tensor | None,
-    first: int | Tensor,
-    new: int | Tensor,
-    batch: int,
-    from_each: bool,
-    tables: tuple[Tensor, Tensor, bool],
-) -> tuple[Tensor, Tensor]:
-    """q and the new keys, by positions from `first` on. from_each: each query has a position of its own. tables: cos, sin, and whether
-    columns are interleaved."""
-    cos, sin, interleaved = tables
-    queries = (q.shape[1] if cu_q is None else cu_q.diff()) if from_each else 1
-    check_tables(cos, sin, q.shape[-1], max(_furthest(first, new), _furthest(first, queries)))
-    begin = torch.as_tensor(first, device=q.device).long().expand(batch)
-    return (
-        _turned(q, cu_q, from_each, begin, cos, sin, interleaved),
-        _turned(k, cu_new, True, begin, cos, sin, interleaved),
-    )
-
-
-def _turned(x: Tensor, cu_seqlens: Tensor | None, from_each: bool, first: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x (B, S, H, D), or packed (T, H, D), rotated: each token by its own position, from first[b] on, or all by first[b]."""
-    if cu_seqlens is None:
-        positions = first[:, None] + torch.arange(x.shape[1] if from_each else 1, device=x.device)
-        return rotate(x, cos, sin, positions, interleaved)
-    if not len(first):
-        return x
-    sequence, positions, _ = places(first, cu_seqlens, len(x))
-    return rotate_tokens(x, cos, sin, positions if from_each else first[sequence], interleaved)
-
-
 def _attend_in_place(
-    q: Tensor,
-    cu_q: Tensor | None,
-    longest: int | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor | None,
-    begin: Tensor | None,
-    end: Tensor,
-    known: int | None,
-    options: dict[str, Any],
+    queries: Queries, cache: Cache, begin: Tensor | None, end: Tensor, known: int | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """out and softmax_lse, by the least general call that has them. known: where all sequences end, if that is one number."""
-    if table is None and (cu_q is not None or begin is not None):
-        return _packed(q, cu_q, longest, k_cache, v_cache, begin, end, options)
-    if table is None and known is not None:
-        out, lse, _ = attend(q, k_cache[:, :known], v_cache[:, :known], **options)
+    if cache.table is None and (queries.cu_seqlens is not None or begin is not None):
+        return _packed(queries, cache, begin, end, options)
+    if cache.table is None and known is not None:
+        out, lse, _ = attend(queries.q, cache.k[:, :known], cache.v[:, :known], **options)
         return out, lse
-    if table is not None:
-        options = {**options, "page_table": table}
-    if cu_q is not None:
-        options = {**options, "cu_seqlens_q": cu_q, "max_seqlen_q": longest}
-    out, lse, _ = attend(q, k_cache, v_cache, **options, seqused_k=end.int())
+    if cache.table is not None:
+        options = {**options, "page_table": cache.table}
+    if queries.cu_seqlens is not None:
+        options = {**options, **queries.packing()}
+    out, lse, _ = attend(queries.q, cache.k, cache.v, **options, seqused_k=end.int())
     return out, lse
 
 
-def _packed(
-    q: Tensor,
-    cu_q: Tensor | None,
-    longest: int | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    begin: Tensor | None,
-    end: Tensor,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """Sequences that begin and end somewhere in their rows of the cache, read in place; q packed, or (B, Sq, H, D)."""
-    batch, queries, length = len(end), q.shape[1], k_cache.shape[1]
+def _packed(queries: Queries, cache: Cache, begin: Tensor | None, end: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Sequences that begin and end somewhere in their rows of the cache, read in place."""
+    q, are_packed = queries.q, queries.cu_seqlens is not None
+    batch, count, length = len(end), q.shape[1], cache.k.shape[1]
     cu_k = torch.arange(batch + 1, device=q.device) * length
-    of_q = torch.arange(batch + 1, device=q.device) * queries if cu_q is None else cu_q
-    packed: dict[str, Any] = {"max_seqlen_q": queries if cu_q is None else longest, "max_seqlen_k": length}
+    of_q = torch.arange(batch + 1, device=q.device) * count if queries.cu_seqlens is None else queries.cu_seqlens
+    packed: dict[str, Any] = {"max_seqlen_q": queries.longest if are_packed else count, "max_seqlen_k": length}
     if begin is None:
         packed.update({"cu_seqlens_q": of_q.int(), "cu_seqlens_k": cu_k.int(), "seqused_k": end.int()})
     else:
         of_q, cu_k, slopes = parts(of_q, cu_k, cu_k[:-1] + begin.long(), cu_k[:-1] + end, options["alibi_slopes"])
         packed.update({"cu_seqlens_q": of_q, "cu_seqlens_k": cu_k})
         options = {**options, "alibi_slopes": slopes}
-    out, lse, _ = attend(q if cu_q is not None else q.flatten(0, 1), k_cache.flatten(0, 1), v_cache.flatten(0, 1), **options, **packed)
-    if cu_q is not None:
+    tokens = q if are_packed else q.flatten(0, 1)
+    out, lse, _ = attend(tokens, cache.k.flatten(0, 1), cache.v.flatten(0, 1), **options, **packed)
+    if are_packed:
         return out, lse
-    return out.view(batch, queries, *out.shape[1:]), lse.view(lse.shape[0], batch, queries).transpose(0, 1)
+    return out.view(batch, count, *out.shape[1:]), lse.view(lse.shape[0], batch, count).transpose(0, 1)
