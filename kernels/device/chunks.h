@@ -12,13 +12,18 @@ struct Merge {
   float lse, before, now;
   bool keep, take; // the one or the other alone
 
-  __device__ __forceinline__ Merge(float a, float b) : lse(a), before(1), now(0), keep(b == minus_infinity<float>()), take(false) {
+  // precise: also where the larger one is a sink, and all of O has the error of the smaller one's weight.
+  __device__ __forceinline__ Merge(float a, float b, bool precise = false)
+      : lse(a), before(1), now(0), keep(b == minus_infinity<float>()), take(false) {
     if (keep) return;
     take = a == minus_infinity<float>();
     lse = b, before = 0, now = 1;
     if (take) return;
-    const float top = fmaxf(a, b), x = exp2(__fmul_rn(__fsub_rn(a, top), kLog2e<float>)),
-                y = exp2(__fmul_rn(__fsub_rn(b, top), kLog2e<float>));
+    const float top = fmaxf(a, b);
+    const auto weight = [&](float z) {
+      return precise ? probability(z, 1.0f, top, 0.0f) : exp2(__fmul_rn(__fsub_rn(z, top), kLog2e<float>));
+    };
+    const float x = weight(a), y = weight(b);
     const float sum = __fadd_rn(x, y);
     lse = row_lse(top, 1.0f, sum), before = __fdiv_rn(x, sum), now = __fdiv_rn(y, sum);
   }

@@ -192,19 +192,30 @@ private:
 };
 
 // The end of a row: the factor by which O is to be multiplied, and the natural LSE. sink (in M's unit): one more term of the denominator;
-// -inf if there is none. kPrecise: as exact as FP32 needs it; otherwise to 2 ulp.
+// -inf if there is none. To 2 ulp.
 struct RowEnd {
   float factor, lse;
 };
-template <bool kPrecise = false> __device__ __forceinline__ RowEnd row_end(float M, float l, float sink, bool natural = false) {
+__device__ __forceinline__ RowEnd row_end(float M, float l, float sink, bool natural = false) {
   const float unit = natural ? kLog2e<float> : 1.0f, top = fmaxf(M, sink);
   const float alpha = top == minus_infinity<float>() ? 0.0f : exp2((M - top) * unit);
   l *= alpha;
   if (sink != minus_infinity<float>()) l += exp2((sink - top) * unit);
   if (l == 0) return {0.0f, minus_infinity<float>()};
-  if constexpr (kPrecise) return {alpha / l, row_lse(top, natural ? 1.0f : kLn2<float>, l)};
   const float log2_l = __log2f(l); // l is far below 2^126
   return {__fdividef(alpha, l), natural ? top + log2_l * kLn2<float> : (top + log2_l) * kLn2<float>};
+}
+// The same as exactly as FP32 needs it; here the sink is natural. Beside a sink that is far above all scores the whole row has the error of
+// exp(M - sink), so the difference is taken in FP64.
+__device__ __forceinline__ RowEnd precise_row_end(float M, float l, float sink, bool natural) {
+  const double m = natural ? M * kLog2e<double> : (double)M, s = sink * kLog2e<double>;
+  const bool sink_is_top = s > m;
+  const double top = sink_is_top ? s : m;
+  const float alpha = top == minus_infinity<double>() ? 0.0f : exp2_in_fp32(m - top);
+  l *= alpha;
+  if (sink != minus_infinity<float>()) l += exp2_in_fp32(s - top);
+  if (l == 0) return {0.0f, minus_infinity<float>()};
+  return {alpha / l, sink_is_top ? row_lse(sink, 1.0f, l) : row_lse(M, natural ? 1.0f : kLn2<float>, l)};
 }
 
 } // namespace strobe

@@ -139,8 +139,6 @@ template <AuxiliaryConfig C, class Taken> struct TileOf<C, Taken, true> {
   using type = TensorTile<C>;
 };
 
-template <class T> __device__ __forceinline__ T exp_from(T score, T natural, T lse) { return exp2(fma(score, natural, -lse) * kLog2e<T>); }
-
 // What both passes over S have in common. Taken: the type of the rows that stay while the others pass; the tile calls them its keys.
 template <AuxiliaryConfig C, class Taken> struct ScorePass {
   using Arguments = typename ArgumentsOf<AuxiliaryArguments, C.features.quant != 0>::type;
@@ -151,6 +149,11 @@ template <AuxiliaryConfig C, class Taken> struct ScorePass {
   using HeadScores = Scores<F, T, C.dtype == kF16 || C.dtype == kBF16 ? Functions::half : Functions::full>;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
 
+  // exp(score * natural - lse). In FP32 more exactly: beside a large sink all sums have its error.
+  static __device__ __forceinline__ T exp_from(T score, T natural, T lse) {
+    if constexpr (C.dtype == kF16 || C.dtype == kBF16) return exp2(fma(score, natural, -lse) * kLog2e<T>);
+    return probability(score, natural, lse, T(0));
+  }
   // -inf where key j, one of those before k1, is hidden, or lacking.
   template <class KeysOfHead, class Row>
   static __device__ __forceinline__ T score(const HeadScores &scores, const KeysOfHead &keys, T raw, const Row &row, i32 j,
@@ -213,7 +216,7 @@ template <AuxiliaryConfig C> struct RowTotals : ScorePass<C, tile::Matrix<const 
 #pragma unroll
         for (int n = 0; n < kKeys; ++n) {
           const T x = Pass::score(scores, K, tile.raw(m, n), row, k0 + tile.query(n), by_position, k1);
-          if (x != minus_infinity<T>()) part += exp_from(x, natural, lse[m]);
+          if (x != minus_infinity<T>()) part += Pass::exp_from(x, natural, lse[m]);
         }
         strobe::add(sum[m], lost[m], part);
       }
@@ -224,7 +227,8 @@ template <AuxiliaryConfig C> struct RowTotals : ScorePass<C, tile::Matrix<const 
     Pass::put(parts, sum, lost);
     for (i32 i = (i32)threadIdx.x; i < q1 - q0; i += kThreads) {
       T all = Pass::total(parts, i);
-      if (in.sinks) all += exp_from(*in.sinks.template at<const T>(0, h, 0, 0), T(1), *a.lse.template at<const T>(b, h, s.q0 + q0 + i, 0));
+      if (in.sinks)
+        all += Pass::exp_from(*in.sinks.template at<const T>(0, h, 0, 0), T(1), *a.lse.template at<const T>(b, h, s.q0 + q0 + i, 0));
       // A row that sees nothing, or whose sum is no finite number, is not divided.
       ((T *)a.inverse)[in.row_index(b, h, s.q0 + q0 + i)] = all > T(0) && all < -minus_infinity<T>() ? T(1) / all : T(1);
     }
@@ -299,7 +303,7 @@ private:
         const T x = Pass::score(scores, keys, tile.raw(m, n), row, k0 + tile.key(m), kMasked, k1);
         most = larger(most, x);
         if constexpr (C.column_sums != 0) {
-          if (x != minus_infinity<T>()) part[m] += exp_from(x, natural, lse) * inverse; // of what is hidden LSE may be no number
+          if (x != minus_infinity<T>()) part[m] += Pass::exp_from(x, natural, lse) * inverse; // of what is hidden LSE may be no number
         }
       }
     }

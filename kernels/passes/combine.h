@@ -26,8 +26,8 @@ template <CombineConfig C> struct Combine {
     bool empty = top == minus_infinity<float>();
     float reference = empty ? 0.0f : top, sum = 0, lost = 0;
 #pragma unroll 8
-    for (i32 s = 0; s < a.splits; ++s) join(sum, lost, exp2((a.partial_lse[s * rows + row] - reference) * kLog2e<float>));
-    if (sink != minus_infinity<float>()) join(sum, lost, exp2((sink - reference) * kLog2e<float>));
+    for (i32 s = 0; s < a.splits; ++s) join(sum, lost, weight(a.partial_lse[s * rows + row], reference));
+    if (sink != minus_infinity<float>()) join(sum, lost, weight(sink, reference));
     sum -= lost;
 
     float factor = sum == 0 ? 0.0f : 1 / sum;
@@ -36,7 +36,7 @@ template <CombineConfig C> struct Combine {
 #pragma unroll 8
       for (i32 s = 0; s < a.splits; ++s) {
         i64 part = s * rows + row;
-        join(x, x_lost, exp2((a.partial_lse[part] - reference) * kLog2e<float>) * a.partial_out[part * in.head_dim_v + c]);
+        join(x, x_lost, weight(a.partial_lse[part], reference) * a.partial_out[part * in.head_dim_v + c]);
       }
       *a.out.at<T>(b, h, q, c) = Convert<T>::from((x - x_lost) * factor);
     }
@@ -44,6 +44,11 @@ template <CombineConfig C> struct Combine {
   }
 
 private:
+  // exp(lse - reference). Beside a large sink all of O has its error.
+  static __device__ __forceinline__ float weight(float lse, float reference) {
+    if constexpr (C.dtype == kF32) return probability(lse, 1.0f, reference, 0.0f);
+    return exp2((lse - reference) * kLog2e<float>);
+  }
   // FP32's sums are compensated: beside a large term many small ones would all be rounded the same way.
   static __device__ __forceinline__ void join(float &sum, float &lost, float x) {
     if constexpr (C.dtype == kF32) {
@@ -65,7 +70,7 @@ private:
         const Merge merge(lse, a.partial_lse[part]);
         lse = merge.lse, x = merge.of_any(x, there ? a.partial_out[part * in.head_dim_v + c] : 0.0f);
       }
-      const Merge with_sink(lse, sink);
+      const Merge with_sink(lse, sink, C.dtype == kF32);
       if (there) *a.out.at<T>(b, h, q, c) = Convert<T>::from(with_sink.of_any(x, 0.0f));
       if (a.lse && c == 0) *a.lse.at<float>(b, h, q, 0) = with_sink.lse;
     }

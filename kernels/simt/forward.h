@@ -249,8 +249,8 @@ private:
     const T sink = *in.sinks.template at<const T>(0, h, 0, 0);
     m *= to_natural, to_natural = T(1);
     const T larger = maximum(m, sink), reference = larger == minus_infinity<T>() ? T(0) : larger;
-    scale = exp2((m - reference) * kLog2e<T>);
-    l = fma(l, scale, exp2((sink - reference) * kLog2e<T>));
+    scale = probability(m, T(1), reference, T(0)); // exp(m - reference): all of O has its error
+    l = fma(l, scale, probability(sink, T(1), reference, T(0)));
     m = larger;
   }
   // O and the LSE of a row of the tensors.

@@ -257,10 +257,10 @@ private:
   __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], Softmax &softmax) const {
     const Item item = shared_state().item;
     const float dropped = Dropout<F>(in).factor();
-    const float sink = whole() && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0)) : minus_infinity<float>();
+    const float sink = whole() && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) : minus_infinity<float>();
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      const RowEnd end = row_end<true>(softmax.M[i], softmax.sum(i), sink, F.bias != 0);
+      const RowEnd end = precise_row_end(softmax.M[i], softmax.sum(i), sink, F.bias != 0);
       const Row row(i);
       if (!row.there) continue;
       if (first_column() == 0) {

@@ -422,6 +422,15 @@ def test_sinks_far_below_the_scores(engine):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2.0**-126)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(("sq", "sk"), [(70, 50), (1, 3000)])
+def test_sinks_far_above_the_scores(sq, sk, invariant):
+    """All of a row has the error of exp(m - sink), whose exponent FP32 rounds by 2e-6. Scores are 0: the formulas are exact."""
+    inputs = call(h=1, hkv=1, sq=sq, sk=sk, d=64, sinks=torch.tensor([44.94]))
+    inputs.q.zero_()
+    assert_matches(dataclasses.replace(inputs, aux=("column_sums",)), invariant=invariant)
+
+
 @engines
 def test_sinks_whose_terms_cancel(engine):
     """Rows that see no key each give their dLSE: thousands of terms, whose sum is as small as one of them."""
