@@ -131,6 +131,11 @@ struct ForwardArguments {
   i32 splits;
   i32 bundle; // (batch, head) pairs whose tiles run together, sharing the L2 cache
   float *partial_out, *partial_lse;
+  // Sequences of uneven lengths, in place of `splits` (device/uneven_shares.h): how many shares there may be beyond one of each sequence,
+  // and how many fill the GPU once. Share s of all sequences' writes its O, (shares, heads, seqlen_q, head_dim_v), and LSE there, unless it
+  // is its sequence's only one. share_places: (batch) the first share of a sequence, and how many it has.
+  i32 extra_shares, round_shares;
+  i32 *share_places;
 };
 
 // Of the pass after a forward that makes max_logit and column_sums; either may be null.

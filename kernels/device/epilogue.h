@@ -6,14 +6,14 @@
 
 namespace strobe {
 
+template <class T> __device__ __forceinline__ void add_to(T &o, float x) { o = Convert<T>::from(to_float(o) + x); }
+
 // Adds x to an element of out or, where the keys are split, of the partial result of part `split`.
 template <class T> __device__ __forceinline__ void add_to_out(const ForwardArguments &a, i32 split, i32 b, i32 h, i64 row, i32 c, float x) {
-  if (a.splits > 1) {
+  if (a.splits > 1)
     a.partial_out[(split * a.in.rows() + a.in.row_index(b, h, row)) * a.in.head_dim_v + c] += x;
-  } else {
-    T *o = a.out.at<T>(b, h, row, c);
-    *o = Convert<T>::from(to_float(*o) + x);
-  }
+  else
+    add_to(*a.out.at<T>(b, h, row, c), x);
 }
 
 // Stores sixteen columns of eight rows; another call stores the next eight rows. Lane 4g+t holds, packed, the pairs of columns 2t and 8 +

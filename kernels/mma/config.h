@@ -14,6 +14,7 @@ struct Config {
   i32 exact_max; // the running maximum is followed exactly; else it may stay behind by a factor of 2^8
   i32 invariant; // forward: a row's bits do not depend on the tile of queries that it is in; keys in chunks (device/chunks.h)
   i32 blocks_per_sm;
+  i32 uneven;       // decode: of sequences of uneven lengths (device/uneven_shares.h)
   i32 column_warps; // warps side by side that have columns of the same rows of O: more than 1 where O is too wide for one's registers
   Features features;
 

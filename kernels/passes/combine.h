@@ -14,19 +14,21 @@ template <CombineConfig C> struct Combine {
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     const Inputs &in = a.in;
-    i64 row = blockIdx.x, rows = in.rows(), length = in.cu_seqlens_q ? in.total_q : in.seqlen_q;
+    i64 row = blockIdx.x, length = in.cu_seqlens_q ? in.total_q : in.seqlen_q;
     i64 q = row % length, h = row / length % in.heads, b = row / length / in.heads;
     if constexpr (C.invariant) return merge(a, row, b, h, q);
+    const Parts parts = parts_of(a, row, (i32)b, h, q);
+    if (C.uneven && parts.count == 1) return; // which is the result
 
     float top = minus_infinity<float>();
 #pragma unroll 8
-    for (i32 s = 0; s < a.splits; ++s) top = fmaxf(top, a.partial_lse[s * rows + row]);
+    for (i32 s = 0; s < parts.count; ++s) top = fmaxf(top, a.partial_lse[parts.row(s)]);
     float sink = in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) : minus_infinity<float>();
     top = fmaxf(top, sink);
     bool empty = top == minus_infinity<float>();
     float reference = empty ? 0.0f : top, sum = 0, lost = 0;
 #pragma unroll 8
-    for (i32 s = 0; s < a.splits; ++s) join(sum, lost, weight(a.partial_lse[s * rows + row], reference));
+    for (i32 s = 0; s < parts.count; ++s) join(sum, lost, weight(a.partial_lse[parts.row(s)], reference));
     if (sink != minus_infinity<float>()) join(sum, lost, weight(sink, reference));
     sum -= lost;
 
@@ -34,8 +36,8 @@ template <CombineConfig C> struct Combine {
     for (i32 c = (i32)threadIdx.x; c < in.head_dim_v; c += kThreads) {
       float x = 0, x_lost = 0;
 #pragma unroll 8
-      for (i32 s = 0; s < a.splits; ++s) {
-        i64 part = s * rows + row;
+      for (i32 s = 0; s < parts.count; ++s) {
+        const i64 part = parts.row(s);
         join(x, x_lost, weight(a.partial_lse[part], reference) * a.partial_out[part * in.head_dim_v + c]);
       }
       *a.out.at<T>(b, h, q, c) = Convert<T>::from((x - x_lost) * factor);
@@ -44,6 +46,18 @@ template <CombineConfig C> struct Combine {
   }
 
 private:
+  // Where a row's results are among those of all parts.
+  struct Parts {
+    i64 first, stride;
+    i32 count;
+    __device__ __forceinline__ i64 row(i32 s) const { return s * stride + first; }
+  };
+  static __device__ __forceinline__ Parts parts_of(const Arguments &a, i64 row, i32 b, i64 h, i64 q) {
+    const Inputs &in = a.in;
+    if constexpr (!C.uneven) return {row, in.rows(), a.splits};
+    const i32 *places = a.share_places + 2 * b;
+    return {((i64)places[0] * in.heads + h) * in.seqlen_q + q, (i64)in.heads * in.seqlen_q, places[1]};
+  }
   // exp(lse - reference). Beside a large sink all of O has its error.
   static __device__ __forceinline__ float weight(float lse, float reference) {
     if constexpr (C.dtype == kF32) return probability(lse, 1.0f, reference, 0.0f);

@@ -28,6 +28,7 @@ struct RowsConfig {
 struct CombineConfig {
   i32 dtype;     // of out
   i32 invariant; // parts are chunks of keys, to be merged one after the other: device/chunks.h
+  i32 uneven;    // parts are shares of sequences of uneven lengths: device/uneven_shares.h
   STROBE_FN static constexpr i32 threads() { return 128; }
 };
 

@@ -114,6 +114,31 @@ def test_few_queries(sq, options, dtype, engine):
 
 
 @engines
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize(("sq", "options"), [(1, {"sinks": torch.tensor([0.5, -1.0, 2.0, 9.0])}), (3, {"causal": True})], ids=["1", "3"])
+def test_decoding_over_uneven_lengths(sq, options, page, dtype, engine):
+    """A GPU shares out the keys of all sequences evenly: the longest has many shares, others one, and each row's are merged. As many
+    sequences as a warp has lanes, and more."""
+    used = [2048, 0, 1, 777, 1300, *(n * n % 61 for n in range(36)), 1999]
+    inputs = call(b=len(used), h=4, hkv=2, sq=sq, sk=2048, d=64, dtype=dtype, dlse=False, seqused_k=ints(*used), **options)
+    there = spoiled(inputs)
+    if page:
+        there = dataclasses.replace(there, page=page)
+    with torch.no_grad(), running_on(engine):
+        handed = on_device(there.handed(), DEVICE)
+        try:
+            out, lse = strobe.attention(handed.q, handed.k, handed.v, engine=engine, return_lse=True, **handed.options)
+        except NotImplementedError as refusal:
+            pytest.skip(str(refusal))
+    expected, expected_lse = strobe.reference(inputs.q, inputs.k, inputs.v, **inputs.options)
+    step = 2.0**-10 if dtype == torch.float16 else 2.0**-7
+    for b in range(len(used)):
+        torch.testing.assert_close(out[b].cpu().double(), expected[b], rtol=0, atol=float(2 * step * expected[b].abs().max()))
+    torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-4, atol=1e-4)
+
+
+@engines
 def test_nothing_counts(engine):
     inputs = call(b=2, sq=40, sk=70, d=64, dtype=torch.bfloat16, sinks=torch.zeros(2), seqused_k=ints(0, 0), gradients=("sinks",))
     assert_counts(inputs, engine)

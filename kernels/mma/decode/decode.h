@@ -6,6 +6,7 @@
 #include "../../device/nonfinite.h"
 #include "../../device/score_tile.h"
 #include "../../device/softmax.h"
+#include "../../device/uneven_shares.h"
 #include "../../tile/copy.h"
 #include "../column_warps.h"
 #include "load.h"
@@ -36,18 +37,35 @@ template <Config C> struct Decode {
     x /= tiles;
     i32 head = (i32)(x % in.heads_kv);
     x /= in.heads_kv;
-    i32 split = (i32)(x % a.splits), b = (i32)(x / a.splits);
-    Sequence sequence = in.sequence<F.seqused>(b);
+    const Part part = part_of(a, x);
+    if (part.b < 0) return;
+    if (C.uneven && part.split == 0 && head == 0 && row == 0 && threadIdx.x == 0)
+      a.share_places[2 * part.b] = part.place, a.share_places[2 * part.b + 1] = part.splits;
+    Sequence sequence = in.sequence<F.seqused>(part.b);
     if (row >= sequence.band.seqlen_q * in.group) return;
-    Decode(a, sequence, b, head, row, split, shared).compute();
+    Decode(a, sequence, head, row, part, shared).compute();
   }
 
 private:
+  // Of a sequence's keys: `split` of `splits`. place: of its results among those of all parts.
+  struct Part {
+    i32 b, split, splits, place;
+  };
+  static __device__ __forceinline__ Part part_of(const Arguments &a, u32 x) {
+    if constexpr (C.uneven) {
+      const UnevenShare share = UnevenShares<F.seqused>(a.in, a.extra_shares, a.round_shares).find((i32)x);
+      return {share.batch, share.index, share.count, (i32)x};
+    } else {
+      return {(i32)(x / a.splits), (i32)(x % a.splits), a.splits, (i32)(x % a.splits)};
+    }
+  }
+
   const Arguments &a;
   const Inputs &in;
   Sequence sequence;
-  i32 b, head, first, split; // head: of K and V; first: row of the tile
-  i32 rows;                  // of the sequence
+  Part part;
+  i32 b, head, first; // head: of K and V; first: row of the tile
+  i32 rows;           // of the sequence
   Scores<F, float, Functions::half> scores;
   Dropout<F> dropout;
   int group = Warps::group((int)threadIdx.x), column = Warps::column((int)threadIdx.x);
@@ -58,9 +76,10 @@ private:
   static constexpr u32 kKBytes = C.tile_k * C.row_bytes(kD), kVBytes = C.tile_k * C.row_bytes(kDv);
   static constexpr int kOPitch = kDv + 8; // floats; spreads rows over the banks
 
-  __device__ __forceinline__ Decode(const Arguments &a, const Sequence &s, i32 b, i32 head, i32 first, i32 split, unsigned char *shared)
-      : a(a), in(a.in), sequence(s), b(b), head(head), first(first), split(split), rows((i32)s.band.seqlen_q * in.group), scores(in, s, b),
-        dropout(in), shared(shared), q_shared(shared_address(shared)), k_shared(q_shared + C.tile_q * kD * 2 + group * C.stages * kKBytes),
+  __device__ __forceinline__ Decode(const Arguments &a, const Sequence &s, i32 head, i32 first, const Part &part, unsigned char *shared)
+      : a(a), in(a.in), sequence(s), part(part), b(part.b), head(head), first(first), rows((i32)s.band.seqlen_q * in.group),
+        scores(in, s, b), dropout(in), shared(shared), q_shared(shared_address(shared)),
+        k_shared(q_shared + C.tile_q * kD * 2 + group * C.stages * kKBytes),
         v_shared(q_shared + C.tile_q * kD * 2 + C.groups() * C.stages * kKBytes + group * C.stages * kVBytes) {}
 
   __device__ __forceinline__ i32 query(i32 row) const { return row / in.group; }
@@ -77,7 +96,15 @@ private:
   };
 
   __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // query + 1
-  __device__ __forceinline__ Schedule::Share share(int w) const { return {(i64)split * C.groups() + w, (i64)a.splits * C.groups()}; }
+  __device__ __forceinline__ Schedule::Share share(int w) const {
+    return {(i64)part.split * C.groups() + w, (i64)part.splits * C.groups()};
+  }
+  __device__ __forceinline__ bool whole() const { return part.splits == 1; }
+  // Of a query's results among those of all parts.
+  __device__ __forceinline__ i64 partial_row(i32 h, i64 q) const {
+    if constexpr (C.uneven) return ((i64)part.place * in.heads + h) * in.seqlen_q + q;
+    return part.place * in.rows() + in.row_index(b, h, q);
+  }
 
   __device__ __forceinline__ void compute() {
     const auto k = k_of_call<T, F>(a, sequence, b, head);
@@ -257,8 +284,7 @@ private:
   __device__ __forceinline__ void store_row(int r, const float *M, const float *l, const float *o) const {
     i32 h = query_head(first + r);
     i64 q = sequence.q0 + query(first + r);
-    bool whole = a.splits == 1;
-    float sink = whole && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, h, 0, 0)) : minus_infinity<float>();
+    float sink = whole() && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, h, 0, 0)) : minus_infinity<float>();
     float top = minus_infinity<float>(), sum = 0, weight[C.groups()];
 #pragma unroll
     for (int w = 0; w < C.groups(); ++w) top = fmaxf(top, M[w * C.tile_q + r]);
@@ -269,9 +295,9 @@ private:
     }
     const RowEnd end = row_end(top, sum, sink, F.bias != 0);
     float factor = end.factor * dropout.factor();
-    i64 row = split * in.rows() + in.row_index(b, h, q);
+    i64 row = partial_row(h, q);
     if (tile::lane_id() == 0) {
-      if (!whole)
+      if (!whole())
         a.partial_lse[row] = end.lse;
       else if (a.lse)
         *a.lse.template at<float>(b, h, q, 0) = end.lse;
@@ -281,7 +307,7 @@ private:
 #pragma unroll
       for (int w = 0; w < C.groups(); ++w) x += weight[w] * o[(w * C.tile_q + r) * kOPitch + c];
       x *= factor;
-      if (whole)
+      if (whole())
         *a.out.template at<T>(b, h, q, c) = Convert<T>::from(x);
       else
         a.partial_out[row * in.head_dim_v + c] = x;
@@ -294,7 +320,11 @@ private:
     __device__ __forceinline__ i32 query(i32 r) const { return d.query(d.first + r); }
     __device__ __forceinline__ i32 head(i32 r) const { return d.query_head(d.first + r); }
     __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
-      add_to_out<T>(d.a, d.split, d.b, head(r), d.sequence.q0 + query(r), c, x);
+      const i64 q = d.sequence.q0 + query(r);
+      if (d.whole())
+        add_to<T>(*d.a.out.template at<T>(d.b, head(r), q, c), x);
+      else
+        d.a.partial_out[d.partial_row(head(r), q) * d.in.head_dim_v + c] += x;
     }
   };
   template <class Values> __device__ __forceinline__ void add_nonfinite(const Values &v) const {

@@ -232,6 +232,9 @@ int32_t quantised_parts(const Problem &p, const Config &c, const Device &device,
   return best;
 }
 
+// A quantised prefill has enough blocks.
+constexpr int64_t kMostSharedRows = 64;
+
 class MmaEngine final : public CudaEngine {
 public:
   const char *name() const override { return "cuda-mma"; }
@@ -260,7 +263,7 @@ private:
       if (std::string reason = against_quantised(p, packed, device); !reason.empty()) return reason;
     if (!chosen) return no_tile(device);
     const bool decode = packed.has_value();
-    const Config &c = *chosen;
+    Config c = *chosen;
     ForwardArguments a = forward_arguments(p);
     const int32_t shared = decode ? c.decode_shared_bytes() : c.forward_shared_bytes();
     const int64_t ctas =
@@ -276,15 +279,20 @@ private:
         predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))
       a.splits = 1;
     a.bundle = pairs_in_half_the_cache(p, device);
-    take_parts(a, p, scratch);
+    const int64_t of_share = ctas / std::max<int64_t>(1, p.batch); // blocks
+    const bool few = decode && p.seqlen_q * p.group() <= kMostSharedRows;
+    const int64_t shares = few ? take_uneven_shares(a, p, scratch, device.sms * resident(device, shared, c.blocks_per_sm), of_share) : 0;
+    if (shares > 0) c.uneven = 1, a.splits = i32(shares / p.batch);
+    if (shares == 0) take_parts(a, p, scratch);
     if (p.invariant && a.splits == 1 && chunks > 1) {
       a.partial_out = scratch.take<float>(a.in.rows() * p.head_dim_v);
       a.partial_lse = scratch.take<float>(a.in.rows());
     }
+    const int64_t blocks = shares > 0 ? shares * of_share : ctas * a.splits;
     Program program;
     program.overlap = true;
     describe(program, p, c, decode);
-    program.steps.push_back(with_scales(p, decode ? kDecode : kForward, c, ctas * a.splits, c.threads(), shared, a));
+    program.steps.push_back(with_scales(p, decode ? kDecode : kForward, c, blocks, c.threads(), shared, a));
     combine_parts(program, p, a);
     program.predicted_seconds = predicted_seconds(p, c, device, decode, per_sm, a.splits);
     return program;

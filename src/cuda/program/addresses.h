@@ -49,7 +49,7 @@ template <class V> void each_pointer(const Inputs &in, V &visit) {
 }
 template <class V> void each_pointer(const ForwardArguments &a, V &visit) {
   each_pointer(a.in, visit);
-  visit(a.out.data), visit(a.lse.data), visit(a.partial_out), visit(a.partial_lse);
+  visit(a.out.data), visit(a.lse.data), visit(a.partial_out), visit(a.partial_lse), visit(a.share_places);
 }
 template <class V> void each_pointer(const AuxiliaryArguments &a, V &visit) {
   each_pointer(a.in, visit);

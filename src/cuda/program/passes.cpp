@@ -91,11 +91,32 @@ void take_parts(ForwardArguments &a, const Problem &p, Scratch &scratch) {
   a.partial_lse = scratch.take<float>(a.splits * a.in.rows());
 }
 
+// Beyond so many sequences they fill a GPU by themselves, and a block would look at their lengths for too long.
+constexpr int64_t kMostUneven = 1024;
+// A GPU is filled so often at most: with more shares, what each does before its first and after its last key takes too long.
+constexpr int64_t kMostRounds = 6;
+constexpr int64_t kMostReals = int64_t(1) << 24; // of their results
+
+int64_t take_uneven_shares(ForwardArguments &a, const Problem &p, Scratch &scratch, int64_t slots, int64_t of_share) {
+  const bool uneven = p.seqused_k && !p.varlen && p.window_left >= p.seqlen_k; // within a window all have as many keys
+  if (!uneven || p.batch > kMostUneven || of_share <= 0 || most_parts(p) < 2) return 0;
+  const int64_t round = std::max<int64_t>(1, slots / of_share), extra = std::min(kMostRounds * round, p.batch * (most_parts(p) - 1));
+  const int64_t shares = p.batch + extra, rows = shares * p.heads * p.seqlen_q;
+  if (rows * p.head_dim_v > kMostReals) return 0;
+  a.round_shares = i32(round), a.extra_shares = i32(extra);
+  a.partial_out = scratch.take<float>(rows * p.head_dim_v);
+  a.partial_lse = scratch.take<float>(rows);
+  a.share_places = scratch.take<int32_t>(2 * p.batch);
+  return shares;
+}
+
 void combine_parts(Program &program, const Problem &p, const ForwardArguments &a) {
-  if (a.splits <= 1) return;
-  const passes::CombineConfig c{.dtype = int32_t(p.dtype), .invariant = p.invariant};
+  if (a.splits <= 1 && !a.extra_shares) return;
+  const bool uneven = a.extra_shares > 0;
+  const passes::CombineConfig c{.dtype = int32_t(p.dtype), .invariant = p.invariant, .uneven = uneven};
   program.steps.push_back(Launch(kCombine, c, a.in.rows(), c.threads(), 0, a));
-  program.kernel += text(", keys split in ", a.splits);
+  program.kernel +=
+      uneven ? text(", keys shared out evenly, in at most ", p.batch + a.extra_shares, " parts") : text(", keys split in ", a.splits);
 }
 
 int32_t dq_sums(const Problem &p, int64_t reals) {

@@ -29,6 +29,9 @@ int32_t parts_to_fill(int64_t slots, int64_t ctas, int64_t most);
 int64_t most_parts(const Problem &);
 // Room for what the parts compute, if a.splits says that there are several.
 void take_parts(ForwardArguments &a, const Problem &, Scratch &);
+// The same for sequences whose lengths lie in the GPU's memory and may be uneven. slots: places for thread blocks; of_share: the blocks
+// that a share has. Returns how many shares there may be; 0 leaves the call to take_parts().
+int64_t take_uneven_shares(ForwardArguments &a, const Problem &, Scratch &, int64_t slots, int64_t of_share);
 // Their combination, after the launch that computes them.
 void combine_parts(Program &, const Problem &, const ForwardArguments &a);
 
