@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -103,6 +104,18 @@ def _all_keys(p: Problem, device: str) -> dict[str, Any]:
     return {"seqused_k": torch.full((p.batch,), p.seqlen_k or p.seqlen, device=device, dtype=torch.int32)}
 
 
+def uneven_lengths(batch: int, longest: int) -> list[int]:
+    """From 100 to the longest, evenly on a logarithmic scale, in some order."""
+    order = Random(0).sample(range(batch), batch)
+    return [round(100 * (longest / 100) ** ((n + 0.5) / batch)) for n in order]
+
+
+def _uneven_keys(p: Problem, device: str) -> dict[str, Any]:
+    import torch
+
+    return {"seqused_k": torch.tensor(uneven_lengths(p.batch, p.seqlen_k), device=device, dtype=torch.int32)}
+
+
 def _blocks(share: float) -> Callable[[Problem, str], dict[str, Any]]:
     """Exactly this share of all blocks, drawn at random."""
 
@@ -140,6 +153,7 @@ FEATURES: dict[str, Callable[[Problem, str], dict[str, Any]]] = {
     "deterministic": _constant(deterministic=True),
     "invariant": _constant(invariant=True),
     "seqused_k": _all_keys,
+    "uneven": _uneven_keys,
     **{name: _blocks(share) for name, share in SHARES.items()},
 }
 

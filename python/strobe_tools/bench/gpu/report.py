@@ -26,6 +26,7 @@ TITLES = {
     "dims": "Head dimensions in between, beside the next larger one",
     "small": "Small calls: time on the GPU",
     "decode": "One query over long keys: bytes of K and V read",
+    "uneven": "One query over keys of uneven lengths, beside lengths that are all their mean",
     "fp32": "fp32",
     "mma": "cuda-mma, S 8k, beside the FlashAttention of the same instructions",
     "deterministic": "What `deterministic` costs",

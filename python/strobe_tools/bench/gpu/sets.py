@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from strobe_tools.bench.gpu import drawn
-from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles
+from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles, uneven_lengths
 
 TOKENS, WIDTH = 16384, 2048  # of most shapes: B·S, H·D
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -197,6 +197,21 @@ def decode() -> Iterator[Group]:
         yield Group("decode", "forward", runs, rows, "TB/s")
 
 
+def uneven() -> Iterator[Group]:
+    """One query over keys of uneven lengths, beside as many sequences of their mean length: bytes of the K and V that count."""
+    for batch, longest in ((8, 65536), (64, 65536), (64, 8192)):
+        p = Problem(batch, 32, 1, 128, heads_kv=8, seqlen_k=longest)
+        keys = sum(uneven_lengths(batch, longest))
+        even = p._replace(seqlen_k=keys // batch)
+        runs = {
+            "uneven": Run("strobe", p, "uneven", 2.0 * keys * 8 * 128 * 2),
+            "even": Run("strobe", even, "seqused_k", 2.0 * batch * even.seqlen_k * 8 * 128 * 2),
+        }
+        yield Group(
+            "uneven", "forward", runs, [Row({"heads": "32/8", "d": 128, "batch": batch, "longest": longest}, "uneven", base="even")], "TB/s"
+        )
+
+
 def step() -> Iterator[Group]:
     """The attention of a training step of gpt3-small, forward and backward."""
     peers = ("cudnn", "fa2", "efficient")
@@ -217,6 +232,7 @@ SETS: dict[str, Callable[[], Iterator[Group]]] = {
     "dims": dims,
     "small": small,
     "decode": decode,
+    "uneven": uneven,
     "fp32": fp32,
     "mma": mma,
     "deterministic": deterministic,
