@@ -247,6 +247,7 @@ def _parsed(
         if x.shape[axis] != (n := count(layout.ranges[rank])):
             hint = _hint(name, x, axis, n, layout, bool(lists))
             raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are {n} tokens along axis {axis}, as the layout says{hint}")
+    _check_against(q, k, v, packed=bool(lists))
     head_axis = 1 if lists or axes == "bhsd" else 2
     heads, heads_kv = (x.shape[head_axis] for x in (q, k))
     if heads_kv == 0 or heads % heads_kv:
@@ -263,6 +264,18 @@ def _parsed(
     if against is not None:
         raise ValueError(against)
     return Prepared(p, layouts, chosen, draw)
+
+
+def _check_against(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    """What has to fit before rows are sent. The library judges the rest of a call."""
+    wrong: Wrong = []
+    if not packed and k.shape[0] != q.shape[0]:
+        wrong.append(ValueError(f"k: shape {tuple(k.shape)}; accepted is a batch of {q.shape[0]}, as q has"))
+    if v.shape[:-1] != k.shape[:-1]:
+        accepted = ", ".join([*map(str, k.shape[:-1]), "any"])
+        wrong.append(ValueError(f"v: shape {tuple(v.shape)}; accepted is ({accepted}), as k has"))
+    if wrong:
+        raise refusal(wrong)
 
 
 def _hint(name: str, x: Tensor, axis: int, tokens: int, layout: Layout, packed: bool) -> str:
