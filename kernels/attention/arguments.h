@@ -124,6 +124,10 @@ struct Inputs {
   STROBE_FN i64 rows() const { return cu_seqlens_q ? heads * total_q : (i64)batch * heads * seqlen_q; }
 };
 
+// Keys of a share of sequences of uneven lengths.
+STROBE_FN constexpr i32 least_keys_of_share() { return 256; }
+STROBE_FN constexpr i32 enough_keys_of_share() { return 4096; }
+
 struct ForwardArguments {
   Inputs in;
   Operand out, lse; // lse may be null
@@ -131,9 +135,10 @@ struct ForwardArguments {
   i32 splits;
   i32 bundle; // (batch, head) pairs whose tiles run together, sharing the L2 cache
   float *partial_out, *partial_lse;
-  // Sequences of uneven lengths, in place of `splits` (device/uneven_shares.h): how many shares there may be beyond one of each sequence,
-  // and how many fill the GPU once. Share s of all sequences' writes its O, (shares, heads, seqlen_q, head_dim_v), and LSE there, unless it
-  // is its sequence's only one. share_places: (batch) the first share of a sequence, and how many it has.
+  // In place of `splits`, for sequences of uneven lengths (device/uneven_shares.h): how many shares there may be beyond one of each
+  // sequence, and how many fill the GPU once. Shares are numbered through all sequences. Each writes O, (shares, heads, seqlen_q,
+  // head_dim_v), and LSE to partial_out and partial_lse, unless its sequence has no other. share_places: (batch) a sequence's first share,
+  // and how many.
   i32 extra_shares, round_shares;
   i32 *share_places;
 };

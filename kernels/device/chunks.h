@@ -12,7 +12,7 @@ struct Merge {
   float lse, before, now;
   bool keep, take; // the one or the other alone
 
-  // precise: also where the larger one is a sink, and all of O has the error of the smaller one's weight.
+  // precise: for a sink that may be far above, where an error of the smaller weight is an error of all of O.
   __device__ __forceinline__ Merge(float a, float b, bool precise = false)
       : lse(a), before(1), now(0), keep(b == minus_infinity<float>()), take(false) {
     if (keep) return;

@@ -1,5 +1,5 @@
-// How the keys of sequences of uneven lengths are shared out among thread blocks: in shares of about as many keys, one or more of each
-// sequence, so that a long sequence has many blocks. Lengths may lie in the GPU's memory alone, so each block looks at all of them.
+// How the keys of sequences of uneven lengths are shared out among thread blocks. Shares have about equally many keys, and each sequence
+// has one or more, so a long one has many. Lengths may lie in the GPU's memory alone, so each block looks at all of them.
 #pragma once
 #include "../attention/arguments.h"
 #include "../tile/registers.h"
@@ -16,7 +16,7 @@ struct UnevenShare {
 template <i32 kSeqused> class UnevenShares {
 public:
   __device__ __forceinline__ UnevenShares(const Inputs &in, i32 extra, i32 round) : in_(in) {
-    float keys = 0; // to 2^-19 of it, with up to 1,024 sequences
+    float keys = 0; // of all sequences; to 2^-18 of it, with up to 1,024 of them
     for (i32 b = 0; b < in.batch; b += kAtOnce) {
 #pragma unroll
       for (i32 i = 0; i < kOfLane; ++i) keys += (float)length(b + of_lane(i));
@@ -56,16 +56,16 @@ public:
 
 private:
   static constexpr i32 kOfLane = 4, kAtOnce = 32 * kOfLane; // sequences
-  // Of fewer keys, what a block does before its first and after its last one takes as long; of more than enough, the last blocks to end
-  // leave too much of the GPU idle. Measured on an H200.
-  static constexpr float kLeastKeys = 512, kEnoughKeys = 2048;
+  // With fewer keys, a block's start and end take as long as its keys. With more than enough, the last blocks run while much of the GPU is
+  // idle. Chosen by the figures of docs/lab/performance.md, "Decoding over uneven lengths"; not measured themselves.
+  static constexpr float kLeastKeys = least_keys_of_share(), kEnoughKeys = enough_keys_of_share();
   const Inputs &in_;
   float per_key_; // shares
 
   static __device__ __forceinline__ i32 of_lane(i32 i) { return kOfLane * tile::lane_id() + i; }
   __device__ __forceinline__ i32 length(i32 b) const { return b < in_.batch ? (i32)in_.sequence<kSeqused>(b).band.seqlen_k : 0; }
-  // Of a sequence: rounded, so that sequences of equal lengths have no short shares. The sum over all is at most their number and `extra`,
-  // for max(1, x + 1/2) is at most 1 + x.
+  // Rounded, so that sequences of equal lengths have no short shares. All of them have at most batch + extra: each has at most 1 + length *
+  // per_key_, and these products add up to less than extra.
   __device__ __forceinline__ i32 of(i32 b) const { return b < in_.batch ? max((i32)((float)length(b) * per_key_ + 0.5f), 1) : 0; }
 };
 

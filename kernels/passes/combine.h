@@ -18,7 +18,7 @@ template <CombineConfig C> struct Combine {
     i64 q = row % length, h = row / length % in.heads, b = row / length / in.heads;
     if constexpr (C.invariant) return merge(a, row, b, h, q);
     const Parts parts = parts_of(a, row, (i32)b, h, q);
-    if (C.uneven && parts.count == 1) return; // which is the result
+    if (C.uneven && parts.count == 1) return; // the only share has written the result itself
 
     float top = minus_infinity<float>();
 #pragma unroll 8

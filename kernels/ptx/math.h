@@ -139,10 +139,10 @@ __device__ __forceinline__ float exp2(float x) { // ex2: 2 ulp; results below 2^
   return y;
 }
 __device__ __forceinline__ double exp2(double x) { return ::exp2(x); }
-// 2^x to 2 ulp, of an x that FP32 would round too far.
+// 2^x to 3 ulp, of an x that FP32 would round too far.
 __device__ __forceinline__ float exp2_in_fp32(double x) {
   const float high = (float)x, low = (float)(x - high);
-  return exp2(high) * fmaf(fabsf(low) < 1 ? low : 0.0f, kLn2<float>, 1.0f); // without low if x is infinite
+  return exp2(high) * fmaf(fabsf(low) < 1 ? low : 0.0f, kLn2<float>, 1.0f); // without low if x is infinite, or beyond FP32
 }
 __device__ __forceinline__ float log2(float x) { return ::log2f(x); }
 __device__ __forceinline__ double log2(double x) { return ::log2(x); }

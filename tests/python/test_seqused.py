@@ -13,7 +13,7 @@ from torch import Tensor
 import strobe
 from cases import Inputs, call
 from check import Yardstick, available_engines, run, run_or_skip
-from device import DEVICE, EMULATED, on_device, running_on
+from device import DEVICE, EMULATED, ON_GPU, on_device, running_on
 
 engines = pytest.mark.parametrize("engine", available_engines())
 SK = 150
@@ -118,8 +118,7 @@ def test_few_queries(sq, options, dtype, engine):
 @pytest.mark.parametrize("page", [None, 16])
 @pytest.mark.parametrize(("sq", "options"), [(1, {"sinks": torch.tensor([0.5, -1.0, 2.0, 9.0])}), (3, {"causal": True})], ids=["1", "3"])
 def test_decoding_over_uneven_lengths(sq, options, page, dtype, engine):
-    """A GPU shares out the keys of all sequences evenly: the longest has many shares, others one, and each row's are merged. As many
-    sequences as a warp has lanes, and more."""
+    """A GPU shares out the keys of all sequences evenly: the longest has many shares, others one, and each row's are merged."""
     used = [2048, 0, 1, 777, 1300, *(n * n % 61 for n in range(36)), 1999]
     inputs = call(b=len(used), h=4, hkv=2, sq=sq, sk=2048, d=64, dtype=dtype, dlse=False, seqused_k=ints(*used), **options)
     there = spoiled(inputs)
@@ -136,6 +135,41 @@ def test_decoding_over_uneven_lengths(sq, options, page, dtype, engine):
     for b in range(len(used)):
         torch.testing.assert_close(out[b].cpu().double(), expected[b], rtol=0, atol=float(2 * step * expected[b].abs().max()))
     torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-4, atol=1e-4)
+
+
+@engines
+@pytest.mark.parametrize(
+    "used", [[0] * 5, [-7, 700, 2**31 - 1], [600] * 129, [300 * (n == 140) for n in range(150)]], ids=["0", "any", "=", "1"]
+)
+def test_decoding_over_other_lengths(used, engine):
+    """All empty; out of bounds, where they are clamped; more sequences than a warp looks at at once, alike, and one of them alone."""
+    b, sk = len(used), 640
+    g = torch.Generator().manual_seed(b)
+    q, k, v = (torch.randn(b, 1, n, 64, generator=g).bfloat16() for n in (1, sk, sk))
+    lengths = ints(*used)
+    there = [x.to(DEVICE) for x in (q, k, v, lengths)]
+    with torch.no_grad(), running_on(engine):
+        try:
+            out, lse = strobe.attention(*there[:3], seqused_k=there[3], engine=engine, return_lse=True)
+        except (NotImplementedError, ValueError) as refusal:  # in host memory, lengths out of bounds are refused
+            pytest.skip(str(refusal))
+    seen = torch.arange(sk) < lengths[:, None]
+    s = (q.double() @ k.double().transpose(2, 3) / 8).masked_fill(~seen[:, None, None], -torch.inf)
+    expected = s.softmax(3).nan_to_num(0) @ v.double()
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=2.0**-6)
+    torch.testing.assert_close(lse.cpu().double(), s.logsumexp(3), rtol=1e-4, atol=1e-4)
+
+
+def test_explain_says_that_keys_are_shared_out():
+    if not ON_GPU:
+        pytest.skip("of a GPU engine")
+    k = torch.zeros(8, 8, 16384, 128, dtype=torch.bfloat16, device=DEVICE)
+    used = torch.full((8,), 100, dtype=torch.int32, device=DEVICE)
+    with running_on(None):
+        for sq, shared_out in ((1, True), (16, True), (17, False)):  # up to 64 queries of a key head
+            q = torch.zeros(8, 32, sq, 128, dtype=torch.bfloat16, device=DEVICE)
+            assert ("keys shared out evenly" in strobe.explain(q, k, k, seqused_k=used)) is shared_out
+            assert "shared out" not in strobe.explain(q, k, k, seqused_k=used, window=(1024, 0))
 
 
 @engines

@@ -143,8 +143,8 @@ def attend_to_cache(
                 first = within("rotary_seqlens", rotary_seqlens, batch, len(rotary_cos), "the length of rotary_cos")
             tables = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
             from_each = causal or window is not None
-            positions = (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if from_each else 1
-            tables.check(q.shape[-1], max(_furthest(first, new), _furthest(first, positions)))
+            counts = (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if from_each else 1
+            tables.check(q.shape[-1], max(_furthest(first, new), _furthest(first, counts)))
             begin = torch.as_tensor(first, device=q.device).long().expand(batch)
             q, k = tables.turned(q, cu_seqlens_q, begin, from_each), tables.turned(k, cu_seqlens_k_new, begin, from_each=True)
         place = table if rows is None else _pages_of(rows, exists, q.device)

@@ -232,7 +232,7 @@ int32_t quantised_parts(const Problem &p, const Config &c, const Device &device,
   return best;
 }
 
-// A quantised prefill has enough blocks.
+// Queries times heads of a group: with more there are blocks enough.
 constexpr int64_t kMostSharedRows = 64;
 
 class MmaEngine final : public CudaEngine {
@@ -279,22 +279,26 @@ private:
         predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))
       a.splits = 1;
     a.bundle = pairs_in_half_the_cache(p, device);
-    const int64_t of_share = ctas / std::max<int64_t>(1, p.batch); // blocks
+    const int64_t blocks_of_share = ctas / std::max<int64_t>(1, p.batch);
     const bool few = decode && p.seqlen_q * p.group() <= kMostSharedRows;
-    const int64_t shares = few ? take_uneven_shares(a, p, scratch, device.sms * resident(device, shared, c.blocks_per_sm), of_share) : 0;
-    if (shares > 0) c.uneven = 1, a.splits = i32(shares / p.batch);
-    if (shares == 0) take_parts(a, p, scratch);
+    const UnevenShares uneven =
+        few ? take_uneven_shares(a, p, scratch, device.sms * resident(device, shared, c.blocks_per_sm), blocks_of_share) : UnevenShares{};
+    if (uneven.most > 0)
+      c.uneven = 1, a.splits = 1;
+    else
+      take_parts(a, p, scratch);
     if (p.invariant && a.splits == 1 && chunks > 1) {
       a.partial_out = scratch.take<float>(a.in.rows() * p.head_dim_v);
       a.partial_lse = scratch.take<float>(a.in.rows());
     }
-    const int64_t blocks = shares > 0 ? shares * of_share : ctas * a.splits;
+    const int64_t blocks = uneven.most > 0 ? uneven.most * blocks_of_share : ctas * a.splits;
     Program program;
     program.overlap = true;
     describe(program, p, c, decode);
     program.steps.push_back(with_scales(p, decode ? kDecode : kForward, c, blocks, c.threads(), shared, a));
     combine_parts(program, p, a);
-    program.predicted_seconds = predicted_seconds(p, c, device, decode, per_sm, a.splits);
+    program.predicted_seconds = predicted_seconds(p, c, device, decode, per_sm, std::max<int64_t>(a.splits, uneven.likely));
+    if (uneven.likely == 1) program.predicted_seconds += combining_seconds(p); // its launch finds nothing to do
     return program;
   }
 

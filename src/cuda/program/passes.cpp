@@ -95,19 +95,24 @@ void take_parts(ForwardArguments &a, const Problem &p, Scratch &scratch) {
 constexpr int64_t kMostUneven = 1024;
 // A GPU is filled so often at most: with more shares, what each does before its first and after its last key takes too long.
 constexpr int64_t kMostRounds = 6;
-constexpr int64_t kMostReals = int64_t(1) << 24; // of their results
+constexpr int64_t kMostReals = int64_t(1) << 24; // FP32 numbers of all shares' results: 64 MiB
 
-int64_t take_uneven_shares(ForwardArguments &a, const Problem &p, Scratch &scratch, int64_t slots, int64_t of_share) {
+UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &p, Scratch &scratch, int64_t slots, int64_t blocks_of_share) {
   const bool uneven = p.seqused_k && !p.varlen && p.window_left >= p.seqlen_k; // within a window all have as many keys
-  if (!uneven || p.batch > kMostUneven || of_share <= 0 || most_parts(p) < 2) return 0;
-  const int64_t round = std::max<int64_t>(1, slots / of_share), extra = std::min(kMostRounds * round, p.batch * (most_parts(p) - 1));
-  const int64_t shares = p.batch + extra, rows = shares * p.heads * p.seqlen_q;
-  if (rows * p.head_dim_v > kMostReals) return 0;
+  const int64_t reals = p.heads * p.seqlen_q * p.head_dim_v;                   // of a share
+  if (!uneven || p.batch > kMostUneven || blocks_of_share <= 0 || reals <= 0 || most_parts(p) < 2) return {};
+  const int64_t round = std::max<int64_t>(1, slots / blocks_of_share);
+  const int64_t extra = std::min({kMostRounds * round, p.batch * (most_parts(p) - 1), kMostReals / reals - p.batch});
+  if (extra < std::min(round, p.batch)) return {};
   a.round_shares = i32(round), a.extra_shares = i32(extra);
-  a.partial_out = scratch.take<float>(rows * p.head_dim_v);
-  a.partial_lse = scratch.take<float>(rows);
+  const int64_t shares = p.batch + extra;
+  a.partial_out = scratch.take<float>(shares * reals);
+  a.partial_lse = scratch.take<float>(shares * p.heads * p.seqlen_q);
   a.share_places = scratch.take<int32_t>(2 * p.batch);
-  return shares;
+  const int64_t keys = p.batch * p.seqlen_k;
+  const int64_t of_round = std::clamp<int64_t>(keys / round, least_keys_of_share(), enough_keys_of_share());
+  const int64_t of_share = std::max(of_round, keys / extra);
+  return {shares, i32(std::max<int64_t>(1, (p.seqlen_k + of_share / 2) / of_share))};
 }
 
 void combine_parts(Program &program, const Problem &p, const ForwardArguments &a) {

@@ -29,9 +29,12 @@ int32_t parts_to_fill(int64_t slots, int64_t ctas, int64_t most);
 int64_t most_parts(const Problem &);
 // Room for what the parts compute, if a.splits says that there are several.
 void take_parts(ForwardArguments &a, const Problem &, Scratch &);
-// The same for sequences whose lengths lie in the GPU's memory and may be uneven. slots: places for thread blocks; of_share: the blocks
-// that a share has. Returns how many shares there may be; 0 leaves the call to take_parts().
-int64_t take_uneven_shares(ForwardArguments &a, const Problem &, Scratch &, int64_t slots, int64_t of_share);
+// The same for sequences whose lengths lie in the GPU's memory and may be uneven. slots: places for thread blocks.
+struct UnevenShares {
+  int64_t most = 0;   // of all sequences; 0: none are made, and the call is one for take_parts()
+  int32_t likely = 0; // of a sequence, if all are as long as they can be
+};
+UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &, Scratch &, int64_t slots, int64_t blocks_of_share);
 // Their combination, after the launch that computes them.
 void combine_parts(Program &, const Problem &, const ForwardArguments &a);
 
