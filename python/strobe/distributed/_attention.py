@@ -271,9 +271,10 @@ def _check_against(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     wrong: Wrong = []
     if not packed and k.shape[0] != q.shape[0]:
         wrong.append(ValueError(f"k: shape {tuple(k.shape)}; accepted is a batch of {q.shape[0]}, as q has"))
-    if v.shape[:-1] != k.shape[:-1]:
-        accepted = ", ".join([*map(str, k.shape[:-1]), "any"])
-        wrong.append(ValueError(f"v: shape {tuple(v.shape)}; accepted is ({accepted}), as k has"))
+    rows = k.shape[:-1] if packed else (q.shape[0], *k.shape[1:-1])
+    if v.shape[:-1] != rows:
+        accepted = ", ".join([*map(str, rows), "any"])
+        wrong.append(ValueError(f"v: shape {tuple(v.shape)}; accepted is ({accepted}), as q and k have"))
     if wrong:
         raise refusal(wrong)
 
