@@ -280,7 +280,8 @@ private:
       a.splits = 1;
     a.bundle = pairs_in_half_the_cache(p, device);
     const int64_t blocks_of_share = ctas / std::max<int64_t>(1, p.batch);
-    const bool few = decode && p.seqlen_q * p.group() <= kMostSharedRows;
+    const bool spills = p.quantised() && c.tile_k > 16 && lacks_registers(p, device);
+    const bool few = decode && p.seqlen_q * p.group() <= kMostSharedRows && !spills;
     const UnevenShares uneven =
         few ? take_uneven_shares(a, p, scratch, device.sms * resident(device, shared, c.blocks_per_sm), blocks_of_share) : UnevenShares{};
     if (uneven.most > 0)
