@@ -13,27 +13,32 @@ struct UnevenShare {
 
 // All lanes of a warp find the same share together. There are at most `extra` shares beyond one of each sequence; `round` of them fill the
 // GPU once.
-template <i32 kSeqused> class UnevenShares {
+class UnevenShares {
 public:
   __device__ __forceinline__ UnevenShares(const Inputs &in, i32 extra, i32 round) : in_(in) {
     float keys = 0; // of all sequences; to 2^-18 of it, with up to 1,024 of them
-    for (i32 b = 0; b < in.batch; b += kAtOnce) {
+#pragma unroll
+    for (i32 i = 0; i < kOfLane; ++i) keys += (float)(first_[i] = length(of_lane(i)));
+    for (i32 b = kAtOnce; b < in.batch; b += kAtOnce) {
 #pragma unroll
       for (i32 i = 0; i < kOfLane; ++i) keys += (float)length(b + of_lane(i));
     }
 #pragma unroll
     for (int m = 16; m; m /= 2) keys += __shfl_xor_sync(0xFFFFFFFFu, keys, m);
-    const float enough = fmaxf(kLeastKeys, fminf(kEnoughKeys, keys / (float)round));
-    per_key_ = 1 / fmaxf(enough, keys / (float)extra * (1 + 0x1p-16f));
+    const float enough = fmaxf(kLeastKeys, fminf(kEnoughKeys, __fdividef(keys, (float)round)));
+    per_key_ = __fdividef(1.0f, fmaxf(enough, __fdividef(keys, (float)extra) * (1 + 0x1p-16f)));
   }
 
   __device__ __forceinline__ UnevenShare find(i32 share) const {
     UnevenShare found{-1, 0, 0};
-    i32 before = 0; // shares of the sequences before b
-    for (i32 b = 0; b < in_.batch && before <= share; b += kAtOnce) {
+    i32 lengths[kOfLane];
+#pragma unroll
+    for (i32 i = 0; i < kOfLane; ++i) lengths[i] = first_[i];
+    i32 b = 0, before = 0; // before: shares of the sequences before b
+    while (true) {
       i32 counts[kOfLane], own = 0;
 #pragma unroll
-      for (i32 i = 0; i < kOfLane; ++i) own += counts[i] = of(b + of_lane(i));
+      for (i32 i = 0; i < kOfLane; ++i) own += counts[i] = of(b + of_lane(i), lengths[i]);
       i32 end = own;
 #pragma unroll
       for (int n = 1; n < 32; n *= 2) {
@@ -47,6 +52,10 @@ public:
         rest -= counts[i];
       }
       before += __shfl_sync(0xFFFFFFFFu, end, 31);
+      b += kAtOnce;
+      if (b >= in_.batch || before > share) break;
+#pragma unroll
+      for (i32 i = 0; i < kOfLane; ++i) lengths[i] = length(b + of_lane(i));
     }
     const u32 lanes = __ballot_sync(0xFFFFFFFFu, found.batch >= 0);
     const int lane = lanes ? 31 - __clz((int)lanes) : 0;
@@ -60,13 +69,16 @@ private:
   // idle. Chosen by the figures of docs/lab/performance.md, "Decoding over uneven lengths"; not measured themselves.
   static constexpr float kLeastKeys = least_keys_of_share(), kEnoughKeys = enough_keys_of_share();
   const Inputs &in_;
-  float per_key_; // shares
+  i32 first_[kOfLane]; // lengths of the first sequences; mostly there are no others
+  float per_key_;      // shares
 
   static __device__ __forceinline__ i32 of_lane(i32 i) { return kOfLane * tile::lane_id() + i; }
-  __device__ __forceinline__ i32 length(i32 b) const { return b < in_.batch ? (i32)in_.sequence<kSeqused>(b).band.seqlen_k : 0; }
+  __device__ __forceinline__ i32 length(i32 b) const {
+    return b < in_.batch ? min(max(in_.seqused_k[b], 0), (i32)in_.seqlen_k) : 0; // clamped, never trusted
+  }
   // Rounded, so that sequences of equal lengths have no short shares. All of them have at most batch + extra: each has at most 1 + length *
   // per_key_, and these products add up to less than extra.
-  __device__ __forceinline__ i32 of(i32 b) const { return b < in_.batch ? max((i32)((float)length(b) * per_key_ + 0.5f), 1) : 0; }
+  __device__ __forceinline__ i32 of(i32 b, i32 keys) const { return b < in_.batch ? max((i32)((float)keys * per_key_ + 0.5f), 1) : 0; }
 };
 
 } // namespace strobe

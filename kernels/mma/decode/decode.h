@@ -53,7 +53,7 @@ private:
   };
   static __device__ __forceinline__ Part part_of(const Arguments &a, u32 x) {
     if constexpr (C.uneven) {
-      const UnevenShare share = UnevenShares<F.seqused>(a.in, a.extra_shares, a.round_shares).find((i32)x);
+      const UnevenShare share = UnevenShares(a.in, a.extra_shares, a.round_shares).find((i32)x);
       return {share.batch, share.index, share.count, (i32)x};
     } else {
       return {(i32)(x / a.splits), (i32)(x % a.splits), a.splits, (i32)(x % a.splits)};

@@ -100,9 +100,11 @@ constexpr int64_t kMostReals = int64_t(1) << 24; // FP32 numbers of all shares' 
 UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &p, Scratch &scratch, int64_t slots, int64_t blocks_of_share) {
   const bool uneven = p.seqused_k && !p.varlen && p.window_left >= p.seqlen_k; // within a window all have as many keys
   const int64_t reals = p.heads * p.seqlen_q * p.head_dim_v;                   // of a share
-  if (!uneven || p.batch > kMostUneven || blocks_of_share <= 0 || reals <= 0 || most_parts(p) < 2) return {};
+  if (!uneven || p.batch < 2 || p.batch > kMostUneven || blocks_of_share <= 0 || reals <= 0 || most_parts(p) < 2) return {};
   const int64_t round = std::max<int64_t>(1, slots / blocks_of_share);
-  const int64_t extra = std::min({kMostRounds * round, p.batch * (most_parts(p) - 1), kMostReals / reals - p.batch});
+  // Shares that no rule below makes would be blocks that look at the lengths and end.
+  const int64_t full = std::max<int64_t>(round, div_up(p.batch * p.seqlen_k, enough_keys_of_share()));
+  const int64_t extra = std::min({full, kMostRounds * round, p.batch * most_parts(p), kMostReals / reals - p.batch});
   if (extra < std::min(round, p.batch)) return {};
   a.round_shares = i32(round), a.extra_shares = i32(extra);
   const int64_t shares = p.batch + extra;
