@@ -9,7 +9,7 @@ import torch
 
 import strobe
 from cases import Inputs, call
-from check import Results, available_engines, error, oracle, run_plain, ulp
+from check import Results, available_engines, error, keys_of_a_block, oracle, run_plain, ulp
 from device import on_device
 
 pytestmark = pytest.mark.skipif("cuda-sm90" not in available_engines(), reason="no Hopper GPU")
@@ -21,7 +21,7 @@ def gradients(inputs: Inputs, ref: Results, **how: Any) -> Results:
     """From the reference's out and lse, so that the backward alone is judged."""
     there = on_device(inputs, "cuda")
     out, lse = ref["out"].to("cuda", there.q.dtype), ref["lse"].to("cuda", torch.float32)
-    more = {"dlse": there.dlse, "engine": "cuda-sm90"} | how
+    more = {"dlse": there.dlse, "engine": "cuda-sm90"} | keys_of_a_block() | how
     found = strobe.attention_backward(there.dout, there.q, there.k, there.v, out, lse, **there.options, **more)
     results = {"dq": found.dq, "dk": found.dk, "dv": found.dv} | {"d" + name: getattr(found, "d" + name) for name in inputs.gradients}
     return {name: t.cpu() for name, t in results.items()}
@@ -111,7 +111,8 @@ def test_deterministic(feature, d):
 
 def plan(inputs: Inputs, **how: Any) -> str:
     there = on_device(inputs, "cuda")
-    return strobe.explain(there.q, there.k, there.v, backward=True, engine="cuda-sm90", **there.options, **how)
+    options = there.options | keys_of_a_block() | how
+    return strobe.explain(there.q, there.k, there.v, backward=True, engine="cuda-sm90", **options)
 
 
 def owns(inputs: Inputs) -> bool:

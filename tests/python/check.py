@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 import plain
 import strobe
 from cases import Inputs, dense_problems
-from device import DEVICE, here, on_device, running_on
+from device import DEVICE, EMULATED, here, on_device, running_on
 
 Results = dict[str, Tensor]  # of "out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"
 STATISTICS = ("lse", "max_logit", "column_sums")
@@ -62,10 +64,17 @@ def run_or_skip(inputs: Inputs, engine: str, **how: Any) -> Results:
         pytest.skip(f"{engine} is not for this call: {str(refusal).rpartition(': ')[2]}")
 
 
+def keys_of_a_block() -> dict[str, int]:
+    """Of the Hopper backward. Small calls leave SMs of a GPU idle and are given 64, larger ones 128. Every other test asks for what its
+    size would not give."""
+    asks = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").encode()) % 2
+    return {"tile_k": 64 if EMULATED else 128} if asks else {}
+
+
 def run(inputs: Inputs, engine: str | None = None, **run: Any) -> Results:
     """Forward and every gradient, as a user gets them: through autograd, or with NumPy arrays through attention_backward."""
     there = on_device(inputs, "cpu" if engine == "reference" else DEVICE)
-    options = there.options | inputs.run | run | {"engine": engine}
+    options = there.options | (keys_of_a_block() if engine == "cuda-sm90" else {}) | inputs.run | run | {"engine": engine}
     with running_on(engine):
         run_it = _run_forward if not there.has_gradients else _run_numpy if there.numpy else _run_autograd
         results = run_it(there, options)

@@ -14,10 +14,13 @@ template <BackwardConfig C> struct BackwardRoles {
   static constexpr bool kWaitsItself = true; // for the launch before: load.h
   static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kKeys = 64;
-  static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64, kFirst = kBlocks / 2; // of K; of the first warpgroup
+  static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64; // of K
+  // A warpgroup's part of dQ: blocks of columns, or half of the queries where there is one block.
+  static constexpr bool kByColumns = kBlocks > 1;
+  static constexpr int kEndLeft = kByColumns ? kBlocks / 2 : 1, kBeginRight = kByColumns ? kEndLeft : 0;
   // Of keys, where they are held in registers.
   template <int kColumns> using KeyOperand = LeftOperand<C.keys_in_registers ? kColumns : 4>;
-  static_assert(C.roles && !C.exact_p && !C.dq_shared && kBlocks >= 2);
+  static_assert(C.roles && !C.exact_p && !C.dq_shared);
 
   struct Compute {
     const Arguments &a;
@@ -33,11 +36,11 @@ template <BackwardConfig C> struct BackwardRoles {
     __device__ __forceinline__ u32 all(u32) {
       if (w == 0) {
         Left left{*this};
-        walk<0, kFirst>(left);
+        walk<0, kEndLeft>(left);
         scores.template store<kDv>(a.dv, in, read<KeyBlock>(shared.keys()), in.head_dim_v, left.dV, scores.dropout.dropout.factor());
       } else {
         Right right{*this};
-        walk<kFirst, kBlocks>(right);
+        walk<kBeginRight, kBlocks>(right);
         scores.template store<kD>(a.dk, in, read<KeyBlock>(shared.keys()), in.head_dim, right.dK, (float)in.scale);
       }
       return 0;
@@ -221,15 +224,16 @@ template <BackwardConfig C> struct BackwardRoles {
       }
     }
 
-    // This warpgroup's blocks of columns of dQ. then(): what follows the products under way before them; it begins another one. Without it
+    // This warpgroup's part of dQ. then(): what follows the products under way before them; it begins another one. Without it
     // none are under way.
     template <int kBegin, int kEnd, class... Then> __device__ __forceinline__ void add_dq(u32 n, i32 number, const Then &...then) const {
-      Accumulator<T, kM> dQ;
+      Accumulator<T, C.dq_queries()> dQ;
       if constexpr (C.deterministic) scores.release(shared.dq_full(w));
       wait_full(shared.ds_full(n), n);
+      const u32 dS = shared.ds_of(n) + (kByColumns ? 0 : w * C.dq_queries() * kRowBytes);
 #pragma unroll
       for (int block = kBegin; block < kEnd; ++block) {
-        dQ.template begin_product_of_columns<kKeys, kM>(shared.k + block * kBlockBytes, shared.ds_of(n));
+        dQ.template begin_product_of_columns<kKeys, kM>(shared.k + block * kBlockBytes, dS);
         if (sizeof...(Then) && block == kBegin) {
           wgmma_wait<1>();
           (then(), ...);
@@ -241,14 +245,15 @@ template <BackwardConfig C> struct BackwardRoles {
       }
     }
     // To the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries of a warp.
-    __device__ __forceinline__ void leave(Accumulator<T, kM> &dQ, u32 n, i32 number, int block, bool first, bool last) const {
+    __device__ __forceinline__ void leave(Accumulator<T, C.dq_queries()> &dQ, u32 n, i32 number, int block, bool first, bool last) const {
       dQ.done();
       if (last) scores.release(shared.ds_empty(n));
       if (!a.dq_sum) return;
-      float *target = a.dq_sum + (i64)number * (kM * C.columns()) + (block * 4 + warp) * (16 * kM);
+      const int part = kByColumns ? block : w;
+      float *target = a.dq_sum + (i64)number * (kM * C.columns()) + (part * 4 + warp) * (16 * C.dq_queries());
       if (C.deterministic && first) mbarrier_wait(shared.dq_empty(w), n % 2);
 #pragma unroll
-      for (int i = 0; i < kM / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
+      for (int i = 0; i < C.dq_queries() / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
       if (C.deterministic && last) {
         __syncwarp();
         if (lane == 0) end_turn(turn_of(a, number, w));

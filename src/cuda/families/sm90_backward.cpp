@@ -62,7 +62,7 @@ std::string refusal(const Problem &p, const Features &f) {
   return broadcast_row({&p.q, &p.dout}, {&p.k, &p.v}, p);
 }
 
-// Do 64 keys a block serve better than 128?
+// Do 64 keys a block serve better than 128, however many blocks there are?
 bool takes_64_keys(const Problem &p, const Features &f) {
   if (larger_dim(p) <= 64) return false;
   // A warpgroup's registers with dK and dV.
@@ -133,21 +133,27 @@ bool walks_on(const Problem &p, const BackwardConfig &c) {
   return !c.features.band || (!p.invariant && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k());
 }
 
-BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
+BackwardConfig begin(const Problem &p, const Features &f) {
   BackwardConfig c = begin_config<BackwardConfig>(p, 16);
   c.features = f;
   c.registers_load = 40, c.registers_compute = 232;
   c.deterministic = in_turns(p) && p.dq;
   c.invariant = p.invariant;
-  if (takes_64_keys(p, f)) {
-    c.roles = 1, c.tile_q = 64;
-    c.head_dim = std::max(c.head_dim, 80); // two blocks of columns, one for each warpgroup
-    // Beyond these a warpgroup that computes spills, or threads that load, which then have fewer registers.
-    const bool room = larger_dim(p) <= 192 && !f.blocks && !f.part && !(f.bias && f.function);
-    c.keys_in_registers = room && walks_on(p, c);
-    if (c.keys_in_registers) c.registers_load = 24, c.registers_compute = 240;
-    return c;
-  }
+  return c;
+}
+
+BackwardConfig of_64_keys(const Problem &p, const Features &f) {
+  BackwardConfig c = begin(p, f);
+  c.roles = 1, c.tile_q = 64;
+  // Beyond these a warpgroup that computes spills, or threads that load, which then have fewer registers.
+  const bool room = larger_dim(p) <= 192 && !f.blocks && !f.part && !(f.bias && f.function);
+  c.keys_in_registers = room && walks_on(p, c);
+  if (c.keys_in_registers) c.registers_load = 24, c.registers_compute = 240;
+  return c;
+}
+
+BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &device) {
+  BackwardConfig c = begin(p, f);
   c.owns_dq = owns_dq(p, c, device);
   if (c.owns_dq) c.persistent = 1, c.deterministic = 0;                // it is
   const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
@@ -205,17 +211,20 @@ double missing_seconds(const Problem &p, const BackwardConfig &c, const Device &
   return w.scores() / c.tile_k() * row * std::max(0.0, 1 - kPartOfCache * double(device.l2) / used) / kBytes;
 }
 
+Walks walks_of(const Problem &p, const BackwardConfig &c) {
+  const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
+  if (!c.owns_dq) return w;
+  const double all = w.mean * double(tiles(p.seqlen_k, c.tile_k())); // one walk over all tiles of a pair's keys
+  return {w.scores() / all, all, all};
+}
+
 double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t shares, const Device &device) {
   const Problem p = of_shares(whole, shares);
   // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
   constexpr double kRate = 5.2e12, kRolesRate = 3.9e12, kLaunches = 13e-6, kBlockSeconds = 7e-6;
-  constexpr double kShared = 0.6;        // of the rate, where fewer columns than 128 share a tile of 64 keys: guessed
+  constexpr double kShared = 0.6;        // of the rate, where up to 128 columns share a tile of 64 keys (d 64 0.58, d 128 0.67, an H100)
   constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
-  Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
-  if (c.owns_dq) { // one walk over all tiles of a pair's keys
-    const double all = w.mean * double(tiles(p.seqlen_k, c.tile_k()));
-    w = {w.scores() / all, all, all};
-  }
+  const Walks w = walks_of(p, c);
   const double columns = c.head_dim + c.head_dim_v, share = c.roles && larger_dim(p) <= kMostDimOf128Keys ? kShared : 1;
   const double rate = (c.roles ? kRolesRate : kRate) * share / (5 * columns);
   const double sums = shares > 1 ? 3e-6 + key_rows(p) * 8 * (c.columns() + c.columns_v()) / kBytes : 0;
@@ -239,6 +248,28 @@ int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &de
     if (const double time = predicted_seconds(p, c, n, device); time < least) best = n, least = time;
   }
   return best;
+}
+
+// Do 64 keys a block serve better where either would do? A tile of queries takes such a block, whose warpgroups work at the same keys in
+// turn, about as long as one of 128 keys, but it begins 3 µs sooner, and walks that differ fill the SMs more evenly (an H100, d 64 and 128:
+// 1.1 to 1.27 where it is chosen, 0.63 to 0.98 where it is not).
+bool fill_better(const Problem &p, const BackwardConfig &of_64, const BackwardConfig &of_128, const Device &device) {
+  const Features &f = of_128.features;
+  const bool crowded = f.bias && (f.mask || f.alibi);
+  if (crowded || f.function || f.dropout || f.blocks || f.part || p.invariant || p.persistent) return false;
+  if (p.tile_k) return p.tile_k <= 64;
+  if (of_128.owns_dq && p.batch * p.heads_kv > device.sms) return false; // they spare launches, and no SM idles
+  const auto queries = [&](const BackwardConfig &c) {                    // that the last block has walked over when it ends
+    return walks_of(of_shares(p, count_shares(p, c, device)), c).last(device.sms) / c.tile_k();
+  };
+  return queries(of_64) <= 1.05 * queries(of_128);
+}
+
+BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
+  const BackwardConfig of_64 = of_64_keys(p, f);
+  if (takes_64_keys(p, f)) return of_64;
+  const BackwardConfig of_128 = of_128_keys(p, f, device);
+  return fill_better(p, of_64, of_128, device) ? of_64 : of_128;
 }
 
 // Do blocks serve better that take one tile of keys after the other? They spare a block's start and fetch K and V while others are stored.
