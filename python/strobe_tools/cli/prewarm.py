@@ -61,6 +61,7 @@ HEAD_DIMS = tuple(range(32, 257, 32))
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Where the Hopper backward takes another tile than at _S, beyond d 64.
 _OTHER_LENGTHS = {"plain": 512, "causal": 8192, "deterministic": 8192}
+_SMALL = 512  # tokens of a call for which it takes 64 keys a block, up to d 128
 _AS_WIDE = ("bias", "sinks")  # beside float64 they are float64
 _EVERY_DIM = ("plain", "causal")  # the other features are compiled for these dimensions alone
 _FEATURE_DIMS = (64, 128)
@@ -79,9 +80,10 @@ class Job(NamedTuple):
     feature: str
     backward: bool
     seqlen: int = _S
+    sequences: int | None = None  # as many as have the example's tokens
 
     def __str__(self) -> str:
-        length = "" if self.seqlen == _S else f" of {self.seqlen}"
+        length = "" if self.seqlen == _S else f" of {self.seqlen}" if self.sequences is None else f" of {self.sequences} x {self.seqlen}"
         direction = "backward" if self.backward else "forward"
         return f"sm_{self.compute_capability} {self.dtype} d{self.head_dim} {self.feature} {direction}{length}"
 
@@ -96,7 +98,7 @@ class Job(NamedTuple):
     def _asked(self, function: Callable[..., Result], nothing: Result) -> tuple[Result, str]:
         more, options = FEATURES[self.feature]
         packed = "cu_seqlens_q" in more
-        batch = max(_B, _B * _S // self.seqlen)
+        batch = self.sequences or max(_B, _B * _S // self.seqlen)
 
         def tokens(width: int) -> Shape:
             return Shape((_B * _S, _H, width) if packed else (batch, _H, self.seqlen, width), self.dtype)
@@ -120,6 +122,8 @@ def jobs(
             yield Job(arch, dtype, dim, feature, True)
             if arch == 90 and 64 < dim <= 128 and dtype in ("bfloat16", "float16") and feature in _OTHER_LENGTHS:
                 yield Job(arch, dtype, dim, feature, True, _OTHER_LENGTHS[feature])
+            if arch == 90 and dim <= 128 and dtype in ("bfloat16", "float16") and feature in _EVERY_DIM:
+                yield Job(arch, dtype, dim, feature, True, _SMALL, 1)
 
 
 _OLDEST, _OLDEST_OF_NVRTC_13 = 61, 75
