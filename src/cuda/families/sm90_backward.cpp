@@ -258,8 +258,8 @@ bool fill_better(const Problem &p, const BackwardConfig &of_64, const BackwardCo
   const bool crowded = f.bias && (f.mask || f.alibi);
   if (crowded || f.function || f.dropout || f.blocks || f.part || p.invariant || p.persistent) return false;
   if (p.tile_k) return p.tile_k <= 64;
-  if (of_128.owns_dq && p.batch * p.heads_kv > device.sms) return false; // they spare launches, and no SM idles
-  const auto queries = [&](const BackwardConfig &c) {                    // that the last block has walked over when it ends
+  if (p.batch * p.heads_kv * key_tiles(p, of_128.tile_k()) > device.sms) return false; // no SM idles
+  const auto queries = [&](const BackwardConfig &c) {                                  // that the last block has walked over when it ends
     return walks_of(of_shares(p, count_shares(p, c, device)), c).last(device.sms) / c.tile_k();
   };
   return queries(of_64) <= 1.05 * queries(of_128);
