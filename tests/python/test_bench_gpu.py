@@ -313,7 +313,7 @@ def test_without_a_gpu_nothing_is_measured(run):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("--set", "all"), "accepted are core36, random, gqa, "), (("--direction", "up"), "accepted are forward and backward")],
+    [(("--set", "all"), "accepted are core36, gqa, varlen, "), (("--direction", "up"), "accepted are forward and backward")],
 )
 def test_what_is_accepted_is_said(run, arguments, message):
     done = run("gpu", *arguments)
