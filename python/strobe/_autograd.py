@@ -25,7 +25,7 @@ class Calls(_run.Calls):
         more: dict[str, Any] = {**arrays, **p.options}
         if p.aux:
             more["aux"] = [*p.aux]
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+        if is_seen_by_dispatcher():
             return tuple(_operators.forward_aux(**more)) if p.aux else _operators.forward(**more)
         try:
             return _differentiable_forward(**more)  # where the dispatcher's first step would lead
@@ -41,7 +41,12 @@ class Calls(_run.Calls):
         return dict(zip(needed, found, strict=True))
 
 
-def _is_plain(arrays: Iterable[Any]) -> bool:
+def is_seen_by_dispatcher() -> bool:
+    """Whether a compiler, a transform or a tracer wants to see the operator as such."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+
+
+def is_plain(arrays: Iterable[Any]) -> bool:
     """Whether nobody but the operators' own implementation wants to see the call: no mode that traces or fakes, no subclass of Tensor, no
     other device."""
     if torch._C._len_torch_dispatch_stack():
@@ -51,7 +56,7 @@ def _is_plain(arrays: Iterable[Any]) -> bool:
 
 def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
     """The operator, past the dispatcher (some 10 µs) where it would lead straight to _operators.run_forward."""
-    plain = _is_plain((q, k, v, *given.values()))
+    plain = is_plain((q, k, v, *given.values()))
     if "aux" in given:
         if plain:
             return tuple(_operators.run_forward_aux(q, k, v, **given))
@@ -64,7 +69,7 @@ def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, An
 
 
 def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[str, Any]) -> list[Tensor]:
-    if _is_plain((*arguments, *given.values())):
+    if is_plain((*arguments, *given.values())):
         return _operators.run_backward(*arguments, **given)  # type: ignore[arg-type]
     with torch._C._AutoDispatchBelowAutograd():
         return _operators.backward(*arguments, **given)
@@ -119,12 +124,16 @@ def _no_forward_mode() -> Exception:
     return NotImplementedError("strobe.attention has no forward-mode derivative; accepted are torch.autograd.grad and backward()")
 
 
-def _is_differentiated(*tensors: Tensor | None) -> bool:
+def is_tracked(*tensors: Tensor | None) -> bool:
     """By reverse mode; or perhaps by forward mode, for which autograd.Function asks jvp()."""
-    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if (tracked or forward_ad._current_level >= 0) and torch._C._are_functorch_transforms_active():
+    return (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)) or forward_ad._current_level >= 0
+
+
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    tracked = is_tracked(*tensors)
+    if tracked and torch._C._are_functorch_transforms_active():
         raise NotImplementedError("strobe.attention under torch.func.grad, vjp, jvp, ...: accepted are torch.autograd.grad and backward()")
-    return tracked or forward_ad._current_level >= 0
+    return tracked
 
 
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:

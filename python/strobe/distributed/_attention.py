@@ -122,8 +122,10 @@ def attention(
     p, arrays = prepared.p, TORCH.autocast(prepared.p.arrays)
     given = {name: x for name, x in arrays.items() if name not in ("q", "k", "v")}
     needed = [name for name, x in arrays.items() if x.requires_grad and torch.is_grad_enabled()]
-    out, lse, _ = _operators.forward(
-        *(arrays[name] for name in "qkv"),
+    out, lse, _ = _operators.call(
+        arrays["q"],
+        arrays["k"],
+        arrays["v"],
         **given,
         **p.options,
         layout_q=_operators.encoded(prepared.layouts[0]),

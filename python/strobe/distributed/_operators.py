@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _run
+from .._autograd import is_plain, is_seen_by_dispatcher, is_tracked
 from .._operators import _ARGUMENTS
 from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS
 from .._request import Request
@@ -270,8 +271,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse, saved = forward(q, k, v, **given)
+        out, lse, saved = _below_autograd_forward(q, k, v, given)
         arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         ctx.rest = {name: x for name, x in given.items() if name not in arrays}
         ctx.names = tuple(arrays)
@@ -287,7 +287,11 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         given = dict(zip(ctx.names, arrays, strict=True))
-        found = iter(_Gradients.apply(ctx.rest, ctx.names, len(saved), dout, dlse, out, lse, *saved, q, k, v, *given.values()))
+        tensors = dout, dlse, out, lse, *saved, q, k, v, *given.values()
+        if is_tracked(*tensors):
+            found = iter(_Gradients.apply(ctx.rest, ctx.names, len(saved), *tensors))
+        else:
+            found = iter(_below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), {**ctx.rest, **given}))
         return *(next(found) if needed else None for needed in ctx.rest["needed"]), None
 
 
@@ -299,8 +303,7 @@ class _Gradients(torch.autograd.Function):
         dout, dlse, out, lse, *more = tensors
         saved, (q, k, v, *arrays) = more[:n], more[n:]
         given = {**rest, **dict(zip(names, arrays, strict=True))}
-        with torch._C._AutoDispatchBelowAutograd():
-            return tuple(backward(dout, dlse, out, lse, saved, q, k, v, **given))
+        return tuple(_below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), given))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
@@ -308,13 +311,35 @@ class _Gradients(torch.autograd.Function):
 
 
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    out, lse, *saved = _Attention.apply(q, k, v, given.get("bias"), given.get("sinks"), given)
+    bias, sinks = given.get("bias"), given.get("sinks")
+    if not is_tracked(q, k, v, bias, sinks):
+        return _below_autograd_forward(q, k, v, given)
+    out, lse, *saved = _Attention.apply(q, k, v, bias, sinks, given)
     return out, lse, saved
 
 
 def _differentiable_backward(*arguments: Any, **given: Any) -> list[Tensor]:
+    return _below_autograd_backward(arguments, given)
+
+
+def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The operator, past the dispatcher where it would lead straight to run_forward: it would read fifty arguments one by one."""
+    if is_plain((q, k, v, *given.values())):
+        return run_forward(q, k, v, **given)
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward(q, k, v, **given)
+
+
+def _below_autograd_backward(arguments: tuple[Any, ...], given: dict[str, Any]) -> list[Tensor]:
+    if is_plain((*arguments, *given.values())):
+        return run_backward(*arguments, **given)
     with torch._C._AutoDispatchBelowAutograd():
         return backward(*arguments, **given)
+
+
+def call(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The forward, differentiable."""
+    return (forward if is_seen_by_dispatcher() else _differentiable_forward)(q, k, v, **given)
 
 
 def names_of(tensors: Iterable[str]) -> list[bool]:
