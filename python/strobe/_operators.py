@@ -12,6 +12,7 @@ from torch import Tensor
 from . import _eager, _repeated, _run
 from ._abi import BACKWARD, FORWARD
 from ._checks import Wrong
+from ._core import lib
 from ._options import FIELDS, GRADIENTS, INPUTS
 from ._repeated import Seen, made_ready
 from ._request import Request, parse_aux
@@ -48,6 +49,7 @@ torch.library.define(FORWARD_AUX_NAME, f"({_ARGUMENTS}, str[] aux) -> Tensor[]",
 forward = torch.ops.strobe.attention_forward.default
 forward_aux = torch.ops.strobe.attention_forward_aux.default
 backward = torch.ops.strobe.attention_backward.default
+_FUNCTIONS = {FORWARD: lib.strobe_forward, BACKWARD: lib.strobe_backward}
 
 
 def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], aux: tuple[str, ...] = ()) -> Request:
@@ -97,10 +99,28 @@ def _repeated_call(
     return _eager.run(_repeated.CALLS.lately, prefix, tensors, given)
 
 
+def run_into(direction: int, p: Request, known: dict[str, Tensor], made: dict[str, Tensor]) -> None:
+    """A call that may come again, whose results are the caller's memory, `made` or among `known`."""
+    tensors = *known.values(), *made.values()
+    inputs = {name: x for name, x in p.arrays.items() if name not in ("q", "k", "v")}
+    prefix = " ".join(("into", str(direction), *known, *made)).encode()
+    ready = _repeated_call(
+        direction, prefix, (*tensors, *(p.arrays[name] for name in "qkv")), inputs | p.options, lambda: p, known | made, lambda _: {}
+    )
+    if ready is None:
+        _run.call(TORCH, p, known, made).run(_FUNCTIONS[direction])
+
+
 def _run_forward(aux: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
     request = partial(_request, q, k, v, given, aux)
     found = _repeated_call(FORWARD, " ".join(("forward", *aux)).encode(), (q, k, v), given, request, {}, partial(_run.results, TORCH))
     return _run.forward(TORCH, request()) if found is None else found
+
+
+def run_again(p: Request) -> tuple[Tensor, Tensor]:
+    """out and lse of a call that may come again."""
+    out, lse = run_forward(**p.arrays, **p.options)
+    return out, lse
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:

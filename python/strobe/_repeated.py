@@ -61,13 +61,14 @@ def made_ready(
 ) -> Ready:
     """A call in one direction, but for its addresses.
 
-    known: what it reads beside p.arrays; made: what it returns, as an example; form: for each place of the tuple to return the number of a
-    result, or 255 for None; function: what is called with the Ready and the arrays in place of Ready.run; more: for that function."""
+    known: what it reads beside p.arrays, and results that are the caller's memory; made: what it returns, as an example; form: for each
+    place of the tuple to return the number of a result, or 255 for None; function: what is called with the Ready and the arrays in place of
+    Ready.run; more: for that function."""
     call = _run.call(TORCH, p, known, made)
     prepared = call.prepare(direction)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
     lib.strobe_prepared_plan(prepared, plan)
-    device = next(iter(made.values())).device
+    device = p.arrays["q"].device
     on_gpu = device.type == "cuda"
     return Ready(
         owner=prepared,

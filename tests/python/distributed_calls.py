@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import strobe
 from distributed_cases import mesh_of
-from strobe import _run
+from strobe import _repeated, _run
 from strobe._request import Request
 from strobe.arrays import torch as torch_arrays
 from strobe.arrays.memory import OutOfMemoryError
@@ -337,6 +337,7 @@ def reserved(group: dist.ProcessGroup, method: str, given: dict[str, int]) -> tu
     q, k, v, dout = shards(layout, group.rank())
     with (
         mock.patch.object(_run, "call", call),
+        mock.patch.object(_repeated, "CALLS", _repeated.Memory()),  # no call has come before
         mock.patch.object(_operators, "sms_for_transfers", return_value=5),
         mock.patch.object(_gather, "LEAST_BYTES", {"cpu": 1}),  # key heads come in groups
     ):

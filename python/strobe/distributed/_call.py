@@ -12,8 +12,10 @@ from torch import Tensor
 
 from .. import _run
 from .._abi import BACKWARD, FORWARD
+from .._call import ACCUMULATE
 from .._call import Call as LibraryCall
 from .._core import ffi, lib
+from .._operators import run_into
 from .._options import BLOCKS
 from .._request import Request
 from ..arrays.memory import allocated
@@ -252,7 +254,7 @@ def forward_into(p: Request, out: Tensor, lse: Tensor) -> None:
         for to, x in zip((out, lse), _run.forward(TORCH, p), strict=True):
             to.copy_(x)
         return
-    _run.call(TORCH, p, {}, {"out": out, "lse": lse}).run(lib.strobe_forward)
+    run_into(FORWARD, p, {}, {"out": out, "lse": lse})
 
 
 def in_own_words(call: Call, refused: Exception) -> Exception:
@@ -284,8 +286,16 @@ def _own_reasons(call: Call) -> list[str]:
 def backward_into(p: Request, known: Results, made: Results) -> Results:
     if is_oracle(p):
         return _run.backward(TORCH, p, known, made)
-    _run.call(TORCH, p, known, made).run(lib.strobe_backward)
+    run_into(BACKWARD, p, known, made)
     return made
+
+
+def backward_added(p: Request, known: Results, wanted: list[str], into: Results) -> Results:
+    """Gradients, of which those in `into` are added to what these hold."""
+    if is_oracle(p) or len(wanted) > len(into):
+        return _run.backward(TORCH, p, known, wanted, into)
+    run_into(BACKWARD, Request(p.arrays, {**p.options, ACCUMULATE: True}), known | into, {})
+    return into
 
 
 def check(p: Request, of_backward: bool) -> None:

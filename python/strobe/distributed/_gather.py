@@ -9,10 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _run
 from .._request import Request
-from ..arrays.torch import TORCH
-from ._call import Call, Plan, Results, forward_into, order_of, rows_for
+from ._call import Call, Plan, Results, backward_added, forward_into, order_of, rows_for
 from ._exchange import Underway, begin, room
 from ._ranges import Ranges, common, count, places
 
@@ -209,7 +207,7 @@ class Backward:
         if self.dbias is not None and call.sum_dtype != p.arrays["bias"].dtype and p.arrays["bias"].shape[1] == 1:
             p.arrays["bias"] = p.arrays["bias"].to(call.sum_dtype)  # several of its gradients are added up
         wanted = [*into, *(name for name, x in (("dbias", self.dbias), ("dsinks", self.dsinks)) if x is not None)]
-        found = _run.backward(TORCH, p, known, wanted, into) if wanted else {}
+        found = backward_added(p, known, wanted, into) if wanted else {}
         if self.dbias is not None:
             self.call.scores_of_heads(self.dbias, heads).add_(found["dbias"])
         if self.dsinks is not None:

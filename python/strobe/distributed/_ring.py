@@ -7,9 +7,10 @@ from torch import Tensor
 
 from .. import _run
 from .._merge import merge
+from .._operators import run_again
 from .._request import Request
 from ..arrays.torch import TORCH
-from ._call import Call, Results
+from ._call import Call, Results, backward_added
 from ._exchange import Underway, begin
 from ._layout import rows_of_sequences
 from ._ranges import common, count
@@ -92,7 +93,7 @@ class Forward:
         for turn in ring.turns:
             under = ring.keys.begin(turn) if turn + 1 < len(ring.turns) else None
             if ring.is_seen(turn):
-                found = _run.forward(TORCH, ring.local(turn, under is not None))
+                found = run_again(ring.local(turn, under is not None))
                 merged = found if merged is None else merge(*merged, *found, **how)
             if under is not None:
                 under.wait()
@@ -166,7 +167,7 @@ class Backward:
             p.arrays["bias"] = p.arrays["bias"].to(self.call.sum_dtype)
         wanted = [*into, *(["dbias"] if self.dbias is not None else [])]
         if wanted:
-            found = _run.backward(TORCH, p, known, wanted, into)
+            found = backward_added(p, known, wanted, into)
             if self.dbias is not None:
                 self.dbias.add_(found["dbias"])
         return own
