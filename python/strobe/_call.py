@@ -152,6 +152,10 @@ class Call:
         self._attention, self._tensors, self._execution = attention[0], tensors, execution
         self._alive = alive
 
+    @property
+    def made(self) -> dict[str, Any]:
+        return self._made
+
     def run(self, function: Any, *more: Any) -> None:
         self.run_without_execution(function, self._execution, *more)
 

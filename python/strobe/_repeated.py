@@ -17,7 +17,9 @@ from .arrays.torch import TORCH
 
 _eager.connect(int(ffi.cast("uintptr_t", ffi.addressof(lib, "strobe_glue_run"))))
 
-_MOST = 3 * 1024  # kept, for a call that is differentiated passes three doors; lengths of packed sequences may never come again
+# That are kept. A call that is differentiated passes three doors, and on several ranks a dozen; lengths of packed sequences may never come
+# again.
+_MOST = 3 * 1024
 
 
 class Seen(NamedTuple):
@@ -27,20 +29,20 @@ class Seen(NamedTuple):
 
 
 class Memory:
-    """The calls that were made, by their keys: Ready from the second time on. Those that come again are kept, however many others come but
-    once."""
+    """The calls that were made, by their keys: Ready from the second time on, or what strobe.distributed found out about its calls. Those
+    that come again are kept, however many others come but once."""
 
     def __init__(self) -> None:
-        self.lately: dict[bytes, Seen | Ready] = {}
-        self._before: dict[bytes, Seen | Ready] = {}
+        self.lately: dict[bytes, Any] = {}
+        self._before: dict[bytes, Any] = {}
 
-    def get(self, key: bytes) -> Seen | Ready | None:
+    def get(self, key: bytes) -> Any:
         found = self.lately.get(key)
         if found is None and (found := self._before.get(key)) is not None:
             self.keep(key, found)
         return found
 
-    def keep(self, key: bytes, call: Seen | Ready) -> None:
+    def keep(self, key: bytes, call: Any) -> None:
         if len(self.lately) >= _MOST // 2:
             self.lately, self._before = {}, self.lately
         self.lately[key] = call

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,113 @@ def fails_on(group: dist.ProcessGroup, rank: int, change: str, of: str) -> tuple
     return found
 
 
+# A call, and others that differ from it in one thing. Each rank has as many tokens as heads, so that shapes tell no axes apart.
+AGAIN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.5},
+    "causal": {"causal": False},
+    "window": {"window": 5},
+    "flag": {"deterministic": True},
+    "mask": {"mask": torch.arange(16) % 3 > 0},
+    "another mask": {"mask": torch.arange(16) % 5 > 0},
+    "packed": {"cu_seqlens_q": torch.tensor([0, 6, 16], dtype=torch.int32)},
+    "packed otherwise": {"cu_seqlens_q": torch.tensor([0, 11, 16], dtype=torch.int32)},
+    "layout": {"layout": Layout.contiguous(16, 4)},
+    "dtype": {"dtype": torch.float64},
+    "strides": {"bshd": True},
+    "axes": {"axes": "bshd"},
+    "gradients": {"needs": "k"},
+    "no gradients": {"needs": ""},
+    "group": {"group": None},
+}
+
+
+def comes_again(group: dist.ProcessGroup, method: str) -> tuple[dict[str, float], int]:
+    """By how much each of AGAIN differs from one device's call, the third time that all of them are made; and how many calls are remembered
+    that were not after the second time."""
+    own, found, kept = dist.new_group(list(range(group.size()))), {}, 0
+    for _ in range(3):
+        before = len(_repeated.CALLS.lately)
+        found = {
+            name: _differs(**({"group": group, "method": method} | given | ({"group": own} if "group" in given else {})))
+            for name, given in AGAIN.items()
+        }
+        kept = len(_repeated.CALLS.lately) - before
+    return found, kept
+
+
+def _differs(
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype = torch.float32,
+    bshd: bool = False,
+    axes: str = "bhsd",
+    needs: str = "qkv",
+    group: dist.ProcessGroup,
+    method: str,
+    **options: Any,
+) -> float:
+    layout = layout or Layout.zigzag(16, group.size())
+    options, packed = {"causal": True} | options, "cu_seqlens_q" in options
+    if packed:
+        options["cu_seqlens_k"] = options["cu_seqlens_q"]
+    axis = 0 if packed else 1 if axes == "bshd" else 2
+    *whole_ones, dout = whole(dtype, 16)
+    if packed:
+        *whole_ones, dout = (x[0].transpose(0, 1) for x in (*whole_ones, dout))
+    elif axes == "bshd":
+        *whole_ones, dout = (x.transpose(1, 2) for x in (*whole_ones, dout))
+    given = [layout.shard(x, axis, group.rank()).contiguous() for x in whole_ones]
+    if bshd:
+        given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    results = []
+    for tensors, function, how in (
+        (given, strobe.distributed.attention, {"axes": axes, "layout": layout, "group": group, "method": method}),
+        (whole_ones, strobe.attention, {"layout": axes}),
+    ):
+        leaves = [x.detach().requires_grad_(name in needs) for name, x in zip("qkv", tensors, strict=True)]
+        out, lse = function(*leaves, return_lse=True, **how, **options)
+        if needs:
+            out.backward(layout.shard(dout, axis, group.rank()) if tensors is given else dout)
+        results.append([out.detach(), *(x.grad for x in leaves if x.grad is not None)])
+        results[-1].append(lse.detach().transpose(-1, axis))
+    return max(float((a - layout.shard(b, axis, group.rank())).abs().max()) for a, b in zip(*results, strict=True))
+
+
+def refused_again(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """Of calls that differ in one thing from one that was made."""
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, _ = shards(layout, group.rank())
+    given: dict[str, Any] = {"layout": layout, "group": group, "method": "gather", "agree": True, "causal": True}
+    for _ in range(3):
+        strobe.distributed.attention(q, k, v, **given)
+    wrong: list[dict[str, Any]] = [{"agree": 1}, {"causal": 1}, {"layout_q": layout.encoded}, {"time_limit": True}, {"layout_k": "bshd"}]
+    found = [said(lambda change=change: strobe.distributed.attention(q, k, v, **given | change)) for change in wrong]
+
+    def packed(*numbers: int) -> None:
+        cu = torch.tensor(numbers, dtype=torch.int32)
+        strobe.distributed.attention(*(x[0].transpose(0, 1) for x in (q, k, v)), **given, cu_seqlens_q=cu, cu_seqlens_k=cu)
+
+    for _ in range(3):
+        packed(0, 9, S)
+    return [*found, said(lambda: packed(0, 9, S + 1))]
+
+
+def forgets_its_group(group: dist.ProcessGroup) -> bool:
+    """Whether a group that is destroyed goes, though its calls are remembered."""
+    own = dist.new_group(list(range(group.size())))
+    layout = Layout.zigzag(S, group.size())
+    q, k, v, dout = shards(layout, group.rank())
+    for _ in range(3):
+        strobe.distributed.attention(q, k, v, layout=layout, group=own).backward(dout)
+    group.barrier().wait()
+    dist.destroy_process_group(own)
+    alive = weakref.ref(own)
+    del own
+    gc.collect()
+    return alive() is None
+
+
 @contextlib.contextmanager
 def no_memory(after: int) -> Iterator[None]:
     """Each allocation after the first `after` ones fails."""
@@ -179,8 +288,8 @@ def agrees_without_a_cpu_backend(group: dist.ProcessGroup) -> tuple[list[tuple[i
     try:
         _group._devices = lambda of: {"cuda"} if of is own else devices(of)
         drawn = _agree.drawn_by_first(own, torch.tensor([group.rank(), 7]), 5.0)
-        rng = _agree.agree(own, _agree.Said({"q": 1}, None, (10 + group.rank(), 3)), 5.0)
-        differing = said(lambda: _agree.agree(own, _agree.Said({"q": group.rank()}), 5.0))
+        rng = _agree.agree(own, _agree.Said(_agree.Signature({"q": 1}), None, (10 + group.rank(), 3)), 5.0)
+        differing = said(lambda: _agree.agree(own, _agree.Said(_agree.Signature({"q": group.rank()})), 5.0))
         return [drawn, rng], differing, _group.on_host(own).group_name
     finally:
         _group._devices = devices

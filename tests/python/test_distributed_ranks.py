@@ -81,6 +81,34 @@ def test_calls_that_differ_raise_on_all(workers, change):
     assert change != "seed" or "2 on rank 2, and 0 on rank 0" in text
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_calls_that_come_again(workers, method):
+    """What was found out about a call is used for the same call alone."""
+    for found, kept in workers.run(calls.comes_again, 4, method):
+        assert all(difference < 1e-5 for difference in found.values()), found
+        assert kept == 0
+
+
+def test_what_is_refused_beside_a_call_that_came_before(workers):
+    first, *others = workers.run(calls.refused_again, 2)
+    assert all(other == first for other in others)
+    assert first == [
+        ("TypeError", "agree: int 1; accepted is True or False [rank 0 of 2]"),
+        ("TypeError", "causal: int 1; accepted is True or False [rank 0 of 2]"),
+        ("TypeError", "attention() got an unexpected keyword argument 'layout_q'; did you mean layout? [rank 0 of 2]"),
+        ("TypeError", "time_limit: bool; accepted is a number [rank 0 of 2]"),
+        ("TypeError", 'layout_k: str; accepted is a strobe.distributed.Layout; the order of axes is axes="bshd" [rank 0 of 2]'),
+        (
+            "ValueError",
+            "cu_seqlens_q: (0, 9, 38); accepted are numbers that begin at 0, never fall, and end at 37 or before [rank 0 of 2]",
+        ),
+    ]
+
+
+def test_a_destroyed_group_is_not_kept(workers):
+    assert workers.run(calls.forgets_its_group, 4) == [True] * 4
+
+
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_rank_without_memory(workers, method, in_backward):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,8 +16,18 @@ from torch.distributed import ProcessGroup
 from ._group import on_host
 from ._late import Waits, come_back, said_by, told
 
-_DIGEST = 32
-Signature = Mapping[str, object]  # what has to be the same on all ranks, by the names of arguments
+_MESSAGE = struct.Struct("=?32sqq")  # whether the rank has failed, the digest of its signature, the seed and offset that it has drawn
+
+
+class Signature:
+    """What has to be the same on all ranks, by the names of arguments."""
+
+    def __init__(self, said: Mapping[str, object]):
+        self.said = said
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.sha256(repr(sorted((name, repr(x)) for name, x in self.said.items())).encode()).digest()
 
 
 class Said(NamedTuple):
@@ -30,17 +42,16 @@ def agree(group: ProcessGroup, said: Said, seconds: float | None) -> tuple[int, 
     """The first rank's seed and offset. Raises on all ranks what the first rank that failed has said, or how signatures differ. A
     collective call: one small message, and a second one if something is wrong."""
     waits = Waits(on_host(group), seconds)
-    mine = torch.zeros(1 + _DIGEST + 16, dtype=torch.uint8)
-    mine[0] = said.failure is not None
-    mine[1 : 1 + _DIGEST] = torch.frombuffer(bytearray(_digest(said.signature)), dtype=torch.uint8)
-    mine[1 + _DIGEST :] = torch.tensor(said.rng, dtype=torch.int64).view(torch.uint8)
-    all_said = [torch.empty_like(mine) for _ in range(group.size())]
+    mine = _MESSAGE.pack(said.failure is not None, said.signature.digest, *said.rng)
+    received = torch.empty(group.size(), len(mine), dtype=torch.uint8)
     come_back()
-    work = dist.all_gather(all_said, mine, group=waits.group, async_op=True)
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    work = dist.all_gather([*received], sent, group=waits.group, async_op=True)
     waits.unless_one_left(work, "agreeing on strobe.distributed.attention()", dist.get_process_group_ranks(group))
-    if any(x[0] for x in all_said) or not all(torch.equal(x[1 : 1 + _DIGEST], mine[1 : 1 + _DIGEST]) for x in all_said):
+    all_said = [_MESSAGE.unpack(bytes(x)) for x in received.tolist()]
+    if any(failed or digest != said.signature.digest for failed, digest, *_ in all_said):
         raise _refusal(waits, said)
-    seed, offset = all_said[0][1 + _DIGEST :].clone().view(torch.int64).tolist()
+    _, _, seed, offset = all_said[0]
     return seed, offset
 
 
@@ -52,14 +63,10 @@ def drawn_by_first(group: ProcessGroup, drawn: Tensor, seconds: float | None) ->
     return tuple(of_all[0].tolist())
 
 
-def _digest(signature: Signature) -> bytes:
-    return hashlib.sha256(repr(sorted((name, repr(x)) for name, x in signature.items())).encode()).digest()
-
-
 def _refusal(waits: Waits, said: Said) -> Exception:
     """The same on all ranks."""
     failure = said.failure
-    mine = None if failure is None else told(failure), {name: repr(x) for name, x in said.signature.items()}
+    mine = None if failure is None else told(failure), {name: repr(x) for name, x in said.signature.said.items()}
     found: list[tuple[tuple[str, str] | None, dict[str, str]]] = [mine] * waits.group.size()
     waits.of("agreeing on what is wrong", lambda: dist.all_gather_object(found, mine, group=waits.group))
     for r, (wrong, _) in enumerate(found):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,8 +29,9 @@ from ._seen import Band, Blocks, seen_keys
 Results = dict[str, Tensor]
 
 
-class Plan(NamedTuple):
-    """What positions say, the same on all ranks."""
+@dataclass(frozen=True)
+class Plan:
+    """What positions say, the same on all ranks. What follows from it is looked up by it."""
 
     q: tuple[Ranges, ...]  # of each rank
     k: tuple[Ranges, ...]
@@ -39,6 +40,14 @@ class Plan(NamedTuple):
     packed: bool
     band: Band
     blocks: Blocks | None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Worked out once, for there may be thousands of ranges."""
+        return hash((self.q, self.k, self.cu_q, self.cu_k, self.packed, self.band, self.blocks))
 
     @property
     def world(self) -> int:
@@ -64,15 +73,20 @@ class Facts(NamedTuple):
 
 
 def facts_of(p: Request, plan: Plan, inside: int = 0) -> Facts:
+    return Facts(plan, *facts_beside_plan(p, plan.packed, inside))
+
+
+def facts_beside_plan(p: Request, packed: bool, inside: int) -> tuple[Any, ...]:
+    """Those of Facts behind the first one."""
     q, k, v = (p.arrays[name] for name in "qkv")
-    axis = 1 if plan.packed or "bshd" not in p.options else 2
+    axis = 1 if packed or "bshd" not in p.options else 2
     given: list[str] = [name for name in ("mask", "bias", "seqused_k") if name in p.arrays]
     given += [name for name in ("invariant", "dropout") if p.options.get(name)]
     if BLOCKS[0] in p.arrays and p.arrays[BLOCKS[0]].shape[1] > 1:
         given.append("block_mask of several heads")
-    batch = 1 if plan.packed else q.shape[0]
+    batch = 1 if packed else q.shape[0]
     heads, columns = (q.shape[axis], k.shape[axis]), (q.shape[-1], v.shape[-1])
-    return Facts(plan, batch, *heads, columns, q.element_size(), q.device.type, tuple(given), inside)
+    return batch, *heads, columns, q.element_size(), q.device.type, tuple(given), inside
 
 
 @lru_cache(maxsize=1024)
@@ -180,6 +194,11 @@ class Call:
     def results(self) -> Results:
         """Uninitialised out and lse of the rank's rows."""
         return _run.results(TORCH, self.p)
+
+    def as_results(self, out: Tensor) -> Tensor:
+        """out, with the strides and dtype that a compiler was told of."""
+        expected = self.results()["out"]
+        return out if out.stride() == expected.stride() and out.dtype == expected.dtype else expected.copy_(out)
 
     def of_heads(self, x: Tensor, heads: range, axis: int | None = None) -> Tensor:
         axis = self.head_axis if axis is None else axis
@@ -298,12 +317,19 @@ def backward_added(p: Request, known: Results, wanted: list[str], into: Results)
     return into
 
 
-def check(p: Request, of_backward: bool) -> None:
-    """Raises what the library has against the call, or its backward; nothing is computed. On a GPU memory as large as the workspace is
-    asked for, and goes back to the allocator, where what follows finds it."""
-    made: LibraryCall = _run._whole(TORCH, p, of_backward)
+def check(p: Request, of_backward: bool) -> list[int]:
+    """Raises what the library has against the call, or its backward; nothing is computed. Memory for results is asked for meanwhile, and
+    on a GPU as much as the workspace. It goes back to the allocator, where what follows finds it. Returns how many bytes each has."""
+    whole: LibraryCall = _run._whole(TORCH, p, of_backward)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
-    made.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
-    q = p.arrays["q"]
+    whole.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
+    q, asked = p.arrays["q"], [x.nbytes for x in whole.made.values()]
     if q.is_cuda:
+        asked.append(plan.workspace_bytes)
         allocated((plan.workspace_bytes,), None, torch.uint8, q.device)
+    return asked
+
+
+def ask_for(memory: Sequence[int], device: torch.device) -> None:
+    """The memory that check() asked for, of a call that it need not judge again."""
+    _held = [allocated((n,), None, torch.uint8, device) for n in memory]

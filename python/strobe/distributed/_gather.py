@@ -27,21 +27,16 @@ class Route(NamedTuple):
     sent: tuple[Ranges, ...]  # to each rank, positions
     got: tuple[Ranges, ...]  # from each rank
     seen: Ranges
-
-    @property
-    def to(self) -> list[int]:
-        return [count(of) for of in self.sent]
-
-    @property
-    def of(self) -> list[int]:
-        return [count(of) for of in self.got]
+    to: list[int]  # how many are sent to each rank
+    of: list[int]  # and got from each
 
 
 @lru_cache(maxsize=256)
 def route(plan: Plan, rank: int) -> Route:
     seen = [plan.seen(r) for r in range(plan.world)]
     sent = tuple(common(of, plan.k[rank]) for of in seen)
-    return Route(sent, tuple(common(seen[rank], k) for k in plan.k), seen[rank])
+    got = tuple(common(seen[rank], k) for k in plan.k)
+    return Route(sent, got, seen[rank], [*map(count, sent)], [*map(count, got)])
 
 
 @lru_cache(maxsize=256)
@@ -88,6 +83,8 @@ class Keys:
 
     def _of(self, memory: Tensor, heads: range) -> Tensor:
         """As many heads of it, without gaps."""
+        if len(heads) == memory.shape[-2]:
+            return memory
         shape = (*memory.shape[:-2], len(heads), memory.shape[-1])
         return memory.reshape(-1)[: torch.Size(shape).numel()].view(shape)
 
@@ -222,8 +219,9 @@ class Backward:
 
     def _arrive(self, under: Underway, heads_kv: range) -> None:
         call, route = self.call, self.keys.route
-        for rows, of in zip(under.wait().split(route.to), route.sent, strict=True):
-            at = rows_for((of,), call.plan.k[call.rank], call.device)
-            for name, x in zip("kv", rows.split(self.keys.columns, -1), strict=True):
-                if name in self.home:
-                    call.rows(call.of_heads(self.home[name], heads_kv)).index_add_(0, at, x)
+        at_home = [rows_for((of,), call.plan.k[call.rank], call.device) for of in route.sent]
+        for name, x in zip("kv", under.wait().split(self.keys.columns, -1), strict=True):
+            if name in self.home:
+                home = call.rows(call.of_heads(self.home[name], heads_kv))
+                for at, rows in zip(at_home, x.split(route.to), strict=True):
+                    home.index_add_(0, at, rows)

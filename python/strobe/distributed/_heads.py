@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +14,26 @@ from .. import _run
 from .._options import BLOCKS
 from .._request import Request
 from ..arrays.torch import TORCH
-from ._call import Call, Plan, Results, backward_into, forward_into, four_axes, order_of, rows_for
+from ._call import Call, Order, Plan, Results, backward_into, forward_into, four_axes, order_of, rows_for
 from ._exchange import exchange
 from ._late import Waits
 from ._layout import rows_of_sequences
 from ._ranges import Ranges, count, union
+
+
+class Places(NamedTuple):
+    """Where the tokens of some ranks stand."""
+
+    counts: list[int]  # of each rank
+    order: Order | None  # of the tokens, as they arrive
+    tokens: Ranges  # of all ranks
+    positions: Tensor  # of each rank's, one after the other, among all
+
+
+@lru_cache(maxsize=256)
+def places_of(ranges: tuple[Ranges, ...], device: torch.device) -> Places:
+    tokens = union(each for of in ranges for each in of)
+    return Places([*map(count, ranges)], order_of(ranges, device), tokens, rows_for(ranges, tokens, device))
 
 
 class Exchange:
@@ -24,10 +41,7 @@ class Exchange:
 
     def __init__(self, call: Call, ranges: tuple[Ranges, ...], waits: Waits):
         self.call, self.waits, self.rank = call, waits, waits.group.rank()
-        self.counts = [count(of) for of in ranges]
-        self.order = order_of(ranges, call.device)
-        self.tokens = union(each for of in ranges for each in of)
-        self.positions = rows_for(ranges, self.tokens, call.device)
+        self.counts, self.order, self.tokens, self.positions = places_of(ranges, call.device)
 
     def to_heads(self, rows: Tensor) -> Tensor:
         world, own = len(self.counts), rows.shape[0]
@@ -204,7 +218,7 @@ class Forward:
         q, k, v = (call.tokens(on.to_heads(call.rows(x))) for on, x in ((whole.q, call.q), (whole.k, call.k), (whole.k, call.v)))
         out, lse = self.made.values()
         forward_into(whole.request(q, k, v, whole.scores()), out, lse)
-        mine = call.tokens(whole.q.to_tokens(call.rows(out)))
+        mine = call.as_results(call.tokens(whole.q.to_tokens(call.rows(out))))
         of_rows = whole.q.to_tokens(lse.movedim(-1, 0)[..., None])[..., 0].movedim(0, -1).contiguous()
         return mine, of_rows, [q, k, v, out, lse]
 

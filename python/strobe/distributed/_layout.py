@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,7 @@ class Layout:
 
     seqlen: int
     ranges: tuple[Ranges, ...]
+    encoded: tuple[int, ...] = field(init=False, repr=False, compare=False)  # as the operators carry it
 
     def __post_init__(self) -> None:
         wrong: Wrong = []
@@ -58,6 +59,8 @@ class Layout:
             raise ValueError(f"ranges: {shown(self.ranges)}; accepted are ranges that have each position from 0 to {self.seqlen - 1} once")
         object.__setattr__(self, "seqlen", int(self.seqlen))
         object.__setattr__(self, "ranges", ranges)
+        numbers = [x for of in ranges for x in (len(of), *itertools.chain(*of))]
+        object.__setattr__(self, "encoded", (self.seqlen, len(ranges), *numbers))
 
     @property
     def world_size(self) -> int:

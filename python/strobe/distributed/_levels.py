@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ class _Node:
         nodes = [range(n * size, (n + 1) * size) for n in range(across.group.size())]
         self.whole = Whole(call, inside, nodes[self.node])
         sides = [tuple(_together(side, node) for node in nodes) for side in (call.plan.q, call.plan.k)]
-        self.plan, self.across = call.plan._replace(q=sides[0], k=sides[1]), across
+        self.plan, self.across = replace(call.plan, q=sides[0], k=sides[1]), across
 
     def memory(self) -> list[Tensor]:
         """Of no values: what exchanged() returns."""
@@ -78,7 +80,7 @@ class Forward:
         arrays.update(node.whole.scores())
         self.across.prepare()
         out, lse, _ = self.across.run()
-        return node.rows_back(out), node.statistic_back(lse), [*tensors, out, lse]
+        return self.call.as_results(node.rows_back(out)), node.statistic_back(lse), [*tensors, out, lse]
 
 
 class Backward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from . import _gather, _heads, _levels, _ring
@@ -44,6 +45,7 @@ def _against_rows(method: str, of: Facts) -> str | None:
     return None
 
 
+@lru_cache(maxsize=256)
 def choose(of: Facts, method: str | None, of_world: bool) -> tuple[str, str | None]:
     """The method that is asked for, or the one with the least predicted time of those that take the call; and what is against it.
     of_world: whether bits may not depend on the number of ranks."""

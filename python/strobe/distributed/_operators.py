@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from .. import _run
+from .. import _eager, _repeated, _run
 from .._autograd import is_plain, is_seen_by_dispatcher, is_tracked
 from .._operators import _ARGUMENTS
 from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS
 from .._request import Request
 from ..arrays.torch import TORCH
-from ._agree import Said, agree, drawn_by_first
-from ._call import Call, Pass, Plan, Results, check, check_shapes, facts_of, in_own_words
+from ._agree import Said, Signature, agree, drawn_by_first
+from ._call import Call, Pass, Plan, Results, ask_for, check, check_shapes, facts_of, in_own_words
 from ._group import Levels, of_name, takes
 from ._heads import has_rows
 from ._late import Waits
@@ -30,6 +30,7 @@ from ._seen import Band, Blocks, blocks_of
 
 PassT = TypeVar("PassT", bound=Pass)
 _OWN = "int[] layout_q, int[] layout_k, str group, str[] levels, str method, bool agree, float? time_limit, bool draw, bool[] needed"
+_OWN_NAMES = tuple(argument.split()[1] for argument in _OWN.split(", "))
 FORWARD_NAME, BACKWARD_NAME = "strobe::distributed_forward", "strobe::distributed_backward"
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 # saved: what the backward takes of the forward; the seed and offset that were drawn are its last.
@@ -43,13 +44,7 @@ _NAMES = tuple(GRADIENTS.values())  # q, k, v, bias, sinks
 # How a rank runs its share may differ.
 _LOCAL = frozenset({"threads", "check", "reserved_sms"})
 _CU = ("cu_seqlens_q", "cu_seqlens_k")
-
-
-def encoded(layout: Layout) -> list[int]:
-    numbers = [layout.seqlen, layout.world_size]
-    for ranges in layout.ranges:
-        numbers += [len(ranges), *(x for pair in ranges for x in pair)]
-    return numbers
+_READ = frozenset({*BLOCKS, "seqused_k"})  # tensors whose numbers may be read before the call is made, beside _CU
 
 
 @lru_cache(maxsize=256)
@@ -67,7 +62,13 @@ def plan_of(p: Request, layout_q: Layout, layout_k: Layout) -> Plan:
     """Reads cu_seqlens, and block masks that lie in host memory."""
     packed = _CU[0] in p.arrays
     cu_q, cu_k = (host_integers(name, p.arrays[name]) for name in _CU) if packed else ((0, layout_q.seqlen), (0, layout_k.seqlen))
-    return Plan(layout_q.ranges, layout_k.ranges, cu_q, cu_k, packed, band_of(p.options), _blocks(p))
+    return _plan(layout_q, layout_k, cu_q, cu_k, packed, band_of(p.options), _blocks(p))
+
+
+@lru_cache(maxsize=256)
+def _plan(layout_q: Layout, layout_k: Layout, *more: Any) -> Plan:
+    """One object of each plan, by which to look up what follows from it."""
+    return Plan(layout_q.ranges, layout_k.ranges, *more)
 
 
 def plan_of_layouts(layout_q: Layout, layout_k: Layout, packed: bool) -> Plan:
@@ -90,18 +91,38 @@ def _blocks(p: Request) -> Blocks | None:
     return blocks_of(rows, p.arrays[BLOCKS[1]], columns, p.options["block_q"], p.options["block_k"])
 
 
+class Judged(NamedTuple):
+    """What is kept of a call that was found right. The same call on other tensors, of the same shapes and strides, is right again."""
+
+    plan: Plan
+    reserved_sms: int
+    memory: list[int]  # that the judging took, in bytes
+    signature: Signature
+
+
 class _Own:
     """The operators' own arguments."""
 
     def __init__(self, given: dict[str, Any]):
+        self._of_key = {name: tuple(x) if isinstance(x, list) else x for name in _OWN_NAMES if (x := given[name]) is not None}
         self.layout_q, self.layout_k = (decoded(tuple(given.pop(f"layout_{side}"))) for side in "qk")
         self.group = of_name(given.pop("group"))
         names = given.pop("levels")
         self.levels = Levels(names[0], names[1], of_name(names[0]).size()) if names else None
         self.method: str = given.pop("method")
-        self.agree, self.seconds, self.draw = (given.pop(name) for name in ("agree", "time_limit", "draw"))
+        agree, self.seconds, self.draw = (given.pop(name) for name in ("agree", "time_limit", "draw"))
         self.needs = frozenset(name for name, needed in zip(_NAMES, given.pop("needed"), strict=True) if needed)
         self.rank, self.world = self.group.rank(), self.group.size()
+        self.agrees = self.world > 1 and agree
+
+    def key(self, of: str, p: Request) -> bytes | None:
+        """All that decides whether a call of its own is right, and how it is made; None if numbers in other tensors than cu_seqlens do."""
+        if p.options.get("check") or not _READ.isdisjoint(p.arrays) or ("rng" in p.arrays and not self.draw):
+            return None
+        prefix = f"distributed {of} {self.rank} {self.world} {size_of(self.levels)}".encode()  # names of groups may come again
+        inputs: dict[str, Any] = {name: x for name, x in p.arrays.items() if name not in ("q", "k", "v")}
+        inputs |= {f"numbers of {name}": host_integers(name, inputs[name]) for name in _CU if name in inputs}
+        return _eager.key(prefix, tuple(p.arrays[name] for name in "qkv"), inputs | p.options | self._of_key)
 
 
 def size_of(levels: Levels | None) -> int:
@@ -116,8 +137,10 @@ def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
     return Request(arrays, options)
 
 
-def _signature(call: Call, own: _Own, of: str) -> dict[str, object]:
+def _signature(call: Call, own: _Own, of: str) -> Signature:
     """What has to be the same on all ranks, by the names that callers know."""
+    if not own.agrees:
+        return Signature({})  # nobody asks, and numbers of a GPU's rng would have to be waited for
     p, plan = call.p, call.plan
     said: dict[str, object] = {
         "the pass": of,
@@ -145,7 +168,7 @@ def _signature(call: Call, own: _Own, of: str) -> dict[str, object]:
             said[name] = None if own.draw else x.tolist()
         else:
             said[name] = tuple(x.shape), x.dtype
-    return said | {name: x for name, x in p.options.items() if name not in _LOCAL}
+    return Signature(said | {name: x for name, x in p.options.items() if name not in _LOCAL})
 
 
 def _but(x: Tensor, axis: int) -> tuple[object, ...]:
@@ -157,24 +180,30 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
     """Validates, allocates, and agrees with the other ranks to go on. drawn: a seed and offset, of which the first rank's become rng."""
     call: Call | None = None
     failure: Exception | None = None
+    known: Judged | None = None
     q = p.arrays["q"]
     try:
-        call = Call(p, plan_of(p, own.layout_q, own.layout_k), own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
+        key = own.key(of, p)
+        known = None if key is None else _repeated.CALLS.get(key)
+        plan = plan_of(p, own.layout_q, own.layout_k) if known is None else known.plan
+        call = Call(p, plan, own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
         if not takes(own.group, q.device):
             raise ValueError(f"q: on {q.device}; accepted is a device of the group's backend, {own.group.name()}")
-        check_shapes(call)
-        facts = facts_of(p, call.plan, size_of(own.levels))
-        if (against := reason_against(own.method, facts)) is not None:
-            raise ValueError(against)
-        call.reserved_sms = sms_for_transfers(own.method, facts, of == "backward")
+        call.reserved_sms = _judge(call, own, of) if known is None else known.reserved_sms
         made = build(call)
-        check(made.example(), of == "backward")
+        if known is None:
+            known = Judged(plan, call.reserved_sms, check(made.example(), of == "backward"), _signature(call, own, of))
+            if key is not None:
+                _repeated.CALLS.keep(key, known)
+        else:
+            ask_for(known.memory, q.device)
         made.prepare()
     except Exception as refused:  # whatever it is, the others have to know
         failure = refused if call is None else in_own_words(call, refused)
     rng = (0, 0) if drawn is None else tuple(drawn.tolist())
-    if own.world > 1 and own.agree:
-        rng = agree(own.group, Said({} if call is None else _signature(call, own, of), failure, rng), own.seconds)
+    if own.agrees:
+        signature = known.signature if known else Signature({}) if call is None else _signature(call, own, of)
+        rng = agree(own.group, Said(signature, failure, rng), own.seconds)
     elif failure is not None:
         raise failure
     elif own.world > 1 and drawn is not None:
@@ -182,6 +211,15 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
     if drawn is not None:
         p.arrays["rng"].copy_(torch.tensor(rng))
     return made
+
+
+def _judge(call: Call, own: _Own, of: str) -> int:
+    """Raises what is wrong with the call by itself, before the library sees a part of it; returns reserved_sms."""
+    check_shapes(call)
+    facts = facts_of(call.p, call.plan, size_of(own.levels))
+    if (against := reason_against(own.method, facts)) is not None:
+        raise ValueError(against)
+    return sms_for_transfers(own.method, facts, of == "backward")
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -193,9 +231,6 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, 
     with torch.no_grad():
         made = _started(p, own, "forward", METHODS[own.method].Forward, drawn)
         out, lse, saved = made.run()
-        expected = made.call.results()["out"]  # whose strides a compiler was told of
-        if out.stride() != expected.stride() or out.dtype != expected.dtype:
-            out = expected.copy_(out)
     return out, lse, [*saved, *([p.arrays["rng"]] if own.draw else [])]
 
 

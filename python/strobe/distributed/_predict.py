@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -105,7 +106,7 @@ def _moved_by_levels(of: Facts) -> Moved:
     size, plan = max(of.inside, 1), of.plan
     nodes = [range(at, at + size) for at in range(0, plan.world, size)]
     sides = [tuple(union(each for r in node for each in side[r]) for node in nodes) for side in (plan.q, plan.k)]
-    across = moved("gather", of._replace(plan=plan._replace(q=sides[0], k=sides[1]), heads=of.heads // size, heads_kv=of.heads_kv // size))
+    across = moved("gather", of._replace(plan=replace(plan, q=sides[0], k=sides[1]), heads=of.heads // size, heads_kv=of.heads_kv // size))
     inside = [moved("heads", of._replace(plan=_of_members(plan, node))) for node in nodes]
     return Moved(
         max(each.forward for each in inside) + across.forward,
@@ -116,7 +117,7 @@ def _moved_by_levels(of: Facts) -> Moved:
 
 
 def _of_members(plan: Plan, members: range) -> Plan:
-    return plan._replace(q=plan.q[members.start : members.stop], k=plan.k[members.start : members.stop])
+    return replace(plan, q=plan.q[members.start : members.stop], k=plan.k[members.start : members.stop])
 
 
 class Seconds(NamedTuple):
@@ -148,6 +149,7 @@ def predicted(method: str, of: Facts, backward: bool = False) -> Seconds:
     return Seconds(compute, transfer, max(compute, transfer - first) + first)
 
 
+@lru_cache(maxsize=256)
 def sms_for_transfers(method: str, of: Facts, backward: bool = False) -> int:
     """How many multiprocessors a call leaves to the transfer that runs beside it: as few as let that end before the call does, if its rate
     grows with their number. A kernel that has all of them would let the transfer wait until it ends."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from .._merge import merge
 from .._operators import run_again
 from .._request import Request
 from ..arrays.torch import TORCH
-from ._call import Call, Results, backward_added
+from ._call import Call, Plan, Results, backward_added
 from ._exchange import Underway, begin
 from ._layout import rows_of_sequences
 from ._ranges import common, count
@@ -40,6 +42,12 @@ class Round:
         return begin(self.call.waits, self.what, self.memory(turn), to, self.memory(turn + 1), of)
 
 
+@lru_cache(maxsize=1024)
+def sees(plan: Plan, rank: int, owner: int) -> bool:
+    """Whether some query of the rank sees a key of the other one."""
+    return bool(common(plan.seen(rank), plan.k[owner]))
+
+
 class Ring:
     """The rounds of a call: in each turn the keys of one rank are here, and calls of the library on those that are seen."""
 
@@ -64,8 +72,7 @@ class Ring:
         return self.call.tokens(k), self.call.tokens(v)
 
     def is_seen(self, turn: int) -> bool:
-        plan, owner = self.call.plan, self.keys.owner(turn)
-        return bool(common(plan.seen(self.call.rank), plan.k[owner]))
+        return sees(self.call.plan, self.call.rank, self.keys.owner(turn))
 
     def local(self, turn: int, beside_transfer: bool) -> Request:
         """On all keys of the rank whose turn it is."""
@@ -103,7 +110,7 @@ class Forward:
             if call.plan.packed:  # rows behind the last sequence belong to none, and see no sink
                 used = sum(rows_of_sequences(call.plan.q[call.rank], call.plan.cu_q))
                 lse[0, :, used:], lse[1, :, used:] = -torch.inf, 0
-        return out, lse.double().sum(0).to(call.sum_dtype), [lse]
+        return call.as_results(out), lse.double().sum(0).to(call.sum_dtype), [lse]
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
         """Results over no keys."""
