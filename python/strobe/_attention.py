@@ -208,8 +208,8 @@ def attention_backward(
 
     Args:
         dout: the gradient of out, in out's shape and q's dtype. Strides are arbitrary and may be 0.
-        q, k, v, options: those of attention(), and with dropout also its seed and offset, or its rng. Autocast casts nothing here: what
-            attention() was given under autocast must first be cast to out's dtype.
+        q, k, v, options: those of attention() but return_lse and aux, and with dropout also its seed and offset, or its rng. Autocast
+            casts nothing here: what attention() was given under autocast must first be cast to out's dtype.
         out, lse: what attention() returned. With a partial part, out is None, and lse, of two numbers, that of the whole rows.
         dlse: the gradient of lse, (B, H, Sq) or (H, Tq), in lse's dtype. None means that lse was not used.
         delta: with a partial part (dout · out).sum(-1) of the whole rows, in the shape of dlse and lse's dtype; otherwise None.

@@ -34,7 +34,7 @@ class Part:
             is attention_backward() with the whole row's lse and delta.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong kind or shape. Values are checked by the call.
+        TypeError, ValueError: an argument has a wrong kind or shape, or a number is negative. How they fit together is checked by the call.
     """
 
     q_ranges: Any
@@ -69,7 +69,7 @@ class Part:
             object.__setattr__(self, name, x)
 
     def encoded(self) -> tuple[int, ...]:
-        """As the operators take it, and Parts of one meaning alike."""
+        """As the operators take it; equal for Parts that mean the same."""
         numbers = [int(self.partial), self.first_head, self.heads or 0, self.first_batch]
         for ranges in (self.q_ranges, self.k_ranges):
             numbers += [len(ranges), len(ranges[0]) if ranges else 0, *(x for of in ranges for pair in of for x in pair)]

@@ -113,7 +113,7 @@ def _rank_hint(layout: str, paged: bool) -> str:
 
 def parse_aux(wrong: Wrong, aux: Any) -> tuple[str, ...]:
     """The names of auxiliary results that are wanted."""
-    accepted = f"accepted are several of {', '.join(map(repr, AUX))} in a tuple, each once"
+    accepted = f"accepted is a tuple of one or more of {', '.join(map(repr, AUX))}, each once"
     if not isinstance(aux, (tuple, list)) or not all(isinstance(name, str) for name in aux):
         wrong.append(TypeError(f"aux: {shown(aux)}; {accepted}"))
     elif not set(aux) <= {*AUX} or len(set(aux)) < len(aux):

@@ -17,6 +17,7 @@ from ._blockmask import BlockMask
 from ._checks import Wrong, check_names, is_integer, refusal
 from ._kinds import kind
 from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, MAX_HEAD_DIM_V
+from ._part import Part
 from .arrays.known import known_framework, unfit
 from .arrays.torch import TORCH
 
@@ -98,4 +99,6 @@ def _check_values(head_dim: int, options: AttentionOptions) -> None:
         given["seed"] = 0  # none is drawn
     if isinstance(given.get("block_mask"), BlockMask):
         del given["block_mask"]  # fits lengths that come with the call
+    if isinstance(given.get("part"), Part):
+        del given["part"]  # fits rows that come with the call
     explain(nothing, nothing, nothing[..., :MAX_HEAD_DIM_V], **given)

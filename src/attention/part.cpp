@@ -95,7 +95,7 @@ public:
     if (p_.reserved) reasons_.add("part.reserved", p_.reserved, "; accepted is 0"), good = false;
     if (good && heads >= 0 && p_.heads && p_.heads - heads < p_.first_head) {
       reasons_.add("part.heads", p_.heads, " with first_head ", p_.first_head, " and ", heads, " heads of q; accepted are ",
-                   p_.first_head + heads, " or more, or 0 for that many");
+                   p_.first_head + heads, " or more, or none (0 in C) for that many");
       good = false;
     }
     if (!good) return {};

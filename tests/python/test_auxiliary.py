@@ -61,7 +61,7 @@ def test_without_a_name_nothing_changes():
 def test_a_bad_name_is_named(aux, error):
     q, k, v = tensors(1, 1, 3, 4)
     for function in (strobe.attention, strobe.reference, strobe.explain):
-        with pytest.raises(error, match=r"^aux: .*; accepted are several of 'max_logit', 'column_sums' in a tuple, each once$"):
+        with pytest.raises(error, match=r"^aux: .*; accepted is a tuple of one or more of 'max_logit', 'column_sums', each once$"):
             function(q.cpu(), k.cpu(), v.cpu(), aux=aux)
     with pytest.raises(ValueError, match="aux: .*\nscale: "):
         strobe.attention(q.cpu(), k.cpu(), v.cpu(), scale=math.inf, aux=("x",))

@@ -77,6 +77,12 @@ def test_large_lse(sign, by, dtype, engine):
     assert not yardstick.faults(results)
 
 
+def test_a_module_keeps_a_part():
+    part = strobe.Part([[0, 96]], [[0, 96]], 96, 96)
+    q, k, v = (torch.randn(1, 2, 96, 32) for _ in "qkv")
+    assert torch.equal(strobe.nn.FlashAttention(32, part=part)(q, k, v), strobe.attention(q, k, v, part=part))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_same_bits_in_every_run(seed):
     inputs = build(drawn(seed))
