@@ -149,10 +149,12 @@ private:
     }
   }
 
+  static __device__ __forceinline__ T less_dlse(const Arguments &a, const RowTile<C> &tile, int i, T D) {
+    return a.dlse ? D - *a.dlse.at<const T>(tile.batch, tile.head, tile.row + i, 0) : D;
+  }
   static __device__ __forceinline__ void write(const Arguments &a, const RowTile<C> &tile, int i, T D) {
-    if (a.dlse) D -= *a.dlse.at<const T>(tile.batch, tile.head, tile.row + i, 0);
     T *delta = static_cast<T *>(a.delta) + tile.index + i;
-    delta[0] = D, delta[a.in.rows()] = T(0);
+    delta[0] = less_dlse(a, tile, i, D), delta[a.in.rows()] = T(0);
   }
 
   // Hopper: what its backward loads of a tile of queries at once, LSE and D side by side. finite: dO is; q_finite: Q is.
@@ -164,13 +166,13 @@ private:
       lse = *a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
       float *const delta = (float *)a.delta + tile.index + i, *const correction_of = delta + a.in.rows();
       if constexpr (C.partial) { // as take_given
-        D = *a.out.at<const float>(tile.batch, tile.head, tile.row + i, 0);
+        D = less_dlse(a, tile, i, *a.out.at<const float>(tile.batch, tile.head, tile.row + i, 0));
         const float low = a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0)[part_of(a.in).lse_low];
         if (fabsf(low) < infinity) correction = low;
       } else if (a.in.bias) { // rows are settled by now
         D = *delta, correction = *correction_of;
       } else {
-        if (a.dlse) D -= *a.dlse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
+        D = less_dlse(a, tile, i, D);
         if (a.delta) *delta = D, *correction_of = 0;
       }
     }

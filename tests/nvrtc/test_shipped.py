@@ -276,6 +276,15 @@ def test_one_query_runs_on_packed_heads(batch, keys):
     assert names[0].startswith("strobe::mma::Decode")
 
 
+def test_small_calls_ship_the_hopper_backward_of_64_keys():
+    small = [job for job in jobs([90], None, ["bfloat16"], ["plain", "causal"]) if job.sequences == 1]
+    assert len(small) == 8  # d 32 to 128
+    for job in small:
+        names, refused = job.names()
+        assert not refused, job
+        assert any("sm90::BackwardRoles" in name for name in names), job
+
+
 def test_hopper_takes_powers_of_two():
     """batch² · seqlen⁴ is a multiple of 2⁶⁴ here."""
     shape = Shape((16, 2, 16384, 64), "bfloat16")

@@ -496,6 +496,20 @@ def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, st
     return [*found, said(lambda: strobe.attention(q, k, v))]
 
 
+def changed_in_place(group: dist.ProcessGroup, method: str) -> float:
+    """Of packed sequences, tracked and not."""
+    layout, cu = Layout.contiguous(32, group.size()), torch.tensor([0, 20, 32], dtype=torch.int32)
+    q, k, v = (torch.randn(32 // group.size(), 4, 16) for _ in "qkv")
+    differences = []
+    for tracked in (False, True):
+        q = q.detach().requires_grad_(tracked)
+        out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, cu_seqlens_q=cu, cu_seqlens_k=cu)
+        expected = out.detach() + 1
+        out += 1
+        differences.append(float((out.detach() - expected).abs().max()))
+    return max(differences)
+
+
 def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
     x, y = torch.zeros(2, 8), torch.zeros(2, 9)

@@ -89,6 +89,11 @@ def test_calls_that_come_again(workers, method):
         assert kept == 0
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_result_may_be_changed_in_place(workers, method):
+    assert workers.run(calls.changed_in_place, 2, method) == [0.0] * 2
+
+
 def test_what_is_refused_beside_a_call_that_came_before(workers):
     first, *others = workers.run(calls.refused_again, 2)
     assert all(other == first for other in others)

@@ -77,6 +77,27 @@ def test_large_lse(sign, by, dtype, engine):
     assert not yardstick.faults(results)
 
 
+@pytest.mark.parametrize("engine", available_engines())
+def test_a_partial_backward_takes_the_gradient_of_lse(engine):
+    """dS = P (dP - (D - dLSE)): to give dLSE is to give a smaller D."""
+    dtype = dtype_of(engine)
+    q, k, v, dout = (torch.randn(2, 2, 64, 64).to(dtype).to(DEVICE) for _ in range(4))
+    part = strobe.Part([(0, 64)], [(0, 64)], 64, 64, partial=True)
+    with running_on(engine):
+        try:
+            out, lse = strobe.attention(q, k, v, part=part, return_lse=True, engine=engine)
+        except NotImplementedError:
+            pytest.skip(f"{engine} computes no parts")
+        delta, dlse = (dout * out).sum(-1), torch.randn(2, 2, 64).to(out.dtype).to(DEVICE)
+        given = strobe.attention_backward(dout, q, k, v, None, lse, delta=delta, dlse=dlse, part=part, engine=engine)
+        taken = strobe.attention_backward(dout, q, k, v, None, lse, delta=delta - dlse, part=part, engine=engine)
+        without = strobe.attention_backward(dout, q, k, v, None, lse, delta=delta, part=part, engine=engine)
+    for name in ("dq", "dk", "dv"):
+        x, y = getattr(given, name), getattr(taken, name)
+        assert (x - y).abs().max() <= 1e-5 * y.abs().max(), name
+    assert (given.dq - without.dq).abs().max() > 0.1 * given.dq.abs().max()
+
+
 def test_a_module_keeps_a_part():
     part = strobe.Part([[0, 96]], [[0, 96]], 96, 96)
     q, k, v = (torch.randn(1, 2, 96, 32) for _ in "qkv")

@@ -43,7 +43,7 @@ def agree(group: ProcessGroup, said: Said, seconds: float | None) -> tuple[int, 
     collective call: one small message, and a second one if something is wrong."""
     waits = Waits(on_host(group), seconds)
     mine = _MESSAGE.pack(said.failure is not None, said.signature.digest, *said.rng)
-    received = torch.empty(group.size(), len(mine), dtype=torch.uint8)
+    received = torch.empty(group.size(), len(mine), dtype=torch.uint8, device="cpu")
     come_back()
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     work = dist.all_gather([*received], sent, group=waits.group, async_op=True)

@@ -27,7 +27,7 @@ from ._call import Facts, facts_beside_plan, facts_of
 from ._contexts import CONTEXTS
 from ._group import Levels, groups_of
 from ._late import leave
-from ._layout import Layout, cumulated, host_integers
+from ._layout import Layout, cumulated, host_integers, in_short
 from ._methods import METHODS, choose
 from ._ranges import count
 from ._seen import Band
@@ -210,11 +210,11 @@ def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | N
     if is_seen_by_dispatcher() or not asked.options.keys() <= _OF_KEYS or not all(isinstance(layout, Layout) for layout in layouts):
         return None
     own = dict(zip(("agree", "time_limit", "return_lse"), asked.wants, strict=True)) | {"method": asked.method, "axes": asked.axes}
-    own |= {"layout_q": layouts[0].encoded, "layout_k": layouts[1].encoded}
+    own |= {"layout_q": in_short(layouts[0].encoded), "layout_k": in_short(layouts[1].encoded)}
     lists = {name: x for name in _CU if (x := asked.options.get(name)) is not None}
     if not all(_is_list(x) and x.layout == torch.strided and not x.is_meta for x in lists.values()):
         return None
-    own |= {f"numbers of {name}": host_integers(name, x) for name, x in lists.items()}
+    own |= {f"numbers of {name}": in_short(host_integers(name, x)) for name, x in lists.items()}
     prefix = f"distributed {group.rank()} {group.size()} {_operators.size_of(levels)}".encode()
     return _eager.key(prefix, (asked.q, asked.k, asked.v), own | asked.options)
 

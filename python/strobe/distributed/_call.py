@@ -196,9 +196,10 @@ class Call:
         return _run.results(TORCH, self.p)
 
     def as_results(self, out: Tensor) -> Tensor:
-        """out, with the strides and dtype that a compiler was told of."""
+        """out, with the strides and dtype that a compiler was told of, and no view, which autograd lets nobody change in place."""
         expected = self.results()["out"]
-        return out if out.stride() == expected.stride() and out.dtype == expected.dtype else expected.copy_(out)
+        fits = out.stride() == expected.stride() and out.dtype == expected.dtype and not out._is_view()
+        return out if fits else expected.copy_(out)
 
     def of_heads(self, x: Tensor, heads: range, axis: int | None = None) -> Tensor:
         axis = self.head_axis if axis is None else axis

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
 _MOST = 2**63 - 1
 _GRAINS = (4, 16, 64)  # blocks for each rank, among which balanced() looks for the best
 _CLOSE = 1.03  # a layout of fewer pieces is taken if its largest share is larger by no more than this
+
+
+def in_short(numbers: Sequence[int]) -> str:
+    """Stands for them in the key of a call, which has no room for those of many ranks or sequences."""
+    return hashlib.sha256(array("q", numbers).tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)

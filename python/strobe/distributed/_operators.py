@@ -23,7 +23,7 @@ from ._call import Call, Pass, Plan, Results, ask_for, check, check_shapes, fact
 from ._group import Levels, of_name, takes
 from ._heads import has_rows
 from ._late import Waits
-from ._layout import Layout, host_integers
+from ._layout import Layout, host_integers, in_short
 from ._methods import METHODS, reason_against
 from ._predict import sms_for_transfers
 from ._seen import Band, Blocks, blocks_of
@@ -105,6 +105,7 @@ class _Own:
 
     def __init__(self, given: dict[str, Any]):
         self._of_key = {name: tuple(x) if isinstance(x, list) else x for name in _OWN_NAMES if (x := given[name]) is not None}
+        self._of_key |= {name: in_short(self._of_key[name]) for name in ("layout_q", "layout_k")}
         self.layout_q, self.layout_k = (decoded(tuple(given.pop(f"layout_{side}"))) for side in "qk")
         self.group = of_name(given.pop("group"))
         names = given.pop("levels")
@@ -121,7 +122,7 @@ class _Own:
             return None
         prefix = f"distributed {of} {self.rank} {self.world} {size_of(self.levels)}".encode()  # names of groups may come again
         inputs: dict[str, Any] = {name: x for name, x in p.arrays.items() if name not in ("q", "k", "v")}
-        inputs |= {f"numbers of {name}": host_integers(name, inputs[name]) for name in _CU if name in inputs}
+        inputs |= {f"numbers of {name}": in_short(host_integers(name, inputs[name])) for name in _CU if name in inputs}
         return _eager.key(prefix, tuple(p.arrays[name] for name in "qkv"), inputs | p.options | self._of_key)
 
 

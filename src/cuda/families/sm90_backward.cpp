@@ -221,15 +221,18 @@ Walks walks_of(const Problem &p, const BackwardConfig &c) {
 double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t shares, const Device &device) {
   const Problem p = of_shares(whole, shares);
   // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
-  constexpr double kRate = 5.2e12, kRolesRate = 3.9e12, kLaunches = 13e-6, kBlockSeconds = 7e-6;
-  constexpr double kShared = 0.6;        // of the rate, where up to 128 columns share a tile of 64 keys (d 64 0.58, d 128 0.67, an H100)
+  constexpr double kRate = 5.2e12, kRolesRate = 3.9e12, kLaunches = 6e-6;
+  // Where up to 128 columns share a tile of 64 keys (an H100): of the rate, as long for a tile of queries as 128 keys take; and a start that
+  // is 3 µs shorter.
+  constexpr double kShared = 0.667, kBlockSeconds[] = {7e-6, 4e-6};
   constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
   const Walks w = walks_of(p, c);
-  const double columns = c.head_dim + c.head_dim_v, share = c.roles && larger_dim(p) <= kMostDimOf128Keys ? kShared : 1;
-  const double rate = (c.roles ? kRolesRate : kRate) * share / (5 * columns);
+  const bool shared = c.roles && larger_dim(p) <= kMostDimOf128Keys;
+  const double columns = c.head_dim + c.head_dim_v;
+  const double rate = (c.roles ? kRolesRate : kRate) * (shared ? kShared : 1) / (5 * columns);
   const double sums = shares > 1 ? 3e-6 + key_rows(p) * 8 * (c.columns() + c.columns_v()) / kBytes : 0;
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
-  const double main = std::max(seconds(w, device, 1, rate, kBlockSeconds), missing_seconds(p, c, device, w));
+  const double main = std::max(seconds(w, device, 1, rate, kBlockSeconds[shared]), missing_seconds(p, c, device, w));
   return kLaunches + main + sums + bias + rows_seconds(p, c.columns(), c.head_dim_v, !c.owns_dq);
 }
 
@@ -252,12 +255,12 @@ int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &de
 
 // Do 64 keys a block serve better where either would do? A tile of queries takes such a block, whose warpgroups work at the same keys in
 // turn, about as long as one of 128 keys, but it begins 3 µs sooner, and walks that differ fill the SMs more evenly (an H100, d 64 and 128:
-// 1.1 to 1.27 where it is chosen, 0.63 to 0.98 where it is not).
+// 1.01 to 1.29 times as fast where it is chosen, 0.63 to 1.02 where it is not).
 bool fill_better(const Problem &p, const BackwardConfig &of_64, const BackwardConfig &of_128, const Device &device) {
   const Features &f = of_128.features;
   const bool crowded = f.bias && (f.mask || f.alibi);
   if (crowded || f.function || f.dropout || f.blocks || f.part || p.invariant || p.persistent) return false;
-  if (p.tile_k) return p.tile_k <= 64;
+  if (p.tile_k == 64 || p.tile_k == 128) return p.tile_k == 64;
   if (p.batch * p.heads_kv * key_tiles(p, of_128.tile_k()) > device.sms) return false; // no SM idles
   const auto queries = [&](const BackwardConfig &c) {                                  // that the last block has walked over when it ends
     return walks_of(of_shares(p, count_shares(p, c, device)), c).last(device.sms) / c.tile_k();

@@ -102,7 +102,7 @@ UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &p, Scratch &
   const int64_t reals = p.heads * p.seqlen_q * p.head_dim_v;                   // of a share
   if (!uneven || p.batch < 2 || p.batch > kMostUneven || blocks_of_share <= 0 || reals <= 0 || most_parts(p) < 2) return {};
   const int64_t round = std::max<int64_t>(1, slots / blocks_of_share);
-  // Shares that no rule below makes would be blocks that look at the lengths and end.
+  // More than device/uneven_shares.h makes would be blocks that look at the lengths and end.
   const int64_t full = std::max<int64_t>(round, div_up(p.batch * p.seqlen_k, enough_keys_of_share()));
   const int64_t extra = std::min({full, kMostRounds * round, p.batch * most_parts(p), kMostReals / reals - p.batch});
   if (extra < std::min(round, p.batch)) return {};
