@@ -1,7 +1,7 @@
-// dQ, dK and dV on Hopper with 64 keys a block of threads (see backward.h for the formulas): where head dimensions exceed 128, so that dK and
-// dV of 64 keys fill a warpgroup's registers each, and where blocks of 128 keys would leave SMs idle. Of each tile of queries one warpgroup
-// makes S, P and dV, the other one dP, dS and dK; P goes from one to the other through shared memory, in the order of lanes; dQ, an
-// iteration late, is divided by columns, or by queries where there are only 64.
+// dQ, dK and dV on Hopper with 64 keys a block of threads (see backward.h for the formulas): where head dimensions exceed 128, so that dK
+// and dV of 64 keys fill a warpgroup's registers each, and where blocks of 128 keys would leave SMs idle. Of each tile of queries one
+// warpgroup makes S, P and dV, the other one dP, dS and dK; P goes from one to the other through shared memory, in the order of lanes; dQ,
+// an iteration late, is divided by columns, or by queries where there are only 64.
 #pragma once
 #include "run.h"
 #include "scores.h"

@@ -222,8 +222,8 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
   const Problem p = of_shares(whole, shares);
   // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
   constexpr double kRate = 5.2e12, kRolesRate = 3.9e12, kLaunches = 6e-6;
-  // Where up to 128 columns share a tile of 64 keys (an H100): of the rate, as long for a tile of queries as 128 keys take; and a start that
-  // is 3 µs shorter.
+  // Where up to 128 columns share a tile of 64 keys (an H100): of the rate, as long for a tile of queries as 128 keys take; and a start
+  // that is 3 µs shorter.
   constexpr double kShared = 0.667, kBlockSeconds[] = {7e-6, 4e-6};
   constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
   const Walks w = walks_of(p, c);
