@@ -35,7 +35,6 @@ from ._seen import Band
 WORLD = "world"
 _LONGEST = 1e6  # seconds that a rank may be asked to wait
 _AXES = ("bhsd", "bshd")
-_CU = ("cu_seqlens_q", "cu_seqlens_k")
 _OF_KEYS = ROWS.keys() - {"alibi_slopes"}  # of which it is asked whether they require grad
 _HINTS = ELSEWHERE | {
     "aux": "max_logit and column_sums belong to whole rows and columns, of which each rank has a part",
@@ -210,8 +209,8 @@ def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | N
     if is_seen_by_dispatcher() or not asked.options.keys() <= _OF_KEYS or not all(isinstance(layout, Layout) for layout in layouts):
         return None
     own = dict(zip(("agree", "time_limit", "return_lse"), asked.wants, strict=True)) | {"method": asked.method, "axes": asked.axes}
-    own |= {"layout_q": in_short(layouts[0].encoded), "layout_k": in_short(layouts[1].encoded)}
-    lists = {name: x for name in _CU if (x := asked.options.get(name)) is not None}
+    own |= {"layout_q": layouts[0].digest, "layout_k": layouts[1].digest}
+    lists = {name: x for name in _operators.CU if (x := asked.options.get(name)) is not None}
     if not all(_is_list(x) and x.layout == torch.strided and not x.is_meta for x in lists.values()):
         return None
     own |= {f"numbers of {name}": in_short(host_integers(name, x)) for name, x in lists.items()}
@@ -270,9 +269,9 @@ def _parsed(
     inside: int,
 ) -> Prepared:
     wrong: Wrong = []
-    lists = {name: options[name] for name in _CU if options.get(name) is not None}
+    lists = {name: options[name] for name in _operators.CU if options.get(name) is not None}
     if len(lists) == 1:
-        (missing,) = set(_CU) - lists.keys()
+        (missing,) = set(_operators.CU) - lists.keys()
         raise ValueError(f"{missing}: missing beside {next(iter(lists))}; accepted are both, or none")
     compiling = torch.compiler.is_compiling()  # numbers in tensors are then not known
     cu = [] if compiling else [_cu_seqlens(name, x, layout.seqlen) for (name, x), layout in zip(lists.items(), layouts, strict=False)]

@@ -52,6 +52,7 @@ class Layout:
     seqlen: int
     ranges: tuple[Ranges, ...]
     encoded: tuple[int, ...] = field(init=False, repr=False, compare=False)  # as the operators carry it
+    digest: str = field(init=False, repr=False, compare=False)  # stands for it in keys
 
     def __post_init__(self) -> None:
         wrong: Wrong = []
@@ -68,6 +69,7 @@ class Layout:
         object.__setattr__(self, "ranges", ranges)
         numbers = [x for of in ranges for x in (len(of), *itertools.chain(*of))]
         object.__setattr__(self, "encoded", (self.seqlen, len(ranges), *numbers))
+        object.__setattr__(self, "digest", in_short(self.encoded))
 
     @property
     def world_size(self) -> int:

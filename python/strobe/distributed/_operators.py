@@ -43,8 +43,8 @@ backward = torch.ops.strobe.distributed_backward.default
 _NAMES = tuple(GRADIENTS.values())  # q, k, v, bias, sinks
 # How a rank runs its share may differ.
 _LOCAL = frozenset({"threads", "check", "reserved_sms"})
-_CU = ("cu_seqlens_q", "cu_seqlens_k")
-_READ = frozenset({*BLOCKS, "seqused_k"})  # tensors whose numbers may be read before the call is made, beside _CU
+CU = ("cu_seqlens_q", "cu_seqlens_k")
+_READ = frozenset({*BLOCKS, "seqused_k"})  # tensors whose numbers may be read before the call is made, beside CU
 
 
 @lru_cache(maxsize=256)
@@ -60,8 +60,8 @@ def decoded(numbers: tuple[int, ...]) -> Layout:
 
 def plan_of(p: Request, layout_q: Layout, layout_k: Layout) -> Plan:
     """Reads cu_seqlens, and block masks that lie in host memory."""
-    packed = _CU[0] in p.arrays
-    cu_q, cu_k = (host_integers(name, p.arrays[name]) for name in _CU) if packed else ((0, layout_q.seqlen), (0, layout_k.seqlen))
+    packed = CU[0] in p.arrays
+    cu_q, cu_k = (host_integers(name, p.arrays[name]) for name in CU) if packed else ((0, layout_q.seqlen), (0, layout_k.seqlen))
     return _plan(layout_q, layout_k, cu_q, cu_k, packed, band_of(p.options), _blocks(p))
 
 
@@ -105,8 +105,8 @@ class _Own:
 
     def __init__(self, given: dict[str, Any]):
         self._of_key = {name: tuple(x) if isinstance(x, list) else x for name in _OWN_NAMES if (x := given[name]) is not None}
-        self._of_key |= {name: in_short(self._of_key[name]) for name in ("layout_q", "layout_k")}
         self.layout_q, self.layout_k = (decoded(tuple(given.pop(f"layout_{side}"))) for side in "qk")
+        self._of_key |= {"layout_q": self.layout_q.digest, "layout_k": self.layout_k.digest}
         self.group = of_name(given.pop("group"))
         names = given.pop("levels")
         self.levels = Levels(names[0], names[1], of_name(names[0]).size()) if names else None
@@ -122,7 +122,7 @@ class _Own:
             return None
         prefix = f"distributed {of} {self.rank} {self.world} {size_of(self.levels)}".encode()  # names of groups may come again
         inputs: dict[str, Any] = {name: x for name, x in p.arrays.items() if name not in ("q", "k", "v")}
-        inputs |= {f"numbers of {name}": in_short(host_integers(name, inputs[name])) for name in _CU if name in inputs}
+        inputs |= {f"numbers of {name}": in_short(host_integers(name, inputs[name])) for name in CU if name in inputs}
         return _eager.key(prefix, tuple(p.arrays[name] for name in "qkv"), inputs | p.options | self._of_key)
 
 
@@ -160,7 +160,7 @@ def _signature(call: Call, own: _Own, of: str) -> Signature:
     }
     for name in INPUTS[3:]:
         x = p.arrays.get(name)
-        if x is None or name in (*_CU, *BLOCKS):
+        if x is None or name in (*CU, *BLOCKS):
             continue
         if name in ("mask", "bias"):
             rows = ("rows" if has_rows(x) else "no rows") if own.method in ("heads", "levels") else "any rows"
@@ -280,7 +280,7 @@ def _fake_saved(p: Request, own: _Own, lse: Tensor) -> list[Tensor]:
         return [lse.new_empty((2, *lse.shape))]
     if own.method == "gather":
         return []
-    plan = plan_of_layouts(own.layout_q, own.layout_k, _CU[0] in p.arrays)
+    plan = plan_of_layouts(own.layout_q, own.layout_k, CU[0] in p.arrays)
     call = Call(p, plan, own.rank, Waits(own.group, None), own.needs)
     size = size_of(own.levels) if own.method == "levels" else own.world
     members = range(own.rank // size * size, (own.rank // size + 1) * size)

@@ -253,25 +253,29 @@ int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &de
   return best;
 }
 
+// May a block have 64 keys or 128? Dropout and functions of a score make dS of P in FP32, which 64 do not; invariant: lengths have no say.
+bool takes_either(const Problem &p, const Features &f) {
+  const bool crowded = f.bias && (f.mask || f.alibi);
+  return !(crowded || f.function || f.dropout || f.blocks || f.part || p.invariant || p.persistent);
+}
+
 // Do 64 keys a block serve better where either would do? A tile of queries takes such a block, whose warpgroups work at the same keys in
 // turn, about as long as one of 128 keys, but it begins 3 µs sooner, and walks that differ fill the SMs more evenly (an H100, d 64 and 128:
 // 1.01 to 1.29 times as fast where it is chosen, 0.63 to 1.02 where it is not).
 bool fill_better(const Problem &p, const BackwardConfig &of_64, const BackwardConfig &of_128, const Device &device) {
-  const Features &f = of_128.features;
-  const bool crowded = f.bias && (f.mask || f.alibi);
-  if (crowded || f.function || f.dropout || f.blocks || f.part || p.invariant || p.persistent) return false;
-  if (p.tile_k == 64 || p.tile_k == 128) return p.tile_k == 64;
-  if (p.batch * p.heads_kv * key_tiles(p, of_128.tile_k()) > device.sms) return false; // no SM idles
-  const auto queries = [&](const BackwardConfig &c) {                                  // that the last block has walked over when it ends
+  const auto queries = [&](const BackwardConfig &c) { // that the last block has walked over when it ends
     return walks_of(of_shares(p, count_shares(p, c, device)), c).last(device.sms) / c.tile_k();
   };
   return queries(of_64) <= 1.05 * queries(of_128);
 }
 
 BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
-  const BackwardConfig of_64 = of_64_keys(p, f);
-  if (takes_64_keys(p, f)) return of_64;
+  if (takes_64_keys(p, f)) return of_64_keys(p, f);
   const BackwardConfig of_128 = of_128_keys(p, f, device);
+  if (!takes_either(p, f) || p.tile_k == 128) return of_128;
+  if (p.tile_k == 64) return of_64_keys(p, f);
+  if (p.batch * p.heads_kv * key_tiles(p, of_128.tile_k()) > device.sms) return of_128; // no SM idles
+  const BackwardConfig of_64 = of_64_keys(p, f);
   return fill_better(p, of_64, of_128, device) ? of_64 : of_128;
 }
 
