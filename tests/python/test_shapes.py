@@ -13,7 +13,7 @@ from drawn_cases import cases
 LONG = bool(os.environ.get("STROBE_TRIPLES"))  # more shapes, others each time
 
 
-@settings(max_examples=3000 if LONG else 250, deadline=None, derandomize=not LONG, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3000 if LONG else 80, deadline=None, derandomize=not LONG, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_legal_call(case):
     inputs = build(case)
