@@ -96,23 +96,15 @@ template <class T, int N> struct Accumulator {
     }
     wgmma_commit();
   }
-  // += A B. B: kInner rows, N columns wide. kAtOnce: columns that an instruction adds, N or a multiple of 64.
-  template <int kAtOnce = N, int kInner> __device__ __forceinline__ void begin_adding(LeftOperand<kInner> &A, u32 B) {
+  // += A B. B: kInner rows, N columns wide.
+  template <int kInner> __device__ __forceinline__ void begin_adding(LeftOperand<kInner> &A, u32 B) {
     registers_changed(A.x);
     registers_changed(x);
     wgmma_fence();
     const u64 rows = descriptor_mn_major(B, kInner * kRowBytes);
 #pragma unroll
-    for (int i = 0; i < kInner / 16; ++i) add_columns<0, kAtOnce, kInner>(A.x + 4 * i, advance(rows, 16 * kRowBytes * i));
+    for (int i = 0; i < kInner / 16; ++i) Wgmma<T, N>::template registers<true, 1>(x, A.x + 4 * i, advance(rows, 16 * kRowBytes * i));
     wgmma_commit();
-  }
-
-private:
-  template <int kFirst, int kAtOnce, int kInner> __device__ __forceinline__ void add_columns(const u32 *A, u64 rows) {
-    constexpr int kColumns = N - kFirst < kAtOnce ? N - kFirst : kAtOnce;
-    Wgmma<T, kColumns>::template registers<true, 1>(reinterpret_cast<float (&)[kColumns / 2]>(x[kFirst / 2]), A,
-                                                    advance(rows, kInner * kRowBytes * (kFirst / 64)));
-    if constexpr (kFirst + kColumns < N) add_columns<kFirst + kColumns, kAtOnce, kInner>(A, rows);
   }
 };
 

@@ -107,7 +107,7 @@ struct Problem {
   int64_t bundle = 0;        // heads whose tiles run together; of a tuning table alone, as the next two are
   int64_t shares = 0;        // see the Hopper backward's Config, split_group
   bool staged_store = false; // see the Hopper backward's Config, as of the next one
-  std::optional<bool> persistent, dq_apart;
+  std::optional<bool> persistent;
   bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false, invariant = false;
   std::string engine; // empty: any
 

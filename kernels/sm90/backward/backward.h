@@ -19,11 +19,11 @@ template <BackwardConfig C> struct Backward {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
   static constexpr bool kWaitsItself = true; // for the launch before: load.h
-  static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
+  static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kTileK = C.tile_k();
   static constexpr int kComputing = 128 * C.kWarpgroups;
 
-  static_assert(!C.roles && !C.dq_apart && kD <= 128 && kDv <= 128);
+  static_assert(!C.roles && kD <= 128 && kDv <= 128);
   static_assert(!C.owns_dq || (C.persistent && !C.split_group));
   static_assert(!C.persistent || !F.part);
   static_assert(!C.staged_store || (!C.persistent && !C.split_group && C.columns() <= C.columns_v()));

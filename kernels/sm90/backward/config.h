@@ -11,8 +11,7 @@ struct BackwardConfig {
   i32 head_dim, head_dim_v; // rounded up to multiples of 16
   i32 roles;                // both warpgroups share 64 keys, one makes P and dV, the other one dS and dK; else each owns 64
   i32 tile_q;               // queries of an iteration, a multiple of 16; of 32 for head_dim up to 64
-  i32 registers_load, registers_compute, registers_dq;
-  i32 dq_apart;      // by roles: a third warpgroup makes dQ, with registers_dq; else each of the two makes a part of it
+  i32 registers_load, registers_compute;
   i32 exact_p;       // dS is made of P in fp32, not of P as dV takes it
   i32 dq_shared;     // dQ leaves through shared memory, not from registers
   i32 deterministic; // in the same order on every run; through shared memory, unless by roles
@@ -22,8 +21,7 @@ struct BackwardConfig {
   // It then takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order in memory
   // that stays in the L2 cache, and leaves it rounded.
   i32 owns_dq;
-  // A warpgroup holds K and V of its keys in registers, as the left operands of S and dP; up to 64 columns, by roles as many as its
-  // registers take.
+  // A warpgroup holds K and V of its keys in registers, as the left operands of S and dP; up to 64 columns, by roles up to 192.
   i32 keys_in_registers;
   i32 staged_store; // dK and dV leave through the shared memory of V; not by roles, nor where a block takes more keys after these
   i32 invariant;    // a row's bits do not depend on what is hidden in its tiles
@@ -33,10 +31,10 @@ struct BackwardConfig {
   i32 split_group;
   Features features;
 
-  static constexpr i32 kWarpgroups = 2; // that make P, dS, dK and dV
-  static constexpr i32 kStages = 2;     // of Q, of dO, of dS
+  static constexpr i32 kWarpgroups = 2; // that compute
+  static constexpr i32 kThreads = 128 * (kWarpgroups + 1);
+  static constexpr i32 kStages = 2; // of Q, of dO, of dS
 
-  STROBE_FN constexpr i32 threads() const { return 128 * (1 + kWarpgroups + dq_apart); }
   STROBE_FN constexpr i32 tile_k() const { return roles ? 64 : 64 * kWarpgroups; }
   // Tiles in shared memory are blocks of 64 columns.
   STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }

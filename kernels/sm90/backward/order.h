@@ -1,6 +1,6 @@
-// The same sums of dQ on every run: tiles of keys add to a tile of queries in ascending order. For each warpgroup that computes, or
-// by roles for the parts on the left and those on the right, a thread of the loading one waits for its turn, adds, and ends the turn when
-// the addition is done, which takes a while; or, where the warps that compute add from registers (by roles), lets them.
+// The same sums of dQ on every run: tiles of keys add to a tile of queries in ascending order. For each warpgroup that computes, a thread
+// of the loading one waits for its turn, adds, and ends the turn when the addition is done, which takes a while; or, where the warps that
+// compute add from registers (by roles), lets them.
 #pragma once
 #include "../../device/turns.h"
 #include "../../ptx/tma.h"
@@ -8,7 +8,7 @@
 
 namespace strobe::sm90 {
 
-// Of a tile of queries, for a warpgroup or a side: w.
+// Of a warpgroup's part of a tile of queries.
 __device__ __forceinline__ u32 *turn_of(const HopperBackwardArguments &a, i32 number, int w) { return a.turns + 1 + 2 * (i64)number + w; }
 
 template <BackwardConfig C> struct BackwardOrder {

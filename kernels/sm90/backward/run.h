@@ -1,5 +1,4 @@
-// The roles of a thread block of the Hopper backward: threads of the first warpgroup load (and order additions to dQ), the others compute;
-// where dQ has a warpgroup of its own, it is the last one.
+// The roles of a thread block of the Hopper backward: threads of the first warpgroup load (and order additions to dQ), the others compute.
 #pragma once
 #include "load.h"
 #include "order.h"
@@ -32,11 +31,6 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
     if constexpr (C.deterministic) {
       if (threadIdx.x == 64) BackwardOrder<C>{a, shared, 0}.all();
       if (threadIdx.x == 96) BackwardOrder<C>{a, shared, 1}.all();
-    }
-  } else if (C.dq_apart && warpgroup == 3) {
-    if constexpr (C.dq_apart) {
-      registers_lower<C.registers_dq>();
-      Compute(a, shared, read<KeyBlock>(shared.keys()), warpgroup - 1).dq();
     }
   } else {
     registers_raise<C.registers_compute>();

@@ -81,14 +81,14 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
 
   __device__ __forceinline__ void begin() const {
-    constexpr int kWarps = 4 * C.kWarpgroups, kApart = C.dq_apart ? 4 : 0; // warps that make P or dS, and dQ alone
+    constexpr int kWarps = 4 * C.kWarpgroups;
     for (u32 n = 0; n < 2; ++n) {
       mbarrier_init(q_full(n), 1);
-      mbarrier_init(q_empty(n), kWarps + kApart);
+      mbarrier_init(q_empty(n), kWarps);
       mbarrier_init(dout_full(n), 1);
       mbarrier_init(dout_empty(n), kWarps);
       mbarrier_init(ds_full(n), C.roles ? 4 : kWarps);
-      mbarrier_init(ds_empty(n), C.dq_apart ? kApart : kWarps);
+      mbarrier_init(ds_empty(n), kWarps);
     }
     for (int w = 0; w < C.kWarpgroups; ++w) {
       if (!C.roles || C.deterministic) mbarrier_init(dq_full(w), 4);

@@ -145,18 +145,10 @@ BackwardConfig begin(const Problem &p, const Features &f) {
 BackwardConfig of_64_keys(const Problem &p, const Features &f) {
   BackwardConfig c = begin(p, f);
   c.roles = 1, c.tile_q = 64;
-  // With a bias or a function the third warpgroup's registers would be missing beyond 192 columns.
-  c.dq_apart = p.dq_apart.value_or(false) && p.dq && !(larger_dim(p) > 192 && (f.bias || f.function));
-  // What else needs registers: a walk, in the threads that load, or a score, in the warpgroups that compute. Without these and up to so
-  // many columns K and V find room. A warpgroup that holds a sum of D columns and keys of Dv has D / 2 + Dv / 4 registers of them.
-  const bool few = !f.blocks && !f.part && !(f.bias && f.function);
-  const i32 larger = std::max(c.head_dim, c.head_dim_v), smaller = std::min(c.head_dim, c.head_dim_v);
-  const bool room = c.dq_apart ? larger / 2 + smaller / 4 <= 132 : larger <= 192;
-  c.keys_in_registers = few && room && walks_on(p, c);
-  if (c.dq_apart)
-    c.registers_load = few ? 24 : 40, c.registers_compute = few ? 208 : 200, c.registers_dq = 72;
-  else if (c.keys_in_registers)
-    c.registers_load = 24, c.registers_compute = 240;
+  // Beyond these a warpgroup that computes spills, or threads that load, which then have fewer registers.
+  const bool room = larger_dim(p) <= 192 && !f.blocks && !f.part && !(f.bias && f.function);
+  c.keys_in_registers = room && walks_on(p, c);
+  if (c.keys_in_registers) c.registers_load = 24, c.registers_compute = 240;
   return c;
 }
 
@@ -366,7 +358,7 @@ void push_launches(Program &program, const Problem &p, const BackwardConfig &c, 
   if (work.shares > 1) sum = take_shares(main, p, scratch, work.shares);
   const passes::RowsConfig rows = rows_config(p, c.columns(), c.tile_q, passes::kWarpgroups, true);
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
-                            .main = Launch(c.roles ? kByRoles : kBackward, c, work.blocks, c.threads(), c.shared_bytes(), main),
+                            .main = Launch(c.roles ? kByRoles : kBackward, c, work.blocks, c.kThreads, c.shared_bytes(), main),
                             .shares = std::move(sum),
                             .dbias = bias_gradient(p, device, a)};
   if (p.bias) { // the settle kernel wants D first
@@ -382,8 +374,8 @@ void push_launches(Program &program, const Problem &p, const BackwardConfig &c, 
 }
 
 void describe(Program &program, const Problem &p, const BackwardConfig &c, int64_t shares) {
-  program.kernel = text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups + c.dq_apart, " warpgroups, head dimensions ", c.head_dim, " and ",
-                        c.head_dim_v);
+  program.kernel =
+      text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   if (c.owns_dq) program.kernel += ", a block all keys of a head";
   if (c.draws_keys()) program.kernel += ", persistent blocks";
   if (shares > 1) program.kernel += text(", query heads of a key head in ", shares, " shares");

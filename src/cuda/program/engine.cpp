@@ -49,7 +49,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   const TunedTile *tile = tuned(p, direction, device);
   if (tile)
     p.tile_q = tile->q, p.tile_k = tile->k, p.bundle = tile->bundle, p.shares = tile->shares, p.staged_store = tile->staged_store,
-    p.persistent = tile->persistent, p.dq_apart = tile->dq_apart;
+    p.persistent = tile->persistent;
   Scratch scratch;
   std::vector<Launch> first;
   if (p.part) first = part_table(p, scratch);

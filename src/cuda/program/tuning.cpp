@@ -64,7 +64,6 @@ public:
     if (written != "true" && written != "false") throw std::runtime_error(text("\"", name, "\" is ", written, ", not true or false"));
     return written == "true";
   }
-  std::optional<bool> choice(const char *name) const { return has(name) ? std::optional(boolean(name)) : std::nullopt; }
 
 private:
   std::map<std::string, std::string> values_;
@@ -156,8 +155,7 @@ Tuning::Tuning(const std::string &file, const std::string &device_name) {
                      .bundle = e.has("bundle") ? e.whole("bundle", 1, most) : 0,
                      .shares = e.has("shares") ? e.whole("shares", 1, most) : 0,
                      .staged_store = e.has("staged_store") && e.boolean("staged_store"),
-                     .persistent = e.choice("persistent"),
-                     .dq_apart = e.choice("dq_apart")};
+                     .persistent = e.has("persistent") ? std::optional(e.boolean("persistent")) : std::nullopt};
     }
   } catch (const std::exception &why) {
     tiles_.clear();

@@ -2,8 +2,8 @@
 //
 // A table is a text of lines "name = value" in sections that empty lines part. The first section says what the table is good for: format,
 // device, kernels. Each of the others names the calls that it is for, by TuningKey's members, and their tile: tile_q, tile_k. It may have
-// more wishes, to try on a GPU what the engine would not choose: bundle, shares, staged_store, persistent, dq_apart. What else a section
-// has is not read.
+// more wishes, to try on a GPU what the engine would not choose: bundle, shares, staged_store, persistent. What else a section has is not
+// read.
 #pragma once
 #include <compare>
 #include <map>
@@ -32,7 +32,7 @@ struct TunedTile {
   int64_t bundle = 0; // of the Hopper kernels: heads, or pairs of batch and key head, whose tiles run together; 0: as they choose
   int64_t shares = 0; // of the Hopper backward: in how many the query heads of a key head are shared out; 0: as it chooses
   bool staged_store = false;
-  std::optional<bool> persistent, dq_apart; // unset: as the Hopper backward chooses
+  std::optional<bool> persistent; // unset: as the Hopper backward chooses
 };
 
 class Tuning {

@@ -90,13 +90,12 @@ TEST_CASE("tuning: a table answers for sizes up to the same powers of two") {
   CHECK(tile->shares == 0);
   CHECK_FALSE(tile->staged_store);
   CHECK_FALSE(tile->persistent.has_value());
-  CHECK_FALSE(tile->dq_apart.has_value());
 }
 
 TEST_CASE("tuning: wishes beside the tile") {
   const Folder folder;
   const std::string file = folder / "table.txt";
-  write(file, table(entry(64, 32) + "bundle = 12\nshares = 4\nstaged_store = true\npersistent = false\ndq_apart = true\n"));
+  write(file, table(entry(64, 32) + "bundle = 12\nshares = 4\nstaged_store = true\npersistent = false\n"));
   const Tuning tuning(file, kDeviceName);
   CHECK(tuning.ignored() == "");
   const TunedTile *tile = tuning.find(*tuning_key("cuda-mma", Direction::forward, problem()));
@@ -105,7 +104,6 @@ TEST_CASE("tuning: wishes beside the tile") {
   CHECK(tile->shares == 4);
   CHECK(tile->staged_store);
   CHECK(tile->persistent == false);
-  CHECK(tile->dq_apart == true);
   CHECK(has(ignored(folder, table(entry(64, 32) + "bundle = 0\n")), "\"bundle\" is 0, not a whole number from 1 to "));
   CHECK(has(ignored(folder, table(entry(64, 32) + "staged_store = yes\n")), "\"staged_store\" is yes, not true or false"));
 }
