@@ -44,6 +44,8 @@ template <class T, int N> struct Wgmma;
       STROBE_OUT(io, i + 6), STROBE_OUT(io, i + 7)
 #define STROBE_OUTS_16(io) STROBE_OUT8(io, 0)
 #define STROBE_LIST_16 "{%0, %1, %2, %3, %4, %5, %6, %7}"
+#define STROBE_OUTS_24(io) STROBE_OUT8(io, 0), STROBE_OUT(io, 8), STROBE_OUT(io, 9), STROBE_OUT(io, 10), STROBE_OUT(io, 11)
+#define STROBE_LIST_24 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}"
 #define STROBE_OUTS_32(io) STROBE_OUT8(io, 0), STROBE_OUT8(io, 8)
 #define STROBE_LIST_32 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
 #define STROBE_OUTS_48(io) STROBE_OUT8(io, 0), STROBE_OUT8(io, 8), STROBE_OUT8(io, 16)
@@ -175,6 +177,7 @@ template <class T, int N> struct Wgmma;
     }                                                                                                                                      \
   };
 #define STROBE_NEXT_16 "%14"
+#define STROBE_NEXT_24 "%18"
 #define STROBE_NEXT_32 "%22"
 #define STROBE_NEXT_48 "%30"
 #define STROBE_NEXT_64 "%38"
@@ -192,6 +195,8 @@ template <class T, int N> struct Wgmma;
 #define STROBE_NEXT_256 "%134"
 STROBE_WGMMA(f16, "f16", 16, 8, 9, 10, 11, 12, 13)
 STROBE_WGMMA(bf16, "bf16", 16, 8, 9, 10, 11, 12, 13)
+STROBE_WGMMA(f16, "f16", 24, 12, 13, 14, 15, 16, 17)
+STROBE_WGMMA(bf16, "bf16", 24, 12, 13, 14, 15, 16, 17)
 STROBE_WGMMA(f16, "f16", 32, 16, 17, 18, 19, 20, 21)
 STROBE_WGMMA(bf16, "bf16", 32, 16, 17, 18, 19, 20, 21)
 STROBE_WGMMA(f16, "f16", 48, 24, 25, 26, 27, 28, 29)
@@ -227,6 +232,9 @@ STROBE_WGMMA(bf16, "bf16", 256, 128, 129, 130, 131, 132, 133)
 #undef STROBE_OUTS_16
 #undef STROBE_LIST_16
 #undef STROBE_NEXT_16
+#undef STROBE_OUTS_24
+#undef STROBE_LIST_24
+#undef STROBE_NEXT_24
 #undef STROBE_OUTS_32
 #undef STROBE_LIST_32
 #undef STROBE_NEXT_32

@@ -58,7 +58,12 @@ struct BackwardConfig {
   // dK and dV leave in FP32.
   STROBE_FN constexpr bool unrounded_sums() const { return split_group || features.unrounded_gradients(); }
   STROBE_FN constexpr i32 dq_queries() const { return strobe::dq_queries(columns(), tile_q); }
+  // Not by roles: of a third block of 64 columns of dQ each warpgroup makes half of the queries.
+  STROBE_FN constexpr bool third() const { return !roles && columns() > 128; }
+  STROBE_FN constexpr i32 dq_queries_of_third() const { return third() ? tile_q / 2 : 16; }
 };
+// Where a warp's part of it begins, in numbers, in a tile of the sum of dQ.
+STROBE_FN constexpr i32 begin_of_third(i32 tile_q, i32 warpgroup, i32 warp) { return 16 * ((8 + warp) * tile_q + warpgroup * tile_q / 2); }
 
 } // namespace strobe::sm90
 

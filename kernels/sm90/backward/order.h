@@ -79,13 +79,22 @@ private:
   __device__ __forceinline__ void add(const Turn &turn) const {
     async_proxy_fence_global();
     constexpr i64 kPart = 64 * C.dq_queries(); // of dQ, a warpgroup's
-    float *sum = a.dq_sum + (2 * (i64)turn.number + w) * kPart;
-    const u32 dQ = shared.dq + 4 * w * (u32)kPart;
-    if (turn.before == 0)
-      bulk_store(sum, dQ, 4 * kPart);
-    else
-      bulk_add(sum, dQ, 4 * kPart);
+    const i64 tile = C.third() ? (i64)turn.number * (C.tile_q * C.columns()) + w * kPart : (2 * (i64)turn.number + w) * kPart;
+    add(turn, a.dq_sum + tile, shared.dq + 4 * w * (u32)kPart, 4 * kPart);
+    if constexpr (C.third()) {
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) {
+        const i32 at = begin_of_third(C.tile_q, w, warp);
+        add(turn, a.dq_sum + (i64)turn.number * (C.tile_q * C.columns()) + at, shared.dq + 4 * at, 64 * C.dq_queries_of_third());
+      }
+    }
     bulk_commit();
+  }
+  __device__ __forceinline__ void add(const Turn &turn, float *sum, u32 dQ, u32 bytes) const {
+    if (turn.before == 0)
+      bulk_store(sum, dQ, bytes);
+    else
+      bulk_add(sum, dQ, bytes);
   }
 };
 

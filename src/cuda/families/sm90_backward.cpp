@@ -30,7 +30,8 @@ using sm90::BackwardConfig;
 constexpr KernelSource kBackward{"sm90/backward/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
 constexpr KernelSource kByRoles{"sm90/backward/roles.h", "strobe::sm90::BackwardRoles", "strobe::sm90::BackwardConfig", true};
 
-constexpr int64_t kMostDimOf128Keys = 128; // the widest head that leaves a warpgroup registers for both dK and dV of its keys
+// The widest head that leaves a warpgroup registers for both dK and dV of its keys, whatever the options.
+constexpr int64_t kMostDimOf128Keys = 128;
 
 int64_t larger_dim(const Problem &p) { return std::max(p.head_dim, p.head_dim_v); }
 
@@ -62,15 +63,35 @@ std::string refusal(const Problem &p, const Features &f) {
   return broadcast_row({&p.q, &p.dout}, {&p.k, &p.v}, p);
 }
 
+BackwardConfig begin(const Problem &p, const Features &f) {
+  BackwardConfig c = begin_config<BackwardConfig>(p, 16);
+  c.features = f;
+  c.registers_load = 40, c.registers_compute = 232;
+  c.deterministic = in_turns(p) && p.dq;
+  c.invariant = p.invariant;
+  return c;
+}
+
+// The queries of a tile that leave a warpgroup registers for dK and dV of 64 keys: 208 numbers a thread, S and dP among them.
+int32_t queries_beside_sums(int32_t head_dim, int32_t head_dim_v) { return (208 - (head_dim + head_dim_v) / 2) / 16 * 16; }
+
+// Do the registers of 128 keys a block suffice beyond kMostDimOf128Keys? Not for what else becomes of a score, nor for a walk.
+bool fits_128_wide_keys(const BackwardConfig &c) {
+  const Features &f = c.features;
+  const bool plain = !(f.additive() || f.mask || f.dropout || f.blocks || f.part);
+  return plain && std::max(c.columns(), c.columns_v()) <= 192 && queries_beside_sums(c.head_dim, c.head_dim_v) >= 32;
+}
+
 // Do 64 keys a block serve better than 128, however many blocks there are?
 bool takes_64_keys(const Problem &p, const Features &f) {
   if (larger_dim(p) <= 64) return false;
+  if (larger_dim(p) > kMostDimOf128Keys) return !fits_128_wide_keys(begin(p, f));
   // A warpgroup's registers with dK and dV.
   const bool costly_pair = (f.function && (f.dropout || (f.band && in_turns(p)))) || (f.mask && f.dropout && f.band);
   // Those who load walk over ranges, and these leave them too few registers.
   if (f.part && (f.function || (f.dropout && in_turns(p)))) return true;
   const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + costly_pair > 1;
-  return larger_dim(p) > kMostDimOf128Keys || crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
+  return crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
 }
 
 constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H200
@@ -89,7 +110,7 @@ bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
   const Features &f = c.features;
   if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
   if (f.part || f.unrounded_gradients()) return false;
-  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // registers
+  if (larger_dim(p) > (f.function || f.dropout || f.bias ? 64 : kMostDimOf128Keys)) return false; // registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   // The first keys are seen by all queries, and all keys by some.
   if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
@@ -133,15 +154,6 @@ bool walks_on(const Problem &p, const BackwardConfig &c) {
   return !c.features.band || (!p.invariant && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k());
 }
 
-BackwardConfig begin(const Problem &p, const Features &f) {
-  BackwardConfig c = begin_config<BackwardConfig>(p, 16);
-  c.features = f;
-  c.registers_load = 40, c.registers_compute = 232;
-  c.deterministic = in_turns(p) && p.dq;
-  c.invariant = p.invariant;
-  return c;
-}
-
 BackwardConfig of_64_keys(const Problem &p, const Features &f) {
   BackwardConfig c = begin(p, f);
   c.roles = 1, c.tile_q = 64;
@@ -150,6 +162,13 @@ BackwardConfig of_64_keys(const Problem &p, const Features &f) {
   c.keys_in_registers = room && walks_on(p, c);
   if (c.keys_in_registers) c.registers_load = 24, c.registers_compute = 240;
   return c;
+}
+
+// Of wide heads, whose dK and dV leave few registers, and K, V and dS little shared memory.
+void fill_registers(BackwardConfig &c, const Device &device) {
+  c.registers_load = 24, c.registers_compute = 240, c.staged_store = 0;
+  c.tile_q = std::min(64, queries_beside_sums(c.head_dim, c.head_dim_v)), c.dq_shared = c.deterministic;
+  while (c.shared_bytes() > device.shared_per_block) c.tile_q -= 16;
 }
 
 BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &device) {
@@ -167,6 +186,7 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
     c.tile_q = 64;
   else
     c.tile_q = wastes_80(p, f) ? 64 : 80;
+  if (larger_dim(p) > kMostDimOf128Keys) fill_registers(c, device);
   if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64)) c.registers_load = 24, c.registers_compute = 240;
   return c;
 }
@@ -221,15 +241,16 @@ Walks walks_of(const Problem &p, const BackwardConfig &c) {
 double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t shares, const Device &device) {
   const Problem p = of_shares(whole, shares);
   // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
-  constexpr double kRate = 5.2e12, kRolesRate = 3.9e12, kLaunches = 6e-6;
+  constexpr double kRate = 5.2e12, kWideRate = 4.6e12, kWideRateOf32Queries = 4.1e12, kRolesRate = 3.9e12, kLaunches = 6e-6;
   // Where up to 128 columns share a tile of 64 keys (an H100): of the rate, as long for a tile of queries as 128 keys take; and a start
   // that is 3 µs shorter.
   constexpr double kShared = 0.667, kBlockSeconds[] = {7e-6, 4e-6};
   constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
   const Walks w = walks_of(p, c);
-  const bool shared = c.roles && larger_dim(p) <= kMostDimOf128Keys;
+  const bool wide = larger_dim(p) > kMostDimOf128Keys, shared = c.roles && !wide;
   const double columns = c.head_dim + c.head_dim_v;
-  const double rate = (c.roles ? kRolesRate : kRate) * (shared ? kShared : 1) / (5 * columns);
+  const double of_128 = !wide ? kRate : c.tile_q > 32 ? kWideRate : kWideRateOf32Queries;
+  const double rate = (c.roles ? kRolesRate : of_128) * (shared ? kShared : 1) / (5 * columns);
   const double sums = shares > 1 ? 3e-6 + key_rows(p) * 8 * (c.columns() + c.columns_v()) / kBytes : 0;
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
   const double main = std::max(seconds(w, device, 1, rate, kBlockSeconds[shared]), missing_seconds(p, c, device, w));
@@ -254,19 +275,21 @@ int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &de
 }
 
 // May a block have 64 keys or 128? Dropout and functions of a score make dS of P in FP32, which 64 do not; invariant: lengths have no say.
+// In turns 64 keys of wide heads wait too long (an H200: 0.5 to 0.9 as fast, however few blocks there are).
 bool takes_either(const Problem &p, const Features &f) {
+  if (larger_dim(p) > kMostDimOf128Keys && in_turns(p)) return false;
   const bool crowded = f.bias && (f.mask || f.alibi);
   return !(crowded || f.function || f.dropout || f.blocks || f.part || p.invariant || p.persistent);
 }
 
 // Do 64 keys a block serve better where either would do? A tile of queries takes such a block, whose warpgroups work at the same keys in
-// turn, about as long as one of 128 keys, but it begins 3 µs sooner, and walks that differ fill the SMs more evenly (an H100, d 64 and 128:
-// 1.01 to 1.29 times as fast where it is chosen, 0.63 to 1.02 where it is not).
+// turn, about as long as one of 128 keys (beyond 128 columns, 0.65 of it), but it begins 3 µs sooner, and walks that differ fill the SMs
+// more evenly (an H100, d 64 and 128: 1.01 to 1.29 times as fast where it is chosen, 0.63 to 1.02 where it is not).
 bool fill_better(const Problem &p, const BackwardConfig &of_64, const BackwardConfig &of_128, const Device &device) {
   const auto queries = [&](const BackwardConfig &c) { // that the last block has walked over when it ends
     return walks_of(of_shares(p, count_shares(p, c, device)), c).last(device.sms) / c.tile_k();
   };
-  return queries(of_64) <= 1.05 * queries(of_128);
+  return (larger_dim(p) > kMostDimOf128Keys ? 0.65 : 1.0) * queries(of_64) <= 1.05 * queries(of_128);
 }
 
 BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
