@@ -22,8 +22,8 @@ STROBE_FN constexpr i32 keys_of_dq_sum() { return 8192; }
 STROBE_FN constexpr i32 most_dq_sums() { return 8; }
 STROBE_FN i32 dq_sum_of(i32 key, i32 sums) { return (i32)((u32)key / (u32)keys_of_dq_sum() & (u32)(sums - 1)); }
 
-// On Hopper a warpgroup's part of a tile of dQ is 64 columns, transposed: of all queries of the tile, or of half of them where there are
-// only 64 columns.
+// On Hopper a part of a tile of dQ is 64 columns, transposed: of all queries of the tile, or of half of them where there are only 64
+// columns.
 STROBE_FN constexpr i32 dq_queries(i32 columns, i32 tile_q) { return columns > 64 ? tile_q : tile_q / 2; }
 
 } // namespace strobe::inline STROBE_ISA

@@ -14,7 +14,7 @@ import torch, strobe
 from device import running_on
 
 tile, *numbers = sys.argv[1:]
-heads, heads_kv, queries, keys, d, dv, causal, deterministic, top_left = map(int, numbers)
+heads, heads_kv, queries, keys, d, dv, causal, deterministic, top_left, penalised = map(int, numbers)
 
 def normal(h, s, c):
     return torch.randn(1, h, s, c, dtype=torch.bfloat16)
@@ -24,11 +24,16 @@ q, k, v, dout = normal(heads, queries, d), normal(heads_kv, keys, d), normal(hea
 wide = [x.double().requires_grad_() for x in (q, k, v)]
 of_heads = [x.repeat_interleave(heads // heads_kv, 1) for x in wide[1:]]
 scores = wide[0] @ of_heads[0].mT / d**0.5
+options = {"causal": bool(causal), "engine": "cuda-sm90", "alignment": "top_left" if top_left else "bottom_right"}
+shift = 0 if top_left else keys - queries
+if penalised:
+    options["alibi_slopes"] = torch.linspace(0.01, 0.1, heads)
+    distance = (torch.arange(queries)[:, None] + shift - torch.arange(keys)).abs()
+    scores = scores - options["alibi_slopes"].double()[:, None, None] * distance
 if causal:
-    scores = scores.masked_fill(~torch.ones(queries, keys, dtype=torch.bool).tril(0 if top_left else keys - queries), -torch.inf)
+    scores = scores.masked_fill(~torch.ones(queries, keys, dtype=torch.bool).tril(shift), -torch.inf)
 expected = torch.autograd.grad(torch.softmax(scores, 3) @ of_heads[1], wide, dout.double())
 with running_on("cuda-sm90"):
-    options = {"causal": bool(causal), "engine": "cuda-sm90", "alignment": "top_left" if top_left else "bottom_right"}
     out, lse = strobe.attention(q, k, v, return_lse=True, **options)
     options |= {"deterministic": bool(deterministic), "tile_k": 128}
     text = strobe.explain(q, k, v, backward=True, **options)
@@ -39,19 +44,44 @@ for x, y in zip((found.dq, found.dk, found.dv), expected, strict=True):
     print(hashlib.sha256(x.view(torch.int16).numpy().tobytes()).hexdigest())
 """
 
-# By the tile: heads, key heads, queries, keys, D, Dv, causal, in turns, top left.
+# The tile; heads, key heads, queries, keys, D, Dv, causal, in turns, top left, ALiBi.
 CALLS = {
-    "48 x 128": (2, 1, 140, 300, 192, 128, True, False, False),
-    "32 x 128": (1, 1, 70, 140, 176, 168, True, True, True),  # keys that nobody sees
-    "64 x 128": (2, 1, 130, 130, 136, 144, False, False, False),
+    "192/128": ("48 x 128", (2, 1, 140, 300, 192, 128, True, False, False, False)),
+    "176/168, keys that nobody sees": ("32 x 128", (1, 1, 70, 140, 176, 168, True, True, True, False)),
+    "160 in turns": ("48 x 128", (1, 1, 60, 100, 160, 160, False, True, False, False)),
+    "136/144 with ALiBi": ("48 x 128", (2, 1, 70, 130, 136, 144, False, False, False, True)),
 }
 
 
 @needs_emulator
-@pytest.mark.parametrize("tile", CALLS)
-def test_gradients(tile):
-    call = [str(int(x)) for x in CALLS[tile]]
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients(name):
+    tile, numbers = CALLS[name]
+    call = [str(int(x)) for x in numbers]
     late = output(CALL, tile, *call, LATE="1", SEED="1", RACES="1").split()
     assert len(late) == 3
-    if CALLS[tile][7]:
+    if numbers[7]:
         assert late == output(CALL, tile, *call, LATE="0").split()
+
+
+# dK and dV of an invariant call are sums over tiles of queries, which do not depend on whether anybody wants dQ.
+INVARIANT = """
+import torch, strobe
+from device import running_on
+
+torch.manual_seed(0)
+q, k, v, dout = (torch.randn(1, 1, 100, 160, dtype=torch.bfloat16) for _ in range(4))
+with running_on("cuda-sm90"):
+    for needed in (True, False):
+        x = [q.clone().requires_grad_(needed), k.clone().requires_grad_(), v.clone().requires_grad_()]
+        strobe.attention(*x, invariant=True, engine="cuda-sm90").backward(dout)
+        for y in x[1:]:
+            print(y.grad.double().sum().item(), y.grad.double().abs().sum().item())
+"""
+
+
+@needs_emulator
+def test_invariant_gradients_without_dq():
+    lines = output(INVARIANT).splitlines()
+    assert len(lines) == 4
+    assert lines[:2] == lines[2:]

@@ -23,7 +23,7 @@ template <BackwardConfig C> struct Backward {
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kTileK = C.tile_k();
   static constexpr int kComputing = 128 * C.kWarpgroups;
 
-  static_assert(!C.roles && C.columns() <= 192 && C.columns_v() <= 192 && !(C.third() && C.owns_dq));
+  static_assert(!C.roles && C.columns() <= 192 && C.columns_v() <= 192);
   static_assert(!C.owns_dq || (C.persistent && !C.split_group));
   static_assert(!C.persistent || !F.part);
   static_assert(!C.staged_store || (!C.persistent && !C.split_group && C.columns() <= C.columns_v()));
@@ -74,7 +74,10 @@ template <BackwardConfig C> struct Backward {
         __syncwarp();
         for (u32 read : {shared.q_empty(n), shared.ds_empty(n), shared.keys_empty()}) scores.release(read);
       }
-      if (!nothing) dq_sum().begin(dQ_of_third, n, last, keys.begin), dq_sum().add(dQ, n, last, keys.begin);
+      if (!nothing) {
+        if constexpr (C.third()) dq_sum().add_third(dQ_of_third, n, last);
+        dq_sum().add(dQ, n, last, keys.begin);
+      }
       if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // where there is nothing, nobody has waited for V
       scores.template store<kDv>(a.dv, a.in, keys, a.in.head_dim_v, dV, scores.dropout.dropout.factor());
       scores.template store<kD>(a.dk, a.in, keys, a.in.head_dim, dK, (float)a.in.scale);
@@ -112,7 +115,8 @@ template <BackwardConfig C> struct Backward {
       }
       wait_for<0>(S);
       begin_dq(n);
-      wait_for<0>(dQ, dQ_of_third);
+      if constexpr (C.third()) wait_for<0>(dQ_of_third);
+      wait_for<0>(dQ);
       return before;
     }
 
@@ -143,13 +147,13 @@ template <BackwardConfig C> struct Backward {
       const u32 next = n + !(step.flags & kLast);
       if (later(n, before)) {
         begin_dq(n - 1);
-        C.third() ? wait_for<1>(dK, dS, dQ_of_third) : wait_for<1>(dK, dS);
-        begin_dq_sum(n - 1, before);
-        begin_next_s(n, next);
+        wait_for<1>(dK, dS);
+        if constexpr (C.third()) add_third(n - 1, before);
+        begin_next_s(n, next, true);
         end_dq(n - 1, before);
       } else {
         wait_for<0>(dK, dS);
-        begin_next_s(n, next);
+        begin_next_s(n, next, false);
       }
       return next;
     }
@@ -163,12 +167,11 @@ template <BackwardConfig C> struct Backward {
       take_tensor_cores();
       if (later(n, before)) { // two ways, or ptxas lets the products wait for one another
         begin_dq(n - 1);
-        if constexpr (C.third()) wait_for<1>(dQ_of_third);
-        begin_dq_sum(n - 1, before);
-        begin_next_s(n, next);
+        if constexpr (C.third()) add_third(n - 1, before);
+        begin_next_s(n, next, true);
         end_dq(n - 1, before);
       } else {
-        begin_next_s(n, next);
+        begin_next_s(n, next, false);
       }
       return next;
     }
@@ -183,8 +186,8 @@ template <BackwardConfig C> struct Backward {
     // Has there been an iteration with these keys?
     static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.persistent ? before >= 0 : n > 0; }
     // S of the next tile, when the tensor cores are the other warpgroup's; after the last one a product that nobody reads.
-    __device__ __forceinline__ void begin_next_s(u32 n, u32 next) {
-      leave_tensor_cores();
+    __device__ __forceinline__ void begin_next_s(u32 n, u32 next, bool later) {
+      if (!C.third() || !later) leave_tensor_cores();
       if (next != n) scores.release(shared.q_empty(n));
       wait_full(shared.q_full(next), next);
       if constexpr (C.keys_in_registers)
@@ -211,17 +214,17 @@ template <BackwardConfig C> struct Backward {
                                                                   shared.ds_of(n) + w * C.dq_queries_of_third() * kRowBytes);
       dQ.template begin_product_of_columns<kTileK, kM>(columns_of_k(), shared.ds_of(n) + (kByColumns ? 0 : w * C.dq_queries() * kRowBytes));
     }
-    // While the other product runs: S takes the registers of the one that has ended.
-    __device__ __forceinline__ void begin_dq_sum(u32 n, i32 number) {
-      if constexpr (C.third()) dq_sum().begin(dQ_of_third, n, number, first_key());
+    // While the rest of dQ is made; S takes its registers. The tensor cores are the other warpgroup's by then.
+    __device__ __forceinline__ void add_third(u32 n, i32 number) {
+      wait_for<1>(dQ_of_third);
+      leave_tensor_cores();
+      dq_sum().add_third(dQ_of_third, n, number);
     }
     __device__ __forceinline__ void end_dq(u32 n, i32 number) {
       wait_for<1>(dQ);
       scores.release(shared.ds_empty(n));
-      dq_sum().add(dQ, n, number, first_key());
+      dq_sum().add(dQ, n, number, C.owns_dq ? (i32)load_shared(shared.keys() + 8) : 0);
     }
-    // Where somebody wants to know it.
-    __device__ __forceinline__ i32 first_key() const { return C.owns_dq ? (i32)load_shared(shared.keys() + 8) : 0; }
     __device__ __forceinline__ DqSum<C> dq_sum() const { return {a, shared, w, lane, warp}; }
 
     // Of this warp's keys, once S of the first tile has been made of them. All warps come to a barrier before the next product of K. V

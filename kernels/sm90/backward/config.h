@@ -45,7 +45,7 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * columns_v(); }
   STROBE_FN constexpr i32 ds_bytes() const { return 2 * tile_q * tile_k(); }
   STROBE_FN constexpr i32 p_bytes() const { return roles ? 2 * tile_q * tile_k() : 0; }
-  STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * columns() : 0; }
+  STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * (third() ? head_dim : columns()) : 0; }
   STROBE_FN constexpr i32 bias_bytes() const { return bias_by_tma ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or its correction, or D
   STROBE_FN constexpr i32 lse_bytes() const { return features.bias ? 2 * row_bytes() : row_bytes(); }
@@ -60,7 +60,9 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 dq_queries() const { return strobe::dq_queries(columns(), tile_q); }
   // Not by roles: of a third block of 64 columns of dQ each warpgroup makes half of the queries.
   STROBE_FN constexpr bool third() const { return !roles && columns() > 128; }
-  STROBE_FN constexpr i32 dq_queries_of_third() const { return third() ? tile_q / 2 : 16; }
+  STROBE_FN constexpr i32 dq_queries_of_third() const { return tile_q / 2; }
+  // Of a part of dQ, whose warps have 16 columns each: the warps whose columns are not padding. Nobody adds up the others'.
+  STROBE_FN constexpr i32 dq_warps(i32 part) const { return min(4, (head_dim - (columns() > 64 ? 64 * part : 0)) / 16); }
 };
 // Where a warp's part of it begins, in numbers, in a tile of the sum of dQ.
 STROBE_FN constexpr i32 begin_of_third(i32 tile_q, i32 warpgroup, i32 warp) { return 16 * ((8 + warp) * tile_q + warpgroup * tile_q / 2); }

@@ -12,7 +12,8 @@ namespace strobe::sm90 {
 // A warpgroup's part, in its registers; where blocks own dQ, its rounding as well.
 template <BackwardConfig C> struct DqSum {
   using T = typename Element<C.dtype>::type;
-  static constexpr int kM = C.tile_q, kN = C.dq_queries(), kThird = C.dq_queries_of_third();
+  static constexpr int kM = C.tile_q, kN = C.dq_queries(), kOfThird = C.dq_queries_of_third();
+  static_assert(!C.third() || (!C.owns_dq && C.dq_shared == C.deterministic));
   const HopperBackwardArguments &a;
   const BackwardShared<C> &shared;
   const int w, lane, warp; // warpgroup; warp within it
@@ -20,30 +21,30 @@ template <BackwardConfig C> struct DqSum {
   // The tiles of queries of this block's (first) pair, where blocks own dQ.
   __device__ __forceinline__ i64 first_tile() const { return C.owns_dq ? (i64)blockIdx.x * (a.in.group * a.query_tiles) : 0; }
 
-  // Of iteration n, of tile `number` of the queries and of keys from `begin` on: what begins, of a third block of columns; and the rest.
-  __device__ __forceinline__ void begin(const Accumulator<T, kThird> &third, u32 n, i32 number, i32 begin) const {
-    if (!C.third() || !a.dq_sum) return;
-    if constexpr (C.dq_shared) wait_for_room(n);
-    leave(third, target(number, of_third()), place_of_third(), adds_first(begin));
-  }
+  // Of iteration n, of tile `number` of the queries and of keys from `begin` on.
   __device__ __forceinline__ void add(const Accumulator<T, kN> &dQ, u32 n, i32 number, i32 begin) const {
     if (!a.dq_sum) return;
-    const bool first = adds_first(begin);
-    float *const target = this->target(number, (w * 4 + warp) * (16 * kN));
-    const u32 place = shared.dq + (w * 4 + warp) * (64 * kN);
-    if constexpr (C.dq_shared && !C.third()) wait_for_room(n);
-    leave(dQ, target, place, first);
+    const bool first = C.owns_dq && begin == 0; // which all queries see: nobody has added yet
+    float *const target = a.dq_sum + first_tile() * (kM * C.columns()) + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
     if constexpr (C.dq_shared) {
-      async_proxy_fence();
-      __syncwarp();
-      if constexpr (C.deterministic) { // order.h adds it, in its turn
-        if (lane == 0) mbarrier_arrive(shared.dq_full(w));
-      } else if (lane == 0) {
-        send<kN>(target, place, first);
-        if constexpr (C.third()) send<kThird>(this->target(number, of_third()), place_of_third(), first);
-        bulk_commit();
-      }
+      add_from_shared(dQ, n, target, first);
+    } else if (!has_columns(w)) {
+    } else if (first) {
+#pragma unroll
+      for (int i = 0; i < kN / 8; ++i) store_global(target + 128 * i + 4 * lane, reinterpret_cast<const u32(&)[4]>(dQ.x[4 * i]));
+    } else {
+      add_quads(dQ, target);
     }
+  }
+  // Half of the queries of a third block of columns, before the rest of the iteration's dQ is added.
+  __device__ __forceinline__ void add_third(const Accumulator<T, kOfThird> &dQ, u32 n, i32 number) const {
+    if (!a.dq_sum) return;
+    if constexpr (C.dq_shared) wait_for_room(n);
+    if (!has_columns(2)) return;
+    if constexpr (C.dq_shared)
+      stage(dQ, shared.dq + 4 * begin_of_third(kM, w, warp));
+    else
+      add_quads(dQ, a.dq_sum + (i64)number * (kM * C.columns()) + begin_of_third(kM, w, warp));
   }
   // Behind the last tile of queries.
   __device__ __forceinline__ void finish(const KeyBlock &keys) const {
@@ -57,14 +58,11 @@ template <BackwardConfig C> struct DqSum {
   }
 
 private:
-  // Where this warp's part of the third block begins, in a tile.
-  __device__ __forceinline__ int of_third() const { return begin_of_third(kM, w, warp); }
-  __device__ __forceinline__ float *target(i32 number, int at) const {
-    return a.dq_sum + first_tile() * (kM * C.columns()) + (i64)number * (kM * C.columns()) + at;
+  // Does this warp hold columns of that part of dQ that are not padding?
+  __device__ __forceinline__ bool has_columns(int part) const {
+    if constexpr (C.head_dim % 64 == 0) return true;
+    return C.columns() > 64 ? 64 * part + 16 * warp < C.head_dim : 16 * warp < C.head_dim;
   }
-  __device__ __forceinline__ u32 place_of_third() const { return shared.dq + 4 * of_third(); }
-  // All queries see a pair's first keys, so that nobody has added yet.
-  __device__ __forceinline__ bool adds_first(i32 begin) const { return C.owns_dq && begin == 0; }
   // Until what this warp has staged before has left.
   __device__ __forceinline__ void wait_for_room(u32 n) const {
     if constexpr (C.deterministic) {
@@ -74,25 +72,29 @@ private:
       __syncwarp();
     }
   }
-  // From registers to the sum, or to shared memory.
-  template <int kQueries>
-  __device__ __forceinline__ void leave(const Accumulator<T, kQueries> &dQ, float *target, u32 place, bool first) const {
-    if constexpr (C.dq_shared) {
+  template <int kQueries> __device__ __forceinline__ void stage(const Accumulator<T, kQueries> &dQ, u32 place) const {
 #pragma unroll
-      for (int i = 0; i < kQueries / 8; ++i) store_shared(place + 512 * i + 16 * lane, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
-    } else if (first) {
-#pragma unroll
-      for (int i = 0; i < kQueries / 8; ++i) store_global(target + 128 * i + 4 * lane, reinterpret_cast<const u32(&)[4]>(dQ.x[4 * i]));
-    } else {
-#pragma unroll
-      for (int i = 0; i < kQueries / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
-    }
+    for (int i = 0; i < kQueries / 8; ++i) store_shared(place + 512 * i + 16 * lane, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
   }
-  template <int kQueries> __device__ __forceinline__ void send(float *target, u32 place, bool first) const {
-    if (first)
-      bulk_store(target, place, 64 * kQueries);
-    else
-      bulk_add(target, place, 64 * kQueries);
+  template <int kQueries> static __device__ __forceinline__ void add_quads(const Accumulator<T, kQueries> &dQ, float *target) {
+#pragma unroll
+    for (int i = 0; i < kQueries / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
+  }
+  __device__ __forceinline__ void add_from_shared(const Accumulator<T, kN> &dQ, u32 n, float *target, bool first) const {
+    const u32 place = shared.dq + (w * 4 + warp) * (64 * kN);
+    if constexpr (!C.third()) wait_for_room(n); // else add_third has
+    if (has_columns(w)) stage(dQ, place);
+    async_proxy_fence();
+    __syncwarp();
+    if constexpr (C.deterministic) { // order.h adds it, in its turn
+      if (lane == 0) mbarrier_arrive(shared.dq_full(w));
+    } else if (lane == 0 && has_columns(w)) {
+      if (first)
+        bulk_store(target, place, 64 * kN);
+      else
+        bulk_add(target, place, 64 * kN);
+      bulk_commit();
+    }
   }
   // All keys of the pair are done.
   __device__ __forceinline__ void round(const KeyBlock &keys) const {

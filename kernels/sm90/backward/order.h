@@ -76,17 +76,18 @@ private:
     const u32 before = key_tiles_before<C.features.blocks != 0, C.tile_k()>(a.in, band, keys.batch, step.head, step.begin, keys.begin);
     return {at, kAdders * before, seen, step.number, (step.flags & kLast) != 0};
   }
+  // Columns of padding are left out.
   __device__ __forceinline__ void add(const Turn &turn) const {
     async_proxy_fence_global();
     constexpr i64 kPart = 64 * C.dq_queries(); // of dQ, a warpgroup's
-    const i64 tile = C.third() ? (i64)turn.number * (C.tile_q * C.columns()) + w * kPart : (2 * (i64)turn.number + w) * kPart;
-    add(turn, a.dq_sum + tile, shared.dq + 4 * w * (u32)kPart, 4 * kPart);
-    if constexpr (C.third()) {
+    float *const tile = a.dq_sum + (i64)turn.number * (C.tile_q * C.columns());
+    constexpr int kLeft = C.dq_warps(0), kRight = C.dq_warps(1), kThird = C.third() ? C.dq_warps(2) : 0;
+    const int warps = kLeft == kRight || w == 0 ? kLeft : kRight;
+    add(turn, tile + w * kPart, shared.dq + 4 * w * (u32)kPart, (u32)kPart * warps);
 #pragma unroll
-      for (int warp = 0; warp < 4; ++warp) {
-        const i32 at = begin_of_third(C.tile_q, w, warp);
-        add(turn, a.dq_sum + (i64)turn.number * (C.tile_q * C.columns()) + at, shared.dq + 4 * at, 64 * C.dq_queries_of_third());
-      }
+    for (int warp = 0; warp < kThird; ++warp) {
+      const i32 at = begin_of_third(C.tile_q, w, warp);
+      add(turn, tile + at, shared.dq + 4 * at, 64 * C.dq_queries_of_third());
     }
     bulk_commit();
   }

@@ -1,7 +1,7 @@
-// dQ, dK and dV on Hopper with 64 keys a block of threads (see backward.h for the formulas): where head dimensions exceed 128, so that dK
-// and dV of 64 keys fill a warpgroup's registers each, and where blocks of 128 keys would leave SMs idle. Of each tile of queries one
-// warpgroup makes S, P and dV, the other one dP, dS and dK; P goes from one to the other through shared memory, in the order of lanes; dQ,
-// an iteration late, is divided by columns, or by queries where there are only 64.
+// dQ, dK and dV on Hopper with 64 keys a block of threads (see backward.h for the formulas): for heads so wide that dK and dV of 64 keys
+// fill a warpgroup's registers each, and where blocks of 128 keys would leave SMs idle. Of each tile of queries one warpgroup makes S, P
+// and dV, the other one dP, dS and dK; P goes from one to the other through shared memory, in the order of lanes; dQ, an iteration late,
+// is divided by columns, or by queries where there are only 64.
 #pragma once
 #include "run.h"
 #include "scores.h"
@@ -253,8 +253,10 @@ template <BackwardConfig C> struct BackwardRoles {
       const int part = kByColumns ? block : w;
       float *target = a.dq_sum + (i64)number * (kM * C.columns()) + (part * 4 + warp) * (16 * C.dq_queries());
       if (C.deterministic && first) mbarrier_wait(shared.dq_empty(w), n % 2);
+      if (C.head_dim % 64 == 0 || (kByColumns ? 64 * block : 0) + 16 * warp < C.head_dim) { // else its columns are padding
 #pragma unroll
-      for (int i = 0; i < C.dq_queries() / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
+        for (int i = 0; i < C.dq_queries() / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
+      }
       if (C.deterministic && last) {
         __syncwarp();
         if (lane == 0) end_turn(turn_of(a, number, w));

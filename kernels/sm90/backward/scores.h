@@ -26,7 +26,7 @@ template <BackwardConfig C> struct BackwardScores {
   static constexpr bool kSum = C.bias_by_tma && !F.alibi && F.function == kLinear && !F.scaled;
   // Named barriers: all of a warpgroup have come, + its number; all of both.
   static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
-  static_assert(!F.mask || kM == 64, "a lane's part of the mask is a word");
+  static_assert(!F.mask || kM <= 64, "a lane's part of the mask is a word");
 
   const BackwardShared<C> &shared;
   const int w, part, lane, warp; // warpgroup; which 64 of the block's keys

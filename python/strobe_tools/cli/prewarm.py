@@ -61,7 +61,7 @@ HEAD_DIMS = tuple(range(32, 257, 32))
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Where the Hopper backward takes another tile than at _S, beyond d 64.
 _OTHER_LENGTHS = {"plain": 512, "causal": 8192, "deterministic": 8192}
-_SMALL = 512  # tokens of a call for which it takes 64 keys a block, up to d 128
+_SMALL = 512  # tokens of a call for which it takes 64 keys a block, up to d 160
 _AS_WIDE = ("bias", "sinks")  # beside float64 they are float64
 _EVERY_DIM = ("plain", "causal")  # the other features are compiled for these dimensions alone
 _FEATURE_DIMS = (64, 128)
@@ -122,7 +122,7 @@ def jobs(
             yield Job(arch, dtype, dim, feature, True)
             if arch == 90 and 64 < dim <= 128 and dtype in ("bfloat16", "float16") and feature in _OTHER_LENGTHS:
                 yield Job(arch, dtype, dim, feature, True, _OTHER_LENGTHS[feature])
-            if arch == 90 and dim <= 128 and dtype in ("bfloat16", "float16") and feature in _EVERY_DIM:
+            if arch == 90 and dim <= 160 and dtype in ("bfloat16", "float16") and feature in _EVERY_DIM:
                 yield Job(arch, dtype, dim, feature, True, _SMALL, 1)
 
 

@@ -63,29 +63,9 @@ std::string refusal(const Problem &p, const Features &f) {
   return broadcast_row({&p.q, &p.dout}, {&p.k, &p.v}, p);
 }
 
-BackwardConfig begin(const Problem &p, const Features &f) {
-  BackwardConfig c = begin_config<BackwardConfig>(p, 16);
-  c.features = f;
-  c.registers_load = 40, c.registers_compute = 232;
-  c.deterministic = in_turns(p) && p.dq;
-  c.invariant = p.invariant;
-  return c;
-}
-
-// The queries of a tile that leave a warpgroup registers for dK and dV of 64 keys: 208 numbers a thread, S and dP among them.
-int32_t queries_beside_sums(int32_t head_dim, int32_t head_dim_v) { return (208 - (head_dim + head_dim_v) / 2) / 16 * 16; }
-
-// Do the registers of 128 keys a block suffice beyond kMostDimOf128Keys? Not for what else becomes of a score, nor for a walk.
-bool fits_128_wide_keys(const BackwardConfig &c) {
-  const Features &f = c.features;
-  const bool plain = !(f.additive() || f.mask || f.dropout || f.blocks || f.part);
-  return plain && std::max(c.columns(), c.columns_v()) <= 192 && queries_beside_sums(c.head_dim, c.head_dim_v) >= 32;
-}
-
-// Do 64 keys a block serve better than 128, however many blocks there are?
+// Do 64 keys a block serve better than 128 up to kMostDimOf128Keys, however many blocks there are?
 bool takes_64_keys(const Problem &p, const Features &f) {
   if (larger_dim(p) <= 64) return false;
-  if (larger_dim(p) > kMostDimOf128Keys) return !fits_128_wide_keys(begin(p, f));
   // A warpgroup's registers with dK and dV.
   const bool costly_pair = (f.function && (f.dropout || (f.band && in_turns(p)))) || (f.mask && f.dropout && f.band);
   // Those who load walk over ranges, and these leave them too few registers.
@@ -110,7 +90,7 @@ bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
   const Features &f = c.features;
   if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
   if (f.part || f.unrounded_gradients()) return false;
-  if (larger_dim(p) > (f.function || f.dropout || f.bias ? 64 : kMostDimOf128Keys)) return false; // registers
+  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   // The first keys are seen by all queries, and all keys by some.
   if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
@@ -154,6 +134,15 @@ bool walks_on(const Problem &p, const BackwardConfig &c) {
   return !c.features.band || (!p.invariant && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k());
 }
 
+BackwardConfig begin(const Problem &p, const Features &f) {
+  BackwardConfig c = begin_config<BackwardConfig>(p, 16);
+  c.features = f;
+  c.registers_load = 40, c.registers_compute = 232;
+  c.deterministic = in_turns(p) && p.dq;
+  c.invariant = p.invariant;
+  return c;
+}
+
 BackwardConfig of_64_keys(const Problem &p, const Features &f) {
   BackwardConfig c = begin(p, f);
   c.roles = 1, c.tile_q = 64;
@@ -164,11 +153,21 @@ BackwardConfig of_64_keys(const Problem &p, const Features &f) {
   return c;
 }
 
-// Of wide heads, whose dK and dV leave few registers, and K, V and dS little shared memory.
-void fill_registers(BackwardConfig &c, const Device &device) {
-  c.registers_load = 24, c.registers_compute = 240, c.staged_store = 0;
-  c.tile_q = std::min(64, queries_beside_sums(c.head_dim, c.head_dim_v)), c.dq_shared = c.deterministic;
-  while (c.shared_bytes() > device.shared_per_block) c.tile_q -= 16;
+// Of heads beyond kMostDimOf128Keys, whose dK and dV leave a warpgroup registers for tiles of few queries: S and dP of as many, beside 32
+// for the rest. Nothing, where these are fewer than 32, or where an option takes more.
+std::optional<BackwardConfig> of_128_wide_keys(const Problem &p, const Features &f, const Device &device) {
+  const int options = f.alibi + (f.mask != 0) + (f.dropout != 0) + (f.function != 0);
+  BackwardConfig c = begin(p, f);
+  if (f.blocks || f.bias || f.scaled || options + (f.part != 0) > 1 || std::max(c.columns(), c.columns_v()) > 192) return {};
+  if (!f.part) c.registers_load = 24, c.registers_compute = 240; // those who load parts walk over ranges
+  c.exact_p = f.function || f.dropout;
+  c.tile_q = std::min(64, (c.registers_compute - 32 - (c.head_dim + c.head_dim_v) / 2) / 16 * 16 - 16 * options);
+  // In turns dQ leaves through shared memory. Without a dQ tiles are the same, for dK and dV of an invariant call are sums over them.
+  c.dq_shared = in_turns(p);
+  while (c.tile_q >= 32 && c.shared_bytes() > device.shared_per_block) c.tile_q -= 16;
+  c.dq_shared = c.deterministic;
+  if (c.tile_q < 32) return {};
+  return c;
 }
 
 BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &device) {
@@ -186,7 +185,6 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
     c.tile_q = 64;
   else
     c.tile_q = wastes_80(p, f) ? 64 : 80;
-  if (larger_dim(p) > kMostDimOf128Keys) fill_registers(c, device);
   if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64)) c.registers_load = 24, c.registers_compute = 240;
   return c;
 }
@@ -274,12 +272,11 @@ int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &de
   return best;
 }
 
-// May a block have 64 keys or 128? Dropout and functions of a score make dS of P in FP32, which 64 do not; invariant: lengths have no say.
-// In turns 64 keys of wide heads wait too long (an H200: 0.5 to 0.9 as fast, however few blocks there are).
+// May a block have 64 keys or 128? Dropout and functions of a score make dS of P in FP32, which 64 do not, and which wide heads have no
+// claim to; invariant: lengths have no say.
 bool takes_either(const Problem &p, const Features &f) {
-  if (larger_dim(p) > kMostDimOf128Keys && in_turns(p)) return false;
-  const bool crowded = f.bias && (f.mask || f.alibi);
-  return !(crowded || f.function || f.dropout || f.blocks || f.part || p.invariant || p.persistent);
+  const bool wide = larger_dim(p) > kMostDimOf128Keys, crowded = !wide && ((f.bias && (f.mask || f.alibi)) || f.function || f.dropout);
+  return !(crowded || f.blocks || f.part || p.invariant || p.persistent);
 }
 
 // Do 64 keys a block serve better where either would do? A tile of queries takes such a block, whose warpgroups work at the same keys in
@@ -293,13 +290,18 @@ bool fill_better(const Problem &p, const BackwardConfig &of_64, const BackwardCo
 }
 
 BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
-  if (takes_64_keys(p, f)) return of_64_keys(p, f);
-  const BackwardConfig of_128 = of_128_keys(p, f, device);
-  if (!takes_either(p, f) || p.tile_k == 128) return of_128;
-  if (p.tile_k == 64) return of_64_keys(p, f);
-  if (p.batch * p.heads_kv * key_tiles(p, of_128.tile_k()) > device.sms) return of_128; // no SM idles
+  const bool wide = larger_dim(p) > kMostDimOf128Keys;
+  std::optional<BackwardConfig> of_128;
+  if (wide)
+    of_128 = of_128_wide_keys(p, f, device);
+  else if (!takes_64_keys(p, f))
+    of_128 = of_128_keys(p, f, device);
+  if (!of_128 || (p.tile_k == 64 && takes_either(p, f))) return of_64_keys(p, f);
+  if (!takes_either(p, f) || p.tile_k == 128) return *of_128;
+  if (wide && of_128->deterministic) return *of_128; // an H200: 1.1 to 2.2 times as fast, with few blocks as well
+  if (p.batch * p.heads_kv * key_tiles(p, of_128->tile_k()) > device.sms) return *of_128; // no SM idles
   const BackwardConfig of_64 = of_64_keys(p, f);
-  return fill_better(p, of_64, of_128, device) ? of_64 : of_128;
+  return fill_better(p, of_64, *of_128, device) ? of_64 : *of_128;
 }
 
 // Do blocks serve better that take one tile of keys after the other? They spare a block's start and fetch K and V while others are stored.
