@@ -185,9 +185,10 @@ template <BackwardConfig C> struct Backward {
     }
     // Has there been an iteration with these keys?
     static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.persistent ? before >= 0 : n > 0; }
-    // S of the next tile, when the tensor cores are the other warpgroup's; after the last one a product that nobody reads.
+    // S of the next tile, when the tensor cores are the other warpgroup's; after the last one a product that nobody reads. later: this
+    // is not the first iteration.
     __device__ __forceinline__ void begin_next_s(u32 n, u32 next, bool later) {
-      if (!C.third() || !later) leave_tensor_cores();
+      if (!C.third() || !later) leave_tensor_cores(); // else add_third has
       if (next != n) scores.release(shared.q_empty(n));
       wait_full(shared.q_full(next), next);
       if constexpr (C.keys_in_registers)

@@ -272,8 +272,8 @@ int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &de
   return best;
 }
 
-// May a block have 64 keys or 128? Dropout and functions of a score make dS of P in FP32, which 64 do not, and which wide heads have no
-// claim to; invariant: lengths have no say.
+// May a block have 64 keys or 128? Up to kMostDimOf128Keys dropout and functions of a score make dS of P in FP32 always, which 64 keys do
+// not; invariant: lengths have no say.
 bool takes_either(const Problem &p, const Features &f) {
   const bool wide = larger_dim(p) > kMostDimOf128Keys, crowded = !wide && ((f.bias && (f.mask || f.alibi)) || f.function || f.dropout);
   return !(crowded || f.blocks || f.part || p.invariant || p.persistent);
