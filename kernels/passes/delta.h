@@ -39,7 +39,9 @@ private:
     }
     if (!a.dq_sum || (kHopper && a.first_stores)) return;
     float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
-    for (int i = (int)threadIdx.x; i < C.tile_q * C.head_dim / 4; i += kThreads) sum[i] = float4{0, 0, 0, 0};
+    for (int i = (int)threadIdx.x; i < C.tile_q * C.head_dim / 4; i += kThreads) {
+      if (!kHopper || !is_dq_padding(4 * i, C.head_dim, C.tile_q, a.in.head_dim)) sum[i] = float4{0, 0, 0, 0};
+    }
   }
 
   // 16 bits: kLanes lanes share a row, each takes 8 columns at a time.
