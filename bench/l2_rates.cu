@@ -1,56 +1,52 @@
 // What the L2 cache does for the Hopper backward: every SM adds to tiles of 48 KB in FP32, as dQ is added up, and fetches as many bytes.
-//   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -o l2_rates bench/l2_rates.cu && ./l2_rates
+//   nvcc -O3 -std=c++20 -gencode arch=compute_90a,code=sm_90a -I kernels -o l2_rates bench/l2_rates.cu && ./l2_rates
 // docs/lab/hopper-backward.md, step 40, has what an H200 gives.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cuda_runtime.h>
 
+#include "ptx/barrier.h"
+#include "ptx/ldmatrix.h"
+#include "ptx/mbarrier.h"
+#include "ptx/tma.h"
+
+using namespace strobe;
+
 constexpr int kTile = 48 * 1024, kPiece = 8192, kSteps = 400, kTiles = 400, kAdding = 256;
 
 enum Adders { kNobody, kLanes, kCopyEngine };
 enum Places { kOwn, kCommon }; // two tiles of each block's own; or 64 that 64 blocks walk over at the same time
-
-__device__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
 
 template <Places places> __device__ long tile_of(int step) {
   return (places == kCommon ? blockIdx.x / 64 * 64 + step % 64 : blockIdx.x * 2 + step % 2) * (long)kTile;
 }
 
 template <Places places> __device__ void add_from_lanes(char *sums) {
+  const float x[4] = {1e-9f, 1e-9f, 1e-9f, 1e-9f};
   for (int step = 0; step < kSteps; ++step) {
-    for (int at = threadIdx.x * 16; at < kTile; at += kAdding * 16)
-      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %1, %1, %1};" ::"l"(sums + tile_of<places>(step) + at), "f"(1e-9f)
-                   : "memory");
+    for (int at = threadIdx.x / 32 * 512; at < kTile; at += kAdding * 16) add_quad((float *)(sums + tile_of<places>(step) + at), x);
   }
 }
-template <Places places> __device__ void add_by_copy_engine(char *sums, unsigned source) {
+template <Places places> __device__ void add_by_copy_engine(char *sums, u32 source) {
   for (int step = 0; step < kSteps; ++step) {
-    for (int at = 0; at < kTile; at += kPiece)
-      asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(sums + tile_of<places>(step) + at),
-                   "r"(source + at), "r"(kPiece)
-                   : "memory");
-    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 1;" ::: "memory");
+    for (int at = 0; at < kTile; at += kPiece) bulk_add(sums + tile_of<places>(step) + at, source + at, kPiece);
+    bulk_commit();
+    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory"); // two tiles under way
   }
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  bulk_wait();
 }
-template <Places places> __device__ void fetch(const char *source, unsigned target, unsigned barriers) {
+template <Places places> __device__ void fetch(const char *source, u32 target, u32 barriers) {
   auto begin = [&](int step) {
-    const unsigned barrier = barriers + step % 2 * 8;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(kTile) : "memory");
+    const u32 barrier = barriers + step % 2 * 8;
+    mbarrier_expect(barrier, kTile);
     for (int at = 0; at < kTile; at += kPiece)
-      asm volatile(
-          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target + step % 2 * kTile + at),
-          "l"(source + tile_of<places>(step) + at), "r"(kPiece), "r"(barrier)
-          : "memory");
+      bulk_load(target + step % 2 * kTile + at, source + tile_of<places>(step) + at, kPiece, barrier);
   };
   begin(0);
   for (int step = 0; step < kSteps; ++step) {
     if (step + 1 < kSteps) begin(step + 1);
-    asm volatile("{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}" ::"r"(
-                     barriers + step % 2 * 8),
-                 "r"(step / 2 % 2)
-                 : "memory");
+    mbarrier_wait(barriers + step % 2 * 8, step / 2 % 2);
   }
 }
 
@@ -59,8 +55,8 @@ __global__ void __launch_bounds__(kAdding + 32) work(char *sums, const char *sou
   extern __shared__ __align__(1024) char tiles[]; // one to add, two to fetch to
   __shared__ uint64_t barriers[2];
   if (threadIdx.x == 0) {
-    for (uint64_t &barrier : barriers) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)));
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    for (uint64_t &barrier : barriers) mbarrier_init(shared_address(&barrier), 1);
+    mbarrier_init_fence();
   }
   __syncthreads();
   const uint64_t begin = clock64();
