@@ -76,8 +76,8 @@ void asked(Page &page, const Problem &p, const Execution &e) {
   if (p.window_left != kUnbounded || p.window_right != kUnbounded)
     page.line("window", text(bound(p.window_left), " keys to the left, ", bound(p.window_right), " to the right",
                              p.window_left == kUnbounded && p.window_right == 0 ? " (causal)" : ""));
-  page.line("alignment",
-            p.bottom_right ? "bottom right: the last query sees the last key" : "top left: the first query sees the first key");
+  page.line("alignment", p.bottom_right ? text("bottom right: the last query sees the last key", p.seqused_k ? " that counts" : "")
+                                        : "top left: the first query sees the first key");
   if (p.part)
     page.line("part", text(p.part.count_q, " ranges of queries and ", p.part.count_k, " of keys of up to ", p.part.most_q, " and ",
                            p.part.most_k, "; heads from ", p.part.first_head, " of ", p.part.heads, ", sequences from ", p.part.first_batch,

@@ -59,9 +59,12 @@ struct SequencePages {
     const u32 n = number(j);
     return offset_in((u32)table[n], n, j, page_stride, row_stride);
   }
-  // The same, where row j lies in page n of the sequence, for which the table has `entry`.
+  // The same, where row j lies in page n of the sequence, for which the table has `entry`; and where it is row `slot` of such a page.
   STROBE_FN i64 offset_in(u32 entry, u32 n, i32 j, i64 page_stride, i64 row_stride) const {
-    return (entry < pages ? (i64)entry * page_stride : 0) + (i64)((u32)j - n * page) * row_stride;
+    return offset_of(entry, (u32)j - n * page, page_stride, row_stride);
+  }
+  STROBE_FN i64 offset_of(u32 entry, u32 slot, i64 page_stride, i64 row_stride) const {
+    return (entry < pages ? (i64)entry * page_stride : 0) + (i64)slot * row_stride;
   }
   // Whether any of the keys [begin, end) is lacking, judged by this thread's share of their pages: page `first` and every count-th one
   // after it.

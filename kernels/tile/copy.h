@@ -23,6 +23,15 @@ template <class T> struct StridedMatrix : Matrix<T> {
 template <class Rows>
 concept Strided = requires { Rows::kStrided; };
 
+// Rows of 16-bit elements whose addresses a warp's lanes have, lane r that of row r; loaded if aligned.
+struct RowsOfLanes {
+  static constexpr bool kOfLanes = true;
+  const void *address;
+  i32 rows, columns;
+};
+template <class Rows>
+concept OfLanes = requires { Rows::kOfLanes; };
+
 // Which chunks of a tile a thread copies: chunk + k * kAcross of row + i * kDown.
 template <int kRows, int kColumns, int kThreads> struct Share {
   using L = Layout<kColumns>;
@@ -57,6 +66,15 @@ __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
           if (i < S::kSteps && s.inside(i))
             cp_async(base + S::L::offset(s.row + i * S::kDown, chunk), from[n] + 8 * chunk, i * S::kDown < rows);
         }
+      }
+    } else if constexpr (OfLanes<Rows>) {
+      static_assert(kAligned && kRows <= 32 && kRows % S::kDown == 0, "lanes ask one another");
+      constexpr int kPeriod = S::kDown % 8 ? 8 / (S::kDown & -S::kDown) : 1; // as below
+#pragma unroll
+      for (int i = 0; i < S::kSteps; ++i) {
+        const u32 place = S::L::offset(s.row + i % kPeriod * S::kDown, chunk) + (u32)(i / kPeriod * kPeriod * S::kDown * S::L::kPitch);
+        const u64 from = __shfl_sync(0xFFFFFFFFu, (u64)m.address, s.row + i * S::kDown);
+        cp_async(base + place, (const char *)from + 16 * chunk, i * S::kDown < rows);
       }
     } else if constexpr (kAligned && Strided<Rows>) {
       // Places in the tile repeat after so many steps, and both addresses come by adding what all threads share.

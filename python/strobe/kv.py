@@ -200,7 +200,7 @@ def append(
     # A row of a contiguous cache is the one page of its sequence.
     table = torch.arange(len(seqlens), device=k.device, dtype=torch.int32)[:, None] if page_table is None else page_table
     new = k.shape[row] if cu_seqlens is None else cu_seqlens.diff()
-    counts = _check_room(seqlens, new, table, k_cache.shape[row], k_cache.shape[0])
+    counts = _check_room(seqlens, new, table, k_cache.shape[row], k_cache.shape[0], in_pages=page_table is not None)
     if cu_seqlens is None:  # a row for each token
         k, v = ((x if bshd else x.transpose(1, 2)).flatten(0, 1) for x in (k, v))
     if rotary_cos is not None and rotary_sin is not None:
@@ -216,7 +216,7 @@ def append(
     return seqlens + new
 
 
-def _check_room(seqlens: Tensor, new: int | Tensor, table: Tensor, page: int, pages: int) -> list[int] | None:
+def _check_room(seqlens: Tensor, new: int | Tensor, table: Tensor, page: int, pages: int, in_pages: bool) -> list[int] | None:
     """How many new tokens each sequence gets, for which it has to have room in pages of its own; None where nobody looks at numbers."""
     room = table.shape[1] * page
     if isinstance(new, int) and new > room:
@@ -227,11 +227,22 @@ def _check_room(seqlens: Tensor, new: int | Tensor, table: Tensor, page: int, pa
     for b, (n, count) in enumerate(zip(seqlens.tolist(), counts, strict=True)):
         if count > room:
             raise ValueError(f"cu_seqlens: {count} tokens at [{b}]; accepted are up to {room}, for which a sequence has room")
-        if not 0 <= n <= room - count:
+        if not 0 <= n <= room:
             raise ValueError(f"seqlens: {n} at [{b}]; accepted are 0 to {room - count}, for a sequence has room for {room} tokens")
+        if n + count > room:
+            raise ValueError(_no_room(b, n, count, room, page, in_pages))
     if TORCH.is_readable(table):
         _check_pages(table.tolist(), seqlens.tolist(), counts, page, pages)
     return counts
+
+
+def _no_room(b: int, held: int, new: int, room: int, page: int, in_pages: bool) -> str:
+    """Of sequence b, which holds so many tokens that the new ones do not fit behind them."""
+    full = "full" if held == room else "too small"
+    counts = f"have room for {room} tokens, hold {held} (seqlens) and are to get {new} more"
+    if in_pages:
+        return f"page_table: {full} at [{b}]: the sequence's pages {counts}; accepted is a row of {-(-(held + new) // page)} pages or more"
+    return f"k_cache, v_cache: {full} at [{b}]: they {counts}; accepted is room for {held + new} or more"
 
 
 def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch.dtype, tokens: int | None) -> list[tuple[Tensor, Tensor]]:
@@ -452,6 +463,9 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
         )
     if wrong:
         return wrong
+    if not quantised and (k_cache.dtype in _LARGEST or given["v_cache"].dtype in _LARGEST):  # then nobody knows what k and v are to be
+        of = f", float16 or float32 {tuple(k_cache.shape[:3])}: append() quantises k and v itself, and writes their scales"
+        return _wrong_dtypes(k_cache, given["v_cache"], quantised, of)
     head, row = (2, 1) if bshd else (1, 2)
     batch, heads = len(k) if cu_seqlens is None else len(cu_seqlens) - 1, k_cache.shape[head]
     rows = batch if table is None else k_cache.shape[0]
@@ -498,11 +512,11 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
     return wrong
 
 
-def _wrong_dtypes(k_cache: Tensor, v_cache: Tensor, quantised: bool) -> Wrong:
-    """What attention() does not take, of a cache that has scales, or has none."""
+def _wrong_dtypes(k_cache: Tensor, v_cache: Tensor, quantised: bool, scales: str = "") -> Wrong:
+    """What attention() does not take, of a cache that has scales, or has none. scales: what a message says of those that are not there."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype in _LARGEST and not quantised:
-            return [ValueError(f"k_scale, v_scale: None beside {name} of {x.dtype}; accepted are the scales of a quantised cache")]
+            return [ValueError(f"k_scale, v_scale: None beside {name} of {x.dtype}; accepted are the scales of a quantised cache{scales}")]
     accepted, beside = ((*_LARGEST,), " beside k_scale") if quantised else (_PLAIN, "")
     wrong: Wrong = []
     if k_cache.dtype not in accepted:

@@ -156,8 +156,22 @@ CU = torch.tensor([0, 3, 3], dtype=torch.int32)
 PACKED = {"k": torch.ones(3, 2, 8), "v": torch.ones(3, 2, 6)}
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
-        {"seqlens": torch.tensor([8, 0], dtype=torch.int32)},
-        r"^seqlens: 8 at \[0\]; accepted are 0 to 7, for a sequence has room for 8 tokens",
+        {"seqlens": torch.tensor([9, 0], dtype=torch.int32)},
+        r"^seqlens: 9 at \[0\]; accepted are 0 to 7, for a sequence has room for 8 tokens",
+    ),
+    (
+        {"seqlens": torch.tensor([0, 8], dtype=torch.int32)},
+        r"^page_table: full at \[1\]: the sequence's pages have room for 8 tokens, hold 8 \(seqlens\) and are to get 1 more; "
+        "accepted is a row of 3 pages or more$",
+    ),
+    (
+        {"page_table": None, "k": torch.ones(4, 2, 1, 8), "v": torch.ones(4, 2, 1, 6), "seqlens": torch.tensor([3, 4, 0, 0]).int()},
+        r"^k_cache, v_cache: full at \[1\]: they have room for 4 tokens, hold 4 \(seqlens\) and are to get 1 more; "
+        "accepted is room for 5 or more$",
+    ),
+    (
+        {"page_table": None, "k": torch.ones(4, 2, 3, 8), "v": torch.ones(4, 2, 3, 6), "seqlens": torch.tensor([2, 0, 0, 0]).int()},
+        r"^k_cache, v_cache: too small at \[0\]: they have room for 4 tokens, hold 2 \(seqlens\) and are to get 3 more; ",
     ),
     ({"seqlens": torch.tensor([-1, 0], dtype=torch.int32)}, r"^seqlens: -1 at \[0\]"),
     ({"seqlens": torch.tensor([1, 0])}, r"^seqlens: torch.int64 of shape \(2,\); accepted is int32 \(2,\)"),
@@ -185,7 +199,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"^cu_seqlens: \[1, 4, 4\]; accepted are numbers from 0 to at most 3, the rows of k, that never fall",
     ),
     ({"cu_seqlens": CU + torch.tensor([0, 1, 1]).int(), **PACKED}, r"^cu_seqlens: \[0, 4, 4\]; accepted are numbers from 0 to at most 3"),
-    ({"cu_seqlens": CU, **PACKED}, r"^seqlens: 6 at \[0\]; accepted are 0 to 5, for a sequence has room for 8 tokens"),
+    (
+        {"cu_seqlens": CU, **PACKED},
+        r"^page_table: too small at \[0\]: the sequence's pages have room for 8 tokens, hold 6 \(seqlens\) and are to get 3 more; ",
+    ),
     (
         {"cu_seqlens": CU * 3, "k": torch.ones(9, 2, 8), "v": torch.ones(9, 2, 6)},
         r"^cu_seqlens: 9 tokens at \[0\]; accepted are up to 8, for which a sequence has room",
@@ -645,11 +662,19 @@ def test_compiled_for_any_size_of_the_cache():
         assert torch.equal(k_cache[table[:, 0].long(), :, 0], k[:, :, 0])
 
 
-def test_a_quantised_cache_is_not_appended_to_without_its_scales():
-    """Or the old scales would stand beside new numbers."""
-    cache, x = torch.zeros(3, 2, 16, 8, dtype=torch.int8), torch.ones(3, 2, 1, 8, dtype=torch.int8)
-    with pytest.raises(
-        ValueError, match="^k_scale, v_scale: None beside k_cache of torch.int8; accepted are the scales of a quantised cache"
-    ):
-        strobe.kv.append(cache, cache.clone(), x, x, torch.zeros(3, dtype=torch.int32))
-    assert not cache.any()
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("of_new", [torch.float32, None])
+def test_a_quantised_cache_is_not_appended_to_without_its_scales(of_new, stored, layout):
+    """Or the old scales would stand beside new numbers. The message speaks of them alone, whatever k and v are."""
+    axes = (3, 2, 16) if layout == "bhsd" else (3, 16, 2)
+    cache = torch.zeros(*axes, 4 if stored == torch.uint8 else 8, dtype=torch.uint8).view(stored)
+    x = torch.ones(3, 2, 1, 8).to(of_new or stored)
+    x = x if layout == "bhsd" else x.transpose(1, 2)
+    message = (
+        f"k_scale, v_scale: None beside k_cache of {stored}; accepted are the scales of a quantised cache, float16 or float32 {axes}: "
+        "append() quantises k and v itself, and writes their scales"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        strobe.kv.append(cache, cache.clone(), x, x, torch.zeros(3, dtype=torch.int32), layout=layout)
+    assert not cache.view(torch.uint8).any()

@@ -110,6 +110,30 @@ def test_numpy():
     assert (lse == -np.inf).all()
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_partial_result_and_an_ordinary_one(layout):
+    """The first one says which form the result has; a partial part's backward takes it where that is the partial one."""
+    torch.manual_seed(0)
+    axis = 2 if layout == "bhsd" else 1
+    q, k, v = (torch.randn((1, 2, 40, 16) if layout == "bhsd" else (1, 40, 2, 16)).bfloat16() for _ in range(3))
+    (k_a, k_b), (v_a, v_b) = (x.split([16, 24], axis) for x in (k, v))
+    part = strobe.Part([(0, 40)], [(0, 16)], 40, 40, partial=True)
+    options = {"layout": layout, "engine": "reference"}
+    partial = strobe.attention(q, k_a, v_a, part=part, return_lse=True, **options)
+    ordinary = strobe.attention(q, k_b, v_b, return_lse=True, **options)
+    expected, expected_lse = strobe.attention(*(x.float() for x in (q, k, v)), return_lse=True, **options)
+    of_partial, of_ordinary = (strobe.merge(*a, *b, layout=layout) for a, b in ((partial, ordinary), (ordinary, partial)))
+    assert [(x.dtype, x.shape) for x in of_partial] == [(torch.float32, q.shape), (torch.float32, (2, 1, 2, 40))]
+    assert [(x.dtype, x.shape) for x in of_ordinary] == [(torch.bfloat16, q.shape), (torch.float32, (1, 2, 40))]
+    for (out, _), lse in ((of_partial, of_partial[1].sum(0)), (of_ordinary, of_ordinary[1])):
+        torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0)  # the ordinary one is rounded to bfloat16
+        torch.testing.assert_close(lse, expected_lse)
+    delta = torch.ones(1, 2, 40)
+    strobe.attention_backward(q, q, k_a, v_a, None, of_partial[1], delta=delta, part=part, **options)
+    with pytest.raises(ValueError, match="^lse: rank 3; accepted is rank 4"):
+        strobe.attention_backward(q, q, k_a, v_a, None, of_ordinary[1], delta=delta, part=part, **options)
+
+
 def test_compile():
     torch._dynamo.reset()
     arguments = [torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6)]

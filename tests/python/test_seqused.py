@@ -280,6 +280,14 @@ def test_numpy_and_words():
     assert "seqused_k" in strobe.explain(q, k, k, seqused_k=used)
 
 
+def test_explain_speaks_of_the_last_key_that_counts():
+    q, k = torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 8, 16)
+    assert "the last query sees the last key\n" in strobe.explain(q, k, k, causal=True)
+    used = torch.tensor([5], dtype=torch.int32)
+    assert "the last query sees the last key that counts\n" in strobe.explain(q, k, k, causal=True, seqused_k=used)
+    assert "that counts" not in strobe.explain(q, k, k, causal=True, seqused_k=used, alignment="top_left")
+
+
 def test_rows_and_columns_of_the_reference():
     inputs = dense(torch.float32, 16, causal=True)
     given = (inputs.q, inputs.k, inputs.v)

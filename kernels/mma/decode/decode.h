@@ -111,10 +111,12 @@ private:
     const auto v = v_of_call<T, F>(a, sequence, b, head);
     Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, share(group)), tiles = ahead;
     int loading = 0, stage = 0;
+    PlacesAhead<typename KeysOf<T, F>::type, C.stages> places(k, ahead);
+    u32 lacking_tiles = 0; // a bit for each tile that is under way, the next one's first: it lacks keys
     tile::load<C.tile_q, kD, kThreads, kAligned>(q_shared, PackedRows{*this, rows - first, in.head_dim, in.q.stride[3]}, threadIdx.x);
     cp_async_commit();
 #pragma unroll
-    for (int i = 0; i < C.stages - 1; ++i) load_next(ahead, loading, k, v);
+    for (int i = 0; i < C.stages - 1; ++i) load_next(ahead, loading, k, v, places, lacking_tiles);
     cp_async_wait<C.stages - 1>();
     __syncthreads();
     const tile::Blocks<Left, kD> q_blocks(q_shared, 16 * column * kInner);
@@ -125,22 +127,22 @@ private:
     RowSoftmax<2 * kM> softmax;
     KeyTile tile;
     bool nonfinite = false;
-    TileScales<C.features> key_scales(k, v, tiles);
+    TileScales<C.features> key_scales(k, v, tiles, places);
     const QueryScales<T, F.quant, kM> row_scales(Q);
     while (tiles.next(tile)) {
       cp_async_wait<C.stages - 2>();
       Warps::meet((int)threadIdx.x); // this tile is here, and the warp no longer reads the one before it
-      load_next(ahead, loading, k, v);
+      const bool lacking = lacking_tiles & 1;
+      load_next(ahead, loading, k, v, places, lacking_tiles);
       Accumulator S[kM][kN] = {};
       if constexpr (F.quant) {
-        nonfinite |= key_scales.next(k, v, tiles);
+        nonfinite |= key_scales.next(k, v, tiles, places);
         multiply_stored<T, F.quant, kD>(S, Q, k_shared + stage * kKBytes, row_scales, key_scales, zero());
       } else {
         multiply_q_k(S, Q, q_blocks, stage);
       }
       Warps::exchange(S, q_shared + C.decode_exchange_at(), (int)threadIdx.x);
       score(S, tile);
-      const bool lacking = lacks_some(k, tile);
       if (lacking) hide_lacking(S, k, tile);
       softmax.template follow<C.exact_max>(S, exponent(), O);
       if constexpr (F.quant)
@@ -156,13 +158,18 @@ private:
   static __device__ __forceinline__ int next_stage(int stage) { return stage + 1 == C.stages ? 0 : stage + 1; }
   // Copies the next tile of keys; without one it still commits a group, an empty one.
   template <class RowsOfK, class RowsOfV>
-  __device__ __forceinline__ void load_next(Schedule &ahead, int &stage, const RowsOfK &k, const RowsOfV &v) const {
+  __device__ __forceinline__ void load_next(Schedule &ahead, int &stage, const RowsOfK &k, const RowsOfV &v,
+                                            PlacesAhead<RowsOfK, C.stages> &places, u32 &lacking_tiles) const {
     KeyTile t;
+    bool lacks = false;
     if (ahead.next(t)) {
       load_rows<C.tile_k, C.row_bytes(kD) / 2, C.row_bytes(kDv) / 2, 32 * C.column_warps, kAligned>(
-          k_shared + stage * kKBytes, v_shared + stage * kVBytes, k, v, t, lane);
+          k_shared + stage * kKBytes, v_shared + stage * kVBytes, k, v, t, places, lane);
+      if constexpr (kInPages<RowsOfK>) lacks = places.lacks_some(k, t);
       stage = next_stage(stage);
     }
+    places.read(k, ahead);
+    if constexpr (kInPages<RowsOfK>) lacking_tiles = lacking_tiles >> 1 | (u32)lacks << (C.stages - 2);
     cp_async_commit();
   }
 

@@ -17,43 +17,61 @@ template <class Values> inline constexpr bool kInPages = false;
 template <class T> inline constexpr bool kInPages<PagedKeys<T>> = true;
 template <Features F, bool kByColumn> inline constexpr bool kInPages<QuantisedKeys<F, kByColumn>> = F.seqused == kPaged;
 
-// Rows of one page, the first of which lies `at` elements behind row 0 of page 0.
-template <class T> __device__ __forceinline__ auto rows_of_page(const PagedKeys<T> &values, i64 at, i32 rows) {
-  return tile::StridedMatrix<const T>{{values.first + at, values.x.stride[2], values.x.stride[3], rows, values.columns}};
+// Where the rows of a warp's next tiles lie, a row a lane: read from the table a tile before they are loaded, so that no copy waits for it,
+// and kept until the tile is next but one, when its scales are read. Otherwise nothing.
+template <class K, int kStages> class PlacesAhead {
+public:
+  __device__ __forceinline__ PlacesAhead(const K &, const Schedule &) {}
+  __device__ __forceinline__ void read(const K &, const Schedule &) {}
+};
+template <class K, int kStages>
+  requires kInPages<K>
+class PlacesAhead<K, kStages> {
+public:
+  // tiles: from the next one on.
+  __device__ __forceinline__ PlacesAhead(const K &k, const Schedule &tiles) { read(k, tiles); }
+  __device__ __forceinline__ void read(const K &k, Schedule tiles) {
+#pragma unroll
+    for (int n = kStages - 1; n > 0; --n) entry_[n] = entry_[n - 1], slot_[n] = slot_[n - 1];
+    KeyTile tile;
+    if (!tiles.next(tile)) return;
+    const i32 j = min((i32)tile.begin + tile::lane_id(), (i32)tile.end - 1);
+    const u32 number = k.pages.number(j);
+    entry_[0] = (u32)k.pages.table[number], slot_[0] = (u32)j - number * k.pages.page;
+  }
+  // Of the next tile, the distance of this lane's row from row 0 of page 0. And of the scale of a row of the tile that is multiplied next.
+  template <class Values> __device__ __forceinline__ i64 row(const Values &values) const { return offset(values.pages, 0, values.x); }
+  template <class Values> __device__ __forceinline__ i64 scale(const Values &values) const {
+    return offset(values.pages, kStages - 1, values.scale);
+  }
+  // Whether the table names no page of the pools for some key of the next tile; all lanes get the same answer.
+  __device__ __forceinline__ bool lacks_some(const K &k, const KeyTile &tile) const {
+    return __any_sync(0xFFFFFFFFu, (i32)tile.begin + tile::lane_id() < (i32)tile.end && entry_[0] >= k.pages.pages);
+  }
+
+private:
+  u32 entry_[kStages] = {}, slot_[kStages] = {};
+  __device__ __forceinline__ i64 offset(const SequencePages &pages, int n, const Operand &x) const {
+    return pages.offset_of(entry_[n], slot_[n], x.stride[0], x.stride[2]);
+  }
+};
+
+template <class T> __device__ __forceinline__ tile::RowsOfLanes rows_of_lanes(const PagedKeys<T> &values, i64 place, i32 rows) {
+  return {values.first + place, rows, values.columns};
 }
 template <Features F, bool kByColumn>
-__device__ __forceinline__ auto rows_of_page(const QuantisedKeys<F, kByColumn> &values, i64 at, i32 rows) {
-  return values.bytes_from(values.first + at, rows);
+__device__ __forceinline__ tile::RowsOfLanes rows_of_lanes(const QuantisedKeys<F, kByColumn> &values, i64 place, i32 rows) {
+  return {values.first + place, rows, values.elements()};
 }
 
-// Loads K and V of a tile by tile::load(). In pages, each row's place is read from the table, and its copy waits for that. If 16 rows lie
-// in one page, as they do in pages of 16 or a multiple, one reading of the table finds these rows of K and of V.
-template <int kRows, int kD, int kDv, int kThreads, bool kAligned, class K, class V>
-__device__ __forceinline__ void load_rows(u32 base_k, u32 base_v, const K &k, const V &v, const KeyTile &tile, int thread) {
-  constexpr int kEach = 16;
-  static_assert(kRows % kEach == 0);
+// Loads K and V of a tile by tile::load(). In pages lanes ask one another for a row's place.
+template <int kRows, int kD, int kDv, int kThreads, bool kAligned, class K, class V, class Places>
+__device__ __forceinline__ void load_rows(u32 base_k, u32 base_v, const K &k, const V &v, const KeyTile &tile, const Places &places,
+                                          int thread) {
   if constexpr (kAligned && kInPages<K>) {
-    const SequencePages &pages = k.pages;
-    i32 begin[kRows / kEach], rows[kRows / kEach]; // no rows: zeros are stored
-    u32 first[kRows / kEach], page[kRows / kEach];
-#pragma unroll
-    for (int i = 0; i < kRows / kEach; ++i) {
-      begin[i] = min((i32)tile.begin + kEach * i, (i32)tile.end - 1);
-      rows[i] = max(0, min(kEach, (i32)tile.end - (i32)tile.begin - kEach * i));
-      first[i] = pages.number(begin[i]), page[i] = (u32)pages.table[first[i]];
-    }
-#pragma unroll
-    for (int i = 0; i < kRows / kEach; ++i) {
-      const u32 to_k = base_k + i * kEach * tile::Layout<kD>::kPitch, to_v = base_v + i * kEach * tile::Layout<kDv>::kPitch;
-      if (first[i] == pages.number(begin[i] + max(rows[i], 1) - 1)) {
-        const auto place = [&](const Operand &x) { return pages.offset_in(page[i], first[i], begin[i], x.stride[0], x.stride[2]); };
-        tile::load<kEach, kD, kThreads, true>(to_k, rows_of_page(k, place(k.x), rows[i]), thread);
-        tile::load<kEach, kDv, kThreads, true>(to_v, rows_of_page(v, place(v.x), rows[i]), thread);
-      } else {
-        tile::load<kEach, kD, kThreads, true>(to_k, rows_of(k, begin[i], begin[i] + rows[i]), thread);
-        tile::load<kEach, kDv, kThreads, true>(to_v, rows_of(v, begin[i], begin[i] + rows[i]), thread);
-      }
-    }
+    const i32 rows = (i32)tile.end - (i32)tile.begin;
+    tile::load<kRows, kD, kThreads, true>(base_k, rows_of_lanes(k, places.row(k), rows), thread);
+    tile::load<kRows, kDv, kThreads, true>(base_v, rows_of_lanes(v, places.row(v), rows), thread);
   } else {
     tile::load<kRows, kD, kThreads, kAligned>(base_k, rows_of(k, tile.begin, tile.end), thread);
     tile::load<kRows, kDv, kThreads, kAligned>(base_v, rows_of(v, tile.begin, tile.end), thread);

@@ -8,7 +8,7 @@ namespace strobe::mma {
 
 // The scales of a warp's tile of at most 32 keys, a key a lane, read a tile ahead.
 template <Features F> struct TileScales {
-  template <class K, class V> __device__ __forceinline__ TileScales(const K &, const V &, const Schedule &) {}
+  template <class K, class V, class Places> __device__ __forceinline__ TileScales(const K &, const V &, const Schedule &, const Places &) {}
 };
 template <Features F>
   requires(F.quant != 0)
@@ -16,20 +16,18 @@ struct TileScales<F> {
   float k = 0, v = 0;
 
   // tiles: from the first one on.
-  template <class K, class V> __device__ __forceinline__ TileScales(const K &keys, const V &values, const Schedule &tiles) {
-    KeyTile tile;
-    if constexpr (F.seqused == kPaged) {
-      if (Schedule first = tiles; first.next(tile)) page_ = page_of(keys, tile);
-    }
-    read(keys, values, tiles);
+  template <class K, class V, class Places>
+  __device__ __forceinline__ TileScales(const K &keys, const V &values, const Schedule &tiles, const Places &places) {
+    read(keys, values, tiles, places);
   }
   // Takes the scales of the next tile, and begins to read those of the tile after it, which is the first one of `tiles`. Returns whether
   // one of V's scales is not finite: it is 0 here, and the values of its row are still to be added.
-  template <class K, class V> __device__ __forceinline__ bool next(const K &keys, const V &values, const Schedule &tiles) {
+  template <class K, class V, class Places>
+  __device__ __forceinline__ bool next(const K &keys, const V &values, const Schedule &tiles, const Places &places) {
     k = keys.number(next_k_), v = values.number(next_v_);
     const bool nonfinite = v - v != 0;
     if (nonfinite) v = 0;
-    read(keys, values, tiles);
+    read(keys, values, tiles, places);
     return nonfinite;
   }
   // Of key i of the tile.
@@ -37,29 +35,18 @@ struct TileScales<F> {
 
 private:
   StoredScale next_k_, next_v_;
-  u32 page_ = 0; // which the next tile's key of this lane lies in, an entry of the table: read a tile earlier, as its scales are
 
-  template <class K, class V> __device__ __forceinline__ void read(const K &keys, const V &values, Schedule tiles) {
+  template <class K, class V, class Places>
+  __device__ __forceinline__ void read(const K &keys, const V &values, Schedule tiles, const Places &places) {
     KeyTile tile;
     next_k_ = {}, next_v_ = {};
     if (!tiles.next(tile)) return;
     const i32 j = (i32)tile.begin + tile::lane_id();
-    if (j < (i32)tile.end) {
-      next_k_ = keys.stored_scale(place(keys, j)), next_v_ = values.stored_scale(place(values, j));
-    }
-    if constexpr (F.seqused == kPaged) {
-      if (tiles.next(tile)) page_ = page_of(keys, tile);
-    }
-  }
-  template <class K> __device__ __forceinline__ static u32 page_of(const K &keys, const KeyTile &tile) {
-    return (u32)keys.pages.table[keys.pages.number(min((i32)tile.begin + tile::lane_id(), (i32)tile.end - 1))];
-  }
-  template <class Keys> __device__ __forceinline__ i64 place(const Keys &keys, i32 j) const {
-    if constexpr (F.seqused == kPaged) {
-      return keys.pages.offset_in(page_, keys.pages.number(j), j, keys.scale.stride[0], keys.scale.stride[2]);
-    } else {
-      return keys.scales_of(j);
-    }
+    if (j >= (i32)tile.end) return;
+    if constexpr (F.seqused == kPaged)
+      next_k_ = keys.stored_scale(places.scale(keys)), next_v_ = values.stored_scale(places.scale(values));
+    else
+      next_k_ = keys.stored_scale(keys.scales_of(j)), next_v_ = values.stored_scale(values.scales_of(j));
   }
 };
 

@@ -142,13 +142,15 @@ template <Config C> __device__ __forceinline__ void store_results(Warpgroup<C> &
   const Inputs &in = group.in;
   const RowSoftmax<2> &running = softmax.running;
   const bool natural = softmax.natural();
-  const float sink =
-      !C.split && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) * (natural ? 1 : kLog2e<float>) : minus_infinity<float>();
+  const auto sink_of = [&](i32 h) {
+    return !C.split && in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) * (natural ? 1 : kLog2e<float>) : minus_infinity<float>();
+  };
+  const float sink = C.packed ? 0 : sink_of(item.h);
   bool overflow = false, nonfinite = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const RowEnd end = row_end(running.M[r], tile::row_sum(running.l[r]), sink, natural);
     const auto [i, h] = softmax.place(r);
+    const RowEnd end = row_end(running.M[r], tile::row_sum(running.l[r]), C.packed ? sink_of(h) : sink, natural);
     const bool there = i < softmax.scores.seqlen_q;
     overflow = overflow || (there && C.reference == kFixed && !(running.l[r] < TileSoftmax<C>::kMost));
     if constexpr (C.features.bias) overflow = overflow || (there && running.M[r] == minus_infinity<float>()); // it may be low instead

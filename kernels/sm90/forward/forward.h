@@ -33,8 +33,22 @@ template <Config C> struct Forward {
     }
   }
 
+  // Rows of Q that are no head's become 0, once. Of what happens to lie there sums may overflow, and the tile would follow its maxima.
+  static __device__ __forceinline__ void clear_spare_rows(const Warpgroup<C> &group) {
+    const u32 first = (u32)packed(group.a).packed * packed(group.a).queries.by, zeros[4] = {};
+#pragma unroll 1
+    for (i32 c = 0; c < C.columns(); c += 64) {
+      const u32 block = group.q_address() + 64 * kRowBytes * (c / 64);
+#pragma unroll 1
+      for (u32 at = first * kRowBytes + threadIdx.x % 128 * 16; at < 64 * kRowBytes; at += 128 * 16) store_shared(block + at, zeros);
+    }
+    async_proxy_fence();
+    group.together();
+  }
+
   // Tile of queries by tile of queries, as they are assigned.
   static __device__ __forceinline__ void compute(Warpgroup<C> group) {
+    if constexpr (C.packed && !C.invariant) clear_spare_rows(group);
     group.first_turn();
     for (;; ++group.items) {
       mbarrier_wait(group.shared.item_full(), group.items % 2);

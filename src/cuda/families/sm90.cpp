@@ -204,10 +204,13 @@ int32_t parts_for_idle_sms(const Problem &p, const Config &c, const Device &devi
   return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > combining_seconds(p) ? int32_t(most) : 1;
 }
 
-// Invariant: query heads of a key head that share a warpgroup's rows, each with all its queries; 1 where none do. A mask and dropout come
-// by 16 queries of a head.
+// Query heads of a key head that share a warpgroup's rows, each with all its queries; 1 where none do. A mask and dropout come by 16
+// queries of a head, and of ALiBi a tile has one slope. Unless invariant: where the rows are more than cuda-mma computes at the memory's
+// rate.
 int32_t heads_packed(const Problem &p, const Config &c) {
-  if (!p.invariant || p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return 1;
+  constexpr int64_t kRowsOfMma = 16;
+  if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return 1;
+  if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || p.alibi_slopes || p.part)) return 1;
   return int32_t(std::clamp<int64_t>(64 / p.seqlen_q, 1, p.group()));
 }
 
@@ -215,13 +218,6 @@ int32_t heads_packed(const Problem &p, const Config &c) {
 // the combination of parts.
 int32_t parts_by_chunk(const Problem &p, const Config &c, const Device &device, int64_t items) {
   return c.chunked() && items < device.sms * c.blocks_per_sm ? int32_t(std::max<int64_t>(1, tiles(p.seqlen_k, c.chunk()))) : 1;
-}
-
-double predicted_seconds(const Problem &p, const Config &c, const Device &device, int64_t parts) {
-  constexpr double kStart = 5.2e-6, kBlockSeconds = 2.5e-6; // measured on an H200: of the call, and of a thread block
-  const Walks w = walks(p, Direction::forward, c.tile_q(), c.tile_k);
-  const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / (2.0 * (c.head_dim + c.head_dim_v)), kBlockSeconds, parts);
-  return kStart + std::max(computing, kBlockSeconds + reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
 }
 
 // Why it carries nothing of this call, forward or backward; empty if it may.
@@ -262,6 +258,16 @@ Work share_out(Config &c, const Problem &p, const Device &device) {
   c.split = work.parts > 1;
   work.items = all_tiles * work.parts;
   return work;
+}
+
+double predicted_seconds(const Problem &p, const Config &c, const Device &device, const Work &work) {
+  constexpr double kStart = 5.2e-6, kBlockSeconds = 2.5e-6; // measured on an H200: of the call, and of a thread block
+  Problem of_pieces = p;
+  of_pieces.heads = work.pieces;
+  const Walks w = walks(of_pieces, Direction::forward, c.tile_q(), c.tile_k);
+  const double flop = 2.0 * (c.head_dim + c.head_dim_v);
+  const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / flop, kBlockSeconds, work.parts);
+  return kStart + std::max(computing, kBlockSeconds + reading_seconds(p, device)) + (work.parts > 1 ? combining_seconds(p) : 0);
 }
 
 void order_items(HopperForwardArguments &a, const Problem &p, const Config &c, const Work &work, const Device &device) {
@@ -352,7 +358,7 @@ private:
     describe_tile(program, p, config.tile_q(), config.tile_k, true);
     push_launches(program, p, config, a, device, scratch);
     if (p.mask) program.kernel += ", mask packed into bits";
-    program.predicted_seconds = predicted_seconds(p, config, device, work.parts);
+    program.predicted_seconds = predicted_seconds(p, config, device, work);
     return program;
   }
 };
