@@ -57,12 +57,9 @@ struct SequencePages {
   // The distance, in elements, from row 0 of page 0 to row j of a head. For a row that is lacking: to some row that may be read.
   STROBE_FN i64 offset(i32 j, i64 page_stride, i64 row_stride) const {
     const u32 n = number(j);
-    return offset_in((u32)table[n], n, j, page_stride, row_stride);
+    return offset_of((u32)table[n], (u32)j - n * page, page_stride, row_stride);
   }
-  // The same, where row j lies in page n of the sequence, for which the table has `entry`; and where it is row `slot` of such a page.
-  STROBE_FN i64 offset_in(u32 entry, u32 n, i32 j, i64 page_stride, i64 row_stride) const {
-    return offset_of(entry, (u32)j - n * page, page_stride, row_stride);
-  }
+  // The same of row `slot` of a page for which the table has `entry`.
   STROBE_FN i64 offset_of(u32 entry, u32 slot, i64 page_stride, i64 row_stride) const {
     return (entry < pages ? (i64)entry * page_stride : 0) + (i64)slot * row_stride;
   }

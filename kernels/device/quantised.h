@@ -125,12 +125,4 @@ template <Features F, bool kByColumn> __device__ __forceinline__ bool lacks(cons
     return false;
 }
 
-template <Features F, bool kByColumn, class KeyTile>
-__device__ __forceinline__ bool lacks_some(const QuantisedKeys<F, kByColumn> &keys, const KeyTile &tile) {
-  if constexpr (F.seqused == kPaged)
-    return __any_sync(0xFFFFFFFFu, keys.pages.lacks_some((i32)tile.begin, (i32)tile.end, threadIdx.x % 32, 32)) != 0;
-  else
-    return false;
-}
-
 } // namespace strobe

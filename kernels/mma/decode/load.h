@@ -27,6 +27,8 @@ public:
 template <class K, int kStages>
   requires kInPages<K>
 class PlacesAhead<K, kStages> {
+  static_assert(kStages >= 2);
+
 public:
   // tiles: from the next one on.
   __device__ __forceinline__ PlacesAhead(const K &k, const Schedule &tiles) { read(k, tiles); }
@@ -68,6 +70,7 @@ __device__ __forceinline__ tile::RowsOfLanes rows_of_lanes(const QuantisedKeys<F
 template <int kRows, int kD, int kDv, int kThreads, bool kAligned, class K, class V, class Places>
 __device__ __forceinline__ void load_rows(u32 base_k, u32 base_v, const K &k, const V &v, const KeyTile &tile, const Places &places,
                                           int thread) {
+  static_assert(kRows <= 32 || !kInPages<K>, "a lane has a row's place");
   if constexpr (kAligned && kInPages<K>) {
     const i32 rows = (i32)tile.end - (i32)tile.begin;
     tile::load<kRows, kD, kThreads, true>(base_k, rows_of_lanes(k, places.row(k), rows), thread);

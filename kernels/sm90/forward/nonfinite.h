@@ -77,7 +77,8 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   BasicKeyTile<i32> t;
 #pragma unroll 1
   while (tiles.next(t)) {
-    if (C.invariant || F.mask || F.bias || t.masked || t.end - t.begin < C.tile_k)
+    // In pages tiles that lack keys were cleared as well; what was not, and is added once more, is not finite before and after.
+    if (C.invariant || F.mask || F.bias || F.seqused == kPaged || t.masked || t.end - t.begin < C.tile_k)
       strobe::add_nonfinite<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
   }
 }

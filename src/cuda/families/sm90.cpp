@@ -211,7 +211,8 @@ int32_t heads_packed(const Problem &p, const Config &c) {
   constexpr int64_t kRowsOfMma = 16;
   if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return 1;
   if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || p.alibi_slopes || p.part)) return 1;
-  return int32_t(std::clamp<int64_t>(64 / p.seqlen_q, 1, p.group()));
+  const int64_t most = std::clamp<int64_t>(64 / p.seqlen_q, 1, p.group());
+  return int32_t(tiles(p.group(), tiles(p.group(), most))); // as many in each piece
 }
 
 // Invariant: chunks of keys are merged where a block of threads walks over them, or, where there are fewer tiles of queries than SMs, by

@@ -21,7 +21,8 @@ std::string unmapped(const char *argument, const View &view, int64_t columns) {
 
 std::string broadcast_row(std::initializer_list<const View *> of_queries, std::initializer_list<const View *> of_keys, const Problem &p) {
   const auto has_one_row = [](const View *view) { return view->stride[2] == 0; };
-  if ((p.seqlen_q > 1 && std::ranges::any_of(of_queries, has_one_row)) || (p.seqlen_k > 1 && std::ranges::any_of(of_keys, has_one_row)))
+  const int64_t queries = p.varlen ? p.total_q : p.seqlen_q, keys = p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k;
+  if ((queries > 1 && std::ranges::any_of(of_queries, has_one_row)) || (keys > 1 && std::ranges::any_of(of_keys, has_one_row)))
     return "a row is broadcast over its sequence";
   return {};
 }

@@ -154,7 +154,7 @@ def sparse() -> Iterator[Group]:
 
 def options() -> Iterator[Group]:
     names = [
-        name for name in FEATURES if name not in ("plain", "window", "deterministic", "invariant", *SHARES)
+        name for name in FEATURES if name not in ("plain", "window", "deterministic", "invariant", "uneven", *SHARES)
     ]  # those have sets of their own
     for d, direction in product((64, 128), DIRECTIONS):
         p = Problem(4, WIDTH // d, 4096, d, True)
