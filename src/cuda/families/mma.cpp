@@ -161,7 +161,9 @@ std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   const std::span<const DecodeTile> tiles = p.quantised() ? std::span<const DecodeTile>(kQuantisedTiles) : kDecodeTiles;
   const DecodeTile *best = cheapest(tiles, [&](const DecodeTile &tile) {
     const int32_t dim = std::max(any.head_dim, any.head_dim_v);
-    const bool registers = !p.quantised() || dim <= 64 || tile.k <= 16 || load_of(any) < features || !lacks_registers(p, device);
+    // The places of FP8 rows in pages are one thing more.
+    const bool crowded = load_of(any) >= features || (p.page_size && p.dtype == DType::f16 && p.quantised_as == DType::e4m3);
+    const bool registers = !p.quantised() || dim <= 64 || tile.k <= 16 || !crowded || !lacks_registers(p, device);
     const bool suits = registers && dim <= tile.most_dim && wide(p) == (tile.column_warps > 1) &&
                        (rows <= tile.most_rows || p.seqlen_q <= tile.most_queries);
     return suits && with(any, tile).decode_shared_bytes() <= device.shared_per_block ? 0 : kCannotRun;
