@@ -90,24 +90,10 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
   }
   __device__ __forceinline__ float at(i32 j, i32 c) const { return stored_number<F.quant>(stored(row(j), c)) * scale_of(scales_of(j), c); }
 
-  // The bytes of rows that are copied 16 at a time, as 16-bit elements.
-  struct PagedBytes {
-    static constexpr bool kLooksUp = true;
-    const QuantisedKeys *keys;
-    i32 begin, rows, columns;
-    i64 column_stride;
-    __device__ __forceinline__ const f16 *row(i32 r) const { return (const f16 *)keys->row(begin + min(r, rows - 1)); }
-  };
-  // The same for rows that lie one after another, of which `row` is the first.
-  __device__ __forceinline__ tile::StridedMatrix<const f16> bytes_from(const u8 *row, i32 rows) const {
-    return {{(const f16 *)row, x.stride[2] / 2, 1, rows, elements()}};
-  }
-  __device__ __forceinline__ auto bytes(i64 begin, i64 end) const {
-    const i32 rows = (i32)end - (i32)begin;
-    if constexpr (kPages)
-      return PagedBytes{this, (i32)begin, rows, elements(), 1};
-    else
-      return bytes_from(row((i32)begin), rows);
+  // The bytes of rows that are copied 16 at a time, as 16-bit elements; not in pages.
+  __device__ __forceinline__ tile::StridedMatrix<const f16> bytes(i64 begin, i64 end) const {
+    static_assert(!kPages);
+    return {{(const f16 *)row((i32)begin), x.stride[2] / 2, 1, (i32)end - (i32)begin, elements()}};
   }
   __device__ __forceinline__ i32 elements() const { return columns / (F.quant == kInt4 ? 4 : 2); } // of 16 bits, in a row
 

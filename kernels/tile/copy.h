@@ -40,6 +40,11 @@ template <int kRows, int kColumns, int kThreads> struct Share {
   int chunk, row;
   __device__ __forceinline__ explicit Share(int thread) : chunk(thread % kAcross), row(thread / kAcross) {}
   __device__ __forceinline__ bool inside(int i) const { return kRows % kDown == 0 || row + i * kDown < kRows; }
+  // Where row + i * kDown lies in the tile. Places repeat after so many steps, and come by adding what all threads share.
+  static constexpr int kPeriod = kDown % 8 ? 8 / (kDown & -kDown) : 1;
+  __device__ __forceinline__ u32 place(int i, int chunk) const {
+    return L::offset(row + i % kPeriod * kDown, chunk) + (u32)(i / kPeriod * kPeriod * kDown * L::kPitch);
+  }
 };
 
 // Global to shared memory; m: a Matrix, or what has its row(), rows, columns and column_stride. kAligned (for both directions): columns lie
@@ -69,21 +74,16 @@ __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
       }
     } else if constexpr (OfLanes<Rows>) {
       static_assert(kAligned && kRows <= 32 && kRows % S::kDown == 0, "lanes ask one another");
-      constexpr int kPeriod = S::kDown % 8 ? 8 / (S::kDown & -S::kDown) : 1; // as below
 #pragma unroll
       for (int i = 0; i < S::kSteps; ++i) {
-        const u32 place = S::L::offset(s.row + i % kPeriod * S::kDown, chunk) + (u32)(i / kPeriod * kPeriod * S::kDown * S::L::kPitch);
         const u64 from = __shfl_sync(0xFFFFFFFFu, (u64)m.address, s.row + i * S::kDown);
-        cp_async(base + place, (const char *)from + 16 * chunk, i * S::kDown < rows);
+        cp_async(base + s.place(i, chunk), (const char *)from + 16 * chunk, i * S::kDown < rows);
       }
     } else if constexpr (kAligned && Strided<Rows>) {
-      // Places in the tile repeat after so many steps, and both addresses come by adding what all threads share.
-      constexpr int kPeriod = S::kDown % 8 ? 8 / (S::kDown & -S::kDown) : 1;
       const auto *const first = m.row(s.row) + 8 * chunk;
 #pragma unroll
       for (int i = 0; i < S::kSteps; ++i) {
-        const u32 place = S::L::offset(s.row + i % kPeriod * S::kDown, chunk) + (u32)(i / kPeriod * kPeriod * S::kDown * S::L::kPitch);
-        if (s.inside(i)) cp_async(base + place, first + i * S::kDown * m.row_stride, i * S::kDown < rows);
+        if (s.inside(i)) cp_async(base + s.place(i, chunk), first + i * S::kDown * m.row_stride, i * S::kDown < rows);
       }
     } else if constexpr (kAligned) {
 #pragma unroll

@@ -19,10 +19,14 @@ std::string unmapped(const char *argument, const View &view, int64_t columns) {
   return {};
 }
 
+// Of a head, in the tensors: of all sequences where they are packed, of a page of the pools.
+static int64_t rows_of_queries(const Problem &p) { return p.varlen ? p.total_q : p.seqlen_q; }
+static int64_t rows_of_keys(const Problem &p) { return p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k; }
+
 std::string broadcast_row(std::initializer_list<const View *> of_queries, std::initializer_list<const View *> of_keys, const Problem &p) {
   const auto has_one_row = [](const View *view) { return view->stride[2] == 0; };
-  const int64_t queries = p.varlen ? p.total_q : p.seqlen_q, keys = p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k;
-  if ((queries > 1 && std::ranges::any_of(of_queries, has_one_row)) || (keys > 1 && std::ranges::any_of(of_keys, has_one_row)))
+  if ((rows_of_queries(p) > 1 && std::ranges::any_of(of_queries, has_one_row)) ||
+      (rows_of_keys(p) > 1 && std::ranges::any_of(of_keys, has_one_row)))
     return "a row is broadcast over its sequence";
   return {};
 }
@@ -62,12 +66,11 @@ MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t he
 } // namespace
 
 MappedOperand mapped_queries(const Problem &p, const View &view, int64_t columns, int32_t box, int32_t box_heads) {
-  return mapped(view, columns, p.varlen ? p.total_q : p.seqlen_q, p.heads, p.batch, box, box_heads);
+  return mapped(view, columns, rows_of_queries(p), p.heads, p.batch, box, box_heads);
 }
 
 MappedOperand mapped_keys(const Problem &p, const View &view, int64_t columns, int32_t box) {
-  if (p.page_size) return mapped(view, columns, p.page_size, p.heads_kv, p.pages, box);
-  return mapped(view, columns, p.varlen ? p.total_k : p.seqlen_k, p.heads_kv, p.batch, box);
+  return mapped(view, columns, rows_of_keys(p), p.heads_kv, p.page_size ? p.pages : p.batch, box);
 }
 
 bool maps_bias(const Problem &p) { return p.bias && p.bias.dtype == p.dtype && unmapped("bias", p.bias, p.seqlen_k).empty(); }
