@@ -122,7 +122,7 @@ H200 := $(addprefix bench/results/h200-,forward.json forward-earlier.json backwa
 bench-report: $(VENV)/.package ## docs/h200.md, docs/h100.md and the README's figure from bench/results
 	$(BIN)/strobe bench report $(H200) > docs/h200.md
 	$(BIN)/strobe bench report bench/results/h100-80gb-hbm3-backward.json > docs/h100.md
-	$(BIN)/python bench/peers.py docs/figures/h200/fused-peers.png $(word 2,$(H200))
+	$(BIN)/python bench/peers.py docs/figures/h200/fused-peers.png $(H200)
 
 api: $(VENV)/.package ## docs/api.md from the docstrings
 	$(BIN)/python docs/make_api.py > docs/api.md

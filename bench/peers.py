@@ -1,6 +1,8 @@
 """Draws the README's figure from the files of ``strobe bench gpu``: Strobe and the fused kernels beside it, causal, by sequence length.
 
 Usage: bench/peers.py PICTURE.png RESULTS.json...
+
+Files without rows of the core shapes add nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def points(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(picture: Path, results: list[Path]) -> None:
-    records = [json.loads(file.read_text()) for file in results]
+    records = [record for record in map(json.loads, map(Path.read_text, results)) if points(record)]
     first = records[0]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     with mpl.rc_context(draw.STYLE):
