@@ -25,10 +25,12 @@ STROBE_FN i32 dq_sum_of(i32 key, i32 sums) { return (i32)((u32)key / (u32)keys_o
 // On Hopper a part of a tile of dQ is 64 columns, transposed: of all queries of the tile, or of half of them where there are only 64
 // columns.
 STROBE_FN constexpr i32 dq_queries(i32 columns, i32 tile_q) { return columns > 64 ? tile_q : tile_q / 2; }
-// Each of a part's four warps holds 16 columns. Does number `at` of a tile lie in columns that are padding, which nobody adds up or reads?
+// Each of a part's four warps holds 16 columns, from this one on. From head_dim on they are padding, which nobody adds up or reads.
+STROBE_FN constexpr i32 dq_column(i32 columns, i32 part, i32 warp) { return (columns > 64 ? 64 * part : 0) + 16 * warp; }
+// Of number `at` of a tile.
 STROBE_FN constexpr bool is_dq_padding(i32 at, i32 columns, i32 tile_q, i32 head_dim) {
-  const i32 warp = at / (16 * dq_queries(columns, tile_q));
-  return 16 * (columns > 64 ? warp : warp % 4) >= head_dim;
+  const u32 warp = (u32)at / (u32)(16 * dq_queries(columns, tile_q));
+  return dq_column(columns, (i32)(warp / 4), (i32)(warp % 4)) >= head_dim;
 }
 
 } // namespace strobe::inline STROBE_ISA

@@ -12,7 +12,7 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
                                          bool nobody) {
   constexpr int kN = dq_queries(kColumns, kTileQ);
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
-  const i32 column = (kN == kTileQ ? 64 * part : 0) + 16 * warp, first = (kN == kTileQ ? 0 : kN * part) + lane / 4;
+  const i32 column = dq_column(kColumns, part, warp), first = (kN == kTileQ ? 0 : kN * part) + lane / 4;
   if (column >= a.in.head_dim) return; // padding
   const float4 *sum = (const float4 *)(a.dq_sum + number * (kTileQ * kColumns) + (part * 4 + warp) * (16 * kN)) + lane;
   const float scale = (float)a.in.scale;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_dq_unrounded(const BackwardArguments &a, i
                                                    bool nobody) {
   constexpr int kN = dq_queries(kColumns, kTileQ);
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
-  const i32 column = (kN == kTileQ ? 64 * part : 0) + 16 * warp + lane / 4, first = (kN == kTileQ ? 0 : kN * part) + lane % 4 * 2;
+  const i32 column = dq_column(kColumns, part, warp) + lane / 4, first = (kN == kTileQ ? 0 : kN * part) + lane % 4 * 2;
   if (column - lane / 4 >= a.in.head_dim) return; // padding
   const float4 *sum = (const float4 *)(a.dq_sum + number * (kTileQ * kColumns) + (part * 4 + warp) * (16 * kN)) + lane;
   const float scale = (float)a.in.scale;

@@ -62,7 +62,7 @@ struct BackwardConfig {
   STROBE_FN constexpr bool third() const { return !roles && columns() > 128; }
   STROBE_FN constexpr i32 dq_queries_of_third() const { return tile_q / 2; }
   // Of a part of dQ, whose warps have 16 columns each: the warps whose columns are not padding. Nobody adds up the others'.
-  STROBE_FN constexpr i32 dq_warps(i32 part) const { return min(4, (head_dim - (columns() > 64 ? 64 * part : 0)) / 16); }
+  STROBE_FN constexpr i32 dq_warps(i32 part) const { return min(4, (head_dim - dq_column(columns(), part, 0)) / 16); }
 };
 // Where a warp's part of it begins, in numbers, in a tile of the sum of dQ.
 STROBE_FN constexpr i32 begin_of_third(i32 tile_q, i32 warpgroup, i32 warp) { return 16 * ((8 + warp) * tile_q + warpgroup * tile_q / 2); }

@@ -61,7 +61,7 @@ private:
   // Does this warp hold columns of that part of dQ that are not padding?
   __device__ __forceinline__ bool has_columns(int part) const {
     if constexpr (C.head_dim % 64 == 0) return true;
-    return C.columns() > 64 ? 64 * part + 16 * warp < C.head_dim : 16 * warp < C.head_dim;
+    return dq_column(C.columns(), part, warp) < C.head_dim;
   }
   // Until what this warp has staged before has left.
   __device__ __forceinline__ void wait_for_room(u32 n) const {
