@@ -1,4 +1,4 @@
-"""Which tile of cuda-sm90 is the fastest where: for each shape every tile of kForwardTiles (src/cuda/families/sm90.cpp), in one run.
+"""Which tile of cuda-sm90 is the fastest where: for each shape every tile of kForwardTiles (src/cuda/families/sm90_tiles.cpp), in one run.
 
 Prints a table, TFLOP/s (4·B·H·S²·D, half when causal), the best of a row marked; what differs by 3% is the power cap's.
 

@@ -24,8 +24,8 @@ struct HopperForwardArguments : ForwardArguments {
   i32 bias_rows_step;     // 0: broadcast over queries, then one row is fetched
   u32 bias_bytes;         // of a tile
 };
-// Query heads packed into a tile of queries: `packed` of them to a warpgroup, all queries of each (`queries`, those of the longest
-// sequence); a key head's query heads make `pieces` such tiles, which count as heads above.
+// Query heads packed into a tile of queries: a warpgroup's 64 rows are `queries` of each of `packed` heads, the next warpgroup's the
+// queries after them. A key head's query heads come in so many `pieces`, which count as heads above.
 struct PackedForwardArguments : HopperForwardArguments {
   i32 packed;
   Divisor queries, pieces;

@@ -4,7 +4,10 @@
 
 namespace strobe {
 
-// Scores of all heads that are visible by position and blocks: causal halves, a window bounds, a sparse mask keeps its share.
+// Keys that a query sees by position, in the mean over a sequence of these lengths; not of a part.
+double mean_keys(const Problem &, double seqlen_q, double seqlen_k);
+
+// Scores of all heads that are visible by position and blocks; packed sequences count as so many of the longest as have their tokens.
 double visible_scores(const Problem &);
 
 // Keys of all key heads that some query sees by position.

@@ -30,6 +30,7 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/families/sm90.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/sm90_backward.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/sm90_mask.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/sm90_tiles.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/tf32.cpp)
 
 # Writes a C++ file that holds every header below the folders given, under its name there.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "attention/work.h"
 #include "kernels/attention/schedule.h"
 
 using namespace strobe;
@@ -75,6 +76,27 @@ TEST_CASE("predict: whole tiles of what a tile's rows see") {
               CHECK(w.longest == doctest::Approx(own * *std::max_element(others.begin(), others.end())));
             }
           }
+}
+
+TEST_CASE("predict: keys that a query sees in the mean") {
+  for (auto [queries, keys] : {std::pair{1, 1}, {16, 16}, {1, 700}, {300, 70}, {70, 300}})
+    for (int64_t left : {kUnbounded, int64_t{0}, int64_t{40}, int64_t{1000}})
+      for (int64_t right : {kUnbounded, int64_t{0}, int64_t{25}, int64_t{250}})
+        for (bool bottom_right : {true, false}) {
+          Problem p = problem(queries, keys, left, right);
+          p.bottom_right = bottom_right;
+          const Band sees = band(p);
+          int64_t scores = 0;
+          for (i64 i = 0; i < queries; i++)
+            for (i64 j = 0; j < keys; j++) scores += sees.visible(i, j);
+          CAPTURE(queries);
+          CAPTURE(keys);
+          CAPTURE(left);
+          CAPTURE(right);
+          CAPTURE(bottom_right);
+          CHECK(mean_keys(p, double(queries), double(keys)) == doctest::Approx(double(scores) / double(queries)));
+          CHECK(visible_scores(p) == doctest::Approx(12.0 * double(scores)));
+        }
 }
 
 TEST_CASE("predict: blocks of threads in rounds") {

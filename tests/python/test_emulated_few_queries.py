@@ -1,4 +1,4 @@
-"""Few queries of many heads on a key head share a tile on Hopper, and are right with every option that such a tile takes."""
+"""Query heads of a key head share a tile on Hopper where that computes less, and are right with every option that such a tile takes."""
 
 from __future__ import annotations
 
@@ -53,6 +53,9 @@ CALLS = {
     "packed": ("packed", (2, 8, 2, 8, 150, 64, 64, True, False)),
     "keys in parts": ("whole", (1, 5, 1, 9, 2300, 64, 64, True, False)),
     "two warpgroups": ("whole", (1, 7, 1, 12, 140, 192, 128, True, 2)),
+    "short sequences": ("whole", (2, 14, 2, 70, 70, 120, 120, False, False)),
+    "short sequences and a window": ("packed", (2, 6, 2, 150, 170, 128, 64, True, True)),
+    "pieces of a group": ("pages", (1, 33, 1, 70, 112, 64, 64, True, False)),
 }
 
 
@@ -63,7 +66,8 @@ def test_they_are_right(name):
     output(CALL, how, *(str(int(x)) for x in numbers), LATE="1", SEED="1")
 
 
-# With a mask, a bias, ALiBi or dropout, and where a tile of few rows serves as well, they have tiles of their own.
+# With a mask, a bias, ALiBi or dropout, where cuda-mma's tile of few rows serves as well, and where tiles of one head are full, they have
+# tiles of their own.
 APART = """
 import torch, strobe
 from device import running_on
@@ -83,6 +87,9 @@ assert not packed(q, mask=torch.ones(9, 64, dtype=torch.bool))
 assert not packed(q, bias=torch.zeros(9, 64))
 assert not packed(q, alibi_slopes=torch.ones(8))
 assert not packed(q, dropout=0.5, seed=1)
+q, k = (x[:, :, :1].repeat(1, 1, 2048, 1) for x in (q, k))
+assert packed(q, window=(100, 0))
+assert not packed(q)
 """
 
 

@@ -54,16 +54,15 @@ template <Config C> struct Assign {
     if constexpr (C.split) x = a.splits_divisor.divide(x);
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 head = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_divisor.divide(head);
-    if constexpr (C.packed) return packed_item((i32)b, head - b * a.heads_divisor.by, split);
-    if constexpr (C.features.part) return held_item((i32)b, head - b * a.heads_divisor.by, a.tiles - 1 - (i32)tile);
-    const i32 q = (a.tiles - 1 - (i32)tile) * C.tile_q();
+    const u32 h = head - b * a.heads_divisor.by;
+    if constexpr (C.features.part) return held_item((i32)b, h, a.tiles - 1 - (i32)tile);
+    const i32 q = (a.tiles - 1 - (i32)tile) * queries_of_tile<C>(a);
     const bool empty = in.cu_seqlens_q && q >= in.held<C.features.seqused>(b).seqlen_q;
-    return {(i32)b, (i32)(head - b * a.heads_divisor.by), q, (i32)split * Item::kKinds + (empty ? kNone : kFast)};
+    return {(i32)b, C.packed ? first_head(h) : (i32)h, q, (i32)split * Item::kKinds + (empty ? kNone : kFast)};
   }
-  __device__ __forceinline__ Item packed_item(i32 b, u32 piece, u32 split) const {
-    const u32 pieces = packed(a).pieces.by, kv = packed(a).pieces.divide(piece);
-    const i32 h = (i32)kv * in.group + (i32)(piece - kv * pieces) * packed(a).packed * C.warpgroups;
-    return {b, h, 0, (i32)split * Item::kKinds + (in.cu_seqlens_q && in.held<C.features.seqused>(b).seqlen_q == 0 ? kNone : kFast)};
+  __device__ __forceinline__ i32 first_head(u32 piece) const {
+    const u32 kv = packed(a).pieces.divide(piece);
+    return (i32)kv * in.group + (i32)(piece - kv * packed(a).pieces.by) * packed(a).packed;
   }
   __device__ __forceinline__ Item held_item(i32 b, u32 head, i32 number) const {
     const i32 count = part_of(in).count_q, n = range_of_tile(count, number, [&](i32 n) { return first_number(b, n); }); // as part_tile

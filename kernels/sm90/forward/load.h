@@ -12,20 +12,21 @@
 namespace strobe::sm90 {
 
 // Of the keys: what the item walks over.
-template <Config C> __device__ __forceinline__ BasicSchedule<i32>::Share share_of(const ForwardArguments &a, const Item &item) {
+template <Config C> __device__ __forceinline__ BasicSchedule<i32>::Share share_of(const HopperForwardArguments &a, const Item &item) {
   if constexpr (C.chunked() && C.split) return {item.split(), 1, C.chunk()};
   return {item.split(), C.split ? a.splits : 1};
 }
 // The tiles of keys for a tile of queries.
 template <Config C>
-__device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item,
+__device__ __forceinline__ BasicSchedule<i32> schedule(const HopperForwardArguments &a, const BasicBand<i32> &band, const Item &item,
                                                        const BasicSchedule<i32>::Share &share) {
   BlockRow row{nullptr, 0, 0};
   if constexpr (C.features.blocks) row = a.in.blocks.row(item.b, item.h, item.q / a.in.blocks.row_tokens);
-  return {band, item.q, min(item.q + C.tile_q(), band.seqlen_q), C.tile_k, C.invariant ? C.tile_k : 16, row, share};
+  const i32 end = min(item.q + queries_of_tile<C>(a), band.seqlen_q);
+  return {band, item.q, end, C.tile_k, C.invariant ? C.tile_k : 16, row, share};
 }
 template <Config C>
-__device__ __forceinline__ BasicSchedule<i32> schedule(const ForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
+__device__ __forceinline__ BasicSchedule<i32> schedule(const HopperForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
   return schedule<C>(a, band, item, share_of<C>(a, item));
 }
 
@@ -37,7 +38,7 @@ public:
     if constexpr (C.walks_chunks()) {
       const Item item = read<Item>(shared.item());
       const BasicBand<i32> band = narrow(a.in.sequence<C.features.seqused>(item.b).band);
-      const BasicRange<i32> keys = band.keys_any(item.q, min(item.q + C.tile_q(), band.seqlen_q));
+      const BasicRange<i32> keys = band.keys_any(item.q, min(item.q + queries_of_tile<C>(a), band.seqlen_q));
       if (!keys.empty()) chunk_ = keys.begin / C.chunk(), end_ = (keys.end + C.chunk() - 1) / C.chunk();
       BasicKeyTile<i32> any;
       while (end_ - 1 > chunk_ && !of(end_ - 1).next(any)) --end_;
@@ -179,7 +180,7 @@ template <Config C> struct Load {
       if (item.kind() != kFast) return load(item, sequence, TwiceByChunk<C>(a, shared));
     }
     if constexpr (kFromDiagonal)
-      load(item, sequence, FromDiagonal(band, item.q, min(item.q + C.tile_q(), band.seqlen_q), kN));
+      load(item, sequence, FromDiagonal(band, item.q, min(item.q + queries_of_tile<C>(a), band.seqlen_q), kN));
     else
       load(item, sequence, schedule<C>(a, band, item));
   }
@@ -355,12 +356,12 @@ private:
     if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
     return a.in.held<C.features.seqused>(item.b).q0;
   }
-  // All queries of a warpgroup's heads; beyond the last there is nothing, or another group.
+  // Beyond the last of the piece's heads there is nothing, or another one.
   __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {
     mbarrier_expect(shared.q_full(w), 2 * C.columns() * packed(a).queries.by * (u32)packed(a).packed);
     for (int c = 0; c < C.columns(); c += 64)
-      tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row,
-               packed_heads(a, item, w).begin, item.b * a.tma_q.batch_step);
+      tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c,
+               row + w * (i32)packed(a).queries.by, item.h, item.b * a.tma_q.batch_step);
   }
 };
 

@@ -30,10 +30,9 @@ template <Config C> struct Results {
   const HopperForwardArguments &a;
   const Item &item;
   i64 q0;
-  i32 first, count; // of the sequence's queries; packed: the first head, and rows, those of a head as many as the sequence has queries
-  i32 queries;
-  __device__ __forceinline__ i32 query(i32 r) const { return C.packed ? r % queries : first + r; }
-  __device__ __forceinline__ i32 head(i32 r) const { return C.packed ? first + r / queries : item.h; }
+  i32 first, queries, count; // of the sequence's queries, of each head; and all rows
+  __device__ __forceinline__ i32 query(i32 r) const { return first + (C.packed ? r % queries : r); }
+  __device__ __forceinline__ i32 head(i32 r) const { return item.h + (C.packed ? r / queries : 0); }
   __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
     if constexpr (C.split) {
       partial_out(a, item, head(r), q0 + query(r))[c] += x;
@@ -45,10 +44,10 @@ template <Config C> struct Results {
   }
 };
 template <Config C> __device__ __forceinline__ Results<C> results_of(const Warpgroup<C> &group, const Item &item, i64 q0, i32 seqlen_q) {
-  const i32 first = item.q + 64 * group.w;
-  if constexpr (!C.packed) return {group.a, item, q0, first, min(64, seqlen_q - first), 0};
-  const BasicRange<i32> heads = packed_heads(group.a, item, group.w);
-  return {group.a, item, q0, heads.begin, max(heads.end - heads.begin, 0) * seqlen_q, seqlen_q};
+  const i32 most = queries_of_warpgroup<C>(group.a), first = item.q + most * group.w, queries = max(0, min(most, seqlen_q - first));
+  if constexpr (!C.packed) return {group.a, item, q0, first, queries, queries};
+  const BasicRange<i32> heads = packed_heads(group.a, item);
+  return {group.a, item, q0, first, queries, (heads.end - heads.begin) * queries};
 }
 template <Config C, class Scores, class Keys>
 __device__ __forceinline__ void add_nonfinite_of_part(const Item &item, const Sequence &sequence, const Scores &scores,

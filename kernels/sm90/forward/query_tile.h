@@ -18,7 +18,8 @@ template <Config C> struct QueryTile {
   __device__ __forceinline__ QueryTile(Warpgroup<C> &group, const Item &item)
       : group(group), item(item), softmax(group, item),
         visible(softmax.q < softmax.scores.seqlen_q
-                    ? narrow(softmax.sequence.band).keys_any(softmax.q, min(softmax.q + 64, softmax.scores.seqlen_q))
+                    ? narrow(softmax.sequence.band)
+                          .keys_any(softmax.q, min(softmax.q + queries_of_warpgroup<C>(group.a), softmax.scores.seqlen_q))
                     : BasicRange<i32>{0, 0}) {}
 
   __device__ __forceinline__ void compute() {

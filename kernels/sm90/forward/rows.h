@@ -1,5 +1,5 @@
-// Which query of which head a row of a tile of queries is. Where few queries have many heads on a key head, a tile is of several heads
-// (Config::packed): rows are independent of one another in all products, so their bits are the same either way.
+// Which query of which head a row of a tile of queries is. A tile may be of several query heads of a key head (Config::packed): rows are
+// independent of one another in all products, so their bits are the same either way.
 #pragma once
 #include "../../attention/part.h"
 #include "../arguments.h"
@@ -28,22 +28,21 @@ __device__ __forceinline__ Sequence sequence_of(const Inputs &in, const SharedMe
 __device__ __forceinline__ const PackedForwardArguments &packed(const HopperForwardArguments &a) {
   return static_cast<const PackedForwardArguments &>(a);
 }
-// The query heads of warpgroup w.
-__device__ __forceinline__ BasicRange<i32> packed_heads(const HopperForwardArguments &a, const Item &item, int w) {
-  const i32 first = item.h + w * packed(a).packed, end = ((i32)a.group_divisor.divide(item.h) + 1) * a.in.group;
-  return {first, min(first + packed(a).packed, end)};
+// Queries that a warpgroup's rows, or a block's, are of.
+template <Config C> __device__ __forceinline__ i32 queries_of_warpgroup(const HopperForwardArguments &a) {
+  return C.packed ? (i32)packed(a).queries.by : 64;
 }
-// The query of warpgroup w's first row, or none; packed: the first one of all.
-template <Config C> __device__ __forceinline__ i32 first_query(const HopperForwardArguments &a, const Item &item, int w) {
-  if constexpr (!C.packed) return item.q + 64 * w;
-  const BasicRange<i32> heads = packed_heads(a, item, w);
-  return heads.begin < heads.end ? 0 : i32(kNoQuery);
+template <Config C> __device__ __forceinline__ i32 queries_of_tile(const HopperForwardArguments &a) {
+  return C.warpgroups * queries_of_warpgroup<C>(a);
 }
-// Of row r of warpgroup w, packed.
+// Packed: the query heads, and the place of row r of warpgroup w.
+__device__ __forceinline__ BasicRange<i32> packed_heads(const HopperForwardArguments &a, const Item &item) {
+  const i32 end = ((i32)a.group_divisor.divide(item.h) + 1) * a.in.group;
+  return {item.h, min(item.h + packed(a).packed, end)};
+}
 __device__ __forceinline__ RowPlace packed_place(const HopperForwardArguments &a, const Item &item, int w, i32 r) {
-  const BasicRange<i32> heads = packed_heads(a, item, w);
-  const i32 n = (i32)packed(a).queries.divide((u32)r), h = heads.begin + n;
-  return h < heads.end ? RowPlace{r - n * (i32)packed(a).queries.by, h} : RowPlace{kNoQuery, item.h};
+  const i32 queries = (i32)packed(a).queries.by, n = (i32)packed(a).queries.divide((u32)r), h = item.h + n;
+  return h < packed_heads(a, item).end ? RowPlace{item.q + w * queries + r - n * queries, h} : RowPlace{kNoQuery, item.h};
 }
 
 } // namespace strobe::sm90

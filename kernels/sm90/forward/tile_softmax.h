@@ -39,7 +39,7 @@ template <Config C> struct TileSoftmax {
   __device__ __forceinline__ TileSoftmax(Warpgroup<C> &group, const Item &item)
       : group(group), S(group.S.x), item(item), sequence(sequence_of(group.in, group.shared, item, group.items)),
         scores(group.in, sequence, item.b), dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b},
-        q(first_query<C>(group.a, item, group.w)), row(q + 16 * group.warp),
+        q(item.q + queries_of_warpgroup<C>(group.a) * group.w), row(q + 16 * group.warp),
         rows{scores.row(place(0).i, place(0).h), scores.row(place(1).i, place(1).h)},
         given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), softcap(scores),
         rising(item.kind() == kSafe) {

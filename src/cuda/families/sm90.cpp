@@ -12,6 +12,7 @@
 #include "cuda/families/sm90_backward.h"
 #include "cuda/families/sm90_mask.h"
 #include "cuda/families/sm90_steps.h"
+#include "cuda/families/sm90_tiles.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
@@ -32,126 +33,18 @@ using sm90::Config;
 
 constexpr KernelSource kForward{"sm90/forward/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
 
-// Heads whose tiles run together: as many as share the L2 cache; where later tiles take longer, enough to begin with long ones.
-int64_t heads_in_bundle(const Problem &p, const Device &device) {
+// Heads whose tiles run together, of `heads` in all: as many as share the L2 cache; where later tiles take longer, enough to begin with
+// long ones.
+int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   const bool some_longer = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
-  const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2), heads = p.batch * p.heads;
+  const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
   int64_t size = some_longer ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
   if (p.bundle) size = std::min(p.bundle, heads);
   while (size > 1 && heads % size) size--;
   return size;
 }
 
-// What a tile has registers for.
-constexpr int kFixed = 1;       // the fixed reference
-constexpr int kLagging = 2;     // a maximum of every tile
-constexpr int kAlibi = 4;       // ALiBi; a softcap or a mask alone takes no more than nothing does
-constexpr int kBlockSparse = 8; // blocks, with the fixed reference
-constexpr int kDropout = 16;    // dropout: tile_k a multiple of 32
-constexpr int kBias = 32;       // a bias that comes by the copy engine: shared memory, too
-constexpr int kHyperbolicScore = 64;
-constexpr int kAnything = 128; // all of these at a time
-
-enum Keys { all, some, any }; // that a query sees: some, if causal, with a window, block-sparse, or packed
-
-struct Suits { // without a wish the first row that suits runs
-  Keys keys = any;
-  int64_t least_keys = 0, most_keys = INT64_MAX;
-  double blocks = 0; // on every SM, of tiles (or parts, where even the smallest tiles are too few)
-};
-struct ForwardTile {
-  int32_t most_dim, most_dim_v;
-  int32_t warpgroups, tile_k, stages, registers_load, registers_compute, q_in_registers, blocks_per_sm;
-  int loads;
-  Suits suits{};
-};
-
-// From the fastest to the slowest where they suit, measured on an H200 (bench/search_forward.py). None spills.
-// clang-format off
-constexpr ForwardTile kForwardTiles[] = {
-    // up to  warp-      stages  registers to  Q in  blocks
-    // D, Dv  groups  tile_k  |  load, compute regs  per SM   loads, what it suits
-    { 64,  64,   1,  64,   4,  32, 128,   1,   3, kFixed, {.keys = some, .most_keys = 1024}},
-    { 64,  64,   3, 128,   4,  32, 160,   0,   1, kFixed, {.least_keys = 8192, .blocks = 1}},
-    { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging, {.blocks = 1}},
-    { 64,  64,   1,  64,   4,  32, 128,   1,   3, kFixed},
-    { 64,  64,   3,  64,   4,  40, 152,   0,   1, kDropout | kBias},
-    { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kHyperbolicScore},
-    { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDropout},
-    { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias},
-    { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse},
-    { 64,  64,   2, 128,   4,  56, 224,   1,   1, kBlockSparse},
-    {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed, {.least_keys = 2048, .blocks = 1}},
-    {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.blocks = 0.5}},
-    {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed},
-    {128, 128,   3,  64,   3,  40, 152,   0,   1, kDropout | kHyperbolicScore},
-    {128, 128,   2,  96,   2,  40, 232,   0,   1, kBias, {.blocks = 0.5}},
-    {128, 128,   1,  64,   2,  40, 208,   1,   2, kBias},
-    {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kHyperbolicScore},
-    {128, 128,   2, 128,   3,  56, 224,   1,   1, kBlockSparse},
-    {128, 128,   2,  96,   3,  56, 224,   1,   1, kDropout},
-    {128, 128,   2,  64,   4,  56, 224,   1,   1, kAnything},
-    {192, 128,   2, 128,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi},
-    {192, 192,   2,  96,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi},
-    {256, 256,   2,  64,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi, {.most_keys = 512}},
-    {256, 256,   2,  80,   2,  40, 232,   0,   1, kFixed | kLagging},
-    {256, 256,   2,  64,   2,  40, 232,   0,   1, kAlibi | kHyperbolicScore | kDropout | kBias},
-    {256, 256,   2,  64,   2,  56, 224,   0,   1, kBlockSparse},
-    {256, 256,   2,  48,   2,  56, 224,   0,   1, kAnything},
-    {256, 256,   2,  32,   2,  56, 224,   0,   1, kAnything},
-};
-// clang-format on
-
-int load_of(const Config &c) {
-  const Features &f = c.features;
-  const bool softcap = f.function == kSoftcap, hyperbolic = f.function == kHyperbolic, alibi = f.alibi || (f.scaled && !hyperbolic);
-  if (!!f.mask + !!f.bias + alibi + hyperbolic + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
-  if (softcap && c.reference == sm90::kExact) return kAnything;
-  if (f.bias) return c.bias_by_tma ? kBias : kAnything;
-  if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
-  if (f.blocks) return kBlockSparse;
-  if (f.dropout) return kDropout;
-  if (hyperbolic) return kHyperbolicScore;
-  if (alibi) return kAlibi;
-  return c.reference == sm90::kFixed ? kFixed : kLagging;
-}
-
-// But for the tile.
-Config config_for(const Problem &p) {
-  Config c = begin_config<Config>(p, 16);
-  c.features = hopper_features(p);
-  // With FP16 a sum of 64k numbers near 1 would look like an overflow.
-  const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
-  c.reference = p.exact_max ? sm90::kExact : p.invariant ? i32(sm90::kFixedByRow) : fixed ? sm90::kFixed : sm90::kLagging;
-  // Tiles of a part come by ascending keys, and ALiBi's penalty falls towards the diagonal.
-  if (c.features.part && c.features.alibi && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
-  c.invariant = p.invariant;
-  c.bias_by_tma = maps_bias(p);
-  return c;
-}
-
-Config with(Config c, const ForwardTile &t) {
-  c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
-  c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
-  c.blocks_per_sm = t.blocks_per_sm;
-  return c;
-}
-
 constexpr int32_t kRowsOfPage = 16; // that one copy brings; a tile of keys begins at a multiple
-
-constexpr int64_t kLeastKeysOfPart = 512; // where keys are split
-
-bool suits(const Suits &row, const Problem &p, const Config &c, const Device &device) {
-  const Keys keys = c.features.band || c.features.blocks || p.varlen ? some : all;
-  if (p.seqlen_k < row.least_keys || p.seqlen_k > row.most_keys || (row.keys != any && row.keys != keys)) return false;
-  const int64_t rows = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, count = tiles(rows, c.tile_q());
-  // Rows computed for each that there is: beyond this the next smaller tile is the faster one.
-  const double most = c.tile_q() > 128 ? 1.2 : c.tile_q() > 64 ? 1.6 : HUGE_VAL;
-  if (double(count * c.tile_q()) > most * double(rows)) return false;
-  const int64_t heads = p.batch * p.heads;
-  const int64_t parts = tiles(rows, 64) * heads < device.sms ? std::max<int64_t>(1, p.seqlen_k / kLeastKeysOfPart) : 1;
-  return double(count * heads * parts) >= row.blocks * device.sms;
-}
 
 // Invariant: why some query's bits would follow from those beside it.
 std::string against_invariant(const Problem &p, const Config &c) {
@@ -171,23 +64,6 @@ std::string against_part(const Problem &p) {
   return {};
 }
 
-// The first tile that fits and suits; with wishes the nearest that fits. Invariant: the first that fits, whatever the lengths.
-std::optional<Config> choose(const Problem &p, const Device &device) {
-  const bool wishes = p.tile_q > 0 || p.tile_k > 0;
-  const Config any = config_for(p);
-  const int load = load_of(any);
-  const bool takes_registers = any.features.part ? !any.features.band : p.page_size && any.features.mask;
-  const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &t) {
-    const Config c = with(any, t);
-    const bool fits = c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) &&
-                      !(c.features.dropout && t.tile_k % 32) && !(takes_registers && t.blocks_per_sm > 2);
-    if (!fits || !divides_blocks(p, c.tile_q())) return kCannotRun;
-    if (p.invariant) return t.suits.least_keys == 0 && t.suits.most_keys == INT64_MAX ? 0 : kCannotRun;
-    return wishes ? distance(p, c.tile_q(), c.tile_k) : suits(t.suits, p, c, device) ? 0 : 1;
-  });
-  return best ? std::optional(with(any, *best)) : std::nullopt;
-}
-
 constexpr double kFlopsPerSm = 5e12; // measured on an H200, on whole tiles
 
 // Of a tile of queries, while its SM computes nothing else.
@@ -202,17 +78,6 @@ double tile_seconds(const Problem &p, const Config &c) {
 int32_t parts_for_idle_sms(const Problem &p, const Config &c, const Device &device, int64_t items) {
   const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeysOfPart);
   return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > combining_seconds(p) ? int32_t(most) : 1;
-}
-
-// Query heads of a key head that share a warpgroup's rows, each with all its queries; 1 where none do. A mask and dropout come by 16
-// queries of a head, and of ALiBi a tile has one slope. Unless invariant: where the rows are more than cuda-mma computes at the memory's
-// rate.
-int32_t heads_packed(const Problem &p, const Config &c) {
-  constexpr int64_t kRowsOfMma = 16;
-  if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return 1;
-  if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || p.alibi_slopes || p.part)) return 1;
-  const int64_t most = std::clamp<int64_t>(64 / p.seqlen_q, 1, p.group());
-  return int32_t(tiles(p.group(), tiles(p.group(), most))); // as many in each piece
 }
 
 // Invariant: chunks of keys are merged where a block of threads walks over them, or, where there are fewer tiles of queries than SMs, by
@@ -242,18 +107,18 @@ std::string against_tensors(const Problem &p) {
 
 // What thread blocks share out among them.
 struct Work {
-  int32_t packed; // query heads that share a warpgroup's rows
-  int64_t pieces; // of a sequence's heads: of packed ones a tile counts as a head
-  int64_t tiles;  // of queries, of a piece
-  int32_t parts;  // in which each takes its keys
+  Rows rows;
+  int64_t pieces;    // of a sequence's heads
+  int64_t tiles;     // of queries, of a piece
+  int32_t parts = 1; // in which each takes its keys
   int64_t items = 0;
 };
 
 // Also decides what of the Config follows from how much work there is.
 Work share_out(Config &c, const Problem &p, const Device &device) {
-  Work work{.packed = heads_packed(p, c), .pieces = p.heads, .tiles = query_tiles(p, c.tile_q()), .parts = 1};
-  c.packed = work.packed > 1;
-  if (c.packed) work.pieces = p.heads_kv * tiles(p.group(), work.packed * c.warpgroups);
+  const Rows rows = rows_of(p, c);
+  Work work{.rows = rows, .pieces = p.heads_kv * rows.pieces, .tiles = query_tiles(p, rows.queries * c.warpgroups)};
+  c.packed = rows.heads > 1;
   const int64_t all_tiles = work.tiles * p.batch * work.pieces;
   if (!p.part) work.parts = p.invariant ? parts_by_chunk(p, c, device, all_tiles) : parts_for_idle_sms(p, c, device, all_tiles);
   c.split = work.parts > 1;
@@ -265,22 +130,22 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   constexpr double kStart = 5.2e-6, kBlockSeconds = 2.5e-6; // measured on an H200: of the call, and of a thread block
   Problem of_pieces = p;
   of_pieces.heads = work.pieces;
-  const Walks w = walks(of_pieces, Direction::forward, c.tile_q(), c.tile_k);
-  const double flop = 2.0 * (c.head_dim + c.head_dim_v);
+  const Walks w = walks(of_pieces, Direction::forward, work.rows.queries * c.warpgroups, c.tile_k);
+  const double flop = 2.0 * (c.head_dim + c.head_dim_v) * 64 / double(work.rows.queries);
   const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / flop, kBlockSeconds, work.parts);
   return kStart + std::max(computing, kBlockSeconds + reading_seconds(p, device)) + (work.parts > 1 ? combining_seconds(p) : 0);
 }
 
-void order_items(HopperForwardArguments &a, const Problem &p, const Config &c, const Work &work, const Device &device) {
+void order_items(HopperForwardArguments &a, const Problem &p, const Work &work, const Device &device) {
   a.splits = work.parts, a.items = uint32_t(work.items);
-  order_tiles(a, work.tiles, c.packed ? 1 : heads_in_bundle(p, device));
+  order_tiles(a, work.tiles, heads_in_bundle(p, device, p.batch * work.pieces));
   a.splits_divisor = Divisor::make(uint32_t(work.parts));
   a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, work.pieces)));
   a.group_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
 }
 
 void map_operands(HopperForwardArguments &a, const Problem &p, const Config &c, const Work &work) {
-  a.tma_q = c.packed ? mapped_queries(p, p.q, p.head_dim, i32(p.seqlen_q), work.packed) : mapped_queries(p, p.q, p.head_dim, 64);
+  a.tma_q = mapped_queries(p, p.q, p.head_dim, i32(work.rows.queries), i32(work.rows.heads));
   const int32_t keys = p.page_size ? kRowsOfPage : c.tile_k;
   a.tma_k = mapped_keys(p, p.k, p.head_dim, keys), a.tma_v = mapped_keys(p, p.v, p.head_dim_v, keys);
   if (!c.bias_by_tma) return;
@@ -292,11 +157,11 @@ void map_operands(HopperForwardArguments &a, const Problem &p, const Config &c, 
 PackedForwardArguments hopper_arguments(const Problem &p, const Config &c, const Work &work, const Device &device) {
   PackedForwardArguments a{};
   static_cast<ForwardArguments &>(a) = forward_arguments(p);
-  order_items(a, p, c, work, device);
+  order_items(a, p, work, device);
   map_operands(a, p, c, work);
   if (c.packed) {
-    a.packed = work.packed, a.queries = Divisor::make(uint32_t(p.seqlen_q));
-    a.pieces = Divisor::make(uint32_t(work.pieces / p.heads_kv));
+    a.packed = i32(work.rows.heads), a.queries = Divisor::make(uint32_t(work.rows.queries));
+    a.pieces = Divisor::make(uint32_t(work.rows.pieces));
   }
   return a;
 }
@@ -343,7 +208,7 @@ protected:
 private:
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
     if (std::string reason = against_tensors(p); !reason.empty()) return reason;
-    const std::optional<Config> chosen = choose(p, device);
+    const std::optional<Config> chosen = choose_tile(p, device);
     if (!chosen) return text("no tile of queries divides the blocks of ", p.blocks.block_q);
     Config config = *chosen;
     if (p.invariant)
