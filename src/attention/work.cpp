@@ -58,6 +58,11 @@ double visible_scores(const Problem &p) {
   return sequences * double(p.heads) * q * keys * share;
 }
 
+bool narrow_window(const Problem &p) {
+  const bool bounded = p.window_left != kUnbounded && p.window_right != kUnbounded;
+  return bounded && p.window_left + p.window_right < p.longest_k() / 2;
+}
+
 double keys_read(const Problem &p) {
   const bool bounded = p.window_right != kUnbounded && p.window_left != kUnbounded;
   const double most = bounded ? double(p.longest_q()) + double(p.window_left) + double(p.window_right) : double(p.longest_k());

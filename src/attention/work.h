@@ -10,6 +10,9 @@ double mean_keys(const Problem &, double seqlen_q, double seqlen_k);
 // Scores of all heads that are visible by position and blocks; packed sequences count as so many of the longest as have their tokens.
 double visible_scores(const Problem &);
 
+// Is there a window of fewer than half of the keys? A wider one is as good as none.
+bool narrow_window(const Problem &);
+
 // Keys of all key heads that some query sees by position.
 double keys_read(const Problem &);
 

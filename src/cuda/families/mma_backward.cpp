@@ -97,7 +97,8 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, double speed
   const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k);
   const double score = 5 * columns / (speed * kFlopPerClock * device.clock_hz) + kStepSeconds / double(c.tile_q * c.tile_k);
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
-  return kLaunchSeconds * double(launches) + seconds(w, device, 1, 1 / score, kBlockSeconds) + bias +
+  const double missing = missing_seconds(p, w, device, c.tile_k, bundle_of_heads(c.deterministic), 8 * c.head_dim + 2 * c.head_dim_v);
+  return kLaunchSeconds * double(launches) + std::max(seconds(w, device, 1, 1 / score, kBlockSeconds), missing) + bias +
          rows_seconds(p, c.head_dim, c.head_dim_v);
 }
 

@@ -48,7 +48,7 @@ std::string refusal(const Problem &p, const Features &f) {
     if (f.bias && (f.mask || f.alibi || f.dropout))
       return text("its backward takes a bias with no mask, alibi_slopes or dropout where head dimensions exceed ", kMostDimOf128Keys);
     if (f.function && f.alibi && f.dropout)
-      return text("its backward takes two of alibi_slopes, dropout and softcap where head dimensions "
+      return text("its backward takes at most two of alibi_slopes, dropout and softcap where head dimensions "
                   "exceed ",
                   kMostDimOf128Keys);
     if (f.part && f.function) return text("its backward takes no softcap in parts where head dimensions exceed ", kMostDimOf128Keys);
@@ -214,21 +214,6 @@ Problem of_shares(const Problem &p, int64_t shares) {
   return split;
 }
 
-// What it takes to fetch tiles of Q, dO and dQ anew that the L2 cache has lost. Blocks at work walk over the same rows, and find them in
-// the cache if they do so at about the same time. Under a causal mask walks of neighbouring tiles of keys differ by a tile of queries for
-// each head of the group, and under a window they begin when the blocks before them end: then each head's rows are needed as long as the
-// keys at work, and the window, reach.
-double missing_seconds(const Problem &p, const BackwardConfig &c, const Device &device, const Walks &w) {
-  const bool window = p.window_left != kUnbounded && p.window_right != kUnbounded;
-  if (!window && w.longest < 1.05 * w.mean) return 0; // they stay together
-  if (larger_dim(p) <= 64) return 0;                  // no such loss was measured there (an H100, groups of 4 and 8)
-  constexpr double kPartOfCache = 0.6; // for which the rates of long causal calls with groups of 5 to 7 heads agree (an H100)
-  const double size = double(pairs_in_bundle(p, c)), row = 8 * c.columns() + 2 * c.columns_v();
-  const double keys = device.sms / size * c.tile_k() + (window ? double(p.window_left + p.window_right) : 0);
-  const double used = size * double(p.group()) * std::min(double(p.seqlen_q), keys) * row;
-  return w.scores() / c.tile_k() * row * std::max(0.0, 1 - kPartOfCache * double(device.l2) / used) / kBytes;
-}
-
 Walks walks_of(const Problem &p, const BackwardConfig &c) {
   const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
   if (!c.owns_dq) return w;
@@ -251,8 +236,9 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
   const double rate = (c.roles ? kRolesRate : of_128) * (shared ? kShared : 1) / (5 * columns);
   const double sums = shares > 1 ? 3e-6 + key_rows(p) * 8 * (c.columns() + c.columns_v()) / kBytes : 0;
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
-  const double main = std::max(seconds(w, device, 1, rate, kBlockSeconds[shared]), missing_seconds(p, c, device, w));
-  return kLaunches + main + sums + bias + rows_seconds(p, c.columns(), c.head_dim_v, !c.owns_dq);
+  const double missing = missing_seconds(p, w, device, c.tile_k(), pairs_in_bundle(p, c), 8 * c.columns() + 2 * c.columns_v());
+  const double main = std::max(seconds(w, device, 1, rate, kBlockSeconds[shared]), missing);
+  return kLaunches + main + sums + bias + rows_seconds(p, c.head_dim, c.head_dim_v, !c.owns_dq);
 }
 
 // In how many shares thread blocks take the query heads of a key head: in one, unless several are predicted to be clearly faster, since
@@ -311,10 +297,7 @@ bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const 
   if (c.roles || c.features.part) return false;
   if (c.deterministic && c.features.seqused && c.registers_load < 40) return false; // those who load and order have too few registers
   if (p.persistent) return *p.persistent;
-  // A wide window is as good as none.
-  const bool bounded = p.window_left != kUnbounded && p.window_right != kUnbounded;
-  const bool window = bounded && p.window_left + p.window_right < p.longest_k() / 2;
-  return items > device.sms && (c.deterministic || c.features.blocks || window);
+  return items > device.sms && (c.deterministic || c.features.blocks || narrow_window(p));
 }
 
 Features backward_features(const Problem &p) {

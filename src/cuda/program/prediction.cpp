@@ -67,6 +67,19 @@ double rows_seconds(const Problem &p, int64_t head_dim, int64_t head_dim_v, bool
   return query_rows(p) * double((dq_sums ? 10 : 2) * head_dim + 4 * head_dim_v) / kBytes;
 }
 
+double missing_seconds(const Problem &p, const Walks &w, const Device &device, int64_t tile_k, int64_t pairs, int64_t row_bytes) {
+  constexpr double kBytes = 3e12;      // a second, of an H200
+  constexpr double kPartOfCache = 0.6; // for which the rates of long causal calls with groups of 5 to 7 heads agree (an H100)
+  // Under a causal mask walks of neighbouring tiles of keys differ by a tile of queries for each head of the group, and under a window they
+  // begin when the blocks before them end: then each head's rows are needed as long as the keys at work, and the window, reach.
+  const bool window = narrow_window(p);
+  if (!window && w.longest < 1.05 * w.mean) return 0;     // they stay together
+  if (std::max(p.head_dim, p.head_dim_v) <= 64) return 0; // no such loss was measured there (an H100, groups of 4 and 8)
+  const double keys = double(device.sms) / double(pairs) * double(tile_k) + (window ? double(p.window_left + p.window_right) : 0);
+  const double used = double(pairs) * double(p.group()) * std::min(double(p.seqlen_q), keys) * double(row_bytes);
+  return w.scores() / double(tile_k) * double(row_bytes) * std::max(0.0, 1 - kPartOfCache * double(device.l2) / used) / kBytes;
+}
+
 double reading_seconds(const Problem &p, const Device &device) {
   constexpr double kBytesPerClock = 16; // of an SM
   constexpr double kScales = 8;         // of a quantised key and its value, at most

@@ -53,4 +53,8 @@ double combining_seconds(const Problem &);
 // What a backward does to rows of Q before and after: reads O and dO for D; dq_sums: sets dQ's FP32 sums to 0 and rounds them.
 double rows_seconds(const Problem &, int64_t head_dim, int64_t head_dim_v, bool dq_sums = true);
 
+// What a backward takes to fetch tiles of Q, dO and dQ anew that the L2 cache has lost, row_bytes for a query: blocks at work walk over the
+// same rows, those of `pairs` (batch, key head) pairs at a time, and find them in the cache if they do so at about the same time.
+double missing_seconds(const Problem &, const Walks &, const Device &, int64_t tile_k, int64_t pairs, int64_t row_bytes);
+
 } // namespace strobe::cuda
