@@ -1,6 +1,7 @@
 // How the sum of dQ lies in memory: tile of queries after tile of queries; and so do the turns in which tiles of keys add to it.
 #pragma once
 #include "arguments.h"
+#include "packed_tiles.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -8,11 +9,11 @@ namespace strobe::inline STROBE_ISA {
 // below, the number of all tiles.
 STROBE_FN i64 first_query_tile(const Inputs &in, i64 b, i64 h, i64 tile) {
   if (!in.cu_seqlens_q) return (b * in.heads + h) * div_up(in.seqlen_q, tile);
-  return h * (div_up(in.total_q, tile) + in.batch) + in.held(b).q0 / tile + b; // a sequence's last tile may be a part of one
+  return h * count_packed_tiles(in.total_q, in.batch, tile) + first_packed_tile(in.held(b).q0, b, tile);
 }
 STROBE_FN i64 count_query_tiles(const Inputs &in, i64 tile) {
   if (!in.cu_seqlens_q) return (i64)in.batch * in.heads * div_up(in.seqlen_q, tile);
-  return in.heads * (div_up(in.total_q, tile) + in.batch);
+  return in.heads * count_packed_tiles(in.total_q, in.batch, tile);
 }
 
 // In FP32 the sum of dQ lies row after row, and has so many addends that a single sum would round more than all the addends are off. So

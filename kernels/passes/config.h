@@ -15,6 +15,7 @@ struct RowsConfig {
   i32 aligned;          // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 form;             // kFragments, kWarpgroups or kRowAfterRow
   i32 partial;          // of a part: D and both numbers of LSE are given (Features::partial)
+  i32 packed;           // tiles are those of packed sequences (attention/packed_tiles.h)
   i32 part, sparse;     // tiles are those of a part's ranges (attention/part.h), and of blocks
   i32 adds;             // dQ is added to what is there; such a dQ, and that of a partial part, has the type of sums
 

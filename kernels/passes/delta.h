@@ -15,7 +15,9 @@ template <RowsConfig C> struct Delta {
   using T = typename Element<C.dtype>::real;
   static constexpr bool kHopper = C.form == kWarpgroups;
   static constexpr int kThreads = C.delta_threads();
-  static constexpr int kBlocksPerSm = kHopper ? (C.part && C.tile_q == 80 ? 3 : 4) : C.form == kFragments ? 2 : 1; // registers
+  static constexpr int kBlocksPerSm = kHopper                ? ((C.part || C.packed) && C.tile_q == 80 ? 3 : 4)
+                                      : C.form == kFragments ? 2
+                                                             : 1; // registers
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     const RowTile<C> tile(a.in);

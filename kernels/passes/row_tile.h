@@ -26,14 +26,22 @@ template <RowsConfig C> struct RowTile {
       return;
     }
     i64 begin = (i64)tile * C.tile_q;
-    rows = (i32)max(0ll, min(s.seqlen_q - begin, (i64)C.tile_q));
-    row = s.q0 + begin, index = in.row_index(batch, head, row), number = first_query_tile(in, batch, head, C.tile_q) + tile;
+    number = block;
+    if constexpr (C.packed) {
+      const PackedTile of = packed_tile(in.cu_seqlens_q, in.total_q, in.batch, C.tile_q, (i32)tile);
+      batch = of.b, head = (i32)pair, begin = of.begin;
+      s = in.held(batch);
+    }
+    rows = begin < 0 ? 0 : (i32)max(0ll, min(s.seqlen_q - begin, (i64)C.tile_q));
+    row = s.q0 + begin;
+    if constexpr (C.packed) batch = (i32)uniform((u32)batch), rows = (i32)uniform((u32)rows), row = (i64)uniform((u32)row);
+    index = in.row_index(batch, head, row);
   }
 
 private:
   static __device__ __forceinline__ i64 count(const Inputs &in) {
     if constexpr (C.part) return part_tiles(in.seqlen_q, part_of(in).count_q, C.tile_q, C.sparse != 0);
-    return div_up(in.seqlen_q, C.tile_q);
+    return C.packed ? count_packed_tiles(in.total_q, in.batch, C.tile_q) : div_up(in.seqlen_q, C.tile_q);
   }
 };
 

@@ -14,7 +14,8 @@ struct alignas(16) TicketCounter {
 
 struct HopperForwardArguments : ForwardArguments {
   MappedOperand tma_q, tma_k, tma_v;
-  u32 items; // tiles of queries: `tiles` of each of batch * heads heads; each is split in a.splits
+  u32 items; // tiles of queries: `tiles` of each of batch * heads heads (of packed sequences as PackedTile numbers them, so of each of
+             // `heads`); each is split in a.splits
   i32 tiles;
   // Heads come in bundles, `bundle` of them, that share the L2 cache; their number is a multiple.
   Divisor splits_divisor, bundle_items, bundle_divisor, heads_divisor, group_divisor;

@@ -29,6 +29,7 @@ struct BackwardConfig {
   // The query heads of a key head are shared out: a thread block takes some of them, as if they had a key head of their own, and leaves dK
   // and dV of these in FP32, for passes/shares.h to add up.
   i32 split_group;
+  i32 packed; // tiles of keys are those of packed sequences (attention/packed_tiles.h)
   Features features;
 
   static constexpr i32 kWarpgroups = 2; // that compute
@@ -75,7 +76,7 @@ struct HopperBackwardArguments : BackwardArguments { // delta: null unless there
   MappedOperand tma_q, tma_k, tma_v, tma_dout;
   i32 query_tiles; // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
   i32 tiles;       // of keys
-  i32 pairs;       // (batch, key head)
+  i32 pairs;       // (batch, key head); of packed sequences, whose tiles are numbered as PackedTile says, key heads
   // (batch, key head) pairs come in bundles, `bundle` of them, that share the L2 cache; their number is a multiple.
   Divisor bundle_items, bundle_divisor, heads_kv_divisor;
   Divisor shares; // of a key head's query heads, where they are shared out: in.heads_kv, in.group, dk and dv then count shares as key heads

@@ -1,5 +1,6 @@
 // Two threads of a block tell the copy engine what to fetch: one K and, tile by tile, Q with LSE; the other one V and dO with D.
 #pragma once
+#include "../../attention/packed_tiles.h"
 #include "../../device/keys.h"
 #include "../../device/query_tiles.h"
 #include "../../ptx/atomic.h"
@@ -45,8 +46,11 @@ template <BackwardConfig C> struct BackwardLoad {
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 pair = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_kv_divisor.divide(pair);
     if constexpr (F.part) return choose_held_keys(a, shared, (i32)b, (i32)(pair - b * a.heads_kv_divisor.by), (i32)tile);
-    const BasicBand<i32> band = narrow(a.in.sequence<F.seqused>(b).band);
-    write(shared.keys(), (i32)b, (i32)(pair - b * a.heads_kv_divisor.by), (i32)tile * kTileK, band.seqlen_k);
+    PackedTile of{(i32)b, (i32)tile * kTileK};
+    if constexpr (C.packed) of = packed_tile(a.in.cu_seqlens_k, a.in.total_k, a.in.batch, kTileK, (i32)tile);
+    const BasicBand<i32> band = narrow(a.in.sequence<F.seqused>(of.b).band);
+    const bool none = C.packed && of.begin < 0;
+    write(shared.keys(), of.b, (i32)(pair - b * a.heads_kv_divisor.by), none ? band.seqlen_k : of.begin, band.seqlen_k);
     write(shared.reach(), band.low, band.high, band.seqlen_q, 0);
   }
 

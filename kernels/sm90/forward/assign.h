@@ -1,5 +1,6 @@
 // One thread of a block decides which tiles of queries the block computes.
 #pragma once
+#include "../../attention/packed_tiles.h"
 #include "../arguments.h"
 #include "../part.h"
 #include "rows.h"
@@ -56,9 +57,14 @@ template <Config C> struct Assign {
     const u32 head = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_divisor.divide(head);
     const u32 h = head - b * a.heads_divisor.by;
     if constexpr (C.features.part) return held_item((i32)b, h, a.tiles - 1 - (i32)tile);
-    const i32 q = (a.tiles - 1 - (i32)tile) * queries_of_tile<C>(a);
-    const bool empty = in.cu_seqlens_q && q >= in.held<C.features.seqused>(b).seqlen_q;
-    return {(i32)b, C.packed ? first_head(h) : (i32)h, q, (i32)split * Item::kKinds + (empty ? kNone : kFast)};
+    const i32 number = a.tiles - 1 - (i32)tile, queries = queries_of_tile<C>(a);
+    Item item{(i32)b, C.packed ? first_head(h) : (i32)h, number * queries, (i32)split * Item::kKinds + kFast};
+    if (in.cu_seqlens_q) {
+      const PackedTile of = packed_tile(in.cu_seqlens_q, in.total_q, in.batch, queries, number);
+      item.b = of.b, item.q = of.begin;
+      if (of.begin < 0 || of.begin >= in.held<C.features.seqused>(of.b).seqlen_q) item.how = kNone;
+    }
+    return item;
   }
   __device__ __forceinline__ i32 first_head(u32 piece) const {
     const u32 kv = packed(a).pieces.divide(piece);

@@ -1,4 +1,5 @@
 // The Hopper family: which configuration, which maps, which launches.
+#include "../../../kernels/attention/packed_tiles.h"
 #include "../../../kernels/sm90/arguments.h"
 #include "../../../kernels/sm90/forward/config.h"
 #include <algorithm>
@@ -109,7 +110,8 @@ std::string against_tensors(const Problem &p) {
 struct Work {
   Rows rows;
   int64_t pieces;    // of a sequence's heads
-  int64_t tiles;     // of queries, of a piece
+  int64_t heads;     // pieces of all sequences, or each for all sequences
+  int64_t tiles;     // of queries, of each of these
   int32_t parts = 1; // in which each takes its keys
   int64_t items = 0;
 };
@@ -117,9 +119,14 @@ struct Work {
 // Also decides what of the Config follows from how much work there is.
 Work share_out(Config &c, const Problem &p, const Device &device) {
   const Rows rows = rows_of(p, c);
-  Work work{.rows = rows, .pieces = p.heads_kv * rows.pieces, .tiles = query_tiles(p, rows.queries * c.warpgroups)};
+  const int64_t queries = rows.queries * c.warpgroups, pieces = p.heads_kv * rows.pieces;
+  const bool numbered = numbers_tiles(p);
+  Work work{.rows = rows,
+            .pieces = pieces,
+            .heads = numbered ? pieces : p.batch * pieces,
+            .tiles = numbered ? count_packed_tiles(p.total_q, p.batch, queries) : query_tiles(p, queries)};
   c.packed = rows.heads > 1;
-  const int64_t all_tiles = work.tiles * p.batch * work.pieces;
+  const int64_t all_tiles = work.tiles * work.heads;
   if (!p.part) work.parts = p.invariant ? parts_by_chunk(p, c, device, all_tiles) : parts_for_idle_sms(p, c, device, all_tiles);
   c.split = work.parts > 1;
   work.items = all_tiles * work.parts;
@@ -138,7 +145,7 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
 
 void order_items(HopperForwardArguments &a, const Problem &p, const Work &work, const Device &device) {
   a.splits = work.parts, a.items = uint32_t(work.items);
-  order_tiles(a, work.tiles, heads_in_bundle(p, device, p.batch * work.pieces));
+  order_tiles(a, work.tiles, heads_in_bundle(p, device, work.heads));
   a.splits_divisor = Divisor::make(uint32_t(work.parts));
   a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, work.pieces)));
   a.group_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../../../kernels/attention/dq_sum.h"
+#include "../../../kernels/attention/packed_tiles.h"
 #include "../../../kernels/sm90/backward/config.h"
 #include "attention/text.h"
 #include "attention/work.h"
@@ -79,6 +79,12 @@ constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H2
 // The factor by which thread blocks take longer than if they kept every SM busy.
 double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
 
+// (batch, key head) pairs, and the tiles of keys of one; of packed sequences key heads, and the tiles of all sequences (packed_tiles.h).
+int64_t pairs_of(const Problem &p) { return (numbers_tiles(p) ? 1 : p.batch) * p.heads_kv; }
+int64_t tiles_of_pair(const Problem &p, int64_t tile_k) {
+  return numbers_tiles(p) ? count_packed_tiles(p.total_k, p.batch, tile_k) : key_tiles(p, tile_k);
+}
+
 // What a (batch, key head) pair reads, and adds up, time after time.
 int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
   return std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
@@ -140,6 +146,7 @@ BackwardConfig begin(const Problem &p, const Features &f) {
   c.registers_load = 40, c.registers_compute = 232;
   c.deterministic = in_turns(p) && p.dq;
   c.invariant = p.invariant;
+  c.packed = numbers_tiles(p);
   return c;
 }
 
@@ -202,8 +209,9 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
                        : some_longer   ? 16
                                        : 4;
   int64_t size = std::clamp<int64_t>(kCache / (some_longer ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
-  if (p.bundle) size = std::min(p.bundle, std::max<int64_t>(1, p.batch * p.heads_kv));
-  while (p.batch * p.heads_kv % size) size--;
+  const int64_t pairs = std::max<int64_t>(1, pairs_of(p));
+  if (p.bundle) size = std::min(p.bundle, pairs);
+  while (pairs % size) size--;
   return size;
 }
 
@@ -252,7 +260,7 @@ int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &de
   double least = kGain * (group > 1 ? predicted_seconds(p, c, 1, device) : 0);
   for (int64_t n = 2; n <= group; n++) {
     if (group % n || double(n) * key_rows(p) > query_rows(p)) continue;
-    if (n * p.batch * p.heads_kv * key_tiles(p, c.tile_k()) > int64_t{1} << 28) break; // far more blocks than help
+    if (n * pairs_of(p) * tiles_of_pair(p, c.tile_k()) > int64_t{1} << 28) break; // far more blocks than help
     if (const double time = predicted_seconds(p, c, n, device); time < least) best = n, least = time;
   }
   return best;
@@ -285,7 +293,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   if (!of_128 || (p.tile_k == 64 && takes_either(p, f))) return of_64_keys(p, f);
   if (!takes_either(p, f) || p.tile_k == 128) return *of_128;
   if (wide && of_128->deterministic) return *of_128; // an H200: 1.1 to 2.2 times as fast, with few blocks as well
-  if (p.batch * p.heads_kv * key_tiles(p, of_128->tile_k()) > device.sms) return *of_128; // no SM idles
+  if (pairs_of(p) * tiles_of_pair(p, of_128->tile_k()) > device.sms) return *of_128; // no SM idles
   const BackwardConfig of_64 = of_64_keys(p, f);
   return fill_better(p, of_64, *of_128, device) ? of_64 : *of_128;
 }
@@ -295,7 +303,8 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
 // 1.03, at d 64 mostly below 1.
 bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
   if (c.roles || c.features.part) return false;
-  if (c.deterministic && c.features.seqused && c.registers_load < 40) return false; // those who load and order have too few registers
+  if (c.deterministic && c.features.seqused && c.registers_load < 40) return false;    // those who load and order have too few registers
+  if (c.packed && !c.deterministic && larger_dim(p) > kMostDimOf128Keys) return false; // so have those who compute
   if (p.persistent) return *p.persistent;
   return items > device.sms && (c.deterministic || c.features.blocks || narrow_window(p));
 }
@@ -309,17 +318,20 @@ Features backward_features(const Problem &p) {
 
 // What thread blocks share out among them.
 struct Work {
-  int64_t shares;    // of a key head's query heads
-  int64_t pairs = 0; // (batch, key head), once for each share
-  int64_t tiles_k;   // of a pair
-  int64_t tiles_q;   // of all heads and sequences
+  int64_t shares;  // of a key head's query heads
+  int64_t pairs;   // (batch, key head), once for each share
+  int64_t tiles_k; // of a pair
+  int64_t tiles_q; // of all heads and sequences
   int64_t blocks = 0;
 };
 
 // Also decides what of the Config follows from how much work there is.
 Work share_out(BackwardConfig &c, const Problem &p, const Inputs &in, const Device &device) {
-  Work work{.shares = count_shares(p, c, device), .tiles_k = key_tiles(p, c.tile_k()), .tiles_q = all_query_tiles(p, in, c.tile_q)};
-  work.pairs = p.batch * p.heads_kv * work.shares;
+  const int64_t shares = count_shares(p, c, device);
+  Work work{.shares = shares,
+            .pairs = pairs_of(p) * shares,
+            .tiles_k = tiles_of_pair(p, c.tile_k()),
+            .tiles_q = all_query_tiles(p, in, c.tile_q)};
   c.split_group = work.shares > 1;
   if (!c.owns_dq) c.persistent = persistent(p, c, work.tiles_k * work.pairs, device);
   if (c.persistent || c.split_group) c.staged_store = 0;

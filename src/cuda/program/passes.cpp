@@ -36,6 +36,7 @@ passes::RowsConfig row_after_row(const Problem &p, int32_t head_dim) {
           .aligned = 0,
           .form = passes::kRowAfterRow,
           .partial = p.part.partial,
+          .packed = p.varlen,
           .part = 0,
           .sparse = 0,
           .adds = p.accumulate};
@@ -187,12 +188,14 @@ passes::RowsConfig rows_config(const Problem &p, int32_t head_dim, int32_t tile_
           .aligned = aligned,
           .form = form,
           .partial = p.part.partial,
+          .packed = p.varlen && !p.part,
           .part = bool(p.part),
           .sparse = bool(p.part) && p.blocks.present,
           .adds = p.accumulate};
 }
 static int64_t row_tiles(const Problem &p, const passes::RowsConfig &c) {
-  return c.part ? p.batch * p.heads * query_tiles(p, c.tile_q) : c.blocks(p.batch, p.heads, p.seqlen_q);
+  if (c.part) return p.batch * p.heads * query_tiles(p, c.tile_q);
+  return c.packed ? p.heads * count_packed_tiles(p.total_q, p.batch, c.tile_q) : c.blocks(p.batch, p.heads, p.seqlen_q);
 }
 Launch delta(const Problem &p, const passes::RowsConfig &c, const BackwardArguments &a) {
   return Launch(kDelta, c, row_tiles(p, c), c.delta_threads(), 0, a);

@@ -1,0 +1,50 @@
+"""Packed sequences of very different lengths on Hopper: their tiles are numbered through all of them, and each is computed once."""
+
+from __future__ import annotations
+
+import pytest
+
+from emulated import needs_emulator, output
+
+CALL = """
+import json, sys
+import torch, strobe
+from device import running_on
+
+heads, heads_kv, d, dv = map(int, sys.argv[1:5])
+options = json.loads(sys.argv[5])
+torch.manual_seed(0)
+lengths_q, lengths_k = [0, 1, 300, 7, 0, 64, 130, 0], [5, 1, 290, 7, 9, 0, 200, 0]
+q = torch.randn(sum(lengths_q) + 30, heads, d).to(torch.bfloat16)  # and padding behind
+k, v = (torch.randn(sum(lengths_k), heads_kv, n).to(torch.bfloat16) for n in (d, dv))
+dout = torch.randn(len(q), heads, dv).to(torch.bfloat16)
+starts = [torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k)]
+where = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "max_seqlen_q": 1000, "max_seqlen_k": 900}
+
+
+def gradients(engine, dtype, **more):
+    leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+    with running_on(engine):
+        out = strobe.attention(*leaves, engine=engine, **options, **where, **more)
+        return out, *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+
+expected = gradients("reference", torch.float64)
+for more in ({}, {"deterministic": True}):
+    for found, x in zip(gradients("cuda-sm90", torch.bfloat16, **more), expected, strict=True):
+        assert (found.double() - x).abs().max() < 0.02 * x.abs().max(), more
+"""
+
+# Heads, key heads, D, Dv; options.
+CALLS = {
+    "causal": (4, 2, 64, 64, '{"causal": true}'),
+    "a window": (2, 2, 128, 128, '{"window": [100, 20]}'),
+    "wide heads": (3, 1, 192, 128, '{"window": [100, 0]}'),
+    "by roles": (2, 1, 256, 256, "{}"),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("name", CALLS)
+def test_each_tile_is_computed_once(name):
+    output(CALL, *(str(x) for x in CALLS[name]), LATE="1", SEED="1")
