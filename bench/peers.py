@@ -35,6 +35,8 @@ def points(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(picture: Path, results: list[Path]) -> None:
     records = [record for record in map(json.loads, map(Path.read_text, results)) if points(record)]
+    if not records:
+        raise SystemExit("none of the results holds the core shapes")
     first = records[0]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     with mpl.rc_context(draw.STYLE):

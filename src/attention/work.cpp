@@ -28,28 +28,28 @@ static double visible_in_part(const Problem &p) {
   return double(p.heads) * scores;
 }
 
-double mean_keys(const Problem &p, double seqlen_q, double seqlen_k) {
-  if (seqlen_q < 1) return 0;
-  // The sum of min(max(t, 0), seqlen_k) over the whole numbers t up to x: of the keys that query after query loses at an end.
-  const auto lost = [&](double x) {
-    const auto triangle = [](double n) { return n > 0 ? n * (n + 1) / 2 : 0; };
+double mean_keys(const Problem &p, int64_t seqlen_q, int64_t seqlen_k) {
+  if (seqlen_q == 0) return 0;
+  // The sum of min(max(t, 0), seqlen_k) over t up to x: of the keys that query after query loses at an end. Positions have 30 bits.
+  const auto lost = [&](int64_t x) {
+    const auto triangle = [](int64_t n) { return n > 0 ? n * (n + 1) / 2 : 0; };
     return triangle(x) - triangle(x - seqlen_k);
   };
-  const double offset = p.bottom_right ? seqlen_k - seqlen_q : 0;
-  double scores = seqlen_q * seqlen_k;
+  const int64_t offset = p.bottom_right ? seqlen_k - seqlen_q : 0;
+  int64_t scores = seqlen_q * seqlen_k;
   if (p.window_right != kUnbounded) {
-    const double first = seqlen_k - 1 - offset - double(p.window_right);
+    const int64_t first = seqlen_k - 1 - offset - p.window_right;
     scores -= lost(first) - lost(first - seqlen_q);
   }
   if (p.window_left != kUnbounded) {
-    const double first = offset - double(p.window_left);
+    const int64_t first = offset - p.window_left;
     scores -= lost(first + seqlen_q - 1) - lost(first - 1);
   }
-  return std::max(0.0, scores / seqlen_q);
+  return double(std::max<int64_t>(0, scores)) / double(seqlen_q);
 }
 
 double visible_scores(const Problem &p) {
-  const double q = double(p.longest_q()), keys = mean_keys(p, q, double(p.longest_k()));
+  const double q = double(p.longest_q()), keys = mean_keys(p, p.longest_q(), p.longest_k());
   double share = 1;
   if (p.blocks.present)
     share = double(p.blocks.kept) / std::max(1.0, double(p.blocks.batch * p.blocks.heads * p.blocks.rows * p.blocks.cols));

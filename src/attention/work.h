@@ -4,8 +4,8 @@
 
 namespace strobe {
 
-// Keys that a query sees by position, in the mean over a sequence of these lengths; not of a part.
-double mean_keys(const Problem &, double seqlen_q, double seqlen_k);
+// Keys that a query sees by position, in the mean over a sequence of these lengths.
+double mean_keys(const Problem &, int64_t seqlen_q, int64_t seqlen_k);
 
 // Scores of all heads that are visible by position and blocks; packed sequences count as so many of the longest as have their tokens.
 double visible_scores(const Problem &);

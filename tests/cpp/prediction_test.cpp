@@ -94,7 +94,7 @@ TEST_CASE("predict: keys that a query sees in the mean") {
           CAPTURE(left);
           CAPTURE(right);
           CAPTURE(bottom_right);
-          CHECK(mean_keys(p, double(queries), double(keys)) == doctest::Approx(double(scores) / double(queries)));
+          CHECK(mean_keys(p, queries, keys) == doctest::Approx(double(scores) / double(queries)));
           CHECK(visible_scores(p) == doctest::Approx(12.0 * double(scores)));
         }
 }

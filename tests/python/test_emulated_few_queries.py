@@ -115,6 +115,17 @@ for heads, queries in ((1, 16), (4, 16)):
     assert not out[..., 7].isfinite().any()
     assert out[..., :7].isfinite().all()
     assert out[..., 8:].isfinite().all()
+
+# In a later tile of heads that share it: who sees it is told apart query by query.
+q, k, v = (torch.randn(1, h, n, 64).to(torch.bfloat16) for h, n in ((7, 70), (1, 80), (1, 80)))
+v[0, 0, 60, 5] = float("inf")
+for more in ({}, {"invariant": True}):
+    with running_on("cuda-sm90"):
+        assert "query heads packed" in str(strobe.explain(q, k, v, engine="cuda-sm90", causal=True, **more))
+        out = strobe.attention(q, k, v, engine="cuda-sm90", causal=True, **more)
+    expected, _ = strobe.reference(q, k, v, causal=True)
+    assert torch.equal(out.isfinite(), expected.isfinite())
+    assert not out.isfinite().all()
 """
 
 

@@ -17,7 +17,7 @@ enum : i32 { kFixedByRow = 3 };
 struct Config {
   i32 dtype;                // kF16 or kBF16
   i32 head_dim, head_dim_v; // rounded up to multiples of 16
-  i32 warpgroups;           // that compute; each owns 64 queries of the tile
+  i32 warpgroups;           // that compute; each owns 64 rows of the tile: queries, of one head or several (packed)
   i32 tile_k;               // a multiple of 16
   i32 stages;               // tiles of K, and of V, in shared memory at a time: at most 6
   i32 registers_load, registers_compute;

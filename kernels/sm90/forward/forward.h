@@ -1,5 +1,5 @@
 // FlashAttention-2's forward on Hopper. One thread of a block (where K and V lie in pages, two warps) has the copy engine bring Q and, tile
-// by tile, K and V into shared memory; each of the other warpgroups owns 64 queries: S, P, O, m and l of them in its registers. While the
+// by tile, K and V into shared memory; each of the other warpgroups owns 64 rows: S, P, O, m and l of them in its registers. While the
 // tensor cores compute P V of one tile and Q K^T of the next, the warpgroup takes the softmax of the one between (FlashAttention-3, Shah et
 // al. 2024); the warpgroups take turns at issuing. query_tile.h has the loop.
 #pragma once

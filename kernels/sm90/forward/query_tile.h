@@ -1,4 +1,4 @@
-// The loop of the forward: 64 queries of a warpgroup walk over the tiles of keys.
+// The loop of the forward: 64 rows of a warpgroup walk over the tiles of keys.
 #pragma once
 #include "epilogue.h"
 #include "nonfinite.h"

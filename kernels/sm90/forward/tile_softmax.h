@@ -27,7 +27,7 @@ template <Config C> struct TileSoftmax {
   const Sequence sequence;
   const Score scores;
   QueryMajorDropout<F> dropout;
-  const i32 q, row; // the warpgroup's first query, and the warp's
+  const i32 q, row; // the warpgroup's first query, and the warp's (unless packed: only options that are not packed ask for it)
   const typename Score::Row rows[2];
   Given<C, Score> given;
   Line<C, Score> line;

@@ -3,7 +3,6 @@
 #include "../../../kernels/sm90/arguments.h"
 #include "../../../kernels/sm90/forward/config.h"
 #include <algorithm>
-#include <cmath>
 #include <optional>
 
 #include "attention/text.h"
@@ -108,7 +107,7 @@ std::string against_tensors(const Problem &p) {
 
 // What thread blocks share out among them.
 struct Work {
-  Rows rows;
+  HeadsOfTile rows;
   int64_t pieces;    // of a sequence's heads
   int64_t heads;     // pieces of all sequences, or each for all sequences
   int64_t tiles;     // of queries, of each of these
@@ -118,7 +117,7 @@ struct Work {
 
 // Also decides what of the Config follows from how much work there is.
 Work share_out(Config &c, const Problem &p, const Device &device) {
-  const Rows rows = rows_of(p, c);
+  const HeadsOfTile rows = heads_of_tile(p, c);
   const int64_t queries = rows.queries * c.warpgroups, pieces = p.heads_kv * rows.pieces;
   const bool numbered = numbers_tiles(p);
   Work work{.rows = rows,
@@ -227,7 +226,7 @@ private:
     Program program;
     program.overlap = program.persistent = true;
     program.kernel = text("wgmma, ", config.warpgroups, " warpgroups, ", reference_name(config));
-    if (config.packed) program.kernel += ", query heads packed";
+    if (config.packed) program.kernel += text(", ", work.rows.heads, " query heads packed");
     describe_tile(program, p, config.tile_q(), config.tile_k, true);
     push_launches(program, p, config, a, device, scratch);
     if (p.mask) program.kernel += ", mask packed into bits";

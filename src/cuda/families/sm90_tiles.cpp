@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention/work.h"
 #include "cuda/families/sm90_steps.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/prediction.h"
 #include "cuda/program/tensor_maps.h"
 #include "cuda/program/tiles.h"
 
@@ -38,23 +38,23 @@ struct ForwardTile {
   Suits suits{};
 };
 
-// Measured on an H200 (bench/search_forward.py). None spills.
+// Rates are such that the tiles run that were the fastest on an H200 at 512 to 16k keys (bench/search_forward.py). None spills.
 // clang-format off
 constexpr ForwardTile kForwardTiles[] = {
     // up to  warp-      stages  registers to  Q in  blocks
     // D, Dv  groups  tile_k  |  load, compute regs  per SM   loads, what it suits
-    { 64,  64,   1,  64,   4,  32, 128,   1,   3, kFixed, {.rate = 0.87}},
+    { 64,  64,   1,  64,   4,  32, 128,   1,   3, kFixed, {.rate = 0.84}},
     { 64,  64,   3, 128,   4,  32, 160,   0,   1, kFixed, {.least_keys = 8192, .blocks = 1}},
-    { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging, {.rate = 0.98, .blocks = 1}},
+    { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging, {.rate = 0.96, .blocks = 1}},
     { 64,  64,   3,  64,   4,  40, 152,   0,   1, kDropout | kBias},
     { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kHyperbolicScore},
-    { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDropout, {.rate = 0.83}},
-    { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias, {.rate = 0.83}},
+    { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDropout, {.rate = 0.75}},
+    { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias, {.rate = 0.7}},
     { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse},
     { 64,  64,   2, 128,   4,  56, 224,   1,   1, kBlockSparse, {.rate = 0.83}},
     {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed, {.least_keys = 2048, .blocks = 1}},
-    {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.rate = 0.92, .blocks = 0.5}},
-    {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed, {.rate = 0.58}},
+    {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.rate = 0.88, .blocks = 0.5}},
+    {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed, {.rate = 0.54}},
     {128, 128,   3,  64,   3,  40, 152,   0,   1, kDropout | kHyperbolicScore},
     {128, 128,   2,  96,   2,  40, 232,   0,   1, kBias, {.blocks = 0.5}},
     {128, 128,   1,  64,   2,  40, 208,   1,   2, kBias, {.rate = 0.62}},
@@ -108,34 +108,40 @@ Config with(Config c, const ForwardTile &t) {
   return c;
 }
 
-// How many scores tiles of such rows compute, about: they walk over the keys that any of their queries sees.
-double computed(const Problem &p, const Config &c, const Rows &rows) {
-  const double sequences = double(std::max<int64_t>(1, p.batch)), tile = double(rows.queries * c.warpgroups);
-  const double queries = p.varlen ? double(p.total_q) / sequences : double(p.seqlen_q);
-  const double keys = p.packed_k() ? double(p.total_k) / sequences : double(p.seqlen_k);
-  // A sequence's last tile is full by half in the mean, where lengths differ; and so is a tile of queries' last one of keys.
-  const double count = p.varlen ? queries / tile + 0.5 : double(tiles(p.seqlen_q, rows.queries * c.warpgroups));
-  const int bounds = (p.window_left != kUnbounded) + (p.window_right != kUnbounded);
-  const double around = bounds * std::min(queries, tile) / 2 + c.tile_k / 2.0;
-  const double most = p.varlen ? keys + c.tile_k / 2.0 : double(tiles(p.seqlen_k, c.tile_k) * c.tile_k);
-  const double walked = std::min(mean_keys(p, queries, keys) + around, most);
-  return sequences * double(p.heads_kv * rows.pieces) * count * c.tile_q() * walked;
+// Scores that tiles of such rows compute of one sequence. Where other sequences have other lengths, its last tile is full by half.
+double computed(const Problem &p, const Config &c, const HeadsOfTile &rows, int64_t seqlen_q, int64_t seqlen_k, bool others) {
+  constexpr int64_t kSamples = 32;
+  const Band band = Band::make(seqlen_q, seqlen_k, p.bottom_right, p.window_left, p.window_right);
+  const int64_t queries = rows.queries * c.warpgroups;
+  const Walked w = walked(band, queries, c.tile_k, 16, kSamples);
+  const double count = others ? std::max(1.0, double(seqlen_q) / double(queries) + 0.5) : double(w.tiles);
+  return count * w.mean * c.tile_q() * double(p.heads_kv * rows.pieces);
+}
+// The same of all sequences. Of packed ones the longest is known and how many tokens the others have, who count as equally long.
+double computed(const Problem &p, const Config &c, const HeadsOfTile &rows) {
+  if (!p.varlen) return double(p.batch) * computed(p, c, rows, p.seqlen_q, p.seqlen_k, false);
+  const int64_t q = p.longest_q(), k = p.longest_k(), others = std::max<int64_t>(0, p.batch - 1);
+  const int64_t rest_q = others ? std::min(q, std::max<int64_t>(0, p.total_q - q) / others) : 0;
+  const int64_t rest_k = p.packed_k() ? others ? std::min(k, std::max<int64_t>(0, p.total_k - k) / others) : 0 : k;
+  return computed(p, c, rows, q, k, false) + double(others) * computed(p, c, rows, rest_q, rest_k, rest_q < q);
 }
 
 } // namespace
 
-// A mask and dropout come by 16 queries of a head, of ALiBi a tile has one slope; and up to 16 rows cuda-mma computes at the memory's rate.
-Rows rows_of(const Problem &p, const Config &c) {
+// A mask and dropout come by 16 queries of a head, and blocks by tiles of one; of ALiBi a tile has one slope, and of a bias or a part it is
+// one head's; heads of which all have the same queries are not loaded apart. `invariant` refuses a bias and ALiBi. Up to 16 rows cuda-mma
+// computes at the memory's rate.
+HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
   constexpr int64_t kRowsOfMma = 16;
-  constexpr double kWorth = 0.9; // what a gain is, not yet measured
-  const Rows apart{1, 64, p.group()};
+  constexpr double kWorth = 0.9; // of the scores of heads apart, at most: heads together take longer to load and to store (guessed)
+  const HeadsOfTile apart{1, 64, p.group()};
   if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return apart;
   if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || p.alibi_slopes || p.part)) return apart;
-  Rows best = apart;
+  HeadsOfTile best = apart;
   double least = kWorth * computed(p, c, apart);
-  for (int64_t heads = std::min<int64_t>(p.group(), 64); heads > 1; heads--) {
-    const Rows rows{heads, 64 / heads, tiles(p.group(), heads)};
-    if (heads != tiles(p.group(), rows.pieces)) continue; // fewer heads in as many pieces leave room for more queries
+  for (int64_t n = tiles(p.group(), 64); n < p.group(); n *= 2) {
+    const int64_t heads = tiles(p.group(), n);
+    const HeadsOfTile rows{heads, 64 / heads, tiles(p.group(), heads)};
     if (const double its = computed(p, c, rows); its < least) least = its, best = rows;
   }
   return best;
@@ -146,13 +152,11 @@ namespace {
 // How long a tile's scores take, in the time of one at the best rate. Beyond kUnsuited it does not suit, but runs.
 constexpr double kUnsuited = 1e100;
 double cost(const Suits &row, const Problem &p, const Config &c, const Device &device) {
-  const Rows rows = rows_of(p, c);
-  const double sequences = double(std::max<int64_t>(1, p.batch)), queries = p.varlen ? double(p.total_q) / sequences : double(p.seqlen_q);
-  const double pieces = double(p.batch * p.heads_kv * rows.pieces), tiles_of_64 = std::ceil(queries / double(rows.queries));
-  const double parts = tiles_of_64 * pieces < double(device.sms) ? double(std::max<int64_t>(1, p.seqlen_k / kLeastKeysOfPart)) : 1;
+  const int64_t queries = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, heads = p.batch * p.heads;
+  const int64_t parts = tiles(queries, 64) * heads < device.sms ? std::max<int64_t>(1, p.seqlen_k / kLeastKeysOfPart) : 1;
   const bool suits = p.seqlen_k >= row.least_keys && p.seqlen_k <= row.most_keys &&
-                     std::ceil(tiles_of_64 / c.warpgroups) * pieces * parts >= row.blocks * device.sms;
-  return computed(p, c, rows) / row.rate * (suits ? 1 : kUnsuited);
+                     double(tiles(queries, c.tile_q()) * heads * parts) >= row.blocks * device.sms;
+  return computed(p, c, heads_of_tile(p, c)) / row.rate * (suits ? 1 : kUnsuited);
 }
 
 } // namespace

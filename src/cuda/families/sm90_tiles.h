@@ -15,11 +15,11 @@ constexpr int64_t kLeastKeysOfPart = 512; // where keys are split over blocks of
 std::optional<sm90::Config> choose_tile(const Problem &, const Device &);
 
 // Whose queries a warpgroup's rows are: so many of each of so many heads. A key head's query heads come in `pieces`.
-struct Rows {
+struct HeadsOfTile {
   int64_t heads, queries, pieces;
 };
 // Query heads of a key head share tiles where these then compute less: where queries are too few to fill tiles of one head, and where a
 // tile of fewer queries sees fewer keys.
-Rows rows_of(const Problem &, const sm90::Config &);
+HeadsOfTile heads_of_tile(const Problem &, const sm90::Config &);
 
 } // namespace strobe::cuda

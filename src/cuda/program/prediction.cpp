@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../../../kernels/attention/geometry.h"
 #include "attention/work.h"
 #include "cuda/program/arguments.h"
 
@@ -24,27 +23,29 @@ double query_rows(const Problem &p) { return double(p.varlen ? p.total_q : p.bat
 
 double key_rows(const Problem &p) { return double(p.varlen ? p.total_k : p.batch * p.seqlen_k) * double(p.heads_kv); }
 
+Walked walked(const Band &band, int64_t own, int64_t step, int64_t align, int64_t samples) {
+  Walked w{.tiles = tiles(band.seqlen_q, own)};
+  if (w.tiles == 0) return w;
+  const int64_t run = tiles(w.tiles, samples) | 1; // of each run of tiles the middle one stands for all
+  double sum = 0;
+  for (int64_t begin = 0; begin < w.tiles; begin += run) {
+    const int64_t end = std::min(begin + run, w.tiles), n = (begin + end - 1) / 2;
+    const Range seen = band.keys_any(n * own, std::min<i64>((n + 1) * own, band.seqlen_q));
+    const double of_tile = seen.empty() ? 0 : double(tiles(seen.end - round_down(seen.begin, align), step) * step);
+    sum += double(end - begin) * of_tile, w.longest = std::max(w.longest, of_tile);
+  }
+  w.mean = sum / double(w.tiles);
+  return w;
+}
+
 Walks walks(const Problem &p, Direction direction, int64_t tile_q, int64_t tile_k) {
   const bool forward = direction == Direction::forward, bounded = p.window_left != kUnbounded || p.window_right != kUnbounded;
   const i64 own = forward ? tile_q : tile_k, step = forward ? tile_k : tile_q;
-  const i64 align = forward ? 16 : step; // schedule.h, query_tiles.h
   Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   if (!forward) band = band.transposed();
-  const i64 count = tiles(band.seqlen_q, own);
-  Walks w;
-  w.blocks = sequences(p) * double(forward ? p.heads : p.heads_kv) * double(count);
-  if (count == 0) return w;
-
-  const i64 stride = bounded ? 1 + count / 1024 : count; // of a long sequence a sample
-  double sum = 0, longest = 0;
-  for (i64 n = 0; n < count; n += stride) {
-    const Range seen = band.keys_any(n * own, std::min((n + 1) * own, band.seqlen_q));
-    const double walked = seen.empty() ? 0 : double(tiles(seen.end - round_down(seen.begin, align), step) * step);
-    sum += walked, longest = std::max(longest, walked);
-  }
+  const Walked w = walked(band, own, step, forward ? 16 : step /* schedule.h, query_tiles.h */, bounded ? 1024 : 1);
   const double of_one = double(own) * (forward ? 1 : double(p.group())) * kept(p.blocks);
-  w.mean = of_one * sum / double(tiles(count, stride)), w.longest = of_one * longest;
-  return w;
+  return {sequences(p) * double(forward ? p.heads : p.heads_kv) * double(w.tiles), of_one * w.mean, of_one * w.longest};
 }
 
 double Walks::last(double slots) const {

@@ -1,5 +1,6 @@
 // What the families' predictions have in common: how much whole tiles compute, and how blocks of threads share the GPU.
 #pragma once
+#include "../../../kernels/attention/geometry.h"
 #include "attention/attention.h"
 #include "cuda/driver/device.h"
 
@@ -15,6 +16,14 @@ struct Walks {
   double last(double slots) const;
 };
 Walks walks(const Problem &, Direction, int64_t tile_q, int64_t tile_k);
+
+// Tiles of `own` rows of one sequence, each of which walks over whole tiles of `step` columns, from a multiple of `align` on, of what its
+// rows see. Of a long sequence `samples` tiles are looked at, about.
+struct Walked {
+  int64_t tiles = 0;
+  double mean = 0, longest = 0; // columns
+};
+Walked walked(const Band &, int64_t own, int64_t step, int64_t align, int64_t samples);
 
 // Blocks that an SM runs at a time, of `most` that registers leave room for.
 int64_t resident(const Device &, int64_t shared_bytes, int64_t most);

@@ -1,0 +1,73 @@
+"""Which tile of queries the Hopper forward takes: measured at the benchmark's shapes, and by the scores that it computes at others."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from strobe._prewarm import Shape, kernels
+
+
+def tile(batch, heads, heads_kv, seqlen, dim, causal=False, window=0, lengths=(), dim_v=0):
+    """Warpgroups, keys of a tile, and whether query heads share it."""
+    tokens = sum(lengths)
+    shapes = ((heads, dim), (heads_kv, dim), (heads_kv, dim_v or dim))
+    arrays = {
+        name: Shape((tokens, h, d) if tokens else (batch, h, seqlen, d), "bfloat16") for name, (h, d) in zip("qkv", shapes, strict=True)
+    }
+    options = ({"window_right": 0} if causal else {}) | ({"window_left": window} if window else {})
+    if tokens:
+        arrays |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), Shape((len(lengths) + 1,), "int32"))
+        options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(lengths))
+    (name,) = (name for name in kernels(arrays, options, False, 90) if "sm90::Forward" in name)
+    config = [int(x) for x in re.search(r"Config\{(.*?)\}", name)[1].split(",")]
+    return config[3], config[4], bool(config[14])
+
+
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_tiles_that_were_measured(dim, causal, seqlen):
+    expected = {
+        64: (1, 64) if causal and seqlen <= 1024 else (4, 64) if seqlen < 8192 else (3, 128),
+        128: (2, 128) if seqlen < 2048 else (3, 80),
+        256: (2, 64) if seqlen <= 512 else (2, 80),
+    }[dim]
+    assert tile(16384 // seqlen, 2048 // dim, 2048 // dim, seqlen, dim, causal) == (*expected, False)
+
+
+def walked(queries, seqlen, keys, causal, window):
+    """Keys of the tiles that tiles of so many queries walk over, all together."""
+    found = 0
+    for first in range(0, seqlen, queries):
+        end = min(first + queries, seqlen) if causal else seqlen
+        begin = max(0, first - window) // 16 * 16 if window else 0
+        found += -(-(end - begin) // keys) * keys
+    return found
+
+
+SHAPES = [(2, 128), (3, 64), (4, 96), (5, 128), (6, 232), (7, 120), (8, 64), (33, 128)]
+
+
+@pytest.mark.parametrize("seqlen", [28, 70, 170, 376, 512, 1000, 3050])
+@pytest.mark.parametrize(("group", "dim"), SHAPES)
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 188)])
+def test_heads_share_tiles_where_a_tenth_less_is_computed(group, dim, seqlen, causal, window):
+    warpgroups, keys, together = tile(64, 2 * group, 2, seqlen, dim, causal, window if window < seqlen else 0)
+    apart = group * warpgroups * 64 * walked(warpgroups * 64, seqlen, keys, causal, window)
+    least, pieces = apart, -(-group // 64)
+    while pieces < group:
+        heads = -(-group // pieces)
+        queries = warpgroups * (64 // heads)
+        least = min(least, -(-group // heads) * warpgroups * 64 * walked(queries, seqlen, keys, causal, window))
+        pieces *= 2
+    # The library looks at 32 tiles of a long sequence.
+    assert together == (least < 0.9 * apart) or abs(least / apart - 0.9) < 0.02
+
+
+def test_packed_sequences():
+    assert tile(0, 10, 2, 0, 128, lengths=(64,) * 16) == (1, 64, False)  # which a tile of one head fills
+    assert tile(0, 32, 8, 0, 128, causal=True, lengths=(128,) * 64) == (2, 128, False)
+    assert tile(0, 15, 3, 0, 248, lengths=(134, *range(60, 134))) == (2, 64, True)
+    assert tile(0, 2, 2, 0, 128, causal=True, lengths=(4640, *[36] * 63)) == (2, 128, False)  # not by the mean length
