@@ -9,6 +9,7 @@
 #include "attention/dropout.h"
 #include "attention/features.h"
 #include "attention/geometry.h"
+#include "attention/packed_tiles.h"
 #include "attention/part.h"
 #include "attention/quantised.h"
 #include "attention/schedule.h"
@@ -90,6 +91,11 @@ extern "C" __global__ void part_pieces(const BackwardArguments a, u32 *walked) {
 // The scale of a quantised key's row.
 extern "C" __global__ void quantised_pieces(const ArgumentsOf<ForwardArguments, true>::type a, float *scale) {
   *scale = *a.scales.k.at<const float>(0, 0, (i64)threadIdx.x, 0);
+}
+
+extern "C" __global__ void packed_tiles(Inputs in, i32 *begin) {
+  const PackedTile of = packed_tile(in.cu_seqlens_q, in.total_q, in.batch, 64, (i32)threadIdx.x);
+  begin[threadIdx.x] = of.begin + of.b;
 }
 
 } // namespace strobe
