@@ -23,10 +23,6 @@ inline std::string unmapped_inputs(const Problem &p) {
   return {};
 }
 
-// Are tiles numbered through all sequences, as kernels/attention/packed_tiles.h says, so that short ones have no more of them than they
-// fill?
-inline bool numbers_tiles(const Problem &p) { return p.varlen && !p.part; }
-
 // Tiles of queries or keys, so many of each head, run in the order of bundles of heads.
 template <class Arguments> void order_tiles(Arguments &a, int64_t tiles_of_head, int64_t bundle) {
   a.tiles = i32(tiles_of_head), a.bundle = i32(bundle);

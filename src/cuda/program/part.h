@@ -12,6 +12,10 @@ namespace strobe::cuda {
 std::vector<Launch> part_table(Problem &p, Scratch &);
 // Whether all ranges begin at multiples of 16, where dropout's groups and blocks may.
 bool begins_aligned(const Problem &);
+// Are tiles numbered through all sequences, as kernels/attention/packed_tiles.h says, so that short ones have no more of them than they
+// fill?
+inline bool numbers_tiles(const Problem &p) { return p.varlen && !p.part; }
+
 // Tiles of a sequence that has most, of queries and of keys, counted as kernels do.
 int64_t query_tiles(const Problem &, int64_t tile);
 int64_t key_tiles(const Problem &, int64_t tile);

@@ -188,7 +188,7 @@ passes::RowsConfig rows_config(const Problem &p, int32_t head_dim, int32_t tile_
           .aligned = aligned,
           .form = form,
           .partial = p.part.partial,
-          .packed = p.varlen && !p.part,
+          .packed = numbers_tiles(p),
           .part = bool(p.part),
           .sparse = bool(p.part) && p.blocks.present,
           .adds = p.accumulate};
