@@ -106,7 +106,8 @@ template <class Kind> Tile multiply(std::string_view opcode, const Operands &ope
 
 Tile decode_matrix(std::string_view opcode, const Operands &operands) {
   auto is = [&](std::string_view name) { return opcode == name; };
-  if (is("ldmatrix.sync.aligned.m8n8.x4.shared.b16")) return load(operands[0].parts, operands[1], false);
+  if (is("ldmatrix.sync.aligned.m8n8.x2.shared.b16") || is("ldmatrix.sync.aligned.m8n8.x4.shared.b16"))
+    return load(operands[0].parts, operands[1], false);
   if (is("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16")) return load(operands[0].parts, operands[1], true);
   if (is("stmatrix.sync.aligned.m8n8.x4.shared.b16")) return store(operands[1].parts, operands[0], false);
   if (is("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16")) return store(operands[1].parts, operands[0], true);

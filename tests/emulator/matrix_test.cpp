@@ -48,6 +48,9 @@ TEST_CASE("emulator: ldmatrix and mma.sync of 16-bit numbers") {
   point_at_parts(w, 0, kA), point_at_parts(w, 1, kB);
   w.run("ldmatrix.sync.aligned.m8n8.x4.shared.b16", {vector(10, 4), address(0)});
   w.run("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", {vector(20, 4), address(1)});
+  w.run("ldmatrix.sync.aligned.m8n8.x2.shared.b16", {vector(40, 2), address(0)});
+  for (uint32_t i = 0; i < 2; i++)
+    for (uint32_t lane = 0; lane < kLanes; lane++) REQUIRE(w.words(40 + i)[lane] == w.words(10 + i)[lane]);
   for (uint32_t i = 0; i < 4; i++)
     for (uint32_t lane = 0; lane < kLanes; lane++)
       w.words(30 + i)[lane] = std::bit_cast<uint32_t>(static_cast<float>(c(row_of(lane, i), column_of(lane, i))));
