@@ -42,8 +42,9 @@ template <Config C, class Score> struct Line {
 
   struct Exponent {
     const Line &line;
-    const Given<C, Score> &given;
+    Given<C, Score> &given;
     __device__ __forceinline__ float at(float s, int i, float c) const {
+      given.bias.read(i);
       if constexpr (F.alibi) c = __fmaf_rn(line.slope, place(i), c);
       if constexpr (F.bias) c = __fmaf_rn(given.bias.at(i), kLog2e<float>, c);
       return __fmaf_rn(s, line.unit, c);
@@ -53,7 +54,7 @@ template <Config C, class Score> struct Line {
     __device__ __forceinline__ float top(float x) const { return x; }
     __device__ __forceinline__ float difference(float x) const { return x; }
   };
-  __device__ __forceinline__ Exponent exponent(const Given<C, Score> &given) const { return {*this, given}; }
+  __device__ __forceinline__ Exponent exponent(Given<C, Score> &given) const { return {*this, given}; }
 };
 
 } // namespace strobe::sm90

@@ -29,33 +29,35 @@ template <Config C> struct GivenMask {
   }
 };
 
-// A bias of 16 bits, from shared memory as S lies in registers.
+// A bias of 16 bits, from shared memory as S lies in registers. It is read where it is needed: all of it at once would take as many
+// registers as P does.
 template <Config C> struct GivenBias {
   using E = typename Element<C.features.bias>::type;
-  u32 address, chunk; // of this lane's row, and of its 16 bytes within
-  u32 x[C.tile_k / 16][4];
+  u32 first, next_row; // where this lane's first row lies in stage 0, and how far on its second one does
+  u32 stage = 0;       // where the stage lies that is read
+  u32 x[2][C.tile_k / 16][2];
 
   // w: the warpgroup; warp: within it.
   __device__ __forceinline__ GivenBias(const HopperForwardArguments &a, const SharedMemory<C> &shared, int w, int warp) {
-    const int lane = tile::lane_id(), row = a.bias_rows_step ? 16 * warp + lane % 16 : 0;
-    address = shared.bias + kRowBytes * (row + (a.bias_rows_step ? 64 * w : 0)), chunk = (u32)(lane / 16 ^ row % 8) << 4;
+    const int lane = tile::lane_id(), row = a.bias_rows_step ? lane % 8 : 0;
+    first = shared.bias + kRowBytes * (a.bias_rows_step ? 64 * w + 16 * warp + row : 0) + ((lane / 8 % 2 ^ row) << 4);
+    next_row = a.bias_rows_step ? 8 * kRowBytes : 0;
   }
-  __device__ __forceinline__ void take(int stage) {
-#pragma unroll
-    for (int n = 0; n < C.tile_k / 16; ++n)
-      ldmatrix(x[n], address + stage * C.bias_bytes() + n / 4 * C.bias_columns() + (chunk ^ 32 * (n % 4)));
-    __syncwarp();
+  __device__ __forceinline__ void begin(int n) { stage = n * C.bias_bytes(); }
+  // By the whole warp, before at(i): 16 keys of one of a lane's two rows, if i is the first of their elements.
+  __device__ __forceinline__ void read(int i) {
+    const int r = i / 2 % 2, n = i / 8;
+    if (i % 8 == 2 * r) ldmatrix(x[r][n], (first ^ 32 * (n % 4)) + (stage + r * next_row + n / 4 * C.bias_columns()));
   }
-  __device__ __forceinline__ float at(int i) const {
-    return to_float(E{(unsigned short)(x[i / 8][i / 2 % 2 + i / 4 % 2 * 2] >> 16 * (i % 2))});
-  }
+  __device__ __forceinline__ float at(int i) const { return to_float(E{(unsigned short)(x[i / 2 % 2][i / 8][i / 4 % 2] >> 16 * (i % 2))}); }
 };
 
 struct GivenNothing {
   template <class... Whatever> __device__ __forceinline__ GivenNothing(const Whatever &...) {}
   __device__ __forceinline__ void fetch(i32) {}
   template <int N> __device__ __forceinline__ void hide(float (&)[N]) const {}
-  __device__ __forceinline__ void take(int) {}
+  __device__ __forceinline__ void begin(int) {}
+  __device__ __forceinline__ void read(int) {}
 };
 template <bool kPresent, template <Config> class What, Config C> struct GivenIf {
   using type = GivenNothing;

@@ -139,6 +139,7 @@ template <Config C> struct QueryTile {
     wait_for<0>(group.S);
     take_k();
     softmax.exponentiate(t, group.v);
+    leave_bias();
     softmax.round(group.P);
     return next_tile();
   }
@@ -152,6 +153,7 @@ template <Config C> struct QueryTile {
     take_k();
     const bool followed = softmax.follows;
     softmax.exponentiate(t, group.v.next());
+    leave_bias();
     group.S.done(); // the compiler is to wait for P V after the softmax
     const bool more = next_tile();
     wait_for<0>(group.O, group.P);
@@ -179,9 +181,14 @@ template <Config C> struct QueryTile {
     }
   }
 
-  // Scores are in registers, and so is the tile's bias: K may go.
+  // Scores are in registers: K may go, but for a bias that came with it.
   __device__ __forceinline__ void take_k() {
-    softmax.given.bias.take(group.k.index);
+    softmax.given.bias.begin(group.k.index);
+    if constexpr (!Given<C, typename TileSoftmax<C>::Score>::kBias) group.release_k();
+  }
+  __device__ __forceinline__ void leave_bias() {
+    if constexpr (!Given<C, typename TileSoftmax<C>::Score>::kBias) return;
+    __syncwarp();
     group.release_k();
   }
   __device__ __forceinline__ void release_q(bool apart) const {

@@ -185,6 +185,7 @@ private:
     const float distance[2] = {(float)(rows[0].i + scores.offset - column), (float)(rows[1].i + scores.offset - column)};
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
+      given.bias.read(i);
       const i32 r = i / 2 % 2, j = i / 4 * 8 + i % 2;
       const typename Given<C, Score>::At at{given, {scores, rows[r], column + j}, i};
       S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, at, kByPosition, t.end);

@@ -16,12 +16,13 @@ using sm90::Config;
 namespace {
 
 // What a tile has registers for.
-constexpr int kFixed = 1;       // the fixed reference
-constexpr int kLagging = 2;     // a maximum of every tile
-constexpr int kAlibi = 4;       // ALiBi; a softcap or a mask alone takes no more than nothing does
-constexpr int kBlockSparse = 8; // blocks, with the fixed reference
-constexpr int kDropout = 16;    // dropout: tile_k a multiple of 32
-constexpr int kBias = 32;       // a bias that comes by the copy engine: shared memory, too
+constexpr int kFixed = 1;         // the fixed reference
+constexpr int kLagging = 2;       // a maximum of every tile
+constexpr int kAlibi = 4;         // ALiBi; a softcap or a mask alone takes no more than nothing does
+constexpr int kAlibiInBand = 256; // ALiBi under a causal mask or a window
+constexpr int kBlockSparse = 8;   // blocks, with the fixed reference
+constexpr int kDropout = 16;      // dropout: tile_k a multiple of 32
+constexpr int kBias = 32;         // a bias that comes by the copy engine: shared memory, too
 constexpr int kHyperbolicScore = 64;
 constexpr int kAnything = 128; // all of these at a time
 
@@ -45,28 +46,28 @@ constexpr ForwardTile kForwardTiles[] = {
     // D, Dv  groups  tile_k  |  load, compute regs  per SM   loads, what it suits
     { 64,  64,   1,  64,   4,  32, 128,   1,   3, kFixed, {.rate = 0.84}},
     { 64,  64,   3, 128,   4,  32, 160,   0,   1, kFixed, {.least_keys = 8192, .blocks = 1}},
-    { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging, {.rate = 0.96, .blocks = 1}},
-    { 64,  64,   3,  64,   4,  40, 152,   0,   1, kDropout | kBias},
-    { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kHyperbolicScore},
+    { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging | kAlibiInBand, {.rate = 0.96, .blocks = 1}},
+    { 64,  64,   3,  64,   4,  40, 152,   1,   1, kDropout | kBias},
+    { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kAlibiInBand | kHyperbolicScore, {.rate = 0.94}},
     { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDropout, {.rate = 0.75}},
     { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias, {.rate = 0.7}},
     { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse},
     { 64,  64,   2, 128,   4,  56, 224,   1,   1, kBlockSparse, {.rate = 0.83}},
-    {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed, {.least_keys = 2048, .blocks = 1}},
+    {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed | kAlibiInBand, {.least_keys = 2048, .blocks = 1}},
     {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.rate = 0.88, .blocks = 0.5}},
     {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed, {.rate = 0.54}},
     {128, 128,   3,  64,   3,  40, 152,   0,   1, kDropout | kHyperbolicScore},
-    {128, 128,   2,  96,   2,  40, 232,   0,   1, kBias, {.blocks = 0.5}},
+    {128, 128,   2, 128,   2,  40, 232,   0,   1, kBias, {.blocks = 0.5}},
     {128, 128,   1,  64,   2,  40, 208,   1,   2, kBias, {.rate = 0.62}},
-    {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kHyperbolicScore, {.rate = 0.83}},
+    {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kAlibiInBand | kHyperbolicScore, {.rate = 0.83}},
     {128, 128,   2, 128,   3,  56, 224,   1,   1, kBlockSparse},
     {128, 128,   2,  96,   3,  56, 224,   1,   1, kDropout, {.rate = 0.83}},
     {128, 128,   2,  64,   4,  56, 224,   1,   1, kAnything},
-    {192, 128,   2, 128,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi},
-    {192, 192,   2,  96,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi},
-    {256, 256,   2,  64,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi, {.most_keys = 512}},
+    {192, 128,   2, 128,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand},
+    {192, 192,   2,  96,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand},
+    {256, 256,   2,  64,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand, {.most_keys = 512}},
     {256, 256,   2,  80,   2,  40, 232,   0,   1, kFixed | kLagging},
-    {256, 256,   2,  64,   2,  40, 232,   0,   1, kAlibi | kHyperbolicScore | kDropout | kBias},
+    {256, 256,   2,  64,   2,  40, 232,   0,   1, kAlibi | kAlibiInBand | kHyperbolicScore | kDropout | kBias},
     {256, 256,   2,  64,   2,  56, 224,   0,   1, kBlockSparse},
     {256, 256,   2,  48,   2,  56, 224,   0,   1, kAnything},
     {256, 256,   2,  32,   2,  56, 224,   0,   1, kAnything},
@@ -83,7 +84,7 @@ int load_of(const Config &c) {
   if (f.blocks) return kBlockSparse;
   if (f.dropout) return kDropout;
   if (hyperbolic) return kHyperbolicScore;
-  if (alibi) return kAlibi;
+  if (alibi) return f.band ? kAlibiInBand : kAlibi;
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
