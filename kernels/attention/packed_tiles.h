@@ -12,23 +12,17 @@ STROBE_FN constexpr i64 count_packed_tiles(i64 rows, i64 batch, i64 tile) { retu
 struct PackedTile {
   i32 b, begin;
 };
-// rows: of all sequences. cu_seqlens need not be what they should. In 32 bits, for threads with few registers. A block begins with this
-// search, and each of its steps waits for memory: seven numbers are read at a time.
+// rows: of all sequences. cu_seqlens need not be what they should. In 32 bits, for threads with few registers.
 STROBE_FN PackedTile packed_tile(const i32 *cu_seqlens, i64 rows, i32 batch, i32 tile, i32 number) {
   const u32 most = (u32)min(rows, 0x7FFFFFFFll);
   const auto row_of = [&](i32 b) { return min((u32)max(cu_seqlens[b], 0), most); };
   i32 low = 0, high = batch;
   while (high - low > 1) {
-    constexpr i32 kParts = 8;
-    const i32 step = (high - low + kParts - 1) / kParts;
-    i32 parts = 0;
-#pragma unroll
-    for (i32 n = 1; n < kParts; ++n) {
-      const i32 b = low + n * step;
-      const u32 row = row_of(min(b, high - 1));
-      if (b < high && b <= number && row < (u32)(number - b + 1) * (u32)tile) parts = n; // its first tile's number is not greater
-    }
-    low += parts * step, high = min(high, low + step);
+    const i32 middle = (i32)((u32)(low + high) / 2);
+    if (middle <= number && row_of(middle) < (u32)(number - middle + 1) * (u32)tile) // its first tile's number is not greater
+      low = middle;
+    else
+      high = middle;
   }
   return {low, (number - low - (i32)(row_of(low) / (u32)tile)) * tile};
 }

@@ -15,7 +15,8 @@ template <RowsConfig C> struct RowTile {
     // On Hopper dq_sum of the first tiles is cleared last, so that it is still in the L2 cache when the backward begins with them. The pass
     // after the backward also walks in this order, for the last tiles are then in the cache.
     if constexpr (C.form == kWarpgroups) block = gridDim.x - 1 - block;
-    u32 tiles = (u32)count(in), pair = block / tiles, tile = block % tiles;
+    const u32 tiles = (u32)count(in), pair = block / tiles;
+    u32 tile = block % tiles;
     batch = (i32)(pair / in.heads), head = (i32)(pair % in.heads);
     HeldRows s = in.held(batch);
     if constexpr (C.part) {
@@ -26,10 +27,11 @@ template <RowsConfig C> struct RowTile {
       return;
     }
     i64 begin = (i64)tile * C.tile_q;
-    number = block;
-    if constexpr (C.packed) {
+    number = first_query_tile(in, batch, head, C.tile_q) + tile;
+    if constexpr (C.packed) { // all heads of a tile come together: of a token they lie side by side
+      tile = block / (u32)in.heads, head = (i32)(block % (u32)in.heads), number = (i64)head * tiles + tile;
       const PackedTile of = packed_tile(in.cu_seqlens_q, in.total_q, in.batch, C.tile_q, (i32)tile);
-      batch = of.b, head = (i32)pair, begin = of.begin;
+      batch = of.b, begin = of.begin;
       s = in.held(batch);
     }
     rows = begin < 0 ? 0 : (i32)max(0ll, min(s.seqlen_q - begin, (i64)C.tile_q));

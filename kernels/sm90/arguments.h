@@ -17,7 +17,7 @@ struct HopperForwardArguments : ForwardArguments {
   u32 items; // tiles of queries: `tiles` of each of batch * heads heads (of packed sequences as PackedTile numbers them, so of each of
              // `heads`); each is split in a.splits
   i32 tiles;
-  // Heads come in bundles, `bundle` of them, that share the L2 cache; their number is a multiple.
+  // Heads come in bundles, `bundle` of them, that share the L2 cache. Items are counted as if the last bundle were full.
   Divisor splits_divisor, bundle_items, bundle_divisor, heads_divisor, group_divisor;
   TicketCounter *tickets; // blocks of threads draw their next item from it; unused if there are as many blocks as items
   MaskBits mask;

@@ -76,8 +76,9 @@ struct HopperBackwardArguments : BackwardArguments { // delta: null unless there
   MappedOperand tma_q, tma_k, tma_v, tma_dout;
   i32 query_tiles; // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
   i32 tiles;       // of keys
-  i32 pairs;       // (batch, key head); of packed sequences, whose tiles are numbered as PackedTile says, key heads
-  // (batch, key head) pairs come in bundles, `bundle` of them, that share the L2 cache; their number is a multiple.
+  // (batch, key head) pairs, or, where tiles of packed sequences are numbered as PackedTile says, key heads. They come in bundles,
+  // `bundle` of them, that share the L2 cache, and are counted as if the last bundle were full.
+  i32 pairs;
   Divisor bundle_items, bundle_divisor, heads_kv_divisor;
   Divisor shares; // of a key head's query heads, where they are shared out: in.heads_kv, in.group, dk and dv then count shares as key heads
   MappedOperand tma_bias; // if it comes by the copy engine; of one row where it is broadcast over queries

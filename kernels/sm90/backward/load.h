@@ -45,20 +45,21 @@ template <BackwardConfig C> struct BackwardLoad {
   static __device__ __forceinline__ void place_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared, u32 x) {
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 pair = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_kv_divisor.divide(pair);
-    if constexpr (F.part) return choose_held_keys(a, shared, (i32)b, (i32)(pair - b * a.heads_kv_divisor.by), (i32)tile);
-    PackedTile of{(i32)b, (i32)tile * kTileK};
-    if constexpr (C.packed) of = packed_tile(a.in.cu_seqlens_k, a.in.total_k, a.in.batch, kTileK, (i32)tile);
+    const i32 head_kv = (i32)(pair - b * a.heads_kv_divisor.by);
+    bool none = b >= (C.packed ? 1 : (u32)a.in.batch); // the last bundle is not full
+    if constexpr (F.part) return choose_held_keys(a, shared, none ? 0 : (i32)b, head_kv, (i32)tile, none);
+    PackedTile of{none ? 0 : (i32)b, (i32)tile * kTileK};
+    if constexpr (C.packed) of = packed_tile(a.in.cu_seqlens_k, a.in.total_k, a.in.batch, kTileK, (i32)tile), none |= of.begin < 0;
     const BasicBand<i32> band = narrow(a.in.sequence<F.seqused>(of.b).band);
-    const bool none = C.packed && of.begin < 0;
-    write(shared.keys(), of.b, (i32)(pair - b * a.heads_kv_divisor.by), none ? band.seqlen_k : of.begin, band.seqlen_k);
+    write(shared.keys(), of.b, head_kv, none ? band.seqlen_k : of.begin, band.seqlen_k);
     write(shared.reach(), band.low, band.high, band.seqlen_q, 0);
   }
 
   static __device__ __forceinline__ void choose_held_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared, i32 b,
-                                                          i32 head_kv, i32 number) {
+                                                          i32 head_kv, i32 number, bool none) {
     const PartTile tile = part_tile(held_keys(a.in, b), number, kTileK, false);
     const BasicBand<i32> band = narrow(whole_sequence(a.in, b).band);
-    write(shared.keys(), b, head_kv, tile.begin, tile.end);
+    write(shared.keys(), b, head_kv, none ? tile.end : tile.begin, tile.end);
     write(shared.reach(), band.low, band.high, band.seqlen_q, 0);
     write(shared.held(), tile.shift, number, 0, 0);
   }

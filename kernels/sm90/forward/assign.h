@@ -56,6 +56,7 @@ template <Config C> struct Assign {
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 head = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_divisor.divide(head);
     const u32 h = head - b * a.heads_divisor.by;
+    if (b >= (in.cu_seqlens_q && !C.features.part ? 1 : (u32)in.batch)) return {0, 0, 0, kNone}; // the last bundle is not full
     if constexpr (C.features.part) return held_item((i32)b, h, a.tiles - 1 - (i32)tile);
     const i32 number = a.tiles - 1 - (i32)tile, queries = queries_of_tile<C>(a);
     Item item{(i32)b, C.packed ? first_head(h) : (i32)h, number * queries, (i32)split * Item::kKinds + kFast};

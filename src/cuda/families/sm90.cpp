@@ -39,9 +39,8 @@ int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   const bool some_longer = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
   int64_t size = some_longer ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
-  if (p.bundle) size = std::min(p.bundle, heads);
-  while (size > 1 && heads % size) size--;
-  return size;
+  if (p.bundle) size = p.bundle;
+  return even_bundle(heads, size);
 }
 
 constexpr int32_t kRowsOfPage = 16; // that one copy brings; a tile of keys begins at a multiple
@@ -143,8 +142,9 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
 }
 
 void order_items(HopperForwardArguments &a, const Problem &p, const Work &work, const Device &device) {
-  a.splits = work.parts, a.items = uint32_t(work.items);
-  order_tiles(a, work.tiles, heads_in_bundle(p, device, work.heads));
+  const int64_t bundle = heads_in_bundle(p, device, work.heads);
+  a.splits = work.parts, a.items = uint32_t(tiles(work.heads, bundle) * bundle * work.tiles * work.parts);
+  order_tiles(a, work.tiles, bundle);
   a.splits_divisor = Divisor::make(uint32_t(work.parts));
   a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, work.pieces)));
   a.group_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));

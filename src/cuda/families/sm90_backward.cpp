@@ -79,10 +79,11 @@ constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H2
 // The factor by which thread blocks take longer than if they kept every SM busy.
 double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
 
-// (batch, key head) pairs, and the tiles of keys of one; of packed sequences key heads, and the tiles of all sequences (packed_tiles.h).
-int64_t pairs_of(const Problem &p) { return (numbers_tiles(p) ? 1 : p.batch) * p.heads_kv; }
+bool numbers_keys(const Problem &p, int64_t tile_k) { return blocks_number_tiles(p, p.total_k, p.seqlen_k, tile_k); }
+// (batch, key head) pairs, and the tiles of keys of one; where these are numbered, key heads, and the tiles of all sequences.
+int64_t pairs_of(const Problem &p, int64_t tile_k) { return (numbers_keys(p, tile_k) ? 1 : p.batch) * p.heads_kv; }
 int64_t tiles_of_pair(const Problem &p, int64_t tile_k) {
-  return numbers_tiles(p) ? count_packed_tiles(p.total_k, p.batch, tile_k) : key_tiles(p, tile_k);
+  return numbers_keys(p, tile_k) ? count_packed_tiles(p.total_k, p.batch, tile_k) : key_tiles(p, tile_k);
 }
 
 // What a (batch, key head) pair reads, and adds up, time after time.
@@ -146,7 +147,6 @@ BackwardConfig begin(const Problem &p, const Features &f) {
   c.registers_load = 40, c.registers_compute = 232;
   c.deterministic = in_turns(p) && p.dq;
   c.invariant = p.invariant;
-  c.packed = numbers_tiles(p);
   return c;
 }
 
@@ -209,10 +209,8 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
                        : some_longer   ? 16
                                        : 4;
   int64_t size = std::clamp<int64_t>(kCache / (some_longer ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
-  const int64_t pairs = std::max<int64_t>(1, pairs_of(p));
-  if (p.bundle) size = std::min(p.bundle, pairs);
-  while (pairs % size) size--;
-  return size;
+  if (p.bundle) size = p.bundle;
+  return even_bundle(pairs_of(p, c.tile_k()), size);
 }
 
 // As the main launch sees it: each share of a key head's query heads has a key head of its own.
@@ -260,7 +258,7 @@ int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &de
   double least = kGain * (group > 1 ? predicted_seconds(p, c, 1, device) : 0);
   for (int64_t n = 2; n <= group; n++) {
     if (group % n || double(n) * key_rows(p) > query_rows(p)) continue;
-    if (n * pairs_of(p) * tiles_of_pair(p, c.tile_k()) > int64_t{1} << 28) break; // far more blocks than help
+    if (n * pairs_of(p, c.tile_k()) * tiles_of_pair(p, c.tile_k()) > int64_t{1} << 28) break; // far more blocks than help
     if (const double time = predicted_seconds(p, c, n, device); time < least) best = n, least = time;
   }
   return best;
@@ -293,7 +291,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   if (!of_128 || (p.tile_k == 64 && takes_either(p, f))) return of_64_keys(p, f);
   if (!takes_either(p, f) || p.tile_k == 128) return *of_128;
   if (wide && of_128->deterministic) return *of_128; // an H200: 1.1 to 2.2 times as fast, with few blocks as well
-  if (pairs_of(p) * tiles_of_pair(p, of_128->tile_k()) > device.sms) return *of_128; // no SM idles
+  if (pairs_of(p, of_128->tile_k()) * tiles_of_pair(p, of_128->tile_k()) > device.sms) return *of_128; // no SM idles
   const BackwardConfig of_64 = of_64_keys(p, f);
   return fill_better(p, of_64, *of_128, device) ? of_64 : *of_128;
 }
@@ -319,7 +317,8 @@ Features backward_features(const Problem &p) {
 // What thread blocks share out among them.
 struct Work {
   int64_t shares;  // of a key head's query heads
-  int64_t pairs;   // (batch, key head), once for each share
+  int64_t bundle;  // of pairs, which come together
+  int64_t pairs;   // (batch, key head), once for each share; as if the last bundle were full
   int64_t tiles_k; // of a pair
   int64_t tiles_q; // of all heads and sequences
   int64_t blocks = 0;
@@ -327,9 +326,11 @@ struct Work {
 
 // Also decides what of the Config follows from how much work there is.
 Work share_out(BackwardConfig &c, const Problem &p, const Inputs &in, const Device &device) {
-  const int64_t shares = count_shares(p, c, device);
+  c.packed = !c.owns_dq && numbers_keys(p, c.tile_k());
+  const int64_t shares = count_shares(p, c, device), bundle = c.owns_dq ? 1 : pairs_in_bundle(of_shares(p, shares), c);
   Work work{.shares = shares,
-            .pairs = pairs_of(p) * shares,
+            .bundle = bundle,
+            .pairs = tiles(pairs_of(p, c.tile_k()) * shares, bundle) * bundle,
             .tiles_k = tiles_of_pair(p, c.tile_k()),
             .tiles_q = all_query_tiles(p, in, c.tile_q)};
   c.split_group = work.shares > 1;
@@ -350,9 +351,9 @@ void take_workspace(HopperBackwardArguments &a, const Problem &p, const Backward
   if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
 }
 
-void order_pairs(HopperBackwardArguments &a, const Problem &p, const BackwardConfig &c, const Work &work) {
+void order_pairs(HopperBackwardArguments &a, const Problem &p, const Work &work) {
   a.pairs = i32(work.pairs);
-  order_tiles(a, work.tiles_k, c.owns_dq ? 1 : pairs_in_bundle(of_shares(p, work.shares), c));
+  order_tiles(a, work.tiles_k, work.bundle);
   a.heads_kv_divisor = Divisor::make(uint32_t(p.heads_kv * work.shares)), a.shares = Divisor::make(uint32_t(work.shares));
 }
 
@@ -418,7 +419,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
     if (count > int64_t{1} << 30) return text(count, " tiles of ", what, "; its backward takes 2^30");
 
   take_workspace(a, p, c, work, scratch);
-  order_pairs(a, p, c, work);
+  order_pairs(a, p, work);
   map_operands(a, p, c);
   a.unit = float((features.additive() ? 1.0 : a.in.scale) * kLog2e<double>);
   Program program;
