@@ -53,7 +53,7 @@ constexpr ForwardTile kForwardTiles[] = {
     { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias, {.rate = 0.7}},
     { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse},
     { 64,  64,   2, 128,   4,  56, 224,   1,   1, kBlockSparse, {.rate = 0.83}},
-    {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed | kAlibiInBand, {.least_keys = 2048, .blocks = 1}},
+    {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed | kAlibiInBand, {.blocks = 1}},
     {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.rate = 0.88, .blocks = 0.5}},
     {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed, {.rate = 0.54}},
     {128, 128,   3,  64,   3,  40, 152,   0,   1, kDropout | kHyperbolicScore},
@@ -150,14 +150,24 @@ HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
 
 namespace {
 
-// How long a tile's scores take, in the time of one at the best rate. Beyond kUnsuited it does not suit, but runs.
+// Clocks of an SM in which the copy engine brings a key and its value whose rows are not whole sectors of 32 bytes. Where rows are, it
+// never was what a tile waits for.
+double clocks_of_key(const Problem &p) {
+  constexpr double kLine = 6.5; // for 128 bytes that a row begins (an H200, head dimensions 24 to 88)
+  const auto of_row = [](int64_t head_dim) { return head_dim % 16 ? kLine * double(tiles(head_dim, 64)) : 0; };
+  return of_row(p.head_dim) + of_row(p.head_dim_v);
+}
+
+// How long a tile takes for all that it computes, in clocks of an SM. Beyond kUnsuited it does not suit, but runs.
 constexpr double kUnsuited = 1e100;
 double cost(const Suits &row, const Problem &p, const Config &c, const Device &device) {
   const int64_t queries = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, heads = p.batch * p.heads;
   const int64_t parts = tiles(queries, 64) * heads < device.sms ? std::max<int64_t>(1, p.seqlen_k / kLeastKeysOfPart) : 1;
   const bool suits = p.seqlen_k >= row.least_keys && p.seqlen_k <= row.most_keys &&
                      double(tiles(queries, c.tile_q()) * heads * parts) >= row.blocks * device.sms;
-  return computed(p, c, heads_of_tile(p, c)) / row.rate * (suits ? 1 : kUnsuited);
+  const double best = c.head_dim <= 64 && c.head_dim_v <= 64 ? 10 : 7; // scores a clock, about
+  const double clocks = std::max(c.tile_q() / (best * row.rate), clocks_of_key(p));
+  return computed(p, c, heads_of_tile(p, c)) / c.tile_q() * clocks * (suits ? 1 : kUnsuited);
 }
 
 } // namespace
