@@ -163,11 +163,12 @@ constexpr double kUnsuited = 1e100;
 double cost(const Suits &row, const Problem &p, const Config &c, const Device &device) {
   const int64_t queries = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, heads = p.batch * p.heads;
   const int64_t parts = tiles(queries, 64) * heads < device.sms ? std::max<int64_t>(1, p.seqlen_k / kLeastKeysOfPart) : 1;
-  const bool suits = p.seqlen_k >= row.least_keys && p.seqlen_k <= row.most_keys &&
-                     double(tiles(queries, c.tile_q()) * heads * parts) >= row.blocks * device.sms;
+  const HeadsOfTile rows = heads_of_tile(p, c);
+  const int64_t blocks = tiles(queries, rows.queries * c.warpgroups) * p.batch * p.heads_kv * rows.pieces * parts;
+  const bool suits = p.seqlen_k >= row.least_keys && p.seqlen_k <= row.most_keys && double(blocks) >= row.blocks * device.sms;
   const double best = c.head_dim <= 64 && c.head_dim_v <= 64 ? 10 : 7; // scores a clock, about
   const double clocks = std::max(c.tile_q() / (best * row.rate), clocks_of_key(p));
-  return computed(p, c, heads_of_tile(p, c)) / c.tile_q() * clocks * (suits ? 1 : kUnsuited);
+  return computed(p, c, rows) / c.tile_q() * clocks * (suits ? 1 : kUnsuited);
 }
 
 } // namespace
