@@ -187,7 +187,9 @@ double rate(const Device &device) {
 // Measured on an H200. A block of the decode merges its warps' rows at the end, one after another.
 constexpr double kShareOfPeak = 0.7, kWideShare = 0.3 /* guessed */, kLaunchSeconds = 4e-6, kBlockSeconds = 6e-6,
                  kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7,
-                 kQuantisedClocks = 0.06; // of an SM, for one stored number and a tile's rows
+                 kExposed = 0.4, // of a block's end: while it merges, others read
+    kReread = 0.4,               // of the time to read, for each further tile of rows: it finds the keys in the L2 cache
+    kQuantisedClocks = 0.06;     // of an SM, for one stored number and a tile's rows
 
 // How many tiles of a decode have rows. The last tile of each packed sequence may be partly empty.
 double row_tiles(const Problem &p, const Config &c) {
@@ -204,17 +206,18 @@ double converting_seconds(const Problem &p, const Config &c, const Device &devic
 
 double predicted_seconds(const Problem &p, const Config &c, const Device &device, bool decode, int64_t resident, int64_t parts) {
   const double flop = 2.0 * (c.head_dim + c.head_dim_v), of_sm = (wide(p) ? kWideShare : kShareOfPeak) * rate(device) * device.clock_hz;
-  double computing = 0, ends = 0;
+  double computing = 0, ends = 0, reading = reading_seconds(p, device);
   if (decode) {
     const int64_t rows = p.seqlen_q * p.group();
     const double blocks = (p.quantised() ? row_tiles(p, c) : double(p.batch * p.heads_kv * tiles(rows, c.tile_q))) * double(parts);
     const double used = wide(p) ? double(rows) / double(tiles(rows, c.tile_q) * c.tile_q) : std::min(1.0, double(p.seqlen_q) / 16);
     computing = p.quantised() ? converting_seconds(p, c, device) : visible_scores(p) / used * flop / (of_sm * device.sms);
     ends = (kDecodeBlockSeconds + kMergedRowSeconds * double(std::min<int64_t>(rows, c.tile_q))) * std::max(1.0, blocks / device.sms);
+    if (!p.quantised() && !wide(p)) ends *= kExposed, reading *= 1 + kReread * double(tiles(rows, c.tile_q) - 1);
   } else {
     computing = seconds(walks(p, Direction::forward, c.tile_q, c.tile_k), device, resident, of_sm / flop, kBlockSeconds, parts);
   }
-  return kLaunchSeconds + ends + std::max(computing, reading_seconds(p, device)) + (parts > 1 ? combining_seconds(p) : 0);
+  return kLaunchSeconds + ends + std::max(computing, reading) + (parts > 1 ? combining_seconds(p) : 0);
 }
 
 // How many parts quantised keys are divided into. A block converts them to numbers more slowly than memory delivers them, so blocks fill
