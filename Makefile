@@ -118,7 +118,7 @@ sanitize: setup ## compute-sanitizer over a cover of the contract on a GPU
 bench-gpu: setup ## speed on a GPU beside PyTorch's backends, in one run; figures in bench/results
 	$(BIN)/strobe bench gpu --results bench/results $(ARGS)
 
-H200 := $(addprefix bench/results/h200-,forward.json forward-earlier.json backward.json backward-earlier.json backward-step.json)
+H200 := $(addprefix bench/results/h200-,forward.json backward.json)
 bench-report: $(VENV)/.package ## docs/h200.md, docs/h100.md and the README's figure from bench/results
 	$(BIN)/strobe bench report $(H200) > docs/h200.md
 	$(BIN)/strobe bench report bench/results/h100-80gb-hbm3-backward.json > docs/h100.md

@@ -86,7 +86,7 @@ def results(name: str) -> dict[str, Any]:
 def test_the_first_screen_has_the_measured_ratios():
     mean, lowest, ahead = {}, {}, {}
     for direction in ("forward", "backward"):
-        ratios = [report.ratio(row) for row in results(f"h200-{direction}-earlier")["rows"] if row["set"] == "core36"]
+        ratios = [report.ratio(row) for row in results(f"h200-{direction}")["rows"] if row["set"] == "core36"]
         assert len(ratios) == 36
         mean[direction], lowest[direction] = f"{report.mean(ratios):.2f}", f"{min(ratios):.2f}"
         ahead[direction] = sum(ratio >= 1 for ratio in ratios)
@@ -115,7 +115,7 @@ def test_the_first_screen_has_the_measured_cost_of_options():
 def test_the_comparison_has_the_measured_speeds(direction):
     rows = {cells[0]: cells[1:] for cells in table("| Strobe | flash-attn 2.8", README)}
     here = {"set": "core36", "d": 128, "s": 4096, "causal": True}
-    record = results(f"h200-{direction}-earlier")
+    record = results(f"h200-{direction}")
     (row,) = (row for row in record["rows"] if here.items() <= row.items())
     strobe_is, fa2, fa4, cudnn = (f"{x:.0f}" for x in (row["strobe"], *(row["peers"][who] for who in ("fa2", "fa4", "cudnn"))))
     assert rows[f"H200 {direction}, TFLOP/s¹"] == [strobe_is, f"{fa2} (FlashAttention-4: {fa4})", cudnn]
