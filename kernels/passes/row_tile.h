@@ -12,13 +12,22 @@ template <RowsConfig C> struct RowTile {
 
   __device__ __forceinline__ explicit RowTile(const Inputs &in) {
     u32 block = blockIdx.x;
-    // On Hopper dq_sum of the first tiles is cleared last, so that it is still in the L2 cache when the backward begins with them. The pass
-    // after the backward also walks in this order, for the last tiles are then in the cache.
+    // On Hopper dq_sum of the first tiles is cleared last, so that it is still in the L2 cache when the backward begins with them (if packed,
+    // those of all heads). The pass after the backward also walks in this order, for the last tiles are then in the cache.
     if constexpr (C.form == kWarpgroups) block = gridDim.x - 1 - block;
-    const u32 tiles = (u32)count(in), pair = block / tiles;
-    u32 tile = block % tiles;
+    const u32 tiles = (u32)count(in);
+    if constexpr (C.packed) { // all heads of a tile come together: of a token they lie side by side
+      const u32 tile = block / (u32)in.heads;
+      const PackedTile of = packed_tile(in.cu_seqlens_q, in.total_q, in.batch, C.tile_q, (i32)tile);
+      const HeldRows s = in.held(of.b);
+      batch = (i32)uniform((u32)of.b), head = (i32)(block % (u32)in.heads), number = (i64)head * tiles + tile;
+      rows = (i32)uniform(of.begin < 0 ? 0u : (u32)max(0ll, min(s.seqlen_q - of.begin, (i64)C.tile_q)));
+      row = (i64)uniform((u32)(s.q0 + of.begin)), index = in.row_index(batch, head, row);
+      return;
+    }
+    const u32 pair = block / tiles, tile = block % tiles;
     batch = (i32)(pair / in.heads), head = (i32)(pair % in.heads);
-    HeldRows s = in.held(batch);
+    const HeldRows s = in.held(batch);
     if constexpr (C.part) {
       const PartTile of_part = part_tile(held_queries(in, batch), (i32)tile, C.tile_q, C.sparse != 0);
       rows = max(of_part.end - of_part.begin, 0);
@@ -26,18 +35,9 @@ template <RowsConfig C> struct RowTile {
       number = first_part_tile(in, batch, head, C.tile_q, C.sparse != 0) + tile;
       return;
     }
-    i64 begin = (i64)tile * C.tile_q;
-    number = first_query_tile(in, batch, head, C.tile_q) + tile;
-    if constexpr (C.packed) { // all heads of a tile come together: of a token they lie side by side
-      tile = block / (u32)in.heads, head = (i32)(block % (u32)in.heads), number = (i64)head * tiles + tile;
-      const PackedTile of = packed_tile(in.cu_seqlens_q, in.total_q, in.batch, C.tile_q, (i32)tile);
-      batch = of.b, begin = of.begin;
-      s = in.held(batch);
-    }
-    rows = begin < 0 ? 0 : (i32)max(0ll, min(s.seqlen_q - begin, (i64)C.tile_q));
-    row = s.q0 + begin;
-    if constexpr (C.packed) batch = (i32)uniform((u32)batch), rows = (i32)uniform((u32)rows), row = (i64)uniform((u32)row);
-    index = in.row_index(batch, head, row);
+    const i64 begin = (i64)tile * C.tile_q;
+    rows = (i32)max(0ll, min(s.seqlen_q - begin, (i64)C.tile_q));
+    row = s.q0 + begin, index = in.row_index(batch, head, row), number = first_query_tile(in, batch, head, C.tile_q) + tile;
   }
 
 private:

@@ -13,7 +13,7 @@ __device__ __forceinline__ void ldmatrix(u32 (&x)[4], u32 address) {
 }
 // Two matrices, whose rows' addresses lanes 0 to 15 give.
 __device__ __forceinline__ void ldmatrix(u32 (&x)[2], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address));
 }
 __device__ __forceinline__ void ldmatrix_transposed(u32 (&x)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

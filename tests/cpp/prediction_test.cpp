@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "attention/work.h"
+#include "cuda/families/sm90_steps.h"
+#include "cuda/program/part.h"
 #include "kernels/attention/schedule.h"
 
 using namespace strobe;
@@ -134,4 +136,27 @@ TEST_CASE("a workload takes its launches, its rows, its walks and what combines 
                             .parts = parts};
         CHECK(seconds(work, measured, 64, 32, 96, 32) == doctest::Approx(expected));
       }
+}
+
+TEST_CASE("prediction: bundles of heads are few, and nearly equal") {
+  for (int64_t heads : {0, 1, 2, 7, 11, 16, 17, 34, 126}) {
+    for (int64_t most : {0, 1, 3, 4, 16, 200}) {
+      const int64_t size = even_bundle(heads, most), bundles = (heads + size - 1) / size;
+      CHECK(size >= 1);
+      CHECK(size <= std::max<int64_t>(1, std::min(heads, std::max<int64_t>(1, most))));
+      CHECK(bundles * std::max<int64_t>(1, most) < heads + std::max<int64_t>(1, most)); // as few as there can be
+      CHECK(bundles * size - heads < std::max<int64_t>(1, bundles));
+    }
+  }
+}
+
+TEST_CASE("prediction: blocks search for their tiles where that halves them") {
+  Problem p = problem(1000, 1000, kUnbounded, kUnbounded);
+  CHECK_FALSE(worth_numbering(p, 2000, 1000, 128)); // not packed
+  p.varlen = true;
+  p.batch = 20;
+  CHECK(worth_numbering(p, 1000 + 19 * 10, 1000, 128));  // 30 of 160
+  CHECK_FALSE(worth_numbering(p, 20 * 1000, 1000, 128)); // 177 of 160
+  p.batch = 0;
+  CHECK_FALSE(worth_numbering(p, 500, 100, 128));
 }

@@ -61,3 +61,9 @@ def test_it_compiles_without_spills(arch, engine, dtype, dims, options, sq):
         pytest.skip(str(refusal))
     for kernel in kernels:
         assert kernel.spilled <= SPILLS.get((arch, engine, dims, options), 0), kernel
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_of_a_full_gpu_do_not_spill(dim):
+    """Where queries fill the GPU, calls without pages take tiles that have no registers for pages and ALiBi."""
+    test_it_compiles_without_spills(90, "cuda-sm90", "bfloat16", (dim, dim), "ALiBi", 4096)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from emulated import needs_emulator, output
@@ -14,12 +16,12 @@ from device import running_on
 heads, heads_kv, d, dv = map(int, sys.argv[1:5])
 options = json.loads(sys.argv[5])
 torch.manual_seed(0)
-lengths_q, lengths_k = [0, 1, 300, 7, 0, 64, 130, 0], [5, 1, 290, 7, 9, 0, 200, 0]
+lengths_q, lengths_k = json.loads(sys.argv[6])
 q = torch.randn(sum(lengths_q) + 30, heads, d).to(torch.bfloat16)  # and padding behind
 k, v = (torch.randn(sum(lengths_k), heads_kv, n).to(torch.bfloat16) for n in (d, dv))
 dout = torch.randn(len(q), heads, dv).to(torch.bfloat16)
 starts = [torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k)]
-where = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "max_seqlen_q": 1000, "max_seqlen_k": 900}
+where = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "max_seqlen_q": max(lengths_q) + 3, "max_seqlen_k": max(lengths_k) + 1}
 
 
 def gradients(engine, dtype, **more):
@@ -41,10 +43,16 @@ CALLS = {
     "a window": (2, 2, 128, 128, '{"window": [100, 20]}'),
     "wide heads": (3, 1, 192, 128, '{"window": [100, 0]}'),
     "by roles": (2, 1, 256, 256, "{}"),
+    "the last bundle of heads is not full": (17, 17, 64, 64, '{"causal": true}'),
+}
+# One long sequence among short ones, so that blocks search for their tiles, and sequences that are nearly alike.
+LENGTHS = {
+    "uneven": [[0, 1, 300, 7, 0, 64, 3, 0, 9, 1, 2, 30, 0, 5], [5, 1, 290, 7, 9, 0, 4, 0, 9, 1, 2, 20, 3, 5]],
+    "alike": [[100, 70, 120], [90, 0, 110]],
 }
 
 
 @needs_emulator
-@pytest.mark.parametrize("name", CALLS)
-def test_each_tile_is_computed_once(name):
-    output(CALL, *(str(x) for x in CALLS[name]), LATE="1", SEED="1")
+@pytest.mark.parametrize(("name", "lengths"), [*((name, "uneven") for name in CALLS), ("causal", "alike"), ("by roles", "alike")])
+def test_each_tile_is_computed_once(name, lengths):
+    output(CALL, *(str(x) for x in CALLS[name]), json.dumps(LENGTHS[lengths]), LATE="1", SEED="1")

@@ -9,14 +9,15 @@ import pytest
 from strobe._prewarm import Shape, kernels
 
 
-def tile(batch, heads, heads_kv, seqlen, dim, causal=False, window=0, lengths=(), dim_v=0):
-    """Warpgroups, keys of a tile, and whether query heads share it."""
+def tile(batch, heads, heads_kv, seqlen, dim, causal=False, window=0, lengths=(), dim_v=0, more=(), **fields):
+    """Warpgroups, keys of a tile, and whether query heads share it. more: arrays beside q, k and v; fields: further options."""
     tokens = sum(lengths)
     shapes = ((heads, dim), (heads_kv, dim), (heads_kv, dim_v or dim))
     arrays = {
         name: Shape((tokens, h, d) if tokens else (batch, h, seqlen, d), "bfloat16") for name, (h, d) in zip("qkv", shapes, strict=True)
     }
-    options = ({"window_right": 0} if causal else {}) | ({"window_left": window} if window else {})
+    arrays |= dict(more)
+    options = ({"window_right": 0} if causal else {}) | ({"window_left": window} if window else {}) | fields
     if tokens:
         arrays |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), Shape((len(lengths) + 1,), "int32"))
         options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(lengths))
@@ -59,6 +60,31 @@ def test_the_tiles_that_were_measured_at_other_lengths(dim, seqlen, causal, expe
     assert tile(16384 // seqlen, heads, heads, seqlen, dim, causal)[:2] == expected
 
 
+@pytest.mark.parametrize(
+    ("dim", "option", "causal", "expected"),
+    [
+        (64, "bias", True, (3, 64)),
+        (128, "bias", False, (2, 128)),
+        (64, "alibi_slopes", True, (4, 64)),
+        (128, "alibi_slopes", True, (3, 80)),
+        # What lies across the diagonal is bent, which takes registers.
+        (64, "alibi_slopes", False, (3, 80)),
+        (128, "alibi_slopes", False, (2, 128)),
+    ],
+)
+def test_the_tiles_that_were_measured_with_options(dim, option, causal, expected):
+    heads = 2048 // dim
+    given = {"bias": Shape((1, 1, 4096, 4096), "bfloat16"), "alibi_slopes": Shape((heads,), "float32")}
+    assert tile(4, heads, heads, 4096, dim, causal, more={option: given[option]})[:2] == expected
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("fields", [{}, {"scale": -0.2}, {"window_left": 1000}, {"scale": -0.2, "window_left": 1000}], ids=str)
+def test_lengths_do_not_choose_an_invariant_tile(dim, fields):
+    """A window wider than a call is left out of its kernel."""
+    assert len({tile(2, 4, 4, seqlen, dim, invariant=True, **fields)[:2] for seqlen in (100, 400, 2000, 20000)}) == 1
+
+
 def walked(queries, seqlen, keys, causal, window):
     """Keys of the tiles that tiles of so many queries walk over, all together."""
     found = 0
@@ -93,3 +119,10 @@ def test_packed_sequences():
     assert tile(0, 32, 8, 0, 128, causal=True, lengths=(128,) * 64) == (2, 128, False)
     assert tile(0, 15, 3, 0, 248, lengths=(134, *range(60, 134))) == (2, 64, True)
     assert tile(0, 2, 2, 0, 128, causal=True, lengths=(4640, *[36] * 63)) == (2, 128, False)  # not by the mean length
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_packed_tokens_of_no_sequence(backward):
+    x, starts = Shape((500, 4, 64), "bfloat16"), Shape((1,), "int32")
+    arrays = {"q": x, "k": x, "v": x, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    assert kernels(arrays, {"max_seqlen_q": 100, "max_seqlen_k": 100}, backward, 90)

@@ -33,6 +33,7 @@ template <Config C> struct GivenMask {
 // registers as P does.
 template <Config C> struct GivenBias {
   using E = typename Element<C.features.bias>::type;
+  static_assert(C.stages > 1, "a tile's K, with its bias, is given back after V of the same tile was waited for");
   u32 first, next_row; // where this lane's first row lies in stage 0, and how far on its second one does
   u32 stage = 0;       // where the stage lies that is read
   u32 x[2][C.tile_k / 16][2];
@@ -44,7 +45,7 @@ template <Config C> struct GivenBias {
     next_row = a.bias_rows_step ? 8 * kRowBytes : 0;
   }
   __device__ __forceinline__ void begin(int n) { stage = n * C.bias_bytes(); }
-  // By the whole warp, before at(i): 16 keys of one of a lane's two rows, if i is the first of their elements.
+  // By the whole warp, for each i before at(i): 16 keys of one of a lane's two rows, if i is the first of their elements.
   __device__ __forceinline__ void read(int i) {
     const int r = i / 2 % 2, n = i / 8;
     if (i % 8 == 2 * r) ldmatrix(x[r][n], (first ^ 32 * (n % 4)) + (stage + r * next_row + n / 4 * C.bias_columns()));

@@ -187,7 +187,7 @@ double rate(const Device &device) {
 // Measured on an H200. A block of the decode merges its warps' rows at the end, one after another.
 constexpr double kShareOfPeak = 0.7, kWideShare = 0.3 /* guessed */, kLaunchSeconds = 4e-6, kBlockSeconds = 6e-6,
                  kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7,
-                 kExposed = 0.4, // of a block's end: while it merges, others read
+                 kExposed = 0.4, // of a block's end, as fitted: mostly others read meanwhile
     kReread = 0.4,               // of the time to read, for each further tile of rows: it finds the keys in the L2 cache
     kQuantisedClocks = 0.06;     // of an SM, for one stored number and a tile's rows
 

@@ -38,9 +38,9 @@ constexpr KernelSource kForward{"sm90/forward/forward.h", "strobe::sm90::Forward
 int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   const bool some_longer = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
-  int64_t size = some_longer ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
-  if (p.bundle) size = p.bundle;
-  return even_bundle(heads, size);
+  const int64_t size =
+      some_longer ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
+  return p.bundle ? std::clamp<int64_t>(p.bundle, 1, std::max<int64_t>(1, heads)) : even_bundle(heads, size);
 }
 
 constexpr int32_t kRowsOfPage = 16; // that one copy brings; a tile of keys begins at a multiple
@@ -110,8 +110,9 @@ struct Work {
   int64_t pieces;    // of a sequence's heads
   int64_t heads;     // pieces of all sequences, or each for all sequences
   int64_t tiles;     // of queries, of each of these
-  int32_t parts = 1; // in which each takes its keys
-  int64_t items = 0;
+  int64_t bundle;    // of heads, which come together
+  int32_t parts = 1; // in which each tile takes its keys
+  int64_t items = 0; // as if the last bundle were full
 };
 
 // Also decides what of the Config follows from how much work there is.
@@ -122,12 +123,13 @@ Work share_out(Config &c, const Problem &p, const Device &device) {
   Work work{.rows = rows,
             .pieces = pieces,
             .heads = numbered ? pieces : p.batch * pieces,
-            .tiles = numbered ? count_packed_tiles(p.total_q, p.batch, queries) : query_tiles(p, queries)};
+            .tiles = numbered ? count_packed_tiles(p.total_q, p.batch, queries) : query_tiles(p, queries),
+            .bundle = heads_in_bundle(p, device, numbered ? pieces : p.batch * pieces)};
   c.packed = rows.heads > 1;
   const int64_t all_tiles = work.tiles * work.heads;
   if (!p.part) work.parts = p.invariant ? parts_by_chunk(p, c, device, all_tiles) : parts_for_idle_sms(p, c, device, all_tiles);
   c.split = work.parts > 1;
-  work.items = all_tiles * work.parts;
+  work.items = tiles(work.heads, work.bundle) * work.bundle * work.tiles * work.parts;
   return work;
 }
 
@@ -141,10 +143,9 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   return kStart + std::max(computing, kBlockSeconds + reading_seconds(p, device)) + (work.parts > 1 ? combining_seconds(p) : 0);
 }
 
-void order_items(HopperForwardArguments &a, const Problem &p, const Work &work, const Device &device) {
-  const int64_t bundle = heads_in_bundle(p, device, work.heads);
-  a.splits = work.parts, a.items = uint32_t(tiles(work.heads, bundle) * bundle * work.tiles * work.parts);
-  order_tiles(a, work.tiles, bundle);
+void order_items(HopperForwardArguments &a, const Problem &p, const Work &work) {
+  a.splits = work.parts, a.items = uint32_t(work.items);
+  order_tiles(a, work.tiles, work.bundle);
   a.splits_divisor = Divisor::make(uint32_t(work.parts));
   a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, work.pieces)));
   a.group_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
@@ -160,10 +161,10 @@ void map_operands(HopperForwardArguments &a, const Problem &p, const Config &c, 
 }
 
 // The arguments but for addresses in the workspace. Those of packed heads count only where there are some.
-PackedForwardArguments hopper_arguments(const Problem &p, const Config &c, const Work &work, const Device &device) {
+PackedForwardArguments hopper_arguments(const Problem &p, const Config &c, const Work &work) {
   PackedForwardArguments a{};
   static_cast<ForwardArguments &>(a) = forward_arguments(p);
-  order_items(a, p, work, device);
+  order_items(a, p, work);
   map_operands(a, p, c, work);
   if (c.packed) {
     a.packed = i32(work.rows.heads), a.queries = Divisor::make(uint32_t(work.rows.queries));
@@ -222,7 +223,7 @@ private:
     const Work work = share_out(config, p, device);
     if (work.items > int64_t{1} << 30) return text(work.items, " tiles of queries; accepted are 2^30");
 
-    PackedForwardArguments a = hopper_arguments(p, config, work, device);
+    PackedForwardArguments a = hopper_arguments(p, config, work);
     Program program;
     program.overlap = program.persistent = true;
     program.kernel = text("wgmma, ", config.warpgroups, " warpgroups, ", reference_name(config));

@@ -79,9 +79,14 @@ constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H2
 // The factor by which thread blocks take longer than if they kept every SM busy.
 double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
 
-bool numbers_keys(const Problem &p, int64_t tile_k) { return blocks_number_tiles(p, p.total_k, p.seqlen_k, tile_k); }
+bool numbers_keys(const Problem &p, int64_t tile_k) { return worth_numbering(p, p.total_k, p.seqlen_k, tile_k); }
 // (batch, key head) pairs, and the tiles of keys of one; where these are numbered, key heads, and the tiles of all sequences.
 int64_t pairs_of(const Problem &p, int64_t tile_k) { return (numbers_keys(p, tile_k) ? 1 : p.batch) * p.heads_kv; }
+// All tiles that may have keys: packed sequences that are not numbered have empty ones as well.
+int64_t tiles_with_keys(const Problem &p, int64_t tile_k) {
+  const int64_t all = p.batch * key_tiles(p, tile_k);
+  return p.heads_kv * (numbers_tiles(p) ? std::min<int64_t>(all, count_packed_tiles(p.total_k, p.batch, tile_k)) : all);
+}
 int64_t tiles_of_pair(const Problem &p, int64_t tile_k) {
   return numbers_keys(p, tile_k) ? count_packed_tiles(p.total_k, p.batch, tile_k) : key_tiles(p, tile_k);
 }
@@ -208,9 +213,9 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
                 most = c.deterministic ? 32
                        : some_longer   ? 16
                                        : 4;
-  int64_t size = std::clamp<int64_t>(kCache / (some_longer ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
-  if (p.bundle) size = p.bundle;
-  return even_bundle(pairs_of(p, c.tile_k()), size);
+  const int64_t size = std::clamp<int64_t>(kCache / (some_longer ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
+  const int64_t pairs = pairs_of(p, c.tile_k());
+  return p.bundle ? std::clamp<int64_t>(p.bundle, 1, std::max<int64_t>(1, pairs)) : even_bundle(pairs, size);
 }
 
 // As the main launch sees it: each share of a key head's query heads has a key head of its own.
@@ -290,8 +295,8 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
     of_128 = of_128_keys(p, f, device);
   if (!of_128 || (p.tile_k == 64 && takes_either(p, f))) return of_64_keys(p, f);
   if (!takes_either(p, f) || p.tile_k == 128) return *of_128;
-  if (wide && of_128->deterministic) return *of_128; // an H200: 1.1 to 2.2 times as fast, with few blocks as well
-  if (pairs_of(p, of_128->tile_k()) * tiles_of_pair(p, of_128->tile_k()) > device.sms) return *of_128; // no SM idles
+  if (wide && of_128->deterministic) return *of_128;                     // an H200: 1.1 to 2.2 times as fast, with few blocks as well
+  if (tiles_with_keys(p, of_128->tile_k()) > device.sms) return *of_128; // no SM idles
   const BackwardConfig of_64 = of_64_keys(p, f);
   return fill_better(p, of_64, *of_128, device) ? of_64 : *of_128;
 }
@@ -326,7 +331,7 @@ struct Work {
 
 // Also decides what of the Config follows from how much work there is.
 Work share_out(BackwardConfig &c, const Problem &p, const Inputs &in, const Device &device) {
-  c.packed = !c.owns_dq && numbers_keys(p, c.tile_k());
+  c.packed = numbers_keys(p, c.tile_k());
   const int64_t shares = count_shares(p, c, device), bundle = c.owns_dq ? 1 : pairs_in_bundle(of_shares(p, shares), c);
   Work work{.shares = shares,
             .bundle = bundle,
@@ -334,7 +339,7 @@ Work share_out(BackwardConfig &c, const Problem &p, const Inputs &in, const Devi
             .tiles_k = tiles_of_pair(p, c.tile_k()),
             .tiles_q = all_query_tiles(p, in, c.tile_q)};
   c.split_group = work.shares > 1;
-  if (!c.owns_dq) c.persistent = persistent(p, c, work.tiles_k * work.pairs, device);
+  if (!c.owns_dq) c.persistent = persistent(p, c, tiles_with_keys(p, c.tile_k()) * shares, device);
   if (c.persistent || c.split_group) c.staged_store = 0;
   const int64_t items = c.owns_dq ? work.pairs : work.tiles_k * work.pairs;
   work.blocks = c.persistent ? std::min<int64_t>(items, device.sms) : items;

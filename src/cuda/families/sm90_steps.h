@@ -23,10 +23,8 @@ inline std::string unmapped_inputs(const Problem &p) {
   return {};
 }
 
-// How many heads a bundle has that are all alike but for the last one, which may have fewer: `most` or a little less.
-inline int64_t even_bundle(int64_t heads, int64_t most) {
-  return std::max<int64_t>(1, tiles(heads, tiles(heads, std::max<int64_t>(1, most))));
-}
+// Heads of a bundle, at most `most`: as few bundles as possible, of nearly equal size. The last one may have fewer.
+inline int64_t even_bundle(int64_t heads, int64_t most) { return heads <= 0 ? 1 : tiles(heads, tiles(heads, std::max<int64_t>(1, most))); }
 // Tiles of queries or keys, so many of each head, run in the order of bundles of heads.
 template <class Arguments> void order_tiles(Arguments &a, int64_t tiles_of_head, int64_t bundle) {
   a.tiles = i32(tiles_of_head), a.bundle = i32(bundle);

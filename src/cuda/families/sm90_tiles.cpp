@@ -19,7 +19,7 @@ namespace {
 constexpr int kFixed = 1;         // the fixed reference
 constexpr int kLagging = 2;       // a maximum of every tile
 constexpr int kAlibi = 4;         // ALiBi; a softcap or a mask alone takes no more than nothing does
-constexpr int kAlibiInBand = 256; // ALiBi under a causal mask or a window
+constexpr int kAlibiInBand = 256; // ALiBi under a causal mask or a window, of keys that do not lie in pages
 constexpr int kBlockSparse = 8;   // blocks, with the fixed reference
 constexpr int kDropout = 16;      // dropout: tile_k a multiple of 32
 constexpr int kBias = 32;         // a bias that comes by the copy engine: shared memory, too
@@ -39,7 +39,7 @@ struct ForwardTile {
   Suits suits{};
 };
 
-// Rates are such that the tiles run that were the fastest on an H200 at 512 to 16k keys (bench/search_forward.py). None spills.
+// Rates are such that the tiles run that were the fastest on an H200 at 70 to 16k keys (bench/search_forward.py). None spills.
 // clang-format off
 constexpr ForwardTile kForwardTiles[] = {
     // up to  warp-      stages  registers to  Q in  blocks
@@ -84,7 +84,8 @@ int load_of(const Config &c) {
   if (f.blocks) return kBlockSparse;
   if (f.dropout) return kDropout;
   if (hyperbolic) return kHyperbolicScore;
-  if (alibi) return f.band ? kAlibiInBand : kAlibi;
+  if (alibi)
+    return f.alibi && f.band && !c.invariant && f.seqused != kPaged ? kAlibiInBand : kAlibi; // invariant: a band may follow from lengths
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
@@ -158,7 +159,7 @@ double clocks_of_key(const Problem &p) {
   return of_row(p.head_dim) + of_row(p.head_dim_v);
 }
 
-// How long a tile takes for all that it computes, in clocks of an SM. Beyond kUnsuited it does not suit, but runs.
+// What tiles of this kind take for the whole call, in clocks of an SM. Beyond kUnsuited they do not suit, but run.
 constexpr double kUnsuited = 1e100;
 double cost(const Suits &row, const Problem &p, const Config &c, const Device &device) {
   const int64_t queries = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, heads = p.batch * p.heads;
@@ -166,7 +167,8 @@ double cost(const Suits &row, const Problem &p, const Config &c, const Device &d
   const HeadsOfTile rows = heads_of_tile(p, c);
   const int64_t blocks = tiles(queries, rows.queries * c.warpgroups) * p.batch * p.heads_kv * rows.pieces * parts;
   const bool suits = p.seqlen_k >= row.least_keys && p.seqlen_k <= row.most_keys && double(blocks) >= row.blocks * device.sms;
-  const double best = c.head_dim <= 64 && c.head_dim_v <= 64 ? 10 : 7; // scores a clock, about
+  const int64_t dim = std::max(c.head_dim, c.head_dim_v);
+  const double best = dim <= 64 ? 10 : std::min(7.0, 900.0 / double(dim)); // scores a clock, about
   const double clocks = std::max(c.tile_q() / (best * row.rate), clocks_of_key(p));
   return computed(p, c, rows) / c.tile_q() * clocks * (suits ? 1 : kUnsuited);
 }

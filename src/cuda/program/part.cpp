@@ -107,7 +107,7 @@ bool begins_aligned(const Problem &p) {
 }
 
 int64_t query_tiles(const Problem &p, int64_t tile) { return p.part ? tiles_of(p, p.seqlen_q, queries(p), tile) : tiles(p.seqlen_q, tile); }
-bool blocks_number_tiles(const Problem &p, int64_t rows, int64_t longest, int64_t tile) {
+bool worth_numbering(const Problem &p, int64_t rows, int64_t longest, int64_t tile) {
   return numbers_tiles(p) && 2 * count_packed_tiles(rows, p.batch, tile) < p.batch * tiles(longest, tile);
 }
 int64_t key_tiles(const Problem &p, int64_t tile) { return p.part ? tiles_of(p, p.seqlen_k, keys(p), tile) : tiles(p.seqlen_k, tile); }

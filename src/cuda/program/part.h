@@ -15,9 +15,9 @@ bool begins_aligned(const Problem &);
 // Are tiles numbered through all sequences, as kernels/attention/packed_tiles.h says, so that short ones have no more of them than they
 // fill?
 inline bool numbers_tiles(const Problem &p) { return p.varlen && !p.part; }
-// The same where every block begins with a search for its tile, half a microsecond long on an H200: only if that halves the blocks.
-// Otherwise each sequence has as many as the longest one. rows: of all sequences.
-bool blocks_number_tiles(const Problem &, int64_t rows, int64_t longest, int64_t tile);
+// Whether they are where every block must search for its own tile first, which takes half a microsecond on an H200: if that halves the
+// number of blocks. Otherwise each sequence has as many tiles as the longest one. rows: of all sequences.
+bool worth_numbering(const Problem &, int64_t rows, int64_t longest, int64_t tile);
 
 // Tiles of a sequence that has most, of queries and of keys, counted as kernels do.
 int64_t query_tiles(const Problem &, int64_t tile);

@@ -188,7 +188,7 @@ passes::RowsConfig rows_config(const Problem &p, int32_t head_dim, int32_t tile_
           .aligned = aligned,
           .form = form,
           .partial = p.part.partial,
-          .packed = blocks_number_tiles(p, p.total_q, p.seqlen_q, tile_q),
+          .packed = worth_numbering(p, p.total_q, p.seqlen_q, tile_q),
           .part = bool(p.part),
           .sparse = bool(p.part) && p.blocks.present,
           .adds = p.accumulate};
