@@ -12,8 +12,8 @@ template <RowsConfig C> struct RowTile {
 
   __device__ __forceinline__ explicit RowTile(const Inputs &in) {
     u32 block = blockIdx.x;
-    // On Hopper dq_sum of the first tiles is cleared last, so that it is still in the L2 cache when the backward begins with them (if packed,
-    // those of all heads). The pass after the backward also walks in this order, for the last tiles are then in the cache.
+    // On Hopper dq_sum of the first tiles is cleared last, so that it is still in the L2 cache when the backward begins with them (if
+    // packed, those of all heads). The pass after the backward also walks in this order, for the last tiles are then in the cache.
     if constexpr (C.form == kWarpgroups) block = gridDim.x - 1 - block;
     const u32 tiles = (u32)count(in);
     if constexpr (C.packed) { // all heads of a tile come together: of a token they lie side by side
