@@ -49,7 +49,8 @@ template <Config C> struct Assign {
     if (ticket == a.items - 1) return_tickets(a.tickets);
     return gridDim.x + ticket;
   }
-  // Within a bundle of heads the last (longest, if causal) tile first.
+  // Within a bundle of heads the last (longest, if causal) tile first. C.packed: heads share a tile. Sequences that are packed count as one
+  // batch here, for tiles are numbered through all of them.
   __device__ __forceinline__ Item item(u32 x) const {
     const u32 split = C.split ? x - a.splits_divisor.divide(x) * a.splits_divisor.by : 0;
     if constexpr (C.split) x = a.splits_divisor.divide(x);

@@ -30,7 +30,8 @@ template <Config C> struct GivenMask {
 };
 
 // A bias of 16 bits, from shared memory as S lies in registers. It is read where it is needed: all of it at once would take as many
-// registers as P does.
+// registers as P does. Indices are constants once loops are unrolled, so that only what was read last is kept in registers. Element i of a
+// lane is, in the lane's row i / 2 % 2, key 8 (i / 4) + i % 2, and its share of the 8; tiles lie swizzled (messages.h).
 template <Config C> struct GivenBias {
   using E = typename Element<C.features.bias>::type;
   static_assert(C.stages > 1, "a tile's K, with its bias, is given back after V of the same tile was waited for");

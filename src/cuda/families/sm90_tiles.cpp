@@ -18,7 +18,7 @@ namespace {
 // What a tile has registers for.
 constexpr int kFixed = 1;         // the fixed reference
 constexpr int kLagging = 2;       // a maximum of every tile
-constexpr int kAlibi = 4;         // ALiBi; a softcap or a mask alone takes no more than nothing does
+constexpr int kAlibi = 4;         // ALiBi; a softcap or a mask alone needs no more registers than no option
 constexpr int kAlibiInBand = 256; // ALiBi under a causal mask or a window, of keys that do not lie in pages
 constexpr int kBlockSparse = 8;   // blocks, with the fixed reference
 constexpr int kDropout = 16;      // dropout: tile_k a multiple of 32
@@ -26,11 +26,11 @@ constexpr int kBias = 32;         // a bias that comes by the copy engine: share
 constexpr int kHyperbolicScore = 64;
 constexpr int kAnything = 128; // all of these at a time
 
-// Without a wish the tile runs whose scores, all that it computes, take the shortest time.
+// Unless the caller asks for tile_q or tile_k, the tile runs that takes the least time for all that it computes.
 struct Suits {
-  double rate = 1; // scores a second, of the fastest tile's for such heads
+  double rate = 1; // of scores, relative to the fastest tile's for such heads
   int64_t least_keys = 0, most_keys = INT64_MAX;
-  double blocks = 0; // on every SM, of tiles (or parts, where even the smallest tiles are too few)
+  double blocks = 0; // for each SM, at least: of tiles, or of parts where even the smallest tiles are too few
 };
 struct ForwardTile {
   int32_t most_dim, most_dim_v;
@@ -151,8 +151,8 @@ HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
 
 namespace {
 
-// Clocks of an SM in which the copy engine brings a key and its value whose rows are not whole sectors of 32 bytes. Where rows are, it
-// never was what a tile waits for.
+// Clocks of an SM in which the copy engine brings a key and its value whose rows are not whole sectors of 32 bytes. Where rows are whole
+// sectors, copying never was the limit.
 double clocks_of_key(const Problem &p) {
   constexpr double kLine = 6.5; // for 128 bytes that a row begins (an H200, head dimensions 24 to 88)
   const auto of_row = [](int64_t head_dim) { return head_dim % 16 ? kLine * double(tiles(head_dim, 64)) : 0; };
