@@ -162,7 +162,6 @@ def _section(record: dict[str, Any]) -> str:
         textwrap.fill(
             f"{record['device']}, {record['date']}, commit {record['commit']}; {versions}; {record['repeats']} calls a figure, median.", 140
         ),
-        *([record["note"]] if "note" in record else []),
         "\n".join(textwrap.fill(f"- {line}", 140, subsequent_indent="  ") for line in summary(record["rows"], record["direction"])),
     ]
     for name, rows in by_set(record["rows"]):
