@@ -192,11 +192,17 @@ private:
   }
   static auto score(int64_t batch) {
     constexpr int kMost = kMostRowsHeld;
-    return batch == 8 ? score_keys<Lanes, kMost> : batch == 4 ? score_keys<Lanes, 4> : batch == 2 ? score_keys<Lanes, 2> : score_keys<Lanes, 1>;
+    return batch == 8   ? score_keys<Lanes, kMost>
+           : batch == 4 ? score_keys<Lanes, 4>
+           : batch == 2 ? score_keys<Lanes, 2>
+                        : score_keys<Lanes, 1>;
   }
   static auto add(int64_t batch) {
     constexpr int kMost = kMostRowsHeld;
-    return batch == 8 ? add_values<Lanes, kMost> : batch == 4 ? add_values<Lanes, 4> : batch == 2 ? add_values<Lanes, 2> : add_values<Lanes, 1>;
+    return batch == 8   ? add_values<Lanes, kMost>
+           : batch == 4 ? add_values<Lanes, 4>
+           : batch == 2 ? add_values<Lanes, 2>
+                        : add_values<Lanes, 1>;
   }
 
   int64_t padded_, words_k_, words_v_;

@@ -1,6 +1,4 @@
 # Each instruction set is one file compiled for it; the CPU picks at run time (engine.cpp).
-target_sources(strobe_core PRIVATE ${CMAKE_CURRENT_LIST_DIR}/engine.cpp)
-
 set(strobe_kernel_flags -ffp-contract=fast -fno-trapping-math -fno-math-errno -fno-exceptions -fno-rtti)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # What GCC's -O3 adds to this (clones of functions, loops taken apart) takes half as long again to compile and gives nothing.

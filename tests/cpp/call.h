@@ -19,6 +19,8 @@ inline doctest::String toString(DType type) { return name(type); }
 
 namespace strobe::test {
 
+inline std::string error() { return strobe_last_error(); }
+
 using Slot = const strobe_tensor *strobe_tensors::*;
 struct NamedSlot {
   const char *name;

@@ -17,10 +17,10 @@ namespace {
 constexpr int kDevice = 1;
 
 // bf16 on the GPU, whose memory nobody reads here; addresses are multiples of 256.
-struct OnGpu : Call {
+struct CallOnGpu : Call {
   std::vector<std::vector<char>> memory;
 
-  explicit OnGpu(int64_t queries = 128, int64_t keys = 128) {
+  explicit CallOnGpu(int64_t queries = 128, int64_t keys = 128) {
     fake_cuda().argument_bytes = sizeof(ForwardArguments);
     for (const char *name : {"q", "out"}) place(name, DType::bf16, {2, 4, queries, 64});
     for (const char *name : {"k", "v"}) place(name, DType::bf16, {2, 4, keys, 64});
@@ -63,7 +63,7 @@ ForwardArguments launched() {
 TEST_CASE("prepared on a GPU: the launch of the whole call, but for addresses and stream") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
-  OnGpu call;
+  CallOnGpu call;
   REQUIRE_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
   const ForwardArguments whole = launched();
   const CUlaunchConfig config = fake.config;
@@ -92,7 +92,7 @@ TEST_CASE("prepared on a GPU: the launch of the whole call, but for addresses an
 
 TEST_CASE("a call's second launch may come early, the next call's first one may not") {
   const Compiling c;
-  OnGpu call(1, 4096); // keys are split, and the parts merged
+  CallOnGpu call(1, 4096); // keys are split, and the parts merged
   const size_t before = fake_cuda().early.size();
   for (int n = 0; n < 2; n++) REQUIRE_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
   const std::vector<bool> early(fake_cuda().early.begin() + ptrdiff_t(before), fake_cuda().early.end());
@@ -102,7 +102,7 @@ TEST_CASE("a call's second launch may come early, the next call's first one may 
 TEST_CASE("prepared on a GPU: the caller's device stays current, whatever the outcome") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
-  OnGpu call;
+  CallOnGpu call;
   strobe_prepared *prepared = call.prepare();
   const strobe_addresses at = call.addresses();
   auto current = [] {
@@ -123,7 +123,7 @@ TEST_CASE("prepared on a GPU: the caller's device stays current, whatever the ou
 
 TEST_CASE("prepared on a GPU: an address off 16 bytes would be read by another kernel, and is refused") {
   const Compiling c;
-  OnGpu call;
+  CallOnGpu call;
   strobe_prepared *prepared = call.prepare();
   strobe_addresses at = call.addresses();
   at.k = static_cast<char *>(at.k) + 2;
@@ -136,7 +136,7 @@ TEST_CASE("prepared on a GPU: an address off 16 bytes would be read by another k
 
 TEST_CASE("prepared on a GPU: reserved_sms is kept, and at least one is left") {
   const Compiling c;
-  OnGpu call;
+  CallOnGpu call;
   const int sms = device(kDevice).sms;
   call.execution.reserved_sms = sms;
   CHECK(call.run() == STROBE_INVALID_ARGUMENT);
@@ -162,7 +162,7 @@ TEST_CASE("prepared on a GPU: reserved_sms is kept, and at least one is left") {
 TEST_CASE("prepared on a GPU: many threads, one call; what it costs the host is printed") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
-  OnGpu call;
+  CallOnGpu call;
   strobe_prepared *prepared = call.prepare();
   const strobe_addresses at = call.addresses();
   REQUIRE(strobe_run(prepared, &at, &call.execution) == STROBE_OK);
