@@ -167,7 +167,7 @@ def append(
         cu_seqlens: int32 (B + 1,): the new tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of k and v. Rows behind the
             last sequence are padding.
         rotary_cos, rotary_sin: (length, R), 2R <= D, floating point: the first 2R columns of k turn by the angles of their token's
-            position.
+            position. They reach the last position of a new token.
         rotary_interleaved: columns 2r and 2r + 1 turn together, else r and R + r.
         k_scale, v_scale: of a quantised cache, as strobe.attention() takes them, one for each key and head: they are written, too. k and v
             are then float64, float32, float16 or bfloat16, and quantise() makes of them what is written. Numbers in host memory that
@@ -204,7 +204,9 @@ def append(
     if cu_seqlens is None:  # a row for each token
         k, v = ((x if bshd else x.transpose(1, 2)).flatten(0, 1) for x in (k, v))
     if rotary_cos is not None and rotary_sin is not None:
-        furthest = 0 if counts is None else max((seqlens + new).tolist(), default=0)
+        furthest = 1 if len(seqlens) and len(k) else 0  # where nobody looks at numbers
+        if counts is not None:
+            furthest = max((n + count for n, count in zip(seqlens.tolist(), counts, strict=True) if count), default=0)
         check_tables(rotary_cos, rotary_sin, k.shape[2], furthest)
         _, positions, _ = places(seqlens, cu_seqlens, len(k))
         k = rotate_tokens(k, rotary_cos, rotary_sin, positions, rotary_interleaved)

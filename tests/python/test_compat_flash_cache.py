@@ -337,6 +337,35 @@ def test_rotary_tables_reach_the_last_token(filled, causal):
             call(needed - 1)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary_tables_reach_no_sequence_without_a_token(causal):
+    """New keys and queries that are packed; in host memory."""
+    with torch.device("cpu"):
+        k_cache, v_cache = cache(3, 40)
+        filled, cu_k = torch.tensor([39, 3, 30], dtype=torch.int32), torch.tensor([0, 0, 2, 2], dtype=torch.int32)
+        cu_q = torch.tensor([0, 0, 3, 3], dtype=torch.int32)
+        q, k = torch.randn(5, 4, 16), torch.randn(4, 4, 16)
+        needed = 6 if causal else 5
+
+        def call(length: int, q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+            table = torch.ones(length, 4)
+            return flash_attn_3.flash_attn_with_kvcache(
+                q, k_cache, v_cache, k, k, rotary_cos=table, rotary_sin=table, cache_seqlens=filled[: len(cu_q) - 1], causal=causal,
+                cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_k, cache_batch_idx=torch.arange(len(cu_q) - 1),
+            )  # fmt: skip
+
+        assert call(needed, q, k, cu_q, cu_k).isfinite().all()
+        with pytest.raises(ValueError, match=f"^rotary_cos, rotary_sin: length {needed - 1}; accepted is {needed} or more"):
+            call(needed - 1, q, k, cu_q, cu_k)
+        before = k_cache.clone()
+        for queries, keys in ((q, k), (q[:0], k[:0])):  # padding, or nothing at all
+            assert not call(0, queries, keys, 0 * cu_q, 0 * cu_k).any()
+            assert not call(0, queries, keys, cu_q[:1], cu_k[:1]).any()
+        assert torch.equal(k_cache, before)
+    none, table = torch.zeros(2, 0, 4, 16), torch.ones(0, 4)
+    assert not flash_attn.flash_attn_with_kvcache(none, *cache(2, 8), none, none, table, table, 7, causal=causal).numel()
+
+
 def test_rotary_tables_come_with_each_other_and_with_new_keys():
     k_cache, v_cache = cache(2, 8)
     table = q = torch.ones(2, 1, 4, 16)

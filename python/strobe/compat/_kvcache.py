@@ -56,7 +56,7 @@ class Rotary(NamedTuple):
         if cu_seqlens is None:
             positions = first[:, None] + torch.arange(x.shape[1] if from_each else 1, device=x.device)
             return rotate(x, self.cos, self.sin, positions, self.interleaved)
-        if not len(first):
+        if not len(first):  # all of it is padding
             return x
         sequence, positions, _ = places(first, cu_seqlens, len(x))
         return rotate_tokens(x, self.cos, self.sin, positions if from_each else first[sequence], self.interleaved)
@@ -148,8 +148,10 @@ def attend_to_cache(
                 first = within("rotary_seqlens", rotary_seqlens, batch, len(rotary_cos), "the length of rotary_cos")
             tables = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
             from_each = causal or window is not None
-            counts = (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if from_each else 1
-            tables.check(q.shape[-1], max(_furthest(first, new), _furthest(first, counts)))
+            counts = q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
+            if not from_each:  # one position serves all queries of a sequence
+                counts = counts.clamp(max=1) if isinstance(counts, Tensor) else min(counts, 1)
+            tables.check(q.shape[-1], max(_furthest(first, new, k), _furthest(first, counts, q)))
             begin = torch.as_tensor(first, device=q.device).long().expand(batch)
             q, k = tables.turned(q, cu_seqlens_q, begin, from_each), tables.turned(k, cu_seqlens_k_new, begin, from_each=True)
         with in_words_of({**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}):
@@ -317,15 +319,18 @@ def _shapes_against(
     return wrong
 
 
-def _furthest(first: int | Tensor, count: int | Tensor) -> int:
-    """Where the last of sequences ends whose `count` tokens begin at `first`; as far as it is known without looking at numbers that nobody
-    reads."""
+def _furthest(first: int | Tensor, count: int | Tensor, tokens: Tensor) -> int:
+    """Where the last sequence ends that has a token, if sequences of `count` tokens begin at `first`; as far as it is known without looking
+    at numbers that nobody reads. 0 if there are no tokens: `tokens` is what they lie in."""
+    if not (tokens.shape[0] and tokens.shape[1]) or (not isinstance(count, Tensor) and not count):
+        return 0
     if not isinstance(first, Tensor) and not isinstance(count, Tensor):
         return first + count
     ends = first + count
     if isinstance(ends, Tensor) and TORCH.is_readable(ends):
-        return max(ends.tolist(), default=0)
-    return 0 if isinstance(count, Tensor) else count
+        some = torch.as_tensor(count).expand(ends.shape) > 0
+        return max(ends[some].tolist(), default=0)
+    return 1 if isinstance(count, Tensor) else count
 
 
 def _attend_in_place(
