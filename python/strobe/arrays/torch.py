@@ -15,7 +15,7 @@ from .._abi import CPU, CUDA, DTYPES, MAX_RANK, NO_DTYPE
 from .._core import lib
 from . import tensor_kinds
 from .base import Framework
-from .memory import PLAIN, allocated, in_memory, is_lazy
+from .memory import PLAIN, allocated, in_memory, is_lazy, shortened
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPES.items()}
 
@@ -95,6 +95,8 @@ class Torch(Framework):
             device, index = CUDA, x.get_device()
         else:
             raise NotImplementedError(f"{name}: on device {x.device}; accepted are cpu and cuda")
+        if (refused := shortened(name, x)) is not None:  # since it was looked at, perhaps: autograd has saved it
+            raise refused
         x = in_memory(x)
         lib.strobe_glue_tensor(tensor, x.data_ptr(), _DTYPES.get(x.dtype, NO_DTYPE), device, index, rank, x.shape, x.stride(), swap_1_2)
         return x
