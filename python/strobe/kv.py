@@ -2,7 +2,8 @@
 
 A cache is two tensors, of K and V. Contiguous, they are (B, Hkv, Sc, D) and (B, Hkv, Sc, Dv), a row for each sequence. In pages, they are
 pools, (pages, Hkv, page, D) and (pages, Hkv, page, Dv), and page_table, int32 (B, n), names the pages of each sequence, as
-strobe.attention() takes it. With layout "bshd" the axes of heads and tokens change places. Nothing here has a gradient.
+strobe.attention() takes it. With layout "bshd" the axes of heads and tokens change places. Nothing here has a gradient. A cache that is a
+leaf which requires one is written under torch.no_grad() alone, as PyTorch has it.
 
 Numbers in host memory are checked before anything is written. Those in device memory, and under torch.compile all of them, are not read, so
 that a CUDA graph can capture the calls: what would lie outside of a sequence's room, or in a page that is none of the pool's, is left out.
@@ -22,7 +23,7 @@ from ._kinds import shown
 from ._places import places
 from ._rotary import check_tables, rotate_tokens
 from ._tensor_checks import incomplete, misplaced, unfit_tensors
-from ._writable import not_writable
+from ._writable import not_writable, writes
 from .arrays.torch import TORCH
 
 __all__ = ["append", "copy", "gather", "quantise"]
@@ -138,7 +139,7 @@ def _as_bytes(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
-@torch.no_grad()
+@writes("k_cache", "v_cache", "k_scale", "v_scale")
 def append(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -260,7 +261,7 @@ def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch
     return [_rounded(x, largest[name], dtype, None, 0, scale_dtype) for name, (x, scale_dtype) in given.items()]
 
 
-@torch.no_grad()
+@writes("k_cache", "v_cache", "k_scale", "v_scale")
 def copy(
     k_cache: Tensor,
     v_cache: Tensor,

@@ -15,7 +15,7 @@ from strobe._rotary import check_tables, rotate, rotate_tokens
 from strobe._tensor_checks import incomplete, misplaced, unfit_tensors
 from strobe.kv import append
 
-from .._writable import not_writable
+from .._writable import not_writable, writes
 from ..arrays.torch import TORCH
 from ._call import Window, attend, bounds
 from ._gaps import check_cu_seqlens, parts, within
@@ -62,7 +62,7 @@ class Rotary(NamedTuple):
         return rotate_tokens(x, self.cos, self.sin, positions if from_each else first[sequence], self.interleaved)
 
 
-@torch.no_grad()
+@writes("k_cache", "v_cache", beside="k")
 def attend_to_cache(
     names: Mapping[str, str],
     q: Tensor,
