@@ -215,7 +215,8 @@ def attention_backward(
         delta: with a partial part (dout · out).sum(-1) of the whole rows, in the shape of dlse and lse's dtype; otherwise None.
         dq, dk, dv: with accumulate, the float32 arrays (float64 if q is) to which the gradients are added, in the shapes of q, k and v.
             One that is None is not computed.
-        accumulate: adds the gradients to dq, dk and dv, which is nothing that autograd differentiates. dbias and dsinks are made anew.
+        accumulate: adds the gradients to dq, dk and dv, which is nothing that autograd differentiates: a leaf that requires a gradient, or
+            a view of one, is refused, unless under torch.no_grad(). dbias and dsinks are made anew.
 
     Returns:
         Gradients(dq, dk, dv, dbias, dsinks), in the shapes and dtypes of q, k, v, bias and sinks; dq, dk and dv of a partial part in

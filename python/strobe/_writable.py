@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from ._checks import Wrong
-from .arrays.torch import TORCH, is_alone
+from ._checks import Wrong, refusal
+from .arrays.torch import TORCH, is_alone, tracked_leaf
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def writes(*names: str, beside: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """torch.no_grad() for a function that writes into these arguments: a leaf that requires a gradient is refused, as PyTorch does, unless
+    the caller has switched gradients off. beside: nothing is written without this argument."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = [*inspect.signature(function).parameters]
+        of_function = torch.no_grad()(function)
+
+        @wraps(function)
+        def checked(*arguments: P.args, **named: P.kwargs) -> R:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                given: dict[str, Any] = {**dict(zip(parameters, arguments, strict=False)), **named}
+                written = [(name, x) for name in names if isinstance(x := given.get(name), Tensor)]
+                if beside is not None and given.get(beside) is None:
+                    written = []
+                if wrong := [refused for name, x in written if (refused := tracked_leaf(name, x)) is not None]:
+                    raise refusal(wrong)
+            return of_function(*arguments, **named)
+
+        return checked
+
+    return decorate
 
 
 def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> Wrong:

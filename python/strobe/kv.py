@@ -2,7 +2,8 @@
 
 A cache is two tensors, of K and V. Contiguous, they are (B, Hkv, Sc, D) and (B, Hkv, Sc, Dv), a row for each sequence. In pages, they are
 pools, (pages, Hkv, page, D) and (pages, Hkv, page, Dv), and page_table, int32 (B, n), names the pages of each sequence, as
-strobe.attention() takes it. With layout "bshd" the axes of heads and tokens change places. Nothing here has a gradient.
+strobe.attention() takes it. With layout "bshd" the axes of heads and tokens change places. Nothing here has a gradient. A cache that is a
+leaf which requires one is written under torch.no_grad() alone, as PyTorch has it.
 
 Numbers in host memory are checked before anything is written. Those in device memory, and under torch.compile all of them, are not read, so
 that a CUDA graph can capture the calls: what would lie outside of a sequence's room, or in a page that is none of the pool's, is left out.
@@ -22,7 +23,7 @@ from ._kinds import shown
 from ._places import places
 from ._rotary import check_tables, rotate_tokens
 from ._tensor_checks import incomplete, misplaced, unfit_tensors
-from ._writable import not_writable
+from ._writable import not_writable, writes
 from .arrays.torch import TORCH
 
 __all__ = ["append", "copy", "gather", "quantise"]
@@ -138,7 +139,7 @@ def _as_bytes(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
-@torch.no_grad()
+@writes("k_cache", "v_cache", "k_scale", "v_scale")
 def append(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -167,7 +168,7 @@ def append(
         cu_seqlens: int32 (B + 1,): the new tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of k and v. Rows behind the
             last sequence are padding.
         rotary_cos, rotary_sin: (length, R), 2R <= D, floating point: the first 2R columns of k turn by the angles of their token's
-            position.
+            position. They reach the last position of a new token.
         rotary_interleaved: columns 2r and 2r + 1 turn together, else r and R + r.
         k_scale, v_scale: of a quantised cache, as strobe.attention() takes them, one for each key and head: they are written, too. k and v
             are then float64, float32, float16 or bfloat16, and quantise() makes of them what is written. Numbers in host memory that
@@ -204,7 +205,9 @@ def append(
     if cu_seqlens is None:  # a row for each token
         k, v = ((x if bshd else x.transpose(1, 2)).flatten(0, 1) for x in (k, v))
     if rotary_cos is not None and rotary_sin is not None:
-        furthest = 0 if counts is None else max((seqlens + new).tolist(), default=0)
+        furthest = 1 if len(seqlens) and len(k) else 0  # where nobody looks at numbers
+        if counts is not None:
+            furthest = max((n + count for n, count in zip(seqlens.tolist(), counts, strict=True) if count), default=0)
         check_tables(rotary_cos, rotary_sin, k.shape[2], furthest)
         _, positions, _ = places(seqlens, cu_seqlens, len(k))
         k = rotate_tokens(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
@@ -258,7 +261,7 @@ def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch
     return [_rounded(x, largest[name], dtype, None, 0, scale_dtype) for name, (x, scale_dtype) in given.items()]
 
 
-@torch.no_grad()
+@writes("k_cache", "v_cache", "k_scale", "v_scale")
 def copy(
     k_cache: Tensor,
     v_cache: Tensor,

@@ -102,6 +102,48 @@ def test_a_sequence_without_new_tokens_writes_in_no_page():
     assert k_pool.sum() == k_pool[2, 0, 0].sum() == 2
 
 
+@pytest.mark.parametrize("length", [0, 4])
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_append_nothing_but_padding(quantised, paged, length):
+    """Of no sequence, with rotary tables, of whatever length."""
+    stored = torch.int8 if quantised else torch.float32
+    pool = torch.zeros(3 if paged else 0, 1, 4, 8, dtype=stored, device=DEVICE)
+    table = torch.ones(length, 4, device=DEVICE)
+    options: dict[str, Any] = {"rotary_cos": table, "rotary_sin": table, "cu_seqlens": ints(0)}
+    options |= {"page_table": torch.zeros(0, 2, dtype=torch.int32, device=DEVICE)} if paged else {}
+    options |= {name: torch.ones(pool.shape[:3], device=DEVICE) for name in ("k_scale", "v_scale") if quantised}
+    k = torch.randn(3, 1, 8, device=DEVICE)
+    used = strobe.kv.append(pool, pool.clone(), k, k, ints(), **options)
+    assert used.shape == (0,)
+    assert not pool.any()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="nobody looks at numbers in device memory")
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_rotary_tables_reach_the_new_tokens_alone(layout):
+    """A sequence without a new token needs no row of them, and padding none; where there is no token at all, no row is needed."""
+    caches = [torch.randn(2, HKV, 20, D).transpose(1, 2 if layout == "bshd" else 1).contiguous() for _ in "kv"]
+    before = [x.clone() for x in caches]
+    k, held = torch.randn(5, HKV, D), ints(19, 2)
+
+    def append(length: int, *ends: int) -> Tensor:
+        table = torch.rand(length, 3)
+        return strobe.kv.append(*caches, k, k, held, cu_seqlens=ints(*ends), rotary_cos=table, rotary_sin=table, layout=layout)
+
+    assert append(0, 0, 0, 0).tolist() == [19, 2]
+    assert all(torch.equal(x, y) for x, y in zip(caches, before, strict=True))
+    with pytest.raises(ValueError, match="^rotary_cos, rotary_sin: length 4; accepted is 5 or more, to the last token's position$"):
+        append(4, 0, 0, 3)
+    assert append(5, 0, 0, 3).tolist() == [19, 5]
+    assert all(torch.equal(x[0], y[0]) for x, y in zip(caches, before, strict=True))
+    with pytest.raises(ValueError, match="^rotary_cos, rotary_sin: length 19; accepted is 20 or more"):
+        append(19, 0, 1, 4)
+    no_token = torch.zeros(2, 0, HKV, D) if layout == "bshd" else torch.zeros(2, HKV, 0, D)
+    table = torch.rand(0, 3)
+    strobe.kv.append(*caches, no_token, no_token, held, rotary_cos=table, rotary_sin=table, layout=layout)
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_append_to_rows(layout):
     caches = [torch.randn(3, HKV, 20, d, device=DEVICE) for d in (D, DV)]
