@@ -12,7 +12,7 @@ Random calls know an option once tests/python/random_draw.py draws it and tests/
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
@@ -57,6 +57,10 @@ class Row:
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         """The fields of an x that is not the default; what is wrong with it goes to `wrong`."""
         return {}
+
+    def written(self, name: str, fields: Mapping[str, Any]) -> Any:
+        """What the caller may have written, of the fields that are not at their default: read() the other way round."""
+        return fields.get(name, self.default)
 
 
 class Flag(Row):
@@ -125,6 +129,9 @@ class Choice(Row):
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         return {name: self.choices[x]} if is_choice(wrong, name, x, self.choices) else {}
 
+    def written(self, name: str, fields: Mapping[str, Any]) -> str:
+        return next(word for word, number in self.choices.items() if number == fields.get(name, self.choices[self.default]))
+
 
 class Layout(Choice):
     """The library knows one layout: the views of tensors are turned for it."""
@@ -134,6 +141,9 @@ class Layout(Choice):
 
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         return {"bshd": True} if is_choice(wrong, name, x, self.choices) and self.choices[x] else {}
+
+    def written(self, name: str, fields: Mapping[str, Any]) -> str:
+        return "bshd" if fields.get("bshd") else "bhsd"
 
 
 class Window(Row):
@@ -154,6 +164,10 @@ class Window(Row):
             wrong.append(error(f"{name}: {shown(x)}; accepted is {accepted}"))
             return {}
         return {field: plain(side) for field, side in zip(self._SIDES, sides, strict=True) if side is not None}
+
+    def written(self, name: str, fields: Mapping[str, Any]) -> tuple[int | None, int | None] | None:
+        left, right = (fields.get(side) for side in self._SIDES)
+        return None if left is right is None else (left, right)
 
 
 class Seed(Row):
@@ -477,6 +491,11 @@ ELSEWHERE = {
 
 # Where one of these is wrong, nobody can tell what the others should be.
 SIZES = frozenset({"q", "k", "v", "layout", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"})
+
+
+def written(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are no tensors, as a caller writes them, of the fields of a call that are not at their default."""
+    return {name: row.written(name, fields) for name, row in ROWS.items() if not row.tensors(name)}
 
 
 def parameters(kind: Any = inspect.Parameter.KEYWORD_ONLY) -> Iterator[inspect.Parameter]:
