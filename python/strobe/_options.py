@@ -462,7 +462,7 @@ _PAGES = "did you mean page_table?"
 _HEADS = 'the heads are an axis of q, k and v, the second one, or the third with layout="bshd"'
 ELSEWHERE = {
     "alibi": "did you mean alibi_slopes?",
-    "attention_mask": _MASK_OR_BIAS + " A padding mask (B, Sk) is mask=attention_mask.bool()[:, None, None, :]",
+    "attention_mask": _MASK_OR_BIAS + " A padding mask (B, Sk) is mask=(attention_mask != 0)[:, None, None, :]",
     "attn_bias": "did you mean bias?",
     "attn_mask": _MASK_OR_BIAS,
     "block_table": _PAGES,

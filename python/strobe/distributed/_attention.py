@@ -38,6 +38,7 @@ _OF_KEYS = ROWS.keys() - {"alibi_slopes"}  # of which it is asked whether they r
 _HINTS = ELSEWHERE | {
     "aux": "max_logit and column_sums belong to whole rows and columns, of which each rank has a part",
     "dropout_p": "did you mean dropout?",
+    **dict.fromkeys(("agree", "return_lse", "time_limit"), "leave it out: explain() tells the same with any"),  # arguments of attention()
 }
 
 
