@@ -244,8 +244,16 @@ def attention_backward(
         found = _run.backward(framework, p, known, wanted, into)
         for x in into.values():
             framework.written(x)
-        return _shaped(framework, Gradients(*(found.get(name) for name in Gradients._fields)), options)
-    return _shaped(framework, Gradients(**_calls(framework).backward(p, dout, dlse, known["out"], lse, needed)), options)
+        return _as_given(framework, Gradients(*(found.get(name) for name in Gradients._fields)), options)
+    return _as_given(framework, Gradients(**_calls(framework).backward(p, dout, dlse, known["out"], lse, needed)), options)
+
+
+def _as_given(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:
+    """In the shapes and dtypes of bias and sinks, of which the library may have had others."""
+    sinks = options.get("sinks")
+    if found.dsinks is not None and sinks is not None and found.dsinks.dtype != sinks.dtype:
+        found = found._replace(dsinks=framework.cast(found.dsinks, sinks.dtype))
+    return _shaped(framework, found, options)
 
 
 def _shaped(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:

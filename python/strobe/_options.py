@@ -75,16 +75,19 @@ class Flag(Row):
 
 
 class Number(Row):
-    """absent: of the field, where None is the default but the library takes no has_..."""
+    """absent: of the field, where None is the default but the library takes no has_...; or_none: None means the default, too."""
 
-    def __init__(self, default: float | None, doc: str, absent: float | None = None):
+    def __init__(self, default: float | None, doc: str, absent: float | None = None, or_none: bool = False):
         super().__init__(default, doc)
         self.absent = default if absent is None else absent
+        self.or_none = or_none
 
     def fields(self, name: str) -> dict[str, Field]:
         return {name: Field(float | None, None, has=True) if self.absent is None else Field(float, self.absent)}
 
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        if x is None and self.or_none:
+            return {}
         found: Wrong = []
         value = number(found, name, x)
         wrong += found
@@ -255,7 +258,10 @@ class AttentionOptions(TypedDict, total=False):
         ),
     ]
     scale: Annotated["float | None", Number(None, "the factor of q·k. None: 1/sqrt(D), or 1 with a hyperbolic score.")]
-    softcap: Annotated["float", Number(0.0, "c > 0 turns each score into c · tanh(score / c), before ALiBi and bias are added.")]
+    softcap: Annotated[
+        "float | None",
+        Number(0.0, "c > 0 turns each score into c · tanh(score / c), before ALiBi and bias are added. 0 or None: none.", or_none=True),
+    ]
     score: Annotated[
         "str",
         Choice(
@@ -285,7 +291,11 @@ class AttentionOptions(TypedDict, total=False):
     ]
     sinks: Annotated[
         "Array | None",
-        Tensor("(H,), float32, or float64 if q is: a logit per head that joins the softmax's denominator and no value.", True),
+        Tensor(
+            "(H,), float32, or float64 if q is: a logit per head that joins the softmax's denominator and no value. Those of a model in "
+            "float16 or bfloat16 are cast, which takes nothing from them, and their gradient is cast back.",
+            True,
+        ),
     ]
     dropout: Annotated[
         "float",

@@ -69,7 +69,7 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
             if row.may_lie_in_host_memory and framework is not None and framework.is_array(x) and framework.unfit(name, x) is None:
                 x = framework.beside(q, x)
             if is_array(wrong, name, x, framework, q):
-                arrays[name] = x
+                arrays[name] = _exact_sinks(framework, q, x) if name == "sinks" else x
             else:
                 wrong[-1] = _with_way_out(wrong[-1], name, host, framework, arrays.get("k"))
             if x is not host and framework is not None and framework.is_readable(host):
@@ -116,6 +116,14 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
                 _without_scores(wrong, framework, arrays, options, name, axis)
     _dropout(wrong, arrays, options, given, framework)
     return framework, Request(arrays, options)
+
+
+def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
+    """Sinks of 16 bits, as a model that was cast has them, in the dtype of lse, which takes nothing from them; their gradient comes back in
+    their own."""
+    if framework is None or str(sinks.dtype).removeprefix("torch.") not in ("float16", "bfloat16"):
+        return sinks
+    return framework.cast(sinks, framework.xp.float64 if q.dtype == framework.xp.float64 else framework.xp.float32)
 
 
 def _with_way_out(refused: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:

@@ -119,7 +119,7 @@ DENSE = [
     ("alibi_slopes", {"alibi_slopes": torch.rand(1, B, H)}),
     ("alibi_slopes", {"alibi_slopes": True}),
     ("sinks", {"sinks": torch.randn(HKV)}),
-    ("sinks", {"sinks": torch.randn(H).half()}),
+    ("sinks", {"sinks": torch.ones(H, dtype=torch.int32)}),
     ("sinks", {"sinks": torch.randn(H).double()}),
     ("sinks", {"sinks": torch.randn(1, H)}),
     ("sinks", {"sinks": [0.0] * H}),
@@ -150,7 +150,7 @@ DENSE = [
     ("softcap", {"softcap": -1.0}),
     ("softcap", {"softcap": NAN}),
     ("softcap", {"softcap": INF}),
-    ("softcap", {"softcap": None}),
+    ("softcap", {"softcap": "none"}),
     ("causal", {"causal": 1}),
     ("causal", {"causal": None}),
     ("window", {"window": -1}),
@@ -823,6 +823,53 @@ def test_a_wrong_dtype_names_the_cast_that_the_caller_writes(name, given, accept
 def test_sinks_beside_float64_are_told_to_be_that_too():
     arguments = {name: x.double() for name, x in good().items() if name in "qkv"} | {"sinks": torch.zeros(H)}
     assert expect("sinks", arguments) == "sinks: dtype float32; accepted is float64; sinks.double()"
+
+
+@pytest.mark.parametrize("of_q", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sinks_of_16_bits_are_taken(dtype, of_q):
+    """As a model that was cast has them: the same numbers, and a gradient in their own dtype."""
+    wide = torch.float64 if of_q == torch.float64 else torch.float32
+    leaves = [x.to(of_q).requires_grad_() for name, x in good().items() if name in ("q", "k", "v")]
+    sinks = torch.randn(H).to(dtype).requires_grad_()
+    exact = sinks.detach().to(wide).requires_grad_()
+    dout = torch.randn(B, H, SQ, DV).to(of_q)
+    expected = strobe.attention(*leaves, sinks=exact)
+    of_leaves = torch.autograd.grad(expected, (*leaves, exact), dout)
+    for _ in range(3):  # also where the call comes again
+        out, lse = strobe.attention(*leaves, sinks=sinks, return_lse=True)
+        assert torch.equal(out, expected)
+        *found, dsinks = torch.autograd.grad(out, (*leaves, sinks), dout)
+        assert all(map(torch.equal, found, of_leaves[:3]))
+        assert dsinks.dtype == dtype
+        assert torch.equal(dsinks, of_leaves[3].to(dtype))
+    q, k, v = (x.detach() for x in leaves)
+    backward = strobe.attention_backward(dout, q, k, v, out.detach(), lse.detach(), sinks=sinks.detach())
+    assert torch.equal(backward.dsinks, dsinks)
+    assert torch.equal(strobe.reference(q, k, v, sinks=sinks.detach())[0], strobe.reference(q, k, v, sinks=exact.detach())[0])
+    assert "forward" in strobe.explain(q, k, v, sinks=sinks.detach())
+    if dtype == torch.float16 and of_q == torch.float32:
+        arrays = [x.numpy() for x in (dout, q, k, v, out.detach(), lse.detach())]
+        of_numpy = strobe.attention_backward(*arrays, sinks=sinks.detach().numpy()).dsinks
+        assert of_numpy.dtype == np.float16
+        assert torch.equal(torch.from_numpy(of_numpy), dsinks)
+
+
+def test_sinks_of_16_bits_under_a_compiler():
+    q = torch.randn(1, H, 8, D)
+    sinks = torch.randn(H).bfloat16().requires_grad_()
+    call = torch.compile(lambda sinks: strobe.attention(q, q, q, sinks=sinks), backend="aot_eager", fullgraph=True)
+    (expected,) = torch.autograd.grad(strobe.attention(q, q, q, sinks=sinks).sum(), sinks)
+    (found,) = torch.autograd.grad(call(sinks).sum(), sinks)
+    assert torch.equal(found, expected)
+
+
+def test_no_softcap_may_be_written_none():
+    """As many configs have it."""
+    q, k, v = (good()[name] for name in "qkv")
+    for _ in range(3):
+        assert torch.equal(strobe.attention(q, k, v, softcap=None), strobe.attention(q, k, v))
+    assert torch.equal(strobe.nn.FlashAttention(D, softcap=None)(q, k, v), strobe.attention(q, k, v))
 
 
 @pytest.mark.parametrize("shape", [(SK,), (SQ, SK), (1, SQ, SK)])
