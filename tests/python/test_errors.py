@@ -1061,6 +1061,20 @@ def test_pools_in_the_other_layout_are_named():
         assert str(raised.value) == f"seqused_k: {length} at [1]; accepted are 0 to 16, the positions of a row of page_table{hint}"
 
 
+def test_what_has_no_places_names_none():
+    """No range from 0 to -1."""
+    rows, cols = ints(0, 1)[None, None], ints(0)
+    with pytest.raises(ValueError, match="^rows, cols: not a CSR of 1 x 0 blocks; accepted are offsets of 0 and empty cols, for there are no "):
+        strobe.BlockMask(rows, cols, 16, 0, 16, 16)
+    mask = strobe.BlockMask.causal(16, 0, 16, 16)
+    mask.rows, mask.cols, mask.cols_t = rows, cols, cols
+    q = torch.randn(1, 1, 16, 8)
+    message = expect("block_mask", {"q": q, "k": q[:, :, :0], "v": q[:, :, :0], "block_mask": mask})
+    assert message.endswith("[0] is 0 (row 0 of matrix 0); accepted is none, for there are no blocks")
+    with pytest.raises(ValueError, match="^ranges: .*; accepted are ranges that have no position, for seqlen is 0$"):
+        strobe.distributed.Layout(0, (((0, 1),),))
+
+
 def test_scales_in_another_form_are_named():
     k, scale = strobe.kv.quantise(torch.randn(1, 2, 64, 32), torch.uint8, group=64)
     with pytest.raises(ValueError, match=r"^k_scale: rank 4; .*; did you mean a scale for each column, with k_scale_group\?$"):
