@@ -128,7 +128,9 @@ def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
 
 def _with_way_out(refused: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
     """Why x is no array, and what array the caller may have meant."""
-    hint = of_generator(x) if name == "rng" else ""
+    hint = ""
+    if name == "rng":
+        hint = "; an integer goes into seed" if is_whole(x) else of_generator(x)
     if name in ("k_scale", "v_scale") and framework is not None and k is not None and k.ndim > 2:
         hint = _as_scales(framework, x, k)
     return type(refused)(f"{refused}{hint}") if hint else refused

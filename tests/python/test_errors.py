@@ -1064,7 +1064,9 @@ def test_pools_in_the_other_layout_are_named():
 def test_what_has_no_places_names_none():
     """No range from 0 to -1."""
     rows, cols = ints(0, 1)[None, None], ints(0)
-    with pytest.raises(ValueError, match="^rows, cols: not a CSR of 1 x 0 blocks; accepted are offsets of 0 and empty cols, for there are no "):
+    with pytest.raises(
+        ValueError, match="^rows, cols: not a CSR of 1 x 0 blocks; accepted are offsets of 0 and empty cols, for there are no "
+    ):
         strobe.BlockMask(rows, cols, 16, 0, 16, 16)
     mask = strobe.BlockMask.causal(16, 0, 16, 16)
     mask.rows, mask.cols, mask.cols_t = rows, cols, cols
@@ -1159,6 +1161,7 @@ def test_a_generator_is_told_what_it_gives(name):
         assert expect(name, {"q": array, "k": array, "v": array, "dropout": 0.5, name: generator}).endswith(hint)
         with pytest.raises(TypeError, match=f"^{name}: .*{re.escape(hint)}$"):
             strobe.dropout_mask((1, 1, 4, 4), 0.5, **{name: generator})
+    assert expect("rng", {"q": q, "k": q, "v": q, "rng": 3}) == "rng: int; accepted is a torch.Tensor, as q is; an integer goes into seed"
     g = torch.Generator()
     assert strobe.attention(q, q, q, dropout=0.5, rng=torch.randint(2**63 - 1, (2,), generator=g, device=g.device)).shape == q.shape
     rng = np.random.default_rng().integers(2**63 - 1, size=2)
