@@ -40,6 +40,7 @@ _FIXED = ("score", "shift", "scale", "softcap")  # options of attention() that t
 _NAMES = ("c", "model", "aggregate", "return_lse", *(name for name in DEFAULTS if name not in _FIXED))
 _HINTS = ELSEWHERE | dict.fromkeys(("softmax_scale", "sm_scale"), "did you mean beta?")
 _HINTS |= {"score_mod": "a function is refused; there are alibi_slopes and bias"}
+_HINTS |= {"aux": "max_logit and column_sums are results of attention() alone"}
 _WEIGH = "midpoints weigh v in each call"
 
 

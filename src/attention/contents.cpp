@@ -109,7 +109,9 @@ std::string check_indices(const Csr &m) {
       int64_t before = -1;
       for (int64_t e = row[i]; e < row[i + 1]; e++) {
         int64_t j = m.indices[e];
-        if (j < 0 || j >= m.cols) return text("[", e, "] is ", j, " (row ", i, " of matrix ", n, "); accepted is 0 to ", m.cols - 1);
+        if (j < 0 || j >= m.cols)
+          return text("[", e, "] is ", j, " (row ", i, " of matrix ", n, "); accepted is ",
+                      m.cols ? text("0 to ", m.cols - 1) : "none, for there are no blocks");
         if (j <= before)
           return text("[", e, "] is ", j, " after ", before, " (row ", i, " of matrix ", n,
                       "); accepted are strictly ascending entries per row");

@@ -209,10 +209,6 @@ private:
       reasons.add("k_scale_group", group, "; accepted are the multiples of ", kScaleGroup, " below 2^31, and 0 for a scale for each key");
     const Types types = {DType::f16, DType::f32};
     const Axes rows = scale_rows();
-    for (const auto &[name, scale] : {std::pair{"k_scale", t.k_scale}, std::pair{"v_scale", t.v_scale}}) {
-      if (scale && size_t(scale->rank) < rows.size())
-        reasons.add(name, "a scale for many rows is accepted as a view with strides of 0, as of scale.expand(shape)");
-    }
     accept("v_scale", t.v_scale, rows, types);
     if (!good) return;
     Axes of_k = rows;

@@ -327,6 +327,8 @@ TEST_CASE("validate: what host memory holds") {
                {"k_scale: shape (2, 2, 37); accepted is (B, Hkv, Sk) = (2, 2, 38)", shape("k_scale", 2, 37)},
                {"k_scale: dtype bfloat16; accepted is float16, float32", dtype("k_scale", DType::bf16)},
                {"v_scale: shape (2, 1, 38); accepted is (B, Hkv, Sk) = (2, 2, 38)", shape("v_scale", 1, 1)},
+               {"k_scale: rank 0; accepted is rank 3, (B, Hkv, Sk) = (2, 2, 38)", [](Call &c) { c["k_scale"].rank = 0; }},
+               {"v_scale: rank 1; accepted is rank 3, (B, Hkv, Sk) = (2, 2, 38)", [](Call &c) { c["v_scale"].rank = 1; }},
                {"k_scale: rank 3; accepted is rank 4, (B, Hkv, rows of k / k_scale_group, D) = (2, 2, 1, 8)",
                 set(&strobe_attention::k_scale_group, int64_t{64})},
                {"k_scale_group: 48; accepted are the multiples of 32 below 2^31, and 0 for a scale for each key",

@@ -598,6 +598,15 @@ META = torch.zeros(2, dtype=torch.int32, device="meta")
 TABLE = torch.ones(9, 4)
 
 
+def test_new_keys_that_are_laid_out_wrongly_alone_are_named_alone():
+    k_cache, v_cache = cache(2, 8)
+    new = {"k": torch.randn(2, 3, 4, 16), "v": torch.randn(2, 3, 4, 16)}
+    given = {"q": torch.randn(2, 1, 4, 16), "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": torch.zeros(2, dtype=torch.int32)}
+    for name, x in new.items():
+        with pytest.raises(ValueError, match=rf"^{name}: shape \(2, 4, 3, 16\); accepted is \(2, 3, 4, 16\)$"):
+            flash_attn.flash_attn_with_kvcache(**given, **{**new, name: x.transpose(1, 2)})
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -520,6 +521,90 @@ def test_a_quantised_caches_errors():
     narrow, scales = torch.zeros(2, 2, 8, 0, dtype=torch.int8), {"k_scale": scale, "v_scale": scale.clone()}
     with pytest.raises(ValueError, match=r"^v: shape \(2, 2, 1, 0\); accepted is a last axis of 1 or more$"):
         strobe.kv.append(k_cache, narrow, k, v[..., :0], held, **scales)
+
+
+@pytest.mark.parametrize("word", ["int8", "torch.int8", np.int8, np.dtype("int8")], ids=str)
+def test_a_dtype_by_another_name_is_told(word):
+    x = torch.ones(1, 2, 3, 16)
+    with pytest.raises(TypeError, match=r"^dtype: .*int8.*; accepted is torch.int8, .*; did you mean torch.int8\?$"):
+        strobe.kv.quantise(x, word)
+    with pytest.raises(TypeError, match="^dtype: 'int9'; accepted is torch.int8, torch.float8_e4m3fn, torch.uint8$"):
+        strobe.kv.quantise(x, "int9")
+    with pytest.raises(TypeError, match=r"^scale_dtype: 'float16'; accepted is .*; did you mean torch.float16\?$"):
+        strobe.kv.quantise(x, torch.int8, scale_dtype="float16")
+    with pytest.raises(TypeError, match="^dtype: tensor"):
+        strobe.kv.quantise(x, torch.ones(2))
+
+
+def test_the_other_spelling():
+    x = torch.randn(1, 2, 3, 16)
+    assert all(map(torch.equal, strobe.kv.quantize(x, torch.int8), strobe.kv.quantise(x, torch.int8)))
+
+
+def test_a_cache_without_pages_has_none_to_name():
+    pool, table, held = torch.zeros(0, 2, 4, 8), torch.tensor([[0], [1]], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    new, message = torch.ones(2, 2, 1, 8), r" at \[0.*\]; accepted is none, for the cache has no pages$"
+    with pytest.raises(ValueError, match="^page_table: page 0" + message):
+        strobe.kv.append(pool, pool.clone(), new, new, held, page_table=table)
+    with pytest.raises(ValueError, match="^page_table: page 0" + message):
+        strobe.kv.gather(pool, table)
+    pages = torch.zeros(1, dtype=torch.int64)
+    strobe.kv.copy(pool, pool.clone(), pages[:0], pages[:0])
+    with pytest.raises(ValueError, match="^source: 0" + message):
+        strobe.kv.copy(pool, pool.clone(), pages, pages)
+    with pytest.raises(ValueError, match=r"^page_table: page 0 at \[0, 0\]; accepted is none, for k and v have no pages"):
+        strobe.attention(torch.ones(2, 2, 1, 8), pool, pool, page_table=table)
+
+
+APPENDED = ("k_cache", "v_cache", "k", "v")
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("new", ["dense", "packed"])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("wrong", APPENDED)
+def test_what_is_laid_out_wrongly_alone_is_named_alone(wrong, paged, new, layout):
+    """Not what is held against it."""
+    caches = {name: torch.zeros(6 if paged else 2, 3, 16, width) for name, width in (("k_cache", 8), ("v_cache", 4))}
+    tokens = {name: torch.ones(2, 3, 5, width) for name, width in (("k", 8), ("v", 4))}
+    given = caches | tokens if layout == "bhsd" else {name: x.transpose(1, 2) for name, x in (caches | tokens).items()}
+    given["seqlens"] = torch.zeros(2, dtype=torch.int32)
+    if new == "packed":
+        given |= {name: x.transpose(1, 2).flatten(0, 1) for name, x in tokens.items()}
+        given["cu_seqlens"] = torch.tensor([0, 5, 10], dtype=torch.int32)
+    if paged:
+        given["page_table"] = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    strobe.kv.append(**given, layout=layout)
+    axes = (0, 1) if new == "packed" and wrong in ("k", "v") else (1, 2)
+    shape = tuple(given[wrong].shape)
+    given[wrong] = given[wrong].transpose(*axes)
+    hint = f"; if tokens lie {'behind' if axes == (0, 1) or layout == 'bshd' else 'before'} heads, {wrong}.transpose({axes[0]}, {axes[1]})"
+    message = f"{wrong}: shape {tuple(given[wrong].shape)}; accepted is {shape}{hint}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        strobe.kv.append(**given, layout=layout)
+
+
+@pytest.mark.parametrize("wrong", [*APPENDED, "seqlens"])
+def test_what_has_another_batch_alone_is_named_alone(wrong):
+    given = {"k_cache": torch.zeros(2, 3, 16, 8), "v_cache": torch.zeros(2, 3, 16, 4)}
+    given |= {"k": torch.ones(2, 3, 5, 8), "v": torch.ones(2, 3, 5, 4), "seqlens": torch.zeros(2, dtype=torch.int32)}
+    given[wrong] = torch.cat([given[wrong], given[wrong]])
+    with pytest.raises(ValueError, match=f"^{wrong}: ") as raised:
+        strobe.kv.append(**given)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_appends_other_layout_is_guessed(layout):
+    other = {"bhsd": "bshd", "bshd": "bhsd"}[layout]
+    cache, new, held = torch.zeros(2, 3, 16, 8), torch.ones(2, 3, 5, 8), torch.zeros(2, dtype=torch.int32)
+    if layout == "bshd":
+        cache, new = cache.transpose(1, 2), new.transpose(1, 2)
+    given = cache.clone().transpose(1, 2), cache.clone().transpose(1, 2), new.transpose(1, 2), new.transpose(1, 2), held
+    strobe.kv.append(*given, layout=other)
+    with pytest.raises(ValueError, match="^k: ") as raised:
+        strobe.kv.append(*given, layout=layout)
+    assert all(line.endswith(f'; did you mean layout="{other}"?') for line in str(raised.value).splitlines())
 
 
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)

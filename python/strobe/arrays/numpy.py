@@ -73,6 +73,12 @@ class NumPy(Framework):
     def cast(self, x: _NDArray, dtype: Any) -> _NDArray:
         return x.astype(dtype)
 
+    def cast_in_words(self, x: str, dtype: str) -> str:
+        return f"{x}.astype({dtype if dtype == 'bool' else f'np.{dtype}'})"
+
+    def expanded_in_words(self, x: str, shape: tuple[int, ...]) -> str:
+        return f"np.broadcast_to({x}, {shape})"
+
     def constant(self, x: _NDArray) -> _NDArray:
         return x
 

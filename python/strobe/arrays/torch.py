@@ -124,6 +124,13 @@ class Torch(Framework):
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
 
+    def cast_in_words(self, x: str, dtype: str) -> str:
+        methods = {"float32": "float", "float64": "double", "int32": "int", "int64": "long"}
+        return f"{x}.{methods.get(dtype, dtype)}()"
+
+    def expanded_in_words(self, x: str, shape: tuple[int, ...]) -> str:
+        return f"{x}.expand{shape}"
+
     def constant(self, x: Tensor) -> Tensor:
         return x.detach()
 

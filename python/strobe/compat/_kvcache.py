@@ -305,7 +305,8 @@ def _shapes_against(
         "v_cache": (first, length, heads, v_cache.shape[3]),
     }
     if fresh:
-        tokens = fresh["k"].shape[:1] if "k" in packed else (batch, fresh["k"].shape[1])
+        measure = fresh["v"] if fresh["k"].shape[-2] != heads == fresh["v"].shape[-2] else fresh["k"]  # whose axes are in their places
+        tokens = measure.shape[:1] if "k" in packed else (batch, measure.shape[1])
         if "k" not in packed and tokens[1] > room:
             wrong.append(ValueError(f"k: {tokens[1]} tokens; accepted are up to {room}, as {where} has"))
         shapes.update({"k": (*tokens, heads, width), "v": (*tokens, heads, v_cache.shape[3])})
