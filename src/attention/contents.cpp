@@ -8,33 +8,31 @@
 
 namespace strobe {
 
-const void *OwnLists::copy_bytes(const void *list, size_t bytes) {
+static bool is_same(const strobe_tensor &x, const strobe_tensor &y) {
+  return x.data == y.data && x.dtype == y.dtype && x.rank == y.rank && std::equal(x.shape, x.shape + x.rank, y.shape) &&
+         std::equal(x.strides, x.strides + x.rank, y.strides);
+}
+
+const void *OwnLists::copy_elements(const strobe_tensor &list, int64_t element_bytes) {
   for (const Copy &known : copies_)
-    if (known.of == list && known.bytes == bytes) return known.own.get();
-  Copy copy{list, bytes, std::unique_ptr<char[]>(new char[bytes])};
-  if (bytes) std::memcpy(copy.own.get(), list, bytes);
+    if (is_same(known.of, list)) return known.own.get();
+  int64_t bytes = element_bytes;
+  for (int32_t a = 0; a < list.rank; a++) bytes *= list.shape[a];
+  Copy copy{list, std::unique_ptr<char[]>(new char[static_cast<size_t>(bytes)])};
+  gather(list, element_bytes, copy.own.get());
   copies_.push_back(std::move(copy));
   return copies_.back().own.get();
 }
 
 void own_lists(Problem &p) {
-  if (p.device_type != STROBE_CPU || !(p.varlen || p.seqused_k || p.page_size || p.rng || p.blocks.present)) return;
+  if (p.device_type != STROBE_CPU || !p.forms) return;
   const auto lists = std::make_shared<OwnLists>();
-  auto own = [&](auto *&list, int64_t count) {
-    if (list) list = lists->copy(list, count);
-  };
-  own(p.cu_seqlens_q, p.batch + 1);
-  own(p.cu_seqlens_k, p.batch + 1);
-  own(p.seqused_k, p.batch);
-  const int32_t *table = p.page_table();
-  own(table, p.batch * p.pages_each), p.set_page_table(table);
-  own(p.rng, 2);
-  Problem::Blocks &m = p.blocks;
-  const int64_t matrices = m.batch * m.heads;
-  own(m.row_ptr, matrices * (m.rows + 1));
-  own(m.col, m.kept);
-  own(m.row_ptr_t, matrices * (m.cols + 1));
-  own(m.col_t, m.kept);
+  each_list(p, [&](auto *&list, int n) {
+    strobe_tensor given = p.forms->of[n];
+    given.data = const_cast<void *>(static_cast<const void *>(list));
+    if (list) list = lists->copy<std::remove_const_t<std::remove_pointer_t<std::remove_reference_t<decltype(list)>>>>(given);
+  });
+  p.set_page_table(p.page_table());
   p.lists = lists;
 }
 

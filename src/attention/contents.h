@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/memory.h"
 #include "attention/part.h"
 #include "attention/text.h"
 
@@ -15,22 +16,26 @@ namespace strobe {
 // The lists of one call in host memory, copied: what is checked is what is read, whatever another thread writes to the caller's meanwhile.
 class OwnLists {
 public:
-  // The same copy for the same list.
-  template <class T> const T *copy(const T *list, int64_t count) {
-    return static_cast<const T *>(copy_bytes(list, static_cast<size_t>(count) * sizeof(T)));
-  }
+  // Without gaps, whatever the list's strides; the same copy for the same list. T: of the list's elements.
+  template <class T> const T *copy(const strobe_tensor &list) { return static_cast<const T *>(copy_elements(list, sizeof(T))); }
 
 private:
-  const void *copy_bytes(const void *list, size_t bytes);
+  const void *copy_elements(const strobe_tensor &list, int64_t element_bytes);
   struct Copy {
-    const void *of;
-    size_t bytes;
+    strobe_tensor of;
     std::unique_ptr<char[]> own;
   };
   std::vector<Copy> copies_;
 };
 // Points the lists of a problem in host memory at copies of them, which it owns.
 void own_lists(Problem &);
+
+// f(list, n) for each list that a problem may have: the pointer to its integers, and its place in ListForms.
+template <class P, class F> void each_list(P &p, F &&f) {
+  f(p.cu_seqlens_q, 0), f(p.cu_seqlens_k, 1), f(p.seqused_k, 2), f(p.rng, 3);
+  f(p.blocks.row_ptr, 4), f(p.blocks.col, 5), f(p.blocks.row_ptr_t, 6), f(p.blocks.col_t, 7);
+  f(p.k.page_table, 8); // see Problem::set_page_table
+}
 
 std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, int64_t max_seqlen);
 // cu: of packed keys, which was checked before; null: each sequence has `length` of them.

@@ -1,6 +1,7 @@
 #include "attention/memory.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace strobe {
 
@@ -42,6 +43,37 @@ bool each_element_apart(const Footprint &f) {
     reach += f.axis[a].stride * (f.axis[a].count - 1);
   }
   return true;
+}
+
+bool is_dense(const strobe_tensor &t) {
+  if (std::find(t.shape, t.shape + t.rank, 0) != t.shape + t.rank) return true; // no elements: NumPy's strides are 0 there
+  int64_t stride = 1;
+  for (int32_t a = t.rank - 1; a >= 0; a--) {
+    if (t.shape[a] > 1 && t.strides[a] != stride) return false;
+    stride *= t.shape[a];
+  }
+  return true;
+}
+
+void gather(const strobe_tensor &t, int64_t element_bytes, void *to) {
+  char *next = static_cast<char *>(to);
+  auto copy = [&](int64_t first, int64_t count) { // elements of the tensor's memory
+    std::memcpy(next, static_cast<const char *>(t.data) + first * element_bytes, static_cast<size_t>(count * element_bytes));
+    next += count * element_bytes;
+  };
+  int64_t size[4] = {1, 1, 1, 1}, stride[4] = {0, 0, 0, 0};
+  for (int32_t a = 0; a < t.rank; a++) size[4 - t.rank + a] = t.shape[a], stride[4 - t.rank + a] = t.strides[a];
+  if (std::count(size, size + 4, 0)) return;
+  if (is_dense(t)) return copy(0, size[0] * size[1] * size[2] * size[3]);
+  for (int64_t i = 0; i < size[0]; i++)
+    for (int64_t j = 0; j < size[1]; j++)
+      for (int64_t k = 0; k < size[2]; k++) {
+        const int64_t row = i * stride[0] + j * stride[1] + k * stride[2];
+        if (stride[3] == 1)
+          copy(row, size[3]);
+        else
+          for (int64_t n = 0; n < size[3]; n++) copy(row + n * stride[3], 1);
+      }
 }
 
 // Within a period, the tensor stays in [begin, begin + this) modulo the period.

@@ -15,6 +15,7 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/program/addresses.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/arguments.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/engine.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/program/lists.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/part.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/passes.cpp
   ${CMAKE_CURRENT_LIST_DIR}/program/prediction.cpp

@@ -92,26 +92,7 @@ TEST_CASE("lists: changed in the midst of a prepared call") {
     disturbed.execution.parallel = spoiling, disturbed.execution.pool = &disturbed;
     strobe_prepared *prepared = nullptr;
     REQUIRE(strobe_prepare(&disturbed.attention, &disturbed.tensors, &disturbed.execution, STROBE_FORWARD, &prepared) == STROBE_OK);
-    strobe_addresses at{};
-    at.size = sizeof at;
-    for (auto [name, slot] : {std::pair{"q", &strobe_addresses::q},
-                              {"k", &strobe_addresses::k},
-                              {"v", &strobe_addresses::v},
-                              {"cu_seqlens_q", &strobe_addresses::cu_seqlens_q},
-                              {"cu_seqlens_k", &strobe_addresses::cu_seqlens_k},
-                              {"block_rows", &strobe_addresses::block_rows},
-                              {"block_cols", &strobe_addresses::block_cols},
-                              {"block_rows_t", &strobe_addresses::block_rows_t},
-                              {"block_cols_t", &strobe_addresses::block_cols_t},
-                              {"rng", &strobe_addresses::rng},
-                              {"seqused_k", &strobe_addresses::seqused_k},
-                              {"mask", &strobe_addresses::mask},
-                              {"page_table", &strobe_addresses::page_table},
-                              {"out", &strobe_addresses::out},
-                              {"lse", &strobe_addresses::lse},
-                              {"max_logit", &strobe_addresses::max_logit},
-                              {"column_sums", &strobe_addresses::column_sums}})
-      if (disturbed.has(name)) at.*slot = disturbed[name].data;
+    const strobe_addresses at = addresses(disturbed);
     REQUIRE(calm.run() == STROBE_OK);
     const int32_t status = strobe_run(prepared, &at, &disturbed.execution);
     INFO(strobe_last_error());
@@ -193,11 +174,59 @@ TEST_CASE("lists: changed by another thread all the time") {
 }
 
 TEST_CASE("lists: one copy of a list that is given twice") {
-  const int32_t list[] = {0, 5, 9};
+  int32_t list[] = {0, 5, 9};
+  strobe_tensor t{};
+  t.data = list, t.dtype = STROBE_INT32, t.rank = 1, t.shape[0] = 3, t.strides[0] = 1;
   OwnLists own;
-  const int32_t *copy = own.copy(list, 3);
+  const int32_t *copy = own.copy<int32_t>(t);
   CHECK(copy != list);
   CHECK(std::equal(list, list + 3, copy));
-  CHECK(own.copy(list, 3) == copy);
-  CHECK(own.copy(list, 2) != copy);
+  CHECK(own.copy<int32_t>(t) == copy);
+  t.shape[0] = 2;
+  CHECK(own.copy<int32_t>(t) != copy);
+  t.strides[0] = 2;
+  CHECK(own.copy<int32_t>(t)[1] == 9);
+}
+
+TEST_CASE("lists: of any strides, in a whole call, in one that was prepared, and in the reference") {
+  for (Make made : {make_padded, make_sparse, make_dense, make_in_pages})
+    for (Direction direction : {Direction::forward, Direction::backward})
+      for (const auto &[stride, backwards] : {std::pair{1, false}, {3, false}, {2, true}})
+        for (const char *engine : {"", "reference"}) {
+          Call plain, strided;
+          for (Call *c : {&plain, &strided}) {
+            make(*c, made, direction);
+            if (*engine) make_for_reference(*c);
+            if (*engine && direction == Direction::backward) c->drop("out"), c->drop("lse");
+          }
+          for (const char *name : kLists)
+            if (strided.has(name)) strided.spread(name, stride, backwards);
+          REQUIRE_MESSAGE(plain.run() == STROBE_OK, strobe_last_error());
+          strobe_prepared *prepared = nullptr;
+          REQUIRE_MESSAGE(strobe_prepare(&strided.attention, &strided.tensors, &strided.execution, int32_t(direction), &prepared) ==
+                              STROBE_OK,
+                          strobe_last_error());
+          REQUIRE_MESSAGE(strided.run() == STROBE_OK, strobe_last_error());
+          CHECK((results(plain) == results(strided)));
+          for (const char *name : {"max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
+            if (strided.has(name)) std::memset(strided.data<char>(name), 0, strided.memory_bytes(name));
+          const strobe_addresses at = addresses(strided);
+          REQUIRE_MESSAGE(strobe_run(prepared, &at, &strided.execution) == STROBE_OK, strobe_last_error());
+          CHECK((results(plain) == results(strided)));
+          strobe_release(prepared);
+        }
+}
+
+TEST_CASE("lists: one length for all sequences") {
+  Call plain, strided;
+  for (Call *c : {&plain, &strided}) make(*c, make_dense, Direction::forward);
+  std::ranges::fill_n(plain.data<int32_t>("seqused_k"), B, 17);
+  strided.data<int32_t>("seqused_k")[0] = 17, strided.data<int32_t>("seqused_k")[1] = -1;
+  strided["seqused_k"].strides[0] = 0;
+  REQUIRE(plain.run() == STROBE_OK);
+  REQUIRE_MESSAGE(strided.run() == STROBE_OK, strobe_last_error());
+  CHECK((results(plain) == results(strided)));
+  strided.data<int32_t>("seqused_k")[0] = Sk + 1;
+  CHECK(strided.run() == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()) == "seqused_k: 39 at [0]; accepted are 0 to 38, the length of k");
 }

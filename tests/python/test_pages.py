@@ -227,7 +227,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"page_table": torch.zeros(3, 6, dtype=torch.int64)}, r"page_table: dtype int64; accepted is int32; page_table.int\(\)"),
     ({"page_table": torch.zeros(6, dtype=torch.int32)}, "page_table: rank 1; accepted is rank 2"),
-    ({"page_table": torch.zeros(6, 3, dtype=torch.int32).T}, "page_table: strides"),
     (
         {"seqused_k": torch.tensor([97, 0, 0], dtype=torch.int32)},
         r"seqused_k: 97 at \[0\]; accepted are 0 to 96, the positions of a row of page_table",
