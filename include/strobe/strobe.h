@@ -148,7 +148,9 @@ typedef struct strobe_attention {
 } strobe_attention;
 
 /* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads these too and writes the gradients; one that is null is
- * not computed. */
+ * not computed. What is read may share memory. What is written shares no byte with any other tensor, and its strides are positive where it
+ * has several elements; it may lie between the elements of another, as tensors cut out of one buffer do. That is found out exactly, unless
+ * strides are so irregular that it would take long: then tensors whose ranges of memory meet are refused. */
 typedef struct strobe_tensors {
   uint64_t size;
   const strobe_tensor *q, *k, *v;

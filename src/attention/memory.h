@@ -29,8 +29,9 @@ bool is_dense(const strobe_tensor &);
 // Copies the elements to `to`, in row-major order and without gaps.
 void gather(const strobe_tensor &, int64_t element_bytes, void *to);
 
-// True only if no byte belongs to both: by their ranges, or because both repeat with a common period within which they stay apart (as do
-// q, k and v cut out of one packed tensor).
+// True only if no byte belongs to both: by their ranges, because both repeat with a common period within which they stay apart (as do q, k
+// and v cut out of one packed tensor, or numbers and their scales), or because a search finds no byte. False without a byte in both only
+// where strides are so irregular that the search would take more than some thousand steps.
 bool disjoint(const Footprint &, const Footprint &);
 
 } // namespace strobe

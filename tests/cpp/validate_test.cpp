@@ -379,6 +379,40 @@ TEST_CASE("validate: what is written has memory of its own") {
                {"dsinks: strides (0)", stride("dsinks", 0, 0)}});
 }
 
+TEST_CASE("validate: results may lie between what is read") {
+  Call apart, between;
+  for (Call *c : {&apart, &between}) {
+    make_dense(*c, Direction::forward);
+    for (const char *extra : {"mask", "bias", "alibi_slopes", "sinks", "rng", "seqused_k", "max_logit", "column_sums", "lse"})
+      c->drop(extra);
+    c->attention.dropout = 0;
+  }
+  // q, out and half a gap behind one another in each row of a buffer whose sequences have room for some bytes more
+  constexpr int64_t row = D + Dv + 2, sequence = H * Sq * row + 3;
+  std::vector<float> buffer(static_cast<size_t>(B * sequence));
+  strobe_tensor &q = between["q"], &out = between["out"];
+  q.data = buffer.data(), out.data = buffer.data() + D;
+  for (strobe_tensor *t : {&q, &out}) t->strides[0] = sequence, t->strides[1] = row, t->strides[2] = H * row;
+  apart.fill<float>("q", 1, 0.3);
+  for (int64_t b = 0; b < B; b++)
+    for (int64_t h = 0; h < H; h++)
+      for (int64_t i = 0; i < Sq; i++)
+        for (int64_t c = 0; c < D; c++)
+          buffer[b * sequence + i * H * row + h * row + c] = apart.data<float>("q")[((b * H + h) * Sq + i) * D + c];
+  for (Call *c : {&apart, &between})
+    for (const char *name : {"k", "v"}) c->fill<float>(name, 2, 0.7);
+  REQUIRE_MESSAGE(apart.run() == STROBE_OK, std::string(strobe_last_error()));
+  REQUIRE_MESSAGE(between.run() == STROBE_OK, std::string(strobe_last_error()));
+  for (int64_t b = 0; b < B; b++)
+    for (int64_t h = 0; h < H; h++)
+      for (int64_t i = 0; i < Sq; i++)
+        for (int64_t c = 0; c < Dv; c++)
+          REQUIRE(buffer[b * sequence + i * H * row + h * row + D + c] == apart.data<float>("out")[((b * H + h) * Sq + i) * Dv + c]);
+  out.data = buffer.data() + D - 1;
+  CHECK(between.run() == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()).starts_with("out: shares memory with q"));
+}
+
 TEST_CASE("validate: sizes beyond what engines count") {
   Call call;
   make_dense(call, Direction::forward);
