@@ -298,7 +298,7 @@ STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_te
                                        const strobe_execution *);
 
 /* The float64 reference on the CPU evaluates the formulas row by row; it is slow on purpose. Inputs may have any float dtype; out, lse and
- * all gradients are float64.
+ * all gradients are float64. Only dq, dk and dv that are added to (accumulate) may be float32 as well, unless q is float64.
  * rows (optional) selects queries by ascending flat indices, (b*H + h)*Sq + i or with varlen h*Tq + t. The forward then computes and writes
  * only these rows, and the backward only their dq; dbias and dsinks are then refused.
  * cols (optional) selects keys likewise, (b*Hkv + h)*Sk + j or with varlen h*Tk + t. The backward then computes only their dk and dv. */

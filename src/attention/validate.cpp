@@ -401,7 +401,8 @@ private:
     require("dout", t.dout, queries({"Dv", n.dim_v}), dout);
     accept("dlse", t.dlse, query_rows(), oracle ? either : statistics_types());
 
-    const Types gradients = partial() || a.accumulate ? statistics_types() : result_types();
+    Types gradients = partial() || a.accumulate ? statistics_types() : result_types();
+    if (oracle && a.accumulate && dtype != DType::f64) gradients = either; // what other engines add to, and its own results
     accept("dq", t.dq, queries({"D", n.dim}), gradients, Access::write);
     accept("dk", t.dk, keys({"D", n.dim}), gradients, Access::write);
     accept("dv", t.dv, keys({"Dv", n.dim_v}), gradients, Access::write);

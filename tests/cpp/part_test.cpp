@@ -286,3 +286,35 @@ TEST_CASE("part: accumulate adds to what is there") {
   REQUIRE(plain.run() == STROBE_OK);
   for (size_t n = 0; n < before.size(); n++) CHECK(call.data<float>("dk")[n] == before[n] + plain.data<float>("dk")[n]);
 }
+
+TEST_CASE("part: the reference adds to float32, as other engines do, and to float64") {
+  for (DType type : {DType::f32, DType::f64}) {
+    Call call, plain;
+    for (Call *each : {&call, &plain}) {
+      make_dense(*each, Direction::backward);
+      for (const char *name : {"q", "k", "v", "dout"}) each->fill<float>(name, 1, 0.37);
+      make_for_reference(*each);
+      for (const char *name : {"out", "lse"}) each->drop(name);
+    }
+    REQUIRE_MESSAGE(plain.run() == STROBE_OK, std::string(strobe_last_error()));
+    const auto shape = [&](const char *name) { return std::vector<int64_t>(call[name].shape, call[name].shape + call[name].rank); };
+    for (const char *name : {"dq", "dk", "dv"}) call.add(name, type, shape(name));
+    call.attention.accumulate = 1;
+    for (const char *name : {"dq", "dk", "dv"}) std::memset(call.data<char>(name), 0, call.memory_bytes(name));
+    for (int n = 0; n < 2; n++) REQUIRE_MESSAGE(call.run() == STROBE_OK, std::string(strobe_last_error()));
+    for (const char *name : {"dq", "dk", "dv"})
+      for (size_t i = 0; i < plain.memory_bytes(name) / sizeof(double); i++) {
+        const double once = plain.data<double>(name)[i];
+        if (type == DType::f32)
+          CHECK(call.data<float>(name)[i] == float(float(once) + once));
+        else
+          CHECK(call.data<double>(name)[i] == once + once);
+      }
+  }
+  Call call;
+  make_dense(call, Direction::backward);
+  call.attention.engine = "reference", call.attention.accumulate = 1;
+  for (const char *name : {"out", "lse", "bias", "dbias", "sinks", "dsinks"}) call.drop(name);
+  call.add("dk", DType::f16, {B, Hkv, Sk, D});
+  CHECK(refusal(call) == "dk: dtype float16; accepted is float32, float64");
+}
