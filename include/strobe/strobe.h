@@ -13,8 +13,9 @@
  *   paged    k (pages,Hkv,page,D)   v (pages,Hkv,page,Dv)   with page_table (B,pages of a sequence); all else dense, or with cu_seqlens_q
  *   quantised  k, v as INT8, FP8 or INT4 with k_scale and v_scale; INT4 is uint8 (..,D/2), two numbers a byte, the low nibble first
  *   dq, dk, dv have the shapes of q, k, v. Strides are counted in elements and are arbitrary; those of inputs may be 0 or negative.
- *   This holds for lists of integers, too. Those in host memory are copied by each call. Of those in device memory, the ones with gaps are
- *   copied into the workspace by a launch of their own, unless only the rows of page_table lie apart.
+ *   This holds for lists of integers, too. Lengths and page tables are int32, in host memory int64 as well. Lists in host memory are
+ *   copied by each call. Of those in device memory, the ones with gaps are copied into the workspace by a launch of their own, unless only
+ *   the rows of page_table lie apart.
  *   docs/semantics.md has the formulas.
  */
 #ifndef STROBE_H

@@ -191,7 +191,7 @@ class Call:
                 reason = re.sub(r"shape \([^()]*\)", f"shape {tuple(array.shape)}", reason, count=1)
                 reason += self._missing_axes(name, tuple(array.shape))
             if ": dtype" in reason:
-                reason += _ways_out(name, reason, not _SCALES.isdisjoint(self._arrays))
+                reason += _ways_out(name, reason, not _SCALES.isdisjoint(self._arrays), hasattr(array, "int"))
             guessed = _are_in_the_other_layout(self._arrays, self._bshd)
             if guessed and is_of_sizes(reason):
                 return ""
@@ -274,7 +274,7 @@ _check_structs(
 )
 
 
-def _ways_out(name: str, reason: str, has_scales: bool) -> str:
+def _ways_out(name: str, reason: str, has_scales: bool, is_torch: bool) -> str:
     """Of a wrong dtype: what the caller may have wanted."""
     if name == "mask":
         return "; what is added to the scores is bias" if "float" in reason else f"; of zeros and ones, {name}.bool()"
@@ -284,7 +284,9 @@ def _ways_out(name: str, reason: str, has_scales: bool) -> str:
         return ", as k"
     if not has_scales and name in ("k", "v") and re.search(r"dtype (int8|uint8|float8_e4m3fn);", reason):
         return ", or with k_scale and v_scale int8, float8_e4m3fn, uint8"
-    return f"; {name}.int()" if name.startswith(("cu_seqlens", "seqused", "page_table")) and "dtype int64" in reason else ""
+    if name.startswith(("cu_seqlens", "seqused", "page_table")) and re.search(r"dtype (torch\.)?u?int\d", reason):
+        return f"; {name}.int()" if is_torch else f"; {name}.astype(np.int32)"
+    return ""
 
 
 def _are_in_the_other_layout(arrays: dict[str, Any], bshd: bool) -> bool:

@@ -242,7 +242,9 @@ private:
     if (backward) reasons.add("page_table", "given in a backward; accepted is none: keys in pages have no gradients");
     if (t.cu_seqlens_k) reasons.add("cu_seqlens_k", "given beside page_table; accepted is cu_seqlens_q alone, for k and v are not packed");
     if (a.part) reasons.add("page_table", "given beside part; accepted is one of the two");
-    if (!accept_list("page_table", t.page_table, {{"B", n.batch}, {"pages of a sequence"}}, {DType::i32}) || n.page_size == kAny) return;
+    if (!accept_list("page_table", t.page_table, {{"B", n.batch}, {"pages of a sequence"}}, list_types(t.page_table)) ||
+        n.page_size == kAny)
+      return;
     n.pages_each = t.page_table->shape[1];
     if (__builtin_mul_overflow(n.pages_each, n.page_size, &n.rows_k) || n.rows_k > INT32_MAX) {
       reasons.add("page_table", "room for ", n.pages_each, " pages of ", n.page_size, " keys; accepted are up to ", INT32_MAX, " keys");
@@ -255,22 +257,22 @@ private:
       reasons.add(argument, "missing; accepted is cu_seqlens_q and cu_seqlens_k, or neither");
     } else if (cu->rank == 1 && cu->shape[0] == 0) {
       reasons.add(argument, "shape (0); accepted is (B+1), which is 1 or more");
-    } else if (accept_list(argument, cu, {{"B+1", n.batch == kAny ? kAny : n.batch + 1}}, {DType::i32})) {
-      return on_cpu(*cu) && rows != kAny && most != kAny && add(argument, check_cu_seqlens(ints(cu), cu->shape[0] - 1, rows, most));
+    } else if (accept_list(argument, cu, {{"B+1", n.batch == kAny ? kAny : n.batch + 1}}, list_types(cu))) {
+      return on_cpu(*cu) && rows != kAny && most != kAny && add(argument, check_cu_seqlens(lists->ints(*cu), cu->shape[0] - 1, rows, most));
     }
     return false;
   }
   // cu: of the keys, where they are packed. comparable: whether the lengths are known.
   void seqused(const int32_t *cu, bool comparable) {
     const strobe_tensor *used = t.seqused_k;
-    if (!accept_list("seqused_k", used, {{"B", n.batch}}, {DType::i32})) return;
+    if (!accept_list("seqused_k", used, {{"B", n.batch}}, list_types(used))) return;
     if (on_cpu(*used) && comparable && n.batch != kAny && n.rows_k != kAny)
-      good_used = add("seqused_k", check_seqused(ints(used), n.batch, cu, n.rows_k, paged));
+      good_used = add("seqused_k", check_seqused(lists->ints(*used), n.batch, cu, n.rows_k, paged));
   }
   // In host memory: those that hold keys that count.
   void pages_in_pool() {
     if (!paged || n.rows_k == kAny || n.pages == kAny || n.batch == kAny || !on_cpu(*t.page_table) || (t.seqused_k && !good_used)) return;
-    const PageTable table{n.batch, n.pages_each, n.page_size, n.pages, ints(t.page_table)};
+    const PageTable table{n.batch, n.pages_each, n.page_size, n.pages, lists->ints(*t.page_table)};
     add("page_table", check_pages(table, t.seqused_k ? ints(t.seqused_k) : nullptr));
   }
 
@@ -443,11 +445,13 @@ private:
   }
 
   // The integers of an accepted tensor; those in host memory are the call's own copy, without gaps.
-  template <class Int = int32_t> const Int *ints(const strobe_tensor *tensor) const {
+  const int32_t *ints(const strobe_tensor *tensor) const {
     if (!tensor) return nullptr;
-    if (!tensor->data || !on_cpu(*tensor)) return static_cast<const Int *>(tensor->data);
-    return lists->copy<Int>(*tensor);
+    if (!tensor->data || !on_cpu(*tensor)) return static_cast<const int32_t *>(tensor->data);
+    return lists->ints(*tensor).narrow();
   }
+  // Lengths and pages. In host memory they are copied, so that nobody but their check sees 64 bits.
+  static Types list_types(const strobe_tensor *list) { return list && on_cpu(*list) ? Types{DType::i32, DType::i64} : Types{DType::i32}; }
   static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }
   bool add(const char *argument, const std::string &reason) {
     if (!reason.empty()) reasons.add(argument, reason);
@@ -499,7 +503,7 @@ private:
       if (!a.max_seqlen_k && !paged) p.most_k = 0;
       update_longest(p);
     }
-    p.rng = ints<int64_t>(t.rng);
+    if (t.rng) p.rng = on_cpu(*t.rng) ? lists->copy<int64_t>(*t.rng) : static_cast<const int64_t *>(t.rng->data);
     if (t.block_rows) p.blocks = kept_blocks();
     p.forms = forms();
     if (part) p.part = *part;

@@ -197,7 +197,8 @@ TEST_CASE("validate: dtypes that do not agree") {
               {{"dlse: dtype float16", dtype("dlse", DType::f16)},
                {"dq: dtype float16", dtype("dq", DType::f16)},
                {"dbias: dtype float64", dtype("dbias", DType::f64)}});
-  expect_each(make_varlen, Direction::forward, {{"cu_seqlens_q: dtype int64; accepted is int32", dtype("cu_seqlens_q", DType::i64)}});
+  expect_each(make_varlen, Direction::forward,
+              {{"cu_seqlens_q: dtype bool; accepted is int32, int64", dtype("cu_seqlens_q", DType::boolean)}});
   expect_each(make_sparse, Direction::forward, {{"block_cols: dtype int64; accepted is int32", dtype("block_cols", DType::i64)}});
 }
 
@@ -283,7 +284,7 @@ TEST_CASE("validate: what host memory holds") {
               {{"seqused_k: 39 at [0]; accepted are 0 to 38, the length of k", value("seqused_k", 0, 39)},
                {"seqused_k: -1 at [1]; accepted are 0 to 38, the length of k", value("seqused_k", 1, -1)},
                {"seqused_k: shape (1); accepted is (B) = (2)", shape("seqused_k", 0, 1)},
-               {"seqused_k: dtype int64; accepted is int32", dtype("seqused_k", DType::i64)}});
+               {"seqused_k: dtype bool; accepted is int32, int64", dtype("seqused_k", DType::boolean)}});
   expect_each(make_varlen, Direction::forward,
               {{"seqused_k: 1 at [0]; accepted are 0 to 0, the length of that sequence's keys",
                 [](Call &c) { c.add_values<int32_t>("seqused_k", DType::i32, {1, 5}); }}});
@@ -293,7 +294,7 @@ TEST_CASE("validate: what host memory holds") {
                {"page_table: page -1 at [1, 7]", value("page_table", 15, -1)},
                {"page_table: page -7 at [0, 6]", [](Call &c) { c.drop("seqused_k"); }},
                {"page_table: shape (1, 8); accepted is (B, pages of a sequence) = (2, any)", shape("page_table", 0, 1)},
-               {"page_table: dtype int64; accepted is int32", dtype("page_table", DType::i64)},
+               {"page_table: dtype float32; accepted is int32, int64", dtype("page_table", DType::f32)},
                {"page_table: shape (2, 268435456) with strides (8, 0); accepted are up to 16777216 entries where some share an address",
                 [](Call &c) { c["page_table"].shape[1] = 1 << 28, c["page_table"].strides[1] = 0; }},
                {"seqused_k: 41 at [0]; accepted are 0 to 40, the positions of a row of page_table", value("seqused_k", 0, 41)},

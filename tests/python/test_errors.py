@@ -210,7 +210,7 @@ PACKED = [
     ("v", {"v": torch.randn(SK + 1, HKV, DV)}),
     ("cu_seqlens_q", {"cu_seqlens_q": None}),
     ("cu_seqlens_k", {"cu_seqlens_k": None}),
-    ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([0, 12, SQ])}),
+    ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([0, 12, SQ + 2**32])}),
     ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([0.0, 12, SQ])}),
     ("cu_seqlens_q", {"cu_seqlens_q": [0, 12, SQ]}),
     ("cu_seqlens_q", {"cu_seqlens_q": ints(0, 12, SQ)[None]}),
@@ -745,8 +745,8 @@ def test_other_signatures_name_their_own_mask(dtype):
 
 def test_other_signatures_name_their_own_lengths():
     qkv = torch.randn(8, 3, H, D)
-    with pytest.raises(ValueError, match=r"^cu_seqlens: dtype int64; accepted is int32; cu_seqlens.int\(\)$"):
-        flash_attn_varlen_qkvpacked_func(qkv, torch.tensor([0, 8]), 8)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: dtype torch.int16; accepted is int32, int64; cu_seqlens.int\(\)$"):
+        flash_attn_varlen_qkvpacked_func(qkv, torch.tensor([0, 8]).short(), 8)
     with pytest.raises(ValueError, match=r"^Q: shape \(4, 8, 16\); accepted is \(B, H, Sq, D\); did you mean Q\[None\], of one sequence\?"):
         learned_scale.flash_attention(*(torch.randn(4, 8, D) for _ in range(3)))
 
@@ -781,9 +781,9 @@ def test_k_scale_group_is_refused_in_pythons_words():
     assert expect("k_scale_group", good() | {"k_scale_group": 32}) == "k_scale_group: 32 without k_scale; accepted is None"
 
 
-def test_cu_seqlens_of_int64_name_the_way_out():
-    message = expect("cu_seqlens_q", packed() | {"cu_seqlens_q": torch.tensor([0, 12, SQ])})
-    assert message == "cu_seqlens_q: dtype int64; accepted is int32; cu_seqlens_q.int()"
+def test_cu_seqlens_of_other_integers_name_the_way_out():
+    message = expect("cu_seqlens_q", packed() | {"cu_seqlens_q": torch.tensor([0, 12, SQ]).short()})
+    assert message == "cu_seqlens_q: dtype torch.int16; accepted is int32, int64; cu_seqlens_q.int()"
 
 
 @pytest.mark.parametrize("shape", [(SK,), (SQ, SK), (1, SQ, SK)])

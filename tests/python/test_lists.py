@@ -161,6 +161,50 @@ def test_numpy():
         np.testing.assert_array_equal(strobe.attention(q, pools, pools, page_table=given, seqused_k=used), expected)
 
 
+@engines
+@pytest.mark.skipif(ON_GPU, reason="in device memory they are int32")
+@pytest.mark.parametrize("given", [lambda x: x.long(), lambda x: column(x.long())], ids=["contiguous", "column"])
+def test_of_64_bits(given, engine):
+    lists = {"cu_seqlens_q": ints(0, 5, 5, 38), "cu_seqlens_k": ints(0, 30, 31, 64), "seqused_k": ints(20, 1, 33)}
+    dtype, g = dtype_of(engine), torch.Generator().manual_seed(3)
+    arrays = normal(40, 2, 16, dtype=dtype), normal(64, 1, 16, dtype=dtype), normal(64, 1, 16, dtype=dtype)
+    for backward in (False, True):
+        same(lists, given, engine, *arrays, backward=backward, causal=True)
+    whole = normal(2, 1, 96, 16, dtype=dtype)
+    pages = in_pages(whole, whole, [96, 40], 16, g)
+    same({"page_table": pages.table, "seqused_k": ints(96, 40)}, given, engine, normal(2, 2, 5, 16, dtype=dtype), pages.k, pages.v)
+
+
+@pytest.mark.skipif(ON_GPU, reason="NumPy arrays lie in host memory")
+def test_of_64_bits_in_numpy():
+    q = np.random.default_rng(0).standard_normal((12, 2, 16)).astype(np.float32)
+    cu = np.array([0, 5, 12])
+    assert cu.dtype == np.int64
+    for options in ({}, {"max_seqlen_q": 7, "max_seqlen_k": 7}):
+        expected = strobe.attention(q, q, q, cu_seqlens_q=cu.astype(np.int32), cu_seqlens_k=cu.astype(np.int32), **options)
+        np.testing.assert_array_equal(strobe.attention(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, **options), expected)
+    with pytest.raises(ValueError, match=r"^max_seqlen_q: 0, and a sequence has 7 tokens; accepted is 7 or more, or None"):
+        strobe.attention(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=0)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k: sequence 1 has 4294967303 tokens; accepted is at most Tk = 12$"):
+        strobe.attention(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=np.array([0, 5, 12 + 2**32]))
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: dtype uint64; accepted is int32, int64; cu_seqlens_q.astype\(np.int32\)$"):
+        strobe.attention(q, q, q, cu_seqlens_q=cu.astype(np.uint64), cu_seqlens_k=cu)
+
+
+def test_of_64_bits_on_a_gpu():
+    q, k = torch.zeros(2, 2, 5, 64, device=DEVICE, dtype=torch.bfloat16), torch.zeros(2, 2, 40, 64, device=DEVICE, dtype=torch.bfloat16)
+    used = torch.tensor([3, 20], device=DEVICE)
+    if not ON_GPU:
+        pytest.skip("in host memory they are taken")
+    with running_on(None), pytest.raises(ValueError, match=r"^seqused_k: dtype int64; accepted is int32; seqused_k.int\(\)$"):
+        strobe.attention(q, k, k, seqused_k=used)
+    if DEVICE == "cuda":  # in host memory beside tensors that are not: it is copied
+        expected = strobe.attention(q, k, k, seqused_k=used.int())
+        assert torch.equal(strobe.attention(q, k, k, seqused_k=used.cpu()), expected)
+        with pytest.raises(ValueError, match=r"^seqused_k: 4294967299 at \[0\]; accepted are 0 to 40, the length of k$"):
+            strobe.attention(q, k, k, seqused_k=used.cpu() + 2**32)
+
+
 def test_explain_says_what_is_copied():
     q, k = torch.zeros(2, 2, 5, 64, device=DEVICE, dtype=torch.bfloat16), torch.zeros(2, 2, 40, 64, device=DEVICE, dtype=torch.bfloat16)
     with running_on(None):
