@@ -317,7 +317,8 @@ class AttentionOptions(TypedDict, total=False):
     cu_seqlens_q: Annotated[
         "Array | None",
         Tensor(
-            "int32 (B + 1,): sequences of various lengths are packed, and sequence b holds the tokens [cu_seqlens[b], cu_seqlens[b + 1]). "
+            "int32 (B + 1,), in host memory int64 as well: sequences of various lengths are packed, and sequence b holds the tokens "
+            "[cu_seqlens[b], cu_seqlens[b + 1]). "
             "What follows the last sequence is padding: its out is 0 and its lse -inf. q is then (Tq, H, D), k (Tk, Hkv, D) and v "
             "(Tk, Hkv, Dv), whatever layout says."
         ),
@@ -336,7 +337,8 @@ class AttentionOptions(TypedDict, total=False):
     seqused_k: Annotated[
         "Array | None",
         Tensor(
-            "int32 (B,): of sequence b the first seqused_k[b] keys count, as if k and v ended there: the last query stands at the last of "
+            "int32 (B,), in host memory int64 as well: of sequence b the first seqused_k[b] keys count, as if k and v ended there: the "
+            "last query stands at the last of "
             "them. The others may hold anything, and their gradients are 0. mask, bias and block_mask keep their sizes. On a GPU it is "
             "read when the work runs; a tensor in host memory is copied there.",
             may_lie_in_host_memory=True,
@@ -345,7 +347,8 @@ class AttentionOptions(TypedDict, total=False):
     page_table: Annotated[
         "Array | None",
         Tensor(
-            "int32 (B, n): k and v are pools of pages, (pages, Hkv, page, D) and (pages, Hkv, page, Dv), or (pages, page, Hkv, D) with "
+            "int32 (B, n), in host memory int64 as well: k and v are pools of pages, (pages, Hkv, page, D) and (pages, Hkv, page, Dv), "
+            "or (pages, page, Hkv, D) with "
             'layout "bshd". Key j of sequence b is row j % page of the page page_table[b, j // page]; Sk is n · page, of which seqused_k '
             "says how many count. The entries behind these are not read. q is dense, or packed with cu_seqlens_q alone. There are no "
             "gradients."

@@ -68,12 +68,15 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
             host = x
             if row.may_lie_in_host_memory and framework is not None and framework.is_array(x) and framework.unfit(name, x) is None:
                 x = framework.beside(q, x)
+            if x is not host and framework is not None:
+                if framework.is_readable(host):
+                    _check_used(wrong, name, host, _lengths(arrays.get("q"), arrays.get("k"), given)[1])
+                if host.dtype == framework.xp.int64:  # as in host memory, where it stays; a GPU's kernels read int32
+                    x = framework.cast(x, framework.xp.int32)
             if is_array(wrong, name, x, framework, q):
                 arrays[name] = _exact_sinks(framework, q, x) if name == "sinks" else x
             else:
                 wrong[-1] = _with_way_out(wrong[-1], name, host, framework, arrays.get("k"))
-            if x is not host and framework is not None and framework.is_readable(host):
-                _check_used(wrong, name, host, _lengths(arrays.get("q"), arrays.get("k"), given)[1])
         elif isinstance(row, Blocks):
             if not isinstance(x, BlockMask):
                 wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a strobe.BlockMask"))
@@ -169,7 +172,8 @@ def parse_aux(wrong: Wrong, aux: Any) -> tuple[str, ...]:
 
 def _longest(framework: Framework, cu_seqlens: Array) -> int:
     """0 where the lengths cannot be read, or are no lengths, which the library says."""
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != framework.xp.int32 or not framework.is_readable(cu_seqlens):
+    integers = cu_seqlens.dtype in (framework.xp.int32, framework.xp.int64)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or not integers or not framework.is_readable(cu_seqlens):
         return 0
     return max(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), 0)
 
@@ -192,7 +196,7 @@ def _without_scores(wrong: Wrong, framework: Framework, arrays: dict[str, Array]
 
 def _check_used(wrong: Wrong, name: str, used: Array, most: int | None) -> None:
     """Of a list in host memory that the library gets a copy of elsewhere: what is wrong with its values, in the library's words."""
-    if used.ndim != 1 or most is None or not str(used.dtype).endswith("int32"):
+    if used.ndim != 1 or most is None or str(used.dtype).rpartition(".")[2] not in ("int32", "int64"):
         return
     for b, n in enumerate(used.tolist()):
         if not 0 <= n <= most:

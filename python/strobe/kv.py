@@ -174,7 +174,7 @@ def append(
     """Writes the keys and values of new tokens behind those that a cache holds, in place.
 
     Args:
-        k_cache, v_cache: the cache.
+        k_cache, v_cache: the cache. These, and its scales, may be cut out of one buffer, as long as no byte belongs to two of them.
         k, v: (B, Hkv, Snew, D) and (B, Hkv, Snew, Dv), or (B, Snew, Hkv, D) and (B, Snew, Hkv, Dv) with layout "bshd"; the cache's dtype.
             With cu_seqlens (Tnew, Hkv, D) and (Tnew, Hkv, Dv); layout is then the cache's alone.
         seqlens: int32 (B,): how many tokens of each sequence the cache holds. The new ones have the positions from there on.

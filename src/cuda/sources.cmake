@@ -16,6 +16,7 @@ strobe_sources(program
   program/addresses.cpp
   program/arguments.cpp
   program/engine.cpp
+  program/lists.cpp
   program/part.cpp
   program/passes.cpp
   program/prediction.cpp

@@ -19,47 +19,6 @@ Held prepared(Call &call) {
   return {made, strobe_release};
 }
 
-#define ADDRESS(name)                                                                                                                      \
-  std::pair<const char *, void *strobe_addresses::*> { #name, &strobe_addresses::name }
-const std::map<std::string, void *strobe_addresses::*> kAddresses = {ADDRESS(q),
-                                                                     ADDRESS(k),
-                                                                     ADDRESS(v),
-                                                                     ADDRESS(mask),
-                                                                     ADDRESS(bias),
-                                                                     ADDRESS(alibi_slopes),
-                                                                     ADDRESS(sinks),
-                                                                     ADDRESS(cu_seqlens_q),
-                                                                     ADDRESS(cu_seqlens_k),
-                                                                     ADDRESS(block_rows),
-                                                                     ADDRESS(block_cols),
-                                                                     ADDRESS(block_rows_t),
-                                                                     ADDRESS(block_cols_t),
-                                                                     ADDRESS(rng),
-                                                                     ADDRESS(out),
-                                                                     ADDRESS(lse),
-                                                                     ADDRESS(dout),
-                                                                     ADDRESS(dlse),
-                                                                     ADDRESS(dq),
-                                                                     ADDRESS(dk),
-                                                                     ADDRESS(dv),
-                                                                     ADDRESS(dbias),
-                                                                     ADDRESS(dsinks),
-                                                                     ADDRESS(seqused_k),
-                                                                     ADDRESS(max_logit),
-                                                                     ADDRESS(column_sums),
-                                                                     ADDRESS(delta),
-                                                                     ADDRESS(page_table),
-                                                                     ADDRESS(k_scale),
-                                                                     ADDRESS(v_scale)};
-
-strobe_addresses addresses(Call &call) {
-  strobe_addresses at{};
-  at.size = sizeof at;
-  for (const NamedSlot &s : kSlots)
-    if (const strobe_tensor *tensor = call.tensors.*s.slot) at.*kAddresses.at(s.name) = tensor->data;
-  return at;
-}
-
 using Make = void (*)(Call &, Direction);
 
 // Numbers of their own for each `seed`.

@@ -454,6 +454,41 @@ def test_quantising_stays_within_the_bound(dtype, scale_dtype, of):
         assert (off > 0.75 * step).any() or x.numel() < 8 * scale.numel() + 500  # no bound that nothing comes near
 
 
+@pytest.mark.parametrize("gap", [0, 12], ids=["no gap", "pages apart"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_scales_between_the_numbers_of_one_buffer(layout, gap):
+    """A row's numbers and its scale side by side, as other libraries lay out their pages."""
+    d, pages, heads, page = 16, 9, 2, 4
+    sizes = (heads, page) if layout == "bhsd" else (page, heads)
+    buffer = torch.zeros(pages, page * heads * 2 * (d + 4) + gap, dtype=torch.int8, device=DEVICE)
+    rows = buffer[:, : page * heads * 2 * (d + 4)].view(pages, *sizes, 2 * (d + 4))
+    k, k_bytes, v, v_bytes = rows.split([d, 4, d, 4], -1)
+    inside = [k, v, *(x.view(torch.float32)[..., 0] for x in (k_bytes, v_bytes))]
+    apart = [x.clone() for x in inside]
+    new = [x if layout == "bhsd" else x.transpose(1, 2).contiguous() for x in torch.randn(2, 3, heads, 6, d).to(DEVICE)]
+    table = torch.tensor([[8, 1], [3, 0], [5, 6]], dtype=torch.int32, device=DEVICE)
+    for cache in (inside, apart):
+        scales = {"k_scale": cache[2], "v_scale": cache[3]}
+        held = strobe.kv.append(cache[0], cache[1], *new, ints(0, 2, 1), page_table=table, layout=layout, **scales)
+        strobe.kv.copy(cache[0], cache[1], ints(8), ints(2), **scales)
+    for x, y in zip(inside, apart, strict=True):
+        assert torch.equal(x, y)
+    assert inside[2].count_nonzero() > 0
+    if EMULATED:
+        return
+    q = torch.randn(3, 4, 2, d).to(DEVICE)
+    q = q if layout == "bhsd" else q.transpose(1, 2)
+    found = [
+        strobe.attention(q, x[0], x[1], k_scale=x[2], v_scale=x[3], page_table=table, seqused_k=held, layout=layout)
+        for x in (inside, apart)
+    ]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+    # Scales that begin within the numbers are refused.
+    moved = buffer.view(-1)[4:].as_strided(k_bytes.shape, k_bytes.stride()).view(torch.float32)[..., 0]
+    with pytest.raises(ValueError, match="^k_scale: the memory of k_cache; accepted is memory of its own$"):
+        strobe.kv.append(inside[0], inside[1], *new, ints(0, 2, 1), page_table=table, layout=layout, k_scale=moved, v_scale=inside[3])
+
+
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

@@ -50,6 +50,12 @@ struct CallOnGpu : Call {
   }
 };
 
+// A call's kernels have arguments of several types, and the pretended driver tells one number for all.
+struct WithoutBytes {
+  WithoutBytes() { fake_cuda().tells_bytes = false; }
+  ~WithoutBytes() { fake_cuda().tells_bytes = true; }
+};
+
 ForwardArguments launched() {
   const std::lock_guard lock(fake_cuda().mutex);
   ForwardArguments a;
@@ -97,6 +103,39 @@ TEST_CASE("a call's second launch may come early, the next call's first one may 
   for (int n = 0; n < 2; n++) REQUIRE_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
   const std::vector<bool> early(fake_cuda().early.begin() + ptrdiff_t(before), fake_cuda().early.end());
   CHECK(early == std::vector{false, true, false, true});
+}
+
+TEST_CASE("lists with gaps are copied first, by a launch after which none comes early") {
+  const Compiling c;
+  const WithoutBytes untold;
+  std::vector<std::vector<bool>> early;
+  for (int64_t stride : {1, 3, 0, -1}) {
+    OnGpu call(1, 4096);
+    call.place("seqused_k", DType::i32, {2});
+    call["seqused_k"].strides[0] = stride;
+    const size_t before = fake_cuda().early.size();
+    for (int n = 0; n < 2; n++) REQUIRE_MESSAGE(call.run() == STROBE_OK, std::string(strobe_last_error()));
+    early.emplace_back(fake_cuda().early.begin() + ptrdiff_t(before), fake_cuda().early.end());
+  }
+  CHECK(early[0] == std::vector{false, true, false, true});
+  for (size_t n = 1; n < early.size(); n++) CHECK(early[n] == std::vector{false, false, true, false, false, true});
+}
+
+TEST_CASE("a page table whose rows are apart is read where it lies") {
+  const Compiling c;
+  const WithoutBytes untold;
+  for (auto [row, column, copied] : {std::tuple{8, 1, false}, {13, 1, false}, {0, 1, false}, {16, 2, true}, {-8, 1, true}}) {
+    OnGpu call;
+    for (const char *name : {"k", "v"}) call.place(name, DType::bf16, {40, 4, 16, 64});
+    call.place("page_table", DType::i32, {2, 8});
+    call["page_table"].strides[0] = row, call["page_table"].strides[1] = column;
+    const int launches = fake_cuda().launches;
+    REQUIRE_MESSAGE(call.run() == STROBE_OK, std::string(strobe_last_error()));
+    CHECK(fake_cuda().launches == launches + 1 + copied);
+    const Inputs in = launched().in;
+    CHECK(in.blocks_t.rows == (copied ? 8 : row));
+    CHECK((in.cu_seqlens_k == call["page_table"].data) == !copied);
+  }
 }
 
 TEST_CASE("prepared on a GPU: the caller's device stays current, whatever the outcome") {
