@@ -26,7 +26,7 @@ bool has_whole_rows(const strobe_tensor &table) {
   return (table.shape[1] == 1 || table.strides[1] == 1) && row >= 0 && row <= INT32_MAX;
 }
 
-ListCopy described(const strobe_tensor &list) {
+ListCopy copy_of(const strobe_tensor &list) {
   ListCopy made{};
   for (int a = 0; a < 3; a++) {
     const int of = a + list.rank - 3; // its axis
@@ -51,7 +51,7 @@ std::optional<Launch> copy_lists(Problem &p, Scratch &scratch) {
       p.page_table_row = form.shape[0] > 1 ? form.strides[0] : p.pages_each;
       return;
     }
-    ListCopy &copy = a.lists[a.count++] = described(form);
+    ListCopy &copy = a.lists[a.count++] = copy_of(form);
     const int64_t count = int64_t(copy.size[0]) * copy.size[1] * copy.size[2];
     auto *to = scratch.take<std::remove_const_t<std::remove_pointer_t<std::remove_reference_t<decltype(list)>>>>(count);
     copy.from = list, copy.to = to, list = to;
