@@ -97,7 +97,7 @@ test-emulated: setup emulator ## the contract and the ladder on an emulated GPU;
 # With the alias analysis and the register allocation of -O1, GCC takes twice as long over the instruction sets of src/cpu.
 SANITIZE_FLAGS := -O1 -fno-var-tracking-assignments -fno-tree-pta -fira-region=one -fira-algorithm=priority
 
-sanitize-cpu: $(VENV)/.python ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize-cpu: $(VENV)/.dev ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CMAKE) -S . -B build/sanitize -G Ninja -DSTROBE_SANITIZE=ON -DCMAKE_BUILD_TYPE=Sanitize \
 	  -DCMAKE_CXX_FLAGS='$(SANITIZE_FLAGS)'
 	$(CMAKE) --build build/sanitize --parallel $(JOBS)
