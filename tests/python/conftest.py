@@ -47,7 +47,7 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of tests that differ in nothing but their engine, those of the engines under test are kept."""
+    """Keeps those of the engines under test, among tests that differ in their engine alone."""
     alike, engines = defaultdict(list), available_engines()
     for item in items:
         callspec = getattr(item, "callspec", None)
