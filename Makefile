@@ -28,8 +28,8 @@ NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src p
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-gpu test-gpu-random sanitize sanitize-cpu cross
-.PHONY: bench-gpu bench-report api prewarm lint format wheel clean
+.PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-apart test-gpu test-gpu-random sanitize
+.PHONY: sanitize-cpu cross bench-gpu bench-report api prewarm lint format wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -92,6 +92,10 @@ test-long: setup emulator ## the Python tests on every engine, all triples of op
 test-emulated: setup emulator ## the contract and the ladder on an emulated GPU; ARGS=... for pytest
 	STROBE_TEST_DEVICE=emulated tests/emulator/run build/cpp \
 	  $(PYTEST) tests/python/test_contract.py tests/python/test_ladder.py $(ARGS)
+
+test-apart: $(VENV)/.dev ## each C++ file compiled by itself
+	$(CMAKE) -S . -B build/apart -G Ninja -DSTROBE_UNITY=OFF
+	$(CMAKE) --build build/apart --parallel $(JOBS)
 
 # With the alias analysis and the register allocation of -O1, GCC takes twice as long over the instruction sets of src/cpu.
 SANITIZE_FLAGS := -O1 -fno-var-tracking-assignments -fno-tree-pta -fira-region=one -fira-algorithm=priority
