@@ -45,10 +45,11 @@ template <BackwardConfig C> __device__ __forceinline__ int this_thread() {
 
 // From an address that is a multiple of 1024.
 template <BackwardConfig C> struct BackwardShared {
-  u32 k, v, q, dout, ds, p, dq, bias, rows, barriers;
+  u32 k, v, q, dout, ds, p, dq, stage, bias, rows, barriers;
   __device__ __forceinline__ explicit BackwardShared(u32 base)
       : k((base + 1023) & ~1023u), v(k + C.k_bytes()), q(v + C.v_bytes()), dout(q + 2 * C.q_bytes()), ds(dout + 2 * C.dout_bytes()),
-        p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), bias(dq + C.dq_bytes()), rows(bias + 2 * C.bias_bytes()),
+        p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), stage(dq + C.dq_bytes()), bias(stage + C.stage_bytes()),
+        rows(bias + 2 * C.bias_bytes()),
         barriers(rows + 2 * (C.lse_bytes() + C.row_bytes())) {}
   // Of iteration n: the stage is n % 2.
   __device__ __forceinline__ u32 q_of(u32 n) const { return q + n % 2 * C.q_bytes(); }
@@ -76,6 +77,8 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 keys() const { return barriers + 352; }
   __device__ __forceinline__ u32 held() const { return barriers + 368; }
   __device__ __forceinline__ u32 walk(int loader) const { return barriers + 384 + 48 * loader; }
+  // A clock of a warpgroup's, for BackwardConfig::stamps.
+  __device__ __forceinline__ u32 clock(int w, int i) const { return barriers + 384 + 64 * w + 4 * i; }
   __device__ __forceinline__ u32 reach() const { return barriers + 176; }
   // Deterministic: the steps once more, for the warp that adds up dQ: it is never eight steps behind, so that eight places suffice.
   __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
